@@ -1,0 +1,141 @@
+"""What travels between a client and the engine: plain values, no tensors, no tokenizer.
+
+`TokenSource` is the only thing the server knows of an engine. The engine process, an in-process engine and the
+scripted source of the tests all implement it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+_ids = itertools.count()
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. `temperature` 0 is greedy. Defaults leave the distribution untouched."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: no limit
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # None: none; 0: the chosen token's; k: also the top k
+    seed: int | None = None
+    max_tokens: int | None = None  # None: until the context ends
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()  # matched on the raw text, across token boundaries; the match is not emitted
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
+    ignore_eos: bool = False
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A grammar the output must follow from where `after` is seen.
+
+    `trigger` is a tuple of token ids: the constraint is asleep until the generated tokens (the prompt's tail
+    included) end with it, so a harmony model may reason first. Empty means from the first token.
+    `stop_on_end`: once the grammar is complete only end tokens are allowed.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "ebnf"]
+    source: str  # the schema as JSON text, the expression, or the grammar
+    triggers: tuple[tuple[int, ...], ...] = ()
+    end_tokens: tuple[int, ...] = ()  # what may follow a complete value; empty: the model's end tokens
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    sampling: SamplingParams = SamplingParams()
+    constraint: Constraint | None = None
+    timeout: float | None = None  # seconds from submission
+    id: str = field(default_factory=lambda: f"r{next(_ids)}")
+
+
+@dataclass(frozen=True)
+class Logprob:
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
+    completion_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to one choice of one request. The last has `finish` set."""
+
+    tokens: list[int]
+    index: int = 0  # which of n
+    logprobs: list[Logprob] | None = None
+    finish: FinishReason | None = None
+    stop_match: str | None = None  # the stop string that ended it
+    # With stop strings: how many bytes of the choice's whole text, so far, may be shown. None: all of them.
+    visible_bytes: int | None = None
+    error: str | None = None
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    model: str
+    max_context: int
+    vocab: int
+    eos_tokens: tuple[int, ...]
+    details: dict[str, Any] = field(default_factory=dict)  # plan, gates, memory: for /version and `env`
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    running: int = 0
+    waiting: int = 0
+    kv_pages_total: int = 0
+    kv_pages_used: int = 0
+    kv_pages_cached: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class TokenSource(Protocol):
+    """An engine as the server sees it."""
+
+    @property
+    def info(self) -> SourceInfo: ...
+
+    @property
+    def ready(self) -> bool:
+        """False while loading, draining or restarting."""
+        ...
+
+    def stream(self, request: Request) -> AsyncIterator[Delta]:
+        """Deltas of all n choices, interleaved, until each has finished. Closing the iterator cancels the request.
+
+        Raises RequestError before the first delta if the request can never be served, CapacityError if not now.
+        """
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
