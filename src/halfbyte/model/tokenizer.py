@@ -1,0 +1,350 @@
+"""Text to token ids and back, for gpt-oss's own vocabulary (shipped, never downloaded) and for a model's own.
+
+Text that merely looks like a control token is encoded as plain text unless the caller asks otherwise, so nothing a
+user types can end a message. Refuses vocabularies that are not byte-level BPE, because then a token would not be a
+fixed run of bytes and streaming could not be exact.
+"""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import functools
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from halfbyte.errors import CheckpointError
+from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, GGUFVocab, read_gguf_vocab
+
+# How o200k cuts text before merging; the alternatives are tried in this order.
+_LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_PATTERN = "|".join(
+    [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}*{_SMALL}+{_ENDING}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS}+{_SMALL}*{_ENDING}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+_HARMONY_NAMED = {
+    "<|startoftext|>": 199998,
+    "<|endoftext|>": 199999,
+    "<|return|>": 200002,
+    "<|constrain|>": 200003,
+    "<|channel|>": 200005,
+    "<|start|>": 200006,
+    "<|end|>": 200007,
+    "<|message|>": 200008,
+    "<|call|>": 200012,
+}
+O200K_TOKENS = 199998  # mergeable tokens; the special ones follow
+O200K_HARMONY_VOCAB = 201088
+_END_NAMES = ("<|return|>", "<|call|>", "<|endoftext|>")  # where a gpt-oss model stops generating
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
+
+# tiktoken's regex engine panics on a run of a million blanks (its backtracking stack is full); a run this long is cut.
+_BLANK_RUN = 500_000
+_LONG_BLANKS = re.compile(rf"\s{{{_BLANK_RUN}}}")
+
+
+class Tokenizer:
+    """A byte-level vocabulary: every id stands for fixed bytes, so decoding is a table lookup."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        table: Sequence[bytes],
+        special: Mapping[str, int],
+        plain: Callable[[str], list[int]],
+        with_special: Callable[[str], list[int]],
+    ) -> None:
+        self.name = name
+        self.special: dict[str, int] = dict(special)
+        self.eos_tokens: tuple[int, ...] = tuple(self.special[n] for n in _END_NAMES if n in self.special)
+        self._table = list(table)
+        self._names = {id: self._table[id].decode("utf-8", "replace") for id in self.special.values()}
+        self._plain = plain
+        self._with_special = with_special
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name!r}, {self.vocab_size} tokens, {len(self._names)} special)"
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._table)
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        return self._with_special(text) if allow_special else self._plain(text)
+
+    def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
+        """Special tokens appear by name, ids outside the vocabulary as U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return b"".join(map(self.token_bytes, ids))
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes of one token. A model's output layer may be padded past the vocabulary: such ids are U+FFFD."""
+        return self._table[id] if 0 <= id < len(self._table) else _UNKNOWN
+
+    def special_name(self, id: int) -> str | None:
+        return self._names.get(id)
+
+    # ---- where vocabularies come from ---------------------------------------------------------
+
+    @classmethod
+    def gpt_oss(cls) -> Tokenizer:
+        """o200k_harmony, the vocabulary of gpt-oss-20b and gpt-oss-120b."""
+        return _gpt_oss()
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Tokenizer:
+        """A Hugging Face tokenizer.json holding a byte-level BPE vocabulary."""
+        path = Path(path)
+        return _from_json(_read_json(path), str(path))
+
+    @classmethod
+    def for_model(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer of a model folder or a .gguf file; gpt-oss's own wherever the vocabulary is gpt-oss's."""
+        path = Path(path)
+        if path.is_dir():
+            own = path / "tokenizer.json"
+            if not own.exists():
+                _require_o200k_size(path / "config.json")
+                return cls.gpt_oss()
+            raw = _read_json(own)
+            return cls.gpt_oss() if _is_o200k(_json_tokens(raw)) else _from_json(raw, str(own))
+        if path.suffix == ".gguf" and path.is_file():
+            vocab = read_gguf_vocab(path)
+            return cls.gpt_oss() if _is_o200k(vocab.tokens) else _from_gguf(vocab, str(path))
+        raise CheckpointError(f"{path} is neither a model folder nor a .gguf file, so it has no tokenizer.")
+
+
+class Detokenizer:
+    """Token ids in, text out, in step: a character is emitted once, when its last byte has arrived."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
+        self._bytes = tokenizer.token_bytes
+        self._skip = frozenset(tokenizer.special.values()) if skip_special else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, ids: Iterable[int]) -> str:
+        if self._skip:
+            ids = [id for id in ids if id not in self._skip]
+        return self._decoder.decode(b"".join(map(self._bytes, ids)))
+
+    @property
+    def pending(self) -> bytes:
+        """The bytes of a character that is not complete yet; at most three."""
+        return self._decoder.getstate()[0]
+
+    def flush(self) -> str:
+        """The end of the stream: what is left of a character becomes U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+# ---- gpt-oss's vocabulary -----------------------------------------------------------------------
+
+
+def o200k_file() -> bytes:
+    """The shipped o200k_base ranks, unpacked: one `base64 rank` line per token."""
+    return lzma.decompress(resources.files("halfbyte").joinpath("data/o200k_base.tiktoken.xz").read_bytes())
+
+
+def harmony_special_tokens() -> dict[str, int]:
+    named = set(_HARMONY_NAMED.values())
+    reserved = {f"<|reserved_{i}|>": i for i in range(200000, O200K_HARMONY_VOCAB) if i not in named}
+    return {"<|endofprompt|>": 200018, **_HARMONY_NAMED, **reserved}
+
+
+@functools.cache
+def _o200k_ranks() -> dict[bytes, int]:
+    lines = (line.split() for line in o200k_file().splitlines())
+    return {base64.b64decode(token): int(rank) for token, rank in lines}
+
+
+@functools.cache
+def _gpt_oss() -> Tokenizer:
+    import tiktoken  # here, because commands that never tokenize should start without it
+
+    ranks, special = _o200k_ranks(), harmony_special_tokens()
+    table = [b""] * O200K_HARMONY_VOCAB
+    for token, rank in ranks.items():
+        table[rank] = token
+    for name, id in special.items():
+        table[id] = name.encode()  # 200018 has two names; the reserved one comes later and wins, as in harmony
+    encoding = tiktoken.Encoding("o200k_harmony", pat_str=O200K_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return Tokenizer(
+        name="o200k_harmony",
+        table=table,
+        special=special,
+        plain=_cutting_long_blanks(encoding.encode_ordinary),
+        with_special=_cutting_long_blanks(lambda text: encoding.encode(text, allowed_special="all")),
+    )
+
+
+def _cutting_long_blanks(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    def safe(text: str) -> list[int]:
+        if len(text) < _BLANK_RUN or not _LONG_BLANKS.search(text):
+            return encode(text)
+        out: list[int] = []
+        start = 0
+        for run in _LONG_BLANKS.finditer(text):
+            out += encode(text[start : run.end()])
+            start = run.end()
+        return out + encode(text[start:])
+
+    return safe
+
+
+def _is_o200k(tokens: Sequence[str]) -> bool:
+    if len(tokens) < O200K_TOKENS:
+        return False
+    return all(tokens[rank] == _spell(token) for token, rank in _o200k_ranks().items())
+
+
+def _require_o200k_size(config: Path) -> None:
+    size = _read_json(config).get("vocab_size")
+    if size != O200K_HARMONY_VOCAB:
+        raise CheckpointError(
+            f"{config.parent} has no tokenizer.json and its vocabulary of {size} tokens is not gpt-oss's; "
+            "put the model's tokenizer.json beside its config.json."
+        )
+
+
+# ---- other byte-level vocabularies --------------------------------------------------------------
+
+
+def _printable_bytes() -> dict[int, str]:
+    """The spelling of bytes in byte-level vocabularies: printable ones as themselves, the others from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in set(shown)]
+    return {b: chr(b) for b in shown} | {b: chr(0x100 + i) for i, b in enumerate(hidden)}
+
+
+_SPELLING = _printable_bytes()
+_UNSPELLING = {ord(char): byte for byte, char in _SPELLING.items()}
+
+
+def _spell(token: bytes) -> str:
+    return token.decode("latin-1").translate(_SPELLING)
+
+
+def _unspell(token: str, where: str) -> bytes:
+    try:
+        return bytes(_UNSPELLING[ord(char)] for char in token)
+    except KeyError:
+        raise CheckpointError(
+            f"{where}: the token {token!r} is not spelled in byte-level BPE, the only kind halfbyte reads."
+        ) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist; is the download complete?") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise CheckpointError(f"{path} cannot be read ({e}); fetch it again.") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} is not a JSON object; fetch it again.")
+    return raw
+
+
+def _json_tokens(raw: dict[str, Any]) -> list[str]:
+    """Tokens of a tokenizer.json in order of id, added ones included."""
+    model = raw.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocab, dict) or not vocab:
+        return []
+    by_id = {int(id): str(token) for token, id in vocab.items()}
+    by_id.update({int(added["id"]): str(added["content"]) for added in raw.get("added_tokens") or []})
+    return [by_id.get(id, "") for id in range(max(by_id) + 1)]
+
+
+def _from_json(raw: dict[str, Any], where: str) -> Tokenizer:
+    import tokenizers
+
+    tokens = _json_tokens(raw)
+    if not tokens:
+        raise CheckpointError(f"{where} holds no BPE vocabulary, the only kind halfbyte reads.")
+    added = [token for token in raw.get("added_tokens") or [] if isinstance(token, dict)]
+    for token in added:
+        if str(token["content"]).startswith("<|"):
+            token["special"] = True  # else text spelled like it would become it
+    try:
+        text = json.dumps(raw)
+        plain = tokenizers.Tokenizer.from_str(text)
+        plain.encode_special_tokens = True  # "encode their text", not "encode them as special"
+        with_special = tokenizers.Tokenizer.from_str(text)
+    except Exception as e:  # the tokenizers package raises bare Exception
+        raise CheckpointError(f"{where} is not a usable tokenizer.json ({e}).") from None
+    special = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
+    names = {int(token["id"]) for token in added}
+    table = [t.encode() if id in names else _unspell(t, where) for id, t in enumerate(tokens)]
+    return Tokenizer(
+        name=where,
+        table=table,
+        special=special,
+        plain=lambda text: list(plain.encode(_whole(text), add_special_tokens=False).ids),
+        with_special=lambda text: list(with_special.encode(_whole(text), add_special_tokens=False).ids),
+    )
+
+
+def _whole(text: str) -> str:
+    """Half of a surrogate pair, which JSON can carry, is no character: it becomes U+FFFD, as tiktoken does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _from_gguf(vocab: GGUFVocab, where: str) -> Tokenizer:
+    """Rewrites the GGUF vocabulary as a tokenizer.json, so that one path builds both."""
+    if vocab.model != "gpt2":
+        raise CheckpointError(f"{where}: tokenizer model {vocab.model!r} is not byte-level BPE ('gpt2').")
+    if vocab.pre == "gpt-4o":
+        cut: dict[str, Any] = {"type": "Split", "pattern": {"Regex": O200K_PATTERN}, "behavior": "Isolated"}
+        cut["invert"] = False
+        steps = [cut, _byte_level(use_regex=False)]
+    elif vocab.pre in ("gpt-2", "default"):
+        steps = [_byte_level(use_regex=True)]
+    else:
+        raise CheckpointError(f"{where}: pre-tokenizer {vocab.pre!r} is not known (gpt-4o, gpt-2).")
+    kinds = dict(enumerate(vocab.types))
+    added = [
+        {"id": id, "content": token, "special": kinds.get(id) == CONTROL, "single_word": False, "lstrip": False}
+        | {"rstrip": False, "normalized": False}
+        for id, token in enumerate(vocab.tokens)
+        if kinds.get(id) in (CONTROL, USER_DEFINED)
+    ]
+    names = {int(str(token["id"])) for token in added}
+    raw: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": _byte_level(use_regex=True),
+        "model": {
+            "type": "BPE",
+            "vocab": {token: id for id, token in enumerate(vocab.tokens) if id not in names},
+            "merges": [merge.split(" ", 1) for merge in vocab.merges],
+        },
+    }
+    return _from_json(raw, where)
+
+
+def _byte_level(*, use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
