@@ -1,0 +1,317 @@
+"""Pages of the KV cache: who holds which, what may be reused, what is given back. Holds no tensors.
+
+gpt-oss has as many sliding-window layers as full ones, all of equal shape, so a page is `page_size` tokens of all
+layers of one kind. One pool of page numbers serves both kinds; a sequence has a block table for each. Page 0 is
+scratch and is never handed out.
+
+A prefix hit at length n needs every full page before n and, of the sliding kind, only the pages that a query at n
+can see. Those windows are kept where a next request is likely to continue: at the end of a prompt, where a sequence
+ended, and where two prompts were seen to part. All other sliding pages are forgotten once the window has passed them;
+nothing here can bring such a page back, because its hash is dropped before its number is free again.
+
+Hashes are chained over whole pages (the idea of vLLM's prefix cache), 128 bits of BLAKE2b, so equal hash means equal
+prefix. A hash is registered only when the tokens of its page are committed: a page that a failed step half wrote is
+never found.
+
+Refuses to schedule: a caller asks (`missing`, `available`) and then acts (`extend`), and decides who must yield.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+FULL, SLIDING = 0, 1
+SCRATCH = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A usable prefix: `blocks` whole pages; `seen` is how far the full kind alone would have reached."""
+
+    blocks: int = 0
+    seen: int = 0
+
+
+@dataclass(frozen=True)
+class PageStats:
+    total: int  # pages that can be handed out
+    used: int  # held by a sequence
+    cached: int  # held by nobody, findable by hash
+    peak_used: int
+    hit_tokens: int
+    query_tokens: int
+    evicted: int
+    returned: int  # sliding pages given back while their sequence went on
+
+
+@dataclass(slots=True, eq=False)
+class Tables:
+    """One sequence's pages. Outlives preemption: `hashes` stays true as long as the tokens do."""
+
+    salt: bytes = b""
+    full: list[int] = field(default_factory=list)
+    sliding: list[int] = field(default_factory=list)
+    first: int = 0  # sliding blocks before this one are given back (or were never needed) and read SCRATCH
+    length: int = 0  # tokens whose keys and values are committed
+    hashes: list[bytes] = field(default_factory=list)
+    keep: set[int] = field(default_factory=set)  # sliding blocks to keep findable when the window has passed
+    attached: bool = False
+
+
+class PagePool:
+    def __init__(self, pages: int, page_size: int, window: int, *, prefix_cache: bool = True) -> None:
+        assert pages >= 2, "page 0 is scratch, so a pool has at least two"
+        assert page_size >= 1
+        assert window >= 1
+        self.pages, self.page_size, self.window, self.prefix_cache = pages, page_size, window, prefix_cache
+        self._free = list(range(pages - 1, 0, -1))
+        self._refs = [0] * pages
+        self._hash: list[bytes | None] = [None] * pages
+        self._kind = bytearray(pages)
+        self._keep = bytearray(pages)
+        self._index: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unheld; least recently used first
+        self._live: dict[int, Tables] = {}
+        self._peak = self._hit_tokens = self._query_tokens = self._evicted = self._returned = 0
+
+    # ---- what is there ------------------------------------------------------------------------
+
+    @property
+    def available(self) -> int:
+        """Pages that could be handed out now, cached ones included."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def capacity(self) -> int:
+        return self.pages - 1
+
+    def stats(self) -> PageStats:
+        return PageStats(
+            total=self.capacity, used=self.capacity - self.available, cached=len(self._idle), peak_used=self._peak,
+            hit_tokens=self._hit_tokens, query_tokens=self._query_tokens, evicted=self._evicted,
+            returned=self._returned,
+        )  # fmt: skip
+
+    def reset_peak(self) -> None:
+        self._peak = self.capacity - self.available
+
+    def first_needed(self, length: int) -> int:
+        """The first sliding block that a query at or past `length`, or a later hit at its page boundary, can see."""
+        return max(0, length // self.page_size * self.page_size - self.window + 1) // self.page_size
+
+    def most_held(self, length: int, chunk: int) -> int:
+        """Pages one sequence of `length` tokens holds at its worst moment, computed `chunk` tokens at a time."""
+        blocks = -(-length // self.page_size)
+        # The chunk starts anywhere in a page, so the window before it is measured from that page's start.
+        span = -(-(self.window - 1) // self.page_size) + -(-(chunk - 1 + self.page_size) // self.page_size)
+        return blocks + min(blocks, span)
+
+    # ---- hashes and hits ----------------------------------------------------------------------
+
+    def hash_blocks(self, tables: Tables, tokens: Sequence[int], length: int) -> None:
+        """Extend `tables.hashes` over the whole pages of tokens[:length]."""
+        size, hashes = self.page_size, tables.hashes
+        for i in range(len(hashes), length // size):
+            before = hashes[-1] if hashes else tables.salt
+            block = array("i", tokens[i * size : (i + 1) * size]).tobytes()
+            hashes.append(blake2b(before + block, digest_size=16).digest())
+
+    def match(self, tables: Tables, limit: int) -> Hit:
+        """The longest prefix of at most `limit` tokens that both kinds can serve."""
+        full, sliding = self._index
+        hashes = tables.hashes
+        seen, stop = 0, min(limit // self.page_size, len(hashes))
+        while seen < stop and hashes[seen] in full:
+            seen += 1
+        blocks = seen
+        while blocks:
+            first = self.first_needed(blocks * self.page_size)
+            for j in range(blocks - 1, first - 1, -1):
+                if hashes[j] not in sliding:
+                    blocks = j  # every boundary in (j, blocks] needs block j too
+                    break
+            else:
+                break
+        return Hit(blocks, seen)
+
+    # ---- a sequence's life --------------------------------------------------------------------
+
+    def attach(self, tables: Tables, hit: Hit, prompt: int) -> None:
+        """Take the pages of `hit`. `prompt` (tokens) decides which windows are kept for those who come after."""
+        assert not tables.attached
+        assert not tables.full
+        size, hashes = self.page_size, tables.hashes
+        first = self.first_needed(hit.blocks * size)
+        full, sliding = self._index
+        tables.full = [full[h] for h in hashes[: hit.blocks]]
+        tables.sliding = [SCRATCH] * first + [sliding[h] for h in hashes[first : hit.blocks]]
+        tables.first = first
+        tables.length = hit.blocks * size
+        tables.attached = True
+        self._live[id(tables)] = tables
+        for page in tables.full:
+            self._hold(page)
+        for page in tables.sliding[first:]:
+            self._hold(page)
+        self._hit_tokens += tables.length
+        self._query_tokens += prompt
+        # The same prompt again may reuse all but its last token; a longer one may reuse it whole.
+        tables.keep.clear()
+        for end in {(prompt - 1) // size, prompt // size, hit.seen}:
+            tables.keep.update(range(self.first_needed(end * size), end))
+        self._peak = max(self._peak, self.capacity - self.available)
+
+    def missing(self, tables: Tables, length: int) -> int:
+        """Pages still to be taken so that `length` tokens fit."""
+        return 2 * max(0, -(-length // self.page_size) - len(tables.full))
+
+    def extend(self, tables: Tables, length: int) -> bool:
+        """Make room for `length` tokens in both tables; all or nothing."""
+        assert tables.attached
+        blocks = -(-length // self.page_size)
+        more = blocks - len(tables.full)
+        if more <= 0:
+            return True
+        if 2 * more > self.available:
+            return False
+        for _ in range(more):
+            tables.full.append(self._take(FULL))
+            tables.sliding.append(self._take(SLIDING))
+        self._peak = max(self._peak, self.capacity - self.available)
+        return True
+
+    def commit(self, tables: Tables, tokens: Sequence[int], length: int) -> None:
+        """tokens[:length] are now in the cache for good: publish whole pages, give back what the window has passed."""
+        size = self.page_size
+        before, done = tables.length // size, length // size
+        assert length >= tables.length
+        assert -(-length // size) <= len(tables.full)
+        tables.length = length
+        if before == done:
+            return
+        self.hash_blocks(tables, tokens, length)
+        for i in range(before, done):
+            self._publish(tables.full[i], FULL, tables.hashes[i])
+            self._publish(tables.sliding[i], SLIDING, tables.hashes[i])
+        first = self.first_needed(length)
+        for i in range(tables.first, first):
+            self._let_pass(tables, i)
+            self._returned += 1
+        tables.first = max(first, tables.first)
+
+    def release(self, tables: Tables) -> None:
+        """The sequence is gone or preempted. What is committed stays findable, its last window included."""
+        if not tables.attached:
+            return
+        done = tables.length // self.page_size
+        tables.keep.update(range(self.first_needed(tables.length), done))
+        for i in range(len(tables.full) - 1, -1, -1):  # the tail is evicted before what it builds on
+            self._drop(tables.full[i])
+            if i >= tables.first:
+                self._let_pass(tables, i)
+        tables.full, tables.sliding = [], []
+        tables.first = tables.length = 0
+        tables.attached = False
+        del self._live[id(tables)]
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache; held pages stay with their holders and are not found any more."""
+        for index in self._index:
+            for page in index.values():
+                self._hash[page] = None
+                self._keep[page] = 0
+            index.clear()
+        self._free.extend(self._idle)
+        self._idle.clear()
+
+    # ---- single pages -------------------------------------------------------------------------
+
+    def _take(self, kind: int) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._idle.popitem(last=False)
+            self._forget(page)
+            self._evicted += 1
+        self._refs[page] = 1
+        self._kind[page] = kind
+        return page
+
+    def _hold(self, page: int) -> None:
+        if self._refs[page] == 0:
+            del self._idle[page]
+        self._refs[page] += 1
+
+    def _drop(self, page: int) -> None:
+        self._refs[page] -= 1
+        if self._refs[page]:
+            return
+        if self._hash[page] is not None and (self._kind[page] == FULL or self._keep[page]):
+            self._idle[page] = None
+        else:
+            self._forget(page)
+            self._free.append(page)
+
+    def _let_pass(self, tables: Tables, block: int) -> None:
+        """Drop a sliding page, first marking the findable copy of its block if it is to be kept."""
+        if block in tables.keep and block < len(tables.hashes):
+            h = tables.hashes[block]
+            if block < tables.length // self.page_size:
+                self._publish(tables.sliding[block], SLIDING, h)
+            found = self._index[SLIDING].get(h)
+            if found is not None:
+                self._keep[found] = 1
+        self._drop(tables.sliding[block])
+        tables.sliding[block] = SCRATCH
+
+    def _publish(self, page: int, kind: int, h: bytes) -> None:
+        if h not in self._index[kind] and self._hash[page] is None:
+            self._index[kind][h] = page
+            self._hash[page] = h
+
+    def _forget(self, page: int) -> None:
+        h = self._hash[page]
+        if h is not None:
+            del self._index[self._kind[page]][h]
+            self._hash[page] = None
+        self._keep[page] = 0
+
+    # ---- invariants ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every invariant, from scratch. Tests call it after every operation; it is far too slow for serving."""
+        refs = [0] * self.pages
+        for t in self._live.values():
+            assert t.attached
+            assert len(t.full) == len(t.sliding), "the tables of the two kinds cover the same blocks"
+            assert -(-t.length // self.page_size) <= len(t.full), "committed tokens without a page"
+            assert all(p == SCRATCH for p in t.sliding[: t.first])
+            assert all(p != SCRATCH for p in t.sliding[t.first :])
+            assert SCRATCH not in t.full
+            assert t.first <= self.first_needed(t.length), "a page inside the window was given back"
+            assert t.first == self.first_needed(t.length), "a page outside the window is still held"
+            for kind, table in ((FULL, t.full), (SLIDING, t.sliding[t.first :])):
+                for page in table:
+                    refs[page] += 1
+                    assert self._kind[page] == kind, f"page {page} is in a table of the other kind"
+        assert refs == self._refs, "reference counts differ from what the tables hold"
+        free, idle = set(self._free), set(self._idle)
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not free & idle
+        assert SCRATCH not in free | idle
+        held = {p for p in range(1, self.pages) if refs[p]}
+        assert not held & (free | idle), "a held page can be handed out"
+        assert held | free | idle == set(range(1, self.pages)), "a page leaked"
+        for kind, index in enumerate(self._index):
+            for h, page in index.items():
+                assert self._hash[page] == h
+                assert self._kind[page] == kind
+        assert sum(h is not None for h in self._hash) == sum(len(i) for i in self._index)
+        assert all(self._hash[p] is None and not self._keep[p] for p in free), "a free page can still be found"
+        assert all(self._hash[p] is not None for p in idle), "a cached page cannot be found"
+        assert all(self._kind[p] == FULL or self._keep[p] for p in idle), "a window was cached that nobody kept"
+        assert self._peak >= len(held)
