@@ -204,9 +204,9 @@ def test_peak_for_32k_tokens_on_120b_is_at_most_55_percent_of_a_uniform_cache() 
     (ceil(127 / 64) = 2) and the chunk (2048 / 64 = 32; chunks start on page boundaries): 546 pages, 53.3 %.
     """
     pool = PagePool(2000, 64, 128)
-    tables, tokens, prompt = Tables(), [0] * 32768, 32768 - 128
-    pool.attach(tables, Hit(), prompt)
-    for end in [*range(2048, prompt, 2048), *range(prompt, 32769)]:
+    tables, tokens = Tables(), [0] * 32768
+    pool.attach(tables, Hit(), 32768)
+    for end in range(2048, 32769, 2048):
         assert pool.extend(tables, end)
         pool.commit(tables, tokens, end)
     uniform = 2 * 32768 // 64
