@@ -1,0 +1,344 @@
+"""Where the bytes of a block-scaled tensor lie. The only repacker: nothing else in the house moves weight bytes about.
+
+Every layout is lossless: `convert` goes from any layout to any other through "plain" and changes no code and no scale.
+It never changes a number format, and a layout that cannot hold a format refuses it. Work goes tile by tile, so a
+gigabyte of experts is repacked with a few megabytes beside source and result.
+
+| layout       | formats    | `data`                                              | `scales`       |
+|--------------|------------|-----------------------------------------------------|----------------|
+| `plain`      | all        | [..., N, K/2] or [..., N, K]: the checkpoint's      | [..., N, K/G]  |
+| `gguf`       | mxfp4, q8  | [..., N, blocks * 17 or 34]: GGUF's blocks          | empty          |
+| `mma16`      | mxfp4      | [..., ceil(N/16), tile bytes]: for mma.m16n8k16     | empty          |
+| `w4a8_split` | mxfp4      | [..., N, K/2], nibbles of a 128-wide tile split     | [..., N, K/32] |
+
+To add one: write `pack` (plain to it) and `unpack` (back), both on whole MXTensors, and add a `Layout` to `LAYOUTS`;
+`tests/formats/test_layouts.py` picks it up and checks that it is lossless. Leading dimensions (experts) must be kept,
+so that `MXTensor.select` works in every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from halfbyte.errors import FormatError
+from halfbyte.formats.blocks import chunk_elements
+from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
+
+Repack = Callable[[MXTensor], MXTensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`pack` takes a plain tensor of one of `formats`; `unpack` gives a plain tensor back, equal to the last byte."""
+
+    name: str
+    formats: tuple[FormatName, ...]
+    pack: Repack
+    unpack: Repack
+
+
+def convert(t: MXTensor, layout: str) -> MXTensor:
+    """`t` in another layout; `t` itself where it is already there."""
+    source, target = _layout(t.layout, t.format), _layout(layout, t.format)
+    if source is target:
+        return t
+    return target.pack(source.unpack(t))
+
+
+def _layout(name: str, format: FormatName) -> Layout:
+    if name not in LAYOUTS:
+        raise FormatError(f"unknown weight layout {name!r}: use one of {', '.join(LAYOUTS)}")
+    layout = LAYOUTS[name]
+    if format not in layout.formats:
+        raise FormatError(f"the layout {name!r} holds {' or '.join(layout.formats)}, not {format}")
+    return layout
+
+
+# The checkpoint's own shapes ---------------------------------------------------------------------------------------
+
+
+def from_checkpoint(blocks: torch.Tensor, scales: torch.Tensor) -> MXTensor:
+    """OpenAI's `*_blocks` uint8 [..., N, K/32, 16] and `*_scales` [..., N, K/32] as a plain tensor, by view."""
+    if blocks.ndim < 2 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
+        raise FormatError(
+            f"MXFP4 blocks must be [..., K/32, 16] with scales [..., K/32], not {tuple(blocks.shape)} with "
+            f"{tuple(scales.shape)}"
+        )
+    return MXTensor(blocks.flatten(-2), scales, (*scales.shape[:-1], scales.shape[-1] * 32), "mxfp4")
+
+
+def to_checkpoint(t: MXTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `from_checkpoint`, by view from "plain"; K must be whole groups, as a checkpoint has no other."""
+    if t.format != "mxfp4":
+        raise FormatError(f"the checkpoint's blocks and scales hold mxfp4, not {t.format}")
+    if t.shape[-1] % 32:
+        raise FormatError(f"a checkpoint's MXFP4 rows are whole groups of 32, not {t.shape[-1]} elements long")
+    plain = convert(t, "plain")
+    return plain.data.view(*plain.scales.shape, 16), plain.scales
+
+
+def deinterleave(t: MXTensor) -> tuple[MXTensor, MXTensor]:
+    """(gate, up) of a plain tensor whose rows alternate gate, up, gate, up, as gpt-oss checkpoints have them."""
+    _check_rows(t)
+    if t.shape[-2] % 2:
+        raise FormatError(f"interleaved gate and up rows come in pairs, not {t.shape[-2]} of them")
+    shape = (*t.shape[:-2], t.shape[-2] // 2, t.shape[-1])
+    gate, up = (
+        replace(t, data=t.data[..., i::2, :].contiguous(), scales=t.scales[..., i::2, :].contiguous(), shape=shape)
+        for i in (0, 1)
+    )
+    return gate, up
+
+
+def interleave(gate: MXTensor, up: MXTensor) -> MXTensor:
+    """The inverse: rows gate, up, gate, up."""
+    _check_rows(gate)
+    _check_rows(up)
+    if gate.format != up.format or gate.shape != up.shape:
+        raise FormatError(
+            f"gate and up must agree in format and shape, not {gate.format} {gate.shape} with {up.format} {up.shape}"
+        )
+    if gate.tensor_scale is not None and up.tensor_scale is not None and not gate.tensor_scale.equal(up.tensor_scale):
+        raise FormatError("gate and up have different nvfp4 tensor scales: quantise them as one tensor")
+    return replace(
+        gate,
+        data=torch.stack((gate.data, up.data), dim=-2).flatten(-3, -2),
+        scales=torch.stack((gate.scales, up.scales), dim=-2).flatten(-3, -2),
+        shape=(*gate.shape[:-2], gate.shape[-2] * 2, gate.shape[-1]),
+    )
+
+
+def _check_rows(t: MXTensor) -> None:
+    if t.layout != "plain":
+        raise FormatError(f"gate and up rows are taken apart in the layout 'plain', not {t.layout!r}: convert first")
+    if len(t.shape) < 2:
+        raise FormatError(f"gate and up rows need a matrix, not a tensor of shape {t.shape}")
+
+
+# gguf: blocks of scale and elements, as GGUF files hold them ----------------------------------------------------------
+#
+# MXFP4: 1 byte e, then 16 bytes of which byte j holds element j (low nibble) and j + 16 (high). Q8_0: float16 d, then
+# 32 int8. ggml reads e as 2^(e - 127) like everyone, except 255, which it does not treat as NaN; we do.
+
+GGUF_BLOCK_BYTES: dict[str, int] = {"mxfp4": 17, "q8": 34}
+
+
+def from_gguf(data: torch.Tensor, format: FormatName) -> MXTensor:
+    """The raw bytes of a GGUF tensor, uint8 [..., blocks * 17] (mxfp4) or [..., blocks * 34] (q8), in layout "gguf"."""
+    _layout("gguf", format)
+    size = GGUF_BLOCK_BYTES[format]
+    if data.dtype != torch.uint8 or data.ndim == 0 or data.shape[-1] % size:
+        raise FormatError(
+            f"GGUF {format} rows are uint8 and whole blocks of {size} bytes, not {data.dtype} of shape "
+            f"{tuple(data.shape)}"
+        )
+    shape = (*data.shape[:-1], data.shape[-1] // size * 32)
+    return MXTensor(data, _no_scales(data), shape, format, "gguf")
+
+
+def _gguf_pack(t: MXTensor) -> MXTensor:
+    geometry, size = GEOMETRY[t.format], GGUF_BLOCK_BYTES[t.format]
+    data = t.data.reshape(-1, geometry.group_bytes).view(torch.uint8)
+    scales = t.scales.reshape(-1, 1).view(torch.uint8)
+    out = torch.empty((data.shape[0], size), dtype=torch.uint8, device=t.device)
+    width = scales.shape[1]
+    for part in _parts(data.shape[0], 32, t.device):
+        elements = data[part]
+        if t.format == "mxfp4":
+            low, high = elements & 15, elements >> 4  # elements 0, 2, 4 … and 1, 3, 5 …
+            codes = torch.stack((low, high), -1).view(-1, 2, 16)
+            elements = codes[:, 0] | (codes[:, 1] << 4)
+        out[part, :width] = scales[part]
+        out[part, width:] = elements
+    lead = t.shape[:-1]
+    return replace(t, data=out.view(*lead, t.scales.shape[-1] * size), scales=_no_scales(out), layout="gguf")
+
+
+def _gguf_unpack(t: MXTensor) -> MXTensor:
+    geometry, size = GEOMETRY[t.format], GGUF_BLOCK_BYTES[t.format]
+    *lead, k = t.shape
+    blocks = geometry.padded(k) // geometry.group
+    _check_data(t, (*lead, blocks * size))
+    flat = t.data.reshape(-1, size)
+    width = geometry.scale_dtype.itemsize
+    data = torch.empty((flat.shape[0], geometry.group_bytes), dtype=torch.uint8, device=t.device)
+    for part in _parts(flat.shape[0], 32, t.device):
+        elements = flat[part, width:]
+        if t.format == "mxfp4":
+            codes = torch.cat((elements & 15, elements >> 4), -1).view(-1, 16, 2)
+            elements = codes[..., 0] | (codes[..., 1] << 4)
+        data[part] = elements
+    scales = _fresh(flat[:, :width]).view(geometry.scale_dtype)
+    return replace(
+        t,
+        data=data.view(geometry.data_dtype).view(*lead, blocks * geometry.group_bytes),
+        scales=scales.view(*lead, blocks),
+        layout="plain",
+    )
+
+
+# mma16: weights as the A operand of mma.m16n8k16 --------------------------------------------------------------------
+#
+# Rows in tiles of 16, K in chunks of 64. A tile is contiguous: per chunk 32 lanes x 4 words of codes, then, after all
+# chunks, per chunk 8 words of scales. Lane (g, t) = (lane / 4, lane % 4), word i, holds eight codes: for a in 0..3 and
+# e in 0..1 row g + 8 (a & 1), k = 64 chunk + 16 i + 8 (a >> 1) + 2 t + e, which are the four A registers of MMA i in
+# the chunk. Half e of the word keeps the three magnitude bits of register a at MMA16_MAGNITUDE[a] and its sign at
+# MMA16_SIGN[a]: one mask with one shift puts a register's two codes where float16 has sign, exponent and mantissa
+# (value x 2^-14). Scale word g of a chunk: bytes row g first group, row g second group, row g + 8 first, row g + 8
+# second. Rows past N and groups past K are code 0, scale 0.
+
+MMA16_ROWS, MMA16_K, MMA16_CHUNK_BYTES = 16, 64, 512 + 32
+MMA16_MAGNITUDE = (9, 6, 3, 0)
+MMA16_SIGN = (15, 12, 14, 13)
+
+
+def mma16_tile_bytes(k: int) -> int:
+    """Bytes of one tile of 16 rows."""
+    return -(-k // MMA16_K) * MMA16_CHUNK_BYTES
+
+
+def _mma16_pack(t: MXTensor) -> MXTensor:
+    *lead, n, k = _matrix(t)
+    tiles, chunks = -(-n // MMA16_ROWS), -(-k // MMA16_K)
+    out = torch.empty((math.prod(lead), tiles, chunks * MMA16_CHUNK_BYTES), dtype=torch.uint8, device=t.device)
+    stack = math.prod(lead)
+    data, scales = t.data.reshape(stack, n, t.data.shape[-1]), t.scales.reshape(stack, n, t.scales.shape[-1])
+    for e in range(out.shape[0]):
+        for part in _parts(tiles, MMA16_ROWS * chunks * MMA16_K, t.device):
+            rows = slice(part.start * MMA16_ROWS, part.stop * MMA16_ROWS)
+            count = part.stop - part.start
+            codes = _pad(data[e, rows], count * MMA16_ROWS, chunks * 32)
+            # row = 8 a1 + g; byte of a row = 32 chunk + 8 i + 4 a2 + t, its low nibble e = 0
+            codes = codes.view(count, 2, 8, chunks, 4, 2, 4).to(torch.int32)
+            words = torch.zeros((count, chunks, 8, 4, 4), dtype=torch.int32, device=t.device)
+            for a, (magnitude, sign) in enumerate(zip(MMA16_MAGNITUDE, MMA16_SIGN)):
+                pair = codes[:, a & 1, :, :, :, a >> 1, :].permute(0, 2, 1, 4, 3)  # tile, chunk, g, t, i
+                pair = (pair & 15) | ((pair >> 4) << 16)
+                words |= ((pair & 0x00070007) << magnitude) | ((pair & 0x00080008) << (sign - 3))
+            out[e, part, : chunks * 512] = words.view(count, chunks * 128).view(torch.uint8)
+            scale = _pad(scales[e, rows], count * MMA16_ROWS, chunks * 2).view(count, 2, 8, chunks, 2)
+            out[e, part, chunks * 512 :] = scale.permute(0, 3, 2, 1, 4).reshape(count, chunks * 32)
+    return replace(t, data=out.view(*lead, tiles, out.shape[-1]), scales=_no_scales(out), layout="mma16")
+
+
+def _mma16_unpack(t: MXTensor) -> MXTensor:
+    *lead, n, k = _matrix(t)
+    tiles, chunks = -(-n // MMA16_ROWS), -(-k // MMA16_K)
+    groups = GEOMETRY[t.format].padded(k) // 32
+    _check_data(t, (*lead, tiles, chunks * MMA16_CHUNK_BYTES))
+    flat = t.data.reshape(math.prod(lead), tiles, t.data.shape[-1])
+    data = torch.empty((flat.shape[0], n, groups * 16), dtype=torch.uint8, device=t.device)
+    scales = torch.empty((flat.shape[0], n, groups), dtype=torch.uint8, device=t.device)
+    for e in range(flat.shape[0]):
+        for part in _parts(tiles, MMA16_ROWS * chunks * MMA16_K, t.device):
+            count = part.stop - part.start
+            first, last = part.start * MMA16_ROWS, min(n, part.stop * MMA16_ROWS)
+            words = _fresh(flat[e, part, : chunks * 512]).view(torch.int32).view(count, chunks, 8, 4, 4)
+            codes = torch.empty((count, 2, 8, chunks, 4, 2, 4), dtype=torch.uint8, device=t.device)
+            for a, (magnitude, sign) in enumerate(zip(MMA16_MAGNITUDE, MMA16_SIGN)):
+                pair = ((words >> magnitude) & 0x00070007) | ((words >> (sign - 3)) & 0x00080008)
+                byte = ((pair & 15) | ((pair >> 12) & 0xF0)).to(torch.uint8)
+                codes[:, a & 1, :, :, :, a >> 1, :] = byte.permute(0, 2, 1, 4, 3)
+            data[e, first:last] = codes.view(count * 16, chunks * 32)[: last - first, : groups * 16]
+            scale = flat[e, part, chunks * 512 :].reshape(count, chunks, 8, 2, 2).permute(0, 3, 2, 1, 4)
+            scales[e, first:last] = scale.reshape(count * 16, chunks * 2)[: last - first, :groups]
+    return replace(
+        t, data=data.view(*lead, n, groups * 16), scales=scales.view(*lead, n, groups), layout="plain"
+    )  # fmt: skip
+
+
+# w4a8_split: nibbles apart by half a K tile, for e4m3 x e2m1 on SM12x -----------------------------------------------
+#
+# In each K tile of 128, byte j holds k = j (low nibble) and k = 64 + j (high), so that a kernel that widens low and
+# high nibbles to two E4M3 tiles gets two contiguous runs of K. Scales keep their order. K is padded to whole tiles in
+# both, with code 0 and scale 0, so that a kernel needs no mask along K on the weights.
+
+W4A8_TILE = 128
+
+
+def _split_pack(t: MXTensor) -> MXTensor:
+    lead = t.shape[:-1]
+    tiles = -(-t.shape[-1] // W4A8_TILE)
+    rows = math.prod(lead)
+    data, scales = t.data.reshape(rows, t.data.shape[-1]), t.scales.reshape(rows, t.scales.shape[-1])
+    out = torch.empty((data.shape[0], tiles * 64), dtype=torch.uint8, device=t.device)
+    for part in _parts(data.shape[0], tiles * W4A8_TILE, t.device):
+        row = _pad(data[part], part.stop - part.start, tiles * 64).view(-1, tiles, 64)
+        codes = torch.stack((row & 15, row >> 4), -1).view(-1, tiles, 2, 64)
+        out[part] = (codes[:, :, 0] | (codes[:, :, 1] << 4)).view(-1, tiles * 64)
+    scales = _pad(scales, scales.shape[0], tiles * 4)
+    return replace(
+        t, data=out.view(*lead, tiles * 64), scales=scales.view(*lead, tiles * 4), layout="w4a8_split"
+    )  # fmt: skip
+
+
+def _split_unpack(t: MXTensor) -> MXTensor:
+    *lead, k = t.shape
+    tiles, groups = -(-k // W4A8_TILE), GEOMETRY[t.format].padded(k) // 32
+    _check_data(t, (*lead, tiles * 64))
+    flat = t.data.reshape(math.prod(lead), tiles * 64)
+    data = torch.empty((flat.shape[0], groups * 16), dtype=torch.uint8, device=t.device)
+    for part in _parts(flat.shape[0], tiles * W4A8_TILE, t.device):
+        row = flat[part].view(-1, tiles, 64)
+        codes = torch.cat((row & 15, row >> 4), -1).view(-1, tiles, 64, 2)
+        data[part] = (codes[..., 0] | (codes[..., 1] << 4)).view(-1, tiles * 64)[:, : groups * 16]
+    scales = t.scales[..., :groups].contiguous()
+    return replace(t, data=data.view(*lead, groups * 16), scales=scales, layout="plain")
+
+
+# Shared by the layouts above ---------------------------------------------------------------------------------------
+
+
+def _parts(count: int, elements_each: int, device: torch.device) -> list[slice]:
+    """`count` things of so many elements each, cut into slices that keep temporaries small."""
+    step = max(1, chunk_elements(device) // max(1, elements_each))
+    return [slice(start, min(count, start + step)) for start in range(0, count, step)]
+
+
+def _pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Zeros below and to the right, up to that size."""
+    return F.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0])).contiguous()
+
+
+def _fresh(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of `x` in a row of their own, so that they may be viewed as words wherever `x` began."""
+    return x.clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def _no_scales(data: torch.Tensor) -> torch.Tensor:
+    """The `scales` of a layout that keeps them inside `data`."""
+    return torch.empty(0, dtype=torch.uint8, device=data.device)
+
+
+def _matrix(t: MXTensor) -> tuple[int, ...]:
+    if len(t.shape) < 2:
+        raise FormatError(f"the layout 'mma16' holds matrices or stacks of them, not a tensor of shape {t.shape}")
+    return t.shape
+
+
+def _check_data(t: MXTensor, shape: tuple[int, ...]) -> None:
+    if tuple(t.data.shape) != shape or t.data.dtype != torch.uint8:
+        raise FormatError(
+            f"the data of a {t.format} tensor of shape {t.shape} in layout {t.layout!r} must be uint8 of shape "
+            f"{shape}, not {t.data.dtype} of shape {tuple(t.data.shape)}"
+        )
+
+
+def _same(t: MXTensor) -> MXTensor:
+    return t
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout("plain", ("mxfp4", "mxfp8", "nvfp4", "q8"), _same, _same),
+        Layout("gguf", ("mxfp4", "q8"), _gguf_pack, _gguf_unpack),
+        Layout("mma16", ("mxfp4",), _mma16_pack, _mma16_unpack),
+        Layout("w4a8_split", ("mxfp4",), _split_pack, _split_unpack),
+    )
+}
