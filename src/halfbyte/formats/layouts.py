@@ -296,7 +296,9 @@ def _split_unpack(t: MXTensor) -> MXTensor:
 
 def _parts(count: int, elements_each: int, device: torch.device) -> list[slice]:
     """`count` things of so many elements each, cut into slices that keep temporaries small."""
-    step = max(1, chunk_elements(device) // max(1, elements_each))
+    if elements_each == 0:
+        return []
+    step = max(1, chunk_elements(device) // elements_each)
     return [slice(start, min(count, start + step)) for start in range(0, count, step)]
 
 
