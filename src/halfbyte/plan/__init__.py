@@ -1,0 +1,1 @@
+"""Phases, plans and selections: which kernels run, why, and what really ran."""

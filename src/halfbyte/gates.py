@@ -1,0 +1,289 @@
+"""The gates: orthogonal axes that say which kernels and formats may run, parsed and checked once.
+
+An axis never forces another. `auto` lets the plan choose; any other value runs exactly that or fails with every
+reason. Flags win over environment variables, both win over a preset. This is the only file that reads the
+environment, and it reads all of it: a variable of ours that it does not know, or one that older MXFP4 stacks used and
+nothing reads any more, is an error that names today's flag.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, cast
+
+from halfbyte.errors import GateError
+
+LAYER_GROUPS = ("moe", "qkv", "o", "lm_head")
+LAYER_FORMATS = ("checkpoint", "q8", "mxfp4")
+REGIME_NAMES = ("decode", "batch", "prefill")
+
+
+class PerRegime(NamedTuple):
+    decode: str = "auto"
+    batch: str = "auto"
+    prefill: str = "auto"
+
+    def __str__(self) -> str:
+        if len(set(self)) == 1:
+            return self.decode
+        return ",".join(f"{r}={v}" for r, v in zip(REGIME_NAMES, self) if v != "auto")
+
+
+class Layers(NamedTuple):
+    moe: str = "checkpoint"
+    qkv: str = "checkpoint"
+    o: str = "checkpoint"
+    lm_head: str = "checkpoint"
+
+    def __str__(self) -> str:
+        changed = [f"{g}={f}" for g, f in zip(LAYER_GROUPS, self) if f != "checkpoint"]
+        return ",".join(changed) or "checkpoint"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis as a user meets it."""
+
+    field: str
+    flag: str
+    values: tuple[str, ...]
+    variables: tuple[str, ...]  # environment names, ours first
+    meaning: str
+    aliases: Mapping[str, str]
+    per_regime: bool = False
+
+
+_KERNELS = ("auto", "reference", "cpu", "gemv", "triton", "cutlass", "marlin")
+_EAGLE = ("eagle3", "eagle3-short", "eagle3-long", "eagle3-throughput")
+
+AXES: tuple[Axis, ...] = (
+    Axis("moe_kernel", "--moe-kernel", _KERNELS, ("HALFBYTE_MOE_KERNEL", "VLLM_MXFP4_MOE_KERNEL"),
+         "kernel of the expert MLP; per regime as decode=gemv,prefill=triton", {"gemm": "cutlass"}, True),
+    Axis("linear_kernel", "--linear-kernel", _KERNELS, ("HALFBYTE_LINEAR_KERNEL",),
+         "kernel of qkv, o and lm_head; per regime as for --moe-kernel", {"gemm": "cutlass"}, True),
+    Axis("activation", "--activation", ("auto", "bf16", "int8", "fp8", "mxfp8", "mxfp4"),
+         ("HALFBYTE_ACTIVATION", "VLLM_MXFP4_ACTIVATION"),
+         "format of activations in front of quantised matrices", {}),
+    Axis("layers", "--layers", LAYER_FORMATS, ("HALFBYTE_LAYERS", "VLLM_MXFP4_LAYERS"),
+         "format per layer group, as qkv=q8,o=q8,lm_head=mxfp4", {}),
+    Axis("tile", "--tile", ("auto", "128x128", "64x128"), ("HALFBYTE_TILE", "FLASHINFER_MOE_TILE"),
+         "tile of the grouped GEMM", {}),
+    Axis("attention", "--attention", ("auto", "reference", "cpu", "cuda", "triton", "flashinfer"),
+         ("HALFBYTE_ATTENTION", "VLLM_ATTENTION_BACKEND"), "attention kernel", {"triton_attn": "triton"}),
+    Axis("sinks", "--sinks", ("auto", "on", "off"), ("HALFBYTE_SINKS", "VLLM_ATTENTION_SINKS"),
+         "attention sinks; off is for tests and makes the output wrong", {"1": "on", "0": "off"}),
+    Axis("kv_dtype", "--kv-dtype", ("auto", "bf16", "fp8"), ("HALFBYTE_KV_DTYPE",), "KV cache format", {}),
+    Axis("speculate", "--speculate", ("off", "ngram", "suffix", *_EAGLE, "draft"), ("HALFBYTE_SPECULATE",),
+         "speculative decoding", {}),
+    Axis("graphs", "--enforce-eager", ("on", "off"), ("HALFBYTE_CUDA_GRAPHS",),
+         "CUDA graphs; --enforce-eager switches them off", {"1": "on", "0": "off"}),
+)  # fmt: skip
+_BY_FIELD = {a.field: a for a in AXES}
+
+# Variables of ours that are not gates. Value: what they are for (docs/env.md is made from this).
+SETTINGS: dict[str, str] = {
+    "HALFBYTE_PRESET": "preset to start from (as --preset)",
+    "HALFBYTE_API_KEY": "API key the server asks for",
+    "HALFBYTE_CACHE_DIR": "where compiled kernels are kept (default: ~/.cache/halfbyte)",
+    "HALFBYTE_MODELS_DIR": "where `halfbyte pull` puts models (default: ~/.cache/halfbyte/models)",
+}
+
+# Older stacks used these; nothing reads them any more.
+RETIRED: dict[str, str] = {
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_BF16": "--moe-kernel cutlass --activation bf16",
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8": "--moe-kernel cutlass --activation mxfp8",
+    "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS": "--moe-kernel cutlass --activation mxfp8",
+    "VLLM_USE_FLASHINFER_MOE_FP4": "--moe-kernel cutlass (NVFP4 is another format and never applies to gpt-oss)",
+    "VLLM_FLASHINFER_MOE_BACKEND": "--moe-kernel",
+    "VLLM_USE_ATTENTION_SINKS": "--sinks",
+    "VLLM_USE_CUDA_GRAPH": "--enforce-eager",
+    "VLLM_MXFP4_BACKEND": "--moe-kernel",
+    "VLLM_MXFP4_USE_MARLIN": "--moe-kernel marlin",
+}
+_OURS = ("HALFBYTE_", "VLLM_MXFP4_")
+
+
+@dataclass(frozen=True)
+class Gates:
+    moe_kernel: PerRegime = PerRegime()
+    linear_kernel: PerRegime = PerRegime()
+    activation: str = "auto"
+    layers: Layers = Layers()
+    tile: str = "auto"
+    attention: str = "auto"
+    sinks: str = "auto"
+    kv_dtype: str = "auto"
+    speculate: str = "off"
+    graphs: str = "on"
+
+    def backend(self, axis: str, regime: str) -> str:
+        """The gate value of a plan axis (moe, linear, attention) in a regime."""
+        if axis == "attention":
+            return self.attention
+        per = self.moe_kernel if axis == "moe" else self.linear_kernel
+        return cast(str, getattr(per, regime))
+
+    @property
+    def layer_formats(self) -> dict[str, str]:
+        return dict(zip(LAYER_GROUPS, self.layers))
+
+    def as_dict(self) -> dict[str, str]:
+        return {f.name: str(getattr(self, f.name)) for f in fields(self)}
+
+    def changes(self, base: Gates | None = None) -> dict[str, str]:
+        """What differs from `base` (default: `exact`), axis -> value."""
+        mine, other = self.as_dict(), (base or PRESETS["exact"].gates).as_dict()
+        return {k: v for k, v in mine.items() if v != other[k]}
+
+
+@dataclass(frozen=True)
+class Preset:
+    gates: Gates
+    meaning: str
+
+
+_ALL_MXFP4 = Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4")
+_CUTLASS = PerRegime("cutlass", "cutlass", "cutlass")
+_MARLIN = PerRegime("marlin", "marlin", "marlin")
+_GEMV = PerRegime("gemv", "auto", "auto")
+
+# The lettered ones are the test points of the MXFP4-on-vLLM work this project grew from. Where those said "sinks off"
+# they meant a kernel option; without sinks gpt-oss writes garbage, so here they leave the sinks to the model.
+PRESETS: dict[str, Preset] = {
+    "exact": Preset(Gates(), "checkpoint formats, bf16 activations: bit-faithful weights (the default)"),
+    "balanced": Preset(Gates(layers=Layers("checkpoint", "q8", "q8", "q8")), "dense layers in 8 bits"),
+    "fast": Preset(Gates(layers=_ALL_MXFP4), "every layer in MXFP4"),
+    "baseline": Preset(Gates(moe_kernel=_MARLIN, activation="bf16"), "what upstream vLLM does: Marlin, bf16"),
+    "a": Preset(Gates(moe_kernel=_CUTLASS, activation="mxfp8"), "CUTLASS, mxfp8"),
+    "b": Preset(Gates(moe_kernel=_CUTLASS, activation="mxfp8", sinks="on"), "A with sinks asked for"),
+    "c": Preset(
+        Gates(moe_kernel=_CUTLASS, activation="mxfp8", sinks="on", speculate="eagle3-short", graphs="off"),
+        "B with the short-context EAGLE-3 head, eager",
+    ),
+    "d": Preset(
+        Gates(moe_kernel=_CUTLASS, activation="mxfp8", speculate="eagle3-long"), "A with the long-context EAGLE-3 head"
+    ),
+    "e": Preset(
+        Gates(moe_kernel=_CUTLASS, activation="mxfp8", speculate="eagle3-throughput"),
+        "A with the throughput EAGLE-3 head",
+    ),
+    "f": Preset(Gates(moe_kernel=_GEMV, activation="bf16"), "GEMV decode, bf16"),
+}
+
+
+def parse(
+    flags: Mapping[str, str | None] | None = None,
+    env: Mapping[str, str] | None = None,
+    preset: str | None = None,
+) -> Gates:
+    """Gates from flags (by field name; None means not given), environment and preset, in that order of precedence.
+
+    The field `mxfp4_layers` is the short form of `layers`: a list of groups to hold in MXFP4.
+    """
+    env = os.environ if env is None else env
+    check_environment(env)
+    gates = _preset(preset or env.get("HALFBYTE_PRESET") or "exact").gates
+    for axis in AXES:
+        found = [(name, env[name]) for name in axis.variables if env.get(name)]
+        values = {_value(axis, text, name) for name, text in found}
+        if len(values) > 1:
+            raise GateError(f"{' and '.join(n for n, _ in found)} disagree; set only one of them.")
+        if values:
+            gates = replace(gates, **{axis.field: values.pop()})
+    given = {k: v for k, v in (flags or {}).items() if v is not None}
+    short = given.pop("mxfp4_layers", None)
+    if short is not None and "layers" in given:
+        raise GateError("--layers and --mxfp4-layers say the same thing; give only one of them.")
+    if short is not None:
+        gates = replace(gates, layers=_short_layers(short, "--mxfp4-layers"))
+    for name, text in given.items():
+        if name not in _BY_FIELD:
+            raise GateError(f"there is no gate {name!r}; the gates are {_list(a.flag for a in AXES)}.")
+        gates = replace(gates, **{name: _value(_BY_FIELD[name], text, _BY_FIELD[name].flag)})
+    return gates
+
+
+def check_environment(env: Mapping[str, str]) -> None:
+    known = {v for a in AXES for v in a.variables} | set(SETTINGS)
+    for name in sorted(env):
+        if name in RETIRED:
+            raise GateError(f"{name} is set, but nothing reads it any more; unset it and use {RETIRED[name]}.")
+        if name.startswith(_OURS) and name not in known:
+            raise GateError(f"the environment variable {name} is unknown{_near(name, known)}; unset it.")
+
+
+def setting(name: str, env: Mapping[str, str] | None = None) -> str | None:
+    """A variable of SETTINGS, or None."""
+    assert name in SETTINGS, name
+    return (os.environ if env is None else env).get(name) or None
+
+
+def _preset(name: str) -> Preset:
+    try:
+        return PRESETS[name.strip().lower()]
+    except KeyError:
+        raise GateError(f"there is no preset {name!r}; use one of {_list(PRESETS)}.") from None
+
+
+def _value(axis: Axis, text: str, where: str) -> Any:
+    text = text.strip().lower()
+    if axis.field == "layers":
+        return _layers(text, where)
+    if axis.per_regime and "=" in text:
+        parts = dict(_pairs(text, where, REGIME_NAMES, "regime"))
+        return PerRegime(*(_one(axis, parts.get(r, "auto"), where) for r in REGIME_NAMES))
+    value = _one(axis, text, where)
+    return PerRegime(value, value, value) if axis.per_regime else value
+
+
+def _one(axis: Axis, text: str, where: str) -> str:
+    text = axis.aliases.get(text, text)
+    if text not in axis.values:
+        raise GateError(f"{where} is {text!r}{_near(text, axis.values)}; use one of {_list(axis.values)}.")
+    return text
+
+
+def _layers(text: str, where: str) -> Layers:
+    if "=" not in text and text not in LAYER_FORMATS:
+        return _short_layers(text, where)
+    if text in LAYER_FORMATS:
+        return Layers(text, text, text, text)
+    chosen = dict(_pairs(text, where, LAYER_GROUPS, "layer group"))
+    for group, name in chosen.items():
+        if name not in LAYER_FORMATS:
+            raise GateError(f"{where}: {group}={name!r} is no layer format; use one of {_list(LAYER_FORMATS)}.")
+    return Layers(**chosen)
+
+
+def _short_layers(text: str, where: str) -> Layers:
+    groups = [g.strip() for g in text.lower().split(",") if g.strip()]
+    if groups == ["all"]:
+        return _ALL_MXFP4
+    for group in groups:
+        if group not in LAYER_GROUPS:
+            raise GateError(f"{where}: {group!r} is no layer group; use {_list(LAYER_GROUPS)}, or all.")
+    return Layers(**dict.fromkeys(groups, "mxfp4"))
+
+
+def _pairs(text: str, where: str, keys: tuple[str, ...], what: str) -> list[tuple[str, str]]:
+    out: list[tuple[str, str]] = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, sign, value = (s.strip() for s in part.partition("="))
+        if not sign or not value or key not in keys:
+            raise GateError(f"{where}: {part!r} is not {what}=value; the {what}s are {_list(keys)}.")
+        if key in dict(out):
+            raise GateError(f"{where} names {key} twice.")
+        out.append((key, value))
+    return out
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _near(text: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(text, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

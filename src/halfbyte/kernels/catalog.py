@@ -1,0 +1,7 @@
+"""The list of kernel phases. Importing a phase needs neither Triton nor CUDA: those are imported when it is bound."""
+
+from __future__ import annotations
+
+from halfbyte.plan.phase import Phase
+
+PHASES: tuple[Phase, ...] = ()

@@ -1,0 +1,203 @@
+"""gpt-oss: the network, as a specification.
+
+    x = embed(tokens)
+    for each layer, sliding and full attention in turn:
+        h = rms_norm(x)                                   attn_norm
+        q, k, v = h @ qkv + bias                          qkv
+        q, k = rope(q), rope(k)                           rope      (yarn)
+        cache[position] = k, v                            kv_write
+        a = attention(q, cache)                           attention (causal, window on sliding layers, one sink a head)
+        x = x + a @ o + bias                              o
+        h = rms_norm(x)                                   mlp_norm
+        experts, weights = top_k(h @ router + bias)       router    (softmax over the chosen)
+        x = x + sum weights * expert(h)                   moe       (gate_up, clamped swiglu, down, biases)
+    logits = rms_norm(x) @ lm_head                        final_norm, lm_head   (rows asked for, only)
+
+What each line means is in `halfbyte.ops`; which kernel runs it is in the plan. This file joins the two: it turns a
+configuration and gates into a Spec, selects a plan, binds it to weights and runs steps. It holds no kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import MemoryError_, PlanError
+from halfbyte.gates import Gates
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.weights import Matrix, Weights, kind_of
+from halfbyte.ops.attention import store_dtype
+from halfbyte.ops.rope import yarn_frequencies
+from halfbyte.plan.phase import ARCHES, GROUP, Arch, Binding, Spec
+from halfbyte.plan.plan import Plan, bind
+from halfbyte.plan.record import Selection
+from halfbyte.plan.select import Chosen, select
+from halfbyte.plan.step import Step
+
+log = logging.getLogger("halfbyte")
+
+PAGE_SIZE = 64
+SINKS_OFF = (
+    "SINKS ARE OFF: every answer of this run is wrong by design. gpt-oss was trained with attention sinks; "
+    "--sinks off exists only to test that dropping them is noticed."
+)
+CHECKPOINT_FORMATS = {"qkv": "bf16", "o": "bf16", "gate_up": "mxfp4", "down": "mxfp4", "lm_head": "bf16", "embed": "bf16"}
+
+
+def arch_of(device: torch.device | str) -> Arch:
+    device = torch.device(device)
+    if device.type == "cpu":
+        return ARCHES["cpu"]
+    if device.type != "cuda":
+        raise PlanError(f"halfbyte runs on cpu and cuda devices, not on {device.type!r}.")
+    major, minor = torch.cuda.get_device_capability(device)
+    name = f"sm{major}{minor}"
+    if name not in ARCHES:
+        raise PlanError(f"this GPU is {name}; halfbyte has kernels for {', '.join(a for a in ARCHES if a != 'cpu')}.")
+    return ARCHES[name]
+
+
+def formats_after(gates: Gates, found: Mapping[str, str] = CHECKPOINT_FORMATS) -> dict[str, str]:
+    """Role -> format once --layers is applied to weights found in these formats."""
+    asked = gates.layer_formats
+    return {
+        role: asked[GROUP[role]] if role in GROUP and asked[GROUP[role]] != "checkpoint" else kind
+        for role, kind in found.items()
+    }
+
+
+def spec_of(config: ModelConfig, gates: Gates, arch: Arch, formats: Mapping[str, str], page_size: int = PAGE_SIZE) -> Spec:
+    attention = {"window"}
+    if config.heads != config.kv_heads:
+        attention.add("gqa")
+    if gates.sinks != "off":
+        attention.add("sinks")
+    float_name = "bf16" if arch.is_gpu else "f32"
+    return Spec(
+        layers=config.layers,
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        experts=config.experts,
+        top_k=config.top_k,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab,
+        window=config.window,
+        norm_eps=config.norm_eps,
+        swiglu_limit=config.swiglu_limit,
+        swiglu_alpha=config.swiglu_alpha,
+        formats=dict(formats),
+        features={
+            "qkv": frozenset({"bias"}),
+            "o": frozenset({"bias"}),
+            "rope": frozenset({"yarn"} if config.yarn.factor != 1.0 else ()),
+            "attention": frozenset(attention),
+            "router": frozenset({"bias"}),
+            "moe": frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"}),
+        },
+        dtype=float_name,
+        activation=float_name if gates.activation == "auto" else gates.activation,
+        kv_dtype=float_name if gates.kv_dtype == "auto" else gates.kv_dtype,
+        page_size=page_size,
+        tile=gates.tile,
+    )
+
+
+def choose(
+    config: ModelConfig,
+    gates: Gates,
+    arch: Arch,
+    formats: Mapping[str, str] = CHECKPOINT_FORMATS,
+    page_size: int = PAGE_SIZE,
+) -> tuple[Spec, Chosen, Selection]:
+    """Spec, phases and reasons for a model whose weights are found in these formats; needs no GPU and no weights."""
+    spec = spec_of(config, gates, arch, formats_after(gates, formats), page_size)
+    chosen, selection = select(spec, arch, gates)
+    return spec, chosen, selection
+
+
+class GptOss:
+    """A model ready to run steps: weights, a plan bound to them, and a KV pool once `allocate_kv` was called."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        gates: Gates | None = None,
+        *,
+        page_size: int = PAGE_SIZE,
+        choice: tuple[Spec, Chosen, Selection] | None = None,
+    ) -> None:
+        self.config = config = weights.config
+        self.weights = weights
+        self.gates = gates or Gates()
+        self.device = weights.embed.device
+        self.arch = arch_of(self.device)
+        found = {role: kind_of(t) for _, role, t in weights.items() if role in GROUP or role == "embed"}
+        spec, chosen, selection = choice or choose(config, self.gates, self.arch, found, page_size)
+        for role, kind in spec.formats.items():
+            if found[role] != kind:
+                raise PlanError(f"the plan was made for {role} in {kind}, but the weights hold it in {found[role]}.")
+        self.spec = spec
+        if self.gates.sinks == "off":
+            log.warning(SINKS_OFF)
+        y = config.yarn
+        self._rope = yarn_frequencies(
+            config.head_dim, config.rope_theta, y.factor, y.original_context, y.beta_fast, y.beta_slow, y.truncate
+        )
+        self._buffers: dict[str, Tensor] = {}
+        self._pool: Tensor | None = None
+        self.plan: Plan = bind(chosen, selection, spec, self._binding, _format_name)
+
+    def _binding(self, layer: int | None) -> Binding:
+        return Binding(
+            spec=self.spec,
+            weights=self.weights if layer is None else self.weights.layers[layer],
+            kind=None if layer is None else self.config.kinds[layer],
+            kind_index=0 if layer is None else self.config.kind_index(layer),
+            rope=self._rope,
+            kv_pool=self._kv_pool,
+            buffers=self._buffers,
+            layer=layer,
+        )
+
+    def _kv_pool(self) -> Tensor:
+        assert self._pool is not None, "allocate_kv comes before the first step"
+        return self._pool
+
+    # ---- KV pool ------------------------------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        c, s = self.config, self.spec
+        per_token = self.layers_per_page * 2 * c.kv_dim * store_dtype(s.kv_dtype).itemsize
+        return per_token * s.page_size
+
+    @property
+    def layers_per_page(self) -> int:
+        return max(self.config.kind_count("sliding"), self.config.kind_count("full"))
+
+    def allocate_kv(self, pages: int) -> Tensor:
+        """The pool, page 0 included. Zeroed: a masked slot must hold a number."""
+        c, s = self.config, self.spec
+        shape = (pages, self.layers_per_page, 2, c.kv_heads, s.page_size, c.head_dim)
+        try:
+            self._pool = torch.zeros(shape, dtype=store_dtype(s.kv_dtype), device=self.device)
+        except (RuntimeError, torch.cuda.OutOfMemoryError):
+            gib = pages * self.page_bytes / 2**30
+            raise MemoryError_(f"{pages} KV pages ({gib:.2f} GiB) do not fit on {self.device}; ask for fewer.") from None
+        return self._pool
+
+    # ---- running ------------------------------------------------------------------------------
+
+    def forward(self, step: Step) -> Tensor:
+        """Logits float32 [L, vocab] of the rows asked for."""
+        return self.plan.run(step)["logits"]
+
+
+def _format_name(tensor: object) -> str:
+    assert isinstance(tensor, Matrix)
+    return kind_of(tensor)

@@ -1,0 +1,54 @@
+"""Sampling: what temperature, top-k, top-p and min-p mean, and how one uniform number picks a token.
+
+The order is that of Hugging Face and vLLM: temperature, then top-k, top-p, min-p on what is left. A row is filtered on
+its own, so a batch never changes its tokens. Greedy is temperature 0: the highest logit, ties to the lower id.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """[.., vocab] -> the lowest id among the maxima."""
+    best = logits == logits.amax(-1, keepdim=True)
+    return best.int().argmax(-1)
+
+
+def penalise(
+    logits: Tensor, counts: Tensor, seen: Tensor, repetition: float, presence: float, frequency: float
+) -> Tensor:
+    """One row [vocab]. `counts`: times generated; `seen`: in the prompt or generated (repetition looks at both)."""
+    if repetition != 1.0:
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, scaled, logits)
+    if presence or frequency:
+        logits = logits - frequency * counts - presence * (counts > 0)
+    return logits
+
+
+def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
+    """One row [vocab] -> (probabilities float64 in falling order, their ids). Only the tokens that may be drawn."""
+    values, ids = (logits.double() / temperature).sort(descending=True, stable=True)
+    if 0 < top_k < values.shape[0]:
+        values, ids = values[:top_k], ids[:top_k]
+    p = torch.softmax(values, -1)
+    keep = p > 0
+    if top_p < 1.0:
+        keep &= (p.cumsum(-1) - p) < top_p
+    if min_p > 0.0:
+        keep &= p >= min_p * p[0]
+    keep[0] = True
+    p, ids = p[keep], ids[keep]
+    return p / p.sum(), ids
+
+
+def draw(p: Tensor, ids: Tensor, uniform: float) -> int:
+    """Inverse transform: the first token whose cumulated probability exceeds `uniform` in [0, 1)."""
+    if math.isnan(float(p[0])):
+        raise ValueError("the logits of this row are not numbers")
+    at = int(torch.searchsorted(p.cumsum(-1), uniform, right=True))
+    return int(ids[min(at, ids.shape[0] - 1)])

@@ -1,0 +1,133 @@
+"""Phase: one way of running one or more consecutive operations, and the facts it is chosen by.
+
+A phase says what it covers, refuses what it cannot do with a reason, names the physical layout it needs for each
+weight, and binds to weights and buffers once; the launch it returns runs every step. It never converts a format,
+never falls back, and never reads the environment.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from halfbyte.gates import Gates
+from halfbyte.plan.step import REGIMES, Regime, Step
+
+PROLOGUE = ("embed",)
+LAYER = ("attn_norm", "qkv", "rope", "kv_write", "attention", "o", "mlp_norm", "router", "moe")
+EPILOGUE = ("final_norm", "lm_head")
+SEGMENTS: dict[str, tuple[str, ...]] = {"prologue": PROLOGUE, "layer": LAYER, "epilogue": EPILOGUE}
+OPERATIONS = PROLOGUE + LAYER + EPILOGUE
+
+# Which axis of the gates chooses the kernel of an operation; operations without one follow their neighbours.
+AXIS = {"qkv": "linear", "o": "linear", "lm_head": "linear", "moe": "moe", "attention": "attention"}
+# Which weights an operation reads: the roles of model.weights.LayerWeights and Weights.
+ROLES: dict[str, tuple[str, ...]] = {
+    "embed": ("embed",),
+    "qkv": ("qkv",),
+    "o": ("o",),
+    "moe": ("gate_up", "down"),
+    "lm_head": ("lm_head",),
+}
+# Which layer group (--layers) a role belongs to.
+GROUP = {"qkv": "qkv", "o": "o", "gate_up": "moe", "down": "moe", "lm_head": "lm_head"}
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A machine to run on. `capability` is None on a CPU."""
+
+    name: str  # cpu, sm90, sm100, sm120, sm121
+    capability: tuple[int, int] | None = None
+    shared_memory: int = 0  # bytes one block may use
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.capability is not None
+
+
+ARCHES: dict[str, Arch] = {
+    "cpu": Arch("cpu"),
+    "sm90": Arch("sm90", (9, 0), 232_448),
+    "sm100": Arch("sm100", (10, 0), 232_448),
+    "sm120": Arch("sm120", (12, 0), 101_376),
+    "sm121": Arch("sm121", (12, 1), 101_376),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything about the model and the gates that changes what an operation computes.
+
+    `features` are the parts of an operation's meaning that a phase must know by name; one that it does not know is
+    a refusal, so a new feature of a model cannot be dropped in silence.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    window: int
+    norm_eps: float
+    swiglu_limit: float
+    swiglu_alpha: float
+    formats: Mapping[str, str]  # role -> bf16, f16, f32, q8, mxfp4: what the weights are
+    features: Mapping[str, frozenset[str]]  # operation -> features
+    dtype: str  # residual stream and dense activations: f32 or bf16
+    activation: str  # quantisation point in front of quantised matrices
+    kv_dtype: str  # f32, bf16, fp8
+    page_size: int
+    tile: str = "auto"
+
+    def features_of(self, covers: tuple[str, ...]) -> frozenset[str]:
+        return frozenset().union(*(self.features.get(op, frozenset()) for op in covers))
+
+
+@dataclass
+class Binding:
+    """What a phase gets when it is bound: one layer's weights (or the model's, outside layers) and shared state."""
+
+    spec: Spec
+    weights: Any  # model.weights.LayerWeights in a layer, Weights in prologue and epilogue
+    kind: str | None  # sliding or full, in a layer
+    kind_index: int  # place of this layer inside a KV page
+    rope: tuple[Tensor, float]  # inverse frequencies, temperature
+    kv_pool: Callable[[], Tensor]  # the pool may be made after the phases are bound
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # fixed buffers, shared by name over all phases
+    layer: int | None = None
+
+
+# A launch reads and writes named activations (see halfbyte.ops for the names).
+Launch = Callable[[Step, dict[str, Tensor]], None]
+
+
+class Phase(ABC):
+    """Subclasses set the class attributes. One phase, one file."""
+
+    name: str
+    covers: tuple[str, ...]
+    backends: Mapping[str, str] = {}  # axis -> the gate value this phase answers to
+    regimes: frozenset[Regime] = frozenset(REGIMES)
+    knows: frozenset[str] = frozenset()
+    rank: int = 0  # auto prefers the higher
+    category: str = "other"  # for profiles: moe, linear, attention, norm, router, quantise, sample, other
+
+    @abstractmethod
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        """Why this phase cannot run here, in one clause; None if it can. Gate and feature checks are done for it."""
+
+    def layouts(self, spec: Spec) -> dict[str, str]:
+        """Role -> layout name, for every role of ROLES[op] it reads."""
+        return {role: "plain" for op in self.covers for role in ROLES.get(op, ())}
+
+    @abstractmethod
+    def bind(self, binding: Binding) -> Launch: ...

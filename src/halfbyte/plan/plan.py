@@ -1,0 +1,100 @@
+"""Plan: selected phases bound to one model's weights; running a step is running its regime's launches in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from halfbyte.plan.phase import ROLES, SEGMENTS, Binding, Launch, Phase, Spec
+from halfbyte.plan.record import Record, Run, Selection
+from halfbyte.plan.select import Chosen
+from halfbyte.plan.step import Regime, Step
+
+
+@dataclass
+class Bound:
+    phase: Phase
+    launch: Launch
+    formats: dict[str, str]  # role -> format of the weight it was bound to
+
+
+@dataclass
+class Plan:
+    spec: Spec
+    selection: Selection
+    bound: dict[Regime, list[Bound]]
+    record: Record = field(default_factory=Record)
+    recording: bool = True
+
+    def run(self, step: Step, acts: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """All launches of the step's regime. Returns the activations by name; `logits` is the result."""
+        acts = {} if acts is None else acts
+        regime = step.regime
+        for b in self.bound[regime]:
+            b.launch(step, acts)
+            if self.recording:
+                self.record.add(self._run(b, regime, acts))
+        return acts
+
+    def _run(self, b: Bound, regime: Regime, acts: dict[str, Tensor]) -> Run:
+        names = [n for n in OUTPUTS[b.phase.covers[-1]] if n in acts]
+        return Run(
+            phase=b.phase.name,
+            covers=b.phase.covers,
+            regime=regime,
+            formats=b.formats,
+            dtype=self.spec.dtype,
+            activation=self.spec.activation,
+            shapes={n: tuple(acts[n].shape) for n in names},
+        )
+
+
+# The activations an operation leaves behind.
+OUTPUTS: dict[str, tuple[str, ...]] = {
+    "embed": ("x",), "attn_norm": ("h",), "qkv": ("q", "k", "v"), "rope": ("q", "k"), "kv_write": (),
+    "attention": ("attn",), "o": ("x",), "mlp_norm": ("h",), "router": ("topk_ids", "topk_weights"), "moe": ("x",),
+    "final_norm": ("h",), "lm_head": ("logits",),
+}  # fmt: skip
+
+
+def bind(
+    chosen: Chosen,
+    selection: Selection,
+    spec: Spec,
+    binding_of: Callable[[int | None], Binding],
+    format_of: Callable[[object], str],
+) -> Plan:
+    """Bind every chosen phase once per layer. A phase that serves several regimes is bound once and shared."""
+    cache: dict[tuple[int, int | None], Bound] = {}
+
+    def at(phase: Phase, layer: int | None) -> Bound:
+        key = (id(phase), layer)
+        if key not in cache:
+            b = binding_of(layer)
+            roles = [r for op in phase.covers for r in ROLES.get(op, ())]
+            cache[key] = Bound(phase, phase.bind(b), {r: format_of(getattr(b.weights, r)) for r in roles})
+        return cache[key]
+
+    bound: dict[Regime, list[Bound]] = {}
+    for regime, phases in chosen.items():
+        parts = dict(zip(SEGMENTS, _split(phases)))
+        bound[regime] = [at(p, None) for p in parts["prologue"]]
+        for layer in range(spec.layers):
+            bound[regime] += [at(p, layer) for p in parts["layer"]]
+        bound[regime] += [at(p, None) for p in parts["epilogue"]]
+    return Plan(spec, selection, bound)
+
+
+def _split(phases: list[Phase]) -> Iterator[list[Phase]]:
+    """Phases in running order, cut at the segment boundaries."""
+    rest = list(phases)
+    for operations in SEGMENTS.values():
+        part: list[Phase] = []
+        left = len(operations)
+        while left > 0:
+            part.append(rest.pop(0))
+            left -= len(part[-1].covers)
+        assert left == 0, "a phase crosses a segment boundary"
+        yield part

@@ -1,0 +1,283 @@
+"""The reference plan: each operation of `ops/` wrapped in a phase of its own, so there is one execution path.
+
+Also the oracle of every other phase: it honours the gates' quantisation points (activation, KV format, sinks).
+Quantised matrices stay packed; a float32 copy is kept beside them only while all copies together stay small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import MXTensor
+from halfbyte.gates import Gates
+from halfbyte.ops.attention import attend, gather_kv, write_kv
+from halfbyte.ops.embedding import embed
+from halfbyte.ops.linear import Matrix, dense, round_activation
+from halfbyte.ops.moe import moe
+from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.rope import rope, rope_table
+from halfbyte.ops.router import route
+from halfbyte.ops.rows import matmul_rows
+from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import Step
+
+FLOAT_COPIES = 1 << 30  # bytes of float32 copies a process may keep
+_copied = 0
+
+
+class _Dense:
+    """A matrix (or a stack of expert matrices) as float32, remembered while the budget lasts."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        global _copied
+        self.matrix = matrix
+        shape = matrix.shape
+        size = 4
+        for n in shape:
+            size *= n
+        self.copy: Tensor | None = None
+        if isinstance(matrix, Tensor) and matrix.dtype == torch.float32:
+            self.copy = matrix
+        elif _copied + size <= FLOAT_COPIES:
+            _copied += size
+            self.copy = dense(matrix)
+
+    @property
+    def quantised(self) -> bool:
+        return isinstance(self.matrix, MXTensor)
+
+    def whole(self) -> Tensor:
+        return dense(self.matrix) if self.copy is None else self.copy
+
+    def expert(self, index: int) -> Tensor:
+        if self.copy is not None:
+            return self.copy[index]
+        m = self.matrix
+        if isinstance(m, MXTensor):
+            return dense(MXTensor(m.data[index], m.scales[index], m.shape[1:], m.format, m.layout, m.tensor_scale))
+        return m[index].float()
+
+
+class _Reference(Phase):
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        return None
+
+
+def _project(matrix: Matrix, bias: Tensor, spec: Spec) -> Callable[[Tensor], Tensor]:
+    held = _Dense(matrix)
+    offset = bias.float()
+
+    def run(x: Tensor) -> Tensor:
+        if held.quantised:
+            x = round_activation(x, spec.activation)
+        elif spec.dtype == "bf16":
+            x = round_activation(x, "bf16")
+        return matmul_rows(x, held.whole()) + offset
+
+    return run
+
+
+class Embed(_Reference):
+    name, covers, category = "reference.embed", ("embed",), "other"
+    backends = {"linear": "reference"}
+
+    def bind(self, b: Binding) -> Launch:
+        table = b.weights.embed
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            acts["x"] = embed(step.tokens, table)
+
+        return launch
+
+
+class _Norm(_Reference):
+    role: str
+    category = "norm"
+
+    def bind(self, b: Binding) -> Launch:
+        weight, eps = getattr(b.weights, self.role), b.spec.norm_eps
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            acts["h"] = rms_norm(acts["x"], weight, eps)
+
+        return launch
+
+
+class AttnNorm(_Norm):
+    name, covers, role = "reference.attn_norm", ("attn_norm",), "attn_norm"
+    backends = {"linear": "reference"}
+
+
+class MlpNorm(_Norm):
+    name, covers, role = "reference.mlp_norm", ("mlp_norm",), "mlp_norm"
+    backends = {"moe": "reference"}
+
+
+class FinalNorm(_Reference):
+    name, covers, category = "reference.final_norm", ("final_norm",), "norm"
+    backends = {"linear": "reference"}
+
+    def bind(self, b: Binding) -> Launch:
+        weight, eps = b.weights.final_norm, b.spec.norm_eps
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            acts["h"] = rms_norm(acts["x"][step.logit_rows.long()], weight, eps)
+
+        return launch
+
+
+class Qkv(_Reference):
+    name, covers, category = "reference.qkv", ("qkv",), "linear"
+    backends = {"linear": "reference"}
+    knows = frozenset({"bias"})
+
+    def bind(self, b: Binding) -> Launch:
+        project = _project(b.weights.qkv, b.weights.qkv_bias, b.spec)
+        s = b.spec
+        heads = [s.heads, s.kv_heads, s.kv_heads]
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            y = project(acts["h"]).view(step.rows, sum(heads), s.head_dim)
+            acts["q"], acts["k"], acts["v"] = y.split(heads, dim=1)
+
+        return launch
+
+
+class Rope(_Reference):
+    name, covers, category = "reference.rope", ("rope",), "attention"
+    backends = {"attention": "reference"}
+    knows = frozenset({"yarn"})
+
+    def bind(self, b: Binding) -> Launch:
+        inverse, temperature = b.rope
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            cos, sin = rope_table(inverse, temperature, step.positions)
+            acts["q"], acts["k"] = rope(acts["q"], cos, sin), rope(acts["k"], cos, sin)
+
+        return launch
+
+
+class KvWrite(_Reference):
+    name, covers, category = "reference.kv_write", ("kv_write",), "attention"
+    backends = {"attention": "reference"}
+
+    def bind(self, b: Binding) -> Launch:
+        assert b.kind is not None
+        kind, index, pool = b.kind, b.kind_index, b.kv_pool
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            table = step.block_tables[kind][step.row_sequence.long()]
+            write_kv(pool(), index, acts["k"], acts["v"], step.positions, table)
+
+        return launch
+
+
+class Attention(_Reference):
+    name, covers, category = "reference.attention", ("attention",), "attention"
+    backends = {"attention": "reference"}
+    knows = frozenset({"sinks", "window", "gqa"})
+
+    def bind(self, b: Binding) -> Launch:
+        assert b.kind is not None
+        spec, kind, index, pool = b.spec, b.kind, b.kind_index, b.kv_pool
+        window = spec.window if kind == "sliding" else None
+        sinks = b.weights.sinks if "sinks" in spec.features_of(("attention",)) else None
+        scale = spec.head_dim**-0.5
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            starts, lens = step.query_start.tolist(), step.kv_lens.tolist()
+            out = torch.empty_like(acts["q"])
+            for s, length in enumerate(lens):
+                rows = slice(starts[s], starts[s + 1])
+                if starts[s] == starts[s + 1]:
+                    continue
+                k, v = gather_kv(pool(), index, step.block_tables[kind][s], length)
+                out[rows] = attend(acts["q"][rows], k, v, step.positions[rows], sinks, window, scale)
+            acts["attn"] = out.flatten(1)
+
+        return launch
+
+
+class OutProjection(_Reference):
+    name, covers, category = "reference.o", ("o",), "linear"
+    backends = {"linear": "reference"}
+    knows = frozenset({"bias"})
+
+    def bind(self, b: Binding) -> Launch:
+        project = _project(b.weights.o, b.weights.o_bias, b.spec)
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            acts["x"] = acts["x"] + project(acts["attn"])
+
+        return launch
+
+
+class Router(_Reference):
+    name, covers, category = "reference.router", ("router",), "router"
+    backends = {"moe": "reference"}
+    knows = frozenset({"bias"})
+
+    def bind(self, b: Binding) -> Launch:
+        weight, bias, top_k = b.weights.router, b.weights.router_bias, b.spec.top_k
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            acts["topk_ids"], acts["topk_weights"] = route(acts["h"], weight, bias, top_k)
+
+        return launch
+
+
+class Moe(_Reference):
+    name, covers, category = "reference.moe", ("moe",), "moe"
+    backends = {"moe": "reference"}
+    knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})
+
+    def bind(self, b: Binding) -> Launch:
+        spec = b.spec
+        gate_up = self._experts(b.weights.gate_up, b.weights.gate_up_bias, spec)
+        down = self._experts(b.weights.down, b.weights.down_bias, spec)
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            y = moe(
+                acts["h"], acts["topk_ids"].long(), acts["topk_weights"],
+                gate_up, down, spec.swiglu_limit, spec.swiglu_alpha,
+            )  # fmt: skip
+            acts["x"] = acts["x"] + y
+
+        return launch
+
+    @staticmethod
+    def _experts(matrix: Matrix, bias: Tensor, spec: Spec) -> Callable[[int, Tensor], Tensor]:
+        held = _Dense(matrix)
+
+        def project(expert: int, x: Tensor) -> Tensor:
+            if held.quantised:
+                x = round_activation(x, spec.activation)
+            elif spec.dtype == "bf16":
+                x = round_activation(x, "bf16")
+            return matmul_rows(x, held.expert(expert)) + bias[expert].float()
+
+        return project
+
+
+class LmHead(_Reference):
+    name, covers, category = "reference.lm_head", ("lm_head",), "linear"
+    backends = {"linear": "reference"}
+
+    def bind(self, b: Binding) -> Launch:
+        matrix: Matrix = b.weights.lm_head
+        project = _project(matrix, torch.zeros(()), b.spec)
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            acts["logits"] = project(acts["h"])
+
+        return launch
+
+
+PHASES: tuple[Phase, ...] = (
+    Embed(), AttnNorm(), Qkv(), Rope(), KvWrite(), Attention(), OutProjection(), MlpNorm(), Router(), Moe(),
+    FinalNorm(), LmHead(),
+)  # fmt: skip

@@ -1,0 +1,49 @@
+"""Step: one ragged batch of rows, as every phase sees it.
+
+Who sets what: the engine's batch builder fills every field; phases only read. On a GPU the tensors are fixed buffers
+that a captured graph reads again and again; `rows` and `sequences` are then the padded counts, padding rows belong to
+sequence 0's scratch page and nobody reads what they produce.
+
+The KV pool is one tensor [pages, layers_per_page, 2, kv_heads, page_size, head_dim] (K, then V). Page 0 is scratch:
+never allocated, written by padding rows, and the entry of every block that a sliding table has given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Regime = Literal["decode", "batch", "prefill"]
+REGIMES: tuple[Regime, ...] = ("decode", "batch", "prefill")
+DECODE_ROWS, BATCH_ROWS = 8, 64
+
+
+def regime_of(rows: int) -> Regime:
+    return "decode" if rows <= DECODE_ROWS else "batch" if rows <= BATCH_ROWS else "prefill"
+
+
+@dataclass
+class Step:
+    tokens: Tensor  # int32 [R]
+    positions: Tensor  # int32 [R]
+    query_start: Tensor  # int32 [S + 1]: rows of sequence s are query_start[s] .. query_start[s + 1]
+    kv_lens: Tensor  # int32 [S], this step's tokens included
+    row_sequence: Tensor  # int32 [R]: the sequence of each row
+    block_tables: Mapping[str, Tensor]  # kind -> int32 [S, blocks]
+    logit_rows: Tensor  # int32 [L]: rows whose logits are wanted
+    max_kv_len: int  # host-side bound on kv_lens, for grid sizes
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def sequences(self) -> int:
+        return self.kv_lens.shape[0]
+
+    @property
+    def regime(self) -> Regime:
+        return regime_of(self.rows)
