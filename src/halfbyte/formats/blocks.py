@@ -59,10 +59,8 @@ def quantize_plain(
     scales = torch.empty(count, dtype=geometry.scale_dtype, device=x.device)
     for first, groups in float_groups(x, geometry.group):
         data[first : first + len(groups)], scales[first : first + len(groups)] = quantizer(groups)
-    return MXTensor(
-        data.view(*lead, per_row * geometry.group_bytes), scales.view(*lead, per_row), tuple(x.shape), name, "plain",
-        tensor_scale,
-    )  # fmt: skip
+    data, scales = data.view(*lead, per_row * geometry.group_bytes), scales.view(*lead, per_row)
+    return MXTensor(data, scales, tuple(x.shape), name, "plain", tensor_scale)
 
 
 def dequantize_plain(t: MXTensor, dtype: torch.dtype, dequantizer: Dequantizer) -> torch.Tensor:

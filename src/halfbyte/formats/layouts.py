@@ -120,7 +120,7 @@ def _check_rows(t: MXTensor) -> None:
         raise FormatError(f"gate and up rows need a matrix, not a tensor of shape {t.shape}")
 
 
-# gguf: blocks of scale and elements, as GGUF files hold them ----------------------------------------------------------
+# gguf: blocks of scale and elements, as GGUF files hold them --------------------------------------------------------
 #
 # MXFP4: 1 byte e, then 16 bytes of which byte j holds element j (low nibble) and j + 16 (high). Q8_0: float16 d, then
 # 32 int8. ggml reads e as 2^(e - 127) like everyone, except 255, which it does not treat as NaN; we do.
@@ -205,10 +205,10 @@ def mma16_tile_bytes(k: int) -> int:
 def _mma16_pack(t: MXTensor) -> MXTensor:
     *lead, n, k = _matrix(t)
     tiles, chunks = -(-n // MMA16_ROWS), -(-k // MMA16_K)
-    out = torch.empty((math.prod(lead), tiles, chunks * MMA16_CHUNK_BYTES), dtype=torch.uint8, device=t.device)
     stack = math.prod(lead)
+    out = torch.empty((stack, tiles, chunks * MMA16_CHUNK_BYTES), dtype=torch.uint8, device=t.device)
     data, scales = t.data.reshape(stack, n, t.data.shape[-1]), t.scales.reshape(stack, n, t.scales.shape[-1])
-    for e in range(out.shape[0]):
+    for e in range(stack):
         for part in _parts(tiles, MMA16_ROWS * chunks * MMA16_K, t.device):
             rows = slice(part.start * MMA16_ROWS, part.stop * MMA16_ROWS)
             count = part.stop - part.start
@@ -247,9 +247,8 @@ def _mma16_unpack(t: MXTensor) -> MXTensor:
             data[e, first:last] = codes.view(count * 16, chunks * 32)[: last - first, : groups * 16]
             scale = flat[e, part, chunks * 512 :].reshape(count, chunks, 8, 2, 2).permute(0, 3, 2, 1, 4)
             scales[e, first:last] = scale.reshape(count * 16, chunks * 2)[: last - first, :groups]
-    return replace(
-        t, data=data.view(*lead, n, groups * 16), scales=scales.view(*lead, n, groups), layout="plain"
-    )  # fmt: skip
+    data, scales = data.view(*lead, n, groups * 16), scales.view(*lead, n, groups)
+    return replace(t, data=data, scales=scales, layout="plain")
 
 
 # w4a8_split: nibbles apart by half a K tile, for e4m3 x e2m1 on SM12x -----------------------------------------------
@@ -271,10 +270,8 @@ def _split_pack(t: MXTensor) -> MXTensor:
         row = _pad(data[part], part.stop - part.start, tiles * 64).view(-1, tiles, 64)
         codes = torch.stack((row & 15, row >> 4), -1).view(-1, tiles, 2, 64)
         out[part] = (codes[:, :, 0] | (codes[:, :, 1] << 4)).view(-1, tiles * 64)
-    scales = _pad(scales, scales.shape[0], tiles * 4)
-    return replace(
-        t, data=out.view(*lead, tiles * 64), scales=scales.view(*lead, tiles * 4), layout="w4a8_split"
-    )  # fmt: skip
+    scales = _pad(scales, rows, tiles * 4).view(*lead, tiles * 4)
+    return replace(t, data=out.view(*lead, tiles * 64), scales=scales, layout="w4a8_split")
 
 
 def _split_unpack(t: MXTensor) -> MXTensor:
