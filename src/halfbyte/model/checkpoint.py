@@ -1,0 +1,291 @@
+"""Models on disk: load one, write one, or rewrite one with more layers quantised.
+
+A model is a Hugging Face folder (`safetensors_io.py`) or a GGUF file (`gguf_io.py`). Everything is streamed one role of
+one layer at a time; MXFP4 stays packed from disk to the layout asked for. Numbers change only where `layer_formats`
+asks for it, by group of layers; a folder or file appears whole or not at all and never replaces another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from halfbyte import formats
+from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.formats.tensor import FormatName, MXTensor
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.disk import Reading
+from halfbyte.model.safetensors_io import SafetensorsSource, write_folder
+from halfbyte.model.weights import (
+    GROUPS,
+    Kind,
+    LayerWeights,
+    Matrix,
+    Source,
+    Weights,
+    join_rows,
+    kind_of,
+    roles,
+    shape_of,
+    slice_rows,
+)
+
+Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, what)
+
+TARGETS: dict[str, FormatName] = {"q8": "q8", "mxfp4": "mxfp4"}
+RULE = "mse"  # a weight is quantised once and read forever: spend the time on the better scale
+REQUANTISE_ELEMENTS = 1 << 24
+# What belongs to a model beside its weights, and travels with them.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+def load(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    layer_formats: Mapping[str, str] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Weights:
+    """The weights of a model folder or GGUF file, on `device`.
+
+    `layer_formats` maps moe, qkv, o, lm_head to checkpoint, q8 or mxfp4; `layouts` maps roles to the layouts of
+    `formats.layouts` that the plan wants.
+    """
+    reading = Reading(torch.device(device))
+    source = open_model(path, reading)
+    try:
+        return assemble(source, layer_formats=layer_formats, layouts=layouts, progress=progress, reading=reading)
+    finally:
+        source.close()
+
+
+class Model(Source, Protocol):
+    """A source that holds files open."""
+
+    def close(self) -> None: ...
+
+
+def open_model(path: str | Path, reading: Reading | None = None) -> Model:
+    """The source of a path; its files are open and checked, and no tensor is read yet."""
+    path = Path(path).expanduser()
+    reading = reading or Reading(torch.device("cpu"))
+    if path.is_dir():
+        found = sorted(path.glob("*.gguf"))
+        if found and not (path / "config.json").exists():
+            raise CheckpointError(f"{path} is a folder of GGUF files; give one of them, for example {found[0].name}.")
+        return SafetensorsSource(path, reading)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder, or a .gguf file.")
+    if path.suffix in (".safetensors", ".json"):
+        raise CheckpointError(f"{path} is one file of a model folder; give the folder {path.parent}.")
+    from halfbyte.model.gguf_io import GgufSource  # the gguf package takes a quarter of a second to import
+
+    return GgufSource(path, reading)
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The configuration of a model, with its files checked but no tensor read."""
+    source = open_model(path)
+    try:
+        return source.config
+    finally:
+        source.close()
+
+
+def assemble(
+    source: Source,
+    *,
+    layer_formats: Mapping[str, str] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+    reading: Reading | None = None,
+) -> Weights:
+    """Every tensor of a source, requantised and laid out as asked."""
+    layouts = layouts or {}
+    chosen = Requantised(source, layer_formats or {})
+    everything = list(roles(source.config))
+    unknown = set(layouts) - {role for _, role in everything}
+    if unknown:
+        raise FormatError(f"there is no weight called {sorted(unknown)[0]!r} to lay out.")
+    total = sum(source.nbytes(layer, role) for layer, role in everything)
+    done, name = 0, ""
+
+    def heard(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total, name)
+
+    if reading is not None:
+        reading.on_bytes = heard
+    outside: dict[str, Matrix] = {}
+    layers: list[dict[str, Matrix]] = [{} for _ in range(source.config.layers)]
+    for layer, role in everything:
+        name = role if layer is None else f"layer {layer} {role}"
+        before = done
+        kinds = set(chosen.kinds(layer, role))
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"the parts of {name} have different formats ({', '.join(sorted(kinds))}); "
+                f"give {GROUPS.get(role, role)} one, for example --layers {GROUPS.get(role, role)}=q8."
+            )
+        tensor = _laid_out(join_rows(chosen.parts(layer, role)), role, layouts.get(role, "plain"))
+        assert tuple(tensor.shape) == shape_of(source.config, role), (name, tensor.shape)
+        (outside if layer is None else layers[layer])[role] = tensor
+        if done == before:  # a source that makes its tensors instead of reading them
+            heard(source.nbytes(layer, role))
+    made: list[Any] = layers  # roles that are never block-scaled are plain tensors; the fields' types say which
+    top: Any = outside
+    return Weights(config=source.config, layers=[LayerWeights(**fields) for fields in made], **top)
+
+
+def _laid_out(m: Matrix, role: str, layout: str) -> Matrix:
+    if isinstance(m, MXTensor):
+        return formats.convert(m, layout)
+    if layout != "plain":
+        raise FormatError(f"{role} is {m.dtype} and has no layout {layout!r}; quantise it with --layers first.")
+    return m
+
+
+# ---- sources that wrap --------------------------------------------------------------------------
+
+
+class Requantised:
+    """A source with some groups of layers in other formats."""
+
+    def __init__(self, inner: Source, layer_formats: Mapping[str, str]):
+        self.inner = inner
+        self.layer_formats = dict(layer_formats)
+        for group, target in self.layer_formats.items():
+            if group not in GROUPS.values():
+                raise FormatError(f"there is no layer group {group!r}; the groups are moe, qkv, o and lm_head.")
+            if target not in ("checkpoint", *TARGETS):
+                raise FormatError(f"{group} cannot be {target!r}; use checkpoint, q8 or mxfp4.")
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.inner.config
+
+    def target(self, role: str) -> FormatName | None:
+        return TARGETS.get(self.layer_formats.get(GROUPS.get(role, ""), "checkpoint"))
+
+    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+        kinds, target = self.inner.kinds(layer, role), self.target(role)
+        return kinds if target is None else tuple("q8" if target == "q8" else "mxfp4" for _ in kinds)
+
+    def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
+        parts, target = self.inner.parts(layer, role), self.target(role)
+        return parts if target is None else [requantise(p, target) for p in parts]
+
+    def nbytes(self, layer: int | None, role: str) -> int:
+        return self.inner.nbytes(layer, role)
+
+
+class Resident:
+    """Weights in memory as a source; layouts other than "plain" are undone."""
+
+    def __init__(self, weights: Weights):
+        self.weights = weights
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.weights.config
+
+    def _get(self, layer: int | None, role: str) -> Matrix:
+        found: Matrix = getattr(self.weights if layer is None else self.weights.layers[layer], role)
+        return found
+
+    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+        return (kind_of(self._get(layer, role)),)
+
+    def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
+        m = self._get(layer, role)
+        return [formats.convert(m, "plain") if isinstance(m, MXTensor) else m]
+
+    def nbytes(self, layer: int | None, role: str) -> int:
+        return self._get(layer, role).nbytes
+
+
+def requantise(m: Matrix, target: FormatName) -> MXTensor:
+    """A matrix in another format, through float32 and some leading rows at a time; unchanged if it is there already."""
+    if isinstance(m, Tensor):
+        return formats.quantize(m, target, RULE if target == "mxfp4" else "ocp")
+    if m.format == target:
+        return m
+    per_row = max(1, m.data[0].numel() * 2)
+    step = max(1, REQUANTISE_ELEMENTS // per_row)
+    pieces: list[Matrix] = []
+    for start in range(0, m.shape[0], step):
+        rows = slice_rows(m, start, min(m.shape[0], start + step))
+        assert isinstance(rows, MXTensor)
+        pieces.append(requantise(formats.dequantize(rows, torch.float32), target))
+    joined = join_rows(pieces)
+    assert isinstance(joined, MXTensor)
+    return joined
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def save_safetensors(
+    weights: Weights, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000, progress: Progress | None = None
+) -> None:
+    """A new Hugging Face folder; refuses one that exists."""
+    write_folder(Resident(weights), Path(folder), max_shard_bytes=max_shard_bytes, progress=progress)
+
+
+def save_gguf(
+    weights: Weights,
+    file: str | Path,
+    *,
+    dense: Kind | None = None,
+    tokenizer: str | Path | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """A new GGUF file that llama.cpp runs. `dense` (bf16, f16, f32, q8) is the type of unquantised matrices; None
+    keeps what they are. `tokenizer` is a `tokenizer.json`; without one the vocabulary is a placeholder."""
+    from halfbyte.model.gguf_writer import write_file
+
+    tokenizer = Path(tokenizer) if tokenizer is not None else None
+    write_file(Resident(weights), Path(file), dense=dense, tokenizer=tokenizer, progress=progress)
+
+
+def quantize_checkpoint(
+    src: str | Path,
+    dst: str | Path,
+    layer_formats: Mapping[str, str],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> None:
+    """Stream a model into a new folder (or GGUF file, if `dst` ends in .gguf) with groups of layers in new formats.
+
+    The tokenizer and chat template beside the source come along. See `safetensors_io.py` for how folders store it.
+    """
+    src, dst = Path(src).expanduser(), Path(dst).expanduser()
+    inner = open_model(src, Reading(torch.device(device)))
+    try:
+        source = Requantised(inner, layer_formats)
+        if dst.suffix == ".gguf":
+            from halfbyte.model.gguf_writer import write_file
+
+            tokenizer = src / "tokenizer.json" if src.is_dir() else src
+            write_file(source, dst, tokenizer=tokenizer if tokenizer.exists() else None, progress=progress)
+            return
+        beside = src if src.is_dir() else src.parent
+        copies = {name: (beside / name).read_bytes() for name in COMPANIONS if (beside / name).is_file()}
+        write_folder(source, dst, max_shard_bytes=max_shard_bytes, copies=copies, progress=progress)
+    finally:
+        inner.close()

@@ -1,0 +1,398 @@
+"""GGUF files of the architecture `gpt-oss`, as llama.cpp users have them, whole or split into `-00001-of-0000N`.
+
+MXFP4 and Q8_0 stay packed and only change their layout; gate and up, which GGUF keeps apart, are interleaved again.
+llama.cpp's converter widens norms, biases, sinks and the router to F32: where that widening added nothing in any layer
+they are read back as the bf16 they were. A quantised token embedding is the one thing dequantised (to bf16), since the
+network looks rows up in it. Every other ggml type is refused, and so is Ollama's own `gptoss` dialect.
+
+The header is parsed here rather than by the `gguf` package, whose reader maps the whole file and cannot say where a
+truncated one ends; writing uses the package.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from halfbyte import formats
+from halfbyte.errors import CheckpointError
+from halfbyte.formats import layouts
+from halfbyte.formats.tensor import FormatName, MXTensor
+from halfbyte.model.config import ModelConfig, Yarn
+from halfbyte.model.disk import CHUNK, Reading, WeightFile, truncated
+from halfbyte.model.weights import DTYPES, GROUPS, Kind, Matrix, part_rows, roles, shape_of
+
+ARCH = "gpt-oss"
+SPLIT = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
+KINDS: dict[GGMLQuantizationType, Kind] = {
+    GGMLQuantizationType.F32: "f32",
+    GGMLQuantizationType.F16: "f16",
+    GGMLQuantizationType.BF16: "bf16",
+    GGMLQuantizationType.Q8_0: "q8",
+    GGMLQuantizationType.MXFP4: "mxfp4",
+}
+# Our own key: GGUF has none for it, and llama.cpp always rounds the yarn ramp outwards. Absent means OpenAI's value.
+TRUNCATE_KEY = "halfbyte.rope.yarn_truncate"
+
+_LAYER_NAMES: dict[str, tuple[str, ...]] = {
+    "attn_norm": ("attn_norm.weight",),
+    "qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+    "qkv_bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+    "sinks": ("attn_sinks.weight",),
+    "o": ("attn_output.weight",),
+    "o_bias": ("attn_output.bias",),
+    "mlp_norm": ("post_attention_norm.weight",),
+    "router": ("ffn_gate_inp.weight",),
+    "router_bias": ("ffn_gate_inp.bias",),
+    "gate_up": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    "gate_up_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    "down": ("ffn_down_exps.weight",),
+    "down_bias": ("ffn_down_exps.bias",),
+}
+_MODEL_NAMES = {"embed": ("token_embd.weight",), "final_norm": ("output_norm.weight",), "lm_head": ("output.weight",)}
+INTERLEAVED = ("gate_up", "gate_up_bias")
+
+
+def tensor_names(layer: int | None, role: str) -> tuple[str, ...]:
+    if layer is None:
+        return _MODEL_NAMES[role]
+    return tuple(f"blk.{layer}.{name}" for name in _LAYER_NAMES[role])
+
+
+def stored_shapes(config: ModelConfig, role: str) -> tuple[tuple[int, ...], ...]:
+    """The logical shape of each tensor of `tensor_names`, outermost first."""
+    shape = shape_of(config, role)
+    if role in INTERLEAVED:
+        half = (shape[0], shape[1] // 2, *shape[2:])
+        return (half, half)
+    return tuple((rows, *shape[1:]) for rows in part_rows(config, role))
+
+
+# ---- the header ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    file: WeightFile
+    type: int
+    shape: tuple[int, ...]  # outermost first
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class Header:
+    path: Path
+    metadata: dict[str, Any]  # arrays of strings (the vocabulary) are skipped
+    tensors: dict[str, Entry]
+
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+
+
+class _Cursor:
+    """Reads a header front to back; running off the end of the file is a truncated file."""
+
+    def __init__(self, path: Path, file: BinaryIO, size: int):
+        self.path, self.file, self.size = path, file, size
+
+    def take(self, count: int) -> bytes:
+        raw = self.file.read(count) if count <= self.size else b""
+        if len(raw) != count:
+            raise truncated(self.path, min(self.file.tell() + count, 2**63), self.size)
+        return raw
+
+    def number(self, code: str) -> Any:
+        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
+
+    def string(self) -> str:
+        return self.take(self.number("<Q")).decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise CheckpointError(f"{self.path} has a metadata type {kind} that GGUF does not define; fetch it again.")
+        inner, count = self.number("<I"), self.number("<Q")
+        if inner in _SCALARS:
+            code = _SCALARS[inner]
+            raw = self.take(count * struct.calcsize(code))
+            return [x[0] for x in struct.iter_unpack(code, raw)]
+        for _ in range(count):
+            self.value(inner)
+        return None
+
+
+def read_header(path: Path, reading: Reading | None = None) -> Header:
+    weights = WeightFile(path, reading)
+    with path.open("rb") as file:
+        cursor = _Cursor(path, file, weights.size)
+        if weights.size < 4 or cursor.take(4) != b"GGUF":
+            raise CheckpointError(f"{path} is not a GGUF file; give a Hugging Face model folder, or a .gguf file.")
+        version = cursor.number("<I")
+        if version not in (2, 3):
+            raise CheckpointError(f"{path} is GGUF version {version}, but halfbyte reads 2 and 3, little endian.")
+        tensor_count, key_count = cursor.number("<Q"), cursor.number("<Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(key_count):
+            key = cursor.string()
+            metadata[key] = cursor.value(cursor.number("<I"))
+        infos = []
+        for _ in range(tensor_count):
+            name = cursor.string()
+            dims = [cursor.number("<Q") for _ in range(cursor.number("<I"))]
+            infos.append((name, tuple(reversed(dims)), cursor.number("<I"), cursor.number("<Q")))
+        alignment = int(metadata.get("general.alignment", 32))
+        start = -(-file.tell() // alignment) * alignment
+    tensors: dict[str, Entry] = {}
+    for name, shape, kind, offset in infos:
+        nbytes = _nbytes(shape, kind)
+        tensors[name] = Entry(weights, kind, shape, start + offset, nbytes)
+        if start + offset + nbytes > weights.size:
+            raise truncated(path, start + offset + nbytes, weights.size)
+    return Header(path, metadata, tensors)
+
+
+def _nbytes(shape: tuple[int, ...], kind: int) -> int:
+    count = 1
+    for d in shape:
+        count *= d
+    try:
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (ValueError, KeyError):
+        return 0  # refused by name, if the model asks for it
+    return count // int(block) * int(size)
+
+
+def read_all(path: Path, reading: Reading | None = None) -> Header:
+    """The header of a file, or of all the parts it belongs to; the metadata is the first part's."""
+    match = SPLIT.match(path.name)
+    if match is None:
+        header = read_header(path, reading)
+        if int(header.metadata.get("split.count", 1)) > 1:
+            raise CheckpointError(
+                f"{path} is one part of a split GGUF, but its name has lost the -00001-of-0000N that finds the others."
+            )
+        return header
+    count = int(match["count"])
+    parts = [path.with_name(f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    for part in parts:
+        if not part.exists():
+            raise CheckpointError(f"{part} is not there; a split GGUF needs all {count} parts, so fetch it.")
+    headers = [read_header(part, reading) for part in parts]
+    tensors = {name: entry for h in headers for name, entry in h.tensors.items()}
+    return Header(parts[0], headers[0].metadata, tensors)
+
+
+def config_from(header: Header) -> ModelConfig:
+    meta, path = header.metadata, header.path
+    arch = meta.get("general.architecture")
+    if arch == "gptoss":
+        raise CheckpointError(
+            f"{path} is Ollama's own conversion (architecture gptoss); get the GGUF that llama.cpp uses, or the folder."
+        )
+    if arch != ARCH:
+        raise CheckpointError(f"{path} holds the architecture {arch!r}, but halfbyte serves gpt-oss models only.")
+
+    def key(name: str, default: Any = None) -> Any:
+        value = meta.get(f"{ARCH}.{name}", default)
+        if value is None:
+            raise CheckpointError(f"{path} does not say {ARCH}.{name}; convert the model again.")
+        return value
+
+    scaling = meta.get(f"{ARCH}.rope.scaling.type", "none")
+    if scaling not in ("yarn", "none"):
+        raise CheckpointError(f"{path}: rope scaling {scaling!r} is not supported; gpt-oss uses yarn.")
+    yarn = Yarn(factor=1.0)
+    if scaling == "yarn":
+        yarn = Yarn(
+            factor=float(key("rope.scaling.factor")),
+            original_context=int(key("rope.scaling.original_context_length")),
+            beta_fast=float(key("rope.scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(key("rope.scaling.yarn_beta_slow", 1.0)),
+            truncate=bool(meta.get(TRUNCATE_KEY, False)),
+        )
+    embed = header.tensors.get("token_embd.weight")
+    if embed is None:
+        raise CheckpointError(f"{path} has no tensor 'token_embd.weight'; is the file complete?")
+    eos = meta.get("tokenizer.ggml.eos_token_id")
+    pad = meta.get("tokenizer.ggml.padding_token_id")
+    heads = int(key("attention.head_count"))
+    hidden = int(key("embedding_length"))
+    return ModelConfig(
+        layers=int(key("block_count")),
+        hidden=hidden,
+        intermediate=int(key("expert_feed_forward_length")),
+        experts=int(key("expert_count")),
+        top_k=int(key("expert_used_count")),
+        heads=heads,
+        kv_heads=int(key("attention.head_count_kv", heads)),
+        head_dim=int(key("attention.key_length", hidden // heads)),
+        vocab=embed.shape[0],
+        window=int(key("attention.sliding_window")),
+        max_context=int(key("context_length")),
+        rope_theta=round(float(key("rope.freq_base")), 3),  # stored as float32
+        yarn=yarn,
+        norm_eps=float(f"{float(key('attention.layer_norm_rms_epsilon')):.6g}"),  # float32 again: 1e-5, not 9.9999e-6
+        eos_tokens=(int(eos),) if eos is not None else ModelConfig.eos_tokens,
+        pad_token=int(pad) if pad is not None else ModelConfig.pad_token,
+        name=str(meta.get("general.name") or path.stem),
+    )
+
+
+# ---- tensors ------------------------------------------------------------------------------------
+
+
+class GgufSource:
+    """A GGUF model, checked whole (names, types, shapes, file sizes) before the first tensor is read."""
+
+    def __init__(self, path: Path, reading: Reading):
+        self.device = reading.device
+        header = read_all(path, reading)
+        self.path = header.path
+        self._entries = header.tensors
+        self._was_bf16: dict[str, bool] = {}
+        self.config = config_from(header)
+        for layer, role in roles(self.config):
+            for name, shape in zip(tensor_names(layer, role), stored_shapes(self.config, role)):
+                self._check(name, role, shape)
+            kinds = {self._stored_kind(name) for name in tensor_names(layer, role)}
+            if role in INTERLEAVED and len(kinds) > 1:
+                raise CheckpointError(
+                    f"{self.path}: gate and up of layer {layer} have different types ({', '.join(sorted(kinds))}); "
+                    "convert the model again."
+                )
+
+    def close(self) -> None:
+        for entry in self._entries.values():
+            entry.file.close()
+
+    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+        if role == "embed":
+            kind = self._stored_kind("token_embd.weight")
+            return (kind if kind in DTYPES else "bf16",)
+        names = tensor_names(layer, role)
+        if role not in GROUPS and self._narrow(role):
+            narrowed: Kind = "bf16"
+            return (narrowed,) * (1 if role in INTERLEAVED else len(names))
+        return tuple(self._stored_kind(n) for n in (names[:1] if role in INTERLEAVED else names))
+
+    def nbytes(self, layer: int | None, role: str) -> int:
+        return sum(self._entries[name].nbytes for name in tensor_names(layer, role))
+
+    def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
+        names = tensor_names(layer, role)
+        if role == "embed":
+            (embed,) = (self._read(name) for name in names)
+            return [formats.dequantize(embed, torch.bfloat16) if isinstance(embed, MXTensor) else embed]
+        if role == "gate_up":
+            return [self._experts(*names)]
+        tensors = [self._read(name) for name in names]
+        if role == "gate_up_bias":
+            gate, up = (t for t in tensors if isinstance(t, Tensor))
+            tensors = [torch.stack((gate, up), dim=-1).flatten(-2)]
+        if role not in GROUPS and self._narrow(role):
+            return [t.to(torch.bfloat16) for t in tensors if isinstance(t, Tensor)]
+        return tensors
+
+    def _check(self, name: str, role: str, shape: tuple[int, ...]) -> None:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; is the file complete?")
+        allowed = [t for t, k in KINDS.items() if k in DTYPES or role in GROUPS or role == "embed"]
+        if entry.type not in [int(t) for t in allowed]:
+            raise CheckpointError(
+                f"{entry.file.path}: tensor {name!r} has type {_type_name(entry.type)}, but halfbyte reads it as "
+                f"{', '.join(t.name for t in allowed)}."
+            )
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{entry.file.path}: tensor {name!r} has shape {list(entry.shape)}, but its metadata asks for "
+                f"{list(shape)}."
+            )
+
+    def _stored_kind(self, name: str) -> Kind:
+        return KINDS[GGMLQuantizationType(self._entries[name].type)]
+
+    def _narrow(self, role: str) -> bool:
+        """Whether every layer's tensor of this role is F32 that was bf16 before: its low 16 bits are zero."""
+        if role not in self._was_bf16:
+            names = [n for layer, r in roles(self.config) if r == role for n in tensor_names(layer, r)]
+            self._was_bf16[role] = all(
+                self._stored_kind(n) == "f32" and not bool((self._peek(n).view(torch.int32) & 0xFFFF).any())
+                for n in names
+            )
+        return self._was_bf16[role]
+
+    def _peek(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        raw = bytearray(entry.file.bytes_at(entry.offset, entry.nbytes))
+        return torch.frombuffer(raw, dtype=torch.float32)
+
+    def _read(self, name: str) -> Matrix:
+        entry, kind = self._entries[name], self._stored_kind(name)
+        if kind in DTYPES:
+            return entry.file.new(entry.offset, entry.shape, DTYPES[kind])
+        return self._packed([name])
+
+    def _experts(self, gate: str, up: str) -> Matrix:
+        entry, kind = self._entries[gate], self._stored_kind(gate)
+        if kind not in DTYPES:
+            return self._packed([gate, up])
+        experts, rows, k = entry.shape
+        dest = torch.empty((experts, rows, 2, k), dtype=DTYPES[kind], device=self.device)
+        one = torch.empty((rows, k), dtype=dest.dtype, device=self.device)
+        for e in range(experts):
+            for i, name in enumerate((gate, up)):
+                source = self._entries[name]
+                dest[e, :, i].copy_(source.file.read(source.offset + e * one.nbytes, one))
+        return dest.view(experts, 2 * rows, k)
+
+    def _packed(self, names: Sequence[str]) -> MXTensor:
+        """One tensor, or gate and up interleaved, from GGUF blocks to "plain", some leading rows at a time."""
+        entry, kind = self._entries[names[0]], self._stored_kind(names[0])
+        assert kind in ("mxfp4", "q8")
+        format: FormatName = "mxfp4" if kind == "mxfp4" else "q8"
+        lead = entry.shape[0]
+        per_lead = entry.nbytes // lead
+        row_bytes = entry.shape[-1] // 32 * layouts.GGUF_BLOCK_BYTES[format]
+        step = max(1, CHUNK // per_lead)
+        data: Tensor | None = None
+        scales: Tensor | None = None
+        shape = entry.shape
+        for start in range(0, lead, step):
+            count = min(step, lead - start)
+            pieces = []
+            for name in names:
+                source = self._entries[name]
+                raw_shape = (count, *entry.shape[1:-1], row_bytes)
+                raw = source.file.new(source.offset + start * per_lead, raw_shape, torch.uint8)
+                pieces.append(layouts.convert(layouts.from_gguf(raw, format), "plain"))
+            piece = pieces[0] if len(pieces) == 1 else layouts.interleave(*pieces)
+            if data is None or scales is None:
+                data = piece.data.new_empty((lead, *piece.data.shape[1:]))
+                scales = piece.scales.new_empty((lead, *piece.scales.shape[1:]))
+                shape = (lead, *piece.shape[1:])
+            data[start : start + count] = piece.data
+            scales[start : start + count] = piece.scales
+        assert data is not None
+        assert scales is not None
+        return MXTensor(data=data, scales=scales, shape=shape, format=format)
+
+
+def _type_name(kind: int) -> str:
+    try:
+        return str(GGMLQuantizationType(kind).name)
+    except ValueError:
+        return f"number {kind}"

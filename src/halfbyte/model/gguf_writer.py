@@ -1,0 +1,232 @@
+"""Writes a GGUF that llama.cpp runs: tensors, hyperparameters and the vocabulary, streamed one role at a time.
+
+Block-scaled tensors keep their numbers (MXFP4 as MXFP4, q8 as Q8_0); norms, biases, sinks and the router become F32,
+as llama.cpp wants them; dense matrices take the type asked for. What llama.cpp would compute differently (another
+layer pattern, other clamps, other yarn betas) is refused: GGUF cannot say it and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from halfbyte import formats
+from halfbyte.errors import CheckpointError
+from halfbyte.formats import layouts
+from halfbyte.formats.tensor import MXTensor
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.disk import CHUNK, appearing, write_tensor
+from halfbyte.model.gguf_io import ARCH, INTERLEAVED, KINDS, TRUNCATE_KEY, stored_shapes, tensor_names
+from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, read_gguf_vocab
+from halfbyte.model.weights import DTYPES, GROUPS, Kind, Matrix, Source, roles, slice_rows, split_parts
+
+TYPES: dict[Kind, GGMLQuantizationType] = {kind: t for t, kind in KINDS.items()}
+NORMAL, UNUSED = 1, 5  # of tokenizer.ggml.token_type, beside the two of gguf_vocab.py
+
+
+@dataclass(frozen=True)
+class Planned:
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    layer: int | None
+    role: str
+    part: int
+
+    @property
+    def nbytes(self) -> int:
+        block, size = GGML_QUANT_SIZES[TYPES[self.kind]]
+        return math.prod(self.shape) // int(block) * int(size)
+
+
+def write_file(
+    source: Source,
+    path: Path,
+    *,
+    dense: Kind | None = None,
+    tokenizer: Path | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """`dense` is the type of unquantised matrices (None keeps each one's own); `tokenizer` is a `tokenizer.json`, or
+    another GGUF file with the vocabulary."""
+    _refuse(source.config)
+    planned = list(_plan(source, dense))
+    total = sum(p.nbytes for p in planned)
+    with appearing(path, folder=False, needs=total) as hidden:
+        _write_header(hidden, source.config, planned, tokenizer)
+        done = 0
+        held: tuple[tuple[int | None, str] | None, Sequence[Matrix]] = (None, ())
+        with hidden.open("ab") as file:
+            file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+            for p in planned:
+                if held[0] != (p.layer, p.role):
+                    held = (None, ())  # let the last role go before the next is made
+                    parts = source.parts(p.layer, p.role)
+                    held = ((p.layer, p.role), split_parts(source.config, p.role, parts))
+                start = file.tell()
+                for piece in _encode(held[1], p):
+                    write_tensor(file, piece)
+                assert file.tell() - start == p.nbytes, (p.name, file.tell() - start, p.nbytes)
+                file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
+                done += p.nbytes
+                if progress is not None:
+                    progress(done, total, p.name)
+
+
+def _refuse(config: ModelConfig) -> None:
+    problems = []
+    if any(kind != ("sliding" if i % 2 == 0 else "full") for i, kind in enumerate(config.kinds)):
+        problems.append("its layers do not alternate sliding, full")
+    if (config.swiglu_limit, config.swiglu_alpha) != (7.0, 1.702):
+        problems.append("its swiglu limit or alpha is not 7.0 and 1.702")
+    if config.yarn.factor != 1.0 and (config.yarn.beta_fast, config.yarn.beta_slow) != (32.0, 1.0):
+        problems.append("its yarn betas are not 32 and 1")
+    if problems:
+        raise CheckpointError(f"GGUF cannot say how this model differs from gpt-oss: {', '.join(problems)}.")
+
+
+def _plan(source: Source, dense: Kind | None) -> Iterator[Planned]:
+    for layer, role in roles(source.config):
+        kinds = source.kinds(layer, role)
+        names, shapes = tensor_names(layer, role), stored_shapes(source.config, role)
+        for i, (name, shape) in enumerate(zip(names, shapes)):
+            kind = kinds[i if len(kinds) == len(names) else 0]
+            if role not in GROUPS and role != "embed":
+                kind = "f32"
+            elif kind in DTYPES and dense is not None:
+                kind = dense
+            if kind not in DTYPES and shape[-1] % 32:
+                raise CheckpointError(f"{name} cannot be {kind}: its rows of {shape[-1]} are not whole groups of 32.")
+            yield Planned(name, kind, shape, layer, role, i)
+
+
+def _encode(parts: Sequence[Matrix], p: Planned) -> Iterator[Tensor]:
+    """The bytes of one GGUF tensor, some leading rows at a time."""
+    matrix = parts[0] if p.role in INTERLEAVED else parts[p.part]
+    rows = matrix.shape[0]
+    per_row = max(1, 4 * math.prod(matrix.shape[1:]))
+    for start in range(0, rows, max(1, CHUNK // per_row)):
+        piece = slice_rows(matrix, start, min(rows, start + max(1, CHUNK // per_row)))
+        if p.role in INTERLEAVED:
+            piece = layouts.deinterleave(piece)[p.part] if isinstance(piece, MXTensor) else piece[:, p.part :: 2]
+        if p.kind in DTYPES:
+            if isinstance(piece, MXTensor):
+                raise AssertionError(f"{p.name}: {piece.format} cannot be written as {p.kind}")
+            yield piece.to(DTYPES[p.kind])
+            continue
+        if isinstance(piece, Tensor):
+            piece = formats.quantize(piece, p.kind)
+        assert piece.format == p.kind, (p.name, piece.format, p.kind)
+        yield layouts.convert(piece, "gguf").data
+
+
+# ---- metadata -----------------------------------------------------------------------------------
+
+
+def _write_header(path: Path, config: ModelConfig, planned: Sequence[Planned], tokenizer: Path | None) -> None:
+    w = gguf.GGUFWriter(path, ARCH)
+    w.add_type(gguf.GGUFType.MODEL)
+    w.add_name(config.name)
+    w.add_context_length(config.max_context)
+    w.add_embedding_length(config.hidden)
+    w.add_block_count(config.layers)
+    w.add_feed_forward_length(config.intermediate)
+    w.add_expert_feed_forward_length(config.intermediate)
+    w.add_expert_count(config.experts)
+    w.add_expert_used_count(config.top_k)
+    w.add_head_count(config.heads)
+    w.add_head_count_kv(config.kv_heads)
+    w.add_key_length(config.head_dim)
+    w.add_value_length(config.head_dim)
+    w.add_rope_dimension_count(config.head_dim)
+    w.add_layer_norm_rms_eps(config.norm_eps)
+    w.add_sliding_window(config.window)
+    w.add_rope_freq_base(config.rope_theta)
+    if config.yarn.factor != 1.0:
+        w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        w.add_rope_scaling_factor(config.yarn.factor)
+        w.add_rope_scaling_orig_ctx_len(config.yarn.original_context)
+        w.add_bool(TRUNCATE_KEY, config.yarn.truncate)
+    w.add_vocab_size(config.vocab)
+    experts = next(p.kind for p in planned if p.role == "gate_up")
+    if experts == "mxfp4":
+        w.add_file_type(gguf.LlamaFileType.MOSTLY_MXFP4_MOE)
+    w.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _add_vocabulary(w, config, tokenizer)
+    for p in planned:
+        block, size = GGML_QUANT_SIZES[TYPES[p.kind]]
+        stored = (*p.shape[:-1], p.shape[-1] // block * size)
+        w.add_tensor_info(p.name, stored, np.dtype(np.uint8), p.nbytes, raw_dtype=TYPES[p.kind])
+    try:
+        w.write_header_to_file()
+        w.write_kv_data_to_file()
+        w.write_ti_data_to_file()
+    finally:
+        w.close()
+
+
+def _add_vocabulary(w: Any, config: ModelConfig, tokenizer: Path | None) -> None:
+    """A byte-level BPE vocabulary from tokenizer.json, or a placeholder of the right size for models without one."""
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("gpt-4o")
+    if tokenizer is None:
+        tokens, types, merges = _placeholder(config.vocab)
+    elif tokenizer.suffix == ".gguf":
+        found = read_gguf_vocab(tokenizer)
+        tokens, types, merges = found.tokens, found.types, found.merges
+    else:
+        tokens, types, merges = read_tokenizer(tokenizer, config.vocab)
+    w.add_token_list(tokens)
+    w.add_token_types(types)
+    w.add_token_merges(merges)
+    ids = {token: i for i, token in enumerate(tokens)}
+    w.add_bos_token_id(ids.get("<|startoftext|>", config.pad_token))
+    w.add_eos_token_id(config.eos_tokens[0])
+    w.add_pad_token_id(config.pad_token)
+    w.add_add_bos_token(False)
+    template = tokenizer.with_name("chat_template.jinja") if tokenizer is not None else None
+    if template is not None and template.exists():
+        w.add_chat_template(template.read_text(encoding="utf-8"))
+
+
+def _placeholder(vocab: int) -> tuple[list[str], list[int], list[str]]:
+    """The 256 byte tokens as far as they fit, then names that no text produces."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shown = {b: chr(b) for b in printable} | {
+        b: chr(256 + i) for i, b in enumerate(x for x in range(256) if x not in printable)
+    }
+    tokens = [shown[i] if i < 256 else f"<unused{i}>" for i in range(vocab)]
+    return tokens, [NORMAL if i < 256 else UNUSED for i in range(vocab)], [f"{tokens[0]} {tokens[0]}"]
+
+
+def read_tokenizer(path: Path, vocab: int) -> tuple[list[str], list[int], list[str]]:
+    """(tokens, types, merges) of a byte-level BPE `tokenizer.json`; ids that it leaves out become unused tokens."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        model = raw["model"]
+        if model.get("type") != "BPE":
+            raise CheckpointError(f"{path} is a {model.get('type')} tokenizer, but gpt-oss uses byte-level BPE.")
+        tokens = [f"<unused{i}>" for i in range(vocab)]
+        types = [UNUSED] * vocab
+        for token, i in model["vocab"].items():
+            tokens[i], types[i] = token, NORMAL
+        for added in raw.get("added_tokens", ()):
+            tokens[added["id"]] = added["content"]
+            types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    except IndexError:
+        raise CheckpointError(
+            f"{path} has tokens past the model's vocabulary of {vocab}; use the model's own."
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{path} cannot be read as a tokenizer ({e}); fetch it again.") from None
+    return tokens, types, merges

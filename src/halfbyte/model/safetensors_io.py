@@ -1,0 +1,406 @@
+"""Hugging Face folders: `config.json`, `model.safetensors` or an index with shards, as OpenAI ships gpt-oss.
+
+How a matrix is stored, by its base name B (`model.layers.0.mlp.experts.down_proj`, `lm_head.weight`):
+
+    B                   bf16, f16 or f32 [rows, K]; experts as transformers saves them, transposed: [experts, K, rows]
+    B_blocks, B_scales  mxfp4: uint8 [..., rows, K/32, 16], low nibble first, and UE8M0 uint8 [..., rows, K/32]
+    B_q8, B_q8_scales   q8: int8 [..., rows, K] and float16 [..., rows, K/32]
+
+OpenAI stores experts as `_blocks` and `_scales` and everything else dense. `_blocks` of other matrices and `_q8` are
+halfbyte's own, written by `halfbyte quantize`; `config.json` then says so under `halfbyte.formats`, and names
+`quant_method` "halfbyte" so that no other loader takes such a folder for OpenAI's. This module never dequantises and
+never pickles: `.bin` and `.pt` files are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError
+from halfbyte.formats import layouts
+from halfbyte.formats.tensor import MXTensor
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.disk import Reading, WeightFile, appearing, truncated, write_tensor
+from halfbyte.model.weights import DTYPES, GROUPS, Kind, Matrix, Source, part_rows, roles, shape_of, split_parts
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100 << 20  # the format's own limit
+
+_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I8": torch.int8}
+_NAMES = {dtype: name for name, dtype in _TORCH.items()}
+_DENSE: dict[str, Kind] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+
+_LAYER_NAMES: dict[str, tuple[str, ...]] = {
+    "attn_norm": ("input_layernorm.weight",),
+    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "sinks": ("self_attn.sinks",),
+    "o": ("self_attn.o_proj.weight",),
+    "o_bias": ("self_attn.o_proj.bias",),
+    "mlp_norm": ("post_attention_layernorm.weight",),
+    "router": ("mlp.router.weight",),
+    "router_bias": ("mlp.router.bias",),
+    "gate_up": ("mlp.experts.gate_up_proj",),
+    "gate_up_bias": ("mlp.experts.gate_up_proj_bias",),
+    "down": ("mlp.experts.down_proj",),
+    "down_bias": ("mlp.experts.down_proj_bias",),
+}
+_MODEL_NAMES = {
+    "embed": ("model.embed_tokens.weight",),
+    "final_norm": ("model.norm.weight",),
+    "lm_head": ("lm_head.weight",),
+}
+
+
+def base_names(layer: int | None, role: str) -> tuple[str, ...]:
+    if layer is None:
+        return _MODEL_NAMES[role]
+    return tuple(f"model.layers.{layer}.{name}" for name in _LAYER_NAMES[role])
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of one file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SafetensorsSource:
+    """A folder, checked whole (names, dtypes, shapes, file sizes) before the first tensor is read."""
+
+    def __init__(self, folder: Path, reading: Reading):
+        self.folder = folder
+        self.reading = reading
+        self.config = ModelConfig.load(folder)
+        self._entries = read_folder(folder)
+        self._files: dict[Path, WeightFile] = {}
+        for layer, role in roles(self.config):
+            for name, rows in zip(base_names(layer, role), part_rows(self.config, role)):
+                self._check(name, role, rows)
+        self._check_claim()
+
+    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+        return tuple(self._kind(name) for name in base_names(layer, role))
+
+    def nbytes(self, layer: int | None, role: str) -> int:
+        return sum(self._entries[n].nbytes for base in base_names(layer, role) for n in self._stored(base))
+
+    def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
+        return [
+            self._read(name, role, rows) for name, rows in zip(base_names(layer, role), part_rows(self.config, role))
+        ]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _stored(self, base: str) -> tuple[str, ...]:
+        if base in self._entries:
+            return (base,)
+        if f"{base}_blocks" in self._entries:
+            return f"{base}_blocks", f"{base}_scales"
+        if f"{base}_q8" in self._entries:
+            return f"{base}_q8", f"{base}_q8_scales"
+        raise CheckpointError(f"{self.folder} has no tensor {base!r}; is the download complete?")
+
+    def _kind(self, base: str) -> Kind:
+        first = self._stored(base)[0]
+        if first == base:
+            return _DENSE[self._entries[base].dtype]
+        return "q8" if first.endswith("_q8") else "mxfp4"
+
+    def _check(self, base: str, role: str, rows: int) -> None:
+        stored = self._stored(base)
+        if stored[0] != base and role not in GROUPS:
+            raise CheckpointError(f"{self.folder}: {base!r} is block-scaled, but halfbyte keeps it dense.")
+        shape = (rows, *shape_of(self.config, role)[1:])
+        groups = shape[-1] // 32
+        if stored[0] != base and shape[-1] % 32:
+            raise CheckpointError(f"{self.folder}: rows of {shape[-1]} in {base!r} are not whole groups of 32.")
+        if stored[0] == base:
+            wanted = {base: (tuple(_DENSE), _transposed(shape) if _is_experts(role) else shape)}
+        elif stored[0].endswith("_q8"):
+            wanted = {stored[0]: (("I8",), shape), stored[1]: (("F16",), (*shape[:-1], groups))}
+        else:
+            wanted = {stored[0]: (("U8",), (*shape[:-1], groups, 16)), stored[1]: (("U8",), (*shape[:-1], groups))}
+        for name, (dtypes, expected) in wanted.items():
+            entry = self._entries.get(name)
+            if entry is None:
+                raise CheckpointError(f"{self.folder} has no tensor {name!r}; is the download complete?")
+            if entry.dtype not in dtypes:
+                raise CheckpointError(
+                    f"{entry.file}: tensor {name!r} has dtype {entry.dtype}, but gpt-oss needs {' or '.join(dtypes)}."
+                )
+            if entry.shape != expected:
+                raise CheckpointError(
+                    f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, but config.json asks for "
+                    f"{list(expected)}."
+                )
+
+    def _check_claim(self) -> None:
+        """What config.json says of the formats must be what the files hold."""
+        raw = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
+        claimed = raw.get("halfbyte", {}).get("formats", {}) if isinstance(raw.get("halfbyte", {}), dict) else {}
+        for layer, role in roles(self.config):
+            if GROUPS.get(role) in claimed and set(self.kinds(layer, role)) != {claimed[GROUPS[role]]}:
+                raise CheckpointError(
+                    f"{self.folder}: config.json says {GROUPS[role]} is {claimed[GROUPS[role]]}, but "
+                    f"{base_names(layer, role)[0]!r} is {self.kinds(layer, role)[0]}."
+                )
+
+    def _read(self, base: str, role: str, rows: int) -> Matrix:
+        shape = (rows, *shape_of(self.config, role)[1:])
+        kind = self._kind(base)
+        if kind in DTYPES:
+            return self._transposed(base, shape) if _is_experts(role) else self._tensor(base)
+        data, scales = (self._tensor(name) for name in self._stored(base))
+        if kind == "mxfp4":
+            return layouts.from_checkpoint(data, scales)
+        return MXTensor(data=data, scales=scales, shape=shape, format="q8")
+
+    def _tensor(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        return self._file(entry).new(entry.offset, entry.shape, _TORCH[entry.dtype])
+
+    def _transposed(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Dense experts, turned one at a time."""
+        entry = self._entries[name]
+        dest = torch.empty(shape, dtype=_TORCH[entry.dtype], device=self.reading.device)
+        one = torch.empty(entry.shape[1:], dtype=dest.dtype, device=self.reading.device)
+        for e in range(shape[0]):
+            dest[e].copy_(self._file(entry).read(entry.offset + e * one.nbytes, one).mT)
+        return dest
+
+    def _file(self, entry: Entry) -> WeightFile:
+        if entry.file not in self._files:
+            self._files[entry.file] = WeightFile(entry.file, self.reading)
+        return self._files[entry.file]
+
+
+def _is_experts(role: str) -> bool:
+    return role in ("gate_up", "down")
+
+
+def _transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def read_folder(folder: Path) -> dict[str, Entry]:
+    """Tensor name -> where it lies, over all shards, with every file's size checked."""
+    index = folder / INDEX
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({str(f) for f in weight_map.values()})
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(f"{index} cannot be read ({e}); fetch it again.") from None
+        for name in files:
+            if Path(name).name != name:
+                raise CheckpointError(f"{index} names {name!r}, which is not a file of its own folder.")
+            if not (folder / name).exists():
+                raise CheckpointError(f"{index} names {name}, which is not there; fetch the missing file.")
+        entries = {k: v for name in files for k, v in read_header(folder / name).items()}
+        for name, file in weight_map.items():
+            if name not in entries or entries[name].file.name != file:
+                raise CheckpointError(f"{index} says {name!r} is in {file}, but it is not; fetch both again.")
+        return entries
+    if (folder / SINGLE).exists():
+        return read_header(folder / SINGLE)
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickled:
+        raise CheckpointError(
+            f"{folder} has {pickled[0]}, which halfbyte does not unpickle; get the safetensors files."
+        )
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; is the download complete?")
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    file = WeightFile(path)
+    if file.size < 8:
+        raise truncated(path, 8, file.size)
+    length = int.from_bytes(file.bytes_at(0, 8), "little")
+    if length > MAX_HEADER:
+        raise CheckpointError(f"{path} is not a safetensors file; fetch it again.")
+    if 8 + length > file.size:
+        raise truncated(path, 8 + length, file.size)
+    raw, size = file.bytes_at(8, length), file.size
+    file.close()
+    entries: dict[str, Entry] = {}
+    try:
+        for name, item in json.loads(raw).items():
+            if name == "__metadata__":
+                continue
+            start, end = (int(x) for x in item["data_offsets"])
+            shape = tuple(int(d) for d in item["shape"])
+            dtype = str(item["dtype"])
+            if dtype in _TORCH and end - start != math.prod(shape) * _TORCH[dtype].itemsize:
+                raise CheckpointError(f"{path}: tensor {name!r} does not fit its own shape; fetch the file again.")
+            entries[name] = Entry(path, dtype, shape, 8 + length + start, end - start)
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"{path} is not a safetensors file; fetch it again.") from None
+    last = max((e.offset + e.nbytes for e in entries.values()), default=0)
+    if last > size:
+        raise truncated(path, last, size)
+    return entries
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that will be written: its name, dtype, shape, and how to cut it from the role's parts."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layer: int | None
+    role: str
+    part: int
+    cut: Callable[[Matrix], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_folder(
+    source: Source,
+    folder: Path,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    copies: Mapping[str, bytes] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """Stream a source into a new folder, one role in memory at a time. `copies` are small files to put beside."""
+    planned = list(_plan(source))
+    shards: list[list[Planned]] = [[]]
+    for p in planned:
+        if shards[-1] and sum(q.nbytes for q in shards[-1]) + p.nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(p)
+    total = sum(p.nbytes for p in planned)
+    names = [
+        SINGLE if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
+    ]
+    cache: tuple[tuple[int | None, str] | None, Sequence[Matrix]] = (None, ())
+    done = 0
+    with appearing(folder, folder=True, needs=total) as hidden:
+        for name, data in (copies or {}).items():
+            (hidden / name).write_bytes(data)
+        (hidden / "config.json").write_text(json.dumps(_config(source), indent=2) + "\n", encoding="utf-8")
+        for file_name, shard in zip(names, shards):
+            with (hidden / file_name).open("wb") as file:
+                file.write(_header(shard))
+                for p in shard:
+                    if cache[0] != (p.layer, p.role):
+                        cache = (None, ())  # let the last role go before the next is made
+                        cache = ((p.layer, p.role), split_parts(source.config, p.role, source.parts(p.layer, p.role)))
+                    tensor = p.cut(cache[1][p.part])
+                    assert tensor.dtype == p.dtype, (p.name, tensor.dtype, p.dtype)
+                    assert tuple(tensor.shape) == p.shape, (p.name, tensor.shape, p.shape)
+                    write_tensor(file, tensor)
+                    done += p.nbytes
+                    if progress is not None:
+                        progress(done, total, p.name)
+        if len(shards) > 1:
+            weight_map = {p.name: n for n, shard in zip(names, shards) for p in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (hidden / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _plan(source: Source) -> Iterator[Planned]:
+    for layer, role in roles(source.config):
+        names, rows = base_names(layer, role), part_rows(source.config, role)
+        kinds = source.kinds(layer, role)
+        for i, (base, n) in enumerate(zip(names, rows)):
+            shape = (n, *shape_of(source.config, role)[1:])
+            kind = kinds[i if len(kinds) == len(names) else 0]
+            groups = shape[-1] // 32
+            if kind not in DTYPES and shape[-1] % 32:
+                raise CheckpointError(f"{base} cannot be {kind}: its rows of {shape[-1]} are not whole groups of 32.")
+            if kind in DTYPES:
+                if _is_experts(role):
+                    yield Planned(base, DTYPES[kind], _transposed(shape), layer, role, i, lambda m: _dense(m).mT)
+                else:
+                    yield Planned(base, DTYPES[kind], shape, layer, role, i, _dense)
+            elif kind == "mxfp4":
+                lead = (*shape[:-1], groups)
+                yield Planned(f"{base}_blocks", torch.uint8, (*lead, 16), layer, role, i, _blocks)
+                yield Planned(f"{base}_scales", torch.uint8, lead, layer, role, i, _scales)
+            else:
+                yield Planned(f"{base}_q8", torch.int8, shape, layer, role, i, _data)
+                yield Planned(f"{base}_q8_scales", torch.float16, (*shape[:-1], groups), layer, role, i, _scales)
+
+
+def _dense(m: Matrix) -> Tensor:
+    assert isinstance(m, Tensor)
+    return m
+
+
+def _blocks(m: Matrix) -> Tensor:
+    assert isinstance(m, MXTensor)
+    return layouts.to_checkpoint(m)[0]
+
+
+def _scales(m: Matrix) -> Tensor:
+    assert isinstance(m, MXTensor)
+    return m.scales
+
+
+def _data(m: Matrix) -> Tensor:
+    assert isinstance(m, MXTensor)
+    return m.data
+
+
+def _header(shard: Sequence[Planned]) -> bytes:
+    items: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for p in shard:
+        items[p.name] = {
+            "dtype": _NAMES[p.dtype],
+            "shape": list(p.shape),
+            "data_offsets": [offset, offset + p.nbytes],
+        }
+        offset += p.nbytes
+    raw = json.dumps(items, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # tensors start aligned
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def _config(source: Source) -> dict[str, Any]:
+    raw = source.config.to_hf()
+    raw["torch_dtype"] = str(DTYPES[source.kinds(None, "embed")[0]]).removeprefix("torch.")
+    by_group: dict[str, Kind] = {}
+    for layer, role in roles(source.config):
+        if role in GROUPS:
+            for kind in source.kinds(layer, role):
+                if by_group.setdefault(GROUPS[role], kind) != kind:
+                    raise CheckpointError(
+                        f"layer group {GROUPS[role]} mixes {by_group[GROUPS[role]]} and {kind}; give it one format."
+                    )
+    dense = [g for g, kind in by_group.items() if kind in DTYPES]
+    if by_group["moe"] == "mxfp4" and set(dense) == {"qkv", "o", "lm_head"}:
+        return raw  # exactly OpenAI's layout
+    if len(dense) == len(by_group):
+        raw.pop("quantization_config")  # a plain transformers folder
+        return raw
+    raw["quantization_config"] = {"quant_method": "halfbyte"}
+    raw["halfbyte"] = {"formats": by_group}
+    return raw

@@ -1,0 +1,177 @@
+"""The weights of a gpt-oss model as the network and every phase consume them, and the sources they come from.
+
+A `Source` hands out one role of one layer at a time, so that loading, writing and requantising never hold more than
+one tensor beside the result. Nothing here reads a file, quantises or changes a layout: `checkpoint.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats.tensor import MXTensor
+from halfbyte.model.config import ModelConfig
+from halfbyte.plan.phase import GROUP
+
+Matrix = Tensor | MXTensor
+Kind = Literal["f32", "f16", "bf16", "mxfp4", "q8"]  # what the numbers of a tensor are
+
+DENSE: dict[torch.dtype, Kind] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+DTYPES: dict[Kind, torch.dtype] = {kind: dtype for dtype, kind in DENSE.items()}
+
+LAYER_ROLES = (
+    "attn_norm", "qkv", "qkv_bias", "sinks", "o", "o_bias",
+    "mlp_norm", "router", "router_bias", "gate_up", "gate_up_bias", "down", "down_bias",
+)  # fmt: skip
+HEAD_ROLES = ("embed",)  # before the layers in files, as checkpoints have them
+TAIL_ROLES = ("final_norm", "lm_head")
+GROUPS = GROUP  # the roles that may be block-scaled, and the group of `--layers` each belongs to
+
+
+@dataclass
+class LayerWeights:
+    """One layer; the field names are the roles that phases and `Phase.layouts()` use."""
+
+    attn_norm: Tensor  # [hidden]
+    qkv: Matrix  # [qkv_dim, hidden]: the rows of q, then k, then v
+    qkv_bias: Tensor  # [qkv_dim]
+    sinks: Tensor  # [heads], natural-log space
+    o: Matrix  # [hidden, q_dim]
+    o_bias: Tensor  # [hidden]
+    mlp_norm: Tensor  # [hidden]
+    router: Tensor  # [experts, hidden]
+    router_bias: Tensor  # [experts]
+    gate_up: Matrix  # [experts, 2 * intermediate, hidden]: rows alternate gate, up
+    gate_up_bias: Tensor  # [experts, 2 * intermediate]
+    down: Matrix  # [experts, hidden, intermediate]
+    down_bias: Tensor  # [experts, hidden]
+
+
+@dataclass
+class Weights:
+    config: ModelConfig
+    embed: Tensor  # [vocab, hidden]
+    layers: list[LayerWeights]
+    final_norm: Tensor  # [hidden]
+    lm_head: Matrix  # [vocab, hidden]
+
+    def items(self) -> Iterator[tuple[int | None, str, Matrix]]:
+        """(layer, role, tensor) in the order of `roles`."""
+        for layer, role in roles(self.config):
+            yield layer, role, getattr(self if layer is None else self.layers[layer], role)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for _, _, t in self.items())
+
+    def formats(self) -> dict[str, Kind]:
+        """Role -> what its numbers are; the layers of one model agree, or this is not one model."""
+        found: dict[str, Kind] = {}
+        for layer, role, tensor in self.items():
+            kind = kind_of(tensor)
+            if role in GROUPS and found.setdefault(role, kind) != kind:
+                raise AssertionError(f"{role} is {found[role]} in one layer and {kind} in layer {layer}")
+        return found
+
+
+assert tuple(f.name for f in fields(LayerWeights)) == LAYER_ROLES
+
+
+def kind_of(tensor: Matrix) -> Kind:
+    if isinstance(tensor, MXTensor):
+        assert tensor.format in ("mxfp4", "q8"), f"{tensor.format} is not a checkpoint format"
+        return tensor.format
+    return DENSE[tensor.dtype]
+
+
+def roles(config: ModelConfig) -> Iterator[tuple[int | None, str]]:
+    """Every (layer, role) of a model; the layer is None outside the layers."""
+    yield from ((None, role) for role in HEAD_ROLES)
+    for layer in range(config.layers):
+        yield from ((layer, role) for role in LAYER_ROLES)
+    yield from ((None, role) for role in TAIL_ROLES)
+
+
+def shape_of(config: ModelConfig, role: str) -> tuple[int, ...]:
+    c = config
+    return {
+        "embed": (c.vocab, c.hidden),
+        "attn_norm": (c.hidden,),
+        "qkv": (c.qkv_dim, c.hidden),
+        "qkv_bias": (c.qkv_dim,),
+        "sinks": (c.heads,),
+        "o": (c.hidden, c.q_dim),
+        "o_bias": (c.hidden,),
+        "mlp_norm": (c.hidden,),
+        "router": (c.experts, c.hidden),
+        "router_bias": (c.experts,),
+        "gate_up": (c.experts, 2 * c.intermediate, c.hidden),
+        "gate_up_bias": (c.experts, 2 * c.intermediate),
+        "down": (c.experts, c.hidden, c.intermediate),
+        "down_bias": (c.experts, c.hidden),
+        "final_norm": (c.hidden,),
+        "lm_head": (c.vocab, c.hidden),
+    }[role]
+
+
+def part_rows(config: ModelConfig, role: str) -> tuple[int, ...]:
+    """Rows of the parts that files keep apart: q, k and v; everything else is one part."""
+    if role in ("qkv", "qkv_bias"):
+        return (config.q_dim, config.kv_dim, config.kv_dim)
+    return (shape_of(config, role)[0],)
+
+
+class Source(Protocol):
+    """Where tensors come from, one (layer, role) at a time."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+        """What `parts` will return, without making it."""
+
+    def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
+        """The tensor, as the parts of `part_rows` or as one; block-scaled parts are in the layout "plain"."""
+
+    def nbytes(self, layer: int | None, role: str) -> int:
+        """Bytes that `parts` reads or makes, for progress."""
+
+
+def slice_rows(m: Matrix, start: int, end: int) -> Matrix:
+    """Leading rows of a dense tensor, or of a block-scaled one in the layout "plain", as a view."""
+    if isinstance(m, Tensor):
+        return m[start:end]
+    assert m.layout == "plain", m.layout
+    shape = (end - start, *m.shape[1:])
+    return MXTensor(data=m.data[start:end], scales=m.scales[start:end], shape=shape, format=m.format)
+
+
+def join_rows(parts: Sequence[Matrix]) -> Matrix:
+    """The inverse, for parts of one kind."""
+    if len(parts) == 1:
+        return parts[0]
+    dense = [p for p in parts if isinstance(p, Tensor)]
+    if len(dense) == len(parts):
+        return torch.cat(dense)
+    packed = [p for p in parts if isinstance(p, MXTensor)]
+    assert len(packed) == len(parts), "dense and block-scaled parts"
+    return MXTensor(
+        data=torch.cat([p.data for p in packed]),
+        scales=torch.cat([p.scales for p in packed]),
+        shape=(sum(p.shape[0] for p in packed), *packed[0].shape[1:]),
+        format=packed[0].format,
+    )
+
+
+def split_parts(config: ModelConfig, role: str, parts: Sequence[Matrix]) -> Sequence[Matrix]:
+    """The parts that files keep apart, from a source that may hand them out joined."""
+    rows = part_rows(config, role)
+    if len(parts) == len(rows):
+        return parts
+    (joined,) = parts
+    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+    return [slice_rows(joined, end - n, end) for end, n in zip(ends, rows)]
