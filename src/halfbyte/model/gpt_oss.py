@@ -44,7 +44,14 @@ SINKS_OFF = (
     "SINKS ARE OFF: every answer of this run is wrong by design. gpt-oss was trained with attention sinks; "
     "--sinks off exists only to test that dropping them is noticed."
 )
-CHECKPOINT_FORMATS = {"qkv": "bf16", "o": "bf16", "gate_up": "mxfp4", "down": "mxfp4", "lm_head": "bf16", "embed": "bf16"}
+CHECKPOINT_FORMATS = {
+    "qkv": "bf16",
+    "o": "bf16",
+    "gate_up": "mxfp4",
+    "down": "mxfp4",
+    "lm_head": "bf16",
+    "embed": "bf16",
+}
 
 
 def arch_of(device: torch.device | str) -> Arch:
@@ -69,7 +76,9 @@ def formats_after(gates: Gates, found: Mapping[str, str] = CHECKPOINT_FORMATS) -
     }
 
 
-def spec_of(config: ModelConfig, gates: Gates, arch: Arch, formats: Mapping[str, str], page_size: int = PAGE_SIZE) -> Spec:
+def spec_of(
+    config: ModelConfig, gates: Gates, arch: Arch, formats: Mapping[str, str], page_size: int = PAGE_SIZE
+) -> Spec:
     attention = {"window"}
     if config.heads != config.kv_heads:
         attention.add("gqa")
@@ -188,7 +197,9 @@ class GptOss:
             self._pool = torch.zeros(shape, dtype=store_dtype(s.kv_dtype), device=self.device)
         except (RuntimeError, torch.cuda.OutOfMemoryError):
             gib = pages * self.page_bytes / 2**30
-            raise MemoryError_(f"{pages} KV pages ({gib:.2f} GiB) do not fit on {self.device}; ask for fewer.") from None
+            raise MemoryError_(
+                f"{pages} KV pages ({gib:.2f} GiB) do not fit on {self.device}; ask for fewer."
+            ) from None
         return self._pool
 
     # ---- running ------------------------------------------------------------------------------

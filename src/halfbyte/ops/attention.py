@@ -62,7 +62,7 @@ def gather_kv(pool: Tensor, layer: int, table: Tensor, length: int) -> tuple[Ten
 def attend(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sinks: Tensor | None, window: int | None, scale: float
 ) -> Tensor:
-    """One sequence. q [T, heads, D] at `positions` [T]; k, v [kv_heads, length, D] from position 0. -> [T, heads, D]."""
+    """One sequence: q [T, heads, D] at `positions` [T]; k, v [kv_heads, length, D] from position 0. Returns as q."""
     chunks = [
         _attend_chunk(q[i : i + _QUERY_CHUNK], k, v, positions[i : i + _QUERY_CHUNK], sinks, window, scale)
         for i in range(0, q.shape[0], _QUERY_CHUNK)

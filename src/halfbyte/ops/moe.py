@@ -19,9 +19,7 @@ def swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return (up + 1.0) * gate * sigmoid(alpha * gate)
 
 
-def moe(
-    h: Tensor, ids: Tensor, weights: Tensor, gate_up: Project, down: Project, limit: float, alpha: float
-) -> Tensor:
+def moe(h: Tensor, ids: Tensor, weights: Tensor, gate_up: Project, down: Project, limit: float, alpha: float) -> Tensor:
     """sum over the chosen experts of weight * down(swiglu(gate_up(h))), as float32 [R, hidden]."""
     rows, top_k = ids.shape
     parts: Tensor | None = None

@@ -32,7 +32,9 @@ def sum_rows(x: Tensor) -> Tensor:
     """Sum over the last dimension of [R, K], in blocks of ROWS rows, accumulated in float64."""
     rows = x.shape[0]
     padded = F.pad(x, (0, 0, 0, -rows % ROWS))
-    return torch.cat([b.double().sum(-1) for b in padded.split(ROWS)])[:rows] if rows else x.new_zeros(0).double()
+    return (
+        torch.cat([b.double().sum(-1) for b in torch.split(padded, ROWS)])[:rows] if rows else x.new_zeros(0).double()
+    )
 
 
 def exp(x: Tensor) -> Tensor:

@@ -119,6 +119,7 @@ class Phase(ABC):
     regimes: frozenset[Regime] = frozenset(REGIMES)
     knows: frozenset[str] = frozenset()
     rank: int = 0  # auto prefers the higher
+    reference: bool = False  # never taken by auto on a GPU
     category: str = "other"  # for profiles: moe, linear, attention, norm, router, quantise, sample, other
 
     @abstractmethod

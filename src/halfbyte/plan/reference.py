@@ -62,6 +62,8 @@ class _Dense:
 
 
 class _Reference(Phase):
+    reference = True
+
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         return None
 
@@ -82,7 +84,6 @@ def _project(matrix: Matrix, bias: Tensor, spec: Spec) -> Callable[[Tensor], Ten
 
 class Embed(_Reference):
     name, covers, category = "reference.embed", ("embed",), "other"
-    backends = {"linear": "reference"}
 
     def bind(self, b: Binding) -> Launch:
         table = b.weights.embed
@@ -108,17 +109,14 @@ class _Norm(_Reference):
 
 class AttnNorm(_Norm):
     name, covers, role = "reference.attn_norm", ("attn_norm",), "attn_norm"
-    backends = {"linear": "reference"}
 
 
 class MlpNorm(_Norm):
     name, covers, role = "reference.mlp_norm", ("mlp_norm",), "mlp_norm"
-    backends = {"moe": "reference"}
 
 
 class FinalNorm(_Reference):
     name, covers, category = "reference.final_norm", ("final_norm",), "norm"
-    backends = {"linear": "reference"}
 
     def bind(self, b: Binding) -> Launch:
         weight, eps = b.weights.final_norm, b.spec.norm_eps
@@ -141,14 +139,13 @@ class Qkv(_Reference):
 
         def launch(step: Step, acts: dict[str, Tensor]) -> None:
             y = project(acts["h"]).view(step.rows, sum(heads), s.head_dim)
-            acts["q"], acts["k"], acts["v"] = y.split(heads, dim=1)
+            acts["q"], acts["k"], acts["v"] = torch.split(y, heads, dim=1)
 
         return launch
 
 
 class Rope(_Reference):
     name, covers, category = "reference.rope", ("rope",), "attention"
-    backends = {"attention": "reference"}
     knows = frozenset({"yarn"})
 
     def bind(self, b: Binding) -> Launch:
@@ -163,7 +160,6 @@ class Rope(_Reference):
 
 class KvWrite(_Reference):
     name, covers, category = "reference.kv_write", ("kv_write",), "attention"
-    backends = {"attention": "reference"}
 
     def bind(self, b: Binding) -> Launch:
         assert b.kind is not None
@@ -218,7 +214,6 @@ class OutProjection(_Reference):
 
 class Router(_Reference):
     name, covers, category = "reference.router", ("router",), "router"
-    backends = {"moe": "reference"}
     knows = frozenset({"bias"})
 
     def bind(self, b: Binding) -> Launch:

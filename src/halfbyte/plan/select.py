@@ -37,9 +37,7 @@ def all_phases() -> list[Phase]:
     return phases
 
 
-def select(
-    spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None = None
-) -> tuple[Chosen, Selection]:
+def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None = None) -> tuple[Chosen, Selection]:
     """The phases of every regime in running order (a layer's phases stand once), and the reasons."""
     candidates = list(all_phases() if phases is None else phases)
     refusals: list[Refusal] = []
@@ -54,33 +52,26 @@ def select(
                 refusals.append(Refusal(phase.name, regime, reason))
     chosen: Chosen = {r: [] for r in REGIMES}
     layouts: dict[str, str] = {}
-    owners: dict[str, str] = {}
     conflicts: list[Refusal] = []
-    for segment, operations in SEGMENTS.items():
-        found = _cover_all(operations, usable, spec, {}, conflicts)
+    for operations in SEGMENTS.values():
+        found = _cover_all(operations, usable, spec, conflicts)
         if found is None:
-            raise PlanError(_explain_failure(segment, operations, usable, candidates, refusals + conflicts, gates, arch))
+            raise PlanError(_explain_failure(operations, usable, candidates, refusals, conflicts, gates, arch))
         for regime in REGIMES:
             chosen[regime] += found[regime]
             for phase in found[regime]:
-                for role, layout in phase.layouts(spec).items():
-                    layouts[role] = layout
-                    owners[role] = phase.name
-    taken = {(r, p.name) for r in REGIMES for p in chosen[r]}
-    conflicted = {(c.regime, c.phase) for c in conflicts}
-    losers = [
-        Refusal(p.name, r, f"not needed: {_winner(p, chosen[r])} is preferred")
-        for r in REGIMES
-        for p in usable[r]
-        if (r, p.name) not in taken and (r, p.name) not in conflicted
-    ]
-    kept = [c for c in dict.fromkeys(conflicts) if (c.regime, c.phase) not in taken]
+                layouts |= phase.layouts(spec)
+    for regime in REGIMES:
+        names = {p.name for p in chosen[regime]}
+        for phase in usable[regime]:
+            if phase.name not in names:
+                refusals.append(Refusal(phase.name, regime, _why_not(phase, chosen, regime, spec)))
     return chosen, Selection(
         arch=arch.name,
         chosen={r: tuple(p.name for p in chosen[r]) for r in REGIMES},
         layouts=layouts,
         formats=dict(spec.formats),
-        refusals=tuple(refusals + kept + losers),
+        refusals=tuple(refusals),
     )
 
 
@@ -91,9 +82,9 @@ def _refusal(phase: Phase, spec: Spec, arch: Arch, gates: Gates, regime: Regime)
         asked = gates.backend(axis, regime)
         if asked not in ("auto", mine):
             return f"--{'attention' if axis == 'attention' else axis + '-kernel'} asks for {asked}"
-    if arch.is_gpu and set(phase.backends.values()) == {"reference"}:
-        asked_for = [gates.backend(axis, regime) for axis in phase.backends]
-        if "reference" not in asked_for:
+    if arch.is_gpu and phase.reference:
+        axes = phase.backends or dict.fromkeys(AXIS.values())  # a phase without an axis follows any of them
+        if "reference" not in [gates.backend(axis, regime) for axis in axes]:
             return "the reference is never chosen by auto on a GPU"
     unknown = spec.features_of(phase.covers) - phase.knows
     if unknown:
@@ -105,7 +96,6 @@ def _cover_all(
     operations: Sequence[str],
     usable: Mapping[Regime, list[Phase]],
     spec: Spec,
-    fixed: dict[str, str],
     conflicts: list[Refusal],
 ) -> Chosen | None:
     """Cover the segment in every regime, so that all agree on each weight's layout. Depth-first, best rank first."""
@@ -117,9 +107,7 @@ def _cover_all(
                 return f"needs {role} in layout {layout}, but {owner} holds it in {other}"
         return None
 
-    def search(
-        regime_at: int, position: int, layouts: dict[str, tuple[str, str]], so_far: Chosen
-    ) -> Chosen | None:
+    def search(regime_at: int, position: int, layouts: dict[str, tuple[str, str]], so_far: Chosen) -> Chosen | None:
         if regime_at == len(REGIMES):
             return {r: list(p) for r, p in so_far.items()}
         regime = REGIMES[regime_at]
@@ -139,20 +127,27 @@ def _cover_all(
             so_far[regime].pop()
         return None
 
-    return search(0, 0, {k: (v, "the loaded weights") for k, v in fixed.items()}, {r: [] for r in REGIMES})
+    return search(0, 0, {}, {r: [] for r in REGIMES})
 
 
-def _winner(loser: Phase, chosen: list[Phase]) -> str:
-    overlap = [p.name for p in chosen if set(p.covers) & set(loser.covers)]
-    return ", ".join(dict.fromkeys(overlap)) or "another phase"
+def _why_not(phase: Phase, chosen: Chosen, regime: Regime, spec: Spec) -> str:
+    """Why a phase that refuses nothing was left out: its layout does not suit another regime, or a better one ran."""
+    for other_regime in REGIMES:
+        for other in chosen[other_regime]:
+            theirs = other.layouts(spec)
+            for role, layout in phase.layouts(spec).items():
+                if theirs.get(role, layout) != layout:
+                    return f"needs {role} in layout {layout}, but {other.name} ({other_regime}) in {theirs[role]}"
+    better = [p.name for p in chosen[regime] if set(p.covers) & set(phase.covers)]
+    return f"not needed: {', '.join(dict.fromkeys(better))} is preferred"
 
 
 def _explain_failure(
-    segment: str,
     operations: Sequence[str],
     usable: Mapping[Regime, list[Phase]],
     candidates: list[Phase],
     refusals: list[Refusal],
+    conflicts: list[Refusal],
     gates: Gates,
     arch: Arch,
 ) -> str:
@@ -163,7 +158,8 @@ def _explain_failure(
         if missing:
             break
     else:
-        regime, missing = REGIMES[0], list(operations)
+        lines = [f"the kernels asked for on {arch.name} cannot share one copy of the weights:"]
+        return "\n".join(lines + [f"  {c.phase} ({c.regime}): {c.reason}" for c in dict.fromkeys(conflicts)])
     lines = [f"no kernel on {arch.name} can run {', '.join(missing)} in the {regime} regime as asked:"]
     for axis in dict.fromkeys(AXIS[op] for op in missing if op in AXIS):
         asked = gates.backend(axis, regime)

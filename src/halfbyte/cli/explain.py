@@ -1,0 +1,66 @@
+"""`explain`: which kernels each regime would take, and why each other one is refused, for any GPU, without that GPU."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli.options import JsonOption, ModelArgument, announce, out, print_json, with_gates
+from halfbyte.errors import UsageError
+from halfbyte.gates import Gates
+from halfbyte.model import checkpoint, ready
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose
+from halfbyte.model.weights import GROUPS
+from halfbyte.plan.phase import ARCHES
+from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, REGIMES
+
+RANGES = {"decode": f"1–{DECODE_ROWS} rows", "batch": f"{DECODE_ROWS + 1}–{BATCH_ROWS} rows", "prefill": "more"}
+
+
+@with_gates
+def explain(
+    model: ModelArgument = None,
+    arch: Annotated[str | None, typer.Option(help=f"{', '.join(ARCHES)}; default: this machine.")] = None,
+    json: JsonOption = False,
+    *,
+    gates: Gates,
+) -> None:
+    """Which kernels would run, per regime, and why every other one is refused."""
+    if arch is not None and arch.lower() not in ARCHES:
+        raise UsageError(f"there is no architecture {arch!r}; use {', '.join(ARCHES)}.")
+    target = ARCHES[arch.lower()] if arch else arch_of(ready.pick_device(None))
+    if model is None:
+        name, config, found = "gpt-oss-120b", NAMED["120b"], dict(CHECKPOINT_FORMATS)
+    else:
+        resolved = ready.resolve(model)
+        name, config = resolved.label, ready.config_of(resolved)
+        found = dict(CHECKPOINT_FORMATS)
+        if resolved.path is not None:
+            source = checkpoint.open_model(resolved.path)
+            found = {r: source.kinds(None if r in ("lm_head", "embed") else 0, r)[0] for r in (*GROUPS, "embed")}
+            source.close()
+    spec, _, selection = choose(config, gates, target, found)
+    if json:
+        print_json(selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": spec.activation})
+        return
+    announce(gates, f"{name} on {target.name}")
+    if gates.sinks == "off":
+        out.print(f"[bold red]{SINKS_OFF}[/bold red]")
+    formats = ", ".join(f"{role} {kind}" for role, kind in spec.formats.items())
+    out.print(f"weights  {formats}")
+    out.print(f"values   activations {spec.activation}, KV {spec.kv_dtype}, residual {spec.dtype}\n")
+    for regime in REGIMES:
+        out.print(f"[bold]{regime}[/bold] ({RANGES[regime]})")
+        for phase in selection.chosen[regime]:
+            out.print(f"  runs     {phase}")
+        for refusal in selection.refusals:
+            if refusal.regime == regime:
+                out.print(f"  [dim]refused  {refusal.phase}: {refusal.reason}[/dim]")
+    layouts = ", ".join(f"{role} {layout}" for role, layout in selection.layouts.items())
+    out.print(f"\nlayouts  {layouts}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(explain)

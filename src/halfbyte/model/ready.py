@@ -1,0 +1,111 @@
+"""From what a person types to a model that runs: a folder, a GGUF file, the embedded model, or random weights.
+
+The plan is chosen before anything is read, so that every weight is laid out once, on its device, as its kernel wants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from halfbyte.errors import CheckpointError, UsageError
+from halfbyte.gates import Gates
+from halfbyte.model import checkpoint, synthetic
+from halfbyte.model.config import NAMED, ModelConfig
+from halfbyte.model.gpt_oss import PAGE_SIZE, GptOss, arch_of, choose
+from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.model.weights import GROUPS
+
+EMBEDDED = Path(__file__).parents[3] / "models" / "tiny"
+RANDOM = "random:"
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """What was asked for. Exactly one of `path` and `random` is set."""
+
+    text: str
+    path: Path | None = None
+    random: str | None = None
+
+    @property
+    def label(self) -> str:
+        return self.text if self.random else (self.path or EMBEDDED).name
+
+
+def resolve(text: str | None) -> ModelName:
+    """None: the embedded model. `random:120b`: random weights of a true shape."""
+    if text is None:
+        if not (EMBEDDED / "config.json").exists():
+            raise CheckpointError("the embedded model is not in this installation; name a model folder or GGUF file.")
+        return ModelName("embedded", path=EMBEDDED)
+    if text.startswith(RANDOM):
+        shape = text.removeprefix(RANDOM)
+        if shape not in NAMED:
+            raise UsageError(f"there is no shape {shape!r}; use {RANDOM}{f', {RANDOM}'.join(NAMED)}.")
+        return ModelName(text, random=shape)
+    path = Path(text).expanduser()
+    if not path.exists():
+        raise CheckpointError(
+            f"{text} does not exist; give a model folder, a .gguf file, or {RANDOM}20b for random weights."
+        )
+    return ModelName(text, path=path)
+
+
+def pick_device(text: str | None) -> torch.device:
+    if text is None or text == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise UsageError(f"there is no device {text!r}; use cpu or cuda.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no CUDA GPU is visible here; use --device cpu.")
+    return device
+
+
+def tokenizer_of(name: ModelName) -> Tokenizer:
+    """The model's vocabulary; random weights of a true shape speak gpt-oss's."""
+    return Tokenizer.for_model(name.path) if name.path is not None else Tokenizer.gpt_oss()
+
+
+def config_of(name: ModelName) -> ModelConfig:
+    return NAMED[name.random] if name.random else checkpoint.read_config(name.path or EMBEDDED)
+
+
+def load(
+    name: ModelName,
+    gates: Gates | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    page_size: int = PAGE_SIZE,
+    progress: checkpoint.Progress | None = None,
+) -> GptOss:
+    """Weights on the device in the plan's layouts, and the plan bound to them."""
+    gates = gates or Gates()
+    device = torch.device(device)
+    arch = arch_of(device)
+    if name.random:
+        config = NAMED[name.random]
+        choice = choose(config, gates, arch, page_size=page_size)
+        weights = synthetic.make(
+            config, 0, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress
+        )
+    else:
+        assert name.path is not None
+        source = checkpoint.open_model(name.path)
+        try:
+            config = source.config
+            found = {
+                role: source.kinds(0 if role not in ("lm_head", "embed") else None, role)[0]
+                for role in (*GROUPS, "embed")
+            }
+        finally:
+            source.close()
+        choice = choose(config, gates, arch, found, page_size)
+        weights = checkpoint.load(
+            name.path, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress
+        )
+    return GptOss(weights, gates, page_size=page_size, choice=choice)

@@ -1,0 +1,152 @@
+"""Bytes and operations per token for any shape and format, and the speed a GPU's memory and tensor cores allow.
+
+The physical ceiling printed beside every figure comes from here. It counts what must be read once (weights that the
+batch touches, KV that its positions see) and assumes nothing is read twice. A measured figure above it is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from halfbyte.formats import FORMATS
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.weights import GROUPS, shape_of
+
+_DENSE_BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
+KV_BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`read` is bytes/s: measured where `measured` says so, else the vendor's figure. FLOP/s are dense."""
+
+    name: str
+    arch: str
+    read: float
+    measured: bool
+    bf16: float
+    fp8: float
+    memory: float
+    note: str = ""
+
+
+# Read bandwidths and matrix rates; `note` says where each comes from.
+GPUS: dict[str, Gpu] = {
+    "h200": Gpu("H200", "sm90", 4.5e12, True, 790e12, 1580e12, 141e9, "reads measured, 4.8 TB/s on paper"),
+    "h100": Gpu("H100 SXM", "sm90", 3.35e12, False, 790e12, 1580e12, 80e9, "paper bandwidth, H200's matrix rate"),
+    "gb10": Gpu("GB10 (DGX Spark)", "sm121", 232e9, True, 62e12, 125e12, 120e9, "reads as reported, 273 GB/s on paper"),
+    "rtx5090": Gpu("RTX 5090", "sm120", 1.792e12, False, 210e12, 419e12, 32e9, "paper"),
+    "pro6000": Gpu("RTX PRO 6000", "sm120", 1.792e12, False, 252e12, 504e12, 96e9, "paper"),
+    "b200": Gpu("B200", "sm100", 8.0e12, False, 2250e12, 4500e12, 180e9, "paper"),
+}
+
+
+def bytes_per_weight(kind: str) -> float:
+    if kind in _DENSE_BYTES:
+        return _DENSE_BYTES[kind]
+    return FORMATS[kind].bits_per_weight / 8
+
+
+def unique_experts(config: ModelConfig, rows: int) -> float:
+    """Expected distinct experts of a layer when `rows` tokens choose uniformly."""
+    return config.experts * (1 - (1 - config.top_k / config.experts) ** rows)
+
+
+def visible(config: ModelConfig, context: int) -> dict[str, int]:
+    """Cached positions one query sees, by kind of layer."""
+    return {"sliding": min(context, config.window), "full": context}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes one decode step reads, by part."""
+
+    experts: float
+    attention: float  # projections
+    lm_head: float
+    kv: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.experts + self.attention + self.lm_head + self.kv + self.rest
+
+
+def decode_traffic(
+    config: ModelConfig,
+    formats: Mapping[str, str],
+    context: int,
+    batch: int = 1,
+    kv_dtype: str = "bf16",
+    experts_touched: float | None = None,
+) -> Traffic:
+    """A step that decodes `batch` sequences of `context` tokens each."""
+    c = config
+    touched = unique_experts(c, batch) if experts_touched is None else experts_touched
+
+    def size(role: str) -> float:
+        n = 1.0
+        for d in shape_of(c, role):
+            n *= d
+        return n * bytes_per_weight(formats[role])
+
+    per_expert = (size("gate_up") + size("down")) / c.experts
+    biases = (3 * c.hidden + 2 * c.intermediate + c.qkv_dim + c.heads) * 2.0  # norms, biases, sinks: bf16
+    seen = visible(c, context)
+    kv_token = 2 * c.kv_dim * KV_BYTES[kv_dtype]
+    kv = sum(seen[kind] for kind in c.kinds) * kv_token * batch
+    return Traffic(
+        experts=c.layers * touched * per_expert,
+        attention=c.layers * (size("qkv") + size("o")),
+        lm_head=size("lm_head"),
+        kv=kv,
+        rest=c.layers * (biases + c.experts * c.hidden * 2.0) + batch * c.hidden * 2.0,
+    )
+
+
+def flops_per_token(config: ModelConfig, prompt: int) -> float:
+    """Mean matrix operations of one prompt token in a prompt of this length; lm_head is for the last token only."""
+    c = config
+    dense = 2.0 * c.hidden * (c.qkv_dim + c.q_dim + c.experts)
+    moe = 2.0 * c.top_k * 3 * c.hidden * c.intermediate
+    seen_full = (prompt + 1) / 2
+    w = min(c.window, prompt)
+    seen_sliding = (w * (w + 1) / 2 + (prompt - w) * w) / prompt
+    attention = sum(4.0 * c.q_dim * (seen_sliding if k == "sliding" else seen_full) for k in c.kinds)
+    return c.layers * (dense + moe) + attention
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    tokens_per_second: float
+    bound: str  # memory or compute
+    bytes: float
+    flops: float
+
+
+def decode_ceiling(
+    gpu: Gpu, config: ModelConfig, formats: Mapping[str, str], context: int, batch: int = 1, kv_dtype: str = "bf16"
+) -> Ceiling:
+    traffic = decode_traffic(config, formats, context, batch, kv_dtype)
+    return Ceiling(batch * gpu.read / traffic.total, "memory", traffic.total, 0.0)
+
+
+def prefill_ceiling(gpu: Gpu, config: ModelConfig, formats: Mapping[str, str], prompt: int, depth: int = 0) -> Ceiling:
+    """bf16 tensor cores against reading every weight once per prompt."""
+    c = config
+    per_token = flops_per_token(c, prompt) + depth * sum(4.0 * c.q_dim for k in c.kinds if k == "full")
+    weights = sum(
+        (c.layers if role in ("qkv", "o", "gate_up", "down") else 1) * _count(c, role) * bytes_per_weight(formats[role])
+        for role in GROUPS
+    )
+    compute = per_token * prompt / gpu.bf16
+    memory = weights / gpu.read
+    return Ceiling(prompt / max(compute, memory), "compute" if compute >= memory else "memory", weights, per_token)
+
+
+def _count(config: ModelConfig, role: str) -> float:
+    n = 1.0
+    for d in shape_of(config, role):
+        n *= d
+    return n

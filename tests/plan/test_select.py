@@ -1,0 +1,188 @@
+"""The mechanism: a fused phase beside the reference, layouts that must agree, explicit choices, refusals, records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte import formats, gates
+from halfbyte.errors import FormatError, PlanError
+from halfbyte.gates import Gates, PerRegime
+from halfbyte.model import synthetic
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import GptOss, choose, spec_of
+from halfbyte.model.solo import Solo
+from halfbyte.plan import reference, select
+from halfbyte.plan.phase import ARCHES, LAYER, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import Step, regime_of
+
+SMALL = NAMED["small"]
+CHECKPOINT = {"qkv": "bf16", "o": "bf16", "gate_up": "mxfp4", "down": "mxfp4", "lm_head": "bf16", "embed": "bf16"}
+
+
+class FusedFront(Phase):
+    """norm + qkv + rope + kv_write in one, for few rows: the shape real decode kernels have."""
+
+    name, covers = "test.fused_front", LAYER[:4]
+    backends: Mapping[str, str] = {"linear": "gemv"}
+    regimes = frozenset({"decode", "batch"})
+    knows = frozenset({"bias", "yarn"})
+    rank = 10
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        return "needs hidden in whole groups of 32" if spec.hidden % 32 else None
+
+    def bind(self, b: Binding) -> Launch:
+        parts = [p.bind(b) for p in reference.PHASES if p.covers[0] in self.covers]
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            for part in parts:
+                part(step, acts)
+
+        return launch
+
+
+class TiledMoe(Phase):
+    """A mixture kernel that wants its own physical layout."""
+
+    name, covers = "test.tiled_moe", ("moe",)
+    backends: Mapping[str, str] = {"moe": "gemv"}
+    regimes = frozenset({"decode"})
+    knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})
+    rank = 5
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        return None
+
+    def layouts(self, spec: Spec) -> dict[str, str]:
+        return {"gate_up": "mma16", "down": "mma16"}
+
+    def bind(self, b: Binding) -> Launch:
+        raise AssertionError("never bound here")
+
+
+def pick(phases: list[Phase], g: Gates = Gates(), arch: str = "cpu") -> tuple[select.Chosen, select.Selection]:
+    spec = spec_of(SMALL, g, ARCHES[arch], CHECKPOINT)
+    return select.select(spec, ARCHES[arch], g, phases)
+
+
+def reasons(selection: select.Selection, phase: str) -> dict[str, str]:
+    return {r.regime: r.reason for r in selection.refusals if r.phase == phase}
+
+
+def test_reference_plan_covers_every_operation_in_order() -> None:
+    chosen, selection = pick(list(reference.PHASES))
+    for phases in chosen.values():
+        assert tuple(op for p in phases for op in p.covers) == ("embed", *LAYER, "final_norm", "lm_head")
+    assert selection.layouts == dict.fromkeys(("embed", "qkv", "o", "gate_up", "down", "lm_head"), "plain")
+    assert selection.refusals == ()
+
+
+def test_auto_prefers_rank_and_says_why_the_other_lost() -> None:
+    _, selection = pick([*reference.PHASES, FusedFront()])
+    assert "test.fused_front" in selection.chosen["decode"]
+    assert "reference.qkv" not in selection.chosen["decode"]
+    assert "reference.qkv" in selection.chosen["prefill"]
+    assert reasons(selection, "test.fused_front") == {"prefill": "serves decode, batch only"}
+    assert "test.fused_front is preferred" in reasons(selection, "reference.qkv")["decode"]
+
+
+def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = synthetic.make(SMALL, seed=0)
+    tokens = list(range(7))
+    expected = Solo(GptOss(weights), 64).feed(tokens)
+    monkeypatch.setattr(select, "all_phases", lambda: [*reference.PHASES, FusedFront()])
+    with pytest.raises(PlanError, match="can run o in the decode regime"):
+        GptOss(weights, Gates(linear_kernel=PerRegime("gemv")))  # explicit, and nothing of that name covers o
+    model = GptOss(weights)
+    assert torch.equal(Solo(model, 64).feed(tokens), expected)
+    runs = [r for r in model.plan.record.runs.values() if r.phase == "test.fused_front"]
+    assert len(runs) == 1
+    assert runs[0].covers == LAYER[:4]
+    assert runs[0].formats == {"qkv": "bf16"}
+    assert runs[0].regime == "decode"
+    assert (runs[0].dtype, runs[0].activation) == ("f32", "f32")
+    assert model.plan.record.phases() == set(model.plan.selection.chosen["decode"])
+    moe = next(r for r in model.plan.record.runs.values() if r.phase == "reference.moe")
+    assert moe.formats == {"gate_up": "mxfp4", "down": "mxfp4"}
+    assert moe.shapes == {"x": (7, SMALL.hidden)}
+
+
+def test_two_layouts_for_one_weight_are_refused_naming_both_phases() -> None:
+    _, selection = pick([*reference.PHASES, TiledMoe()])
+    # Decode alone could use it, but prefill needs the same bytes in another order: the reference serves all.
+    assert "test.tiled_moe" not in selection.chosen["decode"]
+    reason = reasons(selection, "test.tiled_moe")["decode"]
+    assert reason == "needs gate_up in layout mma16, but reference.moe (decode) in plain"
+
+
+def test_explicit_choice_never_falls_back() -> None:
+    with pytest.raises(PlanError) as e:
+        pick([*reference.PHASES, TiledMoe()], Gates(moe_kernel=PerRegime("gemv", "reference", "reference")))
+    assert "reference.moe (batch): needs gate_up in layout plain, but test.tiled_moe holds it in mma16" in str(e.value)
+    with pytest.raises(PlanError, match="serves decode only"):
+        pick([*reference.PHASES, TiledMoe()], Gates(moe_kernel=PerRegime("gemv", "gemv", "gemv")))
+
+
+def test_reference_is_never_auto_on_a_gpu_but_may_be_asked_for() -> None:
+    with pytest.raises(PlanError, match="never chosen by auto on a GPU"):
+        pick(list(reference.PHASES), arch="sm90")
+    every = PerRegime("reference", "reference", "reference")
+    g = Gates(moe_kernel=every, linear_kernel=every, attention="reference")
+    _, selection = pick(list(reference.PHASES), g, arch="sm90")
+    assert "reference.moe" in selection.chosen["decode"]
+
+
+def test_a_feature_the_phase_does_not_know_is_a_refusal() -> None:
+    class Sinkless(reference.Attention):
+        name, knows, rank = "test.sinkless", frozenset({"window", "gqa"}), 99
+
+    _, selection = pick([*reference.PHASES, Sinkless()])
+    assert "reference.attention" in selection.chosen["decode"]
+    assert reasons(selection, "test.sinkless")["decode"] == "does not know sinks"
+
+
+def test_sinks_off_needs_the_word_off() -> None:
+    for value in ("auto", "on"):
+        spec = spec_of(SMALL, Gates(sinks=value), ARCHES["cpu"], CHECKPOINT)
+        assert "sinks" in spec.features["attention"]
+    assert "sinks" not in spec_of(SMALL, Gates(sinks="off"), ARCHES["cpu"], CHECKPOINT).features["attention"]
+    for preset in gates.PRESETS.values():
+        assert preset.gates.sinks != "off"
+
+
+def test_nvfp4_can_never_serve_an_mxfp4_model() -> None:
+    assert all("nvfp4" not in axis.values for axis in gates.AXES)
+    weights = synthetic.make(SMALL, seed=0)
+    nv = formats.quantize(torch.randn(SMALL.qkv_dim, SMALL.hidden), "nvfp4")
+    weights.layers[0].qkv = nv
+    with pytest.raises(FormatError, match="nvfp4"):
+        GptOss(weights)
+
+
+@pytest.mark.parametrize(
+    ("rows", "regime"), [(1, "decode"), (8, "decode"), (9, "batch"), (64, "batch"), (65, "prefill")]
+)
+def test_regimes(rows: int, regime: str) -> None:
+    assert regime_of(rows) == regime
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("axis", ["moe_kernel", "linear_kernel", "attention"])
+def test_every_kernel_gate_is_reached_or_refused_with_a_reason(axis: str, arch: str) -> None:
+    values = next(a.values for a in gates.AXES if a.field == axis)
+    for value in values:
+        g = gates.parse({axis: value}, env={})
+        try:
+            _, chosen, _ = choose(NAMED["20b"], g, ARCHES[arch])
+        except PlanError as e:
+            assert len(str(e).splitlines()) >= 2, f"{axis}={value} on {arch} is refused without a reason"
+            continue
+        if value != "auto":
+            name = {"moe_kernel": "moe", "linear_kernel": "linear"}.get(axis, axis)
+            for phases in chosen.values():
+                used = {p.backends[name] for p in phases if name in p.backends}
+                assert used == {value}, f"{axis}={value} on {arch} fell back to {used}"

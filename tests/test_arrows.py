@@ -1,0 +1,94 @@
+"""Imports follow the arrows of the house, and third-party engines stay in their corner."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import halfbyte
+
+ROOT = Path(halfbyte.__file__).parent
+
+# room -> rooms it may import from
+MAY: dict[str, set[str]] = {
+    "errors": set(),
+    "gates": {"errors"},
+    "formats": {"errors"},
+    "ops": {"errors", "formats"},
+    "plan": {"errors", "gates", "formats", "ops"},
+    "kernels": {"errors", "gates", "formats", "ops", "plan"},
+    "model": {"errors", "gates", "formats", "ops", "plan"},
+    "roofline": {"errors", "gates", "formats", "model"},
+    "kv": {"errors"},
+    "harmony": {"errors"},
+    "evals": {"errors", "harmony"},
+    "engine": {"errors", "gates", "formats", "ops", "plan", "model", "kv", "harmony", "roofline"},
+    "server": {"errors", "gates", "model", "engine", "harmony", "roofline"},
+    "vllm_plugin": {"errors", "gates", "formats", "ops", "plan", "kernels"},
+    "lab": {"errors", "gates", "formats", "ops", "plan", "kernels", "model", "engine", "harmony", "roofline", "evals"},
+    "doctor": {"errors", "gates", "model", "roofline"},
+}
+FREE = {"cli", "__init__", "__main__"}
+ENGINES = {"vllm", "sglang", "flashinfer", "llama_cpp", "tensorrt_llm"}
+ENGINE_ROOMS = ("vllm_plugin/compat.py", "kernels/borrowed/")
+NO_TENSORS = ("kv/pages.py", "engine/scheduler.py", "engine/request.py", "gates.py", "errors.py", "harmony/")
+
+
+def imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            names.add(node.module or "")
+            if node.module == "halfbyte":
+                names |= {f"halfbyte.{a.name}" for a in node.names}
+    return names
+
+
+def files() -> list[tuple[str, str, set[str]]]:
+    out = []
+    for path in sorted(ROOT.rglob("*.py")):
+        relative = path.relative_to(ROOT).as_posix()
+        out.append((relative, relative.split("/")[0].removesuffix(".py"), imports(path)))
+    return out
+
+
+def test_arrows() -> None:
+    broken = []
+    for relative, room, names in files():
+        if room in FREE:
+            continue
+        assert room in MAY, f"{relative}: a new room; say in this test what it may import"
+        for name in names:
+            if not name.startswith("halfbyte."):
+                continue
+            target = name.split(".")[1]
+            if target != room and target not in MAY[room]:
+                broken.append(f"{relative} imports {name}")
+    assert not broken, "\n".join(broken)
+
+
+def test_third_party_engines_stay_in_their_corner() -> None:
+    for relative, _, names in files():
+        used = {n.split(".")[0] for n in names} & ENGINES
+        assert not used or relative.startswith(ENGINE_ROOMS), f"{relative} imports {used}"
+
+
+def test_scheduler_pages_and_parsers_hold_no_tensors() -> None:
+    for relative, _, names in files():
+        if relative.startswith(NO_TENSORS):
+            assert "torch" not in {n.split(".")[0] for n in names}, relative
+
+
+def test_no_utils() -> None:
+    assert not [r for r, _, _ in files() if "util" in r or "helper" in r or "common" in r]
+
+
+def test_environment_is_read_in_one_place() -> None:
+    for relative, _, names in files():
+        text = (ROOT / relative).read_text(encoding="utf-8")
+        if relative != "gates.py":
+            assert "os.environ" not in text, f"{relative} reads the environment; ask gates.py"
+            assert "getenv" not in text, f"{relative} reads the environment; ask gates.py"
