@@ -150,11 +150,13 @@ def test_mxfp4_keeps_what_lies_on_its_smallest_scale():
     assert torch.equal(mxfp4.dequantize(t), x)
 
 
-def test_mxfp4_of_the_largest_float32_saturates_without_overflow():
+@pytest.mark.parametrize(("name", "rule"), [pair for pair in ALL if pair[0] != "q8"])
+def test_the_largest_float32_stays_finite(name, rule):
+    """`mse` too: the scale that fits best would read back as 2^128."""
     x = torch.full((1, 32), torch.finfo(torch.float32).max)
-    assert (mxfp4.dequantize(mxfp4.quantize(x)) == 6 * 2.0**125).all()
-    # With mse the better scale would read back as 2^128: it must not win by way of an infinite error.
-    assert (mxfp4.quantize(x, rule="mse").scales.int() <= 253).all()
+    y = dequantize(quantize(x, name, rule))
+    assert torch.isfinite(y).all()
+    assert ((x - y) / x).max() <= 0.25
 
 
 @pytest.mark.parametrize(("name", "rule"), ALL)

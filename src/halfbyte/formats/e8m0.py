@@ -70,7 +70,9 @@ def scale_mse(groups: torch.Tensor, element: Element) -> torch.Tensor:
     for step in (1, -1):
         error = _squared_error(unit, element, step)
         moved = base + step
-        better = (error < best_error) & (moved >= 0) & (moved < NAN) & (base != NAN)
+        # At the top a larger scale would describe the group well in numbers past float32's largest.
+        allowed = (moved >= 0) & (moved <= 2 * BIAS - element.emax) & (base != NAN)
+        better = allowed & (error < best_error)
         best, best_error = torch.where(better, moved, best), torch.where(better, error, best_error)
     return best.to(torch.uint8)
 
