@@ -87,7 +87,7 @@ def test_no_utils() -> None:
 
 
 def test_environment_is_read_in_one_place() -> None:
-    for relative, _, names in files():
+    for relative, _, _ in files():
         text = (ROOT / relative).read_text(encoding="utf-8")
         if relative != "gates.py":
             assert "os.environ" not in text, f"{relative} reads the environment; ask gates.py"

@@ -12,7 +12,6 @@ from halfbyte.gates import Gates
 from halfbyte.model import checkpoint, ready
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose
-from halfbyte.model.weights import GROUPS
 from halfbyte.plan.phase import ARCHES
 from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, REGIMES
 
@@ -39,7 +38,7 @@ def explain(
         found = dict(CHECKPOINT_FORMATS)
         if resolved.path is not None:
             source = checkpoint.open_model(resolved.path)
-            found = {r: source.kinds(None if r in ("lm_head", "embed") else 0, r)[0] for r in (*GROUPS, "embed")}
+            found = ready.formats_of(source)
             source.close()
     spec, _, selection = choose(config, gates, target, found)
     if json:

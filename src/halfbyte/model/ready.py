@@ -16,7 +16,7 @@ from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import PAGE_SIZE, GptOss, arch_of, choose
 from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.model.weights import GROUPS
+from halfbyte.model.weights import GROUPS, Source
 
 EMBEDDED = Path(__file__).parents[3] / "models" / "tiny"
 RANDOM = "random:"
@@ -75,6 +75,11 @@ def config_of(name: ModelName) -> ModelConfig:
     return NAMED[name.random] if name.random else checkpoint.read_config(name.path or EMBEDDED)
 
 
+def formats_of(source: Source) -> dict[str, str]:
+    """Role -> the format a checkpoint holds it in."""
+    return {role: source.kinds(None if role in ("lm_head", "embed") else 0, role)[0] for role in (*GROUPS, "embed")}
+
+
 def load(
     name: ModelName,
     gates: Gates | None = None,
@@ -97,11 +102,7 @@ def load(
         assert name.path is not None
         source = checkpoint.open_model(name.path)
         try:
-            config = source.config
-            found = {
-                role: source.kinds(0 if role not in ("lm_head", "embed") else None, role)[0]
-                for role in (*GROUPS, "embed")
-            }
+            config, found = source.config, formats_of(source)
         finally:
             source.close()
         choice = choose(config, gates, arch, found, page_size)

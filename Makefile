@@ -1,0 +1,53 @@
+# Two commands on a fresh machine with python3, pip, gcc/g++ and make: `make demo` and `make test`.
+# Everything lives in .venv; nothing is installed outside this folder.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+PIP     = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST  = $(BIN)/python -m pytest -q -p no:cacheprovider
+# Two test processes share two cores best with one thread each.
+WORKERS ?= 2
+THREADS ?= 1
+
+.PHONY: demo test test-full lint bench clean help
+
+help:
+	@echo "make demo       set up, serve the embedded model, ask it something, print a pp/tg table"
+	@echo "make test       set up, run the tests"
+	@echo "make test-full  the long counts and the real peers (builds llama.cpp: minutes)"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      pp/tg table of the embedded model"
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "==> setting up $(VENV) (torch and friends: a minute or two)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch==2.13.0
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python bench/demo.py
+
+test: $(STAMP) lint
+	@echo "==> running the tests ($(WORKERS) processes)"
+	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not vllm and not peers" tests
+
+test-full: $(STAMP) lint
+	@echo "==> building llama.cpp's Python package (minutes)"
+	@$(PIP) -e '.[test,peers]'
+	@echo "==> running every test that needs no GPU"
+	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not vllm" tests
+
+lint: $(STAMP)
+	@echo "==> ruff and mypy"
+	@$(BIN)/ruff format --check --quiet src tests bench training
+	@$(BIN)/ruff check --quiet src tests bench training
+	@$(BIN)/mypy --no-error-summary
+
+bench: $(STAMP)
+	@$(BIN)/halfbyte bench
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,58 @@
+"""A row's result is the same alone, first, last, and among any others: bitwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfbyte.formats import quantize
+from halfbyte.ops.linear import ACTIVATIONS, linear
+from halfbyte.ops.moe import moe
+from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.router import route
+from halfbyte.ops.rows import matmul_rows
+
+SHAPES = [(96, 40), (256, 384), (2880, 128), (100, 7)]
+
+
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+@pytest.mark.parametrize("rows", [1, 7, 31, 32, 33, 64, 100])
+def test_matmul(k: int, n: int, rows: int) -> None:
+    g = torch.Generator().manual_seed(rows)
+    w, x = torch.randn(n, k, generator=g), torch.randn(rows, k, generator=g)
+    together = matmul_rows(x, w)
+    assert together.shape == (rows, n)
+    for i in {0, rows // 2, rows - 1}:
+        assert torch.equal(together[i], matmul_rows(x[i : i + 1], w)[0])
+    exact = x.double() @ w.double().T
+    assert (together - exact).norm() / exact.norm() < 1e-6
+
+
+def test_no_rows() -> None:
+    assert matmul_rows(torch.empty(0, 32), torch.ones(5, 32)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_linear_with_quantised_activations(activation: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(45, 96, generator=g), quantize(torch.randn(24, 96, generator=g), "mxfp4")
+    together = linear(x, w, torch.ones(24), activation=activation)
+    assert torch.equal(together[13], linear(x[13:14], w, torch.ones(24), activation=activation)[0])
+
+
+def test_norm_router_and_moe() -> None:
+    g = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(50, 64, generator=g) * 3, torch.rand(64, generator=g)
+    router, bias = torch.randn(8, 64, generator=g), torch.randn(8, generator=g)
+    up, down = torch.randn(8, 96, 64, generator=g), torch.randn(8, 64, 48, generator=g)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        h = rms_norm(rows, weight, 1e-5)
+        ids, weights = route(h, router, bias, 4)
+        return moe(
+            h, ids, weights, lambda e, r: matmul_rows(r, up[e]), lambda e, r: matmul_rows(r, down[e]), 7.0, 1.702
+        )
+
+    together = run(x)
+    for i in range(50):
+        assert torch.equal(together[i], run(x[i : i + 1])[0])
