@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from halfbyte import gates
@@ -86,3 +88,9 @@ def test_presets_print_what_they_change() -> None:
     assert set(PRESETS) == {"exact", "balanced", "fast", "baseline", "a", "b", "c", "d", "e", "f"}
     with pytest.raises(GateError, match="no preset 'quick'"):
         parse({}, env={}, preset="quick")
+
+
+def test_every_variable_is_documented() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "env.md").read_text(encoding="utf-8")
+    names = {v for a in AXES for v in a.variables} | set(gates.SETTINGS) | set(RETIRED)
+    assert not [n for n in names if f"`{n}`" not in text]
