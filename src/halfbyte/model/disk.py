@@ -121,7 +121,7 @@ def appearing(target: Path, *, folder: bool, needs: int = 0) -> Iterator[Path]:
     made: list[Path] = []
     hidden = parent / f".{target.name}.partial-{os.getpid()}"
     try:
-        with no_space_is_an_error(target, needs):
+        with clear_errors(target, needs):
             missing = [p for p in (parent, *parent.parents) if not p.exists()]
             parent.mkdir(parents=True, exist_ok=True)
             made = missing
@@ -137,27 +137,24 @@ def appearing(target: Path, *, folder: bool, needs: int = 0) -> Iterator[Path]:
     except BaseException:
         if hidden.is_dir():
             shutil.rmtree(hidden, ignore_errors=True)
-        else:
-            hidden.unlink(missing_ok=True)
+        elif hidden.exists():
+            hidden.unlink()
         for path in made:  # the innermost first; one that something else was put into stays
-            try:
-                path.rmdir()
-            except OSError:
+            if any(path.iterdir()):
                 break
+            path.rmdir()
         raise
 
 
 @contextmanager
-def no_space_is_an_error(target: Path, needs: int) -> Iterator[None]:
+def clear_errors(target: Path, needs: int) -> Iterator[None]:
     try:
         yield
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(existing(target)).free
             raise _full(target, needs, free) from None
-        if isinstance(e, PermissionError) or e.errno in (errno.EROFS, errno.EACCES, errno.EFBIG, errno.EIO):
-            raise CheckpointError(f"{target} cannot be written ({e.strerror}); nothing was kept.") from None
-        raise
+        raise CheckpointError(f"{target} cannot be written ({e.strerror}); nothing was kept.") from None
 
 
 def existing(path: Path) -> Path:

@@ -225,7 +225,7 @@ def config_from(header: Header) -> ModelConfig:
         )
     embed = header.tensors.get("token_embd.weight")
     if embed is None:
-        raise CheckpointError(f"{path} has no tensor 'token_embd.weight'; is the file complete?")
+        raise CheckpointError(f"{path} has no tensor 'token_embd.weight'; fetch it again.")
     eos = meta.get("tokenizer.ggml.eos_token_id")
     pad = meta.get("tokenizer.ggml.padding_token_id")
     heads = int(key("attention.head_count"))
@@ -309,7 +309,7 @@ class GgufSource:
     def _check(self, name: str, role: str, shape: tuple[int, ...]) -> None:
         entry = self._entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}; is the file complete?")
+            raise CheckpointError(f"{self.path} has no tensor {name!r}; fetch it again.")
         allowed = [t for t, k in KINDS.items() if k in DTYPES or role in GROUPS or role == "embed"]
         if entry.type not in [int(t) for t in allowed]:
             raise CheckpointError(

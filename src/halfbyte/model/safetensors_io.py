@@ -117,7 +117,7 @@ class SafetensorsSource:
             return f"{base}_blocks", f"{base}_scales"
         if f"{base}_q8" in self._entries:
             return f"{base}_q8", f"{base}_q8_scales"
-        raise CheckpointError(f"{self.folder} has no tensor {base!r}; is the download complete?")
+        raise CheckpointError(f"{self.folder} has no tensor {base!r}; fetch the model again.")
 
     def _kind(self, base: str) -> Kind:
         first = self._stored(base)[0]
@@ -142,7 +142,7 @@ class SafetensorsSource:
         for name, (dtypes, expected) in wanted.items():
             entry = self._entries.get(name)
             if entry is None:
-                raise CheckpointError(f"{self.folder} has no tensor {name!r}; is the download complete?")
+                raise CheckpointError(f"{self.folder} has no tensor {name!r}; fetch the model again.")
             if entry.dtype not in dtypes:
                 raise CheckpointError(
                     f"{entry.file}: tensor {name!r} has dtype {entry.dtype}, but gpt-oss needs {' or '.join(dtypes)}."
@@ -227,7 +227,7 @@ def read_folder(folder: Path) -> dict[str, Entry]:
         raise CheckpointError(
             f"{folder} has {pickled[0]}, which halfbyte does not unpickle; get the safetensors files."
         )
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; is the download complete?")
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; fetch the model again.")
 
 
 def read_header(path: Path) -> dict[str, Entry]:

@@ -1,0 +1,196 @@
+"""Random checkpoints of any gpt-oss shape, the same for the same seed: in memory, on a device, or as files.
+
+Each tensor is drawn from a seed made of its own name, so any one can be made alone and a 61 GB checkpoint is written
+holding one tensor. On a CPU the numbers come from raw SFC64 bits and are the same on every machine; on a GPU they come
+from its own generator, which is far faster and gives *other* numbers: compare within one kind of device only.
+
+The magnitudes make a healthy network out of noise: the residual stream grows slowly, attention is neither uniform nor
+one-hot, sinks take a real share, both swiglu clamps are reached now and then, logits have a standard deviation near 2.
+Two things keep tokens apart over 36 layers, so that routing goes on depending on the token. Swiglu's output has a mean
+that is the same for every token; rows of `down` sum to zero so that it never reaches the residual stream. And the
+rows of the router all have the same length, so that no expert is favoured. Nothing here is a model of language.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.tensor import MXTensor
+from halfbyte.model.checkpoint import assemble
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.safetensors_io import write_folder
+from halfbyte.model.weights import Kind, Matrix, Weights, shape_of
+
+DRAW = 1 << 22  # elements drawn at a time on a CPU
+
+# Root mean square of what each projection makes of an input whose elements have mean square 1.
+GATE_UP_RMS = 2.0
+SWIGLU_RMS = 3.2  # what swiglu makes of that
+DOWN_RMS = 0.8
+O_RMS = 0.5
+QKV_RMS = 1.25
+ROUTER_RMS = 1.5
+LOGITS_RMS = 2.0
+SINK_MEAN, SINK_STD = 5.0, 1.5
+NORM_STD = 0.1
+BIAS_STD = {"qkv_bias": 0.1, "o_bias": 0.02, "router_bias": 0.05, "gate_up_bias": 0.1, "down_bias": 0.02}
+
+CODE_RMS = math.sqrt(68.5 / 8)  # of the E2M1 codes, each equally likely
+
+
+class SyntheticSource:
+    """Every tensor of a checkpoint in OpenAI's formats: MXFP4 experts, bf16 everything else."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu"):
+        if config.hidden % 32 or config.intermediate % 32:
+            raise CheckpointError("MXFP4 experts need hidden and intermediate sizes that are multiples of 32.")
+        self.config = config
+        self.seed = seed
+        self.device = torch.device(device)
+
+    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+        return ("mxfp4",) if role in ("gate_up", "down") else ("bf16",)
+
+    def nbytes(self, layer: int | None, role: str) -> int:
+        elements = math.prod(shape_of(self.config, role))
+        return elements * 17 // 32 if role in ("gate_up", "down") else elements * 2
+
+    def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
+        return [self.make(layer, role)]
+
+    def make(self, layer: int | None, role: str) -> Matrix:
+        c, shape = self.config, shape_of(self.config, role)
+        draw = _Draw(f"{self.seed}/{'' if layer is None else layer}/{role}", self.device)
+        if role == "gate_up":
+            return _mxfp4(draw, shape, GATE_UP_RMS / math.sqrt(c.hidden), balanced=False)
+        if role == "down":
+            return _mxfp4(draw, shape, DOWN_RMS / SWIGLU_RMS / math.sqrt(c.intermediate), balanced=True)
+        if role == "router":
+            rows = draw.normal(shape, 0.0, 1.0, torch.float32)
+            rows *= ROUTER_RMS / rows.norm(dim=-1, keepdim=True)
+            return rows.to(torch.bfloat16)
+        if role in ("attn_norm", "mlp_norm", "final_norm"):
+            return draw.normal(shape, 1.0, NORM_STD)
+        if role == "sinks":
+            return draw.normal(shape, SINK_MEAN, SINK_STD)
+        if role in BIAS_STD:
+            return draw.normal(shape, 0.0, BIAS_STD[role])
+        std = {
+            "embed": 1.0,
+            "qkv": QKV_RMS / math.sqrt(c.hidden),
+            "o": O_RMS / math.sqrt(c.q_dim),
+            "lm_head": LOGITS_RMS / math.sqrt(c.hidden),
+        }[role]
+        return draw.normal(shape, 0.0, std)
+
+
+class _Draw:
+    """The random numbers of one tensor."""
+
+    def __init__(self, name: str, device: torch.device):
+        self.device = device
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
+        if device.type == "cpu":
+            self._bits = np.random.SFC64(np.random.SeedSequence(seed))
+        else:
+            self._generator = torch.Generator(device).manual_seed(seed % 2**63)
+
+    def bytes(self, shape: tuple[int, ...]) -> Tensor:
+        """Uniform uint8."""
+        count = math.prod(shape)
+        out = torch.empty(-(-count // 8) * 8, dtype=torch.uint8, device=self.device)
+        if self.device.type == "cpu":
+            words = out.numpy().view(np.uint64)
+            for start in range(0, len(words), DRAW):
+                stop = min(len(words), start + DRAW)
+                words[start:stop] = self._bits.random_raw(stop - start)
+        else:  # a range of 2^32 fills all 32 bits; a plain int64 draw would leave every sign bit clear
+            out.view(torch.int32).random_(-(2**31), 2**31, generator=self._generator)
+        return out[:count].view(shape)
+
+    def normal(self, shape: tuple[int, ...], mean: float, std: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Bell-shaped: on a CPU the sum of four uniform 16-bit numbers, which no library version can change."""
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        flat = out.view(-1)
+        unit = math.sqrt((2**32 - 1) / 3)  # standard deviation of that sum
+        for start in range(0, flat.numel(), DRAW):
+            part = flat[start : start + DRAW]
+            if self.device.type == "cpu":
+                sums = self._bits.random_raw(part.numel()).view(np.uint16).reshape(-1, 4).sum(-1, dtype=np.int32)
+                values = torch.from_numpy((sums - 2 * 65535).astype(np.float32) * np.float32(std / unit))
+            else:
+                values = torch.randn(part.numel(), device=self.device, generator=self._generator) * std
+            part.copy_(values + mean)
+        return out
+
+
+def _mxfp4(draw: _Draw, shape: tuple[int, ...], rms: float, *, balanced: bool) -> MXTensor:
+    """Codes drawn as bytes and scales around the exponent that gives `rms`; nothing is ever quantised.
+
+    `balanced`: the second half of a row's groups mirrors the first with opposite signs, so that the row sums to zero
+    (but for the middle group of an odd number of groups, which stays as drawn).
+    """
+    *lead, k = shape
+    groups = k // 32
+    data = draw.bytes((*lead, groups, 16))
+    # Three neighbouring exponents, equally likely, on a base of two neighbours mixed to hit the mean square.
+    spread = (4.0**-1 + 1 + 4.0) / 3
+    square = (rms / CODE_RMS) ** 2 / spread
+    base = math.floor(math.log(square, 4))
+    upper = round((square / 4.0**base - 1) / 3 * 85)  # of 85 equal cases, how many take the higher base
+    exponent = draw.bytes((*lead, groups)).to(torch.int16) % 255
+    scales = (exponent % 3 - 1 + base + 127 + (exponent // 3 < upper).to(torch.int16)).to(torch.uint8)
+    if balanced:
+        half = groups // 2
+        data[..., groups - half :, :] = data[..., :half, :] ^ 0x88
+        scales[..., groups - half :] = scales[..., :half]
+    return MXTensor(data=data.view(*lead, groups * 16), scales=scales, shape=shape, format="mxfp4")
+
+
+def make(
+    config: ModelConfig,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    layer_formats: Mapping[str, str] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Weights:
+    """Weights in memory, drawn on the device they stay on."""
+    source = SyntheticSource(config, seed, device)
+    return assemble(source, layer_formats=layer_formats, layouts=layouts, progress=progress)
+
+
+def write_safetensors(
+    config: ModelConfig,
+    seed: int,
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """The weights of `make(config, seed)` on a CPU, as a Hugging Face folder."""
+    write_folder(SyntheticSource(config, seed), Path(folder), max_shard_bytes=max_shard_bytes, progress=progress)
+
+
+def write_gguf(
+    config: ModelConfig,
+    seed: int,
+    file: str | Path,
+    *,
+    dense: Kind | None = None,
+    tokenizer: str | Path | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """The same weights as a GGUF file; `dense` other than None (bf16) rounds the unquantised matrices."""
+    from halfbyte.model.gguf_writer import write_file
+
+    tokenizer = Path(tokenizer) if tokenizer is not None else None
+    write_file(SyntheticSource(config, seed), Path(file), dense=dense, tokenizer=tokenizer, progress=progress)
