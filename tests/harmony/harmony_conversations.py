@@ -21,8 +21,8 @@ WORDS = (
     "the", "a", "weather", "in", "Paris", "lookup", "é", "漢字", "👩\u200d👩\u200d👧", "ñandú", "<|start|>", "<|end|>",
     "<|message|>json", "<|constrain|>", "to=functions.x", "assistant", "analysis", "12345", "3.14", "{}", '"quoted"',
     "'single'", "\\back", "//", "comment", "null", "{", "}", ",", ";", "\t", "tab\n", "new\r\n", "bare\r", "line", "",
-    "wide  gap", "\u3000", "٣٤", "ﬁ", "İstanbul", "I'll", "DON'T", "<|reserved_200017|>", "<|endofprompt|>", "🏳️\u200d🌈",
-    "\u200b", "\x00", "\x7f", "e\u0301", "🧑\u200d💻", "\x85", "\u2028", "\x0b",
+    "wide  gap", "\u3000", "٣٤", "ﬁ", "İstanbul", "I'll", "DON'T", "<|reserved_200017|>", "<|endofprompt|>", 
+    "🏳️\u200d🌈", "\u200b", "\x00", "\x7f", "e\u0301", "🧑\u200d💻", "\x85", "\u2028", "\x0b",
 )
 # fmt: on
 NAMES = ("get_weather", "x", "lookup-2", "search_web", "f", "runShell", "名前")
