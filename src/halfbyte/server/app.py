@@ -1,0 +1,60 @@
+"""The application: every endpoint around one token source.
+
+`create_app` takes what it serves and how; it starts nothing and listens to nothing (run.py does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from halfbyte import __version__
+from halfbyte.engine.request import TokenSource
+from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.server import anthropic_messages, meta, openai_chat, openai_completions, openai_responses, page, problems
+from halfbyte.server.front import Front
+from halfbyte.server.service import Service
+from halfbyte.server.settings import ServerSettings
+
+
+def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettings | None = None) -> FastAPI:
+    """The ASGI application. Its `state.service` is what run.py drains on SIGTERM."""
+    settings = settings or ServerSettings()
+    service = Service(source, tokenizer, settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.watchdog.start()
+        try:
+            yield
+        finally:
+            await service.watchdog.stop()
+
+    app = FastAPI(
+        title="halfbyte",
+        version=__version__,
+        summary="gpt-oss behind OpenAI's and Anthropic's APIs",
+        lifespan=lifespan,
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.service = service
+    problems.install(app)
+    for module in (openai_chat, openai_completions, openai_responses, anthropic_messages, meta):
+        app.include_router(module.router(service))
+    if settings.page:
+        app.include_router(page.router())
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    # Added last, so it is the outermost of ours: a preflight is answered by CORS behind it, without a key.
+    app.add_middleware(Front, settings=settings, metrics=service.metrics)
+    return app

@@ -1,0 +1,417 @@
+"""A prepared turn through the engine: one engine request, or a few in a row where a call or a JSON answer is owed.
+
+Whatever the model does, an answer comes out. A tool call that was required is asked for in steps: the model reasons
+until its message ends, then the name of a tool is generated among those allowed, then arguments that fit its schema.
+The prefix cache makes the later steps cheap. Structured answers run in one request under a trigger; if the model ended
+without ever beginning its answer, one more request begins it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from halfbyte.engine.request import Constraint, Delta, FinishReason, Logprob, Request, Usage
+from halfbyte.errors import RequestError
+from halfbyte.server.choice import ChoiceState, Piece
+from halfbyte.server.problems import ApiError
+from halfbyte.server.service import Service
+from halfbyte.server.stream import Pump, closing
+from halfbyte.server.toolbox import Function
+from halfbyte.server.turn import Prepared
+
+
+@dataclass(frozen=True)
+class Forced(Delta):
+    """Tokens that the server put into the prompt in the middle of an answer; the client never pays for them."""
+
+
+@dataclass(frozen=True)
+class Ended(Delta):
+    """The end of several requests in a row; `dropped` tokens were generated but stood only for structure."""
+
+    dropped: int = 0
+
+
+@dataclass
+class Update:
+    """What one choice gained. `finish` is set once, at its end."""
+
+    index: int
+    pieces: list[Piece]
+    finish: str | None = None
+
+
+class Sequence:
+    """The engine requests of one choice, one after the other, as one stream of deltas."""
+
+    def __init__(self, service: Service, prepared: Prepared, index: int) -> None:
+        self.service = service
+        self.prepared = prepared
+        self.index = index
+        self.tokens = list(prepared.prompt + prepared.prefill)
+        self.left = prepared.sampling.max_tokens or 0
+        self.cached: int | None = None
+        self.made = self.dropped = 0
+        self.ended: str | None = None
+        seed = prepared.sampling.seed
+        self.sampling = replace(prepared.sampling, n=1, seed=None if seed is None else seed + index)
+
+    async def run(
+        self,
+        *,
+        until: frozenset[int] = frozenset(),
+        constraint: Constraint | None = None,
+    ) -> AsyncIterator[Delta]:
+        """One engine request from where the tokens stand. Ends at a token of `until`, which is not passed on."""
+        sampling = replace(
+            self.sampling,
+            max_tokens=self.left,
+            min_tokens=0 if until else self.sampling.min_tokens,
+            stop_token_ids=(*self.sampling.stop_token_ids, *until),
+        )
+        request = Request(self.tokens.copy(), sampling, constraint, self.service.settings.request_timeout)
+        self.ended = None
+        async with closing(self.service.source.stream(request)) as deltas:
+            async for delta in deltas:
+                tokens = delta.tokens
+                kept = [t for t in tokens if t not in until] if until else tokens
+                self.left -= len(tokens)
+                self.made += len(tokens)
+                self.dropped += len(tokens) - len(kept)
+                self.tokens += kept
+                if delta.usage is not None and self.cached is None:
+                    self.cached = delta.usage.cached_tokens  # later requests find this one's own tokens
+                self.ended = delta.finish
+                logprobs = delta.logprobs
+                if logprobs is not None and len(kept) != len(tokens):
+                    logprobs = [lp for t, lp in zip(tokens, logprobs) if t not in until]
+                failed = delta.finish in ("error", "timeout", "cancelled")
+                yield Delta(
+                    kept,
+                    self.index,
+                    logprobs,
+                    finish=delta.finish if failed else None,
+                    error=delta.error,
+                )
+                if failed:
+                    return
+
+    def force(self, ids: list[int]) -> Delta:
+        self.tokens += ids
+        return Forced(list(ids), self.index)
+
+    def end(self, reason: str) -> Delta:
+        used = Usage(len(self.prepared.prompt), self.cached or 0, self.made)
+        finish: FinishReason = "length" if reason == "length" else "stop"
+        return Ended([], self.index, finish=finish, usage=used, dropped=self.dropped)
+
+    @property
+    def failed(self) -> bool:
+        return self.ended in ("error", "timeout", "cancelled")
+
+    @property
+    def cut(self) -> bool:
+        return self.ended == "length" or self.left <= 0
+
+
+def _stream(service: Service, request: Request) -> AsyncIterator[Delta]:
+    return service.source.stream(request)
+
+
+async def required_call(service: Service, prepared: Prepared, index: int) -> AsyncIterator[Delta]:
+    """Reason, then call one of the allowed tools, whatever the model would rather do."""
+    dialect, functions = service.dialect, prepared.tools.functions
+    seq = Sequence(service, prepared, index)
+    c = dialect.controls
+    if prepared.turn.effort != "none":
+        yield seq.force(dialect.analysis_header)
+        async for delta in seq.run(until=dialect.structural):
+            yield delta
+        if seq.failed:
+            return
+        if seq.cut:
+            yield seq.end("length")
+            return
+        yield seq.force(dialect.new_message)
+    chosen = functions[0]
+    if len(functions) == 1:
+        yield seq.force(dialect.call_to(chosen.recipient))
+    else:
+        # The dot often shares a token with what follows, so it is left to the model.
+        roots = sorted({f.namespace for f in functions})
+        pattern = "|".join(
+            re.escape(f.recipient.removeprefix(roots[0]) if len(roots) == 1 else f.recipient) for f in functions
+        )
+        lead = f" to={roots[0]}" if len(roots) == 1 else " to="
+        yield seq.force(dialect.tokenizer.encode(lead))
+        start = len(seq.tokens)
+        constraint = Constraint("regex", f"({pattern})", end_tokens=(c.channel,))
+        async for delta in seq.run(until=dialect.structural, constraint=constraint):
+            yield delta
+        if seq.failed:
+            return
+        name = dialect.tokenizer.decode(seq.tokens[start:])
+        name = roots[0] + name if len(roots) == 1 else name
+        found = next((f for f in functions if f.recipient == name), None)
+        if found is None:  # cut off within the name
+            yield seq.end("length")
+            return
+        chosen = found
+        header = dialect.call_to(chosen.recipient)
+        yield seq.force(header[header.index(c.channel) :])
+    async for delta in _arguments(service, seq, chosen):
+        yield delta
+    if seq.failed:
+        return
+    if not seq.cut:
+        yield seq.force([c.call])
+    yield seq.end("length" if seq.cut else "stop")
+
+
+async def _arguments(service: Service, seq: Sequence, function: Function) -> AsyncIterator[Delta]:
+    """Arguments under the tool's schema. A schema that no grammar can hold binds only if the tool is strict."""
+    c = service.dialect.controls
+    ends = (c.call,)
+    until = service.dialect.structural
+    schema = Constraint("json_schema", json.dumps(function.schema), end_tokens=ends)
+    try:
+        async for delta in seq.run(until=until, constraint=schema):
+            yield delta
+        return
+    except RequestError:
+        if function.strict:
+            raise
+    async for delta in seq.run(until=until, constraint=Constraint("json_object", '{"type":"object"}', end_tokens=ends)):
+        yield delta
+
+
+async def structured(service: Service, prepared: Prepared, index: int, choice: ChoiceState) -> AsyncIterator[Delta]:
+    """A JSON answer; if the model ends without beginning one, it is begun for it."""
+    dialect = service.dialect
+    seq = Sequence(service, prepared, index)
+    async for delta in seq.run(constraint=prepared.constraint):
+        yield delta
+    if seq.failed:
+        return
+    if not seq.cut and not choice.answered:
+        ends = dialect.structural
+        while seq.tokens and seq.tokens[-1] in ends:
+            seq.tokens.pop()
+        yield seq.force([*dialect.new_message, *dialect.json_header])
+        assert prepared.constraint is not None
+        async for delta in seq.run(constraint=replace(prepared.constraint, triggers=())):
+            yield delta
+        if seq.failed:
+            return
+    yield seq.end("length" if seq.cut else "stop")
+
+
+async def plain(service: Service, prepared: Prepared) -> AsyncIterator[Delta]:
+    """One request; the engine makes all n choices of it."""
+    settings = service.settings
+    request = Request(
+        prepared.prompt + prepared.prefill, prepared.sampling, prepared.constraint, settings.request_timeout
+    )
+    async with closing(service.source.stream(request)) as deltas:
+        async for delta in deltas:
+            yield delta
+
+
+async def merged(parts: list[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
+    """Several streams as one, in order of arrival."""
+    queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+
+    async def drain(part: AsyncIterator[Delta]) -> None:
+        try:
+            async with closing(part):
+                async for delta in part:
+                    queue.put_nowait(delta)
+        except Exception as e:
+            queue.put_nowait(e)
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(drain(part)) for part in parts]
+    try:
+        open_parts = len(tasks)
+        while open_parts:
+            item = await queue.get()
+            if item is None:
+                open_parts -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass
+class Totals:
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+
+
+class ChoiceLike(Protocol):
+    """One answer in the making: chat's parses harmony, completions' is plain text."""
+
+    done: bool  # nothing the model still says can matter (a stop string, the one call that was allowed)
+    finish: str | None
+    reasoning_tokens: int
+
+    @property
+    def repairs(self) -> dict[str, int]: ...
+
+    def feed(self, tokens: list[int], logprobs: list[Logprob] | None, *, forced: bool = False) -> list[Piece]: ...
+
+    def end(self, reason: str) -> list[Piece]: ...
+
+
+C = TypeVar("C", bound=ChoiceLike)
+
+
+class Run(Generic[C]):
+    """One API request on its way. Iterate `batches`; `choices` hold the finished state, `totals` what to bill."""
+
+    def __init__(
+        self,
+        service: Service,
+        api: str,
+        choices: list[C],
+        deltas: Callable[[], AsyncIterator[Delta]],
+        *,
+        prompt_tokens: int,
+        streaming: bool,
+    ) -> None:
+        self.service = service
+        self.api = api
+        self.choices = choices
+        self.deltas = deltas
+        self.streaming = streaming
+        self.totals = Totals(prompt=prompt_tokens)
+        self.finish: list[str | None] = [None] * len(choices)
+
+    async def batches(self) -> AsyncIterator[list[Update]]:
+        with self.service.admitted():
+            async with contextlib.AsyncExitStack() as stack:
+                if self.streaming:
+                    await stack.enter_async_context(self.service.pacer.stream())
+                start = time.perf_counter()
+                first: float | None = None
+                pump = Pump(self.deltas())
+                reason = "cancelled"
+                try:
+                    sent = start
+                    while not all(self.finish):
+                        deltas = await pump.take()
+                        if deltas is None:
+                            raise ApiError(500, "The engine ended the request without a result.", code="internal_error")
+                        if first is None and any(d.tokens for d in deltas):
+                            first = time.perf_counter() - start
+                        if updates := self._take(deltas):
+                            yield updates
+                        if self.streaming and (pause := self.service.pacer.interval):
+                            pause -= time.perf_counter() - sent
+                            if pause > 0:
+                                await asyncio.sleep(pause)
+                            sent = time.perf_counter()
+                    reason = ",".join(sorted({str(f) for f in self.finish}))
+                except GeneratorExit:
+                    raise
+                except Exception:
+                    reason = "error"
+                    raise
+                finally:
+                    await pump.close()
+                    self._record(reason, first, time.perf_counter() - start)
+
+    def _take(self, deltas: list[Delta]) -> list[Update]:
+        """Feed what arrived, each choice's tokens in one piece wherever nothing lies between."""
+        updates: list[Update] = []
+        grouped: dict[int, list[Delta]] = {}
+        for delta in deltas:
+            grouped.setdefault(delta.index, []).append(delta)
+        for index, group in grouped.items():
+            if self.finish[index] is not None:
+                continue
+            choice = self.choices[index]
+            pieces: list[Piece] = []
+            finish: str | None = None
+            for delta in group:
+                if delta.finish in ("error", "timeout", "cancelled"):
+                    raise _failure(delta)
+                if delta.tokens:
+                    if isinstance(delta, Forced):
+                        pieces += choice.feed(delta.tokens, None, forced=True)
+                    else:
+                        self.totals.completion += len(delta.tokens)
+                        pieces += choice.feed(delta.tokens, delta.logprobs)
+                if isinstance(delta, Ended):
+                    self.totals.completion += delta.dropped
+                if delta.usage is not None:
+                    self.totals.cached = max(self.totals.cached, delta.usage.cached_tokens)
+                if delta.finish is not None or choice.done:
+                    pieces += choice.end(delta.finish or "stop")
+                    finish = choice.finish
+                    break
+            self.finish[index] = finish
+            if pieces or finish:
+                updates.append(Update(index, pieces, finish))
+        self.totals.reasoning = sum(c.reasoning_tokens for c in self.choices)
+        return updates
+
+    def _record(self, reason: str, first: float | None, total: float) -> None:
+        t, metrics = self.totals, self.service.metrics
+        metrics.finished(
+            self.api,
+            reason,
+            prompt=t.prompt,
+            cached=t.cached,
+            completion=t.completion,
+            reasoning=t.reasoning,
+        )
+        metrics.latency(first, total, t.completion)
+        for choice in self.choices:
+            metrics.repairs(choice.repairs)
+
+    async def all(self) -> None:
+        """Run to the end without looking; the choices keep everything."""
+        async with closing(self.batches()) as batches:
+            async for _ in batches:
+                pass
+
+
+def _failure(delta: Delta) -> ApiError:
+    if delta.finish == "timeout":
+        return ApiError(504, "The request took longer than the server allows.", code="timeout")
+    if delta.finish == "cancelled":
+        return ApiError(503, "The request was cancelled by the server.", code="cancelled", retry_after=5)
+    return ApiError(500, delta.error or "The engine failed on this request.", code="engine_error")
+
+
+def chat_run(service: Service, prepared: Prepared, *, streaming: bool) -> Run[ChoiceState]:
+    """The run of a conversation, by the way that owes the client the least surprise."""
+    choices = [ChoiceState(service.dialect, prepared) for _ in range(prepared.sampling.n)]
+
+    def deltas() -> AsyncIterator[Delta]:
+        if prepared.turn.choice.mode == "required":
+            parts = [required_call(service, prepared, i) for i in range(len(choices))]
+        elif prepared.constraint is not None:
+            parts = [structured(service, prepared, i, choice) for i, choice in enumerate(choices)]
+        else:
+            return plain(service, prepared)
+        return parts[0] if len(parts) == 1 else merged(parts)
+
+    prompt = len(prepared.prompt) + len(prepared.prefill)
+    return Run(service, prepared.turn.api, choices, deltas, prompt_tokens=prompt, streaming=streaming)

@@ -1,0 +1,133 @@
+"""What Prometheus reads: latencies from the client's side of the engine, the engine's own counters, memory, repairs.
+
+Gauges of the engine and of memory are read when scraped, never per token. On unified memory the device's figure is
+the host's MemAvailable, so that one is always published and the device's only where the driver reports it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from halfbyte.engine.request import EngineStats, TokenSource
+from halfbyte.server.guard import MemoryState, read_memory
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_ITL = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
+_TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
+
+
+class EngineCollector(Collector):
+    """The engine's counters and the host's memory at the moment of the scrape."""
+
+    def __init__(self, source: TokenSource) -> None:
+        self.source = source
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.source.stats()
+        yield GaugeMetricFamily("halfbyte_ready", "1 while new requests are served.", float(self.source.ready))
+        yield from self._engine(stats)
+        yield from self._memory(read_memory())
+
+    def _engine(self, s: EngineStats) -> Iterable[Metric]:
+        gauges = (
+            ("halfbyte_requests_running", "Requests in the batch.", s.running),
+            ("halfbyte_requests_waiting", "Requests in the engine's queue.", s.waiting),
+            ("halfbyte_kv_pages", "Pages of the KV cache.", s.kv_pages_total),
+            ("halfbyte_kv_pages_used", "Pages held by running requests.", s.kv_pages_used),
+            ("halfbyte_kv_pages_cached", "Pages kept for prefix hits only.", s.kv_pages_cached),
+            ("halfbyte_kv_use_ratio", "Share of the KV cache in use.", s.kv_pages_used / max(1, s.kv_pages_total)),
+            (
+                "halfbyte_prefix_hit_ratio",
+                "Prompt tokens taken from the prefix cache over those looked up.",
+                s.prefix_hit_tokens / max(1, s.prefix_query_tokens),
+            ),
+            (
+                "halfbyte_speculation_acceptance_ratio",
+                "Accepted over drafted tokens.",
+                s.accepted_tokens / max(1, s.drafted_tokens),
+            ),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(name, text, float(value))
+        counters = (
+            ("halfbyte_prefix_hit_tokens", "Prompt tokens taken from the prefix cache.", s.prefix_hit_tokens),
+            ("halfbyte_prefix_query_tokens", "Prompt tokens looked up in the prefix cache.", s.prefix_query_tokens),
+            ("halfbyte_preemptions", "Requests put back for want of pages.", s.preemptions),
+            ("halfbyte_engine_steps", "Steps of the engine.", s.steps),
+            ("halfbyte_engine_generated_tokens", "Tokens the engine generated.", s.generated_tokens),
+            ("halfbyte_engine_prompt_tokens", "Prompt tokens the engine took in.", s.prompt_tokens),
+            ("halfbyte_drafted_tokens", "Speculative tokens proposed.", s.drafted_tokens),
+            ("halfbyte_accepted_tokens", "Speculative tokens accepted.", s.accepted_tokens),
+        )
+        for name, text, value in counters:
+            yield CounterMetricFamily(name, text, float(value))
+
+    def _memory(self, m: MemoryState) -> Iterable[Metric]:
+        yield GaugeMetricFamily("halfbyte_memory_total_bytes", "Host memory (unified: the GPU's too).", float(m.total))
+        yield GaugeMetricFamily("halfbyte_memory_available_bytes", "MemAvailable.", float(m.available))
+        yield GaugeMetricFamily("halfbyte_swap_used_bytes", "Swap in use.", float(m.swap_used))
+        yield GaugeMetricFamily("halfbyte_process_resident_bytes", "Resident set of this process.", float(m.resident))
+        yield GaugeMetricFamily("halfbyte_memory_unified", "1 where GPU and host share one memory.", float(m.unified))
+        if m.pressure is not None:
+            yield GaugeMetricFamily("halfbyte_memory_pressure_ratio", "PSI memory, some, 10 s average.", m.pressure)
+        if m.device_total is not None and m.device_free is not None:
+            yield GaugeMetricFamily("halfbyte_device_memory_total_bytes", "GPU memory.", float(m.device_total))
+            yield GaugeMetricFamily("halfbyte_device_memory_free_bytes", "Free GPU memory.", float(m.device_free))
+
+
+class Metrics:
+    """One registry per application, so that tests and several servers in one process do not share counters."""
+
+    def __init__(self, source: TokenSource) -> None:
+        r = self.registry = CollectorRegistry()
+        r.register(EngineCollector(source))
+        self._http = Counter("halfbyte_http_requests", "HTTP answers.", ["method", "route", "status"], registry=r)
+        self._finished = Counter("halfbyte_requests_finished", "Ended requests.", ["api", "reason"], registry=r)
+        self._refused = Counter("halfbyte_requests_refused", "Refused before they ran.", ["reason"], registry=r)
+        self._repairs = Counter("halfbyte_harmony_repairs", "Malformed harmony, repaired.", ["kind"], registry=r)
+        self._prompt = Counter("halfbyte_prompt_tokens", "Prompt tokens served.", registry=r)
+        self._cached = Counter("halfbyte_cached_prompt_tokens", "Of these, from the prefix cache.", registry=r)
+        self._completion = Counter("halfbyte_completion_tokens", "Tokens generated for clients.", registry=r)
+        self._reasoning = Counter("halfbyte_reasoning_tokens", "Of these, reasoning.", registry=r)
+        self.ttft = Histogram("halfbyte_time_to_first_token_seconds", "TTFT.", buckets=_LATENCY, registry=r)
+        self.itl = Histogram("halfbyte_inter_token_seconds", "Mean ITL per request.", buckets=_ITL, registry=r)
+        self.e2e = Histogram("halfbyte_request_seconds", "Whole requests.", buckets=_LATENCY, registry=r)
+        self.size = Histogram("halfbyte_request_completion_tokens", "Length.", buckets=_TOKENS, registry=r)
+        self.active = Gauge("halfbyte_requests_active", "Requests the server has admitted.", registry=r)
+        self.started = time.time()
+        started = Gauge("halfbyte_start_time_seconds", "When the server started.", registry=r)
+        started.set(self.started)
+
+    def http(self, method: str, route: str, status: int) -> None:
+        self._http.labels(method, route, str(status or 499)).inc()
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(reason).inc()
+
+    def repairs(self, kinds: dict[str, int]) -> None:
+        for kind, count in kinds.items():
+            self._repairs.labels(kind).inc(count)
+
+    def finished(self, api: str, reason: str, *, prompt: int, cached: int, completion: int, reasoning: int) -> None:
+        self._finished.labels(api, reason).inc()
+        self._prompt.inc(prompt)
+        self._cached.inc(cached)
+        self._completion.inc(completion)
+        self._reasoning.inc(reasoning)
+        self.size.observe(completion)
+
+    def latency(self, first: float | None, total: float, tokens: int) -> None:
+        self.e2e.observe(total)
+        if first is not None:
+            self.ttft.observe(first)
+            if tokens > 1:
+                self.itl.observe((total - first) / (tokens - 1))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

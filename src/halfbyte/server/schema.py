@@ -1,0 +1,116 @@
+"""What all request bodies share: nothing unknown gets in, and what is taken without effect is listed here, once.
+
+`Strict` bodies refuse any field they do not name. The fields in the tables below are the only ones accepted although
+they change nothing, each with the reason why that is honest.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Accounting, routing and retention at a hosted service: with one local model there is nothing for them to change.
+HOSTED: dict[str, str] = {
+    "user": "identifies the end user to a hosted service",
+    "safety_identifier": "identifies the end user to a hosted service",
+    "metadata": "labels for a hosted service's dashboard",
+    "service_tier": "there is one tier",
+    "prompt_cache_key": "the prefix cache finds prompts by their tokens",
+    "prompt_cache_retention": "the prefix cache keeps what fits",
+    "prompt_cache_options": "the prefix cache keeps what fits",
+}
+CHAT_HARMLESS = {**HOSTED, "store": "chat completions are not stored here"}
+RESPONSES_HARMLESS = {
+    **{k: v for k, v in HOSTED.items() if k != "metadata"},
+    "client_metadata": "what an agent tells a hosted service about itself",
+    "stream_options": "the only option, obfuscation, pads events for a public network",
+}
+MESSAGES_HARMLESS = {
+    "metadata": "identifies the end user to a hosted service",
+    "service_tier": "there is one tier",
+    "cache_control": "the prefix cache needs no marks",
+    "inference_geo": "it runs here",
+    "user_profile_id": "identifies the end user to a hosted service",
+    "workspace_id": "identifies the customer to a hosted service",
+    "context_management": "the client's own bookkeeping; nothing is cleared here",
+}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    harmless: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_harmless(cls, value: Any) -> Any:
+        if cls.harmless and isinstance(value, dict) and not cls.harmless.keys().isdisjoint(value):
+            return {k: v for k, v in value.items() if k not in cls.harmless}
+        return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
+        schema = handler(core_schema)
+        if cls.harmless:
+            target = handler.resolve_ref_schema(schema)
+            target.setdefault("properties", {}).update(
+                {k: {"description": f"Accepted without effect: {why}."} for k, why in cls.harmless.items()}
+            )
+        return schema
+
+
+class TextPart(Strict):
+    harmless: ClassVar[dict[str, str]] = {"cache_control": "the prefix cache needs no marks"}
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Strict):
+    type: Literal["refusal"]
+    refusal: str
+
+
+def joined(content: str | list[Any] | None) -> str:
+    """Text of a content field; several parts are one text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if part.type == "refusal" else part.text for part in content)
+
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+class StreamOptions(Strict):
+    harmless: ClassVar[dict[str, str]] = {"include_obfuscation": "padding for a public network"}
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # extension: usage in every chunk
+
+
+class SamplingFields(Strict):
+    """The knobs of /v1/chat/completions and /v1/completions, extensions last."""
+
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    # extensions, under the names other servers use
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None

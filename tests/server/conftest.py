@@ -1,0 +1,79 @@
+"""A real server on a free local port, in a thread of its own, around a scripted source."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from halfbyte.model.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))  # importlib mode: the helpers beside the tests
+
+from scripted import ScriptedSource
+
+from halfbyte.server.app import create_app
+from halfbyte.server.settings import ServerSettings
+
+
+class Live:
+    """A running server. `url` has no trailing slash."""
+
+    def __init__(self, source: ScriptedSource, settings: ServerSettings) -> None:
+        self.source = source
+        self.app = create_app(source, source.tokenizer, settings)
+        self.service = self.app.state.service
+        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        deadline = time.monotonic() + 20
+        while not self.server.started:
+            assert self.thread.is_alive()
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.gpt_oss()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Live]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(source: ScriptedSource, settings: ServerSettings | None = None) -> Live:
+            quiet = settings or ServerSettings(min_available_bytes=0)
+            live = Live(source, quiet)
+            stack.callback(live.close)
+            return live
+
+        yield start
+
+
+@pytest.fixture
+def http() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=20) as client:
+        yield client
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)

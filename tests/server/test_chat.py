@@ -1,0 +1,333 @@
+"""Chat completions over real HTTP with OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from conftest import Live
+from scripted import Play, ScriptedSource, always, call, in_turn, say
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather at a place",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
+Serve = Callable[..., Live]
+
+
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def ask(live: Live, **more: Any) -> Any:
+    messages = more.pop("messages", [{"role": "user", "content": "Hi"}])
+    return client(live).chat.completions.create(model="gpt-oss-test", messages=messages, **more)
+
+
+def test_answer_and_reasoning_are_apart(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(Play(say("Hello, world.", "A greeting."), cached=3))))
+    out = ask(live)
+    message = out.choices[0].message
+    assert message.content == "Hello, world."
+    assert message.reasoning_content == message.reasoning == "A greeting."
+    assert out.choices[0].finish_reason == "stop"
+    tokens = live.source.tokenizer.encode(say("Hello, world.", "A greeting."), allow_special=True)
+    assert out.usage.completion_tokens == len(tokens)
+    assert out.usage.prompt_tokens == len(live.source.requests[0].prompt)
+    assert out.usage.prompt_tokens_details.cached_tokens == 3
+    assert out.usage.completion_tokens_details.reasoning_tokens == len(live.source.tokenizer.encode("A greeting."))
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 100])
+def test_stream_says_the_same_as_the_whole(serve: Serve, per_step: int) -> None:
+    text, thought = "Grüße 👩‍👩‍👧 und mehr.\n\n```py\nx = 1\n```", "Ein Gedanke: 🤔."
+    live = serve(ScriptedSource(always(Play(say(text, thought), per_step=per_step))))
+    chunks = list(ask(live, stream=True, stream_options={"include_usage": True}))
+    deltas = [c.choices[0].delta for c in chunks if c.choices]
+    assert "".join(d.content or "" for d in deltas) == text
+    assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == thought
+    assert deltas[0].role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].choices == []
+    whole = ask(live)
+    assert chunks[-1].usage == whole.usage
+    assert whole.choices[0].message.content == text
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_running_usage_counts_tokens_not_chunks(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(Play(say("one two three four five six"), per_step=4))))
+    chunks = list(ask(live, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    counts = [c.usage.completion_tokens for c in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(live.source.tokenizer.encode(say("one two three four five six"), allow_special=True))
+
+
+def test_tool_round_trip(serve: Serve) -> None:
+    first = call("functions.get_weather", '{"place":"Bern"}', "They want the weather.", "Let me look.")
+    live = serve(ScriptedSource(in_turn(first, say("Sunny."))))
+    messages: list[Any] = [{"role": "user", "content": "Weather in Bern?"}]
+    out = ask(live, messages=messages, tools=[WEATHER])
+    choice = out.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me look."
+    assert choice.message.tool_calls[0].function.name == "get_weather"
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"place": "Bern"}
+    # What the client library returned goes back as it is, reasoning included.
+    messages.append(choice.message)
+    messages.append({"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "sun"})
+    out = ask(live, messages=messages, tools=[WEATHER])
+    assert out.choices[0].message.content == "Sunny."
+    prompt = live.source.prompts()[1]
+    assert "They want the weather." in prompt
+    assert '<|channel|>commentary <|constrain|>json<|message|>{"place":"Bern"}<|call|>' in prompt
+    assert "functions.get_weather to=assistant<|channel|>commentary<|message|>sun<|end|>" in prompt
+    assert prompt.endswith("<|start|>assistant")
+
+
+def test_streamed_tool_call(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(call("functions.get_weather", '{"place": "Zürich"}', "hm"))))
+    name, arguments, ids, finish = "", "", [], None
+    for chunk in ask(live, tools=[WEATHER], stream=True):
+        choice = chunk.choices[0]
+        finish = choice.finish_reason or finish
+        for part in choice.delta.tool_calls or []:
+            assert part.index == 0
+            ids += [part.id] if part.id else []
+            name += part.function.name or ""
+            arguments += part.function.arguments or ""
+    assert (name, json.loads(arguments), finish, len(ids)) == ("get_weather", {"place": "Zürich"}, "tool_calls", 1)
+
+
+def test_parallel_calls_come_through_unless_forbidden(serve: Serve) -> None:
+    one = call("functions.get_weather", '{"place":"A"}').replace("<|call|>", "<|end|><|start|>assistant")
+    live = serve(ScriptedSource(always(one + call("functions.get_time", ""))))
+    out = ask(live, tools=[WEATHER, TIME])
+    assert [c.function.name for c in out.choices[0].message.tool_calls] == ["get_weather", "get_time"]
+    assert out.choices[0].message.tool_calls[1].function.arguments == "{}"
+    out = ask(live, tools=[WEATHER, TIME], parallel_tool_calls=False)
+    assert [c.function.name for c in out.choices[0].message.tool_calls] == ["get_weather"]
+
+
+def test_tool_choice_none_hides_the_tools(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("ok"))))
+    ask(live, tools=[WEATHER], tool_choice="none")
+    assert "get_weather" not in live.source.prompts()[0]
+    ask(live, tools=[WEATHER])
+    assert "type get_weather = (_: {" in live.source.prompts()[1]
+
+
+def test_named_tool_choice_is_enforced_and_keeps_the_reasoning(serve: Serve) -> None:
+    live = serve(ScriptedSource(in_turn("I would rather chat.<|end|>", '{"place":"Bern"}<|call|>')))
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    out = ask(live, tools=[WEATHER, TIME], tool_choice=choice)
+    message = out.choices[0].message
+    assert out.choices[0].finish_reason == "tool_calls"
+    assert message.reasoning_content == "I would rather chat."
+    assert message.tool_calls[0].function.name == "get_weather"
+    assert message.tool_calls[0].function.arguments == '{"place":"Bern"}'
+    reason, arguments = live.source.requests
+    assert live.source.prompts()[0].endswith("<|start|>assistant<|channel|>analysis<|message|>")
+    assert live.source.prompts()[1].endswith(
+        "I would rather chat.<|end|><|start|>assistant to=functions.get_weather"
+        "<|channel|>commentary <|constrain|>json<|message|>"
+    )
+    assert reason.constraint is None
+    assert arguments.constraint.kind == "json_schema"
+    assert json.loads(arguments.constraint.source) == WEATHER["function"]["parameters"]
+    assert arguments.prompt[: len(reason.prompt)] == reason.prompt  # so the prefix cache has it
+
+
+def test_required_choice_among_several(serve: Serve) -> None:
+    live = serve(ScriptedSource(in_turn("hm<|end|>", ".get_time<|channel|>", "{}<|call|>")))
+    out = ask(live, tools=[WEATHER, TIME], tool_choice="required")
+    assert [c.function.name for c in out.choices[0].message.tool_calls] == ["get_time"]
+    name = live.source.requests[1].constraint
+    assert name.kind == "regex"
+    assert name.source == r"(\.get_weather|\.get_time)"
+    made = sum(
+        len(live.source.tokenizer.encode(t, allow_special=True))
+        for t in ("hm<|end|>", ".get_time<|channel|>", "{}<|call|>")
+    )
+    assert out.usage.completion_tokens == made
+    streamed = serve(ScriptedSource(in_turn("hm<|end|>", ".get_time<|channel|>", '{"a":1}<|call|>')))
+    parts = [
+        c.choices[0].delta.tool_calls for c in ask(streamed, tools=[WEATHER, TIME], tool_choice="required", stream=True)
+    ]
+    assert "".join(p[0].function.arguments or "" for p in parts if p) == '{"a":1}'
+
+
+def test_required_with_n_makes_n_calls(serve: Serve) -> None:
+    live = serve(ScriptedSource(lambda r, i: Play("x<|end|>" if r.constraint is None else '{"place":"Q"}<|call|>')))
+    out = ask(live, tools=[WEATHER], tool_choice="required", n=3, seed=5)
+    assert len(out.choices) == 3
+    assert all(c.message.tool_calls[0].function.arguments == '{"place":"Q"}' for c in out.choices)
+    assert {r.sampling.seed for r in live.source.requests} == {5, 6, 7}
+
+
+def test_effort_none_skips_the_reasoning(serve: Serve) -> None:
+    live = serve(ScriptedSource(always("Quick.<|return|>")))
+    out = ask(live, reasoning_effort="none")
+    assert out.choices[0].message.content == "Quick."
+    assert live.source.prompts()[0].endswith("<|start|>assistant<|channel|>final<|message|>")
+    ask(live, reasoning_effort="none", tools=[WEATHER])
+    assert live.source.prompts()[1].endswith("<|channel|>analysis<|message|><|end|><|start|>assistant")
+
+
+@pytest.mark.parametrize(("effort", "line"), [("minimal", "low"), ("low", "low"), ("high", "high"), ("xhigh", "high")])
+def test_effort_reaches_the_model(serve: Serve, effort: str, line: str) -> None:
+    live = serve(ScriptedSource(always(say("ok"))))
+    ask(live, reasoning_effort=effort)
+    assert f"Reasoning: {line}\n" in live.source.prompts()[0]
+
+
+def test_instructions_and_history(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("ok"))))
+    ask(
+        live,
+        messages=[
+            {"role": "system", "content": "Be kind."},
+            {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": "c", "reasoning_content": "old thought"},
+            {"role": "user", "content": "d"},
+        ],
+    )
+    prompt = live.source.prompts()[0]
+    assert "# Instructions\n\nBe kind.\n\nBe brief.<|end|>" in prompt
+    assert "<|start|>user<|message|>ab<|end|>" in prompt
+    assert "<|start|>assistant<|channel|>final<|message|>c<|end|>" in prompt
+    assert "old thought" not in prompt
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def schema_format() -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+
+
+def test_json_schema_goes_to_the_engine_as_a_triggered_constraint(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say('{"a": 1}', "think"))))
+    out = ask(live, response_format=schema_format())
+    assert out.choices[0].message.content == '{"a": 1}'
+    assert out.choices[0].message.reasoning_content == "think"
+    (request,) = live.source.requests
+    constraint = request.constraint
+    tokenizer = live.source.tokenizer
+    assert json.loads(constraint.source) == SCHEMA
+    assert tuple(tokenizer.encode("<|channel|>final<|message|>", allow_special=True)) in constraint.triggers
+    assert (
+        tuple(tokenizer.encode("<|channel|>final <|constrain|>json<|message|>", allow_special=True))
+        in constraint.triggers
+    )
+    assert "# Response Formats\n\n## thing\n\n" in live.source.prompts()[0]
+
+
+def test_json_answer_is_begun_for_a_model_that_never_begins_it(serve: Serve) -> None:
+    live = serve(ScriptedSource(in_turn("Sure! Here it comes:<|return|>", '{"a": 2}<|return|>')))
+    out = ask(live, response_format=schema_format())
+    assert out.choices[0].message.content == '{"a": 2}'
+    assert out.choices[0].message.reasoning_content == "Sure! Here it comes:"  # nothing lost, nothing in the JSON
+    assert live.source.prompts()[1].endswith("<|channel|>final <|constrain|>json<|message|>")
+    assert live.source.requests[1].constraint.triggers == ()
+
+
+def test_json_object_and_effort_none(serve: Serve) -> None:
+    live = serve(ScriptedSource(always("{}<|return|>")))
+    out = ask(live, response_format={"type": "json_object"}, reasoning_effort="none")
+    assert out.choices[0].message.content == "{}"
+    assert live.source.requests[0].constraint.kind == "json_object"
+    assert len(live.source.requests) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_match_visible_content_across_tokens(serve: Serve, stream: bool) -> None:
+    live = serve(ScriptedSource(always(say("one two STOP three", "STOP is in my thoughts"))))
+    out = ask(live, stop=["wo STO", "zzz"], stream=stream)
+    if stream:
+        chunks = [c.choices[0] for c in out]
+        text, finish = "".join(c.delta.content or "" for c in chunks), chunks[-1].finish_reason
+    else:
+        text, finish = out.choices[0].message.content, out.choices[0].finish_reason
+    assert (text, finish) == ("one t", "stop")
+    assert live.source.requests[0].sampling.stop == ()
+
+
+def test_stop_that_never_comes_loses_nothing(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("ends with EN"))))
+    assert ask(live, stop="END").choices[0].message.content == "ends with EN"
+
+
+def test_length(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("one two three four", "thinking"))))
+    out = ask(live, max_completion_tokens=9)
+    assert out.choices[0].finish_reason == "length"
+    assert out.usage.completion_tokens == 9
+    assert ask(live, max_tokens=2).choices[0].message.content == ""
+
+
+def test_n_choices(serve: Serve) -> None:
+    live = serve(ScriptedSource(lambda r, i: Play(say(f"answer {i}"))))
+    out = ask(live, n=3)
+    assert [c.message.content for c in out.choices] == ["answer 0", "answer 1", "answer 2"]
+    texts = ["", "", ""]
+    for chunk in ask(live, n=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == ["answer 0", "answer 1", "answer 2"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_visible_tokens(serve: Serve, stream: bool) -> None:
+    live = serve(ScriptedSource(always(Play(say("Hé 👍 there END more", "thought"), per_step=5))))
+    out = ask(live, logprobs=True, top_logprobs=2, stop=" END", stream=stream)
+    if stream:
+        entries = [e for c in out if c.choices[0].logprobs for e in c.choices[0].logprobs.content]
+    else:
+        entries = out.choices[0].logprobs.content
+    assert b"".join(bytes(e.bytes) for e in entries).decode() == "Hé 👍 there"
+    assert all(e.logprob == -0.25 and len(e.top_logprobs) == 2 for e in entries)
+
+
+def test_sampling_parameters_reach_the_engine(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("ok"))))
+    ask(
+        live,
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        seed=7,
+        logit_bias={"100": -5},
+        max_tokens=50,
+        extra_body={"top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 3},
+    )
+    s = live.source.requests[0].sampling
+    assert (s.temperature, s.top_p, s.presence_penalty, s.frequency_penalty) == (0.5, 0.9, 0.1, 0.2)
+    assert (s.seed, s.logit_bias, s.max_tokens, s.top_k) == (7, {100: -5.0}, 50, 40)
+    assert (s.min_p, s.repetition_penalty, s.ignore_eos, s.min_tokens) == (0.05, 1.1, True, 3)
+
+
+def test_text_completions(serve: Serve) -> None:
+    live = serve(ScriptedSource(lambda r, i: Play(f" world{i}<|return|>")))
+    out = client(live).completions.create(model="gpt-oss-test", prompt=["Hello", "Bye"], n=2, echo=True)
+    assert [c.text for c in out.choices] == ["Hello world0", "Hello world1", "Bye world0", "Bye world1"]
+    stream = client(live).completions.create(
+        model="gpt-oss-test", prompt="Hello", stream=True, logprobs=1, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == " world0"
+    assert sum(len(c.choices[0].logprobs.tokens) for c in chunks if c.choices) == chunks[-1].usage.completion_tokens
+    assert live.source.requests[-1].sampling.max_tokens == 16
+    ids = live.source.tokenizer.encode("Hello")
+    out = client(live).completions.create(model="gpt-oss-test", prompt=ids, stop="rld")
+    assert out.choices[0].text == " wo"
+    assert live.source.requests[-1].prompt == ids
