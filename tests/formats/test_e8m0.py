@@ -91,6 +91,12 @@ def test_mse_leaves_special_groups_alone():
     assert not codes.any()
 
 
+def test_mse_does_not_go_below_the_smallest_scale():
+    groups = torch.tensor([[4.0] + [0.25] * 31]) * 2.0**-127  # one scale down would fit better, and does not exist
+    assert e8m0.scale_mse(groups, mxfp4.ELEMENT).item() == 0
+    assert e8m0.scale_mse(groups * 2, mxfp4.ELEMENT).item() == 0
+
+
 def test_an_unknown_rule_is_refused():
     with pytest.raises(FormatError, match="use one of ocp, mse"):
         e8m0.quantize_groups(torch.zeros(1, 32), mxfp4.ELEMENT, "floor")

@@ -71,7 +71,8 @@ def scale_mse(groups: torch.Tensor, element: Element) -> torch.Tensor:
         error = _squared_error(unit, element, step)
         moved = base + step
         # At the top a larger scale would describe the group well in numbers past float32's largest.
-        allowed = (moved >= 0) & (moved <= 2 * BIAS - element.emax) & (base != NAN)
+        # NaN groups lie above that too, and stay as they are.
+        allowed = (moved >= 0) & (moved <= 2 * BIAS - element.emax)
         better = allowed & (error < best_error)
         best, best_error = torch.where(better, moved, best), torch.where(better, error, best_error)
     return best.to(torch.uint8)
