@@ -138,6 +138,14 @@ class PagePool:
                 break
         return Hit(blocks, seen)
 
+    def cost(self, tables: Tables, hit: Hit, length: int, chunk: int) -> int:
+        """By how much `available` falls at worst if a sequence of `length` tokens starts from `hit`."""
+        full, sliding = self._index
+        first = self.first_needed(hit.blocks * self.page_size)
+        shared = sum(self._refs[full[h]] > 0 for h in tables.hashes[: hit.blocks])
+        shared += sum(self._refs[sliding[h]] > 0 for h in tables.hashes[first : hit.blocks])
+        return self.most_held(length, chunk) - shared
+
     # ---- a sequence's life --------------------------------------------------------------------
 
     def attach(self, tables: Tables, hit: Hit, prompt: int) -> None:

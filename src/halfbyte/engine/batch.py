@@ -1,0 +1,170 @@
+"""From a plan to arrays: the ragged batch a model runs, and the protocol of whoever runs it.
+
+Block tables live in two arrays with a row per slot and are changed only where a page came or went; a batch copies the
+rows it needs. Rows whose token is still being sampled by the step before name it by `token_from`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from halfbyte.engine.request import Logprob
+from halfbyte.engine.scheduler import Plan
+
+if TYPE_CHECKING:
+    from halfbyte.engine.sampler import Picker
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Who sets what: BatchBuilder everything but `masks` and `proposals`, which the engine adds before the launch."""
+
+    tokens: Ints  # [R]; meaningless where token_from is not -1
+    positions: Ints  # [R]
+    query_start: Ints  # [S + 1]
+    kv_lens: Ints  # [S]
+    row_sequence: Ints  # [R]
+    full: Ints  # [S, B]
+    sliding: Ints  # [S, B]
+    logit_rows: Ints  # [L]
+    token_from: Ints | None  # [R]: index among the last launch's sampled tokens, or -1; None: all are known
+    max_kv_len: int
+    # For each of the L sampled rows: how to pick, and the position the picked token will have.
+    pickers: list[Picker]
+    places: list[int]
+    slots: list[int]  # [S]
+    histories: dict[int, list[int]] = field(default_factory=dict)  # sampled row -> tokens so far, for penalties
+    masks: dict[int, Ints] = field(default_factory=dict)  # sampled row -> allowed tokens, one bit each
+    proposals: dict[int, tuple[int, NDArray[np.float64]]] = field(default_factory=dict)  # row -> draft, its q
+
+    @property
+    def rows(self) -> int:
+        return int(self.tokens.shape[0])
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a launched batch produced, one entry per sampled row."""
+
+    tokens: list[int]
+    logprobs: dict[int, Logprob] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)  # rows that could not be sampled, and why
+
+
+class Handle(Protocol):
+    def result(self) -> StepResult:
+        """Waits for the step. Raises what the step raised."""
+        ...
+
+
+class ModelRunner(Protocol):
+    """Runs batches in the order of their launches. `launch` returns before the step has run."""
+
+    def launch(self, batch: Batch) -> Handle: ...
+
+    def close(self) -> None: ...
+
+
+class BatchBuilder:
+    def __init__(self, max_seqs: int, max_blocks: int, page_size: int) -> None:
+        self._full = np.zeros((max_seqs, max_blocks), np.int32)
+        self._sliding = np.zeros((max_seqs, max_blocks), np.int32)
+        self._counts = [0] * max_seqs  # blocks of each slot that are mirrored
+        self._firsts = [0] * max_seqs  # sliding blocks of each slot that are given back
+        self._owners = [0] * max_seqs  # admission of the sequence in each slot
+        self._page = page_size
+        self._arange = np.arange(max_seqs + 1, dtype=np.int32)
+
+    def build(self, plan: Plan, previous: dict[int, int]) -> Batch:
+        """`previous`: id of a sequence -> its sampled row in the launch that is still in flight."""
+        tokens: list[int] = []
+        froms: list[int] = []
+        slots: list[int] = []
+        pickers: list[Picker] = []
+        places: list[int] = []
+        histories: dict[int, list[int]] = {}
+        counts_of, owners = self._counts, self._owners
+        waits = False
+        for i, seq in enumerate(plan.seqs):
+            slot, start = seq.slot, plan.starts[i]
+            slots.append(slot)
+            if (
+                owners[slot] != seq.admission
+                or counts_of[slot] != len(seq.tables.full)
+                or self._firsts[slot] != seq.tables.first
+            ):
+                self._mirror(slot, seq.admission, seq.tables.full, seq.tables.sliding, seq.tables.first)
+            if start < len(seq.tokens):
+                count = plan.counts[i]
+                if count == 1:
+                    tokens.append(seq.tokens[start])
+                    froms.append(-1)
+                else:
+                    draft = plan.drafts[i]
+                    tokens += seq.tokens[start : start + count - len(draft)]
+                    tokens += draft
+                    froms += [-1] * count
+            else:
+                waits = True
+                tokens.append(0)
+                froms.append(previous[id(seq)])
+            if plan.samples[i]:
+                picker = seq.picker
+                assert picker is not None
+                draft = plan.drafts[i]
+                place = start + plan.counts[i] - len(draft)
+                for j in range(len(draft) + 1):
+                    if picker.penalised:
+                        histories[len(pickers)] = seq.tokens + draft[:j]
+                    pickers.append(picker)
+                    places.append(place + j)
+        return self._pack(plan, tokens, froms if waits else None, slots, pickers, places, histories)
+
+    def _pack(
+        self, plan: Plan, tokens: list[int], froms: list[int] | None, slots: list[int],
+        pickers: list[Picker], places: list[int], histories: dict[int, list[int]],
+    ) -> Batch:  # fmt: skip
+        n = len(slots)
+        starts = np.array(plan.starts, np.int32)
+        if plan.decode_only:
+            query_start, row_sequence = self._arange[: n + 1], self._arange[:n]
+            positions, kv_lens, logit_rows = starts, starts + 1, self._arange[:n]
+        else:
+            counts = np.array(plan.counts, np.int32)
+            query_start = np.zeros(n + 1, np.int32)
+            np.cumsum(counts, out=query_start[1:])
+            row_sequence = np.repeat(np.arange(n, dtype=np.int32), counts)
+            positions = np.arange(plan.rows, dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+            kv_lens = starts + counts
+            wanted: list[int] = []
+            for i, samples in enumerate(plan.samples):
+                if samples:
+                    end = int(query_start[i + 1])
+                    wanted += range(end - 1 - len(plan.drafts[i]), end)
+            logit_rows = np.array(wanted, np.int32)
+        longest = int(kv_lens.max())
+        blocks = -(-longest // self._page)
+        return Batch(
+            tokens=np.array(tokens, np.int32), positions=positions, query_start=query_start, kv_lens=kv_lens,
+            row_sequence=row_sequence, full=self._full[slots, :blocks], sliding=self._sliding[slots, :blocks],
+            logit_rows=logit_rows, token_from=None if froms is None else np.array(froms, np.int32),
+            max_kv_len=longest, pickers=pickers, places=places, slots=slots, histories=histories,
+        )  # fmt: skip
+
+    def _mirror(self, slot: int, admission: int, full: list[int], sliding: list[int], first: int) -> None:
+        have = self._counts[slot]
+        if self._owners[slot] != admission:
+            self._owners[slot] = admission
+            self._full[slot].fill(0)
+            self._sliding[slot].fill(0)
+            have = self._firsts[slot] = 0
+        self._full[slot, have : len(full)] = full[have:]
+        self._sliding[slot, have : len(full)] = sliding[have:]
+        self._sliding[slot, self._firsts[slot] : first] = 0
+        self._counts[slot], self._firsts[slot] = len(full), first

@@ -1,0 +1,449 @@
+"""The engine's core: requests in, deltas out, one step at a time. `step()` is the whole story.
+
+Runs in one thread and knows neither sockets nor models: a ModelRunner runs the batches, a Proposer drafts. Nothing a
+request does takes it down: what fails for one sequence ends that request with a typed error; a step that fails as a
+whole is undone and its sequences run one by one until the one to blame has failed alone; a step without memory sheds
+load. Only a runner that fails every step is given up, by raising EngineDiedError.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from halfbyte.engine.batch import BatchBuilder, Handle, ModelRunner, StepResult
+from halfbyte.engine.grammar import GrammarCompiler, Vocabulary
+from halfbyte.engine.request import Delta, EngineStats, FinishReason, Logprob, Request, Usage
+from halfbyte.engine.sampler import Picker, check_params
+from halfbyte.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from halfbyte.engine.sequence import Sequence, State
+from halfbyte.engine.speculative.proposer import Proposer
+from halfbyte.engine.stops import StopMatcher
+from halfbyte.errors import EngineDiedError, HalfbyteError, MemoryError_, RequestError, StepError
+from halfbyte.kv.pages import PagePool
+
+log = logging.getLogger("halfbyte")
+
+FAILURES_IN_A_ROW = 16  # after so many failed steps without a good one, the runner is beyond help
+LEAST_ROWS = 64  # shedding load stops here
+RECOVERY_STEPS = 256  # good steps before the row budget grows again
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    pages: int
+    page_size: int = 64
+    window: int = 128
+    vocab: int = 201088
+    max_context: int = 131072
+    eos_tokens: tuple[int, ...] = (200002,)
+    max_seqs: int = 64
+    max_tokens: int = 2048  # rows in one step: the chunk size of a long prompt
+    max_waiting: int = 4096
+    run_ahead: bool = True
+    prefix_cache: bool = True
+
+
+Output = tuple[str, Delta]  # request id, what one choice gained
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step."""
+
+    plan: Plan
+    handle: Handle
+    rows: dict[int, int]  # id of a sequence -> its sampled row, for the step that follows
+
+
+@dataclass(slots=True)
+class Group:
+    request: Request
+    seqs: list[Sequence]
+    open: int
+    deadline: float | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    steps: int = 0
+    failed_steps: int = 0
+    generated: int = 0
+    prompt: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    good_steps: int = 0  # since the last failure
+    failures: int = 0  # since the last good step
+    outputs: list[Output] = field(default_factory=list)
+
+
+class EngineCore:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        vocabulary: Vocabulary | None = None,
+        proposer: Proposer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner, self.config, self.vocabulary, self.proposer = runner, config, vocabulary, proposer
+        self.pages = PagePool(config.pages, config.page_size, config.window, prefix_cache=config.prefix_cache)
+        self.scheduler = Scheduler(
+            self.pages,
+            SchedulerConfig(
+                max_seqs=config.max_seqs, max_tokens=max(config.max_tokens, config.max_seqs),
+                max_waiting=config.max_waiting, max_context=config.max_context, run_ahead=config.run_ahead,
+            ),
+        )  # fmt: skip
+        blocks = -(-self.scheduler.longest // config.page_size) + 1
+        self.builder = BatchBuilder(config.max_seqs, blocks, config.page_size)
+        self.grammars = None if vocabulary is None else GrammarCompiler(vocabulary, config.eos_tokens)
+        self.groups: dict[str, Group] = {}
+        self.flight: Flight | None = None
+        self._clock = clock
+        self._deadlines: list[tuple[float, str]] = []
+        self._count = Counters()
+        self._outputs: list[Output] = []
+
+    # ---- one step -----------------------------------------------------------------------------
+
+    def step(self) -> list[Output]:
+        """schedule -> launch -> commit the step before. Returns what the commits added, while the new step runs."""
+        self._expire()
+        previous, self.flight = self.flight, None
+        if previous is not None and not previous.plan.ahead:
+            self._commit(previous)  # its result decides what comes next
+            previous = None
+        if self.proposer is not None and previous is None:
+            self._propose(self.proposer)
+        plan = self.scheduler.schedule(ahead=previous is not None)
+        if plan is None and previous is not None:
+            self._commit(previous)
+            previous, plan = None, self.scheduler.schedule()
+        if plan is not None:
+            self.flight = self._launch(plan, previous)
+        if previous is not None:
+            self._commit(previous)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _launch(self, plan: Plan, previous: Flight | None) -> Flight | None:
+        seq: Sequence | None = None
+        try:
+            batch = self.builder.build(plan, previous.rows if previous is not None else {})
+            row = 0
+            rows: dict[int, int] = {}
+            for i, seq in enumerate(plan.seqs):
+                if not plan.samples[i]:
+                    continue
+                rows[id(seq)] = row
+                if seq.grammar is not None:
+                    for j, mask in enumerate(seq.grammar.masks(plan.drafts[i])):
+                        if mask is not None:
+                            batch.masks[row + j] = mask
+                if seq.proposal is not None:
+                    for j, draft in enumerate(plan.drafts[i]):
+                        batch.proposals[row + j] = (draft, seq.proposal[j])
+                row += len(plan.drafts[i]) + 1
+            seq = None
+            return Flight(plan, self.runner.launch(batch), rows)
+        except Exception as e:
+            if seq is not None:  # one sequence's grammar failed; the others are scheduled again
+                self.scheduler.failed(plan, suspect=False)
+                self._fail(seq, e)
+            else:
+                self._step_failed([plan], e)
+            return None
+
+    def _commit(self, flight: Flight) -> None:
+        try:
+            result = flight.handle.result()
+        except Exception as e:
+            plans = [flight.plan]
+            if self.flight is not None:  # it was launched on top of the failed one
+                plans.insert(0, self.flight.plan)
+                _wait(self.flight.handle)
+                self.flight = None
+            self._step_failed(plans, e)
+            return
+        plan, scheduler = flight.plan, self.scheduler
+        row = 0
+        for i, seq in enumerate(plan.seqs):
+            samples, draft, first = plan.samples[i], plan.drafts[i], row
+            if samples:
+                row += len(draft) + 1
+            if not scheduler.landed(seq, samples):
+                continue  # it ended meanwhile: what was computed for it is obsolete
+            standing = plan.starts[i] + plan.counts[i] - len(draft)
+            if not samples:
+                scheduler.stand(seq, standing)
+                continue
+            try:
+                self._accept(seq, draft, result, first, standing)
+            except Exception as e:
+                self._fail(seq, e)
+        self._good_step(plan)
+
+    def _accept(self, seq: Sequence, draft: list[int], result: StepResult, row: int, standing: int) -> None:
+        """Append the tokens of one sequence: drafts while they equal what was sampled, and the token after them."""
+        before = len(seq.tokens)
+        reason: FinishReason | None = None
+        error: str | None = None
+        for j in range(len(draft) + 1):
+            error = result.errors.get(row + j) if result.errors else None
+            if error is not None:
+                break
+            token = result.tokens[row + j]
+            seq.tokens.append(token)
+            reason = self._ended(seq, token)
+            if reason is not None or j == len(draft) or token != draft[j]:
+                break
+        new = seq.tokens[before:]
+        self.scheduler.stand(seq, max(standing, standing + len(new) - 1))
+        logprobs: list[Logprob] | None = None
+        if seq.params.logprobs is not None:
+            logprobs = [result.logprobs[row + j] for j in range(len(new))]
+        self._count.generated += len(new)
+        if draft:
+            self._learn(seq, draft, new, reason)
+        elif seq.pace is not None:
+            seq.pace.rested(len(new))
+            seq.plain = seq.naturally_plain and seq.pace.resting
+        if self.proposer is not None:
+            self.proposer.observe(seq, len(new))
+        if error is not None:
+            if new:
+                self._emit(seq, new, logprobs, None)
+            raise StepError(f"a token could not be sampled: {error}.")
+        self._emit(seq, new, logprobs, reason)
+
+    def _ended(self, seq: Sequence, token: int) -> FinishReason | None:
+        if token in seq.stop_ids:
+            if seq.stops is not None:
+                seq.stops.add(token, armed=False)
+            return "stop"
+        length = len(seq.tokens)
+        if seq.stops is not None and seq.stops.add(token, armed=length - seq.prompt > seq.params.min_tokens):
+            return "stop"
+        if seq.grammar is not None:
+            seq.grammar.observe(seq.tokens)
+        return "length" if length >= seq.limit else None
+
+    def _emit(
+        self, seq: Sequence, new: list[int], logprobs: list[Logprob] | None, reason: FinishReason | None,
+        error: str | None = None,
+    ) -> None:  # fmt: skip
+        stops = seq.stops
+        if reason is None:
+            visible = None if stops is None else stops.visible
+            self._outputs.append((seq.request.id, Delta(new, seq.index, logprobs, visible_bytes=visible)))
+            return
+        if stops is not None:
+            stops.finish()
+        self.scheduler.finish(seq)
+        if self.proposer is not None:
+            self.proposer.forget(seq)
+        group = self.groups[seq.request.id]
+        group.open -= 1
+        if group.open == 0:
+            del self.groups[seq.request.id]
+        seq.finish = reason
+        delta = Delta(
+            new, seq.index, logprobs, reason, None if stops is None else stops.matched,
+            None if stops is None else stops.visible, error,
+            Usage(seq.prompt, min(seq.cached, seq.prompt), seq.generated, seq.drafted, seq.accepted),
+        )  # fmt: skip
+        self._outputs.append((seq.request.id, delta))
+
+    # ---- speculation --------------------------------------------------------------------------
+
+    def _propose(self, proposer: Proposer) -> None:
+        """Ask for a draft for every sequence that decodes and whose pace says that a draft is worth its cost."""
+        running = self.scheduler.running
+        wants = []
+        rows, context = len(running), sum(s.scheduled for s in running)
+        for seq in running:
+            seq.draft, seq.proposal = [], None
+            if seq.pace is None or seq.inflight or len(seq.tokens) - seq.scheduled != 1:
+                continue
+            most = min(seq.pace.length(len(running), rows, context), seq.limit - len(seq.tokens) - 1)
+            seq.plain = seq.naturally_plain and seq.pace.resting
+            if most > 0:
+                wants.append((seq, most))
+                rows += most
+        if not wants:
+            return
+        for (seq, most), proposal in zip(wants, proposer.propose(wants)):
+            draft = proposal.tokens[:most]
+            if seq.grammar is not None:
+                draft = seq.grammar.trim(seq.tokens, draft)
+            seq.draft = draft
+            if proposal.probabilities is not None and seq.params.temperature != 0.0:
+                seq.proposal = proposal.probabilities
+            if not draft and seq.pace is not None:
+                seq.pace.nothing()
+
+    def _learn(self, seq: Sequence, draft: list[int], new: list[int], reason: FinishReason | None) -> None:
+        accepted = sum(1 for a, b in zip(draft, new) if a == b)
+        seq.drafted += len(draft)
+        seq.accepted += accepted
+        self._count.drafted += len(draft)
+        self._count.accepted += accepted
+        seq.draft, seq.proposal = [], None
+        if seq.pace is not None and reason is None:
+            seq.pace.learned(len(draft), accepted)
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never be served, CapacityError if not now."""
+        params, config = request.sampling, self.config
+        if not request.prompt:
+            raise RequestError("the prompt is empty; give at least one token.")
+        outside = [t for t in request.prompt if not 0 <= t < config.vocab]
+        if outside:
+            raise RequestError(f"the prompt has token {outside[0]}, but the vocabulary has {config.vocab}.")
+        if request.id in self.groups:
+            raise RequestError(f"a request with the id {request.id!r} is already running; ids must differ.")
+        check_params(params, config.vocab)
+        limit = self.scheduler.limit_of(request)
+        if params.n > config.max_waiting:
+            raise RequestError(f"n is {params.n}, but at most {config.max_waiting} sequences may wait.")
+        if (params.stop or request.constraint) and self.vocabulary is None:
+            raise RequestError("stop strings and grammars need the model's vocabulary, which this engine has not.")
+        grammar = None
+        if request.constraint is not None:
+            assert self.grammars is not None
+            grammar = self.grammars.compile(request.constraint, request.prompt)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        salt = b"" if config.prefix_cache else request.id.encode() + secrets.token_bytes(8)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(config.eos_tokens))
+        seqs = []
+        for index in range(params.n):
+            seq = Sequence(request, index, limit, salt=salt)
+            seq.stop_ids = stop_ids
+            seq.picker = Picker(params, index, seq.prompt, seed, stop_ids)
+            if params.stop:
+                assert self.vocabulary is not None
+                seq.stops = StopMatcher(params.stop, self.vocabulary.token_bytes)
+            if grammar is not None:
+                seq.grammar = grammar.copy()
+            seq.naturally_plain = seq.plain = grammar is None and not seq.picker.penalised
+            if self.proposer is not None:
+                seq.pace = self.proposer.pace(seq)
+            seqs.append(seq)
+        self.scheduler.add(seqs)
+        group = Group(request, seqs, len(seqs))
+        self.groups[request.id] = group
+        self._count.prompt += len(request.prompt)
+        if request.timeout is not None:
+            group.deadline = self._clock() + request.timeout
+            heapq.heappush(self._deadlines, (group.deadline, request.id))
+
+    def cancel(self, id: str, reason: FinishReason = "cancelled", error: str | None = None) -> bool:
+        """End a request; everything it holds is given back now, or when the running step is committed."""
+        group = self.groups.get(id)
+        if group is None:
+            return False
+        for seq in group.seqs:
+            if seq.state is not State.FINISHED:
+                self._emit(seq, [], None, reason, error)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.groups) or self.flight is not None
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            deadline, id = heapq.heappop(self._deadlines)
+            group = self.groups.get(id)
+            if group is not None and group.deadline == deadline:
+                self.cancel(id, "timeout")
+
+    # ---- what goes wrong ----------------------------------------------------------------------
+
+    def _fail(self, seq: Sequence, error: BaseException) -> None:
+        """One sequence cannot go on. Its request's other choices can."""
+        if seq.state is State.FINISHED:
+            return
+        text = str(error) if isinstance(error, HalfbyteError) else f"the engine failed on this request ({_say(error)})."
+        if not isinstance(error, HalfbyteError):
+            log.error("a request failed", exc_info=error)
+        self._emit(seq, [], None, "error", text)
+
+    def _step_failed(self, plans: list[Plan], error: BaseException) -> None:
+        """Undo the step (and the one launched on top of it, first in `plans`) and find out who is to blame."""
+        count, scheduler = self._count, self.scheduler
+        count.failed_steps += 1
+        count.failures += 1
+        count.good_steps = 0
+        memory = isinstance(error, MemoryError | MemoryError_) or type(error).__name__ == "OutOfMemoryError"
+        for plan in plans:
+            scheduler.failed(plan, suspect=not memory)
+        failed = plans[-1]
+        log.warning("a step of %d rows failed (%s)", failed.rows, _say(error))
+        if count.failures >= FAILURES_IN_A_ROW:
+            raise EngineDiedError(f"{count.failures} steps in a row failed, the last with: {_say(error)}.")
+        if memory and (len(scheduler.running) > 1 or scheduler.max_tokens > LEAST_ROWS):
+            scheduler.max_tokens = max(LEAST_ROWS, self.config.max_seqs, scheduler.max_tokens // 2)
+            for seq in scheduler.running[max(1, len(scheduler.running) // 2) :]:
+                scheduler.preempt(seq)
+            if len(scheduler.running) > 1 or failed.rows > scheduler.max_tokens:
+                return
+        if len(failed.seqs) == 1:
+            what = "ran out of memory" if memory else f"failed ({_say(error)})"
+            self._fail(failed.seqs[0], StepError(f"the step that computed this request {what}."))
+
+    def _good_step(self, plan: Plan) -> None:
+        count = self._count
+        count.steps += 1
+        count.failures = 0
+        count.good_steps += 1
+        if count.good_steps % RECOVERY_STEPS == 0 and self.scheduler.max_tokens < self.scheduler.config.max_tokens:
+            self.scheduler.max_tokens = min(self.scheduler.config.max_tokens, self.scheduler.max_tokens * 2)
+
+    # ---- looking in ---------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        pages, count = self.pages.stats(), self._count
+        return EngineStats(
+            running=len(self.scheduler.running), waiting=len(self.scheduler.waiting), kv_pages_total=pages.total,
+            kv_pages_used=pages.used, kv_pages_cached=pages.cached, prefix_hit_tokens=pages.hit_tokens,
+            prefix_query_tokens=pages.query_tokens, preemptions=self.scheduler.preemptions, steps=count.steps,
+            generated_tokens=count.generated, prompt_tokens=count.prompt, drafted_tokens=count.drafted,
+            accepted_tokens=count.accepted,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Every invariant of scheduler and pages, and that every open request has somebody working on it."""
+        self.scheduler.check([self.flight.plan] if self.flight is not None else [])
+        alive = {id(s) for s in self.scheduler.waiting + self.scheduler.running}
+        for group in self.groups.values():
+            here = [s for s in group.seqs if s.state is not State.FINISHED]
+            assert len(here) == group.open > 0
+            assert all(id(s) in alive for s in here)
+        assert len(alive) == sum(g.open for g in self.groups.values())
+
+    def close(self) -> None:
+        if self.flight is not None:
+            _wait(self.flight.handle)
+            self.scheduler.failed(self.flight.plan, suspect=False)
+            self.flight = None
+        self.runner.close()
+
+
+def _wait(handle: Handle) -> None:
+    try:
+        handle.result()
+    except Exception:
+        log.debug("a discarded step failed too", exc_info=True)
+
+
+def _say(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
