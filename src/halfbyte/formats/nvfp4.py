@@ -44,7 +44,7 @@ def quantize(x: torch.Tensor, *, rule: str = "ocp") -> MXTensor:
         if rule == "mse":
             scales = _least_error(groups, scales, tensor_scale)
         scales = scales.masked_fill_(broken, e4m3.NAN)
-        codes = e2m1.encode(_scaled(groups, scales, tensor_scale)).masked_fill_(broken.unsqueeze(-1), 0)
+        codes = e2m1.encode(_scaled(groups, scales, tensor_scale))
         return e2m1.pack(codes), scales
 
     return blocks.quantize_plain(x, "nvfp4", groups_to_bytes, tensor_scale)
@@ -72,7 +72,7 @@ def _tensor_scale(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(groups: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
-    """Groups in units of their scale; zero where the scale is zero, since nothing can be said in such units."""
+    """Groups in units of their scale; zero where the scale is zero or NaN, since nothing can be said in such units."""
     unit = (e4m3.decode(scales) * tensor_scale).unsqueeze(-1)
     return torch.where(unit > 0, groups / unit, torch.zeros_like(groups))
 
