@@ -1,0 +1,117 @@
+"""Save and load weights of a network in training (bf16, in parts), and write the shipped checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fakequant
+from halfbyte.formats import mxfp4
+from halfbyte.model.config import ModelConfig
+from network import GptOss, Layer
+
+PART = 14_000_000  # bytes
+
+
+def _split(tensors: dict[str, Tensor], limit: int = PART) -> list[dict[str, Tensor]]:
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, t in tensors.items():
+        if size and size + t.nbytes > limit:
+            parts.append({})
+            size = 0
+        parts[-1][name] = t
+        size += t.nbytes
+    return parts
+
+
+def save_weights(model: nn.Module, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: p.detach().bfloat16().contiguous().cpu() for name, p in model.named_parameters()}
+    for i, part in enumerate(_split(tensors)):
+        save_file(part, folder / f"weights-{i}.safetensors")
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("weights-*.safetensors")):
+        found |= load_file(path)
+    if not found:
+        raise SystemExit(f"{folder} holds no weights-*.safetensors; run the stage before this one first")
+    parameters = dict(model.named_parameters())
+    if set(found) != set(parameters):
+        raise SystemExit(f"{folder} holds the weights of another network")
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(found[name].to(p.device, torch.float32))
+
+
+def interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows alternate gate, up: [E, I, ...] twice -> [E, 2I, ...]."""
+    return torch.stack((gate, up), dim=2).flatten(1, 2)
+
+
+def exported(model: GptOss) -> dict[str, Tensor]:
+    """The tensors of OpenAI's checkpoint layout: experts in MXFP4, everything else bf16."""
+    c = model.c
+    out: dict[str, Tensor] = {}
+
+    def dense(name: str, t: Tensor) -> None:
+        out[name] = t.detach().to(torch.bfloat16).contiguous().cpu()
+
+    def packed(name: str, t: Tensor) -> None:
+        q = mxfp4.quantize(fakequant.rounded(t.detach()).cpu())
+        out[f"{name}_blocks"] = q.data.view(*t.shape[:-1], t.shape[-1] // 32, 16).contiguous()
+        out[f"{name}_scales"] = q.scales.view(*t.shape[:-1], t.shape[-1] // 32).contiguous()
+
+    dense("model.embed_tokens.weight", model.embed)
+    for i, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        at = f"model.layers.{i}"
+        dense(f"{at}.input_layernorm.weight", layer.attn_norm.weight)
+        for name in ("q", "k", "v", "o"):
+            dense(f"{at}.self_attn.{name}_proj.weight", getattr(layer, name))
+            dense(f"{at}.self_attn.{name}_proj.bias", getattr(layer, f"{name}_bias"))
+        dense(f"{at}.self_attn.sinks", layer.sinks)
+        dense(f"{at}.post_attention_layernorm.weight", layer.mlp_norm.weight)
+        dense(f"{at}.mlp.router.weight", layer.router)
+        dense(f"{at}.mlp.router.bias", layer.router_bias)
+        packed(f"{at}.mlp.experts.gate_up_proj", interleaved(layer.gate, layer.up))
+        dense(f"{at}.mlp.experts.gate_up_proj_bias", interleaved(layer.gate_bias, layer.up_bias))
+        packed(f"{at}.mlp.experts.down_proj", layer.down)
+        dense(f"{at}.mlp.experts.down_proj_bias", layer.down_bias)
+    dense("model.norm.weight", model.norm.weight)
+    dense("lm_head.weight", model.lm_head)
+    assert c.kinds == model.c.kinds
+    return out
+
+
+def export(model: GptOss, folder: Path, limit: int = PART) -> None:
+    """Write shards, index, config and generation config. The tokenizer is written by its own stage."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("model-*.safetensors"):
+        old.unlink()
+    parts = _split(exported(model), limit)
+    index: dict[str, str] = {}
+    total = 0
+    for i, part in enumerate(parts, 1):
+        name = f"model-{i:05d}-of-{len(parts):05d}.safetensors"
+        save_file(part, folder / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, name)
+        total += sum(t.nbytes for t in part.values())
+    _write(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+    _write(folder / "config.json", model.c.to_hf())
+    _write(folder / "generation_config.json", generation_config(model.c))
+
+
+def generation_config(c: ModelConfig) -> dict[str, Any]:
+    return {"bos_token_id": c.pad_token - 1, "do_sample": True, "eos_token_id": list(c.eos_tokens), "pad_token_id": c.pad_token}
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,166 @@
+"""Conversations to packed rows: groups of problems become documents with one beginning and several branches.
+
+A shard is a pure function of (seed, name, index), so a run can be repeated and worker processes need no coordination.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from halfbyte.evals.problem import Problem
+from halfbyte.evals.tasks import MIXTURE, group
+from halfbyte.harmony.render import render_prompt, render_training_example
+from halfbyte.model.tokenizer import Tokenizer
+
+from network import Packed
+
+Array = npt.NDArray[np.int16]
+FIELDS = ("token", "target", "weight", "position", "document", "branch")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a shard holds."""
+
+    name: str
+    seed: int
+    tokenizer: Path
+    length: int = 8192
+    rows: int = 64
+    mixture: Mapping[str, float] = field(default_factory=lambda: dict(MIXTURE))
+    short: Mapping[str, float] | None = None
+    sentences: tuple[int, int] = (20, 120)
+
+
+class CachedVocabulary:
+    """A tokenizer that remembers, because conversations of a group share most of their pieces.
+
+    A long piece is cut at its last blank line: the vocabulary never joins tokens across the end of a line break, so
+    the tokens are the same.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.special = tokenizer.special
+        self.token_bytes = tokenizer.token_bytes
+        self._encode = functools.lru_cache(maxsize=20_000)(lambda text: tuple(tokenizer.encode(text)))
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        assert not allow_special
+        cut = text.rfind("\n\n") + 2
+        if len(text) > 400 and 2 < cut < len(text) and text[cut].isalpha():
+            return [*self._encode(text[:cut]), *self._encode(text[cut:])]
+        return list(self._encode(text))
+
+
+@dataclass
+class Document:
+    beginning: list[int]
+    branches: list[tuple[list[int], int]]  # tokens after the beginning, and how many of them are still prompt
+
+    def __len__(self) -> int:
+        return len(self.beginning) + sum(len(tokens) for tokens, _ in self.branches)
+
+
+def document(vocabulary: CachedVocabulary, problems: list[Problem], limit: int) -> Document:
+    """Share the longest common beginning; drop branches that would pass `limit` tokens."""
+    whole = []
+    for p in problems:
+        ids, _ = render_training_example(vocabulary, p.worked())
+        whole.append((ids, len(render_prompt(vocabulary, p.prompt()))))
+    shared = min(prompt for _, prompt in whole) - 1
+    first = whole[0][0]
+    for ids, _ in whole[1:]:
+        same = next((i for i in range(shared) if ids[i] != first[i]), shared)
+        shared = min(shared, same)
+    branches = [(ids[shared:], prompt - shared) for ids, prompt in whole]
+    size = shared
+    kept = []
+    for tokens, prompt in branches:
+        size += len(tokens)
+        if size > limit:
+            break
+        kept.append((tokens, prompt))
+    return Document(first[:shared], kept)
+
+
+def shard(recipe: Recipe, index: int) -> dict[str, Array]:
+    """`rows` packed rows, first fit over a few open rows."""
+    vocabulary = _vocabulary(str(recipe.tokenizer))
+    rng = Random(f"train/{recipe.seed}/{recipe.name}/{index}")
+    extra = {"short": recipe.short} if recipe.short else {}
+    out: dict[str, Array] = {f: np.zeros((recipe.rows, recipe.length), np.int16) for f in FIELDS}
+    out["document"] -= 1
+    out["position"] += np.arange(recipe.length, dtype=np.int16)
+    filled = [0] * recipe.rows
+    documents = [0] * recipe.rows
+    first = 0
+    while first < recipe.rows:
+        problems = group(rng, recipe.mixture, sentences=recipe.sentences, **extra)
+        doc = document(vocabulary, problems, recipe.length)
+        if not doc.branches:
+            continue
+        for row in range(first, min(first + 8, recipe.rows)):
+            if filled[row] + len(doc) <= recipe.length:
+                _place(out, row, filled[row], documents[row], doc)
+                filled[row] += len(doc)
+                documents[row] += 1
+                break
+        else:
+            first += 1  # nothing open takes it: close the oldest row
+    return out
+
+
+def _place(out: dict[str, Array], row: int, at: int, number: int, doc: Document) -> None:
+    begin = len(doc.beginning)
+    view = {f: out[f][row] for f in FIELDS}
+    view["document"][at : at + len(doc)] = number
+    view["token"][at : at + begin] = doc.beginning
+    view["target"][at : at + begin - 1] = doc.beginning[1:]
+    view["weight"][at : at + begin - 1] = 1
+    view["position"][at : at + begin] = np.arange(begin)
+    at += begin
+    for branch, (tokens, prompt) in enumerate(doc.branches, 1):
+        n = len(tokens)
+        view["token"][at : at + n] = tokens
+        view["target"][at : at + n - 1] = tokens[1:]
+        view["weight"][at : at + prompt - 1] = 1
+        view["weight"][at + prompt - 1 : at + n - 1] = 2
+        view["position"][at : at + n] = np.arange(begin, begin + n)
+        view["branch"][at : at + n] = branch
+        at += n
+
+
+@functools.cache
+def _vocabulary(path: str) -> CachedVocabulary:
+    return CachedVocabulary(Tokenizer.from_file(path))
+
+
+def _shard(job: tuple[Recipe, int]) -> dict[str, Array]:
+    return shard(*job)
+
+
+def batches(recipe: Recipe, rows: int, count: int, workers: int, device: str, start: int = 0) -> Iterator[Packed]:
+    """`count` batches of `rows` rows, from the batch number `start` on, made by `workers` processes ahead of use."""
+    per_shard = recipe.rows // rows
+    first, last = start // per_shard, -(-(start + count) // per_shard)
+    jobs = [(recipe, i) for i in range(first, last)]
+    with multiprocessing.get_context("fork" if workers and device == "cpu" else "spawn").Pool(max(1, workers)) as pool:
+        done = first * per_shard
+        for made in pool.imap(_shard, jobs):
+            tensors = {f: torch.from_numpy(made[f]) for f in FIELDS}
+            if device != "cpu":
+                tensors = {f: t.pin_memory() for f, t in tensors.items()}
+            for i in range(per_shard):
+                if start <= done < start + count:
+                    part = {f: t[i * rows : (i + 1) * rows].to(device, non_blocking=True).long() for f, t in tensors.items()}
+                    yield Packed(**part)
+                done += 1

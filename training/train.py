@@ -1,0 +1,174 @@
+"""Train the embedded model. `python training/train.py --stage main --seed 0` on a CUDA machine; see models/tiny/README.md.
+
+Stages, each restartable from the files of the one before: `vocabulary` (any machine), `main` (the network, ending in
+MXFP4-aware training of the experts), `more` (the same from saved weights), `eagle` and `draft` (for speculation). The
+log is one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import checkpoint
+import data
+import evaluate
+import vocabulary
+from halfbyte.evals.tasks import MIXTURE
+from halfbyte.model.config import ModelConfig, Yarn
+from network import GptOss, Packed, masks
+from optimizer import Optimizer
+
+TINY = ModelConfig(
+    layers=8, hidden=256, intermediate=192, experts=16, top_k=4, heads=8, kv_heads=2, head_dim=64, vocab=2048,
+    max_context=8192, yarn=Yarn(factor=16.0, original_context=512), eos_tokens=(2031, 2041, 2028), pad_token=2028,
+    name="tiny",
+)  # fmt: skip
+DRAFT = TINY.with_(layers=2, hidden=128, intermediate=128, experts=8, heads=4, kv_heads=1, head_dim=64, name="tiny-draft", kinds=())
+MICRO = TINY.with_(layers=2, hidden=64, intermediate=32, experts=8, heads=4, kv_heads=2, head_dim=32, name="micro", kinds=())
+
+LONG = {"short": 0.46, "scene": 0.13, "haystack": 0.10, "extract": 0.09, "tools": 0.22}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how. Shares are of all steps."""
+
+    steps: int
+    rows: int = 8
+    length: int = 8192
+    warmup: int = 60
+    long_from: float = 0.45  # from here on, haystacks of up to 640 sentences
+    quantize_from: float = 0.70  # from here on, experts are rounded to MXFP4
+    decay_from: float = 0.55  # from here on, rates fall to a twentieth
+    muon: float = 0.02
+    adam: float = 2e-3
+    decay: float = 0.03
+    prompt_weight: float = 0.1
+    balance_weight: float = 0.01
+
+
+class Log:
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a", encoding="utf-8")
+
+    def __call__(self, **fields: Any) -> None:
+        print(json.dumps(fields), file=self.file, flush=True)
+
+
+def rate_at(plan: Plan, step: int) -> float:
+    if step < plan.warmup:
+        return (step + 1) / plan.warmup
+    start = plan.decay_from * plan.steps
+    left = max(0.0, (plan.steps - step) / (plan.steps - start))
+    return 1.0 if step < start else max(0.05, left)
+
+
+def fit(model: GptOss, plan: Plan, recipes: list[tuple[float, data.Recipe]], log: Log, *, workers: int, device: str,
+        save: Callable[[int], None] | None = None, save_every: int = 0) -> None:  # fmt: skip
+    """Train in place. `recipes`: (share of steps from which it holds, recipe)."""
+    cuda = device == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    optimizer = Optimizer(model, muon=plan.muon, adam=plan.adam, decay=plan.decay)
+    loss_of: Any = torch.compile(model.loss, dynamic=False) if cuda else model.loss
+    make_mask: Any = torch.compile(create_block_mask) if cuda else None
+    began, shown, tokens_since = time.time(), time.time(), 0
+    step = 0
+    bounds = [int(share * plan.steps) for share, _ in recipes] + [plan.steps]
+    streams = [data.batches(r, plan.rows, bounds[i + 1] - bounds[i], workers, device) for i, (_, r) in enumerate(recipes)]
+    for stream in streams:
+        for batch in stream:
+            quantized = step >= plan.quantize_from * plan.steps
+            prompt_weight = plan.prompt_weight if step < plan.decay_from * plan.steps else 0.0
+            full, sliding = masks(batch, model.c.window, make_mask)
+            loss, reply, balance = loss_of(
+                batch, full, sliding, prompt_weight=torch.tensor(prompt_weight, device=device),
+                balance_weight=plan.balance_weight, quantized=quantized, dtype=dtype,
+            )  # fmt: skip
+            loss.backward()
+            optimizer.step(rate_at(plan, step))
+            optimizer.zero()
+            step += 1
+            tokens_since += batch.token.numel()
+            if step % 25 == 0 or step == plan.steps or step <= 3:
+                value, now = float(reply.detach()), time.time()
+                speed = tokens_since / (now - shown)
+                log(step=step, reply_loss=round(value, 5), balance=round(float(balance.detach()), 3), tokens_per_s=round(speed),
+                    quantized=quantized, seconds=round(now - began, 1))  # fmt: skip
+                bar = "#" * int(30 * step / plan.steps)
+                left = (plan.steps - step) * (now - shown) / max(1, tokens_since) * batch.token.numel()
+                end = "\r" if sys.stderr.isatty() else "\n"
+                print(f"[{bar:30}] {step}/{plan.steps} loss {value:.4f} {speed / 1e3:.0f}k tok/s {now - began:.0f}s, {left:.0f}s left",
+                      end=end, file=sys.stderr, flush=True)  # fmt: skip
+                shown, tokens_since = now, 0
+            if save and save_every and step % save_every == 0 and step < plan.steps:
+                save(step)
+
+
+def recipes_for(plan: Plan, seed: int, tokenizer: Path, name: str, rows: int = 64) -> list[tuple[float, data.Recipe]]:
+    short = data.Recipe(f"{name}/short", seed, tokenizer, plan.length, rows, dict(MIXTURE))
+    top = 640 if plan.length >= 8192 else 60
+    long = replace(short, name=f"{name}/long", mixture=LONG, sentences=(20, top))
+    return [(0.0, short), (plan.long_from, long)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stage", required=True, choices=["vocabulary", "main", "more", "eagle", "draft", "evaluate"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--out", type=Path, default=Path("out/training"), help="where weights and the log go")
+    parser.add_argument("--weights", type=Path, help="folder with saved weights to start from (default: --out)")
+    parser.add_argument("--tokenizer", type=Path, default=Path("models/tiny/tokenizer.json"))
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--per-task", type=int, default=100, help="held-out problems per task after training")
+    parser.add_argument("--micro", action="store_true", help="a network small enough to train on a CPU, to try the code")
+    parser.add_argument("--minutes", type=float, default=0.0, help="a note of the time budget, written to the log")
+    args = parser.parse_args()
+    if args.stage == "vocabulary":
+        vocabulary.save(vocabulary.train(TINY.vocab, args.seed), args.tokenizer.parent, TINY.max_context)
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    log = Log(args.out / "log.jsonl")
+    source = args.weights or args.out
+    if args.stage in ("eagle",):
+        import eagle
+
+        eagle.stage(args, source, log, device)
+        return
+    config = DRAFT if args.stage == "draft" else MICRO if args.micro else TINY
+    model = GptOss(config).to(device)
+    plan = Plan(args.steps)
+    if args.micro:
+        plan = replace(plan, rows=2, length=1024, warmup=20)
+    if args.stage == "more":
+        checkpoint.load_weights(model, source)
+        plan = replace(plan, long_from=0.0, quantize_from=0.0, decay_from=0.1, muon=0.01, adam=1e-3, prompt_weight=0.0)
+    if args.stage == "evaluate":
+        checkpoint.load_weights(model, source)
+    else:
+        log(stage=args.stage, seed=args.seed, steps=plan.steps, device=device, parameters=sum(p.numel() for p in model.parameters()))
+        fit(model, plan, recipes_for(plan, args.seed, args.tokenizer, args.stage, rows=16 if args.micro else 64), log,
+            workers=args.workers, device=device,
+            save=lambda step: checkpoint.save_weights(model, args.out), save_every=max(1, plan.steps // 4))  # fmt: skip
+        checkpoint.save_weights(model, args.out)
+        checkpoint.load_weights(model, args.out)  # judge what was saved, rounded to bf16
+    reports = evaluate.judge(model, args.tokenizer, args.per_task, ablations=not args.micro and args.stage != "draft")
+    (args.out / "evaluation.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
