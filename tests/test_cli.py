@@ -1,0 +1,137 @@
+"""The terminal: what a person types, what is printed, and that a mistake is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from halfbyte.cli import main
+from halfbyte.model import synthetic
+from halfbyte.model.config import NAMED
+from halfbyte.plan.phase import ARCHES
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["halfbyte", *args])
+        code = 0
+        try:
+            main()
+        except SystemExit as e:
+            code = int(e.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "small"
+    synthetic.write_safetensors(NAMED["small"], 0, folder)
+    return folder
+
+
+def test_explain_says_what_runs_and_why_not_for_every_architecture(run: Run) -> None:
+    for arch in ARCHES:
+        code, out, err = run("explain", "--arch", arch, "--json")
+        if code == 0:
+            found = json.loads(out)
+            assert set(found["chosen"]) == {"decode", "batch", "prefill"}
+            assert found["arch"] == arch
+            if arch != "cpu":
+                assert not [p for r in found["chosen"].values() for p in r if p.startswith("reference.")]
+        else:
+            assert code == 2
+            assert f"on {arch}" in err
+            assert len(err.splitlines()) > 1, "refused without a reason"
+
+
+def test_explain_reads_a_model_and_gates(run: Run, small: Path) -> None:
+    code, out, _ = run("explain", str(small), "--arch", "cpu", "--layers", "qkv=q8", "--kv-dtype", "fp8", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["formats"]["qkv"] == "q8"
+    assert found["formats"]["gate_up"] == "mxfp4"
+    assert found["gates"]["kv_dtype"] == "fp8"
+
+
+def test_explain_sinks_off_is_loud(run: Run) -> None:
+    code, out, _ = run("explain", "--arch", "cpu", "--sinks", "off")
+    assert code == 0
+    assert "SINKS ARE OFF" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["explain", "--arch", "sm75"], "sm75"),
+        (["explain", "--moe-kernel", "cuda"], "--moe-kernel"),
+        (["explain", "--arch", "cpu", "--moe-kernel", "marlin"], "Marlin runs inside vLLM only"),
+        (["explain", "--preset", "quick"], "no preset"),
+        (["bench", "/no/such/model"], "does not exist"),
+        (["bench", "random:7b"], "no shape"),
+        (["bench", "random:small", "--pp", "many"], "--pp takes numbers"),
+        (["bench", "random:small", "--tg", "1"], "at least 2"),
+        (["bench", "random:small", "--pp", "9000"], "context"),
+        (["bench", "random:small", "--device", "cuda:x"], "device"),
+        (["quantize", "/no/such/model", "/tmp/x"], "say what to quantise"),
+        (["quantize", "/no/such/model", "/tmp/x", "--layers", "q8"], "does not exist"),
+    ],
+)
+def test_mistakes_are_one_sentence(run: Run, args: list[str], said: str) -> None:
+    code, out, err = run(*args)
+    assert code == 2
+    assert said in err
+    assert "Traceback" not in out + err
+
+
+def test_unknown_option_is_exit_code_2(run: Run) -> None:
+    assert run("bench", "--nonsense")[0] == 2
+    assert run("nonsense")[0] == 2
+
+
+def test_retired_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_ATTENTION_SINKS", "1")
+    code, _, err = run("env")
+    assert code == 2
+    assert "--sinks" in err
+
+
+def test_bench_prints_figures_beside_their_ceiling(run: Run) -> None:
+    code, out, _ = run("bench", "random:small", "--pp", "16", "--tg", "3", "--depth", "0,8", "--runs", "1", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert [f["test"] for f in found["figures"]] == ["pp16", "tg3", "pp16 @ d8", "tg3 @ d8"]
+    for figure in found["figures"]:
+        assert 0 < figure["tokens_per_second"] < figure["ceiling"]
+    assert "reference.moe" in found["phases"]["decode"]
+    assert found["environment"]["gates"]["activation"] == "auto"
+
+
+def test_quantize_writes_what_it_says(run: Run, small: Path, tmp_path: Path) -> None:
+    target = tmp_path / "more"
+    code, out, _ = run("quantize", str(small), str(target), "--mxfp4-layers", "qkv,o", "--json")
+    assert code == 0
+    assert json.loads(out)["bytes"] > 0
+    code, out, _ = run("explain", str(target), "--arch", "cpu", "--json")
+    formats = json.loads(out)["formats"]
+    assert (formats["qkv"], formats["o"], formats["lm_head"]) == ("mxfp4", "mxfp4", "bf16")
+    code, _, err = run("quantize", str(small), str(target), "--mxfp4-layers", "qkv,o")
+    assert code == 2
+    assert "exists" in err
+
+
+def test_env_is_a_record(run: Run) -> None:
+    code, out, _ = run("env", "--json")
+    assert code == 0
+    record = json.loads(out)
+    assert record["packages"]["torch"]
+    assert len(record["sources"]) == 16
