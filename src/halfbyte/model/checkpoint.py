@@ -7,6 +7,7 @@ asks for it, by group of layers; a folder or file appears whole or not at all an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.errors import CheckpointError, FormatError
-from halfbyte.formats.tensor import FormatName, MXTensor
+from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.disk import Reading
 from halfbyte.model.safetensors_io import SafetensorsSource, write_folder
@@ -38,7 +39,7 @@ Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, what)
 
 TARGETS: dict[str, FormatName] = {"q8": "q8", "mxfp4": "mxfp4"}
 RULE = "mse"  # a weight is quantised once and read forever: spend the time on the better scale
-REQUANTISE_ELEMENTS = 1 << 24
+REQUANTISE_ELEMENTS = 1 << 22
 # What belongs to a model beside its weights, and travels with them.
 COMPANIONS = (
     "tokenizer.json",
@@ -223,16 +224,17 @@ def requantise(m: Matrix, target: FormatName) -> MXTensor:
         return formats.quantize(m, target, RULE if target == "mxfp4" else "ocp")
     if m.format == target:
         return m
-    per_row = max(1, m.data[0].numel() * 2)
-    step = max(1, REQUANTISE_ELEMENTS // per_row)
-    pieces: list[Matrix] = []
+    geometry = GEOMETRY[target]
+    groups = geometry.padded(m.shape[-1]) // geometry.group
+    data = torch.empty((*m.shape[:-1], groups * geometry.group_bytes), dtype=geometry.data_dtype, device=m.device)
+    scales = torch.empty((*m.shape[:-1], groups), dtype=geometry.scale_dtype, device=m.device)
+    step = max(1, REQUANTISE_ELEMENTS // math.prod(m.shape[1:]))
     for start in range(0, m.shape[0], step):
         rows = slice_rows(m, start, min(m.shape[0], start + step))
         assert isinstance(rows, MXTensor)
-        pieces.append(requantise(formats.dequantize(rows, torch.float32), target))
-    joined = join_rows(pieces)
-    assert isinstance(joined, MXTensor)
-    return joined
+        piece = requantise(formats.dequantize(rows, torch.float32), target)
+        data[start : start + step], scales[start : start + step] = piece.data, piece.scales
+    return MXTensor(data=data, scales=scales, shape=m.shape, format=target)
 
 
 # ---- writing ------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 
-CHUNK = 64 << 20
+CHUNK = 16 << 20
 LFS_POINTER = b"version https://git-lfs"
 
 OnBytes = Callable[[int], None]

@@ -367,7 +367,7 @@ class GgufSource:
         lead = entry.shape[0]
         per_lead = entry.nbytes // lead
         row_bytes = entry.shape[-1] // 32 * layouts.GGUF_BLOCK_BYTES[format]
-        step = max(1, CHUNK // per_lead)
+        step = max(1, CHUNK // 4 // (per_lead * len(names)))  # a piece is held about five times while it is repacked
         data: Tensor | None = None
         scales: Tensor | None = None
         shape = entry.shape
