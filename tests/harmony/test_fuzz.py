@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +17,7 @@ from halfbyte.harmony.parse import Parser, Trace
 from halfbyte.model.tokenizer import Tokenizer
 
 SHORT, LONG = 20_000, 1_000_000
+DOC = Path(__file__).parents[2] / "docs" / "harmony.md"
 
 
 @pytest.mark.parametrize("block", range(8))
@@ -23,6 +25,8 @@ def test_mutated_streams(block: int) -> None:
     size = SHORT // 8
     seen = run(block * size, size)
     assert len(seen) > 20, "the mutations should reach most repairs"
+    documented = set(re.findall(r"^\| `(\w+)` \|", DOC.read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(seen) <= documented
 
 
 @pytest.mark.slow
@@ -58,8 +62,8 @@ def test_every_way_to_cut_a_stream() -> None:
 def test_every_control_token_at_every_place() -> None:
     tokenizer = Tokenizer.gpt_oss()
     stream = tokenizer.encode(
-        "<|channel|>analysis<|message|>a b<|end|><|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json"
-        "<|message|>{}<|call|><|start|>functions.f to=assistant<|channel|>commentary<|message|>c<|end|>",
+        "<|channel|>analysis<|message|>a b<|end|><|start|>assistant to=functions.f<|channel|>commentary <|constrain|>"
+        "json<|message|>{}<|call|><|start|>functions.f to=assistant<|channel|>commentary<|message|>c<|end|>",
         allow_special=True,
     )
     for name in ("start", "end", "message", "channel", "constrain", "return", "call", "endoftext", "reserved_200017"):

@@ -271,6 +271,58 @@ CASES: dict[str, tuple[str, list[tuple[str, str | None, str | None, str | None, 
         {"empty_channel"},
     ),
     "no channel at all": ("<|message|>Hm<|end|>", [(C, None, None, None, "Hm")], set()),
+    # From public reports against other engines: llama.cpp 27720, harmony 38 and 60, vllm-mlx 562, vLLM 51977.
+    "question marks for a channel": (
+        "<|channel|>??<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
+        [(C, None, None, None, "??"), (C, "final", None, None, "Yes")],
+        {"missing_message"},
+    ),
+    "a question mark behind the channel": (
+        "<|channel|>analysis?<|message|>Hm<|end|>",
+        [(R, "analysis", None, None, "Hm")],
+        {"unclean_channel"},
+    ),
+    "dashes before the channel": (
+        "<|channel|>––commentary to=functions.f<|message|>{}<|call|>",
+        [(F, "commentary", "functions.f", None, "{}")],
+        {"unclean_channel"},
+    ),
+    "a header that starts over with another recipient": (
+        "<|channel|>commentary to=assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+        [(F, "commentary", "functions.f", None, "{}")],
+        {"doubled_channel", "doubled_recipient"},
+    ),
+    "a constraint nobody asked for": (
+        "<|channel|>commentary to=functions.web-browsing to=functions.web-browsing <|constrain|>response"
+        "<|message|>{}<|call|>",
+        [(F, "commentary", "functions.web-browsing", "<|constrain|>response", "{}")],
+        {"doubled_recipient"},
+    ),
+    "a call on the analysis channel": (
+        "<|channel|>analysis to=functions.ffgrep code<|message|>{}<|call|>",
+        [(F, "analysis", "functions.ffgrep", "code", "{}")],
+        set(),
+    ),
+    "a format for a channel": (
+        "<|channel|>commentary to=functions.f<|channel|>json<|message|>{}<|call|>",
+        [(F, "commentary", "functions.f", "json", "{}")],
+        set(),
+    ),
+    "a recipient for a format": (
+        "<|channel|>commentary <|constrain|>functions.f<|message|>{}<|call|>",
+        [(F, "commentary", "functions.f", "<|constrain|>", "{}")],
+        {"bare_recipient"},
+    ),
+    "the role twice": (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistantassistant<|channel|>final<|message|>b<|return|>",
+        [(R, "analysis", None, None, "a"), (C, "final", None, None, "b")],
+        {"unknown_role"},
+    ),
+    "a refusal without a header": (
+        "This is disallowed content. We must refuse.<|end|><|start|>assistant<|channel|>final<|message|>No.<|return|>",
+        [(C, None, None, None, "This is disallowed content. We must refuse."), (C, "final", None, None, "No.")],
+        {"missing_message"},
+    ),
     "an unknown role": (
         "<|channel|>final<|message|>a<|end|><|start|>assistent<|channel|>final<|message|>b<|return|>",
         [(C, "final", None, None, "a"), (C, "final", None, None, "b")],

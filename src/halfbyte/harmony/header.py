@@ -30,6 +30,7 @@ _MOST_BYTES, _MOST_WORDS = 256, 4
 _TO = re.compile(rb"\s*to=([^\s{\[]*)")
 _FORMAT = re.compile(rb"\s*(json|code|text)(?=[\s{\[\"]|$)")
 _ARGUMENTS = re.compile(rb"to=[^\s{\[]*\s*(?:(?:json|code|text)\s*)?[{\[]")
+_EDGES = re.compile(rb"\A[^A-Za-z]+|[^A-Za-z]+\Z")
 _TOOL_NAME = re.compile(rb"(?:[\w-]+\.)+[\w-]+")
 
 
@@ -91,7 +92,7 @@ class Draft:
             if marker == "channel":
                 fields.take_channel(words)
             elif marker == "constrain":
-                fields.set("content_type", CONSTRAIN.encode() + (_pop_word(words) or b""))
+                fields.take_format(words)
             elif self.role is None:
                 fields.take_role(words)
             elif words and words[0] == self.role.encode():
@@ -166,7 +167,24 @@ class _Fields:
                 self.repairs["glued_channel"] += 1
                 words.insert(0, tail)
                 word = known
-        self.set("channel", word)
+        if word not in CHANNELS and (clean := _EDGES.sub(b"", word).lower()) in CHANNELS:
+            self.repairs["unclean_channel"] += 1  # `commentary?`, `Analysis`: seen in the wild
+            self.discarded.append(word)
+            word = clean
+        if word in CHANNELS or "channel" not in self.values:
+            self.set("channel", word)
+        elif word in FORMATS:
+            self.set("content_type", word)
+        else:
+            self.repairs["doubled_channel"] += 1  # a channel nobody knows does not overrule one
+            self.discarded.append(word)
+
+    def take_format(self, words: list[bytes]) -> None:
+        word = _pop_word(words) or b""
+        if _TOOL_NAME.fullmatch(word):  # `<|constrain|>functions.x`: the recipient went astray
+            words.insert(0, word)
+            word = b""
+        self.set("content_type", CONSTRAIN.encode() + word)
 
     def take_recipient(self, words: list[bytes]) -> list[bytes]:
         """Takes `to=` words and returns the others."""
