@@ -1,0 +1,158 @@
+"""The Python API: `from halfbyte import Engine`.
+
+    with Engine() as engine:                       # the embedded model
+        print(engine.generate("Once upon a time", SamplingParams(max_tokens=32))[0].text)
+
+Prompts are text or token ids, taken as they are: no chat template (the server and `halfbyte chat` render harmony).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from halfbyte.engine.build import EngineOptions, build_core
+from halfbyte.engine.local import LocalEngine
+from halfbyte.engine.request import (
+    Constraint,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Logprob,
+    Request,
+    SamplingParams,
+    SourceInfo,
+    Usage,
+)
+from halfbyte.errors import StepError, UsageError
+from halfbyte.gates import Gates
+from halfbyte.model.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished choice. `text` ends where a stop string begins and leaves out the end token."""
+
+    text: str
+    tokens: list[int]
+    finish: FinishReason
+    index: int = 0
+    stop_match: str | None = None
+    logprobs: list[Logprob] | None = None
+    usage: Usage = field(default_factory=Usage)
+
+
+class Engine:
+    """A model, loaded and ready, in this process. Thread-safe; requests from all threads share one batch.
+
+    `model`: a Hugging Face folder, a .gguf file, "random:20b"; None is the embedded model. Further options are
+    those of EngineOptions (max_context, max_seqs, kv_gib, ...).
+    """
+
+    def __init__(
+        self, model: str | None = None, *, gates: Gates | None = None, device: str | None = None, **options: Any
+    ) -> None:
+        try:
+            made = EngineOptions(model=model, gates=gates or Gates(), device=device, **options)
+        except TypeError as e:
+            known = ", ".join(EngineOptions.__dataclass_fields__)
+            raise UsageError(f"{str(e).removeprefix('EngineOptions.__init__() ')}; Engine takes {known}.") from None
+        core, info, tokenizer = build_core(made)
+        self.tokenizer: Tokenizer = tokenizer
+        self._source = LocalEngine(core, info)
+
+    @property
+    def info(self) -> SourceInfo:
+        return self._source.info
+
+    @property
+    def source(self) -> LocalEngine:
+        """The engine as a TokenSource."""
+        return self._source
+
+    def stats(self) -> EngineStats:
+        return self._source.stats()
+
+    # ---- generating ---------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        constraint: Constraint | None = None,
+    ) -> list[Completion]:
+        """Completions of one text, or of a list of prompts (texts or lists of token ids), in order.
+
+        With n > 1 the choices of a prompt follow each other. Raises what the request was refused with, and StepError
+        if the engine failed on it.
+        """
+        each: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        requests = [self._request(p, sampling, constraint) for p in each]
+        if not requests:
+            return []
+        with ThreadPoolExecutor(max_workers=min(64, len(requests))) as pool:
+            return [c for answer in pool.map(self._complete, requests) for c in answer]
+
+    def iterate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, constraint: Constraint | None = None
+    ) -> Iterator[Delta]:
+        """Deltas of one request as they come, for plain code."""
+        return self._source.iterate(self._request(prompt, sampling, constraint))
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, constraint: Constraint | None = None
+    ) -> AsyncIterator[Delta]:
+        """Deltas of one request as they come. Closing the iterator cancels the request."""
+        return self._source.stream(self._request(prompt, sampling, constraint))
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams | None, constraint: Constraint | None) -> Request:
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Request(tokens, sampling or SamplingParams(), constraint)
+
+    def _complete(self, request: Request) -> list[Completion]:
+        tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
+        logprobs: list[list[Logprob]] = [[] for _ in tokens]
+        last: dict[int, Delta] = {}
+        for delta in self._source.iterate(request):
+            tokens[delta.index] += delta.tokens
+            logprobs[delta.index] += delta.logprobs or []
+            if delta.finish is not None:
+                last[delta.index] = delta
+        out = []
+        for i, ids in enumerate(tokens):
+            end = last[i]
+            if end.finish == "error":
+                raise StepError(end.error or "the engine failed on this request.")
+            shown = ids
+            if end.finish == "stop" and end.stop_match is None and ids:
+                shown = ids[:-1]
+            data = self.tokenizer.decode_bytes(shown)
+            if end.visible_bytes is not None:
+                data = data[: end.visible_bytes]
+            assert end.finish is not None
+            out.append(
+                Completion(
+                    data.decode("utf-8", "replace"), ids, end.finish, i, end.stop_match,
+                    logprobs[i] if request.sampling.logprobs is not None else None, end.usage or Usage(),
+                )
+            )  # fmt: skip
+        return out
+
+    # ---- life ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        self._source.shutdown()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

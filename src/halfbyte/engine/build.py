@@ -1,0 +1,99 @@
+"""From options to a running core: the model, its KV pages sized from real memory, the proposer, the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from halfbyte.engine.engine import EngineConfig, EngineCore
+from halfbyte.engine.request import SourceInfo
+from halfbyte.engine.runner import TorchRunner
+from halfbyte.engine.speculative.methods import make_proposer
+from halfbyte.errors import UsageError
+from halfbyte.gates import Gates
+from halfbyte.kv.pages import PagePool
+from halfbyte.kv.store import GIB, default_reserve, memory, pages_that_fit
+from halfbyte.model.gpt_oss import PAGE_SIZE, GptOss
+from halfbyte.model.ready import load, pick_device, resolve, tokenizer_of
+from halfbyte.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Everything an engine is made from; plain values, so that it can be sent to another process."""
+
+    model: str | None = None  # a folder, a .gguf file, random:20b; None: the embedded model
+    gates: Gates = field(default_factory=Gates)
+    device: str | None = None
+    max_context: int | None = None  # default: the model's
+    max_seqs: int = 64
+    max_tokens: int = 2048  # rows in one step
+    max_waiting: int = 4096
+    page_size: int = PAGE_SIZE
+    kv_gib: float | None = None  # of KV pages; default: what is free beside the reserve, at most for max_seqs contexts
+    reserve_gib: float | None = None
+    run_ahead: bool = True
+    prefix_cache: bool = True
+    draft: str | None = None  # model of --speculate draft, or head of --speculate eagle3
+    max_draft: int = 8
+
+
+def kv_pages(model: GptOss, options: EngineOptions, context: int) -> int:
+    """Pages, scratch included: at least one whole context, at most what max_seqs of them could use."""
+    one = PagePool(2, options.page_size, model.config.window).most_held(context, 2)
+    found = memory(model.device)
+    reserve = default_reserve(model.device, found) if options.reserve_gib is None else int(options.reserve_gib * GIB)
+    most = 1 + one * options.max_seqs
+    if options.kv_gib is not None:
+        most = int(options.kv_gib * GIB) // model.page_bytes
+        if most < 3:
+            raise UsageError(f"--kv-memory {options.kv_gib} GiB holds no page of {model.page_bytes / 2**20:.1f} MiB.")
+    elif model.device.type == "cpu":
+        # A CPU shares its memory with everything else: four contexts are plenty, and never more than a quarter of it.
+        most = min(most, 1 + 4 * one, max(1 + one, found.free // 4 // model.page_bytes))
+    least = min(1 + one, most) if options.kv_gib is not None else 1 + one
+    return pages_that_fit(model.page_bytes, found, reserve, least=least, most=most)
+
+
+def build_core(options: EngineOptions) -> tuple[EngineCore, SourceInfo, Tokenizer]:
+    name = resolve(options.model)
+    model = load(name, options.gates, device=pick_device(options.device), page_size=options.page_size)
+    tokenizer = tokenizer_of(name)
+    return core_for(model, tokenizer, options, name.label)
+
+
+def core_for(
+    model: GptOss, tokenizer: Tokenizer, options: EngineOptions, label: str = "gpt-oss"
+) -> tuple[EngineCore, SourceInfo, Tokenizer]:
+    config = model.config
+    if options.page_size != model.spec.page_size:
+        raise UsageError(f"the model was planned for pages of {model.spec.page_size} tokens, not {options.page_size}.")
+    context = min(config.max_context, options.max_context or config.max_context)
+    pages = kv_pages(model, options, context)
+    model.allocate_kv(pages)
+    eos = tuple(dict.fromkeys((*config.eos_tokens, *(t for t in tokenizer.eos_tokens if t < config.vocab))))
+    engine = EngineConfig(
+        pages=pages, page_size=options.page_size, window=config.window, vocab=config.vocab, max_context=context,
+        eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=options.max_tokens, max_waiting=options.max_waiting,
+        run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
+    )  # fmt: skip
+    proposer = make_proposer(options.gates.speculate, model, options.draft, options.max_draft, options.max_seqs)
+    core = EngineCore(TorchRunner(model), engine, tokenizer, proposer)
+    details: dict[str, Any] = {
+        "gates": options.gates.as_dict(),
+        "device": _device_name(model.device),
+        "kv": {
+            "pages": pages, "page_size": options.page_size, "gib": round(pages * model.page_bytes / GIB, 3),
+            "longest_request": core.scheduler.longest,
+        },
+        "max_seqs": options.max_seqs,
+        "max_tokens_per_step": options.max_tokens,
+    }  # fmt: skip
+    info = SourceInfo(label, min(context, core.scheduler.longest), config.vocab, eos, details)
+    return core, info, tokenizer
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

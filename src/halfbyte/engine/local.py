@@ -1,0 +1,152 @@
+"""An engine in a thread of this process, as a TokenSource: for the Python API, the terminal and tests.
+
+Callers come from any thread or event loop; each gets its deltas where it waits. What a crash would mean for them is
+what it means for the whole program: use EngineProcess where that matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+
+from halfbyte.engine.engine import EngineCore, Output
+from halfbyte.engine.loop import Ask, EngineLoop
+from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo
+from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError
+
+Item = Delta | HalfbyteError
+
+
+@dataclass
+class _Caller:
+    put: Callable[[Item], None]
+    choices: int
+    closed: set[int] = field(default_factory=set)
+
+    def take(self, item: Item) -> Delta:
+        if isinstance(item, HalfbyteError):
+            raise item
+        if item.finish is not None:
+            self.closed.add(item.index)
+        return item
+
+    @property
+    def whole(self) -> bool:
+        return len(self.closed) == self.choices
+
+
+class LocalEngine:
+    def __init__(self, core: EngineCore, info: SourceInfo) -> None:
+        self._core, self._info = core, info
+        self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        self._callers: dict[str, _Caller] = {}
+        self._lock = threading.Lock()
+        self._dead: HalfbyteError | None = None
+        self._stats = core.stats()
+        self._thread = threading.Thread(target=self._run, name="halfbyte-engine", daemon=True)
+        self._thread.start()
+
+    # ---- TokenSource --------------------------------------------------------------------------
+
+    @property
+    def info(self) -> SourceInfo:
+        return self._info
+
+    @property
+    def ready(self) -> bool:
+        return self._dead is None
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[Item] = asyncio.Queue()
+
+        def put(item: Item) -> None:
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+        caller = self._enter(request, put)
+        try:
+            while not caller.whole:
+                yield caller.take(await items.get())
+        finally:
+            self._leave(request, caller)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    # ---- without an event loop ----------------------------------------------------------------
+
+    def iterate(self, request: Request) -> Iterator[Delta]:
+        """As `stream`, for plain code."""
+        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        caller = self._enter(request, items.put)
+        try:
+            while not caller.whole:
+                yield caller.take(items.get())
+        finally:
+            self._leave(request, caller)
+
+    def shutdown(self) -> None:
+        self._asks.put(None)
+        self._thread.join()
+
+    # ---- both sides of the queue --------------------------------------------------------------
+
+    def _enter(self, request: Request, put: Callable[[Item], None]) -> _Caller:
+        caller = _Caller(put, request.sampling.n)
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            if request.id in self._callers:
+                raise CapacityError(f"a request with the id {request.id!r} is already running; ids must differ.")
+            self._callers[request.id] = caller
+        self._asks.put(request)
+        return caller
+
+    def _leave(self, request: Request, caller: _Caller) -> None:
+        with self._lock:
+            mine = self._callers.get(request.id) is caller
+            if mine:
+                del self._callers[request.id]
+        if mine and not caller.whole:
+            self._asks.put(request.id)
+
+    def _receive(self, wait: bool) -> list[Ask]:
+        asks = [self._asks.get()] if wait else []
+        while not self._asks.empty():
+            asks.append(self._asks.get())
+        return asks
+
+    def _refuse(self, id: str, error: HalfbyteError) -> None:
+        with self._lock:
+            caller = self._callers.pop(id, None)
+        if caller is not None:
+            caller.put(error)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        self._stats = self._core.stats()
+        for id, delta in outputs:
+            caller = self._callers.get(id)
+            if caller is not None:
+                caller.put(delta)
+
+    def _run(self) -> None:
+        error: HalfbyteError = EngineDiedError("the engine was shut down before this request ended.")
+        try:
+            EngineLoop(self._core, self._receive, self._refuse, self._deliver).run()
+        except HalfbyteError as e:
+            error = e if isinstance(e, EngineDiedError) else EngineDiedError(str(e))
+        except BaseException as e:
+            error = EngineDiedError(f"the engine died of {type(e).__name__}: {e}.")
+            raise
+        finally:
+            with self._lock:
+                self._dead = error
+                callers, self._callers = self._callers, {}
+            for caller in callers.values():
+                caller.put(error)

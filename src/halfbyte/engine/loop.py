@@ -1,0 +1,46 @@
+"""The loop around a core: take what clients ask, step, hand out what the step gave. The same in a thread or a process.
+
+A refused request is answered and forgotten; an exception that leaves the core ends the loop, because then its state
+cannot be trusted any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from halfbyte.engine.engine import EngineCore, Output
+from halfbyte.engine.request import Request
+from halfbyte.errors import HalfbyteError
+
+Ask = Request | str | None  # a request, the id of one to cancel, or None to stop
+
+
+class EngineLoop:
+    def __init__(
+        self,
+        core: EngineCore,
+        receive: Callable[[bool], list[Ask]],
+        refuse: Callable[[str, HalfbyteError], None],
+        deliver: Callable[[list[Output]], None],
+    ) -> None:
+        """`receive(wait)` returns what was asked since; with `wait` it may sleep until something is."""
+        self._core, self._receive, self._refuse, self._deliver = core, receive, refuse, deliver
+
+    def run(self) -> None:
+        core = self._core
+        try:
+            while True:
+                for ask in self._receive(not core.has_work):
+                    if ask is None:
+                        return
+                    if isinstance(ask, str):
+                        core.cancel(ask)
+                        continue
+                    try:
+                        core.submit(ask)
+                    except HalfbyteError as e:
+                        self._refuse(ask.id, e)
+                if core.has_work:
+                    self._deliver(core.step())
+        finally:
+            core.close()

@@ -1,0 +1,100 @@
+"""Messages between a client and the engine's process: MessagePack frames on a socket, one per step.
+
+Errors travel as the name of their class and their sentence, and come out as the same class.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from halfbyte import errors
+from halfbyte.engine.engine import Output
+from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo
+
+_HEADER = struct.Struct("<I")
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    request: Request
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    ids: list[str]
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    pass
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    info: SourceInfo
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    id: str
+    error: str
+    text: str
+
+
+class Stepped(msgspec.Struct, tag="step"):
+    outputs: list[tuple[str, Delta]]
+    stats: EngineStats
+
+
+class Died(msgspec.Struct, tag="died"):
+    error: str
+    text: str
+
+
+ToEngine = Submit | Cancel | Stop
+FromEngine = Ready | Refused | Stepped | Died
+
+_encoder = msgspec.msgpack.Encoder()
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def frame(message: Any) -> bytes:
+    body = _encoder.encode(message)
+    return _HEADER.pack(len(body)) + body
+
+
+def stepped(outputs: list[Output], stats: EngineStats) -> bytes:
+    return frame(Stepped(outputs, stats))
+
+
+def revive(name: str, text: str) -> errors.HalfbyteError:
+    found = getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(found, errors.HalfbyteError):
+        return found(text)
+    return errors.EngineError(f"{name}: {text}")
+
+
+class Frames:
+    """Cuts a stream of bytes into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        self._buffer += data
+        out, at = [], 0
+        while len(self._buffer) - at >= _HEADER.size:
+            (size,) = _HEADER.unpack_from(self._buffer, at)
+            end = at + _HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            out.append(bytes(self._buffer[at + _HEADER.size : end]))
+            at = end
+        del self._buffer[:at]
+        return out
+
+
+def wide(sock: socket.socket) -> None:
+    """Large buffers, so that a step's message rarely waits for its reader."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, 1 << 22)

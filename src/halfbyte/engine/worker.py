@@ -1,0 +1,112 @@
+"""The engine's own process: `python -m halfbyte.engine.worker FD`, with a socket to its parent as file FD.
+
+The first frame names what to build ("module:function" and its argument); then requests come in and one message goes
+out per step. When the parent is gone the socket closes and so does this process: it is never an orphan.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from halfbyte.engine import wire
+from halfbyte.engine.build import EngineOptions, build_core
+from halfbyte.engine.engine import EngineCore, Output
+from halfbyte.engine.loop import Ask, EngineLoop
+from halfbyte.engine.request import SourceInfo
+from halfbyte.errors import EngineError, HalfbyteError
+
+log = logging.getLogger("halfbyte")
+
+Build = Callable[[Any], tuple[EngineCore, SourceInfo]]
+
+
+def build(options: bytes) -> tuple[EngineCore, SourceInfo]:
+    core, info, _ = build_core(msgspec.msgpack.decode(options, type=EngineOptions))
+    return core, info
+
+
+class Worker:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._frames = wire.Frames()
+        self._pending: list[bytes] = []
+        self._core: EngineCore | None = None
+
+    def first(self) -> Any:
+        while not self._pending:
+            data = self.sock.recv(1 << 20)
+            if not data:
+                sys.exit(0)
+            self._pending += self._frames.feed(data)
+        return msgspec.msgpack.decode(self._pending.pop(0))
+
+    def receive(self, wait: bool) -> list[Ask]:
+        asks: list[Ask] = []
+        while True:
+            for body in self._pending:
+                message = wire.decode_to_engine(body)
+                if isinstance(message, wire.Submit):
+                    asks.append(message.request)
+                elif isinstance(message, wire.Cancel):
+                    asks += message.ids
+                else:
+                    asks.append(None)
+            self._pending = []
+            if not select.select([self.sock], [], [], None if wait and not asks else 0)[0]:
+                return asks
+            data = self.sock.recv(1 << 20)
+            if not data:
+                return [*asks, None]
+            self._pending = self._frames.feed(data)
+
+    def refuse(self, id: str, error: HalfbyteError) -> None:
+        self.sock.sendall(wire.frame(wire.Refused(id, type(error).__name__, str(error))))
+
+    def deliver(self, outputs: list[Output]) -> None:
+        assert self._core is not None
+        self.sock.sendall(wire.stepped(outputs, self._core.stats()))
+
+    def run(self, core: EngineCore, info: SourceInfo) -> None:
+        self._core = core
+        self.sock.sendall(wire.frame(wire.Ready(info)))
+        EngineLoop(core, self.receive, self.refuse, self.deliver).run()
+
+
+def main(fd: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the socket
+    logging.basicConfig(level=logging.INFO, format="%(name)s[engine] %(levelname)s %(message)s")
+    sock = socket.socket(fileno=fd)
+    wire.wide(sock)
+    worker = Worker(sock)
+    try:
+        where, argument = worker.first()
+        module, _, function = where.partition(":")
+        make: Build = getattr(importlib.import_module(module), function)
+        worker.run(*make(argument))
+        return 0
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the parent is gone
+    except Exception as e:
+        known = isinstance(e, HalfbyteError)
+        if not known:
+            log.exception("the engine died")
+        name = type(e).__name__ if known else EngineError.__name__
+        text = str(e) if known else f"the engine died of {type(e).__name__}: {str(e)[:300]}."
+        try:
+            sock.sendall(wire.frame(wire.Died(name, text)))
+        except OSError:
+            log.error("%s", text)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
