@@ -46,9 +46,9 @@ def test_a_million_mutated_streams() -> None:
         for n in range(workers)
     ]
     seen: Counter[str] = Counter()
-    for process in running:
-        out, err = process.communicate()
-        assert process.returncode == 0, err[-2000:]
+    outcomes = [(process.communicate(), process.returncode) for process in running]
+    for (out, err), code in outcomes:
+        assert code == 0, err[-2000:]
         seen.update(json.loads(out))
     assert len(seen) >= 30
 

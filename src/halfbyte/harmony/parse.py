@@ -109,6 +109,7 @@ class Parser:
         self._index = 0
         self._events: list[Event] = []
         self.messages: list[Message] = []
+        self.abandoned: list[Header] = []  # headers that never became a message
         self.repairs: Counter[str] = Counter()
         self.account = Account()
         if prefix:
@@ -288,6 +289,7 @@ class Parser:
         else:
             if self._trace is not None and rest:
                 self._trace.append(Trace("header", rest))
+            self.abandoned.append(header)
             self._state = _BETWEEN
 
     def _note_salvaged(self, rest: bytes) -> None:
@@ -373,6 +375,7 @@ class Parser:
         self._started = False
         self._index = 0
         self.messages.clear()
+        self.abandoned.clear()
         self.repairs.clear()
         self.account = Account()
         if self._trace is not None:
