@@ -95,7 +95,7 @@ def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest
     tokens = list(range(7))
     expected = Solo(GptOss(weights), 64).feed(tokens)
     monkeypatch.setattr(select, "all_phases", lambda: [*reference.PHASES, FusedFront()])
-    with pytest.raises(PlanError, match="can run o in the decode regime"):
+    with pytest.raises(PlanError, match="can run o, lm_head in the decode regime"):
         GptOss(weights, Gates(linear_kernel=PerRegime("gemv")))  # explicit, and nothing of that name covers o
     model = GptOss(weights)
     assert torch.equal(Solo(model, 64).feed(tokens), expected)
@@ -109,6 +109,52 @@ def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest
     moe = next(r for r in model.plan.record.runs.values() if r.phase == "reference.moe")
     assert moe.formats == {"gate_up": "mxfp4", "down": "mxfp4"}
     assert moe.shapes == {"x": (7, SMALL.hidden)}
+
+
+class WholeStep(Phase):
+    """A persistent kernel: every operation of every layer in one launch."""
+
+    name, covers = "test.whole_step", ("embed", *LAYER, "final_norm", "lm_head")
+    backends: Mapping[str, str] = {"moe": "gemv", "linear": "gemv", "attention": "cuda"}
+    regimes = frozenset({"decode"})
+    knows = frozenset({"bias", "yarn", "sinks", "window", "gqa", "clamped_swiglu", "interleaved_gate_up"})
+    rank = 50
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        return None
+
+    def bind(self, b: Binding) -> Launch:
+        inner = GptOss(b.weights)
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            inner._pool = b.kv_pool()
+            acts["logits"] = inner.forward(step)
+
+        return launch
+
+
+def test_a_whole_step_phase_is_bound_once_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = synthetic.make(SMALL, seed=0)
+    expected = Solo(GptOss(weights), 128).feed(list(range(3)))
+    reference_model = GptOss(weights)
+    real = list(reference.PHASES)
+    phase = WholeStep()
+    inner = phase.bind
+
+    def bind(b: Binding) -> Launch:
+        with monkeypatch.context() as m:
+            m.setattr(select, "all_phases", lambda: real)
+            return inner(b)
+
+    monkeypatch.setattr(phase, "bind", bind)
+    monkeypatch.setattr(select, "all_phases", lambda: [*real, phase])
+    model = GptOss(weights)
+    assert model.plan.selection.chosen["decode"] == ("test.whole_step",)
+    assert model.plan.selection.chosen["prefill"] == reference_model.plan.selection.chosen["prefill"]
+    assert len(model.plan.bound["decode"]) == 1
+    assert torch.equal(Solo(model, 128).feed(list(range(3))), expected)
+    (run,) = model.plan.record.runs.values()
+    assert run.formats == {"embed": "bf16", **{k: v for k, v in CHECKPOINT.items() if k != "embed"}}
 
 
 def test_two_layouts_for_one_weight_are_refused_naming_both_phases() -> None:

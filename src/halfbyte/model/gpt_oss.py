@@ -28,7 +28,7 @@ from torch import Tensor
 from halfbyte.errors import MemoryError_, PlanError
 from halfbyte.gates import Gates
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.weights import Matrix, Weights, kind_of
+from halfbyte.model.weights import Weights, kind_of
 from halfbyte.ops.attention import store_dtype
 from halfbyte.ops.rope import yarn_frequencies
 from halfbyte.plan.phase import ARCHES, GROUP, Arch, Binding, Spec
@@ -145,7 +145,7 @@ class GptOss:
         self.gates = gates or Gates()
         self.device = weights.embed.device
         self.arch = arch_of(self.device)
-        found = {role: kind_of(t) for _, role, t in weights.items() if role in GROUP or role == "embed"}
+        found = weights.formats() | {"embed": kind_of(weights.embed)}
         spec, chosen, selection = choice or choose(config, self.gates, self.arch, found, page_size)
         for role, kind in spec.formats.items():
             if found[role] != kind:
@@ -159,7 +159,7 @@ class GptOss:
         )
         self._buffers: dict[str, Tensor] = {}
         self._pool: Tensor | None = None
-        self.plan: Plan = bind(chosen, selection, spec, self._binding, _format_name)
+        self.plan: Plan = bind(chosen, selection, spec, self._binding)
 
     def _binding(self, layer: int | None) -> Binding:
         return Binding(
@@ -207,8 +207,3 @@ class GptOss:
     def forward(self, step: Step) -> Tensor:
         """Logits float32 [L, vocab] of the rows asked for."""
         return self.plan.run(step)["logits"]
-
-
-def _format_name(tensor: object) -> str:
-    assert isinstance(tensor, Matrix)
-    return kind_of(tensor)

@@ -20,7 +20,7 @@ from halfbyte.plan.step import REGIMES, Regime, Step
 PROLOGUE = ("embed",)
 LAYER = ("attn_norm", "qkv", "rope", "kv_write", "attention", "o", "mlp_norm", "router", "moe")
 EPILOGUE = ("final_norm", "lm_head")
-SEGMENTS: dict[str, tuple[str, ...]] = {"prologue": PROLOGUE, "layer": LAYER, "epilogue": EPILOGUE}
+SEGMENTS = (PROLOGUE, LAYER, EPILOGUE)
 OPERATIONS = PROLOGUE + LAYER + EPILOGUE
 
 # Which axis of the gates chooses the kernel of an operation; operations without one follow their neighbours.
@@ -97,7 +97,7 @@ class Binding:
     """What a phase gets when it is bound: one layer's weights (or the model's, outside layers) and shared state."""
 
     spec: Spec
-    weights: Any  # model.weights.LayerWeights in a layer, Weights in prologue and epilogue
+    weights: Any  # model.weights.LayerWeights in a layer, Weights outside and for a whole-step phase
     kind: str | None  # sliding or full, in a layer
     kind_index: int  # place of this layer inside a KV page
     rope: tuple[Tensor, float]  # inverse frequencies, temperature
@@ -111,7 +111,10 @@ Launch = Callable[[Step, dict[str, Tensor]], None]
 
 
 class Phase(ABC):
-    """Subclasses set the class attributes. One phase, one file."""
+    """Subclasses set the class attributes. One phase, one file.
+
+    `covers` lies within one segment, or is all of OPERATIONS: a persistent kernel that runs the whole step.
+    """
 
     name: str
     covers: tuple[str, ...]

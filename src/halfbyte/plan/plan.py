@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from halfbyte.plan.phase import ROLES, SEGMENTS, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import OPERATIONS, ROLES, SEGMENTS, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Record, Run, Selection
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import Regime, Step
@@ -17,7 +17,7 @@ from halfbyte.plan.step import Regime, Step
 class Bound:
     phase: Phase
     launch: Launch
-    formats: dict[str, str]  # role -> format of the weight it was bound to
+    formats: dict[str, str]  # role -> format of the weights it was bound to (the model checks that they are)
 
 
 @dataclass
@@ -59,42 +59,39 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def bind(
-    chosen: Chosen,
-    selection: Selection,
-    spec: Spec,
-    binding_of: Callable[[int | None], Binding],
-    format_of: Callable[[object], str],
-) -> Plan:
+def bind(chosen: Chosen, selection: Selection, spec: Spec, binding_of: Callable[[int | None], Binding]) -> Plan:
     """Bind every chosen phase once per layer. A phase that serves several regimes is bound once and shared."""
     cache: dict[tuple[int, int | None], Bound] = {}
 
     def at(phase: Phase, layer: int | None) -> Bound:
         key = (id(phase), layer)
         if key not in cache:
-            b = binding_of(layer)
             roles = [r for op in phase.covers for r in ROLES.get(op, ())]
-            cache[key] = Bound(phase, phase.bind(b), {r: format_of(getattr(b.weights, r)) for r in roles})
+            cache[key] = Bound(phase, phase.bind(binding_of(layer)), {r: spec.formats[r] for r in roles})
         return cache[key]
 
     bound: dict[Regime, list[Bound]] = {}
     for regime, phases in chosen.items():
-        parts = dict(zip(SEGMENTS, _split(phases)))
-        bound[regime] = [at(p, None) for p in parts["prologue"]]
-        for layer in range(spec.layers):
-            bound[regime] += [at(p, layer) for p in parts["layer"]]
-        bound[regime] += [at(p, None) for p in parts["epilogue"]]
+        if phases[0].covers == OPERATIONS:
+            bound[regime] = [at(phases[0], None)]
+            continue
+        prologue, layer, epilogue = _split(phases)
+        bound[regime] = [at(p, None) for p in prologue]
+        for index in range(spec.layers):
+            bound[regime] += [at(p, index) for p in layer]
+        bound[regime] += [at(p, None) for p in epilogue]
     return Plan(spec, selection, bound)
 
 
-def _split(phases: list[Phase]) -> Iterator[list[Phase]]:
+def _split(phases: list[Phase]) -> list[list[Phase]]:
     """Phases in running order, cut at the segment boundaries."""
-    rest = list(phases)
-    for operations in SEGMENTS.values():
+    rest, parts = list(phases), []
+    for operations in SEGMENTS:
         part: list[Phase] = []
         left = len(operations)
         while left > 0:
             part.append(rest.pop(0))
             left -= len(part[-1].covers)
-        assert left == 0, "a phase crosses a segment boundary"
-        yield part
+        assert left == 0, f"{part[-1].name} crosses a segment boundary"
+        parts.append(part)
+    return parts

@@ -8,11 +8,11 @@ so a machine without Triton or CUDA can still explain what another machine would
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from halfbyte.errors import PlanError
 from halfbyte.gates import Gates
-from halfbyte.plan.phase import AXIS, OPERATIONS, SEGMENTS, Arch, Phase, Spec
+from halfbyte.plan.phase import AXIS, OPERATIONS, Arch, Phase, Spec
 from halfbyte.plan.record import Refusal, Selection
 from halfbyte.plan.step import REGIMES, Regime
 
@@ -50,17 +50,14 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
                 usable[regime].append(phase)
             else:
                 refusals.append(Refusal(phase.name, regime, reason))
-    chosen: Chosen = {r: [] for r in REGIMES}
-    layouts: dict[str, str] = {}
     conflicts: list[Refusal] = []
-    for operations in SEGMENTS.values():
-        found = _cover_all(operations, usable, spec, conflicts)
-        if found is None:
-            raise PlanError(_explain_failure(operations, usable, candidates, refusals, conflicts, gates, arch))
-        for regime in REGIMES:
-            chosen[regime] += found[regime]
-            for phase in found[regime]:
-                layouts |= phase.layouts(spec)
+    chosen = _cover(usable, spec, conflicts)
+    if chosen is None:
+        raise PlanError(_explain_failure(usable, candidates, refusals, conflicts, gates, arch))
+    layouts: dict[str, str] = {}
+    for phases_of in chosen.values():
+        for phase in phases_of:
+            layouts |= phase.layouts(spec)
     for regime in REGIMES:
         names = {p.name for p in chosen[regime]}
         for phase in usable[regime]:
@@ -92,13 +89,12 @@ def _refusal(phase: Phase, spec: Spec, arch: Arch, gates: Gates, regime: Regime)
     return phase.refuse(spec, arch, gates)
 
 
-def _cover_all(
-    operations: Sequence[str],
-    usable: Mapping[Regime, list[Phase]],
-    spec: Spec,
-    conflicts: list[Refusal],
-) -> Chosen | None:
-    """Cover the segment in every regime, so that all agree on each weight's layout. Depth-first, best rank first."""
+def _cover(usable: Mapping[Regime, list[Phase]], spec: Spec, conflicts: list[Refusal]) -> Chosen | None:
+    """Cover every operation in every regime so that all agree on each weight's layout: depth-first, best rank first.
+
+    A dead end depends only on where it is and on the layouts held so far, so each is visited once.
+    """
+    dead: set[tuple[int, int, frozenset[tuple[str, str]]]] = set()
 
     def layout_conflict(phase: Phase, layouts: Mapping[str, tuple[str, str]]) -> str | None:
         for role, layout in phase.layouts(spec).items():
@@ -110,10 +106,13 @@ def _cover_all(
     def search(regime_at: int, position: int, layouts: dict[str, tuple[str, str]], so_far: Chosen) -> Chosen | None:
         if regime_at == len(REGIMES):
             return {r: list(p) for r, p in so_far.items()}
+        here_now = (regime_at, position, frozenset((role, layout) for role, (layout, _) in layouts.items()))
+        if here_now in dead:
+            return None
         regime = REGIMES[regime_at]
-        if position == len(operations):
+        if position == len(OPERATIONS):
             return search(regime_at + 1, 0, layouts, so_far)
-        here = [p for p in usable[regime] if operations[position : position + len(p.covers)] == p.covers]
+        here = [p for p in usable[regime] if OPERATIONS[position : position + len(p.covers)] == p.covers]
         for phase in sorted(here, key=lambda p: (-p.rank, -len(p.covers), p.name)):
             reason = layout_conflict(phase, layouts)
             if reason is not None:
@@ -125,6 +124,7 @@ def _cover_all(
             if found is not None:
                 return found
             so_far[regime].pop()
+        dead.add(here_now)
         return None
 
     return search(0, 0, {}, {r: [] for r in REGIMES})
@@ -143,7 +143,6 @@ def _why_not(phase: Phase, chosen: Chosen, regime: Regime, spec: Spec) -> str:
 
 
 def _explain_failure(
-    operations: Sequence[str],
     usable: Mapping[Regime, list[Phase]],
     candidates: list[Phase],
     refusals: list[Refusal],
@@ -154,7 +153,7 @@ def _explain_failure(
     """One sentence, then every reason that matters on a line of its own."""
     for regime in REGIMES:
         covered = {op for p in usable[regime] for op in p.covers}
-        missing = [op for op in operations if op not in covered]
+        missing = [op for op in OPERATIONS if op not in covered]
         if missing:
             break
     else:
@@ -173,6 +172,3 @@ def _explain_failure(
     if len(lines) == 1:
         lines.append("  no phase of this version covers it")
     return "\n".join(lines)
-
-
-assert all(op in OPERATIONS for op in AXIS)
