@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from halfbyte.engine import wire
-from halfbyte.engine.build import EngineOptions, build_core
 from halfbyte.engine.engine import EngineCore, Output
 from halfbyte.engine.loop import Ask, EngineLoop
 from halfbyte.engine.request import SourceInfo
@@ -30,6 +29,8 @@ Build = Callable[[Any], tuple[EngineCore, SourceInfo]]
 
 
 def build(options: bytes) -> tuple[EngineCore, SourceInfo]:
+    from halfbyte.engine.build import EngineOptions, build_core  # here, because it brings torch and the model
+
     core, info, _ = build_core(msgspec.msgpack.decode(options, type=EngineOptions))
     return core, info
 

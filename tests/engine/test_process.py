@@ -1,0 +1,218 @@
+"""The engine in its own process: a thousand requests, cancels, faults, a kill; every one completes or is told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from engine_fakes import EOS, VOCAB, FakeRunner, FakeVocabulary, oracle, random_prompt
+
+from halfbyte.engine.batch import Batch
+from halfbyte.engine.engine import EngineConfig, EngineCore
+from halfbyte.engine.process import EngineProcess
+from halfbyte.engine.request import Delta, Request, SamplingParams, SourceInfo
+from halfbyte.errors import CapacityError, CheckpointError, EngineDiedError, HalfbyteError, RequestError, UsageError
+
+BUILD = "test_process:build_fake"
+POISON = 50
+
+
+def build_fake(settings: dict) -> tuple[EngineCore, SourceInfo]:
+    """Runs in the engine's process."""
+    if settings.get("refuse"):
+        raise CheckpointError("there is no such model.")
+
+    def fault(batch: Batch) -> None:
+        if POISON in batch.tokens.tolist() and settings.get("poison"):
+            raise RuntimeError("struck")
+        if settings.get("die_on") in batch.tokens.tolist():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if settings.get("hang_on") in batch.tokens.tolist():
+            import time
+
+            time.sleep(600)
+
+    config = EngineConfig(
+        pages=400, page_size=8, window=16, vocab=VOCAB, max_context=256, eos_tokens=(EOS,), max_seqs=32, max_tokens=128
+    )
+    core = EngineCore(FakeRunner(400, 8, 16, fault=fault), config, FakeVocabulary())
+    return core, SourceInfo("fake", 256, VOCAB, (EOS,), {"pid": os.getpid()})
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+async def opened(settings: dict | None = None, **bounds: object) -> EngineProcess:
+    source = EngineProcess(BUILD, settings or {}, **bounds)
+    await source.open()
+    return source
+
+
+async def whole(source: EngineProcess, request: Request) -> tuple[list[int], Delta]:
+    tokens: list[int] = []
+    last: Delta | None = None
+    async for delta in source.stream(request):
+        tokens += delta.tokens
+        last = delta
+    assert last is not None
+    return tokens, last
+
+
+def greedy(n: int = 12, **kw: object) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=n, **kw)
+
+
+async def test_tokens_come_through_and_a_closed_stream_is_cancelled() -> None:
+    source = await opened()
+    try:
+        assert source.ready
+        assert source.info.model == "fake"
+        request = Request([5, 6, 7], greedy())
+        tokens, last = await whole(source, request)
+        assert tokens == oracle(request, 0, 15, 16)[0]
+        assert last.usage is not None
+        assert source.stats().generated_tokens == len(tokens)
+        with pytest.raises(RequestError, match="empty"):
+            await whole(source, Request([], greedy()))
+
+        stream = source.stream(Request([5, 6], greedy(200, ignore_eos=True)))
+        async for _ in stream:
+            break
+        await stream.aclose()  # cancels
+        for _ in range(100):
+            await whole(source, Request([9], greedy(1)))
+            if source.stats().running == 0:
+                break
+        assert source.stats().running == 0
+        assert source.stats().kv_pages_used == 0
+    finally:
+        await source.close()
+    assert source.pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(source.pid, 0)
+
+
+async def test_loading_errors_reach_the_caller_as_they_are() -> None:
+    with pytest.raises(CheckpointError, match="no such model"):
+        await opened({"refuse": True})
+
+
+async def test_a_hung_or_dead_engine_is_reported_and_restarts_are_bounded() -> None:
+    source = await opened({"die_on": POISON, "hang_on": POISON + 1}, restarts=1, hang=1.0)
+    try:
+        for token in (POISON + 1, POISON):  # it hangs and is killed by the watchdog; restarted, it kills itself
+            for _ in range(400):
+                if source.ready:
+                    break
+                await asyncio.sleep(0.05)
+            with pytest.raises(EngineDiedError, match="signal 9"):
+                await whole(source, Request([token], greedy()))
+        await asyncio.sleep(0.3)
+        assert not source.ready
+        with pytest.raises(CapacityError, match="not started again"):
+            await whole(source, Request([5], greedy()))
+    finally:
+        await source.close()
+
+
+async def test_a_thousand_requests_with_cancels_faults_and_one_kill() -> None:
+    rng = random.Random(7)
+    source = await opened({"poison": True})
+    counts = {"whole": 0, "cancelled": 0, "error": 0, "died": 0, "refused": 0}
+    gate = asyncio.Semaphore(60)
+    killed = asyncio.Event()
+    first = source.pid
+
+    async def one(number: int) -> None:
+        prompt = random_prompt(rng, 1, 30)
+        prompt = [t if t != POISON else 3 for t in prompt]
+        poison = rng.random() < 0.02
+        if poison:
+            prompt[rng.randrange(len(prompt))] = POISON
+        request = Request(prompt, greedy(rng.randint(1, 16)), id=f"t{number}")
+        leave = rng.randint(1, 5) if rng.random() < 0.15 else None
+        async with gate:
+            while True:
+                tokens: list[int] = []
+                stream = source.stream(request)
+                try:
+                    async for delta in stream:
+                        tokens += delta.tokens
+                        if delta.finish == "error":
+                            # only a poisoned request, or one that generated the poison itself, may fail
+                            assert poison or POISON in oracle(request, 0, len(prompt) + 99, 16)[0]
+                            counts["error"] += 1
+                        elif delta.finish is not None:
+                            expected = oracle(request, 0, len(prompt) + request.sampling.max_tokens, 16)[0]
+                            assert tokens == expected
+                            counts["whole"] += 1
+                        elif leave is not None and len(tokens) >= leave:
+                            await stream.aclose()
+                            counts["cancelled"] += 1
+                            return
+                    return
+                except EngineDiedError:
+                    assert killed.is_set()
+                    counts["died"] += 1
+                    return
+                except CapacityError:
+                    await asyncio.sleep(0.05)  # it is being restarted: told, tries again
+                    counts["refused"] += 1
+
+    async def kill() -> None:
+        while counts["whole"] < 300:
+            await asyncio.sleep(0.01)
+        killed.set()
+        assert source.pid is not None
+        os.kill(source.pid, signal.SIGKILL)
+
+    try:
+        killer = asyncio.create_task(kill())
+        await asyncio.wait_for(asyncio.gather(*(one(i) for i in range(1000))), 120)
+        await killer
+        assert sum(counts[k] for k in ("whole", "cancelled", "error", "died")) == 1000
+        assert counts["died"] > 0
+        assert counts["error"] > 0
+        assert counts["cancelled"] > 20
+        await whole(source, Request([9], greedy(1)))
+        for _ in range(100):
+            if source.stats().running == 0:
+                break
+            await whole(source, Request([9], greedy(1)))
+        stats = source.stats()
+        assert (stats.running, stats.waiting, stats.kv_pages_used) == (0, 0, 0), "something leaked"
+        assert source.deaths == 1
+        assert source.pid != first
+    finally:
+        await source.close()
+
+
+def test_errors_keep_their_class_over_the_wire() -> None:
+    from halfbyte.engine import wire
+
+    for error in (UsageError("a."), EngineDiedError("b."), RequestError("c.")):
+        assert type(wire.revive(type(error).__name__, str(error))) is type(error)
+    assert isinstance(wire.revive("Strange", "x"), HalfbyteError)
+
+
+def test_frames_survive_any_cut() -> None:
+    from halfbyte.engine import wire
+
+    delta = Delta([1, 2], 0, None, "stop")
+    from halfbyte.engine.request import EngineStats
+
+    data = wire.stepped([("a", delta)], EngineStats()) * 3
+    rng = random.Random(1)
+    for _ in range(50):
+        frames, got, at = wire.Frames(), [], 0
+        while at < len(data):
+            step = rng.randint(1, 40)
+            got += frames.feed(data[at : at + step])
+            at += step
+        assert [wire.decode_from_engine(b).outputs for b in got] == [[("a", delta)]] * 3
