@@ -1,3 +1,39 @@
-"""halfbyte: gpt-oss from MXFP4 weights at the speed of the memory it lives in."""
+"""halfbyte: gpt-oss from MXFP4 weights at the speed of the memory it lives in.
+
+from halfbyte import Engine, SamplingParams
+
+with Engine() as engine:                              # no argument: the embedded model
+    print(engine.generate("2 + 2 =", SamplingParams(temperature=0.0, max_tokens=4))[0].text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+__all__ = ["Completion", "Constraint", "Delta", "Engine", "Gates", "HalfbyteError", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from halfbyte.engine.api import Completion, Engine
+    from halfbyte.engine.request import Constraint, Delta, SamplingParams
+    from halfbyte.errors import HalfbyteError
+    from halfbyte.gates import Gates
+
+_HOMES = {
+    "Completion": "halfbyte.engine.api",
+    "Engine": "halfbyte.engine.api",
+    "Constraint": "halfbyte.engine.request",
+    "Delta": "halfbyte.engine.request",
+    "SamplingParams": "halfbyte.engine.request",
+    "HalfbyteError": "halfbyte.errors",
+    "Gates": "halfbyte.gates",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Exports are imported when asked for: `import halfbyte` alone does not load torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -221,6 +221,11 @@ def setting(name: str, env: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if env is None else env).get(name) or None
 
 
+def child_environment(**extra: str) -> dict[str, str]:
+    """What a process of ours starts with."""
+    return {**os.environ, **extra}
+
+
 def _preset(name: str) -> Preset:
     try:
         return PRESETS[name.strip().lower()]

@@ -1,4 +1,4 @@
-"""`bench`: pp/tg figures beside the physical ceiling."""
+"""`bench` and `eval`: how fast, beside the physical ceiling, and how right."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from halfbyte.cli import talk
 from halfbyte.cli.options import (
     DeviceOption,
     JsonOption,
@@ -13,11 +14,14 @@ from halfbyte.cli.options import (
     ModelArgument,
     announce,
     err,
+    out,
     print_json,
     print_table,
     with_gates,
 )
+from halfbyte.engine.request import SamplingParams
 from halfbyte.errors import UsageError
+from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates
 from halfbyte.lab import bench as bench_
 from halfbyte.lab import environment
@@ -74,5 +78,42 @@ def bench(
             err.print(f"[red]{f.test} is invalid: {f.reason}[/red]")
 
 
+@with_gates
+def evaluate(
+    model: ModelArgument = None,
+    suite: Annotated[str, typer.Option(help="Which problems: tiny.")] = "tiny",
+    per_task: Annotated[int, typer.Option("--per-task", min=1, help="Problems of each task.")] = 8,
+    tasks: Annotated[str | None, typer.Option(help="Only these, with commas between.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the held-out problems.")] = 0,
+    wrong: Annotated[bool, typer.Option("--wrong", help="Print every miss.")] = False,
+    device: DeviceOption = None,
+    json: JsonOption = False,
+    *,
+    gates: Gates,
+) -> None:
+    """Accuracy per task on held-out problems, greedy and deterministic."""
+    problems = Suite(suite, seed, per_task, [t.strip() for t in tasks.split(",")] if tasks else None)
+    with talk.open_engine(model, device, gates) as engine:
+
+        def answer(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+            made = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+            return [c.tokens for c in made]
+
+        with err.status("evaluating") as status:
+            report = problems.run(
+                engine.tokenizer, answer, progress=lambda t, s: status.update(f"evaluated {t}: {s.right}/{s.problems}")
+            )
+    if json:
+        print_json(report.to_json() | {"environment": environment.collect(gates)})
+        return
+    out.print(report.table(), markup=False)
+    if wrong:
+        for miss in report.wrong:
+            out.print(
+                f"\n{miss['task']}: …{miss['question']}\n  {miss['expected']!r} expected, {miss['got']!r}", markup=False
+            )
+
+
 def register(app: typer.Typer) -> None:
     app.command()(bench)
+    app.command("eval")(evaluate)

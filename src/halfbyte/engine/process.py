@@ -26,6 +26,7 @@ from halfbyte.engine import wire
 from halfbyte.engine.build import EngineOptions
 from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo
 from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError
+from halfbyte.gates import child_environment
 
 log = logging.getLogger("halfbyte")
 
@@ -180,7 +181,7 @@ class EngineProcess:
         self._starts.append(time.monotonic())
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "halfbyte.engine.worker", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": _path()},
+            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=child_environment(PYTHONPATH=_path()),
             start_new_session=True,
         )  # fmt: skip
         theirs.close()
