@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anthropic
 import httpx
+import openai
 import pytest
 import uvicorn
 
@@ -28,6 +30,7 @@ class Live:
 
     def __init__(self, source: ScriptedSource, settings: ServerSettings) -> None:
         self.source = source
+        self.clients: list[openai.OpenAI | anthropic.Anthropic] = []
         self.app = create_app(source, source.tokenizer, settings)
         self.service = self.app.state.service
         config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2)
@@ -42,7 +45,19 @@ class Live:
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
 
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        self.clients.append(client)
+        return client
+
+    def anthropic(self, key: str = "none") -> anthropic.Anthropic:
+        client = anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
+        self.clients.append(client)
+        return client
+
     def close(self) -> None:
+        for client in self.clients:
+            client.close()
         self.server.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import openai
 import pytest
 from conftest import Live
 from scripted import Play, ScriptedSource, always, call, in_turn, say
@@ -23,13 +22,9 @@ TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "pa
 Serve = Callable[..., Live]
 
 
-def client(live: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
-
-
 def ask(live: Live, **more: Any) -> Any:
     messages = more.pop("messages", [{"role": "user", "content": "Hi"}])
-    return client(live).chat.completions.create(model="gpt-oss-test", messages=messages, **more)
+    return live.openai().chat.completions.create(model="gpt-oss-test", messages=messages, **more)
 
 
 def test_answer_and_reasoning_are_apart(serve: Serve) -> None:
@@ -318,9 +313,9 @@ def test_sampling_parameters_reach_the_engine(serve: Serve) -> None:
 
 def test_text_completions(serve: Serve) -> None:
     live = serve(ScriptedSource(lambda r, i: Play(f" world{i}<|return|>")))
-    out = client(live).completions.create(model="gpt-oss-test", prompt=["Hello", "Bye"], n=2, echo=True)
+    out = live.openai().completions.create(model="gpt-oss-test", prompt=["Hello", "Bye"], n=2, echo=True)
     assert [c.text for c in out.choices] == ["Hello world0", "Hello world1", "Bye world0", "Bye world1"]
-    stream = client(live).completions.create(
+    stream = live.openai().completions.create(
         model="gpt-oss-test", prompt="Hello", stream=True, logprobs=1, stream_options={"include_usage": True}
     )
     chunks = list(stream)
@@ -328,6 +323,6 @@ def test_text_completions(serve: Serve) -> None:
     assert sum(len(c.choices[0].logprobs.tokens) for c in chunks if c.choices) == chunks[-1].usage.completion_tokens
     assert live.source.requests[-1].sampling.max_tokens == 16
     ids = live.source.tokenizer.encode("Hello")
-    out = client(live).completions.create(model="gpt-oss-test", prompt=ids, stop="rld")
+    out = live.openai().completions.create(model="gpt-oss-test", prompt=ids, stop="rld")
     assert out.choices[0].text == " wo"
     assert live.source.requests[-1].prompt == ids

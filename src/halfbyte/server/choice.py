@@ -260,6 +260,10 @@ class ChoiceState:
         return dict(self._parser.repairs)
 
     @property
+    def stop_match(self) -> str | None:
+        return self._stop.matched
+
+    @property
     def reasoning(self) -> str:
         return SEPARATOR.join(item.text for item in self.items if item.kind == "reasoning" and item.text)
 

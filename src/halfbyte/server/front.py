@@ -89,7 +89,7 @@ class Front:
 
         try:
             try:
-                self._admit(path, headers)
+                self._admit(scope["method"], path, headers)
                 await self.app(scope, self._bounded(receive), send_named)
             except Exception as e:
                 if status:  # the answer has begun; all that is left is to end the connection
@@ -105,8 +105,11 @@ class Front:
             self.metrics.http(scope["method"], route, status)
             access.info("%s %s %s %.1f ms %s", scope["method"], path, status or "aborted", 1000 * seconds, request_id)
 
-    def _admit(self, path: str, headers: Headers) -> None:
-        if path not in OPEN_PATHS and not path.startswith("/static/") and not self.keys.allows(headers):
+    def _admit(self, method: str, path: str, headers: Headers) -> None:
+        # A browser sends no key with its preflight; the answer to one tells it only what was configured.
+        preflight = method == "OPTIONS" and bool(self.settings.cors_origins)
+        free = preflight or path in OPEN_PATHS or path.startswith("/static/")
+        if not free and not self.keys.allows(headers):
             raise ApiError(
                 401,
                 "The API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",

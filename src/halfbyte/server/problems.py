@@ -85,19 +85,15 @@ def from_error(e: Exception) -> ApiError:
     return ApiError(500, "The server failed on this request; its log has the details.", code="internal_error")
 
 
-def from_validation(errors: list[dict[str, Any]]) -> ApiError:
-    """The first thing wrong with a body, as a sentence that names the parameter."""
-    # An unknown field is the most useful thing to hear about, whatever else is wrong.
-    error = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    path = [part for part in error["loc"] if part != "body"]
+def from_validation(errors: list[dict[str, Any]], body: Any = None) -> ApiError:
+    """The most telling thing wrong with a body, as a sentence that names the parameter."""
+    error = max(errors, key=_telling)
+    path = _path(error, body)
     param = ".".join(str(part) for part in path) or None
     kind = error["type"]
     if kind == "extra_forbidden":
-        return bad(
-            f"Unsupported parameter: '{param}'. This server does not know it; leave it out.",
-            param,
-            "unsupported_parameter",
-        )
+        text = f"Unsupported parameter: '{param}'. This server does not know it; leave it out."
+        return bad(text, param, "unsupported_parameter")
     if kind == "missing":
         what = f"Missing required parameter: '{param}'." if param else "The request has no body; send a JSON object."
         return bad(what, param, "missing_required_parameter")
@@ -107,6 +103,26 @@ def from_validation(errors: list[dict[str, Any]]) -> ApiError:
     return bad(
         f"Invalid value for '{param}': {text}." if param else f"Invalid request: {text}.", param, "invalid_value"
     )
+
+
+def _telling(error: dict[str, Any]) -> tuple[bool, bool, int]:
+    """Our own sentences first, then unknown fields, then what lies deepest: the other branches of a union complain
+    near its root."""
+    return error["type"] == "value_error", error["type"] == "extra_forbidden", len(error["loc"])
+
+
+def _path(error: dict[str, Any], body: Any) -> list[str | int]:
+    """The place of an error as keys of the body; pydantic also names the branches of unions, which nobody sent."""
+    out: list[str | int] = []
+    at = body
+    loc = [part for part in error["loc"] if part != "body"]
+    for position, part in enumerate(loc):
+        if (isinstance(at, dict) and part in at) or (isinstance(at, list) and isinstance(part, int) and part < len(at)):
+            at = at[part]
+        elif not (position == len(loc) - 1 and error["type"] == "missing"):
+            continue
+        out.append(part)
+    return out
 
 
 def wants_anthropic(path: str, headers: Any) -> bool:
@@ -127,10 +143,13 @@ def install(app: FastAPI) -> None:
 
     async def validation(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestValidationError | ValidationError)
-        return answer(request, from_validation(list(e.errors())))  # type: ignore[arg-type]
+        body = e.body if isinstance(e, RequestValidationError) else None
+        return answer(request, from_validation(list(e.errors()), body))  # type: ignore[arg-type]
 
     async def http(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
+        if isinstance(e.__cause__, ApiError):  # raised while the body was read, and wrapped on the way
+            return answer(request, e.__cause__)
         path, method = request.url.path, request.method
         if e.status_code == 404:
             error = ApiError(404, f"There is nothing at {method} {path}.", code="unknown_url")

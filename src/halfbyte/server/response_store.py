@@ -9,14 +9,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.harmony.messages import Message
+from halfbyte.server.openai_responses_schema import History
 
 
 @dataclass(frozen=True)
 class Stored:
     body: dict[str, Any]  # the response as it was answered
-    messages: list[Message]  # the conversation up to and including it
-    calls: dict[str, tuple[str, bool]]  # call_id -> (recipient, is a custom tool)
+    history: History  # the conversation up to and including it
     input_items: list[dict[str, Any]]
     size: int
 

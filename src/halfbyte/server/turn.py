@@ -13,6 +13,7 @@ from halfbyte.engine.request import Constraint, SamplingParams, SourceInfo
 from halfbyte.errors import HalfbyteError
 from halfbyte.harmony.messages import FINAL, DeveloperContent, Message, ReasoningEffort, Role, SystemContent
 from halfbyte.harmony.render import render_prompt
+from halfbyte.harmony.stops import final_triggers
 from halfbyte.harmony.vocabulary import Controls
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.problems import ApiError, bad
@@ -56,6 +57,7 @@ class Turn:
     format: Format | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
+    begins: str | None = None  # what the answer must begin with; the client has that part already
 
 
 @dataclass(frozen=True)
@@ -82,17 +84,9 @@ class Dialect:
         )
         self.analysis_header = [c.channel, *encode("analysis"), c.message]
         self.final_header = [c.channel, *encode(FINAL), c.message]
-        json_type = [c.constrain, *encode("json")]
-        self.json_header = [c.channel, *encode(FINAL), *encode(" "), *json_type, c.message]
-        self.final_headers: tuple[tuple[int, ...], ...] = tuple(
-            tuple(ids)
-            for ids in (
-                self.final_header,
-                self.json_header,
-                [c.channel, *encode(FINAL), *json_type, c.message],
-                [c.channel, *encode(f"{FINAL} json"), c.message],
-            )
-        )
+        self.final_headers = final_triggers(tokenizer)
+        self.json_header = [c.channel, *encode(FINAL), *encode(" "), c.constrain, *encode("json"), c.message]
+        assert tuple(self.json_header) in self.final_headers
         self.new_message = [c.end, c.start, *self.assistant]
         self.empty_reasoning = [*self.analysis_header, *self.new_message]
 
@@ -144,7 +138,11 @@ def prepare(turn: Turn, dialect: Dialect, info: SourceInfo, settings: ServerSett
     except RecursionError:
         raise bad("a JSON schema in the request is nested too deeply to be shown to the model.", "tools") from None
     prefill: list[int] = []
-    if turn.effort == "none" and turn.choice.mode != "required":
+    if turn.begins is not None:
+        if turn.choice.mode == "required":
+            raise bad("an answer that must begin with given text cannot be a required tool call.", "messages")
+        prefill = [*dialect.final_header, *dialect.tokenizer.encode(turn.begins)]
+    elif turn.effort == "none" and turn.choice.mode != "required":
         # Without tools the answer begins at once. With them the model must still choose, so it is shown that it
         # has already thought, about nothing.
         prefill = dialect.empty_reasoning if tools else (dialect.json_header if turn.format else dialect.final_header)

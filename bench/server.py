@@ -1,0 +1,168 @@
+"""What the HTTP front end costs: tokens from a scripted source, through the real server, to real clients.
+
+    python bench/server.py [--httptools] [--uvloop]
+
+Concurrency 1: milliseconds added per token, against the source's own pace. Concurrency 64: tokens per second in all.
+Server and client share the machine's cores, each in a process of its own. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo, Usage
+from halfbyte.model.tokenizer import Tokenizer
+
+TOKENS = 400
+
+
+class PacedSource:
+    """One step per tick for all streams, as an engine makes them; `pace` 0 means as fast as it is taken."""
+
+    ready = True
+
+    def __init__(self, pace: float) -> None:
+        self.tokenizer = Tokenizer.gpt_oss()
+        text = "The quick brown fox jumps over the lazy dog and runs away. " * 100
+        head = self.tokenizer.encode("<|channel|>final<|message|>", allow_special=True)
+        self.ids = (head + self.tokenizer.encode(text))[:TOKENS]
+        self.pace = pace
+        self.info = SourceInfo("bench", 131072, 201088, self.tokenizer.eos_tokens)
+        self._tick: asyncio.Event = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def close(self) -> None:
+        pass
+
+    async def _beat(self) -> None:
+        due = time.perf_counter()
+        while True:
+            due += self.pace
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            tick, self._tick = self._tick, asyncio.Event()
+            tick.set()
+
+    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+        if self.pace and self._ticker is None:
+            self._ticker = asyncio.get_running_loop().create_task(self._beat())
+        ids = self.ids
+        for at in range(len(ids)):
+            await (self._tick.wait() if self.pace else asyncio.sleep(0))
+            last = at == len(ids) - 1
+            yield Delta(ids[at : at + 1], finish="length" if last else None, usage=Usage() if last else None)
+
+
+def run_server(port: int, pace: float, loop: str, http: str) -> None:
+    import uvicorn
+
+    from halfbyte.server.app import create_app
+    from halfbyte.server.settings import ServerSettings
+
+    source = PacedSource(pace)
+    app = create_app(source, source.tokenizer, ServerSettings(max_requests=2000, min_available_bytes=0))  # type: ignore[arg-type]
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", access_log=False, loop=loop, http=http)  # type: ignore[arg-type]
+
+
+BODY = json.dumps(
+    {
+        "model": "bench",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": TOKENS,
+    }
+).encode()
+
+
+async def client(port: int) -> tuple[int, list[float]]:
+    """One request over a raw socket: a client library would be the slowest part. Tokens and arrival times."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + BODY)
+    data, times = b"", []
+    while block := await reader.read(1 << 16):
+        times.append(time.perf_counter())
+        data += block
+    writer.close()
+    assert data.startswith(b"HTTP/1.1 200"), data[:200]
+    at = data.rindex(b'"completion_tokens":') + len(b'"completion_tokens":')
+    return int(data[at : data.index(b",", at)]), times
+
+
+async def measure(port: int, concurrency: int, rounds: int) -> tuple[float, int, list[float]]:
+    await client(port)
+    tokens, gaps = 0, []
+    start = time.perf_counter()
+    for _ in range(rounds):
+        for count, times in await asyncio.gather(*(client(port) for _ in range(concurrency))):
+            tokens += count
+            gaps += [b - a for a, b in zip(times, times[1:])]
+    return time.perf_counter() - start, tokens, gaps
+
+
+def with_server(pace: float, loop: str, http: str, concurrency: int, rounds: int) -> dict[str, float]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    process = multiprocessing.get_context("spawn").Process(target=run_server, args=(port, pace, loop, http))
+    process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, "the server did not start"
+                time.sleep(0.1)
+        used = os.times()
+        seconds, tokens, gaps = asyncio.run(measure(port, concurrency, rounds))
+        now = os.times()
+        client_cpu = now.user + now.system - used.user - used.system
+        return {
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            "gap_ms": 1000 * statistics.median(gaps),
+            "client_cpu_s": client_cpu,
+        }
+    finally:
+        process.terminate()
+        process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--httptools", action="store_true")
+    parser.add_argument("--uvloop", action="store_true")
+    args = parser.parse_args()
+    loop, http = "uvloop" if args.uvloop else "asyncio", "httptools" if args.httptools else "h11"
+    # One stream as fast as it goes: the whole of a token's time is the front end's.
+    one = with_server(0.0, loop, http, 1, 10)
+    added = 1000 * one["seconds"] / one["tokens"]
+    # 64 streams, a step every 5 ms: 12,800 tokens/s offered.
+    many = with_server(0.005, loop, http, 64, 3)
+    print(f"concurrency 1   {added:.3f} ms per token ({one['tokens_per_s']:.0f} tokens/s)")
+    print(
+        f"concurrency 64  {many['tokens_per_s']:.0f} tokens/s of 12800 offered, a chunk every {many['gap_ms']:.1f} ms"
+    )
+    print(json.dumps({"ms_per_token_c1": added, "tokens_per_s_c64": many["tokens_per_s"], "loop": loop, "http": http}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Start the server and stop it well.
+
+SIGTERM and SIGINT close the door first (503 with Retry-After, `/health` says so), let running requests end for up to
+`drain_seconds`, then cancel what is left and close the engine. A second signal does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from halfbyte.engine.request import TokenSource
+from halfbyte.errors import UsageError
+from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.server.app import create_app
+from halfbyte.server.service import Service
+from halfbyte.server.settings import ServerSettings
+
+log = logging.getLogger("halfbyte.server")
+SourceFactory = Callable[[], Awaitable[tuple[TokenSource, Tokenizer]]]
+
+
+class Server(uvicorn.Server):
+    """uvicorn with a drain before its shutdown. uvicorn alone would stop accepting connections at once, and a client
+    would see a refused connection where it could have had a 503."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._draining is not None:
+            log.warning("second signal: stopping now")
+            self.should_exit = self.force_exit = True
+            return
+        loop = asyncio.get_running_loop()
+        self._draining = loop.create_task(self._drain(), name="drain")
+
+    async def _drain(self) -> None:
+        await self.service.drain(self.service.settings.drain_seconds)
+        self.should_exit = True
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """The listening socket, taken before a model is loaded: a port in use should not cost a minute."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((settings.host, settings.port))
+    except OSError as e:
+        sock.close()
+        where = f"{settings.host}:{settings.port}"
+        raise UsageError(f"cannot listen on {where} ({e.strerror or e}); choose another --host or --port.") from None
+    sock.set_inheritable(True)
+    return sock
+
+
+def config_for(app: Any, settings: ServerSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        access_log=False,  # front.py writes one, with the request's id and without its query
+        log_config=None,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=2,  # the drain has already waited
+        h11_max_incomplete_event_size=64 * 1024,
+        server_header=False,
+        lifespan="on",
+    )
+
+
+async def serve_source(
+    settings: ServerSettings,
+    source: TokenSource,
+    tokenizer: Tokenizer,
+    *,
+    sock: socket.socket | None = None,
+    started: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until a signal. `started` is told the address once connections are accepted."""
+    sock = sock or bind(settings)
+    app = create_app(source, tokenizer, settings)
+    service: Service = app.state.service
+    server = Server(config_for(app, settings), service)
+    if not settings.local_only and not settings.api_keys:
+        log.warning("listening on %s without an API key: whoever reaches this port can use the model", settings.host)
+    host, port = sock.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    loop = asyncio.get_running_loop()
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, server.handle_exit, sig, None)
+    announce = asyncio.create_task(_announce(server, url, started))
+    try:
+        await server._serve([sock])
+    finally:
+        announce.cancel()
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(sig)
+        await source.close()
+        sock.close()
+
+
+async def _announce(server: Server, url: str, started: Callable[[str], None] | None) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    log.info("serving %s at %s", server.service.model, url)
+    if started is not None:
+        started(url)
+
+
+def serve(
+    settings: ServerSettings, source_factory: SourceFactory, *, started: Callable[[str], None] | None = None
+) -> None:
+    """Take the port, make the engine, serve until a signal. Blocks; raises HalfbyteError for what a person can fix."""
+    sock = bind(settings)
+
+    async def main() -> None:
+        try:
+            source, tokenizer = await source_factory()
+        except BaseException:
+            sock.close()
+            raise
+        await serve_source(settings, source, tokenizer, sock=sock, started=started)
+
+    asyncio.run(main())
