@@ -68,10 +68,6 @@ class Draft:
         return len(self.segments) == 1 and not self.segments[0][1].strip()
 
     @property
-    def raw(self) -> bytes:
-        return b"".join(text for _, text in self.segments)
-
-    @property
     def hopeless(self) -> bool:
         """Whether the text since the last marker can no longer be part of a header."""
         text = self.segments[-1][1]
