@@ -148,19 +148,16 @@ def _shard(job: tuple[Recipe, int]) -> dict[str, Array]:
     return shard(*job)
 
 
-def batches(recipe: Recipe, rows: int, count: int, workers: int, device: str, start: int = 0) -> Iterator[Packed]:
-    """`count` batches of `rows` rows, from the batch number `start` on, made by `workers` processes ahead of use."""
-    per_shard = recipe.rows // rows
-    first, last = start // per_shard, -(-(start + count) // per_shard)
-    jobs = [(recipe, i) for i in range(first, last)]
-    with multiprocessing.get_context("fork" if workers and device == "cpu" else "spawn").Pool(max(1, workers)) as pool:
-        done = first * per_shard
-        for made in pool.imap(_shard, jobs):
+def batches(parts: list[tuple[Recipe, int]], rows: int, workers: int, device: str) -> Iterator[Packed]:
+    """For each (recipe, count) of `parts` in turn, `count` batches of `rows` rows, made ahead by worker processes."""
+    jobs = [(recipe, i) for recipe, count in parts for i in range(-(-count * rows // recipe.rows))]
+    wanted = [count * rows for _, count in parts]
+    with multiprocessing.get_context("spawn").Pool(max(1, workers)) as pool:
+        for recipe, made in zip((recipe for recipe, _ in jobs), pool.imap(_shard, jobs), strict=True):
+            part = next(i for i, (r, _) in enumerate(parts) if r is recipe)
             tensors = {f: torch.from_numpy(made[f]) for f in FIELDS}
             if device != "cpu":
-                tensors = {f: t.pin_memory() for f, t in tensors.items()}
-            for i in range(per_shard):
-                if start <= done < start + count:
-                    part = {f: t[i * rows : (i + 1) * rows].to(device, non_blocking=True).long() for f, t in tensors.items()}
-                    yield Packed(**part)
-                done += 1
+                tensors = {f: t.pin_memory().to(device, non_blocking=True) for f, t in tensors.items()}
+            for at in range(0, min(recipe.rows, wanted[part]), rows):
+                yield Packed(**{f: t[at : at + rows].long() for f, t in tensors.items()})
+            wanted[part] -= recipe.rows

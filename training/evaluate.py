@@ -1,4 +1,4 @@
-"""Score a network in training on the held-out suite: as shipped, as its bf16 parent, and broken in four ways."""
+"""Score a network in training on the held-out suite: its bf16 parent, as shipped, and broken in four ways."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from halfbyte.evals.suite import Suite
+from halfbyte.evals.suite import MAX_TOKENS, Suite
 from halfbyte.model.tokenizer import Tokenizer
 from network import Ablation, GptOss
 
@@ -17,27 +17,34 @@ ABLATIONS = {
     "window dropped": Ablation(window=False),
     "experts 0 and 1 swapped": Ablation(swap_experts=(0, 1)),
 }
+BUDGET = 400_000  # tokens of prompt in one batch
+
+
+def run(model: GptOss, tok: Tokenizer, suite: Suite, ablation: Ablation, max_tokens: int = MAX_TOKENS) -> Any:
+    """The suite's report, prompts of all tasks decoded together in order of length."""
+    prompts = sorted((item.prompt for item in suite.items(tok)), key=len)
+    answers: dict[tuple[int, ...], list[int]] = {}
+    while prompts:
+        rows = max(1, BUDGET // max(len(prompts[min(len(prompts), 600) - 1]), 1))
+        part, prompts = prompts[: min(rows, 600)], prompts[min(rows, 600) :]
+        for p, c in zip(part, model.generate(part, max_tokens, quantized=False, ablation=ablation), strict=True):
+            answers[tuple(p)] = c
+    return suite.run(tok, lambda asked, _: [answers[tuple(p)] for p in asked])
 
 
 def judge(model: GptOss, tokenizer: Path, per_task: int, *, ablations: bool, seed: int = 1000) -> dict[str, Any]:
+    """Rounds the model's experts to MXFP4 in place on the way."""
     tok = Tokenizer.from_file(tokenizer)
-    runs: dict[str, tuple[bool, Ablation, int]] = {"mxfp4": (True, Ablation(), per_task)}
-    if ablations:
-        runs["bf16 parent"] = (False, Ablation(), per_task)
-        runs |= {name: (True, a, max(1, per_task // 4)) for name, a in ABLATIONS.items()}
+    runs: dict[str, Ablation] = {"bf16 parent": Ablation()} if ablations else {}
+    runs["mxfp4"] = Ablation()
+    runs |= ABLATIONS if ablations else {}
     out: dict[str, Any] = {}
-    for name, (quantized, ablation, count) in runs.items():
+    for name, ablation in runs.items():
         began = time.time()
-
-        def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-            done: list[list[int]] = []
-            rows = max(1, min(len(prompts), 400_000 // max(map(len, prompts))))
-            limit = min(max_tokens, 320 if not ablations or name in ("mxfp4", "bf16 parent") else 160)
-            for i in range(0, len(prompts), rows):
-                done += model.generate(prompts[i : i + rows], limit, quantized=quantized, ablation=ablation)
-            return done
-
-        report = Suite("tiny", seed, count).run(tok, generate)
+        if name == "mxfp4":
+            model.round_experts()
+        broken = name in ABLATIONS
+        report = run(model, tok, Suite("tiny", seed, max(1, per_task // 4) if broken else per_task), ablation, 160 if broken else MAX_TOKENS)
         print(f"== {name} ({time.time() - began:.0f} s)\n{report.table()}", file=sys.stderr, flush=True)
         shown = report.to_json()
         shown["wrong"] = shown["wrong"][:60] if name == "mxfp4" else []

@@ -26,5 +26,7 @@ def rounded(w: Tensor) -> Tensor:
     return (on_grid * scale * g.sign()).flatten(-2)
 
 
-def straight(w: Tensor) -> Tensor:
-    return w + (rounded(w) - w).detach()
+def straight(w: Tensor, on: Tensor | bool = True) -> Tensor:
+    """`w` rounded where `on` is 1, itself where 0; a tensor, so that switching does not recompile."""
+    off = (rounded(w) - w).detach()
+    return w + off if on is True else w + off * on

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import checkpoint
 import data
+import eagle
 import evaluate
 import vocabulary
 from halfbyte.evals.tasks import MIXTURE
@@ -84,36 +85,33 @@ def fit(model: GptOss, plan: Plan, recipes: list[tuple[float, data.Recipe]], log
     loss_of: Any = torch.compile(model.loss, dynamic=False) if cuda else model.loss
     make_mask: Any = torch.compile(create_block_mask) if cuda else None
     began, shown, tokens_since = time.time(), time.time(), 0
-    step = 0
     bounds = [int(share * plan.steps) for share, _ in recipes] + [plan.steps]
-    streams = [data.batches(r, plan.rows, bounds[i + 1] - bounds[i], workers, device) for i, (_, r) in enumerate(recipes)]
-    for stream in streams:
-        for batch in stream:
-            quantized = step >= plan.quantize_from * plan.steps
-            prompt_weight = plan.prompt_weight if step < plan.decay_from * plan.steps else 0.0
-            full, sliding = masks(batch, model.c.window, make_mask)
-            loss, reply, balance = loss_of(
-                batch, full, sliding, prompt_weight=torch.tensor(prompt_weight, device=device),
-                balance_weight=plan.balance_weight, quantized=quantized, dtype=dtype,
-            )  # fmt: skip
-            loss.backward()
-            optimizer.step(rate_at(plan, step))
-            optimizer.zero()
-            step += 1
-            tokens_since += batch.token.numel()
-            if step % 25 == 0 or step == plan.steps or step <= 3:
-                value, now = float(reply.detach()), time.time()
-                speed = tokens_since / (now - shown)
-                log(step=step, reply_loss=round(value, 5), balance=round(float(balance.detach()), 3), tokens_per_s=round(speed),
-                    quantized=quantized, seconds=round(now - began, 1))  # fmt: skip
-                bar = "#" * int(30 * step / plan.steps)
-                left = (plan.steps - step) * (now - shown) / max(1, tokens_since) * batch.token.numel()
-                end = "\r" if sys.stderr.isatty() else "\n"
-                print(f"[{bar:30}] {step}/{plan.steps} loss {value:.4f} {speed / 1e3:.0f}k tok/s {now - began:.0f}s, {left:.0f}s left",
-                      end=end, file=sys.stderr, flush=True)  # fmt: skip
-                shown, tokens_since = now, 0
-            if save and save_every and step % save_every == 0 and step < plan.steps:
-                save(step)
+    parts = [(r, bounds[i + 1] - bounds[i]) for i, (_, r) in enumerate(recipes)]
+    on = {False: torch.zeros((), device=device), True: torch.ones((), device=device)}
+    for step, batch in enumerate(data.batches(parts, plan.rows, workers, device), 1):
+        quantized = step > plan.quantize_from * plan.steps
+        prompt_weight = plan.prompt_weight * on[step <= plan.decay_from * plan.steps]
+        full, sliding = masks(batch, model.c.window, make_mask)
+        loss, reply, balance = loss_of(
+            batch, full, sliding, prompt_weight=prompt_weight, balance_weight=plan.balance_weight,
+            quantized=on[quantized], dtype=dtype,
+        )  # fmt: skip
+        loss.backward()
+        optimizer.step(rate_at(plan, step - 1))
+        optimizer.zero()
+        tokens_since += batch.token.numel()
+        if step % 25 == 0 or step == plan.steps or step <= 3:
+            value, now = float(reply.detach()), time.time()
+            speed = tokens_since / (now - shown)
+            log(step=step, reply_loss=round(value, 5), balance=round(float(balance.detach()), 3),
+                tokens_per_s=round(speed), quantized=quantized, seconds=round(now - began, 1))  # fmt: skip
+            bar = "#" * int(30 * step / plan.steps)
+            left = (plan.steps - step) * (now - shown) / tokens_since * batch.token.numel()
+            print(f"[{bar:30}] {step}/{plan.steps} loss {value:.4f} {speed / 1e3:.0f}k tok/s {now - began:.0f}s, {left:.0f}s left",
+                  end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)  # fmt: skip
+            shown, tokens_since = now, 0
+        if save and save_every and step % save_every == 0 and step < plan.steps:
+            save(step)
 
 
 def recipes_for(plan: Plan, seed: int, tokenizer: Path, name: str, rows: int = 64) -> list[tuple[float, data.Recipe]]:
@@ -134,7 +132,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--per-task", type=int, default=100, help="held-out problems per task after training")
     parser.add_argument("--micro", action="store_true", help="a network small enough to train on a CPU, to try the code")
-    parser.add_argument("--minutes", type=float, default=0.0, help="a note of the time budget, written to the log")
+    parser.add_argument("--ablations", action="store_true", help="also judge the bf16 parent and four broken variants")
+    parser.add_argument("--own", type=int, default=24576, help="how many of the target's own outputs the head learns from")
+    parser.add_argument("--draft-weights", type=Path, help="stage eagle: also measure this draft model")
     args = parser.parse_args()
     if args.stage == "vocabulary":
         vocabulary.save(vocabulary.train(TINY.vocab, args.seed), args.tokenizer.parent, TINY.max_context)
@@ -144,10 +144,14 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     log = Log(args.out / "log.jsonl")
     source = args.weights or args.out
-    if args.stage in ("eagle",):
-        import eagle
-
-        eagle.stage(args, source, log, device)
+    if args.stage == "eagle":
+        target = GptOss(TINY if not args.micro else MICRO).to(device)
+        checkpoint.load_weights(target, source)
+        draft = None
+        if args.draft_weights:
+            draft = GptOss(DRAFT).to(device).requires_grad_(False)
+            checkpoint.load_weights(draft, args.draft_weights)
+        eagle.stage(args, source, log, device, target, draft)
         return
     config = DRAFT if args.stage == "draft" else MICRO if args.micro else TINY
     model = GptOss(config).to(device)
@@ -166,7 +170,7 @@ def main() -> None:
             save=lambda step: checkpoint.save_weights(model, args.out), save_every=max(1, plan.steps // 4))  # fmt: skip
         checkpoint.save_weights(model, args.out)
         checkpoint.load_weights(model, args.out)  # judge what was saved, rounded to bf16
-    reports = evaluate.judge(model, args.tokenizer, args.per_task, ablations=not args.micro and args.stage != "draft")
+    reports = evaluate.judge(model, args.tokenizer, args.per_task, ablations=args.ablations)
     (args.out / "evaluation.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,328 @@
+"""The EAGLE-3 head of the embedded model: train it on the target's own greedy outputs, measure acceptance, export it.
+
+One Llama layer over [embedding of the next token; fused hidden states of three target layers], no sinks, no window, its
+own small vocabulary. Three draft steps are unrolled in training, each feeding on the one before ("training-time test",
+Li et al., EAGLE-3): step j of a root sees the target-fed keys up to the root and the keys of its own steps 1..j.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import data
+from halfbyte.evals.tasks import MIXTURE, TASKS, group, problem
+from halfbyte.harmony.render import render_prompt
+from network import GptOss, Mask, Packed, RMSNorm, attend, masks, rotate
+from optimizer import Optimizer
+
+LAYERS = (2, 4, 7)  # the head sees what enters these layers
+STEPS = 3
+DRAFT_VOCAB = 1024
+THETA = 150000.0
+
+
+class Head(nn.Module):
+    """Parameter names follow the public checkpoints as far as the optimizer's naming allows; `tensors` renames."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, vocab: int, eps: float) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        H, Q, KV = hidden, heads * head_dim, kv_heads * head_dim
+
+        def matrix(rows: int, columns: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(rows, columns) / math.sqrt(columns))
+
+        self.fc = matrix(H, 3 * H)
+        self.q, self.k, self.v, self.o = matrix(Q, 2 * H), matrix(KV, 2 * H), matrix(KV, 2 * H), matrix(H, Q)
+        self.gate_proj, self.up_proj, self.down_proj = matrix(intermediate, H), matrix(intermediate, H), matrix(H, intermediate)
+        self.hidden_norm, self.input_layernorm = RMSNorm(H, eps), RMSNorm(H, eps)
+        self.post_attention_layernorm, self.norm = RMSNorm(H, eps), RMSNorm(H, eps)
+        self.lm_head = nn.Parameter(torch.randn(vocab, H) * 0.02)
+        self.register_buffer("inverse", THETA ** (-torch.arange(0, head_dim, 2).float() / head_dim), persistent=False)
+
+    def project(self, embedded: Tensor, h: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B, S, _ = h.shape
+        x = torch.cat((self.input_layernorm(embedded), self.hidden_norm(h)), dim=-1)
+        angle = position.float()[:, None, :, None] * self.inverse
+        cos, sin = angle.cos(), angle.sin()
+
+        def heads(w: Tensor, n: int) -> Tensor:
+            return F.linear(x, w.to(x.dtype)).view(B, S, n, self.head_dim).transpose(1, 2)
+
+        q, k = rotate(heads(self.q, self.heads), cos, sin), rotate(heads(self.k, self.kv_heads), cos, sin)
+        return q, k, heads(self.v, self.kv_heads)
+
+    def rest(self, h: Tensor, attended: Tensor) -> Tensor:
+        B, _, S, _ = attended.shape
+        h = h + F.linear(attended.transpose(1, 2).reshape(B, S, -1), self.o.to(h.dtype))
+        x = self.post_attention_layernorm(h)
+        inner = F.silu(F.linear(x, self.gate_proj.to(h.dtype))) * F.linear(x, self.up_proj.to(h.dtype))
+        return h + F.linear(inner, self.down_proj.to(h.dtype))
+
+    def unroll(self, taps: list[Tensor], embed: Tensor, token: Tensor, position: Tensor, mask: Mask) -> list[Tensor]:
+        """Logits [B, S, draft vocabulary] of each draft step, for every root position, on the true tokens."""
+        h = F.linear(torch.cat(taps, dim=-1), self.fc.to(taps[0].dtype))
+        out: list[Tensor] = []
+        own: list[tuple[Tensor, Tensor]] = []
+        for j in range(STEPS):
+            ahead = token.roll(-1 - j, dims=1)
+            q, k, v = self.project(F.embedding(ahead, embed).to(h.dtype), h, position + j)
+            if j == 0:
+                base = k, v
+            else:
+                own.append((k, v))
+            attended, lse = _with_lse(q, *base, mask)
+            if own:
+                repeat = self.heads // self.kv_heads
+                scores = [(q * k.repeat_interleave(repeat, 1)).float().sum(-1) / math.sqrt(self.head_dim) for k, _ in own]
+                share = torch.stack([lse, *scores], dim=-1).softmax(-1).to(q.dtype)
+                attended = attended * share[..., :1]
+                for i, (_, v) in enumerate(own, 1):
+                    attended = attended + v.repeat_interleave(repeat, 1) * share[..., i : i + 1]
+            h = self.rest(h, attended)
+            out.append(F.linear(self.norm(h), self.lm_head.to(h.dtype)).float())
+        return out
+
+    def tensors(self, kept: Tensor, vocab: int) -> dict[str, Tensor]:
+        """The public layout; `kept` are the target ids of the draft vocabulary, ascending."""
+        names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+                 "gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj"}  # fmt: skip
+        out = {f"midlayer.{new}.weight": getattr(self, old) for old, new in names.items()}
+        out |= {f"midlayer.{n}.weight": getattr(self, n).weight for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+        out |= {"fc.weight": self.fc, "norm.weight": self.norm.weight, "lm_head.weight": self.lm_head}
+        out = {name: t.detach().bfloat16().contiguous().cpu() for name, t in out.items()}
+        known = torch.zeros(vocab, dtype=torch.bool)
+        known[kept] = True
+        out["d2t"], out["t2d"] = kept.cpu() - torch.arange(len(kept)), known
+        return out
+
+
+def _with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    if isinstance(mask, Tensor):  # small machines: take the logsumexp by hand
+        repeat = q.shape[1] // k.shape[1]
+        scores = (q @ k.repeat_interleave(repeat, 1).mT).float() / math.sqrt(q.shape[-1])
+        return attend(q, k, v, mask, None), scores.masked_fill(~mask, float("-inf")).logsumexp(-1)
+    out: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
+    return out[0], out[1]
+
+
+# ---- the target's own outputs -------------------------------------------------------------------
+
+
+def _prompts(job: tuple[str, int, int]) -> list[list[int]]:
+    tokenizer, seed, index = job
+    vocabulary = data._vocabulary(tokenizer)
+    rng = Random(f"eagle/{seed}/{index}")
+    made: list[list[int]] = []
+    while len(made) < 1024:
+        made += [render_prompt(vocabulary, p.prompt()) for p in group(rng, MIXTURE, sentences=(10, 60))]
+    return made[:1024]
+
+
+def own_outputs(target: GptOss, prompts: list[list[int]], rows: int = 2048) -> list[tuple[list[int], int]]:
+    """(prompt + greedy completion, length of the prompt)."""
+    ordered = sorted(prompts, key=len)
+    done: list[tuple[list[int], int]] = []
+    for i in range(0, len(ordered), rows):
+        part = ordered[i : i + rows]
+        done += [(p + c, len(p)) for p, c in zip(part, target.generate(part, 200, quantized=False), strict=True)]
+    return done
+
+
+def pack(conversations: list[tuple[list[int], int]], length: int, device: str) -> Packed:
+    """Whole conversations in rows, no branches; weight 2 where the next token is the target's own."""
+    rows: list[dict[str, list[int]]] = []
+    room: list[int] = []
+    for number, (tokens, prompt) in enumerate(conversations):
+        if len(tokens) > length:
+            continue
+        row = next((i for i in range(max(0, len(rows) - 4), len(rows)) if room[i] >= len(tokens)), len(rows))
+        if row == len(rows):
+            rows.append({f: [] for f in data.FIELDS})
+            room.append(length)
+        r = rows[row]
+        r["token"] += tokens
+        r["target"] += [*tokens[1:], 0]
+        r["weight"] += [0] * (prompt - 1) + [2] * (len(tokens) - prompt) + [0]
+        r["position"] += range(len(tokens))
+        r["document"] += [number] * len(tokens)
+        r["branch"] += [0] * len(tokens)
+        room[row] -= len(tokens)
+    for r, left in zip(rows, room, strict=True):
+        for f in data.FIELDS:
+            r[f] += [-1 if f == "document" else 0] * left
+    return Packed(**{f: torch.tensor([r[f] for r in rows], device=device) for f in data.FIELDS})
+
+
+def rows_of(p: Packed, index: Tensor) -> Packed:
+    return Packed(**{f: getattr(p, f)[index] for f in data.FIELDS})
+
+
+# ---- training and measuring ---------------------------------------------------------------------
+
+
+def head_loss(head: Head, taps: list[Tensor], logits: Tensor, embed: Tensor, batch: Packed, mask: Mask, kept: Tensor, to_draft: Tensor) -> Tensor:
+    """Cross-entropy with the target's distribution over the draft vocabulary, later steps counting less."""
+    out = torch.zeros((), device=batch.token.device)
+    teacher = logits[..., kept].softmax(-1)
+    covered = to_draft[logits.argmax(-1)] >= 0
+    for j, drafted in enumerate(head.unroll(taps, embed, batch.token, batch.position, mask)):
+        shift = 1 + j  # the root at t drafts what the target says after the token at t + shift
+        want = teacher.roll(-shift, dims=1)
+        valid = (batch.weight == 2) & (batch.weight.roll(-shift, dims=1) == 2)
+        valid &= (batch.document == batch.document.roll(-shift, dims=1)) & covered.roll(-shift, dims=1)
+        valid[:, -shift:] = False
+        each = -(want * drafted.log_softmax(-1)).sum(-1)
+        out = out + 0.8**j * (each * valid).sum() / valid.sum().clamp(min=1)
+    return out
+
+
+def acceptance(matches: list[Tensor], batch: Packed) -> tuple[float, list[float]]:
+    """(mean tokens per verification, share accepted at each step), walking every reply as an engine would.
+
+    matches[j][row, t]: draft step j of root t is the token the target wrote. A step needs the token before it accepted.
+    """
+    steps = tokens = 0
+    reached, hit = [0] * STEPS, [0] * STEPS
+    weight, document = batch.weight.tolist(), batch.document.tolist()
+    ok = [m.tolist() for m in matches]
+    for row in range(len(weight)):
+        t, n = 0, len(weight[row])
+        while t < n:
+            if weight[row][t] != 2:
+                t += 1
+                continue
+            # the target has just produced the token at t + 1; the draft guesses t + 2 ...
+            accepted = 0
+            for j in range(STEPS):
+                at = t + 1 + j
+                if at >= n or weight[row][at] != 2 or document[row][at] != document[row][t]:
+                    break
+                reached[j] += 1
+                if not ok[j][row][t]:
+                    break
+                hit[j] += 1
+                accepted += 1
+            steps += 1
+            tokens += accepted + 1
+            t += accepted + 1
+    return tokens / max(1, steps), [h / max(1, r) for h, r in zip(hit, reached, strict=True)]
+
+
+def held_out(target: GptOss, tokenizer: str, per_task: int, device: str) -> Packed:
+    vocabulary = data._vocabulary(tokenizer)
+    prompts = [render_prompt(vocabulary, problem(t, 2000, i).prompt()) for t in TASKS if t != "needle" for i in range(per_task)]
+    return pack(own_outputs(target, prompts), 1024, device)
+
+
+@torch.no_grad()
+def head_acceptance(head: Head, target: GptOss, batch: Packed, kept: Tensor, dtype: torch.dtype) -> tuple[float, list[float]]:
+    full, sliding = masks(batch, target.c.window, None)
+    h, _, taps = target.hidden(batch.token, batch.position, full, sliding, dtype=dtype, quantized=False, taps=[i - 1 for i in LAYERS])
+    del h
+    drafted = [kept[d.argmax(-1)] for d in head.unroll(taps, target.embed, batch.token, batch.position, full)]
+    return acceptance([d == batch.token.roll(-2 - j, dims=1) for j, d in enumerate(drafted)], batch)
+
+
+@torch.no_grad()
+def draft_acceptance(draft: GptOss, batch: Packed, dtype: torch.dtype) -> tuple[float, list[float]]:
+    """Of a draft model: on the true prefix its guess for t + 2 + j stands at t + 1 + j."""
+    h, _, _ = draft.hidden(batch.token, batch.position, *masks(batch, draft.c.window, None), dtype=dtype, quantized=False)
+    right = F.linear(h, draft.lm_head.to(dtype)).argmax(-1) == batch.token.roll(-1, dims=1)
+    return acceptance([right.roll(-1 - j, dims=1) for j in range(STEPS)], batch)
+
+
+def stage(args: Namespace, source: Path, log: Callable[..., None], device: str, target: GptOss, draft: GptOss | None) -> None:
+    """Train the head for `target`, report its acceptance (and the draft model's), write tensors to --out."""
+    cuda = device == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    began = time.time()
+    target.requires_grad_(False).round_experts()
+    if draft is not None:
+        draft.round_experts()
+    jobs = [(str(args.tokenizer), args.seed, i) for i in range(max(1, args.own // 1024))]
+    with multiprocessing.get_context("spawn").Pool(max(1, min(args.workers, len(jobs)))) as pool:
+        prompts = [p for part in pool.map(_prompts, jobs) for p in part][: args.own]
+    conversations = own_outputs(target, prompts)
+    Random(args.seed).shuffle(conversations)
+    length, rows = (4096, 8) if cuda else (1024, 2)
+    packed = pack(conversations, length, device)
+    print(f"{len(conversations)} own outputs, {packed.token.numel()} tokens, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+    c = target.c
+    counts = torch.bincount(packed.target[packed.weight == 2], minlength=c.vocab)
+    kept = counts.topk(DRAFT_VOCAB).indices.sort().values
+    to_draft = torch.full((c.vocab,), -1, device=device)
+    to_draft[kept] = torch.arange(DRAFT_VOCAB, device=device)
+    head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, DRAFT_VOCAB, c.norm_eps).to(device)
+    optimizer = Optimizer(head, muon=0.02, adam=2e-3, decay=0.03)
+    make: Any = torch.compile(create_block_mask) if cuda else None
+    hidden: Any = torch.compile(target.hidden, dynamic=False) if cuda else target.hidden
+    loss_of: Any = torch.compile(head_loss, dynamic=False) if cuda else head_loss
+    taps_at = [i - 1 for i in LAYERS]
+    generator = torch.Generator().manual_seed(args.seed)
+    order = torch.empty(0, dtype=torch.long)
+    for step in range(args.steps):
+        if len(order) < rows:
+            order = torch.randperm(packed.token.shape[0], generator=generator)
+        batch, order = rows_of(packed, order[:rows].to(device)), order[rows:]
+        full, sliding = masks(batch, c.window, make)
+        with torch.no_grad():
+            h, _, taps = hidden(batch.token, batch.position, full, sliding, dtype=dtype, quantized=False, taps=taps_at)
+            logits = F.linear(h, target.lm_head.to(dtype)).float()
+        loss = loss_of(head, taps, logits, target.embed, batch, full, kept, to_draft)
+        loss.backward()
+        left = (args.steps - step) / args.steps
+        optimizer.step(min(1.0, (step + 1) / 30, max(0.03, left / 0.6)))
+        optimizer.zero()
+        if step % 50 == 0 or step == args.steps - 1:
+            log(stage="eagle", step=step, loss=round(float(loss.detach()), 4), seconds=round(time.time() - began, 1))
+            print(f"eagle {step}/{args.steps} loss {float(loss.detach()):.4f} {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.copy_(p.bfloat16().float())
+    args.out.mkdir(parents=True, exist_ok=True)
+    save_file(head.tensors(kept, c.vocab), args.out / "eagle3.safetensors")
+    test = held_out(target, str(args.tokenizer), args.per_task, device)
+    result: dict[str, Any] = {"drafted": STEPS, "problems": args.per_task * (len(TASKS) - 1)}
+    result["eagle3"] = head_acceptance(head, target, test, kept, dtype)
+    if draft is not None:
+        result["draft model"] = draft_acceptance(draft, test, dtype)
+    print(f"acceptance {json.dumps(result)}", file=sys.stderr, flush=True)
+    (args.out / "acceptance.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def config(c: Any) -> dict[str, Any]:
+    """config.json of the head, as public gpt-oss heads have it."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": c.hidden,
+        "num_hidden_layers": 1, "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim, "intermediate_size": 2 * c.hidden, "hidden_act": "silu", "vocab_size": c.vocab,
+        "draft_vocab_size": DRAFT_VOCAB, "rms_norm_eps": c.norm_eps, "rope_theta": THETA, "rope_scaling": None,
+        "max_position_embeddings": c.max_context, "attention_bias": False, "mlp_bias": False,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": list(c.eos_tokens),
+        "pad_token_id": c.pad_token,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS), "use_aux_hidden_state": True,
+                         "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True},
+    }  # fmt: skip
+
+
+def export(source: Path, target: Any, folder: Path) -> None:
+    """Write models/tiny-eagle3 from the stage's output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes((source / "eagle3.safetensors").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config(target), indent=2) + "\n", encoding="utf-8")
