@@ -5,18 +5,21 @@ The plan is chosen before anything is read, so that every weight is laid out onc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from halfbyte.errors import CheckpointError, UsageError
+from halfbyte.formats import FORMATS, bytes_for
 from halfbyte.gates import Gates
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import NAMED, ModelConfig
-from halfbyte.model.gpt_oss import PAGE_SIZE, GptOss, arch_of, choose
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, PAGE_SIZE, GptOss, arch_of, choose, formats_after
 from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.model.weights import GROUPS, Source
+from halfbyte.model.weights import DTYPES, GROUPS, Kind, Source, roles, shape_of
 
 EMBEDDED = Path(__file__).parents[3] / "models" / "tiny"
 RANDOM = "random:"
@@ -78,6 +81,24 @@ def config_of(name: ModelName) -> ModelConfig:
 def formats_of(source: Source) -> dict[str, str]:
     """Role -> the format a checkpoint holds it in."""
     return {role: source.kinds(None if role in ("lm_head", "embed") else 0, role)[0] for role in (*GROUPS, "embed")}
+
+
+def weight_bytes(name: ModelName, gates: Gates) -> int:
+    """What the weights will take once loaded as the gates say."""
+    config, found = config_of(name), dict(CHECKPOINT_FORMATS)
+    if name.path is not None:
+        source = checkpoint.open_model(name.path)
+        found = formats_of(source)
+        source.close()
+    kinds = formats_after(gates, found)
+    total = 0
+    for _, role in roles(config):
+        kind = kinds.get(role, "bf16")
+        count = math.prod(shape_of(config, role))
+        total += (
+            bytes_for(shape_of(config, role), kind) if kind in FORMATS else count * DTYPES[cast(Kind, kind)].itemsize
+        )
+    return total
 
 
 def load(

@@ -1,0 +1,75 @@
+"""`make demo`: start the real server on the embedded model, ask it something with a real HTTP client, measure, stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+QUESTIONS = ("What is 17 + 25?", "Reverse the word stream.")
+BIN = Path(sys.executable).parent / "halfbyte"
+
+
+def say(text: str) -> None:
+    print(f"\n==> {text}", flush=True)
+
+
+def wait_for_url(server: subprocess.Popen[str]) -> str:
+    """The address is the last word of the line the server prints when it accepts connections."""
+    assert server.stderr is not None
+    for line in server.stderr:
+        print(f"    {line.rstrip()}", flush=True)
+        if "serving" in line and "http://" in line:
+            return line.split()[-1]
+    raise SystemExit("the server stopped before it was ready; run `halfbyte serve` to see why")
+
+
+def ask(url: str, question: str) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    start, first, tokens = time.perf_counter(), 0.0, 0
+    print(f"\nuser       {question}\nreasoning  ", end="", flush=True)
+    answering = False
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as reply:
+        reply.raise_for_status()
+        for line in reply.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line[6:])
+            first = first or time.perf_counter()
+            for choice in chunk["choices"]:
+                if choice["delta"].get("content") and not answering:
+                    answering = True
+                    print("\nassistant  ", end="")
+                text = choice["delta"].get("reasoning") or choice["delta"].get("content") or ""
+                print(text, end="", flush=True)
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+    seconds = time.perf_counter() - start
+    print(f"\n           ({tokens} tokens in {seconds:.1f} s, first after {1000 * (first - start):.0f} ms)")
+
+
+def main() -> None:
+    say("serving the embedded model (halfbyte serve --port 0)")
+    server = subprocess.Popen([BIN, "serve", "--port", "0"], stderr=subprocess.PIPE, text=True)
+    try:
+        url = wait_for_url(server)
+        say("asking it, as any OpenAI client would")
+        for question in QUESTIONS:
+            ask(url, question)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(30)
+    say(f"server stopped (exit code {code})")
+    say("speed on this machine, beside what its memory could do (halfbyte bench)")
+    subprocess.run([BIN, "bench", "--pp", "256", "--tg", "32", "--runs", "2"], check=True)
+    say("next: halfbyte chat · halfbyte serve MODEL · halfbyte explain --arch sm121")
+
+
+if __name__ == "__main__":
+    main()

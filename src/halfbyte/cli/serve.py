@@ -1,0 +1,95 @@
+"""`serve`: the engine in its own process behind an OpenAI- and Anthropic-compatible server."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte import gates as gates_
+from halfbyte.cli.options import DeviceOption, ModelArgument, announce, err, with_gates
+from halfbyte.engine.build import EngineOptions
+from halfbyte.engine.process import EngineProcess
+from halfbyte.engine.request import TokenSource
+from halfbyte.errors import UsageError
+from halfbyte.gates import Gates
+from halfbyte.model import ready
+from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.server import run
+from halfbyte.server.guard import MemoryPlan
+from halfbyte.server.settings import GiB, ServerSettings, load_api_keys
+
+LEAST_KV_GIB = 0.25  # without --kv-memory the cache takes what is left, but less than this is no use
+WORKSPACE = 1 * GiB
+
+
+@with_gates
+def serve(
+    model: ModelArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; this machine only by default.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option("--name", help="The name clients see.")] = None,
+    alias: Annotated[list[str] | None, typer.Option(help="Further names for the same model.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="One key per line; HALFBYTE_API_KEY works too.")] = None,
+    cors: Annotated[list[str] | None, typer.Option(help="Origins that browsers may call from.")] = None,
+    max_context: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
+    max_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once; more wait.")] = 64,
+    max_tokens_per_step: Annotated[int, typer.Option(min=1, help="Rows of one step: chunk of a long prompt.")] = 2048,
+    max_requests: Annotated[int, typer.Option(min=1, help="Running and waiting; one more is answered 429.")] = 256,
+    kv_memory: Annotated[float | None, typer.Option(help="GiB of KV cache; default: what is free.")] = None,
+    reserve: Annotated[float | None, typer.Option(help="GiB of memory that stays free.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Model or head that --speculate draft or eagle3 uses.")] = None,
+    engine: Annotated[str, typer.Option(help="halfbyte; vllm comes with the plugin.")] = "halfbyte",
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="One log line per request.")] = False,
+    device: DeviceOption = None,
+    *,
+    gates: Gates,
+) -> None:
+    """Serve a model: /v1/chat/completions, /v1/responses, /v1/messages, and a chat page at /."""
+    if engine != "halfbyte":
+        raise UsageError(f"--engine {engine} is not part of this version; leave it out.")
+    if verbose:
+        logging.getLogger("halfbyte").setLevel(logging.INFO)
+    resolved = ready.resolve(model)
+    where = ready.pick_device(device)
+    key = gates_.setting("HALFBYTE_API_KEY")
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        model_name=name,
+        aliases=tuple(alias or ()),
+        api_keys=load_api_keys(api_key_file, [key] if key else []),
+        cors_origins=tuple(cors or ()),
+        max_requests=max_requests,
+        log_prompts=log_prompts,
+    )
+    options = EngineOptions(
+        model=model,
+        gates=gates,
+        device=str(where),
+        max_context=max_context,
+        max_seqs=max_seqs,
+        max_tokens=max_tokens_per_step,
+        kv_gib=kv_memory,
+        reserve_gib=reserve,
+        draft=draft,
+    )
+    announce(gates, f"{resolved.label} on {where}")
+    weights = ready.weight_bytes(resolved, gates)
+    kv = int((kv_memory if kv_memory is not None else LEAST_KV_GIB) * GiB)
+    MemoryPlan(weights, kv, WORKSPACE, int((reserve if reserve is not None else 2.0) * GiB)).check()
+
+    async def source() -> tuple[TokenSource, Tokenizer]:
+        with err.status(f"loading {resolved.label}"):
+            return await EngineProcess.start(options), ready.tokenizer_of(resolved)
+
+    run.serve(
+        settings, source, started=lambda url: err.print(f"serving [bold]{name or resolved.label}[/bold] at {url}")
+    )
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(serve)
