@@ -9,6 +9,7 @@ gigabyte of experts is repacked with a few megabytes beside source and result.
 | `plain`      | all        | [..., N, K/2] or [..., N, K]: the checkpoint's      | [..., N, K/G]  |
 | `gguf`       | mxfp4, q8  | [..., N, blocks * 17 or 34]: GGUF's blocks          | empty          |
 | `mma16`      | mxfp4      | [..., ceil(N/16), tile bytes]: for mma.m16n8k16     | empty          |
+| `tile16`     | mxfp4, q8  | [..., ceil(N/16), ceil(K/64), chunk]: `tile16.py`   | empty          |
 | `w4a8_split` | mxfp4      | [..., N, K/2], nibbles of a 128-wide tile split     | [..., N, K/32] |
 
 To add one: write `pack` (plain to it) and `unpack` (back), both on whole MXTensors, and add a `Layout` to `LAYOUTS`;
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from halfbyte.errors import FormatError
+from halfbyte.formats import tile16
 from halfbyte.formats.blocks import chunk_elements
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
 
@@ -338,6 +340,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout("plain", ("mxfp4", "mxfp8", "nvfp4", "q8"), _same, _same),
         Layout("gguf", ("mxfp4", "q8"), _gguf_pack, _gguf_unpack),
         Layout("mma16", ("mxfp4",), _mma16_pack, _mma16_unpack),
+        Layout("tile16", ("mxfp4", "q8"), tile16.pack, tile16.unpack),
         Layout("w4a8_split", ("mxfp4",), _split_pack, _split_unpack),
     )
 }

@@ -1,0 +1,185 @@
+"""tile16: weights as the decode kernel streams them, for MXFP4, q8 and bf16. Lossless; nothing here rounds.
+
+Rows in tiles of 16, K in chunks of 64; a chunk is contiguous, scales included, so that any run of chunks is one bulk
+copy. Data is uint8 [..., ceil(N/16), ceil(K/64), chunk bytes]; rows past N and groups past K are zero.
+
+A chunk feeds four steps i of mma.m16n8k16. Lane (g, t) = (lane / 4, lane % 4) holds rows g and g + 8 (r = 0, 1), and in
+step i, pair p, element e the column k = 32 (i / 2) + 8 t + 4 (i % 2) + 2 p + e. The dot product does not care about the
+order of k, and this one gives a lane eight consecutive k of every group of 32: activations load as whole words.
+
+| format | bytes | order                                                                                          |
+|--------|-------|------------------------------------------------------------------------------------------------|
+| mxfp4  | 544   | [lane][i] words of eight codes; then scales [g][group][r]                                      |
+| q8     | 1088  | [group][lane][i % 2][p][e][r] int8; then float16 scales [g][group][r]                          |
+| bf16   | 2048  | [i][lane][p][r][e]                                                                             |
+
+The word of MXFP4 holds four registers of two codes. A register has sign and magnitude of a code where bf16 has its sign
+and its lowest exponent bits (mask 0x81c081c0, value x 2^-126). With w the word, registers (p, r) = (0,0), (0,1), (1,0),
+(1,1) are w, w rotated right by 6, by 3, and (w & 0x001b001b) * 0x1084, each under that mask: eight instructions for
+eight weights, none wasted on signs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halfbyte.errors import FormatError
+from halfbyte.formats.blocks import chunk_elements
+from halfbyte.formats.tensor import GEOMETRY, MXTensor
+
+ROWS, WIDTH = 16, 64
+CHUNK_BYTES = {"mxfp4": 544, "q8": 1088, "bf16": 2048}
+
+
+def tile_shape(n: int, k: int, format: str) -> tuple[int, int, int]:
+    """Shape of `data` for a matrix [n, k]."""
+    return -(-n // ROWS), -(-k // WIDTH), CHUNK_BYTES[format]
+
+
+def pack(t: MXTensor) -> MXTensor:
+    """A plain mxfp4 or q8 tensor in this layout."""
+    *lead, n, k = _matrix(t)
+    tiles, chunks, size = tile_shape(n, k, t.format)
+    stack = math.prod(lead)
+    out = torch.empty((stack, tiles, chunks, size), dtype=torch.uint8, device=t.device)
+    data, scales = t.data.reshape(stack, n, t.data.shape[-1]), t.scales.reshape(stack, n, t.scales.shape[-1])
+    for e in range(stack):
+        for first, last in _parts(tiles, chunks, t.device):
+            rows = slice(first * ROWS, last * ROWS)
+            count = (last - first) * ROWS
+            codes = _pad(data[e, rows], count, chunks * WIDTH * GEOMETRY[t.format].element_bits // 8)
+            scale = _pad(scales[e, rows], count, chunks * 2)
+            make = _mxfp4_chunks if t.format == "mxfp4" else _q8_chunks
+            out[e, first:last] = make(codes, scale, last - first, chunks)
+    none = torch.empty(0, dtype=torch.uint8, device=t.device)
+    return replace(t, data=out.view(*lead, tiles, chunks, size), scales=none, layout="tile16")
+
+
+def unpack(t: MXTensor) -> MXTensor:
+    """The plain tensor again, equal to the last byte."""
+    *lead, n, k = _matrix(t)
+    tiles, chunks, size = tile_shape(n, k, t.format)
+    if tuple(t.data.shape) != (*lead, tiles, chunks, size) or t.data.dtype != torch.uint8:
+        raise FormatError(
+            f"a {t.format} tensor of shape {t.shape} in layout 'tile16' is uint8 {(*lead, tiles, chunks, size)}, not "
+            f"{t.data.dtype} {tuple(t.data.shape)}"
+        )
+    geometry = GEOMETRY[t.format]
+    groups = geometry.padded(k) // 32
+    flat = t.data.reshape(math.prod(lead), tiles, chunks, size)
+    data = torch.empty((flat.shape[0], n, groups * geometry.group_bytes), dtype=geometry.data_dtype, device=t.device)
+    scales = torch.empty((flat.shape[0], n, groups), dtype=geometry.scale_dtype, device=t.device)
+    take = _mxfp4_rows if t.format == "mxfp4" else _q8_rows
+    for e in range(flat.shape[0]):
+        for first, last in _parts(tiles, chunks, t.device):
+            codes, scale = take(flat[e, first:last].contiguous(), last - first, chunks)
+            rows = slice(first * ROWS, min(n, last * ROWS))
+            size_here = rows.stop - rows.start
+            data[e, rows] = codes[:size_here, : data.shape[-1]]
+            scales[e, rows] = scale[:size_here, :groups]
+    data, scales = data.view(*lead, n, data.shape[-1]), scales.view(*lead, n, groups)
+    return replace(t, data=data, scales=scales, layout="plain")
+
+
+def pack_dense(w: Tensor) -> Tensor:
+    """A bf16 matrix [..., n, k] as uint8 [..., tiles, chunks, 2048]."""
+    if w.dtype != torch.bfloat16 or w.ndim < 2:
+        raise FormatError(f"the layout 'tile16' holds bf16 matrices, not {w.dtype} of shape {tuple(w.shape)}")
+    *lead, n, k = w.shape
+    tiles, chunks, _ = tile_shape(n, k, "bf16")
+    x = F.pad(w, (0, chunks * WIDTH - k, 0, tiles * ROWS - n)).view(torch.int16)
+    #                tile, r, g, chunk, i / 2, t, i % 2, p, e
+    x = x.reshape(-1, tiles, 2, 8, chunks, 2, 4, 2, 2, 2).permute(0, 1, 4, 5, 7, 3, 6, 8, 2, 9)
+    return x.contiguous().view(torch.uint8).view(*lead, tiles, chunks, CHUNK_BYTES["bf16"])
+
+
+def unpack_dense(data: Tensor, n: int, k: int) -> Tensor:
+    """The inverse of `pack_dense`."""
+    *lead, tiles, chunks, _ = data.shape
+    x = data.contiguous().view(torch.int16).view(-1, tiles, chunks, 2, 2, 8, 4, 2, 2, 2)
+    x = x.permute(0, 1, 8, 5, 2, 3, 6, 4, 7, 9).reshape(*lead, tiles * ROWS, chunks * WIDTH)
+    return x[..., :n, :k].contiguous().view(torch.bfloat16)
+
+
+# ---- mxfp4 -----------------------------------------------------------------------------------------------------------
+
+
+def _mxfp4_chunks(codes: Tensor, scales: Tensor, tiles: int, chunks: int) -> Tensor:
+    """codes uint8 [tiles * 16, chunks * 32], scales uint8 [tiles * 16, chunks * 2] -> [tiles, chunks, 544]."""
+    #                  tile, r, g, chunk, i / 2, t, i % 2, p
+    c = codes.view(tiles, 2, 8, chunks, 2, 4, 2, 2).permute(0, 3, 2, 5, 4, 6, 7, 1)  # tile chunk g t i/2 i%2 p r
+    pair = c.to(torch.int64)
+    pair = (pair & 15) | ((pair >> 4) << 16)
+    a = ((pair & 0x00070007) << 6) | ((pair & 0x00080008) << 12)
+    word = a[..., 0, 0] | _rotate_left(a[..., 0, 1], 6) | _rotate_left(a[..., 1, 0], 3)
+    last = pair[..., 1, 1]
+    word |= ((last & 0x00010001) << 4) | ((last & 0x00060006) >> 1) | (last & 0x00080008)
+    words = _as_int32(word).view(torch.uint8).view(tiles, chunks, 512)
+    scale = scales.view(tiles, 2, 8, chunks, 2).permute(0, 3, 2, 4, 1).reshape(tiles, chunks, 32)
+    return torch.cat((words, scale), -1)
+
+
+def _mxfp4_rows(data: Tensor, tiles: int, chunks: int) -> tuple[Tensor, Tensor]:
+    word = data[..., :512].contiguous().view(torch.int32).view(tiles, chunks, 8, 4, 2, 2).to(torch.int64) & 0xFFFFFFFF
+    pairs = []
+    for turn in (0, 6, 3):
+        a = _rotate_left(word, (32 - turn) % 32)
+        pairs.append(((a >> 6) & 0x00070007) | ((a >> 12) & 0x00080008))
+    pairs.append(((word >> 4) & 0x00010001) | ((word << 1) & 0x00060006) | (word & 0x00080008))
+    pair = torch.stack(pairs, -1).view(tiles, chunks, 8, 4, 2, 2, 2, 2)  # tile chunk g t i/2 i%2 p r
+    byte = ((pair & 15) | ((pair >> 12) & 0xF0)).to(torch.uint8)
+    codes = byte.permute(0, 7, 2, 1, 4, 3, 5, 6).reshape(tiles * ROWS, chunks * 32)
+    scale = data[..., 512:].reshape(tiles, chunks, 8, 2, 2).permute(0, 4, 2, 1, 3)
+    return codes, scale.reshape(tiles * ROWS, chunks * 2)
+
+
+def _rotate_left(v: Tensor, n: int) -> Tensor:
+    return ((v << n) | (v >> (32 - n))) & 0xFFFFFFFF if n else v
+
+
+def _as_int32(v: Tensor) -> Tensor:
+    return torch.where(v >= 1 << 31, v - (1 << 32), v).to(torch.int32).contiguous()
+
+
+# ---- q8 --------------------------------------------------------------------------------------------------------------
+
+
+def _q8_chunks(codes: Tensor, scales: Tensor, tiles: int, chunks: int) -> Tensor:
+    """codes int8 [tiles * 16, chunks * 64], scales float16 [tiles * 16, chunks * 2] -> [tiles, chunks, 1088]."""
+    #              tile, r, g, chunk, group, t, i % 2, p, e
+    c = codes.view(tiles, 2, 8, chunks, 2, 4, 2, 2, 2).permute(0, 3, 4, 2, 5, 6, 7, 8, 1)
+    elements = c.contiguous().view(torch.uint8).view(tiles, chunks, 1024)
+    scale = scales.view(tiles, 2, 8, chunks, 2).permute(0, 3, 2, 4, 1).contiguous().view(torch.uint8)
+    return torch.cat((elements, scale.view(tiles, chunks, 64)), -1)
+
+
+def _q8_rows(data: Tensor, tiles: int, chunks: int) -> tuple[Tensor, Tensor]:
+    elements = data[..., :1024].contiguous().view(torch.int8).view(tiles, chunks, 2, 8, 4, 2, 2, 2, 2)
+    codes = elements.permute(0, 8, 3, 1, 2, 4, 5, 6, 7).reshape(tiles * ROWS, chunks * WIDTH)
+    scale = data[..., 1024:].contiguous().view(torch.float16).view(tiles, chunks, 8, 2, 2).permute(0, 4, 2, 1, 3)
+    return codes, scale.reshape(tiles * ROWS, chunks * 2)
+
+
+# ---- shared ----------------------------------------------------------------------------------------------------------
+
+
+def _matrix(t: MXTensor) -> tuple[int, ...]:
+    if len(t.shape) < 2:
+        raise FormatError(f"the layout 'tile16' holds matrices or stacks of them, not a tensor of shape {t.shape}")
+    return t.shape
+
+
+def _parts(tiles: int, chunks: int, device: torch.device) -> list[tuple[int, int]]:
+    if not chunks:
+        return []
+    step = max(1, chunk_elements(device) // (ROWS * chunks * WIDTH))
+    return [(start, min(tiles, start + step)) for start in range(0, tiles, step)]
+
+
+def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    return F.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0])).contiguous()
