@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from halfbyte.kernels.triton.phases import PHASES as TRITON
 from halfbyte.plan.phase import Phase
 
-PHASES: tuple[Phase, ...] = ()
+PHASES: tuple[Phase, ...] = TRITON

@@ -1,0 +1,122 @@
+"""Call: one kernel exactly as a phase launches it, so that running it and proving it cannot drift apart.
+
+A call names the device function, its compile-time constants, its warps and stages, and the type of every other
+argument. `launch` runs it; `kernels/prove.py` compiles it for an architecture that is not here. Under Triton's
+interpreter the argument types are checked against the declared ones on every launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKAGE = "halfbyte.kernels.triton.jit"
+
+_TYPES = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """`types`: argument -> Triton type; `i32:16` is an integer known to be a multiple of 16, None an absent pointer."""
+
+    module: str
+    function: str
+    types: Mapping[str, str | None]
+    constants: Mapping[str, Any]
+    warps: int = 4
+    stages: int = 3
+    need: str = ""  # pattern the machine code must show
+    ban: str = ""  # pattern it must not show
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.function}{''.join(f' {k}={v}' for k, v in self.constants.items() if k in _TELLING)}"
+
+    def resolve(self) -> Any:
+        return _function(self.module, self.function)
+
+    def launch(self, grid: tuple[int, ...], device: torch.device, **args: Any) -> None:
+        if 0 in grid:
+            return
+        fn = self.resolve()
+        if device.type == "cpu":  # the interpreter: the only place where this runs without a GPU
+            self._check(args)
+        fn[grid](
+            **args,
+            **self.constants,
+            num_warps=self.warps,
+            num_stages=self.stages,
+            **self.options,
+            **target_options(device),
+        )
+
+    def _check(self, args: Mapping[str, Any]) -> None:
+        assert set(args) == set(self.types), f"{self.function}: {set(args) ^ set(self.types)}"
+        for name, value in args.items():
+            declared = self.types[name]
+            if isinstance(value, Tensor):
+                assert declared == _TYPES[value.dtype], f"{self.function}.{name}: {value.dtype} declared {declared}"
+            elif value is None:
+                assert declared is None, f"{self.function}.{name}: None declared {declared}"
+            elif isinstance(value, int):
+                assert declared in ("i32", "i64", "i32:16", "i64:16"), (
+                    f"{self.function}.{name}: int declared {declared}"
+                )
+                assert not declared.endswith(":16") or value % 16 == 0, f"{self.function}.{name}: {value} % 16"
+            else:
+                assert declared == "fp32", f"{self.function}.{name}: {type(value)} declared {declared}"
+
+
+_TELLING = ("XF", "WF", "BM", "BN", "BK", "WINDOW", "SPLITS", "SWAP", "KV")
+
+
+@functools.cache
+def _function(module: str, function: str) -> Any:
+    return getattr(importlib.import_module(f"{PACKAGE}.{module}"), function)
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Of a CPU, under the interpreter: that of SM120, whose shapes are the tightest."""
+    return (12, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def target_options(device: torch.device) -> dict[str, Any]:
+    return {} if device.type == "cpu" else compile_options(capability_of(device))
+
+
+def compile_options(capability: tuple[int, int]) -> dict[str, Any]:
+    """Before 3.8 Triton finds no block-scaled MMA on SM121 unless it is called SM120; the target stays sm_121a."""
+    return {"arch": "sm120"} if capability == (12, 1) and triton_version() < (3, 8) else {}
+
+
+def type_of(dtype: torch.dtype) -> str:
+    return _TYPES[dtype]
+
+
+def multiple(value: int) -> str:
+    """The type of an integer argument, as Triton specialises it."""
+    return "i32:16" if value % 16 == 0 else "i32"
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,44 @@
+"""Token embedding in Triton: a row of the table as float32."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from halfbyte.gates import Gates
+from halfbyte.kernels.triton.call import Call, multiple, type_of
+from halfbyte.kernels.triton.tiles import refuse_gpu
+from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import Step
+
+BLOCK = 1024
+
+
+def embed_call(table: torch.dtype, hidden: int) -> Call:
+    types = {"tokens": "*i32", "table": type_of(table), "x": "*fp32", "H": multiple(hidden)}
+    return Call("rows", "embed_kernel", types, {"BH": BLOCK})
+
+
+class Embed(Phase):
+    name, covers, category, rank = "triton.embed", ("embed",), "other", 10
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        return refuse_gpu(arch)
+
+    def bind(self, b: Binding) -> Launch:
+        table = b.weights.embed
+        hidden = b.spec.hidden
+        call = embed_call(table.dtype, hidden)
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            x = torch.empty((step.rows, hidden), dtype=torch.float32, device=table.device)
+            grid = (step.rows, math.ceil(hidden / BLOCK))
+            call.launch(grid, table.device, tokens=step.tokens, table=table, x=x, H=hidden)
+            acts["x"] = x
+
+        return launch
+
+    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+        return [embed_call(torch.bfloat16, spec.hidden)]

@@ -1,0 +1,249 @@
+# mypy: ignore-errors
+"""Matrix products with dense, q8 and MXFP4 weights: projections, and the two halves of the expert MLP.
+
+One main loop, `accumulate`, for every pair of formats:
+
+| WF    | XF                                | how                                                                     |
+|-------|-----------------------------------|-------------------------------------------------------------------------|
+| dense | bf16                              | bf16 MMA                                                                |
+| q8    | bf16                              | codes are exact in bf16; each group's product is scaled in float32      |
+| mxfp4 | bf16, e4m3, e2m1                  | `dot_scaled`: block-scaled MMA where there is one, exact bf16 elsewhere |
+| split | e4m3                              | nibbles widened to E4M3 in registers: block-scaled MMA on SM12x         |
+
+SWAP makes the weights the M operand (SM100's MMA needs 128 rows there). Rows and columns past the end read the last
+one again and are not stored, so loads need masks along K only, and only where K is not whole tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.triton.jit.numbers import dot, round_to, sigmoid, to_bf16
+from halfbyte.kernels.triton.jit.quantize import mx_codes
+
+
+@triton.jit
+def _load(pointer, inside, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=inside, other=0)
+
+
+@triton.jit
+def _product(a, a_scale, A: tl.constexpr, b, b_scale, B: tl.constexpr, acc, SWAP: tl.constexpr):
+    """acc + a @ b.T, a [BM, k], b [BN, k]; scales [rows, k / 32]; acc is transposed where SWAP."""
+    if SWAP:
+        return tl.dot_scaled(b, b_scale, B, tl.trans(a), a_scale, A, acc)
+    else:
+        return tl.dot_scaled(a, a_scale, A, tl.trans(b), b_scale, B, acc)
+
+
+@triton.jit
+def accumulate(
+    x, xs, row, x_stride, xs_stride, w, ws, n, w_stride, ws_stride, K,
+    XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """float32 [BM, BN]: rows `row` (int64) of x times rows `n` (int64) of w."""
+    if SWAP:
+        acc = tl.zeros((BN, BM), tl.float32)
+    else:
+        acc = tl.zeros((BM, BN), tl.float32)
+    x_row = x + row[:, None] * x_stride
+    w_row = w + n[:, None] * w_stride
+    if WF == "dense":
+        k = tl.arange(0, BK)
+        for k0 in range(0, K, BK):
+            inside = (k0 + k < K)[None, :]
+            a = _load(x_row + (k0 + k)[None, :], inside, EVEN)
+            if x.dtype.element_ty != tl.bfloat16:
+                a = to_bf16(a)
+            b = _load(w_row + (k0 + k)[None, :], inside, EVEN)
+            if SWAP:
+                acc = dot(b, tl.trans(a), acc)
+            else:
+                acc = dot(a, tl.trans(b), acc)
+    elif WF == "q8":
+        k = tl.arange(0, 32)
+        ws_row = ws + n * ws_stride
+        for k0 in range(0, K, 32):
+            a = tl.load(x_row + (k0 + k)[None, :])
+            if x.dtype.element_ty != tl.bfloat16:
+                a = to_bf16(a)
+            b = to_bf16(tl.load(w_row + (k0 + k)[None, :]).to(tl.float32))
+            part = dot(a, tl.trans(b), tl.zeros((BM, BN), tl.float32))
+            acc += part * tl.load(ws_row + k0 // 32).to(tl.float32)[None, :]
+    elif WF == "mxfp4":
+        XPACK: tl.constexpr = 2 if XF == "e2m1" else 1
+        k = tl.arange(0, BK // XPACK)
+        j = tl.arange(0, BK // 2)
+        g = tl.arange(0, BK // 32)
+        ws_row = ws + n[:, None] * ws_stride
+        for k0 in range(0, K, BK):
+            a = _load(x_row + (k0 // XPACK + k)[None, :], (k0 // XPACK + k < K // XPACK)[None, :], EVEN)
+            b = _load(w_row + (k0 // 2 + j)[None, :], (k0 // 2 + j < K // 2)[None, :], EVEN)
+            b_scale = _load(ws_row + (k0 // 32 + g)[None, :], (k0 // 32 + g < K // 32)[None, :], EVEN)
+            if XF == "bf16":
+                if x.dtype.element_ty != tl.bfloat16:
+                    a = to_bf16(a)
+                acc = _product(a, None, "bf16", b, b_scale, "e2m1", acc, SWAP)
+            else:
+                if xs is None:
+                    a_scale = tl.full((BM, BK // 32), 127, tl.uint8)
+                else:
+                    xs_row = xs + row[:, None] * xs_stride
+                    a_scale = _load(xs_row + (k0 // 32 + g)[None, :], (k0 // 32 + g < K // 32)[None, :], EVEN)
+                acc = _product(a, a_scale, XF, b, b_scale, "e2m1", acc, SWAP)
+    else:
+        # K tiles of 128: byte j holds k = j (low) and k = 64 + j (high). E2M1 bits in an E4M3 are 2^6 too small.
+        j = tl.arange(0, 64)
+        g = tl.arange(0, 2)
+        ws_row = ws + n[:, None] * ws_stride
+        for k0 in range(0, K, 128):
+            # The weights are padded to whole tiles, the activations are not.
+            low_x = _load(x_row + (k0 + j)[None, :], (k0 + j < K)[None, :], EVEN)
+            high_x = _load(x_row + (k0 + 64 + j)[None, :], (k0 + 64 + j < K)[None, :], EVEN)
+            b = tl.load(w_row + (k0 // 2 + j)[None, :])
+            low = ((b & 8) << 4) | ((b & 7) << 2)
+            high = (b & 0x80) | ((b & 0x70) >> 2)
+            # The largest scales overflow float32 with or without the 6: they read as NaN, as the code for NaN does.
+            low_scale = tl.minimum(tl.load(ws_row + (k0 // 32 + g)[None, :]), 249) + 6
+            high_scale = tl.minimum(tl.load(ws_row + (k0 // 32 + 2 + g)[None, :]), 249) + 6
+            if xs is None:
+                low_xs = tl.full((BM, 2), 127, tl.uint8)
+                high_xs = tl.full((BM, 2), 127, tl.uint8)
+            else:
+                xs_row = xs + row[:, None] * xs_stride
+                low_xs = _load(xs_row + (k0 // 32 + g)[None, :], (k0 // 32 + g < K // 32)[None, :], EVEN)
+                high_xs = _load(xs_row + (k0 // 32 + 2 + g)[None, :], (k0 // 32 + 2 + g < K // 32)[None, :], EVEN)
+            acc = _product(low_x, low_xs, "e4m3", low, low_scale.to(tl.uint8), "e4m3", acc, SWAP)
+            acc = _product(high_x, high_xs, "e4m3", high, high_scale.to(tl.uint8), "e4m3", acc, SWAP)
+    if SWAP:
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
+def linear_kernel(
+    x, xs, row_scale, w, ws, bias, residual, out, M, N, K, x_stride, xs_stride, w_stride, ws_stride,
+    XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """out = x @ w.T + bias + residual, float32."""
+    # Eight tiles of rows share each pass over the columns, so that weights stay in the L2.
+    across = tl.cdiv(N, BN)
+    down = tl.cdiv(M, BM)
+    width = 8 * across
+    group = tl.program_id(0) // width
+    high = tl.minimum(down - group * 8, 8)
+    tile_m = group * 8 + (tl.program_id(0) % width) % high
+    tile_n = (tl.program_id(0) % width) // high
+
+    m = tile_m * BM + tl.arange(0, BM)
+    n = tile_n * BN + tl.arange(0, BN)
+    row = tl.minimum(m, M - 1).to(tl.int64)
+    column = tl.minimum(n, N - 1)
+    acc = accumulate(
+        x, xs, row, x_stride, xs_stride, w, ws, column.to(tl.int64), w_stride, ws_stride, K,
+        XF, WF, SWAP, BM, BN, BK, EVEN,
+    )  # fmt: skip
+    if row_scale is not None:
+        acc *= tl.load(row_scale + row)[:, None]
+    if bias is not None:
+        acc += tl.load(bias + column).to(tl.float32)[None, :]
+    at = row[:, None] * N + column[None, :]
+    keep = (m < M)[:, None] & (n < N)[None, :]
+    if residual is not None:
+        acc += tl.load(residual + at, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out + at, acc, mask=keep)
+
+
+@triton.jit
+def gate_up_kernel(
+    x, xs, row_scale, w, ws, bias, order, tile_expert, tile_begin, tile_count, out, out_scales,
+    N, K, x_stride, xs_stride, w_stride, ws_stride, w_expert, ws_expert, limit, alpha,
+    TOP: tl.constexpr, OUT: tl.constexpr, XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """swiglu(x @ gate_up.T + bias) of one tile of sorted slots, stored at its sorted places in format OUT."""
+    tile = tl.program_id(1)
+    expert = tl.load(tile_expert + tile)
+    if expert < 0:
+        return
+    begin = tl.load(tile_begin + tile)
+    count = tl.load(tile_count + tile)
+    m = tl.arange(0, BM)
+    slot = tl.load(order + begin + tl.minimum(m, count - 1))
+    row = (slot // TOP).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    column = tl.minimum(n, N - 1)
+    acc = accumulate(
+        x, xs, row, x_stride, xs_stride,
+        w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
+        column.to(tl.int64), w_stride, ws_stride, K,
+        XF, WF, SWAP, BM, BN, BK, EVEN,
+    )  # fmt: skip
+    if row_scale is not None:
+        acc *= tl.load(row_scale + row)[:, None]
+    acc += tl.load(bias + expert * N + column).to(tl.float32)[None, :]
+    gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    value = (up + 1.0) * gate * sigmoid(alpha * gate)
+
+    WIDTH = N // 2
+    i = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+    place = (begin + m).to(tl.int64)
+    keep = (m < count)[:, None]
+    if OUT == "plain":
+        at = place[:, None] * WIDTH + i[None, :]
+        tl.store(out + at, round_to(value, out.dtype.element_ty), mask=keep & (i < WIDTH)[None, :])
+    else:
+        GROUPS: tl.constexpr = BN // 64
+        code, scale = mx_codes(tl.reshape(value, (BM, GROUPS, 32)), OUT)
+        g = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        tl.store(out_scales + place[:, None] * (WIDTH // 32) + g[None, :], scale, mask=keep & (g * 32 < WIDTH)[None, :])
+        if OUT == "mxfp8":
+            at = place[:, None] * WIDTH + i[None, :]
+            tl.store(out + at, tl.reshape(code, (BM, BN // 2)), mask=keep & (i < WIDTH)[None, :])
+        else:
+            low, high = tl.split(tl.reshape(code, (BM, BN // 4, 2)))
+            j = tl.program_id(0) * (BN // 4) + tl.arange(0, BN // 4)
+            at = place[:, None] * (WIDTH // 2) + j[None, :]
+            tl.store(out + at, (low | (high << 4)).to(tl.uint8), mask=keep & (j < WIDTH // 2)[None, :])
+
+
+@triton.jit
+def down_kernel(
+    x, xs, row_scale, w, ws, bias, weights, order, tile_expert, tile_begin, tile_count, parts,
+    N, K, x_stride, xs_stride, w_stride, ws_stride, w_expert, ws_expert,
+    XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """weight * (x @ down.T + bias) of one tile of sorted places, stored at its slots."""
+    tile = tl.program_id(1)
+    expert = tl.load(tile_expert + tile)
+    if expert < 0:
+        return
+    begin = tl.load(tile_begin + tile)
+    count = tl.load(tile_count + tile)
+    m = tl.arange(0, BM)
+    place = begin + tl.minimum(m, count - 1)
+    slot = tl.load(order + place).to(tl.int64)
+    row = place.to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    column = tl.minimum(n, N - 1)
+    acc = accumulate(
+        x, xs, row, x_stride, xs_stride,
+        w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
+        column.to(tl.int64), w_stride, ws_stride, K,
+        XF, WF, SWAP, BM, BN, BK, EVEN,
+    )  # fmt: skip
+    if row_scale is not None:
+        acc *= tl.load(row_scale + row)[:, None]
+    acc += tl.load(bias + expert * N + column).to(tl.float32)[None, :]
+    acc *= tl.load(weights + slot)[:, None]
+    at = slot[:, None] * N + column[None, :]
+    tl.store(parts + at, acc, mask=(m < count)[:, None] & (n < N)[None, :])

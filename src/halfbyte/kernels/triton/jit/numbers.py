@@ -1,0 +1,109 @@
+# mypy: ignore-errors
+"""Roundings and number formats on the device, bit for bit those of `halfbyte.formats`.
+
+Triton's interpreter rounds to bf16 and fp8 by cutting bits off and multiplies bf16 as integers, so four functions have
+a second body for it, in plain integer and float32 arithmetic; the GPU uses the conversion instructions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRET = bool(triton.knobs.runtime.interpret)
+
+if INTERPRET:
+
+    @triton.jit
+    def to_bf16(x):
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x != x, 0x7FC0, rounded)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+    @triton.jit
+    def dot(a, b, acc):
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+
+    @triton.jit
+    def e4m3_bits(x):
+        bits = x.to(tl.uint32, bitcast=True)
+        magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
+        m = magnitude.to(tl.uint32, bitcast=True)
+        normal = ((m + 0x7FFFF + ((m >> 20) & 1)) >> 20) - 960
+        small = (magnitude + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+        code = tl.where(magnitude < 0.015625, small, normal)
+        code = tl.where(x != x, 0x7F, code)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+    @triton.jit
+    def e4m3_to_bf16(bits):
+        wide = bits.to(tl.uint16)
+        half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        value = half.to(tl.float32) * 256.0
+        return to_bf16(tl.where((wide & 0x7F) == 0x7F, float("nan"), value))
+
+else:
+
+    @triton.jit
+    def to_bf16(x):
+        return x.to(tl.bfloat16)
+
+    @triton.jit
+    def dot(a, b, acc):
+        return tl.dot(a, b, acc)
+
+    @triton.jit
+    def e4m3_bits(x):
+        """Nearest, ties to even, saturating at 448; NaN stays NaN."""
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+    @triton.jit
+    def e4m3_to_bf16(bits):
+        return bits.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """float32 -> the element type of a buffer: bf16 or float32."""
+    if dtype == tl.bfloat16:
+        return to_bf16(x)
+    else:
+        return x
+
+
+@triton.jit
+def e8m0_ocp(amax, EMAX: tl.constexpr):
+    """UE8M0 code (int32) of OCP's rule: floor(log2(amax)) - EMAX; 255 where the group holds NaN or infinity."""
+    exponent = (amax.to(tl.uint32, bitcast=True) >> 23).to(tl.int32) & 0xFF
+    return tl.where(exponent == 255, 255, tl.maximum(exponent - EMAX, 0))
+
+
+@triton.jit
+def e8m0_inverse(scale):
+    """1 / 2^(scale - 127) as float32, exact; 0 for the NaN code, so that the codes of such a group are 0."""
+    field = 254 - scale
+    bits = tl.where(field == 0, 0x00400000, field << 23)
+    return tl.where(scale == 255, 0, bits).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def finite_or_zero(x):
+    """0 for NaN and infinity: their group's scale says NaN already."""
+    return tl.where((x.to(tl.uint32, bitcast=True) & 0x7F800000) == 0x7F800000, 0.0, x)
+
+
+@triton.jit
+def e2m1_codes(x):
+    """Codes 0..15 (int32) of the nearest E2M1 values: ties to even, saturating at 6."""
+    bits = x.to(tl.uint32, bitcast=True).to(tl.int32, bitcast=True)
+    magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x40E00000)
+    rounded = ((magnitude + ((magnitude >> 22) & 1) + 0x1FFFFF) >> 22) - 252
+    halves = (magnitude.to(tl.float32, bitcast=True) + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    code = tl.minimum(tl.where(magnitude < 0x3F800000, halves, rounded), 7)
+    return code | ((bits >> 28) & 8)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))

@@ -1,0 +1,55 @@
+# mypy: ignore-errors
+"""Activations at their quantisation point: one row -> codes and scales, as `halfbyte.ops.linear.round_activation`.
+
+K is a multiple of 32: callers refuse anything else.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.triton.jit.numbers import e2m1_codes, e4m3_bits, e8m0_inverse, e8m0_ocp, finite_or_zero
+
+
+@triton.jit
+def mx_codes(groups, FORMAT: tl.constexpr):
+    """float32 [..., 32] -> (codes of the same shape, scales [...]): E4M3 bits (uint8) or E2M1 codes (int32)."""
+    amax = tl.max(tl.abs(groups), axis=len(groups.shape) - 1)
+    broken = tl.max(
+        ((groups.to(tl.uint32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32), len(groups.shape) - 1
+    )
+    if FORMAT == "mxfp8":
+        scale = tl.where(broken > 0, 255, e8m0_ocp(amax, 8))
+    else:
+        scale = tl.where(broken > 0, 255, e8m0_ocp(amax, 2))
+    unit = finite_or_zero(groups) * tl.expand_dims(e8m0_inverse(scale), len(groups.shape) - 1)
+    if FORMAT == "mxfp8":
+        return e4m3_bits(unit), scale.to(tl.uint8)
+    else:
+        return e2m1_codes(unit), scale.to(tl.uint8)
+
+
+@triton.jit
+def quantize_kernel(x, codes, scales, K, FORMAT: tl.constexpr, BK: tl.constexpr):
+    """One row. mxfp8, mxfp4: UE8M0 scales per 32; fp8: one float32 scale for the row."""
+    row = tl.program_id(0).to(tl.int64)
+    if FORMAT == "fp8":
+        i = tl.arange(0, BK)
+        value = tl.load(x + row * K + i, mask=i < K, other=0.0).to(tl.float32)
+        scale = tl.div_rn(tl.max(tl.abs(value), axis=0), 448.0)
+        safe = tl.where(scale > 0.0, scale, 1.0)
+        tl.store(codes + row * K + i, e4m3_bits(tl.div_rn(value, safe + 0.0 * value)), mask=i < K)
+        tl.store(scales + row, safe)
+    else:
+        g = tl.arange(0, BK // 32)
+        i = g[:, None] * 32 + tl.arange(0, 32)[None, :]
+        value = tl.load(x + row * K + i, mask=i < K, other=0.0).to(tl.float32)
+        code, scale = mx_codes(value, FORMAT)
+        tl.store(scales + row * (K // 32) + g, scale, mask=g * 32 < K)
+        if FORMAT == "mxfp8":
+            tl.store(codes + row * K + i, code, mask=i < K)
+        else:
+            low, high = tl.split(tl.reshape(code, (BK // 32, 16, 2)))
+            j = g[:, None] * 16 + tl.arange(0, 16)[None, :]
+            tl.store(codes + row * (K // 2) + j, (low | (high << 4)).to(tl.uint8), mask=j < K // 2)

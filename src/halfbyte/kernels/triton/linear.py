@@ -1,0 +1,235 @@
+"""Projections in Triton: qkv, o (with the residual) and lm_head, from bf16, q8 or MXFP4 weights.
+
+Activations go in as the gate says: bf16 everywhere; fp8, mxfp8 and mxfp4 in front of MXFP4 weights. The `_split` phases
+hold E2M1 weights in the layout w4a8_split and widen them to E4M3 in registers, which is the native way on SM12x.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import MXTensor
+from halfbyte.gates import Gates
+from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.tiles import OPERAND, Tile, needed_instruction, refuse_product, tile_for
+from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import Step
+
+PROVED_ROWS = (1, 64, 2048)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Weights as a kernel takes them: pointers, strides and the name of the format."""
+
+    wf: str  # dense, q8, mxfp4, split
+    w: Tensor
+    ws: Tensor | None
+    w_stride: int
+    ws_stride: int
+
+    @classmethod
+    def of(cls, matrix: Tensor | MXTensor) -> Operands:
+        if isinstance(matrix, Tensor):
+            return cls("dense", matrix, None, matrix.stride(-2), 0)
+        wf = {"plain": matrix.format, "w4a8_split": "split"}[matrix.layout]
+        return cls(wf, matrix.data, matrix.scales, matrix.data.stride(-2), matrix.scales.stride(-2))
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Activations at their quantisation point."""
+
+    xf: str  # bf16 (held as bf16 or float32), e4m3, e2m1
+    x: Tensor
+    xs: Tensor | None = None  # UE8M0 per 32
+    row_scale: Tensor | None = None  # float32 per row
+
+
+def round_activations(x: Tensor, activation: str) -> Rounded:
+    """Quantise rows [R, K] on the device; bf16 is left to the product, which rounds as it loads."""
+    if activation == "bf16":
+        return Rounded("bf16", x)
+    rows, k = x.shape
+    width = k // 2 if activation == "mxfp4" else k
+    codes = torch.empty((rows, width), dtype=torch.uint8, device=x.device)
+    if activation == "fp8":
+        scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    else:
+        scales = torch.empty((rows, k // 32), dtype=torch.uint8, device=x.device)
+    call = quantize_call(x.dtype, k, activation)
+    call.launch((rows,), x.device, x=x, codes=codes, scales=scales, K=k)
+    if activation == "fp8":
+        return Rounded("e4m3", codes, row_scale=scales)
+    return Rounded(OPERAND[activation], codes, scales)
+
+
+@functools.cache
+def quantize_call(dtype: torch.dtype, k: int, activation: str) -> Call:
+    scales = "*fp32" if activation == "fp8" else "*u8"
+    types = {"x": type_of(dtype), "codes": "*u8", "scales": scales, "K": multiple(k)}
+    return Call("quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(k)}, warps=4)
+
+
+def as_codes(xf: str, x: Tensor) -> Tensor:
+    """E4M3 codes carry their type into the product; E2M1 codes are bytes."""
+    return x.view(torch.float8_e4m3fn) if xf == "e4m3" else x
+
+
+def whole_tiles(k: int, wf: str, tile: Tile) -> bool:
+    return k % (128 if wf == "split" else tile.bk) == 0
+
+
+@functools.cache
+def linear_call(
+    capability: tuple[int, int], rows: int, k: int, wf: str, xf: str,
+    *, x: str, scale: bool, row_scale: bool, bias: str | None, residual: str | None, strides: tuple[int, int, int, int],
+    n: int, gate: str = "auto",
+) -> Call:  # fmt: skip
+    tile = tile_for(capability, rows, wf, xf, gate)
+    weight = {"dense": "*bf16", "q8": "*i8", "mxfp4": "*u8", "split": "*u8"}[wf]
+    types = {
+        "x": x, "xs": "*u8" if scale else None, "row_scale": "*fp32" if row_scale else None,
+        "w": weight, "ws": {"dense": None, "q8": "*fp16"}.get(wf, "*u8"), "bias": bias,
+        "residual": residual, "out": "*fp32", "M": multiple(rows), "N": multiple(n),
+        "K": multiple(k), **dict(zip(("x_stride", "xs_stride", "w_stride", "ws_stride"), map(multiple, strides))),
+    }  # fmt: skip
+    constants = {
+        "XF": xf, "WF": wf, "SWAP": tile.swap, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
+        "EVEN": whole_tiles(k, wf, tile),
+    }  # fmt: skip
+    need, ban = needed_instruction(capability, wf, xf, tile)
+    return Call("gemm", "linear_kernel", types, constants, tile.warps, tile.stages, need, ban)
+
+
+def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Callable[..., Tensor]:
+    """A function (x [R, K], residual) -> float32 [R, N]."""
+    operands = Operands.of(matrix)
+    n, k = matrix.shape
+    capability = capability_of(matrix.device)
+    activation = "bf16" if operands.wf == "dense" else spec.activation
+
+    def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rounded = round_activations(x, activation)
+        rows = x.shape[0]
+        out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
+        held = as_codes(rounded.xf, rounded.x)
+        strides = (held.stride(0), k // 32 if rounded.xs is not None else 0, operands.w_stride, operands.ws_stride)
+        call = linear_call(
+            capability, rows, k, operands.wf, rounded.xf, x=type_of(held.dtype), scale=rounded.xs is not None,
+            row_scale=rounded.row_scale is not None, bias=None if bias is None else type_of(bias.dtype),
+            residual=None if residual is None else type_of(residual.dtype), strides=strides, n=n, gate="auto",
+        )  # fmt: skip
+        bm, bn = call.constants["BM"], call.constants["BN"]
+        call.launch(
+            (math.ceil(rows / bm) * math.ceil(n / bn),), x.device,
+            x=held, xs=rounded.xs, row_scale=rounded.row_scale, w=operands.w, ws=operands.ws, bias=bias,
+            residual=residual, out=out, M=rows, N=n, K=k,
+            x_stride=strides[0], xs_stride=strides[1], w_stride=strides[2], ws_stride=strides[3],
+        )  # fmt: skip
+        return out
+
+    return run
+
+
+class _Linear(Phase):
+    category = "linear"
+    backends = {"linear": "triton"}
+    rank = 10
+    role: str
+    split = False
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        return refuse_product(spec, arch, (self.role,), self.split)
+
+    def layouts(self, spec: Spec) -> dict[str, str]:
+        return {self.role: "w4a8_split" if self.split else "plain"}
+
+    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+        """The kernels of every regime, as `project` launches them."""
+        assert arch.capability is not None
+        q = spec.heads * spec.head_dim
+        n, k = {
+            "qkv": (q + 2 * spec.kv_heads * spec.head_dim, spec.hidden), "o": (spec.hidden, q),
+            "lm_head": (spec.vocab, spec.hidden),
+        }[self.role]  # fmt: skip
+        kind = spec.formats[self.role]
+        wf = "split" if self.split else "dense" if kind == "bf16" else kind
+        activation = "bf16" if wf == "dense" else spec.activation
+        xf = OPERAND[activation]
+        x = {"bf16": "*bf16", "e4m3": "*fp8e4nv", "e2m1": "*u8"}[xf]
+        padded = -(-k // 128) * 128 if self.split else k
+        strides = {
+            "dense": (k, 0), "q8": (k, k // 32), "mxfp4": (k // 2, k // 32), "split": (padded // 2, padded // 32),
+        }[wf]  # fmt: skip
+        calls: list[Call] = [] if activation == "bf16" else [quantize_call(torch.float32, k, activation)]
+        rows = PROVED_ROWS[:2] if self.role == "lm_head" else PROVED_ROWS
+        return calls + [
+            linear_call(
+                arch.capability, r, k, wf, xf, x=x, scale=activation in ("mxfp8", "mxfp4"),
+                row_scale=activation == "fp8", bias=None if self.role == "lm_head" else "*bf16",
+                residual="*fp32" if self.role == "o" else None, n=n,
+                strides=(k // 2 if xf == "e2m1" else k, k // 32 if activation in ("mxfp8", "mxfp4") else 0, *strides),
+            )
+            for r in rows
+        ]  # fmt: skip
+
+
+class Qkv(_Linear):
+    name, covers, role = "triton.qkv", ("qkv",), "qkv"
+    knows = frozenset({"bias"})
+
+    def bind(self, b: Binding) -> Launch:
+        run = project(b.weights.qkv, b.weights.qkv_bias, b.spec)
+        s = b.spec
+        heads = [s.heads, s.kv_heads, s.kv_heads]
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            y = run(acts["h"]).view(step.rows, sum(heads), s.head_dim)
+            acts["q"], acts["k"], acts["v"] = torch.split(y, heads, dim=1)
+
+        return launch
+
+
+class OutProjection(_Linear):
+    name, covers, role = "triton.o", ("o",), "o"
+    knows = frozenset({"bias"})
+
+    def bind(self, b: Binding) -> Launch:
+        run = project(b.weights.o, b.weights.o_bias, b.spec)
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            acts["x"] = run(acts["attn"], acts["x"])
+
+        return launch
+
+
+class LmHead(_Linear):
+    name, covers, role = "triton.lm_head", ("lm_head",), "lm_head"
+
+    def bind(self, b: Binding) -> Launch:
+        run = project(b.weights.lm_head, None, b.spec)
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            acts["logits"] = run(acts["h"])
+
+        return launch
+
+
+class QkvSplit(Qkv):
+    name, split, rank = "triton.qkv_split", True, 11
+
+
+class OutProjectionSplit(OutProjection):
+    name, split, rank = "triton.o_split", True, 11
+
+
+class LmHeadSplit(LmHead):
+    name, split, rank = "triton.lm_head_split", True, 11

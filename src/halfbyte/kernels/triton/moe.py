@@ -1,0 +1,254 @@
+"""The expert MLP in Triton for every regime: slots grouped by expert, gate_up with swiglu, down, sum in order.
+
+Five launches (three more where more than 1024 slots are grouped, one more per quantisation pass), none of which waits
+for the host: the number of row tiles is bounded by rows and experts, and tiles that turn out empty end at once. What
+a row gets does not depend on the other rows: each has its own accumulator, and its experts are added in its order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.gates import Gates
+from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.linear import Operands, Rounded, as_codes, quantize_call, round_activations, whole_tiles
+from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
+from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import Step
+
+ONE_PROGRAM = 1024  # slots that one program groups
+CHUNKS = 64  # programs that share the work beyond that
+COMBINE = 1024
+
+
+def tiles_bound(slots: int, experts: int, bm: int) -> int:
+    """Row tiles that any routing of this many slots can need."""
+    used = min(experts, slots)
+    return min(slots, (slots + used * (bm - 1)) // bm)
+
+
+# Grouping -----------------------------------------------------------------------------------------------------------
+
+
+def group_calls(ids: torch.dtype, slots: int, experts: int, tiles: int, bm: int) -> list[Call]:
+    be = power_of_two(experts)
+    lists = {"tile_expert": "*i32", "tile_begin": "*i32", "tile_count": "*i32", "tiles": multiple(tiles)}
+    common = {"ids": type_of(ids), "slots": multiple(slots)}
+    if slots <= ONE_PROGRAM:
+        types = common | lists | {"order": "*i32"}
+        return [Call("group", "group_kernel", types, {"BM": bm, "BE": be}, warps=8)]
+    chunks, chunk = chunks_of(slots)
+    counted = common | {"counts": "*i32", "chunk": multiple(chunk)}
+    return [
+        Call("group", "count_kernel", counted, {"BE": be}),
+        Call("group", "tiles_kernel", lists | {"counts": "*i32", "chunks": multiple(chunks)}, {"BM": bm, "BE": be}),
+        Call("group", "scatter_kernel", counted | {"order": "*i32"}, {"BE": be}),
+    ]
+
+
+def chunks_of(slots: int) -> tuple[int, int]:
+    """(chunks, slots in each), whole sub-blocks of 64."""
+    chunk = math.ceil(slots / CHUNKS / 64) * 64
+    return math.ceil(slots / chunk), chunk
+
+
+def group(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """order [slots] and the tile list (expert, begin, count), on the device."""
+    slots, device = ids.numel(), ids.device
+    tiles = tiles_bound(slots, experts, bm)
+    order = torch.empty(slots, dtype=torch.int32, device=device)
+    expert, begin, count = torch.empty((3, tiles), dtype=torch.int32, device=device)
+    lists: dict[str, Any] = {"tile_expert": expert, "tile_begin": begin, "tile_count": count, "tiles": tiles}
+    calls = group_calls(ids.dtype, slots, experts, tiles, bm)
+    if len(calls) == 1:
+        calls[0].launch((1,), device, ids=ids, order=order, slots=slots, **lists)
+    else:
+        chunks, chunk = chunks_of(slots)
+        counts = torch.empty((chunks, power_of_two(experts)), dtype=torch.int32, device=device)
+        calls[0].launch((chunks,), device, ids=ids, counts=counts, slots=slots, chunk=chunk)
+        calls[1].launch((1,), device, counts=counts, chunks=chunks, **lists)
+        calls[2].launch((chunks,), device, ids=ids, counts=counts, order=order, slots=slots, chunk=chunk)
+    return order, expert, begin, count
+
+
+# The two products ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def expert_call(
+    function: str, capability: tuple[int, int], rows: int, n: int, k: int, wf: str, activation: str, gate: str,
+    *, x: str, bias: str, strides: tuple[int, int, int, int], experts: tuple[int, int], top_k: int = 0, out: str = "",
+) -> Call:  # fmt: skip
+    """gate_up_kernel or down_kernel; `rows` is what one expert can expect."""
+    xf = OPERAND[activation]
+    tile = tile_for(capability, rows, wf, xf, gate)
+    grouped = activation in ("mxfp8", "mxfp4")
+    types: dict[str, str | None] = {
+        "x": x, "xs": "*u8" if grouped else None, "row_scale": "*fp32" if activation == "fp8" else None,
+        "w": "*u8", "ws": "*u8", "bias": bias, "order": "*i32", "tile_expert": "*i32", "tile_begin": "*i32",
+        "tile_count": "*i32", "N": multiple(n), "K": multiple(k),
+        **dict(zip(("x_stride", "xs_stride", "w_stride", "ws_stride"), map(multiple, strides))),
+        **dict(zip(("w_expert", "ws_expert"), map(multiple, experts))),
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "XF": xf, "WF": wf, "SWAP": tile.swap, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
+        "EVEN": whole_tiles(k, wf, tile),
+    }  # fmt: skip
+    if function == "gate_up_kernel":
+        types |= {"out": out, "out_scales": "*u8" if grouped else None, "limit": "fp32", "alpha": "fp32"}
+        constants |= {"TOP": top_k, "OUT": activation if grouped else "plain"}
+    else:
+        types |= {"weights": "*fp32", "parts": "*fp32"}
+    need, ban = needed_instruction(capability, wf, xf, tile)
+    return Call("gemm", function, types, constants, tile.warps, tile.stages, need, ban)
+
+
+def combine_call(x: torch.dtype, hidden: int, top_k: int) -> Call:
+    types = {"x": type_of(x), "parts": "*fp32", "out": "*fp32", "H": multiple(hidden)}
+    return Call("rows", "combine_kernel", types, {"TOP": top_k, "BH": COMBINE})
+
+
+def between(activation: str) -> tuple[torch.dtype, int]:
+    """How gate_up leaves its result for down: (type, elements per stored element)."""
+    return {
+        "bf16": (torch.bfloat16, 1), "fp8": (torch.float32, 1), "mxfp8": (torch.uint8, 1), "mxfp4": (torch.uint8, 2),
+    }[activation]  # fmt: skip
+
+
+class Moe(Phase):
+    name, covers, category, rank = "triton.moe", ("moe",), "moe", 10
+    backends = {"moe": "triton"}
+    knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})
+    split = False
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        for role in ("gate_up", "down"):
+            if spec.formats[role] != "mxfp4":
+                return f"{role} is {spec.formats[role]}, and this kernel groups mxfp4 experts"
+        if spec.experts > 256:
+            return f"groups by 256 experts at most, not {spec.experts}"
+        return refuse_product(spec, arch, ("gate_up", "down"), self.split)
+
+    def layouts(self, spec: Spec) -> dict[str, str]:
+        layout = "w4a8_split" if self.split else "plain"
+        return {"gate_up": layout, "down": layout}
+
+    def bind(self, b: Binding) -> Launch:
+        spec, w = b.spec, b.weights
+        gate_up, down = Operands.of(w.gate_up), Operands.of(w.down)
+        device = w.gate_up.device
+        capability = capability_of(device)
+        hidden, inner, top_k, activation = spec.hidden, spec.intermediate, spec.top_k, spec.activation
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            ids, weights = acts["topk_ids"], acts["topk_weights"]
+            slots = step.rows * top_k
+            per_expert = math.ceil(slots / spec.experts)
+            given = round_activations(acts["h"], activation)
+
+            def product(
+                function: str, held: Operands, matrix: Any, bias: Tensor, r: Rounded, n: int, k: int, **more: Any
+            ) -> Call:
+                x = as_codes(r.xf, r.x)
+                return expert_call(
+                    function, capability, per_expert, n, k, held.wf, activation, spec.tile, x=type_of(x.dtype),
+                    bias=type_of(bias.dtype), strides=_strides(x, r, k, held), experts=_experts(held), **more,
+                )  # fmt: skip
+
+            dtype, pack = between(activation)
+            up = product(
+                "gate_up_kernel", gate_up, w.gate_up, w.gate_up_bias, given, 2 * inner, hidden, top_k=top_k,
+                out=type_of(dtype),
+            )  # fmt: skip
+            bm, bn = up.constants["BM"], up.constants["BN"]
+            order, expert, begin, count = group(ids, spec.experts, bm)
+            lists = {"order": order, "tile_expert": expert, "tile_begin": begin, "tile_count": count}
+            tiles = expert.shape[0]
+
+            middle = torch.empty((slots, inner // pack), dtype=dtype, device=device)
+            scales = None
+            if activation in ("mxfp8", "mxfp4"):
+                scales = torch.empty((slots, inner // 32), dtype=torch.uint8, device=device)
+            up.launch(
+                (math.ceil(2 * inner / bn), tiles), device, bias=w.gate_up_bias, out=middle, out_scales=scales,
+                limit=spec.swiglu_limit, alpha=spec.swiglu_alpha, N=2 * inner, K=hidden,
+                **_operands(given, gate_up, hidden), **lists,
+            )  # fmt: skip
+            if activation == "fp8":
+                second = round_activations(middle, "fp8")
+            else:
+                second = Rounded(OPERAND[activation], middle, scales)
+            drop = product("down_kernel", down, w.down, w.down_bias, second, hidden, inner)
+            assert drop.constants["BM"] == bm, "both products walk the same tiles"
+            parts = torch.empty((slots, hidden), dtype=torch.float32, device=device)
+            drop.launch(
+                (math.ceil(hidden / drop.constants["BN"]), tiles), device, bias=w.down_bias, weights=weights,
+                parts=parts, N=hidden, K=inner, **_operands(second, down, inner), **lists,
+            )  # fmt: skip
+            x = acts["x"]
+            out = torch.empty((step.rows, hidden), dtype=torch.float32, device=device)
+            combine_call(x.dtype, hidden, top_k).launch(
+                (step.rows, math.ceil(hidden / COMBINE)), device, x=x, parts=parts, out=out, H=hidden
+            )
+            acts["x"] = out
+
+        return launch
+
+    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+        assert arch.capability is not None
+        wf = "split" if self.split else "mxfp4"
+        activation = spec.activation
+        xf = OPERAND[activation]
+        x = {"bf16": "*bf16", "e4m3": "*fp8e4nv", "e2m1": "*u8"}[xf]
+        grouped = activation in ("mxfp8", "mxfp4")
+        calls = [combine_call(torch.float32, spec.hidden, spec.top_k)]
+        if activation != "bf16":
+            calls.append(quantize_call(torch.float32, spec.hidden, activation))
+        for slots in (spec.top_k, 2048 * spec.top_k):
+            bm = tile_for(arch.capability, slots // spec.experts, wf, xf, spec.tile).bm
+            tiles = tiles_bound(slots, spec.experts, bm)
+            calls += group_calls(torch.int32, slots, spec.experts, tiles, bm)
+        for per_expert in (1, 24, 64, 256):
+            for function, n, k in (
+                ("gate_up_kernel", 2 * spec.intermediate, spec.hidden),
+                ("down_kernel", spec.hidden, spec.intermediate),
+            ):
+                padded = -(-k // 128) * 128 if self.split else k
+                more = {"top_k": spec.top_k, "out": type_of(between(activation)[0])} if n != spec.hidden else {}
+                calls.append(
+                    expert_call(
+                        function, arch.capability, per_expert, n, k, wf, activation, spec.tile, x=x, bias="*bf16",
+                        strides=(k // 2 if xf == "e2m1" else k, k // 32 if grouped else 0, padded // 2, padded // 32),
+                        experts=(n * padded // 2, n * padded // 32), **more,
+                    )
+                )  # fmt: skip
+        return calls
+
+
+def _strides(x: Tensor, r: Rounded, k: int, held: Operands) -> tuple[int, int, int, int]:
+    return x.stride(0), k // 32 if r.xs is not None else 0, held.w_stride, held.ws_stride
+
+
+def _experts(held: Operands) -> tuple[int, int]:
+    assert held.ws is not None
+    return held.w.stride(0), held.ws.stride(0)
+
+
+def _operands(r: Rounded, held: Operands, k: int) -> dict[str, Any]:
+    x = as_codes(r.xf, r.x)
+    names = ("x_stride", "xs_stride", "w_stride", "ws_stride")
+    return {
+        "x": x, "xs": r.xs, "row_scale": r.row_scale, "w": held.w, "ws": held.ws,
+        "w_expert": _experts(held)[0], "ws_expert": _experts(held)[1], **dict(zip(names, _strides(x, r, k, held))),
+    }  # fmt: skip
+
+
+class MoeSplit(Moe):
+    """FP8 activations on SM12x: weights in the layout w4a8_split, widened to E4M3 in registers."""
+
+    name, split, rank = "triton.moe_split", True, 11

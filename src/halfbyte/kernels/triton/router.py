@@ -1,0 +1,89 @@
+"""The second norm and the router in Triton: two launches, because the norm is one number per row.
+
+The first multiplies x * norm weight into the router's rows, cut along K over many blocks; the second knows the row's
+scale, adds the parts in order, chooses (ties to the lower expert), and writes the normalised row for the experts.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from halfbyte.gates import Gates
+from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.norm import stored
+from halfbyte.kernels.triton.tiles import refuse_gpu
+from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import Step
+
+BM, BE, BK = 16, 32, 64
+
+
+def parts_of(rows: int, hidden: int) -> tuple[int, int]:
+    """(parts of K, elements in each). Always the same for one model, so that a choice depends on the row alone."""
+    steps = math.ceil(hidden / BK)
+    each = math.ceil(steps / 5)
+    return math.ceil(steps / each), each * BK
+
+
+def router_call(x: torch.dtype, weight: torch.dtype, rows: int, hidden: int, experts: int) -> Call:
+    types = {
+        "x": type_of(x), "norm": type_of(weight), "weight": "*bf16", "partial": "*fp32", "M": multiple(rows),
+        "H": multiple(hidden), "E": multiple(experts), "CHUNK": multiple(parts_of(rows, hidden)[1]),
+    }  # fmt: skip
+    return Call("rows", "router_kernel", types, {"BM": BM, "BE": BE, "BK": BK}, warps=4, stages=3, need=r"\bHMMA")
+
+
+def choose_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, spec: Spec) -> Call:
+    types = {
+        "x": type_of(x), "norm": type_of(weight), "bias": type_of(weight), "partial": "*fp32", "h": type_of(h),
+        "ids": "*i32", "weights": "*fp32", "H": multiple(spec.hidden), "E": multiple(spec.experts), "eps": "fp32",
+    }  # fmt: skip
+    constants = {
+        "PARTS": parts_of(1, spec.hidden)[0], "TOP": spec.top_k, "TOP_P2": power_of_two(spec.top_k),
+        "BH": power_of_two(spec.hidden), "BE": power_of_two(spec.experts),
+    }  # fmt: skip
+    return Call("rows", "choose_kernel", types, constants, warps=8)
+
+
+class NormAndRouter(Phase):
+    name, covers, category, rank = "triton.mlp_norm_router", ("mlp_norm", "router"), "router", 10
+    knows = frozenset({"bias"})
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        if spec.experts > 1024:
+            return f"chooses among 1024 experts at most, not {spec.experts}"
+        return refuse_gpu(arch)
+
+    def bind(self, b: Binding) -> Launch:
+        spec, w = b.spec, b.weights
+        dtype = stored(spec, "gate_up")
+        parts, chunk = parts_of(1, spec.hidden)
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            x, rows = acts["x"], step.rows
+            device = x.device
+            partial = torch.empty((rows, parts, spec.experts), dtype=torch.float32, device=device)
+            router_call(x.dtype, w.mlp_norm.dtype, rows, spec.hidden, spec.experts).launch(
+                (math.ceil(rows / BM), math.ceil(spec.experts / BE), parts), device, x=x, norm=w.mlp_norm,
+                weight=w.router, partial=partial, M=rows, H=spec.hidden, E=spec.experts, CHUNK=chunk,
+            )  # fmt: skip
+            h = torch.empty((rows, spec.hidden), dtype=dtype, device=device)
+            ids = torch.empty((rows, spec.top_k), dtype=torch.int32, device=device)
+            weights = torch.empty((rows, spec.top_k), dtype=torch.float32, device=device)
+            choose_call(x.dtype, w.mlp_norm.dtype, dtype, spec).launch(
+                (rows,), device, x=x, norm=w.mlp_norm, bias=w.router_bias, partial=partial, h=h, ids=ids,
+                weights=weights, H=spec.hidden, E=spec.experts, eps=spec.norm_eps,
+            )  # fmt: skip
+            acts["h"], acts["topk_ids"], acts["topk_weights"] = h, ids, weights
+
+        return launch
+
+    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+        bf16, f32 = torch.bfloat16, torch.float32
+        return [
+            router_call(f32, bf16, 16, spec.hidden, spec.experts),
+            choose_call(f32, bf16, stored(spec, "gate_up"), spec),
+        ]

@@ -1,0 +1,111 @@
+"""Which tile a matrix product takes: by architecture, formats and rows, or as `--tile` says.
+
+BM is rows of activations, BN rows of weights, BK elements of K a step. Every tile that `tile_for` can return is
+compiled by the proof tests, which hold it to no spills and to the shared memory of each architecture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.plan.phase import Arch, Spec
+
+E4M3 = ("fp8", "mxfp8")
+# The format activations have inside a kernel, by gate.
+OPERAND = {"bf16": "bf16", "fp8": "e4m3", "mxfp8": "e4m3", "mxfp4": "e2m1"}
+
+
+@dataclass(frozen=True)
+class Tile:
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    swap: bool = False
+
+
+def rows_step(rows: int) -> int:
+    """BM for this many rows of one matrix: padding costs less than reading the weights again."""
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 96 else 128
+
+
+def tile_for(capability: tuple[int, int], rows: int, wf: str, xf: str, gate: str = "auto") -> Tile:
+    """`wf`: dense, q8, mxfp4 or split; `xf`: bf16, e4m3, e2m1; `rows`: expected rows of one weight matrix."""
+    if gate != "auto":
+        bm, bn = (int(n) for n in gate.split("x"))
+    else:
+        bm = rows_step(rows)
+        bn = 128 if bm >= 64 else 64
+    warps = 8 if bm * bn >= 128 * 128 else 4
+    if wf == "q8":
+        return Tile(bm, min(bn, 64) if bm < 128 else bn, 32, warps, 4)
+    if wf == "dense":
+        swap = capability[0] == 10 and bm < 128
+        return Tile(bm, 128 if swap else bn, 64, warps, 4 if bm < 128 else 3, swap)
+    swap = capability[0] == 10 and bm < 128
+    if swap:
+        bn = 128
+    stages = 4 if bm <= 32 else 3
+    if xf == "bf16":
+        return Tile(bm, bn, 64, warps, stages, swap)
+    return Tile(bm, bn, 128, warps, stages, swap)
+
+
+def refuse_gpu(arch: Arch) -> str | None:
+    if not arch.is_gpu:
+        return "needs an NVIDIA GPU"
+    if arch.shared_memory < 101_376:
+        return f"needs 101376 bytes of shared memory a block, {arch.name} has {arch.shared_memory}"
+    return None
+
+
+def refuse_product(spec: Spec, arch: Arch, roles: tuple[str, ...], split: bool) -> str | None:
+    """Why no Triton product can multiply these weights with the activations of this gate."""
+    reason = refuse_gpu(arch)
+    if reason is not None:
+        return reason
+    native12 = arch.capability is not None and arch.capability[0] == 12
+    for role in roles:
+        kind = spec.formats[role]
+        if kind not in ("bf16", "q8", "mxfp4"):
+            return f"{role} is {kind}, and this kernel multiplies bf16, q8 and mxfp4"
+        if split and kind != "mxfp4":
+            return f"{role} is {kind}, and the layout w4a8_split holds mxfp4"
+        if kind == "bf16":
+            continue
+        if kind == "q8" and spec.activation != "bf16":
+            return f"{role} is q8, which takes bf16 activations here, not {spec.activation}"
+        if spec.activation not in OPERAND:
+            return f"has no {spec.activation} activations"
+        if split and spec.activation not in E4M3:
+            return f"widens to E4M3 for fp8 and mxfp8 activations, not for {spec.activation}"
+        if split and not native12:
+            return f"is for SM12x; {arch.name} multiplies E4M3 with E2M1 from the plain layout"
+        if kind == "mxfp4" and not split and native12 and spec.activation in E4M3:
+            return f"{arch.name} has no E4M3 x E2M1 block-scaled MMA in Triton; the layout w4a8_split is the way there"
+    for width, what in (
+        (spec.hidden, "hidden"),
+        (spec.intermediate, "intermediate"),
+        (spec.heads * spec.head_dim, "q"),
+    ):
+        if width % 32:
+            return f"needs {what} in whole groups of 32, not {width}"
+    return None
+
+
+def needed_instruction(capability: tuple[int, int], wf: str, xf: str, tile: Tile) -> tuple[str, str]:
+    """(pattern the machine code must show, pattern it must not) for a product."""
+    major = capability[0]
+    if major == 12:
+        if wf == "split":
+            return r"\bQMMA\.SF\.16832", r"\bHMMA"
+        if wf == "mxfp4" and xf == "e2m1":
+            return r"\bOMMA\.SF\.16864", r"\bHMMA"
+        return r"\bHMMA", r"\b[OQ]MMA"
+    if major == 10:
+        if wf in ("mxfp4", "split"):
+            return {"e2m1": r"\bUTCOMMA", "e4m3": r"\bUTCQMMA", "bf16": r"\bUTCHMMA"}[xf], r"\bHMMA"
+        return (r"\bUTCHMMA", r"\bHMMA") if wf == "dense" else (r"\b(UTCHMMA|HMMA)", "")
+    wide = tile.bm >= 64 or (tile.swap and tile.bn >= 64)
+    return (r"\bHGMMA", r"\bHMMA") if wide else (r"\bHMMA", "")
