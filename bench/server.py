@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
-import os
 import socket
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
@@ -92,8 +94,8 @@ BODY = json.dumps(
 async def client(port: int) -> tuple[int, list[float]]:
     """One request over a raw socket: a client library would be the slowest part. Tokens and arrival times."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(BODY)}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + BODY)
+    lines = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close")
+    writer.write("\r\n".join((*lines, f"Content-Length: {len(BODY)}", "", "")).encode() + BODY)
     data, times = b"", []
     while block := await reader.read(1 << 16):
         times.append(time.perf_counter())
@@ -111,7 +113,7 @@ async def measure(port: int, concurrency: int, rounds: int) -> tuple[float, int,
     for _ in range(rounds):
         for count, times in await asyncio.gather(*(client(port) for _ in range(concurrency))):
             tokens += count
-            gaps += [b - a for a, b in zip(times, times[1:])]
+            gaps += [b - a for a, b in itertools.pairwise(times)]
     return time.perf_counter() - start, tokens, gaps
 
 
@@ -130,16 +132,17 @@ def with_server(pace: float, loop: str, http: str, concurrency: int, rounds: int
             except OSError:
                 assert time.monotonic() < deadline, "the server did not start"
                 time.sleep(0.1)
-        used = os.times()
+        server = psutil.Process(process.pid)
+        before = server.cpu_times()
         seconds, tokens, gaps = asyncio.run(measure(port, concurrency, rounds))
-        now = os.times()
-        client_cpu = now.user + now.system - used.user - used.system
+        after = server.cpu_times()
+        cpu = after.user + after.system - before.user - before.system
         return {
             "seconds": seconds,
             "tokens": tokens,
             "tokens_per_s": tokens / seconds,
             "gap_ms": 1000 * statistics.median(gaps),
-            "client_cpu_s": client_cpu,
+            "cpu_us": 1e6 * cpu / (tokens + TOKENS),  # the warm-up is in it
         }
     finally:
         process.terminate()
@@ -157,11 +160,20 @@ def main() -> None:
     added = 1000 * one["seconds"] / one["tokens"]
     # 64 streams, a step every 5 ms: 12,800 tokens/s offered.
     many = with_server(0.005, loop, http, 64, 3)
-    print(f"concurrency 1   {added:.3f} ms per token ({one['tokens_per_s']:.0f} tokens/s)")
+    print(f"concurrency 1   {added:.3f} ms per token, server CPU {one['cpu_us']:.0f} us per token")
     print(
-        f"concurrency 64  {many['tokens_per_s']:.0f} tokens/s of 12800 offered, a chunk every {many['gap_ms']:.1f} ms"
+        f"concurrency 64  {many['tokens_per_s']:.0f} tokens/s of 12800 offered, server CPU {many['cpu_us']:.0f} us per"
+        f" token, a chunk every {many['gap_ms']:.1f} ms"
     )
-    print(json.dumps({"ms_per_token_c1": added, "tokens_per_s_c64": many["tokens_per_s"], "loop": loop, "http": http}))
+    result = {
+        "ms_per_token_c1": added,
+        "server_cpu_us_per_token_c1": one["cpu_us"],
+        "tokens_per_s_c64": many["tokens_per_s"],
+        "server_cpu_us_per_token_c64": many["cpu_us"],
+        "loop": loop,
+        "http": http,
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
