@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
@@ -43,6 +44,7 @@ SINK_MEAN, SINK_STD = 5.0, 1.5
 NORM_STD = 0.1
 BIAS_STD = {"qkv_bias": 0.1, "o_bias": 0.02, "router_bias": 0.05, "gate_up_bias": 0.1, "down_bias": 0.02}
 
+BYTE_SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)
 CODE_RMS = math.sqrt(68.5 / 8)  # of the E2M1 codes, each equally likely
 
 
@@ -117,19 +119,29 @@ class _Draw:
         return out[:count].view(shape)
 
     def normal(self, shape: tuple[int, ...], mean: float, std: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Bell-shaped: on a CPU the sum of four uniform 16-bit numbers, which no library version can change."""
+        """Bell-shaped: on a CPU the sum of four uniform bytes, which no library version can change."""
         out = torch.empty(shape, dtype=dtype, device=self.device)
         flat = out.view(-1)
-        unit = math.sqrt((2**32 - 1) / 3)  # standard deviation of that sum
         for start in range(0, flat.numel(), DRAW):
             part = flat[start : start + DRAW]
             if self.device.type == "cpu":
-                sums = self._bits.random_raw(part.numel()).view(np.uint16).reshape(-1, 4).sum(-1, dtype=np.int32)
-                values = torch.from_numpy((sums - 2 * 65535).astype(np.float32) * np.float32(std / unit))
+                values = torch.from_numpy(self._byte_sums(part.numel())).to(torch.float32)
+                values -= 2 * 255
+                values *= std / BYTE_SUM_STD
             else:
                 values = torch.randn(part.numel(), device=self.device, generator=self._generator) * std
-            part.copy_(values + mean)
+            part.copy_(values.add_(mean))
         return out
+
+    def _byte_sums(self, count: int) -> NDArray[np.int16]:
+        """Sums of four bytes, four of them at a time in the lanes of a word."""
+        words = -(-count // 4)
+        a, b = self._bits.random_raw(words), self._bits.random_raw(words)
+        lanes = np.uint64(0x00FF00FF00FF00FF)
+        sums = (a & lanes) + ((a >> np.uint64(8)) & lanes)
+        sums += b & lanes
+        sums += (b >> np.uint64(8)) & lanes
+        return sums.view(np.int16)[:count]
 
 
 def _mxfp4(draw: _Draw, shape: tuple[int, ...], rms: float, *, balanced: bool) -> MXTensor:
