@@ -1,0 +1,261 @@
+"""Pulling from a local server that speaks the hub's protocol, with the faults that real lines have."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfbyte.errors import CapacityError, CheckpointError, UsageError
+from halfbyte.model import hub
+from halfbyte.model.hub import Hub, Pull
+
+BIG = bytes(range(256)) * 12_000  # 3 MB
+FILES = {
+    "config.json": b'{"model_type": "gpt_oss"}',
+    "model-00001-of-00002.safetensors": BIG,
+    "model-00002-of-00002.safetensors": BIG[::-1],
+    "model.safetensors.index.json": b"{}",
+    "README.md": b"# model",
+    ".gitattributes": b"*",
+    "original/model.safetensors": b"x" * 1000,
+    "metal/model.bin": b"y" * 1000,
+}
+
+
+@dataclass
+class FakeHub:
+    files: dict[str, bytes] = field(default_factory=lambda: dict(FILES))
+    requests: list[tuple[str, str | None, str | None]] = field(default_factory=list)  # path, range, authorization
+    drops: int = 0  # downloads to cut after half a megabyte
+    damaged: int = 0  # downloads to send with a wrong byte
+    ranges: bool = True
+    status: int = 200
+    claimed_size: int | None = None
+    url: str = ""
+
+    def listing(self) -> dict[str, Any]:
+        siblings: list[dict[str, Any]] = []
+        for name, body in self.files.items():
+            size = self.claimed_size or len(body)
+            entry: dict[str, Any] = {"rfilename": name, "size": size}
+            if len(body) > 500:
+                entry["lfs"] = {"sha256": hashlib.sha256(body).hexdigest(), "size": size}
+            else:
+                entry["blobId"] = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+            siblings.append(entry)
+        return {"sha": "c0ffee", "siblings": siblings}
+
+    def fetched(self) -> list[str]:
+        return sorted({path.split("/resolve/c0ffee/")[1] for path, _, _ in self.requests if "/resolve/" in path})
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeHub]:
+    state = FakeHub()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            state.requests.append((self.path, self.headers.get("range"), self.headers.get("authorization")))
+            if state.status != 200:
+                return self.answer(state.status, b"no")
+            if self.path.startswith("/api/models/"):
+                return self.answer(200, json.dumps(state.listing()).encode())
+            if "/resolve/c0ffee/" in self.path:
+                name = self.path.split("/resolve/c0ffee/")[1]
+                if len(state.files[name]) > 500:  # large files live elsewhere, as on the hub
+                    return self.answer(302, b"", {"location": f"/cdn/{name}"})
+                return self.answer(200, state.files[name])
+            return self.large(state.files[self.path.removeprefix("/cdn/")])
+
+        def large(self, body: bytes) -> None:
+            start = 0
+            asked = self.headers.get("range")
+            if asked and state.ranges:
+                start = int(asked.removeprefix("bytes=").rstrip("-"))
+            rest = body[start:]
+            if state.damaged > 0:
+                state.damaged -= 1
+                rest = rest[:-1] + b"!"
+            self.send_response(206 if start else 200)
+            self.send_header("content-length", str(len(rest)))
+            self.end_headers()
+            if state.drops > 0:
+                state.drops -= 1
+                self.wfile.write(rest[: 1 << 19])
+                self.wfile.flush()
+                self.connection.close()
+                self.close_connection = True
+                return
+            self.wfile.write(rest)
+
+        def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            for key, value in (headers or {}).items():
+                self.send_header(key, value)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    class Quiet(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *args: object) -> None:  # a connection that a test dropped
+            pass
+
+    server = Quiet(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    yield state
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def make(fake: FakeHub, folder: Path, **more: Any) -> Pull:
+    return Pull("openai/gpt-oss-20b", folder, Hub(fake.url), sleep=lambda seconds: None, **more)
+
+
+def test_only_what_is_needed(fake: FakeHub, tmp_path: Path) -> None:
+    assert make(fake, tmp_path / "m").run() == tmp_path / "m"
+    needed = sorted(n for n in FILES if "/" not in n and n != ".gitattributes")
+    assert fake.fetched() == needed
+    for name in needed:
+        assert (tmp_path / "m" / name).read_bytes() == FILES[name]
+    left = sorted(p.name for p in (tmp_path / "m").iterdir())
+    assert left == sorted([*needed, hub.MANIFEST])
+
+
+def test_a_second_pull_fetches_and_reads_nothing(
+    fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(fake, tmp_path).run()
+    fake.requests.clear()
+    monkeypatch.setattr(hub, "_digest", lambda path, f: pytest.fail("read again"))
+    make(fake, tmp_path).run()
+    assert fake.fetched() == []
+
+
+def test_a_damaged_file_on_disk_is_fetched_again(fake: FakeHub, tmp_path: Path) -> None:
+    make(fake, tmp_path).run()
+    victim = tmp_path / "model-00001-of-00002.safetensors"
+    victim.write_bytes(BIG[:-1] + b"!")
+    fake.requests.clear()
+    make(fake, tmp_path).run()
+    assert fake.fetched() == [victim.name]
+    assert victim.read_bytes() == BIG
+
+
+def test_dropped_connections_are_resumed(fake: FakeHub, tmp_path: Path) -> None:
+    fake.drops = 4
+    pull = make(fake, tmp_path, workers=1)
+    pull.run()
+    ranges = [r for path, r, _ in fake.requests if path.startswith("/cdn/") and r]
+    assert len(ranges) == 4
+    assert all(int(r.removeprefix("bytes=").rstrip("-")) > 0 for r in ranges)
+    assert (tmp_path / "model-00001-of-00002.safetensors").read_bytes() == BIG
+    assert pull.progress.done == pull.progress.total
+
+
+def test_an_interrupted_pull_goes_on_where_it_was(fake: FakeHub, tmp_path: Path) -> None:
+    f = next(f for f in make(fake, tmp_path).listing()[1] if f.path.startswith("model-00001"))
+    part = make(fake, tmp_path)._part(f)
+    part.write_bytes(BIG[:1_000_000])
+    make(fake, tmp_path).run()
+    assert ("/cdn/model-00001-of-00002.safetensors", "bytes=1000000-", None) in fake.requests
+    assert (tmp_path / f.path).read_bytes() == BIG
+    assert not part.exists()
+
+
+def test_a_server_without_ranges(fake: FakeHub, tmp_path: Path) -> None:
+    fake.ranges = False
+    fake.drops = 1
+    make(fake, tmp_path, workers=1).run()
+    assert (tmp_path / "model-00001-of-00002.safetensors").read_bytes() == BIG
+
+
+def test_a_wrong_hash_is_tried_once_more_then_refused(fake: FakeHub, tmp_path: Path) -> None:
+    fake.damaged = 1
+    make(fake, tmp_path / "a", workers=1).run()
+    fake.damaged = 100
+    with pytest.raises(CheckpointError, match="another hash"):
+        make(fake, tmp_path / "b", workers=1).run()
+    assert not (tmp_path / "b" / "model-00001-of-00002.safetensors").exists()
+
+
+def test_disk_space_is_checked_first(fake: FakeHub, tmp_path: Path) -> None:
+    fake.claimed_size = 1 << 60
+    with pytest.raises(UsageError, match=r"GB are still to be downloaded and .* GB are free"):
+        make(fake, tmp_path).run()
+    assert fake.fetched() == []
+
+
+def test_offline(fake: FakeHub, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    offline = Hub.from_environ({"HF_ENDPOINT": fake.url, "HF_HUB_OFFLINE": "1"})
+    with pytest.raises(CapacityError, match="HF_HUB_OFFLINE"):
+        Pull("openai/gpt-oss-20b", folder, offline).run()
+    make(fake, folder).run()
+    fake.requests.clear()
+    assert Pull("openai/gpt-oss-20b", folder, offline).run() == folder
+    assert fake.requests == []
+    gone = Hub("http://127.0.0.1:9")
+    assert Pull("openai/gpt-oss-20b", folder, gone, sleep=lambda s: None).run() == folder  # complete: no need to ask
+    with pytest.raises(CapacityError, match="cannot be reached"):
+        Pull("openai/gpt-oss-20b", tmp_path / "empty", gone, sleep=lambda s: None).run()
+
+
+def test_token_goes_to_the_hub(fake: FakeHub, tmp_path: Path) -> None:
+    Pull("openai/gpt-oss-20b", tmp_path, Hub(fake.url, token="hf_x")).run()
+    assert all(auth == "Bearer hf_x" for path, _, auth in fake.requests if "/resolve/" in path)
+
+
+@pytest.mark.parametrize(("status", "text"), [(404, "does not exist"), (401, "HF_TOKEN"), (403, "HF_TOKEN")])
+def test_refusals_say_what_to_do(fake: FakeHub, tmp_path: Path, status: int, text: str) -> None:
+    fake.status = status
+    with pytest.raises(CheckpointError, match=text):
+        make(fake, tmp_path).run()
+
+
+def test_gguf(fake: FakeHub, tmp_path: Path) -> None:
+    fake.files = {"a-Q8.gguf": BIG, "README.md": b"x"}
+    assert make(fake, tmp_path / "one").run() == tmp_path / "one" / "a-Q8.gguf"
+    fake.files["b-F16.gguf"] = BIG
+    with pytest.raises(CheckpointError, match="--file"):
+        make(fake, tmp_path / "two").run()
+    assert make(fake, tmp_path / "two", file="b-F16.gguf").run() == tmp_path / "two" / "b-F16.gguf"
+    with pytest.raises(CheckpointError, match="no file 'c'"):
+        make(fake, tmp_path / "two", file="c").run()
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "a/../../b.safetensors"])
+def test_a_listing_cannot_write_outside(fake: FakeHub, tmp_path: Path, name: str) -> None:
+    fake.files[name] = b"x"
+    with pytest.raises(CheckpointError, match="outside"):
+        make(fake, tmp_path).run()
+
+
+@pytest.mark.parametrize("name", ["", "x", "a/b/c", "../x", "a/..", "http://h/x"])
+def test_names_that_are_no_model(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a model"):
+        hub.pull(name, tmp_path)
+
+
+def test_environment() -> None:
+    assert Hub.from_environ({}) == Hub()
+    assert Hub.from_environ({"HF_ENDPOINT": "http://m/", "HF_TOKEN": "t"}) == Hub("http://m", "t")
+    with pytest.raises(UsageError, match="HF_ENDPOINT"):
+        Hub.from_environ({"HF_ENDPOINT": "mirror"})
