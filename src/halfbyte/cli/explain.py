@@ -54,9 +54,12 @@ def explain(
         out.print(f"[bold]{regime}[/bold] ({RANGES[regime]})")
         for phase in selection.chosen[regime]:
             out.print(f"  runs     {phase}")
+        reasons: dict[str, list[str]] = {}
         for refusal in selection.refusals:
             if refusal.regime == regime:
-                out.print(f"  [dim]refused  {refusal.phase}: {refusal.reason}[/dim]")
+                reasons.setdefault(refusal.reason, []).append(refusal.phase)
+        for reason, phases in reasons.items():
+            out.print(f"  [dim]refused  {', '.join(phases)}: {reason}[/dim]")
     layouts = ", ".join(f"{role} {layout}" for role, layout in selection.layouts.items())
     out.print(f"\nlayouts  {layouts}")
 
