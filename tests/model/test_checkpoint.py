@@ -19,6 +19,7 @@ from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import NAMED, ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.solo import Solo
+from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import GROUPS, Matrix, Weights, kind_of, shape_of
 
 SMALL = NAMED["small"].with_(pad_token=2)
@@ -347,6 +348,7 @@ def test_a_tokenizer_goes_into_the_gguf_and_through_quantising(folder: Path, tmp
             {
                 "model": {"type": "BPE", "vocab": tokens, "merges": [["a", "b"]]},
                 "added_tokens": [{"id": 5, "content": "<|return|>", "special": True}],
+                "pre_tokenizer": {"type": "ByteLevel", "use_regex": True},
             }
         )
     )
@@ -360,9 +362,42 @@ def test_a_tokenizer_goes_into_the_gguf_and_through_quantising(folder: Path, tmp
         ]  # fmt: skip
         assert reader.get_field("tokenizer.ggml.token_type").contents(slice(0, 6)) == [1, 1, 1, 5, 5, 3]
         assert reader.get_field("tokenizer.ggml.merges").contents() == ["a b"]
+        assert reader.get_field("tokenizer.ggml.pre").contents() == "gpt-2"
     assert gguf.GGUFReader(tmp_path / "m.gguf").get_field("tokenizer.chat_template").contents() == "{{ messages }}"
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / name).unlink()
+
+
+def test_a_placeholder_vocabulary_spells_bytes(file: Path) -> None:
+    tokenizer = Tokenizer.for_model(file)
+    assert tokenizer.vocab_size == SMALL.vocab
+    assert tokenizer.decode(tokenizer.encode("hello\n é")) == "hello\n é"
+    assert tokenizer.encode("AB") == [65, 66]
+
+
+def test_the_embedded_tokenizer_fits_and_strange_ones_are_refused(tmp_path: Path) -> None:
+    from halfbyte.model.gguf_vocab import read_gguf_vocab
+    from halfbyte.model.gguf_writer import read_tokenizer
+
+    path = Path(__file__).parents[2] / "models" / "tiny" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    synthetic.write_gguf(SMALL.with_(vocab=2048), 0, tmp_path / "m.gguf", tokenizer=path)
+    found = read_gguf_vocab(tmp_path / "m.gguf")
+    assert found.pre == "gpt-4o"
+    assert {t: i for i, t in enumerate(found.tokens) if t in raw["model"]["vocab"]} == raw["model"]["vocab"]
+    assert len(found.merges) == len(raw["model"]["merges"])
+    strange = tmp_path / "tokenizer.json"
+    for change, words in (
+        ({"model": raw["model"] | {"type": "Unigram"}}, "Unigram tokenizer"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "no name for"),
+        ({"pre_tokenizer": None}, "no name for"),
+        ({"model": {"type": "BPE"}}, "cannot be read as a tokenizer"),
+    ):
+        strange.write_text(json.dumps(raw | change))
+        with pytest.raises(CheckpointError, match=words):
+            read_tokenizer(strange, 2048)
+    with pytest.raises(CheckpointError, match="past the model's vocabulary of 100"):
+        read_tokenizer(path, 100)
 
 
 # ---- progress ------------------------------------------------------------------------------------------------------

@@ -174,21 +174,29 @@ def _write_header(path: Path, config: ModelConfig, planned: Sequence[Planned], t
         w.close()
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    pre: str = "gpt-4o"  # llama.cpp's name for how text is cut before merging
+
+
 def _add_vocabulary(w: Any, config: ModelConfig, tokenizer: Path | None) -> None:
-    """A byte-level BPE vocabulary from tokenizer.json, or a placeholder of the right size for models without one."""
-    w.add_tokenizer_model("gpt2")
-    w.add_tokenizer_pre("gpt-4o")
+    """A byte-level BPE vocabulary, or a placeholder of the right size for models without one."""
     if tokenizer is None:
-        tokens, types, merges = _placeholder(config.vocab)
+        v = _placeholder(config.vocab)
     elif tokenizer.suffix == ".gguf":
         found = read_gguf_vocab(tokenizer)
-        tokens, types, merges = found.tokens, found.types, found.merges
+        v = Vocabulary(found.tokens, found.types, found.merges, found.pre)
     else:
-        tokens, types, merges = read_tokenizer(tokenizer, config.vocab)
-    w.add_token_list(tokens)
-    w.add_token_types(types)
-    w.add_token_merges(merges)
-    ids = {token: i for i, token in enumerate(tokens)}
+        v = read_tokenizer(tokenizer, config.vocab)
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre(v.pre)
+    w.add_token_list(v.tokens)
+    w.add_token_types(v.types)
+    w.add_token_merges(v.merges)
+    ids = {token: i for i, token in enumerate(v.tokens)}
     w.add_bos_token_id(ids.get("<|startoftext|>", config.pad_token))
     w.add_eos_token_id(config.eos_tokens[0])
     w.add_pad_token_id(config.pad_token)
@@ -198,18 +206,20 @@ def _add_vocabulary(w: Any, config: ModelConfig, tokenizer: Path | None) -> None
         w.add_chat_template(template.read_text(encoding="utf-8"))
 
 
-def _placeholder(vocab: int) -> tuple[list[str], list[int], list[str]]:
-    """The 256 byte tokens as far as they fit, then names that no text produces."""
+def _placeholder(vocab: int) -> Vocabulary:
+    """The 256 byte tokens as far as they fit, the one merge that readers insist on, then names that no text produces."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shown = {b: chr(b) for b in printable} | {
         b: chr(256 + i) for i, b in enumerate(x for x in range(256) if x not in printable)
     }
     tokens = [shown[i] if i < 256 else f"<unused{i}>" for i in range(vocab)]
-    return tokens, [NORMAL if i < 256 else UNUSED for i in range(vocab)], [f"{tokens[0]} {tokens[0]}"]
+    types = [NORMAL if i <= 256 else UNUSED for i in range(vocab)]
+    tokens[min(256, vocab - 1)] = tokens[0] * 2
+    return Vocabulary(tokens, types, [f"{tokens[0]} {tokens[0]}"])
 
 
-def read_tokenizer(path: Path, vocab: int) -> tuple[list[str], list[int], list[str]]:
-    """(tokens, types, merges) of a byte-level BPE `tokenizer.json`; ids that it leaves out become unused tokens."""
+def read_tokenizer(path: Path, vocab: int) -> Vocabulary:
+    """A byte-level BPE `tokenizer.json`; ids that it leaves out become unused tokens."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         model = raw["model"]
@@ -223,10 +233,22 @@ def read_tokenizer(path: Path, vocab: int) -> tuple[list[str], list[int], list[s
             tokens[added["id"]] = added["content"]
             types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
         merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+        pre = _pre_tokenizer(raw.get("pre_tokenizer"), path)
     except IndexError:
         raise CheckpointError(
             f"{path} has tokens past the model's vocabulary of {vocab}; use the model's own."
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{path} cannot be read as a tokenizer ({e}); fetch it again.") from None
-    return tokens, types, merges
+    return Vocabulary(tokens, types, merges, pre)
+
+
+def _pre_tokenizer(raw: Any, path: Path) -> str:
+    """llama.cpp knows ways of cutting text by name; ours must be one of the two that gpt-oss vocabularies use."""
+    steps = raw["pretokenizers"] if raw is not None and raw["type"] == "Sequence" else [raw]
+    patterns = [str(s["pattern"].get("Regex")) for s in steps if s is not None and s["type"] == "Split"]
+    if any(r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}" in p and r"\p{N}{1,3}" in p for p in patterns):
+        return "gpt-4o"
+    if not patterns and any(s is not None and s["type"] == "ByteLevel" and s.get("use_regex", True) for s in steps):
+        return "gpt-2"
+    raise CheckpointError(f"{path} cuts text in a way that GGUF has no name for; write safetensors instead.")
