@@ -101,11 +101,10 @@ class FakeRunner:
                     tokens[r] = self.last[source]
         size = self.page_size
         self.computed_rows += batch.rows
-        for r, (s, p) in enumerate(zip(batch.row_sequence.tolist(), batch.positions.tolist())):
-            for table in (batch.full, batch.sliding):
-                page = table[s, p // size]
-                assert page != 0, "a real row would be written to the scratch page"
-                self.store[page, p % size] = tokens[r] * 2 + (table is batch.sliding)
+        for kind, table in enumerate((batch.full, batch.sliding)):
+            pages = table[batch.row_sequence, batch.positions // size]
+            assert (pages != 0).all(), "a real row would be written to the scratch page"
+            self.store[pages, batch.positions % size] = tokens * 2 + kind
         logits = np.stack([self._read(batch, r) for r in batch.logit_rows.tolist()]) if len(batch.logit_rows) else None
         result = StepResult([]) if logits is None else sample(torch.from_numpy(logits), batch)
         self.last = result.tokens

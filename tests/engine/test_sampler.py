@@ -11,7 +11,8 @@ from engine_fakes import one_row
 
 from halfbyte.engine.batch import Batch, StepResult
 from halfbyte.engine.request import SamplingParams
-from halfbyte.engine.sampler import Picker, logprob_of, sample
+from halfbyte.engine.sampler import Picker, draw_token, logprob_of, sample
+from halfbyte.ops.sampling import distribution, draw
 
 V = 50
 
@@ -123,15 +124,34 @@ def test_logprobs_are_the_models_own() -> None:
     assert result.logprobs[0].token == 9
     assert result.logprobs[0].logprob == pytest.approx(float(lp[9]))
     assert [t for t, _ in result.logprobs[0].top] == lp.argsort(descending=True)[:3].tolist()
-    assert logprob_of(logits, 4, 0).top == ()
+    assert logprob_of(logits.numpy(), 4, 0).top == ()
+
+
+@pytest.mark.parametrize("vocab", [50, 3000])
+def test_drawing_without_a_full_sort_is_the_specification(vocab: int) -> None:
+    """Against halfbyte.ops.sampling, over shapes flat and peaked, with ties, and filters that reach far or not."""
+    rng = np.random.default_rng(0)
+    for case in range(400):
+        logits = (rng.standard_normal(vocab) * rng.choice([0.01, 1.0, 5.0])).astype(np.float32)
+        if case % 3 == 0:
+            logits = np.round(logits)  # many ties
+        if case % 7 == 0:
+            logits[rng.random(vocab) < 0.5] = -np.inf
+        logits[0] = 0.5
+        params = SamplingParams(
+            temperature=float(rng.choice([0.3, 1.0, 3.0])), top_k=int(rng.choice([0, 1, 5, 70, 600])),
+            top_p=float(rng.choice([1.0, 0.99, 0.5, 0.05])), min_p=float(rng.choice([0.0, 0.001, 0.5])),
+        )  # fmt: skip
+        row = torch.from_numpy(logits)
+        expected = distribution(row, params.temperature, params.top_k, params.top_p, params.min_p)
+        for uniform in (0.0, 0.3, 0.77, 0.999999, float(rng.random())):
+            assert draw_token(logits, params, uniform) == draw(*expected, uniform)
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 8)])
 def test_rejection_sampling_keeps_the_distribution(temperature: float, top_k: int) -> None:
     """Drafts from another distribution q: what comes out is distributed as p; sum(min(p, q)) of them are kept."""
     logits, other = noise(1), noise(2)
-    from halfbyte.ops.sampling import distribution
-
     probabilities, ids = distribution(logits, temperature, top_k, 1.0, 0.0)
     p = np.zeros(V)
     p[ids.numpy()] = probabilities.numpy()

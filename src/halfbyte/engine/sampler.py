@@ -22,9 +22,10 @@ from torch import Tensor
 from halfbyte.engine.batch import Batch, StepResult
 from halfbyte.engine.request import Logprob, SamplingParams
 from halfbyte.errors import RequestError
-from halfbyte.ops.sampling import distribution, draw, greedy, penalise
+from halfbyte.ops.sampling import distribution, greedy, penalise
 
-DRAW, ACCEPT = 0, 1  # streams of randomness at one position
+Row = NDArray[np.float32]
+DRAW, ACCEPT, PROPOSE = 0, 1, 2  # streams of randomness at one position
 
 
 def check_params(params: SamplingParams, vocab: int) -> None:
@@ -88,108 +89,147 @@ class Picker:
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def adjust(logits: Tensor, picker: Picker, place: int, history: list[int] | None, mask: Tensor | None) -> Tensor:
+def adjust(logits: Row, picker: Picker, place: int, history: list[int] | None, mask: NDArray[np.int32] | None) -> Row:
     """One row [vocab] -> penalties, bias, minimum length and grammar applied."""
     p = picker.params
     if picker.penalised:
         assert history is not None
-        seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        seen[torch.tensor(history, device=logits.device)] = True
-        counts = torch.bincount(
-            torch.tensor(history[picker.prompt :], dtype=torch.int64, device=logits.device), minlength=logits.shape[-1]
-        )
-        logits = penalise(logits, counts, seen, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-    if picker.bias or place < picker.forced_until:
-        logits = logits.clone()
+        seen = torch.zeros(logits.shape[0], dtype=torch.bool)
+        seen[torch.tensor(history)] = True
+        generated = torch.tensor(history[picker.prompt :], dtype=torch.int64)
+        counts = torch.bincount(generated, minlength=logits.shape[0])
+        row = torch.from_numpy(logits)
+        logits = penalise(row, counts, seen, p.repetition_penalty, p.presence_penalty, p.frequency_penalty).numpy()
+    if picker.bias or place < picker.forced_until or mask is not None:
+        logits = logits.copy()
         for token, bias in picker.bias:
             logits[token] += bias
         if place < picker.forced_until:
             logits[picker.stops] = -math.inf
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -math.inf)
+        if mask is not None:
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits.shape[0]].astype(bool)
+            logits[: allowed.shape[0]][~allowed] = -math.inf
+            logits[allowed.shape[0] :] = -math.inf  # the output layer may be padded past the vocabulary
     return logits
-
-
-def unpack_mask(bits: NDArray[np.int32], vocab: int, device: torch.device) -> Tensor:
-    allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab].astype(bool)
-    if allowed.shape[0] < vocab:  # the output layer may be padded past the vocabulary
-        allowed = np.concatenate([allowed, np.zeros(vocab - allowed.shape[0], bool)])
-    return torch.from_numpy(allowed).to(device)
 
 
 def sample(logits: Tensor, batch: Batch) -> StepResult:
     """Tokens for every row of `logits` float32 [L, vocab]. A row that cannot be sampled becomes an error of its own."""
     pickers = batch.pickers
-    if not batch.masks and all(p.simple for p in pickers):
-        tokens = greedy(logits).tolist()
-        errors = {}
-        if not bool(torch.isfinite(logits.sum())):
-            bad = (~torch.isfinite(logits).all(-1)).nonzero().flatten().tolist()
-            errors = dict.fromkeys(bad, _NOT_NUMBERS)
-        return StepResult(tokens, errors=errors)
-    result = StepResult([])
+    if logits.device.type != "cpu" and not batch.masks and all(p.simple for p in pickers):
+        tokens = greedy(logits)
+        fine = torch.isfinite(logits.gather(1, tokens[:, None].long())).flatten()
+        bad = (~fine).nonzero().flatten().tolist()
+        return StepResult(tokens.tolist(), errors=dict.fromkeys(bad, _NOT_NUMBERS))
+    rows: NDArray[np.float32] = logits.cpu().numpy()
+    # numpy, not torch: one row at a time, torch's threads cost more than they bring. NaN counts as the highest.
+    best = rows.argmax(-1)
+    result = StepResult(best.tolist())
     for i, picker in enumerate(pickers):
-        try:
-            token = _pick(logits[i], picker, i, batch, result)
-        except (ValueError, RuntimeError, IndexError) as e:
-            result.errors[i] = str(e)
-            token = 0
-        result.tokens.append(token)
+        if not math.isfinite(rows[i, best[i]]):
+            result.errors[i] = _NOT_NUMBERS
+        elif not picker.simple or i in batch.masks:
+            try:
+                result.tokens[i] = _pick(rows[i], picker, i, batch, result)
+            except (ValueError, RuntimeError, IndexError) as e:
+                result.errors[i] = str(e)
     return result
 
 
 _NOT_NUMBERS = "the logits of this row are not numbers"
 
 
-def _pick(raw: Tensor, picker: Picker, row: int, batch: Batch, result: StepResult) -> int:
-    if not bool(torch.isfinite(raw).all()):
-        raise ValueError(_NOT_NUMBERS)
-    bits = batch.masks.get(row)
-    mask = None if bits is None else unpack_mask(bits, raw.shape[-1], raw.device)
-    place = batch.places[row]
-    logits = adjust(raw, picker, place, batch.histories.get(row), mask)
-    if float(logits.max()) == -math.inf:
+def _pick(raw: Row, picker: Picker, row: int, batch: Batch, result: StepResult) -> int:
+    place, p = batch.places[row], picker.params
+    logits = adjust(raw, picker, place, batch.histories.get(row), batch.masks.get(row))
+    token = int(logits.argmax())
+    if logits[token] == -math.inf:
         raise ValueError("bias, minimum length and grammar together allow no token")
-    p = picker.params
-    proposal = batch.proposals.get(row)
-    if picker.greedy:
-        token = int(greedy(logits))
-    else:
-        probabilities, ids = distribution(logits, p.temperature, p.top_k, p.top_p, p.min_p)
-        if proposal is None:
-            token = draw(probabilities, ids, picker.uniform(place))
+    if not picker.greedy:
+        proposal = batch.proposals.get(row)
+        if proposal is not None:
+            token = _accept_or_redraw(logits, proposal, picker, place)
         else:
-            token = _accept_or_redraw(probabilities, ids, raw.shape[-1], proposal, picker, place)
+            token = draw_token(logits, p, picker.uniform(place))
     if p.logprobs is not None:
         result.logprobs[row] = logprob_of(raw, token, p.logprobs)
     return token
 
 
-def _accept_or_redraw(
-    p: Tensor, ids: Tensor, vocab: int, proposal: tuple[int, NDArray[np.float64]], picker: Picker, place: int
-) -> int:
+def draw_token(logits: Row, p: SamplingParams, uniform: float) -> int:
+    """As `distribution` and `draw` of halfbyte.ops.sampling, without sorting a whole vocabulary if that can be avoided.
+
+    Only the likeliest candidates are sorted; if what was asked for reaches past them, all are.
+    """
+    vocab = logits.shape[0]
+    limited = 0 < p.top_k < vocab
+    x = logits.astype(np.float64) / p.temperature
+    first = _draw_among(x, max(64, p.top_k) if limited else _CANDIDATES, p, limited, uniform)
+    token = _draw_among(x, vocab, p, limited, uniform) if first is None else first
+    assert token is not None
+    return token
+
+
+def _draw_among(x: NDArray[np.float64], few: int, p: SamplingParams, limited: bool, uniform: float) -> int | None:
+    """A draw that needs no more than the `few` likeliest; None if it does."""
+    vocab = x.shape[0]
+    whole = few >= vocab
+    ids = np.arange(vocab) if whole else np.nonzero(x >= np.partition(x, vocab - few)[vocab - few])[0]  # ties included
+    ids = ids[np.argsort(-x[ids], kind="stable")]
+    if limited:
+        ids = ids[: p.top_k]
+    weights = np.exp(x[ids] - x[ids[0]])
+    weights /= weights.sum() if limited or whole else np.exp(x - x[ids[0]]).sum()
+    keep = weights > 0
+    if p.top_p < 1.0:
+        keep &= np.cumsum(weights) - weights < p.top_p
+    if p.min_p > 0.0:
+        keep &= weights >= p.min_p * weights[0]
+    keep[0] = True
+    kept, ids = weights[keep], ids[keep]
+    closed = limited or whole or kept.shape[0] < keep.shape[0]  # nothing beyond the candidates may be drawn
+    if closed:
+        kept = kept / kept.sum()
+    elif p.top_p < 1.0 or p.min_p > 0.0:
+        return None
+    at = int(np.searchsorted(np.cumsum(kept), uniform, side="right"))
+    if at < kept.shape[0]:
+        return int(ids[at])
+    return int(ids[-1]) if closed else None
+
+
+_CANDIDATES = 512
+
+
+def _accept_or_redraw(logits: Row, proposal: tuple[int, NDArray[np.float64]], picker: Picker, place: int) -> int:
     """Rejection sampling (Leviathan et al., Chen et al.): keep x ~ q with min(1, p/q), else draw from max(p - q, 0)."""
     draft, q_row = proposal
-    target = torch.zeros(vocab, dtype=torch.float64)
-    target[ids.cpu()] = p.cpu()
-    q = torch.from_numpy(q_row)
-    if q.shape[0] < vocab:
-        q = torch.nn.functional.pad(q, (0, vocab - q.shape[0]))
-    if picker.uniform(place, ACCEPT) * float(q[draft]) < float(target[draft]):
+    s = picker.params
+    p, ids = distribution(torch.from_numpy(logits), s.temperature, s.top_k, s.top_p, s.min_p)
+    target = np.zeros(logits.shape[0])
+    target[ids.numpy()] = p.numpy()
+    q = np.zeros(logits.shape[0])
+    q[: q_row.shape[0]] = q_row
+    if picker.uniform(place, ACCEPT) * q[draft] < target[draft]:
         return draft
-    rest = (target - q).clamp_min(0.0)
+    rest = np.maximum(target - q, 0.0)
     rest[draft] = 0.0
     total = rest.sum()
-    if float(total) <= 0.0:  # p == q up to rounding: the draft was as good as any
+    if total <= 0.0:  # p == q up to rounding: the draft was as good as any
         return draft
-    keep = rest.nonzero().flatten()
-    return draw(rest[keep] / total, keep, picker.uniform(place))
+    keep = np.nonzero(rest)[0]
+    at = int(np.searchsorted(np.cumsum(rest[keep] / total), picker.uniform(place), side="right"))
+    return int(keep[min(at, keep.shape[0] - 1)])
 
 
-def logprob_of(logits: Tensor, token: int, top: int) -> Logprob:
-    row = torch.log_softmax(logits.double(), -1)
+def logprob_of(logits: Row, token: int, top: int) -> Logprob:
+    x = logits.astype(np.float64)
+    base = float(x.max())
+    base += math.log(float(np.exp(x - base).sum()))
     best: tuple[tuple[int, float], ...] = ()
     if top:
-        values, ids = row.sort(descending=True, stable=True)
-        best = tuple(zip(ids[:top].tolist(), values[:top].tolist()))
-    return Logprob(token, float(row[token]), best)
+        cut = np.partition(x, max(0, x.shape[0] - top))[max(0, x.shape[0] - top)]
+        ids = np.nonzero(x >= cut)[0]
+        ids = ids[np.argsort(-x[ids], kind="stable")][:top]
+        best = tuple((int(i), float(x[i]) - base) for i in ids)
+    return Logprob(token, float(x[token]) - base, best)
