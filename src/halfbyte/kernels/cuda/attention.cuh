@@ -1,0 +1,278 @@
+// Attention of this step's rows over the paged cache. A unit is one row, one kv head and one part of its pages; its
+// eight query heads are the eight columns of the mma. Pages come through the ring, 16 tokens to a warp, four warps to a
+// page. Tokens of this very step are not in the pages yet: they are taken from the mailbox, rounded to bf16 as the cache
+// will hold them. The sink joins the denominator once, where the last sum is made.
+#pragma once
+#include "gemv.cuh"
+
+constexpr float LOG2E = 1.4426950408889634f, NEVER = -1e30f;
+constexpr int TEAMS = WORKERS / 4;  // of four warps, each with a page of its own
+constexpr int WHOLE = 8;  // up to so many pages, one block does a head alone and no merge is needed
+
+struct Unit {
+  int row, head, part, parts;
+  int first, last;   // pages of this part
+  int from, to;      // cached tokens the row sees: [from, to)
+  int position;
+  bool owner;        // takes this step's own tokens, and writes the row's into the cache
+};
+
+// The row's key range and its cut into parts depend on the row alone: the same row gives the same bits in any batch.
+HB_DEV int parts_of(int pages, bool sliding) {
+  if (sliding || pages <= WHOLE) return 1;
+  int n = (pages + 1) / 2;
+  return n < SPLITS ? n : SPLITS;
+}
+HB_DEV void key_range(const Shared& sh, int row, bool sliding, int& from, int& to, int& first, int& pages) {
+  from = sliding && sh.position[row] >= WINDOW ? sh.position[row] - WINDOW + 1 : 0;
+  to = sh.base[row];
+  first = from / PAGE;
+  pages = to > from ? (to - 1) / PAGE + 1 - first : 0;
+}
+// Units are dealt to the blocks from the last one down; the first blocks have the odd tiles of the matrices.
+HB_DEV bool find_unit(const Shared& sh, int rows, bool sliding, int index, Unit& u) {
+  for (int row = 0; row < rows; row++) {
+    int from, to, first, pages;
+    key_range(sh, row, sliding, from, to, first, pages);
+    int parts = parts_of(pages, sliding);
+    if (index < KV_HEADS * parts) {
+      u.row = row; u.head = index % KV_HEADS; u.part = index / KV_HEADS; u.parts = parts;
+      u.first = first + pages * u.part / parts; u.last = first + pages * (u.part + 1) / parts;
+      u.from = from; u.to = to; u.position = sh.position[row]; u.owner = u.part == parts - 1;
+      return true;
+    }
+    index -= KV_HEADS * parts;
+  }
+  return false;
+}
+HB_DEV const u16* page_of(const Step& p, const Shared& sh, bool sliding, int row, int page, int place, int which, int head) {
+  const int* table = (sliding ? p.sliding_table : p.full_table) + (size_t)sh.seq[row] * p.max_blocks;
+  return p.pool + ((((size_t)table[page] * p.page_layers + place) * 2 + which) * KV_HEADS + head) * (PAGE * HEAD_DIM);
+}
+
+struct Softmax {  // of one warp: heads 2t and 2t + 1 in every lane; dims as the mma leaves them
+  float top[2] = {NEVER, NEVER}, sum[2] = {0.f, 0.f}, o[4][4] = {};
+};
+struct Queries { u32 high[4][2], low[4][2]; };
+
+// Rows g and g + 8 of a 16 x 64 bf16 tile with 128-byte rows, as four words per half row. Odd rows read their halves in
+// the other order, so that eight lanes cover all banks.
+HB_DEV void load_rows(const u8* tile, int lane, u32 (&v)[2][2][4]) {
+  const int g = lane / 4, t = lane % 4, odd = g & 1;
+  HB_UNROLL
+  for (int r = 0; r < 2; r++) {
+    u32x4 a = lds128(tile + (g + 8 * r) * 128 + 64 * odd + t * 16), b = lds128(tile + (g + 8 * r) * 128 + 64 * (1 - odd) + t * 16);
+    v[r][0][0] = odd ? b.x : a.x; v[r][0][1] = odd ? b.y : a.y; v[r][0][2] = odd ? b.z : a.z; v[r][0][3] = odd ? b.w : a.w;
+    v[r][1][0] = odd ? a.x : b.x; v[r][1][1] = odd ? a.y : b.y; v[r][1][2] = odd ? a.z : b.z; v[r][1][3] = odd ? a.w : b.w;
+  }
+}
+
+// `seen` bit 0: this lane's token g counts, bit 1: token g + 8. At least one of the 16 does.
+HB_DEV void score_tile(const u8* keys, const Queries& q, u32 seen, int lane, float (&s)[4]) {
+  u32 k[2][2][4];
+  load_rows(keys, lane, k);
+  float c[4] = {0.f, 0.f, 0.f, 0.f};
+  HB_UNROLL
+  for (int i = 0; i < 4; i++) {
+    const int x = (i & 1) * 2;
+    mma(c, k[0][i / 2][x], k[1][i / 2][x], k[0][i / 2][x + 1], k[1][i / 2][x + 1], q.high[i][0], q.high[i][1]);
+    mma(c, k[0][i / 2][x], k[1][i / 2][x], k[0][i / 2][x + 1], k[1][i / 2][x + 1], q.low[i][0], q.low[i][1]);
+  }
+  s[0] = seen & 1 ? c[0] : NEVER; s[1] = seen & 1 ? c[1] : NEVER;
+  s[2] = seen & 2 ? c[2] : NEVER; s[3] = seen & 2 ? c[3] : NEVER;
+}
+HB_DEV void weigh_tile(const u8* values, u32 seen, bool all, int lane, float (&s)[4], Softmax& m) {
+  float p[4];
+  HB_UNROLL
+  for (int h = 0; h < 2; h++) {
+    float top = s[h] > s[h + 2] ? s[h] : s[h + 2];
+    HB_UNROLL
+    for (int x = 4; x < 32; x *= 2) { float o = shfl_xor(top, x); top = o > top ? o : top; }
+    top = top > m.top[h] ? top : m.top[h];
+    const float shrink = exp2_fast(m.top[h] - top);
+    m.top[h] = top;
+    p[h] = s[h] > NEVER ? exp2_fast(s[h] - top) : 0.f;
+    p[h + 2] = s[h + 2] > NEVER ? exp2_fast(s[h + 2] - top) : 0.f;
+    m.sum[h] = m.sum[h] * shrink + p[h] + p[h + 2];
+    HB_UNROLL
+    for (int i = 0; i < 4; i++) { m.o[i][h] *= shrink; m.o[i][h + 2] *= shrink; }
+  }
+  u32 high[2], low[2];
+  HB_UNROLL
+  for (int r = 0; r < 2; r++) {
+    const u32 a = split(p[2 * r]), b = split(p[2 * r + 1]);
+    high[r] = transpose8x8(permute(a, b, 0x7632));
+    low[r] = transpose8x8(permute(a, b, 0x5410));
+  }
+  u32 v[2][2][4];
+  load_rows(values, lane, v);
+  if (!all)  // a weight of zero does not save us from a NaN in a slot nobody wrote
+    HB_UNROLL
+    for (int r = 0; r < 2; r++)
+      HB_UNROLL
+      for (int i = 0; i < 8; i++) v[r][i / 4][i % 4] = seen >> r & 1 ? v[r][i / 4][i % 4] : 0u;
+  HB_UNROLL
+  for (int i = 0; i < 4; i++) {
+    const int half = i / 2, x = (i & 1) * 2;
+    const u32 a0 = transpose8x8(v[0][half][x]), a1 = transpose8x8(v[0][half][x + 1]);
+    const u32 a2 = transpose8x8(v[1][half][x]), a3 = transpose8x8(v[1][half][x + 1]);
+    mma(m.o[i], a0, a1, a2, a3, high[0], high[1]);
+    mma(m.o[i], a0, a1, a2, a3, low[0], low[1]);
+  }
+}
+
+HB_DEV float tagged_float(const u64* p, u32 tag, u32* control, u32 where) {
+  Patience patience;
+  u64 v = box_load(p);
+  while (!has(v, tag)) { patience.wait(control, where); v = box_load(p); }
+  return as_float(payload(v));
+}
+// Elements dim and dim + 32 of a head's vector in the mailbox, rotated.
+HB_DEV void rotated(const Step& p, const u64* vector, int position, int dim, u32 tag, float& a, float& b) {
+  const float c = p.rope[(size_t)position * 64 + dim], s = p.rope[(size_t)position * 64 + 32 + dim];
+  u64 x = box_load(vector + dim), y = box_load(vector + dim + 32);
+  Patience patience;
+  while (!(has(x, tag) && has(y, tag))) { patience.wait(p.control, 0x400); x = box_load(vector + dim); y = box_load(vector + dim + 32); }
+  const float first = as_float(payload(x)), second = as_float(payload(y));
+  a = first * c - second * s;
+  b = second * c + first * s;
+}
+
+template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int place, bool sliding, const Unit& u) {
+  Shared& sh = w.sh;
+  const Step& p = w.p;
+  const int g = w.lane / 4, t = w.lane % 4;
+  float sink = 0.f;
+  if (w.thread < GROUP * 32) {
+    const int head = w.thread / 32, dim = w.thread % 32;
+    float a, b;
+    sink = bf16_at(layer.sinks, u.head * GROUP + head) * LOG2E;
+    rotated(p, p.box.qkv + (size_t)u.row * QKV + (u.head * GROUP + head) * 64, u.position, dim, w.tag, a, b);
+    const u32 va = split(a * (0.125f * LOG2E)), vb = split(b * (0.125f * LOG2E));
+    sh.q[0][head][dim] = (u16)(va >> 16); sh.q[0][head][dim + 32] = (u16)(vb >> 16);
+    sh.q[1][head][dim] = (u16)va; sh.q[1][head][dim + 32] = (u16)vb;
+  } else if (u.owner)
+    for (int i = w.thread - GROUP * 32; i < w.rows * 64; i += WORK_THREADS - GROUP * 32) {
+      const int row = i / 64, value = i / 32 % 2, dim = i % 32;
+      float a = 0.f, b = 0.f;
+      if (sh.seq[row] == sh.seq[u.row] && sh.position[row] <= u.position) {
+        const u64* vector = p.box.qkv + (size_t)row * QKV + Q_DIM + value * KV_DIM + u.head * 64;
+        if (value) { a = tagged_float(vector + dim, w.tag, p.control, 0x402); b = tagged_float(vector + dim + 32, w.tag, p.control, 0x402); }
+        else rotated(p, vector, sh.position[row], dim, w.tag, a, b);
+      }
+      const u32 both = bf16_pair(a, b);
+      sh.fresh[value][row][dim] = (u16)both;
+      sh.fresh[value][row][dim + 32] = (u16)(both >> 16);
+      if (row == u.row) {
+        u16* slot = const_cast<u16*>(page_of(p, sh, sliding, row, u.position / PAGE, place, value, u.head)) + u.position % PAGE * HEAD_DIM;
+        slot[dim] = (u16)both;
+        slot[dim + 32] = (u16)(both >> 16);
+      }
+    }
+  w.sync();
+
+  Queries q;
+  HB_UNROLL
+  for (int half = 0; half < 2; half++) {
+    const u32x4 a = lds128(&sh.q[0][g][half * 32 + t * 8]), b = lds128(&sh.q[1][g][half * 32 + t * 8]);
+    q.high[2 * half][0] = a.x; q.high[2 * half][1] = a.y; q.high[2 * half + 1][0] = a.z; q.high[2 * half + 1][1] = a.w;
+    q.low[2 * half][0] = b.x; q.low[2 * half][1] = b.y; q.low[2 * half + 1][0] = b.z; q.low[2 * half + 1][1] = b.w;
+  }
+  Softmax m;
+  const int pages = u.last - u.first, sub = w.warp % 4;
+  for (int i = w.warp / 4; i < pages && w.warp < TEAMS * 4; i += TEAMS) {
+    const Cursor ck = w.at.far_ahead(2 * i), cv = ck.ahead(1);
+    const int token = (u.first + i) * PAGE + sub * 16, a = token + g, b = token + g + 8;
+    const bool some = token < u.to && token + 16 > u.from, all = token >= u.from && token + 16 <= u.to;
+    const u32 seen = (a >= u.from && a < u.to ? 1u : 0u) | (b >= u.from && b < u.to ? 2u : 0u);
+    float s[4] = {};
+    wait_bar(&sh.full[ck.slot], ck.phase, p.control, 0x410);
+    if (some) score_tile(sh.ring[ck.slot] + sub * 16 * 128, q, seen, w.lane, s);
+    sync_warp();
+    if (w.lane == 0) bar_arrive(&sh.empty[ck.slot], 4);
+    wait_bar(&sh.full[cv.slot], cv.phase, p.control, 0x411);
+    if (some) weigh_tile(sh.ring[cv.slot] + sub * 16 * 128, seen, all, w.lane, s, m);
+    sync_warp();
+    if (w.lane == 0) bar_arrive(&sh.empty[cv.slot], 4);
+  }
+  w.at.advance_far(2 * pages);
+  if (u.owner && w.warp == WORKERS - 1) {
+    const bool on = g < w.rows && sh.seq[g < ROWS ? g : 0] == sh.seq[u.row] && sh.position[g < ROWS ? g : 0] <= u.position &&
+                    sh.position[g < ROWS ? g : 0] >= u.from;
+    float s[4];
+    score_tile((const u8*)sh.fresh[0], q, on ? 1u : 0u, w.lane, s);
+    weigh_tile((const u8*)sh.fresh[1], on ? 1u : 0u, false, w.lane, s, m);
+  }
+  Merge& merge = sh.merge;
+  HB_UNROLL
+  for (int h = 0; h < 2; h++) {
+    HB_UNROLL
+    for (int x = 4; x < 32; x *= 2) m.sum[h] += shfl_xor(m.sum[h], x);
+    if (g == 0) { merge.top[w.warp][2 * t + h] = m.top[h]; merge.sum[w.warp][2 * t + h] = m.sum[h]; }
+    HB_UNROLL
+    for (int i = 0; i < 8; i++) {  // dims as transpose8x8 left them
+      const int dim = (i / 4) * 32 + 8 * (g / 2) + 2 * (i % 4) + g % 2;
+      merge.o[w.warp][(2 * t + h) * 64 + dim] = m.o[i / 2][(i & 1) * 2 + h];
+    }
+  }
+  w.sync();
+  if (w.thread < GROUP * 32) {
+    const int head = w.thread / 32, dim = w.thread % 32 * 2;
+    float top = NEVER;
+    HB_UNROLL
+    for (int i = 0; i < WORKERS; i++) top = merge.top[i][head] > top ? merge.top[i][head] : top;
+    if (u.parts == 1 && sink > top) top = sink;
+    float sum = 0.f, o[2] = {0.f, 0.f};
+    for (int i = 0; i < WORKERS; i++) {
+      if (merge.top[i][head] == NEVER) continue;
+      const float f = exp2_fast(merge.top[i][head] - top);
+      sum += merge.sum[i][head] * f;
+      o[0] += merge.o[i][head * 64 + dim] * f;
+      o[1] += merge.o[i][head * 64 + dim + 1] * f;
+    }
+    if (u.parts == 1) {
+      const float f = divide(1.f, sum + exp2_fast(sink - top)) * scale_in<O_FORMAT>();
+      u64* out = p.box.attn + (size_t)u.row * Q_DIM + (u.head * GROUP + head) * 64 + dim;
+      box_store(out, tagged(split(o[0] * f), w.tag));
+      box_store(out + 1, tagged(split(o[1] * f), w.tag));
+    } else {
+      u64* out = p.box.part + ((size_t)(u.row * HEADS + u.head * GROUP + head) * SPLITS + u.part) * 66;
+      box_store(out + dim, tagged(as_bits(o[0]), w.tag));
+      box_store(out + dim + 1, tagged(as_bits(o[1]), w.tag));
+      if (dim == 0) { box_store(out + 64, tagged(as_bits(top), w.tag)); box_store(out + 65, tagged(as_bits(sum), w.tag)); }
+    }
+  }
+  w.sync();
+}
+
+// The parts of one head become its output; one warp a head, two dims a lane.
+template <int O_FORMAT> HB_DEV void merge_head(Worker& w, const Layer& layer, int row, int head, int parts) {
+  const Step& p = w.p;
+  const u64* in = p.box.part + (size_t)(row * HEADS + head) * SPLITS * 66;
+  const float sink = bf16_at(layer.sinks, head) * LOG2E;
+  float top = sink, sum = 1.f, o[2] = {0.f, 0.f};
+  for (int first = 0; first < parts; first += 8) {
+    u64x2 v[8] = {}, ms[8] = {};
+    HB_UNROLL
+    for (int i = 0; i < 8; i++)
+      if (first + i < parts) { v[i] = box_load2(in + (first + i) * 66 + 2 * w.lane); ms[i] = box_load2(in + (first + i) * 66 + 64); }
+    HB_UNROLL
+    for (int i = 0; i < 8; i++)
+      if (first + i < parts) {
+        Patience patience;
+        while (!(has(v[i].x, w.tag) && has(v[i].y, w.tag) && has(ms[i].x, w.tag) && has(ms[i].y, w.tag))) {
+          patience.wait(p.control, 0x420);
+          v[i] = box_load2(in + (first + i) * 66 + 2 * w.lane); ms[i] = box_load2(in + (first + i) * 66 + 64);
+        }
+        const float part_top = as_float(payload(ms[i].x)), now = part_top > top ? part_top : top;
+        const float a = exp2_fast(top - now), b = exp2_fast(part_top - now);
+        sum = sum * a + as_float(payload(ms[i].y)) * b;
+        o[0] = o[0] * a + as_float(payload(v[i].x)) * b;
+        o[1] = o[1] * a + as_float(payload(v[i].y)) * b;
+        top = now;
+      }
+  }
+  HB_UNROLL
+  for (int i = 0; i < 2; i++)
+    box_store(p.box.attn + (size_t)row * Q_DIM + head * 64 + 2 * w.lane + i, tagged(split(divide(o[i], sum) * scale_in<O_FORMAT>()), w.tag));
+}

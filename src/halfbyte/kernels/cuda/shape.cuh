@@ -1,0 +1,113 @@
+// Shapes, arguments and shared memory of the decode step. Every size is a compile-time constant given by the binding
+// (step.py); what cannot be served is refused there, and asserted here.
+#pragma once
+#include "intrin.cuh"
+
+// ---- the model ---------------------------------------------------------------------------------------------------
+constexpr int HIDDEN = HB_HIDDEN, INTER = HB_INTER, LAYERS = HB_LAYERS, EXPERTS = HB_EXPERTS, TOP_K = 4;
+constexpr int HEADS = HB_HEADS, KV_HEADS = HB_KV_HEADS, HEAD_DIM = 64, GROUP = HEADS / KV_HEADS, VOCAB = HB_VOCAB;
+constexpr int Q_DIM = HEADS * HEAD_DIM, KV_DIM = KV_HEADS * HEAD_DIM, QKV = Q_DIM + 2 * KV_DIM;
+constexpr int WINDOW = HB_WINDOW, PAGE = 64;
+constexpr int ROWS = HB_ROWS;  // batch rows this kernel was built for: 1, 2, 4 or 8
+static_assert(GROUP == 8 && HEADS % KV_HEADS == 0, "one mma column per query head of a group");
+static_assert(HIDDEN % 64 == 0 && INTER % 64 == 0 && QKV % 16 == 0 && VOCAB % 16 == 0, "tiles are 16 rows by 64 k");
+static_assert(EXPERTS % 32 == 0 && EXPERTS <= 512, "a warp holds all router logits");
+static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "rows");
+
+// ---- weight formats ----------------------------------------------------------------------------------------------
+enum { MXFP4 = 0, Q8 = 1, BF16 = 2 };
+constexpr int CHUNK_BYTES[3] = {544, 1088, 2048};  // 16 rows x 64 k, scales included (see layouts.py, "tile16")
+constexpr int SLOT_BYTES = 8704;                   // 16 chunks of MXFP4, 8 of Q8, 4 of bf16; a page of K or V
+
+// ---- the block ---------------------------------------------------------------------------------------------------
+constexpr int WORKERS = 15;  // warps that multiply (2880 = 45 chunks of 64); with the one that feeds them, 16 to share registers
+constexpr int WORK_THREADS = WORKERS * 32, THREADS = WORK_THREADS + 32;
+constexpr int ARRIVALS = 16;  // that free a slot, split over the warps that read from it
+constexpr int SLOTS = HB_SLOTS;
+constexpr int LANE_ROWS = ROWS < 4 ? ROWS : 4;  // batch rows in one set of 8 mma columns (a high and a low column each)
+constexpr int SETS = ROWS / LANE_ROWS;
+constexpr int GROUPS_AT_ONCE = 4 / LANE_ROWS;   // k groups that share one accumulator, in columns of their own
+constexpr int FLUSH = 16 / ROWS;                // tiles between two reductions over warps
+constexpr int SPLITS = 16;                      // most parts a sequence's keys are cut into
+constexpr int ROUTER_COPIES = 4;                // of the logit accumulators, against contention
+
+template <int FORMAT, int K> struct Tile {
+  static constexpr int CHUNKS = K / 64;
+  static constexpr int PIECES = (CHUNKS + WORKERS - 1) / WORKERS;  // chunks per warp
+  static constexpr int WIDTH = (CHUNKS + PIECES - 1) / PIECES;     // chunks per piece, one per warp
+  static constexpr int CHUNK = CHUNK_BYTES[FORMAT];
+  static constexpr int PER_SLOT = FORMAT == MXFP4 ? 16 : FORMAT == Q8 ? 8 : 4;
+  static constexpr int BYTES = CHUNKS * CHUNK;
+  static HB_CONST_FN int chunks_in(int piece) { return piece < PIECES - 1 ? WIDTH : CHUNKS - WIDTH * (PIECES - 1); }
+  static HB_CONST_FN int slots_in(int piece) { return (chunks_in(piece) + PER_SLOT - 1) / PER_SLOT; }
+};
+
+// ---- arguments (mirrored in step.py) -----------------------------------------------------------------------------
+struct Layer {
+  const u8 *qkv, *o, *gate_up, *down;                     // tile16
+  const u16 *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // bf16
+  const u16 *attn_norm, *mlp_norm;                        // bf16
+  const u16 *router;                                      // bf16 [HIDDEN / 16][EXPERTS][16]
+  const u16 *router_bias, *sinks;                         // bf16
+};
+
+struct Boxes {      // words that carry their own validity, see box.cuh
+  u64 *x;           // [2][ROWS][HIDDEN]             residual, summed in fixed point
+  u64 *qkv;         // [ROWS][QKV]                   float + tag
+  u64 *part;        // [ROWS][HEADS][SPLITS][66]     float + tag: 64 values, maximum, sum
+  u64 *attn;        // [ROWS][Q_DIM]                 split float + tag
+  u64 *mid;         // [ROWS][HIDDEN]                split float + tag: norm weight times residual
+  u64 *ssq;         // [ROWS][HIDDEN / 16]           float + tag
+  u64 *logits;      // [3][ROWS][COPIES][EXPERTS]    router, summed in fixed point
+  u64 *h;           // [ROWS][TOP_K][INTER]          split float + tag
+  u64 *best;        // [ROWS]                        argmax key
+};
+
+struct Step {
+  const Layer* layers;
+  const u16 *embed, *final_norm;
+  const u8* head;
+  int *tokens, *positions;             // [ROWS]
+  const int *row_seq;                  // [ROWS]
+  const int *sliding_table, *full_table;  // [seqs][max_blocks]
+  u16* pool;                           // [pages][layers of a kind][2][KV_HEADS][PAGE][HEAD_DIM]
+  const float* rope;                   // [positions][64]: 32 cosines, 32 sines
+  float* out_logits;                   // [ROWS][VOCAB]
+  int* next_tokens;                    // [ROWS]
+  Boxes box;
+  u32* control;                        // epoch, arrivals, failure code, failure place
+  u64* trace;                          // [grid][LAYERS + 1][8] nanoseconds, or null
+  float norm_eps, swiglu_limit, swiglu_alpha;
+  int rows;                            // rows in use, at most ROWS
+  int max_blocks, page_layers;
+  int advance;                         // 1: feed the argmax back and move one position on
+};
+
+struct Routing {
+  int count;                  // distinct experts of all rows
+  int list[ROWS * TOP_K];
+  int expert[ROWS][TOP_K];
+  float weight[ROWS][TOP_K];
+  float scale[ROWS];          // 1 / rms of each row
+};
+
+struct Merge { float o[WORKERS][GROUP * HEAD_DIM]; float top[WORKERS][GROUP]; float sum[WORKERS][GROUP]; };
+
+struct Shared {  // a constant address, so that every phase can be a function of its own with its own registers
+  u8 ring[SLOTS][SLOT_BYTES];
+  union {
+    float red[2][FLUSH][WORKERS][ROWS][16];
+    Merge merge;
+  };
+  u16 q[2][GROUP][96];         // high and low halves; rows padded so that eight lanes meet no bank twice
+  u16 fresh[2][16][HEAD_DIM];  // keys and values of this step's own tokens
+  float xs[FLUSH][ROWS][16];
+  float squares[FLUSH][ROWS][16];
+  float ssq[ROWS][WORKERS];
+  Routing routing[2];
+  Step step;                   // copies: a pointer that is fetched from memory costs as much as what it points to
+  Layer layers[LAYERS];
+  u64 full[SLOTS], empty[SLOTS], routed;
+  int token[ROWS], position[ROWS], seq[ROWS], base[ROWS];
+  u32 epoch, last;
+};

@@ -1,0 +1,455 @@
+// One decode step of gpt-oss in one kernel: embedding, all layers, lm_head, argmax. One block per multiprocessor stays
+// for the whole step. Its feeding warp streams the block's weights and pages into a ring in shared memory, without
+// regard to what the other blocks do; only the experts must be known before theirs can be asked for. Its sixteen
+// working warps go through five phases a layer; what passes between blocks goes through mailboxes (box.cuh).
+//
+//   A  norm, qkv                          reads x       writes qkv
+//   B  rope, attention, KV write          reads qkv     writes attn (long contexts: parts, merged by another block)
+//   C  o, residual, router products       reads attn    writes mid, router logits, the start of the next x
+//   D  top-4, gate_up, swiglu             reads mid     writes h
+//   E  down, weighted                     reads h       adds to the next x
+//
+// Results do not depend on timing: floats are added in a fixed order, and what is added in any order is integer.
+#include "attention.cuh"
+
+constexpr int F_QKV = HB_FORMAT_QKV, F_O = HB_FORMAT_O, F_HEAD = HB_FORMAT_HEAD;
+constexpr int QKV_TILES = QKV / 16, O_TILES = HIDDEN / 16, UP_TILES = 2 * INTER / 16, DOWN_TILES = HIDDEN / 16, HEAD_TILES = VOCAB / 16;
+static_assert(O_TILES < 512, "contributions are counted in nine bits");
+
+#ifdef HB_TRACE
+#define MARK(i) do { if (thread == 0 && p.trace) p.trace[((size_t)hb_block() * (LAYERS + 1) + layer) * 8 + (i)] = clock_now(); } while (0)
+#else
+#define MARK(i) do {} while (0)
+#endif
+
+HB_DEV u32 orderable(float v) { const u32 b = as_bits(v); return b & 0x80000000u ? ~b : b | 0x80000000u; }
+HB_DEV float from_orderable(u32 b) { return as_float(b & 0x80000000u ? b & 0x7fffffffu : ~b); }
+
+// The down tiles of a block: blocks are dealt out evenly to experts where that comes out even, else tiles to blocks.
+HB_DEV void down_range(int count, int block, int grid, int& first, int& last) {
+  if (grid % count == 0) {
+    const int each = grid / count, expert = block / each, i = block % each;
+    first = expert * DOWN_TILES + DOWN_TILES * i / each;
+    last = expert * DOWN_TILES + DOWN_TILES * (i + 1) / each;
+  } else {
+    const int all = count * DOWN_TILES;
+    first = all * block / grid;
+    last = all * (block + 1) / grid;
+  }
+}
+
+// ---- routing, by the feeding warp -----------------------------------------------------------------------------------
+
+HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, int lane, u32 tag) {
+  constexpr int PER_LANE = EXPERTS / 32, TILES_PER_LANE = (O_TILES + 31) / 32;
+  Routing& out = sh.routing[layer & 1];
+  for (int row = 0; row < p.rows; row++) {
+    const u64* logits = p.box.logits + ((size_t)(layer % 3) * ROWS + row) * ROUTER_COPIES * EXPERTS;
+    u64 sum[PER_LANE];
+    Patience patience;
+    for (;;) {
+      bool ready = true;
+      HB_UNROLL
+      for (int i = 0; i < PER_LANE; i++) {
+        sum[i] = 0;
+        HB_UNROLL
+        for (int c = 0; c < ROUTER_COPIES; c++) sum[i] += box_load(logits + c * EXPERTS + i * 32 + lane);
+        ready &= contributions(sum[i]) == O_TILES;
+      }
+      if (warp_ballot(ready) == 0xffffffffu) break;
+      patience.wait(p.control, 0x500);
+    }
+    float squares = 0.f;
+    HB_UNROLL
+    for (int i = 0; i < TILES_PER_LANE; i++)
+      if (i * 32 + lane < O_TILES) squares += tagged_float(p.box.ssq + (size_t)row * O_TILES + i * 32 + lane, tag, p.control, 0x501);
+    HB_UNROLL
+    for (int x = 1; x < 32; x *= 2) squares += shfl_xor(squares, x);
+    const float scale = recip_sqrt(squares / HIDDEN + p.norm_eps);
+    u32 key[PER_LANE];
+    HB_UNROLL
+    for (int i = 0; i < PER_LANE; i++) key[i] = orderable(summed(sum[i]) * scale + bf16_at(weights.router_bias, i * 32 + lane));
+    float value[TOP_K];
+    int expert[TOP_K];
+    HB_UNROLL
+    for (int k = 0; k < TOP_K; k++) {  // ties go to the lower expert
+      u32 best = 0;
+      HB_UNROLL
+      for (int i = 0; i < PER_LANE; i++) best = key[i] > best ? key[i] : best;
+      best = warp_max(best);
+      u32 where = EXPERTS;
+      HB_UNROLL
+      for (int i = PER_LANE - 1; i >= 0; i--) if (key[i] == best) where = i * 32 + lane;
+      where = warp_min(where);
+      HB_UNROLL
+      for (int i = 0; i < PER_LANE; i++) if ((u32)(i * 32 + lane) == where) key[i] = 0;
+      value[k] = from_orderable(best);
+      expert[k] = (int)where;
+    }
+    float weight[TOP_K], total = 0.f;
+    HB_UNROLL
+    for (int k = 0; k < TOP_K; k++) { weight[k] = exp2_fast((value[k] - value[0]) * LOG2E); total += weight[k]; }
+    if (lane == 0) {
+      HB_UNROLL
+      for (int k = 0; k < TOP_K; k++) { out.expert[row][k] = expert[k]; out.weight[row][k] = divide(weight[k], total); }
+      out.scale[row] = scale;
+    }
+  }
+  sync_warp();
+  if (lane == 0) {  // distinct experts, in order of first appearance
+    int n = 0;
+    for (int i = 0; i < p.rows * TOP_K; i++) {
+      const int e = out.expert[i / TOP_K][i % TOP_K];
+      bool known = false;
+      for (int j = 0; j < n; j++) known |= out.list[j] == e;
+      if (!known) out.list[n++] = e;
+    }
+    out.count = n;
+    bar_arrive(&sh.routed, 1);
+  }
+  sync_warp();
+}
+
+HB_PHASE void feed() {
+  Shared& sh = *(Shared*)hb_shared();
+  const Step& p = sh.step;
+  const int lane = hb_thread() % 32, block = hb_block(), grid = hb_grid();
+  Feeder f{sh, p.control, streaming_policy(), Cursor(), true};
+  for (int layer = 0; layer < LAYERS; layer++) {
+    const Layer& l = sh.layers[layer];
+    const bool sliding = layer % 2 == 0;
+    if (lane == 0) {
+      for (int i = block; i < QKV_TILES; i += grid) f.tile<F_QKV, HIDDEN>(l.qkv, i);
+      Unit u = {};
+      for (int i = grid - 1 - block; find_unit(sh, p.rows, sliding, i, u); i += grid)
+        for (int page = u.first; page < u.last; page++)
+          for (int value = 0; value < 2; value++)
+            f.put(page_of(p, sh, sliding, u.row, page, layer / 2, value, u.head), PAGE * HEAD_DIM * 2);
+      for (int i = block; i < O_TILES; i += grid) f.tile<F_O, Q_DIM>(l.o, i);
+    }
+    sync_warp();
+    route(sh, p, l, layer, lane, sh.epoch * (LAYERS + 1) + layer + 1);
+    if (lane == 0) {
+      const Routing& r = sh.routing[layer & 1];
+      for (int i = block; i < r.count * UP_TILES; i += grid)
+        f.tile<MXFP4, HIDDEN>(l.gate_up, (size_t)r.list[i / UP_TILES] * UP_TILES + i % UP_TILES);
+      int first, last;
+      down_range(r.count, block, grid, first, last);
+      for (int i = first; i < last; i++)
+        f.tile<MXFP4, INTER>(l.down, (size_t)r.list[i / DOWN_TILES] * DOWN_TILES + i % DOWN_TILES);
+    }
+    sync_warp();
+  }
+  if (lane == 0)
+    for (int i = block; i < HEAD_TILES; i += grid) f.tile<F_HEAD, HIDDEN>(p.head, i);
+}
+
+// ---- the phases, by the working warps -------------------------------------------------------------------------------
+
+template <int FORMAT> HB_DEV FromResidual<FORMAT> residual(const Worker& w, int layer, const u16* norm) {
+  FromResidual<FORMAT> s;
+  s.box = layer ? w.p.box.x + (size_t)((layer - 1) & 1) * ROWS * HIDDEN : nullptr;
+  s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm; s.control = w.p.control;
+  HB_UNROLL
+  for (int i = 0; i < SETS; i++) s.ssq[i] = 0.f;
+  return s;
+}
+// The squares every lane met, per row, into shared memory; readers come after the next flush's barrier.
+HB_DEV void leave_squares(Worker& w, float (&ssq)[SETS]) {
+  const int pair = w.lane / 8;
+  HB_UNROLL
+  for (int s = 0; s < SETS; s++) {
+    float v = ssq[s];
+    v += shfl_xor(v, 1); v += shfl_xor(v, 2); v += shfl_xor(v, 4);
+    if (LANE_ROWS <= 2) v += shfl_xor(v, 16);
+    if (LANE_ROWS == 1) v += shfl_xor(v, 8);
+    if (w.lane % 8 == 0 && pair < LANE_ROWS) w.sh.ssq[s * LANE_ROWS + pair][w.warp] = v;
+  }
+}
+HB_DEV float root_of(const Worker& w, int row) {
+  float v = 0.f;
+  HB_UNROLL
+  for (int i = 0; i < WORKERS; i++) v += w.sh.ssq[row][i];
+  return recip_sqrt(v / HIDDEN + w.p.norm_eps);
+}
+
+HB_PHASE State phase_qkv(State state, int layer) {
+  Worker w(state, layer);
+  const Layer& l = w.sh.layers[layer];
+  const int tiles = w.share(QKV_TILES);
+  if (!tiles) return state;
+  Operand<F_QKV, HIDDEN> x;
+  gemv<F_QKV, HIDDEN, false>(w, x, tiles,
+    [&](int tile, int, int m) { return Early{l.qkv_bias[(w.block + tile * w.grid) * 16 + m]}; },
+    [&] {
+      auto source = residual<F_QKV>(w, layer, l.attn_norm);
+      load_operand(w, x, source);
+      leave_squares(w, source.ssq);
+    },
+    [&](int tile, int row, int m, float v, float, Early bias) {
+      v = v * root_of(w, row) + bf16_low(bias.a);
+      box_store(w.p.box.qkv + (size_t)row * QKV + (w.block + tile * w.grid) * 16 + m, tagged(as_bits(v), w.tag));
+    }, Nothing());
+  return w.state();
+}
+
+HB_PHASE State phase_attention(State state, int layer) {
+  Worker w(state, layer);
+  const Layer& l = w.sh.layers[layer];
+  const bool sliding = layer % 2 == 0;
+  Unit u = {};
+  for (int i = w.grid - 1 - w.block; find_unit(w.sh, w.rows, sliding, i, u); i += w.grid) attend<F_O>(w, l, layer / 2, sliding, u);
+  if (sliding) return w.state();
+  int turn = 0;
+  for (int i = w.block; i < w.rows * HEADS; i += w.grid, turn++) {
+    const int row = i / HEADS;
+    int from, to, first, pages;
+    key_range(w.sh, row, sliding, from, to, first, pages);
+    const int parts = parts_of(pages, sliding);
+    if (parts > 1 && turn % WORKERS == w.warp) merge_head<F_O>(w, l, row, i % HEADS, parts);
+  }
+  return w.state();
+}
+
+HB_PHASE State phase_o(State state, int layer) {
+  Worker w(state, layer);
+  const Layer& l = w.sh.layers[layer];
+  const int tiles = w.share(O_TILES);
+  if (!tiles) return state;
+  const Step& p = w.p;
+  u64* next = p.box.x + (size_t)(layer & 1) * ROWS * HIDDEN;
+  const u64* now = p.box.x + (size_t)((layer - 1) & 1) * ROWS * HIDDEN;
+  // router weights of this thread's expert and tile are on their way before the attention output is here
+  const int my_tile = w.thread / EXPERTS, my_expert = w.thread % EXPERTS;
+  u32x4 r0 = {}, r1 = {};
+  if (my_tile < tiles) {
+    const u16* r = l.router + ((size_t)(w.block + my_tile * w.grid) * EXPERTS + my_expert) * 16;
+    r0 = ldg128(r); r1 = ldg128(r + 8);
+  }
+  Operand<F_O, Q_DIM> x;
+  gemv<F_O, Q_DIM, false>(w, x, tiles,
+    [&](int tile, int row, int m) {
+      const int k = (w.block + tile * w.grid) * 16 + m;
+      Early e{l.o_bias[k] | (u32)l.mlp_norm[k] << 16};
+      e.x = layer ? box_load(now + (size_t)row * HIDDEN + k) : (u64)p.embed[(size_t)w.sh.token[row] * HIDDEN + k];
+      return e;
+    },
+    [&] {
+      FromTagged source{p.box.attn, (size_t)Q_DIM, w.tag, p.control, 0x600};
+      load_operand(w, x, source);
+    },
+    [&](int tile, int row, int m, float v, float, Early early) {
+      const int k = (w.block + tile * w.grid) * 16 + m;
+      float before;
+      if (layer) {
+        Patience patience;
+        while (contributions(early.x) != TOP_K + 1) { patience.wait(p.control, 0x601); early.x = box_load(now + (size_t)row * HIDDEN + k); }
+        before = summed(early.x);
+      } else before = bf16_low((u32)early.x);
+      const float mid = before + v + bf16_low(early.a), scaled = mid * bf16_high(early.a);
+      box_store(p.box.mid + (size_t)row * HIDDEN + k, tagged(split(scaled * scale_in<MXFP4>()), w.tag));
+      box_store(next + (size_t)row * HIDDEN + k, contribution(mid));
+      w.sh.xs[tile % FLUSH][row][m] = scaled;
+      w.sh.squares[tile % FLUSH][row][m] = mid * mid;
+    },
+    [&](int first, int n) {
+      w.sync();
+      if (w.thread >= WORK_THREADS - 32 && w.thread - (WORK_THREADS - 32) < n * w.rows) {
+        const int i = (w.thread - (WORK_THREADS - 32)) / w.rows, row = (w.thread - (WORK_THREADS - 32)) % w.rows;
+        float s = 0.f;
+        HB_UNROLL
+        for (int m = 0; m < 16; m++) s += w.sh.squares[i][row][m];
+        box_store(p.box.ssq + (size_t)row * O_TILES + w.block + (first + i) * w.grid, tagged(as_bits(s), w.tag));
+      }
+      for (int i = w.thread; i < n * EXPERTS; i += WORK_THREADS) {
+        const int tile = first + i / EXPERTS, expert = i % EXPERTS;
+        if (tile != my_tile || expert != my_expert) {
+          const u16* r = l.router + ((size_t)(w.block + tile * w.grid) * EXPERTS + expert) * 16;
+          r0 = ldg128(r); r1 = ldg128(r + 8);
+        }
+        const u32 r[8] = {r0.x, r0.y, r0.z, r0.w, r1.x, r1.y, r1.z, r1.w};
+        for (int row = 0; row < w.rows; row++) {
+          const float* xs = w.sh.xs[i / EXPERTS][row];
+          float s = 0.f;
+          HB_UNROLL
+          for (int m = 0; m < 8; m++) s += xs[2 * m] * bf16_low(r[m]) + xs[2 * m + 1] * bf16_high(r[m]);
+          box_add(p.box.logits + (((size_t)(layer % 3) * ROWS + row) * ROUTER_COPIES + (w.block + tile) % ROUTER_COPIES) * EXPERTS + expert, contribution(s));
+        }
+      }
+    });
+  return w.state();
+}
+
+HB_PHASE State phase_up(State state, int layer) {
+  Worker w(state, layer);
+  const Layer& l = w.sh.layers[layer];
+  const Step& p = w.p;
+  // accumulators of the next layer's router, clean long before anyone adds to them
+  if (w.block == layer % w.grid && w.warp == WORKERS - 1) {
+    u64* z = p.box.logits + (size_t)((layer + 1) % 3) * ROWS * ROUTER_COPIES * EXPERTS;
+    for (int i = w.lane; i < ROWS * ROUTER_COPIES * EXPERTS; i += 32) box_store(z + i, 0);
+    fence_gpu();
+  }
+  Operand<MXFP4, HIDDEN> x;
+  wait_bar(&w.sh.routed, layer & 1, p.control, 0x701);
+  const Routing& r = w.sh.routing[layer & 1];
+  const int tiles = w.share(r.count * UP_TILES);
+  gemv<MXFP4, HIDDEN, true>(w, x, tiles,
+    [&](int tile, int, int m) {
+      const int i = w.block + tile * w.grid;
+      return Early{*(const u32*)(l.gate_up_bias + (size_t)r.list[i / UP_TILES] * 2 * INTER + i % UP_TILES * 16 + 2 * m)};
+    },
+    [&] {
+      FromTagged source{p.box.mid, (size_t)HIDDEN, w.tag, p.control, 0x700};
+      load_operand(w, x, source);
+    },
+    [&](int tile, int row, int m, float gate, float up, Early bias) {
+      const int i = w.block + tile * w.grid, expert = r.list[i / UP_TILES];
+      HB_UNROLL
+      for (int k = 0; k < TOP_K; k++)
+        if (r.expert[row][k] == expert) {
+          gate = gate * r.scale[row] + bf16_low(bias.a);
+          up = up * r.scale[row] + bf16_high(bias.a);
+          gate = gate > p.swiglu_limit ? p.swiglu_limit : gate;
+          up = up > p.swiglu_limit ? p.swiglu_limit : up < -p.swiglu_limit ? -p.swiglu_limit : up;
+          const float h = divide((up + 1.f) * gate, 1.f + exp2_fast(-p.swiglu_alpha * LOG2E * gate));
+          box_store(p.box.h + (size_t)(row * TOP_K + k) * INTER + i % UP_TILES * 8 + m, tagged(split(h * scale_in<MXFP4>()), w.tag));
+        }
+    }, Nothing());
+  return w.state();
+}
+
+HB_PHASE State phase_down(State state, int layer) {
+  Worker w(state, layer);
+  const Layer& l = w.sh.layers[layer];
+  const Step& p = w.p;
+  const Routing& r = w.sh.routing[layer & 1];
+  u64* next = p.box.x + (size_t)(layer & 1) * ROWS * HIDDEN;
+  int first, last;
+  down_range(r.count, w.block, w.grid, first, last);
+  while (first < last) {  // one expert at a time
+    const int index = first / DOWN_TILES, end = (index + 1) * DOWN_TILES < last ? (index + 1) * DOWN_TILES : last;
+    const int expert = r.list[index], base = first - index * DOWN_TILES;
+    Operand<MXFP4, INTER> x;
+    gemv<MXFP4, INTER, false>(w, x, end - first,
+      [&](int tile, int, int m) { return Early{l.down_bias[(size_t)expert * HIDDEN + (base + tile) * 16 + m]}; },
+      [&] {
+        FromExpert source;
+        source.box = p.box.h; source.stride = 0; source.tag = w.tag; source.control = p.control; source.where = 0x800;
+        source.routing = &r; source.expert = expert;
+        load_operand(w, x, source);
+      },
+      [&](int tile, int row, int m, float v, float, Early bias) {
+        HB_UNROLL
+        for (int k = 0; k < TOP_K; k++)
+          if (r.expert[row][k] == expert)
+            box_add(next + (size_t)row * HIDDEN + (base + tile) * 16 + m, contribution(r.weight[row][k] * (v + bf16_low(bias.a))));
+      }, Nothing());
+    first = end;
+  }
+  return w.state();
+}
+
+HB_PHASE void phase_head(State state) {
+  Worker w(state, LAYERS);
+  const Step& p = w.p;
+  const int tiles = w.share(HEAD_TILES);
+  u64 best = 0;  // logit in order-preserving bits above, complement of the token below: ties go to the lower token
+  if (tiles) {
+    Operand<F_HEAD, HIDDEN> x;
+    float root = 0.f;
+    gemv<F_HEAD, HIDDEN, false>(w, x, tiles,
+      [&](int, int, int) { return Early(); },
+      [&] {
+        auto source = residual<F_HEAD>(w, LAYERS, p.final_norm);
+        load_operand(w, x, source);
+        leave_squares(w, source.ssq);
+      },
+      [&](int tile, int row, int m, float v, float, Early) {
+        if (root == 0.f) root = root_of(w, row);
+        const int token = (w.block + tile * w.grid) * 16 + m;
+        v *= root;
+        p.out_logits[(size_t)row * VOCAB + token] = v;
+        const u64 key = (u64)orderable(v) << 32 | (0xffffffffu - (u32)token);
+        best = key > best ? key : best;
+      }, Nothing());
+    if (best) box_max(p.box.best + w.thread / 16 % ROWS, best);
+  }
+  fence_gpu();
+  w.sync();
+  if (w.thread == 0) w.sh.last = counter_add(p.control + 1) == (u32)w.grid - 1;
+  w.sync();
+  if (!w.sh.last) return;
+  fence_gpu();
+  // everyone is done: the token, and everything as the next step expects to find it
+  if (w.thread < w.rows) {
+    const int row = w.thread, token = (int)(0xffffffffu - (u32)box_load(p.box.best + row));
+    p.next_tokens[row] = token;
+    if (p.advance) { p.tokens[row] = token; p.positions[row] += 1; }
+  }
+  w.sync();
+  if (w.thread < ROWS) box_store(p.box.best + w.thread, 0);
+  for (int i = w.thread; i < 3 * ROWS * ROUTER_COPIES * EXPERTS; i += WORK_THREADS) box_store(p.box.logits + i, 0);
+  if (w.thread == 0) { p.control[0] += 1; p.control[1] = 0; }
+}
+
+#ifdef HB_EMULATE
+static void decode_step(const Step& p)
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ Step p)
+#endif
+{
+  Shared& sh = *(Shared*)hb_shared();
+  const int thread = hb_thread(), warp = thread / 32;
+  if (thread == 0) {
+    for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], 1); bar_init(&sh.empty[i], ARRIVALS); }
+    bar_init(&sh.routed, 1);
+    bar_init_done();
+    sh.epoch = p.control[0];
+  }
+  if (thread < ROWS) {
+    const bool on = thread < p.rows;
+    sh.token[thread] = on ? p.tokens[thread] : 0;
+    sh.position[thread] = on ? p.positions[thread] : 0;
+    sh.seq[thread] = on ? p.row_seq[thread] : -1;
+    int base = sh.position[thread];
+    for (int i = 0; i < p.rows; i++) if (p.row_seq[i] == sh.seq[thread] && p.positions[i] < base) base = p.positions[i];
+    sh.base[thread] = base;
+  }
+  for (int i = thread; i < 2 * 16 * HEAD_DIM; i += THREADS) (&sh.fresh[0][0][0])[i] = 0;
+  for (int i = thread; i < ROWS * WORKERS; i += THREADS) (&sh.ssq[0][0])[i] = 0.f;
+  if (thread == 0) sh.step = p;
+  for (int i = thread; i < (int)(sizeof(Layer) * LAYERS / 8); i += THREADS) ((u64*)sh.layers)[i] = ((const u64*)p.layers)[i];
+  sync_all();
+  if (warp == WORKERS) {
+    feed();
+    return;
+  }
+  State s = 0;
+  HB_ROLLED
+  for (int layer = 0; layer < LAYERS; layer++) {
+    MARK(0);
+    s = phase_qkv(s, layer);
+    MARK(1);
+    s = phase_attention(s, layer);
+    MARK(2);
+    s = phase_o(s, layer);
+    MARK(3);
+    s = phase_up(s, layer);
+    MARK(4);
+    s = phase_down(s, layer);
+    MARK(5);
+  }
+  const int layer = LAYERS;
+  (void)layer;
+  MARK(0);
+  phase_head(s);
+  MARK(1);
+}
+
+#ifdef HB_EMULATE
+extern "C" void hb_emulate(const Step* p, int grid, unsigned seed) {
+  emu::run(grid, THREADS, sizeof(Shared), seed, [p] { decode_step(*p); });
+}
+extern "C" int hb_sizes(int which) { return which == 0 ? (int)sizeof(Step) : which == 1 ? (int)sizeof(Layer) : (int)sizeof(Shared); }
+#endif

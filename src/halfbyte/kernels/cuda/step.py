@@ -1,0 +1,296 @@
+"""The decode step: its shapes, its arguments, its mailboxes, and the two machines it runs on (a GPU, or the emulator).
+
+`StepShape` says what is compiled, `StepWeights` where the weights lie, `DecodeStep` owns the buffers and launches.
+It refuses shapes the kernel was not written for; it never converts a weight: matrices come in the layout "tile16".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import PlanError
+from halfbyte.formats.tile16 import tile_shape
+from halfbyte.kernels.launch import Kernel, Program, compile_program
+
+FOLDER = Path(__file__).parent
+FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
+PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES, THREADS, WORKERS = 64, 64, 4, 16, 4, 512, 15
+SLOT_BYTES = 8704
+ROW_SIZES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Everything the kernel is compiled for."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    experts: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    window: int = 128
+    rows: int = 1
+    qkv: str = "mxfp4"
+    o: str = "mxfp4"
+    lm_head: str = "mxfp4"
+    shared: int = 232_448  # bytes a block may have
+    nap: int = 20  # nanoseconds between two looks into a mailbox
+    trace: bool = False
+    defines: tuple[str, ...] = ()  # experiments
+
+    @property
+    def q_dim(self) -> int:
+        return self.heads * HEAD_DIM
+
+    @property
+    def qkv_dim(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * HEAD_DIM
+
+    def refuse(self) -> str | None:
+        checks = (
+            (self.heads == 8 * self.kv_heads, f"needs 8 query heads per kv head, not {self.heads}/{self.kv_heads}"),
+            (self.hidden % 64 == 0 and self.intermediate % 64 == 0, "needs hidden and intermediate in multiples of 64"),
+            (self.vocab % 16 == 0, f"needs a vocabulary in multiples of 16, not {self.vocab}"),
+            (self.experts % 32 == 0 and self.experts <= 512, f"needs experts in multiples of 32, not {self.experts}"),
+            (self.rows in ROW_SIZES, f"is built for 1, 2, 4 or 8 rows, not {self.rows}"),
+            (self.hidden // 16 < 512, f"counts at most 511 row tiles, not {self.hidden // 16}"),
+            (all(f in FORMATS for f in (self.qkv, self.o, self.lm_head)), "reads mxfp4, q8 and bf16 matrices only"),
+            (self.slots >= 6, f"needs a ring of 6 slots beside its tables, {self.shared} bytes leave {self.slots}"),
+        )
+        return next((reason for ok, reason in checks if not ok), None)
+
+    @property
+    def slots(self) -> int:
+        """As many as shared memory holds beside everything else."""
+        return min(64, (self.shared - self._fixed) // (SLOT_BYTES + 16))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._fixed + self.slots * (SLOT_BYTES + 16)
+
+    @property
+    def _fixed(self) -> int:
+        """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
+        flush = 16 // self.rows
+        red = 2 * flush * WORKERS * self.rows * 16 * 4
+        merge = WORKERS * (8 * 64 + 8 + 8) * 4
+        routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
+        tables = 2 * 8 * 96 * 2 + 2 * 16 * 64 * 2 + 2 * flush * self.rows * 16 * 4 + self.rows * WORKERS * 4
+        return max(red, merge) + tables + routing + ctypes.sizeof(StepArgs) + 104 * self.layers + 16 * self.rows + 256
+
+    def options(self) -> tuple[str, ...]:
+        values = {
+            "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
+            "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
+            "ROWS": self.rows, "SLOTS": self.slots, "NAP": self.nap, "FORMAT_QKV": FORMATS[self.qkv],
+            "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
+        }  # fmt: skip
+        extra = (("-DHB_TRACE",) if self.trace else ()) + tuple(f"-D{d}" for d in self.defines)
+        return tuple(f"-DHB_{name}={value}" for name, value in values.items()) + extra
+
+    def program(self) -> Program:
+        return Program(FOLDER / "step.cu", "decode_step", self.options())
+
+
+_P = ctypes.c_void_p
+
+
+class LayerArgs(ctypes.Structure):
+    _fields_ = [
+        (name, _P)
+        for name in (
+            "qkv", "o", "gate_up", "down", "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "attn_norm", "mlp_norm",
+            "router", "router_bias", "sinks",
+        )
+    ]  # fmt: skip
+
+
+BOXES = ("x", "qkv", "part", "attn", "mid", "ssq", "logits", "h", "best")
+
+
+class StepArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("layers", "embed", "final_norm", "head", "tokens", "positions", "row_seq")),
+        *((name, _P) for name in ("sliding_table", "full_table", "pool", "rope", "logits_out", "next_tokens")),
+        *((f"box_{name}", _P) for name in BOXES),
+        ("control", _P),
+        ("trace", _P),
+        ("norm_eps", ctypes.c_float),
+        ("swiglu_limit", ctypes.c_float),
+        ("swiglu_alpha", ctypes.c_float),
+        ("rows", ctypes.c_int),
+        ("max_blocks", ctypes.c_int),
+        ("page_layers", ctypes.c_int),
+        ("advance", ctypes.c_int),
+    ]
+
+
+@dataclass
+class StepLayer:
+    """One layer as the kernel reads it: matrices uint8 in tile16, everything else bf16."""
+
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    qkv_bias: Tensor
+    o_bias: Tensor
+    gate_up_bias: Tensor
+    down_bias: Tensor
+    attn_norm: Tensor
+    mlp_norm: Tensor
+    router: Tensor  # [hidden / 16, experts, 16], see `tile_router`
+    router_bias: Tensor
+    sinks: Tensor
+
+
+@dataclass
+class StepWeights:
+    layers: Sequence[StepLayer]
+    embed: Tensor
+    final_norm: Tensor
+    lm_head: Tensor
+
+
+def tile_router(router: Tensor) -> Tensor:
+    """Router [experts, hidden] with the 16 columns of one tile of rows next to each other."""
+    experts, hidden = router.shape
+    return router.view(experts, hidden // 16, 16).transpose(0, 1).contiguous()
+
+
+class Machine(Protocol):
+    blocks: int
+
+    def run(self, args: StepArgs) -> None: ...
+
+
+class Gpu:
+    """The kernel on the current CUDA device: one block per multiprocessor, all resident."""
+
+    def __init__(self, shape: StepShape) -> None:
+        major, minor = torch.cuda.get_device_capability()
+        arch = f"sm_{major}{minor}a"
+        self.blocks = torch.cuda.get_device_properties().multi_processor_count
+        self._kernel = Kernel(compile_program(shape.program(), arch), "decode_step", shape.shared_bytes)
+
+    def run(self, args: StepArgs) -> None:
+        self._kernel.launch(self.blocks, THREADS, args, cooperative=True)
+
+
+class DecodeStep:
+    """Buffers around one compiled step. Inputs (`tokens`, `positions`, `row_seq`, tables) are fixed device tensors."""
+
+    def __init__(
+        self,
+        shape: StepShape,
+        weights: StepWeights,
+        machine: Machine,
+        *,
+        pool: Tensor,
+        tables: tuple[Tensor, Tensor],
+        rope: Tensor,
+        norm_eps: float = 1e-5,
+        swiglu_limit: float = 7.0,
+        swiglu_alpha: float = 1.702,
+        advance: bool = False,
+    ) -> None:
+        reason = shape.refuse()
+        if reason:
+            raise PlanError(f"the CUDA decode step {reason}.")
+        self.shape, self.weights, self.machine = shape, weights, machine
+        self._check(weights, pool, tables, rope)
+        device = pool.device
+        r = shape.rows
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.tokens, self.positions = zeros(r, dtype=torch.int32), zeros(r, dtype=torch.int32)
+        self.row_seq = torch.arange(r, dtype=torch.int32, device=device)
+        self.logits = zeros(r, shape.vocab, dtype=torch.float32)
+        self.next_tokens = zeros(r, dtype=torch.int32)
+        self.control = zeros(4, dtype=torch.int32)
+        self.control[0] = 1
+        self.trace = zeros(machine.blocks, shape.layers + 1, 8) if shape.trace else None
+        self.boxes = {
+            "x": zeros(2, r, shape.hidden),
+            "qkv": zeros(r, shape.qkv_dim),
+            "part": zeros(r, shape.heads, SPLITS, 66),
+            "attn": zeros(r, shape.q_dim),
+            "mid": zeros(r, shape.hidden),
+            "ssq": zeros(r, shape.hidden // 16),
+            "logits": zeros(3, r, ROUTER_COPIES, shape.experts),
+            "h": zeros(r, TOP_K, shape.intermediate),
+            "best": zeros(r),
+        }
+        table = (LayerArgs * shape.layers)()
+        for args, layer in zip(table, weights.layers):
+            for name, _ in LayerArgs._fields_:
+                setattr(args, name, getattr(layer, name).data_ptr())
+        self._layers = torch.frombuffer(bytearray(bytes(table)), dtype=torch.uint8).to(device)
+        self._keep = (pool, tables, rope)
+        self.args = StepArgs(
+            layers=self._layers.data_ptr(), embed=weights.embed.data_ptr(), final_norm=weights.final_norm.data_ptr(),
+            head=weights.lm_head.data_ptr(), tokens=self.tokens.data_ptr(), positions=self.positions.data_ptr(),
+            row_seq=self.row_seq.data_ptr(), sliding_table=tables[0].data_ptr(), full_table=tables[1].data_ptr(),
+            pool=pool.data_ptr(), rope=rope.data_ptr(), logits_out=self.logits.data_ptr(),
+            next_tokens=self.next_tokens.data_ptr(), control=self.control.data_ptr(),
+            trace=self.trace.data_ptr() if self.trace is not None else None,
+            norm_eps=norm_eps, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, rows=r,
+            max_blocks=tables[0].shape[1], page_layers=pool.shape[1], advance=int(advance),
+        )  # fmt: skip
+        for name, box in self.boxes.items():
+            setattr(self.args, f"box_{name}", box.data_ptr())
+
+    def run(self, rows: int | None = None) -> None:
+        """One step on torch's current stream: logits, next_tokens, and the cache written."""
+        self.args.rows = self.shape.rows if rows is None else rows
+        self.machine.run(self.args)
+
+    def _check(self, weights: StepWeights, pool: Tensor, tables: tuple[Tensor, Tensor], rope: Tensor) -> None:
+        s = self.shape
+        want: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
+            ("embed", weights.embed, (s.vocab, s.hidden), torch.bfloat16),
+            ("final_norm", weights.final_norm, (s.hidden,), torch.bfloat16),
+            ("lm_head", weights.lm_head, tile_shape(s.vocab, s.hidden, s.lm_head), torch.uint8),
+            ("rope", rope, (rope.shape[0], 64), torch.float32),
+            ("pool", pool, (*pool.shape[:2], 2, s.kv_heads, PAGE, HEAD_DIM), torch.bfloat16),
+        ]
+        want += [(f"table {i}", t, (t.shape[0], tables[0].shape[1]), torch.int32) for i, t in enumerate(tables)]
+        for i, layer in enumerate(weights.layers):
+            sizes = _layer_shapes(s)
+            want += [(f"layer {i} {n}", getattr(layer, n), *sizes[n]) for n, _ in LayerArgs._fields_]
+        for name, tensor, size, dtype in want:
+            if tuple(tensor.shape) != size or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise PlanError(
+                    f"the CUDA decode step needs {name} as contiguous {dtype} {size}, not {tensor.dtype} "
+                    f"{tuple(tensor.shape)}."
+                )
+
+
+def _layer_shapes(s: StepShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    b, u = torch.bfloat16, torch.uint8
+    return {
+        "qkv": (tile_shape(s.qkv_dim, s.hidden, s.qkv), u),
+        "o": (tile_shape(s.hidden, s.q_dim, s.o), u),
+        "gate_up": ((s.experts, *tile_shape(2 * s.intermediate, s.hidden, "mxfp4")), u),
+        "down": ((s.experts, *tile_shape(s.hidden, s.intermediate, "mxfp4")), u),
+        "qkv_bias": ((s.qkv_dim,), b),
+        "o_bias": ((s.hidden,), b),
+        "gate_up_bias": ((s.experts, 2 * s.intermediate), b),
+        "down_bias": ((s.experts, s.hidden), b),
+        "attn_norm": ((s.hidden,), b),
+        "mlp_norm": ((s.hidden,), b),
+        "router": ((s.hidden // 16, s.experts, 16), b),
+        "router_bias": ((s.experts,), b),
+        "sinks": ((s.heads,), b),
+    }

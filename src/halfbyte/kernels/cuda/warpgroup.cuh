@@ -1,0 +1,134 @@
+// What Hopper has beyond intrin.cuh: matrix products of a warpgroup (wgmma, A from registers, B from shared memory), the
+// register budget of a role, and programmatic dependent launch. With HB_EMULATE the same names run on a CPU.
+//
+// B lies in shared memory as rows of 64 bf16 (128 bytes, one row per column of the product, 1024-byte aligned), the
+// sixteen-byte units of row r permuted by XOR with r % 8: the 128-byte swizzle of the tensor core's descriptor.
+#pragma once
+#include "intrin.cuh"
+
+#ifdef HB_EMULATE
+#define __grid_constant__
+namespace emu {
+struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
+  u32 a[4]; const u8* b; int n; float* d; bool keep;
+  void bring(Warp& w, int p, int lane) { for (int i = 0; i < 4; i++) w.in[p][i][lane] = a[i]; }
+  int take(Warp& w, int p, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < n / 2; i++) {
+      const int row = g + ((i >> 1) & 1) * 8, col = i / 4 * 8 + 2 * t + (i & 1);
+      double s = 0;
+      for (int k = 0; k < 16; k++) {
+        u32 x = w.in[p][(row >= 8) + 2 * (k / 8)][(row % 8) * 4 + (k % 8) / 2];
+        uintptr_t at = (uintptr_t)b + col * 128 + k * 2;
+        at ^= (at >> 7 & 7) << 4;
+        s += (double)bf(k & 1 ? x >> 16 : x & 0xffff) * (double)bf(*(const u16*)at);
+      }
+      d[i] = (keep ? d[i] : 0.f) + (float)s;
+    }
+    return 0;
+  }
+};
+}  // namespace emu
+HB_DEV u64 b_tile(const void* p) { return (u64)(uintptr_t)p; }
+HB_DEV u64 b_advance(u64 d, int bytes) { return d + bytes; }
+template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep) {
+  emu::Wgmma w{{a0, a1, a2, a3}, (const u8*)(uintptr_t)b, N, d, keep != 0};
+  emu::collective<emu::Wgmma&>(w);
+}
+HB_DEV void wgmma_fence() {}
+HB_DEV void wgmma_commit() {}
+template <int PENDING> HB_DEV void wgmma_wait() {}
+template <int N> HB_DEV void wgmma_settle(float (&)[N]) {}
+template <int N> HB_DEV void more_registers() {}
+template <int N> HB_DEV void fewer_registers() {}
+HB_DEV void wait_for_previous() {}
+HB_DEV void release_next() {}
+HB_DEV u32 bf16_mul(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) * emu::bf(b & 0xffff), emu::bf(a >> 16) * emu::bf(b >> 16)); }
+HB_DEV void shared_add(int* p, int v) { *p += v; emu::moved(); }
+HB_DEV u32 votes(bool p) { return emu::collective(emu::Reduce{p, 2}); }
+HB_DEV float reciprocal(float v) { return 1.f / v; }
+HB_DEV void wait_a_bit() { emu::yield(); }
+HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { u32 v[4] = {a, b, c, d}; memcpy(p, v, 16); }
+HB_DEV u64 ordinary_policy() { return 0; }
+#else
+HB_DEV u64 b_tile(const void* p) {  // rows of 128 bytes, eight to a swizzle atom of 1024
+  return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (u64)((smem(p) & 0x3ffff) >> 4);
+}
+HB_DEV u64 b_advance(u64 d, int bytes) { return d + (u64)(bytes >> 4); }
+HB_DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+HB_DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> HB_DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+template <int N> HB_DEV void wgmma_settle(float (&d)[N]) {  // results may be read from here on, not before
+  HB_UNROLL
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N> HB_DEV void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> HB_DEV void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+HB_DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+HB_DEV u32 bf16_mul(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+HB_DEV void shared_add(int* p, int v) { atomicAdd(p, v); }
+HB_DEV u32 votes(bool p) { return __ballot_sync(0xffffffffu, p); }
+HB_DEV float reciprocal(float v) { float r; asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
+HB_DEV void wait_a_bit() {}
+HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
+HB_DEV u64 ordinary_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
+
+// D (64 x N, float) = A (64 x 16, this lane's four registers) B + keep * D, for every N a multiple of 8 up to 128.
+template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep);
+#define HB_D8 "%0,%1,%2,%3"
+#define HB_D16 HB_D8 ",%4,%5,%6,%7"
+#define HB_D24 HB_D16 ",%8,%9,%10,%11"
+#define HB_D32 HB_D24 ",%12,%13,%14,%15"
+#define HB_D40 HB_D32 ",%16,%17,%18,%19"
+#define HB_D48 HB_D40 ",%20,%21,%22,%23"
+#define HB_D56 HB_D48 ",%24,%25,%26,%27"
+#define HB_D64 HB_D56 ",%28,%29,%30,%31"
+#define HB_D72 HB_D64 ",%32,%33,%34,%35"
+#define HB_D80 HB_D72 ",%36,%37,%38,%39"
+#define HB_D88 HB_D80 ",%40,%41,%42,%43"
+#define HB_D96 HB_D88 ",%44,%45,%46,%47"
+#define HB_D104 HB_D96 ",%48,%49,%50,%51"
+#define HB_D112 HB_D104 ",%52,%53,%54,%55"
+#define HB_D120 HB_D112 ",%56,%57,%58,%59"
+#define HB_D128 HB_D120 ",%60,%61,%62,%63"
+#define HB_O4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define HB_O8 HB_O4(0)
+#define HB_O16 HB_O8, HB_O4(4)
+#define HB_O24 HB_O16, HB_O4(8)
+#define HB_O32 HB_O24, HB_O4(12)
+#define HB_O40 HB_O32, HB_O4(16)
+#define HB_O48 HB_O40, HB_O4(20)
+#define HB_O56 HB_O48, HB_O4(24)
+#define HB_O64 HB_O56, HB_O4(28)
+#define HB_O72 HB_O64, HB_O4(32)
+#define HB_O80 HB_O72, HB_O4(36)
+#define HB_O88 HB_O80, HB_O4(40)
+#define HB_O96 HB_O88, HB_O4(44)
+#define HB_O104 HB_O96, HB_O4(48)
+#define HB_O112 HB_O104, HB_O4(52)
+#define HB_O120 HB_O112, HB_O4(56)
+#define HB_O128 HB_O120, HB_O4(60)
+#define HB_WGMMA(N, A0, A1, A2, A3, B, KEEP)                                                                              \
+  template <> HB_DEV void wgmma<N>(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep) {                  \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #KEEP ", 0; wgmma.mma_async.sync.aligned.m64n" #N                      \
+                 "k16.f32.bf16.bf16 {" HB_D##N "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 0; }"            \
+                 : HB_O##N : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(keep));                                      \
+  }
+HB_WGMMA(8, 4, 5, 6, 7, 8, 9)
+HB_WGMMA(16, 8, 9, 10, 11, 12, 13)
+HB_WGMMA(24, 12, 13, 14, 15, 16, 17)
+HB_WGMMA(32, 16, 17, 18, 19, 20, 21)
+HB_WGMMA(40, 20, 21, 22, 23, 24, 25)
+HB_WGMMA(48, 24, 25, 26, 27, 28, 29)
+HB_WGMMA(56, 28, 29, 30, 31, 32, 33)
+HB_WGMMA(64, 32, 33, 34, 35, 36, 37)
+HB_WGMMA(72, 36, 37, 38, 39, 40, 41)
+HB_WGMMA(80, 40, 41, 42, 43, 44, 45)
+HB_WGMMA(88, 44, 45, 46, 47, 48, 49)
+HB_WGMMA(96, 48, 49, 50, 51, 52, 53)
+HB_WGMMA(104, 52, 53, 54, 55, 56, 57)
+HB_WGMMA(112, 56, 57, 58, 59, 60, 61)
+HB_WGMMA(120, 60, 61, 62, 63, 64, 65)
+HB_WGMMA(128, 64, 65, 66, 67, 68, 69)
+#endif

@@ -1,0 +1,167 @@
+"""CUDA C++ from source to a launch: NVRTC, a cache of cubins on disk, the driver's launch with attributes.
+
+Compiling needs cuda-bindings and NVRTC but no GPU; launching needs a GPU, and goes to torch's current stream, so a
+launch can be captured in a torch CUDA graph. A cubin is cached under the hash of every source it was made from, its
+options, its architecture and the compiler's version. What is missing is an error that says what to install; nothing
+falls back to anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.errors import EngineError, PlanError, UsageError
+
+INSTALL = "install halfbyte[gpu] (it brings cuda-bindings and NVRTC)"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A .cu file with everything it includes from its own folder, and the options that make it one kernel."""
+
+    source: Path
+    entry: str
+    options: tuple[str, ...] = ()
+
+    def files(self) -> list[Path]:
+        return sorted(p for p in self.source.parent.iterdir() if p.suffix in (".cu", ".cuh", ".h"))
+
+    def hash(self) -> str:
+        """Of the sources alone: what a receipt carries."""
+        digest = hashlib.sha256()
+        for path in self.files():
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        return digest.hexdigest()[:16]
+
+
+def compile_program(program: Program, arch: str, *, cache: Path | None = None) -> bytes:
+    """The cubin of `program` for `arch` (sm_90a, sm_100a, sm_120a, sm_121a)."""
+    nvrtc = _nvrtc()
+    version = "{}.{}".format(*_ok(nvrtc.nvrtcVersion(), "ask NVRTC for its version"))
+    options = (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *program.options)
+    key = hashlib.sha256("\0".join((program.hash(), program.entry, version, *options)).encode()).hexdigest()[:32]
+    path = (cache or cache_folder()) / f"{program.entry}-{arch}-{key}.cubin"
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes()
+    source = program.source.read_bytes()
+    handle = _ok(nvrtc.nvrtcCreateProgram(source, program.source.name.encode(), 0, [], []), "start a program")[0]
+    try:
+        arguments = [o.encode() for o in (*options, f"--include-path={program.source.parent}")]
+        (status,) = nvrtc.nvrtcCompileProgram(handle, len(arguments), arguments)
+        if int(status):
+            size = _ok(nvrtc.nvrtcGetProgramLogSize(handle), "read the log")[0]
+            log = b" " * size
+            _ok(nvrtc.nvrtcGetProgramLog(handle, log), "read the log")
+            text = log.decode(errors="replace").strip("\0 \n")
+            raise EngineError(f"{program.source.name} does not compile for {arch} with NVRTC {version}:\n{text}")
+        size = _ok(nvrtc.nvrtcGetCUBINSize(handle), "get the cubin")[0]
+        cubin = b" " * size
+        _ok(nvrtc.nvrtcGetCUBIN(handle, cubin), "get the cubin")
+    finally:
+        nvrtc.nvrtcDestroyProgram(handle)
+    _write(path, cubin)
+    return cubin
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "halfbyte" / "cubin"
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all, whoever else writes it; a cache that cannot be written is only slower."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
+            f.write(data)
+        os.replace(f.name, path)
+    except OSError:
+        return
+
+
+class Kernel:
+    """A loaded entry point. `shared` is the dynamic shared memory of every launch."""
+
+    def __init__(self, cubin: bytes, entry: str, shared: int) -> None:
+        driver = _driver()
+        torch.cuda.current_stream()  # the context torch uses, made current
+        self._cubin = cubin
+        module = _ok(driver.cuModuleLoadData(cubin), f"load {entry}")[0]
+        self._function = _ok(driver.cuModuleGetFunction(module, entry.encode()), f"find {entry}")[0]
+        self._module, self._shared, self._entry = module, shared, entry
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _ok(driver.cuFuncSetAttribute(self._function, limit, shared), f"give {entry} {shared} bytes of shared memory")
+
+    def launch(
+        self, grid: int, block: int, argument: ctypes.Structure, *, cooperative: bool = False, early: bool = False
+    ) -> None:
+        """One struct by value. `cooperative`: all blocks at once, or an error. `early`: programmatic dependent launch."""
+        driver = _driver()
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = self._shared
+        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        attributes: list[Any] = []
+        if cooperative:
+            a = driver.CUlaunchAttribute()
+            a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            a.value.cooperative = 1
+            attributes.append(a)
+        if early:
+            a = driver.CUlaunchAttribute()
+            a.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            a.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(a)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        _ok(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), f"launch {self._entry}")
+
+
+def _ok(result: Sequence[Any], what: str) -> tuple[Any, ...]:
+    status, *values = result
+    if int(status):
+        raise EngineError(f"CUDA could not {what}: {status.name if hasattr(status, 'name') else status}.")
+    return tuple(values)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        raise PlanError(f"the CUDA kernels need cuda-bindings, which is not installed; {INSTALL}.") from None
+    try:
+        nvrtc.nvrtcVersion()
+    except Exception as e:  # the loader has exceptions of its own, none of them exported
+        raise UsageError(f"NVRTC cannot be loaded ({str(e).splitlines()[0]}); {INSTALL}.") from None
+    return nvrtc
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise PlanError(f"the CUDA kernels need cuda-bindings, which is not installed; {INSTALL}.") from None
+    return driver
+
+
+def nvrtc_available() -> str | None:
+    """None, or why nothing can be compiled here."""
+    try:
+        _nvrtc()
+    except (PlanError, UsageError) as e:
+        return str(e)
+    return None
