@@ -119,6 +119,13 @@ def assemble(
     unknown = set(layouts) - {role for _, role in everything}
     if unknown:
         raise FormatError(f"there is no weight called {sorted(unknown)[0]!r} to lay out.")
+    for role, group in GROUPS.items():
+        kinds = sorted({kind for layer, r in everything if r == role for kind in chosen.kinds(layer, r)})
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"this model has {role} in {' and '.join(kinds)}; give the group {group} one format, "
+                f"for example --layers {group}=q8."
+            )
     total = sum(source.nbytes(layer, role) for layer, role in everything)
     done, name = 0, ""
 
@@ -135,12 +142,6 @@ def assemble(
     for layer, role in everything:
         name = role if layer is None else f"layer {layer} {role}"
         before = done
-        kinds = set(chosen.kinds(layer, role))
-        if len(kinds) > 1:
-            raise CheckpointError(
-                f"the parts of {name} have different formats ({', '.join(sorted(kinds))}); "
-                f"give {GROUPS.get(role, role)} one, for example --layers {GROUPS.get(role, role)}=q8."
-            )
         tensor = _laid_out(join_rows(chosen.parts(layer, role)), role, layouts.get(role, "plain"))
         assert tuple(tensor.shape) == shape_of(source.config, role), (name, tensor.shape)
         (outside if layer is None else layers[layer])[role] = tensor

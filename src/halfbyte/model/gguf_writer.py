@@ -207,7 +207,7 @@ def _add_vocabulary(w: Any, config: ModelConfig, tokenizer: Path | None) -> None
 
 
 def _placeholder(vocab: int) -> Vocabulary:
-    """The 256 byte tokens as far as they fit, the one merge that readers insist on, then names that no text produces."""
+    """The 256 byte tokens as far as they fit, the one merge that readers insist on, then names no text produces."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     shown = {b: chr(b) for b in printable} | {
         b: chr(256 + i) for i, b in enumerate(x for x in range(256) if x not in printable)
