@@ -171,8 +171,10 @@ def test_dropped_connections_are_resumed(fake: FakeHub, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_pull_goes_on_where_it_was(fake: FakeHub, tmp_path: Path) -> None:
-    f = next(f for f in make(fake, tmp_path).listing()[1] if f.path.startswith("model-00001"))
-    part = make(fake, tmp_path)._part(f)
+    pull = make(fake, tmp_path)
+    with pull._client() as client:
+        f = next(f for f in pull.listing(client)[1] if f.path.startswith("model-00001"))
+    part = pull._part(f)
     part.write_bytes(BIG[:1_000_000])
     make(fake, tmp_path).run()
     assert ("/cdn/model-00001-of-00002.safetensors", "bytes=1000000-", None) in fake.requests

@@ -114,8 +114,12 @@ class Pull:
         known = self._read_manifest()
         if self.hub.offline:
             return self._offline(known, f"HF_HUB_OFFLINE is set and {self.folder} is not complete")
+        with self._client() as client:
+            return self._run(client, known)
+
+    def _run(self, client: httpx.Client, known: dict[str, Any]) -> Path:
         try:
-            commit, files = self.listing()
+            commit, files = self.listing(client)
         except CapacityError as e:
             if known and self._complete(known):
                 return self._result(list(known["files"]))
@@ -126,16 +130,15 @@ class Pull:
         self.progress.done = self.progress.total - sum(f.size for f in missing)
         self._check_space(missing)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._fetch_all(commit, missing)
+        self._fetch_all(client, commit, missing)
         self._write_manifest(commit, wanted)
         return self._result([f.path for f in wanted])
 
     # ---- what there is --------------------------------------------------------------------------
 
-    def listing(self) -> tuple[str, list[RemoteFile]]:
+    def listing(self, client: httpx.Client) -> tuple[str, list[RemoteFile]]:
         url = f"{self.hub.endpoint}/api/models/{quote(self.repo)}/revision/{quote(self.revision, safe='')}?blobs=true"
-        with self._client() as client:
-            answer = self._get(client, url)
+        answer = self._get(client, url)
         try:
             body = answer.json()
             commit = str(body["sha"])
@@ -263,10 +266,10 @@ class Pull:
             headers["authorization"] = f"Bearer {self.hub.token}"  # httpx drops it where a redirect leaves the host
         return httpx.Client(headers=headers, follow_redirects=True, timeout=httpx.Timeout(30.0, connect=10.0))
 
-    def _fetch_all(self, commit: str, files: list[RemoteFile]) -> None:
+    def _fetch_all(self, client: httpx.Client, commit: str, files: list[RemoteFile]) -> None:
         if not files:
             return
-        with self._client() as client, ThreadPoolExecutor(self.workers) as pool:
+        with ThreadPoolExecutor(self.workers) as pool:
             jobs = [pool.submit(self._fetch, client, commit, f) for f in sorted(files, key=lambda f: f.size)]
             try:
                 done, _ = wait(jobs, return_when=FIRST_EXCEPTION)

@@ -1,0 +1,255 @@
+"""The chat page in a real browser: Debian's chromium, driven by Playwright. Set SHOTS to a folder to keep pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Live, wait_until
+from scripted import Play, ScriptedSource, call, say
+
+from halfbyte.server.settings import ServerSettings
+
+playwright = pytest.importorskip("playwright.sync_api")
+expect = playwright.expect
+CHROMIUM = shutil.which("chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")]
+Serve = Callable[..., Live]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+
+ANSWER = """A sliding-window layer looks back **128 tokens** and no further, so its cache stops growing there.
+
+1. Even layers slide, odd layers see everything.
+2. Each head has a learned *sink*:
+   - it joins the softmax,
+   - it adds nothing to the output.
+
+| layer | reads at 32k |
+|---|---:|
+| sliding | 128 tokens |
+| full | 32,768 tokens |
+
+```python
+def visible(layer: int, at: int) -> range:
+    # even layers slide
+    start = max(0, at - 127) if layer % 2 == 0 else 0
+    return range(start, at + 1)
+```
+
+More in `docs/numerics.md`. <script>alert("no")</script> [bad](javascript:alert(1))"""
+THOUGHT = "The user asks about attention in gpt-oss. Even layers slide over 128 tokens; mention sinks and give code."
+
+
+def script(request: Any, index: int) -> Play:
+    tokenizer = source_tokenizer
+    prompt = tokenizer.decode(request.prompt)
+    last = prompt.rpartition("<|start|>user<|message|>")[2]
+    if "to=assistant<|channel|>commentary<|message|>" in last:
+        return Play(say("It is **21 °C** and sunny in Bern."), delay=0.002)
+    if "weather" in last:
+        return Play(call("functions.get_weather", '{"place": "Bern"}', "I need the weather."), delay=0.002)
+    if "long" in last:
+        return Play(say("word " * 3000, "Counting."), delay=0.005)
+    if "plain" in last:
+        return Play(say("Just a line."), delay=0.002)
+    return Play(say(ANSWER, THOUGHT), delay=0.004)
+
+
+source_tokenizer: Any = None
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as p:
+        chrome = p.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chrome
+        chrome.close()
+
+
+@pytest.fixture
+def live(serve: Serve) -> Live:
+    global source_tokenizer
+    source = ScriptedSource(script, model="gpt-oss-20b", max_context=131072)
+    source_tokenizer = source.tokenizer
+    return serve(source)
+
+
+class Page:
+    """The page and what went wrong on it."""
+
+    def __init__(self, browser: Any, live: Live, **context: Any) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1180, "height": 820}, **context})
+        self.page = self.context.new_page()
+        self.problems: list[str] = []
+        self.page.on("pageerror", lambda e: self.problems.append(str(e)))
+        self.page.on("console", lambda m: self.problems.append(m.text) if m.type == "error" else None)
+        self.page.on("dialog", lambda d: (self.problems.append(f"dialog: {d.message}"), d.dismiss()))
+        self.page.goto(live.url)
+        expect(self.page.locator("#model")).to_have_text("gpt-oss-20b")
+
+    def ask(self, text: str) -> None:
+        self.page.fill("#prompt", text)
+        self.page.press("#prompt", "Enter")
+
+    def answered(self, count: int = 1) -> None:
+        expect(self.page.locator(".turn.assistant .acts:not([hidden])")).to_have_count(count, timeout=30_000)
+
+    def shot(self, name: str) -> None:
+        if folder := os.environ.get("SHOTS"):
+            self.page.wait_for_timeout(250)
+            self.page.screenshot(path=str(Path(folder) / f"{name}.png"))
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.problems == []
+
+
+@pytest.fixture
+def open_page(browser: Any, live: Live) -> Iterator[Callable[..., Page]]:
+    pages: list[Page] = []
+
+    def start(**context: Any) -> Page:
+        pages.append(Page(browser, live, **context))
+        return pages[-1]
+
+    yield start
+    for page in pages:
+        page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_send_and_stream(open_page: Callable[..., Page], scheme: str) -> None:
+    p = open_page(color_scheme=scheme)
+    p.shot(f"empty-{scheme}")
+    p.ask("How does attention work in gpt-oss?")
+    expect(p.page.locator("#live")).to_contain_text("tok/s")
+    p.answered()
+    assert p.page.locator(".thought .label").inner_text().startswith("Thought for")
+    assert not p.page.locator(".thought .body").is_visible()  # folded
+    p.page.click(".thought summary")
+    assert p.page.locator(".thought .body").inner_text() == THOUGHT
+    p.page.click(".thought summary")
+    answer = p.page.locator(".turn.assistant .md")
+    assert answer.locator("strong").inner_text() == "128 tokens"
+    assert answer.locator("ol > li").count() == 2
+    assert answer.locator("ol ul li").count() == 2
+    assert answer.locator("table td").count() == 4
+    assert "# even layers slide" in answer.locator("pre code").inner_text()
+    assert answer.locator("script").count() == 0
+    assert answer.locator("a").count() == 0
+    assert '<script>alert("no")</script>' in answer.inner_text()
+    stats = p.page.locator(".acts .stat").inner_text()
+    assert "tok/s" in stats
+    assert "TTFT" in stats
+    assert p.page.locator("html").get_attribute("data-theme") == scheme
+    p.shot(f"chat-{scheme}")
+
+
+def test_stop_and_regenerate(open_page: Callable[..., Page], live: Live) -> None:
+    p = open_page()
+    p.ask("a long story")
+    expect(p.page.locator(".md")).to_contain_text("word word word word word")
+    p.page.keyboard.press("Escape")
+    p.answered()
+    assert p.page.locator(".note").inner_text() == "Stopped."
+    wait_until(lambda: live.source.active == 0)
+    assert live.source.cancelled
+    p.page.click("[aria-label=Regenerate]")
+    expect(p.page.locator(".md")).to_contain_text("word word word word word")
+    p.page.click("[aria-label=Stop]")
+    p.answered()
+    assert p.page.locator(".turn.assistant").count() == 1
+    assert len(live.source.requests) == 2
+
+
+def test_conversation_survives_a_reload(open_page: Callable[..., Page], live: Live) -> None:
+    p = open_page()
+    p.ask("plain one")
+    p.answered(1)
+    p.ask("plain two")
+    p.answered(2)
+    p.page.reload()
+    assert p.page.locator(".bubble").all_inner_texts() == ["plain one", "plain two"]
+    assert p.page.locator(".item").count() == 1
+    p.page.keyboard.press("Control+Shift+O")
+    assert p.page.locator(".bubble").count() == 0
+    p.page.click(".item button >> text=plain one")
+    p.ask("plain three")
+    p.answered(3)
+    assert live.source.prompts()[-1].count("Just a line.") == 2
+
+
+def test_edit_with_the_keyboard(open_page: Callable[..., Page], live: Live) -> None:
+    p = open_page()
+    p.ask("plain first")
+    p.answered()
+    p.page.focus("#prompt")
+    p.page.keyboard.press("ArrowUp")
+    p.page.keyboard.type(" again")
+    p.page.keyboard.press("Enter")
+    p.answered()
+    assert p.page.locator(".bubble").all_inner_texts() == ["plain first again"]
+    p.page.keyboard.press("Control+/")
+    assert p.page.locator("#keys").is_visible()
+
+
+def test_tool_call(open_page: Callable[..., Page], live: Live) -> None:
+    p = open_page()
+    p.page.keyboard.press("Control+,")
+    p.page.click("#s-example")
+    p.page.click("#s-save")
+    p.ask("What is the weather in Bern?")
+    p.page.wait_for_selector(".call textarea")
+    assert "get_weather" in p.page.locator(".call summary").inner_text()
+    assert json.loads(p.page.locator(".call pre").first.inner_text()) == {"place": "Bern"}
+    p.page.fill(".call textarea", "21 °C, sunny")
+    p.shot("tool-light")
+    p.page.click("text=Give result")
+    p.answered(2)
+    assert "21 °C" in p.page.locator(".md").last.inner_text()
+    assert "21 °C, sunny" in live.source.prompts()[-1]
+
+
+def test_phone(open_page: Callable[..., Page]) -> None:
+    p = open_page(viewport={"width": 390, "height": 844}, device_scale_factor=2, has_touch=True, color_scheme="dark")
+    p.ask("How does attention work?")
+    p.answered()
+    for part in (".md", ".bubble", ".box", ".bar"):
+        box = p.page.locator(part).first.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+    p.shot("phone-dark")
+    assert not p.page.locator("#side").is_visible()
+    p.page.click("#menu")
+    assert p.page.locator("#side").is_visible()
+    p.shot("phone-side-dark")
+    p.page.click("#new")
+    assert not p.page.locator("#side").is_visible()
+
+
+def test_effort_reaches_the_model(open_page: Callable[..., Page], live: Live) -> None:
+    p = open_page()
+    p.page.check("input[value=high]", force=True)
+    p.ask("plain")
+    p.answered()
+    assert "Reasoning: high" in live.source.prompts()[0]
+    p.page.reload()
+    assert p.page.is_checked("input[value=high]")
+
+
+def test_key_is_asked_for(browser: Any, serve: Serve) -> None:
+    source = ScriptedSource(lambda r, i: Play(say("ok")), model="gpt-oss-20b")
+    live = serve(source, ServerSettings(min_available_bytes=0, api_keys=("sesame",)))
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(live.url)
+    page.wait_for_selector("#sheet[open]")
+    page.fill("#s-key", "sesame")
+    page.click("#s-save")
+    expect(page.locator("#model")).to_have_text("gpt-oss-20b")
+    context.close()
