@@ -15,7 +15,7 @@ import torch
 from halfbyte import formats
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.tensor import MXTensor
-from halfbyte.model import checkpoint, synthetic
+from halfbyte.model import checkpoint, disk, synthetic
 from halfbyte.model.config import NAMED, ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.solo import Solo
@@ -434,3 +434,17 @@ def test_shapes_are_the_configuration_s(made: Weights) -> None:
     for weights in (made, synthetic.make(different, 1)):
         for _, role, w in weights.items():
             assert tuple(w.shape) == shape_of(weights.config, role)
+
+
+def test_large_reads_by_several_readers(tmp_path: Path) -> None:
+    """Past the size where a read is shared out, at every alignment of the end."""
+    raw = torch.randint(0, 256, (9 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    (tmp_path / "f").write_bytes(raw.numpy().tobytes())
+    reading = disk.Reading(torch.device("cpu"))
+    file = disk.WeightFile(tmp_path / "f", reading)
+    for offset, count in ((0, 9 << 20), (3, (8 << 20) + 1), (17, (4 << 20) + 3)):
+        assert file.new(offset, (count,), torch.uint8).equal(raw[offset : offset + count])
+    with pytest.raises(CheckpointError, match="is truncated"):
+        file.new(1, (9 << 20,), torch.uint8)
+    file.close()
+    reading.close()

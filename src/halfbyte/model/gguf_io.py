@@ -258,6 +258,7 @@ class GgufSource:
     """A GGUF model, checked whole (names, types, shapes, file sizes) before the first tensor is read."""
 
     def __init__(self, path: Path, reading: Reading):
+        self.reading = reading
         self.device = reading.device
         header = read_all(path, reading)
         self.path = header.path
@@ -277,6 +278,7 @@ class GgufSource:
     def close(self) -> None:
         for entry in self._entries.values():
             entry.file.close()
+        self.reading.close()
 
     def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
         if role == "embed":

@@ -109,6 +109,7 @@ class SafetensorsSource:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+        self.reading.close()
 
     def _stored(self, base: str) -> tuple[str, ...]:
         if base in self._entries:
