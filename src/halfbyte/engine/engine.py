@@ -194,7 +194,8 @@ class EngineCore:
         reason: FinishReason | None = None
         error: str | None = None
         for j in range(len(draft) + 1):
-            error = result.errors.get(row + j) if result.errors else None
+            if result.errors:
+                error = result.errors.get(row + j)
             if error is not None:
                 break
             token = result.tokens[row + j]

@@ -1,0 +1,132 @@
+"""The engine on a real gpt-oss (random weights, reference and CPU plans): tokens bitwise those of one at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from halfbyte.engine.api import Completion, Engine
+from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.engine.sampler import Picker, draw_token
+from halfbyte.errors import EngineDiedError, RequestError, UsageError
+from halfbyte.gates import Gates
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.ready import load, resolve
+from halfbyte.model.solo import generate
+from halfbyte.model.tokenizer import Tokenizer
+
+VOCAB = 1024
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small matrices: threads cost more than they bring, most of all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model_for(page_size: int = 64) -> GptOss:
+    return load(resolve("random:small"), Gates(), page_size=page_size)
+
+
+def expected(model: GptOss, request: Request) -> list[int]:
+    p = request.sampling
+    assert p.max_tokens is not None
+    place = [len(request.prompt)]
+    picker = Picker(p, 0, place[0], p.seed or 0, frozenset(model.config.eos_tokens))
+
+    def pick(logits: torch.Tensor) -> int:
+        place[0] += 1
+        if p.temperature == 0:
+            return int(logits.argmax())
+        return draw_token(logits.numpy(), p, picker.uniform(place[0] - 1))
+
+    return list(generate(model, request.prompt, p.max_tokens, pick=pick))
+
+
+def requests(count: int) -> list[Request]:
+    rng = random.Random(count)
+    shared = [rng.randrange(2, VOCAB) for _ in range(90)]
+    return [
+        Request(
+            shared[: rng.choice([0, 70, 90])] + [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 12))],
+            SamplingParams(temperature=float(i % 2), seed=i, max_tokens=4 if count > 10 else 8, top_p=0.95),
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("batch", "page_size", "speculate"), [(1, 64, "off"), (7, 16, "ngram"), (64, 64, "off")])
+def test_tokens_are_those_of_one_at_a_time(batch: int, page_size: int, speculate: str) -> None:
+    alone = model_for()
+    asked = requests(batch)
+    checked = asked if batch < 10 else asked[::16]
+    wanted = [expected(alone, r) for r in checked]
+    options = EngineOptions(
+        gates=Gates(speculate=speculate), max_context=512, max_tokens=128, page_size=page_size, kv_gib=0.05,
+        reserve_gib=0.0,
+    )  # fmt: skip
+    core, _, _ = core_for(model_for(page_size), Tokenizer.gpt_oss(), options)
+    got: dict[str, list[int]] = {r.id: [] for r in asked}
+    for r in asked:
+        core.submit(r)
+    while core.has_work:
+        for id, delta in core.step():
+            assert delta.finish != "error", delta.error
+            got[id] += delta.tokens
+        core.check()
+    core.close()
+    for r, tokens in zip(checked, wanted):
+        assert got[r.id] == tokens
+    assert core.pages.available == core.pages.capacity
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine("random:small", max_context=512, kv_gib=0.05, reserve_gib=0.0) as made:
+        yield made
+
+
+def test_generate_takes_texts_and_ids(engine: Engine) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=5)
+    ids = [5, 6, 7]
+    answers = engine.generate([ids, ids], greedy)
+    assert [type(a) for a in answers] == [Completion, Completion]
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].usage.completion_tokens == len(answers[0].tokens)
+    two = engine.generate([ids], SamplingParams(seed=1, max_tokens=3, n=2, logprobs=1))
+    assert [c.index for c in two] == [0, 1]
+    assert all(len(c.logprobs or []) == len(c.tokens) for c in two)
+    assert engine.generate([], greedy) == []
+
+
+def test_refusals_reach_the_caller(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="vocabulary"):
+        engine.generate([[5000]])
+    with pytest.raises(UsageError, match="Engine takes model"):
+        Engine("random:small", nonsense=1)
+
+
+async def test_stream(engine: Engine) -> None:
+    tokens: list[int] = []
+    async for delta in engine.stream([5, 6, 7], SamplingParams(temperature=0, max_tokens=5)):
+        tokens += delta.tokens
+    assert tokens == engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=5))[0].tokens
+    stream = engine.stream([5, 6, 7], SamplingParams(temperature=0, max_tokens=400))
+    async for _ in stream:
+        break
+    await stream.aclose()
+    engine.generate([[9]], SamplingParams(max_tokens=2))
+    assert engine.stats().running == 0
+
+
+def test_a_closed_engine_says_so() -> None:
+    made = Engine("random:small", max_context=256, kv_gib=0.02, reserve_gib=0.0)
+    made.close()
+    with pytest.raises(EngineDiedError, match="shut down"):
+        made.generate([[5]])
