@@ -1,0 +1,109 @@
+"""Starting and stopping a real server process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import wait_until
+
+from halfbyte.errors import UsageError
+from halfbyte.server.run import bind
+from halfbyte.server.settings import ServerSettings
+
+HERE = Path(__file__).parent
+PROGRAM = """
+import logging, sys
+sys.path[:0] = {paths!r}
+from scripted import Play, ScriptedSource, always, say
+from halfbyte.server.run import serve
+from halfbyte.server.settings import ServerSettings
+logging.basicConfig(level=logging.INFO)
+source = ScriptedSource(always(Play(say("word " * {words}), delay=0.02)))
+async def factory():
+    return source, source.tokenizer
+settings = ServerSettings(port=0, drain_seconds={drain}, min_available_bytes=0)
+serve(settings, factory, started=lambda url: print(url, flush=True))
+print("closed", source.closed, source.active, flush=True)
+"""
+CHAT = {"model": "gpt-oss-test", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+
+
+@contextlib.contextmanager
+def process(words: int, drain: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    code = PROGRAM.format(paths=[str(HERE), *sys.path], words=words, drain=drain)
+    env = {**os.environ, "PYTHONWARNINGS": "default"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as child:
+        try:
+            assert child.stdout is not None
+            url = child.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.1:"), child.communicate()[1]
+            yield child, url
+        finally:
+            child.kill()
+
+
+class Reader(threading.Thread):
+    """One streaming request in the background."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url, self.text, self.error = url, "", ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=CHAT, timeout=60) as answer:
+                for piece in answer.iter_text():
+                    self.text += piece
+        except httpx.HTTPError as e:
+            self.error = type(e).__name__
+
+
+def test_sigterm_drains(http: httpx.Client) -> None:
+    with process(words=60, drain=30) as (child, url):
+        reader = Reader(url)
+        wait_until(lambda: "word" in reader.text, 20)
+        child.send_signal(signal.SIGTERM)
+        wait_until(lambda: http.get(f"{url}/health").status_code == 503, 5)
+        assert http.get(f"{url}/health/live").status_code == 200
+        refused = http.post(f"{url}/v1/chat/completions", json=CHAT)
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        reader.join(30)
+        assert reader.text.endswith("data: [DONE]\n\n")  # the running request was not cut
+        out, err = child.communicate(timeout=30)
+        assert out == "closed True 0\n", err
+        assert child.returncode == 0
+        assert "Traceback" not in err
+
+
+def test_a_drain_ends(http: httpx.Client) -> None:
+    with process(words=5000, drain=0.3) as (child, url):
+        reader = Reader(url)
+        wait_until(lambda: "word" in reader.text, 20)
+        child.send_signal(signal.SIGTERM)
+        out, err = child.communicate(timeout=30)
+        assert out == "closed True 0\n", err
+        assert "they are cancelled" in err
+        reader.join(10)
+        assert not reader.text.endswith("[DONE]\n\n")
+
+
+def test_a_port_in_use_is_said_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UsageError, match="choose another --host or --port"):
+            bind(ServerSettings(port=taken.getsockname()[1]))
