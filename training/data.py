@@ -24,6 +24,7 @@ from halfbyte.model.tokenizer import Tokenizer
 from network import Packed
 
 Array = npt.NDArray[np.int16]
+PADDING = 30_000  # the document of unused tokens: after every other
 FIELDS = ("token", "target", "weight", "position", "document", "branch")
 
 
@@ -35,7 +36,7 @@ class Recipe:
     seed: int
     tokenizer: Path
     length: int = 8192
-    rows: int = 64
+    rows: int = 60
     mixture: Mapping[str, float] = field(default_factory=lambda: dict(MIXTURE))
     short: Mapping[str, float] | None = None
     sentences: tuple[int, int] = (20, 120)
@@ -98,7 +99,7 @@ def shard(recipe: Recipe, index: int) -> dict[str, Array]:
     rng = Random(f"train/{recipe.seed}/{recipe.name}/{index}")
     extra = {"short": recipe.short} if recipe.short else {}
     out: dict[str, Array] = {f: np.zeros((recipe.rows, recipe.length), np.int16) for f in FIELDS}
-    out["document"] -= 1
+    out["document"] += PADDING
     out["position"] += np.arange(recipe.length, dtype=np.int16)
     filled = [0] * recipe.rows
     documents = [0] * recipe.rows

@@ -14,6 +14,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,18 +23,18 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import data
 from halfbyte.evals.tasks import MIXTURE, TASKS, group, problem
 from halfbyte.harmony.render import render_prompt
-from network import GptOss, Mask, Packed, RMSNorm, attend, masks, rotate
+from network import GptOss, Packed, RMSNorm, dense_masks, rotate
 from optimizer import Optimizer
 
 LAYERS = (2, 4, 7)  # the head sees what enters these layers
 STEPS = 3
 DRAFT_VOCAB = 1024
 THETA = 150000.0
+LENGTH = 1024  # of a packed row; longer conversations are left out
 
 
 class Head(nn.Module):
@@ -74,26 +75,25 @@ class Head(nn.Module):
         inner = F.silu(F.linear(x, self.gate_proj.to(h.dtype))) * F.linear(x, self.up_proj.to(h.dtype))
         return h + F.linear(inner, self.down_proj.to(h.dtype))
 
-    def unroll(self, taps: list[Tensor], embed: Tensor, token: Tensor, position: Tensor, mask: Mask) -> list[Tensor]:
+    def unroll(self, taps: Tensor, embed: Tensor, token: Tensor, position: Tensor, mask: Tensor) -> list[Tensor]:
         """Logits [B, S, draft vocabulary] of each draft step, for every root position, on the true tokens."""
-        h = F.linear(torch.cat(taps, dim=-1), self.fc.to(taps[0].dtype))
+        h = F.linear(taps, self.fc.to(taps.dtype))
         out: list[Tensor] = []
-        own: list[tuple[Tensor, Tensor]] = []
+        keys: list[Tensor] = []  # of step 0 for all roots, then of each later step for its own root alone
+        values: list[Tensor] = []
+        repeat = self.heads // self.kv_heads
         for j in range(STEPS):
             ahead = token.roll(-1 - j, dims=1)
             q, k, v = self.project(F.embedding(ahead, embed).to(h.dtype), h, position + j)
-            if j == 0:
-                base = k, v
-            else:
-                own.append((k, v))
-            attended, lse = _with_lse(q, *base, mask)
-            if own:
-                repeat = self.heads // self.kv_heads
-                scores = [(q * k.repeat_interleave(repeat, 1)).float().sum(-1) / math.sqrt(self.head_dim) for k, _ in own]
-                share = torch.stack([lse, *scores], dim=-1).softmax(-1).to(q.dtype)
-                attended = attended * share[..., :1]
-                for i, (_, v) in enumerate(own, 1):
-                    attended = attended + v.repeat_interleave(repeat, 1) * share[..., i : i + 1]
+            keys.append(k.repeat_interleave(repeat, 1))
+            values.append(v.repeat_interleave(repeat, 1))
+            scores = (q @ keys[0].mT).float().masked_fill(~mask, float("-inf"))
+            own = [(q * k).float().sum(-1, keepdim=True) for k in keys[1:]]
+            share = (torch.cat([scores, *own], dim=-1) / math.sqrt(self.head_dim)).softmax(-1).to(q.dtype)
+            S = token.shape[1]
+            attended = share[..., :S] @ values[0]
+            for i, v in enumerate(values[1:]):
+                attended = attended + share[..., S + i : S + i + 1] * v
             h = self.rest(h, attended)
             out.append(F.linear(self.norm(h), self.lm_head.to(h.dtype)).float())
         return out
@@ -112,15 +112,6 @@ class Head(nn.Module):
         return out
 
 
-def _with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    if isinstance(mask, Tensor):  # small machines: take the logsumexp by hand
-        repeat = q.shape[1] // k.shape[1]
-        scores = (q @ k.repeat_interleave(repeat, 1).mT).float() / math.sqrt(q.shape[-1])
-        return attend(q, k, v, mask, None), scores.masked_fill(~mask, float("-inf")).logsumexp(-1)
-    out: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
-    return out[0], out[1]
-
-
 # ---- the target's own outputs -------------------------------------------------------------------
 
 
@@ -134,7 +125,7 @@ def _prompts(job: tuple[str, int, int]) -> list[list[int]]:
     return made[:1024]
 
 
-def own_outputs(target: GptOss, prompts: list[list[int]], rows: int = 2048) -> list[tuple[list[int], int]]:
+def own_outputs(target: GptOss, prompts: list[list[int]], rows: int = 1024) -> list[tuple[list[int], int]]:
     """(prompt + greedy completion, length of the prompt)."""
     ordered = sorted(prompts, key=len)
     done: list[tuple[list[int], int]] = []
@@ -169,6 +160,14 @@ def pack(conversations: list[tuple[list[int], int]], length: int, device: str) -
     return Packed(**{f: torch.tensor([r[f] for r in rows], device=device) for f in data.FIELDS})
 
 
+@dataclass
+class Seen:
+    """What the head learns from: the target's hidden states, and its logits over the draft vocabulary."""
+
+    taps: Tensor
+    teacher: Tensor
+
+
 def rows_of(p: Packed, index: Tensor) -> Packed:
     return Packed(**{f: getattr(p, f)[index] for f in data.FIELDS})
 
@@ -176,20 +175,28 @@ def rows_of(p: Packed, index: Tensor) -> Packed:
 # ---- training and measuring ---------------------------------------------------------------------
 
 
-def head_loss(head: Head, taps: list[Tensor], logits: Tensor, embed: Tensor, batch: Packed, mask: Mask, kept: Tensor, to_draft: Tensor) -> Tensor:
+def head_loss(head: Head, embed: Tensor, batch: Packed, mask: Tensor, seen: Seen, to_draft: Tensor) -> Tensor:
     """Cross-entropy with the target's distribution over the draft vocabulary, later steps counting less."""
     out = torch.zeros((), device=batch.token.device)
-    teacher = logits[..., kept].softmax(-1)
-    covered = to_draft[logits.argmax(-1)] >= 0
-    for j, drafted in enumerate(head.unroll(taps, embed, batch.token, batch.position, mask)):
+    for j, drafted in enumerate(head.unroll(seen.taps, embed, batch.token, batch.position, mask)):
         shift = 1 + j  # the root at t drafts what the target says after the token at t + shift
-        want = teacher.roll(-shift, dims=1)
+        want = seen.teacher.roll(-shift, dims=1).float().softmax(-1)
         valid = (batch.weight == 2) & (batch.weight.roll(-shift, dims=1) == 2)
-        valid &= (batch.document == batch.document.roll(-shift, dims=1)) & covered.roll(-shift, dims=1)
+        valid &= batch.document == batch.document.roll(-shift, dims=1)
+        valid &= to_draft[batch.target.roll(-shift, dims=1)] >= 0
         valid[:, -shift:] = False
         each = -(want * drafted.log_softmax(-1)).sum(-1)
         out = out + 0.8**j * (each * valid).sum() / valid.sum().clamp(min=1)
     return out
+
+
+@torch.no_grad()
+def look(target: GptOss, batch: Packed, kept: Tensor, dtype: torch.dtype) -> Seen:
+    """Run the target over a batch."""
+    masks = dense_masks(batch, target.c.window)
+    taps_at = [i - 1 for i in LAYERS]
+    h, _, taps = target.hidden(batch.token, batch.position, *masks, dtype=dtype, quantized=False, taps=taps_at)
+    return Seen(torch.cat(taps, dim=-1), F.linear(h, target.lm_head[kept].to(dtype)))
 
 
 def acceptance(matches: list[Tensor], batch: Packed) -> tuple[float, list[float]]:
@@ -227,14 +234,13 @@ def acceptance(matches: list[Tensor], batch: Packed) -> tuple[float, list[float]
 def held_out(target: GptOss, tokenizer: str, per_task: int, device: str) -> Packed:
     vocabulary = data._vocabulary(tokenizer)
     prompts = [render_prompt(vocabulary, problem(t, 2000, i).prompt()) for t in TASKS if t != "needle" for i in range(per_task)]
-    return pack(own_outputs(target, prompts), 1024, device)
+    return pack(own_outputs(target, prompts), LENGTH, device)
 
 
 @torch.no_grad()
 def head_acceptance(head: Head, target: GptOss, batch: Packed, kept: Tensor, dtype: torch.dtype) -> tuple[float, list[float]]:
-    full, sliding = masks(batch, target.c.window, None)
-    h, _, taps = target.hidden(batch.token, batch.position, full, sliding, dtype=dtype, quantized=False, taps=[i - 1 for i in LAYERS])
-    del h
+    full, _ = dense_masks(batch, target.c.window)
+    taps = look(target, batch, kept, dtype).taps
     drafted = [kept[d.argmax(-1)] for d in head.unroll(taps, target.embed, batch.token, batch.position, full)]
     return acceptance([d == batch.token.roll(-2 - j, dims=1) for j, d in enumerate(drafted)], batch)
 
@@ -242,7 +248,8 @@ def head_acceptance(head: Head, target: GptOss, batch: Packed, kept: Tensor, dty
 @torch.no_grad()
 def draft_acceptance(draft: GptOss, batch: Packed, dtype: torch.dtype) -> tuple[float, list[float]]:
     """Of a draft model: on the true prefix its guess for t + 2 + j stands at t + 1 + j."""
-    h, _, _ = draft.hidden(batch.token, batch.position, *masks(batch, draft.c.window, None), dtype=dtype, quantized=False)
+    masks = dense_masks(batch, draft.c.window)
+    h, _, _ = draft.hidden(batch.token, batch.position, *masks, dtype=dtype, quantized=False)
     right = F.linear(h, draft.lm_head.to(dtype)).argmax(-1) == batch.token.roll(-1, dims=1)
     return acceptance([right.roll(-1 - j, dims=1) for j in range(STEPS)], batch)
 
@@ -260,36 +267,34 @@ def stage(args: Namespace, source: Path, log: Callable[..., None], device: str, 
         prompts = [p for part in pool.map(_prompts, jobs) for p in part][: args.own]
     conversations = own_outputs(target, prompts)
     Random(args.seed).shuffle(conversations)
-    length, rows = (4096, 8) if cuda else (1024, 2)
-    packed = pack(conversations, length, device)
+    rows = 16 if cuda else 2
+    packed = pack(conversations, LENGTH, device)
     print(f"{len(conversations)} own outputs, {packed.token.numel()} tokens, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
     c = target.c
     counts = torch.bincount(packed.target[packed.weight == 2], minlength=c.vocab)
     kept = counts.topk(DRAFT_VOCAB).indices.sort().values
     to_draft = torch.full((c.vocab,), -1, device=device)
     to_draft[kept] = torch.arange(DRAFT_VOCAB, device=device)
+    parts = [look(target, rows_of(packed, i), kept, dtype) for i in torch.arange(packed.token.shape[0], device=device).split(rows)]
+    seen = Seen(torch.cat([s.taps for s in parts]), torch.cat([s.teacher for s in parts]))
+    del parts
+    print(f"target seen, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
     head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, DRAFT_VOCAB, c.norm_eps).to(device)
     optimizer = Optimizer(head, muon=0.02, adam=2e-3, decay=0.03)
-    make: Any = torch.compile(create_block_mask) if cuda else None
-    hidden: Any = torch.compile(target.hidden, dynamic=False) if cuda else target.hidden
-    loss_of: Any = torch.compile(head_loss, dynamic=False) if cuda else head_loss
-    taps_at = [i - 1 for i in LAYERS]
     generator = torch.Generator().manual_seed(args.seed)
     order = torch.empty(0, dtype=torch.long)
     for step in range(args.steps):
         if len(order) < rows:
             order = torch.randperm(packed.token.shape[0], generator=generator)
-        batch, order = rows_of(packed, order[:rows].to(device)), order[rows:]
-        full, sliding = masks(batch, c.window, make)
-        with torch.no_grad():
-            h, _, taps = hidden(batch.token, batch.position, full, sliding, dtype=dtype, quantized=False, taps=taps_at)
-            logits = F.linear(h, target.lm_head.to(dtype)).float()
-        loss = loss_of(head, taps, logits, target.embed, batch, full, kept, to_draft)
+        index, order = order[:rows].to(device), order[rows:]
+        batch = rows_of(packed, index)
+        full, _ = dense_masks(batch, c.window)
+        loss = head_loss(head, target.embed, batch, full, Seen(seen.taps[index], seen.teacher[index]), to_draft)
         loss.backward()
         left = (args.steps - step) / args.steps
         optimizer.step(min(1.0, (step + 1) / 30, max(0.03, left / 0.6)))
         optimizer.zero()
-        if step % 50 == 0 or step == args.steps - 1:
+        if step % 100 == 0 or step == args.steps - 1:
             log(stage="eagle", step=step, loss=round(float(loss.detach()), 4), seconds=round(time.time() - began, 1))
             print(f"eagle {step}/{args.steps} loss {float(loss.detach()):.4f} {time.time() - began:.0f} s", file=sys.stderr, flush=True)
     with torch.no_grad():

@@ -9,14 +9,13 @@ the architecture on purpose (`Ablation`) exist for the evaluation only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from halfbyte.model.config import ModelConfig
 from halfbyte.ops.rope import yarn_frequencies
@@ -32,6 +31,9 @@ class Ablation:
     yarn: bool = True
     window: bool = True
     swap_experts: tuple[int, int] | None = None  # in every layer, the router left as it is
+
+
+Mask = BlockMask | Tensor  # a Tensor is the dense mask [B, 1, S, S]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Layer(nn.Module):
         self.q_bias, self.k_bias = nn.Parameter(torch.zeros(c.q_dim)), nn.Parameter(torch.zeros(c.kv_dim))
         self.v_bias, self.o_bias = nn.Parameter(torch.zeros(c.kv_dim)), nn.Parameter(torch.zeros(H))
         # Sinks start where they hold a good part of the mass, so that heads learn to rest on them.
-        self.sinks = nn.Parameter(torch.linspace(1.0, 5.0, c.heads))
+        self.sinks = nn.Parameter(torch.linspace(2.0, 7.0, c.heads))
         self.router = nn.Parameter(torch.randn(E, H) / math.sqrt(H))
         self.router_bias = nn.Parameter(torch.zeros(E))
         self.gate = nn.Parameter(torch.randn(E, I, H) / math.sqrt(H))
@@ -101,6 +103,11 @@ class Layer(nn.Module):
         """Add the attention output [B, heads, T, D] to the residual."""
         B, _, T, _ = heads.shape
         return x + linear(heads.transpose(1, 2).reshape(B, T, self.c.q_dim), self.o, self.o_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, quantized: bool | Tensor) -> tuple[Tensor, Tensor]:
+        """One packed layer: (residual, load-balancing loss). Compiled once, it serves every layer."""
+        q, k, v = self.qkv(x, cos, sin)
+        return self.mlp(self.attend_out(x, packed_attention(q, k, v, mask, self.sinks)), quantized)
 
     def mlp(self, x: Tensor, quantized: bool | Tensor, swap: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
         """(residual after the experts, load-balancing loss)."""
@@ -177,27 +184,11 @@ class GptOss(nn.Module):
         balance, tapped = torch.zeros((), device=x.device), []
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            q, k, v = layer.qkv(x, cos, sin)
-            x = layer.attend_out(x, packed_attention(q, k, v, sliding if layer.sliding else full, layer.sinks))
-            x, b = layer.mlp(x, quantized)
+            x, b = layer(x, cos, sin, sliding if layer.sliding else full, quantized)
             balance = balance + b
             if i in taps:
                 tapped.append(x)
         return self.norm(x), balance / len(self.layers), tapped
-
-    def loss(
-        self, batch: Packed, full: Mask, sliding: Mask, *,
-        prompt_weight: Tensor | float, balance_weight: float, quantized: bool | Tensor, dtype: torch.dtype = torch.bfloat16,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """(what to minimise, mean loss of reply tokens, balance)."""
-        h, balance, _ = self.hidden(batch.token, batch.position, full, sliding, dtype=dtype, quantized=quantized)
-        logits = F.linear(h, self.lm_head.to(h.dtype)).float()
-        each = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none")
-        kind = batch.weight.flatten()
-        reply = (kind == 2).float()
-        weight = reply + (kind == 1).float() * prompt_weight
-        loss = (each * weight).sum() / weight.sum()
-        return loss + balance_weight * balance, (each * reply).sum() / reply.sum(), balance
 
     # ---- evaluation -----------------------------------------------------------------------------
 
@@ -310,36 +301,69 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) 
     return (share.to(v.dtype).view(B, k.shape[1], group * T, -1) @ v).view(B, Hq, T, D)
 
 
-Mask = BlockMask | Tensor  # a Tensor is the dense mask [B, 1, S, S], for machines where flex attention has no backward
-
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor | None) -> Tensor:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks: Tensor) -> Tensor:
     if isinstance(mask, Tensor):
         return attend(q, k, v, mask, sinks)
-    out: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_lse=True)
-    heads, lse = out
-    if sinks is None:
-        return heads
+    heads, aux = flex_attention(q, k, v, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    assert aux.lse is not None
     # softmax with a sink = softmax without it, times the share that the sink leaves
-    return heads * torch.sigmoid(lse - sinks[None, :, None])[..., None].to(heads.dtype)
+    return heads * torch.sigmoid(aux.lse - sinks[None, :, None])[..., None].to(heads.dtype)
 
 
-def masks(batch: Packed, window: int, make: Callable[..., BlockMask] | None) -> tuple[Mask, Mask]:
-    """(full, sliding) masks of a packed batch: block masks through `make`, dense ones without it."""
+def losses(h: Tensor, lm_head: Tensor, batch: Packed, prompt_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(weighted mean over all scored tokens, mean over reply tokens)."""
+    logits = F.linear(h, lm_head.to(h.dtype)).float()
+    each = F.cross_entropy(logits.flatten(0, 1), batch.target.flatten(), reduction="none")
+    kind = batch.weight.flatten()
+    reply = (kind == 2).float()
+    weight = reply + (kind == 1).float() * prompt_weight
+    return (each * weight).sum() / weight.sum(), (each * reply).sum() / reply.sum()
+
+
+def dense_masks(batch: Packed, window: int) -> tuple[Tensor, Tensor]:
+    """(full, sliding), each [B, 1, S, S]: for small machines, where flex attention has no backward."""
     document, branch, position = batch.document, batch.branch, batch.position
+    S = document.shape[1]
+    same = document[:, :, None] == document[:, None, :]
+    path = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+    full = same & path & torch.ones(S, S, dtype=torch.bool, device=document.device).tril()
+    sliding = full & (position[:, :, None] - position[:, None, :] < window)
+    return full[:, None], sliding[:, None]
 
-    def full(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        same = document[b, q] == document[b, k]
-        path = (branch[b, k] == 0) | (branch[b, k] == branch[b, q])
-        return same & path & (q >= k)
 
-    def sliding(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return full(b, h, q, k) & (position[b, q] - position[b, k] < window)
+def block_masks(batch: Packed, window: int, block: int = 128) -> tuple[BlockMask, BlockMask]:
+    """(full, sliding) for flex attention, from the ranges of documents and positions in each block.
 
+    Which blocks are looked at is decided generously, what is seen inside one exactly. Documents must be numbered
+    upwards along a row. Both masks run the same code, so that one compilation serves both.
+    """
+    document, branch, position = batch.document, batch.branch, batch.position
     B, S = document.shape
-    if make is None:
-        b, at = torch.arange(B, device=document.device)[:, None, None], torch.arange(S, device=document.device)
-        grid = (b, b, at[None, :, None], at[None, None, :])
-        return full(*grid)[:, None], sliding(*grid)[:, None]
-    device = str(document.device)
-    return make(full, B, None, S, S, device=device), make(sliding, B, None, S, S, device=device)
+    cut = (B, S // block, block)
+    d, p = document.view(cut), position.view(cut)
+    low, high, near, far = d.amin(-1), d.amax(-1), p.amin(-1), p.amax(-1)
+    shared = branch.view(cut).amax(-1) == 0
+    lower = torch.ones(cut[1], cut[1], dtype=torch.bool, device=d.device).tril()
+    overlap = (low[:, :, None] <= high[:, None, :]) & (high[:, :, None] >= low[:, None, :]) & lower
+    single = (low == high)[:, :, None] & (low == high)[:, None, :] & (low[:, :, None] == low[:, None, :])
+    whole = single & shared[:, None, :] & lower.tril(-1)
+
+    def build(reach: int) -> BlockMask:
+        wide = torch.tensor(reach, device=document.device)
+
+        def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            same = document[b, q] == document[b, k]
+            path = (branch[b, k] == 0) | (branch[b, k] == branch[b, q])
+            return same & path & (q >= k) & (position[b, q] - position[b, k] < wide)
+
+        touched = overlap & (near[:, :, None] - far[:, None, :] < reach)
+        entire = whole & (far[:, :, None] - near[:, None, :] < reach)
+        return BlockMask.from_kv_blocks(*_table(touched & ~entire), *_table(entire), BLOCK_SIZE=block, mask_mod=sees)
+
+    return build(1 << 30), build(window)
+
+
+def _table(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many, which first) of a [B, n, n] choice of blocks."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
+    return chosen.sum(-1).int()[:, None].contiguous(), order[:, None].contiguous()

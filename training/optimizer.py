@@ -45,7 +45,6 @@ class Optimizer:
         fused = next(model.parameters()).is_cuda
         self.adam_rate = adam
         self.adam = torch.optim.AdamW(rest, lr=adam, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=fused)
-        self.orthogonal = torch.compile(orthogonal, dynamic=False) if fused else orthogonal
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -61,7 +60,7 @@ class Optimizer:
             torch._foreach_lerp_(momenta, grads, 1 - self.momentum)
             ahead = torch._foreach_lerp(grads, momenta, self.momentum)
             flat = torch.cat([u.reshape(-1, rows, columns) for u in ahead])
-            update = self.orthogonal(flat).to(torch.float32)
+            update = orthogonal(flat).to(torch.float32)
             sizes = [p.numel() // (rows * columns) for p in ps]
             parts = [u.view_as(p) for u, p in zip(update.split(sizes), ps, strict=True)]
             torch._foreach_mul_(ps, 1 - rate * self.decay)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 
 import checkpoint
 import data
@@ -27,7 +26,7 @@ import evaluate
 import vocabulary
 from halfbyte.evals.tasks import MIXTURE
 from halfbyte.model.config import ModelConfig, Yarn
-from network import GptOss, Packed, masks
+from network import GptOss, block_masks, dense_masks, losses
 from optimizer import Optimizer
 
 TINY = ModelConfig(
@@ -46,7 +45,7 @@ class Plan:
     """How long and how. Shares are of all steps."""
 
     steps: int
-    rows: int = 8
+    rows: int = 6
     length: int = 8192
     warmup: int = 60
     long_from: float = 0.45  # from here on, haystacks of up to 640 sentences
@@ -82,8 +81,10 @@ def fit(model: GptOss, plan: Plan, recipes: list[tuple[float, data.Recipe]], log
     cuda = device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     optimizer = Optimizer(model, muon=plan.muon, adam=plan.adam, decay=plan.decay)
-    loss_of: Any = torch.compile(model.loss, dynamic=False) if cuda else model.loss
-    make_mask: Any = torch.compile(create_block_mask) if cuda else None
+    score: Any = torch.compile(losses, dynamic=False) if cuda else losses
+    if cuda:
+        for layer in model.layers:
+            layer.compile(dynamic=False)
     began, shown, tokens_since = time.time(), time.time(), 0
     bounds = [int(share * plan.steps) for share, _ in recipes] + [plan.steps]
     parts = [(r, bounds[i + 1] - bounds[i]) for i, (_, r) in enumerate(recipes)]
@@ -91,11 +92,10 @@ def fit(model: GptOss, plan: Plan, recipes: list[tuple[float, data.Recipe]], log
     for step, batch in enumerate(data.batches(parts, plan.rows, workers, device), 1):
         quantized = step > plan.quantize_from * plan.steps
         prompt_weight = plan.prompt_weight * on[step <= plan.decay_from * plan.steps]
-        full, sliding = masks(batch, model.c.window, make_mask)
-        loss, reply, balance = loss_of(
-            batch, full, sliding, prompt_weight=prompt_weight, balance_weight=plan.balance_weight,
-            quantized=on[quantized], dtype=dtype,
-        )  # fmt: skip
+        full, sliding = (block_masks if cuda else dense_masks)(batch, model.c.window)
+        h, balance, _ = model.hidden(batch.token, batch.position, full, sliding, dtype=dtype, quantized=on[quantized])
+        loss, reply = score(h, model.lm_head, batch, prompt_weight)
+        loss = loss + plan.balance_weight * balance
         loss.backward()
         optimizer.step(rate_at(plan, step - 1))
         optimizer.zero()
@@ -114,7 +114,7 @@ def fit(model: GptOss, plan: Plan, recipes: list[tuple[float, data.Recipe]], log
             save(step)
 
 
-def recipes_for(plan: Plan, seed: int, tokenizer: Path, name: str, rows: int = 64) -> list[tuple[float, data.Recipe]]:
+def recipes_for(plan: Plan, seed: int, tokenizer: Path, name: str, rows: int = 60) -> list[tuple[float, data.Recipe]]:
     short = data.Recipe(f"{name}/short", seed, tokenizer, plan.length, rows, dict(MIXTURE))
     top = 640 if plan.length >= 8192 else 60
     long = replace(short, name=f"{name}/long", mixture=LONG, sentences=(20, top))
@@ -165,7 +165,7 @@ def main() -> None:
         checkpoint.load_weights(model, source)
     else:
         log(stage=args.stage, seed=args.seed, steps=plan.steps, device=device, parameters=sum(p.numel() for p in model.parameters()))
-        fit(model, plan, recipes_for(plan, args.seed, args.tokenizer, args.stage, rows=16 if args.micro else 64), log,
+        fit(model, plan, recipes_for(plan, args.seed, args.tokenizer, args.stage, rows=16 if args.micro else 60), log,
             workers=args.workers, device=device,
             save=lambda step: checkpoint.save_weights(model, args.out), save_every=max(1, plan.steps // 4))  # fmt: skip
         checkpoint.save_weights(model, args.out)

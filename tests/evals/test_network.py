@@ -14,7 +14,7 @@ from halfbyte.model.config import ModelConfig, Yarn
 sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
 import checkpoint
 import fakequant
-from network import Ablation, GptOss, Packed, masks
+from network import Ablation, GptOss, Packed, block_masks, dense_masks
 
 CONFIG = ModelConfig(
     layers=4, hidden=64, intermediate=32, experts=6, top_k=4, heads=4, kv_heads=2, head_dim=16, vocab=97, window=8,
@@ -90,7 +90,7 @@ def test_packed_branches_equal_separate_conversations(model: GptOss) -> None:
     document = torch.tensor([0] * 48 + [1] * 16)[None]
     branch = torch.tensor([0] * 21 + [1] * 12 + [2] * 15 + [0] * 16)[None]
     batch = Packed(token, token, torch.zeros_like(token), position, document, branch)
-    h, _, _ = model.hidden(token, position, *masks(batch, CONFIG.window, None), dtype=torch.float32, quantized=True)
+    h, _, _ = model.hidden(token, position, *dense_masks(batch, CONFIG.window), dtype=torch.float32, quantized=True)
     packed = torch.nn.functional.linear(h, model.lm_head)[0]
     for tokens, where in (
         (torch.cat((begin, one)), slice(21, 33)),
@@ -102,23 +102,23 @@ def test_packed_branches_equal_separate_conversations(model: GptOss) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_block_masks_equal_the_dense_ones(model: GptOss) -> None:
-    from torch.nn.attention.flex_attention import create_block_mask
-
+    model.requires_grad_(False)  # flex attention refuses a backward on CPU
     g = torch.Generator().manual_seed(5)
-    token = torch.randint(0, 97, (2, 256), generator=g)
-    document = torch.arange(256)[None].expand(2, -1) // 100
-    branch = (torch.arange(256)[None].expand(2, -1) % 100) // 40
-    position = torch.where(branch == 2, torch.arange(256) % 100 - 40, torch.arange(256) % 100)
+    token = torch.randint(0, 97, (2, 1024), generator=g)
+    starts = torch.tensor([[0, 300, 320, 700, 1010], [0, 50, 400, 410, 1000]])
+    document = (torch.arange(1024)[None, :, None] >= starts[:, None, :]).sum(-1) - 1
+    inside = torch.arange(1024)[None] - starts.gather(1, document)
+    branch = (inside > 150).long() + (inside > 220).long()
+    position = torch.where(branch == 2, inside - 70, inside)
     batch = Packed(token, token, torch.zeros_like(token), position, document, branch)
-    dense, _, _ = model.hidden(token, position, *masks(batch, 8, None), dtype=torch.float32, quantized=False)
-    import warnings
-
-    with warnings.catch_warnings():  # flex attention warns that it was not compiled
-        warnings.simplefilter("ignore")
-        for p in model.parameters():
-            p.requires_grad_(False)
-        block, _, _ = model.hidden(token, position, *masks(batch, 8, create_block_mask), dtype=torch.float32, quantized=False)
+    dense, _, _ = model.hidden(token, position, *dense_masks(batch, 8), dtype=torch.float32, quantized=False)
+    full, sliding = block_masks(batch, 8)
+    assert full.sparsity() > 40
+    assert sliding.sparsity() > full.sparsity()
+    assert int(full.full_kv_num_blocks.sum()) > 0
+    block, _, _ = model.hidden(token, position, full, sliding, dtype=torch.float32, quantized=False)
     assert (dense - block).norm() / dense.norm() < 1e-5
 
 
