@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,15 @@ class Program:
     options: tuple[str, ...] = ()
 
     def files(self) -> list[Path]:
-        return sorted(p for p in self.source.parent.iterdir() if p.suffix in (".cu", ".cuh", ".h"))
+        """The source and what it includes by name, whatever the options leave out of it."""
+        found, todo = {self.source}, [self.source]
+        while todo:
+            for name in re.findall(r'^\s*#include "([^"]+)"', todo.pop().read_text(encoding="utf-8"), re.MULTILINE):
+                path = self.source.parent / name
+                if path not in found:
+                    found.add(path)
+                    todo.append(path)
+        return sorted(found)
 
     def hash(self) -> str:
         """Of the sources alone: what a receipt carries."""
@@ -96,8 +105,8 @@ class Kernel:
     def __init__(self, cubin: bytes, entry: str, shared: int) -> None:
         driver = _driver()
         torch.cuda.current_stream()  # the context torch uses, made current
-        self._cubin = cubin
-        module = _ok(driver.cuModuleLoadData(cubin), f"load {entry}")[0]
+        self._image = ctypes.create_string_buffer(cubin, len(cubin))
+        module = _ok(driver.cuModuleLoadData(ctypes.addressof(self._image)), f"load {entry}")[0]
         self._function = _ok(driver.cuModuleGetFunction(module, entry.encode()), f"find {entry}")[0]
         self._module, self._shared, self._entry = module, shared, entry
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -106,7 +115,7 @@ class Kernel:
     def launch(
         self, grid: int, block: int, argument: ctypes.Structure, *, cooperative: bool = False, early: bool = False
     ) -> None:
-        """One struct by value. `cooperative`: all blocks at once, or an error. `early`: programmatic dependent launch."""
+        """One struct by value. `cooperative`: all blocks at once, or an error; `early`: programmatic dependent launch."""
         driver = _driver()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1

@@ -121,10 +121,10 @@ HB_DEV void weigh_tile(const u8* values, u32 seen, bool all, int lane, float (&s
   }
 }
 
-HB_DEV float tagged_float(const u64* p, u32 tag, u32* control, u32 where) {
+HB_DEV float tagged_float(const u64* p, u32 tag, u32* failure, u32 where) {
   Patience patience;
   u64 v = box_load(p);
-  while (!has(v, tag)) { patience.wait(control, where); v = box_load(p); }
+  while (!has(v, tag)) { patience.wait(failure, where); v = box_load(p); }
   return as_float(payload(v));
 }
 // Elements dim and dim + 32 of a head's vector in the mailbox, rotated.
@@ -132,7 +132,7 @@ HB_DEV void rotated(const Step& p, const u64* vector, int position, int dim, u32
   const float c = p.rope[(size_t)position * 64 + dim], s = p.rope[(size_t)position * 64 + 32 + dim];
   u64 x = box_load(vector + dim), y = box_load(vector + dim + 32);
   Patience patience;
-  while (!(has(x, tag) && has(y, tag))) { patience.wait(p.control, 0x400); x = box_load(vector + dim); y = box_load(vector + dim + 32); }
+  while (!(has(x, tag) && has(y, tag))) { patience.wait(p.failure, 0x400); x = box_load(vector + dim); y = box_load(vector + dim + 32); }
   const float first = as_float(payload(x)), second = as_float(payload(y));
   a = first * c - second * s;
   b = second * c + first * s;
@@ -157,7 +157,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
       float a = 0.f, b = 0.f;
       if (sh.seq[row] == sh.seq[u.row] && sh.position[row] <= u.position) {
         const u64* vector = p.box.qkv + (size_t)row * QKV + Q_DIM + value * KV_DIM + u.head * 64;
-        if (value) { a = tagged_float(vector + dim, w.tag, p.control, 0x402); b = tagged_float(vector + dim + 32, w.tag, p.control, 0x402); }
+        if (value) { a = tagged_float(vector + dim, w.tag, p.failure, 0x402); b = tagged_float(vector + dim + 32, w.tag, p.failure, 0x402); }
         else rotated(p, vector, sh.position[row], dim, w.tag, a, b);
       }
       const u32 both = bf16_pair(a, b);
@@ -186,11 +186,11 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
     const bool some = token < u.to && token + 16 > u.from, all = token >= u.from && token + 16 <= u.to;
     const u32 seen = (a >= u.from && a < u.to ? 1u : 0u) | (b >= u.from && b < u.to ? 2u : 0u);
     float s[4] = {};
-    wait_bar(&sh.full[ck.slot], ck.phase, p.control, 0x410);
+    wait_bar(&sh.full[ck.slot], ck.phase, p.failure, 0x410);
     if (some) score_tile(sh.ring[ck.slot] + sub * 16 * 128, q, seen, w.lane, s);
     sync_warp();
     if (w.lane == 0) bar_arrive(&sh.empty[ck.slot], 4);
-    wait_bar(&sh.full[cv.slot], cv.phase, p.control, 0x411);
+    wait_bar(&sh.full[cv.slot], cv.phase, p.failure, 0x411);
     if (some) weigh_tile(sh.ring[cv.slot] + sub * 16 * 128, seen, all, w.lane, s, m);
     sync_warp();
     if (w.lane == 0) bar_arrive(&sh.empty[cv.slot], 4);
@@ -261,7 +261,7 @@ template <int O_FORMAT> HB_DEV void merge_head(Worker& w, const Layer& layer, in
       if (first + i < parts) {
         Patience patience;
         while (!(has(v[i].x, w.tag) && has(v[i].y, w.tag) && has(ms[i].x, w.tag) && has(ms[i].y, w.tag))) {
-          patience.wait(p.control, 0x420);
+          patience.wait(p.failure, 0x420);
           v[i] = box_load2(in + (first + i) * 66 + 2 * w.lane); ms[i] = box_load2(in + (first + i) * 66 + 64);
         }
         const float part_top = as_float(payload(ms[i].x)), now = part_top > top ? part_top : top;

@@ -27,10 +27,10 @@ HB_DEV u32 split(float v) {
 
 struct Patience {  // a wait that never ends is a bug: say where, then stop, instead of hanging the device
   u32 spins = 0;
-  HB_DEV_MEMBER void wait(u32* control, u32 where) {
+  HB_DEV_MEMBER void wait(u32* failure, u32 where) {
     if (++spins > (1u << 22)) {
-      control[2] = where;
-      control[3] = (u32)hb_block() << 16 | (u32)hb_thread();
+      failure[0] = where;
+      failure[1] = (u32)hb_block() << 16 | (u32)hb_thread();
       fence_gpu();
       hb_trap();
     }

@@ -26,7 +26,8 @@ class Emulator:
 
     def sizes(self) -> tuple[int, int, int]:
         """Bytes of Step, Layer and Shared, as the compiler sees them."""
-        return tuple(self._library.hb_sizes(i) for i in range(3))  # type: ignore[return-value]
+        step, layer, shared = (int(self._library.hb_sizes(i)) for i in range(3))
+        return step, layer, shared
 
 
 def _build(shape: StepShape, cache: Path) -> Path:

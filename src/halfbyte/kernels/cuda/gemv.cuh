@@ -40,7 +40,7 @@ struct FromTagged {  // split floats, written by one block each
   const u64* box;
   size_t stride;
   u32 tag;
-  u32* control;
+  u32* failure;
   u32 where;
   HB_DEV_MEMBER bool on(int) const { return true; }
   HB_DEV_MEMBER const u64* at(int row, int k) const { return box + row * stride + k; }
@@ -48,7 +48,7 @@ struct FromTagged {  // split floats, written by one block each
   HB_DEV_MEMBER void take(Raw r, int row, int k, int, u32 (&v)[4]) {
     Patience patience;
     while (!(has(r.a.x, tag) && has(r.a.y, tag) && has(r.b.x, tag) && has(r.b.y, tag))) {
-      patience.wait(control, where);
+      patience.wait(failure, where);
       r = load(row, k);
     }
     v[0] = payload(r.a.x); v[1] = payload(r.a.y); v[2] = payload(r.b.x); v[3] = payload(r.b.y);
@@ -70,7 +70,7 @@ struct FromExpert : FromTagged {  // the hidden values of one expert: rows that 
   HB_DEV_MEMBER void take(Raw r, int row, int k, int, u32 (&v)[4]) {
     Patience patience;
     while (!(has(r.a.x, tag) && has(r.a.y, tag) && has(r.b.x, tag) && has(r.b.y, tag))) {
-      patience.wait(control, where);
+      patience.wait(failure, where);
       r = load(row, k);
     }
     v[0] = payload(r.a.x); v[1] = payload(r.a.y); v[2] = payload(r.b.x); v[3] = payload(r.b.y);
@@ -85,7 +85,7 @@ template <int FORMAT> struct FromResidual {  // norm weight times residual; squa
   const u16* embed;    // rows of the embedding then
   const int* token;
   const u16* norm;
-  u32* control;
+  u32* failure;
   float ssq[SETS];
   HB_DEV_MEMBER bool on(int) const { return true; }
   HB_DEV_MEMBER const u64* at(int row, int k) const { return box + (size_t)row * HIDDEN + k; }
@@ -102,7 +102,7 @@ template <int FORMAT> struct FromResidual {  // norm weight times residual; squa
       Patience patience;
       constexpr u32 all = TOP_K + 1;
       while (!(contributions(r.a.x) == all && contributions(r.a.y) == all && contributions(r.b.x) == all && contributions(r.b.y) == all)) {
-        patience.wait(control, 0x200);
+        patience.wait(failure, 0x200);
         r.a = box_load2(at(row, k)); r.b = box_load2(at(row, k) + 2);
       }
       x[0] = summed(r.a.x); x[1] = summed(r.a.y); x[2] = summed(r.b.x); x[3] = summed(r.b.y);
@@ -221,7 +221,7 @@ HB_DEV void multiply_tile(Worker& w, const Operand<FORMAT, K>& x, float (&out)[R
     if (w.warp >= T::chunks_in(piece)) { chunk[piece & 1] = {}; return; }
     const int in_slot = w.warp % T::PER_SLOT, s = w.warp / T::PER_SLOT;
     Cursor c = w.at.ahead(before + s);
-    wait_bar(&w.sh.full[c.slot], c.phase, w.p.control, 0x300);
+    wait_bar(&w.sh.full[c.slot], c.phase, w.p.failure, 0x300);
     const u8* base = w.sh.ring[c.slot] + in_slot * T::CHUNK;
     chunk[piece & 1].load(base, w.lane);
     if (GROUPS_AT_ONCE == 4) { if ((mine >> 1) == (piece & 1)) scales[(piece / 2) % 3] = load_scales<FORMAT>(base, g, mine & 1); }

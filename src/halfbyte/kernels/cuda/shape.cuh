@@ -75,7 +75,8 @@ struct Step {
   float* out_logits;                   // [ROWS][VOCAB]
   int* next_tokens;                    // [ROWS]
   Boxes box;
-  u32* control;                        // epoch, arrivals, failure code, failure place
+  u32* control;                        // epoch, arrivals
+  u32* failure;                        // host memory: where a wait was given up, and by whom
   u64* trace;                          // [grid][LAYERS + 1][8] nanoseconds, or null
   float norm_eps, swiglu_limit, swiglu_alpha;
   int rows;                            // rows in use, at most ROWS

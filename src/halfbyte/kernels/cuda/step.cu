@@ -57,12 +57,12 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
         ready &= contributions(sum[i]) == O_TILES;
       }
       if (warp_ballot(ready) == 0xffffffffu) break;
-      patience.wait(p.control, 0x500);
+      patience.wait(p.failure, 0x500);
     }
     float squares = 0.f;
     HB_UNROLL
     for (int i = 0; i < TILES_PER_LANE; i++)
-      if (i * 32 + lane < O_TILES) squares += tagged_float(p.box.ssq + (size_t)row * O_TILES + i * 32 + lane, tag, p.control, 0x501);
+      if (i * 32 + lane < O_TILES) squares += tagged_float(p.box.ssq + (size_t)row * O_TILES + i * 32 + lane, tag, p.failure, 0x501);
     HB_UNROLL
     for (int x = 1; x < 32; x *= 2) squares += shfl_xor(squares, x);
     const float scale = recip_sqrt(squares / HIDDEN + p.norm_eps);
@@ -114,7 +114,7 @@ HB_PHASE void feed() {
   Shared& sh = *(Shared*)hb_shared();
   const Step& p = sh.step;
   const int lane = hb_thread() % 32, block = hb_block(), grid = hb_grid();
-  Feeder f{sh, p.control, streaming_policy(), Cursor(), true};
+  Feeder f{sh, p.failure, streaming_policy(), Cursor(), true};
   for (int layer = 0; layer < LAYERS; layer++) {
     const Layer& l = sh.layers[layer];
     const bool sliding = layer % 2 == 0;
@@ -149,7 +149,7 @@ HB_PHASE void feed() {
 template <int FORMAT> HB_DEV FromResidual<FORMAT> residual(const Worker& w, int layer, const u16* norm) {
   FromResidual<FORMAT> s;
   s.box = layer ? w.p.box.x + (size_t)((layer - 1) & 1) * ROWS * HIDDEN : nullptr;
-  s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm; s.control = w.p.control;
+  s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm; s.failure = w.p.failure;
   HB_UNROLL
   for (int i = 0; i < SETS; i++) s.ssq[i] = 0.f;
   return s;
@@ -235,7 +235,7 @@ HB_PHASE State phase_o(State state, int layer) {
       return e;
     },
     [&] {
-      FromTagged source{p.box.attn, (size_t)Q_DIM, w.tag, p.control, 0x600};
+      FromTagged source{p.box.attn, (size_t)Q_DIM, w.tag, p.failure, 0x600};
       load_operand(w, x, source);
     },
     [&](int tile, int row, int m, float v, float, Early early) {
@@ -243,12 +243,12 @@ HB_PHASE State phase_o(State state, int layer) {
       float before;
       if (layer) {
         Patience patience;
-        while (contributions(early.x) != TOP_K + 1) { patience.wait(p.control, 0x601); early.x = box_load(now + (size_t)row * HIDDEN + k); }
+        while (contributions(early.x) != TOP_K + 1) { patience.wait(p.failure, 0x601); early.x = box_load(now + (size_t)row * HIDDEN + k); }
         before = summed(early.x);
       } else before = bf16_low((u32)early.x);
       const float mid = before + v + bf16_low(early.a), scaled = mid * bf16_high(early.a);
+      box_store(next + (size_t)row * HIDDEN + k, contribution(mid));  // before anyone can know that this phase is over
       box_store(p.box.mid + (size_t)row * HIDDEN + k, tagged(split(scaled * scale_in<MXFP4>()), w.tag));
-      box_store(next + (size_t)row * HIDDEN + k, contribution(mid));
       w.sh.xs[tile % FLUSH][row][m] = scaled;
       w.sh.squares[tile % FLUSH][row][m] = mid * mid;
     },
@@ -291,7 +291,7 @@ HB_PHASE State phase_up(State state, int layer) {
     fence_gpu();
   }
   Operand<MXFP4, HIDDEN> x;
-  wait_bar(&w.sh.routed, layer & 1, p.control, 0x701);
+  wait_bar(&w.sh.routed, layer & 1, p.failure, 0x701);
   const Routing& r = w.sh.routing[layer & 1];
   const int tiles = w.share(r.count * UP_TILES);
   gemv<MXFP4, HIDDEN, true>(w, x, tiles,
@@ -300,7 +300,7 @@ HB_PHASE State phase_up(State state, int layer) {
       return Early{*(const u32*)(l.gate_up_bias + (size_t)r.list[i / UP_TILES] * 2 * INTER + i % UP_TILES * 16 + 2 * m)};
     },
     [&] {
-      FromTagged source{p.box.mid, (size_t)HIDDEN, w.tag, p.control, 0x700};
+      FromTagged source{p.box.mid, (size_t)HIDDEN, w.tag, p.failure, 0x700};
       load_operand(w, x, source);
     },
     [&](int tile, int row, int m, float gate, float up, Early bias) {
@@ -335,7 +335,7 @@ HB_PHASE State phase_down(State state, int layer) {
       [&](int tile, int, int m) { return Early{l.down_bias[(size_t)expert * HIDDEN + (base + tile) * 16 + m]}; },
       [&] {
         FromExpert source;
-        source.box = p.box.h; source.stride = 0; source.tag = w.tag; source.control = p.control; source.where = 0x800;
+        source.box = p.box.h; source.stride = 0; source.tag = w.tag; source.failure = p.failure; source.where = 0x800;
         source.routing = &r; source.expert = expert;
         load_operand(w, x, source);
       },

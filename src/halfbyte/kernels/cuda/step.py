@@ -104,14 +104,14 @@ class StepShape:
 _P = ctypes.c_void_p
 
 
+LAYER_FIELDS = (
+    "qkv", "o", "gate_up", "down", "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "attn_norm", "mlp_norm",
+    "router", "router_bias", "sinks",
+)  # fmt: skip
+
+
 class LayerArgs(ctypes.Structure):
-    _fields_ = [
-        (name, _P)
-        for name in (
-            "qkv", "o", "gate_up", "down", "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "attn_norm", "mlp_norm",
-            "router", "router_bias", "sinks",
-        )
-    ]  # fmt: skip
+    _fields_ = [(name, _P) for name in LAYER_FIELDS]
 
 
 BOXES = ("x", "qkv", "part", "attn", "mid", "ssq", "logits", "h", "best")
@@ -123,6 +123,7 @@ class StepArgs(ctypes.Structure):
         *((name, _P) for name in ("sliding_table", "full_table", "pool", "rope", "logits_out", "next_tokens")),
         *((f"box_{name}", _P) for name in BOXES),
         ("control", _P),
+        ("failure", _P),
         ("trace", _P),
         ("norm_eps", ctypes.c_float),
         ("swiglu_limit", ctypes.c_float),
@@ -218,7 +219,8 @@ class DecodeStep:
         self.row_seq = torch.arange(r, dtype=torch.int32, device=device)
         self.logits = zeros(r, shape.vocab, dtype=torch.float32)
         self.next_tokens = zeros(r, dtype=torch.int32)
-        self.control = zeros(4, dtype=torch.int32)
+        self.control = zeros(2, dtype=torch.int32)
+        self.failure = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.control[0] = 1
         self.trace = zeros(machine.blocks, shape.layers + 1, 8) if shape.trace else None
         self.boxes = {
@@ -234,7 +236,7 @@ class DecodeStep:
         }
         table = (LayerArgs * shape.layers)()
         for args, layer in zip(table, weights.layers):
-            for name, _ in LayerArgs._fields_:
+            for name in LAYER_FIELDS:
                 setattr(args, name, getattr(layer, name).data_ptr())
         self._layers = torch.frombuffer(bytearray(bytes(table)), dtype=torch.uint8).to(device)
         self._keep = (pool, tables, rope)
@@ -244,7 +246,7 @@ class DecodeStep:
             row_seq=self.row_seq.data_ptr(), sliding_table=tables[0].data_ptr(), full_table=tables[1].data_ptr(),
             pool=pool.data_ptr(), rope=rope.data_ptr(), logits_out=self.logits.data_ptr(),
             next_tokens=self.next_tokens.data_ptr(), control=self.control.data_ptr(),
-            trace=self.trace.data_ptr() if self.trace is not None else None,
+            failure=self.failure.data_ptr(), trace=self.trace.data_ptr() if self.trace is not None else None,
             norm_eps=norm_eps, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, rows=r,
             max_blocks=tables[0].shape[1], page_layers=pool.shape[1], advance=int(advance),
         )  # fmt: skip
@@ -255,6 +257,11 @@ class DecodeStep:
         """One step on torch's current stream: logits, next_tokens, and the cache written."""
         self.args.rows = self.shape.rows if rows is None else rows
         self.machine.run(self.args)
+
+    def given_up(self) -> str | None:
+        """Where a wait inside the kernel was given up (the launch then fails), for whoever debugs it."""
+        where, place = (int(v) & 0xFFFFFFFF for v in self.failure)
+        return f"wait {where:#x} in block {place >> 16}, thread {place & 0xFFFF}" if where else None
 
     def _check(self, weights: StepWeights, pool: Tensor, tables: tuple[Tensor, Tensor], rope: Tensor) -> None:
         s = self.shape
@@ -268,7 +275,7 @@ class DecodeStep:
         want += [(f"table {i}", t, (t.shape[0], tables[0].shape[1]), torch.int32) for i, t in enumerate(tables)]
         for i, layer in enumerate(weights.layers):
             sizes = _layer_shapes(s)
-            want += [(f"layer {i} {n}", getattr(layer, n), *sizes[n]) for n, _ in LayerArgs._fields_]
+            want += [(f"layer {i} {n}", getattr(layer, n), *sizes[n]) for n in LAYER_FIELDS]
         for name, tensor, size, dtype in want:
             if tuple(tensor.shape) != size or tensor.dtype != dtype or not tensor.is_contiguous():
                 raise PlanError(

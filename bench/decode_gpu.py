@@ -1,0 +1,357 @@
+"""Decode on a real GPU: the CUDA step at true shapes, checked against torch in the same run, then timed.
+
+    python bench/decode_gpu.py --models 120b,20b --formats mxfp4,checkpoint,q8 --contexts 512,2048,8192
+
+Weights are random bytes of the full size (61 GB of experts for 120b), so nothing sits in the L2 cache; routing is spread
+and the distinct experts are printed. Every model is first compared with a float32 torch twin on the same bytes, layer
+by layer and whole; a model that fails the comparison is not timed. The last line of output is JSON, and the same goes
+to bench/results/ with the hash of the kernel sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from halfbyte.formats import tile16  # noqa: E402
+from halfbyte.kernels.cuda import twin  # noqa: E402
+from halfbyte.kernels.cuda.step import DecodeStep, Gpu, StepLayer, StepShape, StepWeights, tile_router  # noqa: E402
+from halfbyte.kernels.launch import compile_program  # noqa: E402
+from halfbyte.model.config import NAMED  # noqa: E402
+from halfbyte.ops.rope import rope_table, yarn_frequencies  # noqa: E402
+
+DENSE = {"mxfp4": "mxfp4", "q8": "q8", "checkpoint": "bf16"}
+BANDWIDTH = 4.5e12  # bytes/s this kind of GPU reads in the best case
+BOUND = 2e-3  # on a phase's relative error against float32
+
+
+def shape_of(model: str, formats: str, rows: int = 1, **changes: Any) -> StepShape:
+    c = NAMED[model]
+    f = DENSE[formats]
+    return StepShape(
+        c.hidden, c.intermediate, c.layers, c.experts, c.heads, c.kv_heads, c.vocab, c.window, rows,
+        qkv=f, o=f, lm_head=f, **changes,
+    )  # fmt: skip
+
+
+# ---- random weights, straight in the kernel's layout ----------------------------------------------------------------
+
+
+def random_matrix(*size: int, format: str) -> Tensor:
+    """About normal with variance 1/K, as tile16 bytes on the GPU."""
+    *lead, n, k = size
+    if format == "bf16":
+        out = torch.empty((*lead, *tile16.tile_shape(n, k, "bf16")), dtype=torch.uint8, device="cuda")
+        out.view(torch.bfloat16).normal_(0, k**-0.5)
+        return out
+    out = torch.empty((*lead, *tile16.tile_shape(n, k, format)), dtype=torch.uint8, device="cuda")
+    flat = out.view(-1)
+    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
+    words.random_(-(2**63), None)
+    if format == "mxfp4":  # rms of a random code is 2.93
+        out[..., 512:] = torch.randint(119, 121, out[..., 512:].shape, dtype=torch.uint8, device="cuda")
+    else:
+        scale = (torch.rand((*out.shape[:-1], 32), device="cuda") + 0.5) * (k**-0.5 / 74)
+        out[..., 1024:] = scale.half().view(torch.uint8)
+    return out
+
+
+def random_weights(s: StepShape) -> StepWeights:
+    def vector(*size: int, scale: float = 0.1, shift: float = 0.0) -> Tensor:
+        return torch.empty(size, device="cuda").normal_(shift, scale).bfloat16()
+
+    layers = [
+        StepLayer(
+            qkv=random_matrix(s.qkv_dim, s.hidden, format=s.qkv),
+            o=random_matrix(s.hidden, s.q_dim, format=s.o),
+            gate_up=random_matrix(s.experts, 2 * s.intermediate, s.hidden, format="mxfp4"),
+            down=random_matrix(s.experts, s.hidden, s.intermediate, format="mxfp4"),
+            qkv_bias=vector(s.qkv_dim), o_bias=vector(s.hidden), gate_up_bias=vector(s.experts, 2 * s.intermediate),
+            down_bias=vector(s.experts, s.hidden), attn_norm=vector(s.hidden, shift=1.0),
+            mlp_norm=vector(s.hidden, shift=1.0),
+            router=tile_router(vector(s.experts, s.hidden, scale=2 * s.hidden**-0.5)),
+            router_bias=vector(s.experts), sinks=vector(s.heads, scale=1.0),
+        )
+        for _ in range(s.layers)
+    ]  # fmt: skip
+    return StepWeights(
+        layers, vector(s.vocab, s.hidden, scale=1.0), vector(s.hidden, shift=1.0),
+        random_matrix(s.vocab, s.hidden, format=s.lm_head),
+    )  # fmt: skip
+
+
+def redress(w: StepWeights, s: StepShape) -> StepWeights:
+    """The same experts with other dense layers: experts are generated once."""
+    layers = [
+        replace(x, qkv=random_matrix(s.qkv_dim, s.hidden, format=s.qkv), o=random_matrix(s.hidden, s.q_dim, format=s.o))
+        for x in w.layers
+    ]
+    return replace(w, layers=layers, lm_head=random_matrix(s.vocab, s.hidden, format=s.lm_head))
+
+
+def make_rope(positions: int) -> Tensor:
+    inverse, temperature = yarn_frequencies(64, 150000.0, 32.0, 4096, 32.0, 1.0, False)
+    return torch.cat(rope_table(inverse, temperature, torch.arange(positions)), -1).contiguous().cuda()
+
+
+class Bench:
+    """One set of weights and one cache, for several kernels and contexts."""
+
+    def __init__(self, s: StepShape, weights: StepWeights, context: int, sequences: int) -> None:
+        blocks = context // 64 + 4
+        count = 2 * sequences * blocks
+        self.weights = weights
+        self.pool = torch.empty(
+            (count + 1, (s.layers + 1) // 2, 2, s.kv_heads, 64, 64), dtype=torch.bfloat16, device="cuda"
+        ).normal_()
+        order = torch.randperm(count, device="cuda").int() + 1
+        self.tables = (order[: count // 2].view(sequences, blocks), order[count // 2 :].view(sequences, blocks))
+        self.rope = make_rope(blocks * 64)
+
+    def step(self, s: StepShape) -> DecodeStep:
+        return DecodeStep(
+            s, self.weights, Gpu(s), pool=self.pool, tables=self.tables, rope=self.rope, advance=True
+        )  # fmt: skip
+
+
+def place(d: DecodeStep, context: int, row_seq: list[int] | None = None) -> None:
+    """Rows at the end of their contexts; rows of one sequence stand one after the other."""
+    n = d.shape.rows
+    row_seq = row_seq or list(range(n))
+    seen: dict[int, int] = {}
+    positions = []
+    for q in row_seq:
+        positions.append(context + seen.get(q, 0))
+        seen[q] = seen.get(q, 0) + 1
+    d.tokens.copy_(torch.randint(0, d.shape.vocab, (n,), dtype=torch.int32))
+    d.positions.copy_(torch.tensor(positions, dtype=torch.int32))
+    d.row_seq.copy_(torch.tensor(row_seq, dtype=torch.int32))
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def check(b: Bench, d: DecodeStep, context: int, row_seq: list[int] | None = None) -> dict[str, Any]:
+    """One step against the twin. The kernel runs twice: equal bits prove that nothing depends on timing."""
+    place(d, context, row_seq)
+    before = (d.tokens.clone(), d.positions.clone())
+    saved = b.pool.clone()
+    for box in (*d.boxes.values(), d.logits):
+        if box is not d.boxes["logits"] and box is not d.boxes["best"]:
+            box.fill_(-1)  # poison; sums and the argmax must be found clean
+    d.run()
+    torch.cuda.synchronize()
+    first = d.logits.clone()
+    token = d.next_tokens.clone()
+    d.tokens.copy_(before[0])
+    d.positions.copy_(before[1])
+    d.run()
+    torch.cuda.synchronize()
+    got = {k: v.clone() for k, v in twin.boxes(d).items()}
+    again = bool(first.equal(d.logits))
+    ours = b.pool.clone()
+    b.pool.copy_(saved)
+    ref = twin.step(d.shape, b.weights, b.pool, b.tables, b.rope, *before, d.row_seq)
+    errors = {k: relative(got[k], ref[k]) for k in got}
+    unique = [int(e.unique().numel()) for e in ref["experts"]]
+    top = ref["logits"].topk(2).values
+    margin = float((top[:, 0] - top[:, 1]).min() / ref["logits"].std())
+    spread = torch.bincount(ref["experts"].flatten(), minlength=d.shape.experts)
+    return {
+        "errors": errors,
+        "cache_error": relative(ours, b.pool),
+        "deterministic": again,
+        "argmax_equal": bool((token == ref["logits"].argmax(-1)).all()),
+        "top2_margin_over_std": margin,
+        "experts_per_layer": statistics.mean(unique),
+        "experts_touched": int((spread > 0).sum()),
+        "logit_std": float(ref["logits"].std()),
+        "x_rms": float(ref["x"].pow(2).mean().sqrt()),
+        "ok": again and max(errors.values()) < BOUND and bool(torch.isfinite(got["logits"]).all()),
+    }
+
+
+def time_steps(d: DecodeStep, context: int, groups: int = 9, steps: int = 24) -> dict[str, float]:
+    """Microseconds per step: `steps` graph replays between two events, tokens fed back; median and spread of groups."""
+    place(d, context)
+    d.run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        d.run()
+    samples = []
+    for i in range(groups + 2):
+        place(d, context)
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(steps):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if i >= 2:
+            samples.append(start.elapsed_time(end) * 1000 / steps)
+    return {"us": statistics.median(samples), "least": min(samples), "most": max(samples)}
+
+
+def bytes_read(s: StepShape, context: int, experts: float = 4.0) -> float:
+    """What one step must read, by the same count as the ceiling in PEERS."""
+    per = {"mxfp4": 34 / 64, "q8": 34 / 32, "bf16": 2.0}
+    dense = s.qkv_dim * s.hidden * per[s.qkv] + s.hidden * s.q_dim * per[s.o]
+    moe = experts * 3 * s.intermediate * s.hidden * per["mxfp4"] + s.experts * s.hidden * 2
+    kv = 2 * s.kv_heads * 64 * 2 * (min(context, s.window) + context) / 2
+    return s.layers * (dense + moe + kv) + s.vocab * s.hidden * per[s.lm_head]
+
+
+def phases(b: Bench, s: StepShape, context: int) -> dict[str, Any]:
+    """Where a step's time goes, by clocks read inside the kernel: per phase, the mean over blocks and the slowest."""
+    d = b.step(replace(s, trace=True))
+    place(d, context)
+    for _ in range(3):
+        d.run()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    d.run()
+    end.record()
+    torch.cuda.synchronize()
+    assert d.trace is not None
+    t = d.trace.double()
+    whole = float((t[:, -1, 1] - t[:, 0, 0]).mean())
+    us = start.elapsed_time(end) * 1000
+    marks = (t[:, :-1, 1:6] - t[:, :-1, 0:5]) * (us / whole)
+    names = ("qkv", "attention", "o", "gate_up", "down")
+    out: dict[str, Any] = {"us": us}
+    for kind, first in (("sliding", 2), ("full", 3)):
+        part = marks[:, first::2]
+        out[kind] = {n: {"mean": float(part[..., i].mean()), "most": float(part[..., i].max(0).values.mean()),
+                         "least": float(part[..., i].min(0).values.mean())} for i, n in enumerate(names)}  # fmt: skip
+        out[kind]["layer"] = float(part.sum(-1).mean())
+    out["head"] = float((t[:, -1, 1] - t[:, -1, 0]).mean()) * us / whole
+    out["clock_ghz"] = whole / us / 1000
+    return out
+
+
+def build(shape: StepShape) -> float:
+    start = time.time()
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    compile_program(shape.program(), f"sm_{major}{minor}a")
+    return time.time() - start
+
+
+def main() -> int:
+    p = argparse.ArgumentParser()
+    p.add_argument("--models", default="120b")
+    p.add_argument("--formats", default="mxfp4")
+    p.add_argument("--contexts", default="512,2048,8192")
+    p.add_argument("--rows", default="1")
+    p.add_argument("--variants", default="", help="experiments: 'nap=0;nap=100;define=X=1', each timed at 2048")
+    p.add_argument("--no-trace", action="store_true")
+    p.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    p.add_argument("--name", default=time.strftime("decode-gpu-%Y%m%d-%H%M%S"))
+    a = p.parse_args()
+    contexts = [int(c) for c in a.contexts.split(",")]
+    rows = [int(r) for r in a.rows.split(",")]
+    variants: list[dict[str, Any]] = []
+    for text in filter(None, a.variants.split(";")):
+        key, value = text.split("=", 1)
+        variants.append({"defines": tuple(value.split(","))} if key == "define" else {key: int(value)})
+    wanted = [shape_of(m, f, r) for m in a.models.split(",") for f in a.formats.split(",") for r in rows]
+    extra = [] if a.no_trace else [replace(s, trace=True) for s in wanted if s.rows == 1]
+    for s in wanted[:1]:
+        extra += [replace(s, **v) for v in variants]
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
+    clock = time.time()
+    with concurrent.futures.ProcessPoolExecutor(12, multiprocessing.get_context("spawn")) as pool:
+        times = list(pool.map(build, wanted + extra))
+    print(f"compiled {len(times)} kernels in {time.time() - clock:.1f} s", flush=True)
+    result: dict[str, Any] = {
+        "schema": 1, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "sources": wanted[0].program().hash(), "date": time.strftime("%Y-%m-%d"), "bandwidth": BANDWIDTH, "rows": [],
+        "compile_s": max(times), "argv": sys.argv[1:],
+    }  # fmt: skip
+    good = True
+    for model in a.models.split(","):
+        weights: StepWeights | None = None
+        for formats in a.formats.split(","):
+            clock = time.time()
+            torch.manual_seed(0)
+            s = shape_of(model, formats)
+            weights = random_weights(s) if weights is None else redress(weights, s)
+            b = Bench(s, weights, max(contexts), max(rows))
+            torch.cuda.synchronize()
+            print(f"{model} {formats}: weights in {time.time() - clock:.1f} s", flush=True)
+            for r in rows:
+                s = shape_of(model, formats, r)
+                d = b.step(s)
+                verdict = {}
+                for context, row_seq in [(2000, None)] + ([(600, [0] * r)] if r > 1 else []):
+                    clock = time.time()
+                    try:
+                        verdict = check(b, d, context, row_seq)
+                    except Exception:
+                        print("given up:", d.given_up(), flush=True)
+                        raise
+                    shown = {k: f"{v:.1e}" for k, v in verdict["errors"].items()}
+                    took = time.time() - clock
+                    print(f"{model} {formats} rows {r} at {context}: {shown} {verdict} {took:.1f} s", flush=True)
+                    good &= verdict["ok"]
+                    if not verdict["ok"]:
+                        print(f"REFUSED: {model} {formats} rows {r} is wrong; not timed", flush=True)
+                        break
+                if not verdict["ok"]:
+                    continue
+                for context in contexts:
+                    t = time_steps(d, context)
+                    experts = verdict["experts_per_layer"]
+                    ceiling = r * BANDWIDTH / bytes_read(s, context, experts)
+                    row = {
+                        "model": model, "formats": formats, "rows": r, "context": context, **t,
+                        "tokens_per_s": r * 1e6 / t["us"], "ceiling": ceiling,
+                        "share": r * 1e6 / t["us"] / ceiling, "check": verdict,
+                    }  # fmt: skip
+                    result["rows"].append(row)
+                    print(
+                        f"{model} {formats:10} rows {r} @ {context:5}: {t['us']:7.1f} us "
+                        f"({t['least']:.1f}-{t['most']:.1f}) "
+                        f"{row['tokens_per_s']:7.1f} tok/s, ceiling {ceiling:.0f} ({100 * row['share']:.0f} %)",
+                        flush=True,
+                    )
+                if r == 1 and not a.no_trace:
+                    row = {"model": model, "formats": formats, "context": 2048, "phases": phases(b, s, 2048)}
+                    result["rows"].append(row)
+                    print(json.dumps(row), flush=True)
+            if formats == a.formats.split(",")[0] and model == a.models.split(",")[0]:
+                for v in variants:
+                    d = b.step(replace(shape_of(model, formats), **v))
+                    verdict = check(b, d, 2000)
+                    t = time_steps(d, 2048)
+                    print(f"variant {v}: {t} ok {verdict['ok']}", flush=True)
+                    result["rows"].append({"variant": str(v), "context": 2048, **t, "ok": verdict["ok"]})
+            del b
+        del weights
+        torch.cuda.empty_cache()
+    a.out.mkdir(parents=True, exist_ok=True)
+    (a.out / f"{a.name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    print(json.dumps(result))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    torch.backends.cuda.matmul.allow_tf32 = False
+    sys.exit(main())
