@@ -326,3 +326,42 @@ def test_text_completions(serve: Serve) -> None:
     out = live.openai().completions.create(model="gpt-oss-test", prompt=ids, stop="rld")
     assert out.choices[0].text == " wo"
     assert live.source.requests[-1].prompt == ids
+
+
+def test_token_ids_and_what_is_left_out(serve: Serve) -> None:
+    text = say("one two three", "hm")
+    live = serve(ScriptedSource(always(Play(text, per_step=2))))
+    ids = live.source.tokenizer.encode(text, allow_special=True)
+    extra = {"return_token_ids": True, "cache_prompt": False}
+    assert ask(live, extra_body=extra).choices[0].token_ids == ids
+    raw = live.openai().chat.completions.with_raw_response.create(
+        model="gpt-oss-test", messages=[{"role": "user", "content": "Hi"}], stream=True, extra_body=extra
+    )
+    assert raw.headers["x-halfbyte-left-out"] == "cache_prompt"
+    assert [t for chunk in raw.parse() for t in chunk.choices[0].token_ids] == ids
+    out = live.openai().completions.create(model="gpt-oss-test", prompt="x", max_tokens=50, extra_body=extra)
+    assert out.choices[0].token_ids == ids
+
+
+def test_llama_benchy_counts_what_usage_says(serve: Serve, http: httpx.Client) -> None:
+    """Its request, and its way of counting: the token ids of the chunks that carry text."""
+    live = serve(ScriptedSource(always(Play(say("word " * 100, "thinking about it"), per_step=3))))
+    body = {
+        "model": "gpt-oss-test",
+        "messages": [{"role": "system", "content": "context"}, {"role": "user", "content": "go on"}],
+        "max_tokens": 64,
+        "stream": True,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+        "cache_prompt": False,
+        "min_tokens": 64,
+        "ignore_eos": True,
+    }
+    lines = http.post(f"{live.url}/v1/chat/completions", json=body).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    counted = 0
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["delta"].get("content") or choice["delta"].get("reasoning_content"):
+                counted += len(choice["token_ids"])
+    assert counted == chunks[-1]["usage"]["completion_tokens"] == 64

@@ -14,7 +14,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from halfbyte.engine.request import Constraint, Delta, FinishReason, Logprob, Request, Usage
@@ -46,6 +46,7 @@ class Update:
     index: int
     pieces: list[Piece]
     finish: str | None = None
+    tokens: list[int] = field(default_factory=list)  # as generated, structure included
 
 
 class Sequence:
@@ -347,6 +348,7 @@ class Run(Generic[C]):
                 continue
             choice = self.choices[index]
             pieces: list[Piece] = []
+            tokens: list[int] = []
             finish: str | None = None
             for delta in group:
                 if delta.finish in ("error", "timeout", "cancelled"):
@@ -356,6 +358,7 @@ class Run(Generic[C]):
                         pieces += choice.feed(delta.tokens, None, forced=True)
                     else:
                         self.totals.completion += len(delta.tokens)
+                        tokens += delta.tokens
                         pieces += choice.feed(delta.tokens, delta.logprobs)
                 if isinstance(delta, Ended):
                     self.totals.completion += delta.dropped
@@ -366,8 +369,8 @@ class Run(Generic[C]):
                     finish = choice.finish
                     break
             self.finish[index] = finish
-            if pieces or finish:
-                updates.append(Update(index, pieces, finish))
+            if pieces or finish or tokens:
+                updates.append(Update(index, pieces, finish, tokens))
         self.totals.reasoning = sum(c.reasoning_tokens for c in self.choices)
         return updates
 

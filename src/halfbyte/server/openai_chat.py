@@ -32,6 +32,7 @@ from halfbyte.server.problems import bad
 from halfbyte.server.route import Route
 from halfbyte.server.schema import SamplingFields
 from halfbyte.server.service import Service
+from halfbyte.server.stream import closing
 from halfbyte.server.toolbox import Choice, Function, Toolbox, check_choice, check_name
 from halfbyte.server.turn import EFFORTS, Format, Turn, check_logit_bias, prepare, stops
 
@@ -54,7 +55,8 @@ async def answer(service: Service, body: ChatRequest, http: Request) -> Response
     prepared = prepare(turn, service.dialect, service.source.info, service.settings)
     run = chat_run(service, prepared, streaming=bool(body.stream))
     shape = Chunks(run, name, body)
-    return await deliver(service, http, stream=shape.stream() if body.stream else None, whole=shape.whole)
+    stream = shape.stream() if body.stream else None
+    return await deliver(service, http, stream=stream, whole=shape.whole, headers=body.left_out)
 
 
 # ---- request ------------------------------------------------------------------------------------------------------
@@ -187,6 +189,8 @@ class Chunks:
         self.running_usage = bool(options and options.continuous_usage_stats)
         hide = body.include_reasoning is False or bool(body.reasoning and body.reasoning.exclude)
         self.show_reasoning = not hide
+        # Token ids that no chunk has carried yet; None if they were not asked for.
+        self._ids: list[list[int]] | None = [[] for _ in run.choices] if body.return_token_ids else None
         self._last: dict[tuple[int, str], int] = {}  # the message each choice's text last came from
         head = {
             "id": self.id,
@@ -200,7 +204,11 @@ class Chunks:
 
     def _chunk(self, index: int, delta: bytes, finish: str | None = None, logprobs: bytes = b"null") -> bytes:
         end = b'"%s"' % finish.encode() if finish else b"null"
-        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, end)
+        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b' % (index, delta, logprobs, end)
+        if self._ids is not None:
+            choice += b',"token_ids":' + wire.dumps(self._ids[index])
+            self._ids[index] = []
+        choice += b"}"
         if self.running_usage:
             tail = b'],"usage":' + wire.dumps(usage(self.run.totals)) + b"}\n\n"
             return self._head + choice + tail
@@ -214,6 +222,8 @@ class Chunks:
                 if update.index not in opened:
                     opened.add(update.index)
                     out.append(self._chunk(update.index, b'{"role":"assistant","content":""}'))
+                if self._ids is not None:
+                    self._ids[update.index] += update.tokens
                 out += self._pieces(update)
                 if update.finish:
                     out.append(self._chunk(update.index, b"{}", update.finish))
@@ -242,7 +252,11 @@ class Chunks:
         return out
 
     async def whole(self) -> dict[str, Any]:
-        await self.run.all()
+        async with closing(self.run.batches()) as batches:
+            async for updates in batches:
+                for update in updates:
+                    if self._ids is not None:
+                        self._ids[update.index] += update.tokens
         return {
             "id": self.id,
             "object": "chat.completion",
@@ -270,7 +284,8 @@ class Chunks:
         logprobs = None
         if self.logprobs:
             logprobs = {"content": [entry(lp) for lp in choice.content_logprobs], "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        out = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        return out if self._ids is None else {**out, "token_ids": self._ids[index]}
 
 
 def _delta(piece: Piece) -> bytes:

@@ -53,6 +53,7 @@ class TextChoice:
         self.finish: str | None = None
         self.done = False
         self.reasoning_tokens = 0
+        self.ids: list[int] = []
         self.tokens: list[str] = []
         self.token_logprobs: list[float] = []
         self.top: list[dict[str, float]] = []
@@ -67,6 +68,7 @@ class TextChoice:
         return {}
 
     def feed(self, tokens: list[int], logprobs: list[Logprob] | None, *, forced: bool = False) -> list[Piece]:
+        self.ids += tokens
         for lp in logprobs or ():
             name = self.tokenizer.decode([lp.token])
             self.tokens.append(name)
@@ -143,7 +145,8 @@ async def answer(service: Service, body: CompletionRequest, http: Request) -> Re
         streaming=bool(body.stream),
     )
     shape = TextChunks(run, name, body)
-    return await deliver(service, http, stream=shape.stream() if body.stream else None, whole=shape.whole)
+    stream = shape.stream() if body.stream else None
+    return await deliver(service, http, stream=stream, whole=shape.whole, headers=body.left_out)
 
 
 async def _numbered(service: Service, request: EngineRequest, first: int) -> AsyncIterator[Delta]:
@@ -185,6 +188,7 @@ class TextChunks:
         self.usage = bool(options and options.include_usage)
         self.running_usage = bool(options and options.continuous_usage_stats)
         self._sent = [0] * len(run.choices)
+        self._ids = bool(body.return_token_ids)
         head = {
             "id": self.id,
             "object": "text_completion",
@@ -195,7 +199,7 @@ class TextChunks:
         self._head = b"data: " + wire.dumps(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
 
-    def _chunk(self, index: int, text: str, finish: str | None) -> bytes:
+    def _chunk(self, index: int, text: str, finish: str | None, tokens: list[int]) -> bytes:
         logprobs = b"null"
         if self.logprobs:
             choice = self.run.choices[index]
@@ -205,12 +209,14 @@ class TextChunks:
         tail = self._tail
         if self.running_usage:
             tail = b'],"usage":' + wire.dumps(usage(self.run.totals)) + b"}\n\n"
-        body = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (index, wire.quote(text), logprobs, end)
+        ids = b',"token_ids":' + wire.dumps(tokens) if self._ids else b""
+        fields = (index, wire.quote(text), logprobs, end, ids)
+        body = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % fields
         return self._head + body + tail
 
     async def stream(self) -> AsyncIterator[bytes]:
         async for updates in self.run.batches():
-            yield b"".join(self._chunk(u.index, "".join(p.text for p in u.pieces), u.finish) for u in updates)
+            yield b"".join(self._chunk(u.index, "".join(p.text for p in u.pieces), u.finish, u.tokens) for u in updates)
         end = b""
         if self.usage:
             end = self._head + b'],"usage":' + wire.dumps(usage(self.run.totals)) + b"}\n\n"
@@ -230,6 +236,7 @@ class TextChunks:
                     "text": c.text,
                     "logprobs": c.logprobs() if self.logprobs else None,
                     "finish_reason": c.finish,
+                    **({"token_ids": c.ids} if self._ids else {}),
                 }
                 for i, c in enumerate(self.run.choices)
             ],

@@ -32,10 +32,9 @@ from halfbyte.server.problems import ApiError, bad, from_error
 from halfbyte.server.response_store import Stored
 from halfbyte.server.responses_events import ItemWriter
 from halfbyte.server.route import Route
+from halfbyte.server.schema import LEFT_OUT_HEADER
 from halfbyte.server.service import Service
 from halfbyte.server.turn import EFFORTS, Format, Prepared, Turn, check_logit_bias, prepare, stops
-
-IGNORED_HEADER = "x-halfbyte-left-out"
 
 
 def router(service: Service) -> APIRouter:
@@ -138,7 +137,7 @@ async def answer(service: Service, body: ResponsesRequest, http: Request) -> Res
     prepared, history, left_out = _prepare(service, body)
     run = chat_run(service, prepared, streaming=bool(body.stream))
     shape = ResponseShape(service, run, name, body, history)
-    headers = {IGNORED_HEADER: ",".join(f"tools.{t}" for t in left_out)} if left_out else None
+    headers = {LEFT_OUT_HEADER: ",".join(f"tools.{t}" for t in left_out)} if left_out else None
     return await deliver(
         service, http, stream=shape.stream() if body.stream else None, whole=shape.whole, headers=headers
     )

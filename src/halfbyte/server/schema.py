@@ -37,6 +37,10 @@ MESSAGES_HARMLESS = {
 }
 
 
+# What a request asked for and did not get, although it was served.
+LEFT_OUT_HEADER = "x-halfbyte-left-out"
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     harmless: ClassVar[dict[str, str]] = {}
@@ -114,3 +118,9 @@ class SamplingFields(Strict):
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    return_token_ids: bool | None = None
+    cache_prompt: bool | None = None  # false cannot be honoured for one request; the answer says so in a header
+
+    @property
+    def left_out(self) -> dict[str, str] | None:
+        return {LEFT_OUT_HEADER: "cache_prompt"} if self.cache_prompt is False else None
