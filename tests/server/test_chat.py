@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from conftest import Live
 from scripted import Play, ScriptedSource, always, call, in_turn, say
