@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from halfbyte.cli.options import JsonOption, ModelArgument, announce, out, print_json, with_gates
+from halfbyte.cli.options import JsonOption, ModelArgument, announce, err, out, print_json, with_gates
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
+from halfbyte.kernels import prove as proof
+from halfbyte.kernels.prove import Evidence
 from halfbyte.model import checkpoint, ready
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose
-from halfbyte.plan.phase import ARCHES
+from halfbyte.plan.phase import ARCHES, Spec
+from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, REGIMES
 
 RANGES = {"decode": f"1–{DECODE_ROWS} rows", "batch": f"{DECODE_ROWS + 1}–{BATCH_ROWS} rows", "prefill": "more"}
@@ -22,6 +26,9 @@ RANGES = {"decode": f"1–{DECODE_ROWS} rows", "batch": f"{DECODE_ROWS + 1}–{B
 def explain(
     model: ModelArgument = None,
     arch: Annotated[str | None, typer.Option(help=f"{', '.join(ARCHES)}; default: this machine.")] = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Compile it and read the machine code.")
+    ] = False,
     json: JsonOption = False,
     *,
     gates: Gates,
@@ -40,9 +47,11 @@ def explain(
             source = checkpoint.open_model(resolved.path)
             found = ready.formats_of(source)
             source.close()
-    spec, _, selection = choose(config, gates, target, found)
+    spec, chosen, selection = choose(config, gates, target, found)
+    evidence = gather(spec, chosen, target.name, gates) if prove else []
     if json:
-        print_json(selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": spec.activation})
+        found_out = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": spec.activation}
+        print_json(found_out | {"evidence": [asdict(e) for e in evidence]} if prove else found_out)
         return
     announce(gates, f"{name} on {target.name}")
     if gates.sinks == "off":
@@ -62,6 +71,33 @@ def explain(
             out.print(f"  [dim]refused  {', '.join(phases)}: {reason}[/dim]")
     layouts = ", ".join(f"{role} {layout}" for role, layout in selection.layouts.items())
     out.print(f"\nlayouts  {layouts}")
+    if prove:
+        show(evidence)
+
+
+def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence]:
+    """Evidence for every chosen phase that can be compiled here."""
+    found: list[Evidence] = []
+    provable = set(proof.provable())
+    names = list(dict.fromkeys(p.name for phases in chosen.values() for p in phases))
+    with err.status("compiling") as status:
+        for name in names:
+            if name in provable:
+                status.update(f"compiling {name} for {arch}")
+                found += proof.prove(name, arch, spec, gates)
+    return found
+
+
+def show(evidence: list[Evidence]) -> None:
+    out.print("\n[bold]proof[/bold] (compiled now, read from the machine code)")
+    for e in evidence:
+        mma = ", ".join(f"{n} x{c}" for n, c in e.instructions.items()) or "no matrix instruction"
+        verdict = "[green]as promised[/green]" if e.ok else f"[red]{'; '.join(e.problems)}[/red]"
+        out.print(f"  {e.phase} {e.kernel}: {e.target}, {mma}")
+        out.print(
+            f"    {e.registers} registers, {e.spilled_bytes} bytes spilled, "
+            f"{e.shared_bytes} of {e.shared_limit} bytes shared memory: {verdict}"
+        )
 
 
 def register(app: typer.Typer) -> None:

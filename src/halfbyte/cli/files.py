@@ -1,4 +1,4 @@
-"""Commands about files and this machine: `quantize`, `env`."""
+"""Commands about files and this machine: `pull`, `quantize`, `env`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from halfbyte import gates as gates_
 from halfbyte.cli.options import JsonOption, LoadingBar, err, out, print_json, with_gates
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.lab import environment
-from halfbyte.model import checkpoint
+from halfbyte.model import checkpoint, hub
 
 
 @with_gates
@@ -50,6 +51,37 @@ def env(json: JsonOption = False, *, gates: Gates) -> None:
             out.print(f"{key:<28} {value if value not in (None, []) else '–'}", markup=False)
 
 
+def pull(
+    model: Annotated[
+        str, typer.Argument(help="As openai/gpt-oss-20b; or 20b, 120b.", show_default=False)
+    ],
+    folder: Annotated[Path | None, typer.Option("--to", help="Where to put it.")] = None,
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "main",
+    file: Annotated[str | None, typer.Option(help="One file by name, for GGUF repositories.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Fetch a model: only the files it needs, resumed where it stopped, every file checked."""
+    environ = gates_.child_environment()
+    gates_.check_environment(environ)
+    root = gates_.setting("HALFBYTE_MODELS_DIR")
+    if folder is None and root:
+        folder = Path(root).expanduser() / model.replace("/", "--")
+    with LoadingBar(f"pulling {model}") as progress:
+        where = hub.pull(
+            model,
+            folder,
+            hub=hub.Hub.from_environ(environ),
+            revision=revision,
+            file=file,
+            report=lambda p: progress(p.done, p.total, p.file),
+        )
+    if json:
+        print_json({"folder": str(where)})
+    else:
+        err.print(f"{model} is in {where}; next: halfbyte serve {where}")
+
+
 def register(app: typer.Typer) -> None:
+    app.command()(pull)
     app.command()(quantize)
     app.command()(env)

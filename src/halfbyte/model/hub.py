@@ -55,7 +55,7 @@ TRIES = 6
 class Hub:
     """Where to pull from, and whether at all."""
 
-    endpoint: str = "https://huggingface.co"
+    endpoint: str = field(default_factory=lambda: _endpoint())
     token: str | None = None
     offline: bool = False
 
@@ -63,7 +63,7 @@ class Hub:
     def from_environ(cls, environ: Mapping[str, str]) -> Hub:
         """HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE, as Hugging Face's own tools read them."""
         offline = environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on")
-        endpoint = environ.get("HF_ENDPOINT", "").strip().rstrip("/") or cls.endpoint
+        endpoint = environ.get("HF_ENDPOINT", "").strip().rstrip("/") or _endpoint()
         if not endpoint.startswith(("http://", "https://")):
             raise UsageError(f"HF_ENDPOINT is {endpoint!r}; it must begin with http:// or https://.")
         return cls(endpoint, environ.get("HF_TOKEN", "").strip() or None, offline)
@@ -395,6 +395,13 @@ def pull(
     ):
         raise UsageError(f"{model!r} is not a model; give owner/name as on the hub, or one of {', '.join(NAMES)}.")
     return Pull(repo, folder or default_folder(repo), hub or Hub(), revision, file, report).run()
+
+
+def _endpoint() -> str:
+    """The hub's address, as its own client knows it."""
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
 
 
 def default_folder(repo: str) -> Path:
