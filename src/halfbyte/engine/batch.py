@@ -39,6 +39,8 @@ class Batch:
     pickers: list[Picker]
     places: list[int]
     slots: list[int]  # [S]
+    drafts: list[list[int]] = field(default_factory=list)  # [S]
+    following: dict[int, int] = field(default_factory=dict)  # sequence whose last row is not sampled -> its next token
     histories: dict[int, list[int]] = field(default_factory=dict)  # sampled row -> tokens so far, for penalties
     masks: dict[int, Ints] = field(default_factory=dict)  # sampled row -> allowed tokens, one bit each
     proposals: dict[int, tuple[int, NDArray[np.float64]]] = field(default_factory=dict)  # row -> draft, its q
@@ -89,6 +91,7 @@ class BatchBuilder:
         pickers: list[Picker] = []
         places: list[int] = []
         histories: dict[int, list[int]] = {}
+        following: dict[int, int] = {}
         counts_of, owners = self._counts, self._owners
         waits = False
         for i, seq in enumerate(plan.seqs):
@@ -124,11 +127,15 @@ class BatchBuilder:
                         histories[len(pickers)] = seq.tokens + draft[:j]
                     pickers.append(picker)
                     places.append(place + j)
-        return self._pack(plan, tokens, froms if waits else None, slots, pickers, places, histories)
+            else:
+                following[i] = seq.tokens[start + plan.counts[i]]
+        batch = self._pack(plan, tokens, froms if waits else None, slots, pickers, places)
+        batch.histories, batch.following, batch.drafts = histories, following, plan.drafts
+        return batch
 
     def _pack(
         self, plan: Plan, tokens: list[int], froms: list[int] | None, slots: list[int],
-        pickers: list[Picker], places: list[int], histories: dict[int, list[int]],
+        pickers: list[Picker], places: list[int],
     ) -> Batch:  # fmt: skip
         n = len(slots)
         starts = np.array(plan.starts, np.int32)
@@ -154,7 +161,7 @@ class BatchBuilder:
             tokens=np.array(tokens, np.int32), positions=positions, query_start=query_start, kv_lens=kv_lens,
             row_sequence=row_sequence, full=self._full[slots, :blocks], sliding=self._sliding[slots, :blocks],
             logit_rows=logit_rows, token_from=None if froms is None else np.array(froms, np.int32),
-            max_kv_len=longest, pickers=pickers, places=places, slots=slots, histories=histories,
+            max_kv_len=longest, pickers=pickers, places=places, slots=slots,
         )  # fmt: skip
 
     def _mirror(self, slot: int, admission: int, full: list[int], sliding: list[int], first: int) -> None:

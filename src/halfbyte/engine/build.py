@@ -10,6 +10,7 @@ import torch
 from halfbyte.engine.engine import EngineConfig, EngineCore
 from halfbyte.engine.request import SourceInfo
 from halfbyte.engine.runner import TorchRunner
+from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
@@ -40,21 +41,21 @@ class EngineOptions:
     max_draft: int = 8
 
 
-def kv_pages(model: GptOss, options: EngineOptions, context: int) -> int:
+def kv_pages(model: GptOss, options: EngineOptions, context: int, page_bytes: int) -> int:
     """Pages, scratch included: at least one whole context, at most what max_seqs of them could use."""
     one = PagePool(2, options.page_size, model.config.window).most_held(context, 2)
     found = memory(model.device)
     reserve = default_reserve(model.device, found) if options.reserve_gib is None else int(options.reserve_gib * GIB)
     most = 1 + one * options.max_seqs
     if options.kv_gib is not None:
-        most = int(options.kv_gib * GIB) // model.page_bytes
+        most = int(options.kv_gib * GIB) // page_bytes
         if most < 3:
-            raise UsageError(f"--kv-memory {options.kv_gib} GiB holds no page of {model.page_bytes / 2**20:.1f} MiB.")
+            raise UsageError(f"--kv-memory {options.kv_gib} GiB holds no page of {page_bytes / 2**20:.1f} MiB.")
     elif model.device.type == "cpu":
         # A CPU shares its memory with everything else: four contexts are plenty, and never more than a quarter of it.
-        most = min(most, 1 + 4 * one, max(1 + one, found.free // 4 // model.page_bytes))
+        most = min(most, 1 + 4 * one, max(1 + one, found.free // 4 // page_bytes))
     least = min(1 + one, most) if options.kv_gib is not None else 1 + one
-    return pages_that_fit(model.page_bytes, found, reserve, least=least, most=most)
+    return pages_that_fit(page_bytes, found, reserve, least=least, most=most)
 
 
 def build_core(options: EngineOptions) -> tuple[EngineCore, SourceInfo, Tokenizer]:
@@ -71,21 +72,27 @@ def core_for(
     if options.page_size != model.spec.page_size:
         raise UsageError(f"the model was planned for pages of {model.spec.page_size} tokens, not {options.page_size}.")
     context = min(config.max_context, options.max_context or config.max_context)
-    pages = kv_pages(model, options, context)
+    proposer = make_proposer(
+        options.gates.speculate, model, options.draft, options.max_draft, options.max_seqs, context
+    )
+    observer = proposer if isinstance(proposer, Eagle3Proposer) else None
+    page_bytes = model.page_bytes + (observer.page_bytes if observer is not None else 0)
+    pages = kv_pages(model, options, context, page_bytes)
     model.allocate_kv(pages)
+    if observer is not None:
+        observer.allocate(pages)
     eos = tuple(dict.fromkeys((*config.eos_tokens, *(t for t in tokenizer.eos_tokens if t < config.vocab))))
     engine = EngineConfig(
         pages=pages, page_size=options.page_size, window=config.window, vocab=config.vocab, max_context=context,
         eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=options.max_tokens, max_waiting=options.max_waiting,
         run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
     )  # fmt: skip
-    proposer = make_proposer(options.gates.speculate, model, options.draft, options.max_draft, options.max_seqs)
-    core = EngineCore(TorchRunner(model), engine, tokenizer, proposer)
+    core = EngineCore(TorchRunner(model, observer), engine, tokenizer, proposer)
     details: dict[str, Any] = {
         "gates": options.gates.as_dict(),
         "device": _device_name(model.device),
         "kv": {
-            "pages": pages, "page_size": options.page_size, "gib": round(pages * model.page_bytes / GIB, 3),
+            "pages": pages, "page_size": options.page_size, "gib": round(pages * page_bytes / GIB, 3),
             "longest_request": core.scheduler.longest,
         },
         "max_seqs": options.max_seqs,

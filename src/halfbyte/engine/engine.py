@@ -285,7 +285,9 @@ class EngineCore:
             seq.draft = draft
             if proposal.probabilities is not None and seq.params.temperature != 0.0:
                 seq.proposal = proposal.probabilities
-            if not draft and seq.pace is not None:
+            assert seq.pace is not None
+            seq.pace.paid(proposal.cost)
+            if not draft:
                 seq.pace.nothing()
 
     def _learn(self, seq: Sequence, draft: list[int], new: list[int], reason: FinishReason | None) -> None:

@@ -6,6 +6,7 @@ Tokens that the step before has sampled are filled in here, on the way to the de
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -39,9 +40,17 @@ def to_step(batch: Batch, tokens: Ints, device: torch.device) -> Step:
     )  # fmt: skip
 
 
+class Observer(Protocol):
+    """Whoever needs the hidden states of every step (`speculative.eagle3.Eagle3Proposer`)."""
+
+    @property
+    def tap(self) -> Callable[[Step], tuple[Tensor, Tensor]]: ...
+    def absorb(self, batch: Batch, tokens: Ints, hidden: Tensor, result: StepResult) -> None: ...
+
+
 class TorchRunner:
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Model, observer: Observer | None = None) -> None:
+        self.model, self.observer = model, observer
         self._last: list[int] = []  # sampled by the last step that ran
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="halfbyte-step")
 
@@ -55,10 +64,19 @@ class TorchRunner:
             tokens = np.where(batch.token_from >= 0, known[batch.token_from], tokens)
         self._last = []
         with torch.inference_mode():
-            logits = self.model.forward(to_step(batch, tokens, self.model.device))
-            result = sample(logits, batch) if batch.pickers else StepResult([])
+            step = to_step(batch, tokens, self.model.device)
+            if self.observer is None:
+                result = self._sample(self.model.forward(step), batch)
+            else:
+                logits, hidden = self.observer.tap(step)
+                result = self._sample(logits, batch)
+                self.observer.absorb(batch, tokens, hidden, result)
         self._last = result.tokens
         return result
+
+    @staticmethod
+    def _sample(logits: Tensor, batch: Batch) -> StepResult:
+        return sample(logits, batch) if batch.pickers else StepResult([])
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

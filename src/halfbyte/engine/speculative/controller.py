@@ -116,7 +116,7 @@ class Pace:
         c = self._controller
         batch, rows, context = self._asked
         loss = c.extra(batch, rows, context, drafted)
-        c.net += accepted - loss
+        c.net += accepted - (loss - c.draft_cost * drafted)  # what drafting cost was paid when it was made
         c.tokens += 1 + accepted
         tried = min(drafted, accepted + 1)  # what follows a rejected token was not tried
         c.drafted += tried
@@ -142,6 +142,10 @@ class Pace:
             win += power
             best = max(best, win - c.extra(batch, rows, context, k))
         return best
+
+    def paid(self, cost: float) -> None:
+        """A draft was made, at this cost in tokens."""
+        self._controller.net -= cost
 
     def nothing(self) -> None:
         """There was nothing to propose. No bytes are lost, but the step could not be launched ahead: pause."""

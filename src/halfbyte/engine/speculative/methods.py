@@ -1,14 +1,30 @@
-"""From the name of a method (`--speculate`) to a proposer for a model."""
+"""From the name of a method (`--speculate`) to a proposer for a model, and where heads and draft models are found."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from halfbyte.engine.speculative.controller import Controller
+from halfbyte.engine.speculative.draft import DraftModelProposer
+from halfbyte.engine.speculative.eagle3 import Eagle3Head, Eagle3Proposer
 from halfbyte.engine.speculative.ngram import NgramProposer
 from halfbyte.engine.speculative.proposer import Proposer
 from halfbyte.engine.speculative.suffix import SuffixProposer
 from halfbyte.errors import UsageError
+from halfbyte.gates import Gates, setting
+from halfbyte.kv.pages import PagePool
 from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.ready import EMBEDDED, load, resolve
 from halfbyte.roofline import decode_traffic
+
+# Heads by use: the ends of the names they are published under, best first. {base} is gpt-oss-120b or gpt-oss-20b.
+HEADS = {
+    "eagle3": ("{base}-Eagle3-v3", "{base}-Eagle3-v2", "{base}-Eagle3"),
+    "eagle3-short": ("{base}-Eagle3-short-context",),
+    "eagle3-long": ("{base}-Eagle3-long-context",),
+    "eagle3-throughput": ("{base}-Eagle3-throughput",),
+}
+_BASES = {36: "gpt-oss-120b", 24: "gpt-oss-20b"}
 
 
 class BytesRead:
@@ -16,24 +32,77 @@ class BytesRead:
 
     def __init__(self, model: GptOss) -> None:
         self._config, self._formats, self._kv = model.config, model.spec.formats, model.spec.kv_dtype
-        self._known: dict[int, tuple[float, float]] = {}
+        self._known: dict[int, float] = {}
+        window = self._config.window
+        far = decode_traffic(self._config, self._formats, window + 1, 1, self._kv).kv
+        near = decode_traffic(self._config, self._formats, window, 1, self._kv).kv
+        self._token = far - near  # one more cached token past the window is read by full layers only
 
     def __call__(self, rows: int, context: int) -> float:
         known = self._known.get(rows)
         if known is None:
-            empty = decode_traffic(self._config, self._formats, 0, rows, self._kv).total
-            far = decode_traffic(self._config, self._formats, self._config.window + 1, 1, self._kv).kv
-            near = decode_traffic(self._config, self._formats, self._config.window, 1, self._kv).kv
-            known = self._known[rows] = (empty, far - near)  # a token past the window is read by full layers only
-        return known[0] + context * known[1]
+            known = self._known[rows] = decode_traffic(self._config, self._formats, 0, rows, self._kv).total
+        return known + context * self._token
 
 
-def make_proposer(method: str, model: GptOss, draft: str | None, longest: int, max_seqs: int) -> Proposer | None:
+def find_head(method: str, layers: int, given: str | None, models: Path | None = None) -> Path:
+    """The folder of a head: the one given, or the first of its names among the pulled models."""
+    if given is not None:
+        path = Path(given).expanduser()
+        if not path.is_dir():
+            raise UsageError(f"--draft {given} is not a folder; give the folder of an EAGLE-3 head.")
+        return path
+    if layers not in _BASES:
+        own = EMBEDDED.parent / f"{EMBEDDED.name}-eagle3"
+        if own.is_dir():
+            return own
+        raise UsageError(f"--speculate {method} needs a head for this model; name its folder with --draft.")
+    root = models or Path(setting("HALFBYTE_MODELS_DIR") or "~/.cache/halfbyte/models").expanduser()
+    names = [name.format(base=_BASES[layers]) for name in HEADS[method]]
+    for name in names:
+        for folder in (root / name, root / "nvidia" / name, root / f"nvidia--{name}"):
+            if (folder / "config.json").is_file():
+                return folder
+    raise UsageError(
+        f"--speculate {method} needs one of {', '.join(names)} in {root}; fetch it with "
+        f"`halfbyte pull nvidia/{names[0]}`, or name a folder with --draft."
+    )
+
+
+def make_proposer(
+    method: str, model: GptOss, draft: str | None, longest: int, max_seqs: int, context: int
+) -> Proposer | None:
+    """A proposer with all it needs but, for EAGLE-3, its part of the pages: `allocate` comes once they are sized."""
     if method == "off":
         return None
-    controller = Controller(BytesRead(model), longest=longest)
+    cost = BytesRead(model)
     if method == "ngram":
-        return NgramProposer(controller)
+        return NgramProposer(Controller(cost, longest=longest))
     if method == "suffix":
-        return SuffixProposer(controller)
-    raise UsageError(f"--speculate {method} is not built yet; use ngram, suffix or off.")
+        return SuffixProposer(Controller(cost, longest=longest))
+    if method in HEADS:
+        head = Eagle3Head(find_head(method, model.config.layers, draft), model)
+        share = head.nbytes / cost(1, 0)
+        return Eagle3Proposer(head, model, Controller(cost, longest=longest, draft_cost=share), share)
+    if method == "draft":
+        name = resolve(draft or _own_draft())
+        small = load(name, Gates(), device=model.device, page_size=model.spec.page_size)
+        if small.config.vocab != model.config.vocab:
+            raise UsageError(
+                f"--draft {draft} has a vocabulary of {small.config.vocab}, the model one of {model.config.vocab}; "
+                f"a draft model must share it."
+            )
+        one = PagePool(2, small.spec.page_size, small.config.window).most_held(context, 512)
+        pages = 1 + one * max(1, min(max_seqs, 4))
+        small.allocate_kv(pages)
+        small_cost = BytesRead(small)
+        controller = Controller(cost, longest=longest, draft_cost=small_cost(1, 0) / cost(1, 0))
+        return DraftModelProposer(small, controller, pages, cost=small_cost, target_cost=cost)
+    raise UsageError(f"--speculate {method} is not known; use off, ngram, suffix, draft, {', '.join(HEADS)}.")
+
+
+def _own_draft() -> str:
+    own = EMBEDDED.parent / f"{EMBEDDED.name}-draft"
+    if not own.is_dir():
+        raise UsageError("--speculate draft needs a small model of the same vocabulary; name it with --draft.")
+    return str(own)

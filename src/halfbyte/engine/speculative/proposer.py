@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Proposal:
-    """A draft. `probabilities[i]` is the distribution token i was drawn from; None: the draft is a plain guess."""
+    """A draft. `probabilities[i]` is the distribution token i was drawn from; None: the draft is a plain guess.
+
+    `cost` is what making it cost, as a share of what one token costs without speculation.
+    """
 
     tokens: list[int]
     probabilities: list[NDArray[np.float64]] | None = None
+    cost: float = 0.0
 
 
 class Proposer(Protocol):

@@ -1,0 +1,181 @@
+"""Guess with a smaller model of the same vocabulary.
+
+The draft model has KV pages of its own, in a pool of its own, with its own prefix cache; it catches up with a
+sequence when it is asked, so nothing is spent on a sequence whose drafts do not pay. What it computed for tokens that
+were then rejected is computed over. When its pages run out it forgets sequences that were not asked about.
+
+Drafts are its likeliest tokens, so the output is token for token that of no speculation. With `sampled`, and for
+requests that sample, it draws from its own distribution and hands that over for rejection sampling: more is accepted,
+and the output keeps its distribution but not its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from halfbyte.engine.sampler import PROPOSE
+from halfbyte.engine.speculative.controller import Controller, Pace, StepCost
+from halfbyte.engine.speculative.proposer import Proposal
+from halfbyte.kv.pages import PagePool, Tables
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.ops.sampling import distribution, draw
+from halfbyte.plan.step import Step
+
+if TYPE_CHECKING:
+    from halfbyte.engine.sequence import Sequence
+
+
+@dataclass
+class _Known:
+    """How far the draft model is with one sequence."""
+
+    tables: Tables
+    computed: int = 0  # tokens whose keys and values are in its cache, drafted ones included
+    guessed: list[int] = field(default_factory=list)  # the draft it computed last
+    guessed_at: int = 0  # length of the sequence then
+
+
+class DraftModelProposer:
+    def __init__(
+        self, model: GptOss, controller: Controller, pages: int, *, cost: StepCost, target_cost: StepCost,
+        sampled: bool = False, chunk: int = 512,
+    ) -> None:  # fmt: skip
+        self.model, self.controller, self.sampled, self.chunk = model, controller, sampled, chunk
+        self.pool = PagePool(pages, model.spec.page_size, model.config.window)
+        self._cost, self._target_cost = cost, target_cost
+        self._known: dict[int, _Known] = {}  # by id of the sequence; the least recently asked first
+
+    # ---- proposing ----------------------------------------------------------------------------
+
+    def propose(self, wants: list[tuple[Sequence, int]]) -> list[Proposal]:
+        proposals = [Proposal([], [] if self._samples(seq) else None) for seq, _ in wants]
+        asked = {id(seq) for seq, _ in wants}
+        ready = []
+        spent = 0.0
+        for i, (seq, most) in enumerate(wants):
+            known = self._catch_up(seq, most, asked)
+            if known is not None:
+                ready.append((i, seq, most, known))
+        rows = [(seq.tokens[known.computed :], known.computed, known.tables) for _, seq, _, known in ready]
+        step = 0
+        while ready:
+            logits = self._forward(rows)
+            spent += self._cost(sum(len(tokens) for tokens, _, _ in rows), sum(start for _, start, _ in rows))
+            following, rows = [], []
+            for row, (i, seq, most, known) in zip(logits, ready):
+                token = self._choose(row, seq, len(seq.tokens) + step, proposals[i])
+                proposals[i].tokens.append(token)
+                known.computed = len(seq.tokens) + step
+                if step + 1 < most:
+                    following.append((i, seq, most, known))
+                    rows.append(([token], known.computed, known.tables))
+            ready = following
+            step += 1
+        for (seq, _), proposal in zip(wants, proposals):
+            known = self._known.get(id(seq))
+            if known is not None and proposal.tokens:
+                known.guessed, known.guessed_at = list(proposal.tokens), len(seq.tokens)
+        share = spent / self._target_cost(1, 0) / max(1, len(wants))
+        for proposal in proposals:
+            proposal.cost = share
+        return proposals
+
+    def _samples(self, seq: Sequence) -> bool:
+        return self.sampled and seq.params.temperature > 0
+
+    def _choose(self, row: torch.Tensor, seq: Sequence, place: int, proposal: Proposal) -> int:
+        if proposal.probabilities is None:
+            return int(row.argmax())
+        p, picker = seq.params, seq.picker
+        assert picker is not None
+        q, ids = distribution(row.cpu(), p.temperature, p.top_k, p.top_p, p.min_p)
+        dense: NDArray[np.float64] = np.zeros(row.shape[0])
+        dense[ids.numpy()] = q.numpy()
+        proposal.probabilities.append(dense)
+        return draw(q, ids, picker.uniform(place, PROPOSE))
+
+    # ---- its own cache ------------------------------------------------------------------------
+
+    def _catch_up(self, seq: Sequence, most: int, asked: set[int]) -> _Known | None:
+        """Bring the cache to all but the last token of `seq`, with room for the draft; None if there is no room."""
+        known = self._known.pop(id(seq), None)
+        tokens = seq.tokens
+        if known is None:
+            known = _Known(Tables(salt=seq.tables.salt))
+            self.pool.hash_blocks(known.tables, tokens, len(tokens) - 1)
+            self.pool.attach(known.tables, self.pool.match(known.tables, len(tokens) - 1), seq.prompt)
+            known.computed = known.tables.length
+        self._known[id(seq)] = known
+        right = 0
+        for ours, theirs in zip(known.guessed, tokens[known.guessed_at :]):
+            if ours != theirs:
+                break
+            right += 1
+        if known.guessed:
+            known.computed = min(known.computed, known.guessed_at + right)
+        known.computed = min(known.computed, len(tokens) - 1)
+        known.guessed = []
+        self.pool.commit(known.tables, tokens, max(known.tables.length, known.computed))
+        while known.computed < len(tokens) - 1 - self.chunk:
+            if not self._room(known, known.computed + self.chunk, asked):
+                return None
+            self._forward([(tokens[known.computed : known.computed + self.chunk], known.computed, known.tables)])
+            known.computed += self.chunk
+            self.pool.commit(known.tables, tokens, known.computed)
+        return known if self._room(known, len(tokens) + most, asked) else None
+
+    def _room(self, known: _Known, length: int, asked: set[int]) -> bool:
+        while not self.pool.extend(known.tables, length):
+            victim = next((k for k in self._known if k not in asked), None)
+            if victim is None:
+                return False
+            self.pool.release(self._known.pop(victim).tables)
+        return True
+
+    def _forward(self, rows: list[tuple[list[int], int, Tables]]) -> torch.Tensor:
+        """Logits of the last row of each."""
+        device, page = self.model.device, self.pool.page_size
+
+        def ints(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        ends = np.cumsum([0] + [len(tokens) for tokens, _, _ in rows]).tolist()
+        lens = [start + len(tokens) for tokens, start, _ in rows]
+        blocks = -(-max(lens) // page)
+
+        def table(pages: list[int]) -> list[int]:
+            return (pages + [0] * blocks)[:blocks]
+
+        step = Step(
+            tokens=ints([t for tokens, _, _ in rows for t in tokens]),
+            positions=ints([p for tokens, start, _ in rows for p in range(start, start + len(tokens))]),
+            query_start=ints(ends),
+            kv_lens=ints(lens),
+            row_sequence=ints([i for i, (tokens, _, _) in enumerate(rows) for _ in tokens]),
+            block_tables={
+                "full": torch.tensor([table(t.full) for _, _, t in rows], dtype=torch.int32, device=device),
+                "sliding": torch.tensor([table(t.sliding) for _, _, t in rows], dtype=torch.int32, device=device),
+            },
+            logit_rows=ints([e - 1 for e in ends[1:]]),
+            max_kv_len=max(lens),
+        )
+        with torch.inference_mode():
+            return self.model.forward(step)
+
+    # ---- the rest of the protocol -------------------------------------------------------------
+
+    def observe(self, seq: Sequence, new: int) -> None:
+        pass
+
+    def forget(self, seq: Sequence) -> None:
+        known = self._known.pop(id(seq), None)
+        if known is not None:
+            self.pool.release(known.tables)
+
+    def pace(self, seq: Sequence) -> Pace:
+        return self.controller.pace()

@@ -1,0 +1,351 @@
+"""EAGLE-3: one small decoder layer that guesses from the target's own hidden states (Li et al.).
+
+The head reads what public gpt-oss heads ship. For position i it takes the target's hidden states at a few layer
+boundaries, joined by `fc`, beside the embedding of token i + 1, and guesses token i + 2; further guesses feed on its
+own output. Its attention is a plain Llama layer's: no sinks, no window, its own head counts. Boundary b is what
+enters layer b; the number of layers is what leaves the last one, before the final norm.
+
+What heads differ in, all of it read from their config and tensors, none of it assumed:
+  eagle_config.eagle_aux_hidden_state_layer_ids   the boundaries; default 2, N/2, N-3
+  eagle_config.use_aux_hidden_state false         the target's final hidden state after its norm, no fc
+  eagle_config.norm_before_fc, input_norm         a norm over the joined states
+  no lm_head, no d2t                              the target's output layer and whole vocabulary
+  no embed_tokens                                 the target's embedding
+  midlayer.* or layers.0.*                        two names for the one layer
+
+Its keys and values live beside the target's, in the pages of the full kind: the same tables, prefix cache and
+preemption serve both. (The last slot of a shared prefix was computed with another next token. That costs a guess at
+worst.) Refuses heads of another hidden size, with more than one layer, or with tensors it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfbyte.engine.batch import Batch, Ints, StepResult
+from halfbyte.engine.speculative.controller import Controller, Pace
+from halfbyte.engine.speculative.proposer import Proposal
+from halfbyte.errors import CheckpointError, PlanError
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.ops.linear import dense
+from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
+from halfbyte.plan.step import Step
+
+if TYPE_CHECKING:
+    from halfbyte.engine.sequence import Sequence
+
+_LAYER = {
+    "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
+    "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", "self_attn.o_proj.bias",
+    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+    "input_layernorm.weight", "hidden_norm.weight", "post_attention_layernorm.weight",
+}  # fmt: skip
+_OUTER = {"fc.weight", "norm.weight", "lm_head.weight", "embed_tokens.weight", "input_norm.weight", "d2t", "t2d"}
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    boundaries: tuple[int, ...]  # empty: the target's final hidden state, after its norm
+    norm_before_fc: bool
+    rope: tuple[Tensor, float]
+
+
+def read_config(folder: Path, layers: int, hidden: int) -> HeadConfig:
+    try:
+        raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{folder}/config.json cannot be read ({e}); is this an EAGLE-3 head?") from None
+    if raw.get("hidden_size") != hidden:
+        raise CheckpointError(
+            f"{folder} is a head for hidden size {raw.get('hidden_size')}, but the model's is {hidden}."
+        )
+    if int(raw.get("num_hidden_layers") or 1) != 1:
+        raise CheckpointError(f"{folder} has {raw['num_hidden_layers']} layers; EAGLE-3 heads have one.")
+    eagle = raw.get("eagle_config") or {}
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
+    if eagle.get("use_aux_hidden_state", True):
+        boundaries = tuple(int(i) for i in ids) if ids else (2, layers // 2, layers - 3)
+    else:
+        boundaries = ()
+    if any(not 0 <= b <= layers for b in boundaries):
+        raise CheckpointError(f"{folder} wants the hidden states at {boundaries}, but the model has {layers} layers.")
+    heads = int(raw["num_attention_heads"])
+    head_dim = int(raw.get("head_dim") or hidden // heads)
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    theta = float(raw.get("rope_theta") or scaling.get("rope_theta") or 10000.0)
+    if kind not in ("default", "yarn"):
+        raise CheckpointError(f"{folder}: rope type {kind!r} is not known for EAGLE-3 heads (default, yarn).")
+    yarn = scaling if kind == "yarn" else {}
+    frequencies = yarn_frequencies(
+        head_dim, theta, float(yarn.get("factor", 1.0)), int(yarn.get("original_max_position_embeddings", 4096)),
+        float(yarn.get("beta_fast", 32.0)), float(yarn.get("beta_slow", 1.0)), bool(yarn.get("truncate", True)),
+    )  # fmt: skip
+    return HeadConfig(
+        hidden, heads, int(raw.get("num_key_value_heads") or heads), head_dim, float(raw.get("rms_norm_eps", 1e-6)),
+        boundaries, bool(eagle.get("norm_before_fc", False)), frequencies,
+    )  # fmt: skip
+
+
+class Eagle3Head:
+    """The layer itself: no cache, no scheduling."""
+
+    def __init__(self, folder: Path, target: GptOss) -> None:
+        self.config = c = read_config(folder, target.config.layers, target.config.hidden)
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{folder} has no .safetensors file; is the download complete?")
+        raw = {name.removeprefix("model."): t for f in files for name, t in load_file(f).items()}
+        layer, outer = {}, {}
+        for name, tensor in raw.items():
+            for prefix in ("midlayer.", "layers.0."):
+                if name.startswith(prefix) and name.removeprefix(prefix) in _LAYER:
+                    layer[name.removeprefix(prefix)] = tensor
+                    break
+            else:
+                if name not in _OUTER:
+                    raise CheckpointError(f"{folder} holds {name!r}, which is not part of an EAGLE-3 head.")
+                outer[name] = tensor
+        needed = {n for n in _LAYER if n.endswith(".weight")} - {"input_layernorm.weight"}
+        missing = sorted(needed - layer.keys()) + ([] if "norm.weight" in outer else ["norm.weight"])
+        if c.boundaries and "fc.weight" not in outer:
+            missing.append("fc.weight")
+        if c.norm_before_fc and "input_norm.weight" not in outer:
+            missing.append("input_norm.weight")
+        if missing:
+            raise CheckpointError(f"{folder} lacks {', '.join(missing)}; is the download complete?")
+        self.device = target.device
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.nbytes = sum(t.nbytes for n, t in raw.items() if n not in ("embed_tokens.weight", "d2t", "t2d"))
+
+        def put(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, self.dtype)
+
+        self._w = {n: put(t) for n, t in layer.items()}
+        self._fc = put(outer["fc.weight"]) if c.boundaries else None
+        self._input_norm = put(outer["input_norm.weight"]) if c.norm_before_fc else None
+        self._norm = put(outer["norm.weight"])
+        own = outer.get("embed_tokens.weight")
+        self._embed = target.weights.embed if own is None else put(own)
+        lm_head = outer.get("lm_head.weight")
+        self._lm_head = put(dense(target.weights.lm_head)) if lm_head is None else put(lm_head)
+        offsets = outer.get("d2t")
+        self._ids = None if offsets is None else (torch.arange(offsets.shape[0]) + offsets.long()).to(self.device)
+        if self._ids is None and self._lm_head.shape[0] != target.config.vocab:
+            raise CheckpointError(f"{folder} has its own vocabulary of {self._lm_head.shape[0]} but no d2t to map it.")
+        self._final = (target.weights.final_norm, target.config.norm_eps)
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """Joined hidden states [R, n * H] -> [R, H]."""
+        if self._fc is None:
+            return rms_norm(hidden, *self._final).to(self.dtype)
+        if self._input_norm is not None:
+            hidden = rms_norm(hidden, self._input_norm, self.config.eps)
+        return F.linear(hidden.to(self.dtype), self._fc)
+
+    def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """What attention sees [R, 2H]: the embedding of the next token beside the features."""
+        w, eps = self._w, self.config.eps
+        embedded = F.embedding(tokens.long(), self._embed).to(self.dtype)
+        if "input_layernorm.weight" in w:
+            embedded = rms_norm(embedded, w["input_layernorm.weight"], eps).to(self.dtype)
+        return torch.cat((embedded, rms_norm(hidden, w["hidden_norm.weight"], eps).to(self.dtype)), dim=-1)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, kv_heads, D] each."""
+        c = self.config
+        cos, sin = rope_table(*c.rope, positions)
+        k = self._linear(x, "self_attn.k_proj").view(-1, c.kv_heads, c.head_dim)
+        v = self._linear(x, "self_attn.v_proj").view(-1, c.kv_heads, c.head_dim)
+        return rope(k, cos, sin).to(self.dtype), v
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        c = self.config
+        q = self._linear(x, "self_attn.q_proj").view(-1, c.heads, c.head_dim)
+        return rope(q, *rope_table(*c.rope, positions)).to(self.dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One query [heads, D] over keys and values [L, kv_heads, D] -> [heads * D]."""
+        c = self.config
+        grouped = q.view(c.kv_heads, c.heads // c.kv_heads, c.head_dim).float()
+        scores = torch.einsum("kgd,lkd->kgl", grouped, k.float()) * c.head_dim**-0.5
+        return torch.einsum("kgl,lkd->kgd", scores.softmax(-1), v.float()).reshape(-1).to(self.dtype)
+
+    def leave(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Residual stream [R, H] after attention and MLP, before the final norm: what a next guess feeds on."""
+        w = self._w
+        h = hidden + self._linear(attended, "self_attn.o_proj")
+        x = rms_norm(h, w["post_attention_layernorm.weight"], self.config.eps).to(self.dtype)
+        return h + self._linear(
+            F.silu(self._linear(x, "mlp.gate_proj")) * self._linear(x, "mlp.up_proj"), "mlp.down_proj"
+        )
+
+    def guess(self, hidden: Tensor) -> Tensor:
+        """Target token ids [R]."""
+        best = F.linear(rms_norm(hidden, self._norm, self.config.eps).to(self.dtype), self._lm_head).argmax(-1)
+        return best if self._ids is None else self._ids[best]
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self._w[f"{name}.weight"], self._w.get(f"{name}.bias"))
+
+
+class HiddenTap:
+    """Runs a step of the target and keeps what passes the boundaries the head wants."""
+
+    def __init__(self, target: GptOss, boundaries: tuple[int, ...]) -> None:
+        self.target = target
+        self.boundaries = boundaries or (target.config.layers,)
+        for regime, bound in target.plan.bound.items():
+            if sum(b.phase.covers[-1] == "moe" for b in bound) != target.config.layers:
+                raise PlanError(
+                    f"EAGLE-3 reads hidden states between layers, but {bound[0].phase.name} ({regime}) runs them in "
+                    f"one piece; use --enforce-eager or other kernels."
+                )
+
+    def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
+        """(logits, joined hidden states [R, n * H])."""
+        acts: dict[str, Tensor] = {}
+        kept: dict[int, Tensor] = {}
+        layer = -1
+        for b in self.target.plan.bound[step.regime]:
+            b.launch(step, acts)
+            if layer < 0 and b.phase.covers[-1] == "embed":
+                layer = 0
+            elif b.phase.covers[-1] == "moe":
+                layer += 1
+            else:
+                continue
+            if layer in self.boundaries:
+                kept[layer] = acts["x"].clone()  # phases may write in place
+        return acts["logits"], torch.cat([kept[b] for b in self.boundaries], dim=-1)
+
+
+class Eagle3Proposer:
+    """`absorb` follows every step of the target, in the runner's thread; `propose` runs between steps."""
+
+    def __init__(self, head: Eagle3Head, target: GptOss, controller: Controller, cost: float) -> None:
+        self.head, self.controller, self._cost = head, controller, cost
+        self.tap = HiddenTap(target, head.config.boundaries)
+        self._page = target.spec.page_size
+        self._pool: Tensor | None = None
+        self._last: dict[int, tuple[int, Tensor]] = {}  # slot -> position of its last hidden state, and that state
+
+    # ---- its part of the pages ----------------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        c = self.head.config
+        return 2 * self._page * c.kv_heads * c.head_dim * self.head.dtype.itemsize
+
+    def allocate(self, pages: int) -> None:
+        c = self.head.config
+        shape = (pages, 2, self._page, c.kv_heads, c.head_dim)
+        self._pool = torch.zeros(shape, dtype=self.head.dtype, device=self.head.device)
+
+    def _store(self, page: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        assert self._pool is not None
+        slot = positions.long() % self._page
+        self._pool[page.long(), 0, slot] = k
+        self._pool[page.long(), 1, slot] = v
+
+    def _read(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [length, kv_heads, D] of one sequence."""
+        assert self._pool is not None
+        pages = self._pool[table[: -(-length // self._page)].long()]
+        return pages[:, 0].flatten(0, 1)[:length], pages[:, 1].flatten(0, 1)[:length]
+
+    # ---- following the target -----------------------------------------------------------------
+
+    def absorb(self, batch: Batch, tokens: Ints, hidden: Tensor, result: StepResult) -> None:
+        """Keys and values for every row; the last hidden state of every sequence that has a next token."""
+        head, device = self.head, self.head.device
+        following = np.empty_like(tokens)
+        following[:-1] = tokens[1:]
+        starts = batch.query_start.tolist()
+        for s, token in batch.following.items():
+            following[starts[s + 1] - 1] = token
+        following[batch.logit_rows] = result.tokens
+        x = head.features(hidden)
+        positions = torch.from_numpy(batch.positions).to(device)
+        entered = head.enter(x, torch.from_numpy(following).to(device))
+        full = torch.from_numpy(batch.full).to(device)
+        rows = torch.from_numpy(batch.row_sequence).to(device).long()
+        self._store(full[rows, positions.long() // self._page], positions, *head.keys_values(entered, positions))
+        at, row = [], 0
+        for s, draft in enumerate(batch.drafts):
+            if s in batch.following:
+                continue
+            right = 0
+            while right < len(draft) and result.tokens[row + right] == draft[right]:
+                right += 1
+            at.append((s, int(batch.logit_rows[row + right])))
+            row += len(draft) + 1
+        if not at:
+            return
+        picked = torch.tensor([r for _, r in at], device=device)
+        q = head.queries(entered[picked], positions[picked])
+        attended = torch.stack([
+            head.attend(q[i], *self._read(full[s], int(batch.positions[r]) + 1)) for i, (s, r) in enumerate(at)
+        ])  # fmt: skip
+        out = head.leave(x[picked], attended)
+        for i, (s, r) in enumerate(at):
+            self._last[batch.slots[s]] = (int(batch.positions[r]), out[i])
+
+    def propose(self, wants: list[tuple[Sequence, int]]) -> list[Proposal]:
+        head, device = self.head, self.head.device
+        proposals = [Proposal([]) for _ in wants]
+        live, states, caches = [], [], {}
+        for i, (seq, most) in enumerate(wants):
+            found = self._last.get(seq.slot)
+            if found is not None and found[0] + 2 == len(seq.tokens):
+                live.append((i, most, found[0]))
+                states.append(found[1])
+                caches[i] = self._read(torch.tensor(seq.tables.full, device=device), found[0] + 1)
+        with torch.inference_mode():
+            while live:
+                h = torch.stack(states)
+                tokens = head.guess(h)
+                for (i, _, _), token in zip(live, tokens.tolist()):
+                    proposals[i].tokens.append(token)
+                on = [j for j, (i, most, _) in enumerate(live) if len(proposals[i].tokens) < most]
+                if not on:
+                    break
+                live = [(live[j][0], live[j][1], live[j][2] + 1) for j in on]
+                positions = torch.tensor([p for _, _, p in live], dtype=torch.int32, device=device)
+                h = h[on]
+                entered = head.enter(h, tokens[on])
+                k, v = head.keys_values(entered, positions)
+                q = head.queries(entered, positions)
+                attended = []
+                for j, (i, _, _) in enumerate(live):
+                    keys, values = caches[i]
+                    caches[i] = torch.cat((keys, k[j : j + 1])), torch.cat((values, v[j : j + 1]))
+                    attended.append(head.attend(q[j], *caches[i]))
+                states = list(head.leave(h, torch.stack(attended)))
+        for proposal in proposals:
+            proposal.cost = self._cost * len(proposal.tokens) / max(1, len(wants))
+        return proposals
+
+    def observe(self, seq: Sequence, new: int) -> None:
+        pass
+
+    def forget(self, seq: Sequence) -> None:
+        self._last.pop(seq.slot, None)
+
+    def pace(self, seq: Sequence) -> Pace:
+        return self.controller.pace()

@@ -1,0 +1,443 @@
+"""Speculation: proposers on their own, the controller's promises, and models that draft for a real gpt-oss."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.engine.sequence import Sequence
+from halfbyte.engine.speculative.controller import Controller, ExpertCost
+from halfbyte.engine.speculative.draft import DraftModelProposer
+from halfbyte.engine.speculative.eagle3 import Eagle3Head, Eagle3Proposer
+from halfbyte.engine.speculative.methods import BytesRead, find_head, make_proposer
+from halfbyte.engine.speculative.ngram import NgramProposer
+from halfbyte.engine.speculative.suffix import SuffixProposer
+from halfbyte.errors import CheckpointError, UsageError
+from halfbyte.gates import Gates
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.ready import load, resolve
+from halfbyte.model.tokenizer import Tokenizer
+
+COST = ExpertCost(dense=3.1, expert=0.0132, experts=128, top_k=4, layers=36, kv_token=0.0)  # about gpt-oss-120b's GB
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def seq_of(tokens: list[int]) -> Sequence:
+    return Sequence(Request(tokens), 0, 10_000)
+
+
+# ---- guesses from text --------------------------------------------------------------------------
+
+
+def test_ngram_follows_the_latest_longest_match() -> None:
+    proposer = NgramProposer(Controller(COST))
+    seq = seq_of([1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 7, 8, 2, 3, 4])
+    assert proposer.propose([(seq, 3)])[0].tokens == [6, 7, 8]
+    seq.tokens += [5]  # now 2 3 4 5 was followed by 9
+    assert proposer.propose([(seq, 2)])[0].tokens == [9, 2]
+    assert proposer.propose([(seq_of([1, 2, 3]), 4)])[0].tokens == []
+    assert proposer.propose([(seq_of([7, 8, 7, 8, 7, 8]), 5)])[0].tokens == [7, 8, 7, 8, 7]
+    proposer.forget(seq)
+    assert id(seq) not in proposer._indexes
+
+
+def test_suffix_learns_across_requests_and_stays_bounded() -> None:
+    proposer = SuffixProposer(Controller(COST), nodes=2000)
+    first = seq_of([1])
+    for token in [5, 6, 7, 8, 9, 10]:
+        first.tokens.append(token)
+        proposer.observe(first, 1)
+    proposer.forget(first)
+    second = seq_of([40, 41, 5, 6])
+    assert proposer.propose([(second, 3)])[0].tokens == [7, 8, 9]
+    assert proposer.propose([(seq_of([40, 41]), 3)])[0].tokens == []
+    rng = random.Random(0)
+    noisy = seq_of([1])
+    for _ in range(3000):
+        noisy.tokens.append(rng.randrange(500))
+        proposer.observe(noisy, 1)
+    assert proposer._size <= 2000 + proposer.depth
+
+
+# ---- the controller -----------------------------------------------------------------------------
+
+
+def simulate(rate: float, batch: int = 1, tokens: int = 4000, seed: int = 0) -> tuple[float, float]:
+    """Drafts accepted with this chance each. -> (cost of all steps in tokens without speculation, mean draft)."""
+    rng = random.Random(seed)
+    controller = Controller(COST, longest=8)
+    pace = controller.pace()
+    made, spent, lengths = 0, 0.0, []
+    while made < tokens:
+        k = pace.length(batch, batch, 0)
+        lengths.append(k)
+        spent += 1.0 + controller.extra(batch, batch, 0, k)
+        if k == 0:
+            pace.rested(1)
+            made += 1
+            continue
+        accepted = 0
+        while accepted < k and rng.random() < rate:
+            accepted += 1
+        pace.learned(k, accepted)
+        made += 1 + accepted
+    return spent / made, sum(lengths) / len(lengths)
+
+
+def test_the_cost_of_verifying_is_that_of_the_experts() -> None:
+    """Facts: four rows touch about 3.8 times the experts of one on gpt-oss-120b."""
+    experts = ExpertCost(dense=0, expert=1, experts=128, top_k=4, layers=1, kv_token=0)
+    assert experts(4, 0) / experts(1, 0) == pytest.approx(3.8, abs=0.05)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_never_more_than_three_percent_worse_than_off(rate: float, batch: int) -> None:
+    cost, _ = simulate(rate, batch)
+    assert cost <= 1.03
+
+
+def test_good_drafts_pay_and_get_longer_bad_ones_are_switched_off() -> None:
+    cost, length = simulate(1.0)
+    assert cost < 0.6
+    assert length > 5
+    cost, length = simulate(0.05)
+    assert length < 0.2
+    changing = Controller(COST)
+    pace = changing.pace()
+    for _ in range(400):
+        pace.rested(1)
+    for _ in range(30):
+        if k := pace.length(1, 1, 0):
+            pace.learned(k, 0)
+        else:
+            pace.rested(1)
+    assert pace.resting
+    rate = pace.rate
+    while pace.resting:
+        pace.rested(1)
+    for _ in range(60):
+        if k := pace.length(1, 1, 0):
+            pace.learned(k, k)
+        else:
+            pace.rested(1)
+    assert pace.rate > rate + 0.3
+
+
+def test_a_short_life_is_never_speculated_on_credit() -> None:
+    controller = Controller(COST)
+    assert controller.pace().length(1, 1, 0) == 0
+
+
+def test_bytes_read_grow_with_rows_and_context() -> None:
+    model = load(resolve("random:small"))
+    cost = BytesRead(model)
+    assert cost(1, 0) < cost(2, 0) < cost(8, 0)
+    assert cost(1, 1000) > cost(1, 0)
+
+
+# ---- models that draft --------------------------------------------------------------------------
+
+
+def small() -> GptOss:
+    return load(resolve("random:small"), page_size=16)
+
+
+def run(core: EngineCore, requests: list[Request]) -> list[list[int]]:
+    got: dict[str, list[int]] = {r.id: [] for r in requests}
+    for r in requests:
+        core.submit(r)
+    while core.has_work:
+        for id, delta in core.step():
+            assert delta.finish != "error", delta.error
+            got[id] += delta.tokens
+        core.check()
+    assert core.pages.available == core.pages.capacity
+    return [got[r.id] for r in requests]
+
+
+def requests(count: int = 3, tokens: int = 14, temperature: float = 0.0) -> list[Request]:
+    rng = random.Random(1)
+    return [
+        Request(
+            [rng.randrange(2, 1024) for _ in range(rng.randint(1, 40))],
+            SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True),
+            id=f"s{i}",
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def core_with(model: GptOss, **kw) -> EngineCore:
+    options = EngineOptions(max_context=256, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, **kw)
+    return core_for(model, Tokenizer.gpt_oss(), options)[0]
+
+
+def eager(controller: Controller) -> None:
+    """Draft from the first token on, whatever it costs."""
+    controller.tokens = 10**9
+
+
+def test_a_draft_model_equal_to_the_target_is_always_right() -> None:
+    """The strictest test of its cache: every key and value must be the target's own, or a guess would be wrong."""
+    model = small()
+    wanted = run(core_with(model), requests())
+    core = core_with(model, gates=Gates(speculate="draft"), draft="random:small", max_draft=3)
+    proposer = core.proposer
+    assert isinstance(proposer, DraftModelProposer)
+    eager(proposer.controller)
+    proposer.controller.draft_cost = 0.0
+    assert run(core, requests()) == wanted
+    stats = core.stats()
+    assert stats.drafted_tokens >= 20
+    assert stats.accepted_tokens == stats.drafted_tokens
+    proposer.pool.check()
+    assert proposer.pool.available == proposer.pool.capacity
+    core.close()
+
+
+def test_a_sampled_draft_equal_to_the_target_is_always_accepted() -> None:
+    model = small()
+    core = core_with(model, gates=Gates(speculate="draft"), draft="random:small", max_draft=3)
+    proposer = core.proposer
+    assert isinstance(proposer, DraftModelProposer)
+    proposer.sampled = True
+    eager(proposer.controller)
+    proposer.controller.draft_cost = 0.0
+    run(core, requests(2, 10, temperature=1.0))
+    assert core.stats().drafted_tokens >= 8
+    assert core.stats().accepted_tokens == core.stats().drafted_tokens  # p == q: nothing is ever rejected
+    core.close()
+
+
+def write_head(folder: Path, target: GptOss, *, seed: int = 0, aux: bool = True, own_vocab: int | None = 300,
+               norm_before_fc: bool = False, prefix: str = "midlayer.", **config) -> Path:  # fmt: skip
+    """A random head in the public layout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    g = torch.Generator().manual_seed(seed)
+    H, heads, kv, dim, inner = target.config.hidden, 4, 2, 16, 96
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=g) / columns**0.5).bfloat16()
+
+    def norm(n: int) -> torch.Tensor:
+        return (1 + 0.1 * torch.randn(n, generator=g)).bfloat16()
+
+    tensors = {
+        f"{prefix}self_attn.q_proj.weight": matrix(heads * dim, 2 * H),
+        f"{prefix}self_attn.k_proj.weight": matrix(kv * dim, 2 * H),
+        f"{prefix}self_attn.v_proj.weight": matrix(kv * dim, 2 * H),
+        f"{prefix}self_attn.o_proj.weight": matrix(H, heads * dim),
+        f"{prefix}mlp.gate_proj.weight": matrix(inner, H), f"{prefix}mlp.up_proj.weight": matrix(inner, H),
+        f"{prefix}mlp.down_proj.weight": matrix(H, inner), f"{prefix}input_layernorm.weight": norm(H),
+        f"{prefix}hidden_norm.weight": norm(H), f"{prefix}post_attention_layernorm.weight": norm(H),
+        "norm.weight": norm(H),
+    }  # fmt: skip
+    eagle: dict[str, object] = {"use_aux_hidden_state": aux}
+    if aux:
+        tensors["fc.weight"] = matrix(H, 3 * H)
+        eagle["eagle_aux_hidden_state_layer_ids"] = [1, 2, 4]
+    if norm_before_fc:
+        tensors["input_norm.weight"] = norm(3 * H)
+        eagle["norm_before_fc"] = True
+    if own_vocab is not None:
+        kept = torch.randperm(target.config.vocab, generator=g)[:own_vocab].sort().values
+        tensors["lm_head.weight"] = matrix(own_vocab, H)
+        tensors["d2t"] = kept - torch.arange(own_vocab)
+        tensors["t2d"] = torch.zeros(target.config.vocab, dtype=torch.bool).index_fill(0, kept, True)
+    save_file(tensors, folder / "model.safetensors")
+    raw = {"hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": kv,
+           "head_dim": dim, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eagle_config": eagle, **config}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+HEADS = [
+    {},
+    {"prefix": "layers.0.", "norm_before_fc": True},
+    {"aux": False, "own_vocab": None},
+]
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_eagle3_changes_no_token(kind: int, temperature: float, tmp_path: Path) -> None:
+    model = small()
+    asked = requests(3, 10, temperature)
+    wanted = run(core_with(model), asked)
+    head = write_head(tmp_path / "head", model, **HEADS[kind])
+    core = core_with(model, gates=Gates(speculate="eagle3"), draft=str(head), max_draft=3)
+    proposer = core.proposer
+    assert isinstance(proposer, Eagle3Proposer)
+    eager(proposer.controller)
+    proposer.controller.draft_cost = 0.0
+    assert run(core, requests(3, 10, temperature)) == wanted
+    assert core.stats().drafted_tokens > 5
+    core.close()
+
+
+def naive_guesses(head: Eagle3Head, taps: torch.Tensor, tokens: list[int], k: int) -> list[int]:
+    """EAGLE-3 written down again, over whole sequences and without a cache: taps [n, 3H] of positions 0 .. n - 1."""
+    w, c = head._w, head.config
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, c.eps)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:  # [n, heads, D]
+        angle = torch.arange(x.shape[0])[:, None] * (10000.0 ** (-torch.arange(0, c.head_dim, 2) / c.head_dim))
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    hidden = F.linear(taps, head._fc)
+    out: list[int] = []
+    known = list(tokens)
+    for _ in range(k):
+        n = hidden.shape[0]
+        embedded = norm(F.embedding(torch.tensor(known[1 : n + 1]), head._embed).float(), w["input_layernorm.weight"])
+        x = torch.cat((embedded, norm(hidden, w["hidden_norm.weight"])), -1)
+        q = rotated(F.linear(x, w["self_attn.q_proj.weight"]).view(n, c.heads, c.head_dim))
+        key = rotated(F.linear(x, w["self_attn.k_proj.weight"]).view(n, c.kv_heads, c.head_dim))
+        v = F.linear(x, w["self_attn.v_proj.weight"]).view(n, c.kv_heads, c.head_dim)
+        a = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], key.transpose(0, 1)[None], v.transpose(0, 1)[None], is_causal=True, enable_gqa=True
+        )[0].transpose(0, 1).reshape(n, -1)  # fmt: skip
+        h = hidden + F.linear(a, w["self_attn.o_proj.weight"])
+        y = norm(h, w["post_attention_layernorm.weight"])
+        mlp = F.silu(F.linear(y, w["mlp.gate_proj.weight"])) * F.linear(y, w["mlp.up_proj.weight"])
+        h = h + F.linear(mlp, w["mlp.down_proj.weight"])
+        best = int(F.linear(norm(h[-1:], head._norm), head._lm_head).argmax())
+        out.append(best if head._ids is None else int(head._ids[best]))
+        known.append(out[-1])
+        hidden = torch.cat((hidden, h[-1:]))
+    return out
+
+
+def test_eagle3_guesses_what_the_paper_says(tmp_path: Path) -> None:
+    """Through pages, chunks, a batch and rejected drafts: the guesses of a computation without any of them."""
+    model = small()
+    core = core_with(model, gates=Gates(speculate="eagle3"), draft=str(write_head(tmp_path / "h", model)), max_draft=3)
+    proposer = core.proposer
+    assert isinstance(proposer, Eagle3Proposer)
+    eager(proposer.controller)
+    proposer.controller.draft_cost = 0.0
+    made: list[tuple[list[int], list[int]]] = []
+    real = proposer.propose
+
+    def spy(wants):
+        out = real(wants)
+        made.extend((list(seq.tokens), p.tokens) for (seq, _), p in zip(wants, out))
+        return out
+
+    proposer.propose = spy  # type: ignore[method-assign]
+    run(core, requests(3, 8))
+    core.close()
+    assert len(made) >= 6
+    from halfbyte.plan.step import Step
+
+    model.allocate_kv(1 + 2 * 16)
+    for tokens, guesses in made[::2]:
+        n = len(tokens) - 1  # the last token's hidden states are not computed yet
+
+        def ints(values) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=torch.int32)
+
+        pages = torch.arange(1, 33, dtype=torch.int32).view(2, 1, 16)
+        step = Step(
+            tokens=ints(tokens[:n]), positions=ints(range(n)), query_start=ints([0, n]), kv_lens=ints([n]),
+            row_sequence=ints([0] * n), block_tables={"full": pages[0], "sliding": pages[1]},
+            logit_rows=ints([n - 1]), max_kv_len=n,
+        )  # fmt: skip
+        with torch.inference_mode():
+            _, taps = proposer.tap(step)
+            assert guesses == naive_guesses(proposer.head, taps.float(), tokens, len(guesses))
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model = small()
+    with pytest.raises(CheckpointError, match="hidden size 7"):
+        Eagle3Head(write_head(tmp_path / "a", model, hidden_size=7), model)
+    with pytest.raises(CheckpointError, match="3 layers"):
+        Eagle3Head(write_head(tmp_path / "b", model, num_hidden_layers=3), model)
+    folder = write_head(tmp_path / "c", model)
+    save_file({"strange.weight": torch.zeros(1)}, folder / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"strange\.weight"):
+        Eagle3Head(folder, model)
+    folder = write_head(tmp_path / "d", model, norm_before_fc=True)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 2, 9]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="4 layers"):
+        Eagle3Head(folder, model)
+
+
+def test_heads_are_found_by_the_name_of_their_use(tmp_path: Path) -> None:
+    for name in ("gpt-oss-120b-Eagle3-v3", "nvidia/gpt-oss-120b-Eagle3-long-context"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    assert find_head("eagle3", 36, None, tmp_path).name == "gpt-oss-120b-Eagle3-v3"
+    assert find_head("eagle3-long", 36, None, tmp_path).name == "gpt-oss-120b-Eagle3-long-context"
+    with pytest.raises(UsageError, match=r"gpt-oss-120b-Eagle3-short-context in .*halfbyte pull nvidia/"):
+        find_head("eagle3-short", 36, None, tmp_path)
+    with pytest.raises(UsageError, match="not a folder"):
+        find_head("eagle3", 36, str(tmp_path / "nothing"))
+
+
+def test_unknown_methods_are_refused() -> None:
+    with pytest.raises(UsageError, match="not known"):
+        make_proposer("magic", small(), None, 4, 8, 256)
+
+
+@pytest.mark.slow
+def test_rejection_in_the_engine_keeps_the_distribution() -> None:
+    """First two sampled tokens of many requests, with sampled drafts from another model and without: same histogram."""
+    model = small()
+    bias = dict.fromkeys((10, 11, 12, 13, 14), 6.0)  # few likely tokens, so that a few hundred requests tell
+
+    def pairs(core: EngineCore, offset: int) -> np.ndarray:
+        asked = [
+            Request(
+                [5, 6, 7], SamplingParams(seed=offset + i, max_tokens=4, logit_bias=bias, ignore_eos=True), id=f"d{i}"
+            )
+            for i in range(240)
+        ]
+        counts = np.zeros(1024)
+        for tokens in run(core, asked):
+            counts[tokens[1]] += 1
+            counts[tokens[2]] += 1
+        return counts
+
+    plain = pairs(core_with(model), 0)
+    core = core_with(model, gates=Gates(speculate="draft"), draft="random:small", max_draft=2)
+    proposer = core.proposer
+    assert isinstance(proposer, DraftModelProposer)
+    proposer.sampled = True
+    proposer.controller.draft_cost = 0.0
+    eager(proposer.controller)
+    # the draft model proposes without the bias, so it is often wrong and rejection has work to do
+    drafted = pairs(core, 10_000)
+    assert 0 < core.stats().accepted_tokens < core.stats().drafted_tokens
+    core.close()
+    both = plain + drafted
+    seen = both >= 10
+    chi2 = float((((plain - drafted) ** 2) / np.where(both > 0, both, 1))[seen].sum())
+    freedom = int(seen.sum())
+    assert freedom >= 3
+    assert chi2 < freedom + 5 * (2 * freedom) ** 0.5, f"chi2 {chi2:.1f} with {freedom} degrees of freedom"
