@@ -1,66 +1,23 @@
-"""A real server on a free local port, in a thread of its own, around a scripted source."""
+"""What the server's tests share: `serve` starts a server around a source and stops it after the test."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import anthropic
 import httpx
-import openai
 import pytest
-import uvicorn
 
 from halfbyte.model.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode: the helpers beside the tests
 
+from live_server import Live
 from scripted import ScriptedSource
 
-from halfbyte.server.app import create_app
 from halfbyte.server.settings import ServerSettings
-
-
-class Live:
-    """A running server. `url` has no trailing slash."""
-
-    def __init__(self, source: ScriptedSource, settings: ServerSettings) -> None:
-        self.source = source
-        self.clients: list[openai.OpenAI | anthropic.Anthropic] = []
-        self.app = create_app(source, source.tokenizer, settings)
-        self.service = self.app.state.service
-        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        deadline = time.monotonic() + 20
-        while not self.server.started:
-            assert self.thread.is_alive()
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.01)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-
-    def openai(self, key: str = "none") -> openai.OpenAI:
-        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
-        self.clients.append(client)
-        return client
-
-    def anthropic(self, key: str = "none") -> anthropic.Anthropic:
-        client = anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
-        self.clients.append(client)
-        return client
-
-    def close(self) -> None:
-        for client in self.clients:
-            client.close()
-        self.server.should_exit = True
-        self.thread.join(20)
-        assert not self.thread.is_alive()
 
 
 @pytest.fixture(scope="session")
@@ -85,10 +42,3 @@ def serve() -> Iterator[Callable[..., Live]]:
 def http() -> Iterator[httpx.Client]:
     with httpx.Client(timeout=20) as client:
         yield client
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)

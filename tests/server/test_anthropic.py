@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from conftest import Live
+from live_server import Live
 from scripted import Play, ScriptedSource, always, call, in_turn, say
 
 Serve = Callable[..., Live]

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import Live, wait_until
+from live_server import Live, wait_until
 from scripted import Play, ScriptedSource, always, call, say
 
 from halfbyte.errors import ContextError, EngineDiedError, QueueFullError, RequestError, UsageError

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Live
+from live_server import Live
 from scripted import Play, ScriptedSource, always, call, in_turn, say
 
 WEATHER: dict[str, Any] = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Live
+from live_server import Live
 from scripted import ScriptedSource, call, in_turn, say
 
 Serve = Callable[..., Live]

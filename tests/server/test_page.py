@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Live, wait_until
+from live_server import Live, wait_until
 from scripted import Play, ScriptedSource, call, say
 
 from halfbyte.server.settings import ServerSettings

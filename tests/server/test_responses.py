@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import Live
+from live_server import Live
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 from scripted import Play, ScriptedSource, always, call, in_turn, say

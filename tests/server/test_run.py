@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import wait_until
+from live_server import wait_until
 
 from halfbyte.errors import UsageError
 from halfbyte.server.run import bind

@@ -1,0 +1,61 @@
+"""A real server on a free local port, in a thread of its own, around any token source."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import openai
+import uvicorn
+
+from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.server.app import create_app
+from halfbyte.server.settings import ServerSettings
+
+
+class Live:
+    """A running server. `url` has no trailing slash."""
+
+    def __init__(self, source: Any, settings: ServerSettings, tokenizer: Tokenizer | None = None) -> None:
+        self.source = source
+        self.clients: list[openai.OpenAI | anthropic.Anthropic] = []
+        self.app = create_app(source, tokenizer or source.tokenizer, settings)
+        self.service = self.app.state.service
+        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        deadline = time.monotonic() + 20
+        while not self.server.started:
+            assert self.thread.is_alive()
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        self.clients.append(client)
+        return client
+
+    def anthropic(self, key: str = "none") -> anthropic.Anthropic:
+        client = anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
+        self.clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
