@@ -1,0 +1,191 @@
+"""What speculation wins or loses, by counting bytes instead of time.
+
+    python bench/speculation.py [--model MODEL] [--as 120b] [--batch 1] [--problems 24]
+
+Every step costs the bytes it reads by the roofline: dense weights once, the experts its rows touch, the keys and
+values; drafting adds what the draft model or head reads. The count depends on the tokens alone, so it is the same on
+every machine. Two workloads of the embedded model: one that suits guessing from text (repeat, extract, tool calls)
+and one that does not (arithmetic, letters). Each method runs under the controller and, to show what the controller
+does, with a fixed draft of four. `--as 120b` charges the bytes of gpt-oss-120b for the embedded model's tokens.
+
+A method under the controller must never cost more than 3 % over no speculation. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+
+from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.engine.speculative.controller import Controller, Pace
+from halfbyte.engine.speculative.methods import BytesRead
+from halfbyte.errors import HalfbyteError
+from halfbyte.evals.tasks import problem
+from halfbyte.gates import Gates
+from halfbyte.harmony import render_prompt
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss
+from halfbyte.model.ready import load, resolve, tokenizer_of
+from halfbyte.roofline import decode_traffic
+
+WORKLOADS = {"suits": ("repeat", "extract", "tool_call"), "does not suit": ("arithmetic", "letters")}
+METHODS = ("ngram", "suffix", "draft", "eagle3")
+LIMIT = 1.03
+
+
+class ShapeCost:
+    """Bytes a step of a named shape reads, in OpenAI's formats."""
+
+    def __init__(self, shape: str) -> None:
+        self._config = NAMED[shape]
+        self._known: dict[int, float] = {}
+        self._token = 2 * self._config.kv_dim * 2 * self._config.kind_count("full")
+
+    def __call__(self, rows: int, context: int) -> float:
+        if rows not in self._known:
+            self._known[rows] = decode_traffic(self._config, CHECKPOINT_FORMATS, 0, rows).total
+        return self._known[rows] + context * self._token
+
+
+class Always(Pace):
+    """No controller: four tokens, every time."""
+
+    def length(self, batch: int, rows: int, context: int) -> int:
+        self._asked = (batch, rows, context)
+        return 4
+
+    def learned(self, drafted: int, accepted: int) -> None:
+        c = self._controller
+        c.net += accepted
+        c.tokens += 1 + accepted
+
+    def nothing(self) -> None: ...
+
+
+class Meter:
+    """Adds up what decoding costs, step by step. Prompts cost every method the same and are left out."""
+
+    def __init__(self, core: EngineCore, cost: Callable[[int, int], float]) -> None:
+        self.bytes = 0.0
+        self.steps = 0
+        launch = core.runner.launch
+
+        def counted(batch):
+            rows = len(batch.pickers)
+            if rows:
+                self.bytes += cost(rows, int(batch.kv_lens.sum()))
+                self.steps += 1
+            return launch(batch)
+
+        core.runner.launch = counted  # type: ignore[method-assign]
+
+
+def prompts(tokenizer, tasks: tuple[str, ...], count: int, vocab: int) -> list[list[int]]:
+    made = [render_prompt(tokenizer, problem(tasks[i % len(tasks)], 0, i).prompt()) for i in range(count)]
+    return [[t % vocab for t in ids] for ids in made]  # random weights of a small shape have a smaller vocabulary
+
+
+def run(model: GptOss, tokenizer, method: str, asked: list[list[int]], args, cost, controlled: bool) -> dict:
+    options = EngineOptions(
+        gates=Gates(speculate=method), max_seqs=args.batch, draft=args.draft.get(method), max_draft=8, run_ahead=False,
+        kv_gib=args.kv_gib, reserve_gib=0.0, max_context=args.context,
+    )  # fmt: skip
+    core, _, _ = core_for(model, tokenizer, options)
+    drafting = [0.0]
+    if core.proposer is not None:
+        controller: Controller = core.proposer.controller  # type: ignore[attr-defined]
+        controller.cost = cost
+        if not controlled:
+            core.proposer.pace = lambda seq: Always(controller)  # type: ignore[method-assign]
+        propose = core.proposer.propose
+
+        def charged(wants):
+            out = propose(wants)
+            drafting[0] += sum(p.cost for p in out)
+            return out
+
+        core.proposer.propose = charged  # type: ignore[method-assign]
+    meter = Meter(core, cost)
+    params = SamplingParams(temperature=0, max_tokens=args.tokens)
+    tokens: dict[str, list[int]] = {}
+    for i, prompt in enumerate(asked):
+        core.submit(Request(prompt, params, id=f"q{i}"))
+    while core.has_work:
+        for id, delta in core.step():
+            if delta.finish == "error":
+                raise SystemExit(delta.error)
+            tokens.setdefault(id, []).extend(delta.tokens)
+    stats = core.stats()
+    core.close()
+    return {
+        "tokens": tokens, "bytes": meter.bytes + drafting[0] * cost(1, 0), "steps": meter.steps,
+        "generated": stats.generated_tokens, "drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=None, help="default: the embedded model")
+    parser.add_argument("--as", dest="shape", default=None, choices=sorted(NAMED), help="whose bytes to charge")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--problems", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--kv-gib", type=float, default=0.5)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--draft-model", default=None)
+    parser.add_argument("--eagle-head", default=None)
+    args = parser.parse_args()
+    args.draft = {"draft": args.draft_model, "eagle3": args.eagle_head}
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+    name = resolve(args.model)
+    model, tokenizer = load(name), tokenizer_of(name)
+    cost = ShapeCost(args.shape) if args.shape else BytesRead(model)
+    four = cost(4, 0) / cost(1, 0)
+    print(
+        f"{name.label}, batch {args.batch}, bytes of {args.shape or 'itself'}; 4 rows read {four:.2f}x the bytes of 1"
+    )
+    rows, worst = [], 0.0
+    for workload, tasks in WORKLOADS.items():
+        asked = prompts(tokenizer, tasks, args.problems, model.config.vocab)
+        base = run(model, tokenizer, "off", asked, args, cost, True)
+        print(f"\n{workload} ({', '.join(tasks)}): {base['generated']} tokens in {base['steps']} steps")
+        print(f"  {'method':<8} {'accepted':>9} {'of':>7} {'tokens/step':>12} {'cost vs off':>12} {'fixed 4':>9}")
+        for method in args.methods.split(","):
+            try:
+                got = run(model, tokenizer, method, asked, args, cost, True)
+                fixed = run(model, tokenizer, method, asked, args, cost, False)
+            except HalfbyteError as e:
+                print(f"  {method:<8} not measured: {e}")
+                rows.append({"workload": workload, "method": method, "not_measured": str(e)})
+                continue
+            if got["tokens"] != base["tokens"] or fixed["tokens"] != base["tokens"]:
+                print(f"{method} changed the tokens of {workload}", file=sys.stderr)
+                return 1
+            ratio, plain = got["bytes"] / base["bytes"], fixed["bytes"] / base["bytes"]
+            worst = max(worst, ratio)
+            per_step = got["generated"] / got["steps"] * base["steps"] / base["generated"]
+            print(
+                f"  {method:<8} {got['accepted']:>9} {got['drafted']:>7} {per_step:>12.2f} {ratio:>12.3f} {plain:>9.3f}"
+            )
+            rows.append({
+                "workload": workload, "method": method, "accepted": got["accepted"], "drafted": got["drafted"],
+                "tokens_per_step": round(per_step, 3), "cost_vs_off": round(ratio, 4),
+                "cost_vs_off_fixed_4": round(plain, 4),
+                "acceptance_fixed_4": round(fixed["accepted"] / max(1, fixed["drafted"]), 3),
+            })  # fmt: skip
+    met = worst <= LIMIT
+    print(f"\nworst under the controller: {worst:.3f} of no speculation (limit {LIMIT}): {'met' if met else 'MISSED'}")
+    print(json.dumps({"bench": "speculation", "model": name.label, "as": args.shape, "batch": args.batch, "rows": rows,
+                      "worst": round(worst, 4), "met": met}))  # fmt: skip
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
