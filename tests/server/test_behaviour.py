@@ -380,6 +380,15 @@ def test_prompts_are_not_logged(serve: Serve, http: httpx.Client, caplog: pytest
         assert not any(marker in line for line in lines)
 
 
+def test_prompts_are_logged_when_asked_for(serve: Serve, http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    live = serve(ScriptedSource(always(say("x"))), settings(log_prompts=True))
+    http.post(f"{live.url}/v1/chat/completions", json=CHAT)
+    http.post(f"{live.url}/v1/completions", json={"model": "gpt-oss-test", "prompt": "raw-marker"})
+    lines = [r.getMessage() for r in caplog.records if r.name == "halfbyte.prompts"]
+    assert "<|start|>user<|message|>Hi<|end|>" in lines[0]
+    assert lines[1] == "raw-marker"
+
+
 def test_metrics(serve: Serve, http: httpx.Client) -> None:
     live = serve(ScriptedSource(always(Play("oops " + call("functions.f", "{}", "think about it"), cached=2))))
     http.post(f"{live.url}/v1/chat/completions", json=CHAT)

@@ -366,3 +366,48 @@ def test_llama_benchy_counts_what_usage_says(serve: Serve, http: httpx.Client) -
             if choice["delta"].get("content") or choice["delta"].get("reasoning_content"):
                 counted += len(choice["token_ids"])
     assert counted == chunks[-1]["usage"]["completion_tokens"] == 64
+
+
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+
+
+def test_strict_tools_are_held_to_their_schema(serve: Serve) -> None:
+    plays = (
+        "<|channel|>analysis<|message|>",
+        "Need it.<|end|>",
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
+        '{"place":"Bern"}<|call|>',
+    )
+    live = serve(ScriptedSource(in_turn(*plays)))
+    out = ask(live, tools=[STRICT, TIME])
+    message = out.choices[0].message
+    assert message.reasoning_content == "Need it."
+    assert message.tool_calls[0].function.arguments == '{"place":"Bern"}'
+    assert out.choices[0].finish_reason == "tool_calls"
+    kinds = [r.constraint and r.constraint.kind for r in live.source.requests]
+    assert kinds == [None, None, None, "json_schema"]
+    assert json.loads(live.source.requests[-1].constraint.source) == WEATHER["function"]["parameters"]
+    made = sum(len(live.source.tokenizer.encode(p, allow_special=True)) for p in plays)
+    assert out.usage.completion_tokens == made
+
+
+def test_strict_tools_leave_a_plain_answer_alone(serve: Serve) -> None:
+    live = serve(ScriptedSource(in_turn("<|channel|>final<|message|>", "Hello.<|return|>")))
+    out = ask(live, tools=[STRICT])
+    assert (out.choices[0].message.content, out.choices[0].finish_reason) == ("Hello.", "stop")
+    # With a structured answer as well, its grammar comes with its header.
+    live = serve(ScriptedSource(in_turn("<|channel|>final<|message|>", '{"a":1}<|return|>')))
+    out = ask(live, tools=[STRICT], response_format=schema_format())
+    assert out.choices[0].message.content == '{"a":1}'
+    assert [r.constraint is not None for r in live.source.requests] == [False, True]
+    # And a model that never begins one is still made to.
+    live = serve(ScriptedSource(in_turn("<|return|>", '{"a":2}<|return|>')))
+    out = ask(live, tools=[STRICT], response_format=schema_format())
+    assert out.choices[0].message.content == '{"a":2}'
+
+
+def test_a_call_is_an_answer_where_json_was_asked_for(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(call("functions.get_weather", '{"place":"B"}', "hm"))))
+    out = ask(live, tools=[WEATHER], response_format=schema_format())
+    assert out.choices[0].finish_reason == "tool_calls"
+    assert len(live.source.requests) == 1

@@ -68,14 +68,18 @@ class Sequence:
         self,
         *,
         until: frozenset[int] = frozenset(),
+        at: tuple[int, ...] = (),
         constraint: Constraint | None = None,
     ) -> AsyncIterator[Delta]:
-        """One engine request from where the tokens stand. Ends at a token of `until`, which is not passed on."""
+        """One engine request from where the tokens stand.
+
+        It ends at a token of `until`, which is not passed on, or of `at`, which is.
+        """
         sampling = replace(
             self.sampling,
             max_tokens=self.left,
-            min_tokens=0 if until else self.sampling.min_tokens,
-            stop_token_ids=(*self.sampling.stop_token_ids, *until),
+            min_tokens=0 if until or at else self.sampling.min_tokens,
+            stop_token_ids=(*self.sampling.stop_token_ids, *until, *at),
         )
         request = Request(self.tokens.copy(), sampling, constraint, self.service.settings.request_timeout)
         self.ended = None
@@ -193,25 +197,80 @@ async def _arguments(service: Service, seq: Sequence, function: Function) -> Asy
         yield delta
 
 
+async def guided(service: Service, prepared: Prepared, index: int, choice: ChoiceState) -> AsyncIterator[Delta]:
+    """Message by message, each body under the grammar its header calls for: a strict tool's schema, or the answer's.
+
+    The engine wakes one grammar at one set of triggers, so where several may be needed each message is two requests:
+    its header, and then, known what it is, its body.
+    """
+    c = service.dialect.controls
+    seq = Sequence(service, prepared, index)
+    while True:
+        start = len(seq.tokens)
+        async for delta in seq.run(at=(c.message,)):
+            yield delta
+        if seq.failed:
+            return
+        if seq.cut or seq.tokens[-1] != c.message:
+            break  # it ended, or never wrote a body
+        rule = _rule(service, prepared, seq.tokens[start:])
+        async for delta in seq.run(at=() if rule else (c.end,), constraint=rule):
+            yield delta
+        if seq.failed:
+            return
+        if seq.cut or seq.tokens[-1] != c.end:
+            break
+    async for delta in _answer_owed(service, seq, choice):
+        yield delta
+
+
+def _rule(service: Service, prepared: Prepared, header: list[int]) -> Constraint | None:
+    c = service.dialect.controls
+    if any(tuple(header[-len(t) :]) == t for t in service.dialect.final_headers):
+        return None if prepared.constraint is None else replace(prepared.constraint, triggers=())
+    named = re.search(r"to=\s*([^\s<]+)", service.dialect.tokenizer.decode(header))
+    function = prepared.tools.find(named[1]) if named else None
+    if function is None or not function.strict or function.parameters is None:
+        return None
+    return Constraint("json_schema", json.dumps(function.parameters), end_tokens=(c.call,))
+
+
 async def structured(service: Service, prepared: Prepared, index: int, choice: ChoiceState) -> AsyncIterator[Delta]:
-    """A JSON answer; if the model ends without beginning one, it is begun for it."""
-    dialect = service.dialect
+    """A JSON answer in one request, its grammar asleep until the answer begins."""
     seq = Sequence(service, prepared, index)
     async for delta in seq.run(constraint=prepared.constraint):
         yield delta
-    if seq.failed:
-        return
-    if not seq.cut and not choice.answered:
-        ends = dialect.structural
-        while seq.tokens and seq.tokens[-1] in ends:
+    if not seq.failed:
+        async for delta in _answer_owed(service, seq, choice):
+            yield delta
+
+
+async def _answer_owed(service: Service, seq: Sequence, choice: ChoiceState) -> AsyncIterator[Delta]:
+    """If a structured answer is owed and the model ended without beginning one, begin it for it; then the end."""
+    dialect, constraint = service.dialect, seq.prepared.constraint
+    if constraint is not None and not seq.cut and not _answered(seq, choice):
+        while seq.tokens and seq.tokens[-1] in dialect.structural:
             seq.tokens.pop()
         yield seq.force([*dialect.new_message, *dialect.json_header])
-        assert prepared.constraint is not None
-        async for delta in seq.run(constraint=replace(prepared.constraint, triggers=())):
+        async for delta in seq.run(constraint=replace(constraint, triggers=())):
             yield delta
         if seq.failed:
             return
     yield seq.end("length" if seq.cut else "stop")
+
+
+def _answered(seq: Sequence, choice: ChoiceState) -> bool:
+    """Whether there is an answer, or a call in its place. The tokens are asked, not the choice's text: what it has
+    been fed may lag behind what was generated."""
+    c = seq.service.dialect.controls
+    made = seq.tokens[len(seq.prepared.prompt) :]
+    if seq.prepared.tools and made and made[-1] == c.call:
+        return True
+    for trigger in seq.service.dialect.final_headers:
+        for at in range(len(made) - len(trigger)):
+            if tuple(made[at : at + len(trigger)]) == trigger:
+                return True
+    return choice.answered
 
 
 async def plain(service: Service, prepared: Prepared) -> AsyncIterator[Delta]:
@@ -404,12 +463,15 @@ def _failure(delta: Delta) -> ApiError:
 
 
 def chat_run(service: Service, prepared: Prepared, *, streaming: bool) -> Run[ChoiceState]:
-    """The run of a conversation, by the way that owes the client the least surprise."""
+    """The run of a conversation, in as few engine requests as what it owes the client allows."""
+    service.log_prompt(prepared.prompt + prepared.prefill)
     choices = [ChoiceState(service.dialect, prepared) for _ in range(prepared.sampling.n)]
 
     def deltas() -> AsyncIterator[Delta]:
         if prepared.turn.choice.mode == "required":
             parts = [required_call(service, prepared, i) for i in range(len(choices))]
+        elif any(f.strict and f.parameters is not None for f in prepared.tools.functions):
+            parts = [guided(service, prepared, i, choice) for i, choice in enumerate(choices)]
         elif prepared.constraint is not None:
             parts = [structured(service, prepared, i, choice) for i, choice in enumerate(choices)]
         else:

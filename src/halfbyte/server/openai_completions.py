@@ -127,6 +127,7 @@ async def answer(service: Service, body: CompletionRequest, http: Request) -> Re
     choices: list[TextChoice] = []
     requests: list[EngineRequest] = []
     for ids in prompts:
+        service.log_prompt(ids)
         limit = room(len(ids), base.max_tokens, service.source.info)
         requests.append(EngineRequest(ids, replace(base, max_tokens=limit), None, service.settings.request_timeout))
         echo = service.tokenizer.decode(ids) if body.echo else ""

@@ -22,6 +22,7 @@ from halfbyte.server.stream import Pacer
 from halfbyte.server.turn import Dialect
 
 log = logging.getLogger("halfbyte.server")
+prompts = logging.getLogger("halfbyte.prompts")
 
 
 class Service:
@@ -38,6 +39,8 @@ class Service:
         self.active = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        if settings.log_prompts:
+            prompts.setLevel(logging.INFO)
 
     @property
     def model(self) -> str:
@@ -59,6 +62,10 @@ class Service:
         raise ApiError(
             404, f"The model {name!r} is not served here; ask for {known}.", param="model", code="model_not_found"
         )
+
+    def log_prompt(self, prompt: list[int]) -> None:
+        if self.settings.log_prompts:
+            prompts.info("%s", self.tokenizer.decode(prompt))
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
