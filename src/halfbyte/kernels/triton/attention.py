@@ -76,9 +76,7 @@ def prefill_call(
         "PAGE": spec.page_size, "BM": prefill_rows(spec),
     }  # fmt: skip
     need = {9: r"\bHGMMA", 10: r"\bUTCHMMA"}.get(capability[0], r"\bHMMA")
-    return Call(
-        "attention", "prefill_kernel", types, constants, warps=8 if capability[0] == 9 else 4, stages=3, need=need
-    )
+    return Call("attention", "prefill_kernel", types, constants, warps=8, stages=3, need=need)
 
 
 def prefill_rows(spec: Spec) -> int:

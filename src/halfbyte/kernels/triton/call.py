@@ -105,8 +105,11 @@ def target_options(device: torch.device) -> dict[str, Any]:
 
 
 def compile_options(capability: tuple[int, int]) -> dict[str, Any]:
-    """Before 3.8 Triton finds no block-scaled MMA on SM121 unless it is called SM120; the target stays sm_121a."""
-    return {"arch": "sm120"} if capability == (12, 1) and triton_version() < (3, 8) else {}
+    """Before 3.8 Triton finds no block-scaled MMA on SM121 unless it is called SM120; the target stays sm_121a.
+
+    Multiply-add fusion is asked for by name, because the default differs between versions."""
+    named = {"arch": "sm120"} if capability == (12, 1) and triton_version() < (3, 8) else {}
+    return {"enable_fp_fusion": True} | named
 
 
 def type_of(dtype: torch.dtype) -> str:

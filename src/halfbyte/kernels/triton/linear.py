@@ -18,7 +18,7 @@ from torch import Tensor
 from halfbyte.formats import MXTensor
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
-from halfbyte.kernels.triton.tiles import OPERAND, Tile, needed_instruction, refuse_product, tile_for
+from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -53,38 +53,34 @@ class Rounded:
     row_scale: Tensor | None = None  # float32 per row
 
 
-def round_activations(x: Tensor, activation: str) -> Rounded:
-    """Quantise rows [R, K] on the device; bf16 is left to the product, which rounds as it loads."""
+def round_activations(x: Tensor, activation: str, width: int | None = None) -> Rounded:
+    """Rows [R, K] quantised on the device, stored `width` wide; bf16 is left to the product, which rounds on loading."""
     if activation == "bf16":
         return Rounded("bf16", x)
     rows, k = x.shape
-    width = k // 2 if activation == "mxfp4" else k
-    codes = torch.empty((rows, width), dtype=torch.uint8, device=x.device)
+    width = width or k
+    codes = torch.empty((rows, width // 2 if activation == "mxfp4" else width), dtype=torch.uint8, device=x.device)
     if activation == "fp8":
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     else:
-        scales = torch.empty((rows, k // 32), dtype=torch.uint8, device=x.device)
-    call = quantize_call(x.dtype, k, activation)
-    call.launch((rows,), x.device, x=x, codes=codes, scales=scales, K=k)
+        scales = torch.empty((rows, width // 32), dtype=torch.uint8, device=x.device)
+    call = quantize_call(x.dtype, k, width, activation)
+    call.launch((rows,), x.device, x=x, codes=codes, scales=scales, K=k, WIDTH=width)
     if activation == "fp8":
         return Rounded("e4m3", codes, row_scale=scales)
     return Rounded(OPERAND[activation], codes, scales)
 
 
 @functools.cache
-def quantize_call(dtype: torch.dtype, k: int, activation: str) -> Call:
+def quantize_call(dtype: torch.dtype, k: int, width: int, activation: str) -> Call:
     scales = "*fp32" if activation == "fp8" else "*u8"
-    types = {"x": type_of(dtype), "codes": "*u8", "scales": scales, "K": multiple(k)}
-    return Call("quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(k)}, warps=4)
+    types = {"x": type_of(dtype), "codes": "*u8", "scales": scales, "K": multiple(k), "WIDTH": multiple(width)}
+    return Call("quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(width)}, warps=4)
 
 
-def as_codes(xf: str, x: Tensor) -> Tensor:
-    """E4M3 codes carry their type into the product; E2M1 codes are bytes."""
-    return x.view(torch.float8_e4m3fn) if xf == "e4m3" else x
-
-
-def whole_tiles(k: int, wf: str, tile: Tile) -> bool:
-    return k % (128 if wf == "split" else tile.bk) == 0
+def width_for(k: int, wf: str) -> int:
+    """Elements in a stored row of activations: whole K tiles where the weights have them."""
+    return -(-k // 128) * 128 if wf == "split" else k
 
 
 @functools.cache
@@ -103,7 +99,7 @@ def linear_call(
     }  # fmt: skip
     constants = {
         "XF": xf, "WF": wf, "SWAP": tile.swap, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
-        "EVEN": whole_tiles(k, wf, tile),
+        "EVEN": width_for(k, wf) % tile.bk == 0,
     }  # fmt: skip
     need, ban = needed_instruction(capability, wf, xf, tile)
     return Call("gemm", "linear_kernel", types, constants, tile.warps, tile.stages, need, ban)
@@ -115,13 +111,20 @@ def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Calla
     n, k = matrix.shape
     capability = capability_of(matrix.device)
     activation = "bf16" if operands.wf == "dense" else spec.activation
+    width = width_for(k, operands.wf)
 
     def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        rounded = round_activations(x, activation)
+        rounded = round_activations(x, activation, width)
         rows = x.shape[0]
+        assert rows * max(n, width) < 2**31, "32-bit offsets"
         out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
-        held = as_codes(rounded.xf, rounded.x)
-        strides = (held.stride(0), k // 32 if rounded.xs is not None else 0, operands.w_stride, operands.ws_stride)
+        held = rounded.x
+        strides = (
+            held.stride(0),
+            0 if rounded.xs is None else rounded.xs.stride(0),
+            operands.w_stride,
+            operands.ws_stride,
+        )
         call = linear_call(
             capability, rows, k, operands.wf, rounded.xf, x=type_of(held.dtype), scale=rounded.xs is not None,
             row_scale=rounded.row_scale is not None, bias=None if bias is None else type_of(bias.dtype),
@@ -164,19 +167,20 @@ class _Linear(Phase):
         wf = "split" if self.split else "dense" if kind == "bf16" else kind
         activation = "bf16" if wf == "dense" else spec.activation
         xf = OPERAND[activation]
-        x = {"bf16": "*bf16", "e4m3": "*fp8e4nv", "e2m1": "*u8"}[xf]
-        padded = -(-k // 128) * 128 if self.split else k
+        x = "*bf16" if xf == "bf16" else "*u8"
+        width = width_for(k, wf)
         strides = {
-            "dense": (k, 0), "q8": (k, k // 32), "mxfp4": (k // 2, k // 32), "split": (padded // 2, padded // 32),
+            "dense": (k, 0), "q8": (k, k // 32), "mxfp4": (k // 2, k // 32), "split": (width // 2, width // 32),
         }[wf]  # fmt: skip
-        calls: list[Call] = [] if activation == "bf16" else [quantize_call(torch.float32, k, activation)]
+        grouped = activation in ("mxfp8", "mxfp4")
+        calls: list[Call] = [] if activation == "bf16" else [quantize_call(torch.float32, k, width, activation)]
         rows = PROVED_ROWS[:2] if self.role == "lm_head" else PROVED_ROWS
         return calls + [
             linear_call(
-                arch.capability, r, k, wf, xf, x=x, scale=activation in ("mxfp8", "mxfp4"),
+                arch.capability, r, k, wf, xf, x=x, scale=grouped,
                 row_scale=activation == "fp8", bias=None if self.role == "lm_head" else "*bf16",
                 residual="*fp32" if self.role == "o" else None, n=n,
-                strides=(k // 2 if xf == "e2m1" else k, k // 32 if activation in ("mxfp8", "mxfp4") else 0, *strides),
+                strides=(k // 2 if xf == "e2m1" else width, width // 32 if grouped else 0, *strides),
             )
             for r in rows
         ]  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
-from halfbyte.kernels.triton.linear import Operands, Rounded, as_codes, quantize_call, round_activations, whole_tiles
+from halfbyte.kernels.triton.linear import Operands, Rounded, quantize_call, round_activations, width_for
 from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
@@ -97,10 +97,16 @@ def expert_call(
     }  # fmt: skip
     constants: dict[str, Any] = {
         "XF": xf, "WF": wf, "SWAP": tile.swap, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
-        "EVEN": whole_tiles(k, wf, tile),
+        "EVEN": width_for(k, wf) % tile.bk == 0,
     }  # fmt: skip
     if function == "gate_up_kernel":
-        types |= {"out": out, "out_scales": "*u8" if grouped else None, "limit": "fp32", "alpha": "fp32"}
+        types |= {
+            "out": out,
+            "out_scales": "*u8" if grouped else None,
+            "limit": "fp32",
+            "alpha": "fp32",
+            "WIDTH": multiple(middle_width(n // 2, wf, activation)),
+        }
         constants |= {"TOP": top_k, "OUT": activation if grouped else "plain"}
     else:
         types |= {"weights": "*fp32", "parts": "*fp32"}
@@ -111,6 +117,11 @@ def expert_call(
 def combine_call(x: torch.dtype, hidden: int, top_k: int) -> Call:
     types = {"x": type_of(x), "parts": "*fp32", "out": "*fp32", "H": multiple(hidden)}
     return Call("rows", "combine_kernel", types, {"TOP": top_k, "BH": COMBINE})
+
+
+def middle_width(inner: int, wf: str, activation: str) -> int:
+    """Elements in a row between the two products; fp8 rows are quantised, and padded, in a pass of their own."""
+    return inner if activation == "fp8" else width_for(inner, wf)
 
 
 def between(activation: str) -> tuple[torch.dtype, int]:
@@ -149,15 +160,15 @@ class Moe(Phase):
             ids, weights = acts["topk_ids"], acts["topk_weights"]
             slots = step.rows * top_k
             per_expert = math.ceil(slots / spec.experts)
-            given = round_activations(acts["h"], activation)
+            given = round_activations(acts["h"], activation, width_for(hidden, gate_up.wf))
+            assert slots * max(hidden, inner) < 2**31, "32-bit offsets"
 
             def product(
                 function: str, held: Operands, matrix: Any, bias: Tensor, r: Rounded, n: int, k: int, **more: Any
             ) -> Call:
-                x = as_codes(r.xf, r.x)
                 return expert_call(
-                    function, capability, per_expert, n, k, held.wf, activation, spec.tile, x=type_of(x.dtype),
-                    bias=type_of(bias.dtype), strides=_strides(x, r, k, held), experts=_experts(held), **more,
+                    function, capability, per_expert, n, k, held.wf, activation, spec.tile, x=type_of(r.x.dtype),
+                    bias=type_of(bias.dtype), strides=_strides(r, held), experts=_experts(held), **more,
                 )  # fmt: skip
 
             dtype, pack = between(activation)
@@ -170,17 +181,18 @@ class Moe(Phase):
             lists = {"order": order, "tile_expert": expert, "tile_begin": begin, "tile_count": count}
             tiles = expert.shape[0]
 
-            middle = torch.empty((slots, inner // pack), dtype=dtype, device=device)
+            wide = middle_width(inner, down.wf, activation)
+            middle = torch.empty((slots, wide // pack), dtype=dtype, device=device)
             scales = None
             if activation in ("mxfp8", "mxfp4"):
-                scales = torch.empty((slots, inner // 32), dtype=torch.uint8, device=device)
+                scales = torch.empty((slots, wide // 32), dtype=torch.uint8, device=device)
             up.launch(
-                (math.ceil(2 * inner / bn), tiles), device, bias=w.gate_up_bias, out=middle, out_scales=scales,
-                limit=spec.swiglu_limit, alpha=spec.swiglu_alpha, N=2 * inner, K=hidden,
-                **_operands(given, gate_up, hidden), **lists,
+                (math.ceil(2 * wide / bn), tiles), device, bias=w.gate_up_bias, out=middle, out_scales=scales,
+                limit=spec.swiglu_limit, alpha=spec.swiglu_alpha, WIDTH=wide, N=2 * inner, K=hidden,
+                **_operands(given, gate_up), **lists,
             )  # fmt: skip
             if activation == "fp8":
-                second = round_activations(middle, "fp8")
+                second = round_activations(middle, "fp8", width_for(inner, down.wf))
             else:
                 second = Rounded(OPERAND[activation], middle, scales)
             drop = product("down_kernel", down, w.down, w.down_bias, second, hidden, inner)
@@ -188,7 +200,7 @@ class Moe(Phase):
             parts = torch.empty((slots, hidden), dtype=torch.float32, device=device)
             drop.launch(
                 (math.ceil(hidden / drop.constants["BN"]), tiles), device, bias=w.down_bias, weights=weights,
-                parts=parts, N=hidden, K=inner, **_operands(second, down, inner), **lists,
+                parts=parts, N=hidden, K=inner, **_operands(second, down), **lists,
             )  # fmt: skip
             x = acts["x"]
             out = torch.empty((step.rows, hidden), dtype=torch.float32, device=device)
@@ -204,11 +216,11 @@ class Moe(Phase):
         wf = "split" if self.split else "mxfp4"
         activation = spec.activation
         xf = OPERAND[activation]
-        x = {"bf16": "*bf16", "e4m3": "*fp8e4nv", "e2m1": "*u8"}[xf]
+        x = "*bf16" if xf == "bf16" else "*u8"
         grouped = activation in ("mxfp8", "mxfp4")
         calls = [combine_call(torch.float32, spec.hidden, spec.top_k)]
         if activation != "bf16":
-            calls.append(quantize_call(torch.float32, spec.hidden, activation))
+            calls.append(quantize_call(torch.float32, spec.hidden, width_for(spec.hidden, wf), activation))
         for slots in (spec.top_k, 2048 * spec.top_k):
             bm = tile_for(arch.capability, slots // spec.experts, wf, xf, spec.tile).bm
             tiles = tiles_bound(slots, spec.experts, bm)
@@ -218,20 +230,22 @@ class Moe(Phase):
                 ("gate_up_kernel", 2 * spec.intermediate, spec.hidden),
                 ("down_kernel", spec.hidden, spec.intermediate),
             ):
-                padded = -(-k // 128) * 128 if self.split else k
+                width = width_for(k, wf)
                 more = {"top_k": spec.top_k, "out": type_of(between(activation)[0])} if n != spec.hidden else {}
                 calls.append(
                     expert_call(
                         function, arch.capability, per_expert, n, k, wf, activation, spec.tile, x=x, bias="*bf16",
-                        strides=(k // 2 if xf == "e2m1" else k, k // 32 if grouped else 0, padded // 2, padded // 32),
-                        experts=(n * padded // 2, n * padded // 32), **more,
+                        strides=(
+                            k // 2 if xf == "e2m1" else width, width // 32 if grouped else 0, width // 2, width // 32
+                        ),
+                        experts=(n * width // 2, n * width // 32), **more,
                     )
                 )  # fmt: skip
         return calls
 
 
-def _strides(x: Tensor, r: Rounded, k: int, held: Operands) -> tuple[int, int, int, int]:
-    return x.stride(0), k // 32 if r.xs is not None else 0, held.w_stride, held.ws_stride
+def _strides(r: Rounded, held: Operands) -> tuple[int, int, int, int]:
+    return r.x.stride(0), 0 if r.xs is None else r.xs.stride(0), held.w_stride, held.ws_stride
 
 
 def _experts(held: Operands) -> tuple[int, int]:
@@ -239,12 +253,11 @@ def _experts(held: Operands) -> tuple[int, int]:
     return held.w.stride(0), held.ws.stride(0)
 
 
-def _operands(r: Rounded, held: Operands, k: int) -> dict[str, Any]:
-    x = as_codes(r.xf, r.x)
+def _operands(r: Rounded, held: Operands) -> dict[str, Any]:
     names = ("x_stride", "xs_stride", "w_stride", "ws_stride")
     return {
-        "x": x, "xs": r.xs, "row_scale": r.row_scale, "w": held.w, "ws": held.ws,
-        "w_expert": _experts(held)[0], "ws_expert": _experts(held)[1], **dict(zip(names, _strides(x, r, k, held))),
+        "x": r.x, "xs": r.xs, "row_scale": r.row_scale, "w": held.w, "ws": held.ws,
+        "w_expert": _experts(held)[0], "ws_expert": _experts(held)[1], **dict(zip(names, _strides(r, held))),
     }  # fmt: skip
 
 

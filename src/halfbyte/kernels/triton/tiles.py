@@ -37,7 +37,7 @@ def tile_for(capability: tuple[int, int], rows: int, wf: str, xf: str, gate: str
     else:
         bm = rows_step(rows)
         bn = 128 if bm >= 64 else 64
-    warps = 8 if bm * bn >= 128 * 128 else 4
+    warps = 8 if bm * bn >= (64 if capability[0] == 12 else 128) * 128 else 4
     if wf == "q8":
         return Tile(bm, min(bn, 64) if bm < 128 else bn, 32, warps, 4)
     if wf == "dense":
@@ -107,5 +107,5 @@ def needed_instruction(capability: tuple[int, int], wf: str, xf: str, tile: Tile
         if wf in ("mxfp4", "split"):
             return {"e2m1": r"\bUTCOMMA", "e4m3": r"\bUTCQMMA", "bf16": r"\bUTCHMMA"}[xf], r"\bHMMA"
         return (r"\bUTCHMMA", r"\bHMMA") if wf == "dense" else (r"\b(UTCHMMA|HMMA)", "")
-    wide = tile.bm >= 64 or (tile.swap and tile.bn >= 64)
+    wide = tile.bm >= 64 or wf == "mxfp4"  # Triton itself turns a narrow block-scaled product round
     return (r"\bHGMMA", r"\bHMMA") if wide else (r"\bHMMA", "")

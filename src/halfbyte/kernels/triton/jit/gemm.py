@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.triton.jit.numbers import dot, round_to, sigmoid, to_bf16
+from halfbyte.kernels.triton.jit.numbers import dot, e2m1_to_e4m3, round_to, sigmoid, to_bf16
 from halfbyte.kernels.triton.jit.quantize import mx_codes
 
 
@@ -46,7 +46,7 @@ def accumulate(
     XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BM, BN]: rows `row` (int64) of x times rows `n` (int64) of w."""
+    """float32 [BM, BN]: rows `row` of x times rows `n` of w. Offsets have 32 bits, so no matrix reaches 2^31."""
     if SWAP:
         acc = tl.zeros((BN, BM), tl.float32)
     else:
@@ -97,17 +97,16 @@ def accumulate(
                     a_scale = _load(xs_row + (k0 // 32 + g)[None, :], (k0 // 32 + g < K // 32)[None, :], EVEN)
                 acc = _product(a, a_scale, XF, b, b_scale, "e2m1", acc, SWAP)
     else:
-        # K tiles of 128: byte j holds k = j (low) and k = 64 + j (high). E2M1 bits in an E4M3 are 2^6 too small.
+        # K tiles of 128: byte j holds k = j (low) and k = 64 + j (high); weights and activations are padded to whole
+        # tiles. E2M1 bits in an E4M3 are 2^6 too small.
         j = tl.arange(0, 64)
         g = tl.arange(0, 2)
         ws_row = ws + n[:, None] * ws_stride
         for k0 in range(0, K, 128):
-            # The weights are padded to whole tiles, the activations are not.
-            low_x = _load(x_row + (k0 + j)[None, :], (k0 + j < K)[None, :], EVEN)
-            high_x = _load(x_row + (k0 + 64 + j)[None, :], (k0 + 64 + j < K)[None, :], EVEN)
+            low_x = tl.load(x_row + (k0 + j)[None, :])
+            high_x = tl.load(x_row + (k0 + 64 + j)[None, :])
             b = tl.load(w_row + (k0 // 2 + j)[None, :])
-            low = ((b & 8) << 4) | ((b & 7) << 2)
-            high = (b & 0x80) | ((b & 0x70) >> 2)
+            low, high = e2m1_to_e4m3(b)
             # The largest scales overflow float32 with or without the 6: they read as NaN, as the code for NaN does.
             low_scale = tl.minimum(tl.load(ws_row + (k0 // 32 + g)[None, :]), 249) + 6
             high_scale = tl.minimum(tl.load(ws_row + (k0 // 32 + 2 + g)[None, :]), 249) + 6
@@ -116,8 +115,8 @@ def accumulate(
                 high_xs = tl.full((BM, 2), 127, tl.uint8)
             else:
                 xs_row = xs + row[:, None] * xs_stride
-                low_xs = _load(xs_row + (k0 // 32 + g)[None, :], (k0 // 32 + g < K // 32)[None, :], EVEN)
-                high_xs = _load(xs_row + (k0 // 32 + 2 + g)[None, :], (k0 // 32 + 2 + g < K // 32)[None, :], EVEN)
+                low_xs = tl.load(xs_row + (k0 // 32 + g)[None, :])
+                high_xs = tl.load(xs_row + (k0 // 32 + 2 + g)[None, :])
             acc = _product(low_x, low_xs, "e4m3", low, low_scale.to(tl.uint8), "e4m3", acc, SWAP)
             acc = _product(high_x, high_xs, "e4m3", high, high_scale.to(tl.uint8), "e4m3", acc, SWAP)
     if SWAP:
@@ -143,10 +142,10 @@ def linear_kernel(
 
     m = tile_m * BM + tl.arange(0, BM)
     n = tile_n * BN + tl.arange(0, BN)
-    row = tl.minimum(m, M - 1).to(tl.int64)
+    row = tl.minimum(m, M - 1)
     column = tl.minimum(n, N - 1)
     acc = accumulate(
-        x, xs, row, x_stride, xs_stride, w, ws, column.to(tl.int64), w_stride, ws_stride, K,
+        x, xs, row, x_stride, xs_stride, w, ws, column, w_stride, ws_stride, K,
         XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
@@ -163,7 +162,7 @@ def linear_kernel(
 @triton.jit
 def gate_up_kernel(
     x, xs, row_scale, w, ws, bias, order, tile_expert, tile_begin, tile_count, out, out_scales,
-    N, K, x_stride, xs_stride, w_stride, ws_stride, w_expert, ws_expert, limit, alpha,
+    N, K, x_stride, xs_stride, w_stride, ws_stride, w_expert, ws_expert, limit, alpha, WIDTH,
     TOP: tl.constexpr, OUT: tl.constexpr, XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -175,14 +174,26 @@ def gate_up_kernel(
     begin = tl.load(tile_begin + tile)
     count = tl.load(tile_count + tile)
     m = tl.arange(0, BM)
+    i = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+    place = begin + m
+    keep = (m < count)[:, None]
+    if tl.program_id(0) * BN >= N:
+        # A tile of nothing but padding (see below).
+        if OUT == "mxfp8":
+            none = tl.zeros((BM, BN // 2), tl.uint8)
+            tl.store(out + place[:, None] * WIDTH + i[None, :], none, mask=keep & (i < WIDTH)[None, :])
+            g = tl.program_id(0) * (BN // 64) + tl.arange(0, BN // 64)
+            at = place[:, None] * (WIDTH // 32) + g[None, :]
+            tl.store(out_scales + at, tl.zeros((BM, BN // 64), tl.uint8), mask=keep & (g * 32 < WIDTH)[None, :])
+        return
     slot = tl.load(order + begin + tl.minimum(m, count - 1))
-    row = (slot // TOP).to(tl.int64)
+    row = slot // TOP
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.minimum(n, N - 1)
     acc = accumulate(
         x, xs, row, x_stride, xs_stride,
         w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
-        column.to(tl.int64), w_stride, ws_stride, K,
+        column, w_stride, ws_stride, K,
         XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
@@ -193,10 +204,8 @@ def gate_up_kernel(
     up = tl.minimum(tl.maximum(up, -limit), limit)
     value = (up + 1.0) * gate * sigmoid(alpha * gate)
 
-    WIDTH = N // 2
-    i = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
-    place = (begin + m).to(tl.int64)
-    keep = (m < count)[:, None]
+    # Columns past the last are zeros up to WIDTH, the whole K tiles of the next product.
+    value = tl.where((i < N // 2)[None, :], value, 0.0)
     if OUT == "plain":
         at = place[:, None] * WIDTH + i[None, :]
         tl.store(out + at, round_to(value, out.dtype.element_ty), mask=keep & (i < WIDTH)[None, :])
@@ -204,7 +213,8 @@ def gate_up_kernel(
         GROUPS: tl.constexpr = BN // 64
         code, scale = mx_codes(tl.reshape(value, (BM, GROUPS, 32)), OUT)
         g = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-        tl.store(out_scales + place[:, None] * (WIDTH // 32) + g[None, :], scale, mask=keep & (g * 32 < WIDTH)[None, :])
+        at = place[:, None] * (WIDTH // 32) + g[None, :]
+        tl.store(out_scales + at, scale, mask=keep & (g * 32 < WIDTH)[None, :])
         if OUT == "mxfp8":
             at = place[:, None] * WIDTH + i[None, :]
             tl.store(out + at, tl.reshape(code, (BM, BN // 2)), mask=keep & (i < WIDTH)[None, :])
@@ -213,6 +223,13 @@ def gate_up_kernel(
             j = tl.program_id(0) * (BN // 4) + tl.arange(0, BN // 4)
             at = place[:, None] * (WIDTH // 2) + j[None, :]
             tl.store(out + at, (low | (high << 4)).to(tl.uint8), mask=keep & (j < WIDTH // 2)[None, :])
+
+
+@triton.jit
+def _store_part(acc, bias, weight, parts, slot, keep, n, N):
+    """weight * (acc + bias) into the slots' rows."""
+    value = (acc + tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)[None, :]) * weight[:, None]
+    tl.store(parts + slot[:, None] * N + n[None, :], value, mask=keep[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -231,19 +248,24 @@ def down_kernel(
     count = tl.load(tile_count + tile)
     m = tl.arange(0, BM)
     place = begin + tl.minimum(m, count - 1)
-    slot = tl.load(order + place).to(tl.int64)
-    row = place.to(tl.int64)
+    slot = tl.load(order + place)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.minimum(n, N - 1)
     acc = accumulate(
-        x, xs, row, x_stride, xs_stride,
+        x, xs, place, x_stride, xs_stride,
         w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
-        column.to(tl.int64), w_stride, ws_stride, K,
+        column, w_stride, ws_stride, K,
         XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
-        acc *= tl.load(row_scale + row)[:, None]
-    acc += tl.load(bias + expert * N + column).to(tl.float32)[None, :]
-    acc *= tl.load(weights + slot)[:, None]
-    at = slot[:, None] * N + column[None, :]
-    tl.store(parts + at, acc, mask=(m < count)[:, None] & (n < N)[None, :])
+        acc *= tl.load(row_scale + place)[:, None]
+    weight = tl.load(weights + slot)
+    keep = m < count
+    if BM * BN > 64 * 128:
+        # In two halves: the addresses of all columns at once would not fit beside the accumulator.
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        n = tl.program_id(0) * BN + tl.arange(0, BN // 2)
+        _store_part(left, bias + expert * N, weight, parts, slot, keep, n, N)
+        _store_part(right, bias + expert * N, weight, parts, slot, keep, n + BN // 2, N)
+    else:
+        _store_part(acc, bias + expert * N, weight, parts, slot, keep, n, N)

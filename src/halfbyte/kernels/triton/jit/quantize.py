@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Activations at their quantisation point: one row -> codes and scales, as `halfbyte.ops.linear.round_activation`.
 
-K is a multiple of 32: callers refuse anything else.
+K is a multiple of 32: callers refuse anything else. Rows are stored WIDTH wide, the rest zeros, for kernels that take
+whole K tiles.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def mx_codes(groups, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x, codes, scales, K, FORMAT: tl.constexpr, BK: tl.constexpr):
+def quantize_kernel(x, codes, scales, K, WIDTH, FORMAT: tl.constexpr, BK: tl.constexpr):
     """One row. mxfp8, mxfp4: UE8M0 scales per 32; fp8: one float32 scale for the row."""
     row = tl.program_id(0).to(tl.int64)
     if FORMAT == "fp8":
@@ -39,17 +40,17 @@ def quantize_kernel(x, codes, scales, K, FORMAT: tl.constexpr, BK: tl.constexpr)
         value = tl.load(x + row * K + i, mask=i < K, other=0.0).to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(value), axis=0), 448.0)
         safe = tl.where(scale > 0.0, scale, 1.0)
-        tl.store(codes + row * K + i, e4m3_bits(tl.div_rn(value, safe + 0.0 * value)), mask=i < K)
+        tl.store(codes + row * WIDTH + i, e4m3_bits(tl.div_rn(value, safe + 0.0 * value)), mask=i < WIDTH)
         tl.store(scales + row, safe)
     else:
         g = tl.arange(0, BK // 32)
         i = g[:, None] * 32 + tl.arange(0, 32)[None, :]
         value = tl.load(x + row * K + i, mask=i < K, other=0.0).to(tl.float32)
         code, scale = mx_codes(value, FORMAT)
-        tl.store(scales + row * (K // 32) + g, scale, mask=g * 32 < K)
+        tl.store(scales + row * (WIDTH // 32) + g, scale, mask=g * 32 < WIDTH)
         if FORMAT == "mxfp8":
-            tl.store(codes + row * K + i, code, mask=i < K)
+            tl.store(codes + row * WIDTH + i, code, mask=i < WIDTH)
         else:
             low, high = tl.split(tl.reshape(code, (BK // 32, 16, 2)))
             j = g[:, None] * 16 + tl.arange(0, 16)[None, :]
-            tl.store(codes + row * (K // 2) + j, (low | (high << 4)).to(tl.uint8), mask=j < K // 2)
+            tl.store(codes + row * (WIDTH // 2) + j, (low | (high << 4)).to(tl.uint8), mask=j < WIDTH // 2)

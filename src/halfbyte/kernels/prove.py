@@ -1,0 +1,272 @@
+"""Proof without the hardware: compile a phase's kernels for an architecture, disassemble them, and say what is there.
+
+Every kernel a phase can launch there is built by Triton for that target, its machine code is searched for the
+instruction the phase promises and for those that would betray a fallback, ptxas reports spills, and shared memory is
+held against the architecture's (Triton does not check it when it only compiles). Needs Triton and the PyPI package
+`nvidia-cuda-nvdisasm`, no GPU and no CUDA toolkit. Refuses Triton's interpreter, under which nothing is compiled.
+
+    python -m halfbyte.kernels.prove triton.moe sm121 [--activation mxfp4] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import json
+import re
+import site
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from halfbyte.errors import PlanError, UsageError
+from halfbyte.gates import Gates
+from halfbyte.kernels.triton.call import Call, compile_options, triton_version
+from halfbyte.plan.phase import ARCHES, Arch, Phase, Spec
+
+MMA = re.compile(r"\b([A-Z]+MMA(?:\.[A-Z0-9_]+)*)\b")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One kernel, compiled: what was promised, what the machine code shows. `problems` is empty where they agree."""
+
+    phase: str
+    kernel: str
+    arch: str
+    target: str  # as the PTX says
+    compiler: str
+    instructions: dict[str, int]  # matrix instructions found, by name
+    total_instructions: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    shared_limit: int
+    needed: str
+    banned: str
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def prove(phase_name: str, arch: str, spec: Spec | None = None, gates: Gates | None = None) -> list[Evidence]:
+    """Evidence for every kernel of a phase; `spec` defaults to gpt-oss-120b as the phase would first meet it."""
+    target = ARCHES.get(arch.lower())
+    if target is None or not target.is_gpu:
+        raise UsageError(f"there is nothing to compile for {arch!r}; use one of {', '.join(gpus())}.")
+    phase = _phase(phase_name)
+    given = spec or default_spec(phase)
+    reason = phase.refuse(given, target, gates or Gates())
+    if reason is not None:
+        raise PlanError(f"{phase_name} does not run on {target.name}: {reason}.")
+    calls: list[Call] = phase.proofs(given, target)  # type: ignore[attr-defined]
+    seen: dict[tuple[Any, ...], Evidence] = {}
+    for call in calls:
+        key = (call.function, tuple(call.types.items()), tuple(call.constants.items()), call.warps, call.stages)
+        if key not in seen:
+            seen[key] = prove_call(phase.name, call, target)
+    return list(seen.values())
+
+
+def gpus() -> list[str]:
+    return [name for name, arch in ARCHES.items() if arch.is_gpu]
+
+
+def provable() -> list[str]:
+    """Names of the phases that can be proved."""
+    return [p.name for p in _phases() if hasattr(p, "proofs")]
+
+
+def _phases() -> Iterable[Phase]:
+    from halfbyte.kernels.triton.phases import PHASES
+
+    return PHASES
+
+
+def _phase(name: str) -> Phase:
+    for phase in _phases():
+        if phase.name == name:
+            return phase
+    raise UsageError(f"there is no phase {name!r} to prove; use one of {', '.join(provable())}.")
+
+
+def default_spec(
+    phase: Phase | None = None, *, activation: str | None = None, dense: str | None = None, kv: str = "bf16",
+    tile: str = "auto",
+) -> Spec:  # fmt: skip
+    """gpt-oss-120b; a phase that exists for fp8 activations is asked with MXFP4 weights and mxfp8."""
+    split = bool(getattr(phase, "split", False))
+    kind = dense or ("mxfp4" if split else "bf16")
+    return Spec(
+        layers=36, hidden=2880, intermediate=2880, experts=128, top_k=4, heads=64, kv_heads=8, head_dim=64,
+        vocab=201088, window=128, norm_eps=1e-5, swiglu_limit=7.0, swiglu_alpha=1.702,
+        formats={"qkv": kind, "o": kind, "gate_up": "mxfp4", "down": "mxfp4", "lm_head": kind, "embed": "bf16"},
+        features={}, dtype="bf16", activation=activation or ("mxfp8" if split else "bf16"), kv_dtype=kv, page_size=64,
+        tile=tile,
+    )  # fmt: skip
+
+
+# One kernel ---------------------------------------------------------------------------------------------------------
+
+
+def prove_call(phase: str, call: Call, arch: Arch) -> Evidence:
+    assert arch.capability is not None
+    compiled = compile_call(call, arch)
+    ptx: str = compiled.asm["ptx"]
+    found = re.search(r"\.target\s+(\S+)", ptx)
+    target = found[1].rstrip(",") if found else "?"
+    sass = disassemble(compiled.asm["cubin"])
+    registers, spilled = resources(ptx, target)
+    shared = int(compiled.metadata.shared)
+    problems = []
+    wanted = "sm_" + arch.name.removeprefix("sm")
+    if not target.startswith(wanted):
+        problems.append(f"the target is {target}, not {wanted}")
+    if call.need and not re.search(call.need, sass):
+        problems.append(f"no instruction matches {call.need}")
+    if call.ban and (hit := re.search(call.ban + r"\S*", sass)):
+        problems.append(f"{hit[0]} is there, which betrays a fallback")
+    if spilled:
+        problems.append(f"{spilled} bytes of registers are spilled")
+    if shared > arch.shared_memory:
+        problems.append(f"{shared} bytes of shared memory, {arch.name} has {arch.shared_memory}")
+    return Evidence(
+        phase=phase, kernel=call.name, arch=arch.name, target=target,
+        compiler="triton " + ".".join(map(str, triton_version())),
+        instructions=dict(collections.Counter(MMA.findall(sass)).most_common()),
+        total_instructions=len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
+        registers=registers, spilled_bytes=spilled, shared_bytes=shared, shared_limit=arch.shared_memory,
+        needed=call.need, banned=call.ban, problems=tuple(problems),
+    )  # fmt: skip
+
+
+class _Driver:
+    """Answers what the compiler asks of a GPU, so that `tl.target_info` sees the target and not this machine."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+
+def compile_call(call: Call, arch: Arch) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if triton.knobs.runtime.interpret:
+        raise PlanError("TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it.")
+    assert arch.capability is not None
+    target = GPUTarget("cuda", arch.capability[0] * 10 + arch.capability[1], 32)
+    fn = call.resolve()
+    names: list[str] = fn.arg_names
+    signature, constants, attributes = {}, {}, {}
+    for at, name in enumerate(names):
+        kind = call.types.get(name)
+        if name in call.constants or kind is None:
+            signature[name] = "constexpr"
+            constants[(at,)] = call.constants.get(name)
+            continue
+        signature[name], _, hint = kind.partition(":")
+        if hint or kind.startswith("*"):
+            attributes[(at,)] = [["tt.divisibility", 16]]
+    assert set(call.types) | set(call.constants) == set(names), f"{call.function}: arguments differ"
+    state = vars(triton.runtime.driver)
+    before = dict(state)
+    triton.runtime.driver.set_active(_Driver(target))
+    try:
+        return triton.compile(
+            ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes),
+            target=target,
+            options={
+                "num_warps": call.warps, "num_stages": call.stages, **call.options, **compile_options(arch.capability),
+            },
+        )  # fmt: skip
+    finally:
+        state.update(before)
+
+
+@functools.cache
+def _nvdisasm() -> str:
+    """PyPI's: the one inside older Tritons cannot read SM121."""
+    for folder in (*site.getsitepackages(), site.getusersitepackages(), *sys.path):
+        for path in Path(folder).glob("nvidia/**/bin/nvdisasm"):
+            return str(path)
+    raise UsageError("the disassembler is missing; pip install nvidia-cuda-nvdisasm.")
+
+
+def disassemble(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        return subprocess.run([_nvdisasm(), "-c", f.name], capture_output=True, text=True, check=True).stdout
+
+
+def resources(ptx: str, target: str) -> tuple[int, int]:
+    """(registers, bytes spilled), as ptxas reports them."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    newest = folder / "ptxas-blackwell"  # reads what Triton writes for every target; the other may be too old
+    tool = newest if newest.exists() else folder / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
+        f.write(ptx)
+        f.flush()
+        done = subprocess.run(
+            [str(tool), "-v", f"--gpu-name={target}", f.name, "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    registers = re.search(r"Used (\d+) registers", done.stderr)
+    return int(registers[1]) if registers else 0, int(spills[1]) + int(spills[2]) if spills else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m halfbyte.kernels.prove", description=__doc__.splitlines()[0])
+    parser.add_argument("phase", help=f"{', '.join(provable())}, or all")
+    parser.add_argument("arch", choices=gpus())
+    parser.add_argument("--activation", choices=("bf16", "fp8", "mxfp8", "mxfp4"))
+    parser.add_argument("--dense", choices=("bf16", "q8", "mxfp4"), help="format of qkv, o and lm_head")
+    parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--tile", choices=("auto", "128x128", "64x128"), default="auto")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args(arguments)
+    found: list[Evidence] = []
+    for name in provable() if asked.phase == "all" else [asked.phase]:
+        spec = default_spec(_phase(name), activation=asked.activation, dense=asked.dense, kv=asked.kv, tile=asked.tile)
+        try:
+            found += prove(name, asked.arch, spec)
+        except PlanError as refusal:
+            if asked.phase != "all":
+                raise
+            print(refusal, file=sys.stderr)
+    if asked.json:
+        print(json.dumps([asdict(e) for e in found]))
+    else:
+        for e in found:
+            print(show(e))
+    return 0 if all(e.ok for e in found) else 1
+
+
+def show(e: Evidence) -> str:
+    """One line a person can read."""
+    found = ", ".join(f"{n} {name}" for name, n in list(e.instructions.items())[:3]) or "no MMA"
+    return (
+        f"{'ok ' if e.ok else 'BAD'} {e.phase} {e.kernel} [{e.target}]: {found}; {e.total_instructions} instructions, "
+        f"{e.registers} registers, {e.spilled_bytes} spilled, {e.shared_bytes} B shared"
+        + "".join(f"\n    {p}" for p in e.problems)
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,174 @@
+"""The decode step, whole, against its torch twin: on the emulator everywhere, on a GPU where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_models import make_cache, make_rope, make_weights, relative
+from torch import Tensor
+
+from halfbyte.errors import PlanError
+from halfbyte.kernels.cuda import twin
+from halfbyte.kernels.cuda.emulate import Emulator
+from halfbyte.kernels.cuda.step import DecodeStep, Gpu, LayerArgs, StepArgs, StepShape
+
+# Split activations keep 16 bits of mantissa, so each phase is within a few 1e-6 of float32. A cached key that rounds to
+# the other bf16 neighbour moves one attention score by up to 2^-9; over few tokens that shows.
+TIGHT, LOOSE = 3e-5, 2e-3
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulator")
+
+
+def small(rows: int, formats: tuple[str, str, str] = ("mxfp4",) * 3) -> StepShape:
+    """Every size different from every other, two kinds of layer, tiles that do not divide evenly over the blocks."""
+    qkv, o, head = formats
+    return StepShape(192, 128, 3, 32, 16, 2, 512, rows=rows, qkv=qkv, o=o, lm_head=head)
+
+
+class Case:
+    """One model with its cache, twice: one for the kernel, one for the twin."""
+
+    def __init__(self, shape: StepShape, machine: object, sequences: int, blocks: int, device: str = "cpu") -> None:
+        self.shape, self.device = shape, device
+        weights = make_weights(shape)
+        pool, tables = make_cache(shape, sequences, blocks)
+        rope = make_rope(blocks * 64)
+        self.weights, self.pool, self.tables, self.rope = weights, pool, tables, rope
+        move = lambda t: t.to(device).clone()  # noqa: E731
+        there = type(weights)(
+            [type(x)(**{k: move(v) for k, v in vars(x).items()}) for x in weights.layers],
+            move(weights.embed), move(weights.final_norm), move(weights.lm_head),
+        )  # fmt: skip
+        self.theirs = move(pool)
+        self.step = DecodeStep(
+            shape, there, machine, pool=self.theirs, tables=(move(tables[0]), move(tables[1])), rope=move(rope)  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def run(self, tokens: list[int], positions: list[int], row_seq: list[int]) -> tuple[dict[str, Tensor], Tensor]:
+        n = len(tokens)
+        t, p, q = (torch.tensor(v, dtype=torch.int32) for v in (tokens, positions, row_seq))
+        self.step.tokens[:n], self.step.positions[:n], self.step.row_seq[:n] = (v.to(self.device) for v in (t, p, q))
+        self.step.run(n)
+        want = twin.step(self.shape, self.weights, self.pool, self.tables, self.rope, t, p, q)
+        got = {k: v[:n].cpu() for k, v in twin.boxes(self.step).items()}
+        return {k: torch.stack((got[k].double(), want[k].double())) for k in got}, self.step.next_tokens[:n].cpu()
+
+
+def compare(case: Case, tokens: list[int], positions: list[int], row_seq: list[int], bound: float) -> None:
+    pairs, token = case.run(tokens, positions, row_seq)
+    errors = {k: relative(v[0], v[1]) for k, v in pairs.items()}
+    assert max(errors.values()) < bound, errors
+    assert token.tolist() == pairs["logits"][0].argmax(-1).tolist()
+    ours, theirs = torch.nan_to_num(case.pool.float()), torch.nan_to_num(case.theirs.cpu().float())
+    assert relative(theirs, ours) < LOOSE
+
+
+CASES = {
+    "window crossing, one page boundary": (1, [127, 128], None, 4),
+    "first token": (1, [0, 1], None, 4),
+    "long context, parts merged": (1, [700], None, 12),
+    "two sequences": (2, [[130, 63], [131, 64]], [0, 1], 4),
+    "verify three tokens beside another sequence": (4, [[100, 101, 102, 30]], [0, 0, 0, 1], 4),
+    "three rows of four": (4, [[5, 200, 127]], [2, 0, 1], 4),
+    "eight rows, long and short": (8, [[100, 700, 102, 30, 31, 32, 0, 64]], [0, 1, 2, 3, 3, 3, 4, 5], 12),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_twin(name: str, built: Path) -> None:
+    rows, positions, row_seq, blocks = CASES[name]
+    row_seq = row_seq or [0]
+    shape = small(rows)
+    case = Case(shape, Emulator(shape, 4, cache=built), max(row_seq) + 1, blocks)
+    for i, p in enumerate(positions):
+        at = p if isinstance(p, list) else [p]
+        tokens = [(37 * (r + 1) + 11 * i) % shape.vocab for r in range(len(at))]
+        compare(case, tokens, at, row_seq, LOOSE if min(at) < 40 else TIGHT)
+
+
+@needs_compiler
+@pytest.mark.parametrize("formats", [("q8", "q8", "q8"), ("bf16", "bf16", "bf16"), ("bf16", "q8", "mxfp4")])
+def test_formats(formats: tuple[str, str, str], built: Path) -> None:
+    shape = small(1, formats)
+    compare(Case(shape, Emulator(shape, 3, cache=built), 1, 4), [17], [150], [0], TIGHT)
+
+
+@needs_compiler
+def test_bits_depend_neither_on_schedule_nor_on_company(built: Path) -> None:
+    """Other schedules, another number of blocks, other rows beside it: the same logits to the last bit."""
+    seen = []
+    for rows, blocks, seed, others in ((4, 4, 0, 0), (4, 4, 99, 3), (4, 3, 5, 1), (4, 6, 7, 2)):
+        shape = small(rows)
+        case = Case(shape, Emulator(shape, blocks, seed, cache=built), 4, 12)
+        pairs, _ = case.run([9, 100, 200, 300][: 1 + others], [650, 3, 131, 70][: 1 + others], list(range(1 + others)))
+        seen.append(pairs["logits"][0][0])
+    assert all(s.equal(seen[0]) for s in seen)
+
+
+@needs_compiler
+def test_argument_structs_agree(built: Path) -> None:
+    for rows in (1, 8):
+        shape = small(rows)
+        step, layer, shared = Emulator(shape, 1, cache=built).sizes()
+        assert (step, layer) == (ctypes.sizeof(StepArgs), ctypes.sizeof(LayerArgs))
+        assert shape.shared_bytes - 512 < shared <= shape.shared_bytes <= shape.shared
+
+
+@needs_compiler
+def test_sinks_and_window_matter(built: Path) -> None:
+    """The comparison would notice a kernel that dropped them."""
+    shape = small(1)
+    case = Case(shape, Emulator(shape, 4, cache=built), 1, 4)
+    for layer in case.weights.layers:
+        layer.sinks.fill_(-30.0)
+    pairs, _ = case.run([5], [200], [0])
+    assert relative(pairs["attn"][0], pairs["attn"][1]) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"heads": 12}, "8 query heads per kv head"),
+        ({"hidden": 200}, "multiples of 64"),
+        ({"experts": 40}, "multiples of 32"),
+        ({"rows": 3}, "1, 2, 4 or 8 rows"),
+        ({"qkv": "f16"}, "mxfp4, q8 and bf16"),
+        ({"shared": 80_000}, "ring of 6 slots"),
+    ],
+)
+def test_refusals(change: dict[str, object], reason: str) -> None:
+    shape = StepShape(**{**vars(small(1)), **change})  # type: ignore[arg-type]
+    assert reason in (shape.refuse() or "")
+
+
+@needs_compiler
+def test_wrong_layout_is_refused(built: Path) -> None:
+    shape = small(1)
+    weights = make_weights(shape)
+    weights.layers[1].qkv = weights.layers[1].qkv[:-1]
+    pool, tables = make_cache(shape, 1, 4)
+    with pytest.raises(PlanError, match="layer 1 qkv"):
+        DecodeStep(shape, weights, Emulator(shape, 1, cache=built), pool=pool, tables=tables, rope=make_rope(256))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str) -> None:
+    rows, positions, row_seq, blocks = CASES[name]
+    row_seq = row_seq or [0]
+    shape = small(rows)
+    case = Case(shape, Gpu(shape), max(row_seq) + 1, blocks, "cuda")
+    for i, p in enumerate(positions):
+        at = p if isinstance(p, list) else [p]
+        compare(case, [(37 * (r + 1) + 11 * i) % shape.vocab for r in range(len(at))], at, row_seq, LOOSE)

@@ -1,0 +1,40 @@
+"""Runs `tests/kernels/triton` in a process with Triton's interpreter, once, and reports each of its files here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "triton"
+FILES = sorted(p.stem for p in FOLDER.glob("test_*.py"))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[ET.Element]], str]:
+    out = tmp_path_factory.mktemp("interpreted") / "report.xml"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={out}",
+         "-m", "not slow", str(FOLDER)],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    found: dict[str, list[ET.Element]] = {}
+    if out.exists():
+        for case in ET.parse(out).iter("testcase"):
+            found.setdefault(str(case.get("classname")).rsplit(".", 1)[-1], []).append(case)
+    return found, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_interpreted(file: str, report: tuple[dict[str, list[ET.Element]], str]) -> None:
+    found, output = report
+    cases = found.get(file, [])
+    assert cases, f"no test of {file} ran:\n{output}"
+    failed = [c.get("name") for c in cases if c.find("failure") is not None or c.find("error") is not None]
+    assert not failed, f"{failed} failed:\n{output}"
+    ran = [c for c in cases if c.find("skipped") is None]
+    assert ran, f"every test of {file} was skipped:\n{output}"

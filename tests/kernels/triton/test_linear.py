@@ -1,0 +1,98 @@
+"""Projections against the reference with the same quantisation point: only the order of additions differs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_cases import close, make_spec, make_step, make_weights, run_both
+
+from halfbyte.gates import Gates
+from halfbyte.kernels.triton.linear import LmHead, OutProjection, OutProjectionSplit, Qkv, QkvSplit
+from halfbyte.plan.phase import ARCHES, Phase
+
+BOUND = 2e-6
+
+
+def inputs(rows: int, k: int) -> torch.Tensor:
+    return torch.randn(rows, k, generator=torch.Generator().manual_seed(k + rows))
+
+
+@pytest.mark.parametrize("rows", [1, 33, 100])
+@pytest.mark.parametrize(
+    ("kind", "activation"),
+    [("bf16", "bf16"), ("q8", "bf16"), ("mxfp4", "bf16"), ("mxfp4", "fp8"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4")],
+)
+def test_qkv(kind: str, activation: str, rows: int) -> None:
+    spec = make_spec(activation=activation, formats=make_spec().formats | {"qkv": kind})
+    step = make_step(spec, [(0, rows)])
+    mine, theirs, _, _ = run_both(Qkv(), spec, make_weights(spec), step, {"h": inputs(rows, spec.hidden)})
+    for name in ("q", "k", "v"):
+        close(mine[name], theirs[name], BOUND)
+
+
+@pytest.mark.parametrize("phase", [OutProjection(), OutProjectionSplit()])
+@pytest.mark.parametrize("activation", ["fp8", "mxfp8"])
+def test_o_adds_to_the_stream(phase: Phase, activation: str) -> None:
+    spec = make_spec(activation=activation, head_dim=64, formats=make_spec().formats | {"o": "mxfp4"})
+    step = make_step(spec, [(0, 3)])
+    layout = phase.layouts(spec)["o"]
+    acts = {"x": inputs(3, spec.hidden), "attn": inputs(3, spec.heads * spec.head_dim)}
+    mine, theirs, _, _ = run_both(phase, spec, make_weights(spec, layout=layout), step, acts)
+    close(mine["x"], theirs["x"], BOUND)
+
+
+@pytest.mark.parametrize("activation", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("rows", [2, 40])
+def test_split_layout_with_k_that_is_no_whole_tile(activation: str, rows: int) -> None:
+    """hidden is 160: the second K tile of 128 is padding for the most part."""
+    spec = make_spec(activation=activation, formats=make_spec().formats | {"qkv": "mxfp4"})
+    step = make_step(spec, [(0, rows)])
+    weights = make_weights(spec, layout="w4a8_split")
+    mine, theirs, _, _ = run_both(QkvSplit(), spec, weights, step, {"h": inputs(rows, spec.hidden)})
+    close(mine["q"], theirs["q"], BOUND)
+
+
+def test_bf16_rows_need_no_second_rounding() -> None:
+    spec = make_spec()
+    step = make_step(spec, [(0, 5)])
+    h = inputs(5, spec.hidden)
+    weights = make_weights(spec)
+    wide, _, _, _ = run_both(Qkv(), spec, weights, step, {"h": h})
+    narrow, _, _, _ = run_both(Qkv(), spec, weights, step, {"h": h.bfloat16()})
+    assert wide["q"].equal(narrow["q"])
+
+
+def test_lm_head() -> None:
+    spec = make_spec()
+    step = make_step(spec, [(0, 3)], logit_rows=[0, 2])
+    mine, theirs, _, _ = run_both(LmHead(), spec, make_weights(spec), step, {"h": inputs(2, spec.hidden)})
+    close(mine["logits"], theirs["logits"], BOUND)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    spec = make_spec(formats=make_spec().formats | {"qkv": "mxfp4"})
+    weights = make_weights(spec)
+    h = inputs(9, spec.hidden)
+    many, _, _, _ = run_both(Qkv(), spec, weights, make_step(spec, [(0, 9)]), {"h": h})
+    one, _, _, _ = run_both(Qkv(), spec, weights, make_step(spec, [(0, 1)]), {"h": h[4:5].contiguous()})
+    close(one["q"], many["q"][4:5], 1e-6)
+
+
+REFUSALS = [
+    (Qkv(), "cpu", {}, "needs an NVIDIA GPU"),
+    (Qkv(), "sm120", {"formats": {"qkv": "f32"}}, "qkv is f32"),
+    (Qkv(), "sm120", {"formats": {"qkv": "q8"}, "activation": "mxfp8"}, "takes bf16 activations"),
+    (Qkv(), "sm120", {"formats": {"qkv": "mxfp4"}, "activation": "int8"}, "has no int8"),
+    (Qkv(), "sm121", {"formats": {"qkv": "mxfp4"}, "activation": "mxfp8"}, "w4a8_split"),
+    (QkvSplit(), "sm90", {"formats": {"qkv": "mxfp4"}, "activation": "mxfp8"}, "is for SM12x"),
+    (QkvSplit(), "sm120", {"formats": {"qkv": "mxfp4"}}, "not for bf16"),
+    (QkvSplit(), "sm120", {}, "holds mxfp4"),
+    (Qkv(), "sm90", {"hidden": 100}, "whole groups of 32"),
+]
+
+
+@pytest.mark.parametrize(("phase", "arch", "changes", "reason"), REFUSALS)
+def test_refusals(phase: Phase, arch: str, changes: dict[str, object], reason: str) -> None:
+    found = phase.refuse(make_spec(**changes), ARCHES[arch], Gates())
+    assert found is not None
+    assert reason in found
