@@ -216,3 +216,24 @@ def test_frames_survive_any_cut() -> None:
             got += frames.feed(data[at : at + step])
             at += step
         assert [wire.decode_from_engine(b).outputs for b in got] == [[("a", delta)]] * 3
+
+
+async def test_a_real_model_in_its_process_gives_the_tokens_of_the_engine_here() -> None:
+    from halfbyte.engine.api import Engine
+    from halfbyte.engine.build import EngineOptions
+    from halfbyte.gates import Gates
+
+    gates = Gates(speculate="ngram")
+    options = EngineOptions(
+        model="random:small", gates=gates, device="cpu", max_context=256, kv_gib=0.02, reserve_gib=0.0
+    )
+    source = await EngineProcess.start(options)
+    try:
+        assert source.info.details["gates"]["speculate"] == "ngram"
+        tokens, last = await whole(source, Request([5, 6, 7], greedy(6)))
+    finally:
+        await source.close()
+    with Engine("random:small", max_context=256, kv_gib=0.02, reserve_gib=0.0) as here:
+        assert here.generate([[5, 6, 7]], greedy(6))[0].tokens == tokens
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(tokens)

@@ -372,6 +372,7 @@ class Scheduler:
         for plan in launched or []:
             for seq in plan.seqs:
                 flying[id(seq)] = flying.get(id(seq), 0) + 1
+                assert seq.tables.attached, "pages were given back that a launched step still writes"
         for seq in self.waiting:
             assert seq.state is State.WAITING
             assert not seq.tables.attached
