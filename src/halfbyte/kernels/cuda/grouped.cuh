@@ -5,11 +5,12 @@
 // memory by bulk copy, is widened to bf16 with its scale multiplied in (exact: E2M1 times a power of two), and multiplies
 // 64 k of up to 128 activations in shared memory.
 //
-// Activations are kept *packed*: [K / 64][slots][64] bf16 with the sixteen-byte units of slot s permuted by XOR with s % 8,
-// which is the tensor core's swizzle. An expert's slots are consecutive and begin at a multiple of 8, so the tile of any
+// Activations are kept *packed*: [K / 64][slots][64] bf16. Within a group of 32 values the words (pairs of values) stand in
+// tile16's order, word (t, i) at place (i, t), four by four; then the sixteen-byte units of slot s are permuted by XOR with
+// s % 8, the tensor core's swizzle. An expert's slots are consecutive and begin at a multiple of 8, so the tile of any
 // number of columns is one contiguous run per chunk: one bulk copy, no tensor map.
 //
-// One block per multiprocessor: a warp that feeds, and warpgroups that multiply 64 rows times MT each. Work comes as
+// One block per multiprocessor: a warp that feeds, and warpgroups that multiply MT times 64 rows each. Work comes as
 // items (some rows of one expert x some of its slots), published by the feeding warp. Every output is summed by one
 // warpgroup in the order of k, so results do not depend on who computes what.
 #pragma once
@@ -22,14 +23,11 @@ constexpr bool SWIGLU = HB_SWIGLU;  // gate_up: packed bf16 out; otherwise rows 
 constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // bytes of 16 rows x 64 k
 constexpr int WARPGROUPS = WIDE ? 2 : 4;  // that multiply
 constexpr int WARPS = WARPGROUPS * 4;
-constexpr int THREADS = WIDE ? (WARPGROUPS + 1) * 128 : WARPGROUPS * 128 + 32;
-constexpr int N_MAX = WIDE ? 128 : 64;                              // columns of an item
-constexpr int MT_NARROW = WIDE ? (FORMAT == MXFP4 ? 4 : 2) : 1;      // 64-row tiles per warpgroup up to 64 columns
-constexpr int MT_WIDE = WIDE ? 2 : 1;                               // and beyond
-constexpr int KS = WIDE || FORMAT != MXFP4 ? 1 : 2;                 // chunks in a stage
-HB_CONST_FN int stage_bytes(int n, int mt) { return KS * (n * 128 + WARPGROUPS * mt * 4 * CHUNK); }
-HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
-constexpr int STAGE = (larger(stage_bytes(64, MT_NARROW), stage_bytes(N_MAX, MT_WIDE)) + 1023) / 1024 * 1024;
+constexpr int THREADS = (WARPGROUPS + 1) * 128;
+constexpr int N_MAX = WIDE ? 128 : 64;                // columns of an item
+constexpr int MT = WIDE ? 2 : 1;                      // tiles of 64 rows per warpgroup
+constexpr int KS = WIDE || FORMAT != MXFP4 ? 1 : 2;   // chunks in a stage
+constexpr int STAGE = (KS * (N_MAX * 128 + WARPGROUPS * MT * 4 * CHUNK) + 1023) / 1024 * 1024;
 constexpr int EXPERTS_MAX = 512;
 constexpr int STAGES = 215 * 1024 / STAGE;
 static_assert(STAGES >= 4, "too few stages to hide the latency of memory");
@@ -67,17 +65,15 @@ HB_DEV void wait_for(u64* bar, u32 parity) { while (!bar_try(bar, parity)) wait_
 
 // ---- how an expert's slots and rows are cut -------------------------------------------------------------------------
 
-struct Cut { int n, columns, mt, whole, rest; };  // n per tile of columns; items of one such tile: whole, and remainders
+struct Cut { int n, columns, whole, rest; };  // n per tile of columns; items of one such tile: whole ones, remainders
 
 HB_DEV Cut cut(const Product& p, int count) {
   Cut c;
   const int parts = (count + p.n_cap - 1) / p.n_cap;
   c.n = parts ? ((count + parts - 1) / parts + 7) & ~7 : 8;
   c.columns = (count + c.n - 1) / c.n;
-  c.mt = c.n <= 64 ? MT_NARROW : MT_WIDE;
-  const int per = WARPGROUPS * c.mt, left = p.m_tiles % per;
-  c.whole = p.m_tiles / per;
-  c.rest = WIDE ? left / 4 + (left % 4 + 1) / 2 : left > 0;
+  c.whole = p.m_tiles / (WARPGROUPS * MT);
+  c.rest = (p.m_tiles % (WARPGROUPS * MT) + WARPGROUPS - 1) / WARPGROUPS;
   return c;
 }
 
@@ -134,26 +130,22 @@ struct Work {  // the feeding warp's view of what is to do
   HB_DEV_MEMBER Item wide(int index) const {
     Item it = {};
     if (index >= whole + rest) return it;
-    const bool big = index < whole;
+    const bool big = index < whole;  // products exist for some n only; columns beyond `valid` are computed and dropped
     const int* before = sh.before[big ? 0 : 1];
     if (!big) index -= whole;
     const int e = expert_of(before, index);
     const Cut c = cut(p, count_of(p, e));
     index -= before[e];
     columns(it, c, e, index % c.columns);
-    int block = index / c.columns;
-    const int per = WARPGROUPS * c.mt;
-    if (big) { it.first = block * per; it.tiles = per; it.mt = c.mt; return it; }
-    const int left = p.m_tiles % per;
-    it.first = c.whole * per;
-    if (block < left / 4) { it.first += 4 * block; it.tiles = 4; it.mt = 2; }
-    else {
-      const int at = left / 4 * 4 + (block - left / 4) * 2;
-      it.first += at; it.tiles = left - at < 2 ? left - at : 2; it.mt = 1;
+    const int block = index / c.columns;
+    if (big) {
+      it.first = block * WARPGROUPS * MT; it.tiles = WARPGROUPS * MT; it.mt = MT;
+      it.n = it.n <= 48 ? (it.n + 15) & ~15 : it.n <= 96 ? it.n : (it.n + 15) & ~15;
+    } else {
+      it.first = c.whole * WARPGROUPS * MT + block * WARPGROUPS;
+      it.tiles = p.m_tiles - it.first < WARPGROUPS ? p.m_tiles - it.first : WARPGROUPS; it.mt = 1;
+      it.n = (it.n + 63) & ~63;
     }
-    // the small products exist for some widths only; the columns beyond are computed and dropped
-    if (it.mt == 1) it.n = (it.n + 31) & ~31;
-    if (it.mt == 2 && it.n <= 64) it.n = it.n <= 32 ? 32 : 64;
     return it;
   }
   // Otherwise: tile `at` of all tiles of all columns; consecutive, so that every block gets the same number of bytes.

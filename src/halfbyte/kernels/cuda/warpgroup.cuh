@@ -8,9 +8,10 @@
 
 #ifdef HB_EMULATE
 #define __grid_constant__
+#define HB_NO_UNROLL
 namespace emu {
 struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
-  u32 a[4]; const u8* b; int n; float* d; bool keep;
+  u32 a[4]; const u8* b; int n; float* d;
   void bring(Warp& w, int p, int lane) { for (int i = 0; i < 4; i++) w.in[p][i][lane] = a[i]; }
   int take(Warp& w, int p, int lane) {
     const int g = lane / 4, t = lane % 4;
@@ -23,7 +24,7 @@ struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
         at ^= (at >> 7 & 7) << 4;
         s += (double)bf(k & 1 ? x >> 16 : x & 0xffff) * (double)bf(*(const u16*)at);
       }
-      d[i] = (keep ? d[i] : 0.f) + (float)s;
+      d[i] += (float)s;
     }
     return 0;
   }
@@ -31,14 +32,15 @@ struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
 }  // namespace emu
 HB_DEV u64 b_tile(const void* p) { return (u64)(uintptr_t)p; }
 HB_DEV u64 b_advance(u64 d, int bytes) { return d + bytes; }
-template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep) {
-  emu::Wgmma w{{a0, a1, a2, a3}, (const u8*)(uintptr_t)b, N, d, keep != 0};
+template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  emu::Wgmma w{{a0, a1, a2, a3}, (const u8*)(uintptr_t)b, N, d};
   emu::collective<emu::Wgmma&>(w);
 }
 HB_DEV void wgmma_fence() {}
 HB_DEV void wgmma_commit() {}
-template <int PENDING> HB_DEV void wgmma_wait() {}
+template <int PENDING, int WHERE = 0> HB_DEV void wgmma_wait() {}
 template <int N> HB_DEV void wgmma_settle(float (&)[N]) {}
+template <int N> HB_DEV void wgmma_clear(float (&d)[N]) { for (float& v : d) v = 0.f; }
 template <int N> HB_DEV void more_registers() {}
 template <int N> HB_DEV void fewer_registers() {}
 HB_DEV void wait_for_previous() {}
@@ -48,19 +50,25 @@ HB_DEV void shared_add(int* p, int v) { *p += v; emu::moved(); }
 HB_DEV u32 votes(bool p) { return emu::collective(emu::Reduce{p, 2}); }
 HB_DEV float reciprocal(float v) { return 1.f / v; }
 HB_DEV void wait_a_bit() { emu::yield(); }
-HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { u32 v[4] = {a, b, c, d}; memcpy(p, v, 16); }
+template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) { memcpy(p, v, 4 * N); }
 HB_DEV u64 ordinary_policy() { return 0; }
 #else
+#define HB_NO_UNROLL _Pragma("unroll 1")
 HB_DEV u64 b_tile(const void* p) {  // rows of 128 bytes, eight to a swizzle atom of 1024
   return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (u64)((smem(p) & 0x3ffff) >> 4);
 }
 HB_DEV u64 b_advance(u64 d, int bytes) { return d + (u64)(bytes >> 4); }
 HB_DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 HB_DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> HB_DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+// WHERE keeps two waits apart that the compiler would otherwise merge into one after their paths have joined.
+template <int PENDING, int WHERE = 0> HB_DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0; // %1" ::"n"(PENDING), "n"(WHERE) : "memory"); }
 template <int N> HB_DEV void wgmma_settle(float (&d)[N]) {  // results may be read from here on, not before
   HB_UNROLL
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N> HB_DEV void wgmma_clear(float (&d)[N]) {  // opaque, so that sums of different products share no registers
+  HB_UNROLL
+  for (int i = 0; i < N; i++) asm volatile("mov.b32 %0, 0;" : "=f"(d[i]));
 }
 template <int N> HB_DEV void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> HB_DEV void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
@@ -71,11 +79,15 @@ HB_DEV void shared_add(int* p, int v) { atomicAdd(p, v); }
 HB_DEV u32 votes(bool p) { return __ballot_sync(0xffffffffu, p); }
 HB_DEV float reciprocal(float v) { float r; asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 HB_DEV void wait_a_bit() {}
-HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
+template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) {
+  if constexpr (N == 4) asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+  else if constexpr (N == 2) asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v[0]), "r"(v[1]) : "memory");
+  else { static_assert(N == 1, "1, 2 or 4 words"); asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v[0]) : "memory"); }
+}
 HB_DEV u64 ordinary_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
 
-// D (64 x N, float) = A (64 x 16, this lane's four registers) B + keep * D, for every N a multiple of 8 up to 128.
-template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep);
+// D (64 x N, float) = A (64 x 16, this lane's four registers) B + D, for every N a multiple of 8 up to 128.
+template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b);
 #define HB_D8 "%0,%1,%2,%3"
 #define HB_D16 HB_D8 ",%4,%5,%6,%7"
 #define HB_D24 HB_D16 ",%8,%9,%10,%11"
@@ -109,26 +121,26 @@ template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u3
 #define HB_O112 HB_O104, HB_O4(52)
 #define HB_O120 HB_O112, HB_O4(56)
 #define HB_O128 HB_O120, HB_O4(60)
-#define HB_WGMMA(N, A0, A1, A2, A3, B, KEEP)                                                                              \
-  template <> HB_DEV void wgmma<N>(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int keep) {                  \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #KEEP ", 0; wgmma.mma_async.sync.aligned.m64n" #N                      \
-                 "k16.f32.bf16.bf16 {" HB_D##N "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", p, 1, 1, 0; }"            \
-                 : HB_O##N : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(keep));                                      \
+#define HB_WGMMA(N, A0, A1, A2, A3, B)                                                                                    \
+  template <> HB_DEV void wgmma<N>(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N                                                                    \
+                 "k16.f32.bf16.bf16 {" HB_D##N "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", 1, 1, 1, 0;"                 \
+                 : HB_O##N : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                                 \
   }
-HB_WGMMA(8, 4, 5, 6, 7, 8, 9)
-HB_WGMMA(16, 8, 9, 10, 11, 12, 13)
-HB_WGMMA(24, 12, 13, 14, 15, 16, 17)
-HB_WGMMA(32, 16, 17, 18, 19, 20, 21)
-HB_WGMMA(40, 20, 21, 22, 23, 24, 25)
-HB_WGMMA(48, 24, 25, 26, 27, 28, 29)
-HB_WGMMA(56, 28, 29, 30, 31, 32, 33)
-HB_WGMMA(64, 32, 33, 34, 35, 36, 37)
-HB_WGMMA(72, 36, 37, 38, 39, 40, 41)
-HB_WGMMA(80, 40, 41, 42, 43, 44, 45)
-HB_WGMMA(88, 44, 45, 46, 47, 48, 49)
-HB_WGMMA(96, 48, 49, 50, 51, 52, 53)
-HB_WGMMA(104, 52, 53, 54, 55, 56, 57)
-HB_WGMMA(112, 56, 57, 58, 59, 60, 61)
-HB_WGMMA(120, 60, 61, 62, 63, 64, 65)
-HB_WGMMA(128, 64, 65, 66, 67, 68, 69)
+HB_WGMMA(8, 4, 5, 6, 7, 8)
+HB_WGMMA(16, 8, 9, 10, 11, 12)
+HB_WGMMA(24, 12, 13, 14, 15, 16)
+HB_WGMMA(32, 16, 17, 18, 19, 20)
+HB_WGMMA(40, 20, 21, 22, 23, 24)
+HB_WGMMA(48, 24, 25, 26, 27, 28)
+HB_WGMMA(56, 28, 29, 30, 31, 32)
+HB_WGMMA(64, 32, 33, 34, 35, 36)
+HB_WGMMA(72, 36, 37, 38, 39, 40)
+HB_WGMMA(80, 40, 41, 42, 43, 44)
+HB_WGMMA(88, 44, 45, 46, 47, 48)
+HB_WGMMA(96, 48, 49, 50, 51, 52)
+HB_WGMMA(104, 52, 53, 54, 55, 56)
+HB_WGMMA(112, 56, 57, 58, 59, 60)
+HB_WGMMA(120, 60, 61, 62, 63, 64)
+HB_WGMMA(128, 64, 65, 66, 67, 68)
 #endif

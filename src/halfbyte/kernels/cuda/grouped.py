@@ -1,0 +1,303 @@
+"""Grouped products on Hopper: experts and dense projections for batches and prefill, around grouped.cu.
+
+`Experts` and `Dense` hold one layer's weights in the layout "tile16" and run them over any number of rows; a `Room` holds
+the buffers they share and grows when more rows come than ever before. Nothing here synchronises with the host or looks
+at device data, so a launch can be captured. Weights are never converted: the wrong layout or shape is a PlanError.
+
+A `Machine` runs the kernels: `Gpu` on the current device, or the emulator of the tests on a CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import PlanError
+from halfbyte.formats import MXTensor
+from halfbyte.formats.tile16 import CHUNK_BYTES, tile_shape
+from halfbyte.kernels.launch import Kernel, Program, compile_program
+
+FOLDER = Path(__file__).parent
+FORMATS = {"mxfp4": 0, "bf16": 2}
+TILE, CHUNK, PAD = 64, 64, 128  # rows of a tile, k of a chunk, slots that may be read past the last one
+EXPERTS_MAX = 512
+LARGEST_SCALE = 128  # UE8M0: 2^(e - 1) must be a bf16 number
+GROUP_THREADS, ROW_THREADS = 512, 256
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+
+
+class ProductArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("weights", "bias", "x", "starts", "counts", "packed", "out", "residual", "counter")),
+        ("out_stride", ctypes.c_longlong),
+        *((name, _I) for name in ("experts", "m_tiles", "chunks", "columns", "x_slots", "packed_slots", "n_cap")),
+        ("bias_float", _I),
+        ("limit", _F),
+        ("alpha", _F),
+    ]
+
+
+class RowsArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("source", "norm", "select", "packed", "counters", "ids", "weights", "starts")),
+        *((name, _P) for name in ("counts", "place", "member", "parts", "residual", "out")),
+        ("stride", ctypes.c_longlong),
+        *((name, _I) for name in ("rows", "width", "slots", "experts", "top_k", "source_float", "norm_float")),
+        ("ids_wide", _I),
+        ("eps", _F),
+    ]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One build of grouped.cu. `wide`: up to 128 columns an item, for prefill; else up to 64, for memory-bound batches."""
+
+    format: str
+    wide: bool
+    swiglu: bool
+
+    @property
+    def stage(self) -> tuple[int, int]:
+        """(bytes, stages), as grouped.cuh has them."""
+        groups, mt, n = (2, 2, 128) if self.wide else (4, 1, 64)
+        chunks = 1 if self.wide or self.format != "mxfp4" else 2
+        size = -(-chunks * (n * 128 + groups * mt * 4 * CHUNK_BYTES[self.format]) // 1024) * 1024
+        return size, 215 * 1024 // size
+
+    @property
+    def shared_bytes(self) -> int:
+        size, stages = self.stage
+        tail = stages * 16 + 32 + 2 * 32 + 2 * 4 * (EXPERTS_MAX + 1)
+        return stages * size + -(-tail // 8) * 8 + 1024
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.wide else 640
+
+    def program(self) -> Program:
+        values = {"FORMAT": FORMATS[self.format], "WIDE": int(self.wide), "SWIGLU": int(self.swiglu)}
+        return Program(FOLDER / "grouped.cu", "grouped", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
+
+
+ROWS_PROGRAM = FOLDER / "grouped_rows.cu"
+
+
+class Machine(Protocol):
+    blocks: int
+
+    def product(self, variant: Variant, args: ProductArgs) -> None: ...
+
+    def rows(self, entry: str, grid: int, args: RowsArgs) -> None: ...
+
+
+class Gpu:
+    """The kernels on the current CUDA device; a persistent block per multiprocessor, each launch overlapping the last."""
+
+    def __init__(self) -> None:
+        major, minor = torch.cuda.get_device_capability()
+        self.arch = f"sm_{major}{minor}a"
+        self.blocks = torch.cuda.get_device_properties().multi_processor_count
+        self._products: dict[Variant, Kernel] = {}
+        self._rows: dict[str, Kernel] = {}
+
+    def load(self, variant: Variant) -> None:
+        if variant not in self._products:
+            cubin = compile_program(variant.program(), self.arch)
+            self._products[variant] = Kernel(cubin, "grouped", variant.shared_bytes)
+
+    def product(self, variant: Variant, args: ProductArgs) -> None:
+        self.load(variant)
+        self._products[variant].launch(self.blocks, variant.threads, args, early=True)
+
+    def rows(self, entry: str, grid: int, args: RowsArgs) -> None:
+        if entry not in self._rows:
+            self._rows[entry] = Kernel(compile_program(Program(ROWS_PROGRAM, entry), self.arch), entry, 4096)
+        self._rows[entry].launch(grid, GROUP_THREADS if entry == "group_rows" else ROW_THREADS, args, early=True)
+
+
+@functools.cache
+def gpu() -> Gpu:
+    return Gpu()
+
+
+class Room:
+    """Buffers by name, shared by all layers of a model: one layer is done with them before the next begins."""
+
+    def __init__(self, machine: Machine, buffers: dict[str, Tensor], device: torch.device) -> None:
+        self.machine, self._buffers, self.device = machine, buffers, device
+
+    def get(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
+        """At least `count` elements; a larger one replaces a smaller one, and captured graphs keep the one they saw."""
+        key = f"grouped.{name}"
+        held = self._buffers.get(key)
+        if held is None or held.numel() < count:
+            size = 1 << max(0, count - 1).bit_length() if count < 1 << 20 else -(-count // (1 << 20)) * (1 << 20)
+            held = self._buffers[key] = torch.zeros(size, dtype=dtype, device=self.device)
+        return held
+
+    def counters(self) -> Tensor:
+        return self.get("counters", 2, torch.int32)
+
+
+def _ptr(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _float(t: Tensor | None) -> int:
+    """Whether values are float32 (else bf16)."""
+    if t is None:
+        return 0
+    if t.dtype not in (torch.float32, torch.bfloat16):
+        raise PlanError(f"the grouped products read float32 and bf16, not {t.dtype}.")
+    return int(t.dtype == torch.float32)
+
+
+def _weights(w: Tensor | MXTensor, role: str) -> tuple[str, Tensor, int, int]:
+    """(format, data, rows, k) of a matrix or a stack of them in tile16."""
+    if isinstance(w, MXTensor):
+        form, data, (n, k) = str(w.format), w.data, w.shape[-2:]
+        ok = w.layout == "tile16" and form in FORMATS
+    else:  # dense tiles carry their shape: uint8 [..., tiles, chunks, 2048]
+        form, data, n, k = "bf16", w, w.shape[-3] * 16, w.shape[-2] * 64
+        ok = w.dtype == torch.uint8 and w.shape[-1] == CHUNK_BYTES["bf16"]
+    if not ok or tuple(data.shape[-3:]) != tile_shape(n, k, form) or not data.is_contiguous():
+        raise PlanError(f"the grouped products need {role} contiguous in the layout tile16, as mxfp4 or bf16.")
+    if n % TILE or k % CHUNK:
+        raise PlanError(f"the grouped products need {role} in multiples of {TILE} x {CHUNK}, not {n} x {k}.")
+    if form == "mxfp4":
+        largest = int(data.view(-1, CHUNK_BYTES["mxfp4"])[:, 512:].amax()) if data.device.type != "meta" else 0
+        if largest > LARGEST_SCALE:
+            raise PlanError(
+                f"{role} has MXFP4 scales past 2^{LARGEST_SCALE - 127}, which the grouped products cannot hold."
+            )
+    return form, data, n, k
+
+
+def columns_cap(rows: int, m_tiles: int, blocks: int) -> int:
+    """Columns per item of one dense product that leave the fewest columns to the busiest block."""
+
+    def cost(cap: int) -> int:
+        n = -(-math.ceil(rows / math.ceil(rows / cap)) // 8) * 8
+        whole = math.ceil(rows / n) * (m_tiles // 4)
+        return math.ceil(whole / blocks) * (n if n <= 96 else -(-n // 16) * 16)
+
+    return min((*range(64, 97, 8), 112, 128), key=lambda cap: (cost(cap), -cap))
+
+
+class Dense:
+    """y = W x + bias, or residual + that, for one matrix."""
+
+    def __init__(self, room: Room, weights: Tensor | MXTensor, bias: Tensor | None, role: str) -> None:
+        self.room, self.bias = room, bias
+        self.format, self.data, self.n, self.k = _weights(weights, role)
+        _float(bias)
+
+    def run(
+        self,
+        source: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        select: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """float32 [rows, n]; `norm`: the weight of an RMS norm in front, `select`: which rows of `source`."""
+        room, rows = self.room, source.shape[0] if select is None else select.shape[0]
+        out = torch.empty((rows, self.n), dtype=torch.float32, device=source.device)
+        if rows == 0:
+            return out
+        slots = rows + PAD
+        packed = room.get("packed", slots * self.k, torch.bfloat16)
+        counters = room.counters()
+        room.machine.rows(
+            "pack_rows", math.ceil(rows / (ROW_THREADS // 32)),
+            RowsArgs(
+                source=_ptr(source), norm=_ptr(norm), select=_ptr(select), packed=_ptr(packed), counters=_ptr(counters),
+                stride=source.stride(0), rows=rows, width=self.k, slots=slots, source_float=_float(source),
+                norm_float=_float(norm), eps=eps,
+            ),
+        )  # fmt: skip
+        wide = rows > 64
+        args = ProductArgs(
+            weights=_ptr(self.data), bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(packed), out=_ptr(out),
+            residual=_ptr(residual), counter=_ptr(counters), out_stride=self.n, experts=1, m_tiles=self.n // TILE,
+            chunks=self.k // CHUNK, columns=rows, x_slots=slots,
+            n_cap=columns_cap(rows, self.n // TILE, room.machine.blocks) if wide else 64,
+        )  # fmt: skip
+        room.machine.product(Variant(self.format, wide, False), args)
+        return out
+
+
+class Experts:
+    """x + the weighted sum of the chosen experts' MLPs of h."""
+
+    def __init__(
+        self,
+        room: Room,
+        gate_up: Tensor | MXTensor,
+        gate_up_bias: Tensor,
+        down: Tensor | MXTensor,
+        down_bias: Tensor,
+        *,
+        limit: float,
+        alpha: float,
+    ) -> None:
+        self.room, self.limit, self.alpha = room, limit, alpha
+        self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
+        self.format, self.gate_up, self.inner, self.hidden = _weights(gate_up, "gate_up")
+        form, self.down, n, k = _weights(down, "down")
+        self.experts = self.gate_up.shape[0]
+        if form != self.format or (n, 2 * k) != (self.hidden, self.inner) or self.experts > EXPERTS_MAX:
+            raise PlanError(
+                "the grouped products need gate_up and down of one format, of one shape, of 512 experts at most."
+            )
+
+    def run(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+        """h [rows, hidden] bf16 or float32, ids and weights [rows, top_k] as the router left them, x float32."""
+        room, device = self.room, h.device
+        rows, top_k = ids.shape
+        out = torch.empty_like(x)
+        if rows == 0:
+            return out
+        choices = rows * top_k
+        slots = choices + 7 * min(self.experts, choices) + PAD
+        half = self.inner // 2
+        packed = room.get("packed", slots * self.hidden, torch.bfloat16)
+        hidden = room.get("hidden", slots * half, torch.bfloat16)
+        parts = room.get("parts", slots * self.hidden, torch.float32)
+        place, member = room.get("place", choices, torch.int32), room.get("member", slots, torch.int32)
+        table = room.get("table", 2 * self.experts, torch.int32)
+        counters = room.counters()
+        starts, counts = table.data_ptr(), table.data_ptr() + 4 * self.experts
+        common = RowsArgs(
+            source=_ptr(h), packed=_ptr(packed), counters=_ptr(counters), ids=_ptr(ids), weights=_ptr(weights),
+            starts=starts, counts=counts, place=_ptr(place), member=_ptr(member), parts=_ptr(parts), residual=_ptr(x),
+            out=_ptr(out), stride=h.stride(0), rows=rows, width=self.hidden, slots=slots, experts=self.experts,
+            top_k=top_k, source_float=_float(h), ids_wide=int(ids.dtype == torch.int64),
+        )  # fmt: skip
+        room.machine.rows("group_rows", self.experts, common)
+        wide = choices > 24 * self.experts
+        first = ProductArgs(
+            weights=_ptr(self.gate_up), bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
+            x=_ptr(packed), starts=starts, counts=counts, packed=_ptr(hidden), counter=_ptr(counters),
+            experts=self.experts, m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots,
+            packed_slots=slots, n_cap=128 if wide else 64, limit=self.limit, alpha=self.alpha,
+        )  # fmt: skip
+        room.machine.product(Variant(self.format, wide, True), first)
+        second = ProductArgs(
+            weights=_ptr(self.down), bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(hidden),
+            starts=starts, counts=counts, out=_ptr(parts), counter=counters.data_ptr() + 4, out_stride=self.hidden,
+            experts=self.experts, m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots,
+            n_cap=128 if wide else 64,
+        )  # fmt: skip
+        room.machine.product(Variant(self.format, wide, False), second)
+        room.machine.rows("sum_rows", rows, common)
+        assert x.device == device and x.dtype == torch.float32 and x.is_contiguous()
+        return out

@@ -1,0 +1,148 @@
+// What stands around the grouped products: slots grouped by expert, rows packed for the tensor cores (with the norm, if
+// asked), and the experts' results summed in the router's order. No atomics decide an order: results are the same always.
+#include "warpgroup.cuh"
+
+constexpr int EXPERTS_MAX = 512, GROUP_THREADS = 512, ROW_THREADS = 256;
+
+struct Rows {                 // mirrored in grouped.py; every kernel of this file takes it
+  const void* source;         // rows of float or bf16, `stride` elements apart
+  const void* norm;           // weight of an RMS norm, float or bf16; null: none
+  const int* select;          // which rows of source; null: all
+  u16* packed;                // see grouped.cuh
+  u32* counters;              // of the products that follow; zeroed
+  const void* ids;            // [rows][top_k] int32 or int64
+  const float* weights;       // [rows][top_k]
+  int *starts, *counts;       // out: [experts]
+  int* place;                 // out: [rows][top_k], the slot of each choice
+  int* member;                // out: [slots], the row of each slot
+  const float* parts;         // [slots][width]
+  const float* residual;      // [rows][width]
+  float* out;                 // [rows][width]
+  i64 stride;
+  int rows, width, slots, experts, top_k;
+  int source_float, norm_float, ids_wide;
+  float eps;
+};
+
+HB_DEV float number(const void* p, int is_float, size_t i) {
+  return is_float ? ((const float*)p)[i] : as_float((u32)((const u16*)p)[i] << 16);
+}
+
+// One row into its slot, by one warp. A lane makes sixteen bytes: word (t, i) of a group of 32 goes to place (i, t).
+HB_DEV void pack_row(const Rows& r, int row, int slot, int lane) {
+  const size_t from = (size_t)row * r.stride;
+  float scale = 1.f;
+  if (r.norm) {
+    float sum = 0.f;
+    for (int k = lane; k < r.width; k += 32) { float v = number(r.source, r.source_float, from + k); sum += v * v; }
+    HB_UNROLL
+    for (int m = 16; m; m >>= 1) sum += shfl_xor(sum, m);
+    scale = recip_sqrt(sum / (float)r.width + r.eps);
+  }
+  for (int unit = lane; unit < r.width / 8; unit += 32) {  // eight values: (half of the chunk, i) of chunk unit / 8
+    const int group = unit >> 2, i = unit & 3;
+    u32 word[4];
+    if (!r.norm && !r.source_float) {
+      const u32* s = (const u32*)((const u16*)r.source + from) + group * 16 + i;
+      HB_UNROLL
+      for (int t = 0; t < 4; t++) word[t] = s[4 * t];
+    } else {
+      HB_UNROLL
+      for (int t = 0; t < 4; t++) {
+        const int k = group * 32 + 8 * t + 2 * i;
+        float a = number(r.source, r.source_float, from + k), b = number(r.source, r.source_float, from + k + 1);
+        if (r.norm) { a = a * scale * number(r.norm, r.norm_float, k); b = b * scale * number(r.norm, r.norm_float, k + 1); }
+        word[t] = bf16_pair(a, b);
+      }
+    }
+    u16* to = r.packed + ((size_t)(unit >> 3) * r.slots + slot) * 64 + (((unit & 7) ^ (slot & 7)) * 8);
+    store_words<4>(to, word);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid_constant__ Rows r) {
+  wait_for_previous();
+  release_next();
+  if (hb_block() == 0 && hb_thread() < 2 && r.counters) r.counters[hb_thread()] = 0;
+  const int slot = hb_block() * (ROW_THREADS / 32) + hb_thread() / 32;
+  if (slot < r.rows) pack_row(r, r.select ? r.select[slot] : slot, slot, hb_thread() % 32);
+}
+
+HB_DEV int choice(const Rows& r, int i) { return r.ids_wide ? (int)((const i64*)r.ids)[i] : ((const int*)r.ids)[i]; }
+
+// Block e: counts everything, then puts the rows that chose expert e into its slots, in order of rows.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __grid_constant__ Rows r) {
+  constexpr int WARPS = GROUP_THREADS / 32;
+  struct Table { int count[EXPERTS_MAX]; int mine[WARPS]; int start; };
+  Table& table = *(Table*)hb_shared();
+  const int thread = hb_thread(), warp = thread / 32, lane = thread % 32, expert = hb_block();
+  const int all = r.rows * r.top_k, each = ((all + WARPS - 1) / WARPS + 31) & ~31;  // choices per warp
+  const int first = warp * each, last = first + each < all ? first + each : all;
+  for (int e = thread; e < r.experts; e += GROUP_THREADS) table.count[e] = 0;
+  sync_all();
+  wait_for_previous();
+  release_next();
+  int seen = 0;
+  for (int i = first + lane; i - lane < last; i += 32) {
+    const int e = i < last ? choice(r, i) : -1;
+    if (e >= 0) shared_add(&table.count[e], 1);
+    seen += popcount(votes(e == expert));
+  }
+  if (lane == 0) table.mine[warp] = seen;
+  sync_all();
+  if (warp == 0) {  // slots before this expert: counts rounded up to 8
+    int sum = 0;
+    for (int e = lane; e < expert; e += 32) sum += (table.count[e] + 7) & ~7;
+    HB_UNROLL
+    for (int m = 16; m; m >>= 1) sum += (int)shfl_xor((u32)sum, m);
+    if (lane == 0) table.start = sum;
+  }
+  sync_all();
+  const int start = table.start, count = table.count[expert];
+  if (thread == 0) { r.starts[expert] = start; r.counts[expert] = count; }
+  if (expert == 0 && thread < 2) r.counters[thread] = 0;
+  int at = start;
+  for (int w = 0; w < warp; w++) at += table.mine[w];
+  for (int i = first + lane; i - lane < last; i += 32) {
+    const bool here = i < last && choice(r, i) == expert;
+    const u32 v = votes(here);
+    if (here) {
+      const int slot = at + popcount(v & ((1u << lane) - 1));
+      r.place[i] = slot;
+      r.member[slot] = i / r.top_k;
+    }
+    at += popcount(v);
+  }
+  sync_all();
+  for (int i = warp; i < count; i += WARPS) pack_row(r, r.member[start + i], start + i, lane);
+}
+
+struct alignas(16) Four { float v[4]; };
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) sum_rows(const __grid_constant__ Rows r) {
+  wait_for_previous();
+  release_next();
+  const int row = hb_block();
+  for (int k = hb_thread() * 4; k < r.width; k += ROW_THREADS * 4) {
+    float sum[4] = {0.f, 0.f, 0.f, 0.f};
+    for (int i = 0; i < r.top_k; i++) {
+      const float w = r.weights[row * r.top_k + i];
+      const Four part = *(const Four*)(r.parts + (size_t)r.place[row * r.top_k + i] * r.width + k);
+      HB_UNROLL
+      for (int j = 0; j < 4; j++) sum[j] = i ? sum[j] + w * part.v[j] : w * part.v[j];
+    }
+    const size_t at = (size_t)row * r.width + k;
+    Four y = *(const Four*)(r.residual + at);
+    HB_UNROLL
+    for (int j = 0; j < 4; j++) y.v[j] += sum[j];
+    *(Four*)(r.out + at) = y;
+  }
+}
+
+#ifdef HB_EMULATE
+extern "C" void hb_rows(const char* entry, const Rows* r, int grid, u32 seed) {
+  auto body = [=] { entry[0] == 'p' ? pack_rows(*r) : entry[0] == 'g' ? group_rows(*r) : sum_rows(*r); };
+  emu::run(grid, entry[0] == 'g' ? GROUP_THREADS : ROW_THREADS, 4096, seed, body);
+}
+extern "C" int hb_rows_size() { return sizeof(Rows); }
+#endif

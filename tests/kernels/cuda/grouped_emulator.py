@@ -1,0 +1,50 @@
+"""The grouped products on a CPU: the same sources, built with g++ over `emulate.h`, one fiber per CUDA thread."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from halfbyte.kernels.cuda.grouped import ROWS_PROGRAM, ProductArgs, RowsArgs, Variant
+from halfbyte.kernels.launch import Program
+
+CACHE = Path(tempfile.gettempdir()) / "halfbyte-emulator"
+
+
+@functools.cache
+def build(program: Program) -> ctypes.CDLL:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("the emulator needs g++")
+    options = ("-O2", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-DHB_EMULATE", *program.options)
+    key = hashlib.sha256("\0".join((program.hash(), *options)).encode()).hexdigest()[:32]
+    path = CACHE / f"{program.source.stem}-{key}.so"
+    if not path.exists():
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            partial = Path(folder) / "library.so"
+            command = [compiler, *options, "-x", "c++", str(program.source), "-o", str(partial)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[:4000]
+            partial.replace(path)
+    return ctypes.CDLL(str(path))
+
+
+class Emulator:
+    def __init__(self, blocks: int, seed: int = 0) -> None:
+        self.blocks, self.seed = blocks, seed
+
+    def product(self, variant: Variant, args: ProductArgs) -> None:
+        self.seed += 1
+        build(variant.program()).hb_grouped(ctypes.byref(args), self.blocks, self.seed)
+
+    def rows(self, entry: str, grid: int, args: RowsArgs) -> None:
+        self.seed += 1
+        build(Program(ROWS_PROGRAM, "rows")).hb_rows(entry.encode(), ctypes.byref(args), grid, self.seed)
