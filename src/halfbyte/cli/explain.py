@@ -26,9 +26,7 @@ RANGES = {"decode": f"1–{DECODE_ROWS} rows", "batch": f"{DECODE_ROWS + 1}–{B
 def explain(
     model: ModelArgument = None,
     arch: Annotated[str | None, typer.Option(help=f"{', '.join(ARCHES)}; default: this machine.")] = None,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="Compile it and read the machine code.")
-    ] = False,
+    prove: Annotated[bool, typer.Option("--prove", help="Compile it and read the machine code.")] = False,
     json: JsonOption = False,
     *,
     gates: Gates,

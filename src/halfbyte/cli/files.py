@@ -52,9 +52,7 @@ def env(json: JsonOption = False, *, gates: Gates) -> None:
 
 
 def pull(
-    model: Annotated[
-        str, typer.Argument(help="As openai/gpt-oss-20b; or 20b, 120b.", show_default=False)
-    ],
+    model: Annotated[str, typer.Argument(help="As openai/gpt-oss-20b; or 20b, 120b.", show_default=False)],
     folder: Annotated[Path | None, typer.Option("--to", help="Where to put it.")] = None,
     revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "main",
     file: Annotated[str | None, typer.Option(help="One file by name, for GGUF repositories.")] = None,

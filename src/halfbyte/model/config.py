@@ -51,9 +51,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not self.kinds:
-            object.__setattr__(
-                self, "kinds", tuple("sliding" if i % 2 == 0 else "full" for i in range(self.layers))
-            )
+            object.__setattr__(self, "kinds", tuple("sliding" if i % 2 == 0 else "full" for i in range(self.layers)))
         problems = []
         if len(self.kinds) != self.layers:
             problems.append(f"layer_types has {len(self.kinds)} entries for {self.layers} layers")
