@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.engine.engine import EngineConfig, EngineCore
 from halfbyte.engine.request import SourceInfo
-from halfbyte.engine.runner import TorchRunner
+from halfbyte.engine.runner import make_runner
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
 from halfbyte.errors import UsageError
@@ -87,7 +87,7 @@ def core_for(
         eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=options.max_tokens, max_waiting=options.max_waiting,
         run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
     )  # fmt: skip
-    core = EngineCore(TorchRunner(model, observer), engine, tokenizer, proposer)
+    core = EngineCore(make_runner(model, observer), engine, tokenizer, proposer)
     details: dict[str, Any] = {
         "gates": options.gates.as_dict(),
         "device": _device_name(model.device),

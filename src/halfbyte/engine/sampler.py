@@ -22,7 +22,7 @@ from torch import Tensor
 from halfbyte.engine.batch import Batch, StepResult
 from halfbyte.engine.request import Logprob, SamplingParams
 from halfbyte.errors import RequestError
-from halfbyte.ops.sampling import distribution, greedy, penalise
+from halfbyte.ops.sampling import distribution, penalise
 
 Row = NDArray[np.float32]
 DRAW, ACCEPT, PROPOSE = 0, 1, 2  # streams of randomness at one position
@@ -67,7 +67,9 @@ def check_params(params: SamplingParams, vocab: int) -> None:
 class Picker:
     """How one choice of one request picks its tokens. Made once; the sampler reads it at every step."""
 
-    __slots__ = ("bias", "forced_until", "greedy", "key", "params", "penalised", "prompt", "simple", "stops")
+    __slots__ = (
+        "bias", "forced_until", "greedy", "key", "needs_host", "params", "penalised", "prompt", "simple", "stops",
+    )  # fmt: skip
 
     def __init__(self, params: SamplingParams, index: int, prompt: int, seed: int, stop_ids: frozenset[int]) -> None:
         self.params = params
@@ -78,10 +80,9 @@ class Picker:
         self.bias = tuple(params.logit_bias.items())
         self.forced_until = prompt + params.min_tokens if params.min_tokens and stop_ids else 0
         self.stops = sorted(stop_ids)
+        self.needs_host = bool(self.penalised or self.bias or self.forced_until)
         # Nothing but the highest logit is asked for.
-        self.simple = (
-            self.greedy and not self.penalised and not self.bias and not self.forced_until and params.logprobs is None
-        )
+        self.simple = self.greedy and not self.needs_host and params.logprobs is None
 
     def uniform(self, place: int, stream: int = DRAW) -> float:
         """In [0, 1), fixed by seed, choice, position and stream."""
@@ -116,18 +117,13 @@ def adjust(logits: Row, picker: Picker, place: int, history: list[int] | None, m
 def sample(logits: Tensor, batch: Batch) -> StepResult:
     """Tokens for every row of `logits` float32 [L, vocab]. A row that cannot be sampled becomes an error of its own."""
     pickers = batch.pickers
-    if logits.device.type != "cpu" and not batch.masks and all(p.simple for p in pickers):
-        tokens = greedy(logits)
-        fine = torch.isfinite(logits.gather(1, tokens[:, None].long())).flatten()
-        bad = (~fine).nonzero().flatten().tolist()
-        return StepResult(tokens.tolist(), errors=dict.fromkeys(bad, _NOT_NUMBERS))
-    rows: NDArray[np.float32] = logits.cpu().numpy()
+    rows: NDArray[np.float32] = logits.float().cpu().numpy()
     # numpy, not torch: one row at a time, torch's threads cost more than they bring. NaN counts as the highest.
     best = rows.argmax(-1)
     result = StepResult(best.tolist())
     for i, picker in enumerate(pickers):
         if not math.isfinite(rows[i, best[i]]):
-            result.errors[i] = _NOT_NUMBERS
+            result.errors[i] = NOT_NUMBERS
         elif not picker.simple or i in batch.masks:
             try:
                 result.tokens[i] = _pick(rows[i], picker, i, batch, result)
@@ -136,7 +132,7 @@ def sample(logits: Tensor, batch: Batch) -> StepResult:
     return result
 
 
-_NOT_NUMBERS = "the logits of this row are not numbers"
+NOT_NUMBERS = "the logits of this row are not numbers"
 
 
 def _pick(raw: Row, picker: Picker, row: int, batch: Batch, result: StepResult) -> int:
