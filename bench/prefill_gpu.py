@@ -1,0 +1,263 @@
+"""The grouped products on a real GPU (SM90): checked against torch float32, then timed at true shapes.
+
+    python bench/prefill_gpu.py --tokens 16,32,64,512,2048,8192
+
+Experts of a few layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is random, the
+distinct experts are printed. A size whose output is wrong is not timed. Figures stand beside what the memory (4.5 TB/s)
+and the tensor cores (790 TFLOP/s, bf16) could do. The last line is JSON; the same goes to bench/results/ with --save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from halfbyte import formats  # noqa: E402
+from halfbyte.formats import MXTensor, tile16  # noqa: E402
+from halfbyte.kernels.cuda import grouped  # noqa: E402
+from halfbyte.kernels.cuda.grouped import Dense, Experts, Room, Variant  # noqa: E402
+from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
+from halfbyte.model.config import NAMED  # noqa: E402
+from halfbyte.ops.moe import swiglu  # noqa: E402
+
+BANDWIDTH, FLOPS, BOUND = 4.5e12, 790e12, 3e-3
+VARIANTS = [Variant("mxfp4", wide, swiglu) for wide in (False, True) for swiglu in (False, True)]
+
+
+def random_mxfp4(*size: int) -> MXTensor:
+    """About normal with variance 1/K, straight in tile16."""
+    *lead, n, k = size
+    data = torch.empty((*lead, *tile16.tile_shape(n, k, "mxfp4")), dtype=torch.uint8, device="cuda")
+    data.view(-1).view(torch.int64).random_(-(2**63), None)
+    data[..., 512:] = torch.randint(119, 121, data[..., 512:].shape, dtype=torch.uint8, device="cuda")
+    none = torch.empty(0, dtype=torch.uint8, device="cuda")
+    return MXTensor(data, none, size, "mxfp4", "tile16")
+
+
+def dequantized(w: MXTensor) -> Tensor:
+    if len(w.shape) == 2:
+        return formats.dequantize(tile16.unpack(w), torch.float32)
+    return torch.stack([formats.dequantize(tile16.unpack(w.select(e)), torch.float32) for e in range(w.shape[0])])
+
+
+class Layer:
+    def __init__(self, room: Room, model: str) -> None:
+        c = NAMED[model]
+        self.config = c
+        self.gate_up = random_mxfp4(c.experts, 2 * c.intermediate, c.hidden)
+        self.down = random_mxfp4(c.experts, c.hidden, c.intermediate)
+        self.gate_up_bias = torch.randn(c.experts, 2 * c.intermediate, device="cuda").bfloat16()
+        self.down_bias = torch.randn(c.experts, c.hidden, device="cuda").bfloat16()
+        self.experts = Experts(
+            room, self.gate_up, self.gate_up_bias, self.down, self.down_bias, limit=c.swiglu_limit, alpha=c.swiglu_alpha
+        )
+
+    def reference(self, dense: tuple[Tensor, Tensor], h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+        parts = torch.zeros((*ids.shape, x.shape[1]), device="cuda")
+        for e in ids.unique().tolist():
+            row, slot = (ids == e).nonzero(as_tuple=True)
+            y = h[row].float() @ dense[0][e].T + self.gate_up_bias[e].float()
+            y = swiglu(y, self.config.swiglu_limit, self.config.swiglu_alpha).bfloat16().float()
+            parts[row, slot] = (y @ dense[1][e].T + self.down_bias[e].float()) * weights[row, slot, None]
+        return x + parts.sum(1)
+
+
+def routing(rows: int, experts: int, top_k: int, even: bool = False) -> tuple[Tensor, Tensor]:
+    if even:  # every expert the same number of rows
+        ids = (torch.arange(rows * top_k, device="cuda").view(rows, top_k)) % experts
+    else:
+        ids = torch.rand((rows, experts), device="cuda").topk(top_k).indices
+    return ids.int().contiguous(), torch.rand((rows, top_k), device="cuda").softmax(-1).contiguous()
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    if not torch.isfinite(got).all():
+        return float("inf")
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def timed(run: Callable[[int], object], times: int = 12) -> float:
+    """Median µs of run(i)."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    for i in range(3):
+        run(i)
+    events[0].record()
+    for i in range(times):
+        run(i)
+        events[i + 1].record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) * 1000 for a, b in zip(events, events[1:]))
+
+
+def load_kernels(folder: Path | None) -> None:
+    """Compile in parallel, or take cubins built elsewhere: grouped-FORMAT-WIDE-SWIGLU.cubin and rows.cubin."""
+    gpu = grouped.gpu()
+    if folder is None:
+        programs = [v.program() for v in VARIANTS] + [
+            Program(grouped.ROWS_PROGRAM, e) for e in ("pack_rows", "group_rows", "sum_rows")
+        ]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda p: compile_program(p, gpu.arch), programs))
+        return
+    for v in VARIANTS:
+        cubin = (folder / f"grouped-{v.format}-{int(v.wide)}-{int(v.swiglu)}.cubin").read_bytes()
+        gpu._products[v] = Kernel(cubin, "grouped", v.shared_bytes)
+    for entry in ("pack_rows", "group_rows", "sum_rows"):
+        gpu._rows[entry] = Kernel((folder / "rows.cubin").read_bytes(), entry, 4096)
+
+
+class Spy:
+    """A machine that runs everything and remembers the last arguments, so that one kernel can be timed alone."""
+
+    def __init__(self, inner: grouped.Gpu) -> None:
+        self.inner, self.blocks, self.seen = inner, inner.blocks, {}
+
+    def product(self, variant: Variant, args: grouped.ProductArgs) -> None:
+        self.seen["gate_up" if variant.swiglu else "down"] = (variant, args)
+        self.inner.product(variant, args)
+
+    def rows(self, entry: str, grid: int, args: grouped.RowsArgs) -> None:
+        self.seen[entry] = (entry, grid, args)
+        self.inner.rows(entry, grid, args)
+
+
+def measure(layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool) -> dict[str, Any]:
+    c = layers[0].config
+    ids, weights = routing(rows, c.experts, c.top_k, even)
+    h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
+    used = ids.unique().numel()
+    kept = []
+    for layer in layers:
+        layer.experts.run(h, ids, weights, x)
+        kept.append(dict(spy.seen))
+    counters = room.counters()
+
+    def one(name: str) -> Callable[[int], None]:
+        def run(i: int) -> None:
+            if name in ("gate_up", "down"):
+                counters.zero_()
+                spy.inner.product(*kept[i % len(kept)][name])
+            else:
+                spy.inner.rows(*kept[i % len(kept)][name])
+
+        return run
+
+    names = ("group_rows", "gate_up", "down", "sum_rows")
+    us = {name: timed(one(name)) for name in names}
+    us["moe"] = timed(lambda i: layers[i % len(layers)].experts.run(h, ids, weights, x))
+    slots = rows * c.top_k
+    out: dict[str, Any] = {"tokens": rows, "even": even, "experts": used, "us": us}
+    for name, n, k in (("gate_up", 2 * c.intermediate, c.hidden), ("down", c.hidden, c.intermediate)):
+        size = used * n * k * 17 / 32
+        flop = 2.0 * slots * n * k
+        out[name] = {
+            "tb_s": size / us[name] / 1e6, "tflop_s": flop / us[name] / 1e6,
+            "of_ceiling": max(size / BANDWIDTH, flop / FLOPS) * 1e6 / us[name],
+        }  # fmt: skip
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="120b")
+    parser.add_argument("--tokens", default="16,32,64,512,2048,8192")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--cubins", type=Path)
+    parser.add_argument("--save", type=Path)
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    began = time.time()
+    load_kernels(args.cubins)
+    print(f"kernels ready after {time.time() - began:.1f} s", flush=True)
+    spy = Spy(grouped.gpu())
+    room = Room(spy, {}, torch.device("cuda"))
+    c = NAMED[args.model]
+    layers = [Layer(room, args.model) for _ in range(args.layers)]
+    dense = (dequantized(layers[0].gate_up), dequantized(layers[0].down))
+    torch.cuda.synchronize()
+    print(f"weights ready after {time.time() - began:.1f} s", flush=True)
+    sizes = [int(t) for t in args.tokens.split(",")]
+    bad = 0
+    results: list[dict[str, Any]] = []
+    for rows in sorted({*sizes, 9, 65, 200}):
+        ids, weights = routing(rows, c.experts, c.top_k)
+        h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
+        for buffer in room._buffers.values():  # nothing may survive from another run
+            if buffer.dtype in (torch.float32, torch.bfloat16):
+                buffer.fill_(float("nan"))
+        got = layers[0].experts.run(h, ids, weights, x)
+        again = layers[0].experts.run(h, ids, weights, x)
+        torch.cuda.synchronize()
+        e = error(got - x, layers[0].reference(dense, h, ids, weights, x) - x)
+        fine = e <= BOUND and torch.equal(got, again)
+        bad += not fine
+        print(
+            f"experts, {rows} tokens: error {e:.1e}, repeats {torch.equal(got, again)}{'' if fine else '  WRONG'}",
+            flush=True,
+        )
+    del dense
+    linear = {}
+    for role, n, k in (
+        ("qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
+        ("o", c.hidden, c.heads * c.head_dim),
+    ):
+        stack = [random_mxfp4(n, k) for _ in range(12)]
+        plain = dequantized(stack[0])
+        for rows in (16, 64, 512, 2048, 8192):
+            x = torch.randn(rows, k, device="cuda").bfloat16()
+            matrices = [Dense(room, w, None, role) for w in stack]
+            e = error(matrices[0].run(x), x.float() @ plain.T)
+            bad += e > 1e-4
+            us = timed(lambda i, m=matrices, x=x: m[i % 12].run(x))
+            linear[f"{role} {rows}"] = us
+            print(
+                f"{role}, {rows} rows: error {e:.1e}, {us:.1f} µs, {2.0 * rows * n * k / us / 1e6:.0f} TFLOP/s, "
+                f"{n * k * 17 / 32 / us / 1e6:.2f} TB/s", flush=True,
+            )  # fmt: skip
+    if bad:
+        print(f"{bad} checks failed; nothing is timed")
+        return 1
+    for rows, even in [(r, False) for r in sizes] + [(2048, True), (4096, True)]:
+        r = measure(layers, spy, room, rows, even)
+        results.append(r)
+        us = r["us"]
+        print(
+            f"{rows:5d}{' even' if even else ''} tokens, {r['experts']:3d} experts: group {us['group_rows']:.1f} "
+            + " ".join(
+                f"{n} {us[n]:.1f} µs ({r[n]['tb_s']:.2f} TB/s, {r[n]['tflop_s']:.0f} TFLOP/s, {100 * r[n]['of_ceiling']:.0f} %)"
+                for n in ("gate_up", "down")
+            )
+            + f" sum {us['sum_rows']:.1f}, layer {us['moe']:.1f} µs",
+            flush=True,
+        )
+    report = {
+        "bench": "prefill_gpu", "model": args.model, "device": torch.cuda.get_device_name(), "results": results,
+        "linear_us": linear, "sources": VARIANTS[0].program().hash(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    for rows in (2048, 8192):
+        moe = [r["us"]["moe"] for r in results if r["tokens"] == rows and not r["even"]]
+        if moe:
+            us = c.layers * (moe[0] + linear[f"qkv {rows}"] + linear[f"o {rows}"])
+            report[f"pp{rows}_products_only"] = rows / us * 1e6
+            print(f"pp{rows}: experts, qkv and o alone take {us / 1000:.1f} ms, {rows / us * 1e6:.0f} tokens/s")
+    if args.save:
+        args.save.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
