@@ -21,7 +21,7 @@ HB_DEV float bias_at(const Product& p, size_t i) {
 HB_DEV float swiglu(const Product& p, float gate, float up) {
   gate = fminf(gate, p.limit);
   up = fminf(fmaxf(up, -p.limit), p.limit);
-  return (up + 1.f) * gate * reciprocal(1.f + exp2_fast(gate * (p.alpha * -1.4426950408889634f)));
+  return (up + 1.f) * gate * reciprocal(1.f + power_of_two(gate * (p.alpha * -1.4426950408889634f)));
 }
 
 // A warp has MT consecutive tiles of 16 rows, tile `first` and on. Rows alternate gate, up: partners are four lanes apart.
@@ -117,10 +117,10 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
     return raw;
   };
   auto issue = [&](int in_stage, float (&sum)[N / 2], const u32 (&w)[16]) {
-    const u64 b = b_tile(c.sh.ring[c.at.slot] + in_stage * N * 128);
+    const u8* b = c.sh.ring[c.at.slot] + in_stage * N * 128;
     wgmma_fence();
     HB_UNROLL
-    for (int i = 0; i < 4; i++) wgmma<N>(sum, w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3], b_advance(b, i * 32));
+    for (int i = 0; i < 4; i++) wgmma<N>(sum, w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3], b_tile(b, i * 32));
     wgmma_commit();
   };
   HB_UNROLL
@@ -145,6 +145,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       wgmma_wait<1>();
       if (KS == 1) c.release(here);
       raw.widen(a[0]);
+      made_here(a[0]);
       wgmma_wait<0>();
       c.release(there);
     }
@@ -167,6 +168,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       auto raw = fetch(0, 0);
       wgmma_wait<1>();
       raw.widen(a[0]);
+      made_here(a[0]);
       wgmma_wait<0>();
       c.release(here);
     }
@@ -228,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped(const __grid_co
   wait_for_previous();
   release_next();
   if (thread >= WARPGROUPS * 128) {
-    fewer_registers<40>();
+    fewer_registers<WIDE ? 40 : 32>();  // what one side gives, the other takes: 384 x 168 or 640 x 96 in all
     if (thread < WARPGROUPS * 128 + 32) feed(p, sh, thread % 32);
   } else {
     more_registers<WIDE ? 232 : 112>();

@@ -30,8 +30,7 @@ struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
   }
 };
 }  // namespace emu
-HB_DEV u64 b_tile(const void* p) { return (u64)(uintptr_t)p; }
-HB_DEV u64 b_advance(u64 d, int bytes) { return d + bytes; }
+HB_DEV u64 b_tile(const void* p, int bytes) { return (u64)(uintptr_t)p + bytes; }
 template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
   emu::Wgmma w{{a0, a1, a2, a3}, (const u8*)(uintptr_t)b, N, d};
   emu::collective<emu::Wgmma&>(w);
@@ -41,6 +40,7 @@ HB_DEV void wgmma_commit() {}
 template <int PENDING, int WHERE = 0> HB_DEV void wgmma_wait() {}
 template <int N> HB_DEV void wgmma_settle(float (&)[N]) {}
 template <int N> HB_DEV void wgmma_clear(float (&d)[N]) { for (float& v : d) v = 0.f; }
+template <int N> HB_DEV void made_here(u32 (&)[N]) {}
 template <int N> HB_DEV void more_registers() {}
 template <int N> HB_DEV void fewer_registers() {}
 HB_DEV void wait_for_previous() {}
@@ -49,15 +49,15 @@ HB_DEV u32 bf16_mul(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) * emu::
 HB_DEV void shared_add(int* p, int v) { *p += v; emu::moved(); }
 HB_DEV u32 votes(bool p) { return emu::collective(emu::Reduce{p, 2}); }
 HB_DEV float reciprocal(float v) { return 1.f / v; }
+HB_DEV float power_of_two(float v) { return std::exp2(v); }
 HB_DEV void wait_a_bit() { emu::yield(); }
 template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) { memcpy(p, v, 4 * N); }
 HB_DEV u64 ordinary_policy() { return 0; }
 #else
 #define HB_NO_UNROLL _Pragma("unroll 1")
-HB_DEV u64 b_tile(const void* p) {  // rows of 128 bytes, eight to a swizzle atom of 1024
-  return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)1 << 16 | (u64)((smem(p) & 0x3ffff) >> 4);
-}
-HB_DEV u64 b_advance(u64 d, int bytes) { return d + (u64)(bytes >> 4); }
+// Descriptor of B: rows of 128 bytes, eight to a swizzle atom of 1024. Only the low word moves.
+HB_DEV u64 b_tile(u32 low) { u64 d; asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low), "n"(1 << 30 | 1024 >> 4)); return d; }
+HB_DEV u64 b_tile(const void* p, int bytes) { return b_tile(((smem(p) & 0x3ffff) >> 4 | 1 << 16) + (bytes >> 4)); }
 HB_DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 HB_DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // WHERE keeps two waits apart that the compiler would otherwise merge into one after their paths have joined.
@@ -65,6 +65,10 @@ template <int PENDING, int WHERE = 0> HB_DEV void wgmma_wait() { asm volatile("w
 template <int N> HB_DEV void wgmma_settle(float (&d)[N]) {  // results may be read from here on, not before
   HB_UNROLL
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N> HB_DEV void made_here(u32 (&v)[N]) {  // computed before what follows, not after the next wait
+  HB_UNROLL
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(v[i])::"memory");
 }
 template <int N> HB_DEV void wgmma_clear(float (&d)[N]) {  // opaque, so that sums of different products share no registers
   HB_UNROLL
@@ -77,7 +81,8 @@ HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::
 HB_DEV u32 bf16_mul(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV void shared_add(int* p, int v) { atomicAdd(p, v); }
 HB_DEV u32 votes(bool p) { return __ballot_sync(0xffffffffu, p); }
-HB_DEV float reciprocal(float v) { float r; asm("rcp.approx.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
+HB_DEV float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
+HB_DEV float power_of_two(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 HB_DEV void wait_a_bit() {}
 template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) {
   if constexpr (N == 4) asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
