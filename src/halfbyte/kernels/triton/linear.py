@@ -54,7 +54,7 @@ class Rounded:
 
 
 def round_activations(x: Tensor, activation: str, width: int | None = None) -> Rounded:
-    """Rows [R, K] quantised on the device, stored `width` wide; bf16 is left to the product, which rounds on loading."""
+    """Rows [R, K] quantised on the device, held `width` wide; bf16 is left to the product, which rounds as it reads."""
     if activation == "bf16":
         return Rounded("bf16", x)
     rows, k = x.shape

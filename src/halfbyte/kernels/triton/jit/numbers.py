@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Roundings and number formats on the device, bit for bit those of `halfbyte.formats`.
 
-Triton's interpreter rounds to bf16 and fp8 by cutting bits off and multiplies bf16 as integers and knows no assembly, so some functions have
-a second body for it, in plain integer and float32 arithmetic; the GPU uses the conversion instructions.
+Triton's interpreter rounds to bf16 and fp8 by cutting bits off, multiplies bf16 as integers and knows no assembly, so
+some functions have a second body for it, in plain integer and float32 arithmetic; the GPU uses the instructions.
 """
 
 from __future__ import annotations
@@ -104,24 +104,17 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def e8m0_ocp(amax, EMAX: tl.constexpr):
-    """UE8M0 code (int32) of OCP's rule: floor(log2(amax)) - EMAX; 255 where the group holds NaN or infinity."""
-    exponent = (amax.to(tl.uint32, bitcast=True) >> 23).to(tl.int32) & 0xFF
+def e8m0_ocp(bits, EMAX: tl.constexpr):
+    """UE8M0 code (int32) of OCP's rule, floor(log2(amax)) - EMAX, from amax as float32 bits; 255 for NaN."""
+    exponent = bits >> 23
     return tl.where(exponent == 255, 255, tl.maximum(exponent - EMAX, 0))
 
 
 @triton.jit
 def e8m0_inverse(scale):
-    """1 / 2^(scale - 127) as float32, exact; 0 for the NaN code, so that the codes of such a group are 0."""
-    field = 254 - scale
-    bits = tl.where(field == 0, 0x00400000, field << 23)
-    return tl.where(scale == 255, 0, bits).to(tl.uint32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def finite_or_zero(x):
-    """0 for NaN and infinity: their group's scale says NaN already."""
-    return tl.where((x.to(tl.uint32, bitcast=True) & 0x7F800000) == 0x7F800000, 0.0, x)
+    """1 / 2^(scale - 127) as float32, exact; any number for the NaN code."""
+    field = tl.maximum(254 - scale, 0)
+    return tl.where(field == 0, 0x00400000, field << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

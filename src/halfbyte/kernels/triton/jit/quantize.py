@@ -10,21 +10,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.triton.jit.numbers import e2m1_codes, e4m3_bits, e8m0_inverse, e8m0_ocp, finite_or_zero
+from halfbyte.kernels.triton.jit.numbers import e2m1_codes, e4m3_bits, e8m0_inverse, e8m0_ocp
 
 
 @triton.jit
 def mx_codes(groups, FORMAT: tl.constexpr):
     """float32 [..., 32] -> (codes of the same shape, scales [...]): E4M3 bits (uint8) or E2M1 codes (int32)."""
-    amax = tl.max(tl.abs(groups), axis=len(groups.shape) - 1)
-    broken = tl.max(
-        ((groups.to(tl.uint32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32), len(groups.shape) - 1
-    )
+    LAST: tl.constexpr = len(groups.shape) - 1
+    # Magnitudes of float32 order like their bits, NaN above infinity above all: one maximum finds both.
+    amax = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=LAST)
     if FORMAT == "mxfp8":
-        scale = tl.where(broken > 0, 255, e8m0_ocp(amax, 8))
+        scale = e8m0_ocp(amax, 8)
     else:
-        scale = tl.where(broken > 0, 255, e8m0_ocp(amax, 2))
-    unit = finite_or_zero(groups) * tl.expand_dims(e8m0_inverse(scale), len(groups.shape) - 1)
+        scale = e8m0_ocp(amax, 2)
+    unit = groups * tl.expand_dims(e8m0_inverse(scale), LAST)
+    unit = tl.where(tl.expand_dims(scale, LAST) == 255, 0.0, unit)
     if FORMAT == "mxfp8":
         return e4m3_bits(unit), scale.to(tl.uint8)
     else:

@@ -1,0 +1,399 @@
+"""The Triton phases on this GPU at gpt-oss-120b's shapes: every one checked against the reference, then timed.
+
+    python bench/triton_gpu.py [--quick] [--only moe] [--json FILE]
+
+Checks run first, in a few processes at once so that compiling does not take the day; then one process times, inside a
+CUDA graph, over more weights than the L2 holds. A phase that is out of its bound has no time. Each time stands beside
+its ceiling: measured read bandwidth for few rows, the chip's bf16 rate for many. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+sys.path.insert(0, str(SOURCE))
+
+from halfbyte.formats import MXTensor, convert  # noqa: E402
+from halfbyte.kernels.prove import default_spec  # noqa: E402
+from halfbyte.kernels.triton.phases import PHASES  # noqa: E402
+from halfbyte.ops.attention import store_dtype  # noqa: E402
+from halfbyte.ops.rope import yarn_frequencies  # noqa: E402
+from halfbyte.plan import reference  # noqa: E402
+from halfbyte.plan.phase import Binding, Phase, Spec  # noqa: E402
+from halfbyte.plan.step import Step  # noqa: E402
+
+DEVICE = "cuda"
+READ = 4.5e12  # bytes a second, measured on an H200
+BF16 = 790e12  # operations a second, measured on an H200 (8192^3, random data)
+FEATURES = {
+    "attention": frozenset({"sinks", "window", "gqa"}), "rope": frozenset({"yarn"}), "qkv": frozenset({"bias"}),
+    "o": frozenset({"bias"}), "router": frozenset({"bias"}),
+    "moe": frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    phase: str
+    rows: int
+    past: int = 0  # tokens in the cache before, per sequence
+    sequences: int = 1
+    kind: str = "full"
+    spec: dict[str, Any] = field(default_factory=dict)
+    bound: float = 5e-3
+    work: str = ""  # bytes or flops: what the ceiling is made of
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        extra = " ".join(str(v) for v in self.spec.values())
+        place = f" {self.kind} d{self.past}" if "attention" in self.phase else ""
+        return f"{self.phase} R={self.rows}{place}{' ' + extra if extra else ''}"
+
+
+def cases() -> list[Case]:
+    c = [
+        Case("triton.embed", 2048, bound=0.0), Case("triton.attn_norm", 1), Case("triton.attn_norm", 2048),
+        Case("triton.final_norm", 64), Case("triton.rope_kv_write", 8, 2040), Case("triton.rope_kv_write", 2048),
+        Case("triton.rope_kv_write", 8, 8190, spec={"kv": "fp8"}),
+        Case("triton.mlp_norm_router", 1), Case("triton.mlp_norm_router", 64), Case("triton.mlp_norm_router", 2048),
+    ]  # fmt: skip
+    for past in (2047, 8191, 32767):
+        c.append(Case("triton.attention_split", 1, past, work="bytes", quick=past == 2047))
+    c += [
+        Case("triton.attention_split", 1, 8191, kind="sliding", work="bytes"),
+        Case("triton.attention_split", 1, 8191, spec={"kv": "fp8"}, work="bytes"),
+        Case("triton.attention_split", 64, 2047, sequences=64, work="bytes"),
+        Case("triton.attention_split", 5, 2044, work="bytes"),
+        Case("triton.attention_flash", 2048, work="flops", quick=True),
+        Case("triton.attention_flash", 2048, kind="sliding", work="flops"),
+        Case("triton.attention_flash", 8192, work="flops"),
+        Case("triton.attention_flash", 2048, 30720, work="flops"),
+        Case("triton.attention_flash", 2048, spec={"kv": "fp8"}, work="flops"),
+        Case("triton.attention_flash", 999, 77, sequences=9, work="flops"),
+    ]
+    for dense in ("bf16", "q8", "mxfp4"):
+        for rows in (1, 64, 2048):
+            c.append(
+                Case("triton.qkv", rows, spec={"dense": dense}, bound=1e-5, work="bytes" if rows < 65 else "flops")
+            )
+    c += [
+        Case("triton.o", 1, spec={"dense": "bf16"}, bound=1e-5, work="bytes"),
+        Case("triton.o", 2048, spec={"dense": "bf16"}, bound=1e-5, work="flops"),
+        Case("triton.qkv", 64, spec={"dense": "mxfp4", "activation": "mxfp8"}, bound=1e-5, work="bytes"),
+        Case("triton.qkv", 64, spec={"dense": "mxfp4", "activation": "mxfp4"}, bound=1e-5, work="bytes"),
+        Case("triton.qkv", 64, spec={"dense": "mxfp4", "activation": "fp8"}, bound=1e-5, work="bytes"),
+        Case("triton.lm_head", 1, spec={"dense": "bf16"}, bound=1e-5, work="bytes"),
+        Case("triton.lm_head", 1, spec={"dense": "mxfp4"}, bound=1e-5, work="bytes"),
+    ]
+    for rows in (1, 4, 8, 32, 64, 320, 2048, 8192):
+        c.append(Case("triton.moe", rows, bound=1e-3, work="bytes" if rows < 65 else "flops", quick=rows in (1, 2048)))
+    for activation, bound in (("fp8", 3e-3), ("mxfp8", 4e-3), ("mxfp4", 2e-2)):
+        for rows in (1, 320):
+            c.append(Case("triton.moe", rows, spec={"activation": activation}, bound=bound, work="bytes"))
+    for tile in ("64x128", "128x128"):
+        c.append(Case("triton.moe", 2048, spec={"tile": tile}, bound=1e-3, work="flops"))
+    return c
+
+
+# Making a case ------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """One case bound on the GPU, with `copies` of its weights so that no replay finds them in the L2."""
+
+    def __init__(self, case: Case, copies: int) -> None:
+        self.case = case
+        self.phase: Phase = next(p for p in PHASES if p.name == case.phase)
+        base = default_spec(self.phase, **case.spec)
+        self.spec = Spec(**{**vars(base), "features": FEATURES})
+        g = torch.Generator(DEVICE).manual_seed(hash(case.name) % 2**31)
+        self.generator = g
+        self.step = self.make_step()
+        self.pool = self.make_pool()
+        self.weights = [self.make_weights() for _ in range(copies)]
+        self.acts = [
+            self.make_acts() for _ in range(max(copies, 8) if self.phase.name.startswith("triton.moe") else copies)
+        ]
+
+    def randn(self, *shape: int, std: float = 1.0, mean: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return (torch.randn(*shape, device=DEVICE, generator=self.generator) * std + mean).to(dtype)
+
+    def matrix(self, role: str, *shape: int) -> Any:
+        kind, k, g = self.spec.formats[role], shape[-1], self.generator
+        if kind == "bf16":
+            return self.randn(*shape, std=k**-0.5)
+        if kind == "q8":
+            data = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE, generator=g)
+            scales = (torch.rand(*shape[:-1], k // 32, device=DEVICE, generator=g) + 0.5) * k**-0.5 / 73
+            return MXTensor(data, scales.half(), shape, "q8")
+        data = torch.randint(0, 256, (*shape[:-1], k // 2), dtype=torch.uint8, device=DEVICE, generator=g)
+        scales = torch.randint(118, 122, (*shape[:-1], k // 32), dtype=torch.uint8, device=DEVICE, generator=g)
+        return convert(MXTensor(data, scales, shape, "mxfp4"), self.phase.layouts(self.spec)[role])
+
+    def make_weights(self) -> SimpleNamespace:
+        s, covers = self.spec, self.phase.covers
+        q, kv, h, e, i = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.hidden, s.experts, s.intermediate
+        w = SimpleNamespace(qkv_bias=self.randn(q + 2 * kv, std=0.1), sinks=self.randn(s.heads, std=1.5, mean=3.0))
+        for role in ("attn_norm", "mlp_norm", "final_norm"):
+            setattr(w, role, self.randn(h, std=0.1, mean=1.0))
+        if "embed" in covers:
+            w.embed = self.randn(s.vocab, h)
+        if "qkv" in covers:
+            w.qkv = self.matrix("qkv", q + 2 * kv, h)
+        if "o" in covers:
+            w.o, w.o_bias = self.matrix("o", h, q), self.randn(h, std=0.1)
+        if "router" in covers:
+            w.router, w.router_bias = self.randn(e, h, std=1.5 * h**-0.5), self.randn(e, std=0.05)
+        if "moe" in covers:
+            w.gate_up, w.gate_up_bias = self.matrix("gate_up", e, 2 * i, h), self.randn(e, 2 * i, std=0.1)
+            w.down, w.down_bias = self.matrix("down", e, h, i), self.randn(e, h, std=0.1)
+        if "lm_head" in covers:
+            w.lm_head = self.matrix("lm_head", s.vocab, h)
+        return w
+
+    def make_step(self) -> Step:
+        c, s = self.case, self.spec
+        new = [c.rows // c.sequences] * c.sequences
+        ints = lambda v: torch.tensor(v, dtype=torch.int32, device=DEVICE)  # noqa: E731
+        rows = [(n, c.past + i) for n, count in enumerate(new) for i in range(count)]
+        starts = [sum(new[:n]) for n in range(c.sequences + 1)]
+        blocks = -(-(c.past + new[0]) // s.page_size)
+        count = 2 * c.sequences * blocks
+        pages = (torch.randperm(count, device=DEVICE).int() + 1).view(2, c.sequences, blocks)
+        return Step(
+            tokens=torch.randint(0, s.vocab, (len(rows),), dtype=torch.int32, device=DEVICE),
+            positions=ints([p for _, p in rows]), query_start=ints(starts), kv_lens=ints([c.past + n for n in new]),
+            row_sequence=ints([n for n, _ in rows]), block_tables={"full": pages[0], "sliding": pages[1]},
+            logit_rows=ints(list(range(len(rows)))), max_kv_len=c.past + new[0],
+        )  # fmt: skip
+
+    def make_pool(self) -> Tensor | None:
+        if not {"attention", "kv_write"} & set(self.phase.covers):
+            return None
+        s = self.spec
+        pages = int(self.step.block_tables["full"].numel()) * 2 + 1
+        shape = (pages, 4, 2, s.kv_heads, s.page_size, s.head_dim)
+        return self.randn(*shape, dtype=torch.float32).to(store_dtype(s.kv_dtype))
+
+    def make_acts(self) -> dict[str, Tensor]:
+        s, rows, g = self.spec, self.step.rows, self.generator
+        first = self.phase.covers[0]
+        q = s.heads * s.head_dim
+        f32 = torch.float32
+        acts: dict[str, Tensor] = {}
+        if first in ("attn_norm", "mlp_norm", "final_norm", "o", "moe"):
+            acts["x"] = self.randn(rows, s.hidden, dtype=f32)
+        if first in ("qkv", "moe", "lm_head"):
+            acts["h"] = self.randn(rows, s.hidden, dtype=torch.bfloat16 if s.activation == "bf16" else f32)
+        if first == "o":
+            acts["attn"] = self.randn(rows, q)
+        if first == "rope":
+            heads = [s.heads, s.kv_heads, s.kv_heads]
+            acts["q"], acts["k"], acts["v"] = torch.split(self.randn(rows, sum(heads), s.head_dim, dtype=f32), heads, 1)
+        if first == "attention":
+            acts["q"] = self.randn(rows, s.heads, s.head_dim, std=1.5)
+        if first == "moe":
+            scores = torch.rand(rows, s.experts, device=DEVICE, generator=g)
+            acts["topk_ids"] = scores.topk(s.top_k).indices.int()
+            acts["topk_weights"] = torch.softmax(self.randn(rows, s.top_k, dtype=f32), 1)
+        return acts
+
+    def bind(self, phases: list[Phase], weights: Any, pool: Tensor | None) -> list[Any]:
+        rope = yarn_frequencies(self.spec.head_dim, 150000.0, 32.0, 4096, 32.0, 1.0, False)
+        return [
+            p.bind(Binding(self.spec, weights, self.case.kind, 2, rope, lambda: pool, {}, 0))  # type: ignore[arg-type,return-value]
+            for p in phases
+        ]
+
+    # ---- correct first --------------------------------------------------------------------------------------------
+
+    def check(self) -> float:
+        """Largest relative error over what the phase leaves behind; NaN never passes."""
+        mine, theirs = dict(self.acts[0]), dict(self.acts[0])
+        pools = [None if self.pool is None else self.pool.clone() for _ in range(2)]
+        for launch in self.bind([self.phase], self.weights[0], pools[0]):
+            launch(self.step, mine)
+        oracle = [p for op in self.phase.covers for p in reference.PHASES if p.covers == (op,)]
+        for launch in self.bind(oracle, self.weights[0], pools[1]):
+            launch(self.step, theirs)
+        worst = 0.0
+        for name in {"embed": ["x"], "rope": ["q"], "qkv": ["q", "k", "v"], "attention": ["attn"], "o": ["x"],
+                     "attn_norm": ["h"], "final_norm": ["h"], "mlp_norm": ["h"], "moe": ["x"],
+                     "lm_head": ["logits"]}[self.phase.covers[0]]:  # fmt: skip
+            a, b = mine[name].double(), theirs[name].double()
+            if self.phase.covers == ("moe",):
+                a, b = a - self.acts[0]["x"].double(), b - self.acts[0]["x"].double()
+            worst = max(worst, float((a - b).norm() / b.norm())) if torch.isfinite(a).all() else math.nan
+        if "router" in self.phase.covers:
+            same = (mine["topk_ids"].long() == theirs["topk_ids"].long()).all(1)
+            assert float(same.float().mean()) > 0.999, "routing differs"
+            w = (mine["topk_weights"] - theirs["topk_weights"])[same]
+            assert float(w.abs().max()) < 1e-3, "routing weights differ"
+        if pools[0] is not None and "kv_write" in self.phase.covers:
+            assert pools[1] is not None
+            differ = (pools[0].float() != pools[1].float()).float().mean()
+            assert float(differ) < 1e-4, f"{float(differ):.1e} of the cache differs"
+        return worst
+
+    # ---- then time ------------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Seconds of one launch: the median replay of a graph that walks over all copies."""
+        launches = [self.bind([self.phase], w, self.pool)[0] for w in self.weights]
+        count = max(len(launches), len(self.acts), 4)
+
+        def all_of_them() -> None:
+            for i in range(count):
+                launches[i % len(launches)](self.step, dict(self.acts[i % len(self.acts)]))
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            all_of_them()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_of_them()
+        for _ in range(2):
+            graph.replay()
+        times = []
+        for _ in range(9):
+            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            a.record()
+            graph.replay()
+            b.record()
+            torch.cuda.synchronize()
+            times.append(a.elapsed_time(b) / count * 1e-3)
+        return sorted(times)[len(times) // 2]
+
+    def cost(self) -> tuple[float, float]:
+        """(bytes of weights and cache read, multiply-adds x 2) of one launch."""
+        s, c, rows = self.spec, self.case, self.step.rows
+        covers = self.phase.covers
+        per_weight = {"bf16": 2.0, "q8": 34 / 32, "mxfp4": 17 / 32}
+        q = s.heads * s.head_dim
+        if "moe" in covers:
+            unique = sum(a["topk_ids"].unique().numel() for a in self.acts) / len(self.acts)
+            return unique * 3 * s.hidden * s.intermediate * 17 / 32, rows * s.top_k * 6.0 * s.hidden * s.intermediate
+        if "attention" in covers:
+            lens = [p + 1 for p in self.step.positions.tolist()]
+            seen = [min(n, s.window) if c.kind == "sliding" else n for n in lens]
+            kv = sum(min(n, s.window + 63) if c.kind == "sliding" else n for n in self.step.kv_lens.tolist())
+            return kv * 2 * s.kv_heads * s.head_dim * (1 if s.kv_dtype == "fp8" else 2), sum(seen) * 4.0 * q
+        if covers[0] in ("qkv", "o", "lm_head"):
+            n, k = {"qkv": (q + 2 * s.kv_heads * s.head_dim, s.hidden), "o": (s.hidden, q),
+                    "lm_head": (s.vocab, s.hidden)}[covers[0]]  # fmt: skip
+            return n * k * per_weight[s.formats[covers[0]]], 2.0 * rows * n * k
+        return 0.0, 0.0
+
+
+def copies_for(case: Case) -> int:
+    return {"triton.qkv": 6, "triton.o": 6, "triton.lm_head": 1}.get(case.phase, 1)
+
+
+def check_shard(chosen: list[Case]) -> Iterator[dict[str, Any]]:
+    for case in chosen:
+        began = time.time()
+        try:
+            found = Bench(case, 1).check()
+            yield {"name": case.name, "error": found, "ok": found <= case.bound, "seconds": time.time() - began}
+        except Exception as e:  # reported in the table, and the run fails
+            message = f"{type(e).__name__}: {str(e).strip()[-300:]}"
+            yield {"name": case.name, "error": None, "ok": False, "problem": message, "seconds": time.time() - began}
+        torch.cuda.empty_cache()
+
+
+def source_hash() -> str:
+    digest = hashlib.sha256()
+    for path in sorted((SOURCE / "halfbyte" / "kernels" / "triton").rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=600, help="no new timing after this")
+    parser.add_argument("--shard", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    began = time.time()
+    chosen = [c for c in cases() if asked.only in c.name and (c.quick or not asked.quick)]
+    if asked.shard:
+        at, of = (int(n) for n in asked.shard.split("/"))
+        for line in check_shard(chosen[at::of]):
+            print(json.dumps(line), flush=True)
+        return 0
+    workers = max(1, min(asked.workers, len(chosen)))
+    command = [sys.executable, __file__, "--only", asked.only, *(["--quick"] if asked.quick else [])]
+    shards = [
+        subprocess.Popen(
+            [*command, "--shard", f"{i}/{workers}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for i in range(workers)
+    ]
+    checked: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        out, err = shard.communicate()
+        for line in out.splitlines():
+            found = json.loads(line)
+            checked[found["name"]] = found
+        if shard.returncode:
+            print(err[-2000:], file=sys.stderr)
+    print(f"checked {len(checked)} of {len(chosen)} cases in {time.time() - began:.0f} s", flush=True)
+    rows = []
+    for case in chosen:
+        found = checked.get(case.name, {"ok": False, "error": None, "problem": "its process died"})
+        row: dict[str, Any] = {"case": case.name, "error": found["error"], "bound": case.bound, "ok": found["ok"]}
+        text = f"{case.name:52s} " + (f"err {found['error']:.1e}" if found["error"] is not None else found["problem"])
+        if found["ok"] and time.time() - began < asked.seconds:
+            bench = Bench(case, copies_for(case))
+            seconds = bench.time()
+            nbytes, flops = bench.cost()
+            row |= {"us": seconds * 1e6}
+            text += f"  {seconds * 1e6:9.1f} us"
+            if case.work == "bytes":
+                row |= {"tb_s": nbytes / seconds / 1e12, "of_ceiling": nbytes / seconds / READ}
+                text += f"  {row['tb_s']:6.2f} TB/s {row['of_ceiling']:6.1%}"
+            elif case.work == "flops":
+                row |= {"tflop_s": flops / seconds / 1e12, "of_ceiling": flops / seconds / BF16}
+                text += f"  {row['tflop_s']:6.0f} TFLOP/s {row['of_ceiling']:6.1%}"
+            del bench
+            torch.cuda.empty_cache()
+        print(("   " if found["ok"] else "BAD") + " " + text, flush=True)
+        rows.append(row)
+    import triton
+
+    result = {
+        "bench": "triton_gpu", "schema": 1, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": triton.__version__, "sources": source_hash(), "ceilings": {"read": READ, "bf16": BF16}, "rows": rows,
+        "seconds": time.time() - began,
+    }  # fmt: skip
+    if asked.json:
+        asked.json.write_text(json.dumps(result, indent=1))
+    print(json.dumps(result))
+    return 0 if all(r["ok"] for r in rows) else 1
+
+
+Launcher = Callable[..., None]
+
+if __name__ == "__main__":
+    raise SystemExit(main())
