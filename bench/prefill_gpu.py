@@ -10,6 +10,7 @@ and the tensor cores (790 TFLOP/s, bf16) could do. The last line is JSON; the sa
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -99,7 +100,7 @@ def timed(run: Callable[[int], object], times: int = 12) -> float:
         run(i)
         events[i + 1].record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) * 1000 for a, b in zip(events, events[1:]))
+    return statistics.median(a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(events))
 
 
 def load_kernels(folder: Path | None) -> None:
@@ -170,6 +171,10 @@ def measure(layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool) ->
     return out
 
 
+def shares(r: dict[str, float]) -> str:
+    return f"({r['tb_s']:.2f} TB/s, {r['tflop_s']:.0f} TFLOP/s, {100 * r['of_ceiling']:.0f} %)"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="120b")
@@ -236,10 +241,7 @@ def main() -> int:
         us = r["us"]
         print(
             f"{rows:5d}{' even' if even else ''} tokens, {r['experts']:3d} experts: group {us['group_rows']:.1f} "
-            + " ".join(
-                f"{n} {us[n]:.1f} µs ({r[n]['tb_s']:.2f} TB/s, {r[n]['tflop_s']:.0f} TFLOP/s, {100 * r[n]['of_ceiling']:.0f} %)"
-                for n in ("gate_up", "down")
-            )
+            + " ".join(f"{n} {us[n]:.1f} µs {shares(r[n])}" for n in ("gate_up", "down"))
             + f" sum {us['sum_rows']:.1f}, layer {us['moe']:.1f} µs",
             flush=True,
         )
