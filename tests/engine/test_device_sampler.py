@@ -149,7 +149,8 @@ def test_grammar_on_the_device_runner() -> None:
     core, _, _ = core_for(model, tokenizer, options)
     core.runner.close()
     core.runner = DeviceRunner(model)
-    core.submit(Request([5, 6], SamplingParams(seed=1, max_tokens=3, ignore_eos=True), Constraint("regex", "[0-9]{12}")))
+    digits = Constraint("regex", "[0-9]{12}")
+    core.submit(Request([5, 6], SamplingParams(seed=1, max_tokens=3, ignore_eos=True), digits))
     out: list[int] = []
     while core.has_work:
         for _, delta in core.step():

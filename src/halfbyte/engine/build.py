@@ -91,6 +91,9 @@ def core_for(
     details: dict[str, Any] = {
         "gates": options.gates.as_dict(),
         "device": _device_name(model.device),
+        "plan": {
+            regime: list(dict.fromkeys(b.phase.name for b in bound)) for regime, bound in model.plan.bound.items()
+        },
         "kv": {
             "pages": pages, "page_size": options.page_size, "gib": round(pages * page_bytes / GIB, 3),
             "longest_request": core.scheduler.longest,
