@@ -7,6 +7,7 @@ import torch
 from triton_cases import close, make_spec, make_step, make_weights, run_both
 
 from halfbyte.gates import Gates
+from halfbyte.kernels.triton import linear
 from halfbyte.kernels.triton.linear import LmHead, OutProjection, OutProjectionSplit, Qkv, QkvSplit
 from halfbyte.plan.phase import ARCHES, Phase
 
@@ -60,6 +61,14 @@ def test_bf16_rows_need_no_second_rounding() -> None:
     wide, _, _, _ = run_both(Qkv(), spec, weights, step, {"h": h})
     narrow, _, _, _ = run_both(Qkv(), spec, weights, step, {"h": h.bfloat16()})
     assert wide["q"].equal(narrow["q"])
+
+
+def test_weights_as_the_m_operand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "capability_of", lambda device: (10, 0))
+    spec = make_spec()
+    step = make_step(spec, [(0, 3)])
+    mine, theirs, _, _ = run_both(Qkv(), spec, make_weights(spec), step, {"h": inputs(3, spec.hidden)})
+    close(mine["q"], theirs["q"], BOUND)
 
 
 def test_lm_head() -> None:

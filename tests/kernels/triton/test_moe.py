@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton_cases import close, make_spec, make_step, make_weights, run_both
 
+from halfbyte.kernels.triton import moe
 from halfbyte.kernels.triton.moe import Moe, MoeSplit
 from halfbyte.plan.phase import Phase
 
@@ -55,6 +56,13 @@ def test_all_tokens_on_one_expert(activation: str) -> None:
 @pytest.mark.parametrize(("phase", "activation"), [(Moe(), "bf16"), (MoeSplit(), "mxfp8"), (Moe(), "mxfp4")])
 def test_tiles(phase: Phase, activation: str, tile: str) -> None:
     check(phase, activation, 6, tile=tile, experts=4)
+
+
+@pytest.mark.parametrize("activation", ["bf16", "mxfp8", "mxfp4"])
+def test_weights_as_the_m_operand(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on SM100, whose MMA wants 128 rows there."""
+    monkeypatch.setattr(moe, "capability_of", lambda device: (10, 0))
+    check(Moe(), activation, 3)
 
 
 def test_large_values_meet_the_clamp() -> None:

@@ -1,0 +1,161 @@
+"""Machine code without the hardware: what each phase promises, compiled for SM90, SM100, SM120 and SM121 and read back.
+
+`make test` compiles the kernels that carry the promises; `make test-full` compiles every kernel of every phase with
+every activation format, and again under the oldest Triton that halfbyte supports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from halfbyte.errors import PlanError, UsageError
+from halfbyte.kernels import prove
+from halfbyte.kernels.triton.call import Call
+from halfbyte.kernels.triton.linear import linear_call
+from halfbyte.plan.phase import ARCHES
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="under the interpreter nothing is compiled"
+)
+
+OLDEST = "3.6.0"
+SOURCE = Path(prove.__file__).parents[2]
+
+
+def calls(phase: str, arch: str, function: str = "", **spec: str) -> Iterator[Call]:
+    found = prove._phase(phase)
+    for call in found.proofs(prove.default_spec(found, **spec), ARCHES[arch]):  # type: ignore[attr-defined]
+        if call.function.startswith(function):
+            yield call
+
+
+def hold(phase: str, call: Call, arch: str) -> prove.Evidence:
+    found = prove.prove_call(phase, call, ARCHES[arch])
+    assert found.ok, prove.show(found)
+    return found
+
+
+# (phase, kernel, rows in a tile, spec, architectures): the promises of the README and of docs/numerics.md.
+PROMISES = [
+    ("triton.moe", "gate_up_kernel", 16, {"activation": "mxfp4"}, ("sm120", "sm121", "sm100")),
+    ("triton.moe", "down_kernel", 128, {"activation": "mxfp4"}, ("sm121",)),
+    ("triton.moe_split", "gate_up_kernel", 128, {}, ("sm120", "sm121")),
+    ("triton.moe_split", "down_kernel", 16, {}, ("sm121",)),
+    ("triton.moe", "gate_up_kernel", 128, {"activation": "mxfp8"}, ("sm100",)),
+    ("triton.moe", "gate_up_kernel", 16, {}, ("sm90", "sm100", "sm121")),
+    ("triton.moe", "gate_up_kernel", 128, {}, ("sm90",)),
+    ("triton.attention_flash", "prefill_kernel", 128, {}, ("sm90", "sm100", "sm121")),
+    ("triton.attention_split", "decode_kernel", 16, {"kv": "fp8"}, ("sm90", "sm121")),
+    ("triton.qkv", "linear_kernel", 16, {"dense": "q8"}, ("sm90",)),
+    ("triton.o", "linear_kernel", 128, {}, ("sm90", "sm121")),
+]
+
+
+@pytest.mark.parametrize(
+    ("phase", "kernel", "rows", "spec", "arch"),
+    [(p, k, r, s, a) for p, k, r, s, arches in PROMISES for a in arches],
+)
+def test_promise(phase: str, kernel: str, rows: int, spec: dict[str, str], arch: str) -> None:
+    call = next(c for c in calls(phase, arch, kernel, **spec) if c.constants["BM"] == rows)
+    found = hold(phase, call, arch)
+    assert found.instructions, "a matrix kernel without a matrix instruction"
+
+
+@pytest.mark.parametrize("name", ["triton.mlp_norm_router", "triton.rope_kv_write"])
+def test_small_kernels_on_gb10(name: str) -> None:
+    assert all(e.ok for e in prove.prove(name, "sm121"))
+
+
+def test_a_fallback_is_called_one() -> None:
+    """E4M3 x E2M1 from the plain layout compiles on SM120, to bf16 arithmetic: the proof must say so."""
+    call = linear_call(
+        (12, 0), 64, 2880, "mxfp4", "e4m3", x="*u8", scale=True, row_scale=False, bias=None, residual=None,
+        strides=(2880, 90, 1440, 90), n=5120,
+    )  # fmt: skip
+    native = next(c for c in calls("triton.qkv_split", "sm120", "linear_kernel"))
+    found = prove.prove_call("test", replace(call, need=native.need, ban=native.ban), ARCHES["sm120"])
+    assert len(found.problems) == 2
+    assert "betrays a fallback" in found.problems[1]
+
+
+def test_shared_memory_past_the_limit_is_a_problem() -> None:
+    call = next(c for c in calls("triton.qkv", "sm120", "linear_kernel") if c.constants["BM"] == 64)
+    found = prove.prove_call("test", replace(call, stages=6), ARCHES["sm120"])
+    assert any("shared memory" in p for p in found.problems)
+    assert found.shared_bytes > ARCHES["sm120"].shared_memory
+
+
+@pytest.mark.parametrize(
+    ("phase", "arch", "kind", "text"),
+    [
+        ("triton.moe", "cpu", UsageError, "nothing to compile"),
+        ("triton.nothing", "sm90", UsageError, "no phase"),
+        ("triton.moe_split", "sm90", PlanError, "is for SM12x"),
+    ],
+)
+def test_what_cannot_be_proved_says_why(phase: str, arch: str, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        prove.prove(phase, arch)
+
+
+# Everything, in the long run ----------------------------------------------------------------------------------------
+
+SPECS = [
+    {}, {"kv": "fp8"}, {"dense": "q8"}, {"dense": "mxfp4"}, {"dense": "mxfp4", "activation": "fp8"},
+    {"dense": "mxfp4", "activation": "mxfp8"}, {"dense": "mxfp4", "activation": "mxfp4"}, {"tile": "64x128"},
+    {"tile": "128x128"}, {"tile": "128x128", "activation": "mxfp8"}, {"tile": "128x128", "activation": "mxfp4"},
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", prove.gpus())
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: " ".join(s.values()) or "exact")
+def test_everything(spec: dict[str, str], arch: str) -> None:
+    proved = 0
+    for name in prove.provable():
+        given = prove.default_spec(prove._phase(name), **spec)  # type: ignore[arg-type]
+        try:
+            found = prove.prove(name, arch, given)
+        except PlanError:
+            continue
+        bad = [prove.show(e) for e in found if not e.ok]
+        assert not bad, "\n".join(bad)
+        proved += len(found)
+    assert proved > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", prove.gpus())
+@pytest.mark.parametrize("options", [[], ["--activation", "mxfp4", "--dense", "mxfp4"]], ids=["exact", "mxfp4"])
+def test_oldest_triton(arch: str, options: list[str], oldest_triton: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "halfbyte.kernels.prove", "all", arch, "--json", *options],
+        env=os.environ | {"PYTHONPATH": f"{oldest_triton}:{SOURCE}", "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert done.stdout, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert {e["compiler"] for e in found} == {"triton 3.6"}
+    bad = [e for e in found if e["problems"]]
+    assert not bad, bad
+
+
+@pytest.fixture(scope="session")
+def oldest_triton(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("triton36")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), f"triton=={OLDEST}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"Triton {OLDEST} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    return folder
