@@ -3,7 +3,7 @@
     python bench/gpu.py --check --models 120b,20b --presets exact,balanced,fast
 
 Correctness: the embedded model through the GPU plan against the reference on the CPU (teacher-forced logits), graphs
-against eager (tokens), and its held-out problems. Speed: random weights of the true shapes, other random tokens in every
+against eager (tokens), and its held-out problems. Speed: random weights of the true shapes, other random tokens each
 run, routing spread over experts (printed). Medians with spread; the last line is JSON.
 """
 
@@ -102,12 +102,10 @@ def check(result: dict[str, Any], preset: str, per_task: int) -> None:
         from halfbyte.evals.suite import Suite
 
         with Engine(gates=gates, device="cuda") as engine:
-            greedy = SamplingParams(temperature=0.0)
             report = Suite("tiny", 0, per_task).run(
                 engine.tokenizer,
                 lambda p, n: [c.tokens for c in engine.generate(p, SamplingParams(temperature=0.0, max_tokens=n))],
             )
-        del greedy
         print(report.table(), flush=True)
         result["check"][preset]["eval"] = {k: v for k, v in report.to_json().items() if k != "wrong"}
 
@@ -156,8 +154,8 @@ def decode(model: GptOss, rows: int, context: int, count: int = 96) -> dict[str,
     return {
         "test": f"tg @ {context}, c={rows}", "tokens_per_s": rate, "us_per_step": ms * 1e3,
         "spread_us": (max(times[1:]) - min(times[1:])) * 1e3, "ceiling": ceiling.tokens_per_second,
-        "share": rate / ceiling.tokens_per_second, "distinct_tokens": min(seen), "valid": rate < ceiling.tokens_per_second,
-        "expected_experts": unique_experts(model.config, rows),
+        "share": rate / ceiling.tokens_per_second, "distinct_tokens": min(seen),
+        "valid": rate < ceiling.tokens_per_second, "expected_experts": unique_experts(model.config, rows),
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from halfbyte.engine.engine import EngineConfig, EngineCore
+from halfbyte.engine.graphs import Graphed
 from halfbyte.engine.request import SourceInfo
 from halfbyte.engine.runner import make_runner
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
@@ -87,7 +88,10 @@ def core_for(
         eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=options.max_tokens, max_waiting=options.max_waiting,
         run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
     )  # fmt: skip
-    core = EngineCore(make_runner(model, observer), engine, tokenizer, proposer)
+    # Hidden states are tapped phase by phase, so a head that needs them runs without graphs.
+    graphs = model.device.type == "cuda" and options.gates.graphs == "on" and observer is None
+    runs = Graphed(model, -(-context // options.page_size)) if graphs else model
+    core = EngineCore(make_runner(runs, observer), engine, tokenizer, proposer)
     details: dict[str, Any] = {
         "gates": options.gates.as_dict(),
         "device": _device_name(model.device),

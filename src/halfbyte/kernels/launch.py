@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from halfbyte import gates
 from halfbyte.errors import EngineError, PlanError, UsageError
 
 INSTALL = "install halfbyte[gpu] (it brings cuda-bindings and NVRTC)"
@@ -75,7 +76,7 @@ def compile_program(program: Program, arch: str, *, cache: Path | None = None) -
             text = log.decode(errors="replace").strip("\0 \n")
             raise EngineError(f"{program.source.name} does not compile for {arch} with NVRTC {version}:\n{text}")
         size = _ok(nvrtc.nvrtcGetCUBINSize(handle), "get the cubin")[0]
-        cubin = b" " * size
+        cubin: bytes = b" " * size
         _ok(nvrtc.nvrtcGetCUBIN(handle, cubin), "get the cubin")
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
@@ -84,8 +85,8 @@ def compile_program(program: Program, arch: str, *, cache: Path | None = None) -
 
 
 def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "halfbyte" / "cubin"
+    base = gates.setting("HALFBYTE_CACHE_DIR")
+    return (Path(base).expanduser() if base else Path.home() / ".cache" / "halfbyte") / "cubin"
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -115,7 +116,7 @@ class Kernel:
     def launch(
         self, grid: int, block: int, argument: ctypes.Structure, *, cooperative: bool = False, early: bool = False
     ) -> None:
-        """One struct by value. `cooperative`: all blocks at once, or an error; `early`: programmatic dependent launch."""
+        """One struct by value. `cooperative`: all blocks at once or an error; `early`: programmatic dependent launch."""
         driver = _driver()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
