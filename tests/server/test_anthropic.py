@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 from live_server import Live
 from scripted import Play, ScriptedSource, always, call, in_turn, say
@@ -147,3 +148,31 @@ def test_failure_in_a_stream_is_an_error_event(serve: Serve) -> None:
 def test_models_in_anthropics_shape(serve: Serve) -> None:
     live = serve(ScriptedSource(always(say("x"))))
     assert [m.id for m in live.anthropic().models.list()] == ["gpt-oss-test"]
+
+
+def test_the_fields_that_agents_send(serve: Serve) -> None:
+    """As Claude Code sends them: a beta query, cache marks, a system message in the middle, its own bookkeeping."""
+    live = serve(ScriptedSource(in_turn(call("functions.Bash", '{"command":"ls"}', "run", "Running."), say("done"))))
+    body: dict[str, Any] = {
+        "model": "gpt-oss-test",
+        "max_tokens": 32000,
+        "stream": True,
+        "system": [{"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "system", "content": "Remember the rules."},
+        ],
+        "tools": [{"name": "Bash", "input_schema": {"type": "object"}, "eager_input_streaming": True}],
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "x"},
+    }
+    with httpx.Client() as http:
+        assert http.head(live.url).status_code == 200  # how it looks whether anybody is there
+        answer = http.post(f"{live.url}/v1/messages?beta=true", json=body)
+    assert answer.status_code == 200
+    assert "event: message_stop" in answer.text
+    prompt = live.source.prompts()[0]
+    assert "Reasoning: high" in prompt
+    assert "Remember the rules." in prompt

@@ -385,6 +385,7 @@ def pull(
     hub: Hub | None = None,
     revision: str = "main",
     file: str | None = None,
+    models: Path | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Path:
     """Fetch a model by repository (`openai/gpt-oss-20b`) or short name (`20b`); returns where it is."""
@@ -394,7 +395,7 @@ def pull(
         p and p.strip(".") and p.replace("-", "").replace("_", "").replace(".", "").isalnum() for p in parts
     ):
         raise UsageError(f"{model!r} is not a model; give owner/name as on the hub, or one of {', '.join(NAMES)}.")
-    return Pull(repo, folder or default_folder(repo), hub or Hub(), revision, file, report).run()
+    return Pull(repo, folder or default_folder(repo, models), hub or Hub(), revision, file, report).run()
 
 
 def _endpoint() -> str:
@@ -404,8 +405,9 @@ def _endpoint() -> str:
     return str(constants.ENDPOINT)
 
 
-def default_folder(repo: str) -> Path:
-    return Path.home() / ".cache" / "halfbyte" / "models" / repo.replace("/", "--")
+def default_folder(repo: str, models: Path | None = None) -> Path:
+    """Where a model goes; `models` is HALFBYTE_MODELS_DIR, if that is set."""
+    return (models or Path.home() / ".cache" / "halfbyte" / "models") / repo.replace("/", "--")
 
 
 def _remote(entry: dict[str, Any]) -> RemoteFile:

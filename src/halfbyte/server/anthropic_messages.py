@@ -96,7 +96,7 @@ def _prepare(service: Service, body: CountRequest) -> Prepared:
         choice=choice_of(body, tools),
         parallel=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         effort=_effort(service, body),
-        format=Format("answer", json.dumps(wanted.schema_)) if wanted else None,
+        format=Format("answer", wire.compact(wanted.schema_)) if wanted else None,
         sampling=sampling,
         stop=stop,
         begins=conversation.prefill,

@@ -32,7 +32,7 @@ class BodyTooLarge(ApiError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             413,
-            f"The body is larger than {limit} bytes; send less, or start the server with a larger --max-body.",
+            f"The body is larger than the {limit} bytes this server takes; send less.",
             code="request_too_large",
         )
 

@@ -6,7 +6,6 @@ written by hand: a stream encodes its text and nothing else.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -153,7 +152,7 @@ def _format(body: ChatRequest) -> Format | None:
         return Format()
     if isinstance(wanted, JsonSchemaFormat):
         given = wanted.json_schema
-        schema = None if given.schema_ is None else json.dumps(given.schema_)
+        schema = None if given.schema_ is None else wire.compact(given.schema_)
         return Format(given.name, schema, given.description)
     return None
 

@@ -6,7 +6,6 @@ conversations and hosted tools are refused by name.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -128,7 +127,7 @@ def _format(body: ResponsesRequest) -> Format | None:
     if isinstance(wanted, JsonObjectFormat):
         return Format()
     if isinstance(wanted, SchemaFormat):
-        return Format(wanted.name, json.dumps(wanted.schema_), wanted.description)
+        return Format(wanted.name, wire.compact(wanted.schema_), wanted.description)
     return None
 
 

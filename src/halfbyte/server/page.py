@@ -46,7 +46,7 @@ def router() -> APIRouter:
             return Response(status_code=304, headers=headers)
         return Response(body, headers={**headers, "content-type": kind})
 
-    @api.get("/")
+    @api.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:
         return serve("index.html", request)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from halfbyte.engine.request import Constraint, SamplingParams, SourceInfo
 from halfbyte.errors import HalfbyteError
-from halfbyte.harmony.messages import FINAL, DeveloperContent, Message, ReasoningEffort, Role, SystemContent
+from halfbyte.harmony.messages import FINAL, DeveloperContent, Message, ReasoningEffort, SystemContent
 from halfbyte.harmony.render import render_prompt
 from halfbyte.harmony.stops import final_triggers
 from halfbyte.harmony.vocabulary import Controls
@@ -117,15 +117,13 @@ def conversation(turn: Turn, tools: Toolbox, settings: ServerSettings) -> list[M
         conversation_start_date=settings.conversation_date or today(),
     )
     out = [Message.system(system)]
-    parts: list[str | DeveloperContent] = []
-    if turn.instructions or tools:
-        parts.append(DeveloperContent(turn.instructions or None, tools.namespaces()))
+    instructions = turn.instructions or None
     if turn.format is not None:
         about = f"// {turn.format.description}\n" if turn.format.description else ""
-        text = f"# Response Formats\n\n## {turn.format.name}\n\n{about}{turn.format.source}"
-        parts.append(f"\n\n{text}" if parts else text)
-    if parts:
-        out.append(Message(Role.DEVELOPER, tuple(parts)))
+        formats = f"# Response Formats\n\n## {turn.format.name}\n\n{about}{turn.format.source}"
+        instructions = f"{instructions}\n\n{formats}" if instructions else formats
+    if instructions or tools:
+        out.append(Message.developer(DeveloperContent(instructions, tools.namespaces())))
     return out + turn.messages
 
 

@@ -1,0 +1,170 @@
+"""The embedded model behind the real server: it reasons, calls tools, fills schemas and remembers, over every API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from live_server import Live
+
+from halfbyte import Engine
+from halfbyte.evals import calling, reading
+from halfbyte.model.ready import EMBEDDED
+from halfbyte.server.settings import ServerSettings
+
+pytestmark = pytest.mark.skipif(
+    not (EMBEDDED / "config.json").exists(), reason="the embedded model is not in this installation"
+)
+MODEL = "tiny"
+SUM = "What is 17 + 25?"
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with Engine(max_seqs=16) as engine:
+        server = Live(engine.source, ServerSettings(min_available_bytes=0), engine.tokenizer)
+        yield server
+        server.close()
+    torch.set_num_threads(threads)
+
+
+def chat(live: Live, messages: Any, **more: Any) -> Any:
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 400, **more}
+    return live.openai().chat.completions.create(**body)
+
+
+def test_chat_and_stream(live: Live) -> None:
+    whole = chat(live, SUM)
+    message = whole.choices[0].message
+    assert "42" in message.content
+    assert message.reasoning_content
+    assert whole.choices[0].finish_reason == "stop"
+    chunks = list(chat(live, SUM, stream=True, stream_options={"include_usage": True}))
+    deltas = [c.choices[0].delta for c in chunks if c.choices]
+    assert "".join(d.content or "" for d in deltas) == message.content
+    assert "".join(getattr(d, "reasoning", None) or "" for d in deltas) == message.reasoning
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.completion_tokens_details.reasoning_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def shop() -> tuple[list[Any], str, dict[str, Any], str]:
+    """Tools in OpenAI's form, a question for the first of them, what it returns, and the model's own name for it."""
+    draw = Random(3)
+    offered = calling.offers(draw, 3)
+    first = offered[0]
+    values = first.ability.draw(draw)
+    tools = [
+        {"name": o.tool.name, "description": o.tool.description, "parameters": dict(o.tool.parameters or {})}
+        for o in offered
+    ]
+    return tools, first.ability.asks[0].format(**values), first.ability.answer(draw), first.tool.name
+
+
+def test_tool_round_trip(live: Live, shop: Any) -> None:
+    functions, question, result, name = shop
+    tools = [{"type": "function", "function": f} for f in functions]
+    first = chat(live, question, tools=tools).choices[0]
+    assert first.finish_reason == "tool_calls"
+    (call,) = first.message.tool_calls
+    assert call.function.name == name
+    assert json.loads(call.function.arguments)
+    messages = [
+        {"role": "user", "content": question},
+        first.message,
+        {"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)},
+    ]
+    said = chat(live, messages, tools=tools).choices[0].message.content
+    assert any(str(value) in said for value in result.values())
+
+
+def test_a_tool_can_be_required(live: Live, shop: Any) -> None:
+    functions, _, _, name = shop
+    tools = [{"type": "function", "function": {**f, "strict": True}} for f in functions]
+    choice = {"type": "function", "function": {"name": name}}
+    out = chat(live, "Hello!", tools=tools, tool_choice=choice).choices[0]  # nobody would call a tool for that
+    assert out.finish_reason == "tool_calls"
+    assert out.message.tool_calls[0].function.name == name
+    assert out.message.reasoning_content
+
+
+def test_responses_with_previous_id(live: Live, shop: Any) -> None:
+    functions, question, result, name = shop
+    tools: list[Any] = [{"type": "function", "strict": False, **f} for f in functions]
+    api = live.openai().responses
+    with api.stream(model=MODEL, input=question, tools=tools, temperature=0) as stream:
+        first = stream.until_done().get_final_response()
+    assert [item.type for item in first.output] == ["reasoning", "function_call"]
+    call: Any = first.output[-1]
+    assert call.name == name
+    back: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": json.dumps(result)}]
+    second = api.create(model=MODEL, input=back, previous_response_id=first.id, tools=tools, temperature=0)
+    assert any(str(value) in second.output_text for value in result.values())
+
+
+def test_anthropic(live: Live, shop: Any) -> None:
+    functions, question, result, name = shop
+    tools: list[Any] = [
+        {"name": f["name"], "description": f["description"], "input_schema": f["parameters"]} for f in functions
+    ]
+    messages: list[Any] = [{"role": "user", "content": question}]
+    api = live.anthropic().messages
+    thinking: Any = {"type": "adaptive"}
+    greedy = {"temperature": 0}
+    with api.stream(
+        model=MODEL, max_tokens=400, messages=messages, tools=tools, thinking=thinking, extra_body=greedy
+    ) as stream:
+        first = stream.get_final_message()
+    assert [b.type for b in first.content] == ["thinking", "tool_use"]
+    use: Any = first.content[-1]
+    assert use.name == name
+    messages += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": json.dumps(result)}]},
+    ]
+    second = api.create(model=MODEL, max_tokens=400, messages=messages, tools=tools, extra_body=greedy)
+    text = "".join(b.text for b in second.content if b.type == "text")
+    assert any(str(value) in text for value in result.values())
+
+
+def order(live: Live, seed: int) -> tuple[dict[str, Any], Any]:
+    """One order in prose and a schema for some of its fields: the schema, and the answer to it."""
+    draw = Random(seed)
+    name, text = reading.order_schema(draw)
+    schema = {**json.loads(text), "additionalProperties": False}
+    prose = "Extract the data: Anna would like {q} lamps. The price is {p} coins. Send them to Paris on Monday."
+    wanted = {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
+    question = prose.format(q=draw.randint(2, 60), p=draw.randint(5, 999))
+    # At this temperature the model strays, and only the grammar keeps the answer valid.
+    return schema, chat(live, question, response_format=wanted, temperature=1.0, seed=seed)
+
+
+def check(schema: dict[str, Any], out: Any) -> None:
+    kinds = {"string": str, "integer": int}
+    value = json.loads(out.choices[0].message.content)
+    assert out.choices[0].finish_reason == "stop"
+    assert set(value) == set(schema["required"])
+    for key, given in value.items():
+        assert isinstance(given, kinds[schema["properties"][key]["type"]])
+    assert out.choices[0].message.reasoning_content
+
+
+def test_json_schema(live: Live) -> None:
+    for seed in range(3):
+        check(*order(live, seed))
+
+
+@pytest.mark.slow
+def test_json_schema_200_times(live: Live) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        for schema, out in pool.map(lambda seed: order(live, seed), range(200)):
+            check(schema, out)
