@@ -20,8 +20,9 @@ from halfbyte.model.tokenizer import Detokenizer, Tokenizer
 from halfbyte.server import wire
 from halfbyte.server.choice import Piece
 from halfbyte.server.deliver import deliver
-from halfbyte.server.generate import Run, merged
+from halfbyte.server.generate import Run
 from halfbyte.server.openai_chat import FINGERPRINT, sampling, usage
+from halfbyte.server.phases import merged
 from halfbyte.server.problems import bad
 from halfbyte.server.route import Route
 from halfbyte.server.schema import CHAT_HARMLESS, SamplingFields
