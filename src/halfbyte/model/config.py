@@ -142,7 +142,7 @@ class ModelConfig:
                 swiglu_limit=float(raw.get("swiglu_limit") or 7.0),
                 kinds=tuple(_kind(t, where) for t in types) if types else (),
                 eos_tokens=tuple(eos) if isinstance(eos, list) else (int(eos),),
-                pad_token=int(raw.get("pad_token_id") or 199999),
+                pad_token=199999 if raw.get("pad_token_id") is None else int(raw["pad_token_id"]),
                 name=str(raw.get("_name_or_path") or "gpt-oss"),
             )
         except KeyError as e:
@@ -175,6 +175,7 @@ class ModelConfig:
             "truncate": self.yarn.truncate,
         }
         return {
+            "_name_or_path": self.name,
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
             "attention_bias": True,
