@@ -2,9 +2,9 @@
 
     python bench/decode_gpu.py --models 120b,20b --formats mxfp4,checkpoint,q8 --contexts 512,2048,8192
 
-Weights are random bytes of the full size (61 GB of experts for 120b), so nothing sits in the L2 cache; routing is spread
-and the distinct experts are printed. Every model is first compared with a float32 torch twin on the same bytes, layer
-by layer and whole; a model that fails the comparison is not timed. The last line of output is JSON, and the same goes
+Weights are random bytes of the full size (61 GB of experts for 120b), so nothing sits in the L2 cache; routing is
+spread and the distinct experts are printed. Every model is first compared with a float32 torch twin on the same bytes,
+by layer and whole; a model that fails the comparison is not timed. The last line of output is JSON; a receipt goes to
 to bench/results/ with the hash of the kernel sources.
 """
 
@@ -218,33 +218,68 @@ def bytes_read(s: StepShape, context: int, experts: float = 4.0) -> float:
     return s.layers * (dense + moe + kv) + s.vocab * s.hidden * per[s.lm_head]
 
 
+PHASES = ("qkv", "attention", "o", "gate_up", "down", "head")
+MARKS = ("start", "x", "sums", "done")
+
+
 def phases(b: Bench, s: StepShape, context: int) -> dict[str, Any]:
-    """Where a step's time goes, by clocks read inside the kernel: per phase, the mean over blocks and the slowest."""
+    """Where a step's time goes, by clocks read inside the kernel, brought to one time by the global timer.
+
+    Per kind of layer, phase and mark: first, mean and last block, in microseconds after the last block had finished
+    the layer before."""
     d = b.step(replace(s, trace=True))
     place(d, context)
+    assert d.trace is not None
     for _ in range(3):
         d.run()
+    d.trace.zero_()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
     d.run()
     end.record()
     torch.cuda.synchronize()
-    assert d.trace is not None
-    t = d.trace.double()
-    whole = float((t[:, -1, 1] - t[:, 0, 0]).mean())
-    us = start.elapsed_time(end) * 1000
-    marks = (t[:, :-1, 1:6] - t[:, :-1, 0:5]) * (us / whole)
-    names = ("qkv", "attention", "o", "gate_up", "down")
-    out: dict[str, Any] = {"us": us}
+    t = d.trace.double().cpu()
+    clock, timer = t[:, :-1, 0], t[:, :-1, 31]
+    rate = float(((clock[:, -1] - clock[:, 0]) / (timer[:, -1] - timer[:, 0])).median())  # clocks per nanosecond
+    offset = (timer - clock / rate).median(1).values
+    at = t[:, :, :24].view(*t.shape[:2], 6, 4)
+    at = torch.where(at > 0, (at / rate + offset[:, None, None, None]) / 1000, torch.nan)
+    ends = _over(at[:, :-1, 4, 3], max)  # of layers
+    out: dict[str, Any] = {"us": start.elapsed_time(end) * 1000, "clock_ghz": rate, "layers": {}}
     for kind, first in (("sliding", 2), ("full", 3)):
-        part = marks[:, first::2]
-        out[kind] = {n: {"mean": float(part[..., i].mean()), "most": float(part[..., i].max(0).values.mean()),
-                         "least": float(part[..., i].min(0).values.mean())} for i, n in enumerate(names)}  # fmt: skip
-        out[kind]["layer"] = float(part.sum(-1).mean())
-    out["head"] = float((t[:, -1, 1] - t[:, -1, 0]).mean()) * us / whole
-    out["clock_ghz"] = whole / us / 1000
+        table = {}
+        for i, phase in enumerate(PHASES[:5]):
+            for j, mark in enumerate(MARKS):
+                rows = at[:, first:-1:2, i, j] - ends[first - 1 : -1 : 2][: at[:, first:-1:2].shape[1]]
+                table[f"{phase} {mark}"] = [
+                    round(float(torch.nanmean(_over(rows, f))), 2) for f in (min, statistics.mean, max)
+                ]
+        out["layers"][kind] = table
+        out["layers"][kind]["layer"] = round(
+            float((ends[first::2] - ends[first - 1 : -1 : 2][: len(ends[first::2])]).mean()), 2
+        )
+    out["head"] = {m: round(float(torch.nan_to_num(at[:, -1, 5, j] - ends[-1]).max()), 2) for j, m in enumerate(MARKS)}
     return out
+
+
+def _over(rows: Tensor, f: Any) -> Tensor:
+    """f over the blocks that have a value."""
+    columns = []
+    for column in rows.T:
+        known = [float(v) for v in column if v == v]
+        columns.append(f(known) if known else float("nan"))
+    return torch.tensor(columns, dtype=torch.float64)
+
+
+def show_phases(found: dict[str, Any]) -> None:
+    kinds = found["layers"]
+    print(f"step {found['us']:.1f} us at {found['clock_ghz']:.3f} GHz; head {found['head']}")
+    print("us after the last layer's end: first, mean and last block; sliding | full")
+    for key in next(iter(kinds.values())):
+        if key != "layer":
+            print(f"  {key:18}", " | ".join("{:7.2f} {:7.2f} {:7.2f}".format(*kinds[k][key]) for k in kinds))
+    print("  layer", {k: kinds[k]["layer"] for k in kinds}, flush=True)
 
 
 def build(shape: StepShape) -> float:
@@ -317,7 +352,11 @@ def main() -> int:
                 if not verdict["ok"]:
                     continue
                 for context in contexts:
-                    t = time_steps(d, context)
+                    try:
+                        t = time_steps(d, context)
+                    except Exception:
+                        print("given up:", d.given_up(), flush=True)
+                        raise
                     experts = verdict["experts_per_layer"]
                     ceiling = r * BANDWIDTH / bytes_read(s, context, experts)
                     row = {
@@ -335,7 +374,7 @@ def main() -> int:
                 if r == 1 and not a.no_trace:
                     row = {"model": model, "formats": formats, "context": 2048, "phases": phases(b, s, 2048)}
                     result["rows"].append(row)
-                    print(json.dumps(row), flush=True)
+                    show_phases(row["phases"])
             if formats == a.formats.split(",")[0] and model == a.models.split(",")[0]:
                 for v in variants:
                     d = b.step(replace(shape_of(model, formats), **v))
@@ -348,7 +387,11 @@ def main() -> int:
         torch.cuda.empty_cache()
     a.out.mkdir(parents=True, exist_ok=True)
     (a.out / f"{a.name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(json.dumps(result))
+    print(
+        json.dumps(
+            {**result, "rows": [{k: v for k, v in r.items() if k not in ("check", "phases")} for r in result["rows"]]}
+        )
+    )
     return 0 if good else 1
 
 

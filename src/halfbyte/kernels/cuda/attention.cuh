@@ -7,15 +7,8 @@
 
 constexpr float LOG2E = 1.4426950408889634f, NEVER = -1e30f;
 constexpr int TEAMS = WORKERS / 4;  // of four warps, each with a page of its own
+constexpr int ROUND = SLOTS / 2 / TEAMS * TEAMS;  // pages
 constexpr int WHOLE = 8;  // up to so many pages, one block does a head alone and no merge is needed
-
-struct Unit {
-  int row, head, part, parts;
-  int first, last;   // pages of this part
-  int from, to;      // cached tokens the row sees: [from, to)
-  int position;
-  bool owner;        // takes this step's own tokens, and writes the row's into the cache
-};
 
 // The row's key range and its cut into parts depend on the row alone: the same row gives the same bits in any batch.
 HB_DEV int parts_of(int pages, bool sliding) {
@@ -30,7 +23,8 @@ HB_DEV void key_range(const Shared& sh, int row, bool sliding, int& from, int& t
   pages = to > from ? (to - 1) / PAGE + 1 - first : 0;
 }
 // Units are dealt to the blocks from the last one down; the first blocks have the odd tiles of the matrices.
-HB_DEV bool find_unit(const Shared& sh, int rows, bool sliding, int index, Unit& u) {
+HB_DEV Unit find_unit(const Shared& sh, int rows, bool sliding, int index) {
+  Unit u = {};
   for (int row = 0; row < rows; row++) {
     int from, to, first, pages;
     key_range(sh, row, sliding, from, to, first, pages);
@@ -38,12 +32,12 @@ HB_DEV bool find_unit(const Shared& sh, int rows, bool sliding, int index, Unit&
     if (index < KV_HEADS * parts) {
       u.row = row; u.head = index % KV_HEADS; u.part = index / KV_HEADS; u.parts = parts;
       u.first = first + pages * u.part / parts; u.last = first + pages * (u.part + 1) / parts;
-      u.from = from; u.to = to; u.position = sh.position[row]; u.owner = u.part == parts - 1;
-      return true;
+      u.from = from; u.to = to; u.position = sh.position[row]; u.owner = u.part == parts - 1; u.on = true;
+      return u;
     }
     index -= KV_HEADS * parts;
   }
-  return false;
+  return u;
 }
 HB_DEV const u16* page_of(const Step& p, const Shared& sh, bool sliding, int row, int page, int place, int which, int head) {
   const int* table = (sliding ? p.sliding_table : p.full_table) + (size_t)sh.seq[row] * p.max_blocks;
@@ -121,10 +115,10 @@ HB_DEV void weigh_tile(const u8* values, u32 seen, bool all, int lane, float (&s
   }
 }
 
-HB_DEV float tagged_float(const u64* p, u32 tag, u32* failure, u32 where) {
+HB_DEV float tagged_float(const u64* p, u32 tag, u32 where) {
   Patience patience;
   u64 v = box_load(p);
-  while (!has(v, tag)) { patience.wait(failure, where); v = box_load(p); }
+  while (!has(v, tag)) { patience.wait(where); v = box_load(p); }
   return as_float(payload(v));
 }
 // Elements dim and dim + 32 of a head's vector in the mailbox, rotated.
@@ -132,7 +126,7 @@ HB_DEV void rotated(const Step& p, const u64* vector, int position, int dim, u32
   const float c = p.rope[(size_t)position * 64 + dim], s = p.rope[(size_t)position * 64 + 32 + dim];
   u64 x = box_load(vector + dim), y = box_load(vector + dim + 32);
   Patience patience;
-  while (!(has(x, tag) && has(y, tag))) { patience.wait(p.failure, 0x400); x = box_load(vector + dim); y = box_load(vector + dim + 32); }
+  while (!(has(x, tag) && has(y, tag))) { patience.wait(0x400); x = box_load(vector + dim); y = box_load(vector + dim + 32); }
   const float first = as_float(payload(x)), second = as_float(payload(y));
   a = first * c - second * s;
   b = second * c + first * s;
@@ -157,7 +151,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
       float a = 0.f, b = 0.f;
       if (sh.seq[row] == sh.seq[u.row] && sh.position[row] <= u.position) {
         const u64* vector = p.box.qkv + (size_t)row * QKV + Q_DIM + value * KV_DIM + u.head * 64;
-        if (value) { a = tagged_float(vector + dim, w.tag, p.failure, 0x402); b = tagged_float(vector + dim + 32, w.tag, p.failure, 0x402); }
+        if (value) { a = tagged_float(vector + dim, w.tag, 0x402); b = tagged_float(vector + dim + 32, w.tag, 0x402); }
         else rotated(p, vector, sh.position[row], dim, w.tag, a, b);
       }
       const u32 both = bf16_pair(a, b);
@@ -170,6 +164,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
       }
     }
   w.sync();
+  w.mark(1);
 
   Queries q;
   HB_UNROLL
@@ -180,17 +175,20 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
   }
   Softmax m;
   const int pages = u.last - u.first, sub = w.warp % 4;
-  for (int i = w.warp / 4; i < pages && w.warp < TEAMS * 4; i += TEAMS) {
+  for (int first = 0; first < pages; first += TEAMS) {
+    if (first && first % ROUND == 0) w.sync();  // nobody a round of the ring ahead: see Tile
+    const int i = first + w.warp / 4;
+    if (i >= pages || w.warp >= TEAMS * 4) continue;
     const Cursor ck = w.at.far_ahead(2 * i), cv = ck.ahead(1);
     const int token = (u.first + i) * PAGE + sub * 16, a = token + g, b = token + g + 8;
     const bool some = token < u.to && token + 16 > u.from, all = token >= u.from && token + 16 <= u.to;
     const u32 seen = (a >= u.from && a < u.to ? 1u : 0u) | (b >= u.from && b < u.to ? 2u : 0u);
     float s[4] = {};
-    wait_bar(&sh.full[ck.slot], ck.phase, p.failure, 0x410);
+    wait_bar(&sh.full[ck.slot], ck.phase, 0x410);
     if (some) score_tile(sh.ring[ck.slot] + sub * 16 * 128, q, seen, w.lane, s);
     sync_warp();
     if (w.lane == 0) bar_arrive(&sh.empty[ck.slot], 4);
-    wait_bar(&sh.full[cv.slot], cv.phase, p.failure, 0x411);
+    wait_bar(&sh.full[cv.slot], cv.phase, 0x411);
     if (some) weigh_tile(sh.ring[cv.slot] + sub * 16 * 128, seen, all, w.lane, s, m);
     sync_warp();
     if (w.lane == 0) bar_arrive(&sh.empty[cv.slot], 4);
@@ -203,6 +201,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
     score_tile((const u8*)sh.fresh[0], q, on ? 1u : 0u, w.lane, s);
     weigh_tile((const u8*)sh.fresh[1], on ? 1u : 0u, false, w.lane, s, m);
   }
+  w.mark(2);
   Merge& merge = sh.merge;
   HB_UNROLL
   for (int h = 0; h < 2; h++) {
@@ -223,8 +222,8 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
     for (int i = 0; i < WORKERS; i++) top = merge.top[i][head] > top ? merge.top[i][head] : top;
     if (u.parts == 1 && sink > top) top = sink;
     float sum = 0.f, o[2] = {0.f, 0.f};
-    for (int i = 0; i < WORKERS; i++) {
-      if (merge.top[i][head] == NEVER) continue;
+    HB_UNROLL
+    for (int i = 0; i < WORKERS; i++) {  // a warp that saw nothing left zeros, and a weight of zero
       const float f = exp2_fast(merge.top[i][head] - top);
       sum += merge.sum[i][head] * f;
       o[0] += merge.o[i][head * 64 + dim] * f;
@@ -261,7 +260,7 @@ template <int O_FORMAT> HB_DEV void merge_head(Worker& w, const Layer& layer, in
       if (first + i < parts) {
         Patience patience;
         while (!(has(v[i].x, w.tag) && has(v[i].y, w.tag) && has(ms[i].x, w.tag) && has(ms[i].y, w.tag))) {
-          patience.wait(p.failure, 0x420);
+          patience.wait(0x420);
           v[i] = box_load2(in + (first + i) * 66 + 2 * w.lane); ms[i] = box_load2(in + (first + i) * 66 + 64);
         }
         const float part_top = as_float(payload(ms[i].x)), now = part_top > top ? part_top : top;

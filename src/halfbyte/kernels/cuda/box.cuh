@@ -25,15 +25,18 @@ HB_DEV u32 split(float v) {
   return as_bits(high) | (bf16_pair(v - high, 0.f) & 0xffffu);
 }
 
-struct Patience {  // a wait that never ends is a bug: say where, then stop, instead of hanging the device
+// A wait that never ends is a bug: say where, then stop, instead of hanging the device.
+HB_PHASE void give_up(u32 where) {
+  u32* failure = ((Shared*)hb_shared())->step.failure;
+  failure[0] = where;
+  failure[1] = (u32)hb_block() << 16 | (u32)hb_thread();
+  fence_gpu();
+  hb_trap();
+}
+struct Patience {
   u32 spins = 0;
-  HB_DEV_MEMBER void wait(u32* failure, u32 where) {
-    if (++spins > (1u << 22)) {
-      failure[0] = where;
-      failure[1] = (u32)hb_block() << 16 | (u32)hb_thread();
-      fence_gpu();
-      hb_trap();
-    }
+  HB_DEV_MEMBER void wait(u32 where) {
+    if (++spins > (1u << 22)) give_up(where);
     nap(HB_NAP);
   }
 };

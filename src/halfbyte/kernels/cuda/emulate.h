@@ -256,6 +256,9 @@ HB_DEV int hb_block() { return emu::machine()->now->block_id; }
 HB_DEV int hb_grid() { return emu::machine()->grid; }
 HB_DEV u8* hb_shared() { return (u8*)(((uintptr_t)emu::machine()->now->block->shared.data() + 127) & ~(uintptr_t)127); }
 
+HB_DEV u32 shared_base() { return 0; }  // addresses are offsets
+HB_DEV u8* shared_at(u32 p) { return hb_shared() + p; }
+
 HB_DEV void bar_init(u64* b, int n) { emu::Bar& x = emu::bar(b); x.phase = 0; x.count = n; x.pending = n; x.tx = 1ull << 38; }
 HB_DEV void bar_init_done() {}
 HB_DEV void bar_arrive(u64* b, u32 n) {
@@ -263,8 +266,10 @@ HB_DEV void bar_arrive(u64* b, u32 n) {
   if (x.pending < n) { fprintf(stderr, "emulator: more arrivals than a barrier expects\n"); abort(); }
   x.pending -= n; emu::moved(); emu::settle(x);
 }
+HB_DEV void bar_arrive(u32 b, u32 n) { bar_arrive((u64*)shared_at(b), n); }
 HB_DEV void bar_expect(u64* b, u32 bytes) { emu::bar(b).tx += bytes; bar_arrive(b, 1); }
 HB_DEV bool bar_try(u64* b, u32 parity) { return emu::bar(b).phase != (parity & 1); }
+HB_DEV bool bar_try(u32 b, u32 parity) { return bar_try((u64*)shared_at(b), parity); }
 template <int ID, int N> HB_DEV void sync_some() {
   emu::NamedBarrier& n = emu::machine()->now->block->named[ID];
   u64 e = n.epoch;
@@ -282,7 +287,13 @@ HB_DEV void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar, u64) {
 HB_DEV u32x4 lds128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
 HB_DEV u32 lds32(const void* p) { u32 v; memcpy(&v, p, 4); return v; }
 HB_DEV u32 lds16(const void* p) { u16 v; memcpy(&v, p, 2); return v; }
+HB_DEV u32x4 lds128(u32 p) { return lds128((const void*)shared_at(p)); }
+HB_DEV u32 lds32(u32 p) { return lds32((const void*)shared_at(p)); }
+HB_DEV u32 lds16(u32 p) { return lds16((const void*)shared_at(p)); }
+HB_DEV void sts32(u32 p, u32 v) { memcpy(shared_at(p), &v, 4); }
+HB_DEV void sts64(u32 p, u32 a, u32 b) { sts32(p, a); sts32(p + 4, b); }
 HB_DEV u32x4 ldg128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
+HB_DEV void prefetch_l2(const void*) {}
 HB_DEV u64 box_load(const u64* p) { return *(const volatile u64*)p; }
 HB_DEV u64x2 box_load2(const u64* p) { return {box_load(p), box_load(p + 1)}; }
 HB_DEV void box_store(u64* p, u64 v) { *p = v; emu::moved(); }
@@ -305,6 +316,7 @@ HB_DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   for (int i = 0; i < 4; i++) c[i] += m.out[i];
 }
 
+HB_DEV u32 opaque(u32 v) { return v; }
 HB_DEV u32 rotate_right(u32 v, int n) { return v >> n | v << (32 - n); }
 HB_DEV u32 permute(u32 a, u32 b, u32 s) {
   u64 both = (u64)b << 32 | a;
@@ -328,5 +340,6 @@ HB_DEV float exp2_fast(float v) { return std::exp2(v); }
 HB_DEV float recip_sqrt(float v) { return 1.f / std::sqrt(v); }
 HB_DEV float divide(float a, float b) { return a / b; }
 HB_DEV u64 clock_now() { return 0; }
+HB_DEV u64 clock_global() { return 0; }
 HB_DEV void nap(u32) { emu::yield(); }
 HB_DEV void hb_trap() { fprintf(stderr, "emulator: trap\n"); abort(); }

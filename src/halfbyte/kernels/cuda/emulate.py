@@ -35,7 +35,7 @@ def _build(shape: StepShape, cache: Path) -> Path:
     if compiler is None:
         raise UsageError("the emulator needs g++, which is not installed.")
     program = shape.program()
-    options = ("-O2", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-DHB_EMULATE", *program.options)
+    options = ("-O1", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-DHB_EMULATE", *program.options)
     key = hashlib.sha256("\0".join((program.hash(), *options)).encode()).hexdigest()[:32]
     path = cache / f"decode_step-emulator-{key}.so"
     if not path.exists():

@@ -18,27 +18,24 @@ struct Cursor {
   HB_DEV_MEMBER Cursor far_ahead(int n) const { Cursor c = *this; c.advance_far(n); return c; }
 };
 
-HB_DEV void wait_bar(u64* bar, u32 parity, u32* failure, u32 where) {
+template <class Address> HB_DEV void wait_bar(Address bar, u32 parity, u32 where) {
   u32 spins = 0;
   while (!bar_try(bar, parity)) {
+    if (++spins > (1u << 24)) give_up(where);
 #ifdef HB_EMULATE
     emu::yield();
-#else
-    if (++spins > (1u << 24)) { failure[0] = where; failure[1] = (u32)hb_block() << 16 | (u32)hb_thread(); fence_gpu(); hb_trap(); }
 #endif
   }
-  (void)spins; (void)failure; (void)where;
 }
 
 struct Feeder {  // the feeding warp's lane 0
   Shared& sh;
-  u32* failure;
   u64 policy;
   Cursor at;
   bool first = true;  // nobody has to free a slot in the first round
 
   HB_DEV_MEMBER void put(const void* src, u32 bytes) {
-    if (!first) wait_bar(&sh.empty[at.slot], at.phase ^ 1, failure, 0x100);
+    if (!first) wait_bar(&sh.empty[at.slot], at.phase ^ 1, 0x100);
     bar_expect(&sh.full[at.slot], bytes);
     bulk_copy(sh.ring[at.slot], src, bytes, &sh.full[at.slot], policy);
     at.advance(1);

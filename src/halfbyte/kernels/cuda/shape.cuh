@@ -27,19 +27,36 @@ constexpr int SLOTS = HB_SLOTS;
 constexpr int LANE_ROWS = ROWS < 4 ? ROWS : 4;  // batch rows in one set of 8 mma columns (a high and a low column each)
 constexpr int SETS = ROWS / LANE_ROWS;
 constexpr int GROUPS_AT_ONCE = 4 / LANE_ROWS;   // k groups that share one accumulator, in columns of their own
-constexpr int FLUSH = 16 / ROWS;                // tiles between two reductions over warps
 constexpr int SPLITS = 16;                      // most parts a sequence's keys are cut into
 constexpr int ROUTER_COPIES = 4;                // of the logit accumulators, against contention
+HB_CONST_FN int staged(int k) { return k / 64 <= 45 ? k : 0; }
+HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
+constexpr int STAGE_ROW = larger(larger(staged(HIDDEN), staged(INTER)), staged(Q_DIM)) + 32;  // padded: eight lanes that read two rows meet no bank twice
 
+// How a tile (16 rows, all of K) is shared out. Its chunks lie in pieces of up to 15, a warp takes EACH neighbours of
+// every piece. Five warps to a tile and three tiles at a time spend least on waiting and summing up, if x (8 registers a
+// chunk and set) leaves room; otherwise fifteen.
+//
+// A barrier's parity tells one round of the ring from the next, not from the one after. A warp that reads every slot in
+// turn cannot be a round ahead; one that leaves out other teams' slots could, so FLUSH (where all warps meet) comes
+// before the ring has gone round.
 template <int FORMAT, int K> struct Tile {
-  static constexpr int CHUNKS = K / 64;
-  static constexpr int PIECES = (CHUNKS + WORKERS - 1) / WORKERS;  // chunks per warp
-  static constexpr int WIDTH = (CHUNKS + PIECES - 1) / PIECES;     // chunks per piece, one per warp
-  static constexpr int CHUNK = CHUNK_BYTES[FORMAT];
+  static constexpr int CHUNKS = K / 64, CHUNK = CHUNK_BYTES[FORMAT];
+  static constexpr int PIECES = (CHUNKS + 14) / 15, WIDTH = (CHUNKS + PIECES - 1) / PIECES;
   static constexpr int PER_SLOT = FORMAT == MXFP4 ? 16 : FORMAT == Q8 ? 8 : 4;
   static constexpr int BYTES = CHUNKS * CHUNK;
   static HB_CONST_FN int chunks_in(int piece) { return piece < PIECES - 1 ? WIDTH : CHUNKS - WIDTH * (PIECES - 1); }
   static HB_CONST_FN int slots_in(int piece) { return (chunks_in(piece) + PER_SLOT - 1) / PER_SLOT; }
+  static HB_CONST_FN int slots() {
+    int n = 0;
+    for (int i = 0; i < PIECES; i++) n += slots_in(i);
+    return n;
+  }
+  static HB_CONST_FN int per_round() { return SLOTS / slots() / 3 * 3; }  // tiles, in whole turns of three teams
+  static HB_CONST_FN int team() { return SETS == 1 && staged(K) && per_round() ? 5 : 15; }
+  static HB_CONST_FN int flush() { return team() == 5 ? (per_round() < 24 / ROWS ? per_round() : 24 / ROWS) : 16 / ROWS; }
+  static constexpr int TEAM = team(), TEAMS = WORKERS / TEAM, EACH = 15 / TEAM, MINE = PIECES * EACH;
+  static constexpr int FLUSH = flush();  // tiles between two sums over the warps
 };
 
 // ---- arguments (mirrored in step.py) -----------------------------------------------------------------------------
@@ -77,7 +94,7 @@ struct Step {
   Boxes box;
   u32* control;                        // epoch, arrivals
   u32* failure;                        // host memory: where a wait was given up, and by whom
-  u64* trace;                          // [grid][LAYERS + 1][8] nanoseconds, or null
+  u64* trace;                          // [grid][LAYERS + 1][32] clocks, or null (HB_TRACE)
   float norm_eps, swiglu_limit, swiglu_alpha;
   int rows;                            // rows in use, at most ROWS
   int max_blocks, page_layers;
@@ -92,23 +109,34 @@ struct Routing {
   float scale[ROWS];          // 1 / rms of each row
 };
 
+struct Unit {  // of attention: one row, one kv head, one part of its pages
+  int row, head, part, parts;
+  int first, last;   // pages of this part
+  int from, to;      // cached tokens the row sees: [from, to)
+  int position;
+  bool on;
+  bool owner;        // takes this step's own tokens, and writes the row's into the cache
+};
+
 struct Merge { float o[WORKERS][GROUP * HEAD_DIM]; float top[WORKERS][GROUP]; float sum[WORKERS][GROUP]; };
 
 struct Shared {  // a constant address, so that every phase can be a function of its own with its own registers
   u8 ring[SLOTS][SLOT_BYTES];
   union {
-    float red[2][FLUSH][WORKERS][ROWS][16];
+    float red[2][16 * WORKERS * 16];  // sums of the warps: [tile][warp of the team][row][16]
     Merge merge;
   };
+  u16 stage[SETS == 1 ? 2 * ROWS : 1][SETS == 1 ? STAGE_ROW : 8];  // x, high and low parts
   u16 q[2][GROUP][96];         // high and low halves; rows padded so that eight lanes meet no bank twice
   u16 fresh[2][16][HEAD_DIM];  // keys and values of this step's own tokens
-  float xs[FLUSH][ROWS][16];
-  float squares[FLUSH][ROWS][16];
+  float xs[16][16];       // [tile][row] of o, times the norm's weight
+  float squares[16][16];
   float ssq[ROWS][WORKERS];
   Routing routing[2];
   Step step;                   // copies: a pointer that is fetched from memory costs as much as what it points to
   Layer layers[LAYERS];
   u64 full[SLOTS], empty[SLOTS], routed;
   int token[ROWS], position[ROWS], seq[ROWS], base[ROWS];
+  Unit unit[2];                // this block's first, on full and on sliding layers
   u32 epoch, last;
 };

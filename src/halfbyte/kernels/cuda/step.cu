@@ -16,12 +16,6 @@ constexpr int F_QKV = HB_FORMAT_QKV, F_O = HB_FORMAT_O, F_HEAD = HB_FORMAT_HEAD;
 constexpr int QKV_TILES = QKV / 16, O_TILES = HIDDEN / 16, UP_TILES = 2 * INTER / 16, DOWN_TILES = HIDDEN / 16, HEAD_TILES = VOCAB / 16;
 static_assert(O_TILES < 512, "contributions are counted in nine bits");
 
-#ifdef HB_TRACE
-#define MARK(i) do { if (thread == 0 && p.trace) p.trace[((size_t)hb_block() * (LAYERS + 1) + layer) * 8 + (i)] = clock_now(); } while (0)
-#else
-#define MARK(i) do {} while (0)
-#endif
-
 HB_DEV u32 orderable(float v) { const u32 b = as_bits(v); return b & 0x80000000u ? ~b : b | 0x80000000u; }
 HB_DEV float from_orderable(u32 b) { return as_float(b & 0x80000000u ? b & 0x7fffffffu : ~b); }
 
@@ -45,30 +39,42 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
   Routing& out = sh.routing[layer & 1];
   for (int row = 0; row < p.rows; row++) {
     const u64* logits = p.box.logits + ((size_t)(layer % 3) * ROWS + row) * ROUTER_COPIES * EXPERTS;
-    u64 sum[PER_LANE];
+    const u64* ssq = p.box.ssq + (size_t)row * O_TILES;
+    u64 sum[PER_LANE], square[TILES_PER_LANE];
+    float bias[PER_LANE];
+    HB_UNROLL
+    for (int i = 0; i < PER_LANE; i++) bias[i] = bf16_at(weights.router_bias, i * 32 + lane);
     Patience patience;
     for (;;) {
       bool ready = true;
+      u64 word[PER_LANE][ROUTER_COPIES];
+      HB_UNROLL
+      for (int i = 0; i < PER_LANE; i++)
+        HB_UNROLL
+        for (int c = 0; c < ROUTER_COPIES; c++) word[i][c] = box_load(logits + c * EXPERTS + i * 32 + lane);
+      HB_UNROLL
+      for (int i = 0; i < TILES_PER_LANE; i++) square[i] = i * 32 + lane < O_TILES ? box_load(ssq + i * 32 + lane) : tag;
       HB_UNROLL
       for (int i = 0; i < PER_LANE; i++) {
         sum[i] = 0;
         HB_UNROLL
-        for (int c = 0; c < ROUTER_COPIES; c++) sum[i] += box_load(logits + c * EXPERTS + i * 32 + lane);
+        for (int c = 0; c < ROUTER_COPIES; c++) sum[i] += word[i][c];
         ready &= contributions(sum[i]) == O_TILES;
       }
+      HB_UNROLL
+      for (int i = 0; i < TILES_PER_LANE; i++) ready &= has(square[i], tag);
       if (warp_ballot(ready) == 0xffffffffu) break;
-      patience.wait(p.failure, 0x500);
+      patience.wait(0x500);
     }
     float squares = 0.f;
     HB_UNROLL
-    for (int i = 0; i < TILES_PER_LANE; i++)
-      if (i * 32 + lane < O_TILES) squares += tagged_float(p.box.ssq + (size_t)row * O_TILES + i * 32 + lane, tag, p.failure, 0x501);
+    for (int i = 0; i < TILES_PER_LANE; i++) squares += as_float(payload(square[i]));  // zero where there is no tile
     HB_UNROLL
     for (int x = 1; x < 32; x *= 2) squares += shfl_xor(squares, x);
     const float scale = recip_sqrt(squares / HIDDEN + p.norm_eps);
     u32 key[PER_LANE];
     HB_UNROLL
-    for (int i = 0; i < PER_LANE; i++) key[i] = orderable(summed(sum[i]) * scale + bf16_at(weights.router_bias, i * 32 + lane));
+    for (int i = 0; i < PER_LANE; i++) key[i] = orderable(summed(sum[i]) * scale + bias[i]);
     float value[TOP_K];
     int expert[TOP_K];
     HB_UNROLL
@@ -98,7 +104,8 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
   sync_warp();
   if (lane == 0) {  // distinct experts, in order of first appearance
     int n = 0;
-    for (int i = 0; i < p.rows * TOP_K; i++) {
+    if (p.rows == 1) for (; n < TOP_K; n++) out.list[n] = out.expert[0][n];
+    else for (int i = 0; i < p.rows * TOP_K; i++) {
       const int e = out.expert[i / TOP_K][i % TOP_K];
       bool known = false;
       for (int j = 0; j < n; j++) known |= out.list[j] == e;
@@ -110,24 +117,37 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
   sync_warp();
 }
 
+// The small vectors of a layer are read where nothing hides their latency: have them in L2 a layer ahead, all blocks
+// together, each its share.
+HB_DEV void warm(const Layer& l, int lane, int block, int grid) {
+  const int i = block * 32 + lane, n = grid * 32;
+  for (int k = i * 64; k < HIDDEN; k += n * 64) { prefetch_l2(l.attn_norm + k); prefetch_l2(l.mlp_norm + k); prefetch_l2(l.o_bias + k); }
+  for (int k = i * 64; k < QKV; k += n * 64) prefetch_l2(l.qkv_bias + k);
+  for (int k = i * 64; k < EXPERTS; k += n * 64) prefetch_l2(l.router_bias + k);
+  for (int k = i * 64; k < HEADS; k += n * 64) prefetch_l2(l.sinks + k);
+  for (int tile = block; tile < O_TILES; tile += grid)
+    for (int k = lane * 64; k < EXPERTS * 16; k += 32 * 64) prefetch_l2(l.router + (size_t)tile * EXPERTS * 16 + k);
+}
+
 HB_PHASE void feed() {
   Shared& sh = *(Shared*)hb_shared();
   const Step& p = sh.step;
   const int lane = hb_thread() % 32, block = hb_block(), grid = hb_grid();
-  Feeder f{sh, p.failure, streaming_policy(), Cursor(), true};
+  Feeder f{sh, streaming_policy(), Cursor(), true};
   for (int layer = 0; layer < LAYERS; layer++) {
     const Layer& l = sh.layers[layer];
     const bool sliding = layer % 2 == 0;
     if (lane == 0) {
       for (int i = block; i < QKV_TILES; i += grid) f.tile<F_QKV, HIDDEN>(l.qkv, i);
-      Unit u = {};
-      for (int i = grid - 1 - block; find_unit(sh, p.rows, sliding, i, u); i += grid)
+      Unit u = sh.unit[sliding];
+      for (int i = grid - 1 - block; u.on; u = find_unit(sh, p.rows, sliding, i += grid))
         for (int page = u.first; page < u.last; page++)
           for (int value = 0; value < 2; value++)
             f.put(page_of(p, sh, sliding, u.row, page, layer / 2, value, u.head), PAGE * HEAD_DIM * 2);
       for (int i = block; i < O_TILES; i += grid) f.tile<F_O, Q_DIM>(l.o, i);
     }
     sync_warp();
+    if (layer + 1 < LAYERS) warm(sh.layers[layer + 1], lane, block, grid);
     route(sh, p, l, layer, lane, sh.epoch * (LAYERS + 1) + layer + 1);
     if (lane == 0) {
       const Routing& r = sh.routing[layer & 1];
@@ -149,22 +169,8 @@ HB_PHASE void feed() {
 template <int FORMAT> HB_DEV FromResidual<FORMAT> residual(const Worker& w, int layer, const u16* norm) {
   FromResidual<FORMAT> s;
   s.box = layer ? w.p.box.x + (size_t)((layer - 1) & 1) * ROWS * HIDDEN : nullptr;
-  s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm; s.failure = w.p.failure;
-  HB_UNROLL
-  for (int i = 0; i < SETS; i++) s.ssq[i] = 0.f;
+  s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm;
   return s;
-}
-// The squares every lane met, per row, into shared memory; readers come after the next flush's barrier.
-HB_DEV void leave_squares(Worker& w, float (&ssq)[SETS]) {
-  const int pair = w.lane / 8;
-  HB_UNROLL
-  for (int s = 0; s < SETS; s++) {
-    float v = ssq[s];
-    v += shfl_xor(v, 1); v += shfl_xor(v, 2); v += shfl_xor(v, 4);
-    if (LANE_ROWS <= 2) v += shfl_xor(v, 16);
-    if (LANE_ROWS == 1) v += shfl_xor(v, 8);
-    if (w.lane % 8 == 0 && pair < LANE_ROWS) w.sh.ssq[s * LANE_ROWS + pair][w.warp] = v;
-  }
 }
 HB_DEV float root_of(const Worker& w, int row) {
   float v = 0.f;
@@ -174,7 +180,7 @@ HB_DEV float root_of(const Worker& w, int row) {
 }
 
 HB_PHASE State phase_qkv(State state, int layer) {
-  Worker w(state, layer);
+  Worker w(state, layer, 0);
   const Layer& l = w.sh.layers[layer];
   const int tiles = w.share(QKV_TILES);
   if (!tiles) return state;
@@ -184,21 +190,21 @@ HB_PHASE State phase_qkv(State state, int layer) {
     [&] {
       auto source = residual<F_QKV>(w, layer, l.attn_norm);
       load_operand(w, x, source);
-      leave_squares(w, source.ssq);
     },
     [&](int tile, int row, int m, float v, float, Early bias) {
       v = v * root_of(w, row) + bf16_low(bias.a);
       box_store(w.p.box.qkv + (size_t)row * QKV + (w.block + tile * w.grid) * 16 + m, tagged(as_bits(v), w.tag));
     }, Nothing());
+  w.mark(3);
   return w.state();
 }
 
 HB_PHASE State phase_attention(State state, int layer) {
-  Worker w(state, layer);
+  Worker w(state, layer, 1);
   const Layer& l = w.sh.layers[layer];
   const bool sliding = layer % 2 == 0;
-  Unit u = {};
-  for (int i = w.grid - 1 - w.block; find_unit(w.sh, w.rows, sliding, i, u); i += w.grid) attend<F_O>(w, l, layer / 2, sliding, u);
+  Unit u = w.sh.unit[sliding];
+  for (int i = w.grid - 1 - w.block; u.on; u = find_unit(w.sh, w.rows, sliding, i += w.grid)) attend<F_O>(w, l, layer / 2, sliding, u);
   if (sliding) return w.state();
   int turn = 0;
   for (int i = w.block; i < w.rows * HEADS; i += w.grid, turn++) {
@@ -208,12 +214,14 @@ HB_PHASE State phase_attention(State state, int layer) {
     const int parts = parts_of(pages, sliding);
     if (parts > 1 && turn % WORKERS == w.warp) merge_head<F_O>(w, l, row, i % HEADS, parts);
   }
+  w.mark(3);
   return w.state();
 }
 
 HB_PHASE State phase_o(State state, int layer) {
-  Worker w(state, layer);
+  Worker w(state, layer, 2);
   const Layer& l = w.sh.layers[layer];
+  using T = Tile<F_O, Q_DIM>;
   const int tiles = w.share(O_TILES);
   if (!tiles) return state;
   const Step& p = w.p;
@@ -235,7 +243,7 @@ HB_PHASE State phase_o(State state, int layer) {
       return e;
     },
     [&] {
-      FromTagged source{p.box.attn, (size_t)Q_DIM, w.tag, p.failure, 0x600};
+      FromTagged source{p.box.attn, (size_t)Q_DIM, w.tag, 0x600};
       load_operand(w, x, source);
     },
     [&](int tile, int row, int m, float v, float, Early early) {
@@ -243,14 +251,14 @@ HB_PHASE State phase_o(State state, int layer) {
       float before;
       if (layer) {
         Patience patience;
-        while (contributions(early.x) != TOP_K + 1) { patience.wait(p.failure, 0x601); early.x = box_load(now + (size_t)row * HIDDEN + k); }
+        while (contributions(early.x) != TOP_K + 1) { patience.wait(0x601); early.x = box_load(now + (size_t)row * HIDDEN + k); }
         before = summed(early.x);
       } else before = bf16_low((u32)early.x);
       const float mid = before + v + bf16_low(early.a), scaled = mid * bf16_high(early.a);
       box_store(next + (size_t)row * HIDDEN + k, contribution(mid));  // before anyone can know that this phase is over
       box_store(p.box.mid + (size_t)row * HIDDEN + k, tagged(split(scaled * scale_in<MXFP4>()), w.tag));
-      w.sh.xs[tile % FLUSH][row][m] = scaled;
-      w.sh.squares[tile % FLUSH][row][m] = mid * mid;
+      w.sh.xs[tile % T::FLUSH * ROWS + row][m] = scaled;
+      w.sh.squares[tile % T::FLUSH * ROWS + row][m] = mid * mid;
     },
     [&](int first, int n) {
       w.sync();
@@ -258,7 +266,7 @@ HB_PHASE State phase_o(State state, int layer) {
         const int i = (w.thread - (WORK_THREADS - 32)) / w.rows, row = (w.thread - (WORK_THREADS - 32)) % w.rows;
         float s = 0.f;
         HB_UNROLL
-        for (int m = 0; m < 16; m++) s += w.sh.squares[i][row][m];
+        for (int m = 0; m < 16; m++) s += w.sh.squares[i * ROWS + row][m];
         box_store(p.box.ssq + (size_t)row * O_TILES + w.block + (first + i) * w.grid, tagged(as_bits(s), w.tag));
       }
       for (int i = w.thread; i < n * EXPERTS; i += WORK_THREADS) {
@@ -269,7 +277,7 @@ HB_PHASE State phase_o(State state, int layer) {
         }
         const u32 r[8] = {r0.x, r0.y, r0.z, r0.w, r1.x, r1.y, r1.z, r1.w};
         for (int row = 0; row < w.rows; row++) {
-          const float* xs = w.sh.xs[i / EXPERTS][row];
+          const float* xs = w.sh.xs[i / EXPERTS * ROWS + row];
           float s = 0.f;
           HB_UNROLL
           for (int m = 0; m < 8; m++) s += xs[2 * m] * bf16_low(r[m]) + xs[2 * m + 1] * bf16_high(r[m]);
@@ -277,11 +285,12 @@ HB_PHASE State phase_o(State state, int layer) {
         }
       }
     });
+  w.mark(3);
   return w.state();
 }
 
 HB_PHASE State phase_up(State state, int layer) {
-  Worker w(state, layer);
+  Worker w(state, layer, 3);
   const Layer& l = w.sh.layers[layer];
   const Step& p = w.p;
   // accumulators of the next layer's router, clean long before anyone adds to them
@@ -291,7 +300,7 @@ HB_PHASE State phase_up(State state, int layer) {
     fence_gpu();
   }
   Operand<MXFP4, HIDDEN> x;
-  wait_bar(&w.sh.routed, layer & 1, p.failure, 0x701);
+  wait_bar(&w.sh.routed, layer & 1, 0x701);
   const Routing& r = w.sh.routing[layer & 1];
   const int tiles = w.share(r.count * UP_TILES);
   gemv<MXFP4, HIDDEN, true>(w, x, tiles,
@@ -300,7 +309,7 @@ HB_PHASE State phase_up(State state, int layer) {
       return Early{*(const u32*)(l.gate_up_bias + (size_t)r.list[i / UP_TILES] * 2 * INTER + i % UP_TILES * 16 + 2 * m)};
     },
     [&] {
-      FromTagged source{p.box.mid, (size_t)HIDDEN, w.tag, p.failure, 0x700};
+      FromTagged source{p.box.mid, (size_t)HIDDEN, w.tag, 0x700};
       load_operand(w, x, source);
     },
     [&](int tile, int row, int m, float gate, float up, Early bias) {
@@ -316,11 +325,12 @@ HB_PHASE State phase_up(State state, int layer) {
           box_store(p.box.h + (size_t)(row * TOP_K + k) * INTER + i % UP_TILES * 8 + m, tagged(split(h * scale_in<MXFP4>()), w.tag));
         }
     }, Nothing());
+  w.mark(3);
   return w.state();
 }
 
 HB_PHASE State phase_down(State state, int layer) {
-  Worker w(state, layer);
+  Worker w(state, layer, 4);
   const Layer& l = w.sh.layers[layer];
   const Step& p = w.p;
   const Routing& r = w.sh.routing[layer & 1];
@@ -334,9 +344,7 @@ HB_PHASE State phase_down(State state, int layer) {
     gemv<MXFP4, INTER, false>(w, x, end - first,
       [&](int tile, int, int m) { return Early{l.down_bias[(size_t)expert * HIDDEN + (base + tile) * 16 + m]}; },
       [&] {
-        FromExpert source;
-        source.box = p.box.h; source.stride = 0; source.tag = w.tag; source.failure = p.failure; source.where = 0x800;
-        source.routing = &r; source.expert = expert;
+        FromExpert source{{p.box.h, (size_t)INTER, w.tag, 0x800}, &r, expert};
         load_operand(w, x, source);
       },
       [&](int tile, int row, int m, float v, float, Early bias) {
@@ -347,11 +355,12 @@ HB_PHASE State phase_down(State state, int layer) {
       }, Nothing());
     first = end;
   }
+  w.mark(3);
   return w.state();
 }
 
 HB_PHASE void phase_head(State state) {
-  Worker w(state, LAYERS);
+  Worker w(state, LAYERS, 5);
   const Step& p = w.p;
   const int tiles = w.share(HEAD_TILES);
   u64 best = 0;  // logit in order-preserving bits above, complement of the token below: ties go to the lower token
@@ -363,8 +372,7 @@ HB_PHASE void phase_head(State state) {
       [&] {
         auto source = residual<F_HEAD>(w, LAYERS, p.final_norm);
         load_operand(w, x, source);
-        leave_squares(w, source.ssq);
-      },
+        },
       [&](int tile, int row, int m, float v, float, Early) {
         if (root == 0.f) root = root_of(w, row);
         const int token = (w.block + tile * w.grid) * 16 + m;
@@ -421,6 +429,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
   if (thread == 0) sh.step = p;
   for (int i = thread; i < (int)(sizeof(Layer) * LAYERS / 8); i += THREADS) ((u64*)sh.layers)[i] = ((const u64*)p.layers)[i];
   sync_all();
+  if (thread < 2) sh.unit[thread] = find_unit(sh, p.rows, thread == 1, hb_grid() - 1 - hb_block());
+  sync_all();
   if (warp == WORKERS) {
     feed();
     return;
@@ -428,23 +438,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
   State s = 0;
   HB_ROLLED
   for (int layer = 0; layer < LAYERS; layer++) {
-    MARK(0);
     s = phase_qkv(s, layer);
-    MARK(1);
     s = phase_attention(s, layer);
-    MARK(2);
     s = phase_o(s, layer);
-    MARK(3);
     s = phase_up(s, layer);
-    MARK(4);
     s = phase_down(s, layer);
-    MARK(5);
   }
-  const int layer = LAYERS;
-  (void)layer;
-  MARK(0);
   phase_head(s);
-  MARK(1);
 }
 
 #ifdef HB_EMULATE

@@ -80,12 +80,14 @@ class StepShape:
     @property
     def _fixed(self) -> int:
         """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
-        flush = 16 // self.rows
-        red = 2 * flush * WORKERS * self.rows * 16 * 4
+        red = 2 * 16 * WORKERS * 16 * 4
         merge = WORKERS * (8 * 64 + 8 + 8) * 4
+        staged = max(k if k <= 45 * 64 else 0 for k in (self.hidden, self.intermediate, self.q_dim))
+        stage = 2 * self.rows * (staged + 32) * 2 if self.rows <= 4 else 16
         routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
-        tables = 2 * 8 * 96 * 2 + 2 * 16 * 64 * 2 + 2 * flush * self.rows * 16 * 4 + self.rows * WORKERS * 4
-        return max(red, merge) + tables + routing + ctypes.sizeof(StepArgs) + 104 * self.layers + 16 * self.rows + 256
+        tables = 2 * 8 * 96 * 2 + 2 * 16 * 64 * 2 + 2 * 16 * 16 * 4 + self.rows * WORKERS * 4
+        rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(LayerArgs) * self.layers + 16 * self.rows + 256
+        return max(red, merge) + stage + tables + routing + rest
 
     def options(self) -> tuple[str, ...]:
         values = {
@@ -222,7 +224,7 @@ class DecodeStep:
         self.control = zeros(2, dtype=torch.int32)
         self.failure = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.control[0] = 1
-        self.trace = zeros(machine.blocks, shape.layers + 1, 8) if shape.trace else None
+        self.trace = zeros(machine.blocks, shape.layers + 1, 32) if shape.trace else None
         self.boxes = {
             "x": zeros(2, r, shape.hidden),
             "qkv": zeros(r, shape.qkv_dim),

@@ -54,7 +54,7 @@ def step(
     for index, w in enumerate(weights.layers):
         qkv = norm(x, w.attn_norm) @ matrix(w.qkv, s.qkv_dim, s.hidden, s.qkv).T + w.qkv_bias.float()
         out["qkv"] = qkv
-        q, k, v = torch.split(qkv, (s.q_dim, s.kv_heads * 64, s.kv_heads * 64), -1)
+        q, k, v = torch.split(qkv, [s.q_dim, s.kv_heads * 64, s.kv_heads * 64], -1)
         angle = rope[positions.long()]
         q, k = _rotate(q.view(rows, s.heads, 64), angle), _rotate(k.view(rows, s.kv_heads, 64), angle)
         v = v.view(rows, s.kv_heads, 64)
