@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from scripted import Play, ScriptedSource, say
 
 from halfbyte.server.app import create_app
@@ -19,15 +19,19 @@ def _play(request: Any, index: int) -> Play:
     return Play("{}<|return|>" if request.constraint else say("ok", "hm"))
 
 
-_source = ScriptedSource(_play, max_context=100_000)
-_app = create_app(_source, _source.tokenizer, ServerSettings(min_available_bytes=0))
-_schema = schemathesis.openapi.from_asgi("/openapi.json", _app)
+def test_no_server_errors() -> None:
+    source = ScriptedSource(_play, max_context=100_000)
+    app = create_app(source, source.tokenizer, ServerSettings(min_available_bytes=0))
+    operations = [found.ok() for found in schemathesis.openapi.from_asgi("/openapi.json", app).get_all_operations()]
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages"} <= {o.path for o in operations}
+    for operation in operations:
 
+        @given(case=operation.as_strategy())
+        @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+        def answers(case: Any) -> None:
+            response = case.call()
+            assert response.status_code < 500, response.text
+            if response.status_code >= 400:
+                assert response.json()["error"]["message"]
 
-@_schema.parametrize()
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_server_errors(case: Any) -> None:
-    response = case.call()
-    assert response.status_code < 500, response.text
-    if response.status_code >= 400:
-        assert response.json()["error"]["message"]
+        answers()
