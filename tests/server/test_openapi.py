@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -24,9 +25,12 @@ def test_no_server_errors() -> None:
     app = create_app(source, source.tokenizer, ServerSettings(min_available_bytes=0))
     operations = [found.ok() for found in schemathesis.openapi.from_asgi("/openapi.json", app).get_all_operations()]
     assert {"/v1/chat/completions", "/v1/responses", "/v1/messages"} <= {o.path for o in operations}
-    for operation in operations:
+    modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
+    for operation, mode in itertools.product(operations, modes):
+        if mode is schemathesis.GenerationMode.NEGATIVE and operation.method.upper() != "POST":
+            continue  # only a body has a schema that can be broken
 
-        @given(case=operation.as_strategy())
+        @given(case=operation.as_strategy(generation_mode=mode))
         @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
         def answers(case: Any) -> None:
             response = case.call()
