@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fakequant
 import torch
+from network import GptOss, Layer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import fakequant
 from halfbyte.formats import mxfp4
 from halfbyte.model.config import ModelConfig
-from network import GptOss, Layer
 
 PART = 14_000_000  # bytes
 
@@ -110,7 +110,12 @@ def export(model: GptOss, folder: Path, limit: int = PART) -> None:
 
 
 def generation_config(c: ModelConfig) -> dict[str, Any]:
-    return {"bos_token_id": c.pad_token - 1, "do_sample": True, "eos_token_id": list(c.eos_tokens), "pad_token_id": c.pad_token}
+    return {
+        "bos_token_id": c.pad_token - 1,
+        "do_sample": True,
+        "eos_token_id": list(c.eos_tokens),
+        "pad_token_id": c.pad_token,
+    }
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -15,13 +15,12 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 import torch
+from network import Packed
 
 from halfbyte.evals.problem import Problem
 from halfbyte.evals.tasks import MIXTURE, group
 from halfbyte.harmony.render import render_prompt, render_training_example
 from halfbyte.model.tokenizer import Tokenizer
-
-from network import Packed
 
 Array = npt.NDArray[np.int16]
 PADDING = 30_000  # the document of unused tokens: after every other
@@ -40,6 +39,7 @@ class Recipe:
     mixture: Mapping[str, float] = field(default_factory=lambda: dict(MIXTURE))
     short: Mapping[str, float] | None = None
     sentences: tuple[int, int] = (20, 120)
+    who: float = 0.3
 
 
 class CachedVocabulary:
@@ -105,7 +105,7 @@ def shard(recipe: Recipe, index: int) -> dict[str, Array]:
     documents = [0] * recipe.rows
     first = 0
     while first < recipe.rows:
-        problems = group(rng, recipe.mixture, sentences=recipe.sentences, **extra)
+        problems = group(rng, recipe.mixture, sentences=recipe.sentences, who=recipe.who, **extra)
         doc = document(vocabulary, problems, recipe.length)
         if not doc.branches:
             continue

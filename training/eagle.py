@@ -19,16 +19,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import data
 import torch
 import torch.nn.functional as F
+from network import GptOss, Packed, RMSNorm, dense_masks, rotate
+from optimizer import Optimizer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import data
 from halfbyte.evals.tasks import MIXTURE, TASKS, group, problem
 from halfbyte.harmony.render import render_prompt
-from network import GptOss, Packed, RMSNorm, dense_masks, rotate
-from optimizer import Optimizer
 
 LAYERS = (2, 4, 7)  # the head sees what enters these layers
 STEPS = 3
@@ -40,7 +40,9 @@ LENGTH = 1024  # of a packed row; longer conversations are left out
 class Head(nn.Module):
     """Parameter names follow the public checkpoints as far as the optimizer's naming allows; `tensors` renames."""
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, vocab: int, eps: float) -> None:
+    def __init__(
+        self, hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, vocab: int, eps: float
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         H, Q, KV = hidden, heads * head_dim, kv_heads * head_dim
@@ -50,7 +52,11 @@ class Head(nn.Module):
 
         self.fc = matrix(H, 3 * H)
         self.q, self.k, self.v, self.o = matrix(Q, 2 * H), matrix(KV, 2 * H), matrix(KV, 2 * H), matrix(H, Q)
-        self.gate_proj, self.up_proj, self.down_proj = matrix(intermediate, H), matrix(intermediate, H), matrix(H, intermediate)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            matrix(intermediate, H),
+            matrix(intermediate, H),
+            matrix(H, intermediate),
+        )
         self.hidden_norm, self.input_layernorm = RMSNorm(H, eps), RMSNorm(H, eps)
         self.post_attention_layernorm, self.norm = RMSNorm(H, eps), RMSNorm(H, eps)
         self.lm_head = nn.Parameter(torch.randn(vocab, H) * 0.02)
@@ -103,7 +109,10 @@ class Head(nn.Module):
         names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
                  "gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj"}  # fmt: skip
         out = {f"midlayer.{new}.weight": getattr(self, old) for old, new in names.items()}
-        out |= {f"midlayer.{n}.weight": getattr(self, n).weight for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+        out |= {
+            f"midlayer.{n}.weight": getattr(self, n).weight
+            for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        }
         out |= {"fc.weight": self.fc, "norm.weight": self.norm.weight, "lm_head.weight": self.lm_head}
         out = {name: t.detach().bfloat16().contiguous().cpu() for name, t in out.items()}
         known = torch.zeros(vocab, dtype=torch.bool)
@@ -233,12 +242,16 @@ def acceptance(matches: list[Tensor], batch: Packed) -> tuple[float, list[float]
 
 def held_out(target: GptOss, tokenizer: str, per_task: int, device: str) -> Packed:
     vocabulary = data._vocabulary(tokenizer)
-    prompts = [render_prompt(vocabulary, problem(t, 2000, i).prompt()) for t in TASKS if t != "needle" for i in range(per_task)]
+    prompts = [
+        render_prompt(vocabulary, problem(t, 2000, i).prompt()) for t in TASKS if t != "needle" for i in range(per_task)
+    ]
     return pack(own_outputs(target, prompts), LENGTH, device)
 
 
 @torch.no_grad()
-def head_acceptance(head: Head, target: GptOss, batch: Packed, kept: Tensor, dtype: torch.dtype) -> tuple[float, list[float]]:
+def head_acceptance(
+    head: Head, target: GptOss, batch: Packed, kept: Tensor, dtype: torch.dtype
+) -> tuple[float, list[float]]:
     full, _ = dense_masks(batch, target.c.window)
     taps = look(target, batch, kept, dtype).taps
     drafted = [kept[d.argmax(-1)] for d in head.unroll(taps, target.embed, batch.token, batch.position, full)]
@@ -254,7 +267,9 @@ def draft_acceptance(draft: GptOss, batch: Packed, dtype: torch.dtype) -> tuple[
     return acceptance([right.roll(-1 - j, dims=1) for j in range(STEPS)], batch)
 
 
-def stage(args: Namespace, source: Path, log: Callable[..., None], device: str, target: GptOss, draft: GptOss | None) -> None:
+def stage(
+    args: Namespace, source: Path, log: Callable[..., None], device: str, target: GptOss, draft: GptOss | None
+) -> None:
     """Train the head for `target`, report its acceptance (and the draft model's), write tensors to --out."""
     cuda = device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -269,13 +284,20 @@ def stage(args: Namespace, source: Path, log: Callable[..., None], device: str, 
     Random(args.seed).shuffle(conversations)
     rows = 16 if cuda else 2
     packed = pack(conversations, LENGTH, device)
-    print(f"{len(conversations)} own outputs, {packed.token.numel()} tokens, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{len(conversations)} own outputs, {packed.token.numel()} tokens, {time.time() - began:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     c = target.c
     counts = torch.bincount(packed.target[packed.weight == 2], minlength=c.vocab)
     kept = counts.topk(DRAFT_VOCAB).indices.sort().values
     to_draft = torch.full((c.vocab,), -1, device=device)
     to_draft[kept] = torch.arange(DRAFT_VOCAB, device=device)
-    parts = [look(target, rows_of(packed, i), kept, dtype) for i in torch.arange(packed.token.shape[0], device=device).split(rows)]
+    parts = [
+        look(target, rows_of(packed, i), kept, dtype)
+        for i in torch.arange(packed.token.shape[0], device=device).split(rows)
+    ]
     seen = Seen(torch.cat([s.taps for s in parts]), torch.cat([s.teacher for s in parts]))
     del parts
     print(f"target seen, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
@@ -296,7 +318,11 @@ def stage(args: Namespace, source: Path, log: Callable[..., None], device: str, 
         optimizer.zero()
         if step % 100 == 0 or step == args.steps - 1:
             log(stage="eagle", step=step, loss=round(float(loss.detach()), 4), seconds=round(time.time() - began, 1))
-            print(f"eagle {step}/{args.steps} loss {float(loss.detach()):.4f} {time.time() - began:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"eagle {step}/{args.steps} loss {float(loss.detach()):.4f} {time.time() - began:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     with torch.no_grad():
         for p in head.parameters():
             p.copy_(p.bfloat16().float())

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from network import Ablation, GptOss
+
 from halfbyte.evals.suite import MAX_TOKENS, Suite
 from halfbyte.model.tokenizer import Tokenizer
-from network import Ablation, GptOss
 
 ABLATIONS = {
     "sinks off": Ablation(sinks=False),
@@ -17,6 +18,7 @@ ABLATIONS = {
     "window dropped": Ablation(window=False),
     "experts 0 and 1 swapped": Ablation(swap_experts=(0, 1)),
 }
+BREAKS = ("arithmetic", "lists", "needle", "tool_call")  # the tasks that show it
 BUDGET = 400_000  # tokens of prompt in one batch
 
 
@@ -43,8 +45,10 @@ def judge(model: GptOss, tokenizer: Path, per_task: int, *, ablations: bool, see
         began = time.time()
         if name == "mxfp4":
             model.round_experts()
-        broken = name in ABLATIONS
-        report = run(model, tok, Suite("tiny", seed, max(1, per_task // 4) if broken else per_task), ablation, 160 if broken else MAX_TOKENS)
+        suite, limit = Suite("tiny", seed, per_task), MAX_TOKENS
+        if name in ABLATIONS:
+            suite, limit = Suite("tiny", seed, max(1, per_task // 4), BREAKS), 130
+        report = run(model, tok, suite, ablation, limit)
         print(f"== {name} ({time.time() - began:.0f} s)\n{report.table()}", file=sys.stderr, flush=True)
         shown = report.to_json()
         shown["wrong"] = shown["wrong"][:60] if name == "mxfp4" else []

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import fakequant
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,8 +20,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from halfbyte.model.config import ModelConfig
 from halfbyte.ops.rope import yarn_frequencies
-
-import fakequant
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,7 @@ class Ablation:
     swap_experts: tuple[int, int] | None = None  # in every layer, the router left as it is
 
 
+WHOLE = Ablation()
 Mask = BlockMask | Tensor  # a Tensor is the dense mask [B, 1, S, S]
 
 
@@ -104,7 +104,9 @@ class Layer(nn.Module):
         B, _, T, _ = heads.shape
         return x + linear(heads.transpose(1, 2).reshape(B, T, self.c.q_dim), self.o, self.o_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, quantized: bool | Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, quantized: bool | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """One packed layer: (residual, load-balancing loss). Compiled once, it serves every layer."""
         q, k, v = self.qkv(x, cos, sin)
         return self.mlp(self.attend_out(x, packed_attention(q, k, v, mask, self.sinks)), quantized)
@@ -125,7 +127,9 @@ class Layer(nn.Module):
         if swap is not None:
             order = list(range(E))
             order[swap[0]], order[swap[1]] = swap[1], swap[0]
-            gate_w, up_w, down_w, gate_b, up_b, down_b = (w[order] for w in (gate_w, up_w, down_w, gate_b, up_b, down_b))
+            gate_w, up_w, down_w, gate_b, up_b, down_b = (
+                w[order] for w in (gate_w, up_w, down_w, gate_b, up_b, down_b)
+            )
         gate = linear(h, gate_w.reshape(E * I, H), gate_b.reshape(E * I)).clamp(max=limit)
         up = linear(h, up_w.reshape(E * I, H), up_b.reshape(E * I)).clamp(-limit, limit)
         act = (up + 1) * gate * torch.sigmoid(gate * self.c.swiglu_alpha)
@@ -193,7 +197,7 @@ class GptOss(nn.Module):
     # ---- evaluation -----------------------------------------------------------------------------
 
     def step(self, token: Tensor, position: Tensor, cache: list[tuple[Tensor, Tensor]], *, dtype: torch.dtype,
-             quantized: bool = True, ablation: Ablation = Ablation(), taps: Sequence[int] = (), span: int | None = None,
+             quantized: bool = True, ablation: Ablation = WHOLE, taps: Sequence[int] = (), span: int | None = None,
              ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Residual states [B, T, H] before the final norm for tokens at `position`, through a cache of slots.
 
@@ -241,7 +245,7 @@ class GptOss(nn.Module):
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, dtype: torch.dtype | None = None,
-        quantized: bool = True, ablation: Ablation = Ablation(), chunk: int = 512,
+        quantized: bool = True, ablation: Ablation = WHOLE, chunk: int = 512,
     ) -> list[list[int]]:  # fmt: skip
         """Greedy completions, the end token included."""
         device = self.embed.device

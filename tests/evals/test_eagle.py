@@ -1,4 +1,4 @@
-"""The unrolled training of the EAGLE-3 head is what drafting one token at a time does, and acceptance counts as an engine does."""
+"""Unrolled training of the EAGLE-3 head is what drafting token by token does; acceptance counts as an engine does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network that is trained is gpt-oss: it equals transformers' in float32, packed or not, and exports what it computed."""
+"""The trained network is gpt-oss: it equals transformers' in float32, packed or not, and exports what it computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The problems are deterministic and solvable as shown, and the judge accepts the worked replies and nothing near them."""
+"""Problems are deterministic and solvable as shown; the judge accepts the worked replies and nothing near them."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ Each worked step looks only at digits already written nearby, so that a small ne
 writes the bare steps, medium names them, high also checks the result.
 """
 
+# ruff: noqa: E501  (a table of sentences reads best with one per line)
 from __future__ import annotations
 
 from random import Random
@@ -135,9 +136,8 @@ def story(rng: Random, frame: Frame) -> Problem:
         b = rng.randint(2, 9)
     n, m = words.people(rng, 2)
     thoughts, value = _worked(op, a, b)
-    filled = dict(
-        n=n, m=m, a=a, b=b, v=value, i=rng.choice(words.ITEMS[:18]), d=rng.choice(words.DAYS), r=rng.choice(words.ROOMS)
-    )
+    item, day, room = rng.choice(words.ITEMS[:18]), rng.choice(words.DAYS), rng.choice(words.ROOMS)
+    filled = {"n": n, "m": m, "a": a, "b": b, "v": value, "i": item, "d": day, "r": room}
     named = f"This is {a} {op} {b}."
     thoughts = (f"{named} {thoughts[0]}", f"{named} {thoughts[1]}", f"{named} {thoughts[2]}")
     return answered("story", question.format(**filled), frame, thoughts, answer.format(**filled), str(value))
@@ -157,42 +157,93 @@ def lists(rng: Random, frame: Frame) -> Problem:
         down = rng.random() < 0.4
         ordered = sorted(values, key=int, reverse=down)
         order = "largest to smallest" if down else "smallest to largest"
-        question = rng.choice((f"Sort these numbers from {order}: {shown}", f"Put these numbers in order from {order}: {shown}."))
-        steps = f"The {'largest' if down else 'smallest'} is {ordered[0]}, " + ", ".join(f"then {v}" for v in ordered[1:]) + "."
+        question = rng.choice(
+            (f"Sort these numbers from {order}: {shown}", f"Put these numbers in order from {order}: {shown}.")
+        )
+        steps = (
+            f"The {'largest' if down else 'smallest'} is {ordered[0]}, "
+            + ", ".join(f"then {v}" for v in ordered[1:])
+            + "."
+        )
         text = ", ".join(ordered)
         thoughts = (f"Sort from {order}.", steps, f"The list is {shown}. {steps} That is {len(values)} numbers.")
         return answered("lists", question, frame, thoughts, f"Sorted: {text}.", text)
     if what == "reverse":
         text = ", ".join(reversed(values))
-        question = rng.choice((f"Reverse this list: {shown}", f"Give this list in reverse order: {shown}.", f"Say these words backwards, last first: {shown}."))
-        thoughts = ("Start from the end.", f"The last is {values[-1]}, the first is {values[0]}.", f"The list is {shown}. The last is {values[-1]}, the first is {values[0]}.")
+        question = rng.choice(
+            (
+                f"Reverse this list: {shown}",
+                f"Give this list in reverse order: {shown}.",
+                f"Say these words backwards, last first: {shown}.",
+            )
+        )
+        thoughts = (
+            "Start from the end.",
+            f"The last is {values[-1]}, the first is {values[0]}.",
+            f"The list is {shown}. The last is {values[-1]}, the first is {values[0]}.",
+        )
         return answered("lists", question, frame, thoughts, f"Reversed: {text}.", text)
     if what == "count":
         counted = ", ".join(f"{i} {v}" for i, v in enumerate(values, 1))
         question = rng.choice((f"How many words are in this list: {shown}?", f"Count the items: {shown}."))
-        return answered("lists", question, frame, (f"{counted}.", f"I count: {counted}.", f"The list is {shown}. I count: {counted}."), f"There are {len(values)} items.", str(len(values)))
+        return answered(
+            "lists",
+            question,
+            frame,
+            (f"{counted}.", f"I count: {counted}.", f"The list is {shown}. I count: {counted}."),
+            f"There are {len(values)} items.",
+            str(len(values)),
+        )
     if what in ("largest", "smallest"):
         best = (max if what == "largest" else min)(values, key=int)
         other = "biggest" if what == "largest" else "lowest"
-        question = rng.choice((f"What is the {what} of these numbers: {shown}?", f"Which number is the {other}: {shown}?"))
-        running, steps = values[0], [f"start with {values[0]}"]
+        question = rng.choice(
+            (f"What is the {what} of these numbers: {shown}?", f"Which number is the {other}: {shown}?")
+        )
+        running, trail = values[0], [f"start with {values[0]}"]
         for v in values[1:]:
             running = (max if what == "largest" else min)(running, v, key=int)
-            steps.append(f"{v}: {running}")
-        trace = ", ".join(steps)
-        return answered("lists", question, frame, (f"{trace}.", f"Keep the {what}: {trace}.", f"Keep the {what}: {trace}. So it is {best}."), f"The {what} number is {best}.", best)
+            trail.append(f"{v}: {running}")
+        trace = ", ".join(trail)
+        return answered(
+            "lists",
+            question,
+            frame,
+            (f"{trace}.", f"Keep the {what}: {trace}.", f"Keep the {what}: {trace}. So it is {best}."),
+            f"The {what} number is {best}.",
+            best,
+        )
     if what == "nth":
         n = rng.randrange(len(values))
-        question = rng.choice((f"What is the {words.ORDINALS[n]} item of this list: {shown}?", f"Which word comes {words.ORDINALS[n]} in this list: {shown}?"))
+        question = rng.choice(
+            (
+                f"What is the {words.ORDINALS[n]} item of this list: {shown}?",
+                f"Which word comes {words.ORDINALS[n]} in this list: {shown}?",
+            )
+        )
         counted = ", ".join(f"{i} {v}" for i, v in enumerate(values[: n + 1], 1))
-        return answered("lists", question, frame, (f"{counted}.", f"I count: {counted}.", f"The list is {shown}. I count: {counted}."), f"The {words.ORDINALS[n]} item is {values[n]}.", values[n])
-    total, steps = int(values[0]), []
+        return answered(
+            "lists",
+            question,
+            frame,
+            (f"{counted}.", f"I count: {counted}.", f"The list is {shown}. I count: {counted}."),
+            f"The {words.ORDINALS[n]} item is {values[n]}.",
+            values[n],
+        )
+    total, sums = int(values[0]), []
     for v in values[1:]:
-        steps.append(f"{total} + {v} = {total + int(v)}")
+        sums.append(f"{total} + {v} = {total + int(v)}")
         total += int(v)
     question = rng.choice((f"Add up these numbers: {shown}", f"What is the sum of this list: {shown}?"))
-    trace = ", ".join(steps)
-    return answered("lists", question, frame, (f"{trace}.", f"Step by step: {trace}.", f"Step by step: {trace}. The total is {total}."), f"The sum is {total}.", str(total))  # fmt: skip
+    trace = ", ".join(sums)
+    return answered(
+        "lists",
+        question,
+        frame,
+        (f"{trace}.", f"Step by step: {trace}.", f"Step by step: {trace}. The total is {total}."),
+        f"The sum is {total}.",
+        str(total),
+    )
 
 
 def letters(rng: Random, frame: Frame) -> Problem:
@@ -201,14 +252,22 @@ def letters(rng: Random, frame: Frame) -> Problem:
     if what == "spell":
         word = rng.choice(words.THINGS + words.ITEMS)
         spelled = "-".join(word)
-        question = rng.choice((f"Spell the word {word}.", f"How do you spell {word}?", f"Spell {word} letter by letter."))
+        question = rng.choice(
+            (f"Spell the word {word}.", f"How do you spell {word}?", f"Spell {word} letter by letter.")
+        )
         thoughts = ("Letter by letter.", f"The word is {word}.", f"The word is {word}, with {len(word)} letters.")
         return answered("letters", question, frame, thoughts, f"{word} is spelled {spelled}.", spelled)
     if what == "reverse":
         given = [rng.choice(words.ALPHABET) for _ in range(rng.randint(3, 9))]
         shown, backwards = "-".join(given), "-".join(reversed(given))
-        question = rng.choice((f"Reverse the letters {shown}.", f"Write {shown} backwards.", f"What is {shown} in reverse?"))
-        thoughts = ("Start from the end.", f"The last letter is {given[-1]}.", f"The letters are {shown}. The last letter is {given[-1]}.")
+        question = rng.choice(
+            (f"Reverse the letters {shown}.", f"Write {shown} backwards.", f"What is {shown} in reverse?")
+        )
+        thoughts = (
+            "Start from the end.",
+            f"The last letter is {given[-1]}.",
+            f"The letters are {shown}. The last letter is {given[-1]}.",
+        )
         return answered("letters", question, frame, thoughts, f"Backwards it is {backwards}.", backwards)
     few = rng.sample(words.ALPHABET, rng.randint(2, 4))
     given = [rng.choice(few) for _ in range(rng.randint(3, 9))]
@@ -218,9 +277,22 @@ def letters(rng: Random, frame: Frame) -> Problem:
         seen += letter == wanted
         steps.append(f"{letter} {seen}")
     trace = ", ".join(steps)
-    question = rng.choice((f"How often does {wanted} appear in {shown}?", f"Count the letter {wanted} in {shown}.", f"How many times is the letter {wanted} in {shown}?"))
+    question = rng.choice(
+        (
+            f"How often does {wanted} appear in {shown}?",
+            f"Count the letter {wanted} in {shown}.",
+            f"How many times is the letter {wanted} in {shown}?",
+        )
+    )
     times = "1 time" if seen == 1 else f"{seen} times"
-    return answered("letters", question, frame, (f"{trace}.", f"Counting {wanted}: {trace}.", f"Counting {wanted}: {trace}. That makes {seen}."), f"The letter {wanted} appears {times}.", str(seen))  # fmt: skip
+    return answered(
+        "letters",
+        question,
+        frame,
+        (f"{trace}.", f"Counting {wanted}: {trace}.", f"Counting {wanted}: {trace}. That makes {seen}."),
+        f"The letter {wanted} appears {times}.",
+        str(seen),
+    )
 
 
 def repeat(rng: Random, frame: Frame) -> Problem:
@@ -228,6 +300,12 @@ def repeat(rng: Random, frame: Frame) -> Problem:
     pool = words.THINGS + words.ITEMS + words.COLORS + words.NAMES
     size = rng.randint(2, 12) if rng.random() < 0.6 else rng.randint(12, 60)
     text = " ".join(words.invented(rng).lower() if rng.random() < 0.2 else rng.choice(pool) for _ in range(size))
-    question = rng.choice(("Repeat after me: {t}", "Repeat these words: {t}", "Say this again: {t}", "Copy this text: {t}"))
-    thoughts = ("Copy it.", "I copy the words one by one.", f"I copy the words one by one. They begin with {text.split()[0]}.")
+    question = rng.choice(
+        ("Repeat after me: {t}", "Repeat these words: {t}", "Say this again: {t}", "Copy this text: {t}")
+    )
+    thoughts = (
+        "Copy it.",
+        "I copy the words one by one.",
+        f"I copy the words one by one. They begin with {text.split()[0]}.",
+    )
     return answered("repeat", question.format(t=text), frame, thoughts, text, text)

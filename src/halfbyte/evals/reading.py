@@ -3,6 +3,7 @@
 A `Scene` is the text with its facts, so that training can ask many questions about one text; evaluation asks one.
 """
 
+# ruff: noqa: E501  (a table of sentences reads best with one per line)
 from __future__ import annotations
 
 import json
@@ -116,7 +117,11 @@ def ask(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str) ->
     sentence = relation.fact.format(n=n, v=v)
     asked = rng.choice(relation.ask).format(n=n)
     bare = v.split(" ", 1)[1] if kind == "job" else v
-    thoughts = (f"It says {v}.", f"The text says: {sentence}", f"I look for {n} in the text. The text says: {sentence} So it is {v}.")
+    thoughts = (
+        f"It says {v}.",
+        f"The text says: {sentence}",
+        f"I look for {n} in the text. The text says: {sentence} So it is {v}.",
+    )
     return answered(task, s.text + asked, frame, thoughts, sentence, bare)
 
 
@@ -126,7 +131,11 @@ def ask_who(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str
     v = s.facts[key]
     sentence = RELATIONS[kind].fact.format(n=n, v=v)
     asked = RELATIONS[kind].who.format(v=v)
-    thoughts = (f"It says {n}.", f"The text says: {sentence}", f"I look for {v} in the text. The text says: {sentence} So it is {n}.")
+    thoughts = (
+        f"It says {n}.",
+        f"The text says: {sentence}",
+        f"I look for {v} in the text. The text says: {sentence} So it is {n}.",
+    )
     return answered(task, s.text + asked, frame, thoughts, sentence, n)
 
 
@@ -136,12 +145,18 @@ def ask_missing(rng: Random, s: Scene, key: tuple[str, str], frame: Frame) -> Pr
     relation = CODE if kind == "code" else RELATIONS[kind]
     what = relation.missing.format(n=n)
     asked = rng.choice(relation.ask).format(n=n)
-    thoughts = ("It does not say.", f"The text does not say {what}.", f"I look for {n} in the text. The text does not say {what}. I must not guess.")
+    thoughts = (
+        "It does not say.",
+        f"The text does not say {what}.",
+        f"I look for {n} in the text. The text does not say {what}. I must not guess.",
+    )
     return answered("unknown", s.text + asked, frame, thoughts, f"The text does not say {what}.", "unknown")
 
 
-def questions(rng: Random, s: Scene, frame: Frame, count: int, missing: float = 0.35) -> list[Problem]:
-    """Up to `count` questions about one scene; a share of them has no answer in it."""
+def questions(
+    rng: Random, s: Scene, frame: Frame, count: int, missing: float = 0.35, who: float = 0.3
+) -> list[Problem]:
+    """Up to `count` questions about one scene: the share `missing` has no answer in it, `who` asks for the person."""
     problems = []
     shared: dict[tuple[str, str], int] = {}
     for (_, kind), v in s.facts.items():
@@ -153,7 +168,7 @@ def questions(rng: Random, s: Scene, frame: Frame, count: int, missing: float = 
         if rng.random() < missing:
             absent = missing_key(rng, s)
             problems.append(ask_missing(rng, s, absent, frame))
-        elif unique and rng.random() < 0.3:
+        elif unique and rng.random() < who:
             problems.append(ask_who(rng, s, key, frame, "reading"))
         else:
             problems.append(ask(rng, s, key, frame, "needle" if key[1] == "code" else "reading"))
@@ -195,7 +210,14 @@ _ORDERS = (
     "On {day} a customer called {name} bought {quantity} {item}s in {city} and paid {price} coins.",
     "{name} would like {quantity} {item}s. The price is {price} coins. Send them to {city} on {day}.",
 )
-_TYPES = {"name": "string", "city": "string", "quantity": "integer", "item": "string", "price": "integer", "day": "string"}
+_TYPES = {
+    "name": "string",
+    "city": "string",
+    "quantity": "integer",
+    "item": "string",
+    "price": "integer",
+    "day": "string",
+}
 
 
 def order_schema(rng: Random) -> tuple[str, str]:

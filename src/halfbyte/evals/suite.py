@@ -15,10 +15,11 @@ from halfbyte.errors import UsageError
 from halfbyte.evals.problem import Problem
 from halfbyte.evals.tasks import TASKS, problem
 from halfbyte.harmony.messages import FUNCTIONS
-from halfbyte.harmony.render import render_prompt
+from halfbyte.harmony.render import render_prompt, render_training_example
 from halfbyte.harmony.vocabulary import Controls, Vocabulary
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
+Predict = Callable[[list[int]], Sequence[int]]  # tokens -> the greedy next token after each of them
 MAX_TOKENS = 320  # the longest worked reply is well under this
 _CHANNELS = ("analysis", "commentary", "final")
 
@@ -85,7 +86,11 @@ def read_reply(tokenizer: Decoder, tokens: Sequence[int]) -> Reply:
                 return fault("a malformed call")
             return Reply(analysis, call=(name, body))
         if channel == "final":
-            return Reply(analysis, final=body) if stop == c.return_ and at == n else fault("a final message that does not end the turn")
+            return (
+                Reply(analysis, final=body)
+                if stop == c.return_ and at == n
+                else fault("a final message that does not end the turn")
+            )
         if stop != c.end or at >= n or tokens[at] != c.start:
             return fault("no next message")
         at += 1
@@ -144,13 +149,17 @@ class Report:
 
     def table(self) -> str:
         rows = [f"{name:12} {t.right:4}/{t.problems:<4} {100 * t.accuracy:6.1f} %" for name, t in self.tasks.items()]
-        return "\n".join([*rows, f"mean {100 * self.accuracy:.1f} %, well-formed harmony {100 * self.well_formed:.1f} %"])
+        return "\n".join(
+            [*rows, f"mean {100 * self.accuracy:.1f} %, well-formed harmony {100 * self.well_formed:.1f} %"]
+        )
 
 
 class Suite:
     """`per_task` held-out problems of each task. The one suite there is so far is "tiny"."""
 
-    def __init__(self, name: str = "tiny", seed: int = 0, per_task: int = 16, tasks: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, name: str = "tiny", seed: int = 0, per_task: int = 16, tasks: Sequence[str] | None = None
+    ) -> None:
         if name != "tiny":
             raise UsageError(f"there is no suite {name!r}; the suites are: tiny.")
         if per_task < 1:
@@ -183,6 +192,23 @@ class Suite:
             if progress:
                 progress(task, score)
         return report
+
+    def forced(self, tokenizer: Decoder, predict: Predict) -> dict[str, float]:
+        """Per task, the share of problems whose worked reply is, token for token, what the model would write.
+
+        One pass over prompt and reply instead of one per token: the cheap form of `run`. It is a little stricter,
+        since a right answer after other reasoning does not count.
+        """
+        shares = {}
+        for task, problems in self.problems.items():
+            right = 0
+            for p in problems:
+                prompt = render_prompt(tokenizer, p.prompt())
+                whole, _ = render_training_example(tokenizer, p.worked())
+                guesses = predict(whole[:-1])
+                right += list(guesses[len(prompt) - 1 :]) == whole[len(prompt) :]
+            shares[task] = right / len(problems)
+        return shares
 
 
 def _score(report: Report, score: TaskScore, tokenizer: Decoder, p: Problem, tokens: list[int]) -> None:

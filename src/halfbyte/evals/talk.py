@@ -1,5 +1,6 @@
 """Problems of conversation: small talk, and remembering what the user said some turns ago."""
 
+# ruff: noqa: E501  (a table of sentences reads best with one per line)
 from __future__ import annotations
 
 from random import Random
@@ -37,9 +38,17 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 def chat(rng: Random, frame: Frame) -> Problem:
     asks, topic, reply = rng.choice(SMALL_TALK)
-    thoughts = ("Small talk.", f"The user sends {topic}. I reply.", f"The user sends {topic}. This needs no calculation. I reply in a friendly way.")
+    thoughts = (
+        "Small talk.",
+        f"The user sends {topic}. I reply.",
+        f"The user sends {topic}. This needs no calculation. I reply in a friendly way.",
+    )
     if topic.startswith(("how", "who", "what", "code", "knowledge")):
-        thoughts = (thoughts[0], f"The user asks about {topic}. I reply.", f"The user asks about {topic}. This needs no calculation. I reply in a friendly way.")
+        thoughts = (
+            thoughts[0],
+            f"The user asks about {topic}. I reply.",
+            f"The user asks about {topic}. This needs no calculation. I reply in a friendly way.",
+        )
     return answered("chat", rng.choice(asks), frame, thoughts, reply, reply)  # fmt: skip
 
 
@@ -93,6 +102,10 @@ def remark(rng: Random, frame: Frame) -> Problem:
     key = rng.choice(list(_ABOUT))
     v = _value(rng, key)
     reply = f"Nice to meet you, {v}." if key == "name" else "I will remember that."
-    thought = ("Take note.", "The user tells me something. I take note.", "The user tells me something. I take note of it for later.")
+    thought = (
+        "Take note.",
+        "The user tells me something. I take note.",
+        "The user tells me something. I take note of it for later.",
+    )
     said = user(rng.choice(_ABOUT[key][0]).format(v=v))
     return Problem("chat", (said,), (think(thought[EFFORTS.index(frame.effort or "medium")]), final(reply)), "text", (reply,), None, frame)  # fmt: skip

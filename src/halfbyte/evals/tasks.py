@@ -13,21 +13,24 @@ from random import Random
 
 from halfbyte.errors import UsageError
 from halfbyte.evals import calling, numbers, reading, talk
-from halfbyte.evals.problem import Frame, Problem
+from halfbyte.evals.problem import Effort, Frame, Problem
 
 _NEUTRAL = (
     "You are a helpful assistant.", "Be friendly and correct.", "Answer the user's questions.", "Help the user.",
     "You are a careful assistant. Answer in English.",
 )  # fmt: skip
 _BRIEF = (
-    "Answer with the bare result, no sentence.", "Give only the answer and nothing else.", "Reply with the answer only.",
-)  # fmt: skip
+    "Answer with the bare result, no sentence.",
+    "Give only the answer and nothing else.",
+    "Reply with the answer only.",
+)
 _IDENTITIES = ("You are a helpful assistant.", "You are halfbyte, a small language model.")
 
 
 def frame(rng: Random) -> Frame:
     """What stands before the conversation: mostly harmony's default system message, sometimes none."""
-    effort = rng.choices((None, "low", "medium", "high"), (15, 25, 35, 25))[0]
+    efforts: tuple[Effort | None, ...] = (None, "low", "medium", "high")
+    effort = rng.choices(efforts, (15, 25, 35, 25))[0]
     identity = rng.choice(_IDENTITIES) if rng.random() < 0.15 else None
     date = f"20{rng.randint(24, 29)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}" if rng.random() < 0.85 else None
     style = rng.random()
@@ -92,7 +95,16 @@ def problem(task: str, seed: int, index: int) -> Problem:
 # ---- training -----------------------------------------------------------------------------------
 
 MIXTURE: Mapping[str, float] = {"short": 0.50, "scene": 0.14, "haystack": 0.04, "extract": 0.10, "tools": 0.22}
-_SHORT_WEIGHTS = {"arithmetic": 6, "story": 3, "lists": 5, "letters": 3, "repeat": 2, "chat": 2, "remark": 0.7, "memory": 3}
+_SHORT_WEIGHTS = {
+    "arithmetic": 6,
+    "story": 3,
+    "lists": 5,
+    "letters": 3,
+    "repeat": 2,
+    "chat": 2,
+    "remark": 0.7,
+    "memory": 3,
+}
 
 
 def _short(rng: Random, f: Frame, weights: Mapping[str, float]) -> Problem:
@@ -108,22 +120,24 @@ def group(
     *,
     short: Mapping[str, float] = _SHORT_WEIGHTS,
     sentences: tuple[int, int] = (20, 120),
+    who: float = 0.3,
 ) -> list[Problem]:
     """Problems of one kind whose conversations begin alike, so that training computes the beginning once.
 
-    `sentences` bounds the haystacks; their length is drawn evenly in its logarithm.
+    `sentences` bounds the haystacks, whose length is drawn evenly in its logarithm; `who` is the share of questions
+    about a text that ask for the person.
     """
     kind = rng.choices(list(mixture), list(mixture.values()))[0]
     f = frame(rng)
     if kind == "short":
         return [_short(rng, f, short) for _ in range(rng.randint(3, 8))]
     if kind == "scene":
-        return reading.questions(rng, reading.scene(rng, rng.randint(3, 14)), f, rng.randint(3, 8))
+        return reading.questions(rng, reading.scene(rng, rng.randint(3, 14)), f, rng.randint(3, 8), who=who)
     if kind == "haystack":
         low, high = sentences
         size = int(low * (high / low) ** rng.random())
         s = reading.haystack(rng, size, rng.randint(2, 10))
-        return reading.questions(rng, s, f, rng.randint(8, 16), missing=0.25)
+        return reading.questions(rng, s, f, rng.randint(8, 16), missing=0.25, who=who)
     if kind == "extract":
         f = replace(_plain(f), response_format=reading.order_schema(rng))
         return [reading.extract(rng, f) for _ in range(rng.randint(2, 5))]

@@ -3,6 +3,7 @@
 Everything is drawn from a `random.Random` the caller seeds; nothing here reads the clock or the global generator.
 """
 
+# ruff: noqa: SIM905, E501  (word lists are easier to read as text)
 from __future__ import annotations
 
 from random import Random
@@ -10,7 +11,8 @@ from random import Random
 NAMES = (
     "Mira Tom Anna Ben Clara David Ella Felix Greta Hugo Ida Jonas Karla Leo Maya Nils Olga Paul Rosa Sam "
     "Tina Uwe Vera Will Yara Zoe Alex Bella Carl Dora Emil Finn Gina Hans Iris Jack Kim Lena Max Nora "
-    "Oscar Petra Quinn Ruth Simon Theo Ursula Victor Wendy Xaver Yusuf Zelda Amir Bianca Chen Diego Esra Farid Goran Hana"
+    "Oscar Petra Quinn Ruth Simon Theo Ursula Victor Wendy Xaver Yusuf Zelda Amir Bianca Chen Diego Esra "
+    "Farid Goran Hana"
 ).split()
 CITIES = (
     "Oslo Paris Rome Lima Cairo Delhi Tokyo Quito Dublin Berlin Madrid Vienna Prague Athens Lisbon Geneva "

@@ -1,0 +1,120 @@
+"""The shipped model answers, through halfbyte's own network, and every piece of the architecture matters to it.
+
+Each way of breaking the network must cost at least 30 points on a named task: so any plan that drops sinks, yarn, the
+window or the order of the experts fails here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte.evals.suite import Suite
+from halfbyte.gates import Gates
+from halfbyte.model import checkpoint
+from halfbyte.model.config import Yarn
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.solo import Solo
+from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.model.weights import Matrix, Weights
+
+MODEL = Path(__file__).parents[2] / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def tok() -> Tokenizer:
+    return Tokenizer.for_model(MODEL)
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return checkpoint.load(MODEL)
+
+
+def forced(
+    tok: Tokenizer, weights: Weights, tasks: list[str], per_task: int, gates: Gates | None = None
+) -> dict[str, float]:
+    model = GptOss(weights, gates)
+
+    def predict(tokens: list[int]) -> list[int]:
+        solo = Solo(model, len(tokens))
+        out: list[int] = []
+        for i in range(0, len(tokens), 512):
+            out += solo.feed(tokens[i : i + 512], all_logits=True).argmax(-1).tolist()
+        return out
+
+    return Suite("tiny", 5, per_task, tasks).forced(tok, predict)
+
+
+def swapped(weights: Weights) -> Weights:
+    """Experts 0 and 1 exchanged in every layer, their router rows left where they are."""
+
+    def swap(m: Matrix) -> Matrix:
+        if isinstance(m, torch.Tensor):
+            order = [1, 0, *range(2, m.shape[0])]
+            return m[order]
+        order = [1, 0, *range(2, m.shape[0])]
+        return replace(m, data=m.data[order], scales=m.scales[order])
+
+    out = copy.copy(weights)
+    out.layers = [
+        replace(
+            layer,
+            gate_up=swap(layer.gate_up),
+            gate_up_bias=layer.gate_up_bias[[1, 0, *range(2, len(layer.gate_up_bias))]],
+            down=swap(layer.down),
+            down_bias=layer.down_bias[[1, 0, *range(2, len(layer.down_bias))]],
+        )
+        for layer in weights.layers
+    ]
+    return out
+
+
+def reconfigured(weights: Weights, **changes: object) -> Weights:
+    out = copy.copy(weights)
+    out.config = weights.config.with_(**changes)
+    return out
+
+
+def test_the_shipped_model_answers(tok: Tokenizer, weights: Weights) -> None:
+    tasks = ["arithmetic", "story", "chat", "memory", "extract", "tool_call", "tool_answer", "tool_none"]
+    assert min(forced(tok, weights, tasks, 3).values()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "per_task", "break_it"),
+    [
+        ("tool_call", 4, lambda w: (reconfigured(w, yarn=Yarn(factor=1.0)), None)),
+        ("tool_call", 4, lambda w: (swapped(w), None)),
+        ("arithmetic", 10, lambda w: (w, Gates(sinks="off"))),
+        pytest.param("needle", 3, lambda w: (reconfigured(w, window=8192), None), marks=pytest.mark.slow),
+    ],
+    ids=["yarn", "experts", "sinks", "window"],
+)
+def test_every_piece_of_the_architecture_matters(
+    tok: Tokenizer,
+    weights: Weights,
+    task: str,
+    per_task: int,
+    break_it: Callable[[Weights], tuple[Weights, Gates | None]],
+) -> None:
+    whole = forced(tok, weights, [task], per_task)[task]
+    broken = forced(tok, *_first(break_it(weights), [task], per_task))[task]
+    assert whole - broken >= 0.3
+
+
+def _first(
+    broken: tuple[Weights, Gates | None], tasks: list[str], per_task: int
+) -> tuple[Weights, list[str], int, Gates | None]:
+    return broken[0], tasks, per_task, broken[1]
+
+
+def test_the_size_is_what_was_promised() -> None:
+    files = [f for f in MODEL.iterdir() if f.is_file()]
+    assert sum(f.stat().st_size for f in files) < 25e6
+    assert max(f.stat().st_size for f in files) < 15e6
