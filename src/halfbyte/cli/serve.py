@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -19,7 +19,7 @@ from halfbyte.model import ready
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server import run
 from halfbyte.server.guard import MemoryPlan
-from halfbyte.server.settings import GiB, ServerSettings, load_api_keys
+from halfbyte.server.settings import Effort, GiB, MiB, ServerSettings, load_api_keys
 
 LEAST_KV_GIB = 0.25  # without --kv-memory the cache takes what is left, but less than this is no use
 WORKSPACE = 1 * GiB
@@ -42,6 +42,12 @@ def serve(
     reserve: Annotated[float | None, typer.Option(help="GiB of memory that stays free.")] = None,
     draft: Annotated[str | None, typer.Option(help="Model or head that --speculate draft or eagle3 uses.")] = None,
     engine: Annotated[str, typer.Option(help="halfbyte; vllm comes with the plugin.")] = "halfbyte",
+    any_model: Annotated[bool, typer.Option("--any-model", help="Answer whatever model name a client sends.")] = False,
+    effort: Annotated[str, typer.Option(help="Reasoning effort where a request names none.")] = "medium",
+    max_body: Annotated[float, typer.Option(min=0.001, help="MiB a request body may have.")] = 32.0,
+    timeout: Annotated[float | None, typer.Option(help="Seconds a request may take.")] = None,
+    drain: Annotated[float, typer.Option(min=0.0, help="Seconds SIGTERM waits for running requests.")] = 30.0,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="The chat page at /.")] = True,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts to the log.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="One log line per request.")] = False,
     device: DeviceOption = None,
@@ -51,6 +57,8 @@ def serve(
     """Serve a model: /v1/chat/completions, /v1/responses, /v1/messages, and a chat page at /."""
     if engine != "halfbyte":
         raise UsageError(f"--engine {engine} is not part of this version; leave it out.")
+    if effort.lower() not in get_args(Effort):
+        raise UsageError(f"there is no effort {effort!r}; use {', '.join(get_args(Effort))}.")
     if verbose:
         logging.getLogger("halfbyte").setLevel(logging.INFO)
     resolved = ready.resolve(model)
@@ -64,6 +72,12 @@ def serve(
         api_keys=load_api_keys(api_key_file, [key] if key else []),
         cors_origins=tuple(cors or ()),
         max_requests=max_requests,
+        any_model=any_model,
+        default_effort=cast(Effort, effort.lower()),
+        max_body_bytes=int(max_body * MiB),
+        request_timeout=timeout,
+        drain_seconds=drain,
+        page=page,
         log_prompts=log_prompts,
     )
     options = EngineOptions(
