@@ -62,12 +62,11 @@ def pull(
     environ = gates_.child_environment()
     gates_.check_environment(environ)
     root = gates_.setting("HALFBYTE_MODELS_DIR")
-    if folder is None and root:
-        folder = Path(root).expanduser() / model.replace("/", "--")
     with LoadingBar(f"pulling {model}") as progress:
         where = hub.pull(
             model,
             folder,
+            models=Path(root).expanduser() if root else None,
             hub=hub.Hub.from_environ(environ),
             revision=revision,
             file=file,
