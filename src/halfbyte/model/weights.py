@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from halfbyte.errors import FormatError
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.plan.phase import GROUP
@@ -83,7 +84,8 @@ assert tuple(f.name for f in fields(LayerWeights)) == LAYER_ROLES
 
 def kind_of(tensor: Matrix) -> Kind:
     if isinstance(tensor, MXTensor):
-        assert tensor.format in ("mxfp4", "q8"), f"{tensor.format} is not a checkpoint format"
+        if tensor.format not in ("mxfp4", "q8"):
+            raise FormatError(f"a gpt-oss weight cannot be {tensor.format}; its block formats are mxfp4 and q8.")
         return tensor.format
     return DENSE[tensor.dtype]
 
