@@ -10,7 +10,14 @@ from halfbyte import formats, ops
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts, tile16
 from halfbyte.kernels.cuda.grouped import (
-    ROWS_PROGRAM, Dense, Experts, ProductArgs, Room, RowsArgs, Variant, columns_cap,
+    ROWS_PROGRAM,
+    Dense,
+    Experts,
+    ProductArgs,
+    Room,
+    RowsArgs,
+    Variant,
+    columns_cap,
 )  # fmt: skip
 from halfbyte.kernels.launch import Program
 from halfbyte.ops.linear import round_activation
@@ -32,13 +39,14 @@ def mxfp4(shape: tuple[int, ...], seed: int) -> tuple[MXTensor, torch.Tensor]:
     return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
 
 
-@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize("form", ["mxfp4", "bf16"])
-def test_mirrored_structs(wide: bool, swiglu: bool, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "shape"), [("mxfp4", "narrow"), ("mxfp4", "tall"), ("mxfp4", "wide"), ("bf16", "narrow"), ("bf16", "wide")]
+)
+def test_mirrored_structs(shape: str, swiglu: bool, form: str) -> None:
     import ctypes
 
-    v = Variant(form, wide, swiglu)
+    v = Variant(form, shape, swiglu)
     sizes = [build(v.program()).hb_grouped_size(i) for i in range(3)]
     assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= 232_448
@@ -71,12 +79,15 @@ def test_dense(form: str, rows: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "top_k", "hidden", "inner", "skew"),
-    [(9, 8, 4, 128, 64, 0.0), (33, 4, 2, 128, 192, 2.0), (64, 8, 4, 192, 128, 3.0), (110, 4, 4, 128, 192, 0.0),
-     (150, 2, 1, 64, 320, 1.0)],
+    ("rows", "experts", "top_k", "hidden", "inner", "skew", "shape"),
+    [(9, 8, 4, 128, 64, 0.0, "narrow"), (33, 4, 2, 128, 192, 2.0, "narrow"), (64, 8, 4, 192, 128, 3.0, "narrow"),
+     (110, 4, 4, 128, 192, 0.0, "wide"), (150, 2, 1, 64, 320, 1.0, "wide"), (20, 4, 3, 128, 192, 0.0, "wide"),
+     (60, 4, 2, 128, 320, 1.0, "tall"), (75, 2, 2, 192, 64, 0.0, "tall"), (10, 8, 4, 64, 448, 0.0, "tall")],
 )  # fmt: skip
 @pytest.mark.parametrize("wide_ids", [False, True])
-def test_experts(rows: int, experts: int, top_k: int, hidden: int, inner: int, skew: float, wide_ids: bool) -> None:
+def test_experts(
+    rows: int, experts: int, top_k: int, hidden: int, inner: int, skew: float, shape: str, wide_ids: bool
+) -> None:
     g = torch.Generator().manual_seed(rows)
     gate_up, gate_up_dense = mxfp4((experts, 2 * inner, hidden), 1)
     down, down_dense = mxfp4((experts, hidden, inner), 2)
@@ -88,7 +99,7 @@ def test_experts(rows: int, experts: int, top_k: int, hidden: int, inner: int, s
     h = (h if wide_ids else h.to(torch.bfloat16)) * 3
     x = torch.randn((rows, hidden), generator=g)
     room = Room(Emulator(3, seed=rows), {}, torch.device("cpu"))
-    layer = Experts(room, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702)
+    layer = Experts(room, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702, shape=shape)
     got = layer.run(h, ids if wide_ids else ids.to(torch.int32), weights.contiguous(), x)
 
     def project(dense: torch.Tensor, bias: torch.Tensor, e: int, y: torch.Tensor) -> torch.Tensor:

@@ -107,9 +107,10 @@ template <int N, int MT> HB_DEV void store_rows(const Consumer& c, const Item& i
 // While the tensor cores read one set of registers, the next chunk is widened into the other. At the head of the loop set
 // 0 is ready and nothing is in flight: a set in flight there would be alive, for the compiler, all over the kernel.
 template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
-  static_assert((MT == 1 && KS <= 2) || (MT % 2 == 0 && KS == 1), "which set is in use must be known to the compiler");
+  static_assert(MT % 2 == 0 || (MT == 1 && (KS == 1 || KS % 2 == 0)), "which set is in use must be known to the compiler");
   float acc[MT][N / 2];
   u32 a[2][16];
+  int left = c.p.chunks;
   const int tile = (c.group * 4 + c.warp) * MT;  // of 16 rows, within the item
   auto fetch = [&](int in_stage, int mt) {
     Raw<FORMAT> raw;
@@ -117,66 +118,71 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
     return raw;
   };
   auto issue = [&](int in_stage, float (&sum)[N / 2], const u32 (&w)[16]) {
-    const u8* b = c.sh.ring[c.at.slot] + in_stage * N * 128;
+    const auto b = b_low(c.sh.ring[c.at.slot] + in_stage * N * 128);
     wgmma_fence();
     HB_UNROLL
     for (int i = 0; i < 4; i++) wgmma<N>(sum, w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3], b_tile(b, i * 32));
     wgmma_commit();
+#ifdef HB_TIGHT
+    while (left < 0) nap(0);
+#endif
   };
   HB_UNROLL
   for (int mt = 0; mt < MT; mt++) wgmma_clear(acc[mt]);
-  int left = c.p.chunks;
   wait_for(&c.sh.full[c.at.slot], c.at.phase);
   fetch(0, 0).widen(a[0]);
+  int k = 0;  // chunk in the stage
   if constexpr (MT == 1) {
     HB_NO_UNROLL
     for (;;) {
       const int here = c.at.slot;
-      issue(0, acc[0], a[0]);
+      issue(k, acc[0], a[0]);
       if (--left == 0) { wgmma_wait<0, 1>(); break; }
       if (KS == 1) { c.at.next(); wait_for(&c.sh.full[c.at.slot], c.at.phase); }
-      fetch(KS - 1, 0).widen(a[1]);
-      issue(KS - 1, acc[0], a[1]);
+      else k++;
+      fetch(k, 0).widen(a[1]);
+      issue(k, acc[0], a[1]);
       const int there = c.at.slot;
       if (--left == 0) { wgmma_wait<0, 2>(); if (KS == 1) c.release(here); break; }
-      c.at.next();
-      wait_for(&c.sh.full[c.at.slot], c.at.phase);
-      auto raw = fetch(0, 0);
+      const bool leave = KS <= 2 || ++k == KS;
+      if (leave) { k = 0; c.at.next(); wait_for(&c.sh.full[c.at.slot], c.at.phase); }
+      auto raw = fetch(k, 0);
       wgmma_wait<1>();
       if (KS == 1) c.release(here);
       raw.widen(a[0]);
-      made_here(a[0]);
+      made_here(a[0], left);
       wgmma_wait<0>();
-      c.release(there);
+      if (leave) c.release(there);
     }
   } else {
     HB_NO_UNROLL
     for (;;) {
       HB_UNROLL
       for (int mt = 0; mt < MT; mt++) {
-        issue(0, acc[mt], a[mt & 1]);
+        issue(k, acc[mt], a[mt & 1]);
         if (mt + 1 < MT) {
-          auto raw = fetch(0, mt + 1);
+          auto raw = fetch(k, mt + 1);
           wgmma_wait<1>();
           raw.widen(a[~mt & 1]);
         }
       }
       if (--left == 0) { wgmma_wait<0>(); break; }
       const int here = c.at.slot;
-      c.at.next();
-      wait_for(&c.sh.full[c.at.slot], c.at.phase);
-      auto raw = fetch(0, 0);
+      const bool leave = KS == 1 || ++k == KS;
+      if (leave) { k = 0; c.at.next(); wait_for(&c.sh.full[c.at.slot], c.at.phase); }
+      auto raw = fetch(k, 0);
       wgmma_wait<1>();
       raw.widen(a[0]);
-      made_here(a[0]);
+      made_here(a[0], left);
       wgmma_wait<0>();
-      c.release(here);
+      if (leave) c.release(here);
     }
   }
   c.release(c.at.slot);
   c.at.next();
   HB_UNROLL
   for (int mt = 0; mt < MT; mt++) wgmma_settle(acc[mt]);
+  if (tile >= it.tiles * 4) return;  // a remainder: this warp multiplied what happened to lie there
   if constexpr (SWIGLU) store_hidden<N, MT>(c, it, it.first * 4 + tile, acc);
   else store_rows<N, MT>(c, it, it.first * 4 + tile, acc);
 }
@@ -190,15 +196,14 @@ HB_DEV void pass(Consumer& c) {  // an item with no rows for this warpgroup
 }
 
 HB_DEV void dispatch(Consumer& c, const Item& it) {
-#define HB_CASE(n, mt) case n: return multiply<n, mt>(c, it);
-  if constexpr (WIDE) {
-    if (it.mt == 2) switch (it.n) {
-      HB_CASE(16, 2) HB_CASE(32, 2) HB_CASE(48, 2) HB_CASE(56, 2) HB_CASE(64, 2) HB_CASE(72, 2)
-      HB_CASE(80, 2) HB_CASE(88, 2) HB_CASE(96, 2) HB_CASE(112, 2) HB_CASE(128, 2)
-    }
-    switch (it.n) { HB_CASE(64, 1) HB_CASE(128, 1) }
-  } else {
-    switch (it.n) { HB_CASE(8, 1) HB_CASE(16, 1) HB_CASE(24, 1) HB_CASE(32, 1) HB_CASE(48, 1) HB_CASE(64, 1) }
+#define HB_CASE(n) case n: return multiply<n, MT>(c, it);
+  if constexpr (SHAPE == WIDE) switch (it.n) {
+    HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(56) HB_CASE(64) HB_CASE(72)
+    HB_CASE(80) HB_CASE(88) HB_CASE(96) HB_CASE(112) HB_CASE(128)
+  } else if constexpr (SHAPE == TALL) switch (it.n) {
+    HB_CASE(8) HB_CASE(16) HB_CASE(24) HB_CASE(32) HB_CASE(40) HB_CASE(48) HB_CASE(56) HB_CASE(64)
+  } else switch (it.n) {
+    HB_CASE(8) HB_CASE(16) HB_CASE(24) HB_CASE(32) HB_CASE(48) HB_CASE(64)
   }
 #undef HB_CASE
 }
@@ -210,7 +215,7 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
     wait_for(&sh.item_full[q], (u32)(c.turn >> 1 & 1));
     const Item& it = sh.item[q];  // left in shared memory: registers are dear
     if (!it.more) return;
-    if (c.group * it.mt < it.tiles) dispatch(c, it);
+    if (c.group * MT < it.tiles) dispatch(c, it);
     else pass(c);
     c.turn++;
     sync_warp();
@@ -222,18 +227,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped(const __grid_co
   Shared& sh = *(Shared*)(((size_t)hb_shared() + 1023) & ~(size_t)1023);
   const int thread = hb_thread();
   if (thread == 0) {
-    for (int s = 0; s < STAGES; s++) { bar_init(&sh.full[s], 1); bar_init(&sh.empty[s], WARPS); }
-    for (int q = 0; q < 2; q++) { bar_init(&sh.item_full[q], 1); bar_init(&sh.item_empty[q], WARPS); }
+    for (int s = 0; s < STAGES; s++) { bar_init(&sh.full[s], FEEDERS); bar_init(&sh.empty[s], WARPS); }
+    for (int q = 0; q < 2; q++) { bar_init(&sh.item_full[q], 1); bar_init(&sh.item_empty[q], WARPS + FEEDERS - 1); }
     bar_init_done();
   }
   sync_all();
   wait_for_previous();
   release_next();
   if (thread >= WARPGROUPS * 128) {
-    fewer_registers<WIDE ? 40 : 32>();  // what one side gives, the other takes: 384 x 168 or 640 x 96 in all
-    if (thread < WARPGROUPS * 128 + 32) feed(p, sh, thread % 32);
+    fewer_registers<SHAPE == NARROW ? 40 : 56>();  // what one side gives, the other takes: 640 x 96 or 384 x 168 in all
+    const int feeder = thread / 32 - WARPS;
+    if (feeder == 0) feed(p, sh, thread % 32);
+    else if (thread % 32 == 0) help_feed(p, sh, feeder);
   } else {
-    more_registers<WIDE ? 232 : 112>();
+    more_registers<SHAPE == NARROW ? 104 : 224>();
     consume(p, sh, thread);
   }
 }

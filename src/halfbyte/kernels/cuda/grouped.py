@@ -1,8 +1,8 @@
 """Grouped products on Hopper: experts and dense projections for batches and prefill, around grouped.cu.
 
-`Experts` and `Dense` hold one layer's weights in the layout "tile16" and run them over any number of rows; a `Room` holds
-the buffers they share and grows when more rows come than ever before. Nothing here synchronises with the host or looks
-at device data, so a launch can be captured. Weights are never converted: the wrong layout or shape is a PlanError.
+`Experts` and `Dense` hold one layer's weights in the layout "tile16" and run them over any number of rows; a `Room`
+holds the buffers they share and grows when more rows come than ever before. Nothing here synchronises with the host or
+looks at device data, so a launch can be captured. Weights are never converted: a wrong layout or shape is a PlanError.
 
 A `Machine` runs the kernels: `Gpu` on the current device, or the emulator of the tests on a CPU.
 """
@@ -47,7 +47,7 @@ class ProductArgs(ctypes.Structure):
 class RowsArgs(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("source", "norm", "select", "packed", "counters", "ids", "weights", "starts")),
-        *((name, _P) for name in ("counts", "place", "member", "parts", "residual", "out")),
+        *((name, _P) for name in ("counts", "place", "parts", "residual", "out")),
         ("stride", ctypes.c_longlong),
         *((name, _I) for name in ("rows", "width", "slots", "experts", "top_k", "source_float", "norm_float")),
         ("ids_wide", _I),
@@ -55,34 +55,37 @@ class RowsArgs(ctypes.Structure):
     ]
 
 
+# name -> (HB_SHAPE, warpgroups, tiles of 64 rows each, columns), as grouped.cuh has them
+SHAPES = {"narrow": (0, 4, 1, 64), "tall": (1, 2, 4, 64), "wide": (2, 2, 2, 128)}
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One build of grouped.cu. `wide`: up to 128 columns an item, for prefill; else up to 64, for memory-bound batches."""
+    """One build of grouped.cu: `narrow` for memory-bound batches, `tall` and `wide` for prefill."""
 
     format: str
-    wide: bool
+    shape: str
     swiglu: bool
 
     @property
     def stage(self) -> tuple[int, int]:
         """(bytes, stages), as grouped.cuh has them."""
-        groups, mt, n = (2, 2, 128) if self.wide else (4, 1, 64)
-        chunks = 1 if self.wide or self.format != "mxfp4" else 2
-        size = -(-chunks * (n * 128 + groups * mt * 4 * CHUNK_BYTES[self.format]) // 1024) * 1024
+        _, groups, mt, n = SHAPES[self.shape]
+        chunks = 2 if self.format == "mxfp4" else 1
+        size: int = -(-chunks * (n * 128 + groups * mt * 4 * CHUNK_BYTES[self.format]) // 1024) * 1024
         return size, 215 * 1024 // size
 
     @property
     def shared_bytes(self) -> int:
         size, stages = self.stage
-        tail = stages * 16 + 32 + 2 * 32 + 2 * 4 * (EXPERTS_MAX + 1)
-        return stages * size + -(-tail // 8) * 8 + 1024
+        return stages * (size + 16) + 32 + 2 * 28 + 4 * EXPERTS_MAX + 1024
 
     @property
     def threads(self) -> int:
-        return 384 if self.wide else 640
+        return SHAPES[self.shape][1] * 128 + 128
 
     def program(self) -> Program:
-        values = {"FORMAT": FORMATS[self.format], "WIDE": int(self.wide), "SWIGLU": int(self.swiglu)}
+        values = {"FORMAT": FORMATS[self.format], "SHAPE": SHAPES[self.shape][0], "SWIGLU": int(self.swiglu)}
         return Program(FOLDER / "grouped.cu", "grouped", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
 
 
@@ -98,7 +101,7 @@ class Machine(Protocol):
 
 
 class Gpu:
-    """The kernels on the current CUDA device; a persistent block per multiprocessor, each launch overlapping the last."""
+    """The kernels on the current CUDA device: a persistent block per multiprocessor, launches that overlap."""
 
     def __init__(self) -> None:
         major, minor = torch.cuda.get_device_capability()
@@ -184,11 +187,18 @@ def columns_cap(rows: int, m_tiles: int, blocks: int) -> int:
     """Columns per item of one dense product that leave the fewest columns to the busiest block."""
 
     def cost(cap: int) -> int:
-        n = -(-math.ceil(rows / math.ceil(rows / cap)) // 8) * 8
-        whole = math.ceil(rows / n) * (m_tiles // 4)
-        return math.ceil(whole / blocks) * (n if n <= 96 else -(-n // 16) * 16)
+        n: int = -(-math.ceil(rows / math.ceil(rows / cap)) // 8) * 8
+        whole: int = math.ceil(rows / n) * (m_tiles // 4)
+        rounds: int = -(-whole // blocks)
+        return rounds * (n if n <= 96 else (n + 15) // 16 * 16)
 
-    return min((*range(64, 97, 8), 112, 128), key=lambda cap: (cost(cap), -cap))
+    widths: list[int] = [*range(64, 97, 8), 112, 128]
+    return min(widths, key=lambda cap: (cost(cap), -cap))
+
+
+def shape_for(per_expert: float) -> str:
+    """Which build serves this many rows per expert best."""
+    return "narrow" if per_expert <= 24 else "tall" if per_expert <= 64 else "wide"
 
 
 class Dense:
@@ -224,14 +234,14 @@ class Dense:
                 norm_float=_float(norm), eps=eps,
             ),
         )  # fmt: skip
-        wide = rows > 64
+        shape = "narrow" if rows <= 64 else "wide"
         args = ProductArgs(
             weights=_ptr(self.data), bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(packed), out=_ptr(out),
             residual=_ptr(residual), counter=_ptr(counters), out_stride=self.n, experts=1, m_tiles=self.n // TILE,
             chunks=self.k // CHUNK, columns=rows, x_slots=slots,
-            n_cap=columns_cap(rows, self.n // TILE, room.machine.blocks) if wide else 64,
+            n_cap=columns_cap(rows, self.n // TILE, room.machine.blocks) if shape == "wide" else 64,
         )  # fmt: skip
-        room.machine.product(Variant(self.format, wide, False), args)
+        room.machine.product(Variant(self.format, shape, False), args)
         return out
 
 
@@ -248,8 +258,9 @@ class Experts:
         *,
         limit: float,
         alpha: float,
+        shape: str | None = None,
     ) -> None:
-        self.room, self.limit, self.alpha = room, limit, alpha
+        self.room, self.limit, self.alpha, self.shape = room, limit, alpha, shape
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.format, self.gate_up, self.inner, self.hidden = _weights(gate_up, "gate_up")
         form, self.down, n, k = _weights(down, "down")
@@ -261,8 +272,10 @@ class Experts:
 
     def run(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         """h [rows, hidden] bf16 or float32, ids and weights [rows, top_k] as the router left them, x float32."""
-        room, device = self.room, h.device
+        room = self.room
         rows, top_k = ids.shape
+        assert x.dtype == torch.float32, "the residual is float32"
+        assert all(t.is_contiguous() for t in (x, ids, weights)), "the router's results and the residual are whole"
         out = torch.empty_like(x)
         if rows == 0:
             return out
@@ -272,32 +285,32 @@ class Experts:
         packed = room.get("packed", slots * self.hidden, torch.bfloat16)
         hidden = room.get("hidden", slots * half, torch.bfloat16)
         parts = room.get("parts", slots * self.hidden, torch.float32)
-        place, member = room.get("place", choices, torch.int32), room.get("member", slots, torch.int32)
+        place = room.get("place", choices, torch.int32)
         table = room.get("table", 2 * self.experts, torch.int32)
         counters = room.counters()
         starts, counts = table.data_ptr(), table.data_ptr() + 4 * self.experts
         common = RowsArgs(
             source=_ptr(h), packed=_ptr(packed), counters=_ptr(counters), ids=_ptr(ids), weights=_ptr(weights),
-            starts=starts, counts=counts, place=_ptr(place), member=_ptr(member), parts=_ptr(parts), residual=_ptr(x),
+            starts=starts, counts=counts, place=_ptr(place), parts=_ptr(parts), residual=_ptr(x),
             out=_ptr(out), stride=h.stride(0), rows=rows, width=self.hidden, slots=slots, experts=self.experts,
             top_k=top_k, source_float=_float(h), ids_wide=int(ids.dtype == torch.int64),
         )  # fmt: skip
         room.machine.rows("group_rows", self.experts, common)
-        wide = choices > 24 * self.experts
+        room.machine.rows("pack_rows", math.ceil(rows / (ROW_THREADS // 32)), common)
+        shape = self.shape or shape_for(choices / self.experts)
         first = ProductArgs(
             weights=_ptr(self.gate_up), bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
             x=_ptr(packed), starts=starts, counts=counts, packed=_ptr(hidden), counter=_ptr(counters),
             experts=self.experts, m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots,
-            packed_slots=slots, n_cap=128 if wide else 64, limit=self.limit, alpha=self.alpha,
+            packed_slots=slots, n_cap=SHAPES[shape][3], limit=self.limit, alpha=self.alpha,
         )  # fmt: skip
-        room.machine.product(Variant(self.format, wide, True), first)
+        room.machine.product(Variant(self.format, shape, True), first)
         second = ProductArgs(
             weights=_ptr(self.down), bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(hidden),
             starts=starts, counts=counts, out=_ptr(parts), counter=counters.data_ptr() + 4, out_stride=self.hidden,
             experts=self.experts, m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots,
-            n_cap=128 if wide else 64,
+            n_cap=SHAPES[shape][3],
         )  # fmt: skip
-        room.machine.product(Variant(self.format, wide, False), second)
+        room.machine.product(Variant(self.format, shape, False), second)
         room.machine.rows("sum_rows", rows, common)
-        assert x.device == device and x.dtype == torch.float32 and x.is_contiguous()
         return out

@@ -13,8 +13,7 @@ struct Rows {                 // mirrored in grouped.py; every kernel of this fi
   const void* ids;            // [rows][top_k] int32 or int64
   const float* weights;       // [rows][top_k]
   int *starts, *counts;       // out: [experts]
-  int* place;                 // out: [rows][top_k], the slot of each choice
-  int* member;                // out: [slots], the row of each slot
+  int* place;                 // [rows][top_k], the slot of each choice
   const float* parts;         // [slots][width]
   const float* residual;      // [rows][width]
   float* out;                 // [rows][width]
@@ -28,8 +27,8 @@ HB_DEV float number(const void* p, int is_float, size_t i) {
   return is_float ? ((const float*)p)[i] : as_float((u32)((const u16*)p)[i] << 16);
 }
 
-// One row into its slot, by one warp. A lane makes sixteen bytes: word (t, i) of a group of 32 goes to place (i, t).
-HB_DEV void pack_row(const Rows& r, int row, int slot, int lane) {
+// One row into its slots, by one warp. A lane makes sixteen bytes: word (t, i) of a group of 32 goes to place (i, t).
+HB_DEV void pack_row(const Rows& r, int row, const int* slots, int count, int lane) {
   const size_t from = (size_t)row * r.stride;
   float scale = 1.f;
   if (r.norm) {
@@ -39,6 +38,7 @@ HB_DEV void pack_row(const Rows& r, int row, int slot, int lane) {
     for (int m = 16; m; m >>= 1) sum += shfl_xor(sum, m);
     scale = recip_sqrt(sum / (float)r.width + r.eps);
   }
+  HB_UNROLL_4
   for (int unit = lane; unit < r.width / 8; unit += 32) {  // eight values: (half of the chunk, i) of chunk unit / 8
     const int group = unit >> 2, i = unit & 3;
     u32 word[4];
@@ -55,22 +55,27 @@ HB_DEV void pack_row(const Rows& r, int row, int slot, int lane) {
         word[t] = bf16_pair(a, b);
       }
     }
-    u16* to = r.packed + ((size_t)(unit >> 3) * r.slots + slot) * 64 + (((unit & 7) ^ (slot & 7)) * 8);
-    store_words<4>(to, word);
+    for (int j = 0; j < count; j++) {
+      const int slot = slots[j];
+      store_words<4>(r.packed + ((size_t)(unit >> 3) * r.slots + slot) * 64 + (((unit & 7) ^ (slot & 7)) * 8), word);
+    }
   }
 }
 
+// Rows into slots of their own number, or into the slots that `group_rows` gave them.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid_constant__ Rows r) {
   wait_for_previous();
   release_next();
   if (hb_block() == 0 && hb_thread() < 2 && r.counters) r.counters[hb_thread()] = 0;
-  const int slot = hb_block() * (ROW_THREADS / 32) + hb_thread() / 32;
-  if (slot < r.rows) pack_row(r, r.select ? r.select[slot] : slot, slot, hb_thread() % 32);
+  const int row = hb_block() * (ROW_THREADS / 32) + hb_thread() / 32;
+  if (row >= r.rows) return;
+  if (r.place) pack_row(r, row, r.place + row * r.top_k, r.top_k, hb_thread() % 32);
+  else pack_row(r, r.select ? r.select[row] : row, &row, 1, hb_thread() % 32);
 }
 
 HB_DEV int choice(const Rows& r, int i) { return r.ids_wide ? (int)((const i64*)r.ids)[i] : ((const int*)r.ids)[i]; }
 
-// Block e: counts everything, then puts the rows that chose expert e into its slots, in order of rows.
+// Block e: counts everything, then gives slots to the rows that chose expert e, in order of rows.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __grid_constant__ Rows r) {
   constexpr int WARPS = GROUP_THREADS / 32;
   struct Table { int count[EXPERTS_MAX]; int mine[WARPS]; int start; };
@@ -83,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __g
   wait_for_previous();
   release_next();
   int seen = 0;
+  HB_UNROLL_4
   for (int i = first + lane; i - lane < last; i += 32) {
     const int e = i < last ? choice(r, i) : -1;
     if (e >= 0) shared_add(&table.count[e], 1);
@@ -98,23 +104,16 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __g
     if (lane == 0) table.start = sum;
   }
   sync_all();
-  const int start = table.start, count = table.count[expert];
-  if (thread == 0) { r.starts[expert] = start; r.counts[expert] = count; }
-  if (expert == 0 && thread < 2) r.counters[thread] = 0;
-  int at = start;
+  if (thread == 0) { r.starts[expert] = table.start; r.counts[expert] = table.count[expert]; }
+  int at = table.start;
   for (int w = 0; w < warp; w++) at += table.mine[w];
+  HB_UNROLL_4
   for (int i = first + lane; i - lane < last; i += 32) {
     const bool here = i < last && choice(r, i) == expert;
     const u32 v = votes(here);
-    if (here) {
-      const int slot = at + popcount(v & ((1u << lane) - 1));
-      r.place[i] = slot;
-      r.member[slot] = i / r.top_k;
-    }
+    if (here) r.place[i] = at + popcount(v & ((1u << lane) - 1));
     at += popcount(v);
   }
-  sync_all();
-  for (int i = warp; i < count; i += WARPS) pack_row(r, r.member[start + i], start + i, lane);
 }
 
 struct alignas(16) Four { float v[4]; };

@@ -9,6 +9,7 @@
 #ifdef HB_EMULATE
 #define __grid_constant__
 #define HB_NO_UNROLL
+#define HB_UNROLL_4
 namespace emu {
 struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
   u32 a[4]; const u8* b; int n; float* d;
@@ -30,7 +31,8 @@ struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
   }
 };
 }  // namespace emu
-HB_DEV u64 b_tile(const void* p, int bytes) { return (u64)(uintptr_t)p + bytes; }
+HB_DEV u64 b_low(const void* p) { return (u64)(uintptr_t)p; }
+HB_DEV u64 b_tile(u64 low, int bytes) { return low + bytes; }
 template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
   emu::Wgmma w{{a0, a1, a2, a3}, (const u8*)(uintptr_t)b, N, d};
   emu::collective<emu::Wgmma&>(w);
@@ -40,7 +42,7 @@ HB_DEV void wgmma_commit() {}
 template <int PENDING, int WHERE = 0> HB_DEV void wgmma_wait() {}
 template <int N> HB_DEV void wgmma_settle(float (&)[N]) {}
 template <int N> HB_DEV void wgmma_clear(float (&d)[N]) { for (float& v : d) v = 0.f; }
-template <int N> HB_DEV void made_here(u32 (&)[N]) {}
+template <int N> HB_DEV void made_here(u32 (&)[N], int) {}
 template <int N> HB_DEV void more_registers() {}
 template <int N> HB_DEV void fewer_registers() {}
 HB_DEV void wait_for_previous() {}
@@ -55,9 +57,15 @@ template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) { memcpy(p,
 HB_DEV u64 ordinary_policy() { return 0; }
 #else
 #define HB_NO_UNROLL _Pragma("unroll 1")
+#define HB_UNROLL_4 _Pragma("unroll 4")
 // Descriptor of B: rows of 128 bytes, eight to a swizzle atom of 1024. Only the low word moves.
-HB_DEV u64 b_tile(u32 low) { u64 d; asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low), "n"(1 << 30 | 1024 >> 4)); return d; }
-HB_DEV u64 b_tile(const void* p, int bytes) { return b_tile(((smem(p) & 0x3ffff) >> 4 | 1 << 16) + (bytes >> 4)); }
+// A reduction leaves its result in a uniform register, where the tensor core wants it: no move per product.
+HB_DEV u32 b_low(const void* p) { return __reduce_min_sync(0xffffffffu, smem(p)) >> 4 | 1 << 16; }
+HB_DEV u64 b_tile(u32 low, int bytes) {
+  u64 d;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low + (bytes >> 4)), "n"(1 << 30 | 1024 >> 4));
+  return d;
+}
 HB_DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 HB_DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // WHERE keeps two waits apart that the compiler would otherwise merge into one after their paths have joined.
@@ -66,9 +74,13 @@ template <int N> HB_DEV void wgmma_settle(float (&d)[N]) {  // results may be re
   HB_UNROLL
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
-template <int N> HB_DEV void made_here(u32 (&v)[N]) {  // computed before what follows, not after the next wait
+// Values computed before what follows, not after the next wait: a branch that is never taken ends the basic block.
+template <int N> HB_DEV void made_here(u32 (&v)[N], int positive) {
   HB_UNROLL
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(v[i])::"memory");
+#ifndef HB_LOOSE
+  while (positive < 0) nap(0);
+#endif
 }
 template <int N> HB_DEV void wgmma_clear(float (&d)[N]) {  // opaque, so that sums of different products share no registers
   HB_UNROLL
