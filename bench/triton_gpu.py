@@ -134,7 +134,7 @@ def sweep() -> list[Case]:
     for bm, bn, warps, stages in ((128, 128, 8, 4), (128, 256, 8, 3)):
         tune = {"bm": bm, "bn": bn, "bk": 64, "warps": warps, "stages": stages}
         out.append(Case("triton.qkv", 2048, spec={"dense": "bf16"}, bound=1e-5, work="flops", tune=tune))
-    for bm, warps, stages in ((64, 4, 3), (128, 8, 2), (128, 8, 4)):
+    for bm, warps, stages in ((64, 4, 2), (64, 4, 4), (128, 8, 3)):
         tune = {"bm": bm, "warps": warps, "stages": stages}
         out.append(Case("triton.attention_flash", 8192, work="flops", tune=tune))
     for warps, stages in ((2, 3), (4, 2), (4, 4)):
@@ -158,9 +158,10 @@ def tuned(case: Case) -> None:
             return replace(original(*a), **change)
 
         setattr(attention, name, changed)
-    attention.prefill_rows = lambda spec: t.get("bm", 128)  # type: ignore[assignment]
+    attention.prefill_rows = lambda capability: t.get("bm", ROWS(capability))  # type: ignore[assignment]
 
 
+ROWS = attention.prefill_rows
 ATTENTION = {"prefill_call": attention.prefill_call, "decode_call": attention.decode_call}
 
 

@@ -89,7 +89,7 @@ def linear_call(
     *, x: str, scale: bool, row_scale: bool, bias: str | None, residual: str | None, strides: tuple[int, int, int, int],
     n: int, gate: str = "auto",
 ) -> Call:  # fmt: skip
-    tile = tile_for(capability, rows, wf, xf, gate)
+    tile = tile_for(capability, rows, n, wf, xf, gate)
     weight = {"dense": "*bf16", "q8": "*i8", "mxfp4": "*u8", "split": "*u8"}[wf]
     types = {
         "x": x, "xs": "*u8" if scale else None, "row_scale": "*fp32" if row_scale else None,

@@ -24,6 +24,7 @@ from halfbyte.plan.step import Step
 ONE_PROGRAM = 1024  # slots that one program groups
 CHUNKS = 64  # programs that share the work beyond that
 COMBINE = 1024
+MANY = 1 << 20  # columns, to a tile chooser that would narrow tiles for few
 
 
 def tiles_bound(slots: int, experts: int, bm: int) -> int:
@@ -86,7 +87,7 @@ def expert_call(
 ) -> Call:  # fmt: skip
     """gate_up_kernel or down_kernel; `rows` is what one expert can expect."""
     xf = OPERAND[activation]
-    tile = tile_for(capability, rows, wf, xf, gate)
+    tile = tile_for(capability, rows, MANY, wf, xf, gate)  # several experts at once fill the chip
     grouped = activation in ("mxfp8", "mxfp4")
     types: dict[str, str | None] = {
         "x": x, "xs": "*u8" if grouped else None, "row_scale": "*fp32" if activation == "fp8" else None,
@@ -222,7 +223,7 @@ class Moe(Phase):
         if activation != "bf16":
             calls.append(quantize_call(torch.float32, spec.hidden, width_for(spec.hidden, wf), activation))
         for slots in (spec.top_k, 2048 * spec.top_k):
-            bm = tile_for(arch.capability, slots // spec.experts, wf, xf, spec.tile).bm
+            bm = tile_for(arch.capability, slots // spec.experts, MANY, wf, xf, spec.tile).bm
             tiles = tiles_bound(slots, spec.experts, bm)
             calls += group_calls(torch.int32, slots, spec.experts, tiles, bm)
         for per_expert in (1, 24, 64, 256):

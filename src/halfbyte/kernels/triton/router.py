@@ -18,7 +18,7 @@ from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
-BM, BE, BK = 16, 32, 64
+BM, BK = 16, 64
 
 
 def parts_of(rows: int, hidden: int) -> tuple[int, int]:
@@ -28,12 +28,25 @@ def parts_of(rows: int, hidden: int) -> tuple[int, int]:
     return math.ceil(steps / each), each * BK
 
 
+def experts_step(rows: int) -> int:
+    """Few rows: more blocks share the router's rows. Many: a block sees all experts, so that x is read once."""
+    return 32 if rows <= 64 else 128
+
+
 def router_call(x: torch.dtype, weight: torch.dtype, rows: int, hidden: int, experts: int) -> Call:
     types = {
         "x": type_of(x), "norm": type_of(weight), "weight": "*bf16", "partial": "*fp32", "M": multiple(rows),
         "H": multiple(hidden), "E": multiple(experts), "CHUNK": multiple(parts_of(rows, hidden)[1]),
     }  # fmt: skip
-    return Call("rows", "router_kernel", types, {"BM": BM, "BE": BE, "BK": BK}, warps=4, stages=3, need=r"\bHMMA")
+    return Call(
+        "rows",
+        "router_kernel",
+        types,
+        {"BM": BM, "BE": experts_step(rows), "BK": BK},
+        warps=4,
+        stages=3,
+        need=r"\bHMMA",
+    )
 
 
 def choose_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, spec: Spec) -> Call:
@@ -66,9 +79,10 @@ class NormAndRouter(Phase):
             x, rows = acts["x"], step.rows
             device = x.device
             partial = torch.empty((rows, parts, spec.experts), dtype=torch.float32, device=device)
+            grid = (math.ceil(rows / BM), math.ceil(spec.experts / experts_step(rows)), parts)
             router_call(x.dtype, w.mlp_norm.dtype, rows, spec.hidden, spec.experts).launch(
-                (math.ceil(rows / BM), math.ceil(spec.experts / BE), parts), device, x=x, norm=w.mlp_norm,
-                weight=w.router, partial=partial, M=rows, H=spec.hidden, E=spec.experts, CHUNK=chunk,
+                grid, device, x=x, norm=w.mlp_norm, weight=w.router, partial=partial,
+                M=rows, H=spec.hidden, E=spec.experts, CHUNK=chunk,
             )  # fmt: skip
             h = torch.empty((rows, spec.hidden), dtype=dtype, device=device)
             ids = torch.empty((rows, spec.top_k), dtype=torch.int32, device=device)
@@ -85,5 +99,6 @@ class NormAndRouter(Phase):
         bf16, f32 = torch.bfloat16, torch.float32
         return [
             router_call(f32, bf16, 16, spec.hidden, spec.experts),
+            router_call(f32, bf16, 2048, spec.hidden, spec.experts),
             choose_call(f32, bf16, stored(spec, "gate_up"), spec),
         ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from halfbyte.plan.phase import Arch, Spec
 
+NARROW = 8192  # columns up to which few rows leave multiprocessors idle unless tiles are narrow
 E4M3 = ("fp8", "mxfp8")
 # The format activations have inside a kernel, by gate.
 OPERAND = {"bf16": "bf16", "fp8": "e4m3", "mxfp8": "e4m3", "mxfp4": "e2m1"}
@@ -30,26 +31,27 @@ def rows_step(rows: int) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 96 else 128
 
 
-def tile_for(capability: tuple[int, int], rows: int, wf: str, xf: str, gate: str = "auto") -> Tile:
-    """`wf`: dense, q8, mxfp4 or split; `xf`: bf16, e4m3, e2m1; `rows`: expected rows of one weight matrix."""
+def tile_for(capability: tuple[int, int], rows: int, columns: int, wf: str, xf: str, gate: str = "auto") -> Tile:
+    """`wf`: dense, q8, mxfp4 or split; `xf`: bf16, e4m3, e2m1; `rows`: expected rows of one weight matrix of `columns`.
+
+    Measured on an H200 (bench/results/triton-gpu-20261115-1.json): long K steps for few rows, where every step waits
+    for memory; 64 rows rather than 128 for many, where widening the weights costs registers."""
+    sm100 = capability[0] == 10
     if gate != "auto":
         bm, bn = (int(n) for n in gate.split("x"))
     else:
         bm = rows_step(rows)
-        bn = 128 if bm >= 64 else 64
+        bn = 128 if bm >= 64 else 32 if bm == 16 and columns <= NARROW else 64
     warps = 8 if bm * bn >= (64 if capability[0] == 12 else 128) * 128 else 4
     if wf == "q8":
         return Tile(bm, min(bn, 64) if bm < 128 else bn, 32, warps, 4)
-    if wf == "dense":
-        swap = capability[0] == 10 and bm < 128
-        return Tile(bm, 128 if swap else bn, 64, warps, 4 if bm < 128 else 3, swap)
-    swap = capability[0] == 10 and bm < 128
+    swap = sm100 and bm < 128
     if swap:
         bn = 128
-    stages = 4 if bm <= 32 else 3
-    if xf == "bf16":
-        return Tile(bm, bn, 64, warps, stages, swap)
-    return Tile(bm, bn, 128, warps, stages, swap)
+    bk = 64 if bm >= 64 and xf == "bf16" else 128
+    if wf == "dense" and bm > 16:
+        bk = 64
+    return Tile(bm, bn, bk, warps, 4 if bm <= 32 else 3, swap)
 
 
 def refuse_gpu(arch: Arch) -> str | None:

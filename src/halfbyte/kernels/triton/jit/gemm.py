@@ -151,8 +151,8 @@ def linear_kernel(
     if row_scale is not None:
         acc *= tl.load(row_scale + row)[:, None]
     if bias is not None:
-        acc += tl.load(bias + column).to(tl.float32)[None, :]
-    at = row[:, None] * N + column[None, :]
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at = m[:, None] * N + n[None, :]  # not the clamped indices: stores are as wide as their addresses are regular
     keep = (m < M)[:, None] & (n < N)[None, :]
     if residual is not None:
         acc += tl.load(residual + at, mask=keep, other=0.0).to(tl.float32)
@@ -198,7 +198,7 @@ def gate_up_kernel(
     )  # fmt: skip
     if row_scale is not None:
         acc *= tl.load(row_scale + row)[:, None]
-    acc += tl.load(bias + expert * N + column).to(tl.float32)[None, :]
+    acc += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -228,7 +228,7 @@ def gate_up_kernel(
 @triton.jit
 def _store_part(acc, bias, weight, parts, slot, keep, n, N):
     """weight * (acc + bias) into the slots' rows."""
-    value = (acc + tl.load(bias + tl.minimum(n, N - 1)).to(tl.float32)[None, :]) * weight[:, None]
+    value = (acc + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]) * weight[:, None]
     tl.store(parts + slot[:, None] * N + n[None, :], value, mask=keep[:, None] & (n < N)[None, :])
 
 
