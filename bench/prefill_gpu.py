@@ -29,13 +29,14 @@ from torch import Tensor  # noqa: E402
 from halfbyte import formats  # noqa: E402
 from halfbyte.formats import MXTensor, tile16  # noqa: E402
 from halfbyte.kernels.cuda import grouped  # noqa: E402
-from halfbyte.kernels.cuda.grouped import Dense, Experts, Room, Variant  # noqa: E402
+from halfbyte.kernels.cuda.grouped import SHAPES, Dense, Experts, Room, Variant  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.moe import swiglu  # noqa: E402
 
 BANDWIDTH, FLOPS, BOUND = 4.5e12, 790e12, 3e-3
-VARIANTS = [Variant("mxfp4", wide, swiglu) for wide in (False, True) for swiglu in (False, True)]
+ROW_KERNELS = ("pack_rows", "group_rows", "sum_rows")
+VARIANTS = [Variant("mxfp4", shape, swiglu) for shape in SHAPES for swiglu in (False, True)]
 
 
 def random_mxfp4(*size: int) -> MXTensor:
@@ -104,19 +105,17 @@ def timed(run: Callable[[int], object], times: int = 12) -> float:
 
 
 def load_kernels(folder: Path | None) -> None:
-    """Compile in parallel, or take cubins built elsewhere: grouped-FORMAT-WIDE-SWIGLU.cubin and rows.cubin."""
+    """Compile in parallel, or take cubins built elsewhere: grouped-FORMAT-SHAPE-SWIGLU.cubin and rows.cubin."""
     gpu = grouped.gpu()
     if folder is None:
-        programs = [v.program() for v in VARIANTS] + [
-            Program(grouped.ROWS_PROGRAM, e) for e in ("pack_rows", "group_rows", "sum_rows")
-        ]
+        programs = [v.program() for v in VARIANTS] + [Program(grouped.ROWS_PROGRAM, e) for e in ROW_KERNELS]
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda p: compile_program(p, gpu.arch), programs))
         return
     for v in VARIANTS:
-        cubin = (folder / f"grouped-{v.format}-{int(v.wide)}-{int(v.swiglu)}.cubin").read_bytes()
-        gpu._products[v] = Kernel(cubin, "grouped", v.shared_bytes)
-    for entry in ("pack_rows", "group_rows", "sum_rows"):
+        cubin = (folder / f"grouped-{v.format}-{v.shape}-{int(v.swiglu)}.cubin").read_bytes()
+        gpu._products[v] = Kernel(cubin, "grouped", 232_448)
+    for entry in ROW_KERNELS:
         gpu._rows[entry] = Kernel((folder / "rows.cubin").read_bytes(), entry, 4096)
 
 
@@ -135,8 +134,10 @@ class Spy:
         self.inner.rows(entry, grid, args)
 
 
-def measure(layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool) -> dict[str, Any]:
+def measure(layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool, shape: str | None) -> dict[str, Any]:
     c = layers[0].config
+    for layer in layers:
+        layer.experts.shape = shape
     ids, weights = routing(rows, c.experts, c.top_k, even)
     h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
     used = ids.unique().numel()
@@ -156,11 +157,12 @@ def measure(layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool) ->
 
         return run
 
-    names = ("group_rows", "gate_up", "down", "sum_rows")
+    names = ("group_rows", "pack_rows", "gate_up", "down", "sum_rows")
     us = {name: timed(one(name)) for name in names}
     us["moe"] = timed(lambda i: layers[i % len(layers)].experts.run(h, ids, weights, x))
     slots = rows * c.top_k
-    out: dict[str, Any] = {"tokens": rows, "even": even, "experts": used, "us": us}
+    shape = kept[0]["down"][0].shape
+    out: dict[str, Any] = {"tokens": rows, "even": even, "shape": shape, "experts": used, "us": us}
     for name, n, k in (("gate_up", 2 * c.intermediate, c.hidden), ("down", c.hidden, c.intermediate)):
         size = used * n * k * 17 / 32
         flop = 2.0 * slots * n * k
@@ -182,6 +184,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--cubins", type=Path)
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--shapes", action="store_true", help="time the builds that auto does not choose, too")
+    parser.add_argument(
+        "--ablation", action="store_true", help="a build that leaves work out: timed though it is wrong"
+    )
+    parser.add_argument("--brief", action="store_true", help="check the sizes that are timed only, skip qkv and o")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
@@ -197,7 +204,7 @@ def main() -> int:
     sizes = [int(t) for t in args.tokens.split(",")]
     bad = 0
     results: list[dict[str, Any]] = []
-    for rows in sorted({*sizes, 9, 65, 200}):
+    for rows in sorted(sizes if args.brief else {*sizes, 9, 65, 200}):
         ids, weights = routing(rows, c.experts, c.top_k)
         h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
         for buffer in room._buffers.values():  # nothing may survive from another run
@@ -219,6 +226,8 @@ def main() -> int:
         ("qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
         ("o", c.hidden, c.heads * c.head_dim),
     ):
+        if role not in roles:
+            continue
         stack = [random_mxfp4(n, k) for _ in range(12)]
         plain = dequantized(stack[0])
         for rows in (16, 64, 512, 2048, 8192):
@@ -232,15 +241,22 @@ def main() -> int:
                 f"{role}, {rows} rows: error {e:.1e}, {us:.1f} µs, {2.0 * rows * n * k / us / 1e6:.0f} TFLOP/s, "
                 f"{n * k * 17 / 32 / us / 1e6:.2f} TB/s", flush=True,
             )  # fmt: skip
-    if bad:
+    if bad and not args.ablation:
         print(f"{bad} checks failed; nothing is timed")
         return 1
-    for rows, even in [(r, False) for r in sizes] + [(2048, True), (4096, True)]:
-        r = measure(layers, spy, room, rows, even)
+    cases: list[tuple[int, bool, str | None]] = [(r, False, None) for r in sizes]
+    if args.shapes:
+        cases += [(512, False, "tall"), (1024, False, "tall"), (1024, False, "wide"), (2048, False, "tall")]
+        cases += [(2048, False, "wide"), (2048, True, "tall"), (2048, True, "wide"), (4096, True, "wide")]
+        cases += [(8192, False, "tall")]
+    for rows, even, shape in cases:
+        r = measure(layers, spy, room, rows, even, shape)
         results.append(r)
         us = r["us"]
         print(
-            f"{rows:5d}{' even' if even else ''} tokens, {r['experts']:3d} experts: group {us['group_rows']:.1f} "
+            f"{rows:5d}{' even' if even else ''} tokens, {r['shape']}, {r['experts']:3d} experts: "
+            f"group {us['group_rows']:.1f} "
+            f"pack {us['pack_rows']:.1f} "
             + " ".join(f"{n} {us[n]:.1f} µs {shares(r[n])}" for n in ("gate_up", "down"))
             + f" sum {us['sum_rows']:.1f}, layer {us['moe']:.1f} µs",
             flush=True,
@@ -251,13 +267,14 @@ def main() -> int:
     }  # fmt: skip
     for rows in (2048, 8192):
         moe = [r["us"]["moe"] for r in results if r["tokens"] == rows and not r["even"]]
-        if moe:
+        if moe and linear:
             us = c.layers * (moe[0] + linear[f"qkv {rows}"] + linear[f"o {rows}"])
             report[f"pp{rows}_products_only"] = rows / us * 1e6
             print(f"pp{rows}: experts, qkv and o alone take {us / 1000:.1f} ms, {rows / us * 1e6:.0f} tokens/s")
     if args.save:
         args.save.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report))
+    if not args.brief:
+        print(json.dumps(report))
     return 0
 
 
