@@ -53,6 +53,17 @@ def test_split_layout_with_k_that_is_no_whole_tile(activation: str, rows: int) -
     close(mine["q"], theirs["q"], BOUND)
 
 
+def test_a_broken_weight_group_stays_broken_when_widened() -> None:
+    """Scale 255 is NaN; adding 6 to it must not make a number of it."""
+    spec = make_spec(activation="mxfp8", formats=make_spec().formats | {"qkv": "mxfp4"})
+    weights = make_weights(spec, layout="w4a8_split")
+    weights.qkv.scales[3, 1] = 255
+    mine, _, _, _ = run_both(QkvSplit(), spec, weights, make_step(spec, [(0, 2)]), {"h": inputs(2, spec.hidden)})
+    column = mine["q"].flatten(1)[:, :8]
+    assert column[:, 3].isnan().all()
+    assert column[:, [0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+
+
 def test_bf16_rows_need_no_second_rounding() -> None:
     spec = make_spec()
     step = make_step(spec, [(0, 5)])

@@ -40,7 +40,8 @@ class Operands:
         if isinstance(matrix, Tensor):
             return cls("dense", matrix, None, matrix.stride(-2), 0)
         wf = {"plain": matrix.format, "w4a8_split": "split"}[matrix.layout]
-        return cls(wf, matrix.data, matrix.scales, matrix.data.stride(-2), matrix.scales.stride(-2))
+        scales = matrix.scales.view(torch.int32) if wf == "split" else matrix.scales  # four to a K tile: one word
+        return cls(wf, matrix.data, scales, matrix.data.stride(-2), scales.stride(-2))
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Rounded:
     x: Tensor
     xs: Tensor | None = None  # UE8M0 per 32
     row_scale: Tensor | None = None  # float32 per row
+
+    def scales_for(self, wf: str) -> Tensor | None:
+        """UE8M0 scales as a product with these weights reads them."""
+        return self.xs.view(torch.int32) if self.xs is not None and wf == "split" else self.xs
 
 
 def round_activations(x: Tensor, activation: str, width: int | None = None) -> Rounded:
@@ -78,6 +83,11 @@ def quantize_call(dtype: torch.dtype, k: int, width: int, activation: str) -> Ca
     return Call("quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(width)}, warps=4)
 
 
+def scale_stride(width: int, wf: str) -> int:
+    """From row to row of UE8M0 scales: bytes, or words where the kernel reads words."""
+    return width // 128 if wf == "split" else width // 32
+
+
 def width_for(k: int, wf: str) -> int:
     """Elements in a stored row of activations: whole K tiles where the weights have them."""
     return -(-k // 128) * 128 if wf == "split" else k
@@ -91,9 +101,10 @@ def linear_call(
 ) -> Call:  # fmt: skip
     tile = tile_for(capability, rows, n, wf, xf, gate)
     weight = {"dense": "*bf16", "q8": "*i8", "mxfp4": "*u8", "split": "*u8"}[wf]
+    scales = "*i32" if wf == "split" else "*u8"
     types = {
-        "x": x, "xs": "*u8" if scale else None, "row_scale": "*fp32" if row_scale else None,
-        "w": weight, "ws": {"dense": None, "q8": "*fp16"}.get(wf, "*u8"), "bias": bias,
+        "x": x, "xs": scales if scale else None, "row_scale": "*fp32" if row_scale else None,
+        "w": weight, "ws": {"dense": None, "q8": "*fp16"}.get(wf, scales), "bias": bias,
         "residual": residual, "out": "*fp32", "M": multiple(rows), "N": multiple(n),
         "K": multiple(k), **dict(zip(("x_stride", "xs_stride", "w_stride", "ws_stride"), map(multiple, strides))),
     }  # fmt: skip
@@ -119,21 +130,17 @@ def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Calla
         assert rows * max(n, width) < 2**31, "32-bit offsets"
         out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
         held = rounded.x
-        strides = (
-            held.stride(0),
-            0 if rounded.xs is None else rounded.xs.stride(0),
-            operands.w_stride,
-            operands.ws_stride,
-        )
+        xs = rounded.scales_for(operands.wf)
+        strides = (held.stride(0), 0 if xs is None else xs.stride(0), operands.w_stride, operands.ws_stride)
         call = linear_call(
-            capability, rows, k, operands.wf, rounded.xf, x=type_of(held.dtype), scale=rounded.xs is not None,
+            capability, rows, k, operands.wf, rounded.xf, x=type_of(held.dtype), scale=xs is not None,
             row_scale=rounded.row_scale is not None, bias=None if bias is None else type_of(bias.dtype),
             residual=None if residual is None else type_of(residual.dtype), strides=strides, n=n, gate="auto",
         )  # fmt: skip
         bm, bn = call.constants["BM"], call.constants["BN"]
         call.launch(
             (math.ceil(rows / bm) * math.ceil(n / bn),), x.device,
-            x=held, xs=rounded.xs, row_scale=rounded.row_scale, w=operands.w, ws=operands.ws, bias=bias,
+            x=held, xs=xs, row_scale=rounded.row_scale, w=operands.w, ws=operands.ws, bias=bias,
             residual=residual, out=out, M=rows, N=n, K=k,
             x_stride=strides[0], xs_stride=strides[1], w_stride=strides[2], ws_stride=strides[3],
         )  # fmt: skip
@@ -170,7 +177,8 @@ class _Linear(Phase):
         x = "*bf16" if xf == "bf16" else "*u8"
         width = width_for(k, wf)
         strides = {
-            "dense": (k, 0), "q8": (k, k // 32), "mxfp4": (k // 2, k // 32), "split": (width // 2, width // 32),
+            "dense": (k, 0), "q8": (k, k // 32), "mxfp4": (k // 2, k // 32),
+            "split": (width // 2, width // 128),
         }[wf]  # fmt: skip
         grouped = activation in ("mxfp8", "mxfp4")
         calls: list[Call] = [] if activation == "bf16" else [quantize_call(torch.float32, k, width, activation)]
@@ -180,7 +188,7 @@ class _Linear(Phase):
                 arch.capability, r, k, wf, xf, x=x, scale=grouped,
                 row_scale=activation == "fp8", bias=None if self.role == "lm_head" else "*bf16",
                 residual="*fp32" if self.role == "o" else None, n=n,
-                strides=(k // 2 if xf == "e2m1" else width, width // 32 if grouped else 0, *strides),
+                strides=(k // 2 if xf == "e2m1" else width, scale_stride(width, wf) if grouped else 0, *strides),
             )
             for r in rows
         ]  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
-from halfbyte.kernels.triton.linear import Operands, Rounded, quantize_call, round_activations, width_for
+from halfbyte.kernels.triton.linear import Operands, Rounded, quantize_call, round_activations, scale_stride, width_for
 from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
@@ -89,9 +89,10 @@ def expert_call(
     xf = OPERAND[activation]
     tile = tile_for(capability, rows, MANY, wf, xf, gate)  # several experts at once fill the chip
     grouped = activation in ("mxfp8", "mxfp4")
+    scales = "*i32" if wf == "split" else "*u8"
     types: dict[str, str | None] = {
-        "x": x, "xs": "*u8" if grouped else None, "row_scale": "*fp32" if activation == "fp8" else None,
-        "w": "*u8", "ws": "*u8", "bias": bias, "order": "*i32", "tile_expert": "*i32", "tile_begin": "*i32",
+        "x": x, "xs": scales if grouped else None, "row_scale": "*fp32" if activation == "fp8" else None,
+        "w": "*u8", "ws": scales, "bias": bias, "order": "*i32", "tile_expert": "*i32", "tile_begin": "*i32",
         "tile_count": "*i32", "N": multiple(n), "K": multiple(k),
         **dict(zip(("x_stride", "xs_stride", "w_stride", "ws_stride"), map(multiple, strides))),
         **dict(zip(("w_expert", "ws_expert"), map(multiple, experts))),
@@ -232,21 +233,21 @@ class Moe(Phase):
                 ("down_kernel", spec.hidden, spec.intermediate),
             ):
                 width = width_for(k, wf)
+                words = scale_stride(width, wf)
                 more = {"top_k": spec.top_k, "out": type_of(between(activation)[0])} if n != spec.hidden else {}
                 calls.append(
                     expert_call(
                         function, arch.capability, per_expert, n, k, wf, activation, spec.tile, x=x, bias="*bf16",
-                        strides=(
-                            k // 2 if xf == "e2m1" else width, width // 32 if grouped else 0, width // 2, width // 32
-                        ),
-                        experts=(n * width // 2, n * width // 32), **more,
+                        strides=(k // 2 if xf == "e2m1" else width, words if grouped else 0, width // 2, words),
+                        experts=(n * width // 2, n * words), **more,
                     )
                 )  # fmt: skip
         return calls
 
 
 def _strides(r: Rounded, held: Operands) -> tuple[int, int, int, int]:
-    return r.x.stride(0), 0 if r.xs is None else r.xs.stride(0), held.w_stride, held.ws_stride
+    xs = r.scales_for(held.wf)
+    return r.x.stride(0), 0 if xs is None else xs.stride(0), held.w_stride, held.ws_stride
 
 
 def _experts(held: Operands) -> tuple[int, int]:
@@ -257,7 +258,7 @@ def _experts(held: Operands) -> tuple[int, int]:
 def _operands(r: Rounded, held: Operands) -> dict[str, Any]:
     names = ("x_stride", "xs_stride", "w_stride", "ws_stride")
     return {
-        "x": r.x, "xs": r.xs, "row_scale": r.row_scale, "w": held.w, "ws": held.ws,
+        "x": r.x, "xs": r.scales_for(held.wf), "row_scale": r.row_scale, "w": held.w, "ws": held.ws,
         "w_expert": _experts(held)[0], "ws_expert": _experts(held)[1], **dict(zip(names, _strides(r, held))),
     }  # fmt: skip
 

@@ -32,6 +32,12 @@ def _load(pointer, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _bytes(word, FIRST: tl.constexpr):
+    """[rows] int32 -> [rows, 2] int32: two of its bytes, from bit FIRST up."""
+    return (word[:, None] >> (FIRST + 8 * tl.arange(0, 2))[None, :]) & 0xFF
+
+
+@triton.jit
 def _product(a, a_scale, A: tl.constexpr, b, b_scale, B: tl.constexpr, acc, SWAP: tl.constexpr):
     """acc + a @ b.T, a [BM, k], b [BN, k]; scales [rows, k / 32]; acc is transposed where SWAP."""
     if SWAP:
@@ -99,26 +105,25 @@ def accumulate(
     else:
         # K tiles of 128: byte j holds k = j (low) and k = 64 + j (high); weights and activations are padded to whole
         # tiles. E2M1 bits in an E4M3 are 2^6 too small.
+        # A row has four scales a tile, read as one 32-bit word: that is wide enough to be copied ahead of its use.
         j = tl.arange(0, 64)
-        g = tl.arange(0, 2)
-        ws_row = ws + n[:, None] * ws_stride
         for k0 in range(0, K, 128):
             low_x = tl.load(x_row + (k0 + j)[None, :])
             high_x = tl.load(x_row + (k0 + 64 + j)[None, :])
-            b = tl.load(w_row + (k0 // 2 + j)[None, :])
-            low, high = e2m1_to_e4m3(b)
-            # The largest scales overflow float32 with or without the 6: they read as NaN, as the code for NaN does.
-            low_scale = tl.minimum(tl.load(ws_row + (k0 // 32 + g)[None, :]), 249) + 6
-            high_scale = tl.minimum(tl.load(ws_row + (k0 // 32 + 2 + g)[None, :]), 249) + 6
+            low, high = e2m1_to_e4m3(tl.load(w_row + (k0 // 2 + j)[None, :]))
+            # A scale that cannot take the 6 (2^122 and up) reads as NaN, as the code for NaN does.
+            word = tl.load(ws + n * ws_stride + k0 // 128)
+            low_scale = (tl.minimum(_bytes(word, 0), 249) + 6).to(tl.uint8)
+            high_scale = (tl.minimum(_bytes(word, 16), 249) + 6).to(tl.uint8)
             if xs is None:
                 low_xs = tl.full((BM, 2), 127, tl.uint8)
                 high_xs = tl.full((BM, 2), 127, tl.uint8)
             else:
-                xs_row = xs + row[:, None] * xs_stride
-                low_xs = tl.load(xs_row + (k0 // 32 + g)[None, :])
-                high_xs = tl.load(xs_row + (k0 // 32 + 2 + g)[None, :])
-            acc = _product(low_x, low_xs, "e4m3", low, low_scale.to(tl.uint8), "e4m3", acc, SWAP)
-            acc = _product(high_x, high_xs, "e4m3", high, high_scale.to(tl.uint8), "e4m3", acc, SWAP)
+                x_word = tl.load(xs + row * xs_stride + k0 // 128)
+                low_xs = _bytes(x_word, 0).to(tl.uint8)
+                high_xs = _bytes(x_word, 16).to(tl.uint8)
+            acc = _product(low_x, low_xs, "e4m3", low, low_scale, "e4m3", acc, SWAP)
+            acc = _product(high_x, high_xs, "e4m3", high, high_scale, "e4m3", acc, SWAP)
     if SWAP:
         acc = tl.trans(acc)
     return acc
