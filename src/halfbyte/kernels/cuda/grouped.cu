@@ -123,9 +123,6 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
     HB_UNROLL
     for (int i = 0; i < 4; i++) wgmma<N>(sum, w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3], b_tile(b, i * 32));
     wgmma_commit();
-#ifdef HB_TIGHT
-    while (left < 0) nap(0);
-#endif
   };
   HB_UNROLL
   for (int mt = 0; mt < MT; mt++) wgmma_clear(acc[mt]);
@@ -150,7 +147,6 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       wgmma_wait<1>();
       if (KS == 1) c.release(here);
       raw.widen(a[0]);
-      made_here(a[0], left);
       wgmma_wait<0>();
       if (leave) c.release(there);
     }
@@ -173,7 +169,6 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       auto raw = fetch(k, 0);
       wgmma_wait<1>();
       raw.widen(a[0]);
-      made_here(a[0], left);
       wgmma_wait<0>();
       if (leave) c.release(here);
     }

@@ -197,8 +197,8 @@ def columns_cap(rows: int, m_tiles: int, blocks: int) -> int:
 
 
 def shape_for(per_expert: float) -> str:
-    """Which build serves this many rows per expert best."""
-    return "narrow" if per_expert <= 24 else "tall" if per_expert <= 64 else "wide"
+    """Which build serves this many rows per expert best (measured; past 44 too many experts have more than 64)."""
+    return "narrow" if per_expert <= 24 else "tall" if per_expert <= 44 else "wide"
 
 
 class Dense:
@@ -227,7 +227,7 @@ class Dense:
         packed = room.get("packed", slots * self.k, torch.bfloat16)
         counters = room.counters()
         room.machine.rows(
-            "pack_rows", math.ceil(rows / (ROW_THREADS // 32)),
+            "pack_rows", rows,
             RowsArgs(
                 source=_ptr(source), norm=_ptr(norm), select=_ptr(select), packed=_ptr(packed), counters=_ptr(counters),
                 stride=source.stride(0), rows=rows, width=self.k, slots=slots, source_float=_float(source),
@@ -296,7 +296,7 @@ class Experts:
             top_k=top_k, source_float=_float(h), ids_wide=int(ids.dtype == torch.int64),
         )  # fmt: skip
         room.machine.rows("group_rows", self.experts, common)
-        room.machine.rows("pack_rows", math.ceil(rows / (ROW_THREADS // 32)), common)
+        room.machine.rows("pack_rows", rows, common)
         shape = self.shape or shape_for(choices / self.experts)
         first = ProductArgs(
             weights=_ptr(self.gate_up), bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),

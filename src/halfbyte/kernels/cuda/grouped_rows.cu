@@ -2,7 +2,7 @@
 // asked), and the experts' results summed in the router's order. No atomics decide an order: results are the same always.
 #include "warpgroup.cuh"
 
-constexpr int EXPERTS_MAX = 512, GROUP_THREADS = 512, ROW_THREADS = 256;
+constexpr int EXPERTS_MAX = 512, TOP_MAX = 8, GROUP_THREADS = 512, ROW_THREADS = 256;
 
 struct Rows {                 // mirrored in grouped.py; every kernel of this file takes it
   const void* source;         // rows of float or bf16, `stride` elements apart
@@ -27,19 +27,36 @@ HB_DEV float number(const void* p, int is_float, size_t i) {
   return is_float ? ((const float*)p)[i] : as_float((u32)((const u16*)p)[i] << 16);
 }
 
-// One row into its slots, by one warp. A lane makes sixteen bytes: word (t, i) of a group of 32 goes to place (i, t).
-HB_DEV void pack_row(const Rows& r, int row, const int* slots, int count, int lane) {
+HB_DEV float sum_of_block(float v) {
+  float* part = (float*)hb_shared();
+  HB_UNROLL
+  for (int m = 16; m; m >>= 1) v += shfl_xor(v, m);
+  if (hb_thread() % 32 == 0) part[hb_thread() / 32] = v;
+  sync_all();
+  v = 0.f;
+  for (int w = 0; w < ROW_THREADS / 32; w++) v += part[w];
+  return v;
+}
+
+// A block packs one row: into the slot of its own number, or into the slots that `group_rows` gave it. A thread makes
+// sixteen bytes: word (t, i) of a group of 32 goes to place (i, t).
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid_constant__ Rows r) {
+  wait_for_previous();
+  release_next();
+  const int block = hb_block(), thread = hb_thread();
+  if (block == 0 && thread < 2 && r.counters) r.counters[thread] = 0;
+  const int row = r.select ? r.select[block] : block, count = r.place ? r.top_k : 1;
   const size_t from = (size_t)row * r.stride;
+  int slots[TOP_MAX];  // read once: the compiler cannot know that packing does not change them
+  HB_UNROLL
+  for (int j = 0; j < TOP_MAX; j++) slots[j] = j >= count ? 0 : r.place ? r.place[block * r.top_k + j] : block;
   float scale = 1.f;
   if (r.norm) {
     float sum = 0.f;
-    for (int k = lane; k < r.width; k += 32) { float v = number(r.source, r.source_float, from + k); sum += v * v; }
-    HB_UNROLL
-    for (int m = 16; m; m >>= 1) sum += shfl_xor(sum, m);
-    scale = recip_sqrt(sum / (float)r.width + r.eps);
+    for (int k = thread; k < r.width; k += ROW_THREADS) { float v = number(r.source, r.source_float, from + k); sum += v * v; }
+    scale = recip_sqrt(sum_of_block(sum) / (float)r.width + r.eps);
   }
-  HB_UNROLL_4
-  for (int unit = lane; unit < r.width / 8; unit += 32) {  // eight values: (half of the chunk, i) of chunk unit / 8
+  for (int unit = thread; unit < r.width / 8; unit += ROW_THREADS) {  // (half of the chunk, i) of chunk unit / 8
     const int group = unit >> 2, i = unit & 3;
     u32 word[4];
     if (!r.norm && !r.source_float) {
@@ -55,22 +72,11 @@ HB_DEV void pack_row(const Rows& r, int row, const int* slots, int count, int la
         word[t] = bf16_pair(a, b);
       }
     }
-    for (int j = 0; j < count; j++) {
-      const int slot = slots[j];
-      store_words<4>(r.packed + ((size_t)(unit >> 3) * r.slots + slot) * 64 + (((unit & 7) ^ (slot & 7)) * 8), word);
-    }
+    u16* chunk = r.packed + (size_t)(unit >> 3) * r.slots * 64;
+    HB_UNROLL
+    for (int j = 0; j < TOP_MAX; j++)
+      if (j < count) store_words<4>(chunk + (size_t)slots[j] * 64 + ((unit & 7) ^ (slots[j] & 7)) * 8, word);
   }
-}
-
-// Rows into slots of their own number, or into the slots that `group_rows` gave them.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid_constant__ Rows r) {
-  wait_for_previous();
-  release_next();
-  if (hb_block() == 0 && hb_thread() < 2 && r.counters) r.counters[hb_thread()] = 0;
-  const int row = hb_block() * (ROW_THREADS / 32) + hb_thread() / 32;
-  if (row >= r.rows) return;
-  if (r.place) pack_row(r, row, r.place + row * r.top_k, r.top_k, hb_thread() % 32);
-  else pack_row(r, r.select ? r.select[row] : row, &row, 1, hb_thread() % 32);
 }
 
 HB_DEV int choice(const Rows& r, int i) { return r.ids_wide ? (int)((const i64*)r.ids)[i] : ((const int*)r.ids)[i]; }
@@ -122,18 +128,25 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) sum_rows(const __grid_
   wait_for_previous();
   release_next();
   const int row = hb_block();
+  float weight[TOP_MAX];
+  size_t part[TOP_MAX];
+  HB_UNROLL
+  for (int i = 0; i < TOP_MAX; i++) {
+    weight[i] = i < r.top_k ? r.weights[row * r.top_k + i] : 0.f;
+    part[i] = i < r.top_k ? (size_t)r.place[row * r.top_k + i] * r.width : 0;
+  }
   for (int k = hb_thread() * 4; k < r.width; k += ROW_THREADS * 4) {
-    float sum[4] = {0.f, 0.f, 0.f, 0.f};
-    for (int i = 0; i < r.top_k; i++) {
-      const float w = r.weights[row * r.top_k + i];
-      const Four part = *(const Four*)(r.parts + (size_t)r.place[row * r.top_k + i] * r.width + k);
-      HB_UNROLL
-      for (int j = 0; j < 4; j++) sum[j] = i ? sum[j] + w * part.v[j] : w * part.v[j];
-    }
     const size_t at = (size_t)row * r.width + k;
-    Four y = *(const Four*)(r.residual + at);
+    Four y = *(const Four*)(r.residual + at), p[TOP_MAX];
     HB_UNROLL
-    for (int j = 0; j < 4; j++) y.v[j] += sum[j];
+    for (int i = 0; i < TOP_MAX; i++) if (i < r.top_k) p[i] = *(const Four*)(r.parts + part[i] + k);
+    HB_UNROLL
+    for (int j = 0; j < 4; j++) {
+      float sum = weight[0] * p[0].v[j];
+      HB_UNROLL
+      for (int i = 1; i < TOP_MAX; i++) if (i < r.top_k) sum += weight[i] * p[i].v[j];
+      y.v[j] += sum;
+    }
     *(Four*)(r.out + at) = y;
   }
 }

@@ -42,7 +42,6 @@ HB_DEV void wgmma_commit() {}
 template <int PENDING, int WHERE = 0> HB_DEV void wgmma_wait() {}
 template <int N> HB_DEV void wgmma_settle(float (&)[N]) {}
 template <int N> HB_DEV void wgmma_clear(float (&d)[N]) { for (float& v : d) v = 0.f; }
-template <int N> HB_DEV void made_here(u32 (&)[N], int) {}
 template <int N> HB_DEV void more_registers() {}
 template <int N> HB_DEV void fewer_registers() {}
 HB_DEV void wait_for_previous() {}
@@ -73,14 +72,6 @@ template <int PENDING, int WHERE = 0> HB_DEV void wgmma_wait() { asm volatile("w
 template <int N> HB_DEV void wgmma_settle(float (&d)[N]) {  // results may be read from here on, not before
   HB_UNROLL
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
-}
-// Values computed before what follows, not after the next wait: a branch that is never taken ends the basic block.
-template <int N> HB_DEV void made_here(u32 (&v)[N], int positive) {
-  HB_UNROLL
-  for (int i = 0; i < N; i++) asm volatile("" : "+r"(v[i])::"memory");
-#ifndef HB_LOOSE
-  while (positive < 0) nap(0);
-#endif
 }
 template <int N> HB_DEV void wgmma_clear(float (&d)[N]) {  // opaque, so that sums of different products share no registers
   HB_UNROLL
