@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "triton"
+Report = tuple[dict[str, list[ET.Element]], str]  # the cases of each file; the end of the output
 FILES = sorted(p.stem for p in FOLDER.glob("test_*.py"))
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[ET.Element]], str]:
-    out = tmp_path_factory.mktemp("interpreted") / "report.xml"
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return run(tmp_path_factory.mktemp("interpreted") / "report.xml", "not slow")
+
+
+def run(out: Path, marks: str) -> Report:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={out}",
-         "-m", "not slow", str(FOLDER)],
+         "-m", marks, str(FOLDER)],
         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     found: dict[str, list[ET.Element]] = {}
@@ -30,7 +34,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[ET.
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_interpreted(file: str, report: tuple[dict[str, list[ET.Element]], str]) -> None:
+def test_interpreted(file: str, report: Report) -> None:
     found, output = report
     cases = found.get(file, [])
     assert cases, f"no test of {file} ran:\n{output}"
@@ -38,3 +42,11 @@ def test_interpreted(file: str, report: tuple[dict[str, list[ET.Element]], str])
     assert not failed, f"{failed} failed:\n{output}"
     ran = [c for c in cases if c.find("skipped") is None]
     assert ran, f"every test of {file} was skipped:\n{output}"
+
+
+@pytest.mark.slow
+def test_the_long_ones(tmp_path: Path) -> None:
+    found, output = run(tmp_path / "report.xml", "slow")
+    cases = [c for f in found.values() for c in f]
+    assert cases, output
+    assert not [c for c in cases if c.find("failure") is not None or c.find("error") is not None], output

@@ -18,13 +18,18 @@ def inputs(rows: int, k: int) -> torch.Tensor:
     return torch.randn(rows, k, generator=torch.Generator().manual_seed(k + rows))
 
 
-@pytest.mark.parametrize("rows", [1, 33, 100])
+PAIRS = [("bf16", "bf16"), ("q8", "bf16"), ("mxfp4", "bf16"), ("mxfp4", "fp8"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4")]
+
+
 @pytest.mark.parametrize(
-    ("kind", "activation"),
-    [("bf16", "bf16"), ("q8", "bf16"), ("mxfp4", "bf16"), ("mxfp4", "fp8"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4")],
-)
+    ("kind", "activation", "rows"),
+    [(*pair, 1) for pair in PAIRS] + [(*pair, 33) for pair in PAIRS[:3]]
+    + [pytest.param(*pair, 100, marks=pytest.mark.slow) for pair in PAIRS],
+)  # fmt: skip
 def test_qkv(kind: str, activation: str, rows: int) -> None:
-    spec = make_spec(activation=activation, formats=make_spec().formats | {"qkv": kind})
+    hidden = 192 if kind == "q8" else 160  # q8 is read two groups at a time
+    spec = make_spec(activation=activation, hidden=hidden, formats=make_spec().formats | {"qkv": kind})
+    assert Qkv().refuse(spec, ARCHES["sm90"], Gates()) is None
     step = make_step(spec, [(0, rows)])
     mine, theirs, _, _ = run_both(Qkv(), spec, make_weights(spec), step, {"h": inputs(rows, spec.hidden)})
     for name in ("q", "k", "v"):
@@ -108,6 +113,8 @@ REFUSALS = [
     (QkvSplit(), "sm120", {"formats": {"qkv": "mxfp4"}}, "not for bf16"),
     (QkvSplit(), "sm120", {}, "holds mxfp4"),
     (Qkv(), "sm90", {"hidden": 100}, "whole groups of 32"),
+    (Qkv(), "sm90", {"formats": {"qkv": "q8"}}, "in pairs"),
+    (LmHead(), "sm90", {"formats": {"lm_head": "mxfp4"}, "vocab": 97}, "no whole number"),
 ]
 
 

@@ -27,7 +27,7 @@ PROVED_ROWS = (1, 64, 2048)
 
 @dataclass(frozen=True)
 class Operands:
-    """Weights as a kernel takes them: pointers, strides and the name of the format."""
+    """Weights as a kernel takes them: pointers, strides and the name of the format. Scales are read as 32-bit words."""
 
     wf: str  # dense, q8, mxfp4, split
     w: Tensor
@@ -40,8 +40,8 @@ class Operands:
         if isinstance(matrix, Tensor):
             return cls("dense", matrix, None, matrix.stride(-2), 0)
         wf = {"plain": matrix.format, "w4a8_split": "split"}[matrix.layout]
-        scales = matrix.scales.view(torch.int32) if wf == "split" else matrix.scales  # four to a K tile: one word
-        return cls(wf, matrix.data, scales, matrix.data.stride(-2), scales.stride(-2))
+        scales = matrix.scales.reshape(-1).view(torch.int32)
+        return cls(wf, matrix.data, scales, matrix.data.stride(-2), scale_stride(wf, matrix.scales.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Rounded:
     xs: Tensor | None = None  # UE8M0 per 32
     row_scale: Tensor | None = None  # float32 per row
 
-    def scales_for(self, wf: str) -> Tensor | None:
-        """UE8M0 scales as a product with these weights reads them."""
-        return self.xs.view(torch.int32) if self.xs is not None and wf == "split" else self.xs
+    @property
+    def scale_words(self) -> Tensor | None:
+        return None if self.xs is None else self.xs.view(torch.int32)
 
 
 def round_activations(x: Tensor, activation: str, width: int | None = None) -> Rounded:
@@ -83,14 +83,14 @@ def quantize_call(dtype: torch.dtype, k: int, width: int, activation: str) -> Ca
     return Call("quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(width)}, warps=4)
 
 
-def scale_stride(width: int, wf: str) -> int:
-    """From row to row of UE8M0 scales: bytes, or words where the kernel reads words."""
-    return width // 128 if wf == "split" else width // 32
+def scale_stride(wf: str, groups: int) -> int:
+    """From row to row of weight scales: in bytes where rows of them begin anywhere, else in words."""
+    return {"mxfp4": groups, "split": groups // 4, "q8": groups // 2, "dense": 0}[wf]
 
 
-def width_for(k: int, wf: str) -> int:
-    """Elements in a stored row of activations: whole K tiles where the weights have them."""
-    return -(-k // 128) * 128 if wf == "split" else k
+def width_for(k: int, activation: str) -> int:
+    """Elements in a stored row of activations: whole steps of 128 once they are quantised."""
+    return k if activation == "bf16" else -(-k // 128) * 128
 
 
 @functools.cache
@@ -101,16 +101,15 @@ def linear_call(
 ) -> Call:  # fmt: skip
     tile = tile_for(capability, rows, n, wf, xf, gate)
     weight = {"dense": "*bf16", "q8": "*i8", "mxfp4": "*u8", "split": "*u8"}[wf]
-    scales = "*i32" if wf == "split" else "*u8"
     types = {
-        "x": x, "xs": scales if scale else None, "row_scale": "*fp32" if row_scale else None,
-        "w": weight, "ws": {"dense": None, "q8": "*fp16"}.get(wf, scales), "bias": bias,
+        "x": x, "xs": "*i32" if scale else None, "row_scale": "*fp32" if row_scale else None,
+        "w": weight, "ws": None if wf == "dense" else "*i32", "bias": bias,
         "residual": residual, "out": "*fp32", "M": multiple(rows), "N": multiple(n),
         "K": multiple(k), **dict(zip(("x_stride", "xs_stride", "w_stride", "ws_stride"), map(multiple, strides))),
     }  # fmt: skip
     constants = {
         "XF": xf, "WF": wf, "SWAP": tile.swap, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
-        "EVEN": width_for(k, wf) % tile.bk == 0,
+        "EVEN": k % tile.bk == 0,
     }  # fmt: skip
     need, ban = needed_instruction(capability, wf, xf, tile)
     return Call("gemm", "linear_kernel", types, constants, tile.warps, tile.stages, need, ban)
@@ -122,7 +121,7 @@ def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Calla
     n, k = matrix.shape
     capability = capability_of(matrix.device)
     activation = "bf16" if operands.wf == "dense" else spec.activation
-    width = width_for(k, operands.wf)
+    width = width_for(k, activation)
 
     def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
         rounded = round_activations(x, activation, width)
@@ -130,7 +129,7 @@ def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Calla
         assert rows * max(n, width) < 2**31, "32-bit offsets"
         out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
         held = rounded.x
-        xs = rounded.scales_for(operands.wf)
+        xs = rounded.scale_words
         strides = (held.stride(0), 0 if xs is None else xs.stride(0), operands.w_stride, operands.ws_stride)
         call = linear_call(
             capability, rows, k, operands.wf, rounded.xf, x=type_of(held.dtype), scale=xs is not None,
@@ -175,11 +174,9 @@ class _Linear(Phase):
         activation = "bf16" if wf == "dense" else spec.activation
         xf = OPERAND[activation]
         x = "*bf16" if xf == "bf16" else "*u8"
-        width = width_for(k, wf)
-        strides = {
-            "dense": (k, 0), "q8": (k, k // 32), "mxfp4": (k // 2, k // 32),
-            "split": (width // 2, width // 128),
-        }[wf]  # fmt: skip
+        width = width_for(k, activation)
+        bytes_in_row = {"dense": k, "q8": k, "mxfp4": k // 2, "split": width // 2}[wf]
+        strides = (bytes_in_row, scale_stride(wf, (width if wf == "split" else k) // 32))
         grouped = activation in ("mxfp8", "mxfp4")
         calls: list[Call] = [] if activation == "bf16" else [quantize_call(torch.float32, k, width, activation)]
         rows = PROVED_ROWS[:2] if self.role == "lm_head" else PROVED_ROWS
@@ -188,7 +185,7 @@ class _Linear(Phase):
                 arch.capability, r, k, wf, xf, x=x, scale=grouped,
                 row_scale=activation == "fp8", bias=None if self.role == "lm_head" else "*bf16",
                 residual="*fp32" if self.role == "o" else None, n=n,
-                strides=(k // 2 if xf == "e2m1" else width, scale_stride(width, wf) if grouped else 0, *strides),
+                strides=(width // 2 if xf == "e2m1" else width, width // 128 if grouped else 0, *strides),
             )
             for r in rows
         ]  # fmt: skip

@@ -89,17 +89,16 @@ def expert_call(
     xf = OPERAND[activation]
     tile = tile_for(capability, rows, MANY, wf, xf, gate)  # several experts at once fill the chip
     grouped = activation in ("mxfp8", "mxfp4")
-    scales = "*i32" if wf == "split" else "*u8"
     types: dict[str, str | None] = {
-        "x": x, "xs": scales if grouped else None, "row_scale": "*fp32" if activation == "fp8" else None,
-        "w": "*u8", "ws": scales, "bias": bias, "order": "*i32", "tile_expert": "*i32", "tile_begin": "*i32",
+        "x": x, "xs": "*i32" if grouped else None, "row_scale": "*fp32" if activation == "fp8" else None,
+        "w": "*u8", "ws": "*i32", "bias": bias, "order": "*i32", "tile_expert": "*i32", "tile_begin": "*i32",
         "tile_count": "*i32", "N": multiple(n), "K": multiple(k),
         **dict(zip(("x_stride", "xs_stride", "w_stride", "ws_stride"), map(multiple, strides))),
         **dict(zip(("w_expert", "ws_expert"), map(multiple, experts))),
     }  # fmt: skip
     constants: dict[str, Any] = {
         "XF": xf, "WF": wf, "SWAP": tile.swap, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
-        "EVEN": width_for(k, wf) % tile.bk == 0,
+        "EVEN": k % tile.bk == 0,
     }  # fmt: skip
     if function == "gate_up_kernel":
         types |= {
@@ -107,7 +106,7 @@ def expert_call(
             "out_scales": "*u8" if grouped else None,
             "limit": "fp32",
             "alpha": "fp32",
-            "WIDTH": multiple(middle_width(n // 2, wf, activation)),
+            "WIDTH": multiple(middle_width(n // 2, activation)),
         }
         constants |= {"TOP": top_k, "OUT": activation if grouped else "plain"}
     else:
@@ -121,9 +120,9 @@ def combine_call(x: torch.dtype, hidden: int, top_k: int) -> Call:
     return Call("rows", "combine_kernel", types, {"TOP": top_k, "BH": COMBINE})
 
 
-def middle_width(inner: int, wf: str, activation: str) -> int:
+def middle_width(inner: int, activation: str) -> int:
     """Elements in a row between the two products; fp8 rows are quantised, and padded, in a pass of their own."""
-    return inner if activation == "fp8" else width_for(inner, wf)
+    return inner if activation == "fp8" else width_for(inner, activation)
 
 
 def between(activation: str) -> tuple[torch.dtype, int]:
@@ -162,7 +161,7 @@ class Moe(Phase):
             ids, weights = acts["topk_ids"], acts["topk_weights"]
             slots = step.rows * top_k
             per_expert = math.ceil(slots / spec.experts)
-            given = round_activations(acts["h"], activation, width_for(hidden, gate_up.wf))
+            given = round_activations(acts["h"], activation, width_for(hidden, activation))
             assert slots * max(hidden, inner) < 2**31, "32-bit offsets"
 
             def product(
@@ -183,7 +182,7 @@ class Moe(Phase):
             lists = {"order": order, "tile_expert": expert, "tile_begin": begin, "tile_count": count}
             tiles = expert.shape[0]
 
-            wide = middle_width(inner, down.wf, activation)
+            wide = middle_width(inner, activation)
             middle = torch.empty((slots, wide // pack), dtype=dtype, device=device)
             scales = None
             if activation in ("mxfp8", "mxfp4"):
@@ -194,7 +193,7 @@ class Moe(Phase):
                 **_operands(given, gate_up), **lists,
             )  # fmt: skip
             if activation == "fp8":
-                second = round_activations(middle, "fp8", width_for(inner, down.wf))
+                second = round_activations(middle, "fp8", width_for(inner, "fp8"))
             else:
                 second = Rounded(OPERAND[activation], middle, scales)
             drop = product("down_kernel", down, w.down, w.down_bias, second, hidden, inner)
@@ -222,7 +221,7 @@ class Moe(Phase):
         grouped = activation in ("mxfp8", "mxfp4")
         calls = [combine_call(torch.float32, spec.hidden, spec.top_k)]
         if activation != "bf16":
-            calls.append(quantize_call(torch.float32, spec.hidden, width_for(spec.hidden, wf), activation))
+            calls.append(quantize_call(torch.float32, spec.hidden, width_for(spec.hidden, activation), activation))
         for slots in (spec.top_k, 2048 * spec.top_k):
             bm = tile_for(arch.capability, slots // spec.experts, MANY, wf, xf, spec.tile).bm
             tiles = tiles_bound(slots, spec.experts, bm)
@@ -232,33 +231,37 @@ class Moe(Phase):
                 ("gate_up_kernel", 2 * spec.intermediate, spec.hidden),
                 ("down_kernel", spec.hidden, spec.intermediate),
             ):
-                width = width_for(k, wf)
-                words = scale_stride(width, wf)
+                width = width_for(k, activation)
+                held = width if self.split else k
+                words = scale_stride(wf, held // 32)
                 more = {"top_k": spec.top_k, "out": type_of(between(activation)[0])} if n != spec.hidden else {}
                 calls.append(
                     expert_call(
                         function, arch.capability, per_expert, n, k, wf, activation, spec.tile, x=x, bias="*bf16",
-                        strides=(k // 2 if xf == "e2m1" else width, words if grouped else 0, width // 2, words),
-                        experts=(n * width // 2, n * words), **more,
+                        strides=(
+                            width // 2 if xf == "e2m1" else width, width // 128 if grouped else 0, held // 2, words
+                        ),
+                        experts=(n * held // 2, n * held // 128), **more,
                     )
                 )  # fmt: skip
         return calls
 
 
 def _strides(r: Rounded, held: Operands) -> tuple[int, int, int, int]:
-    xs = r.scales_for(held.wf)
+    xs = r.scale_words
     return r.x.stride(0), 0 if xs is None else xs.stride(0), held.w_stride, held.ws_stride
 
 
 def _experts(held: Operands) -> tuple[int, int]:
     assert held.ws is not None
-    return held.w.stride(0), held.ws.stride(0)
+    experts = held.w.shape[0]
+    return held.w.stride(0), held.ws.numel() // experts
 
 
 def _operands(r: Rounded, held: Operands) -> dict[str, Any]:
     names = ("x_stride", "xs_stride", "w_stride", "ws_stride")
     return {
-        "x": r.x, "xs": r.scales_for(held.wf), "row_scale": r.row_scale, "w": held.w, "ws": held.ws,
+        "x": r.x, "xs": r.scale_words, "row_scale": r.row_scale, "w": held.w, "ws": held.ws,
         "w_expert": _experts(held)[0], "ws_expert": _experts(held)[1], **dict(zip(names, _strides(r, held))),
     }  # fmt: skip
 

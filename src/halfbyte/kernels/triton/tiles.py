@@ -44,7 +44,7 @@ def tile_for(capability: tuple[int, int], rows: int, columns: int, wf: str, xf: 
         bn = 128 if bm >= 64 else 32 if bm == 16 and columns <= NARROW else 64
     warps = 8 if bm * bn >= (64 if capability[0] == 12 else 128) * 128 else 4
     if wf == "q8":
-        return Tile(bm, min(bn, 64) if bm < 128 else bn, 32, warps, 4)
+        return Tile(bm, min(bn, 64), 64, 8 if bm == 128 else 4, 3)  # a second accumulator, per group, needs the room
     swap = sm100 and bm < 128
     if swap:
         bn = 128
@@ -86,6 +86,11 @@ def refuse_product(spec: Spec, arch: Arch, roles: tuple[str, ...], split: bool) 
             return f"is for SM12x; {arch.name} multiplies E4M3 with E2M1 from the plain layout"
         if kind == "mxfp4" and not split and native12 and spec.activation in E4M3:
             return f"{arch.name} has no E4M3 x E2M1 block-scaled MMA in Triton; the layout w4a8_split is the way there"
+    for role in roles:
+        if spec.formats[role] == "q8" and (spec.hidden % 64 or spec.heads * spec.head_dim % 64):
+            return "reads q8 scales in pairs: hidden and q must be whole groups of 64"
+    if "lm_head" in roles and spec.formats["lm_head"] != "bf16" and spec.vocab * spec.hidden // 32 % 4:
+        return f"reads scales as words, and {spec.vocab} rows of them are no whole number"
     for width, what in (
         (spec.hidden, "hidden"),
         (spec.intermediate, "intermediate"),

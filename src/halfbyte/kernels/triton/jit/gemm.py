@@ -32,9 +32,22 @@ def _load(pointer, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _bytes(word, FIRST: tl.constexpr):
-    """[rows] int32 -> [rows, 2] int32: two of its bytes, from bit FIRST up."""
-    return (word[:, None] >> (FIRST + 8 * tl.arange(0, 2))[None, :]) & 0xFF
+def _bytes(word, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """[rows] int32 -> [rows, COUNT] int32: bytes of it, from bit FIRST up."""
+    return (word[:, None] >> (FIRST + 8 * tl.arange(0, COUNT))[None, :]) & 0xFF
+
+
+@triton.jit
+def _scales(ws, first, words, COUNT: tl.constexpr):
+    """[rows, COUNT] int32: the bytes from byte `first` [rows] of ws on, read as words.
+
+    A word is the least that can be copied ahead of its use; bytes would be waited for in every step. Rows of scales
+    begin anywhere, so two words are read and shifted."""
+    at = first >> 2
+    low = tl.load(ws + at).to(tl.uint32, bitcast=True).to(tl.uint64)
+    high = tl.load(ws + at + 1, mask=at + 1 < words, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+    both = ((high << 32) | low) >> ((first & 3) * 8).to(tl.uint64)
+    return _bytes((both & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), 0, COUNT)
 
 
 @triton.jit
@@ -48,7 +61,7 @@ def _product(a, a_scale, A: tl.constexpr, b, b_scale, B: tl.constexpr, acc, SWAP
 
 @triton.jit
 def accumulate(
-    x, xs, row, x_stride, xs_stride, w, ws, n, w_stride, ws_stride, K,
+    x, xs, row, x_stride, xs_stride, w, ws, n, w_stride, ws_stride, ws_words, K,
     XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -72,40 +85,45 @@ def accumulate(
             else:
                 acc = dot(a, tl.trans(b), acc)
     elif WF == "q8":
+        # Two groups a step, whose two float16 scales are one word (K is whole pairs of groups).
         k = tl.arange(0, 32)
-        ws_row = ws + n * ws_stride
-        for k0 in range(0, K, 32):
-            a = tl.load(x_row + (k0 + k)[None, :])
-            if x.dtype.element_ty != tl.bfloat16:
-                a = to_bf16(a)
-            b = to_bf16(tl.load(w_row + (k0 + k)[None, :]).to(tl.float32))
-            part = dot(a, tl.trans(b), tl.zeros((BM, BN), tl.float32))
-            acc += part * tl.load(ws_row + k0 // 32).to(tl.float32)[None, :]
+        for k0 in range(0, K, 64):
+            word = tl.load(ws + n * ws_stride + k0 // 64)
+            for half in tl.static_range(2):
+                a = tl.load(x_row + (k0 + 32 * half + k)[None, :])
+                if x.dtype.element_ty != tl.bfloat16:
+                    a = to_bf16(a)
+                b = to_bf16(tl.load(w_row + (k0 + 32 * half + k)[None, :]).to(tl.float32))
+                part = dot(a, tl.trans(b), tl.zeros((BM, BN), tl.float32))
+                scale = ((word >> (16 * half)) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+                acc += part * scale.to(tl.float32)[None, :]
     elif WF == "mxfp4":
         XPACK: tl.constexpr = 2 if XF == "e2m1" else 1
+        GROUPS: tl.constexpr = BK // 32
         k = tl.arange(0, BK // XPACK)
         j = tl.arange(0, BK // 2)
-        g = tl.arange(0, BK // 32)
-        ws_row = ws + n[:, None] * ws_stride
+        g = tl.arange(0, GROUPS)
         for k0 in range(0, K, BK):
-            a = _load(x_row + (k0 // XPACK + k)[None, :], (k0 // XPACK + k < K // XPACK)[None, :], EVEN)
             b = _load(w_row + (k0 // 2 + j)[None, :], (k0 // 2 + j < K // 2)[None, :], EVEN)
-            b_scale = _load(ws_row + (k0 // 32 + g)[None, :], (k0 // 32 + g < K // 32)[None, :], EVEN)
+            b_scale = _scales(ws, n * ws_stride + k0 // 32, ws_words, GROUPS)
+            if not EVEN:
+                b_scale = tl.where((k0 // 32 + g < K // 32)[None, :], b_scale, 0)
+            b_scale = b_scale.to(tl.uint8)
             if XF == "bf16":
+                a = _load(x_row + (k0 + k)[None, :], (k0 + k < K)[None, :], EVEN)
                 if x.dtype.element_ty != tl.bfloat16:
                     a = to_bf16(a)
                 acc = _product(a, None, "bf16", b, b_scale, "e2m1", acc, SWAP)
             else:
+                a = tl.load(x_row + (k0 // XPACK + k)[None, :])  # padded with zeros to whole steps of 128
                 if xs is None:
-                    a_scale = tl.full((BM, BK // 32), 127, tl.uint8)
+                    a_scale = tl.full((BM, GROUPS), 127, tl.uint8)
                 else:
-                    xs_row = xs + row[:, None] * xs_stride
-                    a_scale = _load(xs_row + (k0 // 32 + g)[None, :], (k0 // 32 + g < K // 32)[None, :], EVEN)
+                    a_scale = _bytes(tl.load(xs + row * xs_stride + k0 // 128), 0, GROUPS).to(tl.uint8)
                 acc = _product(a, a_scale, XF, b, b_scale, "e2m1", acc, SWAP)
     else:
         # K tiles of 128: byte j holds k = j (low) and k = 64 + j (high); weights and activations are padded to whole
-        # tiles. E2M1 bits in an E4M3 are 2^6 too small.
-        # A row has four scales a tile, read as one 32-bit word: that is wide enough to be copied ahead of its use.
+        # tiles. E2M1 bits in an E4M3 are 2^6 too small. A row's four scales of a tile are one word.
         j = tl.arange(0, 64)
         for k0 in range(0, K, 128):
             low_x = tl.load(x_row + (k0 + j)[None, :])
@@ -113,15 +131,15 @@ def accumulate(
             low, high = e2m1_to_e4m3(tl.load(w_row + (k0 // 2 + j)[None, :]))
             # A scale that cannot take the 6 (2^122 and up) reads as NaN, as the code for NaN does.
             word = tl.load(ws + n * ws_stride + k0 // 128)
-            low_scale = (tl.minimum(_bytes(word, 0), 249) + 6).to(tl.uint8)
-            high_scale = (tl.minimum(_bytes(word, 16), 249) + 6).to(tl.uint8)
+            low_scale = (tl.minimum(_bytes(word, 0, 2), 249) + 6).to(tl.uint8)
+            high_scale = (tl.minimum(_bytes(word, 16, 2), 249) + 6).to(tl.uint8)
             if xs is None:
                 low_xs = tl.full((BM, 2), 127, tl.uint8)
                 high_xs = tl.full((BM, 2), 127, tl.uint8)
             else:
                 x_word = tl.load(xs + row * xs_stride + k0 // 128)
-                low_xs = _bytes(x_word, 0).to(tl.uint8)
-                high_xs = _bytes(x_word, 16).to(tl.uint8)
+                low_xs = _bytes(x_word, 0, 2).to(tl.uint8)
+                high_xs = _bytes(x_word, 16, 2).to(tl.uint8)
             acc = _product(low_x, low_xs, "e4m3", low, low_scale, "e4m3", acc, SWAP)
             acc = _product(high_x, high_xs, "e4m3", high, high_scale, "e4m3", acc, SWAP)
     if SWAP:
@@ -150,7 +168,7 @@ def linear_kernel(
     row = tl.minimum(m, M - 1)
     column = tl.minimum(n, N - 1)
     acc = accumulate(
-        x, xs, row, x_stride, xs_stride, w, ws, column, w_stride, ws_stride, K,
+        x, xs, row, x_stride, xs_stride, w, ws, column, w_stride, ws_stride, N * ws_stride // 4, K,
         XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
@@ -198,7 +216,7 @@ def gate_up_kernel(
     acc = accumulate(
         x, xs, row, x_stride, xs_stride,
         w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
-        column, w_stride, ws_stride, K,
+        column, w_stride, ws_stride, N * ws_stride // 4, K,
         XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
@@ -259,7 +277,7 @@ def down_kernel(
     acc = accumulate(
         x, xs, place, x_stride, xs_stride,
         w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
-        column, w_stride, ws_stride, K,
+        column, w_stride, ws_stride, N * ws_stride // 4, K,
         XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
