@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from halfbyte.kernels.cuda.decode import PHASES as DECODE
 from halfbyte.kernels.triton.phases import PHASES as TRITON
 from halfbyte.plan.phase import Phase
 
-PHASES: tuple[Phase, ...] = TRITON
+PHASES: tuple[Phase, ...] = (*DECODE, *TRITON)
