@@ -1,7 +1,7 @@
 """How many tokens per verification the shipped draft model gives on held-out conversations, through halfbyte's network.
 
-`python training/acceptance.py` reads models/tiny and models/tiny-draft. Conversations the target would not write
-itself, token for token, are left out: what is measured is the target's own greedy output. The EAGLE-3 head's figure comes from
+`python training/acceptance.py` reads models/tiny and models/tiny-draft. Conversations the target would not write itself
+are left out: what is measured is the target's own greedy output, token for token. The EAGLE-3 head's figure comes from
 stage eagle, which has the target's hidden states at hand.
 """
 
