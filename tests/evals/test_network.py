@@ -148,4 +148,8 @@ def test_export_packs_exactly_what_was_trained(model: GptOss, tmp_path: Path) ->
     packed = MXTensor(blocks.flatten(2), scales, shape, "mxfp4")
     layer = model.layers[2]
     assert torch.equal(mxfp4.dequantize(packed), fakequant.rounded(checkpoint.interleaved(layer.gate, layer.up)))
+    again = GptOss(CONFIG)
+    checkpoint.load_weights(again, tmp_path)
+    first, second = checkpoint.exported(model), checkpoint.exported(again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
     assert ModelConfig.load(tmp_path).with_(name=CONFIG.name) == CONFIG
