@@ -104,7 +104,7 @@ def exported(model: GptOss) -> dict[str, Tensor]:
         out[name] = t.detach().to(torch.bfloat16).contiguous().cpu()
 
     def packed(name: str, t: Tensor) -> None:
-        q = mxfp4.quantize(fakequant.rounded(t.detach()).cpu())
+        q = mxfp4.quantize(fakequant.rounded(t.detach()).cpu() + 0.0)  # + 0: no negative zeros
         out[f"{name}_blocks"] = q.data.view(*t.shape[:-1], t.shape[-1] // 32, 16).contiguous()
         out[f"{name}_scales"] = q.scales.view(*t.shape[:-1], t.shape[-1] // 32).contiguous()
 
