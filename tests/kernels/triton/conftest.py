@@ -16,6 +16,20 @@ collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tes
 sys.path.insert(0, str(Path(__file__).parent))  # triton_cases
 
 
+@pytest.fixture(autouse=True)
+def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds the worst there is: NaN, or all bits set. What a kernel does not write, a test will see."""
+    import torch
+
+    empty = torch.empty
+
+    def poisoned(*args: object, **options: object) -> object:
+        out = empty(*args, **options)  # type: ignore[call-overload]
+        return out.fill_(float("nan")) if out.is_floating_point() else out.fill_(-1 if out.dtype.is_signed else 255)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """numpy warns where a GPU goes on: infinities and NaN are values here, and tests say which are allowed."""
     for item in items:

@@ -52,7 +52,7 @@ def test_all_tokens_on_one_expert(activation: str) -> None:
     check(Moe(), activation, 20, acts)
 
 
-@pytest.mark.parametrize("tile", ["64x128", "128x128"])
+@pytest.mark.parametrize("tile", [pytest.param("64x128", marks=pytest.mark.slow), "128x128"])
 @pytest.mark.parametrize(("phase", "activation"), [(Moe(), "bf16"), (MoeSplit(), "mxfp8"), (Moe(), "mxfp4")])
 def test_tiles(phase: Phase, activation: str, tile: str) -> None:
     check(phase, activation, 6, tile=tile, experts=4)

@@ -202,9 +202,12 @@ def gate_up_kernel(
     keep = (m < count)[:, None]
     if tl.program_id(0) * BN >= N:
         # A tile of nothing but padding (see below).
-        if OUT == "mxfp8":
-            none = tl.zeros((BM, BN // 2), tl.uint8)
-            tl.store(out + place[:, None] * WIDTH + i[None, :], none, mask=keep & (i < WIDTH)[None, :])
+        if OUT != "plain":
+            PACK: tl.constexpr = 2 if OUT == "mxfp4" else 1
+            j = tl.program_id(0) * (BN // 2 // PACK) + tl.arange(0, BN // 2 // PACK)
+            at = place[:, None] * (WIDTH // PACK) + j[None, :]
+            none = tl.zeros((BM, BN // 2 // PACK), tl.uint8)
+            tl.store(out + at, none, mask=keep & (j < WIDTH // PACK)[None, :])
             g = tl.program_id(0) * (BN // 64) + tl.arange(0, BN // 64)
             at = place[:, None] * (WIDTH // 32) + g[None, :]
             tl.store(out_scales + at, tl.zeros((BM, BN // 64), tl.uint8), mask=keep & (g * 32 < WIDTH)[None, :])
