@@ -19,12 +19,13 @@ from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
 BM, BK = 16, 64
+PARTS = 9  # of K: five steps each at 2880, because with few rows every step waits for memory
 
 
 def parts_of(rows: int, hidden: int) -> tuple[int, int]:
     """(parts of K, elements in each). Always the same for one model, so that a choice depends on the row alone."""
     steps = math.ceil(hidden / BK)
-    each = math.ceil(steps / 5)
+    each = math.ceil(steps / PARTS)
     return math.ceil(steps / each), each * BK
 
 
