@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-QUESTIONS = ("What is 17 + 25?", "Reverse the word stream.")
+QUESTIONS = ("What is 17 + 25?", "Sort these numbers from smallest to largest: 31, 4, 15.")
 BIN = Path(sys.executable).parent / "halfbyte"
 
 
