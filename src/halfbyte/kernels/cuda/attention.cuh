@@ -65,13 +65,15 @@ HB_DEV void load_rows(const u8* tile, int lane, u32 (&v)[2][2][4]) {
 HB_DEV void score_tile(const u8* keys, const Queries& q, u32 seen, int lane, float (&s)[4]) {
   u32 k[2][2][4];
   load_rows(keys, lane, k);
-  float c[4] = {0.f, 0.f, 0.f, 0.f};
+  float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
   HB_UNROLL
   for (int i = 0; i < 4; i++) {
     const int x = (i & 1) * 2;
     mma(c, k[0][i / 2][x], k[1][i / 2][x], k[0][i / 2][x + 1], k[1][i / 2][x + 1], q.high[i][0], q.high[i][1]);
-    mma(c, k[0][i / 2][x], k[1][i / 2][x], k[0][i / 2][x + 1], k[1][i / 2][x + 1], q.low[i][0], q.low[i][1]);
+    mma(d, k[0][i / 2][x], k[1][i / 2][x], k[0][i / 2][x + 1], k[1][i / 2][x + 1], q.low[i][0], q.low[i][1]);
   }
+  HB_UNROLL
+  for (int i = 0; i < 4; i++) c[i] += d[i];
   s[0] = seen & 1 ? c[0] : NEVER; s[1] = seen & 1 ? c[1] : NEVER;
   s[2] = seen & 2 ? c[2] : NEVER; s[3] = seen & 2 ? c[3] : NEVER;
 }
@@ -136,11 +138,11 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
   Shared& sh = w.sh;
   const Step& p = w.p;
   const int g = w.lane / 4, t = w.lane % 4;
-  float sink = 0.f;
+  const u32 both_sinks = *(const u32*)(layer.sinks + u.head * GROUP + w.thread % 4 * 2);
+  const float sink[2] = {bf16_low(both_sinks) * LOG2E, bf16_high(both_sinks) * LOG2E};
   if (w.thread < GROUP * 32) {
     const int head = w.thread / 32, dim = w.thread % 32;
     float a, b;
-    sink = bf16_at(layer.sinks, u.head * GROUP + head) * LOG2E;
     rotated(p, p.box.qkv + (size_t)u.row * QKV + (u.head * GROUP + head) * 64, u.position, dim, w.tag, a, b);
     const u32 va = split(a * (0.125f * LOG2E)), vb = split(b * (0.125f * LOG2E));
     sh.q[0][head][dim] = (u16)(va >> 16); sh.q[0][head][dim + 32] = (u16)(vb >> 16);
@@ -203,43 +205,52 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
   }
   w.mark(2);
   Merge& merge = sh.merge;
-  HB_UNROLL
-  for (int h = 0; h < 2; h++) {
+  const bool busy = u.owner && w.warp == WORKERS - 1, active = busy || (w.warp / 4 < (pages < TEAMS ? pages : TEAMS));
+  if (active) {
     HB_UNROLL
-    for (int x = 4; x < 32; x *= 2) m.sum[h] += shfl_xor(m.sum[h], x);
-    if (g == 0) { merge.top[w.warp][2 * t + h] = m.top[h]; merge.sum[w.warp][2 * t + h] = m.sum[h]; }
+    for (int h = 0; h < 2; h++) {
+      HB_UNROLL
+      for (int x = 4; x < 32; x *= 2) m.sum[h] += shfl_xor(m.sum[h], x);
+      if (g == 0) { merge.top[w.warp][2 * t + h] = m.top[h]; merge.sum[w.warp][2 * t + h] = m.sum[h]; }
+    }
+    const u32 to = w.base + HB_AT(merge) + (w.warp * (HEAD_DIM * MERGE_ROW) + 2 * t) * 4;
     HB_UNROLL
     for (int i = 0; i < 8; i++) {  // dims as transpose8x8 left them
       const int dim = (i / 4) * 32 + 8 * (g / 2) + 2 * (i % 4) + g % 2;
-      merge.o[w.warp][(2 * t + h) * 64 + dim] = m.o[i / 2][(i & 1) * 2 + h];
+      sts64(to + dim * MERGE_ROW * 4, as_bits(m.o[i / 2][(i & 1) * 2]), as_bits(m.o[i / 2][(i & 1) * 2 + 1]));
     }
   }
   w.sync();
-  if (w.thread < GROUP * 32) {
-    const int head = w.thread / 32, dim = w.thread % 32 * 2;
-    float top = NEVER;
+  if (w.thread < 4 * HEAD_DIM) {  // one dim of two heads; the warps in order
+    const int head = w.thread % 4 * 2, dim = w.thread / 4, teams = pages < TEAMS ? pages : TEAMS;
+    float top[2] = {NEVER, NEVER}, sum[2] = {0.f, 0.f}, o[2] = {0.f, 0.f};
     HB_UNROLL
-    for (int i = 0; i < WORKERS; i++) top = merge.top[i][head] > top ? merge.top[i][head] : top;
-    if (u.parts == 1 && sink > top) top = sink;
-    float sum = 0.f, o[2] = {0.f, 0.f};
+    for (int i = 0; i < WORKERS; i++)
+      if (i < 4 * TEAMS ? i / 4 < teams : u.owner && i == WORKERS - 1)
+        HB_UNROLL
+        for (int h = 0; h < 2; h++) top[h] = merge.top[i][head + h] > top[h] ? merge.top[i][head + h] : top[h];
+    if (u.parts == 1)
+      HB_UNROLL
+      for (int h = 0; h < 2; h++) top[h] = sink[h] > top[h] ? sink[h] : top[h];
     HB_UNROLL
-    for (int i = 0; i < WORKERS; i++) {  // a warp that saw nothing left zeros, and a weight of zero
-      const float f = exp2_fast(merge.top[i][head] - top);
-      sum += merge.sum[i][head] * f;
-      o[0] += merge.o[i][head * 64 + dim] * f;
-      o[1] += merge.o[i][head * 64 + dim + 1] * f;
-    }
-    if (u.parts == 1) {
-      const float f = divide(1.f, sum + exp2_fast(sink - top)) * scale_in<O_FORMAT>();
-      u64* out = p.box.attn + (size_t)u.row * Q_DIM + (u.head * GROUP + head) * 64 + dim;
-      box_store(out, tagged(split(o[0] * f), w.tag));
-      box_store(out + 1, tagged(split(o[1] * f), w.tag));
-    } else {
-      u64* out = p.box.part + ((size_t)(u.row * HEADS + u.head * GROUP + head) * SPLITS + u.part) * 66;
-      box_store(out + dim, tagged(as_bits(o[0]), w.tag));
-      box_store(out + dim + 1, tagged(as_bits(o[1]), w.tag));
-      if (dim == 0) { box_store(out + 64, tagged(as_bits(top), w.tag)); box_store(out + 65, tagged(as_bits(sum), w.tag)); }
-    }
+    for (int i = 0; i < WORKERS; i++)
+      if (i < 4 * TEAMS ? i / 4 < teams : u.owner && i == WORKERS - 1)
+        HB_UNROLL
+        for (int h = 0; h < 2; h++) {
+          const float f = exp2_fast(merge.top[i][head + h] - top[h]);
+          sum[h] += merge.sum[i][head + h] * f;
+          o[h] += merge.o[i][dim * MERGE_ROW + head + h] * f;
+        }
+    HB_UNROLL
+    for (int h = 0; h < 2; h++)
+      if (u.parts == 1) {
+        const float f = divide(1.f, sum[h] + exp2_fast(sink[h] - top[h])) * scale_in<O_FORMAT>();
+        box_store(p.box.attn + (size_t)u.row * Q_DIM + (u.head * GROUP + head + h) * 64 + dim, tagged(split(o[h] * f), w.tag));
+      } else {
+        u64* out = p.box.part + ((size_t)(u.row * HEADS + u.head * GROUP + head + h) * SPLITS + u.part) * 66;
+        box_store(out + dim, tagged(as_bits(o[h]), w.tag));
+        if (dim == 0) { box_store(out + 64, tagged(as_bits(top[h]), w.tag)); box_store(out + 65, tagged(as_bits(sum[h]), w.tag)); }
+      }
   }
   w.sync();
 }
@@ -250,6 +261,8 @@ template <int O_FORMAT> HB_DEV void merge_head(Worker& w, const Layer& layer, in
   const u64* in = p.box.part + (size_t)(row * HEADS + head) * SPLITS * 66;
   const float sink = bf16_at(layer.sinks, head) * LOG2E;
   float top = sink, sum = 1.f, o[2] = {0.f, 0.f};
+  if (w.lane < parts) tagged_float(in + w.lane * 66 + 65, w.tag, 0x421);  // the last word of each part, before all of them
+  sync_warp();
   for (int first = 0; first < parts; first += 8) {
     u64x2 v[8] = {}, ms[8] = {};
     HB_UNROLL

@@ -4,8 +4,8 @@
 // The eight columns never idle: with one batch row, four groups of 32 k sit in four pairs of columns (zero elsewhere),
 // so one accumulator serves four groups, and the scales of four groups are applied by one multiply per lane.
 //
-// A team of warps multiplies a tile of 16 rows, each warp with its part of x in registers for the whole phase, and leaves
-// its sums in shared memory; after FLUSH tiles, or at the end, one thread per output adds the warps in order.
+// All warps multiply a tile of 16 rows, each with its part of x in registers for the whole phase, and leave their sums in
+// shared memory; after FLUSH tiles, or at the end, one thread per output adds the warps in order.
 #pragma once
 #include "ring.cuh"
 
@@ -62,6 +62,7 @@ struct FromTagged {  // split floats, written by one block each
   size_t stride;
   u32 tag, where;
   HB_DEV_MEMBER bool on(int) const { return true; }
+  HB_DEV_MEMBER bool ready(int row, int k) const { return has(box_load(box + row * stride + k), tag); }
   HB_DEV_MEMBER Raw load(int row, int k) const {
     const u64* p = box + row * stride + k;
     return {box_load2(p), box_load2(p + 2)};
@@ -90,6 +91,7 @@ struct FromExpert {  // the hidden values of one expert: rows that did not choos
     return s;
   }
   HB_DEV_MEMBER bool on(int row) const { return slot(row) >= 0; }
+  HB_DEV_MEMBER bool ready(int row, int k) const { return all.ready(row * TOP_K + slot(row), k); }
   HB_DEV_MEMBER Raw load(int row, int k) const { return all.load(row * TOP_K + slot(row), k); }
   HB_DEV_MEMBER float take(Raw r, int row, int k, u32 (&v)[4]) const { return all.take(r, row * TOP_K + slot(row), k, v); }
 };
@@ -105,6 +107,7 @@ template <int FORMAT> struct FromResidual {  // norm weight times residual; take
   const u16* norm;
   HB_DEV_MEMBER bool on(int) const { return true; }
   HB_DEV_MEMBER const u64* at(int row, int k) const { return box + (size_t)row * HIDDEN + k; }
+  HB_DEV_MEMBER bool ready(int row, int k) const { return !box || contributions(box_load(at(row, k))) == TOP_K + 1; }
   HB_DEV_MEMBER Raw load(int row, int k) const {
     Raw r = {};
     r.norm = *(const u64*)(norm + k);
@@ -154,59 +157,27 @@ template <int FORMAT, int K> HB_DEV void place_operand(Operand<FORMAT, K>& x, in
 template <int FORMAT, int K> HB_DEV bool find_values(const Worker& w, int set, int pass, int& row, int& k) {
   using T = Tile<FORMAT, K>;
   const int pair = w.lane / 8, group = pass * GROUPS_AT_ONCE + pair / LANE_ROWS, n = group >> 1;
-  const int piece = n / T::EACH, chunk = w.warp % T::TEAM * T::EACH + n % T::EACH;
+  const int piece = n / T::EACH, chunk = w.warp * T::EACH + n % T::EACH;
   row = set * LANE_ROWS + pair % LANE_ROWS;
   k = (piece * T::WIDTH + chunk) * 64 + (group & 1) * 32 + w.lane % 4 * 8;
   return row < w.rows && piece < T::PIECES && chunk < T::chunks_in(piece);
 }
 
-// All threads fetch x once, through shared memory, and every team takes what it needs. Squares are left per warp.
-template <int FORMAT, int K, class Source> HB_DEV void stage_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
-  using T = Tile<FORMAT, K>;
-  constexpr int QUADS = K / 4, AHEAD = 2;
-  for (int row = 0; row < w.rows; row++) {
-    float squares = 0.f;
-    const bool on = source.on(row);
-    for (int first = w.thread; first < QUADS; first += AHEAD * WORK_THREADS) {
-      typename Source::Raw raw[AHEAD] = {};  // set in any case: a register set under a condition lives through all phases
-      HB_UNROLL
-      for (int i = 0; i < AHEAD; i++) if (on && first + i * WORK_THREADS < QUADS) raw[i] = source.load(row, (first + i * WORK_THREADS) * 4);
-      HB_UNROLL
-      for (int i = 0; i < AHEAD; i++)
-        if (first + i * WORK_THREADS < QUADS) {
-          const int k = (first + i * WORK_THREADS) * 4;
-          u32 v[4] = {0, 0, 0, 0};
-          if (on) squares += source.take(raw[i], row, k, v);
-          const u32 to = w.base + HB_AT(stage) + (2 * row * STAGE_ROW + k) * 2;
-          sts64(to, permute(v[0], v[1], 0x7632), permute(v[2], v[3], 0x7632));
-          sts64(to + STAGE_ROW * 2, permute(v[0], v[1], 0x5410), permute(v[2], v[3], 0x5410));
-        }
-    }
-    if (Source::SQUARES) {
-      HB_UNROLL
-      for (int i = 1; i < 32; i *= 2) squares += shfl_xor(squares, i);
-      if (w.lane == 0) w.sh.ssq[row][w.warp] = squares;
-    }
-  }
-  w.sync();
-  constexpr int PASSES = (2 * T::MINE + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
-  HB_UNROLL
-  for (int q = 0; q < PASSES; q++) {
-    int row, k;
-    u32x4 v = {};
-    if (find_values<FORMAT, K>(w, 0, q, row, k))
-      v = lds128(w.base + HB_AT(stage) + ((2 * row + (w.lane / 4 & 1)) * STAGE_ROW + k) * 2);
-    const u32 r[4] = {v.x, v.y, v.z, v.w};
-    place_operand(x, 0, q, w.lane / 8 / LANE_ROWS, r);
-  }
-}
-
-// Every warp fetches its own part of x: right where one team is all warps.
-template <int FORMAT, int K, class Source> HB_DEV void direct_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
+// Every warp fetches its own part of x. All blocks wait for the same words, so they wait by looking at a few of them only,
+// and fetch the rest when those are there: 132 blocks that look at everything all the time keep the writers out of L2.
+template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
   using T = Tile<FORMAT, K>;
   constexpr int PASSES = (2 * T::MINE + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
   const int low = w.lane / 4 & 1;
   float squares[SETS] = {};
+  if (w.lane % 8 == 0) {
+    int row, k;
+    if (find_values<FORMAT, K>(w, 0, 0, row, k) && source.on(row)) {
+      Patience patience;
+      while (!source.ready(row, k)) patience.wait(0x310);
+    }
+  }
+  sync_warp();
   HB_UNROLL
   for (int first = 0; first < ALL; first += BATCH) {
     typename Source::Raw raw[BATCH] = {};
@@ -238,11 +209,6 @@ template <int FORMAT, int K, class Source> HB_DEV void direct_operand(Worker& w,
       if (LANE_ROWS == 1) v += shfl_xor(v, 8);
       if (w.lane % 8 == 0 && w.lane / 8 < LANE_ROWS) w.sh.ssq[s * LANE_ROWS + w.lane / 8][w.warp] = v;
     }
-}
-
-template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
-  if constexpr (Tile<FORMAT, K>::TEAMS > 1) stage_operand(w, x, source);
-  else direct_operand(w, x, source);
 }
 
 // ---- one tile -------------------------------------------------------------------------------------------------------
@@ -305,79 +271,59 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
   using T = Tile<FORMAT, K>;
   constexpr int UNIT = ARRIVALS / T::PER_SLOT;
   constexpr u32 one = FORMAT == Q8 ? 0x3c003c00u : 0x7f7fu;
-  const int v = w.warp % T::TEAM, g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
+  const int v = w.warp, g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
   float acc[SETS][2] = {}, d[SETS][2][4] = {};
-  u32 scales[6] = {one, one, one, one, one, one};  // finite where there is no chunk
   HB_UNROLL
   for (int piece = 0; piece < T::PIECES; piece++) {
-    const int n = T::chunks_in(piece);
-    const bool ragged = n % T::EACH != 0;
-    HB_UNROLL
-    for (int i = 0; i < T::slots_in(piece); i++) {  // all of them, also those this warp takes nothing from: see Tile
-      const Cursor here = at.ahead(i);
-      wait_bar(w.full(here.slot), here.phase, 0x300);
-    }
-    if (v * T::EACH < n) {
+    const int n = T::chunks_in(piece), left = n - v * T::EACH;  // chunks from this warp's first on
+    const int slot = v * T::EACH / T::PER_SLOT, in_slot = v * T::EACH % T::PER_SLOT;
+    const Cursor mine_at = at.ahead(slot);
+    if (!T::OWN)  // all of them, also those this warp takes nothing from, and frees all of them: see Tile
+      HB_UNROLL
+      for (int i = 0; i < T::slots_in(piece); i++) {
+        const Cursor here = at.ahead(i);
+        wait_bar(w.full(here.slot), here.phase, 0x300);
+      }
+    if (left > 0) {
+      if (T::OWN) wait_bar(w.full(mine_at.slot), mine_at.phase, 0x301);
+      const u32 base = w.ring(mine_at.slot) + in_slot * T::CHUNK;
       Chunk<FORMAT> chunk[T::EACH] = {};
-#ifdef HB_WIDE_ROTATE
-      if constexpr (FORMAT == MXFP4) for (int c = 0; c < T::EACH; c++) { chunk[c].k6 = w.k6; chunk[c].k3 = w.k3; }
-#endif
-      u32 base = 0;
-      if (T::PER_SLOT >= 15) base = w.ring(at.slot) + v * (T::EACH * T::CHUNK);  // the whole piece in one slot
-      auto fetch = [&](int c) {
-        if (ragged && v * T::EACH + c >= n) return;
-        u32 from = base + c * T::CHUNK;
-        if (T::PER_SLOT < 15) {
-          const int i = v * T::EACH + c;
-          const Cursor here = at.ahead(i / T::PER_SLOT);
-          from = w.ring(here.slot) + i % T::PER_SLOT * T::CHUNK;
-        }
+      u32 scales[2 * T::EACH];  // of the passes
+      HB_UNROLL
+      for (int i = 0; i < 2 * T::EACH; i++) scales[i] = one;  // finite where there is no chunk
+      HB_UNROLL
+      for (int c = 0; c < T::EACH; c++) {
+        if (T::CHUNKS % T::EACH && c >= left) continue;
+        const u32 from = base + c * T::CHUNK;
         chunk[c].load(from, w.lane);
-        const int j = piece * T::EACH + c;
-        if (FORMAT == BF16) return;
-        if (GROUPS_AT_ONCE == 4) { if ((mine >> 1) == (j & 1)) scales[j / 2 % 2] = load_scales<FORMAT>(from, g, mine & 1); }
+        if (FORMAT == BF16) continue;
+        if (GROUPS_AT_ONCE == 4) { if ((mine >> 1) == (c & 1)) scales[c / 2] = load_scales<FORMAT>(from, g, mine & 1); }
         else if (GROUPS_AT_ONCE == 2) scales[c] = load_scales<FORMAT>(from, g, mine);
         else { scales[2 * c] = load_scales<FORMAT>(from, g, 0); scales[2 * c + 1] = load_scales<FORMAT>(from, g, 1); }
-      };
-      auto multiply = [&](int c) {
-        const int j = piece * T::EACH + c;
+      }
+      HB_UNROLL
+      for (int c = 0; c < T::EACH; c++)
         HB_UNROLL
         for (int half = 0; half < 2; half++) {
           HB_UNROLL
           for (int s = 0; s < SETS; s++)
             HB_UNROLL
-            for (int i = 2 * half; i < 2 * half + 2; i++) chunk[c].step(i, d[s][i & 1], x.b[s][j][2 * i], x.b[s][j][2 * i + 1]);
-          const int group = 2 * j + half;
-          const bool last = group == 2 * T::MINE - 1, full = group % GROUPS_AT_ONCE == GROUPS_AT_ONCE - 1;
-          const int which = GROUPS_AT_ONCE == 4 ? j / 2 % 2 : GROUPS_AT_ONCE == 2 ? c : 2 * c + half;
-          if (last || (full && FORMAT != BF16))
+            for (int i = 2 * half; i < 2 * half + 2; i++) chunk[c].step(i, d[s][i & 1], x.b[s][piece * T::EACH + c][2 * i], x.b[s][piece * T::EACH + c][2 * i + 1]);
+          const int group = 2 * c + half;
+          if (FORMAT != BF16 && (group % GROUPS_AT_ONCE == GROUPS_AT_ONCE - 1 || group == 2 * T::EACH - 1))
             HB_UNROLL
-            for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(scales[which], d[s], acc[s][0], acc[s][1]);
+            for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(scales[group / GROUPS_AT_ONCE], d[s], acc[s][0], acc[s][1]);
         }
-        if (T::PER_SLOT < 15 && !(ragged && v * T::EACH + c >= n)) {
-          const int i = v * T::EACH + c, s = i / T::PER_SLOT, in = n - s * T::PER_SLOT < T::PER_SLOT ? n - s * T::PER_SLOT : T::PER_SLOT;
-          if (w.lane == 0) bar_arrive(w.empty(at.ahead(s).slot), UNIT * (i % T::PER_SLOT == in - 1 ? 1 + T::PER_SLOT - in : 1));
-        }
-      };
-      if (FORMAT == MXFP4 || FORMAT == Q8) {
-        HB_UNROLL
-        for (int c = 0; c < T::EACH; c++) fetch(c);
-        HB_UNROLL
-        for (int c = 0; c < T::EACH; c++) multiply(c);
-      } else {
-        HB_UNROLL
-        for (int c = 0; c < T::EACH; c++) { fetch(c); multiply(c); }
-      }
-      if (T::PER_SLOT >= 15) {  // no lane is past its multiplications before all have their weights
-        const int left = n - v * T::EACH;
-        if (w.lane == 0) bar_arrive(w.empty(at.slot), left <= T::EACH ? ARRIVALS - v * T::EACH : T::EACH);
-      }
-    } else if (piece == T::PIECES - 1) {  // nothing here, but an accumulator may be open
-      HB_UNROLL
-      for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(scales[(2 * T::MINE - 1) / 2 / 2 % 2], d[s], acc[s][0], acc[s][1]);
+      // no lane is past its multiplications before all have their weights
+      const int mine_now = left < T::EACH ? left : T::EACH, in = n - slot * T::PER_SLOT < T::PER_SLOT ? n - slot * T::PER_SLOT : T::PER_SLOT;
+      if (T::OWN && w.lane == 0) bar_arrive(w.empty(mine_at.slot), in_slot + mine_now == in ? ARRIVALS - UNIT * in_slot : UNIT * mine_now);
     }
+    if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), v == 0 ? ARRIVALS - WORKERS + 1 : 1);
     at.advance(T::slots_in(piece));
   }
+  if (FORMAT == BF16)
+    HB_UNROLL
+    for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(one, d[s], acc[s][0], acc[s][1]);
   HB_UNROLL
   for (int s = 0; s < SETS; s++) {
     float a0 = acc[s][0], a1 = acc[s][1];
@@ -408,32 +354,29 @@ struct Early { u32 a = 0; u64 x = 0; };
 template <int FORMAT, int K, bool PAIRS, class Before, class Acquire, class After, class Each>
 HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before before, Acquire acquire, After after, Each each) {
   using T = Tile<FORMAT, K>;
-  constexpr int M = PAIRS ? 8 : 16, SIZE = T::TEAM * ROWS * 16;  // floats of one tile in `red`
+  constexpr int M = PAIRS ? 8 : 16, SIZE = WORKERS * ROWS * 16;  // floats of one tile in `red`
   static_assert(T::FLUSH * SIZE <= 16 * WORKERS * 16 && T::FLUSH * ROWS * 16 <= WORK_THREADS && T::FLUSH >= 1, "flush");
   const int tile = w.thread / (ROWS * M), row = w.thread / M % ROWS, m = w.thread % M;
   Early early;
   if (tile < tiles && tile < T::FLUSH && row < w.rows) early = before(tile, row, m);
   acquire();
   w.mark(1);
-  const int team = w.warp / T::TEAM;
   for (int first = 0; first < tiles; first += T::FLUSH) {
     const int n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH;
     const bool mine = tile < n && row < w.rows;
     if (first && mine) early = before(first + tile, row, m);
-    const u32 red = w.base + HB_AT(red) + w.buffer * (16 * WORKERS * 16 * 4);
-    Cursor at = w.at.far_ahead(team * T::slots());
-    for (int i = team; i < n; i += T::TEAMS) {
-      multiply_tile<FORMAT, K>(w, x, at, red + (i * SIZE + w.warp % T::TEAM * ROWS * 16) * 4);
-      at.advance_far(T::TEAMS * T::slots());
+    u32 out = w.base + HB_AT(red) + (w.buffer * (16 * WORKERS * 16) + w.warp * ROWS * 16) * 4;
+    for (int i = 0; i < n; i++, out += SIZE * 4) {
+      multiply_tile<FORMAT, K>(w, x, w.at, out);
+      w.at.advance_far(T::slots());
     }
-    w.at.advance_far(n * T::slots());
     w.mark(2);
     w.sync();
     if (mine) {
       const float* r = w.sh.red[w.buffer] + tile * SIZE + row * 16;
       float sum0 = 0.f, sum1 = 0.f;
       HB_UNROLL
-      for (int i = 0; i < T::TEAM; i++) {
+      for (int i = 0; i < WORKERS; i++) {
         if (PAIRS) { sum0 += r[i * ROWS * 16 + 2 * m]; sum1 += r[i * ROWS * 16 + 2 * m + 1]; } else sum0 += r[i * ROWS * 16 + m];
       }
       after(first + tile, row, m, sum0 * scale_out<FORMAT>(), sum1 * scale_out<FORMAT>(), early);

@@ -29,22 +29,24 @@ constexpr int SETS = ROWS / LANE_ROWS;
 constexpr int GROUPS_AT_ONCE = 4 / LANE_ROWS;   // k groups that share one accumulator, in columns of their own
 constexpr int SPLITS = 16;                      // most parts a sequence's keys are cut into
 constexpr int ROUTER_COPIES = 4;                // of the logit accumulators, against contention
-HB_CONST_FN int staged(int k) { return k / 64 <= 45 ? k : 0; }
 HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
-constexpr int STAGE_ROW = larger(larger(staged(HIDDEN), staged(INTER)), staged(Q_DIM)) + 32;  // padded: eight lanes that read two rows meet no bank twice
 
-// How a tile (16 rows, all of K) is shared out. Its chunks lie in pieces of up to 15, a warp takes EACH neighbours of
-// every piece. Five warps to a tile and three tiles at a time spend least on waiting and summing up, if x (8 registers a
-// chunk and set) leaves room; otherwise fifteen.
+// How the chunks of a tile (16 rows, all of K) are shared out to warps and slots. Quantised tiles: a warp takes EACH
+// neighbouring chunks, all in one slot, and waits once. Dense ones are too large for that: pieces of up to 15 chunks,
+// one chunk of each to a warp.
 //
-// A barrier's parity tells one round of the ring from the next, not from the one after. A warp that reads every slot in
-// turn cannot be a round ahead; one that leaves out other teams' slots could, so FLUSH (where all warps meet) comes
-// before the ring has gone round.
+// A barrier's parity tells one round of the ring from the next, not from the one after. A warp that waits for every slot
+// in turn, and without which no slot is free, can be neither a round ahead nor a round behind. One that knows its own
+// slots only (OWN) could be ahead, so there the warps meet (FLUSH) before the ring has gone round.
 template <int FORMAT, int K> struct Tile {
-  static constexpr int CHUNKS = K / 64, CHUNK = CHUNK_BYTES[FORMAT];
-  static constexpr int PIECES = (CHUNKS + 14) / 15, WIDTH = (CHUNKS + PIECES - 1) / PIECES;
-  static constexpr int PER_SLOT = FORMAT == MXFP4 ? 16 : FORMAT == Q8 ? 8 : 4;
-  static constexpr int BYTES = CHUNKS * CHUNK;
+  static constexpr int CHUNKS = K / 64, CHUNK = CHUNK_BYTES[FORMAT], BYTES = CHUNKS * CHUNK;
+  static constexpr int FIT = SLOT_BYTES / CHUNK;  // chunks in a slot: 16, 8, 4
+  static constexpr int SHARE = (CHUNKS + WORKERS - 1) / WORKERS;
+  static constexpr bool WANTED = SHARE <= FIT;
+  static constexpr int SLOTS_OWN = WANTED ? (CHUNKS + larger(FIT / SHARE, 1) * SHARE - 1) / (larger(FIT / SHARE, 1) * SHARE) : SLOTS + 1;
+  static constexpr bool OWN = FORMAT != BF16 && SLOTS_OWN <= SLOTS;
+  static constexpr int EACH = OWN ? SHARE : 1, PIECES = OWN ? 1 : SHARE, MINE = PIECES * EACH;
+  static constexpr int WIDTH = (CHUNKS + PIECES - 1) / PIECES, PER_SLOT = OWN ? FIT / SHARE * SHARE : FIT;
   static HB_CONST_FN int chunks_in(int piece) { return piece < PIECES - 1 ? WIDTH : CHUNKS - WIDTH * (PIECES - 1); }
   static HB_CONST_FN int slots_in(int piece) { return (chunks_in(piece) + PER_SLOT - 1) / PER_SLOT; }
   static HB_CONST_FN int slots() {
@@ -52,11 +54,7 @@ template <int FORMAT, int K> struct Tile {
     for (int i = 0; i < PIECES; i++) n += slots_in(i);
     return n;
   }
-  static HB_CONST_FN int per_round() { return SLOTS / slots() / 3 * 3; }  // tiles, in whole turns of three teams
-  static HB_CONST_FN int team() { return SETS == 1 && staged(K) && per_round() ? 5 : 15; }
-  static HB_CONST_FN int flush() { return team() == 5 ? (per_round() < 24 / ROWS ? per_round() : 24 / ROWS) : 16 / ROWS; }
-  static constexpr int TEAM = team(), TEAMS = WORKERS / TEAM, EACH = 15 / TEAM, MINE = PIECES * EACH;
-  static constexpr int FLUSH = flush();  // tiles between two sums over the warps
+  static constexpr int FLUSH = OWN && SLOTS / slots() < 16 / ROWS ? SLOTS / slots() : 16 / ROWS;  // tiles
 };
 
 // ---- arguments (mirrored in step.py) -----------------------------------------------------------------------------
@@ -118,7 +116,8 @@ struct Unit {  // of attention: one row, one kv head, one part of its pages
   bool owner;        // takes this step's own tokens, and writes the row's into the cache
 };
 
-struct Merge { float o[WORKERS][GROUP * HEAD_DIM]; float top[WORKERS][GROUP]; float sum[WORKERS][GROUP]; };
+constexpr int MERGE_ROW = 10;  // eight heads of one dim, padded
+struct Merge { float o[WORKERS][HEAD_DIM * MERGE_ROW]; float top[WORKERS][GROUP]; float sum[WORKERS][GROUP]; };
 
 struct Shared {  // a constant address, so that every phase can be a function of its own with its own registers
   u8 ring[SLOTS][SLOT_BYTES];
@@ -126,7 +125,6 @@ struct Shared {  // a constant address, so that every phase can be a function of
     float red[2][16 * WORKERS * 16];  // sums of the warps: [tile][warp of the team][row][16]
     Merge merge;
   };
-  u16 stage[SETS == 1 ? 2 * ROWS : 1][SETS == 1 ? STAGE_ROW : 8];  // x, high and low parts
   u16 q[2][GROUP][96];         // high and low halves; rows padded so that eight lanes meet no bank twice
   u16 fresh[2][16][HEAD_DIM];  // keys and values of this step's own tokens
   float xs[16][16];       // [tile][row] of o, times the norm's weight

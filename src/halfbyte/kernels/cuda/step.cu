@@ -45,6 +45,13 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
     HB_UNROLL
     for (int i = 0; i < PER_LANE; i++) bias[i] = bf16_at(weights.router_bias, i * 32 + lane);
     Patience patience;
+    for (;;) {  // one expert first, see load_operand
+      u64 probe = 0;
+      HB_UNROLL
+      for (int c = 0; c < ROUTER_COPIES; c++) probe += box_load(logits + c * EXPERTS + EXPERTS - 1);
+      if (contributions(probe) == O_TILES) break;
+      patience.wait(0x502);
+    }
     for (;;) {
       bool ready = true;
       u64 word[PER_LANE][ROUTER_COPIES];

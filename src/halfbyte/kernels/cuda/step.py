@@ -43,6 +43,7 @@ class StepShape:
     o: str = "mxfp4"
     lm_head: str = "mxfp4"
     shared: int = 232_448  # bytes a block may have
+    ring: int = 64  # slots at most; fewer in tests
     nap: int = 20  # nanoseconds between two looks into a mailbox
     trace: bool = False
     defines: tuple[str, ...] = ()  # experiments
@@ -71,7 +72,7 @@ class StepShape:
     @property
     def slots(self) -> int:
         """As many as shared memory holds beside everything else."""
-        return min(64, (self.shared - self._fixed) // (SLOT_BYTES + 16))
+        return min(self.ring, (self.shared - self._fixed) // (SLOT_BYTES + 16))
 
     @property
     def shared_bytes(self) -> int:
@@ -81,13 +82,11 @@ class StepShape:
     def _fixed(self) -> int:
         """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
         red = 2 * 16 * WORKERS * 16 * 4
-        merge = WORKERS * (8 * 64 + 8 + 8) * 4
-        staged = max(k if k <= 45 * 64 else 0 for k in (self.hidden, self.intermediate, self.q_dim))
-        stage = 2 * self.rows * (staged + 32) * 2 if self.rows <= 4 else 16
+        merge = WORKERS * (64 * 10 + 8 + 8) * 4
         routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
         tables = 2 * 8 * 96 * 2 + 2 * 16 * 64 * 2 + 2 * 16 * 16 * 4 + self.rows * WORKERS * 4
         rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(LayerArgs) * self.layers + 16 * self.rows + 256
-        return max(red, merge) + stage + tables + routing + rest
+        return max(red, merge) + tables + routing + rest
 
     def options(self) -> tuple[str, ...]:
         values = {
