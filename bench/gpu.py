@@ -197,6 +197,24 @@ def prefill(model: GptOss, n: int, chunk: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def agree(model: GptOss) -> dict[str, Any]:
+    """The same position through the three regimes: the kernels of each are checked against one another."""
+    ids = tokens(model, 161, 7).tolist()
+    found: dict[str, torch.Tensor] = {}
+    for name, parts in (("prefill", [161]), ("batch", [129, 32]), ("decode", [160, 1]), ("verify", [157, 4])):
+        solo, at = Solo(model, 192), 0
+        for n in parts:
+            logits = solo.feed(ids[at : at + n])
+            at += n
+        found[name] = logits[0].float()
+    base = found["prefill"]
+    return {
+        "test": "agree", "std": float(base.std()),
+        "errors": {k: float((v - base).norm() / base.norm()) for k, v in found.items()},
+        "argmax": {k: int(v.argmax()) for k, v in found.items()},
+    }  # fmt: skip
+
+
 def speed(result: dict[str, Any], shape: str, preset: str, args: argparse.Namespace) -> None:
     gates = gates_.PRESETS[preset].gates
     start = time.perf_counter()
@@ -204,7 +222,8 @@ def speed(result: dict[str, Any], shape: str, preset: str, args: argparse.Namesp
     torch.cuda.synchronize()
     loaded = time.perf_counter() - start
     print(f"{shape} {preset}: {model.weights.nbytes / 1e9:.1f} GB in {loaded:.1f} s", flush=True)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = [attempt(agree, model)]
+    print(rows[0], flush=True)
     for depth in args.depths:
         rows.append(attempt(decode, model, 1, depth))
     for c in args.concurrency:
