@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +28,8 @@ from halfbyte.kernels.launch import Kernel, Program, compile_program
 FOLDER = Path(__file__).parent
 FORMATS = {"mxfp4": 0, "bf16": 2}
 TILE, CHUNK, PAD = 64, 64, 128  # rows of a tile, k of a chunk, slots that may be read past the last one
-EXPERTS_MAX = 512
+EXPERTS_MAX, TOP_MAX = 512, 8
+GRAPH_ROWS = 64  # steps of up to so many rows may be captured: their buffers are made once and never replaced
 LARGEST_SCALE = 128  # UE8M0: 2^(e - 1) must be a bf16 number
 GROUP_THREADS, ROW_THREADS = 512, 256
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
@@ -136,17 +138,19 @@ class Room:
     def __init__(self, machine: Machine, buffers: dict[str, Tensor], device: torch.device) -> None:
         self.machine, self._buffers, self.device = machine, buffers, device
 
-    def get(self, name: str, count: int, dtype: torch.dtype) -> Tensor:
-        """At least `count` elements; a larger one replaces a smaller one, and captured graphs keep the one they saw."""
-        key = f"grouped.{name}"
+    def get(self, name: str, rows: int, size: Callable[[int], int], dtype: torch.dtype) -> Tensor:
+        """A buffer of at least size(rows) elements. One that a captured graph may hold is never replaced."""
+        small = rows <= GRAPH_ROWS
+        key = f"grouped.{name}{'.small' if small else ''}"
+        count = size(GRAPH_ROWS if small else rows)
         held = self._buffers.get(key)
         if held is None or held.numel() < count:
-            size = 1 << max(0, count - 1).bit_length() if count < 1 << 20 else -(-count // (1 << 20)) * (1 << 20)
-            held = self._buffers[key] = torch.zeros(size, dtype=dtype, device=self.device)
+            assert held is None or not small, f"{key} was made for another model"
+            held = self._buffers[key] = torch.zeros(count, dtype=dtype, device=self.device)
         return held
 
     def counters(self) -> Tensor:
-        return self.get("counters", 2, torch.int32)
+        return self.get("counters", 1, lambda rows: 2, torch.int32)
 
 
 def _ptr(t: Tensor | None) -> int | None:
@@ -224,7 +228,7 @@ class Dense:
         if rows == 0:
             return out
         slots = rows + PAD
-        packed = room.get("packed", slots * self.k, torch.bfloat16)
+        packed = room.get(f"packed.{self.k}", rows, lambda r: (r + PAD) * self.k, torch.bfloat16)
         counters = room.counters()
         room.machine.rows(
             "pack_rows", rows,
@@ -280,13 +284,17 @@ class Experts:
         if rows == 0:
             return out
         choices = rows * top_k
-        slots = choices + 7 * min(self.experts, choices) + PAD
         half = self.inner // 2
-        packed = room.get("packed", slots * self.hidden, torch.bfloat16)
-        hidden = room.get("hidden", slots * half, torch.bfloat16)
-        parts = room.get("parts", slots * self.hidden, torch.float32)
-        place = room.get("place", choices, torch.int32)
-        table = room.get("table", 2 * self.experts, torch.int32)
+
+        def slots_of(r: int) -> int:
+            return r * top_k + 7 * min(self.experts, r * top_k) + PAD
+
+        slots = slots_of(rows)
+        packed = room.get("slots", rows, lambda r: slots_of(r) * self.hidden, torch.bfloat16)
+        hidden = room.get("hidden", rows, lambda r: slots_of(r) * half, torch.bfloat16)
+        parts = room.get("parts", rows, lambda r: slots_of(r) * self.hidden, torch.float32)
+        place = room.get("place", rows, lambda r: r * top_k, torch.int32)
+        table = room.get("table", rows, lambda r: 2 * self.experts, torch.int32)
         counters = room.counters()
         starts, counts = table.data_ptr(), table.data_ptr() + 4 * self.experts
         common = RowsArgs(
