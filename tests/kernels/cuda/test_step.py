@@ -97,7 +97,9 @@ def test_against_the_twin(name: str, built: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("formats", [("q8", "bf16", "q8"), pytest.param(("bf16", "q8", "bf16"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "formats", [("q8", "bf16", "q8"), pytest.param(("bf16", "q8", "bf16"), marks=pytest.mark.slow)]
+)
 def test_formats(formats: tuple[str, str, str], built: Path) -> None:
     """With a ring so small that it goes round many times in every phase."""
     shape = replace(small(2, formats), ring=6)
