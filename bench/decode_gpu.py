@@ -5,7 +5,7 @@
 Weights are random bytes of the full size (61 GB of experts for 120b), so nothing sits in the L2 cache; routing is
 spread and the distinct experts are printed. Every model is first compared with a float32 torch twin on the same bytes,
 by layer and whole; a model that fails the comparison is not timed. The last line of output is JSON; a receipt goes to
-to bench/results/ with the hash of the kernel sources.
+bench/results/ with the hash of the kernel sources.
 """
 
 from __future__ import annotations
