@@ -116,7 +116,7 @@ class Kernel:
     def launch(
         self, grid: int, block: int, argument: ctypes.Structure, *, cooperative: bool = False, early: bool = False
     ) -> None:
-        """One struct by value. `cooperative`: all blocks resident or an error; `early`: starts before the last has ended."""
+        """One struct by value. `cooperative`: all blocks resident or an error; `early`: dependent launch."""
         driver = _driver()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
