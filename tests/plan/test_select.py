@@ -232,3 +232,12 @@ def test_every_kernel_gate_is_reached_or_refused_with_a_reason(axis: str, arch: 
             for phases in chosen.values():
                 used = {p.backends[name] for p in phases if name in p.backends}
                 assert used == {value}, f"{axis}={value} on {arch} fell back to {used}"
+
+
+def test_layers_that_do_not_alternate_are_a_feature_of_their_own() -> None:
+    g, odd = gates.PRESETS["fast"].gates, NAMED["20b"].with_(kinds=("full",) * 24)
+    _, _, even = choose(NAMED["20b"], g, ARCHES["sm90"])
+    assert even.chosen["decode"] == ("cuda.decode_step",)
+    _, _, selection = choose(odd, g, ARCHES["sm90"])
+    assert reasons(selection, "cuda.decode_step")["decode"] == "does not know uneven_layers"
+    assert "triton.attention_split" in selection.chosen["decode"]

@@ -84,6 +84,8 @@ def spec_of(
         attention.add("gqa")
     if gates.sinks != "off":
         attention.add("sinks")
+    if any((kind == "sliding") != (i % 2 == 0) for i, kind in enumerate(config.kinds)):
+        attention.add("uneven_layers")  # kinds that do not alternate, sliding first
     float_name = "bf16" if arch.is_gpu else "f32"
     return Spec(
         layers=config.layers,

@@ -175,7 +175,7 @@ class KvWrite(_Reference):
 class Attention(_Reference):
     name, covers, category = "reference.attention", ("attention",), "attention"
     backends = {"attention": "reference"}
-    knows = frozenset({"sinks", "window", "gqa"})
+    knows = frozenset({"sinks", "window", "gqa", "uneven_layers"})
 
     def bind(self, b: Binding) -> Launch:
         assert b.kind is not None

@@ -90,7 +90,7 @@ class _Attention(Phase):
     category, rank = "attention", 10
     covers = ("attention",)
     backends = {"attention": "triton"}
-    knows = frozenset({"sinks", "window", "gqa"})
+    knows = frozenset({"sinks", "window", "gqa", "uneven_layers"})
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         return refuse_gpu(arch) or refuse_cache(spec)
