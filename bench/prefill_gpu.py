@@ -246,9 +246,9 @@ def main() -> int:
         return 1
     cases: list[tuple[int, bool, str | None]] = [(r, False, None) for r in sizes]
     if args.shapes:
-        cases += [(512, False, "tall"), (1024, False, "tall"), (1024, False, "wide"), (2048, False, "tall")]
-        cases += [(2048, False, "wide"), (2048, True, "tall"), (2048, True, "wide"), (4096, True, "wide")]
-        cases += [(8192, False, "tall")]
+        cases += [(rows, False, "few") for rows in (16, 32, 64, 128, 512)]
+        cases += [(rows, False, shape) for rows in (256, 512, 1024, 2048, 8192) for shape in ("tall", "wide", "broad")]
+        cases += [(2048, True, shape) for shape in ("tall", "wide", "broad")]
     for rows, even, shape in cases:
         r = measure(layers, spy, room, rows, even, shape)
         results.append(r)

@@ -23,7 +23,7 @@ def build(program: Program) -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("the emulator needs g++")
-    options = ("-O2", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-DHB_EMULATE", *program.options)
+    options = ("-O1", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-DHB_EMULATE", *program.options)
     key = hashlib.sha256("\0".join((program.hash(), *options)).encode()).hexdigest()[:32]
     path = CACHE / f"{program.source.stem}-{key}.so"
     if not path.exists():

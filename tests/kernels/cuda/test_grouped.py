@@ -11,6 +11,7 @@ from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts, tile16
 from halfbyte.kernels.cuda.grouped import (
     ROWS_PROGRAM,
+    SHAPES,
     Dense,
     Experts,
     ProductArgs,
@@ -39,11 +40,12 @@ def mxfp4(shape: tuple[int, ...], seed: int) -> tuple[MXTensor, torch.Tensor]:
     return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
 
 
-@pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize(
-    ("form", "shape"), [("mxfp4", "narrow"), ("mxfp4", "tall"), ("mxfp4", "wide"), ("bf16", "narrow"), ("bf16", "wide")]
+    ("form", "shape", "swiglu"),
+    [("mxfp4", shape, swiglu) for shape in SHAPES for swiglu in (False, True)]
+    + [(form, shape, False) for form in ("q8", "bf16") for shape in ("narrow", "wide", "few")],
 )
-def test_mirrored_structs(shape: str, swiglu: bool, form: str) -> None:
+def test_mirrored_structs(form: str, shape: str, swiglu: bool) -> None:
     import ctypes
 
     v = Variant(form, shape, swiglu)
@@ -53,35 +55,43 @@ def test_mirrored_structs(shape: str, swiglu: bool, form: str) -> None:
     assert build(Program(ROWS_PROGRAM, "rows")).hb_rows_size() == ctypes.sizeof(RowsArgs)
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "bf16"])
-@pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 64, 64), (9, 192, 192), (64, 320, 128), (70, 448, 128), (150, 64, 192)]
-)
-def test_dense(form: str, rows: int, n: int, k: int) -> None:
+CASES = [
+    ("mxfp4", 1, 64, 64, None), ("mxfp4", 9, 192, 192, None), ("mxfp4", 64, 320, 128, None),
+    ("mxfp4", 70, 448, 128, None), ("mxfp4", 150, 64, 192, None), ("mxfp4", 20, 192, 320, "few"),
+    ("mxfp4", 64, 320, 448, "few"), ("mxfp4", 100, 448, 192, "broad"), ("q8", 9, 192, 192, None),
+    ("q8", 70, 320, 128, None), ("q8", 20, 192, 192, "few"), ("q8", 90, 448, 64, "broad"), ("bf16", 9, 192, 192, None),
+    ("bf16", 70, 320, 128, None), ("bf16", 30, 192, 128, "few"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "rows", "n", "k", "shape"), CASES)
+def test_dense(form: str, rows: int, n: int, k: int, shape: str | None) -> None:
     g = torch.Generator().manual_seed(rows)
-    if form == "mxfp4":
-        weights, dense = mxfp4((n, k), rows)
+    w = torch.randn((n, k), generator=g) / k**0.5
+    if form == "bf16":
+        weights, dense = tile16.pack_dense(w.bfloat16()), w.bfloat16().float()
     else:
-        w = torch.randn((n, k), generator=g).to(torch.bfloat16)
-        weights, dense = tile16.pack_dense(w), w.float()
+        plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
+        weights, dense = layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
     bias = torch.randn(n, generator=g)
     x, residual = torch.randn((rows + 3, k), generator=g), torch.randn((rows, n), generator=g)
     norm = torch.rand(k, generator=g).to(torch.bfloat16)
     room = Room(Emulator(3), {}, torch.device("cpu"))
     h = round_activation(rms_norm(x, norm, 1e-5), "bf16")
     select = torch.randperm(rows + 3, generator=g)[:rows].to(torch.int32)
-    layer = Dense(room, weights, bias, "qkv")
+    layer = Dense(room, weights, bias, "qkv", shape)
     got = layer.run(x, norm=norm, eps=1e-5, select=select, residual=residual)
     want = h[select.long()].double() @ dense.double().T + bias + residual
     close(got, want, 1e-3)  # a bf16 rounding of h may fall either way
-    got = Dense(room, weights, None, "lm_head").run(h[:rows].to(torch.bfloat16))
-    close(got, h[:rows].double() @ dense.double().T, 1e-6)
+    got = Dense(room, weights, None, "lm_head", shape).run(h[:rows].to(torch.bfloat16))
+    close(got, h[:rows].double() @ dense.double().T, 3e-4 if form == "q8" else 1e-6)  # q8 * scale keeps 11 bits
 
 
 @pytest.mark.parametrize(
     ("rows", "experts", "top_k", "hidden", "inner", "skew", "shape"),
     [(9, 8, 4, 128, 64, 0.0, "narrow"), (33, 4, 2, 128, 192, 2.0, "narrow"), (64, 8, 4, 192, 128, 3.0, "narrow"),
      (110, 4, 4, 128, 192, 0.0, "wide"), (150, 2, 1, 64, 320, 1.0, "wide"), (20, 4, 3, 128, 192, 0.0, "wide"),
+     (14, 4, 2, 320, 192, 1.0, "few"), (60, 4, 2, 64, 448, 1.0, "few"), (120, 4, 2, 128, 576, 1.0, "broad"),
      (60, 4, 2, 128, 320, 1.0, "tall"), (75, 2, 2, 192, 64, 0.0, "tall"), (10, 8, 4, 64, 448, 0.0, "tall")],
 )  # fmt: skip
 @pytest.mark.parametrize("wide_ids", [False, True])
@@ -116,7 +126,8 @@ def test_experts(
 def test_columns_cap_is_a_width_the_kernel_has() -> None:
     for rows in (65, 100, 512, 2048, 8192):
         for m_tiles in (45, 80, 90):
-            assert columns_cap(rows, m_tiles, 132) in (*range(64, 97, 8), 112, 128)
+            for shape in SHAPES.values():
+                assert columns_cap(rows, m_tiles, 132, shape) <= shape.columns
 
 
 def test_refuses_other_layouts_and_scales() -> None:

@@ -13,7 +13,7 @@ from halfbyte.formats import layouts
 from halfbyte.gates import Gates, Layers
 from halfbyte.kernels.cuda.grouped_phases import PHASES
 from halfbyte.model.config import NAMED
-from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, formats_after, spec_of
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
@@ -55,19 +55,29 @@ def test_refusals(name: str, arch: str, changes: dict[str, object], reason: str)
     assert reason in said
 
 
+def test_a_plan_takes_them_beside_the_decode_step() -> None:
+    for dense in ("mxfp4", "q8"):
+        gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
+        _, chosen, selection = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        assert {p.name for p in chosen["decode"]} == {"cuda.decode_step"}
+        for regime in ("batch", "prefill"):
+            assert set(BY_NAME) <= set(selection.chosen[regime]), (dense, regime)
+        assert {selection.layouts[r] for r in ("qkv", "o", "gate_up", "down", "lm_head")} == {"tile16"}
+
+
 def test_refuses_weights_it_cannot_read() -> None:
     exact = Gates()
     assert BY_NAME["cuda.grouped_moe"].refuse(spec(exact), ARCHES["sm90"], exact) is None
     said = BY_NAME["cuda.grouped_norm_qkv"].refuse(spec(exact), ARCHES["sm90"], exact)
-    assert said == "multiplies mxfp4 weights, and qkv is bf16"
+    assert said == "multiplies mxfp4 or q8 weights, and qkv is bf16"
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
-def weights(shape: tuple[int, ...], seed: int) -> tuple[formats.MXTensor, torch.Tensor]:
+def weights(shape: tuple[int, ...], seed: int, kind: str = "mxfp4") -> tuple[formats.MXTensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    plain = formats.quantize(torch.randn(shape, generator=g) / shape[-1] ** 0.5, "mxfp4")
+    plain = formats.quantize(torch.randn(shape, generator=g) / shape[-1] ** 0.5, "q8" if kind == "q8" else "mxfp4")
     return layouts.convert(plain, "tile16").to("cuda"), formats.dequantize(plain, torch.float32)
 
 
@@ -116,13 +126,14 @@ def test_experts_on_a_gpu(rows: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["mxfp4", "q8"])
 @pytest.mark.parametrize("rows", [1, 40, 65, 300])
-def test_projections_on_a_gpu_and_in_a_graph(rows: int) -> None:
+def test_projections_on_a_gpu_and_in_a_graph(rows: int, kind: str) -> None:
     s = spec(**SMALL)
     g = torch.Generator().manual_seed(rows)
-    qkv, qkv_dense = weights((640, 192), 3)
-    o, o_dense = weights((192, 512), 4)
-    head, head_dense = weights((640, 192), 5)
+    qkv, qkv_dense = weights((640, 192), 3, kind)
+    o, o_dense = weights((192, 512), 4, kind)
+    head, head_dense = weights((640, 192), 5, kind)
     norm = torch.rand(192, generator=g).bfloat16()
     qkv_bias, o_bias = torch.randn(640, generator=g).bfloat16(), torch.randn(192, generator=g)
     w = SimpleNamespace(
@@ -139,7 +150,7 @@ def test_projections_on_a_gpu_and_in_a_graph(rows: int) -> None:
         got = torch.cat([found[n].flatten(1) for n in "qkv"], 1)
         close(got, h @ qkv_dense.T + qkv_bias.float(), 2e-3)
         close(found["logits"], (h @ head_dense.T)[step.logit_rows.cpu().long()], 2e-3)
-        close(found["x"], x + attn.float() @ o_dense.T + o_bias, 1e-5)
+        close(found["x"], x + attn.float() @ o_dense.T + o_bias, 3e-4 if kind == "q8" else 1e-5)
 
     eager = dict(acts)
     for launch in run:

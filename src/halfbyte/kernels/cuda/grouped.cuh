@@ -14,24 +14,30 @@
 // items (some rows of one expert x some of its slots), published by the first of them. Every output is summed by one
 // warpgroup in the order of k, so results do not depend on who computes what.
 #pragma once
+#define HB_HALF (HB_FORMAT == 1)  // q8 times its float16 scale keeps more bits in f16
 #include "warpgroup.cuh"
 
 enum { MXFP4 = 0, Q8 = 1, BF16 = 2 };
 constexpr int FORMAT = HB_FORMAT;
-enum { NARROW = 0, TALL = 1, WIDE = 2 };
-constexpr int SHAPE = HB_SHAPE;     // few columns per expert (memory-bound batches), up to 64, up to 128 (prefill)
+//  shape    for                                  warpgroups x 64-row tiles, columns of an item
+enum {
+  NARROW = 0,  // few columns per expert            4 x 1, 64
+  TALL = 1,    // up to 64                          2 x 4, 64
+  WIDE = 2,    // more                              2 x 2, 128
+  BROAD = 3,   // from 16 to many                   3 x 2, 88
+  FEW = 4,     // as NARROW, with mma.sync          4 x 1, 32 (a warpgroup is four warps, nothing more)
+};
+constexpr int SHAPE = HB_SHAPE;
+constexpr bool STRIPES = SHAPE == NARROW || SHAPE == FEW;  // memory-bound: every block gets the same number of bytes
 constexpr bool SWIGLU = HB_SWIGLU;  // gate_up: packed bf16 out; otherwise rows of float out
 constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // bytes of 16 rows x 64 k
-constexpr int WARPGROUPS = SHAPE == NARROW ? 4 : 2;   // that multiply
-constexpr int MT = SHAPE == NARROW ? 1 : SHAPE == TALL ? 4 : 2;  // tiles of 64 rows for each of them
-constexpr int TILES = WARPGROUPS * MT;                // and for an item
-constexpr int N_MAX = SHAPE == WIDE ? 128 : 64;       // columns of an item
-constexpr int WARPS = WARPGROUPS * 4, FEEDERS = 4;    // one warp alone takes 100 cycles to issue a copy
+constexpr int WARPGROUPS = STRIPES ? 4 : SHAPE == BROAD ? 3 : 2;
+constexpr int MT = STRIPES ? 1 : SHAPE == TALL ? 4 : 2;
+constexpr int TILES = WARPGROUPS * MT;  // of 64 rows, in an item
+constexpr int N_MAX = SHAPE == WIDE ? 128 : SHAPE == BROAD ? 88 : SHAPE == FEW ? 32 : 64;
+constexpr int WARPS = WARPGROUPS * 4, FEEDERS = 4;  // one warp alone takes 100 cycles to issue a copy
 constexpr int THREADS = (WARPS + FEEDERS) * 32;
-#ifndef HB_KS
-#define HB_KS (HB_FORMAT == 0 ? 2 : 1)
-#endif
-constexpr int KS = HB_KS;                             // chunks in a stage
+constexpr int KS = (SHAPE == FEW ? 4 : 2) / (FORMAT == MXFP4 ? 1 : FORMAT == Q8 ? 2 : SHAPE == FEW ? 4 : 2);  // chunks in a stage
 constexpr int STAGE = (KS * (N_MAX * 128 + TILES * 4 * CHUNK) + 1023) / 1024 * 1024;
 constexpr int EXPERTS_MAX = 512;
 constexpr int STAGES = 215 * 1024 / STAGE;
@@ -62,7 +68,8 @@ struct Shared {
   u8 ring[STAGES][STAGE];
   u64 full[STAGES], empty[STAGES], item_full[2], item_empty[2];
   Item item[2];
-  int before[EXPERTS_MAX];  // the first feeding warp's: tiles of columns before expert e
+  int whole, rest;          // the first feeding warp's: items with all their rows, and remainders (STRIPES: tiles of columns)
+  int before[EXPERTS_MAX];  // its, too: tiles of columns before expert e
 };
 HB_CONST_FN int shared_bytes() { return (int)sizeof(Shared) + 1024; }
 
@@ -82,7 +89,8 @@ HB_DEV Cut cut(const Product& p, int count) {
 
 // The product exists for some widths only; what is computed beyond `valid` is dropped.
 HB_CONST_FN int width(int n) {
-  return SHAPE == TALL ? n : SHAPE == WIDE ? (n > 48 && n <= 96 ? n : (n + 15) & ~15) : n <= 32 ? n : (n + 15) & ~15;
+  return SHAPE == TALL || SHAPE == FEW ? n : SHAPE == NARROW ? (n <= 32 ? n : (n + 15) & ~15)
+         : n > 48 && n <= 96 ? n : (n + 15) & ~15;
 }
 
 HB_DEV int count_of(const Product& p, int e) { return p.counts ? p.counts[e] : p.columns; }
@@ -91,10 +99,9 @@ HB_DEV int start_of(const Product& p, int e) { return p.starts ? p.starts[e] : 0
 struct Work {  // the first feeding warp's view of what is to do
   const Product& p;
   Shared& sh;
-  int lane, whole, rest;  // items with all their rows and remainders; NARROW: tiles of columns, and none
 
-  HB_DEV_MEMBER void survey() {  // running sums over the experts, 32 at a time
-    const int full = SHAPE == NARROW ? 1 : p.m_tiles / TILES, left = SHAPE != NARROW && p.m_tiles % TILES;
+  HB_DEV_MEMBER void survey(int lane) const {  // running sums over the experts, 32 at a time
+    const int full = STRIPES ? 1 : p.m_tiles / TILES, left = !STRIPES && p.m_tiles % TILES;
     int sum = 0;
     for (int base = 0; base < p.experts; base += 32) {
       const int e = base + lane, mine = e < p.experts ? cut(p, count_of(p, e)).columns : 0;
@@ -107,8 +114,7 @@ struct Work {  // the first feeding warp's view of what is to do
       if (e < p.experts) sh.before[e] = sum + s - mine;
       sum += (int)shfl((u32)s, 31);
     }
-    whole = sum * full;
-    rest = sum * left;
+    if (lane == 0) { sh.whole = sum * full; sh.rest = sum * left; }
     sync_warp();
   }
   HB_DEV_MEMBER int expert_of(int column, int each) const {  // the last expert with before[e] * each <= column
@@ -130,7 +136,8 @@ struct Work {  // the first feeding warp's view of what is to do
   // Item `index`: whole ones first, so that the remainders fill the gaps at the end. Neighbours share rows.
   HB_DEV_MEMBER Item next(int index) const {
     Item it = {};
-    if (index >= whole + rest) return it;
+    const int whole = sh.whole;
+    if (index >= whole + sh.rest) return it;
     const bool big = index < whole;
     if (!big) index -= whole;
     const int full = p.m_tiles / TILES, each = big ? full : 1;
@@ -142,7 +149,7 @@ struct Work {  // the first feeding warp's view of what is to do
     it.tiles = big ? TILES : p.m_tiles % TILES;
     return it;
   }
-  // NARROW: tile `at` of all tiles of all columns; consecutive, so that every block gets the same number of bytes.
+  // STRIPES: tile `at` of all tiles of all columns; consecutive, so that every block gets the same number of bytes.
   HB_DEV_MEMBER Item next(i64 at, i64 end) const {
     Item it = {};
     if (at >= end) return it;
@@ -166,7 +173,8 @@ struct Place {
 };
 
 // One lane of each feeding warp: every fourth tile of 16 rows, and every fourth chunk of the columns.
-HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at, int feeder, u64 policy) {
+HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at, int feeder) {
+  const u64 policy = ordinary_policy();
   const size_t tile_bytes = (size_t)p.chunks * CHUNK;
   const u8* tile = p.weights + ((size_t)it.expert * p.m_tiles * 4 + (size_t)it.first * 4 + feeder) * tile_bytes;
   const u16* x = p.x + (size_t)it.slot * 64;
@@ -179,45 +187,47 @@ HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at,
     bar_expect(full, tiles * k * CHUNK + (feeder < k ? n * 128 : 0));
     if (feeder < k) bulk_copy(stage + feeder * n * 128, x + (size_t)(c + feeder) * p.x_slots * 64, n * 128, full, policy);
     u8* to = stage + KS * n * 128 + feeder * KS * CHUNK;
-    HB_UNROLL
-    for (int i = 0; i < TILES; i++)
-      if (i < tiles) bulk_copy(to + i * 4 * KS * CHUNK, tile + i * 4 * tile_bytes + (size_t)c * CHUNK, k * CHUNK, full, policy);
+    const u8* from = tile + (size_t)c * CHUNK;
+    HB_NO_UNROLL  // addresses made ahead would not fit the feeding warps' registers
+    for (int i = 0; i < tiles; i++, to += 4 * KS * CHUNK, from += 4 * tile_bytes) bulk_copy(to, from, k * CHUNK, full, policy);
     at.next();
   }
 }
 
+template <bool LONG> struct Counting { typedef int type; };  // registers are few here
+template <> struct Counting<true> { typedef i64 type; };
+
 // The first feeding warp decides what is next and publishes it; the others stream their share of it.
 HB_DEV void feed(const Product& p, Shared& sh, int lane) {
-  const u64 policy = ordinary_policy();
-  Work work{p, sh, lane, 0, 0};
-  work.survey();
+  const Work work{p, sh};
+  work.survey(lane);
+  if (lane != 0) return;
   Place at;
-  int turn = 0;
-  i64 next = hb_block(), end = 0;
-  if (SHAPE == NARROW) {
-    const i64 all = (i64)work.whole * p.m_tiles;
+  typename Counting<STRIPES>::type next = hb_block(), end = 0;
+  if (STRIPES) {
+    const i64 all = (i64)sh.whole * p.m_tiles;
     next = all * hb_block() / hb_grid();
     end = all * (hb_block() + 1) / hb_grid();
   }
-  for (;;) {
-    const Item it = SHAPE == NARROW ? work.next(next, end) : work.next((int)next);
+  for (int turn = 0;; turn++) {
     const int q = turn & 1;
+    Item& it = sh.item[q];
     wait_for(&sh.item_empty[q], (u32)(turn >> 1 & 1) ^ 1);
-    if (lane == 0) { sh.item[q] = it; bar_arrive(&sh.item_full[q], 1); }
-    turn++;
+    if constexpr (STRIPES) it = work.next(next, end);
+    else it = work.next(next);
+    bar_arrive(&sh.item_full[q], 1);
     if (!it.more) break;
-    u32 got = 0;
-    if (lane == 0) {
-      if (SHAPE != NARROW) got = counter_add(p.counter);  // asked for now, needed after this item
-      stream_item(p, sh, it, at, 0, policy);
+    if constexpr (STRIPES) {
+      stream_item(p, sh, it, at, 0);
+      next += it.tiles;
+    } else {
+      next = hb_grid() + (int)counter_add(p.counter);  // asked for now, needed after this item
+      stream_item(p, sh, it, at, 0);
     }
-    sync_warp();
-    next = SHAPE == NARROW ? next + it.tiles : hb_grid() + (int)shfl(got, 0);
   }
 }
 
 HB_DEV void help_feed(const Product& p, Shared& sh, int feeder) {  // one lane
-  const u64 policy = ordinary_policy();
   Place at;
   for (int turn = 0;; turn++) {
     const int q = turn & 1;
@@ -225,43 +235,6 @@ HB_DEV void help_feed(const Product& p, Shared& sh, int feeder) {  // one lane
     const Item it = sh.item[q];
     bar_arrive(&sh.item_empty[q], 1);
     if (!it.more) return;
-    stream_item(p, sh, it, at, feeder, policy);
+    stream_item(p, sh, it, at, feeder);
   }
 }
-
-// ---- weights in registers -------------------------------------------------------------------------------------------
-
-template <int F> struct Raw;  // this lane's part of a chunk, as it lies in memory
-template <> struct Raw<MXFP4> {
-  u32x4 w;
-  u32 s;
-  HB_DEV_MEMBER void load(const u8* chunk, int lane) { w = lds128(chunk + lane * 16); s = lds32(chunk + 512 + (lane >> 2) * 4); }
-  // 2^(e - 1) in both halves: codes come as value * 2^-126. e <= 128 is checked when weights are bound.
-  HB_DEV_MEMBER u32 scale(u32 select) const { return permute(s, 0, select) * 128u + 0x3f003f00u; }
-  HB_DEV_MEMBER void widen(u32 (&a)[16]) const {
-    const u32 m = 0x81c081c0u, words[4] = {w.x, w.y, w.z, w.w};
-    HB_UNROLL
-    for (int half = 0; half < 2; half++) {
-      const u32 up = scale(half ? 0x4242 : 0x4040), low = scale(half ? 0x4343 : 0x4141);  // rows g and g + 8
-      HB_UNROLL
-      for (int i = 2 * half; i < 2 * half + 2; i++) {
-        const u32 v = words[i];
-        a[4 * i] = bf16_mul(v & m, up);
-        a[4 * i + 1] = bf16_mul(rotate_right(v, 6) & m, low);
-        a[4 * i + 2] = bf16_mul(rotate_right(v, 3) & m, up);
-        a[4 * i + 3] = bf16_mul(((v & 0x001b001bu) * 0x1084u) & m, low);
-      }
-    }
-  }
-};
-template <> struct Raw<BF16> {
-  u32x4 w[4];
-  HB_DEV_MEMBER void load(const u8* chunk, int lane) {
-    HB_UNROLL
-    for (int i = 0; i < 4; i++) w[i] = lds128(chunk + i * 512 + lane * 16);
-  }
-  HB_DEV_MEMBER void widen(u32 (&a)[16]) const {
-    HB_UNROLL
-    for (int i = 0; i < 4; i++) { a[4 * i] = w[i].x; a[4 * i + 1] = w[i].y; a[4 * i + 2] = w[i].z; a[4 * i + 3] = w[i].w; }
-  }
-};

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from halfbyte.formats.tile16 import CHUNK_BYTES, tile_shape
 from halfbyte.kernels.launch import Kernel, Program, compile_program
 
 FOLDER = Path(__file__).parent
-FORMATS = {"mxfp4": 0, "bf16": 2}
+FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
 TILE, CHUNK, PAD = 64, 64, 128  # rows of a tile, k of a chunk, slots that may be read past the last one
 EXPERTS_MAX, TOP_MAX = 512, 8
 GRAPH_ROWS = 64  # steps of up to so many rows may be captured: their buffers are made once and never replaced
@@ -53,17 +53,32 @@ class RowsArgs(ctypes.Structure):
         ("stride", ctypes.c_longlong),
         *((name, _I) for name in ("rows", "width", "slots", "experts", "top_k", "source_float", "norm_float")),
         ("ids_wide", _I),
+        ("half", _I),
         ("eps", _F),
     ]
 
 
-# name -> (HB_SHAPE, warpgroups, tiles of 64 rows each, columns), as grouped.cuh has them
-SHAPES = {"narrow": (0, 4, 1, 64), "tall": (1, 2, 4, 64), "wide": (2, 2, 2, 128)}
+class Shape(NamedTuple):
+    """A build of grouped.cu, as grouped.cuh has it."""
+
+    number: int
+    warpgroups: int
+    tiles: int  # of 64 rows, for each warpgroup
+    columns: int  # of an item, at most
+
+
+SHAPES = {
+    "narrow": Shape(0, 4, 1, 64),
+    "tall": Shape(1, 2, 4, 64),
+    "wide": Shape(2, 2, 2, 128),
+    "broad": Shape(3, 3, 2, 88),
+    "few": Shape(4, 4, 1, 32),
+}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One build of grouped.cu: `narrow` for memory-bound batches, `tall` and `wide` for prefill."""
+    """One build: `narrow` and `few` for memory-bound batches, the others for prefill."""
 
     format: str
     shape: str
@@ -72,22 +87,22 @@ class Variant:
     @property
     def stage(self) -> tuple[int, int]:
         """(bytes, stages), as grouped.cuh has them."""
-        _, groups, mt, n = SHAPES[self.shape]
-        chunks = 2 if self.format == "mxfp4" else 1
-        size: int = -(-chunks * (n * 128 + groups * mt * 4 * CHUNK_BYTES[self.format]) // 1024) * 1024
+        shape, chunk = SHAPES[self.shape], CHUNK_BYTES[self.format]
+        chunks = {"mxfp4": 4, "q8": 2, "bf16": 1}[self.format] if self.shape == "few" else 2 if chunk == 544 else 1
+        size: int = -(-chunks * (shape.columns * 128 + shape.warpgroups * shape.tiles * 4 * chunk) // 1024) * 1024
         return size, 215 * 1024 // size
 
     @property
     def shared_bytes(self) -> int:
         size, stages = self.stage
-        return stages * (size + 16) + 32 + 2 * 28 + 4 * EXPERTS_MAX + 1024
+        return stages * (size + 16) + 32 + 2 * 28 + 8 + 4 * EXPERTS_MAX + 1024
 
     @property
     def threads(self) -> int:
-        return SHAPES[self.shape][1] * 128 + 128
+        return SHAPES[self.shape].warpgroups * 128 + 128
 
     def program(self) -> Program:
-        values = {"FORMAT": FORMATS[self.format], "SHAPE": SHAPES[self.shape][0], "SWIGLU": int(self.swiglu)}
+        values = {"FORMAT": FORMATS[self.format], "SHAPE": SHAPES[self.shape].number, "SWIGLU": int(self.swiglu)}
         return Program(FOLDER / "grouped.cu", "grouped", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
 
 
@@ -175,7 +190,7 @@ def _weights(w: Tensor | MXTensor, role: str) -> tuple[str, Tensor, int, int]:
         form, data, n, k = "bf16", w, w.shape[-3] * 16, w.shape[-2] * 64
         ok = w.dtype == torch.uint8 and w.shape[-1] == CHUNK_BYTES["bf16"]
     if not ok or tuple(data.shape[-3:]) != tile_shape(n, k, form) or not data.is_contiguous():
-        raise PlanError(f"the grouped products need {role} contiguous in the layout tile16, as mxfp4 or bf16.")
+        raise PlanError(f"the grouped products need {role} contiguous in the layout tile16, as mxfp4, q8 or bf16.")
     if n % TILE or k % CHUNK:
         raise PlanError(f"the grouped products need {role} in multiples of {TILE} x {CHUNK}, not {n} x {k}.")
     if form == "mxfp4":
@@ -187,16 +202,18 @@ def _weights(w: Tensor | MXTensor, role: str) -> tuple[str, Tensor, int, int]:
     return form, data, n, k
 
 
-def columns_cap(rows: int, m_tiles: int, blocks: int) -> int:
+def columns_cap(rows: int, m_tiles: int, blocks: int, shape: Shape) -> int:
     """Columns per item of one dense product that leave the fewest columns to the busiest block."""
+    if shape.tiles == 1 or rows <= 64:  # blocks share out tiles of 64 rows, whatever the columns
+        return shape.columns
 
     def cost(cap: int) -> int:
         n: int = -(-math.ceil(rows / math.ceil(rows / cap)) // 8) * 8
-        whole: int = math.ceil(rows / n) * (m_tiles // 4)
+        whole: int = math.ceil(rows / n) * (m_tiles // (shape.warpgroups * shape.tiles))
         rounds: int = -(-whole // blocks)
-        return rounds * (n if n <= 96 else (n + 15) // 16 * 16)
+        return rounds * (n if 48 < n <= 96 else (n + 15) // 16 * 16)
 
-    widths: list[int] = [*range(64, 97, 8), 112, 128]
+    widths: list[int] = [w for w in (64, 72, 80, 88, 96, 112, 128) if w <= shape.columns]
     return min(widths, key=lambda cap: (cost(cap), -cap))
 
 
@@ -208,8 +225,10 @@ def shape_for(per_expert: float) -> str:
 class Dense:
     """y = W x + bias, or residual + that, for one matrix."""
 
-    def __init__(self, room: Room, weights: Tensor | MXTensor, bias: Tensor | None, role: str) -> None:
-        self.room, self.bias = room, bias
+    def __init__(
+        self, room: Room, weights: Tensor | MXTensor, bias: Tensor | None, role: str, shape: str | None = None
+    ) -> None:
+        self.room, self.bias, self.shape = room, bias, shape
         self.format, self.data, self.n, self.k = _weights(weights, role)
         _float(bias)
 
@@ -235,15 +254,15 @@ class Dense:
             RowsArgs(
                 source=_ptr(source), norm=_ptr(norm), select=_ptr(select), packed=_ptr(packed), counters=_ptr(counters),
                 stride=source.stride(0), rows=rows, width=self.k, slots=slots, source_float=_float(source),
-                norm_float=_float(norm), eps=eps,
+                norm_float=_float(norm), half=int(self.format == "q8"), eps=eps,
             ),
         )  # fmt: skip
-        shape = "narrow" if rows <= 64 else "wide"
+        shape = self.shape or ("narrow" if rows <= 64 else "wide")
         args = ProductArgs(
             weights=_ptr(self.data), bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(packed), out=_ptr(out),
             residual=_ptr(residual), counter=_ptr(counters), out_stride=self.n, experts=1, m_tiles=self.n // TILE,
             chunks=self.k // CHUNK, columns=rows, x_slots=slots,
-            n_cap=columns_cap(rows, self.n // TILE, room.machine.blocks) if shape == "wide" else 64,
+            n_cap=columns_cap(rows, self.n // TILE, room.machine.blocks, SHAPES[shape]),
         )  # fmt: skip
         room.machine.product(Variant(self.format, shape, False), args)
         return out
@@ -310,14 +329,14 @@ class Experts:
             weights=_ptr(self.gate_up), bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
             x=_ptr(packed), starts=starts, counts=counts, packed=_ptr(hidden), counter=_ptr(counters),
             experts=self.experts, m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots,
-            packed_slots=slots, n_cap=SHAPES[shape][3], limit=self.limit, alpha=self.alpha,
+            packed_slots=slots, n_cap=SHAPES[shape].columns, limit=self.limit, alpha=self.alpha,
         )  # fmt: skip
         room.machine.product(Variant(self.format, shape, True), first)
         second = ProductArgs(
             weights=_ptr(self.down), bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(hidden),
             starts=starts, counts=counts, out=_ptr(parts), counter=counters.data_ptr() + 4, out_stride=self.hidden,
             experts=self.experts, m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots,
-            n_cap=SHAPES[shape][3],
+            n_cap=SHAPES[shape].columns,
         )  # fmt: skip
         room.machine.product(Variant(self.format, shape, False), second)
         room.machine.rows("sum_rows", rows, common)

@@ -1,7 +1,8 @@
 """The grouped products as phases: experts, qkv with its norm, o with the residual, lm_head with its norm, on SM90.
 
-They serve every regime and share the layout "tile16" with the decode step, which is preferred where it can run. Weights
-are MXFP4, activations bf16 (exact W4A16). Refuses other machines, formats and shapes; converts nothing.
+They serve every regime and share the layout "tile16" with the decode step, which is preferred where it can run. Experts
+are MXFP4, projections MXFP4 or q8; activations are bf16. MXFP4 is exact; q8 times its scale keeps f16's 11 bits. Refuses
+other machines, formats and shapes; converts nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
 
-def refuse_weights(spec: Spec, arch: Arch, shapes: dict[str, tuple[int, int]]) -> str | None:
-    """`shapes`: role -> (rows, k)."""
+def refuse_weights(spec: Spec, arch: Arch, shapes: dict[str, tuple[int, int]], kinds: tuple[str, ...]) -> str | None:
+    """`shapes`: role -> (rows, k); `kinds`: formats of weights it can read."""
     if arch.name != "sm90":
         return f"is written for sm90 (wgmma), not {arch.name}"
     if spec.activation != "bf16":
         return f"multiplies bf16 activations, not {spec.activation}"
     for role, (n, k) in shapes.items():
-        if spec.formats[role] != "mxfp4":
-            return f"multiplies mxfp4 weights, and {role} is {spec.formats[role]}"
+        if spec.formats[role] not in kinds:
+            return f"multiplies {' or '.join(kinds)} weights, and {role} is {spec.formats[role]}"
         if n % TILE or k % CHUNK:
             return f"needs {role} in multiples of {TILE} x {CHUNK}, not {n} x {k}"
     return None
@@ -36,6 +37,7 @@ def room_of(b: Binding) -> Room:
 
 class _Grouped(Phase):
     rank = 20
+    kinds: tuple[str, ...] = ("mxfp4", "q8")
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return dict.fromkeys(self.shapes(spec), "tile16")
@@ -44,12 +46,13 @@ class _Grouped(Phase):
         raise NotImplementedError
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        return refuse_weights(spec, arch, self.shapes(spec))
+        return refuse_weights(spec, arch, self.shapes(spec), self.kinds)
 
 
 class GroupedMoe(_Grouped):
     name, covers, category = "cuda.grouped_moe", ("moe",), "moe"
     backends = {"moe": "cuda"}
+    kinds = ("mxfp4",)
     knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})
 
     def shapes(self, spec: Spec) -> dict[str, tuple[int, int]]:

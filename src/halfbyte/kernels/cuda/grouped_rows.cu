@@ -20,6 +20,7 @@ struct Rows {                 // mirrored in grouped.py; every kernel of this fi
   i64 stride;
   int rows, width, slots, experts, top_k;
   int source_float, norm_float, ids_wide;
+  int half;                   // pack bf16 values as f16, for q8 weights
   float eps;
 };
 
@@ -59,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid
   for (int unit = thread; unit < r.width / 8; unit += ROW_THREADS) {  // (half of the chunk, i) of chunk unit / 8
     const int group = unit >> 2, i = unit & 3;
     u32 word[4];
-    if (!r.norm && !r.source_float) {
+    if (!r.norm && !r.source_float && !r.half) {
       const u32* s = (const u32*)((const u16*)r.source + from) + group * 16 + i;
       HB_UNROLL
       for (int t = 0; t < 4; t++) word[t] = s[4 * t];
@@ -69,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid
         const int k = group * 32 + 8 * t + 2 * i;
         float a = number(r.source, r.source_float, from + k), b = number(r.source, r.source_float, from + k + 1);
         if (r.norm) { a = a * scale * number(r.norm, r.norm_float, k); b = b * scale * number(r.norm, r.norm_float, k + 1); }
-        word[t] = bf16_pair(a, b);
+        word[t] = bf16_pair(a, b);  // the quantisation point
+        if (r.half) word[t] = half_pair(bf16_low(word[t]), bf16_high(word[t]));
       }
     }
     u16* chunk = r.packed + (size_t)(unit >> 3) * r.slots * 64;

@@ -1,16 +1,21 @@
 // What Hopper has beyond intrin.cuh: matrix products of a warpgroup (wgmma, A from registers, B from shared memory), the
 // register budget of a role, and programmatic dependent launch. With HB_EMULATE the same names run on a CPU.
+// Operands are bf16, or f16 where HB_HALF is 1.
 //
 // B lies in shared memory as rows of 64 bf16 (128 bytes, one row per column of the product, 1024-byte aligned), the
 // sixteen-byte units of row r permuted by XOR with r % 8: the 128-byte swizzle of the tensor core's descriptor.
 #pragma once
 #include "intrin.cuh"
+#ifndef HB_HALF
+#define HB_HALF 0
+#endif
 
 #ifdef HB_EMULATE
 #define __grid_constant__
 #define HB_NO_UNROLL
 #define HB_UNROLL_4
 namespace emu {
+inline float operand(u32 bits);
 struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
   u32 a[4]; const u8* b; int n; float* d;
   void bring(Warp& w, int p, int lane) { for (int i = 0; i < 4; i++) w.in[p][i][lane] = a[i]; }
@@ -23,14 +28,40 @@ struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
         u32 x = w.in[p][(row >= 8) + 2 * (k / 8)][(row % 8) * 4 + (k % 8) / 2];
         uintptr_t at = (uintptr_t)b + col * 128 + k * 2;
         at ^= (at >> 7 & 7) << 4;
-        s += (double)bf(k & 1 ? x >> 16 : x & 0xffff) * (double)bf(*(const u16*)at);
+        s += (double)operand(k & 1 ? x >> 16 : x & 0xffff) * (double)operand(*(const u16*)at);
       }
       d[i] += (float)s;
     }
     return 0;
   }
 };
+struct Mma16 {  // mma.m16n8k16 of a warp, columns from shared memory
+  u32 a[4]; const u8* columns; int step; float* d;
+  void bring(Warp& w, int p, int lane) { for (int i = 0; i < 4; i++) w.in[p][i][lane] = a[i]; }
+  int take(Warp& w, int p, int lane) {
+    Wgmma whole{{}, columns + step * 32, 8, d};
+    return whole.take(w, p, lane);
+  }
+};
+inline float operand(u32 bits) { return HB_HALF ? half_value(bits) : bf(bits); }
 }  // namespace emu
+struct Columns { const u8* at; };
+HB_DEV void load_columns(Columns& c, const u8* tile, int) { c.at = tile; }
+HB_DEV void mma_columns(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, const Columns& c, int step) {
+  emu::Mma16 m{{a0, a1, a2, a3}, c.at, step, d};
+  emu::collective<emu::Mma16&>(m);
+}
+HB_DEV u32 half_round(float v) {
+  u32 b = as_bits(v), sign = b >> 16 & 0x8000u;
+  float m = std::fabs(v);
+  if (!(m < 65520.f)) return sign | (v != v ? 0x7e00u : 0x7c00u);
+  if (m < 6.103515625e-5f) return sign | (u32)std::nearbyint(m * 16777216.f);
+  b &= 0x7fffffffu;
+  return sign | ((b + 0xfffu + (b >> 13 & 1)) - 0x38000000u) >> 13;
+}
+HB_DEV u32 half_pair(float lo, float hi) { return half_round(lo) | half_round(hi) << 16; }
+HB_DEV u32 half_mul(u32 a, u32 b) { return half_pair(half_value(a & 0xffff) * half_value(b & 0xffff), half_value(a >> 16) * half_value(b >> 16)); }
+HB_DEV u32 half_sub(u32 a, u32 b) { return half_pair(half_value(a & 0xffff) - half_value(b & 0xffff), half_value(a >> 16) - half_value(b >> 16)); }
 HB_DEV u64 b_low(const void* p) { return (u64)(uintptr_t)p; }
 HB_DEV u64 b_tile(u64 low, int bytes) { return low + bytes; }
 template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
@@ -59,6 +90,25 @@ HB_DEV u64 ordinary_policy() { return 0; }
 #define HB_UNROLL_4 _Pragma("unroll 4")
 // Descriptor of B: rows of 128 bytes, eight to a swizzle atom of 1024. Only the low word moves.
 // A reduction leaves its result in a uniform register, where the tensor core wants it: no move per product.
+// Eight columns of a tile of 64 k, for mma.m16n8k16: the word of lane (g, t) in unit u is word t of unit u of column g.
+struct Columns { u32 b[8]; };
+HB_DEV void load_columns(Columns& c, const u8* tile, int lane) {
+  const u32 row = lane & 7, at = smem(tile) + row * 128 + (((lane >> 3) ^ row) << 4);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(c.b[0]), "=r"(c.b[1]), "=r"(c.b[2]), "=r"(c.b[3]) : "r"(at) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(c.b[4]), "=r"(c.b[5]), "=r"(c.b[6]), "=r"(c.b[7]) : "r"(at ^ 64u) : "memory");
+}
+#if HB_HALF
+#define HB_OPERANDS "f16.f16"
+#else
+#define HB_OPERANDS "bf16.bf16"
+#endif
+HB_DEV void mma_columns(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, const Columns& c, int step) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." HB_OPERANDS ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(c.b[2 * step]), "r"(c.b[2 * step + 1]));
+}
+HB_DEV u32 half_pair(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+HB_DEV u32 half_mul(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+HB_DEV u32 half_sub(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV u32 b_low(const void* p) { return __reduce_min_sync(0xffffffffu, smem(p)) >> 4 | 1 << 16; }
 HB_DEV u64 b_tile(u32 low, int bytes) {
   u64 d;
@@ -132,7 +182,7 @@ template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u3
 #define HB_WGMMA(N, A0, A1, A2, A3, B)                                                                                    \
   template <> HB_DEV void wgmma<N>(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {                  \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N                                                                    \
-                 "k16.f32.bf16.bf16 {" HB_D##N "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", 1, 1, 1, 0;"                 \
+                 "k16.f32." HB_OPERANDS " {" HB_D##N "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", 1, 1, 1, 0;"                 \
                  : HB_O##N : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                                 \
   }
 HB_WGMMA(8, 4, 5, 6, 7, 8)
