@@ -242,6 +242,7 @@ class Dense:
         residual: Tensor | None = None,
     ) -> Tensor:
         """float32 [rows, n]; `norm`: the weight of an RMS norm in front, `select`: which rows of `source`."""
+        assert source.stride(-1) == 1, "rows are whole"
         room, rows = self.room, source.shape[0] if select is None else select.shape[0]
         out = torch.empty((rows, self.n), dtype=torch.float32, device=source.device)
         if rows == 0:
@@ -298,6 +299,7 @@ class Experts:
         room = self.room
         rows, top_k = ids.shape
         assert x.dtype == torch.float32, "the residual is float32"
+        assert h.stride(-1) == 1, "rows are whole"
         assert all(t.is_contiguous() for t in (x, ids, weights)), "the router's results and the residual are whole"
         out = torch.empty_like(x)
         if rows == 0:
