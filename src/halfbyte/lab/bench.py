@@ -20,6 +20,8 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.solo import Solo
 from halfbyte.ops.sampling import greedy
 
+SMALL = 1 << 30  # bytes of weights
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -48,6 +50,8 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Figure]:
     gpu = device_roof(model.device)
+    if model.device.type == "cpu" and model.weights.nbytes < SMALL:
+        torch.set_num_threads(1)  # threads cost a small model more than they bring, and far more on a busy machine
     figures = []
     for depth in depths:
         for n in prompts:
