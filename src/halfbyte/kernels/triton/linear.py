@@ -112,7 +112,7 @@ def linear_call(
         "EVEN": k % tile.bk == 0,
     }  # fmt: skip
     need, ban = needed_instruction(capability, wf, xf, tile)
-    return Call("gemm", "linear_kernel", types, constants, tile.warps, tile.stages, need, ban)
+    return Call("gemm", "linear_kernel", types, constants, tile.warps, tile.stages, need, ban, tile.options)
 
 
 def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Callable[..., Tensor]:

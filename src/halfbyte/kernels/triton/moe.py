@@ -112,7 +112,7 @@ def expert_call(
     else:
         types |= {"weights": "*fp32", "parts": "*fp32"}
     need, ban = needed_instruction(capability, wf, xf, tile)
-    return Call("gemm", function, types, constants, tile.warps, tile.stages, need, ban)
+    return Call("gemm", function, types, constants, tile.warps, tile.stages, need, ban, tile.options)
 
 
 def combine_call(x: torch.dtype, hidden: int, top_k: int) -> Call:

@@ -25,6 +25,11 @@ class Tile:
     stages: int
     swap: bool = False
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Few rows: left to itself ptxas aims at 80 registers there and spills a few to get them."""
+        return {"maxnreg": 128} if self.bm == 16 and self.bn <= 64 else {}
+
 
 def rows_step(rows: int) -> int:
     """BM for this many rows of one matrix: padding costs less than reading the weights again."""
@@ -53,7 +58,7 @@ def tile_for(capability: tuple[int, int], rows: int, columns: int, wf: str, xf: 
     bk = 64 if bm >= 64 and xf == "bf16" else 128
     if wf == "dense" and bm > 16:
         bk = 64
-    return Tile(bm, bn, bk, warps, 4 if bm <= 32 and bn > 32 else 3, swap)
+    return Tile(bm, bn, bk, warps, 4 if bm <= 32 else 3, swap)
 
 
 def refuse_gpu(arch: Arch) -> str | None:
@@ -117,5 +122,5 @@ def needed_instruction(capability: tuple[int, int], wf: str, xf: str, tile: Tile
             return {"e2m1": r"\bUTCOMMA", "e4m3": r"\bUTCQMMA", "bf16": r"\bUTCHMMA"}[xf], r"\bHMMA"
         return (r"\bUTCHMMA", r"\bHMMA") if wf == "dense" else (r"\b(UTCHMMA|HMMA)", "")
     # Triton itself turns a block-scaled product round where the weights have the 64 rows that wgmma wants.
-    wide = tile.bm >= 64 or (wf == "mxfp4" and tile.bn >= 64)
+    wide = tile.bm >= 64 or (wf == "mxfp4" and xf == "bf16" and tile.bn >= 64)
     return (r"\bHGMMA", r"\bHMMA") if wide else (r"\bHMMA", "")
