@@ -6,6 +6,7 @@ The plan is chosen before anything is read, so that every weight is laid out onc
 from __future__ import annotations
 
 import math
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -21,8 +22,16 @@ from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, PAGE_SIZE, GptOss, arch_o
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import DTYPES, GROUPS, Kind, Source, roles, shape_of
 
-EMBEDDED = Path(__file__).parents[3] / "models" / "tiny"
 RANDOM = "random:"
+
+
+def _embedded() -> Path:
+    """Beside the sources in a checkout, among the data files of an installation."""
+    checkout = Path(__file__).parents[3] / "models" / "tiny"
+    return checkout if checkout.exists() else Path(sysconfig.get_path("data"), "share", "halfbyte", "models", "tiny")
+
+
+EMBEDDED = _embedded()
 
 
 @dataclass(frozen=True)
