@@ -56,7 +56,8 @@ class Axis:
     per_regime: bool = False
 
 
-_KERNELS = ("auto", "reference", "cpu", "gemv", "triton", "cutlass", "marlin")
+# gemv: the decode step in one CUDA kernel; cuda: any kernel of ours in CUDA C++, that one included.
+_KERNELS = ("auto", "reference", "cpu", "gemv", "cuda", "triton", "cutlass", "marlin")
 _EAGLE = ("eagle3", "eagle3-short", "eagle3-long", "eagle3-throughput")
 
 AXES: tuple[Axis, ...] = (

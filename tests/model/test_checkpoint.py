@@ -221,6 +221,24 @@ def test_layouts_are_applied_at_load(folder: Path, made: Weights) -> None:
         checkpoint.load(folder, layouts={"qvk": "plain"})
 
 
+@pytest.mark.parametrize("dense", ["checkpoint", "q8", "mxfp4"])
+def test_every_format_of_a_dense_layer_takes_the_layout_of_the_cuda_kernels(made: Weights, dense: str) -> None:
+    """`tile16` for bf16, q8 and MXFP4 alike: the numbers do not change, and a model in it can be written out again."""
+    groups = {"qkv": dense, "o": dense, "lm_head": dense}
+    plain = checkpoint.assemble(checkpoint.Resident(made), layer_formats=groups)
+    tiled = checkpoint.assemble(
+        checkpoint.Resident(made), layer_formats=groups, layouts=dict.fromkeys(("qkv", "o", "lm_head"), "tile16")
+    )
+    assert tiled.formats() == plain.formats()
+    back = checkpoint.assemble(checkpoint.Resident(tiled))
+    for (_, role, held), (_, _, want), (_, _, again) in zip(tiled.items(), plain.items(), back.items()):
+        if role in groups:
+            assert not isinstance(held, torch.Tensor)
+            assert held.layout == "tile16"
+            assert held.shape == tuple(want.shape)
+        assert same(again, want), role
+
+
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [({"attention": "q8"}, "no layer group 'attention'"), ({"qkv": "nvfp4"}, "qkv cannot be 'nvfp4'")],

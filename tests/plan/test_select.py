@@ -230,8 +230,10 @@ def test_every_kernel_gate_is_reached_or_refused_with_a_reason(axis: str, arch: 
         if value != "auto":
             name = {"moe_kernel": "moe", "linear_kernel": "linear"}.get(axis, axis)
             for phases in chosen.values():
-                used = {p.backends[name] for p in phases if name in p.backends}
-                assert used == {value}, f"{axis}={value} on {arch} fell back to {used}"
+                used = [p for p in phases if name in p.backends]
+                assert used
+                other = [p.name for p in used if value not in p.answers(name)]
+                assert not other, f"{axis}={value} on {arch} fell back to {other}"
 
 
 def test_layers_that_do_not_alternate_are_a_feature_of_their_own() -> None:
@@ -241,3 +243,27 @@ def test_layers_that_do_not_alternate_are_a_feature_of_their_own() -> None:
     _, _, selection = choose(odd, g, ARCHES["sm90"])
     assert reasons(selection, "cuda.decode_step")["decode"] == "does not know uneven_layers"
     assert "triton.attention_split" in selection.chosen["decode"]
+
+
+@pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])
+def test_sm90_runs_every_preset_through_the_cuda_kernels(preset: str) -> None:
+    """One physical layout for the weights of all three formats, so that the same kernels serve them."""
+    base = gates.PRESETS[preset].gates
+    for flags in ({}, {"moe_kernel": "cuda", "linear_kernel": "cuda"}):
+        _, _, selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset=preset), ARCHES["sm90"])
+        assert selection.chosen["decode"] == ("cuda.decode_step",)
+        for regime in ("batch", "prefill"):
+            products = [n for n in selection.chosen[regime] if n.startswith("cuda.")]
+            assert len(products) == 4, selection.chosen[regime]
+        assert {selection.layouts[r] for r in ("qkv", "o", "gate_up", "down", "lm_head")} == {"tile16"}
+    # gemv is the decode step alone; cuda without its attention is the grouped products.
+    for flags, decode in (
+        ({"moe_kernel": "decode=gemv"}, True),
+        ({"moe_kernel": "cuda", "attention": "triton"}, False),
+    ):
+        _, _, selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset=preset), ARCHES["sm90"])
+        assert (selection.chosen["decode"] == ("cuda.decode_step",)) == decode
+        assert decode or "cuda.grouped_moe" in selection.chosen["decode"]
+    with pytest.raises(PlanError, match="written for sm90"):
+        choose(NAMED["120b"], gates.parse({"moe_kernel": "cuda"}, env={}, preset=preset), ARCHES["sm121"])
+    assert base.moe_kernel == PerRegime()

@@ -22,7 +22,7 @@ eight weights, none wasted on signs.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -91,11 +91,17 @@ def pack_dense(w: Tensor) -> Tensor:
     if w.dtype != torch.bfloat16 or w.ndim < 2:
         raise FormatError(f"the layout 'tile16' holds bf16 matrices, not {w.dtype} of shape {tuple(w.shape)}")
     *lead, n, k = w.shape
-    tiles, chunks, _ = tile_shape(n, k, "bf16")
-    x = F.pad(w, (0, chunks * WIDTH - k, 0, tiles * ROWS - n)).view(torch.int16)
-    #                tile, r, g, chunk, i / 2, t, i % 2, p, e
-    x = x.reshape(-1, tiles, 2, 8, chunks, 2, 4, 2, 2, 2).permute(0, 1, 4, 5, 7, 3, 6, 8, 2, 9)
-    return x.contiguous().view(torch.uint8).view(*lead, tiles, chunks, CHUNK_BYTES["bf16"])
+    tiles, chunks, size = tile_shape(n, k, "bf16")
+    stack = math.prod(lead)
+    out = torch.empty((stack, tiles, chunks, size), dtype=torch.uint8, device=w.device)
+    flat = w.reshape(stack, n, k)
+    for e in range(stack):
+        for first, last in _parts(tiles, chunks, w.device):
+            x = _pad(flat[e, first * ROWS : last * ROWS], (last - first) * ROWS, chunks * WIDTH).view(torch.int16)
+            #                 tile, r, g, chunk, i / 2, t, i % 2, p, e
+            x = x.view(last - first, 2, 8, chunks, 2, 4, 2, 2, 2).permute(0, 3, 4, 6, 2, 5, 7, 1, 8)
+            out[e, first:last] = x.reshape(last - first, chunks, size // 2).view(torch.uint8)
+    return out.view(*lead, tiles, chunks, size)
 
 
 def unpack_dense(data: Tensor, n: int, k: int) -> Tensor:
@@ -104,6 +110,34 @@ def unpack_dense(data: Tensor, n: int, k: int) -> Tensor:
     x = data.contiguous().view(torch.int16).view(-1, tiles, chunks, 2, 2, 8, 4, 2, 2, 2)
     x = x.permute(0, 1, 8, 5, 2, 3, 6, 4, 7, 9).reshape(*lead, tiles * ROWS, chunks * WIDTH)
     return x[..., :n, :k].contiguous().view(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class DenseTiles:
+    """A bf16 matrix (or a stack of them) in this layout: what MXTensor is for formats with scales."""
+
+    data: Tensor  # uint8, see `pack_dense`
+    shape: tuple[int, ...]
+    layout: str = "tile16"
+
+    @classmethod
+    def of(cls, w: Tensor) -> DenseTiles:
+        return cls(pack_dense(w), tuple(w.shape))
+
+    def plain(self) -> Tensor:
+        return unpack_dense(self.data, *self.shape[-2:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
 
 
 # ---- mxfp4 -----------------------------------------------------------------------------------------------------------

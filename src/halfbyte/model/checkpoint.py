@@ -17,12 +17,14 @@ from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.formats import DenseTiles
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.disk import Reading
 from halfbyte.model.safetensors_io import SafetensorsSource, write_folder
 from halfbyte.model.weights import (
     GROUPS,
+    Held,
     Kind,
     LayerWeights,
     Matrix,
@@ -137,8 +139,8 @@ def assemble(
 
     if reading is not None:
         reading.on_bytes = heard
-    outside: dict[str, Matrix] = {}
-    layers: list[dict[str, Matrix]] = [{} for _ in range(source.config.layers)]
+    outside: dict[str, Held] = {}
+    layers: list[dict[str, Held]] = [{} for _ in range(source.config.layers)]
     for layer, role in everything:
         name = role if layer is None else f"layer {layer} {role}"
         before = done
@@ -152,9 +154,11 @@ def assemble(
     return Weights(config=source.config, layers=[LayerWeights(**fields) for fields in made], **top)
 
 
-def _laid_out(m: Matrix, role: str, layout: str) -> Matrix:
+def _laid_out(m: Matrix, role: str, layout: str) -> Held:
     if isinstance(m, MXTensor):
         return formats.convert(m, layout)
+    if layout == "tile16" and m.dtype == torch.bfloat16 and m.ndim >= 2:
+        return DenseTiles.of(m)
     if layout != "plain":
         raise FormatError(f"{role} is {m.dtype} and has no layout {layout!r}; quantise it with --layers first.")
     return m
@@ -204,8 +208,8 @@ class Resident:
     def config(self) -> ModelConfig:
         return self.weights.config
 
-    def _get(self, layer: int | None, role: str) -> Matrix:
-        found: Matrix = getattr(self.weights if layer is None else self.weights.layers[layer], role)
+    def _get(self, layer: int | None, role: str) -> Held:
+        found: Held = getattr(self.weights if layer is None else self.weights.layers[layer], role)
         return found
 
     def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
@@ -213,6 +217,8 @@ class Resident:
 
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
         m = self._get(layer, role)
+        if isinstance(m, DenseTiles):
+            return [m.plain()]
         return [formats.convert(m, "plain") if isinstance(m, MXTensor) else m]
 
     def nbytes(self, layer: int | None, role: str) -> int:

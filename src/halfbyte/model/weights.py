@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import FormatError
-from halfbyte.formats.tensor import MXTensor
+from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.plan.phase import GROUP
 
-Matrix = Tensor | MXTensor
+Matrix = Tensor | MXTensor  # as sources hand it out
+Held = Matrix | DenseTiles  # as a plan's layouts hold it
 Kind = Literal["f32", "f16", "bf16", "mxfp4", "q8"]  # what the numbers of a tensor are
 
 DENSE: dict[torch.dtype, Kind] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -38,17 +39,17 @@ class LayerWeights:
     """One layer; the field names are the roles that phases and `Phase.layouts()` use."""
 
     attn_norm: Tensor  # [hidden]
-    qkv: Matrix  # [qkv_dim, hidden]: the rows of q, then k, then v
+    qkv: Held  # [qkv_dim, hidden]: the rows of q, then k, then v
     qkv_bias: Tensor  # [qkv_dim]
     sinks: Tensor  # [heads], natural-log space
-    o: Matrix  # [hidden, q_dim]
+    o: Held  # [hidden, q_dim]
     o_bias: Tensor  # [hidden]
     mlp_norm: Tensor  # [hidden]
     router: Tensor  # [experts, hidden]
     router_bias: Tensor  # [experts]
-    gate_up: Matrix  # [experts, 2 * intermediate, hidden]: rows alternate gate, up
+    gate_up: Held  # [experts, 2 * intermediate, hidden]: rows alternate gate, up
     gate_up_bias: Tensor  # [experts, 2 * intermediate]
-    down: Matrix  # [experts, hidden, intermediate]
+    down: Held  # [experts, hidden, intermediate]
     down_bias: Tensor  # [experts, hidden]
 
 
@@ -58,9 +59,9 @@ class Weights:
     embed: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
     final_norm: Tensor  # [hidden]
-    lm_head: Matrix  # [vocab, hidden]
+    lm_head: Held  # [vocab, hidden]
 
-    def items(self) -> Iterator[tuple[int | None, str, Matrix]]:
+    def items(self) -> Iterator[tuple[int | None, str, Held]]:
         """(layer, role, tensor) in the order of `roles`."""
         for layer, role in roles(self.config):
             yield layer, role, getattr(self if layer is None else self.layers[layer], role)
@@ -82,7 +83,7 @@ class Weights:
 assert tuple(f.name for f in fields(LayerWeights)) == LAYER_ROLES
 
 
-def kind_of(tensor: Matrix) -> Kind:
+def kind_of(tensor: Held) -> Kind:
     if isinstance(tensor, MXTensor):
         if tensor.format not in ("mxfp4", "q8"):
             raise FormatError(f"a gpt-oss weight cannot be {tensor.format}; its block formats are mxfp4 and q8.")

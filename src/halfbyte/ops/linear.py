@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.errors import FormatError
-from halfbyte.formats import MXTensor
+from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.ops.rows import matmul_rows
 
 Matrix = Tensor | MXTensor
@@ -29,9 +29,11 @@ def matrix_format(w: Matrix) -> str:
     return names[w.dtype]
 
 
-def dense(w: Matrix) -> Tensor:
+def dense(w: Matrix | DenseTiles) -> Tensor:
     """The matrix as float32, whatever its format and layout."""
-    return formats.dequantize(w, torch.float32) if isinstance(w, MXTensor) else w.float()
+    if isinstance(w, MXTensor):
+        return formats.dequantize(w, torch.float32)
+    return (w.plain() if isinstance(w, DenseTiles) else w).float()
 
 
 def round_activation(x: Tensor, activation: str) -> Tensor:

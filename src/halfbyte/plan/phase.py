@@ -118,12 +118,17 @@ class Phase(ABC):
 
     name: str
     covers: tuple[str, ...]
-    backends: Mapping[str, str] = {}  # axis -> the gate value this phase answers to
+    backends: Mapping[str, str | tuple[str, ...]] = {}  # axis -> the gate value (or values) this phase answers to
     regimes: frozenset[Regime] = frozenset(REGIMES)
     knows: frozenset[str] = frozenset()
     rank: int = 0  # auto prefers the higher
     reference: bool = False  # never taken by auto on a GPU
     category: str = "other"  # for profiles: moe, linear, attention, norm, router, quantise, sample, other
+
+    def answers(self, axis: str) -> tuple[str, ...]:
+        """The gate values of an axis that ask for this phase."""
+        names = self.backends[axis]
+        return (names,) if isinstance(names, str) else names
 
     @abstractmethod
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:

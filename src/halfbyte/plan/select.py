@@ -75,9 +75,9 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
 def _refusal(phase: Phase, spec: Spec, arch: Arch, gates: Gates, regime: Regime) -> str | None:
     if regime not in phase.regimes:
         return f"serves {', '.join(r for r in REGIMES if r in phase.regimes)} only"
-    for axis, mine in phase.backends.items():
+    for axis in phase.backends:
         asked = gates.backend(axis, regime)
-        if asked not in ("auto", mine):
+        if asked not in ("auto", *phase.answers(axis)):
             return f"--{'attention' if axis == 'attention' else axis + '-kernel'} asks for {asked}"
     if arch.is_gpu and phase.reference:
         axes = phase.backends or dict.fromkeys(AXIS.values())  # a phase without an axis follows any of them

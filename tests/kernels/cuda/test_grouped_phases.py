@@ -56,7 +56,7 @@ def test_refusals(name: str, arch: str, changes: dict[str, object], reason: str)
 
 
 def test_a_plan_takes_them_beside_the_decode_step() -> None:
-    for dense in ("mxfp4", "q8"):
+    for dense in ("mxfp4", "q8", "checkpoint"):
         gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
         _, chosen, selection = choose(NAMED["120b"], gates, ARCHES["sm90"])
         assert {p.name for p in chosen["decode"]} == {"cuda.decode_step"}
@@ -67,9 +67,11 @@ def test_a_plan_takes_them_beside_the_decode_step() -> None:
 
 def test_refuses_weights_it_cannot_read() -> None:
     exact = Gates()
-    assert BY_NAME["cuda.grouped_moe"].refuse(spec(exact), ARCHES["sm90"], exact) is None
-    said = BY_NAME["cuda.grouped_norm_qkv"].refuse(spec(exact), ARCHES["sm90"], exact)
-    assert said == "multiplies mxfp4 or q8 weights, and qkv is bf16"
+    for phase in PHASES:
+        assert phase.refuse(spec(exact), ARCHES["sm90"], exact) is None, phase.name
+    half = spec(exact, formats=CHECKPOINT_FORMATS | {"qkv": "f16"})
+    said = BY_NAME["cuda.grouped_norm_qkv"].refuse(half, ARCHES["sm90"], exact)
+    assert said == "multiplies mxfp4 or q8 or bf16 weights, and qkv is f16"
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

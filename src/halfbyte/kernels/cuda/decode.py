@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import PlanError
-from halfbyte.formats import MXTensor
+from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.step import (
+    FORMATS,
     PAGE,
     ROW_SIZES,
     DecodeStep,
@@ -44,7 +45,9 @@ def shape_of(spec: Spec, arch: Arch, rows: int) -> StepShape:
 class WholeStep(Phase):
     name = "cuda.decode_step"
     covers = OPERATIONS
-    backends: Mapping[str, str] = {"moe": "gemv", "linear": "gemv", "attention": "cuda"}
+    backends: Mapping[str, str | tuple[str, ...]] = {
+        "moe": ("gemv", "cuda"), "linear": ("gemv", "cuda"), "attention": "cuda"
+    }  # fmt: skip
     regimes = frozenset({"decode"})
     knows = frozenset({"bias", "yarn", "sinks", "window", "gqa", "clamped_swiglu", "interleaved_gate_up"})
     rank = 100
@@ -65,8 +68,8 @@ class WholeStep(Phase):
             if spec.formats[role] != "mxfp4":
                 return f"reads experts in mxfp4, not in {spec.formats[role]}"
         for role in ("qkv", "o", "lm_head"):
-            if spec.formats[role] not in ("mxfp4", "q8"):
-                return f"{role} is {spec.formats[role]}, and the layout tile16 holds mxfp4 and q8"
+            if spec.formats[role] not in FORMATS:
+                return f"{role} is {spec.formats[role]}, and the layout tile16 holds {', '.join(FORMATS)}"
         return shape_of(spec, arch, 8).refuse()
 
     def layouts(self, spec: Spec) -> dict[str, str]:
@@ -125,8 +128,7 @@ def _weights(b: Binding) -> StepWeights:
     return StepWeights(layers, _bf16("embed", w.embed), _bf16("final_norm", w.final_norm), _bytes(w.lm_head))
 
 
-def _bytes(matrix: Tensor | MXTensor) -> Tensor:
-    assert isinstance(matrix, MXTensor), "the plan asked for tile16"
+def _bytes(matrix: MXTensor | DenseTiles) -> Tensor:
     assert matrix.layout == "tile16", matrix.layout
     return matrix.data
 

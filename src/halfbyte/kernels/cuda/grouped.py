@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import PlanError
-from halfbyte.formats import MXTensor
+from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.formats.tile16 import CHUNK_BYTES, tile_shape
 from halfbyte.kernels.launch import Kernel, Program, compile_program
 
@@ -181,8 +181,10 @@ def _float(t: Tensor | None) -> int:
     return int(t.dtype == torch.float32)
 
 
-def _weights(w: Tensor | MXTensor, role: str) -> tuple[str, Tensor, int, int]:
+def _weights(w: Tensor | MXTensor | DenseTiles, role: str) -> tuple[str, Tensor, int, int]:
     """(format, data, rows, k) of a matrix or a stack of them in tile16."""
+    if isinstance(w, DenseTiles):
+        w = w.data
     if isinstance(w, MXTensor):
         form, data, (n, k) = str(w.format), w.data, w.shape[-2:]
         ok = w.layout == "tile16" and form in FORMATS
@@ -226,7 +228,12 @@ class Dense:
     """y = W x + bias, or residual + that, for one matrix."""
 
     def __init__(
-        self, room: Room, weights: Tensor | MXTensor, bias: Tensor | None, role: str, shape: str | None = None
+        self,
+        room: Room,
+        weights: Tensor | MXTensor | DenseTiles,
+        bias: Tensor | None,
+        role: str,
+        shape: str | None = None,
     ) -> None:
         self.room, self.bias, self.shape = room, bias, shape
         self.format, self.data, self.n, self.k = _weights(weights, role)
@@ -275,9 +282,9 @@ class Experts:
     def __init__(
         self,
         room: Room,
-        gate_up: Tensor | MXTensor,
+        gate_up: Tensor | MXTensor | DenseTiles,
         gate_up_bias: Tensor,
-        down: Tensor | MXTensor,
+        down: Tensor | MXTensor | DenseTiles,
         down_bias: Tensor,
         *,
         limit: float,

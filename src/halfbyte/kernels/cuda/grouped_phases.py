@@ -1,8 +1,8 @@
 """The grouped products as phases: experts, qkv with its norm, o with the residual, lm_head with its norm, on SM90.
 
 They serve every regime and share the layout "tile16" with the decode step, which is preferred where it can run. Experts
-are MXFP4, projections MXFP4 or q8; activations are bf16. MXFP4 is exact; q8 times its scale keeps f16's 11 bits.
-Refuses other machines, formats and shapes; converts nothing.
+are MXFP4, projections MXFP4, q8 or bf16; activations are bf16. Weights are exact, but q8 times its scale keeps f16's 11
+bits. Refuses other machines, formats and shapes; converts nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def room_of(b: Binding) -> Room:
 
 class _Grouped(Phase):
     rank = 20
-    kinds: tuple[str, ...] = ("mxfp4", "q8")
+    kinds: tuple[str, ...] = ("mxfp4", "q8", "bf16")
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return dict.fromkeys(self.shapes(spec), "tile16")
