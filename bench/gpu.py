@@ -1,10 +1,15 @@
 """The GPU path end to end on any CUDA machine: correctness first, then pp and tg beside their ceilings.
 
+    python bench/gpu.py --full                          # everything below, for 120b at preset fast
     python bench/gpu.py --check --models 120b,20b --presets exact,balanced,fast
+    python bench/gpu.py --phases --models 120b --depths "" --concurrency "" --pp ""
 
 Correctness: the embedded model through the GPU plan against the reference on the CPU (teacher-forced logits), graphs
 against eager (tokens), and its held-out problems. Speed: random weights of the true shapes, other random tokens each
-run, routing spread over experts (printed). Medians with spread; the last line is JSON.
+run, pages of its own for every stream, distinct experts per layer counted from the router's choices. `--serve` runs the
+engine itself: time to first token (p50, p99) and total speed with distinct prompts. `--phases` times every phase alone
+over M rows; `--require-native` fails where the plan is not the native path. Medians with spread; the last line is JSON,
+which carries the phases that ran and the hash of every source behind them.
 """
 
 from __future__ import annotations
@@ -12,29 +17,29 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
 
-from halfbyte import gates as gates_
-from halfbyte.engine.graphs import DecodeGraph
-from halfbyte.lab import environment
-from halfbyte.lab.bench import device_roof
-from halfbyte.model import ready
-from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.solo import Solo, generate
-from halfbyte.plan.step import Step
-from halfbyte.roofline import decode_ceiling, prefill_ceiling, unique_experts
+import torch  # noqa: E402
+
+from halfbyte import gates as gates_  # noqa: E402
+from halfbyte.engine.graphs import SIZES, DecodeGraph  # noqa: E402
+from halfbyte.lab import environment, isolate, receipts, serving, speed  # noqa: E402
+from halfbyte.model import ready  # noqa: E402
+from halfbyte.model.gpt_oss import GptOss  # noqa: E402
+from halfbyte.model.solo import Solo, generate  # noqa: E402
 
 CUDA = torch.device("cuda")
-
-
-def tokens(model: GptOss, n: int, seed: int) -> torch.Tensor:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.vocab, (n,), generator=g, dtype=torch.int32)
+FULL = {
+    "depths": [512, 2048, 8192, 32768], "tg": [32, 128], "concurrency": list(SIZES), "pp": [512, 2048, 8192],
+    "pp_at": [2048, 8192, 32768], "serve": list(SIZES), "check": True,
+}  # fmt: skip
 
 
 # ---- correctness ----------------------------------------------------------------------------------------------------
@@ -95,6 +100,7 @@ def check(result: dict[str, Any], preset: str, per_task: int) -> None:
     print(f"check {preset}: graph and eager tokens equal", flush=True)
     phases = {r: sorted(gpu.plan.record.phases(r)) for r in gpu.plan.selection.chosen}
     result["check"][preset] = {"logits": rows, "graph_equals_eager": True, "phases": phases}
+    remember(result, gpu)
     del gpu, cpu
     if per_task:
         from halfbyte.engine.api import Engine
@@ -110,96 +116,17 @@ def check(result: dict[str, Any], preset: str, per_task: int) -> None:
         result["check"][preset]["eval"] = {k: v for k, v in report.to_json().items() if k != "wrong"}
 
 
+def remember(result: dict[str, Any], model: GptOss) -> None:
+    """The receipt's hashes: of every file behind every phase of this plan."""
+    result["measured"] |= receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
+
+
 # ---- speed ----------------------------------------------------------------------------------------------------------
-
-
-def fill(model: GptOss, rows: int, context: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A pool for `rows` sequences of up to `most` tokens with random keys and values in it; both block tables."""
-    page = model.spec.page_size
-    blocks = -(-most // page)
-    pool = model.allocate_kv(1 + 2 * rows * blocks)
-    g = torch.Generator(device=CUDA).manual_seed(0)
-    for part in torch.split(pool, 64):
-        noise = torch.randn(part.shape, generator=g, device=CUDA) * 0.5
-        part.copy_(noise.to(part.dtype))
-    pages = torch.arange(1, 1 + 2 * rows * blocks, dtype=torch.int32, device=CUDA).view(2, rows, blocks)
-    return pages[0].contiguous(), pages[1].contiguous()
-
-
-def decode(model: GptOss, rows: int, context: int, count: int = 96) -> dict[str, Any]:
-    sliding, full = fill(model, rows, context, context + count + 64)
-    graph = DecodeGraph(model, rows, sliding.shape[1], feed_back=True)
-    graph.capture()
-    graph.step.block_tables["sliding"].copy_(sliding)
-    graph.step.block_tables["full"].copy_(full)
-    times, seen = [], []
-    for run in range(4):
-        graph.step.tokens.copy_(tokens(model, rows, run))
-        graph.step.positions.fill_(context)
-        graph.step.kv_lens.fill_(context + 1)
-        torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()
-        start.record()
-        for _ in range(count - 1):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / (count - 1))
-        seen.append(len(set(graph.step.tokens.tolist())))
-    assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
-    ms = statistics.median(times[1:])
-    ceiling = decode_ceiling(device_roof(CUDA), model.config, model.spec.formats, context, rows, model.spec.kv_dtype)
-    rate = rows * 1e3 / ms
-    return {
-        "test": f"tg @ {context}, c={rows}", "tokens_per_s": rate, "us_per_step": ms * 1e3,
-        "spread_us": (max(times[1:]) - min(times[1:])) * 1e3, "ceiling": ceiling.tokens_per_second,
-        "share": rate / ceiling.tokens_per_second, "distinct_tokens": min(seen),
-        "valid": rate < ceiling.tokens_per_second, "expected_experts": unique_experts(model.config, rows),
-    }  # fmt: skip
-
-
-def prefill(model: GptOss, n: int, chunk: int) -> dict[str, Any]:
-    sliding, full = fill(model, 1, 0, n)
-    times = []
-    experts: list[int] = []
-    for run in range(4):
-        ids = tokens(model, n, run).to(CUDA)
-        steps = []
-        for at in range(0, n, chunk):
-            m = min(chunk, n - at)
-            steps.append(
-                Step(
-                    tokens=ids[at : at + m],
-                    positions=torch.arange(at, at + m, dtype=torch.int32, device=CUDA),
-                    query_start=torch.tensor([0, m], dtype=torch.int32, device=CUDA),
-                    kv_lens=torch.tensor([at + m], dtype=torch.int32, device=CUDA),
-                    row_sequence=torch.zeros(m, dtype=torch.int32, device=CUDA),
-                    block_tables={"sliding": sliding, "full": full},
-                    logit_rows=torch.tensor([m - 1], dtype=torch.int32, device=CUDA),
-                    max_kv_len=at + m,
-                )
-            )
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for step in steps:
-            logits = model.forward(step)
-        token = int(logits[0].argmax())
-        times.append(time.perf_counter() - start)
-        experts.append(token)
-    seconds = statistics.median(times[1:])
-    roof = prefill_ceiling(device_roof(CUDA), model.config, model.spec.formats, n)
-    rate = n / seconds
-    return {
-        "test": f"pp{n}", "chunk": chunk, "tokens_per_s": rate, "ttft_ms": seconds * 1e3,
-        "spread_ms": (max(times[1:]) - min(times[1:])) * 1e3, "ceiling": roof.tokens_per_second, "bound": roof.bound,
-        "share": rate / roof.tokens_per_second, "valid": rate < roof.tokens_per_second,
-    }  # fmt: skip
 
 
 def agree(model: GptOss) -> dict[str, Any]:
     """The same position through the three regimes: the kernels of each are checked against one another."""
-    ids = tokens(model, 161, 7).tolist()
+    ids = speed.random_tokens(model, 161, 7).tolist()
     found: dict[str, torch.Tensor] = {}
     for name, parts in (("prefill", [161]), ("batch", [129, 32]), ("decode", [160, 1]), ("verify", [157, 4])):
         solo, at = Solo(model, 192), 0
@@ -215,38 +142,64 @@ def agree(model: GptOss) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def speed(result: dict[str, Any], shape: str, preset: str, args: argparse.Namespace) -> None:
+def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Namespace) -> None:
     gates = gates_.PRESETS[preset].gates
     start = time.perf_counter()
-    model = ready.load(ready.resolve(f"random:{shape}"), gates, device=CUDA)
+    name = ready.resolve(f"random:{shape}")
+    model = ready.load(name, gates, device=CUDA)
     torch.cuda.synchronize()
     loaded = time.perf_counter() - start
     print(f"{shape} {preset}: {model.weights.nbytes / 1e9:.1f} GB in {loaded:.1f} s", flush=True)
-    rows: list[dict[str, Any]] = [attempt(agree, model)]
-    print(rows[0], flush=True)
+    if args.require_native and (reasons := isolate.not_native(model)):
+        raise SystemExit(f"{shape} {preset} is not the native path: {'; '.join(reasons)}")
+    part: dict[str, Any] = {
+        "model": shape, "preset": preset, "rows": [], "load_s": loaded,
+        "phases": {r: list(p) for r, p in model.plan.selection.chosen.items()},
+        "native": "required and found" if args.require_native else "not asked",
+    }  # fmt: skip
+    result["speed"].append(part)
+    remember(result, model)
+
+    def row(work: Callable[..., dict[str, Any]], *given: Any) -> None:
+        found = attempt(work, model, *given)
+        part["rows"].append(found)
+        print(f"{shape} {preset} {found}", flush=True)
+
+    row(agree)
     for depth in args.depths:
-        rows.append(attempt(decode, model, 1, depth))
+        for count in args.tg:
+            row(speed.decode, 1, depth, count)
     for c in args.concurrency:
-        rows.append(attempt(decode, model, c, 128))
+        row(speed.decode, c, 128, args.tg[-1])
     for n in args.pp:
-        rows.append(attempt(prefill, model, n, args.chunk))
-    for row in rows:
-        print(f"{shape} {preset} {row}", flush=True)
-    result["speed"].append(
-        {
-            "model": shape, "preset": preset, "rows": rows, "load_s": loaded,
-            "phases": {r: list(p) for r, p in model.plan.selection.chosen.items()},
-            "peak_gb": torch.cuda.max_memory_allocated() / 1e9, "weights_gb": model.weights.nbytes / 1e9,
-        }
-    )  # fmt: skip
+        row(speed.prefill, n, args.chunk)
+    for depth in args.pp_at:
+        row(speed.prefill, 2048, args.chunk, depth)
+    for c in args.serve:
+        row(serving.serve, ready.tokenizer_of(name), c, 2048 if c == 1 else 128, 32 if c == 1 else 128)
+    if args.phases:
+        part["isolated"] = []
+        for m in args.rows:
+            for found in attempts(isolate.phases, model, m, args.phase_context):
+                part["isolated"].append(found)
+                print(f"{shape} {preset} {found}", flush=True)
+    part |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "weights_gb": model.weights.nbytes / 1e9}
 
 
-def attempt(work: Any, model: GptOss, *args: int) -> dict[str, Any]:
+def attempt(work: Callable[..., dict[str, Any]], model: GptOss, *args: Any) -> dict[str, Any]:
     """A figure, or why there is none: one failing case must not cost the others."""
+    return attempts(lambda *given: [work(*given)], model, *args, name=f"{work.__name__}")[0]
+
+
+def attempts(
+    work: Callable[..., list[dict[str, Any]]], model: GptOss, *args: Any, name: str = "phases"
+) -> list[dict[str, Any]]:
     try:
-        return dict(work(model, *args))
+        return work(model, *args)
     except Exception as e:
-        return {"test": f"{work.__name__}{args}", "failed": f"{type(e).__name__}: {e}"[:400]}
+        shown = tuple(a for a in args if isinstance(a, int))
+        reason = f"{type(e).__name__}: {e}"[:400]
+        return [{"test": f"{name}{shown}", "phase": name, "rows": args[0] if args else 0, "failed": reason}]
     finally:
         model._pool = None
         gc.collect()
@@ -258,18 +211,33 @@ def main() -> None:
         return [int(n) for n in text.split(",") if n]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="every figure of the protocol, correctness included")
     parser.add_argument("--check", action="store_true", help="correctness on the embedded model first")
     parser.add_argument("--per-task", type=int, default=0, help="with --check: held-out problems of each task")
     parser.add_argument("--models", default="120b")
     parser.add_argument("--presets", default="fast")
     parser.add_argument("--depths", type=numbers, default=[512, 2048, 8192])
+    parser.add_argument("--tg", type=numbers, default=[128], help="tokens generated in each decode figure")
     parser.add_argument("--concurrency", type=numbers, default=[8, 32, 64])
     parser.add_argument("--pp", type=numbers, default=[512, 2048, 8192])
+    parser.add_argument("--pp-at", type=numbers, default=[], help="pp2048 with so many tokens in the cache")
+    parser.add_argument("--serve", type=numbers, default=[], help="streams through the engine: TTFT and total speed")
     parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--phases", action="store_true", help="every phase alone, over --rows")
+    parser.add_argument("--rows", type=numbers, default=list(isolate.ROWS))
+    parser.add_argument("--phase-context", type=int, default=2048, help="context of up to 64 rows in --phases")
+    parser.add_argument("--require-native", action="store_true", help="fail where the plan is not the native path")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.full:
+        for name, value in FULL.items():
+            if getattr(args, name) == parser.get_default(name):
+                setattr(args, name, value)
     torch.set_grad_enabled(False)
-    result: dict[str, Any] = {"environment": environment.collect(), "check": {}, "speed": []}
+    result: dict[str, Any] = {
+        "bench": "gpu", "schema": 2, "environment": environment.collect(), "argv": sys.argv[1:], "measured": {},
+        "check": {}, "speed": [],
+    }  # fmt: skip
     presets = args.presets.split(",")
     try:
         if args.check:
@@ -277,7 +245,7 @@ def main() -> None:
                 check(result, preset, args.per_task)
         for shape in filter(None, args.models.split(",")):
             for preset in presets:
-                speed(result, shape, preset, args)
+                measure(result, shape, preset, args)
                 gc.collect()
                 torch.cuda.empty_cache()
     finally:

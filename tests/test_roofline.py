@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from halfbyte.model.config import NAMED
-from halfbyte.roofline import GPUS, decode_ceiling, decode_traffic, flops_per_token, prefill_ceiling, unique_experts
+from halfbyte.plan.phase import OPERATIONS
+from halfbyte.roofline import (
+    GPUS,
+    decode_ceiling,
+    decode_traffic,
+    flops_per_token,
+    prefill_ceiling,
+    step_work,
+    unique_experts,
+)
 
 CHECKPOINT = {"qkv": "bf16", "o": "bf16", "lm_head": "bf16", "gate_up": "mxfp4", "down": "mxfp4"}
 MXFP4 = dict.fromkeys(CHECKPOINT, "mxfp4")
@@ -50,3 +59,27 @@ def test_ceilings() -> None:
     assert flops_per_token(c, 2048) / 1e9 == pytest.approx(9.10 + 0.34, rel=0.01)
     assert prefill_ceiling(h200, c, MXFP4, 2048).bound == "compute"
     assert prefill_ceiling(h200, c, MXFP4, 64).bound == "memory"
+
+
+def test_work_of_a_step_adds_up_to_the_traffic() -> None:
+    """Operation by operation, decode reads what the ceiling counts, but for vectors and activations."""
+    for batch in (1, 8):
+        c = NAMED["120b"]
+        work = step_work(c, CHECKPOINT, batch, 2048)
+        traffic = decode_traffic(c, CHECKPOINT, 2048, batch)
+        assert sum(w.bytes for w in work.values()) == pytest.approx(traffic.total, rel=0.01)
+        assert work["moe"].bytes == pytest.approx(traffic.experts, rel=0.01)
+        assert work["attention"].bytes == pytest.approx(traffic.kv, rel=0.05)
+    assert tuple(work) == OPERATIONS
+
+
+def test_work_of_a_prompt_adds_up_to_its_operations() -> None:
+    c = NAMED["120b"]
+    work = step_work(c, MXFP4, 1, 2048, new=2048, logits=0)
+    assert sum(w.flops for w in work.values()) == pytest.approx(flops_per_token(c, 2048) * 2048, rel=1e-6)
+    assert work["moe"].bound(GPUS["h200"]) == "compute"
+    # with a prefix in the cache every new row sees it, in full layers only
+    deep = step_work(c, MXFP4, 1, 6144, new=2048, logits=0)
+    extra = deep["attention"].flops - work["attention"].flops
+    window = 128 * 127 / 2  # rows at the start of a prompt see less than a window
+    assert extra == pytest.approx(18 * 4.0 * 4096 * (4096 * 2048 + window), rel=1e-6)

@@ -105,6 +105,76 @@ def decode_traffic(
     )
 
 
+@dataclass(frozen=True)
+class Work:
+    """The least one operation must move and compute."""
+
+    bytes: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.bytes + other.bytes, self.flops + other.flops)
+
+    def seconds(self, gpu: Gpu) -> float:
+        return max(self.bytes / gpu.read, self.flops / gpu.bf16)
+
+    def bound(self, gpu: Gpu) -> str:
+        return "memory" if self.bytes / gpu.read >= self.flops / gpu.bf16 else "compute"
+
+
+def step_work(
+    config: ModelConfig,
+    formats: Mapping[str, str],
+    sequences: int,
+    context: int,
+    *,
+    new: int = 1,
+    logits: int | None = None,
+    kv_dtype: str = "bf16",
+    experts_touched: float | None = None,
+) -> dict[str, Work]:
+    """Work of each operation of `plan.phase.OPERATIONS`, over all layers, in one step of `sequences` x `new` rows.
+
+    `context` is a sequence's length with the new rows. An activation counts where one kernel must hand it to the next
+    even when norm and product, or rope and cache, are one kernel; what can stay inside a kernel is not counted.
+    """
+    c = config
+    rows = sequences * new
+    wanted = sequences if logits is None else logits
+    touched = unique_experts(c, rows) if experts_touched is None else experts_touched
+
+    def weights(role: str) -> float:
+        return _count(c, role) * bytes_per_weight(formats[role])
+
+    first = context - new
+    seen = {
+        "full": sum(range(first + 1, context + 1)),
+        "sliding": sum(min(c.window, at + 1) for at in range(first, context)),
+    }
+    cached = {"full": context, "sliding": min(context, c.window + new - 1)}
+    pairs = sequences * sum(seen[kind] for kind in c.kinds)
+    kv = sequences * sum(cached[kind] for kind in c.kinds) * 2 * c.kv_dim * KV_BYTES[kv_dtype]
+    n = float(c.layers)
+    half, full = 2.0 * rows, 4.0 * rows  # bytes of one column of activations, and of the residual stream
+    return {
+        "embed": Work(rows * c.hidden * 2.0 + full * c.hidden),
+        "attn_norm": Work(n * full * c.hidden),
+        "qkv": Work(n * (weights("qkv") + half * c.qkv_dim), n * 2.0 * rows * c.hidden * c.qkv_dim),
+        "rope": Work(n * half * 2 * c.q_dim),
+        "kv_write": Work(n * rows * 2 * c.kv_dim * (2.0 + KV_BYTES[kv_dtype])),
+        "attention": Work(kv + n * half * 2 * c.q_dim, 4.0 * c.q_dim * pairs),
+        "o": Work(n * (weights("o") + half * c.q_dim + 2 * full * c.hidden), n * 2.0 * rows * c.hidden * c.q_dim),
+        "mlp_norm": Work(n * full * c.hidden),
+        "router": Work(n * (c.experts * c.hidden * 2.0 + half * c.hidden), n * 2.0 * rows * c.hidden * c.experts),
+        "moe": Work(
+            n * (touched / c.experts * (weights("gate_up") + weights("down")) + half * c.hidden + 2 * full * c.hidden),
+            n * 2.0 * rows * c.top_k * 3 * c.hidden * c.intermediate,
+        ),
+        "final_norm": Work(wanted * c.hidden * 4.0),
+        "lm_head": Work(weights("lm_head") + wanted * c.vocab * 4.0, 2.0 * wanted * c.hidden * c.vocab),
+    }
+
+
 def flops_per_token(config: ModelConfig, prompt: int) -> float:
     """Mean matrix operations of one prompt token in a prompt of this length; lm_head is for the last token only."""
     c = config
@@ -126,9 +196,15 @@ class Ceiling:
 
 
 def decode_ceiling(
-    gpu: Gpu, config: ModelConfig, formats: Mapping[str, str], context: int, batch: int = 1, kv_dtype: str = "bf16"
+    gpu: Gpu,
+    config: ModelConfig,
+    formats: Mapping[str, str],
+    context: int,
+    batch: int = 1,
+    kv_dtype: str = "bf16",
+    experts_touched: float | None = None,
 ) -> Ceiling:
-    traffic = decode_traffic(config, formats, context, batch, kv_dtype)
+    traffic = decode_traffic(config, formats, context, batch, kv_dtype, experts_touched)
     return Ceiling(batch * gpu.read / traffic.total, "memory", traffic.total, 0.0)
 
 

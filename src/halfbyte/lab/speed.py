@@ -1,0 +1,194 @@
+"""Prefill and decode of a model on a CUDA device, timed over full-size random caches: the figures of bench/gpu.py.
+
+Every run uses other random tokens, every sequence pages of its own, and the experts that a step really touches are
+counted from the router's choices. A figure above its own ceiling is marked invalid. Knows no requests: what a client
+sees (time to first token under load) is measured in `serving.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.engine.graphs import DecodeGraph
+from halfbyte.lab.bench import device_roof
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.plan.plan import Bound
+from halfbyte.plan.step import REGIMES, Step
+from halfbyte.roofline import decode_ceiling, prefill_ceiling, unique_experts
+
+RUNS = 4  # the first warms up
+
+
+def random_tokens(model: GptOss, n: int, seed: int) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab, (n,), generator=g, dtype=torch.int32)
+
+
+def device_us(work: Callable[[], object], count: int) -> float:
+    """Microseconds of one `work` on the stream, by events around `count` of them."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(count):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / count
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A pool with random keys and values in every page, and the block tables of its sequences."""
+
+    sliding: Tensor
+    full: Tensor
+
+    @property
+    def blocks(self) -> int:
+        return int(self.full.shape[1])
+
+    @property
+    def tables(self) -> dict[str, Tensor]:
+        return {"sliding": self.sliding, "full": self.full}
+
+
+def fill(model: GptOss, sequences: int, most: int) -> Cache:
+    """Room for `sequences` of up to `most` tokens each; replaces the model's pool."""
+    blocks = -(-most // model.spec.page_size)
+    model._pool = None  # the old pool must go before the new one comes
+    pool = model.allocate_kv(1 + 2 * sequences * blocks)
+    g = torch.Generator(device=model.device).manual_seed(0)
+    for part in torch.split(pool, 64):
+        part.copy_((torch.randn(part.shape, generator=g, device=model.device) * 0.5).to(part.dtype))
+    pages = torch.arange(1, 1 + 2 * sequences * blocks, dtype=torch.int32, device=model.device)
+    both = pages.view(2, sequences, blocks)
+    return Cache(both[0].contiguous(), both[1].contiguous())
+
+
+def decode_step(model: GptOss, cache: Cache, context: int, seed: int) -> Step:
+    """One row of every sequence of the cache, at the end of its context."""
+    rows = cache.full.shape[0]
+
+    def ints(value: int) -> Tensor:
+        return torch.full((rows,), value, dtype=torch.int32, device=model.device)
+
+    each = torch.arange(rows + 1, dtype=torch.int32, device=model.device)
+    return Step(
+        tokens=random_tokens(model, rows, seed).to(model.device), positions=ints(context), query_start=each,
+        kv_lens=ints(context + 1), row_sequence=each[:rows].clone(), block_tables=cache.tables,
+        logit_rows=each[:rows].clone(), max_kv_len=cache.blocks * model.spec.page_size,
+    )  # fmt: skip
+
+
+def prefill_step(model: GptOss, cache: Cache, ids: Tensor, start: int) -> Step:
+    """Some rows of the cache's first sequence, from `start` on; logits of the last."""
+    n, device = ids.shape[0], model.device
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return Step(
+        tokens=ids.to(device), positions=torch.arange(start, start + n, dtype=torch.int32, device=device),
+        query_start=ints(0, n), kv_lens=ints(start + n),
+        row_sequence=torch.zeros(n, dtype=torch.int32, device=device),
+        block_tables={kind: table[:1] for kind, table in cache.tables.items()},
+        logit_rows=ints(n - 1), max_kv_len=start + n,
+    )  # fmt: skip
+
+
+def with_router(model: GptOss, step: Step) -> tuple[str, list[Bound]] | None:
+    """The launches of the step's regime, or of the next one, whose router leaves its choices where they can be read."""
+    wanted = [step.regime, *(r for r in REGIMES if REGIMES.index(r) > REGIMES.index(step.regime))]
+    for regime in wanted:
+        bound = model.plan.bound[regime]
+        if any(b.phase.covers[-1] == "router" for b in bound):
+            return regime, bound
+    return None
+
+
+def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
+    """Distinct experts per layer that the rows of this step choose, counted on the device; and whose router chose.
+
+    A kernel that runs a whole step keeps its choices to itself; then the same rows run through the phases of the next
+    regime, whose router reads the same weights. None where no phase shows its choices."""
+    found = with_router(model, step)
+    if found is None:
+        return None
+    regime, bound = found
+    acts: dict[str, Tensor] = {}
+    counts: list[Tensor] = []
+    for b in bound:
+        b.launch(step, acts)
+        if b.phase.covers[-1] == "router":
+            seen = torch.zeros(model.config.experts, dtype=torch.int32, device=model.device)
+            seen[acts["topk_ids"].long().flatten()] = 1
+            counts.append(seen.sum())
+    return statistics.fmean(torch.stack(counts).tolist()), f"router of {regime}"
+
+
+def decode(model: GptOss, rows: int, context: int, count: int = 128) -> dict[str, Any]:
+    """tg`count` at `context`, one row of each of `rows` sequences, through the plan and a CUDA graph."""
+    cache = fill(model, rows, context + count + 64)
+    touched = experts_touched(model, decode_step(model, cache, context, 99))
+    graph = DecodeGraph(model, rows, cache.blocks, feed_back=True)
+    graph.capture()
+    for kind, table in cache.tables.items():
+        graph.step.block_tables[kind].copy_(table)
+    times, seen = [], []
+    for run in range(RUNS):
+        graph.step.tokens.copy_(random_tokens(model, rows, run))
+        graph.step.positions.fill_(context)
+        graph.step.kv_lens.fill_(context + 1)
+        graph.replay()
+        times.append(device_us(graph.replay, count - 1))
+        seen.append(len(set(graph.step.tokens.tolist())))
+    assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
+    us = statistics.median(times[1:])
+    ceiling = decode_ceiling(
+        device_roof(model.device), model.config, model.spec.formats, context + count // 2, rows, model.spec.kv_dtype,
+        None if touched is None else touched[0],
+    ).tokens_per_second  # fmt: skip
+    rate = rows * 1e6 / us
+    return {
+        "test": f"tg{count} @ {context}, c={rows}", "tokens_per_s": rate, "us_per_step": us,
+        "spread_us": max(times[1:]) - min(times[1:]), "ceiling": ceiling, "share": rate / ceiling,
+        "distinct_tokens": min(seen), "valid": rate < ceiling,
+        "experts_per_layer": None if touched is None else touched[0],
+        "experts_from": "not visible" if touched is None else touched[1],
+        "experts_expected": unique_experts(model.config, rows),
+    }  # fmt: skip
+
+
+def prefill(model: GptOss, n: int, chunk: int, depth: int = 0) -> dict[str, Any]:
+    """pp`n` with `depth` tokens in the cache; the time ends when the first token is on the host."""
+    cache = fill(model, 1, depth + n)
+    times = []
+    touched: tuple[float, str] | None = None
+    for run in range(RUNS):
+        ids = random_tokens(model, n, run)
+        steps = [prefill_step(model, cache, ids[at : at + chunk], depth + at) for at in range(0, n, chunk)]
+        if run == 0:
+            touched = experts_touched(model, steps[0])
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for step in steps:
+            logits = model.forward(step)
+        int(logits[0].argmax())
+        times.append(time.perf_counter() - start)
+    assert bool(torch.isfinite(logits).all()), "the logits are not numbers"
+    seconds = statistics.median(times[1:])
+    roof = prefill_ceiling(device_roof(model.device), model.config, model.spec.formats, n, depth)
+    rate = n / seconds
+    return {
+        "test": f"pp{n}" + (f" @ {depth}" if depth else ""), "chunk": chunk, "tokens_per_s": rate,
+        "ttft_ms": seconds * 1e3, "spread_ms": (max(times[1:]) - min(times[1:])) * 1e3,
+        "ceiling": roof.tokens_per_second, "bound": roof.bound, "share": rate / roof.tokens_per_second,
+        "valid": rate < roof.tokens_per_second, "experts_per_layer": None if touched is None else touched[0],
+    }  # fmt: skip

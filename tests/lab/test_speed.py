@@ -1,0 +1,71 @@
+"""The parts of the GPU measurements that need no GPU: steps, counted experts, the engine under load, work and rates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfbyte.lab import isolate, serving, speed
+from halfbyte.model import ready
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.solo import Solo
+from halfbyte.roofline import GPUS, Work
+
+
+@pytest.fixture(scope="module")
+def model() -> GptOss:
+    return ready.load(ready.resolve(None))
+
+
+def test_experts_are_counted_from_the_routers_choices(model: GptOss) -> None:
+    cache = speed.fill(model, 3, 128)
+    step = speed.decode_step(model, cache, 100, 5)
+    found = speed.experts_touched(model, step)
+    assert found is not None
+    counted, where = found
+    assert where == "router of decode"
+    acts: dict[str, torch.Tensor] = {}
+    each = []
+    for b in model.plan.bound["decode"]:
+        b.launch(step, acts)
+        if "router" in b.phase.covers:
+            each.append(len(set(acts["topk_ids"].flatten().tolist())))
+    assert counted == pytest.approx(sum(each) / len(each))
+    assert model.config.top_k <= counted <= 3 * model.config.top_k
+
+
+def test_prefill_steps_are_the_prompt(model: GptOss) -> None:
+    """Chunks over a filled cache give the logits of the prompt fed in one go."""
+    cache = speed.fill(model, 1, 128)
+    ids = speed.random_tokens(model, 70, 1)
+    for at in range(0, 70, 32):
+        logits = model.forward(speed.prefill_step(model, cache, ids[at : at + 32], at))
+    assert torch.equal(logits, Solo(model, 128).feed(ids.tolist()))
+
+
+def test_every_stream_has_pages_of_its_own(model: GptOss) -> None:
+    cache = speed.fill(model, 4, 200)
+    pages = torch.cat((cache.sliding, cache.full)).flatten().tolist()
+    assert len(set(pages)) == len(pages)
+    assert 0 not in pages
+
+
+def test_the_engine_serves_every_request_whole(model: GptOss) -> None:
+    found = serving.serve(model, ready.tokenizer_of(ready.resolve(None)), 3, 20, 5, rounds=2)
+    assert found["requests"] == 6
+    assert 0 < found["ttft_p50_ms"] <= found["ttft_p99_ms"]
+    assert found["tokens_per_s"] > 0
+
+
+def test_percentiles() -> None:
+    assert serving.percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert serving.percentile(list(map(float, range(1, 201))), 99) == 198.0
+    assert serving.percentile([7.0], 99) == 7.0
+
+
+def test_rate_names_the_bound() -> None:
+    gpu = GPUS["h200"]
+    found = isolate.rate(Work(bytes=4.5e12, flops=1e12), 2.0, gpu)
+    assert found["bound"] == "memory"
+    assert found["share"] == pytest.approx(0.5)
+    assert isolate.rate(Work(bytes=1.0, flops=790e12), 4.0, gpu)["share"] == pytest.approx(0.25)
