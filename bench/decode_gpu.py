@@ -31,6 +31,7 @@ from halfbyte.formats import tile16  # noqa: E402
 from halfbyte.kernels.cuda import twin  # noqa: E402
 from halfbyte.kernels.cuda.step import DecodeStep, Gpu, StepLayer, StepShape, StepWeights, tile_router  # noqa: E402
 from halfbyte.kernels.launch import compile_program  # noqa: E402
+from halfbyte.lab import steptrace  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.rope import rope_table, yarn_frequencies  # noqa: E402
 
@@ -218,68 +219,11 @@ def bytes_read(s: StepShape, context: int, experts: float = 4.0) -> float:
     return s.layers * (dense + moe + kv) + s.vocab * s.hidden * per[s.lm_head]
 
 
-PHASES = ("qkv", "attention", "o", "gate_up", "down", "head")
-MARKS = ("start", "x", "sums", "done")
-
-
 def phases(b: Bench, s: StepShape, context: int) -> dict[str, Any]:
-    """Where a step's time goes, by clocks read inside the kernel, brought to one time by the global timer.
-
-    Per kind of layer, phase and mark: first, mean and last block, in microseconds after the last block had finished
-    the layer before."""
+    """Where a step's time goes, by clocks read inside the kernel: see `halfbyte.lab.steptrace`."""
     d = b.step(replace(s, trace=True))
     place(d, context)
-    assert d.trace is not None
-    for _ in range(3):
-        d.run()
-    d.trace.zero_()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    d.run()
-    end.record()
-    torch.cuda.synchronize()
-    t = d.trace.double().cpu()
-    clock, timer = t[:, :-1, 0], t[:, :-1, 31]
-    rate = float(((clock[:, -1] - clock[:, 0]) / (timer[:, -1] - timer[:, 0])).median())  # clocks per nanosecond
-    offset = (timer - clock / rate).median(1).values
-    at = t[:, :, :24].view(*t.shape[:2], 6, 4)
-    at = torch.where(at > 0, (at / rate + offset[:, None, None, None]) / 1000, torch.nan)
-    ends = _over(at[:, :-1, 4, 3], max)  # of layers
-    out: dict[str, Any] = {"us": start.elapsed_time(end) * 1000, "clock_ghz": rate, "layers": {}}
-    for kind, first in (("sliding", 2), ("full", 3)):
-        table = {}
-        for i, phase in enumerate(PHASES[:5]):
-            for j, mark in enumerate(MARKS):
-                rows = at[:, first:-1:2, i, j] - ends[first - 1 : -1 : 2][: at[:, first:-1:2].shape[1]]
-                table[f"{phase} {mark}"] = [
-                    round(float(torch.nanmean(_over(rows, f))), 2) for f in (min, statistics.mean, max)
-                ]
-        out["layers"][kind] = table
-        out["layers"][kind]["layer"] = round(
-            float((ends[first::2] - ends[first - 1 : -1 : 2][: len(ends[first::2])]).mean()), 2
-        )
-    out["head"] = {m: round(float(torch.nan_to_num(at[:, -1, 5, j] - ends[-1]).max()), 2) for j, m in enumerate(MARKS)}
-    return out
-
-
-def _over(rows: Tensor, f: Any) -> Tensor:
-    """f over the blocks that have a value."""
-    columns = []
-    for column in rows.T:
-        known = [float(v) for v in column if v == v]
-        columns.append(f(known) if known else float("nan"))
-    return torch.tensor(columns, dtype=torch.float64)
-
-
-def show_phases(found: dict[str, Any]) -> None:
-    kinds = found["layers"]
-    print(f"step {found['us']:.1f} us at {found['clock_ghz']:.3f} GHz; head {found['head']}")
-    print("us after the last layer's end: first, mean and last block; sliding | full")
-    for key in next(iter(kinds.values())):
-        if key != "layer":
-            print(f"  {key:18}", " | ".join("{:7.2f} {:7.2f} {:7.2f}".format(*kinds[k][key]) for k in kinds))
-    print("  layer", {k: kinds[k]["layer"] for k in kinds}, flush=True)
+    return steptrace.trace(d)
 
 
 def build(shape: StepShape) -> float:
@@ -374,7 +318,7 @@ def main() -> int:
                 if r == 1 and not a.no_trace:
                     row = {"model": model, "formats": formats, "context": 2048, "phases": phases(b, s, 2048)}
                     result["rows"].append(row)
-                    show_phases(row["phases"])
+                    print("\n".join(steptrace.lines(row["phases"])), flush=True)
             if formats == a.formats.split(",")[0] and model == a.models.split(",")[0]:
                 for v in variants:
                     d = b.step(replace(shape_of(model, formats), **v))
