@@ -139,6 +139,24 @@ class Kernel:
         _ok(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), f"launch {self._entry}")
 
 
+def tensor_map(rows: torch.Tensor, box: tuple[int, int]) -> ctypes.Array[ctypes.c_uint64]:
+    """How the copy engine sees a matrix of bf16 rows of 128 bytes: in pieces of `box`, swizzled as wgmma reads them."""
+    driver = _driver()
+    height, width = rows.shape
+    made = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rows.data_ptr(),
+        [driver.cuuint64_t(width), driver.cuuint64_t(height)], [driver.cuuint64_t(rows.stride(0) * 2)],
+        [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])], [driver.cuuint32_t(1)] * 2,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    found = (ctypes.c_uint64 * 16)()
+    ctypes.memmove(found, _ok(made, "map a matrix for the copy engine")[0].getPtr(), 128)
+    return found
+
+
 def _ok(result: Sequence[Any], what: str) -> tuple[Any, ...]:
     status, *values = result
     if int(status):

@@ -1,0 +1,151 @@
+"""Attention of whole prompts on an SM90 GPU: flash.cu checked against float32, then timed beside the Triton phase.
+
+    python bench/flash_gpu.py [--json FILE] [--variants]
+
+gpt-oss-120b's heads (64 queries, 8 keys, 64 dims), sinks, pages in random order, random keys and values; full layers and
+sliding ones. A case that is out of its bound has no time. Rates count the products of visible pairs only and stand
+beside the chip's measured bf16 rate. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from halfbyte.kernels.cuda.flash import FULL, SLIDING, Build, attend, encode_pages  # noqa: E402
+from halfbyte.kernels.prove import default_spec  # noqa: E402
+from halfbyte.kernels.triton.attention import PrefillAttention  # noqa: E402
+from halfbyte.ops.attention import attend as attend_reference  # noqa: E402
+from halfbyte.ops.attention import gather_kv  # noqa: E402
+from halfbyte.plan.phase import Binding  # noqa: E402
+from halfbyte.plan.step import Step  # noqa: E402
+
+BF16 = 790e12  # operations a second that this kind of GPU reaches on large products
+BOUND = 6e-3
+HEADS, KV_HEADS, DIM, PAGE, WINDOW = 64, 8, 64, 64, 128
+CASES = [(512, 0), (2048, 0), (8192, 0), (2048, 8192), (2048, 30720)]  # new tokens, tokens in the cache
+
+
+def make(rows: int, past: int) -> tuple[Step, Tensor, Tensor, Tensor]:
+    g = torch.Generator(device="cuda").manual_seed(rows + past)
+    blocks = -(-(rows + past) // PAGE)
+    pool = torch.randn((blocks + 1, 2, 2, KV_HEADS, PAGE, DIM), generator=g, device="cuda").bfloat16()
+    table = (torch.randperm(blocks, generator=g, device="cuda") + 1).to(torch.int32)[None]
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    step = Step(
+        tokens=torch.zeros(rows, dtype=torch.int32, device="cuda"),
+        positions=torch.arange(past, past + rows, dtype=torch.int32, device="cuda"),
+        query_start=ints(0, rows), kv_lens=ints(past + rows),
+        row_sequence=torch.zeros(rows, dtype=torch.int32, device="cuda"), block_tables={"full": table, "sliding": table},
+        logit_rows=ints(rows - 1), max_kv_len=past + rows,
+    )  # fmt: skip
+    q = (torch.randn((rows, HEADS, DIM), generator=g, device="cuda") * 1.5).bfloat16()
+    return step, pool, q, torch.randn(HEADS, generator=g, device="cuda").bfloat16()
+
+
+def error(got: Tensor, step: Step, pool: Tensor, q: Tensor, sinks: Tensor, window: int) -> float:
+    """Relative, over 256 rows from all over the prompt."""
+    rows = torch.linspace(0, q.shape[0] - 1, 256, device="cuda").long()
+    k, v = gather_kv(pool, 1, step.block_tables["full"][0], int(step.kv_lens[0]))
+    want = attend_reference(q[rows].float(), k, v, step.positions[rows], sinks.float(), window or None, DIM**-0.5)
+    return float((got[rows].float() - want.flatten(1)).norm() / want.norm())
+
+
+def timed(f: Any) -> tuple[float, float]:
+    """Median and spread in microseconds."""
+    f()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(4):
+            f()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 250)
+    return statistics.median(times), max(times) - min(times)
+
+
+def triton(pool: Tensor, sinks: Tensor, kind: str) -> Any:
+    spec = default_spec(dense="mxfp4")
+    binding = Binding(spec, SimpleNamespace(sinks=sinks), kind, 1, (torch.empty(0), 1.0), lambda: pool)
+    return PrefillAttention().bind(binding)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", action="store_true", help="other builds too")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    rows: list[dict[str, Any]] = []
+    for new, past in CASES:
+        step, pool, q, sinks = make(new, past)
+        pages = encode_pages(pool)
+        for kind, window, builds in (("full", 0, [FULL]), ("sliding", WINDOW, [SLIDING])):
+            if args.variants:
+                builds = builds + (
+                    [Build(2, 6, 1), Build(3, 3, 1), Build(1, 4, 2)] if not window else [Build(2, 4, 1), Build(3, 4, 1)]
+                )
+            seen = step.positions.long() + 1
+            pairs = float((seen.clamp(max=window) if window else seen).sum()) * HEADS
+            acts: dict[str, Any] = {"q": q}
+            other = triton(pool, sinks, kind)
+
+            def run_triton() -> Tensor:
+                other(step, acts)
+                return acts["attn"]
+
+            named: list[tuple[str, Any]] = [("triton", run_triton)]
+            for b in builds:
+                named.append(
+                    (
+                        f"flash {b.groups}x{b.stages}x{b.blocks}",
+                        lambda b=b: attend(b, q, pool, 1, step, kind, sinks, window, pages=pages),
+                    )
+                )
+            for name, f in named:
+                wrong = error(f(), step, pool, q, sinks, window)
+                same = torch.equal(f(), f())
+                row: dict[str, Any] = {
+                    "kernel": name,
+                    "kind": kind,
+                    "rows": new,
+                    "past": past,
+                    "error": wrong,
+                    "repeats": same,
+                }
+                if wrong < BOUND and same:
+                    us, spread = timed(f)
+                    rate = pairs * 4 * DIM / us * 1e6
+                    row |= {"us": us, "spread_us": spread, "tflop_s": rate / 1e12, "share": rate / BF16}
+                print(row, flush=True)
+                rows.append(row)
+    result = {
+        "bench": "flash_gpu", "gpu": torch.cuda.get_device_name(), "sources": FULL.program().hash(),
+        "date": time.strftime("%Y-%m-%d"), "rows": rows,
+    }  # fmt: skip
+    text = json.dumps(result)
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

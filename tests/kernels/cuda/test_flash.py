@@ -1,0 +1,145 @@
+"""Attention of whole prompts, through the emulator, against the specification: boundaries, sinks, ragged batches."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from grouped_emulator import build
+
+from halfbyte.kernels.cuda.flash import FULL, SLIDING, Build, FlashArgs, FlashAttention, attend
+from halfbyte.ops import attention as reference
+from halfbyte.plan.step import Step
+
+HEADS, KV_HEADS, DIM, PAGE = 16, 2, 64, 64
+BOUND = 4e-3  # weights are rounded to bf16 for the product
+
+
+def emulated(b: Build, args: FlashArgs) -> None:
+    build(b.program()).hb_flash(ctypes.byref(args), 7)
+
+
+def case(lengths: Sequence[tuple[int, int]], seed: int = 0) -> tuple[Step, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(cached, new) tokens of each sequence; the pool has NaN wherever nothing was written."""
+    g = torch.Generator().manual_seed(seed)
+    rows = sum(n for _, n in lengths)
+    blocks = max(-(-(c + n) // PAGE) for c, n in lengths)
+    pages = torch.randperm(len(lengths) * blocks, generator=g).view(len(lengths), blocks).to(torch.int32) + 1
+    pool = torch.full((len(lengths) * blocks + 1, 3, 2, KV_HEADS, PAGE, DIM), torch.nan).bfloat16()
+    for s, (c, n) in enumerate(lengths):
+        for at in range(c + n):
+            pool[pages[s, at // PAGE], 1, :, :, at % PAGE] = torch.randn((2, KV_HEADS, DIM), generator=g).bfloat16()
+    starts = torch.tensor([0, *torch.tensor([n for _, n in lengths]).cumsum(0)], dtype=torch.int32)
+    step = Step(
+        tokens=torch.zeros(rows, dtype=torch.int32),
+        positions=torch.cat([torch.arange(c, c + n, dtype=torch.int32) for c, n in lengths]),
+        query_start=starts,
+        kv_lens=torch.tensor([c + n for c, n in lengths], dtype=torch.int32),
+        row_sequence=torch.cat([torch.full((n,), i, dtype=torch.int32) for i, (_, n) in enumerate(lengths)]),
+        block_tables={"full": pages, "sliding": pages},
+        logit_rows=starts[1:] - 1,
+        max_kv_len=max(c + n for c, n in lengths),
+    )
+    q = (torch.randn((rows, HEADS, DIM), generator=g) * 2).bfloat16()
+    return step, pool, q, torch.randn(HEADS, generator=g).bfloat16()
+
+
+def run(
+    b: Build, step: Step, pool: torch.Tensor, q: torch.Tensor, sinks: torch.Tensor | None, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pages = (ctypes.c_uint64 * 16)(pool.data_ptr())
+    got = attend(b, q, pool, 1, step, "full", sinks, window, pages=pages, run=emulated).float()
+    want = torch.empty_like(got).view(q.shape)
+    for s in range(step.sequences):
+        mine = slice(int(step.query_start[s]), int(step.query_start[s + 1]))
+        k, v = reference.gather_kv(pool, 1, step.block_tables["full"][s], int(step.kv_lens[s]))
+        positions = step.positions[mine]
+        want[mine] = reference.attend(
+            q[mine].float(), k, v, positions, None if sinks is None else sinks.float(), window or None, DIM**-0.5
+        )
+    return got, want.view(got.shape)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, bound: float = BOUND) -> None:
+    assert torch.isfinite(got).all()
+    assert float((got - want).norm() / want.norm()) < bound
+
+
+@pytest.mark.parametrize("b", [FULL, SLIDING, Build(2, 2, 1)], ids=str)
+def test_mirrored_structs(b: Build) -> None:
+    library = build(b.program())
+    sizes = [library.hb_flash_size(i) for i in range(3)]
+    assert sizes == [ctypes.sizeof(FlashArgs), b.shared_bytes, b.threads]
+    assert b.shared_bytes * b.blocks <= 232_448 - 1024 * b.blocks
+
+
+CASES = [
+    [(0, 1)],  # the first token of all
+    [(0, 70)],
+    [(0, 1), (126, 5), (40, 30), (250, 3)],  # ragged, chunks, single rows
+    [(63, 2), (64, 9), (127, 25)],  # over page, window and tile boundaries
+]
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("lengths", CASES, ids=str)
+@pytest.mark.parametrize("b", [FULL, SLIDING, Build(2, 2, 1)], ids=str)
+def test_attention(b: Build, lengths: Sequence[tuple[int, int]], window: int) -> None:
+    step, pool, q, sinks = case(lengths)
+    close(*run(b, step, pool, q, sinks, window))
+
+
+@pytest.mark.parametrize("sink", [-1e4, -60.0, 60.0, 1e4, float("-inf")])
+def test_extreme_sinks(sink: float) -> None:
+    """A huge sink takes everything, a tiny one nothing; neither makes a NaN."""
+    step, pool, q, sinks = case([(70, 2)])
+    sinks[:8] = sink
+    got, want = run(FULL, step, pool, q, sinks, 0)
+    close(got, want)
+    if sink > 0:
+        assert float(got[:, : 8 * DIM].abs().max()) < 1e-6
+    close(*run(FULL, step, pool, q, sinks.float(), 0))
+
+
+def test_dropping_the_sinks_is_noticed() -> None:
+    step, pool, q, sinks = case([(70, 3)])
+    sinks = sinks + 5
+    without, _ = run(FULL, step, pool, q, None, 0)
+    _, want = run(FULL, step, pool, q, sinks, 0)
+    with pytest.raises(AssertionError):
+        close(without, want, 10 * BOUND)
+    close(without, run(FULL, step, pool, q, None, 0)[1])
+
+
+def test_maxima_that_grow_late_and_far() -> None:
+    """Scores that rise from page to page move the reference maximum, and early sums must follow it."""
+    step, pool, q, sinks = case([(0, 330)])
+    for block, page in enumerate(step.block_tables["full"][0].tolist()):
+        pool[page, 1, 0] *= 0.2 + 3 * block
+    close(*run(FULL, step, pool, q, sinks, 0))
+
+
+def test_a_row_does_not_depend_on_its_tile() -> None:
+    """The same sequence in one chunk, in two, and beside others: the same bits."""
+    step, pool, q, sinks = case([(0, 90)])
+    whole, _ = run(FULL, step, pool, q, sinks, 128)
+    for first in (1, 37, 64):
+        part, _, _, _ = case([(first, 90 - first)])
+        part = dataclasses.replace(part, block_tables=step.block_tables)
+        got, _ = run(SLIDING, part, pool, q[first:].contiguous(), sinks, 128)
+        assert torch.equal(got, whole[first:])
+
+
+def test_refuses_what_it_cannot_read() -> None:
+    from halfbyte.gates import Gates
+    from halfbyte.kernels.prove import default_spec
+    from halfbyte.plan.phase import ARCHES
+
+    phase, gates = FlashAttention(), Gates()
+    assert phase.refuse(default_spec(), ARCHES["sm90"], gates) is None
+    assert "sm90" in str(phase.refuse(default_spec(), ARCHES["sm120"], gates))
+    assert "fp8" in str(phase.refuse(default_spec(kv="fp8"), ARCHES["sm90"], gates))
+    assert "another format" in str(phase.refuse(default_spec(dense="mxfp4", activation="mxfp8"), ARCHES["sm90"], gates))
