@@ -2,8 +2,8 @@
 
     python bench/flash_gpu.py [--json FILE] [--variants]
 
-gpt-oss-120b's heads (64 queries, 8 keys, 64 dims), sinks, pages in random order, random keys and values; full layers and
-sliding ones. A case that is out of its bound has no time. Rates count the products of visible pairs only and stand
+gpt-oss-120b's heads (64 queries, 8 keys, 64 dims), sinks, pages in random order, random keys and values; full and
+sliding layers. A case that is out of its bound has no time. Rates count the products of visible pairs only and stand
 beside the chip's measured bf16 rate. The last line is JSON.
 """
 
@@ -14,6 +14,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +36,7 @@ from halfbyte.plan.step import Step  # noqa: E402
 
 BF16 = 790e12  # operations a second that this kind of GPU reaches on large products
 BOUND = 6e-3
+FEATURES = {"attention": frozenset({"sinks", "window", "gqa"})}
 HEADS, KV_HEADS, DIM, PAGE, WINDOW = 64, 8, 64, 64, 128
 CASES = [(512, 0), (2048, 0), (8192, 0), (2048, 8192), (2048, 30720)]  # new tokens, tokens in the cache
 
@@ -50,8 +53,8 @@ def make(rows: int, past: int) -> tuple[Step, Tensor, Tensor, Tensor]:
     step = Step(
         tokens=torch.zeros(rows, dtype=torch.int32, device="cuda"),
         positions=torch.arange(past, past + rows, dtype=torch.int32, device="cuda"),
-        query_start=ints(0, rows), kv_lens=ints(past + rows),
-        row_sequence=torch.zeros(rows, dtype=torch.int32, device="cuda"), block_tables={"full": table, "sliding": table},
+        query_start=ints(0, rows), kv_lens=ints(past + rows), block_tables={"full": table, "sliding": table},
+        row_sequence=torch.zeros(rows, dtype=torch.int32, device="cuda"),
         logit_rows=ints(rows - 1), max_kv_len=past + rows,
     )  # fmt: skip
     q = (torch.randn((rows, HEADS, DIM), generator=g, device="cuda") * 1.5).bfloat16()
@@ -82,10 +85,24 @@ def timed(f: Any) -> tuple[float, float]:
     return statistics.median(times), max(times) - min(times)
 
 
-def triton(pool: Tensor, sinks: Tensor, kind: str) -> Any:
-    spec = default_spec(dense="mxfp4")
-    binding = Binding(spec, SimpleNamespace(sinks=sinks), kind, 1, (torch.empty(0), 1.0), lambda: pool)
-    return PrefillAttention().bind(binding)
+def kernels(
+    step: Step, pool: Tensor, q: Tensor, sinks: Tensor, kind: str, builds: list[Build]
+) -> dict[str, Callable[[], Tensor]]:
+    window = WINDOW if kind == "sliding" else 0
+    binding = Binding(default_spec(dense="mxfp4"), SimpleNamespace(sinks=sinks), kind, 1, (sinks, 1.0), lambda: pool)
+    launch = PrefillAttention().bind(replace(binding, spec=replace(binding.spec, features=FEATURES)))
+    pages = encode_pages(pool)
+
+    def triton() -> Tensor:
+        acts: dict[str, Any] = {"q": q}
+        launch(step, acts)
+        found: Tensor = acts["attn"]
+        return found
+
+    def flash(b: Build) -> Callable[[], Tensor]:
+        return lambda: attend(b, q, pool, 1, step, kind, sinks, window, pages=pages)
+
+    return {"triton": triton} | {f"flash {b.groups}x{b.stages}x{b.blocks}": flash(b) for b in builds}
 
 
 def main() -> None:
@@ -95,42 +112,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     rows: list[dict[str, Any]] = []
+    builds = {"full": [FULL], "sliding": [SLIDING]}
+    if args.variants:
+        builds["full"] += [Build(2, 6, 1), Build(3, 3, 1), Build(1, 4, 2)]
+        builds["sliding"] += [Build(2, 4, 1), Build(3, 4, 1)]
     for new, past in CASES:
         step, pool, q, sinks = make(new, past)
-        pages = encode_pages(pool)
-        for kind, window, builds in (("full", 0, [FULL]), ("sliding", WINDOW, [SLIDING])):
-            if args.variants:
-                builds = builds + (
-                    [Build(2, 6, 1), Build(3, 3, 1), Build(1, 4, 2)] if not window else [Build(2, 4, 1), Build(3, 4, 1)]
-                )
+        for kind, window in (("full", 0), ("sliding", WINDOW)):
             seen = step.positions.long() + 1
             pairs = float((seen.clamp(max=window) if window else seen).sum()) * HEADS
-            acts: dict[str, Any] = {"q": q}
-            other = triton(pool, sinks, kind)
-
-            def run_triton() -> Tensor:
-                other(step, acts)
-                return acts["attn"]
-
-            named: list[tuple[str, Any]] = [("triton", run_triton)]
-            for b in builds:
-                named.append(
-                    (
-                        f"flash {b.groups}x{b.stages}x{b.blocks}",
-                        lambda b=b: attend(b, q, pool, 1, step, kind, sinks, window, pages=pages),
-                    )
-                )
-            for name, f in named:
-                wrong = error(f(), step, pool, q, sinks, window)
-                same = torch.equal(f(), f())
-                row: dict[str, Any] = {
-                    "kernel": name,
-                    "kind": kind,
-                    "rows": new,
-                    "past": past,
-                    "error": wrong,
-                    "repeats": same,
-                }
+            for name, f in kernels(step, pool, q, sinks, kind, builds[kind]).items():
+                wrong, same = error(f(), step, pool, q, sinks, window), torch.equal(f(), f())
+                row: dict[str, Any] = {"kernel": name, "kind": kind, "rows": new, "past": past}
+                row |= {"error": wrong, "repeats": same}
                 if wrong < BOUND and same:
                     us, spread = timed(f)
                     rate = pairs * 4 * DIM / us * 1e6
