@@ -143,9 +143,18 @@ def story(rng: Random, frame: Frame) -> Problem:
     return answered("story", question.format(**filled), frame, thoughts, answer.format(**filled), str(value))
 
 
-def lists(rng: Random, frame: Frame) -> Problem:
-    """Sort, reverse, count, largest, smallest, the n-th item, running sum."""
-    what = rng.choice(("sort", "sort", "reverse", "count", "largest", "smallest", "nth", "sum"))
+def insertion_steps(values: list[str], down: bool) -> str:
+    """Sorting by insertion: each number, then the sorted list with it. A step compares it with one neighbour at a time."""
+    kept, trail = values[:1], [f"start with {values[0]}"]
+    for v in values[1:]:
+        kept = sorted([*kept, v], key=int, reverse=down)
+        trail.append(f"{v}: {' '.join(kept)}")
+    return ", ".join(trail)
+
+
+def lists(rng: Random, frame: Frame, what: str | None = None) -> Problem:
+    """Sort, reverse, count, largest, smallest, the n-th item, running sum; `what` names one of them."""
+    what = what or rng.choice(("sort", "sort", "reverse", "count", "largest", "smallest", "nth", "sum"))
     if what in ("sort", "largest", "smallest"):
         values = [str(v) for v in rng.sample(range(1, 100), rng.randint(3, 7))]
     elif what == "sum":
@@ -160,13 +169,13 @@ def lists(rng: Random, frame: Frame) -> Problem:
         question = rng.choice(
             (f"Sort these numbers from {order}: {shown}", f"Put these numbers in order from {order}: {shown}.")
         )
-        steps = (
-            f"The {'largest' if down else 'smallest'} is {ordered[0]}, "
-            + ", ".join(f"then {v}" for v in ordered[1:])
-            + "."
-        )
+        trace = insertion_steps(values, down)
         text = ", ".join(ordered)
-        thoughts = (f"Sort from {order}.", steps, f"The list is {shown}. {steps} That is {len(values)} numbers.")
+        thoughts = (
+            f"{trace}.",
+            f"Insert one by one: {trace}.",
+            f"Insert one by one: {trace}. That is {len(values)} numbers.",
+        )
         return answered("lists", question, frame, thoughts, f"Sorted: {text}.", text)
     if what == "reverse":
         text = ", ".join(reversed(values))
@@ -295,11 +304,14 @@ def letters(rng: Random, frame: Frame) -> Problem:
     )
 
 
-def repeat(rng: Random, frame: Frame) -> Problem:
-    """Say the same words again: the plainest use of attention, and the best case of a drafter that looks back."""
+def repeat(rng: Random, frame: Frame, invented: float = 0.2) -> Problem:
+    """Say the same words again: the plainest use of attention, and the best case of a drafter that looks back.
+
+    `invented` is the share of words that nobody has seen before.
+    """
     pool = words.THINGS + words.ITEMS + words.COLORS + words.NAMES
     size = rng.randint(2, 12) if rng.random() < 0.6 else rng.randint(12, 60)
-    text = " ".join(words.invented(rng).lower() if rng.random() < 0.2 else rng.choice(pool) for _ in range(size))
+    text = " ".join(words.invented(rng).lower() if rng.random() < invented else rng.choice(pool) for _ in range(size))
     question = rng.choice(
         ("Repeat after me: {t}", "Repeat these words: {t}", "Say this again: {t}", "Copy this text: {t}")
     )
