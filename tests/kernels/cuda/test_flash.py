@@ -143,3 +143,23 @@ def test_refuses_what_it_cannot_read() -> None:
     assert "sm90" in str(phase.refuse(default_spec(), ARCHES["sm120"], gates))
     assert "fp8" in str(phase.refuse(default_spec(kv="fp8"), ARCHES["sm90"], gates))
     assert "another format" in str(phase.refuse(default_spec(dense="mxfp4", activation="mxfp8"), ARCHES["sm90"], gates))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 128])
+def test_on_a_gpu(window: int) -> None:
+    from halfbyte.kernels.cuda.flash import encode_pages
+
+    for lengths in (*CASES, [(0, 1000), (700, 333)]):
+        step, pool, q, sinks = case(lengths)
+        _, want = run(FULL, step, pool, q, sinks, window)
+        there = dataclasses.replace(
+            step,
+            positions=step.positions.cuda(),
+            query_start=step.query_start.cuda(),
+            block_tables={k: v.cuda() for k, v in step.block_tables.items()},
+        )
+        pool = pool.cuda()
+        for b in (FULL, SLIDING):
+            got = attend(b, q.cuda(), pool, 1, there, "full", sinks.cuda(), window, pages=encode_pages(pool))
+            close(got.float().cpu(), want)
