@@ -139,16 +139,29 @@ class Kernel:
         _ok(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), f"launch {self._entry}")
 
 
-def tensor_map(rows: torch.Tensor, box: tuple[int, int]) -> ctypes.Array[ctypes.c_uint64]:
+Map = ctypes.Array[ctypes.c_uint64]  # the copy engine's view of a matrix, in the first bytes of a kernel's argument
+
+
+def tensor_map(rows: torch.Tensor, box: tuple[int, int]) -> Map:
     """How the copy engine sees a matrix of bf16 rows of 128 bytes: in pieces of `box`, swizzled as wgmma reads them."""
+    return _encode("BFLOAT16", rows.data_ptr(), (rows.shape[0], rows.shape[1]), rows.stride(0) * 2, box, "128B")
+
+
+def byte_map(data: torch.Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
+    """The same for bytes as they lie, in rows of `row_bytes`: `box` is (rows, bytes), what lies past a row reads as 0."""
+    assert row_bytes % 16 == 0 and box[1] % 16 == 0 and data.is_contiguous()
+    rows = data.numel() * data.element_size() // row_bytes
+    return _encode("INT64", data.data_ptr(), (rows, row_bytes // 8), row_bytes, (box[0], box[1] // 8), "NONE")
+
+
+def _encode(kind: str, address: int, size: tuple[int, int], stride: int, box: tuple[int, int], swizzle: str) -> Map:
     driver = _driver()
-    height, width = rows.shape
     made = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rows.data_ptr(),
-        [driver.cuuint64_t(width), driver.cuuint64_t(height)], [driver.cuuint64_t(rows.stride(0) * 2)],
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"), 2, address,
+        [driver.cuuint64_t(size[1]), driver.cuuint64_t(size[0])], [driver.cuuint64_t(stride)],
         [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])], [driver.cuuint32_t(1)] * 2,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip

@@ -11,10 +11,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from halfbyte.kernels.cuda.grouped import ROWS_PROGRAM, ProductArgs, RowsArgs, Variant
-from halfbyte.kernels.launch import Program
+from halfbyte.kernels.launch import Map, Program
 
+Map16 = ctypes.c_uint64 * 16
 CACHE = Path(tempfile.gettempdir()) / "halfbyte-emulator"
 
 
@@ -40,6 +42,10 @@ def build(program: Program) -> ctypes.CDLL:
 class Emulator:
     def __init__(self, blocks: int, seed: int = 0) -> None:
         self.blocks, self.seed = blocks, seed
+
+    def map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
+        """What `copy_tile` of grouped.cuh reads instead of the copy engine's own format."""
+        return Map16(data.data_ptr(), row_bytes, data.numel() * data.element_size() // row_bytes)
 
     def product(self, variant: Variant, args: ProductArgs) -> None:
         self.seed += 1

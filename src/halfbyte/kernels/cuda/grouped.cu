@@ -86,45 +86,6 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
 }
 
-// Few columns do not pay for the fences and waits of asynchronous products: every warp multiplies its 16 rows by itself.
-template <int N> HB_DEV void multiply_few(Consumer& c, const Item& it) {
-  float acc[1][N / 2] = {};
-  const int tile = c.group * 4 + c.warp;
-  Bias<1> bias;
-  bias.load(c.p, it, it.first * 4 + tile, c.lane);  // now: the answer takes a microsecond
-  auto one = [&](const u8* stage, int k) {
-    Raw<FORMAT> raw;
-    raw.load(stage + KS * N * 128 + (tile * KS + k) * CHUNK, c.lane);
-    Columns columns[N / 8];
-    HB_UNROLL
-    for (int j = 0; j < N / 8; j++) load_columns(columns[j], stage + k * N * 128 + j * 1024, c.lane);
-    u32 a[16];
-    raw.widen(a);
-    HB_UNROLL
-    for (int i = 0; i < 4; i++)
-      HB_UNROLL
-      for (int j = 0; j < N / 8; j++) {
-        float(&d)[4] = *(float(*)[4])(acc[0] + 4 * j);
-        mma_columns(d, a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3], columns[j], i);
-      }
-  };
-  for (int left = c.p.chunks; left > 0; left -= KS) {
-    wait_for(&c.sh.full[c.at.slot], c.at.phase);
-    const u8* stage = c.sh.ring[c.at.slot];
-    if (left >= KS) {
-      HB_UNROLL
-      for (int k = 0; k < KS; k++) one(stage, k);
-    } else {
-      HB_NO_UNROLL
-      for (int k = 0; k < left; k++) one(stage, k);
-    }
-    sync_warp();
-    c.release(c.at.slot);
-    c.at.next();
-  }
-  store<N, 1>(c, it, it.first * 4 + tile, acc, bias);
-}
-
 HB_DEV void pass(Consumer& c) {  // an item with no rows for this warpgroup
   for (int k = 0; k < c.p.chunks; k += KS) {
     wait_for(&c.sh.full[c.at.slot], c.at.phase);
@@ -135,10 +96,7 @@ HB_DEV void pass(Consumer& c) {  // an item with no rows for this warpgroup
 
 HB_DEV void dispatch(Consumer& c, const Item& it) {
 #define HB_CASE(n) case n: return multiply<n, MT>(c, it);
-#define HB_CASE_FEW(n) case n: return multiply_few<n>(c, it);
-  if constexpr (SHAPE == FEW) switch (it.n) {
-    HB_CASE_FEW(8) HB_CASE_FEW(16) HB_CASE_FEW(24) HB_CASE_FEW(32)
-  } else if constexpr (SHAPE == BROAD) switch (it.n) {
+  if constexpr (SHAPE == BROAD) switch (it.n) {
     HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(56) HB_CASE(64) HB_CASE(72) HB_CASE(80) HB_CASE(88)
   } else if constexpr (SHAPE == WIDE) switch (it.n) {
     HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(56) HB_CASE(64) HB_CASE(72)
@@ -149,7 +107,6 @@ HB_DEV void dispatch(Consumer& c, const Item& it) {
     HB_CASE(8) HB_CASE(16) HB_CASE(24) HB_CASE(32) HB_CASE(48) HB_CASE(64)
   }
 #undef HB_CASE
-#undef HB_CASE_FEW
 }
 
 HB_DEV void consume(const Product& p, Shared& sh, int thread) {
@@ -179,13 +136,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped(const __grid_co
   wait_for_previous();
   release_next();
   if (thread >= WARPGROUPS * 128) {
-    if constexpr (SHAPE != FEW) fewer_registers<SHAPE == NARROW ? 40 : 56>();
+    fewer_registers<SHAPE == NARROW ? 40 : 56>();
     const int feeder = thread / 32 - WARPS;
     if (feeder == 0) feed(p, sh, thread % 32);
     else if (thread % 32 == 0) help_feed(p, sh, feeder);
   } else {
     // what one side gives, the other takes: 640 x 96, 512 x 128 or 384 x 168 in all
-    if constexpr (SHAPE != FEW) more_registers<SHAPE == NARROW ? 104 : SHAPE == BROAD ? 152 : 224>();
+    more_registers<SHAPE == NARROW ? 104 : SHAPE == BROAD ? 152 : 224>();
     consume(p, sh, thread);
   }
 }

@@ -25,26 +25,25 @@ enum {
   TALL = 1,    // up to 64                          2 x 4, 64
   WIDE = 2,    // more                              2 x 2, 128
   BROAD = 3,   // from 16 to many                   3 x 2, 88
-  FEW = 4,     // as NARROW, with mma.sync          4 x 1, 32 (a warpgroup is four warps, nothing more)
 };
 constexpr int SHAPE = HB_SHAPE;
-constexpr bool STRIPES = SHAPE == NARROW || SHAPE == FEW;  // memory-bound: every block gets the same number of bytes
+constexpr bool STRIPES = SHAPE == NARROW;  // memory-bound: every block gets the same number of bytes
 constexpr bool SWIGLU = HB_SWIGLU;  // gate_up: packed bf16 out; otherwise rows of float out
 constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // bytes of 16 rows x 64 k
 constexpr int WARPGROUPS = STRIPES ? 4 : SHAPE == BROAD ? 3 : 2;
 constexpr int MT = STRIPES ? 1 : SHAPE == TALL ? 4 : 2;
 constexpr int TILES = WARPGROUPS * MT;  // of 64 rows, in an item
-constexpr int N_MAX = SHAPE == WIDE ? 128 : SHAPE == BROAD ? 88 : SHAPE == FEW ? 32 : 64;
+constexpr int N_MAX = SHAPE == WIDE ? 128 : SHAPE == BROAD ? 88 : 64;
 constexpr int WARPS = WARPGROUPS * 4, FEEDERS = 4;  // one warp alone takes 100 cycles to issue a copy
 constexpr int THREADS = (WARPS + FEEDERS) * 32;
-constexpr int KS = (SHAPE == FEW ? 4 : 2) / (FORMAT == MXFP4 ? 1 : FORMAT == Q8 ? 2 : SHAPE == FEW ? 4 : 2);  // chunks in a stage
+constexpr int KS = FORMAT == MXFP4 ? 2 : 1;  // chunks in a stage
 constexpr int STAGE = (KS * (N_MAX * 128 + TILES * 4 * CHUNK) + 1023) / 1024 * 1024;
 constexpr int EXPERTS_MAX = 512;
 constexpr int STAGES = 215 * 1024 / STAGE;
 static_assert(STAGES >= 3, "too few stages to hide the latency of memory");
 
-struct Product {                 // mirrored in grouped.py
-  const u8* weights;             // tile16, experts one after another
+struct alignas(64) Product {     // mirrored in grouped.py
+  u64 map[16];                   // the copy engine's map of the weights: tile16, experts one after another
   const void* bias;              // [experts][rows], bf16 or float; null: none
   const u16* x;                  // packed
   const int *starts, *counts;    // of each expert's slots; null: one expert with `columns` slots
@@ -56,7 +55,27 @@ struct Product {                 // mirrored in grouped.py
   int experts, m_tiles, chunks;  // m_tiles = rows / 64, chunks = K / 64
   int columns, x_slots, packed_slots, n_cap, bias_float;
   float limit, alpha;
+  int unused[4];                 // the map must lie at a multiple of 64
 };
+
+// What the copy engine fetches at once: a stage's part of 64 rows, as words of 8 bytes.
+constexpr int TILE_BYTES = 4 * KS * CHUNK;
+#ifdef HB_EMULATE
+HB_DEV void copy_tile(u8* to, const u64* map, int word, int row, u64* bar) {  // map: address, bytes and number of rows
+  static u8 zeros[16];
+  for (int r = 0; r < 4; r++)
+    for (int b = 0; b < KS * CHUNK; b += 16) {
+      const bool inside = row + r < (int)map[2] && word * 8 + b < (int)map[1];
+      const u8* from = (const u8*)(uintptr_t)map[0] + (size_t)(row + r) * map[1] + word * 8 + b;
+      bulk_copy(to + r * KS * CHUNK + b, inside ? from : zeros, 16, bar, 0);
+    }
+}
+#else
+HB_DEV void copy_tile(u8* to, const u64* map, int word, int row, u64* bar) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+               ::"r"(smem(to)), "l"(map), "r"(word), "r"(row), "r"(smem(bar)) : "memory");
+}
+#endif
 
 struct Item {
   int expert, first, tiles;      // `tiles` of 64 rows, from tile `first`
@@ -89,7 +108,7 @@ HB_DEV Cut cut(const Product& p, int count) {
 
 // The product exists for some widths only; what is computed beyond `valid` is dropped.
 HB_CONST_FN int width(int n) {
-  return SHAPE == TALL || SHAPE == FEW ? n : SHAPE == NARROW ? (n <= 32 ? n : (n + 15) & ~15)
+  return SHAPE == TALL ? n : SHAPE == NARROW ? (n <= 32 ? n : (n + 15) & ~15)
          : n > 48 && n <= 96 ? n : (n + 15) & ~15;
 }
 
@@ -172,24 +191,24 @@ struct Place {
   HB_DEV_MEMBER void next() { if (++slot == STAGES) { slot = 0; phase ^= 1; } }
 };
 
-// One lane of each feeding warp: every fourth tile of 16 rows, and every fourth chunk of the columns.
+// One lane of each feeding warp: every fourth tile of 64 rows, and every fourth chunk of the columns. The copy engine takes
+// some 50 cycles for a copy however short it is, and sixteen rows of a stage are only a kilobyte: so it is given 64 rows at
+// once, by a map of the weights.
 HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at, int feeder) {
   const u64 policy = ordinary_policy();
-  const size_t tile_bytes = (size_t)p.chunks * CHUNK;
-  const u8* tile = p.weights + ((size_t)it.expert * p.m_tiles * 4 + (size_t)it.first * 4 + feeder) * tile_bytes;
+  const int row = (it.expert * p.m_tiles + it.first) * 4;  // of 16-row tiles
   const u16* x = p.x + (size_t)it.slot * 64;
-  const int n = it.n, tiles = it.tiles;  // 64 rows have a tile of 16 for each feeder
+  const int n = it.n, tiles = it.tiles, mine = (tiles - feeder + FEEDERS - 1) / FEEDERS, other = FEEDERS - 1 - feeder;
   for (int c = 0; c < p.chunks; c += KS) {
     const int k = p.chunks - c < KS ? p.chunks - c : KS;
     wait_for(&sh.empty[at.slot], at.phase ^ 1);
     u8* stage = sh.ring[at.slot];
     u64* full = &sh.full[at.slot];
-    bar_expect(full, tiles * k * CHUNK + (feeder < k ? n * 128 : 0));
-    if (feeder < k) bulk_copy(stage + feeder * n * 128, x + (size_t)(c + feeder) * p.x_slots * 64, n * 128, full, policy);
-    u8* to = stage + KS * n * 128 + feeder * KS * CHUNK;
-    const u8* from = tile + (size_t)c * CHUNK;
+    bar_expect(full, mine * TILE_BYTES + (other < k ? n * 128 : 0));  // past the last k the engine fills in zeros
+    u8* to = stage + KS * n * 128 + feeder * TILE_BYTES;
     HB_NO_UNROLL  // addresses made ahead would not fit the feeding warps' registers
-    for (int i = 0; i < tiles; i++, to += 4 * KS * CHUNK, from += 4 * tile_bytes) bulk_copy(to, from, k * CHUNK, full, policy);
+    for (int i = feeder; i < tiles; i += FEEDERS, to += FEEDERS * TILE_BYTES) copy_tile(to, p.map, c * (CHUNK / 8), row + 4 * i, full);
+    if (other < k) bulk_copy(stage + other * n * 128, x + (size_t)(c + other) * p.x_slots * 64, n * 128, full, policy);
     at.next();
   }
 }

@@ -23,7 +23,7 @@ from torch import Tensor
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.formats.tile16 import CHUNK_BYTES, tile_shape
-from halfbyte.kernels.launch import Kernel, Program, compile_program
+from halfbyte.kernels.launch import Kernel, Map, Program, byte_map, compile_program
 
 FOLDER = Path(__file__).parent
 FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
@@ -31,18 +31,20 @@ TILE, CHUNK, PAD = 64, 64, 128  # rows of a tile, k of a chunk, slots that may b
 EXPERTS_MAX, TOP_MAX = 512, 8
 GRAPH_ROWS = 64  # steps of up to so many rows may be captured: their buffers are made once and never replaced
 LARGEST_SCALE = 128  # UE8M0: 2^(e - 1) must be a bf16 number
-GROUP_THREADS, ROW_THREADS = 512, 256
+GROUP_THREADS, ROW_THREADS = 1024, 192
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
 class ProductArgs(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("weights", "bias", "x", "starts", "counts", "packed", "out", "residual", "counter")),
+        ("map", ctypes.c_uint64 * 16),
+        *((name, _P) for name in ("bias", "x", "starts", "counts", "packed", "out", "residual", "counter")),
         ("out_stride", ctypes.c_longlong),
         *((name, _I) for name in ("experts", "m_tiles", "chunks", "columns", "x_slots", "packed_slots", "n_cap")),
         ("bias_float", _I),
         ("limit", _F),
         ("alpha", _F),
+        ("unused", _I * 4),  # to a multiple of 64 bytes, as the map in front is aligned
     ]
 
 
@@ -72,24 +74,27 @@ SHAPES = {
     "tall": Shape(1, 2, 4, 64),
     "wide": Shape(2, 2, 2, 128),
     "broad": Shape(3, 3, 2, 88),
-    "few": Shape(4, 4, 1, 32),
 }
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One build: `narrow` and `few` for memory-bound batches, the others for prefill."""
+    """One build: `narrow` for memory-bound batches, the others for prefill."""
 
     format: str
     shape: str
     swiglu: bool
 
     @property
+    def chunks(self) -> int:
+        """Of 64 k, in a stage."""
+        return 2 if self.format == "mxfp4" else 1
+
+    @property
     def stage(self) -> tuple[int, int]:
         """(bytes, stages), as grouped.cuh has them."""
         shape, chunk = SHAPES[self.shape], CHUNK_BYTES[self.format]
-        chunks = {"mxfp4": 4, "q8": 2, "bf16": 1}[self.format] if self.shape == "few" else 2 if chunk == 544 else 1
-        size: int = -(-chunks * (shape.columns * 128 + shape.warpgroups * shape.tiles * 4 * chunk) // 1024) * 1024
+        size: int = -(-self.chunks * (shape.columns * 128 + shape.warpgroups * shape.tiles * 4 * chunk) // 1024) * 1024
         return size, 215 * 1024 // size
 
     @property
@@ -112,6 +117,8 @@ ROWS_PROGRAM = FOLDER / "grouped_rows.cu"
 class Machine(Protocol):
     blocks: int
 
+    def map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map: ...
+
     def product(self, variant: Variant, args: ProductArgs) -> None: ...
 
     def rows(self, entry: str, grid: int, args: RowsArgs) -> None: ...
@@ -126,6 +133,9 @@ class Gpu:
         self.blocks = torch.cuda.get_device_properties().multi_processor_count
         self._products: dict[Variant, Kernel] = {}
         self._rows: dict[str, Kernel] = {}
+
+    def map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
+        return byte_map(data, row_bytes, box)
 
     def load(self, variant: Variant) -> None:
         if variant not in self._products:
@@ -204,6 +214,14 @@ def _weights(w: Tensor | MXTensor | DenseTiles, role: str) -> tuple[str, Tensor,
     return form, data, n, k
 
 
+def _map(machine: Machine, data: Tensor, form: str) -> Map:
+    """The weights as the copy engine fetches them: a stage's part of 64 rows at once (meta tensors have none)."""
+    if data.device.type == "meta":
+        return (ctypes.c_uint64 * 16)()
+    chunk, chunks = CHUNK_BYTES[form], data.shape[-2]
+    return machine.map(data, chunks * chunk, (4, Variant(form, "wide", False).chunks * chunk))
+
+
 def columns_cap(rows: int, m_tiles: int, blocks: int, shape: Shape) -> int:
     """Columns per item of one dense product that leave the fewest columns to the busiest block."""
     if shape.tiles == 1 or rows <= 64:  # blocks share out tiles of 64 rows, whatever the columns
@@ -237,6 +255,7 @@ class Dense:
     ) -> None:
         self.room, self.bias, self.shape = room, bias, shape
         self.format, self.data, self.n, self.k = _weights(weights, role)
+        self.map = _map(room.machine, self.data, self.format)
         _float(bias)
 
     def run(
@@ -249,7 +268,7 @@ class Dense:
         residual: Tensor | None = None,
     ) -> Tensor:
         """float32 [rows, n]; `norm`: the weight of an RMS norm in front, `select`: which rows of `source`."""
-        assert source.stride(-1) == 1, "rows are whole"
+        assert source.stride(-1) == 1 and source.stride(0) % 8 == 0, "rows are whole, and read sixteen bytes at a time"
         room, rows = self.room, source.shape[0] if select is None else select.shape[0]
         out = torch.empty((rows, self.n), dtype=torch.float32, device=source.device)
         if rows == 0:
@@ -267,7 +286,7 @@ class Dense:
         )  # fmt: skip
         shape = self.shape or ("narrow" if rows <= 64 else "wide")
         args = ProductArgs(
-            weights=_ptr(self.data), bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(packed), out=_ptr(out),
+            map=self.map, bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(packed), out=_ptr(out),
             residual=_ptr(residual), counter=_ptr(counters), out_stride=self.n, experts=1, m_tiles=self.n // TILE,
             chunks=self.k // CHUNK, columns=rows, x_slots=slots,
             n_cap=columns_cap(rows, self.n // TILE, room.machine.blocks, SHAPES[shape]),
@@ -295,6 +314,7 @@ class Experts:
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.format, self.gate_up, self.inner, self.hidden = _weights(gate_up, "gate_up")
         form, self.down, n, k = _weights(down, "down")
+        self.maps = [_map(room.machine, data, self.format) for data in (self.gate_up, self.down)]
         self.experts = self.gate_up.shape[0]
         if form != self.format or (n, 2 * k) != (self.hidden, self.inner) or self.experts > EXPERTS_MAX:
             raise PlanError(
@@ -306,7 +326,7 @@ class Experts:
         room = self.room
         rows, top_k = ids.shape
         assert x.dtype == torch.float32, "the residual is float32"
-        assert h.stride(-1) == 1, "rows are whole"
+        assert h.stride(-1) == 1 and h.stride(0) % 8 == 0, "rows are whole, and read sixteen bytes at a time"
         assert all(t.is_contiguous() for t in (x, ids, weights)), "the router's results and the residual are whole"
         out = torch.empty_like(x)
         if rows == 0:
@@ -335,14 +355,14 @@ class Experts:
         room.machine.rows("pack_rows", rows, common)
         shape = self.shape or shape_for(choices / self.experts)
         first = ProductArgs(
-            weights=_ptr(self.gate_up), bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
+            map=self.maps[0], bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
             x=_ptr(packed), starts=starts, counts=counts, packed=_ptr(hidden), counter=_ptr(counters),
             experts=self.experts, m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots,
             packed_slots=slots, n_cap=SHAPES[shape].columns, limit=self.limit, alpha=self.alpha,
         )  # fmt: skip
         room.machine.product(Variant(self.format, shape, True), first)
         second = ProductArgs(
-            weights=_ptr(self.down), bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(hidden),
+            map=self.maps[1], bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(hidden),
             starts=starts, counts=counts, out=_ptr(parts), counter=counters.data_ptr() + 4, out_stride=self.hidden,
             experts=self.experts, m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots,
             n_cap=SHAPES[shape].columns,

@@ -2,7 +2,7 @@
 // asked), and the experts' results summed in the router's order. No atomics decide an order: results are the same always.
 #include "warpgroup.cuh"
 
-constexpr int EXPERTS_MAX = 512, TOP_MAX = 8, GROUP_THREADS = 512, ROW_THREADS = 256;
+constexpr int EXPERTS_MAX = 512, TOP_MAX = 8, GROUP_THREADS = 1024, ROW_THREADS = 192;
 
 struct Rows {                 // mirrored in grouped.py; every kernel of this file takes it
   const void* source;         // rows of float or bf16, `stride` elements apart
@@ -24,8 +24,20 @@ struct Rows {                 // mirrored in grouped.py; every kernel of this fi
   float eps;
 };
 
-HB_DEV float number(const void* p, int is_float, size_t i) {
-  return is_float ? ((const float*)p)[i] : as_float((u32)((const u16*)p)[i] << 16);
+struct alignas(16) Four { float v[4]; };
+
+// Eight neighbouring values of a row, from value `k` on.
+HB_DEV void load_eight(const void* p, int is_float, size_t k, float (&v)[8]) {
+  if (is_float) {
+    const Four a = ((const Four*)((const float*)p + k))[0], b = ((const Four*)((const float*)p + k))[1];
+    HB_UNROLL
+    for (int i = 0; i < 4; i++) { v[i] = a.v[i]; v[4 + i] = b.v[i]; }
+  } else {
+    const u32x4 w = ldg128((const u16*)p + k);
+    const u32 words[4] = {w.x, w.y, w.z, w.w};
+    HB_UNROLL
+    for (int i = 0; i < 4; i++) { v[2 * i] = bf16_low(words[i]); v[2 * i + 1] = bf16_high(words[i]); }
+  }
 }
 
 HB_DEV float sum_of_block(float v) {
@@ -39,45 +51,82 @@ HB_DEV float sum_of_block(float v) {
   return v;
 }
 
-// A block packs one row: into the slot of its own number, or into the slots that `group_rows` gave it. A thread makes
-// sixteen bytes: word (t, i) of a group of 32 goes to place (i, t).
+// Lane t of four holds words 0 to 3 of a group's eight values t; afterwards lane i holds word i of all four.
+HB_DEV void transpose_four(u32 (&w)[4], int lane) {
+  const bool high = lane & 2, odd = lane & 1;
+  const u32 a = shfl_xor(high ? w[0] : w[2], 2), b = shfl_xor(high ? w[1] : w[3], 2);
+  const u32 x0 = high ? a : w[0], x1 = high ? b : w[1], y0 = high ? w[2] : a, y1 = high ? w[3] : b;
+  const u32 c = shfl_xor(odd ? x0 : x1, 1), d = shfl_xor(odd ? y0 : y1, 1);
+  w[0] = odd ? c : x0;
+  w[1] = odd ? x1 : c;
+  w[2] = odd ? d : y0;
+  w[3] = odd ? y1 : d;
+}
+
+// A block packs one row: into the slot of its own number, or into the slots that `group_rows` gave it. A thread reads
+// eight values and keeps them while the norm is found; four threads then exchange words: word (t, i) of a group of 32
+// goes to place (i, t).
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid_constant__ Rows r) {
+  constexpr int HELD = 3;
   wait_for_previous();
   release_next();
-  const int block = hb_block(), thread = hb_thread();
+  const int block = hb_block(), thread = hb_thread(), units = r.width / 8;
   if (block == 0 && thread < 2 && r.counters) r.counters[thread] = 0;
   const int row = r.select ? r.select[block] : block, count = r.place ? r.top_k : 1;
   const size_t from = (size_t)row * r.stride;
+  float v[HELD][8];
+  HB_UNROLL
+  for (int j = 0; j < HELD; j++)
+    if (thread + j * ROW_THREADS < units) load_eight(r.source, r.source_float, from + (thread + j * ROW_THREADS) * 8, v[j]);
   int slots[TOP_MAX];  // read once: the compiler cannot know that packing does not change them
   HB_UNROLL
   for (int j = 0; j < TOP_MAX; j++) slots[j] = j >= count ? 0 : r.place ? r.place[block * r.top_k + j] : block;
   float scale = 1.f;
   if (r.norm) {
     float sum = 0.f;
-    for (int k = thread; k < r.width; k += ROW_THREADS) { float v = number(r.source, r.source_float, from + k); sum += v * v; }
+    HB_UNROLL
+    for (int j = 0; j < HELD; j++)
+      if (thread + j * ROW_THREADS < units)
+        HB_UNROLL
+        for (int i = 0; i < 8; i++) sum += v[j][i] * v[j][i];
+    for (int u = thread + HELD * ROW_THREADS; u < units; u += ROW_THREADS) {
+      float more[8];
+      load_eight(r.source, r.source_float, from + u * 8, more);
+      HB_UNROLL
+      for (int i = 0; i < 8; i++) sum += more[i] * more[i];
+    }
     scale = recip_sqrt(sum_of_block(sum) / (float)r.width + r.eps);
   }
-  for (int unit = thread; unit < r.width / 8; unit += ROW_THREADS) {  // (half of the chunk, i) of chunk unit / 8
-    const int group = unit >> 2, i = unit & 3;
-    u32 word[4];
-    if (!r.norm && !r.source_float && !r.half) {
-      const u32* s = (const u32*)((const u16*)r.source + from) + group * 16 + i;
+  auto emit = [&](int unit, float (&x)[8]) {
+    const bool here = unit < units;  // for all four threads of a group, or for none
+    u32 word[4] = {0, 0, 0, 0};
+    if (here) {
+      if (r.norm) {
+        float n[8];
+        load_eight(r.norm, r.norm_float, unit * 8, n);
+        HB_UNROLL
+        for (int i = 0; i < 8; i++) x[i] = x[i] * scale * n[i];
+      }
       HB_UNROLL
-      for (int t = 0; t < 4; t++) word[t] = s[4 * t];
-    } else {
-      HB_UNROLL
-      for (int t = 0; t < 4; t++) {
-        const int k = group * 32 + 8 * t + 2 * i;
-        float a = number(r.source, r.source_float, from + k), b = number(r.source, r.source_float, from + k + 1);
-        if (r.norm) { a = a * scale * number(r.norm, r.norm_float, k); b = b * scale * number(r.norm, r.norm_float, k + 1); }
-        word[t] = bf16_pair(a, b);  // the quantisation point
-        if (r.half) word[t] = half_pair(bf16_low(word[t]), bf16_high(word[t]));
+      for (int i = 0; i < 4; i++) {
+        word[i] = bf16_pair(x[2 * i], x[2 * i + 1]);  // the quantisation point
+        if (r.half) word[i] = half_pair(bf16_low(word[i]), bf16_high(word[i]));
       }
     }
+    transpose_four(word, thread);
+    if (!here) return;
     u16* chunk = r.packed + (size_t)(unit >> 3) * r.slots * 64;
     HB_UNROLL
     for (int j = 0; j < TOP_MAX; j++)
       if (j < count) store_words<4>(chunk + (size_t)slots[j] * 64 + ((unit & 7) ^ (slots[j] & 7)) * 8, word);
+  };
+  HB_UNROLL
+  for (int j = 0; j < HELD; j++)
+    if (j * ROW_THREADS < units) emit(thread + j * ROW_THREADS, v[j]);
+  for (int first = HELD * ROW_THREADS; first < units; first += ROW_THREADS) {
+    float more[8] = {};
+    if (first + thread < units) load_eight(r.source, r.source_float, from + (first + thread) * 8, more);
+    emit(first + thread, more);
   }
 }
 
@@ -123,8 +172,6 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __g
     at += popcount(v);
   }
 }
-
-struct alignas(16) Four { float v[4]; };
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) sum_rows(const __grid_constant__ Rows r) {
   wait_for_previous();
