@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from halfbyte.errors import UsageError
 from halfbyte.formats import FORMATS
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.weights import GROUPS, shape_of
@@ -29,17 +30,39 @@ class Gpu:
     fp8: float
     memory: float
     note: str = ""
+    paper: float = 0.0  # the vendor's bytes/s
+    blocks: int = 0  # multiprocessors
+    ghz: float = 0.0  # clock under load, as published
 
 
 # Read bandwidths and matrix rates; `note` says where each comes from.
 GPUS: dict[str, Gpu] = {
-    "h200": Gpu("H200", "sm90", 4.5e12, True, 790e12, 1580e12, 141e9, "reads measured, 4.8 TB/s on paper"),
-    "h100": Gpu("H100 SXM", "sm90", 3.35e12, False, 790e12, 1580e12, 80e9, "paper bandwidth, H200's matrix rate"),
-    "gb10": Gpu("GB10 (DGX Spark)", "sm121", 232e9, True, 62e12, 125e12, 120e9, "reads as reported, 273 GB/s on paper"),
-    "rtx5090": Gpu("RTX 5090", "sm120", 1.792e12, False, 210e12, 419e12, 32e9, "paper"),
-    "pro6000": Gpu("RTX PRO 6000", "sm120", 1.792e12, False, 252e12, 504e12, 96e9, "paper"),
-    "b200": Gpu("B200", "sm100", 8.0e12, False, 2250e12, 4500e12, 180e9, "paper"),
-}
+    "h200": Gpu(
+        "H200", "sm90", 4.5e12, True, 790e12, 1580e12, 141e9, "reads measured, 4.8 TB/s on paper", 4.8e12, 132, 1.98
+    ),
+    "h100": Gpu(
+        "H100 SXM", "sm90", 3.35e12, False, 790e12, 1580e12, 80e9, "paper bandwidth, H200's matrix rate", 3.35e12, 132,
+        1.98,
+    ),
+    "gb10": Gpu(
+        "GB10 (DGX Spark)", "sm121", 232e9, True, 62e12, 125e12, 120e9, "reads as reported, 273 GB/s on paper", 273e9,
+        48, 2.42,
+    ),
+    "rtx5090": Gpu("RTX 5090", "sm120", 1.792e12, False, 210e12, 419e12, 32e9, "paper", 1.792e12, 170, 2.41),
+    "pro6000": Gpu("RTX PRO 6000", "sm120", 1.792e12, False, 252e12, 504e12, 96e9, "paper", 1.792e12, 188, 2.62),
+    "b200": Gpu("B200", "sm100", 8.0e12, False, 2250e12, 4500e12, 180e9, "paper", 8.0e12, 148, 1.97),
+}  # fmt: skip
+# What people call them.
+ALIASES = {"spark": "gb10", "dgxspark": "gb10", "5090": "rtx5090", "rtxpro6000": "pro6000", "6000": "pro6000"}
+
+
+def gpu_named(text: str) -> Gpu:
+    """A GPU of the table by any usual name."""
+    key = "".join(c for c in text.lower() if c.isalnum()).removeprefix("nvidia").removeprefix("geforce")
+    key = ALIASES.get(key, key)
+    if key not in GPUS:
+        raise UsageError(f"there is no GPU {text!r} in the table; use one of {', '.join(GPUS)}.")
+    return GPUS[key]
 
 
 def bytes_per_weight(kind: str) -> float:

@@ -44,7 +44,7 @@ def test_a_known_trace_comes_out() -> None:
     assert found["layers"]["full"]["attention done"] == pytest.approx([7, 7, 7], abs=0.02)
     assert found["head"]["sums"] == pytest.approx(70, abs=0.02)
     cut = steptrace.shares(found, KINDS)
-    assert cut["norm + qkv + rope + KV write"] == pytest.approx(6 * 3, abs=0.2)
+    assert cut["qkv + rope/KV"] == pytest.approx(6 * 3, abs=0.2)
     assert cut["attention"] == pytest.approx(3 * 2 + 3 * 4, abs=0.2)
     assert cut["o"] == pytest.approx(3 * 3 + 3 * 1, abs=0.2)
     assert cut["router"] == pytest.approx(6 * 2, abs=0.2)

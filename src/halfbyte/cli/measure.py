@@ -19,12 +19,14 @@ from halfbyte.cli.options import (
     print_table,
     with_gates,
 )
+from halfbyte.cli.profile import show_receipts
 from halfbyte.engine.request import SamplingParams
 from halfbyte.errors import UsageError
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates
 from halfbyte.lab import bench as bench_
 from halfbyte.lab import environment
+from halfbyte.lab import receipts as receipts_
 from halfbyte.model import ready
 
 
@@ -46,11 +48,17 @@ def bench(
     depth: Annotated[str, typer.Option("--depth", help="Tokens already in the cache, untimed.")] = "0",
     runs: Annotated[int, typer.Option(help="Timed runs of each figure, after one to warm up.", min=1)] = 3,
     device: DeviceOption = None,
+    receipts: Annotated[
+        bool, typer.Option("--receipts", help="List what was measured before: figures, ceilings, and what is stale.")
+    ] = False,
     json: JsonOption = False,
     *,
     gates: Gates,
 ) -> None:
     """Prompt and generation speed, each beside what the hardware could do."""
+    if receipts:
+        show_receipts(receipts_.read_all(), json)
+        return
     name = ready.resolve(model)
     where = ready.pick_device(device)
     lengths, counts, depths = numbers(pp, "--pp", 1), numbers(tg, "--tg", 2), numbers(depth, "--depth", 0)

@@ -99,7 +99,7 @@ def shares(found: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, float]:
             return float(max(known))
 
         at, cuts = 0.0, {
-            "norm + qkv + rope + KV write": last("qkv done"),
+            "qkv + rope/KV": last("qkv done"),
             "attention": last("attention sums", "attention done"),
             "o": last("o done"),
             "router": last("gate_up x"),

@@ -1,0 +1,216 @@
+"""`profile`: where a token's time goes beside the roofline, or what a GPU that is not here would do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli.options import (
+    DeviceOption,
+    JsonOption,
+    LoadingBar,
+    ModelArgument,
+    announce,
+    err,
+    out,
+    print_json,
+    print_table,
+    with_gates,
+)
+from halfbyte.errors import UsageError
+from halfbyte.gates import Gates
+from halfbyte.lab import environment, predict, receipts, timeline
+from halfbyte.lab.bench import SMALL, device_roof
+from halfbyte.lab.profile import Profile, Verdict, decide
+from halfbyte.model import ready
+from halfbyte.model.gpt_oss import GptOss
+
+
+@with_gates
+def profile(
+    model: ModelArgument = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Decode steps to look at.")] = 16,
+    depth: Annotated[int, typer.Option(min=1, help="Tokens already in the cache.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, max=64, help="Sequences that decode together.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", min=0, help="Length of the prompt to look at; 0: none.")] = 512,
+    device: DeviceOption = None,
+    predicted: Annotated[
+        str | None, typer.Option("--predict", metavar="GPU[,GPU]", help="Predict decode on these GPUs instead.")
+    ] = None,
+    shape: Annotated[str, typer.Option("--model", help="With --predict: 120b or 20b.")] = "120b",
+    json: JsonOption = False,
+    *,
+    gates: Gates,
+) -> None:
+    """Where a token's time goes, by category, against the roofline; or predicted speed on a GPU by name."""
+    if predicted is not None:
+        if model is not None:
+            raise UsageError("--predict takes its shape from --model 120b or 20b, not a model to load.")
+        show_predictions(predicted, shape, gates, depth, json)
+        return
+    name = ready.resolve(model)
+    where = ready.pick_device(device)
+    with LoadingBar(f"loading {name.label}") as progress:
+        loaded = ready.load(name, gates, device=where, progress=progress)
+    longest = max(depth + tokens, pp) + 64
+    if longest > loaded.config.max_context:
+        raise UsageError(f"{longest} tokens are more than this model's context of {loaded.config.max_context}.")
+    announce(gates, f"{name.label} on {where}")
+    with err.status("profiling"):
+        found = run(loaded, tokens, depth, batch, pp)
+    verdicts = decide(found[0], reference=not_asked_for(loaded))
+    if json:
+        print_json(
+            {
+                "model": name.label,
+                "profiles": [p.as_dict() for p in found],
+                "decisions": [v.__dict__ for v in verdicts],
+                "environment": environment.collect(gates),
+            }
+        )
+        return
+    for p in found:
+        show(p, loaded)
+    out.print("\n[bold]what follows[/bold] (decode)")
+    for v in verdicts:
+        out.print(f"  {'→' if v.applies else ' '} {v.sentence}", markup=False)
+
+
+def run(model: GptOss, tokens: int, depth: int, batch: int, pp: int) -> list[Profile]:
+    import torch
+
+    if model.device.type == "cpu" and model.weights.nbytes < SMALL:
+        torch.set_num_threads(1)  # as `bench` does
+    with torch.inference_mode():
+        found = [timeline.decode_profile(model, tokens, depth, batch)]
+        if pp:
+            found.append(timeline.prefill_profile(model, pp))
+    return found
+
+
+def not_asked_for(model: GptOss) -> list[str]:
+    """Phases on record that the selection did not choose, and references on a GPU."""
+    chosen = {name for names in model.plan.selection.chosen.values() for name in names}
+    odd = model.plan.record.phases() - chosen
+    if model.arch.is_gpu:
+        odd |= {b.phase.name for bound in model.plan.bound.values() for b in bound if b.phase.reference}
+    return sorted(odd)
+
+
+def show(p: Profile, model: GptOss) -> None:
+    gpu = device_roof(model.device)
+    rows: list[Mapping[str, str]] = []
+    for line in p.lines:
+        compute = line.bound == "compute"
+        rate = "" if not line.bound else f"{line.tflop_per_s:.2f} TFLOP/s" if compute else f"{line.gb_per_s:.1f} GB/s"
+        rows.append(
+            {
+                "category": line.category,
+                "us": f"{line.us:.1f}",
+                "of step": f"{line.of_step:.1%}",
+                "launches": f"{line.launches:.0f}" if line.launches >= 1 else "",
+                "achieved": rate,
+                "of ceiling": "" if line.of_ceiling is None else f"{line.of_ceiling:.0%}",
+            }
+        )
+    per = p.rows * 1e6 / p.step_us
+    out.print(f"\n[bold]{p.what}[/bold]: {p.step_us:.1f} us, {per:.1f} tokens/s ({gpu.name}: {gpu.note})")
+    print_table(rows)
+    out.print(f"times      {p.how}", markup=False)
+    for regime, names in p.phases.items():
+        out.print(f"kernels    {regime}: {', '.join(names)}", markup=False)
+    if p.host_us:
+        said = ", ".join(f"{v:.1f} us {k}" for k, v in p.host_us_per_token.items())
+        out.print(f"host       {said} per token, to queue a step", markup=False)
+    out.print(
+        f"device     {p.launches:.0f} launches a step, idle {p.idle_us:.1f} us in {p.gaps:.0f} gaps, "
+        f"longest {p.longest_gap_us:.1f} us",
+        markup=False,
+    )
+    for note in p.notes:
+        out.print(f"note       {note}", markup=False)
+
+
+# ---- predictions ----------------------------------------------------------------------------------------------------
+
+
+def show_predictions(names: str, shape: str, gates: Gates, depth: int, json: bool) -> None:
+    known = receipts.read_all()
+    found = [predict.predict(n.strip(), shape, gates, depth, known) for n in names.split(",") if n.strip()]
+    if not found:
+        raise UsageError("--predict takes names of GPUs with commas between, for example gb10,rtx5090.")
+    if json:
+        print_json({"predictions": [p.as_dict() for p in found]})
+        return
+    rows: list[Mapping[str, str]] = []
+    for p in found:
+        low, central, high = (s.tokens_per_second for s in p.scenarios)
+        rows.append(
+            {
+                "PREDICTED": p.gpu.name,
+                "tokens/s": f"{central:.1f}",
+                "range": f"{low:.1f} – {high:.1f}",
+                "ceiling": f"{p.ceiling:.1f}",
+                "share": f"{central / p.ceiling:.0%}",
+            }
+        )
+    print_table(rows, title=f"decode of {shape} at {depth}, {gates.layers}: a prediction, not a measurement")
+    for p in found:
+        explain_prediction(p)
+
+
+def explain_prediction(p: predict.Prediction) -> None:
+    b, g = p.basis, p.gpu
+    out.print(f"\n[bold]{g.name}[/bold]")
+    said = [
+        f"time = {p.bytes / 1e9:.3f} GB / (read x streaming share) + layers x fixed cost",
+        f"from   {b.receipt} ({b.state}): {b.model} {b.formats} @ {b.context} took {b.us:.1f} us on {b.gpu}; "
+        f"trace in {b.trace_receipt}",
+        f"       streaming share {b.streaming:.3f} (lm_head), {b.streaming_short:.3f} (experts); "
+        f"fixed {b.fixed_us:.2f} us a layer, of which the router {b.router_us:.2f}",
+        f"GPU    read {g.read / 1e9:.0f} GB/s ({g.note}), {g.blocks} multiprocessors at {g.ghz:.2f} GHz as published",
+    ]
+    for s in p.scenarios:
+        said.append(
+            f"{s.name:8} read {s.read / 1e9:.0f} GB/s, streaming {s.streaming:.3f}, fixed {s.fixed_us:.2f} us a layer: "
+            f"{s.tokens_per_second:.1f} tokens/s"
+        )
+    said += [
+        "assumed  waits between blocks scale with the clock (central) or not at all (low); slower memory hides all of "
+        "them but the router's (high)",
+        *(f"NOTE     {w}" for w in p.warnings),
+    ]
+    for line in said:
+        out.print(f"  {line}", markup=False)
+
+
+def show_receipts(found: Sequence[receipts.Receipt], json: bool) -> None:
+    """Every receipt with its state; the figures of those that have any."""
+    if json:
+        print_json({"receipts": [r.as_dict() for r in found]})
+        return
+    for r in found:
+        color = {"current": "green", "STALE": "red", "unreadable": "red"}.get(r.state, "yellow")
+        where = " · ".join(t for t in (r.gpu, r.date) if t)
+        out.print(f"[bold]{r.name}[/bold]  [{color}]{r.state}[/{color}]  {r.why or ''}[dim]  {where}[/dim]")
+        rows: list[Mapping[str, str]] = []
+        for row in r.rows:
+            rows.append(
+                {
+                    "  figure": f"  {row.what}",
+                    "value": f"{row.figure:.1f} {row.unit}",
+                    "ceiling": "" if row.ceiling is None else f"{row.ceiling:.1f}",
+                    "share": "" if row.share is None else f"{row.share:.0%}",
+                }
+            )
+        if rows:
+            print_table(rows)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(profile)
+
+
+__all__ = ["Verdict", "profile", "register", "show_receipts"]

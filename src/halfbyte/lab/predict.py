@@ -1,0 +1,213 @@
+"""Predicted decode speed on a GPU that is not here, from what the receipts measured on one that is.
+
+    time of a token = bytes / (read bandwidth x streaming share) + layers x fixed cost per layer
+
+The streaming share is what the decode kernel's longest stream (lm_head) reached of the read bandwidth where it was
+measured; the fixed cost is what is left of the measured step, per layer: waits between blocks, first bytes, tails.
+Both are read from receipts, never written here. Carried over to another GPU under stated assumptions:
+
+    low      the share of the shorter streams (experts), the fixed cost as it was measured
+    central  the share of the longest stream, the fixed cost by the ratio of clocks
+    high     the same, and slower memory hides every wait but the router's, which alone says what to read next
+
+A chip with fewer instructions per weight than the measured one is slowed down by that ratio in low and central. A paper
+bandwidth is taken at the share that the H200 reaches of its own (low: GB10's). Nothing else is modelled, batches and
+prompts least of all; everything that comes out is a prediction and is labelled so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfbyte.errors import PlanError, UsageError
+from halfbyte.gates import Gates
+from halfbyte.lab.receipts import Receipt
+from halfbyte.lab.steptrace import shares
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import choose, formats_after
+from halfbyte.plan.phase import ARCHES
+from halfbyte.roofline import GPUS, Gpu, decode_traffic, gpu_named, step_work
+
+KERNEL = "cuda.decode_step"
+# What bench/decode_gpu.py calls a set of formats, by the format of qkv, o and lm_head.
+LABELS = {"mxfp4": "mxfp4", "q8": "q8", "bf16": "checkpoint"}
+LANES = 128  # instructions a multiprocessor issues per clock
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What was measured, where it stands, and what was made of it."""
+
+    receipt: str
+    trace_receipt: str
+    state: str  # current or STALE
+    gpu: str
+    model: str
+    formats: str
+    context: int
+    us: float  # of a step, measured
+    bytes: float  # that the step must read
+    streaming: float  # share of the read bandwidth, longest stream
+    streaming_short: float  # experts
+    fixed_us: float  # per layer, at the share of the longest stream
+    fixed_short_us: float  # per layer, at the share of the experts' streams
+    router_us: float  # of it, waiting for the router
+    ghz: float  # measured in the traced step
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    read: float
+    streaming: float
+    fixed_us: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    gpu: Gpu
+    model: str
+    formats: Mapping[str, str]
+    context: int
+    bytes: float
+    ceiling: float  # at the table's bandwidth, nothing lost
+    scenarios: tuple[Scenario, ...]  # low, central, high
+    basis: Basis
+    warnings: tuple[str, ...]
+
+    @property
+    def central(self) -> float:
+        return self.scenarios[1].tokens_per_second
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"label": "PREDICTED", "tokens_per_second": self.central}
+
+
+def basis(receipts: Sequence[Receipt], model: str, formats: str, context: int) -> Basis:
+    """The newest measurement of the decode kernel in these formats, nearest in context; current before stale."""
+    rows = [
+        (r, row)
+        for r in receipts
+        for row in _rows(r)
+        if row.get("rows") == 1 and "us" in row and row.get("formats") == formats and row.get("model") in NAMED
+    ]
+    traces = [(r, row) for r in receipts for row in _rows(r) if isinstance(row.get("phases"), Mapping)]
+    if not rows or not traces:
+        raise UsageError(
+            f"no receipt of bench/decode_gpu.py measures {formats} with a trace, so nothing can be predicted from it; "
+            "run it on a GPU first."
+        )
+
+    def order(r: Receipt, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        far = abs(math.log2((row["context"] + 128) / (context + 128)))
+        return r.state == "current", row["model"] == model, -round(far, 3), r.date, r.name
+
+    receipt, row = max(rows, key=lambda found: order(*found))
+
+    def likeness(r: Receipt, t: Mapping[str, Any]) -> tuple[Any, ...]:
+        same = r.raw.get("sources") == receipt.raw.get("sources")
+        return same, t.get("model") == row["model"], t.get("formats") == formats, r.date, r.name
+
+    where, traced = max(traces, key=lambda found: likeness(*found))
+    gpu = gpu_named(receipt.gpu)
+    config, held = NAMED[row["model"]], formats_of(formats)
+    stream, short, router = streams(traced, gpu)
+    total = decode_traffic(config, held, row["context"]).total
+    fixed, fixed_short = ((row["us"] - total / (gpu.read * s) * 1e6) / config.layers for s in (stream, short))
+    return Basis(
+        receipt.name, where.name, receipt.state, gpu.name, row["model"], formats, int(row["context"]), float(row["us"]),
+        total, stream, short, fixed, fixed_short, router, float(traced["phases"]["clock_ghz"]),
+    )  # fmt: skip
+
+
+def _rows(receipt: Receipt) -> list[dict[str, Any]]:
+    found = receipt.raw.get("rows")
+    return [r for r in found if isinstance(r, dict)] if isinstance(found, list) else []
+
+
+def streams(traced: Mapping[str, Any], gpu: Gpu) -> tuple[float, float, float]:
+    """(share of lm_head's stream, share of the experts' streams, microseconds of a layer waiting for the router)."""
+    config, held = NAMED[traced["model"]], formats_of(traced["formats"])
+    work = step_work(config, held, 1, traced["context"])
+    phases = traced["phases"]
+    head = phases["head"]
+    # from the start of the phase, not from its input's arrival: the ring has been filling while blocks waited
+    long = work["lm_head"].bytes / (head["sums"] - head["start"]) * 1e6
+    spent = 0.0
+    for marks in phases["layers"].values():
+        spent += sum(marks[f"{p} sums"][1] - marks[f"{p} x"][1] for p in ("gate_up", "down")) / len(phases["layers"])
+    short = work["moe"].bytes / config.layers / spent * 1e6
+    router = shares(dict(phases), config.kinds)["router"] / config.layers
+    return min(1.0, long / gpu.read), min(1.0, short / gpu.read), router
+
+
+def formats_of(label: str) -> dict[str, str]:
+    kind = {v: k for k, v in LABELS.items()}[label]
+    return {"qkv": kind, "o": kind, "lm_head": kind, "gate_up": "mxfp4", "down": "mxfp4", "embed": "bf16"}
+
+
+def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequence[Receipt]) -> Prediction:
+    if model not in NAMED:
+        raise UsageError(f"there is no shape {model!r}; use {' or '.join(NAMED)}.")
+    gpu = gpu_named(name)
+    config, held = NAMED[model], formats_after(gates)
+    dense = {held[role] for role in ("qkv", "o", "lm_head")}
+    if len(dense) != 1 or not dense <= set(LABELS):
+        raise UsageError("receipts measure qkv, o and lm_head in one format; use --preset exact, balanced or fast.")
+    kv = "bf16" if gates.kv_dtype == "auto" else gates.kv_dtype
+    found = basis(receipts, model, LABELS[dense.pop()], context)
+    there = gpu_named(found.gpu)
+    total = decode_traffic(config, held, context, kv_dtype=kv).total
+    h200, gb10 = GPUS["h200"], GPUS["gb10"]
+    usual, least = (1.0, 1.0) if gpu.measured else (h200.read / h200.paper, gb10.read / gb10.paper)
+    clocks = there.ghz / gpu.ghz
+    issue = min(1.0, (gpu.blocks * gpu.ghz / gpu.read) / (there.blocks * there.ghz / there.read))
+
+    def scenario(label: str, read: float, streaming: float, fixed: float) -> Scenario:
+        seconds = total / (read * streaming) + config.layers * fixed * 1e-6
+        return Scenario(label, read, streaming, fixed, 1 / seconds)
+
+    made = (
+        scenario("low", gpu.read * least, found.streaming_short * issue, found.fixed_short_us * max(1.0, clocks)),
+        scenario("central", gpu.read * usual, found.streaming * issue, found.fixed_us * clocks),
+        scenario("high", gpu.read * usual, found.streaming, min(found.fixed_us, found.router_us) * clocks),
+    )
+    ceiling = gpu.read / total
+    return Prediction(
+        gpu, model, held, context, total, ceiling, made, found, tuple(_warnings(gpu, model, gates, found))
+    )
+
+
+def _warnings(gpu: Gpu, model: str, gates: Gates, found: Basis) -> list[str]:
+    said = []
+    if found.state != "current":
+        said.append(f"the receipt {found.receipt} is {found.state}: its kernel has changed since")
+    if found.model != model:
+        said.append(f"measured on {found.model}, carried over to {model} by layers and bytes")
+    try:
+        _, _, selection = choose(NAMED[model], gates, ARCHES[gpu.arch])
+        chosen = selection.chosen["decode"]
+        if KERNEL not in chosen:
+            why = next((r.reason for r in selection.refusals if r.phase == KERNEL and r.regime == "decode"), "")
+            said.append(
+                f"today's plan on {gpu.arch} does not run {KERNEL} ({why}); it runs {', '.join(chosen)}, for which "
+                "this prediction does not hold"
+            )
+    except PlanError as e:
+        said.append(f"today's plan on {gpu.arch} refuses these gates: {str(e).splitlines()[0]}")
+    if gpu.memory < _weights(model, gates):
+        said.append(f"{model} with these gates does not fit in {gpu.memory / 1e9:.0f} GB")
+    return said
+
+
+def _weights(model: str, gates: Gates) -> float:
+    from halfbyte.model.ready import resolve, weight_bytes
+
+    return weight_bytes(resolve(f"random:{model}"), gates)

@@ -1,0 +1,259 @@
+"""Measures the spans of a profile: on a GPU from the driver's own timeline, on a CPU by a clock around every phase.
+
+On a GPU a step runs once with a wait after every phase, which tells whose each kernel is; then many steps run as they
+do in service (decode: replayed graphs; prompts: queued eagerly) and their kernels are matched by name and order. A
+kernel that runs a whole step is divided by the clocks it reads itself (`steptrace.py`). Timing under the profiler is
+kept apart from the undisturbed time of a step, which stands beside it. Nothing is timed on zeros.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from halfbyte.engine.graphs import DecodeGraph
+from halfbyte.errors import EngineError
+from halfbyte.lab import steptrace
+from halfbyte.lab.bench import device_roof
+from halfbyte.lab.profile import OTHER, SAMPLING, Profile, Span, category_of, kernel_category, summarise
+from halfbyte.lab.speed import Cache, decode_step, device_us, experts_touched, fill, prefill_step, random_tokens
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.ops.sampling import greedy
+from halfbyte.plan.phase import OPERATIONS
+from halfbyte.plan.step import Step
+from halfbyte.roofline import Work, step_work
+
+MARK = "halfbyte phase "
+WHOLE = "whole step"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry of the device's timeline."""
+
+    name: str
+    start: float
+    end: float
+
+
+def decode_profile(model: GptOss, tokens: int, depth: int, batch: int) -> Profile:
+    cache = fill(model, batch, depth + tokens + 64)
+    step = decode_step(model, cache, depth, 1)
+    touched = experts_touched(model, step)
+    work = step_work(
+        model.config, model.spec.formats, batch, depth + 1, kv_dtype=model.spec.kv_dtype,
+        experts_touched=None if touched is None else touched[0],
+    )  # fmt: skip
+    what = f"decode, {batch} row{'s' if batch > 1 else ''} at {depth}"
+    run = _decode_on_gpu if model.device.type == "cuda" else _decode_on_cpu
+    made = run(model, step, cache, tokens, what, work)
+    if touched is not None:
+        made.notes.append(f"{touched[0]:.1f} distinct experts a layer, counted ({touched[1]})")
+    made.phases = {step.regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[step.regime]))}
+    return made
+
+
+def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
+    cache = fill(model, 1, n)
+    work = step_work(model.config, model.spec.formats, 1, n, new=n, logits=1, kv_dtype=model.spec.kv_dtype)
+    steps = [prefill_step(model, cache, random_tokens(model, n, i), 0) for i in range(runs + 1)]
+    gpu = device_roof(model.device)
+    what = f"prompt of {n}"
+    if model.device.type == "cpu":
+        spans, whole = _clocked(model, steps[0], lambda i: steps[1 + i % runs], runs)
+        made = summarise(what, n, spans, runs, whole, work, gpu, "a clock around every phase")
+    else:
+        owners = attribute(model, steps[0])
+
+        def run(i: int) -> None:
+            greedy(model.forward(steps[1 + i % runs]))
+
+        run(0)
+        host = _host_us(run, runs)
+        step_us = _step_us(run, runs)
+        spans = match(owners, _kernels(run, runs), runs)
+        made = summarise(what, n, spans, runs, step_us, work, gpu, "the driver's timeline, queued eagerly")
+        made.host_us["eager"] = host
+    regime = steps[0].regime
+    made.phases = {regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[regime]))}
+    return made
+
+
+# ---- CPU ------------------------------------------------------------------------------------------------------------
+
+
+def _decode_on_cpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: str, work: dict[str, Work]) -> Profile:
+    spans, whole = _clocked(model, step, lambda i: decode_step(model, cache, int(step.positions[0]), i + 2), tokens)
+    gpu = device_roof(model.device)
+    return summarise(what, step.rows, spans, tokens, whole, work, gpu, "a clock around every phase")
+
+
+def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: int) -> tuple[list[Span], float]:
+    """Spans of `count` steps, and the mean microseconds of as many that nobody looked into."""
+    steps = [step_of(i) for i in range(count)]
+    greedy(model.forward(warm))
+    start = time.perf_counter()
+    for step in steps:
+        greedy(model.forward(step))
+    whole = (time.perf_counter() - start) * 1e6 / count
+    spans: list[Span] = []
+
+    def note(category: str, name: str, began: float) -> float:
+        now = time.perf_counter()
+        spans.append(Span(category, name, began * 1e6, now * 1e6))
+        return now
+
+    for step in steps:
+        acts: dict[str, Tensor] = {}
+        now = time.perf_counter()
+        for b in model.plan.bound[step.regime]:
+            b.launch(step, acts)
+            now = note(category_of(b.phase.covers), b.phase.name, now)
+        greedy(acts["logits"])
+        note(SAMPLING, "greedy", now)
+    return spans, whole
+
+
+# ---- GPU ------------------------------------------------------------------------------------------------------------
+
+
+def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: str, work: dict[str, Work]) -> Profile:
+    context = int(step.positions[0])
+    whole_step = model.plan.bound[step.regime][0].phase.covers == OPERATIONS
+    owners = attribute(model, step)
+    graph = DecodeGraph(model, step.rows, cache.blocks, feed_back=True)
+    graph.capture()
+    for kind, table in cache.tables.items():
+        graph.step.block_tables[kind].copy_(table)
+
+    def place() -> None:
+        graph.step.tokens.copy_(random_tokens(model, step.rows, 3))
+        graph.step.positions.fill_(context)
+        graph.step.kv_lens.fill_(context + 1)
+
+    def run(_: int) -> None:
+        graph.replay()
+
+    place()
+    host = _host_us(run, tokens)
+    place()
+    step_us = device_us(graph.replay, tokens)
+    place()
+    spans = match(owners, _kernels(run, tokens), tokens)
+    assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
+    within, notes = None, []
+    how = "the driver's timeline, graph replays"
+    if whole_step:
+        found = steptrace.trace(steptrace.traced_step(model, cache, context))
+        within = {WHOLE: steptrace.shares(found, model.config.kinds)}
+        how = "clocks inside the kernel that runs the whole step; launches and gaps from the driver's timeline"
+        notes.append(f"the traced step took {found['us']:.0f} us at {found['clock_ghz']:.2f} GHz")
+    made = summarise(what, step.rows, spans, tokens, step_us, work, device_roof(model.device), how, within)
+    made.notes += notes
+    made.host_us["graph"] = host
+    made.host_us["eager"] = _host_us(lambda _: model.forward(step), min(tokens, 8))
+    return made
+
+
+def _host_us(run: Callable[[int], Any], count: int) -> float:
+    """What the host spends per step on queueing it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for i in range(count):
+        run(i)
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return spent * 1e6 / count
+
+
+def _step_us(run: Callable[[int], Any], count: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for i in range(count):
+        run(i)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6 / count
+
+
+def attribute(model: GptOss, step: Step) -> list[tuple[str, str]]:
+    """(kernel, category) of one step in the order they run."""
+    bound = model.plan.bound[step.regime]
+
+    def run(_: int) -> None:
+        acts: dict[str, Tensor] = {}
+        for i, b in enumerate(bound):
+            with record_function(f"{MARK}{i}"):
+                b.launch(step, acts)
+                torch.cuda.synchronize()
+        with record_function(f"{MARK}{len(bound)}"):
+            greedy(acts["logits"])
+            torch.cuda.synchronize()
+
+    run(0)  # kernels compile here
+    kernels, marks = _traced(run, 1)
+    owners = []
+    for kernel in kernels:
+        i = owner(kernel, marks)
+        if i == len(bound):
+            owners.append((kernel.name, SAMPLING))
+        elif bound[i].phase.covers == OPERATIONS:
+            owners.append((kernel.name, WHOLE if "decode_step" in kernel.name else OTHER))
+        else:
+            owners.append((kernel.name, kernel_category(kernel.name, bound[i].phase.covers)))
+    return owners
+
+
+def owner(kernel: Kernel, marks: Sequence[tuple[int, float, float]]) -> int:
+    """The mark whose time on the host holds the kernel's middle, or comes nearest to it."""
+    middle = (kernel.start + kernel.end) / 2
+    return min(marks, key=lambda m: max(m[1] - middle, middle - m[2], 0.0))[0]
+
+
+def match(owners: Sequence[tuple[str, str]], kernels: Sequence[Kernel], steps: int) -> list[Span]:
+    """Spans of some equal steps: the k-th kernel of a name belongs to whom the k-th of that name did."""
+    queues: dict[str, deque[str]] = {}
+    for name, category in owners:
+        queues.setdefault(name, deque()).append(category)
+    counts = Counter(k.name for k in kernels)
+    spans = []
+    for kernel in kernels:
+        queue = queues.get(kernel.name)
+        if queue is None or counts[kernel.name] != len(queue) * steps:
+            category = SAMPLING if queue is None else OTHER  # feeding tokens back is no phase's; else it cannot be told
+        else:
+            category = queue[0]
+            queue.rotate(-1)
+        spans.append(Span(category, kernel.name, kernel.start, kernel.end))
+    return spans
+
+
+def _kernels(run: Callable[[int], Any], count: int) -> list[Kernel]:
+    return _traced(run, count)[0]
+
+
+def _traced(run: Callable[[int], Any], count: int) -> tuple[list[Kernel], list[tuple[int, float, float]]]:
+    """The device's timeline of `count` runs, and (number, start, end) of every mark on the host."""
+    torch.cuda.synchronize()
+    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+        for i in range(count):
+            run(i)
+        torch.cuda.synchronize()
+    kernels, marks = [], []
+    for event in traced.events():
+        at, kind = event.time_range, event.device_type.name
+        if event.name.startswith(MARK):
+            if kind == "CPU":
+                marks.append((int(event.name.removeprefix(MARK)), float(at.start), float(at.end)))
+        elif kind == "CUDA":
+            kernels.append(Kernel(event.name, float(at.start), float(at.end)))
+    if not kernels:
+        raise EngineError("the driver reported no kernel (CUPTI is not available here), so nothing can be profiled.")
+    return sorted(kernels, key=lambda k: k.start), marks
