@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
+from halfbyte.model.staging import CudaLane, Staging
 
 CHUNK = 16 << 20
 READERS, MIN_READ = 4, 1 << 20
@@ -32,11 +33,11 @@ OnBytes = Callable[[int], None]
 
 @dataclass
 class Reading:
-    """What the files of one model share while they are read: the device, who hears of progress, a staging buffer."""
+    """What the files of one model share while they are read: the device, who hears of progress, buffers on the way."""
 
     device: torch.device
     on_bytes: OnBytes | None = None
-    _staging: Tensor | None = None
+    _staging: Staging | None = None
     _pool: ThreadPoolExecutor | None = None
 
     def pool(self) -> ThreadPoolExecutor:
@@ -47,11 +48,13 @@ class Reading:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+        if self._staging is not None:
+            self._staging.close()
         self._pool = self._staging = None
 
-    def staging(self) -> Tensor:
+    def staging(self) -> Staging:
         if self._staging is None:
-            self._staging = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self._staging = Staging(CudaLane(self.device))
         return self._staging
 
 
@@ -94,14 +97,14 @@ class WeightFile:
     def read(self, offset: int, dest: Tensor) -> Tensor:
         """Fill `dest` (contiguous, any device) from `offset` on."""
         flat = dest.view(-1).view(torch.uint8)
+        if flat.device.type != "cpu":
+            self.reading.staging().stream(
+                flat, lambda part, at: self._fill_alone(_bytes(part), offset + at), self.reading.on_bytes
+            )
+            return dest
         for start in range(0, flat.numel(), CHUNK):
             part = flat[start : start + CHUNK]
-            if part.device.type == "cpu":
-                self._fill(_bytes(part), offset + start)
-            else:
-                staged = self.reading.staging()[: part.numel()]
-                self._fill(_bytes(staged), offset + start)
-                part.copy_(staged)  # blocking, so the staging buffer is free again
+            self._fill(_bytes(part), offset + start)
             if self.reading.on_bytes is not None:
                 self.reading.on_bytes(part.numel())
         return dest

@@ -1,0 +1,107 @@
+"""Streaming through few buffers, with copies that happen as late as they may."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte.errors import CheckpointError
+from halfbyte.model import staging
+from halfbyte.model.staging import Staging
+
+
+class LateLane:
+    """Copies when somebody waits for them, or at the end: a buffer that is filled too early shows."""
+
+    def __init__(self) -> None:
+        self.queued: list[Any] = []
+        self.log: list[str] = []
+
+    def buffer(self) -> Tensor:
+        return torch.zeros(staging.PIECE, dtype=torch.uint8)
+
+    def begin(self) -> None:
+        self.log.append("begin")
+
+    def copy(self, dest: Tensor, staged: Tensor) -> Any:
+        lane = self
+
+        class Copy:
+            done = False
+            lock = threading.Lock()
+
+            def synchronize(self) -> None:
+                with self.lock:
+                    if not self.done:
+                        dest.copy_(staged)
+                        self.done = True
+                        lane.log.append("copy")
+
+        copy = Copy()
+        self.queued.append(copy)
+        return copy
+
+    def end(self) -> None:
+        for copy in self.queued:
+            copy.synchronize()
+        self.log.append("end")
+
+
+def from_(source: Tensor) -> staging.Fill:
+    def fill(part: Tensor, at: int) -> None:
+        part.copy_(source[at : at + part.numel()])
+
+    return fill
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PIECE", 64)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 64 * 7])
+def test_every_byte_arrives(size: int) -> None:
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    heard: list[int] = []
+    made = Staging(LateLane(), count=3)
+    for _ in range(3):  # buffers are used again from tensor to tensor
+        dest = torch.zeros(size, dtype=torch.uint8)
+        made.stream(dest, from_(source), heard.append)
+        assert torch.equal(dest, source)
+    assert sum(heard) == 3 * size
+    made.close()
+
+
+def test_a_buffer_is_not_filled_before_its_copy() -> None:
+    """With two buffers the third piece waits for the first copy, which this lane makes only then."""
+    lane = LateLane()
+    made = Staging(lane, count=2)
+    source = torch.arange(64 * 6, dtype=torch.int64).to(torch.uint8)
+    dest = torch.zeros(64 * 6, dtype=torch.uint8)
+    made.stream(dest, from_(source))
+    assert torch.equal(dest, source)
+    assert lane.log[0] == "begin"
+    assert lane.log[-1] == "end"
+    assert lane.log.count("copy") == 6
+    made.close()
+
+
+def test_a_reader_that_fails_is_heard_and_the_buffers_survive() -> None:
+    made = Staging(LateLane(), count=2)
+
+    def broken(part: Tensor, at: int) -> None:
+        if at >= 128:
+            raise CheckpointError("the disk is gone.")
+        part.fill_(7)
+
+    dest = torch.zeros(64 * 5, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="gone"):
+        made.stream(dest, broken)
+    good = torch.zeros(64 * 5, dtype=torch.uint8)
+    made.stream(good, from_(torch.full((64 * 5,), 9, dtype=torch.uint8)))
+    assert bool((good == 9).all())
+    made.close()
