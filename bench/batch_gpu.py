@@ -1,0 +1,302 @@
+"""The batch products on a real GPU (SM90): checked against torch float32, then timed at true shapes.
+
+    python bench/batch_gpu.py --rows 2,8,16,32,64 --save bench/results/batch-gpu-DATE.json
+    python bench/batch_gpu.py --rows "" --profile 8,32,64     # the whole plan of 120b, kernel by kernel
+
+Layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is what the router chooses, the
+distinct experts are printed. A size whose output is wrong is not timed. Figures stand beside what the memory (4.5 TB/s)
+could do; times are of graphs that run every layer's product once. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from halfbyte import formats  # noqa: E402
+from halfbyte.formats import MXTensor, tile16  # noqa: E402
+from halfbyte.kernels.cuda import batch  # noqa: E402
+from halfbyte.kernels.cuda.batch import Layer, Matrix, Room, RowShape  # noqa: E402
+from halfbyte.lab import receipts  # noqa: E402
+from halfbyte.model.config import NAMED  # noqa: E402
+from halfbyte.ops.moe import swiglu  # noqa: E402
+from halfbyte.ops.norm import rms_norm  # noqa: E402
+from halfbyte.ops.router import route  # noqa: E402
+
+BANDWIDTH = 4.5e12
+BOUNDS = {"qkv": 2e-3, "mid": 1e-4, "experts": 3e-3}
+
+
+def random_mxfp4(*size: int) -> MXTensor:
+    """About normal with variance 1/K, straight in tile16."""
+    *lead, n, k = size
+    data = torch.empty((*lead, *tile16.tile_shape(n, k, "mxfp4")), dtype=torch.uint8, device="cuda")
+    data.view(-1).view(torch.int64).random_(-(2**63), None)
+    data[..., 512:] = torch.randint(119, 121, data[..., 512:].shape, dtype=torch.uint8, device="cuda")
+    return MXTensor(data, torch.empty(0, dtype=torch.uint8, device="cuda"), size, "mxfp4", "tile16")
+
+
+def dense(w: MXTensor) -> Tensor:
+    return formats.dequantize(tile16.unpack(w), torch.float32)
+
+
+class Case:
+    """One layer of a model with random weights."""
+
+    def __init__(self, model: str, held: dict[str, Tensor]) -> None:
+        c = self.config = NAMED[model]
+        width = (c.heads + 2 * c.kv_heads) * c.head_dim
+        self.w = {
+            "qkv": random_mxfp4(width, c.hidden), "o": random_mxfp4(c.hidden, c.heads * c.head_dim),
+            "gate_up": random_mxfp4(c.experts, 2 * c.intermediate, c.hidden),
+            "down": random_mxfp4(c.experts, c.hidden, c.intermediate),
+        }  # fmt: skip
+        self.v = {f"{n}_bias": self.vector(*w.shape[:-1]) for n, w in self.w.items()}
+        self.v |= {"attn_norm": self.vector(c.hidden), "mlp_norm": self.vector(c.hidden)}
+        self.v |= {"router": self.vector(c.experts, c.hidden) / c.hidden**0.5, "router_bias": self.vector(c.experts)}
+        matrices = {n: Matrix(w, self.v[f"{n}_bias"], n, swiglu=n == "gate_up") for n, w in self.w.items()}
+        room = Room(RowShape(c.hidden, c.experts, c.top_k), c.intermediate, held, torch.device("cuda"))
+        vectors = {n: self.v[n] for n in ("attn_norm", "mlp_norm", "router", "router_bias")}
+        self.layer = Layer(
+            batch.gpu(), room, **matrices, **vectors, eps=c.norm_eps, limit=c.swiglu_limit, alpha=c.swiglu_alpha
+        )
+
+    @staticmethod
+    def vector(*size: int) -> Tensor:
+        return torch.randn(size, device="cuda").bfloat16()
+
+    def check(self, rows: int) -> dict[str, Any]:
+        """Errors of a layer's steps against float32, and whether a second run gives the same bits."""
+        c, v, layer = self.config, self.v, self.layer
+        x, attn = torch.randn((rows, c.hidden), device="cuda"), self.vector(rows, c.heads * c.head_dim)
+        found = []
+        for _ in range(2):
+            y, qkv = x.clone(), torch.full((rows, self.w["qkv"].shape[0]), float("nan"), device="cuda")
+            layer.enter(y, qkv, pending=False)
+            layer.leave(y, attn)
+            mid = y.clone()
+            layer.finish(y)
+            found.append((qkv, mid, y, layer.room.ids[:rows].clone()))
+        same = all(torch.equal(a, b) for a, b in zip(*found))
+        qkv, mid, y, ids = found[0]
+        h = rms_norm(x, v["attn_norm"], c.norm_eps).bfloat16().float()
+        errors = {"qkv": error(qkv, h @ dense(self.w["qkv"]).T + v["qkv_bias"].float())}
+        want = x + attn.float() @ dense(self.w["o"]).T + v["o_bias"].float()
+        errors["mid"] = error(mid, want)
+        h = rms_norm(mid, v["mlp_norm"], c.norm_eps)
+        theirs, shares = route(h, v["router"].float(), v["router_bias"], c.top_k)
+        agree = float((theirs == ids).float().mean())
+        parts = torch.zeros((rows, c.top_k, c.hidden), device="cuda")
+        shares = layer.room.weights[:rows]
+        for e in ids.unique().tolist():
+            row, slot = (ids == e).nonzero(as_tuple=True)
+            z = h[row].bfloat16().float() @ dense(self.w["gate_up"].select(e)).T + v["gate_up_bias"][e].float()
+            z = swiglu(z, c.swiglu_limit, c.swiglu_alpha).bfloat16().float()
+            z = z @ dense(self.w["down"].select(e)).T + v["down_bias"][e].float()
+            parts[row, slot] = z * shares[row, slot, None]
+        errors["experts"] = error(y - mid, parts.sum(1))
+        right = same and agree > 0.99 and all(e < BOUNDS[n] for n, e in errors.items())
+        return {"errors": errors, "routing": agree, "repeats": same, "right": right, "experts": ids.unique().numel()}
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    if not torch.isfinite(got).all():
+        return float("inf")
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def graph_us(work: Callable[[], object], times: int = 7) -> float:
+    """Median µs of a graph of `work`."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    found = []
+    for _ in range(times):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(found)
+
+
+def time_rows(cases: list[Case], rows: int) -> dict[str, Any]:
+    c = cases[0].config
+    xs = [torch.randn((rows, c.hidden), device="cuda") for _ in cases]
+    attn = Case.vector(rows, c.heads * c.head_dim)
+    qkv = torch.empty((rows, cases[0].w["qkv"].shape[0]), device="cuda")
+    choices: list[Tensor] = []
+    for case, x in zip(cases, xs):
+        case.layer.leave(x, attn)
+        choices.append(case.layer.room.ids[:rows].clone())
+    experts = statistics.fmean(ids.unique().numel() for ids in choices)
+    each = {n: w.data[0].nbytes if w.data.ndim == 4 else w.data.nbytes for n, w in cases[0].w.items()}
+    room, gpu = cases[0].layer.room, cases[0].layer.machine
+    tickets = torch.zeros((64, 1), dtype=torch.int32, device="cuda")
+    trace = torch.zeros((132, 4), dtype=torch.int64, device="cuda")
+    args = {"limit": c.swiglu_limit, "alpha": c.swiglu_alpha}
+
+    def products(name: str, dynamic: bool, traced: Tensor | None = None) -> Callable[[], None]:
+        def run() -> None:
+            tickets.zero_()
+            for i, (case, ids) in enumerate(zip(cases, choices)):
+                m = getattr(case.layer, name)
+                if name in ("qkv", "o"):
+                    m.run(gpu, room.h if name == "qkv" else attn, qkv if name == "qkv" else xs[i], rows, trace=traced)
+                    continue
+                up = name == "gate_up"
+                m.run(
+                    gpu, room.h if up else room.hidden, room.hidden if up else room.parts, rows * c.top_k, ids=ids,
+                    tickets=tickets[i].data_ptr() if dynamic else None, share=c.top_k if up else 1, early=not up,
+                    trace=traced, **args,
+                )  # fmt: skip
+
+        return run
+
+    found: dict[str, Any] = {"rows": rows, "experts": experts, "us": {}, "tb_per_s": {}, "trace": {}}
+    for name in ("qkv", "o", "gate_up", "down"):
+        for dynamic in (True, False) if name in ("gate_up", "down") else (False,):
+            us = graph_us(products(name, dynamic)) / len(cases)
+            key = name if dynamic or name in ("qkv", "o") else f"{name}, fixed runs"
+            found["us"][key] = us
+            found["tb_per_s"][key] = each[name] * (experts if name in ("gate_up", "down") else 1) / us / 1e6
+            products(name, dynamic, trace)()
+            torch.cuda.synchronize()
+            t = (trace - trace[:, 0].min()).double() / 1e3
+            found["trace"][key] = {
+                what: [round(float(f(t[:, i])), 2) for f in (torch.min, torch.mean, torch.max)]
+                for i, what in enumerate(("start", "x wanted", "all asked for", "end"))
+            }
+
+    def rows_only(entry: str) -> Callable[[], None]:
+        def run() -> None:
+            for case, x in zip(cases, xs):
+                gpu.rows(room.shape, entry, case.layer._rows(x, case.v["mlp_norm"], summed=entry == "batch_finish"))
+
+        return run
+
+    for entry in ("batch_finish", "batch_router", "batch_choose"):
+        found["us"][entry] = graph_us(rows_only(entry)) / len(cases)
+
+    def layers() -> None:
+        for i, (case, x) in enumerate(zip(cases, xs)):
+            case.layer.enter(x, qkv, pending=i > 0)
+            case.layer.leave(x, attn)
+        cases[-1].layer.finish(xs[-1])
+
+    found["us"]["layer without attention"] = graph_us(layers) / len(cases)
+    total = each["qkv"] + each["o"] + experts * (each["gate_up"] + each["down"])
+    found["floor_us"] = total / BANDWIDTH * 1e6
+    return found
+
+
+def profile(model_name: str, preset: str, sizes: list[int]) -> list[dict[str, Any]]:
+    """Every kernel of a step of the whole plan, by name, through a graph."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    from halfbyte import gates
+    from halfbyte.engine.graphs import DecodeGraph
+    from halfbyte.lab.speed import fill
+    from halfbyte.model import ready
+
+    model = ready.load(ready.resolve(f"random:{model_name}"), gates.PRESETS[preset].gates, device=torch.device("cuda"))
+    print({r: list(p) for r, p in model.plan.selection.chosen.items()}, flush=True)
+    found = []
+    for rows in sizes:
+        cache = fill(model, rows, 256)
+        graph = DecodeGraph(model, rows, cache.blocks, feed_back=True)
+        graph.capture()
+        for kind, table in cache.tables.items():
+            graph.step.block_tables[kind].copy_(table)
+        graph.step.tokens.copy_(torch.randint(0, model.config.vocab, (rows,)))
+        graph.step.positions.fill_(128)
+        graph.step.kv_lens.fill_(129)
+        graph.replay()
+        torch.cuda.synchronize()
+        with torch_profile(activities=[ProfilerActivity.CUDA]) as p:
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+        us: dict[str, float] = collections.defaultdict(float)
+        count: dict[str, int] = collections.defaultdict(int)
+        for e in p.events():
+            if e.device_time > 0:
+                us[e.name[:60]] += e.device_time / 3
+                count[e.name[:60]] += 1
+        best = sorted(us, key=lambda n: -us[n])[:14]
+        print(f"===== c={rows}: {sum(us.values()) / 1e3:.2f} ms of kernels a step", flush=True)
+        for n in best:
+            print(f"  {us[n]:9.0f} us {count[n] // 3:4d} x {us[n] * 3 / count[n]:8.1f}  {n}", flush=True)
+        found.append({"rows": rows, "us": {n: us[n] for n in best}, "launches": {n: count[n] // 3 for n in best}})
+        model._pool = None
+        del graph, cache
+    return found
+
+
+def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(n) for n in text.split(",") if n]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="120b")
+    parser.add_argument("--rows", type=numbers, default=[2, 8, 16, 32, 64])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--profile", type=numbers, default=[], help="rows of whole steps to take apart")
+    parser.add_argument("--preset", default="fast")
+    parser.add_argument("--save", type=Path)
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    sources = [batch.FOLDER / n for n in ("batch.cu", "batch.cuh", "batch_weights.cuh", "batch_rows.cu", "batch.py")]
+    result: dict[str, Any] = {
+        "bench": "batch_gpu", "model": args.model, "device": torch.cuda.get_device_name(), "checks": [], "rows": [],
+        "sources": {p.name: receipts.file_hash(p) for p in sources},
+    }  # fmt: skip
+    if args.rows:
+        held: dict[str, Tensor] = {}
+        cases = [Case(args.model, held) for _ in range(args.layers)]
+        for rows in args.rows:
+            check = cases[0].check(rows)
+            print(f"{rows} rows: {check}", flush=True)
+            result["checks"].append({"rows": rows} | check)
+            if not check["right"]:
+                continue
+            timed = time_rows(cases, rows)
+            result["rows"].append(timed)
+            for name, us in timed["us"].items():
+                rate = timed["tb_per_s"].get(name)
+                print(f"  {name:26s} {us:8.1f} us" + (f"  {rate:.2f} TB/s" if rate else ""), flush=True)
+            print(f"  {timed['experts']:.1f} experts, floor of a layer {timed['floor_us']:.1f} us", flush=True)
+            for name, t in timed["trace"].items():
+                print(f"  {name:26s} {t}", flush=True)
+        del cases, held
+        torch.cuda.empty_cache()
+    if args.profile:
+        result["profile"] = profile(args.model, args.preset, args.profile)
+    text = json.dumps(result)
+    if args.save:
+        args.save.write_text(text, encoding="utf-8")
+    print(text)
+    sys.exit(not all(c["right"] for c in result["checks"]))
+
+
+if __name__ == "__main__":
+    main()

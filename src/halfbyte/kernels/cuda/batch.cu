@@ -1,0 +1,314 @@
+// The product of a batch: Y = W_e X_e + bias for groups of up to eight columns, exact W4A16, at the speed of the memory.
+//
+// A group is a matrix (an expert, or the only one) and up to eight columns (tokens) that it multiplies: as many as
+// mma.m16n8k16 has. The tiles (16 rows, all of K) of all groups form one line, which is cut into a run for each block; the
+// end of the line is left to whoever comes first, in pieces, because multiprocessors see unequal bandwidth.
+//
+// One block per multiprocessor. One warp feeds: it asks the copy engine for the block's tiles, as far ahead as the ring in
+// shared memory is deep, and cuts runs into items at the borders of groups. WORKERS warps multiply: each holds its part of
+// K of the group's columns in registers for as long as the group lasts, and multiplies its chunks of every tile. SUMMERS
+// warps add the workers' sums in order and store: one tile each in turn, so that no worker ever waits for another.
+//
+// A column's result depends on that column alone: its products are added in the order of k, group of 32 by group of 32
+// within a warp, then warp by warp, whoever computes them.
+#include "batch_weights.cuh"
+
+// ---- groups ---------------------------------------------------------------------------------------------------------
+
+HB_DEV void group_columns(const Product& p, Shared& sh, int thread) {
+  if (!p.ids) {
+    const int groups = (p.columns + COLUMNS - 1) / COLUMNS;
+    HB_ROLLED
+    for (int i = thread; i < groups; i += THREADS) {
+      const int left = p.columns - i * COLUMNS;
+      sh.group[i] = (u32)(i * COLUMNS) << 4 | (u32)(left < COLUMNS ? left : COLUMNS);
+    }
+    HB_ROLLED
+    for (int i = thread; i < p.columns; i += THREADS) sh.list[i] = (u16)i;
+    if (thread == 0) sh.groups = groups;
+    sync_all();
+    return;
+  }
+  HB_ROLLED
+  for (int e = thread; e < p.experts; e += THREADS) sh.count[e] = 0;
+  sync_all();
+  HB_ROLLED
+  for (int i = thread; i < p.columns; i += THREADS) {
+    const int e = (int)load32(p.ids + i);
+    sh.id[i] = (u16)e;
+    shared_count(&sh.count[e]);
+  }
+  sync_all();
+  if (thread < 32) {  // running sums over the experts, 32 at a time: columns below, groups above
+    u32 sum = 0;
+    for (int base = 0; base < p.experts; base += 32) {
+      const int e = base + thread, n = e < p.experts ? sh.count[e] : 0;
+      const u32 mine = (u32)n | (u32)((n + COLUMNS - 1) / COLUMNS) << 16;
+      u32 s = mine;
+      HB_UNROLL
+      for (int d = 1; d < 32; d *= 2) {
+        const u32 y = shfl(s, thread - d);
+        if (thread >= d) s += y;
+      }
+      const u32 before = sum + s - mine;
+      if (e < p.experts) {
+        sh.start[e] = (int)(before & 0xffffu);
+        for (int i = 0; i * COLUMNS < n; i++) {
+          const int left = n - i * COLUMNS;
+          sh.group[(before >> 16) + i] = (u32)e << 16 | ((before & 0xffffu) + i * COLUMNS) << 4 | (u32)(left < COLUMNS ? left : COLUMNS);
+        }
+      }
+      sum += shfl(s, 31);
+    }
+    if (thread == 0) sh.groups = (int)(sum >> 16);
+  }
+  sync_all();
+  // In which place of a group a column comes does not change its result; in which group it comes, blocks must agree on.
+  HB_ROLLED
+  for (int i = thread; i < p.columns; i += THREADS) {
+    const int e = sh.id[i];
+    int place;
+    if (sh.count[e] <= COLUMNS) place = shared_count(&sh.start[e]);
+    else {
+      place = sh.start[e];
+      for (int j = 0; j < i; j++) place += sh.id[j] == e;
+    }
+    sh.list[place] = (u16)i;
+  }
+  sync_all();
+}
+
+// ---- the feeding warp -----------------------------------------------------------------------------------------------
+
+struct Feeder {  // one lane
+  const Product& p;
+  Shared& sh;
+  u64 policy;
+  int slot = 0, turn = 0;
+  u32 phase = 0;
+
+  HB_DEV_MEMBER void publish(int group, int tile, int count) {
+    const int q = turn % QUEUE;
+    wait_for(&sh.item_empty[q], (u32)(turn / QUEUE & 1) ^ 1);
+    sh.item[q] = Item{group, tile, count};
+    bar_arrive(&sh.item_full[q], 1);
+    turn++;
+  }
+  HB_DEV_MEMBER void run(int at, int end) {  // tiles of the line
+    while (at < end) {
+      const int group = at / p.tiles, tile = at - group * p.tiles;
+      const int count = p.tiles - tile < end - at ? p.tiles - tile : end - at;
+      publish(group, tile, count);
+      const u8* from = p.weights + ((size_t)(sh.group[group] >> 16) * p.tiles + tile) * (size_t)TILE_BYTES;
+      HB_ROLLED
+      for (int i = 0; i < count; i++)
+        HB_UNROLL
+        for (int part = 0; part < PARTS; part++) {
+          constexpr int last = TILE_BYTES - (PARTS - 1) * SLOT_BYTES;
+          const int bytes = part < PARTS - 1 ? SLOT_BYTES : last;
+          wait_for(&sh.empty[slot], phase ^ 1);
+          bar_expect(&sh.full[slot], bytes);
+          bulk_copy(sh.ring[slot], from, bytes, &sh.full[slot], policy);
+          from += bytes;
+          if (++slot == SLOTS) { slot = 0; phase ^= 1; }
+        }
+      at += count;
+    }
+  }
+};
+
+HB_DEV void mark(const Product& p, int i) { if (p.trace) p.trace[hb_block() * 4 + i] = clock_global(); }
+
+HB_DEV void feed(const Product& p, Shared& sh) {
+  Feeder f{p, sh, p.ids ? streaming_policy() : keeping_policy()};
+  const int all = sh.groups * p.tiles, block = hb_block(), grid = hb_grid();
+  const int fixed = p.tickets ? all - all / 8 : all;
+  f.run((int)((i64)fixed * block / grid), (int)((i64)fixed * (block + 1) / grid));
+  if (p.tickets)
+    for (;;) {
+      const int at = fixed + (int)counter_add(p.tickets) * PIECE;
+      if (at >= all) break;
+      f.run(at, at + PIECE < all ? at + PIECE : all);
+    }
+  mark(p, 2);
+  f.publish(0, 0, 0);
+}
+
+// ---- items, for workers and summers ---------------------------------------------------------------------------------
+
+struct Items {
+  Shared& sh;
+  int lane, turn = 0;
+  HB_DEV_MEMBER Item next() {
+    const int q = turn % QUEUE;
+    wait_for(&sh.item_full[q], (u32)(turn / QUEUE & 1));
+    const Item it = sh.item[q];
+    sync_warp();
+    if (lane == 0) bar_arrive(&sh.item_empty[q], 1);
+    turn++;
+    return it;
+  }
+};
+
+// ---- the multiplying warps ------------------------------------------------------------------------------------------
+
+// Lane (g, t): eight consecutive k of every group of 32 of column g. See tile16 for the order.
+struct Operand {
+  u32 b[EACH][8];
+  HB_DEV_MEMBER void load(const Product& p, const Shared& sh, u32 group, int warp, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    const bool on = g < (int)(group & 15u);
+    const u16* x = p.x;
+    if (on) x += (size_t)(sh.list[(group >> 4 & 0xfffu) + g] / p.share) * K + warp * EACH * 64 + t * 8;
+    HB_UNROLL
+    for (int c = 0; c < EACH; c++)
+      HB_UNROLL
+      for (int half = 0; half < 2; half++) {
+        u32x4 v = {0, 0, 0, 0};
+        if (on && (CHUNKS % EACH == 0 || warp * EACH + c < CHUNKS)) v = load128(x + c * 64 + half * 32);
+        u32* to = b[c] + half * 4;
+        to[0] = scale_in(v.x); to[1] = scale_in(v.y); to[2] = scale_in(v.z); to[3] = scale_in(v.w);
+      }
+  }
+};
+
+HB_DEV void multiply(const Product& p, Shared& sh, int warp, int lane) {
+  const u32 base = shared_base();
+  const int g = lane / 4, t = lane % 4, mine = CHUNKS - warp * EACH;  // chunks from this warp's first on
+  const u32 from = base + (warp % TEAM) * EACH * CHUNK, full = base + HB_AT(full), empty = base + HB_AT(empty);
+  const u32 to = base + HB_AT(red) + warp * (COLUMNS * 16 * 4);
+  const u32 at_low = red_at(t, g) * 4, at_high = red_at(t, g + 8) * 4;  // columns 2 t; 2 t + 1 four places on
+  int slot = warp / TEAM, buffer = 0;
+  u32 phase = 0, red_phase = 1;
+  Items items{sh, lane};
+  bool waited = !p.early;
+  for (;;) {
+    const Item it = items.next();
+    if (it.count == 0) break;
+    if (!waited) {
+      wait_for_previous();
+      if (warp == 0 && lane == 0) { release_next(); mark(p, 1); }
+      waited = true;
+    }
+    Operand x;
+    x.load(p, sh, sh.group[it.group], warp, lane);
+    HB_ROLLED
+    for (int i = 0; i < it.count; i++) {
+      float acc[4] = {0.f, 0.f, 0.f, 0.f};
+      wait_for(full + slot * 8, phase);
+      multiply_chunks(acc, x.b, from + slot * SLOT_BYTES, mine, lane);
+      if (lane == 0) bar_arrive(empty + slot * 8, 1);  // the products needed every lane's weights: they have been read
+      slot += PARTS;
+      if (slot >= SLOTS) { slot -= SLOTS; phase ^= 1; }
+      wait_for(base + HB_AT(red_empty) + buffer * 8, red_phase);
+      const u32 red = to + buffer * (WORKERS * COLUMNS * 16 * 4);
+      sts32(red + at_low, as_bits(acc[0]));
+      sts32(red + at_low + 256, as_bits(acc[1]));
+      sts32(red + at_high, as_bits(acc[2]));
+      sts32(red + at_high + 256, as_bits(acc[3]));
+      sync_warp();
+      if (lane == 0) bar_arrive(base + HB_AT(red_full) + buffer * 8, 1);
+      if (++buffer == SUMMERS) { buffer = 0; red_phase ^= 1; }
+    }
+  }
+}
+
+// ---- the summing warps ----------------------------------------------------------------------------------------------
+
+HB_DEV float swiglu(const Product& p, float gate, float up) {
+  gate = fminf(gate, p.limit);
+  up = fminf(fmaxf(up, -p.limit), p.limit);
+  return divide((up + 1.f) * gate, 1.f + exp2_fast(gate * (p.alpha * -1.4426950408889634f)));
+}
+
+struct Four { float v[4]; };
+HB_DEV Four bias_at(const Product& p, size_t row) {  // row % 4 == 0
+  Four f = {};
+  if (!p.bias) return f;
+  if (p.bias_float) {
+    const u32x4 w = ldg128((const float*)p.bias + row);
+    f.v[0] = as_float(w.x); f.v[1] = as_float(w.y); f.v[2] = as_float(w.z); f.v[3] = as_float(w.w);
+  } else {
+    const u64 w = *(const u64*)((const u16*)p.bias + row);
+    f.v[0] = bf16_low((u32)w); f.v[1] = bf16_high((u32)w); f.v[2] = bf16_low((u32)(w >> 32)); f.v[3] = bf16_high((u32)(w >> 32));
+  }
+  return f;
+}
+
+HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
+  const u32 base = shared_base();
+  const int place = lane / 4, quad = lane % 4, column = (place & 3) * 2 + (place >> 2);
+  const u32 red = base + HB_AT(red) + (summer * WORKERS * COLUMNS * 16 + red_at(place, quad * 4)) * 4;
+  const u32 full = base + HB_AT(red_full) + summer * 8, empty = base + HB_AT(red_empty) + summer * 8;
+  u32 phase = 0;
+  int next = summer;  // tiles from now until mine
+  Items items{sh, lane};
+  if (p.early) wait_for_previous();  // out may be read by the kernel before this one
+  for (;;) {
+    const Item it = items.next();
+    if (it.count == 0) break;
+    const u32 group = sh.group[it.group];
+    const bool on = column < (int)(group & 15u);
+    const size_t to = on ? (size_t)sh.list[(group >> 4 & 0xfffu) + column] * p.tiles * (SWIGLU ? 8 : 16) : 0;
+    const size_t first = (size_t)(group >> 16) * p.tiles * 16;
+    int i = next;
+    HB_ROLLED
+    for (; i < it.count; i += SUMMERS) {
+      const int row = (it.tile + i) * 16 + quad * 4;
+      const Four bias = bias_at(p, first + row);
+      u32x4 before = {0, 0, 0, 0};
+      if (!SWIGLU && p.residual && on) before = load128(p.residual + to + row);
+      float v[4] = {0.f, 0.f, 0.f, 0.f};
+      wait_for(full, phase);
+      phase ^= 1;
+      HB_UNROLL
+      for (int w = 0; w < WORKERS; w++) {
+        const u32x4 s = lds128(red + w * (COLUMNS * 16 * 4));
+        v[0] += as_float(s.x); v[1] += as_float(s.y); v[2] += as_float(s.z); v[3] += as_float(s.w);
+      }
+      sync_warp();
+      if (lane == 0) bar_arrive(empty, 1);
+      HB_UNROLL
+      for (int k = 0; k < 4; k++) v[k] = v[k] * SCALE_OUT + bias.v[k];
+      if (SWIGLU) {
+        if (on) store32((u16*)p.out + to + row / 2, bf16_pair(swiglu(p, v[0], v[1]), swiglu(p, v[2], v[3])));
+      } else if (on) {
+        const u32 r[4] = {before.x, before.y, before.z, before.w};
+        HB_UNROLL
+        for (int k = 0; k < 4; k++) v[k] += as_float(r[k]);
+        store128((float*)p.out + to + row, as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3]));
+      }
+    }
+    next = i - it.count;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) batch_product(const __grid_constant__ Product p) {
+  Shared& sh = *(Shared*)hb_shared();
+  const int thread = hb_thread(), warp = thread / 32, lane = thread % 32;
+  if (thread == 0) {
+    mark(p, 0);
+    for (int s = 0; s < SLOTS; s++) {
+      const int part = s % PARTS, warps = part < PARTS - 1 ? TEAM : WORKERS - TEAM * (PARTS - 1);
+      bar_init(&sh.full[s], 1);
+      bar_init(&sh.empty[s], warps);
+    }
+    for (int b = 0; b < SUMMERS; b++) { bar_init(&sh.red_full[b], WORKERS); bar_init(&sh.red_empty[b], 1); }
+    for (int q = 0; q < QUEUE; q++) { bar_init(&sh.item_full[q], 1); bar_init(&sh.item_empty[q], WORKERS + SUMMERS); }
+    bar_init_done();
+  }
+  if (!p.early) {
+    wait_for_previous();
+    if (thread == 0) { release_next(); mark(p, 1); }
+  }
+  group_columns(p, sh, thread);  // and meets all threads
+  if (warp < WORKERS) multiply(p, sh, warp, lane);
+  else if (warp > WORKERS) sum_up(p, sh, warp - WORKERS - 1, lane);
+  else if (lane == 0) feed(p, sh);
+  if (thread == 0) mark(p, 3);
+}
+
+#ifdef HB_EMULATE
+extern "C" void hb_batch(const Product* p, int grid, u32 seed) { emu::run(grid, THREADS, sizeof(Shared), seed, [=] { batch_product(*p); }); }
+extern "C" int hb_batch_size(int what) { return what == 0 ? (int)sizeof(Product) : what == 1 ? (int)sizeof(Shared) : THREADS; }
+#endif

@@ -1,0 +1,92 @@
+"""A whole layer for a batch on SM90: products at the speed of the memory (batch.cu), and little between them.
+
+Covers a layer from norm to experts, so that what one operation leaves another need not read in a form of its own: norms
+are made where rows are summed, experts' results are added where the next layer begins, and every launch starts while
+the one before ends. Rope, the KV write and attention are Triton's. Experts are MXFP4, projections MXFP4, q8 or bf16, all
+in the layout "tile16"; activations are bf16. Refuses other machines, formats and shapes; converts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from halfbyte.gates import Gates
+from halfbyte.kernels.cuda.batch import EXPERTS_MAX, TOP_MAX, Layer, Matrix, Room, RowShape, gpu
+from halfbyte.kernels.triton.attention import DecodeAttention
+from halfbyte.kernels.triton.rope import RopeAndWrite
+from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import BATCH_ROWS, Step
+
+MATRICES = ("qkv", "o", "gate_up", "down")
+PENDING = "batch.pending"  # experts' results that the next layer adds to x
+
+
+class BatchLayer(Phase):
+    name, covers, category = "cuda.batch_layer", LAYER, "moe"
+    backends = {"moe": "cuda", "linear": "cuda", "attention": "triton"}
+    regimes = frozenset({"decode", "batch"})
+    knows = frozenset(
+        {"bias", "yarn", "sinks", "window", "gqa", "uneven_layers", "clamped_swiglu", "interleaved_gate_up"}
+    )
+    rank = 30
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        if arch.name != "sm90":
+            return f"has been run on sm90 only, not on {arch.name}"
+        if spec.activation != "bf16" or spec.dtype != "bf16":
+            return f"multiplies bf16 activations, not {spec.activation} beside {spec.dtype}"
+        if spec.experts > EXPERTS_MAX or spec.experts % 16 or spec.top_k > min(TOP_MAX, spec.experts):
+            return f"chooses up to {TOP_MAX} of 16 to {EXPERTS_MAX} experts, not {spec.top_k} of {spec.experts}"
+        if BATCH_ROWS * spec.top_k > 512:
+            return f"groups 512 choices, not {spec.top_k} of each of {BATCH_ROWS} rows"
+        if spec.tile != "auto":
+            return f"has one tile, not {spec.tile}"
+        for role in MATRICES:
+            kinds = ("mxfp4", "q8", "bf16") if role in ("qkv", "o") else ("mxfp4",)
+            if spec.formats[role] not in kinds:
+                return f"multiplies {' or '.join(kinds)} weights, and {role} is {spec.formats[role]}"
+        if spec.hidden % 64 or spec.intermediate % 64 or spec.hidden > 4096 or spec.intermediate > 4096:
+            return f"needs widths in multiples of 64 up to 4096, not {spec.hidden} and {spec.intermediate}"
+        for part in (RopeAndWrite(), DecodeAttention()):
+            reason = part.refuse(spec, arch, gates)
+            if reason is not None:
+                return reason
+        return None
+
+    def layouts(self, spec: Spec) -> dict[str, str]:
+        return dict.fromkeys(MATRICES, "tile16")
+
+    def bind(self, b: Binding) -> Launch:
+        w, s = b.weights, b.spec
+        device = w.qkv_bias.device
+        room = Room(RowShape(s.hidden, s.experts, s.top_k), s.intermediate, b.buffers, device)
+        layer = Layer(
+            gpu(), room, qkv=Matrix(w.qkv, w.qkv_bias, "qkv"), o=Matrix(w.o, w.o_bias, "o"),
+            gate_up=Matrix(w.gate_up, w.gate_up_bias, "gate_up", swiglu=True), down=Matrix(w.down, w.down_bias, "down"),
+            attn_norm=w.attn_norm, mlp_norm=w.mlp_norm, router=w.router, router_bias=w.router_bias, eps=s.norm_eps,
+            limit=s.swiglu_limit, alpha=s.swiglu_alpha,
+        )  # fmt: skip
+        rope, attention = RopeAndWrite().bind(b), DecodeAttention().bind(b)
+        heads = [s.heads, s.kv_heads, s.kv_heads]
+        last = b.layer == s.layers - 1
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            x, rows = acts["x"], step.rows
+            qkv = torch.empty((rows, sum(heads) * s.head_dim), dtype=torch.float32, device=device)
+            layer.enter(x, qkv, pending=acts.pop(PENDING, None) is not None)
+            acts["q"], acts["k"], acts["v"] = torch.split(qkv.view(rows, sum(heads), s.head_dim), heads, dim=1)
+            rope(step, acts)
+            attention(step, acts)
+            layer.leave(x, acts["attn"])
+            acts["topk_ids"], acts["topk_weights"] = room.ids[:rows], room.weights[:rows]
+            if last:
+                layer.finish(x)
+            else:
+                acts[PENDING] = room.parts
+
+        return launch
+
+
+PHASES: tuple[Phase, ...] = (BatchLayer(),)

@@ -1,0 +1,23 @@
+"""The batch kernels on a CPU: the same sources, built with g++ over `emulate.h`, one fiber per CUDA thread."""
+
+from __future__ import annotations
+
+import ctypes
+
+from grouped_emulator import build
+
+from halfbyte.kernels.cuda.batch import ProductArgs, RowsArgs, RowShape, Variant
+
+
+class Emulator:
+    def __init__(self, blocks: int, seed: int = 0) -> None:
+        self.blocks, self.seed = blocks, seed
+
+    def product(self, variant: Variant, args: ProductArgs) -> None:
+        self.seed += 1
+        build(variant.program()).hb_batch(ctypes.byref(args), self.blocks, self.seed)
+
+    def rows(self, shape: RowShape, entry: str, args: RowsArgs) -> None:
+        self.seed += 1
+        blocks, _ = shape.grid(entry, args.rows)
+        build(shape.program("rows")).hb_batch_rows(entry.encode(), ctypes.byref(args), blocks, self.seed)

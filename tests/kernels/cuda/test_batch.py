@@ -1,0 +1,165 @@
+"""The batch products against the specification, through the emulator: grouping, widening, sums, epilogues, routing."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from batch_emulator import Emulator
+from grouped_emulator import build
+
+from halfbyte import formats
+from halfbyte.errors import PlanError
+from halfbyte.formats import DenseTiles, MXTensor, layouts
+from halfbyte.kernels.cuda.batch import Layer, Matrix, ProductArgs, Room, RowsArgs, RowShape, Variant
+from halfbyte.ops.linear import round_activation
+from halfbyte.ops.moe import moe
+from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.router import route
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert torch.isfinite(got).all()
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def weights(form: str, shape: tuple[int, ...], seed: int) -> tuple[MXTensor | DenseTiles, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(shape, generator=g) / shape[-1] ** 0.5
+    if form == "bf16":
+        return DenseTiles.of(w.bfloat16()), w.bfloat16().float()
+    plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
+    return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
+
+
+TRUE = [Variant(form, k) for form in ("mxfp4", "q8", "bf16") for k in (2880, 4096)]
+
+
+@pytest.mark.parametrize("v", [*TRUE, Variant("mxfp4", 2880, True), Variant("mxfp4", 64), Variant("q8", 1088)])
+def test_mirrored_structs(v: Variant) -> None:
+    library = build(v.program())
+    sizes = [library.hb_batch_size(i) for i in range(3)]
+    assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
+    assert v.shared_bytes <= 232_448
+    assert v.threads <= 640
+
+
+@pytest.mark.parametrize("shape", [RowShape(2880, 128, 4), RowShape(256, 16, 4)])
+def test_mirrored_rows(shape: RowShape) -> None:
+    library = build(shape.program("rows"))
+    sizes = [library.hb_batch_rows_size(i) for i in range(3)]
+    assert sizes == [ctypes.sizeof(RowsArgs), shape.parts, shape.experts * 2]
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "q8", "bf16"])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "blocks"),
+    [(1, 16, 64, 3), (9, 80, 192, 2), (8, 48, 1088, 3), (37, 112, 256, 5), (64, 32, 64, 3)],
+)
+def test_dense(form: str, rows: int, n: int, k: int, blocks: int) -> None:
+    g = torch.Generator().manual_seed(rows)
+    w, dense = weights(form, (n, k), rows)
+    x = (torch.randn((rows, k), generator=g) * 3).bfloat16()
+    bias = torch.randn(n, generator=g)
+    residual = torch.randn((rows, n), generator=g)
+    want = x.double() @ dense.double().T
+    out = torch.full((rows, n), float("nan"))
+    Matrix(w, None, "qkv").run(Emulator(blocks), x, out, rows)
+    assert error(out, want) < 1e-6
+    again = residual.clone()  # in place, another order of events, a ring of one tile
+    matrix = Matrix(w, bias.bfloat16(), "o")
+    matrix.variant = Variant(form, k, ring=matrix.variant.slots[0] * matrix.variant.slots[1])
+    matrix.run(Emulator(blocks + 1, seed=7), x, again, rows, residual=again)
+    assert error(again, want + bias.bfloat16() + residual) < 1e-6
+    assert torch.equal(again, out + bias.bfloat16() + residual)
+
+
+def test_a_column_does_not_depend_on_the_others() -> None:
+    w, _ = weights("mxfp4", (48, 320), 0)
+    x = torch.randn((20, 320)).bfloat16()
+    together, alone = torch.empty((20, 48)), torch.empty((20, 48))
+    matrix = Matrix(w, None, "qkv")
+    matrix.run(Emulator(3), x, together, 20)
+    for i in range(20):
+        matrix.run(Emulator(2), x[i : i + 1].contiguous(), alone[i : i + 1], 1)
+    assert torch.equal(together, alone)
+
+
+def make_layer(
+    hidden: int, inner: int, experts: int, top_k: int, dense: str, blocks: int
+) -> tuple[Layer, dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(hidden)
+
+    def vector(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g)
+
+    shapes = {
+        "qkv": (dense, (96, hidden)), "o": (dense, (hidden, 128)), "gate_up": ("mxfp4", (experts, 2 * inner, hidden)),
+        "down": ("mxfp4", (experts, hidden, inner)),
+    }  # fmt: skip
+    made = {name: weights(form, shape, i) for i, (name, (form, shape)) in enumerate(shapes.items())}
+    plain = {name: w for name, (_, w) in made.items()}
+    plain |= {f"{name}_bias": vector(*shape[:-1]).bfloat16() for name, (_, shape) in shapes.items()}
+    plain |= {"attn_norm": vector(hidden).bfloat16(), "mlp_norm": vector(hidden)}
+    plain |= {"router": vector(experts, hidden).bfloat16(), "router_bias": vector(experts)}
+    matrices = {n: Matrix(w, plain[f"{n}_bias"], n, swiglu=n == "gate_up") for n, (w, _) in made.items()}
+    layer = Layer(
+        Emulator(blocks), Room(RowShape(hidden, experts, top_k), inner, {}, torch.device("cpu")), **matrices, eps=1e-5,
+        limit=7.0, alpha=1.702, **{n: plain[n] for n in ("attn_norm", "mlp_norm", "router", "router_bias")},
+    )  # fmt: skip
+    return layer, plain
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inner", "experts", "top_k", "dense", "skew"),
+    [(2, 256, 192, 16, 4, "mxfp4", 0.0), (17, 320, 64, 32, 4, "q8", 0.0), (21, 128, 64, 16, 2, "bf16", 3.0)],
+)
+def test_a_layer(rows: int, hidden: int, inner: int, experts: int, top_k: int, dense: str, skew: float) -> None:
+    layer, w = make_layer(hidden, inner, experts, top_k, dense, 4)
+    w["router_bias"] += skew * torch.arange(experts)  # some experts of more than eight rows
+    g = torch.Generator().manual_seed(rows)
+    x = torch.randn((rows, hidden), generator=g)
+    residual, qkv = x.clone(), torch.full((rows, 96), float("nan"))
+    layer.enter(residual, qkv, pending=False)
+    h = round_activation(rms_norm(x, w["attn_norm"], 1e-5), "bf16")
+    assert error(qkv, h @ w["qkv"].T + w["qkv_bias"]) < 1e-3  # a norm on the edge of a rounding may fall either way
+    attn = torch.randn((rows, 128), generator=g).bfloat16()
+    layer.leave(residual, attn)
+    mid = x + attn.float() @ w["o"].T + w["o_bias"]
+    assert error(residual, mid) < 1e-6
+    h = rms_norm(residual, w["mlp_norm"], 1e-5)
+    ids, shares = route(h, w["router"], w["router_bias"], top_k)
+    assert torch.equal(layer.room.ids[:rows].long(), ids)
+    assert error(layer.room.weights[:rows], shares) < 1e-4
+    counts = torch.bincount(ids.flatten(), minlength=experts)
+    assert skew == 0 or int(counts.max()) > 8
+
+    def project(name: str, e: int, y: torch.Tensor) -> torch.Tensor:
+        return round_activation(y, "bf16") @ w[name][e].T + w[f"{name}_bias"][e].float()
+
+    want = moe(h, ids, shares, lambda e, y: project("gate_up", e, y), lambda e, y: project("down", e, y), 7.0, 1.702)
+    before = residual.clone()
+    layer.enter(residual, qkv, pending=True)
+    assert error(residual - before, want) < 2e-3
+    h = round_activation(rms_norm(residual, w["attn_norm"], 1e-5), "bf16")
+    assert error(qkv, h @ w["qkv"].T + w["qkv_bias"]) < 1e-3
+    layer.finish(before)
+    assert torch.equal(before, residual)
+
+
+def test_ties_go_to_the_lower_expert() -> None:
+    layer, w = make_layer(128, 64, 16, 4, "mxfp4", 2)
+    w["router"].zero_()
+    w["router_bias"].copy_(torch.tensor([0.0, 2, 2, 1, 1, 1, 3, 0] * 2))
+    x = torch.randn((3, 128))
+    layer.leave(x, torch.zeros((3, 128)).bfloat16())
+    assert layer.room.ids[:3].tolist() == [[6, 14, 1, 2]] * 3
+
+
+def test_refuses_what_it_cannot_read() -> None:
+    plain = formats.quantize(torch.randn(64, 64), "mxfp4")
+    with pytest.raises(PlanError, match="tile16"):
+        Matrix(plain, None, "qkv")
+    with pytest.raises(PlanError, match="multiples"):
+        Matrix(layouts.convert(formats.quantize(torch.randn(72, 64), "mxfp4"), "tile16"), None, "qkv")
