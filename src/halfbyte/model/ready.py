@@ -139,4 +139,7 @@ def load(
         weights = checkpoint.load(
             name.path, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress
         )
-    return GptOss(weights, gates, page_size=page_size, choice=choice)
+    model = GptOss(weights, gates, page_size=page_size, choice=choice)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # room that repacking took belongs to the KV pages now
+    return model

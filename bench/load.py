@@ -1,0 +1,307 @@
+"""From safetensors on a RAM disk to an engine that answers: seconds cold and warm, and GPU memory at its peak.
+
+    python bench/load.py --models 120b --presets exact,fast [--folder /dev/shm/halfbyte-load] [--layers 36]
+
+Writes a checkpoint of the true shape (random, drawn on the GPU, OpenAI's layout and shards) once, then starts a fresh
+process per case: `cold` with an empty kernel cache, `warm` with the cache that the cold one left. The clock runs from
+the start of the process (imports included) to the end of the first answer. Afterwards weights are drawn again and
+compared with what was loaded, bit for bit. Where the folder cannot hold every layer, fewer are written, and the time of
+36 is scaled up from the time spent on weights, and says so. Peak memory is what the driver reports in use at most, the
+context included, beyond weights and KV. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+LIMITS = {"warm": 30.0, "cold": 90.0}  # seconds, 120b
+EXTRA_GIB = 2.0
+GIB = 1 << 30
+PIECE, WRITERS = 32 << 20, 16
+SHARD = 5_000_000_000
+
+
+# ---- the checkpoint -------------------------------------------------------------------------------------------------
+
+
+def config_of(model: str, layers: int) -> Any:
+    from halfbyte.model.config import NAMED
+
+    return replace(NAMED[model], layers=layers)
+
+
+def checkpoint_bytes(config: Any) -> int:
+    from halfbyte.model.synthetic import SyntheticSource
+    from halfbyte.model.weights import roles
+
+    source = SyntheticSource(config, 0)
+    return sum(source.nbytes(layer, role) for layer, role in roles(config))
+
+
+def write(config: Any, folder: Path, device: str = "cuda") -> None:
+    """The folder that `safetensors_io.write_folder` would write, by many threads at once."""
+    import torch
+
+    from halfbyte.model import safetensors_io as st
+    from halfbyte.model.synthetic import SyntheticSource
+    from halfbyte.model.weights import split_parts
+
+    source = SyntheticSource(config, 0, device)
+    planned = list(st._plan(source))
+    shards: list[list[Any]] = [[]]
+    size = 0
+    for p in planned:
+        if shards[-1] and size + p.nbytes > SHARD:
+            shards.append([])
+            size = 0
+        shards[-1].append(p)
+        size += p.nbytes
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(st._config(source)), encoding="utf-8")
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    weight_map = {p.name: n for n, shard in zip(names, shards) for p in shard}
+    index = {"metadata": {"total_size": sum(p.nbytes for p in planned)}, "weight_map": weight_map}
+    (folder / st.INDEX).write_text(json.dumps(index), encoding="utf-8")
+    free = deque(torch.empty(PIECE, dtype=torch.uint8, pin_memory=device == "cuda") for _ in range(WRITERS + 2))
+    flying: deque[tuple[Future[None], Any]] = deque()
+
+    def put(fd: int, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(fd, view[done:], offset + done)
+
+    def land() -> None:
+        future, buffer = flying.popleft()
+        future.result()
+        free.append(buffer)
+
+    held: tuple[Any, Any] = (None, None)
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for name, shard in zip(names, shards):
+            fd = os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o644)
+            header = st._header(shard)
+            put(fd, memoryview(header), 0)
+            offset = len(header)
+            for p in shard:
+                if held[0] != (p.layer, p.role):
+                    held = (None, None)
+                    held = (p.layer, p.role), split_parts(config, p.role, source.parts(p.layer, p.role))
+                flat = p.cut(held[1][p.part]).contiguous().view(-1).view(torch.uint8)
+                for at in range(0, flat.numel(), PIECE):
+                    if not free:
+                        land()
+                    buffer, part = free.popleft(), flat[at : at + PIECE]
+                    buffer[: part.numel()].copy_(part)
+                    view = memoryview(buffer.numpy())[: part.numel()]
+                    flying.append((pool.submit(put, fd, view, offset + at), buffer))
+                offset += p.nbytes
+            while flying:
+                land()
+            os.close(fd)
+
+
+# ---- one case, in a process of its own ------------------------------------------------------------------------------
+
+
+class Watch(threading.Thread):
+    """The least free memory the driver ever reported."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.least, self.total, self.on = 1 << 62, 0, True
+
+    def run(self) -> None:
+        import torch
+
+        while self.on:
+            free, self.total = torch.cuda.mem_get_info()
+            self.least = min(self.least, free)
+            time.sleep(0.005)
+
+    @property
+    def used(self) -> int:
+        return self.total - self.least
+
+
+def case(args: argparse.Namespace) -> dict[str, Any]:
+    began = args.began
+    marks = {"python": time.time() - began}
+    import torch
+
+    torch.set_grad_enabled(False)
+    free, total = torch.cuda.mem_get_info()  # makes the context
+    watch = Watch()
+    watch.start()
+    from halfbyte import gates as gates_
+    from halfbyte.engine.build import EngineOptions, core_for
+    from halfbyte.lab import receipts
+    from halfbyte.lab.serving import drive
+    from halfbyte.model import ready
+
+    marks["imports"] = time.time() - began
+    gates = gates_.PRESETS[args.preset].gates
+    name = ready.resolve(str(args.folder))
+    model = ready.load(name, gates, device="cuda")
+    torch.cuda.synchronize()
+    marks["weights"] = time.time() - began
+    load_used = watch.used
+    options = EngineOptions(
+        model=str(args.folder), gates=gates, device="cuda", kv_gib=args.kv_gib, max_context=32768, max_seqs=16
+    )
+    core, info, _ = core_for(model, ready.tokenizer_of(name), options)
+    marks["engine"] = time.time() - began
+    g = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, model.config.vocab, (300,), generator=g).tolist()
+    drive(core, [prompt], 8, time.perf_counter)
+    torch.cuda.synchronize()
+    marks["answer"] = time.time() - began
+    watch.on = False
+    watch.join()
+    assert model._pool is not None
+    kv = model._pool.nbytes
+    weights = model.weights.nbytes
+    held = torch.cuda.memory_reserved()
+    core.close()
+    return {
+        "preset": args.preset, "case": args.case, "ready_s": marks["answer"], "at_s": marks,
+        "weights_s": marks["weights"] - marks["imports"], "weights_bytes": weights, "kv_bytes": kv,
+        "peak_used_bytes": watch.used, "peak_while_loading_bytes": load_used, "reserved_bytes": held,
+        "context_bytes": total - free, "extra_gib": (watch.used - weights - kv) / GIB,
+        "gb_per_s": checkpoint_bytes(model.config) / 1e9 / (marks["weights"] - marks["imports"]),
+        "plan": info.details["plan"], "equal": equal(model) if args.compare else None,
+        "measured": receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound}),
+    }  # fmt: skip
+
+
+def equal(model: Any) -> bool:
+    """What was loaded against the same tensors drawn again, wherever the preset keeps the checkpoint's numbers."""
+    import torch
+
+    from halfbyte import formats
+    from halfbyte.formats.tensor import MXTensor
+    from halfbyte.model.synthetic import SyntheticSource
+
+    source = SyntheticSource(model.config, 0, "cuda")
+    last = model.config.layers - 1
+    wanted = [(None, "embed"), (None, "final_norm")]
+    wanted += [(i, r) for i in {0, last // 2, last} for r in ("gate_up", "down", "qkv_bias", "router", "sinks")]
+    for layer, role in wanted:
+        ours = getattr(model.weights if layer is None else model.weights.layers[layer], role)
+        drawn = source.make(layer, role)
+        if isinstance(ours, MXTensor):
+            assert isinstance(drawn, MXTensor)
+            if not torch.equal(ours.data, formats.convert(drawn, ours.layout).data):
+                return False
+        elif not torch.equal(ours, drawn):
+            return False
+    return True
+
+
+# ---- all cases ------------------------------------------------------------------------------------------------------
+
+
+def run_child(arguments: list[str], caches: Path, limit: float) -> Any:
+    environ = os.environ | {"HALFBYTE_CACHE_DIR": str(caches / "halfbyte"), "TRITON_CACHE_DIR": str(caches / "triton")}
+    command = [sys.executable, __file__, *arguments, "--began", str(time.time())]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
+    if done.returncode:
+        return {"failed": f"exit code {done.returncode}", "output": done.stdout[-2000:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def scaled(row: dict[str, Any], layers: int, whole: int) -> float:
+    """Seconds for every layer: what was spent on weights grows with them, the rest does not."""
+    return float(row["ready_s"] + row["weights_s"] * (whole / layers - 1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="120b")
+    parser.add_argument("--presets", default="exact,fast")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/halfbyte-load"))
+    parser.add_argument("--layers", type=int, help="fewer than the model has; default: as many as fit")
+    parser.add_argument("--kv-gib", type=float, default=16.0)
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds a case may take")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoint there")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--began", type=float, default=time.time(), help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--preset", help=argparse.SUPPRESS)
+    parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.write:
+        write(config_of(args.models, args.layers), args.folder)
+        print(json.dumps({"seconds": time.time() - args.began}))
+        return 0
+    if args.case:
+        print(json.dumps(case(args)))
+        return 0
+    from halfbyte.lab import environment
+    from halfbyte.model.config import NAMED
+
+    result: dict[str, Any] = {
+        "bench": "load", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:], "measured": {},
+        "load": [],
+    }  # fmt: skip
+    for model in args.models.split(","):
+        folder = args.folder / model
+        shutil.rmtree(folder, ignore_errors=True)
+        args.folder.mkdir(parents=True, exist_ok=True)
+        whole = NAMED[model].layers
+        layers = args.layers or whole
+        free = shutil.disk_usage(args.folder).free
+        while layers > 2 and checkpoint_bytes(config_of(model, layers)) > free - GIB // 2:
+            layers -= 2
+        size = checkpoint_bytes(config_of(model, layers))
+        print(
+            f"{model}: {layers} of {whole} layers, {size / 1e9:.1f} GB to {folder} ({free / 1e9:.1f} free)", flush=True
+        )
+        made = run_child(
+            ["--write", "--models", model, "--layers", str(layers), "--folder", str(folder)], args.folder, args.limit
+        )
+        print(f"{model}: written {made}", flush=True)
+        if "failed" in made:
+            return 1
+        for preset in args.presets.split(","):
+            caches = args.folder / f"caches-{preset}"
+            shutil.rmtree(caches, ignore_errors=True)
+            for name in ("cold", "warm"):
+                given = ["--case", name, "--preset", preset, "--folder", str(folder), "--kv-gib", str(args.kv_gib)]
+                row = run_child([*given, *(["--compare"] if name == "cold" else [])], caches, args.limit)
+                row |= {"model": model, "case": name, "preset": preset, "layers": layers, "of_layers": whole}
+                row |= {"checkpoint_gb": size / 1e9, "limit_s": LIMITS[name]}
+                if "failed" not in row:
+                    result["measured"] |= row.pop("measured")
+                    if layers < whole:
+                        row["scaled_s"] = scaled(row, layers, whole)
+                    row["holds"] = row.get("scaled_s", row["ready_s"]) <= LIMITS[name]
+                    row["memory_holds"] = row["extra_gib"] <= EXTRA_GIB
+                result["load"].append(row)
+                print(row, flush=True)
+        if not args.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    text = json.dumps(result)
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    print(text)
+    return 0 if all("failed" not in r for r in result["load"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
