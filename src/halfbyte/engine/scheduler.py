@@ -1,8 +1,8 @@
 """The scheduler: which sequences compute how many tokens in the next step. Holds no tensors and launches nothing.
 
 Every step serves every sequence that decodes, then spends what is left of its token budget on prompts, so a long
-prompt slows the others down but never stops them. Of the prompts, the oldest gets at least half and the others share
-the rest, so a short prompt does not wait for a long one before it either.
+prompt slows the others down but never stops them; while nobody decodes, the budget may be larger. Of the prompts, the
+oldest gets at least half and the others share the rest, so a short prompt does not wait for a long one before it either.
 
 A step may be scheduled while the last one still runs ("ahead"): a token that is not known yet is a placeholder which
 the runner fills from the running step. That is done only where the answer cannot change what is scheduled: never for
@@ -44,6 +44,7 @@ class Plan:
 class SchedulerConfig:
     max_seqs: int = 64  # running at once
     max_tokens: int = 2048  # rows in one step
+    beside_decode: int = 2048  # rows in one step while others decode: they wait for it
     max_waiting: int = 4096
     max_context: int = 131072
     run_ahead: bool = True
@@ -203,7 +204,7 @@ class Scheduler:
 
     def _prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
         """Spend the rest of the budget: half or more on the oldest prompt, the rest in order of arrival."""
-        budget = self.max_tokens - plan.rows
+        budget = (min(self.max_tokens, self.config.beside_decode) if plan.rows else self.max_tokens) - plan.rows
         if budget <= 0 or not (prompts or self.waiting):
             return
         oldest: Sequence | None = None
