@@ -8,6 +8,7 @@ load. Only a runner that fails every step is given up, by raising EngineDiedErro
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import logging
 import secrets
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 from halfbyte.engine.batch import BatchBuilder, Handle, ModelRunner, StepResult
 from halfbyte.engine.grammar import GrammarCompiler, Vocabulary
-from halfbyte.engine.request import Delta, EngineStats, FinishReason, Logprob, Request, Usage
+from halfbyte.engine.request import QUEUE_BUCKETS, Delta, EngineStats, FinishReason, Logprob, Request, Usage
 from halfbyte.engine.sampler import Picker, check_params
 from halfbyte.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from halfbyte.engine.sequence import Sequence, State
@@ -42,7 +43,7 @@ class EngineConfig:
     max_context: int = 131072
     eos_tokens: tuple[int, ...] = (200002,)
     max_seqs: int = 64
-    max_tokens: int = 2048  # rows in one step: the chunk size of a long prompt
+    max_tokens: int = 2048  # rows in one step: the chunk size of a long prompt while nobody decodes
     max_waiting: int = 4096
     run_ahead: bool = True
     prefix_cache: bool = True
@@ -78,6 +79,9 @@ class Counters:
     accepted: int = 0
     good_steps: int = 0  # since the last failure
     failures: int = 0  # since the last good step
+    unscheduled: int = 0  # sequences that have never been scheduled
+    queue_seconds: float = 0.0
+    queue: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_BUCKETS) + 1))
     outputs: list[Output] = field(default_factory=list)
 
 
@@ -125,11 +129,24 @@ class EngineCore:
             self._commit(previous)
             previous, plan = None, self.scheduler.schedule()
         if plan is not None:
+            if self._count.unscheduled:
+                self._dequeue(plan)
             self.flight = self._launch(plan, previous)
         if previous is not None:
             self._commit(previous)
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _dequeue(self, plan: Plan) -> None:
+        """Note how long the sequences waited that are scheduled for the first time."""
+        now, count = self._clock(), self._count
+        for seq in plan.seqs:
+            if seq.arrived is not None:
+                waited = now - seq.arrived
+                seq.arrived = None
+                count.unscheduled -= 1
+                count.queue_seconds += waited
+                count.queue[bisect.bisect_left(QUEUE_BUCKETS, waited)] += 1
 
     def _launch(self, plan: Plan, previous: Flight | None) -> Flight | None:
         seq: Sequence | None = None
@@ -245,6 +262,9 @@ class EngineCore:
             return
         if stops is not None:
             stops.finish()
+        if seq.arrived is not None:  # it ends without ever having run
+            seq.arrived = None
+            self._count.unscheduled -= 1
         self.scheduler.finish(seq)
         if self.proposer is not None:
             self.proposer.forget(seq)
@@ -340,6 +360,10 @@ class EngineCore:
                 seq.pace = self.proposer.pace(seq)
             seqs.append(seq)
         self.scheduler.add(seqs)
+        now = self._clock()
+        for seq in seqs:
+            seq.arrived = now
+        self._count.unscheduled += len(seqs)
         group = Group(request, seqs, len(seqs))
         self.groups[request.id] = group
         self._count.prompt += len(request.prompt)
@@ -419,7 +443,7 @@ class EngineCore:
             kv_pages_used=pages.used, kv_pages_cached=pages.cached, prefix_hit_tokens=pages.hit_tokens,
             prefix_query_tokens=pages.query_tokens, preemptions=self.scheduler.preemptions, steps=count.steps,
             generated_tokens=count.generated, prompt_tokens=count.prompt, drafted_tokens=count.drafted,
-            accepted_tokens=count.accepted,
+            accepted_tokens=count.accepted, queue_seconds=count.queue_seconds, queue_counts=tuple(count.queue),
         )  # fmt: skip
 
     def check(self) -> None:
@@ -431,6 +455,8 @@ class EngineCore:
             assert len(here) == group.open > 0
             assert all(id(s) in alive for s in here)
         assert len(alive) == sum(g.open for g in self.groups.values())
+        unscheduled = [s for g in self.groups.values() for s in g.seqs if s.arrived is not None]
+        assert len(unscheduled) == self._count.unscheduled
 
     def close(self) -> None:
         if self.flight is not None:

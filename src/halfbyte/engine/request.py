@@ -101,6 +101,10 @@ class SourceInfo:
     details: dict[str, Any] = field(default_factory=dict)  # plan, gates, memory: for /version and `env`
 
 
+# Upper ends of the buckets of queue time, in seconds; one more bucket holds the rest.
+QUEUE_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
+
+
 @dataclass(frozen=True)
 class EngineStats:
     running: int = 0
@@ -116,6 +120,8 @@ class EngineStats:
     prompt_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    queue_seconds: float = 0.0  # from arrival to first being scheduled, summed over choices
+    queue_counts: tuple[int, ...] = (0,) * (len(QUEUE_BUCKETS) + 1)  # choices by bucket of that time
 
 
 class TokenSource(Protocol):

@@ -30,7 +30,7 @@ class State(IntEnum):
 
 class Sequence:
     __slots__ = (
-        "accepted", "admission", "cached", "draft", "drafted", "finish", "grammar", "index", "inflight", "leader",
+        "accepted", "admission", "arrived", "cached", "draft", "drafted", "finish", "grammar", "index", "inflight", "leader",
         "limit", "naturally_plain", "order", "pace", "params", "pending", "picker", "plain", "prefilled", "prompt",
         "proposal", "request", "room", "scheduled", "slot", "state", "stop_ids", "stops", "tables", "tokens",
     )  # fmt: skip
@@ -45,6 +45,7 @@ class Sequence:
         self.tables = Tables(salt=salt)
         self.state = State.WAITING
         self.order = 0  # arrival; the lower goes first and is preempted last
+        self.arrived: float | None = None  # when it was submitted, until it is first scheduled
         self.scheduled = 0  # tokens whose keys and values are computed or in flight
         self.pending = 0  # tokens sampled by a launched step, not known here yet
         self.inflight = 0  # launched steps that hold this sequence

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from halfbyte.engine.request import EngineStats, TokenSource
+from halfbyte.engine.request import QUEUE_BUCKETS, EngineStats, TokenSource
 from halfbyte.server.guard import MemoryState, read_memory
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -67,6 +67,12 @@ class EngineCollector(Collector):
         )
         for name, text, value in counters:
             yield CounterMetricFamily(name, text, float(value))
+
+        sums = [sum(s.queue_counts[: i + 1]) for i in range(len(s.queue_counts))]
+        yield HistogramMetricFamily(
+            "halfbyte_queue_time_seconds", "From a choice's arrival in the engine to its first being scheduled.",
+            buckets=[(str(end), float(n)) for end, n in zip((*QUEUE_BUCKETS, "+Inf"), sums)], sum_value=s.queue_seconds,
+        )  # fmt: skip
 
     def _memory(self, m: MemoryState) -> Iterable[Metric]:
         yield GaugeMetricFamily("halfbyte_memory_total_bytes", "Host memory (unified: the GPU's too).", float(m.total))
