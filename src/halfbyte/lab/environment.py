@@ -36,6 +36,7 @@ def collect(gates: Gates | None = None) -> dict[str, Any]:
         "memory_available_bytes": psutil.virtual_memory().available,
         "packages": {name: version(name) for name in PACKAGES},
         "gpus": gpus(),
+        "kernel_cache": kernel_cache(),
     }
     if gates is not None:
         record["gates"] = gates.as_dict()
@@ -73,6 +74,22 @@ def source_hash(room: str = "kernels") -> str:
         digest.update(path.relative_to(base).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def kernel_cache() -> dict[str, dict[str, Any]]:
+    """What is compiled already, by whose cache: a start with these empty is a cold one."""
+    from halfbyte.kernels.launch import cache_folder
+
+    triton = os.environ.get("TRITON_CACHE_DIR")
+    folders = {
+        "cuda": (cache_folder(), "*.cubin"),
+        "triton": (Path(triton) if triton else Path.home() / ".triton" / "cache", "*.cubin"),
+    }
+    found = {}
+    for name, (folder, pattern) in folders.items():
+        files = [p for p in folder.rglob(pattern) if p.is_file()] if folder.is_dir() else []
+        found[name] = {"folder": str(folder), "kernels": len(files), "bytes": sum(p.stat().st_size for p in files)}
+    return found
 
 
 def cpu_name() -> str:

@@ -194,14 +194,20 @@ def figures(raw: Mapping[str, Any]) -> Iterator[Row]:
                 what = f"{part.get('model')} {part.get('preset')} {row.get('test')}"
                 yield Row(what, row["tokens_per_s"], "tok/s", row.get("ceiling"), row.get("share"))
         for row in _rows(part.get("isolated")):
-            what = f"{part.get('model')} {part.get('preset')} {row['phase']} M={row['rows']}"
-            yield Row(what, row["us"], "us", None, row.get("share"))
+            if "us" in row:
+                what = f"{part.get('model')} {part.get('preset')} {row['phase']} M={row['rows']}"
+                yield Row(what, row["us"], "us", None, row.get("share"))
     for row in _rows(raw.get("results")):
         for role in ("gate_up", "down"):
             inner = row.get(role)
             if isinstance(inner, Mapping) and isinstance(row.get("us"), Mapping) and role in row["us"]:
                 yield Row(f"{role} {row.get('tokens')} tokens", row["us"][role], "us", None, inner.get("of_ceiling"))
+    for row in _rows(raw.get("profiles")):
+        what = f"{row['model']} {row['preset']} {row['what']}"
+        yield Row(what, row["rows"] * 1e6 / row["step_us"], "tok/s")
     for row in _rows(raw.get("load")):
+        if "failed" in row:
+            continue
         yield Row(f"{row['model']} {row['preset']} {row['case']}", row["ready_s"], "s", row.get("limit_s"))
 
 

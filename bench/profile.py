@@ -1,0 +1,89 @@
+"""`halfbyte profile` as a script with a receipt: where a token's time goes on this GPU, for true shapes.
+
+    python bench/profile.py --models 120b --presets fast,exact --batches 1,8,32 --pp 2048
+
+Needs no command line packages, so it runs wherever torch and the kernels do. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+
+from halfbyte import gates as gates_  # noqa: E402
+from halfbyte.lab import environment, receipts, timeline  # noqa: E402
+from halfbyte.lab.profile import Profile, decide  # noqa: E402
+from halfbyte.model import ready  # noqa: E402
+
+
+def show(p: Profile) -> None:
+    print(f"\n{p.what}: {p.step_us:.1f} us, {p.rows * 1e6 / p.step_us:.1f} tokens/s; times: {p.how}")
+    for line in p.lines:
+        ceiling = "" if line.of_ceiling is None else f"{line.gb_per_s:8.0f} GB/s {line.tflop_per_s:7.1f} TFLOP/s"
+        share = "" if line.of_ceiling is None else f"{line.of_ceiling:6.1%} of {line.bound}"
+        print(f"  {line.category:16} {line.us:9.1f} us {line.of_step:6.1%} {line.launches:6.1f} x {ceiling} {share}")
+    host = ", ".join(f"{k} {v:.1f} us" for k, v in p.host_us_per_token.items())
+    print(f"  host per token: {host}; {p.launches:.0f} launches, idle {p.idle_us:.1f} us in {p.gaps:.1f} gaps a step")
+    for note in p.notes:
+        print(f"  {note}")
+    for v in decide(p):
+        print(f"  {'->' if v.applies else '  '} {v.sentence}")
+    sys.stdout.flush()
+
+
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="120b")
+    parser.add_argument("--presets", default="fast")
+    parser.add_argument("--depth", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--batches", default="1")
+    parser.add_argument("--pp", default="2048")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    result: dict[str, Any] = {
+        "bench": "profile", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:], "measured": {},
+        "profiles": [],
+    }  # fmt: skip
+    for shape in args.models.split(","):
+        for preset in args.presets.split(","):
+            name = ready.resolve(None if shape == "embedded" else f"random:{shape}")
+            model = ready.load(name, gates_.PRESETS[preset].gates, device=args.device)
+            phases = {b.phase for bound in model.plan.bound.values() for b in bound}
+            result["measured"] |= receipts.measured(phases)
+            work: list[Any] = [
+                partial(timeline.decode_profile, model, args.tokens, args.depth, b) for b in numbers(args.batches)
+            ]
+            work += [partial(timeline.prefill_profile, model, n) for n in numbers(args.pp)]
+            with torch.inference_mode():
+                for one in work:
+                    p = one()
+                    print(f"{shape} {preset}", end="")
+                    show(p)
+                    entry = p.as_dict() | {"model": shape, "preset": preset}
+                    result["profiles"].append(entry | {"decisions": [v.sentence for v in decide(p)]})
+            del model, work
+            gc.collect()
+    text = json.dumps(result)
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
