@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from halfbyte.engine.engine import EngineConfig, EngineCore
-from halfbyte.engine.graphs import Graphed
+from halfbyte.engine.graphs import Graphs
 from halfbyte.engine.request import SourceInfo
 from halfbyte.engine.runner import make_runner
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
+from halfbyte.engine.staging import wide
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.kv.pages import PagePool
@@ -31,7 +32,7 @@ class EngineOptions:
     device: str | None = None
     max_context: int | None = None  # default: the model's
     max_seqs: int = 64
-    max_tokens: int = 2048  # rows in one step
+    max_tokens: int | None = None  # rows in one step while nobody decodes; default: by the device
     max_waiting: int = 4096
     page_size: int = PAGE_SIZE
     kv_gib: float | None = None  # of KV pages; default: what is free beside the reserve, at most for max_seqs contexts
@@ -59,6 +60,13 @@ def kv_pages(model: GptOss, options: EngineOptions, context: int, page_bytes: in
     return pages_that_fit(page_bytes, found, reserve, least=least, most=most)
 
 
+def rows_per_step(model: GptOss) -> int:
+    """A large GPU is best used by large chunks, and 8192 rows of activations take 2 GiB of it; elsewhere chunks of 2048
+    keep a step short."""
+    found = memory(model.device)
+    return 8192 if model.device.type == "cuda" and found.source != "MemAvailable" and found.total > 64 * GIB else 2048
+
+
 def build_core(options: EngineOptions) -> tuple[EngineCore, SourceInfo, Tokenizer]:
     name = resolve(options.model)
     model = load(name, options.gates, device=pick_device(options.device), page_size=options.page_size)
@@ -73,6 +81,7 @@ def core_for(
     if options.page_size != model.spec.page_size:
         raise UsageError(f"the model was planned for pages of {model.spec.page_size} tokens, not {options.page_size}.")
     context = min(config.max_context, options.max_context or config.max_context)
+    rows = rows_per_step(model) if options.max_tokens is None else options.max_tokens
     proposer = make_proposer(
         options.gates.speculate, model, options.draft, options.max_draft, options.max_seqs, context
     )
@@ -85,13 +94,17 @@ def core_for(
     eos = tuple(dict.fromkeys((*config.eos_tokens, *(t for t in tokenizer.eos_tokens if t < config.vocab))))
     engine = EngineConfig(
         pages=pages, page_size=options.page_size, window=config.window, vocab=config.vocab, max_context=context,
-        eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=options.max_tokens, max_waiting=options.max_waiting,
+        eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows, max_waiting=options.max_waiting,
         run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
     )  # fmt: skip
     # Hidden states are tapped phase by phase, so a head that needs them runs without graphs.
     graphs = model.device.type == "cuda" and options.gates.graphs == "on" and observer is None
-    runs = Graphed(model, -(-context // options.page_size)) if graphs else model
-    core = EngineCore(make_runner(runs, observer), engine, tokenizer, proposer)
+    blocks = wide(-(-context // options.page_size))
+    runner = make_runner(
+        model, observer, Graphs(model, blocks) if graphs else None, sequences=options.max_seqs, blocks=blocks,
+        rows=max(rows, options.max_seqs * (options.max_draft + 1)),
+    )  # fmt: skip
+    core = EngineCore(runner, engine, tokenizer, proposer)
     details: dict[str, Any] = {
         "gates": options.gates.as_dict(),
         "device": _device_name(model.device),
@@ -103,7 +116,7 @@ def core_for(
             "longest_request": core.scheduler.longest,
         },
         "max_seqs": options.max_seqs,
-        "max_tokens_per_step": options.max_tokens,
+        "max_tokens_per_step": rows,
     }  # fmt: skip
     info = SourceInfo(label, min(context, core.scheduler.longest), config.vocab, eos, details)
     return core, info, tokenizer

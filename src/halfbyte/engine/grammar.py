@@ -34,6 +34,17 @@ class Vocabulary(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise RequestError(
+            "structured output needs the package llguidance, which is not installed here; pip install llguidance, or "
+            "send the request without a schema or grammar."
+        ) from None
+    return llguidance
+
+
 class _Wrapper:
     """A vocabulary in the shape llguidance asks for."""
 
@@ -60,8 +71,7 @@ class GrammarCompiler:
 
     def _ll_tokenizer(self) -> Any:
         if self._tokenizer is None:  # takes about a second for gpt-oss's vocabulary, so only if somebody asks
-            import llguidance
-
+            llguidance = _llguidance()
             ends = list(self.end_tokens) or [self.vocabulary.vocab_size - 1]
             wrapper = llguidance.TokenizerWrapper(_Wrapper(self.vocabulary, ends[0]))
             self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.vocabulary.vocab_size, eos_token=ends)
@@ -75,8 +85,7 @@ class GrammarCompiler:
             self._cache.move_to_end(key)
             return found.deep_copy()
         self.misses += 1
-        import llguidance
-
+        llguidance = _llguidance()
         try:
             if kind == "json_object":
                 grammar = llguidance.grammar_from("json_schema", source.strip() or _ANY_OBJECT)

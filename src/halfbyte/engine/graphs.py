@@ -7,61 +7,102 @@ to its graph's size belong to the scratch page and nobody reads what they produc
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from halfbyte.engine.staging import aligned
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.sampling import greedy
 from halfbyte.plan.step import Step
 
 SIZES = (1, 2, 4, 5, 8, 10, 16, 32, 64)
+SHORT = 4096  # tokens of the shorter of two captures: grids over the cache are sized by the longest it may hold
+FIELDS = ("tokens", "positions", "kv_lens", "source")  # what changes every step, in the order of the buffer
 
 
 class DecodeGraph:
     """One step of `rows` sequences, one row each, over fixed buffers.
 
     With `feed_back` the graph also picks the highest logit, puts it in as the next token and moves one position on: a
-    greedy decode that needs the host for nothing but the launch.
+    greedy decode that needs the host for nothing but the launch. With `results` (int32 [most, 2], shared by all
+    graphs of an engine) a row may take its token from what the step before left there, and this step's highest logits
+    go there: token, and whether the logits are numbers.
     """
 
-    def __init__(self, model: GptOss, rows: int, blocks: int, *, feed_back: bool = False) -> None:
+    def __init__(
+        self, model: GptOss, rows: int, blocks: int, *, feed_back: bool = False, buffer: Tensor | None = None,
+        results: Tensor | None = None,
+    ) -> None:  # fmt: skip
         device = model.device
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        self.width = aligned(rows)
+        if buffer is None:
+            buffer = ints(len(FIELDS) * self.width)
+        self.fields = {name: buffer[i * self.width :][:rows] for i, name in enumerate(FIELDS)}
         each = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.model, self.feed_back = model, feed_back
+        self.model, self.feed_back, self.results = model, feed_back, results
         self.step = Step(
-            tokens=ints(rows),
-            positions=ints(rows),
+            tokens=self.fields["tokens"],
+            positions=self.fields["positions"],
             query_start=each,
-            kv_lens=torch.ones(rows, dtype=torch.int32, device=device),
+            kv_lens=self.fields["kv_lens"],
             row_sequence=each[:rows].clone(),
             block_tables={"sliding": ints(rows, blocks), "full": ints(rows, blocks)},
             logit_rows=each[:rows].clone(),
             max_kv_len=blocks * model.spec.page_size,
         )
+        self.held: dict[str, NDArray[np.int32]] = {}  # what the tables hold, as far as the host has said
+        self.idle()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits = torch.empty(0)
 
-    def capture(self) -> None:
-        """Warm up on the scratch page (kernels compile here), then record."""
-        side = torch.cuda.Stream(self.model.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.model.device))
+    def idle(self) -> None:
+        """Every row on the scratch page."""
+        for name, value in zip(FIELDS, (0, 0, 1, -1)):
+            self.fields[name].fill_(value)
+
+    def run(self) -> Tensor:
+        """What is captured."""
+        step = self.step
+        if self.results is not None:
+            source = self.fields["source"]
+            known = self.results[:, 0][source.clamp_min(0)]
+            step = replace(step, tokens=torch.where(source >= 0, known, step.tokens))
+        logits = self.model.forward(step)
+        if self.feed_back:
+            self.step.tokens.copy_(greedy(logits))
+            self.step.positions.add_(1)
+            self.step.kv_lens.add_(1)
+        if self.results is not None:
+            note(logits, self.results)
+        return logits
+
+    def capture(self, pool: Any = None) -> None:
+        """Warm up on the scratch page (kernels compile here), then record, in a memory pool that graphs may share."""
+        device = self.model.device
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(2):
                 self.model.forward(self.step)
-        torch.cuda.current_stream(self.model.device).wait_stream(side)
-        torch.cuda.synchronize(self.model.device)
+        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.logits = self.model.forward(self.step)
-            if self.feed_back:
-                self.step.tokens.copy_(greedy(self.logits))
-                self.step.positions.add_(1)
-                self.step.kv_lens.add_(1)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self.logits = self.run()
         self.graph = graph
+
+    def tables(self, sliding: Tensor, full: Tensor) -> None:
+        for kind, given in (("sliding", sliding), ("full", full)):
+            self.step.block_tables[kind][: given.shape[0], : given.shape[1]].copy_(given)
 
     def replay(self) -> Tensor:
         assert self.graph is not None
@@ -69,36 +110,34 @@ class DecodeGraph:
         return self.logits
 
 
-class Graphed:
-    """A model that replays graphs where it can. What the engine's runner runs when CUDA graphs are on."""
+def note(logits: Tensor, results: Tensor) -> None:
+    """The highest logit of each row, and whether it is a number, into `results`. NaN counts as the highest."""
+    value, token = logits.max(-1)
+    here = results[: logits.shape[0]]
+    here[:, 0].copy_(token)
+    here[:, 1].copy_(torch.isfinite(value))
+
+
+class Graphs:
+    """The graphs of one engine, captured as they are needed. All read their inputs from the head of one buffer."""
 
     def __init__(self, model: GptOss, blocks: int) -> None:
         self.model, self.blocks = model, blocks
-        self.graphs: dict[int, DecodeGraph] = {}
+        self.made: dict[tuple[int, int], DecodeGraph] = {}
+        self._pool: Any = None
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    def forward(self, step: Step) -> Tensor:
-        rows = step.rows
-        width = step.block_tables["full"].shape[1]
-        if rows != step.sequences or step.logit_rows.shape[0] != rows or rows > SIZES[-1] or width > self.blocks:
-            return self.model.forward(step)
+    def find(self, rows: int, width: int, buffer: Tensor, results: Tensor) -> DecodeGraph | None:
+        """The graph for a step of `rows` rows of a sequence each, whose tables are `width` wide; None: run eagerly."""
+        if rows > SIZES[-1] or width > self.blocks:
+            return None
         size = next(s for s in SIZES if s >= rows)
-        if size not in self.graphs:
-            self.graphs[size] = DecodeGraph(self.model, size, self.blocks)
-            self.graphs[size].capture()
-        graph = self.graphs[size]
-        mine = graph.step
-        for buffer, value, idle in (
-            (mine.tokens, step.tokens, 0),
-            (mine.positions, step.positions, 0),
-            (mine.kv_lens, step.kv_lens, 1),
-        ):
-            buffer[:rows].copy_(value)
-            buffer[rows:].fill_(idle)
-        for kind, table in mine.block_tables.items():
-            table[:rows, :width].copy_(step.block_tables[kind])
-            table[rows:].fill_(0)
-        return graph.replay()[:rows]
+        short = SHORT // self.model.spec.page_size
+        blocks = short if width <= short < self.blocks else self.blocks
+        key = (size, blocks)
+        if key not in self.made:
+            graph = DecodeGraph(self.model, size, blocks, buffer=buffer, results=results)
+            graph.capture(self._pool)  # one for all: the graphs of an engine never run at the same time
+            if graph.graph is not None:
+                self._pool = graph.graph.pool()
+            self.made[key] = graph
+        return self.made[key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,11 @@ from torch import Tensor
 
 from halfbyte.engine.batch import Batch, Ints, StepResult
 from halfbyte.engine.device_sampler import draw_rows, keys_of, settings_of
-from halfbyte.engine.sampler import NOT_NUMBERS, logprob_of, sample
+from halfbyte.engine.graphs import FIELDS, DecodeGraph, Graphs, note
+from halfbyte.engine.request import Logprob
+from halfbyte.engine.sampler import NOT_NUMBERS, sample
+from halfbyte.engine.staging import Staging, wide
+from halfbyte.errors import StepError
 from halfbyte.plan.step import Step
 
 
@@ -31,17 +35,14 @@ class Model(Protocol):
     def forward(self, step: Step) -> Tensor: ...
 
 
-def put(values: NDArray[Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
-
-
-def to_step(batch: Batch, tokens: Tensor, device: torch.device) -> Step:
+def to_step(batch: Batch, tokens: Ints) -> Step:
+    """On a CPU: the arrays themselves."""
+    put = torch.from_numpy
     return Step(
-        tokens=tokens, positions=put(batch.positions, device), query_start=put(batch.query_start, device),
-        kv_lens=put(batch.kv_lens, device), row_sequence=put(batch.row_sequence, device),
-        block_tables={"sliding": put(batch.sliding, device), "full": put(batch.full, device)},
-        logit_rows=put(batch.logit_rows, device), max_kv_len=batch.max_kv_len,
+        tokens=put(tokens), positions=put(batch.positions), query_start=put(batch.query_start),
+        kv_lens=put(batch.kv_lens), row_sequence=put(batch.row_sequence),
+        block_tables={"sliding": put(batch.sliding), "full": put(batch.full)}, logit_rows=put(batch.logit_rows),
+        max_kv_len=batch.max_kv_len,
     )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ class TorchRunner:
             tokens = np.where(batch.token_from >= 0, known[batch.token_from], tokens)
         self._last = []
         with torch.inference_mode():
-            step = to_step(batch, torch.from_numpy(tokens), self.model.device)
+            step = to_step(batch, tokens)
             if self.observer is None:
                 result = self._sample(self.model.forward(step), batch)
             else:
@@ -100,82 +101,211 @@ class TorchRunner:
 
 
 class DeviceRunner:
-    """On a GPU: everything is queued on the stream and tokens stay there for the next step; only `result` waits.
+    """On a GPU: everything is queued on the stream and tokens stay there for the next step; nothing waits but `result`,
+    and that for its own step only.
 
     Rows that need the host (penalties, bias, grammar, draft distributions) are fetched and sampled at launch, which
-    waits for the step. An observer of hidden states needs the tokens on the host as well.
+    waits for the step. An observer of hidden states needs the tokens on the host as well. `rows` and `blocks` are what
+    a step may have; larger ones are served too, from buffers of their own.
     """
 
-    def __init__(self, model: Model, observer: Observer | None = None) -> None:
-        self.model, self.observer = model, observer
-        self._last: Tensor | None = None
+    def __init__(
+        self, model: Model, observer: Observer | None = None, graphs: Graphs | None = None, *, rows: int = 4096,
+        sequences: int = 64, blocks: int = 64,
+    ) -> None:  # fmt: skip
+        self.model, self.observer, self.graphs = model, observer, graphs
+        self._stage = Staging(model.device, 12 * rows + 2 * sequences * wide(blocks) + 256)
+        # What the last step sampled: token, whether its logits were numbers.
+        self._results = torch.zeros((rows, 2), dtype=torch.int32, device=model.device)
 
     def launch(self, batch: Batch) -> DeviceHandle:
-        device = self.model.device
         with torch.inference_mode():
-            tokens = put(batch.tokens, device)
-            if batch.token_from is not None:
-                assert self._last is not None
-                source = put(batch.token_from, device)
-                tokens = torch.where(source >= 0, self._last[source.clamp_min(0).long()].int(), tokens)
-            step = to_step(batch, tokens, device)
-            hidden: Tensor | None = None
-            if self.observer is None:
-                logits = self.model.forward(step)
-            else:
-                logits, hidden = self.observer.tap(step)
-            handle = self._sample(logits, batch)
-            self._last = handle.tokens
-            if self.observer is not None and hidden is not None:
-                self.observer.absorb(batch, tokens.cpu().numpy(), hidden, handle.result())
+            if len(batch.pickers) > self._results.shape[0]:
+                raise StepError(f"a step samples at most {self._results.shape[0]} rows, not {len(batch.pickers)}.")
+            draw = _Draw.of(batch)
+            graph = self._graph(batch)
+            if graph is not None:
+                return self._sample(self._replay(graph, batch, draw), batch, draw)
+            return self._eager(batch, draw)
+
+    # ---- running ------------------------------------------------------------------------------
+
+    def _graph(self, batch: Batch) -> DecodeGraph | None:
+        rows = batch.rows
+        if self.graphs is None or rows != len(batch.slots) or rows != len(batch.pickers):
+            return None
+        return self.graphs.find(rows, batch.full.shape[1], self._stage.buffer, self._results)
+
+    def _replay(self, graph: DecodeGraph, batch: Batch, draw: _Draw) -> Tensor:
+        rows, size = batch.rows, graph.step.rows
+        inputs = np.zeros((len(FIELDS), graph.width), np.int32)
+        inputs[0, :rows], inputs[1, :rows] = batch.tokens, batch.positions
+        inputs[2], inputs[3] = 1, -1
+        inputs[2, :rows] = batch.kv_lens
+        if batch.token_from is not None:
+            inputs[3, :rows] = batch.token_from
+        arrays: list[NDArray[Any]] = [inputs, *draw.arrays]
+        held = graph.held
+        moved = not all(
+            kind in held and held[kind].shape == given.shape and np.array_equal(held[kind], given)
+            for kind, given in (("sliding", batch.sliding), ("full", batch.full))
+        )
+        if moved:
+            tables = np.zeros((2, size, batch.full.shape[1]), np.int32)  # idle rows: the scratch page
+            tables[0, :rows], tables[1, :rows] = batch.sliding, batch.full
+            arrays.append(tables)
+        sent = self._stage.send(arrays)
+        draw.sent(sent[1:])
+        if moved:
+            graph.tables(sent[-1][0], sent[-1][1])
+            graph.held = {"sliding": batch.sliding, "full": batch.full}
+        return graph.replay()[:rows]
+
+    def _eager(self, batch: Batch, draw: _Draw) -> DeviceHandle:
+        blocks = wide(batch.full.shape[1])
+        tables = np.zeros((2, len(batch.slots), blocks), np.int32)
+        tables[0, :, : batch.full.shape[1]], tables[1, :, : batch.full.shape[1]] = batch.sliding, batch.full
+        arrays: list[NDArray[Any]] = [
+            batch.tokens, batch.positions, batch.query_start, batch.kv_lens, batch.row_sequence, batch.logit_rows,
+            tables, *draw.arrays,
+        ]  # fmt: skip
+        if batch.token_from is not None:
+            arrays.append(batch.token_from)
+        sent = self._stage.send(arrays)
+        tokens, positions, query_start, kv_lens, row_sequence, logit_rows, held = sent[:7]
+        draw.sent(sent[7:])
+        if batch.token_from is not None:
+            source = sent[-1]
+            tokens = torch.where(source >= 0, self._results[:, 0][source.clamp_min(0)], tokens)
+        step = Step(
+            tokens=tokens, positions=positions, query_start=query_start, kv_lens=kv_lens, row_sequence=row_sequence,
+            block_tables={"sliding": held[0], "full": held[1]}, logit_rows=logit_rows, max_kv_len=batch.max_kv_len,
+        )  # fmt: skip
+        hidden: Tensor | None = None
+        if self.observer is None:
+            logits = self.model.forward(step)
+        else:
+            logits, hidden = self.observer.tap(step)
+        if batch.pickers:
+            note(logits, self._results)
+        handle = self._sample(logits, batch, draw)
+        if self.observer is not None and hidden is not None:
+            self.observer.absorb(batch, tokens.cpu().numpy(), hidden, handle.result())
         return handle
 
-    def _sample(self, logits: Tensor, batch: Batch) -> DeviceHandle:
-        pickers = batch.pickers
-        if not pickers:
-            return DeviceHandle(torch.zeros(0, dtype=torch.int64), None, {}, {})
-        settings = settings_of(pickers)
-        sampled = bool((settings[:, 0] > 0).any())
-        filtered = bool(((settings[:, 1] > 0) | (settings[:, 2] < 1) | (settings[:, 3] > 0)).any())
-        keys = keys_of(pickers, batch.places) if sampled else np.zeros(len(pickers), np.int64)
-        tokens = draw_rows(
-            logits, put(settings, logits.device), put(keys, logits.device), filtered=filtered, sampled=sampled
-        )
-        fine = torch.isfinite(logits.gather(1, logits.argmax(-1, keepdim=True))[:, 0])
-        shown: dict[int, tuple[Tensor, int]] = {}
+    # ---- sampling -----------------------------------------------------------------------------
+
+    def _sample(self, logits: Tensor, batch: Batch, draw: _Draw) -> DeviceHandle:
+        """`note` has put the highest logits down; rows that want something else are changed, and all sent back."""
+        count = len(batch.pickers)
+        if not count:
+            return DeviceHandle(None, None, {}, {})
+        here = self._results[:count]
+        if draw.sampled:
+            here[:, 0].copy_(draw_rows(logits, draw.settings, draw.keys, filtered=draw.filtered, sampled=True))
+        shown: dict[int, Shown] = {}
         errors: dict[int, str] = {}
-        for i, picker in enumerate(pickers):
+        for i in draw.special if not (batch.masks or batch.proposals) else range(count):
+            picker = batch.pickers[i]
             if picker.needs_host or i in batch.masks or i in batch.proposals:
                 one = sample(logits[i : i + 1], only_row(batch, i))
-                tokens[i] = one.tokens[0]
+                here[i, 0].fill_(one.tokens[0])
                 if one.errors:
                     errors[i] = one.errors[0]
             if picker.params.logprobs is not None:
-                shown[i] = (logits[i], picker.params.logprobs)
-        return DeviceHandle(tokens, fine, shown, errors)
+                shown[i] = Shown.of(logits[i], here[i, 0], picker.params.logprobs)
+        cuda = logits.device.type == "cuda"
+        out = torch.empty((count, 2), dtype=torch.int32, pin_memory=cuda)
+        out.copy_(here, non_blocking=cuda)
+        done: torch.cuda.Event | None = None
+        if cuda:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return DeviceHandle(out, done, shown, errors)
 
     def close(self) -> None:
-        self._last = None
+        self.graphs = None
+
+
+@dataclass
+class _Draw:
+    """How a batch's rows are drawn, and the numbers the device needs for it."""
+
+    sampled: bool
+    filtered: bool
+    special: list[int]  # rows that need more than a token from the device
+    arrays: list[NDArray[Any]]
+    settings: Tensor = field(default_factory=lambda: torch.empty(0))
+    keys: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Draw:
+        pickers = batch.pickers
+        special = [i for i, p in enumerate(pickers) if p.needs_host or p.params.logprobs is not None]
+        if all(p.greedy for p in pickers):
+            return cls(False, False, special, [])
+        settings = settings_of(pickers)
+        filtered = bool(((settings[:, 1] > 0) | (settings[:, 2] < 1) | (settings[:, 3] > 0)).any())
+        return cls(True, filtered, special, [settings, keys_of(pickers, batch.places)])
+
+    def sent(self, views: list[Tensor]) -> None:
+        if self.sampled:
+            self.settings, self.keys = views[:2]
+
+
+@dataclass
+class Shown:
+    """The logprobs of one row, on their way to the host."""
+
+    chosen: Tensor  # float64 scalar
+    ids: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, token: Tensor, top: int) -> Shown:
+        """Computed now: the next step may overwrite the logits."""
+        x = logits.double()
+        x = x - torch.logsumexp(x, -1)
+        values, ids = x.topk(top) if top else (x[:0], torch.zeros(0, dtype=torch.int64, device=x.device))
+        return cls(*(_to_host(t) for t in (x[token.long()].reshape(1), ids, values)))
+
+    def logprob(self, token: int) -> Logprob:
+        return Logprob(token, float(self.chosen[0]), tuple(zip(self.ids.tolist(), self.values.tolist())))
+
+
+def _to_host(t: Tensor) -> Tensor:
+    if t.device.type == "cpu":
+        return t
+    out = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+    out.copy_(t, non_blocking=True)
+    return out
 
 
 @dataclass
 class DeviceHandle:
-    tokens: Tensor
-    fine: Tensor | None  # rows whose logits are numbers
-    shown: dict[int, tuple[Tensor, int]]  # rows whose logprobs are wanted
+    out: Tensor | None  # int32 [L, 2] on the host: token, whether its logits are numbers
+    done: torch.cuda.Event | None
+    shown: dict[int, Shown]  # rows whose logprobs are wanted
     errors: dict[int, str]
 
     def result(self) -> StepResult:
-        tokens = self.tokens.tolist()
+        if self.out is None:
+            return StepResult([])
+        if self.done is not None:
+            self.done.synchronize()
+        found = self.out.numpy()
+        tokens = found[:, 0].tolist()
         errors = dict(self.errors)
-        if self.fine is not None:
-            errors |= {i: NOT_NUMBERS for i, fine in enumerate(self.fine.tolist()) if not fine}
-        logprobs = {
-            i: logprob_of(row.float().cpu().numpy(), tokens[i], top)
-            for i, (row, top) in self.shown.items() if i not in errors
-        }  # fmt: skip
+        if not found[:, 1].all():
+            errors |= dict.fromkeys(np.nonzero(found[:, 1] == 0)[0].tolist(), NOT_NUMBERS)
+        logprobs = {i: s.logprob(tokens[i]) for i, s in self.shown.items() if i not in errors}
         return StepResult(tokens, logprobs, errors)
 
 
-def make_runner(model: Model, observer: Observer | None = None) -> TorchRunner | DeviceRunner:
-    return TorchRunner(model, observer) if model.device.type == "cpu" else DeviceRunner(model, observer)
+def make_runner(
+    model: Model, observer: Observer | None = None, graphs: Graphs | None = None, **room: int
+) -> TorchRunner | DeviceRunner:
+    """`room`: rows, sequences and blocks of the largest step (see DeviceRunner)."""
+    if model.device.type == "cpu":
+        return TorchRunner(model, observer)
+    return DeviceRunner(model, observer, graphs, **room)

@@ -7,6 +7,7 @@ asks for it, by group of layers; a folder or file appears whole or not at all an
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,9 +93,21 @@ def open_model(path: str | Path, reading: Reading | None = None) -> Model:
         raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder, or a .gguf file.")
     if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{path} is one file of a model folder; give the folder {path.parent}.")
-    from halfbyte.model.gguf_io import GgufSource  # the gguf package takes a quarter of a second to import
+    source: Model = gguf_module("gguf_io").GgufSource(path, reading)
+    return source
 
-    return GgufSource(path, reading)
+
+def gguf_module(name: str) -> Any:
+    """A module of this room that needs the gguf package: imported late (it takes a quarter of a second), and an error
+    that says what to do where the package is missing."""
+    try:
+        return importlib.import_module(f"halfbyte.model.{name}")
+    except ModuleNotFoundError as e:
+        if e.name != "gguf":
+            raise
+        raise CheckpointError(
+            "GGUF files need the package gguf, which is not installed here; pip install gguf, or use a model folder."
+        ) from None
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -264,10 +277,9 @@ def save_gguf(
 ) -> None:
     """A new GGUF file that llama.cpp runs. `dense` (bf16, f16, f32, q8) is the type of unquantised matrices; None
     keeps what they are. `tokenizer` is a `tokenizer.json`; without one the vocabulary is a placeholder."""
-    from halfbyte.model.gguf_writer import write_file
-
     tokenizer = Path(tokenizer) if tokenizer is not None else None
-    write_file(Resident(weights), Path(file), dense=dense, tokenizer=tokenizer, progress=progress)
+    source = Resident(weights)
+    gguf_module("gguf_writer").write_file(source, Path(file), dense=dense, tokenizer=tokenizer, progress=progress)
 
 
 def quantize_checkpoint(
@@ -288,10 +300,9 @@ def quantize_checkpoint(
     try:
         source = Requantised(inner, layer_formats)
         if dst.suffix == ".gguf":
-            from halfbyte.model.gguf_writer import write_file
-
             tokenizer = src / "tokenizer.json" if src.is_dir() else src
-            write_file(source, dst, tokenizer=tokenizer if tokenizer.exists() else None, progress=progress)
+            writer = gguf_module("gguf_writer")
+            writer.write_file(source, dst, tokenizer=tokenizer if tokenizer.exists() else None, progress=progress)
             return
         beside = src if src.is_dir() else src.parent
         copies = {name: (beside / name).read_bytes() for name in COMPANIONS if (beside / name).is_file()}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.tensor import MXTensor
-from halfbyte.model.checkpoint import assemble
+from halfbyte.model.checkpoint import assemble, gguf_module
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.safetensors_io import write_folder
 from halfbyte.model.weights import Kind, Matrix, Weights, shape_of
@@ -202,7 +202,6 @@ def write_gguf(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
     """The same weights as a GGUF file; `dense` other than None (bf16) rounds the unquantised matrices."""
-    from halfbyte.model.gguf_writer import write_file
-
     tokenizer = Path(tokenizer) if tokenizer is not None else None
-    write_file(SyntheticSource(config, seed), Path(file), dense=dense, tokenizer=tokenizer, progress=progress)
+    source = SyntheticSource(config, seed)
+    gguf_module("gguf_writer").write_file(source, Path(file), dense=dense, tokenizer=tokenizer, progress=progress)

@@ -1,0 +1,172 @@
+"""The runner of GPUs: packed inputs, graphs against eager, results that wait for their own step only.
+
+Without a GPU a graph is stood in for by what it captures: `replay` runs it. Everything around it is the real thing.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from halfbyte import gates
+from halfbyte.engine import graphs as graphs_
+from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.graphs import SIZES, DecodeGraph, Graphs
+from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.engine.runner import DeviceRunner
+from halfbyte.engine.staging import ALIGN, Staging
+from halfbyte.model import checkpoint, ready
+from halfbyte.model.gpt_oss import GptOss, choose
+from halfbyte.model.padded import Padded
+from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.plan.phase import ARCHES
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_what_is_sent_arrives_aligned_and_typed() -> None:
+    staging = Staging(CPU, 16)
+    arrays = [
+        np.arange(3, dtype=np.int32),
+        np.array([[1.5, -2.0]], np.float32),
+        np.array([1 << 40, -7], np.int64),
+        np.zeros((0,), np.int32),
+        np.arange(6, dtype=np.int32).reshape(2, 3)[:, ::2],
+    ]
+    sent = staging.send(arrays)
+    base = sent[0].data_ptr()
+    for array, view in zip(arrays, sent):
+        assert view.shape == array.shape
+        assert np.array_equal(view.numpy(), array)
+        assert (view.data_ptr() - base) % (4 * ALIGN) == 0 or not array.size
+
+
+class Stand(DecodeGraph):
+    """A graph without a GPU."""
+
+    replays = 0
+
+    def capture(self, pool: object = None) -> None:
+        assert self.fields["kv_lens"].tolist() == [1] * self.step.rows, "warmed up on the scratch page"
+
+    def replay(self) -> torch.Tensor:
+        Stand.replays += 1
+        self.logits = self.run()
+        return self.logits
+
+
+def core_of(model: GptOss, graphs: bool, **options: object) -> EngineCore:
+    made = EngineOptions(max_context=512, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, **options)  # type: ignore[arg-type]
+    core, _, _ = core_for(model, Tokenizer.gpt_oss(), made)
+    core.runner.close()
+    core.runner = DeviceRunner(model, graphs=Graphs(model, 32) if graphs else None, rows=256, blocks=32)
+    return core
+
+
+def answers(core: EngineCore, count: int) -> dict[str, list[object]]:
+    """Requests that come and go, so that batches shrink, grow and mix prompts with decoding."""
+    rng = random.Random(count)
+    kinds = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"logit_bias": {9: 4.0}}, {"temperature": 0.0, "logprobs": 3}]
+    waiting = [
+        Request(
+            [rng.randrange(2, 1024) for _ in range(rng.randint(1, 50))],
+            SamplingParams(seed=i, max_tokens=rng.randint(3, 24), ignore_eos=True, **kinds[i % len(kinds)]),  # type: ignore[arg-type]
+            id=f"q{i}",
+        )
+        for i in range(count)
+    ]
+    got: dict[str, list[object]] = {r.id: [] for r in waiting}
+    while waiting or core.has_work:
+        for _ in range(rng.randint(0, 3)):
+            if waiting:
+                core.submit(waiting.pop())
+        for id, delta in core.step():
+            assert delta.finish != "error", delta.error
+            got[id] += delta.tokens
+            for entry in delta.logprobs or []:
+                got[id].append((entry.token, round(entry.logprob, 4), tuple(t for t, _ in entry.top)))
+        core.check()
+    return got
+
+
+def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
+    monkeypatch.setattr(graphs_, "SHORT", 48)  # both lengths of capture are used
+    model = ready.load(ready.resolve("random:small"), page_size=16)
+    Stand.replays = 0
+    eager = answers(core_of(model, False), 11)
+    assert Stand.replays == 0
+    core = core_of(model, True)
+    assert answers(core, 11) == eager
+    assert Stand.replays > 20
+    runner = core.runner
+    assert isinstance(runner, DeviceRunner)
+    assert runner.graphs is not None
+    made = runner.graphs.made
+    assert {size for size, _ in made} > {1, 2, 4}
+    assert {blocks for _, blocks in made} == {3, 32}
+    assert all(size in SIZES for size, _ in made)
+    assert answers(core_of(model, True, run_ahead=False), 11) == eager
+
+
+def test_tables_are_sent_when_they_change_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
+    model = ready.load(ready.resolve("random:small"), page_size=16)
+    core = core_of(model, True)
+    moved = []
+    tables = Stand.tables
+    monkeypatch.setattr(Stand, "tables", lambda self, *given: (moved.append(1), tables(self, *given)))
+    core.submit(Request([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)))
+    while core.has_work:
+        core.step()
+    assert 3 <= len(moved) <= 6, "62 positions are four pages"
+
+
+def test_a_row_that_is_no_number_is_an_error_of_its_own() -> None:
+    model = ready.load(ready.resolve("random:small"), page_size=16)
+    core = core_of(model, False)
+    forward = model.forward
+    model.forward = lambda step: forward(step).index_fill_(1, torch.tensor([3]), float("nan"))  # type: ignore[method-assign]
+    core.submit(Request([5], SamplingParams(temperature=0.0, max_tokens=3)))
+    (_, delta), *_ = [o for _ in range(4) for o in core.step()]
+    assert delta.finish == "error"
+    assert "not numbers" in (delta.error or "")
+
+
+def padded_weights(preset: str, device: str, arch: str) -> GptOss:
+    """The embedded model in a shape that every CUDA kernel takes, laid out for `arch`."""
+    g = gates.PRESETS[preset].gates
+    source = checkpoint.open_model(ready.EMBEDDED)
+    try:
+        padded = Padded(source)
+        choice = choose(padded.config, g, ARCHES[arch])
+        weights = checkpoint.assemble(padded, layer_formats=g.layer_formats, layouts=choice[2].layouts)
+    finally:
+        source.close()
+    return GptOss(weights, g, choice=choice)
+
+
+def test_padding_a_model_changes_its_shape_and_nothing_else() -> None:
+    from halfbyte.model.solo import Solo
+
+    name = ready.resolve(None)
+    plain, padded = ready.load(name), padded_weights("exact", "cpu", "cpu")
+    assert (padded.config.heads, padded.config.experts) == (16, 32)
+    ids = ready.tokenizer_of(name).encode("Tom has 12 apples. Then 7 more come. How many are there?")
+    assert torch.equal(Solo(padded, 128).feed(ids, all_logits=True), Solo(plain, 128).feed(ids, all_logits=True))
+    for preset in ("exact", "balanced", "fast"):
+        _, _, selection = choose(padded.config, gates.PRESETS[preset].gates, ARCHES["sm90"])
+        assert selection.chosen["decode"] == ("cuda.decode_step",)
+        assert "cuda.grouped_moe" in selection.chosen["prefill"]
