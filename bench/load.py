@@ -5,9 +5,10 @@
 Writes a checkpoint of the true shape (random, drawn on the GPU, OpenAI's layout and shards) once, then starts a fresh
 process per case: `cold` with an empty kernel cache, `warm` with the cache that the cold one left. The clock runs from
 the start of the process (imports included) to the end of the first answer. Afterwards weights are drawn again and
-compared with what was loaded, bit for bit. Where the folder cannot hold every layer, fewer are written, and the time of
-36 is scaled up from the time spent on weights, and says so. Peak memory is what the driver reports in use at most, the
-context included, beyond weights and KV. The last line is JSON.
+compared with what was loaded, bit for bit. `--written N` writes N layers and lets the names of the others point at the
+same bytes: every layer is still read, laid out and kept, but the RAM disk holds less. `--layers N` loads fewer, and the
+time of all is scaled up from the time spent on weights, and says so. Peak memory is what the driver reports in use at
+most, the context included, beyond weights and KV. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def checkpoint_bytes(config: Any) -> int:
     return sum(source.nbytes(layer, role) for layer, role in roles(config))
 
 
-def write(config: Any, folder: Path, device: str = "cuda") -> None:
-    """The folder that `safetensors_io.write_folder` would write, by many threads at once."""
+def write(config: Any, folder: Path, written: int, device: str = "cuda") -> None:
+    """The folder that `safetensors_io.write_folder` would write, by many threads at once; layers from `written` on
+    point at the bytes of the first ones."""
     import torch
 
     from halfbyte.model import safetensors_io as st
@@ -62,10 +64,13 @@ def write(config: Any, folder: Path, device: str = "cuda") -> None:
     from halfbyte.model.weights import split_parts
 
     source = SyntheticSource(config, 0, device)
-    planned = list(st._plan(source))
     shards: list[list[Any]] = [[]]
+    aliases: dict[tuple[int, str], list[str]] = {}  # (layer, name without the layer) -> names of the others
     size = 0
-    for p in planned:
+    for p in st._plan(source):
+        if p.layer is not None and p.layer >= written:
+            aliases.setdefault((p.layer % written, _bare(p)), []).append(p.name)
+            continue
         if shards[-1] and size + p.nbytes > SHARD:
             shards.append([])
             size = 0
@@ -74,8 +79,20 @@ def write(config: Any, folder: Path, device: str = "cuda") -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(st._config(source)), encoding="utf-8")
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    weight_map = {p.name: n for n, shard in zip(names, shards) for p in shard}
-    index = {"metadata": {"total_size": sum(p.nbytes for p in planned)}, "weight_map": weight_map}
+    headers, weight_map = [], {}
+    for name, shard in zip(names, shards):
+        items: dict[str, Any] = {}
+        offset = 0
+        for p in shard:
+            entry = {"dtype": st._NAMES[p.dtype], "shape": list(p.shape), "data_offsets": [offset, offset + p.nbytes]}
+            for called in (p.name, *aliases.get((p.layer, _bare(p)), ())):
+                items[called] = entry
+                weight_map[called] = name
+            offset += p.nbytes
+        raw = json.dumps(items, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        headers.append(len(raw).to_bytes(8, "little") + raw)
+    index = {"metadata": {"total_size": checkpoint_bytes(config)}, "weight_map": weight_map}
     (folder / st.INDEX).write_text(json.dumps(index), encoding="utf-8")
     free = deque(torch.empty(PIECE, dtype=torch.uint8, pin_memory=device == "cuda") for _ in range(WRITERS + 2))
     flying: deque[tuple[Future[None], Any]] = deque()
@@ -92,9 +109,8 @@ def write(config: Any, folder: Path, device: str = "cuda") -> None:
 
     held: tuple[Any, Any] = (None, None)
     with ThreadPoolExecutor(WRITERS) as pool:
-        for name, shard in zip(names, shards):
+        for name, shard, header in zip(names, shards, headers):
             fd = os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o644)
-            header = st._header(shard)
             put(fd, memoryview(header), 0)
             offset = len(header)
             for p in shard:
@@ -113,6 +129,11 @@ def write(config: Any, folder: Path, device: str = "cuda") -> None:
             while flying:
                 land()
             os.close(fd)
+
+
+def _bare(p: Any) -> str:
+    """A tensor's name without its layer."""
+    return str(p.name).replace(f".layers.{p.layer}.", ".", 1)
 
 
 # ---- one case, in a process of its own ------------------------------------------------------------------------------
@@ -183,12 +204,12 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
         "peak_used_bytes": watch.used, "peak_while_loading_bytes": load_used, "reserved_bytes": held,
         "context_bytes": total - free, "extra_gib": (watch.used - weights - kv) / GIB,
         "gb_per_s": checkpoint_bytes(model.config) / 1e9 / (marks["weights"] - marks["imports"]),
-        "plan": info.details["plan"], "equal": equal(model) if args.compare else None,
+        "plan": info.details["plan"], "equal": equal(model, args.written) if args.compare else None,
         "measured": receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound}),
     }  # fmt: skip
 
 
-def equal(model: Any) -> bool:
+def equal(model: Any, written: int, device: str = "cuda") -> bool:
     """What was loaded against the same tensors drawn again, wherever the preset keeps the checkpoint's numbers."""
     import torch
 
@@ -196,13 +217,13 @@ def equal(model: Any) -> bool:
     from halfbyte.formats.tensor import MXTensor
     from halfbyte.model.synthetic import SyntheticSource
 
-    source = SyntheticSource(model.config, 0, "cuda")
+    source = SyntheticSource(model.config, 0, device)
     last = model.config.layers - 1
     wanted = [(None, "embed"), (None, "final_norm")]
     wanted += [(i, r) for i in {0, last // 2, last} for r in ("gate_up", "down", "qkv_bias", "router", "sinks")]
     for layer, role in wanted:
         ours = getattr(model.weights if layer is None else model.weights.layers[layer], role)
-        drawn = source.make(layer, role)
+        drawn = source.make(None if layer is None else layer % written, role)
         if isinstance(ours, MXTensor):
             assert isinstance(drawn, MXTensor)
             if not torch.equal(ours.data, formats.convert(drawn, ours.layout).data):
@@ -234,7 +255,8 @@ def main() -> int:
     parser.add_argument("--models", default="120b")
     parser.add_argument("--presets", default="exact,fast")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/halfbyte-load"))
-    parser.add_argument("--layers", type=int, help="fewer than the model has; default: as many as fit")
+    parser.add_argument("--layers", type=int, help="load fewer than the model has")
+    parser.add_argument("--written", type=int, help="layers with bytes of their own; default: as many as fit")
     parser.add_argument("--kv-gib", type=float, default=16.0)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds a case may take")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint there")
@@ -246,8 +268,9 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.write:
-        write(config_of(args.models, args.layers), args.folder)
-        print(json.dumps({"seconds": time.time() - args.began}))
+        imported = time.time() - args.began
+        write(config_of(args.models, args.layers), args.folder, args.written)
+        print(json.dumps({"seconds": time.time() - args.began, "imports": imported}))
         return 0
     if args.case:
         print(json.dumps(case(args)))
@@ -259,6 +282,7 @@ def main() -> int:
         "bench": "load", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:], "measured": {},
         "load": [],
     }  # fmt: skip
+    good = True
     for model in args.models.split(","):
         folder = args.folder / model
         shutil.rmtree(folder, ignore_errors=True)
@@ -266,15 +290,18 @@ def main() -> int:
         whole = NAMED[model].layers
         layers = args.layers or whole
         free = shutil.disk_usage(args.folder).free
-        while layers > 2 and checkpoint_bytes(config_of(model, layers)) > free - GIB // 2:
-            layers -= 2
+        written = min(args.written or layers, layers)
+        while written > 2 and checkpoint_bytes(config_of(model, written)) > free - GIB // 2:
+            written -= 2
         size = checkpoint_bytes(config_of(model, layers))
+        on_disk = checkpoint_bytes(config_of(model, written)) / 1e9
         print(
-            f"{model}: {layers} of {whole} layers, {size / 1e9:.1f} GB to {folder} ({free / 1e9:.1f} free)", flush=True
+            f"{model}: {layers} of {whole} layers, {size / 1e9:.1f} GB; {written} with bytes of their own, "
+            f"{on_disk:.1f} GB in {folder} ({free / 1e9:.1f} free)",
+            flush=True,
         )
-        made = run_child(
-            ["--write", "--models", model, "--layers", str(layers), "--folder", str(folder)], args.folder, args.limit
-        )
+        shape = ["--layers", str(layers), "--written", str(written), "--folder", str(folder)]
+        made = run_child(["--write", "--models", model, *shape], args.folder, args.limit)
         print(f"{model}: written {made}", flush=True)
         if "failed" in made:
             return 1
@@ -282,11 +309,12 @@ def main() -> int:
             caches = args.folder / f"caches-{preset}"
             shutil.rmtree(caches, ignore_errors=True)
             for name in ("cold", "warm"):
-                given = ["--case", name, "--preset", preset, "--folder", str(folder), "--kv-gib", str(args.kv_gib)]
+                given = ["--case", name, "--preset", preset, *shape, "--kv-gib", str(args.kv_gib)]
                 row = run_child([*given, *(["--compare"] if name == "cold" else [])], caches, args.limit)
                 row |= {"model": model, "case": name, "preset": preset, "layers": layers, "of_layers": whole}
-                row |= {"checkpoint_gb": size / 1e9, "limit_s": LIMITS[name]}
+                row |= {"checkpoint_gb": size / 1e9, "limit_s": LIMITS[name], "written_layers": written}
                 if "failed" not in row:
+                    good &= row["equal"] is not False
                     result["measured"] |= row.pop("measured")
                     if layers < whole:
                         row["scaled_s"] = scaled(row, layers, whole)
@@ -300,7 +328,7 @@ def main() -> int:
     if args.out:
         args.out.write_text(text, encoding="utf-8")
     print(text)
-    return 0 if all("failed" not in r for r in result["load"]) else 1
+    return 0 if good and all("failed" not in r for r in result["load"]) else 1
 
 
 if __name__ == "__main__":

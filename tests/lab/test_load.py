@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfbyte.formats.tensor import MXTensor
-from halfbyte.model import checkpoint, synthetic
+from halfbyte.model import checkpoint, ready, synthetic
 from halfbyte.model.config import NAMED
 
 BENCH = Path(__file__).parents[2] / "bench" / "load.py"
@@ -34,7 +34,7 @@ def test_the_fast_writer_writes_the_same_checkpoint(
     monkeypatch.setattr(load, "PIECE", 40960)
     monkeypatch.setattr(load, "SHARD", 3_000_000)
     config = NAMED["small"]
-    load.write(config, tmp_path / "fast", device="cpu")
+    load.write(config, tmp_path / "fast", config.layers, device="cpu")
     assert len(list((tmp_path / "fast").glob("*.safetensors"))) > 1
     ours, theirs = checkpoint.load(tmp_path / "fast"), synthetic.make(config, 0)
     for (layer, role, a), (_, _, b) in zip(ours.items(), theirs.items()):
@@ -44,6 +44,20 @@ def test_the_fast_writer_writes_the_same_checkpoint(
         else:
             assert isinstance(a, torch.Tensor), (layer, role)
             assert torch.equal(a, b), (layer, role)
+
+
+def test_layers_may_share_bytes(load: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "SHARD", 1_000_000)
+    config = NAMED["small"]
+    load.write(config, tmp_path / "shared", 2, device="cpu")
+    size = sum(p.stat().st_size for p in (tmp_path / "shared").glob("*.safetensors"))
+    assert size < 0.8 * load.checkpoint_bytes(config)
+    model = ready.load(ready.resolve(str(tmp_path / "shared")))
+    assert load.equal(model, 2, device="cpu")
+    down = model.weights.layers[3].down
+    assert isinstance(down, MXTensor)
+    down.data[0, 0, 0] ^= 1
+    assert not load.equal(model, 2, device="cpu")
 
 
 def test_bytes_of_the_true_shapes(load: ModuleType) -> None:
