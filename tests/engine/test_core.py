@@ -101,6 +101,21 @@ def test_a_long_prompt_never_stops_others_from_decoding() -> None:
     drain(core, out)
 
 
+def test_chunks_are_larger_while_nobody_decodes() -> None:
+    rows: list[int] = []
+    core = make(
+        pages=2000, max_context=4096, max_seqs=4, max_tokens=64, beside_decode=16, fault=lambda b: rows.append(b.rows)
+    )
+    core.submit(Request([7] * 150, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), id="long"))
+    out: Got = {}
+    for _ in range(5):
+        collect(core.step(), out)
+    core.submit(Request([3] * 100, SamplingParams(temperature=0, max_tokens=1), id="late"))
+    drain(core, out)
+    assert rows[:3] == [64, 64, 22]
+    assert max(rows[5:]) == 16, "a prompt took more than its share beside a sequence that decodes"
+
+
 def test_n_choices_share_their_prompt_pages() -> None:
     core = make(pages=400)
     prompt = list(range(3, 43))

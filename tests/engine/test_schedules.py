@@ -126,7 +126,7 @@ def run_schedule(seed: int) -> dict[str, int]:
         EngineConfig(
             pages=pages, page_size=page_size, window=window, vocab=VOCAB, max_context=longest, eos_tokens=(EOS,),
             max_seqs=max_seqs, max_tokens=max(max_seqs, rng.choice([8, 16, 64])), run_ahead=rng.random() < 0.7,
-            prefix_cache=rng.random() < 0.8,
+            prefix_cache=rng.random() < 0.8, beside_decode=rng.choice([4, 2048]),
         ),
         FakeVocabulary(),
         make_proposer(method, rng),

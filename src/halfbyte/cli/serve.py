@@ -36,7 +36,9 @@ def serve(
     cors: Annotated[list[str] | None, typer.Option(help="Origins that browsers may call from.")] = None,
     max_context: Annotated[int | None, typer.Option(min=1, help="Tokens of prompt and answer together.")] = None,
     max_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once; more wait.")] = 64,
-    max_tokens_per_step: Annotated[int, typer.Option(min=1, help="Rows of one step: chunk of a long prompt.")] = 2048,
+    max_tokens_per_step: Annotated[
+        int | None, typer.Option(min=1, help="Rows of one step: chunk of a long prompt. Default: by the device.")
+    ] = None,
     max_requests: Annotated[int, typer.Option(min=1, help="Running and waiting; one more is answered 429.")] = 256,
     kv_memory: Annotated[float | None, typer.Option(help="GiB of KV cache; default: what is free.")] = None,
     reserve: Annotated[float | None, typer.Option(help="GiB of memory that stays free.")] = None,

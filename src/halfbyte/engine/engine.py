@@ -44,6 +44,7 @@ class EngineConfig:
     eos_tokens: tuple[int, ...] = (200002,)
     max_seqs: int = 64
     max_tokens: int = 2048  # rows in one step: the chunk size of a long prompt while nobody decodes
+    beside_decode: int = 2048  # the same while others decode
     max_waiting: int = 4096
     run_ahead: bool = True
     prefix_cache: bool = True
@@ -100,7 +101,8 @@ class EngineCore:
             self.pages,
             SchedulerConfig(
                 max_seqs=config.max_seqs, max_tokens=max(config.max_tokens, config.max_seqs),
-                max_waiting=config.max_waiting, max_context=config.max_context, run_ahead=config.run_ahead,
+                beside_decode=max(config.beside_decode, config.max_seqs), max_waiting=config.max_waiting,
+                max_context=config.max_context, run_ahead=config.run_ahead,
             ),
         )  # fmt: skip
         blocks = -(-self.scheduler.longest // config.page_size) + 1

@@ -1,8 +1,9 @@
 """The scheduler: which sequences compute how many tokens in the next step. Holds no tensors and launches nothing.
 
 Every step serves every sequence that decodes, then spends what is left of its token budget on prompts, so a long
-prompt slows the others down but never stops them; while nobody decodes, the budget may be larger. Of the prompts, the
-oldest gets at least half and the others share the rest, so a short prompt does not wait for a long one before it either.
+prompt slows the others down but never stops them; while nobody decodes, the budget may be larger. Of the prompts,
+the oldest gets at least half and the others share the rest, so a short prompt does not wait for a long one before it
+either.
 
 A step may be scheduled while the last one still runs ("ahead"): a token that is not known yet is a placeholder which
 the runner fills from the running step. That is done only where the answer cannot change what is scheduled: never for

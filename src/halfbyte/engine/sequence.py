@@ -30,8 +30,8 @@ class State(IntEnum):
 
 class Sequence:
     __slots__ = (
-        "accepted", "admission", "arrived", "cached", "draft", "drafted", "finish", "grammar", "index", "inflight", "leader",
-        "limit", "naturally_plain", "order", "pace", "params", "pending", "picker", "plain", "prefilled", "prompt",
+        "accepted", "admission", "arrived", "cached", "draft", "drafted", "finish", "grammar", "index", "inflight",
+        "leader", "limit", "naturally_plain", "order", "pace", "params", "pending", "picker", "plain", "prefilled", "prompt",
         "proposal", "request", "room", "scheduled", "slot", "state", "stop_ids", "stops", "tables", "tokens",
     )  # fmt: skip
 
