@@ -43,7 +43,8 @@ SHARD = 5_000_000_000
 def config_of(model: str, layers: int) -> Any:
     from halfbyte.model.config import NAMED
 
-    return replace(NAMED[model], layers=layers)
+    whole = NAMED[model]
+    return replace(whole, layers=layers, kinds=whole.kinds[:layers])
 
 
 def checkpoint_bytes(config: Any) -> int:

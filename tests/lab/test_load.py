@@ -62,6 +62,7 @@ def test_layers_may_share_bytes(load: ModuleType, tmp_path: Path, monkeypatch: p
 
 def test_bytes_of_the_true_shapes(load: ModuleType) -> None:
     assert load.checkpoint_bytes(load.config_of("120b", 36)) / 1e9 == pytest.approx(65.2, abs=0.1)
+    assert load.checkpoint_bytes(load.config_of("120b", 4)) / 1e9 == pytest.approx(9.3, abs=0.1)
     assert load.checkpoint_bytes(load.config_of("20b", 24)) / 1e9 == pytest.approx(13.8, abs=0.1)
 
 

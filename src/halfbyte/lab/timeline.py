@@ -155,7 +155,10 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
         found = steptrace.trace(steptrace.traced_step(model, cache, context))
         within = {WHOLE: steptrace.shares(found, model.config.kinds)}
         how = "clocks inside the kernel that runs the whole step; launches and gaps from the driver's timeline"
-        notes.append(f"the traced step took {found['us']:.0f} us at {found['clock_ghz']:.2f} GHz")
+        notes += [
+            f"the traced step took {found['us']:.0f} us at {found['clock_ghz']:.2f} GHz",
+            "the kernel streams weights ahead, so a category may pass its ceiling at its neighbour's cost",
+        ]
     made = summarise(what, step.rows, spans, tokens, step_us, work, device_roof(model.device), how, within)
     made.notes += notes
     made.host_us["graph"] = host
@@ -242,7 +245,7 @@ def _kernels(run: Callable[[int], Any], count: int) -> list[Kernel]:
 def _traced(run: Callable[[int], Any], count: int) -> tuple[list[Kernel], list[tuple[int, float, float]]]:
     """The device's timeline of `count` runs, and (number, start, end) of every mark on the host."""
     torch.cuda.synchronize()
-    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as traced:
         for i in range(count):
             run(i)
         torch.cuda.synchronize()
