@@ -176,7 +176,8 @@ def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Name
     for depth in args.pp_at:
         row(speed.prefill, 2048, args.chunk, depth)
     for c in args.serve:
-        row(serving.serve, ready.tokenizer_of(name), c, 2048 if c == 1 else 128, 32 if c == 1 else 128)
+        prompt, count = (2048, 32) if c == 1 else (128, 128)
+        row(serving.serve, ready.tokenizer_of(name), c, prompt, count, max(3, 20 // c))
     if args.phases:
         part["isolated"] = []
         for m in args.rows:

@@ -69,3 +69,28 @@ def test_rate_names_the_bound() -> None:
     assert found["bound"] == "memory"
     assert found["share"] == pytest.approx(0.5)
     assert isolate.rate(Work(bytes=1.0, flops=790e12), 4.0, gpu)["share"] == pytest.approx(0.25)
+
+
+def test_the_reference_is_not_the_native_path(model: GptOss) -> None:
+    found = isolate.not_native(model)
+    assert "reference.moe is the reference" in found
+    assert len(found) == len({b.phase.name for bound in model.plan.bound.values() for b in bound})
+
+
+@pytest.mark.gpu
+def test_figures_on_a_gpu() -> None:
+    """The embedded model: figures are valid, phases alone add up to about a step, categories to all of it."""
+    from halfbyte.lab import timeline
+
+    gpu = ready.load(ready.resolve(None), device="cuda")
+    with torch.inference_mode():
+        tg, pp = speed.decode(gpu, 2, 100, 16), speed.prefill(gpu, 200, 128, 64)
+        assert tg["valid"]
+        assert pp["valid"]
+        rows = isolate.phases(gpu, 16, 100)
+        assert rows[-1]["phase"] == "sum"
+        assert all(r["us"] > 0 for r in rows)
+        for p in (timeline.decode_profile(gpu, 4, 100, 1), timeline.prefill_profile(gpu, 128)):
+            assert sum(line.us for line in p.lines) == pytest.approx(p.busy_us, rel=0.05)
+            assert p.launches >= 1
+            assert "MoE" in {part for line in p.lines for part in line.category.split(" + ")}
