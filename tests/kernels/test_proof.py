@@ -54,6 +54,7 @@ PROMISES = [
     ("triton.moe", "gate_up_kernel", 128, {"activation": "mxfp8"}, ("sm100",)),
     ("triton.moe", "gate_up_kernel", 16, {}, ("sm90", "sm100", "sm121")),
     ("triton.moe", "gate_up_kernel", 128, {}, ("sm90",)),
+    ("triton.moe", "gate_up_kernel", 16, {"activation": "int8"}, ("sm90", "sm121")),
     ("triton.attention_flash", "prefill_kernel", 64, {}, ("sm90",)),
     ("triton.attention_flash", "prefill_kernel", 128, {}, ("sm100", "sm121")),
     ("triton.attention_split", "decode_kernel", 16, {"kv": "fp8"}, ("sm90", "sm121")),
@@ -112,7 +113,8 @@ def test_what_cannot_be_proved_says_why(phase: str, arch: str, kind: type[Except
 
 SPECS = [
     {}, {"kv": "fp8"}, {"dense": "q8"}, {"dense": "mxfp4"}, {"dense": "mxfp4", "activation": "fp8"},
-    {"dense": "mxfp4", "activation": "mxfp8"}, {"dense": "mxfp4", "activation": "mxfp4"}, {"tile": "64x128"},
+    {"dense": "mxfp4", "activation": "mxfp8"}, {"dense": "mxfp4", "activation": "mxfp4"},
+    {"dense": "mxfp4", "activation": "int8"}, {"dense": "q8", "activation": "int8"}, {"tile": "64x128"},
     {"tile": "128x128"}, {"tile": "128x128", "activation": "mxfp8"}, {"tile": "128x128", "activation": "mxfp4"},
 ]  # fmt: skip
 

@@ -250,11 +250,12 @@ def test_sm90_runs_every_preset_through_the_cuda_kernels(preset: str) -> None:
     """One physical layout for the weights of all three formats, so that the same kernels serve them."""
     base = gates.PRESETS[preset].gates
     for flags in ({}, {"moe_kernel": "cuda", "linear_kernel": "cuda"}):
-        _, _, selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset=preset), ARCHES["sm90"])
+        _, chosen, selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset=preset), ARCHES["sm90"])
         assert selection.chosen["decode"] == ("cuda.decode_step",)
-        for regime in ("batch", "prefill"):
-            products = [n for n in selection.chosen[regime] if n.startswith("cuda.")]
-            assert len(products) == 4, selection.chosen[regime]
+        for phases in chosen.values():
+            for operation in ("qkv", "o", "moe", "lm_head"):
+                (phase,) = [p for p in phases if operation in p.covers]
+                assert phase.name.startswith("cuda."), (operation, phase.name)
         assert {selection.layouts[r] for r in ("qkv", "o", "gate_up", "down", "lm_head")} == {"tile16"}
     # gemv is the decode step alone; cuda without its attention is the grouped products.
     for flags, decode in (
@@ -267,3 +268,29 @@ def test_sm90_runs_every_preset_through_the_cuda_kernels(preset: str) -> None:
     with pytest.raises(PlanError, match="written for sm90"):
         choose(NAMED["120b"], gates.parse({"moe_kernel": "cuda"}, env={}, preset=preset), ARCHES["sm121"])
     assert base.moe_kernel == PerRegime()
+
+
+ACTIVATIONS = ("bf16", "int8", "fp8", "mxfp8", "mxfp4")
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])
+def test_every_activation_format_is_reached_or_refused(preset: str, arch: str) -> None:
+    """The table of docs/numerics.md: all formats on all machines, but for q8 matrices on GPUs."""
+    for activation in ACTIVATIONS:
+        g = gates.parse({"activation": activation}, env={}, preset=preset)
+        if preset == "balanced" and arch != "cpu" and activation in ("fp8", "mxfp8", "mxfp4"):
+            with pytest.raises(PlanError, match="takes bf16 or int8 activations"):
+                choose(NAMED["120b"], g, ARCHES[arch])
+            continue
+        spec, chosen, selection = choose(NAMED["120b"], g, ARCHES[arch])
+        assert spec.activation == activation
+        if arch == "cpu":
+            continue
+        for phases in chosen.values():
+            (moe,) = [p for p in phases if "moe" in p.covers]
+            native = activation in ("fp8", "mxfp8") and arch in ("sm120", "sm121")
+            assert (moe.name == "triton.moe_split") == native
+            assert moe.name.startswith("cuda.") == (arch == "sm90" and activation == "bf16")
+        if arch == "sm90" and preset == "exact":  # a dense matrix takes bf16 whatever the gate says
+            assert "cuda.grouped_o" in selection.chosen["prefill"]

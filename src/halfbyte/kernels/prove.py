@@ -27,6 +27,7 @@ from typing import Any
 from halfbyte.errors import PlanError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, compile_options, triton_version
+from halfbyte.kernels.triton.tiles import OPERAND
 from halfbyte.plan.phase import ARCHES, Arch, Phase, Spec
 
 MMA = re.compile(r"\b([A-Z]+MMA(?:\.[A-Z0-9_]+)*)\b")
@@ -235,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m halfbyte.kernels.prove", description=__doc__.splitlines()[0])
     parser.add_argument("phase", help=f"{', '.join(provable())}, or all")
     parser.add_argument("arch", choices=gpus())
-    parser.add_argument("--activation", choices=("bf16", "fp8", "mxfp8", "mxfp4"))
+    parser.add_argument("--activation", choices=tuple(OPERAND))
     parser.add_argument("--dense", choices=("bf16", "q8", "mxfp4"), help="format of qkv, o and lm_head")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--tile", choices=("auto", "128x128", "64x128"), default="auto")

@@ -18,7 +18,10 @@ def inputs(rows: int, k: int) -> torch.Tensor:
     return torch.randn(rows, k, generator=torch.Generator().manual_seed(k + rows))
 
 
-PAIRS = [("bf16", "bf16"), ("q8", "bf16"), ("mxfp4", "bf16"), ("mxfp4", "fp8"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4")]
+PAIRS = [
+    ("bf16", "bf16"), ("q8", "bf16"), ("mxfp4", "bf16"), ("mxfp4", "fp8"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4"),
+    ("mxfp4", "int8"), ("q8", "int8"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -106,8 +109,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 REFUSALS = [
     (Qkv(), "cpu", {}, "needs an NVIDIA GPU"),
     (Qkv(), "sm120", {"formats": {"qkv": "f32"}}, "qkv is f32"),
-    (Qkv(), "sm120", {"formats": {"qkv": "q8"}, "activation": "mxfp8"}, "takes bf16 activations"),
-    (Qkv(), "sm120", {"formats": {"qkv": "mxfp4"}, "activation": "int8"}, "has no int8"),
+    (Qkv(), "sm120", {"formats": {"qkv": "q8"}, "activation": "mxfp8"}, "takes bf16 or int8 activations"),
+    (Qkv(), "sm120", {"formats": {"qkv": "mxfp4"}, "activation": "int4"}, "has no int4"),
     (Qkv(), "sm121", {"formats": {"qkv": "mxfp4"}, "activation": "mxfp8"}, "w4a8_split"),
     (QkvSplit(), "sm90", {"formats": {"qkv": "mxfp4"}, "activation": "mxfp8"}, "is for SM12x"),
     (QkvSplit(), "sm120", {"formats": {"qkv": "mxfp4"}}, "not for bf16"),

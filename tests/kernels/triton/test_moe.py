@@ -12,7 +12,7 @@ from halfbyte.plan.phase import Phase
 
 # bf16, mxfp8 and mxfp4 round again between the two products: a last-bit difference in swiglu may move a value to the
 # neighbouring code, which is a whole step of that format for that value.
-BOUNDS = {"bf16": 1e-4, "fp8": 2e-4, "mxfp8": 1e-3, "mxfp4": 4e-3}
+BOUNDS = {"bf16": 1e-4, "int8": 2e-4, "fp8": 2e-4, "mxfp8": 1e-3, "mxfp4": 4e-3}
 
 
 def activations(rows: int, hidden: int, experts: int, top_k: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -37,7 +37,15 @@ def check(
 
 @pytest.mark.parametrize(
     ("phase", "activation"),
-    [(Moe(), "bf16"), (Moe(), "fp8"), (Moe(), "mxfp8"), (Moe(), "mxfp4"), (MoeSplit(), "fp8"), (MoeSplit(), "mxfp8")],
+    [
+        (Moe(), "bf16"),
+        (Moe(), "int8"),
+        (Moe(), "fp8"),
+        (Moe(), "mxfp8"),
+        (Moe(), "mxfp4"),
+        (MoeSplit(), "fp8"),
+        (MoeSplit(), "mxfp8"),
+    ],
 )
 @pytest.mark.parametrize("rows", [1, 7])
 def test_moe(phase: Phase, activation: str, rows: int) -> None:

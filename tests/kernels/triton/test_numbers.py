@@ -58,6 +58,25 @@ def test_fp8_rows() -> None:
     assert values.equal(round_activation(x, "fp8"))
 
 
+def test_int8_groups() -> None:
+    """Bit for bit, ties included: amax 127 makes the scale 1, and halves are halfway."""
+    x = samples(5, 160)
+    x[2, :32] = torch.arange(32) - 15.5
+    x[2, 0] = 127.0
+    got = round_activations(x, "int8", 256)
+    assert got.xs is not None
+    values = (got.x.view(5, 8, 32).float() * got.xs[:, :, None]).view(5, 256)
+    assert values[:, :160].equal(round_activation(x, "int8"))
+    assert not values[:, 160:].any()
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        x[4, 40] = bad
+        got = round_activations(x, "int8")
+        assert got.xs is not None
+        values = (got.x.view(5, 5, 32).float() * got.xs[:, :, None]).view(5, 160)
+        assert values[4, 32:64].isnan().all()
+        assert values[4, :32].isfinite().all()
+
+
 def test_every_e2m1_boundary() -> None:
     """Around each midpoint of the code, one float32 step to either side."""
     middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])

@@ -21,9 +21,9 @@ def refuse_weights(spec: Spec, arch: Arch, shapes: dict[str, tuple[int, int]], k
     """`shapes`: role -> (rows, k); `kinds`: formats of weights it can read."""
     if arch.name != "sm90":
         return f"is written for sm90 (wgmma), not {arch.name}"
-    if spec.activation != "bf16":
-        return f"multiplies bf16 activations, not {spec.activation}"
     for role, (n, k) in shapes.items():
+        if spec.activation != "bf16" and spec.formats[role] != "bf16":  # a dense matrix takes its input as it is
+            return f"multiplies bf16 activations, not {spec.activation}"
         if spec.formats[role] not in kinds:
             return f"multiplies {' or '.join(kinds)} weights, and {role} is {spec.formats[role]}"
         if n % TILE or k % CHUNK:

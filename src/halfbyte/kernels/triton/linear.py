@@ -1,6 +1,7 @@
 """Projections in Triton: qkv, o (with the residual) and lm_head, from bf16, q8 or MXFP4 weights.
 
-Activations go in as the gate says: bf16 everywhere; fp8, mxfp8 and mxfp4 in front of MXFP4 weights. The `_split` phases
+Activations go in as the gate says: bf16 everywhere, int8 in front of q8 and MXFP4 weights, fp8, mxfp8 and mxfp4 in
+front of MXFP4 weights. The `_split` phases
 hold E2M1 weights in the layout w4a8_split and widen them to E4M3 in registers, which is the native way on SM12x.
 """
 
@@ -48,14 +49,14 @@ class Operands:
 class Rounded:
     """Activations at their quantisation point."""
 
-    xf: str  # bf16 (held as bf16 or float32), e4m3, e2m1
+    xf: str  # bf16 (held as bf16 or float32), int8, e4m3, e2m1
     x: Tensor
-    xs: Tensor | None = None  # UE8M0 per 32
+    xs: Tensor | None = None  # per 32: UE8M0, or float32 of int8
     row_scale: Tensor | None = None  # float32 per row
 
     @property
     def scale_words(self) -> Tensor | None:
-        return None if self.xs is None else self.xs.view(torch.int32)
+        return self.xs if self.xs is None or self.xf == "int8" else self.xs.view(torch.int32)
 
 
 def round_activations(x: Tensor, activation: str, width: int | None = None) -> Rounded:
@@ -64,11 +65,13 @@ def round_activations(x: Tensor, activation: str, width: int | None = None) -> R
         return Rounded("bf16", x)
     rows, k = x.shape
     width = width or k
-    codes = torch.empty((rows, width // 2 if activation == "mxfp4" else width), dtype=torch.uint8, device=x.device)
+    held = torch.int8 if activation == "int8" else torch.uint8
+    codes = torch.empty((rows, width // 2 if activation == "mxfp4" else width), dtype=held, device=x.device)
     if activation == "fp8":
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     else:
-        scales = torch.empty((rows, width // 32), dtype=torch.uint8, device=x.device)
+        wide = torch.float32 if activation == "int8" else torch.uint8
+        scales = torch.empty((rows, width // 32), dtype=wide, device=x.device)
     call = quantize_call(x.dtype, k, width, activation)
     call.launch((rows,), x.device, x=x, codes=codes, scales=scales, K=k, WIDTH=width)
     if activation == "fp8":
@@ -78,8 +81,9 @@ def round_activations(x: Tensor, activation: str, width: int | None = None) -> R
 
 @functools.cache
 def quantize_call(dtype: torch.dtype, k: int, width: int, activation: str) -> Call:
-    scales = "*fp32" if activation == "fp8" else "*u8"
-    types = {"x": type_of(dtype), "codes": "*u8", "scales": scales, "K": multiple(k), "WIDTH": multiple(width)}
+    scales = "*fp32" if activation in ("fp8", "int8") else "*u8"
+    codes = "*i8" if activation == "int8" else "*u8"
+    types = {"x": type_of(dtype), "codes": codes, "scales": scales, "K": multiple(k), "WIDTH": multiple(width)}
     return Call("quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(width)}, warps=4)
 
 
@@ -102,8 +106,8 @@ def linear_call(
     tile = tile_for(capability, rows, n, wf, xf, gate)
     weight = {"dense": "*bf16", "q8": "*i8", "mxfp4": "*u8", "split": "*u8"}[wf]
     types = {
-        "x": x, "xs": "*i32" if scale else None, "row_scale": "*fp32" if row_scale else None,
-        "w": weight, "ws": None if wf == "dense" else "*i32", "bias": bias,
+        "x": x, "xs": None if not scale else "*fp32" if xf == "int8" else "*i32",
+        "row_scale": "*fp32" if row_scale else None, "w": weight, "ws": None if wf == "dense" else "*i32", "bias": bias,
         "residual": residual, "out": "*fp32", "M": multiple(rows), "N": multiple(n),
         "K": multiple(k), **dict(zip(("x_stride", "xs_stride", "w_stride", "ws_stride"), map(multiple, strides))),
     }  # fmt: skip
@@ -173,11 +177,12 @@ class _Linear(Phase):
         wf = "split" if self.split else "dense" if kind == "bf16" else kind
         activation = "bf16" if wf == "dense" else spec.activation
         xf = OPERAND[activation]
-        x = "*bf16" if xf == "bf16" else "*u8"
+        x = {"bf16": "*bf16", "int8": "*i8"}.get(xf, "*u8")
         width = width_for(k, activation)
         bytes_in_row = {"dense": k, "q8": k, "mxfp4": k // 2, "split": width // 2}[wf]
         strides = (bytes_in_row, scale_stride(wf, (width if wf == "split" else k) // 32))
-        grouped = activation in ("mxfp8", "mxfp4")
+        grouped = activation in ("int8", "mxfp8", "mxfp4")
+        per_word = 32 if activation == "int8" else 128
         calls: list[Call] = [] if activation == "bf16" else [quantize_call(torch.float32, k, width, activation)]
         rows = PROVED_ROWS[:2] if self.role == "lm_head" else PROVED_ROWS
         return calls + [
@@ -185,7 +190,7 @@ class _Linear(Phase):
                 arch.capability, r, k, wf, xf, x=x, scale=grouped,
                 row_scale=activation == "fp8", bias=None if self.role == "lm_head" else "*bf16",
                 residual="*fp32" if self.role == "o" else None, n=n,
-                strides=(width // 2 if xf == "e2m1" else width, width // 128 if grouped else 0, *strides),
+                strides=(width // 2 if xf == "e2m1" else width, width // per_word if grouped else 0, *strides),
             )
             for r in rows
         ]  # fmt: skip

@@ -24,6 +24,7 @@ from halfbyte.plan.step import Step
 ONE_PROGRAM = 1024  # slots that one program groups
 CHUNKS = 64  # programs that share the work beyond that
 COMBINE = 1024
+OWN_PASS = ("fp8", "int8")  # quantised between the products by a pass of its own: whole rows, or scales of another type
 MANY = 1 << 20  # columns, to a tile chooser that would narrow tiles for few
 
 
@@ -90,7 +91,8 @@ def expert_call(
     tile = tile_for(capability, rows, MANY, wf, xf, gate)  # several experts at once fill the chip
     grouped = activation in ("mxfp8", "mxfp4")
     types: dict[str, str | None] = {
-        "x": x, "xs": "*i32" if grouped else None, "row_scale": "*fp32" if activation == "fp8" else None,
+        "x": x, "xs": "*i32" if grouped else "*fp32" if activation == "int8" else None,
+        "row_scale": "*fp32" if activation == "fp8" else None,
         "w": "*u8", "ws": "*i32", "bias": bias, "order": "*i32", "tile_expert": "*i32", "tile_begin": "*i32",
         "tile_count": "*i32", "N": multiple(n), "K": multiple(k),
         **dict(zip(("x_stride", "xs_stride", "w_stride", "ws_stride"), map(multiple, strides))),
@@ -121,14 +123,15 @@ def combine_call(x: torch.dtype, hidden: int, top_k: int) -> Call:
 
 
 def middle_width(inner: int, activation: str) -> int:
-    """Elements in a row between the two products; fp8 rows are quantised, and padded, in a pass of their own."""
-    return inner if activation == "fp8" else width_for(inner, activation)
+    """Elements in a row between the two products, where those of OWN_PASS are not padded yet."""
+    return inner if activation in OWN_PASS else width_for(inner, activation)
 
 
 def between(activation: str) -> tuple[torch.dtype, int]:
     """How gate_up leaves its result for down: (type, elements per stored element)."""
     return {
-        "bf16": (torch.bfloat16, 1), "fp8": (torch.float32, 1), "mxfp8": (torch.uint8, 1), "mxfp4": (torch.uint8, 2),
+        "bf16": (torch.bfloat16, 1), "int8": (torch.float32, 1), "fp8": (torch.float32, 1), "mxfp8": (torch.uint8, 1),
+        "mxfp4": (torch.uint8, 2),
     }[activation]  # fmt: skip
 
 
@@ -142,6 +145,8 @@ class Moe(Phase):
         for role in ("gate_up", "down"):
             if spec.formats[role] != "mxfp4":
                 return f"{role} is {spec.formats[role]}, and this kernel groups mxfp4 experts"
+        if spec.activation == "int8" and spec.tile != "auto":
+            return f"cuts int8 tiles 64 columns wide, not as --tile {spec.tile} says"
         if spec.experts > 256:
             return f"groups by 256 experts at most, not {spec.experts}"
         return refuse_product(spec, arch, ("gate_up", "down"), self.split)
@@ -192,8 +197,8 @@ class Moe(Phase):
                 limit=spec.swiglu_limit, alpha=spec.swiglu_alpha, WIDTH=wide, N=2 * inner, K=hidden,
                 **_operands(given, gate_up), **lists,
             )  # fmt: skip
-            if activation == "fp8":
-                second = round_activations(middle, "fp8", width_for(inner, "fp8"))
+            if activation in OWN_PASS:
+                second = round_activations(middle, activation, width_for(inner, activation))
             else:
                 second = Rounded(OPERAND[activation], middle, scales)
             drop = product("down_kernel", down, w.down, w.down_bias, second, hidden, inner)
@@ -217,8 +222,8 @@ class Moe(Phase):
         wf = "split" if self.split else "mxfp4"
         activation = spec.activation
         xf = OPERAND[activation]
-        x = "*bf16" if xf == "bf16" else "*u8"
-        grouped = activation in ("mxfp8", "mxfp4")
+        x = {"bf16": "*bf16", "int8": "*i8"}.get(xf, "*u8")
+        per_word = {"int8": 32, "mxfp8": 128, "mxfp4": 128}.get(activation, 0)
         calls = [combine_call(torch.float32, spec.hidden, spec.top_k)]
         if activation != "bf16":
             calls.append(quantize_call(torch.float32, spec.hidden, width_for(spec.hidden, activation), activation))
@@ -239,7 +244,8 @@ class Moe(Phase):
                     expert_call(
                         function, arch.capability, per_expert, n, k, wf, activation, spec.tile, x=x, bias="*bf16",
                         strides=(
-                            width // 2 if xf == "e2m1" else width, width // 128 if grouped else 0, held // 2, words
+                            width // 2 if xf == "e2m1" else width, width // per_word if per_word else 0, held // 2,
+                            words,
                         ),
                         experts=(n * held // 2, n * held // 128), **more,
                     )

@@ -13,7 +13,7 @@ from halfbyte.plan.phase import Arch, Spec
 NARROW = 8192  # columns up to which few rows leave multiprocessors idle unless tiles are narrow
 E4M3 = ("fp8", "mxfp8")
 # The format activations have inside a kernel, by gate.
-OPERAND = {"bf16": "bf16", "fp8": "e4m3", "mxfp8": "e4m3", "mxfp4": "e2m1"}
+OPERAND = {"bf16": "bf16", "int8": "int8", "fp8": "e4m3", "mxfp8": "e4m3", "mxfp4": "e2m1"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def rows_step(rows: int) -> int:
 
 
 def tile_for(capability: tuple[int, int], rows: int, columns: int, wf: str, xf: str, gate: str = "auto") -> Tile:
-    """`wf`: dense, q8, mxfp4 or split; `xf`: bf16, e4m3, e2m1; `rows`: expected rows of one weight matrix of `columns`.
+    """`wf`: dense, q8, mxfp4 or split; `xf`: bf16, int8, e4m3, e2m1; `rows`: expected of a matrix of `columns`.
 
     Measured on an H200 (bench/results/triton-gpu-20261115-1.json): long K steps for few rows, where every step waits
     for memory; 64 rows rather than 128 for many, where widening the weights costs registers."""
@@ -48,7 +48,7 @@ def tile_for(capability: tuple[int, int], rows: int, columns: int, wf: str, xf: 
         bm = rows_step(rows)
         bn = 128 if bm >= 64 else 32 if bm == 16 and columns <= NARROW else 64
     warps = 8 if bm * bn >= (64 if capability[0] == 12 else 128) * 128 else 4
-    if wf == "q8":
+    if wf == "q8" or xf == "int8":
         return Tile(bm, min(bn, 64), 64, 8 if bm == 128 else 4, 3)  # a second accumulator, per group, needs the room
     swap = sm100 and bm < 128
     if swap:
@@ -83,8 +83,8 @@ def refuse_product(spec: Spec, arch: Arch, roles: tuple[str, ...], split: bool) 
             return f"{role} is {kind}, and the layout w4a8_split holds mxfp4"
         if kind == "bf16":
             continue
-        if kind == "q8" and spec.activation != "bf16":
-            return f"{role} is q8, which takes bf16 activations here, not {spec.activation}"
+        if kind == "q8" and spec.activation not in ("bf16", "int8"):
+            return f"{role} is q8, which takes bf16 or int8 activations here, not {spec.activation}"
         if spec.activation not in OPERAND:
             return f"has no {spec.activation} activations"
         if split and spec.activation not in E4M3:
@@ -111,6 +111,8 @@ def refuse_product(spec: Spec, arch: Arch, roles: tuple[str, ...], split: bool) 
 def needed_instruction(capability: tuple[int, int], wf: str, xf: str, tile: Tile) -> tuple[str, str]:
     """(pattern the machine code must show, pattern it must not) for a product."""
     major = capability[0]
+    if xf == "int8":
+        return (r"\bIGMMA", r"\bHG?MMA") if major == 9 and tile.bm >= 64 else (r"\bIMMA", r"\bHG?MMA")
     if major == 12:
         if wf == "split":
             return r"\bQMMA\.SF\.16832", r"\bHMMA"

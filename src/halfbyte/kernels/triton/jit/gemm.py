@@ -7,6 +7,7 @@ One main loop, `accumulate`, for every pair of formats:
 |-------|-----------------------------------|-------------------------------------------------------------------------|
 | dense | bf16                              | bf16 MMA                                                                |
 | q8    | bf16                              | codes are exact in bf16; each group's product is scaled in float32      |
+| both  | int8                              | int8 MMA of each group (E2M1 doubled is whole), scaled in float32       |
 | mxfp4 | bf16, e4m3, e2m1                  | `dot_scaled`: block-scaled MMA where there is one, exact bf16 elsewhere |
 | split | e4m3                              | nibbles widened to E4M3 in registers: block-scaled MMA on SM12x         |
 
@@ -19,7 +20,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.triton.jit.numbers import dot, e2m1_to_e4m3, round_to, sigmoid, to_bf16
+from halfbyte.kernels.triton.jit.numbers import (
+    dot,
+    dot_int8,
+    e2m1_doubled,
+    e2m1_to_e4m3,
+    e8m0_value,
+    round_to,
+    sigmoid,
+    to_bf16,
+)
 from halfbyte.kernels.triton.jit.quantize import mx_codes
 
 
@@ -84,6 +94,26 @@ def accumulate(
                 acc = dot(b, tl.trans(a), acc)
             else:
                 acc = dot(a, tl.trans(b), acc)
+    elif XF == "int8":
+        # A group of 32 a step: its product is a whole number, its two scales are float32.
+        k = tl.arange(0, 32)
+        j = tl.arange(0, 16)
+        for k0 in range(0, K, 32):
+            a = tl.load(x_row + (k0 + k)[None, :])
+            a_scale = tl.load(xs + row * xs_stride + k0 // 32)
+            if WF == "q8":
+                b = tl.load(w_row + (k0 + k)[None, :])
+                word = tl.load(ws + n * ws_stride + k0 // 64)
+                half = ((word >> (16 * ((k0 // 32) % 2))) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+                b_scale = half.to(tl.float32)
+            else:
+                b = e2m1_doubled(tl.load(w_row + (k0 // 2 + j)[None, :]))
+                first = n * ws_stride + k0 // 32
+                word = tl.load(ws + (first >> 2))
+                b_scale = e8m0_value((word >> ((first & 3) * 8)) & 0xFF)
+            acc += dot_int8(a, tl.trans(b)) * (a_scale[:, None] * b_scale[None, :])
+        if WF == "mxfp4":
+            acc *= 0.5
     elif WF == "q8":
         # Two groups a step, whose two float16 scales are one word (K is whole pairs of groups).
         k = tl.arange(0, 32)

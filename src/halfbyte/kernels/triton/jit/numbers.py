@@ -26,6 +26,10 @@ if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
     @triton.jit
+    def dot_int8(a, b):
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")  # below 2^24: exact
+
+    @triton.jit
     def e4m3_bits(x):
         bits = x.to(tl.uint32, bitcast=True)
         magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
@@ -58,6 +62,11 @@ else:
     @triton.jit
     def dot(a, b, acc):
         return tl.dot(a, b, acc)
+
+    @triton.jit
+    def dot_int8(a, b):
+        """float32, exact: a group of 32 products of 7 bits each."""
+        return tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
 
     @triton.jit
     def e4m3_bits(x):
@@ -126,6 +135,37 @@ def e2m1_codes(x):
     halves = (magnitude.to(tl.float32, bitcast=True) + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
     code = tl.minimum(tl.where(magnitude < 0x3F800000, halves, rounded), 7)
     return code | ((bits >> 28) & 8)
+
+
+@triton.jit
+def e8m0_value(scale):
+    """2^(scale - 127) as float32 from a code (int32), exact; NaN for 255."""
+    bits = tl.where(scale == 0, 0x00400000, tl.where(scale == 255, 0x7FC00000, scale << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1_doubled(packed):
+    """Bytes of two E2M1 [rows, n] -> int8 [rows, 2 n]: twice the values, which are whole numbers up to 12."""
+    wide = packed.to(tl.int32)
+    low = (0xC8643210 >> ((wide & 7) * 4).to(tl.uint32)).to(tl.int32) & 15
+    high = (0xC8643210 >> (((wide >> 4) & 7) * 4).to(tl.uint32)).to(tl.int32) & 15
+    low = tl.where((wide & 8) != 0, -low, low)
+    high = tl.where((wide & 0x80) != 0, -high, high)
+    return tl.interleave(low.to(tl.int8), high.to(tl.int8))
+
+
+@triton.jit
+def int8_codes(groups):
+    """float32 [..., 32] -> (int8 codes, float32 scales [...]): amax / 127, nearest, ties to even."""
+    LAST: tl.constexpr = len(groups.shape) - 1
+    bits = tl.max(groups.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=LAST)  # NaN above infinity above all
+    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), 127.0)
+    good = (bits < 0x7F800000) & (scale > 0.0)  # else codes are 0: nothing, or NaN times the scale
+    unit = tl.div_rn(groups, tl.expand_dims(tl.where(good, scale, 1.0), LAST) + 0.0 * groups)
+    unit = tl.where(tl.expand_dims(good, LAST), unit, 0.0)
+    unit = tl.minimum(tl.maximum((unit + 12582912.0) - 12582912.0, -127.0), 127.0)  # 1.5 * 2^23: the nearest integer
+    return unit.to(tl.int8), scale
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.triton.jit.numbers import e2m1_codes, e4m3_bits, e8m0_inverse, e8m0_ocp
+from halfbyte.kernels.triton.jit.numbers import e2m1_codes, e4m3_bits, e8m0_inverse, e8m0_ocp, int8_codes
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def mx_codes(groups, FORMAT: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(x, codes, scales, K, WIDTH, FORMAT: tl.constexpr, BK: tl.constexpr):
-    """One row. mxfp8, mxfp4: UE8M0 scales per 32; fp8: one float32 scale for the row."""
+    """One row. mxfp8, mxfp4: UE8M0 scales per 32; int8: float32 ones; fp8: one float32 scale for the row."""
     row = tl.program_id(0).to(tl.int64)
     if FORMAT == "fp8":
         i = tl.arange(0, BK)
@@ -46,9 +46,12 @@ def quantize_kernel(x, codes, scales, K, WIDTH, FORMAT: tl.constexpr, BK: tl.con
         g = tl.arange(0, BK // 32)
         i = g[:, None] * 32 + tl.arange(0, 32)[None, :]
         value = tl.load(x + row * K + i, mask=i < K, other=0.0).to(tl.float32)
-        code, scale = mx_codes(value, FORMAT)
+        if FORMAT == "int8":
+            code, scale = int8_codes(value)
+        else:
+            code, scale = mx_codes(value, FORMAT)
         tl.store(scales + row * (WIDTH // 32) + g, scale, mask=g * 32 < WIDTH)
-        if FORMAT == "mxfp8":
+        if FORMAT == "mxfp8" or FORMAT == "int8":
             tl.store(codes + row * WIDTH + i, code, mask=i < WIDTH)
         else:
             low, high = tl.split(tl.reshape(code, (BK // 32, 16, 2)))
