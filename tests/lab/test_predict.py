@@ -84,6 +84,18 @@ def _chosen() -> tuple[str, ...]:
     return choose(C, FAST, ARCHES["sm121"])[2].chosen["decode"]
 
 
+def test_the_model_is_held_against_other_measurements() -> None:
+    """A row of 20b that was made with another fixed cost shows as the error it is."""
+    r = receipt()
+    c = NAMED["20b"]
+    total = decode_traffic(c, predict.formats_of("mxfp4"), 2048).total
+    truth = total / (H200.read * SHARE) * 1e6 + c.layers * FIXED
+    r.raw["rows"].append({"model": "20b", "formats": "mxfp4", "rows": 1, "context": 2048, "us": truth / 1.1})
+    (check,) = predict.predict("gb10", "120b", FAST, 2048, [r]).checks
+    assert check.what == "20b mxfp4"
+    assert check.error == pytest.approx(0.1)
+
+
 def test_a_chip_that_issues_less_per_byte_is_slowed_down() -> None:
     p = predict.predict("b200", "120b", FAST, 2048, [receipt()])
     assert p.scenarios[1].streaming < SHARE

@@ -177,6 +177,11 @@ def explain_prediction(p: predict.Prediction) -> None:
             f"{s.name:8} read {s.read / 1e9:.0f} GB/s, streaming {s.streaming:.3f}, fixed {s.fixed_us:.2f} us a layer: "
             f"{s.tokens_per_second:.1f} tokens/s"
         )
+    if p.checks:
+        told = ", ".join(
+            f"{c.what} {c.predicted_us:.0f} us, measured {c.measured_us:.0f} ({c.error:+.1%})" for c in p.checks
+        )
+        said.append(f"checked  the same two numbers give on the {b.gpu}: {told}")
     said += [
         "assumed  waits between blocks scale with the clock (central) or not at all (low); slower memory hides all of "
         "them but the router's (high)",

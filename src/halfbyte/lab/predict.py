@@ -62,6 +62,19 @@ class Basis:
 
 
 @dataclass(frozen=True)
+class Check:
+    """The same share and fixed cost, asked for another measurement of the same receipt."""
+
+    what: str
+    predicted_us: float
+    measured_us: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_us / self.measured_us - 1
+
+
+@dataclass(frozen=True)
 class Scenario:
     name: str
     read: float
@@ -80,6 +93,7 @@ class Prediction:
     ceiling: float  # at the table's bandwidth, nothing lost
     scenarios: tuple[Scenario, ...]  # low, central, high
     basis: Basis
+    checks: tuple[Check, ...]
     warnings: tuple[str, ...]
 
     @property
@@ -125,6 +139,20 @@ def basis(receipts: Sequence[Receipt], model: str, formats: str, context: int) -
         receipt.name, where.name, receipt.state, gpu.name, row["model"], formats, int(row["context"]), float(row["us"]),
         total, stream, short, fixed, fixed_short, router, float(traced["phases"]["clock_ghz"]),
     )  # fmt: skip
+
+
+def checks(receipts: Sequence[Receipt], b: Basis) -> tuple[Check, ...]:
+    """What the basis gives for the other models and formats that its receipt measured at the same context."""
+    gpu = gpu_named(b.gpu)
+    found = []
+    for row in (row for r in receipts if r.name == b.receipt for row in _rows(r)):
+        other = (row.get("model"), row.get("formats")) != (b.model, b.formats)
+        if row.get("rows") == 1 and row.get("context") == b.context and other and row.get("model") in NAMED:
+            config = NAMED[row["model"]]
+            total = decode_traffic(config, formats_of(row["formats"]), b.context).total
+            us = total / (gpu.read * b.streaming) * 1e6 + config.layers * b.fixed_us
+            found.append(Check(f"{row['model']} {row['formats']}", us, float(row["us"])))
+    return tuple(found)
 
 
 def _rows(receipt: Receipt) -> list[dict[str, Any]]:
@@ -181,7 +209,16 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
     )
     ceiling = gpu.read / total
     return Prediction(
-        gpu, model, held, context, total, ceiling, made, found, tuple(_warnings(gpu, model, gates, found))
+        gpu,
+        model,
+        held,
+        context,
+        total,
+        ceiling,
+        made,
+        found,
+        checks(receipts, found),
+        tuple(_warnings(gpu, model, gates, found)),
     )
 
 
