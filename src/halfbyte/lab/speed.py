@@ -117,7 +117,10 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
     """Distinct experts per layer that the rows of this step choose, counted on the device; and whose router chose.
 
     A kernel that runs a whole step keeps its choices to itself; then the same rows run through the phases of the next
-    regime, whose router reads the same weights. None where no phase shows its choices."""
+    regime, whose router reads the same weights. One row needs no counting: its choices differ. None where no phase
+    shows its choices."""
+    if step.rows == 1:
+        return float(model.config.top_k), "one row"
     found = with_router(model, step)
     if found is None:
         return None
