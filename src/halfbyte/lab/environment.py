@@ -15,7 +15,7 @@ import psutil
 import torch
 
 import halfbyte
-from halfbyte.gates import Gates
+from halfbyte.gates import Gates, child_environment
 
 SCHEMA = 1
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "tiktoken", "gguf", "llguidance", "cuda-bindings", "vllm")
@@ -80,7 +80,7 @@ def kernel_cache() -> dict[str, dict[str, Any]]:
     """What is compiled already, by whose cache: a start with these empty is a cold one."""
     from halfbyte.kernels.launch import cache_folder
 
-    triton = os.environ.get("TRITON_CACHE_DIR")
+    triton = child_environment().get("TRITON_CACHE_DIR")
     folders = {
         "cuda": (cache_folder(), "*.cubin"),
         "triton": (Path(triton) if triton else Path.home() / ".triton" / "cache", "*.cubin"),
