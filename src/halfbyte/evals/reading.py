@@ -131,28 +131,15 @@ def ask_who(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str
     v = s.facts[key]
     sentence = RELATIONS[kind].fact.format(n=n, v=v)
     asked = RELATIONS[kind].who.format(v=v)
-    # The value is written first: from it the name is one look back in the text, as its value is from a name.
-    found = f"I find {v}: {n}."
+    # A name stands before its value, so a small network cannot look it up: it reads along until the value comes by.
+    place = s.sentences.index(sentence)
+    read = " ".join(s.sentences[: place + 1])
     thoughts = (
-        found,
-        f"{found} The text says: {sentence}",
-        f"I look for {v} in the text. {found} The text says: {sentence} So it is {n}.",
+        f"Read: {read} It is {n}.",
+        f"I read the text: {read} It is {n}.",
+        f"I read the text until I find {v}: {read} It is {n}. So the answer is {n}.",
     )
     return answered(task, s.text + asked, frame, thoughts, sentence, n)
-
-
-def ask_index(rng: Random, s: Scene, frame: Frame) -> Problem | None:
-    """For training alone: the persons of several facts in one reply, so that most of its tokens are worth learning."""
-    values = list(s.facts.values())
-    keys = [key for key, v in s.facts.items() if key[1] != "code" and values.count(v) == 1]
-    if not keys:
-        return None
-    rng.shuffle(keys)
-    keys = keys[:8]
-    asked = "Who goes with " + ", ".join(s.facts[key] for key in keys) + "?"
-    answer = "I find " + ", ".join(f"{s.facts[key]}: {key[0]}" for key in keys) + "."
-    reply = (think("I look for each."), final(answer))
-    return Problem("reading", (user(s.text + asked),), reply, "text", (answer,), frame=frame)
 
 
 def ask_missing(rng: Random, s: Scene, key: tuple[str, str], frame: Frame) -> Problem:

@@ -94,9 +94,7 @@ def problem(task: str, seed: int, index: int) -> Problem:
 
 # ---- training -----------------------------------------------------------------------------------
 
-MIXTURE: Mapping[str, float] = {
-    "short": 0.48, "scene": 0.10, "index": 0.08, "haystack": 0.04, "extract": 0.09, "tools": 0.21,
-}  # fmt: skip
+MIXTURE: Mapping[str, float] = {"short": 0.50, "scene": 0.14, "haystack": 0.04, "extract": 0.10, "tools": 0.22}
 _SHORT_WEIGHTS = {
     "arithmetic": 6, "story": 3, "lists": 4, "sort": 2, "letters": 3, "repeat": 2, "echo": 1, "chat": 2,
     "remark": 0.7, "memory": 3,
@@ -126,7 +124,7 @@ def group(
     """Problems of one kind whose conversations begin alike, so that training computes the beginning once.
 
     `sentences` bounds the haystacks, whose length is drawn evenly in its logarithm; `who` is the share of questions
-    about a text that ask for the person.
+    about a short text that ask for the person.
     """
     kind = rng.choices(list(mixture), list(mixture.values()))[0]
     f = frame(rng)
@@ -134,15 +132,11 @@ def group(
         return [_short(rng, f, short) for _ in range(rng.randint(3, 8))]
     if kind == "scene":
         return reading.questions(rng, reading.scene(rng, rng.randint(3, 14)), f, rng.randint(3, 8), who=who)
-    if kind == "index":  # mostly few facts, where a look from the value back to its person pays soonest
-        s = reading.scene(rng, rng.randint(2, rng.choice((4, 8, 14))))
-        asked = [reading.ask_index(rng, s, f) for _ in range(rng.randint(1, 3))]
-        return [p for p in asked if p] + reading.questions(rng, s, f, rng.randint(2, 4), missing=0.1, who=0.8)
     if kind == "haystack":
         low, high = sentences
         size = int(low * (high / low) ** rng.random())
         s = reading.haystack(rng, size, rng.randint(2, 10))
-        return reading.questions(rng, s, f, rng.randint(8, 16), missing=0.25, who=who)
+        return reading.questions(rng, s, f, rng.randint(8, 16), missing=0.25, who=0.0)
     if kind == "extract":
         f = replace(_plain(f), response_format=reading.order_schema(rng))
         return [reading.extract(rng, f) for _ in range(rng.randint(2, 5))]
