@@ -54,7 +54,8 @@ def test_the_engine_serves_every_request_whole(model: GptOss) -> None:
     found = serving.serve(model, ready.tokenizer_of(ready.resolve(None)), 3, 20, 5, rounds=2)
     assert found["requests"] == 6
     assert 0 < found["ttft_p50_ms"] <= found["ttft_p99_ms"]
-    assert found["tokens_per_s"] > 0
+    assert 0 < found["tokens_per_s"] < found["ceiling"]
+    assert 0 < found["ttft_floor_ms"] < found["ttft_p50_ms"]
 
 
 def test_percentiles() -> None:

@@ -17,8 +17,10 @@ import torch
 from halfbyte.engine.build import EngineOptions, core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.lab.bench import device_roof
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.roofline import decode_ceiling, prefill_ceiling
 
 
 def percentile(values: Sequence[float], p: float) -> float:
@@ -92,8 +94,14 @@ def serve(
             first += served.first
     core.check()
     core.close()
+    roof = device_roof(model.device)
+    formats, kv = model.spec.formats, model.spec.kv_dtype
+    ceiling = decode_ceiling(roof, model.config, formats, prompt + tokens // 2, concurrency, kv).tokens_per_second
+    rate = statistics.median(rates)
+    least = prompt / prefill_ceiling(roof, model.config, formats, prompt).tokens_per_second
     return {
-        "test": f"engine tg{tokens}, prompts of {prompt}, c={concurrency}", "tokens_per_s": statistics.median(rates),
-        "spread": max(rates) - min(rates), "ttft_p50_ms": percentile(first, 50) * 1e3,
+        "test": f"engine tg{tokens}, prompts of {prompt}, c={concurrency}", "tokens_per_s": rate,
+        "spread": max(rates) - min(rates), "ceiling": ceiling, "share": rate / ceiling, "valid": rate < ceiling,
+        "ttft_floor_ms": least * 1e3, "ttft_p50_ms": percentile(first, 50) * 1e3,
         "ttft_p99_ms": percentile(first, 99) * 1e3, "requests": len(first),
     }  # fmt: skip
