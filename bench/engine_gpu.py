@@ -1,0 +1,403 @@
+"""The engine on a GPU: does it mean the same as on a CPU, and what does it cost beside the bare graph?
+
+    python bench/engine_gpu.py --answers answers.json --per-task 4                 # on any machine: the CPU's answers
+    python bench/engine_gpu.py --eval --answers answers.json --jobs 6              # on a GPU: compared with them
+    python bench/engine_gpu.py --speed random:120b --preset fast --batches 1,32    # on a GPU
+
+`--eval`: the embedded model's held-out problems through `EngineCore` and the plan of this GPU, for every preset and
+activation format, with graphs and without. A case named `padded` has idle heads and experts added (the same function),
+which is the shape the CUDA decode kernel wants. Answers are compared with those of the reference on a CPU at the same
+gates; where one differs, the margin between the two tokens at the first difference is computed on the CPU.
+
+`--speed`: tokens per second of the engine beside a graph that feeds itself, the host's time in a step, and a run with
+torch's synchronisation checks as errors around `launch`. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+
+from halfbyte import gates as gates_  # noqa: E402
+from halfbyte.engine.build import EngineOptions, core_for  # noqa: E402
+from halfbyte.engine.engine import EngineCore  # noqa: E402
+from halfbyte.engine.graphs import SIZES, DecodeGraph  # noqa: E402
+from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
+from halfbyte.engine.runner import DeviceRunner  # noqa: E402
+from halfbyte.evals.suite import MAX_TOKENS, Suite  # noqa: E402
+from halfbyte.lab import environment  # noqa: E402
+from halfbyte.model import checkpoint, ready  # noqa: E402
+from halfbyte.model.gpt_oss import GptOss, arch_of, choose  # noqa: E402
+from halfbyte.model.padded import Padded  # noqa: E402
+from halfbyte.model.solo import Solo  # noqa: E402
+
+# (preset, activation): what the embedded model is asked as.
+POINTS = [
+    ("exact", "auto"), ("balanced", "auto"), ("fast", "auto"), ("balanced", "int8"), ("fast", "int8"), ("fast", "fp8"),
+    ("fast", "mxfp8"), ("fast", "mxfp4"),
+]  # fmt: skip
+PADDED = [("exact", "auto"), ("balanced", "auto"), ("fast", "auto")]
+
+
+def gates_of(preset: str, activation: str, eager: bool = False) -> gates_.Gates:
+    flags = {"activation": activation} | ({"graphs": "off"} if eager else {})
+    return gates_.parse(flags, env={}, preset=preset)
+
+
+def embedded(gates: gates_.Gates, device: torch.device, padded: bool) -> GptOss:
+    if not padded:
+        return ready.load(ready.resolve(None), gates, device=device)
+    source = checkpoint.open_model(ready.EMBEDDED)
+    try:
+        wide = Padded(source)
+        choice = choose(wide.config, gates, arch_of(device))
+        weights = checkpoint.assemble(wide, layer_formats=gates.layer_formats)
+    finally:
+        source.close()
+    weights = checkpoint.assemble(checkpoint.Resident(_moved(weights, device)), layouts=choice[2].layouts)
+    return GptOss(weights, gates, choice=choice)
+
+
+def _moved(weights: Any, device: torch.device) -> Any:
+    for layer, role, tensor in list(weights.items()):
+        setattr(weights if layer is None else weights.layers[layer], role, tensor.to(device))
+    return weights
+
+
+def core_of(model: GptOss, gates: gates_.Gates, **options: Any) -> EngineCore:
+    name = ready.resolve(None) if model.config.vocab < 100_000 else ready.resolve("random:120b")
+    return core_for(model, ready.tokenizer_of(name), EngineOptions(gates=gates, **options))[0]
+
+
+def complete(core: EngineCore, prompts: list[list[int]], most: int) -> list[list[int]]:
+    out: dict[str, list[int]] = {}
+    for p in prompts:
+        request = Request(p, SamplingParams(temperature=0.0, max_tokens=most))
+        out[request.id] = []
+        core.submit(request)
+    while core.has_work:
+        for id, delta in core.step():
+            if delta.finish == "error":
+                raise SystemExit(f"a request failed: {delta.error}")
+            out[id] += delta.tokens
+    return list(out.values())
+
+
+# ---- meaning --------------------------------------------------------------------------------------------------------
+
+
+def ask(preset: str, activation: str, device: str, per_task: int, padded: bool, eager: bool) -> dict[str, Any]:
+    gates = gates_of(preset, activation, eager)
+    start = time.perf_counter()
+    model = embedded(gates, torch.device(device), padded)
+    core = core_of(model, gates, max_context=4096)
+    suite = Suite("tiny", 0, per_task)
+    tokenizer = ready.tokenizer_of(ready.resolve(None))
+    prompts = [item.prompt for item in suite.items(tokenizer)]
+    loaded = time.perf_counter()
+    answers = complete(core, prompts, MAX_TOKENS)
+    told = iter(answers)
+    report = suite.run(tokenizer, lambda ps, n: [next(told) for _ in ps])
+    done = time.perf_counter()
+    core.close()
+    phases = {regime: sorted(model.plan.record.phases(regime)) for regime in model.plan.selection.chosen}
+    return {
+        "preset": preset, "activation": activation, "padded": padded, "eager": eager, "device": device,
+        "right": {t: s.right for t, s in report.tasks.items()}, "accuracy": report.accuracy,
+        "well_formed": report.well_formed, "phases": phases, "load_s": loaded - start, "run_s": done - loaded,
+        "tokens": sum(map(len, answers)), "answers": answers,
+    }  # fmt: skip
+
+
+def compare(mine: dict[str, Any], theirs: dict[str, Any], per_task: int) -> dict[str, Any]:
+    """Equal answers, and of the others the margin on the CPU at the first difference."""
+    suite = Suite("tiny", 0, per_task)
+    tokenizer = ready.tokenizer_of(ready.resolve(None))
+    items = suite.items(tokenizer)
+    differ = []
+    model: GptOss | None = None
+    for item, a, b in zip(items, mine["answers"], theirs["answers"], strict=True):
+        if a == b:
+            continue
+        at = next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -1], strict=False)) if x != y)
+        model = model or embedded(gates_of(mine["preset"], mine["activation"]), torch.device("cpu"), False)
+        prefix = item.prompt + b[:at]
+        logits = Solo(model, len(prefix) + 1).feed(prefix)[0].float()
+        margin = float(logits[b[at]] - logits[a[at]]) if at < min(len(a), len(b)) else None
+        differ.append({"task": item.problem.task, "token": at, "margin": margin, "spread": float(logits.std())})
+    same = len(items) - len(differ)
+    return {"problems": len(items), "equal": same, "share": same / len(items), "differ": differ[:40]}
+
+
+def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every case in a process of its own (compilers run beside each other), `jobs` at a time."""
+    known = json.loads(args.answers.read_text(encoding="utf-8"))
+    if known["asked"] != asked():
+        raise SystemExit(f"{args.answers} holds answers of another model or to other problems; make it again.")
+    cases = [(p, a, False, False) for p, a in POINTS] + [(p, a, True, False) for p, a in PADDED]
+    cases += [("fast", "auto", True, True), ("exact", "auto", False, True)]
+    if args.only:
+        cases = [c for c in cases if c[0] in args.only.split(",")]
+    running: list[tuple[tuple[Any, ...], subprocess.Popen[bytes], Path]] = []
+    found = []
+    folder = Path(tempfile.mkdtemp())
+    waiting = list(cases)
+    while waiting or running:
+        while waiting and len(running) < args.jobs:
+            preset, activation, padded, eager = case = waiting.pop(0)
+            out = folder / f"{len(waiting)}.json"
+            command = [
+                sys.executable, __file__, "--one", json.dumps([preset, activation, padded, eager]), "--out", str(out),
+                "--per-task", str(known["per_task"]), "--answers", str(args.answers),
+            ]  # fmt: skip
+            running.append((case, subprocess.Popen(command, stdout=subprocess.DEVNULL), out))
+        time.sleep(0.2)
+        for entry in [r for r in running if r[1].poll() is not None]:
+            running.remove(entry)
+            case, process, out = entry
+            if process.returncode or not out.exists():
+                found.append({"case": case, "failed": f"exit code {process.returncode}"})
+            else:
+                found.append(json.loads(out.read_text(encoding="utf-8")))
+            print(summary(found[-1]), flush=True)
+    by = {(c["preset"], c["activation"], c["padded"], c["eager"]): c for c in found if "failed" not in c}
+    for preset, activation, padded, eager in cases:
+        if eager and (preset, activation, padded, True) in by and (preset, activation, padded, False) in by:
+            on, off = by[preset, activation, padded, False], by[preset, activation, padded, True]
+            on["graphs_equal_eager"] = on["answers"] == off["answers"]
+            print(f"{preset} padded={padded}: graphs and eager give equal tokens: {on['graphs_equal_eager']}")
+    for c in found:
+        c.pop("answers", None)
+    return found
+
+
+def summary(c: dict[str, Any]) -> str:
+    if "failed" in c:
+        return f"{c['case']}: {c['failed']}"
+    margins = ", ".join(
+        f"{d['task']} {d['margin']:.3f}" for d in c["compared"]["differ"][:6] if d["margin"] is not None
+    )
+    return (
+        f"{c['preset']:8} {c['activation']:5} {'padded' if c['padded'] else 'plain ':6} "
+        f"{'eager' if c['eager'] else 'graph'}: equal {c['compared']['equal']}/{c['compared']['problems']}, accuracy "
+        f"{100 * c['accuracy']:.1f} % (CPU {100 * c['cpu_accuracy']:.1f}), load {c['load_s']:.1f} s, run "
+        f"{c['run_s']:.1f} s {'; margins ' + margins if margins else ''}"
+    )
+
+
+def one(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    preset, activation, padded, eager = json.loads(args.one)
+    known = json.loads(args.answers.read_text(encoding="utf-8"))
+    theirs = known["cases"][f"{preset} {activation}"]
+    mine = ask(preset, activation, "cuda", args.per_task, padded, eager)
+    mine["compared"] = compare(mine, theirs, args.per_task)
+    mine["cpu_accuracy"] = theirs["accuracy"]
+    args.out.write_text(json.dumps(mine), encoding="utf-8")
+
+
+def asked() -> str:
+    """What the answers are answers to: the model's bytes and the prompts."""
+    digest = hashlib.sha256()
+    for path in sorted(ready.EMBEDDED.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    tokenizer = ready.tokenizer_of(ready.resolve(None))
+    digest.update(json.dumps([i.prompt for i in Suite("tiny", 0, 2).items(tokenizer)]).encode())
+    return digest.hexdigest()[:16]
+
+
+def cpu_answers(args: argparse.Namespace) -> None:
+    found = {}
+    question = asked()
+    for preset, activation in POINTS:
+        if args.only and preset not in args.only.split(","):
+            continue
+        case = ask(preset, activation, "cpu", args.per_task, False, True)
+        found[f"{preset} {activation}"] = {k: case[k] for k in ("answers", "accuracy", "right")}
+        print(f"{preset} {activation}: {100 * case['accuracy']:.1f} %, {case['run_s']:.0f} s", flush=True)
+        whole = {"asked": question, "per_task": args.per_task, "cases": found}
+        args.answers.write_text(json.dumps(whole), encoding="utf-8")
+
+
+# ---- speed ----------------------------------------------------------------------------------------------------------
+
+
+def prompts_of(model: GptOss, count: int, length: int, seed: int) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, model.config.vocab, (count, length), generator=g).tolist()
+
+
+def engine_speed(
+    model: GptOss, gates: gates_.Gates, rows: int, depth: int, count: int, sampling: dict[str, Any]
+) -> Any:
+    """`rows` requests of `depth` prompt tokens, decoded for `count` steps; times are of the steps in the middle."""
+    core = core_of(model, gates, max_seqs=64, max_context=depth + count + 256, kv_gib=8.0)
+    params = SamplingParams(max_tokens=count, ignore_eos=True, **({"temperature": 0.0} | sampling))
+    for p in prompts_of(model, rows, depth, rows):
+        core.submit(Request(p, params))
+    while any(len(s.tokens) < depth + 8 for g in core.groups.values() for s in g.seqs):
+        core.step()  # prompts, capture, first tokens
+    launch = core.runner.launch
+    host: list[float] = []
+    waits: list[float] = []
+
+    def timed(batch: Any) -> Any:
+        start = time.perf_counter()
+        handle = launch(batch)
+        host.append(time.perf_counter() - start)
+        result = handle.result
+
+        def waited() -> Any:
+            began = time.perf_counter()
+            found = result()
+            waits.append(time.perf_counter() - began)
+            return found
+
+        handle.result = waited
+        return handle
+
+    core.runner.launch = timed  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    times, done = [], 0
+    steps = count - 40
+    began = time.perf_counter()
+    for _ in range(steps):
+        start = time.perf_counter()
+        done += sum(len(d.tokens) for _, d in core.step())
+        times.append(time.perf_counter() - start)
+    seconds = time.perf_counter() - began
+    runner = core.runner
+    assert isinstance(runner, DeviceRunner)
+    graphs = sorted(runner.graphs.made) if runner.graphs is not None else []
+    # The same steps once more with every hidden synchronisation an error, around the launch alone.
+    core.runner.launch = checked(launch)  # type: ignore[method-assign]
+    for _ in range(16):
+        core.step()
+    phases = sorted(model.plan.record.phases())
+    for id in list(core.groups):
+        core.cancel(id)
+    while core.has_work:
+        core.step()
+    core.close()
+    model._pool = None
+    torch.cuda.empty_cache()
+    return {
+        "test": f"engine tg @ {depth}, c={rows}", "sampling": sampling, "tokens_per_s": done / seconds,
+        "us_per_step": seconds / steps * 1e6, "median_us": statistics.median(times) * 1e6,
+        "launch_host_us": statistics.median(host) * 1e6, "wait_us": statistics.median(waits) * 1e6,
+        "other_host_us": (statistics.median(times) - statistics.median(host) - statistics.median(waits)) * 1e6,
+        "graphs": graphs, "no_hidden_synchronisation": True, "phases": phases,
+    }  # fmt: skip
+
+
+def checked(launch: Any) -> Any:
+    def run(batch: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return run
+
+
+def graph_speed(model: GptOss, rows: int, depth: int, count: int = 96) -> dict[str, Any]:
+    """A graph that feeds itself: what the device can do without a host."""
+    blocks = -(-(depth + count + 256) // model.spec.page_size)
+    model.allocate_kv(1 + 2 * rows * blocks)
+    graph = DecodeGraph(model, rows, blocks, feed_back=True)
+    graph.capture()
+    pages = torch.arange(1, 1 + 2 * rows * blocks, dtype=torch.int32, device="cuda").view(2, rows, blocks)
+    graph.tables(pages[0], pages[1])
+    times = []
+    for run in range(3):
+        graph.step.tokens.copy_(torch.tensor([p[0] for p in prompts_of(model, rows, 1, run)], dtype=torch.int32))
+        graph.step.positions.fill_(depth)
+        graph.step.kv_lens.fill_(depth + 1)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()
+        start.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / count)
+    ms = statistics.median(times)
+    model._pool = None
+    torch.cuda.empty_cache()
+    return {"test": f"graph tg @ {depth}, c={rows}", "tokens_per_s": rows * 1e3 / ms, "us_per_step": ms * 1e3}
+
+
+def speed(args: argparse.Namespace) -> list[dict[str, Any]]:
+    gates = gates_.PRESETS[args.preset].gates
+    start = time.perf_counter()
+    model = ready.load(ready.resolve(args.speed), gates, device="cuda")
+    torch.cuda.synchronize()
+    print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)
+    rows = []
+    for batch in args.batches:
+        found = [
+            graph_speed(model, batch, args.depth),
+            engine_speed(model, gates, batch, args.depth, args.count, {}),
+        ]
+        if args.sampled:
+            found.append(engine_speed(model, gates, batch, args.depth, args.count, {"temperature": 1.0}))
+        for row in found[1:]:
+            row["share_of_graph"] = row["tokens_per_s"] / found[0]["tokens_per_s"]
+        for row in found:
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "phases"}, flush=True)
+        rows += found
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=Path, help="the CPU's answers: written, or read with --eval")
+    parser.add_argument("--per-task", type=int, default=4)
+    parser.add_argument("--only", help="presets, comma-separated")
+    parser.add_argument("--eval", action="store_true")
+    parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--speed", help="a model, for example random:120b")
+    parser.add_argument("--preset", default="fast")
+    parser.add_argument("--batches", type=lambda t: [int(n) for n in t.split(",")], default=[1, 32])
+    parser.add_argument("--depth", type=int, default=2048)
+    parser.add_argument("--count", type=int, default=240)
+    parser.add_argument("--sampled", action="store_true", help="also with temperature 1")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    assert all(b <= SIZES[-1] for b in args.batches)
+    if args.one:
+        one(args)
+        return
+    if args.answers and not args.eval and not args.speed:
+        torch.set_num_threads(1)
+        cpu_answers(args)
+        return
+    result: dict[str, Any] = {"environment": environment.collect()}
+    if args.eval:
+        result["eval"] = evaluate(args)
+    if args.speed:
+        result["speed"] = {"model": args.speed, "preset": args.preset, "rows": speed(args)}
+    text = json.dumps(result, default=str)
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
