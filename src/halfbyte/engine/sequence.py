@@ -31,8 +31,8 @@ class State(IntEnum):
 class Sequence:
     __slots__ = (
         "accepted", "admission", "arrived", "cached", "draft", "drafted", "finish", "grammar", "index", "inflight",
-        "leader", "limit", "naturally_plain", "order", "pace", "params", "pending", "picker", "plain", "prefilled", "prompt",
-        "proposal", "request", "room", "scheduled", "slot", "state", "stop_ids", "stops", "tables", "tokens",
+        "leader", "limit", "naturally_plain", "order", "pace", "params", "pending", "picker", "plain", "prefilled",
+        "prompt", "proposal", "request", "room", "scheduled", "slot", "state", "stop_ids", "stops", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, limit: int, *, salt: bytes = b"") -> None:
