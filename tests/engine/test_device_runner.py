@@ -13,14 +13,16 @@ import torch
 
 from halfbyte import gates
 from halfbyte.engine import graphs as graphs_
+from halfbyte.engine.batch import Batch, Handle
 from halfbyte.engine.build import EngineOptions, core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.graphs import SIZES, DecodeGraph, Graphs
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.runner import DeviceRunner
 from halfbyte.engine.staging import ALIGN, Staging
+from halfbyte.evals.suite import Suite
 from halfbyte.model import checkpoint, ready
-from halfbyte.model.gpt_oss import GptOss, choose
+from halfbyte.model.gpt_oss import GptOss, arch_of, choose
 from halfbyte.model.padded import Padded
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.phase import ARCHES
@@ -170,3 +172,76 @@ def test_padding_a_model_changes_its_shape_and_nothing_else() -> None:
         _, _, selection = choose(padded.config, gates.PRESETS[preset].gates, ARCHES["sm90"])
         assert selection.chosen["decode"] == ("cuda.decode_step",)
         assert "cuda.grouped_moe" in selection.chosen["prefill"]
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def embedded_core(preset: str, device: str, graphs: str) -> tuple[EngineCore, GptOss]:
+    g = gates.parse({"graphs": graphs}, env={}, preset=preset)
+    source = checkpoint.open_model(ready.EMBEDDED)
+    try:
+        padded = Padded(source)
+        choice = choose(padded.config, g, arch_of(device))
+        weights = checkpoint.assemble(padded, layer_formats=g.layer_formats)
+    finally:
+        source.close()
+    for layer, role, tensor in list(weights.items()):
+        assert not isinstance(tensor, checkpoint.DenseTiles)
+        setattr(weights if layer is None else weights.layers[layer], role, tensor.to(device))
+    weights = checkpoint.assemble(checkpoint.Resident(weights), layouts=choice[2].layouts)
+    model = GptOss(weights, g, choice=choice)
+    options = EngineOptions(gates=g, max_context=1024, kv_gib=0.25, reserve_gib=0.0)
+    core, _, _ = core_for(model, ready.tokenizer_of(ready.resolve(None)), options)
+    return core, model
+
+
+def told(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
+    out: dict[str, list[int]] = {}
+    for p in prompts:
+        request = Request(p, SamplingParams(temperature=0.0, max_tokens=96))
+        out[request.id] = []
+        core.submit(request)
+    while core.has_work:
+        for id, delta in core.step():
+            assert delta.finish != "error", delta.error
+            out[id] += delta.tokens
+    return list(out.values())
+
+
+@pytest.mark.parametrize("preset", [pytest.param(p, marks=on_gpu) for p in ("exact", "balanced", "fast")])
+def test_meaning_goes_through_the_cuda_kernels(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained model, in a shape that the decode kernel takes: right answers, equal with graphs and without, and
+    `launch` waits for nothing."""
+    tokenizer = ready.tokenizer_of(ready.resolve(None))
+    suite = Suite("tiny", 0, 2)
+    prompts = [item.prompt for item in suite.items(tokenizer) if len(item.prompt) < 600]
+    core, model = embedded_core(preset, "cuda", "on")
+    alone = told(core, prompts[:1])  # one row: the decode step
+    launch = core.runner.launch
+
+    def strict(batch: Batch) -> Handle:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    assert told(core, prompts[:1]) == alone  # captured
+    monkeypatch.setattr(core.runner, "launch", strict)
+    assert told(core, prompts[:1]) == alone
+    monkeypatch.setattr(core.runner, "launch", launch)
+    with_graphs = told(core, prompts)
+    core.close()
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "cuda.decode_step" in model.plan.record.phases("decode")
+    core, _ = embedded_core(preset, "cuda", "off")
+    assert told(core, prompts) == with_graphs
+    core.close()
+    core, _ = embedded_core(preset, "cpu", "off")
+    expected = told(core, prompts)
+    core.close()
+    same = sum(a == b for a, b in zip(with_graphs, expected))
+    assert same >= 0.9 * len(prompts), f"{same} of {len(prompts)} answers are the CPU's"
