@@ -92,7 +92,7 @@ def test_auto_prefers_rank_and_says_why_the_other_lost() -> None:
 
 def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = synthetic.make(SMALL, seed=0)
-    tokens = list(range(7))
+    tokens = list(range(4))
     expected = Solo(GptOss(weights), 64).feed(tokens)
     monkeypatch.setattr(select, "all_phases", lambda: [*reference.PHASES, FusedFront()])
     with pytest.raises(PlanError, match="can run o, lm_head in the decode regime"):
@@ -108,7 +108,7 @@ def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest
     assert model.plan.record.phases() == set(model.plan.selection.chosen["decode"])
     moe = next(r for r in model.plan.record.runs.values() if r.phase == "reference.moe")
     assert moe.formats == {"gate_up": "mxfp4", "down": "mxfp4"}
-    assert moe.shapes == {"x": (7, SMALL.hidden)}
+    assert moe.shapes == {"x": (4, SMALL.hidden)}
 
 
 class WholeStep(Phase):
@@ -210,7 +210,7 @@ def test_nvfp4_can_never_serve_an_mxfp4_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "regime"), [(1, "decode"), (8, "decode"), (9, "batch"), (64, "batch"), (65, "prefill")]
+    ("rows", "regime"), [(1, "decode"), (4, "decode"), (5, "batch"), (64, "batch"), (65, "prefill")]
 )
 def test_regimes(rows: int, regime: str) -> None:
     assert regime_of(rows) == regime
@@ -242,7 +242,7 @@ def test_layers_that_do_not_alternate_are_a_feature_of_their_own() -> None:
     assert even.chosen["decode"] == ("cuda.decode_step",)
     _, _, selection = choose(odd, g, ARCHES["sm90"])
     assert reasons(selection, "cuda.decode_step")["decode"] == "does not know uneven_layers"
-    assert "triton.attention_split" in selection.chosen["decode"]
+    assert "cuda.batch_layer" in selection.chosen["decode"]
 
 
 @pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])
@@ -257,14 +257,14 @@ def test_sm90_runs_every_preset_through_the_cuda_kernels(preset: str) -> None:
                 (phase,) = [p for p in phases if operation in p.covers]
                 assert phase.name.startswith("cuda."), (operation, phase.name)
         assert {selection.layouts[r] for r in ("qkv", "o", "gate_up", "down", "lm_head")} == {"tile16"}
-    # gemv is the decode step alone; cuda without its attention is the grouped products.
+    # gemv is the decode step alone; cuda without its attention is the batch's layers.
     for flags, decode in (
         ({"moe_kernel": "decode=gemv"}, True),
         ({"moe_kernel": "cuda", "attention": "triton"}, False),
     ):
         _, _, selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset=preset), ARCHES["sm90"])
         assert (selection.chosen["decode"] == ("cuda.decode_step",)) == decode
-        assert decode or "cuda.grouped_moe" in selection.chosen["decode"]
+        assert decode or "cuda.batch_layer" in selection.chosen["decode"]
     with pytest.raises(PlanError, match="written for sm90"):
         choose(NAMED["120b"], gates.parse({"moe_kernel": "cuda"}, env={}, preset=preset), ARCHES["sm121"])
     assert base.moe_kernel == PerRegime()

@@ -19,6 +19,7 @@ from torch import Tensor
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.lab.bench import device_roof
 from halfbyte.model.gpt_oss import GptOss
+from halfbyte.plan.phase import LAYER
 from halfbyte.plan.plan import Bound
 from halfbyte.plan.step import REGIMES, Step
 from halfbyte.roofline import decode_ceiling, prefill_ceiling, unique_experts
@@ -103,12 +104,16 @@ def prefill_step(model: GptOss, cache: Cache, ids: Tensor, start: int) -> Step:
     )  # fmt: skip
 
 
+def _shows_choices(b: Bound) -> bool:
+    return b.phase.covers[-1] == "router" or b.phase.covers == LAYER
+
+
 def with_router(model: GptOss, step: Step) -> tuple[str, list[Bound]] | None:
     """The launches of the step's regime, or of the next one, whose router leaves its choices where they can be read."""
     wanted = [step.regime, *(r for r in REGIMES if REGIMES.index(r) > REGIMES.index(step.regime))]
     for regime in wanted:
         bound = model.plan.bound[regime]
-        if any(b.phase.covers[-1] == "router" for b in bound):
+        if any(_shows_choices(b) for b in bound):
             return regime, bound
     return None
 
@@ -129,7 +134,7 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
     counts: list[Tensor] = []
     for b in bound:
         b.launch(step, acts)
-        if b.phase.covers[-1] == "router":
+        if _shows_choices(b):
             seen = torch.zeros(model.config.experts, dtype=torch.int32, device=model.device)
             seen[acts["topk_ids"].long().flatten()] = 1
             counts.append(seen.sum())

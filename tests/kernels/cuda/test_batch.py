@@ -33,10 +33,7 @@ def weights(form: str, shape: tuple[int, ...], seed: int) -> tuple[MXTensor | De
     return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
 
 
-TRUE = [Variant(form, k) for form in ("mxfp4", "q8", "bf16") for k in (2880, 4096)]
-
-
-@pytest.mark.parametrize("v", [*TRUE, Variant("mxfp4", 2880, True), Variant("mxfp4", 64), Variant("q8", 1088)])
+@pytest.mark.parametrize("v", [Variant("mxfp4", 2880, True), Variant("mxfp4", 64), Variant("q8", 1088)])
 def test_mirrored_structs(v: Variant) -> None:
     library = build(v.program())
     sizes = [library.hb_batch_size(i) for i in range(3)]
@@ -45,17 +42,16 @@ def test_mirrored_structs(v: Variant) -> None:
     assert v.threads <= 640
 
 
-@pytest.mark.parametrize("shape", [RowShape(2880, 128, 4), RowShape(256, 16, 4)])
+@pytest.mark.parametrize("shape", [RowShape(2880, 128, 4)])
 def test_mirrored_rows(shape: RowShape) -> None:
     library = build(shape.program("rows"))
     sizes = [library.hb_batch_rows_size(i) for i in range(3)]
     assert sizes == [ctypes.sizeof(RowsArgs), shape.parts, shape.experts * 2]
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "q8", "bf16"])
 @pytest.mark.parametrize(
-    ("rows", "n", "k", "blocks"),
-    [(1, 16, 64, 3), (9, 80, 192, 2), (8, 48, 1088, 3), (37, 112, 256, 5), (64, 32, 64, 3)],
+    ("form", "rows", "n", "k", "blocks"),
+    [("mxfp4", 1, 16, 64, 3), ("mxfp4", 37, 80, 1088, 5), ("q8", 9, 80, 1088, 2), ("bf16", 20, 48, 1088, 3)],
 )
 def test_dense(form: str, rows: int, n: int, k: int, blocks: int) -> None:
     g = torch.Generator().manual_seed(rows)
@@ -113,7 +109,7 @@ def make_layer(
 
 @pytest.mark.parametrize(
     ("rows", "hidden", "inner", "experts", "top_k", "dense", "skew"),
-    [(2, 256, 192, 16, 4, "mxfp4", 0.0), (17, 320, 64, 32, 4, "q8", 0.0), (21, 128, 64, 16, 2, "bf16", 3.0)],
+    [(2, 256, 192, 16, 4, "mxfp4", 0.0), (21, 320, 64, 48, 2, "bf16", 0.4)],
 )
 def test_a_layer(rows: int, hidden: int, inner: int, experts: int, top_k: int, dense: str, skew: float) -> None:
     layer, w = make_layer(hidden, inner, experts, top_k, dense, 4)

@@ -15,23 +15,21 @@
 
 // ---- groups ---------------------------------------------------------------------------------------------------------
 
-HB_DEV void group_columns(const Product& p, Shared& sh, int thread) {
-  if (!p.ids) {
-    const int groups = (p.columns + COLUMNS - 1) / COLUMNS;
-    HB_ROLLED
-    for (int i = thread; i < groups; i += THREADS) {
-      const int left = p.columns - i * COLUMNS;
-      sh.group[i] = (u32)(i * COLUMNS) << 4 | (u32)(left < COLUMNS ? left : COLUMNS);
-    }
-    HB_ROLLED
-    for (int i = thread; i < p.columns; i += THREADS) sh.list[i] = (u16)i;
-    if (thread == 0) sh.groups = groups;
-    sync_all();
-    return;
+struct Group { int expert, first, count; };  // columns first .. of the list
+
+HB_DEV int groups_of(const Product& p, const Shared& sh) { return p.ids ? sh.groups : (p.columns + COLUMNS - 1) / COLUMNS; }
+HB_DEV Group group_at(const Product& p, const Shared& sh, int index) {
+  if (p.ids) {
+    const u32 g = sh.group[index];
+    return {(int)(g >> 16), (int)(g >> 4 & 0xfffu), (int)(g & 15u)};
   }
-  HB_ROLLED
-  for (int e = thread; e < p.experts; e += THREADS) sh.count[e] = 0;
-  sync_all();
+  const int left = p.columns - index * COLUMNS;
+  return {0, index * COLUMNS, left < COLUMNS ? left : COLUMNS};
+}
+HB_DEV int column_at(const Product& p, const Shared& sh, int index) { return p.ids ? sh.list[index] : index; }
+
+// Counts are zero, and all threads have met. The feeding warp needs the groups only and does not wait for the lists.
+HB_DEV void group_columns(const Product& p, Shared& sh, int thread, int warp) {
   HB_ROLLED
   for (int i = thread; i < p.columns; i += THREADS) {
     const int e = (int)load32(p.ids + i);
@@ -39,33 +37,35 @@ HB_DEV void group_columns(const Product& p, Shared& sh, int thread) {
     shared_count(&sh.count[e]);
   }
   sync_all();
-  if (thread < 32) {  // running sums over the experts, 32 at a time: columns below, groups above
-    u32 sum = 0;
-    for (int base = 0; base < p.experts; base += 32) {
-      const int e = base + thread, n = e < p.experts ? sh.count[e] : 0;
-      const u32 mine = (u32)n | (u32)((n + COLUMNS - 1) / COLUMNS) << 16;
-      u32 s = mine;
-      HB_UNROLL
-      for (int d = 1; d < 32; d *= 2) {
-        const u32 y = shfl(s, thread - d);
-        if (thread >= d) s += y;
-      }
-      const u32 before = sum + s - mine;
-      if (e < p.experts) {
-        sh.start[e] = (int)(before & 0xffffu);
-        for (int i = 0; i * COLUMNS < n; i++) {
-          const int left = n - i * COLUMNS;
-          sh.group[(before >> 16) + i] = (u32)e << 16 | ((before & 0xffffu) + i * COLUMNS) << 4 | (u32)(left < COLUMNS ? left : COLUMNS);
-        }
-      }
-      sum += shfl(s, 31);
+  if (thread < 32) {  // running sums over the experts, some neighbours to a lane: columns below, groups above
+    const int each = (p.experts + 31) / 32, first = thread * each, last = first + each < p.experts ? first + each : p.experts;
+    u32 mine = 0;
+    HB_ROLLED
+    for (int e = first; e < last; e++) mine += (u32)sh.count[e] | (u32)((sh.count[e] + COLUMNS - 1) / COLUMNS) << 16;
+    u32 sum = mine;
+    HB_UNROLL
+    for (int d = 1; d < 32; d *= 2) {
+      const u32 y = shfl(sum, thread - d);
+      if (thread >= d) sum += y;
     }
-    if (thread == 0) sh.groups = (int)(sum >> 16);
+    u32 before = sum - mine;
+    HB_ROLLED
+    for (int e = first; e < last; e++) {
+      const int n = sh.count[e];
+      sh.start[e] = (int)(before & 0xffffu);
+      HB_ROLLED
+      for (int left = n; left > 0; left -= COLUMNS) {
+        sh.group[before >> 16] = (u32)e << 16 | (before & 0xffffu) << 4 | (u32)(left < COLUMNS ? left : COLUMNS);
+        before += (u32)(left < COLUMNS ? left : COLUMNS) | 1u << 16;
+      }
+    }
+    if (thread == 31) sh.groups = (int)(before >> 16);
   }
   sync_all();
+  if (warp == WORKERS) return;
   // In which place of a group a column comes does not change its result; in which group it comes, blocks must agree on.
   HB_ROLLED
-  for (int i = thread; i < p.columns; i += THREADS) {
+  for (int i = warp < WORKERS ? thread : thread - 32; i < p.columns; i += THREADS - 32) {
     const int e = sh.id[i];
     int place;
     if (sh.count[e] <= COLUMNS) place = shared_count(&sh.start[e]);
@@ -75,7 +75,7 @@ HB_DEV void group_columns(const Product& p, Shared& sh, int thread) {
     }
     sh.list[place] = (u16)i;
   }
-  sync_all();
+  sync_some<1, THREADS - 32>();
 }
 
 // ---- the feeding warp -----------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ struct Feeder {  // one lane
       const int group = at / p.tiles, tile = at - group * p.tiles;
       const int count = p.tiles - tile < end - at ? p.tiles - tile : end - at;
       publish(group, tile, count);
-      const u8* from = p.weights + ((size_t)(sh.group[group] >> 16) * p.tiles + tile) * (size_t)TILE_BYTES;
+      const u8* from = p.weights + ((size_t)group_at(p, sh, group).expert * p.tiles + tile) * (size_t)TILE_BYTES;
       HB_ROLLED
       for (int i = 0; i < count; i++)
         HB_UNROLL
@@ -119,16 +119,18 @@ struct Feeder {  // one lane
 
 HB_DEV void mark(const Product& p, int i) { if (p.trace) p.trace[hb_block() * 4 + i] = clock_global(); }
 
+// Seven eighths of the line are cut into even runs. Of the rest, three quarters go in pieces of PIECE tiles to whoever asks
+// first, and the last in single tiles, so that all blocks end together.
 HB_DEV void feed(const Product& p, Shared& sh) {
   Feeder f{p, sh, p.ids ? streaming_policy() : keeping_policy()};
-  const int all = sh.groups * p.tiles, block = hb_block(), grid = hb_grid();
-  const int fixed = p.tickets ? all - all / 8 : all;
+  const int all = groups_of(p, sh) * p.tiles, block = hb_block(), grid = hb_grid();
+  const int pieces = p.tickets ? all / 8 * 3 / 4 / PIECE : 0, fixed = p.tickets ? all - all / 8 : all;
   f.run((int)((i64)fixed * block / grid), (int)((i64)fixed * (block + 1) / grid));
   if (p.tickets)
     for (;;) {
-      const int at = fixed + (int)counter_add(p.tickets) * PIECE;
+      const int t = (int)counter_add(p.tickets), at = fixed + (t < pieces ? t * PIECE : pieces * (PIECE - 1) + t);
       if (at >= all) break;
-      f.run(at, at + PIECE < all ? at + PIECE : all);
+      f.run(at, t < pieces ? at + PIECE : at + 1);
     }
   mark(p, 2);
   f.publish(0, 0, 0);
@@ -155,11 +157,11 @@ struct Items {
 // Lane (g, t): eight consecutive k of every group of 32 of column g. See tile16 for the order.
 struct Operand {
   u32 b[EACH][8];
-  HB_DEV_MEMBER void load(const Product& p, const Shared& sh, u32 group, int warp, int lane) {
+  HB_DEV_MEMBER void load(const Product& p, const Shared& sh, const Group& group, int warp, int lane) {
     const int g = lane / 4, t = lane % 4;
-    const bool on = g < (int)(group & 15u);
+    const bool on = g < group.count;
     const u16* x = p.x;
-    if (on) x += (size_t)(sh.list[(group >> 4 & 0xfffu) + g] / p.share) * K + warp * EACH * 64 + t * 8;
+    if (on) x += (size_t)(column_at(p, sh, group.first + g) / p.share) * K + warp * EACH * 64 + t * 8;
     HB_UNROLL
     for (int c = 0; c < EACH; c++)
       HB_UNROLL
@@ -191,15 +193,12 @@ HB_DEV void multiply(const Product& p, Shared& sh, int warp, int lane) {
       waited = true;
     }
     Operand x;
-    x.load(p, sh, sh.group[it.group], warp, lane);
+    x.load(p, sh, group_at(p, sh, it.group), warp, lane);
     HB_ROLLED
     for (int i = 0; i < it.count; i++) {
       float acc[4] = {0.f, 0.f, 0.f, 0.f};
       wait_for(full + slot * 8, phase);
       multiply_chunks(acc, x.b, from + slot * SLOT_BYTES, mine, lane);
-      if (lane == 0) bar_arrive(empty + slot * 8, 1);  // the products needed every lane's weights: they have been read
-      slot += PARTS;
-      if (slot >= SLOTS) { slot -= SLOTS; phase ^= 1; }
       wait_for(base + HB_AT(red_empty) + buffer * 8, red_phase);
       const u32 red = to + buffer * (WORKERS * COLUMNS * 16 * 4);
       sts32(red + at_low, as_bits(acc[0]));
@@ -207,7 +206,11 @@ HB_DEV void multiply(const Product& p, Shared& sh, int warp, int lane) {
       sts32(red + at_high, as_bits(acc[2]));
       sts32(red + at_high + 256, as_bits(acc[3]));
       sync_warp();
-      if (lane == 0) bar_arrive(base + HB_AT(red_full) + buffer * 8, 1);
+      // The slot is free once the sums are stored, not before: only then have the weights arrived in registers. A load
+      // that waits behind others' loads of x can be overtaken by an arrival, and then by the copy engine's next tile.
+      if (lane == 0) { bar_arrive(base + HB_AT(red_full) + buffer * 8, 1); bar_arrive(empty + slot * 8, 1); }
+      slot += PARTS;
+      if (slot >= SLOTS) { slot -= SLOTS; phase ^= 1; }
       if (++buffer == SUMMERS) { buffer = 0; red_phase ^= 1; }
     }
   }
@@ -247,10 +250,10 @@ HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
   for (;;) {
     const Item it = items.next();
     if (it.count == 0) break;
-    const u32 group = sh.group[it.group];
-    const bool on = column < (int)(group & 15u);
-    const size_t to = on ? (size_t)sh.list[(group >> 4 & 0xfffu) + column] * p.tiles * (SWIGLU ? 8 : 16) : 0;
-    const size_t first = (size_t)(group >> 16) * p.tiles * 16;
+    const Group group = group_at(p, sh, it.group);
+    const bool on = column < group.count;
+    const size_t to = on ? (size_t)column_at(p, sh, group.first + column) * p.tiles * (SWIGLU ? 8 : 16) : 0;
+    const size_t first = (size_t)group.expert * p.tiles * 16;
     int i = next;
     HB_ROLLED
     for (; i < it.count; i += SUMMERS) {
@@ -286,22 +289,26 @@ HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) batch_product(const __grid_constant__ Product p) {
   Shared& sh = *(Shared*)hb_shared();
   const int thread = hb_thread(), warp = thread / 32, lane = thread % 32;
-  if (thread == 0) {
-    mark(p, 0);
-    for (int s = 0; s < SLOTS; s++) {
-      const int part = s % PARTS, warps = part < PARTS - 1 ? TEAM : WORKERS - TEAM * (PARTS - 1);
+  if (thread == 0) mark(p, 0);
+  if (warp == 0) {  // one warp, so that few threads pay for the fence
+    HB_ROLLED
+    for (int s = lane; s < SLOTS; s += 32) {
       bar_init(&sh.full[s], 1);
-      bar_init(&sh.empty[s], warps);
+      bar_init(&sh.empty[s], s % PARTS < PARTS - 1 ? TEAM : WORKERS - TEAM * (PARTS - 1));
     }
-    for (int b = 0; b < SUMMERS; b++) { bar_init(&sh.red_full[b], WORKERS); bar_init(&sh.red_empty[b], 1); }
-    for (int q = 0; q < QUEUE; q++) { bar_init(&sh.item_full[q], 1); bar_init(&sh.item_empty[q], WORKERS + SUMMERS); }
+    if (lane < SUMMERS) { bar_init(&sh.red_full[lane], WORKERS); bar_init(&sh.red_empty[lane], 1); }
+    if (lane < QUEUE) { bar_init(&sh.item_full[lane], 1); bar_init(&sh.item_empty[lane], WORKERS + SUMMERS); }
     bar_init_done();
   }
+  if (p.ids)
+    HB_ROLLED
+    for (int e = thread; e < p.experts; e += THREADS) sh.count[e] = 0;
+  sync_all();
   if (!p.early) {
     wait_for_previous();
     if (thread == 0) { release_next(); mark(p, 1); }
   }
-  group_columns(p, sh, thread);  // and meets all threads
+  if (p.ids) group_columns(p, sh, thread, warp);
   if (warp < WORKERS) multiply(p, sh, warp, lane);
   else if (warp > WORKERS) sum_up(p, sh, warp - WORKERS - 1, lane);
   else if (lane == 0) feed(p, sh);

@@ -2,8 +2,8 @@
 
 Covers a layer from norm to experts, so that what one operation leaves another need not read in a form of its own: norms
 are made where rows are summed, experts' results are added where the next layer begins, and every launch starts while
-the one before ends. Rope, the KV write and attention are Triton's. Experts are MXFP4, projections MXFP4, q8 or bf16, all
-in the layout "tile16"; activations are bf16. Refuses other machines, formats and shapes; converts nothing.
+the one before ends. Rope, the KV write and attention are Triton's. Experts are MXFP4, projections MXFP4, q8 or bf16,
+all in the layout "tile16"; activations are bf16. Refuses other machines, formats and shapes; converts nothing.
 """
 
 from __future__ import annotations

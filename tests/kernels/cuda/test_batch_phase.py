@@ -1,0 +1,60 @@
+"""The batch layer as a phase: what it refuses and why, and when a plan takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from halfbyte.gates import Gates, Layers
+from halfbyte.kernels.cuda.batch_phase import PHASES
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
+from halfbyte.plan.phase import ARCHES, Spec
+
+ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
+PHASE = PHASES[0]
+
+
+def spec(gates: Gates = ALL, **changes: object) -> Spec:
+    made = spec_of(NAMED["120b"], gates, ARCHES["sm90"], formats_after(gates, CHECKPOINT_FORMATS))
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", ["20b", "120b"])
+@pytest.mark.parametrize("dense", ["mxfp4", "q8", "checkpoint"])
+def test_a_plan_takes_it_for_batches(model: str, dense: str) -> None:
+    gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
+    _, _, selection = choose(NAMED[model], gates, ARCHES["sm90"])
+    assert "cuda.batch_layer" in selection.chosen["batch"]
+    assert selection.chosen["decode"] == ("cuda.decode_step",)
+    assert "cuda.batch_layer" not in selection.chosen["prefill"]
+
+
+def test_knows_every_feature() -> None:
+    assert not spec().features_of(PHASE.covers) - PHASE.knows
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "reason"),
+    [
+        ("sm100", {}, "sm90 only"),
+        ("sm90", {"activation": "mxfp8"}, "bf16 activations"),
+        ("sm90", {"intermediate": 2912}, "multiples of 64"),
+        ("sm90", {"hidden": 4160}, "up to 4096"),
+        ("sm90", {"top_k": 9}, "up to 8"),
+        ("sm90", {"experts": 120}, "16 to 512"),
+        ("sm90", {"tile": "128x128"}, "one tile"),
+        ("sm90", {"formats": CHECKPOINT_FORMATS | {"qkv": "f16"}}, "qkv is f16"),
+        ("sm90", {"head_dim": 48}, "head_dim"),
+    ],
+)
+def test_refusals(arch: str, changes: dict[str, object], reason: str) -> None:
+    said = PHASE.refuse(spec(**changes), ARCHES[arch], ALL)
+    assert said is not None
+    assert reason in said
+
+
+def test_an_attention_asked_for_is_the_attention_taken() -> None:
+    _, _, selection = choose(NAMED["120b"], replace(ALL, attention="triton"), ARCHES["sm90"])
+    assert "triton.attention_split" in selection.chosen["decode"] or "cuda.batch_layer" in selection.chosen["decode"]
