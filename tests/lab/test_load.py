@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from halfbyte.formats.tensor import MXTensor
+from halfbyte.lab import receipts
 from halfbyte.model import checkpoint, ready, synthetic
 from halfbyte.model.config import NAMED
 
@@ -70,3 +71,7 @@ def test_only_the_weights_scale_with_layers(load: ModuleType) -> None:
     row = {"ready_s": 20.0, "weights_s": 8.0}
     assert load.scaled(row, 18, 36) == 28.0
     assert load.scaled(row, 36, 36) == 20.0
+
+
+def test_the_receipt_names_files_that_exist(load: ModuleType) -> None:
+    assert set(receipts.hashes(receipts.PACKAGE / name for name in load.LOADING)) == set(load.LOADING)
