@@ -37,7 +37,7 @@ PIECE, WRITERS = 32 << 20, 16
 # What a start goes through; kernels only add the time to compile them, which their own receipts are not about.
 LOADING = (
     "model/ready.py", "model/checkpoint.py", "model/safetensors_io.py", "model/disk.py", "model/staging.py",
-    "model/weights.py", "formats/layouts.py", "formats/tile16.py", "formats/blocks.py", "kernels/launch.py",
+    "model/weights.py", "formats/layouts.py", "formats/tile16.py", "formats/blocks.py",
     "engine/build.py",
 )  # fmt: skip
 SHARD = 5_000_000_000
