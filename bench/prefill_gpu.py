@@ -145,12 +145,10 @@ def measure(layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool, sh
     for layer in layers:
         layer.experts.run(h, ids, weights, x)
         kept.append(dict(spy.seen))
-    counters = room.counters()
 
     def one(name: str) -> Callable[[int], None]:
         def run(i: int) -> None:
             if name in ("gate_up", "down"):
-                counters.zero_()
                 spy.inner.product(*kept[i % len(kept)][name])
             else:
                 spy.inner.rows(*kept[i % len(kept)][name])
@@ -230,15 +228,17 @@ def main() -> int:
             continue
         stack = [random_mxfp4(n, k) for _ in range(12)]
         plain = dequantized(stack[0])
-        for rows in (16, 64, 512, 2048, 8192):
+        asked = itertools.product((128, 512, 2048, 8192), (None, "wide", "broad") if args.shapes else (None,))
+        for rows, shape in asked:
             x = torch.randn(rows, k, device="cuda").bfloat16()
-            matrices = [Dense(room, w, None, role) for w in stack]
+            matrices = [Dense(room, w, None, role, shape) for w in stack]
             e = error(matrices[0].run(x), x.float() @ plain.T)
             bad += e > 1e-4
             us = timed(lambda i, m=matrices, x=x: m[i % 12].run(x))
-            linear[f"{role} {rows}"] = us
+            linear[f"{role} {rows}{f' {shape}' if shape else ''}"] = us
             print(
-                f"{role}, {rows} rows: error {e:.1e}, {us:.1f} µs, {2.0 * rows * n * k / us / 1e6:.0f} TFLOP/s, "
+                f"{role}, {rows} rows, {shape}: error {e:.1e}, {us:.1f} µs, "
+                f"{2.0 * rows * n * k / us / 1e6:.0f} TFLOP/s, "
                 f"{n * k * 17 / 32 / us / 1e6:.2f} TB/s", flush=True,
             )  # fmt: skip
     if bad and not args.ablation:
@@ -246,9 +246,9 @@ def main() -> int:
         return 1
     cases: list[tuple[int, bool, str | None]] = [(r, False, None) for r in sizes]
     if args.shapes:
-        cases += [(rows, False, "narrow") for rows in (128, 256, 512)]
-        cases += [(rows, False, shape) for rows in (256, 512, 1024, 2048, 8192) for shape in ("tall", "wide", "broad")]
-        cases += [(2048, True, shape) for shape in ("tall", "wide", "broad")]
+        cases += [(rows, False, "narrow") for rows in (128, 256)]
+        cases += [(r, False, shape) for r in (128, 256, 512, 1024, 2048, 4096, 8192) for shape in ("wide", "broad")]
+        cases += [(2048, True, shape) for shape in ("wide", "broad")]
     for rows, even, shape in cases:
         r = measure(layers, spy, room, rows, even, shape)
         results.append(r)

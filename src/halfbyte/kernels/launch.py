@@ -148,8 +148,9 @@ def tensor_map(rows: torch.Tensor, box: tuple[int, int]) -> Map:
 
 
 def byte_map(data: torch.Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
-    """The same for bytes as they lie, in rows of `row_bytes`: `box` is (rows, bytes), what lies past a row reads as 0."""
-    assert row_bytes % 16 == 0 and box[1] % 16 == 0 and data.is_contiguous()
+    """The same for bytes as they lie, in rows of `row_bytes`; `box`: (rows, bytes). What lies past a row reads as 0."""
+    assert row_bytes % 16 == 0
+    assert data.is_contiguous()
     rows = data.numel() * data.element_size() // row_bytes
     return _encode("INT64", data.data_ptr(), (rows, row_bytes // 8), row_bytes, (box[0], box[1] // 8), "NONE")
 

@@ -49,7 +49,7 @@ class Emulator:
 
     def product(self, variant: Variant, args: ProductArgs) -> None:
         self.seed += 1
-        build(variant.program()).hb_grouped(ctypes.byref(args), self.blocks, self.seed)
+        build(variant.program()).hb_grouped(ctypes.byref(args), self.blocks // variant.pair * variant.pair, self.seed)
 
     def rows(self, entry: str, grid: int, args: RowsArgs) -> None:
         self.seed += 1

@@ -1,11 +1,75 @@
 // The multiplying side of the grouped product, and the kernel. See grouped.cuh for the whole picture.
+#include "grouped_fp8.cuh"
 #include "grouped_store.cuh"
 #include "grouped_weights.cuh"
 
 // ---- one item -------------------------------------------------------------------------------------------------------
 
+// Two tiles of 64 rows and registers for two chunks: while the tensor cores read the sets of one chunk, the next is widened
+// into the others. The fence stands before the wait, not before the products: what it orders, the widening, cannot then
+// sink below the wait, and nothing is left to do between two products.
+template <int N> HB_DEV void multiply_deep(Consumer& c, const Item& it) {
+  float acc[2][N / 2];
+  u32 a[2][2][16];  // [chunk][tile]
+  int left = c.p.chunks;
+  const int tile = (c.group * 4 + c.warp) * 2;  // of 16 rows, within the item
+  auto widen = [&](int in_stage, u32 (&to)[2][16]) {
+    Raw<FORMAT> raw[2];
+    HB_UNROLL
+    for (int mt = 0; mt < 2; mt++) raw[mt].load(c.sh.ring[c.at.slot] + KS * N * 128 + ((tile + mt) * KS + in_stage) * CHUNK, c.lane);
+    HB_UNROLL
+    for (int mt = 0; mt < 2; mt++) raw[mt].widen(to[mt]);
+    wgmma_fence();
+  };
+  auto issue = [&](int in_stage, const u32 (&w)[2][16]) {
+    const auto b = b_low(c.sh.ring[c.at.slot] + in_stage * N * 128);
+    HB_UNROLL
+    for (int i = 0; i < 4; i++)
+      HB_UNROLL
+      for (int mt = 0; mt < 2; mt++) wgmma<N>(acc[mt], w[mt][4 * i], w[mt][4 * i + 1], w[mt][4 * i + 2], w[mt][4 * i + 3], b_tile(b, i * 32));
+    wgmma_commit();
+  };
+  HB_UNROLL
+  for (int mt = 0; mt < 2; mt++) wgmma_clear(acc[mt]);
+  wait_for(&c.sh.full[c.at.slot], c.at.phase);
+  widen(0, a[0]);
+  HB_NO_UNROLL
+  for (;;) {  // set 0 is ready and nothing is in flight
+    int here = c.at.slot;
+    issue(0, a[0]);
+    if (--left == 0) { wgmma_wait<0>(); break; }
+    if (KS == 1) { c.at.next(); wait_for(&c.sh.full[c.at.slot], c.at.phase); }
+    widen(KS - 1, a[1]);
+    wgmma_wait<0>();
+    if (KS == 1) { c.release(here); here = c.at.slot; }
+    issue(KS - 1, a[1]);
+    if (--left == 0) { wgmma_wait<0, 1>(); break; }
+    c.at.next();
+    wait_for(&c.sh.full[c.at.slot], c.at.phase);
+    widen(0, a[0]);
+    wgmma_wait<0>();
+    c.release(here);
+  }
+  c.release(c.at.slot);
+  c.at.next();
+  HB_UNROLL
+  for (int mt = 0; mt < 2; mt++) wgmma_settle(acc[mt]);
+  if (tile >= it.tiles * 4) return;  // a remainder: this warp multiplied what happened to lie there
+  Bias<2> bias;
+  bias.load(c.p, it, it.first * 4 + tile, c.lane);
+  store<N, 2>(c, it, it.first * 4 + tile, acc, bias);
+}
+
+#ifndef HB_PIN  // how variants are timed
+#define HB_PIN 0
+#endif
+#ifndef HB_DEEP
+#define HB_DEEP 0
+#endif
+constexpr bool PIN = HB_PIN || SHAPE == NARROW;
 // While the tensor cores read one set of registers, the next chunk is widened into the other. At the head of the loop set
-// 0 is ready and nothing is in flight: a set in flight there would be alive, for the compiler, all over the kernel.
+// 0 is ready and nothing is in flight: a set in flight there would be alive, for the compiler, all over the kernel. Fences
+// follow the widening, as above.
 template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   static_assert(MT % 2 == 0 || (MT == 1 && (KS == 1 || KS % 2 == 0)), "which set is in use must be known to the compiler");
   float acc[MT][N / 2];
@@ -19,7 +83,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   };
   auto issue = [&](int in_stage, float (&sum)[N / 2], const u32 (&w)[16]) {
     const auto b = b_low(c.sh.ring[c.at.slot] + in_stage * N * 128);
-    wgmma_fence();
+    if (!PIN) wgmma_fence();
     HB_UNROLL
     for (int i = 0; i < 4; i++) wgmma<N>(sum, w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3], b_tile(b, i * 32));
     wgmma_commit();
@@ -28,6 +92,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   for (int mt = 0; mt < MT; mt++) wgmma_clear(acc[mt]);
   wait_for(&c.sh.full[c.at.slot], c.at.phase);
   fetch(0, 0).widen(a[0]);
+  if (PIN) wgmma_fence();
   int k = 0;  // chunk in the stage
   if constexpr (MT == 1) {
     HB_NO_UNROLL
@@ -38,6 +103,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       if (KS == 1) { c.at.next(); wait_for(&c.sh.full[c.at.slot], c.at.phase); }
       else k++;
       fetch(k, 0).widen(a[1]);
+      if (PIN) wgmma_fence();
       issue(k, acc[0], a[1]);
       const int there = c.at.slot;
       if (--left == 0) { wgmma_wait<0, 2>(); if (KS == 1) c.release(here); break; }
@@ -48,6 +114,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       if (FORMAT != BF16) wgmma_wait<1>();
       if (KS == 1) c.release(here);
       raw.widen(a[0]);
+      if (PIN) wgmma_fence();
       wgmma_wait<0>();
       if (leave) c.release(there);
     }
@@ -62,6 +129,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
           auto raw = fetch(k, mt + 1);
           if (FORMAT != BF16) wgmma_wait<1>();
           raw.widen(a[~mt & 1]);
+          if (PIN) wgmma_fence();
         }
       }
       if (--left == 0) { wgmma_wait<0>(); break; }
@@ -72,6 +140,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       auto raw = fetch(k, 0);
       if (FORMAT != BF16) wgmma_wait<1>();
       raw.widen(a[0]);
+      if (PIN) wgmma_fence();
       wgmma_wait<0>();
       if (leave) c.release(here);
     }
@@ -86,6 +155,58 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
 }
 
+// The same for fp8 activations: one tile of 64 rows, up to 256 columns; two products of 32 k to a chunk.
+template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
+  float acc[N / 2];
+  u32 a[2][8];
+  int left = c.p.chunks;
+  const int tile = c.group * 4 + c.warp;  // of 16 rows, within the item
+  const u8* tops = c.p.tops + ((size_t)it.expert * c.p.m_tiles + it.first) * 64 + tile * 16 + (c.lane >> 2);
+  const int top[2] = {tops[0], tops[8]};
+  const u32 up = (u32)(30 - top[0]) * 0x04000400u, low = (u32)(30 - top[1]) * 0x04000400u;
+  auto widen = [&](int in_stage, u32 (&to)[8]) {
+    Raw<MXFP4> raw;
+    raw.load(c.sh.ring[c.at.slot] + N * COLUMN + (tile * KS + in_stage) * CHUNK, c.lane);
+    widen_fp8(raw, up, low, to);
+    wgmma_fence();
+  };
+  auto issue = [&](int in_stage, const u32 (&w)[8]) {
+    const auto b = b_low(c.sh.ring[c.at.slot]);
+    HB_UNROLL
+    for (int i = 0; i < 2; i++) wgmma8<N>(acc, w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3], b_tile(b, in_stage * 64 + i * 32));
+    wgmma_commit();
+  };
+  wgmma_clear(acc);
+  wait_for(&c.sh.full[c.at.slot], c.at.phase);
+  widen(0, a[0]);
+  HB_NO_UNROLL
+  for (;;) {
+    const int here = c.at.slot;
+    issue(0, a[0]);
+    if (--left == 0) { wgmma_wait<0>(); break; }
+    widen(1, a[1]);
+    wgmma_wait<0>();
+    issue(1, a[1]);
+    if (--left == 0) { wgmma_wait<0, 1>(); break; }
+    c.at.next();
+    wait_for(&c.sh.full[c.at.slot], c.at.phase);
+    widen(0, a[0]);
+    wgmma_wait<0>();
+    c.release(here);
+  }
+  c.release(c.at.slot);
+  c.at.next();
+  wgmma_settle(acc);
+  const float scale[2] = {power_of_two((float)(top[0] - 128)), power_of_two((float)(top[1] - 128))};
+  const float* columns = c.p.x_scale + it.slot + 2 * (c.lane & 3);
+  float sums[1][N / 2];
+  HB_UNROLL
+  for (int i = 0; i < N / 2; i++) sums[0][i] = acc[i] * scale[i >> 1 & 1] * columns[i / 4 * 8 + (i & 1)];
+  Bias<1> bias;
+  bias.load(c.p, it, it.first * 4 + tile, c.lane);
+  store<N, 1>(c, it, it.first * 4 + tile, sums, bias);
+}
+
 HB_DEV void pass(Consumer& c) {  // an item with no rows for this warpgroup
   for (int k = 0; k < c.p.chunks; k += KS) {
     wait_for(&c.sh.full[c.at.slot], c.at.phase);
@@ -95,18 +216,21 @@ HB_DEV void pass(Consumer& c) {  // an item with no rows for this warpgroup
 }
 
 HB_DEV void dispatch(Consumer& c, const Item& it) {
-#define HB_CASE(n) case n: return multiply<n, MT>(c, it);
-  if constexpr (SHAPE == BROAD) switch (it.n) {
+#define HB_CASE(n) case n: if constexpr (SHAPE == WIDE || (SHAPE == BROAD && n <= HB_DEEP)) return multiply_deep<n>(c, it); else return multiply<n, MT>(c, it);
+#define HB_CASE_FP8(n) case n: return multiply_fp8<n>(c, it);
+  if constexpr (FP8) switch (it.n) {
+    HB_CASE_FP8(16) HB_CASE_FP8(32) HB_CASE_FP8(48) HB_CASE_FP8(64) HB_CASE_FP8(72) HB_CASE_FP8(80) HB_CASE_FP8(96)
+    HB_CASE_FP8(112) HB_CASE_FP8(128) HB_CASE_FP8(144) HB_CASE_FP8(176) HB_CASE_FP8(208) HB_CASE_FP8(240) HB_CASE_FP8(256)
+  } else if constexpr (SHAPE == BROAD) switch (it.n) {
     HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(56) HB_CASE(64) HB_CASE(72) HB_CASE(80) HB_CASE(88)
   } else if constexpr (SHAPE == WIDE) switch (it.n) {
     HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(56) HB_CASE(64) HB_CASE(72)
     HB_CASE(80) HB_CASE(88) HB_CASE(96) HB_CASE(112) HB_CASE(128)
-  } else if constexpr (SHAPE == TALL) switch (it.n) {
-    HB_CASE(8) HB_CASE(16) HB_CASE(24) HB_CASE(32) HB_CASE(40) HB_CASE(48) HB_CASE(56) HB_CASE(64)
   } else switch (it.n) {
     HB_CASE(8) HB_CASE(16) HB_CASE(24) HB_CASE(32) HB_CASE(48) HB_CASE(64)
   }
 #undef HB_CASE
+#undef HB_CASE_FP8
 }
 
 HB_DEV void consume(const Product& p, Shared& sh, int thread) {
@@ -124,27 +248,29 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped(const __grid_constant__ Product p) {
+extern "C" __global__ void HB_CLUSTER __launch_bounds__(THREADS, 1) grouped(const __grid_constant__ Product p) {
   Shared& sh = *(Shared*)(((size_t)hb_shared() + 1023) & ~(size_t)1023);
   const int thread = hb_thread();
   if (thread == 0) {
-    for (int s = 0; s < STAGES; s++) { bar_init(&sh.full[s], FEEDERS); bar_init(&sh.empty[s], WARPS); }
+    for (int s = 0; s < STAGES; s++) { bar_init(&sh.full[s], FEEDERS); bar_init(&sh.empty[s], PAIR * WARPS); }
     for (int q = 0; q < 2; q++) { bar_init(&sh.item_full[q], 1); bar_init(&sh.item_empty[q], WARPS + FEEDERS - 1); }
     bar_init_done();
   }
-  sync_all();
+  if constexpr (PAIR == 1) sync_all();
+  else cluster_sync();
   wait_for_previous();
   release_next();
   if (thread >= WARPGROUPS * 128) {
-    fewer_registers<SHAPE == NARROW ? 40 : 56>();
+    fewer_registers<SHAPE == BROAD ? 56 : 40>();
     const int feeder = thread / 32 - WARPS;
     if (feeder == 0) feed(p, sh, thread % 32);
     else if (thread % 32 == 0) help_feed(p, sh, feeder);
   } else {
-    // what one side gives, the other takes: 640 x 96, 512 x 128 or 384 x 168 in all
-    more_registers<SHAPE == NARROW ? 104 : SHAPE == BROAD ? 152 : 224>();
+    // what one side gives, the other takes: 640 x 96, 384 x 168 or 512 x 128 in all
+    more_registers<SHAPE == NARROW ? 104 : SHAPE == BROAD ? 152 : 232>();
     consume(p, sh, thread);
   }
+  if constexpr (PAIR != 1) cluster_sync();  // nobody leaves while the other may write or arrive here
 }
 
 #ifdef HB_EMULATE

@@ -12,7 +12,7 @@
 //
 // One block per multiprocessor: four warps that feed, and warpgroups that multiply MT times 64 rows each. Work comes as
 // items (some rows of one expert x some of its slots), published by the first of them. Every output is summed by one
-// warpgroup in the order of k, so results do not depend on who computes what.
+// warpgroup in the order of k.
 #pragma once
 #define HB_HALF (HB_FORMAT == 1)  // q8 times its float16 scale keeps more bits in f16
 #include "warpgroup.cuh"
@@ -22,22 +22,36 @@ constexpr int FORMAT = HB_FORMAT;
 //  shape    for                                  warpgroups x 64-row tiles, columns of an item
 enum {
   NARROW = 0,  // few columns per expert            4 x 1, 64
-  TALL = 1,    // up to 64                          2 x 4, 64
-  WIDE = 2,    // more                              2 x 2, 128
-  BROAD = 3,   // from 16 to many                   3 x 2, 88
+  WIDE = 1,    // many                              2 x 2, 128
+  BROAD = 2,   // between                           3 x 2, 88
+  VAST = 3,    // fp8 activations (grouped_fp8.cuh) 2 x 1, 256
 };
 constexpr int SHAPE = HB_SHAPE;
 constexpr bool STRIPES = SHAPE == NARROW;  // memory-bound: every block gets the same number of bytes
 constexpr bool SWIGLU = HB_SWIGLU;  // gate_up: packed bf16 out; otherwise rows of float out
 constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // bytes of 16 rows x 64 k
 constexpr int WARPGROUPS = STRIPES ? 4 : SHAPE == BROAD ? 3 : 2;
-constexpr int MT = STRIPES ? 1 : SHAPE == TALL ? 4 : 2;
-constexpr int TILES = WARPGROUPS * MT;  // of 64 rows, in an item
-constexpr int N_MAX = SHAPE == WIDE ? 128 : SHAPE == BROAD ? 88 : 64;
-constexpr int WARPS = WARPGROUPS * 4, FEEDERS = 4;  // one warp alone takes 100 cycles to issue a copy
+constexpr bool FP8 = SHAPE == VAST;
+constexpr int MT = STRIPES || FP8 ? 1 : 2;
+constexpr int TILES = WARPGROUPS * MT;  // of 64 rows, in a block's share of an item
+constexpr int N_MAX = SHAPE == WIDE ? 128 : SHAPE == BROAD ? 88 : FP8 ? 256 : 64;
+constexpr int WARPS = WARPGROUPS * 4, FEEDERS = 4;
 constexpr int THREADS = (WARPS + FEEDERS) * 32;
 constexpr int KS = FORMAT == MXFP4 ? 2 : 1;  // chunks in a stage
-constexpr int STAGE = (KS * (N_MAX * 128 + TILES * 4 * CHUNK) + 1023) / 1024 * 1024;
+constexpr int COLUMN = FP8 ? 128 : KS * 128;  // bytes of a column in a stage
+constexpr int STAGE = (N_MAX * COLUMN + TILES * 4 * KS * CHUNK + 1023) / 1024 * 1024;
+static_assert(!FP8 || FORMAT == MXFP4, "fp8 activations are for MXFP4 weights");
+// Prefill reads activations once per item, and L2 cannot deliver as much as the tensor cores would take: two blocks of a
+// cluster share an item's columns, each has half of its rows, and each fetches half of the columns for both.
+#ifndef HB_PAIR
+#define HB_PAIR 1
+#endif
+constexpr int PAIR = STRIPES ? 1 : HB_PAIR;
+#if HB_SHAPE == 0 || HB_PAIR == 1 || defined(HB_EMULATE)
+#define HB_CLUSTER
+#else
+#define HB_CLUSTER __cluster_dims__(2, 1, 1)
+#endif
 constexpr int EXPERTS_MAX = 512;
 constexpr int STAGES = 215 * 1024 / STAGE;
 static_assert(STAGES >= 3, "too few stages to hide the latency of memory");
@@ -50,12 +64,13 @@ struct alignas(64) Product {     // mirrored in grouped.py
   u16* packed;                   // SWIGLU: where the hidden values go
   float* out;                    // otherwise: [slots][out_stride]
   const float* residual;         // added to `out`, same shape; null: none
-  u32* counter;                  // zero when the kernel starts
+  const u8* tops;                // FP8: the largest scale of each row, [experts][rows]
+  const float* x_scale;          // FP8: of each slot
   i64 out_stride;
   int experts, m_tiles, chunks;  // m_tiles = rows / 64, chunks = K / 64
   int columns, x_slots, packed_slots, n_cap, bias_float;
   float limit, alpha;
-  int unused[4];                 // the map must lie at a multiple of 64
+  int unused[2];                 // the map must lie at a multiple of 64
 };
 
 // What the copy engine fetches at once: a stage's part of 64 rows, as words of 8 bytes.
@@ -108,8 +123,9 @@ HB_DEV Cut cut(const Product& p, int count) {
 
 // The product exists for some widths only; what is computed beyond `valid` is dropped.
 HB_CONST_FN int width(int n) {
-  return SHAPE == TALL ? n : SHAPE == NARROW ? (n <= 32 ? n : (n + 15) & ~15)
-         : n > 48 && n <= 96 ? n : (n + 15) & ~15;
+  if (SHAPE == NARROW) return n <= 32 ? n : (n + 15) & ~15;
+  if (!FP8) return n > 48 && n <= 96 ? n : (n + 15) & ~15;
+  return n <= 64 || (n > 80 && n <= 144) ? (n + 15) & ~15 : n <= 80 ? n : n > 240 ? 256 : (n + 15) / 32 * 32 + 16;
 }
 
 HB_DEV int count_of(const Product& p, int e) { return p.counts ? p.counts[e] : p.columns; }
@@ -120,7 +136,7 @@ struct Work {  // the first feeding warp's view of what is to do
   Shared& sh;
 
   HB_DEV_MEMBER void survey(int lane) const {  // running sums over the experts, 32 at a time
-    const int full = STRIPES ? 1 : p.m_tiles / TILES, left = !STRIPES && p.m_tiles % TILES;
+    const int full = STRIPES ? 1 : p.m_tiles / (PAIR * TILES), left = !STRIPES && p.m_tiles % (PAIR * TILES);
     int sum = 0;
     for (int base = 0; base < p.experts; base += 32) {
       const int e = base + lane, mine = e < p.experts ? cut(p, count_of(p, e)).columns : 0;
@@ -153,19 +169,20 @@ struct Work {  // the first feeding warp's view of what is to do
     it.more = 1;
   }
   // Item `index`: whole ones first, so that the remainders fill the gaps at the end. Neighbours share rows.
-  HB_DEV_MEMBER Item next(int index) const {
+  HB_DEV_MEMBER Item next(int index, int rank) const {
     Item it = {};
     const int whole = sh.whole;
     if (index >= whole + sh.rest) return it;
     const bool big = index < whole;
     if (!big) index -= whole;
-    const int full = p.m_tiles / TILES, each = big ? full : 1;
+    const int full = p.m_tiles / (PAIR * TILES), each = big ? full : 1;
     const int e = expert_of(index, each);
     const Cut c = cut(p, count_of(p, e));
     index -= sh.before[e] * each;
     columns(it, c, e, index % c.columns);
-    it.first = (big ? index / c.columns : full) * TILES;
-    it.tiles = big ? TILES : p.m_tiles % TILES;
+    const int tiles = big ? PAIR * TILES : p.m_tiles % (PAIR * TILES), upper = (tiles + PAIR - 1) / PAIR;
+    it.first = (big ? index / c.columns : full) * PAIR * TILES + rank * upper;
+    it.tiles = rank ? tiles - upper : upper;
     return it;
   }
   // STRIPES: tile `at` of all tiles of all columns; consecutive, so that every block gets the same number of bytes.
@@ -195,34 +212,41 @@ struct Place {
 // some 50 cycles for a copy however short it is, and sixteen rows of a stage are only a kilobyte: so it is given 64 rows at
 // once, by a map of the weights.
 HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at, int feeder) {
-  const u64 policy = ordinary_policy();
   const int row = (it.expert * p.m_tiles + it.first) * 4;  // of 16-row tiles
-  const u16* x = p.x + (size_t)it.slot * 64;
   const int n = it.n, tiles = it.tiles, mine = (tiles - feeder + FEEDERS - 1) / FEEDERS, other = FEEDERS - 1 - feeder;
+  const int own = n / PAIR * (PAIR == 1 ? 0 : cluster_rank());  // the first column that this block fetches
+  const u16* x = p.x + (size_t)(it.slot + own) * 64;
   for (int c = 0; c < p.chunks; c += KS) {
     const int k = p.chunks - c < KS ? p.chunks - c : KS;
     wait_for(&sh.empty[at.slot], at.phase ^ 1);
     u8* stage = sh.ring[at.slot];
     u64* full = &sh.full[at.slot];
-    bar_expect(full, mine * TILE_BYTES + (other < k ? n * 128 : 0));  // past the last k the engine fills in zeros
-    u8* to = stage + KS * n * 128 + feeder * TILE_BYTES;
+    const bool columns = other < (FP8 ? 1 : k);
+    bar_expect(full, mine * TILE_BYTES + (columns ? n * 128 : 0));  // past the last k the engine fills in zeros
+    u8* to = stage + n * COLUMN + feeder * TILE_BYTES;
     HB_NO_UNROLL  // addresses made ahead would not fit the feeding warps' registers
     for (int i = feeder; i < tiles; i += FEEDERS, to += FEEDERS * TILE_BYTES) copy_tile(to, p.map, c * (CHUNK / 8), row + 4 * i, full);
-    if (other < k) bulk_copy(stage + other * n * 128, x + (size_t)(c + other) * p.x_slots * 64, n * 128, full, policy);
+    if (columns) {
+      u8* there = stage + (other * n + own) * 128;
+      const u16* from = x + (size_t)(FP8 ? c / 2 : c + other) * p.x_slots * 64;
+#ifdef HB_ALONE
+      bulk_copy(stage + other * n * 128, x - (size_t)own * 64 + (size_t)(c + other) * p.x_slots * 64, n * 128, full, ordinary_policy());
+#else
+      if constexpr (PAIR == 1) bulk_copy(there, from, n * 128, full, ordinary_policy());
+      else bulk_copy_to_both(there, from, n * 64, full);
+#endif
+    }
     at.next();
   }
 }
 
-template <bool LONG> struct Counting { typedef int type; };  // registers are few here
-template <> struct Counting<true> { typedef i64 type; };
-
-// The first feeding warp decides what is next and publishes it; the others stream their share of it.
+// The first feeding warp says what is next and publishes it; the others stream their share of it.
 HB_DEV void feed(const Product& p, Shared& sh, int lane) {
   const Work work{p, sh};
   work.survey(lane);
   if (lane != 0) return;
   Place at;
-  typename Counting<STRIPES>::type next = hb_block(), end = 0;
+  i64 next = hb_block() / PAIR, end = 0;
   if (STRIPES) {
     const i64 all = (i64)sh.whole * p.m_tiles;
     next = all * hb_block() / hb_grid();
@@ -233,16 +257,11 @@ HB_DEV void feed(const Product& p, Shared& sh, int lane) {
     Item& it = sh.item[q];
     wait_for(&sh.item_empty[q], (u32)(turn >> 1 & 1) ^ 1);
     if constexpr (STRIPES) it = work.next(next, end);
-    else it = work.next(next);
+    else it = work.next((int)next, PAIR == 1 ? 0 : cluster_rank());
     bar_arrive(&sh.item_full[q], 1);
     if (!it.more) break;
-    if constexpr (STRIPES) {
-      stream_item(p, sh, it, at, 0);
-      next += it.tiles;
-    } else {
-      next = hb_grid() + (int)counter_add(p.counter);  // asked for now, needed after this item
-      stream_item(p, sh, it, at, 0);
-    }
+    next += STRIPES ? it.tiles : hb_grid() / PAIR;
+    stream_item(p, sh, it, at, 0);
   }
 }
 

@@ -27,6 +27,7 @@ from halfbyte.kernels.launch import Kernel, Map, Program, byte_map, compile_prog
 
 FOLDER = Path(__file__).parent
 FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
+PACKED = {"bf16": 0, "f16": 1, "e4m3": 2}  # how activations are packed
 TILE, CHUNK, PAD = 64, 64, 128  # rows of a tile, k of a chunk, slots that may be read past the last one
 EXPERTS_MAX, TOP_MAX = 512, 8
 GRAPH_ROWS = 64  # steps of up to so many rows may be captured: their buffers are made once and never replaced
@@ -38,25 +39,27 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 class ProductArgs(ctypes.Structure):
     _fields_ = [
         ("map", ctypes.c_uint64 * 16),
-        *((name, _P) for name in ("bias", "x", "starts", "counts", "packed", "out", "residual", "counter")),
+        *((name, _P) for name in ("bias", "x", "starts", "counts", "packed", "out", "residual", "tops", "x_scale")),
         ("out_stride", ctypes.c_longlong),
         *((name, _I) for name in ("experts", "m_tiles", "chunks", "columns", "x_slots", "packed_slots", "n_cap")),
         ("bias_float", _I),
         ("limit", _F),
         ("alpha", _F),
-        ("unused", _I * 4),  # to a multiple of 64 bytes, as the map in front is aligned
+        ("unused", _I * 2),  # to a multiple of 64 bytes, as the map in front is aligned
     ]
 
 
 class RowsArgs(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("source", "norm", "select", "packed", "counters", "ids", "weights", "starts")),
+        *((name, _P) for name in ("source", "norm", "select", "packed", "ids", "weights", "starts")),
         *((name, _P) for name in ("counts", "place", "parts", "residual", "out")),
         ("stride", ctypes.c_longlong),
         *((name, _I) for name in ("rows", "width", "slots", "experts", "top_k", "source_float", "norm_float")),
         ("ids_wide", _I),
-        ("half", _I),
+        ("kind", _I),
         ("eps", _F),
+        ("scales", _P),
+        ("hidden", _P),
     ]
 
 
@@ -71,9 +74,9 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "narrow": Shape(0, 4, 1, 64),
-    "tall": Shape(1, 2, 4, 64),
-    "wide": Shape(2, 2, 2, 128),
-    "broad": Shape(3, 3, 2, 88),
+    "wide": Shape(1, 2, 2, 128),
+    "broad": Shape(2, 3, 2, 88),
+    "vast": Shape(3, 2, 1, 256),  # fp8 activations
 }
 
 
@@ -86,6 +89,11 @@ class Variant:
     swiglu: bool
 
     @property
+    def pair(self) -> int:
+        """Blocks that share an item."""
+        return 1
+
+    @property
     def chunks(self) -> int:
         """Of 64 k, in a stage."""
         return 2 if self.format == "mxfp4" else 1
@@ -94,7 +102,9 @@ class Variant:
     def stage(self) -> tuple[int, int]:
         """(bytes, stages), as grouped.cuh has them."""
         shape, chunk = SHAPES[self.shape], CHUNK_BYTES[self.format]
-        size: int = -(-self.chunks * (shape.columns * 128 + shape.warpgroups * shape.tiles * 4 * chunk) // 1024) * 1024
+        column = 128 if self.shape == "vast" else self.chunks * 128
+        weights = shape.warpgroups * shape.tiles * 4 * self.chunks * chunk
+        size: int = -(-(shape.columns * column + weights) // 1024) * 1024
         return size, 215 * 1024 // size
 
     @property
@@ -144,7 +154,8 @@ class Gpu:
 
     def product(self, variant: Variant, args: ProductArgs) -> None:
         self.load(variant)
-        self._products[variant].launch(self.blocks, variant.threads, args, early=True)
+        grid = self.blocks - self.blocks % variant.pair
+        self._products[variant].launch(grid, variant.threads, args, early=True)
 
     def rows(self, entry: str, grid: int, args: RowsArgs) -> None:
         if entry not in self._rows:
@@ -173,9 +184,6 @@ class Room:
             assert held is None or not small, f"{key} was made for another model"
             held = self._buffers[key] = torch.zeros(count, dtype=dtype, device=self.device)
         return held
-
-    def counters(self) -> Tensor:
-        return self.get("counters", 1, lambda rows: 2, torch.int32)
 
 
 def _ptr(t: Tensor | None) -> int | None:
@@ -227,19 +235,20 @@ def columns_cap(rows: int, m_tiles: int, blocks: int, shape: Shape) -> int:
     if shape.tiles == 1 or rows <= 64:  # blocks share out tiles of 64 rows, whatever the columns
         return shape.columns
 
-    def cost(cap: int) -> int:
+    item = 2 * shape.warpgroups * shape.tiles  # tiles of 64 rows that two blocks take on together
+
+    def cost(cap: int) -> float:
         n: int = -(-math.ceil(rows / math.ceil(rows / cap)) // 8) * 8
-        whole: int = math.ceil(rows / n) * (m_tiles // (shape.warpgroups * shape.tiles))
-        rounds: int = -(-whole // blocks)
-        return rounds * (n if 48 < n <= 96 else (n + 15) // 16 * 16)
+        items = math.ceil(rows / n) * (m_tiles // item + math.ceil(m_tiles % item / 2) / (item // 2))
+        return math.ceil(items / (blocks // 2)) * (n if 48 < n <= 96 else (n + 15) // 16 * 16)
 
     widths: list[int] = [w for w in (64, 72, 80, 88, 96, 112, 128) if w <= shape.columns]
     return min(widths, key=lambda cap: (cost(cap), -cap))
 
 
 def shape_for(per_expert: float) -> str:
-    """Which build serves this many rows per expert best (measured; past 44 too many experts have more than 64)."""
-    return "narrow" if per_expert <= 24 else "tall" if per_expert <= 44 else "wide"
+    """Which build serves this many rows per expert best (measured; past 72 too many experts have more than 88)."""
+    return "narrow" if per_expert <= 4 else "broad" if per_expert <= 72 else "wide"
 
 
 class Dense:
@@ -268,26 +277,26 @@ class Dense:
         residual: Tensor | None = None,
     ) -> Tensor:
         """float32 [rows, n]; `norm`: the weight of an RMS norm in front, `select`: which rows of `source`."""
-        assert source.stride(-1) == 1 and source.stride(0) % 8 == 0, "rows are whole, and read sixteen bytes at a time"
+        assert source.stride(-1) == 1, "rows are whole"
+        assert source.stride(0) % 8 == 0, "rows are read sixteen bytes at a time"
         room, rows = self.room, source.shape[0] if select is None else select.shape[0]
         out = torch.empty((rows, self.n), dtype=torch.float32, device=source.device)
         if rows == 0:
             return out
         slots = rows + PAD
         packed = room.get(f"packed.{self.k}", rows, lambda r: (r + PAD) * self.k, torch.bfloat16)
-        counters = room.counters()
         room.machine.rows(
             "pack_rows", rows,
             RowsArgs(
-                source=_ptr(source), norm=_ptr(norm), select=_ptr(select), packed=_ptr(packed), counters=_ptr(counters),
+                source=_ptr(source), norm=_ptr(norm), select=_ptr(select), packed=_ptr(packed),
                 stride=source.stride(0), rows=rows, width=self.k, slots=slots, source_float=_float(source),
-                norm_float=_float(norm), half=int(self.format == "q8"), eps=eps,
+                norm_float=_float(norm), kind=PACKED["f16" if self.format == "q8" else "bf16"], eps=eps,
             ),
         )  # fmt: skip
         shape = self.shape or ("narrow" if rows <= 64 else "wide")
         args = ProductArgs(
             map=self.map, bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(packed), out=_ptr(out),
-            residual=_ptr(residual), counter=_ptr(counters), out_stride=self.n, experts=1, m_tiles=self.n // TILE,
+            residual=_ptr(residual), out_stride=self.n, experts=1, m_tiles=self.n // TILE,
             chunks=self.k // CHUNK, columns=rows, x_slots=slots,
             n_cap=columns_cap(rows, self.n // TILE, room.machine.blocks, SHAPES[shape]),
         )  # fmt: skip
@@ -326,7 +335,8 @@ class Experts:
         room = self.room
         rows, top_k = ids.shape
         assert x.dtype == torch.float32, "the residual is float32"
-        assert h.stride(-1) == 1 and h.stride(0) % 8 == 0, "rows are whole, and read sixteen bytes at a time"
+        assert h.stride(-1) == 1, "rows are whole"
+        assert h.stride(0) % 8 == 0, "rows are read sixteen bytes at a time"
         assert all(t.is_contiguous() for t in (x, ids, weights)), "the router's results and the residual are whole"
         out = torch.empty_like(x)
         if rows == 0:
@@ -343,10 +353,9 @@ class Experts:
         parts = room.get("parts", rows, lambda r: slots_of(r) * self.hidden, torch.float32)
         place = room.get("place", rows, lambda r: r * top_k, torch.int32)
         table = room.get("table", rows, lambda r: 2 * self.experts, torch.int32)
-        counters = room.counters()
         starts, counts = table.data_ptr(), table.data_ptr() + 4 * self.experts
         common = RowsArgs(
-            source=_ptr(h), packed=_ptr(packed), counters=_ptr(counters), ids=_ptr(ids), weights=_ptr(weights),
+            source=_ptr(h), packed=_ptr(packed), ids=_ptr(ids), weights=_ptr(weights),
             starts=starts, counts=counts, place=_ptr(place), parts=_ptr(parts), residual=_ptr(x),
             out=_ptr(out), stride=h.stride(0), rows=rows, width=self.hidden, slots=slots, experts=self.experts,
             top_k=top_k, source_float=_float(h), ids_wide=int(ids.dtype == torch.int64),
@@ -356,14 +365,14 @@ class Experts:
         shape = self.shape or shape_for(choices / self.experts)
         first = ProductArgs(
             map=self.maps[0], bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
-            x=_ptr(packed), starts=starts, counts=counts, packed=_ptr(hidden), counter=_ptr(counters),
+            x=_ptr(packed), starts=starts, counts=counts, packed=_ptr(hidden),
             experts=self.experts, m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots,
             packed_slots=slots, n_cap=SHAPES[shape].columns, limit=self.limit, alpha=self.alpha,
         )  # fmt: skip
         room.machine.product(Variant(self.format, shape, True), first)
         second = ProductArgs(
             map=self.maps[1], bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(hidden),
-            starts=starts, counts=counts, out=_ptr(parts), counter=counters.data_ptr() + 4, out_stride=self.hidden,
+            starts=starts, counts=counts, out=_ptr(parts), out_stride=self.hidden,
             experts=self.experts, m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots,
             n_cap=SHAPES[shape].columns,
         )  # fmt: skip

@@ -9,7 +9,6 @@ struct Rows {                 // mirrored in grouped.py; every kernel of this fi
   const void* norm;           // weight of an RMS norm, float or bf16; null: none
   const int* select;          // which rows of source; null: all
   u16* packed;                // see grouped.cuh
-  u32* counters;              // of the products that follow; zeroed
   const void* ids;            // [rows][top_k] int32 or int64
   const float* weights;       // [rows][top_k]
   int *starts, *counts;       // out: [experts]
@@ -20,9 +19,12 @@ struct Rows {                 // mirrored in grouped.py; every kernel of this fi
   i64 stride;
   int rows, width, slots, experts, top_k;
   int source_float, norm_float, ids_wide;
-  int half;                   // pack bf16 values as f16, for q8 weights
+  int kind;                   // how values are packed
   float eps;
+  float* scales;              // E4M3: of each slot
+  const u16* hidden;          // requantize: packed bf16
 };
+enum { AS_BF16 = 0, AS_F16 = 1, AS_E4M3 = 2 };  // f16: bf16 values, for q8 weights; e4m3: see grouped_fp8.cuh
 
 struct alignas(16) Four { float v[4]; };
 
@@ -40,15 +42,22 @@ HB_DEV void load_eight(const void* p, int is_float, size_t k, float (&v)[8]) {
   }
 }
 
-HB_DEV float sum_of_block(float v) {
+template <bool MAX> HB_DEV float over_block(float v) {
   float* part = (float*)hb_shared();
   HB_UNROLL
-  for (int m = 16; m; m >>= 1) v += shfl_xor(v, m);
+  for (int m = 16; m; m >>= 1) { const float o = shfl_xor(v, m); v = MAX ? fmaxf(v, o) : v + o; }
+  sync_all();
   if (hb_thread() % 32 == 0) part[hb_thread() / 32] = v;
   sync_all();
-  v = 0.f;
-  for (int w = 0; w < ROW_THREADS / 32; w++) v += part[w];
+  v = part[0];
+  for (int w = 1; w < ROW_THREADS / 32; w++) v = MAX ? fmaxf(v, part[w]) : v + part[w];
   return v;
+}
+
+// The scale of a row whose largest magnitude is `top`, and four values at that scale; the bits are those of ops/linear.py.
+HB_DEV float scale_of(float top) { const float s = divide_exactly(top, 448.f); return s > 0.f ? s : 1.f; }
+HB_DEV u32 four_e4m3(float a, float b, float c, float d, float scale) {
+  return e4m3_pair(divide_exactly(a, scale), divide_exactly(b, scale)) | e4m3_pair(divide_exactly(c, scale), divide_exactly(d, scale)) << 16;
 }
 
 // Lane t of four holds words 0 to 3 of a group's eight values t; afterwards lane i holds word i of all four.
@@ -64,54 +73,79 @@ HB_DEV void transpose_four(u32 (&w)[4], int lane) {
 }
 
 // A block packs one row: into the slot of its own number, or into the slots that `group_rows` gave it. A thread reads
-// eight values and keeps them while the norm is found; four threads then exchange words: word (t, i) of a group of 32
-// goes to place (i, t).
+// eight values and keeps them while norm and scale are found. For 16-bit values four threads then exchange words: word
+// (t, i) of a group of 32 goes to place (i, t); for E4M3 two do.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid_constant__ Rows r) {
   constexpr int HELD = 3;
   wait_for_previous();
   release_next();
   const int block = hb_block(), thread = hb_thread(), units = r.width / 8;
-  if (block == 0 && thread < 2 && r.counters) r.counters[thread] = 0;
   const int row = r.select ? r.select[block] : block, count = r.place ? r.top_k : 1;
   const size_t from = (size_t)row * r.stride;
   float v[HELD][8];
+  auto load = [&](int unit, float (&x)[8]) {
+    HB_UNROLL
+    for (int i = 0; i < 8; i++) x[i] = 0.f;
+    if (unit < units) load_eight(r.source, r.source_float, from + unit * 8, x);
+  };
   HB_UNROLL
-  for (int j = 0; j < HELD; j++)
-    if (thread + j * ROW_THREADS < units) load_eight(r.source, r.source_float, from + (thread + j * ROW_THREADS) * 8, v[j]);
+  for (int j = 0; j < HELD; j++) load(thread + j * ROW_THREADS, v[j]);
   int slots[TOP_MAX];  // read once: the compiler cannot know that packing does not change them
   HB_UNROLL
   for (int j = 0; j < TOP_MAX; j++) slots[j] = j >= count ? 0 : r.place ? r.place[block * r.top_k + j] : block;
-  float scale = 1.f;
+  float length = 1.f, scale = 1.f;
   if (r.norm) {
     float sum = 0.f;
+    auto add = [&](const float (&x)[8]) {
+      HB_UNROLL
+      for (int i = 0; i < 8; i++) sum += x[i] * x[i];
+    };
     HB_UNROLL
-    for (int j = 0; j < HELD; j++)
-      if (thread + j * ROW_THREADS < units)
-        HB_UNROLL
-        for (int i = 0; i < 8; i++) sum += v[j][i] * v[j][i];
-    for (int u = thread + HELD * ROW_THREADS; u < units; u += ROW_THREADS) {
-      float more[8];
-      load_eight(r.source, r.source_float, from + u * 8, more);
-      HB_UNROLL
-      for (int i = 0; i < 8; i++) sum += more[i] * more[i];
-    }
-    scale = recip_sqrt(sum_of_block(sum) / (float)r.width + r.eps);
+    for (int j = 0; j < HELD; j++) add(v[j]);
+    for (int u = thread + HELD * ROW_THREADS; u < units; u += ROW_THREADS) { float more[8]; load(u, more); add(more); }
+    length = recip_sqrt(over_block<false>(sum) / (float)r.width + r.eps);
   }
-  auto emit = [&](int unit, float (&x)[8]) {
-    const bool here = unit < units;  // for all four threads of a group, or for none
-    u32 word[4] = {0, 0, 0, 0};
-    if (here) {
-      if (r.norm) {
-        float n[8];
-        load_eight(r.norm, r.norm_float, unit * 8, n);
-        HB_UNROLL
-        for (int i = 0; i < 8; i++) x[i] = x[i] * scale * n[i];
-      }
+  auto normalise = [&](int unit, float (&x)[8]) {
+    if (!r.norm || unit >= units) return;
+    float n[8];
+    load_eight(r.norm, r.norm_float, unit * 8, n);
+    HB_UNROLL
+    for (int i = 0; i < 8; i++) x[i] = x[i] * length * n[i];
+  };
+  HB_UNROLL
+  for (int j = 0; j < HELD; j++) normalise(thread + j * ROW_THREADS, v[j]);
+  if (r.kind == AS_E4M3) {
+    float top = 0.f;
+    auto most = [&](const float (&x)[8]) {
       HB_UNROLL
-      for (int i = 0; i < 4; i++) {
-        word[i] = bf16_pair(x[2 * i], x[2 * i + 1]);  // the quantisation point
-        if (r.half) word[i] = half_pair(bf16_low(word[i]), bf16_high(word[i]));
-      }
+      for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(x[i]));
+    };
+    HB_UNROLL
+    for (int j = 0; j < HELD; j++) most(v[j]);
+    for (int u = thread + HELD * ROW_THREADS; u < units; u += ROW_THREADS) { float more[8]; load(u, more); normalise(u, more); most(more); }
+    scale = scale_of(over_block<true>(top));
+    if (thread < count) r.scales[r.place ? r.place[block * r.top_k + thread] : block] = scale;
+  }
+  auto emit = [&](int unit, const float (&x)[8]) {
+    const bool here = unit < units;  // for all threads that exchange, or for none
+    if (r.kind == AS_E4M3) {
+      const u32 lower = four_e4m3(x[0], x[2], x[1], x[3], scale), upper = four_e4m3(x[4], x[6], x[5], x[7], scale);
+      const bool odd = thread & 1;
+      const u32 got = shfl_xor(odd ? lower : upper, 1);
+      const u32 word[2] = {odd ? got : lower, odd ? upper : got};
+      if (!here) return;
+      u8* chunk = (u8*)r.packed + (size_t)(unit >> 4) * r.slots * 128;
+      const int sixteen = (unit >> 2 & 3) * 2 + odd;  // of the row's eight
+      HB_UNROLL
+      for (int j = 0; j < TOP_MAX; j++)
+        if (j < count) store_words<2>(chunk + (size_t)slots[j] * 128 + (sixteen ^ (slots[j] & 7)) * 16 + (unit & 2) * 4, word);
+      return;
+    }
+    u32 word[4];
+    HB_UNROLL
+    for (int i = 0; i < 4; i++) {
+      word[i] = bf16_pair(x[2 * i], x[2 * i + 1]);  // the quantisation point
+      if (r.kind == AS_F16) word[i] = half_pair(bf16_low(word[i]), bf16_high(word[i]));
     }
     transpose_four(word, thread);
     if (!here) return;
@@ -124,10 +158,55 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid
   for (int j = 0; j < HELD; j++)
     if (j * ROW_THREADS < units) emit(thread + j * ROW_THREADS, v[j]);
   for (int first = HELD * ROW_THREADS; first < units; first += ROW_THREADS) {
-    float more[8] = {};
-    if (first + thread < units) load_eight(r.source, r.source_float, from + (first + thread) * 8, more);
+    float more[8];
+    load(first + thread, more);
+    normalise(first + thread, more);
     emit(first + thread, more);
   }
+}
+
+// Packed bf16 (what gate_up leaves) to packed E4M3 with a scale for each slot: a warp takes a slot, a lane groups of 32
+// values, whose words (t, i) lie at places (i, t).
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) requantize(const __grid_constant__ Rows r) {
+  constexpr int HELD = 3;
+  wait_for_previous();
+  release_next();
+  const int lane = hb_thread() % 32, slot = hb_block() * (ROW_THREADS / 32) + hb_thread() / 32, groups = r.width / 32;
+  if (slot >= r.slots) return;
+  u32x4 held[HELD][4];
+  float top = 0.f;
+  auto load = [&](int group, u32x4 (&w)[4]) {
+    HB_UNROLL
+    for (int i = 0; i < 4; i++) {
+      w[i] = {0, 0, 0, 0};
+      if (group < groups) w[i] = ldg128(r.hidden + ((size_t)(group >> 1) * r.slots + slot) * 64 + (((group & 1) * 4 + i) ^ (slot & 7)) * 8);
+      const u32 words[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
+      HB_UNROLL
+      for (int t = 0; t < 4; t++) top = fmaxf(top, fmaxf(fabsf(bf16_low(words[t])), fabsf(bf16_high(words[t]))));
+    }
+  };
+  HB_UNROLL
+  for (int j = 0; j < HELD; j++) load(lane + 32 * j, held[j]);
+  for (int g = lane + 32 * HELD; g < groups; g += 32) { u32x4 more[4]; load(g, more); }
+  HB_UNROLL
+  for (int m = 16; m; m >>= 1) top = fmaxf(top, shfl_xor(top, m));
+  const float scale = scale_of(top);
+  if (lane == 0) r.scales[slot] = scale;
+  auto emit = [&](int group, const u32x4 (&w)[4]) {
+    if (group >= groups) return;
+    HB_UNROLL
+    for (int upper = 0; upper < 2; upper++) {
+      const u32x4 p = w[2 * upper], q = w[2 * upper + 1];
+      const u32 a[4] = {p.x, p.y, p.z, p.w}, b[4] = {q.x, q.y, q.z, q.w};
+      u32 out[4];
+      HB_UNROLL
+      for (int t = 0; t < 4; t++) out[t] = four_e4m3(bf16_low(a[t]), bf16_low(b[t]), bf16_high(a[t]), bf16_high(b[t]), scale);
+      store_words<4>((u8*)r.packed + ((size_t)(group >> 2) * r.slots + slot) * 128 + (((group & 3) * 2 + upper) ^ (slot & 7)) * 16, out);
+    }
+  };
+  HB_UNROLL
+  for (int j = 0; j < HELD; j++) emit(lane + 32 * j, held[j]);
+  for (int g = lane + 32 * HELD; g < groups; g += 32) { u32x4 more[4]; load(g, more); emit(g, more); }
 }
 
 HB_DEV int choice(const Rows& r, int i) { return r.ids_wide ? (int)((const i64*)r.ids)[i] : ((const int*)r.ids)[i]; }
@@ -202,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) sum_rows(const __grid_
 
 #ifdef HB_EMULATE
 extern "C" void hb_rows(const char* entry, const Rows* r, int grid, u32 seed) {
-  auto body = [=] { entry[0] == 'p' ? pack_rows(*r) : entry[0] == 'g' ? group_rows(*r) : sum_rows(*r); };
+  auto body = [=] { entry[0] == 'p' ? pack_rows(*r) : entry[0] == 'g' ? group_rows(*r) : entry[0] == 'r' ? requantize(*r) : sum_rows(*r); };
   emu::run(grid, entry[0] == 'g' ? GROUP_THREADS : ROW_THREADS, 4096, seed, body);
 }
 extern "C" int hb_rows_size() { return sizeof(Rows); }

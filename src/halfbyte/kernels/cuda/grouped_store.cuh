@@ -9,7 +9,10 @@ struct Consumer {
   Place at;
   int turn;
 
-  HB_DEV_MEMBER void release(int slot) const { if (lane == 0) bar_arrive(&sh.empty[slot], 1); }
+  HB_DEV_MEMBER void release(int slot) const {  // to everyone who fills it
+    if constexpr (PAIR == 1) { if (lane == 0) bar_arrive(&sh.empty[slot], 1); }
+    else if (lane < PAIR) bar_arrive_in(lane, &sh.empty[slot]);
+  }
 };
 
 // The biases a lane needs for MT tiles of 16 rows: of its rows g and g + 8; SWIGLU: of the gate and up rows around them.

@@ -81,10 +81,40 @@ HB_DEV u32 bf16_mul(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) * emu::
 HB_DEV void shared_add(int* p, int v) { *p += v; emu::moved(); }
 HB_DEV u32 votes(bool p) { return emu::collective(emu::Reduce{p, 2}); }
 HB_DEV float reciprocal(float v) { return 1.f / v; }
+HB_DEV float divide_exactly(float a, float b) { return a / b; }
+HB_DEV u32 e4m3_round(float v) {  // to nearest even, past the range to the largest
+  const u32 sign = as_bits(v) >> 24 & 128;
+  const float m = std::fabs(v);
+  if (v != v) return sign | 127;
+  if (m < 0.015625f) return sign | (u32)std::nearbyint(m * 512.f);
+  const u32 b = as_bits(m), r = (b + 0x7ffffu + (b >> 20 & 1)) >> 20;
+  return sign | std::min(r - (120u << 3), 126u);
+}
+HB_DEV u32 e4m3_pair(float lo, float hi) { return e4m3_round(lo) | e4m3_round(hi) << 8; }
 HB_DEV float power_of_two(float v) { return std::exp2(v); }
 HB_DEV void wait_a_bit() { emu::yield(); }
 template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) { memcpy(p, v, 4 * N); }
 HB_DEV u64 ordinary_policy() { return 0; }
+// Clusters of two blocks, neighbours in the grid. What lies at a multiple of 1024 lies at the same place in both.
+namespace emu {
+inline u8* aligned(int block) { return (u8*)(((uintptr_t)machine()->blocks[block].shared.data() + 127 & ~(uintptr_t)127) + 1023 & ~(uintptr_t)1023); }
+template <class T> T* in_block(int rank, T* p) {
+  const int here = machine()->now->block_id;
+  return (T*)(aligned((here & ~1) + rank) + ((u8*)p - aligned(here)));
+}
+}  // namespace emu
+HB_DEV int cluster_rank() { return hb_block() & 1; }
+HB_DEV void cluster_sync() {
+  emu::Machine* m = emu::machine();
+  emu::NamedBarrier& n = m->blocks[hb_block() & ~1].named[14];
+  const u64 e = n.epoch;
+  if (++n.arrived == 2 * (int)m->now->block->warps.size() * 32) { n.arrived = 0; n.epoch++; emu::moved(); }
+  while (n.epoch == e) emu::yield();
+}
+HB_DEV void bar_arrive_in(int rank, u64* bar) { bar_arrive(emu::in_block(rank, bar), 1); }
+HB_DEV void bulk_copy_to_both(void* dst, const void* src, u32 bytes, u64* bar) {
+  for (int r = 0; r < 2; r++) bulk_copy(emu::in_block(r, (u8*)dst), src, bytes, emu::in_block(r, bar), 0);
+}
 #else
 #define HB_NO_UNROLL _Pragma("unroll 1")
 #define HB_UNROLL_4 _Pragma("unroll 4")
@@ -134,6 +164,8 @@ HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::
 HB_DEV u32 bf16_mul(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV void shared_add(int* p, int v) { atomicAdd(p, v); }
 HB_DEV u32 votes(bool p) { return __ballot_sync(0xffffffffu, p); }
+HB_DEV float divide_exactly(float a, float b) { return __fdiv_rn(a, b); }
+HB_DEV u32 e4m3_pair(float lo, float hi) { u16 r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo)); return r; }
 HB_DEV float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 HB_DEV float power_of_two(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 HB_DEV void wait_a_bit() {}
@@ -141,6 +173,17 @@ template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) {
   if constexpr (N == 4) asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
   else if constexpr (N == 2) asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(v[0]), "r"(v[1]) : "memory");
   else { static_assert(N == 1, "1, 2 or 4 words"); asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v[0]) : "memory"); }
+}
+// Clusters of two blocks. Barriers and copies reach the same place of the other block's shared memory.
+HB_DEV int cluster_rank() { int r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+HB_DEV void cluster_sync() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+HB_DEV void bar_arrive_in(int rank, u64* bar) {
+  asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+               ::"r"(smem(bar)), "r"(rank) : "memory");
+}
+HB_DEV void bulk_copy_to_both(void* dst, const void* src, u32 bytes, u64* bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+               ::"r"(smem(dst)), "l"(src), "r"(bytes), "r"(smem(bar)), "h"((u16)3) : "memory");
 }
 HB_DEV u64 ordinary_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
 

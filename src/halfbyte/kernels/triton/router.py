@@ -16,9 +16,9 @@ from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.norm import stored
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
-from halfbyte.plan.step import Step
+from halfbyte.plan.step import BATCH_ROWS, Step
 
-BM, BK = 16, 64
+BK = 64
 PARTS = 9  # of K: five steps each at 2880, because with few rows every step waits for memory
 
 
@@ -27,6 +27,11 @@ def parts_of(rows: int, hidden: int) -> tuple[int, int]:
     steps = math.ceil(hidden / BK)
     each = math.ceil(steps / PARTS)
     return math.ceil(steps / each), each * BK
+
+
+def rows_step(rows: int) -> int:
+    """Rows of a block: with many, the router's weights are read less often. The sums are the same bits either way."""
+    return 16 if rows < 1024 else 64
 
 
 def experts_step(rows: int) -> int:
@@ -43,14 +48,14 @@ def router_call(x: torch.dtype, weight: torch.dtype, rows: int, hidden: int, exp
         "rows",
         "router_kernel",
         types,
-        {"BM": BM, "BE": experts_step(rows), "BK": BK},
+        {"BM": rows_step(rows), "BE": experts_step(rows), "BK": BK},
         warps=4,
         stages=3,
-        need=r"\bHMMA",
+        need=r"\b(HMMA|HGMMA|UTCHMMA)",
     )
 
 
-def choose_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, spec: Spec) -> Call:
+def choose_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, rows: int, spec: Spec) -> Call:
     types = {
         "x": type_of(x), "norm": type_of(weight), "bias": type_of(weight), "partial": "*fp32", "h": type_of(h),
         "ids": "*i32", "weights": "*fp32", "H": multiple(spec.hidden), "E": multiple(spec.experts), "eps": "fp32",
@@ -59,7 +64,9 @@ def choose_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, spec: Spec)
         "PARTS": parts_of(1, spec.hidden)[0], "TOP": spec.top_k, "TOP_P2": power_of_two(spec.top_k),
         "BH": power_of_two(spec.hidden), "BE": power_of_two(spec.experts),
     }  # fmt: skip
-    return Call("rows", "choose_kernel", types, constants, warps=8)
+    return Call(
+        "rows", "choose_kernel", types, constants, warps=8 if rows <= BATCH_ROWS else 2
+    )  # many hide their waits
 
 
 class NormAndRouter(Phase):
@@ -80,7 +87,7 @@ class NormAndRouter(Phase):
             x, rows = acts["x"], step.rows
             device = x.device
             partial = torch.empty((rows, parts, spec.experts), dtype=torch.float32, device=device)
-            grid = (math.ceil(rows / BM), math.ceil(spec.experts / experts_step(rows)), parts)
+            grid = (math.ceil(rows / rows_step(rows)), math.ceil(spec.experts / experts_step(rows)), parts)
             router_call(x.dtype, w.mlp_norm.dtype, rows, spec.hidden, spec.experts).launch(
                 grid, device, x=x, norm=w.mlp_norm, weight=w.router, partial=partial,
                 M=rows, H=spec.hidden, E=spec.experts, CHUNK=chunk,
@@ -88,7 +95,7 @@ class NormAndRouter(Phase):
             h = torch.empty((rows, spec.hidden), dtype=dtype, device=device)
             ids = torch.empty((rows, spec.top_k), dtype=torch.int32, device=device)
             weights = torch.empty((rows, spec.top_k), dtype=torch.float32, device=device)
-            choose_call(x.dtype, w.mlp_norm.dtype, dtype, spec).launch(
+            choose_call(x.dtype, w.mlp_norm.dtype, dtype, rows, spec).launch(
                 (rows,), device, x=x, norm=w.mlp_norm, bias=w.router_bias, partial=partial, h=h, ids=ids,
                 weights=weights, H=spec.hidden, E=spec.experts, eps=spec.norm_eps,
             )  # fmt: skip
@@ -101,5 +108,6 @@ class NormAndRouter(Phase):
         return [
             router_call(f32, bf16, 16, spec.hidden, spec.experts),
             router_call(f32, bf16, 2048, spec.hidden, spec.experts),
-            choose_call(f32, bf16, stored(spec, "gate_up"), spec),
+            choose_call(f32, bf16, stored(spec, "gate_up"), 16, spec),
+            choose_call(f32, bf16, stored(spec, "gate_up"), 2048, spec),
         ]
