@@ -28,7 +28,18 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 SAMPLING, PACKING, OTHER = "sampling", "packing", "other"
 ORDER = (*CATEGORIES, SAMPLING, PACKING, OTHER)
 # Kernels that only bring activations into another format or order: quantising, grouping by expert, summing up.
-_PACKS = re.compile(r"quantize|pack_rows|group_rows|sum_rows|group_kernel|count_kernel|tiles_kernel|scatter_kernel")
+_PACKS = re.compile(
+    r"quantize|pack_rows|group_rows|sum_rows|batch_finish|group_kernel|count_kernel|tiles_kernel|scatter_kernel"
+)
+# Kernels whose name tells their operation, for phases that span several.
+_NAMES = (
+    ("rope/KV", re.compile(r"rope|angles")),
+    ("attention", re.compile(r"attention|decode_kernel|merge_kernel|prefill_kernel|flash")),
+    ("router", re.compile(r"router|choose")),
+)
+_PRODUCT = re.compile(r"product|grouped|linear_kernel|gate_up_kernel|down_kernel")
+# The products of a layer in the order they must run.
+_PRODUCTS = (("qkv", "qkv"), ("o", "o"), ("moe", "MoE"), ("moe", "MoE"), ("lm_head", "lm_head"))
 
 
 def category_of(covers: Iterable[str]) -> str:
@@ -36,9 +47,23 @@ def category_of(covers: Iterable[str]) -> str:
     return " + ".join(name for name, ops in CATEGORIES.items() if held & set(ops))
 
 
-def kernel_category(kernel: str, covers: Iterable[str]) -> str:
-    """Of one kernel inside a phase: packing is told apart from the product it serves."""
-    return PACKING if _PACKS.search(kernel) else category_of(covers)
+def classify(kernels: Sequence[str], covers: Sequence[str]) -> list[str]:
+    """Categories of the kernels of one launch, in order: packing is told apart from the product it serves, and a phase
+    that spans several categories is divided by names and by the order of its products, where they tell."""
+    whole = category_of(covers)
+    mine = whole.split(" + ")
+    found = [PACKING if _PACKS.search(k) else whole for k in kernels]
+    if len(mine) == 1:
+        return found
+    products = [i for i, k in enumerate(kernels) if found[i] == whole and _PRODUCT.search(k)]
+    wanted = [category for op, category in _PRODUCTS if op in covers]
+    if len(products) == len(wanted):
+        for i, category in zip(products, wanted):
+            found[i] = category
+    for i, kernel in enumerate(kernels):
+        if found[i] == whole and i not in products:
+            found[i] = next((c for c, name in _NAMES if c in mine and name.search(kernel)), whole)
+    return found
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.lab.bench import device_roof
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.plan.phase import LAYER
+from halfbyte.plan.phase import LAYER, OPERATIONS
 from halfbyte.plan.plan import Bound
 from halfbyte.plan.step import REGIMES, Step
 from halfbyte.roofline import decode_ceiling, prefill_ceiling, unique_experts
@@ -108,16 +108,6 @@ def _shows_choices(b: Bound) -> bool:
     return b.phase.covers[-1] == "router" or b.phase.covers == LAYER
 
 
-def with_router(model: GptOss, step: Step) -> tuple[str, list[Bound]] | None:
-    """The launches of the step's regime, or of the next one, whose router leaves its choices where they can be read."""
-    wanted = [step.regime, *(r for r in REGIMES if REGIMES.index(r) > REGIMES.index(step.regime))]
-    for regime in wanted:
-        bound = model.plan.bound[regime]
-        if any(_shows_choices(b) for b in bound):
-            return regime, bound
-    return None
-
-
 def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
     """Distinct experts per layer that the rows of this step choose, counted on the device; and whose router chose.
 
@@ -126,19 +116,27 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
     shows its choices."""
     if step.rows == 1:
         return float(model.config.top_k), "one row"
-    found = with_router(model, step)
-    if found is None:
-        return None
-    regime, bound = found
+    for regime in REGIMES[REGIMES.index(step.regime) :]:
+        bound = model.plan.bound[regime]
+        if bound[0].phase.covers == OPERATIONS:
+            continue
+        counts = _count(model, step, bound)
+        if counts:
+            return statistics.fmean(torch.stack(counts).tolist()), f"router of {regime}"
+    return None
+
+
+def _count(model: GptOss, step: Step, bound: Sequence[Bound]) -> list[Tensor]:
+    """Distinct experts of every layer whose choices are left where they can be read."""
     acts: dict[str, Tensor] = {}
     counts: list[Tensor] = []
     for b in bound:
         b.launch(step, acts)
-        if _shows_choices(b):
+        if "router" in b.phase.covers and "topk_ids" in acts:
             seen = torch.zeros(model.config.experts, dtype=torch.int32, device=model.device)
             seen[acts["topk_ids"].long().flatten()] = 1
             counts.append(seen.sum())
-    return statistics.fmean(torch.stack(counts).tolist()), f"router of {regime}"
+    return counts
 
 
 def decode(model: GptOss, rows: int, context: int, count: int = 128) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.errors import EngineError
 from halfbyte.lab import steptrace
 from halfbyte.lab.bench import device_roof
-from halfbyte.lab.profile import OTHER, SAMPLING, Profile, Span, category_of, kernel_category, summarise
+from halfbyte.lab.profile import OTHER, SAMPLING, Profile, Span, category_of, classify, summarise
 from halfbyte.lab.speed import Cache, decode_step, device_us, experts_touched, fill, prefill_step, random_tokens
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.sampling import greedy
@@ -202,15 +202,17 @@ def attribute(model: GptOss, step: Step) -> list[tuple[str, str]]:
 
     run(0)  # kernels compile here
     kernels, marks = _traced(run, 1)
+    whose = [owner(kernel, marks) for kernel in kernels]
     owners = []
-    for kernel in kernels:
-        i = owner(kernel, marks)
+    for i in sorted(set(whose)):
+        names = [k.name for k, at in zip(kernels, whose) if at == i]
         if i == len(bound):
-            owners.append((kernel.name, SAMPLING))
+            categories = [SAMPLING] * len(names)
         elif bound[i].phase.covers == OPERATIONS:
-            owners.append((kernel.name, WHOLE if "decode_step" in kernel.name else OTHER))
+            categories = [WHOLE if "decode_step" in name else OTHER for name in names]
         else:
-            owners.append((kernel.name, kernel_category(kernel.name, bound[i].phase.covers)))
+            categories = classify(names, bound[i].phase.covers)
+        owners += list(zip(names, categories))
     return owners
 
 
