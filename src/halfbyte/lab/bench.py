@@ -7,6 +7,7 @@ ceiling is marked invalid and has no number.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,8 +71,9 @@ def run(
     return figures
 
 
+@functools.cache
 def device_roof(device: torch.device) -> roofline.Gpu:
-    """The roof of this machine: a GPU of the table by name, else read bandwidth and matrix rate measured now."""
+    """The roof of this machine: a GPU of the table by name, else read bandwidth and matrix rate measured once."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).lower().replace(" ", "")
         for key, gpu in roofline.GPUS.items():
