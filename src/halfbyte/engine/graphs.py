@@ -29,13 +29,13 @@ class DecodeGraph:
     """One step of `rows` sequences, one row each, over fixed buffers.
 
     With `feed_back` the graph also picks the highest logit, puts it in as the next token and moves one position on: a
-    greedy decode that needs the host for nothing but the launch. With `results` (int32 [most, 2], shared by all
-    graphs of an engine) a row may take its token from what the step before left there, and this step's highest logits
-    go there: token, and whether the logits are numbers.
+    greedy decode that needs the host for nothing but the launch. With `memory` (int32, shared by all graphs of an
+    engine; see `DeviceRunner`) a row's token is the word that its `source` names: one of this step's tokens, or one of
+    `results`, which the step before has left there and where this step's highest logits go.
     """
 
     def __init__(
-        self, model: GptOss, rows: int, blocks: int, *, feed_back: bool = False, buffer: Tensor | None = None,
+        self, model: GptOss, rows: int, blocks: int, *, feed_back: bool = False, memory: Tensor | None = None,
         results: Tensor | None = None,
     ) -> None:  # fmt: skip
         device = model.device
@@ -44,9 +44,8 @@ class DecodeGraph:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.width = aligned(rows)
-        if buffer is None:
-            buffer = ints(len(FIELDS) * self.width)
-        self.fields = {name: buffer[i * self.width :][:rows] for i, name in enumerate(FIELDS)}
+        self.memory = ints(len(FIELDS) * self.width) if memory is None else memory
+        self.fields = {name: self.memory[i * self.width :][:rows] for i, name in enumerate(FIELDS)}
         each = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.model, self.feed_back, self.results = model, feed_back, results
         self.step = Step(
@@ -66,16 +65,14 @@ class DecodeGraph:
 
     def idle(self) -> None:
         """Every row on the scratch page."""
-        for name, value in zip(FIELDS, (0, 0, 1, -1)):
+        for name, value in zip(FIELDS, (0, 0, 1, 0)):
             self.fields[name].fill_(value)
 
     def run(self) -> Tensor:
         """What is captured."""
         step = self.step
         if self.results is not None:
-            source = self.fields["source"]
-            known = self.results[:, 0][source.clamp_min(0)]
-            step = replace(step, tokens=torch.where(source >= 0, known, step.tokens))
+            step = replace(step, tokens=self.memory.index_select(0, self.fields["source"]))
         logits = self.model.forward(step)
         if self.feed_back:
             self.step.tokens.copy_(greedy(logits))
@@ -111,11 +108,11 @@ class DecodeGraph:
 
 
 def note(logits: Tensor, results: Tensor) -> None:
-    """The highest logit of each row, and whether it is a number, into `results`. NaN counts as the highest."""
+    """Place and value (its bits) of the highest logit of each row, into `results`. NaN counts as the highest."""
     value, token = logits.max(-1)
     here = results[: logits.shape[0]]
     here[:, 0].copy_(token)
-    here[:, 1].copy_(torch.isfinite(value))
+    here.view(torch.float32)[:, 1].copy_(value)
 
 
 class Graphs:
@@ -126,7 +123,7 @@ class Graphs:
         self.made: dict[tuple[int, int], DecodeGraph] = {}
         self._pool: Any = None
 
-    def find(self, rows: int, width: int, buffer: Tensor, results: Tensor) -> DecodeGraph | None:
+    def find(self, rows: int, width: int, memory: Tensor, results: Tensor) -> DecodeGraph | None:
         """The graph for a step of `rows` rows of a sequence each, whose tables are `width` wide; None: run eagerly."""
         if rows > SIZES[-1] or width > self.blocks:
             return None
@@ -135,7 +132,7 @@ class Graphs:
         blocks = short if width <= short < self.blocks else self.blocks
         key = (size, blocks)
         if key not in self.made:
-            graph = DecodeGraph(self.model, size, blocks, buffer=buffer, results=results)
+            graph = DecodeGraph(self.model, size, blocks, memory=memory, results=results)
             graph.capture(self._pool)  # one for all: the graphs of an engine never run at the same time
             if graph.graph is not None:
                 self._pool = graph.graph.pool()

@@ -114,9 +114,10 @@ class DeviceRunner:
         sequences: int = 64, blocks: int = 64,
     ) -> None:  # fmt: skip
         self.model, self.observer, self.graphs = model, observer, graphs
-        self._stage = Staging(model.device, 12 * rows + 2 * sequences * wide(blocks) + 256)
-        # What the last step sampled: token, whether its logits were numbers.
-        self._results = torch.zeros((rows, 2), dtype=torch.int32, device=model.device)
+        # What the last step sampled lies behind what is sent: the next step finds its tokens in one memory.
+        self._stage = Staging(model.device, 12 * rows + 2 * sequences * wide(blocks) + 256, 2 * rows)
+        self._behind = self._stage.buffer.shape[0]
+        self._results = self._stage.memory[self._behind :].view(rows, 2)  # token, its logit's bits
 
     def launch(self, batch: Batch) -> DeviceHandle:
         with torch.inference_mode():
@@ -134,16 +135,21 @@ class DeviceRunner:
         rows = batch.rows
         if self.graphs is None or rows != len(batch.slots) or rows != len(batch.pickers):
             return None
-        return self.graphs.find(rows, batch.full.shape[1], self._stage.buffer, self._results)
+        return self.graphs.find(rows, batch.full.shape[1], self._stage.memory, self._results)
+
+    def _sources(self, token_from: Ints) -> Ints:
+        """Where in memory each row's token is: its own word, or what the step before sampled."""
+        own = np.arange(token_from.shape[0], dtype=np.int32)
+        return np.where(token_from >= 0, self._behind + 2 * token_from, own)
 
     def _replay(self, graph: DecodeGraph, batch: Batch, draw: _Draw) -> Tensor:
         rows, size = batch.rows, graph.step.rows
         inputs = np.zeros((len(FIELDS), graph.width), np.int32)
         inputs[0, :rows], inputs[1, :rows] = batch.tokens, batch.positions
-        inputs[2], inputs[3] = 1, -1
+        inputs[2], inputs[3] = 1, np.arange(graph.width)
         inputs[2, :rows] = batch.kv_lens
         if batch.token_from is not None:
-            inputs[3, :rows] = batch.token_from
+            inputs[3, :rows] = self._sources(batch.token_from)
         arrays: list[NDArray[Any]] = [inputs, *draw.arrays]
         held = graph.held
         moved = not all(
@@ -170,13 +176,15 @@ class DeviceRunner:
             tables, *draw.arrays,
         ]  # fmt: skip
         if batch.token_from is not None:
-            arrays.append(batch.token_from)
+            arrays.append(self._sources(batch.token_from))
         sent = self._stage.send(arrays)
         tokens, positions, query_start, kv_lens, row_sequence, logit_rows, held = sent[:7]
         draw.sent(sent[7:])
         if batch.token_from is not None:
-            source = sent[-1]
-            tokens = torch.where(source >= 0, self._results[:, 0][source.clamp_min(0)], tokens)
+            memory = self._stage.memory
+            if tokens.data_ptr() != memory.data_ptr():  # too large to be sent there
+                memory = torch.cat((tokens, memory[tokens.shape[0] :]))
+            tokens = memory.index_select(0, sent[-1])
         step = Step(
             tokens=tokens, positions=positions, query_start=query_start, kv_lens=kv_lens, row_sequence=row_sequence,
             block_tables={"sliding": held[0], "full": held[1]}, logit_rows=logit_rows, max_kv_len=batch.max_kv_len,
@@ -283,7 +291,7 @@ def _to_host(t: Tensor) -> Tensor:
 
 @dataclass
 class DeviceHandle:
-    out: Tensor | None  # int32 [L, 2] on the host: token, whether its logits are numbers
+    out: Tensor | None  # int32 [L, 2] on the host: token, the bits of the row's highest logit
     done: torch.cuda.Event | None
     shown: dict[int, Shown]  # rows whose logprobs are wanted
     errors: dict[int, str]
@@ -296,8 +304,9 @@ class DeviceHandle:
         found = self.out.numpy()
         tokens = found[:, 0].tolist()
         errors = dict(self.errors)
-        if not found[:, 1].all():
-            errors |= dict.fromkeys(np.nonzero(found[:, 1] == 0)[0].tolist(), NOT_NUMBERS)
+        numbers = np.isfinite(found.view(np.float32)[:, 1])
+        if not numbers.all():
+            errors |= dict.fromkeys(np.nonzero(~numbers)[0].tolist(), NOT_NUMBERS)
         logprobs = {i: s.logprob(tokens[i]) for i, s in self.shown.items() if i not in errors}
         return StepResult(tokens, logprobs, errors)
 

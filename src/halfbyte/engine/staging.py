@@ -30,11 +30,13 @@ def wide(blocks: int) -> int:
 
 
 class Staging:
-    def __init__(self, device: torch.device, words: int) -> None:
+    def __init__(self, device: torch.device, words: int, more: int = 0) -> None:
+        """`more` words of `memory`, behind the buffer, are the caller's: nothing is sent there."""
         self.device = device
         self.cuda = device.type == "cuda"
         words = aligned(max(words, 1024))
-        self.buffer = torch.zeros(words, dtype=torch.int32, device=device)
+        self.memory = torch.zeros(words + more, dtype=torch.int32, device=device)
+        self.buffer = self.memory[:words]
         self._pinned = (
             [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)] if self.cuda else []
         )

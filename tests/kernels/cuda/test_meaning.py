@@ -1,0 +1,87 @@
+"""A trained model through the CUDA decode kernel, without a GPU: its source on the emulator, step after step.
+
+Random weights show that a product is right; they cannot show that nothing is dropped on the way. Here the embedded
+model (with idle heads and experts added, so that its shape is one the kernel takes) reads a problem through the
+reference, answers it through `step.cu`, and the answer is judged.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte import gates
+from halfbyte.evals.suite import Suite, read_reply
+from halfbyte.kernels.cuda import decode
+from halfbyte.kernels.cuda.emulate import Emulator
+from halfbyte.model import checkpoint, ready
+from halfbyte.model.gpt_oss import GptOss, choose
+from halfbyte.model.padded import Padded
+from halfbyte.model.solo import Solo
+from halfbyte.plan import reference, select
+from halfbyte.plan.phase import ARCHES
+
+pytestmark = [
+    pytest.mark.slow,  # seconds a step
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
+]
+BOUND = 2e-2
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(decode, "Gpu", lambda shape: Emulator(shape, 3, cache=tmp_path))
+    monkeypatch.setattr(decode, "POSITIONS", 4096)
+    monkeypatch.setattr(decode, "BLOCKS", 64)
+
+
+def pair(preset: str) -> tuple[GptOss, GptOss]:
+    """(decode through the kernel and the rest through the reference, all through the reference), one set of weights."""
+    g = gates.PRESETS[preset].gates
+    source = checkpoint.open_model(ready.EMBEDDED)
+    try:
+        padded = Padded(source)
+        spec, chosen, selection = choose(padded.config, g, ARCHES["sm90"])
+        assert selection.chosen["decode"] == ("cuda.decode_step",)
+        weights = checkpoint.assemble(padded, layer_formats=g.layer_formats, layouts=selection.layouts)
+    finally:
+        source.close()
+    plain, _ = select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
+    mixed = plain | {"decode": chosen["decode"]}
+    return GptOss(weights, g, choice=(spec, mixed, selection)), GptOss(weights, g, choice=(spec, plain, selection))
+
+
+@pytest.mark.parametrize(("preset", "tokens"), [("exact", 96), ("balanced", 6), ("fast", 6)])
+@pytest.mark.usefixtures("emulated")
+def test_an_answer_through_the_decode_kernel(preset: str, tokens: int) -> None:
+    mine, oracle = pair(preset)
+    tokenizer = ready.tokenizer_of(ready.resolve(None))
+    item = Suite("tiny", 0, 1, ["letters"]).items(tokenizer)[0]
+    assert len(item.prompt) > 8, "read by the reference"
+    a, b = Solo(mine, 512), Solo(oracle, 512)
+    a.feed(item.prompt)
+    token = int(b.feed(item.prompt)[0].argmax())
+    said = [token]
+    while len(said) < tokens and token not in oracle.config.eos_tokens:
+        got, want = a.feed([token])[0], b.feed([token])[0]
+        assert float((got - want).norm() / want.norm()) < BOUND
+        best, second = want.topk(2).values.tolist()
+        token = int(want.argmax())
+        if best - second > 2 * float((got - want).abs().max()):
+            assert int(got.argmax()) == token
+        said.append(token)
+    assert mine.plan.record.phases("decode") == {"cuda.decode_step"}
+    if tokens > 6:
+        reply = read_reply(tokenizer, said)
+        assert reply.fault is None
+        assert item.problem.judge(reply.final, reply.call), tokenizer.decode(said)
+
+
+def test_the_rope_table_covers_the_longest_context() -> None:
+    """What the fixture above shortens."""
+    assert decode.POSITIONS == 131072
+    assert decode.BLOCKS * decode.PAGE == decode.POSITIONS
+    assert torch.finfo(torch.float32).eps * decode.POSITIONS < 0.1
