@@ -42,7 +42,7 @@ def mxfp4(shape: tuple[int, ...], seed: int) -> tuple[MXTensor, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("form", "shape", "swiglu"),
-    [("mxfp4", shape, swiglu) for shape in SHAPES for swiglu in (False, True)]
+    [("mxfp4", shape, swiglu) for shape in SHAPES if shape != "vast" for swiglu in (False, True)]
     + [(form, shape, False) for form in ("q8", "bf16") for shape in ("narrow", "wide")],
 )
 def test_mirrored_structs(form: str, shape: str, swiglu: bool) -> None:

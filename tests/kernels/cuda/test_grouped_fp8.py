@@ -1,0 +1,155 @@
+"""Grouped products with fp8 activations against the specification, through the emulator; widening, scales, refusals."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from grouped_emulator import Emulator, build
+
+from halfbyte import formats
+from halfbyte.errors import PlanError
+from halfbyte.formats import MXTensor, layouts
+from halfbyte.gates import Gates, Layers, PerRegime
+from halfbyte.kernels.cuda.grouped import ProductArgs, Room
+from halfbyte.kernels.cuda.grouped_fp8 import PHASES, WIDTHS, Fp8Dense, Fp8Experts, Fp8Variant, columns_of, tops_of
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import choose
+from halfbyte.ops.linear import round_activation
+from halfbyte.ops.moe import moe
+from halfbyte.ops.norm import rms_norm
+from halfbyte.plan.phase import ARCHES
+
+
+def close(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
+    assert torch.isfinite(got).all()
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    assert error <= bound, error
+
+
+def mxfp4(shape: tuple[int, ...], seed: int, octaves: float = 4.0) -> tuple[MXTensor, torch.Tensor]:
+    """Weights whose groups differ in size, as real ones do."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(shape, generator=g) / shape[-1] ** 0.5
+    size = torch.exp2(-octaves * torch.rand((*shape[:-1], shape[-1] // 32, 1), generator=g))
+    plain = formats.quantize((w.view(*shape[:-1], -1, 32) * size).view(shape), "mxfp4")
+    return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_mirrored_structs(swiglu: bool) -> None:
+    v = Fp8Variant("mxfp4", "vast", swiglu)
+    sizes = [build(v.program()).hb_grouped_size(i) for i in range(3)]
+    assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
+    assert v.shared_bytes <= 232_448
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 64, 64), (9, 192, 192), (70, 320, 128), (150, 64, 320), (300, 192, 64)]
+)
+def test_dense(rows: int, n: int, k: int) -> None:
+    g = torch.Generator().manual_seed(rows)
+    weights, dense = mxfp4((n, k), rows, octaves=12.0)
+    bias = torch.randn(n, generator=g)
+    x, residual = torch.randn((rows + 3, k), generator=g), torch.randn((rows, n), generator=g)
+    room = Room(Emulator(5), {}, torch.device("cpu"))
+    got = Fp8Dense(room, weights, None, "o").run(x[:rows])
+    close(got, round_activation(x[:rows], "fp8").double() @ dense.double().T, 1e-6)  # nothing else rounds
+    norm = torch.rand(k, generator=g).to(torch.bfloat16)
+    select = torch.randperm(rows + 3, generator=g)[:rows].to(torch.int32)
+    got = Fp8Dense(room, weights, bias, "qkv").run(x, norm=norm, eps=1e-5, select=select, residual=residual)
+    h = round_activation(rms_norm(x, norm, 1e-5), "fp8")[select.long()]
+    close(got, h.double() @ dense.double().T + bias + residual, 5e-3)  # a norm on an edge may fall either way
+
+
+def test_a_row_of_zeros_and_a_row_of_one_value() -> None:
+    weights, dense = mxfp4((64, 64), 1)
+    x = torch.zeros((3, 64))
+    x[1, 5] = 1e-30
+    x[2] = -3e4
+    got = Fp8Dense(Room(Emulator(2), {}, torch.device("cpu")), weights, None, "o").run(x)
+    want = round_activation(x, "fp8").double() @ dense.double().T
+    assert (got[0] == 0).all()
+    for row in (1, 2):
+        close(got[row], want[row], 1e-6)
+
+
+def test_every_code_and_scale_is_exact() -> None:
+    """Every E2M1 code at every distance from its row's largest scale; a row that holds 448 has the scale one."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    data = torch.zeros((64, 32 * 18 // 2), dtype=torch.uint8)
+    for row in range(64):  # another code for the same k in every row
+        mine = codes.roll(row)
+        data[row] = (mine[0::2] | mine[1::2] << 4).repeat(data.shape[1] // 8)
+    scales = torch.full((64, 18), 120, dtype=torch.uint8)
+    for group in range(18):
+        scales[:, group] = 120 - min(group, 16)
+    plain = MXTensor(data, scales, (64, 32 * 18), "mxfp4", "plain")
+    dense = formats.dequantize(plain, torch.float32)
+    layer = Fp8Dense(Room(Emulator(2), {}, torch.device("cpu")), layouts.convert(plain, "tile16"), None, "o")
+    for k in (0, 7, 33, 64, 100, 300, 530, 575):
+        x = torch.zeros((1, 32 * 18))
+        x[0, k] = 448.0
+        assert torch.equal(layer.run(x)[0], 448.0 * dense[:, k])
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k", "hidden", "inner", "skew"),
+    [(9, 8, 4, 128, 64, 0.0), (33, 4, 2, 192, 192, 2.0), (150, 2, 1, 64, 320, 1.0), (280, 2, 2, 128, 64, 0.0)],
+)  # fmt: skip
+def test_experts(rows: int, experts: int, top_k: int, hidden: int, inner: int, skew: float) -> None:
+    g = torch.Generator().manual_seed(rows)
+    gate_up, gate_up_dense = mxfp4((experts, 2 * inner, hidden), 1)
+    down, down_dense = mxfp4((experts, hidden, inner), 2)
+    gate_up_bias = torch.randn((experts, 2 * inner), generator=g).to(torch.bfloat16)
+    down_bias = torch.randn((experts, hidden), generator=g)
+    logits = torch.randn((rows, experts), generator=g) + skew * torch.arange(experts)
+    weights, ids = logits.softmax(-1).topk(top_k)
+    h, x = torch.randn((rows, hidden), generator=g) * 3, torch.randn((rows, hidden), generator=g)
+    room = Room(Emulator(4, seed=rows), {}, torch.device("cpu"))
+    layer = Fp8Experts(room, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702)
+    got = layer.run(h, ids.to(torch.int32), weights.contiguous(), x)
+
+    def result(middle: str) -> torch.Tensor:
+        def first(e: int, y: torch.Tensor) -> torch.Tensor:
+            return round_activation(y, "fp8") @ gate_up_dense[e].T + gate_up_bias[e].float()
+
+        def second(e: int, y: torch.Tensor) -> torch.Tensor:
+            return round_activation(round_activation(y, middle), "fp8") @ down_dense[e].T + down_bias[e].float()
+
+        return moe(h, ids, weights, first, second, 7.0, 1.702)
+
+    close(got - x, result("bf16"), 4e-3)  # as it is done: a value on an edge may fall either way
+    close(got - x, result("f32"), 2e-2)  # as it is defined
+
+
+def test_refuses_scales_that_do_not_fit() -> None:
+    room = Room(Emulator(1), {}, torch.device("cpu"))
+    plain = formats.quantize(torch.ones(64, 64), "mxfp4")
+    plain.scales[3, 1] -= 17
+    with pytest.raises(PlanError, match="17 octaves"):
+        Fp8Dense(room, layouts.convert(plain, "tile16"), None, "qkv")
+    with pytest.raises(PlanError, match="q8"):
+        Fp8Dense(room, layouts.convert(formats.quantize(torch.ones(64, 64), "q8"), "tile16"), None, "qkv")
+    plain.scales[3, 1] += 1
+    tops = tops_of(layouts.convert(plain, "tile16").data, "qkv")
+    assert torch.equal(tops, plain.scales.amax(1))
+
+
+def test_columns_exist() -> None:
+    for rows in (1, 65, 512, 2048, 8192):
+        assert columns_of(rows, 45, 132) in WIDTHS
+
+
+def test_auto_never_takes_them_and_asking_does() -> None:
+    names = {p.name for p in PHASES}
+    gates = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"), activation="fp8")
+    _, _, auto = choose(NAMED["120b"], gates, ARCHES["sm90"])
+    assert not names & set(auto.chosen["prefill"])
+    cuda = PerRegime("cuda", "cuda", "cuda")
+    asked = Gates(layers=gates.layers, activation="fp8", moe_kernel=cuda, linear_kernel=cuda)
+    _, _, found = choose(NAMED["120b"], asked, ARCHES["sm90"])
+    assert names <= set(found.chosen["prefill"])
+    for phase in PHASES:
+        assert phase.category in ("moe", "linear")
