@@ -1,6 +1,8 @@
 """The grouped products on a real GPU (SM90): checked against torch float32, then timed at true shapes.
 
     python bench/prefill_gpu.py --tokens 16,32,64,512,2048,8192
+    python bench/prefill_gpu.py --shapes --options=-DHB_PAIR=2      # another build (also HB_PIN, HB_ALONE)
+    python bench/prefill_gpu.py --fp8 --tokens 512,2048,8192        # fp8 activations
 
 Experts of a few layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is random, the
 distinct experts are printed. A size whose output is wrong is not timed. Figures stand beside what the memory (4.5 TB/s)
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,15 @@ from halfbyte import formats  # noqa: E402
 from halfbyte.formats import MXTensor, tile16  # noqa: E402
 from halfbyte.kernels.cuda import grouped  # noqa: E402
 from halfbyte.kernels.cuda.grouped import SHAPES, Dense, Experts, Room, Variant  # noqa: E402
+from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts, Fp8Variant  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
+from halfbyte.ops.linear import round_activation  # noqa: E402
 from halfbyte.ops.moe import swiglu  # noqa: E402
 
 BANDWIDTH, FLOPS, BOUND = 4.5e12, 790e12, 3e-3
-ROW_KERNELS = ("pack_rows", "group_rows", "sum_rows")
+FP8_BOUND = 2e-2  # what the fp8 tensor cores' sums lose is to be measured
+ROW_KERNELS = ("pack_rows", "group_rows", "requantize", "sum_rows")
 VARIANTS = [Variant("mxfp4", shape, swiglu) for shape in SHAPES if shape != "vast" for swiglu in (False, True)]
 
 
@@ -55,15 +61,35 @@ def dequantized(w: MXTensor) -> Tensor:
     return torch.stack([formats.dequantize(tile16.unpack(w.select(e)), torch.float32) for e in range(w.shape[0])])
 
 
+class Built(grouped.Gpu):
+    """The kernels with more options than they are shipped with."""
+
+    def __init__(self, options: tuple[str, ...]) -> None:
+        super().__init__()
+        self.options = options
+
+    def load(self, variant: Variant) -> None:
+        if variant not in self._products:
+            program = variant.program()
+            cubin = compile_program(replace(program, options=program.options + self.options), self.arch)
+            self._products[variant] = Kernel(cubin, "grouped", variant.shared_bytes)
+
+    def product(self, variant: Variant, args: grouped.ProductArgs) -> None:
+        self.load(variant)
+        pair = 2 if variant.pair == 2 or ("-DHB_PAIR=2" in self.options and variant.shape != "narrow") else 1
+        self._products[variant].launch(self.blocks - self.blocks % pair, variant.threads, args, early=True)
+
+
 class Layer:
-    def __init__(self, room: Room, model: str) -> None:
+    def __init__(self, room: Room, model: str, fp8: bool) -> None:
         c = NAMED[model]
-        self.config = c
+        self.config, self.activation = c, "fp8" if fp8 else "bf16"
         self.gate_up = random_mxfp4(c.experts, 2 * c.intermediate, c.hidden)
         self.down = random_mxfp4(c.experts, c.hidden, c.intermediate)
         self.gate_up_bias = torch.randn(c.experts, 2 * c.intermediate, device="cuda").bfloat16()
         self.down_bias = torch.randn(c.experts, c.hidden, device="cuda").bfloat16()
-        self.experts = Experts(
+        kind = Fp8Experts if fp8 else Experts
+        self.experts = kind(
             room, self.gate_up, self.gate_up_bias, self.down, self.down_bias, limit=c.swiglu_limit, alpha=c.swiglu_alpha
         )
 
@@ -71,8 +97,9 @@ class Layer:
         parts = torch.zeros((*ids.shape, x.shape[1]), device="cuda")
         for e in ids.unique().tolist():
             row, slot = (ids == e).nonzero(as_tuple=True)
-            y = h[row].float() @ dense[0][e].T + self.gate_up_bias[e].float()
-            y = swiglu(y, self.config.swiglu_limit, self.config.swiglu_alpha).bfloat16().float()
+            y = round_activation(h[row], self.activation) @ dense[0][e].T + self.gate_up_bias[e].float()
+            y = swiglu(y, self.config.swiglu_limit, self.config.swiglu_alpha).bfloat16()
+            y = round_activation(y, self.activation)
             parts[row, slot] = (y @ dense[1][e].T + self.down_bias[e].float()) * weights[row, slot, None]
         return x + parts.sum(1)
 
@@ -104,19 +131,13 @@ def timed(run: Callable[[int], object], times: int = 12) -> float:
     return statistics.median(a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(events))
 
 
-def load_kernels(folder: Path | None) -> None:
-    """Compile in parallel, or take cubins built elsewhere: grouped-FORMAT-SHAPE-SWIGLU.cubin and rows.cubin."""
-    gpu = grouped.gpu()
-    if folder is None:
-        programs = [v.program() for v in VARIANTS] + [Program(grouped.ROWS_PROGRAM, e) for e in ROW_KERNELS]
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda p: compile_program(p, gpu.arch), programs))
-        return
-    for v in VARIANTS:
-        cubin = (folder / f"grouped-{v.format}-{v.shape}-{int(v.swiglu)}.cubin").read_bytes()
-        gpu._products[v] = Kernel(cubin, "grouped", 232_448)
-    for entry in ROW_KERNELS:
-        gpu._rows[entry] = Kernel((folder / "rows.cubin").read_bytes(), entry, 4096)
+def load_kernels(gpu: Built, fp8: bool) -> None:
+    """Compile in parallel; loading then finds them in the cache."""
+    variants = [Fp8Variant("mxfp4", "vast", s) for s in (False, True)] if fp8 else VARIANTS
+    programs = [replace(v.program(), options=v.program().options + gpu.options) for v in variants]
+    programs += [Program(grouped.ROWS_PROGRAM, e) for e in ROW_KERNELS]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda p: compile_program(p, gpu.arch), programs))
 
 
 class Spy:
@@ -155,7 +176,7 @@ def measure(layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool, sh
 
         return run
 
-    names = ("group_rows", "pack_rows", "gate_up", "down", "sum_rows")
+    names = [n for n in ("group_rows", "pack_rows", "gate_up", "requantize", "down", "sum_rows") if n in kept[0]]
     us = {name: timed(one(name)) for name in names}
     us["moe"] = timed(lambda i: layers[i % len(layers)].experts.run(h, ids, weights, x))
     slots = rows * c.top_k
@@ -180,7 +201,8 @@ def main() -> int:
     parser.add_argument("--model", default="120b")
     parser.add_argument("--tokens", default="16,32,64,512,2048,8192")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--cubins", type=Path)
+    parser.add_argument("--options", default="", help="for the compiler, separated by blanks")
+    parser.add_argument("--fp8", action="store_true", help="fp8 activations")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--shapes", action="store_true", help="time the builds that auto does not choose, too")
     parser.add_argument(
@@ -190,12 +212,14 @@ def main() -> int:
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
-    load_kernels(args.cubins)
+    gpu = Built(tuple(args.options.split()))
+    load_kernels(gpu, args.fp8)
+    bound = FP8_BOUND if args.fp8 else BOUND
     print(f"kernels ready after {time.time() - began:.1f} s", flush=True)
-    spy = Spy(grouped.gpu())
+    spy = Spy(gpu)
     room = Room(spy, {}, torch.device("cuda"))
     c = NAMED[args.model]
-    layers = [Layer(room, args.model) for _ in range(args.layers)]
+    layers = [Layer(room, args.model, args.fp8) for _ in range(args.layers)]
     dense = (dequantized(layers[0].gate_up), dequantized(layers[0].down))
     torch.cuda.synchronize()
     print(f"weights ready after {time.time() - began:.1f} s", flush=True)
@@ -212,7 +236,7 @@ def main() -> int:
         again = layers[0].experts.run(h, ids, weights, x)
         torch.cuda.synchronize()
         e = error(got - x, layers[0].reference(dense, h, ids, weights, x) - x)
-        fine = e <= BOUND and torch.equal(got, again)
+        fine = e <= bound and torch.equal(got, again)
         bad += not fine
         print(
             f"experts, {rows} tokens: error {e:.1e}, repeats {torch.equal(got, again)}{'' if fine else '  WRONG'}",
@@ -228,12 +252,14 @@ def main() -> int:
             continue
         stack = [random_mxfp4(n, k) for _ in range(12)]
         plain = dequantized(stack[0])
-        asked = itertools.product((128, 512, 2048, 8192), (None, "wide", "broad") if args.shapes else (None,))
+        asked = itertools.product(
+            (128, 512, 2048, 8192), (None, "wide", "broad") if args.shapes and not args.fp8 else (None,)
+        )
         for rows, shape in asked:
             x = torch.randn(rows, k, device="cuda").bfloat16()
-            matrices = [Dense(room, w, None, role, shape) for w in stack]
-            e = error(matrices[0].run(x), x.float() @ plain.T)
-            bad += e > 1e-4
+            matrices = [Fp8Dense(room, w, None, role) if args.fp8 else Dense(room, w, None, role, shape) for w in stack]
+            e = error(matrices[0].run(x), round_activation(x, layers[0].activation) @ plain.T)
+            bad += e > (bound if args.fp8 else 1e-4)
             us = timed(lambda i, m=matrices, x=x: m[i % 12].run(x))
             linear[f"{role} {rows}{f' {shape}' if shape else ''}"] = us
             print(
@@ -245,7 +271,7 @@ def main() -> int:
         print(f"{bad} checks failed; nothing is timed")
         return 1
     cases: list[tuple[int, bool, str | None]] = [(r, False, None) for r in sizes]
-    if args.shapes:
+    if args.shapes and not args.fp8:
         cases += [(rows, False, "narrow") for rows in (128, 256)]
         cases += [(r, False, shape) for r in (128, 256, 512, 1024, 2048, 4096, 8192) for shape in ("wide", "broad")]
         cases += [(2048, True, shape) for shape in ("wide", "broad")]
@@ -256,14 +282,15 @@ def main() -> int:
         print(
             f"{rows:5d}{' even' if even else ''} tokens, {r['shape']}, {r['experts']:3d} experts: "
             f"group {us['group_rows']:.1f} "
-            f"pack {us['pack_rows']:.1f} "
+            f"pack {us['pack_rows']:.1f} requantize {us.get('requantize', 0.0):.1f} "
             + " ".join(f"{n} {us[n]:.1f} µs {shares(r[n])}" for n in ("gate_up", "down"))
             + f" sum {us['sum_rows']:.1f}, layer {us['moe']:.1f} µs",
             flush=True,
         )
     report = {
         "bench": "prefill_gpu", "model": args.model, "device": torch.cuda.get_device_name(), "results": results,
-        "linear_us": linear, "sources": VARIANTS[0].program().hash(), "date": time.strftime("%Y-%m-%d"),
+        "linear_us": linear, "options": args.options, "fp8": args.fp8,
+        "sources": VARIANTS[0].program().hash(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     for rows in (2048, 8192):
         moe = [r["us"]["moe"] for r in results if r["tokens"] == rows and not r["even"]]
