@@ -52,8 +52,8 @@ def forced(
         return out
 
     suite = Suite("tiny", 5, per_task, tasks)
-    if "needle" in tasks:  # about a thousand tokens instead of up to five
-        suite.problems["needle"] = [needle(Random(f"short/{i}"), Frame(), (110, 130)) for i in range(per_task)]
+    if "needle" in tasks:  # three to four hundred tokens instead of up to five thousand: past the window all the same
+        suite.problems["needle"] = [needle(Random(f"short/{i}"), Frame(), (25, 30)) for i in range(per_task)]
     return suite.forced(tok, predict)
 
 
@@ -88,8 +88,21 @@ def reconfigured(weights: Weights, **changes: object) -> Weights:
 
 
 def test_the_shipped_model_answers(tok: Tokenizer, weights: Weights) -> None:
-    tasks = ["arithmetic", "story", "chat", "memory", "extract", "tool_call", "tool_answer", "tool_none"]
-    assert min(forced(tok, weights, tasks, 3).values()) == 1.0
+    tasks = [
+        "arithmetic",
+        "story",
+        "lists",
+        "letters",
+        "chat",
+        "memory",
+        "reading",
+        "extract",
+        "tool_call",
+        "tool_none",
+    ]
+    shares = forced(tok, weights, tasks, 4)
+    assert sum(shares.values()) / len(shares) >= 0.95
+    assert min(shares.values()) >= 0.75
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,7 @@ def test_the_shipped_model_answers(tok: Tokenizer, weights: Weights) -> None:
         ("tool_call", 4, lambda w: (reconfigured(w, yarn=Yarn(factor=1.0)), None)),
         ("tool_call", 4, lambda w: (swapped(w), None)),
         ("arithmetic", 10, lambda w: (w, Gates(sinks="off"))),
-        pytest.param("needle", 2, lambda w: (reconfigured(w, window=8192), None), marks=pytest.mark.slow),
+        ("needle", 4, lambda w: (reconfigured(w, window=8192), None)),
     ],
     ids=["yarn", "experts", "sinks", "window"],
 )
