@@ -40,12 +40,16 @@ BANDWIDTH = 4.5e12  # bytes/s this kind of GPU reads in the best case
 BOUND = 2e-3  # on a phase's relative error against float32
 
 
+SETTINGS: dict[str, int] = {}  # of every kernel: --set and --layers
+
+
 def shape_of(model: str, formats: str, rows: int = 1, **changes: Any) -> StepShape:
     c = NAMED[model]
+    changes = {**SETTINGS, **changes}
     f = DENSE[formats]
     return StepShape(
-        c.hidden, c.intermediate, c.layers, c.experts, c.heads, c.kv_heads, c.vocab, c.window, rows,
-        qkv=f, o=f, lm_head=f, **changes,
+        c.hidden, c.intermediate, changes.pop("layers", c.layers), c.experts, c.heads, c.kv_heads, c.vocab, c.window,
+        rows, qkv=f, o=f, lm_head=f, **changes,
     )  # fmt: skip
 
 
@@ -226,6 +230,11 @@ def phases(b: Bench, s: StepShape, context: int) -> dict[str, Any]:
     return steptrace.trace(d)
 
 
+def name_of(model: str) -> str:
+    """In a receipt: a model cut short is not that model."""
+    return f"{model}, {SETTINGS['layers']} layers" if "layers" in SETTINGS else model
+
+
 def build(shape: StepShape) -> float:
     start = time.time()
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
@@ -239,17 +248,21 @@ def main() -> int:
     p.add_argument("--formats", default="mxfp4")
     p.add_argument("--contexts", default="512,2048,8192")
     p.add_argument("--rows", default="1")
-    p.add_argument("--variants", default="", help="experiments: 'nap=0;nap=100;define=X=1', each timed at 2048")
+    p.add_argument("--variants", default="", help="experiments: 'nap=0;workers=15+ring=9;define=X=1', timed at 2048")
+    p.add_argument("--set", default="", help="of every kernel: 'workers=15,ring=9'")
+    p.add_argument("--layers", type=int, default=0, help="so many layers only: a twelfth of the time, for experiments")
     p.add_argument("--no-trace", action="store_true")
     p.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     p.add_argument("--name", default=time.strftime("decode-gpu-%Y%m%d-%H%M%S"))
     a = p.parse_args()
+    SETTINGS.update({k: int(v) for k, v in (x.split("=") for x in filter(None, a.set.split(",")))})
+    SETTINGS.update({"layers": a.layers} if a.layers else {})
     contexts = [int(c) for c in a.contexts.split(",")]
     rows = [int(r) for r in a.rows.split(",")]
     variants: list[dict[str, Any]] = []
     for text in filter(None, a.variants.split(";")):
-        key, value = text.split("=", 1)
-        variants.append({"defines": tuple(value.split(","))} if key == "define" else {key: int(value)})
+        pairs = dict(x.split("=", 1) for x in text.split("+"))
+        variants.append({"defines": (v,)} if (v := pairs.get("define")) else {k: int(n) for k, n in pairs.items()})
     wanted = [shape_of(m, f, r) for m in a.models.split(",") for f in a.formats.split(",") for r in rows]
     extra = [] if a.no_trace else [replace(s, trace=True) for s in wanted if s.rows == 1]
     for s in wanted[:1]:
@@ -304,7 +317,7 @@ def main() -> int:
                     experts = verdict["experts_per_layer"]
                     ceiling = r * BANDWIDTH / bytes_read(s, context, experts)
                     row = {
-                        "model": model, "formats": formats, "rows": r, "context": context, **t,
+                        "model": name_of(model), "formats": formats, "rows": r, "context": context, **t,
                         "tokens_per_s": r * 1e6 / t["us"], "ceiling": ceiling,
                         "share": r * 1e6 / t["us"] / ceiling, "check": verdict,
                     }  # fmt: skip
@@ -316,7 +329,7 @@ def main() -> int:
                         flush=True,
                     )
                 if r == 1 and not a.no_trace:
-                    row = {"model": model, "formats": formats, "context": 2048, "phases": phases(b, s, 2048)}
+                    row = {"model": name_of(model), "formats": formats, "context": 2048, "phases": phases(b, s, 2048)}
                     result["rows"].append(row)
                     print("\n".join(steptrace.lines(row["phases"])), flush=True)
             if formats == a.formats.split(",")[0] and model == a.models.split(",")[0]:

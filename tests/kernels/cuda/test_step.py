@@ -107,6 +107,20 @@ def test_formats(formats: tuple[str, str, str], built: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(("change", "bound"), [({"open": 1, "ring": 7}, 0.0), ({"shared": 101_376}, 1e-6)])
+def test_other_ways_through_the_ring(change: dict[str, int], bound: float, built: Path) -> None:
+    """Tiles for whoever comes first leave the same bits as tiles dealt out; on sm_12x more warps add in their order."""
+    seen = []
+    for s in (small(1), replace(small(1), **change)):  # type: ignore[arg-type]
+        case = Case(s, Emulator(s, 4, cache=built), 1, 12)
+        for at in (699, 700):  # twice: what a step leaves behind is what the next one needs
+            pairs, _ = case.run([17], [at], [0])
+            assert max(relative(v[0], v[1]) for v in pairs.values()) < TIGHT
+        seen.append(pairs["logits"][0])
+    assert relative(seen[1], seen[0]) <= bound
+
+
+@needs_compiler
 @pytest.mark.slow
 def test_tiles_of_several_slots(built: Path) -> None:
     shape = StepShape(1088, 1152, 1, 32, 8, 1, 256, ring=7)

@@ -7,7 +7,7 @@
 
 constexpr float LOG2E = 1.4426950408889634f, NEVER = -1e30f;
 constexpr int TEAMS = WORKERS / 4;  // of four warps, each with a page of its own
-constexpr int ROUND = SLOTS / 2 / TEAMS * TEAMS;  // pages
+constexpr int ROUND = SLOTS / PAGE_SLOTS / TEAMS * TEAMS;  // pages
 constexpr int WHOLE = 8;  // up to so many pages, one block does a head alone and no merge is needed
 
 // The row's key range and its cut into parts depend on the row alone: the same row gives the same bits in any batch.
@@ -96,9 +96,9 @@ HB_DEV void weigh_tile(const u8* values, u32 seen, bool all, int lane, float (&s
   u32 high[2], low[2];
   HB_UNROLL
   for (int r = 0; r < 2; r++) {
-    const u32 a = split(p[2 * r]), b = split(p[2 * r + 1]);
-    high[r] = transpose8x8(permute(a, b, 0x7632));
-    low[r] = transpose8x8(permute(a, b, 0x5410));
+    const Parts both = split(p[2 * r], p[2 * r + 1]);
+    high[r] = transpose8x8(both.high);
+    low[r] = transpose8x8(both.low);
   }
   u32 v[2][2][4];
   load_rows(values, lane, v);
@@ -138,33 +138,33 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
   Shared& sh = w.sh;
   const Step& p = w.p;
   const int g = w.lane / 4, t = w.lane % 4;
-  const u32 both_sinks = *(const u32*)(layer.sinks + u.head * GROUP + w.thread % 4 * 2);
-  const float sink[2] = {bf16_low(both_sinks) * LOG2E, bf16_high(both_sinks) * LOG2E};
-  if (w.thread < GROUP * 32) {
-    const int head = w.thread / 32, dim = w.thread % 32;
-    float a, b;
-    rotated(p, p.box.qkv + (size_t)u.row * QKV + (u.head * GROUP + head) * 64, u.position, dim, w.tag, a, b);
-    const u32 va = split(a * (0.125f * LOG2E)), vb = split(b * (0.125f * LOG2E));
-    sh.q[0][head][dim] = (u16)(va >> 16); sh.q[0][head][dim + 32] = (u16)(vb >> 16);
-    sh.q[1][head][dim] = (u16)va; sh.q[1][head][dim + 32] = (u16)vb;
-  } else if (u.owner)
-    for (int i = w.thread - GROUP * 32; i < w.rows * 64; i += WORK_THREADS - GROUP * 32) {
-      const int row = i / 64, value = i / 32 % 2, dim = i % 32;
-      float a = 0.f, b = 0.f;
-      if (sh.seq[row] == sh.seq[u.row] && sh.position[row] <= u.position) {
-        const u64* vector = p.box.qkv + (size_t)row * QKV + Q_DIM + value * KV_DIM + u.head * 64;
-        if (value) { a = tagged_float(vector + dim, w.tag, 0x402); b = tagged_float(vector + dim + 32, w.tag, 0x402); }
-        else rotated(p, vector, sh.position[row], dim, w.tag, a, b);
-      }
-      const u32 both = bf16_pair(a, b);
-      sh.fresh[value][row][dim] = (u16)both;
-      sh.fresh[value][row][dim + 32] = (u16)(both >> 16);
-      if (row == u.row) {
-        u16* slot = const_cast<u16*>(page_of(p, sh, sliding, row, u.position / PAGE, place, value, u.head)) + u.position % PAGE * HEAD_DIM;
-        slot[dim] = (u16)both;
-        slot[dim + 32] = (u16)(both >> 16);
-      }
+  const float sink = bf16_at(layer.sinks, u.head * GROUP + w.thread % GROUP) * LOG2E;
+  for (int i = w.thread; i < GROUP * 32 + (u.owner ? w.rows * 64 : 0); i += WORK_THREADS) {
+    const int dim = i % 32;
+    float a = 0.f, b = 0.f;
+    if (i < GROUP * 32) {
+      const int head = i / 32;
+      rotated(p, p.box.qkv + (size_t)u.row * QKV + (u.head * GROUP + head) * 64, u.position, dim, w.tag, a, b);
+      const Parts v = split(a * (0.125f * LOG2E), b * (0.125f * LOG2E));
+      sh.q[0][head][dim] = (u16)v.high; sh.q[0][head][dim + 32] = (u16)(v.high >> 16);
+      sh.q[1][head][dim] = (u16)v.low; sh.q[1][head][dim + 32] = (u16)(v.low >> 16);
+      continue;
     }
+    const int row = (i - GROUP * 32) / 64, value = i / 32 % 2;
+    if (sh.seq[row] == sh.seq[u.row] && sh.position[row] <= u.position) {
+      const u64* vector = p.box.qkv + (size_t)row * QKV + Q_DIM + value * KV_DIM + u.head * 64;
+      if (value) { a = tagged_float(vector + dim, w.tag, 0x402); b = tagged_float(vector + dim + 32, w.tag, 0x402); }
+      else rotated(p, vector, sh.position[row], dim, w.tag, a, b);
+    }
+    const u32 both = bf16_pair(a, b);
+    sh.fresh[value][row][dim] = (u16)both;
+    sh.fresh[value][row][dim + 32] = (u16)(both >> 16);
+    if (row == u.row) {
+      u16* slot = const_cast<u16*>(page_of(p, sh, sliding, row, u.position / PAGE, place, value, u.head)) + u.position % PAGE * HEAD_DIM;
+      slot[dim] = (u16)both;
+      slot[dim + 32] = (u16)(both >> 16);
+    }
+  }
   w.sync();
   w.mark(1);
 
@@ -177,36 +177,46 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
   }
   Softmax m;
   const int pages = u.last - u.first, sub = w.warp % 4;
-  for (int first = 0; first < pages; first += TEAMS) {
-    if (first && first % ROUND == 0) w.sync();  // nobody a round of the ring ahead: see Tile
-    const int i = first + w.warp / 4;
-    if (i >= pages || w.warp >= TEAMS * 4) continue;
-    const Cursor ck = w.at.far_ahead(2 * i), cv = ck.ahead(1);
-    const int token = (u.first + i) * PAGE + sub * 16, a = token + g, b = token + g + 8;
-    const bool some = token < u.to && token + 16 > u.from, all = token >= u.from && token + 16 <= u.to;
-    const u32 seen = (a >= u.from && a < u.to ? 1u : 0u) | (b >= u.from && b < u.to ? 2u : 0u);
+  // this step's own tokens are one more tile, of a warp that has little else: its 16 tokens lie outside the window
+  const int with_fresh = !u.owner ? WORKERS : u.from % PAGE >= 16 ? 0 : ATTENDING - 1;
+  const int turns = (pages + TEAMS - 1) / TEAMS;
+  for (int turn = 0; turn <= turns; turn++) {
+    const bool fresh = turn == turns;
+    if (turn && turn * TEAMS % ROUND == 0) w.sync();  // nobody a round of the ring ahead: see Tile
+    const int i = turn * TEAMS + w.warp / 4;
+    if (fresh ? w.warp != with_fresh : i >= pages || w.warp >= ATTENDING) continue;
+    const Cursor ck = w.at.far_ahead(PAGE_SLOTS * i), cv = ck.ahead(PAGE_SLOTS - 1);
+    const u8 *keys = (const u8*)sh.fresh[0], *values = (const u8*)sh.fresh[1];
+    bool some = true, all = false;
+    u32 seen;
+    if (fresh) {
+      const int r = g < ROWS ? g : 0;
+      seen = g < w.rows && sh.seq[r] == sh.seq[u.row] && sh.position[r] <= u.position && sh.position[r] >= u.from ? 1u : 0u;
+    } else {
+      const int token = (u.first + i) * PAGE + sub * 16, a = token + g, b = token + g + 8;
+      some = token < u.to && token + 16 > u.from;
+      all = token >= u.from && token + 16 <= u.to;
+      seen = (a >= u.from && a < u.to ? 1u : 0u) | (b >= u.from && b < u.to ? 2u : 0u);
+      keys = sh.ring[ck.slot] + sub * 16 * 128;
+      values = sh.ring[cv.slot] + (PAGE_WHOLE ? PAGE * HEAD_DIM * 2 : 0) + sub * 16 * 128;
+      wait_bar(&sh.full[ck.slot], ck.phase, 0x410);
+    }
     float s[4] = {};
-    wait_bar(&sh.full[ck.slot], ck.phase, 0x410);
-    if (some) score_tile(sh.ring[ck.slot] + sub * 16 * 128, q, seen, w.lane, s);
+    if (some) score_tile(keys, q, seen, w.lane, s);
     sync_warp();
-    if (w.lane == 0) bar_arrive(&sh.empty[ck.slot], 4);
-    wait_bar(&sh.full[cv.slot], cv.phase, 0x411);
-    if (some) weigh_tile(sh.ring[cv.slot] + sub * 16 * 128, seen, all, w.lane, s, m);
+    if (!PAGE_WHOLE && !fresh) {
+      if (w.lane == 0) bar_arrive(&sh.empty[ck.slot], ARRIVALS / 4);
+      wait_bar(&sh.full[cv.slot], cv.phase, 0x411);
+    }
+    if (some) weigh_tile(values, seen, all, w.lane, s, m);
     sync_warp();
-    if (w.lane == 0) bar_arrive(&sh.empty[cv.slot], 4);
+    if (!fresh && w.lane == 0) bar_arrive(&sh.empty[cv.slot], ARRIVALS / 4);
   }
-  w.at.advance_far(2 * pages);
-  if (u.owner && w.warp == WORKERS - 1) {
-    const bool on = g < w.rows && sh.seq[g < ROWS ? g : 0] == sh.seq[u.row] && sh.position[g < ROWS ? g : 0] <= u.position &&
-                    sh.position[g < ROWS ? g : 0] >= u.from;
-    float s[4];
-    score_tile((const u8*)sh.fresh[0], q, on ? 1u : 0u, w.lane, s);
-    weigh_tile((const u8*)sh.fresh[1], on ? 1u : 0u, false, w.lane, s, m);
-  }
+  w.at.advance_far(PAGE_SLOTS * pages);
   w.mark(2);
   Merge& merge = sh.merge;
-  const bool busy = u.owner && w.warp == WORKERS - 1, active = busy || (w.warp / 4 < (pages < TEAMS ? pages : TEAMS));
-  if (active) {
+  const int teams = pages < TEAMS ? pages : TEAMS;
+  if (w.warp / 4 < teams || w.warp == with_fresh) {
     HB_UNROLL
     for (int h = 0; h < 2; h++) {
       HB_UNROLL
@@ -221,70 +231,70 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
     }
   }
   w.sync();
-  if (w.thread < 4 * HEAD_DIM) {  // one dim of two heads; the warps in order
-    const int head = w.thread % 4 * 2, dim = w.thread / 4, teams = pages < TEAMS ? pages : TEAMS;
-    float top[2] = {NEVER, NEVER}, sum[2] = {0.f, 0.f}, o[2] = {0.f, 0.f};
+  if (w.thread < GROUP * 32) {  // two dims of a head; the warps in order
+    const int head = w.thread % GROUP, dim = w.thread / GROUP * 2;
+    float top = NEVER, sum = 0.f, o[2] = {0.f, 0.f};
     HB_UNROLL
-    for (int i = 0; i < WORKERS; i++)
-      if (i < 4 * TEAMS ? i / 4 < teams : u.owner && i == WORKERS - 1)
-        HB_UNROLL
-        for (int h = 0; h < 2; h++) top[h] = merge.top[i][head + h] > top[h] ? merge.top[i][head + h] : top[h];
-    if (u.parts == 1)
-      HB_UNROLL
-      for (int h = 0; h < 2; h++) top[h] = sink[h] > top[h] ? sink[h] : top[h];
+    for (int i = 0; i < ATTENDING; i++)
+      if (i / 4 < teams || i == with_fresh) top = merge.top[i][head] > top ? merge.top[i][head] : top;
+    if (u.parts == 1) top = sink > top ? sink : top;
     HB_UNROLL
-    for (int i = 0; i < WORKERS; i++)
-      if (i < 4 * TEAMS ? i / 4 < teams : u.owner && i == WORKERS - 1)
-        HB_UNROLL
-        for (int h = 0; h < 2; h++) {
-          const float f = exp2_fast(merge.top[i][head + h] - top[h]);
-          sum[h] += merge.sum[i][head + h] * f;
-          o[h] += merge.o[i][dim * MERGE_ROW + head + h] * f;
-        }
-    HB_UNROLL
-    for (int h = 0; h < 2; h++)
-      if (u.parts == 1) {
-        const float f = divide(1.f, sum[h] + exp2_fast(sink[h] - top[h])) * scale_in<O_FORMAT>();
-        box_store(p.box.attn + (size_t)u.row * Q_DIM + (u.head * GROUP + head + h) * 64 + dim, tagged(split(o[h] * f), w.tag));
-      } else {
-        u64* out = p.box.part + ((size_t)(u.row * HEADS + u.head * GROUP + head + h) * SPLITS + u.part) * 66;
-        box_store(out + dim, tagged(as_bits(o[h]), w.tag));
-        if (dim == 0) { box_store(out + 64, tagged(as_bits(top[h]), w.tag)); box_store(out + 65, tagged(as_bits(sum[h]), w.tag)); }
+    for (int i = 0; i < ATTENDING; i++)
+      if (i / 4 < teams || i == with_fresh) {
+        const float f = exp2_fast(merge.top[i][head] - top);
+        sum += merge.sum[i][head] * f;
+        o[0] += merge.o[i][dim * MERGE_ROW + head] * f;
+        o[1] += merge.o[i][(dim + 1) * MERGE_ROW + head] * f;
       }
+    const int query = u.row * HEADS + u.head * GROUP + head;
+    if (u.parts == 1) {
+      const float f = divide(1.f, sum + exp2_fast(sink - top)) * scale_in<O_FORMAT>();
+      box_store(p.box.attn + (size_t)query * 32 + dim / 2, paired(o[0] * f, o[1] * f, w.tag));
+    } else {
+      u64* out = p.box.part + ((size_t)query * SPLITS + u.part) * 66;
+      box_store(out + dim, tagged(as_bits(o[0]), w.tag));
+      box_store(out + dim + 1, tagged(as_bits(o[1]), w.tag));
+      if (dim == 0) { box_store(out + 64, tagged(as_bits(top), w.tag)); box_store(out + 65, tagged(as_bits(sum), w.tag)); }
+    }
   }
   w.sync();
 }
 
-// The parts of one head become its output; one warp a head, two dims a lane.
+// The parts of one head become its output; one warp a head, two dims a lane, every word of it asked for at once.
 template <int O_FORMAT> HB_DEV void merge_head(Worker& w, const Layer& layer, int row, int head, int parts) {
   const Step& p = w.p;
   const u64* in = p.box.part + (size_t)(row * HEADS + head) * SPLITS * 66;
   const float sink = bf16_at(layer.sinks, head) * LOG2E;
-  float top = sink, sum = 1.f, o[2] = {0.f, 0.f};
-  if (w.lane < parts) tagged_float(in + w.lane * 66 + 65, w.tag, 0x421);  // the last word of each part, before all of them
-  sync_warp();
-  for (int first = 0; first < parts; first += 8) {
-    u64x2 v[8] = {}, ms[8] = {};
+  u64x2 v[SPLITS] = {}, own = {};  // own: maximum and sum of part `lane`
+  Patience patience;
+  HB_ROLLED
+  for (;;) {
+    bool whole = true;
+    if (w.lane < parts) own = box_load2(in + w.lane * 66 + 64);
     HB_UNROLL
-    for (int i = 0; i < 8; i++)
-      if (first + i < parts) { v[i] = box_load2(in + (first + i) * 66 + 2 * w.lane); ms[i] = box_load2(in + (first + i) * 66 + 64); }
+    for (int i = 0; i < SPLITS; i++)
+      if (i < parts) v[i] = box_load2(in + i * 66 + 2 * w.lane);
+    if (w.lane < parts) whole = has(own.x, w.tag) && has(own.y, w.tag);
     HB_UNROLL
-    for (int i = 0; i < 8; i++)
-      if (first + i < parts) {
-        Patience patience;
-        while (!(has(v[i].x, w.tag) && has(v[i].y, w.tag) && has(ms[i].x, w.tag) && has(ms[i].y, w.tag))) {
-          patience.wait(0x420);
-          v[i] = box_load2(in + (first + i) * 66 + 2 * w.lane); ms[i] = box_load2(in + (first + i) * 66 + 64);
-        }
-        const float part_top = as_float(payload(ms[i].x)), now = part_top > top ? part_top : top;
-        const float a = exp2_fast(top - now), b = exp2_fast(part_top - now);
-        sum = sum * a + as_float(payload(ms[i].y)) * b;
-        o[0] = o[0] * a + as_float(payload(v[i].x)) * b;
-        o[1] = o[1] * a + as_float(payload(v[i].y)) * b;
-        top = now;
-      }
+    for (int i = 0; i < SPLITS; i++)
+      if (i < parts) whole &= has(v[i].x, w.tag) && has(v[i].y, w.tag);
+    if (warp_ballot(whole) == 0xffffffffu) break;
+    patience.wait(0x420);
   }
+  const float mine = w.lane < parts ? as_float(payload(own.x)) : NEVER;
+  const float top = from_orderable(warp_max(orderable(mine > sink ? mine : sink)));
+  const float share = exp2_fast(mine - top);
+  float sum = w.lane < parts ? share * as_float(payload(own.y)) : 0.f, o[2] = {0.f, 0.f};
   HB_UNROLL
-  for (int i = 0; i < 2; i++)
-    box_store(p.box.attn + (size_t)row * Q_DIM + head * 64 + 2 * w.lane + i, tagged(split(divide(o[i], sum) * scale_in<O_FORMAT>()), w.tag));
+  for (int x = 1; x < 32; x *= 2) sum += shfl_xor(sum, x);
+  sum += exp2_fast(sink - top);
+  HB_UNROLL
+  for (int i = 0; i < SPLITS; i++)
+    if (i < parts) {
+      const float f = as_float(shfl(as_bits(share), i));
+      o[0] += as_float(payload(v[i].x)) * f;
+      o[1] += as_float(payload(v[i].y)) * f;
+    }
+  const float f = divide(1.f, sum) * scale_in<O_FORMAT>();
+  box_store(p.box.attn + (size_t)(row * HEADS + head) * 32 + w.lane, paired(o[0] * f, o[1] * f, w.tag));
 }

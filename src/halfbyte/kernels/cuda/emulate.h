@@ -27,6 +27,7 @@ typedef long long i64;
 #define HB_CONST_FN constexpr
 #define HB_UNROLL
 #define HB_ROLLED
+#define HB_ASSUME(x)
 #define __global__
 #define __restrict__
 #define __launch_bounds__(...)
@@ -300,11 +301,13 @@ HB_DEV void box_store(u64* p, u64 v) { *p = v; emu::moved(); }
 HB_DEV void box_add(u64* p, u64 v) { *p += v; emu::moved(); }
 HB_DEV void box_max(u64* p, u64 v) { *p = std::max(*p, v); emu::moved(); }
 HB_DEV u32 counter_add(u32* p) { emu::moved(); return (*p)++; }
+HB_DEV u32 take_ticket(u32* p) { emu::moved(); return (*p)++; }
 HB_DEV void fence_gpu() {}
 
 HB_DEV u32 shfl_xor(u32 v, int m) { return emu::collective(emu::Exchange{v, emu::machine()->now->lane ^ m}); }
 HB_DEV float shfl_xor(float v, int m) { u32 b; memcpy(&b, &v, 4); b = shfl_xor(b, m); memcpy(&v, &b, 4); return v; }
 HB_DEV u32 shfl(u32 v, int lane) { return emu::collective(emu::Exchange{v, lane}); }
+HB_DEV float shfl(float v, int lane) { u32 b; memcpy(&b, &v, 4); b = shfl(b, lane); memcpy(&v, &b, 4); return v; }
 HB_DEV u32 warp_ballot(bool p) { return emu::collective(emu::Reduce{p, 2}); }
 HB_DEV u32 warp_max(u32 v) { return emu::collective(emu::Reduce{v, 0}); }
 HB_DEV u32 warp_min(u32 v) { return emu::collective(emu::Reduce{v, 1}); }
@@ -338,7 +341,9 @@ HB_DEV i64 round_i64(float v) { return std::llrint((double)v); }
 HB_DEV float from_i32(int v) { return (float)v; }
 HB_DEV float exp2_fast(float v) { return std::exp2(v); }
 HB_DEV float recip_sqrt(float v) { return 1.f / std::sqrt(v); }
+HB_DEV float recip_sqrt_normal(float v) { return recip_sqrt(v); }
 HB_DEV float divide(float a, float b) { return a / b; }
+HB_DEV u32 multiprocessor() { return (u32)emu::machine()->now->block_id; }
 HB_DEV u64 clock_now() { return 0; }
 HB_DEV u64 clock_global() { return 0; }
 HB_DEV void nap(u32) { emu::yield(); }

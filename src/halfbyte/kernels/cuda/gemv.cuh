@@ -18,6 +18,19 @@ typedef u32 State;
 
 #define HB_AT(member) ((u32)(size_t)&((Shared*)0)->member)  // NVRTC has no offsetof; the ring is at 0
 
+// One thread's clock into the trace: four of each phase at 4 * phase, five of the feeding warp at 24; then where and when.
+HB_DEV void stamp(const Step& p, int block, int layer, int i) {
+#ifdef HB_TRACE
+  if (!p.trace) return;
+  u64* t = p.trace + ((size_t)block * (LAYERS + 1) + layer) * 32;
+  t[i] = clock_now();
+  if (i == 0) { t[30] = multiprocessor(); t[31] = clock_global(); }
+#endif
+  (void)p; (void)block; (void)layer; (void)i;
+}
+
+HB_DEV int share_of(int tiles, int block, int grid) { return tiles > block ? (tiles - block + grid - 1) / grid : 0; }  // strided
+
 struct Worker {
   Shared& sh;
   const Step& p;
@@ -28,111 +41,112 @@ struct Worker {
   u32 buffer;
   u32 tag;  // of the layer
   int layer, phase;
-#ifdef HB_WIDE_ROTATE
-  u32 k6 = opaque(1u << 26), k3 = opaque(1u << 29);
-#endif
 
   HB_DEV_MEMBER Worker(State s, int layer_, int phase_)
-      : sh(*(Shared*)hb_shared()), p(sh.step), base(shared_base()), warp(hb_thread() / 32), lane(hb_thread() % 32),
+      : sh(*(Shared*)hb_shared()), p(sh.step), base(shared_base()), warp((int)((u32)hb_thread() / 32)), lane((int)((u32)hb_thread() % 32)),
         thread(hb_thread()), block(hb_block()), grid(hb_grid()), rows(p.rows), at{(int)(s & 255u), s >> 8 & 1u},
-        buffer(s >> 9 & 1u), tag(sh.epoch * (LAYERS + 1) + layer_ + 1), layer(layer_), phase(phase_) { mark(0); }
+        buffer(s >> 9 & 1u), tag(sh.epoch * (LAYERS + 1) + layer_ + 1), layer(layer_), phase(phase_) {
+    HB_ASSUME(thread >= 0 && thread < WORK_THREADS);  // spares the rounding of signed quotients
+    HB_ASSUME(lane >= 0 && lane < 32 && warp >= 0 && warp < WORKERS);
+    HB_ASSUME(block >= 0 && grid > 0 && at.slot >= 0 && at.slot < SLOTS && rows <= ROWS);
+    mark(0);
+  }
   HB_DEV_MEMBER State state() const { return (u32)at.slot | at.phase << 8 | buffer << 9; }
   HB_DEV_MEMBER void mark(int i) const {  // 0 start, 1 x is here, 2 multiplied, 3 done
-#ifdef HB_TRACE
-    if (thread != 0 || !p.trace) return;
-    u64* t = p.trace + ((size_t)block * (LAYERS + 1) + layer) * 32;
-    t[phase * 4 + i] = clock_now();
-    if (phase == 0 && i == 0) t[31] = clock_global();
-#endif
-    (void)i;
+    if (thread == 0) stamp(p, block, layer, phase * 4 + i);
   }
   HB_DEV_MEMBER void sync() const { sync_some<1, WORK_THREADS>(); }
-  HB_DEV_MEMBER int share(int tiles) const { return tiles > block ? (tiles - block + grid - 1) / grid : 0; }  // strided
   HB_DEV_MEMBER u32 full(int slot) const { return base + HB_AT(full) + slot * 8; }
   HB_DEV_MEMBER u32 empty(int slot) const { return base + HB_AT(empty) + slot * 8; }
   HB_DEV_MEMBER u32 ring(int slot) const { return base + slot * SLOT_BYTES; }
 };
 
-// ---- where x comes from: four consecutive values of a row, as split floats ------------------------------------------
+// ---- where x comes from ---------------------------------------------------------------------------------------------
+// load() and take() give a lane of a pair its four of eight consecutive values, as two neighbours (first, first + 1) and
+// (second, second + 1); both lanes together read whole sectors. take() returns the squares it met.
 
-struct FromTagged {  // split floats, written by one block each
+struct FromPaired {  // written by one block each: the even lane has values 0..3, the odd lane 4..7
   static constexpr bool SQUARES = false;
-  struct Raw { u64x2 a, b; };
+  static constexpr int STEP = 2;  // from the first two values of a lane to the second two
+  static constexpr u32 MARKS = PAIR_TAG;
+  typedef u64x2 Raw;
   const u64* box;
-  size_t stride;
-  u32 tag, where;
+  size_t stride;  // words of a row
+  u32 tag;
   HB_DEV_MEMBER bool on(int) const { return true; }
-  HB_DEV_MEMBER bool ready(int row, int k) const { return has(box_load(box + row * stride + k), tag); }
-  HB_DEV_MEMBER Raw load(int row, int k) const {
-    const u64* p = box + row * stride + k;
-    return {box_load2(p), box_load2(p + 2)};
-  }
-  HB_DEV_MEMBER float take(Raw r, int row, int k, u32 (&v)[4]) const {
-    Patience patience;
-    while (!(has(r.a.x, tag) && has(r.a.y, tag) && has(r.b.x, tag) && has(r.b.y, tag))) {
-      patience.wait(where);
-      r = load(row, k);
-    }
-    v[0] = payload(r.a.x); v[1] = payload(r.a.y); v[2] = payload(r.b.x); v[3] = payload(r.b.y);
+  HB_DEV_MEMBER bool ready(int, int row, int k) const { return pair_has(box_load(box + row * stride + k / 2), tag); }
+  HB_DEV_MEMBER Raw load(int, int row, int k, int odd) const { return box_load2(box + row * stride + k / 2 + odd * 2); }
+  HB_DEV_MEMBER u32 missing(const Raw& r) const { return ((u32)r.x ^ tag) | ((u32)r.y ^ tag); }
+  HB_DEV_MEMBER float take(const Raw& r, Parts& a, Parts& b) const {
+    a = split(pair_first(r.x), pair_second(r.x));
+    b = split(pair_first(r.y), pair_second(r.y));
     return 0.f;
   }
 };
 
 struct FromExpert {  // the hidden values of one expert: rows that did not choose it have none
   static constexpr bool SQUARES = false;
-  typedef FromTagged::Raw Raw;
-  FromTagged all;    // [row][slot][k]
-  const Routing* routing;
-  int expert;
-  HB_DEV_MEMBER int slot(int row) const {
-    int s = -1;
+  static constexpr int STEP = FromPaired::STEP;
+  static constexpr u32 MARKS = FromPaired::MARKS;
+  typedef FromPaired::Raw Raw;
+  FromPaired all;    // [row][slot][k]
+  int slot[SETS];    // of the expert, in this lane's row of each set; -1: not chosen
+  HB_DEV_MEMBER FromExpert(const Worker& w, const u64* box, const Routing& routing, int expert) : all{box, (size_t)INTER / 2, w.tag} {
     HB_UNROLL
-    for (int i = 0; i < TOP_K; i++) if (routing->expert[row][i] == expert) s = i;
-    return s;
+    for (int s = 0; s < SETS; s++) {
+      const int row = s * LANE_ROWS + w.lane / 8 % LANE_ROWS;
+      slot[s] = -1;
+      HB_UNROLL
+      for (int i = 0; i < TOP_K; i++) if (row < w.rows && routing.expert[row][i] == expert) slot[s] = i;
+    }
   }
-  HB_DEV_MEMBER bool on(int row) const { return slot(row) >= 0; }
-  HB_DEV_MEMBER bool ready(int row, int k) const { return all.ready(row * TOP_K + slot(row), k); }
-  HB_DEV_MEMBER Raw load(int row, int k) const { return all.load(row * TOP_K + slot(row), k); }
-  HB_DEV_MEMBER float take(Raw r, int row, int k, u32 (&v)[4]) const { return all.take(r, row * TOP_K + slot(row), k, v); }
+  HB_DEV_MEMBER bool on(int set) const { return slot[set] >= 0; }
+  HB_DEV_MEMBER bool ready(int set, int row, int k) const { return all.ready(set, row * TOP_K + slot[set], k); }
+  HB_DEV_MEMBER Raw load(int set, int row, int k, int odd) const { return all.load(set, row * TOP_K + slot[set], k, odd); }
+  HB_DEV_MEMBER u32 missing(const Raw& r) const { return all.missing(r); }
+  HB_DEV_MEMBER float take(const Raw& r, Parts& a, Parts& b) const { return all.take(r, a, b); }
 };
 
 HB_DEV float bf16_at(const u16* p, int i) { return as_float((u32)p[i] << 16); }
 
-template <int FORMAT> struct FromResidual {  // norm weight times residual; take() returns the squares: the root comes last
+// Norm weight times residual; the root of the squares comes last. A value is a word of its own here: the even lane has
+// 0, 1, 4, 5, the odd lane 2, 3, 6, 7. FIRST: rows of the embedding instead, in the first layer.
+template <int FORMAT, bool FIRST> struct FromResidual {
   static constexpr bool SQUARES = true;
-  struct Raw { u64x2 a, b; u64 norm; };
-  const u64* box;      // summed words, or null in the first layer
-  const u16* embed;    // rows of the embedding then
+  static constexpr int STEP = 4;
+  static constexpr u32 MARKS = 511u;
+  struct Raw { u64x2 a, b; u32 norm[2]; };
+  const u64* box;      // summed words
+  const u16* embed;
   const int* token;
   const u16* norm;
   HB_DEV_MEMBER bool on(int) const { return true; }
   HB_DEV_MEMBER const u64* at(int row, int k) const { return box + (size_t)row * HIDDEN + k; }
-  HB_DEV_MEMBER bool ready(int row, int k) const { return !box || contributions(box_load(at(row, k))) == TOP_K + 1; }
-  HB_DEV_MEMBER Raw load(int row, int k) const {
+  HB_DEV_MEMBER bool ready(int, int row, int k) const { return FIRST || contributions(box_load(at(row, k))) == TOP_K + 1; }
+  HB_DEV_MEMBER Raw load(int, int row, int k, int odd) const {
     Raw r = {};
-    r.norm = *(const u64*)(norm + k);
-    if (box) { r.a = box_load2(at(row, k)); r.b = box_load2(at(row, k) + 2); }
-    else r.a.x = *(const u64*)(embed + (size_t)token[row] * HIDDEN + k);
+    k += odd * 2;
+    r.norm[0] = *(const u32*)(norm + k); r.norm[1] = *(const u32*)(norm + k + STEP);
+    if (FIRST) {
+      const u16* e = embed + (size_t)token[row] * HIDDEN + k;
+      r.a.x = *(const u32*)e; r.b.x = *(const u32*)(e + STEP);
+    } else { r.a = box_load2(at(row, k)); r.b = box_load2(at(row, k + STEP)); }
     return r;
   }
-  HB_DEV_MEMBER float take(Raw r, int row, int k, u32 (&v)[4]) const {
-    float x[4];
-    if (box) {
-      Patience patience;
-      constexpr u32 all = TOP_K + 1;
-      while (!(contributions(r.a.x) == all && contributions(r.a.y) == all && contributions(r.b.x) == all && contributions(r.b.y) == all)) {
-        patience.wait(0x200);
-        r.a = box_load2(at(row, k)); r.b = box_load2(at(row, k) + 2);
-      }
-      x[0] = summed(r.a.x); x[1] = summed(r.a.y); x[2] = summed(r.b.x); x[3] = summed(r.b.y);
-    } else {
-      u32 a = (u32)r.a.x, b = (u32)(r.a.x >> 32);
-      x[0] = bf16_low(a); x[1] = bf16_high(a); x[2] = bf16_low(b); x[3] = bf16_high(b);
-    }
-    u32 a = (u32)r.norm, b = (u32)(r.norm >> 32);
-    float w[4] = {bf16_low(a), bf16_high(a), bf16_low(b), bf16_high(b)}, squares = 0.f;
+  HB_DEV_MEMBER u32 missing(const Raw& r) const {
+    constexpr u32 all = TOP_K + 1;
+    return FIRST ? 0u : ((u32)r.a.x ^ all) | ((u32)r.a.y ^ all) | ((u32)r.b.x ^ all) | ((u32)r.b.y ^ all);
+  }
+  HB_DEV_MEMBER float take(const Raw& r, Parts& a, Parts& b) const {
+    float x[4] = {bf16_low((u32)r.a.x), bf16_high((u32)r.a.x), bf16_low((u32)r.b.x), bf16_high((u32)r.b.x)}, squares = 0.f;
+    if (!FIRST) { x[0] = summed(r.a.x); x[1] = summed(r.a.y); x[2] = summed(r.b.x); x[3] = summed(r.b.y); }
     HB_UNROLL
-    for (int i = 0; i < 4; i++) { squares += x[i] * x[i]; v[i] = split(x[i] * w[i] * scale_in<FORMAT>()); }
+    for (int i = 0; i < 4; i++) {
+      squares += x[i] * x[i];
+      x[i] *= (i & 1 ? bf16_high(r.norm[i / 2]) : bf16_low(r.norm[i / 2])) * scale_in<FORMAT>();
+    }
+    a = split(x[0], x[1]);
+    b = split(x[2], x[3]);
     return squares;
   }
 };
@@ -157,46 +171,60 @@ template <int FORMAT, int K> HB_DEV void place_operand(Operand<FORMAT, K>& x, in
 template <int FORMAT, int K> HB_DEV bool find_values(const Worker& w, int set, int pass, int& row, int& k) {
   using T = Tile<FORMAT, K>;
   const int pair = w.lane / 8, group = pass * GROUPS_AT_ONCE + pair / LANE_ROWS, n = group >> 1;
-  const int piece = n / T::EACH, chunk = w.warp * T::EACH + n % T::EACH;
+  const int piece = T::PIECES == 1 ? 0 : n / T::EACH, chunk = w.warp * T::EACH + (T::PIECES == 1 ? n : n % T::EACH);
   row = set * LANE_ROWS + pair % LANE_ROWS;
   k = (piece * T::WIDTH + chunk) * 64 + (group & 1) * 32 + w.lane % 4 * 8;
-  return row < w.rows && piece < T::PIECES && chunk < T::chunks_in(piece);
+  return row < w.rows && n < T::MINE && chunk < T::chunks_in(piece);
 }
 
-// Every warp fetches its own part of x. All blocks wait for the same words, so they wait by looking at a few of them only,
-// and fetch the rest when those are there: 132 blocks that look at everything all the time keep the writers out of L2.
+// Every warp fetches its own part of x: all of it at once, in the hope that it is there, which it is for a block that comes
+// late. Blocks that come early wait by looking at a few words only, and fetch the rest when those are there: 132 blocks that
+// look at everything all the time keep the writers out of L2.
 template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
   using T = Tile<FORMAT, K>;
   constexpr int PASSES = (2 * T::MINE + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
-  const int low = w.lane / 4 & 1;
+  const int odd = w.lane / 4 & 1;
   float squares[SETS] = {};
-  if (w.lane % 8 == 0) {
-    int row, k;
-    if (find_values<FORMAT, K>(w, 0, 0, row, k) && source.on(row)) {
-      Patience patience;
-      while (!source.ready(row, k)) patience.wait(0x310);
-    }
-  }
-  sync_warp();
   HB_UNROLL
   for (int first = 0; first < ALL; first += BATCH) {
     typename Source::Raw raw[BATCH] = {};
-    HB_UNROLL
-    for (int n = 0; n < BATCH && first + n < ALL; n++) {
+    Patience patience;
+    HB_ROLLED
+    for (;;) {
+      u32 missing = 0;
+      HB_UNROLL
+      for (int n = 0; n < BATCH && first + n < ALL; n++) {
+        const int s = (first + n) / PASSES;
+        int row, k;
+        if (find_values<FORMAT, K>(w, s, (first + n) % PASSES, row, k) && source.on(s)) raw[n] = source.load(s, row, k, odd);
+      }
+      HB_UNROLL
+      for (int n = 0; n < BATCH && first + n < ALL; n++) {
+        const int s = (first + n) / PASSES;
+        int row, k;
+        if (find_values<FORMAT, K>(w, s, (first + n) % PASSES, row, k) && source.on(s)) missing |= source.missing(raw[n]);
+      }
+      if (!warp_ballot(missing & Source::MARKS)) break;
+      patience.wait(0x311);
       int row, k;
-      if (find_values<FORMAT, K>(w, (first + n) / PASSES, (first + n) % PASSES, row, k) && source.on(row)) raw[n] = source.load(row, k + low * 4);
+      if (w.lane % 8 == 0 && find_values<FORMAT, K>(w, 0, 0, row, k) && source.on(0))
+        while (!source.ready(0, row, k)) patience.wait(0x310);
+      sync_warp();
     }
     HB_UNROLL
     for (int n = 0; n < BATCH && first + n < ALL; n++) {
       const int s = (first + n) / PASSES, q = (first + n) % PASSES;
       int row, k;
-      u32 v[4] = {0, 0, 0, 0};
-      if (find_values<FORMAT, K>(w, s, q, row, k) && source.on(row)) squares[s] += source.take(raw[n], row, k + low * 4, v);
-      // the even lane of a pair keeps the high parts of all eight values, the odd lane the low parts
-      u32 high01 = permute(v[0], v[1], 0x7632), high23 = permute(v[2], v[3], 0x7632);
-      u32 low01 = permute(v[0], v[1], 0x5410), low23 = permute(v[2], v[3], 0x5410);
-      u32 got0 = shfl_xor(low ? high01 : low01, 4), got1 = shfl_xor(low ? high23 : low23, 4);
-      const u32 r[4] = {low ? got0 : high01, low ? got1 : high23, low ? low01 : got0, low ? low23 : got1};
+      Parts a = {0, 0}, b = {0, 0};
+      if (find_values<FORMAT, K>(w, s, q, row, k) && source.on(s)) squares[s] += source.take(raw[n], a, b);
+      // the even lane of a pair gets the high parts of all eight values, the odd lane the low parts
+      const u32 got0 = shfl_xor(odd ? a.high : a.low, 4), got1 = shfl_xor(odd ? b.high : b.low, 4);
+      u32 r[4];
+      if (Source::STEP == 2) {  // 0..3 and 4..7
+        r[0] = odd ? got0 : a.high; r[1] = odd ? got1 : b.high; r[2] = odd ? a.low : got0; r[3] = odd ? b.low : got1;
+      } else {                  // 0, 1, 4, 5 and 2, 3, 6, 7
+        r[0] = odd ? got0 : a.high; r[1] = odd ? a.low : got0; r[2] = odd ? got1 : b.high; r[3] = odd ? b.low : got1;
+      }
       place_operand(x, s, q, w.lane / 8 / LANE_ROWS, r);
     }
   }
@@ -219,16 +247,8 @@ template <> struct Chunk<MXFP4> {
   HB_DEV_MEMBER void load(u32 p, int lane) { w = lds128(p + lane * 16); }
   HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const {
     const u32 v = i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, m = 0x81c081c0u;
-#ifdef HB_WIDE_ROTATE  // rotations as products, on the other pipe
-    const u64 r6 = (u64)v * k6, r3 = (u64)v * k3;
-    mma(d, v & m, ((u32)r6 | (u32)(r6 >> 32)) & m, ((u32)r3 | (u32)(r3 >> 32)) & m, ((v & 0x001b001bu) * 0x1084u) & m, b0, b1);
-#else
     mma(d, v & m, rotate_right(v, 6) & m, rotate_right(v, 3) & m, ((v & 0x001b001bu) * 0x1084u) & m, b0, b1);
-#endif
   }
-#ifdef HB_WIDE_ROTATE
-  u32 k6, k3;
-#endif
 };
 template <> struct Chunk<Q8> {
   u32x4 w[2];
@@ -250,12 +270,9 @@ template <> struct Chunk<BF16> {
   HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const { mma(d, w[i].x, w[i].y, w[i].z, w[i].w, b0, b1); }
 };
 
-// Scales of rows g and g + 8 for this lane's group (0 or 1 of the chunk).
-template <int FORMAT> HB_DEV u32 load_scales(u32 chunk, int g, int group) {
-  if (FORMAT == MXFP4) return lds16(chunk + 512 + g * 4 + group * 2);
-  if (FORMAT == Q8) return lds32(chunk + 1024 + g * 8 + group * 4);
-  return 0;
-}
+// Where in a chunk the scales of rows g and g + 8 for one of its two groups lie, together.
+template <int FORMAT> HB_DEV u32 scale_at(int g, int group) { return FORMAT == MXFP4 ? 512 + g * 4 + group * 2 : 1024 + g * 8 + group * 4; }
+template <int FORMAT> HB_DEV u32 load_scales(u32 p) { return FORMAT == MXFP4 ? lds16(p) : lds32(p); }
 template <int FORMAT> HB_DEV void apply_scales(u32 s, float (&d)[2][4], float& a0, float& a1) {
   float f0 = 1.f, f1 = 1.f;
   if (FORMAT == MXFP4) { f0 = as_float((s << 23) & 0x7f800000u); f1 = as_float((s << 15) & 0x7f800000u); }
@@ -266,18 +283,31 @@ template <int FORMAT> HB_DEV void apply_scales(u32 s, float (&d)[2][4], float& a
   for (int i = 0; i < 8; i++) d[i / 4][i % 4] = 0.f;
 }
 
-// `at` is where the tile begins in the ring; `out` the shared address of this warp's [ROWS][16] sums.
-template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, Cursor at, u32 out) {
+// This warp's slot of a tile (the first one of all where the tile comes in pieces), and its first chunk there.
+template <int FORMAT, int K> HB_DEV int own_slot(const Worker& w) {
   using T = Tile<FORMAT, K>;
-  constexpr int UNIT = ARRIVALS / T::PER_SLOT;
-  constexpr u32 one = FORMAT == Q8 ? 0x3c003c00u : 0x7f7fu;
+  return T::OWN && w.warp < T::SHARES ? w.warp * T::EACH / T::PER_SLOT : 0;
+}
+// Frees this warp's slot, once all lanes have what they need.
+template <int FORMAT, int K> HB_DEV void free_slot(const Worker& w, int slot) {
+  using T = Tile<FORMAT, K>;
+  constexpr int READERS = T::PER_SLOT / T::EACH;
+  const int place = w.warp / READERS, left = T::SHARES - place * READERS, readers = left < READERS ? left : READERS;
+  if (w.lane == 0 && w.warp < T::SHARES) bar_arrive(w.empty(slot), w.warp == place * READERS ? ARRIVALS + 1 - readers : 1);
+}
+
+// One tile of which `at` is this warp's slot; moves on to the next tile's. `out`: the shared address of this warp's
+// [ROWS][16] sums. A warp whose share is not full multiplies what lies behind it with zeros: any bits widen to something
+// finite, except scales, so those it takes from its first chunk.
+template <int FORMAT, int K, bool WAITED> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, Cursor& at, u32 out) {
+  using T = Tile<FORMAT, K>;
+  constexpr int SCALES = (2 * T::EACH + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
   const int v = w.warp, g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
   float acc[SETS][2] = {}, d[SETS][2][4] = {};
   HB_UNROLL
   for (int piece = 0; piece < T::PIECES; piece++) {
     const int n = T::chunks_in(piece), left = n - v * T::EACH;  // chunks from this warp's first on
     const int slot = v * T::EACH / T::PER_SLOT, in_slot = v * T::EACH % T::PER_SLOT;
-    const Cursor mine_at = at.ahead(slot);
     if (!T::OWN)  // all of them, also those this warp takes nothing from, and frees all of them: see Tile
       HB_UNROLL
       for (int i = 0; i < T::slots_in(piece); i++) {
@@ -285,22 +315,19 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
         wait_bar(w.full(here.slot), here.phase, 0x300);
       }
     if (left > 0) {
-      if (T::OWN) wait_bar(w.full(mine_at.slot), mine_at.phase, 0x301);
-      const u32 base = w.ring(mine_at.slot) + in_slot * T::CHUNK;
-      Chunk<FORMAT> chunk[T::EACH] = {};
-      u32 scales[2 * T::EACH];  // of the passes
+      if (T::OWN && !WAITED) wait_bar(w.full(at.slot), at.phase, 0x301);
+      const u32 base = w.ring(T::OWN ? at.slot : at.ahead(slot).slot) + in_slot * T::CHUNK;
+      Chunk<FORMAT> chunk[T::EACH];
+      u32 scales[SCALES];
       HB_UNROLL
-      for (int i = 0; i < 2 * T::EACH; i++) scales[i] = one;  // finite where there is no chunk
-      HB_UNROLL
-      for (int c = 0; c < T::EACH; c++) {
-        if (T::CHUNKS % T::EACH && c >= left) continue;
-        const u32 from = base + c * T::CHUNK;
-        chunk[c].load(from, w.lane);
-        if (FORMAT == BF16) continue;
-        if (GROUPS_AT_ONCE == 4) { if ((mine >> 1) == (c & 1)) scales[c / 2] = load_scales<FORMAT>(from, g, mine & 1); }
-        else if (GROUPS_AT_ONCE == 2) scales[c] = load_scales<FORMAT>(from, g, mine);
-        else { scales[2 * c] = load_scales<FORMAT>(from, g, 0); scales[2 * c + 1] = load_scales<FORMAT>(from, g, 1); }
-      }
+      for (int c = 0; c < T::EACH; c++) chunk[c].load(base + c * T::CHUNK, w.lane);
+      if (FORMAT != BF16)
+        HB_UNROLL
+        for (int i = 0; i < SCALES; i++) {
+          const int group = i * GROUPS_AT_ONCE + mine, c = group >> 1;
+          const bool here = (2 * T::EACH % GROUPS_AT_ONCE == 0 && T::CHUNKS % T::EACH == 0) || (c < T::EACH && c < left);
+          scales[i] = load_scales<FORMAT>(base + (here ? c * T::CHUNK + scale_at<FORMAT>(g, group & 1) : scale_at<FORMAT>(g, 0)));
+        }
       HB_UNROLL
       for (int c = 0; c < T::EACH; c++)
         HB_UNROLL
@@ -315,15 +342,14 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
             for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(scales[group / GROUPS_AT_ONCE], d[s], acc[s][0], acc[s][1]);
         }
       // no lane is past its multiplications before all have their weights
-      const int mine_now = left < T::EACH ? left : T::EACH, in = n - slot * T::PER_SLOT < T::PER_SLOT ? n - slot * T::PER_SLOT : T::PER_SLOT;
-      if (T::OWN && w.lane == 0) bar_arrive(w.empty(mine_at.slot), in_slot + mine_now == in ? ARRIVALS - UNIT * in_slot : UNIT * mine_now);
+      if (T::OWN) free_slot<FORMAT, K>(w, at.slot);
     }
     if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), v == 0 ? ARRIVALS - WORKERS + 1 : 1);
     at.advance(T::slots_in(piece));
   }
   if (FORMAT == BF16)
     HB_UNROLL
-    for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(one, d[s], acc[s][0], acc[s][1]);
+    for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(0, d[s], acc[s][0], acc[s][1]);
   HB_UNROLL
   for (int s = 0; s < SETS; s++) {
     float a0 = acc[s][0], a1 = acc[s][1];
@@ -345,41 +371,63 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
 
 // ---- a phase's tiles ------------------------------------------------------------------------------------------------
 // before(tile, row, m) runs ahead of the multiplications, the first time even of acquire(), which loads x: biases come
-// from far away. after(tile, row, m, value, value, early) has the sum and what before() returned. PAIRS gives m = 0..7
-// and the sums of rows 2m and 2m + 1. each(first, count) runs on all threads after every flush. Tiles are numbered from
-// 0 within the block.
+// from far away. after(tile, row, m, values, early) has the sums of WIDE neighbouring rows, m = WIDE * i, and what before()
+// returned; a thread sums one row. GIVEN_TILES: the feeding warp says how many tiles there are, and which (Shared::given);
+// before() then runs when a tile comes. each(first, count) runs on all threads after every flush. Tiles are numbered from 0 within the block.
 
-struct Early { u32 a = 0; u64 x = 0; };
+struct Early { u32 a = 0, b = 0; u64 x[2] = {0, 0}; };
 
-template <int FORMAT, int K, bool PAIRS, class Before, class Acquire, class After, class Each>
+template <int FORMAT, int K, int WIDE, bool GIVEN_TILES, class Before, class Acquire, class After, class Each>
 HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before before, Acquire acquire, After after, Each each) {
   using T = Tile<FORMAT, K>;
-  constexpr int M = PAIRS ? 8 : 16, SIZE = WORKERS * ROWS * 16;  // floats of one tile in `red`
-  static_assert(T::FLUSH * SIZE <= 16 * WORKERS * 16 && T::FLUSH * ROWS * 16 <= WORK_THREADS && T::FLUSH >= 1, "flush");
-  const int tile = w.thread / (ROWS * M), row = w.thread / M % ROWS, m = w.thread % M;
+  constexpr int SIZE = WORKERS * ROWS * 16;  // floats of one tile in `red`
+  static_assert(T::FLUSH * SIZE <= RED_TILES * WORKERS * 16 && T::FLUSH * ROWS * 16 <= WORK_THREADS && T::FLUSH >= 1, "flush");
+  static_assert(!GIVEN_TILES || (T::OWN && 2 * T::FLUSH + SLOTS <= GIVEN), "numbers of tiles must stay until they are used");
+  const int tile = w.thread / (ROWS * 16), row = w.thread / 16 % ROWS, m = w.thread % 16;
+  const bool first_of = m % WIDE == 0 && row < w.rows;
   Early early;
-  if (tile < tiles && tile < T::FLUSH && row < w.rows) early = before(tile, row, m);
+  if (!GIVEN_TILES && tile < tiles && tile < T::FLUSH && first_of) early = before(tile, row, m);
   acquire();
   w.mark(1);
-  for (int first = 0; first < tiles; first += T::FLUSH) {
-    const int n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH;
-    const bool mine = tile < n && row < w.rows;
-    if (first && mine) early = before(first + tile, row, m);
-    u32 out = w.base + HB_AT(red) + (w.buffer * (16 * WORKERS * 16) + w.warp * ROWS * 16) * 4;
-    for (int i = 0; i < n; i++, out += SIZE * 4) {
-      multiply_tile<FORMAT, K>(w, x, w.at, out);
-      w.at.advance_far(T::slots());
+  bool over = false;
+  for (int first = 0; GIVEN_TILES ? !over : first < tiles; first += T::FLUSH) {
+    int n = T::FLUSH;
+    if (!GIVEN_TILES) {
+      n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH;
+      if (first && tile < n && first_of) early = before(first + tile, row, m);
     }
+    u32 out = w.base + HB_AT(red) + (w.buffer * (RED_TILES * WORKERS * 16) + w.warp * ROWS * 16) * 4;
+    Cursor at = w.at.ahead(own_slot<FORMAT, K>(w));
+    HB_ROLLED
+    for (int i = 0; i < n; i++, out += SIZE * 4) {
+      if (GIVEN_TILES) {
+        wait_bar(w.full(at.slot), at.phase, 0x302);
+        if (lds32(w.base + HB_AT(given) + (first + i) % GIVEN * 4) == ~0u) {
+          sync_warp();
+          free_slot<FORMAT, K>(w, at.slot);
+          at.advance(T::slots());
+          n = i;
+          over = true;
+          break;
+        }
+        if (tile == i && first_of) early = before(first + i, row, m);
+      }
+      multiply_tile<FORMAT, K, GIVEN_TILES>(w, x, at, out);
+    }
+    at.back(own_slot<FORMAT, K>(w));
+    w.at = at;
+    if (GIVEN_TILES && !n) break;
     w.mark(2);
     w.sync();
-    if (mine) {
-      const float* r = w.sh.red[w.buffer] + tile * SIZE + row * 16;
-      float sum0 = 0.f, sum1 = 0.f;
+    if (w.warp * 32 < n * ROWS * 16) {
+      const float* r = w.sh.red[w.buffer] + (tile < n ? tile * SIZE + row * 16 + m : 0);
+      float part[4] = {}, sum[WIDE];
       HB_UNROLL
-      for (int i = 0; i < WORKERS; i++) {
-        if (PAIRS) { sum0 += r[i * ROWS * 16 + 2 * m]; sum1 += r[i * ROWS * 16 + 2 * m + 1]; } else sum0 += r[i * ROWS * 16 + m];
-      }
-      after(first + tile, row, m, sum0 * scale_out<FORMAT>(), sum1 * scale_out<FORMAT>(), early);
+      for (int i = 0; i < WORKERS; i++) part[i % 4] += r[i * ROWS * 16];
+      sum[0] = ((part[0] + part[1]) + (part[2] + part[3])) * scale_out<FORMAT>();
+      HB_UNROLL
+      for (int j = 1; j < WIDE; j++) sum[j] = shfl(sum[0], w.lane + j);  // neighbours' rows
+      if (tile < n && first_of) after(first + tile, row, m, sum, early);
     }
     w.buffer ^= 1;
     each(first, n);

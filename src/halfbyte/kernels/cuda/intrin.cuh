@@ -16,6 +16,7 @@ typedef long long i64;
 #define HB_CONST_FN __host__ __device__ constexpr
 #define HB_UNROLL _Pragma("unroll")
 #define HB_ROLLED _Pragma("unroll 1")
+#define HB_ASSUME(x) __builtin_assume(x)
 
 struct u32x4 { u32 x, y, z, w; };
 struct u64x2 { u64 x, y; };
@@ -88,12 +89,14 @@ HB_DEV void box_store(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [
 HB_DEV void box_add(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 HB_DEV void box_max(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 HB_DEV u32 counter_add(u32* p) { u32 v; asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory"); return v; }
+HB_DEV u32 take_ticket(u32* p) { u32 v; asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory"); return v; }
 HB_DEV void fence_gpu() { __threadfence(); }
 
 // ---- warps -----------------------------------------------------------------------------------------------------
 HB_DEV u32 shfl_xor(u32 v, int m) { return __shfl_xor_sync(0xffffffffu, v, m); }
 HB_DEV float shfl_xor(float v, int m) { return __shfl_xor_sync(0xffffffffu, v, m); }
 HB_DEV u32 shfl(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+HB_DEV float shfl(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 HB_DEV u32 warp_ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
 HB_DEV u32 warp_max(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
 HB_DEV u32 warp_min(u32 v) { return __reduce_min_sync(0xffffffffu, v); }
@@ -117,8 +120,10 @@ HB_DEV i64 round_i64(float v) { return __float2ll_rn(v); }
 HB_DEV float from_i32(int v) { return __int2float_rn(v); }
 HB_DEV float exp2_fast(float v) { float r; asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 HB_DEV float recip_sqrt(float v) { return rsqrtf(v); }
+HB_DEV float recip_sqrt_normal(float v) { float r; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }  // of no subnormal
 HB_DEV float divide(float a, float b) { return __fdividef(a, b); }
 HB_DEV u64 clock_global() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+HB_DEV u32 multiprocessor() { u32 v; asm volatile("mov.u32 %0, %smid;" : "=r"(v)); return v; }
 HB_DEV u64 clock_now() { u64 t; asm volatile("mov.u64 %0, %clock64;" : "=l"(t)); return t; }
 HB_DEV void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 HB_DEV void hb_trap() { asm volatile("trap;"); }

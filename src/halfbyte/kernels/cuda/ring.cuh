@@ -14,6 +14,10 @@ struct Cursor {
     slot += n;
     while (slot >= SLOTS) { slot -= SLOTS; phase ^= 1; }
   }
+  HB_DEV_MEMBER void back(int n) {
+    slot -= n;
+    if (slot < 0) { slot += SLOTS; phase ^= 1; }
+  }
   HB_DEV_MEMBER Cursor ahead(int n) const { Cursor c = *this; c.advance(n); return c; }
   HB_DEV_MEMBER Cursor far_ahead(int n) const { Cursor c = *this; c.advance_far(n); return c; }
 };
@@ -34,22 +38,24 @@ struct Feeder {  // the feeding warp's lane 0
   Cursor at;
   bool first = true;  // nobody has to free a slot in the first round
 
-  HB_DEV_MEMBER void put(const void* src, u32 bytes) {
+  HB_DEV_MEMBER void put(const void* src, u32 bytes) { put(src, bytes, nullptr, 0); }
+  HB_DEV_MEMBER void put(const void* src, u32 bytes, const void* second, u32 more) {
     if (!first) wait_bar(&sh.empty[at.slot], at.phase ^ 1, 0x100);
-    bar_expect(&sh.full[at.slot], bytes);
-    bulk_copy(sh.ring[at.slot], src, bytes, &sh.full[at.slot], policy);
+    bar_expect(&sh.full[at.slot], bytes + more);
+    if (bytes) bulk_copy(sh.ring[at.slot], src, bytes, &sh.full[at.slot], policy);
+    if (more) bulk_copy(sh.ring[at.slot] + bytes, second, more, &sh.full[at.slot], policy);
     at.advance(1);
     if (at.slot == 0) first = false;
   }
   template <int FORMAT, int K> HB_DEV_MEMBER void tile(const u8* weights, size_t index) {
     using T = Tile<FORMAT, K>;
     const u8* base = weights + index * (size_t)T::BYTES;
-    HB_UNROLL
-    for (int piece = 0; piece < T::PIECES; piece++)
-      HB_UNROLL
-      for (int s = 0; s < T::slots_in(piece); s++) {
-        int left = T::chunks_in(piece) - s * T::PER_SLOT, n = left < T::PER_SLOT ? left : T::PER_SLOT;
-        put(base + (piece * T::WIDTH + s * T::PER_SLOT) * T::CHUNK, n * T::CHUNK);
-      }
+    HB_ROLLED
+    for (int piece = 0; piece < T::PIECES; piece++) {
+      const int end = piece < T::PIECES - 1 ? (piece + 1) * T::WIDTH : T::CHUNKS;
+      HB_ROLLED
+      for (int from = piece * T::WIDTH; from < end; from += T::PER_SLOT)
+        put(base + from * T::CHUNK, (end - from < T::PER_SLOT ? end - from : T::PER_SLOT) * T::CHUNK);
+    }
   }
 };

@@ -17,18 +17,22 @@ static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "rows");
 // ---- weight formats ----------------------------------------------------------------------------------------------
 enum { MXFP4 = 0, Q8 = 1, BF16 = 2 };
 constexpr int CHUNK_BYTES[3] = {544, 1088, 2048};  // 16 rows x 64 k, scales included (see layouts.py, "tile16")
-constexpr int SLOT_BYTES = 8704;                   // 16 chunks of MXFP4, 8 of Q8, 4 of bf16; a page of K or V
+constexpr int SLOT_BYTES = HB_SLOT_BYTES;           // of the ring; where memory allows, a whole tile of experts (step.py)
 
 // ---- the block ---------------------------------------------------------------------------------------------------
-constexpr int WORKERS = 15;  // warps that multiply (2880 = 45 chunks of 64); with the one that feeds them, 16 to share registers
+constexpr int WORKERS = HB_WORKERS;  // warps that multiply; one more feeds them
 constexpr int WORK_THREADS = WORKERS * 32, THREADS = WORK_THREADS + 32;
-constexpr int ARRIVALS = 16;  // that free a slot, split over the warps that read from it
+constexpr int ARRIVALS = 16;  // that free a slot: one of each warp that reads from it, the rest of the first one
 constexpr int SLOTS = HB_SLOTS;
+constexpr int OPEN = HB_OPEN, GIVEN = 64;  // tiles of gate_up a block leaves to whoever comes first; room for numbers of tiles
+constexpr bool PAGE_WHOLE = SLOT_BYTES >= 2 * 64 * 64 * 2;  // keys and values of a page in one slot, or in two
+constexpr int PAGE_SLOTS = PAGE_WHOLE ? 1 : 2;
 constexpr int LANE_ROWS = ROWS < 4 ? ROWS : 4;  // batch rows in one set of 8 mma columns (a high and a low column each)
 constexpr int SETS = ROWS / LANE_ROWS;
 constexpr int GROUPS_AT_ONCE = 4 / LANE_ROWS;   // k groups that share one accumulator, in columns of their own
 constexpr int SPLITS = 16;                      // most parts a sequence's keys are cut into
 constexpr int ROUTER_COPIES = 4;                // of the logit accumulators, against contention
+constexpr int RED_TILES = ROWS == 1 ? 12 : 16;  // sums of so many tiles (of one row) are kept before they are added up
 HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
 
 // How the chunks of a tile (16 rows, all of K) are shared out to warps and slots. Quantised tiles: a warp takes EACH
@@ -40,13 +44,12 @@ HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
 // slots only (OWN) could be ahead, so there the warps meet (FLUSH) before the ring has gone round.
 template <int FORMAT, int K> struct Tile {
   static constexpr int CHUNKS = K / 64, CHUNK = CHUNK_BYTES[FORMAT], BYTES = CHUNKS * CHUNK;
-  static constexpr int FIT = SLOT_BYTES / CHUNK;  // chunks in a slot: 16, 8, 4
-  static constexpr int SHARE = (CHUNKS + WORKERS - 1) / WORKERS;
-  static constexpr bool WANTED = SHARE <= FIT;
-  static constexpr int SLOTS_OWN = WANTED ? (CHUNKS + larger(FIT / SHARE, 1) * SHARE - 1) / (larger(FIT / SHARE, 1) * SHARE) : SLOTS + 1;
+  static constexpr int FIT = SLOT_BYTES / CHUNK;  // chunks in a slot
+  static constexpr int SHARE = (CHUNKS + WORKERS - 1) / WORKERS, SHARES = (CHUNKS + SHARE - 1) / SHARE;  // and warps with one
+  static constexpr int SLOTS_OWN = SHARE <= FIT ? (SHARES + larger(FIT / SHARE, 1) - 1) / larger(FIT / SHARE, 1) : SLOTS + 1;
   static constexpr bool OWN = FORMAT != BF16 && SLOTS_OWN <= SLOTS;
   static constexpr int EACH = OWN ? SHARE : 1, PIECES = OWN ? 1 : SHARE, MINE = PIECES * EACH;
-  static constexpr int WIDTH = (CHUNKS + PIECES - 1) / PIECES, PER_SLOT = OWN ? FIT / SHARE * SHARE : FIT;
+  static constexpr int WIDTH = (CHUNKS + PIECES - 1) / PIECES, PER_SLOT = OWN ? (SHARES + SLOTS_OWN - 1) / SLOTS_OWN * SHARE : FIT;
   static HB_CONST_FN int chunks_in(int piece) { return piece < PIECES - 1 ? WIDTH : CHUNKS - WIDTH * (PIECES - 1); }
   static HB_CONST_FN int slots_in(int piece) { return (chunks_in(piece) + PER_SLOT - 1) / PER_SLOT; }
   static HB_CONST_FN int slots() {
@@ -54,7 +57,8 @@ template <int FORMAT, int K> struct Tile {
     for (int i = 0; i < PIECES; i++) n += slots_in(i);
     return n;
   }
-  static constexpr int FLUSH = OWN && SLOTS / slots() < 16 / ROWS ? SLOTS / slots() : 16 / ROWS;  // tiles
+  static constexpr int MOST = RED_TILES / ROWS;
+  static constexpr int FLUSH = OWN && slots() > 1 && SLOTS / slots() < MOST ? SLOTS / slots() : MOST;  // tiles
 };
 
 // ---- arguments (mirrored in step.py) -----------------------------------------------------------------------------
@@ -70,11 +74,11 @@ struct Boxes {      // words that carry their own validity, see box.cuh
   u64 *x;           // [2][ROWS][HIDDEN]             residual, summed in fixed point
   u64 *qkv;         // [ROWS][QKV]                   float + tag
   u64 *part;        // [ROWS][HEADS][SPLITS][66]     float + tag: 64 values, maximum, sum
-  u64 *attn;        // [ROWS][Q_DIM]                 split float + tag
-  u64 *mid;         // [ROWS][HIDDEN]                split float + tag: norm weight times residual
+  u64 *attn;        // [ROWS][Q_DIM / 2]             paired
+  u64 *mid;         // [ROWS][HIDDEN / 2]            paired: norm weight times residual
   u64 *ssq;         // [ROWS][HIDDEN / 16]           float + tag
   u64 *logits;      // [3][ROWS][COPIES][EXPERTS]    router, summed in fixed point
-  u64 *h;           // [ROWS][TOP_K][INTER]          split float + tag
+  u64 *h;           // [ROWS][TOP_K][INTER / 2]      paired
   u64 *best;        // [ROWS]                        argmax key
 };
 
@@ -90,7 +94,7 @@ struct Step {
   float* out_logits;                   // [ROWS][VOCAB]
   int* next_tokens;                    // [ROWS]
   Boxes box;
-  u32* control;                        // epoch, arrivals
+  u32* control;                        // epoch, arrivals, then a ticket counter for every layer
   u32* failure;                        // host memory: where a wait was given up, and by whom
   u64* trace;                          // [grid][LAYERS + 1][32] clocks, or null (HB_TRACE)
   float norm_eps, swiglu_limit, swiglu_alpha;
@@ -117,24 +121,27 @@ struct Unit {  // of attention: one row, one kv head, one part of its pages
 };
 
 constexpr int MERGE_ROW = 10;  // eight heads of one dim, padded
-struct Merge { float o[WORKERS][HEAD_DIM * MERGE_ROW]; float top[WORKERS][GROUP]; float sum[WORKERS][GROUP]; };
+constexpr int ATTENDING = WORKERS / 4 * 4;  // warps: four to a page
+struct Merge { float o[ATTENDING][HEAD_DIM * MERGE_ROW]; float top[ATTENDING][GROUP]; float sum[ATTENDING][GROUP]; };
 
 struct Shared {  // a constant address, so that every phase can be a function of its own with its own registers
   u8 ring[SLOTS][SLOT_BYTES];
   union {
-    float red[2][16 * WORKERS * 16];  // sums of the warps: [tile][warp of the team][row][16]
+    float red[2][RED_TILES * WORKERS * 16];  // sums of the warps: [tile][warp of the team][row][16]
     Merge merge;
   };
   u16 q[2][GROUP][96];         // high and low halves; rows padded so that eight lanes meet no bank twice
   u16 fresh[2][16][HEAD_DIM];  // keys and values of this step's own tokens
   float xs[16][16];       // [tile][row] of o, times the norm's weight
   float squares[16][16];
-  float ssq[ROWS][WORKERS];
+  alignas(16) float ssq[ROWS][16];
   Routing routing[2];
   Step step;                   // copies: a pointer that is fetched from memory costs as much as what it points to
   Layer layers[LAYERS];
   u64 full[SLOTS], empty[SLOTS], routed;
   int token[ROWS], position[ROWS], seq[ROWS], base[ROWS];
   Unit unit[2];                // this block's first, on full and on sliding layers
+  int given[GIVEN];            // gate_up's tiles in the order of the ring, -1 at the end
+  int qkv_tiles, o_tiles, head_tiles, up_tiles, up_kept, down_first, down_last;  // this block's share, of experts while there are TOP_K
   u32 epoch, last;
 };

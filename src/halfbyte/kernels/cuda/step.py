@@ -21,8 +21,7 @@ from halfbyte.kernels.launch import Kernel, Program, compile_program
 
 FOLDER = Path(__file__).parent
 FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
-PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES, THREADS, WORKERS = 64, 64, 4, 16, 4, 512, 15
-SLOT_BYTES = 8704
+PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES = 64, 64, 4, 16, 4
 ROW_SIZES = (1, 2, 4, 8)
 
 
@@ -44,6 +43,9 @@ class StepShape:
     lm_head: str = "mxfp4"
     shared: int = 232_448  # bytes a block may have
     ring: int = 64  # slots at most; fewer in tests
+    workers: int = 0  # warps that multiply; 0: as many as were fastest
+    slot: int = 0  # bytes of a slot of the ring; 0: likewise
+    open: int = 0  # tiles of gate_up per block that go to whoever comes first
     nap: int = 20  # nanoseconds between two looks into a mailbox
     trace: bool = False
     defines: tuple[str, ...] = ()  # experiments
@@ -70,30 +72,45 @@ class StepShape:
         return next((reason for ok, reason in checks if not ok), None)
 
     @property
+    def _lean(self) -> bool:
+        """One row of MXFP4, and room for whole tiles: fewer warps with more of x each were faster (docs/LOG.md)."""
+        return self.rows == 1 and self.shared >= 200_000 and {self.qkv, self.o, self.lm_head} == {"mxfp4"}
+
+    @property
+    def warps(self) -> int:
+        return self.workers or (12 if self._lean else 15)
+
+    @property
+    def slot_bytes(self) -> int:
+        """A tile of an expert, or a third of one (16 chunks of MXFP4, 8 of q8, 4 of bf16; a page of keys or values)."""
+        return self.slot or (24_576 if self._lean else 8_704)
+
+    @property
     def slots(self) -> int:
         """As many as shared memory holds beside everything else."""
-        return min(self.ring, (self.shared - self._fixed) // (SLOT_BYTES + 16))
+        return min(self.ring, (self.shared - self._fixed) // (self.slot_bytes + 16))
 
     @property
     def shared_bytes(self) -> int:
-        return self._fixed + self.slots * (SLOT_BYTES + 16)
+        return self._fixed + self.slots * (self.slot_bytes + 16)
 
     @property
     def _fixed(self) -> int:
         """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
-        red = 2 * 16 * WORKERS * 16 * 4
-        merge = WORKERS * (64 * 10 + 8 + 8) * 4
+        red = 2 * (12 if self.rows == 1 else 16) * self.warps * 16 * 4
+        merge = self.warps // 4 * 4 * (64 * 10 + 8 + 8) * 4
         routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
-        tables = 2 * 8 * 96 * 2 + 2 * 16 * 64 * 2 + 2 * 16 * 16 * 4 + self.rows * WORKERS * 4
-        rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(LayerArgs) * self.layers + 16 * self.rows + 256
+        tables = 2 * 8 * 96 * 2 + 2 * 16 * 64 * 2 + 2 * 16 * 16 * 4 + self.rows * 16 * 4
+        rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(LayerArgs) * self.layers + 16 * self.rows + 512
         return max(red, merge) + tables + routing + rest
 
     def options(self) -> tuple[str, ...]:
         values = {
             "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
             "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
-            "ROWS": self.rows, "SLOTS": self.slots, "NAP": self.nap, "FORMAT_QKV": FORMATS[self.qkv],
-            "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
+            "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
+            "OPEN": self.open, "NAP": self.nap, "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o],
+            "FORMAT_HEAD": FORMATS[self.lm_head],
         }  # fmt: skip
         extra = (("-DHB_TRACE",) if self.trace else ()) + tuple(f"-D{d}" for d in self.defines)
         return tuple(f"-DHB_{name}={value}" for name, value in values.items()) + extra
@@ -182,10 +199,11 @@ class Gpu:
         major, minor = torch.cuda.get_device_capability()
         arch = f"sm_{major}{minor}a"
         self.blocks = torch.cuda.get_device_properties().multi_processor_count
+        self._threads = 32 * (shape.warps + 1)
         self._kernel = Kernel(compile_program(shape.program(), arch), "decode_step", shape.shared_bytes)
 
     def run(self, args: StepArgs) -> None:
-        self._kernel.launch(self.blocks, THREADS, args, cooperative=True)
+        self._kernel.launch(self.blocks, self._threads, args, cooperative=True)
 
 
 class DecodeStep:
@@ -220,7 +238,7 @@ class DecodeStep:
         self.row_seq = torch.arange(r, dtype=torch.int32, device=device)
         self.logits = zeros(r, shape.vocab, dtype=torch.float32)
         self.next_tokens = zeros(r, dtype=torch.int32)
-        self.control = zeros(2, dtype=torch.int32)
+        self.control = zeros(2 + shape.layers, dtype=torch.int32)
         self.failure = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.control[0] = 1
         self.trace = zeros(machine.blocks, shape.layers + 1, 32) if shape.trace else None
@@ -228,11 +246,11 @@ class DecodeStep:
             "x": zeros(2, r, shape.hidden),
             "qkv": zeros(r, shape.qkv_dim),
             "part": zeros(r, shape.heads, SPLITS, 66),
-            "attn": zeros(r, shape.q_dim),
-            "mid": zeros(r, shape.hidden),
+            "attn": zeros(r, shape.q_dim // 2),
+            "mid": zeros(r, shape.hidden // 2),
             "ssq": zeros(r, shape.hidden // 16),
             "logits": zeros(3, r, ROUTER_COPIES, shape.experts),
-            "h": zeros(r, TOP_K, shape.intermediate),
+            "h": zeros(r, TOP_K, shape.intermediate // 2),
             "best": zeros(r),
         }
         table = (LayerArgs * shape.layers)()

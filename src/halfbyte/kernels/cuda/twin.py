@@ -120,9 +120,9 @@ def boxes(step: DecodeStep) -> dict[str, Tensor]:
     b, s = step.boxes, step.shape
     return {
         "qkv": _payload(b["qkv"]).view(torch.float32),
-        "attn": _joined(b["attn"]) / SCALE_IN[s.o],
-        "mid": _joined(b["mid"]) / SCALE_IN["mxfp4"],
-        "h": _joined(b["h"]) / SCALE_IN["mxfp4"],
+        "attn": _pairs(b["attn"]) / SCALE_IN[s.o],
+        "mid": _pairs(b["mid"]) / SCALE_IN["mxfp4"],
+        "h": _pairs(b["h"]) / SCALE_IN["mxfp4"],
         "x": (b["x"][(s.layers - 1) & 1] >> 9).double().mul(2.0**-23).float(),
         "logits": step.logits,
     }
@@ -132,6 +132,8 @@ def _payload(box: Tensor) -> Tensor:
     return (box >> 32).to(torch.int32)
 
 
-def _joined(box: Tensor) -> Tensor:
-    bits = _payload(box)
-    return (bits & -65536).view(torch.float32) + (bits << 16).view(torch.float32)
+def _pairs(box: Tensor) -> Tensor:
+    """Two floats of 22 bits in every word, as the last dimension."""
+    first, second = (box >> 32) & 0xFFFFFC00, (box >> 10) & 0xFFFFFC00
+    both = torch.stack((first, second), -1).flatten(-2)
+    return torch.where(both >= 1 << 31, both - (1 << 32), both).to(torch.int32).view(torch.float32)
