@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from halfbyte.kernels.cuda.batch_fused import PHASES as BATCH_FUSED
 from halfbyte.kernels.cuda.batch_phase import PHASES as BATCH
 from halfbyte.kernels.cuda.decode import PHASES as DECODE
 from halfbyte.kernels.cuda.flash import PHASES as FLASH
@@ -10,4 +11,4 @@ from halfbyte.kernels.cuda.grouped_phases import PHASES as GROUPED
 from halfbyte.kernels.triton.phases import PHASES as TRITON
 from halfbyte.plan.phase import Phase
 
-PHASES: tuple[Phase, ...] = (*DECODE, *BATCH, *GROUPED, *GROUPED_FP8, *FLASH, *TRITON)
+PHASES: tuple[Phase, ...] = (*DECODE, *BATCH, *BATCH_FUSED, *GROUPED, *GROUPED_FP8, *FLASH, *TRITON)

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from halfbyte.gates import Gates, Layers
+from halfbyte.kernels.cuda.batch_fused import PHASES as FUSED_PHASES
 from halfbyte.kernels.cuda.batch_phase import PHASES
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
 from halfbyte.plan.phase import ARCHES, Spec
 
 ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
-PHASE = PHASES[0]
+PHASE, FUSED = PHASES[0], FUSED_PHASES[0]
 
 
 def spec(gates: Gates = ALL, **changes: object) -> Spec:
@@ -55,6 +56,22 @@ def test_refusals(arch: str, changes: dict[str, object], reason: str) -> None:
     assert reason in said
 
 
-def test_an_attention_asked_for_is_the_attention_taken() -> None:
+def test_the_fused_attention_runs_only_where_it_is_asked_for() -> None:
     _, _, selection = choose(NAMED["120b"], replace(ALL, attention="triton"), ARCHES["sm90"])
-    assert "triton.attention_split" in selection.chosen["decode"] or "cuda.batch_layer" in selection.chosen["decode"]
+    assert "cuda.batch_layer" in selection.chosen["batch"]
+    _, _, selection = choose(NAMED["120b"], replace(ALL, attention="cuda"), ARCHES["sm90"])
+    assert "cuda.batch_layer_fused" in selection.chosen["batch"]
+    assert selection.chosen["decode"] == ("cuda.decode_step",)
+    _, _, selection = choose(NAMED["120b"], ALL, ARCHES["sm90"])
+    assert "cuda.batch_layer" in selection.chosen["batch"]
+    assert any(r.phase == FUSED.name and "not been run on a GPU" in r.reason for r in selection.refusals)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"head_dim": 128}, "heads of 64"), ({"page_size": 16}, "pages of 64"), ({"kv_heads": 4}, "8 query heads")],
+)
+def test_refusals_of_the_fused_attention(changes: dict[str, object], reason: str) -> None:
+    said = FUSED.refuse(spec(**changes), ARCHES["sm90"], replace(ALL, attention="cuda"))
+    assert said is not None
+    assert reason in said

@@ -8,9 +8,11 @@ all in the layout "tile16"; activations are bf16. Refuses other machines, format
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.batch import EXPERTS_MAX, TOP_MAX, Layer, Matrix, Room, RowShape, gpu
@@ -21,6 +23,7 @@ from halfbyte.plan.step import BATCH_ROWS, Step
 
 MATRICES = ("qkv", "o", "gate_up", "down")
 PENDING = "batch.pending"  # experts' results that the next layer adds to x
+Attend = Callable[[Step, dict[str, Any], Tensor], Tensor]  # qkv float32 [rows, heads * head_dim] -> bf16
 
 
 class BatchLayer(Phase):
@@ -49,11 +52,10 @@ class BatchLayer(Phase):
                 return f"multiplies {' or '.join(kinds)} weights, and {role} is {spec.formats[role]}"
         if spec.hidden % 64 or spec.intermediate % 64 or spec.hidden > 4096 or spec.intermediate > 4096:
             return f"needs widths in multiples of 64 up to 4096, not {spec.hidden} and {spec.intermediate}"
-        for part in (RopeAndWrite(), DecodeAttention()):
-            reason = part.refuse(spec, arch, gates)
-            if reason is not None:
-                return reason
-        return None
+        return self.refuse_attention(spec, arch, gates)
+
+    def refuse_attention(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        return RopeAndWrite().refuse(spec, arch, gates) or DecodeAttention().refuse(spec, arch, gates)
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return dict.fromkeys(MATRICES, "tile16")
@@ -68,18 +70,15 @@ class BatchLayer(Phase):
             attn_norm=w.attn_norm, mlp_norm=w.mlp_norm, router=w.router, router_bias=w.router_bias, eps=s.norm_eps,
             limit=s.swiglu_limit, alpha=s.swiglu_alpha,
         )  # fmt: skip
-        rope, attention = RopeAndWrite().bind(b), DecodeAttention().bind(b)
-        heads = [s.heads, s.kv_heads, s.kv_heads]
+        attend = self.bind_attention(b)
+        width = (s.heads + 2 * s.kv_heads) * s.head_dim
         last = b.layer == s.layers - 1
 
         def launch(step: Step, acts: dict[str, Any]) -> None:
             x, rows = acts["x"], step.rows
-            qkv = torch.empty((rows, sum(heads) * s.head_dim), dtype=torch.float32, device=device)
+            qkv = torch.empty((rows, width), dtype=torch.float32, device=device)
             layer.enter(x, qkv, pending=acts.pop(PENDING, None) is not None)
-            acts["q"], acts["k"], acts["v"] = torch.split(qkv.view(rows, sum(heads), s.head_dim), heads, dim=1)
-            rope(step, acts)
-            attention(step, acts)
-            layer.leave(x, acts["attn"])
+            layer.leave(x, attend(step, acts, qkv))
             acts["topk_ids"], acts["topk_weights"] = room.ids[:rows], room.weights[:rows]
             if last:
                 layer.finish(x)
@@ -87,6 +86,20 @@ class BatchLayer(Phase):
                 acts[PENDING] = room.parts
 
         return launch
+
+    def bind_attention(self, b: Binding) -> Attend:
+        s = b.spec
+        rope, attention = RopeAndWrite().bind(b), DecodeAttention().bind(b)
+        heads = [s.heads, s.kv_heads, s.kv_heads]
+
+        def attend(step: Step, acts: dict[str, Any], qkv: Tensor) -> Tensor:
+            acts["q"], acts["k"], acts["v"] = torch.split(qkv.view(step.rows, sum(heads), s.head_dim), heads, dim=1)
+            rope(step, acts)
+            attention(step, acts)
+            out: Tensor = acts["attn"]
+            return out
+
+        return attend
 
 
 PHASES: tuple[Phase, ...] = (BatchLayer(),)
