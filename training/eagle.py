@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from network import GptOss, Packed, RMSNorm, dense_masks, rotate
 from optimizer import Optimizer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from halfbyte.evals.tasks import MIXTURE, TASKS, group, problem
@@ -35,6 +35,11 @@ STEPS = 3
 DRAFT_VOCAB = 1024
 THETA = 150000.0
 LENGTH = 1024  # of a packed row; longer conversations are left out
+NAMES = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+    "gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj",
+}  # fmt: skip
+NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
 
 
 class Head(nn.Module):
@@ -106,19 +111,29 @@ class Head(nn.Module):
 
     def tensors(self, kept: Tensor, vocab: int) -> dict[str, Tensor]:
         """The public layout; `kept` are the target ids of the draft vocabulary, ascending."""
-        names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-                 "gate_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "down_proj": "mlp.down_proj"}  # fmt: skip
-        out = {f"midlayer.{new}.weight": getattr(self, old) for old, new in names.items()}
-        out |= {
-            f"midlayer.{n}.weight": getattr(self, n).weight
-            for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-        }
+        out = {f"midlayer.{new}.weight": getattr(self, old) for old, new in NAMES.items()}
+        out |= {f"midlayer.{n}.weight": getattr(self, n).weight for n in NORMS}
         out |= {"fc.weight": self.fc, "norm.weight": self.norm.weight, "lm_head.weight": self.lm_head}
         out = {name: t.detach().bfloat16().contiguous().cpu() for name, t in out.items()}
         known = torch.zeros(vocab, dtype=torch.bool)
         known[kept] = True
         out["d2t"], out["t2d"] = kept.cpu() - torch.arange(len(kept)), known
         return out
+
+
+def load_head(folder: Path, c: Any) -> tuple[Head, Tensor]:
+    """(head, target ids of its vocabulary) from a shipped folder."""
+    found = load_file(folder / "model.safetensors")
+    head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, len(found["d2t"]), c.norm_eps)
+    with torch.no_grad():
+        for ours, theirs in NAMES.items():
+            getattr(head, ours).copy_(found[f"midlayer.{theirs}.weight"])
+        for name in NORMS:
+            getattr(head, name).weight.copy_(found[f"midlayer.{name}.weight"])
+        head.fc.copy_(found["fc.weight"])
+        head.norm.weight.copy_(found["norm.weight"])
+        head.lm_head.copy_(found["lm_head.weight"])
+    return head, found["d2t"] + torch.arange(len(found["d2t"]))
 
 
 # ---- the target's own outputs -------------------------------------------------------------------
@@ -240,12 +255,13 @@ def acceptance(matches: list[Tensor], batch: Packed) -> tuple[float, list[float]
     return tokens / max(1, steps), [h / max(1, r) for h, r in zip(hit, reached, strict=True)]
 
 
-def held_out(target: GptOss, tokenizer: str, per_task: int, device: str) -> Packed:
+def held_out(target: GptOss, tokenizer: str, per_task: int, device: str, seed: int = 2000) -> Packed:
+    """Conversations of every task but the longest, the replies the target's own."""
     vocabulary = data._vocabulary(tokenizer)
     prompts = [
-        render_prompt(vocabulary, problem(t, 2000, i).prompt()) for t in TASKS if t != "needle" for i in range(per_task)
+        render_prompt(vocabulary, problem(t, seed, i).prompt()) for t in TASKS if t != "needle" for i in range(per_task)
     ]
-    return pack(own_outputs(target, prompts), LENGTH, device)
+    return pack(own_outputs(target, prompts, rows=1024 if device == "cuda" else 26), LENGTH, device)
 
 
 @torch.no_grad()
@@ -280,7 +296,7 @@ def stage(
     jobs = [(str(args.tokenizer), args.seed, i) for i in range(max(1, args.own // 1024))]
     with multiprocessing.get_context("spawn").Pool(max(1, min(args.workers, len(jobs)))) as pool:
         prompts = [p for part in pool.map(_prompts, jobs) for p in part][: args.own]
-    conversations = own_outputs(target, prompts)
+    conversations = own_outputs(target, prompts, rows=1024 if cuda else 32)
     Random(args.seed).shuffle(conversations)
     rows = 16 if cuda else 2
     packed = pack(conversations, LENGTH, device)
@@ -290,8 +306,13 @@ def stage(
         flush=True,
     )
     c = target.c
-    counts = torch.bincount(packed.target[packed.weight == 2], minlength=c.vocab)
-    kept = counts.topk(DRAFT_VOCAB).indices.sort().values
+    if args.head:
+        head, kept = load_head(args.head, c)
+        head, kept = head.to(device), kept.to(device)
+    else:
+        counts = torch.bincount(packed.target[packed.weight == 2], minlength=c.vocab)
+        kept = counts.topk(DRAFT_VOCAB).indices.sort().values
+        head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, DRAFT_VOCAB, c.norm_eps).to(device)
     to_draft = torch.full((c.vocab,), -1, device=device)
     to_draft[kept] = torch.arange(DRAFT_VOCAB, device=device)
     parts = [
@@ -301,8 +322,8 @@ def stage(
     seen = Seen(torch.cat([s.taps for s in parts]), torch.cat([s.teacher for s in parts]))
     del parts
     print(f"target seen, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
-    head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, DRAFT_VOCAB, c.norm_eps).to(device)
-    optimizer = Optimizer(head, muon=0.02, adam=2e-3, decay=0.03)
+    gentle = 0.25 if args.head else 1.0
+    optimizer = Optimizer(head, muon=0.02 * gentle, adam=2e-3 * gentle, decay=0.03)
     generator = torch.Generator().manual_seed(args.seed)
     order = torch.empty(0, dtype=torch.long)
     for step in range(args.steps):
@@ -328,6 +349,8 @@ def stage(
             p.copy_(p.bfloat16().float())
     args.out.mkdir(parents=True, exist_ok=True)
     save_file(head.tensors(kept, c.vocab), args.out / "eagle3.safetensors")
+    if args.per_task == 0:
+        return
     test = held_out(target, str(args.tokenizer), args.per_task, device)
     result: dict[str, Any] = {"drafted": STEPS, "problems": args.per_task * (len(TASKS) - 1)}
     result["eagle3"] = head_acceptance(head, target, test, kept, dtype)

@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument(
         "--own", type=int, default=24576, help="how many of the target's own outputs the head learns from"
     )
+    parser.add_argument("--head", type=Path, help="stage eagle: go on from this shipped head instead of from nothing")
     parser.add_argument("--draft-weights", type=Path, help="stage eagle: also measure this draft model")
     args = parser.parse_args()
     if args.stage == "vocabulary":

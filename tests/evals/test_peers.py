@@ -89,7 +89,7 @@ def test_llamacpp_gives_the_same_answers(
     llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python: pip install halfbyte[peers]")
     path = tmp_path / "tiny.gguf"
     checkpoint.save_gguf(checkpoint.load(MODEL), path, tokenizer=MODEL / "tokenizer.json")
-    llama = llama_cpp.Llama(str(path), n_ctx=8192, n_batch=512, n_threads=2, verbose=False)
+    llama = llama_cpp.Llama(str(path), n_ctx=8192, n_batch=512, n_threads=1, verbose=False)
     stops = set(checkpoint.read_config(MODEL).eos_tokens)
 
     def run(prompt: list[int]) -> list[int]:
