@@ -47,8 +47,9 @@ def explain(
             source.close()
     spec, chosen, selection = choose(config, gates, target, found)
     evidence = gather(spec, chosen, target.name, gates) if prove else []
+    values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
     if json:
-        found_out = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": spec.activation}
+        found_out = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values}
         print_json(found_out | {"evidence": [asdict(e) for e in evidence]} if prove else found_out)
         return
     announce(gates, f"{name} on {target.name}")
@@ -56,7 +57,7 @@ def explain(
         out.print(f"[bold red]{SINKS_OFF}[/bold red]")
     formats = ", ".join(f"{role} {kind}" for role, kind in spec.formats.items())
     out.print(f"weights  {formats}")
-    out.print(f"values   activations {spec.activation}, KV {spec.kv_dtype}, residual {spec.dtype}\n")
+    out.print(f"values   activations {values}, KV {spec.kv_dtype}, residual {spec.dtype}\n")
     for regime in REGIMES:
         out.print(f"[bold]{regime}[/bold] ({RANGES[regime]})")
         for phase in selection.chosen[regime]:
@@ -77,12 +78,12 @@ def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence
     """Evidence for every chosen phase that can be compiled here."""
     found: list[Evidence] = []
     provable = set(proof.provable())
-    names = list(dict.fromkeys(p.name for phases in chosen.values() for p in phases))
+    runs = {(p.name, spec.at(regime).activation): spec.at(regime) for regime, phases in chosen.items() for p in phases}
     with err.status("compiling") as status:
-        for name in names:
+        for (name, _), here in runs.items():
             if name in provable:
                 status.update(f"compiling {name} for {arch}")
-                found += proof.prove(name, arch, spec, gates)
+                found += proof.prove(name, arch, here, gates)
     return found
 
 

@@ -35,7 +35,7 @@ from halfbyte.plan.phase import ARCHES, GROUP, Arch, Binding, Spec
 from halfbyte.plan.plan import Plan, bind
 from halfbyte.plan.record import Selection
 from halfbyte.plan.select import Chosen, select
-from halfbyte.plan.step import Step
+from halfbyte.plan.step import REGIMES, Step
 
 log = logging.getLogger("halfbyte")
 
@@ -87,6 +87,7 @@ def spec_of(
     if any((kind == "sliding") != (i % 2 == 0) for i, kind in enumerate(config.kinds)):
         attention.add("uneven_layers")  # kinds that do not alternate, sliding first
     float_name = "bf16" if arch.is_gpu else "f32"
+    activations = {r: float_name if (a := gates.activation_in(r)) == "auto" else a for r in REGIMES}
     return Spec(
         layers=config.layers,
         hidden=config.hidden,
@@ -111,7 +112,8 @@ def spec_of(
             "moe": frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"}),
         },
         dtype=float_name,
-        activation=float_name if gates.activation == "auto" else gates.activation,
+        activation=activations["decode"],
+        activations={r: a for r, a in activations.items() if a != activations["decode"]},
         kv_dtype=float_name if gates.kv_dtype == "auto" else gates.kv_dtype,
         page_size=page_size,
         tile=gates.tile,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -87,6 +87,13 @@ class Spec:
     kv_dtype: str  # f32, bf16, fp8
     page_size: int
     tile: str = "auto"
+    activations: Mapping[str, str] = field(default_factory=dict)  # regime -> activation, where it is another one
+
+    def at(self, regime: str) -> Spec:
+        """What holds in one regime: the spec that a phase is asked about, and bound with, there."""
+        if not self.activations:
+            return self
+        return replace(self, activation=self.activations.get(regime, self.activation), activations={})
 
     def features_of(self, covers: tuple[str, ...]) -> frozenset[str]:
         return frozenset().union(*(self.features.get(op, frozenset()) for op in covers))

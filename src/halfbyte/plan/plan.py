@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -46,7 +46,7 @@ class Plan:
             regime=regime,
             formats=b.formats,
             dtype=self.spec.dtype,
-            activation=self.spec.activation,
+            activation=self.spec.at(regime).activation,
             shapes={n: tuple(acts[n].shape) for n in names},
         )
 
@@ -60,26 +60,28 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 
 
 def bind(chosen: Chosen, selection: Selection, spec: Spec, binding_of: Callable[[int | None], Binding]) -> Plan:
-    """Bind every chosen phase once per layer. A phase that serves several regimes is bound once and shared."""
-    cache: dict[tuple[int, int | None], Bound] = {}
+    """Bind every chosen phase once per layer. A phase that serves several regimes alike is bound once and shared."""
+    cache: dict[tuple[int, int | None, str], Bound] = {}
 
-    def at(phase: Phase, layer: int | None) -> Bound:
-        key = (id(phase), layer)
+    def at(phase: Phase, layer: int | None, regime: Regime) -> Bound:
+        here = spec.at(regime)
+        key = (id(phase), layer, here.activation)
         if key not in cache:
             roles = [r for op in phase.covers for r in ROLES.get(op, ())]
-            cache[key] = Bound(phase, phase.bind(binding_of(layer)), {r: spec.formats[r] for r in roles})
+            launch = phase.bind(replace(binding_of(layer), spec=here))
+            cache[key] = Bound(phase, launch, {r: spec.formats[r] for r in roles})
         return cache[key]
 
     bound: dict[Regime, list[Bound]] = {}
     for regime, phases in chosen.items():
         if phases[0].covers == OPERATIONS:
-            bound[regime] = [at(phases[0], None)]
+            bound[regime] = [at(phases[0], None, regime)]
             continue
         prologue, layer, epilogue = _split(phases)
-        bound[regime] = [at(p, None) for p in prologue]
+        bound[regime] = [at(p, None, regime) for p in prologue]
         for index in range(spec.layers):
-            bound[regime] += [at(p, index) for p in layer]
-        bound[regime] += [at(p, None) for p in epilogue]
+            bound[regime] += [at(p, index, regime) for p in layer]
+        bound[regime] += [at(p, None, regime) for p in epilogue]
     return Plan(spec, selection, bound)
 
 

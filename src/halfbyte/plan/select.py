@@ -45,7 +45,7 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
     for regime in REGIMES:
         usable[regime] = []
         for phase in candidates:
-            reason = _refusal(phase, spec, arch, gates, regime)
+            reason = _refusal(phase, spec.at(regime), arch, gates, regime)
             if reason is None:
                 usable[regime].append(phase)
             else:
@@ -55,9 +55,9 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
     if chosen is None:
         raise PlanError(_explain_failure(usable, candidates, refusals, conflicts, gates, arch))
     layouts: dict[str, str] = {}
-    for phases_of in chosen.values():
+    for regime, phases_of in chosen.items():
         for phase in phases_of:
-            layouts |= phase.layouts(spec)
+            layouts |= phase.layouts(spec.at(regime))
     for regime in REGIMES:
         names = {p.name for p in chosen[regime]}
         for phase in usable[regime]:
@@ -96,8 +96,10 @@ def _cover(usable: Mapping[Regime, list[Phase]], spec: Spec, conflicts: list[Ref
     """
     dead: set[tuple[int, int, frozenset[tuple[str, str]]]] = set()
 
-    def layout_conflict(phase: Phase, layouts: Mapping[str, tuple[str, str]]) -> str | None:
-        for role, layout in phase.layouts(spec).items():
+    specs = {regime: spec.at(regime) for regime in REGIMES}
+
+    def layout_conflict(phase: Phase, regime: Regime, layouts: Mapping[str, tuple[str, str]]) -> str | None:
+        for role, layout in phase.layouts(specs[regime]).items():
             if role in layouts and layouts[role][0] != layout:
                 other, owner = layouts[role]
                 return f"needs {role} in layout {layout}, but {owner} holds it in {other}"
@@ -114,11 +116,12 @@ def _cover(usable: Mapping[Regime, list[Phase]], spec: Spec, conflicts: list[Ref
             return search(regime_at + 1, 0, layouts, so_far)
         here = [p for p in usable[regime] if OPERATIONS[position : position + len(p.covers)] == p.covers]
         for phase in sorted(here, key=lambda p: (-p.rank, -len(p.covers), p.name)):
-            reason = layout_conflict(phase, layouts)
+            reason = layout_conflict(phase, regime, layouts)
             if reason is not None:
                 conflicts.append(Refusal(phase.name, regime, reason))
                 continue
-            mine = {role: (layout, phase.name) for role, layout in phase.layouts(spec).items() if role not in layouts}
+            wanted = phase.layouts(specs[regime])
+            mine = {role: (layout, phase.name) for role, layout in wanted.items() if role not in layouts}
             so_far[regime].append(phase)
             found = search(regime_at, position + len(phase.covers), layouts | mine, so_far)
             if found is not None:
@@ -134,8 +137,8 @@ def _why_not(phase: Phase, chosen: Chosen, regime: Regime, spec: Spec) -> str:
     """Why a phase that refuses nothing was left out: its layout does not suit another regime, or a better one ran."""
     for other_regime in REGIMES:
         for other in chosen[other_regime]:
-            theirs = other.layouts(spec)
-            for role, layout in phase.layouts(spec).items():
+            theirs = other.layouts(spec.at(other_regime))
+            for role, layout in phase.layouts(spec.at(regime)).items():
                 if theirs.get(role, layout) != layout:
                     return f"needs {role} in layout {layout}, but {other.name} ({other_regime}) in {theirs[role]}"
     better = [p.name for p in chosen[regime] if set(p.covers) & set(phase.covers)]

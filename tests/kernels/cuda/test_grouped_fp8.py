@@ -151,5 +151,10 @@ def test_auto_never_takes_them_and_asking_does() -> None:
     asked = Gates(layers=gates.layers, activation="fp8", moe_kernel=cuda, linear_kernel=cuda)
     _, _, found = choose(NAMED["120b"], asked, ARCHES["sm90"])
     assert names <= set(found.chosen["prefill"])
-    for phase in PHASES:
-        assert phase.category in ("moe", "linear")
+    by_name = {p.name: p for p in PHASES}
+    spec = choose(NAMED["120b"], gates, ARCHES["sm90"])[0]
+    for phase in by_name.values():
+        assert "not been run" in str(phase.refuse(spec, ARCHES["sm90"], gates))
+        assert "sm90" in str(phase.refuse(spec, ARCHES["sm100"], asked))
+    _, _, auto = choose(NAMED["120b"], Gates(layers=gates.layers, activation="prefill=fp8"), ARCHES["sm90"])
+    assert not names & set(auto.chosen["prefill"])

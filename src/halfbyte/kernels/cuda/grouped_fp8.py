@@ -4,8 +4,8 @@ Weights stay MXFP4 in tile16 and are widened to E5M2 relative to the largest sca
 grouped_fp8.cuh); activations are E4M3 with one float32 scale a row, as `ops.linear` defines fp8. The middle of the MLP
 passes through bf16 on its way to E4M3. Refuses rows whose scales span more than 16 octaves: E5M2 would lose bits.
 
-Emulated and compiled, not yet run on a GPU: `auto` never takes these phases (their rank is below Triton's). Ask for
-them with --activation fp8 --moe-kernel cuda --linear-kernel cuda.
+Emulated and compiled, not yet run on a GPU: `auto` never takes these phases. Ask for them with
+--activation prefill=fp8 --moe-kernel prefill=cuda --linear-kernel prefill=cuda.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from halfbyte.kernels.cuda.grouped_phases import (
 )
 from halfbyte.kernels.launch import Program
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
-from halfbyte.plan.step import Step
+from halfbyte.plan.step import REGIMES, Step
 
 SPREAD = 16  # octaves between the scales of a row that E5M2 can hold
 WIDTHS = (64, 72, 80, 96, 112, 128, 144, 176, 208, 240, 256)  # columns for which the product exists, from 64 on
@@ -226,12 +226,13 @@ class Fp8Experts(Experts):
 class _Fp8(_Grouped):
     """What the bf16 phases ask, for fp8 activations and MXFP4 weights."""
 
-    rank = 5
     kinds = ("mxfp4",)
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         if spec.activation != "fp8":
             return f"multiplies fp8 activations, not {spec.activation}"
+        if "cuda" not in {gates.backend(axis, regime) for axis in self.backends for regime in REGIMES}:
+            return f"has not been run on a GPU yet, so only --{next(iter(self.backends))}-kernel cuda takes it"
         return super().refuse(dataclasses.replace(spec, activation="bf16"), arch, gates)
 
 

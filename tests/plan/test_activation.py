@@ -1,0 +1,72 @@
+"""Activations by regime: parsed once, chosen and bound for each regime, recorded as they ran."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from halfbyte.errors import GateError
+from halfbyte.gates import Gates, Layers, PerRegime, parse
+from halfbyte.model import synthetic
+from halfbyte.model.config import NAMED, ModelConfig
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss, choose, spec_of
+from halfbyte.model.solo import Solo
+from halfbyte.plan.phase import ARCHES
+
+SMALL = ModelConfig(
+    layers=2, hidden=128, intermediate=96, experts=8, top_k=4, heads=8, kv_heads=2, head_dim=32, vocab=512
+)
+MXFP4 = Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4")
+
+
+def test_parsing() -> None:
+    gates = parse({"activation": "Prefill=FP8, decode=auto"}, env={})
+    assert gates.activation == "prefill=fp8"
+    assert [gates.activation_in(r) for r in ("decode", "batch", "prefill")] == ["auto", "auto", "fp8"]
+    assert parse({"activation": "batch=auto"}, env={}).activation == "auto"
+    assert parse({}, env={"VLLM_MXFP4_ACTIVATION": "prefill=mxfp8,batch=int8"}).activation == "batch=int8,prefill=mxfp8"
+    assert Gates(activation="int8").activation_in("batch") == "int8"
+    for wrong in ("prefill=fp9", "train=fp8", "prefill"):
+        with pytest.raises(GateError):
+            parse({"activation": wrong}, env={})
+
+
+def test_a_spec_says_what_holds_where() -> None:
+    spec = spec_of(NAMED["120b"], Gates(activation="prefill=fp8"), ARCHES["sm90"], CHECKPOINT_FORMATS)
+    assert [spec.at(r).activation for r in ("decode", "batch", "prefill")] == ["bf16", "bf16", "fp8"]
+    plain = spec_of(NAMED["120b"], Gates(activation="fp8"), ARCHES["sm90"], CHECKPOINT_FORMATS)
+    assert plain.at("decode") is plain
+    assert spec.at("prefill") == plain
+
+
+def test_one_copy_of_the_weights_serves_both() -> None:
+    """fp8 prefill beside the decode step, which takes bf16: both read tile16."""
+    kernels = PerRegime(prefill="cuda")
+    gates = Gates(layers=MXFP4, activation="prefill=fp8", moe_kernel=kernels, linear_kernel=kernels)
+    _, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
+    assert "cuda.grouped_fp8_moe" in found.chosen["prefill"]
+    assert found.chosen["decode"] == choose(NAMED["120b"], Gates(layers=MXFP4), ARCHES["sm90"])[2].chosen["decode"]
+
+
+def test_steps_round_as_their_regime_says() -> None:
+    """The same 70 tokens at once (prefill) and in steps of 8 (decode), through the reference."""
+    weights = synthetic.make(SMALL, 3)
+    tokens = torch.randint(0, weights.config.vocab, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def logits(activation: str, size: int) -> torch.Tensor:
+        solo = Solo(GptOss(weights, Gates(activation=activation), page_size=16), 128)
+        return torch.cat([solo.feed(tokens[i : i + size], all_logits=True) for i in range(0, 70, size)])
+
+    assert torch.equal(logits("prefill=int8", 70), logits("int8", 70))
+    assert torch.equal(logits("prefill=int8", 8), logits("auto", 8))
+    assert not torch.equal(logits("prefill=int8", 70), logits("auto", 70))
+
+
+def test_the_record_says_which() -> None:
+    weights = synthetic.make(SMALL, 3)
+    model = GptOss(weights, Gates(activation="prefill=int8"), page_size=16)
+    solo = Solo(model, 128)
+    solo.feed(list(range(70)))
+    solo.feed([5])
+    assert {r.activation for r in model.plan.record.runs.values() if r.regime == "prefill"} == {"int8"}
+    assert {r.activation for r in model.plan.record.runs.values() if r.regime == "decode"} == {"f32"}
