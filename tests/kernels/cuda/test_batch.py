@@ -160,3 +160,28 @@ def test_refuses_what_it_cannot_read() -> None:
         Matrix(plain, None, "qkv")
     with pytest.raises(PlanError, match="multiples"):
         Matrix(layouts.convert(formats.quantize(torch.randn(72, 64), "mxfp4"), "tile16"), None, "qkv")
+
+
+@pytest.mark.gpu
+def test_experts_on_a_gpu_again_and_again() -> None:
+    """Experts of one to sixty columns at the true K, where other warps' loads of x delay a warp's loads of weights."""
+    from halfbyte.kernels.cuda.batch import gpu
+
+    experts, n, rows, top_k, k = 24, 2880, 64, 4, 2880
+    w, dense = weights("mxfp4", (experts, n, k), 0)
+    assert isinstance(w, MXTensor)
+    matrix = Matrix(w.to("cuda"), None, "down")
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn((rows, experts), generator=g) + 1.5 * torch.randn(experts, generator=g)
+    ids = logits.topk(top_k).indices.int().flatten().cuda()
+    x = torch.randn((rows * top_k, k), generator=g).bfloat16()
+    want = torch.stack([dense[e] @ x[c].float() for c, e in enumerate(ids.tolist())])
+    first: torch.Tensor | None = None
+    for _ in range(20):
+        out = torch.full((rows * top_k, n), float("nan"), device="cuda")
+        tickets = torch.zeros(1, dtype=torch.int32, device="cuda")
+        matrix.run(gpu(), x.cuda(), out, rows * top_k, ids=ids, tickets=tickets.data_ptr())
+        got = out.cpu()
+        first = got if first is None else first
+        assert torch.equal(got, first)
+    assert error(got, want) < 1e-5
