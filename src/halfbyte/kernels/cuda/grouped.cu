@@ -60,11 +60,8 @@ template <int N> HB_DEV void multiply_deep(Consumer& c, const Item& it) {
   store<N, 2>(c, it, it.first * 4 + tile, acc, bias);
 }
 
-#ifndef HB_PIN  // how variants are timed
+#ifndef HB_PIN  // fences before waits here, too: slower but for NARROW (docs/LOG.md)
 #define HB_PIN 0
-#endif
-#ifndef HB_DEEP
-#define HB_DEEP 0
 #endif
 constexpr bool PIN = HB_PIN || SHAPE == NARROW;
 // While the tensor cores read one set of registers, the next chunk is widened into the other. At the head of the loop set
@@ -216,7 +213,7 @@ HB_DEV void pass(Consumer& c) {  // an item with no rows for this warpgroup
 }
 
 HB_DEV void dispatch(Consumer& c, const Item& it) {
-#define HB_CASE(n) case n: if constexpr (SHAPE == WIDE || (SHAPE == BROAD && n <= HB_DEEP)) return multiply_deep<n>(c, it); else return multiply<n, MT>(c, it);
+#define HB_CASE(n) case n: if constexpr (SHAPE == WIDE) return multiply_deep<n>(c, it); else return multiply<n, MT>(c, it);
 #define HB_CASE_FP8(n) case n: return multiply_fp8<n>(c, it);
   if constexpr (FP8) switch (it.n) {
     HB_CASE_FP8(16) HB_CASE_FP8(32) HB_CASE_FP8(48) HB_CASE_FP8(64) HB_CASE_FP8(72) HB_CASE_FP8(80) HB_CASE_FP8(96)

@@ -41,9 +41,9 @@ constexpr int KS = FORMAT == MXFP4 ? 2 : 1;  // chunks in a stage
 constexpr int COLUMN = FP8 ? 128 : KS * 128;  // bytes of a column in a stage
 constexpr int STAGE = (N_MAX * COLUMN + TILES * 4 * KS * CHUNK + 1023) / 1024 * 1024;
 static_assert(!FP8 || FORMAT == MXFP4, "fp8 activations are for MXFP4 weights");
-// Prefill reads activations once per item, and L2 cannot deliver as much as the tensor cores would take: two blocks of a
-// cluster share an item's columns, each has half of its rows, and each fetches half of the columns for both.
-#ifndef HB_PAIR
+// Two blocks of a cluster may share an item's columns: each has half of its rows and fetches half of the columns for both,
+// so that L2 delivers activations once for two.
+#ifndef HB_PAIR  // measured: no gain for bf16 (docs/LOG.md); fp8 asks for it
 #define HB_PAIR 1
 #endif
 constexpr int PAIR = STRIPES ? 1 : HB_PAIR;
@@ -229,7 +229,7 @@ HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at,
     if (columns) {
       u8* there = stage + (other * n + own) * 128;
       const u16* from = x + (size_t)(FP8 ? c / 2 : c + other) * p.x_slots * 64;
-#ifdef HB_ALONE
+#ifdef HB_ALONE  // pairs that share nothing, for comparison
       bulk_copy(stage + other * n * 128, x - (size_t)own * 64 + (size_t)(c + other) * p.x_slots * 64, n * 128, full, ordinary_policy());
 #else
       if constexpr (PAIR == 1) bulk_copy(there, from, n * 128, full, ordinary_policy());

@@ -17,10 +17,10 @@ template <> struct Raw<MXFP4> {
       HB_UNROLL
       for (int i = 2 * half; i < 2 * half + 2; i++) {
         const u32 v = words[i];
-        a[4 * i] = bf16_mul(v & m, up);
-        a[4 * i + 1] = bf16_mul(rotate_right(v, 6) & m, low);
-        a[4 * i + 2] = bf16_mul(rotate_right(v, 3) & m, up);
-        a[4 * i + 3] = bf16_mul(((v & 0x001b001bu) * 0x1084u) & m, low);
+        a[4 * i] = bf16_times(v & m, up);
+        a[4 * i + 1] = bf16_times(rotate_right(v, 6) & m, low);
+        a[4 * i + 2] = bf16_times(rotate_right(v, 3) & m, up);
+        a[4 * i + 3] = bf16_times(((v & 0x001b001bu) * 0x1084u) & m, low);
       }
     }
   }

@@ -77,7 +77,7 @@ template <int N> HB_DEV void more_registers() {}
 template <int N> HB_DEV void fewer_registers() {}
 HB_DEV void wait_for_previous() {}
 HB_DEV void release_next() {}
-HB_DEV u32 bf16_mul(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) * emu::bf(b & 0xffff), emu::bf(a >> 16) * emu::bf(b >> 16)); }
+HB_DEV u32 bf16_times(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) * emu::bf(b & 0xffff), emu::bf(a >> 16) * emu::bf(b >> 16)); }
 HB_DEV void shared_add(int* p, int v) { *p += v; emu::moved(); }
 HB_DEV u32 votes(bool p) { return emu::collective(emu::Reduce{p, 2}); }
 HB_DEV float reciprocal(float v) { return 1.f / v; }
@@ -161,7 +161,7 @@ template <int N> HB_DEV void more_registers() { asm volatile("setmaxnreg.inc.syn
 template <int N> HB_DEV void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 HB_DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-HB_DEV u32 bf16_mul(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+HB_DEV u32 bf16_times(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV void shared_add(int* p, int v) { atomicAdd(p, v); }
 HB_DEV u32 votes(bool p) { return __ballot_sync(0xffffffffu, p); }
 HB_DEV float divide_exactly(float a, float b) { return __fdiv_rn(a, b); }
