@@ -6,7 +6,7 @@
 
 // MXFP4 widens to value * 2^-126, so x comes in times 2^100 and the sum goes out times 2^26: nothing leaves the range.
 constexpr float SCALE_OUT = FORMAT == MXFP4 ? 67108864.f : 1.f;
-HB_DEV u32 scale_in(u32 v) { return FORMAT == MXFP4 ? bf16_mul(v, 0x71807180u) : v; }  // exact: a power of two
+HB_DEV u32 scale_in(u32 v) { return FORMAT == MXFP4 ? bf16_times(v, 0x71807180u) : v; }  // exact: a power of two
 
 template <int F> struct Weights;  // this lane's part of a chunk
 template <> struct Weights<MXFP4> {
