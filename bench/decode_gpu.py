@@ -29,7 +29,15 @@ from torch import Tensor  # noqa: E402
 
 from halfbyte.formats import tile16  # noqa: E402
 from halfbyte.kernels.cuda import twin  # noqa: E402
-from halfbyte.kernels.cuda.step import DecodeStep, Gpu, StepLayer, StepShape, StepWeights, tile_router  # noqa: E402
+from halfbyte.kernels.cuda.step import (  # noqa: E402
+    KV_DTYPES,
+    DecodeStep,
+    Gpu,
+    StepLayer,
+    StepShape,
+    StepWeights,
+    tile_router,
+)
 from halfbyte.kernels.launch import compile_program  # noqa: E402
 from halfbyte.lab import steptrace  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
@@ -40,7 +48,7 @@ BANDWIDTH = 4.5e12  # bytes/s this kind of GPU reads in the best case
 BOUND = 2e-3  # on a phase's relative error against float32
 
 
-SETTINGS: dict[str, int] = {}  # of every kernel: --set and --layers
+SETTINGS: dict[str, Any] = {}  # of every kernel: --set, --kv and --layers
 
 
 def shape_of(model: str, formats: str, rows: int = 1, **changes: Any) -> StepShape:
@@ -120,9 +128,11 @@ class Bench:
         blocks = context // 64 + 4
         count = 2 * sequences * blocks
         self.weights = weights
-        self.pool = torch.empty(
-            (count + 1, (s.layers + 1) // 2, 2, s.kv_heads, 64, 64), dtype=torch.bfloat16, device="cuda"
-        ).normal_()
+        self.pool = (
+            torch.empty((count + 1, (s.layers + 1) // 2, 2, s.kv_heads, 64, 64), dtype=torch.bfloat16, device="cuda")
+            .normal_()
+            .to(KV_DTYPES[s.kv])
+        )
         order = torch.randperm(count, device="cuda").int() + 1
         self.tables = (order[: count // 2].view(sequences, blocks), order[count // 2 :].view(sequences, blocks))
         self.rope = make_rope(blocks * 64)
@@ -219,7 +229,7 @@ def bytes_read(s: StepShape, context: int, experts: float = 4.0) -> float:
     per = {"mxfp4": 34 / 64, "q8": 34 / 32, "bf16": 2.0}
     dense = s.qkv_dim * s.hidden * per[s.qkv] + s.hidden * s.q_dim * per[s.o]
     moe = experts * 3 * s.intermediate * s.hidden * per["mxfp4"] + s.experts * s.hidden * 2
-    kv = 2 * s.kv_heads * 64 * 2 * (min(context, s.window) + context) / 2
+    kv = 2 * s.kv_heads * 64 * KV_DTYPES[s.kv].itemsize * (min(context, s.window) + context) / 2
     return s.layers * (dense + moe + kv) + s.vocab * s.hidden * per[s.lm_head]
 
 
@@ -250,13 +260,14 @@ def main() -> int:
     p.add_argument("--rows", default="1")
     p.add_argument("--variants", default="", help="experiments: 'nap=0;workers=15+ring=9;define=X=1', timed at 2048")
     p.add_argument("--set", default="", help="of every kernel: 'workers=15,ring=9'")
+    p.add_argument("--kv", default="bf16", choices=("bf16", "fp8"))
     p.add_argument("--layers", type=int, default=0, help="so many layers only: a twelfth of the time, for experiments")
     p.add_argument("--no-trace", action="store_true")
     p.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     p.add_argument("--name", default=time.strftime("decode-gpu-%Y%m%d-%H%M%S"))
     a = p.parse_args()
     SETTINGS.update({k: int(v) for k, v in (x.split("=") for x in filter(None, a.set.split(",")))})
-    SETTINGS.update({"layers": a.layers} if a.layers else {})
+    SETTINGS.update({"layers": a.layers} if a.layers else {}, kv=a.kv)
     contexts = [int(c) for c in a.contexts.split(",")]
     rows = [int(r) for r in a.rows.split(",")]
     variants: list[dict[str, Any]] = []
@@ -317,7 +328,7 @@ def main() -> int:
                     experts = verdict["experts_per_layer"]
                     ceiling = r * BANDWIDTH / bytes_read(s, context, experts)
                     row = {
-                        "model": name_of(model), "formats": formats, "rows": r, "context": context, **t,
+                        "model": name_of(model), "formats": formats, "kv": a.kv, "rows": r, "context": context, **t,
                         "tokens_per_s": r * 1e6 / t["us"], "ceiling": ceiling,
                         "share": r * 1e6 / t["us"] / ceiling, "check": verdict,
                     }  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.formats import tile16
-from halfbyte.kernels.cuda.step import StepLayer, StepShape, StepWeights, tile_router
+from halfbyte.kernels.cuda.step import KV_DTYPES, StepLayer, StepShape, StepWeights, tile_router
 from halfbyte.ops.rope import rope_table, yarn_frequencies
 
 
@@ -53,10 +53,13 @@ def make_cache(s: StepShape, sequences: int, blocks: int, seed: int = 1) -> tupl
     """A pool full of random keys and values, with NaN in every page no table names, and two shuffled tables."""
     g = torch.Generator().manual_seed(seed)
     count = 2 * sequences * blocks
-    pool = torch.randn((count + 3, (s.layers + 1) // 2, 2, s.kv_heads, 64, 64), generator=g).bfloat16()
+    pool = torch.randn((count + 3, (s.layers + 1) // 2, 2, s.kv_heads, 64, 64), generator=g)
     order = torch.randperm(count, generator=g).int() + 1
     pool[count + 1 :] = float("nan")
-    return pool, (order[: count // 2].view(sequences, blocks).contiguous(), order[count // 2 :].view(sequences, blocks))
+    return pool.to(KV_DTYPES[s.kv]), (
+        order[: count // 2].view(sequences, blocks).contiguous(),
+        order[count // 2 :].view(sequences, blocks),
+    )
 
 
 def relative(a: Tensor, b: Tensor) -> float:

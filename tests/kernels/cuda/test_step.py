@@ -107,7 +107,23 @@ def test_formats(formats: tuple[str, str, str], built: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("change", "bound"), [({"open": 1, "ring": 7}, 0.0), ({"shared": 101_376}, 1e-6)])
+@pytest.mark.parametrize(
+    ("rows", "positions", "row_seq"),
+    [(1, [700], [0]), pytest.param(4, [100, 101, 102, 700], [0, 0, 0, 1], marks=pytest.mark.slow)],
+)
+def test_cache_in_fp8(rows: int, positions: list[int], row_seq: list[int], built: Path) -> None:
+    """E4M3 without scales: rounded once, when written, and read exactly."""
+    shape = replace(small(rows), kv="fp8")
+    case = Case(shape, Emulator(shape, 4, cache=built), max(row_seq) + 1, 12)
+    case.pool[1, 0, 0, 0, 0, 0] = case.theirs[1, 0, 0, 0, 0, 0] = 448.0
+    compare(case, [17, 18, 19, 20][:rows], positions, row_seq, LOOSE)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("change", "bound"),
+    [({"open": 1, "ring": 7}, 0.0), pytest.param({"shared": 101_376}, 1e-6, marks=pytest.mark.slow)],
+)
 def test_other_ways_through_the_ring(change: dict[str, int], bound: float, built: Path) -> None:
     """Tiles for whoever comes first leave the same bits as tiles dealt out; on sm_12x more warps add in their order."""
     seen = []
@@ -175,6 +191,20 @@ def test_refusals(change: dict[str, object], reason: str) -> None:
     assert reason in (shape.refuse() or "")
 
 
+def test_an_fp8_cache_must_be_asked_for() -> None:
+    from halfbyte import gates
+    from halfbyte.kernels.cuda.decode import WholeStep, shape_of
+    from halfbyte.model.config import NAMED
+    from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, spec_of
+    from halfbyte.plan.phase import ARCHES
+
+    asked, sm90 = gates.parse({"moe_kernel": "decode=gemv", "kv_dtype": "fp8"}, env={}), ARCHES["sm90"]
+    spec = spec_of(NAMED["120b"], asked, sm90, CHECKPOINT_FORMATS)
+    assert "emulator only" in str(WholeStep().refuse(spec, sm90, gates.Gates(kv_dtype="fp8")))
+    assert WholeStep().refuse(spec, sm90, asked) is None
+    assert shape_of(spec, sm90, 1).kv == "fp8"
+
+
 @needs_compiler
 def test_wrong_layout_is_refused(built: Path) -> None:
     shape = small(1)
@@ -187,11 +217,12 @@ def test_wrong_layout_is_refused(built: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name: str) -> None:
+def test_on_a_gpu(name: str, kv: str) -> None:
     rows, positions, row_seq, blocks = CASES[name]
     row_seq = row_seq or [0]
-    shape = small(rows)
+    shape = replace(small(rows), kv=kv)
     case = Case(shape, Gpu(shape), max(row_seq) + 1, blocks, "cuda")
     for i, p in enumerate(positions):
         at = p if isinstance(p, list) else [p]

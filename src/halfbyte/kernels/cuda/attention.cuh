@@ -39,9 +39,9 @@ HB_DEV Unit find_unit(const Shared& sh, int rows, bool sliding, int index) {
   }
   return u;
 }
-HB_DEV const u16* page_of(const Step& p, const Shared& sh, bool sliding, int row, int page, int place, int which, int head) {
+HB_DEV u8* page_of(const Step& p, const Shared& sh, bool sliding, int row, int page, int place, int which, int head) {
   const int* table = (sliding ? p.sliding_table : p.full_table) + (size_t)sh.seq[row] * p.max_blocks;
-  return p.pool + ((((size_t)table[page] * p.page_layers + place) * 2 + which) * KV_HEADS + head) * (PAGE * HEAD_DIM);
+  return p.pool + ((((size_t)table[page] * p.page_layers + place) * 2 + which) * KV_HEADS + head) * PAGE_BYTES;
 }
 
 struct Softmax {  // of one warp: heads 2t and 2t + 1 in every lane; dims as the mma leaves them
@@ -49,22 +49,40 @@ struct Softmax {  // of one warp: heads 2t and 2t + 1 in every lane; dims as the
 };
 struct Queries { u32 high[4][2], low[4][2]; };
 
-// Rows g and g + 8 of a 16 x 64 bf16 tile with 128-byte rows, as four words per half row. Odd rows read their halves in
-// the other order, so that eight lanes cover all banks.
-HB_DEV void load_rows(const u8* tile, int lane, u32 (&v)[2][2][4]) {
-  const int g = lane / 4, t = lane % 4, odd = g & 1;
+// Two E4M3 in the low half of `v` as bf16, exactly: shifted into place they are 2^-120 of their values.
+HB_DEV u32 widen_fp8(u32 v) {
+  const u32 p = permute(v, 0u, 0x1404);
+  return bf16_mul(((p >> 4) & 0x07f007f0u) | (p & 0x80008000u), 0x7b807b80u);
+}
+
+// Rows g and g + 8 of a tile of 16 x 64, as four words of bf16 per half row. Some rows read their halves in the other order,
+// so that lanes cover all banks: odd ones where a row has 128 bytes, every other pair where it has 64 (FP8).
+template <bool FP8> HB_DEV void load_rows(const u8* tile, int lane, u32 (&v)[2][2][4]) {
+  const int g = lane / 4, t = lane % 4, swap = FP8 ? g >> 1 & 1 : g & 1;
   HB_UNROLL
   for (int r = 0; r < 2; r++) {
-    u32x4 a = lds128(tile + (g + 8 * r) * 128 + 64 * odd + t * 16), b = lds128(tile + (g + 8 * r) * 128 + 64 * (1 - odd) + t * 16);
-    v[r][0][0] = odd ? b.x : a.x; v[r][0][1] = odd ? b.y : a.y; v[r][0][2] = odd ? b.z : a.z; v[r][0][3] = odd ? b.w : a.w;
-    v[r][1][0] = odd ? a.x : b.x; v[r][1][1] = odd ? a.y : b.y; v[r][1][2] = odd ? a.z : b.z; v[r][1][3] = odd ? a.w : b.w;
+    u32 a[2][4];
+    HB_UNROLL
+    for (int half = 0; half < 2; half++) {
+      const u8* row = tile + (g + 8 * r) * (FP8 ? 64 : 128) + (half ^ swap) * (FP8 ? 32 : 64);
+      if (FP8) {
+        const u64 w = lds64(row + t * 8);
+        a[half][0] = widen_fp8((u32)w); a[half][1] = widen_fp8((u32)w >> 16);
+        a[half][2] = widen_fp8((u32)(w >> 32)); a[half][3] = widen_fp8((u32)(w >> 48));
+      } else {
+        const u32x4 w = lds128(row + t * 16);
+        a[half][0] = w.x; a[half][1] = w.y; a[half][2] = w.z; a[half][3] = w.w;
+      }
+    }
+    HB_UNROLL
+    for (int i = 0; i < 8; i++) v[r][i / 4][i % 4] = swap ? a[1 - i / 4][i % 4] : a[i / 4][i % 4];
   }
 }
 
 // `seen` bit 0: this lane's token g counts, bit 1: token g + 8. At least one of the 16 does.
-HB_DEV void score_tile(const u8* keys, const Queries& q, u32 seen, int lane, float (&s)[4]) {
+template <bool FP8> HB_DEV void score_tile(const u8* keys, const Queries& q, u32 seen, int lane, float (&s)[4]) {
   u32 k[2][2][4];
-  load_rows(keys, lane, k);
+  load_rows<FP8>(keys, lane, k);
   float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
   HB_UNROLL
   for (int i = 0; i < 4; i++) {
@@ -77,7 +95,7 @@ HB_DEV void score_tile(const u8* keys, const Queries& q, u32 seen, int lane, flo
   s[0] = seen & 1 ? c[0] : NEVER; s[1] = seen & 1 ? c[1] : NEVER;
   s[2] = seen & 2 ? c[2] : NEVER; s[3] = seen & 2 ? c[3] : NEVER;
 }
-HB_DEV void weigh_tile(const u8* values, u32 seen, bool all, int lane, float (&s)[4], Softmax& m) {
+template <bool FP8> HB_DEV void weigh_tile(const u8* values, u32 seen, bool all, int lane, float (&s)[4], Softmax& m) {
   float p[4];
   HB_UNROLL
   for (int h = 0; h < 2; h++) {
@@ -101,7 +119,7 @@ HB_DEV void weigh_tile(const u8* values, u32 seen, bool all, int lane, float (&s
     low[r] = transpose8x8(both.low);
   }
   u32 v[2][2][4];
-  load_rows(values, lane, v);
+  load_rows<FP8>(values, lane, v);
   if (!all)  // a weight of zero does not save us from a NaN in a slot nobody wrote
     HB_UNROLL
     for (int r = 0; r < 2; r++)
@@ -156,13 +174,13 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
       if (value) { a = tagged_float(vector + dim, w.tag, 0x402); b = tagged_float(vector + dim + 32, w.tag, 0x402); }
       else rotated(p, vector, sh.position[row], dim, w.tag, a, b);
     }
-    const u32 both = bf16_pair(a, b);
+    const u32 codes = KV_FP8 ? fp8_pair(a, b) : bf16_pair(a, b), both = KV_FP8 ? widen_fp8(codes) : codes;
     sh.fresh[value][row][dim] = (u16)both;
     sh.fresh[value][row][dim + 32] = (u16)(both >> 16);
     if (row == u.row) {
-      u16* slot = const_cast<u16*>(page_of(p, sh, sliding, row, u.position / PAGE, place, value, u.head)) + u.position % PAGE * HEAD_DIM;
-      slot[dim] = (u16)both;
-      slot[dim + 32] = (u16)(both >> 16);
+      u8* slot = page_of(p, sh, sliding, row, u.position / PAGE, place, value, u.head) + u.position % PAGE * (HEAD_DIM * KV_BYTES);
+      if (KV_FP8) { slot[dim] = (u8)codes; slot[dim + 32] = (u8)(codes >> 8); }
+      else { ((u16*)slot)[dim] = (u16)codes; ((u16*)slot)[dim + 32] = (u16)(codes >> 16); }
     }
   }
   w.sync();
@@ -197,18 +215,20 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
       some = token < u.to && token + 16 > u.from;
       all = token >= u.from && token + 16 <= u.to;
       seen = (a >= u.from && a < u.to ? 1u : 0u) | (b >= u.from && b < u.to ? 2u : 0u);
-      keys = sh.ring[ck.slot] + sub * 16 * 128;
-      values = sh.ring[cv.slot] + (PAGE_WHOLE ? PAGE * HEAD_DIM * 2 : 0) + sub * 16 * 128;
+      keys = sh.ring[ck.slot] + sub * 16 * (HEAD_DIM * KV_BYTES);
+      values = sh.ring[cv.slot] + (PAGE_WHOLE ? PAGE_BYTES : 0) + sub * 16 * (HEAD_DIM * KV_BYTES);
       wait_bar(&sh.full[ck.slot], ck.phase, 0x410);
     }
     float s[4] = {};
-    if (some) score_tile(keys, q, seen, w.lane, s);
+    if (KV_FP8 && fresh) score_tile<false>(keys, q, seen, w.lane, s);
+    else if (some) score_tile<KV_FP8>(keys, q, seen, w.lane, s);
     sync_warp();
     if (!PAGE_WHOLE && !fresh) {
       if (w.lane == 0) bar_arrive(&sh.empty[ck.slot], ARRIVALS / 4);
       wait_bar(&sh.full[cv.slot], cv.phase, 0x411);
     }
-    if (some) weigh_tile(values, seen, all, w.lane, s, m);
+    if (KV_FP8 && fresh) weigh_tile<false>(values, seen, all, w.lane, s, m);
+    else if (some) weigh_tile<KV_FP8>(values, seen, all, w.lane, s, m);
     sync_warp();
     if (!fresh && w.lane == 0) bar_arrive(&sh.empty[cv.slot], ARRIVALS / 4);
   }

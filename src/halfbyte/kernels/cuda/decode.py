@@ -16,6 +16,7 @@ from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.step import (
     FORMATS,
+    KV_DTYPES,
     PAGE,
     ROW_SIZES,
     DecodeStep,
@@ -38,7 +39,7 @@ def shape_of(spec: Spec, arch: Arch, rows: int) -> StepShape:
     return StepShape(
         hidden=spec.hidden, intermediate=spec.intermediate, layers=spec.layers, experts=spec.experts, heads=spec.heads,
         kv_heads=spec.kv_heads, vocab=spec.vocab, window=spec.window, rows=rows, qkv=spec.formats["qkv"],
-        o=spec.formats["o"], lm_head=spec.formats["lm_head"], shared=arch.shared_memory,
+        o=spec.formats["o"], lm_head=spec.formats["lm_head"], kv=spec.kv_dtype, shared=arch.shared_memory,
     )  # fmt: skip
 
 
@@ -58,8 +59,12 @@ class WholeStep(Phase):
             return f"has been run on sm90 only, not on {arch.name}"
         if spec.head_dim != 64 or spec.top_k != 4:
             return f"needs head_dim 64 and top-4, not {spec.head_dim} and top-{spec.top_k}"
-        if spec.page_size != PAGE or spec.kv_dtype != "bf16":
-            return f"needs KV pages of {PAGE} tokens in bf16, not {spec.page_size} in {spec.kv_dtype}"
+        if spec.page_size != PAGE or spec.kv_dtype not in KV_DTYPES:
+            return f"needs KV pages of {PAGE} tokens in bf16 or fp8, not {spec.page_size} in {spec.kv_dtype}"
+        if spec.kv_dtype == "fp8" and gates.moe_kernel.decode == "auto":
+            return (
+                "has been run with an fp8 cache in the emulator only; --moe-kernel decode=gemv asks for it all the same"
+            )
         if spec.activation != "bf16":
             return f"multiplies 16-bit activations, not {spec.activation}"
         if "sinks" not in spec.features_of(("attention",)):

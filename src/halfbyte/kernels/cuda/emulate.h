@@ -332,6 +332,18 @@ HB_DEV u32 as_bits(float v) { u32 b; memcpy(&b, &v, 4); return b; }
 HB_DEV u32 bf16_round(float v) { u32 b = as_bits(v); if (v != v) return 0x7fc0; return (b + 0x7fff + (b >> 16 & 1)) >> 16; }
 HB_DEV u32 bf16_pair(float lo, float hi) { return bf16_round(lo) | bf16_round(hi) << 16; }
 HB_DEV u32 bf16_sub(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) - emu::bf(b & 0xffff), emu::bf(a >> 16) - emu::bf(b >> 16)); }
+HB_DEV u32 bf16_mul(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) * emu::bf(b & 0xffff), emu::bf(a >> 16) * emu::bf(b >> 16)); }
+HB_DEV u32 fp8_round(float v) {  // e4m3: nearest even, saturating
+  const u32 sign = as_bits(v) >> 24 & 0x80;
+  const float a = std::fabs(v);
+  if (v != v) return 0x7f;
+  if (a >= 448.f) return sign | 0x7e;
+  int e = a < 0.015625f ? -6 : std::ilogb(a);
+  const int m = (int)std::nearbyint(std::ldexp(a, 3 - e));  // 8..16 where normal, 0..8 where not
+  return sign | (u32)(((e + 6) << 3) + m);
+}
+HB_DEV u32 fp8_pair(float lo, float hi) { return fp8_round(lo) | fp8_round(hi) << 8; }
+HB_DEV u64 lds64(const void* p) { u64 v; memcpy(&v, p, 8); return v; }
 HB_DEV float half_value(u32 bits) {
   int e = bits >> 10 & 31, m = bits & 1023;
   float v = e ? std::ldexp(1.f + m / 1024.f, e - 15) : std::ldexp((float)m, -24);

@@ -115,6 +115,9 @@ HB_DEV float as_float(u32 v) { return __uint_as_float(v); }
 HB_DEV u32 as_bits(float v) { return __float_as_uint(v); }
 HB_DEV u32 bf16_pair(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 HB_DEV u32 bf16_sub(u32 a, u32 b) { u32 r; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+HB_DEV u32 bf16_mul(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+HB_DEV u32 fp8_pair(float lo, float hi) { u16 r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo)); return r; }
+HB_DEV u64 lds64(const void* p) { u64 v; asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(smem(p))); return v; }
 HB_DEV float half_value(u32 bits) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((u16)bits)); return r; }
 HB_DEV i64 round_i64(float v) { return __float2ll_rn(v); }
 HB_DEV float from_i32(int v) { return __int2float_rn(v); }

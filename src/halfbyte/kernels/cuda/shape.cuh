@@ -8,6 +8,8 @@ constexpr int HIDDEN = HB_HIDDEN, INTER = HB_INTER, LAYERS = HB_LAYERS, EXPERTS 
 constexpr int HEADS = HB_HEADS, KV_HEADS = HB_KV_HEADS, HEAD_DIM = 64, GROUP = HEADS / KV_HEADS, VOCAB = HB_VOCAB;
 constexpr int Q_DIM = HEADS * HEAD_DIM, KV_DIM = KV_HEADS * HEAD_DIM, QKV = Q_DIM + 2 * KV_DIM;
 constexpr int WINDOW = HB_WINDOW, PAGE = 64;
+constexpr bool KV_FP8 = HB_KV_FP8;  // the cache in E4M3 without scales, or in bf16
+constexpr int KV_BYTES = KV_FP8 ? 1 : 2, PAGE_BYTES = PAGE * HEAD_DIM * KV_BYTES;  // of one head's keys or values
 constexpr int ROWS = HB_ROWS;  // batch rows this kernel was built for: 1, 2, 4 or 8
 static_assert(GROUP == 8 && HEADS % KV_HEADS == 0, "one mma column per query head of a group");
 static_assert(HIDDEN % 64 == 0 && INTER % 64 == 0 && QKV % 16 == 0 && VOCAB % 16 == 0, "tiles are 16 rows by 64 k");
@@ -25,7 +27,7 @@ constexpr int WORK_THREADS = WORKERS * 32, THREADS = WORK_THREADS + 32;
 constexpr int ARRIVALS = 16;  // that free a slot: one of each warp that reads from it, the rest of the first one
 constexpr int SLOTS = HB_SLOTS;
 constexpr int OPEN = HB_OPEN, GIVEN = 64;  // tiles of gate_up a block leaves to whoever comes first; room for numbers of tiles
-constexpr bool PAGE_WHOLE = SLOT_BYTES >= 2 * 64 * 64 * 2;  // keys and values of a page in one slot, or in two
+constexpr bool PAGE_WHOLE = SLOT_BYTES >= 2 * PAGE_BYTES;  // keys and values of a page in one slot, or in two
 constexpr int PAGE_SLOTS = PAGE_WHOLE ? 1 : 2;
 constexpr int LANE_ROWS = ROWS < 4 ? ROWS : 4;  // batch rows in one set of 8 mma columns (a high and a low column each)
 constexpr int SETS = ROWS / LANE_ROWS;
@@ -89,7 +91,7 @@ struct Step {
   int *tokens, *positions;             // [ROWS]
   const int *row_seq;                  // [ROWS]
   const int *sliding_table, *full_table;  // [seqs][max_blocks]
-  u16* pool;                           // [pages][layers of a kind][2][KV_HEADS][PAGE][HEAD_DIM]
+  u8* pool;                            // [pages][layers of a kind][2][KV_HEADS][PAGE][HEAD_DIM]
   const float* rope;                   // [positions][64]: 32 cosines, 32 sines
   float* out_logits;                   // [ROWS][VOCAB]
   int* next_tokens;                    // [ROWS]

@@ -182,11 +182,9 @@ HB_PHASE void feed() {
       Unit u = sh.unit[sliding];
       for (int i = grid - 1 - block; u.on; u = find_unit(sh, p.rows, sliding, i += grid))
         for (int page = u.first; page < u.last; page++) {
-          constexpr u32 bytes = PAGE * HEAD_DIM * 2;
-          const u16* keys = page_of(p, sh, sliding, u.row, page, layer / 2, 0, u.head);
-          const u16* values = keys + KV_HEADS * (PAGE * HEAD_DIM);
-          if (PAGE_WHOLE) f.put(keys, bytes, values, bytes);
-          else { f.put(keys, bytes); f.put(values, bytes); }
+          const u8 *keys = page_of(p, sh, sliding, u.row, page, layer / 2, 0, u.head), *values = keys + KV_HEADS * PAGE_BYTES;
+          if (PAGE_WHOLE) f.put(keys, PAGE_BYTES, values, PAGE_BYTES);
+          else { f.put(keys, PAGE_BYTES); f.put(values, PAGE_BYTES); }
         }
       for (int i = block; i < O_TILES; i += grid) f.tile<F_O, Q_DIM>(l.o, i);
     }

@@ -21,6 +21,7 @@ from halfbyte.kernels.launch import Kernel, Program, compile_program
 
 FOLDER = Path(__file__).parent
 FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES = 64, 64, 4, 16, 4
 ROW_SIZES = (1, 2, 4, 8)
 
@@ -41,6 +42,7 @@ class StepShape:
     qkv: str = "mxfp4"
     o: str = "mxfp4"
     lm_head: str = "mxfp4"
+    kv: str = "bf16"  # or fp8
     shared: int = 232_448  # bytes a block may have
     ring: int = 64  # slots at most; fewer in tests
     workers: int = 0  # warps that multiply; 0: as many as were fastest
@@ -67,6 +69,7 @@ class StepShape:
             (self.rows in ROW_SIZES, f"is built for 1, 2, 4 or 8 rows, not {self.rows}"),
             (self.hidden // 16 < 512, f"counts at most 511 row tiles, not {self.hidden // 16}"),
             (all(f in FORMATS for f in (self.qkv, self.o, self.lm_head)), "reads mxfp4, q8 and bf16 matrices only"),
+            (self.kv in KV_DTYPES, f"keeps keys and values in {' or '.join(KV_DTYPES)}, not in {self.kv}"),
             (self.slots >= 6, f"needs a ring of 6 slots beside its tables, {self.shared} bytes leave {self.slots}"),
         )
         return next((reason for ok, reason in checks if not ok), None)
@@ -109,7 +112,8 @@ class StepShape:
             "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
             "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
             "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
-            "OPEN": self.open, "NAP": self.nap, "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o],
+            "OPEN": self.open, "NAP": self.nap, "KV_FP8": int(self.kv == "fp8"), "FORMAT_QKV": FORMATS[self.qkv],
+            "FORMAT_O": FORMATS[self.o],
             "FORMAT_HEAD": FORMATS[self.lm_head],
         }  # fmt: skip
         extra = (("-DHB_TRACE",) if self.trace else ()) + tuple(f"-D{d}" for d in self.defines)
@@ -289,7 +293,7 @@ class DecodeStep:
             ("final_norm", weights.final_norm, (s.hidden,), torch.bfloat16),
             ("lm_head", weights.lm_head, tile_shape(s.vocab, s.hidden, s.lm_head), torch.uint8),
             ("rope", rope, (rope.shape[0], 64), torch.float32),
-            ("pool", pool, (*pool.shape[:2], 2, s.kv_heads, PAGE, HEAD_DIM), torch.bfloat16),
+            ("pool", pool, (*pool.shape[:2], 2, s.kv_heads, PAGE, HEAD_DIM), KV_DTYPES[s.kv]),
         ]
         want += [(f"table {i}", t, (t.shape[0], tables[0].shape[1]), torch.int32) for i, t in enumerate(tables)]
         for i, layer in enumerate(weights.layers):

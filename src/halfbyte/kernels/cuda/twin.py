@@ -63,8 +63,8 @@ def step(
         for r in range(rows):
             at = int(positions[r])
             page = int(table[int(row_seq[r]), at // 64])
-            pool[page, index // 2, 0, :, at % 64] = k[r].to(pool.dtype)
-            pool[page, index // 2, 1, :, at % 64] = v[r].to(pool.dtype)
+            pool[page, index // 2, 0, :, at % 64] = store(k[r], pool.dtype)
+            pool[page, index // 2, 1, :, at % 64] = store(v[r], pool.dtype)
         attn = torch.stack([
             _attend(s, q[r], pool[:, index // 2], table[int(row_seq[r])], int(positions[r]), w.sinks, sliding)
             for r in range(rows)
@@ -98,6 +98,11 @@ def step(
     return out
 
 
+def store(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the cache holds it: FP8 has no scale, so what is too large saturates."""
+    return (x.clamp(-448.0, 448.0) if dtype == torch.float8_e4m3fn else x).to(dtype)
+
+
 def _rotate(x: Tensor, angle: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     cos, sin = angle[:, None, :32], angle[:, None, 32:]
@@ -108,7 +113,8 @@ def _attend(s: StepShape, q: Tensor, pages: Tensor, table: Tensor, at: int, sink
     """q [heads, 64] at position `at`; pages [pages, 2, kv_heads, 64, 64] of this layer."""
     first = max(0, at - s.window + 1) if sliding else 0
     blocks = table[first // 64 : at // 64 + 1].long()
-    both = pages[blocks].float().permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, tokens, 64]
+    stored = pages.view(torch.uint8)[blocks].view(pages.dtype)  # as bytes: torch cannot index every dtype
+    both = stored.float().permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, kv_heads, tokens, 64]
     both = both[:, :, first % 64 : at + 1 - first // 64 * 64].repeat_interleave(s.heads // s.kv_heads, 1)
     scores = torch.einsum("hd,htd->ht", q, both[0]) / math.sqrt(64)
     weights = torch.softmax(torch.cat((scores, sinks.float()[:, None]), -1), -1)[:, :-1]
