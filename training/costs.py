@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -28,12 +28,14 @@ from halfbyte.evals.tasks import TASKS
 from halfbyte.gates import AXES, Gates, Layers, PerRegime
 from halfbyte.harmony.render import render_prompt, render_training_example
 from halfbyte.model import ready
-from halfbyte.model.solo import Solo
+from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.plan.step import Step
 
 REFERENCE = PerRegime("reference", "reference", "reference")
 EXACT = Gates(moe_kernel=REFERENCE, linear_kernel=REFERENCE, attention="reference")
 DENSE = ("qkv", "o", "lm_head")
+STEP = 4096  # tokens
 NEEDLE = (60, 70)  # sentences: 600 tokens, past the window and yarn's original context, and quick
 
 
@@ -85,12 +87,43 @@ def conversations(tok: Tokenizer, per_task: int, seed: int) -> list[tuple[list[i
 def distributions(gates: Gates, model: str | None, given: list[tuple[list[int], int]]) -> list[Tensor]:
     """Log-probabilities before every reply token, one tensor [reply, vocabulary] per conversation."""
     network = ready.load(ready.resolve(model), gates)
-    out = []
-    for tokens, prompt in given:
-        solo = Solo(network, len(tokens))
-        logits = torch.cat([solo.feed(tokens[i : i + 512], all_logits=True) for i in range(0, len(tokens) - 1, 512)])
-        out.append(logits[prompt - 1 : len(tokens) - 1].float().log_softmax(-1))
+    out: list[Tensor] = []
+    while len(out) < len(given):  # as many whole conversations at once as STEP tokens hold
+        part = given[len(out) :]
+        fits = next((i for i in range(1, len(part)) if sum(len(t) for t, _ in part[: i + 1]) > STEP), len(part))
+        out += [logits.float().log_softmax(-1) for logits in together(network, part[:fits])]
     return out
+
+
+def together(network: GptOss, given: list[tuple[list[int], int]]) -> list[Tensor]:
+    """Logits of the rows that predict a reply token, conversations side by side in one step."""
+    sizes = [len(tokens) - 1 for tokens, _ in given]
+    starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    blocks = [-(-n // network.spec.page_size) for n in sizes]
+    network.allocate_kv(1 + 2 * sum(blocks))
+
+    def tables(first: int) -> Tensor:
+        table = torch.zeros(len(given), max(blocks), dtype=torch.int32)
+        for row, n in enumerate(blocks):
+            table[row, :n] = torch.arange(first, first + n)
+            first += n
+        return table
+
+    def ints(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32)
+
+    rows = [range(start + prompt - 1, start + n) for start, n, (_, prompt) in zip(starts, sizes, given)]
+    step = Step(
+        tokens=ints(t for tokens, _ in given for t in tokens[:-1]),
+        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in sizes]),
+        query_start=ints(starts),
+        kv_lens=ints(sizes),
+        row_sequence=ints(i for i, n in enumerate(sizes) for _ in range(n)),
+        block_tables={"sliding": tables(1), "full": tables(1 + sum(blocks))},
+        logit_rows=ints(row for r in rows for row in r),
+        max_kv_len=max(sizes),
+    )
+    return list(network.forward(step).split([len(r) for r in rows]))
 
 
 def cost(name: str, gates: Gates, given: list[tuple[list[int], int]], base: list[Tensor], got: list[Tensor]) -> Cost:

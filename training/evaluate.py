@@ -1,15 +1,28 @@
-"""Score a network in training on the held-out suite: its bf16 parent, as shipped, and broken in four ways."""
+"""Score a network in training on the held-out suite: its bf16 parent, as shipped, and broken in four ways.
+
+`judge` decodes greedily and wants a GPU. `python training/evaluate.py --weights FOLDER` prints the same table on any
+machine, teacher-forced: a reply counts as right where every token of the worked one is the network's first choice.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import checkpoint
+import torch
 from network import Ablation, GptOss
 
+from halfbyte.evals.problem import Frame
+from halfbyte.evals.reading import needle
 from halfbyte.evals.suite import MAX_TOKENS, Suite
+from halfbyte.evals.tasks import TASKS
 from halfbyte.model.tokenizer import Tokenizer
 
 ABLATIONS = {
@@ -18,7 +31,8 @@ ABLATIONS = {
     "window dropped": Ablation(window=False),
     "experts 0 and 1 swapped": Ablation(swap_experts=(0, 1)),
 }
-BREAKS = ("arithmetic", "lists", "needle", "tool_call")  # the tasks that show it
+BREAKS = ("arithmetic", "lists", "repeat", "reading", "needle", "extract", "tool_call")  # tasks that show it
+NEEDLE = (60, 70)  # sentences of a haystack when teacher-forced: 600 tokens, past window and original context
 BUDGET = 400_000  # tokens of prompt in one batch
 
 
@@ -54,3 +68,60 @@ def judge(model: GptOss, tokenizer: Path, per_task: int, *, ablations: bool, see
         shown["wrong"] = shown["wrong"][:60] if name == "mxfp4" else []
         out[name] = shown
     return out
+
+
+@torch.no_grad()
+def forced(model: GptOss, tok: Tokenizer, suite: Suite, ablation: Ablation) -> dict[str, float]:
+    """Per task, the share of worked replies that the network would write token for token."""
+
+    def predict(tokens: list[int]) -> Sequence[int]:
+        ids, position = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+        cache = model.new_cache(1, len(tokens), torch.float32)
+        x, _ = model.step(ids, position, cache, dtype=torch.float32, quantized=False, ablation=ablation)
+        return [int(t) for t in model.logits(x)[0].argmax(-1)]
+
+    return suite.forced(tok, predict)
+
+
+def short_suite(seed: int, per_task: int, tasks: Sequence[str]) -> Suite:
+    suite = Suite("tiny", seed, per_task, [t for t in tasks if t != "needle"])
+    if "needle" in tasks:
+        suite.problems["needle"] = [needle(Random(f"forced/{seed}/{i}"), Frame(), NEEDLE) for i in range(per_task)]
+    return suite
+
+
+def main() -> None:
+    from train import TINY
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--weights", type=Path, default=Path("models/tiny"), help="of a stage (with parent), or shipped"
+    )
+    parser.add_argument("--tokenizer", type=Path, default=Path("models/tiny/tokenizer.json"))
+    parser.add_argument("--per-task", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=5000)
+    parser.add_argument("--only", help="bf16 parent, mxfp4, or the name of an ablation")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    tok, model = Tokenizer.from_file(args.tokenizer), GptOss(TINY)
+    checkpoint.load_weights(model, args.weights)
+    for name, ablation in ({"bf16 parent": Ablation(), "mxfp4": Ablation()} | ABLATIONS).items():
+        if name != "bf16 parent":
+            model.round_experts()
+        if args.only and args.only != name:
+            continue
+        broken = name in ABLATIONS
+        suite = short_suite(
+            args.seed, max(1, args.per_task // 3) if broken else args.per_task, BREAKS if broken else list(TASKS)
+        )
+        shares = forced(model, tok, suite, ablation)
+        mean = sum(shares.values()) / len(shares)
+        shown = {task: round(100 * share, 1) for task, share in shares.items()}
+        print(
+            json.dumps({"run": name, "per_task": len(suite.problems["needle"]), "mean": round(100 * mean, 1)} | shown),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

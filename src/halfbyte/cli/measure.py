@@ -89,8 +89,10 @@ def bench(
 @with_gates
 def evaluate(
     model: ModelArgument = None,
-    suite: Annotated[str, typer.Option(help="Which problems: tiny.")] = "tiny",
-    per_task: Annotated[int, typer.Option("--per-task", min=1, help="Problems of each task.")] = 8,
+    suite: Annotated[str, typer.Option(help="Which problems: tiny, or quick (under a minute on 2 cores).")] = "tiny",
+    per_task: Annotated[
+        int | None, typer.Option("--per-task", min=1, help="Of each task: 8 of tiny, 2 of quick.")
+    ] = None,
     tasks: Annotated[str | None, typer.Option(help="Only these, with commas between.")] = None,
     seed: Annotated[int, typer.Option(help="Of the held-out problems.")] = 0,
     wrong: Annotated[bool, typer.Option("--wrong", help="Print every miss.")] = False,
@@ -101,6 +103,7 @@ def evaluate(
 ) -> None:
     """Accuracy per task on held-out problems, greedy and deterministic."""
     problems = Suite(suite, seed, per_task, [t.strip() for t in tasks.split(",")] if tasks else None)
+    bench_.calm(ready.pick_device(device), ready.weight_bytes(ready.resolve(model), gates))
     with talk.open_engine(model, device, gates) as engine:
 
         def answer(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

@@ -40,6 +40,12 @@ class Figure:
         return asdict(self)
 
 
+def calm(device: torch.device, weight_bytes: int) -> None:
+    """One thread for a small model on a CPU: more cost it more than they bring, and far more on a busy machine."""
+    if device.type == "cpu" and weight_bytes < SMALL:
+        torch.set_num_threads(1)
+
+
 def run(
     model: GptOss,
     prompts: Sequence[int],
@@ -51,8 +57,7 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Figure]:
     gpu = device_roof(model.device)
-    if model.device.type == "cpu" and model.weights.nbytes < SMALL:
-        torch.set_num_threads(1)  # threads cost a small model more than they bring, and far more on a busy machine
+    calm(model.device, model.weights.nbytes)
     figures = []
     for depth in depths:
         for n in prompts:
