@@ -1,7 +1,8 @@
 """The whole decode step as one phase: every operation of every layer in one persistent launch (step.cu).
 
-Serves 1 to 8 rows, of one sequence or of several. Its products are exact in the weights and keep 16 bits of the
-activations, so it answers to bf16 activations and never rounds more than they would.
+Serves 1 to 8 rows, of one sequence or of several. Its products are exact in the weights and take 16 bits of the
+activations; what passes between blocks keeps 14 (docs/numerics.md). So it answers to bf16 activations and never rounds
+more than they would. An fp8 cache is served when it is asked for by name.
 """
 
 from __future__ import annotations
