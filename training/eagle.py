@@ -335,9 +335,9 @@ def stage(
         loss = head_loss(head, target.embed, batch, full, Seen(seen.taps[index], seen.teacher[index]), to_draft)
         loss.backward()
         left = (args.steps - step) / args.steps
-        optimizer.step(min(1.0, (step + 1) / 30, max(0.03, left / 0.6)))
+        optimizer.step(min(1.0, (step + 1) / min(30, 1 + args.steps // 8), max(0.03, left / 0.6)))
         optimizer.zero()
-        if step % 100 == 0 or step == args.steps - 1:
+        if step % (100 if cuda else 10) == 0 or step == args.steps - 1:
             log(stage="eagle", step=step, loss=round(float(loss.detach()), 4), seconds=round(time.time() - began, 1))
             print(
                 f"eagle {step}/{args.steps} loss {float(loss.detach()):.4f} {time.time() - began:.0f} s",

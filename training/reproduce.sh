@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: the network, the draft model beside it, then the EAGLE-3 head.
-# About nine minutes on one H200. usage: [FROM=models] training/reproduce.sh OUT [SEED]
-# FROM: start from the shipped FROM/tiny and FROM/tiny-draft, so that only stages more and eagle run (five minutes).
+# About eleven minutes on one H200. usage: [FROM=models] training/reproduce.sh OUT [SEED]
+# FROM: start from the shipped FROM/tiny and FROM/tiny-draft, so that only stages more and eagle run (seven minutes).
 # Files in OUT: weights-N.safetensors (bf16 parent), draft-weights.safetensors, eagle3.safetensors, logs.tgz.
 # Then, on any machine: python training/release.py OUT
 set -uo pipefail
@@ -19,7 +19,7 @@ else
   wait
   cp "$draft/weights-0.safetensors" "$out/draft-weights.safetensors"
 fi
-train --stage more --steps "${MORE_STEPS:-1500}" --workers 13 --per-task 100 --ablations --weights "$main" --out "$work/more"
+train --stage more --steps "${MORE_STEPS:-3000}" --workers 13 --per-task 100 --ablations --weights "$main" --out "$work/more"
 cp "$work"/more/weights-*.safetensors "$out"
 train --stage eagle --steps 800 --own 12288 --per-task 20 --weights "$work/more" --draft-weights "$draft" --out "$work/eagle"
 cp "$work/eagle/eagle3.safetensors" "$out"

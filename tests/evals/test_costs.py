@@ -1,0 +1,49 @@
+"""The table of what formats cost measures what it says: batched equals alone, nothing changed costs nothing."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
+import costs
+
+from halfbyte.gates import AXES, LAYER_FORMATS
+from halfbyte.model import ready
+from halfbyte.model.solo import Solo
+
+
+def test_conversations_side_by_side_equal_each_alone() -> None:
+    given = costs.conversations(ready.tokenizer_of(ready.resolve(None)), 1, 8)[5:8]
+    network = ready.load(ready.resolve(None), costs.EXACT)
+    joined = costs.together(network, given)
+    for (tokens, prompt), got in zip(given, joined, strict=True):
+        alone = Solo(network, len(tokens)).feed(tokens[:-1], all_logits=True)[prompt - 1 :]
+        assert got.shape == alone.shape
+        assert torch.allclose(got, alone, rtol=1e-5, atol=1e-4)
+
+
+def test_a_coarser_format_moves_the_next_tokens_further() -> None:
+    given = costs.conversations(ready.tokenizer_of(ready.resolve(None)), 1, 8)[:2]
+    wanted = {name: gates for name, gates in costs.formats() if name in ("as shipped", "qkv in q8", "qkv in mxfp4")}
+    got = {name: costs.distributions(gates, None, given) for name, gates in wanted.items()}
+    made = {name: costs.cost(name, wanted[name], given, got["as shipped"], d) for name, d in got.items()}
+    assert made["as shipped"].kl == 0
+    assert made["as shipped"].same_top == 1
+    assert 0 < made["qkv in q8"].kl < made["qkv in mxfp4"].kl / 10
+    assert made["qkv in mxfp4"].changed == {"layers": "qkv=mxfp4"}
+
+
+def test_every_value_of_the_gates_has_a_row() -> None:
+    """A format added to the gates appears in the table by itself, or this fails."""
+    rows = [gates for _, gates in costs.formats()]
+    for field in ("kv_dtype", "activation"):
+        values = next(a for a in AXES if a.field == field).values
+        assert {v for v in values if v != "auto"} <= {getattr(g, field) for g in rows}
+    for group in costs.DENSE:
+        assert {getattr(g.layers, group) for g in rows} == set(LAYER_FORMATS)
+    assert rows[0] == costs.EXACT
+    assert all(replace(g, layers=costs.EXACT.layers, kv_dtype="auto", activation="auto") == costs.EXACT for g in rows)
