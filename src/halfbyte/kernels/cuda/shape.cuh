@@ -19,7 +19,7 @@ static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "rows");
 // ---- weight formats ----------------------------------------------------------------------------------------------
 enum { MXFP4 = 0, Q8 = 1, BF16 = 2 };
 constexpr int CHUNK_BYTES[3] = {544, 1088, 2048};  // 16 rows x 64 k, scales included (see layouts.py, "tile16")
-constexpr int SLOT_BYTES = HB_SLOT_BYTES;           // of the ring; where memory allows, a whole tile of experts (step.py)
+constexpr int SLOT_BYTES = HB_SLOT_BYTES;           // of the ring (step.py)
 
 // ---- the block ---------------------------------------------------------------------------------------------------
 constexpr int WORKERS = HB_WORKERS;  // warps that multiply; one more feeds them

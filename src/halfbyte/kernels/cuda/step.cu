@@ -1,6 +1,6 @@
 // One decode step of gpt-oss in one kernel: embedding, all layers, lm_head, argmax. One block per multiprocessor stays
 // for the whole step. Its feeding warp streams the block's weights and pages into a ring in shared memory, without
-// regard to what the other blocks do; only the experts must be known before theirs can be asked for. Its sixteen
+// regard to what the other blocks do; only the experts must be known before theirs can be asked for. Its
 // working warps go through five phases a layer; what passes between blocks goes through mailboxes (box.cuh).
 //
 //   A  norm, qkv                          reads x       writes qkv

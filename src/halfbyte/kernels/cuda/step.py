@@ -76,7 +76,7 @@ class StepShape:
 
     @property
     def _lean(self) -> bool:
-        """One row of MXFP4, and room for whole tiles: fewer warps with more of x each were faster (docs/LOG.md)."""
+        """One row of MXFP4 and a large ring: fewer warps with more of x each were faster (docs/LOG.md)."""
         return self.rows == 1 and self.shared >= 200_000 and {self.qkv, self.o, self.lm_head} == {"mxfp4"}
 
     @property
@@ -85,7 +85,9 @@ class StepShape:
 
     @property
     def slot_bytes(self) -> int:
-        """A tile of an expert, or a third of one (16 chunks of MXFP4, 8 of q8, 4 of bf16; a page of keys or values)."""
+        """Room for half a tile of an expert by 12 warps' shares and for a page's keys and values, or for a third of a tile
+        by 15 warps' (16 chunks of MXFP4, 8 of q8, 4 of bf16; a page of keys or values). Fewer bytes in flight were faster
+        than full slots: the memory is fairer then."""
         return self.slot or (24_576 if self._lean else 8_704)
 
     @property
