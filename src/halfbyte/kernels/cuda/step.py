@@ -85,9 +85,8 @@ class StepShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Room for half a tile of an expert by 12 warps' shares and for a page's keys and values, or for a third of a tile
-        by 15 warps' (16 chunks of MXFP4, 8 of q8, 4 of bf16; a page of keys or values). Fewer bytes in flight were faster
-        than full slots: the memory is fairer then."""
+        """Of 12 warps, a tile of an expert fills two slots by half, and a page's keys and values fit in one; full slots
+        were slower. Of 15 warps, a slot is a third of a tile: 16 chunks of MXFP4, 8 of q8, 4 of bf16, half a page."""
         return self.slot or (24_576 if self._lean else 8_704)
 
     @property
