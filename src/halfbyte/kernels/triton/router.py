@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.norm import stored
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
@@ -29,9 +29,11 @@ def parts_of(rows: int, hidden: int) -> tuple[int, int]:
     return math.ceil(steps / each), each * BK
 
 
-def rows_step(rows: int) -> int:
-    """Rows of a block: with many, the router's weights are read less often. The sums are the same bits either way."""
-    return 16 if rows < 1024 else 64
+def rows_step(rows: int, capability: tuple[int, int]) -> int:
+    """Rows of a block: with many, the router's weights are read less often. The sums are the same bits either way.
+
+    64 need a warpgroup's product; SM12x has none, and spills."""
+    return 16 if rows < 1024 else 64 if capability[0] < 12 else 32
 
 
 def experts_step(rows: int) -> int:
@@ -39,7 +41,9 @@ def experts_step(rows: int) -> int:
     return 32 if rows <= 64 else 128
 
 
-def router_call(x: torch.dtype, weight: torch.dtype, rows: int, hidden: int, experts: int) -> Call:
+def router_call(
+    x: torch.dtype, weight: torch.dtype, rows: int, hidden: int, experts: int, capability: tuple[int, int]
+) -> Call:
     types = {
         "x": type_of(x), "norm": type_of(weight), "weight": "*bf16", "partial": "*fp32", "M": multiple(rows),
         "H": multiple(hidden), "E": multiple(experts), "CHUNK": multiple(parts_of(rows, hidden)[1]),
@@ -48,7 +52,7 @@ def router_call(x: torch.dtype, weight: torch.dtype, rows: int, hidden: int, exp
         "rows",
         "router_kernel",
         types,
-        {"BM": rows_step(rows), "BE": experts_step(rows), "BK": BK},
+        {"BM": rows_step(rows, capability), "BE": experts_step(rows), "BK": BK},
         warps=4,
         stages=3,
         need=r"\b(HMMA|HGMMA|UTCHMMA)",
@@ -82,13 +86,14 @@ class NormAndRouter(Phase):
         spec, w = b.spec, b.weights
         dtype = stored(spec, "gate_up")
         parts, chunk = parts_of(1, spec.hidden)
+        capability = capability_of(w.router.device)
 
         def launch(step: Step, acts: dict[str, Any]) -> None:
             x, rows = acts["x"], step.rows
             device = x.device
             partial = torch.empty((rows, parts, spec.experts), dtype=torch.float32, device=device)
-            grid = (math.ceil(rows / rows_step(rows)), math.ceil(spec.experts / experts_step(rows)), parts)
-            router_call(x.dtype, w.mlp_norm.dtype, rows, spec.hidden, spec.experts).launch(
+            grid = (math.ceil(rows / rows_step(rows, capability)), math.ceil(spec.experts / experts_step(rows)), parts)
+            router_call(x.dtype, w.mlp_norm.dtype, rows, spec.hidden, spec.experts, capability).launch(
                 grid, device, x=x, norm=w.mlp_norm, weight=w.router, partial=partial,
                 M=rows, H=spec.hidden, E=spec.experts, CHUNK=chunk,
             )  # fmt: skip
@@ -104,10 +109,10 @@ class NormAndRouter(Phase):
         return launch
 
     def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+        assert arch.capability is not None
         bf16, f32 = torch.bfloat16, torch.float32
         return [
-            router_call(f32, bf16, 16, spec.hidden, spec.experts),
-            router_call(f32, bf16, 2048, spec.hidden, spec.experts),
+            *(router_call(f32, bf16, rows, spec.hidden, spec.experts, arch.capability) for rows in (16, 2048)),
             choose_call(f32, bf16, stored(spec, "gate_up"), 16, spec),
             choose_call(f32, bf16, stored(spec, "gate_up"), 2048, spec),
         ]
