@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from halfbyte.model.config import ModelConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
 import eagle
@@ -63,3 +66,20 @@ def test_exported_vocabulary_maps_draft_ids_to_target_ids() -> None:
     assert tensors["t2d"].nonzero().flatten().tolist() == kept.tolist()
     assert tensors["fc.weight"].shape == (16, 48)
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 32)
+
+
+def test_a_shipped_head_is_read_back_as_it_was(tmp_path: Path) -> None:
+    c = ModelConfig(
+        layers=2, hidden=16, intermediate=32, experts=4, top_k=2, heads=4, kv_heads=2, head_dim=8, vocab=40,
+        max_context=64, eos_tokens=(39,), pad_token=38,
+    )  # fmt: skip
+    head = eagle.Head(16, 4, 2, 8, 32, 5, c.norm_eps)
+    with torch.no_grad():
+        for p in head.parameters():
+            p.add_(torch.randn_like(p)).copy_(p.bfloat16())
+    kept = torch.tensor([1, 4, 7, 8, 30])
+    save_file(head.tensors(kept, c.vocab), tmp_path / "model.safetensors")
+    again, ids = eagle.load_head(tmp_path, c)
+    assert ids.tolist() == kept.tolist()
+    want = dict(head.named_parameters())
+    assert all(torch.equal(p, want[name]) for name, p in again.named_parameters())
