@@ -87,7 +87,7 @@ def test_rope_far_out() -> None:
     close(mine["q"], theirs["q"].bfloat16(), 1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("rows", [1, 17, pytest.param(1030, marks=pytest.mark.slow)])
 def test_router(rows: int) -> None:
     spec = make_spec()
     step = make_step(spec, [(0, rows)])
