@@ -77,7 +77,7 @@ def explain(
 def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence]:
     """Evidence for every chosen phase that can be compiled here."""
     found: list[Evidence] = []
-    provable = set(proof.provable())
+    provable = set(proof.compilable())
     runs = {(p.name, spec.at(regime).activation): spec.at(regime) for regime, phases in chosen.items() for p in phases}
     with err.status("compiling") as status:
         for (name, _), here in runs.items():
@@ -93,6 +93,10 @@ def show(evidence: list[Evidence]) -> None:
         mma = ", ".join(f"{n} x{c}" for n, c in e.instructions.items()) or "no matrix instruction"
         verdict = "[green]as promised[/green]" if e.ok else f"[red]{'; '.join(e.problems)}[/red]"
         out.print(f"  {e.phase} {e.kernel}: {e.target}, {mma}")
+        promise = [f"must show {e.needed}"] if e.needed else []
+        promise += [f"must not show {e.banned}"] if e.banned else []
+        if promise:
+            out.print(f"    {', '.join(promise)}".replace("\\b", "").replace("\\", ""), markup=False)
         out.print(
             f"    {e.registers} registers, {e.spilled_bytes} bytes spilled, "
             f"{e.shared_bytes} of {e.shared_limit} bytes shared memory: {verdict}"

@@ -57,31 +57,47 @@ class Program:
 
 def compile_program(program: Program, arch: str, *, cache: Path | None = None) -> bytes:
     """The cubin of `program` for `arch` (sm_90a, sm_100a, sm_120a, sm_121a)."""
-    nvrtc = _nvrtc()
-    version = "{}.{}".format(*_ok(nvrtc.nvrtcVersion(), "ask NVRTC for its version"))
-    options = (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *program.options)
+    version = nvrtc_version()
+    options = _options(program, arch)
     key = hashlib.sha256("\0".join((program.hash(), program.entry, version, *options)).encode()).hexdigest()[:32]
     path = (cache or cache_folder()) / f"{program.entry}-{arch}-{key}.cubin"
     with contextlib.suppress(FileNotFoundError):
         return path.read_bytes()
+    cubin, _ = build_program(program, arch)
+    _write(path, cubin)
+    return cubin
+
+
+def build_program(program: Program, arch: str, *more: str) -> tuple[bytes, str]:
+    """The cubin, made now, and the compiler's log; `more`: further options."""
+    nvrtc = _nvrtc()
     source = program.source.read_bytes()
     handle = _ok(nvrtc.nvrtcCreateProgram(source, program.source.name.encode(), 0, [], []), "start a program")[0]
     try:
-        arguments = [o.encode() for o in (*options, f"--include-path={program.source.parent}")]
+        options = (*_options(program, arch), *more, f"--include-path={program.source.parent}")
+        arguments = [o.encode() for o in options]
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(arguments), arguments)
+        size = _ok(nvrtc.nvrtcGetProgramLogSize(handle), "read the log")[0]
+        log = b" " * size
+        _ok(nvrtc.nvrtcGetProgramLog(handle, log), "read the log")
+        text = log.decode(errors="replace").strip("\0 \n")
         if int(status):
-            size = _ok(nvrtc.nvrtcGetProgramLogSize(handle), "read the log")[0]
-            log = b" " * size
-            _ok(nvrtc.nvrtcGetProgramLog(handle, log), "read the log")
-            text = log.decode(errors="replace").strip("\0 \n")
-            raise EngineError(f"{program.source.name} does not compile for {arch} with NVRTC {version}:\n{text}")
+            name = f"{program.source.name} does not compile for {arch} with NVRTC {nvrtc_version()}"
+            raise EngineError(f"{name}:\n{text}")
         size = _ok(nvrtc.nvrtcGetCUBINSize(handle), "get the cubin")[0]
         cubin: bytes = b" " * size
         _ok(nvrtc.nvrtcGetCUBIN(handle, cubin), "get the cubin")
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
-    _write(path, cubin)
-    return cubin
+    return cubin, text
+
+
+def nvrtc_version() -> str:
+    return "{}.{}".format(*_ok(_nvrtc().nvrtcVersion(), "ask NVRTC for its version"))
+
+
+def _options(program: Program, arch: str) -> tuple[str, ...]:
+    return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *program.options)
 
 
 def cache_folder() -> Path:

@@ -1,9 +1,10 @@
 """Proof without the hardware: compile a phase's kernels for an architecture, disassemble them, and say what is there.
 
-Every kernel a phase can launch there is built by Triton for that target, its machine code is searched for the
-instruction the phase promises and for those that would betray a fallback, ptxas reports spills, and shared memory is
-held against the architecture's (Triton does not check it when it only compiles). Needs Triton and the PyPI package
-`nvidia-cuda-nvdisasm`, no GPU and no CUDA toolkit. Refuses Triton's interpreter, under which nothing is compiled.
+Every kernel a phase can launch there is built for that target, by Triton or by NVRTC (`prove_cuda.py`); its machine
+code is searched for the instruction the phase promises and for those that would betray a fallback, ptxas reports
+spills, and shared memory is held against the architecture's (Triton does not check it when it only compiles). Needs
+Triton and the PyPI package `nvidia-cuda-nvdisasm`, no GPU and no CUDA toolkit. Refuses Triton's interpreter, which
+compiles nothing.
 
     python -m halfbyte.kernels.prove triton.moe sm121 [--activation mxfp4] [--json]
 """
@@ -24,12 +25,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.errors import PlanError, UsageError
+from halfbyte.errors import HalfbyteError, PlanError, UsageError
 from halfbyte.gates import Gates
+from halfbyte.kernels import prove_cuda
+from halfbyte.kernels.launch import build_program, nvrtc_version
+from halfbyte.kernels.prove_cuda import Build
 from halfbyte.kernels.triton.call import Call, compile_options, triton_version
 from halfbyte.kernels.triton.tiles import OPERAND
 from halfbyte.plan.phase import ARCHES, Arch, Phase, Spec
 
+INSTRUCTION = r"^\s*/\*[0-9a-f]{4,}\*/"
 MMA = re.compile(r"\b([A-Z]+MMA(?:\.[A-Z0-9_]+)*)\b")
 
 
@@ -67,7 +72,9 @@ def prove(phase_name: str, arch: str, spec: Spec | None = None, gates: Gates | N
     reason = phase.refuse(given, target, gates or Gates())
     if reason is not None:
         raise PlanError(f"{phase_name} does not run on {target.name}: {reason}.")
-    calls: list[Call] = phase.proofs(given, target)  # type: ignore[attr-defined]
+    if not hasattr(phase, "proofs"):
+        return [prove_build(phase.name, build, target) for build in prove_cuda.builds(phase, given, target)]
+    calls: list[Call] = phase.proofs(given, target)
     return [prove_call(phase.name, call, target) for call in {identity(c): c for c in calls}.values()]
 
 
@@ -81,12 +88,17 @@ def gpus() -> list[str]:
 
 
 def provable() -> list[str]:
-    """Names of the phases that can be proved."""
+    """Names of the phases whose kernels Triton compiles, and could let fall back."""
     return [p.name for p in _phases() if hasattr(p, "proofs")]
 
 
+def compilable() -> list[str]:
+    """Those, and the phases in CUDA C++: they have one body each, and registers and shared memory to keep within."""
+    return [p.name for p in _phases()]
+
+
 def _phases() -> Iterable[Phase]:
-    from halfbyte.kernels.triton.phases import PHASES
+    from halfbyte.kernels.catalog import PHASES
 
     return PHASES
 
@@ -95,7 +107,7 @@ def _phase(name: str) -> Phase:
     for phase in _phases():
         if phase.name == name:
             return phase
-    raise UsageError(f"there is no phase {name!r} to prove; use one of {', '.join(provable())}.")
+    raise UsageError(f"there is no phase {name!r} to prove; use one of {', '.join(compilable())}.")
 
 
 def default_spec(
@@ -109,7 +121,8 @@ def default_spec(
         layers=36, hidden=2880, intermediate=2880, experts=128, top_k=4, heads=64, kv_heads=8, head_dim=64,
         vocab=201088, window=128, norm_eps=1e-5, swiglu_limit=7.0, swiglu_alpha=1.702,
         formats={"qkv": kind, "o": kind, "gate_up": "mxfp4", "down": "mxfp4", "lm_head": kind, "embed": "bf16"},
-        features={}, dtype="bf16", activation=activation or ("mxfp8" if split else "bf16"), kv_dtype=kv, page_size=64,
+        features={"attention": frozenset({"sinks", "window", "gqa"})},
+        dtype="bf16", activation=activation or ("mxfp8" if split else "bf16"), kv_dtype=kv, page_size=64,
         tile=tile,
     )  # fmt: skip
 
@@ -132,20 +145,52 @@ def prove_call(phase: str, call: Call, arch: Arch) -> Evidence:
         problems.append(f"the target is {target}, not {wanted}")
     if call.need and not re.search(call.need, sass):
         problems.append(f"no instruction matches {call.need}")
-    if call.ban and (hit := re.search(call.ban + r"\S*", sass)):
-        problems.append(f"{hit[0]} is there, which betrays a fallback")
-    if spilled:
-        problems.append(f"{spilled} bytes of registers are spilled")
-    if shared > arch.shared_memory:
-        problems.append(f"{shared} bytes of shared memory, {arch.name} has {arch.shared_memory}")
+    problems += _problems(sass, call.ban, spilled, shared, arch)
     return Evidence(
         phase=phase, kernel=call.name, arch=arch.name, target=target,
         compiler="triton " + ".".join(map(str, triton_version())),
         instructions=dict(collections.Counter(MMA.findall(sass)).most_common()),
-        total_instructions=len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
+        total_instructions=len(re.findall(INSTRUCTION, sass, re.MULTILINE)),
         registers=registers, spilled_bytes=spilled, shared_bytes=shared, shared_limit=arch.shared_memory,
         needed=call.need, banned=call.ban, problems=tuple(problems),
     )  # fmt: skip
+
+
+def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
+    """A kernel in CUDA C++: built by NVRTC for the architecture's own instructions."""
+    target = "sm_" + arch.name.removeprefix("sm") + "a"
+    cubin, log = build_program(build.program, target, "--ptxas-options=-v")
+    sass = disassemble(cubin)
+    registers, spilled = _reported(log)
+    problems = [f"no instruction matches {p}" for p in build.need if not re.search(p, sass)]
+    problems += _problems(sass, build.ban, spilled if spilled > build.spills else 0, build.shared, arch)
+    if "serialized" in log:  # ptxas' word for products that wait for each other
+        problems.append("ptxas serialises the asynchronous products")
+    return Evidence(
+        phase=phase, kernel=build.name, arch=arch.name, target=target, compiler=f"NVRTC {nvrtc_version()}",
+        instructions=dict(collections.Counter(MMA.findall(sass)).most_common()),
+        total_instructions=len(re.findall(INSTRUCTION, sass, re.MULTILINE)), registers=registers,
+        spilled_bytes=spilled, shared_bytes=build.shared, shared_limit=arch.shared_memory,
+        needed=" and ".join(build.need), banned=build.ban, problems=tuple(problems),
+    )  # fmt: skip
+
+
+def _problems(sass: str, ban: str, spilled: int, shared: int, arch: Arch) -> list[str]:
+    found = []
+    if ban and (hit := re.search(ban + r"\S*", sass)):
+        found.append(f"{hit[0]} is there, which betrays a fallback")
+    if spilled:
+        found.append(f"{spilled} bytes of registers are spilled")
+    if shared > arch.shared_memory:
+        found.append(f"{shared} bytes of shared memory, {arch.name} has {arch.shared_memory}")
+    return found
+
+
+def _reported(log: str) -> tuple[int, int]:
+    """(registers, bytes spilled) from ptxas' report."""
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.search(r"Used (\d+) registers", log)
+    return int(registers[1]) if registers else 0, int(spills[1]) + int(spills[2]) if spills else 0
 
 
 class _Driver:
@@ -227,14 +272,12 @@ def resources(ptx: str, target: str) -> tuple[int, int]:
             text=True,
             check=True,
         )
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
-    registers = re.search(r"Used (\d+) registers", done.stderr)
-    return int(registers[1]) if registers else 0, int(spills[1]) + int(spills[2]) if spills else 0
+    return _reported(done.stderr)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m halfbyte.kernels.prove", description=__doc__.splitlines()[0])
-    parser.add_argument("phase", help=f"{', '.join(provable())}, or all")
+    parser.add_argument("phase", help=f"{', '.join(compilable())}, or all")
     parser.add_argument("arch", choices=gpus())
     parser.add_argument("--activation", choices=tuple(OPERAND))
     parser.add_argument("--dense", choices=("bf16", "q8", "mxfp4"), help="format of qkv, o and lm_head")
@@ -243,14 +286,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(arguments)
     found: list[Evidence] = []
-    for name in provable() if asked.phase == "all" else [asked.phase]:
-        spec = default_spec(_phase(name), activation=asked.activation, dense=asked.dense, kv=asked.kv, tile=asked.tile)
+    for name in compilable() if asked.phase == "all" else [asked.phase]:
         try:
+            spec = default_spec(
+                _phase(name), activation=asked.activation, dense=asked.dense, kv=asked.kv, tile=asked.tile
+            )
             found += prove(name, asked.arch, spec)
-        except PlanError as refusal:
-            if asked.phase != "all":
-                raise
+        except HalfbyteError as refusal:
             print(refusal, file=sys.stderr)
+            if asked.phase != "all":
+                return refusal.exit_code
     if asked.json:
         print(json.dumps([asdict(e) for e in found]))
     else:

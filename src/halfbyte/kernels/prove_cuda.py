@@ -1,0 +1,78 @@
+"""Proof of the CUDA phases without the hardware: NVRTC builds what a phase would launch, ptxas reports, SASS is read.
+
+What each phase can launch is said here, beside the instruction it stands for; a phase that is not listed has nothing to
+compile. Needs cuda-bindings, NVRTC and the PyPI package `nvidia-cuda-nvdisasm`, no GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from halfbyte.kernels.cuda import batch, batch_phase, decode, flash, grouped, grouped_fp8, grouped_phases
+from halfbyte.kernels.cuda.step import ROW_SIZES
+from halfbyte.kernels.launch import Program
+from halfbyte.plan.phase import Arch, Phase, Spec
+
+BULK = r"\bUBLKCP"  # weights come by bulk copies, not through registers
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel: its program, the shared memory of its launch, and what its machine code must and must not show."""
+
+    name: str
+    program: Program
+    shared: int
+    need: tuple[str, ...] = ()
+    ban: str = ""
+    spills: int = 0  # bytes that are known and lie outside the products
+
+
+def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
+    """Every kernel that `phase` can launch for `spec`."""
+    if isinstance(phase, decode.WholeStep):
+        return [_step(spec, arch, rows) for rows in ROW_SIZES]
+    if isinstance(phase, grouped_fp8._Fp8):
+        return [_fp8(spec.formats[next(iter(phase.shapes(spec)))], swiglu) for swiglu in _swiglu(phase)]
+    if isinstance(phase, grouped_phases._Grouped):
+        form = spec.formats[next(iter(phase.shapes(spec)))]
+        shapes = ("narrow", "broad", "wide") if "moe" in phase.covers else ("narrow", "wide")
+        return [_grouped(form, shape, swiglu) for shape in shapes for swiglu in _swiglu(phase)]
+    if isinstance(phase, batch_phase.BatchLayer):
+        return _batch(spec)
+    if isinstance(phase, flash.FlashAttention):
+        return [
+            Build(f"flash {name}", b.program(), b.shared_bytes, (r"\bHGMMA",), r"\bHMMA")
+            for name, b in (("full", flash.FULL), ("sliding", flash.SLIDING))
+        ]
+    return []
+
+
+def _swiglu(phase: Phase) -> tuple[bool, ...]:
+    return (True, False) if "moe" in phase.covers else (False,)
+
+
+def _step(spec: Spec, arch: Arch, rows: int) -> Build:
+    shape = decode.shape_of(spec, arch, rows)
+    need = (r"\bHMMA\.16816", BULK)
+    return Build(f"decode_step rows={rows}", shape.program(), shape.shared_bytes, need, r"\bHGMMA", spills=40)
+
+
+def _grouped(form: str, shape: str, swiglu: bool) -> Build:
+    v = grouped.Variant(form, shape, swiglu)
+    name = f"grouped {form} {shape}{' swiglu' if swiglu else ''}"
+    return Build(name, v.program(), v.shared_bytes, (r"\bHGMMA",), r"\bHMMA")
+
+
+def _fp8(form: str, swiglu: bool) -> Build:
+    v = grouped_fp8.Fp8Variant(form, "vast", swiglu)
+    return Build(f"grouped fp8{' swiglu' if swiglu else ''}", v.program(), v.shared_bytes, (r"\bQGMMA",), r"\bHG?MMA")
+
+
+def _batch(spec: Spec) -> list[Build]:
+    heads = spec.heads * spec.head_dim
+    found = []
+    for role, k in (("qkv", spec.hidden), ("o", heads), ("gate_up", spec.hidden), ("down", spec.intermediate)):
+        v = batch.Variant(spec.formats[role], k, swiglu=role == "gate_up")
+        found.append(Build(f"batch {role}", v.program(), v.shared_bytes, (r"\bHMMA\.16816", BULK), r"\bHGMMA"))
+    return found
