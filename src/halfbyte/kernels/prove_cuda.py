@@ -12,6 +12,7 @@ from halfbyte.kernels.cuda import batch, batch_phase, decode, flash, grouped, gr
 from halfbyte.kernels.cuda.step import ROW_SIZES
 from halfbyte.kernels.launch import Program
 from halfbyte.plan.phase import Arch, Phase, Spec
+from halfbyte.plan.step import DECODE_ROWS
 
 BULK = r"\bUBLKCP"  # weights come by bulk copies, not through registers
 
@@ -31,7 +32,7 @@ class Build:
 def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
     """Every kernel that `phase` can launch for `spec`."""
     if isinstance(phase, decode.WholeStep):
-        return [_step(spec, arch, rows) for rows in ROW_SIZES]
+        return [_step(spec, arch, rows) for rows in ROW_SIZES if rows <= DECODE_ROWS]
     if isinstance(phase, grouped_fp8._Fp8):
         return [_fp8(spec.formats[next(iter(phase.shapes(spec)))], swiglu) for swiglu in _swiglu(phase)]
     if isinstance(phase, grouped_phases._Grouped):
