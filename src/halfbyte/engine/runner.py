@@ -275,7 +275,8 @@ class Shown:
         x = logits.double()
         x = x - torch.logsumexp(x, -1)
         values, ids = x.topk(top) if top else (x[:0], torch.zeros(0, dtype=torch.int64, device=x.device))
-        return cls(*(_to_host(t) for t in (x[token.long()].reshape(1), ids, values)))
+        chosen = x.index_select(0, token.reshape(1))  # x[token] would wait for the token
+        return cls(*(_to_host(t) for t in (chosen, ids, values)))
 
     def logprob(self, token: int) -> Logprob:
         return Logprob(token, float(self.chosen[0]), tuple(zip(self.ids.tolist(), self.values.tolist())))
