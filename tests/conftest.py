@@ -12,7 +12,21 @@ from pathlib import Path
 
 import pytest
 
-NOT_EVERYWHERE = {"anthropic", "gguf", "hypothesis", "httpx", "ml_dtypes", "msgspec", "openai", "transformers"}
+NOT_EVERYWHERE = set(
+    [
+        "anthropic",
+        "fastapi",
+        "gguf",
+        "hypothesis",
+        "httpx",
+        "llguidance",
+        "ml_dtypes",
+        "msgspec",
+        "openai",
+        "transformers",
+        "typer",
+    ]
+)
 _left_out: dict[str, str] = {}
 
 
@@ -22,20 +36,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if (
-        config.option.markexpr != "gpu"
-        or collection_path.suffix != ".py"
-        or not collection_path.name.startswith("test_")
-    ):
+    if config.option.markexpr != "gpu":
         return None
-    text = collection_path.read_text(encoding="utf-8")
-    if "mark.gpu" not in text:
+    if collection_path.is_dir():  # a folder without GPU tests: its conftest may need anything
+        return None if any(_has_gpu_tests(p) for p in collection_path.rglob("test_*.py")) else True
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    if not _has_gpu_tests(collection_path):
         return True
-    missing = _missing(text)
+    missing = _missing(collection_path.read_text(encoding="utf-8"))
     if missing is not None:
         _left_out[collection_path.name] = missing
         return True
     return None
+
+
+def _has_gpu_tests(path: Path) -> bool:
+    return "mark.gpu" in path.read_text(encoding="utf-8")
 
 
 def _missing(text: str) -> str | None:
@@ -50,6 +67,16 @@ def _missing(text: str) -> str | None:
             if top in NOT_EVERYWHERE and importlib.util.find_spec(top) is None:
                 return top
     return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    asked = [item for item in items if item.get_closest_marker("gpu")]
+    if asked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in asked:
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
