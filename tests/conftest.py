@@ -12,21 +12,19 @@ from pathlib import Path
 
 import pytest
 
-NOT_EVERYWHERE = set(
-    [
-        "anthropic",
-        "fastapi",
-        "gguf",
-        "hypothesis",
-        "httpx",
-        "llguidance",
-        "ml_dtypes",
-        "msgspec",
-        "openai",
-        "transformers",
-        "typer",
-    ]
-)
+NOT_EVERYWHERE = {
+    "anthropic",
+    "fastapi",
+    "gguf",
+    "hypothesis",
+    "httpx",
+    "llguidance",
+    "ml_dtypes",
+    "msgspec",
+    "openai",
+    "transformers",
+    "typer",
+}
 _left_out: dict[str, str] = {}
 
 
