@@ -60,6 +60,50 @@ def test_compiles(arch: str, rows: int, format: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\b(?:STL|LDL)", sass)) < 40
 
 
+def freed_too_early(sass: str) -> list[str]:
+    """Arrivals that do not wait for wide loads from shared memory in front of them.
+
+    A load has landed once something has read one of its registers. The loads of interest are the weights (LDS.128); an
+    arrival of another kind (with the bytes of a copy: the feeding warp's) reads nothing.
+    """
+    waiting: dict[int, set[int]] = {}  # line of a load -> its registers
+    found = []
+    for i, line in enumerate(sass.splitlines()):
+        m = re.search(r"\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;", line)
+        if m is None:
+            continue
+        op, operands = m[1], m[2].split(",")
+        if op == "LDS.128":
+            first = int(re.findall(r"R(\d+)", operands[0])[0])
+            waiting = {j: r for j, r in waiting.items() if i - j < 200 and not r & set(range(first, first + 4))}
+            waiting[i] = set(range(first, first + 4))
+            continue
+        if op.startswith("SYNCS.ARRIVE") and ".ART0" in op and waiting:
+            found.append(line.strip())
+        sources = operands if op.startswith(("ST", "RED")) else operands[1:]
+        for place, operand in enumerate(sources):
+            wide = (4 if place == 0 else 2) if op.startswith("HMMA") else 1
+            for r in re.findall(r"\bR(\d+)\b", operand):
+                read = set(range(int(r), int(r) + wide))
+                waiting = {j: registers for j, registers in waiting.items() if not registers & read}
+    return found
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("rows", "format"),
+    [(1, "bf16"), *(pytest.param(r, f, marks=pytest.mark.slow) for f in ("mxfp4", "q8", "bf16") for r in (1, 2, 4, 8))],
+)
+def test_a_slot_is_freed_after_it_was_read(rows: int, format: str, tmp_path: Path) -> None:
+    """The emulator cannot show this: on a GPU an arrival overtakes loads, and the copy engine writes over them."""
+    pytest.importorskip("triton")
+    from halfbyte.kernels.prove import disassemble
+
+    sass = disassemble(compile_program(shape(rows, format).program(), "sm_90a", cache=tmp_path))
+    assert sass.count("SYNCS.ARRIVE") >= 10
+    assert freed_too_early(sass) == []
+
+
 def test_the_hash_follows_includes_and_nothing_else(tmp_path: Path) -> None:
     source = StepShape(2880, 2880, 36, 128, 64, 8, 201088).program().source
     for path in Program(source, "decode_step").files():

@@ -224,13 +224,14 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int pl
     else if (some) score_tile<KV_FP8>(keys, q, seen, w.lane, s);
     sync_warp();
     if (!PAGE_WHOLE && !fresh) {
-      if (w.lane == 0) bar_arrive(&sh.empty[ck.slot], ARRIVALS / 4);
+      if (w.lane == 0) bar_arrive(&sh.empty[ck.slot], ARRIVALS / 4 + w.after(as_bits(s[0])));  // every key is in every score
       wait_bar(&sh.full[cv.slot], cv.phase, 0x411);
     }
     if (KV_FP8 && fresh) weigh_tile<false>(values, seen, all, w.lane, s, m);
     else if (some) weigh_tile<KV_FP8>(values, seen, all, w.lane, s, m);
     sync_warp();
-    if (!fresh && w.lane == 0) bar_arrive(&sh.empty[cv.slot], ARRIVALS / 4);
+    const u32 loaded = as_bits(m.o[0][0]) ^ as_bits(m.o[1][0]) ^ as_bits(m.o[2][0]) ^ as_bits(m.o[3][0]);
+    if (!fresh && w.lane == 0) bar_arrive(&sh.empty[cv.slot], ARRIVALS / 4 + w.after(loaded));
   }
   w.at.advance_far(PAGE_SLOTS * pages);
   w.mark(2);

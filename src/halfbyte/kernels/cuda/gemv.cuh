@@ -59,6 +59,9 @@ struct Worker {
   HB_DEV_MEMBER u32 full(int slot) const { return base + HB_AT(full) + slot * 8; }
   HB_DEV_MEMBER u32 empty(int slot) const { return base + HB_AT(empty) + slot * 8; }
   HB_DEV_MEMBER u32 ring(int slot) const { return base + slot * SLOT_BYTES; }
+  // Zero, once `loaded` is there. An arrival can overtake loads of its own warp, and then the copy engine writes what is
+  // still to be read; one that adds this to its count cannot.
+  HB_DEV_MEMBER u32 after(u32 loaded) const { return loaded & (u32)block >> 20; }
 };
 
 // ---- where x comes from ---------------------------------------------------------------------------------------------
@@ -245,6 +248,7 @@ template <int FORMAT> struct Chunk;  // a warp's 16 x 64 weights in registers: t
 template <> struct Chunk<MXFP4> {
   u32x4 w;
   HB_DEV_MEMBER void load(u32 p, int lane) { w = lds128(p + lane * 16); }
+  HB_DEV_MEMBER u32 loaded() const { return w.x; }  // a word of every load
   HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const {
     const u32 v = i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, m = 0x81c081c0u;
     mma(d, v & m, rotate_right(v, 6) & m, rotate_right(v, 3) & m, ((v & 0x001b001bu) * 0x1084u) & m, b0, b1);
@@ -253,6 +257,7 @@ template <> struct Chunk<MXFP4> {
 template <> struct Chunk<Q8> {
   u32x4 w[2];
   HB_DEV_MEMBER void load(u32 p, int lane) { w[0] = lds128(p + lane * 16); w[1] = lds128(p + 512 + lane * 16); }
+  HB_DEV_MEMBER u32 loaded() const { return w[0].x ^ w[1].x; }
   // int8 to bf16: low seven bits as the mantissa of 128..255, minus 128, or minus 256 where the sign bit is set
   static HB_DEV_MEMBER u32 widen(u32 v) { return bf16_sub((v & 0x007f007fu) | 0x43004300u, (v & 0x00800080u) | 0x43004300u); }
   HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const {
@@ -267,6 +272,7 @@ template <> struct Chunk<BF16> {
     HB_UNROLL
     for (int i = 0; i < 4; i++) w[i] = lds128(p + i * 512 + lane * 16);
   }
+  HB_DEV_MEMBER u32 loaded() const { return w[0].x ^ w[1].x ^ w[2].x ^ w[3].x; }
   HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const { mma(d, w[i].x, w[i].y, w[i].z, w[i].w, b0, b1); }
 };
 
@@ -288,12 +294,12 @@ template <int FORMAT, int K> HB_DEV int own_slot(const Worker& w) {
   using T = Tile<FORMAT, K>;
   return T::OWN && w.warp < T::SHARES ? w.warp * T::EACH / T::PER_SLOT : 0;
 }
-// Frees this warp's slot, once all lanes have what they need.
-template <int FORMAT, int K> HB_DEV void free_slot(const Worker& w, int slot) {
+// Frees this warp's slot, once all lanes have what they need: `loaded` depends on it.
+template <int FORMAT, int K> HB_DEV void free_slot(const Worker& w, int slot, u32 loaded) {
   using T = Tile<FORMAT, K>;
   constexpr int READERS = T::PER_SLOT / T::EACH;
   const int place = w.warp / READERS, left = T::SHARES - place * READERS, readers = left < READERS ? left : READERS;
-  if (w.lane == 0 && w.warp < T::SHARES) bar_arrive(w.empty(slot), w.warp == place * READERS ? ARRIVALS + 1 - readers : 1);
+  if (w.lane == 0 && w.warp < T::SHARES) bar_arrive(w.empty(slot), (w.warp == place * READERS ? ARRIVALS + 1 - readers : 1) + w.after(loaded));
 }
 
 // One tile of which `at` is this warp's slot; moves on to the next tile's. `out`: the shared address of this warp's
@@ -308,6 +314,7 @@ template <int FORMAT, int K, bool WAITED> HB_DEV void multiply_tile(const Worker
   for (int piece = 0; piece < T::PIECES; piece++) {
     const int n = T::chunks_in(piece), left = n - v * T::EACH;  // chunks from this warp's first on
     const int slot = v * T::EACH / T::PER_SLOT, in_slot = v * T::EACH % T::PER_SLOT;
+    u32 loaded = 0;
     if (!T::OWN)  // all of them, also those this warp takes nothing from, and frees all of them: see Tile
       HB_UNROLL
       for (int i = 0; i < T::slots_in(piece); i++) {
@@ -320,13 +327,14 @@ template <int FORMAT, int K, bool WAITED> HB_DEV void multiply_tile(const Worker
       Chunk<FORMAT> chunk[T::EACH];
       u32 scales[SCALES];
       HB_UNROLL
-      for (int c = 0; c < T::EACH; c++) chunk[c].load(base + c * T::CHUNK, w.lane);
+      for (int c = 0; c < T::EACH; c++) { chunk[c].load(base + c * T::CHUNK, w.lane); loaded ^= chunk[c].loaded(); }
       if (FORMAT != BF16)
         HB_UNROLL
         for (int i = 0; i < SCALES; i++) {
           const int group = i * GROUPS_AT_ONCE + mine, c = group >> 1;
           const bool here = (2 * T::EACH % GROUPS_AT_ONCE == 0 && T::CHUNKS % T::EACH == 0) || (c < T::EACH && c < left);
           scales[i] = load_scales<FORMAT>(base + (here ? c * T::CHUNK + scale_at<FORMAT>(g, group & 1) : scale_at<FORMAT>(g, 0)));
+          loaded ^= scales[i];
         }
       HB_UNROLL
       for (int c = 0; c < T::EACH; c++)
@@ -341,10 +349,9 @@ template <int FORMAT, int K, bool WAITED> HB_DEV void multiply_tile(const Worker
             HB_UNROLL
             for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(scales[group / GROUPS_AT_ONCE], d[s], acc[s][0], acc[s][1]);
         }
-      // no lane is past its multiplications before all have their weights
-      if (T::OWN) free_slot<FORMAT, K>(w, at.slot);
+      if (T::OWN) free_slot<FORMAT, K>(w, at.slot, loaded);
     }
-    if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), v == 0 ? ARRIVALS - WORKERS + 1 : 1);
+    if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), (v == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(loaded));
     at.advance(T::slots_in(piece));
   }
   if (FORMAT == BF16)
@@ -404,7 +411,7 @@ HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before befor
         wait_bar(w.full(at.slot), at.phase, 0x302);
         if (lds32(w.base + HB_AT(given) + (first + i) % GIVEN * 4) == ~0u) {
           sync_warp();
-          free_slot<FORMAT, K>(w, at.slot);
+          free_slot<FORMAT, K>(w, at.slot, 0);
           at.advance(T::slots());
           n = i;
           over = true;
