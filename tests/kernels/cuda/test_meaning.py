@@ -8,6 +8,7 @@ reference, answers it through `step.cu`, and the answer is judged.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ pytestmark = [
     pytest.mark.slow,  # seconds a step
     pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
 ]
-BOUND = 2e-2
+BOUND = 3e-3  # of the logits: mostly 1e-4; a cached key that rounds to the other bf16 neighbour shows more
 
 
 @pytest.fixture
@@ -39,7 +40,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def pair(preset: str) -> tuple[GptOss, GptOss]:
-    """(decode through the kernel and the rest through the reference, all through the reference), one set of weights."""
+    """(decode through the kernel and the rest through the reference, all through the reference), one set of weights.
+
+    The kernel keeps 16 bits of the activations, so its oracle rounds none: bf16 ones alone move logits by up to 3 %.
+    """
     g = gates.PRESETS[preset].gates
     source = checkpoint.open_model(ready.EMBEDDED)
     try:
@@ -49,6 +53,7 @@ def pair(preset: str) -> tuple[GptOss, GptOss]:
         weights = checkpoint.assemble(padded, layer_formats=g.layer_formats, layouts=selection.layouts)
     finally:
         source.close()
+    spec = replace(spec, dtype="f32", activation="f32")
     plain, _ = select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
     mixed = plain | {"decode": chosen["decode"]}
     return GptOss(weights, g, choice=(spec, mixed, selection)), GptOss(weights, g, choice=(spec, plain, selection))
