@@ -78,14 +78,14 @@ def build_program(program: Program, arch: str, *more: str) -> tuple[bytes, str]:
         arguments = [o.encode() for o in options]
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(arguments), arguments)
         size = _ok(nvrtc.nvrtcGetProgramLogSize(handle), "read the log")[0]
-        log = b" " * size
+        log = _room(size)
         _ok(nvrtc.nvrtcGetProgramLog(handle, log), "read the log")
         text = log.decode(errors="replace").strip("\0 \n")
         if int(status):
             name = f"{program.source.name} does not compile for {arch} with NVRTC {nvrtc_version()}"
             raise EngineError(f"{name}:\n{text}")
         size = _ok(nvrtc.nvrtcGetCUBINSize(handle), "get the cubin")[0]
-        cubin: bytes = b" " * size
+        cubin = _room(size)
         _ok(nvrtc.nvrtcGetCUBIN(handle, cubin), "get the cubin")
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
@@ -98,6 +98,11 @@ def nvrtc_version() -> str:
 
 def _options(program: Program, arch: str) -> tuple[str, ...]:
     return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *program.options)
+
+
+def _room(size: int) -> bytes:
+    """Bytes that NVRTC may write into. Python has only one object for each single byte: those must not be lent out."""
+    return bytes(max(size, 2))
 
 
 def cache_folder() -> Path:

@@ -104,6 +104,15 @@ def test_a_slot_is_freed_after_it_was_read(rows: int, format: str, tmp_path: Pat
     assert freed_too_early(sass) == []
 
 
+@needs_nvrtc
+def test_compiling_leaves_the_interpreter_alone(tmp_path: Path) -> None:
+    """An empty log is one byte, NVRTC writes it in place, and Python shares its single bytes."""
+    source = tmp_path / "one.cu"
+    source.write_text('extern "C" __global__ void one() {}', encoding="utf-8")
+    assert compile_program(Program(source, "one"), "sm_90a", cache=tmp_path / "cache")[:4] == b"\x7fELF"
+    assert [bytes([i])[0] for i in range(256)] == list(range(256))
+
+
 def test_the_hash_follows_includes_and_nothing_else(tmp_path: Path) -> None:
     source = StepShape(2880, 2880, 36, 128, 64, 8, 201088).program().source
     for path in Program(source, "decode_step").files():
