@@ -133,7 +133,7 @@ def test_refuses_scales_that_do_not_fit() -> None:
     with pytest.raises(PlanError, match="q8"):
         Fp8Dense(room, layouts.convert(formats.quantize(torch.ones(64, 64), "q8"), "tile16"), None, "qkv")
     plain.scales[3, 1] += 1
-    tops = tops_of(layouts.convert(plain, "tile16").data, "qkv")
+    tops = tops_of(layouts.convert(plain, "tile16").data, "mxfp4", "qkv")
     assert torch.equal(tops, plain.scales.amax(1))
 
 

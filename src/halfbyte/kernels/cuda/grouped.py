@@ -251,6 +251,15 @@ def shape_for(per_expert: float) -> str:
     return "narrow" if per_expert <= 4 else "broad" if per_expert <= 72 else "wide"
 
 
+class Inputs(NamedTuple):
+    """Activations as the products read them."""
+
+    packed: Tensor
+    slots: int  # those that may be read past the last one included
+    kind: int  # of PACKED
+    scales: Tensor | None = None  # of every slot
+
+
 class Dense:
     """y = W x + bias, or residual + that, for one matrix."""
 
@@ -265,7 +274,18 @@ class Dense:
         self.room, self.bias, self.shape = room, bias, shape
         self.format, self.data, self.n, self.k = _weights(weights, role)
         self.map = _map(room.machine, self.data, self.format)
+        self.tops: Tensor | None = None  # of the rows' scales, where a product widens relative to them
         _float(bias)
+
+    def _inputs(self, rows: int) -> Inputs:
+        packed = self.room.get(f"packed.{self.k}", rows, lambda r: (r + PAD) * self.k, torch.bfloat16)
+        return Inputs(packed, rows + PAD, PACKED["f16" if self.format == "q8" else "bf16"])
+
+    def _product(self, rows: int) -> tuple[Variant, int]:
+        """The build, and the most columns of an item."""
+        shape = self.shape or ("narrow" if rows <= 64 else "wide")
+        cap = columns_cap(rows, self.n // TILE, self.room.machine.blocks, SHAPES[shape])
+        return Variant(self.format, shape, False), cap
 
     def run(
         self,
@@ -283,29 +303,29 @@ class Dense:
         out = torch.empty((rows, self.n), dtype=torch.float32, device=source.device)
         if rows == 0:
             return out
-        slots = rows + PAD
-        packed = room.get(f"packed.{self.k}", rows, lambda r: (r + PAD) * self.k, torch.bfloat16)
+        x = self._inputs(rows)
         room.machine.rows(
             "pack_rows", rows,
             RowsArgs(
-                source=_ptr(source), norm=_ptr(norm), select=_ptr(select), packed=_ptr(packed),
-                stride=source.stride(0), rows=rows, width=self.k, slots=slots, source_float=_float(source),
-                norm_float=_float(norm), kind=PACKED["f16" if self.format == "q8" else "bf16"], eps=eps,
+                source=_ptr(source), norm=_ptr(norm), select=_ptr(select), packed=_ptr(x.packed), scales=_ptr(x.scales),
+                stride=source.stride(0), rows=rows, width=self.k, slots=x.slots, source_float=_float(source),
+                norm_float=_float(norm), kind=x.kind, eps=eps,
             ),
         )  # fmt: skip
-        shape = self.shape or ("narrow" if rows <= 64 else "wide")
+        variant, cap = self._product(rows)
         args = ProductArgs(
-            map=self.map, bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(packed), out=_ptr(out),
-            residual=_ptr(residual), out_stride=self.n, experts=1, m_tiles=self.n // TILE,
-            chunks=self.k // CHUNK, columns=rows, x_slots=slots,
-            n_cap=columns_cap(rows, self.n // TILE, room.machine.blocks, SHAPES[shape]),
+            map=self.map, bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(x.packed), out=_ptr(out),
+            residual=_ptr(residual), out_stride=self.n, experts=1, m_tiles=self.n // TILE, chunks=self.k // CHUNK,
+            columns=rows, x_slots=x.slots, n_cap=cap, tops=_ptr(self.tops), x_scale=_ptr(x.scales),
         )  # fmt: skip
-        room.machine.product(Variant(self.format, shape, False), args)
+        room.machine.product(variant, args)
         return out
 
 
 class Experts:
     """x + the weighted sum of the chosen experts' MLPs of h."""
+
+    pad, prefix = PAD, ""  # slots past the last one; of the names of buffers whose size depends on it
 
     def __init__(
         self,
@@ -325,10 +345,25 @@ class Experts:
         form, self.down, n, k = _weights(down, "down")
         self.maps = [_map(room.machine, data, self.format) for data in (self.gate_up, self.down)]
         self.experts = self.gate_up.shape[0]
+        self.tops: tuple[Tensor | None, Tensor | None] = (None, None)  # as in Dense
         if form != self.format or (n, 2 * k) != (self.hidden, self.inner) or self.experts > EXPERTS_MAX:
             raise PlanError(
                 "the grouped products need gate_up and down of one format, of one shape, of 512 experts at most."
             )
+
+    def _slots(self, rows: int, top_k: int) -> int:
+        return rows * top_k + 7 * min(self.experts, rows * top_k) + self.pad
+
+    def _inputs(self, rows: int, top_k: int) -> Inputs:
+        packed = self.room.get("slots", rows, lambda r: self._slots(r, top_k) * self.hidden, torch.bfloat16)
+        return Inputs(packed, self._slots(rows, top_k), PACKED["bf16"])
+
+    def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Tensor:
+        """What gate_up left, as down reads it."""
+        return hidden
+
+    def _variant(self, shape: str, swiglu: bool) -> Variant:
+        return Variant(self.format, shape, swiglu)
 
     def run(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         """h [rows, hidden] bf16 or float32, ids and weights [rows, top_k] as the router left them, x float32."""
@@ -341,41 +376,36 @@ class Experts:
         out = torch.empty_like(x)
         if rows == 0:
             return out
-        choices = rows * top_k
-        half = self.inner // 2
-
-        def slots_of(r: int) -> int:
-            return r * top_k + 7 * min(self.experts, r * top_k) + PAD
-
-        slots = slots_of(rows)
-        packed = room.get("slots", rows, lambda r: slots_of(r) * self.hidden, torch.bfloat16)
-        hidden = room.get("hidden", rows, lambda r: slots_of(r) * half, torch.bfloat16)
-        parts = room.get("parts", rows, lambda r: slots_of(r) * self.hidden, torch.float32)
+        half, given = self.inner // 2, self._inputs(rows, top_k)
+        slots, scales = given.slots, _ptr(given.scales)
+        hidden = room.get(f"{self.prefix}hidden", rows, lambda r: self._slots(r, top_k) * half, torch.bfloat16)
+        parts = room.get(f"{self.prefix}parts", rows, lambda r: self._slots(r, top_k) * self.hidden, torch.float32)
         place = room.get("place", rows, lambda r: r * top_k, torch.int32)
         table = room.get("table", rows, lambda r: 2 * self.experts, torch.int32)
         starts, counts = table.data_ptr(), table.data_ptr() + 4 * self.experts
         common = RowsArgs(
-            source=_ptr(h), packed=_ptr(packed), ids=_ptr(ids), weights=_ptr(weights),
-            starts=starts, counts=counts, place=_ptr(place), parts=_ptr(parts), residual=_ptr(x),
-            out=_ptr(out), stride=h.stride(0), rows=rows, width=self.hidden, slots=slots, experts=self.experts,
-            top_k=top_k, source_float=_float(h), ids_wide=int(ids.dtype == torch.int64),
+            source=_ptr(h), packed=_ptr(given.packed), ids=_ptr(ids), weights=_ptr(weights), starts=starts,
+            counts=counts, place=_ptr(place), parts=_ptr(parts), residual=_ptr(x), out=_ptr(out), stride=h.stride(0),
+            rows=rows, width=self.hidden, slots=slots, experts=self.experts, top_k=top_k, source_float=_float(h),
+            ids_wide=int(ids.dtype == torch.int64), kind=given.kind, scales=scales,
         )  # fmt: skip
         room.machine.rows("group_rows", self.experts, common)
         room.machine.rows("pack_rows", rows, common)
-        shape = self.shape or shape_for(choices / self.experts)
+        shape = self.shape or shape_for(rows * top_k / self.experts)
         first = ProductArgs(
             map=self.maps[0], bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
-            x=_ptr(packed), starts=starts, counts=counts, packed=_ptr(hidden),
-            experts=self.experts, m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots,
-            packed_slots=slots, n_cap=SHAPES[shape].columns, limit=self.limit, alpha=self.alpha,
+            x=_ptr(given.packed), starts=starts, counts=counts, packed=_ptr(hidden), experts=self.experts,
+            m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots, packed_slots=slots,
+            n_cap=SHAPES[shape].columns, limit=self.limit, alpha=self.alpha, tops=_ptr(self.tops[0]), x_scale=scales,
         )  # fmt: skip
-        room.machine.product(Variant(self.format, shape, True), first)
+        room.machine.product(self._variant(shape, True), first)
+        middle = self._middle(hidden, rows, top_k, given)
         second = ProductArgs(
-            map=self.maps[1], bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(hidden),
-            starts=starts, counts=counts, out=_ptr(parts), out_stride=self.hidden,
-            experts=self.experts, m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots,
-            n_cap=SHAPES[shape].columns,
+            map=self.maps[1], bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(middle),
+            starts=starts, counts=counts, out=_ptr(parts), out_stride=self.hidden, experts=self.experts,
+            m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots, n_cap=SHAPES[shape].columns,
+            tops=_ptr(self.tops[1]), x_scale=scales,
         )  # fmt: skip
-        room.machine.product(Variant(self.format, shape, False), second)
+        room.machine.product(self._variant(shape, False), second)
         room.machine.rows("sum_rows", rows, common)
         return out

@@ -38,6 +38,8 @@ def room_of(b: Binding) -> Room:
 class _Grouped(Phase):
     rank = 20
     kinds: tuple[str, ...] = ("mxfp4", "q8", "bf16")
+    dense: type[Dense] = Dense
+    experts: type[Experts] = Experts
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return dict.fromkeys(self.shapes(spec), "tile16")
@@ -67,7 +69,7 @@ class GroupedMoe(_Grouped):
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
-        experts = Experts(
+        experts = self.experts(
             room_of(b), w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha
         )
 
@@ -87,7 +89,7 @@ class GroupedQkv(_Grouped):
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
-        dense = Dense(room_of(b), w.qkv, w.qkv_bias, "qkv")
+        dense = self.dense(room_of(b), w.qkv, w.qkv_bias, "qkv")
         heads = [s.heads, s.kv_heads, s.kv_heads]
 
         def launch(step: Step, acts: dict[str, Any]) -> None:
@@ -106,7 +108,7 @@ class GroupedOut(_Grouped):
         return {"o": (spec.hidden, spec.heads * spec.head_dim)}
 
     def bind(self, b: Binding) -> Launch:
-        dense = Dense(room_of(b), b.weights.o, b.weights.o_bias, "o")
+        dense = self.dense(room_of(b), b.weights.o, b.weights.o_bias, "o")
 
         def launch(step: Step, acts: dict[str, Any]) -> None:
             acts["x"] = dense.run(acts["attn"], residual=acts["x"])
@@ -123,7 +125,7 @@ class GroupedHead(_Grouped):
 
     def bind(self, b: Binding) -> Launch:
         w, eps = b.weights, b.spec.norm_eps
-        dense = Dense(room_of(b), w.lm_head, None, "lm_head")
+        dense = self.dense(room_of(b), w.lm_head, None, "lm_head")
 
         def launch(step: Step, acts: dict[str, Any]) -> None:
             acts["logits"] = dense.run(acts["x"], norm=w.final_norm, eps=eps, select=step.logit_rows)
