@@ -103,10 +103,10 @@ def ask(preset: str, activation: str, device: str, per_task: int, padded: bool, 
     gates = gates_of(preset, activation, eager)
     start = time.perf_counter()
     model = embedded(gates, torch.device(device), padded)
-    core = core_of(model, gates, max_context=4096)
     suite = Suite("tiny", 0, per_task)
     tokenizer = ready.tokenizer_of(ready.resolve(None))
     prompts = [item.prompt for item in suite.items(tokenizer)]
+    core = core_of(model, gates, max_context=max(map(len, prompts)) + MAX_TOKENS)
     loaded = time.perf_counter()
     answers = complete(core, prompts, MAX_TOKENS)
     told = iter(answers)

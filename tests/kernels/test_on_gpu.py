@@ -1,11 +1,16 @@
 """Whole plans on a GPU: a small model through every regime, against the reference with the same quantisation points.
 
+How close is close enough is measured, not guessed: the reference is run again with noise of the size of the roundings
+it does not make, and a plan may be half as far again from the reference as that.
+
 Small enough for compute-sanitizer (`--tool memcheck python -m pytest -m gpu tests/kernels/test_on_gpu.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +21,8 @@ from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
 from halfbyte.model.solo import Solo
 from halfbyte.plan import reference, select
-from halfbyte.plan.phase import ARCHES
+from halfbyte.plan.phase import ARCHES, Launch
+from halfbyte.plan.step import Step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -28,47 +34,99 @@ SMALL = ModelConfig(
 )  # fmt: skip
 CHUNKS = (150, 20, 1, 1, 3, 70)  # prefill, batch, decode, decode, three drafts, prefill over a cache
 TRITON = {"moe_kernel": "triton", "linear_kernel": "triton", "attention": "triton"}
-CASES: list[tuple[str, dict[str, str], float]] = [
-    ("exact", {}, 2e-2),
-    ("balanced", {}, 2e-2),
-    ("fast", {}, 2e-2),
-    ("fast", {"attention": "triton"}, 2e-2),  # the grouped products for few rows too
-    ("exact", TRITON, 2e-2),
-    ("balanced", TRITON | {"activation": "int8"}, 3e-2),
-    ("fast", {"activation": "int8"}, 3e-2),
-    ("fast", {"activation": "fp8"}, 5e-2),
-    ("fast", {"activation": "mxfp8"}, 5e-2),
-    ("fast", {"activation": "mxfp4", "kv_dtype": "fp8"}, 1e-1),
+CASES: list[tuple[str, dict[str, str]]] = [
+    ("exact", {}),
+    ("balanced", {}),
+    ("fast", {}),
+    ("fast", {"attention": "triton"}),  # the grouped products for few rows too
+    ("exact", TRITON),
+    ("balanced", TRITON | {"activation": "int8"}),
+    ("fast", {"activation": "int8"}),
+    ("fast", {"activation": "fp8"}),
+    ("fast", {"activation": "mxfp8"}),
+    ("fast", {"activation": "mxfp4", "kv_dtype": "fp8"}),
 ]
+NUMBERS = ("activation", "kv_dtype")  # the flags that change what is computed, not by which kernel
+ROOM = 1.5  # times what roundings of bf16 size do to the reference itself
 
 
-def models(preset: str, flags: dict[str, str]) -> tuple[GptOss, GptOss]:
-    g = gates.parse(flags, env={}, preset=preset)
+def on_device(g: gates.Gates) -> GptOss:
     spec, chosen, selection = choose(SMALL, g, arch_of("cuda"))
-    plain = synthetic.make(SMALL, 3, layer_formats=g.layer_formats)
     moved = synthetic.make(SMALL, 3, layer_formats=g.layer_formats)
     for layer, role, tensor in list(moved.items()):
         assert not isinstance(tensor, checkpoint.DenseTiles)
         setattr(moved if layer is None else moved.layers[layer], role, tensor.to("cuda"))
     mine = checkpoint.assemble(checkpoint.Resident(moved), layouts=selection.layouts)
+    return GptOss(mine, g, choice=(spec, chosen, selection))
+
+
+def reference_of(g: gates.Gates, noise: int | None = None) -> GptOss:
+    """The reference with the quantisation points of `g`. With `noise`, a seed: queries and attention's result, which
+    every kernel here rounds to bf16 and the reference keeps in float32, are off by as much as that rounding."""
+    spec, _, _ = choose(SMALL, g, ARCHES["sm90"])
     oracle = select.select(spec, ARCHES["cpu"], gates.parse({"layers": str(g.layers)}, env={}), reference.PHASES)
-    return GptOss(mine, g, choice=(spec, chosen, selection)), GptOss(plain, g, choice=(spec, *oracle))
+    model = GptOss(synthetic.make(SMALL, 3, layer_formats=g.layer_formats), g, choice=(spec, *oracle))
+    if noise is not None:
+        random = torch.Generator().manual_seed(noise)
+        for bound in model.plan.bound.values():
+            bound[:] = [replace(b, launch=_shaken(b.launch, b.phase.covers[-1], random)) for b in bound]
+    return model
 
 
-def logits(model: GptOss, tokens: Sequence[int]) -> torch.Tensor:
+def _shaken(launch: Launch, last: str, random: torch.Generator) -> Launch:
+    name = {"rope": "q", "attention": "attn"}.get(last)
+
+    def run(step: Step, acts: dict[str, torch.Tensor]) -> None:
+        launch(step, acts)
+        if name is not None:
+            acts[name] = acts[name] * (1 + (torch.rand(acts[name].shape, generator=random) - 0.5) * 2**-8)
+
+    return run
+
+
+def logits(model: GptOss) -> torch.Tensor:
+    tokens = torch.randint(0, SMALL.vocab, (sum(CHUNKS),), generator=torch.Generator().manual_seed(0)).tolist()
     solo, out, at = Solo(model, 512), [], 0
-    for n in CHUNKS:
-        out.append(solo.feed(tokens[at : at + n], all_logits=True).float().cpu())
-        at += n
+    with torch.inference_mode():
+        for n in CHUNKS:
+            out.append(solo.feed(tokens[at : at + n], all_logits=True).float().cpu())
+            at += n
     return torch.cat(out)
 
 
-@pytest.mark.parametrize(("preset", "flags", "bound"), CASES, ids=["-".join([p, *f.values()]) for p, f, _ in CASES])
-def test_logits(preset: str, flags: dict[str, str], bound: float) -> None:
-    mine, oracle = models(preset, flags)
-    tokens = torch.randint(0, SMALL.vocab, (sum(CHUNKS),), generator=torch.Generator().manual_seed(0)).tolist()
-    with torch.inference_mode():
-        got, expected = logits(mine, tokens), logits(oracle, tokens)
+class Distance(NamedTuple):
+    """How far logits are from others. A row whose router has chosen another expert is far off and tells little, so the
+    median row stands beside the whole."""
+
+    whole: float
+    median: float
+    sure: float  # share of rows whose highest logit is higher than the second by more than the two could have moved
+
+    @classmethod
+    def of(cls, got: torch.Tensor, expected: torch.Tensor) -> Distance:
+        off = (got - expected).norm(dim=1) / expected.norm(dim=1)
+        sure = _sure(got, expected).float().mean()
+        return cls(float((got - expected).norm() / expected.norm()), float(off.median()), float(sure))
+
+
+def _sure(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    top = expected.topk(2).values
+    return top[:, 0] - top[:, 1] > 2 * (got - expected).abs().amax(1)
+
+
+@functools.cache
+def expected_of(preset: str, numbers: tuple[tuple[str, str], ...]) -> tuple[torch.Tensor, list[Distance]]:
+    """The reference's logits, and how far bf16-sized noise moves them: what a kernel's own roundings may do."""
+    g = gates.parse(dict(numbers), env={}, preset=preset)
+    plain = logits(reference_of(g))
+    return plain, [Distance.of(logits(reference_of(g, seed)), plain) for seed in range(4)]
+
+
+@pytest.mark.parametrize(("preset", "flags"), CASES, ids=["-".join([p, *f.values()]) for p, f in CASES])
+def test_logits(preset: str, flags: dict[str, str]) -> None:
+    mine = on_device(gates.parse(flags, env={}, preset=preset))
+    got = logits(mine)
+    expected, moved = expected_of(preset, tuple((k, v) for k, v in flags.items() if k in NUMBERS))
     ran = mine.plan.record.phases()
     assert ran
     assert not [name for name in ran if name.startswith("reference.")]
@@ -76,10 +134,10 @@ def test_logits(preset: str, flags: dict[str, str], bound: float) -> None:
         assert mine.plan.record.phases("prefill") & {"cuda.grouped_moe"}
         assert ("cuda.decode_step" in ran) == (not flags)
     assert torch.isfinite(got).all()
-    error = float((got - expected).norm() / expected.norm())
-    print(f"{preset} {flags}: error {error:.2e}; {', '.join(sorted(ran))}")
-    assert error < bound
-    top = expected.topk(2).values
-    sure = top[:, 0] - top[:, 1] > 2 * (got - expected).abs().amax(1)
-    assert float(sure.float().mean()) > 0.3
+    found = Distance.of(got, expected)
+    print(f"{preset} {flags}: {found}; the reference with noise: {moved}; {', '.join(sorted(ran))}")
+    assert found.whole < ROOM * max(d.whole for d in moved)
+    assert found.median < ROOM * max(d.median for d in moved)
+    assert found.sure > min(d.sure for d in moved) / ROOM - 0.02  # 2 %: five rows, by chance
+    sure = _sure(got, expected)
     assert got.argmax(1)[sure].equal(expected.argmax(1)[sure])

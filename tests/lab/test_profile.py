@@ -45,12 +45,18 @@ def test_steps_are_averaged_and_gaps_counted() -> None:
         "x", 1, spans(("qkv", 0, 10), ("o", 12, 17), ("qkv", 20, 30), ("o", 32, 37), ("o", 33, 36)), 2, 18.0, NONE,
         H200, "",
     )  # fmt: skip
-    assert {line.category: line.us for line in p.lines} == {"qkv": 10, "o": 6.5}
+    assert {line.category: line.us for line in p.lines} == {"qkv": 10, "o": 5}
     assert p.launches == 2.5
     assert p.busy_us == pytest.approx(15)
     assert p.idle_us == pytest.approx(3.5)
     assert p.gaps == 1.5
     assert p.longest_gap_us == 3
+
+
+def test_a_kernel_that_starts_early_counts_from_when_the_one_before_it_ends() -> None:
+    p = summarise("x", 1, spans(("o", 6, 14), ("qkv", 0, 10), ("MoE", 12, 13)), 1, 14.0, NONE, H200, "")
+    assert {line.category: line.us for line in p.lines} == {"qkv": 10, "o": 4, "MoE": 0}
+    assert sum(line.us for line in p.lines) == pytest.approx(p.busy_us)
 
 
 def test_a_whole_step_is_divided() -> None:

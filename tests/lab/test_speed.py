@@ -92,6 +92,6 @@ def test_figures_on_a_gpu() -> None:
         assert rows[-1]["phase"] == "sum"
         assert all(r["us"] > 0 for r in rows)
         for p in (timeline.decode_profile(gpu, 4, 100, 1), timeline.prefill_profile(gpu, 128)):
-            assert sum(line.us for line in p.lines) == pytest.approx(p.busy_us, rel=0.05)
+            assert sum(line.us for line in p.lines) == pytest.approx(p.busy_us)
             assert p.launches >= 1
             assert "MoE" in {part for line in p.lines for part in line.category.split(" + ")}

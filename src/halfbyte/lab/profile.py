@@ -133,11 +133,11 @@ def summarise(
     """`within`: category -> how its time divides into others, for a kernel that runs several; weights, not times."""
     times: dict[str, float] = {}
     counts: dict[str, float] = {}
-    for span in spans:
+    for span, us in _own(spans):
         parts = (within or {}).get(span.category, {span.category: 1.0})
         whole = sum(parts.values())
         for name, weight in parts.items():
-            times[name] = times.get(name, 0.0) + span.us * weight / whole / steps
+            times[name] = times.get(name, 0.0) + us * weight / whole / steps
             counts[name] = counts.get(name, 0.0) + weight / whole / steps
     busy, idle, gaps, longest = _gaps(spans, steps)
     total = busy + idle
@@ -161,6 +161,17 @@ def _operations(category: str) -> list[str]:
 
 def _place(category: str) -> int:
     return ORDER.index(category.split(" + ")[0])
+
+
+def _own(spans: Sequence[Span]) -> list[tuple[Span, float]]:
+    """Every span and the microseconds that are its own: the time by which it outlasts all that began before it. A kernel
+    launched early (programmatic dependent launch) waits for the one in front of it, so what they share is the latter's;
+    counted this way, categories add up to the time the device was busy."""
+    found, until = [], float("-inf")
+    for span in sorted(spans, key=lambda s: s.start):
+        found.append((span, max(0.0, span.end - max(until, span.start))))
+        until = max(until, span.end)
+    return found
 
 
 def _gaps(spans: Sequence[Span], steps: int) -> tuple[float, float, float, float]:
