@@ -24,6 +24,7 @@ import torch
 
 from halfbyte import gates
 from halfbyte.errors import EngineError, PlanError, UsageError
+from halfbyte.plan.phase import ARCHES, Arch
 
 INSTALL = "install halfbyte[gpu] (it brings cuda-bindings and NVRTC)"
 
@@ -158,6 +159,12 @@ class Kernel:
         config.attrs, config.numAttrs = attributes, len(attributes)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         _ok(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), f"launch {self._entry}")
+
+
+def current_arch() -> Arch:
+    """The GPU that kernels are bound for."""
+    major, minor = torch.cuda.get_device_capability()
+    return ARCHES[f"sm{major}{minor}"]
 
 
 Map = ctypes.Array[ctypes.c_uint64]  # the copy engine's view of a matrix, in the first bytes of a kernel's argument

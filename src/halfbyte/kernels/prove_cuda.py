@@ -40,7 +40,7 @@ def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
         shapes = ("narrow", "broad", "wide") if "moe" in phase.covers else ("narrow", "wide")
         return [_grouped(form, shape, swiglu) for shape in shapes for swiglu in _swiglu(phase)]
     if isinstance(phase, batch_phase.BatchLayer):
-        return _batch(spec)
+        return _batch(spec, arch)
     if isinstance(phase, flash.FlashAttention):
         return [
             Build(f"flash {name}", b.program(), b.shared_bytes, (r"\bHGMMA",), r"\bHMMA")
@@ -70,10 +70,9 @@ def _fp8(form: str, swiglu: bool) -> Build:
     return Build(f"grouped fp8{' swiglu' if swiglu else ''}", v.program(), v.shared_bytes, (r"\bQGMMA",), r"\bHG?MMA")
 
 
-def _batch(spec: Spec) -> list[Build]:
-    heads = spec.heads * spec.head_dim
-    found = []
-    for role, k in (("qkv", spec.hidden), ("o", heads), ("gate_up", spec.hidden), ("down", spec.intermediate)):
-        v = batch.Variant(spec.formats[role], k, swiglu=role == "gate_up")
-        found.append(Build(f"batch {role}", v.program(), v.shared_bytes, (r"\bHMMA\.16816", BULK), r"\bHGMMA"))
-    return found
+def _batch(spec: Spec, arch: Arch) -> list[Build]:
+    rows = batch.RowShape(spec.hidden, spec.experts, spec.top_k)
+    return [Build("batch rows", rows.program("batch_choose"), 4096)] + [
+        Build(f"batch {role}", v.program(), v.shared_bytes, (r"\bHMMA\.16816", BULK), r"\bHGMMA")
+        for role, v in batch_phase.variants(spec, arch).items()
+    ]

@@ -39,7 +39,7 @@ def test_knows_every_feature() -> None:
 @pytest.mark.parametrize(
     ("arch", "changes", "reason"),
     [
-        ("sm100", {}, "sm90 only"),
+        ("sm100", {}, "is built for sm90, sm120, sm121"),
         ("sm90", {"activation": "mxfp8"}, "bf16 activations"),
         ("sm90", {"intermediate": 2912}, "multiples of 64"),
         ("sm90", {"hidden": 4160}, "up to 4096"),

@@ -62,7 +62,10 @@ constexpr int COLUMNS = 8;                                // of a group: those o
 constexpr int CHUNKS = K / 64, TILE_BYTES = CHUNKS * CHUNK;
 constexpr int EACH = (CHUNKS + 15) / 16;                  // chunks of every tile that a warp multiplies
 constexpr int WORKERS = (CHUNKS + EACH - 1) / EACH;       // warps that multiply: 15 at 2880, 16 at 4096
-constexpr int SUMMERS = WORKERS == 16 ? 3 : 4;            // warps that sum and store; with one that feeds, 20 at most
+#ifndef HB_SUMMERS
+#define HB_SUMMERS (WORKERS == 16 ? 3 : 4)
+#endif
+constexpr int SUMMERS = HB_SUMMERS;                       // warps that sum and store; with one that feeds, 20 at most
 constexpr int THREADS = (WORKERS + 1 + SUMMERS) * 32;
 constexpr int PARTS = (WORKERS + 4) / 5, TEAM = (WORKERS + PARTS - 1) / PARTS;  // slots of a tile, warps that share one
 constexpr int SLOT_BYTES = TEAM * EACH * CHUNK;

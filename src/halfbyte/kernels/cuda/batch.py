@@ -1,4 +1,4 @@
-"""Products and rows of a batch of 2 to 128 rows on Hopper, around batch.cu and batch_rows.cu.
+"""Products and rows of a batch of 2 to 128 rows, around batch.cu and batch_rows.cu.
 
 `Layer` holds one layer's matrices in the layout "tile16" and runs them, with the norms, the router and the sums between
 them, over buffers that all layers share. Nothing here synchronises with the host, allocates in a step or looks at
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -57,6 +57,17 @@ class Variant:
     k: int
     swiglu: bool = False
     ring: int = RING
+    fewer: bool = False  # warps that sum, to leave shared memory to the ring
+
+    @classmethod
+    def within(cls, shared: int, format: str, k: int, swiglu: bool = False) -> Variant:
+        """The build for blocks of so much shared memory: a ring of two tiles if fewer summing warps allow it."""
+        plain = cls(format, k, swiglu)
+        if plain.shared_bytes <= shared:
+            return plain
+        parts, slot = plain.slots
+        tries = [replace(plain, ring=tiles * parts * slot, fewer=f) for tiles in (2, 1) for f in (False, True)]
+        return next((v for v in tries if v.shared_bytes <= shared), tries[-1])
 
     @property
     def workers(self) -> tuple[int, int]:
@@ -67,8 +78,11 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        workers, _ = self.workers
-        return 32 * (workers + 1 + (3 if workers == 16 else 4))
+        return 32 * (self.workers[0] + 1 + self.summers)
+
+    @property
+    def summers(self) -> int:
+        return 2 if self.fewer else 3 if self.workers[0] == 16 else 4
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -82,13 +96,13 @@ class Variant:
         workers, _ = self.workers
         parts, slot = self.slots
         slots = self.ring // slot // parts * parts
-        summers = self.threads // 32 - workers - 1
-        bars = 8 * (2 * slots + 2 * summers + 2 * QUEUE)
+        bars = 8 * (2 * slots + 2 * self.summers + 2 * QUEUE)
         tables = 12 * QUEUE + 4 + 8 * EXPERTS_MAX + 8 * COLUMNS_MAX
-        return -(-(slots * slot + summers * workers * 512 + bars + tables) // 8) * 8
+        return -(-(slots * slot + self.summers * workers * 512 + bars + tables) // 8) * 8
 
     def program(self) -> Program:
         values = {"FORMAT": FORMATS[self.format], "K": self.k, "SWIGLU": int(self.swiglu), "RING": self.ring}
+        values |= {"SUMMERS": self.summers} if self.fewer else {}
         return Program(FOLDER / "batch.cu", "batch_product", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
 
 
@@ -166,7 +180,15 @@ def is_float(t: Tensor | None) -> int:
 class Matrix:
     """One matrix, or a stack of experts', with its bias."""
 
-    def __init__(self, w: MXTensor | DenseTiles, bias: Tensor | None, role: str, *, swiglu: bool = False) -> None:
+    def __init__(
+        self,
+        w: MXTensor | DenseTiles,
+        bias: Tensor | None,
+        role: str,
+        *,
+        swiglu: bool = False,
+        shared: int = 232_448,
+    ) -> None:
         form = "bf16" if isinstance(w, DenseTiles) else str(getattr(w, "format", "plain"))
         if getattr(w, "layout", "plain") != "tile16" or form not in FORMATS:
             raise PlanError(f"the batch products need {role} in the layout tile16, as mxfp4, q8 or bf16.")
@@ -175,7 +197,9 @@ class Matrix:
             raise PlanError(f"the batch products need {role} in multiples of 16 x 64, not {self.n} x {self.k}.")
         assert tuple(w.data.shape[-3:]) == tile_shape(self.n, self.k, form), f"{role} is not what its shape says"
         assert w.data.is_contiguous(), f"{role} is not whole"
-        self.data, self.bias, self.variant = w.data, bias, Variant(form, self.k, swiglu)
+        self.data, self.bias, self.variant = w.data, bias, Variant.within(shared, form, self.k, swiglu)
+        if self.variant.shared_bytes > shared:
+            raise PlanError(f"a tile of {role} in {form} does not fit in {shared} bytes of shared memory.")
         self.experts = w.data.shape[0] if w.data.ndim == 4 else 1
         self._bias_float = is_float(bias)
 

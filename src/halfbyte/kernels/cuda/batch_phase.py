@@ -1,4 +1,4 @@
-"""A whole layer for a batch on SM90: products at the speed of the memory (batch.cu), and little between them.
+"""A whole layer for a batch on SM90 and SM12x: products at the speed of the memory (batch.cu), and little between them.
 
 Covers a layer from norm to experts, so that what one operation leaves another need not read in a form of its own: norms
 are made where rows are summed, experts' results are added where the next layer begins, and every launch starts while
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.batch import EXPERTS_MAX, TOP_MAX, Layer, Matrix, Room, RowShape, gpu
+from halfbyte.kernels.cuda.batch import EXPERTS_MAX, TOP_MAX, Layer, Matrix, Room, RowShape, Variant, gpu
+from halfbyte.kernels.launch import current_arch
 from halfbyte.kernels.triton.attention import DecodeAttention
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
@@ -23,7 +24,16 @@ from halfbyte.plan.step import BATCH_ROWS, Step
 
 MATRICES = ("qkv", "o", "gate_up", "down")
 PENDING = "batch.pending"  # experts' results that the next layer adds to x
+BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
 Attend = Callable[[Step, dict[str, Any], Tensor], Tensor]  # qkv float32 [rows, heads * head_dim] -> bf16
+
+
+def variants(spec: Spec, arch: Arch) -> dict[str, Variant]:
+    """The build of each matrix' product."""
+    widths = {"qkv": spec.hidden, "o": spec.heads * spec.head_dim, "gate_up": spec.hidden, "down": spec.intermediate}
+    return {
+        role: Variant.within(arch.shared_memory, spec.formats[role], k, role == "gate_up") for role, k in widths.items()
+    }
 
 
 class BatchLayer(Phase):
@@ -36,8 +46,8 @@ class BatchLayer(Phase):
     rank = 30
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if arch.name != "sm90":
-            return f"has been run on sm90 only, not on {arch.name}"
+        if arch.name not in BUILT_FOR:
+            return f"is built for {', '.join(BUILT_FOR)}, not for {arch.name}"
         if spec.activation != "bf16" or spec.dtype != "bf16":
             return f"multiplies bf16 activations, not {spec.activation} beside {spec.dtype}"
         if spec.experts > EXPERTS_MAX or spec.experts % 16 or spec.top_k > min(TOP_MAX, spec.experts):
@@ -52,6 +62,10 @@ class BatchLayer(Phase):
                 return f"multiplies {' or '.join(kinds)} weights, and {role} is {spec.formats[role]}"
         if spec.hidden % 64 or spec.intermediate % 64 or spec.hidden > 4096 or spec.intermediate > 4096:
             return f"needs widths in multiples of 64 up to 4096, not {spec.hidden} and {spec.intermediate}"
+        for role, variant in variants(spec, arch).items():
+            if variant.shared_bytes > arch.shared_memory:
+                kind, need = spec.formats[role], variant.shared_bytes
+                return f"holds a tile of {role} in {kind} in {need} bytes of shared memory, {arch.name} has fewer"
         return self.refuse_attention(spec, arch, gates)
 
     def refuse_attention(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
@@ -64,9 +78,12 @@ class BatchLayer(Phase):
         w, s = b.weights, b.spec
         device = w.qkv_bias.device
         room = Room(RowShape(s.hidden, s.experts, s.top_k), s.intermediate, b.buffers, device)
+        shared = current_arch().shared_memory
         layer = Layer(
-            gpu(), room, qkv=Matrix(w.qkv, w.qkv_bias, "qkv"), o=Matrix(w.o, w.o_bias, "o"),
-            gate_up=Matrix(w.gate_up, w.gate_up_bias, "gate_up", swiglu=True), down=Matrix(w.down, w.down_bias, "down"),
+            gpu(), room, qkv=Matrix(w.qkv, w.qkv_bias, "qkv", shared=shared),
+            o=Matrix(w.o, w.o_bias, "o", shared=shared),
+            gate_up=Matrix(w.gate_up, w.gate_up_bias, "gate_up", swiglu=True, shared=shared),
+            down=Matrix(w.down, w.down_bias, "down", shared=shared),
             attn_norm=w.attn_norm, mlp_norm=w.mlp_norm, router=w.router, router_bias=w.router_bias, eps=s.norm_eps,
             limit=s.swiglu_limit, alpha=s.swiglu_alpha,
         )  # fmt: skip

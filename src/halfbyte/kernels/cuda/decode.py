@@ -27,6 +27,7 @@ from halfbyte.kernels.cuda.step import (
     StepWeights,
     tile_router,
 )
+from halfbyte.kernels.launch import current_arch
 from halfbyte.ops.rope import rope_table
 from halfbyte.plan.phase import OPERATIONS, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
@@ -34,6 +35,7 @@ from halfbyte.plan.step import Step
 POSITIONS = 131072  # rope table: the longest context of gpt-oss
 BLOCKS = POSITIONS // PAGE
 MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
+BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
 
 
 def shape_of(spec: Spec, arch: Arch, rows: int) -> StepShape:
@@ -56,8 +58,8 @@ class WholeStep(Phase):
     category = "moe"
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if arch.name != "sm90":
-            return f"has been run on sm90 only, not on {arch.name}"
+        if arch.name not in BUILT_FOR:
+            return f"is built for {', '.join(BUILT_FOR)}, not for {arch.name}"
         if spec.head_dim != 64 or spec.top_k != 4:
             return f"needs head_dim 64 and top-4, not {spec.head_dim} and top-{spec.top_k}"
         if spec.page_size != PAGE or spec.kv_dtype not in KV_DTYPES:
@@ -89,7 +91,7 @@ class WholeStep(Phase):
             kind: torch.zeros((ROW_SIZES[-1], BLOCKS), dtype=torch.int32, device=rope.device)
             for kind in ("sliding", "full")
         }
-        arch = Arch("sm90", (9, 0), 232_448)
+        arch = current_arch()
         steps: dict[tuple[int, int], DecodeStep] = {}
 
         def step_for(rows: int) -> DecodeStep:

@@ -94,6 +94,11 @@ class Variant:
         return 1
 
     @property
+    def columns(self) -> int:
+        """Of an item, at most."""
+        return SHAPES[self.shape].columns
+
+    @property
     def chunks(self) -> int:
         """Of 64 k, in a stage."""
         return 2 if self.format == "mxfp4" else 1
@@ -222,12 +227,12 @@ def _weights(w: Tensor | MXTensor | DenseTiles, role: str) -> tuple[str, Tensor,
     return form, data, n, k
 
 
-def _map(machine: Machine, data: Tensor, form: str) -> Map:
+def _map(machine: Machine, data: Tensor, variant: Variant) -> Map:
     """The weights as the copy engine fetches them: a stage's part of 64 rows at once (meta tensors have none)."""
     if data.device.type == "meta":
         return (ctypes.c_uint64 * 16)()
-    chunk, chunks = CHUNK_BYTES[form], data.shape[-2]
-    return machine.map(data, chunks * chunk, (4, Variant(form, "wide", False).chunks * chunk))
+    chunk, chunks = CHUNK_BYTES[variant.format], data.shape[-2]
+    return machine.map(data, chunks * chunk, (4, variant.chunks * chunk))
 
 
 def columns_cap(rows: int, m_tiles: int, blocks: int, shape: Shape) -> int:
@@ -273,7 +278,7 @@ class Dense:
     ) -> None:
         self.room, self.bias, self.shape = room, bias, shape
         self.format, self.data, self.n, self.k = _weights(weights, role)
-        self.map = _map(room.machine, self.data, self.format)
+        self.map = _map(room.machine, self.data, self._product(1)[0])
         self.tops: Tensor | None = None  # of the rows' scales, where a product widens relative to them
         _float(bias)
 
@@ -343,7 +348,8 @@ class Experts:
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.format, self.gate_up, self.inner, self.hidden = _weights(gate_up, "gate_up")
         form, self.down, n, k = _weights(down, "down")
-        self.maps = [_map(room.machine, data, self.format) for data in (self.gate_up, self.down)]
+        variant = self._variant(self._shape(1.0), False)
+        self.maps = [_map(room.machine, data, variant) for data in (self.gate_up, self.down)]
         self.experts = self.gate_up.shape[0]
         self.tops: tuple[Tensor | None, Tensor | None] = (None, None)  # as in Dense
         if form != self.format or (n, 2 * k) != (self.hidden, self.inner) or self.experts > EXPERTS_MAX:
@@ -361,6 +367,9 @@ class Experts:
     def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Tensor:
         """What gate_up left, as down reads it."""
         return hidden
+
+    def _shape(self, per_expert: float) -> str:
+        return self.shape or shape_for(per_expert)
 
     def _variant(self, shape: str, swiglu: bool) -> Variant:
         return Variant(self.format, shape, swiglu)
@@ -391,21 +400,22 @@ class Experts:
         )  # fmt: skip
         room.machine.rows("group_rows", self.experts, common)
         room.machine.rows("pack_rows", rows, common)
-        shape = self.shape or shape_for(rows * top_k / self.experts)
+        shape = self._shape(rows * top_k / self.experts)
+        up, down = self._variant(shape, True), self._variant(shape, False)
         first = ProductArgs(
             map=self.maps[0], bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
             x=_ptr(given.packed), starts=starts, counts=counts, packed=_ptr(hidden), experts=self.experts,
             m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots, packed_slots=slots,
-            n_cap=SHAPES[shape].columns, limit=self.limit, alpha=self.alpha, tops=_ptr(self.tops[0]), x_scale=scales,
+            n_cap=up.columns, limit=self.limit, alpha=self.alpha, tops=_ptr(self.tops[0]), x_scale=scales,
         )  # fmt: skip
-        room.machine.product(self._variant(shape, True), first)
+        room.machine.product(up, first)
         middle = self._middle(hidden, rows, top_k, given)
         second = ProductArgs(
             map=self.maps[1], bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(middle),
             starts=starts, counts=counts, out=_ptr(parts), out_stride=self.hidden, experts=self.experts,
-            m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots, n_cap=SHAPES[shape].columns,
+            m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots, n_cap=up.columns,
             tops=_ptr(self.tops[1]), x_scale=scales,
         )  # fmt: skip
-        room.machine.product(self._variant(shape, False), second)
+        room.machine.product(down, second)
         room.machine.rows("sum_rows", rows, common)
         return out
