@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_heads import write_head
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
@@ -225,48 +226,6 @@ def test_a_sampled_draft_equal_to_the_target_is_always_accepted() -> None:
     assert core.stats().drafted_tokens >= 8
     assert core.stats().accepted_tokens == core.stats().drafted_tokens  # p == q: nothing is ever rejected
     core.close()
-
-
-def write_head(folder: Path, target: GptOss, *, seed: int = 0, aux: bool = True, own_vocab: int | None = 300,
-               norm_before_fc: bool = False, prefix: str = "midlayer.", **config) -> Path:  # fmt: skip
-    """A random head in the public layout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    g = torch.Generator().manual_seed(seed)
-    H, heads, kv, dim, inner = target.config.hidden, 4, 2, 16, 96
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=g) / columns**0.5).bfloat16()
-
-    def norm(n: int) -> torch.Tensor:
-        return (1 + 0.1 * torch.randn(n, generator=g)).bfloat16()
-
-    tensors = {
-        f"{prefix}self_attn.q_proj.weight": matrix(heads * dim, 2 * H),
-        f"{prefix}self_attn.k_proj.weight": matrix(kv * dim, 2 * H),
-        f"{prefix}self_attn.v_proj.weight": matrix(kv * dim, 2 * H),
-        f"{prefix}self_attn.o_proj.weight": matrix(H, heads * dim),
-        f"{prefix}mlp.gate_proj.weight": matrix(inner, H), f"{prefix}mlp.up_proj.weight": matrix(inner, H),
-        f"{prefix}mlp.down_proj.weight": matrix(H, inner), f"{prefix}input_layernorm.weight": norm(H),
-        f"{prefix}hidden_norm.weight": norm(H), f"{prefix}post_attention_layernorm.weight": norm(H),
-        "norm.weight": norm(H),
-    }  # fmt: skip
-    eagle: dict[str, object] = {"use_aux_hidden_state": aux}
-    if aux:
-        tensors["fc.weight"] = matrix(H, 3 * H)
-        eagle["eagle_aux_hidden_state_layer_ids"] = [1, 2, 4]
-    if norm_before_fc:
-        tensors["input_norm.weight"] = norm(3 * H)
-        eagle["norm_before_fc"] = True
-    if own_vocab is not None:
-        kept = torch.randperm(target.config.vocab, generator=g)[:own_vocab].sort().values
-        tensors["lm_head.weight"] = matrix(own_vocab, H)
-        tensors["d2t"] = kept - torch.arange(own_vocab)
-        tensors["t2d"] = torch.zeros(target.config.vocab, dtype=torch.bool).index_fill(0, kept, True)
-    save_file(tensors, folder / "model.safetensors")
-    raw = {"hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": kv,
-           "head_dim": dim, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eagle_config": eagle, **config}  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
 
 
 HEADS = [

@@ -97,11 +97,12 @@ def core_for(
         eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows, max_waiting=options.max_waiting,
         run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
     )  # fmt: skip
-    # Hidden states are tapped phase by phase, so a head that needs them runs without graphs.
-    graphs = model.device.type == "cuda" and options.gates.graphs == "on" and observer is None
+    graphs: Graphs | None = None
     blocks = wide(-(-context // options.page_size))
+    if model.device.type == "cuda" and options.gates.graphs == "on":
+        graphs = Graphs(model, blocks, None if observer is None else observer.tap)
     runner = make_runner(
-        model, observer, Graphs(model, blocks) if graphs else None, sequences=options.max_seqs, blocks=blocks,
+        model, observer, graphs, sequences=options.max_seqs, blocks=blocks,
         rows=max(rows, options.max_seqs * (options.max_draft + 1)),
     )  # fmt: skip
     core = EngineCore(runner, engine, tokenizer, proposer)

@@ -1,12 +1,14 @@
-"""Whole-step CUDA graphs: a step of few rows is captured once per batch size and replayed.
+"""Whole-step CUDA graphs: a step of few rows is captured once per number of rows and replayed.
 
-Captured only when first needed, at the batch sizes people run. Steps that mix prompts in, or that are larger, run
+Captured only when first needed, at the batch sizes people run. Which sequence a row belongs to is read from a buffer,
+so one graph decodes eight sequences and verifies the drafts of two. Steps that mix prompts in, or that are larger, run
 eagerly through the same plan, so both ways give the same tokens. A graph reads fixed buffers; rows that pad a batch up
 to its graph's size belong to the scratch page and nobody reads what they produce.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,58 +24,71 @@ from halfbyte.plan.step import Step
 
 SIZES = (1, 2, 4, 5, 8, 10, 16, 32, 64)
 SHORT = 4096  # tokens of the shorter of two captures: grids over the cache are sized by the longest it may hold
-FIELDS = ("tokens", "positions", "kv_lens", "source")  # what changes every step, in the order of the buffer
+# What changes every step, in the order of the buffer.
+FIELDS = ("tokens", "positions", "kv_lens", "source", "row_sequence", "query_start")
+
+Tap = Callable[[Step], tuple[Tensor, Tensor]]  # runs a step: (logits, hidden states)
 
 
 class DecodeGraph:
-    """One step of `rows` sequences, one row each, over fixed buffers.
+    """One step of `rows` rows over fixed buffers: as many sequences of one row each, or fewer with drafts to verify.
+    Every row's logits are wanted, which is what tells such a step from a prompt's.
 
     With `feed_back` the graph also picks the highest logit, puts it in as the next token and moves one position on: a
     greedy decode that needs the host for nothing but the launch. With `memory` (int32, shared by all graphs of an
     engine; see `DeviceRunner`) a row's token is the word that its `source` names: one of this step's tokens, or one of
-    `results`, which the step before has left there and where this step's highest logits go.
+    `results`, which the step before has left there and where this step's highest logits go. With `tap` the step's
+    hidden states are kept as well.
     """
 
     def __init__(
         self, model: GptOss, rows: int, blocks: int, *, feed_back: bool = False, memory: Tensor | None = None,
-        results: Tensor | None = None,
+        results: Tensor | None = None, tap: Tap | None = None,
     ) -> None:  # fmt: skip
         device = model.device
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.width = aligned(rows)
+        self.width = aligned(rows + 1)
         self.memory = ints(len(FIELDS) * self.width) if memory is None else memory
-        self.fields = {name: self.memory[i * self.width :][:rows] for i, name in enumerate(FIELDS)}
-        each = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.model, self.feed_back, self.results = model, feed_back, results
+        self.fields = {
+            name: self.memory[i * self.width :][: rows + (name == "query_start")] for i, name in enumerate(FIELDS)
+        }
+        self.each = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.model, self.feed_back, self.results, self.tap = model, feed_back, results, tap
         self.step = Step(
             tokens=self.fields["tokens"],
             positions=self.fields["positions"],
-            query_start=each,
+            query_start=self.fields["query_start"],
             kv_lens=self.fields["kv_lens"],
-            row_sequence=each[:rows].clone(),
+            row_sequence=self.fields["row_sequence"],
             block_tables={"sliding": ints(rows, blocks), "full": ints(rows, blocks)},
-            logit_rows=each[:rows].clone(),
+            logit_rows=self.each[:rows].clone(),
             max_kv_len=blocks * model.spec.page_size,
         )
         self.held: dict[str, NDArray[np.int32]] = {}  # what the tables hold, as far as the host has said
         self.idle()
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits = torch.empty(0)
+        self.logits = self.hidden = self.tokens = torch.empty(0)  # of the last replay
 
     def idle(self) -> None:
-        """Every row on the scratch page."""
-        for name, value in zip(FIELDS, (0, 0, 1, 0)):
-            self.fields[name].fill_(value)
+        """Every row a sequence of its own, on the scratch page."""
+        for name in FIELDS[:4]:
+            self.fields[name].fill_(int(name == "kv_lens"))
+        for name in FIELDS[4:]:
+            self.fields[name].copy_(self.each[: self.fields[name].shape[0]])
 
     def run(self) -> Tensor:
         """What is captured."""
         step = self.step
         if self.results is not None:
             step = replace(step, tokens=self.memory.index_select(0, self.fields["source"]))
-        logits = self.model.forward(step)
+        self.tokens = step.tokens
+        if self.tap is None:
+            logits = self.model.forward(step)
+        else:
+            logits, self.hidden = self.tap(step)
         if self.feed_back:
             self.step.tokens.copy_(greedy(logits))
             self.step.positions.add_(1)
@@ -98,8 +113,12 @@ class DecodeGraph:
         self.graph = graph
 
     def tables(self, sliding: Tensor, full: Tensor) -> None:
+        """Those of the first sequences; the others are sent to the scratch page."""
         for kind, given in (("sliding", sliding), ("full", full)):
-            self.step.block_tables[kind][: given.shape[0], : given.shape[1]].copy_(given)
+            mine = self.step.block_tables[kind]
+            mine[: given.shape[0], : given.shape[1]].copy_(given)
+            if given.shape[0] < mine.shape[0]:
+                mine[given.shape[0] :].zero_()
 
     def replay(self) -> Tensor:
         assert self.graph is not None
@@ -118,13 +137,13 @@ def note(logits: Tensor, results: Tensor) -> None:
 class Graphs:
     """The graphs of one engine, captured as they are needed. All read their inputs from the head of one buffer."""
 
-    def __init__(self, model: GptOss, blocks: int) -> None:
-        self.model, self.blocks = model, blocks
+    def __init__(self, model: GptOss, blocks: int, tap: Tap | None = None) -> None:
+        self.model, self.blocks, self.tap = model, blocks, tap
         self.made: dict[tuple[int, int], DecodeGraph] = {}
         self._pool: Any = None
 
     def find(self, rows: int, width: int, memory: Tensor, results: Tensor) -> DecodeGraph | None:
-        """The graph for a step of `rows` rows of a sequence each, whose tables are `width` wide; None: run eagerly."""
+        """The graph for a step of `rows` rows, all of them sampled, with tables `width` wide; None: run eagerly."""
         if rows > SIZES[-1] or width > self.blocks:
             return None
         size = next(s for s in SIZES if s >= rows)
@@ -132,7 +151,7 @@ class Graphs:
         blocks = short if width <= short < self.blocks else self.blocks
         key = (size, blocks)
         if key not in self.made:
-            graph = DecodeGraph(self.model, size, blocks, memory=memory, results=results)
+            graph = DecodeGraph(self.model, size, blocks, memory=memory, results=results, tap=self.tap)
             graph.capture(self._pool)  # one for all: the graphs of an engine never run at the same time
             if graph.graph is not None:
                 self._pool = graph.graph.pool()

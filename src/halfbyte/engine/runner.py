@@ -105,8 +105,8 @@ class DeviceRunner:
     and that for its own step only.
 
     Rows that need the host (penalties, bias, grammar, draft distributions) are fetched and sampled at launch, which
-    waits for the step. An observer of hidden states needs the tokens on the host as well. `rows` and `blocks` are what
-    a step may have; larger ones are served too, from buffers of their own.
+    waits for the step. An observer of hidden states needs the tokens on the host as well. `rows`, `sequences` and
+    `blocks` are what a step may have; larger ones that no graph replays are served too, from buffers of their own.
     """
 
     def __init__(
@@ -125,15 +125,19 @@ class DeviceRunner:
                 raise StepError(f"a step samples at most {self._results.shape[0]} rows, not {len(batch.pickers)}.")
             draw = _Draw.of(batch)
             graph = self._graph(batch)
-            if graph is not None:
-                return self._sample(self._replay(graph, batch, draw), batch, draw)
-            return self._eager(batch, draw)
+            if graph is None:
+                return self._eager(batch, draw)
+            handle = self._sample(self._replay(graph, batch, draw), batch, draw)
+            if self.observer is not None:
+                rows = batch.rows
+                self.observer.absorb(batch, graph.tokens[:rows].cpu().numpy(), graph.hidden[:rows], handle.result())
+            return handle
 
     # ---- running ------------------------------------------------------------------------------
 
     def _graph(self, batch: Batch) -> DecodeGraph | None:
         rows = batch.rows
-        if self.graphs is None or rows != len(batch.slots) or rows != len(batch.pickers):
+        if self.graphs is None or rows != len(batch.pickers):  # a prompt's rows are not all sampled
             return None
         return self.graphs.find(rows, batch.full.shape[1], self._stage.memory, self._results)
 
@@ -143,13 +147,19 @@ class DeviceRunner:
         return np.where(token_from >= 0, self._behind + 2 * token_from, own)
 
     def _replay(self, graph: DecodeGraph, batch: Batch, draw: _Draw) -> Tensor:
-        rows, size = batch.rows, graph.step.rows
+        rows, sequences, size = batch.rows, len(batch.slots), graph.step.rows
         inputs = np.zeros((len(FIELDS), graph.width), np.int32)
-        inputs[0, :rows], inputs[1, :rows] = batch.tokens, batch.positions
-        inputs[2], inputs[3] = 1, np.arange(graph.width)
-        inputs[2, :rows] = batch.kv_lens
+        tokens, positions, kv_lens, source, row_sequence, query_start = inputs
+        each = np.arange(graph.width, dtype=np.int32)
+        tokens[:rows], positions[:rows], row_sequence[:rows] = batch.tokens, batch.positions, batch.row_sequence
+        kv_lens[:] = 1
+        kv_lens[:sequences], query_start[: sequences + 1] = batch.kv_lens, batch.query_start
+        # Every idle row is a sequence behind those of the batch; where drafts leave more sequences, they are empty.
+        row_sequence[rows:size] = sequences + each[: size - rows]
+        query_start[sequences + 1 : size + 1] = np.minimum(rows + 1 + each[: size - sequences], size)
+        source[:] = each
         if batch.token_from is not None:
-            inputs[3, :rows] = self._sources(batch.token_from)
+            source[:rows] = self._sources(batch.token_from)
         arrays: list[NDArray[Any]] = [inputs, *draw.arrays]
         held = graph.held
         moved = not all(
@@ -157,10 +167,10 @@ class DeviceRunner:
             for kind, given in (("sliding", batch.sliding), ("full", batch.full))
         )
         if moved:
-            tables = np.zeros((2, size, batch.full.shape[1]), np.int32)  # idle rows: the scratch page
-            tables[0, :rows], tables[1, :rows] = batch.sliding, batch.full
-            arrays.append(tables)
+            arrays.append(np.stack((batch.sliding, batch.full)))
         sent = self._stage.send(arrays)
+        if sent[0].data_ptr() != self._stage.memory.data_ptr():  # the graph would not see it
+            raise StepError(f"a step of {rows} rows has more block tables than this runner has room for.")
         draw.sent(sent[1:])
         if moved:
             graph.tables(sent[-1][0], sent[-1][1])

@@ -164,9 +164,9 @@ def _place(category: str) -> int:
 
 
 def _own(spans: Sequence[Span]) -> list[tuple[Span, float]]:
-    """Every span and the microseconds that are its own: the time by which it outlasts all that began before it. A kernel
-    launched early (programmatic dependent launch) waits for the one in front of it, so what they share is the latter's;
-    counted this way, categories add up to the time the device was busy."""
+    """Every span and the microseconds that are its own: the time by which it outlasts all that began before it. A
+    kernel launched early (programmatic dependent launch) waits for the one in front of it, so the time they share is
+    that one's; counted this way, categories add up to the time the device was busy."""
     found, until = [], float("-inf")
     for span in sorted(spans, key=lambda s: s.start):
         found.append((span, max(0.0, span.end - max(until, span.start))))

@@ -115,6 +115,8 @@ class Binding:
 
 # A launch reads and writes named activations (see halfbyte.ops for the names).
 Launch = Callable[[Step, dict[str, Tensor]], None]
+# Beside them: a function () -> all of x, left by a layer's phase while "x" lacks what the next layer will add to it.
+RESIDUAL = "residual"
 
 
 class Phase(ABC):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from halfbyte.gates import Gates, Layers
 from halfbyte.kernels.cuda.batch_fused import PHASES as FUSED_PHASES
-from halfbyte.kernels.cuda.batch_phase import PHASES
+from halfbyte.kernels.cuda.batch_phase import PHASES, whole
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
 from halfbyte.plan.phase import ARCHES, Spec
@@ -75,3 +76,15 @@ def test_refusals_of_the_fused_attention(changes: dict[str, object], reason: str
     said = FUSED.refuse(spec(**changes), ARCHES["sm90"], replace(ALL, attention="cuda"))
     assert said is not None
     assert reason in said
+
+
+def test_the_whole_of_x_has_the_experts_of_its_row() -> None:
+    x, weights, parts = torch.randn(3, 8), torch.rand(3, 4), torch.randn(64 * 4, 8)
+    expected = torch.stack([x[r] + sum(weights[r, k] * parts[4 * r + k] for k in range(4)) for r in range(3)])
+    assert torch.allclose(whole(x, weights, parts), expected)
+
+
+def test_eagle3_gets_layers_one_by_one() -> None:
+    _, _, selection = choose(NAMED["120b"], replace(ALL, speculate="eagle3"), ARCHES["sm90"])
+    assert "cuda.batch_layer" in selection.chosen["decode"]
+    assert any("EAGLE-3" in r.reason for r in selection.refusals if r.phase == "cuda.decode_step")

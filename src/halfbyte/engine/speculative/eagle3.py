@@ -21,9 +21,10 @@ worst.) Refuses heads of another hidden size, with more than one layer, or with 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.linear import dense
 from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
+from halfbyte.plan.phase import RESIDUAL
 from halfbyte.plan.step import Step
 
 if TYPE_CHECKING:
@@ -231,7 +233,8 @@ class HiddenTap:
             else:
                 continue
             if layer in self.boundaries:
-                kept[layer] = acts["x"].clone()  # phases may write in place
+                whole = cast(Callable[[], Tensor] | None, acts.get(RESIDUAL))
+                kept[layer] = acts["x"].clone() if whole is None else whole()  # phases may write in place
         return acts["logits"], torch.cat([kept[b] for b in self.boundaries], dim=-1)
 
 

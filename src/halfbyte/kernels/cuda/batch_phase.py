@@ -9,6 +9,7 @@ all in the layout "tile16"; activations are bf16. Refuses other machines, format
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,10 @@ from halfbyte.kernels.cuda.batch import EXPERTS_MAX, TOP_MAX, Layer, Matrix, Roo
 from halfbyte.kernels.launch import current_arch
 from halfbyte.kernels.triton.attention import DecodeAttention
 from halfbyte.kernels.triton.rope import RopeAndWrite
-from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import LAYER, RESIDUAL, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import BATCH_ROWS, Step
 
 MATRICES = ("qkv", "o", "gate_up", "down")
-PENDING = "batch.pending"  # experts' results that the next layer adds to x
 BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
 Attend = Callable[[Step, dict[str, Any], Tensor], Tensor]  # qkv float32 [rows, heads * head_dim] -> bf16
 
@@ -94,13 +94,13 @@ class BatchLayer(Phase):
         def launch(step: Step, acts: dict[str, Any]) -> None:
             x, rows = acts["x"], step.rows
             qkv = torch.empty((rows, width), dtype=torch.float32, device=device)
-            layer.enter(x, qkv, pending=acts.pop(PENDING, None) is not None)
+            layer.enter(x, qkv, pending=acts.pop(RESIDUAL, None) is not None)
             layer.leave(x, attend(step, acts, qkv))
             acts["topk_ids"], acts["topk_weights"] = room.ids[:rows], room.weights[:rows]
             if last:
                 layer.finish(x)
             else:
-                acts[PENDING] = room.parts
+                acts[RESIDUAL] = partial(whole, x, room.weights[:rows], room.parts)
 
         return launch
 
@@ -117,6 +117,13 @@ class BatchLayer(Phase):
             return out
 
         return attend
+
+
+def whole(x: Tensor, weights: Tensor, parts: Tensor) -> Tensor:
+    """x with the experts' results that the next layer adds to it."""
+    rows, choices = weights.shape
+    each = parts[: rows * choices].view(rows, choices, -1)
+    return x + (weights[:, :, None] * each).sum(1)
 
 
 PHASES: tuple[Phase, ...] = (BatchLayer(),)

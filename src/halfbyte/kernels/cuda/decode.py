@@ -60,6 +60,8 @@ class WholeStep(Phase):
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         if arch.name not in BUILT_FOR:
             return f"is built for {', '.join(BUILT_FOR)}, not for {arch.name}"
+        if gates.speculate.startswith("eagle3"):
+            return "runs all layers in one piece, and EAGLE-3 reads hidden states between them"
         if spec.head_dim != 64 or spec.top_k != 4:
             return f"needs head_dim 64 and top-4, not {spec.head_dim} and top-{spec.top_k}"
         if spec.page_size != PAGE or spec.kv_dtype not in KV_DTYPES:
