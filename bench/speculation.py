@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -29,9 +31,10 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.evals.tasks import problem
 from halfbyte.gates import Gates
 from halfbyte.harmony import render_prompt
+from halfbyte.lab import receipts
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss
-from halfbyte.model.ready import load, resolve, tokenizer_of
+from halfbyte.model.ready import EMBEDDED, load, resolve, tokenizer_of
 from halfbyte.roofline import decode_traffic
 
 WORKLOADS = {"suits": ("repeat", "extract", "tool_call"), "does not suit": ("arithmetic", "letters")}
@@ -182,8 +185,14 @@ def main() -> int:
             })  # fmt: skip
     met = worst <= LIMIT
     print(f"\nworst under the controller: {worst:.3f} of no speculation (limit {LIMIT}): {'met' if met else 'MISSED'}")
+    sources = [receipts.PACKAGE / "roofline.py", *(receipts.PACKAGE / "engine" / "speculative").glob("*.py")]
+    own = EMBEDDED.parent
+    models = [name.path, args.draft_model or own / "tiny-draft", args.eagle_head or own / "tiny-eagle3"]
+    measured = receipts.hashes(sources) | receipts.weights(*(Path(m) for m in models if m))
     print(json.dumps({"bench": "speculation", "model": name.label, "as": args.shape, "batch": args.batch, "rows": rows,
-                      "worst": round(worst, 4), "met": met}))  # fmt: skip
+                      "worst": round(worst, 4), "met": met, "date": time.strftime("%Y-%m-%d"),
+                      "machine": "any: bytes are counted, not time", "argv": sys.argv[1:],
+                      "measured": measured}))  # fmt: skip
     return 0 if met else 1
 
 

@@ -2,13 +2,15 @@
 
 `python training/acceptance.py` reads models/tiny, tiny-eagle3 and tiny-draft, on any machine. Each problem is answered
 greedily by the target; then every reply is walked as an engine walks it, three tokens drafted at a time.
-Haystacks are left out, for their length alone.
+Haystacks are left out, for their length alone. The last line is JSON, with the hashes of the weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from pathlib import Path
 
 import checkpoint
@@ -18,6 +20,7 @@ from network import GptOss
 from train import DRAFT, TINY
 
 from halfbyte.evals.tasks import TASKS
+from halfbyte.lab import receipts
 
 
 @torch.no_grad()
@@ -40,7 +43,8 @@ def main() -> None:
         ("draft", draft_acceptance(draft, batch, torch.float32)),
     ):
         out[name] = {"tokens_per_verification": round(length, 3), "accepted_at_step": [round(s, 3) for s in shares]}
-    print(json.dumps(out))
+    out["measured"] = receipts.weights(*(args.models / name for name in ("tiny", "tiny-eagle3", "tiny-draft")))
+    print(json.dumps(out | {"bench": "acceptance", "date": time.strftime("%Y-%m-%d"), "argv": sys.argv[1:]}))
 
 
 if __name__ == "__main__":

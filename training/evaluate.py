@@ -48,8 +48,11 @@ def run(model: GptOss, tok: Tokenizer, suite: Suite, ablation: Ablation, max_tok
     return suite.run(tok, lambda asked, _: [answers[tuple(p)] for p in asked])
 
 
-def judge(model: GptOss, tokenizer: Path, per_task: int, *, ablations: bool, seed: int = 1000) -> dict[str, Any]:
-    """Rounds the model's experts to MXFP4 in place on the way."""
+def judge(
+    model: GptOss, tokenizer: Path, per_task: int, *, ablations: bool, seed: int = 1000, micro: bool = False
+) -> dict[str, Any]:
+    """Rounds the model's experts to MXFP4 in place on the way. `micro`: short prompts, and replies cut after a few
+    tokens, which are wrong."""
     tok = Tokenizer.from_file(tokenizer)
     runs: dict[str, Ablation] = {"bf16 parent": Ablation()} if ablations else {}
     runs["mxfp4"] = Ablation()
@@ -59,10 +62,10 @@ def judge(model: GptOss, tokenizer: Path, per_task: int, *, ablations: bool, see
         began = time.time()
         if name == "mxfp4":
             model.round_experts()
-        suite, limit = Suite("tiny", seed, per_task), MAX_TOKENS
+        suite, limit = Suite("quick" if micro else "tiny", seed, per_task), MAX_TOKENS
         if name in ABLATIONS:
-            suite, limit = Suite("tiny", seed, max(1, per_task // 4), BREAKS), 130
-        report = run(model, tok, suite, ablation, limit)
+            suite, limit = Suite(suite.name, seed, max(1, per_task // 4), BREAKS), 130
+        report = run(model, tok, suite, ablation, 4 if micro else limit)
         print(f"== {name} ({time.time() - began:.0f} s)\n{report.table()}", file=sys.stderr, flush=True)
         shown = report.to_json()
         shown["wrong"] = shown["wrong"][:60] if name == "mxfp4" else []

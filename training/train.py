@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from network import GptOss, block_masks, dense_masks, losses
 from optimizer import Optimizer
 
 from halfbyte.evals.tasks import MIXTURE
+from halfbyte.lab import receipts
 from halfbyte.model.config import ModelConfig, Yarn
 
 TINY = ModelConfig(
@@ -38,7 +40,7 @@ DRAFT = TINY.with_(
     layers=2, hidden=128, intermediate=128, experts=8, heads=4, kv_heads=1, head_dim=64, name="tiny-draft", kinds=()
 )
 MICRO = TINY.with_(
-    layers=2, hidden=64, intermediate=32, experts=8, heads=4, kv_heads=2, head_dim=32, name="micro", kinds=()
+    layers=8, hidden=64, intermediate=32, experts=8, heads=4, kv_heads=2, head_dim=32, name="micro", kinds=()
 )
 
 # What stage main leaves weakest (long haystacks, asking for the person, letters, sorting, words never seen) is what
@@ -133,8 +135,17 @@ def recipes_for(plan: Plan, seed: int, tokenizer: Path, name: str, rows: int = 6
     return [(0.0, short), (plan.long_from, long)]
 
 
-def more_recipes(plan: Plan, seed: int, tokenizer: Path) -> list[tuple[float, data.Recipe]]:
-    return [(0.0, data.Recipe("more", seed, tokenizer, plan.length, 60, MORE, MORE_SHORT, (60, 640), who=0.6))]
+def more_recipes(plan: Plan, seed: int, tokenizer: Path, rows: int = 60) -> list[tuple[float, data.Recipe]]:
+    sentences = (60, 640) if plan.length >= 8192 else (20, 60)
+    return [(0.0, data.Recipe("more", seed, tokenizer, plan.length, rows, MORE, MORE_SHORT, sentences, who=0.6))]
+
+
+def shipped_hashes(model: GptOss) -> dict[str, str]:
+    """File -> hash that models/tiny has once this is released, so that an evaluation names the weights it is of."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.export(model, Path(folder))
+        files = sorted(Path(folder).glob("*.safetensors"))
+        return {f"../../models/{model.c.name}/{f.name}": receipts.file_hash(f) for f in files}
 
 
 def main() -> None:
@@ -193,9 +204,10 @@ def main() -> None:
             device=device,
             parameters=sum(p.numel() for p in model.parameters()),
         )
-        recipes = recipes_for(plan, args.seed, args.tokenizer, args.stage, rows=16 if args.micro else 60)
+        rows = 16 if args.micro else 60
+        recipes = recipes_for(plan, args.seed, args.tokenizer, args.stage, rows)
         if args.stage == "more":
-            recipes = more_recipes(plan, args.seed, args.tokenizer)
+            recipes = more_recipes(plan, args.seed, args.tokenizer, rows)
         fit(model, plan, recipes, log,
             workers=args.workers, device=device,
             save=lambda step: checkpoint.save_weights(model, args.out), save_every=max(1, plan.steps // 4))  # fmt: skip
@@ -203,8 +215,15 @@ def main() -> None:
         checkpoint.load_weights(model, args.out)  # judge what was saved, rounded to bf16
     if args.per_task == 0:
         return
-    reports = evaluate.judge(model, args.tokenizer, args.per_task, ablations=args.ablations, seed=args.held_out)
-    (args.out / "evaluation.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+    report = {
+        "bench": "eval", "date": time.strftime("%Y-%m-%d"), "argv": sys.argv[1:],
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "measured": shipped_hashes(model),
+    }  # fmt: skip
+    report["runs"] = evaluate.judge(
+        model, args.tokenizer, args.per_task, ablations=args.ablations, seed=args.held_out, micro=args.micro
+    )
+    (args.out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

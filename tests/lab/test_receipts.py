@@ -12,6 +12,7 @@ from halfbyte.cli.app import app
 from halfbyte.errors import UsageError
 from halfbyte.lab import environment, receipts
 from halfbyte.lab.receipts import PACKAGE
+from halfbyte.model.ready import EMBEDDED
 
 
 def write(folder: Path, name: str, value: object) -> Path:
@@ -61,6 +62,14 @@ def test_one_hash_of_a_room_or_a_program() -> None:
     assert receipts.freshness({"bench": "server"})[0] == "unhashed"
 
 
+def test_weights_are_hashed_where_others_find_them(tmp_path: Path) -> None:
+    found = receipts.weights(EMBEDDED, tmp_path)
+    assert {Path(name).name for name in found} == {p.name for p in EMBEDDED.glob("*.safetensors")}
+    assert receipts.freshness({"measured": found}) == ("current", "")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert receipts.weights(tmp_path) == {}
+
+
 def test_reading(tmp_path: Path) -> None:
     write(tmp_path, "a", "")
     write(tmp_path, "b", "[1]")
@@ -68,12 +77,18 @@ def test_reading(tmp_path: Path) -> None:
     write(tmp_path, "c", {"sources": "gone", "gpu": "NVIDIA H200", "date": "2026-01-01", "rows": [row]})
     speed = [{"model": "20b", "preset": "fast", "rows": [{"test": "pp512", "tokens_per_s": 7.0, "share": 0.5}, {}]}]
     write(tmp_path, "d", {"environment": {"gpus": [{"name": "NVIDIA B200"}], "time": "2026-02-03T"}, "speed": speed})
-    a, b, c, d = receipts.read_all(tmp_path)
+    scores = {"mxfp4": {"tasks": {"needle": {"problems": 300, "accuracy": 0.99}}}}
+    write(tmp_path, "e", {"runs": scores, "drafted": 3, "eagle3": {"tokens_per_verification": 3.1}})
+    a, b, c, d, e = receipts.read_all(tmp_path)
     assert (a.state, a.why) == ("unreadable", "the file is empty")
     assert b.state == "unreadable"
     assert (c.state, c.gpu, c.date) == ("STALE", "NVIDIA H200", "2026-01-01")
     assert (c.rows[0].what, c.rows[0].figure, c.rows[0].ceiling) == ("120b q8 rows 1 @ 512", 5.0, 10.0)
     assert (d.gpu, d.date, d.rows[0].what) == ("NVIDIA B200", "2026-02-03", "20b fast pp512")
+    assert [(r.what, r.figure, r.unit, r.ceiling) for r in e.rows] == [
+        ("mxfp4 needle", 99.0, "% of 300", 100.0),
+        ("eagle3", 3.1, "tokens", 4.0),
+    ]
     with pytest.raises(UsageError, match="no receipts"):
         receipts.read_all(tmp_path / "nowhere")
 

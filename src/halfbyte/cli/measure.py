@@ -115,7 +115,15 @@ def evaluate(
                 engine.tokenizer, answer, progress=lambda t, s: status.update(f"evaluated {t}: {s.right}/{s.problems}")
             )
     if json:
-        print_json(report.to_json() | {"environment": environment.collect(gates)})
+        path = ready.resolve(model).path
+        print_json(
+            report.to_json()
+            | {
+                "bench": "eval",
+                "environment": environment.collect(gates),
+                "measured": {} if path is None else receipts_.weights(path),
+            }
+        )
         return
     out.print(report.table(), markup=False)
     if wrong:

@@ -12,6 +12,7 @@ import ast
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -84,8 +85,14 @@ def hashes(paths: Iterable[Path]) -> dict[str, str]:
     return {_name(p): file_hash(p) for p in sorted(paths)}
 
 
+def weights(*models: Path) -> dict[str, str]:
+    """File -> hash of the weights of those models that are part of the checkout; another machine lacks the others."""
+    house = PACKAGE.resolve().parents[1]
+    return hashes(f for m in models for f in m.glob("*.safetensors") if f.resolve().is_relative_to(house))
+
+
 def _name(path: Path) -> str:
-    return path.resolve().relative_to(PACKAGE.resolve()).as_posix()
+    return Path(os.path.relpath(path.resolve(), PACKAGE.resolve())).as_posix()
 
 
 def file_hash(path: Path) -> str:
@@ -205,6 +212,15 @@ def figures(raw: Mapping[str, Any]) -> Iterator[Row]:
     for row in _rows(raw.get("profiles")):
         what = f"{row['model']} {row['preset']} {row['what']}"
         yield Row(what, row["rows"] * 1e6 / row["step_us"], "tok/s")
+    held = raw.get("runs")
+    runs: Mapping[str, Any] = held if isinstance(held, Mapping) else {"": raw}
+    for run, report in runs.items():
+        tasks = report.get("tasks") if isinstance(report, Mapping) else None
+        for task, score in tasks.items() if isinstance(tasks, Mapping) else ():
+            yield Row(f"{run} {task}".strip(), 100 * score["accuracy"], f"% of {score['problems']}", 100.0)
+    for name in ("eagle3", "draft"):
+        if isinstance(raw.get(name), Mapping):
+            yield Row(name, raw[name]["tokens_per_verification"], "tokens", 1.0 + raw["drafted"])
     for row in _rows(raw.get("load")):
         if "failed" in row:
             continue

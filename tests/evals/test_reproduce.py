@@ -1,0 +1,79 @@
+"""`training/reproduce.sh` on a CPU with the micro network: every stage runs, what it leaves is released and answers.
+
+Then it goes on from the released folders, as `FROM=models` does with the shipped ones. It learns nothing in two steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from halfbyte.engine.api import Engine
+from halfbyte.engine.request import SamplingParams
+from halfbyte.gates import Gates
+
+ROOT = Path(__file__).parents[2]
+
+
+def reproduce(out: Path, **settings: str) -> str:
+    env = os.environ | {"MICRO": "2", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | settings
+    done = subprocess.run(
+        ["bash", "training/reproduce.sh", str(out), "5"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def logged(out: Path, name: str) -> dict[str, object]:
+    with tarfile.open(out / "logs.tgz") as logs:
+        held = logs.extractfile(name)
+        assert held is not None
+        found: dict[str, object] = json.loads(held.read())
+        return found
+
+
+@pytest.mark.slow
+def test_every_stage_runs_and_goes_on_from_what_was_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "training"))
+    import release
+    from train import MICRO
+
+    first, models = tmp_path / "first", tmp_path / "models"
+    reproduce(first)
+    runs = logged(first, "more/evaluation.json")["runs"]
+    assert isinstance(runs, dict)
+    assert {"bf16 parent", "mxfp4", "sinks off", "yarn off", "window dropped"} < set(runs)
+    assert logged(first, "eagle/acceptance.json")["draft model"]
+    unseen = logged(first, "unseen/evaluation.json")["runs"]
+    assert isinstance(unseen, dict)
+    assert unseen["mxfp4"]["seed"] == 4242
+
+    (models / "tiny").mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(ROOT / "models" / "tiny" / name, models / "tiny")
+    monkeypatch.setattr(release, "TINY", MICRO)
+    assert [f.name for f in release.release(first, models)] == ["tiny", "tiny-draft", "tiny-eagle3"]
+    plain = answer(models)
+    assert answer(models, speculate="draft", draft=str(models / "tiny-draft")) == plain
+    assert answer(models, speculate="eagle3", draft=str(models / "tiny-eagle3")) == plain
+
+    second = tmp_path / "second"
+    reproduce(second, FROM=str(models))
+    assert not (second / "draft-weights.safetensors").exists()
+    assert (second / "weights-0.safetensors").read_bytes() != (first / "weights-0.safetensors").read_bytes()
+    assert logged(second, "eagle/acceptance.json")["eagle3"]
+    assert reproduce(second, FROM=str(models)).count("is done") == 3  # more, eagle, unseen: nothing runs twice
+
+
+def answer(models: Path, speculate: str = "off", draft: str | None = None) -> list[int]:
+    with Engine(
+        str(models / "tiny"), device="cpu", gates=Gates(speculate=speculate), draft=draft, kv_gib=0.1, max_context=512
+    ) as engine:
+        return engine.generate(["What is 2 + 2?"], SamplingParams(temperature=0.0, max_tokens=8))[0].tokens
