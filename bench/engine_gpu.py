@@ -6,11 +6,13 @@
 
 `--eval`: the embedded model's held-out problems through `EngineCore` and the plan of this GPU, for every preset and
 activation format, with graphs and without. A case named `padded` has idle heads and experts added (the same function),
-which is the shape the CUDA decode kernel wants. Answers are compared with those of the reference on a CPU at the same
-gates; where one differs, the margin between the two tokens at the first difference is computed on the CPU.
+which is the shape the CUDA decode kernel wants, and answers four problems at a time, so that this kernel decodes all of
+them. Answers are compared with those of the reference on a CPU at the same gates; where one differs, the margin between
+the two tokens at the first difference is computed on the CPU. Then some are asked again with torch's synchronisation
+checks as errors around `launch`.
 
-`--speed`: tokens per second of the engine beside a graph that feeds itself, the host's time in a step, and a run with
-torch's synchronisation checks as errors around `launch`. The last line is JSON.
+`--speed`: tokens per second of the engine beside a graph that feeds itself, the host's time in a step, and steps with
+those checks. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ from halfbyte.engine.graphs import SIZES, DecodeGraph  # noqa: E402
 from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
 from halfbyte.engine.runner import DeviceRunner  # noqa: E402
 from halfbyte.evals.suite import MAX_TOKENS, Suite  # noqa: E402
-from halfbyte.lab import environment  # noqa: E402
+from halfbyte.lab import environment, receipts  # noqa: E402
 from halfbyte.model import checkpoint, ready  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose  # noqa: E402
 from halfbyte.model.padded import Padded  # noqa: E402
@@ -50,6 +53,7 @@ POINTS = [
     ("fast", "mxfp8"), ("fast", "mxfp4"),
 ]  # fmt: skip
 PADDED = [("exact", "auto"), ("balanced", "auto"), ("fast", "auto")]
+AT_ONCE = 4  # problems of a padded case that are answered together
 
 
 def gates_of(preset: str, activation: str, eager: bool = False) -> gates_.Gates:
@@ -106,20 +110,30 @@ def ask(preset: str, activation: str, device: str, per_task: int, padded: bool, 
     suite = Suite("tiny", 0, per_task)
     tokenizer = ready.tokenizer_of(ready.resolve(None))
     prompts = [item.prompt for item in suite.items(tokenizer)]
-    core = core_of(model, gates, max_context=max(map(len, prompts)) + MAX_TOKENS)
+    room = {"kv_gib": 2.0} if device == "cuda" else {}
+    together = AT_ONCE if padded else 64
+    core = core_of(model, gates, max_context=max(map(len, prompts)) + MAX_TOKENS, max_seqs=together, **room)
     loaded = time.perf_counter()
     answers = complete(core, prompts, MAX_TOKENS)
     told = iter(answers)
     report = suite.run(tokenizer, lambda ps, n: [next(told) for _ in ps])
     done = time.perf_counter()
+    clean = None if device != "cuda" else undisturbed(core, prompts[:AT_ONCE])
     core.close()
     phases = {regime: sorted(model.plan.record.phases(regime)) for regime in model.plan.selection.chosen}
     return {
         "preset": preset, "activation": activation, "padded": padded, "eager": eager, "device": device,
         "right": {t: s.right for t, s in report.tasks.items()}, "accuracy": report.accuracy,
         "well_formed": report.well_formed, "phases": phases, "load_s": loaded - start, "run_s": done - loaded,
-        "tokens": sum(map(len, answers)), "answers": answers,
+        "tokens": sum(map(len, answers)), "answers": answers, "no_hidden_synchronisation": clean,
     }  # fmt: skip
+
+
+def undisturbed(core: EngineCore, prompts: list[list[int]]) -> bool:
+    """The same problems again and again give the same answers, the last time with every hidden wait an error."""
+    first = [complete(core, prompts, MAX_TOKENS) for _ in range(2)][-1]  # everything is compiled and captured
+    core.runner.launch = checked(core.runner.launch)  # type: ignore[method-assign]
+    return complete(core, prompts, MAX_TOKENS) == first
 
 
 def compare(mine: dict[str, Any], theirs: dict[str, Any], per_task: int) -> dict[str, Any]:
@@ -148,7 +162,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     if known["asked"] != asked():
         raise SystemExit(f"{args.answers} holds answers of another model or to other problems; make it again.")
     cases = [(p, a, False, False) for p, a in POINTS] + [(p, a, True, False) for p, a in PADDED]
-    cases += [("fast", "auto", True, True), ("exact", "auto", False, True)]
+    cases += [(p, a, padded, True) for p, a in PADDED for padded in (False, True)]
     if args.only:
         cases = [c for c in cases if c[0] in args.only.split(",")]
     running: list[tuple[tuple[Any, ...], subprocess.Popen[bytes], Path]] = []
@@ -178,6 +192,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
         if eager and (preset, activation, padded, True) in by and (preset, activation, padded, False) in by:
             on, off = by[preset, activation, padded, False], by[preset, activation, padded, True]
             on["graphs_equal_eager"] = on["answers"] == off["answers"]
+            on["graphs_unequal"] = sum(x != y for x, y in zip(on["answers"], off["answers"], strict=True))
             print(f"{preset} padded={padded}: graphs and eager give equal tokens: {on['graphs_equal_eager']}")
     for c in found:
         c.pop("answers", None)
@@ -193,7 +208,8 @@ def summary(c: dict[str, Any]) -> str:
     return (
         f"{c['preset']:8} {c['activation']:5} {'padded' if c['padded'] else 'plain ':6} "
         f"{'eager' if c['eager'] else 'graph'}: equal {c['compared']['equal']}/{c['compared']['problems']}, accuracy "
-        f"{100 * c['accuracy']:.1f} % (CPU {100 * c['cpu_accuracy']:.1f}), load {c['load_s']:.1f} s, run "
+        f"{100 * c['accuracy']:.1f} % (CPU {100 * c['cpu_accuracy']:.1f}), tasks with another score: "
+        f"{c['tasks_that_differ'] or 'none'}, waits: {c['no_hidden_synchronisation']}, load {c['load_s']:.1f} s, run "
         f"{c['run_s']:.1f} s {'; margins ' + margins if margins else ''}"
     )
 
@@ -206,6 +222,9 @@ def one(args: argparse.Namespace) -> None:
     mine = ask(preset, activation, "cuda", args.per_task, padded, eager)
     mine["compared"] = compare(mine, theirs, args.per_task)
     mine["cpu_accuracy"] = theirs["accuracy"]
+    mine["tasks_that_differ"] = {
+        task: [right, theirs["right"][task]] for task, right in mine["right"].items() if right != theirs["right"][task]
+    }
     args.out.write_text(json.dumps(mine), encoding="utf-8")
 
 
@@ -240,11 +259,8 @@ def prompts_of(model: GptOss, count: int, length: int, seed: int) -> list[list[i
     return torch.randint(0, model.config.vocab, (count, length), generator=g).tolist()
 
 
-def engine_speed(
-    model: GptOss, gates: gates_.Gates, rows: int, depth: int, count: int, sampling: dict[str, Any]
-) -> Any:
+def engine_speed(core: EngineCore, model: GptOss, rows: int, depth: int, count: int, sampling: dict[str, Any]) -> Any:
     """`rows` requests of `depth` prompt tokens, decoded for `count` steps; times are of the steps in the middle."""
-    core = core_of(model, gates, max_seqs=64, max_context=depth + count + 256, kv_gib=8.0)
     params = SamplingParams(max_tokens=count, ignore_eos=True, **({"temperature": 0.0} | sampling))
     for p in prompts_of(model, rows, depth, rows):
         core.submit(Request(p, params))
@@ -266,7 +282,7 @@ def engine_speed(
             waits.append(time.perf_counter() - began)
             return found
 
-        handle.result = waited
+        handle.result = waited  # type: ignore[method-assign]
         return handle
 
     core.runner.launch = timed  # type: ignore[method-assign]
@@ -279,33 +295,33 @@ def engine_speed(
         done += sum(len(d.tokens) for _, d in core.step())
         times.append(time.perf_counter() - start)
     seconds = time.perf_counter() - began
-    runner = core.runner
-    assert isinstance(runner, DeviceRunner)
-    graphs = sorted(runner.graphs.made) if runner.graphs is not None else []
     # The same steps once more with every hidden synchronisation an error, around the launch alone.
     core.runner.launch = checked(launch)  # type: ignore[method-assign]
     for _ in range(16):
         core.step()
-    phases = sorted(model.plan.record.phases())
+    core.runner.launch = launch  # type: ignore[method-assign]
+    runner = core.runner
+    assert isinstance(runner, DeviceRunner)
+    graphs = sorted(runner.graphs.made) if runner.graphs is not None else []
     for id in list(core.groups):
         core.cancel(id)
     while core.has_work:
         core.step()
-    core.close()
-    model._pool = None
-    torch.cuda.empty_cache()
     return {
-        "test": f"engine tg @ {depth}, c={rows}", "sampling": sampling, "tokens_per_s": done / seconds,
-        "us_per_step": seconds / steps * 1e6, "median_us": statistics.median(times) * 1e6,
-        "launch_host_us": statistics.median(host) * 1e6, "wait_us": statistics.median(waits) * 1e6,
+        "test": f"engine tg @ {depth}, c={rows}", "sampling": sampling, "sampler": runner.sampler,
+        "tokens_per_s": done / seconds, "us_per_step": seconds / steps * 1e6,
+        "median_us": statistics.median(times) * 1e6, "launch_host_us": statistics.median(host) * 1e6,
+        "wait_us": statistics.median(waits) * 1e6,
         "other_host_us": (statistics.median(times) - statistics.median(host) - statistics.median(waits)) * 1e6,
-        "graphs": graphs, "no_hidden_synchronisation": True, "phases": phases,
+        "graphs": graphs, "no_hidden_synchronisation": True,
     }  # fmt: skip
 
 
 def checked(launch: Any) -> Any:
     def run(batch: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():  # torch warns that this mode does not see everything
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         try:
             return launch(batch)
         finally:
@@ -341,25 +357,31 @@ def graph_speed(model: GptOss, rows: int, depth: int, count: int = 96) -> dict[s
     return {"test": f"graph tg @ {depth}, c={rows}", "tokens_per_s": rows * 1e3 / ms, "us_per_step": ms * 1e3}
 
 
-def speed(args: argparse.Namespace) -> list[dict[str, Any]]:
+def speed(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
     gates = gates_.PRESETS[args.preset].gates
     start = time.perf_counter()
     model = ready.load(ready.resolve(args.speed), gates, device="cuda")
     torch.cuda.synchronize()
     print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)
     rows = []
+    samplings: list[dict[str, Any]] = [{}]
+    if args.sampled:
+        samplings += [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 40}]
     for batch in args.batches:
-        found = [
-            graph_speed(model, batch, args.depth),
-            engine_speed(model, gates, batch, args.depth, args.count, {}),
-        ]
-        if args.sampled:
-            found.append(engine_speed(model, gates, batch, args.depth, args.count, {"temperature": 1.0}))
+        found = [graph_speed(model, batch, args.depth)]
+        core = core_of(model, gates, max_seqs=64, max_context=args.depth + args.count + 256, kv_gib=8.0)
+        for sampling in samplings:  # the prompts are in the prefix cache after the first
+            found.append(engine_speed(core, model, batch, args.depth, args.count, sampling))
+        core.close()
+        model._pool = None
+        del core
+        torch.cuda.empty_cache()
         for row in found[1:]:
             row["share_of_graph"] = row["tokens_per_s"] / found[0]["tokens_per_s"]
         for row in found:
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "phases"}, flush=True)
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
         rows += found
+    result["measured"] |= receipts.measured(model.plan.record.phases())
     return rows
 
 
@@ -388,11 +410,18 @@ def main() -> None:
         torch.set_num_threads(1)
         cpu_answers(args)
         return
-    result: dict[str, Any] = {"environment": environment.collect()}
+    mine = [receipts.PACKAGE / "engine" / "runner.py", receipts.PACKAGE / "plan" / "draw.py"]
+    result: dict[str, Any] = {
+        "bench": "engine", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:],
+        "measured": receipts.hashes(receipts.sources_of(mine, ("kernels", "engine"))),
+    }  # fmt: skip
     if args.eval:
         result["eval"] = evaluate(args)
+        result["asked"] = asked()
+        ran = {name for c in result["eval"] for names in c.get("phases", {}).values() for name in names}
+        result["measured"] |= receipts.measured(ran)
     if args.speed:
-        result["speed"] = {"model": args.speed, "preset": args.preset, "rows": speed(args)}
+        result["speed"] = {"model": args.speed, "preset": args.preset, "rows": speed(args, result)}
     text = json.dumps(result, default=str)
     if args.out:
         args.out.write_text(text, encoding="utf-8")

@@ -116,6 +116,7 @@ def core_for(
             "pages": pages, "page_size": options.page_size, "gib": round(pages * page_bytes / GIB, 3),
             "longest_request": core.scheduler.longest,
         },
+        "sampler": runner.sampler,
         "max_seqs": options.max_seqs,
         "max_tokens_per_step": rows,
     }  # fmt: skip

@@ -7,6 +7,9 @@ give different tokens for the same seed, from the same distribution.
 
 Covers temperature, top-k, top-p and min-p; greedy is temperature 0. Rows with penalties, bias, grammar or draft
 distributions are the host's (`halfbyte.engine.sampler`). Ties at a filter's edge are all kept.
+
+Written in torch, which reads the logits some fifteen times. On a GPU `halfbyte.kernels.cuda.draw` does the same in one
+or two launches; this is what it is held to.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from halfbyte.engine.request import Logprob
 from halfbyte.engine.sampler import NOT_NUMBERS, sample
 from halfbyte.engine.staging import Staging, wide
 from halfbyte.errors import StepError
+from halfbyte.model.config import ModelConfig
+from halfbyte.plan.draw import drawer_for
 from halfbyte.plan.step import Step
 
 
@@ -32,6 +34,8 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def config(self) -> ModelConfig: ...
     def forward(self, step: Step) -> Tensor: ...
 
 
@@ -66,6 +70,8 @@ class Observer(Protocol):
 
 class TorchRunner:
     """On a CPU: the step and its sampling on a worker thread."""
+
+    sampler = "host"
 
     def __init__(self, model: Model, observer: Observer | None = None) -> None:
         self.model, self.observer = model, observer
@@ -118,6 +124,7 @@ class DeviceRunner:
         self._stage = Staging(model.device, 12 * rows + 2 * sequences * wide(blocks) + 256, 2 * rows)
         self._behind = self._stage.buffer.shape[0]
         self._results = self._stage.memory[self._behind :].view(rows, 2)  # token, its logit's bits
+        self._drawer, self.sampler = drawer_for(model.device, rows, model.config.vocab)
 
     def launch(self, batch: Batch) -> DeviceHandle:
         with torch.inference_mode():
@@ -219,7 +226,9 @@ class DeviceRunner:
         if not count:
             return DeviceHandle(None, None, {}, {})
         here = self._results[:count]
-        if draw.sampled:
+        if draw.sampled and self._drawer is not None:
+            self._drawer(logits, draw.settings, draw.keys, here, filtered=draw.filtered)
+        elif draw.sampled:
             here[:, 0].copy_(draw_rows(logits, draw.settings, draw.keys, filtered=draw.filtered, sampled=True))
         shown: dict[int, Shown] = {}
         errors: dict[int, str] = {}

@@ -1,0 +1,178 @@
+"""The sampler in CUDA against the one in torch: the same edges and tokens, whatever the row and its neighbours."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from grouped_emulator import build
+
+from halfbyte.engine.device_sampler import draw_rows
+from halfbyte.errors import PlanError
+from halfbyte.kernels.cuda.draw import SHARED, THREADS, VOCAB_MAX, Draw, DrawArgs, gpu, program
+from halfbyte.ops.sampling import distribution
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
+
+
+class Emulator:
+    seed = 0
+
+    def run(self, entry: str, grid: int, args: DrawArgs) -> None:
+        Emulator.seed += 1
+        build(program("draw_race")).hb_draw(entry.encode(), ctypes.byref(args), grid, Emulator.seed)
+
+
+def draw_on(device: str, rows: int, vocab: int) -> Draw:
+    return Draw(Emulator() if device == "cpu" else gpu(), rows, vocab, torch.device(device))
+
+
+def noted(logits: torch.Tensor) -> torch.Tensor:
+    """What the runner has put down before rows are drawn."""
+    value, token = logits.max(-1)
+    return torch.stack((token.int(), value.view(torch.int32)), 1).contiguous()
+
+
+def keys_for(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(-(2**63), 2**63 - 1, (rows,), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_like(kind: str, rows: int, vocab: int, rng: np.random.Generator) -> torch.Tensor:
+    x = rng.standard_normal((rows, vocab)).astype(np.float32)
+    if kind == "peaked":
+        x = x * 2 - 20
+        x[np.arange(rows), rng.integers(0, vocab, rows)] += 24
+    elif kind == "flat":
+        x *= 1e-3
+    elif kind == "equal":
+        x = np.round(x)  # ties everywhere
+    elif kind == "one":
+        x[:] = 3.25
+    elif kind == "cut":
+        x = np.where(x < 0, -np.inf, x * 4)
+    else:
+        x *= 3
+    return torch.from_numpy(x.astype(np.float32))
+
+
+FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.3, 0.0), (0, 1.0, 0.1), (50, 0.8, 0.02)]
+
+
+def allowed(logits: torch.Tensor, t: float, k: int, p: float, m: float, slack: float) -> tuple[set[int], set[int]]:
+    """(tokens that must be kept, tokens that may be): the specification with limits a little lower and higher. Ties at
+    an edge are kept, all of them."""
+    found = []
+    for sign in (-1, 1):
+        limit = (min(1.0, p * (1 + sign * slack)) if p < 1 else 1.0, min(1.0, m * (1 - sign * slack)))
+        _, ids = distribution(logits, t, k, *limit)
+        found.append(set((logits >= logits[ids].min()).nonzero().flatten().tolist()))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "equal", "one", "cut"])
+def test_edges_are_the_specifications(kind: str, device: str, shared: bool) -> None:
+    """`shared`: several blocks to a row."""
+    rng = np.random.default_rng(len(kind))
+    vocab = 700 if device == "cpu" else 201_088
+    rows = len(FILTERS)
+    logits = logits_like(kind, rows, vocab, rng)
+    temperature = rng.uniform(0.5, 1.5, rows).astype(np.float32)
+    settings = torch.tensor([(t, *f) for t, f in zip(temperature.tolist(), FILTERS)], dtype=torch.float32)
+    draw = draw_on(device, rows, vocab)
+    draw.edge_least = 100 if shared else vocab
+    args = [t.to(device) for t in (logits, settings, keys_for(rows), noted(logits))]
+    draw(*args, filtered=True)
+    edges = draw._edges.cpu()
+    for r, (k, p, m) in enumerate(FILTERS):
+        if (k, p, m) == (0, 1.0, 0.0):
+            assert edges[r] == -torch.inf
+            continue
+        kept = set((logits[r] / settings[r, 0] >= edges[r]).nonzero().flatten().tolist())
+        must, may = allowed(logits[r], float(settings[r, 0]), k, p, m, 2e-6)
+        assert must <= kept <= may, f"{FILTERS[r]}: {len(must)}, {len(kept)}, {len(may)}"
+        assert int(args[3][r, 0]) in kept
+    assert not draw._bins.any()
+    assert not draw._tickets.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_equals_than_shared_memory_holds(device: str) -> None:
+    vocab = 9000
+    logits = torch.zeros(2, vocab)
+    logits[:, :50] = 0.25
+    settings = torch.tensor([[1.0, 30, 1.0, 0.0], [1.0, 60, 0.5, 0.0]])
+    draw = draw_on(device, 2, vocab)
+    draw(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
+    assert draw._edges.tolist() == [0.25, 0.25]
+    settings[:, 1] = 51
+    settings[1, 2] = 0.999
+    draw(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
+    assert draw._edges.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("filtered", [False, True])
+def test_tokens_are_those_of_the_sampler_in_torch(filtered: bool, device: str) -> None:
+    rng = np.random.default_rng(5)
+    vocab, rows = (3001, 9) if device == "cpu" else (201_088, 64)
+    draw = draw_on(device, rows, vocab)
+    for turn in range(2 if device == "cpu" else 20):
+        logits = logits_like("normal", rows, vocab, rng).to(device)
+        settings = np.zeros((rows, 4), np.float32)
+        settings[:, 0], settings[:, 2] = rng.choice([0.0, 0.7, 1.0, 1.3], rows), 1.0
+        if filtered:
+            settings[:, 1], settings[:, 2] = rng.choice([0, 1, 40], rows), rng.choice([1.0, 0.95, 0.5], rows)
+            settings[:, 3] = rng.choice([0.0, 0.05], rows)
+        given, keys = torch.from_numpy(settings).to(device), keys_for(rows, turn).to(device)
+        results = noted(logits)
+        before = results.clone()
+        draw(logits, given, keys, results, filtered=filtered)
+        expected = draw_rows(logits, given, keys, filtered=filtered, sampled=True)
+        assert results[:, 0].tolist() == expected.tolist()
+        assert torch.equal(results[:, 1], before[:, 1])
+        alone = draw_on(device, 1, vocab)  # in another number of blocks, without neighbours
+        for r in range(0, rows, 4):
+            one = before[r : r + 1].clone()
+            alone(logits[r : r + 1], given[r : r + 1], keys[r : r + 1], one, filtered=filtered)
+            assert int(one[0, 0]) == int(expected[r])
+    assert not draw._best.any()
+    assert not draw._tickets.any()
+
+
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.gpu
+def test_the_distribution_on_a_gpu(device: str) -> None:
+    """Chi squared over 40,000 draws, with every filter."""
+    count, vocab = 40_000, 60
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 2
+    for k, p, m in FILTERS:
+        rows = logits.to(device).expand(count, vocab).contiguous()
+        settings = torch.tensor([1.3, k, p, m], device=device).expand(count, 4).contiguous()
+        results = noted(rows)
+        draw_on(device, count, vocab)(rows, settings, keys_for(count).to(device), results, filtered=True)
+        seen = np.bincount(results[:, 0].cpu().numpy(), minlength=vocab)
+        want = np.zeros(vocab)
+        q, ids = distribution(logits, 1.3, k, p, m)
+        want[ids.numpy()] = q.numpy() * count
+        assert seen[want == 0].sum() == 0, "a token was drawn that the filters exclude"
+        possible = want >= 5
+        chi2 = float(((seen - want) ** 2 / np.where(want > 0, want, 1))[possible].sum())
+        freedom = int(possible.sum()) - 1
+        assert chi2 < freedom + 4.5 * (2 * freedom) ** 0.5 + 1e-9, f"chi2 {chi2:.1f} with {freedom} degrees of freedom"
+
+
+def test_what_python_says_of_the_kernel_is_so() -> None:
+    library = build(program("draw_race"))
+    assert library.hb_draw_size(0) == ctypes.sizeof(DrawArgs)
+    assert library.hb_draw_size(1) == SHARED["draw_edges"]
+    assert set(THREADS) == set(SHARED)
+
+
+def test_a_vocabulary_that_is_too_large_is_refused() -> None:
+    with pytest.raises(PlanError, match="at most 262143 tokens"):
+        Draw(Emulator(), 1, VOCAB_MAX + 1, torch.device("cpu"))
