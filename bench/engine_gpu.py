@@ -129,11 +129,14 @@ def ask(preset: str, activation: str, device: str, per_task: int, padded: bool, 
     }  # fmt: skip
 
 
-def undisturbed(core: EngineCore, prompts: list[list[int]]) -> bool:
+def undisturbed(core: EngineCore, prompts: list[list[int]]) -> bool | str:
     """The same problems again and again give the same answers, the last time with every hidden wait an error."""
     first = [complete(core, prompts, MAX_TOKENS) for _ in range(2)][-1]  # everything is compiled and captured
     core.runner.launch = checked(core.runner.launch)  # type: ignore[method-assign]
-    return complete(core, prompts, MAX_TOKENS) == first
+    try:
+        return complete(core, prompts, MAX_TOKENS) == first
+    except SystemExit as e:
+        return str(e)
 
 
 def compare(mine: dict[str, Any], theirs: dict[str, Any], per_task: int) -> dict[str, Any]:
@@ -156,7 +159,7 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any], per_task: int) -> dict
     return {"problems": len(items), "equal": same, "share": same / len(items), "differ": differ[:40]}
 
 
-def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
+def evaluate(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Every case in a process of its own (compilers run beside each other), `jobs` at a time."""
     known = json.loads(args.answers.read_text(encoding="utf-8"))
     if known["asked"] != asked():
@@ -187,6 +190,8 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
             else:
                 found.append(json.loads(out.read_text(encoding="utf-8")))
             print(summary(found[-1]), flush=True)
+            result["eval"] = [{k: v for k, v in c.items() if k != "answers"} for c in found]
+            save(args, result)
     by = {(c["preset"], c["activation"], c["padded"], c["eager"]): c for c in found if "failed" not in c}
     for preset, activation, padded, eager in cases:
         if eager and (preset, activation, padded, True) in by and (preset, activation, padded, False) in by:
@@ -194,9 +199,18 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
             on["graphs_equal_eager"] = on["answers"] == off["answers"]
             on["graphs_unequal"] = sum(x != y for x, y in zip(on["answers"], off["answers"], strict=True))
             print(f"{preset} padded={padded}: graphs and eager give equal tokens: {on['graphs_equal_eager']}")
-    for c in found:
-        c.pop("answers", None)
-    return found
+    result["asked"] = asked()
+    result["eval"] = [{k: v for k, v in c.items() if k != "answers"} for c in found]
+    ran = {name for c in found for names in c.get("phases", {}).values() for name in names}
+    result["measured"] |= receipts.measured(ran)
+
+
+def save(args: argparse.Namespace, result: dict[str, Any]) -> str:
+    """So far: what was measured is not lost if the rest fails."""
+    text = json.dumps(result, default=str)
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    return text
 
 
 def summary(c: dict[str, Any]) -> str:
@@ -357,13 +371,14 @@ def graph_speed(model: GptOss, rows: int, depth: int, count: int = 96) -> dict[s
     return {"test": f"graph tg @ {depth}, c={rows}", "tokens_per_s": rows * 1e3 / ms, "us_per_step": ms * 1e3}
 
 
-def speed(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
+def speed(args: argparse.Namespace, result: dict[str, Any]) -> None:
     gates = gates_.PRESETS[args.preset].gates
     start = time.perf_counter()
     model = ready.load(ready.resolve(args.speed), gates, device="cuda")
     torch.cuda.synchronize()
     print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result["speed"] = {"model": args.speed, "preset": args.preset, "rows": rows}
     samplings: list[dict[str, Any]] = [{}]
     if args.sampled:
         samplings += [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 40}]
@@ -381,8 +396,8 @@ def speed(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, An
         for row in found:
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
         rows += found
-    result["measured"] |= receipts.measured(model.plan.record.phases())
-    return rows
+        result["measured"] |= receipts.measured(model.plan.record.phases())
+        save(args, result)
 
 
 def main() -> None:
@@ -416,16 +431,10 @@ def main() -> None:
         "measured": receipts.hashes(receipts.sources_of(mine, ("kernels", "engine"))),
     }  # fmt: skip
     if args.eval:
-        result["eval"] = evaluate(args)
-        result["asked"] = asked()
-        ran = {name for c in result["eval"] for names in c.get("phases", {}).values() for name in names}
-        result["measured"] |= receipts.measured(ran)
+        evaluate(args, result)
     if args.speed:
-        result["speed"] = {"model": args.speed, "preset": args.preset, "rows": speed(args, result)}
-    text = json.dumps(result, default=str)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    print(text)
+        speed(args, result)
+    print(save(args, result))
 
 
 if __name__ == "__main__":

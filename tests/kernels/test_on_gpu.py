@@ -3,7 +3,9 @@
 How close is close enough is measured, not guessed: the reference is run again with noise of the size of the roundings
 it does not make, and a plan may be half as far again from the reference as that.
 
-Small enough for compute-sanitizer (`--tool memcheck python -m pytest -m gpu tests/kernels/test_on_gpu.py`).
+Small enough for compute-sanitizer: `compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python
+-m pytest -m gpu tests/kernels/test_on_gpu.py` (API errors: cuda-bindings asks the driver for functions it has not).
+Most of the time is compilers: `-n 8` spreads the cases over processes, and a second run finds everything in the caches.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfbyte.engine.staging import aligned
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.ops.sampling import greedy
+from halfbyte.plan.draw import Drawer, drawer_for
 from halfbyte.plan.step import Step
 
 SIZES = (1, 2, 4, 5, 8, 10, 16, 32, 64)
@@ -43,7 +43,7 @@ class DecodeGraph:
 
     def __init__(
         self, model: GptOss, rows: int, blocks: int, *, feed_back: bool = False, memory: Tensor | None = None,
-        results: Tensor | None = None, tap: Tap | None = None,
+        results: Tensor | None = None, tap: Tap | None = None, drawer: Drawer | None = None,
     ) -> None:  # fmt: skip
         device = model.device
 
@@ -56,7 +56,10 @@ class DecodeGraph:
             name: self.memory[i * self.width :][: rows + (name == "query_start")] for i, name in enumerate(FIELDS)
         }
         self.each = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.model, self.feed_back, self.results, self.tap = model, feed_back, results, tap
+        self.model, self.feed_back, self.tap = model, feed_back, tap
+        self.sources = results is not None
+        self.results = ints(rows, 2) if results is None else results
+        self.drawer = drawer_for(device, rows, model.config.vocab)[0] if feed_back else drawer
         self.step = Step(
             tokens=self.fields["tokens"],
             positions=self.fields["positions"],
@@ -82,19 +85,18 @@ class DecodeGraph:
     def run(self) -> Tensor:
         """What is captured."""
         step = self.step
-        if self.results is not None:
+        if self.sources:
             step = replace(step, tokens=self.memory.index_select(0, self.fields["source"]))
         self.tokens = step.tokens
         if self.tap is None:
             logits = self.model.forward(step)
         else:
             logits, self.hidden = self.tap(step)
+        if self.feed_back or self.sources:
+            note(logits, self.results, self.drawer)
         if self.feed_back:
-            self.step.tokens.copy_(greedy(logits))
-            self.step.positions.add_(1)
-            self.step.kv_lens.add_(1)
-        if self.results is not None:
-            note(logits, self.results)
+            self.step.tokens.copy_(self.results[: logits.shape[0], 0])
+            self.memory[self.width : 3 * self.width].add_(1)  # positions and lengths, which lie side by side
         return logits
 
     def capture(self, pool: Any = None) -> None:
@@ -126,16 +128,21 @@ class DecodeGraph:
         return self.logits
 
 
-def note(logits: Tensor, results: Tensor) -> None:
+def note(logits: Tensor, results: Tensor, drawer: Drawer | None) -> None:
     """Place and value (its bits) of the highest logit of each row, into `results`. NaN counts as the highest."""
-    value, token = logits.max(-1)
     here = results[: logits.shape[0]]
+    if drawer is not None:
+        drawer.note(logits, here)
+        return
+    value, token = logits.max(-1)
     here[:, 0].copy_(token)
     here.view(torch.float32)[:, 1].copy_(value)
 
 
 class Graphs:
     """The graphs of one engine, captured as they are needed. All read their inputs from the head of one buffer."""
+
+    drawer: Drawer | None = None  # the runner's
 
     def __init__(self, model: GptOss, blocks: int, tap: Tap | None = None) -> None:
         self.model, self.blocks, self.tap = model, blocks, tap
@@ -151,7 +158,9 @@ class Graphs:
         blocks = short if width <= short < self.blocks else self.blocks
         key = (size, blocks)
         if key not in self.made:
-            graph = DecodeGraph(self.model, size, blocks, memory=memory, results=results, tap=self.tap)
+            graph = DecodeGraph(
+                self.model, size, blocks, memory=memory, results=results, tap=self.tap, drawer=self.drawer
+            )
             graph.capture(self._pool)  # one for all: the graphs of an engine never run at the same time
             if graph.graph is not None:
                 self._pool = graph.graph.pool()

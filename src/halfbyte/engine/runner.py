@@ -125,6 +125,8 @@ class DeviceRunner:
         self._behind = self._stage.buffer.shape[0]
         self._results = self._stage.memory[self._behind :].view(rows, 2)  # token, its logit's bits
         self._drawer, self.sampler = drawer_for(model.device, rows, model.config.vocab)
+        if graphs is not None:
+            graphs.drawer = self._drawer
 
     def launch(self, batch: Batch) -> DeviceHandle:
         with torch.inference_mode():
@@ -212,7 +214,7 @@ class DeviceRunner:
         else:
             logits, hidden = self.observer.tap(step)
         if batch.pickers:
-            note(logits, self._results)
+            note(logits, self._results, self._drawer)
         handle = self._sample(logits, batch, draw)
         if self.observer is not None and hidden is not None:
             self.observer.absorb(batch, tokens.cpu().numpy(), hidden, handle.result())

@@ -19,8 +19,12 @@ class Drawer(Protocol):
     @property
     def name(self) -> str: ...
 
+    def note(self, logits: Tensor, results: Tensor) -> None:
+        """Place and bits of the highest logit of each row, into `results`. NaN counts as the highest."""
+        ...
+
     def __call__(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
-        """Replaces the tokens in `results` int32 [L, 2] (token, bits of the highest logit) of rows that are sampled."""
+        """Replaces the tokens in `results` int32 [L, 2] (as `note` left it) of rows that are sampled."""
         ...
 
 

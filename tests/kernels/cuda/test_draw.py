@@ -12,7 +12,7 @@ from grouped_emulator import build
 from halfbyte.engine.device_sampler import draw_rows
 from halfbyte.errors import PlanError
 from halfbyte.kernels.cuda.draw import SHARED, THREADS, VOCAB_MAX, Draw, DrawArgs, gpu, program
-from halfbyte.ops.sampling import distribution
+from halfbyte.ops.sampling import distribution, greedy
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
@@ -140,6 +140,29 @@ def test_tokens_are_those_of_the_sampler_in_torch(filtered: bool, device: str) -
             one = before[r : r + 1].clone()
             alone(logits[r : r + 1], given[r : r + 1], keys[r : r + 1], one, filtered=filtered)
             assert int(one[0, 0]) == int(expected[r])
+    assert not draw._best.any()
+    assert not draw._tickets.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_highest_logit_is_noted(device: str) -> None:
+    vocab, rows = (1500, 11) if device == "cpu" else (201_088, 64)
+    draw = draw_on(device, rows, vocab)
+    logits = logits_like("equal", rows, vocab, np.random.default_rng(1))
+    logits[1] = logits[1] * 0 - 7.5  # all equal
+    logits[2] = -torch.inf
+    logits[3, 77] = torch.nan
+    logits[4, 900] = -torch.tensor(torch.nan)
+    logits[5, 1400:1403] = torch.inf
+    logits[6] -= 1000
+    results = torch.full((rows, 2), -1, dtype=torch.int32, device=device)
+    draw.note(logits.to(device), results)
+    tokens, values = results[:, 0].cpu(), results[:, 1].cpu().view(torch.float32)
+    assert tokens[3:6].tolist() == [77, 900, 1400]
+    assert values[3:5].isnan().all()
+    fine = torch.tensor([r for r in range(rows) if r not in (3, 4)])
+    assert tokens[fine].tolist() == greedy(logits[fine]).tolist()
+    assert torch.equal(values[fine], logits[fine].amax(-1))
     assert not draw._best.any()
     assert not draw._tickets.any()
 

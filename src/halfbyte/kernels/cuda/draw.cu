@@ -1,5 +1,5 @@
-// Sampling in one or two launches over the logits. `draw_race`: an exponential race among a row's tokens, one pass, many
-// blocks to a row. `draw_edges`, for rows with top-k, top-p or min-p only: the lowest scaled logit that may be drawn, by a
+// Sampling in few launches over the logits. `draw_note`: a row's highest logit, one pass, many blocks to a row.
+// `draw_race`: an exponential race among its tokens, likewise. `draw_edges`, for rows with top-k, top-p or min-p only: the lowest scaled logit that may be drawn, by a
 // histogram over the distance from the highest and a bisection inside the one bin that holds the edge; no sort. Sums are
 // of whole numbers, so that neither the order of threads nor a neighbour's row can change an edge or a token.
 #include "intrin.cuh"
@@ -14,7 +14,9 @@ HB_DEV float exp_exact(float v) { return std::exp(v); }
 HB_DEV double exp_double(double v) { return std::exp(v); }
 HB_DEV u32 round_u32(float v) { return (u32)std::llrint((double)v); }
 #define __grid_constant__
+#define HB_SOME
 #else
+#define HB_SOME _Pragma("unroll 4")
 HB_DEV u32 shared_add(u32* p, u32 v) { return atomicAdd(p, v); }
 HB_DEV void global_add(u32* p, u32 v) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 HB_DEV u32 global_load(const u32* p) { u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
@@ -57,36 +59,62 @@ HB_DEV float log_exponential(u64 key, int token) {
   return log_exact(-log1p_exact(-u));
 }
 
-extern "C" __global__ void __launch_bounds__(RACE_THREADS) draw_race(const __grid_constant__ Draw d) {
-  const int row = hb_block() / d.parts, part = hb_block() % d.parts, thread = hb_thread();
-  const float temperature = d.settings[row * 4];
-  if (!(temperature > 0.f)) return;  // greedy: the result is there already
-  const float edge = d.filtered ? d.edges[row] : 0.f;
-  const u64 key = d.keys[row];
-  const float* logits = d.logits + row * d.stride;
-  const int each = (d.vocab + d.parts - 1) / d.parts, from = part * each, to = from + each < d.vocab ? from + each : d.vocab;
-  u64 best = 0;
-  for (int t = from + thread; t < to; t += RACE_THREADS) {
-    const float x = logits[t] / temperature;
-    if (d.filtered && x < edge) continue;
-    const u64 mine = (u64)ordered(x - log_exponential(key, t)) << 32 | (0xffffffffu - (u32)t);  // a tie: the lower token
-    best = mine > best ? mine : best;
-  }
-  u32 high = (u32)(best >> 32);
-  const u32 top = warp_max(high);
-  const u32 low = warp_max(high == top ? (u32)best : 0u);
+struct Part { int row, from, to; };
+HB_DEV Part part_of(const Draw& d) {
+  const int each = (d.vocab + d.parts - 1) / d.parts, part = hb_block() % d.parts, from = part * each;
+  return {hb_block() / d.parts, from, from + each < d.vocab ? from + each : d.vocab};
+}
+
+// The highest of all threads of all blocks of a row, in thread 0 of the block that comes last; 0 in every other.
+HB_DEV u64 highest_of_row(const Draw& d, int row, u64 best) {
+  const u32 high = (u32)(best >> 32), top = warp_max(high), low = warp_max(high == top ? (u32)best : 0u);
   u64* warps = (u64*)hb_shared();
-  if (thread % 32 == 0) warps[thread / 32] = (u64)top << 32 | low;
+  if (hb_thread() % 32 == 0) warps[hb_thread() / 32] = (u64)top << 32 | low;
   sync_all();
-  if (thread) return;
+  if (hb_thread()) return 0;
   for (int w = 0; w < RACE_THREADS / 32; w++) best = warps[w] > best ? warps[w] : best;
   box_max(d.best + row, best);
   fence_gpu();
-  if (counter_add(d.tickets + row) != (u32)d.parts - 1) return;
-  const u64 winner = box_load(d.best + row);  // every other block's is in
-  if (winner) d.results[row * 2] = 0xffffffffu - (u32)winner;
+  if (counter_add(d.tickets + row) != (u32)d.parts - 1) return 0;
+  best = box_load(d.best + row);
   d.best[row] = 0;
   d.tickets[row] = 0;
+  return best;
+}
+
+// A value and its token in one word, to be compared as one: NaN above all, and of equals the lower token.
+HB_DEV u64 entry_of(float v, int t) { return (u64)(v == v ? ordered(v) : 0xffffffffu) << 32 | (0xffffffffu - (u32)t); }
+HB_DEV u32 token_of(u64 entry) { return 0xffffffffu - (u32)entry; }
+
+extern "C" __global__ void __launch_bounds__(RACE_THREADS) draw_note(const __grid_constant__ Draw d) {
+  const Part p = part_of(d);
+  const float* logits = d.logits + p.row * d.stride;
+  u64 best = 0;
+  HB_SOME
+  for (int t = p.from + hb_thread(); t < p.to; t += RACE_THREADS) {
+    const u64 mine = entry_of(logits[t], t);
+    best = mine > best ? mine : best;
+  }
+  best = highest_of_row(d, p.row, best);
+  if (best) { d.results[p.row * 2] = token_of(best); d.results[p.row * 2 + 1] = as_bits(from_ordered((u32)(best >> 32))); }
+}
+
+extern "C" __global__ void __launch_bounds__(RACE_THREADS) draw_race(const __grid_constant__ Draw d) {
+  const Part p = part_of(d);
+  const float temperature = d.settings[p.row * 4];
+  if (!(temperature > 0.f)) return;  // greedy: the result is there already
+  const float edge = d.filtered ? d.edges[p.row] : -HB_INFINITY;
+  const u64 key = d.keys[p.row];
+  const float* logits = d.logits + p.row * d.stride;
+  u64 best = 0;
+  HB_SOME
+  for (int t = p.from + hb_thread(); t < p.to; t += RACE_THREADS) {
+    const float x = logits[t] / temperature;
+    const u64 mine = x < edge ? 0 : entry_of(x - log_exponential(key, t), t);
+    best = mine > best ? mine : best;
+  }
+  best = highest_of_row(d, p.row, best);
+  if (best) d.results[p.row * 2] = token_of(best);
 }
 
 struct Sums { u32 count, high, low; };  // of tokens; of their masses, in two halves
@@ -284,8 +312,10 @@ extern "C" __global__ void __launch_bounds__(EDGE_THREADS) draw_edges(const __gr
 
 #ifdef HB_EMULATE
 extern "C" void hb_draw(const char* entry, const Draw* d, int grid, u32 seed) {
-  const bool race = entry[5] == 'r';
-  emu::run(grid, race ? RACE_THREADS : EDGE_THREADS, race ? 256 : sizeof(Room), seed, [=] { race ? draw_race(*d) : draw_edges(*d); });
+  const char what = entry[5];
+  const bool edges = what == 'e';
+  auto body = [=] { edges ? draw_edges(*d) : what == 'r' ? draw_race(*d) : draw_note(*d); };
+  emu::run(grid, edges ? EDGE_THREADS : RACE_THREADS, edges ? sizeof(Room) : 256, seed, body);
 }
 extern "C" int hb_draw_size(int what) { return what ? (int)sizeof(Room) : (int)sizeof(Draw); }
 #endif
