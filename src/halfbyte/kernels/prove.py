@@ -187,10 +187,10 @@ def _problems(sass: str, ban: str, spilled: int, shared: int, arch: Arch) -> lis
 
 
 def _reported(log: str) -> tuple[int, int]:
-    """(registers, bytes spilled) from ptxas' report."""
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    registers = re.search(r"Used (\d+) registers", log)
-    return int(registers[1]) if registers else 0, int(spills[1]) + int(spills[2]) if spills else 0
+    """(registers, bytes spilled) from ptxas' report: the most of any kernel, and of all together."""
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    registers = re.findall(r"Used (\d+) registers", log)
+    return max(map(int, registers), default=0), sum(int(n) for pair in spills for n in pair)
 
 
 class _Driver:

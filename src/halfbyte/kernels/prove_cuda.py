@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfbyte.kernels.cuda import batch, batch_phase, decode, flash, grouped, grouped_fp8, grouped_phases
+from halfbyte.kernels.cuda import (
+    batch,
+    batch_phase,
+    decode,
+    flash,
+    grouped,
+    grouped_fp8,
+    grouped_phases,
+    grouped_sync,
+)
 from halfbyte.kernels.cuda.step import ROW_SIZES
 from halfbyte.kernels.launch import Program
 from halfbyte.plan.phase import Arch, Phase, Spec
 from halfbyte.plan.step import DECODE_ROWS
 
+TENSOR_COPY = r"\bUTMALDG"  # through a map of the weights
 BULK = r"\bUBLKCP"  # weights come by bulk copies, not through registers
 
 
@@ -35,6 +45,8 @@ def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
         return [_step(spec, arch, rows) for rows in ROW_SIZES if rows <= DECODE_ROWS]
     if isinstance(phase, grouped_fp8._Fp8):
         return [_fp8(spec.formats[next(iter(phase.shapes(spec)))], swiglu) for swiglu in _swiglu(phase)]
+    if isinstance(phase, grouped_sync._Sync):
+        return _sync(phase, spec)
     if isinstance(phase, grouped_phases._Grouped):
         form = spec.formats[next(iter(phase.shapes(spec)))]
         shapes = ("narrow", "broad", "wide") if "moe" in phase.covers else ("narrow", "wide")
@@ -68,6 +80,23 @@ def _grouped(form: str, shape: str, swiglu: bool) -> Build:
 def _fp8(form: str, swiglu: bool) -> Build:
     v = grouped_fp8.Fp8Variant(form, "vast", swiglu)
     return Build(f"grouped fp8{' swiglu' if swiglu else ''}", v.program(), v.shared_bytes, (r"\bQGMMA",), r"\bHG?MMA")
+
+
+# What a product of grouped_sync.cu shows, by the format of its activations; the others betray a fallback.
+SYNC = {"": r"\bHMMA\.16816", "mxfp8": r"\bQMMA\.SF\.16832\.F32\.E2M1\.E4M3", "mxfp4": r"\bOMMA\.SF\.16864"}
+
+
+def _sync(phase: grouped_sync._Sync, spec: Spec) -> list[Build]:
+    form, mx = spec.formats[next(iter(phase.shapes(spec)))], phase.dense.mx
+    tiles = [t for t in grouped_sync.COLUMNS if spec.tile in ("auto", t) or "moe" not in phase.covers]
+    ban = "|".join(p for kind, p in SYNC.items() if kind != mx) + r"|\bHGMMA"
+    found = [Build("grouped rows", Program(grouped.ROWS_PROGRAM, "pack_rows"), 4096)]
+    for tile in tiles:
+        for swiglu in _swiglu(phase):
+            v = grouped_sync.SyncVariant(form, tile, swiglu, mx)
+            name = f"grouped_sync {form} {mx or 'bf16'} {tile}{' swiglu' if swiglu else ''}"
+            found.append(Build(name, v.program(), v.shared_bytes, (SYNC[mx], BULK, TENSOR_COPY), ban))
+    return found
 
 
 def _batch(spec: Spec, arch: Arch) -> list[Build]:

@@ -25,22 +25,32 @@ enum {
   WIDE = 1,    // many                              2 x 2, 128
   BROAD = 2,   // between                           3 x 2, 88
   VAST = 3,    // fp8 activations (grouped_fp8.cuh) 2 x 1, 256
+  SYNC_64 = 4, SYNC_128 = 5,  // mma.sync (grouped_sync.cu) 2 x 1, 64 or 128
 };
 constexpr int SHAPE = HB_SHAPE;
+constexpr bool SYNC = SHAPE >= SYNC_64;
+#ifndef HB_MX
+#define HB_MX 0
+#endif
+enum { MXFP8_X = 1, MXFP4_X = 2 };
+constexpr int MX = HB_MX;  // SYNC: activations with a scale for every 32 values, in E4M3 or E2M1; 0: 16-bit ones
 constexpr bool STRIPES = SHAPE == NARROW;  // memory-bound: every block gets the same number of bytes
 constexpr bool SWIGLU = HB_SWIGLU;  // gate_up: packed bf16 out; otherwise rows of float out
 constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // bytes of 16 rows x 64 k
 constexpr int WARPGROUPS = STRIPES ? 4 : SHAPE == BROAD ? 3 : 2;
 constexpr bool FP8 = SHAPE == VAST;
-constexpr int MT = STRIPES || FP8 ? 1 : 2;
+constexpr int MT = STRIPES || FP8 || SYNC ? 1 : 2;
 constexpr int TILES = WARPGROUPS * MT;  // of 64 rows, in a block's share of an item
-constexpr int N_MAX = SHAPE == WIDE ? 128 : SHAPE == BROAD ? 88 : FP8 ? 256 : 64;
-constexpr int WARPS = WARPGROUPS * 4, FEEDERS = 4;
+constexpr int N_MAX = SHAPE == WIDE || SHAPE == SYNC_128 ? 128 : SHAPE == BROAD ? 88 : FP8 ? 256 : 64;
+constexpr int WARPS = WARPGROUPS * 4, FEEDERS = SYNC ? 1 : 4;
 constexpr int THREADS = (WARPS + FEEDERS) * 32;
-constexpr int KS = FORMAT == MXFP4 ? 2 : 1;  // chunks in a stage
-constexpr int COLUMN = FP8 ? 128 : KS * 128;  // bytes of a column in a stage
-constexpr int STAGE = (N_MAX * COLUMN + TILES * 4 * KS * CHUNK + 1023) / 1024 * 1024;
-static_assert(!FP8 || FORMAT == MXFP4, "fp8 activations are for MXFP4 weights");
+constexpr int KS = FORMAT == MXFP4 && (!SYNC || MX) ? 2 : 1;  // chunks in a stage
+constexpr bool NARROW_X = FP8 || MX;  // one copy brings a stage's part of all columns
+constexpr int COLUMN = MX == MXFP4_X ? 64 : NARROW_X ? 128 : KS * 128;  // bytes of a column in a stage
+constexpr int ALIGN = SYNC ? 128 : 1024, ROOM = SYNC ? 98304 : 215 * 1024;  // of stages; for all of them
+constexpr int STAGE = (N_MAX * (COLUMN + (MX ? 4 : 0)) + TILES * 4 * KS * CHUNK + ALIGN - 1) / ALIGN * ALIGN;
+constexpr int X_SCALES = STAGE - N_MAX * 4;  // MX: where a stage has the scales of its columns, four bytes each
+static_assert(!NARROW_X || FORMAT == MXFP4, "fp8 and fp4 activations are for MXFP4 weights");
 // Two blocks of a cluster may share an item's columns: each has half of its rows and fetches half of the columns for both,
 // so that L2 delivers activations once for two.
 #ifndef HB_PAIR  // measured: no gain for bf16 (docs/LOG.md); fp8 asks for it
@@ -53,7 +63,7 @@ constexpr int PAIR = STRIPES ? 1 : HB_PAIR;
 #define HB_CLUSTER __cluster_dims__(2, 1, 1)
 #endif
 constexpr int EXPERTS_MAX = 512;
-constexpr int STAGES = 215 * 1024 / STAGE;
+constexpr int STAGES = ROOM / STAGE;
 static_assert(STAGES >= 3, "too few stages to hide the latency of memory");
 
 struct alignas(64) Product {     // mirrored in grouped.py
@@ -65,7 +75,7 @@ struct alignas(64) Product {     // mirrored in grouped.py
   float* out;                    // otherwise: [slots][out_stride]
   const float* residual;         // added to `out`, same shape; null: none
   const u8* tops;                // FP8: the largest scale of each row, [experts][rows]
-  const float* x_scale;          // FP8: of each slot
+  const float* x_scale;          // FP8: of each slot; MX: four scale bytes, [K / 128][slots]
   i64 out_stride;
   int experts, m_tiles, chunks;  // m_tiles = rows / 64, chunks = K / 64
   int columns, x_slots, packed_slots, n_cap, bias_float;
@@ -105,7 +115,7 @@ struct Shared {
   int whole, rest;          // the first feeding warp's: items with all their rows, and remainders (STRIPES: tiles of columns)
   int before[EXPERTS_MAX];  // its, too: tiles of columns before expert e
 };
-HB_CONST_FN int shared_bytes() { return (int)sizeof(Shared) + 1024; }
+HB_CONST_FN int shared_bytes() { return (int)sizeof(Shared) + (SYNC ? 0 : 1024); }
 
 HB_DEV void wait_for(u64* bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 
@@ -124,6 +134,7 @@ HB_DEV Cut cut(const Product& p, int count) {
 // The product exists for some widths only; what is computed beyond `valid` is dropped.
 HB_CONST_FN int width(int n) {
   if (SHAPE == NARROW) return n <= 32 ? n : (n + 15) & ~15;
+  if (SYNC) return (n + 15) & ~15;
   if (!FP8) return n > 48 && n <= 96 ? n : (n + 15) & ~15;
   return n <= 64 || (n > 80 && n <= 144) ? (n + 15) & ~15 : n <= 80 ? n : n > 240 ? 256 : (n + 15) / 32 * 32 + 16;
 }
@@ -215,24 +226,26 @@ HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at,
   const int row = (it.expert * p.m_tiles + it.first) * 4;  // of 16-row tiles
   const int n = it.n, tiles = it.tiles, mine = (tiles - feeder + FEEDERS - 1) / FEEDERS, other = FEEDERS - 1 - feeder;
   const int own = n / PAIR * (PAIR == 1 ? 0 : cluster_rank());  // the first column that this block fetches
-  const u16* x = p.x + (size_t)(it.slot + own) * 64;
+  const u16* x = p.x + (size_t)(it.slot + own) * (MX == MXFP4_X ? 32 : 64);
   for (int c = 0; c < p.chunks; c += KS) {
     const int k = p.chunks - c < KS ? p.chunks - c : KS;
     wait_for(&sh.empty[at.slot], at.phase ^ 1);
     u8* stage = sh.ring[at.slot];
     u64* full = &sh.full[at.slot];
-    const bool columns = other < (FP8 ? 1 : k);
-    bar_expect(full, mine * TILE_BYTES + (columns ? n * 128 : 0));  // past the last k the engine fills in zeros
+    const bool columns = other < (NARROW_X ? 1 : k);
+    constexpr int EACH = COLUMN < 128 ? COLUMN : 128, MORE = MX ? 4 : 0;  // bytes of a column in a copy
+    bar_expect(full, mine * TILE_BYTES + (columns ? n * (EACH + MORE) : 0));  // past the last k the engine fills in zeros
     u8* to = stage + n * COLUMN + feeder * TILE_BYTES;
     HB_NO_UNROLL  // addresses made ahead would not fit the feeding warps' registers
     for (int i = feeder; i < tiles; i += FEEDERS, to += FEEDERS * TILE_BYTES) copy_tile(to, p.map, c * (CHUNK / 8), row + 4 * i, full);
     if (columns) {
-      u8* there = stage + (other * n + own) * 128;
-      const u16* from = x + (size_t)(FP8 ? c / 2 : c + other) * p.x_slots * 64;
+      u8* there = stage + (other * n + own) * EACH;
+      const u16* from = x + (size_t)(NARROW_X ? c / 2 : c + other) * p.x_slots * (EACH / 2);
+      if constexpr (MX != 0) bulk_copy(stage + X_SCALES, p.x_scale + (size_t)(c / 2) * p.x_slots + it.slot, n * 4, full, ordinary_policy());
 #ifdef HB_ALONE  // pairs that share nothing, for comparison
       bulk_copy(stage + other * n * 128, x - (size_t)own * 64 + (size_t)(c + other) * p.x_slots * 64, n * 128, full, ordinary_policy());
 #else
-      if constexpr (PAIR == 1) bulk_copy(there, from, n * 128, full, ordinary_policy());
+      if constexpr (PAIR == 1) bulk_copy(there, from, n * EACH, full, ordinary_policy());
       else bulk_copy_to_both(there, from, n * 64, full);
 #endif
     }

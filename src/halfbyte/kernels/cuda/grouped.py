@@ -364,9 +364,9 @@ class Experts:
         packed = self.room.get("slots", rows, lambda r: self._slots(r, top_k) * self.hidden, torch.bfloat16)
         return Inputs(packed, self._slots(rows, top_k), PACKED["bf16"])
 
-    def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Tensor:
+    def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Inputs:
         """What gate_up left, as down reads it."""
-        return hidden
+        return Inputs(hidden, x.slots, x.kind)
 
     def _shape(self, per_expert: float) -> str:
         return self.shape or shape_for(per_expert)
@@ -411,10 +411,10 @@ class Experts:
         room.machine.product(up, first)
         middle = self._middle(hidden, rows, top_k, given)
         second = ProductArgs(
-            map=self.maps[1], bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(middle),
+            map=self.maps[1], bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(middle.packed),
             starts=starts, counts=counts, out=_ptr(parts), out_stride=self.hidden, experts=self.experts,
             m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots, n_cap=up.columns,
-            tops=_ptr(self.tops[1]), x_scale=scales,
+            tops=_ptr(self.tops[1]), x_scale=_ptr(middle.scales),
         )  # fmt: skip
         room.machine.product(down, second)
         room.machine.rows("sum_rows", rows, common)

@@ -147,12 +147,12 @@ class Fp8Experts(Experts):
         scales = self.room.get("fp8.slot_scales", rows, lambda r: self._slots(r, top_k), torch.float32)
         return Inputs(packed, self._slots(rows, top_k), PACKED["e4m3"], scales)
 
-    def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Tensor:
+    def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Inputs:
         half = self.inner // 2
         small = self.room.get("fp8.middle", rows, lambda r: self._slots(r, top_k) * wide(half), torch.uint8)
         args = RowsArgs(hidden=_ptr(hidden), packed=_ptr(small), scales=_ptr(x.scales), width=half, slots=x.slots)
         self.room.machine.rows("requantize", -(-x.slots // (ROW_THREADS // 32)), args)
-        return small
+        return x._replace(packed=small)
 
     def _variant(self, shape: str, swiglu: bool) -> Variant:
         return Fp8Variant(self.format, shape, swiglu)

@@ -17,10 +17,8 @@ from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
 
-def refuse_weights(spec: Spec, arch: Arch, shapes: dict[str, tuple[int, int]], kinds: tuple[str, ...]) -> str | None:
+def refuse_weights(spec: Spec, shapes: dict[str, tuple[int, int]], kinds: tuple[str, ...]) -> str | None:
     """`shapes`: role -> (rows, k); `kinds`: formats of weights it can read."""
-    if arch.name != "sm90":
-        return f"is written for sm90 (wgmma), not {arch.name}"
     for role, (n, k) in shapes.items():
         if spec.activation != "bf16" and spec.formats[role] != "bf16":  # a dense matrix takes its input as it is
             return f"multiplies bf16 activations, not {spec.activation}"
@@ -37,6 +35,8 @@ def room_of(b: Binding) -> Room:
 
 class _Grouped(Phase):
     rank = 20
+    arches: tuple[str, ...] = ("sm90",)
+    instruction = "wgmma"
     kinds: tuple[str, ...] = ("mxfp4", "q8", "bf16")
     dense: type[Dense] = Dense
     experts: type[Experts] = Experts
@@ -48,7 +48,9 @@ class _Grouped(Phase):
         raise NotImplementedError
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        return refuse_weights(spec, arch, self.shapes(spec), self.kinds)
+        if arch.name not in self.arches:
+            return f"is written for {' and '.join(self.arches)} ({self.instruction}), not {arch.name}"
+        return refuse_weights(spec, self.shapes(spec), self.kinds)
 
 
 class GroupedMoe(_Grouped):
@@ -56,6 +58,7 @@ class GroupedMoe(_Grouped):
     backends = {"moe": "cuda"}
     kinds = ("mxfp4",)
     knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})
+    tiles: tuple[str, ...] = ("auto",)
 
     def shapes(self, spec: Spec) -> dict[str, tuple[int, int]]:
         return {"gate_up": (2 * spec.intermediate, spec.hidden), "down": (spec.hidden, spec.intermediate)}
@@ -63,15 +66,20 @@ class GroupedMoe(_Grouped):
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         if spec.experts > EXPERTS_MAX or spec.top_k > TOP_MAX:
             return f"chooses up to {TOP_MAX} of up to {EXPERTS_MAX} experts, not {spec.top_k} of {spec.experts}"
-        if spec.tile != "auto":
+        if spec.tile not in self.tiles:
             return f"cuts its tiles by the rows of each expert, not as --tile {spec.tile} says"
         return super().refuse(spec, arch, gates)
+
+    def forced(self, spec: Spec) -> dict[str, str]:
+        """What the gates say about the product."""
+        return {} if spec.tile == "auto" else {"shape": spec.tile}
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
         experts = self.experts(
-            room_of(b), w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha
-        )
+            room_of(b), w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha,
+            **self.forced(s),
+        )  # fmt: skip
 
         def launch(step: Step, acts: dict[str, Any]) -> None:
             acts["x"] = experts.run(acts["h"], acts["topk_ids"], acts["topk_weights"], acts["x"])

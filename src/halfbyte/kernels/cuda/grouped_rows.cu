@@ -21,10 +21,12 @@ struct Rows {                 // mirrored in grouped.py; every kernel of this fi
   int source_float, norm_float, ids_wide;
   int kind;                   // how values are packed
   float eps;
-  float* scales;              // E4M3: of each slot
+  float* scales;              // E4M3: of each slot; MX: four scale bytes, [width / 128][slots]
   const u16* hidden;          // requantize: packed bf16
 };
-enum { AS_BF16 = 0, AS_F16 = 1, AS_E4M3 = 2 };  // f16: bf16 values, for q8 weights; e4m3: see grouped_fp8.cuh
+// f16: bf16 values, for q8 weights; e4m3: see grouped_fp8.cuh; mx: see grouped_mx.cuh
+enum { AS_BF16 = 0, AS_F16 = 1, AS_E4M3 = 2, AS_MXFP8 = 3, AS_MXFP4 = 4 };
+#include "grouped_mx.cuh"
 
 struct alignas(16) Four { float v[4]; };
 
@@ -128,8 +130,12 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid
   }
   auto emit = [&](int unit, const float (&x)[8]) {
     const bool here = unit < units;  // for all threads that exchange, or for none
-    if (r.kind == AS_E4M3) {
-      const u32 lower = four_e4m3(x[0], x[2], x[1], x[3], scale), upper = four_e4m3(x[4], x[6], x[5], x[7], scale);
+    const float times = r.kind < AS_MXFP8 ? 0.f : give_scale(r, unit, x, here ? count : 0, slots);
+    if (r.kind == AS_MXFP4) return give_mxfp4(r, unit, x, times, here ? count : 0, slots);
+    if (r.kind == AS_E4M3 || r.kind == AS_MXFP8) {
+      const bool row = r.kind == AS_E4M3;
+      const u32 lower = row ? four_e4m3(x[0], x[2], x[1], x[3], scale) : four_times(x[0], x[2], x[1], x[3], times);
+      const u32 upper = row ? four_e4m3(x[4], x[6], x[5], x[7], scale) : four_times(x[4], x[6], x[5], x[7], times);
       const bool odd = thread & 1;
       const u32 got = shfl_xor(odd ? lower : upper, 1);
       const u32 word[2] = {odd ? got : lower, odd ? upper : got};
@@ -209,6 +215,46 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) requantize(const __gri
   for (int g = lane + 32 * HELD; g < groups; g += 32) { u32x4 more[4]; load(g, more); emit(g, more); }
 }
 
+// The same to MXFP8 or MXFP4: a scale for every group, so that lanes need nothing of each other.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) mx_requantize(const __grid_constant__ Rows r) {
+  wait_for_previous();
+  release_next();
+  const int lane = hb_thread() % 32, slot = hb_block() * (ROW_THREADS / 32) + hb_thread() / 32;
+  if (slot >= r.slots) return;
+  for (int group = lane; group < r.width / 32; group += 32) {
+    u32 w[4][4], top = 0;  // word (t, i) at [i][t]
+    HB_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const u32x4 v = ldg128(r.hidden + ((size_t)(group >> 1) * r.slots + slot) * 64 + (((group & 1) * 4 + i) ^ (slot & 7)) * 8);
+      w[i][0] = v.x; w[i][1] = v.y; w[i][2] = v.z; w[i][3] = v.w;
+      HB_UNROLL
+      for (int t = 0; t < 4; t++) top = larger(top, larger(as_bits(bf16_low(w[i][t])) & 0x7fffffffu, as_bits(bf16_high(w[i][t])) & 0x7fffffffu));
+    }
+    const u32 scale = mx_scale(top, r.kind);
+    const float times = mx_inverse(scale);
+    scale_byte(r, group, slot) = (u8)scale;
+    u32 out[4];
+    if (r.kind == AS_MXFP4) {
+      HB_UNROLL
+      for (int t = 0; t < 4; t++) {
+        float x[8];
+        HB_UNROLL
+        for (int i = 0; i < 4; i++) { x[2 * i] = bf16_low(w[i][t]); x[2 * i + 1] = bf16_high(w[i][t]); }
+        out[t] = eight_e2m1(x, times);
+      }
+      store_words<4>((u8*)r.packed + ((size_t)(group >> 2) * r.slots + slot) * 64 + ((group & 3) ^ (slot >> 1 & 3)) * 16, out);
+    } else {
+      HB_UNROLL
+      for (int h = 0; h < 2; h++) {
+        HB_UNROLL
+        for (int t = 0; t < 4; t++)
+          out[t] = four_times(bf16_low(w[2 * h][t]), bf16_low(w[2 * h + 1][t]), bf16_high(w[2 * h][t]), bf16_high(w[2 * h + 1][t]), times);
+        store_words<4>((u8*)r.packed + ((size_t)(group >> 2) * r.slots + slot) * 128 + (((group & 3) * 2 + h) ^ (slot & 7)) * 16, out);
+      }
+    }
+  }
+}
+
 HB_DEV int choice(const Rows& r, int i) { return r.ids_wide ? (int)((const i64*)r.ids)[i] : ((const int*)r.ids)[i]; }
 
 // Block e: counts everything, then gives slots to the rows that chose expert e, in order of rows.
@@ -281,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) sum_rows(const __grid_
 
 #ifdef HB_EMULATE
 extern "C" void hb_rows(const char* entry, const Rows* r, int grid, u32 seed) {
-  auto body = [=] { entry[0] == 'p' ? pack_rows(*r) : entry[0] == 'g' ? group_rows(*r) : entry[0] == 'r' ? requantize(*r) : sum_rows(*r); };
+  auto body = [=] { entry[0] == 'p' ? pack_rows(*r) : entry[0] == 'g' ? group_rows(*r) : entry[0] == 'r' ? requantize(*r) : entry[0] == 'm' ? mx_requantize(*r) : sum_rows(*r); };
   emu::run(grid, entry[0] == 'g' ? GROUP_THREADS : ROW_THREADS, 4096, seed, body);
 }
 extern "C" int hb_rows_size() { return sizeof(Rows); }

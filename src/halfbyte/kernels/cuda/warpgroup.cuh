@@ -35,22 +35,8 @@ struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
     return 0;
   }
 };
-struct Mma16 {  // mma.m16n8k16 of a warp, columns from shared memory
-  u32 a[4]; const u8* columns; int step; float* d;
-  void bring(Warp& w, int p, int lane) { for (int i = 0; i < 4; i++) w.in[p][i][lane] = a[i]; }
-  int take(Warp& w, int p, int lane) {
-    Wgmma whole{{}, columns + step * 32, 8, d};
-    return whole.take(w, p, lane);
-  }
-};
 inline float operand(u32 bits) { return HB_HALF ? half_value(bits) : bf(bits); }
 }  // namespace emu
-struct Columns { const u8* at; };
-HB_DEV void load_columns(Columns& c, const u8* tile, int) { c.at = tile; }
-HB_DEV void mma_columns(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, const Columns& c, int step) {
-  emu::Mma16 m{{a0, a1, a2, a3}, c.at, step, d};
-  emu::collective<emu::Mma16&>(m);
-}
 HB_DEV u32 half_round(float v) {
   u32 b = as_bits(v), sign = b >> 16 & 0x8000u;
   float m = std::fabs(v);
@@ -120,22 +106,11 @@ HB_DEV void bulk_copy_to_both(void* dst, const void* src, u32 bytes, u64* bar) {
 #define HB_UNROLL_4 _Pragma("unroll 4")
 // Descriptor of B: rows of 128 bytes, eight to a swizzle atom of 1024. Only the low word moves.
 // A reduction leaves its result in a uniform register, where the tensor core wants it: no move per product.
-// Eight columns of a tile of 64 k, for mma.m16n8k16: the word of lane (g, t) in unit u is word t of unit u of column g.
-struct Columns { u32 b[8]; };
-HB_DEV void load_columns(Columns& c, const u8* tile, int lane) {
-  const u32 row = lane & 7, at = smem(tile) + row * 128 + (((lane >> 3) ^ row) << 4);
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(c.b[0]), "=r"(c.b[1]), "=r"(c.b[2]), "=r"(c.b[3]) : "r"(at) : "memory");
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(c.b[4]), "=r"(c.b[5]), "=r"(c.b[6]), "=r"(c.b[7]) : "r"(at ^ 64u) : "memory");
-}
 #if HB_HALF
 #define HB_OPERANDS "f16.f16"
 #else
 #define HB_OPERANDS "bf16.bf16"
 #endif
-HB_DEV void mma_columns(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, const Columns& c, int step) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." HB_OPERANDS ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(c.b[2 * step]), "r"(c.b[2 * step + 1]));
-}
 HB_DEV u32 half_pair(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 HB_DEV u32 half_mul(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV u32 half_sub(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }

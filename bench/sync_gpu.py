@@ -1,0 +1,173 @@
+"""What SM12x would run, on a GPU that is here: checked at the true shapes of gpt-oss, timed for information only.
+
+    python bench/sync_gpu.py --save bench/results/sync-gpu.json
+
+The grouped products with mma.sync (grouped_sync.cu; experts, and qkv and o in three formats), and the batch layer and
+the decode step with the rings that fit in 101,376 bytes of shared memory: each against float32 torch. On an H200 their
+times say nothing about SM12x, whose tensor cores and memory are others; that results are right does. The last line is
+JSON; a part that is wrong makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import batch_gpu  # noqa: E402
+import decode_gpu  # noqa: E402
+import prefill_gpu  # noqa: E402
+import torch  # noqa: E402
+
+from halfbyte import formats  # noqa: E402
+from halfbyte.formats import layouts, tile16  # noqa: E402
+from halfbyte.kernels.cuda import batch, grouped  # noqa: E402
+from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncDense, SyncExperts, SyncVariant  # noqa: E402
+from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
+from halfbyte.lab.receipts import measured  # noqa: E402
+from halfbyte.model.config import NAMED  # noqa: E402
+from halfbyte.plan.phase import ARCHES  # noqa: E402
+
+SMALL = ARCHES["sm121"].shared_memory
+ROW_KERNELS = ("pack_rows", "group_rows", "sum_rows")
+BATCH_ROWS = ("batch_finish", "batch_router", "batch_choose")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def programs(arch: str, steps: list[Any]) -> None:
+    """All of them at once, into the cache."""
+    c = NAMED["120b"]
+    found = [SyncVariant("mxfp4", t, s).program() for t in COLUMNS for s in (False, True)]
+    found += [SyncVariant(f, t, False).program() for f in ("q8", "bf16") for t in COLUMNS]
+    found += [Program(grouped.ROWS_PROGRAM, e) for e in ROW_KERNELS]
+    found += [batch.RowShape(c.hidden, c.experts, c.top_k).program(e) for e in BATCH_ROWS]
+    found += [small("mxfp4", k, s).program() for k, s in ((c.hidden, False), (c.hidden, True), (4096, False))]
+    found += [s.program() for s in steps]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda p: compile_program(p, arch), found))
+
+
+def small(form: str, k: int, swiglu: bool) -> batch.Variant:
+    return batch.Variant.within(SMALL, form, k, swiglu)
+
+
+def experts(room: grouped.Room, sizes: list[int]) -> list[dict[str, Any]]:
+    layer = prefill_gpu.Layer(room, "120b", False)
+    c = layer.config
+    dense = (prefill_gpu.dequantized(layer.gate_up), prefill_gpu.dequantized(layer.down))
+    found = []
+    for rows in sizes:
+        ids, weights = prefill_gpu.routing(rows, c.experts, c.top_k)
+        h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
+        want = layer.reference(dense, h, ids, weights, x) - x
+        for tile in (None, *COLUMNS):
+            made = SyncExperts(
+                room, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias, limit=c.swiglu_limit,
+                alpha=c.swiglu_alpha, shape=tile,
+            )  # fmt: skip
+            for buffer in room._buffers.values():  # nothing may survive from another run
+                if buffer.dtype in (torch.float32, torch.bfloat16):
+                    buffer.fill_(float("nan"))
+            got = [made.run(h, ids, weights, x) for _ in range(2)]
+            e = prefill_gpu.error(got[0] - x, want)
+            us = prefill_gpu.timed(lambda i, m=made, a=(h, ids, weights, x): m.run(*a), 5)
+            ok = e <= prefill_gpu.BOUND and torch.equal(*got)
+            found.append({"case": f"experts {rows} tokens {tile or 'auto'}", "us": us, "error": e, "ok": ok})
+            say(f"{found[-1]}")
+    return found
+
+
+def linear(room: grouped.Room) -> list[dict[str, Any]]:
+    found = []
+    for role, n, k in (("qkv", 5120, 2880), ("o", 2880, 4096)):
+        w = torch.randn((n, k), device="cuda") / k**0.5
+        for form in ("mxfp4", "q8", "bf16"):
+            if form == "bf16":
+                held, dense = tile16.pack_dense(w.bfloat16()), w.bfloat16().float()
+            else:
+                plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
+                held, dense = layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
+            for rows in (7, 150, 2048):
+                x, residual = torch.randn((rows, k), device="cuda").bfloat16(), torch.randn((rows, n), device="cuda")
+                bias = torch.randn(n, device="cuda")
+                made = SyncDense(room, held, bias, role)
+                got = [made.run(x, residual=residual) for _ in range(2)]
+                want = x.float() @ dense.T + bias
+                e = prefill_gpu.error(got[0] - residual, want)
+                us = prefill_gpu.timed(lambda i, m=made, x=x: m.run(x), 5)
+                ok = e <= (3e-4 if form == "q8" else 1e-5) and torch.equal(*got)
+                found.append({"case": f"{role} {form} {rows} rows", "us": us, "error": e, "ok": ok})
+                say(f"{found[-1]}")
+    return found
+
+
+def batches() -> list[dict[str, Any]]:
+    case = batch_gpu.Case("120b", {})
+    for m in (case.layer.qkv, case.layer.o, case.layer.gate_up, case.layer.down):
+        m.variant = small(m.variant.format, m.k, m.variant.swiglu)
+    return [
+        {"case": f"batch layer {rows} rows", **(got := case.check(rows)), "ok": got["right"]} for rows in (2, 8, 33)
+    ]
+
+
+def decode(steps: list[Any]) -> list[dict[str, Any]]:
+    found = []
+    for s in steps:
+        b = decode_gpu.Bench(s, decode_gpu.random_weights(s), 2048, s.rows)
+        got = decode_gpu.check(b, b.step(s), 2000)
+        found.append({"case": f"decode step {s.qkv} {s.rows} rows, {s.layers} layers, {s.slots} slots", **got})
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", default="9,65,512,2048")
+    parser.add_argument("--save", type=Path)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    began = time.time()
+    steps = [
+        decode_gpu.shape_of("120b", f, r, layers=4, shared=SMALL)
+        for f, r in (("mxfp4", 1), ("mxfp4", 4), ("checkpoint", 1))
+    ]
+    programs(grouped.gpu().arch, steps)
+    say(f"kernels ready after {time.time() - began:.1f} s")
+    room = grouped.Room(grouped.gpu(), {}, torch.device("cuda"))
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "linear": lambda: linear(room),
+        "experts": lambda: experts(room, [int(t) for t in args.tokens.split(",")]),
+        "batch": batches,
+        "decode": lambda: decode(steps),
+    }
+    report: dict[str, Any] = {
+        "bench": "sync_gpu", "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "rows": [],
+        "measured": measured(["cuda.grouped_sync_moe", "cuda.batch_layer", "cuda.decode_step"]),
+        "note": "results of what SM12x runs; times are this GPU's, for information",
+    }  # fmt: skip
+    for name, run in parts.items():
+        found = run()
+        for row in found:
+            say(f"{'ok ' if row['ok'] else 'WRONG'} {row}")
+        report["rows"] += found
+        say(f"{name} done after {time.time() - began:.1f} s")
+        if args.save:
+            args.save.write_text(json.dumps(report, indent=1) + "\n")
+    bad = [row["case"] for row in report["rows"] if not row["ok"]]
+    print(json.dumps({"cases": len(report["rows"]), "wrong": bad}))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
