@@ -116,8 +116,8 @@ def test_packing_is_the_format(activation: str) -> None:
 
     packed, scales = fresh()
     args = RowsArgs(
-        source=x.data_ptr(), packed=packed.data_ptr(), scales=scales.data_ptr(), stride=k, rows=rows, width=k, slots=slots,
-        source_float=1, kind=KINDS[activation],
+        source=x.data_ptr(), packed=packed.data_ptr(), scales=scales.data_ptr(), stride=k, rows=rows, width=k,
+        slots=slots, source_float=1, kind=KINDS[activation],
     )  # fmt: skip
     machine.rows("pack_rows", rows, args)
     check(packed, scales, plain, activation, slots)

@@ -1,9 +1,9 @@
 """Grouped products with block-scaled activations on SM120 and SM121: MXFP8 (W4A8) or MXFP4 (W4A4), and their phases.
 
 Weights stay MXFP4 in tile16 and are multiplied natively (`mma.sync ... kind::mxf8f6f4` or `kind::mxf4`, with both
-scales), at four or eight times the rate of bf16. Activations are quantised as `formats.mxfp8` and `formats.mxfp4` define
-it; the middle of the MLP passes through bf16 on its way there. Only `--activation` asks for them. Emulated, compiled
-and proved; run on no SM12x machine yet. Refuses other weights and other machines.
+scales), at four or eight times the rate of bf16. Activations are quantised as `formats.mxfp8` and `formats.mxfp4`
+define it; the middle of the MLP passes through bf16 on its way there. Only `--activation` asks for them. Emulated,
+compiled and proved; run on no SM12x machine yet. Refuses other weights and other machines.
 """
 
 from __future__ import annotations
