@@ -266,8 +266,31 @@ def test_sm90_runs_every_preset_through_the_cuda_kernels(preset: str) -> None:
         assert (selection.chosen["decode"] == ("cuda.decode_step",)) == decode
         assert decode or "cuda.batch_layer" in selection.chosen["decode"]
     with pytest.raises(PlanError, match="written for sm90"):
-        choose(NAMED["120b"], gates.parse({"moe_kernel": "cuda"}, env={}, preset=preset), ARCHES["sm121"])
+        choose(NAMED["120b"], gates.parse({"moe_kernel": "cuda"}, env={}, preset=preset), ARCHES["sm100"])
     assert base.moe_kernel == PerRegime()
+
+
+@pytest.mark.parametrize("arch", ["sm120", "sm121"])
+@pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])
+def test_cuda_serves_every_regime_on_sm12x(preset: str, arch: str) -> None:
+    _, chosen, selection = choose(NAMED["120b"], gates.parse({}, env={}, preset=preset), ARCHES[arch])
+    assert selection.chosen["decode"] == ("cuda.decode_step",)
+    for phases in chosen.values():
+        for operation in ("qkv", "o", "moe", "lm_head"):
+            (phase,) = [p for p in phases if operation in p.covers]
+            assert phase.name.startswith("cuda."), (operation, phase.name)
+    assert {selection.layouts[r] for r in ("qkv", "o", "gate_up", "down", "lm_head")} == {"tile16"}
+    said = {r.phase: r.reason for r in selection.refusals if r.regime == "batch"}
+    if preset == "exact":  # a tile of bf16 is too large for the ring
+        assert "a tile of qkv in bf16" in said["cuda.batch_layer"]
+    else:
+        assert "cuda.batch_layer" in selection.chosen["batch"]
+    assert "wgmma" in {r.phase: r.reason for r in selection.refusals if r.regime == "prefill"}["cuda.attention_flash"]
+    # block-scaled activations in prompts alone: decode and batches stay exact
+    flags = {"activation": "prefill=mxfp8"}
+    _, _, selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset="fast"), ARCHES[arch])
+    assert selection.chosen["decode"] == ("cuda.decode_step",)
+    assert {"cuda.grouped_mxfp8_moe", "cuda.grouped_mxfp8_o"} <= set(selection.chosen["prefill"])
 
 
 ACTIVATIONS = ("bf16", "int8", "fp8", "mxfp8", "mxfp4")
@@ -289,8 +312,9 @@ def test_every_activation_format_is_reached_or_refused(preset: str, arch: str) -
             continue
         for phases in chosen.values():
             (moe,) = [p for p in phases if "moe" in p.covers]
-            native = activation in ("fp8", "mxfp8") and arch in ("sm120", "sm121")
-            assert (moe.name == "triton.moe_split") == native
-            assert moe.name.startswith("cuda.") == (arch == "sm90" and activation == "bf16")
+            small = arch in ("sm120", "sm121")
+            assert (moe.name == "triton.moe_split") == (small and activation == "fp8")
+            cuda = {"bf16", "mxfp8", "mxfp4"} if small else {"bf16"} if arch == "sm90" else set()
+            assert moe.name.startswith("cuda.") == (activation in cuda)
         if arch == "sm90" and preset == "exact":  # a dense matrix takes bf16 whatever the gate says
             assert "cuda.grouped_o" in selection.chosen["prefill"]
