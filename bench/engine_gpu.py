@@ -103,10 +103,9 @@ def complete(core: EngineCore, prompts: list[list[int]], most: int) -> list[list
 # ---- meaning --------------------------------------------------------------------------------------------------------
 
 
-def ask(preset: str, activation: str, device: str, per_task: int, padded: bool, eager: bool) -> dict[str, Any]:
-    gates = gates_of(preset, activation, eager)
+def ask(model: GptOss, preset: str, activation: str, per_task: int, padded: bool, eager: bool) -> dict[str, Any]:
+    gates, device = gates_of(preset, activation, eager), model.device.type
     start = time.perf_counter()
-    model = embedded(gates, torch.device(device), padded)
     suite = Suite("tiny", 0, per_task)
     tokenizer = ready.tokenizer_of(ready.resolve(None))
     prompts = [item.prompt for item in suite.items(tokenizer)]
@@ -124,7 +123,7 @@ def ask(preset: str, activation: str, device: str, per_task: int, padded: bool, 
     return {
         "preset": preset, "activation": activation, "padded": padded, "eager": eager, "device": device,
         "right": {t: s.right for t, s in report.tasks.items()}, "accuracy": report.accuracy,
-        "well_formed": report.well_formed, "phases": phases, "load_s": loaded - start, "run_s": done - loaded,
+        "well_formed": report.well_formed, "phases": phases, "ready_s": loaded - start, "run_s": done - loaded,
         "tokens": sum(map(len, answers)), "answers": answers, "no_hidden_synchronisation": clean,
     }  # fmt: skip
 
@@ -164,21 +163,22 @@ def evaluate(args: argparse.Namespace, result: dict[str, Any]) -> None:
     known = json.loads(args.answers.read_text(encoding="utf-8"))
     if known["asked"] != asked():
         raise SystemExit(f"{args.answers} holds answers of another model or to other problems; make it again.")
-    cases = [(p, a, False, False) for p, a in POINTS] + [(p, a, True, False) for p, a in PADDED]
-    cases += [(p, a, padded, True) for p, a in PADDED for padded in (False, True)]
+    cases = [(p, a, False) for p, a in POINTS] + [(p, a, True) for p, a in PADDED]
     if args.only:
-        cases = [c for c in cases if c[0] in args.only.split(",")]
+        wanted = args.only.split(",")
+        cases = [c for c in cases if c[0] in wanted or c[1] in wanted or ("padded" in wanted and c[2])]
     running: list[tuple[tuple[Any, ...], subprocess.Popen[bytes], Path]] = []
-    found = []
+    found: list[dict[str, Any]] = []
+    result["eval"] = []
     folder = Path(tempfile.mkdtemp())
     waiting = list(cases)
     while waiting or running:
         while waiting and len(running) < args.jobs:
-            preset, activation, padded, eager = case = waiting.pop(0)
+            case = waiting.pop(0)
             out = folder / f"{len(waiting)}.json"
             command = [
-                sys.executable, __file__, "--one", json.dumps([preset, activation, padded, eager]), "--out", str(out),
-                "--per-task", str(known["per_task"]), "--answers", str(args.answers),
+                sys.executable, __file__, "--one", json.dumps(case), "--out", str(out), "--per-task",
+                str(known["per_task"]), "--answers", str(args.answers),
             ]  # fmt: skip
             running.append((case, subprocess.Popen(command, stdout=subprocess.DEVNULL), out))
         time.sleep(0.2)
@@ -188,19 +188,12 @@ def evaluate(args: argparse.Namespace, result: dict[str, Any]) -> None:
             if process.returncode or not out.exists():
                 found.append({"case": case, "failed": f"exit code {process.returncode}"})
             else:
-                found.append(json.loads(out.read_text(encoding="utf-8")))
-            print(summary(found[-1]), flush=True)
-            result["eval"] = [{k: v for k, v in c.items() if k != "answers"} for c in found]
+                found += json.loads(out.read_text(encoding="utf-8"))
+            for c in found[len(result["eval"]) :]:
+                print(summary(c), flush=True)
+            result["eval"] = list(found)
             save(args, result)
-    by = {(c["preset"], c["activation"], c["padded"], c["eager"]): c for c in found if "failed" not in c}
-    for preset, activation, padded, eager in cases:
-        if eager and (preset, activation, padded, True) in by and (preset, activation, padded, False) in by:
-            on, off = by[preset, activation, padded, False], by[preset, activation, padded, True]
-            on["graphs_equal_eager"] = on["answers"] == off["answers"]
-            on["graphs_unequal"] = sum(x != y for x, y in zip(on["answers"], off["answers"], strict=True))
-            print(f"{preset} padded={padded}: graphs and eager give equal tokens: {on['graphs_equal_eager']}")
     result["asked"] = asked()
-    result["eval"] = [{k: v for k, v in c.items() if k != "answers"} for c in found]
     ran = {name for c in found for names in c.get("phases", {}).values() for name in names}
     result["measured"] |= receipts.measured(ran)
 
@@ -223,23 +216,35 @@ def summary(c: dict[str, Any]) -> str:
         f"{c['preset']:8} {c['activation']:5} {'padded' if c['padded'] else 'plain ':6} "
         f"{'eager' if c['eager'] else 'graph'}: equal {c['compared']['equal']}/{c['compared']['problems']}, accuracy "
         f"{100 * c['accuracy']:.1f} % (CPU {100 * c['cpu_accuracy']:.1f}), tasks with another score: "
-        f"{c['tasks_that_differ'] or 'none'}, waits: {c['no_hidden_synchronisation']}, load {c['load_s']:.1f} s, run "
-        f"{c['run_s']:.1f} s {'; margins ' + margins if margins else ''}"
+        f"{c['tasks_that_differ'] or 'none'}, no waits: {c['no_hidden_synchronisation']}"
+        f"{', tokens of graphs: ' + str(c['equals_graphs']) if c['eager'] else ''}, {c['run_s']:.1f} s"
+        f"{'; margins ' + margins if margins else ''}"
     )
 
 
 def one(args: argparse.Namespace) -> None:
+    """One process's part: a model through graphs, and where presets are compared, eagerly too."""
     torch.set_num_threads(1)
-    preset, activation, padded, eager = json.loads(args.one)
+    preset, activation, padded = json.loads(args.one)
     known = json.loads(args.answers.read_text(encoding="utf-8"))
     theirs = known["cases"][f"{preset} {activation}"]
-    mine = ask(preset, activation, "cuda", args.per_task, padded, eager)
-    mine["compared"] = compare(mine, theirs, args.per_task)
-    mine["cpu_accuracy"] = theirs["accuracy"]
-    mine["tasks_that_differ"] = {
-        task: [right, theirs["right"][task]] for task, right in mine["right"].items() if right != theirs["right"][task]
-    }
-    args.out.write_text(json.dumps(mine), encoding="utf-8")
+    model = embedded(gates_of(preset, activation), torch.device("cuda"), padded)
+    made: list[dict[str, Any]] = []
+    for eager in (False, True)[: 1 + ((preset, activation) in PADDED)]:
+        mine = ask(model, preset, activation, args.per_task, padded, eager)
+        mine["compared"] = compare(mine, theirs, args.per_task)
+        mine["cpu_accuracy"] = theirs["accuracy"]
+        mine["tasks_that_differ"] = {
+            task: [right, theirs["right"][task]]
+            for task, right in mine["right"].items()
+            if right != theirs["right"][task]
+        }
+        if eager:
+            mine["equals_graphs"] = mine["answers"] == made[0]["answers"]
+        made.append(mine)
+    for mine in made:
+        del mine["answers"]
+    args.out.write_text(json.dumps(made), encoding="utf-8")
 
 
 def asked() -> str:
@@ -256,9 +261,10 @@ def cpu_answers(args: argparse.Namespace) -> None:
     found = {}
     question = asked()
     for preset, activation in POINTS:
-        if args.only and preset not in args.only.split(","):
+        if args.only and not {preset, activation} & set(args.only.split(",")):
             continue
-        case = ask(preset, activation, "cpu", args.per_task, False, True)
+        model = embedded(gates_of(preset, activation), torch.device("cpu"), False)
+        case = ask(model, preset, activation, args.per_task, False, True)
         found[f"{preset} {activation}"] = {k: case[k] for k in ("answers", "accuracy", "right")}
         print(f"{preset} {activation}: {100 * case['accuracy']:.1f} %, {case['run_s']:.0f} s", flush=True)
         whole = {"asked": question, "per_task": args.per_task, "cases": found}
@@ -404,7 +410,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, help="the CPU's answers: written, or read with --eval")
     parser.add_argument("--per-task", type=int, default=4)
-    parser.add_argument("--only", help="presets, comma-separated")
+    parser.add_argument("--only", help="presets, activation formats or padded, comma-separated")
     parser.add_argument("--eval", action="store_true")
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -427,7 +433,7 @@ def main() -> None:
         return
     mine = [receipts.PACKAGE / "engine" / "runner.py", receipts.PACKAGE / "plan" / "draw.py"]
     result: dict[str, Any] = {
-        "bench": "engine", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:],
+        "bench": "engine", "schema": 1, "environment": environment.collect(),
         "measured": receipts.hashes(receipts.sources_of(mine, ("kernels", "engine"))),
     }  # fmt: skip
     if args.eval:

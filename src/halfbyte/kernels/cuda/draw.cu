@@ -6,6 +6,7 @@
 
 #ifdef HB_EMULATE
 HB_DEV u32 shared_add(u32* p, u32 v) { const u32 old = *p; *p += v; return old; }
+HB_DEV void shared_max(u32* p, u32 v) { *p = std::max(*p, v); }
 HB_DEV void global_add(u32* p, u32 v) { *p += v; }
 HB_DEV u32 global_load(const u32* p) { return *p; }
 HB_DEV float log_exact(float v) { return std::log(v); }
@@ -18,6 +19,7 @@ HB_DEV u32 round_u32(float v) { return (u32)std::llrint((double)v); }
 #else
 #define HB_SOME _Pragma("unroll 4")
 HB_DEV u32 shared_add(u32* p, u32 v) { return atomicAdd(p, v); }
+HB_DEV void shared_max(u32* p, u32 v) { atomicMax(p, v); }
 HB_DEV void global_add(u32* p, u32 v) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 HB_DEV u32 global_load(const u32* p) { u32 v; asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
 HB_DEV float log_exact(float v) { return logf(v); }
@@ -28,7 +30,7 @@ HB_DEV u32 round_u32(float v) { return __float2uint_rn(v); }
 #endif
 
 constexpr int RACE_THREADS = 256, EDGE_THREADS = 1024;
-constexpr int BINS = 2048, HELD = 4096;      // bins of 1 / 64; candidates kept in shared memory
+constexpr int BINS = 2048, HELD = 8192;      // bins of 1 / 64; candidates kept in shared memory
 constexpr float PER_UNIT = 64.f;
 #define HB_INFINITY as_float(0x7f800000u)
 constexpr int MASS_BITS = 28, HALF_BITS = 14;  // a mass within its bin in whole numbers, added up as two halves
@@ -120,27 +122,38 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS) draw_race(const __gri
 struct Sums { u32 count, high, low; };  // of tokens; of their masses, in two halves
 
 struct Room {
-  double mass[BINS];
-  u32 count[BINS], high[BINS], low[BINS];
+  double mass_above[BINS];
+  u32 count[BINS], high[BINS], low[BINS];  // `high` becomes the tokens above
   u32 held[HELD];
-  double lane[2][32], before[2];  // of tokens, of mass
+  double warp_mass[32];
+  u32 warp_count[32];
+  double whole;
   Sums total[3];
-  u32 found, taken, last;
+  u32 found[2], taken, last;
 };
+
+HB_DEV double shfl(double v, int lane) {
+  union { double d; u32 u[2]; } b;
+  b.d = v;
+  b.u[0] = shfl(b.u[0], lane);
+  b.u[1] = shfl(b.u[1], lane);
+  return b.d;
+}
 
 struct Row {
   const float* logits;
   float temperature, top;  // top: the highest scaled logit
   int vocab;
-  // Scaled logits from `from` to `to`, every thread its own; loads run ahead, since one block is all there is.
+  // Scaled logits from `from` to `to`, every thread its own, and whether there was one: all threads come equally often.
+  // Loads run ahead, since few blocks share a row.
   template <class F> HB_DEV_MEMBER void each(int from, int to, F f) const {
     constexpr int AHEAD = 8;
-    for (int first = from + hb_thread(); first < to; first += AHEAD * EDGE_THREADS) {
+    for (int base = from; base < to; base += AHEAD * EDGE_THREADS) {
       float v[AHEAD];
       HB_UNROLL
-      for (int i = 0; i < AHEAD; i++) v[i] = first + i * EDGE_THREADS < to ? logits[first + i * EDGE_THREADS] : 0.f;
+      for (int i = 0; i < AHEAD; i++) { const int t = base + i * EDGE_THREADS + hb_thread(); v[i] = t < to ? logits[t] : 0.f; }
       HB_UNROLL
-      for (int i = 0; i < AHEAD; i++) if (first + i * EDGE_THREADS < to) f(v[i] / temperature);
+      for (int i = 0; i < AHEAD; i++) f(v[i] / temperature, base + i * EDGE_THREADS + hb_thread() < to);
     }
   }
   HB_DEV_MEMBER int bin(float x) const { const float d = (top - x) * PER_UNIT; return d < (float)(BINS - 1) ? (int)d : BINS - 1; }
@@ -162,13 +175,43 @@ HB_DEV Sums sum_of_block(Sums s, Room& room, int turn) {
   return found;
 }
 
+// What lies above every bin. A thread has two of them.
+HB_DEV void add_up(Room& room) {
+  static_assert(BINS == 2 * EDGE_THREADS && EDGE_THREADS == 32 * 32, "two bins a thread, a lane for each warp");
+  const int thread = hb_thread(), warp = thread / 32, lane = thread % 32, b = 2 * thread;
+  const double mass[2] = {join(room.high[b], room.low[b]) * weight_of(b), join(room.high[b + 1], room.low[b + 1]) * weight_of(b + 1)};
+  const u32 count[2] = {room.count[b], room.count[b + 1]};
+  double m = mass[0] + mass[1];
+  u32 c = count[0] + count[1];
+  for (int d = 1; d < 32; d *= 2) {
+    const double more = shfl(m, lane < d ? lane : lane - d);
+    const u32 others = shfl(c, lane < d ? lane : lane - d);
+    if (lane >= d) { m += more; c += others; }
+  }
+  if (lane == 31) { room.warp_mass[warp] = m; room.warp_count[warp] = c; }
+  sync_all();
+  double before = 0.;
+  u32 tokens = 0;
+  for (int w = 0; w < warp; w++) { before += room.warp_mass[w]; tokens += room.warp_count[w]; }
+  if (thread == EDGE_THREADS - 1) room.whole = before + m;
+  before += m - mass[0] - mass[1];
+  tokens += c - count[0] - count[1];
+  room.mass_above[b] = before;
+  room.mass_above[b + 1] = before + mass[0];
+  room.high[b] = tokens;
+  room.high[b + 1] = tokens + count[0];
+  if (thread < 2) room.found[thread] = 0;
+  sync_all();
+}
+
 // Counts a row into bins. Several blocks share a row; false in all but the last of them, which has the sums of all.
 HB_DEV bool fill_bins(const Draw& d, const Row& row, Room& room, int r, int part) {
   const int thread = hb_thread(), share = (d.vocab + d.edge_parts - 1) / d.edge_parts, from = part * share;
   for (int b = thread; b < BINS; b += EDGE_THREADS) room.count[b] = room.high[b] = room.low[b] = 0;
   if (thread < 3) room.total[thread] = {0, 0, 0};
   sync_all();
-  row.each(from, from + share < d.vocab ? from + share : d.vocab, [&](float x) {
+  row.each(from, from + share < d.vocab ? from + share : d.vocab, [&](float x, bool there) {
+    if (!there) return;
     const int b = row.bin(x);
     const u32 mass = row.mass(x, b);
     shared_add(&room.count[b], 1);
@@ -192,40 +235,20 @@ HB_DEV bool fill_bins(const Draw& d, const Row& row, Room& room, int r, int part
       all[b] = all[BINS + b] = all[2 * BINS + b] = 0;
     }
   }
-  for (int b = thread; b < BINS; b += EDGE_THREADS) room.mass[b] = join(room.high[b], room.low[b]) * weight_of(b);
   sync_all();
+  add_up(room);
   return true;
 }
 
-// The last bin that holds a token with less than `limit` (of tokens: which 0; of mass: 1) above it, and what is above it.
+// The last bin that holds a token with less than `limit` (of tokens: which 0; of mass: 1) above it.
 HB_DEV int bin_at(Room& room, double limit, int which) {
-  constexpr int EACH = BINS / 32;
-  const int lane = hb_thread(), from = lane * EACH;
-  if (lane < 32) {
-    double sum[2] = {0., 0.};
-    for (int b = from; b < from + EACH; b++) { sum[0] += (double)room.count[b]; sum[1] += room.mass[b]; }
-    room.lane[0][lane] = sum[0];
-    room.lane[1][lane] = sum[1];
-    sync_warp();
-    double above[2] = {0., 0.}, kept[2] = {0., 0.};
-    for (int l = 0; l < lane; l++) { above[0] += room.lane[0][l]; above[1] += room.lane[1][l]; }
-    u32 last = 0;  // one more than the bin
-    for (int b = from; b < from + EACH; b++) {
-      if (room.count[b] && above[which] < limit) { last = b + 1; kept[0] = above[0]; kept[1] = above[1]; }
-      above[0] += (double)room.count[b];
-      above[1] += room.mass[b];
-    }
-    const u32 best = warp_max(last);
-    if (last == best && best) { room.found = best - 1; room.before[0] = kept[0]; room.before[1] = kept[1]; }
-  }
+  u32 last = 0;
+  for (int b = 2 * hb_thread(); b < 2 * hb_thread() + 2; b++)
+    if (room.count[b] && (which ? room.mass_above[b] : (double)room.high[b]) < limit) last = b;
+  last = warp_max(last);
+  if (hb_thread() % 32 == 0 && last) shared_max(&room.found[which], last);
   sync_all();
-  return (int)room.found;
-}
-
-HB_DEV double all_mass(const Room& room) {  // after `bin_at`
-  double sum = 0;
-  for (int l = 0; l < 32; l++) sum += room.lane[1][l];
-  return sum;
+  return (int)room.found[which];
 }
 
 // Tokens of one bin, from shared memory if they fit there.
@@ -236,7 +259,16 @@ struct Bin {
   HB_DEV_MEMBER void gather() {
     if (hb_thread() == 0) room.taken = 0;
     sync_all();
-    if (count <= HELD) row.each(0, row.vocab, [&](float x) { if (row.bin(x) == bin) room.held[shared_add(&room.taken, 1)] = ordered(x); });
+    if (count <= HELD)
+      row.each(0, row.vocab, [&](float x, bool there) {
+        const bool mine = there && row.bin(x) == bin;
+        const u32 who = warp_ballot(mine);
+        if (!who) return;
+        const int lane = hb_thread() % 32, first = popcount((who & (0u - who)) - 1);
+        u32 place = lane == first ? shared_add(&room.taken, popcount(who)) : 0u;
+        place = shfl(place, first) + popcount(who & ((1u << lane) - 1));
+        if (mine) room.held[place] = ordered(x);
+      });
     sync_all();
   }
   // Number and mass of the tokens whose place in order is above `key`.
@@ -245,7 +277,7 @@ struct Bin {
     if (count <= HELD) {
       for (int i = hb_thread(); i < count; i += EDGE_THREADS) take(s, room.held[i], key);
     } else {
-      row.each(0, row.vocab, [&](float x) { if (row.bin(x) == bin) take(s, ordered(x), key); });
+      row.each(0, row.vocab, [&](float x, bool there) { if (there && row.bin(x) == bin) take(s, ordered(x), key); });
     }
     return sum_of_block(s, room, turn);
   }
@@ -263,7 +295,7 @@ struct Edge { u32 key; double tokens, mass, one; };  // the lowest place in orde
 // The lowest place in order above which less than `limit` lies.
 HB_DEV Edge edge_of(const Row& row, Room& room, double limit, int which, int& turn) {
   const int b = bin_at(room, limit, which);
-  const double before[2] = {room.before[0], room.before[1]}, weight = weight_of(b);
+  const double before[2] = {(double)room.high[b], room.mass_above[b]}, weight = weight_of(b);
   Bin bin{row, room, b, (int)room.count[b]};
   bin.gather();
   // `no` lies below the bin's tokens and is too low, `yes` above them or on the highest.
@@ -299,8 +331,7 @@ extern "C" __global__ void __launch_bounds__(EDGE_THREADS) draw_edges(const __gr
       key = e.key > key ? e.key : key;
       whole = e.mass + ((double)top_k - e.tokens) * e.one;  // of the k likeliest: of the last one's equals, what is left
     } else {
-      bin_at(room, 0., 1);
-      whole = all_mass(room);
+      whole = room.whole;
     }
     if (by_mass) {
       const Edge e = edge_of(row, room, (double)top_p * whole, 1, turn);

@@ -21,7 +21,7 @@ from halfbyte.kernels.launch import Kernel, Program, compile_program, nvrtc_avai
 
 SOURCE = Path(__file__).parent / "draw.cu"
 THREADS = {"draw_note": 256, "draw_race": 256, "draw_edges": 1024}
-SHARED = {"draw_note": 256, "draw_race": 256, "draw_edges": 57_920}  # as draw.cu has it
+SHARED = {"draw_note": 256, "draw_race": 256, "draw_edges": 74_176}  # as draw.cu has it
 VOCAB_MAX = (1 << 18) - 1
 BLOCKS, LEAST = 512, 1024  # blocks of a race over all rows; tokens a block should have at least
 EDGE_BLOCKS, EDGE_PARTS, EDGE_LEAST = 64, 16, 8192  # the same for edges; at most so many blocks to a row
