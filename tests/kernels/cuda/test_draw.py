@@ -12,6 +12,7 @@ from grouped_emulator import build
 from halfbyte.engine.device_sampler import draw_rows
 from halfbyte.errors import PlanError
 from halfbyte.kernels.cuda.draw import SHARED, THREADS, VOCAB_MAX, Draw, DrawArgs, gpu, program
+from halfbyte.kernels.launch import build_program, nvrtc_available
 from halfbyte.ops.sampling import distribution, greedy
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -145,6 +146,19 @@ def test_tokens_are_those_of_the_sampler_in_torch(filtered: bool, device: str) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_the_token_at_the_edge_is_drawn_too(device: str) -> None:
+    rows, vocab = 40, 64
+    logits = torch.zeros(rows, vocab)
+    logits[:, 9], logits[:, 30] = 2.0, 1.5
+    settings = torch.tensor([1.0, 2, 1.0, 0.0]).expand(rows, 4).contiguous()
+    given = [t.to(device) for t in (logits, settings, keys_for(rows), noted(logits))]
+    draw_on(device, rows, vocab)(*given, filtered=True)
+    seen = given[3][:, 0].tolist()
+    assert set(seen) == {9, 30}
+    assert seen == draw_rows(*given[:3], filtered=True, sampled=True).tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_highest_logit_is_noted(device: str) -> None:
     vocab, rows = (1500, 11) if device == "cpu" else (201_088, 64)
     draw = draw_on(device, rows, vocab)
@@ -187,6 +201,16 @@ def test_the_distribution_on_a_gpu(device: str) -> None:
         chi2 = float(((seen - want) ** 2 / np.where(want > 0, want, 1))[possible].sum())
         freedom = int(possible.sum()) - 1
         assert chi2 < freedom + 4.5 * (2 * freedom) ** 0.5 + 1e-9, f"chi2 {chi2:.1f} with {freedom} degrees of freedom"
+
+
+@pytest.mark.skipif(nvrtc_available() is not None, reason="no NVRTC")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a", "sm_121a"])
+def test_compiles_without_spills(arch: str) -> None:
+    _, log = build_program(program("draw_race"), arch, "--ptxas-options=-v")
+    said = [line for line in log.splitlines() if "spill stores" in line]
+    assert len(said) == len(THREADS)
+    assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in said)
+    assert max(SHARED.values()) <= 101_376  # what a block of SM12x may have
 
 
 def test_what_python_says_of_the_kernel_is_so() -> None:
