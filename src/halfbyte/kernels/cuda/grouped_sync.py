@@ -89,7 +89,7 @@ class SyncExperts(Experts):
     mx = ""
 
     def _shape(self, per_expert: float) -> str:
-        return self.shape or ("64x128" if per_expert <= 64 else "128x128")
+        return self.shape or ("64x128" if per_expert <= 32 else "128x128")  # measured on an H200 (docs/LOG.md)
 
     def _variant(self, shape: str, swiglu: bool) -> Variant:
         return SyncVariant(self.format, shape, swiglu, self.mx)
