@@ -6,8 +6,8 @@ As many blocks as that GPU has multiprocessors, the ring that fits in its shared
 to its part of that GPU's read bandwidth (experiments/pace.cuh), times each of --shares. What is rehearsed: how much of
 the waits between blocks hides behind slow memory, and how unevenly the work is shared out. What is not: that memory
 itself, the other chip's clock and latencies. A block that is done early leaves its part of the bandwidth unused, which
-real memory would give to the others. Router weights and vectors do not come by bulk copies; the pace is lowered by their
-part. Every kernel is checked against float32 torch before it is timed. The last line is JSON.
+real memory would give to the others. Router weights and vectors do not come by bulk copies; the pace is lowered by
+their part. Every kernel is checked against float32 torch before it is timed. The last line is JSON.
 """
 
 from __future__ import annotations

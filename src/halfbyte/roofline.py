@@ -45,11 +45,15 @@ GPUS: dict[str, Gpu] = {
         1.98,
     ),
     "gb10": Gpu(
-        "GB10 (DGX Spark)", "sm121", 232e9, True, 62e12, 125e12, 120e9, "reads as reported, 273 GB/s on paper", 273e9,
-        48, 2.42,
+        "GB10 (DGX Spark)", "sm121", 232e9, True, 92e12, 184e12, 120e9,
+        "reads (231-234 GB/s) and bf16 products as reported, 273 GB/s on paper; 24 MB of L2", 273e9, 48, 2.14,
     ),
-    "rtx5090": Gpu("RTX 5090", "sm120", 1.792e12, False, 210e12, 419e12, 32e9, "paper", 1.792e12, 170, 2.41),
-    "pro6000": Gpu("RTX PRO 6000", "sm120", 1.792e12, False, 252e12, 504e12, 96e9, "paper", 1.792e12, 188, 2.62),
+    "rtx5090": Gpu(
+        "RTX 5090", "sm120", 1.792e12, False, 210e12, 419e12, 32e9, "paper; 96 MB of L2", 1.792e12, 170, 2.41
+    ),
+    "pro6000": Gpu(
+        "RTX PRO 6000", "sm120", 1.792e12, False, 504e12, 1008e12, 96e9, "paper; 128 MB of L2", 1.792e12, 188, 2.62
+    ),
     "b200": Gpu("B200", "sm100", 8.0e12, False, 2250e12, 4500e12, 180e9, "paper", 8.0e12, 148, 1.97),
 }  # fmt: skip
 # What people call them.

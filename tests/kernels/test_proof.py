@@ -153,24 +153,57 @@ def test_a_cuda_phase_is_proved_like_the_others(capsys: pytest.CaptureFixture[st
     assert "does not run on sm121" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(nvrtc_available() is not None, reason="needs NVRTC")
+@pytest.mark.parametrize(
+    ("name", "spec", "instruction"),
+    [
+        ("cuda.grouped_sync_o", {"dense": "mxfp4"}, "HMMA.16816.F32.BF16"),
+        ("cuda.grouped_mxfp8_o", {"dense": "mxfp4", "activation": "mxfp8"}, "QMMA.SF.16832.F32.E2M1.E4M3.E8"),
+        ("cuda.grouped_mxfp4_o", {"dense": "mxfp4", "activation": "mxfp4"}, "OMMA.SF.16864.F32.E2M1.E2M1.E8"),
+        ("cuda.batch_layer", {"dense": "mxfp4"}, "HMMA.16816.F32.BF16"),
+    ],
+)
+def test_cuda_on_gb10(name: str, spec: dict[str, str], instruction: str) -> None:
+    """Native instructions, no spills, within 101,376 bytes: of one product each, `make test-full` has all of them."""
+    given = prove.default_spec(**spec)  # type: ignore[arg-type]
+    phase = prove._phase(name)
+    assert phase.refuse(given, ARCHES["sm121"], Gates()) is None
+    build = next(b for b in prove_cuda.builds(phase, given, ARCHES["sm121"]) if b.need)
+    found = prove.prove_build(name, build, ARCHES["sm121"])
+    assert found.ok, prove.show(found)
+    assert found.instructions[instruction] > 8
+    assert found.target == "sm_121a"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(nvrtc_available() is not None, reason="needs NVRTC")
-@pytest.mark.parametrize("spec", [{}, {"dense": "q8"}, {"dense": "mxfp4"}, {"dense": "mxfp4", "activation": "fp8"}])
-def test_every_cuda_phase(spec: dict[str, str]) -> None:
+@pytest.mark.parametrize("arch", ["sm90", "sm120", "sm121"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"dense": "q8"},
+        {"dense": "mxfp4"},
+        *({"dense": "mxfp4", "activation": a} for a in ("fp8", "mxfp8", "mxfp4")),
+    ],
+    ids=lambda s: " ".join(s.values()) or "exact",
+)
+def test_every_cuda_phase(spec: dict[str, str], arch: str) -> None:
     kernels, bad = 0, []
     for name in sorted(set(prove.compilable()) - set(prove.provable())):
         phase = prove._phase(name)
         given = prove.default_spec(phase, **spec)  # type: ignore[arg-type]
-        if phase.refuse(given, ARCHES["sm90"], Gates(attention="cuda")) is not None:
+        if phase.refuse(given, ARCHES[arch], Gates(attention="cuda")) is not None:
             continue
-        builds = prove_cuda.builds(phase, given, ARCHES["sm90"])
+        builds = prove_cuda.builds(phase, given, ARCHES[arch])
         assert builds, f"{name} says nothing about its kernels"
         for build in builds:
             kernels += 1
-            found = prove.prove_build(name, build, ARCHES["sm90"])
+            found = prove.prove_build(name, build, ARCHES[arch])
             bad += [] if found.ok else [prove.show(found)]
     assert not bad, "\n".join(bad)
-    assert kernels > 5
+    mine = {("sm90", "mxfp8"), ("sm90", "mxfp4"), ("sm120", "fp8"), ("sm121", "fp8")}  # Triton's alone
+    assert kernels >= (0 if (arch, spec.get("activation")) in mine else 5)
 
 
 @pytest.mark.slow

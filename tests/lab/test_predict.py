@@ -69,11 +69,11 @@ def test_where_it_was_measured_the_central_value_is_the_measurement() -> None:
 def test_gb10_by_hand() -> None:
     p = predict.predict("DGX Spark", "120b", FAST, 2048, [receipt()])
     total = decode_traffic(C, predict.formats_of("mxfp4"), 2048).total
-    seconds = total / (232e9 * SHARE) + 36 * FIXED * 1e-6 * 1.98 / 2.42
+    seconds = total / (232e9 * SHARE) + 36 * FIXED * 1e-6 * 1.98 / 2.14
     assert p.central == pytest.approx(1 / seconds)
     low, central, high = (s.tokens_per_second for s in p.scenarios)
     assert low < central < high < p.ceiling
-    assert p.scenarios[2].fixed_us == pytest.approx(ROUTER * 1.98 / 2.42)
+    assert p.scenarios[2].fixed_us == pytest.approx(ROUTER * 1.98 / 2.14)
     assert any("sm121" in w for w in p.warnings) == ("cuda.decode_step" not in _chosen())
 
 

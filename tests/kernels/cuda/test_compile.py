@@ -60,7 +60,7 @@ def test_compiles(arch: str, rows: int, format: str, tmp_path: Path) -> None:
     assert len(re.findall(r"\b(?:STL|LDL)", sass)) < 40
 
 
-def freed_too_early(sass: str) -> list[str]:
+def freed_too_early(sass: str, loads: str = r"LDS\.128", arrivals: str = r"\.ART0") -> list[str]:
     """Arrivals that do not wait for wide loads from shared memory in front of them.
 
     A load has landed once something has read one of its registers. The loads of interest are the weights (LDS.128); an
@@ -73,16 +73,16 @@ def freed_too_early(sass: str) -> list[str]:
         if m is None:
             continue
         op, operands = m[1], m[2].split(",")
-        if op == "LDS.128":
+        if re.match(loads, op):
             first = int(re.findall(r"R(\d+)", operands[0])[0])
             waiting = {j: r for j, r in waiting.items() if i - j < 200 and not r & set(range(first, first + 4))}
             waiting[i] = set(range(first, first + 4))
             continue
-        if op.startswith("SYNCS.ARRIVE") and ".ART0" in op and waiting:
+        if op.startswith("SYNCS.ARRIVE") and re.search(arrivals, op) and waiting:
             found.append(line.strip())
         sources = operands if op.startswith(("ST", "RED")) else operands[1:]
         for place, operand in enumerate(sources):
-            wide = (4 if place == 0 else 2) if op.startswith("HMMA") else 1
+            wide = (4 if place == 0 else 2) if re.match("[HQO]MMA", op) else 1
             for r in re.findall(r"\bR(\d+)\b", operand):
                 read = set(range(int(r), int(r) + wide))
                 waiting = {j: registers for j, registers in waiting.items() if not registers & read}
@@ -91,15 +91,24 @@ def freed_too_early(sass: str) -> list[str]:
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("rows", "format"),
-    [(1, "bf16"), *(pytest.param(r, f, marks=pytest.mark.slow) for f in ("mxfp4", "q8", "bf16") for r in (1, 2, 4, 8))],
+    ("arch", "rows", "format"),
+    [
+        ("sm_90a", 1, "bf16"),
+        *(
+            pytest.param(a, r, f, marks=pytest.mark.slow)
+            for a in ("sm_90a", "sm_121a")
+            for f in ("mxfp4", "q8", "bf16")
+            for r in (1, 2, 4, 8)
+        ),
+    ],
 )
-def test_a_slot_is_freed_after_it_was_read(rows: int, format: str, tmp_path: Path) -> None:
+def test_a_slot_is_freed_after_it_was_read(arch: str, rows: int, format: str, tmp_path: Path) -> None:
     """The emulator cannot show this: on a GPU an arrival overtakes loads, and the copy engine writes over them."""
     pytest.importorskip("triton")
     from halfbyte.kernels.prove import disassemble
 
-    sass = disassemble(compile_program(shape(rows, format).program(), "sm_90a", cache=tmp_path))
+    s = shape(rows, format, SMALL if arch.startswith("sm_12") else LARGE)
+    sass = disassemble(compile_program(s.program(), arch, cache=tmp_path))
     assert sass.count("SYNCS.ARRIVE") >= 10
     assert freed_too_early(sass) == []
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import pytest
 import torch
 from batch_emulator import Emulator
 from grouped_emulator import build
+from test_compile import freed_too_early
 
 from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, layouts
 from halfbyte.kernels.cuda.batch import Matrix, ProductArgs, Variant
+from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncVariant
+from halfbyte.kernels.launch import Program, compile_program, nvrtc_available
 from halfbyte.plan.phase import ARCHES
 
 SMALL = ARCHES["sm121"].shared_memory
@@ -45,3 +49,45 @@ def test_a_batch_product_with_the_small_ring(form: str, k: int) -> None:
     matrix.run(Emulator(3), x, out, 11)
     want = x.double() @ formats.dequantize(plain, torch.float32).double().T
     assert float((out.double() - want).norm() / want.norm()) < 1e-6
+
+
+# ---- machine code ---------------------------------------------------------------------------------------------------
+
+BATCH = [Variant.within(SMALL, form, k, swiglu) for form, k, swiglu in (
+    ("mxfp4", 2880, False), ("mxfp4", 2880, True), ("mxfp4", 4096, False), ("q8", 2880, False), ("q8", 4096, False),
+)]  # fmt: skip
+SYNC = [SyncVariant("mxfp4", "64x128", False), SyncVariant("mxfp4", "64x128", False, "mxfp8")]
+MORE = [SyncVariant(f, t, s) for f in ("mxfp4", "q8", "bf16") for t in COLUMNS for s in (False, True)]
+MORE += [SyncVariant("mxfp4", t, s, mx) for mx in ("mxfp8", "mxfp4") for t in COLUMNS for s in (False, True)]
+no_nvrtc = nvrtc_available()
+needs_nvrtc = pytest.mark.skipif(no_nvrtc is not None, reason=no_nvrtc or "")
+
+
+def disassembled(program: Program, arch: str, folder: Path) -> str:
+    pytest.importorskip("triton")
+    from halfbyte.kernels.prove import disassemble
+
+    return disassemble(compile_program(program, arch, cache=folder))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_121a", pytest.param("sm_120a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("v", [*SYNC, *(pytest.param(v, marks=pytest.mark.slow) for v in MORE)], ids=str)
+def test_a_stage_is_freed_after_it_was_read(v: SyncVariant, arch: str, tmp_path: Path) -> None:
+    """ptxas moves an arrival in front of products, volatile or not: see `release` in grouped_sync.cu."""
+    sass = disassembled(v.program(), arch, tmp_path)
+    assert sass.count("SYNCS.ARRIVE") > v.columns // 16
+    assert sass.count("LDSM") > v.columns // 16
+    assert freed_too_early(sass, r"LDS\.128|LDSM", r"\.A[1R]T0") == []
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_120a", "sm_121a"])
+@pytest.mark.parametrize("v", BATCH, ids=str)
+def test_a_batch_slot_is_freed_after_it_was_read(v: Variant, arch: str, tmp_path: Path) -> None:
+    """As test_batch_proof.py has it for sm_90a: no arrival between a load from the ring and its product."""
+    lines = disassembled(v.program(), arch, tmp_path).splitlines()
+    products = [i for i, line in enumerate(lines) if "HMMA" in line]
+    assert len(products) >= 12
+    assert not [line for line in lines[products[0] : products[-1]] if "SYNCS.ARRIVE" in line]
