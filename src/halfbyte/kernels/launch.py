@@ -72,8 +72,11 @@ def compile_program(program: Program, arch: str, *, cache: Path | None = None) -
 def build_program(program: Program, arch: str, *more: str) -> tuple[bytes, str]:
     """The cubin, made now, and the compiler's log; `more`: further options."""
     nvrtc = _nvrtc()
-    source = program.source.read_bytes()
-    handle = _ok(nvrtc.nvrtcCreateProgram(source, program.source.name.encode(), 0, [], []), "start a program")[0]
+    texts = {path: _for_arch(path.read_bytes(), arch) for path in program.files()}
+    source = texts.pop(program.source)
+    names, bodies = [path.name.encode() for path in texts], list(texts.values())
+    made = nvrtc.nvrtcCreateProgram(source, program.source.name.encode(), len(names), bodies, names)
+    handle = _ok(made, "start a program")[0]
     try:
         options = (*_options(program, arch), *more, f"--include-path={program.source.parent}")
         arguments = [o.encode() for o in options]
@@ -98,7 +101,21 @@ def nvrtc_version() -> str:
 
 
 def _options(program: Program, arch: str) -> tuple[str, ...]:
-    return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *program.options)
+    own = (
+        ("-DHB_SHARED_CTA",) if arch.startswith("sm_12") else ()
+    )  # says what _for_arch did, in the key of the cache too
+    return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *own, *program.options)
+
+
+def _for_arch(text: bytes, arch: str) -> bytes:
+    """A source as this architecture wants it.
+
+    Kernels name the target of a copy shared::cluster, of which shared::cta is a part: older compilers know no other
+    name. To SM90 both are the same instruction. For SM12x the compiler calls a routine of the driver around every copy to
+    shared::cluster, and the driver sets gigabytes aside for it (seen on RTX 5090: tilelang #2052)."""
+    if not arch.startswith("sm_12"):
+        return text
+    return re.sub(rb"shared::cluster\.global(?![^\n]*multicast)", b"shared::cta.global", text)
 
 
 def _room(size: int) -> bytes:

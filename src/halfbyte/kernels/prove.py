@@ -164,6 +164,8 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
     registers, spilled = _reported(log)
     problems = [f"no instruction matches {p}" for p in build.need if not re.search(p, sass)]
     problems += _problems(sass, build.ban, spilled if spilled > build.spills else 0, build.shared, arch)
+    if arch.capability is not None and arch.capability[0] == 12 and "CALL.ABS" in sass:
+        problems.append("copies go through a routine of the driver")
     if "serialized" in log:  # ptxas' word for products that wait for each other
         problems.append("ptxas serialises the asynchronous products")
     return Evidence(

@@ -16,7 +16,7 @@ from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, layouts
 from halfbyte.kernels.cuda.batch import Matrix, ProductArgs, Variant
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncVariant
-from halfbyte.kernels.launch import Program, compile_program, nvrtc_available
+from halfbyte.kernels.launch import Program, _for_arch, compile_program, nvrtc_available
 from halfbyte.plan.phase import ARCHES
 
 SMALL = ARCHES["sm121"].shared_memory
@@ -68,6 +68,14 @@ def disassembled(program: Program, arch: str, folder: Path) -> str:
     from halfbyte.kernels.prove import disassemble
 
     return disassemble(compile_program(program, arch, cache=folder))
+
+
+def test_copies_name_the_memory_of_their_block() -> None:
+    """Else the compiler calls the driver around each of them; `prove` looks for that call in the machine code."""
+    one, both = (b'"cp.async.bulk.shared::cluster.global.' + end for end in (b'mbarrier"', b'multicast::cluster"'))
+    for arch in ("sm_120a", "sm_121a"):
+        assert _for_arch(one + b"\n" + both, arch) == one.replace(b"cluster", b"cta") + b"\n" + both
+    assert _for_arch(one, "sm_90a") == one
 
 
 @needs_nvrtc
