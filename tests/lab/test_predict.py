@@ -77,6 +77,31 @@ def test_gb10_by_hand() -> None:
     assert any("sm121" in w for w in p.warnings) == ("cuda.decode_step" not in _chosen())
 
 
+def rehearsed(us: float, share: float, **other: Any) -> dict[str, Any]:
+    row = {
+        "gpu": "gb10", "model": "120b", "formats": "mxfp4", "context": 2048, "share": share, "us": us, "ok": True,
+        "read": GPUS["gb10"].read, "blocks": GPUS["gb10"].blocks, "slots": 6,
+    }  # fmt: skip
+    return row | other
+
+
+def test_a_rehearsal_replaces_what_the_formula_carries_over() -> None:
+    rows = [rehearsed(13_400.0, 0.9), rehearsed(12_500.0, 1.0), rehearsed(1_900.0, 0.0), rehearsed(1.0, 1.0, ok=False)]
+    other = [rehearsed(1.0, 1.0, read=1e12), rehearsed(1.0, 1.0, context=512), rehearsed(1.0, 1.0, gpu="rtx5090")]
+    told = Receipt("r9", "current", "", "NVIDIA H200", "2026-01-02", (), {"rehearsed": rows + other})
+    p = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told])
+    plain = predict.predict("gb10", "120b", FAST, 2048, [receipt()])
+    assert p.formula == plain.scenarios
+    assert p.scenarios[0] == plain.scenarios[0]
+    assert [s.tokens_per_second for s in p.scenarios[1:]] == pytest.approx([1e6 / 13_400, 1e6 / 12_500])
+    assert [r.share for r in p.rehearsals] == [0.9, 1.0]
+    total = decode_traffic(C, predict.formats_of("mxfp4"), 2048).total
+    assert p.scenarios[2].fixed_us == pytest.approx((12_500 - total / 232e9 * 1e6) / 36)
+    stale = Receipt("r9", "STALE", "", "NVIDIA H200", "2026-01-02", (), {"rehearsed": rows})
+    assert any("r9 is STALE" in w for w in predict.predict("gb10", "120b", FAST, 2048, [receipt(), stale]).warnings)
+    assert not predict.predict("h200", "120b", FAST, 2048, [receipt(), told]).rehearsals
+
+
 def _chosen() -> tuple[str, ...]:
     from halfbyte.model.gpt_oss import choose
     from halfbyte.plan.phase import ARCHES

@@ -177,6 +177,15 @@ def explain_prediction(p: predict.Prediction) -> None:
             f"{s.name:8} read {s.read / 1e9:.0f} GB/s, streaming {s.streaming:.3f}, fixed {s.fixed_us:.2f} us a layer: "
             f"{s.tokens_per_second:.1f} tokens/s"
         )
+    if p.rehearsals:
+        r = p.rehearsals[0]
+        told = ", ".join(f"{r.us:.0f} us at {r.share:.3f} of the bandwidth" for r in p.rehearsals)
+        said.append(
+            f"rehearsed on {r.device} ({r.receipt}, {r.state}): {r.blocks} blocks, rings of {r.slots} slots, copies "
+            f"held to that pace: {told}; central and high are these, low is the formula's"
+        )
+        by = " / ".join(f"{s.tokens_per_second:.1f}" for s in p.formula)
+        said.append(f"formula  without the rehearsal: {by} tokens/s (low / central / high)")
     if p.checks:
         told = ", ".join(
             f"{c.what} {c.predicted_us:.0f} us, measured {c.measured_us:.0f} ({c.error:+.1%})" for c in p.checks

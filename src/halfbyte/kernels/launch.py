@@ -101,9 +101,7 @@ def nvrtc_version() -> str:
 
 
 def _options(program: Program, arch: str) -> tuple[str, ...]:
-    own = (
-        ("-DHB_SHARED_CTA",) if arch.startswith("sm_12") else ()
-    )  # says what _for_arch did, in the key of the cache too
+    own = ("-DHB_SHARED_CTA",) if arch.startswith("sm_12") else ()  # what _for_arch did, for the cache's key
     return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *own, *program.options)
 
 
@@ -111,8 +109,8 @@ def _for_arch(text: bytes, arch: str) -> bytes:
     """A source as this architecture wants it.
 
     Kernels name the target of a copy shared::cluster, of which shared::cta is a part: older compilers know no other
-    name. To SM90 both are the same instruction. For SM12x the compiler calls a routine of the driver around every copy to
-    shared::cluster, and the driver sets gigabytes aside for it (seen on RTX 5090: tilelang #2052)."""
+    name. To SM90 both are the same instruction. For SM12x the compiler calls a routine of the driver around every copy
+    to shared::cluster, and the driver sets gigabytes aside for it (seen on RTX 5090: tilelang #2052)."""
     if not arch.startswith("sm_12"):
         return text
     return re.sub(rb"shared::cluster\.global(?![^\n]*multicast)", b"shared::cta.global", text)

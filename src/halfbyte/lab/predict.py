@@ -10,6 +10,10 @@ Both are read from receipts, never written here. Carried over to another GPU und
     central  the share of the longest stream, the fixed cost by the ratio of clocks
     high     the same, and slower memory hides every wait but the router's, which alone says what to read next
 
+A GPU that was rehearsed (bench/rehearse_gpu.py: its blocks, its ring and its memory's pace on a GPU that is here) needs
+no carrying over: central is the rehearsal at that share of its bandwidth, high the one at all of it, and what the
+formula says stands beside them. The rehearsing GPU's clock and latencies are left as they are.
+
 A chip with fewer instructions per weight than the measured one is slowed down by that ratio in low and central. A paper
 bandwidth is taken at the share that the H200 reaches of its own (low: GB10's). Nothing else is modelled, batches and
 prompts least of all; everything that comes out is a prediction and is labelled so.
@@ -84,6 +88,19 @@ class Scenario:
 
 
 @dataclass(frozen=True)
+class Rehearsal:
+    """A measured step at another GPU's blocks, ring and memory pace."""
+
+    receipt: str
+    state: str
+    device: str
+    share: float  # of the other GPU's read bandwidth
+    us: float
+    blocks: int
+    slots: int
+
+
+@dataclass(frozen=True)
 class Prediction:
     gpu: Gpu
     model: str
@@ -95,6 +112,8 @@ class Prediction:
     basis: Basis
     checks: tuple[Check, ...]
     warnings: tuple[str, ...]
+    formula: tuple[Scenario, ...] = ()  # where the scenarios are rehearsals: what the formula gives
+    rehearsals: tuple[Rehearsal, ...] = ()
 
     @property
     def central(self) -> float:
@@ -155,6 +174,23 @@ def checks(receipts: Sequence[Receipt], b: Basis) -> tuple[Check, ...]:
     return tuple(found)
 
 
+def rehearsals(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, context: int) -> list[Rehearsal]:
+    """Of the newest receipt that rehearsed exactly this, by share; current before stale."""
+    found: dict[tuple[bool, str, str], list[Rehearsal]] = {}
+    for r in receipts:
+        rows = r.raw.get("rehearsed")
+        for row in rows if isinstance(rows, list) else []:
+            same = (row.get("model"), row.get("formats"), row.get("context")) == (model, formats, context)
+            if not same or not row.get("share") or not row.get("ok") or gpu_named(str(row["gpu"])) is not gpu:
+                continue
+            if row["read"] == gpu.read and row["blocks"] == gpu.blocks:  # else the table says another GPU today
+                made = Rehearsal(
+                    r.name, r.state, r.gpu, float(row["share"]), float(row["us"]), int(row["blocks"]), int(row["slots"])
+                )
+                found.setdefault((r.state == "current", r.date, r.name), []).append(made)
+    return sorted(found[max(found)], key=lambda x: x.share) if found else []
+
+
 def _rows(receipt: Receipt) -> list[dict[str, Any]]:
     found = receipt.raw.get("rows")
     return [r for r in found if isinstance(r, dict)] if isinstance(found, list) else []
@@ -190,7 +226,8 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
     if len(dense) != 1 or not dense <= set(LABELS):
         raise UsageError("receipts measure qkv, o and lm_head in one format; use --preset exact, balanced or fast.")
     kv = "bf16" if gates.kv_dtype == "auto" else gates.kv_dtype
-    found = basis(receipts, model, LABELS[dense.pop()], context)
+    label = LABELS[dense.pop()]
+    found = basis(receipts, model, label, context)
     there = gpu_named(found.gpu)
     total = decode_traffic(config, held, context, kv_dtype=kv).total
     h200, gb10 = GPUS["h200"], GPUS["gb10"]
@@ -208,6 +245,16 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
         scenario("high", gpu.read * usual, found.streaming, min(found.fixed_us, found.router_us) * clocks),
     )
     ceiling = gpu.read / total
+    rehearsed = rehearsals(receipts, gpu, model, label, context) if kv == "bf16" else []
+    formula: tuple[Scenario, ...] = ()
+    if rehearsed:
+
+        def scene(name: str, r: Rehearsal) -> Scenario:
+            fixed = (r.us - total / (gpu.read * r.share) * 1e6) / config.layers
+            return Scenario(name, gpu.read, r.share, fixed, 1e6 / r.us)
+
+        nearest = min(rehearsed, key=lambda r: abs(r.share - found.streaming))
+        formula, made = made, (made[0], scene("central", nearest), scene("high", rehearsed[-1]))
     return Prediction(
         gpu,
         model,
@@ -218,12 +265,18 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
         made,
         found,
         checks(receipts, found),
-        tuple(_warnings(gpu, model, gates, found)),
+        tuple(_warnings(gpu, model, gates, found, rehearsed)),
+        formula,
+        tuple(rehearsed),
     )
 
 
-def _warnings(gpu: Gpu, model: str, gates: Gates, found: Basis) -> list[str]:
-    said = []
+def _warnings(gpu: Gpu, model: str, gates: Gates, found: Basis, rehearsed: Sequence[Rehearsal]) -> list[str]:
+    said = [
+        f"the rehearsal {r.receipt} is {r.state}: its kernel has changed since"
+        for r in rehearsed[:1]
+        if r.state != "current"
+    ]
     if found.state != "current":
         said.append(f"the receipt {found.receipt} is {found.state}: its kernel has changed since")
     if found.model != model:
