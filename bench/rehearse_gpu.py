@@ -70,7 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="gb10")
     parser.add_argument("--model", default="120b")
-    parser.add_argument("--formats", default="mxfp4,q8,checkpoint", help="the first in all shares and with a trace")
+    parser.add_argument("--formats", default="mxfp4,q8,checkpoint", help="the first in all shares")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--shares", default="0.939,1", help="of the read bandwidth; the first for every format")
     parser.add_argument("--layers", type=int, default=0, help="fewer, for a trial")
@@ -82,7 +82,7 @@ def main() -> int:
     shape = {f: decode_gpu.shape_of(a.model, f, shared=ARCHES[gpu.arch].shared_memory) for f in kinds}
     traffic = {f: decode_traffic(config, formats_of(f), a.context) for f in kinds}
     cases = [(kinds[0], 0.0, False)] + [(f, s, False) for f in kinds for s in (shares if f == kinds[0] else shares[:1])]
-    cases.append((kinds[0], shares[0], True))
+    cases += [(f, shares[0], True) for f in kinds]  # a trace says what pace was kept
 
     def build(f: str, share: float, traced: bool) -> tuple[StepShape, int]:
         pace = pace_of(traffic[f], gpu.read * share, gpu.blocks) if share else 0

@@ -77,29 +77,49 @@ def test_gb10_by_hand() -> None:
     assert any("sm121" in w for w in p.warnings) == ("cuda.decode_step" not in _chosen())
 
 
-def rehearsed(us: float, share: float, **other: Any) -> dict[str, Any]:
+def rehearsed(fixed: float, stream: float, **other: Any) -> dict[str, Any]:
+    """A traced row whose stream and fixed cost are these."""
+    traffic = decode_traffic(C, predict.formats_of("mxfp4"), 2048)
+    head = step_work(C, predict.formats_of("mxfp4"), 1, 2048)["lm_head"].bytes / stream * 1e6
+    us = (traffic.total - traffic.rest) / stream * 1e6 + 36 * fixed
     row = {
-        "gpu": "gb10", "model": "120b", "formats": "mxfp4", "context": 2048, "share": share, "us": us, "ok": True,
-        "read": GPUS["gb10"].read, "blocks": GPUS["gb10"].blocks, "slots": 6,
+        "gpu": "gb10", "model": "120b", "formats": "mxfp4", "context": 2048, "share": 0.9, "slots": 6,
+        "read": GPUS["gb10"].read, "blocks": GPUS["gb10"].blocks,
+        "phases": {"us": us, "clock_ghz": 1.7, "head": {"start": 1.0, "sums": 1.0 + head}},
     }  # fmt: skip
     return row | other
 
 
-def test_a_rehearsal_replaces_what_the_formula_carries_over() -> None:
-    rows = [rehearsed(13_400.0, 0.9), rehearsed(12_500.0, 1.0), rehearsed(1_900.0, 0.0), rehearsed(1.0, 1.0, ok=False)]
-    other = [rehearsed(1.0, 1.0, read=1e12), rehearsed(1.0, 1.0, context=512), rehearsed(1.0, 1.0, gpu="rtx5090")]
-    told = Receipt("r9", "current", "", "NVIDIA H200", "2026-01-02", (), {"rehearsed": rows + other})
-    p = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told])
+def test_a_rehearsal_gives_the_fixed_cost() -> None:
+    def told(*rows: dict[str, Any], state: str = "current", name: str = "r9") -> Receipt:
+        return Receipt(name, state, "", "NVIDIA H200", "2026-01-02", (), {"rehearsed": list(rows)})
+
+    row = rehearsed(9.0, 200e9)
+    p = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told(row)])
     plain = predict.predict("gb10", "120b", FAST, 2048, [receipt()])
     assert p.formula == plain.scenarios
     assert p.scenarios[0] == plain.scenarios[0]
-    assert [s.tokens_per_second for s in p.scenarios[1:]] == pytest.approx([1e6 / 13_400, 1e6 / 12_500])
-    assert [r.share for r in p.rehearsals] == [0.9, 1.0]
+    assert p.rehearsal is not None
+    assert p.rehearsal.fixed_us == pytest.approx(9.0)
+    assert p.rehearsal.stream == pytest.approx(200e9)
     total = decode_traffic(C, predict.formats_of("mxfp4"), 2048).total
-    assert p.scenarios[2].fixed_us == pytest.approx((12_500 - total / 232e9 * 1e6) / 36)
-    stale = Receipt("r9", "STALE", "", "NVIDIA H200", "2026-01-02", (), {"rehearsed": rows})
-    assert any("r9 is STALE" in w for w in predict.predict("gb10", "120b", FAST, 2048, [receipt(), stale]).warnings)
-    assert not predict.predict("h200", "120b", FAST, 2048, [receipt(), told]).rehearsals
+    for scenario, share in zip(p.scenarios[1:], (SHARE, 1.0)):
+        assert scenario.tokens_per_second == pytest.approx(1 / (total / (232e9 * share) + 36 * 9e-6))
+    stale = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told(row, state="STALE")])
+    assert any("r9 is STALE" in w for w in stale.warnings)
+    others = [
+        told(rehearsed(9.0, 200e9, **change))
+        for change in (
+            {"read": 1e12},
+            {"context": 512},
+            {"gpu": "rtx5090"},
+            {"formats": "q8"},
+            {"model": "120b, 4 layers"},
+        )
+    ]
+    wrong = told(row, rehearsed(9.0, 200e9, phases=None, ok=False))  # its kernel failed the check
+    assert predict.predict("gb10", "120b", FAST, 2048, [receipt(), *others, wrong]).rehearsal is None
+    assert predict.predict("h200", "120b", FAST, 2048, [receipt(), told(row)]).rehearsal is None
 
 
 def _chosen() -> tuple[str, ...]:

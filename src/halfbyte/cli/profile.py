@@ -177,23 +177,27 @@ def explain_prediction(p: predict.Prediction) -> None:
             f"{s.name:8} read {s.read / 1e9:.0f} GB/s, streaming {s.streaming:.3f}, fixed {s.fixed_us:.2f} us a layer: "
             f"{s.tokens_per_second:.1f} tokens/s"
         )
-    if p.rehearsals:
-        r = p.rehearsals[0]
-        told = ", ".join(f"{r.us:.0f} us at {r.share:.3f} of the bandwidth" for r in p.rehearsals)
+    if p.rehearsal:
+        r, by = p.rehearsal, " / ".join(f"{s.tokens_per_second:.1f}" for s in p.formula)
         said.append(
-            f"rehearsed on {r.device} ({r.receipt}, {r.state}): {r.blocks} blocks, rings of {r.slots} slots, copies "
-            f"held to that pace: {told}; central and high are these, low is the formula's"
+            f"rehearsed on {r.device} at {r.ghz:.2f} GHz ({r.receipt}, {r.state}): {r.blocks} blocks, rings of "
+            f"{r.slots} slots, copies held to {r.stream / 1e9:.0f} GB/s: {r.us:.0f} us, so fixed {r.fixed_us:.2f} us "
+            "a layer"
         )
-        by = " / ".join(f"{s.tokens_per_second:.1f}" for s in p.formula)
         said.append(f"formula  without the rehearsal: {by} tokens/s (low / central / high)")
     if p.checks:
         told = ", ".join(
             f"{c.what} {c.predicted_us:.0f} us, measured {c.measured_us:.0f} ({c.error:+.1%})" for c in p.checks
         )
         said.append(f"checked  the same two numbers give on the {b.gpu}: {told}")
+    assumed = (
+        "waits between blocks scale with the clock (central) or not at all (low); slower memory hides all of them but "
+        "the router's (high)"
+    )
+    if p.rehearsal:
+        assumed = "clock and latencies of the GPU that rehearsed (central, high), all of the bandwidth (high)"
     said += [
-        "assumed  waits between blocks scale with the clock (central) or not at all (low); slower memory hides all of "
-        "them but the router's (high)",
+        f"assumed  {assumed}",
         *(f"NOTE     {w}" for w in p.warnings),
     ]
     for line in said:

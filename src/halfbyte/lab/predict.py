@@ -10,9 +10,10 @@ Both are read from receipts, never written here. Carried over to another GPU und
     central  the share of the longest stream, the fixed cost by the ratio of clocks
     high     the same, and slower memory hides every wait but the router's, which alone says what to read next
 
-A GPU that was rehearsed (bench/rehearse_gpu.py: its blocks, its ring and its memory's pace on a GPU that is here) needs
-no carrying over: central is the rehearsal at that share of its bandwidth, high the one at all of it, and what the
-formula says stands beside them. The rehearsing GPU's clock and latencies are left as they are.
+The fixed cost of a GPU that was rehearsed (bench/rehearse_gpu.py: its blocks, its ring and its memory's pace on a GPU
+that is here) is not carried over but measured: what is left of the rehearsed step beside its bytes at the pace that
+its own longest stream kept. It then stands in central, and in high with all of the bandwidth; the formula's figures
+stand beside them. Clock and latencies stay those of the GPU that rehearsed.
 
 A chip with fewer instructions per weight than the measured one is slowed down by that ratio in low and central. A paper
 bandwidth is taken at the share that the H200 reaches of its own (low: GB10's). Nothing else is modelled, batches and
@@ -89,15 +90,17 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A measured step at another GPU's blocks, ring and memory pace."""
+    """A traced step at another GPU's blocks, ring and memory pace."""
 
     receipt: str
     state: str
     device: str
-    share: float  # of the other GPU's read bandwidth
-    us: float
     blocks: int
     slots: int
+    us: float  # of the step
+    stream: float  # bytes/s that lm_head was read with
+    ghz: float
+    fixed_us: float  # per layer
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ class Prediction:
     basis: Basis
     checks: tuple[Check, ...]
     warnings: tuple[str, ...]
-    formula: tuple[Scenario, ...] = ()  # where the scenarios are rehearsals: what the formula gives
-    rehearsals: tuple[Rehearsal, ...] = ()
+    formula: tuple[Scenario, ...] = ()  # with a rehearsal: what it gives without
+    rehearsal: Rehearsal | None = None
 
     @property
     def central(self) -> float:
@@ -174,21 +177,32 @@ def checks(receipts: Sequence[Receipt], b: Basis) -> tuple[Check, ...]:
     return tuple(found)
 
 
-def rehearsals(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, context: int) -> list[Rehearsal]:
-    """Of the newest receipt that rehearsed exactly this, by share; current before stale."""
-    found: dict[tuple[bool, str, str], list[Rehearsal]] = {}
+def rehearsal(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, context: int) -> Rehearsal | None:
+    """The newest one of exactly this, current before stale; its kernel's result must have been right."""
+    config, held = NAMED[model], formats_of(formats)
+    traffic = decode_traffic(config, held, context)
+    found: dict[tuple[bool, str, str], Rehearsal] = {}
     for r in receipts:
-        rows = r.raw.get("rehearsed")
-        for row in rows if isinstance(rows, list) else []:
-            same = (row.get("model"), row.get("formats"), row.get("context")) == (model, formats, context)
-            if not same or not row.get("share") or not row.get("ok") or gpu_named(str(row["gpu"])) is not gpu:
-                continue
-            if row["read"] == gpu.read and row["blocks"] == gpu.blocks:  # else the table says another GPU today
-                made = Rehearsal(
-                    r.name, r.state, r.gpu, float(row["share"]), float(row["us"]), int(row["blocks"]), int(row["slots"])
-                )
-                found.setdefault((r.state == "current", r.date, r.name), []).append(made)
-    return sorted(found[max(found)], key=lambda x: x.share) if found else []
+        given = r.raw.get("rehearsed")
+        rows = [
+            row
+            for row in (given if isinstance(given, list) else [])
+            if (row.get("model"), row.get("formats"), row.get("context")) == (model, formats, context)
+            and gpu_named(str(row["gpu"])) is gpu
+            and (row["read"], row["blocks"]) == (gpu.read, gpu.blocks)  # else the table means another GPU today
+        ]
+        if not all(row.get("ok", True) for row in rows):
+            continue
+        for row in rows:
+            if isinstance(row.get("phases"), Mapping):
+                head, us = row["phases"]["head"], float(row["phases"]["us"])
+                stream = step_work(config, held, 1, context)["lm_head"].bytes / (head["sums"] - head["start"]) * 1e6
+                fixed = (us - (traffic.total - traffic.rest) / stream * 1e6) / config.layers  # the rest is not streamed
+                found[(r.state == "current", r.date, r.name)] = Rehearsal(
+                    r.name, r.state, r.gpu, int(row["blocks"]), int(row["slots"]), us, stream,
+                    float(row["phases"]["clock_ghz"]), fixed,
+                )  # fmt: skip
+    return found[max(found)] if found else None
 
 
 def _rows(receipt: Receipt) -> list[dict[str, Any]]:
@@ -245,16 +259,11 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
         scenario("high", gpu.read * usual, found.streaming, min(found.fixed_us, found.router_us) * clocks),
     )
     ceiling = gpu.read / total
-    rehearsed = rehearsals(receipts, gpu, model, label, context) if kv == "bf16" else []
+    rehearsed = rehearsal(receipts, gpu, model, label, context) if kv == "bf16" else None
     formula: tuple[Scenario, ...] = ()
     if rehearsed:
-
-        def scene(name: str, r: Rehearsal) -> Scenario:
-            fixed = (r.us - total / (gpu.read * r.share) * 1e6) / config.layers
-            return Scenario(name, gpu.read, r.share, fixed, 1e6 / r.us)
-
-        nearest = min(rehearsed, key=lambda r: abs(r.share - found.streaming))
-        formula, made = made, (made[0], scene("central", nearest), scene("high", rehearsed[-1]))
+        central = scenario("central", gpu.read * usual, found.streaming * issue, rehearsed.fixed_us)
+        formula, made = made, (made[0], central, scenario("high", gpu.read * usual, 1.0, rehearsed.fixed_us))
     return Prediction(
         gpu,
         model,
@@ -267,16 +276,14 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
         checks(receipts, found),
         tuple(_warnings(gpu, model, gates, found, rehearsed)),
         formula,
-        tuple(rehearsed),
+        rehearsed,
     )
 
 
-def _warnings(gpu: Gpu, model: str, gates: Gates, found: Basis, rehearsed: Sequence[Rehearsal]) -> list[str]:
-    said = [
-        f"the rehearsal {r.receipt} is {r.state}: its kernel has changed since"
-        for r in rehearsed[:1]
-        if r.state != "current"
-    ]
+def _warnings(gpu: Gpu, model: str, gates: Gates, found: Basis, rehearsed: Rehearsal | None) -> list[str]:
+    said = []
+    if rehearsed and rehearsed.state != "current":
+        said.append(f"the rehearsal {rehearsed.receipt} is {rehearsed.state}: its kernel has changed since")
     if found.state != "current":
         said.append(f"the receipt {found.receipt} is {found.state}: its kernel has changed since")
     if found.model != model:

@@ -10,12 +10,15 @@ import torch
 from batch_emulator import Emulator
 from grouped_emulator import build
 from test_compile import freed_too_early
+from test_step import Case, compare
 
 from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, layouts
 from halfbyte.kernels.cuda.batch import Matrix, ProductArgs, Variant
+from halfbyte.kernels.cuda.emulate import Emulator as StepEmulator
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncVariant
+from halfbyte.kernels.cuda.step import StepShape
 from halfbyte.kernels.launch import Program, _for_arch, compile_program, nvrtc_available
 from halfbyte.plan.phase import ARCHES
 
@@ -49,6 +52,14 @@ def test_a_batch_product_with_the_small_ring(form: str, k: int) -> None:
     matrix.run(Emulator(3), x, out, 11)
     want = x.double() @ formats.dequantize(plain, torch.float32).double().T
     assert float((out.double() - want).norm() / want.norm()) < 1e-6
+
+
+def test_one_row_whose_tiles_come_in_pieces(tmp_path: Path) -> None:
+    """A ring too small for a tile of o in q8 (64 chunks): each warp takes a chunk of each piece, and four groups of k
+    share an accumulator, so that every other piece has its scales in the other lanes."""
+    shape = StepShape(192, 128, 2, 32, 64, 8, 512, qkv="q8", o="q8", lm_head="q8", shared=SMALL, ring=6)
+    case = Case(shape, StepEmulator(shape, 4, cache=tmp_path), 1, 4)
+    compare(case, [17], [100], [0], 5e-4)
 
 
 # ---- machine code ---------------------------------------------------------------------------------------------------

@@ -331,7 +331,8 @@ template <int FORMAT, int K, bool WAITED> HB_DEV void multiply_tile(const Worker
       if (FORMAT != BF16)
         HB_UNROLL
         for (int i = 0; i < SCALES; i++) {
-          const int group = i * GROUPS_AT_ONCE + mine, c = group >> 1;
+          // a piece begins where the one before it ended, in the columns of x as well
+          const int group = i * GROUPS_AT_ONCE + (mine ^ (2 * piece & (GROUPS_AT_ONCE - 1))), c = group >> 1;
           const bool here = (2 * T::EACH % GROUPS_AT_ONCE == 0 && T::CHUNKS % T::EACH == 0) || (c < T::EACH && c < left);
           scales[i] = load_scales<FORMAT>(base + (here ? c * T::CHUNK + scale_at<FORMAT>(g, group & 1) : scale_at<FORMAT>(g, 0)));
           loaded ^= scales[i];
