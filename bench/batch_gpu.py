@@ -1,17 +1,16 @@
 """The batch products on a real GPU (SM90): checked against torch float32, then timed at true shapes.
 
     python bench/batch_gpu.py --rows 2,8,16,32,64 --save bench/results/batch-gpu-DATE.json
-    python bench/batch_gpu.py --rows "" --profile 8,32,64     # the whole plan of 120b, kernel by kernel
 
 Layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is what the router chooses, the
 distinct experts are printed. A size whose output is wrong is not timed. Figures stand beside what the memory (4.5 TB/s)
-could do; times are of graphs that run every layer's product once. The last line is JSON.
+could do; times are of graphs that run every layer's product once. `experts` is gate_up and down. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
+import copy
 import json
 import statistics
 import sys
@@ -28,7 +27,8 @@ from torch import Tensor  # noqa: E402
 from halfbyte import formats  # noqa: E402
 from halfbyte.formats import MXTensor, tile16  # noqa: E402
 from halfbyte.kernels.cuda import batch  # noqa: E402
-from halfbyte.kernels.cuda.batch import Layer, Matrix, Room, RowShape  # noqa: E402
+from halfbyte.kernels.cuda.batch import Matrix, RowShape  # noqa: E402
+from halfbyte.kernels.cuda.batch_layer import Layer, Room  # noqa: E402
 from halfbyte.lab import receipts  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.moe import swiglu  # noqa: E402
@@ -65,8 +65,12 @@ class Case:
         }  # fmt: skip
         self.v = {f"{n}_bias": self.vector(*w.shape[:-1]) for n, w in self.w.items()}
         self.v |= {"attn_norm": self.vector(c.hidden), "mlp_norm": self.vector(c.hidden)}
-        self.v |= {"router": self.vector(c.experts, c.hidden) / c.hidden**0.5, "router_bias": self.vector(c.experts)}
-        matrices = {n: Matrix(w, self.v[f"{n}_bias"], n, swiglu=n == "gate_up") for n, w in self.w.items()}
+        self.v |= {
+            "router": self.vector(c.experts, c.hidden) / c.hidden**0.5,
+            "router_bias": self.vector(c.experts) / 8,
+        }
+        more = {"gate_up": {"swiglu": True}, "o": {"router": c.experts}}
+        matrices = {n: Matrix(w, self.v[f"{n}_bias"], n, **more.get(n, {})) for n, w in self.w.items()}
         room = Room(RowShape(c.hidden, c.experts, c.top_k), c.intermediate, held, torch.device("cuda"))
         vectors = {n: self.v[n] for n in ("attn_norm", "mlp_norm", "router", "router_bias")}
         self.layer = Layer(
@@ -148,51 +152,45 @@ def time_rows(cases: list[Case], rows: int) -> dict[str, Any]:
     experts = statistics.fmean(ids.unique().numel() for ids in choices)
     each = {n: w.data[0].nbytes if w.data.ndim == 4 else w.data.nbytes for n, w in cases[0].w.items()}
     room, gpu = cases[0].layer.room, cases[0].layer.machine
-    tickets = torch.zeros((64, 1), dtype=torch.int32, device="cuda")
+    used = torch.zeros((len(cases), 2 + room.done.numel()), dtype=torch.int32, device="cuda")
+    rooms = []  # one for each layer, so that nothing is cleared between them
+    for mine, ids in zip(used, choices):
+        rooms.append(copy.copy(room))
+        rooms[-1].tickets, rooms[-1].done, rooms[-1].ids = mine[:2], mine[2:], ids
     trace = torch.zeros((132, 4), dtype=torch.int64, device="cuda")
-    args = {"limit": c.swiglu_limit, "alpha": c.swiglu_alpha}
 
-    def products(name: str, dynamic: bool, traced: Tensor | None = None) -> Callable[[], None]:
+    def work(name: str, traced: Tensor | None = None) -> Callable[[], None]:
         def run() -> None:
-            tickets.zero_()
-            for i, (case, ids) in enumerate(zip(cases, choices)):
-                m = getattr(case.layer, name)
-                if name in ("qkv", "o"):
-                    m.run(gpu, room.h if name == "qkv" else attn, qkv if name == "qkv" else xs[i], rows, trace=traced)
-                    continue
-                up = name == "gate_up"
-                m.run(
-                    gpu, room.h if up else room.hidden, room.hidden if up else room.parts, rows * c.top_k, ids=ids,
-                    tickets=tickets[i].data_ptr() if dynamic else None, share=c.top_k if up else 1, early=not up,
-                    trace=traced, **args,
-                )  # fmt: skip
+            used.zero_()
+            for i, (case, x) in enumerate(zip(cases, xs)):
+                layer = case.layer
+                if name == "experts":
+                    layer.experts.run(gpu, rooms[i], rows, trace=traced)
+                elif name == "qkv":
+                    layer.qkv.run(gpu, room.h, qkv, rows, trace=traced)
+                elif name == "o, router":
+                    layer.o.run(gpu, attn, x, rows, router=layer.router, trace=traced)
+                elif name == "choose":
+                    layer.choose(x)
+                else:
+                    layer.sum_up(x, layer.attn_norm, pending=True)
 
         return run
 
     found: dict[str, Any] = {"rows": rows, "experts": experts, "us": {}, "tb_per_s": {}, "trace": {}}
-    for name in ("qkv", "o", "gate_up", "down"):
-        for dynamic in (True, False) if name in ("gate_up", "down") else (False,):
-            us = graph_us(products(name, dynamic)) / len(cases)
-            key = name if dynamic or name in ("qkv", "o") else f"{name}, fixed runs"
-            found["us"][key] = us
-            found["tb_per_s"][key] = each[name] * (experts if name in ("gate_up", "down") else 1) / us / 1e6
-            products(name, dynamic, trace)()
-            torch.cuda.synchronize()
-            t = (trace - trace[:, 0].min()).double() / 1e3
-            found["trace"][key] = {
-                what: [round(float(f(t[:, i])), 2) for f in (torch.min, torch.mean, torch.max)]
-                for i, what in enumerate(("start", "x wanted", "all asked for", "end"))
-            }
-
-    def rows_only(entry: str) -> Callable[[], None]:
-        def run() -> None:
-            for case, x in zip(cases, xs):
-                gpu.rows(room.shape, entry, case.layer._rows(x, case.v["mlp_norm"], summed=entry == "batch_finish"))
-
-        return run
-
-    for entry in ("batch_finish", "batch_router", "batch_choose"):
-        found["us"][entry] = graph_us(rows_only(entry)) / len(cases)
+    sizes = {"qkv": each["qkv"], "o, router": each["o"], "experts": experts * (each["gate_up"] + each["down"])}
+    for name in (*sizes, "choose", "sums"):
+        us = found["us"][name] = graph_us(work(name)) / len(cases)
+        if name not in sizes:
+            continue
+        found["tb_per_s"][name] = sizes[name] / us / 1e6
+        work(name, trace)()
+        torch.cuda.synchronize()
+        t = (trace - trace[:, 0].min()).double() / 1e3
+        found["trace"][name] = {
+            what: [round(float(f(t[:, i])), 2) for f in (torch.min, torch.mean, torch.max)]
+            for i, what in enumerate(("start", "x wanted", "all asked for", "end"))
+        }
 
     def layers() -> None:
         for i, (case, x) in enumerate(zip(cases, xs)):
@@ -201,52 +199,7 @@ def time_rows(cases: list[Case], rows: int) -> dict[str, Any]:
         cases[-1].layer.finish(xs[-1])
 
     found["us"]["layer without attention"] = graph_us(layers) / len(cases)
-    total = each["qkv"] + each["o"] + experts * (each["gate_up"] + each["down"])
-    found["floor_us"] = total / BANDWIDTH * 1e6
-    return found
-
-
-def profile(model_name: str, preset: str, sizes: list[int]) -> list[dict[str, Any]]:
-    """Every kernel of a step of the whole plan, by name, through a graph."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
-
-    from halfbyte import gates
-    from halfbyte.engine.graphs import DecodeGraph
-    from halfbyte.lab.speed import fill
-    from halfbyte.model import ready
-
-    model = ready.load(ready.resolve(f"random:{model_name}"), gates.PRESETS[preset].gates, device=torch.device("cuda"))
-    print({r: list(p) for r, p in model.plan.selection.chosen.items()}, flush=True)
-    found = []
-    for rows in sizes:
-        cache = fill(model, rows, 256)
-        graph = DecodeGraph(model, rows, cache.blocks, feed_back=True)
-        graph.capture()
-        for kind, table in cache.tables.items():
-            graph.step.block_tables[kind].copy_(table)
-        graph.step.tokens.copy_(torch.randint(0, model.config.vocab, (rows,)))
-        graph.step.positions.fill_(128)
-        graph.step.kv_lens.fill_(129)
-        graph.replay()
-        torch.cuda.synchronize()
-        with torch_profile(activities=[ProfilerActivity.CUDA]) as p:
-            for _ in range(3):
-                graph.replay()
-            torch.cuda.synchronize()
-        us: dict[str, float] = collections.defaultdict(float)
-        count: dict[str, int] = collections.defaultdict(int)
-        for e in p.events():
-            if e.device_time > 0:
-                us[e.name[:60]] += e.device_time / 3
-                count[e.name[:60]] += 1
-        best = sorted(us, key=lambda n: -us[n])[:14]
-        print(f"===== c={rows}: {sum(us.values()) / 1e3:.2f} ms of kernels a step", flush=True)
-        for n in best:
-            print(f"  {us[n]:9.0f} us {count[n] // 3:4d} x {us[n] * 3 / count[n]:8.1f}  {n}", flush=True)
-        found.append({"rows": rows, "us": {n: us[n] for n in best}, "launches": {n: count[n] // 3 for n in best}})
-        model._pool = None
-        del graph, cache
+    found["floor_us"] = sum(sizes.values()) / BANDWIDTH * 1e6
     return found
 
 
@@ -258,17 +211,14 @@ def main() -> None:
     parser.add_argument("--model", default="120b")
     parser.add_argument("--rows", type=numbers, default=[2, 8, 16, 32, 64])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--profile", type=numbers, default=[], help="rows of whole steps to take apart")
-    parser.add_argument("--preset", default="fast")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    sources = [batch.FOLDER / n for n in ("batch.cu", "batch.cuh", "batch_weights.cuh", "batch_rows.cu", "batch.py")]
     result: dict[str, Any] = {
         "bench": "batch_gpu", "model": args.model, "device": torch.cuda.get_device_name(), "checks": [], "rows": [],
-        "sources": {p.name: receipts.file_hash(p) for p in sources},
+        "argv": sys.argv[1:], "measured": receipts.hashes(receipts.sources_of([batch.FOLDER / "batch_layer.py"])),
     }  # fmt: skip
     if args.rows:
         held: dict[str, Tensor] = {}
@@ -289,8 +239,6 @@ def main() -> None:
                 print(f"  {name:26s} {t}", flush=True)
         del cases, held
         torch.cuda.empty_cache()
-    if args.profile:
-        result["profile"] = profile(args.model, args.preset, args.profile)
     text = json.dumps(result)
     if args.save:
         args.save.write_text(text, encoding="utf-8")

@@ -38,7 +38,6 @@ from halfbyte.plan.phase import ARCHES  # noqa: E402
 
 SMALL = ARCHES["sm121"].shared_memory
 ROW_KERNELS = ("pack_rows", "group_rows", "sum_rows")
-BATCH_ROWS = ("batch_finish", "batch_router", "batch_choose")
 
 
 def say(text: str) -> None:
@@ -51,15 +50,14 @@ def programs(arch: str, steps: list[Any]) -> None:
     found = [SyncVariant("mxfp4", t, s).program() for t in COLUMNS for s in (False, True)]
     found += [SyncVariant(f, t, False).program() for f in ("q8", "bf16") for t in COLUMNS]
     found += [Program(grouped.ROWS_PROGRAM, e) for e in ROW_KERNELS]
-    found += [batch.RowShape(c.hidden, c.experts, c.top_k).program(e) for e in BATCH_ROWS]
-    found += [small("mxfp4", k, s).program() for k, s in ((c.hidden, False), (c.hidden, True), (4096, False))]
+    found += [batch.RowShape(c.hidden, c.experts, c.top_k).program(e) for e in batch.ROW_THREADS]
+    found += [v.within(SMALL).program() for v in (
+        batch.Variant("mxfp4", c.hidden), batch.Variant("mxfp4", c.heads * c.head_dim, router=c.experts),
+        batch.Variant("mxfp4", c.hidden, True, ids=True, both=True),
+    )]  # fmt: skip
     found += [s.program() for s in steps]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda p: compile_program(p, arch), found))
-
-
-def small(form: str, k: int, swiglu: bool) -> batch.Variant:
-    return batch.Variant.within(SMALL, form, k, swiglu)
 
 
 def experts(room: grouped.Room, sizes: list[int]) -> list[dict[str, Any]]:
@@ -114,8 +112,11 @@ def linear(room: grouped.Room) -> list[dict[str, Any]]:
 
 def batches() -> list[dict[str, Any]]:
     case = batch_gpu.Case("120b", {})
-    for m in (case.layer.qkv, case.layer.o, case.layer.gate_up, case.layer.down):
-        m.variant = small(m.variant.format, m.k, m.variant.swiglu)
+    layer = case.layer
+    for m in (layer.qkv, layer.o):
+        m.variant = m.variant.within(SMALL)
+    assert layer.experts.both is not None
+    layer.experts.both = layer.experts.both.within(SMALL)
     return [
         {"case": f"batch layer {rows} rows", **(got := case.check(rows)), "ok": got["right"]} for rows in (2, 8, 33)
     ]

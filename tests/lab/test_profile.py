@@ -79,14 +79,17 @@ def test_categories() -> None:
 
 def test_a_phase_that_is_a_whole_layer_is_divided() -> None:
     kernels = ["batch_finish", "batch_product", "rope_kernel", "decode_kernel", "merge_kernel", "batch_product",
-               "batch_router", "batch_choose", "batch_product", "batch_product"]  # fmt: skip
+               "batch_choose", "batch_product", "batch_product"]  # fmt: skip
     assert classify(kernels, LAYER) == [
-        "packing", "qkv", "rope/KV", "attention", "attention", "o", "router", "router", "MoE", "MoE"
+        "packing", "qkv", "rope/KV", "attention", "attention", "o", "router", "MoE", "MoE"
     ]  # fmt: skip
     # one product too few: nobody can say which, and what has a name keeps it
     odd = classify(kernels[:-1], LAYER)
-    assert odd[1] == odd[5] == odd[8] == category_of(LAYER)
+    assert odd[1] == odd[5] == odd[7] == category_of(LAYER)
     assert odd[3] == "attention"
+    # the experts in one launch, which has a name
+    assert classify([*kernels[:-2], "batch_experts"], LAYER)[-1] == "MoE"
+    assert classify([*kernels[:-2], "batch_experts"], LAYER)[:-1] == classify(kernels, LAYER)[:-2]
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def test_layers_that_do_not_alternate_are_a_feature_of_their_own() -> None:
     assert even.chosen["decode"] == ("cuda.decode_step",)
     _, _, selection = choose(odd, g, ARCHES["sm90"])
     assert reasons(selection, "cuda.decode_step")["decode"] == "does not know uneven_layers"
-    assert "cuda.batch_layer" in selection.chosen["decode"]
+    assert "cuda.batch_layer_fused" in selection.chosen["decode"]
 
 
 @pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])

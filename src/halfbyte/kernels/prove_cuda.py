@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from halfbyte.kernels.cuda import (
     batch,
+    batch_attention,
+    batch_fused,
     batch_phase,
     decode,
     flash,
@@ -42,7 +44,8 @@ class Build:
 def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
     """Every kernel that `phase` can launch for `spec`."""
     if isinstance(phase, decode.WholeStep):
-        return [_step(spec, arch, rows) for rows in ROW_SIZES if rows <= DECODE_ROWS]
+        fewer = (0, *ROW_SIZES)  # a build serves what the one before it cannot
+        return [_step(spec, arch, rows) for last, rows in zip(fewer, ROW_SIZES) if last < DECODE_ROWS]
     if isinstance(phase, grouped_fp8._Fp8):
         return [_fp8(spec.formats[next(iter(phase.shapes(spec)))], swiglu) for swiglu in _swiglu(phase)]
     if isinstance(phase, grouped_sync._Sync):
@@ -50,9 +53,12 @@ def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
     if isinstance(phase, grouped_phases._Grouped):
         form = spec.formats[next(iter(phase.shapes(spec)))]
         shapes = ("narrow", "broad", "wide") if "moe" in phase.covers else ("narrow", "wide")
-        return [_grouped(form, shape, swiglu) for shape in shapes for swiglu in _swiglu(phase)]
+        found = [_grouped(form, shape, swiglu) for shape in shapes for swiglu in _swiglu(phase)]
+        if isinstance(phase, batch_phase.BatchHead):
+            found.append(_product("lm_head", batch.Variant(form, spec.hidden)))
+        return found
     if isinstance(phase, batch_phase.BatchLayer):
-        return _batch(spec, arch)
+        return _batch(spec, arch) + (_batch_attention(spec) if isinstance(phase, batch_fused.FusedBatchLayer) else [])
     if isinstance(phase, flash.FlashAttention):
         return [
             Build(f"flash {name}", b.program(), b.shared_bytes, (r"\bHGMMA",), r"\bHMMA")
@@ -101,7 +107,14 @@ def _sync(phase: grouped_sync._Sync, spec: Spec) -> list[Build]:
 
 def _batch(spec: Spec, arch: Arch) -> list[Build]:
     rows = batch.RowShape(spec.hidden, spec.experts, spec.top_k)
-    return [Build("batch rows", rows.program("batch_choose"), 4096)] + [
-        Build(f"batch {role}", v.program(), v.shared_bytes, (r"\bHMMA\.16816", BULK), r"\bHGMMA")
-        for role, v in batch_phase.variants(spec, arch).items()
-    ]
+    found = [Build(entry, rows.program(entry), shared) for entry, shared in batch.ROW_SHARED.items()]
+    return found + [_product(role, v) for role, v in batch_phase.variants(spec, arch).items()]
+
+
+def _product(role: str, v: batch.Variant) -> Build:
+    return Build(f"batch {role}", v.program(), v.shared_bytes, (r"\bHMMA\.16816", BULK), r"\bHGMMA")
+
+
+def _batch_attention(spec: Spec) -> list[Build]:
+    shape = batch_attention.AttentionShape(spec.heads // spec.kv_heads, spec.kv_heads)
+    return [Build("batch attention", shape.program(), batch_attention.SHARED, (r"\bHMMA\.16816",))]

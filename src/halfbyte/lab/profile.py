@@ -36,6 +36,7 @@ _NAMES = (
     ("rope/KV", re.compile(r"rope|angles")),
     ("attention", re.compile(r"attention|decode_kernel|merge_kernel|prefill_kernel|flash")),
     ("router", re.compile(r"router|choose")),
+    ("MoE", re.compile(r"experts")),
 )
 _PRODUCT = re.compile(r"product|grouped|linear_kernel|gate_up_kernel|down_kernel")
 # The products of a layer in the order they must run.
@@ -56,13 +57,13 @@ def classify(kernels: Sequence[str], covers: Sequence[str]) -> list[str]:
     if len(mine) == 1:
         return found
     products = [i for i, k in enumerate(kernels) if found[i] == whole and _PRODUCT.search(k)]
-    wanted = [category for op, category in _PRODUCTS if op in covers]
-    if len(products) == len(wanted):
-        for i, category in zip(products, wanted):
-            found[i] = category
     for i, kernel in enumerate(kernels):
         if found[i] == whole and i not in products:
             found[i] = next((c for c, name in _NAMES if c in mine and name.search(kernel)), whole)
+    wanted = [category for op, category in _PRODUCTS if op in covers and category not in found]
+    if len(products) == len(wanted):
+        for i, category in zip(products, wanted):
+            found[i] = category
     return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 Regime = Literal["decode", "batch", "prefill"]
 REGIMES: tuple[Regime, ...] = ("decode", "batch", "prefill")
-DECODE_ROWS, BATCH_ROWS = 4, 64  # where the kernels for batches become faster (measured on SM90)
+DECODE_ROWS, BATCH_ROWS = 3, 64  # where the kernels for batches become faster (measured on SM90)
 
 
 def regime_of(rows: int) -> Regime:

@@ -19,5 +19,4 @@ class Emulator:
 
     def rows(self, shape: RowShape, entry: str, args: RowsArgs) -> None:
         self.seed += 1
-        blocks, _ = shape.grid(entry, args.rows)
-        build(shape.program("rows")).hb_batch_rows(entry.encode(), ctypes.byref(args), blocks, self.seed)
+        build(shape.program("rows")).hb_batch_rows(entry.encode(), ctypes.byref(args), args.rows, self.seed)

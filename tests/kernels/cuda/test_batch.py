@@ -11,8 +11,9 @@ from grouped_emulator import build
 
 from halfbyte import formats
 from halfbyte.errors import PlanError
-from halfbyte.formats import DenseTiles, MXTensor, layouts
-from halfbyte.kernels.cuda.batch import Layer, Matrix, ProductArgs, Room, RowsArgs, RowShape, Variant
+from halfbyte.formats import DenseTiles, MXTensor, layouts, tile16
+from halfbyte.kernels.cuda.batch import ROW_THREADS, Machine, Matrix, ProductArgs, RowsArgs, RowShape, Variant, gpu
+from halfbyte.kernels.cuda.batch_layer import Head, Layer, Room
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
@@ -45,8 +46,8 @@ def test_mirrored_structs(v: Variant) -> None:
 @pytest.mark.parametrize("shape", [RowShape(2880, 128, 4)])
 def test_mirrored_rows(shape: RowShape) -> None:
     library = build(shape.program("rows"))
-    sizes = [library.hb_batch_rows_size(i) for i in range(3)]
-    assert sizes == [ctypes.sizeof(RowsArgs), shape.parts, shape.experts * 2]
+    sizes = [library.hb_batch_rows_size(i) for i in range(4)]
+    assert sizes == [ctypes.sizeof(RowsArgs), shape.parts, *ROW_THREADS.values()]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_column_does_not_depend_on_the_others() -> None:
 
 
 def make_layer(
-    hidden: int, inner: int, experts: int, top_k: int, dense: str, blocks: int
+    hidden: int, inner: int, experts: int, top_k: int, dense: str, machine: Machine, device: str = "cpu"
 ) -> tuple[Layer, dict[str, torch.Tensor]]:
     g = torch.Generator().manual_seed(hidden)
 
@@ -100,9 +101,11 @@ def make_layer(
     plain |= {f"{name}_bias": vector(*shape[:-1]).bfloat16() for name, (_, shape) in shapes.items()}
     plain |= {"attn_norm": vector(hidden).bfloat16(), "mlp_norm": vector(hidden)}
     plain |= {"router": vector(experts, hidden).bfloat16(), "router_bias": vector(experts)}
-    matrices = {n: Matrix(w, plain[f"{n}_bias"], n, swiglu=n == "gate_up") for n, (w, _) in made.items()}
+    plain = {name: w.to(device) for name, w in plain.items()}
+    more = {"gate_up": {"swiglu": True}, "o": {"router": experts}}
+    matrices = {n: Matrix(w.to(device), plain[f"{n}_bias"], n, **more.get(n, {})) for n, (w, _) in made.items()}
     layer = Layer(
-        Emulator(blocks), Room(RowShape(hidden, experts, top_k), inner, {}, torch.device("cpu")), **matrices, eps=1e-5,
+        machine, Room(RowShape(hidden, experts, top_k), inner, {}, torch.device(device)), **matrices, eps=1e-5,
         limit=7.0, alpha=1.702, **{n: plain[n] for n in ("attn_norm", "mlp_norm", "router", "router_bias")},
     )  # fmt: skip
     return layer, plain
@@ -110,18 +113,23 @@ def make_layer(
 
 @pytest.mark.parametrize(
     ("rows", "hidden", "inner", "experts", "top_k", "dense", "skew"),
-    [(2, 128, 64, 16, 4, "mxfp4", 0.0), (21, 192, 64, 48, 2, "mxfp4", 0.4)],
+    [(2, 128, 64, 16, 4, "mxfp4", 0.0), (21, 192, 64, 48, 2, "mxfp4", 0.4), (21, 128, 128, 48, 2, "mxfp4", 0.4)],
 )
 def test_a_layer(rows: int, hidden: int, inner: int, experts: int, top_k: int, dense: str, skew: float) -> None:
-    layer, w = make_layer(hidden, inner, experts, top_k, dense, 4)
-    w["router_bias"] += skew * torch.arange(experts)  # some experts of more than eight rows
+    check_layer(*make_layer(hidden, inner, experts, top_k, dense, Emulator(4)), rows, skew)
+
+
+def check_layer(layer: Layer, w: dict[str, torch.Tensor], rows: int, skew: float) -> None:
+    experts, hidden = w["router"].shape
+    device, top_k = w["router"].device, layer.room.shape.top_k
+    w["router_bias"] += skew * torch.arange(experts, device=device)  # some experts of more than eight rows
     g = torch.Generator().manual_seed(rows)
-    x = torch.randn((rows, hidden), generator=g)
-    residual, qkv = x.clone(), torch.full((rows, 96), float("nan"))
+    x = torch.randn((rows, hidden), generator=g).to(device)
+    residual, qkv = x.clone(), torch.full((rows, 96), float("nan"), device=device)
     layer.enter(residual, qkv, pending=False)
     h = round_activation(rms_norm(x, w["attn_norm"], 1e-5), "bf16")
     assert error(qkv, h @ w["qkv"].T + w["qkv_bias"]) < 1e-3  # a norm on the edge of a rounding may fall either way
-    attn = torch.randn((rows, 128), generator=g).bfloat16()
+    attn = torch.randn((rows, 128), generator=g).bfloat16().to(device)
     layer.leave(residual, attn)
     mid = x + attn.float() @ w["o"].T + w["o_bias"]
     assert error(residual, mid) < 1e-6
@@ -145,9 +153,34 @@ def test_a_layer(rows: int, hidden: int, inner: int, experts: int, top_k: int, d
     assert torch.equal(before, residual)
 
 
+@pytest.mark.parametrize("blocks", [1, 5, 7])
+def test_every_tile_is_somebodys(blocks: int) -> None:
+    experts, columns = 5, 30
+    w, dense = weights("mxfp4", (experts, 112, 64), 0)
+    ids = torch.randint(0, experts, (columns,), dtype=torch.int32)
+    x = torch.randn((columns // 2, 64)).bfloat16()
+    matrix = Matrix(w, None, "down")
+    want = torch.stack([dense[e].double() @ x[c // 2].double() for c, e in enumerate(ids.tolist())])
+    for tickets in (None, torch.zeros(1, dtype=torch.int32)):
+        out = torch.full((columns, 112), float("nan"))
+        given = None if tickets is None else tickets.data_ptr()
+        matrix.run(Emulator(blocks), x, out, columns, ids=ids, tickets=given, share=2)
+        assert error(out, want) < 1e-6
+
+
+def test_the_head_norms_the_rows_it_is_asked_for() -> None:
+    w, dense = weights("q8", (272, 128), 3)
+    room = Room(RowShape(128, 16, 4), 64, {}, torch.device("cpu"))
+    room.tickets.fill_(5)
+    x, norm, rows = torch.randn((9, 128)), torch.randn(128), torch.tensor([7, 2, 2], dtype=torch.int32)
+    logits = Head(Emulator(3), room, Matrix(w, None, "lm_head"), norm, 1e-5).run(x, rows)
+    h = round_activation(rms_norm(x[rows.long()], norm, 1e-5), "bf16")
+    assert error(logits, h @ dense.T) < 1e-3
+
+
 def test_ties_go_to_the_lower_expert() -> None:
-    layer, w = make_layer(128, 64, 16, 4, "mxfp4", 2)
-    w["router"].zero_()
+    layer, w = make_layer(128, 64, 16, 4, "mxfp4", Emulator(2))
+    layer.router.weight.zero_()
     w["router_bias"].copy_(torch.tensor([0.0, 2, 2, 1, 1, 1, 3, 0] * 2))
     x = torch.randn((3, 128))
     layer.leave(x, torch.zeros((3, 128)).bfloat16())
@@ -163,25 +196,32 @@ def test_refuses_what_it_cannot_read() -> None:
 
 
 @pytest.mark.gpu
+def test_a_layer_on_a_gpu() -> None:
+    layer, w = make_layer(192, 64, 48, 2, "mxfp4", gpu(), "cuda")
+    check_layer(layer, w, 21, 0.4)
+
+
+@pytest.mark.gpu
 def test_experts_on_a_gpu_again_and_again() -> None:
     """Experts of one to sixty columns at the true K, where other warps' loads of x delay a warp's loads of weights."""
-    from halfbyte.kernels.cuda.batch import gpu
-
     experts, n, rows, top_k, k = 24, 2880, 64, 4, 2880
-    w, dense = weights("mxfp4", (experts, n, k), 0)
-    assert isinstance(w, MXTensor)
-    matrix = Matrix(w.to("cuda"), None, "down")
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn((rows, experts), generator=g) + 1.5 * torch.randn(experts, generator=g)
-    ids = logits.topk(top_k).indices.int().flatten().cuda()
-    x = torch.randn((rows * top_k, k), generator=g).bfloat16()
-    want = torch.stack([dense[e] @ x[c].float() for c, e in enumerate(ids.tolist())])
+    torch.manual_seed(0)
+    data = torch.randint(0, 256, (experts, *tile16.tile_shape(n, k, "mxfp4")), dtype=torch.uint8, device="cuda")
+    data[..., 512:] = torch.randint(119, 122, data[..., 512:].shape, dtype=torch.uint8, device="cuda")
+    w = MXTensor(data, torch.empty(0, dtype=torch.uint8, device="cuda"), (experts, n, k), "mxfp4", "tile16")
+    matrix = Matrix(w, None, "down")
+    logits = torch.randn((rows, experts), device="cuda") + 1.5 * torch.randn(experts, device="cuda")
+    ids = logits.topk(top_k).indices.int().flatten()
+    assert int(ids.bincount().max()) > 24
+    x = torch.randn((rows * top_k, k), device="cuda").bfloat16()
+    want = torch.empty((rows * top_k, n), dtype=torch.float64, device="cuda")
+    for e in ids.unique().tolist():
+        want[ids == e] = x[ids == e].double() @ formats.dequantize(tile16.unpack(w.select(e)), torch.float32).double().T
     first: torch.Tensor | None = None
     for _ in range(20):
         out = torch.full((rows * top_k, n), float("nan"), device="cuda")
         tickets = torch.zeros(1, dtype=torch.int32, device="cuda")
-        matrix.run(gpu(), x.cuda(), out, rows * top_k, ids=ids, tickets=tickets.data_ptr())
-        got = out.cpu()
-        first = got if first is None else first
-        assert torch.equal(got, first)
-    assert error(got, want) < 1e-5
+        matrix.run(gpu(), x, out, rows * top_k, ids=ids, tickets=tickets.data_ptr())
+        first = out if first is None else first
+        assert torch.equal(out, first)
+    assert error(out, want) < 1e-5

@@ -15,7 +15,7 @@ from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, sp
 from halfbyte.plan.phase import ARCHES, Spec
 
 ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
-PHASE, FUSED = PHASES[0], FUSED_PHASES[0]
+(PHASE, HEAD), FUSED = PHASES, FUSED_PHASES[0]
 
 
 def spec(gates: Gates = ALL, **changes: object) -> Spec:
@@ -28,9 +28,9 @@ def spec(gates: Gates = ALL, **changes: object) -> Spec:
 def test_a_plan_takes_it_for_batches(model: str, dense: str) -> None:
     gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
     _, _, selection = choose(NAMED[model], gates, ARCHES["sm90"])
-    assert "cuda.batch_layer" in selection.chosen["batch"]
+    assert selection.chosen["batch"] == ("triton.embed", "cuda.batch_layer_fused", "cuda.batch_norm_lm_head")
     assert selection.chosen["decode"] == ("cuda.decode_step",)
-    assert "cuda.batch_layer" not in selection.chosen["prefill"]
+    assert not [name for name in selection.chosen["prefill"] if "batch" in name]
 
 
 def test_knows_every_feature() -> None:
@@ -57,15 +57,20 @@ def test_refusals(arch: str, changes: dict[str, object], reason: str) -> None:
     assert reason in said
 
 
-def test_the_fused_attention_runs_only_where_it_is_asked_for() -> None:
-    _, _, selection = choose(NAMED["120b"], replace(ALL, attention="triton"), ARCHES["sm90"])
-    assert "cuda.batch_layer" in selection.chosen["batch"]
-    _, _, selection = choose(NAMED["120b"], replace(ALL, attention="cuda"), ARCHES["sm90"])
-    assert "cuda.batch_layer_fused" in selection.chosen["batch"]
-    assert selection.chosen["decode"] == ("cuda.decode_step",)
-    _, _, selection = choose(NAMED["120b"], ALL, ARCHES["sm90"])
-    assert "cuda.batch_layer" in selection.chosen["batch"]
-    assert any(r.phase == FUSED.name and "not been run on a GPU" in r.reason for r in selection.refusals)
+def test_the_attention_of_a_batch_follows_its_gates() -> None:
+    for gates, phase in (
+        (replace(ALL, attention="cuda"), "cuda.batch_layer_fused"),
+        (replace(ALL, attention="triton"), "cuda.batch_layer"),
+        (replace(ALL, kv_dtype="fp8"), "cuda.batch_layer"),
+    ):
+        _, _, selection = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        assert phase in selection.chosen["batch"]
+
+
+def test_the_head_refuses_what_its_rows_cannot_be() -> None:
+    assert HEAD.refuse(spec(), ARCHES["sm90"], ALL) is None
+    assert "up to 4096" in str(HEAD.refuse(spec(hidden=4160), ARCHES["sm90"], ALL))
+    assert "sm90" in str(HEAD.refuse(spec(), ARCHES["sm120"], ALL))
 
 
 @pytest.mark.parametrize(
@@ -86,5 +91,5 @@ def test_the_whole_of_x_has_the_experts_of_its_row() -> None:
 
 def test_eagle3_gets_layers_one_by_one() -> None:
     _, _, selection = choose(NAMED["120b"], replace(ALL, speculate="eagle3"), ARCHES["sm90"])
-    assert "cuda.batch_layer" in selection.chosen["decode"]
+    assert "cuda.batch_layer_fused" in selection.chosen["decode"]
     assert any("EAGLE-3" in r.reason for r in selection.refusals if r.phase == "cuda.decode_step")

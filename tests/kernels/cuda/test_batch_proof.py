@@ -17,13 +17,28 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
 ]
-PRODUCTS = [Variant(form, k) for form in ("mxfp4", "q8", "bf16") for k in (2880, 4096)] + [Variant("mxfp4", 2880, True)]
+PRODUCTS = [Variant(form, k) for form in ("mxfp4", "q8", "bf16") for k in (2880, 4096)] + [
+    Variant("mxfp4", 2880, ids=True),
+    Variant("mxfp4", 2880, True, ids=True),
+    Variant("mxfp4", 2880, True, ids=True, both=True),
+    *(Variant(form, 4096, router=experts) for form in ("mxfp4", "q8", "bf16") for experts in (32, 128)),
+]
 
 
 def no_spills(program: Program, folder: Path) -> str:
     said = report(program, folder)
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}, said
     return said
+
+
+def products_with_weights(sass: str, variant: Variant) -> list[str]:
+    """The machine code from the first to the last of them. The router's, which are stored one by one, stand apart."""
+    lines = sass.splitlines()
+    products = [i for i, line in enumerate(lines) if "HMMA" in line]
+    count = 4 * variant.workers[1]
+    assert len(products) == count + variant.router // 8
+    loops = [lines[at[0] : at[-1]] for at in (products[:count], products[-count:])]
+    return next(loop for loop in loops if not [line for line in loop if "STG" in line])
 
 
 @pytest.mark.parametrize("variant", PRODUCTS, ids=str)
@@ -35,10 +50,7 @@ def test_products(variant: Variant, tmp_path: Path) -> None:
     from halfbyte.kernels.prove import disassemble
 
     # An arrival between a load from the ring and its product lets the copy engine overwrite what is being loaded.
-    lines = disassemble((tmp_path / "out.cubin").read_bytes()).splitlines()
-    products = [i for i, line in enumerate(lines) if "HMMA" in line]
-    loop = lines[products[0] : products[-1]]
-    assert len(products) >= 12
+    loop = products_with_weights(disassemble((tmp_path / "out.cubin").read_bytes()), variant)
     assert not [line for line in loop if "SYNCS.ARRIVE" in line]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from batch_emulator import Emulator
 from grouped_emulator import build
+from test_batch_proof import products_with_weights
 from test_compile import freed_too_early
 from test_step import Case, compare
 
@@ -28,11 +29,11 @@ SMALL = ARCHES["sm121"].shared_memory
 @pytest.mark.parametrize("k", [2880, 4096])
 @pytest.mark.parametrize("form", ["mxfp4", "q8"])
 def test_a_batch_product_fits(form: str, k: int) -> None:
-    v = Variant.within(SMALL, form, k)
+    v = Variant(form, k).within(SMALL)
     parts, slot = v.slots
     assert v.shared_bytes <= SMALL
     assert v.ring // (parts * slot) == (2 if form == "mxfp4" else 1)  # tiles
-    assert Variant.within(232_448, form, k) == Variant(form, k)
+    assert Variant(form, k).within(232_448) == Variant(form, k)
     sizes = [build(v.program()).hb_batch_size(i) for i in range(3)]
     assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
 
@@ -64,9 +65,16 @@ def test_one_row_whose_tiles_come_in_pieces(tmp_path: Path) -> None:
 
 # ---- machine code ---------------------------------------------------------------------------------------------------
 
-BATCH = [Variant.within(SMALL, form, k, swiglu) for form, k, swiglu in (
-    ("mxfp4", 2880, False), ("mxfp4", 2880, True), ("mxfp4", 4096, False), ("q8", 2880, False), ("q8", 4096, False),
-)]  # fmt: skip
+BATCH = [
+    v.within(SMALL)
+    for v in (
+        Variant("mxfp4", 2880),
+        Variant("mxfp4", 2880, True, ids=True, both=True),
+        Variant("mxfp4", 4096, router=128),
+        Variant("q8", 2880),
+        Variant("q8", 4096, router=128),
+    )
+]
 SYNC = [SyncVariant("mxfp4", "64x128", False), SyncVariant("mxfp4", "64x128", False, "mxfp8")]
 MORE = [SyncVariant(f, t, s) for f in ("mxfp4", "q8", "bf16") for t in COLUMNS for s in (False, True)]
 MORE += [SyncVariant("mxfp4", t, s, mx) for mx in ("mxfp8", "mxfp4") for t in COLUMNS for s in (False, True)]
@@ -106,7 +114,5 @@ def test_a_stage_is_freed_after_it_was_read(v: SyncVariant, arch: str, tmp_path:
 @pytest.mark.parametrize("v", BATCH, ids=str)
 def test_a_batch_slot_is_freed_after_it_was_read(v: Variant, arch: str, tmp_path: Path) -> None:
     """As test_batch_proof.py has it for sm_90a: no arrival between a load from the ring and its product."""
-    lines = disassembled(v.program(), arch, tmp_path).splitlines()
-    products = [i for i, line in enumerate(lines) if "HMMA" in line]
-    assert len(products) >= 12
-    assert not [line for line in lines[products[0] : products[-1]] if "SYNCS.ARRIVE" in line]
+    loop = products_with_weights(disassembled(v.program(), arch, tmp_path), v)
+    assert not [line for line in loop if "SYNCS.ARRIVE" in line]

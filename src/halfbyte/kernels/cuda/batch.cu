@@ -17,16 +17,16 @@
 
 struct Group { int expert, first, count; };  // columns first .. of the list
 
-HB_DEV int groups_of(const Product& p, const Shared& sh) { return p.ids ? sh.groups : (p.columns + COLUMNS - 1) / COLUMNS; }
+HB_DEV int groups_of(const Product& p, const Shared& sh) { return IDS ? sh.groups : (p.columns + COLUMNS - 1) / COLUMNS; }
 HB_DEV Group group_at(const Product& p, const Shared& sh, int index) {
-  if (p.ids) {
+  if (IDS) {
     const u32 g = sh.group[index];
     return {(int)(g >> 16), (int)(g >> 4 & 0xfffu), (int)(g & 15u)};
   }
   const int left = p.columns - index * COLUMNS;
   return {0, index * COLUMNS, left < COLUMNS ? left : COLUMNS};
 }
-HB_DEV int column_at(const Product& p, const Shared& sh, int index) { return p.ids ? sh.list[index] : index; }
+HB_DEV int column_at(const Product& p, const Shared& sh, int index) { return IDS ? sh.list[index] : index; }
 
 // Counts are zero, and all threads have met. The feeding warp needs the groups only and does not wait for the lists.
 HB_DEV void group_columns(const Product& p, Shared& sh, int thread, int warp) {
@@ -87,19 +87,20 @@ struct Feeder {  // one lane
   int slot = 0, turn = 0;
   u32 phase = 0;
 
-  HB_DEV_MEMBER void publish(int group, int tile, int count) {
+  HB_DEV_MEMBER void publish(int stage, int group, int tile, int count) {
     const int q = turn % QUEUE;
     wait_for(&sh.item_empty[q], (u32)(turn / QUEUE & 1) ^ 1);
-    sh.item[q] = Item{group, tile, count};
+    sh.item[q] = Item{group, tile, count, stage};
     bar_arrive(&sh.item_full[q], 1);
     turn++;
   }
-  HB_DEV_MEMBER void run(int at, int end) {  // tiles of the line
+  HB_DEV_MEMBER void run(int stage, int at, int end) {  // tiles of the line
+    const int tiles = p.stage[stage].tiles;
     while (at < end) {
-      const int group = at / p.tiles, tile = at - group * p.tiles;
-      const int count = p.tiles - tile < end - at ? p.tiles - tile : end - at;
-      publish(group, tile, count);
-      const u8* from = p.weights + ((size_t)group_at(p, sh, group).expert * p.tiles + tile) * (size_t)TILE_BYTES;
+      const int group = at / tiles, tile = at - group * tiles;
+      const int count = tiles - tile < end - at ? tiles - tile : end - at;
+      publish(stage, group, tile, count);
+      const u8* from = p.stage[stage].weights + ((size_t)group_at(p, sh, group).expert * tiles + tile) * (size_t)TILE_BYTES;
       HB_ROLLED
       for (int i = 0; i < count; i++)
         HB_UNROLL
@@ -120,20 +121,27 @@ struct Feeder {  // one lane
 HB_DEV void mark(const Product& p, int i) { if (p.trace) p.trace[hb_block() * 4 + i] = clock_global(); }
 
 // Seven eighths of the line are cut into even runs. Of the rest, three quarters go in pieces of PIECE tiles to whoever asks
-// first, and the last in single tiles, so that all blocks end together.
+// first, and the last in single tiles, so that all blocks end together. Runs of the second stage are of groups whose first
+// stage was cut into runs as well, so it is stored long before they come, and what was dealt out last comes last again.
 HB_DEV void feed(const Product& p, Shared& sh) {
-  Feeder f{p, sh, p.ids ? streaming_policy() : keeping_policy()};
-  const int all = groups_of(p, sh) * p.tiles, block = hb_block(), grid = hb_grid();
-  const int pieces = p.tickets ? all / 8 * 3 / 4 / PIECE : 0, fixed = p.tickets ? all - all / 8 : all;
-  f.run((int)((i64)fixed * block / grid), (int)((i64)fixed * (block + 1) / grid));
-  if (p.tickets)
-    for (;;) {
-      const int t = (int)counter_add(p.tickets), at = fixed + (t < pieces ? t * PIECE : pieces * (PIECE - 1) + t);
-      if (at >= all) break;
-      f.run(at, t < pieces ? at + PIECE : at + 1);
+  Feeder f{p, sh, IDS ? streaming_policy() : keeping_policy()};
+  const int block = hb_block(), grid = hb_grid(), groups = groups_of(p, sh);
+  HB_ROLLED
+  for (int stage = 0; stage < (BOTH ? 2 : 1); stage++) {
+    const int all = groups * p.stage[stage].tiles;
+    const int pieces = p.tickets ? all / 8 * 3 / 4 / PIECE : 0, fixed = p.tickets ? all - all / 8 : all;
+    f.run(stage, (int)((i64)fixed * block / grid), (int)((i64)fixed * (block + 1) / grid));
+    if (p.tickets) {
+      if (p.early) wait_for_previous();  // which may have zeroed them
+      for (;;) {
+        const int t = (int)counter_add(p.tickets + stage), at = fixed + (t < pieces ? t * PIECE : pieces * (PIECE - 1) + t);
+        if (at >= all) break;
+        f.run(stage, at, t < pieces ? at + PIECE : at + 1);
+      }
     }
+  }
   mark(p, 2);
-  f.publish(0, 0, 0);
+  f.publish(0, 0, 0, 0);
 }
 
 // ---- items, for workers and summers ---------------------------------------------------------------------------------
@@ -157,11 +165,11 @@ struct Items {
 // Lane (g, t): eight consecutive k of every group of 32 of column g. See tile16 for the order.
 struct Operand {
   u32 b[EACH][8];
-  HB_DEV_MEMBER void load(const Product& p, const Shared& sh, const Group& group, int warp, int lane) {
+  HB_DEV_MEMBER void load(const Product& p, const Stage& s, const Shared& sh, const Group& group, int warp, int lane) {
     const int g = lane / 4, t = lane % 4;
     const bool on = g < group.count;
-    const u16* x = p.x;
-    if (on) x += (size_t)(column_at(p, sh, group.first + g) / p.share) * K + warp * EACH * 64 + t * 8;
+    const u16* x = s.x;
+    if (on) x += (size_t)(column_at(p, sh, group.first + g) / s.share) * K + warp * EACH * 64 + t * 8;
     HB_UNROLL
     for (int c = 0; c < EACH; c++)
       HB_UNROLL
@@ -189,11 +197,13 @@ HB_DEV void multiply(const Product& p, Shared& sh, int warp, int lane) {
     if (it.count == 0) break;
     if (!waited) {
       wait_for_previous();
-      if (warp == 0 && lane == 0) { release_next(); mark(p, 1); }
+      if (warp == 0 && lane == 0) mark(p, 1);
       waited = true;
     }
+    if (BOTH && it.stage)
+      while (load_acquire(p.done + it.group) < (u32)p.stage[0].tiles) wait_a_bit();
     Operand x;
-    x.load(p, sh, group_at(p, sh, it.group), warp, lane);
+    x.load(p, p.stage[BOTH ? it.stage : 0], sh, group_at(p, sh, it.group), warp, lane);
     HB_ROLLED
     for (int i = 0; i < it.count; i++) {
       float acc[4] = {0.f, 0.f, 0.f, 0.f};
@@ -225,22 +235,60 @@ HB_DEV float swiglu(const Product& p, float gate, float up) {
 }
 
 struct Four { float v[4]; };
-HB_DEV Four bias_at(const Product& p, size_t row) {  // row % 4 == 0
+HB_DEV Four four_at(const void* p, int is_float, size_t at) {  // at % 4 == 0
   Four f = {};
-  if (!p.bias) return f;
-  if (p.bias_float) {
-    const u32x4 w = ldg128((const float*)p.bias + row);
+  if (!p) return f;
+  if (is_float) {
+    const u32x4 w = ldg128((const float*)p + at);
     f.v[0] = as_float(w.x); f.v[1] = as_float(w.y); f.v[2] = as_float(w.z); f.v[3] = as_float(w.w);
   } else {
-    const u64 w = *(const u64*)((const u16*)p.bias + row);
+    const u64 w = *(const u64*)((const u16*)p + at);
     f.v[0] = bf16_low((u32)w); f.v[1] = bf16_high((u32)w); f.v[2] = bf16_low((u32)(w >> 32)); f.v[3] = bf16_high((u32)(w >> 32));
   }
   return f;
 }
 
+// The router's products with 16 values of each column, as the summing warp has them: lane (place, quad) four of a column, which
+// is an operand of the mma if its k are counted that way. x enters as two bf16, so that a choice between experts is made with
+// 16 bits and not with eight.
+struct Routing {
+  static constexpr int ALL = ROUTER / 16, HELD = ALL < 8 ? ALL : 8;
+  u32x4 w[HELD ? HELD : 1];  // of experts g and g + 8
+  HB_DEV_MEMBER void load(const Product& p, int first, int row, int lane) {
+    const u16* from = p.router + (size_t)(row / 16) * (ROUTER * 16) + (first * 32 + lane) * 8;
+    HB_UNROLL
+    for (int i = 0; i < HELD; i++)
+      if (first + i < ALL) w[i] = ldg128(from + i * 256);
+  }
+  HB_DEV_MEMBER void run(const Product& p, const float (&v)[4], const Group& group, int row, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    const Four n = four_at(p.norm, p.norm_float, row);
+    const float a = v[0] * n.v[0], b = v[1] * n.v[1], c = v[2] * n.v[2], d = v[3] * n.v[3];
+    const u32 h0 = bf16_pair(a, b), h1 = bf16_pair(c, d);
+    const u32 r0 = bf16_pair(a - bf16_low(h0), b - bf16_high(h0)), r1 = bf16_pair(c - bf16_low(h1), d - bf16_high(h1));
+    HB_UNROLL
+    for (int first = 0; first < ALL; first += 8) {
+      if (first) load(p, first, row, lane);
+      HB_UNROLL
+      for (int i = 0; i < HELD; i++) {
+        if (first + i >= ALL) continue;
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+        mma(sum, w[i].x, w[i].z, w[i].y, w[i].w, h0, h1);
+        mma(sum, w[i].x, w[i].z, w[i].y, w[i].w, r0, r1);
+        HB_UNROLL
+        for (int j = 0; j < 2; j++) {
+          const int column = column_of(2 * t + j);
+          float* to = p.logits + ((size_t)(row / 16) * p.columns + group.first + column) * ROUTER + (first + i) * 16 + g;
+          if (column < group.count) { to[0] = sum[j]; to[8] = sum[2 + j]; }
+        }
+      }
+    }
+  }
+};
+
 HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
   const u32 base = shared_base();
-  const int place = lane / 4, quad = lane % 4, column = (place & 3) * 2 + (place >> 2);
+  const int place = lane / 4, quad = lane % 4, column = column_of(place);
   const u32 red = base + HB_AT(red) + (summer * WORKERS * COLUMNS * 16 + red_at(place, quad * 4)) * 4;
   const u32 full = base + HB_AT(red_full) + summer * 8, empty = base + HB_AT(red_empty) + summer * 8;
   u32 phase = 0;
@@ -250,17 +298,22 @@ HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
   for (;;) {
     const Item it = items.next();
     if (it.count == 0) break;
+    const int stage = BOTH ? it.stage : 0;
+    const Stage& s = p.stage[stage];
     const Group group = group_at(p, sh, it.group);
     const bool on = column < group.count;
-    const size_t to = on ? (size_t)column_at(p, sh, group.first + column) * p.tiles * (SWIGLU ? 8 : 16) : 0;
-    const size_t first = (size_t)group.expert * p.tiles * 16;
+    const size_t to = on ? (size_t)column_at(p, sh, group.first + column) * s.tiles * (has_swiglu(stage) ? 8 : 16) : 0;
+    const size_t first = (size_t)group.expert * s.tiles * 16;
+    u32 stored = 0;
     int i = next;
     HB_ROLLED
     for (; i < it.count; i += SUMMERS) {
       const int row = (it.tile + i) * 16 + quad * 4;
-      const Four bias = bias_at(p, first + row);
+      const Four bias = four_at(s.bias, s.bias_float, first + row);
       u32x4 before = {0, 0, 0, 0};
       if (!SWIGLU && p.residual && on) before = load128(p.residual + to + row);
+      Routing routing;
+      if (ROUTER) routing.load(p, 0, row, lane);
       float v[4] = {0.f, 0.f, 0.f, 0.f};
       wait_for(full, phase);
       phase ^= 1;
@@ -273,23 +326,32 @@ HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
       if (lane == 0) bar_arrive(empty, 1);
       HB_UNROLL
       for (int k = 0; k < 4; k++) v[k] = v[k] * SCALE_OUT + bias.v[k];
-      if (SWIGLU) {
-        if (on) store32((u16*)p.out + to + row / 2, bf16_pair(swiglu(p, v[0], v[1]), swiglu(p, v[2], v[3])));
-      } else if (on) {
+      if (has_swiglu(stage)) {
+        if (on) store32((u16*)s.out + to + row / 2, bf16_pair(swiglu(p, v[0], v[1]), swiglu(p, v[2], v[3])));
+      } else {
         const u32 r[4] = {before.x, before.y, before.z, before.w};
         HB_UNROLL
         for (int k = 0; k < 4; k++) v[k] += as_float(r[k]);
-        store128((float*)p.out + to + row, as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3]));
+        if (on) store128((float*)s.out + to + row, as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3]));
+        if (ROUTER) routing.run(p, v, group, row, lane);
       }
+      stored++;
     }
     next = i - it.count;
+    if (BOTH && stage == 0) {
+      sync_warp();
+      if (lane == 0 && stored) add_release(p.done + it.group, stored);
+    }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) batch_product(const __grid_constant__ Product p) {
+#if HB_STAGES == 2
+#define batch_product batch_experts  // its name in a profile
+#endif
+extern "C" __global__ void __maxnreg__(REGISTERS) batch_product(const __grid_constant__ Product p) {
   Shared& sh = *(Shared*)hb_shared();
   const int thread = hb_thread(), warp = thread / 32, lane = thread % 32;
-  if (thread == 0) mark(p, 0);
+  if (thread == 0) { mark(p, 0); if (RELEASES) release_next(); }
   if (warp == 0) {  // one warp, so that few threads pay for the fence
     HB_ROLLED
     for (int s = lane; s < SLOTS; s += 32) {
@@ -300,15 +362,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch_product(const __g
     if (lane < QUEUE) { bar_init(&sh.item_full[lane], 1); bar_init(&sh.item_empty[lane], WORKERS + SUMMERS); }
     bar_init_done();
   }
-  if (p.ids)
+  if (IDS)
     HB_ROLLED
     for (int e = thread; e < p.experts; e += THREADS) sh.count[e] = 0;
   sync_all();
   if (!p.early) {
     wait_for_previous();
-    if (thread == 0) { release_next(); mark(p, 1); }
+    if (thread == 0) { if (!RELEASES) release_next(); mark(p, 1); }
   }
-  if (p.ids) group_columns(p, sh, thread, warp);
+  if (IDS) group_columns(p, sh, thread, warp);
   if (warp < WORKERS) multiply(p, sh, warp, lane);
   else if (warp > WORKERS) sum_up(p, sh, warp - WORKERS - 1, lane);
   else if (lane == 0) feed(p, sh);

@@ -5,6 +5,7 @@
 
 #ifdef HB_EMULATE
 #define __grid_constant__
+#define __maxnreg__(n)
 HB_DEV void wait_for_previous() {}
 HB_DEV void release_next() {}
 HB_DEV void wait_a_bit() { emu::yield(); }
@@ -12,6 +13,8 @@ HB_DEV int shared_count(int* p) { emu::moved(); return (*p)++; }
 HB_DEV u64 keeping_policy() { return 0; }
 HB_DEV u32x4 load128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
 HB_DEV u32 load32(const void* p) { u32 v; memcpy(&v, p, 4); return v; }
+HB_DEV u32 load_acquire(const u32* p) { return *p; }
+HB_DEV void add_release(u32* p, u32 n) { emu::moved(); *p += n; }
 HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { const u32 v[4] = {a, b, c, d}; memcpy(p, v, 16); }
 HB_DEV void store64(void* p, u32 a, u32 b) { const u32 v[2] = {a, b}; memcpy(p, v, 8); }
 HB_DEV void store32(void* p, u32 v) { memcpy(p, &v, 4); }
@@ -21,8 +24,9 @@ HB_DEV void mma_first(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
   mma(c, a0, a1, a2, a3, b0, b1);
 }
 #else
-// Programmatic dependent launch: wait until the kernel before this one is complete; let the next one start. Every kernel
-// here waits before it lets the next one start, so that whatever the kernel before the last wrote may be read at once.
+// Programmatic dependent launch: wait until the kernel before this one is complete; let the next one start. Kernels let the
+// next one start with themselves, so before it waits a kernel may only read what no kernel of the step writes: weights, and
+// pages of earlier steps. (A product with ids that reads them early needs one in front that waits first.)
 HB_DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 HB_DEV void wait_a_bit() {}
@@ -35,6 +39,8 @@ HB_DEV u32x4 load128(const void* p) {
   return v;
 }
 HB_DEV u32 load32(const void* p) { u32 v; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+HB_DEV u32 load_acquire(const u32* p) { u32 v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+HB_DEV void add_release(u32* p, u32 n) { asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory"); }
 HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
 HB_DEV void store64(void* p, u32 a, u32 b) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory"); }
 HB_DEV void store32(void* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
@@ -56,7 +62,9 @@ HB_DEV float number(const void* p, int is_float, size_t i) {
 #ifdef HB_K
 enum { MXFP4 = 0, Q8 = 1, BF16 = 2 };
 constexpr int FORMAT = HB_FORMAT, K = HB_K;
-constexpr bool SWIGLU = HB_SWIGLU;
+constexpr int ROUTER = HB_ROUTER;                        // experts of the router that multiplies the result; 0: none
+constexpr bool IDS = HB_IDS, SWIGLU = HB_SWIGLU;          // IDS: columns choose among a stack of matrices
+constexpr bool BOTH = HB_STAGES == 2;                     // gate_up with swiglu, then down, in one launch
 constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // 16 rows x 64 k, scales included: "tile16"
 constexpr int COLUMNS = 8;                                // of a group: those of mma.m16n8k16
 constexpr int CHUNKS = K / 64, TILE_BYTES = CHUNKS * CHUNK;
@@ -75,24 +83,36 @@ constexpr int SLOT_BYTES = TEAM * EACH * CHUNK;
 // A whole number of tiles, so that a slot always serves the same warps, and none can be a round ahead of the ring.
 constexpr int SLOTS = HB_RING / SLOT_BYTES / PARTS * PARTS;
 constexpr int QUEUE = 4, COLUMNS_MAX = 512, EXPERTS_MAX = 512, PIECE = 4;
+constexpr int REGISTERS = FORMAT != MXFP4 || ROUTER ? 96 : IDS ? 80 : 72;  // 72: a kernel of rows fits beside it
 static_assert(K % 64 == 0 && WORKERS <= 16 && SLOTS >= PARTS && SLOT_BYTES % 16 == 0, "shape");
 
-struct Product {            // mirrored in batch.py
+struct Stage {
   const u8* weights;        // tile16, [experts][tiles]
   const void* bias;         // [experts][16 tiles], float or bf16; null: none
   const u16* x;             // bf16 [columns / share][K]
-  void* out;                // float [columns][16 tiles]; SWIGLU: bf16 [columns][8 tiles]
+  void* out;                // float [columns][16 tiles]; with swiglu: bf16 [columns][8 tiles]
+  int tiles, share, bias_float, unused;
+};
+constexpr bool RELEASES = BOTH || !SWIGLU;  // down by itself reads what the kernel before gate_up wrote, so gate_up waits first
+HB_CONST_FN bool has_swiglu(int stage) { return SWIGLU && stage == 0; }
+
+struct Product {            // mirrored in batch.py
+  Stage stage[2];           // the second only if BOTH: its x is what the first has stored
   const float* residual;    // float [columns][16 tiles], may be out; null: none
-  const int* ids;           // the expert of each column; null: dense
-  u32* tickets;             // zero before every launch; null: no piece is left to whoever comes first
+  const int* ids;           // the expert of each column; IDS only
+  u32* tickets;             // one for each stage, zero before every launch; null: no piece is left to whoever comes first
+  u32* done;                // [groups] tiles of the first stage that are stored, zero before every launch; BOTH only
+  const u16* router;        // ROUTER only: bf16, as a warp reads it (see `tile_router` in batch.py)
+  const void* norm;         // the weight of the norm in front of it, float or bf16
+  float* logits;            // [tiles][columns][ROUTER]: its products with norm weight times out, a part for each tile
   u64* trace;               // [grid][4] nanoseconds: start, x wanted, last tile asked for, end; null: none
-  int columns, experts, tiles, share;
+  int columns, experts;
   int early;                // ids were written before the kernel in front of this one
-  int bias_float;
+  int norm_float;
   float limit, alpha;
 };
 
-struct Item { int group, tile, count; };  // some tiles of one group; count 0: the end
+struct Item { int group, tile, count, stage; };  // some tiles of one group; count 0: the end
 
 struct Shared {
   u8 ring[SLOTS][SLOT_BYTES];
@@ -111,6 +131,6 @@ struct Shared {
 
 // Where a warp keeps its sum of (row, column): [column'][row], quads of rows permuted, so that neither writing (lane (g, t)
 // has rows g and g + 8 of columns 2 t and 2 t + 1) nor reading four rows of a column meets a bank twice.
-HB_CONST_FN int column_place(int column) { return column >> 1 | (column & 1) << 2; }
+HB_CONST_FN int column_of(int place) { return (place & 3) * 2 + (place >> 2); }
 HB_CONST_FN int red_at(int place, int row) { return place * 16 + ((row >> 2) ^ (place & 2)) * 4 + (row & 3); }
 #endif

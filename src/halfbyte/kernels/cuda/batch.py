@@ -1,8 +1,8 @@
-"""Products and rows of a batch of 2 to 128 rows, around batch.cu and batch_rows.cu.
+"""The kernels of a batch of 2 to 128 rows, batch.cu and batch_rows.cu: builds, arguments, launches.
 
-`Layer` holds one layer's matrices in the layout "tile16" and runs them, with the norms, the router and the sums between
-them, over buffers that all layers share. Nothing here synchronises with the host, allocates in a step or looks at
-device data, so a step can be captured. Weights are never converted: a wrong layout or shape is a PlanError.
+A `Matrix` is weights in the layout "tile16" with the build that multiplies them. Nothing here synchronises with the
+host, allocates in a step or looks at device data, so a step can be captured. Weights are never converted: a wrong
+layout or shape is a PlanError.
 
 A `Machine` runs the kernels: `Gpu` on the current device, or the emulator of the tests on a CPU.
 """
@@ -26,15 +26,25 @@ from halfbyte.kernels.launch import Kernel, Program, compile_program
 FOLDER = Path(__file__).parent
 ROWS_SOURCE = FOLDER / "batch_rows.cu"
 FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
-ROWS_MAX, COLUMNS_MAX, EXPERTS_MAX, TOP_MAX = 128, 512, 512, 8
-RING, QUEUE, ROW_THREADS, ROUTER_CHUNKS = 190_000, 4, 256, 3
+COLUMNS, ROWS_MAX, COLUMNS_MAX, EXPERTS_MAX, TOP_MAX = 8, 128, 512, 512, 8
+RING, QUEUE = 190_000, 4
+ROW_THREADS = {"batch_finish": 256, "batch_choose": 512}
+ROW_SHARED = {"batch_finish": 32, "batch_choose": 64 + 4 * EXPERTS_MAX + 16 * 512}  # at most
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+
+
+class StageArgs(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("weights", "bias", "x", "out")),
+        *((name, _I) for name in ("tiles", "share", "bias_float", "unused")),
+    ]
 
 
 class ProductArgs(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("weights", "bias", "x", "out", "residual", "ids", "tickets", "trace")),
-        *((name, _I) for name in ("columns", "experts", "tiles", "share", "early", "bias_float")),
+        ("stage", StageArgs * 2),
+        *((name, _P) for name in ("residual", "ids", "tickets", "done", "router", "norm", "logits", "trace")),
+        *((name, _I) for name in ("columns", "experts", "early", "norm_float")),
         ("limit", _F),
         ("alpha", _F),
     ]
@@ -42,8 +52,8 @@ class ProductArgs(ctypes.Structure):
 
 class RowsArgs(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("x", "parts", "weights", "ids", "norm", "h", "router", "router_bias", "logits")),
-        ("tickets", _P),
+        *((name, _P) for name in ("x", "parts", "weights", "ids", "norm", "h", "router_bias", "logits")),
+        *((name, _P) for name in ("select", "tickets", "done")),
         *((name, _I) for name in ("rows", "norm_float", "bias_float")),
         ("eps", _F),
     ]
@@ -56,17 +66,18 @@ class Variant:
     format: str
     k: int
     swiglu: bool = False
+    ids: bool = False  # a stack of matrices, and columns that choose among them
+    both: bool = False  # gate_up and down in one launch
+    router: int = 0  # experts of the router that multiplies the result
     ring: int = RING
     fewer: bool = False  # warps that sum, to leave shared memory to the ring
 
-    @classmethod
-    def within(cls, shared: int, format: str, k: int, swiglu: bool = False) -> Variant:
-        """The build for blocks of so much shared memory: a ring of two tiles if fewer summing warps allow it."""
-        plain = cls(format, k, swiglu)
-        if plain.shared_bytes <= shared:
-            return plain
-        parts, slot = plain.slots
-        tries = [replace(plain, ring=tiles * parts * slot, fewer=f) for tiles in (2, 1) for f in (False, True)]
+    def within(self, shared: int) -> Variant:
+        """This one for blocks of so much shared memory: a ring of two tiles if fewer summing warps allow it."""
+        if self.shared_bytes <= shared:
+            return self
+        parts, slot = self.slots
+        tries = [replace(self, ring=tiles * parts * slot, fewer=f) for tiles in (2, 1) for f in (False, True)]
         return next((v for v in tries if v.shared_bytes <= shared), tries[-1])
 
     @property
@@ -97,13 +108,18 @@ class Variant:
         parts, slot = self.slots
         slots = self.ring // slot // parts * parts
         bars = 8 * (2 * slots + 2 * self.summers + 2 * QUEUE)
-        tables = 12 * QUEUE + 4 + 8 * EXPERTS_MAX + 8 * COLUMNS_MAX
+        tables = 16 * QUEUE + 4 + 8 * EXPERTS_MAX + 8 * COLUMNS_MAX
         return -(-(slots * slot + self.summers * workers * 512 + bars + tables) // 8) * 8
+
+    @property
+    def entry(self) -> str:
+        return "batch_experts" if self.both else "batch_product"
 
     def program(self) -> Program:
         values = {"FORMAT": FORMATS[self.format], "K": self.k, "SWIGLU": int(self.swiglu), "RING": self.ring}
+        values |= {"IDS": int(self.ids), "STAGES": 1 + self.both, "ROUTER": self.router}
         values |= {"SUMMERS": self.summers} if self.fewer else {}
-        return Program(FOLDER / "batch.cu", "batch_product", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
+        return Program(FOLDER / "batch.cu", self.entry, tuple(f"-DHB_{k}={v}" for k, v in values.items()))
 
 
 @dataclass(frozen=True)
@@ -116,13 +132,8 @@ class RowShape:
 
     @property
     def parts(self) -> int:
-        return -(-(self.hidden // 64) // ROUTER_CHUNKS)
-
-    def grid(self, entry: str, rows: int) -> tuple[int, int]:
-        """(blocks, threads) of a kernel."""
-        if entry == "batch_router":
-            return self.parts * -(-rows // 8), self.experts * 2
-        return rows, ROW_THREADS
+        """Of the router's products: one for each tile of o."""
+        return self.hidden // 16
 
     def program(self, entry: str) -> Program:
         values = {"HIDDEN": self.hidden, "EXPERTS": self.experts, "TOP_K": self.top_k}
@@ -148,15 +159,15 @@ class Gpu:
         kernel = self._kernels.get(variant)
         if kernel is None:
             cubin = compile_program(variant.program(), self.arch)
-            kernel = self._kernels[variant] = Kernel(cubin, "batch_product", variant.shared_bytes)
+            kernel = self._kernels[variant] = Kernel(cubin, variant.entry, variant.shared_bytes)
         kernel.launch(self.blocks, variant.threads, args, early=True)
 
     def rows(self, shape: RowShape, entry: str, args: RowsArgs) -> None:
         kernel = self._kernels.get((shape, entry))
         if kernel is None:
             cubin = compile_program(shape.program(entry), self.arch)
-            kernel = self._kernels[(shape, entry)] = Kernel(cubin, entry, 4096)
-        kernel.launch(*shape.grid(entry, args.rows), args, early=True)
+            kernel = self._kernels[(shape, entry)] = Kernel(cubin, entry, ROW_SHARED[entry])
+        kernel.launch(args.rows, ROW_THREADS[entry], args, early=True)
 
 
 @functools.cache
@@ -177,6 +188,23 @@ def is_float(t: Tensor | None) -> int:
     return int(t.dtype == torch.float32)
 
 
+@dataclass(frozen=True)
+class Router:
+    """What o's product leaves of the router: parts of its products with norm weight times the new residual."""
+
+    weight: Tensor  # as `tile_router` makes it
+    norm: Tensor
+    logits: Tensor
+
+
+def tile_router(w: Tensor) -> Tensor:
+    """bf16 [experts, hidden] as a warp reads it: [16 k][16 experts][lane (g, t)][expert g or g + 8][k 4 t ..]."""
+    if w.dtype != torch.bfloat16:
+        raise PlanError("the batch products read the router in bf16.")
+    experts, hidden = w.shape
+    return w.view(experts // 16, 2, 8, hidden // 16, 4, 4).permute(3, 0, 2, 4, 1, 5).contiguous()
+
+
 class Matrix:
     """One matrix, or a stack of experts', with its bias."""
 
@@ -187,6 +215,7 @@ class Matrix:
         role: str,
         *,
         swiglu: bool = False,
+        router: int = 0,
         shared: int = 232_448,
     ) -> None:
         form = "bf16" if isinstance(w, DenseTiles) else str(getattr(w, "format", "plain"))
@@ -197,11 +226,21 @@ class Matrix:
             raise PlanError(f"the batch products need {role} in multiples of 16 x 64, not {self.n} x {self.k}.")
         assert tuple(w.data.shape[-3:]) == tile_shape(self.n, self.k, form), f"{role} is not what its shape says"
         assert w.data.is_contiguous(), f"{role} is not whole"
-        self.data, self.bias, self.variant = w.data, bias, Variant.within(shared, form, self.k, swiglu)
+        self.data, self.bias = w.data, bias
+        wanted = Variant(form, self.k, swiglu, ids=w.data.ndim == 4, router=router)
+        self.variant = wanted.within(shared)
         if self.variant.shared_bytes > shared:
             raise PlanError(f"a tile of {role} in {form} does not fit in {shared} bytes of shared memory.")
         self.experts = w.data.shape[0] if w.data.ndim == 4 else 1
         self._bias_float = is_float(bias)
+
+    def stage(self, x: Tensor, out: Tensor, share: int) -> StageArgs:
+        assert x.dtype == torch.bfloat16, "activations are bf16"
+        assert x.is_contiguous(), "rows of x are whole"
+        return StageArgs(
+            weights=pointer(self.data), bias=pointer(self.bias), x=pointer(x), out=pointer(out), tiles=self.n // 16,
+            share=share, bias_float=self._bias_float,
+        )  # fmt: skip
 
     def run(
         self,
@@ -214,108 +253,22 @@ class Matrix:
         ids: Tensor | None = None,
         tickets: int | None = None,
         share: int = 1,
+        router: Router | None = None,
         early: bool = True,
         limit: float = 0.0,
         alpha: float = 0.0,
         trace: Tensor | None = None,
     ) -> None:
         """out[c] = W x[c / share] + bias (+ residual[c]), W that of expert ids[c]."""
-        assert x.dtype == torch.bfloat16, "activations are bf16"
-        assert x.is_contiguous(), "rows of x are whole"
         assert columns <= COLUMNS_MAX, "too many columns"
+        assert (ids is not None) == self.variant.ids, "columns choose among a stack of matrices"
         args = ProductArgs(
-            weights=pointer(self.data), bias=pointer(self.bias), x=pointer(x), out=pointer(out),
-            residual=pointer(residual), ids=pointer(ids), tickets=tickets, trace=pointer(trace), columns=columns,
-            experts=self.experts, tiles=self.n // 16, share=share, early=int(early), bias_float=self._bias_float,
-            limit=limit, alpha=alpha,
+            stage=(StageArgs * 2)(self.stage(x, out, share)), residual=pointer(residual), ids=pointer(ids),
+            tickets=tickets, trace=pointer(trace), columns=columns, experts=self.experts, early=int(early), limit=limit,
+            alpha=alpha,
         )  # fmt: skip
+        assert (router.weight.shape[1] * 16 if router else 0) == self.variant.router, "the router it was made for"
+        if router:
+            args.router, args.norm, args.logits = map(pointer, (router.weight, router.norm, router.logits))
+            args.norm_float = is_float(router.norm)
         machine.product(self.variant, args)
-
-
-class Room:
-    """What one step needs besides weights, shared by all layers: one layer is done with it before the next begins.
-
-    Buffers are made once in `held`, by name, and never replaced: a captured graph may hold them."""
-
-    def __init__(self, shape: RowShape, inner: int, held: dict[str, Tensor], device: torch.device) -> None:
-        self.shape = shape
-        choices = ROWS_MAX * shape.top_k
-
-        def get(name: str, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            key = f"batch.{name}"
-            if key not in held:
-                held[key] = torch.zeros(size, dtype=dtype, device=device)
-            assert held[key].shape == size, f"{key} was made for another model"
-            return held[key]
-
-        self.h = get("h", ROWS_MAX, shape.hidden, dtype=torch.bfloat16)
-        self.hidden = get("hidden", choices, inner, dtype=torch.bfloat16)
-        self.parts = get("parts", choices, shape.hidden)
-        self.logits = get("logits", shape.parts * ROWS_MAX, shape.experts)
-        self.weights = get("weights", ROWS_MAX, shape.top_k)
-        self.ids = get("ids", ROWS_MAX, shape.top_k, dtype=torch.int32)
-        self.tickets = get("tickets", 2, dtype=torch.int32)
-
-
-class Layer:
-    """One layer but for attention: `enter` gives q, k and v of all rows, `leave` takes what attention made of them."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        room: Room,
-        *,
-        qkv: Matrix,
-        o: Matrix,
-        gate_up: Matrix,
-        down: Matrix,
-        attn_norm: Tensor,
-        mlp_norm: Tensor,
-        router: Tensor,
-        router_bias: Tensor,
-        eps: float,
-        limit: float,
-        alpha: float,
-    ) -> None:
-        if router.dtype != torch.bfloat16 or not router.is_contiguous():
-            raise PlanError("the batch products read the router in bf16.")
-        self.machine, self.room = machine, room
-        self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
-        self.attn_norm, self.mlp_norm, self.router, self.router_bias = attn_norm, mlp_norm, router, router_bias
-        self.eps, self.limit, self.alpha = eps, limit, alpha
-        is_float(attn_norm), is_float(mlp_norm), is_float(router_bias)
-
-    def _rows(self, x: Tensor, norm: Tensor | None, *, summed: bool) -> RowsArgs:
-        r = self.room
-        assert x.dtype == torch.float32, "the residual is float32"
-        assert x.is_contiguous(), "rows of the residual are whole"
-        return RowsArgs(
-            x=pointer(x), parts=pointer(r.parts) if summed else None, weights=pointer(r.weights), ids=pointer(r.ids),
-            norm=pointer(norm), h=pointer(r.h), router=pointer(self.router), router_bias=pointer(self.router_bias),
-            logits=pointer(r.logits), tickets=pointer(r.tickets), rows=x.shape[0], norm_float=is_float(norm),
-            bias_float=is_float(self.router_bias), eps=self.eps,
-        )  # fmt: skip
-
-    def enter(self, x: Tensor, out: Tensor, *, pending: bool) -> None:
-        """`pending`: the layer before has left its experts' results to be added to x."""
-        self.machine.rows(self.room.shape, "batch_finish", self._rows(x, self.attn_norm, summed=pending))
-        self.qkv.run(self.machine, self.room.h, out, x.shape[0])
-
-    def leave(self, x: Tensor, attn: Tensor) -> None:
-        """x + o(attn) in place, and the experts' results of that, which the next layer or `finish` adds."""
-        r, rows = self.room, x.shape[0]
-        top_k = r.shape.top_k
-        self.o.run(self.machine, attn, x, rows, residual=x)
-        args = self._rows(x, self.mlp_norm, summed=False)
-        self.machine.rows(r.shape, "batch_router", args)
-        self.machine.rows(r.shape, "batch_choose", args)
-        tickets = r.tickets.data_ptr()
-        self.gate_up.run(
-            self.machine, r.h, r.hidden, rows * top_k, ids=r.ids, tickets=tickets, share=top_k, early=False,
-            limit=self.limit, alpha=self.alpha,
-        )  # fmt: skip
-        self.down.run(self.machine, r.hidden, r.parts, rows * top_k, ids=r.ids, tickets=tickets + 4)
-
-    def finish(self, x: Tensor) -> None:
-        """After the last layer: its experts' results, in place."""
-        self.machine.rows(self.room.shape, "batch_finish", self._rows(x, None, summed=True))

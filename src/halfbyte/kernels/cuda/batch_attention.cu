@@ -159,8 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) batch_attention(const _
   const int last = begin + (part * each + each < pages ? part * each + each : pages);
   Tokens a = {};
   if (page < last) load_cached(a, p, r, table, page, warp, lane);
-  wait_for_previous();
   release_next();
+  wait_for_previous();
   u32 q[8] = {0, 0, 0, 0, 0, 0, 0, 0};
   if (g < GROUP) {
     u32 low[4], high[4];

@@ -1,7 +1,6 @@
 """The batch layer with rope, KV write and attention in one launch (batch_attention.cu) instead of Triton's three.
 
-Right in the emulator and compiled without spills, but no GPU has run it yet: `auto` leaves it alone, and `--attention
-cuda` asks for it. Then decode, batches and prompts all run the CUDA attention.
+Preferred to those where the cache is bf16 in pages of 64 tokens; Triton's serve what it refuses.
 """
 
 from __future__ import annotations
@@ -30,11 +29,9 @@ def gpu() -> batch_attention.Gpu:
 class FusedBatchLayer(BatchLayer):
     name = "cuda.batch_layer_fused"
     backends = {"moe": "cuda", "linear": "cuda", "attention": "cuda"}
-    regimes = frozenset({"batch"})
+    rank = BatchLayer.rank + 1
 
     def refuse_attention(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if gates.attention != "cuda":
-            return "has not been run on a GPU yet, so only --attention cuda takes it"
         return refuse_gpu(arch) or batch_attention.refuse(spec)
 
     def bind_attention(self, b: Binding) -> Attend:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.batch import EXPERTS_MAX, TOP_MAX, Layer, Matrix, Room, RowShape, Variant, gpu
+from halfbyte.kernels.cuda.batch import COLUMNS, EXPERTS_MAX, TOP_MAX, Matrix, RowShape, Variant, gpu
+from halfbyte.kernels.cuda.batch_layer import Head, Layer, Room
+from halfbyte.kernels.cuda.grouped_phases import GroupedHead
 from halfbyte.kernels.launch import current_arch
 from halfbyte.kernels.triton.attention import DecodeAttention
 from halfbyte.kernels.triton.rope import RopeAndWrite
@@ -29,11 +31,23 @@ Attend = Callable[[Step, dict[str, Any], Tensor], Tensor]  # qkv float32 [rows, 
 
 
 def variants(spec: Spec, arch: Arch) -> dict[str, Variant]:
-    """The build of each matrix' product."""
-    widths = {"qkv": spec.hidden, "o": spec.heads * spec.head_dim, "gate_up": spec.hidden, "down": spec.intermediate}
-    return {
-        role: Variant.within(arch.shared_memory, spec.formats[role], k, role == "gate_up") for role, k in widths.items()
+    """The build of each matrix' product; gate_up and down share one where they are as deep."""
+    forms, same = spec.formats, spec.hidden == spec.intermediate
+    wanted = {
+        "qkv": Variant(forms["qkv"], spec.hidden),
+        "o": Variant(forms["o"], spec.heads * spec.head_dim, router=spec.experts),
+        "gate_up": Variant(forms["gate_up"], spec.hidden, True, ids=True, both=same),
     }
+    wanted |= {} if same else {"down": Variant(forms["down"], spec.intermediate, ids=True)}
+    return {role: v.within(arch.shared_memory) for role, v in wanted.items()}
+
+
+def refuse_shape(spec: Spec) -> str | None:
+    if spec.experts > EXPERTS_MAX or spec.experts % 16 or spec.top_k > min(TOP_MAX, spec.experts):
+        return f"chooses up to {TOP_MAX} of 16 to {EXPERTS_MAX} experts, not {spec.top_k} of {spec.experts}"
+    if spec.hidden % 64 or spec.intermediate % 64 or spec.hidden > 4096 or spec.intermediate > 4096:
+        return f"needs widths in multiples of 64 up to 4096, not {spec.hidden} and {spec.intermediate}"
+    return None
 
 
 class BatchLayer(Phase):
@@ -50,8 +64,9 @@ class BatchLayer(Phase):
             return f"is built for {', '.join(BUILT_FOR)}, not for {arch.name}"
         if spec.activation != "bf16" or spec.dtype != "bf16":
             return f"multiplies bf16 activations, not {spec.activation} beside {spec.dtype}"
-        if spec.experts > EXPERTS_MAX or spec.experts % 16 or spec.top_k > min(TOP_MAX, spec.experts):
-            return f"chooses up to {TOP_MAX} of 16 to {EXPERTS_MAX} experts, not {spec.top_k} of {spec.experts}"
+        reason = refuse_shape(spec)
+        if reason is not None:
+            return reason
         if BATCH_ROWS * spec.top_k > 512:
             return f"groups 512 choices, not {spec.top_k} of each of {BATCH_ROWS} rows"
         if spec.tile != "auto":
@@ -60,8 +75,6 @@ class BatchLayer(Phase):
             kinds = ("mxfp4", "q8", "bf16") if role in ("qkv", "o") else ("mxfp4",)
             if spec.formats[role] not in kinds:
                 return f"multiplies {' or '.join(kinds)} weights, and {role} is {spec.formats[role]}"
-        if spec.hidden % 64 or spec.intermediate % 64 or spec.hidden > 4096 or spec.intermediate > 4096:
-            return f"needs widths in multiples of 64 up to 4096, not {spec.hidden} and {spec.intermediate}"
         for role, variant in variants(spec, arch).items():
             if variant.shared_bytes > arch.shared_memory:
                 kind, need = spec.formats[role], variant.shared_bytes
@@ -81,7 +94,7 @@ class BatchLayer(Phase):
         shared = current_arch().shared_memory
         layer = Layer(
             gpu(), room, qkv=Matrix(w.qkv, w.qkv_bias, "qkv", shared=shared),
-            o=Matrix(w.o, w.o_bias, "o", shared=shared),
+            o=Matrix(w.o, w.o_bias, "o", router=s.experts, shared=shared),
             gate_up=Matrix(w.gate_up, w.gate_up_bias, "gate_up", swiglu=True, shared=shared),
             down=Matrix(w.down, w.down_bias, "down", shared=shared),
             attn_norm=w.attn_norm, mlp_norm=w.mlp_norm, router=w.router, router_bias=w.router_bias, eps=s.norm_eps,
@@ -126,4 +139,28 @@ def whole(x: Tensor, weights: Tensor, parts: Tensor) -> Tensor:
     return x + (weights[:, :, None] * each).sum(1)
 
 
-PHASES: tuple[Phase, ...] = (BatchLayer(),)
+class BatchHead(GroupedHead):
+    """lm_head of up to eight rows as a stream; more rows through the grouped product, which reads it once."""
+
+    name = "cuda.batch_norm_lm_head"
+    regimes = frozenset({"decode", "batch"})
+    rank = 30
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        return super().refuse(spec, arch, gates) or refuse_shape(spec)
+
+    def bind(self, b: Binding) -> Launch:
+        w, s = b.weights, b.spec
+        room = Room(RowShape(s.hidden, s.experts, s.top_k), s.intermediate, b.buffers, w.final_norm.device)
+        few, many = Head(gpu(), room, Matrix(w.lm_head, None, "lm_head"), w.final_norm, s.norm_eps), super().bind(b)
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            if step.logit_rows.shape[0] > COLUMNS:
+                many(step, acts)
+            else:
+                acts["logits"] = few.run(acts["x"], step.logit_rows)
+
+        return launch
+
+
+PHASES: tuple[Phase, ...] = (BatchLayer(), BatchHead())

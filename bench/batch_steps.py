@@ -1,0 +1,158 @@
+"""Whole steps of a batch through the GPU plan (SM90), in several ways over the same weights, and a layer's timeline.
+
+    python bench/batch_steps.py --rows 8,32 --ways auto,triton --profile 8 --save bench/results/batch-steps-DATE.json
+
+A way is an attention gate with switches behind it: `cuda+decode=1` takes the batch kernels from two rows on. Every way
+starts from the same cache and tokens. Its logits must have the same bits as those of the first way with the same
+attention and regime; how far they are from the very first is shown (random weights carry a rounding far: a few tenths
+are usual). Times are medians of graph replays, other tokens in each run. The timeline is what the profiler saw of two
+layers in the middle, start to end. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+
+from halfbyte import gates as gates_  # noqa: E402
+from halfbyte.engine.graphs import DecodeGraph  # noqa: E402
+from halfbyte.lab import receipts  # noqa: E402
+from halfbyte.lab.speed import device_us, fill, random_tokens  # noqa: E402
+from halfbyte.model import ready  # noqa: E402
+from halfbyte.model.gpt_oss import GptOss  # noqa: E402
+from halfbyte.plan import step  # noqa: E402
+
+SWITCHES = {"decode": (step, "DECODE_ROWS")}
+CONTEXT = 128
+
+
+def start(graph: DecodeGraph, seed: int) -> None:
+    graph.step.tokens.copy_(random_tokens(graph.model, graph.step.rows, seed))
+    graph.step.positions.fill_(CONTEXT)
+    graph.step.kv_lens.fill_(CONTEXT + 1)
+
+
+def captured(model: GptOss, rows: int, count: int) -> DecodeGraph:
+    cache = fill(model, rows, CONTEXT + count + 64)
+    graph = DecodeGraph(model, rows, cache.blocks, feed_back=True)
+    graph.capture()
+    for kind, table in cache.tables.items():
+        graph.step.block_tables[kind].copy_(table)
+    return graph
+
+
+def timed(graph: DecodeGraph, count: int) -> list[float]:
+    times = []
+    for run in range(3):
+        start(graph, run)
+        graph.replay()
+        times.append(device_us(graph.replay, count - 1))
+    assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
+    return times[1:]
+
+
+def timeline(graph: DecodeGraph) -> dict[str, Any]:
+    """Time of every kernel of a step by name, and one layer's kernels in order."""
+    from torch.profiler import ProfilerActivity, profile
+
+    start(graph, 0)
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as p:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    us: dict[str, float] = collections.defaultdict(float)
+    count: dict[str, int] = collections.defaultdict(int)
+    events = sorted((e for e in p.events() if e.device_time > 0), key=lambda e: e.time_range.start)
+    for e in events:
+        us[e.name[:60]] += e.device_time / 3
+        count[e.name[:60]] += 1
+    best = sorted(us, key=lambda n: -us[n])[:14]
+    for n in best:
+        print(f"  {us[n]:9.0f} us {count[n] // 3:4d} x {us[n] * 3 / count[n]:8.1f}  {n}", flush=True)
+    begins = [i for i, e in enumerate(events) if "batch_finish" in e.name]
+    layers = []
+    for at in (len(begins) // 2, len(begins) // 2 + 1):  # one of each kind of attention
+        zero = events[begins[at]].time_range.start
+        layer = events[begins[at] : begins[at + 1] + 1]
+        layers.append([(e.name[:40], e.time_range.start - zero, e.time_range.end - zero) for e in layer])
+        print("  " + "; ".join(f"{n} {a:.1f}-{b:.1f}" for n, a, b in layers[-1]), flush=True)
+    return {"us": {n: us[n] for n in best}, "launches": {n: count[n] // 3 for n in best}, "layers": layers}
+
+
+def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(n) for n in text.split(",") if n]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="120b")
+    parser.add_argument("--preset", default="fast")
+    parser.add_argument("--rows", type=numbers, default=[8, 32])
+    parser.add_argument("--ways", default="auto", help="for example triton,auto,auto+decode=1")
+    parser.add_argument("--count", type=int, default=32, help="tokens of a run")
+    parser.add_argument("--profile", type=numbers, default=[], help="rows whose last way is taken apart")
+    parser.add_argument("--save", type=Path)
+    args = parser.parse_args()
+    torch.set_grad_enabled(False)
+    gates = gates_.PRESETS[args.preset].gates
+    first = ready.load(ready.resolve(f"random:{args.model}"), gates, device=torch.device("cuda"))
+    result: dict[str, Any] = {
+        "bench": "batch_steps", "model": args.model, "preset": args.preset, "device": torch.cuda.get_device_name(),
+        "argv": sys.argv[1:], "measured": {}, "steps": [],
+    }  # fmt: skip
+    models: dict[str, GptOss] = {"auto": first}
+    usual = {name: getattr(*where) for name, where in SWITCHES.items()}
+    for rows in args.rows:
+        seen: dict[str, torch.Tensor] = {}
+        for way in args.ways.split(","):
+            attention, *switches = way.split("+")
+            if attention not in models:
+                models[attention] = GptOss(first.weights, replace(gates, attention=attention))
+            model = models[attention]
+            result["measured"] |= receipts.measured({b.phase for r in ("decode", "batch") for b in model.plan.bound[r]})
+            asked = usual | {k: int(v) for k, v in (s.split("=") for s in switches)}
+            for name, value in asked.items():
+                setattr(*SWITCHES[name], value)
+            graph = captured(model, rows, args.count)
+            start(graph, 99)
+            logits = graph.replay().clone()
+            base = seen.setdefault("first", logits)
+            error = float((logits - base).norm() / base.norm())
+            regime = step.regime_of(rows)
+            equal = bool(torch.equal(logits, seen.setdefault(f"{attention} {regime}", logits)))
+            times = timed(graph, args.count)
+            us = statistics.median(times)
+            found = {
+                "rows": rows, "way": way, "regime": regime, "switches": asked, "us_per_step": us,
+                "tokens_per_s": rows * 1e6 / us, "spread_us": max(times) - min(times), "error": error, "equal": equal,
+            }  # fmt: skip
+            result["steps"].append(found)
+            print(
+                f"{rows:3d} {way:36s} {us:8.1f} us ±{found['spread_us']:.1f} {rows * 1e6 / us:7.1f} tok/s"
+                f"  error {error:.1e}{'' if equal else ' OTHER BITS'}",
+                flush=True,
+            )
+            if rows in args.profile and way == args.ways.split(",")[-1]:
+                found["profile"] = timeline(graph)
+            model._pool = None
+            del graph
+    text = json.dumps(result)
+    if args.save:
+        args.save.write_text(text, encoding="utf-8")
+    print(text[:200])
+
+
+if __name__ == "__main__":
+    main()
