@@ -17,7 +17,7 @@ from halfbyte.model.gpt_oss import GptOss, choose, spec_of
 from halfbyte.model.solo import Solo
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES, LAYER, Arch, Binding, Launch, Phase, Spec
-from halfbyte.plan.step import Step, regime_of
+from halfbyte.plan.step import DECODE_ROWS, Step, regime_of
 
 SMALL = NAMED["small"]
 CHECKPOINT = {"qkv": "bf16", "o": "bf16", "gate_up": "mxfp4", "down": "mxfp4", "lm_head": "bf16", "embed": "bf16"}
@@ -92,7 +92,7 @@ def test_auto_prefers_rank_and_says_why_the_other_lost() -> None:
 
 def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = synthetic.make(SMALL, seed=0)
-    tokens = list(range(4))
+    tokens = list(range(DECODE_ROWS))
     expected = Solo(GptOss(weights), 64).feed(tokens)
     monkeypatch.setattr(select, "all_phases", lambda: [*reference.PHASES, FusedFront()])
     with pytest.raises(PlanError, match="can run o, lm_head in the decode regime"):
@@ -108,7 +108,7 @@ def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest
     assert model.plan.record.phases() == set(model.plan.selection.chosen["decode"])
     moe = next(r for r in model.plan.record.runs.values() if r.phase == "reference.moe")
     assert moe.formats == {"gate_up": "mxfp4", "down": "mxfp4"}
-    assert moe.shapes == {"x": (4, SMALL.hidden)}
+    assert moe.shapes == {"x": (DECODE_ROWS, SMALL.hidden)}
 
 
 class WholeStep(Phase):
@@ -210,7 +210,7 @@ def test_nvfp4_can_never_serve_an_mxfp4_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "regime"), [(1, "decode"), (4, "decode"), (5, "batch"), (64, "batch"), (65, "prefill")]
+    ("rows", "regime"), [(1, "decode"), (3, "decode"), (4, "batch"), (64, "batch"), (65, "prefill")]
 )
 def test_regimes(rows: int, regime: str) -> None:
     assert regime_of(rows) == regime

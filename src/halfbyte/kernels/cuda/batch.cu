@@ -9,6 +9,11 @@
 // K of the group's columns in registers for as long as the group lasts, and multiplies its chunks of every tile. SUMMERS
 // warps add the workers' sums in order and store: one tile each in turn, so that no worker ever waits for another.
 //
+// Two things ride along, because the end of one kernel and the start of the next cost as much as 35 MB. BOTH: gate_up and down
+// are two lines that follow each other, and a group's down begins once all tiles of its gate_up are counted as stored; every
+// block is resident and does its gate_up first, so nobody waits for work that nobody does. ROUTER: o's summing warps multiply
+// what they store by the router.
+//
 // A column's result depends on that column alone: its products are added in the order of k, group of 32 by group of 32
 // within a warp, then warp by warp, whoever computes them.
 #include "batch_weights.cuh"
