@@ -161,6 +161,7 @@ def test_a_cuda_phase_is_proved_like_the_others(capsys: pytest.CaptureFixture[st
         ("cuda.grouped_mxfp8_o", {"dense": "mxfp4", "activation": "mxfp8"}, "QMMA.SF.16832.F32.E2M1.E4M3.E8"),
         ("cuda.grouped_mxfp4_o", {"dense": "mxfp4", "activation": "mxfp4"}, "OMMA.SF.16864.F32.E2M1.E2M1.E8"),
         ("cuda.batch_layer", {"dense": "mxfp4"}, "HMMA.16816.F32.BF16"),
+        ("cuda.batch_layer_fused", {"dense": "mxfp4"}, "HMMA.16816.F32.BF16"),
     ],
 )
 def test_cuda_on_gb10(name: str, spec: dict[str, str], instruction: str) -> None:

@@ -283,8 +283,9 @@ def test_cuda_serves_every_regime_on_sm12x(preset: str, arch: str) -> None:
     said = {r.phase: r.reason for r in selection.refusals if r.regime == "batch"}
     if preset == "exact":  # a tile of bf16 is too large for the ring
         assert "a tile of qkv in bf16" in said["cuda.batch_layer"]
+        assert said["cuda.batch_layer_fused"] == said["cuda.batch_layer"]
     else:
-        assert "cuda.batch_layer" in selection.chosen["batch"]
+        assert "cuda.batch_layer_fused" in selection.chosen["batch"]
     assert "wgmma" in {r.phase: r.reason for r in selection.refusals if r.regime == "prefill"}["cuda.attention_flash"]
     # block-scaled activations in prompts alone: decode and batches stay exact
     flags = {"activation": "prefill=mxfp8"}
