@@ -28,7 +28,7 @@ from typing import Any
 from halfbyte.errors import HalfbyteError, PlanError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.kernels import prove_cuda
-from halfbyte.kernels.launch import build_program, nvrtc_version
+from halfbyte.kernels.launch import Program, build_program, nvrtc_version
 from halfbyte.kernels.prove_cuda import Build
 from halfbyte.kernels.triton.call import Call, compile_options, triton_version
 from halfbyte.kernels.triton.tiles import OPERAND
@@ -159,8 +159,7 @@ def prove_call(phase: str, call: Call, arch: Arch) -> Evidence:
 def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
     """A kernel in CUDA C++: built by NVRTC for the architecture's own instructions."""
     target = "sm_" + arch.name.removeprefix("sm") + "a"
-    cubin, log = build_program(build.program, target, "--ptxas-options=-v")
-    sass = disassemble(cubin)
+    sass, log = _built(build.program, target)
     registers, spilled = _reported(log)
     problems = [f"no instruction matches {p}" for p in build.need if not re.search(p, sass)]
     problems += _problems(sass, build.ban, spilled if spilled > build.spills else 0, build.shared, arch)
@@ -175,6 +174,13 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
         spilled_bytes=spilled, shared_bytes=build.shared, shared_limit=arch.shared_memory,
         needed=" and ".join(build.need), banned=build.ban, problems=tuple(problems),
     )  # fmt: skip
+
+
+@functools.lru_cache(64)  # phases share kernels
+def _built(program: Program, target: str) -> tuple[str, str]:
+    """(machine code, ptxas' report)."""
+    cubin, log = build_program(program, target, "--ptxas-options=-v")
+    return disassemble(cubin), log
 
 
 def _problems(sass: str, ban: str, spilled: int, shared: int, arch: Arch) -> list[str]:
