@@ -54,7 +54,7 @@ def captured(model: GptOss, rows: int, count: int) -> DecodeGraph:
 
 def timed(graph: DecodeGraph, count: int) -> list[float]:
     times = []
-    for run in range(3):
+    for run in range(4):
         start(graph, run)
         graph.replay()
         times.append(device_us(graph.replay, count - 1))

@@ -209,6 +209,10 @@ def figures(raw: Mapping[str, Any]) -> Iterator[Row]:
             inner = row.get(role)
             if isinstance(inner, Mapping) and isinstance(row.get("us"), Mapping) and role in row["us"]:
                 yield Row(f"{role} {row.get('tokens')} tokens", row["us"][role], "us", None, inner.get("of_ceiling"))
+    for row in _rows(raw.get("steps")):
+        if "way" in row:
+            what = f"{raw.get('model')} {raw.get('preset')} rows {row['rows']} {row['way']}"
+            yield Row(what, row["tokens_per_s"], "tok/s")
     for row in _rows(raw.get("profiles")):
         what = f"{row['model']} {row['preset']} {row['what']}"
         yield Row(what, row["rows"] * 1e6 / row["step_us"], "tok/s")
