@@ -5,12 +5,13 @@
 The grouped products with mma.sync (grouped_sync.cu; experts, and qkv and o in three formats), and the batch layer and
 the decode step with the rings that fit in 101,376 bytes of shared memory: each against float32 torch. On an H200 their
 times say nothing about SM12x, whose tensor cores and memory are others; that results are right does. The last line is
-JSON; a part that is wrong makes the exit status 1.
+JSON; a part that is wrong makes the exit status 1. On an SM12x machine the block-scaled products are checked as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -30,14 +31,18 @@ import torch  # noqa: E402
 from halfbyte import formats  # noqa: E402
 from halfbyte.formats import layouts, tile16  # noqa: E402
 from halfbyte.kernels.cuda import batch, grouped  # noqa: E402
+from halfbyte.kernels.cuda.grouped_mx import Mxfp4Dense, Mxfp8Dense  # noqa: E402
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncDense, SyncExperts, SyncVariant  # noqa: E402
 from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
 from halfbyte.lab.receipts import measured  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
+from halfbyte.ops.linear import round_activation  # noqa: E402
 from halfbyte.plan.phase import ARCHES  # noqa: E402
 
 SMALL = ARCHES["sm121"].shared_memory
 ROW_KERNELS = ("pack_rows", "group_rows", "sum_rows")
+DENSE = {"bf16": SyncDense, "mxfp8": Mxfp8Dense, "mxfp4": Mxfp4Dense}  # the last two on SM12x only
+NATIVE_BOUND = 1e-3  # how many bits block-scaled products keep while they add is to be measured
 
 
 def say(text: str) -> None:
@@ -96,16 +101,18 @@ def linear(room: grouped.Room) -> list[dict[str, Any]]:
             else:
                 plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
                 held, dense = layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
-            for rows in (7, 150, 2048):
+            kinds = DENSE if form == "mxfp4" and torch.cuda.get_device_capability()[0] == 12 else {"bf16": SyncDense}
+            for rows, (activation, kind) in itertools.product((7, 150, 2048), kinds.items()):
                 x, residual = torch.randn((rows, k), device="cuda").bfloat16(), torch.randn((rows, n), device="cuda")
                 bias = torch.randn(n, device="cuda")
-                made = SyncDense(room, held, bias, role)
+                made = kind(room, held, bias, role)
                 got = [made.run(x, residual=residual) for _ in range(2)]
-                want = x.float() @ dense.T + bias
+                want = round_activation(x, activation) @ dense.T + bias
                 e = prefill_gpu.error(got[0] - residual, want)
                 us = prefill_gpu.timed(lambda i, m=made, x=x: m.run(x), 5)
-                ok = e <= (3e-4 if form == "q8" else 1e-5) and torch.equal(*got)
-                found.append({"case": f"{role} {form} {rows} rows", "us": us, "error": e, "ok": ok})
+                bound = 3e-4 if form == "q8" else 1e-5 if activation == "bf16" else NATIVE_BOUND
+                ok = e <= bound and torch.equal(*got)
+                found.append({"case": f"{role} {form} {activation} {rows} rows", "us": us, "error": e, "ok": ok})
                 say(f"{found[-1]}")
     return found
 

@@ -10,7 +10,7 @@ from grouped_emulator import Emulator, build
 
 from halfbyte import formats
 from halfbyte.formats import MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.grouped import ROWS_PROGRAM, Dense, Experts, ProductArgs, Room, RowsArgs
+from halfbyte.kernels.cuda.grouped import ROWS_PROGRAM, Dense, Experts, ProductArgs, Room, RowsArgs, gpu
 from halfbyte.kernels.cuda.grouped_mx import BYTES, KINDS, Mxfp4Dense, Mxfp4Experts, Mxfp8Dense, Mxfp8Experts, whole
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, MX, SHARED, SyncDense, SyncExperts, SyncVariant, tile_for
 from halfbyte.kernels.launch import Program
@@ -208,3 +208,40 @@ def test_tiles_by_rows() -> None:
                 assert cap <= COLUMNS[shape] or rows <= COLUMNS[shape]
     assert tile_for(16, 80, 48)[0] == "64x128"
     assert tile_for(2048, 80, 48)[0] == "128x128"
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", list(DENSE))
+@pytest.mark.parametrize("rows", [1, 40, 65, 300])
+def test_on_a_gpu(rows: int, activation: str) -> None:
+    """bf16 on any GPU from SM90 on; the others where the instruction exists, with a bound that is to be measured."""
+    if activation != "bf16" and torch.cuda.get_device_capability()[0] != 12:
+        pytest.skip("block-scaled mma.sync is SM12x's")
+    g = torch.Generator().manual_seed(rows)
+    room = Room(gpu(), {}, torch.device("cuda"))
+    w, dense = weights("mxfp4", (320, 192), 1)
+    x = torch.randn((rows, 192), generator=g).bfloat16()
+    want = round_activation(x, activation).double() @ dense.double().T
+    got = DENSE[activation](room, w.to("cuda"), None, "o").run(x.cuda())
+    close(got.cpu(), want, 1e-6 if activation == "bf16" else 1e-3)
+    gate_up, gate_up_dense = weights("mxfp4", (8, 640, 192), 2)
+    down, down_dense = weights("mxfp4", (8, 192, 320), 3)
+    biases = torch.randn((8, 640), generator=g), torch.randn((8, 192), generator=g)
+    chosen, ids = torch.randn((rows, 8), generator=g).softmax(-1).topk(4)
+    residual = torch.randn((rows, 192), generator=g)
+    layer = EXPERTS[activation](
+        room, gate_up.to("cuda"), biases[0].cuda(), down.to("cuda"), biases[1].cuda(), limit=7.0, alpha=1.702
+    )
+    got = layer.run(x.cuda(), ids.int().cuda(), chosen.contiguous().cuda(), residual.cuda()).cpu() - residual
+
+    def project(dense: torch.Tensor, bias: torch.Tensor, e: int, y: torch.Tensor) -> torch.Tensor:
+        return round_activation(y, activation) @ dense[e].T + bias[e]
+
+    want = moe(
+        x.float(), ids, chosen, lambda e, y: project(gate_up_dense, biases[0], e, y),
+        lambda e, y: project(down_dense, biases[1], e, y.bfloat16().float()), 7.0, 1.702,
+    )  # fmt: skip
+    close(got, want, {"bf16": 2e-3, "mxfp8": 1e-2, "mxfp4": 3e-2}[activation])
