@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from halfbyte.evals.suite import Suite
 from halfbyte.evals.tasks import TASKS
 from halfbyte.gates import AXES, Gates, Layers, PerRegime
 from halfbyte.harmony.render import render_prompt, render_training_example
+from halfbyte.lab import receipts
 from halfbyte.model import ready
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
@@ -147,7 +149,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a network this small is slower on more
-    given = conversations(ready.tokenizer_of(ready.resolve(args.model)), args.per_task, args.seed)
+    name = ready.resolve(args.model)
+    weights = receipts.weights(name.path) if name.path else {}
+    given = conversations(ready.tokenizer_of(name), args.per_task, args.seed)
     base: list[Tensor] = []
     done: list[Cost] = []
     print("| format | replies right | KL, nats a token | same first choice |\n|---|---|---|---|")
@@ -159,7 +163,9 @@ def main() -> None:
         done.append(cost(name, gates, given, base, got))
         print(done[-1].row(), flush=True)
         if args.json:
-            args.json.write_text(json.dumps([asdict(d) for d in done], indent=1) + "\n", encoding="utf-8")
+            record = {"bench": "costs", "date": time.strftime("%Y-%m-%d"), "machine": "any: nothing is timed"}
+            record |= {"argv": sys.argv[1:], "measured": weights, "formats": [asdict(d) for d in done]}
+            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{len(given)} conversations, {done[0].tokens} reply tokens, seed {args.seed}", file=sys.stderr)
 
 

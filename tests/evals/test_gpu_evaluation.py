@@ -19,7 +19,7 @@ from halfbyte.harmony.render import render_prompt
 from halfbyte.lab import receipts
 
 RECEIPT = Path(__file__).parents[2] / "bench" / "results" / "eval-20261115-seed-4242.json"
-EACH = 5
+EACH = 3
 
 
 @pytest.mark.slow

@@ -78,7 +78,8 @@ def test_reading(tmp_path: Path) -> None:
     speed = [{"model": "20b", "preset": "fast", "rows": [{"test": "pp512", "tokens_per_s": 7.0, "share": 0.5}, {}]}]
     write(tmp_path, "d", {"environment": {"gpus": [{"name": "NVIDIA B200"}], "time": "2026-02-03T"}, "speed": speed})
     scores = {"mxfp4": {"tasks": {"needle": {"problems": 300, "accuracy": 0.99}}}}
-    write(tmp_path, "e", {"runs": scores, "drafted": 3, "eagle3": {"tokens_per_verification": 3.1}})
+    more = {"drafted": 3, "eagle3": {"tokens_per_verification": 3.1}, "formats": [{"format": "o in q8", "kl": 1e-7}]}
+    write(tmp_path, "e", {"runs": scores} | more)
     a, b, c, d, e = receipts.read_all(tmp_path)
     assert (a.state, a.why) == ("unreadable", "the file is empty")
     assert b.state == "unreadable"
@@ -87,6 +88,7 @@ def test_reading(tmp_path: Path) -> None:
     assert (d.gpu, d.date, d.rows[0].what) == ("NVIDIA B200", "2026-02-03", "20b fast pp512")
     assert [(r.what, r.figure, r.unit, r.ceiling) for r in e.rows] == [
         ("mxfp4 needle", 99.0, "% of 300", 100.0),
+        ("o in q8: KL", 1e-7, "nats", None),
         ("eagle3", 3.1, "tokens", 4.0),
     ]
     with pytest.raises(UsageError, match="no receipts"):

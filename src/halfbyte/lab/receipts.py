@@ -222,6 +222,8 @@ def figures(raw: Mapping[str, Any]) -> Iterator[Row]:
         tasks = report.get("tasks") if isinstance(report, Mapping) else None
         for task, score in tasks.items() if isinstance(tasks, Mapping) else ():
             yield Row(f"{run} {task}".strip(), 100 * score["accuracy"], f"% of {score['problems']}", 100.0)
+    for row in _rows(raw.get("formats")):
+        yield Row(f"{row['format']}: KL", row["kl"], "nats")
     for name in ("eagle3", "draft"):
         if isinstance(raw.get(name), Mapping):
             yield Row(name, raw[name]["tokens_per_verification"], "tokens", 1.0 + raw["drafted"])
