@@ -45,8 +45,8 @@ FULL = {
 # ---- correctness ----------------------------------------------------------------------------------------------------
 
 
-def check(result: dict[str, Any], preset: str, per_task: int) -> None:
-    gates = gates_.PRESETS[preset].gates
+def check(result: dict[str, Any], preset: str, activation: str | None, per_task: int) -> None:
+    gates = gates_.parse({"activation": activation}, env={}, preset=preset)
     name = ready.resolve(None)
     cpu, gpu = ready.load(name, gates), ready.load(name, gates, device=CUDA)
     tok = ready.tokenizer_of(name)
@@ -143,7 +143,7 @@ def agree(model: GptOss) -> dict[str, Any]:
 
 
 def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Namespace) -> None:
-    gates = gates_.PRESETS[preset].gates
+    gates = gates_.parse({"activation": args.activation}, env={}, preset=preset)
     start = time.perf_counter()
     name = ready.resolve(f"random:{shape}")
     model = ready.load(name, gates, device=CUDA)
@@ -153,7 +153,7 @@ def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Name
     if args.require_native and (reasons := isolate.not_native(model)):
         raise SystemExit(f"{shape} {preset} is not the native path: {'; '.join(reasons)}")
     part: dict[str, Any] = {
-        "model": shape, "preset": preset, "rows": [], "load_s": loaded,
+        "model": shape, "preset": preset, "gates": gates.changes(), "rows": [], "load_s": loaded,
         "phases": {r: list(p) for r, p in model.plan.selection.chosen.items()},
         "native": "required and found" if args.require_native else "not asked",
     }  # fmt: skip
@@ -165,7 +165,8 @@ def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Name
         part["rows"].append(found)
         print(f"{shape} {preset} {found}", flush=True)
 
-    row(agree)
+    if not args.no_agree:
+        row(agree)
     for depth in args.depths:
         for count in args.tg:
             row(speed.decode, 1, depth, count)
@@ -217,12 +218,14 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=0, help="with --check: held-out problems of each task")
     parser.add_argument("--models", default="120b")
     parser.add_argument("--presets", default="fast")
+    parser.add_argument("--activation", help="as the flag of the same name: prefill=fp8")
     parser.add_argument("--depths", type=numbers, default=[512, 2048, 8192])
     parser.add_argument("--tg", type=numbers, default=[128], help="tokens generated in each decode figure")
     parser.add_argument("--concurrency", type=numbers, default=[8, 32, 64])
     parser.add_argument("--pp", type=numbers, default=[512, 2048, 8192])
     parser.add_argument("--pp-at", type=numbers, default=[], help="pp2048 with so many tokens in the cache")
     parser.add_argument("--serve", type=numbers, default=[], help="streams through the engine: TTFT and total speed")
+    parser.add_argument("--no-agree", action="store_true", help="leave out the same position through all regimes")
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--phases", action="store_true", help="every phase alone, over --rows")
     parser.add_argument("--rows", type=numbers, default=list(isolate.ROWS))
@@ -243,7 +246,7 @@ def main() -> None:
     try:
         if args.check:
             for preset in presets:
-                check(result, preset, args.per_task)
+                check(result, preset, args.activation, args.per_task)
         for shape in filter(None, args.models.split(",")):
             for preset in presets:
                 measure(result, shape, preset, args)

@@ -1,7 +1,8 @@
 """The grouped products on a real GPU (SM90): checked against torch float32, then timed at true shapes.
 
     python bench/prefill_gpu.py --tokens 16,32,64,512,2048,8192
-    python bench/prefill_gpu.py --shapes --options=-DHB_PAIR=2      # another build (also HB_PIN, HB_ALONE)
+    python bench/prefill_gpu.py --compare wide,broad,wide+pair --tokens 2048,8192
+    python bench/prefill_gpu.py --options=-DHB_PIN=1                # another build (also HB_ALONE)
     python bench/prefill_gpu.py --fp8 --tokens 512,2048,8192        # fp8 activations
 
 Experts of a few layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is random, the
@@ -33,7 +34,7 @@ from halfbyte import formats  # noqa: E402
 from halfbyte.formats import MXTensor, tile16  # noqa: E402
 from halfbyte.kernels.cuda import grouped  # noqa: E402
 from halfbyte.kernels.cuda.grouped import SHAPES, Dense, Experts, Room, Variant  # noqa: E402
-from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts, Fp8Variant  # noqa: E402
+from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.linear import round_activation  # noqa: E402
@@ -43,6 +44,7 @@ BANDWIDTH, FLOPS, BOUND = 4.5e12, 790e12, 3e-3
 FP8_BOUND = 2e-2  # what the fp8 tensor cores' sums lose is to be measured
 ROW_KERNELS = ("pack_rows", "group_rows", "requantize", "sum_rows")
 VARIANTS = [Variant("mxfp4", shape, swiglu) for shape in SHAPES if shape != "vast" for swiglu in (False, True)]
+SUSTAINED = 150_000  # µs that a kernel is timed for, so that the clock falls as it does in a long prompt
 
 
 def random_mxfp4(*size: int) -> MXTensor:
@@ -73,11 +75,6 @@ class Built(grouped.Gpu):
             program = variant.program()
             cubin = compile_program(replace(program, options=program.options + self.options), self.arch)
             self._products[variant] = Kernel(cubin, "grouped", variant.shared_bytes)
-
-    def product(self, variant: Variant, args: grouped.ProductArgs) -> None:
-        self.load(variant)
-        pair = 2 if variant.pair == 2 or ("-DHB_PAIR=2" in self.options and variant.shape != "narrow") else 1
-        self._products[variant].launch(self.blocks - self.blocks % pair, variant.threads, args, early=True)
 
 
 class Layer:
@@ -118,11 +115,16 @@ def error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
 
 
-def timed(run: Callable[[int], object], times: int = 12) -> float:
-    """Median µs of run(i)."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+def timed(run: Callable[[int], object], sustained: float = 0.0) -> float:
+    """Median µs of run(i): of twelve, or of as many as fill `sustained` µs."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
     for i in range(3):
         run(i)
+    end.record()
+    torch.cuda.synchronize()
+    times = max(12, int(sustained / (begin.elapsed_time(end) * 1000 / 3)))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
     events[0].record()
     for i in range(times):
         run(i)
@@ -133,7 +135,7 @@ def timed(run: Callable[[int], object], times: int = 12) -> float:
 
 def load_kernels(gpu: Built, fp8: bool) -> None:
     """Compile in parallel; loading then finds them in the cache."""
-    variants = [Fp8Variant("mxfp4", "vast", s) for s in (False, True)] if fp8 else VARIANTS
+    variants = [Variant("mxfp4", "vast", s) for s in (False, True)] if fp8 else VARIANTS
     programs = [replace(v.program(), options=v.program().options + gpu.options) for v in variants]
     programs += [Program(grouped.ROWS_PROGRAM, e) for e in ROW_KERNELS]
     with ThreadPoolExecutor() as pool:
@@ -155,7 +157,9 @@ class Spy:
         self.inner.rows(entry, grid, args)
 
 
-def measure(layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool, shape: str | None) -> dict[str, Any]:
+def measure(
+    layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool, shape: str | None, brief: bool = False
+) -> dict[str, Any]:
     c = layers[0].config
     for layer in layers:
         layer.experts.shape = shape
@@ -177,8 +181,10 @@ def measure(layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool, sh
         return run
 
     names = [n for n in ("group_rows", "pack_rows", "gate_up", "requantize", "down", "sum_rows") if n in kept[0]]
-    us = {name: timed(one(name)) for name in names}
-    us["moe"] = timed(lambda i: layers[i % len(layers)].experts.run(h, ids, weights, x))
+    if brief:
+        names = ["gate_up", "down"]
+    us = {name: timed(one(name), SUSTAINED) for name in names}
+    us["moe"] = timed(lambda i: layers[i % len(layers)].experts.run(h, ids, weights, x), SUSTAINED)
     slots = rows * c.top_k
     shape = kept[0]["down"][0].shape
     out: dict[str, Any] = {"tokens": rows, "even": even, "shape": shape, "experts": used, "us": us}
@@ -204,6 +210,7 @@ def main() -> int:
     parser.add_argument("--options", default="", help="for the compiler, separated by blanks")
     parser.add_argument("--fp8", action="store_true", help="fp8 activations")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--compare", default="", help="builds to time at every size: shape[+alone|+pair]")
     parser.add_argument("--shapes", action="store_true", help="time the builds that auto does not choose, too")
     parser.add_argument(
         "--ablation", action="store_true", help="a build that leaves work out: timed though it is wrong"
@@ -252,9 +259,8 @@ def main() -> int:
             continue
         stack = [random_mxfp4(n, k) for _ in range(12)]
         plain = dequantized(stack[0])
-        asked = itertools.product(
-            (128, 512, 2048, 8192), (None, "wide", "broad") if args.shapes and not args.fp8 else (None,)
-        )
+        others = ("wide", "broad") if (args.shapes or args.compare) and not args.fp8 else ()
+        asked = itertools.product((128, 512, 2048, 8192), (None, *others))
         for rows, shape in asked:
             x = torch.randn(rows, k, device="cuda").bfloat16()
             matrices = [Fp8Dense(room, w, None, role) if args.fp8 else Dense(room, w, None, role, shape) for w in stack]
@@ -271,6 +277,27 @@ def main() -> int:
         print(f"{bad} checks failed; nothing is timed")
         return 1
     cases: list[tuple[int, bool, str | None]] = [(r, False, None) for r in sizes]
+    for name in filter(None, args.compare.split(",")):
+        shape, *how = name.split("+")
+        plain = SHAPES[shape]
+        SHAPES[shape] = plain._replace(pair={"alone": 1, "pair": 2}[how[0]] if how else plain.pair)
+        gpu._products.clear()
+        for rows in sizes:
+            ids, weights = routing(rows, c.experts, c.top_k)
+            h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
+            got = []
+            for layer in layers[:1]:
+                for layer.experts.shape in (None, shape):
+                    got.append(layer.experts.run(h, ids, weights, x))
+            e = error(got[1] - x, got[0] - x)
+            r = measure(layers, spy, room, rows, False, shape, True) if e <= bound else {}
+            print(name, rows, f"differs {e:.1e}", {k: round(v) for k, v in r.get("us", {}).items()}, flush=True)
+            if r:
+                results.append(r | {"build": name})
+        SHAPES[shape] = plain
+        gpu._products.clear()
+    for layer in layers:
+        layer.experts.shape = None
     if args.shapes and not args.fp8:
         cases += [(rows, False, "narrow") for rows in (128, 256)]
         cases += [(r, False, shape) for r in (128, 256, 512, 1024, 2048, 4096, 8192) for shape in ("wide", "broad")]

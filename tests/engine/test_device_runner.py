@@ -305,7 +305,7 @@ def test_padding_a_model_changes_its_shape_and_nothing_else() -> None:
     for preset in ("exact", "balanced", "fast"):
         _, _, selection = choose(padded.config, gates.PRESETS[preset].gates, ARCHES["sm90"])
         assert selection.chosen["decode"] == ("cuda.decode_step",)
-        assert "cuda.grouped_moe" in selection.chosen["prefill"]
+        assert "cuda.prefill_layer" in selection.chosen["prefill"]
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_logits(preset: str, flags: dict[str, str]) -> None:
     assert ran
     assert not [name for name in ran if name.startswith("reference.")]
     if torch.cuda.get_device_capability() == (9, 0) and set(flags) <= {"attention"}:
-        assert mine.plan.record.phases("prefill") & {"cuda.grouped_moe"}
+        assert mine.plan.record.phases("prefill") & {"cuda.prefill_layer"}
         assert ("cuda.decode_step" in ran) == (not flags)
     assert torch.isfinite(got).all()
     found = Distance.of(got, expected)

@@ -44,7 +44,7 @@ def test_one_copy_of_the_weights_serves_both() -> None:
     kernels = PerRegime(prefill="cuda")
     gates = Gates(layers=MXFP4, activation="prefill=fp8", moe_kernel=kernels, linear_kernel=kernels)
     _, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
-    assert "cuda.grouped_fp8_moe" in found.chosen["prefill"]
+    assert "cuda.prefill_layer_fp8" in found.chosen["prefill"]
     assert found.chosen["decode"] == choose(NAMED["120b"], Gates(layers=MXFP4), ARCHES["sm90"])[2].chosen["decode"]
 
 

@@ -10,9 +10,10 @@ from halfbyte.kernels.cuda.grouped_fp8 import PHASES as GROUPED_FP8
 from halfbyte.kernels.cuda.grouped_mx import PHASES as GROUPED_MX
 from halfbyte.kernels.cuda.grouped_phases import PHASES as GROUPED
 from halfbyte.kernels.cuda.grouped_sync import PHASES as GROUPED_SYNC
+from halfbyte.kernels.cuda.prefill_layer import PHASES as PREFILL
 from halfbyte.kernels.triton.phases import PHASES as TRITON
 from halfbyte.plan.phase import Phase
 
 PHASES: tuple[Phase, ...] = (
-    *DECODE, *BATCH, *BATCH_FUSED, *GROUPED, *GROUPED_FP8, *GROUPED_SYNC, *GROUPED_MX, *FLASH, *TRITON,
+    *DECODE, *BATCH, *BATCH_FUSED, *PREFILL, *GROUPED, *GROUPED_FP8, *GROUPED_SYNC, *GROUPED_MX, *FLASH, *TRITON,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from halfbyte.kernels.cuda import (
     grouped_fp8,
     grouped_phases,
     grouped_sync,
+    prefill_layer,
 )
 from halfbyte.kernels.cuda.step import ROW_SIZES
 from halfbyte.kernels.launch import Program
@@ -46,6 +47,11 @@ def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
     if isinstance(phase, decode.WholeStep):
         fewer = (0, *ROW_SIZES)  # a build serves what the one before it cannot
         return [_step(spec, arch, rows) for last, rows in zip(fewer, ROW_SIZES) if last < DECODE_ROWS]
+    if isinstance(phase, prefill_layer.PrefillLayer):
+        found = [b for part in (*phase.parts, flash.FlashAttention()) for b in builds(part, spec, arch)]
+        if not isinstance(phase, prefill_layer.Fp8PrefillLayer):
+            found.append(_grouped(spec.formats["qkv"], "wide", False, rope=True))
+        return list({b.program: b for b in found}.values())
     if isinstance(phase, grouped_fp8._Fp8):
         return [_fp8(spec.formats[next(iter(phase.shapes(spec)))], swiglu) for swiglu in _swiglu(phase)]
     if isinstance(phase, grouped_sync._Sync):
@@ -77,14 +83,14 @@ def _step(spec: Spec, arch: Arch, rows: int) -> Build:
     return Build(f"decode_step rows={rows}", shape.program(), shape.shared_bytes, need, r"\bHGMMA", spills=40)
 
 
-def _grouped(form: str, shape: str, swiglu: bool) -> Build:
-    v = grouped.Variant(form, shape, swiglu)
-    name = f"grouped {form} {shape}{' swiglu' if swiglu else ''}"
+def _grouped(form: str, shape: str, swiglu: bool, *, rope: bool = False) -> Build:
+    v = grouped.Variant(form, shape, swiglu, rope=rope)
+    name = f"grouped {form} {shape}{' swiglu' if swiglu else ' rope' if rope else ''}"
     return Build(name, v.program(), v.shared_bytes, (r"\bHGMMA",), r"\bHMMA")
 
 
 def _fp8(form: str, swiglu: bool) -> Build:
-    v = grouped_fp8.Fp8Variant(form, "vast", swiglu)
+    v = grouped.Variant(form, "vast", swiglu)
     return Build(f"grouped fp8{' swiglu' if swiglu else ''}", v.program(), v.shared_bytes, (r"\bQGMMA",), r"\bHG?MMA")
 
 

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from grouped_emulator import build
+from grouped_emulator import Emulator, build
 
+from halfbyte import formats
+from halfbyte.formats import layouts
 from halfbyte.kernels.cuda.flash import FULL, SLIDING, Build, FlashArgs, FlashAttention, attend
+from halfbyte.kernels.cuda.grouped import Dense, Room
 from halfbyte.ops import attention as reference
 from halfbyte.plan.step import Step
 
@@ -94,6 +97,20 @@ CASES = [
 def test_attention(b: Build, lengths: Sequence[tuple[int, int]], window: int) -> None:
     step, pool, q, sinks = case(lengths)
     close(*run(b, step, pool, q, sinks, window))
+
+
+def test_packed_rows_are_what_packing_rows_gives() -> None:
+    step, pool, q, sinks = case([(0, 1), (126, 5), (40, 30)])
+    rows, pages = q.shape[0], (ctypes.c_uint64 * 16)(pool.data_ptr())
+    given = {"pages": pages, "run": emulated}
+    plain = attend(SLIDING, q, pool, 1, step, "full", sinks, 0, **given)
+    room = Room(Emulator(1), {}, torch.device("cpu"))
+    weights = formats.quantize(torch.ones((64, HEADS * DIM)), "mxfp4")
+    o = Dense(room, layouts.convert(weights, "tile16"), None, "o")
+    want, slots = o.pack(plain).packed.clone(), o.inputs(rows).slots
+    got = attend(SLIDING, q, pool, 1, step, "full", sinks, 0, **given, packed=(torch.zeros_like(want), slots))
+    first, second = (x.view(-1)[: slots * HEADS * DIM].view(HEADS, slots, DIM)[:, :rows] for x in (want, got))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("sink", [-1e4, -60.0, 60.0, 1e4, float("-inf")])

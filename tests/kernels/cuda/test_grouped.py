@@ -16,14 +16,17 @@ from halfbyte.kernels.cuda.grouped import (
     Experts,
     ProductArgs,
     Room,
+    Rotation,
     RowsArgs,
     Variant,
     columns_cap,
 )  # fmt: skip
+from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts
 from halfbyte.kernels.launch import Program
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
 
 assert ops
 
@@ -121,6 +124,58 @@ def test_experts(
         7.0, 1.702,
     )  # fmt: skip
     close(got - x, want - x, 2e-3)
+
+
+@pytest.mark.parametrize(("form", "rows", "k"), [("mxfp4", 150, 192), ("q8", 70, 64), ("bf16", 70, 128)])
+def test_rotation_and_pages(form: str, rows: int, k: int) -> None:
+    """Queries as rotated rows, keys and values in their pages, and nothing else in the pool touched."""
+    g, heads, kv_heads, page = torch.Generator().manual_seed(rows), 3, 2, 64
+    n = (heads + 2 * kv_heads) * 64
+    w = torch.randn((n, k), generator=g) / k**0.5
+    if form == "bf16":
+        weights, dense = tile16.pack_dense(w.bfloat16()), w.bfloat16().float()
+    else:
+        plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
+        weights, dense = layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
+    bias, h = torch.randn(n, generator=g), torch.randn((rows, k), generator=g).bfloat16()
+    positions = torch.arange(30, 30 + rows)
+    cos, sin = rope_table(*yarn_frequencies(64, 150000.0, 32.0, 4096, 32.0, 1.0, False), positions)
+    pool = torch.zeros((5, 3, 2, kv_heads, page, 64), dtype=torch.bfloat16)
+    table = torch.tensor([4, 1, 3])
+    layer = Dense(Room(Emulator(5), {}, torch.device("cpu")), weights, bias, "qkv")
+    to = Rotation(
+        torch.stack((cos, sin), -1), table[positions // page] * pool.stride(0) + positions % page * 64,
+        pool[0, 1].data_ptr(), pool.stride(2), heads, kv_heads,
+    )  # fmt: skip
+    q = layer.rotate(layer.pack(h), rows, to)
+    want = (h.float() @ dense.T + bias).view(rows, -1, 64)
+    close(q.float(), rope(want[:, :heads], cos, sin), 4e-3)
+    found = pool[table[positions // page], 1, :, :, positions % page].float()
+    close(found[:, 0], rope(want[:, heads : heads + kv_heads], cos, sin), 4e-3)
+    close(found[:, 1], want[:, heads + kv_heads :], 4e-3)
+    pool[table[positions // page], 1, :, :, positions % page] = 0
+    assert not pool.any()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_sums_packed_in_one_pass_are_those_of_two(fp8: bool) -> None:
+    g, rows, experts, hidden, inner = torch.Generator().manual_seed(1), 70, 4, 192, 128
+    room = Room(Emulator(4), {}, torch.device("cpu"))
+    gate_up, down, qkv = (
+        mxfp4(size, 3)[0] for size in ((experts, 2 * inner, hidden), (experts, hidden, inner), (192, hidden))
+    )
+    bias = torch.randn((experts, 2 * inner), generator=g), torch.randn((experts, hidden), generator=g)
+    moe = (Fp8Experts if fp8 else Experts)(room, gate_up, bias[0], down, bias[1], limit=7.0, alpha=1.702)
+    dense = (Fp8Dense if fp8 else Dense)(room, qkv, None, "qkv")
+    weights, ids = torch.randn((rows, experts), generator=g).softmax(-1).topk(3)
+    h, x = torch.randn((rows, hidden), generator=g).bfloat16(), torch.randn((rows, hidden), generator=g)
+    norm = torch.rand(hidden, generator=g).to(torch.bfloat16)
+    left = moe.leave(h, ids.to(torch.int32), weights.contiguous(), x)
+    want = moe.finish(left)
+    once = dense.run(want, norm=norm, eps=1e-5)
+    got, packed = dense.sum_and_pack(left, norm=norm, eps=1e-5)
+    assert torch.equal(got, want)
+    assert torch.equal(dense.multiply(packed, rows), once)
 
 
 def test_columns_cap_is_a_width_the_kernel_has() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts
 from halfbyte.gates import Gates, Layers, PerRegime
-from halfbyte.kernels.cuda.grouped import ProductArgs, Room
-from halfbyte.kernels.cuda.grouped_fp8 import PHASES, WIDTHS, Fp8Dense, Fp8Experts, Fp8Variant, columns_of, tops_of
+from halfbyte.kernels.cuda.grouped import ProductArgs, Room, Variant
+from halfbyte.kernels.cuda.grouped_fp8 import PHASES, Fp8Dense, Fp8Experts, tops_of
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose
 from halfbyte.ops.linear import round_activation
@@ -39,7 +40,7 @@ def mxfp4(shape: tuple[int, ...], seed: int, octaves: float = 4.0) -> tuple[MXTe
 
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_mirrored_structs(swiglu: bool) -> None:
-    v = Fp8Variant("mxfp4", "vast", swiglu)
+    v = Variant("mxfp4", "vast", swiglu)
     sizes = [build(v.program()).hb_grouped_size(i) for i in range(3)]
     assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= 232_448
@@ -137,24 +138,23 @@ def test_refuses_scales_that_do_not_fit() -> None:
     assert torch.equal(tops, plain.scales.amax(1))
 
 
-def test_columns_exist() -> None:
-    for rows in (1, 65, 512, 2048, 8192):
-        assert columns_of(rows, 45, 132) in WIDTHS
+def test_fp8_in_prefill_takes_them_and_leaves_the_rest_alone() -> None:
+    all_mxfp4 = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
+    for kernels in (PerRegime(), PerRegime(prefill="cuda")):
+        gates = replace(all_mxfp4, activation="prefill=fp8", moe_kernel=kernels, linear_kernel=kernels)
+        spec, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        assert {"cuda.prefill_layer_fp8", "cuda.grouped_fp8_norm_lm_head"} <= set(found.chosen["prefill"])
+        plain = choose(NAMED["120b"], all_mxfp4, ARCHES["sm90"])[2]
+        assert [found.chosen[r] for r in ("decode", "batch")] == [plain.chosen[r] for r in ("decode", "batch")]
+    for phase in PHASES:
+        assert "sm90" in str(phase.refuse(spec.at("prefill"), ARCHES["sm100"], gates))
+        assert "fp8" in str(phase.refuse(spec.at("decode"), ARCHES["sm90"], gates))
+    _, _, exact = choose(NAMED["120b"], Gates(activation="prefill=fp8"), ARCHES["sm90"])  # dense matrices take bf16
+    assert {"cuda.grouped_fp8_moe", "cuda.grouped_norm_qkv", "cuda.grouped_o"} <= set(exact.chosen["prefill"])
 
 
-def test_auto_never_takes_them_and_asking_does() -> None:
-    names = {p.name for p in PHASES}
+def test_fp8_everywhere_goes_to_triton() -> None:
     gates = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"), activation="fp8")
-    _, _, auto = choose(NAMED["120b"], gates, ARCHES["sm90"])
-    assert not names & set(auto.chosen["prefill"])
-    cuda = PerRegime("cuda", "cuda", "cuda")
-    asked = Gates(layers=gates.layers, activation="fp8", moe_kernel=cuda, linear_kernel=cuda)
-    _, _, found = choose(NAMED["120b"], asked, ARCHES["sm90"])
-    assert names <= set(found.chosen["prefill"])
-    by_name = {p.name: p for p in PHASES}
-    spec = choose(NAMED["120b"], gates, ARCHES["sm90"])[0]
-    for phase in by_name.values():
-        assert "not been run" in str(phase.refuse(spec, ARCHES["sm90"], gates))
-        assert "sm90" in str(phase.refuse(spec, ARCHES["sm100"], asked))
-    _, _, auto = choose(NAMED["120b"], Gates(layers=gates.layers, activation="prefill=fp8"), ARCHES["sm90"])
-    assert not names & set(auto.chosen["prefill"])
+    _, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
+    assert {p.name for p in PHASES}.isdisjoint(found.chosen["prefill"])
+    assert "triton.moe" in found.chosen["decode"]

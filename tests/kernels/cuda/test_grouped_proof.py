@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from halfbyte.kernels.cuda.grouped import ROWS_PROGRAM, SHAPES, Variant
-from halfbyte.kernels.cuda.grouped_fp8 import Fp8Variant
 from halfbyte.kernels.launch import Program
 
 pytestmark = [
@@ -20,7 +19,8 @@ pytestmark = [
 BF16 = [shape for shape in SHAPES if shape != "vast"]  # bf16 activations
 EXPERTS = [Variant("mxfp4", shape, swiglu) for shape in BF16 for swiglu in (False, True)]
 DENSE = [Variant(form, shape, False) for form in ("q8", "bf16") for shape in BF16]
-FP8 = [Fp8Variant("mxfp4", "vast", swiglu) for swiglu in (False, True)]
+ROPE = [Variant(form, "wide", False, rope=True) for form in ("mxfp4", "q8", "bf16")]
+FP8 = [Variant("mxfp4", "vast", swiglu) for swiglu in (False, True)]
 
 
 def report(program: Program, folder: Path) -> str:
@@ -41,7 +41,7 @@ def report(program: Program, folder: Path) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("variant", [*EXPERTS, *DENSE, *FP8], ids=str)
+@pytest.mark.parametrize("variant", [*EXPERTS, *DENSE, *ROPE, *FP8], ids=str)
 def test_products_stay_asynchronous_and_in_registers(variant: Variant, tmp_path: Path) -> None:
     said = report(variant.program(), tmp_path)
     assert "serialized" not in said, said

@@ -15,7 +15,7 @@ constexpr float NEVER = -1e30f, SLACK = 8.f, LOG2E = 1.4426950408889634f;
 struct alignas(64) Flash {
   u64 pages[16];  // the copy engine's map of the pool as rows of 64 values; it must lie at a multiple of 64
   const u16 *q;   // bf16 [rows][heads][64], rotated
-  u16 *out;       // bf16, the same shape
+  u16 *out;       // bf16, the same shape, or packed as grouped.cuh has it
   const void *sinks;  // [heads], or null
   const int *table, *positions, *query_start;
   int sequences, kv_heads, table_stride, tiles;
@@ -23,7 +23,8 @@ struct alignas(64) Flash {
   int window;                // 0: none
   int sinks_float;
   float scale;               // times log2 e
-  int unused[11];
+  int slots;                 // of the packed rows; 0: rows as they are
+  int unused[10];
 };
 
 struct Shared {
@@ -293,9 +294,18 @@ HB_DEV void consume(const Flash& p, Shared& sh, const Tile& t, int head, int thr
       const float top = r.top[h] * p.scale, bound = larger_of(top, sink), fade = power_of_two(top - bound);
       factor = fade * reciprocal(sum * fade + power_of_two(sink - bound));
     } else factor = reciprocal(sum);
-    if (t.row + warp * 2 + h < t.end)
+    const int row = t.row + warp * 2 + h;
+    if (row >= t.end) continue;
+    u32 word[2][4];
+    HB_UNROLL
+    for (int i = 0; i < 8; i++) word[i / 4][i % 4] = bf16_pair(o[4 * i + 2 * h] * factor, o[4 * i + 2 * h + 1] * factor);
+    if (p.slots) {  // a head is a chunk; words (i, lane % 4) of a group of 32 values belong at places (lane % 4, i): side by side
+      u16* to = p.out + ((size_t)(head * GROUP + g) * p.slots + row) * 64;
       HB_UNROLL
-      for (int i = 0; i < 8; i++) *(u32*)(p.out + at[h] + i * 8) = bf16_pair(o[4 * i + 2 * h] * factor, o[4 * i + 2 * h + 1] * factor);
+      for (int i = 0; i < 2; i++) store_words<4>(to + ((i * 4 + (lane & 3)) ^ (row & 7)) * 8, word[i]);
+    } else
+      HB_UNROLL
+      for (int i = 0; i < 8; i++) *(u32*)(p.out + at[h] + i * 8) = word[i / 4][i % 4];
   }
 }
 

@@ -37,7 +37,8 @@ class FlashArgs(ctypes.Structure):
         ("window", _I),
         ("sinks_float", _I),
         ("scale", ctypes.c_float),
-        ("unused", _I * 11),  # to a multiple of 64 bytes, as the map in front is aligned
+        ("slots", _I),
+        ("unused", _I * 10),  # to a multiple of 64 bytes, as the map in front is aligned
     ]
 
 
@@ -98,11 +99,17 @@ def attend(
     *,
     pages: ctypes.Array[ctypes.c_uint64],
     run: Callable[[Build, FlashArgs], None] = run_on_gpu,
+    packed: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """bf16 [rows, heads * 64] from rotated queries [rows, heads, 64]; `pages`: encode_pages(pool)."""
+    """bf16 [rows, heads * 64] from rotated queries [rows, heads, 64]; `pages`: encode_pages(pool).
+
+    `packed`: a buffer and its slots, to be filled and returned in the form that the grouped products read."""
     rows, heads, dim = q.shape
     kv_heads, table = pool.shape[3], step.block_tables[kind]
-    out = torch.empty((rows, heads * dim), dtype=torch.bfloat16, device=q.device)
+    if packed is None:
+        out, slots = torch.empty((rows, heads * dim), dtype=torch.bfloat16, device=q.device), 0
+    else:
+        out, slots = packed
     args = FlashArgs(
         pages=pages, q=q.data_ptr(), out=out.data_ptr(), sinks=None if sinks is None else sinks.data_ptr(),
         table=table.data_ptr(), positions=step.positions.data_ptr(), query_start=step.query_start.data_ptr(),
@@ -110,6 +117,7 @@ def attend(
         tiles=rows // build.tokens + step.sequences, page_rows=pool.stride(0) // HEAD_DIM,
         first_row=layer * pool.stride(1) // HEAD_DIM, window=window,
         sinks_float=int(sinks is not None and sinks.dtype == torch.float32), scale=dim**-0.5 * math.log2(math.e),
+        slots=slots,
     )  # fmt: skip
     run(build, args)
     return out
@@ -129,27 +137,36 @@ class FlashAttention(Phase):
         if spec.page_size != PAGE or spec.kv_dtype != "bf16":
             return f"needs KV pages of {PAGE} tokens in bf16, not {spec.page_size} in {spec.kv_dtype}"
         quantised = spec.formats["o"] in ("mxfp4", "q8")
-        if (spec.activation if quantised else spec.dtype) != "bf16":
+        if (spec.activation if quantised else spec.dtype) not in ("bf16", "fp8"):  # fp8 is rounded from bf16
             return "gives bf16, and o takes its input in another format"
         return None
 
     def bind(self, b: Binding) -> Launch:
+        run = self.bind_into(b)
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            acts["attn"] = run(step, acts, None)
+
+        return launch
+
+    def bind_into(self, b: Binding) -> Callable[[Step, dict[str, Any], tuple[Tensor, int] | None], Tensor]:
+        """acts["q"] and where packed rows go, if they are wanted (see `attend`) -> the result."""
         spec, kind, index = b.spec, b.kind or "full", b.kind_index
         window = spec.window if kind == "sliding" else 0
         sinks = b.weights.sinks if "sinks" in spec.features_of(("attention",)) else None
         build = SLIDING if window else FULL
         maps: dict[int, ctypes.Array[ctypes.c_uint64]] = {}  # a pool may be replaced
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
+        def run(step: Step, acts: dict[str, Any], packed: tuple[Tensor, int] | None) -> Tensor:
             pool = b.kv_pool()
             if pool.data_ptr() not in maps:
                 maps.clear()
                 maps[pool.data_ptr()] = encode_pages(pool)
-            acts["attn"] = attend(
-                build, acts["q"], pool, index, step, kind, sinks, window, pages=maps[pool.data_ptr()]
-            )  # fmt: skip
+            return attend(
+                build, acts["q"], pool, index, step, kind, sinks, window, pages=maps[pool.data_ptr()], packed=packed
+            )
 
-        return launch
+        return run
 
 
 PHASES: tuple[Phase, ...] = (FlashAttention(),)

@@ -5,32 +5,32 @@
 
 // ---- one item -------------------------------------------------------------------------------------------------------
 
-// Two tiles of 64 rows and registers for two chunks: while the tensor cores read the sets of one chunk, the next is widened
-// into the others. The fence stands before the wait, not before the products: what it orders, the widening, cannot then
-// sink below the wait, and nothing is left to do between two products.
-template <int N> HB_DEV void multiply_deep(Consumer& c, const Item& it) {
-  float acc[2][N / 2];
-  u32 a[2][2][16];  // [chunk][tile]
+// Registers for two chunks: while the tensor cores read the sets of one chunk, the next is widened into the others. The
+// fence stands before the wait, not before the products: what it orders, the widening, cannot then sink below the wait, and
+// nothing is left to do between two products.
+template <int N, int MT> HB_DEV void multiply_deep(Consumer& c, const Item& it) {
+  float acc[MT][N / 2];
+  u32 a[2][MT][16];  // [chunk][tile]
   int left = c.p.chunks;
-  const int tile = (c.group * 4 + c.warp) * 2;  // of 16 rows, within the item
-  auto widen = [&](int in_stage, u32 (&to)[2][16]) {
-    Raw<FORMAT> raw[2];
+  const int weights = KS * N * 128 + c.tile() * KS * CHUNK;  // of this warp, in a stage
+  auto widen = [&](int in_stage, u32 (&to)[MT][16]) {
+    Raw<FORMAT> raw[MT];
     HB_UNROLL
-    for (int mt = 0; mt < 2; mt++) raw[mt].load(c.sh.ring[c.at.slot] + KS * N * 128 + ((tile + mt) * KS + in_stage) * CHUNK, c.lane);
+    for (int mt = 0; mt < MT; mt++) raw[mt].load(c.sh.ring[c.at.slot] + weights + (mt * APART * KS + in_stage) * CHUNK, c.lane);
     HB_UNROLL
-    for (int mt = 0; mt < 2; mt++) raw[mt].widen(to[mt]);
+    for (int mt = 0; mt < MT; mt++) raw[mt].widen(to[mt]);
     wgmma_fence();
   };
-  auto issue = [&](int in_stage, const u32 (&w)[2][16]) {
+  auto issue = [&](int in_stage, const u32 (&w)[MT][16]) {
     const auto b = b_low(c.sh.ring[c.at.slot] + in_stage * N * 128);
     HB_UNROLL
     for (int i = 0; i < 4; i++)
       HB_UNROLL
-      for (int mt = 0; mt < 2; mt++) wgmma<N>(acc[mt], w[mt][4 * i], w[mt][4 * i + 1], w[mt][4 * i + 2], w[mt][4 * i + 3], b_tile(b, i * 32));
+      for (int mt = 0; mt < MT; mt++) wgmma<N>(acc[mt], w[mt][4 * i], w[mt][4 * i + 1], w[mt][4 * i + 2], w[mt][4 * i + 3], b_tile(b, i * 32));
     wgmma_commit();
   };
   HB_UNROLL
-  for (int mt = 0; mt < 2; mt++) wgmma_clear(acc[mt]);
+  for (int mt = 0; mt < MT; mt++) wgmma_clear(acc[mt]);
   wait_for(&c.sh.full[c.at.slot], c.at.phase);
   widen(0, a[0]);
   HB_NO_UNROLL
@@ -53,11 +53,12 @@ template <int N> HB_DEV void multiply_deep(Consumer& c, const Item& it) {
   c.release(c.at.slot);
   c.at.next();
   HB_UNROLL
-  for (int mt = 0; mt < 2; mt++) wgmma_settle(acc[mt]);
+  for (int mt = 0; mt < MT; mt++) wgmma_settle(acc[mt]);
+  const int tile = c.tile();
   if (tile >= it.tiles * 4) return;  // a remainder: this warp multiplied what happened to lie there
-  Bias<2> bias;
+  Bias<MT> bias;
   bias.load(c.p, it, it.first * 4 + tile, c.lane);
-  store<N, 2>(c, it, it.first * 4 + tile, acc, bias);
+  store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
 }
 
 #ifndef HB_PIN  // fences before waits here, too: slower but for NARROW (docs/LOG.md)
@@ -72,10 +73,10 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   float acc[MT][N / 2];
   u32 a[2][16];
   int left = c.p.chunks;
-  const int tile = (c.group * 4 + c.warp) * MT;  // of 16 rows, within the item
+  const int weights = KS * N * 128 + c.tile() * KS * CHUNK;  // of this warp, in a stage
   auto fetch = [&](int in_stage, int mt) {
     Raw<FORMAT> raw;
-    raw.load(c.sh.ring[c.at.slot] + KS * N * 128 + ((tile + mt) * KS + in_stage) * CHUNK, c.lane);
+    raw.load(c.sh.ring[c.at.slot] + weights + (mt * KS + in_stage) * CHUNK, c.lane);
     return raw;
   };
   auto issue = [&](int in_stage, float (&sum)[N / 2], const u32 (&w)[16]) {
@@ -146,6 +147,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   c.at.next();
   HB_UNROLL
   for (int mt = 0; mt < MT; mt++) wgmma_settle(acc[mt]);
+  const int tile = c.tile();
   if (tile >= it.tiles * 4) return;  // a remainder: this warp multiplied what happened to lie there
   Bias<MT> bias;
   bias.load(c.p, it, it.first * 4 + tile, c.lane);
@@ -160,6 +162,10 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
   const int tile = c.group * 4 + c.warp;  // of 16 rows, within the item
   const u8* tops = c.p.tops + ((size_t)it.expert * c.p.m_tiles + it.first) * 64 + tile * 16 + (c.lane >> 2);
   const int top[2] = {tops[0], tops[8]};
+  const int thread = c.warp * 32 + c.lane;
+  const float mine[2] = {c.p.x_scale[it.slot + thread], N > 128 ? c.p.x_scale[it.slot + 128 + thread] : 0.f};
+  Bias<1> bias;  // all of these are asked for before they are needed
+  bias.load(c.p, it, it.first * 4 + tile, c.lane);
   const u32 up = (u32)(30 - top[0]) * 0x04000400u, low = (u32)(30 - top[1]) * 0x04000400u;
   auto widen = [&](int in_stage, u32 (&to)[8]) {
     Raw<MXFP4> raw;
@@ -195,12 +201,18 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
   c.at.next();
   wgmma_settle(acc);
   const float scale[2] = {power_of_two((float)(top[0] - 128)), power_of_two((float)(top[1] - 128))};
-  const float* columns = c.p.x_scale + it.slot + 2 * (c.lane & 3);
+  float* columns = c.sh.scales[c.group];
+  sync_group(c.group);  // everyone has read those of the item before
+  put32(columns + thread, as_bits(mine[0]));
+  if (N > 128) put32(columns + 128 + thread, as_bits(mine[1]));
+  sync_group(c.group);
   float sums[1][N / 2];
   HB_UNROLL
-  for (int i = 0; i < N / 2; i++) sums[0][i] = acc[i] * scale[i >> 1 & 1] * columns[i / 4 * 8 + (i & 1)];
-  Bias<1> bias;
-  bias.load(c.p, it, it.first * 4 + tile, c.lane);
+  for (int j = 0; j < N / 8; j++) {
+    const u64 two = lds64(columns + 8 * j + 2 * (c.lane & 3));
+    HB_UNROLL
+    for (int i = 0; i < 4; i++) sums[0][4 * j + i] = acc[4 * j + i] * scale[i >> 1] * as_float((u32)(i & 1 ? two >> 32 : two));
+  }
   store<N, 1>(c, it, it.first * 4 + tile, sums, bias);
 }
 
@@ -213,11 +225,10 @@ HB_DEV void pass(Consumer& c) {  // an item with no rows for this warpgroup
 }
 
 HB_DEV void dispatch(Consumer& c, const Item& it) {
-#define HB_CASE(n) case n: if constexpr (SHAPE == WIDE) return multiply_deep<n>(c, it); else return multiply<n, MT>(c, it);
-#define HB_CASE_FP8(n) case n: return multiply_fp8<n>(c, it);
-  if constexpr (FP8) switch (it.n) {
-    HB_CASE_FP8(16) HB_CASE_FP8(32) HB_CASE_FP8(48) HB_CASE_FP8(64) HB_CASE_FP8(72) HB_CASE_FP8(80) HB_CASE_FP8(96)
-    HB_CASE_FP8(112) HB_CASE_FP8(128) HB_CASE_FP8(144) HB_CASE_FP8(176) HB_CASE_FP8(208) HB_CASE_FP8(240) HB_CASE_FP8(256)
+#define HB_CASE(n) case n: if constexpr (FP8) return multiply_fp8<n>(c, it); else if constexpr (SHAPE == WIDE) return multiply_deep<n, MT>(c, it); else return multiply<n, MT>(c, it);
+  if constexpr (SHAPE == VAST) switch (it.n) {
+    HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(64) HB_CASE(72) HB_CASE(80) HB_CASE(96)
+    HB_CASE(112) HB_CASE(128) HB_CASE(144) HB_CASE(176) HB_CASE(208) HB_CASE(240) HB_CASE(256)
   } else if constexpr (SHAPE == BROAD) switch (it.n) {
     HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(56) HB_CASE(64) HB_CASE(72) HB_CASE(80) HB_CASE(88)
   } else if constexpr (SHAPE == WIDE) switch (it.n) {
@@ -227,7 +238,6 @@ HB_DEV void dispatch(Consumer& c, const Item& it) {
     HB_CASE(8) HB_CASE(16) HB_CASE(24) HB_CASE(32) HB_CASE(48) HB_CASE(64)
   }
 #undef HB_CASE
-#undef HB_CASE_FP8
 }
 
 HB_DEV void consume(const Product& p, Shared& sh, int thread) {
@@ -239,9 +249,9 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
     if (!it.more) return;
     if (c.group * MT < it.tiles) dispatch(c, it);
     else pass(c);
-    c.turn++;
     sync_warp();
-    if (c.lane == 0) bar_arrive(&sh.item_empty[q], 1);
+    if (c.lane == 0) bar_arrive(&sh.item_empty[anew(c.turn) & 1], 1);
+    c.turn++;
   }
 }
 

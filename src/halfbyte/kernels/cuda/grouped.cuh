@@ -36,10 +36,15 @@ enum { MXFP8_X = 1, MXFP4_X = 2 };
 constexpr int MX = HB_MX;  // SYNC: activations with a scale for every 32 values, in E4M3 or E2M1; 0: 16-bit ones
 constexpr bool STRIPES = SHAPE == NARROW;  // memory-bound: every block gets the same number of bytes
 constexpr bool SWIGLU = HB_SWIGLU;  // gate_up: packed bf16 out; otherwise rows of float out
+#ifndef HB_ROPE  // qkv: rotated queries as bf16 rows, keys and values as bf16 into their pages
+#define HB_ROPE 0
+#endif
+constexpr bool ROPE = HB_ROPE;
 constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // bytes of 16 rows x 64 k
 constexpr int WARPGROUPS = STRIPES ? 4 : SHAPE == BROAD ? 3 : 2;
 constexpr bool FP8 = SHAPE == VAST;
 constexpr int MT = STRIPES || FP8 || SYNC ? 1 : 2;
+static_assert(!ROPE || (MT == 2 && !SWIGLU), "a warp must hold both halves of what is rotated");
 constexpr int TILES = WARPGROUPS * MT;  // of 64 rows, in a block's share of an item
 constexpr int N_MAX = SHAPE == WIDE || SHAPE == SYNC_128 ? 128 : SHAPE == BROAD ? 88 : FP8 ? 256 : 64;
 constexpr int WARPS = WARPGROUPS * 4, FEEDERS = SYNC ? 1 : 4;
@@ -47,7 +52,7 @@ constexpr int THREADS = (WARPS + FEEDERS) * 32;
 constexpr int KS = FORMAT == MXFP4 && (!SYNC || MX) ? 2 : 1;  // chunks in a stage
 constexpr bool NARROW_X = FP8 || MX;  // one copy brings a stage's part of all columns
 constexpr int COLUMN = MX == MXFP4_X ? 64 : NARROW_X ? 128 : KS * 128;  // bytes of a column in a stage
-constexpr int ALIGN = SYNC ? 128 : 1024, ROOM = SYNC ? 98304 : 215 * 1024;  // of stages; for all of them
+constexpr int ALIGN = SYNC ? 128 : 1024, ROOM = SYNC ? 98304 : 228096;  // of stages; for all of them
 constexpr int STAGE = (N_MAX * (COLUMN + (MX ? 4 : 0)) + TILES * 4 * KS * CHUNK + ALIGN - 1) / ALIGN * ALIGN;
 constexpr int X_SCALES = STAGE - N_MAX * 4;  // MX: where a stage has the scales of its columns, four bytes each
 static_assert(!NARROW_X || FORMAT == MXFP4, "fp8 and fp4 activations are for MXFP4 weights");
@@ -57,13 +62,16 @@ static_assert(!NARROW_X || FORMAT == MXFP4, "fp8 and fp4 activations are for MXF
 #define HB_PAIR 1
 #endif
 constexpr int PAIR = STRIPES ? 1 : HB_PAIR;
+static_assert(PAIR == 1 || !SWIGLU || MT == 1, "a warpgroup has all of its rows or none where it puts them in order together");
 #if HB_SHAPE == 0 || HB_PAIR == 1 || defined(HB_EMULATE)
 #define HB_CLUSTER
 #else
 #define HB_CLUSTER __cluster_dims__(2, 1, 1)
 #endif
 constexpr int EXPERTS_MAX = 512;
-constexpr int STAGES = ROOM / STAGE;
+// Bytes in which a warpgroup puts its results in order, before whole lines are written; SM12x has none to spare.
+constexpr int STAGING = SYNC ? 16 : MT == 2 ? 9216 : 5120;
+constexpr int STAGES = (SYNC ? ROOM : ROOM - WARPGROUPS * STAGING) / STAGE;
 static_assert(STAGES >= 3, "too few stages to hide the latency of memory");
 
 struct alignas(64) Product {     // mirrored in grouped.py
@@ -80,8 +88,14 @@ struct alignas(64) Product {     // mirrored in grouped.py
   int experts, m_tiles, chunks;  // m_tiles = rows / 64, chunks = K / 64
   int columns, x_slots, packed_slots, n_cap, bias_float;
   float limit, alpha;
-  int unused[2];                 // the map must lie at a multiple of 64
+  const float* angles;           // ROPE: cos and sin in turn, [slots][32]
+  const i64* cells;              // ROPE: where in `pool` the slot's key for the first head goes
+  u16 *q, *pool;                 // ROPE
+  i64 value_offset;              // ROPE: from a key to its value
+  int heads, kv_heads;           // ROPE: of 64 rows each: queries, then keys, then values
+  int unused[6];
 };
+static_assert(sizeof(Product) % 64 == 0, "the map must lie at a multiple of 64");
 
 // What the copy engine fetches at once: a stage's part of 64 rows, as words of 8 bytes.
 constexpr int TILE_BYTES = 4 * KS * CHUNK;
@@ -114,8 +128,11 @@ struct Shared {
   Item item[2];
   int whole, rest;          // the first feeding warp's: items with all their rows, and remainders (STRIPES: tiles of columns)
   int before[EXPERTS_MAX];  // its, too: tiles of columns before expert e
+  alignas(16) u8 staging[WARPGROUPS][STAGING];
+  float scales[FP8 ? WARPGROUPS : 1][FP8 ? N_MAX : 4];  // of an item's columns
 };
 HB_CONST_FN int shared_bytes() { return (int)sizeof(Shared) + (SYNC ? 0 : 1024); }
+static_assert(shared_bytes() <= (SYNC ? 101376 : 232448), "more than a block may have");
 
 HB_DEV void wait_for(u64* bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 

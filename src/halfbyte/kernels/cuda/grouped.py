@@ -13,7 +13,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ EXPERTS_MAX, TOP_MAX = 512, 8
 GRAPH_ROWS = 64  # steps of up to so many rows may be captured: their buffers are made once and never replaced
 LARGEST_SCALE = 128  # UE8M0: 2^(e - 1) must be a bf16 number
 GROUP_THREADS, ROW_THREADS = 1024, 192
+SUM_WIDTH = 8 * 3 * ROW_THREADS  # of a row that is summed and packed in one pass
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
@@ -45,7 +46,11 @@ class ProductArgs(ctypes.Structure):
         ("bias_float", _I),
         ("limit", _F),
         ("alpha", _F),
-        ("unused", _I * 2),  # to a multiple of 64 bytes, as the map in front is aligned
+        *((name, _P) for name in ("angles", "cells", "q", "pool")),
+        ("value_offset", ctypes.c_longlong),
+        ("heads", _I),
+        ("kv_heads", _I),
+        ("unused", _I * 6),  # to a multiple of 64 bytes, as the map in front is aligned
     ]
 
 
@@ -70,13 +75,14 @@ class Shape(NamedTuple):
     warpgroups: int
     tiles: int  # of 64 rows, for each warpgroup
     columns: int  # of an item, at most
+    pair: int = 1  # blocks that share an item's columns
 
 
 SHAPES = {
     "narrow": Shape(0, 4, 1, 64),
     "wide": Shape(1, 2, 2, 128),
     "broad": Shape(2, 3, 2, 88),
-    "vast": Shape(3, 2, 1, 256),  # fp8 activations
+    "vast": Shape(3, 2, 1, 256, pair=2),
 }
 
 
@@ -87,11 +93,16 @@ class Variant:
     format: str
     shape: str
     swiglu: bool
+    rope: bool = field(default=False, kw_only=True)  # rotated queries out, keys and values into their pages
+
+    @property
+    def fp8(self) -> bool:
+        """Activations are E4M3."""
+        return self.shape == "vast"
 
     @property
     def pair(self) -> int:
-        """Blocks that share an item."""
-        return 1
+        return SHAPES[self.shape].pair
 
     @property
     def columns(self) -> int:
@@ -107,15 +118,21 @@ class Variant:
     def stage(self) -> tuple[int, int]:
         """(bytes, stages), as grouped.cuh has them."""
         shape, chunk = SHAPES[self.shape], CHUNK_BYTES[self.format]
-        column = 128 if self.shape == "vast" else self.chunks * 128
+        column = 128 if self.fp8 else self.chunks * 128
         weights = shape.warpgroups * shape.tiles * 4 * self.chunks * chunk
         size: int = -(-(shape.columns * column + weights) // 1024) * 1024
-        return size, 215 * 1024 // size
+        return size, (228096 - shape.warpgroups * self.staging) // size
+
+    @property
+    def staging(self) -> int:
+        """Bytes in which a warpgroup puts its results in order."""
+        return 9216 if SHAPES[self.shape].tiles == 2 else 5120
 
     @property
     def shared_bytes(self) -> int:
-        size, stages = self.stage
-        return stages * (size + 16) + 32 + 2 * 28 + 8 + 4 * EXPERTS_MAX + 1024
+        (size, stages), shape = self.stage, SHAPES[self.shape]
+        tables = 32 + 2 * 28 + 8 + 4 * EXPERTS_MAX + (shape.warpgroups * shape.columns * 4 if self.fp8 else 16)
+        return stages * (size + 16) + tables + shape.warpgroups * self.staging + 1024
 
     @property
     def threads(self) -> int:
@@ -123,6 +140,7 @@ class Variant:
 
     def program(self) -> Program:
         values = {"FORMAT": FORMATS[self.format], "SHAPE": SHAPES[self.shape].number, "SWIGLU": int(self.swiglu)}
+        values |= {"PAIR": self.pair, "ROPE": int(self.rope)}
         return Program(FOLDER / "grouped.cu", "grouped", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
 
 
@@ -235,20 +253,32 @@ def _map(machine: Machine, data: Tensor, variant: Variant) -> Map:
     return machine.map(data, chunks * chunk, (4, variant.chunks * chunk))
 
 
-def columns_cap(rows: int, m_tiles: int, blocks: int, shape: Shape) -> int:
-    """Columns per item of one dense product that leave the fewest columns to the busiest block."""
-    if shape.tiles == 1 or rows <= 64:  # blocks share out tiles of 64 rows, whatever the columns
-        return shape.columns
+WIDTHS = (64, 72, 80, 88, 96, 112, 128, 144, 176, 208, 240, 256)  # of columns, from 64 on; fp8 has no 88
+HALF_ITEM = 0.6  # of an item's time, for one that occupies half of the warpgroups
+ITEM = 24  # columns that could be multiplied while an item starts and ends
 
-    item = 2 * shape.warpgroups * shape.tiles  # tiles of 64 rows that two blocks take on together
+
+@functools.cache
+def columns_cap(rows: int, m_tiles: int, blocks: int, shape: Shape, least: int = 64) -> int:
+    """Columns per item of one dense product that leave the least to the busiest block.
+
+    `least`: columns below which an item takes no less time, because weights have to be widened all the same."""
+    if shape.number == 0 or rows <= 64:  # blocks share out tiles of 64 rows, whatever the columns
+        return shape.columns
+    item, workers = shape.warpgroups * shape.tiles * shape.pair, blocks // shape.pair
+    whole, left = divmod(m_tiles, item)
 
     def cost(cap: int) -> float:
-        n: int = -(-math.ceil(rows / math.ceil(rows / cap)) // 8) * 8
-        items = math.ceil(rows / n) * (m_tiles // item + math.ceil(m_tiles % item / 2) / (item // 2))
-        return math.ceil(items / (blocks // 2)) * (n if 48 < n <= 96 else (n + 15) // 16 * 16)
+        parts = math.ceil(rows / cap)
+        n = max(least, math.ceil(rows / parts))
+        full, rest = parts * whole, parts if left else 0
+        loads = [float(full // workers + (w < full % workers)) for w in range(workers)]
+        part = HALF_ITEM if 2 * left <= item else 1.0
+        for i in range(rest):
+            loads[(full + i) % workers] += part
+        return max(loads) * (ITEM + min(w for w in WIDTHS if w >= n))
 
-    widths: list[int] = [w for w in (64, 72, 80, 88, 96, 112, 128) if w <= shape.columns]
-    return min(widths, key=lambda cap: (cost(cap), -cap))
+    return min((w for w in WIDTHS if w <= shape.columns), key=lambda cap: (cost(cap), -cap))
 
 
 def shape_for(per_expert: float) -> str:
@@ -263,6 +293,25 @@ class Inputs(NamedTuple):
     slots: int  # those that may be read past the last one included
     kind: int  # of PACKED
     scales: Tensor | None = None  # of every slot
+
+
+class Left(NamedTuple):
+    """What the experts left for the one who sums it, and what keeps its buffers alive."""
+
+    args: RowsArgs
+    x: Tensor  # to which it is added
+    held: tuple[Tensor, ...]
+
+
+class Rotation(NamedTuple):
+    """Where queries, keys and values go, and how far they turn."""
+
+    angles: Tensor  # float32 [rows, 32, 2]: cos and sin
+    cells: Tensor  # int64 [rows]: where in the layer's pages the first head's key goes
+    pool: int  # address of this layer's first key
+    value_offset: int  # from a key to its value
+    heads: int
+    kv_heads: int
 
 
 class Dense:
@@ -282,7 +331,7 @@ class Dense:
         self.tops: Tensor | None = None  # of the rows' scales, where a product widens relative to them
         _float(bias)
 
-    def _inputs(self, rows: int) -> Inputs:
+    def inputs(self, rows: int) -> Inputs:
         packed = self.room.get(f"packed.{self.k}", rows, lambda r: (r + PAD) * self.k, torch.bfloat16)
         return Inputs(packed, rows + PAD, PACKED["f16" if self.format == "q8" else "bf16"])
 
@@ -291,6 +340,63 @@ class Dense:
         shape = self.shape or ("narrow" if rows <= 64 else "wide")
         cap = columns_cap(rows, self.n // TILE, self.room.machine.blocks, SHAPES[shape])
         return Variant(self.format, shape, False), cap
+
+    def pack(
+        self,
+        source: Tensor,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        select: Tensor | None = None,
+    ) -> Inputs:
+        """Rows of `source`, or those that `select` names, behind an RMS norm with the weight `norm`."""
+        assert source.stride(-1) == 1, "rows are whole"
+        assert source.stride(0) % 8 == 0, "rows are read sixteen bytes at a time"
+        rows = source.shape[0] if select is None else select.shape[0]
+        x = self.inputs(rows)
+        args = RowsArgs(source=_ptr(source), select=_ptr(select), stride=source.stride(0), source_float=_float(source))
+        self._pack("pack_rows", rows, x, args, norm, eps)
+        return x
+
+    def sum_and_pack(self, left: Left, *, norm: Tensor, eps: float) -> tuple[Tensor, Inputs]:
+        """What the experts left, added up: as rows, and behind a norm as this matrix reads them."""
+        assert left.x.shape[1] <= SUM_WIDTH, "a row fits the threads that sum it"
+        rows, out, x = left.x.shape[0], torch.empty_like(left.x), self.inputs(left.x.shape[0])
+        args = RowsArgs.from_buffer_copy(left.args)
+        args.out = _ptr(out)
+        self._pack("sum_pack_rows", rows, x, args, norm, eps)
+        return out, x
+
+    def _pack(self, entry: str, rows: int, x: Inputs, args: RowsArgs, norm: Tensor | None, eps: float) -> None:
+        args.packed, args.scales, args.slots, args.kind = _ptr(x.packed), _ptr(x.scales), x.slots, x.kind
+        args.norm, args.norm_float, args.eps = _ptr(norm), _float(norm), eps
+        args.rows, args.width = rows, self.k
+        self.room.machine.rows(entry, rows, args)
+
+    def _args(self, x: Inputs, rows: int) -> tuple[Variant, ProductArgs]:
+        variant, cap = self._product(rows)
+        return variant, ProductArgs(
+            map=self.map, bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(x.packed), experts=1,
+            m_tiles=self.n // TILE, chunks=self.k // CHUNK, columns=rows, x_slots=x.slots, n_cap=cap,
+            tops=_ptr(self.tops), x_scale=_ptr(x.scales),
+        )  # fmt: skip
+
+    def multiply(self, x: Inputs, rows: int, residual: Tensor | None = None) -> Tensor:
+        """float32 [rows, n] of what was packed."""
+        out = torch.empty((rows, self.n), dtype=torch.float32, device=x.packed.device)
+        variant, args = self._args(x, rows)
+        args.out, args.residual, args.out_stride = _ptr(out), _ptr(residual), self.n
+        self.room.machine.product(variant, args)
+        return out
+
+    def rotate(self, x: Inputs, rows: int, to: Rotation) -> Tensor:
+        """Of qkv: rotated queries, bf16 [rows, heads, 64]; keys and values go to their pages."""
+        variant, args = self._args(x, rows)
+        q = torch.empty((rows, to.heads, TILE), dtype=torch.bfloat16, device=x.packed.device)
+        args.q, args.angles, args.cells, args.pool = _ptr(q), _ptr(to.angles), _ptr(to.cells), to.pool
+        args.value_offset, args.heads, args.kv_heads = to.value_offset, to.heads, to.kv_heads
+        self.room.machine.product(replace(variant, rope=True), args)
+        return q
 
     def run(
         self,
@@ -301,30 +407,11 @@ class Dense:
         select: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """float32 [rows, n]; `norm`: the weight of an RMS norm in front, `select`: which rows of `source`."""
-        assert source.stride(-1) == 1, "rows are whole"
-        assert source.stride(0) % 8 == 0, "rows are read sixteen bytes at a time"
-        room, rows = self.room, source.shape[0] if select is None else select.shape[0]
-        out = torch.empty((rows, self.n), dtype=torch.float32, device=source.device)
+        """float32 [rows, n]: `pack` and `multiply`."""
+        rows = source.shape[0] if select is None else select.shape[0]
         if rows == 0:
-            return out
-        x = self._inputs(rows)
-        room.machine.rows(
-            "pack_rows", rows,
-            RowsArgs(
-                source=_ptr(source), norm=_ptr(norm), select=_ptr(select), packed=_ptr(x.packed), scales=_ptr(x.scales),
-                stride=source.stride(0), rows=rows, width=self.k, slots=x.slots, source_float=_float(source),
-                norm_float=_float(norm), kind=x.kind, eps=eps,
-            ),
-        )  # fmt: skip
-        variant, cap = self._product(rows)
-        args = ProductArgs(
-            map=self.map, bias=_ptr(self.bias), bias_float=_float(self.bias), x=_ptr(x.packed), out=_ptr(out),
-            residual=_ptr(residual), out_stride=self.n, experts=1, m_tiles=self.n // TILE, chunks=self.k // CHUNK,
-            columns=rows, x_slots=x.slots, n_cap=cap, tops=_ptr(self.tops), x_scale=_ptr(x.scales),
-        )  # fmt: skip
-        room.machine.product(variant, args)
-        return out
+            return torch.empty((0, self.n), dtype=torch.float32, device=source.device)
+        return self.multiply(self.pack(source, norm=norm, eps=eps, select=select), rows, residual)
 
 
 class Experts:
@@ -376,15 +463,24 @@ class Experts:
 
     def run(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         """h [rows, hidden] bf16 or float32, ids and weights [rows, top_k] as the router left them, x float32."""
+        return self.finish(self.leave(h, ids, weights, x)) if len(ids) else torch.empty_like(x)
+
+    def finish(self, left: Left) -> Tensor:
+        """The sum of x and what the experts left."""
+        out = torch.empty_like(left.x)
+        args = RowsArgs.from_buffer_copy(left.args)
+        args.out = _ptr(out)
+        self.room.machine.rows("sum_rows", args.rows, args)
+        return out
+
+    def leave(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> Left:
+        """Both products; nothing is summed yet."""
         room = self.room
         rows, top_k = ids.shape
         assert x.dtype == torch.float32, "the residual is float32"
         assert h.stride(-1) == 1, "rows are whole"
         assert h.stride(0) % 8 == 0, "rows are read sixteen bytes at a time"
         assert all(t.is_contiguous() for t in (x, ids, weights)), "the router's results and the residual are whole"
-        out = torch.empty_like(x)
-        if rows == 0:
-            return out
         half, given = self.inner // 2, self._inputs(rows, top_k)
         slots, scales = given.slots, _ptr(given.scales)
         hidden = room.get(f"{self.prefix}hidden", rows, lambda r: self._slots(r, top_k) * half, torch.bfloat16)
@@ -392,15 +488,15 @@ class Experts:
         place = room.get("place", rows, lambda r: r * top_k, torch.int32)
         table = room.get("table", rows, lambda r: 2 * self.experts, torch.int32)
         starts, counts = table.data_ptr(), table.data_ptr() + 4 * self.experts
+        shape = self._shape(rows * top_k / self.experts)
         common = RowsArgs(
             source=_ptr(h), packed=_ptr(given.packed), ids=_ptr(ids), weights=_ptr(weights), starts=starts,
-            counts=counts, place=_ptr(place), parts=_ptr(parts), residual=_ptr(x), out=_ptr(out), stride=h.stride(0),
-            rows=rows, width=self.hidden, slots=slots, experts=self.experts, top_k=top_k, source_float=_float(h),
+            counts=counts, place=_ptr(place), parts=_ptr(parts), residual=_ptr(x), stride=h.stride(0), rows=rows,
+            width=self.hidden, slots=slots, experts=self.experts, top_k=top_k, source_float=_float(h),
             ids_wide=int(ids.dtype == torch.int64), kind=given.kind, scales=scales,
         )  # fmt: skip
         room.machine.rows("group_rows", self.experts, common)
         room.machine.rows("pack_rows", rows, common)
-        shape = self._shape(rows * top_k / self.experts)
         up, down = self._variant(shape, True), self._variant(shape, False)
         first = ProductArgs(
             map=self.maps[0], bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
@@ -417,5 +513,4 @@ class Experts:
             tops=_ptr(self.tops[1]), x_scale=_ptr(middle.scales),
         )  # fmt: skip
         room.machine.product(down, second)
-        room.machine.rows("sum_rows", rows, common)
-        return out
+        return Left(common, x, (ids, weights, x))

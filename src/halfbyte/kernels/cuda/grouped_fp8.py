@@ -4,15 +4,13 @@ Weights stay MXFP4 in tile16 and are widened to E5M2 relative to the largest sca
 grouped_fp8.cuh); activations are E4M3 with one float32 scale a row, as `ops.linear` defines fp8. The middle of the MLP
 passes through bf16 on its way to E4M3. Refuses rows whose scales span more than 16 octaves: E5M2 would lose bits.
 
-Emulated and compiled, not yet run on a GPU: `auto` never takes these phases. Ask for them with
---activation prefill=fp8 --moe-kernel prefill=cuda --linear-kernel prefill=cuda.
+They serve prefill: --activation prefill=fp8 takes them beside the decode step and the batch kernels, which read the
+same weights with bf16 activations. With --activation fp8 all regimes go to Triton.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +22,6 @@ from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.grouped import (
     PACKED,
     PAD,
-    ROW_THREADS,
     SHAPES,
     TILE,
     Dense,
@@ -34,6 +31,7 @@ from halfbyte.kernels.cuda.grouped import (
     RowsArgs,
     Variant,
     _ptr,
+    columns_cap,
 )
 from halfbyte.kernels.cuda.grouped_phases import (
     GroupedHead,
@@ -42,25 +40,10 @@ from halfbyte.kernels.cuda.grouped_phases import (
     GroupedQkv,
     _Grouped,
 )
-from halfbyte.kernels.launch import Program
 from halfbyte.plan.phase import Arch, Phase, Spec
-from halfbyte.plan.step import REGIMES
 
 SPREAD = 16  # octaves between the scales of a row that E5M2 can hold
-WIDTHS = (64, 72, 80, 96, 112, 128, 144, 176, 208, 240, 256)  # columns for which the product exists, from 64 on
-
-
-@dataclass(frozen=True)
-class Fp8Variant(Variant):
-    """Two blocks share an item's columns: at this rate L2 could not deliver them twice."""
-
-    @property
-    def pair(self) -> int:
-        return 2
-
-    def program(self) -> Program:
-        plain = super().program()
-        return dataclasses.replace(plain, options=(*plain.options, "-DHB_PAIR=2"))
+WIDENING = 112  # columns whose product takes as long as widening the weights for it
 
 
 def tops_of(data: Tensor, form: str, role: str) -> Tensor:
@@ -82,19 +65,6 @@ def tops_of(data: Tensor, form: str, role: str) -> Tensor:
     return high.transpose(1, 2).reshape(*lead, tiles * 16).contiguous()
 
 
-def columns_of(rows: int, m_tiles: int, blocks: int) -> int:
-    """Columns per item of one dense product that leave the least to the busiest pair of blocks."""
-    items = math.ceil(m_tiles / (2 * SHAPES["vast"].warpgroups))
-
-    def cost(cap: int) -> int:
-        n = math.ceil(rows / math.ceil(rows / cap))
-        width = next((w for w in WIDTHS if w >= n), WIDTHS[-1])
-        rounds = math.ceil(math.ceil(rows / cap) * items / max(1, blocks // 2))
-        return rounds * max(width, 112)  # fewer columns wait for widening
-
-    return min(WIDTHS, key=lambda cap: (cost(cap), -cap))
-
-
 def wide(k: int) -> int:
     return -(-k // 128) * 128
 
@@ -108,18 +78,19 @@ class Fp8Dense(Dense):
         weights: Tensor | MXTensor | DenseTiles,
         bias: Tensor | None,
         role: str,
-        shape: str | None = "vast",
+        shape: str | None = None,
     ) -> None:
         super().__init__(room, weights, bias, role, shape)
         self.tops = tops_of(self.data, self.format, role)
 
-    def _inputs(self, rows: int) -> Inputs:
+    def inputs(self, rows: int) -> Inputs:
         packed = self.room.get(f"fp8.{self.k}", rows, lambda r: (r + 2 * PAD) * wide(self.k), torch.uint8)
         scales = self.room.get("fp8.scales", rows, lambda r: r + 2 * PAD, torch.float32)
         return Inputs(packed, rows + 2 * PAD, PACKED["e4m3"], scales)
 
     def _product(self, rows: int) -> tuple[Variant, int]:
-        return Fp8Variant(self.format, "vast", False), columns_of(rows, self.n // TILE, self.room.machine.blocks)
+        cap = columns_cap(rows, self.n // TILE, self.room.machine.blocks, SHAPES["vast"], WIDENING)
+        return Variant(self.format, "vast", False), cap
 
 
 class Fp8Experts(Experts):
@@ -137,7 +108,7 @@ class Fp8Experts(Experts):
         *,
         limit: float,
         alpha: float,
-        shape: str | None = "vast",
+        shape: str | None = None,
     ) -> None:
         super().__init__(room, gate_up, gate_up_bias, down, down_bias, limit=limit, alpha=alpha, shape=shape)
         self.tops = (tops_of(self.gate_up, self.format, "gate_up"), tops_of(self.down, self.format, "down"))
@@ -151,11 +122,14 @@ class Fp8Experts(Experts):
         half = self.inner // 2
         small = self.room.get("fp8.middle", rows, lambda r: self._slots(r, top_k) * wide(half), torch.uint8)
         args = RowsArgs(hidden=_ptr(hidden), packed=_ptr(small), scales=_ptr(x.scales), width=half, slots=x.slots)
-        self.room.machine.rows("requantize", -(-x.slots // (ROW_THREADS // 32)), args)
+        self.room.machine.rows("requantize", -(-x.slots // 8), args)
         return x._replace(packed=small)
 
+    def _shape(self, per_expert: float) -> str:
+        return "vast"
+
     def _variant(self, shape: str, swiglu: bool) -> Variant:
-        return Fp8Variant(self.format, shape, swiglu)
+        return Variant(self.format, shape, swiglu)
 
 
 # ---- phases ---------------------------------------------------------------------------------------------------------
@@ -165,13 +139,12 @@ class _Fp8(_Grouped):
     """What the bf16 phases ask, for fp8 activations and MXFP4 weights."""
 
     kinds = ("mxfp4",)
+    regimes = frozenset({"prefill"})
     dense, experts = Fp8Dense, Fp8Experts
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         if spec.activation != "fp8":
             return f"multiplies fp8 activations, not {spec.activation}"
-        if "cuda" not in {gates.backend(axis, regime) for axis in self.backends for regime in REGIMES}:
-            return f"has not been run on a GPU yet, so only --{next(iter(self.backends))}-kernel cuda takes it"
         return super().refuse(dataclasses.replace(spec, activation="bf16"), arch, gates)
 
 

@@ -36,7 +36,7 @@ def whole(slots: int) -> int:
 class MxDense(SyncDense):
     """y = W x + bias, or residual + that, with x in MXFP8 or MXFP4."""
 
-    def _inputs(self, rows: int) -> Inputs:
+    def inputs(self, rows: int) -> Inputs:
         if self.format != "mxfp4":
             raise PlanError(f"block-scaled products are for MXFP4 weights, not {self.format}; use --activation bf16.")
         n = parts(self.k)

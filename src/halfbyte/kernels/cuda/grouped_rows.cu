@@ -56,11 +56,9 @@ template <bool MAX> HB_DEV float over_block(float v) {
   return v;
 }
 
-// The scale of a row whose largest magnitude is `top`, and four values at that scale; the bits are those of ops/linear.py.
+// The scale of a row whose largest magnitude is `top`, as ops/linear.py has it. Values are multiplied by its reciprocal: one on
+// an edge between two numbers may fall either way.
 HB_DEV float scale_of(float top) { const float s = divide_exactly(top, 448.f); return s > 0.f ? s : 1.f; }
-HB_DEV u32 four_e4m3(float a, float b, float c, float d, float scale) {
-  return e4m3_pair(divide_exactly(a, scale), divide_exactly(b, scale)) | e4m3_pair(divide_exactly(c, scale), divide_exactly(d, scale)) << 16;
-}
 
 // Lane t of four holds words 0 to 3 of a group's eight values t; afterwards lane i holds word i of all four.
 HB_DEV void transpose_four(u32 (&w)[4], int lane) {
@@ -74,28 +72,76 @@ HB_DEV void transpose_four(u32 (&w)[4], int lane) {
   w[3] = odd ? y1 : d;
 }
 
+// A row's choices: how much of which part.
+struct Choices {
+  float weight[TOP_MAX];
+  size_t part[TOP_MAX];
+  HB_DEV_MEMBER void load(const Rows& r, int row) {
+    HB_UNROLL
+    for (int i = 0; i < TOP_MAX; i++) {
+      weight[i] = i < r.top_k ? r.weights[row * r.top_k + i] : 0.f;
+      part[i] = i < r.top_k ? (size_t)r.place[row * r.top_k + i] * r.width : 0;
+    }
+  }
+  // Eight neighbouring values of the row: what it was, and the experts' results in the router's order, FEW at a time.
+  HB_DEV_MEMBER void sum(const Rows& r, int row, int k, float (&y)[8]) const {
+    constexpr int FEW = 4;
+    float sum[8];
+    load_eight(r.residual, 1, (size_t)row * r.width + k, y);
+    HB_UNROLL
+    for (int base = 0; base < TOP_MAX; base += FEW) {
+      if (base >= r.top_k) break;
+      float p[FEW][8];
+      HB_UNROLL
+      for (int i = 0; i < FEW; i++) if (base + i < r.top_k) load_eight(r.parts, 1, part[base + i] + k, p[i]);
+      HB_UNROLL
+      for (int i = 0; i < FEW; i++)
+        if (base + i < r.top_k)
+          HB_UNROLL
+          for (int j = 0; j < 8; j++) sum[j] = base + i ? sum[j] + weight[base + i] * p[i][j] : weight[0] * p[0][j];
+    }
+    HB_UNROLL
+    for (int j = 0; j < 8; j++) y[j] += sum[j];
+  }
+};
+HB_DEV void store_eight(float* to, const float (&v)[8]) {
+  const u32 words[2][4] = {{as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3])}, {as_bits(v[4]), as_bits(v[5]), as_bits(v[6]), as_bits(v[7])}};
+  store_words<4>(to, words[0]);
+  store_words<4>(to + 4, words[1]);
+}
+
+constexpr int HELD = 3;  // times eight values that a thread keeps
 // A block packs one row: into the slot of its own number, or into the slots that `group_rows` gave it. A thread reads
 // eight values and keeps them while norm and scale are found. For 16-bit values four threads then exchange words: word
-// (t, i) of a group of 32 goes to place (i, t); for E4M3 two do.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid_constant__ Rows r) {
-  constexpr int HELD = 3;
+// (t, i) of a group of 32 goes to place (i, t); for E4M3 two do. SUM: the row is first made, as `sum_rows` makes it, and
+// must fit what the threads keep.
+template <bool SUM> HB_DEV void pack(const Rows& r) {
   wait_for_previous();
   release_next();
   const int block = hb_block(), thread = hb_thread(), units = r.width / 8;
-  const int row = r.select ? r.select[block] : block, count = r.place ? r.top_k : 1;
+  const bool grouped = !SUM && r.place;
+  const int row = !SUM && r.select ? r.select[block] : block, count = grouped ? r.top_k : 1;
   const size_t from = (size_t)row * r.stride;
   float v[HELD][8];
+  Choices choices;
+  if (SUM) choices.load(r, row);
   auto load = [&](int unit, float (&x)[8]) {
     HB_UNROLL
     for (int i = 0; i < 8; i++) x[i] = 0.f;
-    if (unit < units) load_eight(r.source, r.source_float, from + unit * 8, x);
+    if (unit >= units) return;
+    if (SUM) choices.sum(r, row, unit * 8, x);
+    else load_eight(r.source, r.source_float, from + unit * 8, x);
   };
   HB_UNROLL
   for (int j = 0; j < HELD; j++) load(thread + j * ROW_THREADS, v[j]);
+  if (SUM)  // only now: a store in between would hold up the loads behind it
+    HB_UNROLL
+    for (int j = 0; j < HELD; j++)
+      if (thread + j * ROW_THREADS < units) store_eight(r.out + (size_t)row * r.width + (thread + j * ROW_THREADS) * 8, v[j]);
   int slots[TOP_MAX];  // read once: the compiler cannot know that packing does not change them
   HB_UNROLL
-  for (int j = 0; j < TOP_MAX; j++) slots[j] = j >= count ? 0 : r.place ? r.place[block * r.top_k + j] : block;
-  float length = 1.f, scale = 1.f;
+  for (int j = 0; j < TOP_MAX; j++) slots[j] = j >= count ? 0 : grouped ? r.place[block * r.top_k + j] : block;
+  float length = 1.f, per = 1.f;
   if (r.norm) {
     float sum = 0.f;
     auto add = [&](const float (&x)[8]) {
@@ -125,17 +171,17 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid
     HB_UNROLL
     for (int j = 0; j < HELD; j++) most(v[j]);
     for (int u = thread + HELD * ROW_THREADS; u < units; u += ROW_THREADS) { float more[8]; load(u, more); normalise(u, more); most(more); }
-    scale = scale_of(over_block<true>(top));
-    if (thread < count) r.scales[r.place ? r.place[block * r.top_k + thread] : block] = scale;
+    const float scale = scale_of(over_block<true>(top));
+    per = divide_exactly(1.f, scale);
+    if (thread < count) r.scales[grouped ? r.place[block * r.top_k + thread] : block] = scale;
   }
   auto emit = [&](int unit, const float (&x)[8]) {
     const bool here = unit < units;  // for all threads that exchange, or for none
     const float times = r.kind < AS_MXFP8 ? 0.f : give_scale(r, unit, x, here ? count : 0, slots);
     if (r.kind == AS_MXFP4) return give_mxfp4(r, unit, x, times, here ? count : 0, slots);
     if (r.kind == AS_E4M3 || r.kind == AS_MXFP8) {
-      const bool row = r.kind == AS_E4M3;
-      const u32 lower = row ? four_e4m3(x[0], x[2], x[1], x[3], scale) : four_times(x[0], x[2], x[1], x[3], times);
-      const u32 upper = row ? four_e4m3(x[4], x[6], x[5], x[7], scale) : four_times(x[4], x[6], x[5], x[7], times);
+      const float by = r.kind == AS_E4M3 ? per : times;
+      const u32 lower = four_times(x[0], x[2], x[1], x[3], by), upper = four_times(x[4], x[6], x[5], x[7], by);
       const bool odd = thread & 1;
       const u32 got = shfl_xor(odd ? lower : upper, 1);
       const u32 word[2] = {odd ? got : lower, odd ? upper : got};
@@ -170,49 +216,56 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid
     emit(first + thread, more);
   }
 }
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) pack_rows(const __grid_constant__ Rows r) { pack<false>(r); }
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 3) sum_pack_rows(const __grid_constant__ Rows r) { pack<true>(r); }
 
-// Packed bf16 (what gate_up leaves) to packed E4M3 with a scale for each slot: a warp takes a slot, a lane groups of 32
-// values, whose words (t, i) lie at places (i, t).
+// Packed bf16 (what gate_up leaves) to packed E4M3 with a scale for each slot. A block takes eight slots, a kilobyte of
+// every chunk: thread (part, slot, unit) the sixteen bytes `unit` of its slot in every third chunk. Words (t, i) of a group
+// of 32 values lie at places (i, t); E4M3 wants i and i + 1 together, which neighbouring threads have.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) requantize(const __grid_constant__ Rows r) {
-  constexpr int HELD = 3;
+  constexpr int PARTS = ROW_THREADS / 64, HERE = 16;
   wait_for_previous();
   release_next();
-  const int lane = hb_thread() % 32, slot = hb_block() * (ROW_THREADS / 32) + hb_thread() / 32, groups = r.width / 32;
-  if (slot >= r.slots) return;
-  u32x4 held[HELD][4];
+  const int thread = hb_thread(), part = thread / 64, at = thread >> 3 & 7, slot = hb_block() * 8 + at, chunks = r.width / 64;
+  const int unit = (thread ^ slot) & 7;  // where no XOR would have put it
+  const bool inside = slot < r.slots;
+  u32x4 held[HERE];
   float top = 0.f;
-  auto load = [&](int group, u32x4 (&w)[4]) {
+  auto load = [&](int chunk) {
+    u32x4 w = {0, 0, 0, 0};
+    if (inside && chunk < chunks) w = ldg128(r.hidden + ((size_t)chunk * r.slots + slot) * 64 + (thread & 7) * 8);
+    const u32 words[4] = {w.x, w.y, w.z, w.w};
     HB_UNROLL
-    for (int i = 0; i < 4; i++) {
-      w[i] = {0, 0, 0, 0};
-      if (group < groups) w[i] = ldg128(r.hidden + ((size_t)(group >> 1) * r.slots + slot) * 64 + (((group & 1) * 4 + i) ^ (slot & 7)) * 8);
-      const u32 words[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
-      HB_UNROLL
-      for (int t = 0; t < 4; t++) top = fmaxf(top, fmaxf(fabsf(bf16_low(words[t])), fabsf(bf16_high(words[t]))));
-    }
+    for (int t = 0; t < 4; t++) top = fmaxf(top, fmaxf(fabsf(bf16_low(words[t])), fabsf(bf16_high(words[t]))));
+    return w;
   };
   HB_UNROLL
-  for (int j = 0; j < HELD; j++) load(lane + 32 * j, held[j]);
-  for (int g = lane + 32 * HELD; g < groups; g += 32) { u32x4 more[4]; load(g, more); }
+  for (int j = 0; j < HERE; j++) held[j] = load(part + PARTS * j);
+  for (int c = part + PARTS * HERE; c < chunks; c += PARTS) load(c);
   HB_UNROLL
-  for (int m = 16; m; m >>= 1) top = fmaxf(top, shfl_xor(top, m));
-  const float scale = scale_of(top);
-  if (lane == 0) r.scales[slot] = scale;
-  auto emit = [&](int group, const u32x4 (&w)[4]) {
-    if (group >= groups) return;
+  for (int m = 4; m; m >>= 1) top = fmaxf(top, shfl_xor(top, m));
+  float* tops = (float*)hb_shared();  // [part][slot]
+  if ((thread & 7) == 0) tops[part * 8 + at] = top;
+  sync_all();
+  HB_UNROLL
+  for (int i = 0; i < PARTS; i++) top = fmaxf(top, tops[i * 8 + at]);
+  const float scale = scale_of(top), per = divide_exactly(1.f, scale);
+  if (inside && (thread & 63) % 8 == 0 && part == 0) r.scales[slot] = scale;
+  auto emit = [&](int chunk, const u32x4& w) {
+    const bool odd = unit & 1;  // i
+    const u32 x = shfl_xor(odd ? w.x : w.z, 1), y = shfl_xor(odd ? w.y : w.w, 1);
+    const u32 a[2] = {odd ? x : w.x, odd ? y : w.y}, b[2] = {odd ? w.z : x, odd ? w.w : y};  // i even, i odd: words t of this thread
+    if (!inside || chunk >= chunks) return;
+    u32 out[2];
     HB_UNROLL
-    for (int upper = 0; upper < 2; upper++) {
-      const u32x4 p = w[2 * upper], q = w[2 * upper + 1];
-      const u32 a[4] = {p.x, p.y, p.z, p.w}, b[4] = {q.x, q.y, q.z, q.w};
-      u32 out[4];
-      HB_UNROLL
-      for (int t = 0; t < 4; t++) out[t] = four_e4m3(bf16_low(a[t]), bf16_low(b[t]), bf16_high(a[t]), bf16_high(b[t]), scale);
-      store_words<4>((u8*)r.packed + ((size_t)(group >> 2) * r.slots + slot) * 128 + (((group & 3) * 2 + upper) ^ (slot & 7)) * 16, out);
-    }
+    for (int t = 0; t < 2; t++) out[t] = four_times(bf16_low(a[t]), bf16_low(b[t]), bf16_high(a[t]), bf16_high(b[t]), per);
+    const int group = 2 * chunk + (unit >> 2), sixteen = (group & 3) * 2 + (unit >> 1 & 1);
+    store_words<2>((u8*)r.packed + ((size_t)(group >> 2) * r.slots + slot) * 128 + (sixteen ^ (slot & 7)) * 16 + odd * 8, out);
   };
   HB_UNROLL
-  for (int j = 0; j < HELD; j++) emit(lane + 32 * j, held[j]);
-  for (int g = lane + 32 * HELD; g < groups; g += 32) { u32x4 more[4]; load(g, more); emit(g, more); }
+  for (int j = 0; j < HERE; j++)
+    if (PARTS * j < chunks) emit(part + PARTS * j, held[j]);
+  for (int first = PARTS * HERE; first < chunks; first += PARTS) emit(first + part, load(first + part));
 }
 
 // The same to MXFP8 or MXFP4: a scale for every group, so that lanes need nothing of each other.
@@ -301,34 +354,28 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __g
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) sum_rows(const __grid_constant__ Rows r) {
   wait_for_previous();
   release_next();
-  const int row = hb_block();
-  float weight[TOP_MAX];
-  size_t part[TOP_MAX];
-  HB_UNROLL
-  for (int i = 0; i < TOP_MAX; i++) {
-    weight[i] = i < r.top_k ? r.weights[row * r.top_k + i] : 0.f;
-    part[i] = i < r.top_k ? (size_t)r.place[row * r.top_k + i] * r.width : 0;
-  }
-  for (int k = hb_thread() * 4; k < r.width; k += ROW_THREADS * 4) {
-    const size_t at = (size_t)row * r.width + k;
-    Four y = *(const Four*)(r.residual + at), p[TOP_MAX];
-    HB_UNROLL
-    for (int i = 0; i < TOP_MAX; i++) if (i < r.top_k) p[i] = *(const Four*)(r.parts + part[i] + k);
-    HB_UNROLL
-    for (int j = 0; j < 4; j++) {
-      float sum = weight[0] * p[0].v[j];
-      HB_UNROLL
-      for (int i = 1; i < TOP_MAX; i++) if (i < r.top_k) sum += weight[i] * p[i].v[j];
-      y.v[j] += sum;
-    }
-    *(Four*)(r.out + at) = y;
+  Choices choices;
+  choices.load(r, hb_block());
+  for (int k = hb_thread() * 8; k < r.width; k += ROW_THREADS * 8) {
+    float y[8];
+    choices.sum(r, hb_block(), k, y);
+    store_eight(r.out + (size_t)hb_block() * r.width + k, y);
   }
 }
 
 #ifdef HB_EMULATE
+#include <string>
 extern "C" void hb_rows(const char* entry, const Rows* r, int grid, u32 seed) {
-  auto body = [=] { entry[0] == 'p' ? pack_rows(*r) : entry[0] == 'g' ? group_rows(*r) : entry[0] == 'r' ? requantize(*r) : entry[0] == 'm' ? mx_requantize(*r) : sum_rows(*r); };
-  emu::run(grid, entry[0] == 'g' ? GROUP_THREADS : ROW_THREADS, 4096, seed, body);
+  const std::string name = entry;
+  auto body = [=] {
+    if (name == "pack_rows") pack_rows(*r);
+    else if (name == "sum_pack_rows") sum_pack_rows(*r);
+    else if (name == "group_rows") group_rows(*r);
+    else if (name == "requantize") requantize(*r);
+    else if (name == "mx_requantize") mx_requantize(*r);
+    else sum_rows(*r);
+  };
+  emu::run(grid, name == "group_rows" ? GROUP_THREADS : ROW_THREADS, 4096, seed, body);
 }
 extern "C" int hb_rows_size() { return sizeof(Rows); }
 #endif

@@ -30,6 +30,10 @@ class SyncVariant(Variant):
     mx: str = ""
 
     @property
+    def pair(self) -> int:
+        return 1
+
+    @property
     def columns(self) -> int:
         return COLUMNS[self.shape]
 
@@ -46,7 +50,7 @@ class SyncVariant(Variant):
     @property
     def shared_bytes(self) -> int:
         size, stages = self.stage
-        return stages * (size + 16) + 32 + 2 * 28 + 8 + 4 * EXPERTS_MAX
+        return stages * (size + 16) + 32 + 2 * 28 + 8 + 4 * EXPERTS_MAX + 48
 
     @property
     def threads(self) -> int:

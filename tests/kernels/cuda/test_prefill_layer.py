@@ -1,0 +1,134 @@
+"""The fused layer of prompts: when a plan takes it, and on a GPU the same results as its phases one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte import formats
+from halfbyte.formats import layouts, tile16
+from halfbyte.gates import Gates, Layers
+from halfbyte.kernels.cuda.flash import FlashAttention
+from halfbyte.kernels.cuda.grouped_fp8 import Fp8Moe, Fp8Out, Fp8Qkv
+from halfbyte.kernels.cuda.grouped_phases import GroupedMoe, GroupedOut, GroupedQkv
+from halfbyte.kernels.cuda.prefill_layer import Fp8PrefillLayer, PrefillLayer
+from halfbyte.kernels.triton.rope import RopeAndWrite
+from halfbyte.kernels.triton.router import NormAndRouter
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
+from halfbyte.ops.rope import yarn_frequencies
+from halfbyte.plan.phase import ARCHES, LAYER, Binding, Phase, Spec
+from halfbyte.plan.step import Step
+
+ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
+BF16: tuple[Phase, ...] = (
+    GroupedQkv(), RopeAndWrite(), FlashAttention(), GroupedOut(), NormAndRouter(), GroupedMoe()
+)  # fmt: skip
+FP8: tuple[Phase, ...] = (Fp8Qkv(), RopeAndWrite(), FlashAttention(), Fp8Out(), NormAndRouter(), Fp8Moe())
+
+
+def spec(gates: Gates = ALL, **changes: object) -> Spec:
+    made = spec_of(NAMED["120b"], gates, ARCHES["sm90"], formats_after(gates, CHECKPOINT_FORMATS))
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_prompts_take_it_whatever_the_dense_layers_are() -> None:
+    for dense in ("mxfp4", "q8", "checkpoint"):
+        gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
+        _, _, selection = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        assert selection.chosen["prefill"][1] == "cuda.prefill_layer", dense
+        assert selection.chosen["decode"] == ("cuda.decode_step",)
+
+
+def test_another_attention_leaves_the_phases_one_by_one() -> None:
+    gates = replace(ALL, attention="triton")
+    _, _, selection = choose(NAMED["120b"], gates, ARCHES["sm90"])
+    assert {"cuda.grouped_norm_qkv", "triton.attention_flash", "cuda.grouped_moe"} <= set(selection.chosen["prefill"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"kv_dtype": "fp8"}, "bf16"), ({"hidden": 4672}, "4608"), ({"activation": "mxfp8"}, "bf16"),
+     ({"top_k": 9}, "up to 8")],
+)  # fmt: skip
+def test_refusals(changes: dict[str, object], reason: str) -> None:
+    assert PrefillLayer().refuse(spec(), ARCHES["sm90"], ALL) is None
+    assert reason in str(PrefillLayer().refuse(spec(**changes), ARCHES["sm90"], ALL))
+    assert "sm90" in str(PrefillLayer().refuse(spec(), ARCHES["sm100"], ALL))
+    assert not spec().features_of(LAYER) - PrefillLayer.knows
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+SMALL = {"layers": 2, "hidden": 192, "intermediate": 320, "experts": 16, "heads": 16, "kv_heads": 2, "window": 128}
+
+
+def layer_weights(s: Spec, seed: int) -> SimpleNamespace:
+    g = torch.Generator().manual_seed(seed)
+
+    def matrix(role: str, *shape: int) -> Any:
+        w = torch.randn(shape, generator=g) / shape[-1] ** 0.5
+        if s.formats[role] == "bf16":
+            return tile16.pack_dense(w.bfloat16()).to("cuda")
+        return layouts.convert(formats.quantize(w, s.formats[role]), "tile16").to("cuda")  # type: ignore[arg-type]
+
+    def vector(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g).bfloat16().cuda()
+
+    width = (s.heads + 2 * s.kv_heads) * s.head_dim
+    return SimpleNamespace(
+        qkv=matrix("qkv", width, s.hidden), o=matrix("o", s.hidden, s.heads * s.head_dim),
+        gate_up=matrix("gate_up", s.experts, 2 * s.intermediate, s.hidden),
+        down=matrix("down", s.experts, s.hidden, s.intermediate), qkv_bias=vector(width), o_bias=vector(s.hidden),
+        gate_up_bias=vector(s.experts, 2 * s.intermediate), down_bias=vector(s.experts, s.hidden),
+        attn_norm=vector(s.hidden), mlp_norm=vector(s.hidden), router=vector(s.experts, s.hidden),
+        router_bias=vector(s.experts), sinks=vector(s.heads),
+    )  # fmt: skip
+
+
+def a_step(new: tuple[int, ...], past: tuple[int, ...]) -> Step:
+    blocks = max(-(-(n + p) // 64) for n, p in zip(new, past))
+    pages = torch.randperm(2 * len(new) * blocks, generator=torch.Generator().manual_seed(3)).to(torch.int32) + 1
+    tables = pages.view(2, len(new), blocks).cuda()
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0)], dtype=torch.int32, device="cuda")
+    return Step(
+        tokens=torch.zeros(sum(new), dtype=torch.int32, device="cuda"),
+        positions=torch.cat([torch.arange(p, p + n, dtype=torch.int32) for n, p in zip(new, past)]).cuda(),
+        query_start=starts, kv_lens=torch.tensor([n + p for n, p in zip(new, past)], dtype=torch.int32).cuda(),
+        row_sequence=torch.cat([torch.full((n,), i, dtype=torch.int32) for i, n in enumerate(new)]).cuda(),
+        block_tables={"sliding": tables[0], "full": tables[1]}, logit_rows=starts[1:] - 1, max_kv_len=blocks * 64,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dense", ["mxfp4", "q8", "checkpoint", "fp8"])
+def test_two_layers_are_what_their_phases_are(dense: str) -> None:
+    fp8 = dense == "fp8"
+    kind = "mxfp4" if fp8 else dense
+    gates = Gates(layers=Layers("mxfp4", kind, kind, kind), activation="fp8" if fp8 else "auto")
+    s = spec(gates, **SMALL)
+    step = a_step((70, 200, 9), (0, 130, 63))
+    weights = [layer_weights(s, 1), layer_weights(s, 2)]
+    g = torch.Generator().manual_seed(5)
+    pool = torch.randn((2 * 3 * 6 + 1, 1, 2, s.kv_heads, 64, 64), generator=g).bfloat16().cuda()
+    x = torch.randn((step.rows, s.hidden), generator=g).cuda()
+    found = []
+    for phases in (FP8 if fp8 else BF16, (Fp8PrefillLayer() if fp8 else PrefillLayer(),)):
+        mine, buffers = pool.clone(), {}
+        acts: dict[str, Any] = {"x": x.clone()}
+        for i, w in enumerate(weights):
+            rope = yarn_frequencies(64, 150000.0, 32.0, 4096, 32.0, 1.0, False)
+            b = Binding(s, w, ("sliding", "full")[i], 0, rope, lambda mine=mine: mine, buffers, i)
+            for phase in phases:  # the fp8 layer's rows of h are bf16 before they are E4M3
+                through = replace(b, spec=replace(s, activation="bf16")) if isinstance(phase, NormAndRouter) else b
+                phase.bind(through)(step, acts)
+        found.append((acts["x"], mine.float()))
+    (want, cache), (got, cache_too) = found
+    assert torch.isfinite(got).all()
+    assert float((got - want).norm() / (want - x).norm()) < 4e-3
+    assert float((cache - cache_too).norm() / cache.norm()) < 4e-3
+    assert torch.equal((cache != pool.float()).any(-1), (cache_too != pool.float()).any(-1))  # the same cells written
