@@ -33,7 +33,8 @@ def weights(form: str, shape: tuple[int, ...], seed: int) -> tuple[MXTensor | to
     """Groups differ in size, as those of real weights do."""
     g = torch.Generator().manual_seed(seed)
     w = torch.randn(shape, generator=g) / shape[-1] ** 0.5
-    w = (w.view(*shape[:-1], -1, 32) * torch.exp2(-6 * torch.rand((*shape[:-1], shape[-1] // 32, 1)))).view(shape)
+    sizes = torch.exp2(-6 * torch.rand((*shape[:-1], shape[-1] // 32, 1), generator=g))
+    w = (w.view(*shape[:-1], -1, 32) * sizes).view(shape)
     if form == "bf16":
         return tile16.pack_dense(w.bfloat16()), w.bfloat16().float()
     plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
@@ -45,7 +46,7 @@ VARIANTS += [SyncVariant("mxfp4", s, w, mx) for s in COLUMNS for w in (False, Tr
 
 
 @pytest.mark.parametrize(
-    "v", [v if v.shape == "64x128" else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS], ids=str
+    "v", [v if v.mx and v.columns == 64 else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS], ids=str
 )
 def test_mirrored_structs(v: SyncVariant) -> None:
     sizes = [build(v.program()).hb_grouped_size(i) for i in range(3)]
@@ -57,13 +58,14 @@ def test_mirrored_structs(v: SyncVariant) -> None:
 
 @pytest.mark.parametrize(
     ("activation", "form", "rows", "n", "k", "shape"),
-    [("bf16", "mxfp4", 1, 64, 64, None), ("bf16", "mxfp4", 70, 192, 192, None),
+    [("bf16", "mxfp4", 1, 64, 64, None), ("bf16", "mxfp4", 70, 192, 192, "64x128"),
      ("bf16", "mxfp4", 140, 320, 128, "128x128"), ("bf16", "q8", 9, 192, 192, None),
      pytest.param("bf16", "q8", 90, 128, 64, "128x128", marks=pytest.mark.slow), ("bf16", "bf16", 20, 192, 192, None),
      pytest.param("bf16", "bf16", 90, 64, 128, "128x128", marks=pytest.mark.slow), ("mxfp8", "mxfp4", 1, 64, 64, None),
-     ("mxfp8", "mxfp4", 70, 192, 192, None), ("mxfp8", "mxfp4", 140, 320, 320, "128x128"),
-     ("mxfp4", "mxfp4", 9, 64, 64, None), ("mxfp4", "mxfp4", 70, 192, 192, None),
-     ("mxfp4", "mxfp4", 140, 320, 320, "128x128")],
+     ("mxfp8", "mxfp4", 70, 192, 192, "64x128"),
+     pytest.param("mxfp8", "mxfp4", 140, 320, 320, "128x128", marks=pytest.mark.slow),
+     ("mxfp4", "mxfp4", 9, 64, 64, None), ("mxfp4", "mxfp4", 70, 192, 192, "64x128"),
+     pytest.param("mxfp4", "mxfp4", 140, 320, 320, "128x128", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_dense(activation: str, form: str, rows: int, n: int, k: int, shape: str | None) -> None:
     g = torch.Generator().manual_seed(rows)
@@ -194,10 +196,9 @@ def test_experts(
 
         return moe(h, ids, chosen, first, second, 7.0, 1.702)
 
-    # as it is done (a value on an edge may fall either way), and as it is defined
-    done, defined = {"bf16": (2e-3, 2e-3), "mxfp8": (5e-3, 1e-2), "mxfp4": (1e-2, 3e-2)}[activation]
-    close(got - x, result("bf16"), done)
-    close(got - x, result("f32"), defined)
+    close(got - x, result("bf16"), 2e-3)  # as it is done: a value on an edge may fall either way, seen 6e-8
+    # As it is defined: a group whose largest value bf16 moves to a power of two gets the next scale, seen 3e-2.
+    close(got - x, result("f32"), 2e-3 if activation == "bf16" else 4e-2)
 
 
 def test_tiles_by_rows() -> None:
