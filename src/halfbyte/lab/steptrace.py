@@ -40,13 +40,15 @@ def digest(trace: Tensor, us: float) -> dict[str, Any]:
     """Per kind of layer, phase and mark: first, mean and last block, in microseconds after the layer before.
 
     `trace` is int64 [blocks, layers + 1, 32]: clocks at 4 * phase + mark, the global timer at 31."""
-    t = trace.double().cpu()
-    assert bool((t[:, :-1, 31] > 0).all()), "the trace is empty: was the kernel compiled for it?"
-    clock, timer = t[:, :-1, 0], t[:, :-1, 31]
+    marks, timers = trace[:, :, :24].cpu(), trace[:, :-1, 31].cpu()
+    assert bool((timers > 0).all()), "the trace is empty: was the kernel compiled for it?"
+    started = int(marks[marks > 0].min())  # both are too large for a double's mantissa
+    t = torch.where(marks > 0, marks - started, -1).double()
+    clock, timer = t[:, :-1, 0], (timers - timers.min()).double()
     rate = float(((clock[:, -1] - clock[:, 0]) / (timer[:, -1] - timer[:, 0])).median())  # clocks per nanosecond
     offset = (timer - clock / rate).median(1).values
-    at = t[:, :, :24].view(*t.shape[:2], 6, 4)
-    at = torch.where(at > 0, (at / rate + offset[:, None, None, None]) / 1000, torch.nan)
+    at = t.view(*t.shape[:2], 6, 4)
+    at = torch.where(at >= 0, (at / rate + offset[:, None, None, None]) / 1000, torch.nan)
     ends = _over(at[:, :-1, 4, 3], max)  # of layers
     out: dict[str, Any] = {"us": us, "clock_ghz": rate, "layers": {}}
     for kind, first in (("sliding", 2), ("full", 3)):

@@ -36,7 +36,6 @@ BOUND = 3e-3  # of the logits: mostly 1e-4; a cached key that rounds to the othe
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(decode, "Gpu", lambda shape: Emulator(shape, 3, cache=tmp_path))
     monkeypatch.setattr(decode, "POSITIONS", 4096)
-    monkeypatch.setattr(decode, "BLOCKS", 64)
 
 
 def pair(preset: str) -> tuple[GptOss, GptOss]:
@@ -88,5 +87,4 @@ def test_an_answer_through_the_decode_kernel(preset: str, tokens: int) -> None:
 def test_the_rope_table_covers_the_longest_context() -> None:
     """What the fixture above shortens."""
     assert decode.POSITIONS == 131072
-    assert decode.BLOCKS * decode.PAGE == decode.POSITIONS
     assert torch.finfo(torch.float32).eps * decode.POSITIONS < 0.1

@@ -122,10 +122,13 @@ def test_cache_in_fp8(rows: int, positions: list[int], row_seq: list[int], built
 @needs_compiler
 @pytest.mark.parametrize(
     ("change", "bound"),
-    [({"open": 1, "ring": 7}, 0.0), pytest.param({"shared": 101_376}, 1e-6, marks=pytest.mark.slow)],
+    [
+        ({"ahead": 3, "rest": 5, "ring": 7, "probe": 0}, 0.0),
+        pytest.param({"shared": 101_376}, 1e-6, marks=pytest.mark.slow),
+    ],
 )
 def test_other_ways_through_the_ring(change: dict[str, int], bound: float, built: Path) -> None:
-    """Tiles for whoever comes first leave the same bits as tiles dealt out; on sm_12x more warps add in their order."""
+    """A feeding warp that holds back leaves the same bits; on sm_12x more warps add in their order."""
     seen = []
     for s in (small(1), replace(small(1), **change)):  # type: ignore[arg-type]
         case = Case(s, Emulator(s, 4, cache=built), 1, 12)
@@ -172,7 +175,7 @@ def test_sinks_and_window_matter(built: Path) -> None:
     for layer in case.weights.layers:
         layer.sinks.fill_(-30.0)
     pairs, _ = case.run([5], [200], [0])
-    assert relative(pairs["attn"][0], pairs["attn"][1]) > 0.01
+    assert relative(pairs["mid"][0], pairs["mid"][1]) > 5 * TIGHT  # of the residual, not of attention alone
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,24 @@
 // tagged   a float above, a tag below that names step and layer. One writer.
 // paired   two floats of 22 bits (sign, exponent, 13 bits of mantissa) above, 20 bits of the tag below. One writer. What
 //          every block reads is kept this way: a vector of 2880 is 11.5 KB, and 132 blocks fetch it at the same moment.
-// summed   fixed point with 23 bits after the point, shifted left by 9; the low 9 bits count the contributions. Integer
-//          addition commutes, so the sum is the same in any order of arrival, and it is complete when the count is.
+// summed   fixed point above, and in the low BITS (9, or 11 for router logits) the count of contributions; the point is
+//          between the two halves of the word. Integer addition commutes, so the sum is the same in any order of
+//          arrival, and it is complete when the count is.
 #pragma once
 #include "shape.cuh"
 
-constexpr float FIXED = 8388608.f;  // 2^23
 
 HB_DEV u64 tagged(u32 value, u32 tag) { return (u64)value << 32 | tag; }
 HB_DEV bool has(u64 word, u32 tag) { return (u32)word == tag; }
 HB_DEV u32 payload(u64 word) { return (u32)(word >> 32); }
 
-HB_DEV u64 contribution(float v) { return ((u64)round_i64(v * FIXED) << 9) + 1; }
-HB_DEV u32 contributions(u64 word) { return (u32)word & 511u; }
-HB_DEV float summed(u64 word) {  // integer part from the high word, fraction as the mantissa of [1, 2)
-  return from_i32((int)(word >> 32)) + (as_float(((u32)word >> 9) | 0x3f800000u) - 1.f);
+constexpr int COUNT = 9, LOGIT_COUNT = 11;
+template <int BITS> HB_DEV i64 fixed_point(float v) { return round_i64(v * (float)(1u << (32 - BITS))); }
+template <int BITS = COUNT> HB_DEV u64 contribution(i64 fixed) { return ((u64)fixed << BITS) + 1; }
+HB_DEV u64 contribution(float v) { return contribution<COUNT>(fixed_point<COUNT>(v)); }
+template <int BITS = COUNT> HB_DEV u32 contributions(u64 word) { return (u32)word & ((1u << BITS) - 1); }
+template <int BITS = COUNT> HB_DEV float summed(u64 word) {  // integer part from the high word, fraction as the mantissa of [1, 2)
+  return from_i32((int)(word >> 32)) + (as_float((((u32)word & (~0u << BITS)) >> 9) | 0x3f800000u) - 1.f);
 }
 
 constexpr u32 PAIR_TAG = 0xfffffu, PAIR_VALUE = 0xfffffc00u;

@@ -30,10 +30,9 @@ from halfbyte.kernels.cuda.step import (
 from halfbyte.kernels.launch import current_arch
 from halfbyte.ops.rope import rope_table
 from halfbyte.plan.phase import OPERATIONS, Arch, Binding, Launch, Phase, Spec
-from halfbyte.plan.step import Step
+from halfbyte.plan.step import DECODE_ROWS, Step
 
 POSITIONS = 131072  # rope table: the longest context of gpt-oss
-BLOCKS = POSITIONS // PAGE
 MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
 BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
 
@@ -80,7 +79,7 @@ class WholeStep(Phase):
         for role in ("qkv", "o", "lm_head"):
             if spec.formats[role] not in FORMATS:
                 return f"{role} is {spec.formats[role]}, and the layout tile16 holds {', '.join(FORMATS)}"
-        return shape_of(spec, arch, 8).refuse()
+        return shape_of(spec, arch, next(r for r in ROW_SIZES if r >= DECODE_ROWS)).refuse()
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return {"embed": "plain"} | dict.fromkeys(MATRICES, "tile16")
@@ -89,10 +88,7 @@ class WholeStep(Phase):
         spec = b.spec
         weights = _weights(b)
         rope = torch.cat(rope_table(*b.rope, torch.arange(POSITIONS)), -1).contiguous().to(weights.embed.device)
-        tables = {
-            kind: torch.zeros((ROW_SIZES[-1], BLOCKS), dtype=torch.int32, device=rope.device)
-            for kind in ("sliding", "full")
-        }
+        none = torch.zeros((1, 1), dtype=torch.int32, device=rope.device)  # of tables: every launch names its own
         arch = current_arch()
         steps: dict[tuple[int, int], DecodeStep] = {}
 
@@ -102,7 +98,7 @@ class WholeStep(Phase):
             if key not in steps:
                 shape = shape_of(spec, arch, rows)
                 steps[key] = DecodeStep(
-                    shape, weights, Gpu(shape), pool=pool, tables=(tables["sliding"], tables["full"]), rope=rope,
+                    shape, weights, Gpu(shape), pool=pool, tables=(none, none), rope=rope,
                     norm_eps=spec.norm_eps, swiglu_limit=spec.swiglu_limit, swiglu_alpha=spec.swiglu_alpha,
                 )  # fmt: skip
             return steps[key]
@@ -110,12 +106,8 @@ class WholeStep(Phase):
         def launch(step: Step, acts: dict[str, Tensor]) -> None:
             rows = step.rows
             kernel = step_for(next(r for r in ROW_SIZES if r >= rows))
-            kernel.tokens[:rows].copy_(step.tokens)
-            kernel.positions[:rows].copy_(step.positions)
-            kernel.row_seq[:rows].copy_(step.row_sequence)
-            for kind, table in tables.items():
-                given = step.block_tables[kind]
-                table[: given.shape[0], : given.shape[1]].copy_(given)
+            tables = step.block_tables["sliding"].contiguous(), step.block_tables["full"].contiguous()
+            kernel.read(step.tokens.contiguous(), step.positions.contiguous(), step.row_sequence.contiguous(), tables)
             kernel.run(rows)
             wanted = step.logit_rows.shape[0]
             acts["logits"] = kernel.logits[:rows] if wanted == rows else kernel.logits[step.logit_rows.long()]

@@ -289,10 +289,11 @@ HB_DEV u32x4 lds128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
 HB_DEV u32 lds32(const void* p) { u32 v; memcpy(&v, p, 4); return v; }
 HB_DEV u32 lds16(const void* p) { u16 v; memcpy(&v, p, 2); return v; }
 HB_DEV u32x4 lds128(u32 p) { return lds128((const void*)shared_at(p)); }
+HB_DEV u64 lds64(u32 p) { u64 v; memcpy(&v, shared_at(p), 8); return v; }
 HB_DEV u32 lds32(u32 p) { return lds32((const void*)shared_at(p)); }
 HB_DEV u32 lds16(u32 p) { return lds16((const void*)shared_at(p)); }
 HB_DEV void sts32(u32 p, u32 v) { memcpy(shared_at(p), &v, 4); }
-HB_DEV void sts64(u32 p, u32 a, u32 b) { sts32(p, a); sts32(p + 4, b); }
+HB_DEV void sts128(u32 p, u32x4 v) { memcpy(shared_at(p), &v, 16); }
 HB_DEV u32x4 ldg128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
 HB_DEV void prefetch_l2(const void*) {}
 HB_DEV u64 box_load(const u64* p) { return *(const volatile u64*)p; }
@@ -301,8 +302,8 @@ HB_DEV void box_store(u64* p, u64 v) { *p = v; emu::moved(); }
 HB_DEV void box_add(u64* p, u64 v) { *p += v; emu::moved(); }
 HB_DEV void box_max(u64* p, u64 v) { *p = std::max(*p, v); emu::moved(); }
 HB_DEV u32 counter_add(u32* p) { emu::moved(); return (*p)++; }
-HB_DEV u32 take_ticket(u32* p) { emu::moved(); return (*p)++; }
 HB_DEV void fence_gpu() {}
+HB_DEV void box_add_released(u64* p, u64 v) { box_add(p, v); }
 
 HB_DEV u32 shfl_xor(u32 v, int m) { return emu::collective(emu::Exchange{v, emu::machine()->now->lane ^ m}); }
 HB_DEV float shfl_xor(float v, int m) { u32 b; memcpy(&b, &v, 4); b = shfl_xor(b, m); memcpy(&v, &b, 4); return v; }

@@ -29,6 +29,7 @@ HB_DEV void stamp(const Step& p, int block, int layer, int i) {
   (void)p; (void)block; (void)layer; (void)i;
 }
 
+HB_DEV int rows_of(const Step& p) { return ROWS == 1 ? 1 : p.rows; }
 HB_DEV int share_of(int tiles, int block, int grid) { return tiles > block ? (tiles - block + grid - 1) / grid : 0; }  // strided
 
 struct Worker {
@@ -44,7 +45,7 @@ struct Worker {
 
   HB_DEV_MEMBER Worker(State s, int layer_, int phase_)
       : sh(*(Shared*)hb_shared()), p(sh.step), base(shared_base()), warp((int)((u32)hb_thread() / 32)), lane((int)((u32)hb_thread() % 32)),
-        thread(hb_thread()), block(hb_block()), grid(hb_grid()), rows(p.rows), at{(int)(s & 255u), s >> 8 & 1u},
+        thread(hb_thread()), block(hb_block()), grid(hb_grid()), rows(rows_of(p)), at{(int)(s & 255u), s >> 8 & 1u},
         buffer(s >> 9 & 1u), tag(sh.epoch * (LAYERS + 1) + layer_ + 1), layer(layer_), phase(phase_) {
     HB_ASSUME(thread >= 0 && thread < WORK_THREADS);  // spares the rounding of signed quotients
     HB_ASSUME(lane >= 0 && lane < 32 && warp >= 0 && warp < WORKERS);
@@ -87,20 +88,21 @@ struct FromPaired {  // written by one block each: the even lane has values 0..3
   }
 };
 
-struct FromExpert {  // the hidden values of one expert: rows that did not choose it have none
+struct FromExpert {  // the hidden values of one expert of the list: rows that did not choose it have none
   static constexpr bool SQUARES = false;
   static constexpr int STEP = FromPaired::STEP;
   static constexpr u32 MARKS = FromPaired::MARKS;
   typedef FromPaired::Raw Raw;
   FromPaired all;    // [row][slot][k]
   int slot[SETS];    // of the expert, in this lane's row of each set; -1: not chosen
-  HB_DEV_MEMBER FromExpert(const Worker& w, const u64* box, const Routing& routing, int expert) : all{box, (size_t)INTER / 2, w.tag} {
+  HB_DEV_MEMBER FromExpert(const Worker& w, const u64* box, const Routing& routing, int index) : all{box, (size_t)INTER / 2, w.tag} {
     HB_UNROLL
     for (int s = 0; s < SETS; s++) {
+      if (ROWS == 1) { slot[s] = index; continue; }
       const int row = s * LANE_ROWS + w.lane / 8 % LANE_ROWS;
       slot[s] = -1;
       HB_UNROLL
-      for (int i = 0; i < TOP_K; i++) if (row < w.rows && routing.expert[row][i] == expert) slot[s] = i;
+      for (int i = 0; i < TOP_K; i++) if (row < w.rows && routing.expert[row][i] == routing.list[index]) slot[s] = i;
     }
   }
   HB_DEV_MEMBER bool on(int set) const { return slot[set] >= 0; }
@@ -112,12 +114,13 @@ struct FromExpert {  // the hidden values of one expert: rows that did not choos
 
 HB_DEV float bf16_at(const u16* p, int i) { return as_float((u32)p[i] << 16); }
 
-// Norm weight times residual; the root of the squares comes last. A value is a word of its own here: the even lane has
-// 0, 1, 4, 5, the odd lane 2, 3, 6, 7. FIRST: rows of the embedding instead, in the first layer.
-template <int FORMAT, bool FIRST> struct FromResidual {
+// Norm weight times residual, a sum of ADDED contributions; the root of the squares comes last. A value is a word of its
+// own here: the even lane has 0, 1, 4, 5, the odd lane 2, 3, 6, 7. None added: rows of the embedding, in the first layer.
+template <int FORMAT, int ADDED> struct FromResidual {
+  static constexpr bool FIRST = ADDED == 0;
   static constexpr bool SQUARES = true;
   static constexpr int STEP = 4;
-  static constexpr u32 MARKS = 511u;
+  static constexpr u32 MARKS = (1u << COUNT) - 1;
   struct Raw { u64x2 a, b; u32 norm[2]; };
   const u64* box;      // summed words
   const u16* embed;
@@ -125,7 +128,7 @@ template <int FORMAT, bool FIRST> struct FromResidual {
   const u16* norm;
   HB_DEV_MEMBER bool on(int) const { return true; }
   HB_DEV_MEMBER const u64* at(int row, int k) const { return box + (size_t)row * HIDDEN + k; }
-  HB_DEV_MEMBER bool ready(int, int row, int k) const { return FIRST || contributions(box_load(at(row, k))) == TOP_K + 1; }
+  HB_DEV_MEMBER bool ready(int, int row, int k) const { return FIRST || contributions(box_load(at(row, k))) == ADDED; }
   HB_DEV_MEMBER Raw load(int, int row, int k, int odd) const {
     Raw r = {};
     k += odd * 2;
@@ -137,7 +140,7 @@ template <int FORMAT, bool FIRST> struct FromResidual {
     return r;
   }
   HB_DEV_MEMBER u32 missing(const Raw& r) const {
-    constexpr u32 all = TOP_K + 1;
+    constexpr u32 all = ADDED;
     return FIRST ? 0u : ((u32)r.a.x ^ all) | ((u32)r.a.y ^ all) | ((u32)r.b.x ^ all) | ((u32)r.b.y ^ all);
   }
   HB_DEV_MEMBER float take(const Raw& r, Parts& a, Parts& b) const {
@@ -181,8 +184,8 @@ template <int FORMAT, int K> HB_DEV bool find_values(const Worker& w, int set, i
 }
 
 // Every warp fetches its own part of x: all of it at once, in the hope that it is there, which it is for a block that comes
-// late. Blocks that come early wait by looking at a few words only, and fetch the rest when those are there: 132 blocks that
-// look at everything all the time keep the writers out of L2.
+// late. Blocks that come early look again, at all of it or (HB_PROBE) at a few words, and fetch the rest when those are there:
+// that is one more trip to L2, but 132 blocks that look at everything all the time can keep the writers out.
 template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
   using T = Tile<FORMAT, K>;
   constexpr int PASSES = (2 * T::MINE + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
@@ -209,6 +212,7 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
       }
       if (!warp_ballot(missing & Source::MARKS)) break;
       patience.wait(0x311);
+      if (!HB_PROBE) continue;
       int row, k;
       if (w.lane % 8 == 0 && find_values<FORMAT, K>(w, 0, 0, row, k) && source.on(0))
         while (!source.ready(0, row, k)) patience.wait(0x310);
@@ -305,7 +309,7 @@ template <int FORMAT, int K> HB_DEV void free_slot(const Worker& w, int slot, u3
 // One tile of which `at` is this warp's slot; moves on to the next tile's. `out`: the shared address of this warp's
 // [ROWS][16] sums. A warp whose share is not full multiplies what lies behind it with zeros: any bits widen to something
 // finite, except scales, so those it takes from its first chunk.
-template <int FORMAT, int K, bool WAITED> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, Cursor& at, u32 out) {
+template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, Cursor& at, u32 out) {
   using T = Tile<FORMAT, K>;
   constexpr int SCALES = (2 * T::EACH + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
   const int v = w.warp, g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
@@ -322,7 +326,7 @@ template <int FORMAT, int K, bool WAITED> HB_DEV void multiply_tile(const Worker
         wait_bar(w.full(here.slot), here.phase, 0x300);
       }
     if (left > 0) {
-      if (T::OWN && !WAITED) wait_bar(w.full(at.slot), at.phase, 0x301);
+      if (T::OWN) wait_bar(w.full(at.slot), at.phase, 0x301);
       const u32 base = w.ring(T::OWN ? at.slot : at.ahead(slot).slot) + in_slot * T::CHUNK;
       Chunk<FORMAT> chunk[T::EACH];
       u32 scales[SCALES];
@@ -380,51 +384,30 @@ template <int FORMAT, int K, bool WAITED> HB_DEV void multiply_tile(const Worker
 // ---- a phase's tiles ------------------------------------------------------------------------------------------------
 // before(tile, row, m) runs ahead of the multiplications, the first time even of acquire(), which loads x: biases come
 // from far away. after(tile, row, m, values, early) has the sums of WIDE neighbouring rows, m = WIDE * i, and what before()
-// returned; a thread sums one row. GIVEN_TILES: the feeding warp says how many tiles there are, and which (Shared::given);
-// before() then runs when a tile comes. each(first, count) runs on all threads after every flush. Tiles are numbered from 0 within the block.
+// returned; a thread sums one row. Tiles are numbered from 0 within the block.
 
 struct Early { u32 a = 0, b = 0; u64 x[2] = {0, 0}; };
 
-template <int FORMAT, int K, int WIDE, bool GIVEN_TILES, class Before, class Acquire, class After, class Each>
-HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before before, Acquire acquire, After after, Each each) {
+template <int FORMAT, int K, int WIDE, class Before, class Acquire, class After>
+HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before before, Acquire acquire, After after) {
   using T = Tile<FORMAT, K>;
   constexpr int SIZE = WORKERS * ROWS * 16;  // floats of one tile in `red`
   static_assert(T::FLUSH * SIZE <= RED_TILES * WORKERS * 16 && T::FLUSH * ROWS * 16 <= WORK_THREADS && T::FLUSH >= 1, "flush");
-  static_assert(!GIVEN_TILES || (T::OWN && 2 * T::FLUSH + SLOTS <= GIVEN), "numbers of tiles must stay until they are used");
   const int tile = w.thread / (ROWS * 16), row = w.thread / 16 % ROWS, m = w.thread % 16;
   const bool first_of = m % WIDE == 0 && row < w.rows;
   Early early;
-  if (!GIVEN_TILES && tile < tiles && tile < T::FLUSH && first_of) early = before(tile, row, m);
+  if (tile < tiles && tile < T::FLUSH && first_of) early = before(tile, row, m);
   acquire();
   w.mark(1);
-  bool over = false;
-  for (int first = 0; GIVEN_TILES ? !over : first < tiles; first += T::FLUSH) {
-    int n = T::FLUSH;
-    if (!GIVEN_TILES) {
-      n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH;
-      if (first && tile < n && first_of) early = before(first + tile, row, m);
-    }
+  for (int first = 0; first < tiles; first += T::FLUSH) {
+    const int n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH;
+    if (first && tile < n && first_of) early = before(first + tile, row, m);
     u32 out = w.base + HB_AT(red) + (w.buffer * (RED_TILES * WORKERS * 16) + w.warp * ROWS * 16) * 4;
     Cursor at = w.at.ahead(own_slot<FORMAT, K>(w));
     HB_ROLLED
-    for (int i = 0; i < n; i++, out += SIZE * 4) {
-      if (GIVEN_TILES) {
-        wait_bar(w.full(at.slot), at.phase, 0x302);
-        if (lds32(w.base + HB_AT(given) + (first + i) % GIVEN * 4) == ~0u) {
-          sync_warp();
-          free_slot<FORMAT, K>(w, at.slot, 0);
-          at.advance(T::slots());
-          n = i;
-          over = true;
-          break;
-        }
-        if (tile == i && first_of) early = before(first + i, row, m);
-      }
-      multiply_tile<FORMAT, K, GIVEN_TILES>(w, x, at, out);
-    }
+    for (int i = 0; i < n; i++, out += SIZE * 4) multiply_tile<FORMAT, K>(w, x, at, out);
     at.back(own_slot<FORMAT, K>(w));
     w.at = at;
-    if (GIVEN_TILES && !n) break;
     w.mark(2);
     w.sync();
     if (w.warp * 32 < n * ROWS * 16) {
@@ -438,7 +421,5 @@ HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before befor
       if (tile < n && first_of) after(first + tile, row, m, sum, early);
     }
     w.buffer ^= 1;
-    each(first, n);
   }
 }
-struct Nothing { HB_DEV_MEMBER void operator()(int, int) const {} };

@@ -68,10 +68,11 @@ HB_DEV u32x4 lds128(u32 p) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
   return v;
 }
+HB_DEV u64 lds64(u32 p) { u64 v; asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(p)); return v; }
 HB_DEV u32 lds32(u32 p) { u32 v; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p)); return v; }
 HB_DEV u32 lds16(u32 p) { u16 v; asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p)); return v; }
 HB_DEV void sts32(u32 p, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory"); }
-HB_DEV void sts64(u32 p, u32 a, u32 b) { asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(p), "r"(a), "r"(b) : "memory"); }
+HB_DEV void sts128(u32 p, u32x4 v) { asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 HB_DEV u32x4 ldg128(const void* p) {
   u32x4 v;
   asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -89,8 +90,8 @@ HB_DEV void box_store(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [
 HB_DEV void box_add(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 HB_DEV void box_max(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 HB_DEV u32 counter_add(u32* p) { u32 v; asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory"); return v; }
-HB_DEV u32 take_ticket(u32* p) { u32 v; asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory"); return v; }
 HB_DEV void fence_gpu() { __threadfence(); }
+HB_DEV void box_add_released(u64* p, u64 v) { asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }  // after all this thread wrote before
 
 // ---- warps -----------------------------------------------------------------------------------------------------
 HB_DEV u32 shfl_xor(u32 v, int m) { return __shfl_xor_sync(0xffffffffu, v, m); }

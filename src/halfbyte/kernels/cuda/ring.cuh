@@ -32,21 +32,37 @@ template <class Address> HB_DEV void wait_bar(Address bar, u32 parity, u32 where
   }
 }
 
+// Waits until a slot may be filled and says how many bytes will come. `window`: a deep queue makes the memory's answers late for
+// all, so no more slots than this are asked for and not yet used. `filled`: nobody has to free a slot that was never filled.
+HB_DEV void open_here(int slot, u32 phase, int filled, int window, u32 bytes) {
+  Shared& sh = *(Shared*)hb_shared();
+  if (window < SLOTS && filled >= window) {
+    Cursor c{slot, phase};
+    c.back(window);
+    wait_bar(&sh.empty[c.slot], c.phase, 0x101);
+  }
+  if (filled == SLOTS) wait_bar(&sh.empty[slot], phase ^ 1, 0x100);
+  bar_expect(&sh.full[slot], bytes);
+}
+// The same as a function of its own: what a layer runs should fit the instruction cache. Not for small slots, which come so
+// fast that the feeding warp sets the pace (docs/LOG.md).
+HB_PHASE void open_slot(int slot, u32 phase, int filled, int window, u32 bytes) { open_here(slot, phase, filled, window, bytes); }
+
 struct Feeder {  // the feeding warp's lane 0
   Shared& sh;
   u64 policy;
   Cursor at;
-  bool first = true;  // nobody has to free a slot in the first round
+  int window, filled = 0;  // slots
 
-  HB_DEV_MEMBER void put(const void* src, u32 bytes) { put(src, bytes, nullptr, 0); }
-  HB_DEV_MEMBER void put(const void* src, u32 bytes, const void* second, u32 more) {
-    if (!first) wait_bar(&sh.empty[at.slot], at.phase ^ 1, 0x100);
-    bar_expect(&sh.full[at.slot], bytes + more);
-    if (bytes) bulk_copy(sh.ring[at.slot], src, bytes, &sh.full[at.slot], policy);
-    if (more) bulk_copy(sh.ring[at.slot] + bytes, second, more, &sh.full[at.slot], policy);
-    at.advance(1);
-    if (at.slot == 0) first = false;
+  // A slot for so many bytes; then copies into it, which come to that.
+  HB_DEV_MEMBER void open(u32 bytes) {
+    if (SLOT_BYTES < 12288) open_here(at.slot, at.phase, filled, window, bytes);
+    else open_slot(at.slot, at.phase, filled, window, bytes);
+    if (filled < SLOTS) filled++;
   }
+  HB_DEV_MEMBER void copy(u32 to, const void* src, u32 bytes) { bulk_copy(sh.ring[at.slot] + to, src, bytes, &sh.full[at.slot], policy); }
+  HB_DEV_MEMBER void close() { at.advance(1); }
+  HB_DEV_MEMBER void put(const void* src, u32 bytes) { open(bytes); copy(0, src, bytes); close(); }
   template <int FORMAT, int K> HB_DEV_MEMBER void tile(const u8* weights, size_t index) {
     using T = Tile<FORMAT, K>;
     const u8* base = weights + index * (size_t)T::BYTES;

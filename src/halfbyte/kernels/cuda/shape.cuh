@@ -13,7 +13,7 @@ constexpr int KV_BYTES = KV_FP8 ? 1 : 2, PAGE_BYTES = PAGE * HEAD_DIM * KV_BYTES
 constexpr int ROWS = HB_ROWS;  // batch rows this kernel was built for: 1, 2, 4 or 8
 static_assert(GROUP == 8 && HEADS % KV_HEADS == 0, "one mma column per query head of a group");
 static_assert(HIDDEN % 64 == 0 && INTER % 64 == 0 && QKV % 16 == 0 && VOCAB % 16 == 0, "tiles are 16 rows by 64 k");
-static_assert(EXPERTS % 32 == 0 && EXPERTS <= 512, "a warp holds all router logits");
+static_assert(EXPERTS % 32 == 0 && EXPERTS <= 256, "a warp holds all router logits");
 static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "rows");
 
 // ---- weight formats ----------------------------------------------------------------------------------------------
@@ -26,7 +26,8 @@ constexpr int WORKERS = HB_WORKERS;  // warps that multiply; one more feeds them
 constexpr int WORK_THREADS = WORKERS * 32, THREADS = WORK_THREADS + 32;
 constexpr int ARRIVALS = 16;  // that free a slot: one of each warp that reads from it, the rest of the first one
 constexpr int SLOTS = HB_SLOTS;
-constexpr int OPEN = HB_OPEN, GIVEN = 64;  // tiles of gate_up a block leaves to whoever comes first; room for numbers of tiles
+constexpr int AHEAD = HB_AHEAD, AHEAD_REST = HB_AHEAD_REST;  // slots that may be asked for and not yet used: experts, all else
+static_assert(AHEAD >= 2 && AHEAD <= SLOTS && AHEAD_REST >= 2 && AHEAD_REST <= SLOTS, "windows of the ring");
 constexpr bool PAGE_WHOLE = SLOT_BYTES >= 2 * PAGE_BYTES;  // keys and values of a page in one slot, or in two
 constexpr int PAGE_SLOTS = PAGE_WHOLE ? 1 : 2;
 constexpr int LANE_ROWS = ROWS < 4 ? ROWS : 4;  // batch rows in one set of 8 mma columns (a high and a low column each)
@@ -34,6 +35,10 @@ constexpr int SETS = ROWS / LANE_ROWS;
 constexpr int GROUPS_AT_ONCE = 4 / LANE_ROWS;   // k groups that share one accumulator, in columns of their own
 constexpr int SPLITS = 16;                      // most parts a sequence's keys are cut into
 constexpr int ROUTER_COPIES = 4;                // of the logit accumulators, against contention
+constexpr int ROUTER_SETS = 3, ROUTER_WARPS = WORKERS / ROUTER_SETS;  // of warps, that take the tiles in turn
+constexpr int ROUTER_EACH = (EXPERTS / 16 + ROUTER_WARPS - 1) / ROUTER_WARPS;  // times 16 experts to a warp of a set
+constexpr int ROUTER_BYTES = EXPERTS * 32, ROUTER_FIT = SLOT_BYTES / ROUTER_BYTES;  // of 16 columns; these in a slot
+static_assert(ROUTER_WARPS >= 1 && ROUTER_FIT >= 1, "a slot for 16 columns of all experts");
 constexpr int RED_TILES = ROWS == 1 ? 12 : 16;  // sums of so many tiles (of one row) are kept before they are added up
 HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
 
@@ -63,6 +68,18 @@ template <int FORMAT, int K> struct Tile {
   static constexpr int FLUSH = OWN && slots() > 1 && SLOTS / slots() < MOST ? SLOTS / slots() : MOST;  // tiles
 };
 
+// o is shared out by kv heads: a piece is what one tile has of a head's eight query heads, and one warp's alone. Warps know
+// their own slots only, so they meet after MOST tiles.
+template <int FORMAT> struct Piece {
+  static constexpr int CHUNKS = GROUP * HEAD_DIM / 64, CHUNK = CHUNK_BYTES[FORMAT], BYTES = CHUNKS * CHUNK;
+  static constexpr int FIT = SLOT_BYTES / BYTES;                     // pieces in a slot, or
+  static constexpr int EACH = FIT ? CHUNKS : SLOT_BYTES / CHUNK >= 4 ? 4 : 2;  // chunks in one of
+  static constexpr int SLOTS_EACH = CHUNKS / EACH;                   // several slots
+  static constexpr int ROOM = FIT ? SLOTS * FIT : SLOTS / SLOTS_EACH, MOST = ROOM < WORKERS ? ROOM : WORKERS;
+  static_assert(FIT <= ARRIVALS && CHUNKS == 8 && EACH * CHUNK <= SLOT_BYTES && MOST >= 1, "pieces");
+  static HB_CONST_FN int slots(int pieces) { return FIT ? (pieces + (FIT ? FIT : 1) - 1) / (FIT ? FIT : 1) : pieces * SLOTS_EACH; }
+};
+
 // ---- arguments (mirrored in step.py) -----------------------------------------------------------------------------
 struct Layer {
   const u8 *qkv, *o, *gate_up, *down;                     // tile16
@@ -73,13 +90,11 @@ struct Layer {
 };
 
 struct Boxes {      // words that carry their own validity, see box.cuh
-  u64 *x;           // [2][ROWS][HIDDEN]             residual, summed in fixed point
+  u64 *x;           // [2][ROWS][HIDDEN]             residual, summed in fixed point; layers take the halves in turn
+  u64 *mid;         // [2][ROWS][HIDDEN]             the same before the experts
+  u64 *logits;      // [2][ROWS][COPIES][EXPERTS]    router, summed in fixed point
   u64 *qkv;         // [ROWS][QKV]                   float + tag
-  u64 *part;        // [ROWS][HEADS][SPLITS][66]     float + tag: 64 values, maximum, sum
-  u64 *attn;        // [ROWS][Q_DIM / 2]             paired
-  u64 *mid;         // [ROWS][HIDDEN / 2]            paired: norm weight times residual
-  u64 *ssq;         // [ROWS][HIDDEN / 16]           float + tag
-  u64 *logits;      // [3][ROWS][COPIES][EXPERTS]    router, summed in fixed point
+  u64 *part;        // [ROWS][HEADS][SPLITS][34]     64 values paired; maximum and sum, float + tag
   u64 *h;           // [ROWS][TOP_K][INTER / 2]      paired
   u64 *best;        // [ROWS]                        argmax key
 };
@@ -96,7 +111,7 @@ struct Step {
   float* out_logits;                   // [ROWS][VOCAB]
   int* next_tokens;                    // [ROWS]
   Boxes box;
-  u32* control;                        // epoch, arrivals, then a ticket counter for every layer
+  u32* control;                        // epoch, arrivals
   u32* failure;                        // host memory: where a wait was given up, and by whom
   u64* trace;                          // [grid][LAYERS + 1][32] clocks, or null (HB_TRACE)
   float norm_eps, swiglu_limit, swiglu_alpha;
@@ -113,18 +128,23 @@ struct Routing {
   float scale[ROWS];          // 1 / rms of each row
 };
 
-struct Unit {  // of attention: one row, one kv head, one part of its pages
-  int row, head, part, parts;
+struct Seat { int head, index, of; };  // a block among those of a kv head (of the first one where it has several)
+
+struct Unit {  // of attention: one row, one part of its pages, for the seat's kv head
+  int row, part, parts;
   int first, last;   // pages of this part
   int from, to;      // cached tokens the row sees: [from, to)
   int position;
   bool on;
-  bool owner;        // takes this step's own tokens, and writes the row's into the cache
+  bool alone;        // every block of the head does it for itself, and no mailbox is needed
+  bool owner;        // takes this step's own tokens
+  bool writes;       // and writes the row's into the cache
 };
 
-constexpr int MERGE_ROW = 10;  // eight heads of one dim, padded
+constexpr int ATTN_HEAD = HEAD_DIM + 8, ATTN_PART = GROUP * ATTN_HEAD + 32;  // padded: lanes meet no bank twice
+constexpr int MERGE_ROW = HEAD_DIM + 4;
 constexpr int ATTENDING = WORKERS / 4 * 4;  // warps: four to a page
-struct Merge { float o[ATTENDING][HEAD_DIM * MERGE_ROW]; float top[ATTENDING][GROUP]; float sum[ATTENDING][GROUP]; };
+struct Merge { alignas(16) float o[ATTENDING][GROUP][MERGE_ROW]; float top[ATTENDING][GROUP]; float sum[ATTENDING][GROUP]; };
 
 struct Shared {  // a constant address, so that every phase can be a function of its own with its own registers
   u8 ring[SLOTS][SLOT_BYTES];
@@ -132,18 +152,20 @@ struct Shared {  // a constant address, so that every phase can be a function of
     float red[2][RED_TILES * WORKERS * 16];  // sums of the warps: [tile][warp of the team][row][16]
     Merge merge;
   };
-  u16 q[2][GROUP][96];         // high and low halves; rows padded so that eight lanes meet no bank twice
+  alignas(16) u16 q[2][GROUP][HEAD_DIM + 8];    // high and low halves; rows padded so that eight lanes meet no bank twice
   u16 fresh[2][16][HEAD_DIM];  // keys and values of this step's own tokens
-  float xs[16][16];       // [tile][row] of o, times the norm's weight
-  float squares[16][16];
+  alignas(16) u16 attn[ROWS][2][ATTN_PART];     // high and low halves of the head's attention
+  alignas(16) u16 xs[WORKERS][ROWS][2][16];     // what the head adds to tiles of the residual, times the norm's weight: high and low parts
   alignas(16) float ssq[ROWS][16];
   Routing routing[2];
   Step step;                   // copies: a pointer that is fetched from memory costs as much as what it points to
   Layer layers[LAYERS];
-  u64 full[SLOTS], empty[SLOTS], routed;
+  u64 full[SLOTS], empty[SLOTS], routed, squared;
   int token[ROWS], position[ROWS], seq[ROWS], base[ROWS];
   Unit unit[2];                // this block's first, on full and on sliding layers
-  int given[GIVEN];            // gate_up's tiles in the order of the ring, -1 at the end
-  int qkv_tiles, o_tiles, head_tiles, up_tiles, up_kept, down_first, down_last;  // this block's share, of experts while there are TOP_K
+  int units[2], parts[2][ROWS];  // how many it has; of the rows
+  Seat seat;
+  int turns;                   // kv heads of this block
+  int qkv_tiles, o_first, o_last, head_tiles, up_tiles, down_first, down_last;  // this block's share, of experts while there are TOP_K
   u32 epoch, last;
 };

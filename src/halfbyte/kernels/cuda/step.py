@@ -24,6 +24,12 @@ FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES = 64, 64, 4, 16, 4
 ROW_SIZES = (1, 2, 4, 8)
+# What was fastest on an H200 (docs/LOG.md): warps that multiply, bytes of a slot, `ahead`, `rest` and `probe`; of one
+# row and a large ring by the format of the dense layers, else the usual. With 24 KB and 12 warps a tile of an expert
+# fills two slots by half, and a page fits in one. A usual slot is a third of such a tile: 16 chunks of MXFP4, 8 of q8.
+TUNED = {"mxfp4": (12, 24_576, 0, 0, 0), "q8": (12, 26_112, 0, 0, 1), "bf16": (12, 30_720, 0, 0, 1)}
+USUAL = (15, 8_704, 0, 0, 1)
+CRAMPED = (8, 8_704, 0, 0, 1)  # four rows on sm_12x: fewer warps leave six slots; eight rows do not fit
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,12 @@ class StepShape:
     kv: str = "bf16"  # or fp8
     shared: int = 232_448  # bytes a block may have
     ring: int = 64  # slots at most; fewer in tests
-    workers: int = 0  # warps that multiply; 0: as many as were fastest
-    slot: int = 0  # bytes of a slot of the ring; 0: likewise
-    open: int = 0  # tiles of gate_up per block that go to whoever comes first
+    workers: int = 0  # warps that multiply; 0, here and below: as was fastest
+    slot: int = 0  # bytes of a slot of the ring
+    ahead: int = 0  # slots of experts' weights that may be asked for and not yet used
+    rest: int = 0  # the same of all else
     nap: int = 20  # nanoseconds between two looks into a mailbox
+    probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
     trace: bool = False
     defines: tuple[str, ...] = ()  # experiments
 
@@ -65,9 +73,8 @@ class StepShape:
             (self.heads == 8 * self.kv_heads, f"needs 8 query heads per kv head, not {self.heads}/{self.kv_heads}"),
             (self.hidden % 64 == 0 and self.intermediate % 64 == 0, "needs hidden and intermediate in multiples of 64"),
             (self.vocab % 16 == 0, f"needs a vocabulary in multiples of 16, not {self.vocab}"),
-            (self.experts % 32 == 0 and self.experts <= 512, f"needs experts in multiples of 32, not {self.experts}"),
+            (self.experts % 32 == 0 and self.experts <= 256, f"needs experts in multiples of 32, not {self.experts}"),
             (self.rows in ROW_SIZES, f"is built for 1, 2, 4 or 8 rows, not {self.rows}"),
-            (self.hidden // 16 < 512, f"counts at most 511 row tiles, not {self.hidden // 16}"),
             (all(f in FORMATS for f in (self.qkv, self.o, self.lm_head)), "reads mxfp4, q8 and bf16 matrices only"),
             (self.kv in KV_DTYPES, f"keeps keys and values in {' or '.join(KV_DTYPES)}, not in {self.kv}"),
             (self.slots >= 6, f"needs a ring of 6 slots beside its tables, {self.shared} bytes leave {self.slots}"),
@@ -75,19 +82,20 @@ class StepShape:
         return next((reason for ok, reason in checks if not ok), None)
 
     @property
-    def _lean(self) -> bool:
-        """One row of MXFP4 and a large ring: fewer warps with more of x each were faster (docs/LOG.md)."""
-        return self.rows == 1 and self.shared >= 200_000 and {self.qkv, self.o, self.lm_head} == {"mxfp4"}
+    def _tuned(self) -> tuple[int, int, int, int, int]:
+        large = self.shared >= 200_000
+        if not large and self.rows >= 4:
+            return CRAMPED
+        one = self.rows == 1 and large and self.qkv == self.o == self.lm_head
+        return TUNED[self.qkv] if one and self.qkv in TUNED else USUAL
 
     @property
     def warps(self) -> int:
-        return self.workers or (12 if self._lean else 15)
+        return self.workers or self._tuned[0]
 
     @property
     def slot_bytes(self) -> int:
-        """Of 12 warps, a tile of an expert fills two slots by half, and a page's keys and values fit in one; full slots
-        were slower. Of 15 warps, a slot is a third of a tile: 16 chunks of MXFP4, 8 of q8, 4 of bf16, half a page."""
-        return self.slot or (24_576 if self._lean else 8_704)
+        return self.slot or self._tuned[1]
 
     @property
     def slots(self) -> int:
@@ -102,20 +110,21 @@ class StepShape:
     def _fixed(self) -> int:
         """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
         red = 2 * (12 if self.rows == 1 else 16) * self.warps * 16 * 4
-        merge = self.warps // 4 * 4 * (64 * 10 + 8 + 8) * 4
+        merge = self.warps // 4 * 4 * 8 * (64 + 4 + 1 + 1) * 4
         routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
-        tables = 2 * 8 * 96 * 2 + 2 * 16 * 64 * 2 + 2 * 16 * 16 * 4 + self.rows * 16 * 4
-        rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(LayerArgs) * self.layers + 16 * self.rows + 512
+        tables = 2 * 8 * 72 * 2 + 2 * 16 * 64 * 2 + self.rows * (2 * 608 * 2 + self.warps * 2 * 16 * 2 + 16 * 4)
+        rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(LayerArgs) * self.layers + 24 * self.rows + 512
         return max(red, merge) + tables + routing + rest
 
     def options(self) -> tuple[str, ...]:
+        ahead, rest = self.ahead or self._tuned[2], self.rest or self._tuned[3]  # 0: the whole ring
         values = {
             "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
             "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
             "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
-            "OPEN": self.open, "NAP": self.nap, "KV_FP8": int(self.kv == "fp8"), "FORMAT_QKV": FORMATS[self.qkv],
-            "FORMAT_O": FORMATS[self.o],
-            "FORMAT_HEAD": FORMATS[self.lm_head],
+            "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
+            "NAP": self.nap, "PROBE": self._tuned[4] if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
+            "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
         }  # fmt: skip
         extra = (("-DHB_TRACE",) if self.trace else ()) + tuple(f"-D{d}" for d in self.defines)
         return tuple(f"-DHB_{name}={value}" for name, value in values.items()) + extra
@@ -137,7 +146,7 @@ class LayerArgs(ctypes.Structure):
     _fields_ = [(name, _P) for name in LAYER_FIELDS]
 
 
-BOXES = ("x", "qkv", "part", "attn", "mid", "ssq", "logits", "h", "best")
+BOXES = ("x", "mid", "logits", "qkv", "part", "h", "best")
 
 
 class StepArgs(ctypes.Structure):
@@ -212,7 +221,8 @@ class Gpu:
 
 
 class DecodeStep:
-    """Buffers around one compiled step. Inputs (`tokens`, `positions`, `row_seq`, tables) are fixed device tensors."""
+    """Buffers around one compiled step. Its inputs (`tokens`, `positions`, `row_seq`, tables) are device tensors of its
+    own unless `read` names others."""
 
     def __init__(
         self,
@@ -243,18 +253,16 @@ class DecodeStep:
         self.row_seq = torch.arange(r, dtype=torch.int32, device=device)
         self.logits = zeros(r, shape.vocab, dtype=torch.float32)
         self.next_tokens = zeros(r, dtype=torch.int32)
-        self.control = zeros(2 + shape.layers, dtype=torch.int32)
+        self.control = zeros(2, dtype=torch.int32)
         self.failure = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.control[0] = 1
         self.trace = zeros(machine.blocks, shape.layers + 1, 32) if shape.trace else None
         self.boxes = {
             "x": zeros(2, r, shape.hidden),
+            "mid": zeros(2, r, shape.hidden),
+            "logits": zeros(2, r, ROUTER_COPIES, shape.experts),
             "qkv": zeros(r, shape.qkv_dim),
-            "part": zeros(r, shape.heads, SPLITS, 66),
-            "attn": zeros(r, shape.q_dim // 2),
-            "mid": zeros(r, shape.hidden // 2),
-            "ssq": zeros(r, shape.hidden // 16),
-            "logits": zeros(3, r, ROUTER_COPIES, shape.experts),
+            "part": zeros(r, shape.heads, SPLITS, 34),
             "h": zeros(r, TOP_K, shape.intermediate // 2),
             "best": zeros(r),
         }
@@ -276,6 +284,17 @@ class DecodeStep:
         )  # fmt: skip
         for name, box in self.boxes.items():
             setattr(self.args, f"box_{name}", box.data_ptr())
+
+    def read(self, tokens: Tensor, positions: Tensor, row_seq: Tensor, tables: tuple[Tensor, Tensor]) -> None:
+        """From now on the step reads these, where they lie; tables [sequences, blocks], both alike."""
+        given = (tokens, positions, row_seq, *tables)
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in given), [(t.dtype, t.stride()) for t in given]
+        assert tables[0].shape == tables[1].shape
+        assert not self.args.advance
+        a = self.args
+        a.tokens, a.positions, a.row_seq, a.sliding_table, a.full_table = (t.data_ptr() for t in given)
+        a.max_blocks = tables[0].shape[1]
+        self._given = given
 
     def run(self, rows: int | None = None) -> None:
         """One step on torch's current stream: logits, next_tokens, and the cache written."""

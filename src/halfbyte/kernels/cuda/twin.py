@@ -15,7 +15,7 @@ from halfbyte import formats
 from halfbyte.formats import MXTensor, tile16
 from halfbyte.kernels.cuda.step import TOP_K, DecodeStep, StepShape, StepWeights
 
-SCALE_IN = {"mxfp4": 2.0**100, "q8": 1.0, "bf16": 1.0}
+SCALE_IN = 2.0**100  # of what is multiplied by MXFP4
 
 
 def matrix(data: Tensor, n: int, k: int, format: str) -> Tensor:
@@ -69,9 +69,8 @@ def step(
             _attend(s, q[r], pool[:, index // 2], table[int(row_seq[r])], int(positions[r]), w.sinks, sliding)
             for r in range(rows)
         ])  # fmt: skip
-        out["attn"] = attn
         x = x + attn @ matrix(w.o, s.hidden, s.q_dim, s.o).T + w.o_bias.float()
-        out["mid"] = x * w.mlp_norm.float()
+        out["mid"] = x
         h = norm(x, w.mlp_norm)
         router = w.router.float().transpose(0, 1).reshape(s.experts, s.hidden)
         logits = h @ router.T + w.router_bias.float()
@@ -124,14 +123,18 @@ def _attend(s: StepShape, q: Tensor, pages: Tensor, table: Tensor, at: int, sink
 def boxes(step: DecodeStep) -> dict[str, Tensor]:
     """The last layer's values as the kernel left them."""
     b, s = step.boxes, step.shape
+    half = int(step.control[0]) * s.layers - 1 & 1  # layers take halves in turn, counted through the steps
     return {
         "qkv": _payload(b["qkv"]).view(torch.float32),
-        "attn": _pairs(b["attn"]) / SCALE_IN[s.o],
-        "mid": _pairs(b["mid"]) / SCALE_IN["mxfp4"],
-        "h": _pairs(b["h"]) / SCALE_IN["mxfp4"],
-        "x": (b["x"][(s.layers - 1) & 1] >> 9).double().mul(2.0**-23).float(),
+        "mid": _summed(b["mid"][half]),
+        "h": _pairs(b["h"]) / SCALE_IN,
+        "x": _summed(b["x"][half]),
         "logits": step.logits,
     }
+
+
+def _summed(box: Tensor) -> Tensor:
+    return (box >> 9).double().mul(2.0**-23).float()
 
 
 def _payload(box: Tensor) -> Tensor:
