@@ -36,6 +36,7 @@ BOUND = 3e-3  # of the logits: mostly 1e-4; a cached key that rounds to the othe
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(decode, "Gpu", lambda shape: Emulator(shape, 3, cache=tmp_path))
     monkeypatch.setattr(decode, "POSITIONS", 4096)
+    monkeypatch.setattr(decode, "current_arch", lambda: ARCHES["sm90"])
 
 
 def pair(preset: str) -> tuple[GptOss, GptOss]:
