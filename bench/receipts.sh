@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Every GPU receipt again, from the sources as they are, on one CUDA machine: correctness first, then figures.
+# usage: bench/receipts.sh OUT [PART...]     parts: tests decode batch prefill engine other profile (all, in this order)
+# About seven minutes on an H200. A part that fails says so and costs the others nothing; logs and JSON are in OUT.
+# The embedded model's answers on this machine's CPU (bench/engine_gpu.py --answers FILE) take minutes: make them anywhere with
+# the same weights and name them in ANSWERS.
+set -uo pipefail
+[ $# -ge 1 ] || { sed -n 2,6p "$0" >&2; exit 2; }
+out=$(mkdir -p "$1" && cd "$1" && pwd) day=$(date +%Y%m%d)
+shift
+cd "$(dirname "$0")/.."
+export PYTHONPATH=src PYTHONUNBUFFERED=1
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+: >"$out/failed"
+"$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || { echo "this needs a CUDA GPU and a torch that sees it (PYTHON names another interpreter)." >&2; exit 2; }
+wanted=" ${*:-tests decode batch prefill engine other profile} "
+
+# run NAME SECONDS COMMAND...: one log, one line about it
+run() {
+  local name=$1 limit=$2 began=$SECONDS
+  shift 2
+  timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1 </dev/null
+  local status=$?
+  [ $status -eq 0 ] || echo "$name" >>"$out/failed"
+  printf '%-18s %s after %d s: %s\n' "$name" "$([ $status -eq 0 ] && echo done || echo "FAILED ($status)")" $((SECONDS - began)) \
+    "$(grep -v '^{"' "$out/$name.log" | tail -1 | cut -c1-150)"
+}
+part() { [[ $wanted == *" $1 "* ]]; }
+py() { local name=$1 limit=$2 && shift 2 && run "$name" "$limit" "$python" "$@"; }
+memcheck() { local name=$1 limit=$2 && shift 2 && run "$name" "$limit" compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 "$python" "$@"; }
+
+if part tests; then
+  for file in $(grep -rlE 'mark\.gpu' tests --include='test_*.py'); do
+    py "test-$(basename "$file" .py)" 200 -m pytest -q -p no:cacheprovider -m gpu "$file" &
+  done
+  wait
+  memcheck memcheck-decode 60 bench/decode_stress.py --small --steps 4
+fi
+if part decode; then
+  py decode 120 bench/decode_gpu.py --models 120b,20b --formats mxfp4,q8,checkpoint --contexts 512,2048,8192 --rows 1,2,4 --row-contexts 2048 --out "$out" --name "decode-gpu-$day"
+  py decode-32k 40 bench/decode_gpu.py --models 120b --contexts 32768 --no-trace --out "$out" --name "decode-gpu-$day-32k"
+  py stress 40 bench/decode_stress.py --steps 10000
+fi
+if part batch; then
+  py batch 60 bench/gpu.py --models 120b --depths "" --pp "" --tg 64 --concurrency 2,4,5,8,10,16,32,64 --out "$out/gpu-$day-batch.json"
+  py batch-parts 30 bench/batch_gpu.py --rows 8,32,64 --save "$out/batch-gpu-$day.json"
+fi
+if part prefill; then
+  py prefill 60 bench/gpu.py --models 120b --depths "" --concurrency "" --pp 512,2048,8192 --pp-at 2048,8192,32768 --out "$out/gpu-$day-prefill.json"
+  py prefill-fp8 60 bench/gpu.py --models 120b --depths "" --concurrency "" --pp 512,2048,8192 --activation prefill=fp8 --out "$out/gpu-$day-prefill-fp8.json"
+  py prefill-parts 40 bench/prefill_gpu.py --tokens 512,2048,8192 --save "$out/prefill-gpu-$day.json"
+  py flash 30 bench/flash_gpu.py --json "$out/flash-gpu-$day.json"
+fi
+if part engine; then
+  if [ -n "${ANSWERS:-}" ]; then py eval 120 bench/engine_gpu.py --eval --answers "$ANSWERS" --jobs 11 --out "$out/engine-$day-eval.json"; else echo "eval               left out: name the CPU's answers in ANSWERS"; fi
+  py engine 60 bench/engine_gpu.py --speed random:120b --sampled --count 160 --out "$out/engine-$day-speed.json"
+  py verify 40 bench/verify_gpu.py --out "$out/verify-gpu-$day.json"
+  py draw 30 bench/draw_gpu.py --out "$out/draw-gpu-$day.json"
+fi
+if part other; then
+  py sync 40 bench/sync_gpu.py --save "$out/sync-gpu-$day.json"
+  py rehearse 40 bench/rehearse_gpu.py --save "$out/rehearse-gpu-$day.json"
+  py load 120 bench/load.py --models 120b --presets exact --written 4 --out "$out/load-$day-120b.json"
+fi
+if part profile; then
+  py profile 90 bench/profile.py --models 120b --presets fast,exact --batches 1,8,32 --pp 2048 --out "$out/profile-$day.json"
+fi
+[ ! -s "$out/failed" ] || { echo "failed: $(tr '\n' ' ' <"$out/failed")"; exit 1; }
