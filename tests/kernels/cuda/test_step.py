@@ -142,7 +142,7 @@ def test_other_ways_through_the_ring(change: dict[str, int], bound: float, built
 @needs_compiler
 @pytest.mark.slow
 def test_tiles_of_several_slots(built: Path) -> None:
-    shape = StepShape(1088, 1152, 1, 32, 8, 1, 256, ring=7)
+    shape = StepShape(1088, 1152, 1, 32, 8, 1, 256, ring=7, slot=8_704)  # 16 of a tile's 17 or 18 chunks fit in one
     compare(Case(shape, Emulator(shape, 3, cache=built), 1, 4), [17], [150], [0], TIGHT)
 
 
