@@ -32,8 +32,9 @@ from torch import Tensor  # noqa: E402
 
 from halfbyte import formats  # noqa: E402
 from halfbyte.formats import MXTensor, tile16  # noqa: E402
-from halfbyte.kernels.cuda import grouped  # noqa: E402
-from halfbyte.kernels.cuda.grouped import SHAPES, Dense, Experts, Room, Variant  # noqa: E402
+from halfbyte.kernels.cuda import grouped_build  # noqa: E402
+from halfbyte.kernels.cuda.grouped import Dense, Experts  # noqa: E402
+from halfbyte.kernels.cuda.grouped_build import SHAPES, Room, Variant  # noqa: E402
 from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
@@ -63,7 +64,7 @@ def dequantized(w: MXTensor) -> Tensor:
     return torch.stack([formats.dequantize(tile16.unpack(w.select(e)), torch.float32) for e in range(w.shape[0])])
 
 
-class Built(grouped.Gpu):
+class Built(grouped_build.Gpu):
     """The kernels with more options than they are shipped with."""
 
     def __init__(self, options: tuple[str, ...]) -> None:
@@ -137,7 +138,7 @@ def load_kernels(gpu: Built, fp8: bool) -> None:
     """Compile in parallel; loading then finds them in the cache."""
     variants = [Variant("mxfp4", "vast", s) for s in (False, True)] if fp8 else VARIANTS
     programs = [replace(v.program(), options=v.program().options + gpu.options) for v in variants]
-    programs += [Program(grouped.ROWS_PROGRAM, e) for e in ROW_KERNELS]
+    programs += [Program(grouped_build.ROWS_PROGRAM, e) for e in ROW_KERNELS]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda p: compile_program(p, gpu.arch), programs))
 
@@ -145,14 +146,14 @@ def load_kernels(gpu: Built, fp8: bool) -> None:
 class Spy:
     """A machine that runs everything and remembers the last arguments, so that one kernel can be timed alone."""
 
-    def __init__(self, inner: grouped.Gpu) -> None:
+    def __init__(self, inner: grouped_build.Gpu) -> None:
         self.inner, self.blocks, self.map, self.seen = inner, inner.blocks, inner.map, {}
 
-    def product(self, variant: Variant, args: grouped.ProductArgs) -> None:
+    def product(self, variant: Variant, args: grouped_build.ProductArgs) -> None:
         self.seen["gate_up" if variant.swiglu else "down"] = (variant, args)
         self.inner.product(variant, args)
 
-    def rows(self, entry: str, grid: int, args: grouped.RowsArgs) -> None:
+    def rows(self, entry: str, grid: int, args: grouped_build.RowsArgs) -> None:
         self.seen[entry] = (entry, grid, args)
         self.inner.rows(entry, grid, args)
 

@@ -30,7 +30,7 @@ import torch  # noqa: E402
 
 from halfbyte import formats  # noqa: E402
 from halfbyte.formats import layouts, tile16  # noqa: E402
-from halfbyte.kernels.cuda import batch, grouped  # noqa: E402
+from halfbyte.kernels.cuda import batch, grouped_build  # noqa: E402
 from halfbyte.kernels.cuda.grouped_mx import Mxfp4Dense, Mxfp8Dense  # noqa: E402
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncDense, SyncExperts, SyncVariant  # noqa: E402
 from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
@@ -54,7 +54,7 @@ def programs(arch: str, steps: list[Any]) -> None:
     c = NAMED["120b"]
     found = [SyncVariant("mxfp4", t, s).program() for t in COLUMNS for s in (False, True)]
     found += [SyncVariant(f, t, False).program() for f in ("q8", "bf16") for t in COLUMNS]
-    found += [Program(grouped.ROWS_PROGRAM, e) for e in ROW_KERNELS]
+    found += [Program(grouped_build.ROWS_PROGRAM, e) for e in ROW_KERNELS]
     found += [batch.RowShape(c.hidden, c.experts, c.top_k).program(e) for e in batch.ROW_THREADS]
     found += [v.within(SMALL).program() for v in (
         batch.Variant("mxfp4", c.hidden), batch.Variant("mxfp4", c.heads * c.head_dim, router=c.experts),
@@ -65,7 +65,7 @@ def programs(arch: str, steps: list[Any]) -> None:
         list(pool.map(lambda p: compile_program(p, arch), found))
 
 
-def experts(room: grouped.Room, sizes: list[int]) -> list[dict[str, Any]]:
+def experts(room: grouped_build.Room, sizes: list[int]) -> list[dict[str, Any]]:
     layer = prefill_gpu.Layer(room, "120b", False)
     c = layer.config
     dense = (prefill_gpu.dequantized(layer.gate_up), prefill_gpu.dequantized(layer.down))
@@ -91,7 +91,7 @@ def experts(room: grouped.Room, sizes: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def linear(room: grouped.Room) -> list[dict[str, Any]]:
+def linear(room: grouped_build.Room) -> list[dict[str, Any]]:
     found = []
     for role, n, k in (("qkv", 5120, 2880), ("o", 2880, 4096)):
         w = torch.randn((n, k), device="cuda") / k**0.5
@@ -150,9 +150,9 @@ def main() -> int:
         decode_gpu.shape_of("120b", f, r, layers=4, shared=SMALL)
         for f, r in (("mxfp4", 1), ("mxfp4", 4), ("checkpoint", 1))
     ]
-    programs(grouped.gpu().arch, steps)
+    programs(grouped_build.gpu().arch, steps)
     say(f"kernels ready after {time.time() - began:.1f} s")
-    room = grouped.Room(grouped.gpu(), {}, torch.device("cuda"))
+    room = grouped_build.Room(grouped_build.gpu(), {}, torch.device("cuda"))
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "linear": lambda: linear(room),
         "experts": lambda: experts(room, [int(t) for t in args.tokens.split(",")]),

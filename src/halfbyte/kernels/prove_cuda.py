@@ -15,7 +15,7 @@ from halfbyte.kernels.cuda import (
     batch_phase,
     decode,
     flash,
-    grouped,
+    grouped_build,
     grouped_fp8,
     grouped_phases,
     grouped_sync,
@@ -84,13 +84,13 @@ def _step(spec: Spec, arch: Arch, rows: int) -> Build:
 
 
 def _grouped(form: str, shape: str, swiglu: bool, *, rope: bool = False) -> Build:
-    v = grouped.Variant(form, shape, swiglu, rope=rope)
+    v = grouped_build.Variant(form, shape, swiglu, rope=rope)
     name = f"grouped {form} {shape}{' swiglu' if swiglu else ' rope' if rope else ''}"
     return Build(name, v.program(), v.shared_bytes, (r"\bHGMMA",), r"\bHMMA")
 
 
 def _fp8(form: str, swiglu: bool) -> Build:
-    v = grouped.Variant(form, "vast", swiglu)
+    v = grouped_build.Variant(form, "vast", swiglu)
     return Build(f"grouped fp8{' swiglu' if swiglu else ''}", v.program(), v.shared_bytes, (r"\bQGMMA",), r"\bHG?MMA")
 
 
@@ -102,7 +102,7 @@ def _sync(phase: grouped_sync._Sync, spec: Spec) -> list[Build]:
     form, mx = spec.formats[next(iter(phase.shapes(spec)))], phase.dense.mx
     tiles = [t for t in grouped_sync.COLUMNS if spec.tile in ("auto", t) or "moe" not in phase.covers]
     ban = "|".join(p for kind, p in SYNC.items() if kind != mx) + r"|\bHGMMA"
-    found = [Build("grouped rows", Program(grouped.ROWS_PROGRAM, "pack_rows"), 4096)]
+    found = [Build("grouped rows", Program(grouped_build.ROWS_PROGRAM, "pack_rows"), 4096)]
     for tile in tiles:
         for swiglu in _swiglu(phase):
             v = grouped_sync.SyncVariant(form, tile, swiglu, mx)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from halfbyte.kernels.cuda.grouped import ROWS_PROGRAM, ProductArgs, RowsArgs, Variant
+from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, ProductArgs, RowsArgs, Variant
 from halfbyte.kernels.launch import Map, Program
 
 Map16 = ctypes.c_uint64 * 16

@@ -13,7 +13,8 @@ from grouped_emulator import Emulator, build
 from halfbyte import formats
 from halfbyte.formats import layouts
 from halfbyte.kernels.cuda.flash import FULL, SLIDING, Build, FlashArgs, FlashAttention, attend
-from halfbyte.kernels.cuda.grouped import Dense, Room
+from halfbyte.kernels.cuda.grouped import Dense
+from halfbyte.kernels.cuda.grouped_build import Room
 from halfbyte.ops import attention as reference
 from halfbyte.plan.step import Step
 

@@ -9,18 +9,8 @@ from grouped_emulator import Emulator, build
 from halfbyte import formats, ops
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.grouped import (
-    ROWS_PROGRAM,
-    SHAPES,
-    Dense,
-    Experts,
-    ProductArgs,
-    Room,
-    Rotation,
-    RowsArgs,
-    Variant,
-    columns_cap,
-)  # fmt: skip
+from halfbyte.kernels.cuda.grouped import Dense, Experts, Rotation, columns_cap
+from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, SHAPES, ProductArgs, Room, RowsArgs, Variant
 from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts
 from halfbyte.kernels.launch import Program
 from halfbyte.ops.linear import round_activation
@@ -58,6 +48,14 @@ def test_mirrored_structs(form: str, shape: str, swiglu: bool) -> None:
     assert build(Program(ROWS_PROGRAM, "rows")).hb_rows_size() == ctypes.sizeof(RowsArgs)
 
 
+def made(w: torch.Tensor, form: str) -> tuple[torch.Tensor | MXTensor, torch.Tensor]:
+    """A matrix as the products read it, and as float32 what they should make of it."""
+    if form == "bf16":
+        return tile16.pack_dense(w.bfloat16()), w.bfloat16().float()
+    plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
+    return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
+
+
 CASES = [
     ("mxfp4", 1, 64, 64, None), ("mxfp4", 9, 192, 192, None), ("mxfp4", 64, 320, 128, None),
     ("mxfp4", 70, 448, 128, None), ("mxfp4", 150, 64, 192, None), ("mxfp4", 100, 448, 192, "broad"),
@@ -70,11 +68,7 @@ CASES = [
 def test_dense(form: str, rows: int, n: int, k: int, shape: str | None) -> None:
     g = torch.Generator().manual_seed(rows)
     w = torch.randn((n, k), generator=g) / k**0.5
-    if form == "bf16":
-        weights, dense = tile16.pack_dense(w.bfloat16()), w.bfloat16().float()
-    else:
-        plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
-        weights, dense = layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
+    weights, dense = made(w, form)
     bias = torch.randn(n, generator=g)
     x, residual = torch.randn((rows + 3, k), generator=g), torch.randn((rows, n), generator=g)
     norm = torch.rand(k, generator=g).to(torch.bfloat16)
@@ -132,11 +126,7 @@ def test_rotation_and_pages(form: str, rows: int, k: int) -> None:
     g, heads, kv_heads, page = torch.Generator().manual_seed(rows), 3, 2, 64
     n = (heads + 2 * kv_heads) * 64
     w = torch.randn((n, k), generator=g) / k**0.5
-    if form == "bf16":
-        weights, dense = tile16.pack_dense(w.bfloat16()), w.bfloat16().float()
-    else:
-        plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
-        weights, dense = layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
+    weights, dense = made(w, form)
     bias, h = torch.randn(n, generator=g), torch.randn((rows, k), generator=g).bfloat16()
     positions = torch.arange(30, 30 + rows)
     cos, sin = rope_table(*yarn_frequencies(64, 150000.0, 32.0, 4096, 32.0, 1.0, False), positions)

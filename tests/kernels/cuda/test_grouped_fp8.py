@@ -13,7 +13,7 @@ from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts
 from halfbyte.gates import Gates, Layers, PerRegime
-from halfbyte.kernels.cuda.grouped import ProductArgs, Room, Variant
+from halfbyte.kernels.cuda.grouped_build import ProductArgs, Room, Variant
 from halfbyte.kernels.cuda.grouped_fp8 import PHASES, Fp8Dense, Fp8Experts, tops_of
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.kernels.cuda.grouped import ROWS_PROGRAM, SHAPES, Variant
+from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, SHAPES, Variant
 from halfbyte.kernels.launch import Program
 
 pytestmark = [

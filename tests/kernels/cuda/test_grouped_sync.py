@@ -10,7 +10,8 @@ from grouped_emulator import Emulator, build
 
 from halfbyte import formats
 from halfbyte.formats import MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.grouped import ROWS_PROGRAM, Dense, Experts, ProductArgs, Room, RowsArgs, gpu
+from halfbyte.kernels.cuda.grouped import Dense, Experts
+from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, ProductArgs, Room, RowsArgs, gpu
 from halfbyte.kernels.cuda.grouped_mx import BYTES, KINDS, Mxfp4Dense, Mxfp4Experts, Mxfp8Dense, Mxfp8Experts, whole
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, MX, SHARED, SyncDense, SyncExperts, SyncVariant, tile_for
 from halfbyte.kernels.launch import Program

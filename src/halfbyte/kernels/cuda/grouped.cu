@@ -216,14 +216,6 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
   store<N, 1>(c, it, it.first * 4 + tile, sums, bias);
 }
 
-HB_DEV void pass(Consumer& c) {  // an item with no rows for this warpgroup
-  for (int k = 0; k < c.p.chunks; k += KS) {
-    wait_for(&c.sh.full[c.at.slot], c.at.phase);
-    c.release(c.at.slot);
-    c.at.next();
-  }
-}
-
 HB_DEV void dispatch(Consumer& c, const Item& it) {
 #define HB_CASE(n) case n: if constexpr (FP8) return multiply_fp8<n>(c, it); else if constexpr (SHAPE == WIDE) return multiply_deep<n, MT>(c, it); else return multiply<n, MT>(c, it);
   if constexpr (SHAPE == VAST) switch (it.n) {
@@ -248,7 +240,7 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
     const Item& it = sh.item[q];  // left in shared memory: registers are dear
     if (!it.more) return;
     if (c.group * MT < it.tiles) dispatch(c, it);
-    else pass(c);
+    else c.pass();
     sync_warp();
     if (c.lane == 0) bar_arrive(&sh.item_empty[anew(c.turn) & 1], 1);
     c.turn++;

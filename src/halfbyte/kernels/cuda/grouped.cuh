@@ -74,7 +74,7 @@ constexpr int STAGING = SYNC ? 16 : MT == 2 ? 9216 : 5120;
 constexpr int STAGES = (SYNC ? ROOM : ROOM - WARPGROUPS * STAGING) / STAGE;
 static_assert(STAGES >= 3, "too few stages to hide the latency of memory");
 
-struct alignas(64) Product {     // mirrored in grouped.py
+struct alignas(64) Product {     // mirrored in grouped_build.py
   u64 map[16];                   // the copy engine's map of the weights: tile16, experts one after another
   const void* bias;              // [experts][rows], bf16 or float; null: none
   const u16* x;                  // packed

@@ -16,23 +16,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import PlanError
-from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.formats.tile16 import CHUNK_BYTES
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.grouped import (
-    PACKED,
-    PAD,
-    SHAPES,
-    TILE,
-    Dense,
-    Experts,
-    Inputs,
-    Room,
-    RowsArgs,
-    Variant,
-    _ptr,
-    columns_cap,
-)
+from halfbyte.kernels.cuda.grouped import Dense, Experts, Inputs, _ptr, columns_cap
+from halfbyte.kernels.cuda.grouped_build import PACKED, PAD, SHAPES, TILE, RowsArgs, Variant
 from halfbyte.kernels.cuda.grouped_phases import (
     GroupedHead,
     GroupedMoe,
@@ -72,16 +59,8 @@ def wide(k: int) -> int:
 class Fp8Dense(Dense):
     """y = W x + bias, or residual + that, with x in E4M3."""
 
-    def __init__(
-        self,
-        room: Room,
-        weights: Tensor | MXTensor | DenseTiles,
-        bias: Tensor | None,
-        role: str,
-        shape: str | None = None,
-    ) -> None:
-        super().__init__(room, weights, bias, role, shape)
-        self.tops = tops_of(self.data, self.format, role)
+    def _tops(self, data: Tensor, role: str) -> Tensor:
+        return tops_of(data, self.format, role)
 
     def inputs(self, rows: int) -> Inputs:
         packed = self.room.get(f"fp8.{self.k}", rows, lambda r: (r + 2 * PAD) * wide(self.k), torch.uint8)
@@ -98,20 +77,8 @@ class Fp8Experts(Experts):
 
     pad, prefix = 2 * PAD, "fp8."
 
-    def __init__(
-        self,
-        room: Room,
-        gate_up: Tensor | MXTensor | DenseTiles,
-        gate_up_bias: Tensor,
-        down: Tensor | MXTensor | DenseTiles,
-        down_bias: Tensor,
-        *,
-        limit: float,
-        alpha: float,
-        shape: str | None = None,
-    ) -> None:
-        super().__init__(room, gate_up, gate_up_bias, down, down_bias, limit=limit, alpha=alpha, shape=shape)
-        self.tops = (tops_of(self.gate_up, self.format, "gate_up"), tops_of(self.down, self.format, "down"))
+    def _tops(self, data: Tensor, role: str) -> Tensor:
+        return tops_of(data, self.format, role)
 
     def _inputs(self, rows: int, top_k: int) -> Inputs:
         packed = self.room.get("fp8.slots", rows, lambda r: self._slots(r, top_k) * wide(self.hidden), torch.uint8)
@@ -127,9 +94,6 @@ class Fp8Experts(Experts):
 
     def _shape(self, per_expert: float) -> str:
         return "vast"
-
-    def _variant(self, shape: str, swiglu: bool) -> Variant:
-        return Variant(self.format, shape, swiglu)
 
 
 # ---- phases ---------------------------------------------------------------------------------------------------------

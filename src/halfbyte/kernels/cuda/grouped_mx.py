@@ -15,7 +15,8 @@ from torch import Tensor
 
 from halfbyte.errors import PlanError
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.grouped import PAD, ROW_THREADS, Inputs, RowsArgs, _ptr
+from halfbyte.kernels.cuda.grouped import Inputs, _ptr
+from halfbyte.kernels.cuda.grouped_build import PAD, ROW_THREADS, RowsArgs
 from halfbyte.kernels.cuda.grouped_phases import GroupedHead, GroupedMoe, GroupedOut, GroupedQkv
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncDense, SyncExperts, _Sync
 from halfbyte.plan.phase import Arch, Phase, Spec

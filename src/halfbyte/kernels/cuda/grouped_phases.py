@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.grouped import CHUNK, EXPERTS_MAX, TILE, TOP_MAX, Dense, Experts, Room, gpu
+from halfbyte.kernels.cuda.grouped import Dense, Experts
+from halfbyte.kernels.cuda.grouped_build import CHUNK, EXPERTS_MAX, TILE, TOP_MAX, Room, gpu
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 

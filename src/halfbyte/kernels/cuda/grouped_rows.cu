@@ -4,7 +4,7 @@
 
 constexpr int EXPERTS_MAX = 512, TOP_MAX = 8, GROUP_THREADS = 1024, ROW_THREADS = 192;
 
-struct Rows {                 // mirrored in grouped.py; every kernel of this file takes it
+struct Rows {                 // mirrored in grouped_build.py; every kernel of this file takes it
   const void* source;         // rows of float or bf16, `stride` elements apart
   const void* norm;           // weight of an RMS norm, float or bf16; null: none
   const int* select;          // which rows of source; null: all
@@ -59,18 +59,6 @@ template <bool MAX> HB_DEV float over_block(float v) {
 // The scale of a row whose largest magnitude is `top`, as ops/linear.py has it. Values are multiplied by its reciprocal: one on
 // an edge between two numbers may fall either way.
 HB_DEV float scale_of(float top) { const float s = divide_exactly(top, 448.f); return s > 0.f ? s : 1.f; }
-
-// Lane t of four holds words 0 to 3 of a group's eight values t; afterwards lane i holds word i of all four.
-HB_DEV void transpose_four(u32 (&w)[4], int lane) {
-  const bool high = lane & 2, odd = lane & 1;
-  const u32 a = shfl_xor(high ? w[0] : w[2], 2), b = shfl_xor(high ? w[1] : w[3], 2);
-  const u32 x0 = high ? a : w[0], x1 = high ? b : w[1], y0 = high ? w[2] : a, y1 = high ? w[3] : b;
-  const u32 c = shfl_xor(odd ? x0 : x1, 1), d = shfl_xor(odd ? y0 : y1, 1);
-  w[0] = odd ? c : x0;
-  w[1] = odd ? x1 : c;
-  w[2] = odd ? d : y0;
-  w[3] = odd ? y1 : d;
-}
 
 // A row's choices: how much of which part.
 struct Choices {
@@ -199,7 +187,7 @@ template <bool SUM> HB_DEV void pack(const Rows& r) {
       word[i] = bf16_pair(x[2 * i], x[2 * i + 1]);  // the quantisation point
       if (r.kind == AS_F16) word[i] = half_pair(bf16_low(word[i]), bf16_high(word[i]));
     }
-    transpose_four(word, thread);
+    transpose_four<1>(word, thread);
     if (!here) return;
     u16* chunk = r.packed + (size_t)(unit >> 3) * r.slots * 64;
     HB_UNROLL

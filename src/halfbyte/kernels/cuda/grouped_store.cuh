@@ -14,6 +14,13 @@ struct Consumer {
     if constexpr (PAIR == 1) { if (lane == 0) bar_arrive(&sh.empty[slot], 1); }
     else if (lane < PAIR) bar_arrive_in(lane, &sh.empty[slot]);
   }
+  HB_DEV_MEMBER void pass() {  // an item with no rows for this group of warps
+    for (int k = 0; k < p.chunks; k += KS) {
+      wait_for(&sh.full[at.slot], at.phase);
+      release(at.slot);
+      at.next();
+    }
+  }
   // The first tile of 16 rows of the item that is this warp's, the next being APART from it.
   HB_DEV_MEMBER int tile() const {
     const int w = anew(warp);
@@ -61,8 +68,20 @@ HB_DEV void sync_group(int group) {
   else sync_some<4, 128>();
 }
 
-// A warp has MT consecutive tiles of 16 rows; `first` is its first. Rows alternate gate, up: partners are four lanes apart.
-// Even lanes take the even column of a pair, odd lanes the odd one. The 32 hidden values of 64 rows then meet in shared
+// Hidden values of rows g and g + 8 of a tile in one of columns 8 j + 2 t and its neighbour. Rows alternate gate, up: partners
+// are four lanes apart. Even lanes take the even column of a pair, odd lanes the odd one.
+template <int N, int MT> HB_DEV u32 hidden_pair(const Product& p, const float (&acc)[N / 2], const Bias<MT>& bias, int mt, int j, int odd) {
+  float y[2];
+  HB_UNROLL
+  for (int h = 0; h < 2; h++) {
+    const float a = acc[4 * j + 2 * h], b = acc[4 * j + 2 * h + 1];
+    const float own = odd ? b : a, got = shfl_xor(odd ? a : b, 4);
+    y[h] = swiglu(p, (odd ? got : own) + bias.v[4 * mt + 2 * h], (odd ? own : got) + bias.v[4 * mt + 2 * h + 1]);
+  }
+  return bf16_pair(y[0], y[1]);
+}
+
+// A warp has MT consecutive tiles of 16 rows; `first` is its first. The 32 hidden values of 64 rows then meet in shared
 // memory, 32 columns at a time, in tile16's order: word (t, i) of a group of 32 at place (i, t). Two buffers in turn: whoever
 // fills one again has passed the barrier that all of its readers reached after reading.
 template <int N, int MT> HB_DEV void store_hidden(const Consumer& c, const Item& it, int first, const float (&acc)[MT][N / 2], const Bias<MT>& bias) {
@@ -83,14 +102,7 @@ template <int N, int MT> HB_DEV void store_hidden(const Consumer& c, const Item&
       for (int k = 0; k < 4; k++) {
         const int j = four * 4 + k;
         if (j >= N / 8) continue;
-        float y[2];
-        HB_UNROLL
-        for (int h = 0; h < 2; h++) {
-          const float a = acc[mt][4 * j + 2 * h], b = acc[mt][4 * j + 2 * h + 1];
-          const float own = odd ? b : a, got = shfl_xor(odd ? a : b, 4);
-          y[h] = swiglu(p, (odd ? got : own) + bias.v[4 * mt + 2 * h], (odd ? own : got) + bias.v[4 * mt + 2 * h + 1]);
-        }
-        const u32 pair = bf16_pair(y[0], y[1]);
+        const u32 pair = hidden_pair<N, MT>(p, acc[mt], bias, mt, j, odd);
         u8* to = mine + (four & 1) * BUFFER + k * 8 * LINE + mt * 4;
         put16(to, pair);
         put16(to + 32, pair >> 16);
@@ -158,18 +170,6 @@ template <int N, int MT> HB_DEV void store_rows(const Consumer& c, const Item& i
   }
 }
 
-// Lane q of four (bits 3 and 4 of the lane) holds word q of four; afterwards it holds all words of number q.
-HB_DEV void transpose_quads(u32 (&w)[4], int q) {
-  const bool high = q & 2, odd = q & 1;
-  const u32 a = shfl_xor(high ? w[0] : w[2], 16), b = shfl_xor(high ? w[1] : w[3], 16);
-  const u32 x0 = high ? a : w[0], x1 = high ? b : w[1], y0 = high ? w[2] : a, y1 = high ? w[3] : b;
-  const u32 e = shfl_xor(odd ? x0 : x1, 8), f = shfl_xor(odd ? y0 : y1, 8);
-  w[0] = odd ? e : x0;
-  w[1] = odd ? x1 : e;
-  w[2] = odd ? f : y0;
-  w[3] = odd ? y1 : f;
-}
-
 // Tiles `first` and `first` + 2 of a head: rows g and g + 8 of each, 32 apart. As above, neighbouring lanes split a pair of
 // columns and four lanes exchange, so that each writes eight neighbouring values of one column.
 template <int N, int MT> HB_DEV void store_rotated(const Consumer& c, const Item& it, int first, const float (&acc)[MT][N / 2], const Bias<MT>& bias) {
@@ -218,7 +218,7 @@ template <int N, int MT> HB_DEV void store_rotated(const Consumer& c, const Item
     for (int half = 0; half < 2; half++)
       HB_UNROLL
       for (int h = 0; h < 2; h++) {
-        transpose_quads(word[half][h], q);
+        transpose_four<8>(word[half][h], q);
         if (here) store_words<4>(to + half * 32 + d + h * 8, word[half][h]);
       }
   }
@@ -226,8 +226,7 @@ template <int N, int MT> HB_DEV void store_rotated(const Consumer& c, const Item
 
 // ---- without staging ------------------------------------------------------------------------------------------------
 
-// A warp has MT consecutive tiles of 16 rows, tile `first` and on. Rows alternate gate, up: partners are four lanes apart.
-// Even lanes take the even column of a pair, odd lanes the odd one. Then four lanes hold the eight hidden values of a tile
+// A warp has MT consecutive tiles of 16 rows, tile `first` and on. Four lanes hold the eight hidden values of a tile
 // for four columns each; a transpose among them gives every lane the eight values of one column. They are words 4 t .. of
 // a group of 32 values, and tile16 wants word (t, i) of a group at place (i, t): MT words to be stored side by side.
 template <int N, int MT> HB_DEV void store_hidden_directly(const Consumer& c, const Item& it, int first, const float (&acc)[MT][N / 2], const Bias<MT>& bias) {
@@ -243,14 +242,7 @@ template <int N, int MT> HB_DEV void store_hidden_directly(const Consumer& c, co
       for (int k = 0; k < 4; k++) {
         const int j = four * 4 + k;
         if (j >= N / 8) continue;
-        float y[2];
-        HB_UNROLL
-        for (int h = 0; h < 2; h++) {
-          const float a = acc[mt][4 * j + 2 * h], b = acc[mt][4 * j + 2 * h + 1];
-          const float own = odd ? b : a, got = shfl_xor(odd ? a : b, 4);
-          y[h] = swiglu(p, (odd ? got : own) + bias.v[4 * mt + 2 * h], (odd ? own : got) + bias.v[4 * mt + 2 * h + 1]);
-        }
-        v[k] = bf16_pair(y[0], y[1]);
+        v[k] = hidden_pair<N, MT>(p, acc[mt], bias, mt, j, odd);
       }
       const u32 k0 = high ? v[2] : v[0], k1 = high ? v[3] : v[1];
       const u32 r0 = shfl_xor(high ? v[0] : v[2], 16), r1 = shfl_xor(high ? v[1] : v[3], 16);

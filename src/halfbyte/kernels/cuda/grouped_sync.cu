@@ -146,14 +146,6 @@ template <int N> HB_DEV void multiply(Consumer& c, const Item& it) {
   store<N, 1>(c, it, it.first * 4 + tile, acc, bias);
 }
 
-HB_DEV void pass(Consumer& c) {  // an item with no rows for these warps
-  for (int k = 0; k < c.p.chunks; k += KS) {
-    wait_for(&c.sh.full[c.at.slot], c.at.phase);
-    c.release(c.at.slot);
-    c.at.next();
-  }
-}
-
 HB_DEV void consume(const Product& p, Shared& sh, int thread) {
   Consumer c{p, sh, thread / 128, thread / 32 % 4, thread % 32, {}, 0};
   for (;;) {
@@ -161,7 +153,7 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
     wait_for(&sh.item_full[q], (u32)(c.turn >> 1 & 1));
     const Item& it = sh.item[q];
     if (!it.more) return;
-    if (c.group >= it.tiles) pass(c);
+    if (c.group >= it.tiles) c.pass();
     else switch (it.n) {
 #define HB_CASE(n) case n: multiply<n>(c, it); break;
       HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(64)

@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass
 
 from halfbyte.formats.tile16 import CHUNK_BYTES
-from halfbyte.kernels.cuda.grouped import EXPERTS_MAX, FOLDER, FORMATS, TILE, Dense, Experts, Variant
+from halfbyte.kernels.cuda.grouped import Dense, Experts
+from halfbyte.kernels.cuda.grouped_build import EXPERTS_MAX, FOLDER, FORMATS, TILE, Variant
 from halfbyte.kernels.cuda.grouped_phases import GroupedHead, GroupedMoe, GroupedOut, GroupedQkv, _Grouped
 from halfbyte.kernels.launch import Program
 from halfbyte.plan.phase import Phase

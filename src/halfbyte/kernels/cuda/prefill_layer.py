@@ -18,7 +18,8 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.flash import FlashAttention
-from halfbyte.kernels.cuda.grouped import SUM_WIDTH, Dense, Inputs, Left, Rotation
+from halfbyte.kernels.cuda.grouped import Dense, Inputs, Left, Rotation
+from halfbyte.kernels.cuda.grouped_build import SUM_WIDTH
 from halfbyte.kernels.cuda.grouped_fp8 import Fp8Moe, Fp8Out, Fp8Qkv
 from halfbyte.kernels.cuda.grouped_phases import GroupedMoe, GroupedOut, GroupedQkv, _Grouped, room_of
 from halfbyte.kernels.triton.rope import RopeAndWrite, angles_call

@@ -226,3 +226,15 @@ HB_WGMMA(112, 56, 57, 58, 59, 60)
 HB_WGMMA(120, 60, 61, 62, 63, 64)
 HB_WGMMA(128, 64, 65, 66, 67, 68)
 #endif
+
+// Of four lanes STEP apart, lane q holds words 0 to 3 of its own; afterwards it holds word q of all four.
+template <int STEP> HB_DEV void transpose_four(u32 (&w)[4], int q) {
+  const bool high = q & 2, odd = q & 1;
+  const u32 a = shfl_xor(high ? w[0] : w[2], 2 * STEP), b = shfl_xor(high ? w[1] : w[3], 2 * STEP);
+  const u32 x0 = high ? a : w[0], x1 = high ? b : w[1], y0 = high ? w[2] : a, y1 = high ? w[3] : b;
+  const u32 e = shfl_xor(odd ? x0 : x1, STEP), f = shfl_xor(odd ? y0 : y1, STEP);
+  w[0] = odd ? e : x0;
+  w[1] = odd ? x1 : e;
+  w[2] = odd ? f : y0;
+  w[3] = odd ? y1 : f;
+}
