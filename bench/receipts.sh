@@ -31,7 +31,7 @@ memcheck() { local name=$1 limit=$2 && shift 2 && run "$name" "$limit" compute-s
 
 if part tests; then
   for file in $(grep -rlE 'mark\.gpu' tests --include='test_*.py'); do
-    py "test-$(basename "$file" .py)" 200 -m pytest -q -p no:cacheprovider -m gpu "$file" &
+    OMP_NUM_THREADS=1 py "test-$(basename "$file" .py)" 200 -m pytest -v --tb=short -p no:cacheprovider -m gpu "$file" &
   done
   wait
   memcheck memcheck-decode 60 bench/decode_stress.py --small --steps 4

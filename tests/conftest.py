@@ -1,7 +1,8 @@
 """What lets `pytest -m gpu tests` run on a machine that has a GPU and little else.
 
 Only files with GPU tests are collected then, so that the packages of the others (HTTP clients, peers, hypothesis) need
-not be there; a GPU file that does need a missing package is left out, and the summary says so.
+not be there; a GPU file that does need a missing package is left out, and the summary says so. A failure is told when it
+happens: such runs have a time limit, and what ends them early must not take the tracebacks with it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,24 @@ _left_out: dict[str, str] = {}
 def pytest_addoption(parser: pytest.Parser) -> None:
     if importlib.util.find_spec("pytest_asyncio") is None:
         parser.addini("asyncio_mode", "of pytest-asyncio, which is not installed here: tests that need it cannot run")
+
+
+class TellAtOnce:
+    """Prints what went wrong before the next test begins."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        told = self.config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and told is not None:
+            told.write_line("")
+            told.write_line(f"{report.nodeid} failed ({report.when}):\n{report.longreprtext}", flush=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "gpu":
+        config.pluginmanager.register(TellAtOnce(config))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
