@@ -1,8 +1,8 @@
 """What lets `pytest -m gpu tests` run on a machine that has a GPU and little else.
 
 Only files with GPU tests are collected then, so that the packages of the others (HTTP clients, peers, hypothesis) need
-not be there; a GPU file that does need a missing package is left out, and the summary says so. A failure is told when it
-happens: such runs have a time limit, and what ends them early must not take the tracebacks with it.
+not be there; a GPU file that does need a missing package is left out, and the summary says so. A failure is told when
+it happens: such runs have a time limit, and what ends them early must not take the tracebacks with it.
 """
 
 from __future__ import annotations

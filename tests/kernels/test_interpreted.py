@@ -50,3 +50,14 @@ def test_the_long_ones(tmp_path: Path) -> None:
     cases = [c for f in found.values() for c in f]
     assert cases, output
     assert not [c for c in cases if c.find("failure") is not None or c.find("error") is not None], output
+
+
+def test_without_the_interpreter_one_sentence_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{FOLDER}/test_rows.py::test_rope_far_out"],
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert done.stderr.startswith("ERROR: tests/kernels/triton runs in Triton's interpreter only")
+    assert "Traceback" not in done.stderr + done.stdout

@@ -1,7 +1,8 @@
 """Numerics of the Triton phases in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/kernels/triton`.
 
 The interpreter must be chosen before Triton is imported, and it then holds for the whole process, so these files are
-collected only where it was; `tests/kernels/test_interpreted.py` runs them in a process of their own.
+collected only where it was; `tests/kernels/test_interpreted.py` runs them in a process of their own. Who names them
+without it is told so.
 """
 
 from __future__ import annotations
@@ -12,8 +13,19 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
-sys.path.insert(0, str(Path(__file__).parent))  # triton_cases
+FOLDER = Path(__file__).resolve().parent
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
+sys.path.insert(0, str(FOLDER))  # triton_cases
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    named = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    if not INTERPRETED and any(path.is_relative_to(FOLDER) for path in named):
+        raise pytest.UsageError(
+            "tests/kernels/triton runs in Triton's interpreter only: say TRITON_INTERPRET=1 pytest with these names, "
+            "or pytest tests/kernels/test_interpreted.py for all of them."
+        )
 
 
 @pytest.fixture(autouse=True)
