@@ -172,6 +172,7 @@ def evaluate(args: argparse.Namespace, result: dict[str, Any]) -> None:
     result["eval"] = []
     folder = Path(tempfile.mkdtemp())
     waiting = list(cases)
+    until = time.monotonic() + args.seconds
     while waiting or running:
         while waiting and len(running) < args.jobs:
             case = waiting.pop(0)
@@ -182,13 +183,19 @@ def evaluate(args: argparse.Namespace, result: dict[str, Any]) -> None:
             ]  # fmt: skip
             running.append((case, subprocess.Popen(command, stdout=subprocess.DEVNULL), out))
         time.sleep(0.2)
+        if time.monotonic() > until:
+            found += [{"case": case, "failed": "not begun, no time was left"} for case in waiting]
+            waiting.clear()
+            for _, process, _ in running:
+                process.kill()
+                process.wait()
         for entry in [r for r in running if r[1].poll() is not None]:
             running.remove(entry)
             case, process, out = entry
-            if process.returncode or not out.exists():
-                found.append({"case": case, "failed": f"exit code {process.returncode}"})
-            else:
+            if out.exists():  # what it had found before it failed, too
                 found += json.loads(out.read_text(encoding="utf-8"))
+            if process.returncode:
+                found.append({"case": case, "failed": f"exit code {process.returncode}"})
             for c in found[len(result["eval"]) :]:
                 print(summary(c), flush=True)
             result["eval"] = list(found)
@@ -230,6 +237,7 @@ def one(args: argparse.Namespace) -> None:
     theirs = known["cases"][f"{preset} {activation}"]
     model = embedded(gates_of(preset, activation), torch.device("cuda"), padded)
     made: list[dict[str, Any]] = []
+    graphs: list[list[int]] = []
     for eager in (False, True)[: 1 + ((preset, activation) in PADDED)]:
         mine = ask(model, preset, activation, args.per_task, padded, eager)
         mine["compared"] = compare(mine, theirs, args.per_task)
@@ -239,12 +247,14 @@ def one(args: argparse.Namespace) -> None:
             for task, right in mine["right"].items()
             if right != theirs["right"][task]
         }
+        answers = mine.pop("answers")
         if eager:
-            mine["equals_graphs"] = mine["answers"] == made[0]["answers"]
+            mine["equals_graphs"] = answers == graphs
+        graphs = answers
         made.append(mine)
-    for mine in made:
-        del mine["answers"]
-    args.out.write_text(json.dumps(made), encoding="utf-8")
+        unfinished = args.out.with_suffix(".part")  # a process that is stopped leaves a whole file or none
+        unfinished.write_text(json.dumps(made), encoding="utf-8")
+        unfinished.replace(args.out)
 
 
 def asked() -> str:
@@ -413,6 +423,7 @@ def main() -> None:
     parser.add_argument("--only", help="presets, activation formats or padded, comma-separated")
     parser.add_argument("--eval", action="store_true")
     parser.add_argument("--jobs", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop what has not ended by then, keep the rest")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--speed", help="a model, for example random:120b")
     parser.add_argument("--preset", default="fast")
