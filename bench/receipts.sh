@@ -30,10 +30,9 @@ py() { local name=$1 limit=$2 && shift 2 && run "$name" "$limit" "$python" "$@";
 memcheck() { local name=$1 limit=$2 && shift 2 && run "$name" "$limit" compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 "$python" "$@"; }
 
 if part tests; then
-  for file in $(grep -rlE 'mark\.gpu' tests --include='test_*.py'); do
-    OMP_NUM_THREADS=1 py "test-$(basename "$file" .py)" 200 -m pytest -v --tb=short -p no:cacheprovider -m gpu "$file" &
-  done
-  wait
+  # Most of their time is compilers: as many processes as cores (pytest-xdist), one thread each.
+  "$python" -c "import xdist" 2>/dev/null && spread="-n $(nproc) --dist worksteal" || spread=
+  OMP_NUM_THREADS=1 py tests 300 -m pytest -v --tb=short -p no:cacheprovider $spread -m gpu tests
   memcheck memcheck-decode 60 bench/decode_stress.py --small --steps 4
 fi
 if part decode; then

@@ -133,8 +133,8 @@ def test_logits(preset: str, flags: dict[str, str]) -> None:
     assert ran
     assert not [name for name in ran if name.startswith("reference.")]
     if torch.cuda.get_device_capability() == (9, 0) and set(flags) <= {"attention"}:
-        assert mine.plan.record.phases("prefill") & {"cuda.prefill_layer"}
-        assert ("cuda.decode_step" in ran) == (not flags)
+        assert ("cuda.decode_step" in ran) == (not flags)  # phases that hold attention are left out with it
+        assert mine.plan.record.phases("prefill") >= {"cuda.grouped_moe" if flags else "cuda.prefill_layer"}
     assert torch.isfinite(got).all()
     found = Distance.of(got, expected)
     print(f"{preset} {flags}: {found}; the reference with noise: {moved}; {', '.join(sorted(ran))}")
