@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -100,17 +101,22 @@ def test_attention(b: Build, lengths: Sequence[tuple[int, int]], window: int) ->
     close(*run(b, step, pool, q, sinks, window))
 
 
-def test_packed_rows_are_what_packing_rows_gives() -> None:
+@pytest.mark.parametrize("form", ["mxfp4", "q8"])  # q8 reads f16
+def test_packed_rows_are_what_packing_rows_gives(form: Literal["mxfp4", "q8"]) -> None:
     step, pool, q, sinks = case([(0, 1), (126, 5), (40, 30)])
     rows, pages = q.shape[0], (ctypes.c_uint64 * 16)(pool.data_ptr())
     given = {"pages": pages, "run": emulated}
     plain = attend(SLIDING, q, pool, 1, step, "full", sinks, 0, **given)
     room = Room(Emulator(1), {}, torch.device("cpu"))
-    weights = formats.quantize(torch.ones((64, HEADS * DIM)), "mxfp4")
+    weights = formats.quantize(torch.ones((64, HEADS * DIM)), form)
     o = Dense(room, layouts.convert(weights, "tile16"), None, "o")
-    want, slots = o.pack(plain).packed.clone(), o.inputs(rows).slots
-    got = attend(SLIDING, q, pool, 1, step, "full", sinks, 0, **given, packed=(torch.zeros_like(want), slots))
-    first, second = (x.view(-1)[: slots * HEADS * DIM].view(HEADS, slots, DIM)[:, :rows] for x in (want, got))
+    want, there = o.pack(plain).packed.clone(), o.inputs(rows)
+    got = attend(
+        SLIDING, q, pool, 1, step, "full", sinks, 0, **given, packed=there._replace(packed=torch.zeros_like(want))
+    )
+    first, second = (
+        x.view(torch.int16)[: there.slots * HEADS * DIM].view(HEADS, there.slots, DIM)[:, :rows] for x in (want, got)
+    )
     assert torch.equal(first, second)
 
 

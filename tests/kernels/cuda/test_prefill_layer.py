@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from halfbyte import formats
 from halfbyte.formats import layouts, tile16
 from halfbyte.gates import Gates, Layers
-from halfbyte.kernels.cuda.flash import FlashAttention
+from halfbyte.kernels.cuda.flash import FULL, SLIDING, FlashAttention
+from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, Variant, gpu
 from halfbyte.kernels.cuda.grouped_fp8 import Fp8Moe, Fp8Out, Fp8Qkv
 from halfbyte.kernels.cuda.grouped_phases import GroupedMoe, GroupedOut, GroupedQkv
 from halfbyte.kernels.cuda.prefill_layer import Fp8PrefillLayer, PrefillLayer
+from halfbyte.kernels.launch import Program, compile_program
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.kernels.triton.router import NormAndRouter
 from halfbyte.model.config import NAMED
@@ -104,7 +107,21 @@ def a_step(new: tuple[int, ...], past: tuple[int, ...]) -> Step:
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """Every kernel of this file in the cache, compiled at the same time: one after another takes two minutes."""
+    forms: tuple[str, ...] = ("mxfp4", "q8", "bf16")
+    variants = [Variant(form, "wide", False, rope=rope) for form in forms for rope in (False, True)]
+    variants += [Variant("mxfp4", shape, swiglu) for shape in ("broad", "vast") for swiglu in (False, True)]
+    entries = ("pack_rows", "sum_pack_rows", "group_rows", "requantize", "sum_rows")
+    programs = [v.program() for v in variants] + [b.program() for b in (FULL, SLIDING)]
+    programs += [Program(ROWS_PROGRAM, entry) for entry in entries]
+    with ThreadPoolExecutor(len(programs)) as pool:
+        list(pool.map(lambda program: compile_program(program, gpu().arch), programs))
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dense", ["mxfp4", "q8", "checkpoint", "fp8"])
 def test_two_layers_are_what_their_phases_are(dense: str) -> None:
     fp8 = dense == "fp8"

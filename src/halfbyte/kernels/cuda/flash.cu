@@ -24,7 +24,8 @@ struct alignas(64) Flash {
   int sinks_float;
   float scale;               // times log2 e
   int slots;                 // of the packed rows; 0: rows as they are
-  int unused[10];
+  int half;                  // packed: the bf16 values as f16, as q8 weights want them
+  int unused[9];
 };
 
 struct Shared {
@@ -299,6 +300,9 @@ HB_DEV void consume(const Flash& p, Shared& sh, const Tile& t, int head, int thr
     u32 word[2][4];
     HB_UNROLL
     for (int i = 0; i < 8; i++) word[i / 4][i % 4] = bf16_pair(o[4 * i + 2 * h] * factor, o[4 * i + 2 * h + 1] * factor);
+    if (p.half)
+      HB_UNROLL
+      for (int i = 0; i < 8; i++) word[i / 4][i % 4] = half_pair(bf16_low(word[i / 4][i % 4]), bf16_high(word[i / 4][i % 4]));
     if (p.slots) {  // a head is a chunk; words (i, lane % 4) of a group of 32 values belong at places (lane % 4, i): side by side
       u16* to = p.out + ((size_t)(head * GROUP + g) * p.slots + row) * 64;
       HB_UNROLL

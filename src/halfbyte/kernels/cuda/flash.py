@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.gates import Gates
+from halfbyte.kernels.cuda.grouped import Inputs
+from halfbyte.kernels.cuda.grouped_build import PACKED
 from halfbyte.kernels.launch import Kernel, Program, compile_program, tensor_map
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
@@ -38,7 +40,8 @@ class FlashArgs(ctypes.Structure):
         ("sinks_float", _I),
         ("scale", ctypes.c_float),
         ("slots", _I),
-        ("unused", _I * 10),  # to a multiple of 64 bytes, as the map in front is aligned
+        ("half", _I),
+        ("unused", _I * 9),  # to a multiple of 64 bytes, as the map in front is aligned
     ]
 
 
@@ -99,17 +102,18 @@ def attend(
     *,
     pages: ctypes.Array[ctypes.c_uint64],
     run: Callable[[Build, FlashArgs], None] = run_on_gpu,
-    packed: tuple[Tensor, int] | None = None,
+    packed: Inputs | None = None,
 ) -> Tensor:
     """bf16 [rows, heads * 64] from rotated queries [rows, heads, 64]; `pages`: encode_pages(pool).
 
-    `packed`: a buffer and its slots, to be filled and returned in the form that the grouped products read."""
+    `packed`: the input of a grouped product, to be filled instead: bf16 values as bf16 or f16."""
     rows, heads, dim = q.shape
     kv_heads, table = pool.shape[3], step.block_tables[kind]
     if packed is None:
         out, slots = torch.empty((rows, heads * dim), dtype=torch.bfloat16, device=q.device), 0
     else:
-        out, slots = packed
+        assert packed.kind in (PACKED["bf16"], PACKED["f16"]), "E4M3 needs the whole row first"
+        out, slots = packed.packed, packed.slots
     args = FlashArgs(
         pages=pages, q=q.data_ptr(), out=out.data_ptr(), sinks=None if sinks is None else sinks.data_ptr(),
         table=table.data_ptr(), positions=step.positions.data_ptr(), query_start=step.query_start.data_ptr(),
@@ -117,7 +121,7 @@ def attend(
         tiles=rows // build.tokens + step.sequences, page_rows=pool.stride(0) // HEAD_DIM,
         first_row=layer * pool.stride(1) // HEAD_DIM, window=window,
         sinks_float=int(sinks is not None and sinks.dtype == torch.float32), scale=dim**-0.5 * math.log2(math.e),
-        slots=slots,
+        slots=slots, half=int(packed is not None and packed.kind == PACKED["f16"]),
     )  # fmt: skip
     run(build, args)
     return out
@@ -149,7 +153,7 @@ class FlashAttention(Phase):
 
         return launch
 
-    def bind_into(self, b: Binding) -> Callable[[Step, dict[str, Any], tuple[Tensor, int] | None], Tensor]:
+    def bind_into(self, b: Binding) -> Callable[[Step, dict[str, Any], Inputs | None], Tensor]:
         """acts["q"] and where packed rows go, if they are wanted (see `attend`) -> the result."""
         spec, kind, index = b.spec, b.kind or "full", b.kind_index
         window = spec.window if kind == "sliding" else 0
@@ -157,7 +161,7 @@ class FlashAttention(Phase):
         build = SLIDING if window else FULL
         maps: dict[int, ctypes.Array[ctypes.c_uint64]] = {}  # a pool may be replaced
 
-        def run(step: Step, acts: dict[str, Any], packed: tuple[Tensor, int] | None) -> Tensor:
+        def run(step: Step, acts: dict[str, Any], packed: Inputs | None) -> Tensor:
             pool = b.kv_pool()
             if pool.data_ptr() not in maps:
                 maps.clear()

@@ -126,7 +126,7 @@ class PrefillLayer(_Grouped):
 
         def attend(step: Step, acts: dict[str, Any]) -> Inputs:
             x = o.inputs(step.rows)
-            attention(step, acts, (x.packed, x.slots))
+            attention(step, acts, x)
             return x
 
         return attend
