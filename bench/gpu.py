@@ -160,13 +160,26 @@ def agree(model: GptOss) -> dict[str, Any]:
 
 
 def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Namespace) -> None:
-    gates = gates_.parse({"activation": args.activation}, env={}, preset=preset)
+    """Every activation asked for, on the same weights."""
+    asked = [gates_.parse({"activation": a}, env={}, preset=preset) for a in args.activation or [None]]
     start = time.perf_counter()
-    name = ready.resolve(f"random:{shape}")
-    model = ready.load(name, gates, device=CUDA)
+    model = ready.load(ready.resolve(f"random:{shape}"), asked[0], device=CUDA)
     torch.cuda.synchronize()
     loaded = time.perf_counter() - start
     print(f"{shape} {preset}: {model.weights.nbytes / 1e9:.1f} GB in {loaded:.1f} s", flush=True)
+    figures(result, model, shape, preset, args, loaded)
+    for gates in asked[1:]:
+        other = GptOss(model.weights, gates)
+        if other.plan.selection.layouts != model.plan.selection.layouts:
+            raise SystemExit(f"--activation {gates.activation} wants weights in other layouts: measure it by itself.")
+        print(f"{shape} {preset}: the same weights with --activation {gates.activation}", flush=True)
+        figures(result, other, shape, preset, args, loaded)
+
+
+def figures(
+    result: dict[str, Any], model: GptOss, shape: str, preset: str, args: argparse.Namespace, loaded: float
+) -> None:
+    gates, name = model.gates, ready.resolve(f"random:{shape}")
     if args.require_native and (reasons := isolate.not_native(model)):
         raise SystemExit(f"{shape} {preset} is not the native path: {'; '.join(reasons)}")
     part: dict[str, Any] = {
@@ -239,7 +252,9 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=0, help="with --check: held-out problems of each task")
     parser.add_argument("--models", default="120b")
     parser.add_argument("--presets", default="fast")
-    parser.add_argument("--activation", help="as the flag of the same name: prefill=fp8")
+    parser.add_argument(
+        "--activation", action="append", help="as the flag of the same name (prefill=fp8); again for another run"
+    )
     parser.add_argument("--depths", type=numbers, default=[512, 2048, 8192])
     parser.add_argument("--tg", type=numbers, default=[128], help="tokens generated in each decode figure")
     parser.add_argument("--concurrency", type=numbers, default=[8, 32, 64])
@@ -267,7 +282,7 @@ def main() -> None:
     try:
         if args.check:
             for preset in presets:
-                check(result, preset, args.activation, args.per_task)
+                check(result, preset, (args.activation or [None])[0], args.per_task)
         for shape in filter(None, args.models.split(",")):
             for preset in presets:
                 measure(result, shape, preset, args)

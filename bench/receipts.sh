@@ -45,8 +45,7 @@ if part batch; then
   py batch-parts 30 bench/batch_gpu.py --rows 8,32,64 --save "$out/batch-gpu-$day.json"
 fi
 if part prefill; then
-  py prefill 60 bench/gpu.py --models 120b --depths "" --concurrency "" --pp 512,2048,8192 --pp-at 2048,8192,32768 --out "$out/gpu-$day-prefill.json"
-  py prefill-fp8 60 bench/gpu.py --models 120b --depths "" --concurrency "" --pp 512,2048,8192 --activation prefill=fp8 --out "$out/gpu-$day-prefill-fp8.json"
+  py prefill 90 bench/gpu.py --models 120b --depths "" --concurrency "" --pp 512,2048,8192 --pp-at 2048,8192,32768 --activation auto --activation prefill=fp8 --out "$out/gpu-$day-prefill.json"
   py prefill-parts 40 bench/prefill_gpu.py --tokens 512,2048,8192 --save "$out/prefill-gpu-$day.json"
   py flash 30 bench/flash_gpu.py --json "$out/flash-gpu-$day.json"
 fi
