@@ -44,7 +44,7 @@ def test_explain_says_what_runs_and_why_not_for_every_architecture(run: Run) -> 
         code, out, err = run("explain", "--arch", arch, "--json")
         if code == 0:
             found = json.loads(out)
-            assert set(found["chosen"]) == {"decode", "batch", "prefill"}
+            assert set(found["chosen"]) == {"decode", "batch", "prefill", "long"}
             assert found["arch"] == arch
             if arch != "cpu":
                 assert not [p for r in found["chosen"].values() for p in r if p.startswith("reference.")]

@@ -19,6 +19,7 @@ from halfbyte.errors import GateError
 LAYER_GROUPS = ("moe", "qkv", "o", "lm_head")
 LAYER_FORMATS = ("checkpoint", "q8", "mxfp4")
 REGIME_NAMES = ("decode", "batch", "prefill")
+ACTIVATION_REGIMES = (*REGIME_NAMES, "long")  # long prompts take the kernels of prefill
 
 
 class PerRegime(NamedTuple):
@@ -67,7 +68,7 @@ AXES: tuple[Axis, ...] = (
          "kernel of qkv, o and lm_head; per regime as for --moe-kernel", {"gemm": "cutlass"}, True),
     Axis("activation", "--activation", ("auto", "bf16", "int8", "fp8", "mxfp8", "mxfp4"),
          ("HALFBYTE_ACTIVATION", "VLLM_MXFP4_ACTIVATION"),
-         "format of activations in front of quantised matrices; per regime as prefill=fp8", {}),
+         "format of activations in front of quantised matrices; per regime as long=fp8", {}),
     Axis("layers", "--layers", LAYER_FORMATS, ("HALFBYTE_LAYERS", "VLLM_MXFP4_LAYERS"),
          "format per layer group, as qkv=q8,o=q8,lm_head=mxfp4", {}),
     Axis("tile", "--tile", ("auto", "128x128", "64x128"), ("HALFBYTE_TILE", "FLASHINFER_MOE_TILE"),
@@ -125,13 +126,16 @@ class Gates:
         if axis == "attention":
             return self.attention
         per = self.moe_kernel if axis == "moe" else self.linear_kernel
-        return cast(str, getattr(per, regime))
+        return cast(str, getattr(per, "prefill" if regime == "long" else regime))
 
     def activation_in(self, regime: str) -> str:
-        """`activation` is one value, or values for some regimes (prefill=fp8) and auto for the others."""
+        """`activation` is one value, or values for some regimes (long=fp8) and auto for the others.
+
+        What is said of prefill holds for long prompts, too, unless they are named."""
         if "=" not in self.activation:
             return self.activation
-        return dict(part.split("=", 1) for part in self.activation.split(",")).get(regime, "auto")
+        said = dict(part.split("=", 1) for part in self.activation.split(","))
+        return said.get(regime, said.get("prefill", "auto") if regime == "long" else "auto")
 
     @property
     def layer_formats(self) -> dict[str, str]:
@@ -245,8 +249,10 @@ def _value(axis: Axis, text: str, where: str) -> Any:
     if axis.field == "layers":
         return _layers(text, where)
     if axis.field == "activation" and "=" in text:
-        parts = {r: _one(axis, v, where) for r, v in _pairs(text, where, REGIME_NAMES, "regime")}
-        return ",".join(f"{r}={parts[r]}" for r in REGIME_NAMES if parts.get(r, "auto") != "auto") or "auto"
+        parts = {r: _one(axis, v, where) for r, v in _pairs(text, where, ACTIVATION_REGIMES, "regime")}
+        usual = {"long": parts.get("prefill", "auto")}  # what needs no saying
+        said = [f"{r}={parts[r]}" for r in ACTIVATION_REGIMES if r in parts and parts[r] != usual.get(r, "auto")]
+        return ",".join(said) or "auto"
     if axis.per_regime and "=" in text:
         parts = dict(_pairs(text, where, REGIME_NAMES, "regime"))
         return PerRegime(*(_one(axis, parts.get(r, "auto"), where) for r in REGIME_NAMES))

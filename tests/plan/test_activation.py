@@ -11,6 +11,7 @@ from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss, choose, spec_of
 from halfbyte.model.solo import Solo
+from halfbyte.plan import step
 from halfbyte.plan.phase import ARCHES
 
 SMALL = ModelConfig(
@@ -26,6 +27,12 @@ def test_parsing() -> None:
     assert parse({"activation": "batch=auto"}, env={}).activation == "auto"
     assert parse({}, env={"VLLM_MXFP4_ACTIVATION": "prefill=mxfp8,batch=int8"}).activation == "batch=int8,prefill=mxfp8"
     assert Gates(activation="int8").activation_in("batch") == "int8"
+    long = parse({"activation": "long=fp8"}, env={})
+    assert [long.activation_in(r) for r in ("decode", "batch", "prefill", "long")] == ["auto", "auto", "auto", "fp8"]
+    assert gates.activation_in("long") == "fp8"  # unless it is named
+    other = parse({"activation": "prefill=fp8,long=auto"}, env={})
+    assert (other.activation, other.activation_in("long")) == ("prefill=fp8,long=auto", "auto")
+    assert parse({"activation": "long=fp8,prefill=fp8"}, env={}) == gates
     for wrong in ("prefill=fp9", "train=fp8", "prefill"):
         with pytest.raises(GateError):
             parse({"activation": wrong}, env={})
@@ -46,6 +53,32 @@ def test_one_copy_of_the_weights_serves_both() -> None:
     _, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
     assert "cuda.prefill_layer_fp8" in found.chosen["prefill"]
     assert found.chosen["decode"] == choose(NAMED["120b"], Gates(layers=MXFP4), ARCHES["sm90"])[2].chosen["decode"]
+
+
+def test_long_prompts_take_fp8_and_shorter_ones_bf16() -> None:
+    gates = Gates(layers=MXFP4, activation="long=fp8")
+    spec, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
+    plain = choose(NAMED["120b"], Gates(layers=MXFP4), ARCHES["sm90"])[2]
+    for regime in ("decode", "batch", "prefill"):
+        assert found.chosen[regime] == plain.chosen[regime]
+    assert plain.chosen["long"] == plain.chosen["prefill"]
+    assert "cuda.prefill_layer_fp8" in found.chosen["long"]
+    assert found.layouts == plain.layouts
+    assert {spec.at(r).activation for r in ("decode", "batch", "prefill")} == {"bf16"}
+
+
+def test_the_rows_of_a_step_say_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the reference, with long prompts that begin at 100 rows."""
+    monkeypatch.setattr(step, "LONG_ROWS", 100)
+    weights = synthetic.make(SMALL, 3)
+    tokens = torch.randint(0, weights.config.vocab, (120,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def logits(activation: str, count: int) -> torch.Tensor:
+        return Solo(GptOss(weights, Gates(activation=activation), page_size=16), 128).feed(tokens[:count])
+
+    assert torch.equal(logits("long=fp8", 120), logits("fp8", 120))
+    assert torch.equal(logits("long=fp8", 99), logits("auto", 99))
+    assert not torch.equal(logits("long=fp8", 100), logits("auto", 100))
 
 
 def test_steps_round_as_their_regime_says() -> None:

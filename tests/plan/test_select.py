@@ -86,7 +86,7 @@ def test_auto_prefers_rank_and_says_why_the_other_lost() -> None:
     assert "test.fused_front" in selection.chosen["decode"]
     assert "reference.qkv" not in selection.chosen["decode"]
     assert "reference.qkv" in selection.chosen["prefill"]
-    assert reasons(selection, "test.fused_front") == {"prefill": "serves decode, batch only"}
+    assert reasons(selection, "test.fused_front") == dict.fromkeys(("prefill", "long"), "serves decode, batch only")
     assert "test.fused_front is preferred" in reasons(selection, "reference.qkv")["decode"]
 
 
@@ -210,7 +210,8 @@ def test_nvfp4_can_never_serve_an_mxfp4_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "regime"), [(1, "decode"), (3, "decode"), (4, "batch"), (64, "batch"), (65, "prefill")]
+    ("rows", "regime"),
+    [(1, "decode"), (3, "decode"), (4, "batch"), (64, "batch"), (65, "prefill"), (6143, "prefill"), (6144, "long")],
 )
 def test_regimes(rows: int, regime: str) -> None:
     assert regime_of(rows) == regime

@@ -17,9 +17,14 @@ from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose
 from halfbyte.plan.phase import ARCHES, Spec
 from halfbyte.plan.select import Chosen
-from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, REGIMES
+from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, LONG_ROWS, LONG_WHY, REGIMES
 
-RANGES = {"decode": f"1–{DECODE_ROWS} rows", "batch": f"{DECODE_ROWS + 1}–{BATCH_ROWS} rows", "prefill": "more"}
+RANGES = {
+    "decode": f"1–{DECODE_ROWS} rows",
+    "batch": f"{DECODE_ROWS + 1}–{BATCH_ROWS} rows",
+    "prefill": f"{BATCH_ROWS + 1}–{LONG_ROWS - 1} rows",
+    "long": f"{LONG_ROWS} rows and more",
+}
 
 
 @with_gates
@@ -50,6 +55,7 @@ def explain(
     values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
     if json:
         found_out = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values}
+        found_out |= {"rows": RANGES, "long": LONG_WHY}
         print_json(found_out | {"evidence": [asdict(e) for e in evidence]} if prove else found_out)
         return
     announce(gates, f"{name} on {target.name}")
@@ -59,7 +65,13 @@ def explain(
     out.print(f"weights  {formats}")
     out.print(f"values   activations {values}, KV {spec.kv_dtype}, residual {spec.dtype}\n")
     for regime in REGIMES:
-        out.print(f"[bold]{regime}[/bold] ({RANGES[regime]})")
+        if regime == "long":
+            if spec.at("long").activation == spec.at("prefill").activation:
+                out.print(f"[bold]long[/bold] ({RANGES[regime]}): as prefill")
+                continue
+            out.print(f"[bold]long[/bold] ({RANGES[regime]}: {LONG_WHY})")
+        else:
+            out.print(f"[bold]{regime}[/bold] ({RANGES[regime]})")
         for phase in selection.chosen[regime]:
             out.print(f"  runs     {phase}")
         reasons: dict[str, list[str]] = {}

@@ -14,7 +14,7 @@ from halfbyte.errors import PlanError
 from halfbyte.gates import Gates
 from halfbyte.plan.phase import AXIS, OPERATIONS, Arch, Phase, Spec
 from halfbyte.plan.record import Refusal, Selection
-from halfbyte.plan.step import REGIMES, Regime
+from halfbyte.plan.step import REGIMES, Regime, kernels_of
 
 # Modules that define `PHASES: tuple[Phase, ...]`. Listed by name so that plan imports no kernel.
 PROVIDERS = ("halfbyte.plan.reference", "halfbyte.kernels.catalog")
@@ -73,7 +73,7 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
 
 
 def _refusal(phase: Phase, spec: Spec, arch: Arch, gates: Gates, regime: Regime) -> str | None:
-    if regime not in phase.regimes:
+    if kernels_of(regime) not in phase.regimes:
         return f"serves {', '.join(r for r in REGIMES if r in phase.regimes)} only"
     for axis in phase.backends:
         asked = gates.backend(axis, regime)

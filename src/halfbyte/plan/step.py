@@ -16,13 +16,22 @@ from typing import Literal
 
 from torch import Tensor
 
-Regime = Literal["decode", "batch", "prefill"]
-REGIMES: tuple[Regime, ...] = ("decode", "batch", "prefill")
+Regime = Literal["decode", "batch", "prefill", "long"]
+REGIMES: tuple[Regime, ...] = ("decode", "batch", "prefill", "long")
 DECODE_ROWS, BATCH_ROWS = 3, 64  # where the kernels for batches become faster (measured on SM90)
+LONG_ROWS = 6144  # where fp8 products become faster than bf16 ones (measured on SM90)
+LONG_WHY = "an H200 reads prompts faster with fp8 activations from about here on, and slower below (docs/LOG.md)"
 
 
 def regime_of(rows: int) -> Regime:
-    return "decode" if rows <= DECODE_ROWS else "batch" if rows <= BATCH_ROWS else "prefill"
+    if rows > BATCH_ROWS:
+        return "prefill" if rows < LONG_ROWS else "long"
+    return "decode" if rows <= DECODE_ROWS else "batch"
+
+
+def kernels_of(regime: Regime) -> Regime:
+    """Whose kernels a regime takes: long prompts are prefill, with activations of their own if the gates say so."""
+    return "prefill" if regime == "long" else regime
 
 
 @dataclass
