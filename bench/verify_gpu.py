@@ -3,7 +3,8 @@
     python bench/verify_gpu.py --model random:20b --batches 1,8 --draft 3
 
 Every sequence gets a draft of random tokens every time, all of them rejected (so that a step adds one token to each,
-and both ways run the same steps); the tokens must be those of eager steps. Drafting costs nothing here: what is timed
+and both ways run the same steps); the tokens must be those of eager steps, or the first that is not is named, with the
+rows of every step. Drafting costs nothing here: what is timed
 is schedule, verify and commit, whose result decides the next step, so the host's time shows. The last line is JSON.
 """
 
@@ -15,6 +16,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ sys.path.insert(0, str(ROOT / "src"))
 import torch  # noqa: E402
 
 from halfbyte import gates as gates_  # noqa: E402
+from halfbyte.engine.batch import Batch, Handle  # noqa: E402
 from halfbyte.engine.build import EngineOptions, core_for  # noqa: E402
 from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
 from halfbyte.engine.sequence import Sequence  # noqa: E402
@@ -73,6 +76,13 @@ def measure(model: GptOss, gates: gates_.Gates, batch: int, args: argparse.Names
         core.submit(Request(prompt, params, id=f"q{i}"))
         tokens[f"q{i}"] = []
     times = []
+    launch, sizes = core.runner.launch, Counter[int]()
+
+    def counted(batch: Batch) -> Handle:
+        sizes[batch.rows] += 1
+        return launch(batch)
+
+    core.runner.launch = counted  # type: ignore[method-assign]
     while core.has_work:
         start = time.perf_counter()
         for id, delta in core.step():
@@ -88,7 +98,7 @@ def measure(model: GptOss, gates: gates_.Gates, batch: int, args: argparse.Names
     row = {
         "batch": batch, "rows": batch * (args.draft + 1), "graphs": gates.graphs, "steps": len(middle),
         "median_us": statistics.median(middle) * 1e6, "p90_us": sorted(middle)[int(0.9 * len(middle))] * 1e6,
-        "drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens,
+        "drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens, "steps_of_rows": dict(sizes),
     }  # fmt: skip
     return row, tokens
 
@@ -121,9 +131,17 @@ def main() -> int:
             said.append(tokens)
             result["rows"].append(row)
             print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        result["rows"][-2]["tokens_equal_eager"] = said[0] == said[1]
-        equal = equal and said[0] == said[1]
-        print(f"batch {batch}: graphs and eager give equal tokens: {said[0] == said[1]}", flush=True)
+        other = {
+            id: next(i for i, (a, b) in enumerate(zip(mine, said[1][id], strict=True)) if a != b)
+            for id, mine in said[0].items()
+            if mine != said[1][id]
+        }
+        result["rows"][-2] |= {"tokens_equal_eager": not other, "first_other_token": other}
+        equal = equal and not other
+        print(
+            f"batch {batch}: graphs and eager give equal tokens: {f'no, from {other} on' if other else 'yes'}",
+            flush=True,
+        )
         result["measured"] |= receipts.measured(model.plan.record.phases())
         if args.out:
             args.out.write_text(json.dumps(result, default=str), encoding="utf-8")

@@ -38,7 +38,7 @@ from halfbyte.model.padded import Padded
 from halfbyte.model.solo import Solo
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.phase import ARCHES, RESIDUAL
-from halfbyte.plan.step import Step
+from halfbyte.plan.step import Step, regime_of
 
 CPU = torch.device("cpu")
 
@@ -66,6 +66,12 @@ def test_what_is_sent_arrives_aligned_and_typed() -> None:
         assert view.shape == array.shape
         assert np.array_equal(view.numpy(), array)
         assert (view.data_ptr() - base) % (4 * ALIGN) == 0 or not array.size
+
+
+def test_padding_carries_no_step_into_another_regime() -> None:
+    """There it would meet other kernels, and round as the eager step does not."""
+    for rows in range(1, SIZES[-1] + 1):
+        assert regime_of(next(s for s in SIZES if s >= rows)) == regime_of(rows)
 
 
 class Stand(DecodeGraph):

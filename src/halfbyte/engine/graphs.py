@@ -20,9 +20,11 @@ from torch import Tensor
 from halfbyte.engine.staging import aligned
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.draw import Drawer, drawer_for
-from halfbyte.plan.step import Step
+from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, Step
 
-SIZES = (1, 2, 4, 5, 8, 10, 16, 32, 64)
+# The sizes people run, and the last row of every regime: padded into another, a step would meet other kernels, whose
+# roundings are not those of the eager step.
+SIZES = tuple(sorted({1, 2, 4, 5, 8, 10, 16, 32, 64} | {DECODE_ROWS, BATCH_ROWS}))
 SHORT = 4096  # tokens of the shorter of two captures: grids over the cache are sized by the longest it may hold
 # What changes every step, in the order of the buffer.
 FIELDS = ("tokens", "positions", "kv_lens", "source", "row_sequence", "query_start")
