@@ -39,6 +39,7 @@ if part decode; then
   py decode 120 bench/decode_gpu.py --models 120b,20b --formats mxfp4,q8,checkpoint --contexts 512,2048,8192 --rows 1,2,4 --row-contexts 2048 --out "$out" --name "decode-gpu-$day"
   py decode-32k 40 bench/decode_gpu.py --models 120b --contexts 32768 --no-trace --out "$out" --name "decode-gpu-$day-32k"
   py stress 40 bench/decode_stress.py --steps 10000
+  py instructions 20 bench/instructions_gpu.py --out "$out/instructions-gpu-$day.json"
 fi
 if part batch; then
   py batch 60 bench/gpu.py --models 120b --depths "" --pp "" --tg 64 --concurrency 2,4,5,8,10,16,32,64 --out "$out/gpu-$day-batch.json"
