@@ -104,10 +104,10 @@ async def test_loading_errors_reach_the_caller_as_they_are() -> None:
 
 
 async def test_a_hung_or_dead_engine_is_reported_and_restarts_are_bounded() -> None:
-    source = await opened({"die_on": POISON, "hang_on": POISON + 1}, restarts=1, hang=1.0)
+    source = await opened({"die_on": POISON, "hang_on": POISON + 1}, restarts=1, hang=2.0)
     try:
         for token in (POISON + 1, POISON):  # it hangs and is killed by the watchdog; restarted, it kills itself
-            for _ in range(400):
+            for _ in range(2400):
                 if source.ready:
                     break
                 await asyncio.sleep(0.05)
@@ -174,7 +174,7 @@ async def test_a_thousand_requests_with_cancels_faults_and_one_kill() -> None:
 
     try:
         killer = asyncio.create_task(kill())
-        await asyncio.wait_for(asyncio.gather(*(one(i) for i in range(1000))), 120)
+        await asyncio.wait_for(asyncio.gather(*(one(i) for i in range(1000))), 600)
         await killer
         assert sum(counts[k] for k in ("whole", "cancelled", "error", "died")) == 1000
         assert counts["died"] > 0

@@ -24,7 +24,7 @@ def run(out: Path, marks: str) -> Report:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={out}",
          "-m", marks, str(FOLDER)],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=900, check=False,
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=3600, check=False,
     )  # fmt: skip
     found: dict[str, list[ET.Element]] = {}
     if out.exists():

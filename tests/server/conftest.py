@@ -14,7 +14,7 @@ from halfbyte.model.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode: the helpers beside the tests
 
-from live_server import Live
+from live_server import PATIENCE, Live
 from scripted import ScriptedSource
 
 from halfbyte.server.settings import ServerSettings
@@ -40,5 +40,5 @@ def serve() -> Iterator[Callable[..., Live]]:
 
 @pytest.fixture
 def http() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=20) as client:
+    with httpx.Client(timeout=PATIENCE) as client:
         yield client

@@ -15,6 +15,8 @@ from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.app import create_app
 from halfbyte.server.settings import ServerSettings
 
+PATIENCE = 120  # seconds for anything that is going to happen: a busy machine must not decide a test
+
 
 class Live:
     """A running server. `url` has no trailing slash."""
@@ -28,7 +30,7 @@ class Live:
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while not self.server.started:
             assert self.thread.is_alive()
             assert time.monotonic() < deadline, "the server did not start"
@@ -50,12 +52,12 @@ class Live:
         for client in self.clients:
             client.close()
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Live, wait_until
+from live_server import PATIENCE, Live, wait_until
 from scripted import Play, ScriptedSource, call, say
 
 from halfbyte.server.settings import ServerSettings
@@ -97,7 +97,7 @@ class Page:
         self.page.press("#prompt", "Enter")
 
     def answered(self, count: int = 1) -> None:
-        expect(self.page.locator(".turn.assistant .acts:not([hidden])")).to_have_count(count, timeout=30_000)
+        expect(self.page.locator(".turn.assistant .acts:not([hidden])")).to_have_count(count, timeout=1000 * PATIENCE)
 
     def shot(self, name: str) -> None:
         if folder := os.environ.get("SHOTS"):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live_server import wait_until
+from live_server import PATIENCE, wait_until
 
 from halfbyte.errors import UsageError
 from halfbyte.server.run import bind
@@ -22,13 +22,15 @@ from halfbyte.server.settings import ServerSettings
 
 HERE = Path(__file__).parent
 PROGRAM = """
-import logging, sys
+import logging, signal, sys
 sys.path[:0] = {paths!r}
 from scripted import Play, ScriptedSource, always, say
 from halfbyte.server.run import serve
 from halfbyte.server.settings import ServerSettings
 logging.basicConfig(level=logging.INFO)
-source = ScriptedSource(always(Play(say("word " * {words}), delay=0.02)))
+play = Play(say("word " * {words}), delay=0.02)
+signal.signal(signal.SIGUSR1, lambda *_: setattr(play, "delay", 0.0))
+source = ScriptedSource(always(play))
 async def factory():
     return source, source.tokenizer
 settings = ServerSettings(port=0, drain_seconds={drain}, min_available_bytes=0)
@@ -64,7 +66,7 @@ class Reader(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=CHAT, timeout=60) as answer:
+            with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE) as answer:
                 for piece in answer.iter_text():
                     self.text += piece
         except httpx.HTTPError as e:
@@ -72,18 +74,19 @@ class Reader(threading.Thread):
 
 
 def test_sigterm_drains(http: httpx.Client) -> None:
-    with process(words=60, drain=30) as (child, url):
+    with process(words=3000, drain=PATIENCE) as (child, url):
         reader = Reader(url)
-        wait_until(lambda: "word" in reader.text, 20)
+        wait_until(lambda: "word" in reader.text)
         child.send_signal(signal.SIGTERM)
-        wait_until(lambda: http.get(f"{url}/health").status_code == 503, 5)
+        wait_until(lambda: http.get(f"{url}/health").status_code == 503)
         assert http.get(f"{url}/health/live").status_code == 200
         refused = http.post(f"{url}/v1/chat/completions", json=CHAT)
         assert refused.status_code == 503
         assert "retry-after" in refused.headers
-        reader.join(30)
+        child.send_signal(signal.SIGUSR1)  # a minute of words, at once
+        reader.join(PATIENCE)
         assert reader.text.endswith("data: [DONE]\n\n")  # the running request was not cut
-        out, err = child.communicate(timeout=30)
+        out, err = child.communicate(timeout=PATIENCE)
         assert out == "closed True 0\n", err
         assert child.returncode == 0
         assert "Traceback" not in err
@@ -92,12 +95,12 @@ def test_sigterm_drains(http: httpx.Client) -> None:
 def test_a_drain_ends(http: httpx.Client) -> None:
     with process(words=5000, drain=0.3) as (child, url):
         reader = Reader(url)
-        wait_until(lambda: "word" in reader.text, 20)
+        wait_until(lambda: "word" in reader.text)
         child.send_signal(signal.SIGTERM)
-        out, err = child.communicate(timeout=30)
+        out, err = child.communicate(timeout=PATIENCE)
         assert out == "closed True 0\n", err
         assert "they are cancelled" in err
-        reader.join(10)
+        reader.join(PATIENCE)
         assert not reader.text.endswith("[DONE]\n\n")
 
 
