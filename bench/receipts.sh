@@ -51,7 +51,7 @@ if part prefill; then
   py flash 30 bench/flash_gpu.py --json "$out/flash-gpu-$day.json"
 fi
 if part engine; then
-  if [ -n "${ANSWERS:-}" ]; then py eval 120 bench/engine_gpu.py --eval --answers "$ANSWERS" --jobs 11 --out "$out/engine-$day-eval.json"; else echo "eval               left out: name the CPU's answers in ANSWERS"; fi
+  if [ -n "${ANSWERS:-}" ]; then py eval 120 bench/engine_gpu.py --eval --answers "$ANSWERS" --jobs 12 --out "$out/engine-$day-eval.json"; else echo "eval               left out: name the CPU's answers in ANSWERS"; fi
   py engine 60 bench/engine_gpu.py --speed random:120b --sampled --count 160 --out "$out/engine-$day-speed.json"
   py verify 120 bench/verify_gpu.py --out "$out/verify-gpu-$day.json"
   py draw 30 bench/draw_gpu.py --out "$out/draw-gpu-$day.json"
