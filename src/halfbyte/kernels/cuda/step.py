@@ -57,6 +57,7 @@ class StepShape:
     rest: int = 0  # the same of all else
     nap: int = 20  # nanoseconds between two looks into a mailbox
     probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
+    foreseen: int = 0  # tiles of the next product that a block has brought to L2 while experts are chosen
     trace: bool = False
     defines: tuple[str, ...] = ()  # experiments
 
@@ -123,7 +124,7 @@ class StepShape:
             "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
             "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
             "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
-            "NAP": self.nap, "PROBE": self._tuned[4] if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
+            "NAP": self.nap, "FORESEEN": self.foreseen, "PROBE": self._tuned[4] if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
             "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
         }  # fmt: skip
         extra = (("-DHB_TRACE",) if self.trace else ()) + tuple(f"-D{d}" for d in self.defines)
