@@ -42,7 +42,6 @@ from halfbyte.roofline import Gpu, decode_traffic, gpu_named  # noqa: E402
 
 HERE = ROOT / "bench" / "experiments"
 CACHE = Path(tempfile.mkdtemp())  # pre-included files are not part of a cubin's key
-STAYS = 1_000_000  # nanoseconds that what was brought to L2 ahead of time stays there
 UNIT = 1024  # of the queue's clock, in a nanosecond
 
 
@@ -69,7 +68,6 @@ def pace(gpu: Gpu, blocks: int, config: ModelConfig, formats: str, context: int,
         "PACE": 2**20 / (read * streamed) * 1e9 * UNIT,
         "L2": 2**20 / (gpu.cache_read / gpu.blocks) * 1e9,
         "KEPT": gpu.cache * part / 2 / read * 1e9,  # half of it: not everything in L2 is the newest
-        "STAYS": STAYS,
     }
     return tuple(f"-DHB_{name}={round(value)}" for name, value in values.items())
 
@@ -100,7 +98,7 @@ def main() -> int:
     parser.add_argument("--formats", default="mxfp4,q8,checkpoint", help="of the first GPU; of the others the first")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--shares", default="1,0.939,0.85", help="of the read bandwidth, two at least")
-    parser.add_argument("--variants", default="", help="'workers=9;slot=8192+foreseen=1': at the first share")
+    parser.add_argument("--variants", default="", help="'workers=9;slot=8192+ring=6': at the first share")
     parser.add_argument("--layers", type=int, default=0, help="fewer, for a trial")
     parser.add_argument("--save", type=Path)
     a = parser.parse_args()

@@ -25,14 +25,14 @@ HB_DEV bool pace_kept(const void* src, u64 now) {
   const u64 mark = line << 32 | (now & 0xffffffffull);
   u64 was;
   asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(was) : "l"(pace_seen + entry), "l"(mark) : "memory");
-  return was >> 32 == (line & 0xffffffffull) && (u32)now - (u32)was + (u32)HB_STAYS < HB_KEPT + (u32)HB_STAYS;
+  return was >> 32 == (line & 0xffffffffull) && (u32)now - (u32)was < HB_KEPT;
 }
 
 HB_DEV void paced_copy(void* dst, const void* src, u32 bytes, u64* bar, u64 policy) {
   __shared__ u64 port;  // when this block's way to L2 is free
   const u64 now = pace_now();
-  // other weights are asked for once
-  if ((bytes % 4096 == 0 || HB_FORESEEN) && pace_kept(src, now)) {
+  // What is shared comes in these sizes; a look at everything else would cost more time than the memory takes.
+  if (bytes % 4096 == 0 && pace_kept(src, now)) {
     const u64 before = *(volatile u64*)&port;  // anything, at first
     const u64 end = (before - now < (1ull << 20) ? before : now) + ((u64)bytes * HB_L2 >> 20);
     pace_wait(end);
@@ -40,11 +40,4 @@ HB_DEV void paced_copy(void* dst, const void* src, u32 bytes, u64* bar, u64 poli
   } else pace_wait(pace_queue(bytes, now));
   bulk_copy(dst, src, bytes, bar, policy);
 }
-// Brought to L2 without a wait, to be read within HB_STAYS nanoseconds: streams that are to be evicted first leave it there.
-HB_DEV void paced_prefetch(const void* src, u32 bytes) {
-  const u64 now = pace_now();
-  pace_kept(src, now + HB_STAYS - HB_KEPT);
-  pace_queue(bytes, now);
-}
 #define bulk_copy paced_copy
-#define bulk_prefetch paced_prefetch

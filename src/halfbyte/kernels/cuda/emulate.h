@@ -295,7 +295,6 @@ HB_DEV u32 lds16(u32 p) { return lds16((const void*)shared_at(p)); }
 HB_DEV void sts32(u32 p, u32 v) { memcpy(shared_at(p), &v, 4); }
 HB_DEV void sts128(u32 p, u32x4 v) { memcpy(shared_at(p), &v, 16); }
 HB_DEV u32x4 ldg128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
-HB_DEV void bulk_prefetch(const void*, u32) {}
 HB_DEV void prefetch_l2(const void*) {}
 HB_DEV u64 box_load(const u64* p) { return *(const volatile u64*)p; }
 HB_DEV u64x2 box_load2(const u64* p) { return {box_load(p), box_load(p + 1)}; }

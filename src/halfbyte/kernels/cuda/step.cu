@@ -13,7 +13,6 @@
 #include "o.cuh"
 
 constexpr int F_QKV = HB_FORMAT_QKV, F_O = HB_FORMAT_O, F_HEAD = HB_FORMAT_HEAD;
-constexpr int FORESEEN = HB_FORESEEN;  // tiles a block has brought to L2 while experts are chosen
 constexpr int ADDED_X = TOP_K + 1;  // contributions to x: every expert, and the residual
 constexpr int QKV_TILES = QKV / 16, O_TILES = HIDDEN / 16, UP_TILES = 2 * INTER / 16, DOWN_TILES = HIDDEN / 16, HEAD_TILES = VOCAB / 16;
 
@@ -199,18 +198,6 @@ HB_DEV void feed_o(Feeder& f, const Layer& l, int head) {
   }
 }
 
-// Memory idles while experts are chosen: what is read after them comes nearer meanwhile, this block's first tiles of it.
-template <int FORMAT> HB_DEV void foresee(const u8* weights, int tiles, int block, int grid) {
-  using T = Tile<FORMAT, HIDDEN>;
-  HB_ROLLED
-  for (int n = 0, i = block; n < FORESEEN && i < tiles; n++, i += grid)
-    HB_ROLLED
-    for (int piece = 0; piece < T::PIECES; piece++)
-      HB_ROLLED
-      for (int from = piece * T::WIDTH, end = from + T::chunks_in(piece); from < end; from += T::PER_SLOT)
-        bulk_prefetch(weights + i * (size_t)T::BYTES + from * T::CHUNK, (end - from < T::PER_SLOT ? end - from : T::PER_SLOT) * T::CHUNK);
-}
-
 HB_PHASE void feed() {
   Shared& sh = *(Shared*)hb_shared();
   const Step& p = sh.step;
@@ -240,10 +227,6 @@ HB_PHASE void feed() {
     sync_warp();
     if (lane == 0) stamp(p, block, layer, 24);
     if (layer + 1 < LAYERS) warm(sh.layers[layer + 1], lane, block, grid);
-    if (FORESEEN && lane == 0) {
-      if (layer + 1 < LAYERS) foresee<F_QKV>(sh.layers[layer + 1].qkv, QKV_TILES, block, grid);
-      else foresee<F_HEAD>(p.head, HEAD_TILES, block, grid);
-    }
     route(sh, p, l, layer, lane, grid);
     if (lane == 0) {
       stamp(p, block, layer, 26);
