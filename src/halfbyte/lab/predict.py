@@ -274,7 +274,7 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
         return Scenario(label, read, streaming, fixed, 1 / seconds)
 
     slower = min(1.0, gpu.read / there.read)
-    made = (
+    made: tuple[Scenario, ...] = (
         scenario("low", gpu.read * least, found.streaming_short * issue, found.fixed_short_us * max(1.0, clocks)),
         scenario("central", gpu.read * usual, found.streaming * issue, found.fixed_us * clocks),
         scenario("high", gpu.read * usual, found.streaming, _hidden(found, slower) * clocks),

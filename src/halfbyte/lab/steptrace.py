@@ -45,8 +45,9 @@ def digest(trace: Tensor, us: float) -> dict[str, Any]:
     started = int(marks[marks > 0].min())  # both are too large for a double's mantissa
     t = torch.where(marks > 0, marks - started, -1).double()
     clock, timer = t[:, :-1, 0], (timers - timers.min()).double()
-    # clocks per nanosecond, of each block: multiprocessors far apart run up to a percent apart
-    rates = (clock[:, -1] - clock[:, 0]) / (timer[:, -1] - timer[:, 0])
+    # clocks per nanosecond, of each block: multiprocessors need not run at one clock
+    away = timer - timer.mean(1, keepdim=True)
+    rates = (away * clock).sum(1) / away.square().sum(1)
     offset = (timer - clock / rates[:, None]).median(1).values
     rate = float(rates.median())
     at = t.view(*t.shape[:2], 6, 4)
