@@ -173,8 +173,8 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
         phase=phase, kernel=build.name, arch=arch.name, target=target, compiler=f"NVRTC {nvrtc_version()}",
         instructions=dict(collections.Counter(MMA.findall(sass)).most_common()),
         total_instructions=len(re.findall(INSTRUCTION, sass, re.MULTILINE)), registers=registers,
-        spilled_bytes=spilled, known_spills=build.known if spilled > unknown else "", shared_bytes=build.shared, shared_limit=arch.shared_memory,
-        needed=" and ".join(build.need), banned=build.ban, problems=tuple(problems),
+        spilled_bytes=spilled, known_spills=build.known if spilled > unknown else "", shared_bytes=build.shared,
+        shared_limit=arch.shared_memory, needed=" and ".join(build.need), banned=build.ban, problems=tuple(problems),
     )  # fmt: skip
 
 
