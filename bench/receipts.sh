@@ -58,7 +58,8 @@ if part engine; then
 fi
 if part other; then
   py sync 40 bench/sync_gpu.py --save "$out/sync-gpu-$day.json"
-  py rehearse 40 bench/rehearse_gpu.py --save "$out/rehearse-gpu-$day.json"
+  py rehearse 40 bench/rehearse_gpu.py --gpu gb10,pro6000 --save "$out/rehearse-gpu-$day.json"
+  py rehearse-20b 30 bench/rehearse_gpu.py --gpu rtx5090 --model 20b --formats mxfp4 --save "$out/rehearse-gpu-$day-20b.json"
   py load 120 bench/load.py --models 120b --presets exact --written 4 --out "$out/load-$day-120b.json"
 fi
 if part profile; then

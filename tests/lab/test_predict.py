@@ -115,6 +115,17 @@ def test_a_rehearsal_gives_the_fixed_cost_at_each_pace() -> None:
     assert p.rehearsal.fixed(900e9) == pytest.approx(8.0)
 
 
+def test_the_share_of_a_rehearsed_gpu_is_the_least_of_all_formats() -> None:
+    """What another format streams with says nothing good about a slower memory."""
+    slow = trace()
+    slow["head"] = slow["head"] | {"sums": 1.0 + (slow["head"]["sums"] - 1.0) * 2 * SHARE / 0.7}  # q8: twice the bytes
+    r = receipt()
+    r.raw["rows"].append({"model": "120b", "formats": "q8", "context": 2048, "phases": slow})
+    p = predict.predict("gb10", "120b", FAST, 2048, [r, told(*rehearsed({1.0: 8.0, 0.6: 8.0}))])
+    assert p.basis.streaming == pytest.approx(SHARE)
+    assert p.scenarios[1].streaming == pytest.approx(0.7, rel=1e-2)
+
+
 def test_which_rehearsals_count() -> None:
     good = rehearsed({1.0: 8.0, 0.8: 6.0})
     stale = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told(*good, state="STALE")])

@@ -207,8 +207,8 @@ def explain_prediction(p: predict.Prediction) -> None:
     if r:
         assumed = (
             f"low: {'the least that products are reported to read there' if g.least else 'the least share of paper'}; "
-            f"central: the share of lm_head on the {b.gpu}; high: all of the bandwidth; clock and latencies are those "
-            "of the GPU that rehearsed"
+            f"central: the least share of lm_head on the {b.gpu}; high: all of the bandwidth; clock and latencies are "
+            "those of the GPU that rehearsed"
         )
     said += [f"assumed  {assumed}"] if not p.measured else []
     said += [f"NOTE     {w}" for w in p.warnings]
