@@ -448,6 +448,9 @@ def main() -> None:
         torch.set_num_threads(1)
         cpu_answers(args)
         return
+    if not args.eval and not args.speed:
+        parser.error("say what to do: --answers FILE, --eval --answers FILE, or --speed MODEL")
+    environment.need_gpu()
     mine = [receipts.PACKAGE / "engine" / "runner.py", receipts.PACKAGE / "plan" / "draw.py"]
     result: dict[str, Any] = {
         "bench": "engine", "schema": 1, "environment": environment.collect(),

@@ -33,7 +33,7 @@ import torch  # noqa: E402
 
 from halfbyte.kernels.cuda.step import DecodeStep, StepArgs, StepShape  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
-from halfbyte.lab import steptrace  # noqa: E402
+from halfbyte.lab import environment, steptrace  # noqa: E402
 from halfbyte.lab.predict import formats_of  # noqa: E402
 from halfbyte.lab.receipts import file_hash, measured  # noqa: E402
 from halfbyte.model.config import NAMED, ModelConfig  # noqa: E402
@@ -102,6 +102,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=0, help="fewer, for a trial")
     parser.add_argument("--save", type=Path)
     a = parser.parse_args()
+    environment.need_gpu()
     gpus = a.gpu.split(",")
     config, kinds, shares = NAMED[a.model], a.formats.split(","), [float(s) for s in a.shares.split(",")]
     decode_gpu.SETTINGS.update({"layers": a.layers} if a.layers else {})

@@ -35,6 +35,7 @@ from halfbyte.kernels.cuda import batch, batch_layer, grouped_build  # noqa: E40
 from halfbyte.kernels.cuda.grouped_mx import Mxfp4Dense, Mxfp8Dense  # noqa: E402
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncDense, SyncExperts, SyncVariant  # noqa: E402
 from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
+from halfbyte.lab import environment  # noqa: E402
 from halfbyte.lab.receipts import measured  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.linear import round_activation  # noqa: E402
@@ -168,6 +169,7 @@ def main() -> int:
     parser.add_argument("--parts", default="decode,head,batch,linear,experts", help="some of them, in this order")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
+    environment.need_gpu()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
