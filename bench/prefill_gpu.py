@@ -37,7 +37,6 @@ from halfbyte.kernels.cuda.grouped import Dense, Experts  # noqa: E402
 from halfbyte.kernels.cuda.grouped_build import SHAPES, Room, Variant  # noqa: E402
 from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
-from halfbyte.lab import environment  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.linear import round_activation  # noqa: E402
 from halfbyte.ops.moe import swiglu  # noqa: E402
@@ -99,7 +98,9 @@ class Layer:
             y = round_activation(h[row], self.activation) @ dense[0][e].T + self.gate_up_bias[e].float()
             y = swiglu(y, self.config.swiglu_limit, self.config.swiglu_alpha).bfloat16()
             y = round_activation(y, self.activation)
-            parts[row, slot] = (y @ dense[1][e].T + self.down_bias[e].float()) * weights[row, slot, None]
+            y = y @ dense[1][e].T + self.down_bias[e].float()
+            y = y.bfloat16().float() if self.activation == "fp8" else y
+            parts[row, slot] = y * weights[row, slot, None]
         return x + parts.sum(1)
 
 
@@ -219,7 +220,6 @@ def main() -> int:
     )
     parser.add_argument("--brief", action="store_true", help="check the sizes that are timed only, skip qkv and o")
     args = parser.parse_args()
-    environment.need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
     gpu = Built(tuple(args.options.split()))

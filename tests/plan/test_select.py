@@ -211,7 +211,7 @@ def test_nvfp4_can_never_serve_an_mxfp4_model() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "regime"),
-    [(1, "decode"), (3, "decode"), (4, "batch"), (64, "batch"), (65, "prefill"), (6143, "prefill"), (6144, "long")],
+    [(1, "decode"), (3, "decode"), (4, "batch"), (64, "batch"), (65, "prefill"), (3071, "prefill"), (3072, "long")],
 )
 def test_regimes(rows: int, regime: str) -> None:
     assert regime_of(rows) == regime

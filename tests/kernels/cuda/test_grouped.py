@@ -120,8 +120,12 @@ def test_experts(
     close(got - x, want - x, 2e-3)
 
 
-@pytest.mark.parametrize(("form", "rows", "k"), [("mxfp4", 150, 192), ("q8", 70, 64), ("bf16", 70, 128)])
-def test_rotation_and_pages(form: str, rows: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "rows", "k", "activation"),
+    [("mxfp4", 150, 192, "bf16"), ("q8", 70, 64, "bf16"), ("bf16", 70, 128, "bf16"), ("mxfp4", 150, 128, "fp8"),
+     ("mxfp4", 70, 64, "fp8")],
+)  # fmt: skip
+def test_rotation_and_pages(form: str, rows: int, k: int, activation: str) -> None:
     """Queries as rotated rows, keys and values in their pages, and nothing else in the pool touched."""
     g, heads, kv_heads, page = torch.Generator().manual_seed(rows), 3, 2, 64
     n = (heads + 2 * kv_heads) * 64
@@ -132,13 +136,14 @@ def test_rotation_and_pages(form: str, rows: int, k: int) -> None:
     cos, sin = rope_table(*yarn_frequencies(64, 150000.0, 32.0, 4096, 32.0, 1.0, False), positions)
     pool = torch.zeros((5, 3, 2, kv_heads, page, 64), dtype=torch.bfloat16)
     table = torch.tensor([4, 1, 3])
-    layer = Dense(Room(Emulator(5), {}, torch.device("cpu")), weights, bias, "qkv")
+    kind = Fp8Dense if activation == "fp8" else Dense
+    layer = kind(Room(Emulator(5), {}, torch.device("cpu")), weights, bias, "qkv")
     to = Rotation(
         torch.stack((cos, sin), -1), table[positions // page] * pool.stride(0) + positions % page * 64,
         pool[0, 1].data_ptr(), pool.stride(2), heads, kv_heads,
     )  # fmt: skip
     q = layer.rotate(layer.pack(h), rows, to)
-    want = (h.float() @ dense.T + bias).view(rows, -1, 64)
+    want = (round_activation(h, activation) @ dense.T + bias).view(rows, -1, 64)
     close(q.float(), rope(want[:, :heads], cos, sin), 4e-3)
     found = pool[table[positions // page], 1, :, :, positions % page].float()
     close(found[:, 0], rope(want[:, heads : heads + kv_heads], cos, sin), 4e-3)

@@ -20,7 +20,7 @@ BF16 = [shape for shape in SHAPES if shape != "vast"]  # bf16 activations
 EXPERTS = [Variant("mxfp4", shape, swiglu) for shape in BF16 for swiglu in (False, True)]
 DENSE = [Variant(form, shape, False) for form in ("q8", "bf16") for shape in ("narrow", "wide")]  # as `Dense` takes
 ROPE = [Variant(form, "wide", False, rope=True) for form in ("mxfp4", "q8", "bf16")]
-FP8 = [Variant("mxfp4", "vast", swiglu) for swiglu in (False, True)]
+FP8 = [Variant("mxfp4", "vast", swiglu) for swiglu in (False, True)] + [Variant("mxfp4", "vast", False, rope=True)]
 
 
 def report(program: Program, folder: Path) -> str:

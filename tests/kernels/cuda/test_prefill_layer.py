@@ -113,6 +113,7 @@ def compiled() -> None:
     forms: tuple[str, ...] = ("mxfp4", "q8", "bf16")
     variants = [Variant(form, "wide", False, rope=rope) for form in forms for rope in (False, True)]
     variants += [Variant("mxfp4", shape, swiglu) for shape in ("broad", "vast") for swiglu in (False, True)]
+    variants.append(Variant("mxfp4", "vast", False, rope=True))
     entries = ("pack_rows", "sum_pack_rows", "group_rows", "requantize", "sum_rows")
     programs = [v.program() for v in variants] + [b.program() for b in (FULL, SLIDING)]
     programs += [Program(ROWS_PROGRAM, entry) for entry in entries]
@@ -133,8 +134,8 @@ def test_two_layers_are_what_their_phases_are(dense: str) -> None:
     g = torch.Generator().manual_seed(5)
     pool = torch.randn((2 * 3 * 6 + 1, 1, 2, s.kv_heads, 64, 64), generator=g).bfloat16().cuda()
     x = torch.randn((step.rows, s.hidden), generator=g).cuda()
-    found = []
-    for phases in (FP8 if fp8 else BF16, (Fp8PrefillLayer() if fp8 else PrefillLayer(),)):
+
+    def run(phases: tuple[Phase, ...], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mine, buffers = pool.clone(), {}
         acts: dict[str, Any] = {"x": x.clone()}
         for i, w in enumerate(weights):
@@ -143,9 +144,14 @@ def test_two_layers_are_what_their_phases_are(dense: str) -> None:
             for phase in phases:  # the fp8 layer's rows of h are bf16 before they are E4M3
                 through = replace(b, spec=replace(s, activation="bf16")) if isinstance(phase, NormAndRouter) else b
                 phase.bind(through)(step, acts)
-        found.append((acts["x"], mine.float()))
-    (want, cache), (got, cache_too) = found
+        return acts["x"], mine.float()
+
+    one_by_one, fused = FP8 if fp8 else BF16, Fp8PrefillLayer() if fp8 else PrefillLayer()
+    (want, cache), (got, cache_too) = run(one_by_one, x), run((fused,), x)
+    # E4M3 makes much of little: on an H200 a millionth of x moved the phases themselves by 2.5e-2 (an expert is chosen
+    # otherwise), and the layer differed from them by 5.9e-3, where bf16 keeps below 4e-3.
+    bound = 2e-2 if fp8 else 4e-3
     assert torch.isfinite(got).all()
-    assert float((got - want).norm() / (want - x).norm()) < 4e-3
-    assert float((cache - cache_too).norm() / cache.norm()) < 4e-3
+    assert float((got - want).norm() / (want - x).norm()) < bound
+    assert float((cache - cache_too).norm() / cache.norm()) < bound
     assert torch.equal((cache != pool.float()).any(-1), (cache_too != pool.float()).any(-1))  # the same cells written

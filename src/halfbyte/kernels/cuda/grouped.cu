@@ -1,6 +1,6 @@
 // The multiplying side of the grouped product, and the kernel. See grouped.cuh for the whole picture.
+#include "grouped_finish.cuh"
 #include "grouped_fp8.cuh"
-#include "grouped_store.cuh"
 #include "grouped_weights.cuh"
 
 // ---- one item -------------------------------------------------------------------------------------------------------
@@ -154,6 +154,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
 }
 
+#if HB_SHAPE == 3
 // The same for fp8 activations: one tile of 64 rows, up to 256 columns; two products of 32 k to a chunk.
 template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
   float acc[N / 2];
@@ -163,61 +164,64 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
   const u8* tops = c.p.tops + ((size_t)it.expert * c.p.m_tiles + it.first) * 64 + tile * 16 + (c.lane >> 2);
   const int top[2] = {tops[0], tops[8]};
   const int thread = c.warp * 32 + c.lane;
+  // asked for before they are needed
   const float mine[2] = {c.p.x_scale[it.slot + thread], N > 128 ? c.p.x_scale[it.slot + 128 + thread] : 0.f};
-  Bias<1> bias;  // all of these are asked for before they are needed
-  bias.load(c.p, it, it.first * 4 + tile, c.lane);
   const u32 up = (u32)(30 - top[0]) * 0x04000400u, low = (u32)(30 - top[1]) * 0x04000400u;
-  auto widen = [&](int in_stage, u32 (&to)[8]) {
+  auto load = [&](int slot, int in_stage) {
     Raw<MXFP4> raw;
-    raw.load(c.sh.ring[c.at.slot] + N * COLUMN + (tile * KS + in_stage) * CHUNK, c.lane);
+    raw.load(c.sh.ring[slot] + N * COLUMN + (tile * KS + in_stage) * CHUNK, c.lane);
+    return raw;
+  };
+  auto widen = [&](const Raw<MXFP4>& raw, u32 (&to)[8]) {
     widen_fp8(raw, up, low, to);
     wgmma_fence();
   };
-  auto issue = [&](int in_stage, const u32 (&w)[8]) {
-    const auto b = b_low(c.sh.ring[c.at.slot]);
+  auto issue = [&](int slot, int in_stage, const u32 (&w)[8]) {
+    const auto b = b_low(c.sh.ring[slot]);
     HB_UNROLL
     for (int i = 0; i < 2; i++) wgmma8<N>(acc, w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3], b_tile(b, in_stage * 64 + i * 32));
     wgmma_commit();
   };
   wgmma_clear(acc);
   wait_for(&c.sh.full[c.at.slot], c.at.phase);
-  widen(0, a[0]);
+  Raw<MXFP4> first = load(c.at.slot, 0), second = load(c.at.slot, 1);
+  widen(first, a[0]);
   HB_NO_UNROLL
-  for (;;) {
+  for (;;) {  // set 0 is ready and nothing is in flight; `second` is here, and weights come a chunk before they are widened
     const int here = c.at.slot;
-    issue(0, a[0]);
+    issue(here, 0, a[0]);
     if (--left == 0) { wgmma_wait<0>(); break; }
-    widen(1, a[1]);
+    if (left > 1) {
+      c.at.next();
+      wait_for(&c.sh.full[c.at.slot], c.at.phase);
+      first = load(c.at.slot, 0);
+    }
+    widen(second, a[1]);
     wgmma_wait<0>();
-    issue(1, a[1]);
+    issue(here, 1, a[1]);
     if (--left == 0) { wgmma_wait<0, 1>(); break; }
-    c.at.next();
-    wait_for(&c.sh.full[c.at.slot], c.at.phase);
-    widen(0, a[0]);
+    second = load(c.at.slot, 1);  // past the last k: zeros
+    widen(first, a[0]);
     wgmma_wait<0>();
     c.release(here);
   }
   c.release(c.at.slot);
   c.at.next();
   wgmma_settle(acc);
-  const float scale[2] = {power_of_two((float)(top[0] - 128)), power_of_two((float)(top[1] - 128))};
   float* columns = c.sh.scales[c.group];
   sync_group(c.group);  // everyone has read those of the item before
   put32(columns + thread, as_bits(mine[0]));
   if (N > 128) put32(columns + 128 + thread, as_bits(mine[1]));
-  sync_group(c.group);
-  float sums[1][N / 2];
-  HB_UNROLL
-  for (int j = 0; j < N / 8; j++) {
-    const u64 two = lds64(columns + 8 * j + 2 * (c.lane & 3));
-    HB_UNROLL
-    for (int i = 0; i < 4; i++) sums[0][4 * j + i] = acc[4 * j + i] * scale[i >> 1] * as_float((u32)(i & 1 ? two >> 32 : two));
-  }
-  store<N, 1>(c, it, it.first * 4 + tile, sums, bias);
+  finish<N>(c, it, acc);  // which begins with a barrier
 }
+#endif
 
 HB_DEV void dispatch(Consumer& c, const Item& it) {
-#define HB_CASE(n) case n: if constexpr (FP8) return multiply_fp8<n>(c, it); else if constexpr (SHAPE == WIDE) return multiply_deep<n, MT>(c, it); else return multiply<n, MT>(c, it);
+#if HB_SHAPE == 3
+#define HB_CASE(n) case n: return multiply_fp8<n>(c, it);
+#else
+#define HB_CASE(n) case n: if constexpr (SHAPE == WIDE) return multiply_deep<n, MT>(c, it); else return multiply<n, MT>(c, it);
+#endif
   if constexpr (SHAPE == VAST) switch (it.n) {
     HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(64) HB_CASE(72) HB_CASE(80) HB_CASE(96)
     HB_CASE(112) HB_CASE(128) HB_CASE(144) HB_CASE(176) HB_CASE(208) HB_CASE(240) HB_CASE(256)

@@ -44,7 +44,7 @@ constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // by
 constexpr int WARPGROUPS = STRIPES ? 4 : SHAPE == BROAD ? 3 : 2;
 constexpr bool FP8 = SHAPE == VAST;
 constexpr int MT = STRIPES || FP8 || SYNC ? 1 : 2;
-static_assert(!ROPE || (MT == 2 && !SWIGLU), "a warp must hold both halves of what is rotated");
+static_assert(!ROPE || ((MT == 2 || FP8) && !SWIGLU), "a warp or a warpgroup must hold both halves of what is rotated");
 constexpr int TILES = WARPGROUPS * MT;  // of 64 rows, in a block's share of an item
 constexpr int N_MAX = SHAPE == WIDE || SHAPE == SYNC_128 ? 128 : SHAPE == BROAD ? 88 : FP8 ? 256 : 64;
 constexpr int WARPS = WARPGROUPS * 4, FEEDERS = SYNC ? 1 : 4;
@@ -70,7 +70,7 @@ static_assert(PAIR == 1 || !SWIGLU || MT == 1, "a warpgroup has all of its rows 
 #endif
 constexpr int EXPERTS_MAX = 512;
 // Bytes in which a warpgroup puts its results in order, before whole lines are written; SM12x has none to spare.
-constexpr int STAGING = SYNC ? 16 : MT == 2 ? 9216 : 5120;
+constexpr int STAGING = SYNC ? 16 : FP8 ? 8704 : MT == 2 ? 9216 : 5120;
 constexpr int STAGES = (SYNC ? ROOM : ROOM - WARPGROUPS * STAGING) / STAGE;
 static_assert(STAGES >= 3, "too few stages to hide the latency of memory");
 
@@ -93,7 +93,8 @@ struct alignas(64) Product {     // mirrored in grouped_build.py
   u16 *q, *pool;                 // ROPE
   i64 value_offset;              // ROPE: from a key to its value
   int heads, kv_heads;           // ROPE: of 64 rows each: queries, then keys, then values
-  int unused[6];
+  int out_bf16;                  // FP8: `out` is rows of bf16 instead, and nothing is added
+  int unused[5];
 };
 static_assert(sizeof(Product) % 64 == 0, "the map must lie at a multiple of 64");
 
@@ -122,12 +123,15 @@ struct Item {
   int more;
 };
 
+template <bool SMALL> struct Counted { using type = int; };
+template <> struct Counted<true> { using type = u16; };
+
 struct Shared {
   u8 ring[STAGES][STAGE];
   u64 full[STAGES], empty[STAGES], item_full[2], item_empty[2];
   Item item[2];
   int whole, rest;          // the first feeding warp's: items with all their rows, and remainders (STRIPES: tiles of columns)
-  int before[EXPERTS_MAX];  // its, too: tiles of columns before expert e
+  Counted<FP8>::type before[EXPERTS_MAX];  // its, too: tiles of columns before expert e (FP8: every byte counts)
   alignas(16) u8 staging[WARPGROUPS][STAGING];
   float scales[FP8 ? WARPGROUPS : 1][FP8 ? N_MAX : 4];  // of an item's columns
 };
@@ -174,7 +178,7 @@ struct Work {  // the first feeding warp's view of what is to do
         const int y = (int)shfl((u32)s, lane - d);
         if (lane >= d) s += y;
       }
-      if (e < p.experts) sh.before[e] = sum + s - mine;
+      if (e < p.experts) sh.before[e] = (Counted<FP8>::type)(sum + s - mine);
       sum += (int)shfl((u32)s, 31);
     }
     if (lane == 0) { sh.whole = sum * full; sh.rest = sum * left; }

@@ -253,6 +253,7 @@ class Experts:
     """x + the weighted sum of the chosen experts' MLPs of h."""
 
     pad, prefix = PAD, ""  # slots past the last one; of the names of buffers whose size depends on it
+    results = torch.float32  # of each expert, before they are summed
 
     def __init__(
         self,
@@ -317,13 +318,14 @@ class Experts:
         room = self.room
         rows, top_k = ids.shape
         assert x.dtype == torch.float32, "the residual is float32"
+        assert rows * top_k < 1 << 20, "tiles of columns are counted in sixteen bits"
         assert h.stride(-1) == 1, "rows are whole"
         assert h.stride(0) % 8 == 0, "rows are read sixteen bytes at a time"
         assert all(t.is_contiguous() for t in (x, ids, weights)), "the router's results and the residual are whole"
         half, given = self.inner // 2, self._inputs(rows, top_k)
         slots, scales = given.slots, _ptr(given.scales)
         hidden = room.get(f"{self.prefix}hidden", rows, lambda r: self._slots(r, top_k) * half, torch.bfloat16)
-        parts = room.get(f"{self.prefix}parts", rows, lambda r: self._slots(r, top_k) * self.hidden, torch.float32)
+        parts = room.get(f"{self.prefix}parts", rows, lambda r: self._slots(r, top_k) * self.hidden, self.results)
         place = room.get("place", rows, lambda r: r * top_k, torch.int32)
         table = room.get("table", rows, lambda r: 2 * self.experts, torch.int32)
         starts, counts = table.data_ptr(), table.data_ptr() + 4 * self.experts
@@ -332,7 +334,7 @@ class Experts:
             source=_ptr(h), packed=_ptr(given.packed), ids=_ptr(ids), weights=_ptr(weights), starts=starts,
             counts=counts, place=_ptr(place), parts=_ptr(parts), residual=_ptr(x), stride=h.stride(0), rows=rows,
             width=self.hidden, slots=slots, experts=self.experts, top_k=top_k, source_float=_float(h),
-            ids_wide=int(ids.dtype == torch.int64), kind=given.kind, scales=scales,
+            ids_wide=int(ids.dtype == torch.int64), kind=given.kind, scales=scales, parts_float=_float(parts),
         )  # fmt: skip
         room.machine.rows("group_rows", self.experts, common)
         room.machine.rows("pack_rows", rows, common)
@@ -349,7 +351,7 @@ class Experts:
             map=self.maps[1], bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(middle.packed),
             starts=starts, counts=counts, out=_ptr(parts), out_stride=self.hidden, experts=self.experts,
             m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots, n_cap=up.columns,
-            tops=_ptr(self.tops[1]), x_scale=_ptr(middle.scales),
+            tops=_ptr(self.tops[1]), x_scale=_ptr(middle.scales), out_bf16=1 - _float(parts),
         )  # fmt: skip
         room.machine.product(down, second)
         return Left(common, x, (ids, weights, x))

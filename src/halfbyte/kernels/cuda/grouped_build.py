@@ -43,7 +43,8 @@ class ProductArgs(ctypes.Structure):
         ("value_offset", ctypes.c_longlong),
         ("heads", _I),
         ("kv_heads", _I),
-        ("unused", _I * 6),  # to a multiple of 64 bytes, as the map in front is aligned
+        ("out_bf16", _I),
+        ("unused", _I * 5),  # to a multiple of 64 bytes, as the map in front is aligned
     ]
 
 
@@ -58,6 +59,7 @@ class RowsArgs(ctypes.Structure):
         ("eps", _F),
         ("scales", _P),
         ("hidden", _P),
+        ("parts_float", _I),
     ]
 
 
@@ -119,12 +121,13 @@ class Variant:
     @property
     def staging(self) -> int:
         """Bytes in which a warpgroup puts its results in order."""
-        return 9216 if SHAPES[self.shape].tiles == 2 else 5120
+        return 8704 if self.fp8 else 9216 if SHAPES[self.shape].tiles == 2 else 5120
 
     @property
     def shared_bytes(self) -> int:
         (size, stages), shape = self.stage, SHAPES[self.shape]
-        tables = 32 + 2 * 28 + 8 + 4 * EXPERTS_MAX + (shape.warpgroups * shape.columns * 4 if self.fp8 else 16)
+        tables = 32 + 2 * 28 + 8 + (2 if self.fp8 else 4) * EXPERTS_MAX
+        tables += shape.warpgroups * shape.columns * 4 if self.fp8 else 16
         return stages * (size + 16) + tables + shape.warpgroups * self.staging + 1024
 
     @property

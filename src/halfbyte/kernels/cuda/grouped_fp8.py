@@ -2,7 +2,8 @@
 
 Weights stay MXFP4 in tile16 and are widened to E5M2 relative to the largest scale of their row, exactly (see
 grouped_fp8.cuh); activations are E4M3 with one float32 scale a row, as `ops.linear` defines fp8. The middle of the MLP
-passes through bf16 on its way to E4M3. Refuses rows whose scales span more than 16 octaves: E5M2 would lose bits.
+passes through bf16 on its way to E4M3, and each expert's result is bf16. Refuses rows whose scales span more than 16
+octaves: E5M2 would lose bits.
 
 They serve prefill: --activation prefill=fp8 takes them beside the decode step and the batch kernels, which read the
 same weights with bf16 activations. With --activation fp8 all regimes go to Triton.
@@ -76,6 +77,7 @@ class Fp8Experts(Experts):
     """x + the weighted sum of the chosen experts' MLPs of h, with h and the middle in E4M3."""
 
     pad, prefix = 2 * PAD, "fp8."
+    results = torch.bfloat16
 
     def _tops(self, data: Tensor, role: str) -> Tensor:
         return tops_of(data, self.format, role)

@@ -13,7 +13,7 @@ struct Rows {                 // mirrored in grouped_build.py; every kernel of t
   const float* weights;       // [rows][top_k]
   int *starts, *counts;       // out: [experts]
   int* place;                 // [rows][top_k], the slot of each choice
-  const float* parts;         // [slots][width]
+  const void* parts;          // [slots][width], float or bf16
   const float* residual;      // [rows][width]
   float* out;                 // [rows][width]
   i64 stride;
@@ -23,19 +23,19 @@ struct Rows {                 // mirrored in grouped_build.py; every kernel of t
   float eps;
   float* scales;              // E4M3: of each slot; MX: four scale bytes, [width / 128][slots]
   const u16* hidden;          // requantize: packed bf16
+  int parts_float;
 };
 // f16: bf16 values, for q8 weights; e4m3: see grouped_fp8.cuh; mx: see grouped_mx.cuh
 enum { AS_BF16 = 0, AS_F16 = 1, AS_E4M3 = 2, AS_MXFP8 = 3, AS_MXFP4 = 4 };
 #include "grouped_mx.cuh"
 
-struct alignas(16) Four { float v[4]; };
-
 // Eight neighbouring values of a row, from value `k` on.
 HB_DEV void load_eight(const void* p, int is_float, size_t k, float (&v)[8]) {
   if (is_float) {
-    const Four a = ((const Four*)((const float*)p + k))[0], b = ((const Four*)((const float*)p + k))[1];
+    const u32x4 a = ldg128((const float*)p + k), b = ldg128((const float*)p + k + 4);
+    const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
     HB_UNROLL
-    for (int i = 0; i < 4; i++) { v[i] = a.v[i]; v[4 + i] = b.v[i]; }
+    for (int i = 0; i < 8; i++) v[i] = as_float(words[i]);
   } else {
     const u32x4 w = ldg128((const u16*)p + k);
     const u32 words[4] = {w.x, w.y, w.z, w.w};
@@ -81,7 +81,7 @@ struct Choices {
       if (base >= r.top_k) break;
       float p[FEW][8];
       HB_UNROLL
-      for (int i = 0; i < FEW; i++) if (base + i < r.top_k) load_eight(r.parts, 1, part[base + i] + k, p[i]);
+      for (int i = 0; i < FEW; i++) if (base + i < r.top_k) load_eight(r.parts, r.parts_float, part[base + i] + k, p[i]);
       HB_UNROLL
       for (int i = 0; i < FEW; i++)
         if (base + i < r.top_k)

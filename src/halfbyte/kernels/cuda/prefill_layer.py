@@ -142,17 +142,6 @@ class Fp8PrefillLayer(PrefillLayer):
     def bind_router(self, b: Binding) -> Launch:
         return NormAndRouter().bind(replace(b, spec=replace(b.spec, activation="bf16")))
 
-    def bind_qkv(self, b: Binding, dense: Dense) -> Qkv:
-        s, rope = b.spec, RopeAndWrite().bind(b)
-        heads = [s.heads, s.kv_heads, s.kv_heads]
-
-        def qkv(step: Step, acts: dict[str, Any], x: Inputs) -> None:
-            y = dense.multiply(x, step.rows).view(step.rows, sum(heads), s.head_dim)
-            acts["q"], acts["k"], acts["v"] = torch.split(y, heads, dim=1)
-            rope(step, acts)
-
-        return qkv
-
     def bind_attention(self, b: Binding, o: Dense) -> Attend:
         attention = FlashAttention().bind_into(b)
 
