@@ -163,13 +163,14 @@ template <int FORMAT, int ADDED> struct FromResidual {
 
 template <int FORMAT, int K> struct Operand { u32 b[SETS][Tile<FORMAT, K>::MINE][8]; };
 
-template <int FORMAT, int K> HB_DEV void place_operand(Operand<FORMAT, K>& x, int s, int pass, int mine, const u32 (&r)[4]) {
+// `mine`: 1 for this lane's group of those at once, 0 for the others. Products, for they cost half of a choice.
+template <int FORMAT, int K> HB_DEV void place_operand(Operand<FORMAT, K>& x, int s, int pass, const u32 (&mine)[GROUPS_AT_ONCE], const u32 (&r)[4]) {
   HB_UNROLL
   for (int j = 0; j < GROUPS_AT_ONCE; j++) {
     const int group = pass * GROUPS_AT_ONCE + j;
     if (group < 2 * Tile<FORMAT, K>::MINE)
       HB_UNROLL
-      for (int i = 0; i < 4; i++) x.b[s][group / 2][(group & 1) * 4 + i] = j == mine ? r[i] : 0u;
+      for (int i = 0; i < 4; i++) x.b[s][group / 2][(group & 1) * 4 + i] = GROUPS_AT_ONCE == 1 ? r[i] : r[i] * mine[j];
   }
 }
 
@@ -191,6 +192,9 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
   constexpr int PASSES = (2 * T::MINE + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
   const int odd = w.lane / 4 & 1;
   float squares[SETS] = {};
+  u32 mine[GROUPS_AT_ONCE];
+  HB_UNROLL
+  for (int j = 0; j < GROUPS_AT_ONCE; j++) mine[j] = opaque(w.lane / 8 / LANE_ROWS == j);
   HB_UNROLL
   for (int first = 0; first < ALL; first += BATCH) {
     typename Source::Raw raw[BATCH] = {};
@@ -232,7 +236,7 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
       } else {                  // 0, 1, 4, 5 and 2, 3, 6, 7
         r[0] = odd ? got0 : a.high; r[1] = odd ? a.low : got0; r[2] = odd ? got1 : b.high; r[3] = odd ? b.low : got1;
       }
-      place_operand(x, s, q, w.lane / 8 / LANE_ROWS, r);
+      place_operand(x, s, q, mine, r);
     }
   }
   if (Source::SQUARES)
@@ -293,25 +297,38 @@ template <int FORMAT> HB_DEV void apply_scales(u32 s, float (&d)[2][4], float& a
   for (int i = 0; i < 8; i++) d[i / 4][i % 4] = 0.f;
 }
 
-// This warp's slot of a tile (the first one of all where the tile comes in pieces), and its first chunk there.
-template <int FORMAT, int K> HB_DEV int own_slot(const Worker& w) {
+// How a warp finds its part of a tile: worked out in front of the wait for x, where compilers would put it behind.
+template <int FORMAT, int K> struct Way {
   using T = Tile<FORMAT, K>;
-  return T::OWN && w.warp < T::SHARES ? w.warp * T::EACH / T::PER_SLOT : 0;
-}
-// Frees this warp's slot, once all lanes have what they need: `loaded` depends on it.
-template <int FORMAT, int K> HB_DEV void free_slot(const Worker& w, int slot, u32 loaded) {
-  using T = Tile<FORMAT, K>;
-  constexpr int READERS = T::PER_SLOT / T::EACH;
-  const int place = w.warp / READERS, left = T::SHARES - place * READERS, readers = left < READERS ? left : READERS;
-  if (w.lane == 0 && w.warp < T::SHARES) bar_arrive(w.empty(slot), (w.warp == place * READERS ? ARRIVALS + 1 - readers : 1) + w.after(loaded));
-}
+  static constexpr int SCALES = (2 * T::EACH + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, READERS = T::PER_SLOT / T::EACH;
+  int slot;                  // its first one of a tile (of all where the tile comes in pieces)
+  u32 words, place[SCALES];  // in slot 0: this lane's words of the warp's first chunk, its scales
+  u32 arrivals;              // at a slot of its own
+
+  HB_DEV_MEMBER explicit Way(const Worker& w) {
+    const int first = w.warp * T::EACH, place_in = w.warp / READERS, after = T::SHARES - place_in * READERS;
+    slot = T::OWN && w.warp < T::SHARES ? first / T::PER_SLOT : 0;
+    const u32 base = w.base + first % T::PER_SLOT * T::CHUNK;
+    words = opaque(base + w.lane * 16);
+    arrivals = opaque((u32)(w.warp == place_in * READERS ? ARRIVALS + 1 - (after < READERS ? after : READERS) : 1));
+    if (FORMAT != BF16)
+      HB_UNROLL
+      for (int i = 0; i < SCALES; i++) place[i] = opaque(base + scale_of(w, i, 0, T::CHUNKS - first));
+  }
+  // a piece begins where the one before it ended, in the columns of x as well
+  static HB_DEV_MEMBER u32 scale_of(const Worker& w, int i, int piece, int left) {
+    const int g = w.lane / 4, group = i * GROUPS_AT_ONCE + (w.lane % 4 / LANE_ROWS ^ (2 * piece & (GROUPS_AT_ONCE - 1))), c = group >> 1;
+    const bool here = (2 * T::EACH % GROUPS_AT_ONCE == 0 && T::CHUNKS % T::EACH == 0) || (c < T::EACH && c < left);
+    return here ? c * T::CHUNK + scale_at<FORMAT>(g, group & 1) : scale_at<FORMAT>(g, 0);
+  }
+};
 
 // One tile of which `at` is this warp's slot; moves on to the next tile's. `out`: the shared address of this warp's
 // [ROWS][16] sums. A warp whose share is not full multiplies what lies behind it with zeros: any bits widen to something
 // finite, except scales, so those it takes from its first chunk.
-template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, Cursor& at, u32 out) {
+template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, const Way<FORMAT, K>& way, Cursor& at, u32 out) {
   using T = Tile<FORMAT, K>;
-  constexpr int SCALES = (2 * T::EACH + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
+  constexpr int SCALES = Way<FORMAT, K>::SCALES;
   const int v = w.warp, g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
   float acc[SETS][2] = {}, d[SETS][2][4] = {};
   HB_UNROLL
@@ -327,18 +344,15 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
       }
     if (left > 0) {
       if (T::OWN) wait_bar(w.full(at.slot), at.phase, 0x301);
-      const u32 base = w.ring(T::OWN ? at.slot : at.ahead(slot).slot) + in_slot * T::CHUNK;
+      const u32 from = (T::OWN ? at.slot : at.ahead(slot).slot) * SLOT_BYTES;
       Chunk<FORMAT> chunk[T::EACH];
       u32 scales[SCALES];
       HB_UNROLL
-      for (int c = 0; c < T::EACH; c++) { chunk[c].load(base + c * T::CHUNK, w.lane); loaded ^= chunk[c].loaded(); }
+      for (int c = 0; c < T::EACH; c++) { chunk[c].load(way.words + from + c * T::CHUNK, 0); loaded ^= chunk[c].loaded(); }
       if (FORMAT != BF16)
         HB_UNROLL
         for (int i = 0; i < SCALES; i++) {
-          // a piece begins where the one before it ended, in the columns of x as well
-          const int group = i * GROUPS_AT_ONCE + (mine ^ (2 * piece & (GROUPS_AT_ONCE - 1))), c = group >> 1;
-          const bool here = (2 * T::EACH % GROUPS_AT_ONCE == 0 && T::CHUNKS % T::EACH == 0) || (c < T::EACH && c < left);
-          scales[i] = load_scales<FORMAT>(base + (here ? c * T::CHUNK + scale_at<FORMAT>(g, group & 1) : scale_at<FORMAT>(g, 0)));
+          scales[i] = load_scales<FORMAT>(from + (piece ? w.base + in_slot * T::CHUNK + Way<FORMAT, K>::scale_of(w, i, piece, left) : way.place[i]));
           loaded ^= scales[i];
         }
       HB_UNROLL
@@ -354,7 +368,7 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
             HB_UNROLL
             for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(scales[group / GROUPS_AT_ONCE], d[s], acc[s][0], acc[s][1]);
         }
-      if (T::OWN) free_slot<FORMAT, K>(w, at.slot, loaded);
+      if (T::OWN && w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
     }
     if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), (v == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(loaded));
     at.advance(T::slots_in(piece));
@@ -395,6 +409,7 @@ HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before befor
   static_assert(T::FLUSH * SIZE <= RED_TILES * WORKERS * 16 && T::FLUSH * ROWS * 16 <= WORK_THREADS && T::FLUSH >= 1, "flush");
   const int tile = w.thread / (ROWS * 16), row = w.thread / 16 % ROWS, m = w.thread % 16;
   const bool first_of = m % WIDE == 0 && row < w.rows;
+  const Way<FORMAT, K> way(w);
   Early early;
   if (tile < tiles && tile < T::FLUSH && first_of) early = before(tile, row, m);
   acquire();
@@ -403,10 +418,10 @@ HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before befor
     const int n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH;
     if (first && tile < n && first_of) early = before(first + tile, row, m);
     u32 out = w.base + HB_AT(red) + (w.buffer * (RED_TILES * WORKERS * 16) + w.warp * ROWS * 16) * 4;
-    Cursor at = w.at.ahead(own_slot<FORMAT, K>(w));
+    Cursor at = w.at.ahead(way.slot);
     HB_ROLLED
-    for (int i = 0; i < n; i++, out += SIZE * 4) multiply_tile<FORMAT, K>(w, x, at, out);
-    at.back(own_slot<FORMAT, K>(w));
+    for (int i = 0; i < n; i++, out += SIZE * 4) multiply_tile<FORMAT, K>(w, x, way, at, out);
+    at.back(way.slot);
     w.at = at;
     w.mark(2);
     w.sync();
