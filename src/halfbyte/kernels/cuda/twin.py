@@ -41,12 +41,15 @@ def step(
     swiglu_limit: float = 7.0,
     swiglu_alpha: float = 1.702,
 ) -> dict[str, Tensor]:
-    """Runs the step, writing into `pool`. Returns the last layer's values, the logits, and every layer's experts."""
+    """Runs the step, writing into `pool`.
+
+    Returns the last layer's values, the logits, every layer's experts, and the smallest gap between neighbours in an
+    order of experts, four and the next: rounding may turn round a small one."""
     s = shape
     rows = tokens.shape[0]
     x = weights.embed[tokens.long()].float()
     out: dict[str, Tensor] = {}
-    chosen = []
+    chosen, gaps = [], []
 
     def norm(v: Tensor, weight: Tensor) -> Tensor:
         return v * torch.rsqrt((v * v).mean(-1, keepdim=True) + norm_eps) * weight.float()
@@ -75,6 +78,7 @@ def step(
         router = w.router.float().transpose(0, 1).reshape(s.experts, s.hidden)
         logits = h @ router.T + w.router_bias.float()
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        gaps.append((values[:, :TOP_K] - values[:, 1 : TOP_K + 1]).min())
         values, ids = values[:, :TOP_K], ids[:, :TOP_K]
         share = torch.softmax(values, -1)
         chosen.append(ids)
@@ -92,7 +96,7 @@ def step(
         out["h"] = hidden
         x = x + total
         out["x"] = x
-    out["experts"] = torch.stack(chosen)
+    out["experts"], out["gap"] = torch.stack(chosen), torch.stack(gaps).min()
     out["logits"] = norm(x, weights.final_norm) @ matrix(weights.lm_head, s.vocab, s.hidden, s.lm_head).T
     return out
 
