@@ -46,7 +46,7 @@ from halfbyte.ops.rope import rope_table, yarn_frequencies  # noqa: E402
 DENSE = {"mxfp4": "mxfp4", "q8": "q8", "checkpoint": "bf16"}
 BANDWIDTH = 4.5e12  # bytes/s this kind of GPU reads in the best case
 BOUND = 2e-3  # on a phase's relative error against float32
-NEAR = 1e-3  # two experts whose logits are nearer may be chosen the other way by rounding: then the next step is checked
+NEAR = 1e-3  # experts whose logits are nearer may change places by rounding: then the next step is checked
 
 
 SETTINGS: dict[str, Any] = {}  # of every kernel: --set, --kv and --layers
