@@ -29,7 +29,7 @@ from halfbyte.formats import MXTensor, tile16  # noqa: E402
 from halfbyte.kernels.cuda import batch  # noqa: E402
 from halfbyte.kernels.cuda.batch import Matrix, RowShape  # noqa: E402
 from halfbyte.kernels.cuda.batch_layer import Layer, Room  # noqa: E402
-from halfbyte.lab import receipts  # noqa: E402
+from halfbyte.lab import environment, receipts  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.moe import swiglu  # noqa: E402
 from halfbyte.ops.norm import rms_norm  # noqa: E402
@@ -213,6 +213,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
+    environment.need_gpu()
     torch.set_grad_enabled(False)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 
 from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.graphs import DecodeGraph  # noqa: E402
-from halfbyte.lab import receipts  # noqa: E402
+from halfbyte.lab import environment, receipts  # noqa: E402
 from halfbyte.lab.speed import device_us, fill, random_tokens  # noqa: E402
 from halfbyte.model import ready  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss  # noqa: E402
@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--profile", type=numbers, default=[], help="rows whose last way is taken apart")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
+    environment.need_gpu()
     torch.set_grad_enabled(False)
     gates = gates_.PRESETS[args.preset].gates
     first = ready.load(ready.resolve(f"random:{args.model}"), gates, device=torch.device("cuda"))

@@ -39,7 +39,7 @@ from halfbyte.kernels.cuda.step import (  # noqa: E402
     tile_router,
 )
 from halfbyte.kernels.launch import compile_program  # noqa: E402
-from halfbyte.lab import steptrace  # noqa: E402
+from halfbyte.lab import environment, steptrace  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.rope import rope_table, yarn_frequencies  # noqa: E402
 
@@ -274,6 +274,7 @@ def main() -> int:
     p.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     p.add_argument("--name", default=time.strftime("decode-gpu-%Y%m%d-%H%M%S"))
     a = p.parse_args()
+    environment.need_gpu()
     SETTINGS.update({k: int(v) for k, v in (x.split("=") for x in filter(None, a.set.split(",")))})
     SETTINGS.update({"layers": a.layers} if a.layers else {}, kv=a.kv)
     contexts = [int(c) for c in a.contexts.split(",")]

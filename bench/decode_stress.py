@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cuda.step import DecodeStep, StepShape
+from halfbyte.lab import environment
 
 CONTEXTS = (0, 1, 60, 127, 128, 500, 513, 2000, 2047, 4000, 8000)
 
@@ -51,6 +52,7 @@ def main() -> int:
     p.add_argument("--rows", type=int, default=1)
     p.add_argument("--small", action="store_true", help="a model of a few megabytes, for the sanitizer")
     a = p.parse_args()
+    environment.need_gpu()
     shape = replace(bench.shape_of("120b", "mxfp4", a.rows), layers=a.layers)
     if a.small:
         shape = StepShape(192, 128, 3, 32, 16, 2, 512, rows=a.rows)

@@ -66,6 +66,7 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    environment.need_gpu()
     result: dict[str, Any] = {
         "bench": "draw", "schema": 1, "environment": environment.collect(),
         "measured": receipts.hashes(receipts.sources_of([Path(draw.__file__)])), "vocab": VOCAB, "rows": [],

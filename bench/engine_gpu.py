@@ -52,7 +52,8 @@ POINTS = [
     ("exact", "auto"), ("balanced", "auto"), ("fast", "auto"), ("balanced", "int8"), ("fast", "int8"), ("fast", "fp8"),
     ("fast", "mxfp8"), ("fast", "mxfp4"),
 ]  # fmt: skip
-PADDED = [("exact", "auto"), ("balanced", "auto"), ("fast", "auto")]
+# Of the padded cases the last is prompts through the fp8 tensor cores, which want that shape.
+PADDED = [("exact", "auto"), ("balanced", "auto"), ("fast", "auto"), ("fast", "prefill=fp8")]
 AT_ONCE = 4  # problems of a padded case that are answered together
 
 
@@ -268,16 +269,21 @@ def asked() -> str:
 
 
 def cpu_answers(args: argparse.Namespace) -> None:
-    found = {}
+    """Added to what the file holds, where that is of the same model and problems."""
     question = asked()
-    for preset, activation in POINTS:
+    whole: dict[str, Any] = {"asked": question, "per_task": args.per_task, "cases": {}}
+    if args.answers.exists():
+        before = json.loads(args.answers.read_text(encoding="utf-8"))
+        if (before["asked"], before["per_task"]) == (question, args.per_task):
+            whole = before
+    found = whole["cases"]
+    for preset, activation in dict.fromkeys(POINTS + PADDED):
         if args.only and not {preset, activation} & set(args.only.split(",")):
             continue
         model = embedded(gates_of(preset, activation), torch.device("cpu"), False)
         case = ask(model, preset, activation, args.per_task, False, True)
         found[f"{preset} {activation}"] = {k: case[k] for k in ("answers", "accuracy", "right")}
         print(f"{preset} {activation}: {100 * case['accuracy']:.1f} %, {case['run_s']:.0f} s", flush=True)
-        whole = {"asked": question, "per_task": args.per_task, "cases": found}
         args.answers.write_text(json.dumps(whole), encoding="utf-8")
 
 
@@ -442,6 +448,9 @@ def main() -> None:
         torch.set_num_threads(1)
         cpu_answers(args)
         return
+    if not args.eval and not args.speed:
+        parser.error("say what to do: --answers FILE, --eval --answers FILE, or --speed MODEL")
+    environment.need_gpu()
     mine = [receipts.PACKAGE / "engine" / "runner.py", receipts.PACKAGE / "plan" / "draw.py"]
     result: dict[str, Any] = {
         "bench": "engine", "schema": 1, "environment": environment.collect(),

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from halfbyte.kernels.cuda.flash import FULL, SLIDING, Build, attend, encode_pages  # noqa: E402
 from halfbyte.kernels.prove import default_spec  # noqa: E402
 from halfbyte.kernels.triton.attention import PrefillAttention  # noqa: E402
+from halfbyte.lab import environment  # noqa: E402
 from halfbyte.ops.attention import attend as attend_reference  # noqa: E402
 from halfbyte.ops.attention import gather_kv  # noqa: E402
 from halfbyte.plan.phase import Binding  # noqa: E402
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="other builds too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    environment.need_gpu()
     torch.set_grad_enabled(False)
     rows: list[dict[str, Any]] = []
     builds = {"full": [FULL], "sliding": [SLIDING]}

@@ -269,6 +269,7 @@ def main() -> None:
     parser.add_argument("--require-native", action="store_true", help="fail where the plan is not the native path")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    environment.need_gpu()
     if args.full:
         for name, value in FULL.items():
             if getattr(args, name) == parser.get_default(name):

@@ -57,9 +57,7 @@ def main() -> int:
     parser.add_argument("--warps", type=lambda t: [int(n) for n in t.split(",")], default=[4, 8, 12, 16])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this needs a CUDA GPU and a torch that sees it.", file=sys.stderr)
-        return 2
+    environment.need_gpu()
     target = "sm_{}{}a".format(*torch.cuda.get_device_capability())
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     memory = torch.randint(0, 2**31, (1024 + blocks * 512,), dtype=torch.int32, device="cuda")

@@ -285,6 +285,7 @@ def main() -> int:
     from halfbyte.lab import environment
     from halfbyte.model.config import NAMED
 
+    environment.need_gpu()
     result: dict[str, Any] = {
         "bench": "load", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:], "measured": {},
         "load": [],

@@ -37,6 +37,7 @@ from halfbyte.kernels.cuda.grouped import Dense, Experts  # noqa: E402
 from halfbyte.kernels.cuda.grouped_build import SHAPES, Room, Variant  # noqa: E402
 from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
+from halfbyte.lab import environment  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.linear import round_activation  # noqa: E402
 from halfbyte.ops.moe import swiglu  # noqa: E402
@@ -220,6 +221,7 @@ def main() -> int:
     )
     parser.add_argument("--brief", action="store_true", help="check the sizes that are timed only, skip qkv and o")
     args = parser.parse_args()
+    environment.need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
     gpu = Built(tuple(args.options.split()))

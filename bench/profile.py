@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    environment.need_gpu()
     result: dict[str, Any] = {
         "bench": "profile", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:], "measured": {},
         "profiles": [],

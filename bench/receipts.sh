@@ -51,14 +51,15 @@ if part prefill; then
   py flash 30 bench/flash_gpu.py --json "$out/flash-gpu-$day.json"
 fi
 if part engine; then
-  if [ -n "${ANSWERS:-}" ]; then py eval 120 bench/engine_gpu.py --eval --answers "$ANSWERS" --jobs 11 --out "$out/engine-$day-eval.json"; else echo "eval               left out: name the CPU's answers in ANSWERS"; fi
+  if [ -n "${ANSWERS:-}" ]; then py eval 120 bench/engine_gpu.py --eval --answers "$ANSWERS" --jobs 12 --out "$out/engine-$day-eval.json"; else echo "eval               left out: name the CPU's answers in ANSWERS"; fi
   py engine 60 bench/engine_gpu.py --speed random:120b --sampled --count 160 --out "$out/engine-$day-speed.json"
   py verify 120 bench/verify_gpu.py --out "$out/verify-gpu-$day.json"
   py draw 30 bench/draw_gpu.py --out "$out/draw-gpu-$day.json"
 fi
 if part other; then
   py sync 40 bench/sync_gpu.py --save "$out/sync-gpu-$day.json"
-  py rehearse 40 bench/rehearse_gpu.py --save "$out/rehearse-gpu-$day.json"
+  py rehearse 40 bench/rehearse_gpu.py --gpu gb10,pro6000 --save "$out/rehearse-gpu-$day.json"
+  py rehearse-20b 30 bench/rehearse_gpu.py --gpu rtx5090 --model 20b --formats mxfp4 --save "$out/rehearse-gpu-$day-20b.json"
   py load 120 bench/load.py --models 120b --presets exact --written 4 --out "$out/load-$day-120b.json"
 fi
 if part profile; then

@@ -2,10 +2,11 @@
 
     python bench/sync_gpu.py --save bench/results/sync-gpu.json
 
-The grouped products with mma.sync (grouped_sync.cu; experts, and qkv and o in three formats), and the batch layer and
-the decode step with the rings that fit in 101,376 bytes of shared memory: each against float32 torch. On an H200 their
-times say nothing about SM12x, whose tensor cores and memory are others; that results are right does. The last line is
-JSON; a part that is wrong makes the exit status 1. On an SM12x machine the block-scaled products are checked as well.
+The grouped products with mma.sync (grouped_sync.cu; experts, and qkv and o in three formats), and the batch layer, its
+lm_head and the decode step with the rings that fit in 101,376 bytes of shared memory: each against float32 torch. On an
+H200 their times say nothing about SM12x, whose tensor cores and memory are others; that results are right does. The
+last line is JSON; a part that is wrong makes the exit status 1. On an SM12x machine the block-scaled products are
+checked as well.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ import torch  # noqa: E402
 
 from halfbyte import formats  # noqa: E402
 from halfbyte.formats import layouts, tile16  # noqa: E402
-from halfbyte.kernels.cuda import batch, grouped_build  # noqa: E402
+from halfbyte.kernels.cuda import batch, batch_layer, grouped_build  # noqa: E402
 from halfbyte.kernels.cuda.grouped_mx import Mxfp4Dense, Mxfp8Dense  # noqa: E402
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncDense, SyncExperts, SyncVariant  # noqa: E402
 from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
+from halfbyte.lab import environment  # noqa: E402
 from halfbyte.lab.receipts import measured  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.linear import round_activation  # noqa: E402
@@ -58,7 +60,7 @@ def programs(arch: str, steps: list[Any]) -> None:
     found += [batch.RowShape(c.hidden, c.experts, c.top_k).program(e) for e in batch.ROW_THREADS]
     found += [v.within(SMALL).program() for v in (
         batch.Variant("mxfp4", c.hidden), batch.Variant("mxfp4", c.heads * c.head_dim, router=c.experts),
-        batch.Variant("mxfp4", c.hidden, True, ids=True, both=True),
+        batch.Variant("mxfp4", c.hidden, True, ids=True, both=True), batch.Variant("q8", c.hidden),
     )]  # fmt: skip
     found += [s.program() for s in steps]
     with ThreadPoolExecutor(16) as pool:
@@ -129,6 +131,29 @@ def batches() -> list[dict[str, Any]]:
     ]
 
 
+def head() -> list[dict[str, Any]]:
+    """lm_head of few rows, as a stream."""
+    c, found = NAMED["120b"], []
+    room = batch_layer.Room(batch.RowShape(c.hidden, c.experts, c.top_k), c.intermediate, {}, torch.device("cuda"))
+    w = torch.randn((c.vocab, c.hidden), device="cuda") / c.hidden**0.5
+    norm = torch.randn(c.hidden, device="cuda").bfloat16()
+    for form in ("mxfp4", "q8"):
+        plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
+        matrix = batch.Matrix(layouts.convert(plain, "tile16"), None, "lm_head", shared=SMALL)
+        made = batch_layer.Head(batch.gpu(), room, matrix, norm, 1e-5)
+        dense = formats.dequantize(plain, torch.float32)
+        for rows in (1, 4, 8):
+            x = torch.randn((11, c.hidden), device="cuda")
+            select = torch.randperm(11, device="cuda")[:rows].int()
+            got = [made.run(x, select) for _ in range(2)]
+            h = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm.float()
+            e = prefill_gpu.error(got[0], h[select.long()].bfloat16().float() @ dense.T)
+            us = prefill_gpu.timed(lambda i, m=made, a=(x, select): m.run(*a), 5)
+            ok = e <= 3e-4 and torch.equal(*got)
+            found.append({"case": f"batch lm_head {form} {rows} rows", "us": us, "error": e, "ok": ok})
+    return found
+
+
 def decode(steps: list[Any]) -> list[dict[str, Any]]:
     found = []
     for s in steps:
@@ -141,8 +166,10 @@ def decode(steps: list[Any]) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", default="9,65,512,2048")
+    parser.add_argument("--parts", default="decode,head,batch,linear,experts", help="some of them, in this order")
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
+    environment.need_gpu()
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
@@ -157,15 +184,16 @@ def main() -> int:
         "linear": lambda: linear(room),
         "experts": lambda: experts(room, [int(t) for t in args.tokens.split(",")]),
         "batch": batches,
+        "head": head,
         "decode": lambda: decode(steps),
     }
     report: dict[str, Any] = {
         "bench": "sync_gpu", "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "rows": [],
-        "measured": measured(["cuda.grouped_sync_moe", "cuda.batch_layer", "cuda.decode_step"]),
+        "measured": measured(["cuda.grouped_sync_moe", "cuda.batch_sync_norm_lm_head", "cuda.decode_step"]),
         "note": "results of what SM12x runs; times are this GPU's, for information",
     }  # fmt: skip
-    for name, run in parts.items():
-        found = run()
+    for name in args.parts.split(","):
+        found = parts[name]()
         for row in found:
             say(f"{'ok ' if row['ok'] else 'WRONG'} {row}")
         report["rows"] += found

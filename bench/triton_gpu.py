@@ -33,6 +33,7 @@ from halfbyte.formats import MXTensor, convert  # noqa: E402
 from halfbyte.kernels.prove import default_spec  # noqa: E402
 from halfbyte.kernels.triton import attention, linear, moe, tiles  # noqa: E402
 from halfbyte.kernels.triton.phases import PHASES  # noqa: E402
+from halfbyte.lab import environment  # noqa: E402
 from halfbyte.ops.attention import store_dtype  # noqa: E402
 from halfbyte.ops.rope import yarn_frequencies  # noqa: E402
 from halfbyte.plan import reference  # noqa: E402
@@ -391,6 +392,7 @@ def main() -> int:
     parser.add_argument("--shard", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    environment.need_gpu()
     began = time.time()
     chosen = [
         c for c in cases() + (sweep() if asked.sweep else []) if asked.only in c.name and (c.quick or not asked.quick)

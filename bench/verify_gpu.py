@@ -114,6 +114,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    environment.need_gpu()
     torch.set_grad_enabled(False)
     model = ready.load(ready.resolve(args.model), gates_.PRESETS[args.preset].gates, device=args.device)
     mine = [receipts.PACKAGE / "engine" / "runner.py", receipts.PACKAGE / "plan" / "draw.py"]

@@ -54,6 +54,41 @@ def test_explain_says_what_runs_and_why_not_for_every_architecture(run: Run) -> 
             assert len(err.splitlines()) > 1, "refused without a reason"
 
 
+@pytest.mark.parametrize(
+    ("arch", "more", "said"),
+    [
+        ("sm90", ["--preset", "fast"], []),
+        ("sm121", ["--preset", "fast"], ["bf16 tensor cores", "run on no such machine"]),
+        ("sm121", ["--preset", "fast", "--activation", "mxfp8"], ["--activation prefill=mxfp8 keeps it", "no such"]),
+        ("sm120", ["--preset", "fast", "--activation", "prefill=mxfp4"], ["run on no such machine"]),
+        ("sm100", ["--preset", "fast"], ["every kernel here is Triton's", "bf16 tensor cores", "no such machine"]),
+    ],
+)
+def test_explain_notes_what_an_owner_should_know(run: Run, arch: str, more: list[str], said: list[str]) -> None:
+    code, out, _ = run("explain", "--arch", arch, "--json", *more)
+    notes = json.loads(out)["notes"]
+    assert code == 0
+    assert len(notes) == len(said)
+    assert all(text in note for text, note in zip(said, notes)), notes
+
+
+def test_a_proof_that_fails_says_so_and_exits_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfbyte.kernels import prove
+
+    def evidence(name: str, arch: str, *_: object) -> list[prove.Evidence]:
+        bad = ("64 bytes of registers are spilled",) if name == "cuda.decode_step" else ()
+        return [prove.Evidence(name, f"k of {name}"[:12], arch, "sm_121a", "x", {}, 9, 8, 0, "", 0, 1, "", "", bad)]
+
+    monkeypatch.setattr(prove, "prove", evidence)
+    code, out, _ = run("explain", "--arch", "sm121", "--preset", "fast", "--prove")
+    assert code == 1
+    assert "64 bytes of registers are spilled" in out
+    assert "1 are not as promised" in out
+    code, out, _ = run("explain", "--arch", "sm100", "--preset", "fast", "--prove")
+    assert code == 0
+    assert "all as promised" in out
+
+
 def test_explain_reads_a_model_and_gates(run: Run, small: Path) -> None:
     code, out, _ = run("explain", str(small), "--arch", "cpu", "--layers", "qkv=q8", "--kv-dtype", "fp8", "--json")
     assert code == 0

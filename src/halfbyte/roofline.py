@@ -33,6 +33,9 @@ class Gpu:
     paper: float = 0.0  # the vendor's bytes/s
     blocks: int = 0  # multiprocessors
     ghz: float = 0.0  # clock under load, as published
+    cache: float = 0.0  # bytes of L2
+    cache_read: float = 0.0  # bytes/s of L2
+    least: float = 0.0  # the least that somebody's products are reported to read with; 0: no report
 
 
 # Read bandwidths and matrix rates; `note` says where each comes from.
@@ -47,12 +50,15 @@ GPUS: dict[str, Gpu] = {
     "gb10": Gpu(
         "GB10 (DGX Spark)", "sm121", 232e9, True, 92e12, 184e12, 120e9,
         "reads (231-234 GB/s) and bf16 products as reported, 273 GB/s on paper; 24 MB of L2", 273e9, 48, 2.14,
+        24e6, 1.0e12, 201e9,
     ),
     "rtx5090": Gpu(
-        "RTX 5090", "sm120", 1.792e12, False, 210e12, 419e12, 32e9, "paper; 96 MB of L2", 1.792e12, 170, 2.41
+        "RTX 5090", "sm120", 1.792e12, False, 210e12, 419e12, 32e9, "paper; 96 MB of L2", 1.792e12, 170, 2.41,
+        96e6, 7.9e12,
     ),
     "pro6000": Gpu(
-        "RTX PRO 6000", "sm120", 1.792e12, False, 504e12, 1008e12, 96e9, "paper; 128 MB of L2", 1.792e12, 188, 2.62
+        "RTX PRO 6000", "sm120", 1.792e12, False, 504e12, 1008e12, 96e9, "paper; 128 MB of L2", 1.792e12, 188, 2.62,
+        128e6, 8.7e12,
     ),
     "b200": Gpu("B200", "sm100", 8.0e12, False, 2250e12, 4500e12, 180e9, "paper", 8.0e12, 148, 1.97),
 }  # fmt: skip

@@ -160,6 +160,8 @@ def test_a_cuda_phase_is_proved_like_the_others(capsys: pytest.CaptureFixture[st
         ("cuda.grouped_sync_o", {"dense": "mxfp4"}, "HMMA.16816.F32.BF16"),
         ("cuda.grouped_mxfp8_o", {"dense": "mxfp4", "activation": "mxfp8"}, "QMMA.SF.16832.F32.E2M1.E4M3.E8"),
         ("cuda.grouped_mxfp4_o", {"dense": "mxfp4", "activation": "mxfp4"}, "OMMA.SF.16864.F32.E2M1.E2M1.E8"),
+        ("cuda.decode_step", {"dense": "mxfp4"}, "HMMA.16816.F32.BF16"),
+        ("cuda.batch_sync_norm_lm_head", {"dense": "mxfp4"}, "HMMA.16816.F32.BF16"),
         ("cuda.batch_layer", {"dense": "mxfp4"}, "HMMA.16816.F32.BF16"),
         ("cuda.batch_layer_fused", {"dense": "mxfp4"}, "HMMA.16816.F32.BF16"),
     ],
@@ -173,7 +175,22 @@ def test_cuda_on_gb10(name: str, spec: dict[str, str], instruction: str) -> None
     found = prove.prove_build(name, build, ARCHES["sm121"])
     assert found.ok, prove.show(found)
     assert found.instructions[instruction] > 8
+    assert found.spilled_bytes == 0
     assert found.target == "sm_121a"
+
+
+def test_spills_are_counted_by_function() -> None:
+    """Those of named functions are known and said; one anywhere else is a problem."""
+    lines = [
+        "ptxas info    : Function properties for {}",
+        "    8 bytes stack frame, {} bytes spill stores, {} bytes spill loads",
+    ]
+    log = "\n".join(
+        line.format(*x) for f in (("entry", 4, 8), ("_Z6phasei", 16, 20)) for line, x in zip(lines, (f[:1], f[1:]))
+    )
+    assert prove._reported(log + "\nptxas info    : Used 80 registers") == (80, 48)
+    assert prove._reported(log, "entry") == (0, 36)
+    assert prove._reported(log, "entry|phase") == (0, 0)
 
 
 @pytest.mark.slow

@@ -57,13 +57,15 @@ def test_the_fit_finds_what_was_put_in() -> None:
     assert b.context == 2048
 
 
-def test_where_it_was_measured_the_central_value_is_the_measurement() -> None:
+def test_where_it_was_measured_every_value_is_the_measurement() -> None:
     p = predict.predict("h200", "120b", FAST, 2048, [receipt()])
     row = receipt().raw["rows"][1]
-    assert p.central == pytest.approx(1e6 / row["us"])
-    low, central, high = (s.tokens_per_second for s in p.scenarios)
-    assert low == pytest.approx(central)
-    assert central < high < p.ceiling
+    assert [s.tokens_per_second for s in p.scenarios] == pytest.approx([1e6 / row["us"]] * 3)
+    assert p.measured
+    assert p.as_dict()["label"] == "MEASURED"
+    other = predict.predict("h200", "20b", FAST, 2048, [receipt()])  # carried over to another shape
+    assert not other.measured
+    assert other.as_dict()["label"] == "PREDICTED"
 
 
 def test_gb10_by_hand() -> None:
@@ -74,52 +76,83 @@ def test_gb10_by_hand() -> None:
     low, central, high = (s.tokens_per_second for s in p.scenarios)
     assert low < central < high < p.ceiling
     assert p.scenarios[2].fixed_us == pytest.approx(ROUTER * 1.98 / 2.14)
-    assert any("sm121" in w for w in p.warnings) == ("cuda.decode_step" not in _chosen())
+    assert not p.void
+    assert "cuda.decode_step" in _chosen()
 
 
-def rehearsed(fixed: float, stream: float, **other: Any) -> dict[str, Any]:
-    """A traced row whose stream and fixed cost are these."""
-    traffic = decode_traffic(C, predict.formats_of("mxfp4"), 2048)
-    head = step_work(C, predict.formats_of("mxfp4"), 1, 2048)["lm_head"].bytes / stream * 1e6
-    us = (traffic.total - traffic.rest) / stream * 1e6 + 36 * fixed
+def rehearsed(fixed: dict[float, float], **other: Any) -> list[dict[str, Any]]:
+    """Rows of a GB10 at these shares of its bandwidth, with so much per layer beside their bytes."""
+    total = decode_traffic(C, predict.formats_of("mxfp4"), 2048).total
     row = {
-        "gpu": "gb10", "model": "120b", "formats": "mxfp4", "context": 2048, "share": 0.9, "slots": 6,
-        "read": GPUS["gb10"].read, "blocks": GPUS["gb10"].blocks,
-        "phases": {"us": us, "clock_ghz": 1.7, "head": {"start": 1.0, "sums": 1.0 + head}},
+        "gpu": "gb10", "model": "120b", "formats": "mxfp4", "context": 2048, "slots": 6, "variant": "", "ok": True,
+        "read": 232e9, "blocks": 48, "of": 48,
     }  # fmt: skip
-    return row | other
+    return [
+        row | {"share": share, "us": total / (232e9 * share) * 1e6 + 36 * us} | other for share, us in fixed.items()
+    ]
 
 
-def test_a_rehearsal_gives_the_fixed_cost() -> None:
-    def told(*rows: dict[str, Any], state: str = "current", name: str = "r9") -> Receipt:
-        return Receipt(name, state, "", "NVIDIA H200", "2026-01-02", (), {"rehearsed": list(rows)})
+def told(*rows: dict[str, Any], state: str = "current", name: str = "r9") -> Receipt:
+    return Receipt(name, state, "", "NVIDIA H200", "2026-01-02", (), {"rehearsed": list(rows)})
 
-    row = rehearsed(9.0, 200e9)
-    p = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told(row)])
+
+def test_a_rehearsal_gives_the_fixed_cost_at_each_pace() -> None:
+    rows = rehearsed({1.0: 8.0, 0.8: 6.0})
+    unpaced = rows[0] | {"share": 0.0, "us": 2000.0}  # says nothing about a pace
+    variant = rows[0] | {"variant": "workers=4", "us": 99999.0}
+    p = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told(unpaced, variant, *rows)])
     plain = predict.predict("gb10", "120b", FAST, 2048, [receipt()])
     assert p.formula == plain.scenarios
-    assert p.scenarios[0] == plain.scenarios[0]
     assert p.rehearsal is not None
-    assert p.rehearsal.fixed_us == pytest.approx(9.0)
-    assert p.rehearsal.stream == pytest.approx(200e9)
+    assert [round(f, 6) for _, _, f in p.rehearsal.times] == [8.0, 6.0]
     total = decode_traffic(C, predict.formats_of("mxfp4"), 2048).total
-    for scenario, share in zip(p.scenarios[1:], (SHARE, 1.0)):
-        assert scenario.tokens_per_second == pytest.approx(1 / (total / (232e9 * share) + 36 * 9e-6))
-    stale = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told(row, state="STALE")])
+    between = 8.0 - 2.0 * (1 / SHARE - 1) / (1 / 0.8 - 1)
+    at_least = 8.0 - 2.0 * (232 / 201 - 1) / (1 / 0.8 - 1)
+    for s, read, fixed in zip(p.scenarios, (201e9, 232e9 * SHARE, 232e9), (at_least, between, 8.0)):
+        assert s.fixed_us == pytest.approx(fixed)
+        assert s.tokens_per_second == pytest.approx(1 / (total / read + 36e-6 * fixed))
+    assert p.rehearsal.fixed(100e9) == pytest.approx(6.0)  # beyond what was rehearsed: as at the nearest
+    assert p.rehearsal.fixed(900e9) == pytest.approx(8.0)
+
+
+def test_the_share_of_a_rehearsed_gpu_is_the_least_of_all_formats() -> None:
+    """What another format streams with says nothing good about a slower memory."""
+    slow = trace()
+    slow["head"] = slow["head"] | {"sums": 1.0 + (slow["head"]["sums"] - 1.0) * 2 * SHARE / 0.7}  # q8: twice the bytes
+    r = receipt()
+    r.raw["rows"].append({"model": "120b", "formats": "q8", "context": 2048, "phases": slow})
+    p = predict.predict("gb10", "120b", FAST, 2048, [r, told(*rehearsed({1.0: 8.0, 0.6: 8.0}))])
+    assert p.basis.streaming == pytest.approx(SHARE)
+    assert p.scenarios[1].streaming == pytest.approx(0.7, rel=1e-2)
+
+
+def test_which_rehearsals_count() -> None:
+    good = rehearsed({1.0: 8.0, 0.8: 6.0})
+    stale = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told(*good, state="STALE")])
     assert any("r9 is STALE" in w for w in stale.warnings)
-    others = [
-        told(rehearsed(9.0, 200e9, **change))
-        for change in (
-            {"read": 1e12},
-            {"context": 512},
-            {"gpu": "rtx5090"},
-            {"formats": "q8"},
-            {"model": "120b, 4 layers"},
-        )
-    ]
-    wrong = told(row, rehearsed(9.0, 200e9, phases=None, ok=False))  # its kernel failed the check
-    assert predict.predict("gb10", "120b", FAST, 2048, [receipt(), *others, wrong]).rehearsal is None
-    assert predict.predict("h200", "120b", FAST, 2048, [receipt(), told(row)]).rehearsal is None
+    changes: tuple[dict[str, Any], ...] = (
+        {"read": 1e12}, {"context": 512}, {"gpu": "rtx5090"}, {"formats": "q8"}, {"model": "120b, 4 layers"},
+        {"of": 170}, {"variant": "slot=8192"}, {"share": 1.0},
+    )  # fmt: skip
+    for change in changes:
+        other = told(*rehearsed({1.0: 8.0, 0.8: 6.0}, **change))
+        assert predict.predict("gb10", "120b", FAST, 2048, [receipt(), other]).rehearsal is None, change
+    wrong = told(*good, good[0] | {"ok": False})  # a kernel failed its check
+    assert predict.predict("gb10", "120b", FAST, 2048, [receipt(), wrong]).rehearsal is None
+    assert predict.predict("h200", "120b", FAST, 2048, [receipt(), told(*good)]).rehearsal is None
+
+
+def test_a_slice_of_a_gpu_has_its_part_of_the_memory() -> None:
+    """132 of 188 blocks with 132/188 of the bandwidth take as long as the bytes there say; the rest is fixed."""
+    gpu, total = GPUS["pro6000"], decode_traffic(C, predict.formats_of("mxfp4"), 2048).total
+    rows = [
+        row | {"gpu": "pro6000", "read": gpu.read, "of": 188, "blocks": 132}
+        | {"us": total / (gpu.read * row["share"] * 132 / 188) * 1e6 + 36 * 10.0}
+        for row in rehearsed({1.0: 0.0, 0.8: 0.0})
+    ]  # fmt: skip
+    p = predict.predict("pro6000", "120b", FAST, 2048, [receipt(), told(*rows)])
+    assert [s.fixed_us for s in p.scenarios] == pytest.approx([10.0] * 3)
+    assert p.scenarios[2].tokens_per_second == pytest.approx(1 / (total / (gpu.read * 4.5 / 4.8) + 360e-6))
 
 
 def _chosen() -> tuple[str, ...]:
@@ -157,10 +190,22 @@ def test_current_before_stale_then_newest() -> None:
     assert any("STALE" in w for w in p.warnings)
 
 
-def test_other_models_and_sizes_are_said() -> None:
+def test_other_models_are_said_and_what_means_nothing_has_no_figure() -> None:
     p = predict.predict("rtx5090", "20b", FAST, 2048, [receipt()])
     assert any("measured on 120b" in w for w in p.warnings)
-    assert any("does not fit" in w for w in predict.predict("rtx5090", "120b", FAST, 2048, [receipt()]).warnings)
+    assert not p.void
+    large = predict.predict("rtx5090", "120b", FAST, 2048, [receipt()])
+    assert "does not fit in 32 GB; --model 20b does" in large.void
+    assert large.as_dict()["tokens_per_second"] is None
+    triton = predict.predict("b200", "120b", FAST, 2048, [receipt()])
+    assert "sm100 decodes with triton kernels" in triton.void
+    assert "built for sm90" in triton.void
+
+
+def test_slower_memory_hides_waits_as_far_as_it_is_slower() -> None:
+    high = {g: predict.predict(g, "120b", FAST, 2048, [receipt()]).scenarios[2].fixed_us for g in ("h100", "pro6000")}
+    assert high["h100"] == pytest.approx(FIXED * 3.35 / 4.5)
+    assert high["pro6000"] == pytest.approx(FIXED * 1.792 / 4.5 * 1.98 / 2.62)
 
 
 def test_what_is_refused() -> None:
@@ -181,8 +226,11 @@ def test_names() -> None:
 
 
 def test_the_command_prints_every_input() -> None:
-    done = CliRunner().invoke(app, ["profile", "--predict", "gb10,h200", "--preset", "fast"])
+    done = CliRunner().invoke(app, ["profile", "--predict", "gb10,h200,b200,rtx5090,pro6000,h100", "--preset", "fast"])
     assert done.exit_code == 0, done.output
+    assert "measured" in done.stdout
+    assert "sm100 decodes with triton" in done.stdout
+    assert "--model 20b does" in done.stdout
     for word in ("PREDICTED", "GB10", "streaming share", "fixed", "assumed", "232 GB/s"):
         assert word in done.stdout
     made = CliRunner().invoke(app, ["profile", "--predict", "gb10", "--preset", "fast", "--json"])

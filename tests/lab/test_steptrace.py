@@ -15,8 +15,9 @@ SLIDING = {"qkv": (0, 1, 2, 3), "attention": (3, 4, 5, None), "o": (5, 6, 7, 8),
 FULL = SLIDING | {"attention": (3, 4, 5, 7)}
 
 
-def make(blocks: int, delay: float) -> torch.Tensor:
-    """Layers of 24 microseconds; block b is late by b * delay; every block has a clock that began elsewhere."""
+def make(blocks: int, delay: float, drift: float = 0.0) -> torch.Tensor:
+    """Layers of 24 microseconds; block b is late by b * delay; every block has a clock that began elsewhere, and runs
+    faster by b * drift."""
     layers = len(KINDS)
     out = torch.zeros((blocks, layers + 1, 32), dtype=torch.int64)
     for b in range(blocks):
@@ -24,7 +25,7 @@ def make(blocks: int, delay: float) -> torch.Tensor:
             begin = 1000 + 24 * layer + b * delay
 
             def clock(us: float, b: int = b) -> int:
-                return round(us * 1000 * GHZ) + 7_000_000 * (b + 1)
+                return round(us * 1000 * GHZ * (1 + b * drift)) + 7_000_000 * (b + 1)
 
             if layer == layers:
                 out[b, layer, 20:23] = torch.tensor([clock(begin + m) for m in (0, 2, 70)])
@@ -60,6 +61,14 @@ def test_the_last_block_counts() -> None:
     assert last - first == pytest.approx(1.5, abs=0.02)
     assert last - mean == pytest.approx(0.75, abs=0.02)
     assert found["layers"]["full"]["layer"] == pytest.approx(24, abs=0.02)
+
+
+def test_blocks_with_clocks_of_their_own_do_not_drift_apart() -> None:
+    found = steptrace.digest(make(4, 0.5, drift=0.01), 300.0)
+    first, mean, last = found["layers"]["full"]["o done"]
+    assert (last - first, last - mean) == pytest.approx((1.5, 0.75), abs=0.02)
+    assert found["layers"]["full"]["layer"] == pytest.approx(24, abs=0.02)
+    assert found["clocks_ghz"] == pytest.approx([GHZ, GHZ * 1.03], rel=1e-5)
 
 
 def test_an_empty_trace_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -15,7 +15,8 @@ from halfbyte.kernels.prove import Evidence
 from halfbyte.model import checkpoint, ready
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose
-from halfbyte.plan.phase import ARCHES, Spec
+from halfbyte.plan.phase import ARCHES, Arch, Spec
+from halfbyte.plan.record import Selection
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, LONG_ROWS, LONG_WHY, REGIMES
 
@@ -53,11 +54,12 @@ def explain(
     spec, chosen, selection = choose(config, gates, target, found)
     evidence = gather(spec, chosen, target.name, gates) if prove else []
     values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
+    said = notes(spec, selection, target)
     if json:
-        found_out = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values}
+        found_out = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": said}
         found_out |= {"rows": RANGES, "long": LONG_WHY}
         print_json(found_out | {"evidence": [asdict(e) for e in evidence]} if prove else found_out)
-        return
+        raise typer.Exit(int(any(not e.ok for e in evidence)))
     announce(gates, f"{name} on {target.name}")
     if gates.sinks == "off":
         out.print(f"[bold red]{SINKS_OFF}[/bold red]")
@@ -79,11 +81,41 @@ def explain(
             if refusal.regime == regime:
                 reasons.setdefault(refusal.reason, []).append(refusal.phase)
         for reason, phases in reasons.items():
-            out.print(f"  [dim]refused  {', '.join(phases)}: {reason}[/dim]")
+            names = ["reference.*"] if all(p.startswith("reference.") for p in phases) else phases
+            out.print(f"  [dim]refused  {', '.join(names)}: {reason}[/dim]")
     layouts = ", ".join(f"{role} {layout}" for role, layout in selection.layouts.items())
     out.print(f"\nlayouts  {layouts}")
+    for note in said:
+        out.print(f"NOTE     {note}", markup=False)
     if prove:
         show(evidence)
+        raise typer.Exit(int(any(not e.ok for e in evidence)))
+
+
+def notes(spec: Spec, selection: Selection, target: Arch) -> list[str]:
+    """What whoever has such a GPU should know and the lists do not say."""
+    if target.capability is None:
+        return []
+    said = []
+    decode, prompts = spec.at("decode").activation, spec.at("prefill").activation
+    kernels = {name for names in selection.chosen.values() for name in names}
+    lost = {r.phase: r.reason for r in selection.refusals if r.regime == "decode"}.get("cuda.decode_step", "")
+    if all(name.startswith("triton.") for name in kernels):
+        said.append(f"every kernel here is Triton's: cuda.decode_step, which takes one launch for all layers, {lost}.")
+    elif lost and decode != "bf16":
+        said.append(
+            f"decode takes many launches a layer: cuda.decode_step, which takes one for all of them, {lost}. "
+            f"--activation prefill={decode} keeps it, and {decode} for prompts."
+        )
+    if target.capability[0] >= 10 and prompts == "bf16" and spec.formats["gate_up"] == "mxfp4":
+        said.append(
+            "prompts run on the bf16 tensor cores. --activation prefill=mxfp8 or prefill=mxfp4 takes the block-scaled "
+            "FP4 ones, and rounds activations (docs/numerics.md)."
+        )
+    if target.name != "sm90":
+        ran = "" if target.name == "sm100" else ", but for their bf16 products on an H200 (bench/sync_gpu.py)"
+        said.append(f"these kernels are compiled and read for {target.name}, and have run on no such machine yet{ran}.")
+    return said
 
 
 def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence]:
@@ -100,19 +132,31 @@ def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence
 
 
 def show(evidence: list[Evidence]) -> None:
-    out.print("\n[bold]proof[/bold] (compiled now, read from the machine code)")
+    """Kernels that several phases share once."""
+    users: list[tuple[Evidence, list[str]]] = []
     for e in evidence:
+        phases = next((names for k, names in users if replace(e, phase=k.phase) == k), None)
+        if phases is None:
+            users.append((e, phases := []))
+        phases.append(e.phase)
+    bad = [e.kernel for e, _ in users if not e.ok]
+    verdict = (
+        f"[red]{len(bad)} are not as promised: {', '.join(bad)}[/red]" if bad else "[green]all as promised[/green]"
+    )
+    out.print("\n[bold]proof[/bold] (compiled now, read from the machine code)")
+    for e, phases in users:
         mma = ", ".join(f"{n} x{c}" for n, c in e.instructions.items()) or "no matrix instruction"
-        verdict = "[green]as promised[/green]" if e.ok else f"[red]{'; '.join(e.problems)}[/red]"
-        out.print(f"  {e.phase} {e.kernel}: {e.target}, {mma}")
+        found = "[green]as promised[/green]" if e.ok else f"[red]{'; '.join(e.problems)}[/red]"
+        out.print(f"  {e.kernel}: {e.target}, {mma} [dim]({', '.join(dict.fromkeys(phases))})[/dim]")
         promise = [f"must show {e.needed}"] if e.needed else []
         promise += [f"must not show {e.banned}"] if e.banned else []
         if promise:
             out.print(f"    {', '.join(promise)}".replace("\\b", "").replace("\\", ""), markup=False)
         out.print(
-            f"    {e.registers} registers, {e.spilled_bytes} bytes spilled, "
-            f"{e.shared_bytes} of {e.shared_limit} bytes shared memory: {verdict}"
+            f"    {e.registers} registers, {proof.spilled(e)} spilled, "
+            f"{e.shared_bytes} of {e.shared_limit} bytes shared memory: {found}"
         )
+    out.print(f"{len(users)} kernels: {verdict}")
 
 
 def register(app: typer.Typer) -> None:

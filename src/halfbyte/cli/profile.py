@@ -150,10 +150,10 @@ def show_predictions(names: str, shape: str, gates: Gates, depth: int, json: boo
         rows.append(
             {
                 "PREDICTED": p.gpu.name,
-                "tokens/s": f"{central:.1f}",
-                "range": f"{low:.1f} – {high:.1f}",
+                "tokens/s": "–" if p.void else f"{central:.1f}",
+                "range": "–" if p.void else "measured" if p.measured else f"{low:.1f} – {high:.1f}",
                 "ceiling": f"{p.ceiling:.1f}",
-                "share": f"{central / p.ceiling:.0%}",
+                "share": "–" if p.void else f"{central / p.ceiling:.0%}",
             }
         )
     print_table(rows, title=f"decode of {shape} at {depth}, {gates.layers}: a prediction, not a measurement")
@@ -162,44 +162,56 @@ def show_predictions(names: str, shape: str, gates: Gates, depth: int, json: boo
 
 
 def explain_prediction(p: predict.Prediction) -> None:
-    b, g = p.basis, p.gpu
+    b, g, r = p.basis, p.gpu, p.rehearsal
     out.print(f"\n[bold]{g.name}[/bold]")
     said = [
-        f"time = {p.bytes / 1e9:.3f} GB / (read x streaming share) + layers x fixed cost",
-        f"from   {b.receipt} ({b.state}): {b.model} {b.formats} @ {b.context} took {b.us:.1f} us on {b.gpu}; "
-        f"trace in {b.trace_receipt}",
-        f"       streaming share {b.streaming:.3f} (lm_head), {b.streaming_short:.3f} (experts); "
-        f"fixed {b.fixed_us:.2f} us a layer, of which the router {b.router_us:.2f}",
-        f"GPU    read {g.read / 1e9:.0f} GB/s ({g.note}), {g.blocks} multiprocessors at {g.ghz:.2f} GHz as published",
+        f"GPU      read {g.read / 1e9:.0f} GB/s ({g.note}), {g.blocks} multiprocessors at {g.ghz:.2f} GHz as published"
     ]
-    for s in p.scenarios:
+    if p.void:
+        said += [f"NONE     {p.void}"]
+        for line in said:
+            out.print(f"  {line}", markup=False)
+        return
+    said += [
+        f"from     {b.receipt} ({b.state}): {b.model} {b.formats} @ {b.context} took {b.us:.1f} us on {b.gpu}; "
+        f"trace in {b.trace_receipt}: streaming share {b.streaming:.3f} (lm_head), {b.streaming_short:.3f} (experts); "
+        f"fixed {b.fixed_us:.2f} us a layer, of which the router {b.router_us:.2f}",
+    ]
+    if r:
+        times = ", ".join(f"{us:.0f} us at {pace / 1e9:.0f} GB/s ({fixed:.2f})" for pace, us, fixed in r.times)
+        part = "" if r.blocks == r.of else f" (of {r.of}, with their part of the memory)"
         said.append(
-            f"{s.name:8} read {s.read / 1e9:.0f} GB/s, streaming {s.streaming:.3f}, fixed {s.fixed_us:.2f} us a layer: "
-            f"{s.tokens_per_second:.1f} tokens/s"
+            f"and      {r.receipt} ({r.state}): rehearsed on {r.device} with {r.blocks} blocks{part} and rings of "
+            f"{r.slots} slots, us of a step (and of a layer beyond its bytes): {times}"
         )
-    if p.rehearsal:
-        r, by = p.rehearsal, " / ".join(f"{s.tokens_per_second:.1f}" for s in p.formula)
+    if not p.measured:
+        gigabytes = f"{p.bytes / 1e9:.3f} GB"
+        said.append(f"time     = {gigabytes} / (read x streaming share) + layers x fixed cost; so, in tokens/s:")
+    for s in () if p.measured else p.scenarios:
         said.append(
-            f"rehearsed on {r.device} at {r.ghz:.2f} GHz ({r.receipt}, {r.state}): {r.blocks} blocks, rings of "
-            f"{r.slots} slots, copies held to {r.stream / 1e9:.0f} GB/s: {r.us:.0f} us, so fixed {r.fixed_us:.2f} us "
-            "a layer"
+            f"{s.name:8} {s.tokens_per_second:.1f}: read {s.read / 1e9:.0f} GB/s, streaming {s.streaming:.3f}, "
+            f"fixed {s.fixed_us:.2f} us a layer"
         )
-        said.append(f"formula  without the rehearsal: {by} tokens/s (low / central / high)")
+    if p.formula:
+        by = " / ".join(f"{s.tokens_per_second:.1f}" for s in p.formula)
+        said.append(f"formula  without the rehearsal: {by} (low / central / high)")
     if p.checks:
         told = ", ".join(
             f"{c.what} {c.predicted_us:.0f} us, measured {c.measured_us:.0f} ({c.error:+.1%})" for c in p.checks
         )
-        said.append(f"checked  the same two numbers give on the {b.gpu}: {told}")
+        said.append(f"checked  the share and fixed cost of the receipt give on the {b.gpu}: {told}")
     assumed = (
-        "waits between blocks scale with the clock (central) or not at all (low); slower memory hides all of them but "
-        "the router's (high)"
+        "low: fixed cost as measured, streams like the experts'; central: waits scale with the clock; high: slower "
+        "memory hides that much of them, but not the router's"
     )
-    if p.rehearsal:
-        assumed = "clock and latencies of the GPU that rehearsed (central, high), all of the bandwidth (high)"
-    said += [
-        f"assumed  {assumed}",
-        *(f"NOTE     {w}" for w in p.warnings),
-    ]
+    if r:
+        assumed = (
+            f"low: {'the least that products are reported to read there' if g.least else 'the least share of paper'}; "
+            f"central: the least share of lm_head on the {b.gpu}; high: all of the bandwidth; clock and latencies are "
+            "those of the GPU that rehearsed"
+        )
+    said += [f"assumed  {assumed}"] if not p.measured else []
+    said += [f"NOTE     {w}" for w in p.warnings]
     for line in said:
         out.print(f"  {line}", markup=False)
 

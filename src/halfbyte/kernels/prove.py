@@ -51,6 +51,7 @@ class Evidence:
     total_instructions: int
     registers: int
     spilled_bytes: int
+    known_spills: str  # functions whose spills are known and no problem
     shared_bytes: int
     shared_limit: int
     needed: str
@@ -151,8 +152,8 @@ def prove_call(phase: str, call: Call, arch: Arch) -> Evidence:
         compiler="triton " + ".".join(map(str, triton_version())),
         instructions=dict(collections.Counter(MMA.findall(sass)).most_common()),
         total_instructions=len(re.findall(INSTRUCTION, sass, re.MULTILINE)),
-        registers=registers, spilled_bytes=spilled, shared_bytes=shared, shared_limit=arch.shared_memory,
-        needed=call.need, banned=call.ban, problems=tuple(problems),
+        registers=registers, spilled_bytes=spilled, known_spills="", shared_bytes=shared,
+        shared_limit=arch.shared_memory, needed=call.need, banned=call.ban, problems=tuple(problems),
     )  # fmt: skip
 
 
@@ -161,8 +162,9 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
     target = "sm_" + arch.name.removeprefix("sm") + "a"
     sass, log = _built(build.program, target)
     registers, spilled = _reported(log)
+    unknown = _reported(log, build.known)[1]
     problems = [f"no instruction matches {p}" for p in build.need if not re.search(p, sass)]
-    problems += _problems(sass, build.ban, spilled if spilled > build.spills else 0, build.shared, arch)
+    problems += _problems(sass, build.ban, unknown, build.shared, arch)
     if arch.capability is not None and arch.capability[0] == 12 and "CALL.ABS" in sass:
         problems.append("copies go through a routine of the driver")
     if "serialized" in log:  # ptxas' word for products that wait for each other
@@ -171,8 +173,8 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
         phase=phase, kernel=build.name, arch=arch.name, target=target, compiler=f"NVRTC {nvrtc_version()}",
         instructions=dict(collections.Counter(MMA.findall(sass)).most_common()),
         total_instructions=len(re.findall(INSTRUCTION, sass, re.MULTILINE)), registers=registers,
-        spilled_bytes=spilled, shared_bytes=build.shared, shared_limit=arch.shared_memory,
-        needed=" and ".join(build.need), banned=build.ban, problems=tuple(problems),
+        spilled_bytes=spilled, known_spills=build.known if spilled > unknown else "", shared_bytes=build.shared,
+        shared_limit=arch.shared_memory, needed=" and ".join(build.need), banned=build.ban, problems=tuple(problems),
     )  # fmt: skip
 
 
@@ -194,11 +196,12 @@ def _problems(sass: str, ban: str, spilled: int, shared: int, arch: Arch) -> lis
     return found
 
 
-def _reported(log: str) -> tuple[int, int]:
-    """(registers, bytes spilled) from ptxas' report: the most of any kernel, and of all together."""
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+def _reported(log: str, but: str = "") -> tuple[int, int]:
+    """(registers, bytes spilled) from ptxas' report: the most of any kernel, and of all functions but those."""
+    spills = re.findall(r"properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.findall(r"Used (\d+) registers", log)
-    return max(map(int, registers), default=0), sum(int(n) for pair in spills for n in pair)
+    counted = [int(a) + int(b) for name, a, b in spills if not (but and re.search(but, name))]
+    return max(map(int, registers), default=0), sum(counted)
 
 
 class _Driver:
@@ -312,12 +315,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(e.ok for e in found) else 1
 
 
+def spilled(e: Evidence) -> str:
+    known = f" (known, in {e.known_spills.replace('|', ' and ')})" if e.known_spills else ""
+    return f"{e.spilled_bytes} bytes{known}"
+
+
 def show(e: Evidence) -> str:
     """One line a person can read."""
     found = ", ".join(f"{n} {name}" for name, n in list(e.instructions.items())[:3]) or "no MMA"
     return (
         f"{'ok ' if e.ok else 'BAD'} {e.phase} {e.kernel} [{e.target}]: {found}; {e.total_instructions} instructions, "
-        f"{e.registers} registers, {e.spilled_bytes} spilled, {e.shared_bytes} B shared"
+        f"{e.registers} registers, {spilled(e)} spilled, {e.shared_bytes} B shared"
         + "".join(f"\n    {p}" for p in e.problems)
     )
 

@@ -39,7 +39,7 @@ class Build:
     shared: int
     need: tuple[str, ...] = ()
     ban: str = ""
-    spills: int = 0  # bytes that are known and lie outside the products
+    known: str = ""  # functions, with | between, whose spills are known and said, not held against it
 
 
 def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
@@ -55,14 +55,12 @@ def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
     if isinstance(phase, grouped_fp8._Fp8):
         return [_fp8(spec.formats[next(iter(phase.shapes(spec)))], swiglu) for swiglu in _swiglu(phase)]
     if isinstance(phase, grouped_sync._Sync):
-        return _sync(phase, spec)
+        return _sync(phase, spec) + _stream(phase, spec, arch)
     if isinstance(phase, grouped_phases._Grouped):
         form = spec.formats[next(iter(phase.shapes(spec)))]
         shapes = ("narrow", "broad", "wide") if "moe" in phase.covers else ("narrow", "wide")
         found = [_grouped(form, shape, swiglu) for shape in shapes for swiglu in _swiglu(phase)]
-        if isinstance(phase, batch_phase.BatchHead):
-            found.append(_product("lm_head", batch.Variant(form, spec.hidden)))
-        return found
+        return found + _stream(phase, spec, arch)
     if isinstance(phase, batch_phase.BatchLayer):
         return _batch(spec, arch) + (_batch_attention(spec) if isinstance(phase, batch_fused.FusedBatchLayer) else [])
     if isinstance(phase, flash.FlashAttention):
@@ -80,7 +78,8 @@ def _swiglu(phase: Phase) -> tuple[bool, ...]:
 def _step(spec: Spec, arch: Arch, rows: int) -> Build:
     shape = decode.shape_of(spec, arch, rows)
     need = (r"\bHMMA\.16816", BULK)
-    return Build(f"decode_step rows={rows}", shape.program(), shape.shared_bytes, need, r"\bHGMMA", spills=40)
+    known = "decode_step|phase_attention" if arch.name == "sm90" else ""  # not qkv, experts or lm_head
+    return Build(f"decode_step rows={rows}", shape.program(), shape.shared_bytes, need, r"\bHGMMA", known)
 
 
 def _grouped(form: str, shape: str, swiglu: bool, *, rope: bool = False) -> Build:
@@ -115,6 +114,15 @@ def _batch(spec: Spec, arch: Arch) -> list[Build]:
     rows = batch.RowShape(spec.hidden, spec.experts, spec.top_k)
     found = [Build(entry, rows.program(entry), shared) for entry, shared in batch.ROW_SHARED.items()]
     return found + [_product(role, v) for role, v in batch_phase.variants(spec, arch).items()]
+
+
+def _stream(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
+    """What few rows of lm_head take."""
+    if not isinstance(phase, batch_phase.BatchHead):
+        return []
+    rows = batch.RowShape(spec.hidden, spec.experts, spec.top_k)
+    finish = Build("batch_finish", rows.program("batch_finish"), batch.ROW_SHARED["batch_finish"])
+    return [finish, _product("lm_head", batch_phase.head_variant(spec, arch))]
 
 
 def _product(role: str, v: batch.Variant) -> Build:

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,13 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def need_gpu() -> None:
+    """Ends a script that measures a GPU where there is none: one sentence, exit status 2."""
+    if not torch.cuda.is_available():
+        print("this measures a CUDA GPU, and torch sees none: run it on a machine that has one.", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def gpus() -> list[dict[str, Any]]:

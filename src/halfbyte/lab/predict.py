@@ -8,20 +8,26 @@ Both are read from receipts, never written here. Carried over to another GPU und
 
     low      the share of the shorter streams (experts), the fixed cost as it was measured
     central  the share of the longest stream, the fixed cost by the ratio of clocks
-    high     the same, and slower memory hides every wait but the router's, which alone says what to read next
+    high     the same, and slower memory hides as much of the waits as it is slower, but not the router's, which alone
+             says what to read next
 
-The fixed cost of a GPU that was rehearsed (bench/rehearse_gpu.py: its blocks, its ring and its memory's pace on a GPU
-that is here) is not carried over but measured: what is left of the rehearsed step beside its bytes at the pace that
-its own longest stream kept. It then stands in central, and in high with all of the bandwidth; the formula's figures
-stand beside them. Clock and latencies stay those of the GPU that rehearsed.
+A GPU that was rehearsed (bench/rehearse_gpu.py: its blocks, its ring and its memory's pace on a GPU that is here) needs
+no such assumption: its fixed cost is what the rehearsed step took beyond its bytes at that pace, found at several of
+them. What stays assumed is the bandwidth: low takes the least that somebody's products are reported to read with there,
+central the share of the longest stream where it was measured, in the format in which it was least (set by instructions
+there, of which a slower memory leaves more), high all that a reading kernel gets. Clock and latencies stay those of the
+GPU that rehearsed. The formula's figures stand beside them.
 
 A chip with fewer instructions per weight than the measured one is slowed down by that ratio in low and central. A paper
-bandwidth is taken at the share that the H200 reaches of its own (low: GB10's). Nothing else is modelled, batches and
-prompts least of all; everything that comes out is a prediction and is labelled so.
+bandwidth is taken at the share that the H200 reaches of its own (low: GB10's). Where the very step was measured all
+three are the measurement. Where the model does not fit, or the plan runs other kernels than the measured one, there is
+no figure. Nothing else is modelled, batches and prompts least of all; everything that comes out is a prediction and
+is labelled so.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -56,6 +62,7 @@ class Basis:
     us: float  # of a step, measured
     bytes: float  # that the step must read
     streaming: float  # share of the read bandwidth, longest stream
+    streaming_least: float  # the same in the format in which it was least
     streaming_short: float  # experts
     fixed_us: float  # per layer, at the share of the longest stream
     fixed_short_us: float  # per layer, at the share of the experts' streams
@@ -90,17 +97,22 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A traced step at another GPU's blocks, ring and memory pace."""
+    """Steps at another GPU's blocks, ring and memory, at several paces."""
 
     receipt: str
     state: str
     device: str
     blocks: int
+    of: int  # multiprocessors of the GPU; fewer blocks are a slice of it
     slots: int
-    us: float  # of the step
-    stream: float  # bytes/s that lm_head was read with
-    ghz: float
-    fixed_us: float  # per layer
+    times: tuple[tuple[float, float, float], ...]  # bytes/s of the GPU's memory, us of the step, of it fixed per layer
+
+    def fixed(self, pace: float) -> float:
+        """Between two paces on a line over their inverse; beyond them as at the nearest."""
+        known = sorted((1 / p, fixed) for p, _, fixed in self.times)
+        at = min(max(1 / pace, known[0][0]), known[-1][0])
+        (x, low), (y, high) = next((a, b) for a, b in itertools.pairwise(known) if at <= b[0])
+        return low + (high - low) * (at - x) / (y - x)
 
 
 @dataclass(frozen=True)
@@ -117,13 +129,21 @@ class Prediction:
     warnings: tuple[str, ...]
     formula: tuple[Scenario, ...] = ()  # with a rehearsal: what it gives without
     rehearsal: Rehearsal | None = None
+    void: str = ""  # why the figures mean nothing there
 
     @property
     def central(self) -> float:
         return self.scenarios[1].tokens_per_second
 
+    @property
+    def measured(self) -> bool:
+        """This very step, on that very kind of GPU; the scenarios are the measurement."""
+        b = self.basis
+        return (self.gpu.name, self.model, self.context) == (b.gpu, b.model, b.context)
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"label": "PREDICTED", "tokens_per_second": self.central}
+        said = {"label": "MEASURED" if self.measured else "PREDICTED"}
+        return asdict(self) | said | {"tokens_per_second": None if self.void else self.central}
 
 
 def basis(receipts: Sequence[Receipt], model: str, formats: str, context: int) -> Basis:
@@ -155,11 +175,12 @@ def basis(receipts: Sequence[Receipt], model: str, formats: str, context: int) -
     gpu = gpu_named(receipt.gpu)
     config, held = NAMED[row["model"]], formats_of(formats)
     stream, short, router = streams(traced, gpu)
+    least = min(streams(t, gpu)[0] for r, t in traces if r is where)
     total = decode_traffic(config, held, row["context"]).total
     fixed, fixed_short = ((row["us"] - total / (gpu.read * s) * 1e6) / config.layers for s in (stream, short))
     return Basis(
         receipt.name, where.name, receipt.state, gpu.name, row["model"], formats, int(row["context"]), float(row["us"]),
-        total, stream, short, fixed, fixed_short, router, float(traced["phases"]["clock_ghz"]),
+        total, stream, least, short, fixed, fixed_short, router, float(traced["phases"]["clock_ghz"]),
     )  # fmt: skip
 
 
@@ -178,9 +199,9 @@ def checks(receipts: Sequence[Receipt], b: Basis) -> tuple[Check, ...]:
 
 
 def rehearsal(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, context: int) -> Rehearsal | None:
-    """The newest one of exactly this, current before stale; its kernel's result must have been right."""
-    config, held = NAMED[model], formats_of(formats)
-    traffic = decode_traffic(config, held, context)
+    """The newest one of exactly this at two paces or more, current before stale; every result must have been right."""
+    config = NAMED[model]
+    bytes_ = decode_traffic(config, formats_of(formats), context).total
     found: dict[tuple[bool, str, str], Rehearsal] = {}
     for r in receipts:
         given = r.raw.get("rehearsed")
@@ -189,19 +210,20 @@ def rehearsal(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, c
             for row in (given if isinstance(given, list) else [])
             if (row.get("model"), row.get("formats"), row.get("context")) == (model, formats, context)
             and gpu_named(str(row["gpu"])) is gpu
-            and (row["read"], row["blocks"]) == (gpu.read, gpu.blocks)  # else the table means another GPU today
+            and (row["read"], row.get("of")) == (gpu.read, gpu.blocks)  # else the table means another GPU today
+            and not row["variant"]
         ]
-        if not all(row.get("ok", True) for row in rows):
+        paced = [row for row in rows if row["share"] and "us" in row]
+        if not all(row.get("ok", True) for row in rows) or len({row["share"] for row in paced}) < 2:
             continue
-        for row in rows:
-            if isinstance(row.get("phases"), Mapping):
-                head, us = row["phases"]["head"], float(row["phases"]["us"])
-                stream = step_work(config, held, 1, context)["lm_head"].bytes / (head["sums"] - head["start"]) * 1e6
-                fixed = (us - (traffic.total - traffic.rest) / stream * 1e6) / config.layers  # the rest is not streamed
-                found[(r.state == "current", r.date, r.name)] = Rehearsal(
-                    r.name, r.state, r.gpu, int(row["blocks"]), int(row["slots"]), us, stream,
-                    float(row["phases"]["clock_ghz"]), fixed,
-                )  # fmt: skip
+        times = []
+        for row in paced:
+            pace, us = row["read"] * row["share"], float(row["us"])
+            part = row["blocks"] / row["of"]
+            times.append((pace, us, (us - bytes_ / (pace * part) * 1e6) / config.layers))
+        found[(r.state == "current", r.date, r.name)] = Rehearsal(
+            r.name, r.state, r.gpu, int(paced[0]["blocks"]), gpu.blocks, int(paced[0]["slots"]), tuple(times)
+        )
     return found[max(found)] if found else None
 
 
@@ -253,34 +275,38 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
         seconds = total / (read * streaming) + config.layers * fixed * 1e-6
         return Scenario(label, read, streaming, fixed, 1 / seconds)
 
-    made = (
+    slower = min(1.0, gpu.read / there.read)
+    made: tuple[Scenario, ...] = (
         scenario("low", gpu.read * least, found.streaming_short * issue, found.fixed_short_us * max(1.0, clocks)),
         scenario("central", gpu.read * usual, found.streaming * issue, found.fixed_us * clocks),
-        scenario("high", gpu.read * usual, found.streaming, min(found.fixed_us, found.router_us) * clocks),
+        scenario("high", gpu.read * usual, found.streaming, _hidden(found, slower) * clocks),
     )
-    ceiling = gpu.read / total
+    if gpu is there and (found.model, found.context) == (model, context):
+        made = tuple(scenario(s, gpu.read, found.streaming, found.fixed_us) for s in ("low", "central", "high"))
     rehearsed = rehearsal(receipts, gpu, model, label, context) if kv == "bf16" else None
     formula: tuple[Scenario, ...] = ()
     if rehearsed:
-        central = scenario("central", gpu.read * usual, found.streaming * issue, rehearsed.fixed_us)
-        formula, made = made, (made[0], central, scenario("high", gpu.read * usual, 1.0, rehearsed.fixed_us))
+        formula = made
+        reads = (
+            ((gpu.least, 1.0) if gpu.least else (gpu.read * least, found.streaming_least)),
+            (gpu.read * usual, found.streaming_least),
+        )
+        made = tuple(
+            scenario(s, read, share, rehearsed.fixed(read * share))
+            for s, (read, share) in zip(("low", "central", "high"), (*reads, (gpu.read * usual, 1.0)))
+        )
     return Prediction(
-        gpu,
-        model,
-        held,
-        context,
-        total,
-        ceiling,
-        made,
-        found,
-        checks(receipts, found),
-        tuple(_warnings(gpu, model, gates, found, rehearsed)),
-        formula,
-        rehearsed,
-    )
+        gpu, model, held, context, total, gpu.read / total, made, found, checks(receipts, found),
+        tuple(_warnings(model, found, rehearsed)), formula, rehearsed, _void(gpu, model, gates),
+    )  # fmt: skip
 
 
-def _warnings(gpu: Gpu, model: str, gates: Gates, found: Basis, rehearsed: Rehearsal | None) -> list[str]:
+def _hidden(found: Basis, slower: float) -> float:
+    """What a memory of this part of the measured one's speed leaves of the fixed cost."""
+    return max(min(found.fixed_us, found.router_us), found.fixed_us * slower)
+
+
+def _warnings(model: str, found: Basis, rehearsed: Rehearsal | None) -> list[str]:
     said = []
     if rehearsed and rehearsed.state != "current":
         said.append(f"the rehearsal {rehearsed.receipt} is {rehearsed.state}: its kernel has changed since")
@@ -288,20 +314,27 @@ def _warnings(gpu: Gpu, model: str, gates: Gates, found: Basis, rehearsed: Rehea
         said.append(f"the receipt {found.receipt} is {found.state}: its kernel has changed since")
     if found.model != model:
         said.append(f"measured on {found.model}, carried over to {model} by layers and bytes")
+    return said
+
+
+def _void(gpu: Gpu, model: str, gates: Gates) -> str:
+    """Why no figure holds there."""
+    need = _weights(model, gates)
+    if gpu.memory < need:
+        smaller = next((m for m in NAMED if _weights(m, gates) < gpu.memory), "")
+        return f"{model} needs {need / 1e9:.0f} GB and does not fit in {gpu.memory / 1e9:.0f} GB" + (
+            f"; --model {smaller} does" if smaller else ""
+        )
     try:
         _, _, selection = choose(NAMED[model], gates, ARCHES[gpu.arch])
-        chosen = selection.chosen["decode"]
-        if KERNEL not in chosen:
-            why = next((r.reason for r in selection.refusals if r.phase == KERNEL and r.regime == "decode"), "")
-            said.append(
-                f"today's plan on {gpu.arch} does not run {KERNEL} ({why}); it runs {', '.join(chosen)}, for which "
-                "this prediction does not hold"
-            )
     except PlanError as e:
-        said.append(f"today's plan on {gpu.arch} refuses these gates: {str(e).splitlines()[0]}")
-    if gpu.memory < _weights(model, gates):
-        said.append(f"{model} with these gates does not fit in {gpu.memory / 1e9:.0f} GB")
-    return said
+        return f"today's plan on {gpu.arch} refuses these gates: {str(e).splitlines()[0]}"
+    chosen = selection.chosen["decode"]
+    if KERNEL in chosen:
+        return ""
+    why = next((r.reason for r in selection.refusals if r.phase == KERNEL and r.regime == "decode"), "")
+    kinds = " and ".join(sorted({name.partition(".")[0] for name in chosen}))
+    return f"{gpu.arch} decodes with {kinds} kernels, which nobody has measured: {KERNEL} {why}"
 
 
 def _weights(model: str, gates: Gates) -> float:

@@ -45,12 +45,20 @@ def digest(trace: Tensor, us: float) -> dict[str, Any]:
     started = int(marks[marks > 0].min())  # both are too large for a double's mantissa
     t = torch.where(marks > 0, marks - started, -1).double()
     clock, timer = t[:, :-1, 0], (timers - timers.min()).double()
-    rate = float(((clock[:, -1] - clock[:, 0]) / (timer[:, -1] - timer[:, 0])).median())  # clocks per nanosecond
-    offset = (timer - clock / rate).median(1).values
+    # clocks per nanosecond, of each block: multiprocessors need not run at one clock
+    away = timer - timer.mean(1, keepdim=True)
+    rates = (away * clock).sum(1) / away.square().sum(1)
+    offset = (timer - clock / rates[:, None]).median(1).values
+    rate = float(rates.median())
     at = t.view(*t.shape[:2], 6, 4)
-    at = torch.where(at >= 0, (at / rate + offset[:, None, None, None]) / 1000, torch.nan)
+    at = torch.where(at >= 0, (at / rates[:, None, None, None] + offset[:, None, None, None]) / 1000, torch.nan)
     ends = _over(at[:, :-1, 4, 3], max)  # of layers
-    out: dict[str, Any] = {"us": us, "clock_ghz": rate, "layers": {}}
+    out: dict[str, Any] = {
+        "us": us,
+        "clock_ghz": rate,
+        "clocks_ghz": [float(rates.min()), float(rates.max())],
+        "layers": {},
+    }
     for kind, first in (("sliding", 2), ("full", 3)):
         table: dict[str, Any] = {}
         for i, phase in enumerate(PHASES[:5]):
@@ -78,7 +86,7 @@ def _over(rows: Tensor, f: Callable[[list[float]], float]) -> Tensor:
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
     kinds = found["layers"]
-    yield f"step {found['us']:.1f} us at {found['clock_ghz']:.3f} GHz; head {found['head']}"
+    yield f"step {found['us']:.1f} us at {found['clock_ghz']:.4f} GHz {found['clocks_ghz']}; head {found['head']}"
     yield "us after the last layer's end: first, mean and last block; sliding | full"
     for key in next(iter(kinds.values())):
         if key != "layer":

@@ -15,7 +15,7 @@ from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, sp
 from halfbyte.plan.phase import ARCHES, Spec
 
 ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
-(PHASE, HEAD), FUSED = PHASES, FUSED_PHASES[0]
+(PHASE, HEAD, _), FUSED = PHASES, FUSED_PHASES[0]
 
 
 def spec(gates: Gates = ALL, **changes: object) -> Spec:

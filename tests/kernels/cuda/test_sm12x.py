@@ -16,11 +16,14 @@ from test_step import Case, compare
 from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, layouts
+from halfbyte.gates import Gates, Layers
 from halfbyte.kernels.cuda.batch import Matrix, ProductArgs, Variant
 from halfbyte.kernels.cuda.emulate import Emulator as StepEmulator
 from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncVariant
 from halfbyte.kernels.cuda.step import StepShape
 from halfbyte.kernels.launch import Program, _for_arch, compile_program, nvrtc_available
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import choose
 from halfbyte.plan.phase import ARCHES
 
 SMALL = ARCHES["sm121"].shared_memory
@@ -34,6 +37,35 @@ def test_a_batch_product_fits(form: str, k: int) -> None:
     assert v.shared_bytes <= SMALL
     assert v.ring // (parts * slot) == (2 if form == "mxfp4" else 1)  # tiles
     assert Variant(form, k).within(232_448) == Variant(form, k)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("dense", ["mxfp4", "q8", "bf16"])
+def test_the_decode_step_leaves_registers_to_its_warps(dense: str, rows: int) -> None:
+    """A scheduler has 512 registers a lane: with more than three warps 128 of a thread, too few on SM12x (no spills in
+    test_proof.py)."""
+    s = StepShape(2880, 2880, 36, 128, 64, 8, 201088, rows=rows, qkv=dense, o=dense, lm_head=dense, shared=SMALL)
+    assert s.refuse() is None
+    assert s.warps + 1 <= 12
+    assert s.slots >= 6
+    assert s.shared_bytes <= SMALL
+
+
+def test_lm_head_of_a_batch() -> None:
+    """As a stream where its tile fits in 99 KB, else through the grouped product; on SM90 as it was."""
+    for dense, head in (("mxfp4", "batch_sync"), ("q8", "batch_sync"), ("checkpoint", "grouped_sync")):
+        gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
+        for arch in ("sm120", "sm121"):
+            _, _, found = choose(NAMED["120b"], gates, ARCHES[arch])
+            assert found.chosen["batch"][-1] == f"cuda.{head}_norm_lm_head"
+            assert found.chosen["prefill"][-1] == "cuda.grouped_sync_norm_lm_head"
+        _, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        assert found.chosen["batch"][-1] == "cuda.batch_norm_lm_head"
+    said = {
+        r.phase: r.reason for r in choose(NAMED["120b"], Gates(), ARCHES["sm121"])[2].refusals if r.regime == "batch"
+    }
+    assert "tile of lm_head in bf16" in said["cuda.batch_sync_norm_lm_head"]
+    assert "sm121 has 101376" in said["cuda.batch_sync_norm_lm_head"]
 
 
 def test_a_tile_that_does_not_fit_is_refused() -> None:

@@ -19,6 +19,7 @@ from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.batch import COLUMNS, EXPERTS_MAX, TOP_MAX, Matrix, RowShape, Variant, gpu
 from halfbyte.kernels.cuda.batch_layer import Head, Layer, Room
 from halfbyte.kernels.cuda.grouped_phases import GroupedHead
+from halfbyte.kernels.cuda.grouped_sync import SyncHead
 from halfbyte.kernels.launch import current_arch
 from halfbyte.kernels.triton.attention import DecodeAttention
 from halfbyte.kernels.triton.rope import RopeAndWrite
@@ -40,6 +41,15 @@ def variants(spec: Spec, arch: Arch) -> dict[str, Variant]:
     }
     wanted |= {} if same else {"down": Variant(forms["down"], spec.intermediate, ids=True)}
     return {role: v.within(arch.shared_memory) for role, v in wanted.items()}
+
+
+def head_variant(spec: Spec, arch: Arch) -> Variant:
+    return Variant(spec.formats["lm_head"], spec.hidden).within(arch.shared_memory)
+
+
+def no_room(role: str, spec: Spec, arch: Arch, need: int) -> str:
+    kind, has = spec.formats[role], arch.shared_memory
+    return f"holds a tile of {role} in {kind} in {need} bytes of shared memory, {arch.name} has {has}"
 
 
 def refuse_shape(spec: Spec) -> str | None:
@@ -77,8 +87,7 @@ class BatchLayer(Phase):
                 return f"multiplies {' or '.join(kinds)} weights, and {role} is {spec.formats[role]}"
         for role, variant in variants(spec, arch).items():
             if variant.shared_bytes > arch.shared_memory:
-                kind, need = spec.formats[role], variant.shared_bytes
-                return f"holds a tile of {role} in {kind} in {need} bytes of shared memory, {arch.name} has fewer"
+                return no_room(role, spec, arch, variant.shared_bytes)
         return self.refuse_attention(spec, arch, gates)
 
     def refuse_attention(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
@@ -147,12 +156,17 @@ class BatchHead(GroupedHead):
     rank = 30
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        return super().refuse(spec, arch, gates) or refuse_shape(spec)
+        reason = super().refuse(spec, arch, gates) or refuse_shape(spec)
+        need = 0 if reason else head_variant(spec, arch).shared_bytes
+        if need > arch.shared_memory:
+            reason = no_room("lm_head", spec, arch, need)
+        return reason
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
         room = Room(RowShape(s.hidden, s.experts, s.top_k), s.intermediate, b.buffers, w.final_norm.device)
-        few, many = Head(gpu(), room, Matrix(w.lm_head, None, "lm_head"), w.final_norm, s.norm_eps), super().bind(b)
+        lm_head = Matrix(w.lm_head, None, "lm_head", shared=current_arch().shared_memory)
+        few, many = Head(gpu(), room, lm_head, w.final_norm, s.norm_eps), super().bind(b)
 
         def launch(step: Step, acts: dict[str, Any]) -> None:
             if step.logit_rows.shape[0] > COLUMNS:
@@ -163,4 +177,10 @@ class BatchHead(GroupedHead):
         return launch
 
 
-PHASES: tuple[Phase, ...] = (BatchLayer(), BatchHead())
+class SyncBatchHead(BatchHead, SyncHead):
+    """The same on SM12x, where a block has 99 KB and the grouped product is that of mma.sync."""
+
+    name = "cuda.batch_sync_norm_lm_head"
+
+
+PHASES: tuple[Phase, ...] = (BatchLayer(), BatchHead(), SyncBatchHead())

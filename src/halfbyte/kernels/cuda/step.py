@@ -29,7 +29,9 @@ ROW_SIZES = (1, 2, 4, 8)
 # fills two slots by half, and a page fits in one. A usual slot is a third of such a tile: 16 chunks of MXFP4, 8 of q8.
 TUNED = {"mxfp4": (12, 24_576, 0, 0, 0), "q8": (12, 26_112, 0, 0, 1), "bf16": (12, 30_720, 0, 0, 1)}
 USUAL = (15, 8_704, 0, 0, 1)
-CRAMPED = (8, 8_704, 0, 0, 1)  # four rows on sm_12x: fewer warps leave six slots; eight rows do not fit
+# sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
+# spilled; four rows need eight for the sake of six slots, eight rows do not fit.
+SMALL, CRAMPED = (9, 8_704, 0, 0, 1), (8, 8_704, 0, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ class StepShape:
     @property
     def _tuned(self) -> tuple[int, int, int, int, int]:
         large = self.shared >= 200_000
-        if not large and self.rows >= 4:
-            return CRAMPED
-        one = self.rows == 1 and large and self.qkv == self.o == self.lm_head
+        if not large:
+            return SMALL if self.rows < 4 else CRAMPED
+        one = self.rows == 1 and self.qkv == self.o == self.lm_head
         return TUNED[self.qkv] if one and self.qkv in TUNED else USUAL
 
     @property
