@@ -62,8 +62,12 @@ GPUS: dict[str, Gpu] = {
     ),
     "b200": Gpu("B200", "sm100", 8.0e12, False, 2250e12, 4500e12, 180e9, "paper", 8.0e12, 148, 1.97),
 }  # fmt: skip
-# What people call them.
-ALIASES = {"spark": "gb10", "dgxspark": "gb10", "5090": "rtx5090", "rtxpro6000": "pro6000", "6000": "pro6000"}
+# What people and drivers call them. Variants with another memory (laptops, PCIe, NVL, D) are none of these.
+ALIASES = {
+    "spark": "gb10", "dgxspark": "gb10", "gb10dgxspark": "gb10", "5090": "rtx5090", "6000": "pro6000",
+    "rtxpro6000": "pro6000", "rtxpro6000blackwell": "pro6000", "rtxpro6000blackwellworkstationedition": "pro6000",
+    "rtxpro6000blackwellserveredition": "pro6000", "h100sxm": "h100", "h100sxm5": "h100", "h10080gbhbm3": "h100",
+}  # fmt: skip
 
 
 def gpu_named(text: str) -> Gpu:

@@ -220,9 +220,26 @@ def test_what_is_refused() -> None:
         predict.predict("gb10", "120b", mixed, 2048, [receipt()])
 
 
-def test_names() -> None:
-    assert gpu_named("NVIDIA GB10").name == gpu_named("spark").name == GPUS["gb10"].name
-    assert gpu_named("RTX PRO 6000") is GPUS["pro6000"]
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("gb10", ["NVIDIA GB10", "spark", "DGX Spark", "GB10 (DGX Spark)"]),
+        ("pro6000", ["RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "pro 6000"]),
+        ("rtx5090", ["NVIDIA GeForce RTX 5090", "5090"]),
+        ("h100", ["NVIDIA H100 80GB HBM3", "H100 SXM"]),
+        ("h200", ["NVIDIA H200"]),
+        ("b200", ["NVIDIA B200"]),
+    ],
+)
+def test_names(key: str, names: list[str]) -> None:
+    for name in (key, *names, GPUS[key].name):
+        assert gpu_named(name) is GPUS[key], name
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 5090 Laptop GPU", "NVIDIA H100 PCIe", "NVIDIA H200 NVL"])
+def test_another_memory_is_another_gpu(name: str) -> None:
+    with pytest.raises(UsageError, match="no GPU"):
+        gpu_named(name)
 
 
 def test_the_command_prints_every_input() -> None:

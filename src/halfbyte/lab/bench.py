@@ -7,6 +7,7 @@ ceiling is marked invalid and has no number.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from halfbyte import roofline
+from halfbyte.errors import UsageError
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.solo import Solo
 from halfbyte.ops.sampling import greedy
@@ -80,10 +82,8 @@ def run(
 def device_roof(device: torch.device) -> roofline.Gpu:
     """The roof of this machine: a GPU of the table by name, else read bandwidth and matrix rate measured once."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device).lower().replace(" ", "")
-        for key, gpu in roofline.GPUS.items():
-            if key in name:
-                return gpu
+        with contextlib.suppress(UsageError):
+            return roofline.gpu_named(torch.cuda.get_device_name(device))
     read, flops = _measure_read(device), _measure_matmul(device)
     return roofline.Gpu("this machine", str(device), read, True, flops, flops, 0.0, "measured in this run")
 
