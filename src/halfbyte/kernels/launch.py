@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,7 @@ class Kernel:
         module = _ok(driver.cuModuleLoadData(ctypes.addressof(self._image)), f"load {entry}")[0]
         self._function = _ok(driver.cuModuleGetFunction(module, entry.encode()), f"find {entry}")[0]
         self._module, self._shared, self._entry = module, shared, entry
+        self._configs: dict[tuple[int, int, bool, bool], Any] = {}
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ok(driver.cuFuncSetAttribute(self._function, limit, shared), f"give {entry} {shared} bytes of shared memory")
 
@@ -155,11 +157,22 @@ class Kernel:
     ) -> None:
         """One struct by value. `cooperative`: all blocks resident or an error; `early`: dependent launch."""
         driver = _driver()
+        config = self._config(block, cooperative, early)
+        config.gridDimX = grid
+        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        _ok(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), f"launch {self._entry}")
+
+    def _config(self, block: int, cooperative: bool, early: bool) -> Any:
+        """All of a launch but its grid and stream. Made once for every thread: it takes longer than the launch."""
+        key = threading.get_ident(), block, cooperative, early
+        if config := self._configs.get(key):
+            return config
+        driver = _driver()
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.gridDimY, config.gridDimZ = 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = self._shared
-        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
         attributes: list[Any] = []
         if cooperative:
             a = driver.CUlaunchAttribute()
@@ -172,8 +185,8 @@ class Kernel:
             a.value.programmaticStreamSerializationAllowed = 1
             attributes.append(a)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        _ok(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), f"launch {self._entry}")
+        self._configs[key] = config
+        return config
 
 
 def current_arch() -> Arch:
