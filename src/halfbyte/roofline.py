@@ -35,7 +35,7 @@ class Gpu:
     ghz: float = 0.0  # clock under load, as published
     cache: float = 0.0  # bytes of L2
     cache_read: float = 0.0  # bytes/s of L2
-    least: float = 0.0  # the least that somebody's products are reported to read with; 0: no report
+    products: tuple[float, float] = (0.0, 0.0)  # bytes/s that others' products read with, least and best; 0: no report
 
 
 # Read bandwidths and matrix rates; `note` says where each comes from.
@@ -50,7 +50,7 @@ GPUS: dict[str, Gpu] = {
     "gb10": Gpu(
         "GB10 (DGX Spark)", "sm121", 232e9, True, 92e12, 184e12, 120e9,
         "reads (231-234 GB/s) and bf16 products as reported, 273 GB/s on paper; 24 MB of L2", 273e9, 48, 2.14,
-        24e6, 1.0e12, 201e9,
+        24e6, 1.0e12, (201e9, 214e9),
     ),
     "rtx5090": Gpu(
         "RTX 5090", "sm120", 1.792e12, False, 210e12, 419e12, 32e9, "paper; 96 MB of L2", 1.792e12, 170, 2.41,

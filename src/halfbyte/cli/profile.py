@@ -205,11 +205,13 @@ def explain_prediction(p: predict.Prediction) -> None:
         "memory hides that much of them, but not the router's"
     )
     if r:
+        least, best = (f"{v / 1e9:.0f}" for v in g.products)
         assumed = (
-            f"low: {'the least that products are reported to read there' if g.least else 'the least share of paper'}; "
-            f"central: the least share of lm_head on the {b.gpu}; high: all of the bandwidth; clock and latencies are "
-            "those of the GPU that rehearsed"
-        )
+            f"bandwidth: others' products are reported to read {least} to {best} GB/s there; low is the least of them, high "
+            "what a reading kernel gets, central half way from the best to that"
+            if g.products[0]
+            else "bandwidth: low is the share of paper that a GB10 reaches, high an H200's, central half way"
+        ) + "; clock and latencies are those of the GPU that rehearsed"
     said += [f"assumed  {assumed}"] if not p.measured else []
     said += [f"NOTE     {w}" for w in p.warnings]
     for line in said:

@@ -13,10 +13,10 @@ Both are read from receipts, never written here. Carried over to another GPU und
 
 A GPU that was rehearsed (bench/rehearse_gpu.py: its blocks, its ring and its memory's pace on a GPU that is here) needs
 no such assumption: its fixed cost is what the rehearsed step took beyond its bytes at that pace, found at several of
-them. What stays assumed is the bandwidth: low takes the least that somebody's products are reported to read with there,
-central the share of the longest stream where it was measured, in the format in which it was least (set by instructions
-there, of which a slower memory leaves more), high all that a reading kernel gets. Clock and latencies stay those of the
-GPU that rehearsed. The formula's figures stand beside them.
+them. What stays assumed is the bandwidth. high takes all that a reading kernel gets there; low the least that others'
+products are reported to read with; central stands half way, in time, between the best of those, which have the ends of
+their launches in them, and a reading kernel. (The share of lm_head where it was measured says nothing here: on an H200
+instructions set it.) Clock and latencies stay those of the GPU that rehearsed. The formula's figures stand beside them.
 
 A chip with fewer instructions per weight than the measured one is slowed down by that ratio in low and central. A paper
 bandwidth is taken at the share that the H200 reaches of its own (low: GB10's). Where the very step was measured all
@@ -62,7 +62,6 @@ class Basis:
     us: float  # of a step, measured
     bytes: float  # that the step must read
     streaming: float  # share of the read bandwidth, longest stream
-    streaming_least: float  # the same in the format in which it was least
     streaming_short: float  # experts
     fixed_us: float  # per layer, at the share of the longest stream
     fixed_short_us: float  # per layer, at the share of the experts' streams
@@ -175,12 +174,11 @@ def basis(receipts: Sequence[Receipt], model: str, formats: str, context: int) -
     gpu = gpu_named(receipt.gpu)
     config, held = NAMED[row["model"]], formats_of(formats)
     stream, short, router = streams(traced, gpu)
-    least = min(streams(t, gpu)[0] for r, t in traces if r is where)
     total = decode_traffic(config, held, row["context"]).total
     fixed, fixed_short = ((row["us"] - total / (gpu.read * s) * 1e6) / config.layers for s in (stream, short))
     return Basis(
         receipt.name, where.name, receipt.state, gpu.name, row["model"], formats, int(row["context"]), float(row["us"]),
-        total, stream, least, short, fixed, fixed_short, router, float(traced["phases"]["clock_ghz"]),
+        total, stream, short, fixed, fixed_short, router, float(traced["phases"]["clock_ghz"]),
     )  # fmt: skip
 
 
@@ -287,14 +285,10 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
     formula: tuple[Scenario, ...] = ()
     if rehearsed:
         formula = made
-        reads = (
-            ((gpu.least, 1.0) if gpu.least else (gpu.read * least, found.streaming_least)),
-            (gpu.read * usual, found.streaming_least),
-        )
-        made = tuple(
-            scenario(s, read, share, rehearsed.fixed(read * share))
-            for s, (read, share) in zip(("low", "central", "high"), (*reads, (gpu.read * usual, 1.0)))
-        )
+        worst, best = gpu.products if gpu.products[0] else (gpu.read * least, gpu.read * least)
+        all_of_it = gpu.read * usual
+        reads = {"low": worst, "central": 2 / (1 / best + 1 / all_of_it), "high": all_of_it}
+        made = tuple(scenario(name, read, 1.0, rehearsed.fixed(read)) for name, read in reads.items())
     return Prediction(
         gpu, model, held, context, total, gpu.read / total, made, found, checks(receipts, found),
         tuple(_warnings(model, found, rehearsed)), formula, rehearsed, _void(gpu, model, gates),
