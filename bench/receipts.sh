@@ -48,6 +48,7 @@ fi
 if part prefill; then
   py prefill 90 bench/gpu.py --models 120b --depths "" --concurrency "" --pp 512,2048,8192 --pp-at 2048,8192,32768 --activation auto --activation prefill=fp8 --out "$out/gpu-$day-prefill.json"
   py prefill-parts 40 bench/prefill_gpu.py --tokens 512,2048,8192 --save "$out/prefill-gpu-$day.json"
+  py prefill-parts-fp8 30 bench/prefill_gpu.py --fp8 --tokens 2048,4096,8192 --save "$out/prefill-gpu-$day-fp8.json"
   py flash 30 bench/flash_gpu.py --json "$out/flash-gpu-$day.json"
 fi
 if part engine; then
