@@ -113,8 +113,9 @@ def refuse_product(spec: Spec, arch: Arch, roles: tuple[str, ...], split: bool) 
 def needed_instruction(capability: tuple[int, int], wf: str, xf: str, tile: Tile) -> tuple[str, str]:
     """(pattern the machine code must show, pattern it must not) for a product."""
     major = capability[0]
-    if xf == "int8":
-        return (r"\bIGMMA", r"\bHG?MMA") if major == 9 and tile.bm >= 64 else (r"\bIMMA", r"\bHG?MMA")
+    if xf == "int8":  # on SM100 newer Tritons keep whole numbers in tensor memory from 64 rows on
+        whole = {9: r"\bIGMMA" if tile.bm >= 64 else r"\bIMMA", 10: r"\b(UTC)?IMMA"}
+        return whole.get(major, r"\bIMMA"), r"\b(UTC)?HG?MMA"
     if major == 12:
         if wf == "split":
             return r"\bQMMA\.SF\.16832", r"\bHMMA"
