@@ -52,8 +52,9 @@ POINTS = [
     ("exact", "auto"), ("balanced", "auto"), ("fast", "auto"), ("balanced", "int8"), ("fast", "int8"), ("fast", "fp8"),
     ("fast", "mxfp8"), ("fast", "mxfp4"),
 ]  # fmt: skip
-# Of the padded cases the last is prompts through the fp8 tensor cores, which want that shape.
-PADDED = [("exact", "auto"), ("balanced", "auto"), ("fast", "auto"), ("fast", "prefill=fp8")]
+# Prompts through the fp8 tensor cores are no case: an idle head's columns of o are groups of zeros, whose scale is too
+# far from the others' for E5M2 (grouped_fp8.py refuses them).
+PADDED = [("exact", "auto"), ("balanced", "auto"), ("fast", "auto")]
 AT_ONCE = 4  # problems of a padded case that are answered together
 
 

@@ -32,7 +32,7 @@ memcheck() { local name=$1 limit=$2 && shift 2 && run "$name" "$limit" compute-s
 if part tests; then
   # Most of their time is compilers: as many processes as cores (pytest-xdist), one thread each.
   "$python" -c "import xdist" 2>/dev/null && spread="-n $(nproc) --dist worksteal" || spread=
-  OMP_NUM_THREADS=1 py tests 300 -m pytest -v --tb=short -p no:cacheprovider $spread -m gpu tests
+  OMP_NUM_THREADS=1 py tests 300 -m pytest -v --tb=short -p no:cacheprovider -p no:benchmark $spread -m gpu tests
   memcheck memcheck-decode 60 bench/decode_stress.py --small --steps 4
 fi
 if part decode; then
