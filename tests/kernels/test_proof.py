@@ -30,6 +30,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 OLDEST = "3.6.0"
+# Of one build of triton.moe each, by that Triton alone: `exact` on sm100, mxfp4 activations on sm90.
+OLDEST_SPILLS = {
+    ("sm100", 0): "8 bytes of registers are spilled",
+    ("sm90", 4): "48 bytes of registers are spilled",
+}
 SOURCE = Path(prove.__file__).parents[2]
 
 
@@ -236,8 +241,12 @@ def test_oldest_triton(arch: str, options: list[str], oldest_triton: Path, tmp_p
     assert done.stdout, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert {e["compiler"] for e in found if e["phase"].startswith("triton.")} == {"triton 3.6"}
-    bad = [e for e in found if e["problems"]]
+    known = [
+        e for e in found if e["phase"] == "triton.moe" and e["problems"] == [OLDEST_SPILLS.get((arch, len(options)))]
+    ]
+    bad = [e for e in found if e["problems"] and e not in known]
     assert not bad, bad
+    assert len(known) <= 1, known
 
 
 @pytest.fixture(scope="session")
