@@ -1,6 +1,6 @@
 """What the HTTP front end costs: tokens from a scripted source, through the real server, to real clients.
 
-    python bench/server.py [--httptools] [--uvloop]
+    python bench/server.py [--httptools] [--uvloop] [--out receipt.json]
 
 Concurrency 1: milliseconds added per token, against the source's own pace. Concurrency 64: tokens per second in all.
 Server and client share the machine's cores, each in a process of its own. The last line is JSON.
@@ -25,6 +25,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo, Usage
+from halfbyte.lab import environment, receipts
 from halfbyte.model.tokenizer import Tokenizer
 
 TOKENS = 400
@@ -153,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--httptools", action="store_true")
     parser.add_argument("--uvloop", action="store_true")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     loop, http = "uvloop" if args.uvloop else "asyncio", "httptools" if args.httptools else "h11"
     # One stream as fast as it goes: the whole of a token's time is the front end's.
@@ -165,7 +167,12 @@ def main() -> None:
         f"concurrency 64  {many['tokens_per_s']:.0f} tokens/s of 12800 offered, server CPU {many['cpu_us']:.0f} us per"
         f" token, a chunk every {many['gap_ms']:.1f} ms"
     )
+    front_end = receipts.sources_of([receipts.PACKAGE / "server" / "app.py"], ("server", "harmony"))
     result = {
+        "bench": "server",
+        "schema": 1,
+        "environment": environment.collect(),
+        "measured": receipts.hashes(front_end),
         "ms_per_token_c1": added,
         "server_cpu_us_per_token_c1": one["cpu_us"],
         "tokens_per_s_c64": many["tokens_per_s"],
@@ -173,7 +180,10 @@ def main() -> None:
         "loop": loop,
         "http": http,
     }
-    print(json.dumps(result))
+    text = json.dumps(result, default=str)
+    if args.out:
+        args.out.write_text(text, encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":
