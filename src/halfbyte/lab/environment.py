@@ -89,7 +89,8 @@ def kernel_cache() -> dict[str, dict[str, Any]]:
     found = {}
     for name, (folder, pattern) in folders.items():
         files = [p for p in folder.rglob(pattern) if p.is_file()] if folder.is_dir() else []
-        found[name] = {"folder": str(folder), "kernels": len(files), "bytes": sum(p.stat().st_size for p in files)}
+        place = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
+        found[name] = {"folder": place, "kernels": len(files), "bytes": sum(p.stat().st_size for p in files)}
     return found
 
 
