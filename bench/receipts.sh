@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every GPU receipt again, from the sources as they are, on one CUDA machine: correctness first, then figures.
 # usage: bench/receipts.sh OUT [PART...]     parts: tests decode batch prefill engine other profile (all, in this order)
-# About seven minutes on an H200. A part that fails says so and costs the others nothing; logs and JSON are in OUT.
+# Some eight minutes on an H200. A part that fails says so and costs the others nothing; logs and JSON are in OUT.
 # The embedded model's answers on this machine's CPU (bench/engine_gpu.py --answers FILE) take minutes: make them anywhere with
 # the same weights and name them in ANSWERS.
 set -uo pipefail

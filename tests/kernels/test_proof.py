@@ -198,6 +198,16 @@ def test_spills_are_counted_by_function() -> None:
     assert prove._reported(log, "entry|phase") == (0, 0)
 
 
+def test_known_spills_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = "properties for grouped\n    8 bytes stack frame, 40 bytes spill stores, 60 bytes spill loads"
+    monkeypatch.setattr(prove, "_built", lambda program, target: ("", log))
+    program = prove_cuda.Program(prove_cuda.grouped_build.ROWS_PROGRAM, "pack_rows")
+    known = prove_cuda.Build("one", program, 0, known="grouped", room=100)
+    assert prove.prove_build("phase", known, ARCHES["sm90"]).ok
+    for build in (replace(known, room=99), replace(known, known="other")):
+        assert any("spilled" in p for p in prove.prove_build("phase", build, ARCHES["sm90"]).problems)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(nvrtc_available() is not None, reason="needs NVRTC")
 @pytest.mark.parametrize("arch", ["sm90", "sm120", "sm121"])

@@ -165,6 +165,8 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
     unknown = _reported(log, build.known)[1]
     problems = [f"no instruction matches {p}" for p in build.need if not re.search(p, sass)]
     problems += _problems(sass, build.ban, unknown, build.shared, arch)
+    if spilled - unknown > build.room:
+        problems.append(f"{spilled - unknown} bytes of registers are spilled where {build.room} are known")
     if arch.capability is not None and arch.capability[0] == 12 and "CALL.ABS" in sass:
         problems.append("copies go through a routine of the driver")
     if "serialized" in log:  # ptxas' word for products that wait for each other

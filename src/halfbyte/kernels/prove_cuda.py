@@ -39,7 +39,8 @@ class Build:
     shared: int
     need: tuple[str, ...] = ()
     ban: str = ""
-    known: str = ""  # functions, with | between, whose spills are known and said, not held against it
+    known: str = ""  # functions, with | between, whose spills are known and said, not held against it,
+    room: int = 0  # up to so many bytes together
 
 
 def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
@@ -80,7 +81,7 @@ def _step(spec: Spec, arch: Arch, rows: int) -> Build:
     need = (r"\bHMMA\.16816", BULK)
     # Not in the loops of qkv, experts and lm_head; with four rows one word in front of the experts'.
     known = "decode_step|phase_attention" + ("|phase_up" if rows == 4 else "") if arch.name == "sm90" else ""
-    return Build(f"decode_step rows={rows}", shape.program(), shape.shared_bytes, need, r"\bHGMMA", known)
+    return Build(f"decode_step rows={rows}", shape.program(), shape.shared_bytes, need, r"\bHGMMA", known, 192)
 
 
 def _grouped(form: str, shape: str, swiglu: bool, *, rope: bool = False) -> Build:
@@ -109,7 +110,7 @@ def _sync(phase: grouped_sync._Sync, spec: Spec) -> list[Build]:
             name = f"grouped_sync {form} {mx or 'bf16'} {tile}{' swiglu' if swiglu else ''}"
             # 100 bytes; on an H200 it takes no longer than bf16's product, which spills none (sync-gpu-20261115-2)
             known = "grouped" if (form, tile) == ("q8", "128x128") else ""
-            found.append(Build(name, v.program(), v.shared_bytes, (SYNC[mx], BULK, TENSOR_COPY), ban, known))
+            found.append(Build(name, v.program(), v.shared_bytes, (SYNC[mx], BULK, TENSOR_COPY), ban, known, 100))
     return found
 
 
