@@ -40,6 +40,11 @@ MIXTURES: dict[str, dict[str, int]] = {
     "16 HMMA + 112 IMAD": {"IMAD": 7, "HMMA": 1},
     "16 HMMA + 112 FFMA": {"FFMA": 7, "HMMA": 1},
     "80 LOP3 + 80 FFMA": {"LOP3": 5, "FFMA": 5},
+    # the weights of 32 HMMA, if they were widened to bytes; sparse: signs in the choice of two in four
+    "16 IMMA": {"IMMA": 1},
+    "16 IMMA + 112 LOP3": {"LOP3": 7, "IMMA": 1},
+    "16 sparse IMMA": {"SPARSE_IMMA": 1},
+    "16 sparse IMMA + 112 LOP3": {"LOP3": 7, "SPARSE_IMMA": 1},
 }
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every GPU receipt again, from the sources as they are, on one CUDA machine: correctness first, then figures.
-# usage: bench/receipts.sh OUT [PART...]     parts: tests decode batch prefill engine other profile (all, in this order)
-# Some twelve minutes on an H200, four of them the sanitizer's. A part that fails says so and costs the others nothing; logs and JSON are in OUT.
+# usage: bench/receipts.sh OUT [PART...]     parts: tests memcheck decode batch prefill engine other profile (all, in this order)
+# Some twelve minutes on an H200. A part that fails says so and costs the others nothing; logs and JSON are in OUT.
 # The embedded model's answers on this machine's CPU (bench/engine_gpu.py --answers FILE) take minutes: make them anywhere with
 # the same weights and name them in ANSWERS.
 set -uo pipefail
@@ -13,7 +13,7 @@ export PYTHONPATH=src PYTHONUNBUFFERED=1
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 : >"$out/failed"
 "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || { echo "this needs a CUDA GPU and a torch that sees it (PYTHON names another interpreter)." >&2; exit 2; }
-wanted=" ${*:-tests decode batch prefill engine other profile} "
+wanted=" ${*:-tests memcheck decode batch prefill engine other profile} "
 
 # run NAME SECONDS COMMAND...: one log, one line about it
 run() {
@@ -34,9 +34,9 @@ if part tests; then
   "$python" -c "import xdist" 2>/dev/null && spread="-n $(nproc) --dist worksteal" || spread=
   OMP_NUM_THREADS=1 py tests 300 -m pytest -v --tb=short -p no:cacheprovider -p no:benchmark $spread -m gpu tests
   memcheck memcheck-decode 60 bench/decode_stress.py --small --steps 4
-  # whole plans: prompts, batches and decode, of every weight format, and prompts in fp8
-  memcheck memcheck-plans 240 -m pytest -q -p no:cacheprovider -p no:benchmark -m gpu tests/kernels/test_on_gpu.py -k "exact or balanced or fast"
-  memcheck memcheck-prompts 120 -m pytest -q -p no:cacheprovider -p no:benchmark -m gpu tests/kernels/cuda/test_prefill_layer.py
+fi
+if part memcheck; then
+  py memcheck 420 bench/memcheck_gpu.py --out "$out/memcheck-$day.json"
 fi
 if part decode; then
   py decode 120 bench/decode_gpu.py --models 120b,20b --formats mxfp4,q8,checkpoint --contexts 512,2048,8192 --rows 1,2,4 --row-contexts 2048 --out "$out" --name "decode-gpu-$day"

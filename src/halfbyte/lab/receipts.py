@@ -227,6 +227,9 @@ def figures(raw: Mapping[str, Any]) -> Iterator[Row]:
     for name in ("eagle3", "draft"):
         if isinstance(raw.get(name), Mapping):
             yield Row(name, raw[name]["tokens_per_verification"], "tokens", 1.0 + raw["drafted"])
+    if checked := _rows(raw.get("checked")):
+        ran = [row for row in checked if row["outcome"] != "skipped"]
+        yield Row(f"{raw.get('tool')}: tests without an error", sum(row["clean"] for row in ran), "tests", len(ran))
     for row in _rows(raw.get("load")):
         if "failed" in row:
             continue

@@ -1,0 +1,102 @@
+"""Every GPU test of a kernel under a compute-sanitizer tool, each in a process of its own, and a receipt of it.
+
+    python bench/memcheck_gpu.py --out memcheck.json                 # all of tests/kernels
+    python bench/memcheck_gpu.py --tool racecheck --tests tests/kernels/cuda/test_draw.py
+
+Whole plans (prompts, batches, decode, in every weight and activation format), layers, attention, products, the sampler.
+Most of the time is starting up and compilers: run the tests plainly before, so that the kernel cache is full. A test
+that is skipped, fails or does not end is not called clean, whatever the sanitizer says. API errors are not counted:
+cuda-bindings asks the driver for functions that it does not have. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from halfbyte.lab import environment, receipts  # noqa: E402
+
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu")
+_OUTCOME = re.compile(r"^(?:\d+ \w+, )*(\d+) (passed|failed|skipped|error)", re.MULTILINE)
+_SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
+
+
+def collect(paths: list[str]) -> list[str]:
+    done = subprocess.run([*PYTEST, "--collect-only", *paths], cwd=ROOT, capture_output=True, text=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def check(test: str, args: argparse.Namespace) -> dict[str, Any]:
+    began = time.monotonic()
+    command = ["compute-sanitizer", "--tool", args.tool, "--error-exitcode", "9"]
+    if args.tool == "memcheck":
+        command += ["--report-api-errors", "no"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    try:
+        done = subprocess.run(
+            [*command, *PYTEST, test], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=args.limit,
+        )  # fmt: skip
+        log, status = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as late:
+        log, status = str(late.stdout or ""), 124
+    outcome, summary = _OUTCOME.findall(log), _SUMMARY.findall(log)
+    errors = sum(int(a or b) for a, b in summary) if summary else None
+    row = {
+        "test": test, "outcome": "did not end" if status == 124 else outcome[-1][1] if outcome else "did not run",
+        "errors": errors, "status": status, "seconds": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+    row["clean"] = row["outcome"] == "passed" and errors == 0 and status == 0
+    print(f"{row['outcome']:12} {errors} errors, {row['seconds']:5.1f} s  {test}", flush=True)
+    if not row["clean"] and row["outcome"] != "skipped":
+        row["log"] = log[-4000:]
+        print(log[-4000:], flush=True)
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", nargs="+", default=["tests/kernels"])
+    parser.add_argument("--tool", default="memcheck", choices=["memcheck", "racecheck", "initcheck", "synccheck"])
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--limit", type=float, default=240, help="seconds of one test")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    environment.need_gpu()
+    if not shutil.which("compute-sanitizer"):
+        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit.", file=sys.stderr)
+        return 2
+    tests = collect(args.tests)
+    if not tests:
+        print(f"no GPU test in {' '.join(args.tests)}.", file=sys.stderr)
+        return 2
+    # the long ones first: whole plans, then layers
+    tests.sort(key=lambda t: ("test_on_gpu" not in t, "layer" not in t, "test_step" not in t))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        rows = list(pool.map(lambda t: check(t, args), tests))
+    kernels = receipts.sources_of(sorted((receipts.PACKAGE / "kernels").rglob("*.py")))
+    result = {
+        "bench": "sanitizer", "schema": 1, "tool": args.tool, "argv": sys.argv[1:],
+        "environment": environment.collect(), "measured": receipts.hashes(kernels), "checked": rows,
+    }  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(result, default=str), encoding="utf-8")
+    clean, skipped = sum(r["clean"] for r in rows), sum(r["outcome"] == "skipped" for r in rows)
+    print(json.dumps({"tool": args.tool, "tests": len(rows), "clean": clean, "skipped": skipped}))
+    return 0 if clean + skipped == len(rows) and clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
