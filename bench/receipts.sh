@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every GPU receipt again, from the sources as they are, on one CUDA machine: correctness first, then figures.
-# usage: bench/receipts.sh OUT [PART...]     parts: tests memcheck decode batch prefill engine other profile (all, in this order)
-# Some twelve minutes on an H200. A part that fails says so and costs the others nothing; logs and JSON are in OUT.
+# usage: bench/receipts.sh OUT [PART...]     parts: tests memcheck decode protocol batch prefill engine other profile (all, in this order)
+# Some fifteen minutes on an H200. A part that fails says so and costs the others nothing; logs and JSON are in OUT.
 # The embedded model's answers on this machine's CPU (bench/engine_gpu.py --answers FILE) take minutes: make them anywhere with
 # the same weights and name them in ANSWERS.
 set -uo pipefail
@@ -13,13 +13,13 @@ export PYTHONPATH=src PYTHONUNBUFFERED=1
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 : >"$out/failed"
 "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || { echo "this needs a CUDA GPU and a torch that sees it (PYTHON names another interpreter)." >&2; exit 2; }
-wanted=" ${*:-tests memcheck decode batch prefill engine other profile} "
+wanted=" ${*:-tests memcheck decode protocol batch prefill engine other profile} "
 
 # run NAME SECONDS COMMAND...: one log, one line about it
 run() {
   local name=$1 limit=$2 began=$SECONDS
   shift 2
-  timeout -k 5 "$limit" "$@" >"$out/$name.log" 2>&1 </dev/null
+  timeout -s INT -k 10 "$limit" "$@" >"$out/$name.log" 2>&1 </dev/null
   local status=$?
   [ $status -eq 0 ] || echo "$name" >>"$out/failed"
   printf '%-18s %s after %d s: %s\n' "$name" "$([ $status -eq 0 ] && echo done || echo "FAILED ($status)")" $((SECONDS - began)) \
@@ -27,16 +27,15 @@ run() {
 }
 part() { [[ $wanted == *" $1 "* ]]; }
 py() { local name=$1 limit=$2 && shift 2 && run "$name" "$limit" "$python" "$@"; }
-memcheck() { local name=$1 limit=$2 && shift 2 && run "$name" "$limit" compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 "$python" "$@"; }
 
 if part tests; then
   # Most of their time is compilers: as many processes as cores (pytest-xdist), one thread each.
   "$python" -c "import xdist" 2>/dev/null && spread="-n $(nproc) --dist worksteal" || spread=
   OMP_NUM_THREADS=1 py tests 300 -m pytest -v --tb=short -p no:cacheprovider -p no:benchmark $spread -m gpu tests
-  memcheck memcheck-decode 60 bench/decode_stress.py --small --steps 4
 fi
 if part memcheck; then
   py memcheck 420 bench/memcheck_gpu.py --out "$out/memcheck-$day.json"
+  run memcheck-steps 60 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 "$python" bench/decode_stress.py --small --steps 4
 fi
 if part decode; then
   py decode 120 bench/decode_gpu.py --models 120b,20b --formats mxfp4,q8,checkpoint --contexts 512,2048,8192 --rows 1,2,4 --row-contexts 2048 --out "$out" --name "decode-gpu-$day"
@@ -44,12 +43,15 @@ if part decode; then
   py stress 40 bench/decode_stress.py --steps 10000
   py instructions 20 bench/instructions_gpu.py --out "$out/instructions-gpu-$day.json"
 fi
+if part protocol; then  # correctness, tg32 and tg128 by depth, 1 to 64 streams, prompts, TTFT through the engine; then every phase alone
+  py protocol 240 bench/gpu.py --full --models 120b --require-native --out "$out/gpu-$day-full.json"
+  py phases 60 bench/gpu.py --phases --models 120b --no-agree --depths "" --concurrency "" --pp "" --require-native --out "$out/gpu-$day-phases.json"
+fi
 if part batch; then
-  py batch 60 bench/gpu.py --models 120b --depths "" --pp "" --tg 64 --concurrency 2,4,5,8,10,16,32,64 --out "$out/gpu-$day-batch.json"
   py batch-parts 30 bench/batch_gpu.py --rows 8,32,64 --save "$out/batch-gpu-$day.json"
 fi
 if part prefill; then
-  py prefill 90 bench/gpu.py --models 120b --depths "" --concurrency "" --pp 512,2048,8192 --pp-at 2048,8192,32768 --activation auto --activation prefill=fp8 --out "$out/gpu-$day-prefill.json"
+  py prefill 90 bench/gpu.py --models 120b --depths "" --concurrency "" --pp 512,2048,8192 --activation auto --activation long=fp8 --out "$out/gpu-$day-prefill.json"
   py prefill-parts 40 bench/prefill_gpu.py --tokens 512,2048,8192 --save "$out/prefill-gpu-$day.json"
   py prefill-parts-fp8 30 bench/prefill_gpu.py --fp8 --tokens 2048,4096,8192 --save "$out/prefill-gpu-$day-fp8.json"
   py flash 30 bench/flash_gpu.py --json "$out/flash-gpu-$day.json"
@@ -61,6 +63,7 @@ if part engine; then
   py draw 30 bench/draw_gpu.py --out "$out/draw-gpu-$day.json"
 fi
 if part other; then
+  py triton 120 bench/triton_gpu.py --json "$out/triton-gpu-$day.json"
   py sync 40 bench/sync_gpu.py --save "$out/sync-gpu-$day.json"
   py rehearse 40 bench/rehearse_gpu.py --gpu gb10,pro6000 --save "$out/rehearse-gpu-$day.json"
   py rehearse-20b 30 bench/rehearse_gpu.py --gpu rtx5090 --model 20b --formats mxfp4 --save "$out/rehearse-gpu-$day-20b.json"

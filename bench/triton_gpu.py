@@ -10,7 +10,6 @@ its ceiling: measured read bandwidth for few rows, the chip's bf16 rate for many
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import subprocess
@@ -34,6 +33,7 @@ from halfbyte.kernels.prove import default_spec  # noqa: E402
 from halfbyte.kernels.triton import attention, linear, moe, tiles  # noqa: E402
 from halfbyte.kernels.triton.phases import PHASES  # noqa: E402
 from halfbyte.lab import environment  # noqa: E402
+from halfbyte.lab.receipts import measured  # noqa: E402
 from halfbyte.ops.attention import store_dtype  # noqa: E402
 from halfbyte.ops.rope import yarn_frequencies  # noqa: E402
 from halfbyte.plan import reference  # noqa: E402
@@ -375,13 +375,6 @@ def check_shard(chosen: list[Case]) -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
 
 
-def source_hash() -> str:
-    digest = hashlib.sha256()
-    for path in sorted((SOURCE / "halfbyte" / "kernels" / "triton").rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -447,16 +440,14 @@ def main() -> int:
             torch.cuda.empty_cache()
         print(("   " if found["ok"] else "BAD") + " " + text, flush=True)
         rows.append(row)
-    import triton
-
     result = {
-        "bench": "triton_gpu", "schema": 1, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "sources": source_hash(), "ceilings": {"read": READ, "bf16": BF16}, "rows": rows,
+        "bench": "triton_gpu", "schema": 2, "environment": environment.collect(), "argv": sys.argv[1:],
+        "measured": measured(PHASES), "ceilings": {"read": READ, "bf16": BF16}, "rows": rows,
         "seconds": time.time() - began,
     }  # fmt: skip
     if asked.json:
-        asked.json.write_text(json.dumps(result, indent=1))
-    print(json.dumps(result))
+        asked.json.write_text(json.dumps(result, default=str), encoding="utf-8")
+    print(json.dumps(result, default=str))
     return 0 if all(r["ok"] for r in rows) else 1
 
 
