@@ -33,6 +33,7 @@ import torch  # noqa: E402
 
 from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.graphs import SIZES, DecodeGraph  # noqa: E402
+from halfbyte.errors import UsageError  # noqa: E402
 from halfbyte.lab import environment, isolate, receipts, serving, speed  # noqa: E402
 from halfbyte.model import ready  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss  # noqa: E402
@@ -289,6 +290,8 @@ def main() -> None:
                 measure(result, shape, preset, args)
                 gc.collect()
                 torch.cuda.empty_cache()
+    except UsageError as error:
+        raise SystemExit(f"gpu.py: {error}") from None
     finally:
         text = json.dumps(result, default=str)
         if args.out:

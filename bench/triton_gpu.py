@@ -377,7 +377,7 @@ def check_shard(chosen: list[Case]) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name contains one of these, with commas between")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--sweep", action="store_true", help="other tiles too")
     parser.add_argument("--workers", type=int, default=8)
@@ -387,9 +387,9 @@ def main() -> int:
     asked = parser.parse_args()
     environment.need_gpu()
     began = time.time()
-    chosen = [
-        c for c in cases() + (sweep() if asked.sweep else []) if asked.only in c.name and (c.quick or not asked.quick)
-    ]
+    wanted = asked.only.split(",")
+    chosen = [c for c in cases() + (sweep() if asked.sweep else []) if any(part in c.name for part in wanted)]
+    chosen = [c for c in chosen if c.quick or not asked.quick]
     if asked.shard:
         at, of = (int(n) for n in asked.shard.split("/"))
         for line in check_shard(chosen[at::of]):

@@ -16,6 +16,7 @@ import collections
 import functools
 import json
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -255,18 +256,30 @@ def compile_call(call: Call, arch: Arch) -> Any:
 
 @functools.cache
 def _nvdisasm() -> str:
-    """PyPI's: the one inside older Tritons cannot read SM121."""
+    """PyPI's, else the toolkit's, else the one inside Triton, which in older versions cannot read SM121."""
+    import triton
+
     for folder in (*site.getsitepackages(), site.getusersitepackages(), *sys.path):
         for path in Path(folder).glob("nvidia/**/bin/nvdisasm"):
             return str(path)
-    raise UsageError("the disassembler is missing; pip install nvidia-cuda-nvdisasm.")
+    inside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    found = shutil.which("nvdisasm") or (str(inside) if inside.exists() else None)
+    if found is None:
+        raise UsageError("the disassembler is missing; pip install nvidia-cuda-nvdisasm.")
+    return found
 
 
 def disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
-        return subprocess.run([_nvdisasm(), "-c", f.name], capture_output=True, text=True, check=True).stdout
+        done = subprocess.run([_nvdisasm(), "-c", f.name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:]
+        raise UsageError(
+            f"{_nvdisasm()} cannot read this machine code ({' '.join(said)}); pip install nvidia-cuda-nvdisasm."
+        )
+    return done.stdout
 
 
 def resources(ptx: str, target: str) -> tuple[int, int]:

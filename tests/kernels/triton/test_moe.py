@@ -82,6 +82,13 @@ def test_weights_as_the_m_operand(activation: str, monkeypatch: pytest.MonkeyPat
     check(Moe(), activation, 3)
 
 
+@pytest.mark.parametrize(("activation", "rows"), [("bf16", 3), ("mxfp8", 3), ("bf16", 40)])
+def test_scales_by_bytes(activation: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on SM90."""
+    monkeypatch.setattr(moe, "capability_of", lambda device: (9, 0))
+    check(Moe(), activation, rows, experts=4)
+
+
 def test_large_values_meet_the_clamp() -> None:
     acts = activations(5, 160, 8, 4)
     acts["h"] *= 30

@@ -1,0 +1,57 @@
+"""Triton's expert MLP on this GPU against the reference, in every tile that a flag can ask for.
+
+The interpreter sees a kernel's arithmetic, not what a compiler makes of its copies: products that were right there were
+wrong on an H200 in one tile only, and only with K as long as a model's.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from halfbyte.gates import Gates
+from halfbyte.kernels.triton.moe import Moe
+from halfbyte.model.gpt_oss import arch_of
+from halfbyte.plan import reference
+
+sys.path.insert(0, str(Path(__file__).parent / "triton"))
+from triton_cases import bind_all, close, make_spec, make_step, make_weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+# Roundings between the two products as in tests/kernels/triton/test_moe.py.
+BOUNDS = {"bf16": 1e-4, "int8": 2e-4, "mxfp8": 1e-3, "mxfp4": 4e-3}
+HIDDEN, INNER, EXPERTS = 2880, 1440, 6
+
+
+@pytest.mark.parametrize("rows", [1, 40, 400])
+@pytest.mark.parametrize("tile", ["auto", "64x128", "128x128"])
+@pytest.mark.parametrize("activation", list(BOUNDS))
+def test_experts(activation: str, tile: str, rows: int) -> None:
+    phase = Moe()
+    spec = make_spec(activation=activation, tile=tile, hidden=HIDDEN, intermediate=INNER, experts=EXPERTS)
+    if reason := phase.refuse(spec, arch_of("cuda"), Gates()):
+        pytest.skip(reason)
+    g = torch.Generator().manual_seed(rows)
+    acts = {
+        "x": torch.randn(rows, HIDDEN, generator=g), "h": torch.randn(rows, HIDDEN, generator=g),
+        "topk_ids": torch.stack([torch.randperm(EXPERTS, generator=g)[:4] for _ in range(rows)]).int(),
+        "topk_weights": torch.softmax(torch.randn(rows, 4, generator=g), 1),
+    }  # fmt: skip
+    acts = {name: value.cuda() for name, value in acts.items()}
+    held = make_weights(spec, layout=phase.layouts(spec)["gate_up"])
+    weights = SimpleNamespace(**{
+        name: getattr(held, name).to("cuda") for name in ("gate_up", "gate_up_bias", "down", "down_bias")
+    })  # fmt: skip
+    step = make_step(spec, [(0, rows)])
+    outs = []
+    for phases in ([phase], [p for p in reference.PHASES if p.covers == ("moe",)]):
+        mine = dict(acts)
+        for launch in bind_all(phases, spec, weights, None, "full", 1):
+            launch(step, mine)
+        outs.append((mine["x"] - acts["x"]).cpu())
+    close(outs[0], outs[1], BOUNDS[activation])
