@@ -7,7 +7,8 @@
 Correctness: the embedded model through the GPU plan against the reference on the CPU (teacher-forced logits), graphs
 against eager (tokens), and its held-out problems. Speed: random weights of the true shapes, regimes first compared
 with one another on two of their layers (one that differs is not timed), other random tokens each run, pages of its
-own for every stream, distinct experts per layer counted from the router's choices. `--serve` runs the engine itself:
+own for every stream, distinct experts per layer counted from the router's choices. `--sustain` decodes for seconds and
+says what the card draws meanwhile: speed that is bound by power falls. `--serve` runs the engine itself:
 time to first token (p50, p99) and total speed with distinct prompts. `--phases` times every phase alone over M rows;
 `--require-native` fails where the plan is not the native path. Medians with spread; the last line is JSON, which
 carries the phases that ran and the hash of every source behind them.
@@ -214,6 +215,8 @@ def figures(
     for c in args.serve:
         prompt, count = (2048, 32) if c == 1 else (128, 128)
         row(serving.serve, ready.tokenizer_of(name), c, prompt, count, max(3, 20 // c))
+    for c in args.concurrency if args.sustain else []:
+        row(speed.sustained, c, 2048 if c == 1 else 128, args.sustain)
     if args.phases:
         part["isolated"] = []
         for m in args.rows:
@@ -262,6 +265,9 @@ def main() -> None:
     parser.add_argument("--pp", type=numbers, default=[512, 2048, 8192])
     parser.add_argument("--pp-at", type=numbers, default=[], help="pp2048 with so many tokens in the cache")
     parser.add_argument("--serve", type=numbers, default=[], help="streams through the engine: TTFT and total speed")
+    parser.add_argument(
+        "--sustain", type=float, default=0.0, help="so many seconds of decode of each --concurrency, with watts and MHz"
+    )
     parser.add_argument("--no-agree", action="store_true", help="leave out the same position through all regimes")
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--phases", action="store_true", help="every phase alone, over --rows")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from halfbyte.lab import isolate, serving, speed
+from halfbyte.lab.gauge import Gauge
 from halfbyte.model import ready
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.solo import Solo
@@ -64,6 +65,20 @@ def test_percentiles() -> None:
     assert serving.percentile([7.0], 99) == 7.0
 
 
+def test_a_gauge_measures_the_settled_half_or_says_nothing() -> None:
+    gauge = Gauge()
+    assert gauge.summary() == {}
+    gauge.limit = 700.0
+    gauge._samples = [(100.0, 1980, 30), (100.0, 1980, 31), (600.0, 1500, 60), (700.0, 1700, 65)]
+    found = gauge.summary()
+    assert found["watts"] == 650.0
+    assert found["mhz"] == [1500, 1600.0, 1700]
+    assert found["celsius"] == 65
+    with Gauge(index=999) as none:  # no such card, or no driver at all
+        pass
+    assert none.summary() == {}
+
+
 def test_rate_names_the_bound() -> None:
     gpu = GPUS["h200"]
     found = isolate.rate(Work(bytes=4.5e12, flops=1e12), 2.0, gpu)
@@ -88,6 +103,7 @@ def test_figures_on_a_gpu() -> None:
         tg, pp = speed.decode(gpu, 2, 100, 16), speed.prefill(gpu, 200, 128, 64)
         assert tg["valid"]
         assert pp["valid"]
+        assert speed.sustained(gpu, 2, 100, 0.3)["steps"] >= 128
         rows = isolate.phases(gpu, 16, 100)
         assert rows[-1]["phase"] == "sum"
         assert all(r["us"] > 0 for r in rows)

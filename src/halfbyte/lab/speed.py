@@ -18,6 +18,7 @@ from torch import Tensor
 
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.lab.bench import device_roof
+from halfbyte.lab.gauge import Gauge
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.phase import LAYER, OPERATIONS
 from halfbyte.plan.plan import Bound
@@ -139,19 +140,29 @@ def _count(model: GptOss, step: Step, bound: Sequence[Bound]) -> list[Tensor]:
     return counts
 
 
-def decode(model: GptOss, rows: int, context: int, count: int = 128) -> dict[str, Any]:
-    """tg`count` at `context`, one row of each of `rows` sequences, through the plan and a CUDA graph."""
+def _decoding(model: GptOss, rows: int, context: int, count: int) -> tuple[DecodeGraph, Callable[[int], None]]:
+    """A captured step of `rows` sequences with room for `count` tokens, and what begins it anew with other tokens."""
     cache = fill(model, rows, context + count + 64)
-    touched = experts_touched(model, decode_step(model, cache, context, 99))
     graph = DecodeGraph(model, rows, cache.blocks, feed_back=True)
     graph.capture()
     for kind, table in cache.tables.items():
         graph.step.block_tables[kind].copy_(table)
-    times, seen = [], []
-    for run in range(RUNS):
+
+    def begin(run: int) -> None:
         graph.step.tokens.copy_(random_tokens(model, rows, run))
         graph.step.positions.fill_(context)
         graph.step.kv_lens.fill_(context + 1)
+
+    return graph, begin
+
+
+def decode(model: GptOss, rows: int, context: int, count: int = 128) -> dict[str, Any]:
+    """tg`count` at `context`, one row of each of `rows` sequences, through the plan and a CUDA graph."""
+    touched = experts_touched(model, decode_step(model, fill(model, rows, context + count + 64), context, 99))
+    graph, begin = _decoding(model, rows, context, count)
+    times, seen = [], []
+    for run in range(RUNS):
+        begin(run)
         graph.replay()
         times.append(device_us(graph.replay, count - 1))
         seen.append(len(set(graph.step.tokens.tolist())))
@@ -169,6 +180,30 @@ def decode(model: GptOss, rows: int, context: int, count: int = 128) -> dict[str
         "experts_per_layer": None if touched is None else touched[0],
         "experts_from": "not visible" if touched is None else touched[1],
         "experts_expected": unique_experts(model.config, rows),
+    }  # fmt: skip
+
+
+def sustained(model: GptOss, rows: int, context: int, seconds: float) -> dict[str, Any]:
+    """Decode for so long, beginning anew with other tokens every 128: speed at first and at last, and what it draws."""
+    count, runs, clock = 128, 0, time.perf_counter
+    graph, begin = _decoding(model, rows, context, count)
+    begin(0)
+    graph.replay()
+    torch.cuda.synchronize()
+    rates: list[float] = []
+    with Gauge() as gauge:
+        start = clock()
+        while clock() - start < seconds:
+            begin(runs)
+            rates.append(rows * 1e6 / device_us(graph.replay, count))
+            runs += 1
+    assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
+    late = statistics.median(rates[len(rates) // 2 :])
+    found = gauge.summary()
+    return {
+        "test": f"tg for {seconds:g} s @ {context}, c={rows}", "tokens_per_s": late, "first_tokens_per_s": rates[0],
+        "least_tokens_per_s": min(rates), "steps": runs * count, **found,
+        "joules_per_token": found["watts"] / late if found else None,
     }  # fmt: skip
 
 
