@@ -172,6 +172,18 @@ def _mxfp4_rows(data: Tensor, tiles: int, chunks: int) -> tuple[Tensor, Tensor]:
     return codes, scale.reshape(tiles * ROWS, chunks * 2)
 
 
+def scales_of(data: Tensor) -> Tensor:
+    """A view of the scales of MXFP4 chunks: [..., g, group, r]."""
+    return data[..., 512:].view(*data.shape[:-1], 8, 2, 2)
+
+
+def groups_of_zeros(data: Tensor) -> Tensor:
+    """Which groups of MXFP4 chunks hold nothing but zeros, so that no scale matters to them: [..., g, group, r]."""
+    words = data[..., :512].contiguous().view(torch.int32).view(*data.shape[:-1], 8, 4, 2, 2)  # g t i/2 i%2
+    magnitudes = (0x0FC00FC0, 0x70137013)  # of the codes of rows g, and g + 8
+    return torch.stack([(words & m).eq(0).all(-1).all(-2) for m in magnitudes], -1)
+
+
 def _rotate_left(v: Tensor, n: int) -> Tensor:
     return ((v << n) | (v >> (32 - n))) & 0xFFFFFFFF if n else v
 

@@ -11,7 +11,7 @@ from grouped_emulator import Emulator, build
 
 from halfbyte import formats
 from halfbyte.errors import PlanError
-from halfbyte.formats import MXTensor, layouts
+from halfbyte.formats import MXTensor, layouts, tile16
 from halfbyte.gates import Gates, Layers, PerRegime
 from halfbyte.kernels.cuda.grouped_build import ProductArgs, Room, Variant
 from halfbyte.kernels.cuda.grouped_fp8 import PHASES, Fp8Dense, Fp8Experts, tops_of
@@ -138,6 +138,31 @@ def test_refuses_scales_that_do_not_fit() -> None:
     plain.scales[3, 1] += 1
     tops = tops_of(layouts.convert(plain, "tile16").data, "mxfp4", "qkv")
     assert torch.equal(tops, plain.scales.amax(1))
+
+
+def test_groups_of_zeros_may_have_any_scale() -> None:
+    """A dead head's columns, a dead row, a group of minus zeros with a large scale: all served, all values kept."""
+    g = torch.Generator().manual_seed(4)
+    w = torch.randn((128, 192), generator=g)
+    w[:, 64:128] = 0.0
+    w[17] = 0.0
+    plain = formats.quantize(w, "mxfp4")
+    plain.scales[:, 2:4] = 0  # as far as it goes
+    plain.data[5, 16:32], plain.scales[5, 1] = 0x88, 128
+    plain.scales[17] = torch.tensor([0, 128, 3, 90, 1, 7])
+    dense = formats.dequantize(plain, torch.float32)
+    tiles = layouts.convert(plain, "tile16")
+    before = tiles.data.clone()
+    layer = Fp8Dense(Room(Emulator(3), {}, torch.device("cpu")), tiles, None, "o")
+    assert torch.equal(formats.dequantize(tile16.unpack(tiles), torch.float32), dense)
+    assert torch.equal(tiles.data[..., :512], before[..., :512])
+    x = torch.randn((9, 192), generator=g)
+    close(layer.run(x), round_activation(x, "fp8").double() @ dense.double().T, 1e-6)
+    for row, value in ((3, 1), (12, 8 << 4 | 1)):  # one code that is not zero, in a row g and a row g + 8
+        plain.data[row, 40] = value
+        with pytest.raises(PlanError, match="octaves"):
+            Fp8Dense(Room(Emulator(1), {}, torch.device("cpu")), layouts.convert(plain, "tile16"), None, "o")
+        plain.data[row, 40] = 0
 
 
 def test_fp8_in_prefill_takes_them_and_leaves_the_rest_alone() -> None:

@@ -3,7 +3,7 @@
 Weights stay MXFP4 in tile16 and are widened to E5M2 relative to the largest scale of their row, exactly (see
 grouped_fp8.cuh); activations are E4M3 with one float32 scale a row, as `ops.linear` defines fp8. The middle of the MLP
 passes through bf16 on its way to E4M3, and each expert's result is bf16. Refuses rows whose scales span more than 16
-octaves: E5M2 would lose bits.
+octaves: E5M2 would lose bits. Groups of zeros do not count: they are given a scale near the others of their row.
 
 They serve prefill: --activation prefill=fp8 takes them beside the decode step and the batch kernels, which read the
 same weights with bf16 activations. With --activation fp8 all regimes go to Triton.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import PlanError
+from halfbyte.formats import tile16
 from halfbyte.formats.tile16 import CHUNK_BYTES
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.grouped import Dense, Experts, Inputs, _ptr, columns_cap
@@ -31,6 +32,7 @@ from halfbyte.kernels.cuda.grouped_phases import (
 from halfbyte.plan.phase import Arch, Phase, Spec
 
 SPREAD = 16  # octaves between the scales of a row that E5M2 can hold
+TILES_AT_ONCE = 4096  # of 16 rows, whose zeros are looked for: some 100 MB
 WIDENING = 112  # columns whose product takes as long as widening the weights for it
 
 
@@ -41,8 +43,11 @@ def tops_of(data: Tensor, form: str, role: str) -> Tensor:
     *lead, tiles, chunks, _ = data.shape
     if data.device.type == "meta":
         return torch.empty((*lead, tiles * 16), dtype=torch.uint8, device="meta")
-    # bytes [g][group][r] of a chunk: rows g + 8 r
-    scales = data[..., CHUNK_BYTES["mxfp4"] - 32 :].reshape(-1, chunks, 8, 2, 2)
+    scales = tile16.scales_of(data.view(-1, chunks, CHUNK_BYTES["mxfp4"]))  # [tile, chunk, g, group, r]: rows g + 8 r
+    spread = scales.amax((1, 3)) - scales.amin((1, 3))
+    far = (spread > SPREAD).flatten(1).any(1).nonzero()[:, 0]  # few or none: a dead head, an idle expert
+    for some in torch.split(far, TILES_AT_ONCE):
+        scales[some] = _without_zeros(data.view(-1, chunks, CHUNK_BYTES["mxfp4"])[some])
     high, low = scales.amax((1, 3)), scales.amin((1, 3))  # [tile, g, r]
     widest = int((high - low).max()) if data.numel() else 0
     if widest > SPREAD:
@@ -51,6 +56,16 @@ def tops_of(data: Tensor, form: str, role: str) -> Tensor:
             "use --activation bf16."
         )
     return high.transpose(1, 2).reshape(*lead, tiles * 16).contiguous()
+
+
+def _without_zeros(data: Tensor) -> Tensor:
+    """Scales of some tiles: a group of zeros, which means the same with any scale, gets its row's largest.
+
+    It is stored that way, too: far below the row's largest its scale would widen to no number, and zero times that is
+    none. Weights keep their values to the bit, for every kernel that reads them."""
+    scales, zeros = tile16.scales_of(data), tile16.groups_of_zeros(data)
+    most = scales.masked_fill(zeros, 0).amax((1, 3), keepdim=True)
+    return torch.where(zeros, most, scales)
 
 
 def wide(k: int) -> int:
