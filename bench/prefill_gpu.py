@@ -13,16 +13,17 @@ and the tensor cores (790 TFLOP/s, bf16) could do. The last line is JSON; the sa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -72,10 +73,13 @@ class Built(grouped_build.Gpu):
         super().__init__()
         self.options = options
 
+    def program(self, variant: Variant) -> Program:
+        program = variant.program()
+        return replace(program, options=program.options + self.options)
+
     def load(self, variant: Variant) -> None:
         if variant not in self._products:
-            program = variant.program()
-            cubin = compile_program(replace(program, options=program.options + self.options), self.arch)
+            cubin = compile_program(self.program(variant), self.arch)
             self._products[variant] = Kernel(cubin, "grouped", variant.shared_bytes)
 
 
@@ -137,12 +141,40 @@ def timed(run: Callable[[int], object], sustained: float = 0.0) -> float:
     return statistics.median(a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(events))
 
 
-def load_kernels(gpu: Built, fp8: bool) -> None:
+class Compared(NamedTuple):
+    """A build to compare: shape[+alone|+pair][:options for the compiler]."""
+
+    name: str
+    shape: str
+    pair: int
+    options: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        name, _, options = text.partition(":")
+        shape, *how = name.split("+")
+        return cls(text, shape, {"alone": 1, "pair": 2}[how[0]] if how else SHAPES[shape].pair, tuple(options.split()))
+
+
+@contextlib.contextmanager
+def built(gpu: Built, as_: Compared) -> Iterator[None]:
+    """The shape as it is to be compared, and nothing left of it afterwards."""
+    shape, options = SHAPES[as_.shape], gpu.options
+    SHAPES[as_.shape], gpu.options = shape._replace(pair=as_.pair), options + as_.options
+    gpu._products.clear()
+    yield
+    SHAPES[as_.shape], gpu.options = shape, options
+    gpu._products.clear()
+
+
+def load_kernels(gpu: Built, fp8: bool, compared: list[Compared]) -> None:
     """Compile in parallel; loading then finds them in the cache."""
     variants = [Variant("mxfp4", "vast", s) for s in (False, True)] if fp8 else VARIANTS
-    programs = [replace(v.program(), options=v.program().options + gpu.options) for v in variants]
-    programs += [Program(grouped_build.ROWS_PROGRAM, e) for e in ROW_KERNELS]
-    with ThreadPoolExecutor() as pool:
+    programs = [gpu.program(v) for v in variants] + [Program(grouped_build.ROWS_PROGRAM, e) for e in ROW_KERNELS]
+    for c in compared:
+        with built(gpu, c):
+            programs += [gpu.program(Variant("mxfp4", c.shape, s)) for s in (False, True)]
+    with ThreadPoolExecutor(len(programs)) as pool:
         list(pool.map(lambda p: compile_program(p, gpu.arch), programs))
 
 
@@ -214,7 +246,7 @@ def main() -> int:
     parser.add_argument("--options", default="", help="for the compiler, separated by blanks")
     parser.add_argument("--fp8", action="store_true", help="fp8 activations")
     parser.add_argument("--save", type=Path)
-    parser.add_argument("--compare", default="", help="builds to time at every size: shape[+alone|+pair]")
+    parser.add_argument("--compare", default="", help="to time at every size: shape[+alone|+pair][:options]")
     parser.add_argument("--shapes", action="store_true", help="time the builds that auto does not choose, too")
     parser.add_argument(
         "--ablation", action="store_true", help="a build that leaves work out: timed though it is wrong"
@@ -225,7 +257,8 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
     gpu = Built(tuple(args.options.split()))
-    load_kernels(gpu, args.fp8)
+    compared = [Compared.parse(name) for name in filter(None, args.compare.split(","))]
+    load_kernels(gpu, args.fp8, compared)
     bound = FP8_BOUND if args.fp8 else BOUND
     print(f"kernels ready after {time.time() - began:.1f} s", flush=True)
     spy = Spy(gpu)
@@ -254,7 +287,6 @@ def main() -> int:
             f"experts, {rows} tokens: error {e:.1e}, repeats {torch.equal(got, again)}{'' if fine else '  WRONG'}",
             flush=True,
         )
-    del dense
     linear = {}
     for role, n, k in (
         ("qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
@@ -282,25 +314,19 @@ def main() -> int:
         print(f"{bad} checks failed; nothing is timed")
         return 1
     cases: list[tuple[int, bool, str | None]] = [(r, False, None) for r in sizes]
-    for name in filter(None, args.compare.split(",")):
-        shape, *how = name.split("+")
-        plain = SHAPES[shape]
-        SHAPES[shape] = plain._replace(pair={"alone": 1, "pair": 2}[how[0]] if how else plain.pair)
-        gpu._products.clear()
-        for rows in sizes:
-            ids, weights = routing(rows, c.experts, c.top_k)
-            h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
-            got = []
-            for layer in layers[:1]:
-                for layer.experts.shape in (None, shape):
-                    got.append(layer.experts.run(h, ids, weights, x))
-            e = error(got[1] - x, got[0] - x)
-            r = measure(layers, spy, room, rows, False, shape, True) if e <= bound else {}
-            print(name, rows, f"differs {e:.1e}", {k: round(v) for k, v in r.get("us", {}).items()}, flush=True)
-            if r:
-                results.append(r | {"build": name})
-        SHAPES[shape] = plain
-        gpu._products.clear()
+    for c_ in compared:
+        with built(gpu, c_):
+            for rows in sizes:
+                ids, weights = routing(rows, c.experts, c.top_k)
+                h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
+                layers[0].experts.shape = c_.shape
+                got = layers[0].experts.run(h, ids, weights, x)
+                e = error(got - x, layers[0].reference(dense, h, ids, weights, x) - x)
+                r = measure(layers, spy, room, rows, False, c_.shape, True) if e <= bound else {}
+                shown = {k: round(v) for k, v in r.get("us", {}).items()}
+                print(c_.name, rows, f"error {e:.1e}", shown, flush=True)
+                if r:
+                    results.append(r | {"build": c_.name})
     for layer in layers:
         layer.experts.shape = None
     if args.shapes and not args.fp8:

@@ -138,6 +138,9 @@ def _write(path: Path, data: bytes) -> None:
         return
 
 
+_Pointers = ctypes.c_void_p * 1
+
+
 class Kernel:
     """A loaded entry point. `shared` is the dynamic shared memory of every launch."""
 
@@ -148,7 +151,7 @@ class Kernel:
         module = _ok(driver.cuModuleLoadData(ctypes.addressof(self._image)), f"load {entry}")[0]
         self._function = _ok(driver.cuModuleGetFunction(module, entry.encode()), f"find {entry}")[0]
         self._module, self._shared, self._entry = module, shared, entry
-        self._configs: dict[tuple[int, int, bool, bool], Any] = {}
+        self._configs: dict[tuple[int, int, int, bool, bool], Any] = {}
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ok(driver.cuFuncSetAttribute(self._function, limit, shared), f"give {entry} {shared} bytes of shared memory")
 
@@ -156,20 +159,25 @@ class Kernel:
         self, grid: int, block: int, argument: ctypes.Structure, *, cooperative: bool = False, early: bool = False
     ) -> None:
         """One struct by value. `cooperative`: all blocks resident or an error; `early`: dependent launch."""
-        driver = _driver()
-        config = self._config(block, cooperative, early)
+        # torch.cuda.current_stream() takes as long as the launch
+        stream: int = torch._C._cuda_getCurrentRawStream(
+            torch._C._cuda_getDevice()
+        )
+        config = self._config(stream, block, cooperative, early)
         config.gridDimX = grid
-        config.hStream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        _ok(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), f"launch {self._entry}")
+        pointers = _Pointers(ctypes.addressof(argument))
+        status = _driver().cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
+        if int(status[0]):
+            _ok(status, f"launch {self._entry}")
 
-    def _config(self, block: int, cooperative: bool, early: bool) -> Any:
-        """All of a launch but its grid and stream. Made once for every thread: it takes longer than the launch."""
-        key = threading.get_ident(), block, cooperative, early
+    def _config(self, stream: int, block: int, cooperative: bool, early: bool) -> Any:
+        """All of a launch but its grid. Made once for every thread: it takes longer than the launch."""
+        key = threading.get_ident(), stream, block, cooperative, early
         if config := self._configs.get(key):
             return config
         driver = _driver()
         config = driver.CUlaunchConfig()
+        config.hStream = driver.CUstream(stream)
         config.gridDimY, config.gridDimZ = 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = self._shared

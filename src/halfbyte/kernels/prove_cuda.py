@@ -59,7 +59,7 @@ def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
         return _sync(phase, spec) + _stream(phase, spec, arch)
     if isinstance(phase, grouped_phases._Grouped):
         form = spec.formats[next(iter(phase.shapes(spec)))]
-        shapes = ("narrow", "broad", "wide") if "moe" in phase.covers else ("narrow", "wide")
+        shapes = ("narrow", "lean", "broad", "wide") if "moe" in phase.covers else ("narrow", "wide")
         found = [_grouped(form, shape, swiglu) for shape in shapes for swiglu in _swiglu(phase)]
         return found + _stream(phase, spec, arch)
     if isinstance(phase, batch_phase.BatchLayer):

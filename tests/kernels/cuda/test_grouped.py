@@ -89,7 +89,7 @@ def test_dense(form: str, rows: int, n: int, k: int, shape: str | None) -> None:
      (110, 4, 4, 128, 192, 0.0, "wide"), (150, 2, 1, 64, 320, 1.0, "wide"), (20, 4, 3, 128, 192, 0.0, "wide"),
      (120, 4, 2, 128, 576, 1.0, "broad"),
      (60, 4, 2, 128, 320, 1.0, "broad"), (75, 2, 2, 192, 64, 0.0, "wide"), (10, 8, 4, 64, 448, 0.0, "broad"),
-     (150, 2, 2, 64, 576, 1.0, "wide")],
+     (150, 2, 2, 64, 576, 1.0, "wide"), (60, 4, 2, 192, 448, 1.0, "lean"), (90, 2, 2, 128, 192, 0.0, "lean")],
 )  # fmt: skip
 @pytest.mark.parametrize("wide_ids", [False, True])
 def test_experts(

@@ -112,7 +112,7 @@ def compiled() -> None:
     """Every kernel of this file in the cache, compiled at the same time: one after another takes two minutes."""
     forms: tuple[str, ...] = ("mxfp4", "q8", "bf16")
     variants = [Variant(form, "wide", False, rope=rope) for form in forms for rope in (False, True)]
-    variants += [Variant("mxfp4", shape, swiglu) for shape in ("broad", "vast") for swiglu in (False, True)]
+    variants += [Variant("mxfp4", shape, swiglu) for shape in ("lean", "broad", "vast") for swiglu in (False, True)]
     variants.append(Variant("mxfp4", "vast", False, rope=True))
     entries = ("pack_rows", "sum_pack_rows", "group_rows", "requantize", "sum_rows")
     programs = [v.program() for v in variants] + [b.program() for b in (FULL, SLIDING)]

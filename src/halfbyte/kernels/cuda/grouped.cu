@@ -79,12 +79,14 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
     raw.load(c.sh.ring[c.at.slot] + weights + (mt * KS + in_stage) * CHUNK, c.lane);
     return raw;
   };
-  auto issue = [&](int in_stage, float (&sum)[N / 2], const u32 (&w)[16]) {
-    const auto b = b_low(c.sh.ring[c.at.slot] + in_stage * N * 128);
+  auto issue_at = [&](auto b, float (&sum)[N / 2], const u32 (&w)[16]) {
     if (!PIN) wgmma_fence();
     HB_UNROLL
     for (int i = 0; i < 4; i++) wgmma<N>(sum, w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3], b_tile(b, i * 32));
     wgmma_commit();
+  };
+  auto issue = [&](int in_stage, float (&sum)[N / 2], const u32 (&w)[16]) {
+    issue_at(b_low(c.sh.ring[c.at.slot] + in_stage * N * 128), sum, w);
   };
   HB_UNROLL
   for (int mt = 0; mt < MT; mt++) wgmma_clear(acc[mt]);
@@ -115,6 +117,36 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       if (PIN) wgmma_fence();
       wgmma_wait<0>();
       if (leave) c.release(there);
+    }
+  } else if constexpr (KS == 2 && MT == 2 && N <= 72) {  // a stage at a time; weights are loaded a tile before they are widened
+    auto other = fetch(0, 1);
+    HB_NO_UNROLL
+    for (;;) {  // and `other` is here
+      const int here = c.at.slot;
+      issue(0, acc[0], a[0]);
+      auto raw = fetch(1, 0);  // past the last k: zeros
+      other.widen(a[1]);
+      issue(0, acc[1], a[1]);
+      if (--left == 0) { wgmma_wait<0>(); break; }
+      other = fetch(1, 1);
+      wgmma_wait<1>();
+      raw.widen(a[0]);
+      issue(1, acc[0], a[0]);
+      const auto columns = b_low(c.sh.ring[here] + N * 128);
+      if (left > 1) {
+        c.at.next();
+        wait_for(&c.sh.full[c.at.slot], c.at.phase);
+        raw = fetch(0, 0);
+      }
+      wgmma_wait<1>();
+      other.widen(a[1]);
+      issue_at(columns, acc[1], a[1]);
+      if (--left == 0) { wgmma_wait<0, 1>(); break; }
+      other = fetch(0, 1);
+      wgmma_wait<1>();
+      raw.widen(a[0]);
+      wgmma_wait<0>();
+      c.release(here);
     }
   } else {
     HB_NO_UNROLL
@@ -216,11 +248,12 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
 }
 #endif
 
+constexpr bool DEEP = SHAPE == WIDE || (SHAPE == BROAD && N_MAX <= 48);  // where registers allow
 HB_DEV void dispatch(Consumer& c, const Item& it) {
 #if HB_SHAPE == 3
 #define HB_CASE(n) case n: return multiply_fp8<n>(c, it);
 #else
-#define HB_CASE(n) case n: if constexpr (SHAPE == WIDE) return multiply_deep<n, MT>(c, it); else return multiply<n, MT>(c, it);
+#define HB_CASE(n) case n: if constexpr (n > N_MAX) return; else if constexpr (DEEP) return multiply_deep<n, MT>(c, it); else return multiply<n, MT>(c, it);
 #endif
   if constexpr (SHAPE == VAST) switch (it.n) {
     HB_CASE(16) HB_CASE(32) HB_CASE(48) HB_CASE(64) HB_CASE(72) HB_CASE(80) HB_CASE(96)

@@ -46,7 +46,11 @@ constexpr bool FP8 = SHAPE == VAST;
 constexpr int MT = STRIPES || FP8 || SYNC ? 1 : 2;
 static_assert(!ROPE || ((MT == 2 || FP8) && !SWIGLU), "a warp or a warpgroup must hold both halves of what is rotated");
 constexpr int TILES = WARPGROUPS * MT;  // of 64 rows, in a block's share of an item
+#ifdef HB_COLUMNS  // BROAD for 48: registers for two chunks, and another stage
+constexpr int N_MAX = HB_COLUMNS;
+#else
 constexpr int N_MAX = SHAPE == WIDE || SHAPE == SYNC_128 ? 128 : SHAPE == BROAD ? 88 : FP8 ? 256 : 64;
+#endif
 constexpr int WARPS = WARPGROUPS * 4, FEEDERS = SYNC ? 1 : 4;
 constexpr int THREADS = (WARPS + FEEDERS) * 32;
 constexpr int KS = FORMAT == MXFP4 && (!SYNC || MX) ? 2 : 1;  // chunks in a stage

@@ -94,7 +94,7 @@ def columns_cap(rows: int, m_tiles: int, blocks: int, shape: Shape, least: int =
     """Columns per item of one dense product that leave the least to the busiest block.
 
     `least`: columns below which an item takes no less time, because weights have to be widened all the same."""
-    if shape.number == 0 or rows <= 64:  # blocks share out tiles of 64 rows, whatever the columns
+    if shape.number == 0 or rows <= 64 or shape.columns < WIDTHS[0]:  # blocks share out tiles of 64 rows
         return shape.columns
     item, workers = shape.warpgroups * shape.tiles * shape.pair, blocks // shape.pair
     whole, left = divmod(m_tiles, item)
@@ -113,8 +113,8 @@ def columns_cap(rows: int, m_tiles: int, blocks: int, shape: Shape, least: int =
 
 
 def shape_for(per_expert: float) -> str:
-    """Which build serves this many rows per expert best (measured; past 72 too many experts have more than 88)."""
-    return "narrow" if per_expert <= 4 else "broad" if per_expert <= 72 else "wide"
+    """Which build serves this many rows per expert best (measured; past 24 and 72 too many have more than 48 and 88)."""
+    return next((name for name, most in (("narrow", 4), ("lean", 24), ("broad", 72)) if per_expert <= most), "wide")
 
 
 class Inputs(NamedTuple):

@@ -78,6 +78,7 @@ SHAPES = {
     "wide": Shape(1, 2, 2, 128),
     "broad": Shape(2, 3, 2, 88),
     "vast": Shape(3, 2, 1, 256, pair=2),
+    "lean": Shape(2, 3, 2, 48),  # broad for few columns
 }
 
 
@@ -136,7 +137,7 @@ class Variant:
 
     def program(self) -> Program:
         values = {"FORMAT": FORMATS[self.format], "SHAPE": SHAPES[self.shape].number, "SWIGLU": int(self.swiglu)}
-        values |= {"PAIR": self.pair, "ROPE": int(self.rope)}
+        values |= {"PAIR": self.pair, "ROPE": int(self.rope), "COLUMNS": self.columns}
         return Program(FOLDER / "grouped.cu", "grouped", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
 
 

@@ -8,12 +8,13 @@ template <> struct Raw<MXFP4> {
   u32 s;
   HB_DEV_MEMBER void load(const u8* chunk, int lane) { w = lds128(chunk + lane * 16); s = lds32(chunk + 512 + (lane >> 2) * 4); }
   // 2^(e - 1) in both halves: codes come as value * 2^-126. e <= 128 is checked when weights are bound.
-  HB_DEV_MEMBER u32 scale(u32 select) const { return permute(s, 0, select) * 128u + 0x3f003f00u; }
+  // A multiplication where a shift would do: the logic pipe is the busier one.
+  HB_DEV_MEMBER u32 scale(u32 select) const { return permute(s, 0, select) * 0x00800080u + 0x3f003f00u; }
   HB_DEV_MEMBER void widen(u32 (&a)[16]) const {
     const u32 m = 0x81c081c0u, words[4] = {w.x, w.y, w.z, w.w};
     HB_UNROLL
     for (int half = 0; half < 2; half++) {
-      const u32 up = scale(half ? 0x4242 : 0x4040), low = scale(half ? 0x4343 : 0x4141);  // rows g and g + 8
+      const u32 up = scale(half ? 0x4442 : 0x4440), low = scale(half ? 0x4443 : 0x4441);  // rows g and g + 8
       HB_UNROLL
       for (int i = 2 * half; i < 2 * half + 2; i++) {
         const u32 v = words[i];

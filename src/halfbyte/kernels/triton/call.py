@@ -37,6 +37,7 @@ class Call:
     need: str = ""  # pattern the machine code must show
     ban: str = ""  # pattern it must not show
     options: Mapping[str, Any] = field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)  # see `launch`
 
     @property
     def name(self) -> str:
@@ -46,12 +47,18 @@ class Call:
         return _function(self.module, self.function)
 
     def launch(self, grid: tuple[int, ...], device: torch.device, **args: Any) -> None:
+        """Whoever keeps the call saves Triton's search for the kernel, which takes longer than a launch."""
         if 0 in grid:
             return
         fn = self.resolve()
         if device.type == "cpu":  # the interpreter: the only place where this runs without a GPU
             self._check(args)
-        fn[grid](
+        key = (device.index, *map(_told_apart, args.values()))
+        if found := self.compiled.get(key):
+            given = {**self.constants, **args}
+            found[(*grid, 1, 1)[:3]](*(given[name] for name in fn.arg_names))
+            return
+        kernel = fn[grid](
             **args,
             **self.constants,
             num_warps=self.warps,
@@ -59,6 +66,8 @@ class Call:
             **self.options,
             **target_options(device),
         )
+        if device.type == "cuda":
+            self.compiled[key] = kernel
 
     def _check(self, args: Mapping[str, Any]) -> None:
         assert set(args) == set(self.types), f"{self.function}: {set(args) ^ set(self.types)}"
@@ -75,6 +84,15 @@ class Call:
                 assert not declared.endswith(":16") or value % 16 == 0, f"{self.function}.{name}: {value} % 16"
             else:
                 assert declared == "fp32", f"{self.function}.{name}: {type(value)} declared {declared}"
+
+
+def _told_apart(value: Any) -> Any:
+    """What Triton compiles another kernel for."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, value.bit_length() > 31
+    return type(value)
 
 
 _TELLING = ("XF", "WF", "BM", "BN", "BK", "WINDOW", "SPLITS", "SWAP", "KV")

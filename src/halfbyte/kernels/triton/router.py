@@ -6,6 +6,7 @@ scale, adds the parts in order, chooses (ties to the lower expert), and writes t
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -44,15 +45,20 @@ def experts_step(rows: int) -> int:
 def router_call(
     x: torch.dtype, weight: torch.dtype, rows: int, hidden: int, experts: int, capability: tuple[int, int]
 ) -> Call:
+    return _router_call(x, weight, multiple(rows), hidden, experts, rows_step(rows, capability), experts_step(rows))
+
+
+@functools.cache  # kept, so that a launch need not look for its kernel
+def _router_call(x: torch.dtype, weight: torch.dtype, rows: str, hidden: int, experts: int, bm: int, be: int) -> Call:
     types = {
-        "x": type_of(x), "norm": type_of(weight), "weight": "*bf16", "partial": "*fp32", "M": multiple(rows),
-        "H": multiple(hidden), "E": multiple(experts), "CHUNK": multiple(parts_of(rows, hidden)[1]),
+        "x": type_of(x), "norm": type_of(weight), "weight": "*bf16", "partial": "*fp32", "M": rows,
+        "H": multiple(hidden), "E": multiple(experts), "CHUNK": multiple(parts_of(1, hidden)[1]),
     }  # fmt: skip
     return Call(
         "rows",
         "router_kernel",
         types,
-        {"BM": rows_step(rows, capability), "BE": experts_step(rows), "BK": BK},
+        {"BM": bm, "BE": be, "BK": BK},
         warps=4,
         stages=3,
         need=r"\b(HMMA|HGMMA|UTCHMMA)",
@@ -60,17 +66,23 @@ def router_call(
 
 
 def choose_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, rows: int, spec: Spec) -> Call:
+    warps = 8 if rows <= BATCH_ROWS else 2  # many hide their waits
+    return _choose_call(x, weight, h, warps, spec.hidden, spec.experts, spec.top_k)
+
+
+@functools.cache
+def _choose_call(
+    x: torch.dtype, weight: torch.dtype, h: torch.dtype, warps: int, hidden: int, experts: int, top_k: int
+) -> Call:
     types = {
         "x": type_of(x), "norm": type_of(weight), "bias": type_of(weight), "partial": "*fp32", "h": type_of(h),
-        "ids": "*i32", "weights": "*fp32", "H": multiple(spec.hidden), "E": multiple(spec.experts), "eps": "fp32",
+        "ids": "*i32", "weights": "*fp32", "H": multiple(hidden), "E": multiple(experts), "eps": "fp32",
     }  # fmt: skip
     constants = {
-        "PARTS": parts_of(1, spec.hidden)[0], "TOP": spec.top_k, "TOP_P2": power_of_two(spec.top_k),
-        "BH": power_of_two(spec.hidden), "BE": power_of_two(spec.experts),
+        "PARTS": parts_of(1, hidden)[0], "TOP": top_k, "TOP_P2": power_of_two(top_k),
+        "BH": power_of_two(hidden), "BE": power_of_two(experts),
     }  # fmt: skip
-    return Call(
-        "rows", "choose_kernel", types, constants, warps=8 if rows <= BATCH_ROWS else 2
-    )  # many hide their waits
+    return Call("rows", "choose_kernel", types, constants, warps=warps)
 
 
 class NormAndRouter(Phase):
