@@ -40,7 +40,7 @@ from halfbyte.kernels.cuda.prefill_layer import Fp8PrefillLayer, PrefillLayer  #
 from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
 from halfbyte.kernels.triton.rope import RopeAndWrite  # noqa: E402
 from halfbyte.kernels.triton.router import NormAndRouter  # noqa: E402
-from halfbyte.lab import environment  # noqa: E402
+from halfbyte.lab import environment, receipts  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, formats_after, spec_of  # noqa: E402
 from halfbyte.ops.rope import yarn_frequencies  # noqa: E402
@@ -211,6 +211,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "bench": "prefill_layers", "device": torch.cuda.get_device_name(), "layers": args.layers, "fp8": args.fp8,
         "sources": Variant("mxfp4", "wide", False).program().hash(), "date": time.strftime("%Y-%m-%d"), "results": [],
+        "measured": receipts.measured({Fp8PrefillLayer() if args.fp8 else PrefillLayer()}),
     }  # fmt: skip
     for tokens in (int(t) for t in args.tokens.split(",")):
         r = measure(s, weights, tokens, args.fp8)

@@ -160,9 +160,7 @@ class Kernel:
     ) -> None:
         """One struct by value. `cooperative`: all blocks resident or an error; `early`: dependent launch."""
         # torch.cuda.current_stream() takes as long as the launch
-        stream: int = torch._C._cuda_getCurrentRawStream(
-            torch._C._cuda_getDevice()
-        )
+        stream: int = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         config = self._config(stream, block, cooperative, early)
         config.gridDimX = grid
         pointers = _Pointers(ctypes.addressof(argument))

@@ -173,6 +173,23 @@ def test_sums_packed_in_one_pass_are_those_of_two(fp8: bool) -> None:
     assert torch.equal(dense.multiply(packed, rows), once)
 
 
+def test_experts_are_taken_by_their_rows() -> None:
+    """Those with the most first, ties in their own order; slots stay where they were."""
+    gate_up, _ = mxfp4((6, 128, 64), 1)
+    down, _ = mxfp4((6, 64, 64), 2)
+    ids = torch.tensor([[2, 5], [5, 1], [2, 5], [4, 1], [5, 0]], dtype=torch.int32)
+    buffers: dict[str, torch.Tensor] = {}
+    layer = Experts(
+        Room(Emulator(2), buffers, torch.device("cpu")), gate_up, torch.zeros(6, 128), down, torch.zeros(6, 64),
+        limit=7.0, alpha=1.702,
+    )  # fmt: skip
+    layer.run(torch.ones(5, 64), ids, torch.ones(5, 2), torch.zeros(5, 64))
+    starts, counts, order = buffers["grouped.table.small"].view(3, 6).tolist()
+    assert order == [5, 1, 2, 0, 4, 3]
+    assert counts == [4, 2, 2, 1, 1, 0]
+    assert starts == [32, 8, 16, 0, 24, 24]
+
+
 def test_columns_cap_is_a_width_the_kernel_has() -> None:
     for rows in (65, 100, 512, 2048, 8192):
         for m_tiles in (45, 80, 90):

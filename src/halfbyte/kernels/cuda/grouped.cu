@@ -57,7 +57,7 @@ template <int N, int MT> HB_DEV void multiply_deep(Consumer& c, const Item& it) 
   const int tile = c.tile();
   if (tile >= it.tiles * 4) return;  // a remainder: this warp multiplied what happened to lie there
   Bias<MT> bias;
-  bias.load(c.p, it, it.first * 4 + tile, c.lane);
+  bias.take(c);
   store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
 }
 
@@ -182,7 +182,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   const int tile = c.tile();
   if (tile >= it.tiles * 4) return;  // a remainder: this warp multiplied what happened to lie there
   Bias<MT> bias;
-  bias.load(c.p, it, it.first * 4 + tile, c.lane);
+  bias.take(c);
   store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
 }
 
@@ -248,11 +248,11 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
 }
 #endif
 
-constexpr bool DEEP = SHAPE == WIDE || (SHAPE == BROAD && N_MAX <= 48);  // where registers allow
 HB_DEV void dispatch(Consumer& c, const Item& it) {
 #if HB_SHAPE == 3
 #define HB_CASE(n) case n: return multiply_fp8<n>(c, it);
 #else
+  constexpr bool DEEP = SHAPE == WIDE || (SHAPE == BROAD && N_MAX <= 48);  // where registers allow
 #define HB_CASE(n) case n: if constexpr (n > N_MAX) return; else if constexpr (DEEP) return multiply_deep<n, MT>(c, it); else return multiply<n, MT>(c, it);
 #endif
   if constexpr (SHAPE == VAST) switch (it.n) {
@@ -276,6 +276,7 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
     wait_for(&sh.item_full[q], (u32)(c.turn >> 1 & 1));
     const Item& it = sh.item[q];  // left in shared memory: registers are dear
     if (!it.more) return;
+    if constexpr (!FP8) ask_biases<MT>(c, it);
     if (c.group * MT < it.tiles) dispatch(c, it);
     else c.pass();
     sync_warp();

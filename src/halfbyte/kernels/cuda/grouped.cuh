@@ -75,6 +75,7 @@ static_assert(PAIR == 1 || !SWIGLU || MT == 1, "a warpgroup has all of its rows 
 constexpr int EXPERTS_MAX = 512;
 // Bytes in which a warpgroup puts its results in order, before whole lines are written; SM12x has none to spare.
 constexpr int STAGING = SYNC ? 16 : FP8 ? 8704 : MT == 2 ? 9216 : 5120;
+constexpr int BIASES = SYNC || FP8 ? 0 : 128;  // bytes behind that, for each warp: its rows' biases
 constexpr int STAGES = (SYNC ? ROOM : ROOM - WARPGROUPS * STAGING) / STAGE;
 static_assert(STAGES >= 3, "too few stages to hide the latency of memory");
 
@@ -82,7 +83,7 @@ struct alignas(64) Product {     // mirrored in grouped_build.py
   u64 map[16];                   // the copy engine's map of the weights: tile16, experts one after another
   const void* bias;              // [experts][rows], bf16 or float; null: none
   const u16* x;                  // packed
-  const int *starts, *counts;    // of each expert's slots; null: one expert with `columns` slots
+  const int *starts, *counts;    // of experts' slots, in their `order`; null: one expert with `columns` slots
   u16* packed;                   // SWIGLU: where the hidden values go
   float* out;                    // otherwise: [slots][out_stride]
   const float* residual;         // added to `out`, same shape; null: none
@@ -98,7 +99,8 @@ struct alignas(64) Product {     // mirrored in grouped_build.py
   i64 value_offset;              // ROPE: from a key to its value
   int heads, kv_heads;           // ROPE: of 64 rows each: queries, then keys, then values
   int out_bf16;                  // FP8: `out` is rows of bf16 instead, and nothing is added
-  int unused[5];
+  const int* order;              // those with the most columns first: items of one width, whose code is one, follow each other
+  int unused[2];
 };
 static_assert(sizeof(Product) % 64 == 0, "the map must lie at a multiple of 64");
 
@@ -136,7 +138,7 @@ struct Shared {
   Item item[2];
   int whole, rest;          // the first feeding warp's: items with all their rows, and remainders (STRIPES: tiles of columns)
   Counted<FP8>::type before[EXPERTS_MAX];  // its, too: tiles of columns before expert e (FP8: every byte counts)
-  alignas(16) u8 staging[WARPGROUPS][STAGING];
+  alignas(16) u8 staging[WARPGROUPS][STAGING + 4 * BIASES];
   float scales[FP8 ? WARPGROUPS : 1][FP8 ? N_MAX : 4];  // of an item's columns
 };
 HB_CONST_FN int shared_bytes() { return (int)sizeof(Shared) + (SYNC ? 0 : 1024); }
@@ -197,7 +199,7 @@ struct Work {  // the first feeding warp's view of what is to do
     return low;
   }
   HB_DEV_MEMBER void columns(Item& it, const Cut& c, int e, int column) const {
-    it.expert = e;
+    it.expert = p.order ? p.order[e] : 0;
     it.slot = start_of(p, e) + column * c.n;
     it.n = width(c.n);
     const int left = count_of(p, e) - column * c.n;

@@ -113,7 +113,7 @@ def columns_cap(rows: int, m_tiles: int, blocks: int, shape: Shape, least: int =
 
 
 def shape_for(per_expert: float) -> str:
-    """Which build serves this many rows per expert best (measured; past 24 and 72 too many have more than 48 and 88)."""
+    """Which build serves this many rows per expert best (measured; past 24 and 72, too many have over 48 and 88)."""
     return next((name for name, most in (("narrow", 4), ("lean", 24), ("broad", 72)) if per_expert <= most), "wide")
 
 
@@ -327,21 +327,22 @@ class Experts:
         hidden = room.get(f"{self.prefix}hidden", rows, lambda r: self._slots(r, top_k) * half, torch.bfloat16)
         parts = room.get(f"{self.prefix}parts", rows, lambda r: self._slots(r, top_k) * self.hidden, self.results)
         place = room.get("place", rows, lambda r: r * top_k, torch.int32)
-        table = room.get("table", rows, lambda r: 2 * self.experts, torch.int32)
-        starts, counts = table.data_ptr(), table.data_ptr() + 4 * self.experts
+        table = room.get("table", rows, lambda r: 3 * self.experts, torch.int32)
+        starts, counts, order = (table.data_ptr() + 4 * self.experts * i for i in range(3))
         shape = self._shape(rows * top_k / self.experts)
         common = RowsArgs(
             source=_ptr(h), packed=_ptr(given.packed), ids=_ptr(ids), weights=_ptr(weights), starts=starts,
             counts=counts, place=_ptr(place), parts=_ptr(parts), residual=_ptr(x), stride=h.stride(0), rows=rows,
             width=self.hidden, slots=slots, experts=self.experts, top_k=top_k, source_float=_float(h),
             ids_wide=int(ids.dtype == torch.int64), kind=given.kind, scales=scales, parts_float=_float(parts),
+            order=order,
         )  # fmt: skip
         room.machine.rows("group_rows", self.experts, common)
         room.machine.rows("pack_rows", rows, common)
         up, down = self._variant(shape, True), self._variant(shape, False)
         first = ProductArgs(
             map=self.maps[0], bias=_ptr(self.gate_up_bias), bias_float=_float(self.gate_up_bias),
-            x=_ptr(given.packed), starts=starts, counts=counts, packed=_ptr(hidden), experts=self.experts,
+            x=_ptr(given.packed), starts=starts, counts=counts, order=order, packed=_ptr(hidden), experts=self.experts,
             m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots, packed_slots=slots,
             n_cap=up.columns, limit=self.limit, alpha=self.alpha, tops=_ptr(self.tops[0]), x_scale=scales,
         )  # fmt: skip
@@ -349,7 +350,7 @@ class Experts:
         middle = self._middle(hidden, rows, top_k, given)
         second = ProductArgs(
             map=self.maps[1], bias=_ptr(self.down_bias), bias_float=_float(self.down_bias), x=_ptr(middle.packed),
-            starts=starts, counts=counts, out=_ptr(parts), out_stride=self.hidden, experts=self.experts,
+            starts=starts, counts=counts, order=order, out=_ptr(parts), out_stride=self.hidden, experts=self.experts,
             m_tiles=self.hidden // TILE, chunks=half // CHUNK, x_slots=slots, n_cap=up.columns,
             tops=_ptr(self.tops[1]), x_scale=_ptr(middle.scales), out_bf16=1 - _float(parts),
         )  # fmt: skip

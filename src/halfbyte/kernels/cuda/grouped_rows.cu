@@ -11,7 +11,7 @@ struct Rows {                 // mirrored in grouped_build.py; every kernel of t
   u16* packed;                // see grouped.cuh
   const void* ids;            // [rows][top_k] int32 or int64
   const float* weights;       // [rows][top_k]
-  int *starts, *counts;       // out: [experts]
+  int *starts, *counts;       // out: [experts], those with the most rows first
   int* place;                 // [rows][top_k], the slot of each choice
   const void* parts;          // [slots][width], float or bf16
   const float* residual;      // [rows][width]
@@ -24,6 +24,7 @@ struct Rows {                 // mirrored in grouped_build.py; every kernel of t
   float* scales;              // E4M3: of each slot; MX: four scale bytes, [width / 128][slots]
   const u16* hidden;          // requantize: packed bf16
   int parts_float;
+  int* order;                 // out: [experts], whose `starts` and `counts` are
 };
 // f16: bf16 values, for q8 weights; e4m3: see grouped_fp8.cuh; mx: see grouped_mx.cuh
 enum { AS_BF16 = 0, AS_F16 = 1, AS_E4M3 = 2, AS_MXFP8 = 3, AS_MXFP4 = 4 };
@@ -319,15 +320,19 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __g
   }
   if (lane == 0) table.mine[warp] = seen;
   sync_all();
-  if (warp == 0) {  // slots before this expert: counts rounded up to 8
-    int sum = 0;
-    for (int e = lane; e < expert; e += 32) sum += (table.count[e] + 7) & ~7;
+  if (warp == 0) {  // slots before this expert: counts rounded up to 8; experts before it, when the products take them
+    int sum = 0, before = 0;
+    const int mine = table.count[expert];
+    for (int e = lane; e < r.experts; e += 32) {
+      const int other = table.count[e];
+      if (e < expert) sum += (other + 7) & ~7;
+      before += other > mine || (other == mine && e < expert);
+    }
     HB_UNROLL
-    for (int m = 16; m; m >>= 1) sum += (int)shfl_xor((u32)sum, m);
-    if (lane == 0) table.start = sum;
+    for (int m = 16; m; m >>= 1) { sum += (int)shfl_xor((u32)sum, m); before += (int)shfl_xor((u32)before, m); }
+    if (lane == 0) { table.start = sum; r.starts[before] = sum; r.counts[before] = mine; r.order[before] = expert; }
   }
   sync_all();
-  if (thread == 0) { r.starts[expert] = table.start; r.counts[expert] = table.count[expert]; }
   int at = table.start;
   for (int w = 0; w < warp; w++) at += table.mine[w];
   HB_UNROLL_4

@@ -32,7 +32,8 @@ constexpr int APART = ROPE ? 2 : 1;  // rows that are rotated together, 32 apart
 // The biases a lane needs for MT tiles of 16 rows: of its rows g and g + 8; SWIGLU: of the gate and up rows around them.
 template <int MT> struct Bias {
   float v[SWIGLU ? 4 * MT : 2 * MT];
-  HB_DEV_MEMBER void load(const Product& p, const Item& it, int first, int lane);
+  HB_DEV_MEMBER void load(const Product& p, const Item& it, int first, int lane);  // from memory
+  HB_DEV_MEMBER void take(const Consumer& c);  // what ask_biases asked for
 };
 
 struct alignas(8) Pair { float x, y; };
@@ -50,6 +51,33 @@ template <int MT> HB_DEV_MEMBER void Bias<MT>::load(const Product& p, const Item
   for (int i = 0; i < (SWIGLU ? 4 * MT : 2 * MT); i++) {
     const int at = SWIGLU ? (i >> 1) * 8 + (g & ~1) + (i & 1) : ROPE ? (i >> 1) * 32 + (i & 1) * 8 + g : i * 8 + g;
     v[i] = p.bias ? bias_at(p, row + at) : 0.f;
+  }
+}
+
+HB_DEV u8* biases(const Consumer& c) { return c.sh.staging[anew(c.group)] + STAGING + anew(c.warp) * BIASES; }
+
+// Those of a warp's MT tiles into shared memory, while the product goes on: fetched at the end they would be waited for.
+template <int MT> HB_DEV void ask_biases(const Consumer& c, const Item& it) {
+  static_assert(MT * 64 <= BIASES, "as float");
+  const Product& p = c.p;
+  const int tile = c.tile(), each = p.bias_float ? 16 : 8, lane = anew(c.lane);  // words of a tile
+  if (tile >= it.tiles * 4 || lane >= MT * each) return;
+  const size_t row = ((size_t)it.expert * p.m_tiles + it.first) * 64 + (tile + lane / each * APART) * 16;
+  u8* const to = biases(c) + lane * 4;
+  if (p.bias) copy_word(to, (const u8*)p.bias + row * (p.bias_float ? 4 : 2) + lane % each * 4);
+  else put32(to, 0);
+}
+template <int MT> HB_DEV_MEMBER void Bias<MT>::take(const Consumer& c) {
+  const int g = anew(c.lane) >> 2;
+  const u8* from = biases(c);
+  copied_words();
+  sync_warp();
+  const bool wide = c.p.bias_float;
+  HB_UNROLL
+  for (int i = 0; i < (SWIGLU ? 4 * MT : 2 * MT); i++) {
+    const int at = SWIGLU ? (i >> 1) * 8 + (g & ~1) + (i & 1) : i * 8 + g;  // of the warp's rows
+    const u32 word = lds32(from + (wide ? at : at >> 1) * 4);
+    v[i] = as_float(wide ? word : at & 1 ? word & 0xffff0000u : word << 16);
   }
 }
 

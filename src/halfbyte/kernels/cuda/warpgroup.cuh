@@ -80,6 +80,8 @@ HB_DEV u32 e4m3_pair(float lo, float hi) { return e4m3_round(lo) | e4m3_round(hi
 HB_DEV float power_of_two(float v) { return std::exp2(v); }
 HB_DEV void wait_a_bit() { emu::yield(); }
 HB_DEV int anew(int v) { return v; }
+HB_DEV void copy_word(void* to, const void* from) { memcpy(to, from, 4); }
+HB_DEV void copied_words() {}
 HB_DEV void put32(void* p, u32 v) { memcpy(p, &v, 4); }
 HB_DEV void put16(void* p, u32 v) { const u16 low = (u16)v; memcpy(p, &low, 2); }
 template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) { memcpy(p, v, 4 * N); }
@@ -149,6 +151,9 @@ HB_DEV float power_of_two(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" :
 HB_DEV void wait_a_bit() {}
 HB_DEV void put32(void* p, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem(p)), "r"(v) : "memory"); }
 HB_DEV void put16(void* p, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem(p)), "h"((u16)v) : "memory"); }
+// Four bytes on their way to shared memory; a thread waits for those it asked for.
+HB_DEV void copy_word(void* to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem(to)), "l"(from) : "memory"); }
+HB_DEV void copied_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 HB_DEV int anew(int v) { asm volatile("" : "+r"(v)); return v; }  // what is made of it is made here, and not kept from before
 template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) {
   if constexpr (N == 4) asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
