@@ -241,6 +241,7 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
   c.at.next();
   wgmma_settle(acc);
   float* columns = c.sh.scales[c.group];
+  copied_words();       // what ask_rows asked for, for everyone behind the barrier
   sync_group(c.group);  // everyone has read those of the item before
   put32(columns + thread, as_bits(mine[0]));
   if (N > 128) put32(columns + 128 + thread, as_bits(mine[1]));
@@ -276,7 +277,11 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
     wait_for(&sh.item_full[q], (u32)(c.turn >> 1 & 1));
     const Item& it = sh.item[q];  // left in shared memory: registers are dear
     if (!it.more) return;
-    if constexpr (!FP8) ask_biases<MT>(c, it);
+#if HB_SHAPE == 3
+    ask_rows(c, it);
+#else
+    ask_biases<MT>(c, it);
+#endif
     if (c.group * MT < it.tiles) dispatch(c, it);
     else c.pass();
     sync_warp();
