@@ -61,10 +61,7 @@ template <int N, int MT> HB_DEV void multiply_deep(Consumer& c, const Item& it) 
   store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
 }
 
-#ifndef HB_PIN  // fences before waits here, too: slower but for NARROW (docs/LOG.md)
-#define HB_PIN 0
-#endif
-constexpr bool PIN = HB_PIN || SHAPE == NARROW;
+constexpr bool PIN = SHAPE == NARROW;  // fences before waits here, too: no gain for the others (docs/LOG.md)
 // While the tensor cores read one set of registers, the next chunk is widened into the other. At the head of the loop set
 // 0 is ready and nothing is in flight: a set in flight there would be alive, for the compiler, all over the kernel. Fences
 // follow the widening, as above.
@@ -241,7 +238,6 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
   c.at.next();
   wgmma_settle(acc);
   float* columns = c.sh.scales[c.group];
-  copied_words();       // what ask_rows asked for, for everyone behind the barrier
   sync_group(c.group);  // everyone has read those of the item before
   put32(columns + thread, as_bits(mine[0]));
   if (N > 128) put32(columns + 128 + thread, as_bits(mine[1]));
@@ -277,11 +273,7 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
     wait_for(&sh.item_full[q], (u32)(c.turn >> 1 & 1));
     const Item& it = sh.item[q];  // left in shared memory: registers are dear
     if (!it.more) return;
-#if HB_SHAPE == 3
-    ask_rows(c, it);
-#else
-    ask_biases<MT>(c, it);
-#endif
+    if constexpr (!FP8) ask_biases<MT>(c, it);
     if (c.group * MT < it.tiles) dispatch(c, it);
     else c.pass();
     sync_warp();

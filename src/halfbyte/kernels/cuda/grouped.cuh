@@ -75,7 +75,7 @@ static_assert(PAIR == 1 || !SWIGLU || MT == 1, "a warpgroup has all of its rows 
 constexpr int EXPERTS_MAX = 512;
 // Bytes in which a warpgroup puts its results in order, before whole lines are written; SM12x has none to spare.
 constexpr int STAGING = SYNC ? 16 : FP8 ? 8704 : MT == 2 ? 9216 : 5120;
-constexpr int BIASES = SYNC ? 0 : FP8 ? 80 : 128;  // bytes behind that, for each warp: its rows' biases; FP8: and largest scales
+constexpr int BIASES = SYNC || FP8 ? 0 : 128;  // bytes behind that, for each warp: its rows' biases
 constexpr int STAGES = (SYNC ? ROOM : ROOM - WARPGROUPS * STAGING) / STAGE;
 static_assert(STAGES >= 3, "too few stages to hide the latency of memory");
 

@@ -24,6 +24,7 @@ FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
 PACKED = {"bf16": 0, "f16": 1, "e4m3": 2}  # how activations are packed
 TILE, CHUNK, PAD = 64, 64, 128  # rows of a tile, k of a chunk, slots that may be read past the last one
 EXPERTS_MAX, TOP_MAX = 512, 8
+BIASES = 128  # bytes of shared memory for a warp's biases
 GRAPH_ROWS = 64  # steps of up to so many rows may be captured: their buffers are made once and never replaced
 GROUP_THREADS, ROW_THREADS = 1024, 192
 SUM_WIDTH = 8 * 3 * ROW_THREADS  # of a row that is summed and packed in one pass
@@ -130,7 +131,7 @@ class Variant:
     def shared_bytes(self) -> int:
         (size, stages), shape = self.stage, SHAPES[self.shape]
         tables = 32 + 2 * 28 + 8 + (2 if self.fp8 else 4) * EXPERTS_MAX
-        tables += shape.warpgroups * (shape.columns * 4 + 320) if self.fp8 else 16 + shape.warpgroups * 512
+        tables += shape.warpgroups * shape.columns * 4 if self.fp8 else 16 + shape.warpgroups * 4 * BIASES
         return stages * (size + 16) + tables + shape.warpgroups * self.staging + 1024
 
     @property

@@ -17,34 +17,15 @@ HB_DEV void sync_warpgroup(int group) { sync_group(group); }
 HB_DEV void sync_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 #endif
 
-// Biases and largest scales of the warpgroup's rows into shared memory, while the product goes on.
-constexpr int TOPS = 256;  // where the scales are, behind 64 biases
-static_assert(TOPS + 64 <= 4 * BIASES, "room for both");
-HB_DEV u8* row_facts(const Consumer& c) { return c.sh.staging[anew(c.group)] + STAGING; }
-HB_DEV void ask_rows(const Consumer& c, const Item& it) {
-  const Product& p = c.p;
-  const int group = anew(c.group), thread = anew(c.warp) * 32 + anew(c.lane), word = thread & 63;
-  if (group >= it.tiles) return;
-  const size_t row = ((size_t)it.expert * p.m_tiles + it.first + group) * 64;
-  u8* const to = row_facts(c) + (thread < 64 ? 0 : TOPS) + word * 4;
-  if (thread >= 64) { if (word < 16) copy_word(to, p.tops + row + word * 4); }
-  else if (!p.bias) put32(to, 0);
-  else if (word < (p.bias_float ? 64 : 32)) copy_word(to, (const u8*)p.bias + row * (p.bias_float ? 4 : 2) + word * 4);
-}
-
-// Four neighbouring rows of the warpgroup, the first of them `row`: what is added, and what they are multiplied by.
+// Four neighbouring rows of the item, the first of them `row`: what is added, and what they are multiplied by.
 struct Rows4 {
   // Never without a value: what may be unset on some path is, for the compiler, alive all over the kernel, once for each width.
   float bias[4] = {0.f, 0.f, 0.f, 0.f}, scale[4] = {0.f, 0.f, 0.f, 0.f};
-  HB_DEV_MEMBER void load(const Consumer& c, int row) {
-    const u8* from = row_facts(c);
-    const bool wide = c.p.bias_float;
+  HB_DEV_MEMBER void load(const Product& p, const Item& it, int row) {
+    const size_t at = ((size_t)it.expert * p.m_tiles + it.first) * 64 + row;
     HB_UNROLL
-    for (int i = 0; i < 4; i++) {
-      const u32 word = lds32(from + (wide ? row + i : (row + i) >> 1) * 4);
-      bias[i] = as_float(wide ? word : i & 1 ? word & 0xffff0000u : word << 16);
-    }
-    const u32 tops = lds32(from + TOPS + row);
+    for (int i = 0; i < 4; i++) if (p.bias) bias[i] = bias_at(p, at + i);
+    const u32 tops = *(const u32*)(p.tops + at);
     HB_UNROLL
     for (int i = 0; i < 4; i++) scale[i] = power_of_two((float)(int)(tops >> (8 * i) & 255) - 128.f);
   }
@@ -65,7 +46,7 @@ struct Hidden {  // four hidden values of one column: words (t, i) and (t + 1, i
     part = thread % ACROSS;
     column = thread / ACROSS;
     HB_UNROLL
-    for (int i = 0; i < 2; i++) row[i].load(c, at(i));
+    for (int i = 0; i < 2; i++) row[i].load(c.p, it, c.group * 64 + at(i));
   }
   HB_DEV_MEMBER int at(int i) const { return (part & 1) * 32 + i * 16 + (part >> 1 & 3) * 4; }
   HB_DEV_MEMBER void ahead(const Consumer&, const Item&, int) {}
@@ -95,7 +76,7 @@ struct Plain {  // four values of two columns; what is added to them is asked fo
   HB_DEV_MEMBER void load(const Consumer& c, const Item& it, int thread) {
     part = thread % ACROSS;
     column = thread / ACROSS;
-    row.load(c, part * 4);
+    row.load(c.p, it, c.group * 64 + part * 4);
     base = (size_t)(it.slot + column) * c.p.out_stride + (it.first + c.group) * 64 + part * 4;
     HB_UNROLL
     for (int i = 0; i < AHEAD; i++) ask(c, it, i * BLOCK, more[i + 1]);
@@ -147,7 +128,7 @@ struct Turned {  // four values of a head and those 32 further on; angles are as
     head = it.first + c.group;
     rotate = head < c.p.heads + c.p.kv_heads;
     HB_UNROLL
-    for (int i = 0; i < 2; i++) row[i].load(c, at(i));
+    for (int i = 0; i < 2; i++) row[i].load(c.p, it, c.group * 64 + at(i));
     ask(c, it, 0);
   }
   HB_DEV_MEMBER int at(int i) const { return i * 32 + (part & 7) * 4; }

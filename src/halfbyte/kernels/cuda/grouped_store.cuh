@@ -32,7 +32,7 @@ constexpr int APART = ROPE ? 2 : 1;  // rows that are rotated together, 32 apart
 // The biases a lane needs for MT tiles of 16 rows: of its rows g and g + 8; SWIGLU: of the gate and up rows around them.
 template <int MT> struct Bias {
   float v[SWIGLU ? 4 * MT : 2 * MT];
-  HB_DEV_MEMBER void load(const Product& p, const Item& it, int first, int lane);  // from memory
+  HB_DEV_MEMBER void load(const Product& p, const Item& it, int first, int lane);  // from memory (SYNC)
   HB_DEV_MEMBER void take(const Consumer& c);  // what ask_biases asked for
 };
 
@@ -49,7 +49,7 @@ template <int MT> HB_DEV_MEMBER void Bias<MT>::load(const Product& p, const Item
   const size_t row = (size_t)it.expert * p.m_tiles * 64 + first * 16;
   HB_UNROLL
   for (int i = 0; i < (SWIGLU ? 4 * MT : 2 * MT); i++) {
-    const int at = SWIGLU ? (i >> 1) * 8 + (g & ~1) + (i & 1) : ROPE ? (i >> 1) * 32 + (i & 1) * 8 + g : i * 8 + g;
+    const int at = SWIGLU ? (i >> 1) * 8 + (g & ~1) + (i & 1) : i * 8 + g;
     v[i] = p.bias ? bias_at(p, row + at) : 0.f;
   }
 }

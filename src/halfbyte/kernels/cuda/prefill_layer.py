@@ -37,13 +37,11 @@ Attend = Callable[[Step, dict[str, Any]], Inputs]  # acts["q"] -> the input of o
 
 def cells(step: Step, acts: dict[str, Any], kind: str, pool: Tensor) -> Tensor:
     """Where each row's first key goes, counted from a layer's first: once a step for each kind of layer."""
-    name, common = f"prefill.cells.{kind}", "prefill.cells"
+    name = f"prefill.cells.{kind}"
     if name not in acts:
-        if common not in acts:  # whose page, which one, and where in it: the same for both kinds
-            at, size = step.positions.long(), pool.shape[4]
-            acts[common] = step.row_sequence.long(), at // size, at % size * pool.stride(4)
-        sequence, block, place = acts[common]
-        acts[name] = torch.add(place, step.block_tables[kind][sequence, block], alpha=pool.stride(0))
+        size, table = pool.shape[4], step.block_tables[kind]
+        page = table[step.row_sequence.long(), (step.positions // size).long()].long()
+        acts[name] = page * pool.stride(0) + (step.positions % size).long() * pool.stride(4)
     found: Tensor = acts[name]
     return found
 

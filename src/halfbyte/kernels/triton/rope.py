@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ def as_stored(pool: Tensor) -> Tensor:
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
-@functools.cache  # kept, so that a launch need not look for its kernel
 def angles_call(half: int) -> Call:
     types = {"positions": "*i32", "inverse": "*fp32", "cos": "*fp32", "sin": "*fp32", "temperature": "fp32"}
     return Call("rows", "angles_kernel", types, {"HALF": half}, warps=1)
