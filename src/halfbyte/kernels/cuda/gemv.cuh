@@ -1,10 +1,11 @@
 // W x for up to eight rows of x, exact W4A16. Weights are the A operand of mma.m16n8k16, widened to bf16 in registers;
 // activations are the B operand, each as a high and a low bf16 in two columns (together 16 bits of mantissa).
 //
-// The eight columns never idle: with one batch row, four groups of 32 k sit in four pairs of columns (zero elsewhere),
-// so one accumulator serves four groups, and the scales of four groups are applied by one multiply per lane.
+// The eight columns are four pairs: with one batch row, those of four groups of 32 k. Every group's weights are multiplied by all
+// four, and three of the four products mean nothing: a lane holds the sums of one pair and in the end takes those of the group that
+// is its own (Sums). So x needs no zeros, and a lane's registers hold only what is its own: 24 for a quarter of 2880 values.
 //
-// All warps multiply a tile of 16 rows, each with its part of x in registers for the whole phase, and leave their sums in
+// The warps of a team multiply a tile of 16 rows, each with its part of x in registers for the whole phase, and leave their sums in
 // shared memory; after FLUSH tiles, or at the end, one thread per output adds the warps in order.
 #pragma once
 #include "ring.cuh"
@@ -45,19 +46,19 @@ struct Worker {
 
   HB_DEV_MEMBER Worker(State s, int layer_, int phase_)
       : sh(*(Shared*)hb_shared()), p(sh.step), base(shared_base()), warp((int)((u32)hb_thread() / 32)), lane((int)((u32)hb_thread() % 32)),
-        thread(hb_thread()), block(hb_block()), grid(hb_grid()), rows(rows_of(p)), at{(int)(s & 255u), s >> 8 & 1u},
-        buffer(s >> 9 & 1u), tag(sh.epoch * (LAYERS + 1) + layer_ + 1), layer(layer_), phase(phase_) {
+        thread(hb_thread()), block(hb_block()), grid(hb_grid()), rows(rows_of(p)), at{(int)(s & 255u), s >> 8 & 3u},
+        buffer(s >> 10 & 1u), tag(sh.epoch * (LAYERS + 1) + layer_ + 1), layer(layer_), phase(phase_) {
     HB_ASSUME(thread >= 0 && thread < WORK_THREADS);  // spares the rounding of signed quotients
     HB_ASSUME(lane >= 0 && lane < 32 && warp >= 0 && warp < WORKERS);
     HB_ASSUME(block >= 0 && grid > 0 && at.slot >= 0 && at.slot < SLOTS && rows <= ROWS);
     mark(0);
   }
-  HB_DEV_MEMBER State state() const { return (u32)at.slot | at.phase << 8 | buffer << 9; }
+  HB_DEV_MEMBER State state() const { return (u32)at.slot | at.round << 8 | buffer << 10; }
   HB_DEV_MEMBER void mark(int i) const {  // 0 start, 1 x is here, 2 multiplied, 3 done
     if (thread == 0) stamp(p, block, layer, phase * 4 + i);
   }
   HB_DEV_MEMBER void sync() const { sync_some<1, WORK_THREADS>(); }
-  HB_DEV_MEMBER u32 full(int slot) const { return base + HB_AT(full) + slot * 8; }
+  HB_DEV_MEMBER void wait_full(const Cursor& c, u32 where) const { wait_bar(base + HB_AT(full) + c.full() * 8, c.parity(), where); }
   HB_DEV_MEMBER u32 empty(int slot) const { return base + HB_AT(empty) + slot * 8; }
   HB_DEV_MEMBER u32 ring(int slot) const { return base + slot * SLOT_BYTES; }
   // Zero, once `loaded` is there. An arrival can overtake loads of its own warp, and then the copy engine writes what is
@@ -158,43 +159,30 @@ template <int FORMAT, int ADDED> struct FromResidual {
 };
 
 // ---- x into registers -----------------------------------------------------------------------------------------------
-// b[set][chunk of this warp][2 step + register]. Lane (g, t): pair g / 2 of columns is (group, row), column g % 2 the
-// high or the low part; with several groups at once a lane has values in its own group and zeros in the others.
+// b[set][pass]: two registers for each of the two steps of a group. Lane (g, t): pair g / 2 of columns is (group, row), column
+// g % 2 the high or the low part.
 
-template <int FORMAT, int K> struct Operand { u32 b[SETS][Tile<FORMAT, K>::MINE][8]; };
+template <int FORMAT, int K> struct Operand { u32x4 b[SETS][Tile<FORMAT, K>::PASSES]; };
 
-// `mine`: 1 for this lane's group of those at once, 0 for the others. Products, for they cost half of a choice.
-template <int FORMAT, int K> HB_DEV void place_operand(Operand<FORMAT, K>& x, int s, int pass, const u32 (&mine)[GROUPS_AT_ONCE], const u32 (&r)[4]) {
-  HB_UNROLL
-  for (int j = 0; j < GROUPS_AT_ONCE; j++) {
-    const int group = pass * GROUPS_AT_ONCE + j;
-    if (group < 2 * Tile<FORMAT, K>::MINE)
-      HB_UNROLL
-      for (int i = 0; i < 4; i++) x.b[s][group / 2][(group & 1) * 4 + i] = GROUPS_AT_ONCE == 1 ? r[i] : r[i] * mine[j];
-  }
-}
-
-// Where this lane's eight values of a pass begin, if it has any. Chunk n of the warp is number n % EACH of piece n / EACH.
+// Where this lane's eight values of a pass begin, if it fetches any. Chunk n of the warp is number n % EACH of piece n / EACH.
 template <int FORMAT, int K> HB_DEV bool find_values(const Worker& w, int set, int pass, int& row, int& k) {
   using T = Tile<FORMAT, K>;
   const int pair = w.lane / 8, group = pass * GROUPS_AT_ONCE + pair / LANE_ROWS, n = group >> 1;
-  const int piece = T::PIECES == 1 ? 0 : n / T::EACH, chunk = w.warp * T::EACH + (T::PIECES == 1 ? n : n % T::EACH);
+  const int piece = T::PIECES == 1 ? 0 : n / T::EACH, chunk = w.warp * T::FETCH + (T::PIECES == 1 ? n : n % T::EACH);
   row = set * LANE_ROWS + pair % LANE_ROWS;
   k = (piece * T::WIDTH + chunk) * 64 + (group & 1) * 32 + w.lane % 4 * 8;
-  return row < w.rows && n < T::MINE && chunk < T::chunks_in(piece);
+  return row < w.rows && n < T::FETCHED && chunk < T::chunks_in(piece);
 }
 
 // Every warp fetches its own part of x: all of it at once, in the hope that it is there, which it is for a block that comes
 // late. Blocks that come early look again, at all of it or (HB_PROBE) at a few words, and fetch the rest when those are there:
-// that is one more trip to L2, but 132 blocks that look at everything all the time can keep the writers out.
-template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
+// that is one more trip to L2, but 132 blocks that look at everything all the time can keep the writers out. Where teams share out
+// the tiles, the parts meet in shared memory, and take_operand() gives every warp its own.
+template <int FORMAT, int K, class Source> HB_DEV void fetch_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
   using T = Tile<FORMAT, K>;
-  constexpr int PASSES = (2 * T::MINE + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
+  constexpr int PASSES = (2 * T::FETCHED + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
   const int odd = w.lane / 4 & 1;
   float squares[SETS] = {};
-  u32 mine[GROUPS_AT_ONCE];
-  HB_UNROLL
-  for (int j = 0; j < GROUPS_AT_ONCE; j++) mine[j] = opaque(w.lane / 8 / LANE_ROWS == j);
   HB_UNROLL
   for (int first = 0; first < ALL; first += BATCH) {
     typename Source::Raw raw[BATCH] = {};
@@ -227,16 +215,15 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
       const int s = (first + n) / PASSES, q = (first + n) % PASSES;
       int row, k;
       Parts a = {0, 0}, b = {0, 0};
-      if (find_values<FORMAT, K>(w, s, q, row, k) && source.on(s)) squares[s] += source.take(raw[n], a, b);
+      const bool mine = find_values<FORMAT, K>(w, s, q, row, k);
+      if (mine && source.on(s)) squares[s] += source.take(raw[n], a, b);
       // the even lane of a pair gets the high parts of all eight values, the odd lane the low parts
       const u32 got0 = shfl_xor(odd ? a.high : a.low, 4), got1 = shfl_xor(odd ? b.high : b.low, 4);
-      u32 r[4];
-      if (Source::STEP == 2) {  // 0..3 and 4..7
-        r[0] = odd ? got0 : a.high; r[1] = odd ? got1 : b.high; r[2] = odd ? a.low : got0; r[3] = odd ? b.low : got1;
-      } else {                  // 0, 1, 4, 5 and 2, 3, 6, 7
-        r[0] = odd ? got0 : a.high; r[1] = odd ? a.low : got0; r[2] = odd ? got1 : b.high; r[3] = odd ? b.low : got1;
-      }
-      place_operand(x, s, q, mine, r);
+      u32x4 r;
+      if (Source::STEP == 2) r = {odd ? got0 : a.high, odd ? got1 : b.high, odd ? a.low : got0, odd ? b.low : got1};  // 0..3 and 4..7
+      else r = {odd ? got0 : a.high, odd ? a.low : got0, odd ? got1 : b.high, odd ? b.low : got1};  // 0, 1, 4, 5 and 2, 3, 6, 7
+      if (T::TEAMS == 1) x.b[s][q % T::PASSES] = r;
+      else if (mine) sts128(w.base + HB_AT(x) + (w.warp * T::FETCH * 2 + q * 4) * 128 + w.lane * 16, r);
     }
   }
   if (Source::SQUARES)
@@ -248,6 +235,21 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
       if (LANE_ROWS == 1) v += shfl_xor(v, 8);
       if (w.lane % 8 == 0 && w.lane / 8 < LANE_ROWS) w.sh.ssq[s * LANE_ROWS + w.lane / 8][w.warp] = v;
     }
+}
+
+// A warp's number in its team, so turned that what is left over of a tile falls to another scheduler's warp in every team.
+template <int FORMAT, int K> HB_DEV int share_in_team(const Worker& w) {
+  using T = Tile<FORMAT, K>;
+  return T::TEAMS == 1 ? w.warp : (w.warp % T::TEAM + w.warp / T::TEAM) % T::TEAM;
+}
+
+template <int FORMAT, int K> HB_DEV void take_operand(const Worker& w, Operand<FORMAT, K>& x) {
+  using T = Tile<FORMAT, K>;
+  if (T::TEAMS == 1) return;
+  const u32 from = w.base + HB_AT(x) + T::first_of(share_in_team<FORMAT, K>(w)) * 256 + w.lane * 16;
+  w.sync();
+  HB_UNROLL
+  for (int i = 0; i < T::PASSES; i++) x.b[0][i] = lds128(from + i * 512);
 }
 
 // ---- one tile -------------------------------------------------------------------------------------------------------
@@ -287,98 +289,126 @@ template <> struct Chunk<BF16> {
 // Where in a chunk the scales of rows g and g + 8 for one of its two groups lie, together.
 template <int FORMAT> HB_DEV u32 scale_at(int g, int group) { return FORMAT == MXFP4 ? 512 + g * 4 + group * 2 : 1024 + g * 8 + group * 4; }
 template <int FORMAT> HB_DEV u32 load_scales(u32 p) { return FORMAT == MXFP4 ? lds16(p) : lds32(p); }
-template <int FORMAT> HB_DEV void apply_scales(u32 s, float (&d)[2][4], float& a0, float& a1) {
-  float f0 = 1.f, f1 = 1.f;
-  if (FORMAT == MXFP4) { f0 = as_float((s << 23) & 0x7f800000u); f1 = as_float((s << 15) & 0x7f800000u); }
-  if (FORMAT == Q8) { f0 = half_value(s & 0xffffu); f1 = half_value(s >> 16); }
-  a0 += ((d[0][0] + d[0][1]) + (d[1][0] + d[1][1])) * f0;
-  a1 += ((d[0][2] + d[0][3]) + (d[1][2] + d[1][3])) * f1;
-  HB_UNROLL
-  for (int i = 0; i < 8; i++) d[i / 4][i % 4] = 0.f;
-}
+
+// A warp's sums of rows g and g + 8, apart for each of the groups at once. Set j is right in the lanes whose pair of columns has
+// group j, and whatever it is in the others: those multiply by a scale of another group, too, and nobody reads it.
+template <int FORMAT> struct Sums {
+  float total[GROUPS_AT_ONCE][2] = {}, dense[GROUPS_AT_ONCE][4] = {};
+  HB_DEV_MEMBER void add(int j, const Chunk<FORMAT>& chunk, int half, const u32x4& x, u32 scales) {
+    if (FORMAT == BF16) {
+      chunk.step(2 * half, dense[j], x.x, x.y);
+      chunk.step(2 * half + 1, dense[j], x.z, x.w);
+      return;
+    }
+    float d[4] = {}, f0 = 1.f, f1 = 1.f;
+    chunk.step(2 * half, d, x.x, x.y);
+    chunk.step(2 * half + 1, d, x.z, x.w);
+    if (FORMAT == MXFP4) { f0 = as_float((scales << 23) & 0x7f800000u); f1 = as_float((scales << 15) & 0x7f800000u); }
+    if (FORMAT == Q8) { f0 = half_value(scales & 0xffffu); f1 = half_value(scales >> 16); }
+    total[j][0] += (d[0] + d[1]) * f0;
+    total[j][1] += (d[2] + d[3]) * f1;
+  }
+  HB_DEV_MEMBER void take(int mine, float& a0, float& a1) const {  // `mine`: the lane's group of those at once
+    HB_UNROLL
+    for (int j = 0; j < GROUPS_AT_ONCE; j++) {
+      const float s0 = FORMAT == BF16 ? dense[j][0] + dense[j][1] : total[j][0], s1 = FORMAT == BF16 ? dense[j][2] + dense[j][3] : total[j][1];
+      a0 = j == 0 || mine == j ? s0 : a0;
+      a1 = j == 0 || mine == j ? s1 : a1;
+    }
+  }
+};
 
 // How a warp finds its part of a tile: worked out in front of the wait for x, where compilers would put it behind.
 template <int FORMAT, int K> struct Way {
   using T = Tile<FORMAT, K>;
-  static constexpr int SCALES = (2 * T::EACH + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, READERS = T::PER_SLOT / T::EACH;
+  static constexpr int SCALES = (2 * T::EACH + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, READERS = T::READERS;
+  int team, share;           // its number in the team
   int slot;                  // its first one of a tile (of all where the tile comes in pieces)
-  u32 words, place[SCALES];  // in slot 0: this lane's words of the warp's first chunk, its scales
+  int left;                  // chunks of the tile from its first one on, or of a team's share
+  u32 words, place[T::TEAMS > 1 ? 1 : SCALES];  // in slot 0: this lane's words of the warp's first chunk, its scales
   u32 arrivals;              // at a slot of its own
 
   HB_DEV_MEMBER explicit Way(const Worker& w) {
-    const int first = w.warp * T::EACH, place_in = w.warp / READERS, after = T::SHARES - place_in * READERS;
-    slot = T::OWN && w.warp < T::SHARES ? first / T::PER_SLOT : 0;
+    share = share_in_team<FORMAT, K>(w);
+    const int first = T::first_of(share), place_in = share / READERS, after = T::SHARES - place_in * READERS;
+    team = w.warp / T::TEAM;
+    left = (T::TEAMS > 1 ? T::first_of(share + 1) : T::CHUNKS) - first;
+    slot = T::OWN && share < T::SHARES ? first / T::PER_SLOT : 0;
     const u32 base = w.base + first % T::PER_SLOT * T::CHUNK;
     words = opaque(base + w.lane * 16);
-    arrivals = opaque((u32)(w.warp == place_in * READERS ? ARRIVALS + 1 - (after < READERS ? after : READERS) : 1));
+    arrivals = opaque((u32)(share == place_in * READERS ? ARRIVALS + 1 - (after < READERS ? after : READERS) : 1));
     if (FORMAT != BF16)
       HB_UNROLL
-      for (int i = 0; i < SCALES; i++) place[i] = opaque(base + scale_of(w, i, 0, T::CHUNKS - first));
+      for (int i = 0; i < (T::TEAMS > 1 ? 1 : SCALES); i++) place[i] = opaque(base + scale_of(w, i, 0, left));
   }
   // a piece begins where the one before it ended, in the columns of x as well
   static HB_DEV_MEMBER u32 scale_of(const Worker& w, int i, int piece, int left) {
     const int g = w.lane / 4, group = i * GROUPS_AT_ONCE + (w.lane % 4 / LANE_ROWS ^ (2 * piece & (GROUPS_AT_ONCE - 1))), c = group >> 1;
-    const bool here = (2 * T::EACH % GROUPS_AT_ONCE == 0 && T::CHUNKS % T::EACH == 0) || (c < T::EACH && c < left);
+    const bool here = T::TEAMS > 1 || (2 * T::EACH % GROUPS_AT_ONCE == 0 && T::CHUNKS % T::EACH == 0) || (c < T::EACH && c < left);
     return here ? c * T::CHUNK + scale_at<FORMAT>(g, group & 1) : scale_at<FORMAT>(g, 0);
   }
 };
 
 // One tile of which `at` is this warp's slot; moves on to the next tile's. `out`: the shared address of this warp's
 // [ROWS][16] sums. A warp whose share is not full multiplies what lies behind it with zeros: any bits widen to something
-// finite, except scales, so those it takes from its first chunk.
+// finite, except scales, so those it takes from its first chunk. In a team it leaves that product out, so scales may be anything.
 template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, const Way<FORMAT, K>& way, Cursor& at, u32 out) {
   using T = Tile<FORMAT, K>;
-  constexpr int SCALES = Way<FORMAT, K>::SCALES;
+  constexpr int SCALES = Way<FORMAT, K>::SCALES, LOOK = T::EACH < HB_LOOK ? T::EACH : HB_LOOK;  // chunks that are loaded ahead
   const int v = w.warp, g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
-  float acc[SETS][2] = {}, d[SETS][2][4] = {};
+  Sums<FORMAT> sums[SETS];
   HB_UNROLL
   for (int piece = 0; piece < T::PIECES; piece++) {
-    const int n = T::chunks_in(piece), left = n - v * T::EACH;  // chunks from this warp's first on
+    const int n = T::chunks_in(piece), left = T::TEAMS > 1 ? way.left : n - v * T::EACH;  // chunks from this warp's first on
     const int slot = v * T::EACH / T::PER_SLOT, in_slot = v * T::EACH % T::PER_SLOT;
     u32 loaded = 0;
     if (!T::OWN)  // all of them, also those this warp takes nothing from, and frees all of them: see Tile
       HB_UNROLL
       for (int i = 0; i < T::slots_in(piece); i++) {
         const Cursor here = at.ahead(i);
-        wait_bar(w.full(here.slot), here.phase, 0x300);
+        w.wait_full(here, 0x300);
       }
     if (left > 0) {
-      if (T::OWN) wait_bar(w.full(at.slot), at.phase, 0x301);
+      if (T::OWN) w.wait_full(at, 0x301);
       const u32 from = (T::OWN ? at.slot : at.ahead(slot).slot) * SLOT_BYTES;
       Chunk<FORMAT> chunk[T::EACH];
       u32 scales[SCALES];
-      HB_UNROLL
-      for (int c = 0; c < T::EACH; c++) { chunk[c].load(way.words + from + c * T::CHUNK, 0); loaded ^= chunk[c].loaded(); }
-      if (FORMAT != BF16)
-        HB_UNROLL
-        for (int i = 0; i < SCALES; i++) {
-          scales[i] = load_scales<FORMAT>(from + (piece ? w.base + in_slot * T::CHUNK + Way<FORMAT, K>::scale_of(w, i, piece, left) : way.place[i]));
-          loaded ^= scales[i];
-        }
-      HB_UNROLL
-      for (int c = 0; c < T::EACH; c++)
-        HB_UNROLL
-        for (int half = 0; half < 2; half++) {
+      auto load = [&](int c) {
+        const bool on = T::EVEN || c < T::EACH - 1 || left == T::EACH;
+        if (on) chunk[c].load(way.words + from + c * T::CHUNK, 0);
+        if (on) loaded ^= chunk[c].loaded();
+        if (FORMAT != BF16)
           HB_UNROLL
-          for (int s = 0; s < SETS; s++)
+          for (int i = 0; i < SCALES; i++)
+            if (i * GROUPS_AT_ONCE / 2 == c) {
+              const u32 place = T::TEAMS > 1 ? way.place[0] + i * (GROUPS_AT_ONCE * T::CHUNK / 2) : way.place[T::TEAMS > 1 ? 0 : i];
+              scales[i] = load_scales<FORMAT>(from + (piece ? w.base + in_slot * T::CHUNK + Way<FORMAT, K>::scale_of(w, i, piece, left) : place));
+              loaded ^= scales[i];
+            }
+      };
+      HB_UNROLL
+      for (int c = 0; c < LOOK; c++) load(c);
+      HB_UNROLL
+      for (int c = 0; c < T::EACH; c++) {
+        if (c + LOOK < T::EACH) load(c + LOOK);
+        if (T::EVEN || c < T::EACH - 1 || left == T::EACH)
+          HB_UNROLL
+          for (int half = 0; half < 2; half++)
             HB_UNROLL
-            for (int i = 2 * half; i < 2 * half + 2; i++) chunk[c].step(i, d[s][i & 1], x.b[s][piece * T::EACH + c][2 * i], x.b[s][piece * T::EACH + c][2 * i + 1]);
-          const int group = 2 * c + half;
-          if (FORMAT != BF16 && (group % GROUPS_AT_ONCE == GROUPS_AT_ONCE - 1 || group == 2 * T::EACH - 1))
-            HB_UNROLL
-            for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(scales[group / GROUPS_AT_ONCE], d[s], acc[s][0], acc[s][1]);
-        }
+            for (int s = 0; s < SETS; s++) {
+              const int group = 2 * (piece * T::EACH + c) + half;
+              sums[s].add(group % GROUPS_AT_ONCE, chunk[c], half, x.b[s][group / GROUPS_AT_ONCE], FORMAT == BF16 ? 0u : scales[(2 * c + half) / GROUPS_AT_ONCE]);
+            }
+      }
       if (T::OWN && w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
     }
     if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), (v == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(loaded));
-    at.advance(T::slots_in(piece));
+    at.advance(T::TEAMS * T::slots_in(piece));
   }
-  if (FORMAT == BF16)
-    HB_UNROLL
-    for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(0, d[s], acc[s][0], acc[s][1]);
   HB_UNROLL
   for (int s = 0; s < SETS; s++) {
-    float a0 = acc[s][0], a1 = acc[s][1];
+    float a0, a1;
+    sums[s].take(mine, a0, a1);
     if (LANE_ROWS == 1) {  // four lanes hold four groups' sums: add them, keeping row g in even lanes, g + 8 in odd
       float own = t & 1 ? a1 : a0;
       own += shfl_xor(t & 1 ? a0 : a1, 1);
@@ -405,7 +435,7 @@ struct Early { u32 a = 0, b = 0; u64 x[2] = {0, 0}; };
 template <int FORMAT, int K, int WIDE, class Before, class Acquire, class After>
 HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before before, Acquire acquire, After after) {
   using T = Tile<FORMAT, K>;
-  constexpr int SIZE = WORKERS * ROWS * 16;  // floats of one tile in `red`
+  constexpr int SIZE = T::TEAM * ROWS * 16;  // floats of one tile in `red`
   static_assert(T::FLUSH * SIZE <= RED_TILES * WORKERS * 16 && T::FLUSH * ROWS * 16 <= WORK_THREADS && T::FLUSH >= 1, "flush");
   const int tile = w.thread / (ROWS * 16), row = w.thread / 16 % ROWS, m = w.thread % 16;
   const bool first_of = m % WIDE == 0 && row < w.rows;
@@ -417,19 +447,19 @@ HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before befor
   for (int first = 0; first < tiles; first += T::FLUSH) {
     const int n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH;
     if (first && tile < n && first_of) early = before(first + tile, row, m);
-    u32 out = w.base + HB_AT(red) + (w.buffer * (RED_TILES * WORKERS * 16) + w.warp * ROWS * 16) * 4;
-    Cursor at = w.at.ahead(way.slot);
+    u32 out = w.base + HB_AT(red) + (w.buffer * (RED_TILES * WORKERS * 16) + (way.team * T::TEAM + way.share) * ROWS * 16) * 4;
+    Cursor at = w.at.ahead(T::TEAMS > 1 ? way.team : way.slot);
     HB_ROLLED
-    for (int i = 0; i < n; i++, out += SIZE * 4) multiply_tile<FORMAT, K>(w, x, way, at, out);
-    at.back(way.slot);
-    w.at = at;
+    for (int i = way.team; i < n; i += T::TEAMS, out += T::TEAMS * SIZE * 4) multiply_tile<FORMAT, K>(w, x, way, at, out);
+    if (T::TEAMS == 1) { at.back(way.slot); w.at = at; }
+    else w.at.advance_far(n);
     w.mark(2);
     w.sync();
     if (w.warp * 32 < n * ROWS * 16) {
       const float* r = w.sh.red[w.buffer] + (tile < n ? tile * SIZE + row * 16 + m : 0);
       float part[4] = {}, sum[WIDE];
       HB_UNROLL
-      for (int i = 0; i < WORKERS; i++) part[i % 4] += r[i * ROWS * 16];
+      for (int i = 0; i < T::TEAM; i++) part[i % 4] += r[i * ROWS * 16];
       sum[0] = ((part[0] + part[1]) + (part[2] + part[3])) * scale_out<FORMAT>();
       HB_UNROLL
       for (int j = 1; j < WIDE; j++) sum[j] = shfl(sum[0], w.lane + j);  // neighbours' rows

@@ -67,7 +67,7 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
     Patience patience;
     HB_ROLLED
     for (;;) {
-      for (;;) {  // one expert first, see load_operand
+      for (;;) {  // one expert first, see fetch_operand
         u64 probe = 0;
         HB_UNROLL
         for (int c = 0; c < ROUTER_COPIES; c++) probe += box_load(logits + c * EXPERTS + EXPERTS - 1);
@@ -273,7 +273,8 @@ template <bool FIRST> HB_PHASE State phase_qkv(State state, int layer) {
     [&](int tile, int, int m) { return Early{l.qkv_bias[(w.block + tile * w.grid) * 16 + m]}; },
     [&] {
       auto source = residual<F_QKV, FIRST ? 0 : ADDED_X>(w, x_after(w.sh, layer - 1), l.attn_norm);
-      load_operand(w, x, source);
+      fetch_operand(w, x, source);
+      take_operand(w, x);
     },
     [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
       const float v = sum[0] * root_of(w.sh, w.p, row) + bf16_low(bias.a);
@@ -320,9 +321,10 @@ HB_PHASE State phase_up(State state, int layer) {
   const Layer& l = w.sh.layers[layer];
   const Step& p = w.p;
   Operand<MXFP4, HIDDEN> x;
-  load_operand(w, x, residual<MXFP4, KV_HEADS>(w, mid_of(w.sh, layer), l.mlp_norm));  // while the feeding warp still chooses
+  fetch_operand(w, x, residual<MXFP4, KV_HEADS>(w, mid_of(w.sh, layer), l.mlp_norm));  // while the feeding warp still chooses
   sync_warp();
   if (w.lane == 0) bar_arrive(&w.sh.squared, 1);
+  take_operand(w, x);
   wait_bar(&w.sh.routed, layer & 1, 0x701);
   const Routing& r = w.sh.routing[layer & 1];
   const int tiles = ROWS == 1 || r.count == TOP_K ? w.sh.up_tiles : share_of(r.count * UP_TILES, w.block, w.grid);
@@ -370,7 +372,8 @@ HB_PHASE State phase_down(State state, int layer) {
       [&](int tile, int, int m) { return Early{l.down_bias[(size_t)expert * HIDDEN + (base + tile) * 16 + m]}; },
       [&] {
         FromExpert source(w, p.box.h, r, index);
-        load_operand(w, x, source);
+        fetch_operand(w, x, source);
+        take_operand(w, x);
       },
       [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
         const int k = place_of(r, row, index);
@@ -394,8 +397,9 @@ HB_PHASE void phase_head(State state) {
       [&](int, int, int) { return Early(); },
       [&] {
         auto source = residual<F_HEAD, ADDED_X>(w, x_after(w.sh, LAYERS - 1), p.final_norm);
-        load_operand(w, x, source);
-        },
+        fetch_operand(w, x, source);
+        take_operand(w, x);
+      },
       [&](int tile, int row, int m, const float (&sum)[1], Early) {
         if (root == 0.f) root = root_of(w.sh, w.p, row);
         const int token = (w.block + tile * w.grid) * 16 + m;
@@ -432,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
   Shared& sh = *(Shared*)hb_shared();
   const int thread = hb_thread(), warp = thread / 32;
   if (thread == 0) {
-    for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], 1); bar_init(&sh.empty[i], ARRIVALS); }
+    for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], 1); bar_init(&sh.full[SLOTS + i], 1); bar_init(&sh.empty[i], ARRIVALS); }
     bar_init(&sh.routed, 1);
     bar_init(&sh.squared, WORKERS);
     bar_init_done();
