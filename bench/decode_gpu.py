@@ -286,7 +286,7 @@ def main() -> int:
         variants.append({"defines": (v,)} if (v := pairs.get("define")) else {k: int(n) for k, n in pairs.items()})
     wanted = [shape_of(m, f, r) for m in a.models.split(",") for f in a.formats.split(",") for r in rows]
     extra = [] if a.no_trace else [replace(s, trace=True) for s in wanted if s.rows == 1]
-    for s in wanted[:1]:
+    for s in wanted:
         extra += [replace(s, **v) for v in variants]
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
     clock = time.time()
@@ -359,13 +359,13 @@ def main() -> int:
                     row = {"model": name_of(model), "formats": formats, "context": 2048, "phases": phases(b, s, 2048)}
                     result["rows"].append(row)
                     print("\n".join(steptrace.lines(row["phases"])), flush=True)
-            if formats == a.formats.split(",")[0] and model == a.models.split(",")[0]:
+            if 1 in rows:
                 for v in variants:
                     d = b.step(replace(shape_of(model, formats), **v))
                     verdict = check(b, d, 2000)
                     t = time_steps(d, 2048)
-                    print(f"variant {v}: {t} ok {verdict['ok']}", flush=True)
-                    result["rows"].append({"variant": str(v), "context": 2048, **t, "ok": verdict["ok"]})
+                    print(f"variant {formats} {v}: {t} ok {verdict['ok']}", flush=True)
+                    result["rows"].append({"model": name_of(model), "formats": formats, "variant": str(v), "context": 2048, **t, "ok": verdict["ok"]})
             del b
         del weights
         torch.cuda.empty_cache()

@@ -68,6 +68,12 @@ struct Feeder {  // the feeding warp's lane 0
   }
   HB_DEV_MEMBER void copy(u32 to, const void* src, u32 bytes) { bulk_copy(sh.ring[at.slot] + to, src, bytes, &sh.full[at.full()], policy); }
   HB_DEV_MEMBER void close() { at.advance(1); }
+  // Asks for nothing more before all but the last so many slots have arrived.
+  HB_DEV_MEMBER void hold(int slots) {
+    Cursor c = at;
+    c.back(slots + 1);
+    if (filled > slots) wait_bar(&sh.full[c.full()], c.parity(), 0x102);
+  }
   HB_DEV_MEMBER void put(const void* src, u32 bytes) { open(bytes); copy(0, src, bytes); close(); }
   template <int FORMAT, int K> HB_DEV_MEMBER void tile(const u8* weights, size_t index) {
     using T = Tile<FORMAT, K>;

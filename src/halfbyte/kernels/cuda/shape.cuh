@@ -72,7 +72,8 @@ template <int FORMAT, int K> struct Tile {
     for (int i = 0; i < PIECES; i++) n += slots_in(i);
     return n;
   }
-  static constexpr int ROOM = RED_TILES / ROWS * TEAMS, FLUSH = ROOM * ROWS * 16 <= WORK_THREADS ? ROOM : WORK_THREADS / (ROWS * 16);  // tiles
+  static constexpr int ROOM = RED_TILES / ROWS * TEAMS, MOST = ROOM * ROWS * 16 <= WORK_THREADS ? ROOM : WORK_THREADS / (ROWS * 16);
+  static constexpr int FLUSH = MOST < HB_FLUSH ? MOST : HB_FLUSH;  // tiles
 };
 
 // o is shared out by kv heads: a piece is what one tile has of a head's eight query heads, and one warp's alone. Warps know

@@ -240,12 +240,14 @@ HB_PHASE void feed() {
       }
       if (block >= count * UP_TILES) weigh(r, rows_of(p));
       stamp(p, block, layer, 27);
+      if (HB_HOLD >= 0) f.hold(HB_HOLD);
       int first, last;
       down_share(sh, count, block, grid, first, last);
       HB_ROLLED
       for (int i = first; i < last; i++)
         f.tile<MXFP4, INTER>(l.down, (size_t)r.list[i / DOWN_TILES] * DOWN_TILES + i % DOWN_TILES);
       stamp(p, block, layer, 28);
+      if (HB_HOLD_NEXT >= 0) f.hold(HB_HOLD_NEXT);
       f.window = AHEAD_REST;
     }
     sync_warp();

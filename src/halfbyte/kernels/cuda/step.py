@@ -27,7 +27,7 @@ ROW_SIZES = (1, 2, 4, 8)
 # What was fastest on an H200 (docs/LOG.md): warps that multiply, bytes of a slot, `ahead`, `rest`, `probe` and `team`; of one
 # row and a large ring by the format of the dense layers, else the usual. With 24 KB and 12 warps a tile of an expert
 # fills two slots by half, and a page fits in one. A usual slot is a third of such a tile: 16 chunks of MXFP4, 8 of q8.
-TUNED = {"mxfp4": (12, 24_576, 0, 0, 0, 4), "q8": (12, 26_112, 0, 0, 1, 4), "bf16": (12, 30_720, 0, 0, 1, 4)}
+TUNED = {"mxfp4": (12, 24_576, 0, 0, 0, 12), "q8": (12, 26_112, 0, 0, 1, 12), "bf16": (12, 30_720, 0, 0, 1, 12)}
 USUAL = (15, 8_704, 0, 0, 1, 15)
 # sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
 # spilled; four rows need eight for the sake of six slots, eight rows do not fit.
@@ -57,6 +57,9 @@ class StepShape:
     slot: int = 0  # bytes of a slot of the ring
     team: int = 0  # warps to a tile of MXFP4, where one row is built for and the tile fits in a slot
     look: int = 4  # chunks of a tile that a warp loads ahead of its products
+    flush: int = 64  # tiles after which their sums are added
+    hold: int = -1  # slots of gate_up that may still be on their way when down is asked for; -1: any
+    next: int = -1  # the same of down and the next layer
     ahead: int = 0  # slots of experts' weights that may be asked for and not yet used
     rest: int = 0  # the same of all else
     nap: int = 20  # nanoseconds between two looks into a mailbox
@@ -132,7 +135,7 @@ class StepShape:
             "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
             "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
             "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
-            "TEAM": self.team_warps, "LOOK": self.look,
+            "TEAM": self.team_warps, "LOOK": self.look, "FLUSH": self.flush, "HOLD": self.hold, "HOLD_NEXT": self.next,
             "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
             "NAP": self.nap, "PROBE": self._tuned[4] if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
             "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
