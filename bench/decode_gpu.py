@@ -208,6 +208,20 @@ def check(b: Bench, d: DecodeStep, context: int, row_seq: list[int] | None = Non
     }
 
 
+def settle(b: Bench, d: DecodeStep, context: int, row_seq: list[int] | None = None) -> dict[str, Any]:
+    """`check`; where it differs and a router's choice was a rounding apart, of the next step."""
+    for later in range(4):
+        try:
+            verdict = check(b, d, context + later, row_seq)
+        except Exception:
+            print("given up:", d.given_up(), flush=True)
+            raise
+        if verdict["ok"] or not verdict["deterministic"] or verdict["router_gap"] > NEAR:
+            break
+        print(f"rows {d.shape.rows} at {context + later}: a near tie ({verdict['router_gap']:.1e}): next", flush=True)
+    return verdict
+
+
 def time_steps(d: DecodeStep, context: int, groups: int = 9, steps: int = 24) -> dict[str, float]:
     """Microseconds per step: `steps` graph replays between two events, tokens fed back; median and spread of groups."""
     place(d, context)
@@ -315,17 +329,7 @@ def main() -> int:
                 verdict = {}
                 for context, row_seq in [(2000, None)] + ([(600, [0] * r)] if r > 1 else []):
                     clock = time.time()
-                    for later in range(4):
-                        try:
-                            verdict = check(b, d, context + later, row_seq)
-                        except Exception:
-                            print("given up:", d.given_up(), flush=True)
-                            raise
-                        if verdict["ok"] or not verdict["deterministic"] or verdict["router_gap"] > NEAR:
-                            break
-                        print(
-                            f"rows {r} at {context + later}: a near tie ({verdict['router_gap']:.1e}): next", flush=True
-                        )
+                    verdict = settle(b, d, context, row_seq)
                     shown = {k: f"{v:.1e}" for k, v in verdict["errors"].items()}
                     took = time.time() - clock
                     print(f"{model} {formats} rows {r} at {context}: {shown} {verdict} {took:.1f} s", flush=True)
@@ -362,7 +366,11 @@ def main() -> int:
             if 1 in rows:
                 for v in variants:
                     d = b.step(replace(shape_of(model, formats), **v))
-                    verdict = check(b, d, 2000)
+                    verdict = settle(b, d, 2000)
+                    if not verdict["ok"]:
+                        print(f"REFUSED: variant {v} is wrong: {verdict}", flush=True)
+                        good = False
+                        continue
                     t = time_steps(d, 2048)
                     print(f"variant {formats} {v}: {t} ok {verdict['ok']}", flush=True)
                     result["rows"].append({"model": name_of(model), "formats": formats, "variant": str(v), "context": 2048, **t, "ok": verdict["ok"]})

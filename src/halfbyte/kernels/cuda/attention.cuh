@@ -288,7 +288,7 @@ template <int O_FORMAT> HB_DEV void merge_head(Worker& w, const Layer& layer, in
   u64x2 own;  // maximum and sum of part `lane`
   Patience patience;
   HB_ROLLED
-  for (;;) {  // these first, see fetch_operand
+  for (;;) {  // these first, see load_operand
     own = box_load2(in + part * PART_WORDS + 32);
     if (!warp_ballot(!has(own.x, w.tag) || !has(own.y, w.tag))) break;
     patience.wait(0x420);

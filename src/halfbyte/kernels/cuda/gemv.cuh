@@ -3,9 +3,9 @@
 //
 // The eight columns are four pairs: with one batch row, those of four groups of 32 k. Every group's weights are multiplied by all
 // four, and three of the four products mean nothing: a lane holds the sums of one pair and in the end takes those of the group that
-// is its own (Sums). So x needs no zeros, and a lane's registers hold only what is its own: 24 for a quarter of 2880 values.
+// is its own (Sums). So x needs no zeros, and a lane's registers hold only what is its own.
 //
-// The warps of a team multiply a tile of 16 rows, each with its part of x in registers for the whole phase, and leave their sums in
+// All warps multiply a tile of 16 rows, each with its part of x in registers for the whole phase, and leave their sums in
 // shared memory; after FLUSH tiles, or at the end, one thread per output adds the warps in order.
 #pragma once
 #include "ring.cuh"
@@ -168,34 +168,38 @@ template <int FORMAT, int K> struct Operand { u32x4 b[SETS][Tile<FORMAT, K>::PAS
 template <int FORMAT, int K> HB_DEV bool find_values(const Worker& w, int set, int pass, int& row, int& k) {
   using T = Tile<FORMAT, K>;
   const int pair = w.lane / 8, group = pass * GROUPS_AT_ONCE + pair / LANE_ROWS, n = group >> 1;
-  const int piece = T::PIECES == 1 ? 0 : n / T::EACH, chunk = w.warp * T::FETCH + (T::PIECES == 1 ? n : n % T::EACH);
+  const int piece = T::PIECES == 1 ? 0 : n / T::EACH, chunk = w.warp * T::EACH + (T::PIECES == 1 ? n : n % T::EACH);
   row = set * LANE_ROWS + pair % LANE_ROWS;
   k = (piece * T::WIDTH + chunk) * 64 + (group & 1) * 32 + w.lane % 4 * 8;
-  return row < w.rows && n < T::FETCHED && chunk < T::chunks_in(piece);
+  return row < w.rows && n < T::MINE && chunk < T::chunks_in(piece);
 }
 
 // Every warp fetches its own part of x: all of it at once, in the hope that it is there, which it is for a block that comes
 // late. Blocks that come early look again, at all of it or (HB_PROBE) at a few words, and fetch the rest when those are there:
-// that is one more trip to L2, but 132 blocks that look at everything all the time can keep the writers out. Where teams share out
-// the tiles, the parts meet in shared memory, and take_operand() gives every warp its own.
-template <int FORMAT, int K, class Source> HB_DEV void fetch_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
+// that is one more trip to L2, but 132 blocks that look at everything all the time can keep the writers out. `meanwhile` runs
+// while the first words are on their way.
+template <int FORMAT, int K, class Source, class Meanwhile> HB_DEV void load_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source, Meanwhile meanwhile) {
   using T = Tile<FORMAT, K>;
-  constexpr int PASSES = (2 * T::FETCHED + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
+  constexpr int PASSES = T::PASSES, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
   const int odd = w.lane / 4 & 1;
   float squares[SETS] = {};
   HB_UNROLL
   for (int first = 0; first < ALL; first += BATCH) {
     typename Source::Raw raw[BATCH] = {};
     Patience patience;
-    HB_ROLLED
-    for (;;) {
-      u32 missing = 0;
+    auto fetch = [&] {
       HB_UNROLL
       for (int n = 0; n < BATCH && first + n < ALL; n++) {
         const int s = (first + n) / PASSES;
         int row, k;
         if (find_values<FORMAT, K>(w, s, (first + n) % PASSES, row, k) && source.on(s)) raw[n] = source.load(s, row, k, odd);
       }
+    };
+    fetch();
+    if (first == 0) meanwhile();
+    HB_ROLLED
+    for (;;) {
+      u32 missing = 0;
       HB_UNROLL
       for (int n = 0; n < BATCH && first + n < ALL; n++) {
         const int s = (first + n) / PASSES;
@@ -204,26 +208,26 @@ template <int FORMAT, int K, class Source> HB_DEV void fetch_operand(Worker& w, 
       }
       if (!warp_ballot(missing & Source::MARKS)) break;
       patience.wait(0x311);
-      if (!HB_PROBE) continue;
-      int row, k;
-      if (w.lane % 8 == 0 && find_values<FORMAT, K>(w, 0, 0, row, k) && source.on(0))
-        while (!source.ready(0, row, k)) patience.wait(0x310);
-      sync_warp();
+      if (HB_PROBE) {
+        int row, k;
+        if (w.lane % 8 == 0 && find_values<FORMAT, K>(w, 0, 0, row, k) && source.on(0))
+          while (!source.ready(0, row, k)) patience.wait(0x310);
+        sync_warp();
+      }
+      fetch();
     }
     HB_UNROLL
     for (int n = 0; n < BATCH && first + n < ALL; n++) {
       const int s = (first + n) / PASSES, q = (first + n) % PASSES;
       int row, k;
       Parts a = {0, 0}, b = {0, 0};
-      const bool mine = find_values<FORMAT, K>(w, s, q, row, k);
-      if (mine && source.on(s)) squares[s] += source.take(raw[n], a, b);
+      if (find_values<FORMAT, K>(w, s, q, row, k) && source.on(s)) squares[s] += source.take(raw[n], a, b);
       // the even lane of a pair gets the high parts of all eight values, the odd lane the low parts
       const u32 got0 = shfl_xor(odd ? a.high : a.low, 4), got1 = shfl_xor(odd ? b.high : b.low, 4);
       u32x4 r;
       if (Source::STEP == 2) r = {odd ? got0 : a.high, odd ? got1 : b.high, odd ? a.low : got0, odd ? b.low : got1};  // 0..3 and 4..7
       else r = {odd ? got0 : a.high, odd ? a.low : got0, odd ? got1 : b.high, odd ? b.low : got1};  // 0, 1, 4, 5 and 2, 3, 6, 7
-      if (T::TEAMS == 1) x.b[s][q % T::PASSES] = r;
-      else if (mine) sts128(w.base + HB_AT(x) + (w.warp * T::FETCH * 2 + q * 4) * 128 + w.lane * 16, r);
+      x.b[s][q] = r;
     }
   }
   if (Source::SQUARES)
@@ -237,21 +241,6 @@ template <int FORMAT, int K, class Source> HB_DEV void fetch_operand(Worker& w, 
     }
 }
 
-// A warp's number in its team, so turned that what is left over of a tile falls to another scheduler's warp in every team.
-template <int FORMAT, int K> HB_DEV int share_in_team(const Worker& w) {
-  using T = Tile<FORMAT, K>;
-  return T::TEAMS == 1 ? w.warp : (w.warp % T::TEAM + w.warp / T::TEAM) % T::TEAM;
-}
-
-template <int FORMAT, int K> HB_DEV void take_operand(const Worker& w, Operand<FORMAT, K>& x) {
-  using T = Tile<FORMAT, K>;
-  if (T::TEAMS == 1) return;
-  const u32 from = w.base + HB_AT(x) + T::first_of(share_in_team<FORMAT, K>(w)) * 256 + w.lane * 16;
-  w.sync();
-  HB_UNROLL
-  for (int i = 0; i < T::PASSES; i++) x.b[0][i] = lds128(from + i * 512);
-}
-
 // ---- one tile -------------------------------------------------------------------------------------------------------
 
 template <int FORMAT> struct Chunk;  // a warp's 16 x 64 weights in registers: the A operands of four steps
@@ -259,9 +248,9 @@ template <> struct Chunk<MXFP4> {
   u32x4 w;
   HB_DEV_MEMBER void load(u32 p, int lane) { w = lds128(p + lane * 16); }
   HB_DEV_MEMBER u32 loaded() const { return w.x; }  // a word of every load
-  HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const {
+  HB_DEV_MEMBER u32x4 wide(int i) const {
     const u32 v = i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, m = 0x81c081c0u;
-    mma(d, v & m, rotate_right(v, 6) & m, rotate_right(v, 3) & m, ((v & 0x001b001bu) * 0x1084u) & m, b0, b1);
+    return {v & m, rotate_right(v, 6) & m, rotate_right(v, 3) & m, ((v & 0x001b001bu) * 0x1084u) & m};
   }
 };
 template <> struct Chunk<Q8> {
@@ -270,10 +259,10 @@ template <> struct Chunk<Q8> {
   HB_DEV_MEMBER u32 loaded() const { return w[0].x ^ w[1].x; }
   // int8 to bf16: low seven bits as the mantissa of 128..255, minus 128, or minus 256 where the sign bit is set
   static HB_DEV_MEMBER u32 widen(u32 v) { return bf16_sub((v & 0x007f007fu) | 0x43004300u, (v & 0x00800080u) | 0x43004300u); }
-  HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const {
+  HB_DEV_MEMBER u32x4 wide(int i) const {
     const u32x4& q = w[i / 2];
     const u32 a = i & 1 ? q.z : q.x, b = i & 1 ? q.w : q.y;
-    mma(d, widen(a), widen(a >> 8), widen(b), widen(b >> 8), b0, b1);
+    return {widen(a), widen(a >> 8), widen(b), widen(b >> 8)};
   }
 };
 template <> struct Chunk<BF16> {
@@ -283,8 +272,23 @@ template <> struct Chunk<BF16> {
     for (int i = 0; i < 4; i++) w[i] = lds128(p + i * 512 + lane * 16);
   }
   HB_DEV_MEMBER u32 loaded() const { return w[0].x ^ w[1].x ^ w[2].x ^ w[3].x; }
-  HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const { mma(d, w[i].x, w[i].y, w[i].z, w[i].w, b0, b1); }
+  HB_DEV_MEMBER u32x4 wide(int i) const { return w[i]; }
 };
+template <int FORMAT> struct WideChunk {  // widened ahead of time
+  u32x4 a[4];
+  HB_DEV_MEMBER void widen(const Chunk<FORMAT>& c) {
+    HB_UNROLL
+    for (int i = 0; i < 4; i++) {
+      const u32x4 v = c.wide(i);
+      a[i] = {opaque(v.x), opaque(v.y), opaque(v.z), opaque(v.w)};
+    }
+  }
+  HB_DEV_MEMBER u32x4 wide(int i) const { return a[i]; }
+};
+template <class C> HB_DEV void multiply_step(float (&d)[4], const C& chunk, int i, u32 b0, u32 b1) {
+  const u32x4 a = chunk.wide(i);
+  mma(d, a.x, a.y, a.z, a.w, b0, b1);
+}
 
 // Where in a chunk the scales of rows g and g + 8 for one of its two groups lie, together.
 template <int FORMAT> HB_DEV u32 scale_at(int g, int group) { return FORMAT == MXFP4 ? 512 + g * 4 + group * 2 : 1024 + g * 8 + group * 4; }
@@ -294,15 +298,15 @@ template <int FORMAT> HB_DEV u32 load_scales(u32 p) { return FORMAT == MXFP4 ? l
 // group j, and whatever it is in the others: those multiply by a scale of another group, too, and nobody reads it.
 template <int FORMAT> struct Sums {
   float total[GROUPS_AT_ONCE][2] = {}, dense[GROUPS_AT_ONCE][4] = {};
-  HB_DEV_MEMBER void add(int j, const Chunk<FORMAT>& chunk, int half, const u32x4& x, u32 scales) {
+  template <class C> HB_DEV_MEMBER void add(int j, const C& chunk, int half, const u32x4& x, u32 scales) {
     if (FORMAT == BF16) {
-      chunk.step(2 * half, dense[j], x.x, x.y);
-      chunk.step(2 * half + 1, dense[j], x.z, x.w);
+      multiply_step(dense[j], chunk, 2 * half, x.x, x.y);
+      multiply_step(dense[j], chunk, 2 * half + 1, x.z, x.w);
       return;
     }
     float d[4] = {}, f0 = 1.f, f1 = 1.f;
-    chunk.step(2 * half, d, x.x, x.y);
-    chunk.step(2 * half + 1, d, x.z, x.w);
+    multiply_step(d, chunk, 2 * half, x.x, x.y);
+    multiply_step(d, chunk, 2 * half + 1, x.z, x.w);
     if (FORMAT == MXFP4) { f0 = as_float((scales << 23) & 0x7f800000u); f1 = as_float((scales << 15) & 0x7f800000u); }
     if (FORMAT == Q8) { f0 = half_value(scales & 0xffffu); f1 = half_value(scales >> 16); }
     total[j][0] += (d[0] + d[1]) * f0;
@@ -321,90 +325,63 @@ template <int FORMAT> struct Sums {
 // How a warp finds its part of a tile: worked out in front of the wait for x, where compilers would put it behind.
 template <int FORMAT, int K> struct Way {
   using T = Tile<FORMAT, K>;
-  static constexpr int SCALES = (2 * T::EACH + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, READERS = T::READERS;
-  int team, share;           // its number in the team
+  static constexpr int SCALES = (2 * T::EACH + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, READERS = T::PER_SLOT / T::EACH;
   int slot;                  // its first one of a tile (of all where the tile comes in pieces)
-  int left;                  // chunks of the tile from its first one on, or of a team's share
-  u32 words, place[T::TEAMS > 1 ? 1 : SCALES];  // in slot 0: this lane's words of the warp's first chunk, its scales
+  u32 words, place[SCALES];  // in slot 0: this lane's words of the warp's first chunk, its scales
   u32 arrivals;              // at a slot of its own
 
   HB_DEV_MEMBER explicit Way(const Worker& w) {
-    share = share_in_team<FORMAT, K>(w);
-    const int first = T::first_of(share), place_in = share / READERS, after = T::SHARES - place_in * READERS;
-    team = w.warp / T::TEAM;
-    left = (T::TEAMS > 1 ? T::first_of(share + 1) : T::CHUNKS) - first;
-    slot = T::OWN && share < T::SHARES ? first / T::PER_SLOT : 0;
+    const int first = w.warp * T::EACH, place_in = w.warp / READERS, after = T::SHARES - place_in * READERS;
+    slot = T::OWN && w.warp < T::SHARES ? first / T::PER_SLOT : 0;
     const u32 base = w.base + first % T::PER_SLOT * T::CHUNK;
     words = opaque(base + w.lane * 16);
-    arrivals = opaque((u32)(share == place_in * READERS ? ARRIVALS + 1 - (after < READERS ? after : READERS) : 1));
+    arrivals = opaque((u32)(w.warp == place_in * READERS ? ARRIVALS + 1 - (after < READERS ? after : READERS) : 1));
     if (FORMAT != BF16)
       HB_UNROLL
-      for (int i = 0; i < (T::TEAMS > 1 ? 1 : SCALES); i++) place[i] = opaque(base + scale_of(w, i, 0, left));
+      for (int i = 0; i < SCALES; i++) place[i] = opaque(base + scale_of(w, i, 0, T::CHUNKS - first));
   }
   // a piece begins where the one before it ended, in the columns of x as well
   static HB_DEV_MEMBER u32 scale_of(const Worker& w, int i, int piece, int left) {
     const int g = w.lane / 4, group = i * GROUPS_AT_ONCE + (w.lane % 4 / LANE_ROWS ^ (2 * piece & (GROUPS_AT_ONCE - 1))), c = group >> 1;
-    const bool here = T::TEAMS > 1 || (2 * T::EACH % GROUPS_AT_ONCE == 0 && T::CHUNKS % T::EACH == 0) || (c < T::EACH && c < left);
+    const bool here = (2 * T::EACH % GROUPS_AT_ONCE == 0 && T::CHUNKS % T::EACH == 0) || (c < T::EACH && c < left);
     return here ? c * T::CHUNK + scale_at<FORMAT>(g, group & 1) : scale_at<FORMAT>(g, 0);
   }
 };
 
-// One tile of which `at` is this warp's slot; moves on to the next tile's. `out`: the shared address of this warp's
-// [ROWS][16] sums. A warp whose share is not full multiplies what lies behind it with zeros: any bits widen to something
-// finite, except scales, so those it takes from its first chunk. In a team it leaves that product out, so scales may be anything.
-template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, const Way<FORMAT, K>& way, Cursor& at, u32 out) {
+// A warp's chunks of a tile, or of a piece of one, with their scales; C: as they were loaded, or wide.
+template <int FORMAT, int K, class C> struct Part {
   using T = Tile<FORMAT, K>;
-  constexpr int SCALES = Way<FORMAT, K>::SCALES, LOOK = T::EACH < HB_LOOK ? T::EACH : HB_LOOK;  // chunks that are loaded ahead
-  const int v = w.warp, g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
-  Sums<FORMAT> sums[SETS];
-  HB_UNROLL
-  for (int piece = 0; piece < T::PIECES; piece++) {
-    const int n = T::chunks_in(piece), left = T::TEAMS > 1 ? way.left : n - v * T::EACH;  // chunks from this warp's first on
-    const int slot = v * T::EACH / T::PER_SLOT, in_slot = v * T::EACH % T::PER_SLOT;
+  C chunk[T::EACH];
+  u32 scales[Way<FORMAT, K>::SCALES];
+  // From a slot. What it returns is known once everything has been loaded.
+  HB_DEV_MEMBER u32 load(const Worker& w, const Way<FORMAT, K>& way, int slot, int piece, int left) {
+    const u32 from = slot * SLOT_BYTES;
     u32 loaded = 0;
-    if (!T::OWN)  // all of them, also those this warp takes nothing from, and frees all of them: see Tile
+    HB_UNROLL
+    for (int c = 0; c < T::EACH; c++) { chunk[c].load(way.words + from + c * T::CHUNK, 0); loaded ^= chunk[c].loaded(); }
+    if (FORMAT != BF16)
       HB_UNROLL
-      for (int i = 0; i < T::slots_in(piece); i++) {
-        const Cursor here = at.ahead(i);
-        w.wait_full(here, 0x300);
+      for (int i = 0; i < Way<FORMAT, K>::SCALES; i++) {
+        const u32 base = w.base + w.warp * T::EACH % T::PER_SLOT * T::CHUNK;
+        scales[i] = load_scales<FORMAT>(from + (piece ? base + Way<FORMAT, K>::scale_of(w, i, piece, left) : way.place[i]));
+        loaded ^= scales[i];
       }
-    if (left > 0) {
-      if (T::OWN) w.wait_full(at, 0x301);
-      const u32 from = (T::OWN ? at.slot : at.ahead(slot).slot) * SLOT_BYTES;
-      Chunk<FORMAT> chunk[T::EACH];
-      u32 scales[SCALES];
-      auto load = [&](int c) {
-        const bool on = T::EVEN || c < T::EACH - 1 || left == T::EACH;
-        if (on) chunk[c].load(way.words + from + c * T::CHUNK, 0);
-        if (on) loaded ^= chunk[c].loaded();
-        if (FORMAT != BF16)
-          HB_UNROLL
-          for (int i = 0; i < SCALES; i++)
-            if (i * GROUPS_AT_ONCE / 2 == c) {
-              const u32 place = T::TEAMS > 1 ? way.place[0] + i * (GROUPS_AT_ONCE * T::CHUNK / 2) : way.place[T::TEAMS > 1 ? 0 : i];
-              scales[i] = load_scales<FORMAT>(from + (piece ? w.base + in_slot * T::CHUNK + Way<FORMAT, K>::scale_of(w, i, piece, left) : place));
-              loaded ^= scales[i];
-            }
-      };
-      HB_UNROLL
-      for (int c = 0; c < LOOK; c++) load(c);
-      HB_UNROLL
-      for (int c = 0; c < T::EACH; c++) {
-        if (c + LOOK < T::EACH) load(c + LOOK);
-        if (T::EVEN || c < T::EACH - 1 || left == T::EACH)
-          HB_UNROLL
-          for (int half = 0; half < 2; half++)
-            HB_UNROLL
-            for (int s = 0; s < SETS; s++) {
-              const int group = 2 * (piece * T::EACH + c) + half;
-              sums[s].add(group % GROUPS_AT_ONCE, chunk[c], half, x.b[s][group / GROUPS_AT_ONCE], FORMAT == BF16 ? 0u : scales[(2 * c + half) / GROUPS_AT_ONCE]);
-            }
-      }
-      if (T::OWN && w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
-    }
-    if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), (v == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(loaded));
-    at.advance(T::TEAMS * T::slots_in(piece));
+    return loaded;
   }
+  HB_DEV_MEMBER void multiply(const Operand<FORMAT, K>& x, int piece, Sums<FORMAT> (&sums)[SETS]) const {
+    HB_UNROLL
+    for (int n = 0; n < 2 * T::EACH; n++)
+      HB_UNROLL
+      for (int s = 0; s < SETS; s++) {
+        const int group = 2 * piece * T::EACH + n;
+        sums[s].add(group % GROUPS_AT_ONCE, chunk[n / 2], n % 2, x.b[s][group / GROUPS_AT_ONCE], FORMAT == BF16 ? 0u : scales[n / GROUPS_AT_ONCE]);
+      }
+  }
+};
+
+// A warp's sums of a tile to [ROWS][16] floats at the shared address `out`.
+template <int FORMAT> HB_DEV void leave_sums(const Worker& w, const Sums<FORMAT> (&sums)[SETS], u32 out) {
+  const int g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
   HB_UNROLL
   for (int s = 0; s < SETS; s++) {
     float a0, a1;
@@ -425,41 +402,90 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
   }
 }
 
+// One tile of which `at` is this warp's slot; moves on to the next tile's. A warp whose share is not full multiplies what
+// lies behind it with zeros: any bits widen to something finite, except scales, so those it takes from its first chunk.
+template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, const Way<FORMAT, K>& way, Cursor& at, u32 out) {
+  using T = Tile<FORMAT, K>;
+  Sums<FORMAT> sums[SETS];
+  HB_UNROLL
+  for (int piece = 0; piece < T::PIECES; piece++) {
+    const int left = T::chunks_in(piece) - w.warp * T::EACH;  // chunks from this warp's first on
+    u32 loaded = 0;
+    if (!T::OWN)  // all of them, also those this warp takes nothing from, and frees all of them
+      HB_UNROLL
+      for (int i = 0; i < T::slots_in(piece); i++) w.wait_full(at.ahead(i), 0x300);
+    if (left > 0) {
+      if (T::OWN) w.wait_full(at, 0x301);
+      Part<FORMAT, K, Chunk<FORMAT>> part;
+      loaded = part.load(w, way, T::OWN ? at.slot : at.ahead(w.warp * T::EACH / T::PER_SLOT).slot, piece, left);
+      part.multiply(x, piece, sums);
+      if (T::OWN && w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
+    }
+    if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), (w.warp == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(loaded));
+    at.advance(T::slots_in(piece));
+  }
+  leave_sums(w, sums, out);
+}
+
 // ---- a phase's tiles ------------------------------------------------------------------------------------------------
-// before(tile, row, m) runs ahead of the multiplications, the first time even of acquire(), which loads x: biases come
+// before(tile, row, m) runs ahead of the multiplications, the first time even of acquire(meanwhile), which loads x: biases come
 // from far away. after(tile, row, m, values, early) has the sums of WIDE neighbouring rows, m = WIDE * i, and what before()
-// returned; a thread sums one row. Tiles are numbered from 0 within the block.
+// returned; a thread sums one row. Tiles are numbered from 0 within the block. FIRST: weights are here before x is, so the first
+// tile is widened while x is on its way.
 
 struct Early { u32 a = 0, b = 0; u64 x[2] = {0, 0}; };
 
-template <int FORMAT, int K, int WIDE, class Before, class Acquire, class After>
+template <int FORMAT, int K, int WIDE, bool FIRST, class Before, class Acquire, class After>
 HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before before, Acquire acquire, After after) {
   using T = Tile<FORMAT, K>;
-  constexpr int SIZE = T::TEAM * ROWS * 16;  // floats of one tile in `red`
+  constexpr int SIZE = WORKERS * ROWS * 16;  // floats of one tile in `red`
   static_assert(T::FLUSH * SIZE <= RED_TILES * WORKERS * 16 && T::FLUSH * ROWS * 16 <= WORK_THREADS && T::FLUSH >= 1, "flush");
+  constexpr bool AHEAD_OF_X = FIRST && HB_PRE && ROWS == 1 && FORMAT != BF16 && T::OWN && T::EACH <= 4;
   const int tile = w.thread / (ROWS * 16), row = w.thread / 16 % ROWS, m = w.thread % 16;
   const bool first_of = m % WIDE == 0 && row < w.rows;
   const Way<FORMAT, K> way(w);
   Early early;
   if (tile < tiles && tile < T::FLUSH && first_of) early = before(tile, row, m);
-  acquire();
-  w.mark(1);
+  const u32 red = w.base + HB_AT(red) + w.warp * ROWS * 16 * 4;
+  if (AHEAD_OF_X) {
+    Part<FORMAT, K, WideChunk<FORMAT>> part;
+    Sums<FORMAT> sums[SETS];
+    const bool on = w.warp < T::SHARES;
+    acquire([&] {
+      if (!on) return;
+      const Cursor at = w.at.ahead(way.slot);
+      Part<FORMAT, K, Chunk<FORMAT>> words;
+      w.wait_full(at, 0x302);
+      const u32 loaded = words.load(w, way, at.slot, 0, 1);
+      HB_UNROLL
+      for (int c = 0; c < T::EACH; c++) part.chunk[c].widen(words.chunk[c]);
+      HB_UNROLL
+      for (int i = 0; i < Way<FORMAT, K>::SCALES; i++) part.scales[i] = words.scales[i];
+      if (w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
+    });
+    w.mark(1);
+    if (on) part.multiply(x, 0, sums);
+    leave_sums(w, sums, red + w.buffer * (RED_TILES * WORKERS * 16 * 4));
+  } else {
+    acquire([] {});
+    w.mark(1);
+  }
   for (int first = 0; first < tiles; first += T::FLUSH) {
-    const int n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH;
+    const int n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH, done = AHEAD_OF_X && first == 0 ? 1 : 0;
     if (first && tile < n && first_of) early = before(first + tile, row, m);
-    u32 out = w.base + HB_AT(red) + (w.buffer * (RED_TILES * WORKERS * 16) + (way.team * T::TEAM + way.share) * ROWS * 16) * 4;
-    Cursor at = w.at.ahead(T::TEAMS > 1 ? way.team : way.slot);
+    u32 out = red + (w.buffer * (RED_TILES * WORKERS * 16) + done * SIZE) * 4;
+    Cursor at = w.at.ahead(way.slot + done * T::slots());
     HB_ROLLED
-    for (int i = way.team; i < n; i += T::TEAMS, out += T::TEAMS * SIZE * 4) multiply_tile<FORMAT, K>(w, x, way, at, out);
-    if (T::TEAMS == 1) { at.back(way.slot); w.at = at; }
-    else w.at.advance_far(n);
+    for (int i = done; i < n; i++, out += SIZE * 4) multiply_tile<FORMAT, K>(w, x, way, at, out);
+    at.back(way.slot);
+    w.at = at;
     w.mark(2);
     w.sync();
     if (w.warp * 32 < n * ROWS * 16) {
       const float* r = w.sh.red[w.buffer] + (tile < n ? tile * SIZE + row * 16 + m : 0);
       float part[4] = {}, sum[WIDE];
       HB_UNROLL
-      for (int i = 0; i < T::TEAM; i++) part[i % 4] += r[i * ROWS * 16];
+      for (int i = 0; i < WORKERS; i++) part[i % 4] += r[i * ROWS * 16];
       sum[0] = ((part[0] + part[1]) + (part[2] + part[3])) * scale_out<FORMAT>();
       HB_UNROLL
       for (int j = 1; j < WIDE; j++) sum[j] = shfl(sum[0], w.lane + j);  // neighbours' rows

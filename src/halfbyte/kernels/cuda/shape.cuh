@@ -26,8 +26,6 @@ constexpr int WORKERS = HB_WORKERS;  // warps that multiply; one more feeds them
 constexpr int WORK_THREADS = WORKERS * 32, THREADS = WORK_THREADS + 32;
 constexpr int ARRIVALS = 16;  // that free a slot: one of each warp that reads from it, the rest of the first one
 constexpr int SLOTS = HB_SLOTS;
-constexpr bool TEAMED = HB_TEAM < WORKERS;  // HB_TEAM warps share a tile where that is possible (Tile)
-static_assert(HB_TEAM >= 1 && WORKERS % HB_TEAM == 0, "teams");
 constexpr int AHEAD = HB_AHEAD, AHEAD_REST = HB_AHEAD_REST;  // slots that may be asked for and not yet used: experts, all else
 static_assert(AHEAD >= 2 && AHEAD <= SLOTS && AHEAD_REST >= 2 && AHEAD_REST <= SLOTS, "windows of the ring");
 constexpr bool PAGE_WHOLE = SLOT_BYTES >= 2 * PAGE_BYTES;  // keys and values of a page in one slot, or in two
@@ -41,30 +39,21 @@ constexpr int ROUTER_SETS = 3, ROUTER_WARPS = WORKERS / ROUTER_SETS;  // of warp
 constexpr int ROUTER_EACH = (EXPERTS / 16 + ROUTER_WARPS - 1) / ROUTER_WARPS;  // times 16 experts to a warp of a set
 constexpr int ROUTER_BYTES = EXPERTS * 32, ROUTER_FIT = SLOT_BYTES / ROUTER_BYTES;  // of 16 columns; these in a slot
 static_assert(ROUTER_WARPS >= 1 && ROUTER_FIT >= 1, "a slot for 16 columns of all experts");
-constexpr int RED_TILES = ROWS == 1 ? 9 : 16;  // sums of so many tiles (of one row, by all warps) are kept before they are added up
+constexpr int RED_TILES = ROWS == 1 ? 12 : 16;  // sums of so many tiles (of one row) are kept before they are added up
 HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
 
-// How the chunks of a tile (16 rows, all of K) are shared out to warps and slots. MXFP4 tiles that fit in a slot, with one batch
-// row: a team of warps takes a tile, the teams in turn, and a warp of it a run of neighbouring chunks. Other quantised tiles: all
-// warps take a tile, each EACH neighbouring chunks, all in one slot, and wait once. Dense ones are too large for that: pieces of
-// up to 15 chunks, one chunk of each to a warp.
+// How the chunks of a tile (16 rows, all of K) are shared out to warps and slots. Quantised tiles: a warp takes EACH
+// neighbouring chunks, all in one slot, and waits once. Dense ones are too large for that: pieces of up to 15 chunks,
+// one chunk of each to a warp.
 template <int FORMAT, int K> struct Tile {
   static constexpr int CHUNKS = K / 64, CHUNK = CHUNK_BYTES[FORMAT], BYTES = CHUNKS * CHUNK;
   static constexpr int FIT = SLOT_BYTES / CHUNK;  // chunks in a slot
-  static constexpr int TEAM = FORMAT == MXFP4 && ROWS == 1 && CHUNKS <= FIT && CHUNKS >= HB_TEAM && WORKERS / HB_TEAM <= SLOTS ? HB_TEAM : WORKERS;  // warps
-  static constexpr int TEAMS = WORKERS / TEAM;
-  static constexpr int SHARE = (CHUNKS + TEAM - 1) / TEAM, SHARES = TEAMS > 1 ? TEAM : (CHUNKS + SHARE - 1) / SHARE;  // and warps with one
-  static constexpr int SLOTS_OWN = TEAMS > 1 ? 1 : SHARE <= FIT ? (SHARES + larger(FIT / SHARE, 1) - 1) / larger(FIT / SHARE, 1) : SLOTS + 1;
+  static constexpr int SHARE = (CHUNKS + WORKERS - 1) / WORKERS, SHARES = (CHUNKS + SHARE - 1) / SHARE;  // and warps with one
+  static constexpr int SLOTS_OWN = SHARE <= FIT ? (SHARES + larger(FIT / SHARE, 1) - 1) / larger(FIT / SHARE, 1) : SLOTS + 1;
   static constexpr bool OWN = FORMAT != BF16 && SLOTS_OWN <= SLOTS;
   static constexpr int EACH = OWN ? SHARE : 1, PIECES = OWN ? 1 : SHARE, MINE = PIECES * EACH;
-  static constexpr int WIDTH = (CHUNKS + PIECES - 1) / PIECES;
-  static constexpr int PER_SLOT = TEAMS > 1 ? CHUNKS : OWN ? (SHARES + SLOTS_OWN - 1) / SLOTS_OWN * SHARE : FIT;
-  static constexpr int READERS = TEAMS > 1 ? TEAM : PER_SLOT / EACH;  // warps that read from a slot, where each has its own
-  static constexpr bool EVEN = TEAMS == 1 || CHUNKS % TEAM == 0;      // else some of a team have a chunk less
-  static HB_CONST_FN int first_of(int share) { return TEAMS == 1 ? share * EACH : share * (CHUNKS / TEAM) + (share < CHUNKS % TEAM ? share : CHUNKS % TEAM); }
+  static constexpr int WIDTH = (CHUNKS + PIECES - 1) / PIECES, PER_SLOT = OWN ? (SHARES + SLOTS_OWN - 1) / SLOTS_OWN * SHARE : FIT;
   static constexpr int PASSES = (2 * MINE + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;  // times as many groups as there are at once
-  // x of a team's share is fetched by others: all warps fetch all of x once, and leave it in shared memory
-  static constexpr int FETCH = TEAMS > 1 ? (CHUNKS + WORKERS - 1) / WORKERS : EACH, FETCHED = TEAMS > 1 ? FETCH : MINE;
   static HB_CONST_FN int chunks_in(int piece) { return piece < PIECES - 1 ? WIDTH : CHUNKS - WIDTH * (PIECES - 1); }
   static HB_CONST_FN int slots_in(int piece) { return (chunks_in(piece) + PER_SLOT - 1) / PER_SLOT; }
   static HB_CONST_FN int slots() {
@@ -72,7 +61,7 @@ template <int FORMAT, int K> struct Tile {
     for (int i = 0; i < PIECES; i++) n += slots_in(i);
     return n;
   }
-  static constexpr int ROOM = RED_TILES / ROWS * TEAMS, MOST = ROOM * ROWS * 16 <= WORK_THREADS ? ROOM : WORK_THREADS / (ROWS * 16);
+  static constexpr int ROOM = RED_TILES / ROWS, MOST = ROOM * ROWS * 16 <= WORK_THREADS ? ROOM : WORK_THREADS / (ROWS * 16);
   static constexpr int FLUSH = MOST < HB_FLUSH ? MOST : HB_FLUSH;  // tiles
 };
 
@@ -157,10 +146,7 @@ struct Merge { alignas(16) float o[ATTENDING][GROUP][MERGE_ROW]; float top[ATTEN
 struct Shared {  // a constant address, so that every phase can be a function of its own with its own registers
   u8 ring[SLOTS][SLOT_BYTES];
   union {
-    struct {
-      float red[2][RED_TILES * WORKERS * 16];  // sums of the warps: [tile][warp of the team][row][16]
-      alignas(16) u32 x[TEAMED ? larger(HIDDEN, INTER) + 64 : 4];  // for teams: registers of B, [group of 32][high, low][t][4]
-    };
+    float red[2][RED_TILES * WORKERS * 16];  // sums of the warps: [tile][warp of the team][row][16]
     Merge merge;
   };
   alignas(16) u16 q[2][GROUP][HEAD_DIM + 8];    // high and low halves; rows padded so that eight lanes meet no bank twice

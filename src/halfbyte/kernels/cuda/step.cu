@@ -67,11 +67,11 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
     Patience patience;
     HB_ROLLED
     for (;;) {
-      for (;;) {  // one expert first, see fetch_operand
+      for (;;) {  // one expert first, see load_operand
         u64 probe = 0;
         HB_UNROLL
         for (int c = 0; c < ROUTER_COPIES; c++) probe += box_load(logits + c * EXPERTS + EXPERTS - 1);
-        if (contributions<LOGIT_COUNT>(probe) == all) break;
+        if (contributions<LOGIT_COUNT>(probe) * 16 >= all * HB_NEARLY) break;
         patience.wait(0x502);
       }
       if (lane == 0) stamp(p, hb_block(), layer, 25);
@@ -240,7 +240,6 @@ HB_PHASE void feed() {
       }
       if (block >= count * UP_TILES) weigh(r, rows_of(p));
       stamp(p, block, layer, 27);
-      if (HB_HOLD >= 0) f.hold(HB_HOLD);
       int first, last;
       down_share(sh, count, block, grid, first, last);
       HB_ROLLED
@@ -271,12 +270,11 @@ template <bool FIRST> HB_PHASE State phase_qkv(State state, int layer) {
   const int tiles = w.sh.qkv_tiles;
   if (!tiles) return state;
   Operand<F_QKV, HIDDEN> x;
-  gemv<F_QKV, HIDDEN, 1>(w, x, tiles,
+  gemv<F_QKV, HIDDEN, 1, true>(w, x, tiles,
     [&](int tile, int, int m) { return Early{l.qkv_bias[(w.block + tile * w.grid) * 16 + m]}; },
-    [&] {
+    [&](auto meanwhile) {
       auto source = residual<F_QKV, FIRST ? 0 : ADDED_X>(w, x_after(w.sh, layer - 1), l.attn_norm);
-      fetch_operand(w, x, source);
-      take_operand(w, x);
+      load_operand(w, x, source, meanwhile);
     },
     [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
       const float v = sum[0] * root_of(w.sh, w.p, row) + bf16_low(bias.a);
@@ -323,21 +321,20 @@ HB_PHASE State phase_up(State state, int layer) {
   const Layer& l = w.sh.layers[layer];
   const Step& p = w.p;
   Operand<MXFP4, HIDDEN> x;
-  fetch_operand(w, x, residual<MXFP4, KV_HEADS>(w, mid_of(w.sh, layer), l.mlp_norm));  // while the feeding warp still chooses
+  load_operand(w, x, residual<MXFP4, KV_HEADS>(w, mid_of(w.sh, layer), l.mlp_norm), [] {});  // while the feeding warp still chooses
   sync_warp();
   if (w.lane == 0) bar_arrive(&w.sh.squared, 1);
-  take_operand(w, x);
   wait_bar(&w.sh.routed, layer & 1, 0x701);
   const Routing& r = w.sh.routing[layer & 1];
   const int tiles = ROWS == 1 || r.count == TOP_K ? w.sh.up_tiles : share_of(r.count * UP_TILES, w.block, w.grid);
-  gemv<MXFP4, HIDDEN, 4>(w, x, tiles,
+  gemv<MXFP4, HIDDEN, 4, false>(w, x, tiles,
     [&](int tile, int, int m) {
       const int i = w.block + tile * w.grid;
       Early e;
       e.x[0] = *(const u64*)(l.gate_up_bias + (size_t)r.list[i / UP_TILES] * 2 * INTER + i % UP_TILES * 16 + m);
       return e;
     },
-    [] {},
+    [](auto) {},
     [&](int tile, int row, int m, const float (&sum)[4], Early early) {
       const int i = w.block + tile * w.grid;
       const int k = place_of(r, row, i / UP_TILES);
@@ -370,12 +367,11 @@ HB_PHASE State phase_down(State state, int layer) {
     const int index = first / DOWN_TILES, end = (index + 1) * DOWN_TILES < last ? (index + 1) * DOWN_TILES : last;
     const int expert = r.list[index], base = first - index * DOWN_TILES;
     Operand<MXFP4, INTER> x;
-    gemv<MXFP4, INTER, 1>(w, x, end - first,
+    gemv<MXFP4, INTER, 1, true>(w, x, end - first,
       [&](int tile, int, int m) { return Early{l.down_bias[(size_t)expert * HIDDEN + (base + tile) * 16 + m]}; },
-      [&] {
+      [&](auto meanwhile) {
         FromExpert source(w, p.box.h, r, index);
-        fetch_operand(w, x, source);
-        take_operand(w, x);
+        load_operand(w, x, source, meanwhile);
       },
       [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
         const int k = place_of(r, row, index);
@@ -395,12 +391,11 @@ HB_PHASE void phase_head(State state) {
   if (tiles) {
     Operand<F_HEAD, HIDDEN> x;
     float root = 0.f;
-    gemv<F_HEAD, HIDDEN, 1>(w, x, tiles,
+    gemv<F_HEAD, HIDDEN, 1, true>(w, x, tiles,
       [&](int, int, int) { return Early(); },
-      [&] {
+      [&](auto meanwhile) {
         auto source = residual<F_HEAD, ADDED_X>(w, x_after(w.sh, LAYERS - 1), p.final_norm);
-        fetch_operand(w, x, source);
-        take_operand(w, x);
+        load_operand(w, x, source, meanwhile);
       },
       [&](int tile, int row, int m, const float (&sum)[1], Early) {
         if (root == 0.f) root = root_of(w.sh, w.p, row);

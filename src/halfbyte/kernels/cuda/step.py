@@ -24,14 +24,14 @@ FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES = 64, 64, 4, 16, 4
 ROW_SIZES = (1, 2, 4, 8)
-# What was fastest on an H200 (docs/LOG.md): warps that multiply, bytes of a slot, `ahead`, `rest`, `probe` and `team`; of one
+# What was fastest on an H200 (docs/LOG.md): warps that multiply, bytes of a slot, `ahead`, `rest` and `probe`; of one
 # row and a large ring by the format of the dense layers, else the usual. With 24 KB and 12 warps a tile of an expert
 # fills two slots by half, and a page fits in one. A usual slot is a third of such a tile: 16 chunks of MXFP4, 8 of q8.
-TUNED = {"mxfp4": (12, 24_576, 0, 0, 0, 12), "q8": (12, 26_112, 0, 0, 1, 12), "bf16": (12, 30_720, 0, 0, 1, 12)}
-USUAL = (15, 8_704, 0, 0, 1, 15)
+TUNED = {"mxfp4": (12, 24_576, 0, 0, 0), "q8": (12, 26_112, 0, 0, 1), "bf16": (12, 30_720, 0, 0, 1)}
+USUAL = (15, 8_704, 0, 0, 1)
 # sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
 # spilled; four rows need eight for the sake of six slots, eight rows do not fit.
-SMALL, CRAMPED = (9, 8_704, 0, 0, 1, 9), (8, 8_704, 0, 0, 1, 8)
+SMALL, CRAMPED = (9, 8_704, 0, 0, 1), (8, 8_704, 0, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,10 @@ class StepShape:
     ring: int = 64  # slots at most; fewer in tests
     workers: int = 0  # warps that multiply; 0, here and below: as was fastest
     slot: int = 0  # bytes of a slot of the ring
-    team: int = 0  # warps to a tile of MXFP4, where one row is built for and the tile fits in a slot
-    look: int = 4  # chunks of a tile that a warp loads ahead of its products
-    flush: int = 64  # tiles after which their sums are added
-    hold: int = -1  # slots of gate_up that may still be on their way when down is asked for; -1: any
-    next: int = -1  # the same of down and the next layer
+    pre: int = 1  # 1: the first tile is widened while x is waited for
+    flush: int = 3  # tiles after which their sums are added
+    nearly: int = 16  # sixteenths of a logit's contributions from which on all logits are looked at
+    next: int = -1  # slots of down that may still be on their way when the next layer is asked for; -1: any
     ahead: int = 0  # slots of experts' weights that may be asked for and not yet used
     rest: int = 0  # the same of all else
     nap: int = 20  # nanoseconds between two looks into a mailbox
@@ -89,7 +88,7 @@ class StepShape:
         return next((reason for ok, reason in checks if not ok), None)
 
     @property
-    def _tuned(self) -> tuple[int, int, int, int, int, int]:
+    def _tuned(self) -> tuple[int, int, int, int, int]:
         large = self.shared >= 200_000
         if not large:
             return SMALL if self.rows < 4 else CRAMPED
@@ -99,11 +98,6 @@ class StepShape:
     @property
     def warps(self) -> int:
         return self.workers or self._tuned[0]
-
-    @property
-    def team_warps(self) -> int:
-        team = self.team or self._tuned[5]
-        return team if self.rows == 1 and team < self.warps and self.warps % team == 0 else self.warps
 
     @property
     def slot_bytes(self) -> int:
@@ -121,8 +115,7 @@ class StepShape:
     @property
     def _fixed(self) -> int:
         """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
-        red = 2 * (9 if self.rows == 1 else 16) * self.warps * 16 * 4
-        red += 4 * (max(self.hidden, self.intermediate) + 64) if self.team_warps < self.warps else 16
+        red = 2 * (12 if self.rows == 1 else 16) * self.warps * 16 * 4
         merge = self.warps // 4 * 4 * 8 * (64 + 4 + 1 + 1) * 4
         routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
         tables = 2 * 8 * 72 * 2 + 2 * 16 * 64 * 2 + self.rows * (2 * 608 * 2 + self.warps * 2 * 16 * 2 + 16 * 4)
@@ -135,7 +128,7 @@ class StepShape:
             "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
             "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
             "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
-            "TEAM": self.team_warps, "LOOK": self.look, "FLUSH": self.flush, "HOLD": self.hold, "HOLD_NEXT": self.next,
+            "NEARLY": self.nearly, "FLUSH": self.flush, "HOLD_NEXT": self.next, "PRE": self.pre,
             "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
             "NAP": self.nap, "PROBE": self._tuned[4] if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
             "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
