@@ -12,7 +12,7 @@
 constexpr float LOG2E = 1.4426950408889634f, NEVER = -1e30f;
 constexpr int PART_WORDS = HEAD_DIM / 2 + 2;
 constexpr int TEAMS = WORKERS / 4;  // of four warps, each with a page of its own
-static_assert(TEAMS * PAGE_SLOTS <= SLOTS, "nobody passes over more than a round: see Cursor");
+constexpr int ROUND = SLOTS / PAGE_SLOTS / TEAMS * TEAMS;  // pages
 constexpr int WHOLE = TEAMS;     // pages up to which a row is one part
 constexpr bool ALONE = ROWS <= 2;  // one part: every seat does it for itself; with more rows that would take longer than the exchange
 
@@ -199,6 +199,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int kv
   HB_ROLLED
   for (int turn = 0; turn <= turns; turn++) {
     const bool fresh = turn == turns;
+    if (turn && turn * TEAMS % ROUND == 0) w.sync();  // nobody a round of the ring ahead: see Tile
     const int i = turn * TEAMS + w.warp / 4;
     if (fresh ? w.warp != with_fresh : i >= pages || w.warp >= ATTENDING) continue;
     const Cursor ck = w.at.far_ahead(PAGE_SLOTS * i), cv = ck.ahead(PAGE_SLOTS - 1);
@@ -212,7 +213,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int kv
       seen = (left >= 16 ? 0xffffu : left > 0 ? (1u << left) - 1 : 0u) & (skip >= 16 ? 0u : skip > 0 ? ~0u << skip : ~0u);
       keys = sh.ring[ck.slot] + sub * 16 * (HEAD_DIM * KV_BYTES);
       values = sh.ring[cv.slot] + (PAGE_WHOLE ? PAGE_BYTES : 0) + sub * 16 * (HEAD_DIM * KV_BYTES);
-      wait_bar(&sh.full[ck.full()], ck.parity(), 0x410);
+      wait_bar(&sh.full[ck.slot], ck.phase, 0x410);
     }
     float s[4] = {};
     if (KV_FP8 && fresh) score_tile<false>(keys, q, seen, w.lane, s);
@@ -221,7 +222,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int kv
     if (!PAGE_WHOLE && !fresh) {
       const u32 loaded = as_bits(s[0]) ^ as_bits(s[2]);  // every key is in a score
       if (w.lane == 0) bar_arrive(&sh.empty[ck.slot], ARRIVALS / 4 + w.after(loaded));
-      wait_bar(&sh.full[cv.full()], cv.parity(), 0x411);
+      wait_bar(&sh.full[cv.slot], cv.phase, 0x411);
     }
     if (KV_FP8 && fresh) weigh_tile<false>(values, seen, more, w.lane, s, m);
     else if (seen) weigh_tile<KV_FP8>(values, seen, more, w.lane, s, m);

@@ -1,9 +1,8 @@
 // W x for up to eight rows of x, exact W4A16. Weights are the A operand of mma.m16n8k16, widened to bf16 in registers;
 // activations are the B operand, each as a high and a low bf16 in two columns (together 16 bits of mantissa).
 //
-// The eight columns are four pairs: with one batch row, those of four groups of 32 k. Every group's weights are multiplied by all
-// four, and three of the four products mean nothing: a lane holds the sums of one pair and in the end takes those of the group that
-// is its own (Sums). So x needs no zeros, and a lane's registers hold only what is its own.
+// The eight columns never idle: with one batch row, four groups of 32 k sit in four pairs of columns (zero elsewhere),
+// so one accumulator serves four groups, and the scales of four groups are applied by one multiply per lane.
 //
 // All warps multiply a tile of 16 rows, each with its part of x in registers for the whole phase, and leave their sums in
 // shared memory; after FLUSH tiles, or at the end, one thread per output adds the warps in order.
@@ -46,19 +45,19 @@ struct Worker {
 
   HB_DEV_MEMBER Worker(State s, int layer_, int phase_)
       : sh(*(Shared*)hb_shared()), p(sh.step), base(shared_base()), warp((int)((u32)hb_thread() / 32)), lane((int)((u32)hb_thread() % 32)),
-        thread(hb_thread()), block(hb_block()), grid(hb_grid()), rows(rows_of(p)), at{(int)(s & 255u), s >> 8 & 3u},
-        buffer(s >> 10 & 1u), tag(sh.epoch * (LAYERS + 1) + layer_ + 1), layer(layer_), phase(phase_) {
+        thread(hb_thread()), block(hb_block()), grid(hb_grid()), rows(rows_of(p)), at{(int)(s & 255u), s >> 8 & 1u},
+        buffer(s >> 9 & 1u), tag(sh.epoch * (LAYERS + 1) + layer_ + 1), layer(layer_), phase(phase_) {
     HB_ASSUME(thread >= 0 && thread < WORK_THREADS);  // spares the rounding of signed quotients
     HB_ASSUME(lane >= 0 && lane < 32 && warp >= 0 && warp < WORKERS);
     HB_ASSUME(block >= 0 && grid > 0 && at.slot >= 0 && at.slot < SLOTS && rows <= ROWS);
     mark(0);
   }
-  HB_DEV_MEMBER State state() const { return (u32)at.slot | at.round << 8 | buffer << 10; }
+  HB_DEV_MEMBER State state() const { return (u32)at.slot | at.phase << 8 | buffer << 9; }
   HB_DEV_MEMBER void mark(int i) const {  // 0 start, 1 x is here, 2 multiplied, 3 done
     if (thread == 0) stamp(p, block, layer, phase * 4 + i);
   }
   HB_DEV_MEMBER void sync() const { sync_some<1, WORK_THREADS>(); }
-  HB_DEV_MEMBER void wait_full(const Cursor& c, u32 where) const { wait_bar(base + HB_AT(full) + c.full() * 8, c.parity(), where); }
+  HB_DEV_MEMBER u32 full(int slot) const { return base + HB_AT(full) + slot * 8; }
   HB_DEV_MEMBER u32 empty(int slot) const { return base + HB_AT(empty) + slot * 8; }
   HB_DEV_MEMBER u32 ring(int slot) const { return base + slot * SLOT_BYTES; }
   // Zero, once `loaded` is there. An arrival can overtake loads of its own warp, and then the copy engine writes what is
@@ -159,12 +158,23 @@ template <int FORMAT, int ADDED> struct FromResidual {
 };
 
 // ---- x into registers -----------------------------------------------------------------------------------------------
-// b[set][pass]: two registers for each of the two steps of a group. Lane (g, t): pair g / 2 of columns is (group, row), column
-// g % 2 the high or the low part.
+// b[set][chunk of this warp][2 step + register]. Lane (g, t): pair g / 2 of columns is (group, row), column g % 2 the
+// high or the low part; with several groups at once a lane has values in its own group and zeros in the others.
 
-template <int FORMAT, int K> struct Operand { u32x4 b[SETS][Tile<FORMAT, K>::PASSES]; };
+template <int FORMAT, int K> struct Operand { u32 b[SETS][Tile<FORMAT, K>::MINE][8]; };
 
-// Where this lane's eight values of a pass begin, if it fetches any. Chunk n of the warp is number n % EACH of piece n / EACH.
+// `mine`: 1 for this lane's group of those at once, 0 for the others. Products, for they cost half of a choice.
+template <int FORMAT, int K> HB_DEV void place_operand(Operand<FORMAT, K>& x, int s, int pass, const u32 (&mine)[GROUPS_AT_ONCE], const u32 (&r)[4]) {
+  HB_UNROLL
+  for (int j = 0; j < GROUPS_AT_ONCE; j++) {
+    const int group = pass * GROUPS_AT_ONCE + j;
+    if (group < 2 * Tile<FORMAT, K>::MINE)
+      HB_UNROLL
+      for (int i = 0; i < 4; i++) x.b[s][group / 2][(group & 1) * 4 + i] = GROUPS_AT_ONCE == 1 ? r[i] : r[i] * mine[j];
+  }
+}
+
+// Where this lane's eight values of a pass begin, if it has any. Chunk n of the warp is number n % EACH of piece n / EACH.
 template <int FORMAT, int K> HB_DEV bool find_values(const Worker& w, int set, int pass, int& row, int& k) {
   using T = Tile<FORMAT, K>;
   const int pair = w.lane / 8, group = pass * GROUPS_AT_ONCE + pair / LANE_ROWS, n = group >> 1;
@@ -176,30 +186,29 @@ template <int FORMAT, int K> HB_DEV bool find_values(const Worker& w, int set, i
 
 // Every warp fetches its own part of x: all of it at once, in the hope that it is there, which it is for a block that comes
 // late. Blocks that come early look again, at all of it or (HB_PROBE) at a few words, and fetch the rest when those are there:
-// that is one more trip to L2, but 132 blocks that look at everything all the time can keep the writers out. `meanwhile` runs
-// while the first words are on their way.
-template <int FORMAT, int K, class Source, class Meanwhile> HB_DEV void load_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source, Meanwhile meanwhile) {
+// that is one more trip to L2, but 132 blocks that look at everything all the time can keep the writers out.
+template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, Operand<FORMAT, K>& x, const Source& source) {
   using T = Tile<FORMAT, K>;
-  constexpr int PASSES = T::PASSES, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
+  constexpr int PASSES = (2 * T::MINE + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE, ALL = SETS * PASSES, BATCH = ALL < 4 ? ALL : 4;
   const int odd = w.lane / 4 & 1;
   float squares[SETS] = {};
+  u32 mine[GROUPS_AT_ONCE];
+  HB_UNROLL
+  for (int j = 0; j < GROUPS_AT_ONCE; j++) mine[j] = opaque(w.lane / 8 / LANE_ROWS == j);
   HB_UNROLL
   for (int first = 0; first < ALL; first += BATCH) {
     typename Source::Raw raw[BATCH] = {};
     Patience patience;
-    auto fetch = [&] {
+    bool all = true;
+    HB_ROLLED
+    for (;;) {
+      u32 missing = 0;
       HB_UNROLL
       for (int n = 0; n < BATCH && first + n < ALL; n++) {
         const int s = (first + n) / PASSES;
         int row, k;
-        if (find_values<FORMAT, K>(w, s, (first + n) % PASSES, row, k) && source.on(s)) raw[n] = source.load(s, row, k, odd);
+        if (find_values<FORMAT, K>(w, s, (first + n) % PASSES, row, k) && source.on(s) && (all || source.missing(raw[n]) & Source::MARKS)) raw[n] = source.load(s, row, k, odd);
       }
-    };
-    fetch();
-    if (first == 0) meanwhile();
-    HB_ROLLED
-    for (;;) {
-      u32 missing = 0;
       HB_UNROLL
       for (int n = 0; n < BATCH && first + n < ALL; n++) {
         const int s = (first + n) / PASSES;
@@ -208,13 +217,12 @@ template <int FORMAT, int K, class Source, class Meanwhile> HB_DEV void load_ope
       }
       if (!warp_ballot(missing & Source::MARKS)) break;
       patience.wait(0x311);
-      if (HB_PROBE) {
-        int row, k;
-        if (w.lane % 8 == 0 && find_values<FORMAT, K>(w, 0, 0, row, k) && source.on(0))
-          while (!source.ready(0, row, k)) patience.wait(0x310);
-        sync_warp();
-      }
-      fetch();
+      if (HB_AGAIN) all = false;
+      if (!HB_PROBE) continue;
+      int row, k;
+      if (w.lane % 8 == 0 && find_values<FORMAT, K>(w, 0, 0, row, k) && source.on(0))
+        while (!source.ready(0, row, k)) patience.wait(0x310);
+      sync_warp();
     }
     HB_UNROLL
     for (int n = 0; n < BATCH && first + n < ALL; n++) {
@@ -224,10 +232,13 @@ template <int FORMAT, int K, class Source, class Meanwhile> HB_DEV void load_ope
       if (find_values<FORMAT, K>(w, s, q, row, k) && source.on(s)) squares[s] += source.take(raw[n], a, b);
       // the even lane of a pair gets the high parts of all eight values, the odd lane the low parts
       const u32 got0 = shfl_xor(odd ? a.high : a.low, 4), got1 = shfl_xor(odd ? b.high : b.low, 4);
-      u32x4 r;
-      if (Source::STEP == 2) r = {odd ? got0 : a.high, odd ? got1 : b.high, odd ? a.low : got0, odd ? b.low : got1};  // 0..3 and 4..7
-      else r = {odd ? got0 : a.high, odd ? a.low : got0, odd ? got1 : b.high, odd ? b.low : got1};  // 0, 1, 4, 5 and 2, 3, 6, 7
-      x.b[s][q] = r;
+      u32 r[4];
+      if (Source::STEP == 2) {  // 0..3 and 4..7
+        r[0] = odd ? got0 : a.high; r[1] = odd ? got1 : b.high; r[2] = odd ? a.low : got0; r[3] = odd ? b.low : got1;
+      } else {                  // 0, 1, 4, 5 and 2, 3, 6, 7
+        r[0] = odd ? got0 : a.high; r[1] = odd ? a.low : got0; r[2] = odd ? got1 : b.high; r[3] = odd ? b.low : got1;
+      }
+      place_operand(x, s, q, mine, r);
     }
   }
   if (Source::SQUARES)
@@ -243,14 +254,15 @@ template <int FORMAT, int K, class Source, class Meanwhile> HB_DEV void load_ope
 
 // ---- one tile -------------------------------------------------------------------------------------------------------
 
+constexpr int CHAINS = HB_CHAINS;  // of products that add to the same sums, one after the other
 template <int FORMAT> struct Chunk;  // a warp's 16 x 64 weights in registers: the A operands of four steps
 template <> struct Chunk<MXFP4> {
   u32x4 w;
   HB_DEV_MEMBER void load(u32 p, int lane) { w = lds128(p + lane * 16); }
   HB_DEV_MEMBER u32 loaded() const { return w.x; }  // a word of every load
-  HB_DEV_MEMBER u32x4 wide(int i) const {
+  HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const {
     const u32 v = i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, m = 0x81c081c0u;
-    return {v & m, rotate_right(v, 6) & m, rotate_right(v, 3) & m, ((v & 0x001b001bu) * 0x1084u) & m};
+    mma(d, v & m, rotate_right(v, 6) & m, rotate_right(v, 3) & m, ((v & 0x001b001bu) * 0x1084u) & m, b0, b1);
   }
 };
 template <> struct Chunk<Q8> {
@@ -259,10 +271,10 @@ template <> struct Chunk<Q8> {
   HB_DEV_MEMBER u32 loaded() const { return w[0].x ^ w[1].x; }
   // int8 to bf16: low seven bits as the mantissa of 128..255, minus 128, or minus 256 where the sign bit is set
   static HB_DEV_MEMBER u32 widen(u32 v) { return bf16_sub((v & 0x007f007fu) | 0x43004300u, (v & 0x00800080u) | 0x43004300u); }
-  HB_DEV_MEMBER u32x4 wide(int i) const {
+  HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const {
     const u32x4& q = w[i / 2];
     const u32 a = i & 1 ? q.z : q.x, b = i & 1 ? q.w : q.y;
-    return {widen(a), widen(a >> 8), widen(b), widen(b >> 8)};
+    mma(d, widen(a), widen(a >> 8), widen(b), widen(b >> 8), b0, b1);
   }
 };
 template <> struct Chunk<BF16> {
@@ -272,55 +284,23 @@ template <> struct Chunk<BF16> {
     for (int i = 0; i < 4; i++) w[i] = lds128(p + i * 512 + lane * 16);
   }
   HB_DEV_MEMBER u32 loaded() const { return w[0].x ^ w[1].x ^ w[2].x ^ w[3].x; }
-  HB_DEV_MEMBER u32x4 wide(int i) const { return w[i]; }
+  HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const { mma(d, w[i].x, w[i].y, w[i].z, w[i].w, b0, b1); }
 };
-template <int FORMAT> struct WideChunk {  // widened ahead of time
-  u32x4 a[4];
-  HB_DEV_MEMBER void widen(const Chunk<FORMAT>& c) {
-    HB_UNROLL
-    for (int i = 0; i < 4; i++) {
-      const u32x4 v = c.wide(i);
-      a[i] = {opaque(v.x), opaque(v.y), opaque(v.z), opaque(v.w)};
-    }
-  }
-  HB_DEV_MEMBER u32x4 wide(int i) const { return a[i]; }
-};
-template <class C> HB_DEV void multiply_step(float (&d)[4], const C& chunk, int i, u32 b0, u32 b1) {
-  const u32x4 a = chunk.wide(i);
-  mma(d, a.x, a.y, a.z, a.w, b0, b1);
-}
 
 // Where in a chunk the scales of rows g and g + 8 for one of its two groups lie, together.
 template <int FORMAT> HB_DEV u32 scale_at(int g, int group) { return FORMAT == MXFP4 ? 512 + g * 4 + group * 2 : 1024 + g * 8 + group * 4; }
 template <int FORMAT> HB_DEV u32 load_scales(u32 p) { return FORMAT == MXFP4 ? lds16(p) : lds32(p); }
-
-// A warp's sums of rows g and g + 8, apart for each of the groups at once. Set j is right in the lanes whose pair of columns has
-// group j, and whatever it is in the others: those multiply by a scale of another group, too, and nobody reads it.
-template <int FORMAT> struct Sums {
-  float total[GROUPS_AT_ONCE][2] = {}, dense[GROUPS_AT_ONCE][4] = {};
-  template <class C> HB_DEV_MEMBER void add(int j, const C& chunk, int half, const u32x4& x, u32 scales) {
-    if (FORMAT == BF16) {
-      multiply_step(dense[j], chunk, 2 * half, x.x, x.y);
-      multiply_step(dense[j], chunk, 2 * half + 1, x.z, x.w);
-      return;
-    }
-    float d[4] = {}, f0 = 1.f, f1 = 1.f;
-    multiply_step(d, chunk, 2 * half, x.x, x.y);
-    multiply_step(d, chunk, 2 * half + 1, x.z, x.w);
-    if (FORMAT == MXFP4) { f0 = as_float((scales << 23) & 0x7f800000u); f1 = as_float((scales << 15) & 0x7f800000u); }
-    if (FORMAT == Q8) { f0 = half_value(scales & 0xffffu); f1 = half_value(scales >> 16); }
-    total[j][0] += (d[0] + d[1]) * f0;
-    total[j][1] += (d[2] + d[3]) * f1;
-  }
-  HB_DEV_MEMBER void take(int mine, float& a0, float& a1) const {  // `mine`: the lane's group of those at once
-    HB_UNROLL
-    for (int j = 0; j < GROUPS_AT_ONCE; j++) {
-      const float s0 = FORMAT == BF16 ? dense[j][0] + dense[j][1] : total[j][0], s1 = FORMAT == BF16 ? dense[j][2] + dense[j][3] : total[j][1];
-      a0 = j == 0 || mine == j ? s0 : a0;
-      a1 = j == 0 || mine == j ? s1 : a1;
-    }
-  }
-};
+template <int FORMAT> HB_DEV void apply_scales(u32 s, float (&d)[CHAINS][4], float& a0, float& a1) {
+  float f0 = 1.f, f1 = 1.f;
+  if (FORMAT == MXFP4) { f0 = as_float((s << 23) & 0x7f800000u); f1 = as_float((s << 15) & 0x7f800000u); }
+  if (FORMAT == Q8) { f0 = half_value(s & 0xffffu); f1 = half_value(s >> 16); }
+  float s0 = d[0][0] + d[0][1], s1 = d[0][2] + d[0][3];
+  if (CHAINS > 1) { s0 += d[CHAINS - 1][0] + d[CHAINS - 1][1]; s1 += d[CHAINS - 1][2] + d[CHAINS - 1][3]; }
+  a0 += s0 * f0;
+  a1 += s1 * f1;
+  HB_UNROLL
+  for (int i = 0; i < 4 * CHAINS; i++) d[i / 4][i % 4] = 0.f;
+}
 
 // How a warp finds its part of a tile: worked out in front of the wait for x, where compilers would put it behind.
 template <int FORMAT, int K> struct Way {
@@ -348,48 +328,69 @@ template <int FORMAT, int K> struct Way {
   }
 };
 
-// A warp's chunks of a tile, or of a piece of one, with their scales; C: as they were loaded, or wide.
-template <int FORMAT, int K, class C> struct Part {
+// One tile of which `at` is this warp's slot; moves on to the next tile's. `out`: the shared address of this warp's
+// [ROWS][16] sums. A warp whose share is not full multiplies what lies behind it with zeros: any bits widen to something
+// finite, except scales, so those it takes from its first chunk.
+template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, const Way<FORMAT, K>& way, Cursor& at, u32 out) {
   using T = Tile<FORMAT, K>;
-  C chunk[T::EACH];
-  u32 scales[Way<FORMAT, K>::SCALES];
-  // From a slot. What it returns is known once everything has been loaded.
-  HB_DEV_MEMBER u32 load(const Worker& w, const Way<FORMAT, K>& way, int slot, int piece, int left) {
-    const u32 from = slot * SLOT_BYTES;
+  constexpr int SCALES = Way<FORMAT, K>::SCALES;
+  constexpr bool LATE = HB_LATE && T::OWN && SETS == 1 && LANE_ROWS == 1;  // a slot is freed when the sums are there: they took every word
+  const Cursor here = at;
+  const int v = w.warp, g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
+  float acc[SETS][2] = {}, d[SETS][CHAINS][4] = {};
+  HB_UNROLL
+  for (int piece = 0; piece < T::PIECES; piece++) {
+    const int n = T::chunks_in(piece), left = n - v * T::EACH;  // chunks from this warp's first on
+    const int slot = v * T::EACH / T::PER_SLOT, in_slot = v * T::EACH % T::PER_SLOT;
     u32 loaded = 0;
-    HB_UNROLL
-    for (int c = 0; c < T::EACH; c++) { chunk[c].load(way.words + from + c * T::CHUNK, 0); loaded ^= chunk[c].loaded(); }
-    if (FORMAT != BF16)
+    if (!T::OWN)  // all of them, also those this warp takes nothing from, and frees all of them: see Tile
       HB_UNROLL
-      for (int i = 0; i < Way<FORMAT, K>::SCALES; i++) {
-        const u32 base = w.base + w.warp * T::EACH % T::PER_SLOT * T::CHUNK;
-        scales[i] = load_scales<FORMAT>(from + (piece ? base + Way<FORMAT, K>::scale_of(w, i, piece, left) : way.place[i]));
-        loaded ^= scales[i];
+      for (int i = 0; i < T::slots_in(piece); i++) {
+        const Cursor here = at.ahead(i);
+        wait_bar(w.full(here.slot), here.phase, 0x300);
       }
-    return loaded;
-  }
-  HB_DEV_MEMBER void multiply(const Operand<FORMAT, K>& x, int piece, Sums<FORMAT> (&sums)[SETS]) const {
-    HB_UNROLL
-    for (int n = 0; n < 2 * T::EACH; n++)
+    if (left > 0) {
+      if (T::OWN) wait_bar(w.full(at.slot), at.phase, 0x301);
+      const u32 from = (T::OWN ? at.slot : at.ahead(slot).slot) * SLOT_BYTES;
+      Chunk<FORMAT> chunk[T::EACH];
+      u32 scales[SCALES];
       HB_UNROLL
-      for (int s = 0; s < SETS; s++) {
-        const int group = 2 * piece * T::EACH + n;
-        sums[s].add(group % GROUPS_AT_ONCE, chunk[n / 2], n % 2, x.b[s][group / GROUPS_AT_ONCE], FORMAT == BF16 ? 0u : scales[n / GROUPS_AT_ONCE]);
-      }
+      for (int c = 0; c < T::EACH; c++) { chunk[c].load(way.words + from + c * T::CHUNK, 0); loaded ^= chunk[c].loaded(); }
+      if (FORMAT != BF16)
+        HB_UNROLL
+        for (int i = 0; i < SCALES; i++) {
+          scales[i] = load_scales<FORMAT>(from + (piece ? w.base + in_slot * T::CHUNK + Way<FORMAT, K>::scale_of(w, i, piece, left) : way.place[i]));
+          loaded ^= scales[i];
+        }
+      HB_UNROLL
+      for (int c = 0; c < T::EACH; c++)
+        HB_UNROLL
+        for (int half = 0; half < 2; half++) {
+          HB_UNROLL
+          for (int s = 0; s < SETS; s++)
+            HB_UNROLL
+            for (int i = 2 * half; i < 2 * half + 2; i++) chunk[c].step(i, d[s][i % CHAINS], x.b[s][piece * T::EACH + c][2 * i], x.b[s][piece * T::EACH + c][2 * i + 1]);
+          const int group = 2 * c + half;
+          if (FORMAT != BF16 && (group % GROUPS_AT_ONCE == GROUPS_AT_ONCE - 1 || group == 2 * T::EACH - 1))
+            HB_UNROLL
+            for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(scales[group / GROUPS_AT_ONCE], d[s], acc[s][0], acc[s][1]);
+        }
+      if (T::OWN && !LATE && w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
+    }
+    if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), (v == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(loaded));
+    at.advance(T::slots_in(piece));
   }
-};
-
-// A warp's sums of a tile to [ROWS][16] floats at the shared address `out`.
-template <int FORMAT> HB_DEV void leave_sums(const Worker& w, const Sums<FORMAT> (&sums)[SETS], u32 out) {
-  const int g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
+  if (FORMAT == BF16)
+    HB_UNROLL
+    for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(0, d[s], acc[s][0], acc[s][1]);
   HB_UNROLL
   for (int s = 0; s < SETS; s++) {
-    float a0, a1;
-    sums[s].take(mine, a0, a1);
+    float a0 = acc[s][0], a1 = acc[s][1];
     if (LANE_ROWS == 1) {  // four lanes hold four groups' sums: add them, keeping row g in even lanes, g + 8 in odd
       float own = t & 1 ? a1 : a0;
       own += shfl_xor(t & 1 ? a0 : a1, 1);
       own += shfl_xor(own, 2);
+      if (LATE && w.lane == 0 && w.warp < T::SHARES) bar_arrive(w.empty(here.slot), way.arrivals + w.after(as_bits(own)));
       if (t < 2) sts32(out + (g + 8 * t) * 4, as_bits(own));
     } else if (LANE_ROWS == 2) {
       float own = mine ? a1 : a0;
@@ -402,81 +403,32 @@ template <int FORMAT> HB_DEV void leave_sums(const Worker& w, const Sums<FORMAT>
   }
 }
 
-// One tile of which `at` is this warp's slot; moves on to the next tile's. A warp whose share is not full multiplies what
-// lies behind it with zeros: any bits widen to something finite, except scales, so those it takes from its first chunk.
-template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, const Way<FORMAT, K>& way, Cursor& at, u32 out) {
-  using T = Tile<FORMAT, K>;
-  Sums<FORMAT> sums[SETS];
-  HB_UNROLL
-  for (int piece = 0; piece < T::PIECES; piece++) {
-    const int left = T::chunks_in(piece) - w.warp * T::EACH;  // chunks from this warp's first on
-    u32 loaded = 0;
-    if (!T::OWN)  // all of them, also those this warp takes nothing from, and frees all of them
-      HB_UNROLL
-      for (int i = 0; i < T::slots_in(piece); i++) w.wait_full(at.ahead(i), 0x300);
-    if (left > 0) {
-      if (T::OWN) w.wait_full(at, 0x301);
-      Part<FORMAT, K, Chunk<FORMAT>> part;
-      loaded = part.load(w, way, T::OWN ? at.slot : at.ahead(w.warp * T::EACH / T::PER_SLOT).slot, piece, left);
-      part.multiply(x, piece, sums);
-      if (T::OWN && w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
-    }
-    if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), (w.warp == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(loaded));
-    at.advance(T::slots_in(piece));
-  }
-  leave_sums(w, sums, out);
-}
-
 // ---- a phase's tiles ------------------------------------------------------------------------------------------------
-// before(tile, row, m) runs ahead of the multiplications, the first time even of acquire(meanwhile), which loads x: biases come
+// before(tile, row, m) runs ahead of the multiplications, the first time even of acquire(), which loads x: biases come
 // from far away. after(tile, row, m, values, early) has the sums of WIDE neighbouring rows, m = WIDE * i, and what before()
-// returned; a thread sums one row. Tiles are numbered from 0 within the block. FIRST: weights are here before x is, so the first
-// tile is widened while x is on its way.
+// returned; a thread sums one row. Tiles are numbered from 0 within the block.
 
 struct Early { u32 a = 0, b = 0; u64 x[2] = {0, 0}; };
 
-template <int FORMAT, int K, int WIDE, bool FIRST, class Before, class Acquire, class After>
+template <int FORMAT, int K, int WIDE, class Before, class Acquire, class After>
 HB_DEV void gemv(Worker& w, const Operand<FORMAT, K>& x, int tiles, Before before, Acquire acquire, After after) {
   using T = Tile<FORMAT, K>;
   constexpr int SIZE = WORKERS * ROWS * 16;  // floats of one tile in `red`
   static_assert(T::FLUSH * SIZE <= RED_TILES * WORKERS * 16 && T::FLUSH * ROWS * 16 <= WORK_THREADS && T::FLUSH >= 1, "flush");
-  constexpr bool AHEAD_OF_X = FIRST && HB_PRE && ROWS == 1 && FORMAT != BF16 && T::OWN && T::EACH <= 4;
   const int tile = w.thread / (ROWS * 16), row = w.thread / 16 % ROWS, m = w.thread % 16;
   const bool first_of = m % WIDE == 0 && row < w.rows;
   const Way<FORMAT, K> way(w);
   Early early;
   if (tile < tiles && tile < T::FLUSH && first_of) early = before(tile, row, m);
-  const u32 red = w.base + HB_AT(red) + w.warp * ROWS * 16 * 4;
-  if (AHEAD_OF_X) {
-    Part<FORMAT, K, WideChunk<FORMAT>> part;
-    Sums<FORMAT> sums[SETS];
-    const bool on = w.warp < T::SHARES;
-    acquire([&] {
-      if (!on) return;
-      const Cursor at = w.at.ahead(way.slot);
-      Part<FORMAT, K, Chunk<FORMAT>> words;
-      w.wait_full(at, 0x302);
-      const u32 loaded = words.load(w, way, at.slot, 0, 1);
-      HB_UNROLL
-      for (int c = 0; c < T::EACH; c++) part.chunk[c].widen(words.chunk[c]);
-      HB_UNROLL
-      for (int i = 0; i < Way<FORMAT, K>::SCALES; i++) part.scales[i] = words.scales[i];
-      if (w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
-    });
-    w.mark(1);
-    if (on) part.multiply(x, 0, sums);
-    leave_sums(w, sums, red + w.buffer * (RED_TILES * WORKERS * 16 * 4));
-  } else {
-    acquire([] {});
-    w.mark(1);
-  }
+  acquire();
+  w.mark(1);
   for (int first = 0; first < tiles; first += T::FLUSH) {
-    const int n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH, done = AHEAD_OF_X && first == 0 ? 1 : 0;
+    const int n = tiles - first < T::FLUSH ? tiles - first : T::FLUSH;
     if (first && tile < n && first_of) early = before(first + tile, row, m);
-    u32 out = red + (w.buffer * (RED_TILES * WORKERS * 16) + done * SIZE) * 4;
-    Cursor at = w.at.ahead(way.slot + done * T::slots());
+    u32 out = w.base + HB_AT(red) + (w.buffer * (RED_TILES * WORKERS * 16) + w.warp * ROWS * 16) * 4;
+    Cursor at = w.at.ahead(way.slot);
     HB_ROLLED
-    for (int i = done; i < n; i++, out += SIZE * 4) multiply_tile<FORMAT, K>(w, x, way, at, out);
+    for (int i = 0; i < n; i++, out += SIZE * 4) multiply_tile<FORMAT, K>(w, x, way, at, out);
     at.back(way.slot);
     w.at = at;
     w.mark(2);

@@ -17,10 +17,13 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
   using P = Piece<FORMAT>;
   constexpr int AT_ONCE = 2, PASSES = 2 * AT_ONCE / GROUPS_AT_ONCE;  // chunks in registers; a loop, for the instruction cache's sake
   const int g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS, pair = g / 2, own = pair / LANE_ROWS;
-  Sums<FORMAT> sums[SETS];
+  u32 here[GROUPS_AT_ONCE];  // one where a group is this lane's: a product with it takes another pipe than a selection would
+  HB_UNROLL
+  for (int j = 0; j < GROUPS_AT_ONCE; j++) here[j] = opaque(own == j ? 1u : 0u);
+  float acc[SETS][2] = {}, d[SETS][CHAINS][4] = {};
   HB_UNROLL
   for (int slot = 0; slot < P::SLOTS_EACH; slot++, at.advance(1)) {
-    w.wait_full(at, 0x320);
+    wait_bar(w.full(at.slot), at.phase, 0x320);
     const u32 base = w.ring(at.slot) + place * P::BYTES;
     u32 loaded = 0;
     HB_ROLLED
@@ -45,9 +48,15 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
         HB_UNROLL
         for (int j = 0; j < GROUPS_AT_ONCE; j++) {
           const int group = pass * GROUPS_AT_ONCE + j;
+          const u32 mask = GROUPS_AT_ONCE == 1 ? 1u : here[j];
           HB_UNROLL
-          for (int s = 0; s < SETS; s++) sums[s].add(j, chunk[group / 2], group % 2, x[s], FORMAT == BF16 ? 0u : scales[pass]);
+          for (int s = 0; s < SETS; s++) {
+            chunk[group / 2].step(group % 2 * 2, d[s][0], x[s].x * mask, x[s].y * mask);
+            chunk[group / 2].step(group % 2 * 2 + 1, d[s][1 % CHAINS], x[s].z * mask, x[s].w * mask);
+          }
         }
+        HB_UNROLL
+        for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(FORMAT == BF16 ? 0u : scales[pass], d[s], acc[s][0], acc[s][1]);
       }
     }
     sync_warp();
@@ -55,8 +64,7 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
   }
   HB_UNROLL
   for (int s = 0; s < SETS; s++) {
-    float a0, a1;
-    sums[s].take(mine, a0, a1);
+    const float a0 = acc[s][0], a1 = acc[s][1];
     if (LANE_ROWS == 1) {
       sum[0] = (t & 1 ? a1 : a0) + shfl_xor(t & 1 ? a0 : a1, 1);
       sum[0] += shfl_xor(sum[0], 2);
@@ -115,7 +123,7 @@ template <int FORMAT> HB_DEV void project(Worker& w, const Layer& l, int kv_head
     for (int from = 0; from < n; from += ROUTER_FIT, w.at.advance(1)) {
       const int end = n - from < ROUTER_FIT ? n : from + ROUTER_FIT;
       u32 loaded = 0;
-      w.wait_full(w.at, 0x321);
+      wait_bar(w.full(w.at.slot), w.at.phase, 0x321);
       if (set < ROUTER_SETS)
         HB_ROLLED
         for (int i = from + set; i < end; i += ROUTER_SETS) {

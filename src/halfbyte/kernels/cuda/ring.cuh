@@ -3,31 +3,26 @@
 #pragma once
 #include "box.cuh"
 
-// A slot has two barriers that say it is full, for rounds of the ring in turn, and each has a parity: four rounds can be told
-// apart. A warp that passes over slots which are not its own may come to one before the copy of a round earlier has landed there, but
-// not of two rounds: that slot was freed before anything this warp has read was asked for.
 struct Cursor {
   int slot = 0;
-  u32 round = 0;  // of the ring, modulo 4
+  u32 phase = 0;
   HB_DEV_MEMBER void advance(int n) {  // n up to SLOTS
     slot += n;
-    if (slot >= SLOTS) { slot -= SLOTS; round = (round + 1) & 3; }
+    if (slot >= SLOTS) { slot -= SLOTS; phase ^= 1; }
   }
   HB_DEV_MEMBER void advance_far(int n) {
     slot += n;
-    while (slot >= SLOTS) { slot -= SLOTS; round = (round + 1) & 3; }
+    while (slot >= SLOTS) { slot -= SLOTS; phase ^= 1; }
   }
   HB_DEV_MEMBER void back(int n) {
     slot -= n;
-    if (slot < 0) { slot += SLOTS; round = (round + 3) & 3; }
+    if (slot < 0) { slot += SLOTS; phase ^= 1; }
   }
-  HB_DEV_MEMBER int full() const { return slot + (int)(round & 1) * SLOTS; }  // number of its barrier, which waits for
-  HB_DEV_MEMBER u32 parity() const { return round >> 1; }
   HB_DEV_MEMBER Cursor ahead(int n) const { Cursor c = *this; c.advance(n); return c; }
   HB_DEV_MEMBER Cursor far_ahead(int n) const { Cursor c = *this; c.advance_far(n); return c; }
 };
 
-template <class Address> HB_DEV void wait_bar(Address bar, u32 parity, u32 where) {
+template <class Address> HB_DEV void wait_longer(Address bar, u32 parity, u32 where) {
   u32 spins = 0;
   while (!bar_try(bar, parity)) {
     if (++spins > (1u << 24)) give_up(where);
@@ -36,23 +31,29 @@ template <class Address> HB_DEV void wait_bar(Address bar, u32 parity, u32 where
 #endif
   }
 }
+// Functions of their own: waits stand all over the code, and what a layer runs should fit the instruction cache.
+HB_PHASE void wait_function(u64* bar, u32 parity, u32 where) { wait_longer(bar, parity, where); }
+HB_PHASE void wait_function(u32 bar, u32 parity, u32 where) { wait_longer(bar, parity, where); }
+template <class Address> HB_DEV void wait_bar(Address bar, u32 parity, u32 where) {
+  if (!HB_CALL) wait_longer(bar, parity, where);
+  else if (!bar_try(bar, parity)) wait_function(bar, parity, where);
+}
 
 // Waits until a slot may be filled and says how many bytes will come. `window`: a deep queue makes the memory's answers late for
 // all, so no more slots than this are asked for and not yet used. `filled`: nobody has to free a slot that was never filled.
-HB_DEV void open_here(int slot, u32 round, int filled, int window, u32 bytes) {
+HB_DEV void open_here(int slot, u32 phase, int filled, int window, u32 bytes) {
   Shared& sh = *(Shared*)hb_shared();
-  const Cursor at{slot, round};
   if (window < SLOTS && filled >= window) {
-    Cursor c = at;
+    Cursor c{slot, phase};
     c.back(window);
-    wait_bar(&sh.empty[c.slot], c.round & 1, 0x101);
+    wait_bar(&sh.empty[c.slot], c.phase, 0x101);
   }
-  if (filled == SLOTS) wait_bar(&sh.empty[slot], (round & 1) ^ 1, 0x100);
-  bar_expect(&sh.full[at.full()], bytes);
+  if (filled == SLOTS) wait_bar(&sh.empty[slot], phase ^ 1, 0x100);
+  bar_expect(&sh.full[slot], bytes);
 }
 // The same as a function of its own: what a layer runs should fit the instruction cache. Not for small slots, which come so
 // fast that the feeding warp sets the pace (docs/LOG.md).
-HB_PHASE void open_slot(int slot, u32 round, int filled, int window, u32 bytes) { open_here(slot, round, filled, window, bytes); }
+HB_PHASE void open_slot(int slot, u32 phase, int filled, int window, u32 bytes) { open_here(slot, phase, filled, window, bytes); }
 
 struct Feeder {  // the feeding warp's lane 0
   Shared& sh;
@@ -62,17 +63,17 @@ struct Feeder {  // the feeding warp's lane 0
 
   // A slot for so many bytes; then copies into it, which come to that.
   HB_DEV_MEMBER void open(u32 bytes) {
-    if (SLOT_BYTES < 12288) open_here(at.slot, at.round, filled, window, bytes);
-    else open_slot(at.slot, at.round, filled, window, bytes);
+    if (SLOT_BYTES < 12288) open_here(at.slot, at.phase, filled, window, bytes);
+    else open_slot(at.slot, at.phase, filled, window, bytes);
     if (filled < SLOTS) filled++;
   }
-  HB_DEV_MEMBER void copy(u32 to, const void* src, u32 bytes) { bulk_copy(sh.ring[at.slot] + to, src, bytes, &sh.full[at.full()], policy); }
+  HB_DEV_MEMBER void copy(u32 to, const void* src, u32 bytes) { bulk_copy(sh.ring[at.slot] + to, src, bytes, &sh.full[at.slot], policy); }
   HB_DEV_MEMBER void close() { at.advance(1); }
   // Asks for nothing more before all but the last so many slots have arrived.
   HB_DEV_MEMBER void hold(int slots) {
     Cursor c = at;
     c.back(slots + 1);
-    if (filled > slots) wait_bar(&sh.full[c.full()], c.parity(), 0x102);
+    if (filled > slots) wait_bar(&sh.full[c.slot], c.phase, 0x102);
   }
   HB_DEV_MEMBER void put(const void* src, u32 bytes) { open(bytes); copy(0, src, bytes); close(); }
   template <int FORMAT, int K> HB_DEV_MEMBER void tile(const u8* weights, size_t index) {

@@ -45,6 +45,10 @@ HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
 // How the chunks of a tile (16 rows, all of K) are shared out to warps and slots. Quantised tiles: a warp takes EACH
 // neighbouring chunks, all in one slot, and waits once. Dense ones are too large for that: pieces of up to 15 chunks,
 // one chunk of each to a warp.
+//
+// A barrier's parity tells one round of the ring from the next, not from the one after. A warp that waits for every slot
+// in turn, and without which no slot is free, can be neither a round ahead nor a round behind. One that knows its own
+// slots only (OWN) could be ahead, so there the warps meet (FLUSH) before the ring has gone round.
 template <int FORMAT, int K> struct Tile {
   static constexpr int CHUNKS = K / 64, CHUNK = CHUNK_BYTES[FORMAT], BYTES = CHUNKS * CHUNK;
   static constexpr int FIT = SLOT_BYTES / CHUNK;  // chunks in a slot
@@ -53,7 +57,6 @@ template <int FORMAT, int K> struct Tile {
   static constexpr bool OWN = FORMAT != BF16 && SLOTS_OWN <= SLOTS;
   static constexpr int EACH = OWN ? SHARE : 1, PIECES = OWN ? 1 : SHARE, MINE = PIECES * EACH;
   static constexpr int WIDTH = (CHUNKS + PIECES - 1) / PIECES, PER_SLOT = OWN ? (SHARES + SLOTS_OWN - 1) / SLOTS_OWN * SHARE : FIT;
-  static constexpr int PASSES = (2 * MINE + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;  // times as many groups as there are at once
   static HB_CONST_FN int chunks_in(int piece) { return piece < PIECES - 1 ? WIDTH : CHUNKS - WIDTH * (PIECES - 1); }
   static HB_CONST_FN int slots_in(int piece) { return (chunks_in(piece) + PER_SLOT - 1) / PER_SLOT; }
   static HB_CONST_FN int slots() {
@@ -61,8 +64,8 @@ template <int FORMAT, int K> struct Tile {
     for (int i = 0; i < PIECES; i++) n += slots_in(i);
     return n;
   }
-  static constexpr int ROOM = RED_TILES / ROWS, MOST = ROOM * ROWS * 16 <= WORK_THREADS ? ROOM : WORK_THREADS / (ROWS * 16);
-  static constexpr int FLUSH = MOST < HB_FLUSH ? MOST : HB_FLUSH;  // tiles
+  static constexpr int MOST = RED_TILES / ROWS < HB_FLUSH ? RED_TILES / ROWS : HB_FLUSH;
+  static constexpr int FLUSH = OWN && slots() > 1 && SLOTS / slots() < MOST ? SLOTS / slots() : MOST;  // tiles
 };
 
 // o is shared out by kv heads: a piece is what one tile has of a head's eight query heads, and one warp's alone. Warps know
@@ -157,7 +160,7 @@ struct Shared {  // a constant address, so that every phase can be a function of
   Routing routing[2];
   Step step;                   // copies: a pointer that is fetched from memory costs as much as what it points to
   Layer layers[LAYERS];
-  u64 full[2 * SLOTS], empty[SLOTS], routed, squared;
+  u64 full[SLOTS], empty[SLOTS], routed, squared;
   int token[ROWS], position[ROWS], seq[ROWS], base[ROWS];
   Unit unit[2];                // this block's first, on full and on sliding layers
   int units[2], parts[2][ROWS];  // how many it has; of the rows

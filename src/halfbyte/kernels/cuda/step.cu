@@ -270,11 +270,11 @@ template <bool FIRST> HB_PHASE State phase_qkv(State state, int layer) {
   const int tiles = w.sh.qkv_tiles;
   if (!tiles) return state;
   Operand<F_QKV, HIDDEN> x;
-  gemv<F_QKV, HIDDEN, 1, true>(w, x, tiles,
+  gemv<F_QKV, HIDDEN, 1>(w, x, tiles,
     [&](int tile, int, int m) { return Early{l.qkv_bias[(w.block + tile * w.grid) * 16 + m]}; },
-    [&](auto meanwhile) {
+    [&] {
       auto source = residual<F_QKV, FIRST ? 0 : ADDED_X>(w, x_after(w.sh, layer - 1), l.attn_norm);
-      load_operand(w, x, source, meanwhile);
+      load_operand(w, x, source);
     },
     [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
       const float v = sum[0] * root_of(w.sh, w.p, row) + bf16_low(bias.a);
@@ -321,20 +321,20 @@ HB_PHASE State phase_up(State state, int layer) {
   const Layer& l = w.sh.layers[layer];
   const Step& p = w.p;
   Operand<MXFP4, HIDDEN> x;
-  load_operand(w, x, residual<MXFP4, KV_HEADS>(w, mid_of(w.sh, layer), l.mlp_norm), [] {});  // while the feeding warp still chooses
+  load_operand(w, x, residual<MXFP4, KV_HEADS>(w, mid_of(w.sh, layer), l.mlp_norm));  // while the feeding warp still chooses
   sync_warp();
   if (w.lane == 0) bar_arrive(&w.sh.squared, 1);
   wait_bar(&w.sh.routed, layer & 1, 0x701);
   const Routing& r = w.sh.routing[layer & 1];
   const int tiles = ROWS == 1 || r.count == TOP_K ? w.sh.up_tiles : share_of(r.count * UP_TILES, w.block, w.grid);
-  gemv<MXFP4, HIDDEN, 4, false>(w, x, tiles,
+  gemv<MXFP4, HIDDEN, 4>(w, x, tiles,
     [&](int tile, int, int m) {
       const int i = w.block + tile * w.grid;
       Early e;
       e.x[0] = *(const u64*)(l.gate_up_bias + (size_t)r.list[i / UP_TILES] * 2 * INTER + i % UP_TILES * 16 + m);
       return e;
     },
-    [](auto) {},
+    [] {},
     [&](int tile, int row, int m, const float (&sum)[4], Early early) {
       const int i = w.block + tile * w.grid;
       const int k = place_of(r, row, i / UP_TILES);
@@ -367,11 +367,11 @@ HB_PHASE State phase_down(State state, int layer) {
     const int index = first / DOWN_TILES, end = (index + 1) * DOWN_TILES < last ? (index + 1) * DOWN_TILES : last;
     const int expert = r.list[index], base = first - index * DOWN_TILES;
     Operand<MXFP4, INTER> x;
-    gemv<MXFP4, INTER, 1, true>(w, x, end - first,
+    gemv<MXFP4, INTER, 1>(w, x, end - first,
       [&](int tile, int, int m) { return Early{l.down_bias[(size_t)expert * HIDDEN + (base + tile) * 16 + m]}; },
-      [&](auto meanwhile) {
+      [&] {
         FromExpert source(w, p.box.h, r, index);
-        load_operand(w, x, source, meanwhile);
+        load_operand(w, x, source);
       },
       [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
         const int k = place_of(r, row, index);
@@ -391,12 +391,12 @@ HB_PHASE void phase_head(State state) {
   if (tiles) {
     Operand<F_HEAD, HIDDEN> x;
     float root = 0.f;
-    gemv<F_HEAD, HIDDEN, 1, true>(w, x, tiles,
+    gemv<F_HEAD, HIDDEN, 1>(w, x, tiles,
       [&](int, int, int) { return Early(); },
-      [&](auto meanwhile) {
+      [&] {
         auto source = residual<F_HEAD, ADDED_X>(w, x_after(w.sh, LAYERS - 1), p.final_norm);
-        load_operand(w, x, source, meanwhile);
-      },
+        load_operand(w, x, source);
+        },
       [&](int tile, int row, int m, const float (&sum)[1], Early) {
         if (root == 0.f) root = root_of(w.sh, w.p, row);
         const int token = (w.block + tile * w.grid) * 16 + m;
@@ -433,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
   Shared& sh = *(Shared*)hb_shared();
   const int thread = hb_thread(), warp = thread / 32;
   if (thread == 0) {
-    for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], 1); bar_init(&sh.full[SLOTS + i], 1); bar_init(&sh.empty[i], ARRIVALS); }
+    for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], 1); bar_init(&sh.empty[i], ARRIVALS); }
     bar_init(&sh.routed, 1);
     bar_init(&sh.squared, WORKERS);
     bar_init_done();

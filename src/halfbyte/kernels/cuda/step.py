@@ -55,12 +55,15 @@ class StepShape:
     ring: int = 64  # slots at most; fewer in tests
     workers: int = 0  # warps that multiply; 0, here and below: as was fastest
     slot: int = 0  # bytes of a slot of the ring
-    pre: int = 1  # 1: the first tile is widened while x is waited for
-    flush: int = 3  # tiles after which their sums are added
-    nearly: int = 16  # sixteenths of a logit's contributions from which on all logits are looked at
-    next: int = -1  # slots of down that may still be on their way when the next layer is asked for; -1: any
     ahead: int = 0  # slots of experts' weights that may be asked for and not yet used
     rest: int = 0  # the same of all else
+    flush: int = 3  # tiles after which their sums are added, at most
+    nearly: int = 16  # sixteenths of a logit's contributions from which on all logits are looked at
+    next: int = -1  # slots of down that may still be on their way when the next layer is asked for; -1: any
+    chains: int = 2
+    late: int = 0
+    again: int = 0
+    call: int = 0
     nap: int = 20  # nanoseconds between two looks into a mailbox
     probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
     trace: bool = False
@@ -106,11 +109,11 @@ class StepShape:
     @property
     def slots(self) -> int:
         """As many as shared memory holds beside everything else."""
-        return min(self.ring, (self.shared - self._fixed) // (self.slot_bytes + 24))
+        return min(self.ring, (self.shared - self._fixed) // (self.slot_bytes + 16))
 
     @property
     def shared_bytes(self) -> int:
-        return self._fixed + self.slots * (self.slot_bytes + 24)
+        return self._fixed + self.slots * (self.slot_bytes + 16)
 
     @property
     def _fixed(self) -> int:
@@ -128,8 +131,9 @@ class StepShape:
             "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
             "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
             "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
-            "NEARLY": self.nearly, "FLUSH": self.flush, "HOLD_NEXT": self.next, "PRE": self.pre,
             "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
+            "FLUSH": self.flush, "NEARLY": self.nearly, "HOLD_NEXT": self.next, "CHAINS": self.chains, "LATE": self.late,
+            "AGAIN": self.again, "CALL": self.call,
             "NAP": self.nap, "PROBE": self._tuned[4] if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
             "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
         }  # fmt: skip
