@@ -160,7 +160,7 @@ struct Shared {  // a constant address, so that every phase can be a function of
   Routing routing[2];
   Step step;                   // copies: a pointer that is fetched from memory costs as much as what it points to
   Layer layers[LAYERS];
-  u64 full[SLOTS], empty[SLOTS], routed, squared;
+  u64 full[SLOTS], empty[SLOTS], routed, squared, attended;
   int token[ROWS], position[ROWS], seq[ROWS], base[ROWS];
   Unit unit[2];                // this block's first, on full and on sliding layers
   int units[2], parts[2][ROWS];  // how many it has; of the rows

@@ -62,15 +62,15 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
     float bias[PER_LANE];
     HB_UNROLL
     for (int i = 0; i < PER_LANE; i++) bias[i] = bf16_at(weights.router_bias, lane * PER_LANE + i);
-    if (row == 0) wait_bar(&sh.squared, layer & 1, 0x503);
-    const float scale = root_of(sh, p, row);
+    if (row == 0) wait_bar(HB_ORDER ? &sh.attended : &sh.squared, layer & 1, 0x504);
+    const int probed = HB_SPREAD ? (hb_block() * 37 + EXPERTS - 1) % EXPERTS : EXPERTS - 1;
     Patience patience;
     HB_ROLLED
     for (;;) {
       for (;;) {  // one expert first, see load_operand
         u64 probe = 0;
         HB_UNROLL
-        for (int c = 0; c < ROUTER_COPIES; c++) probe += box_load(logits + c * EXPERTS + EXPERTS - 1);
+        for (int c = 0; c < ROUTER_COPIES; c++) probe += box_load(logits + c * EXPERTS + probed);
         if (contributions<LOGIT_COUNT>(probe) * 16 >= all * HB_NEARLY) break;
         patience.wait(0x502);
       }
@@ -95,6 +95,8 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
       if (warp_ballot(ready) == 0xffffffffu) break;
       patience.wait(0x500);
     }
+    if (HB_ORDER && row == 0) wait_bar(&sh.squared, layer & 1, 0x503);
+    const float scale = root_of(sh, p, row);
     u32 key[PER_LANE];
     HB_UNROLL
     for (int i = 0; i < PER_LANE; i++) key[i] = orderable(summed<LOGIT_COUNT>(sum[i]) * scale + bias[i]);
@@ -304,6 +306,7 @@ HB_PHASE State phase_attention(State state, int layer) {  // and o
     w.mark(3);
     if (turn + 1 < w.sh.turns) w.sync();
   }
+  if (w.thread == 0) bar_arrive(&w.sh.attended, 1);
   return w.state();
 }
 
@@ -436,6 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
     for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], 1); bar_init(&sh.empty[i], ARRIVALS); }
     bar_init(&sh.routed, 1);
     bar_init(&sh.squared, WORKERS);
+    bar_init(&sh.attended, 1);
     bar_init_done();
     sh.epoch = p.control[0];
   }

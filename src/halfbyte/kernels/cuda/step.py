@@ -60,6 +60,8 @@ class StepShape:
     flush: int = 3  # tiles after which their sums are added, at most
     nearly: int = 16  # sixteenths of a logit's contributions from which on all logits are looked at
     next: int = -1  # slots of down that may still be on their way when the next layer is asked for; -1: any
+    order: int = 0
+    spread: int = 0
     chains: int = 2
     late: int = 0
     again: int = 0
@@ -133,7 +135,7 @@ class StepShape:
             "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
             "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
             "FLUSH": self.flush, "NEARLY": self.nearly, "HOLD_NEXT": self.next, "CHAINS": self.chains, "LATE": self.late,
-            "AGAIN": self.again, "CALL": self.call,
+            "AGAIN": self.again, "ORDER": self.order, "SPREAD": self.spread, "CALL": self.call,
             "NAP": self.nap, "PROBE": self._tuned[4] if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
             "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
         }  # fmt: skip
