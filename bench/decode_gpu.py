@@ -373,7 +373,16 @@ def main() -> int:
                         continue
                     t = time_steps(d, 2048)
                     print(f"variant {formats} {v}: {t} ok {verdict['ok']}", flush=True)
-                    result["rows"].append({"model": name_of(model), "formats": formats, "variant": str(v), "context": 2048, **t, "ok": verdict["ok"]})
+                    result["rows"].append(
+                        {
+                            "model": name_of(model),
+                            "formats": formats,
+                            "variant": str(v),
+                            "context": 2048,
+                            **t,
+                            "ok": verdict["ok"],
+                        }
+                    )
             del b
         del weights
         torch.cuda.empty_cache()

@@ -199,7 +199,6 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
   for (int first = 0; first < ALL; first += BATCH) {
     typename Source::Raw raw[BATCH] = {};
     Patience patience;
-    bool all = true;
     HB_ROLLED
     for (;;) {
       u32 missing = 0;
@@ -207,7 +206,7 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
       for (int n = 0; n < BATCH && first + n < ALL; n++) {
         const int s = (first + n) / PASSES;
         int row, k;
-        if (find_values<FORMAT, K>(w, s, (first + n) % PASSES, row, k) && source.on(s) && (all || source.missing(raw[n]) & Source::MARKS)) raw[n] = source.load(s, row, k, odd);
+        if (find_values<FORMAT, K>(w, s, (first + n) % PASSES, row, k) && source.on(s)) raw[n] = source.load(s, row, k, odd);
       }
       HB_UNROLL
       for (int n = 0; n < BATCH && first + n < ALL; n++) {
@@ -217,7 +216,6 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
       }
       if (!warp_ballot(missing & Source::MARKS)) break;
       patience.wait(0x311);
-      if (HB_AGAIN) all = false;
       if (!HB_PROBE) continue;
       int row, k;
       if (w.lane % 8 == 0 && find_values<FORMAT, K>(w, 0, 0, row, k) && source.on(0))
@@ -254,7 +252,6 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
 
 // ---- one tile -------------------------------------------------------------------------------------------------------
 
-constexpr int CHAINS = HB_CHAINS;  // of products that add to the same sums, one after the other
 template <int FORMAT> struct Chunk;  // a warp's 16 x 64 weights in registers: the A operands of four steps
 template <> struct Chunk<MXFP4> {
   u32x4 w;
@@ -290,16 +287,14 @@ template <> struct Chunk<BF16> {
 // Where in a chunk the scales of rows g and g + 8 for one of its two groups lie, together.
 template <int FORMAT> HB_DEV u32 scale_at(int g, int group) { return FORMAT == MXFP4 ? 512 + g * 4 + group * 2 : 1024 + g * 8 + group * 4; }
 template <int FORMAT> HB_DEV u32 load_scales(u32 p) { return FORMAT == MXFP4 ? lds16(p) : lds32(p); }
-template <int FORMAT> HB_DEV void apply_scales(u32 s, float (&d)[CHAINS][4], float& a0, float& a1) {
+template <int FORMAT> HB_DEV void apply_scales(u32 s, float (&d)[4], float& a0, float& a1) {
   float f0 = 1.f, f1 = 1.f;
   if (FORMAT == MXFP4) { f0 = as_float((s << 23) & 0x7f800000u); f1 = as_float((s << 15) & 0x7f800000u); }
   if (FORMAT == Q8) { f0 = half_value(s & 0xffffu); f1 = half_value(s >> 16); }
-  float s0 = d[0][0] + d[0][1], s1 = d[0][2] + d[0][3];
-  if (CHAINS > 1) { s0 += d[CHAINS - 1][0] + d[CHAINS - 1][1]; s1 += d[CHAINS - 1][2] + d[CHAINS - 1][3]; }
-  a0 += s0 * f0;
-  a1 += s1 * f1;
+  a0 += (d[0] + d[1]) * f0;
+  a1 += (d[2] + d[3]) * f1;
   HB_UNROLL
-  for (int i = 0; i < 4 * CHAINS; i++) d[i / 4][i % 4] = 0.f;
+  for (int i = 0; i < 4; i++) d[i] = 0.f;
 }
 
 // How a warp finds its part of a tile: worked out in front of the wait for x, where compilers would put it behind.
@@ -334,10 +329,10 @@ template <int FORMAT, int K> struct Way {
 template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Operand<FORMAT, K>& x, const Way<FORMAT, K>& way, Cursor& at, u32 out) {
   using T = Tile<FORMAT, K>;
   constexpr int SCALES = Way<FORMAT, K>::SCALES;
-  constexpr bool LATE = HB_LATE && T::OWN && SETS == 1 && LANE_ROWS == 1;  // a slot is freed when the sums are there: they took every word
-  const Cursor here = at;
+  constexpr bool BY_SUM = T::OWN && ROWS == 1;  // a slot is freed by the sum, which took every word
+  const u32 own_slot = w.empty(at.slot);
   const int v = w.warp, g = w.lane / 4, t = w.lane % 4, mine = t / LANE_ROWS;
-  float acc[SETS][2] = {}, d[SETS][CHAINS][4] = {};
+  float acc[SETS][2] = {}, d[SETS][4] = {};
   HB_UNROLL
   for (int piece = 0; piece < T::PIECES; piece++) {
     const int n = T::chunks_in(piece), left = n - v * T::EACH;  // chunks from this warp's first on
@@ -369,13 +364,13 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
           HB_UNROLL
           for (int s = 0; s < SETS; s++)
             HB_UNROLL
-            for (int i = 2 * half; i < 2 * half + 2; i++) chunk[c].step(i, d[s][i % CHAINS], x.b[s][piece * T::EACH + c][2 * i], x.b[s][piece * T::EACH + c][2 * i + 1]);
+            for (int i = 2 * half; i < 2 * half + 2; i++) chunk[c].step(i, d[s], x.b[s][piece * T::EACH + c][2 * i], x.b[s][piece * T::EACH + c][2 * i + 1]);
           const int group = 2 * c + half;
           if (FORMAT != BF16 && (group % GROUPS_AT_ONCE == GROUPS_AT_ONCE - 1 || group == 2 * T::EACH - 1))
             HB_UNROLL
             for (int s = 0; s < SETS; s++) apply_scales<FORMAT>(scales[group / GROUPS_AT_ONCE], d[s], acc[s][0], acc[s][1]);
         }
-      if (T::OWN && !LATE && w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
+      if (T::OWN && !BY_SUM && w.lane == 0) bar_arrive(w.empty(at.slot), way.arrivals + w.after(loaded));
     }
     if (!T::OWN && w.lane < T::slots_in(piece)) bar_arrive(w.empty(at.ahead(w.lane).slot), (v == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(loaded));
     at.advance(T::slots_in(piece));
@@ -390,7 +385,7 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
       float own = t & 1 ? a1 : a0;
       own += shfl_xor(t & 1 ? a0 : a1, 1);
       own += shfl_xor(own, 2);
-      if (LATE && w.lane == 0 && w.warp < T::SHARES) bar_arrive(w.empty(here.slot), way.arrivals + w.after(as_bits(own)));
+      if (BY_SUM && w.lane == 0 && w.warp < T::SHARES) bar_arrive(own_slot, way.arrivals + w.after(as_bits(own)));
       if (t < 2) sts32(out + (g + 8 * t) * 4, as_bits(own));
     } else if (LANE_ROWS == 2) {
       float own = mine ? a1 : a0;

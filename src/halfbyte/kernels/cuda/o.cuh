@@ -20,7 +20,7 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
   u32 here[GROUPS_AT_ONCE];  // one where a group is this lane's: a product with it takes another pipe than a selection would
   HB_UNROLL
   for (int j = 0; j < GROUPS_AT_ONCE; j++) here[j] = opaque(own == j ? 1u : 0u);
-  float acc[SETS][2] = {}, d[SETS][CHAINS][4] = {};
+  float acc[SETS][2] = {}, d[SETS][4] = {};
   HB_UNROLL
   for (int slot = 0; slot < P::SLOTS_EACH; slot++, at.advance(1)) {
     wait_bar(w.full(at.slot), at.phase, 0x320);
@@ -51,8 +51,8 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
           const u32 mask = GROUPS_AT_ONCE == 1 ? 1u : here[j];
           HB_UNROLL
           for (int s = 0; s < SETS; s++) {
-            chunk[group / 2].step(group % 2 * 2, d[s][0], x[s].x * mask, x[s].y * mask);
-            chunk[group / 2].step(group % 2 * 2 + 1, d[s][1 % CHAINS], x[s].z * mask, x[s].w * mask);
+            chunk[group / 2].step(group % 2 * 2, d[s], x[s].x * mask, x[s].y * mask);
+            chunk[group / 2].step(group % 2 * 2 + 1, d[s], x[s].z * mask, x[s].w * mask);
           }
         }
         HB_UNROLL

@@ -31,12 +31,11 @@ template <class Address> HB_DEV void wait_longer(Address bar, u32 parity, u32 wh
 #endif
   }
 }
-// Functions of their own: waits stand all over the code, and what a layer runs should fit the instruction cache.
-HB_PHASE void wait_function(u64* bar, u32 parity, u32 where) { wait_longer(bar, parity, where); }
-HB_PHASE void wait_function(u32 bar, u32 parity, u32 where) { wait_longer(bar, parity, where); }
+// Who has to wait does so in a function: waits stand all over the code, and what a layer runs should fit the instruction cache.
+HB_PHASE void wait_in_function(u64* bar, u32 parity, u32 where) { wait_longer(bar, parity, where); }
+HB_PHASE void wait_in_function(u32 bar, u32 parity, u32 where) { wait_longer(bar, parity, where); }
 template <class Address> HB_DEV void wait_bar(Address bar, u32 parity, u32 where) {
-  if (!HB_CALL) wait_longer(bar, parity, where);
-  else if (!bar_try(bar, parity)) wait_function(bar, parity, where);
+  if (!bar_try(bar, parity)) wait_in_function(bar, parity, where);
 }
 
 // Waits until a slot may be filled and says how many bytes will come. `window`: a deep queue makes the memory's answers late for
@@ -69,12 +68,6 @@ struct Feeder {  // the feeding warp's lane 0
   }
   HB_DEV_MEMBER void copy(u32 to, const void* src, u32 bytes) { bulk_copy(sh.ring[at.slot] + to, src, bytes, &sh.full[at.slot], policy); }
   HB_DEV_MEMBER void close() { at.advance(1); }
-  // Asks for nothing more before all but the last so many slots have arrived.
-  HB_DEV_MEMBER void hold(int slots) {
-    Cursor c = at;
-    c.back(slots + 1);
-    if (filled > slots) wait_bar(&sh.full[c.slot], c.phase, 0x102);
-  }
   HB_DEV_MEMBER void put(const void* src, u32 bytes) { open(bytes); copy(0, src, bytes); close(); }
   template <int FORMAT, int K> HB_DEV_MEMBER void tile(const u8* weights, size_t index) {
     using T = Tile<FORMAT, K>;

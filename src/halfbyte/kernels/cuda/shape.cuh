@@ -39,7 +39,9 @@ constexpr int ROUTER_SETS = 3, ROUTER_WARPS = WORKERS / ROUTER_SETS;  // of warp
 constexpr int ROUTER_EACH = (EXPERTS / 16 + ROUTER_WARPS - 1) / ROUTER_WARPS;  // times 16 experts to a warp of a set
 constexpr int ROUTER_BYTES = EXPERTS * 32, ROUTER_FIT = SLOT_BYTES / ROUTER_BYTES;  // of 16 columns; these in a slot
 static_assert(ROUTER_WARPS >= 1 && ROUTER_FIT >= 1, "a slot for 16 columns of all experts");
-constexpr int RED_TILES = ROWS == 1 ? 12 : 16;  // sums of so many tiles (of one row) are kept before they are added up
+// Sums of so many tiles (of one row) are kept before they are added up. Warps that meet less often drift apart, and hold slots
+// that the copies then lack.
+constexpr int RED_TILES = ROWS == 1 ? 3 : 16;
 HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
 
 // How the chunks of a tile (16 rows, all of K) are shared out to warps and slots. Quantised tiles: a warp takes EACH
@@ -64,7 +66,7 @@ template <int FORMAT, int K> struct Tile {
     for (int i = 0; i < PIECES; i++) n += slots_in(i);
     return n;
   }
-  static constexpr int MOST = RED_TILES / ROWS < HB_FLUSH ? RED_TILES / ROWS : HB_FLUSH;
+  static constexpr int MOST = RED_TILES / ROWS;
   static constexpr int FLUSH = OWN && slots() > 1 && SLOTS / slots() < MOST ? SLOTS / slots() : MOST;  // tiles
 };
 

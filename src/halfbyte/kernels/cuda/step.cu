@@ -62,8 +62,9 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
     float bias[PER_LANE];
     HB_UNROLL
     for (int i = 0; i < PER_LANE; i++) bias[i] = bf16_at(weights.router_bias, lane * PER_LANE + i);
-    if (row == 0) wait_bar(HB_ORDER ? &sh.attended : &sh.squared, layer & 1, 0x504);
-    const int probed = HB_SPREAD ? (hb_block() * 37 + EXPERTS - 1) % EXPERTS : EXPERTS - 1;
+    // not before this block is through with o: until x was whole, logits of two layers ago could stand here
+    if (row == 0) wait_bar(&sh.attended, layer & 1, 0x504);
+    const int probed = (hb_block() * 37 + EXPERTS - 1) % EXPERTS;  // no word is everybody's
     Patience patience;
     HB_ROLLED
     for (;;) {
@@ -71,7 +72,7 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
         u64 probe = 0;
         HB_UNROLL
         for (int c = 0; c < ROUTER_COPIES; c++) probe += box_load(logits + c * EXPERTS + probed);
-        if (contributions<LOGIT_COUNT>(probe) * 16 >= all * HB_NEARLY) break;
+        if (contributions<LOGIT_COUNT>(probe) == all) break;
         patience.wait(0x502);
       }
       if (lane == 0) stamp(p, hb_block(), layer, 25);
@@ -95,7 +96,7 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
       if (warp_ballot(ready) == 0xffffffffu) break;
       patience.wait(0x500);
     }
-    if (HB_ORDER && row == 0) wait_bar(&sh.squared, layer & 1, 0x503);
+    if (row == 0) wait_bar(&sh.squared, layer & 1, 0x503);
     const float scale = root_of(sh, p, row);
     u32 key[PER_LANE];
     HB_UNROLL
@@ -248,7 +249,6 @@ HB_PHASE void feed() {
       for (int i = first; i < last; i++)
         f.tile<MXFP4, INTER>(l.down, (size_t)r.list[i / DOWN_TILES] * DOWN_TILES + i % DOWN_TILES);
       stamp(p, block, layer, 28);
-      if (HB_HOLD_NEXT >= 0) f.hold(HB_HOLD_NEXT);
       f.window = AHEAD_REST;
     }
     sync_warp();
@@ -306,7 +306,7 @@ HB_PHASE State phase_attention(State state, int layer) {  // and o
     w.mark(3);
     if (turn + 1 < w.sh.turns) w.sync();
   }
-  if (w.thread == 0) bar_arrive(&w.sh.attended, 1);
+  if (w.thread == 0) bar_arrive(&w.sh.attended, 1);  // every block has met values that came of x, and its warps each other
   return w.state();
 }
 

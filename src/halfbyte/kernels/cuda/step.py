@@ -26,8 +26,9 @@ PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES = 64, 64, 4, 16, 4
 ROW_SIZES = (1, 2, 4, 8)
 # What was fastest on an H200 (docs/LOG.md): warps that multiply, bytes of a slot, `ahead`, `rest` and `probe`; of one
 # row and a large ring by the format of the dense layers, else the usual. With 24 KB and 12 warps a tile of an expert
-# fills two slots by half, and a page fits in one. A usual slot is a third of such a tile: 16 chunks of MXFP4, 8 of q8.
-TUNED = {"mxfp4": (12, 24_576, 0, 0, 0), "q8": (12, 26_112, 0, 0, 1), "bf16": (12, 30_720, 0, 0, 1)}
+# fills two slots by half, and a page fits in one; in larger slots it fills one, and five on their way are enough. A
+# usual slot is a third of such a tile: 16 chunks of MXFP4, 8 of q8.
+TUNED = {"mxfp4": (12, 24_576, 0, 0, 0), "q8": (12, 26_112, 5, 0, 1), "bf16": (12, 30_720, 5, 0, 1)}
 USUAL = (15, 8_704, 0, 0, 1)
 # sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
 # spilled; four rows need eight for the sake of six slots, eight rows do not fit.
@@ -57,15 +58,6 @@ class StepShape:
     slot: int = 0  # bytes of a slot of the ring
     ahead: int = 0  # slots of experts' weights that may be asked for and not yet used
     rest: int = 0  # the same of all else
-    flush: int = 3  # tiles after which their sums are added, at most
-    nearly: int = 16  # sixteenths of a logit's contributions from which on all logits are looked at
-    next: int = -1  # slots of down that may still be on their way when the next layer is asked for; -1: any
-    order: int = 0
-    spread: int = 0
-    chains: int = 2
-    late: int = 0
-    again: int = 0
-    call: int = 0
     nap: int = 20  # nanoseconds between two looks into a mailbox
     probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
     trace: bool = False
@@ -120,7 +112,7 @@ class StepShape:
     @property
     def _fixed(self) -> int:
         """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
-        red = 2 * (12 if self.rows == 1 else 16) * self.warps * 16 * 4
+        red = 2 * (3 if self.rows == 1 else 16) * self.warps * 16 * 4
         merge = self.warps // 4 * 4 * 8 * (64 + 4 + 1 + 1) * 4
         routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
         tables = 2 * 8 * 72 * 2 + 2 * 16 * 64 * 2 + self.rows * (2 * 608 * 2 + self.warps * 2 * 16 * 2 + 16 * 4)
@@ -134,8 +126,6 @@ class StepShape:
             "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
             "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
             "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
-            "FLUSH": self.flush, "NEARLY": self.nearly, "HOLD_NEXT": self.next, "CHAINS": self.chains, "LATE": self.late,
-            "AGAIN": self.again, "ORDER": self.order, "SPREAD": self.spread, "CALL": self.call,
             "NAP": self.nap, "PROBE": self._tuned[4] if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
             "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
         }  # fmt: skip
