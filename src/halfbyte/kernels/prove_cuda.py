@@ -79,8 +79,8 @@ def _swiglu(phase: Phase) -> tuple[bool, ...]:
 def _step(spec: Spec, arch: Arch, rows: int) -> Build:
     shape = decode.shape_of(spec, arch, rows)
     need = (r"\bHMMA\.16816", BULK)
-    # Not in the loops of qkv, experts and lm_head; with four rows one word in front of the experts'.
-    known = "decode_step|phase_attention" + ("|phase_up" if rows == 4 else "") if arch.name == "sm90" else ""
+    # Not in the loops of qkv, experts and lm_head.
+    known = "decode_step|phase_attention" if arch.name == "sm90" else ""
     return Build(f"decode_step rows={rows}", shape.program(), shape.shared_bytes, need, r"\bHGMMA", known, 192)
 
 

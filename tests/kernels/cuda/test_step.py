@@ -124,11 +124,13 @@ def test_cache_in_fp8(rows: int, positions: list[int], row_seq: list[int], built
     ("change", "bound"),
     [
         ({"ahead": 3, "rest": 5, "ring": 7, "probe": 0}, 0.0),
-        pytest.param({"shared": 101_376}, 1e-6, marks=pytest.mark.slow),
+        pytest.param({"shared": 101_376, "workers": 12}, 0.0, marks=pytest.mark.slow),
+        pytest.param({"shared": 101_376}, 2**-14, marks=pytest.mark.slow),
     ],
 )
 def test_other_ways_through_the_ring(change: dict[str, int], bound: float, built: Path) -> None:
-    """A feeding warp that holds back leaves the same bits; on sm_12x more warps add in their order."""
+    """A feeding warp that holds back, or a small ring, leaves the same bits. sm_12x has fewer warps that add in another
+    order, and what differs in float32 may round the other way where a mailbox keeps 14 bits."""
     seen = []
     for s in (small(1), replace(small(1), **change)):  # type: ignore[arg-type]
         case = Case(s, Emulator(s, 4, cache=built), 1, 12)
@@ -137,6 +139,13 @@ def test_other_ways_through_the_ring(change: dict[str, int], bound: float, built
             assert max(relative(v[0], v[1]) for v in pairs.values()) < TIGHT
         seen.append(pairs["logits"][0])
     assert relative(seen[1], seen[0]) <= bound
+
+
+@needs_compiler
+def test_more_blocks_than_tiles(built: Path) -> None:
+    """Feeding warps with nothing of o to ask for are far ahead: logits of two layers ago are not this layer's."""
+    shape = replace(small(1), ring=6)
+    compare(Case(shape, Emulator(shape, 30, cache=built), 1, 4), [17], [150], [0], TIGHT)
 
 
 @needs_compiler

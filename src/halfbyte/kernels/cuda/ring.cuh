@@ -31,11 +31,14 @@ template <class Address> HB_DEV void wait_longer(Address bar, u32 parity, u32 wh
 #endif
   }
 }
-// Who has to wait does so in a function: waits stand all over the code, and what a layer runs should fit the instruction cache.
+// Who has to wait does so in a function: waits stand all over the code, and what a layer runs should fit the instruction cache. Not
+// with small slots, which come so fast that the feeding warp sets the pace (docs/LOG.md).
+constexpr bool SMALL_SLOTS = SLOT_BYTES < 12288;
 HB_PHASE void wait_in_function(u64* bar, u32 parity, u32 where) { wait_longer(bar, parity, where); }
 HB_PHASE void wait_in_function(u32 bar, u32 parity, u32 where) { wait_longer(bar, parity, where); }
 template <class Address> HB_DEV void wait_bar(Address bar, u32 parity, u32 where) {
-  if (!bar_try(bar, parity)) wait_in_function(bar, parity, where);
+  if (SMALL_SLOTS) wait_longer(bar, parity, where);
+  else if (!bar_try(bar, parity)) wait_in_function(bar, parity, where);
 }
 
 // Waits until a slot may be filled and says how many bytes will come. `window`: a deep queue makes the memory's answers late for
@@ -50,8 +53,7 @@ HB_DEV void open_here(int slot, u32 phase, int filled, int window, u32 bytes) {
   if (filled == SLOTS) wait_bar(&sh.empty[slot], phase ^ 1, 0x100);
   bar_expect(&sh.full[slot], bytes);
 }
-// The same as a function of its own: what a layer runs should fit the instruction cache. Not for small slots, which come so
-// fast that the feeding warp sets the pace (docs/LOG.md).
+// The same as a function of its own, for the same reason; not with small slots.
 HB_PHASE void open_slot(int slot, u32 phase, int filled, int window, u32 bytes) { open_here(slot, phase, filled, window, bytes); }
 
 struct Feeder {  // the feeding warp's lane 0
@@ -62,7 +64,7 @@ struct Feeder {  // the feeding warp's lane 0
 
   // A slot for so many bytes; then copies into it, which come to that.
   HB_DEV_MEMBER void open(u32 bytes) {
-    if (SLOT_BYTES < 12288) open_here(at.slot, at.phase, filled, window, bytes);
+    if (SMALL_SLOTS) open_here(at.slot, at.phase, filled, window, bytes);
     else open_slot(at.slot, at.phase, filled, window, bytes);
     if (filled < SLOTS) filled++;
   }
