@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.graphs import DecodeGraph  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
-from halfbyte.lab.speed import device_us, fill, random_tokens  # noqa: E402
+from halfbyte.lab.speed import device_us, experts_touched, fill, random_tokens  # noqa: E402
 from halfbyte.model import ready  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss  # noqa: E402
 from halfbyte.plan import step  # noqa: E402
@@ -50,6 +50,22 @@ def captured(model: GptOss, rows: int, count: int) -> DecodeGraph:
     for kind, table in cache.tables.items():
         graph.step.block_tables[kind].copy_(table)
     return graph
+
+
+def touched(graph: DecodeGraph, count: int) -> dict[str, float]:
+    """Distinct experts of a layer and distinct tokens, in the middle and at the end of the timed runs: the runs write
+    different tokens, and streams that come to write the same ones share their experts."""
+    experts, tokens = [], []
+    for run in range(1, 4):
+        start(graph, run)
+        for i in range(count):
+            graph.replay()
+            if i in (count // 2, count - 1):
+                found = experts_touched(graph.model, graph.step)
+                assert found is not None, "a batch shows its choices"
+                experts.append(found[0])
+                tokens.append(len(set(graph.step.tokens.tolist())))
+    return {"experts": statistics.fmean(experts), "tokens": statistics.fmean(tokens), "experts_each": experts}
 
 
 def timed(graph: DecodeGraph, count: int) -> list[float]:
@@ -138,11 +154,13 @@ def main() -> None:
             found = {
                 "rows": rows, "way": way, "regime": regime, "switches": asked, "us_per_step": us,
                 "tokens_per_s": rows * 1e6 / us, "spread_us": max(times) - min(times), "error": error, "equal": equal,
+                "touched": touched(graph, args.count), "each_us": times,
             }  # fmt: skip
             result["steps"].append(found)
             print(
                 f"{rows:3d} {way:36s} {us:8.1f} us ±{found['spread_us']:.1f} {rows * 1e6 / us:7.1f} tok/s"
-                f"  error {error:.1e}{'' if equal else ' OTHER BITS'}",
+                f"  error {error:.1e}{'' if equal else ' OTHER BITS'}  {[round(t) for t in times]} us,"
+                f" experts {[round(e, 1) for e in found['touched']['experts_each']]}",
                 flush=True,
             )
             if rows in args.profile and way == args.ways.split(",")[-1]:

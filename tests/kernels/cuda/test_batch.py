@@ -84,6 +84,25 @@ def test_a_column_does_not_depend_on_the_others() -> None:
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("k", [64, 1088, 2880])
+def test_an_experts_column_does_not_depend_on_how_many_share_it(k: int) -> None:
+    """Up to four columns are multiplied two groups at a time, five to eight one by one: to the same bits."""
+    w, dense = weights("mxfp4", (2, 32, k), k)
+    x = torch.randn((13, k)).bfloat16()
+    matrix = Matrix(w, None, "down")
+    found = {}
+    for sizes in ((13,), (7, 6), (1, 4, 2, 3, 3), (5, 8)):
+        out, at = torch.full((13, 32), float("nan")), 0
+        for size in sizes:
+            ids = torch.full((size,), 1, dtype=torch.int32)
+            matrix.run(Emulator(2), x[at : at + size].contiguous(), out[at : at + size], size, ids=ids)
+            at += size
+        assert error(out, x.double() @ dense[1].double().T) < 1e-6
+        found[sizes] = out
+    first = found[(13,)]
+    assert all(torch.equal(first, out) for out in found.values())
+
+
 def make_layer(
     hidden: int, inner: int, experts: int, top_k: int, dense: str, machine: Machine, device: str = "cpu"
 ) -> tuple[Layer, dict[str, torch.Tensor]]:

@@ -31,14 +31,17 @@ def no_spills(program: Program, folder: Path) -> str:
     return said
 
 
-def products_with_weights(sass: str, variant: Variant) -> list[str]:
-    """The machine code from the first to the last of them. The router's, which are stored one by one, stand apart."""
+def products_with_weights(sass: str, variant: Variant) -> list[list[str]]:
+    """The machine code from the first to the last of each loop, with paired columns and without.
+
+    The router's products, which are stored one by one, stand apart."""
     lines = sass.splitlines()
     products = [i for i, line in enumerate(lines) if "HMMA" in line]
-    count = 4 * variant.workers[1]
-    assert len(products) == count + variant.router // 8
-    loops = [lines[at[0] : at[-1]] for at in (products[:count], products[-count:])]
-    return next(loop for loop in loops if not [line for line in loop if "STG" in line])
+    count, ways = 4 * variant.workers[1], 1 + variant.ids
+    assert len(products) == ways * count + variant.router // 8
+    cut = variant.router // 8 if any("STG" in line for line in lines[products[0] : products[count - 1]]) else 0
+    firsts = [cut + way * count for way in range(ways)]
+    return [lines[products[first] : products[first + count - 1]] for first in firsts]
 
 
 @pytest.mark.parametrize("variant", PRODUCTS, ids=str)
@@ -50,8 +53,8 @@ def test_products(variant: Variant, tmp_path: Path) -> None:
     from halfbyte.kernels.prove import disassemble
 
     # An arrival between a load from the ring and its product lets the copy engine overwrite what is being loaded.
-    loop = products_with_weights(disassemble((tmp_path / "out.cubin").read_bytes()), variant)
-    assert not [line for line in loop if "SYNCS.ARRIVE" in line]
+    for loop in products_with_weights(disassemble((tmp_path / "out.cubin").read_bytes()), variant):
+        assert not [line for line in loop if "SYNCS.ARRIVE" in line or "STG" in line]
 
 
 @pytest.mark.parametrize("shape", [RowShape(2880, 128, 4), RowShape(2880, 32, 4)], ids=str)

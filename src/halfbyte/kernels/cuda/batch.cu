@@ -31,6 +31,7 @@ HB_DEV Group group_at(const Product& p, const Shared& sh, int index) {
   const int left = p.columns - index * COLUMNS;
   return {0, index * COLUMNS, left < COLUMNS ? left : COLUMNS};
 }
+HB_DEV bool paired(const Group& group) { return PAIRED && group.count <= COLUMNS / 2; }
 HB_DEV int column_at(const Product& p, const Shared& sh, int index) { return IDS ? sh.list[index] : index; }
 
 // Counts are zero, and all threads have met. The feeding warp needs the groups only and does not wait for the lists.
@@ -110,8 +111,7 @@ struct Feeder {  // one lane
       for (int i = 0; i < count; i++)
         HB_UNROLL
         for (int part = 0; part < PARTS; part++) {
-          constexpr int last = TILE_BYTES - (PARTS - 1) * SLOT_BYTES;
-          const int bytes = part < PARTS - 1 ? SLOT_BYTES : last;
+          const int bytes = part_bytes(part);
           wait_for(&sh.empty[slot], phase ^ 1);
           bar_expect(&sh.full[slot], bytes);
           bulk_copy(sh.ring[slot], from, bytes, &sh.full[slot], policy);
@@ -167,53 +167,48 @@ struct Items {
 
 // ---- the multiplying warps ------------------------------------------------------------------------------------------
 
-// Lane (g, t): eight consecutive k of every group of 32 of column g. See tile16 for the order.
-struct Operand {
+// Lane (g, t): eight consecutive k of every group of 32 of column g. See tile16 for the order. PAIR: of the even groups of column
+// g for g < 4, of the odd ones of column g - 4 otherwise; zeros for the others.
+template <bool PAIR> struct Operand {
   u32 b[EACH][8];
-  HB_DEV_MEMBER void load(const Product& p, const Stage& s, const Shared& sh, const Group& group, int warp, int lane) {
-    const int g = lane / 4, t = lane % 4;
-    const bool on = g < group.count;
+  HB_DEV_MEMBER void load(const Product& p, const Stage& s, const Shared& sh, const Group& group, int warp, bool whole, int lane) {
+    const int g = lane / 4, t = lane % 4, column = PAIR ? g % 4 : g;
+    const bool on = column < group.count;
     const u16* x = s.x;
-    if (on) x += (size_t)(column_at(p, sh, group.first + g) / s.share) * K + warp * EACH * 64 + t * 8;
+    if (on) x += (size_t)(column_at(p, sh, group.first + column) / s.share) * K + first_chunk(warp) * 64 + t * 8;
     HB_UNROLL
     for (int c = 0; c < EACH; c++)
       HB_UNROLL
       for (int half = 0; half < 2; half++) {
         u32x4 v = {0, 0, 0, 0};
-        if (on && (CHUNKS % EACH == 0 || warp * EACH + c < CHUNKS)) v = load128(x + c * 64 + half * 32);
+        if (on && (!PAIR || half == g / 4) && (!SHORT || c < EACH - 1 || whole)) v = load128(x + c * 64 + half * 32);
         u32* to = b[c] + half * 4;
         to[0] = scale_in(v.x); to[1] = scale_in(v.y); to[2] = scale_in(v.z); to[3] = scale_in(v.w);
       }
   }
 };
 
-HB_DEV void multiply(const Product& p, Shared& sh, int warp, int lane) {
-  const u32 base = shared_base();
-  const int g = lane / 4, t = lane % 4, mine = CHUNKS - warp * EACH;  // chunks from this warp's first on
-  const u32 from = base + (warp % TEAM) * EACH * CHUNK, full = base + HB_AT(full), empty = base + HB_AT(empty);
-  const u32 to = base + HB_AT(red) + warp * (COLUMNS * 16 * 4);
-  const u32 at_low = red_at(t, g) * 4, at_high = red_at(t, g + 8) * 4;  // columns 2 t; 2 t + 1 four places on
+struct Worker {
+  const Product& p;
+  Shared& sh;
+  u32 base;
+  int warp, lane;
   int slot = warp / TEAM, buffer = 0;
   u32 phase = 0, red_phase = 1;
-  Items items{sh, lane};
-  bool waited = !p.early;
-  for (;;) {
-    const Item it = items.next();
-    if (it.count == 0) break;
-    if (!waited) {
-      wait_for_previous();
-      if (warp == 0 && lane == 0) mark(p, 1);
-      waited = true;
-    }
-    if (BOTH && it.stage)
-      while (load_acquire(p.done + it.group) < (u32)p.stage[0].tiles) wait_a_bit();
-    Operand x;
-    x.load(p, p.stage[BOTH ? it.stage : 0], sh, group_at(p, sh, it.group), warp, lane);
+
+  template <bool PAIR> HB_DEV_MEMBER void run(const Item& it, const Group& group) {
+    const int g = lane / 4, t = lane % 4;
+    const bool whole = !SHORT || opaque(warp < WORKERS - SHORT);  // opaque: it would be worked out again for every tile
+    const u32 from = base + (first_chunk(warp) - first_of(warp / TEAM)) * CHUNK, full = base + HB_AT(full), empty = base + HB_AT(empty);
+    const u32 to = base + HB_AT(red) + warp * (COLUMNS * 16 * 4);
+    const u32 at_low = red_at(t, g) * 4, at_high = red_at(t, g + 8) * 4;  // columns 2 t; 2 t + 1 four places on
+    Operand<PAIR> x;
+    x.load(p, p.stage[BOTH ? it.stage : 0], sh, group, warp, whole, lane);
     HB_ROLLED
     for (int i = 0; i < it.count; i++) {
       float acc[4] = {0.f, 0.f, 0.f, 0.f};
       wait_for(full + slot * 8, phase);
-      multiply_chunks(acc, x.b, from + slot * SLOT_BYTES, mine, lane);
+      multiply_chunks<PAIR>(acc, x.b, from + slot * SLOT_BYTES, whole, lane);
       wait_for(base + HB_AT(red_empty) + buffer * 8, red_phase);
       const u32 red = to + buffer * (WORKERS * COLUMNS * 16 * 4);
       sts32(red + at_low, as_bits(acc[0]));
@@ -228,6 +223,26 @@ HB_DEV void multiply(const Product& p, Shared& sh, int warp, int lane) {
       if (slot >= SLOTS) { slot -= SLOTS; phase ^= 1; }
       if (++buffer == SUMMERS) { buffer = 0; red_phase ^= 1; }
     }
+  }
+};
+
+HB_DEV void multiply(const Product& p, Shared& sh, int warp, int lane) {
+  Worker worker{p, sh, shared_base(), warp, lane};
+  Items items{sh, lane};
+  bool waited = !p.early;
+  for (;;) {
+    const Item it = items.next();
+    if (it.count == 0) break;
+    if (!waited) {
+      wait_for_previous();
+      if (warp == 0 && lane == 0) mark(p, 1);
+      waited = true;
+    }
+    if (BOTH && it.stage)
+      while (load_acquire(p.done + it.group) < (u32)p.stage[0].tiles) wait_a_bit();
+    const Group group = group_at(p, sh, it.group);
+    if (paired(group)) worker.run<true>(it, group);
+    else worker.run<false>(it, group);
   }
 }
 
@@ -291,10 +306,43 @@ struct Routing {
   }
 };
 
+// A lane adds four rows of a column: the first half of the warps, the second half, then both. Paired columns have their odd groups
+// two places on, and leave half of the lanes: a half of the warps each.
+struct Summer {
+  static constexpr int HALF = (WORKERS + 1) / 2;
+  u32 at;  // of this summer's sums
+  HB_DEV_MEMBER static void add(float (&v)[4], u32 from) {
+    const u32x4 s = lds128(from);
+    v[0] += as_float(s.x); v[1] += as_float(s.y); v[2] += as_float(s.z); v[3] += as_float(s.w);
+  }
+  HB_DEV_MEMBER void whole(float (&v)[4], int place, int quad) const {
+    const u32 from = at + red_at(place, quad * 4) * 4;
+    float second[4] = {0.f, 0.f, 0.f, 0.f};
+    HB_UNROLL
+    for (int w = 0; w < WORKERS; w++) add(w < HALF ? v : second, from + w * (COLUMNS * 16 * 4));
+    HB_UNROLL
+    for (int k = 0; k < 4; k++) v[k] += second[k];
+  }
+  HB_DEV_MEMBER void pairs(float (&v)[4], int place, int quad, int half) const {
+    const u32 even = at + half * (HALF * COLUMNS * 16 * 4) + red_at(place, quad * 4) * 4, odd = even + (red_at(place + 2, quad * 4) - red_at(place, quad * 4)) * 4;
+    HB_UNROLL
+    for (int w = 0; w < HALF; w++) {
+      if (2 * HALF > WORKERS && w == HALF - 1 && half) continue;
+      float both[4] = {0.f, 0.f, 0.f, 0.f};
+      add(both, even + w * (COLUMNS * 16 * 4));
+      add(both, odd + w * (COLUMNS * 16 * 4));
+      HB_UNROLL
+      for (int k = 0; k < 4; k++) v[k] += both[k];
+    }
+    HB_UNROLL
+    for (int k = 0; k < 4; k++) v[k] += shfl_xor(v[k], 16);
+  }
+};
+
 HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
   const u32 base = shared_base();
-  const int place = lane / 4, quad = lane % 4, column = column_of(place);
-  const u32 red = base + HB_AT(red) + (summer * WORKERS * COLUMNS * 16 + red_at(place, quad * 4)) * 4;
+  const int quad = lane % 4;
+  const Summer sums{base + (u32)HB_AT(red) + summer * (WORKERS * COLUMNS * 16 * 4)};
   const u32 full = base + HB_AT(red_full) + summer * 8, empty = base + HB_AT(red_empty) + summer * 8;
   u32 phase = 0;
   int next = summer;  // tiles from now until mine
@@ -306,7 +354,9 @@ HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
     const int stage = BOTH ? it.stage : 0;
     const Stage& s = p.stage[stage];
     const Group group = group_at(p, sh, it.group);
-    const bool on = column < group.count;
+    const bool pair = paired(group);
+    const int place = pair ? (lane / 4 & 1) + (lane / 8 & 1) * 4 : lane / 4, column = column_of(place);
+    const bool on = column < group.count && !(pair && lane >= 16);
     const size_t to = on ? (size_t)column_at(p, sh, group.first + column) * s.tiles * (has_swiglu(stage) ? 8 : 16) : 0;
     const size_t first = (size_t)group.expert * s.tiles * 16;
     u32 stored = 0;
@@ -322,11 +372,8 @@ HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
       float v[4] = {0.f, 0.f, 0.f, 0.f};
       wait_for(full, phase);
       phase ^= 1;
-      HB_UNROLL
-      for (int w = 0; w < WORKERS; w++) {
-        const u32x4 s = lds128(red + w * (COLUMNS * 16 * 4));
-        v[0] += as_float(s.x); v[1] += as_float(s.y); v[2] += as_float(s.z); v[3] += as_float(s.w);
-      }
+      if (pair) sums.pairs(v, place, quad, lane / 16);
+      else sums.whole(v, place, quad);
       sync_warp();
       if (lane == 0) bar_arrive(empty, 1);
       HB_UNROLL

@@ -11,6 +11,7 @@ HB_DEV void release_next() {}
 HB_DEV void wait_a_bit() { emu::yield(); }
 HB_DEV int shared_count(int* p) { emu::moved(); return (*p)++; }
 HB_DEV u64 keeping_policy() { return 0; }
+HB_DEV u32 lds8(u32 p) { return *shared_at(p); }
 HB_DEV u32x4 load128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
 HB_DEV u32 load32(const void* p) { u32 v; memcpy(&v, p, 4); return v; }
 HB_DEV u32 load_acquire(const u32* p) { return *p; }
@@ -32,6 +33,7 @@ HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::
 HB_DEV void wait_a_bit() {}
 HB_DEV int shared_count(int* p) { return atomicAdd(p, 1); }
 HB_DEV u64 keeping_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
+HB_DEV u32 lds8(u32 p) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(p)); return v; }
 // Past L1: what is read was written by the kernel before, which may still run when this one starts.
 HB_DEV u32x4 load128(const void* p) {
   u32x4 v;
@@ -68,22 +70,28 @@ constexpr bool BOTH = HB_STAGES == 2;                     // gate_up with swiglu
 constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // 16 rows x 64 k, scales included: "tile16"
 constexpr int COLUMNS = 8;                                // of a group: those of mma.m16n8k16
 constexpr int CHUNKS = K / 64, TILE_BYTES = CHUNKS * CHUNK;
-constexpr int EACH = (CHUNKS + 15) / 16;                  // chunks of every tile that a warp multiplies
-constexpr int WORKERS = (CHUNKS + EACH - 1) / EACH;       // warps that multiply: 15 at 2880, 16 at 4096
+// Warps that multiply. A scheduler has every fourth warp, and the busiest one sets the pace: at 2880, twelve with four chunks
+// of a tile each, three of them one less, and those three stand where the summing warps do.
+constexpr int MOST = CHUNKS <= 48 ? 12 : 16, WORKERS = CHUNKS < MOST ? CHUNKS : MOST;
+constexpr int EACH = (CHUNKS + WORKERS - 1) / WORKERS, SHORT = WORKERS * EACH - CHUNKS;  // the last SHORT have one less
+HB_CONST_FN int first_chunk(int worker) { return worker * EACH - (worker > WORKERS - SHORT ? worker - (WORKERS - SHORT) : 0); }
+constexpr bool PAIRED = IDS && FORMAT == MXFP4;           // groups of up to four columns: two groups of 32 k side by side
 #ifndef HB_SUMMERS
-#define HB_SUMMERS (WORKERS == 16 ? 3 : 4)
+#define HB_SUMMERS 3
 #endif
 constexpr int SUMMERS = HB_SUMMERS;                       // warps that sum and store; with one that feeds, 20 at most
 constexpr int THREADS = (WORKERS + 1 + SUMMERS) * 32;
 constexpr int PARTS = (WORKERS + 4) / 5, TEAM = (WORKERS + PARTS - 1) / PARTS;  // slots of a tile, warps that share one
 constexpr int SLOT_BYTES = TEAM * EACH * CHUNK;
+HB_CONST_FN int first_of(int part) { return first_chunk(part * TEAM < WORKERS ? part * TEAM : WORKERS); }
+HB_CONST_FN int part_bytes(int part) { return (first_of(part + 1) - first_of(part)) * CHUNK; }
 #ifndef HB_RING
 #define HB_RING 190000
 #endif
 // A whole number of tiles, so that a slot always serves the same warps, and none can be a round ahead of the ring.
 constexpr int SLOTS = HB_RING / SLOT_BYTES / PARTS * PARTS;
 constexpr int QUEUE = 4, COLUMNS_MAX = 512, EXPERTS_MAX = 512, PIECE = 4;
-constexpr int REGISTERS = FORMAT != MXFP4 || ROUTER ? 96 : IDS ? 80 : 72;  // 72: a kernel of rows fits beside it
+constexpr int REGISTERS = FORMAT != MXFP4 || ROUTER || IDS ? 96 : 88;
 static_assert(K % 64 == 0 && WORKERS <= 16 && SLOTS >= PARTS && SLOT_BYTES % 16 == 0, "shape");
 
 struct Stage {

@@ -82,10 +82,10 @@ class Variant:
 
     @property
     def workers(self) -> tuple[int, int]:
-        """(warps that multiply, chunks of a tile for each)."""
+        """(warps that multiply, chunks of a tile for each at most)."""
         chunks = self.k // 64
-        each = -(-chunks // 16)
-        return -(-chunks // each), each
+        workers = min(chunks, 12 if chunks <= 48 else 16)
+        return workers, -(-chunks // workers)
 
     @property
     def threads(self) -> int:
@@ -93,7 +93,7 @@ class Variant:
 
     @property
     def summers(self) -> int:
-        return 2 if self.fewer else 3 if self.workers[0] == 16 else 4
+        return 2 if self.fewer else 3
 
     @property
     def slots(self) -> tuple[int, int]:
