@@ -70,9 +70,10 @@ constexpr bool BOTH = HB_STAGES == 2;                     // gate_up with swiglu
 constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // 16 rows x 64 k, scales included: "tile16"
 constexpr int COLUMNS = 8;                                // of a group: those of mma.m16n8k16
 constexpr int CHUNKS = K / 64, TILE_BYTES = CHUNKS * CHUNK;
-// Warps that multiply. A scheduler has every fourth warp, and the busiest one sets the pace: at 2880, twelve with four chunks
-// of a tile each, three of them one less, and those three stand where the summing warps do.
-constexpr int MOST = CHUNKS <= 48 ? 12 : 16, WORKERS = CHUNKS < MOST ? CHUNKS : MOST;
+// Warps that multiply: few for experts, because every warp of a tile costs 50 instructions, more for a product of few tiles, which
+// waits for its first. A scheduler has every fourth warp, and the busiest one sets the pace: at 2880, eight with six chunks of
+// a tile each (or twelve with four), the last three with one less, and those three stand where the summing warps do.
+constexpr int MOST = CHUNKS > 48 ? 16 : IDS ? 8 : 12, WORKERS = CHUNKS < MOST ? CHUNKS : MOST;
 constexpr int EACH = (CHUNKS + WORKERS - 1) / WORKERS, SHORT = WORKERS * EACH - CHUNKS;  // the last SHORT have one less
 HB_CONST_FN int first_chunk(int worker) { return worker * EACH - (worker > WORKERS - SHORT ? worker - (WORKERS - SHORT) : 0); }
 constexpr bool PAIRED = IDS && FORMAT == MXFP4;           // groups of up to four columns: two groups of 32 k side by side
@@ -91,7 +92,7 @@ HB_CONST_FN int part_bytes(int part) { return (first_of(part + 1) - first_of(par
 // A whole number of tiles, so that a slot always serves the same warps, and none can be a round ahead of the ring.
 constexpr int SLOTS = HB_RING / SLOT_BYTES / PARTS * PARTS;
 constexpr int QUEUE = 4, COLUMNS_MAX = 512, EXPERTS_MAX = 512, PIECE = 4;
-constexpr int REGISTERS = FORMAT != MXFP4 || ROUTER || IDS ? 96 : 88;
+constexpr int REGISTERS = MOST == 8 ? 128 : FORMAT != MXFP4 || ROUTER || IDS ? 96 : 88;
 static_assert(K % 64 == 0 && WORKERS <= 16 && SLOTS >= PARTS && SLOT_BYTES % 16 == 0, "shape");
 
 struct Stage {

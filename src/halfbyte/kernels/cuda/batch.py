@@ -84,7 +84,7 @@ class Variant:
     def workers(self) -> tuple[int, int]:
         """(warps that multiply, chunks of a tile for each at most)."""
         chunks = self.k // 64
-        workers = min(chunks, 12 if chunks <= 48 else 16)
+        workers = min(chunks, 16 if chunks > 48 else 8 if self.ids else 12)
         return workers, -(-chunks // workers)
 
     @property
