@@ -92,7 +92,7 @@ HB_CONST_FN int part_bytes(int part) { return (first_of(part + 1) - first_of(par
 // A whole number of tiles, so that a slot always serves the same warps, and none can be a round ahead of the ring.
 constexpr int SLOTS = HB_RING / SLOT_BYTES / PARTS * PARTS;
 constexpr int QUEUE = 4, COLUMNS_MAX = 512, EXPERTS_MAX = 512, PIECE = 4;
-constexpr int REGISTERS = MOST == 8 ? 128 : FORMAT != MXFP4 || ROUTER || IDS ? 96 : 88;
+constexpr int REGISTERS = MOST == 8 ? 144 : FORMAT != MXFP4 || ROUTER || IDS ? 96 : 88;
 static_assert(K % 64 == 0 && WORKERS <= 16 && SLOTS >= PARTS && SLOT_BYTES % 16 == 0, "shape");
 
 struct Stage {

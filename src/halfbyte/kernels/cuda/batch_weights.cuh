@@ -14,34 +14,19 @@
 constexpr float SCALE_OUT = FORMAT == MXFP4 ? 67108864.f : 1.f;
 HB_DEV u32 scale_in(u32 v) { return FORMAT == MXFP4 ? bf16_times(v, 0x71807180u) : v; }  // exact: a power of two
 
-template <int F, bool PAIR> struct Weights;  // this lane's part of a chunk
-template <bool PAIR> struct Weights<MXFP4, PAIR> {
+template <int F> struct Weights;  // this lane's part of a chunk
+template <> struct Weights<MXFP4> {
   u32x4 w;
-  u32 s[2] = {0, 0};  // scales of rows g and g + 8 in group 0, then in group 1, in one word; PAIR: a word each, of one group
-  HB_DEV_MEMBER void load(u32 chunk, int lane) {
-    w = lds128(chunk + lane * 16);
-    if (!PAIR) s[0] = lds32(chunk + 512 + lane / 4 * 4);
-    else { s[0] = lds8(chunk + 512 + (lane & 30)); s[1] = lds8(chunk + 513 + (lane & 30)); }  // columns 2 t and 2 t + 1 are of group t / 2
-  }
-  HB_DEV_MEMBER float scale(int group, int high) const {
-    if (PAIR) return as_float(s[high] << 23);
-    const int shift = 23 - 16 * group - 8 * high;
-    return as_float((shift >= 0 ? s[0] << shift : s[0] >> -shift) & 0x7f800000u);
-  }
+  HB_DEV_MEMBER void load(u32 chunk, int lane) { w = lds128(chunk + lane * 16); }
   HB_DEV_MEMBER void operands(int step, u32 (&a)[4]) const {
     const u32 v = step == 0 ? w.x : step == 1 ? w.y : step == 2 ? w.z : w.w, m = 0x81c081c0u;
     const u32 six = rotate_right(v, 6);  // by three: the same times eight, but for bits that the mask drops
     a[0] = v & m; a[1] = six & m; a[2] = (six * 8) & m; a[3] = ((v & 0x001b001bu) * 0x1084u) & m;
   }
 };
-template <bool PAIR> struct Weights<Q8, PAIR> {
+template <> struct Weights<Q8> {
   u32x4 w[2];
-  u32 s[2] = {0, 0};
-  HB_DEV_MEMBER void load(u32 chunk, int lane) {
-    HB_UNROLL
-    for (int i = 0; i < 2; i++) { w[i] = lds128(chunk + i * 512 + lane * 16); s[i] = lds32(chunk + 1024 + lane / 4 * 8 + i * 4); }
-  }
-  HB_DEV_MEMBER float scale(int group, int high) const { return half_value(high ? s[group] >> 16 : s[group] & 0xffffu); }
+  HB_DEV_MEMBER void load(u32 chunk, int lane) { w[0] = lds128(chunk + lane * 16); w[1] = lds128(chunk + 512 + lane * 16); }
   // int8 to bf16: low seven bits as the mantissa of 128..255, minus 128, or minus 256 where the sign bit is set
   static HB_DEV_MEMBER u32 widen(u32 v) { return bf16_sub((v & 0x007f007fu) | 0x43004300u, (v & 0x00800080u) | 0x43004300u); }
   HB_DEV_MEMBER void operands(int step, u32 (&a)[4]) const {
@@ -50,39 +35,38 @@ template <bool PAIR> struct Weights<Q8, PAIR> {
     a[0] = widen(lo); a[1] = widen(lo >> 8); a[2] = widen(hi); a[3] = widen(hi >> 8);
   }
 };
-template <bool PAIR> struct Weights<BF16, PAIR> {
+template <> struct Weights<BF16> {
   u32x4 w[4];
   HB_DEV_MEMBER void load(u32 chunk, int lane) {
     HB_UNROLL
     for (int i = 0; i < 4; i++) w[i] = lds128(chunk + i * 512 + lane * 16);
   }
-  HB_DEV_MEMBER float scale(int, int) const { return 1.f; }
   HB_DEV_MEMBER void operands(int step, u32 (&a)[4]) const { a[0] = w[step].x; a[1] = w[step].y; a[2] = w[step].z; a[3] = w[step].w; }
 };
 
-// A chunk's products, before their scales: of both groups in one sum (PAIR), or of each in its own.
-template <bool PAIR> struct Chunk {
-  static constexpr int GROUPS = PAIR ? 1 : 2, APART = PAIRED && !PAIR ? 2 : 1;
-  Weights<FORMAT, PAIR> w;
-  float d[GROUPS][4] = {};
-  HB_DEV_MEMBER void multiply(const u32 (&b)[8]) {
-    HB_UNROLL
-    for (int step = 0; step < 4; step++) {
-      float(&to)[4] = d[step * GROUPS / 4];
-      u32 a[4];
-      w.operands(step, a);
-      if (step % (4 / GROUPS) == 0) mma_first(to, a[0], a[1], a[2], a[3], b[2 * step], b[2 * step + 1]);
-      else mma(to, a[0], a[1], a[2], a[3], b[2 * step], b[2 * step + 1]);
-    }
+// Scales of rows g and g + 8: in both groups of a chunk (one word), or in the group that this lane's columns are of (a byte each).
+template <int F, bool PAIR> struct Scales;
+template <bool PAIR> struct Scales<MXFP4, PAIR> {
+  u32 s[2] = {0, 0};
+  HB_DEV_MEMBER void load(u32 chunk, int lane) {
+    if (!PAIR) { s[0] = lds32(chunk + 512 + lane / 4 * 4); return; }
+    const u32 at = chunk + 512 + lane / 4 * 4 + lane % 4 / 2 * 2;
+    s[0] = lds8(at); s[1] = lds8(at + 1);
   }
-  HB_DEV_MEMBER void add_to(float (&sum)[APART][4]) const {
-    HB_UNROLL
-    for (int group = 0; group < GROUPS; group++) {
-      float(&to)[4] = sum[group % APART];
-      const float up = w.scale(group, 0), low = w.scale(group, 1);
-      to[0] += d[group][0] * up; to[1] += d[group][1] * up; to[2] += d[group][2] * low; to[3] += d[group][3] * low;
-    }
+  HB_DEV_MEMBER float of(int group, int high) const {
+    if (PAIR) return as_float(s[high] << 23);
+    const int shift = 23 - 16 * group - 8 * high;
+    return as_float((shift >= 0 ? s[0] << shift : s[0] >> -shift) & 0x7f800000u);
   }
+};
+template <bool PAIR> struct Scales<Q8, PAIR> {
+  u32 s[2] = {0, 0};
+  HB_DEV_MEMBER void load(u32 chunk, int lane) { s[0] = lds32(chunk + 1024 + lane / 4 * 8); s[1] = lds32(chunk + 1028 + lane / 4 * 8); }
+  HB_DEV_MEMBER float of(int group, int high) const { return half_value(high ? s[group] >> 16 : s[group] & 0xffffu); }
+};
+template <bool PAIR> struct Scales<BF16, PAIR> {  // none
+  HB_DEV_MEMBER void load(u32, int) {}
+  HB_DEV_MEMBER float of(int, int) const { return 1.f; }
 };
 
 // acc: rows g (0, 1) and g + 8 (2, 3) of columns 2 t and 2 t + 1. `whole`: this warp has EACH chunks, not one less.
@@ -92,7 +76,7 @@ template <bool PAIR> HB_DEV void multiply_chunks(float (&acc)[4], const u32 (&x)
     HB_UNROLL
     for (int c = 0; c < EACH; c++) {
       if (c >= ALWAYS && !whole) continue;
-      Weights<FORMAT, PAIR> w;
+      Weights<FORMAT> w;
       w.load(from + c * CHUNK, lane);
       HB_UNROLL
       for (int step = 0; step < 4; step++) {
@@ -103,19 +87,41 @@ template <bool PAIR> HB_DEV void multiply_chunks(float (&acc)[4], const u32 (&x)
     }
     return;
   }
-  Chunk<PAIR> chunk[EACH];
+  constexpr int GROUPS = PAIR ? 1 : 2, APART = PAIRED && !PAIR ? 2 : 1;  // sums of a chunk; those kept apart until the end
+  Weights<FORMAT> w[EACH];
+  Scales<FORMAT, PAIR> scales[EACH];
+  float d[EACH][GROUPS][4] = {};
+  auto products = [&](int c) {
+    HB_UNROLL
+    for (int step = 0; step < 4; step++) {
+      float(&to)[4] = d[c][step * GROUPS / 4];
+      u32 a[4];
+      w[c].operands(step, a);
+      if (step % (4 / GROUPS) == 0) mma_first(to, a[0], a[1], a[2], a[3], x[c][2 * step], x[c][2 * step + 1]);
+      else mma(to, a[0], a[1], a[2], a[3], x[c][2 * step], x[c][2 * step + 1]);
+    }
+  };
   if (ALWAYS < EACH && whole) {  // first, so that nothing waits for it; without it there are zeros to add
-    chunk[EACH - 1].w.load(from + (EACH - 1) * CHUNK, lane);
-    chunk[EACH - 1].multiply(x[EACH - 1]);
+    w[EACH - 1].load(from + (EACH - 1) * CHUNK, lane);
+    products(EACH - 1);
   }
   HB_UNROLL
-  for (int c = 0; c < ALWAYS; c++) chunk[c].w.load(from + c * CHUNK, lane);
-  float sum[Chunk<PAIR>::APART][4] = {};
+  for (int c = 0; c < ALWAYS; c++) w[c].load(from + c * CHUNK, lane);
+  HB_UNROLL
+  for (int c = 0; c < EACH; c++)
+    if (c < ALWAYS || whole) scales[c].load(from + c * CHUNK, lane);  // else zeros: what lies there may be infinite
+  float sum[APART][4] = {};
   HB_UNROLL
   for (int c = 0; c < EACH; c++) {
-    if (c < ALWAYS) chunk[c].multiply(x[c]);
-    chunk[c].add_to(sum);
+    if (c < ALWAYS) products(c);
+    HB_UNROLL
+    for (int group = 0; group < GROUPS; group++) {
+      const float(&v)[4] = d[c][group];
+      float(&to)[4] = sum[group % APART];
+      const float up = scales[c].of(group, 0), low = scales[c].of(group, 1);
+      to[0] += v[0] * up; to[1] += v[1] * up; to[2] += v[2] * low; to[3] += v[3] * low;
+    }
   }
   HB_UNROLL
-  for (int i = 0; i < 4; i++) acc[i] = Chunk<PAIR>::APART == 2 ? sum[0][i] + sum[Chunk<PAIR>::APART - 1][i] : sum[0][i];
+  for (int i = 0; i < 4; i++) acc[i] = APART == 1 ? sum[0][i] : sum[0][i] + sum[APART - 1][i];
 }
