@@ -4,7 +4,9 @@
 
 Layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is what the router chooses, the
 distinct experts are printed. A size whose output is wrong is not timed. Figures stand beside what the memory (4.5 TB/s)
-could do; times are of graphs that run every layer's product once. `experts` is gate_up and down. The last line is JSON.
+could do; times are of graphs that run every layer's product once. `experts` is gate_up and down. `--seconds`: the
+experts for so long, at first and at last, with what the card draws: at its power limit it lowers its clocks, which
+milliseconds do not show. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import copy
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,8 @@ from halfbyte.kernels.cuda import batch  # noqa: E402
 from halfbyte.kernels.cuda.batch import Matrix, RowShape  # noqa: E402
 from halfbyte.kernels.cuda.batch_layer import Layer, Room  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
+from halfbyte.lab.gauge import Gauge  # noqa: E402
+from halfbyte.lab.speed import device_us  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.moe import swiglu  # noqa: E402
 from halfbyte.ops.norm import rms_norm  # noqa: E402
@@ -121,15 +126,29 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def graph_us(work: Callable[[], object], times: int = 7) -> float:
-    """Median µs of a graph of `work`."""
+def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
     graph.replay()
-    found = []
+    return graph
+
+
+def sustained(work: Callable[[], object], seconds: float, layers: int) -> dict[str, Any]:
+    """µs of a layer in graphs of `work`: the first twenty, and those of the second half of so many seconds."""
+    graph, found = captured(work), []
+    with Gauge() as gauge:
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            found.append(device_us(graph.replay, 20) / layers)
+    return {"first_us": found[0], "late_us": statistics.fmean(found[len(found) // 2 :])} | gauge.summary()
+
+
+def graph_us(work: Callable[[], object], times: int = 7) -> float:
+    """Median µs of a graph of `work`."""
+    graph, found = captured(work), []
     for _ in range(times):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -140,7 +159,7 @@ def graph_us(work: Callable[[], object], times: int = 7) -> float:
     return statistics.median(found)
 
 
-def time_rows(cases: list[Case], rows: int) -> dict[str, Any]:
+def time_rows(cases: list[Case], rows: int, seconds: float) -> dict[str, Any]:
     c = cases[0].config
     xs = [torch.randn((rows, c.hidden), device="cuda") for _ in cases]
     attn = Case.vector(rows, c.heads * c.head_dim)
@@ -198,6 +217,8 @@ def time_rows(cases: list[Case], rows: int) -> dict[str, Any]:
             case.layer.leave(x, attn)
         cases[-1].layer.finish(xs[-1])
 
+    if seconds:
+        found["sustained"] = sustained(work("experts"), seconds, len(cases))
     found["us"]["layer without attention"] = graph_us(layers) / len(cases)
     found["floor_us"] = sum(sizes.values()) / BANDWIDTH * 1e6
     return found
@@ -211,6 +232,9 @@ def main() -> None:
     parser.add_argument("--model", default="120b")
     parser.add_argument("--rows", type=numbers, default=[2, 8, 16, 32, 64])
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="the experts' product for so long, with watts and MHz"
+    )
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     environment.need_gpu()
@@ -230,12 +254,14 @@ def main() -> None:
             result["checks"].append({"rows": rows} | check)
             if not check["right"]:
                 continue
-            timed = time_rows(cases, rows)
+            timed = time_rows(cases, rows, args.seconds)
             result["rows"].append(timed)
             for name, us in timed["us"].items():
                 rate = timed["tb_per_s"].get(name)
                 print(f"  {name:26s} {us:8.1f} us" + (f"  {rate:.2f} TB/s" if rate else ""), flush=True)
             print(f"  {timed['experts']:.1f} experts, floor of a layer {timed['floor_us']:.1f} us", flush=True)
+            if "sustained" in timed:
+                print(f"  experts for {args.seconds} s: {timed['sustained']}", flush=True)
             for name, t in timed["trace"].items():
                 print(f"  {name:26s} {t}", flush=True)
         del cases, held
