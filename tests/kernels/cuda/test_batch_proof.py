@@ -32,7 +32,7 @@ def no_spills(program: Program, folder: Path) -> str:
 
 
 def products_with_weights(sass: str, variant: Variant) -> list[list[str]]:
-    """The machine code from the first to the last of each loop: experts have one for up to four columns and one for more.
+    """The machine code from the first to the last of each loop; experts have two, for up to four columns and for more.
 
     The router's products, which are stored one by one, stand apart."""
     lines = sass.splitlines()
