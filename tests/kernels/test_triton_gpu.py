@@ -23,8 +23,10 @@ from triton_cases import bind_all, close, make_spec, make_step, make_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-# Roundings between the two products as in tests/kernels/triton/test_moe.py.
-BOUNDS = {"bf16": 1e-4, "int8": 2e-4, "mxfp8": 1e-3, "mxfp4": 4e-3}
+# Between the two products values are rounded again, and one that lies at a boundary may fall on either side. With sums
+# off by 3e-6, as adding 2880 products in another order makes them, the reference moves from itself by 1.1e-4, 2.3e-4,
+# 2.8e-4 and 1.6e-3.
+BOUNDS = {"bf16": 4e-4, "int8": 1e-3, "mxfp8": 1e-3, "mxfp4": 4e-3}
 HIDDEN, INNER, EXPERTS = 2880, 1440, 6
 
 
