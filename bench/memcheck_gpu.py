@@ -12,10 +12,12 @@ cuda-bindings asks the driver for functions that it does not have. The last line
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +35,14 @@ _OUTCOME = re.compile(r"^(?:\d+ \w+, )*(\d+) (passed|failed|skipped|error)", re.
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 
 
+RUNNING: set[subprocess.Popen[str]] = set()
+
+
+def end(run: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(run.pid, signal.SIGKILL)
+
+
 def collect(paths: list[str]) -> list[str]:
     done = subprocess.run([*PYTEST, "--collect-only", *paths], cwd=ROOT, capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if "::" in line]
@@ -44,14 +54,20 @@ def check(test: str, args: argparse.Namespace) -> dict[str, Any]:
     if args.tool == "memcheck":
         command += ["--report-api-errors", "no"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    # a session of its own, so that the sanitizer's child ends with it
+    run = subprocess.Popen(
+        [*command, *PYTEST, test], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    RUNNING.add(run)
     try:
-        done = subprocess.run(
-            [*command, *PYTEST, test], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=args.limit,
-        )  # fmt: skip
-        log, status = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as late:
-        log, status = str(late.stdout or ""), 124
+        log, _ = run.communicate(timeout=args.limit)
+        status = run.returncode
+    except subprocess.TimeoutExpired:
+        end(run)
+        log, status = run.communicate()[0], 124
+    finally:
+        RUNNING.discard(run)
     outcome, summary = _OUTCOME.findall(log), _SUMMARY.findall(log)
     errors = sum(int(a or b) for a, b in summary) if summary else None
     row = {
@@ -84,18 +100,29 @@ def main() -> int:
         return 2
     # the long ones first: whole plans, then layers
     tests.sort(key=lambda t: ("test_on_gpu" not in t, "layer" not in t, "test_step" not in t))
+    rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(args.jobs) as pool:
-        rows = list(pool.map(lambda t: check(t, args), tests))
+        waiting = [pool.submit(check, test, args) for test in tests]
+        try:
+            for one in waiting:
+                rows.append(one.result())
+        except KeyboardInterrupt:  # what ended so far is a result; the rest is not called anything
+            for one in waiting:
+                one.cancel()
+            for run in list(RUNNING):
+                end(run)
+            rows += [one.result() for one in waiting[len(rows) :] if not one.cancelled()]
     kernels = receipts.sources_of(sorted((receipts.PACKAGE / "kernels").rglob("*.py")))
     result = {
         "bench": "sanitizer", "schema": 1, "tool": args.tool, "argv": sys.argv[1:],
-        "environment": environment.collect(), "measured": receipts.hashes(kernels), "checked": rows,
+        "environment": environment.collect(), "measured": receipts.hashes(kernels), "asked": len(tests),
+        "checked": rows,
     }  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(result, default=str), encoding="utf-8")
     clean, skipped = sum(r["clean"] for r in rows), sum(r["outcome"] == "skipped" for r in rows)
-    print(json.dumps({"tool": args.tool, "tests": len(rows), "clean": clean, "skipped": skipped}))
-    return 0 if clean + skipped == len(rows) and clean else 1
+    print(json.dumps({"tool": args.tool, "tests": len(tests), "clean": clean, "skipped": skipped}))
+    return 0 if clean + skipped == len(tests) and clean else 1
 
 
 if __name__ == "__main__":

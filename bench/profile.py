@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "src"))
 import torch  # noqa: E402
 
 from halfbyte import gates as gates_  # noqa: E402
+from halfbyte.errors import HalfbyteError  # noqa: E402
 from halfbyte.lab import environment, receipts, timeline  # noqa: E402
 from halfbyte.lab.profile import Profile, decide  # noqa: E402
 from halfbyte.model import ready  # noqa: E402
@@ -61,29 +62,36 @@ def main() -> None:
         "bench": "profile", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:], "measured": {},
         "profiles": [],
     }  # fmt: skip
-    for shape in args.models.split(","):
-        for preset in args.presets.split(","):
-            name = ready.resolve(None if shape == "embedded" else f"random:{shape}")
-            model = ready.load(name, gates_.PRESETS[preset].gates, device=args.device)
-            phases = {b.phase for bound in model.plan.bound.values() for b in bound}
-            result["measured"] |= receipts.measured(phases)
-            work: list[Any] = [
-                partial(timeline.decode_profile, model, args.tokens, args.depth, b) for b in numbers(args.batches)
-            ]
-            work += [partial(timeline.prefill_profile, model, n) for n in numbers(args.pp)]
-            with torch.inference_mode():
-                for one in work:
-                    p = one()
-                    print(f"{shape} {preset}", end="")
-                    show(p)
-                    entry = p.as_dict() | {"model": shape, "preset": preset}
-                    result["profiles"].append(entry | {"decisions": [v.sentence for v in decide(p)]})
-            del model, work
-            gc.collect()
-    text = json.dumps(result)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    print(text)
+    try:
+        for shape in args.models.split(","):
+            for preset in args.presets.split(","):
+                measure(result, shape, preset, args)
+                gc.collect()  # one model's weights must go before the next one's come
+                torch.cuda.empty_cache()
+    except HalfbyteError as error:
+        raise SystemExit(f"profile.py: {error}") from None
+    finally:
+        text = json.dumps(result)
+        if args.out:
+            args.out.write_text(text, encoding="utf-8")
+        print(text)
+
+
+def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Namespace) -> None:
+    name = ready.resolve(None if shape == "embedded" else f"random:{shape}")
+    model = ready.load(name, gates_.PRESETS[preset].gates, device=args.device)
+    result["measured"] |= receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
+    work: list[Any] = [
+        partial(timeline.decode_profile, model, args.tokens, args.depth, b) for b in numbers(args.batches)
+    ]
+    work += [partial(timeline.prefill_profile, model, n) for n in numbers(args.pp)]
+    with torch.inference_mode():
+        for one in work:
+            p = one()
+            print(f"{shape} {preset}", end="")
+            show(p)
+            entry = p.as_dict() | {"model": shape, "preset": preset}
+            result["profiles"].append(entry | {"decisions": [v.sentence for v in decide(p)]})
 
 
 if __name__ == "__main__":
