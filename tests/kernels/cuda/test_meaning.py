@@ -8,6 +8,7 @@ reference, answers it through `step.cu`, and the answer is judged.
 from __future__ import annotations
 
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,10 @@ pytestmark = [
     pytest.mark.slow,  # seconds a step
     pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
 ]
-BOUND = 3e-3  # of the logits: mostly 1e-4; a cached key that rounds to the other bf16 neighbour shows more
+# Of the logits. Noise of the size of the kernel's phases (6e-5 of x behind attention and experts) moves the reference
+# from itself by 5e-4 in the median and by 3e-3 to 7e-3 in the worst of 40 steps: a cached key that rounds to the other
+# bf16 neighbour stays wrong. The kernel has 2e-4 and 4e-3.
+BOUND, TYPICAL = 1e-2, 5e-4
 
 
 @pytest.fixture
@@ -69,15 +73,17 @@ def test_an_answer_through_the_decode_kernel(preset: str, tokens: int) -> None:
     a, b = Solo(mine, 512), Solo(oracle, 512)
     a.feed(item.prompt)
     token = int(b.feed(item.prompt)[0].argmax())
-    said = [token]
+    said, errors = [token], []
     while len(said) < tokens and token not in oracle.config.eos_tokens:
         got, want = a.feed([token])[0], b.feed([token])[0]
-        assert float((got - want).norm() / want.norm()) < BOUND
+        errors.append(float((got - want).norm() / want.norm()))
+        assert errors[-1] < BOUND
         best, second = want.topk(2).values.tolist()
         token = int(want.argmax())
         if best - second > 2 * float((got - want).abs().max()):
             assert int(got.argmax()) == token
         said.append(token)
+    assert statistics.median(errors) < TYPICAL
     assert mine.plan.record.phases("decode") == {"cuda.decode_step"}
     if tokens > 6:
         reply = read_reply(tokenizer, said)
