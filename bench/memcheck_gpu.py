@@ -28,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from halfbyte.kernels.catalog import PHASES  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu")
@@ -112,10 +113,9 @@ def main() -> int:
             for run in list(RUNNING):
                 end(run)
             rows += [one.result() for one in waiting[len(rows) :] if not one.cancelled()]
-    kernels = receipts.sources_of(sorted((receipts.PACKAGE / "kernels").rglob("*.py")))
     result = {
         "bench": "sanitizer", "schema": 1, "tool": args.tool, "argv": sys.argv[1:],
-        "environment": environment.collect(), "measured": receipts.hashes(kernels), "asked": len(tests),
+        "environment": environment.collect(), "measured": receipts.measured(PHASES), "asked": len(tests),
         "checked": rows,
     }  # fmt: skip
     if args.out:

@@ -45,6 +45,7 @@ if part decode; then
 fi
 if part protocol; then  # correctness, tg32 and tg128 by depth, 1 to 64 streams, prompts, TTFT through the engine; then every phase alone
   py protocol 240 bench/gpu.py --full --models 120b --require-native --out "$out/gpu-$day-full.json"
+  py sustain 60 bench/gpu.py --no-agree --models 120b --depths "" --concurrency 1,8,32,64 --pp "" --sustain 3 --out "$out/gpu-$day-sustain.json"
   py phases 60 bench/gpu.py --phases --models 120b --no-agree --depths "" --concurrency "" --pp "" --require-native --out "$out/gpu-$day-phases.json"
 fi
 if part batch; then

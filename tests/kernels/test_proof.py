@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 OLDEST = "3.6.0"
-# Of one build of triton.moe each, by that Triton alone: `exact` on sm100, mxfp4 activations on sm90.
-OLDEST_SPILLS = {  # bytes, of one kernel of a phase
+# Bytes, of one kernel of a phase, by that Triton alone: `exact` on sm100, mxfp4 activations on sm90.
+OLDEST_SPILLS = {
     ("sm100", 0): {"triton.moe": 8},
     ("sm90", 4): {"triton.moe": 56, "triton.qkv": 44, "triton.lm_head": 12},
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -74,9 +76,29 @@ def test_a_gauge_measures_the_settled_half_or_says_nothing() -> None:
     assert found["watts"] == 650.0
     assert found["mhz"] == [1500, 1600.0, 1700]
     assert found["celsius"] == 65
-    with Gauge(index=999) as none:  # no such card, or no driver at all
+
+
+def test_a_gauge_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise RuntimeError("cuda driver can't be loaded, is cuda enabled?")
+
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", none)
+    with Gauge() as gauge:
         pass
-    assert none.summary() == {}
+    assert gauge.summary() == {}
+
+
+def test_a_gauge_reads_torchs_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    pynvml = pytest.importorskip("pynvml")
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda: "mine")
+    for name, value in (("EnforcedPowerLimit", 700_000), ("PowerUsage", 600_000)):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", lambda handle, value=value: value * (handle == "mine"))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda handle, kind: 1980)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda handle, kind: 55)
+    with Gauge() as gauge:
+        while not gauge._samples:
+            time.sleep(0.01)
+    assert gauge.summary() == {"watts": 600.0, "limit_watts": 700.0, "mhz": [1980, 1980, 1980], "celsius": 55}
 
 
 def test_rate_names_the_bound() -> None:

@@ -108,7 +108,7 @@ def _sync(phase: grouped_sync._Sync, spec: Spec) -> list[Build]:
         for swiglu in _swiglu(phase):
             v = grouped_sync.SyncVariant(form, tile, swiglu, mx)
             name = f"grouped_sync {form} {mx or 'bf16'} {tile}{' swiglu' if swiglu else ''}"
-            # 100 bytes; on an H200 it takes no longer than bf16's product, which spills none (sync-gpu-20261115-2)
+            # 100 bytes; on an H200 it takes no longer than bf16's product, which spills none (sync-gpu-20261115-3)
             known = "grouped" if (form, tile) == ("q8", "128x128") else ""
             found.append(Build(name, v.program(), v.shared_bytes, (SYNC[mx], BULK, TENSOR_COPY), ban, known, 100))
     return found

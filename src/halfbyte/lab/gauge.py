@@ -1,4 +1,4 @@
-"""What a GPU draws and how fast it runs while something else runs on it: watts, MHz and degrees, sampled by a thread.
+"""What torch's GPU draws and how fast it runs while something runs on it: watts, MHz and degrees, sampled by a thread.
 
     with Gauge() as gauge:
         work()
@@ -14,12 +14,13 @@ import threading
 from types import TracebackType
 from typing import Any
 
+import torch
+
 EVERY_S = 0.05
 
 
 class Gauge:
-    def __init__(self, index: int = 0) -> None:
-        self._index = index
+    def __init__(self) -> None:
         self._samples: list[tuple[float, int, int]] = []  # watts, MHz, degrees
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -29,10 +30,10 @@ class Gauge:
         try:
             import pynvml
 
-            pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(self._index)
+            # torch's: it knows which of the machine's cards its own is (CUDA_VISIBLE_DEVICES)
+            handle = torch.cuda._get_pynvml_handler()
             self.limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
-        except Exception:  # no driver, no such card, not allowed: then there are no samples, and it is said so
+        except Exception:  # no driver, not allowed: then there are no samples, and the summary says nothing
             return self
         self._thread = threading.Thread(target=self._sample, args=(pynvml, handle), daemon=True)
         self._thread.start()

@@ -140,9 +140,9 @@ def _count(model: GptOss, step: Step, bound: Sequence[Bound]) -> list[Tensor]:
     return counts
 
 
-def _decoding(model: GptOss, rows: int, context: int, count: int) -> tuple[DecodeGraph, Callable[[int], None]]:
-    """A captured step of `rows` sequences with room for `count` tokens, and what begins it anew with other tokens."""
-    cache = fill(model, rows, context + count + 64)
+def _decoding(model: GptOss, cache: Cache, context: int) -> tuple[DecodeGraph, Callable[[int], None]]:
+    """A captured step of the cache's sequences, and what begins them anew at `context` with other tokens."""
+    rows = cache.full.shape[0]
     graph = DecodeGraph(model, rows, cache.blocks, feed_back=True)
     graph.capture()
     for kind, table in cache.tables.items():
@@ -158,8 +158,9 @@ def _decoding(model: GptOss, rows: int, context: int, count: int) -> tuple[Decod
 
 def decode(model: GptOss, rows: int, context: int, count: int = 128) -> dict[str, Any]:
     """tg`count` at `context`, one row of each of `rows` sequences, through the plan and a CUDA graph."""
-    touched = experts_touched(model, decode_step(model, fill(model, rows, context + count + 64), context, 99))
-    graph, begin = _decoding(model, rows, context, count)
+    cache = fill(model, rows, context + count + 64)
+    touched = experts_touched(model, decode_step(model, cache, context, 99))
+    graph, begin = _decoding(model, cache, context)
     times, seen = [], []
     for run in range(RUNS):
         begin(run)
@@ -186,7 +187,7 @@ def decode(model: GptOss, rows: int, context: int, count: int = 128) -> dict[str
 def sustained(model: GptOss, rows: int, context: int, seconds: float) -> dict[str, Any]:
     """Decode for so long, beginning anew with other tokens every 128: speed at first and at last, and what it draws."""
     count, runs, clock = 128, 0, time.perf_counter
-    graph, begin = _decoding(model, rows, context, count)
+    graph, begin = _decoding(model, fill(model, rows, context + count + 64), context)
     begin(0)
     graph.replay()
     torch.cuda.synchronize()
