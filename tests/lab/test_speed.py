@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from types import ModuleType
 
 import pytest
 import torch
@@ -89,12 +91,13 @@ def test_a_gauge_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gauge_reads_torchs_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    pynvml = pytest.importorskip("pynvml")
     monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda: "mine")
-    for name, value in (("EnforcedPowerLimit", 700_000), ("PowerUsage", 600_000)):
-        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", lambda handle, value=value: value * (handle == "mine"))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", lambda handle, kind: 1980)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda handle, kind: 55)
+    nvml = ModuleType("pynvml")
+    told = {"EnforcedPowerLimit": 700_000, "PowerUsage": 600_000, "ClockInfo": 1980, "Temperature": 55}
+    for name, value in told.items():
+        setattr(nvml, f"nvmlDeviceGet{name}", lambda handle, *kind, value=value: value * (handle == "mine"))
+    nvml.__dict__.update(NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, NVMLError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     with Gauge() as gauge:
         while not gauge._samples:
             time.sleep(0.01)
