@@ -29,9 +29,9 @@ from torch import Tensor  # noqa: E402
 
 from halfbyte import formats  # noqa: E402
 from halfbyte.formats import MXTensor, tile16  # noqa: E402
-from halfbyte.kernels.cuda import batch  # noqa: E402
-from halfbyte.kernels.cuda.batch import Matrix, RowShape  # noqa: E402
-from halfbyte.kernels.cuda.batch_layer import Layer, Room  # noqa: E402
+from halfbyte.kernels.cuda.batch import products  # noqa: E402
+from halfbyte.kernels.cuda.batch.layer import Layer, Room  # noqa: E402
+from halfbyte.kernels.cuda.batch.products import Matrix, RowShape  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
 from halfbyte.lab.gauge import Gauge  # noqa: E402
 from halfbyte.lab.speed import device_us  # noqa: E402
@@ -79,7 +79,7 @@ class Case:
         room = Room(RowShape(c.hidden, c.experts, c.top_k), c.intermediate, held, torch.device("cuda"))
         vectors = {n: self.v[n] for n in ("attn_norm", "mlp_norm", "router", "router_bias")}
         self.layer = Layer(
-            batch.gpu(), room, **matrices, **vectors, eps=c.norm_eps, limit=c.swiglu_limit, alpha=c.swiglu_alpha
+            products.gpu(), room, **matrices, **vectors, eps=c.norm_eps, limit=c.swiglu_limit, alpha=c.swiglu_alpha
         )
 
     @staticmethod
@@ -243,7 +243,7 @@ def main() -> None:
     torch.manual_seed(0)
     result: dict[str, Any] = {
         "bench": "batch_gpu", "model": args.model, "device": torch.cuda.get_device_name(), "checks": [], "rows": [],
-        "argv": sys.argv[1:], "measured": receipts.hashes(receipts.sources_of([batch.FOLDER / "batch_layer.py"])),
+        "argv": sys.argv[1:], "measured": receipts.hashes(receipts.sources_of([products.FOLDER / "batch_layer.py"])),
     }  # fmt: skip
     if args.rows:
         held: dict[str, Tensor] = {}

@@ -29,7 +29,7 @@ from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.graphs import DecodeGraph  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
 from halfbyte.lab.speed import device_us, experts_touched, fill, random_tokens  # noqa: E402
-from halfbyte.model import ready  # noqa: E402
+from halfbyte.model import load  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss  # noqa: E402
 from halfbyte.plan import step  # noqa: E402
 
@@ -124,7 +124,7 @@ def main() -> None:
     environment.need_gpu()
     torch.set_grad_enabled(False)
     gates = gates_.PRESETS[args.preset].gates
-    first = ready.load(ready.resolve(f"random:{args.model}"), gates, device=torch.device("cuda"))
+    first = load.load(load.resolve(f"random:{args.model}"), gates, device=torch.device("cuda"))
     result: dict[str, Any] = {
         "bench": "batch_steps", "model": args.model, "preset": args.preset, "device": torch.cuda.get_device_name(),
         "argv": sys.argv[1:], "measured": {}, "steps": [],

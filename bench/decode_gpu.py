@@ -28,8 +28,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from halfbyte.formats import tile16  # noqa: E402
-from halfbyte.kernels.cuda import twin  # noqa: E402
-from halfbyte.kernels.cuda.step import (  # noqa: E402
+from halfbyte.kernels.cuda.decode import oracle  # noqa: E402
+from halfbyte.kernels.cuda.decode.step import (  # noqa: E402
     KV_DTYPES,
     DecodeStep,
     Gpu,
@@ -183,11 +183,11 @@ def check(b: Bench, d: DecodeStep, context: int, row_seq: list[int] | None = Non
     d.positions.copy_(before[1])
     d.run()
     torch.cuda.synchronize()
-    got = {k: v.clone() for k, v in twin.boxes(d).items()}
+    got = {k: v.clone() for k, v in oracle.boxes(d).items()}
     again = bool(first.equal(d.logits))
     ours = b.pool.clone()
     b.pool.copy_(saved)
-    ref = twin.step(d.shape, b.weights, b.pool, b.tables, b.rope, *before, d.row_seq)
+    ref = oracle.step(d.shape, b.weights, b.pool, b.tables, b.rope, *before, d.row_seq)
     errors = {k: relative(got[k], ref[k]) for k in got}
     unique = [int(e.unique().numel()) for e in ref["experts"]]
     top = ref["logits"].topk(2).values

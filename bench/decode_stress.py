@@ -22,7 +22,7 @@ import decode_gpu as bench
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cuda.step import DecodeStep, StepShape
+from halfbyte.kernels.cuda.decode.step import DecodeStep, StepShape
 from halfbyte.lab import environment
 
 CONTEXTS = (0, 1, 60, 127, 128, 500, 513, 2000, 2047, 4000, 8000)

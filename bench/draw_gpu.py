@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT / "src"))
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from halfbyte.engine.device_sampler import draw_rows  # noqa: E402
-from halfbyte.kernels.cuda import draw  # noqa: E402
+from halfbyte.engine.sampling.device import draw_rows  # noqa: E402
+from halfbyte.kernels.cuda.sampling import sampler  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
 
 VOCAB = 201_088
@@ -69,13 +69,13 @@ def main() -> int:
     environment.need_gpu()
     result: dict[str, Any] = {
         "bench": "draw", "schema": 1, "environment": environment.collect(),
-        "measured": receipts.hashes(receipts.sources_of([Path(draw.__file__)])), "vocab": VOCAB, "rows": [],
+        "measured": receipts.hashes(receipts.sources_of([Path(sampler.__file__)])), "vocab": VOCAB, "rows": [],
     }  # fmt: skip
     device = torch.device("cuda")
     g = torch.Generator(device).manual_seed(0)
     wrong = 0
     for rows in args.rows:
-        drawer = draw.make(rows, VOCAB, device)
+        drawer = sampler.make(rows, VOCAB, device)
         results = torch.zeros((rows, 2), dtype=torch.int32, device=device)
         keys = torch.randint(-(2**62), 2**62, (rows,), generator=g, device=device)
         for kind, spread in SPREAD.items():

@@ -26,7 +26,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from halfbyte.kernels.cuda.flash import FULL, SLIDING, Build, attend, encode_pages  # noqa: E402
+from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, Build, attend, encode_pages  # noqa: E402
 from halfbyte.kernels.prove import default_spec  # noqa: E402
 from halfbyte.kernels.triton.attention import PrefillAttention  # noqa: E402
 from halfbyte.lab import environment  # noqa: E402

@@ -36,9 +36,9 @@ from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.graphs import SIZES, DecodeGraph  # noqa: E402
 from halfbyte.errors import UsageError  # noqa: E402
 from halfbyte.lab import environment, isolate, receipts, serving, speed  # noqa: E402
-from halfbyte.model import ready  # noqa: E402
+from halfbyte.model import load  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss  # noqa: E402
-from halfbyte.model.solo import Solo, generate  # noqa: E402
+from halfbyte.model.single_sequence import Solo, generate  # noqa: E402
 
 CUDA = torch.device("cuda")
 AGREE = {
@@ -56,9 +56,9 @@ FULL = {
 
 def check(result: dict[str, Any], preset: str, activation: str | None, per_task: int) -> None:
     gates = gates_.parse({"activation": activation}, env={}, preset=preset)
-    name = ready.resolve(None)
-    cpu, gpu = ready.load(name, gates), ready.load(name, gates, device=CUDA)
-    tok = ready.tokenizer_of(name)
+    name = load.resolve(None)
+    cpu, gpu = load.load(name, gates), load.load(name, gates, device=CUDA)
+    tok = load.tokenizer_of(name)
     text = tok.encode("The quick count of apples is 12. Then 7 more come, and 3 are eaten. How many are left? " * 12)[
         :300
     ]
@@ -165,7 +165,7 @@ def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Name
     """Every activation asked for, on the same weights."""
     asked = [gates_.parse({"activation": a}, env={}, preset=preset) for a in args.activation or [None]]
     start = time.perf_counter()
-    model = ready.load(ready.resolve(f"random:{shape}"), asked[0], device=CUDA)
+    model = load.load(load.resolve(f"random:{shape}"), asked[0], device=CUDA)
     torch.cuda.synchronize()
     loaded = time.perf_counter() - start
     print(f"{shape} {preset}: {model.weights.nbytes / 1e9:.1f} GB in {loaded:.1f} s", flush=True)
@@ -181,7 +181,7 @@ def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Name
 def figures(
     result: dict[str, Any], model: GptOss, shape: str, preset: str, args: argparse.Namespace, loaded: float
 ) -> None:
-    gates, name = model.gates, ready.resolve(f"random:{shape}")
+    gates, name = model.gates, load.resolve(f"random:{shape}")
     if args.require_native and (reasons := isolate.not_native(model)):
         raise SystemExit(f"{shape} {preset} is not the native path: {'; '.join(reasons)}")
     part: dict[str, Any] = {
@@ -214,7 +214,7 @@ def figures(
         row(speed.prefill, 2048, args.chunk, depth)
     for c in args.serve:
         prompt, count = (2048, 32) if c == 1 else (128, 128)
-        row(serving.serve, ready.tokenizer_of(name), c, prompt, count, max(3, 20 // c))
+        row(serving.serve, load.tokenizer_of(name), c, prompt, count, max(3, 20 // c))
     for c in args.concurrency if args.sustain else []:
         row(speed.sustained, c, 2048 if c == 1 else 128, args.sustain)
     if args.phases:

@@ -36,7 +36,7 @@ GIB = 1 << 30
 PIECE, WRITERS = 32 << 20, 16
 # What a start goes through; kernels only add the time to compile them, which their own receipts are not about.
 LOADING = (
-    "model/ready.py", "model/checkpoint.py", "model/safetensors_io.py", "model/disk.py", "model/staging.py",
+    "model/load.py", "model/checkpoint.py", "model/safetensors_io.py", "model/weight_file.py", "model/upload.py",
     "model/weights.py", "formats/layouts.py", "formats/tile16.py", "formats/blocks.py",
     "engine/build.py",
 )  # fmt: skip
@@ -179,19 +179,19 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
     from halfbyte.engine.build import EngineOptions, core_for
     from halfbyte.lab import receipts
     from halfbyte.lab.serving import drive
-    from halfbyte.model import ready
+    from halfbyte.model import load
 
     marks["imports"] = time.time() - began
     gates = gates_.PRESETS[args.preset].gates
-    name = ready.resolve(str(args.folder))
-    model = ready.load(name, gates, device="cuda")
+    name = load.resolve(str(args.folder))
+    model = load.load(name, gates, device="cuda")
     torch.cuda.synchronize()
     marks["weights"] = time.time() - began
     load_used = watch.used
     options = EngineOptions(
         model=str(args.folder), gates=gates, device="cuda", kv_gib=args.kv_gib, max_context=32768, max_seqs=16
     )
-    core, info, _ = core_for(model, ready.tokenizer_of(name), options)
+    core, info, _ = core_for(model, load.tokenizer_of(name), options)
     marks["engine"] = time.time() - began
     g = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, model.config.vocab, (300,), generator=g).tolist()

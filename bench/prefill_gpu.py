@@ -33,10 +33,10 @@ from torch import Tensor  # noqa: E402
 
 from halfbyte import formats  # noqa: E402
 from halfbyte.formats import MXTensor, tile16  # noqa: E402
-from halfbyte.kernels.cuda import grouped_build  # noqa: E402
-from halfbyte.kernels.cuda.grouped import Dense, Experts  # noqa: E402
-from halfbyte.kernels.cuda.grouped_build import SHAPES, Room, Variant  # noqa: E402
-from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts  # noqa: E402
+from halfbyte.kernels.cuda.prefill import builds  # noqa: E402
+from halfbyte.kernels.cuda.prefill.builds import SHAPES, Room, Variant  # noqa: E402
+from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts  # noqa: E402
+from halfbyte.kernels.cuda.prefill.products import Dense, Experts  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
 from halfbyte.lab import environment  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
@@ -66,7 +66,7 @@ def dequantized(w: MXTensor) -> Tensor:
     return torch.stack([formats.dequantize(tile16.unpack(w.select(e)), torch.float32) for e in range(w.shape[0])])
 
 
-class Built(grouped_build.Gpu):
+class Built(builds.Gpu):
     """The kernels with more options than they are shipped with."""
 
     def __init__(self, options: tuple[str, ...]) -> None:
@@ -170,7 +170,7 @@ def built(gpu: Built, as_: Compared) -> Iterator[None]:
 def load_kernels(gpu: Built, fp8: bool, compared: list[Compared]) -> None:
     """Compile in parallel; loading then finds them in the cache."""
     variants = [Variant("mxfp4", "vast", s) for s in (False, True)] if fp8 else VARIANTS
-    programs = [gpu.program(v) for v in variants] + [Program(grouped_build.ROWS_PROGRAM, e) for e in ROW_KERNELS]
+    programs = [gpu.program(v) for v in variants] + [Program(builds.ROWS_PROGRAM, e) for e in ROW_KERNELS]
     for c in compared:
         with built(gpu, c):
             programs += [gpu.program(Variant("mxfp4", c.shape, s)) for s in (False, True)]
@@ -181,14 +181,14 @@ def load_kernels(gpu: Built, fp8: bool, compared: list[Compared]) -> None:
 class Spy:
     """A machine that runs everything and remembers the last arguments, so that one kernel can be timed alone."""
 
-    def __init__(self, inner: grouped_build.Gpu) -> None:
+    def __init__(self, inner: builds.Gpu) -> None:
         self.inner, self.blocks, self.map, self.seen = inner, inner.blocks, inner.map, {}
 
-    def product(self, variant: Variant, args: grouped_build.ProductArgs) -> None:
+    def product(self, variant: Variant, args: builds.ProductArgs) -> None:
         self.seen["gate_up" if variant.swiglu else "down"] = (variant, args)
         self.inner.product(variant, args)
 
-    def rows(self, entry: str, grid: int, args: grouped_build.RowsArgs) -> None:
+    def rows(self, entry: str, grid: int, args: builds.RowsArgs) -> None:
         self.seen[entry] = (entry, grid, args)
         self.inner.rows(entry, grid, args)
 

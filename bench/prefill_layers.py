@@ -32,11 +32,11 @@ from torch.profiler import ProfilerActivity  # noqa: E402
 from torch.profiler import profile as torch_profile  # noqa: E402
 
 from halfbyte.gates import Gates, Layers  # noqa: E402
-from halfbyte.kernels.cuda.flash import FULL, SLIDING, FlashAttention  # noqa: E402
-from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, Variant, gpu  # noqa: E402
-from halfbyte.kernels.cuda.grouped_fp8 import Fp8Moe, Fp8Out, Fp8Qkv  # noqa: E402
-from halfbyte.kernels.cuda.grouped_phases import GroupedMoe, GroupedOut, GroupedQkv  # noqa: E402
-from halfbyte.kernels.cuda.prefill_layer import Fp8PrefillLayer, PrefillLayer  # noqa: E402
+from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention  # noqa: E402
+from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, Variant, gpu  # noqa: E402
+from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv  # noqa: E402
+from halfbyte.kernels.cuda.prefill.layer import Fp8PrefillLayer, PrefillLayer  # noqa: E402
+from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv  # noqa: E402
 from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
 from halfbyte.kernels.triton.rope import RopeAndWrite  # noqa: E402
 from halfbyte.kernels.triton.router import NormAndRouter  # noqa: E402

@@ -24,7 +24,7 @@ from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.errors import HalfbyteError  # noqa: E402
 from halfbyte.lab import environment, receipts, timeline  # noqa: E402
 from halfbyte.lab.profile import Profile, decide  # noqa: E402
-from halfbyte.model import ready  # noqa: E402
+from halfbyte.model import load  # noqa: E402
 
 
 def show(p: Profile) -> None:
@@ -78,8 +78,8 @@ def main() -> None:
 
 
 def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Namespace) -> None:
-    name = ready.resolve(None if shape == "embedded" else f"random:{shape}")
-    model = ready.load(name, gates_.PRESETS[preset].gates, device=args.device)
+    name = load.resolve(None if shape == "embedded" else f"random:{shape}")
+    model = load.load(name, gates_.PRESETS[preset].gates, device=args.device)
     result["measured"] |= receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
     work: list[Any] = [
         partial(timeline.decode_profile, model, args.tokens, args.depth, b) for b in numbers(args.batches)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "src"))
 import decode_gpu  # noqa: E402
 import torch  # noqa: E402
 
-from halfbyte.kernels.cuda.step import DecodeStep, StepArgs, StepShape  # noqa: E402
+from halfbyte.kernels.cuda.decode.step import DecodeStep, StepArgs, StepShape  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
 from halfbyte.lab import environment, steptrace  # noqa: E402
 from halfbyte.lab.predict import formats_of  # noqa: E402

@@ -34,7 +34,7 @@ from halfbyte.harmony import render_prompt
 from halfbyte.lab import receipts
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss
-from halfbyte.model.ready import EMBEDDED, load, resolve, tokenizer_of
+from halfbyte.model.load import EMBEDDED, load, resolve, tokenizer_of
 from halfbyte.roofline import decode_traffic
 
 WORKLOADS = {"suits": ("repeat", "extract", "tool_call"), "does not suit": ("arithmetic", "letters")}

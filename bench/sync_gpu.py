@@ -31,9 +31,10 @@ import torch  # noqa: E402
 
 from halfbyte import formats  # noqa: E402
 from halfbyte.formats import layouts, tile16  # noqa: E402
-from halfbyte.kernels.cuda import batch, batch_layer, grouped_build  # noqa: E402
-from halfbyte.kernels.cuda.grouped_mx import Mxfp4Dense, Mxfp8Dense  # noqa: E402
-from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncDense, SyncExperts, SyncVariant  # noqa: E402
+from halfbyte.kernels.cuda.batch import layer, products  # noqa: E402
+from halfbyte.kernels.cuda.prefill import builds  # noqa: E402
+from halfbyte.kernels.cuda.prefill.mx import Mxfp4Dense, Mxfp8Dense  # noqa: E402
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, SyncVariant  # noqa: E402
 from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
 from halfbyte.lab import environment  # noqa: E402
 from halfbyte.lab.receipts import measured  # noqa: E402
@@ -56,18 +57,18 @@ def programs(arch: str, steps: list[Any]) -> None:
     c = NAMED["120b"]
     found = [SyncVariant("mxfp4", t, s).program() for t in COLUMNS for s in (False, True)]
     found += [SyncVariant(f, t, False).program() for f in ("q8", "bf16") for t in COLUMNS]
-    found += [Program(grouped_build.ROWS_PROGRAM, e) for e in ROW_KERNELS]
-    found += [batch.RowShape(c.hidden, c.experts, c.top_k).program(e) for e in batch.ROW_THREADS]
+    found += [Program(builds.ROWS_PROGRAM, e) for e in ROW_KERNELS]
+    found += [products.RowShape(c.hidden, c.experts, c.top_k).program(e) for e in products.ROW_THREADS]
     found += [v.within(SMALL).program() for v in (
-        batch.Variant("mxfp4", c.hidden), batch.Variant("mxfp4", c.heads * c.head_dim, router=c.experts),
-        batch.Variant("mxfp4", c.hidden, True, ids=True, both=True), batch.Variant("q8", c.hidden),
+        products.Variant("mxfp4", c.hidden), products.Variant("mxfp4", c.heads * c.head_dim, router=c.experts),
+        products.Variant("mxfp4", c.hidden, True, ids=True, both=True), products.Variant("q8", c.hidden),
     )]  # fmt: skip
     found += [s.program() for s in steps]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda p: compile_program(p, arch), found))
 
 
-def experts(room: grouped_build.Room, sizes: list[int]) -> list[dict[str, Any]]:
+def experts(room: builds.Room, sizes: list[int]) -> list[dict[str, Any]]:
     layer = prefill_gpu.Layer(room, "120b", False)
     c = layer.config
     dense = (prefill_gpu.dequantized(layer.gate_up), prefill_gpu.dequantized(layer.down))
@@ -93,7 +94,7 @@ def experts(room: grouped_build.Room, sizes: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def linear(room: grouped_build.Room) -> list[dict[str, Any]]:
+def linear(room: builds.Room) -> list[dict[str, Any]]:
     found = []
     for role, n, k in (("qkv", 5120, 2880), ("o", 2880, 4096)):
         w = torch.randn((n, k), device="cuda") / k**0.5
@@ -134,13 +135,13 @@ def batches() -> list[dict[str, Any]]:
 def head() -> list[dict[str, Any]]:
     """lm_head of few rows, as a stream."""
     c, found = NAMED["120b"], []
-    room = batch_layer.Room(batch.RowShape(c.hidden, c.experts, c.top_k), c.intermediate, {}, torch.device("cuda"))
+    room = layer.Room(products.RowShape(c.hidden, c.experts, c.top_k), c.intermediate, {}, torch.device("cuda"))
     w = torch.randn((c.vocab, c.hidden), device="cuda") / c.hidden**0.5
     norm = torch.randn(c.hidden, device="cuda").bfloat16()
     for form in ("mxfp4", "q8"):
         plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
-        matrix = batch.Matrix(layouts.convert(plain, "tile16"), None, "lm_head", shared=SMALL)
-        made = batch_layer.Head(batch.gpu(), room, matrix, norm, 1e-5)
+        matrix = products.Matrix(layouts.convert(plain, "tile16"), None, "lm_head", shared=SMALL)
+        made = layer.Head(products.gpu(), room, matrix, norm, 1e-5)
         dense = formats.dequantize(plain, torch.float32)
         for rows in (1, 4, 8):
             x = torch.randn((11, c.hidden), device="cuda")
@@ -177,9 +178,9 @@ def main() -> int:
         decode_gpu.shape_of("120b", f, r, layers=4, shared=SMALL)
         for f, r in (("mxfp4", 1), ("mxfp4", 4), ("checkpoint", 1))
     ]
-    programs(grouped_build.gpu().arch, steps)
+    programs(builds.gpu().arch, steps)
     say(f"kernels ready after {time.time() - began:.1f} s")
-    room = grouped_build.Room(grouped_build.gpu(), {}, torch.device("cuda"))
+    room = builds.Room(builds.gpu(), {}, torch.device("cuda"))
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "linear": lambda: linear(room),
         "experts": lambda: experts(room, [int(t) for t in args.tokens.split(",")]),

@@ -33,7 +33,7 @@ from halfbyte.engine.sequence import Sequence  # noqa: E402
 from halfbyte.engine.speculative.controller import Controller, Pace  # noqa: E402
 from halfbyte.engine.speculative.proposer import Proposal  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
-from halfbyte.model import ready  # noqa: E402
+from halfbyte.model import load  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss  # noqa: E402
 
 
@@ -63,10 +63,10 @@ class Noise:
 
 
 def measure(model: GptOss, gates: gates_.Gates, batch: int, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    name = ready.resolve(args.model)
+    name = load.resolve(args.model)
     context = args.depth + args.count + 64
     options = EngineOptions(gates=gates, max_seqs=batch, max_context=context, kv_gib=2.0, max_draft=args.draft)
-    core, _, _ = core_for(model, ready.tokenizer_of(name), options)
+    core, _, _ = core_for(model, load.tokenizer_of(name), options)
     if args.draft:
         core.proposer = Noise(model.config.vocab, args.draft)
     g = torch.Generator().manual_seed(batch)
@@ -116,7 +116,7 @@ def main() -> int:
     args = parser.parse_args()
     environment.need_gpu()
     torch.set_grad_enabled(False)
-    model = ready.load(ready.resolve(args.model), gates_.PRESETS[args.preset].gates, device=args.device)
+    model = load.load(load.resolve(args.model), gates_.PRESETS[args.preset].gates, device=args.device)
     mine = [receipts.PACKAGE / "engine" / "runner.py", receipts.PACKAGE / "plan" / "draw.py"]
     result: dict[str, Any] = {
         "bench": "verify", "schema": 1, "environment": environment.collect(), "model": args.model,

@@ -29,7 +29,7 @@ from halfbyte.evals.tasks import TASKS
 from halfbyte.gates import AXES, Gates, Layers, PerRegime
 from halfbyte.harmony.render import render_prompt, render_training_example
 from halfbyte.lab import receipts
-from halfbyte.model import ready
+from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.step import Step
@@ -88,7 +88,7 @@ def conversations(tok: Tokenizer, per_task: int, seed: int) -> list[tuple[list[i
 
 def distributions(gates: Gates, model: str | None, given: list[tuple[list[int], int]]) -> list[Tensor]:
     """Log-probabilities before every reply token, one tensor [reply, vocabulary] per conversation."""
-    network = ready.load(ready.resolve(model), gates)
+    network = load.load(load.resolve(model), gates)
     out: list[Tensor] = []
     while len(out) < len(given):  # as many whole conversations at once as STEP tokens hold
         part = given[len(out) :]
@@ -149,9 +149,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a network this small is slower on more
-    name = ready.resolve(args.model)
+    name = load.resolve(args.model)
     weights = receipts.weights(name.path) if name.path else {}
-    given = conversations(ready.tokenizer_of(name), args.per_task, args.seed)
+    given = conversations(load.tokenizer_of(name), args.per_task, args.seed)
     base: list[Tensor] = []
     done: list[Cost] = []
     print("| format | replies right | KL, nats a token | same first choice |\n|---|---|---|---|")

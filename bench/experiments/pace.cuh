@@ -5,7 +5,7 @@
 // the others get. What several blocks ask for (router columns, a window's pages) is read once: asked for again within
 // HB_KEPT nanoseconds it comes from L2, which gives every block HB_L2 nanoseconds per megabyte and no more.
 #pragma once
-#include "intrin.cuh"
+#include "device/instructions.cuh"
 
 constexpr int PACE_ENTRIES = 1 << 17;
 __device__ u64 pace_drained;             // when the queue will be empty, in 1/1024 ns

@@ -18,7 +18,7 @@ import torch
 
 from halfbyte.engine.batch import Batch, StepResult
 from halfbyte.engine.request import Request
-from halfbyte.engine.sampler import Picker, sample
+from halfbyte.engine.sampling.host import Picker, sample
 
 EOS = 1
 PIECES = [

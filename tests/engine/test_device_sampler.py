@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from halfbyte.engine.build import EngineOptions, core_for
-from halfbyte.engine.device_sampler import draw_rows, edges, keys_of, log_exponentials, settings_of
 from halfbyte.engine.request import Constraint, Request, SamplingParams
 from halfbyte.engine.runner import DeviceRunner
-from halfbyte.engine.sampler import Picker
-from halfbyte.model.ready import load, resolve
+from halfbyte.engine.sampling.device import draw_rows, edges, keys_of, log_exponentials, settings_of
+from halfbyte.engine.sampling.host import Picker
+from halfbyte.model.load import load, resolve
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.ops.sampling import distribution
 

@@ -194,28 +194,28 @@ async def test_a_thousand_requests_with_cancels_faults_and_one_kill() -> None:
 
 
 def test_errors_keep_their_class_over_the_wire() -> None:
-    from halfbyte.engine import wire
+    from halfbyte.engine import messages
 
     for error in (UsageError("a."), EngineDiedError("b."), RequestError("c.")):
-        assert type(wire.revive(type(error).__name__, str(error))) is type(error)
-    assert isinstance(wire.revive("Strange", "x"), HalfbyteError)
+        assert type(messages.revive(type(error).__name__, str(error))) is type(error)
+    assert isinstance(messages.revive("Strange", "x"), HalfbyteError)
 
 
 def test_frames_survive_any_cut() -> None:
-    from halfbyte.engine import wire
+    from halfbyte.engine import messages
 
     delta = Delta([1, 2], 0, None, "stop")
     from halfbyte.engine.request import EngineStats
 
-    data = wire.stepped([("a", delta)], EngineStats()) * 3
+    data = messages.stepped([("a", delta)], EngineStats()) * 3
     rng = random.Random(1)
     for _ in range(50):
-        frames, got, at = wire.Frames(), [], 0
+        frames, got, at = messages.Frames(), [], 0
         while at < len(data):
             step = rng.randint(1, 40)
             got += frames.feed(data[at : at + step])
             at += step
-        assert [wire.decode_from_engine(b).outputs for b in got] == [[("a", delta)]] * 3
+        assert [messages.decode_from_engine(b).outputs for b in got] == [[("a", delta)]] * 3
 
 
 async def test_a_real_model_in_its_process_gives_the_tokens_of_the_engine_here() -> None:

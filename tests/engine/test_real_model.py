@@ -10,12 +10,12 @@ import torch
 from halfbyte.engine.api import Completion, Engine
 from halfbyte.engine.build import EngineOptions, core_for
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.engine.sampler import Picker, draw_token
+from halfbyte.engine.sampling.host import Picker, draw_token
 from halfbyte.errors import EngineDiedError, RequestError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.ready import load, resolve
-from halfbyte.model.solo import generate
+from halfbyte.model.load import load, resolve
+from halfbyte.model.single_sequence import generate
 from halfbyte.model.tokenizer import Tokenizer
 
 VOCAB = 1024

@@ -11,7 +11,7 @@ from engine_fakes import one_row
 
 from halfbyte.engine.batch import Batch, StepResult
 from halfbyte.engine.request import SamplingParams
-from halfbyte.engine.sampler import Picker, draw_token, logprob_of, sample
+from halfbyte.engine.sampling.host import Picker, draw_token, logprob_of, sample
 from halfbyte.ops.sampling import distribution, draw
 
 V = 50

@@ -26,7 +26,7 @@ from halfbyte.engine.speculative.suffix import SuffixProposer
 from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.ready import load, resolve
+from halfbyte.model.load import load, resolve
 from halfbyte.model.tokenizer import Tokenizer
 
 COST = ExpertCost(dense=3.1, expert=0.0132, experts=128, top_k=4, layers=36, kv_token=0.0)  # about gpt-oss-120b's GB

@@ -23,7 +23,7 @@ from halfbyte.gates import Gates
 from halfbyte.model import checkpoint
 from halfbyte.model.config import Yarn
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import Matrix, Weights
 

@@ -21,7 +21,7 @@ from halfbyte import gates
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES, Launch
 from halfbyte.plan.step import Step

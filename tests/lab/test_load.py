@@ -12,7 +12,8 @@ import torch
 
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.lab import receipts
-from halfbyte.model import checkpoint, ready, synthetic
+from halfbyte.model import checkpoint, synthetic
+from halfbyte.model import load as load_
 from halfbyte.model.config import NAMED
 
 BENCH = Path(__file__).parents[2] / "bench" / "load.py"
@@ -53,7 +54,7 @@ def test_layers_may_share_bytes(load: ModuleType, tmp_path: Path, monkeypatch: p
     load.write(config, tmp_path / "shared", 2, device="cpu")
     size = sum(p.stat().st_size for p in (tmp_path / "shared").glob("*.safetensors"))
     assert size < 0.8 * load.checkpoint_bytes(config)
-    model = ready.load(ready.resolve(str(tmp_path / "shared")))
+    model = load_.load(load_.resolve(str(tmp_path / "shared")))
     assert load.equal(model, 2, device="cpu")
     down = model.weights.layers[3].down
     assert isinstance(down, MXTensor)

@@ -7,7 +7,7 @@ import pytest
 from halfbyte.lab import timeline
 from halfbyte.lab.profile import Profile, Span, category_of, classify, decide, summarise
 from halfbyte.lab.timeline import Kernel, match, owner
-from halfbyte.model import ready
+from halfbyte.model import load
 from halfbyte.plan.phase import LAYER, OPERATIONS
 from halfbyte.roofline import GPUS, Work
 
@@ -143,7 +143,7 @@ def test_a_kernel_belongs_to_the_mark_around_it() -> None:
 
 
 def test_the_embedded_model_on_a_cpu() -> None:
-    model = ready.load(ready.resolve(None))
+    model = load.load(load.resolve(None))
     decode = timeline.decode_profile(model, 2, 70, 2)
     assert {line.category for line in decode.lines} == {
         "embed", "qkv", "rope/KV", "attention", "o", "router", "MoE", "lm_head", "sampling"

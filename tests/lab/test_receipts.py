@@ -12,7 +12,7 @@ from halfbyte.cli.app import app
 from halfbyte.errors import UsageError
 from halfbyte.lab import environment, receipts
 from halfbyte.lab.receipts import PACKAGE
-from halfbyte.model.ready import EMBEDDED
+from halfbyte.model.load import EMBEDDED
 
 
 def write(folder: Path, name: str, value: object) -> Path:
@@ -24,8 +24,8 @@ def write(folder: Path, name: str, value: object) -> Path:
 def test_sources_of_the_decode_step() -> None:
     """The kernel, what it includes, and the Python around it; not the other kernels."""
     found = receipts.measured(["cuda.decode_step"])
-    assert {"kernels/cuda/decode.py", "kernels/cuda/step.py", "kernels/cuda/step.cu", "kernels/cuda/gemv.cuh",
-            "kernels/launch.py"} <= set(found)  # fmt: skip
+    names = ("phase.py", "step.py", "step.cu", "gemv.cuh")
+    assert {f"kernels/cuda/decode/{name}" for name in names} | {"kernels/launch.py"} <= set(found)
     assert not any("triton" in name or "grouped" in name for name in found)
 
 
@@ -33,8 +33,12 @@ def test_sources_of_triton_and_grouped_phases() -> None:
     triton = receipts.measured(["triton.moe"])
     assert {"kernels/triton/moe.py", "kernels/triton/jit/gemm.py"} <= set(triton)
     grouped = receipts.measured(["cuda.grouped_moe"])
-    assert {"kernels/cuda/grouped.cu", "kernels/cuda/grouped_rows.cu", "kernels/cuda/grouped.cuh"} <= set(grouped)
-    assert "kernels/cuda/step.cu" not in grouped
+    assert {
+        "kernels/cuda/prefill/grouped.cu",
+        "kernels/cuda/prefill/rows.cu",
+        "kernels/cuda/prefill/grouped.cuh",
+    } <= set(grouped)
+    assert "kernels/cuda/decode/step.cu" not in grouped
 
 
 def test_a_changed_file_makes_it_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +59,7 @@ def test_a_changed_file_makes_it_stale(tmp_path: Path, monkeypatch: pytest.Monke
 def test_one_hash_of_a_room_or_a_program() -> None:
     from halfbyte.kernels.launch import Program
 
-    step = Program(PACKAGE / "kernels" / "cuda" / "step.cu", "decode_step").hash()
+    step = Program(PACKAGE / "kernels" / "cuda" / "decode" / "step.cu", "decode_step").hash()
     assert receipts.freshness({"sources": step})[0] == "current"
     assert receipts.freshness({"environment": {"sources": environment.source_hash()}})[0] == "current"
     assert receipts.freshness({"sources": "0123456789abcdef"})[0] == "STALE"

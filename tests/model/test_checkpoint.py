@@ -15,10 +15,10 @@ import torch
 from halfbyte import formats
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.tensor import MXTensor
-from halfbyte.model import checkpoint, disk, synthetic
+from halfbyte.model import checkpoint, synthetic, weight_file
 from halfbyte.model.config import NAMED, ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import GROUPS, Matrix, Weights, kind_of, shape_of
 
@@ -458,8 +458,8 @@ def test_large_reads_by_several_readers(tmp_path: Path) -> None:
     """Past the size where a read is shared out, at every alignment of the end."""
     raw = torch.randint(0, 256, (9 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     (tmp_path / "f").write_bytes(raw.numpy().tobytes())
-    reading = disk.Reading(torch.device("cpu"))
-    file = disk.WeightFile(tmp_path / "f", reading)
+    reading = weight_file.Reading(torch.device("cpu"))
+    file = weight_file.WeightFile(tmp_path / "f", reading)
     for offset, count in ((0, 9 << 20), (3, (8 << 20) + 1), (17, (4 << 20) + 3)):
         assert file.new(offset, (count,), torch.uint8).equal(raw[offset : offset + count])
     with pytest.raises(CheckpointError, match="is truncated"):

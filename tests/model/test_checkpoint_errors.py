@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model import checkpoint, disk, synthetic
+from halfbyte.model import checkpoint, synthetic, weight_file
 from halfbyte.model.config import NAMED
 
 CONFIG = NAMED["small"].with_(layers=2, kinds=(), pad_token=2)
@@ -309,7 +309,7 @@ def write(request: pytest.FixtureRequest) -> Callable[[Path], Any]:
 def test_a_disk_that_fills_while_writing(
     write: Callable[[Path], Any], after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, count = disk.write_tensor, 0
+    real, count = weight_file.write_tensor, 0
 
     def full(*args: Any) -> None:
         nonlocal count
@@ -342,7 +342,7 @@ def test_a_really_full_disk(write: Callable[[Path], Any], tiny_disk: Path, monke
         write(tiny_disk)
     assert list(tiny_disk.iterdir()) == []
     honest = shutil.disk_usage
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda p: honest("/"))
+    monkeypatch.setattr(weight_file.shutil, "disk_usage", lambda p: honest("/"))
     with pytest.raises(CheckpointError, match="no space left"):  # seen by the write that fails
         write(tiny_disk)
     assert list(tiny_disk.iterdir()) == []
@@ -374,14 +374,14 @@ def test_nothing_is_replaced(write: Callable[[Path], Any], tmp_path: Path) -> No
 def test_a_source_that_breaks_midway_leaves_no_target(sharded: Path, tmp_path: Path) -> None:
     """The header check passes, the bytes vanish while they are read."""
     with pytest.MonkeyPatch.context() as patch:
-        real = disk.WeightFile.read
+        real = weight_file.WeightFile.read
 
-        def read(self: disk.WeightFile, offset: int, dest: torch.Tensor) -> torch.Tensor:
+        def read(self: weight_file.WeightFile, offset: int, dest: torch.Tensor) -> torch.Tensor:
             if dest.numel() > 100_000:
                 os.truncate(self.path, offset + 10)
             return real(self, offset, dest)
 
-        patch.setattr(disk.WeightFile, "read", read)
+        patch.setattr(weight_file.WeightFile, "read", read)
         with pytest.raises(CheckpointError, match="is truncated"):
             checkpoint.quantize_checkpoint(sharded, tmp_path / "out", {"qkv": "q8"})
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ import pytest
 from halfbyte import formats
 from halfbyte.model import synthetic
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.disk import CHUNK
+from halfbyte.model.weight_file import CHUNK
 
 # About 270 MB over 5 layers; a shard holds a layer and a bit, as OpenAI's do.
 CONFIG = ModelConfig(

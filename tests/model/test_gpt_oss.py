@@ -11,7 +11,7 @@ import torch
 from halfbyte.gates import Gates
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.solo import Solo, generate
+from halfbyte.model.single_sequence import Solo, generate
 
 _spec = importlib.util.spec_from_file_location("hf_oracle", Path(__file__).with_name("hf.py"))
 hf = importlib.util.module_from_spec(_spec)

@@ -26,7 +26,7 @@ from halfbyte.harmony.render import render_prompt, render_training_example
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import NAMED, Yarn
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import Weights
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model import staging
-from halfbyte.model.staging import Staging
+from halfbyte.model import upload
+from halfbyte.model.upload import Staging
 
 
 class LateLane:
@@ -22,7 +22,7 @@ class LateLane:
         self.log: list[str] = []
 
     def buffer(self) -> Tensor:
-        return torch.zeros(staging.PIECE, dtype=torch.uint8)
+        return torch.zeros(upload.PIECE, dtype=torch.uint8)
 
     def begin(self) -> None:
         self.log.append("begin")
@@ -51,7 +51,7 @@ class LateLane:
         self.log.append("end")
 
 
-def from_(source: Tensor) -> staging.Fill:
+def from_(source: Tensor) -> upload.Fill:
     def fill(part: Tensor, at: int) -> None:
         part.copy_(source[at : at + part.numel()])
 
@@ -60,7 +60,7 @@ def from_(source: Tensor) -> staging.Fill:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "PIECE", 64)
+    monkeypatch.setattr(upload, "PIECE", 64)
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 64 * 7])

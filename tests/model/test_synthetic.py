@@ -16,7 +16,7 @@ from halfbyte.formats.tensor import MXTensor
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.model.weights import roles, shape_of
 
 DEEP = ModelConfig(  # as deep as 120b, narrow enough for a test

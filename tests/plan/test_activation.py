@@ -10,7 +10,7 @@ from halfbyte.gates import Gates, Layers, PerRegime, parse
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss, choose, spec_of
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.plan import step
 from halfbyte.plan.phase import ARCHES
 

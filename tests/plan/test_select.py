@@ -14,7 +14,7 @@ from halfbyte.gates import Gates, PerRegime
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import GptOss, choose, spec_of
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES, LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import DECODE_ROWS, Step, regime_of

@@ -14,7 +14,7 @@ from live_server import Live
 
 from halfbyte import Engine
 from halfbyte.evals import calling, reading
-from halfbyte.model.ready import EMBEDDED
+from halfbyte.model.load import EMBEDDED
 from halfbyte.server.settings import ServerSettings
 
 pytestmark = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from halfbyte.gates import Gates
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.ready import EMBEDDED
+from halfbyte.model.load import EMBEDDED
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.settings import ServerSettings
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry, generate_latest
 
 from halfbyte.engine.request import QUEUE_BUCKETS, EngineStats
-from halfbyte.server.metrics import EngineCollector
+from halfbyte.server.http.metrics import EngineCollector
 
 
 class Source:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte.engine.request import Delta
-from halfbyte.server import wire
-from halfbyte.server.stream import Pacer, Pump, StopMatcher, with_first
+from halfbyte.server.answer.stream import Pacer, Pump, StopMatcher, with_first
+from halfbyte.server.http import sse
 
 LETTERS = st.text("abc", max_size=30)
 
@@ -119,4 +119,4 @@ async def test_pace_is_free_for_a_few_and_bounded_for_many() -> None:
 
 
 def test_lone_surrogates_can_be_written() -> None:
-    assert wire.quote("a\ud800b") == b'"a?b"'
+    assert sse.quote("a\ud800b") == b'"a?b"'

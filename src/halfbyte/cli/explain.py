@@ -12,7 +12,7 @@ from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.kernels import prove as proof
 from halfbyte.kernels.prove import Evidence
-from halfbyte.model import checkpoint, ready
+from halfbyte.model import checkpoint, load
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose
 from halfbyte.plan.phase import ARCHES, Arch, Spec
@@ -40,16 +40,16 @@ def explain(
     """Which kernels would run, per regime, and why every other one is refused."""
     if arch is not None and arch.lower() not in ARCHES:
         raise UsageError(f"there is no architecture {arch!r}; use {', '.join(ARCHES)}.")
-    target = ARCHES[arch.lower()] if arch else arch_of(ready.pick_device(None))
+    target = ARCHES[arch.lower()] if arch else arch_of(load.pick_device(None))
     if model is None:
         name, config, found = "gpt-oss-120b", NAMED["120b"], dict(CHECKPOINT_FORMATS)
     else:
-        resolved = ready.resolve(model)
-        name, config = resolved.label, ready.config_of(resolved)
+        resolved = load.resolve(model)
+        name, config = resolved.label, load.config_of(resolved)
         found = dict(CHECKPOINT_FORMATS)
         if resolved.path is not None:
             source = checkpoint.open_model(resolved.path)
-            found = ready.formats_of(source)
+            found = load.formats_of(source)
             source.close()
     spec, chosen, selection = choose(config, gates, target, found)
     evidence = gather(spec, chosen, target.name, gates) if prove else []

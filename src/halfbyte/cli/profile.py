@@ -24,7 +24,7 @@ from halfbyte.gates import Gates
 from halfbyte.lab import environment, predict, receipts, timeline
 from halfbyte.lab.bench import SMALL, device_roof
 from halfbyte.lab.profile import Profile, Verdict, decide
-from halfbyte.model import ready
+from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 
 
@@ -50,10 +50,10 @@ def profile(
             raise UsageError("--predict takes its shape from --model 120b or 20b, not a model to load.")
         show_predictions(predicted, shape, gates, depth, json)
         return
-    name = ready.resolve(model)
-    where = ready.pick_device(device)
+    name = load.resolve(model)
+    where = load.pick_device(device)
     with LoadingBar(f"loading {name.label}") as progress:
-        loaded = ready.load(name, gates, device=where, progress=progress)
+        loaded = load.load(name, gates, device=where, progress=progress)
     longest = max(depth + tokens, pp) + 64
     if longest > loaded.config.max_context:
         raise UsageError(f"{longest} tokens are more than this model's context of {loaded.config.max_context}.")

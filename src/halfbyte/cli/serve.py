@@ -15,7 +15,7 @@ from halfbyte.engine.process import EngineProcess
 from halfbyte.engine.request import TokenSource
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
-from halfbyte.model import ready
+from halfbyte.model import load
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server import run
 from halfbyte.server.guard import MemoryPlan
@@ -63,8 +63,8 @@ def serve(
         raise UsageError(f"there is no effort {effort!r}; use {', '.join(get_args(Effort))}.")
     if verbose:
         logging.getLogger("halfbyte").setLevel(logging.INFO)
-    resolved = ready.resolve(model)
-    where = ready.pick_device(device)
+    resolved = load.resolve(model)
+    where = load.pick_device(device)
     key = gates_.setting("HALFBYTE_API_KEY")
     settings = ServerSettings(
         host=host,
@@ -94,13 +94,13 @@ def serve(
         draft=draft,
     )
     announce(gates, f"{resolved.label} on {where}")
-    weights = ready.weight_bytes(resolved, gates)
+    weights = load.weight_bytes(resolved, gates)
     kv = int((kv_memory if kv_memory is not None else LEAST_KV_GIB) * GiB)
     MemoryPlan(weights, kv, WORKSPACE, int((reserve if reserve is not None else 2.0) * GiB)).check()
 
     async def source() -> tuple[TokenSource, Tokenizer]:
         with err.status(f"loading {resolved.label}"):
-            return await EngineProcess.start(options), ready.tokenizer_of(resolved)
+            return await EngineProcess.start(options), load.tokenizer_of(resolved)
 
     run.serve(
         settings, source, started=lambda url: err.print(f"serving [bold]{name or resolved.label}[/bold] at {url}")

@@ -17,7 +17,7 @@ from halfbyte.gates import Gates
 from halfbyte.harmony.messages import Message, SystemContent
 from halfbyte.harmony.parse import Event, Parser
 from halfbyte.harmony.render import render_prompt
-from halfbyte.model import ready
+from halfbyte.model import load
 from halfbyte.model.tokenizer import Detokenizer
 
 EFFORTS = ("low", "medium", "high")
@@ -39,8 +39,8 @@ def conversation(effort: str, instructions: str | None) -> list[Message]:
 
 
 def open_engine(model: str | None, device: str | None, gates: Gates) -> Engine:
-    name = ready.resolve(model)
-    where = ready.pick_device(device)
+    name = load.resolve(model)
+    where = load.pick_device(device)
     announce(gates, f"{name.label} on {where}")
     with err.status(f"loading {name.label}"):
         return Engine(model, gates=gates, device=str(where))

@@ -16,7 +16,7 @@ from halfbyte.engine.request import Logprob
 from halfbyte.engine.scheduler import Plan
 
 if TYPE_CHECKING:
-    from halfbyte.engine.sampler import Picker
+    from halfbyte.engine.sampling.host import Picker
 
 Ints = NDArray[np.int32]
 

@@ -13,13 +13,13 @@ from halfbyte.engine.request import SourceInfo
 from halfbyte.engine.runner import make_runner
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
-from halfbyte.engine.staging import wide
+from halfbyte.engine.step_buffer import wide
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.kv.pages import PagePool
 from halfbyte.kv.store import GIB, default_reserve, memory, pages_that_fit
 from halfbyte.model.gpt_oss import PAGE_SIZE, GptOss
-from halfbyte.model.ready import load, pick_device, resolve, tokenizer_of
+from halfbyte.model.load import load, pick_device, resolve, tokenizer_of
 from halfbyte.model.tokenizer import Tokenizer
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from halfbyte.engine.batch import BatchBuilder, Handle, ModelRunner, StepResult
 from halfbyte.engine.grammar import GrammarCompiler, Vocabulary
 from halfbyte.engine.request import QUEUE_BUCKETS, Delta, EngineStats, FinishReason, Logprob, Request, Usage
-from halfbyte.engine.sampler import Picker, check_params
+from halfbyte.engine.sampling.host import Picker, check_params
 from halfbyte.engine.scheduler import Plan, Scheduler, SchedulerConfig
 from halfbyte.engine.sequence import Sequence, State
 from halfbyte.engine.speculative.proposer import Proposer

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfbyte.engine.staging import aligned
+from halfbyte.engine.step_buffer import aligned
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.draw import Drawer, drawer_for
 from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, Step

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from halfbyte.engine import wire
+from halfbyte.engine import messages
 from halfbyte.engine.build import EngineOptions
 from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo
 from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError
@@ -109,7 +109,7 @@ class EngineProcess:
             self._last_step = time.monotonic()
         whole = False
         try:
-            self._send(wire.Submit(request))
+            self._send(messages.Submit(request))
             while len(waiting.closed) < waiting.choices:
                 item = await waiting.queue.get()
                 if isinstance(item, HalfbyteError):
@@ -123,13 +123,13 @@ class EngineProcess:
             if self._waiting.get(request.id) is waiting:
                 del self._waiting[request.id]
             if not whole and self._ready:
-                self._send(wire.Cancel([request.id]))
+                self._send(messages.Cancel([request.id]))
 
     async def close(self) -> None:
         """Stop the process, tell whoever still waits, and leave nothing behind."""
         self._closing = True
         self._why = "the engine is shutting down"
-        self._send(wire.Stop())
+        self._send(messages.Stop())
         if self._watch is not None:
             self._watch.cancel()
         if self._process is not None:
@@ -146,9 +146,9 @@ class EngineProcess:
 
     # ---- the process --------------------------------------------------------------------------
 
-    def _send(self, message: wire.ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(wire.frame(message))
+            self._writer.write(messages.frame(message))
 
     async def _run(self) -> None:
         """One round per life of the process."""
@@ -177,7 +177,7 @@ class EngineProcess:
     async def _life(self) -> HalfbyteError:
         """Start the process and read what it says until it is gone; returns why it went."""
         ours, theirs = socket.socketpair()
-        wire.wide(ours)
+        messages.wide(ours)
         self._starts.append(time.monotonic())
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "halfbyte.engine.worker", str(theirs.fileno())],
@@ -186,13 +186,13 @@ class EngineProcess:
         )  # fmt: skip
         theirs.close()
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self._writer.write(wire.frame([self._build, self._argument]))
+        self._writer.write(messages.frame([self._build, self._argument]))
         died: HalfbyteError | None = None
-        frames = wire.Frames()
+        frames = messages.Frames()
         try:
             while data := await reader.read(1 << 20):
                 for body in frames.feed(data):
-                    died = self._take(wire.decode_from_engine(body)) or died
+                    died = self._take(messages.decode_from_engine(body)) or died
         except (ConnectionResetError, BrokenPipeError, msgspec.DecodeError) as e:
             log.debug("reading from the engine ended: %s", e)
         finally:
@@ -203,25 +203,25 @@ class EngineProcess:
         code = await _reap(process)
         return died or EngineDiedError(f"the engine process ended unexpectedly ({_how(code)}); the request was lost.")
 
-    def _take(self, message: wire.FromEngine) -> HalfbyteError | None:
-        if isinstance(message, wire.Stepped):
+    def _take(self, message: messages.FromEngine) -> HalfbyteError | None:
+        if isinstance(message, messages.Stepped):
             self._stats = message.stats
             self._last_step = time.monotonic()
             for id, delta in message.outputs:
                 waiting = self._waiting.get(id)
                 if waiting is not None:
                     waiting.queue.put_nowait(delta)
-        elif isinstance(message, wire.Ready):
+        elif isinstance(message, messages.Ready):
             self._info, self._ready = message.info, True
             assert self._started is not None
             if not self._started.done():
                 self._started.set_result(None)
-        elif isinstance(message, wire.Refused):
+        elif isinstance(message, messages.Refused):
             waiting = self._waiting.get(message.id)
             if waiting is not None:
-                waiting.queue.put_nowait(wire.revive(message.error, message.text))
+                waiting.queue.put_nowait(messages.revive(message.error, message.text))
         else:
-            return wire.revive(message.error, message.text)
+            return messages.revive(message.error, message.text)
         return None
 
     def _tell(self, error: HalfbyteError) -> None:

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfbyte.engine.batch import Batch, Ints, StepResult
-from halfbyte.engine.device_sampler import draw_rows, keys_of, settings_of
 from halfbyte.engine.graphs import FIELDS, DecodeGraph, Graphs, note
 from halfbyte.engine.request import Logprob
-from halfbyte.engine.sampler import NOT_NUMBERS, sample
-from halfbyte.engine.staging import Staging, wide
+from halfbyte.engine.sampling.device import draw_rows, keys_of, settings_of
+from halfbyte.engine.sampling.host import NOT_NUMBERS, sample
+from halfbyte.engine.step_buffer import Staging, wide
 from halfbyte.errors import StepError
 from halfbyte.model.config import ModelConfig
 from halfbyte.plan.draw import drawer_for

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from halfbyte.engine import wire
+from halfbyte.engine import messages
 from halfbyte.engine.engine import EngineCore, Output
 from halfbyte.engine.loop import Ask, EngineLoop
 from halfbyte.engine.request import SourceInfo
@@ -38,7 +38,7 @@ def build(options: bytes) -> tuple[EngineCore, SourceInfo]:
 class Worker:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._frames = wire.Frames()
+        self._frames = messages.Frames()
         self._pending: list[bytes] = []
         self._core: EngineCore | None = None
 
@@ -54,10 +54,10 @@ class Worker:
         asks: list[Ask] = []
         while True:
             for body in self._pending:
-                message = wire.decode_to_engine(body)
-                if isinstance(message, wire.Submit):
+                message = messages.decode_to_engine(body)
+                if isinstance(message, messages.Submit):
                     asks.append(message.request)
-                elif isinstance(message, wire.Cancel):
+                elif isinstance(message, messages.Cancel):
                     asks += message.ids
                 else:
                     asks.append(None)
@@ -70,15 +70,15 @@ class Worker:
             self._pending = self._frames.feed(data)
 
     def refuse(self, id: str, error: HalfbyteError) -> None:
-        self.sock.sendall(wire.frame(wire.Refused(id, type(error).__name__, str(error))))
+        self.sock.sendall(messages.frame(messages.Refused(id, type(error).__name__, str(error))))
 
     def deliver(self, outputs: list[Output]) -> None:
         assert self._core is not None
-        self.sock.sendall(wire.stepped(outputs, self._core.stats()))
+        self.sock.sendall(messages.stepped(outputs, self._core.stats()))
 
     def run(self, core: EngineCore, info: SourceInfo) -> None:
         self._core = core
-        self.sock.sendall(wire.frame(wire.Ready(info)))
+        self.sock.sendall(messages.frame(messages.Ready(info)))
         EngineLoop(core, self.receive, self.refuse, self.deliver).run()
 
 
@@ -86,7 +86,7 @@ def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the socket
     logging.basicConfig(level=logging.INFO, format="%(name)s[engine] %(levelname)s %(message)s")
     sock = socket.socket(fileno=fd)
-    wire.wide(sock)
+    messages.wide(sock)
     worker = Worker(sock)
     try:
         where, argument = worker.first()
@@ -103,7 +103,7 @@ def main(fd: int) -> int:
         name = type(e).__name__ if known else EngineError.__name__
         text = str(e) if known else f"the engine died of {type(e).__name__}: {str(e)[:300]}."
         try:
-            sock.sendall(wire.frame(wire.Died(name, text)))
+            sock.sendall(messages.frame(messages.Died(name, text)))
         except OSError:
             log.error("%s", text)
         return 1

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from halfbyte.kernels.cuda.batch_fused import PHASES as BATCH_FUSED
-from halfbyte.kernels.cuda.batch_phase import PHASES as BATCH
-from halfbyte.kernels.cuda.decode import PHASES as DECODE
-from halfbyte.kernels.cuda.flash import PHASES as FLASH
-from halfbyte.kernels.cuda.grouped_fp8 import PHASES as GROUPED_FP8
-from halfbyte.kernels.cuda.grouped_mx import PHASES as GROUPED_MX
-from halfbyte.kernels.cuda.grouped_phases import PHASES as GROUPED
-from halfbyte.kernels.cuda.grouped_sync import PHASES as GROUPED_SYNC
-from halfbyte.kernels.cuda.prefill_layer import PHASES as PREFILL
+from halfbyte.kernels.cuda.attention.flash import PHASES as FLASH
+from halfbyte.kernels.cuda.batch.fused_phase import PHASES as BATCH_FUSED
+from halfbyte.kernels.cuda.batch.phase import PHASES as BATCH
+from halfbyte.kernels.cuda.decode.phase import PHASES as DECODE
+from halfbyte.kernels.cuda.prefill.fp8 import PHASES as GROUPED_FP8
+from halfbyte.kernels.cuda.prefill.layer import PHASES as PREFILL
+from halfbyte.kernels.cuda.prefill.mx import PHASES as GROUPED_MX
+from halfbyte.kernels.cuda.prefill.phases import PHASES as GROUPED
+from halfbyte.kernels.cuda.prefill.sync import PHASES as GROUPED_SYNC
 from halfbyte.kernels.triton.phases import PHASES as TRITON
 from halfbyte.plan.phase import Phase
 

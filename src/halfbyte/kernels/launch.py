@@ -27,23 +27,25 @@ from halfbyte import gates
 from halfbyte.errors import EngineError, PlanError, UsageError
 from halfbyte.plan.phase import ARCHES, Arch
 
+INCLUDES = Path(__file__).parent / "cuda"  # sources name what they include from here
 INSTALL = "install halfbyte[gpu] (it brings cuda-bindings and NVRTC)"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A .cu file with everything it includes from its own folder, and the options that make it one kernel."""
+    """A .cu file with everything it includes, and the options that make it one kernel."""
 
     source: Path
     entry: str
     options: tuple[str, ...] = ()
+    root: Path = INCLUDES
 
     def files(self) -> list[Path]:
         """The source and what it includes by name, whatever the options leave out of it."""
         found, todo = {self.source}, [self.source]
         while todo:
             for name in re.findall(r'^\s*#include "([^"]+)"', todo.pop().read_text(encoding="utf-8"), re.MULTILINE):
-                path = self.source.parent / name
+                path = self.root / name
                 if path not in found:
                     found.add(path)
                     todo.append(path)
@@ -53,8 +55,12 @@ class Program:
         """Of the sources alone: what a receipt carries."""
         digest = hashlib.sha256()
         for path in self.files():
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+            digest.update(self.include_name(path).encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()[:16]
+
+    def include_name(self, path: Path) -> str:
+        """As an #include spells it."""
+        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
 
 
 def compile_program(program: Program, arch: str, *, cache: Path | None = None) -> bytes:
@@ -75,11 +81,11 @@ def build_program(program: Program, arch: str, *more: str) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     texts = {path: _for_arch(path.read_bytes(), arch) for path in program.files()}
     source = texts.pop(program.source)
-    names, bodies = [path.name.encode() for path in texts], list(texts.values())
+    names, bodies = [program.include_name(path).encode() for path in texts], list(texts.values())
     made = nvrtc.nvrtcCreateProgram(source, program.source.name.encode(), len(names), bodies, names)
     handle = _ok(made, "start a program")[0]
     try:
-        options = (*_options(program, arch), *more, f"--include-path={program.source.parent}")
+        options = (*_options(program, arch), *more, f"--include-path={program.root}")
         arguments = [o.encode() for o in options]
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(arguments), arguments)
         size = _ok(nvrtc.nvrtcGetProgramLogSize(handle), "read the log")[0]

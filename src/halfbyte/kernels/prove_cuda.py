@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from halfbyte.kernels.cuda import (
-    batch,
-    batch_attention,
-    batch_fused,
-    batch_phase,
-    decode,
-    flash,
-    grouped_build,
-    grouped_fp8,
-    grouped_phases,
-    grouped_sync,
-    prefill_layer,
-)
-from halfbyte.kernels.cuda.step import ROW_SIZES
+from halfbyte.kernels.cuda.attention import batch as batch_attention
+from halfbyte.kernels.cuda.attention import flash
+from halfbyte.kernels.cuda.batch import fused_phase as batch_fused
+from halfbyte.kernels.cuda.batch import phase as batch_phase
+from halfbyte.kernels.cuda.batch import products as batch
+from halfbyte.kernels.cuda.decode import phase as decode
+from halfbyte.kernels.cuda.decode.step import ROW_SIZES
+from halfbyte.kernels.cuda.prefill import builds as grouped_build
+from halfbyte.kernels.cuda.prefill import fp8 as grouped_fp8
+from halfbyte.kernels.cuda.prefill import layer as prefill_layer
+from halfbyte.kernels.cuda.prefill import phases as grouped_phases
+from halfbyte.kernels.cuda.prefill import sync as grouped_sync
 from halfbyte.kernels.launch import Program
 from halfbyte.plan.phase import Arch, Phase, Spec
 from halfbyte.plan.step import DECODE_ROWS

@@ -20,7 +20,7 @@ import torch
 from halfbyte import roofline
 from halfbyte.errors import UsageError
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.ops.sampling import greedy
 
 SMALL = 1 << 30  # bytes of weights

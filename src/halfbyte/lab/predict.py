@@ -332,6 +332,6 @@ def _void(gpu: Gpu, model: str, gates: Gates) -> str:
 
 
 def _weights(model: str, gates: Gates) -> float:
-    from halfbyte.model.ready import resolve, weight_bytes
+    from halfbyte.model.load import resolve, weight_bytes
 
     return weight_bytes(resolve(f"random:{model}"), gates)

@@ -21,6 +21,7 @@ from typing import Any
 
 import halfbyte
 from halfbyte.errors import UsageError
+from halfbyte.kernels.launch import INCLUDES
 from halfbyte.lab import environment
 from halfbyte.plan.phase import Phase
 from halfbyte.plan.select import all_phases
@@ -47,7 +48,7 @@ def sources_of(start: Iterable[Path], rooms: tuple[str, ...] = ("kernels",)) -> 
         if path.suffix == ".py":
             todo += _python(path, text, rooms)
         else:
-            todo += [path.parent / name for name in _INCLUDE.findall(text)]
+            todo += [INCLUDES / name for name in _INCLUDE.findall(text)]
     return sorted(found)
 
 

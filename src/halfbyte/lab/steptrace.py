@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cuda.step import DecodeStep, Gpu
+from halfbyte.kernels.cuda.decode.step import DecodeStep, Gpu
 from halfbyte.lab.speed import Cache, device_us, random_tokens
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.rope import rope_table
@@ -125,7 +125,7 @@ def shares(found: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, float]:
 
 def traced_step(model: GptOss, cache: Cache, context: int) -> DecodeStep:
     """The model's own decode kernel, compiled for tracing, at the end of every sequence of the cache."""
-    from halfbyte.kernels.cuda.decode import _weights, shape_of  # only where that kernel runs
+    from halfbyte.kernels.cuda.decode.phase import _weights, shape_of  # only where that kernel runs
 
     rows = int(cache.full.shape[0])
     shape = replace(shape_of(model.spec, model.arch, rows), trace=True)

@@ -27,7 +27,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import FormatName, MXTensor
 from halfbyte.model.config import ModelConfig, Yarn
-from halfbyte.model.disk import CHUNK, Reading, WeightFile, truncated
+from halfbyte.model.weight_file import CHUNK, Reading, WeightFile, truncated
 from halfbyte.model.weights import DTYPES, GROUPS, Kind, Matrix, part_rows, roles, shape_of
 
 ARCH = "gpt-oss"

@@ -24,9 +24,9 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.disk import CHUNK, appearing, write_tensor
 from halfbyte.model.gguf_io import ARCH, INTERLEAVED, KINDS, TRUNCATE_KEY, stored_shapes, tensor_names
 from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, read_gguf_vocab
+from halfbyte.model.weight_file import CHUNK, appearing, write_tensor
 from halfbyte.model.weights import DTYPES, GROUPS, Kind, Matrix, Source, roles, slice_rows, split_parts
 
 TYPES: dict[Kind, GGMLQuantizationType] = {kind: t for t, kind in KINDS.items()}

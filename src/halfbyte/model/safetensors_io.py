@@ -28,7 +28,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.disk import Reading, WeightFile, appearing, truncated, write_tensor
+from halfbyte.model.weight_file import Reading, WeightFile, appearing, truncated, write_tensor
 from halfbyte.model.weights import DTYPES, GROUPS, Kind, Matrix, Source, part_rows, roles, shape_of, split_parts
 
 INDEX = "model.safetensors.index.json"

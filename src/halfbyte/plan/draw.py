@@ -1,6 +1,6 @@
 """Who draws a step's tokens on a device. Found by module name and imported when asked for, as kernels of phases are.
 
-A CPU's, and a GPU's without a compiler for CUDA, are drawn by torch (`halfbyte.engine.device_sampler`); the reason is
+A CPU's, and a GPU's without a compiler for CUDA, are drawn by torch (`halfbyte.engine.sampling.device`); the reason is
 kept and shown by the engine.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PROVIDER = "halfbyte.kernels.cuda.draw"
+PROVIDER = "halfbyte.kernels.cuda.sampling.sampler"
 
 
 class Drawer(Protocol):

@@ -14,8 +14,9 @@ from starlette.middleware.cors import CORSMiddleware
 from halfbyte import __version__
 from halfbyte.engine.request import TokenSource
 from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.server import anthropic_messages, meta, openai_chat, openai_completions, openai_responses, page, problems
-from halfbyte.server.front import Front
+from halfbyte.server.api import anthropic_messages, openai_chat, openai_completions, openai_responses
+from halfbyte.server.http import errors, info, page
+from halfbyte.server.http.middleware import Front
 from halfbyte.server.service import Service
 from halfbyte.server.settings import ServerSettings
 
@@ -42,8 +43,8 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
         redoc_url=None,
     )
     app.state.service = service
-    problems.install(app)
-    for module in (openai_chat, openai_completions, openai_responses, anthropic_messages, meta):
+    errors.install(app)
+    for module in (openai_chat, openai_completions, openai_responses, anthropic_messages, info):
         app.include_router(module.router(service))
     if settings.page:
         app.include_router(page.router())

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 from halfbyte.engine.request import TokenSource
 from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.server.answer.conversation import Dialect
+from halfbyte.server.answer.stream import Pacer
+from halfbyte.server.api.response_store import ResponseStore
 from halfbyte.server.guard import Watchdog
-from halfbyte.server.metrics import Metrics
-from halfbyte.server.problems import ApiError
-from halfbyte.server.response_store import ResponseStore
+from halfbyte.server.http.errors import ApiError
+from halfbyte.server.http.metrics import Metrics
 from halfbyte.server.settings import ServerSettings
-from halfbyte.server.stream import Pacer
-from halfbyte.server.turn import Dialect
 
 log = logging.getLogger("halfbyte.server")
 prompts = logging.getLogger("halfbyte.prompts")

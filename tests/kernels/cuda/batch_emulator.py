@@ -1,4 +1,4 @@
-"""The batch kernels on a CPU: the same sources, built with g++ over `emulate.h`, one fiber per CUDA thread."""
+"""The batch kernels on a CPU: the same sources, built with g++ over `emulator.h`, one fiber per CUDA thread."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 from grouped_emulator import build
 
-from halfbyte.kernels.cuda.batch import ProductArgs, RowsArgs, RowShape, Variant
+from halfbyte.kernels.cuda.batch.products import ProductArgs, RowsArgs, RowShape, Variant
 
 
 class Emulator:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.formats import tile16
-from halfbyte.kernels.cuda.step import KV_DTYPES, StepLayer, StepShape, StepWeights, tile_router
+from halfbyte.kernels.cuda.decode.step import KV_DTYPES, StepLayer, StepShape, StepWeights, tile_router
 from halfbyte.ops.rope import rope_table, yarn_frequencies
 
 

@@ -1,4 +1,4 @@
-"""The grouped products on a CPU: the same sources, built with g++ over `emulate.h`, one fiber per CUDA thread."""
+"""The grouped products on a CPU: the same sources, built with g++ over `emulator.h`, one fiber per CUDA thread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, ProductArgs, RowsArgs, Variant
-from halfbyte.kernels.launch import Map, Program
+from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, ProductArgs, RowsArgs, Variant
+from halfbyte.kernels.launch import INCLUDES, Map, Program
 
 Map16 = ctypes.c_uint64 * 16
 CACHE = Path(tempfile.gettempdir()) / "halfbyte-emulator"
@@ -32,7 +32,7 @@ def build(program: Program) -> ctypes.CDLL:
         CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             partial = Path(folder) / "library.so"
-            command = [compiler, *options, "-x", "c++", str(program.source), "-o", str(partial)]
+            command = [compiler, *options, f"-I{INCLUDES}", "-x", "c++", str(program.source), "-o", str(partial)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr[:4000]
             partial.replace(path)

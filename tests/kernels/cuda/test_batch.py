@@ -12,8 +12,17 @@ from grouped_emulator import build
 from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.batch import ROW_THREADS, Machine, Matrix, ProductArgs, RowsArgs, RowShape, Variant, gpu
-from halfbyte.kernels.cuda.batch_layer import Head, Layer, Room
+from halfbyte.kernels.cuda.batch.layer import Head, Layer, Room
+from halfbyte.kernels.cuda.batch.products import (
+    ROW_THREADS,
+    Machine,
+    Matrix,
+    ProductArgs,
+    RowsArgs,
+    RowShape,
+    Variant,
+    gpu,
+)
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm

@@ -9,7 +9,7 @@ import pytest
 import torch
 from grouped_emulator import build
 
-from halfbyte.kernels.cuda.batch_attention import (
+from halfbyte.kernels.cuda.attention.batch import (
     HELD,
     PARTS_MAX,
     SHARED,
@@ -67,7 +67,7 @@ def test_against_the_reference(sequences: list[tuple[int, int]], group: int, win
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    from halfbyte.kernels.cuda.batch_fused import gpu
+    from halfbyte.kernels.cuda.batch.fused_phase import gpu
 
     for sequences, group in (*CASES, ([(5000, 1), (300, 1), (33000, 3), (0, 1)], 8)):
         for window in (0, 128):

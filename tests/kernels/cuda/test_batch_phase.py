@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from halfbyte.gates import Gates, Layers
-from halfbyte.kernels.cuda.batch_fused import PHASES as FUSED_PHASES
-from halfbyte.kernels.cuda.batch_phase import PHASES, whole
+from halfbyte.kernels.cuda.batch.fused_phase import PHASES as FUSED_PHASES
+from halfbyte.kernels.cuda.batch.phase import PHASES, whole
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
 from halfbyte.plan.phase import ARCHES, Spec

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_grouped_proof import report
 
-from halfbyte.kernels.cuda.batch import RowShape, Variant
-from halfbyte.kernels.cuda.batch_attention import AttentionShape
+from halfbyte.kernels.cuda.attention.batch import AttentionShape
+from halfbyte.kernels.cuda.batch.products import RowShape, Variant
 from halfbyte.kernels.launch import Program
 
 pytestmark = [

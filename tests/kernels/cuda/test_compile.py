@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.kernels.cuda.step import ROW_SIZES, StepShape
-from halfbyte.kernels.launch import Program, compile_program, nvrtc_available
+from halfbyte.kernels.cuda.decode.step import ROW_SIZES, StepShape
+from halfbyte.kernels.launch import INCLUDES, Program, compile_program, nvrtc_available
 from halfbyte.plan.step import DECODE_ROWS
 
 LARGE, SMALL = 232_448, 101_376  # shared memory of a block: data centre, and everything that is sm_12x
@@ -139,11 +139,14 @@ def test_compiling_leaves_the_interpreter_alone(tmp_path: Path) -> None:
 def test_the_hash_follows_includes_and_nothing_else(tmp_path: Path) -> None:
     source = StepShape(2880, 2880, 36, 128, 64, 8, 201088).program().source
     for path in Program(source, "decode_step").files():
-        shutil.copy(path, tmp_path / path.name)
-    copy = Program(tmp_path / source.name, "decode_step")
+        target = tmp_path / path.relative_to(INCLUDES)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(path, target)
+    copy = Program(tmp_path / "decode" / source.name, "decode_step", root=tmp_path)
     assert {p.name for p in copy.files()} == {p.name for p in Program(source, "decode_step").files()}
     before = copy.hash()
     (tmp_path / "unrelated.cuh").write_text("int x;", encoding="utf-8")
     assert copy.hash() == before
-    (tmp_path / "ring.cuh").write_text((tmp_path / "ring.cuh").read_text() + "\n", encoding="utf-8")
+    ring = tmp_path / "decode" / "ring.cuh"
+    ring.write_text(ring.read_text() + "\n", encoding="utf-8")
     assert copy.hash() != before

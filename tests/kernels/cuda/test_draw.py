@@ -9,9 +9,9 @@ import pytest
 import torch
 from grouped_emulator import build
 
-from halfbyte.engine.device_sampler import draw_rows
+from halfbyte.engine.sampling.device import draw_rows
 from halfbyte.errors import PlanError
-from halfbyte.kernels.cuda.draw import SHARED, THREADS, VOCAB_MAX, Draw, DrawArgs, gpu, program
+from halfbyte.kernels.cuda.sampling.sampler import SHARED, THREADS, VOCAB_MAX, Draw, DrawArgs, gpu, program
 from halfbyte.kernels.launch import build_program, nvrtc_available
 from halfbyte.ops.sampling import distribution, greedy
 

@@ -13,9 +13,9 @@ from grouped_emulator import Emulator, build
 
 from halfbyte import formats
 from halfbyte.formats import layouts
-from halfbyte.kernels.cuda.flash import FULL, SLIDING, Build, FlashArgs, FlashAttention, attend
-from halfbyte.kernels.cuda.grouped import Dense
-from halfbyte.kernels.cuda.grouped_build import Room
+from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, Build, FlashArgs, FlashAttention, attend
+from halfbyte.kernels.cuda.prefill.builds import Room
+from halfbyte.kernels.cuda.prefill.products import Dense
 from halfbyte.ops import attention as reference
 from halfbyte.plan.step import Step
 
@@ -176,7 +176,7 @@ def test_refuses_what_it_cannot_read() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 128])
 def test_on_a_gpu(window: int) -> None:
-    from halfbyte.kernels.cuda.flash import encode_pages
+    from halfbyte.kernels.cuda.attention.flash import encode_pages
 
     for lengths in (*CASES, [(0, 1000), (700, 333)]):
         step, pool, q, sinks = case(lengths)

@@ -9,9 +9,9 @@ from grouped_emulator import Emulator, build
 from halfbyte import formats, ops
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.grouped import Dense, Experts, Rotation, columns_cap
-from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, SHAPES, ProductArgs, Room, RowsArgs, Variant
-from halfbyte.kernels.cuda.grouped_fp8 import Fp8Dense, Fp8Experts
+from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, SHAPES, ProductArgs, Room, RowsArgs, Variant
+from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts
+from halfbyte.kernels.cuda.prefill.products import Dense, Experts, Rotation, columns_cap
 from halfbyte.kernels.launch import Program
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe

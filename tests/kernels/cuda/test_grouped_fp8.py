@@ -13,8 +13,8 @@ from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts, tile16
 from halfbyte.gates import Gates, Layers, PerRegime
-from halfbyte.kernels.cuda.grouped_build import ProductArgs, Room, Variant
-from halfbyte.kernels.cuda.grouped_fp8 import PHASES, Fp8Dense, Fp8Experts, tops_of
+from halfbyte.kernels.cuda.prefill.builds import ProductArgs, Room, Variant
+from halfbyte.kernels.cuda.prefill.fp8 import PHASES, Fp8Dense, Fp8Experts, tops_of
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose
 from halfbyte.ops.linear import round_activation

@@ -11,7 +11,7 @@ import torch
 from halfbyte import formats
 from halfbyte.formats import layouts
 from halfbyte.gates import Gates, Layers
-from halfbyte.kernels.cuda.grouped_phases import PHASES
+from halfbyte.kernels.cuda.prefill.phases import PHASES
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
 from halfbyte.ops.linear import round_activation

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, SHAPES, Variant
-from halfbyte.kernels.launch import Program
+from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, SHAPES, Variant
+from halfbyte.kernels.launch import INCLUDES, Program
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,6 +32,7 @@ def report(program: Program, folder: Path) -> str:
         "-std=c++17",
         *target,
         *program.options,
+        f"-I{INCLUDES}",
         str(program.source),
         "-o",
         str(folder / "out.cubin"),

@@ -10,10 +10,10 @@ from grouped_emulator import Emulator, build
 
 from halfbyte import formats
 from halfbyte.formats import MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.grouped import Dense, Experts
-from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, ProductArgs, Room, RowsArgs, gpu
-from halfbyte.kernels.cuda.grouped_mx import BYTES, KINDS, Mxfp4Dense, Mxfp4Experts, Mxfp8Dense, Mxfp8Experts, whole
-from halfbyte.kernels.cuda.grouped_sync import COLUMNS, MX, SHARED, SyncDense, SyncExperts, SyncVariant, tile_for
+from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, ProductArgs, Room, RowsArgs, gpu
+from halfbyte.kernels.cuda.prefill.mx import BYTES, KINDS, Mxfp4Dense, Mxfp4Experts, Mxfp8Dense, Mxfp8Experts, whole
+from halfbyte.kernels.cuda.prefill.products import Dense, Experts
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, MX, SHARED, SyncDense, SyncExperts, SyncVariant, tile_for
 from halfbyte.kernels.launch import Program
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe

@@ -17,12 +17,12 @@ import torch
 
 from halfbyte import gates
 from halfbyte.evals.suite import Suite, read_reply
-from halfbyte.kernels.cuda import decode
-from halfbyte.kernels.cuda.emulate import Emulator
-from halfbyte.model import checkpoint, ready
+from halfbyte.kernels.cuda.decode import phase
+from halfbyte.kernels.cuda.device.emulator import Emulator
+from halfbyte.model import checkpoint, load
 from halfbyte.model.gpt_oss import GptOss, choose
 from halfbyte.model.padded import Padded
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES
 
@@ -38,9 +38,9 @@ BOUND, TYPICAL = 1e-2, 5e-4
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(decode, "Gpu", lambda shape: Emulator(shape, 3, cache=tmp_path))
-    monkeypatch.setattr(decode, "POSITIONS", 4096)
-    monkeypatch.setattr(decode, "current_arch", lambda: ARCHES["sm90"])
+    monkeypatch.setattr(phase, "Gpu", lambda shape: Emulator(shape, 3, cache=tmp_path))
+    monkeypatch.setattr(phase, "POSITIONS", 4096)
+    monkeypatch.setattr(phase, "current_arch", lambda: ARCHES["sm90"])
 
 
 def pair(preset: str) -> tuple[GptOss, GptOss]:
@@ -49,7 +49,7 @@ def pair(preset: str) -> tuple[GptOss, GptOss]:
     The kernel keeps 16 bits of the activations, so its oracle rounds none: bf16 ones alone move logits by up to 3 %.
     """
     g = gates.PRESETS[preset].gates
-    source = checkpoint.open_model(ready.EMBEDDED)
+    source = checkpoint.open_model(load.EMBEDDED)
     try:
         padded = Padded(source)
         spec, chosen, selection = choose(padded.config, g, ARCHES["sm90"])
@@ -67,7 +67,7 @@ def pair(preset: str) -> tuple[GptOss, GptOss]:
 @pytest.mark.usefixtures("emulated")
 def test_an_answer_through_the_decode_kernel(preset: str, tokens: int) -> None:
     mine, oracle = pair(preset)
-    tokenizer = ready.tokenizer_of(ready.resolve(None))
+    tokenizer = load.tokenizer_of(load.resolve(None))
     item = Suite("tiny", 0, 1, ["letters"]).items(tokenizer)[0]
     assert len(item.prompt) > 8, "read by the reference"
     a, b = Solo(mine, 512), Solo(oracle, 512)
@@ -93,5 +93,5 @@ def test_an_answer_through_the_decode_kernel(preset: str, tokens: int) -> None:
 
 def test_the_rope_table_covers_the_longest_context() -> None:
     """What the fixture above shortens."""
-    assert decode.POSITIONS == 131072
-    assert torch.finfo(torch.float32).eps * decode.POSITIONS < 0.1
+    assert phase.POSITIONS == 131072
+    assert torch.finfo(torch.float32).eps * phase.POSITIONS < 0.1

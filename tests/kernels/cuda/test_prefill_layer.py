@@ -13,11 +13,11 @@ import torch
 from halfbyte import formats
 from halfbyte.formats import layouts, tile16
 from halfbyte.gates import Gates, Layers
-from halfbyte.kernels.cuda.flash import FULL, SLIDING, FlashAttention
-from halfbyte.kernels.cuda.grouped_build import ROWS_PROGRAM, Variant, gpu
-from halfbyte.kernels.cuda.grouped_fp8 import Fp8Moe, Fp8Out, Fp8Qkv
-from halfbyte.kernels.cuda.grouped_phases import GroupedMoe, GroupedOut, GroupedQkv
-from halfbyte.kernels.cuda.prefill_layer import Fp8PrefillLayer, PrefillLayer
+from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention
+from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, Variant, gpu
+from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
+from halfbyte.kernels.cuda.prefill.layer import Fp8PrefillLayer, PrefillLayer
+from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv
 from halfbyte.kernels.launch import Program, compile_program
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.kernels.triton.router import NormAndRouter

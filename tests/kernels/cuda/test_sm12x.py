@@ -17,10 +17,10 @@ from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, layouts
 from halfbyte.gates import Gates, Layers
-from halfbyte.kernels.cuda.batch import Matrix, ProductArgs, Variant
-from halfbyte.kernels.cuda.emulate import Emulator as StepEmulator
-from halfbyte.kernels.cuda.grouped_sync import COLUMNS, SyncVariant
-from halfbyte.kernels.cuda.step import StepShape
+from halfbyte.kernels.cuda.batch.products import Matrix, ProductArgs, Variant
+from halfbyte.kernels.cuda.decode.step import StepShape
+from halfbyte.kernels.cuda.device.emulator import Emulator as StepEmulator
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncVariant
 from halfbyte.kernels.launch import Program, _for_arch, compile_program, nvrtc_available
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose

@@ -13,9 +13,9 @@ from cuda_models import make_cache, make_rope, make_weights, relative
 from torch import Tensor
 
 from halfbyte.errors import PlanError
-from halfbyte.kernels.cuda import twin
-from halfbyte.kernels.cuda.emulate import Emulator
-from halfbyte.kernels.cuda.step import DecodeStep, Gpu, LayerArgs, StepArgs, StepShape
+from halfbyte.kernels.cuda.decode import oracle
+from halfbyte.kernels.cuda.decode.step import DecodeStep, Gpu, LayerArgs, StepArgs, StepShape
+from halfbyte.kernels.cuda.device.emulator import Emulator
 
 # Split activations keep 16 bits of mantissa, so each phase is within a few 1e-6 of float32. A cached key that rounds to
 # the other bf16 neighbour moves one attention score by up to 2^-9; over few tokens that shows.
@@ -59,8 +59,8 @@ class Case:
         t, p, q = (torch.tensor(v, dtype=torch.int32) for v in (tokens, positions, row_seq))
         self.step.tokens[:n], self.step.positions[:n], self.step.row_seq[:n] = (v.to(self.device) for v in (t, p, q))
         self.step.run(n)
-        want = twin.step(self.shape, self.weights, self.pool, self.tables, self.rope, t, p, q)
-        got = {k: v[:n].cpu() for k, v in twin.boxes(self.step).items()}
+        want = oracle.step(self.shape, self.weights, self.pool, self.tables, self.rope, t, p, q)
+        got = {k: v[:n].cpu() for k, v in oracle.boxes(self.step).items()}
         return {k: torch.stack((got[k].double(), want[k].double())) for k in got}, self.step.next_tokens[:n].cpu()
 
 
@@ -205,7 +205,7 @@ def test_refusals(change: dict[str, object], reason: str) -> None:
 
 def test_an_fp8_cache_must_be_asked_for() -> None:
     from halfbyte import gates
-    from halfbyte.kernels.cuda.decode import WholeStep, shape_of
+    from halfbyte.kernels.cuda.decode.phase import WholeStep, shape_of
     from halfbyte.model.config import NAMED
     from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, spec_of
     from halfbyte.plan.phase import ARCHES

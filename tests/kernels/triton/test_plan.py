@@ -12,7 +12,7 @@ from halfbyte import gates
 from halfbyte.model import synthetic
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss, choose
-from halfbyte.model.solo import Solo
+from halfbyte.model.single_sequence import Solo
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES
 

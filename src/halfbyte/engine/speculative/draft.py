@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from halfbyte.engine.sampler import PROPOSE
+from halfbyte.engine.sampling.host import PROPOSE
 from halfbyte.engine.speculative.controller import Controller, Pace, StepCost
 from halfbyte.engine.speculative.proposer import Proposal
 from halfbyte.kv.pages import PagePool, Tables

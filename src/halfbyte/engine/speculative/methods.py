@@ -14,7 +14,7 @@ from halfbyte.errors import UsageError
 from halfbyte.gates import Gates, setting
 from halfbyte.kv.pages import PagePool
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.ready import EMBEDDED, load, resolve
+from halfbyte.model.load import EMBEDDED, load, resolve
 from halfbyte.roofline import decode_traffic
 
 # Heads by use: the ends of the names they are published under, best first. {base} is gpt-oss-120b or gpt-oss-20b.

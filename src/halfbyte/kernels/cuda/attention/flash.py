@@ -1,0 +1,176 @@
+"""Attention of whole prompts on SM90 (flash.cu): the host's side, and the phase.
+
+Reads the pool through the copy engine, so the pool must be bf16, contiguous, in pages of 64 tokens with heads of 64;
+eight query heads to a kv head. Anything else is refused, and converts nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.gates import Gates
+from halfbyte.kernels.cuda.prefill.builds import PACKED
+from halfbyte.kernels.cuda.prefill.products import Inputs
+from halfbyte.kernels.launch import Kernel, Program, compile_program, tensor_map
+from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import Step
+
+SOURCE = Path(__file__).parent / "flash.cu"
+PAGE, HEAD_DIM, GROUP = 64, 64, 8
+_P, _I = ctypes.c_void_p, ctypes.c_int
+
+
+class FlashArgs(ctypes.Structure):
+    """Mirrors `Flash` in flash.cu."""
+
+    _fields_ = [
+        ("pages", ctypes.c_uint64 * 16),
+        *((name, _P) for name in ("q", "out", "sinks", "table", "positions", "query_start")),
+        *((name, _I) for name in ("sequences", "kv_heads", "table_stride", "tiles", "page_rows", "first_row")),
+        ("window", _I),
+        ("sinks_float", _I),
+        ("scale", ctypes.c_float),
+        ("slots", _I),
+        ("half", _I),
+        ("unused", _I * 9),  # to a multiple of 64 bytes, as the map in front is aligned
+    ]
+
+
+@dataclass(frozen=True)
+class Build:
+    """`groups` warpgroups that multiply, each 8 tokens; `stages` pages of K and of V in flight; `blocks` to an SM."""
+
+    groups: int
+    stages: int
+    blocks: int
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (2 * PAGE * HEAD_DIM * 2 + 4 * 8) + 1024
+
+    def program(self) -> Program:
+        values = {"GROUPS": self.groups, "STAGES": self.stages, "BLOCKS": self.blocks}
+        return Program(SOURCE, "flash", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
+
+
+# Long rows: three warpgroups keep the tensor core busy and share a page's reading. A window is four pages at most, so
+# that starting and ending cost more than the middle: two small blocks to a multiprocessor.
+FULL, SLIDING = Build(3, 6, 1), Build(1, 4, 2)
+
+
+@functools.cache
+def _kernel(build: Build) -> Kernel:
+    major, minor = torch.cuda.get_device_capability()
+    return Kernel(compile_program(build.program(), f"sm_{major}{minor}a"), "flash", build.shared_bytes)
+
+
+def run_on_gpu(build: Build, args: FlashArgs) -> None:
+    _kernel(build).launch(args.tiles * args.kv_heads, build.threads, args, early=True)
+
+
+def encode_pages(pool: Tensor) -> ctypes.Array[ctypes.c_uint64]:
+    """The pool as rows of one head's 64 values, fetched a page of one head at a time, swizzled as wgmma reads it."""
+    return tensor_map(pool.view(-1, HEAD_DIM), (PAGE, HEAD_DIM))
+
+
+def attend(
+    build: Build,
+    q: Tensor,
+    pool: Tensor,
+    layer: int,
+    step: Step,
+    kind: str,
+    sinks: Tensor | None,
+    window: int,
+    *,
+    pages: ctypes.Array[ctypes.c_uint64],
+    run: Callable[[Build, FlashArgs], None] = run_on_gpu,
+    packed: Inputs | None = None,
+) -> Tensor:
+    """bf16 [rows, heads * 64] from rotated queries [rows, heads, 64]; `pages`: encode_pages(pool).
+
+    `packed`: the input of a grouped product, to be filled instead: bf16 values as bf16 or f16."""
+    rows, heads, dim = q.shape
+    kv_heads, table = pool.shape[3], step.block_tables[kind]
+    if packed is None:
+        out, slots = torch.empty((rows, heads * dim), dtype=torch.bfloat16, device=q.device), 0
+    else:
+        assert packed.kind in (PACKED["bf16"], PACKED["f16"]), "E4M3 needs the whole row first"
+        out, slots = packed.packed, packed.slots
+    args = FlashArgs(
+        pages=pages, q=q.data_ptr(), out=out.data_ptr(), sinks=None if sinks is None else sinks.data_ptr(),
+        table=table.data_ptr(), positions=step.positions.data_ptr(), query_start=step.query_start.data_ptr(),
+        sequences=step.sequences, kv_heads=kv_heads, table_stride=table.stride(0),
+        tiles=rows // build.tokens + step.sequences, page_rows=pool.stride(0) // HEAD_DIM,
+        first_row=layer * pool.stride(1) // HEAD_DIM, window=window,
+        sinks_float=int(sinks is not None and sinks.dtype == torch.float32), scale=dim**-0.5 * math.log2(math.e),
+        slots=slots, half=int(packed is not None and packed.kind == PACKED["f16"]),
+    )  # fmt: skip
+    run(build, args)
+    return out
+
+
+class FlashAttention(Phase):
+    name, covers, category, rank = "cuda.attention_flash", ("attention",), "attention", 20
+    backends = {"attention": "cuda"}
+    regimes = frozenset({"prefill"})
+    knows = frozenset({"sinks", "window", "gqa", "uneven_layers"})
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        if arch.name != "sm90":
+            return f"is written for sm90 (wgmma), not {arch.name}"
+        if spec.head_dim != HEAD_DIM or spec.heads != GROUP * spec.kv_heads:
+            return f"needs {GROUP} query heads of {HEAD_DIM} to a kv head, not {spec.heads} to {spec.kv_heads}"
+        if spec.page_size != PAGE or spec.kv_dtype != "bf16":
+            return f"needs KV pages of {PAGE} tokens in bf16, not {spec.page_size} in {spec.kv_dtype}"
+        quantised = spec.formats["o"] in ("mxfp4", "q8")
+        if (spec.activation if quantised else spec.dtype) not in ("bf16", "fp8"):  # fp8 is rounded from bf16
+            return "gives bf16, and o takes its input in another format"
+        return None
+
+    def bind(self, b: Binding) -> Launch:
+        run = self.bind_into(b)
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            acts["attn"] = run(step, acts, None)
+
+        return launch
+
+    def bind_into(self, b: Binding) -> Callable[[Step, dict[str, Any], Inputs | None], Tensor]:
+        """acts["q"] and where packed rows go, if they are wanted (see `attend`) -> the result."""
+        spec, kind, index = b.spec, b.kind or "full", b.kind_index
+        window = spec.window if kind == "sliding" else 0
+        sinks = b.weights.sinks if "sinks" in spec.features_of(("attention",)) else None
+        build = SLIDING if window else FULL
+        maps: dict[int, ctypes.Array[ctypes.c_uint64]] = {}  # a pool may be replaced
+
+        def run(step: Step, acts: dict[str, Any], packed: Inputs | None) -> Tensor:
+            pool = b.kv_pool()
+            if pool.data_ptr() not in maps:
+                maps.clear()
+                maps[pool.data_ptr()] = encode_pages(pool)
+            return attend(
+                build, acts["q"], pool, index, step, kind, sinks, window, pages=maps[pool.data_ptr()], packed=packed
+            )
+
+        return run
+
+
+PHASES: tuple[Phase, ...] = (FlashAttention(),)

@@ -1,0 +1,186 @@
+"""A whole layer for a batch on SM90 and SM12x: products at the speed of the memory (batch.cu), and little between them.
+
+Covers a layer from norm to experts, so that what one operation leaves another need not read in a form of its own: norms
+are made where rows are summed, experts' results are added where the next layer begins, and every launch starts while
+the one before ends. Rope, the KV write and attention are Triton's. Experts are MXFP4, projections MXFP4, q8 or bf16,
+all in the layout "tile16"; activations are bf16. Refuses other machines, formats and shapes; converts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.gates import Gates
+from halfbyte.kernels.cuda.batch.layer import Head, Layer, Room
+from halfbyte.kernels.cuda.batch.products import COLUMNS, EXPERTS_MAX, TOP_MAX, Matrix, RowShape, Variant, gpu
+from halfbyte.kernels.cuda.prefill.phases import GroupedHead
+from halfbyte.kernels.cuda.prefill.sync import SyncHead
+from halfbyte.kernels.launch import current_arch
+from halfbyte.kernels.triton.attention import DecodeAttention
+from halfbyte.kernels.triton.rope import RopeAndWrite
+from halfbyte.plan.phase import LAYER, RESIDUAL, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import BATCH_ROWS, Step
+
+MATRICES = ("qkv", "o", "gate_up", "down")
+BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
+Attend = Callable[[Step, dict[str, Any], Tensor], Tensor]  # qkv float32 [rows, heads * head_dim] -> bf16
+
+
+def variants(spec: Spec, arch: Arch) -> dict[str, Variant]:
+    """The build of each matrix' product; gate_up and down share one where they are as deep."""
+    forms, same = spec.formats, spec.hidden == spec.intermediate
+    wanted = {
+        "qkv": Variant(forms["qkv"], spec.hidden),
+        "o": Variant(forms["o"], spec.heads * spec.head_dim, router=spec.experts),
+        "gate_up": Variant(forms["gate_up"], spec.hidden, True, ids=True, both=same),
+    }
+    wanted |= {} if same else {"down": Variant(forms["down"], spec.intermediate, ids=True)}
+    return {role: v.within(arch.shared_memory) for role, v in wanted.items()}
+
+
+def head_variant(spec: Spec, arch: Arch) -> Variant:
+    return Variant(spec.formats["lm_head"], spec.hidden).within(arch.shared_memory)
+
+
+def no_room(role: str, spec: Spec, arch: Arch, need: int) -> str:
+    kind, has = spec.formats[role], arch.shared_memory
+    return f"holds a tile of {role} in {kind} in {need} bytes of shared memory, {arch.name} has {has}"
+
+
+def refuse_shape(spec: Spec) -> str | None:
+    if spec.experts > EXPERTS_MAX or spec.experts % 16 or spec.top_k > min(TOP_MAX, spec.experts):
+        return f"chooses up to {TOP_MAX} of 16 to {EXPERTS_MAX} experts, not {spec.top_k} of {spec.experts}"
+    if spec.hidden % 64 or spec.intermediate % 64 or spec.hidden > 4096 or spec.intermediate > 4096:
+        return f"needs widths in multiples of 64 up to 4096, not {spec.hidden} and {spec.intermediate}"
+    return None
+
+
+class BatchLayer(Phase):
+    name, covers, category = "cuda.batch_layer", LAYER, "moe"
+    backends = {"moe": "cuda", "linear": "cuda", "attention": "triton"}
+    regimes = frozenset({"decode", "batch"})
+    knows = frozenset(
+        {"bias", "yarn", "sinks", "window", "gqa", "uneven_layers", "clamped_swiglu", "interleaved_gate_up"}
+    )
+    rank = 30
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        if arch.name not in BUILT_FOR:
+            return f"is built for {', '.join(BUILT_FOR)}, not for {arch.name}"
+        if spec.activation != "bf16" or spec.dtype != "bf16":
+            return f"multiplies bf16 activations, not {spec.activation} beside {spec.dtype}"
+        reason = refuse_shape(spec)
+        if reason is not None:
+            return reason
+        if BATCH_ROWS * spec.top_k > 512:
+            return f"groups 512 choices, not {spec.top_k} of each of {BATCH_ROWS} rows"
+        if spec.tile != "auto":
+            return f"has one tile, not {spec.tile}"
+        for role in MATRICES:
+            kinds = ("mxfp4", "q8", "bf16") if role in ("qkv", "o") else ("mxfp4",)
+            if spec.formats[role] not in kinds:
+                return f"multiplies {' or '.join(kinds)} weights, and {role} is {spec.formats[role]}"
+        for role, variant in variants(spec, arch).items():
+            if variant.shared_bytes > arch.shared_memory:
+                return no_room(role, spec, arch, variant.shared_bytes)
+        return self.refuse_attention(spec, arch, gates)
+
+    def refuse_attention(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        return RopeAndWrite().refuse(spec, arch, gates) or DecodeAttention().refuse(spec, arch, gates)
+
+    def layouts(self, spec: Spec) -> dict[str, str]:
+        return dict.fromkeys(MATRICES, "tile16")
+
+    def bind(self, b: Binding) -> Launch:
+        w, s = b.weights, b.spec
+        device = w.qkv_bias.device
+        room = Room(RowShape(s.hidden, s.experts, s.top_k), s.intermediate, b.buffers, device)
+        shared = current_arch().shared_memory
+        layer = Layer(
+            gpu(), room, qkv=Matrix(w.qkv, w.qkv_bias, "qkv", shared=shared),
+            o=Matrix(w.o, w.o_bias, "o", router=s.experts, shared=shared),
+            gate_up=Matrix(w.gate_up, w.gate_up_bias, "gate_up", swiglu=True, shared=shared),
+            down=Matrix(w.down, w.down_bias, "down", shared=shared),
+            attn_norm=w.attn_norm, mlp_norm=w.mlp_norm, router=w.router, router_bias=w.router_bias, eps=s.norm_eps,
+            limit=s.swiglu_limit, alpha=s.swiglu_alpha,
+        )  # fmt: skip
+        attend = self.bind_attention(b)
+        width = (s.heads + 2 * s.kv_heads) * s.head_dim
+        last = b.layer == s.layers - 1
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            x, rows = acts["x"], step.rows
+            qkv = torch.empty((rows, width), dtype=torch.float32, device=device)
+            layer.enter(x, qkv, pending=acts.pop(RESIDUAL, None) is not None)
+            layer.leave(x, attend(step, acts, qkv))
+            acts["topk_ids"], acts["topk_weights"] = room.ids[:rows], room.weights[:rows]
+            if last:
+                layer.finish(x)
+            else:
+                acts[RESIDUAL] = partial(whole, x, room.weights[:rows], room.parts)
+
+        return launch
+
+    def bind_attention(self, b: Binding) -> Attend:
+        s = b.spec
+        rope, attention = RopeAndWrite().bind(b), DecodeAttention().bind(b)
+        heads = [s.heads, s.kv_heads, s.kv_heads]
+
+        def attend(step: Step, acts: dict[str, Any], qkv: Tensor) -> Tensor:
+            acts["q"], acts["k"], acts["v"] = torch.split(qkv.view(step.rows, sum(heads), s.head_dim), heads, dim=1)
+            rope(step, acts)
+            attention(step, acts)
+            out: Tensor = acts["attn"]
+            return out
+
+        return attend
+
+
+def whole(x: Tensor, weights: Tensor, parts: Tensor) -> Tensor:
+    """x with the experts' results that the next layer adds to it."""
+    rows, choices = weights.shape
+    each = parts[: rows * choices].view(rows, choices, -1)
+    return x + (weights[:, :, None] * each).sum(1)
+
+
+class BatchHead(GroupedHead):
+    """lm_head of up to eight rows as a stream; more rows through the grouped product, which reads it once."""
+
+    name = "cuda.batch_norm_lm_head"
+    regimes = frozenset({"decode", "batch"})
+    rank = 30
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        reason = super().refuse(spec, arch, gates) or refuse_shape(spec)
+        need = 0 if reason else head_variant(spec, arch).shared_bytes
+        if need > arch.shared_memory:
+            reason = no_room("lm_head", spec, arch, need)
+        return reason
+
+    def bind(self, b: Binding) -> Launch:
+        w, s = b.weights, b.spec
+        room = Room(RowShape(s.hidden, s.experts, s.top_k), s.intermediate, b.buffers, w.final_norm.device)
+        lm_head = Matrix(w.lm_head, None, "lm_head", shared=current_arch().shared_memory)
+        few, many = Head(gpu(), room, lm_head, w.final_norm, s.norm_eps), super().bind(b)
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            if step.logit_rows.shape[0] > COLUMNS:
+                many(step, acts)
+            else:
+                acts["logits"] = few.run(acts["x"], step.logit_rows)
+
+        return launch
+
+
+class SyncBatchHead(BatchHead, SyncHead):
+    """The same on SM12x, where a block has 99 KB and the grouped product is that of mma.sync."""
+
+    name = "cuda.batch_sync_norm_lm_head"
+
+
+PHASES: tuple[Phase, ...] = (BatchLayer(), BatchHead(), SyncBatchHead())

@@ -1,0 +1,148 @@
+"""The whole decode step as one phase: every operation of every layer in one persistent launch (step.cu).
+
+Serves 1 to 8 rows, of one sequence or of several. Its products are exact in the weights and take 16 bits of the
+activations; what passes between blocks keeps 14 (docs/numerics.md). So it answers to bf16 activations and never rounds
+more than they would. An fp8 cache is served when it is asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import PlanError
+from halfbyte.formats import DenseTiles, MXTensor
+from halfbyte.gates import Gates
+from halfbyte.kernels.cuda.decode.step import (
+    FORMATS,
+    KV_DTYPES,
+    PAGE,
+    ROW_SIZES,
+    DecodeStep,
+    Gpu,
+    StepLayer,
+    StepShape,
+    StepWeights,
+    tile_router,
+)
+from halfbyte.kernels.launch import current_arch
+from halfbyte.ops.rope import rope_table
+from halfbyte.plan.phase import OPERATIONS, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import DECODE_ROWS, Step
+
+POSITIONS = 131072  # rope table: the longest context of gpt-oss
+MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
+BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
+
+
+def shape_of(spec: Spec, arch: Arch, rows: int) -> StepShape:
+    return StepShape(
+        hidden=spec.hidden, intermediate=spec.intermediate, layers=spec.layers, experts=spec.experts, heads=spec.heads,
+        kv_heads=spec.kv_heads, vocab=spec.vocab, window=spec.window, rows=rows, qkv=spec.formats["qkv"],
+        o=spec.formats["o"], lm_head=spec.formats["lm_head"], kv=spec.kv_dtype, shared=arch.shared_memory,
+    )  # fmt: skip
+
+
+class WholeStep(Phase):
+    name = "cuda.decode_step"
+    covers = OPERATIONS
+    backends: Mapping[str, str | tuple[str, ...]] = {
+        "moe": ("gemv", "cuda"), "linear": ("gemv", "cuda"), "attention": "cuda"
+    }  # fmt: skip
+    regimes = frozenset({"decode"})
+    knows = frozenset({"bias", "yarn", "sinks", "window", "gqa", "clamped_swiglu", "interleaved_gate_up"})
+    rank = 100
+    category = "moe"
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        if arch.name not in BUILT_FOR:
+            return f"is built for {', '.join(BUILT_FOR)}, not for {arch.name}"
+        if gates.speculate.startswith("eagle3"):
+            return "runs all layers in one piece, and EAGLE-3 reads hidden states between them"
+        if spec.head_dim != 64 or spec.top_k != 4:
+            return f"needs head_dim 64 and top-4, not {spec.head_dim} and top-{spec.top_k}"
+        if spec.page_size != PAGE or spec.kv_dtype not in KV_DTYPES:
+            return f"needs KV pages of {PAGE} tokens in bf16 or fp8, not {spec.page_size} in {spec.kv_dtype}"
+        if spec.kv_dtype == "fp8" and gates.moe_kernel.decode == "auto":
+            return (
+                "has been run with an fp8 cache in the emulator only; --moe-kernel decode=gemv asks for it all the same"
+            )
+        if spec.activation != "bf16":
+            return f"multiplies 16-bit activations, not {spec.activation}"
+        if "sinks" not in spec.features_of(("attention",)):
+            return "always counts the sinks"
+        for role in ("gate_up", "down"):
+            if spec.formats[role] != "mxfp4":
+                return f"reads experts in mxfp4, not in {spec.formats[role]}"
+        for role in ("qkv", "o", "lm_head"):
+            if spec.formats[role] not in FORMATS:
+                return f"{role} is {spec.formats[role]}, and the layout tile16 holds {', '.join(FORMATS)}"
+        return shape_of(spec, arch, next(r for r in ROW_SIZES if r >= DECODE_ROWS)).refuse()
+
+    def layouts(self, spec: Spec) -> dict[str, str]:
+        return {"embed": "plain"} | dict.fromkeys(MATRICES, "tile16")
+
+    def bind(self, b: Binding) -> Launch:
+        spec = b.spec
+        weights = _weights(b)
+        rope = torch.cat(rope_table(*b.rope, torch.arange(POSITIONS)), -1).contiguous().to(weights.embed.device)
+        none = torch.zeros((1, 1), dtype=torch.int32, device=rope.device)  # of tables: every launch names its own
+        arch = current_arch()
+        steps: dict[tuple[int, int], DecodeStep] = {}
+
+        def step_for(rows: int) -> DecodeStep:
+            pool = b.kv_pool()
+            key = (rows, pool.data_ptr())
+            if key not in steps:
+                shape = shape_of(spec, arch, rows)
+                steps[key] = DecodeStep(
+                    shape, weights, Gpu(shape), pool=pool, tables=(none, none), rope=rope,
+                    norm_eps=spec.norm_eps, swiglu_limit=spec.swiglu_limit, swiglu_alpha=spec.swiglu_alpha,
+                )  # fmt: skip
+            return steps[key]
+
+        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+            rows = step.rows
+            kernel = step_for(next(r for r in ROW_SIZES if r >= rows))
+            tables = step.block_tables["sliding"].contiguous(), step.block_tables["full"].contiguous()
+            kernel.read(step.tokens.contiguous(), step.positions.contiguous(), step.row_sequence.contiguous(), tables)
+            kernel.run(rows)
+            wanted = step.logit_rows.shape[0]
+            acts["logits"] = kernel.logits[:rows] if wanted == rows else kernel.logits[step.logit_rows.long()]
+
+        return launch
+
+
+def _weights(b: Binding) -> StepWeights:
+    w = b.weights
+    layers = []
+    for layer in w.layers:
+        vectors = {
+            name: _bf16(name, getattr(layer, name))
+            for name in (
+                "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "attn_norm", "mlp_norm", "router_bias", "sinks",
+            )
+        }  # fmt: skip
+        matrices = {name: _bytes(getattr(layer, name)) for name in MATRICES[:4]}
+        layers.append(StepLayer(**matrices, **vectors, router=tile_router(_bf16("router", layer.router))))
+    return StepWeights(layers, _bf16("embed", w.embed), _bf16("final_norm", w.final_norm), _bytes(w.lm_head))
+
+
+def _bytes(matrix: MXTensor | DenseTiles) -> Tensor:
+    assert matrix.layout == "tile16", matrix.layout
+    return matrix.data
+
+
+def _bf16(name: str, t: Tensor) -> Tensor:
+    """The tensor in bf16, which must lose nothing."""
+    out = t.to(torch.bfloat16).contiguous()
+    if t.dtype != torch.bfloat16 and not torch.equal(out.to(t.dtype), t):
+        raise PlanError(
+            f"the CUDA decode step needs {name} in bf16, and this checkpoint has more bits; use --linear-kernel triton."
+        )
+    return out
+
+
+PHASES: tuple[Phase, ...] = (WholeStep(),)

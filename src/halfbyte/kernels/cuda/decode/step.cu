@@ -1,0 +1,504 @@
+// One decode step of gpt-oss in one kernel: embedding, all layers, lm_head, argmax. One block per multiprocessor stays
+// for the whole step. Its feeding warp streams the block's weights and pages into a ring in shared memory, without
+// regard to what the other blocks do; only the experts must be known before theirs can be asked for. Its
+// working warps go through five phases a layer; what passes between blocks goes through mailboxes (box.cuh).
+//
+//   A  norm, qkv                          reads x       writes qkv
+//   B  rope, attention, KV write          reads qkv     (long contexts: parts, read by every block of the kv head)
+//   C  o, residual, router products                     adds to mid and to router logits
+//   D  norm, top-4, gate_up, swiglu       reads mid     writes h
+//   E  down, weighted                     reads h       adds to the next x
+//
+// Results do not depend on timing: floats are added in a fixed order, and what is added in any order is integer.
+#include "decode/output.cuh"
+
+constexpr int F_QKV = HB_FORMAT_QKV, F_O = HB_FORMAT_O, F_HEAD = HB_FORMAT_HEAD;
+constexpr int ADDED_X = TOP_K + 1;  // contributions to x: every expert, and the residual
+constexpr int QKV_TILES = QKV / 16, O_TILES = HIDDEN / 16, UP_TILES = 2 * INTER / 16, DOWN_TILES = HIDDEN / 16, HEAD_TILES = VOCAB / 16;
+
+// The down tiles of a block: blocks are dealt out evenly to experts where that comes out even, else tiles to blocks.
+HB_DEV void down_range(int count, int block, int grid, int& first, int& last) {
+  if (grid % count == 0) {
+    const int each = grid / count, expert = block / each, i = block % each;
+    first = expert * DOWN_TILES + DOWN_TILES * i / each;
+    last = expert * DOWN_TILES + DOWN_TILES * (i + 1) / each;
+  } else {
+    const int all = count * DOWN_TILES;
+    first = all * block / grid;
+    last = all * (block + 1) / grid;
+  }
+}
+
+HB_DEV void down_share(const Shared& sh, int count, int block, int grid, int& first, int& last) {
+  if (ROWS == 1 || count == TOP_K) { first = sh.down_first; last = sh.down_last; }
+  else down_range(count, block, grid, first, last);
+}
+
+// One over the norm's root, from the squares that the working warps met in a row.
+HB_DEV float root_of(const Shared& sh, const Step& p, int row) {
+  float v = 0.f;
+  HB_UNROLL
+  for (int i = 0; i < 16; i++) v += sh.ssq[row][i];
+  return recip_sqrt_normal(v * (1.f / HIDDEN) + p.norm_eps);
+}
+
+// ---- routing, by the feeding warp -----------------------------------------------------------------------------------
+
+// Sums that several blocks add to exist twice, for layers in turn, counted through the steps. When the experts of a layer are
+// chosen, nobody reads the sums of the layer before any more: pass_on() clears them for the layer after.
+HB_DEV u32 half_of(const Shared& sh, int layer) { return (sh.epoch * LAYERS + (u32)layer) & 1; }
+HB_DEV u64* x_after(const Shared& sh, int layer) { return sh.step.box.x + (size_t)half_of(sh, layer) * ROWS * HIDDEN; }
+HB_DEV u64* mid_of(const Shared& sh, int layer) { return sh.step.box.mid + (size_t)half_of(sh, layer) * ROWS * HIDDEN; }
+HB_DEV u64* logits_of(const Shared& sh, int layer) { return sh.step.box.logits + (size_t)half_of(sh, layer) * ROWS * ROUTER_COPIES * EXPERTS; }
+
+HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, int lane, int grid) {
+  constexpr int PER_LANE = EXPERTS / 32;
+  const u32 all = router_contributions(grid);
+  Routing& out = sh.routing[layer & 1];
+  HB_ROLLED
+  for (int row = 0; row < rows_of(p); row++) {
+    const u64* logits = logits_of(sh, layer) + (size_t)row * ROUTER_COPIES * EXPERTS;
+    u64 sum[PER_LANE];
+    float bias[PER_LANE];
+    HB_UNROLL
+    for (int i = 0; i < PER_LANE; i++) bias[i] = bf16_at(weights.router_bias, lane * PER_LANE + i);
+    // not before this block is through with o: until x was whole, logits of two layers ago could stand here
+    if (row == 0) wait_bar(&sh.attended, layer & 1, 0x504);
+    const int probed = (hb_block() * 37 + EXPERTS - 1) % EXPERTS;  // no word is everybody's
+    Patience patience;
+    HB_ROLLED
+    for (;;) {
+      for (;;) {  // one expert first, see load_operand
+        u64 probe = 0;
+        HB_UNROLL
+        for (int c = 0; c < ROUTER_COPIES; c++) probe += box_load(logits + c * EXPERTS + probed);
+        if (contributions<LOGIT_COUNT>(probe) == all) break;
+        patience.wait(0x502);
+      }
+      if (lane == 0) stamp(p, hb_block(), layer, 25);
+      bool ready = true;
+      u64 word[ROUTER_COPIES][PER_LANE];
+      HB_UNROLL
+      for (int c = 0; c < ROUTER_COPIES; c++)
+        HB_UNROLL
+        for (int i = 0; i < PER_LANE; i += PER_LANE % 2 ? 1 : 2) {
+          const u64* from = logits + c * EXPERTS + lane * PER_LANE + i;
+          if (PER_LANE % 2) word[c][i] = box_load(from);
+          else { const u64x2 two = box_load2(from); word[c][i] = two.x; word[c][i + 1] = two.y; }
+        }
+      HB_UNROLL
+      for (int i = 0; i < PER_LANE; i++) {
+        sum[i] = 0;
+        HB_UNROLL
+        for (int c = 0; c < ROUTER_COPIES; c++) sum[i] += word[c][i];
+        ready &= contributions<LOGIT_COUNT>(sum[i]) == all;
+      }
+      if (warp_ballot(ready) == 0xffffffffu) break;
+      patience.wait(0x500);
+    }
+    if (row == 0) wait_bar(&sh.squared, layer & 1, 0x503);
+    const float scale = root_of(sh, p, row);
+    u32 key[PER_LANE];
+    HB_UNROLL
+    for (int i = 0; i < PER_LANE; i++) key[i] = orderable(summed<LOGIT_COUNT>(sum[i]) * scale + bias[i]);
+    float value[TOP_K];
+    int expert[TOP_K];
+    HB_UNROLL
+    for (int k = 0; k < TOP_K; k++) {  // ties go to the lower expert
+      u32 best = 0;
+      HB_UNROLL
+      for (int i = 0; i < PER_LANE; i++) best = key[i] > best ? key[i] : best;
+      best = warp_max(best);
+      u32 where = EXPERTS;
+      HB_UNROLL
+      for (int i = PER_LANE - 1; i >= 0; i--) if (key[i] == best) where = lane * PER_LANE + i;
+      where = warp_min(where);
+      HB_UNROLL
+      for (int i = 0; i < PER_LANE; i++) if ((u32)(lane * PER_LANE + i) == where) key[i] = 0;
+      value[k] = from_orderable(best);
+      expert[k] = (int)where;
+    }
+    if (lane == 0) {
+      HB_UNROLL
+      for (int k = 0; k < TOP_K; k++) {
+        out.expert[row][k] = expert[k]; out.weight[row][k] = value[k];
+        if (ROWS == 1) out.list[k] = expert[k];
+      }
+      out.scale[row] = scale;
+    }
+  }
+  if (lane == 0) {  // distinct experts, in order of first appearance
+    int n = TOP_K;
+    if (ROWS > 1) for (int i = n = 0; i < p.rows * TOP_K; i++) {
+      const int e = out.expert[i / TOP_K][i % TOP_K];
+      bool known = false;
+      for (int j = 0; j < n; j++) known |= out.list[j] == e;
+      if (!known) out.list[n++] = e;
+    }
+    out.count = n;
+    bar_arrive(&sh.routed, 1);
+  }
+  sync_warp();
+}
+
+// The logits of the chosen become their weights: nobody needs these before down, so the first experts are asked for first.
+HB_DEV void weigh(Routing& r, int rows) {
+  HB_ROLLED
+  for (int row = 0; row < rows; row++) {
+    float weight[TOP_K], total = 0.f;
+    HB_UNROLL
+    for (int k = 0; k < TOP_K; k++) { weight[k] = exp2_fast((r.weight[row][k] - r.weight[row][0]) * LOG2E); total += weight[k]; }
+    HB_UNROLL
+    for (int k = 0; k < TOP_K; k++) r.weight[row][k] = divide(weight[k], total);
+  }
+}
+
+// The small vectors of a layer are read where nothing hides their latency: have them in L2 a layer ahead, all blocks
+// together, each its share.
+HB_DEV void warm(const Layer& l, int lane, int block, int grid) {
+  const int i = block * 32 + lane, n = grid * 32;
+  for (int k = i * 64; k < HIDDEN; k += n * 64) { prefetch_l2(l.attn_norm + k); prefetch_l2(l.mlp_norm + k); prefetch_l2(l.o_bias + k); }
+  for (int k = i * 64; k < QKV; k += n * 64) prefetch_l2(l.qkv_bias + k);
+  for (int k = i * 64; k < EXPERTS; k += n * 64) prefetch_l2(l.router_bias + k);
+  for (int k = i * 64; k < HEADS; k += n * 64) prefetch_l2(l.sinks + k);
+}
+
+// The residual goes on into the next x, and sums of the layer after are cleared: whoever finds x whole finds them clear.
+HB_DEV void pass_on(const Shared& sh, const Step& p, int layer, int i, int n) {
+  HB_ROLLED
+  for (int k = i; k < ROWS * ROUTER_COPIES * EXPERTS; k += n) box_store(logits_of(sh, layer + 1) + k, 0);
+  HB_ROLLED
+  for (int k = i; k < ROWS * HIDDEN; k += n) {
+    box_store(mid_of(sh, layer + 1) + k, 0);
+    box_store(x_after(sh, layer + 1) + k, 0);
+    if (k < rows_of(p) * HIDDEN) box_add_released(x_after(sh, layer) + k, contribution<COUNT>((i64)box_load(mid_of(sh, layer) + k) >> COUNT));
+  }
+}
+
+// One kv head's pieces of this block's tiles of o, then the router's columns for the same tiles.
+HB_DEV void feed_o(Feeder& f, const Layer& l, int head) {
+  using P = Piece<F_O>;
+  HB_ROLLED
+  for (int first = f.sh.o_first; first < f.sh.o_last; first += P::MOST) {
+    const int end = f.sh.o_last - first < P::MOST ? f.sh.o_last : first + P::MOST;
+    const u8* from = l.o + ((size_t)first * KV_HEADS + head) * P::BYTES;
+    HB_ROLLED
+    for (int i = first; i < end;) {
+      const int n = P::FIT ? (end - i < P::FIT ? end - i : P::FIT) : 1;
+      HB_ROLLED
+      for (int part = 0; part < P::SLOTS_EACH; part++) {
+        f.open(n * P::EACH * P::CHUNK);
+        HB_ROLLED
+        for (int j = 0; j < n; j++) f.copy(j * P::BYTES, from + (size_t)j * KV_HEADS * P::BYTES + part * P::EACH * P::CHUNK, P::EACH * P::CHUNK);
+        f.close();
+      }
+      i += n;
+      from += (size_t)n * KV_HEADS * P::BYTES;
+    }
+    HB_ROLLED
+    for (int i = first; i < end; i += ROUTER_FIT)
+      f.put((const u8*)l.router + (size_t)i * ROUTER_BYTES, (end - i < ROUTER_FIT ? end - i : ROUTER_FIT) * ROUTER_BYTES);
+  }
+}
+
+HB_PHASE void feed() {
+  Shared& sh = *(Shared*)hb_shared();
+  const Step& p = sh.step;
+  const int lane = hb_thread() % 32, block = hb_block(), grid = hb_grid();
+  Feeder f{sh, streaming_policy(), Cursor(), AHEAD_REST};
+  for (int layer = 0; layer < LAYERS; layer++) {
+    const Layer& l = sh.layers[layer];
+    const bool sliding = layer % 2 == 0;
+    if (lane == 0) {
+      HB_ROLLED
+      for (int i = block; i < QKV_TILES; i += grid) f.tile<F_QKV, HIDDEN>(l.qkv, i);
+      HB_ROLLED
+      for (int turn = 0, head = sh.seat.head; turn < sh.turns; turn++, head += grid) {
+        HB_ROLLED
+        for (int n = 0; n < sh.units[sliding]; n++) {
+          const Unit u = n ? find_unit(sh, rows_of(p), sliding, n) : sh.unit[sliding];
+          HB_ROLLED
+          for (int page = u.first; page < u.last; page++) {
+            const u8 *keys = page_at(p, page_table(p, sh, sliding, u.row)[page], layer / 2, 0, head), *values = keys + KV_HEADS * PAGE_BYTES;
+            if (PAGE_WHOLE) { f.open(2 * PAGE_BYTES); f.copy(0, keys, PAGE_BYTES); f.copy(PAGE_BYTES, values, PAGE_BYTES); f.close(); }
+            else { f.put(keys, PAGE_BYTES); f.put(values, PAGE_BYTES); }
+          }
+        }
+        feed_o(f, l, head);
+      }
+    }
+    sync_warp();
+    if (lane == 0) stamp(p, block, layer, 24);
+    if (layer + 1 < LAYERS) warm(sh.layers[layer + 1], lane, block, grid);
+    route(sh, p, l, layer, lane, grid);
+    if (lane == 0) {
+      stamp(p, block, layer, 26);
+      Routing& r = sh.routing[layer & 1];
+      f.window = AHEAD;
+      const int count = ROWS == 1 ? TOP_K : r.count;
+      HB_ROLLED
+      for (int i = block; i < count * UP_TILES; i += grid) {
+        f.tile<MXFP4, HIDDEN>(l.gate_up, (size_t)r.list[i / UP_TILES] * UP_TILES + i % UP_TILES);
+        if (i == block) weigh(r, rows_of(p));
+      }
+      if (block >= count * UP_TILES) weigh(r, rows_of(p));
+      stamp(p, block, layer, 27);
+      int first, last;
+      down_share(sh, count, block, grid, first, last);
+      HB_ROLLED
+      for (int i = first; i < last; i++)
+        f.tile<MXFP4, INTER>(l.down, (size_t)r.list[i / DOWN_TILES] * DOWN_TILES + i % DOWN_TILES);
+      stamp(p, block, layer, 28);
+      f.window = AHEAD_REST;
+    }
+    sync_warp();
+  }
+  if (lane == 0)
+    HB_ROLLED
+    for (int i = block; i < HEAD_TILES; i += grid) f.tile<F_HEAD, HIDDEN>(p.head, i);
+}
+
+// ---- the phases, by the working warps -------------------------------------------------------------------------------
+
+template <int FORMAT, int ADDED> HB_DEV FromResidual<FORMAT, ADDED> residual(const Worker& w, const u64* box, const u16* norm) {
+  FromResidual<FORMAT, ADDED> s;
+  s.box = box;
+  s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm;
+  return s;
+}
+template <bool FIRST> HB_PHASE State phase_qkv(State state, int layer) {
+  Worker w(state, layer, 0);
+  const Layer& l = w.sh.layers[layer];
+  const int tiles = w.sh.qkv_tiles;
+  if (!tiles) return state;
+  Operand<F_QKV, HIDDEN> x;
+  gemv<F_QKV, HIDDEN, 1>(w, x, tiles,
+    [&](int tile, int, int m) { return Early{l.qkv_bias[(w.block + tile * w.grid) * 16 + m]}; },
+    [&] {
+      auto source = residual<F_QKV, FIRST ? 0 : ADDED_X>(w, x_after(w.sh, layer - 1), l.attn_norm);
+      load_operand(w, x, source);
+    },
+    [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
+      const float v = sum[0] * root_of(w.sh, w.p, row) + bf16_low(bias.a);
+      box_store(w.p.box.qkv + (size_t)row * QKV + (w.block + tile * w.grid) * 16 + m, tagged(as_bits(v), w.tag));
+    });
+  w.mark(3);
+  return w.state();
+}
+
+HB_PHASE State phase_attention(State state, int layer) {  // and o
+  Worker w(state, layer, 1);
+  const Layer& l = w.sh.layers[layer];
+  const bool sliding = layer % 2 == 0;
+  HB_ROLLED
+  for (int turn = 0, head = w.sh.seat.head; turn < w.sh.turns; turn++, head += w.grid) {
+    HB_ROLLED
+    for (int n = 0; n < w.sh.units[sliding]; n++) attend<F_O>(w, l, head, layer / 2, sliding, n ? find_unit(w.sh, w.rows, sliding, n) : w.sh.unit[sliding]);
+    for (int i = w.warp; i < w.rows * GROUP; i += WORKERS) {
+      const int parts = w.sh.parts[sliding][i / GROUP];
+      if (!ALONE || parts > 1) merge_head<F_O>(w, l, head, i / GROUP, i % GROUP, parts);
+    }
+    w.mark(3);
+    w.sync();
+    w.phase = 2;
+    w.mark(0);
+    project<F_O>(w, l, head, layer ? x_after(w.sh, layer - 1) : nullptr, mid_of(w.sh, layer), logits_of(w.sh, layer));
+    w.mark(3);
+    if (turn + 1 < w.sh.turns) w.sync();
+  }
+  if (w.thread == 0) bar_arrive(&w.sh.attended, 1);  // every block has met values that came of x, and its warps each other
+  return w.state();
+}
+
+HB_DEV int place_of(const Routing& r, int row, int index) {  // of an expert of the list among those the row chose, or -1
+  if (ROWS == 1) return index;
+  const int expert = r.list[index];
+  int k = -1;
+  HB_UNROLL
+  for (int i = 0; i < TOP_K; i++) k = r.expert[row][i] == expert ? i : k;
+  return k;
+}
+
+HB_PHASE State phase_up(State state, int layer) {
+  Worker w(state, layer, 3);
+  const Layer& l = w.sh.layers[layer];
+  const Step& p = w.p;
+  Operand<MXFP4, HIDDEN> x;
+  load_operand(w, x, residual<MXFP4, KV_HEADS>(w, mid_of(w.sh, layer), l.mlp_norm));  // while the feeding warp still chooses
+  sync_warp();
+  if (w.lane == 0) bar_arrive(&w.sh.squared, 1);
+  wait_bar(&w.sh.routed, layer & 1, 0x701);
+  const Routing& r = w.sh.routing[layer & 1];
+  const int tiles = ROWS == 1 || r.count == TOP_K ? w.sh.up_tiles : share_of(r.count * UP_TILES, w.block, w.grid);
+  gemv<MXFP4, HIDDEN, 4>(w, x, tiles,
+    [&](int tile, int, int m) {
+      const int i = w.block + tile * w.grid;
+      Early e;
+      e.x[0] = *(const u64*)(l.gate_up_bias + (size_t)r.list[i / UP_TILES] * 2 * INTER + i % UP_TILES * 16 + m);
+      return e;
+    },
+    [] {},
+    [&](int tile, int row, int m, const float (&sum)[4], Early early) {
+      const int i = w.block + tile * w.grid;
+      const int k = place_of(r, row, i / UP_TILES);
+      if (k < 0) return;
+      float h[2];
+      HB_UNROLL
+      for (int j = 0; j < 2; j++) {
+        const u32 bias = (u32)(early.x[0] >> (32 * j));
+        float gate = sum[2 * j] * r.scale[row] + bf16_low(bias), up = sum[2 * j + 1] * r.scale[row] + bf16_high(bias);
+        gate = gate > p.swiglu_limit ? p.swiglu_limit : gate;
+        up = up > p.swiglu_limit ? p.swiglu_limit : up < -p.swiglu_limit ? -p.swiglu_limit : up;
+        h[j] = divide((up + 1.f) * gate, 1.f + exp2_fast(-p.swiglu_alpha * LOG2E * gate)) * scale_in<MXFP4>();
+      }
+      box_store(p.box.h + ((size_t)(row * TOP_K + k) * INTER + i % UP_TILES * 8 + m / 2) / 2, paired(h[0], h[1], w.tag));
+    });
+  w.mark(3);
+  return w.state();
+}
+
+HB_PHASE State phase_down(State state, int layer) {
+  Worker w(state, layer, 4);
+  const Layer& l = w.sh.layers[layer];
+  const Step& p = w.p;
+  const Routing& r = w.sh.routing[layer & 1];
+  u64* next = x_after(w.sh, layer);
+  if (w.warp == WORKERS - 1) pass_on(w.sh, p, layer, w.block * 32 + w.lane, w.grid * 32);  // while h is on its way
+  int first, last;
+  down_share(w.sh, r.count, w.block, w.grid, first, last);
+  while (first < last) {  // one expert at a time
+    const int index = first / DOWN_TILES, end = (index + 1) * DOWN_TILES < last ? (index + 1) * DOWN_TILES : last;
+    const int expert = r.list[index], base = first - index * DOWN_TILES;
+    Operand<MXFP4, INTER> x;
+    gemv<MXFP4, INTER, 1>(w, x, end - first,
+      [&](int tile, int, int m) { return Early{l.down_bias[(size_t)expert * HIDDEN + (base + tile) * 16 + m]}; },
+      [&] {
+        FromExpert source(w, p.box.h, r, index);
+        load_operand(w, x, source);
+      },
+      [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
+        const int k = place_of(r, row, index);
+        if (k >= 0) box_add(next + (size_t)row * HIDDEN + (base + tile) * 16 + m, contribution(r.weight[row][k] * (sum[0] + bf16_low(bias.a))));
+      });
+    first = end;
+  }
+  w.mark(3);
+  return w.state();
+}
+
+HB_PHASE void phase_head(State state) {
+  Worker w(state, LAYERS, 5);
+  const Step& p = w.p;
+  const int tiles = w.sh.head_tiles;
+  u64 best = 0;  // logit in order-preserving bits above, complement of the token below: ties go to the lower token
+  if (tiles) {
+    Operand<F_HEAD, HIDDEN> x;
+    float root = 0.f;
+    gemv<F_HEAD, HIDDEN, 1>(w, x, tiles,
+      [&](int, int, int) { return Early(); },
+      [&] {
+        auto source = residual<F_HEAD, ADDED_X>(w, x_after(w.sh, LAYERS - 1), p.final_norm);
+        load_operand(w, x, source);
+        },
+      [&](int tile, int row, int m, const float (&sum)[1], Early) {
+        if (root == 0.f) root = root_of(w.sh, w.p, row);
+        const int token = (w.block + tile * w.grid) * 16 + m;
+        const float v = sum[0] * root;
+        p.out_logits[(size_t)row * VOCAB + token] = v;
+        const u64 key = (u64)orderable(v) << 32 | (0xffffffffu - (u32)token);
+        best = key > best ? key : best;
+      });
+    if (best) box_max(p.box.best + w.thread / 16 % ROWS, best);
+  }
+  fence_gpu();
+  w.sync();
+  if (w.thread == 0) w.sh.last = counter_add(p.control + 1) == (u32)w.grid - 1;
+  w.sync();
+  if (!w.sh.last) return;
+  fence_gpu();
+  // everyone is done: the token, and everything as the next step expects to find it
+  if (w.thread < w.rows) {
+    const int row = w.thread, token = (int)(0xffffffffu - (u32)box_load(p.box.best + row));
+    p.next_tokens[row] = token;
+    if (p.advance) { p.tokens[row] = token; p.positions[row] += 1; }
+  }
+  w.sync();
+  if (w.thread < ROWS) box_store(p.box.best + w.thread, 0);
+  if (w.thread == 0) { p.control[0] += 1; p.control[1] = 0; }
+}
+
+#ifdef HB_EMULATE
+static void decode_step(const Step& p)
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __grid_constant__ Step p)
+#endif
+{
+  Shared& sh = *(Shared*)hb_shared();
+  const int thread = hb_thread(), warp = thread / 32;
+  if (thread == 0) {
+    for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], 1); bar_init(&sh.empty[i], ARRIVALS); }
+    bar_init(&sh.routed, 1);
+    bar_init(&sh.squared, WORKERS);
+    bar_init(&sh.attended, 1);
+    bar_init_done();
+    sh.epoch = p.control[0];
+  }
+  if (thread < ROWS) {
+    const bool on = thread < p.rows;
+    sh.token[thread] = on ? p.tokens[thread] : 0;
+    sh.position[thread] = on ? p.positions[thread] : 0;
+    sh.seq[thread] = on ? p.row_seq[thread] : -1;
+    int base = sh.position[thread];
+    for (int i = 0; i < p.rows; i++) if (p.row_seq[i] == sh.seq[thread] && p.positions[i] < base) base = p.positions[i];
+    sh.base[thread] = base;
+  }
+  for (int i = thread; i < 2 * 16 * HEAD_DIM; i += THREADS) (&sh.fresh[0][0][0])[i] = 0;
+  for (int i = thread; i < ROWS * 16; i += THREADS) (&sh.ssq[0][0])[i] = 0.f;
+  if (thread == 0) sh.step = p;
+  for (int i = thread; i < (int)(sizeof(Layer) * LAYERS / 8); i += THREADS) ((u64*)sh.layers)[i] = ((const u64*)p.layers)[i];
+  sync_all();
+  if (thread == 2) {
+    const int block = hb_block(), grid = hb_grid();
+    sh.qkv_tiles = share_of(QKV_TILES, block, grid);
+    sh.seat = grid >= KV_HEADS ? Seat{block % KV_HEADS, block / KV_HEADS, share_of(grid, block % KV_HEADS, KV_HEADS)} : Seat{block, 0, 1};
+    sh.turns = grid >= KV_HEADS ? 1 : share_of(KV_HEADS, block, grid);
+    sh.o_first = O_TILES * sh.seat.index / sh.seat.of;
+    sh.o_last = O_TILES * (sh.seat.index + 1) / sh.seat.of;
+    sh.up_tiles = share_of(TOP_K * UP_TILES, block, grid);
+    sh.head_tiles = share_of(HEAD_TILES, block, grid);
+    down_range(TOP_K, block, grid, sh.down_first, sh.down_last);
+  }
+  sync_all();
+  if (thread < 2) {
+    const bool sliding = thread == 1;
+    int n = 0;
+    for (Unit u = sh.unit[thread] = find_unit(sh, p.rows, sliding, 0); u.on; u = find_unit(sh, p.rows, sliding, n)) n++;
+    sh.units[thread] = n;
+    for (int row = 0; row < p.rows; row++) {
+      int from, to, first, pages;
+      key_range(sh, row, sliding, from, to, first, pages);
+      sh.parts[thread][row] = parts_of(pages, sliding);
+    }
+  }
+  sync_all();
+  if (warp == WORKERS) {
+    feed();
+    return;
+  }
+  State s = 0;
+  HB_ROLLED
+  for (int layer = 0; layer < LAYERS; layer++) {
+    s = layer ? phase_qkv<false>(s, layer) : phase_qkv<true>(s, layer);
+    s = phase_attention(s, layer);
+    s = phase_up(s, layer);
+    s = phase_down(s, layer);
+  }
+  phase_head(s);
+}
+
+#ifdef HB_EMULATE
+extern "C" void hb_emulate(const Step* p, int grid, unsigned seed) {
+  emu::run(grid, THREADS, sizeof(Shared), seed, [p] { decode_step(*p); });
+}
+extern "C" int hb_sizes(int which) { return which == 0 ? (int)sizeof(Step) : which == 1 ? (int)sizeof(Layer) : (int)sizeof(Shared); }
+#endif

@@ -1,0 +1,154 @@
+"""A whole layer for a prompt on SM90: grouped products, flash attention, and little between them.
+
+Covers a layer from norm to experts, so that what one operation leaves another need not read in a form of its own: the
+product of qkv rotates its rows and writes keys and values into their pages, attention writes its rows packed for the
+product of o, and experts' results are added where the next layer begins, in one pass with its norm and packing. The
+norm and choice of the router are Triton's. Activations are bf16, or E4M3 with a layer of their own (`Fp8PrefillLayer`).
+Refuses what its parts refuse; converts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.gates import Gates
+from halfbyte.kernels.cuda.attention.flash import FlashAttention
+from halfbyte.kernels.cuda.prefill.builds import SUM_WIDTH
+from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
+from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv, _Grouped, room_of
+from halfbyte.kernels.cuda.prefill.products import Dense, Inputs, Left, Rotation
+from halfbyte.kernels.triton.rope import RopeAndWrite, angles_call
+from halfbyte.kernels.triton.router import NormAndRouter
+from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import Step
+
+LEFT = "prefill.left"  # experts' results that the next layer adds to x
+
+Qkv = Callable[
+    [Step, dict[str, Any], Inputs], None
+]  # leaves rotated queries in acts["q"], keys and values in the cache
+Attend = Callable[[Step, dict[str, Any]], Inputs]  # acts["q"] -> the input of o
+
+
+def cells(step: Step, acts: dict[str, Any], kind: str, pool: Tensor) -> Tensor:
+    """Where each row's first key goes, counted from a layer's first: once a step for each kind of layer."""
+    name = f"prefill.cells.{kind}"
+    if name not in acts:
+        size, table = pool.shape[4], step.block_tables[kind]
+        page = table[step.row_sequence.long(), (step.positions // size).long()].long()
+        acts[name] = page * pool.stride(0) + (step.positions % size).long() * pool.stride(4)
+    found: Tensor = acts[name]
+    return found
+
+
+class PrefillLayer(_Grouped):
+    name, covers, category = "cuda.prefill_layer", LAYER, "moe"
+    backends = {"moe": "cuda", "linear": "cuda", "attention": "cuda"}
+    regimes = frozenset({"prefill"})
+    rank = 30
+    parts: tuple[_Grouped, ...] = (GroupedQkv(), GroupedOut(), GroupedMoe())
+    knows = frozenset({"yarn"}).union(FlashAttention.knows, NormAndRouter.knows, *(p.knows for p in parts))
+
+    def shapes(self, spec: Spec) -> dict[str, tuple[int, int]]:
+        return {role: size for part in self.parts for role, size in part.shapes(spec).items()}
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        for phase in (*self.parts, FlashAttention(), NormAndRouter(), RopeAndWrite()):
+            if reason := phase.refuse(spec, arch, gates):
+                return reason
+        if spec.hidden > SUM_WIDTH:
+            return f"sums rows of up to {SUM_WIDTH} values, not {spec.hidden}"
+        return None
+
+    def bind(self, b: Binding) -> Launch:
+        w, s, room = b.weights, b.spec, room_of(b)
+        dense = {role: self.dense(room, getattr(w, role), getattr(w, f"{role}_bias"), role) for role in ("qkv", "o")}
+        experts = self.experts(
+            room, w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha
+        )
+        qkv, attend, route = self.bind_qkv(b, dense["qkv"]), self.bind_attention(b, dense["o"]), self.bind_router(b)
+        last = b.layer == s.layers - 1
+
+        def launch(step: Step, acts: dict[str, Any]) -> None:
+            left: Left | None = acts.pop(LEFT, None)
+            if left is None:
+                x, packed = acts["x"], dense["qkv"].pack(acts["x"], norm=w.attn_norm, eps=s.norm_eps)
+            else:
+                x, packed = dense["qkv"].sum_and_pack(left, norm=w.attn_norm, eps=s.norm_eps)
+            qkv(step, acts, packed)
+            acts["x"] = dense["o"].multiply(attend(step, acts), step.rows, x)
+            route(step, acts)
+            left = experts.leave(acts["h"], acts["topk_ids"], acts["topk_weights"], acts["x"])
+            if last:
+                acts["x"] = experts.finish(left)
+            else:
+                acts[LEFT] = left
+
+        return launch
+
+    def bind_router(self, b: Binding) -> Launch:
+        return NormAndRouter().bind(b)
+
+    def bind_qkv(self, b: Binding, dense: Dense) -> Qkv:
+        assert b.kind is not None
+        s, kind, index, (inverse, temperature) = b.spec, b.kind, b.kind_index, b.rope
+        device, half = b.weights.qkv_bias.device, s.head_dim // 2
+        if "rope_inverse" not in b.buffers:
+            b.buffers["rope_inverse"] = inverse.to(device)
+        inverse = b.buffers["rope_inverse"]
+
+        def qkv(step: Step, acts: dict[str, Any], x: Inputs) -> None:
+            if "prefill.angles" not in acts:  # once a step, for every layer
+                cos, sin = torch.empty((2, step.rows, half), dtype=torch.float32, device=device)
+                angles_call(half).launch(
+                    (step.rows,), device, positions=step.positions, inverse=inverse, cos=cos, sin=sin,
+                    temperature=temperature,
+                )  # fmt: skip
+                acts["prefill.angles"] = torch.stack((cos, sin), -1)
+            pool = b.kv_pool()
+            acts["q"] = dense.rotate(
+                x, step.rows,
+                Rotation(
+                    acts["prefill.angles"], cells(step, acts, kind, pool),
+                    pool.data_ptr() + index * pool.stride(1) * pool.element_size(), pool.stride(2), s.heads, s.kv_heads,
+                ),
+            )  # fmt: skip
+
+        return qkv
+
+    def bind_attention(self, b: Binding, o: Dense) -> Attend:
+        attention = FlashAttention().bind_into(b)
+
+        def attend(step: Step, acts: dict[str, Any]) -> Inputs:
+            x = o.inputs(step.rows)
+            attention(step, acts, x)
+            return x
+
+        return attend
+
+
+class Fp8PrefillLayer(PrefillLayer):
+    """E4M3 needs the largest value of a whole row first, so rows come as bf16 and are packed on their own."""
+
+    name = "cuda.prefill_layer_fp8"
+    parts = (Fp8Qkv(), Fp8Out(), Fp8Moe())
+    kinds, dense, experts = Fp8Qkv.kinds, Fp8Qkv.dense, Fp8Moe.experts
+
+    def bind_router(self, b: Binding) -> Launch:
+        return NormAndRouter().bind(replace(b, spec=replace(b.spec, activation="bf16")))
+
+    def bind_attention(self, b: Binding, o: Dense) -> Attend:
+        attention = FlashAttention().bind_into(b)
+
+        def attend(step: Step, acts: dict[str, Any]) -> Inputs:
+            return o.pack(attention(step, acts, None))
+
+        return attend
+
+
+PHASES: tuple[Phase, ...] = (PrefillLayer(), Fp8PrefillLayer())

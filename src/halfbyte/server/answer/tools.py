@@ -1,0 +1,133 @@
+"""The tools of one request: how they are shown to the model, and which one a call of the model means.
+
+Three APIs describe tools in three ways; all become `Function` here. A tool that only a hosted service could run is
+refused by the endpoint that reads it, not here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from halfbyte.harmony.messages import FUNCTIONS, Tool, ToolNamespace
+from halfbyte.server.http.errors import bad
+
+Mode = Literal["auto", "none", "required"]
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+# A tool that takes free text ("custom" in OpenAI's terms) is shown to the model as a function of one string.
+CUSTOM_FIELD = "input"
+
+
+@dataclass(frozen=True)
+class Function:
+    name: str
+    namespace: str = FUNCTIONS
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+    custom: bool = False
+
+    @property
+    def recipient(self) -> str:
+        return f"{self.namespace}.{self.name}"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        if self.custom:
+            return custom_schema()
+        return self.parameters if self.parameters is not None else {"type": "object", "properties": {}}
+
+
+def custom_schema() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {CUSTOM_FIELD: {"type": "string"}},
+        "required": [CUSTOM_FIELD],
+        "additionalProperties": False,
+    }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`required` with one allowed recipient is what the APIs call a named function."""
+
+    mode: Mode = "auto"
+    allowed: tuple[str, ...] | None = None  # recipients; None: every tool
+
+
+class Toolbox:
+    def __init__(self, functions: Iterable[Function] = (), about: dict[str, str] | None = None) -> None:
+        self.functions = tuple(functions)
+        self.about = about or {}  # descriptions of namespaces
+        self._by_recipient: dict[str, Function] = {}
+        self._by_name: dict[str, Function] = {}
+        for f in self.functions:
+            if f.recipient in self._by_recipient:
+                raise bad(f"two tools are called {f.name!r}; names must differ.", "tools")
+            self._by_recipient[f.recipient] = f
+            self._by_name.setdefault(f.name, f)
+
+    def __bool__(self) -> bool:
+        return bool(self.functions)
+
+    def restricted(self, choice: Choice) -> Toolbox:
+        """Only what the model may call now, which is all it is shown."""
+        if choice.mode == "none":
+            return Toolbox()
+        if choice.allowed is None:
+            return self
+        return Toolbox((f for f in self.functions if f.recipient in choice.allowed), self.about)
+
+    def namespaces(self) -> tuple[ToolNamespace, ...]:
+        grouped: dict[str, list[Function]] = {}
+        for f in self.functions:
+            grouped.setdefault(f.namespace, []).append(f)
+        return tuple(
+            ToolNamespace(
+                name,
+                tuple(Tool(f.name, f.description, f.schema if f.custom else f.parameters) for f in members),
+                self.about.get(name),
+            )
+            for name, members in grouped.items()
+        )
+
+    def find(self, recipient: str) -> Function:
+        """What the model meant. A name it made up is passed on as it is: the caller answers that there is no such
+        tool, and the model learns; hiding the call would lose it."""
+        known = self._by_recipient.get(recipient) or self._by_name.get(recipient)
+        if known is None:
+            # "functions.multi_agent_v1.close_agent", "functions/get_weather": models decorate.
+            last = re.split(r"[/:]", recipient.removeprefix(f"{FUNCTIONS}."))[-1]
+            known = self._by_recipient.get(last) or self._by_name.get(last)
+        return known or Function(recipient.removeprefix(f"{FUNCTIONS}.") or "unknown")
+
+    def named(self, name: str, namespace: str | None = None) -> Function | None:
+        if namespace is not None:
+            return self._by_recipient.get(f"{namespace}.{name}")
+        return self._by_recipient.get(f"{FUNCTIONS}.{name}") or self._by_name.get(name)
+
+
+def check_name(name: str, param: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise bad(f"the tool name {name!r} may hold only letters, digits, '_', '-' and '.' (at most 128).", param)
+    return name
+
+
+def check_choice(choice: Choice, tools: Toolbox, param: str = "tool_choice") -> Choice:
+    if choice.mode == "required" and not tools:
+        raise bad(f"'{param}' asks for a call, but no tools were given.", param)
+    return choice
+
+
+def custom_input(arguments: str) -> str:
+    """The free text of a custom tool call; a model that wrote no JSON around it meant all of it."""
+    try:
+        value = json.loads(arguments, strict=False)
+    except ValueError:
+        return arguments
+    if isinstance(value, dict) and isinstance(value.get(CUSTOM_FIELD), str):
+        return str(value[CUSTOM_FIELD])
+    return value if isinstance(value, str) else arguments

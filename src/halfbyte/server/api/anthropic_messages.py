@@ -1,0 +1,239 @@
+"""/v1/messages and token counting, as Anthropic's clients read them.
+
+Thinking is shown to clients that ask for it. One that does not mention `thinking` gets the model's best answer, made
+with reasoning, but no block it did not ask for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from halfbyte.engine.request import SamplingParams
+from halfbyte.server.answer.answer import ChoiceState, Item, Piece
+from halfbyte.server.answer.conversation import EFFORTS, Format, Prepared, Turn, prepare, stops
+from halfbyte.server.answer.generate import Run, Totals, chat_run
+from halfbyte.server.answer.respond import deliver
+from halfbyte.server.api.anthropic_messages_schema import (
+    Conversation,
+    CountRequest,
+    MessagesRequest,
+    choice_of,
+    toolbox,
+)
+from halfbyte.server.api.openai_responses_schema import seal
+from halfbyte.server.http import sse
+from halfbyte.server.http.errors import ApiError
+from halfbyte.server.http.json_body import Route
+from halfbyte.server.service import Service
+from halfbyte.server.settings import Effort
+
+# A thinking budget as the effort that usually stays within it.
+BUDGETS: tuple[tuple[int, Effort], ...] = ((4096, "low"), (16384, "medium"))
+
+
+def router(service: Service) -> APIRouter:
+    api = APIRouter(route_class=Route, tags=["Anthropic"])
+
+    @api.post("/v1/messages", summary="Message")
+    async def messages(body: MessagesRequest, http: Request) -> Response:
+        name = service.check_model(body.model)
+        prepared = _prepare(service, body)
+        run = chat_run(service, prepared, streaming=bool(body.stream))
+        shape = Blocks(run, name, show_thinking=_shows_thinking(body))
+        stream = shape.stream() if body.stream else None
+        return await deliver(service, http, stream=stream, whole=shape.whole, failure=_failure)
+
+    @api.post("/v1/messages/count_tokens", summary="How many tokens a message would send to the model")
+    async def count_tokens(body: CountRequest) -> dict[str, int]:
+        service.check_model(body.model)
+        prepared = _prepare(service, body)
+        return {"input_tokens": len(prepared.prompt) + len(prepared.prefill)}
+
+    return api
+
+
+def _failure(error: ApiError) -> bytes:
+    return sse.event("error", error.anthropic())
+
+
+def _shows_thinking(body: MessagesRequest) -> bool:
+    thinking = body.thinking
+    return thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
+
+
+def _effort(service: Service, body: CountRequest) -> Effort:
+    thinking = body.thinking
+    if thinking is not None and thinking.type == "disabled":
+        return "none"
+    if body.output_config is not None and body.output_config.effort is not None:
+        return EFFORTS[body.output_config.effort]
+    if thinking is not None and thinking.budget_tokens is not None:
+        budget = thinking.budget_tokens
+        return next((effort for most, effort in BUDGETS if budget <= most), "high")
+    return service.settings.default_effort
+
+
+def _prepare(service: Service, body: CountRequest) -> Prepared:
+    settings = service.settings
+    conversation = Conversation.read(body)
+    tools = toolbox(body)
+    sampling = SamplingParams()
+    stop: tuple[str, ...] = ()
+    if isinstance(body, MessagesRequest):
+        top_p = settings.top_p if body.top_p is None else body.top_p
+        sampling = SamplingParams(
+            temperature=settings.temperature if body.temperature is None else body.temperature,
+            top_k=1 if top_p == 0 else body.top_k or 0,
+            top_p=top_p or 1.0,
+            max_tokens=body.max_tokens,
+        )
+        stop = stops(body.stop_sequences, "stop_sequences")
+    wanted = body.output_config.format if body.output_config else None
+    turn = Turn(
+        api="messages",
+        messages=conversation.messages,
+        instructions=conversation.instructions,
+        tools=tools,
+        choice=choice_of(body, tools),
+        parallel=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        effort=_effort(service, body),
+        format=Format("answer", sse.compact(wanted.schema_)) if wanted else None,
+        sampling=sampling,
+        stop=stop,
+        begins=conversation.prefill,
+    )
+    return prepare(turn, service.dialect, service.source.info, settings)
+
+
+class Blocks:
+    """The answer as content blocks, in either form."""
+
+    def __init__(self, run: Run[ChoiceState], model: str, *, show_thinking: bool) -> None:
+        self.run = run
+        self.choice = run.choices[0]
+        self.id = sse.new_id("msg_")
+        self.model = model
+        self.show_thinking = show_thinking
+        self._current = -1  # the choice's item that is open
+        self._index = -1  # the block's number
+
+    # ---- one object ---------------------------------------------------------------------------
+
+    def _message(self, content: list[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": used,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        await self.run.all()
+        content = [_block(item) for item in self.choice.items if self._shown(item)]
+        return {**self._message(content, usage(self.run.totals)), **self._stop()}
+
+    def _shown(self, item: Item) -> bool:
+        return item.kind != "reasoning" or self.show_thinking
+
+    def _stop(self) -> dict[str, Any]:
+        matched = self.choice.stop_match
+        if matched is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+        reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
+        return {"stop_reason": reasons.get(self.choice.finish or "", "end_turn"), "stop_sequence": None}
+
+    # ---- a stream -----------------------------------------------------------------------------
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        opened = False
+        async for updates in self.run.batches():
+            out = []
+            if not opened:
+                opened = True
+                first = Totals(prompt=self.run.totals.prompt)
+                out.append(_event("message_start", message=self._message([], usage(first))))
+                out.append(_event("ping"))
+            for update in updates:
+                for piece in update.pieces:
+                    if self._shown(self.choice.items[piece.item]):
+                        out.append(self._piece(piece))
+            if out:
+                yield b"".join(out)
+        end = self._close()
+        end += _event("message_delta", delta=self._stop(), usage=usage(self.run.totals))
+        yield end + _event("message_stop")
+
+    def _piece(self, piece: Piece) -> bytes:
+        out = b""
+        if piece.item != self._current:
+            out = self._close()
+            self._current = piece.item
+            self._index += 1
+            block = _block(self.choice.items[piece.item], empty=True)
+            out += _event("content_block_start", index=self._index, content_block=block)
+        if not piece.text:
+            return out
+        kind, field = _DELTAS[piece.kind]
+        text = sse.quote(piece.text)
+        head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":' % self._index
+        return out + head + b'{"type":"%b","%b":%b}}\n\n' % (kind, field, text)
+
+    def _close(self) -> bytes:
+        if self._current < 0:
+            return b""
+        item = self.choice.items[self._current]
+        self._current = -1
+        out = b""
+        if item.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": seal(item.text)}
+            out = _event("content_block_delta", index=self._index, delta=delta)
+        return out + _event("content_block_stop", index=self._index)
+
+
+_DELTAS = {
+    "reasoning": (b"thinking_delta", b"thinking"),
+    "content": (b"text_delta", b"text"),
+    "arguments": (b"input_json_delta", b"partial_json"),
+}
+
+
+def _event(type: str, **fields: Any) -> bytes:
+    return sse.event(type, {"type": type, **fields})
+
+
+def _block(item: Item, *, empty: bool = False) -> dict[str, Any]:
+    text = "" if empty else item.text
+    if item.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": "" if empty else seal(text)}
+    if item.kind == "content":
+        return {"type": "text", "text": text, "citations": None}
+    assert item.call is not None
+    given = {} if empty else _object(item.call.arguments)
+    return {"type": "tool_use", "id": item.call.id, "name": item.call.function.name, "input": given}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The arguments as the object this API wants; text that is no object is passed on, not lost."""
+    try:
+        value = json.loads(arguments or "{}", strict=False)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"_unparsed": arguments}
+
+
+def usage(t: Totals) -> dict[str, int]:
+    return {
+        "input_tokens": t.prompt - t.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": t.cached,
+        "output_tokens": t.completion,
+    }

@@ -1,0 +1,198 @@
+"""The body of /v1/chat/completions, and its messages as harmony messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from halfbyte.harmony.messages import Message
+from halfbyte.server.api.schema import CHAT_HARMLESS, RefusalPart, SamplingFields, Strict, TextPart, joined
+from halfbyte.server.http.errors import bad
+
+EffortName = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _text_only(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") in ("image_url", "input_audio", "file"):
+        raise ValueError(f"gpt-oss reads text only, and this part is of type {value['type']!r}")
+    return value
+
+
+UserPart = Annotated[TextPart, BeforeValidator(_text_only)]
+SpokenPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # left over from a stream
+
+
+class InstructionMessage(Strict):
+    role: Literal["system", "developer"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+
+class UserMessage(Strict):
+    role: Literal["user"]
+    content: str | list[UserPart]
+    name: str | None = None
+
+
+class AssistantMessage(Strict):
+    # What the official client returns is accepted back as it is; these say nothing to the model.
+    harmless: ClassVar[dict[str, str]] = {
+        "annotations": "citations of hosted tools",
+        "audio": "gpt-oss does not speak",
+        "function_call": "the deprecated form of tool_calls, null in every answer",
+        "reasoning_details": "the same reasoning in another router's form",
+    }
+    role: Literal["assistant"]
+    content: str | list[SpokenPart] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    name: str | None = None
+
+
+class ToolMessage(Strict):
+    role: Literal["tool"]
+    content: str | list[TextPart]
+    tool_call_id: str
+    name: str | None = None
+
+
+ChatMessage = Annotated[InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class FunctionDefinition(Strict):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsChoice(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+NamedChoice = Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Strict):
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class ReasoningOptions(Strict):
+    effort: EffortName | None = None
+    exclude: bool | None = None
+
+
+class ChatRequest(SamplingFields):
+    harmless: ClassVar[dict[str, str]] = CHAT_HARMLESS
+    model: str
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: EffortName | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    # extensions
+    reasoning: ReasoningOptions | None = None
+    include_reasoning: bool | None = None
+
+
+def to_harmony(messages: list[Any]) -> tuple[str | None, list[Message]]:
+    """(instructions, messages): the instructions that open the conversation, and everything after them."""
+    opening: list[str] = []
+    out: list[Message] = []
+    called: dict[str, str] = {}
+    for position, m in enumerate(messages):
+        where = f"messages.{position}"
+        if isinstance(m, InstructionMessage):
+            text = joined(m.content)
+            if out:
+                out.append(Message.developer(text))
+            else:
+                opening.append(text)
+        elif isinstance(m, UserMessage):
+            out.append(Message.user(joined(m.content)))
+        elif isinstance(m, AssistantMessage):
+            out += _spoken(m, called)
+        else:
+            name = called.get(m.tool_call_id)
+            if name is None:
+                raise bad(
+                    f"'{where}.tool_call_id' is {m.tool_call_id!r}, but no earlier assistant message made that call.",
+                    f"{where}.tool_call_id",
+                )
+            out.append(Message.result(name, joined(m.content)))
+    return "\n\n".join(opening) or None, out
+
+
+def _spoken(m: AssistantMessage, called: dict[str, str]) -> list[Message]:
+    out = []
+    reasoning = m.reasoning_content or m.reasoning
+    text = joined(m.content) or (m.refusal or "")
+    calls = m.tool_calls or []
+    if reasoning:
+        out.append(Message.analysis(reasoning))
+    if text:
+        out.append(Message.preamble(text) if calls else Message.final(text))
+    for call in calls:
+        called[call.id] = call.function.name
+        out.append(Message.call(call.function.name, call.function.arguments))
+    return out

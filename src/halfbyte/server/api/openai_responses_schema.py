@@ -1,0 +1,384 @@
+"""The body of /v1/responses, and its items as harmony messages.
+
+Tools that run at OpenAI cannot run here. Web search is taken and left out of the prompt, because agents send it whether
+they need it or not, and the answer says so in a header; the others are refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from halfbyte.harmony.messages import COMMENTARY, FUNCTIONS, JSON, Message, Role
+from halfbyte.server.answer.tools import CUSTOM_FIELD, Choice, Function, Toolbox, check_choice, check_name
+from halfbyte.server.api.openai_chat_schema import EffortName, JsonObjectFormat, TextFormat
+from halfbyte.server.api.schema import RESPONSES_HARMLESS, Bias, Count, Penalty, Seed, Share, Strict, Temperature
+from halfbyte.server.http.errors import bad
+
+# ---- input --------------------------------------------------------------------------------------------------------
+
+
+class InputText(Strict):
+    harmless: ClassVar[dict[str, str]] = {
+        "annotations": "citations of hosted tools",
+        "logprobs": "of an earlier answer",
+        "prompt_cache_breakpoint": "the prefix cache finds prompts by their tokens",
+    }
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+class Refusal(Strict):
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _text_only(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") in ("input_image", "input_file", "input_audio", "image", "file"):
+        raise ValueError(f"gpt-oss reads text only, and this part is of type {value['type']!r}")
+    return value
+
+
+Part = Annotated[Annotated[InputText | Refusal, Field(discriminator="type")], BeforeValidator(_text_only)]
+
+
+def text_of(content: str | list[Any] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(p.refusal if isinstance(p, Refusal) else p.text for p in content)
+
+
+class _Item(Strict):
+    # Left over from an answer that is sent back.
+    harmless: ClassVar[dict[str, str]] = {
+        "status": "of an earlier answer",
+        "internal_chat_message_metadata_passthrough": "an agent's own note",
+        "metadata": "an agent's own note",
+        "caller": "who ran the tool",
+        "async": "how the tool was run",
+    }
+    id: str | None = None
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: list[InputText] | None = None
+    content: list[InputText] | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionCallItem(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class FunctionOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[Part]
+    name: str | None = None
+    namespace: str | None = None
+
+
+class CustomCallItem(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class CustomOutputItem(_Item):
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    output: str | list[Part]
+    name: str | None = None
+    namespace: str | None = None
+
+
+def _message_by_default(value: Any) -> Any:
+    """A message may leave out its type."""
+    if isinstance(value, dict) and "type" not in value and "role" in value:
+        return {**value, "type": "message"}
+    return value
+
+
+InputItem = Annotated[
+    Annotated[
+        MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem | CustomCallItem | CustomOutputItem,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(_message_by_default),
+]
+
+# ---- tools --------------------------------------------------------------------------------------------------------
+
+
+class FunctionTool(Strict):
+    harmless: ClassVar[dict[str, str]] = {"output_schema": "what the tool returns; the model is shown what it takes"}
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class CustomTool(Strict):
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class NamespaceTool(Strict):
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
+
+
+class WebSearchTool(Strict):
+    harmless: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            "external_web_access",
+            "filters",
+            "search_context_size",
+            "user_location",
+            "search_content_types",
+            "return_token_budget",
+            "indexed_web_access",
+        ),
+        "web search is left out",
+    )
+    type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
+
+
+ResponseTool = Annotated[FunctionTool | CustomTool | NamespaceTool | WebSearchTool, Field(discriminator="type")]
+
+
+class NamedTool(Strict):
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class FunctionChoice(Strict):
+    type: Literal["function"]
+    name: str
+    namespace: str | None = None
+
+
+class CustomChoice(Strict):
+    type: Literal["custom"]
+    name: str
+    namespace: str | None = None
+
+
+NamedChoice = Annotated[FunctionChoice | CustomChoice | AllowedTools, Field(discriminator="type")]
+
+# ---- the body -----------------------------------------------------------------------------------------------------
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Strict):
+    effort: EffortName | None = None
+    # The reasoning itself is in the answer; nothing here writes summaries of it.
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn"] | None = None
+
+
+class ResponsesRequest(Strict):
+    harmless: ClassVar[dict[str, str]] = {**RESPONSES_HARMLESS, "max_tool_calls": "it counts hosted tools only"}
+    model: str
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    include: list[str] | None = None
+    max_output_tokens: Count | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=1024)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    # extensions
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+
+
+def toolbox(tools: list[Any]) -> tuple[Toolbox, list[str]]:
+    """The tools, and the types of those left out."""
+    functions: list[Function] = []
+    about: dict[str, str] = {}
+    left_out: list[str] = []
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            name = check_name(tool.name, "tools")
+            if tool.description:
+                about[name] = tool.description
+            functions += [_function(member, name) for member in tool.tools]
+        elif isinstance(tool, WebSearchTool):
+            left_out.append(tool.type)
+        else:
+            functions.append(_function(tool, FUNCTIONS))
+    return Toolbox(functions, about), left_out
+
+
+def _function(tool: FunctionTool | CustomTool, namespace: str) -> Function:
+    name = check_name(tool.name, "tools")
+    if isinstance(tool, FunctionTool):
+        return Function(name, namespace, tool.description or "", tool.parameters, bool(tool.strict))
+    description = tool.description or ""
+    syntax = tool.format or {}
+    if syntax.get("type") == "grammar" and isinstance(syntax.get("definition"), str):
+        description += f"\n\n`{CUSTOM_FIELD}` must follow this {syntax.get('syntax')} grammar:\n{syntax['definition']}"
+    return Function(name, namespace, description.strip(), custom=True)
+
+
+def choice_of(body: ResponsesRequest, tools: Toolbox, left_out: list[str]) -> Choice:
+    wanted = body.tool_choice
+    if wanted is None or isinstance(wanted, str):
+        return check_choice(Choice(wanted or "auto"), tools)
+    if isinstance(wanted, AllowedTools):
+        return check_choice(Choice(wanted.mode, tuple(_known(tools, t) for t in wanted.tools)), tools)
+    return Choice("required", (_known(tools, wanted),))
+
+
+def _known(tools: Toolbox, wanted: NamedTool | FunctionChoice | CustomChoice) -> str:
+    function = tools.named(wanted.name, wanted.namespace)
+    if function is None:
+        raise bad(f"'tool_choice' names the tool {wanted.name!r}, which is not among 'tools'.", "tool_choice")
+    return function.recipient
+
+
+# ---- items to messages --------------------------------------------------------------------------------------------
+
+_SEAL = "halfbyte.1."
+
+
+def seal(reasoning: str) -> str:
+    """Reasoning in the field that clients carry back untouched. Not a secret: the text is in the answer as well."""
+    return _SEAL + base64.b64encode(reasoning.encode()).decode()
+
+
+def unseal(content: str) -> str:
+    if not content.startswith(_SEAL):
+        return ""  # another service's; nobody but it can read that
+    try:
+        return base64.b64decode(content.removeprefix(_SEAL), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return ""
+
+
+@dataclass
+class History:
+    """A conversation in the making: opening instructions, messages, and which call each id was."""
+
+    opening: list[str] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    calls: dict[str, str] = field(default_factory=dict)
+
+    def copy(self) -> History:
+        return History(list(self.opening), list(self.messages), dict(self.calls))
+
+    def add(self, items: str | list[Any] | None, tools: Toolbox) -> None:
+        if items is None:
+            return
+        if isinstance(items, str):
+            self.messages.append(Message.user(items))
+            return
+        for position, item in enumerate(items):
+            self._item(item, f"input.{position}", tools)
+
+    def _item(self, item: Any, where: str, tools: Toolbox) -> None:
+        if isinstance(item, MessageItem):
+            self._message(item)
+        elif isinstance(item, ReasoningItem):
+            text = text_of(item.content) or unseal(item.encrypted_content or "") or text_of(item.summary)
+            if text:
+                self.messages.append(Message.analysis(text))
+        elif isinstance(item, FunctionCallItem):
+            self.call(self._recipient(item, tools), item.call_id, item.arguments)
+        elif isinstance(item, CustomCallItem):
+            self.call(self._recipient(item, tools), item.call_id, json.dumps({CUSTOM_FIELD: item.input}))
+        else:
+            recipient = self.calls.get(item.call_id)
+            if recipient is None:
+                raise bad(
+                    f"'{where}.call_id' is {item.call_id!r}, but no earlier item made that call.", f"{where}.call_id"
+                )
+            name = recipient
+            self.messages.append(
+                Message(Role.TOOL, text_of(item.output), COMMENTARY, recipient=Role.ASSISTANT, name=name)
+            )
+
+    def _message(self, item: MessageItem) -> None:
+        text = text_of(item.content)
+        if item.role in ("system", "developer"):
+            if self.messages:
+                self.messages.append(Message.developer(text))
+            else:
+                self.opening.append(text)
+        elif item.role == "user":
+            self.messages.append(Message.user(text))
+        else:
+            self.messages.append(Message.preamble(text) if item.phase == "commentary" else Message.final(text))
+
+    def _recipient(self, item: FunctionCallItem | CustomCallItem, tools: Toolbox) -> str:
+        known = tools.named(item.name, item.namespace)
+        return known.recipient if known else f"{item.namespace or FUNCTIONS}.{item.name}"
+
+    def call(self, recipient: str, call_id: str, arguments: str) -> None:
+        self.calls[call_id] = recipient
+        self.messages.append(Message(Role.ASSISTANT, arguments, COMMENTARY, recipient, JSON))

@@ -1,0 +1,135 @@
+"""The door: one plain ASGI layer before every endpoint.
+
+Checks the key, bounds the body, names the request, writes the access log and turns what escapes into a proper answer.
+It never looks into a body and never logs one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+from hashlib import sha256
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from halfbyte.server.http import sse
+from halfbyte.server.http.errors import ApiError, from_error, render, wants_anthropic
+from halfbyte.server.http.metrics import Metrics
+from halfbyte.server.settings import ServerSettings
+
+access = logging.getLogger("halfbyte.access")
+
+# What answers without a key: probes, and the page (which holds no secret and asks for the key itself).
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/favicon.ico"})
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,64}")
+
+
+class BodyTooLarge(ApiError):
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            413,
+            f"The body is larger than the {limit} bytes this server takes; send less.",
+            code="request_too_large",
+        )
+
+
+class KeyCheck:
+    """Constant-time: every key is compared with every offer, as digests of one length."""
+
+    def __init__(self, keys: tuple[str, ...]) -> None:
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    def allows(self, headers: Headers) -> bool:
+        if not self._digests:
+            return True
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        offers = [token.strip()] if scheme.lower() == "bearer" else []
+        offers.append(headers.get("x-api-key", ""))  # how Anthropic's clients send theirs
+        found = False
+        for offer in offers:
+            digest = sha256(offer.encode("utf-8", "surrogateescape")).digest()
+            for known in self._digests:
+                found |= hmac.compare_digest(digest, known)
+        return found
+
+
+class Front:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+        self.app = app
+        self.settings = settings
+        self.metrics = metrics
+        self.keys = KeyCheck(settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        path: str = scope["path"]
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else sse.new_id("req_")
+        scope.setdefault("state", {})["request_id"] = request_id
+        start, status = time.perf_counter(), 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                out = MutableHeaders(scope=message)
+                out["x-request-id"] = request_id
+                out["request-id"] = request_id  # Anthropic's name for it
+                out.setdefault("x-content-type-options", "nosniff")
+                if status >= 400:
+                    out.setdefault("cache-control", "no-store")
+            await send(message)
+
+        try:
+            try:
+                self._admit(scope["method"], path, headers)
+                await self.app(scope, self._bounded(receive), send_named)
+            except Exception as e:
+                if status:  # the answer has begun; all that is left is to end the connection
+                    raise
+                error = from_error(e)
+                response = render(error, anthropic=wants_anthropic(path, headers))
+                if error.status in (401, 413):
+                    response.headers["connection"] = "close"  # the rest of the body is not read
+                await response(scope, receive, send_named)
+        finally:
+            seconds = time.perf_counter() - start
+            route = getattr(scope.get("route"), "path", "unknown")
+            self.metrics.http(scope["method"], route, status)
+            access.info("%s %s %s %.1f ms %s", scope["method"], path, status or "aborted", 1000 * seconds, request_id)
+
+    def _admit(self, method: str, path: str, headers: Headers) -> None:
+        # A browser sends no key with its preflight; the answer to one tells it only what was configured.
+        preflight = method == "OPTIONS" and bool(self.settings.cors_origins)
+        free = preflight or path in OPEN_PATHS or path.startswith("/static/")
+        if not free and not self.keys.allows(headers):
+            raise ApiError(
+                401,
+                "The API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.settings.max_body_bytes:
+            raise BodyTooLarge(self.settings.max_body_bytes)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        limit, seen = self.settings.max_body_bytes, 0
+
+        async def bounded() -> Any:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > limit:
+                    raise BodyTooLarge(limit)
+            return message
+
+        return bounded
