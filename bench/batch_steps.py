@@ -124,7 +124,7 @@ def main() -> None:
     environment.need_gpu()
     torch.set_grad_enabled(False)
     gates = gates_.PRESETS[args.preset].gates
-    first = load.load(load.resolve(f"random:{args.model}"), gates, device=torch.device("cuda"))
+    first = load.load_model(load.resolve_model(f"random:{args.model}"), gates, device=torch.device("cuda"))
     result: dict[str, Any] = {
         "bench": "batch_steps", "model": args.model, "preset": args.preset, "device": torch.cuda.get_device_name(),
         "argv": sys.argv[1:], "measured": {}, "steps": [],

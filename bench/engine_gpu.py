@@ -42,10 +42,10 @@ from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
 from halfbyte.engine.runner import DeviceRunner  # noqa: E402
 from halfbyte.evals.suite import MAX_TOKENS, Suite  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
+from halfbyte.lab.padded_model import PaddedSource  # noqa: E402
 from halfbyte.model import checkpoint, load  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose  # noqa: E402
-from halfbyte.model.padded import Padded  # noqa: E402
-from halfbyte.model.single_sequence import Solo  # noqa: E402
+from halfbyte.model.single_sequence import SingleSequence  # noqa: E402
 
 # (preset, activation): what the embedded model is asked as.
 POINTS = [
@@ -66,10 +66,10 @@ def gates_of(preset: str, activation: str, eager: bool = False) -> gates_.Gates:
 
 def embedded(gates: gates_.Gates, device: torch.device, padded: bool) -> GptOss:
     if not padded:
-        return load.load(load.resolve(None), gates, device=device)
+        return load.load_model(load.resolve_model(None), gates, device=device)
     source = checkpoint.open_model(load.EMBEDDED)
     try:
-        wide = Padded(source)
+        wide = PaddedSource(source)
         choice = choose(wide.config, gates, arch_of(device))
         weights = checkpoint.assemble(wide, layer_formats=gates.layer_formats)
     finally:
@@ -85,7 +85,7 @@ def _moved(weights: Any, device: torch.device) -> Any:
 
 
 def core_of(model: GptOss, gates: gates_.Gates, **options: Any) -> EngineCore:
-    name = load.resolve(None) if model.config.vocab < 100_000 else load.resolve("random:120b")
+    name = load.resolve_model(None) if model.config.vocab < 100_000 else load.resolve_model("random:120b")
     return core_for(model, load.tokenizer_of(name), EngineOptions(gates=gates, **options))[0]
 
 
@@ -110,7 +110,7 @@ def ask(model: GptOss, preset: str, activation: str, per_task: int, padded: bool
     gates, device = gates_of(preset, activation, eager), model.device.type
     start = time.perf_counter()
     suite = Suite("tiny", 0, per_task)
-    tokenizer = load.tokenizer_of(load.resolve(None))
+    tokenizer = load.tokenizer_of(load.resolve_model(None))
     prompts = [item.prompt for item in suite.items(tokenizer)]
     room = {"kv_gib": 2.0} if device == "cuda" else {}
     together = AT_ONCE if padded else 64
@@ -144,7 +144,7 @@ def undisturbed(core: EngineCore, prompts: list[list[int]]) -> bool | str:
 def compare(mine: dict[str, Any], theirs: dict[str, Any], per_task: int) -> dict[str, Any]:
     """Equal answers, and of the others the margin on the CPU at the first difference."""
     suite = Suite("tiny", 0, per_task)
-    tokenizer = load.tokenizer_of(load.resolve(None))
+    tokenizer = load.tokenizer_of(load.resolve_model(None))
     items = suite.items(tokenizer)
     differ = []
     model: GptOss | None = None
@@ -154,7 +154,7 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any], per_task: int) -> dict
         at = next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -1], strict=False)) if x != y)
         model = model or embedded(gates_of(mine["preset"], mine["activation"]), torch.device("cpu"), False)
         prefix = item.prompt + b[:at]
-        logits = Solo(model, len(prefix) + 1).feed(prefix)[0].float()
+        logits = SingleSequence(model, len(prefix) + 1).feed(prefix)[0].float()
         margin = float(logits[b[at]] - logits[a[at]]) if at < min(len(a), len(b)) else None
         differ.append({"task": item.problem.task, "token": at, "margin": margin, "spread": float(logits.std())})
     same = len(items) - len(differ)
@@ -265,7 +265,7 @@ def asked() -> str:
     digest = hashlib.sha256()
     for path in sorted(load.EMBEDDED.glob("*.safetensors")):
         digest.update(path.read_bytes())
-    tokenizer = load.tokenizer_of(load.resolve(None))
+    tokenizer = load.tokenizer_of(load.resolve_model(None))
     digest.update(json.dumps([i.prompt for i in Suite("tiny", 0, 2).items(tokenizer)]).encode())
     return digest.hexdigest()[:16]
 
@@ -398,7 +398,7 @@ def graph_speed(model: GptOss, rows: int, depth: int, count: int = 96) -> dict[s
 def speed(args: argparse.Namespace, result: dict[str, Any]) -> None:
     gates = gates_.PRESETS[args.preset].gates
     start = time.perf_counter()
-    model = load.load(load.resolve(args.speed), gates, device="cuda")
+    model = load.load_model(load.resolve_model(args.speed), gates, device="cuda")
     torch.cuda.synchronize()
     print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []

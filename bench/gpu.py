@@ -38,7 +38,7 @@ from halfbyte.errors import UsageError  # noqa: E402
 from halfbyte.lab import environment, isolate, receipts, serving, speed  # noqa: E402
 from halfbyte.model import load  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss  # noqa: E402
-from halfbyte.model.single_sequence import Solo, generate  # noqa: E402
+from halfbyte.model.single_sequence import SingleSequence, generate  # noqa: E402
 
 CUDA = torch.device("cuda")
 AGREE = {
@@ -56,15 +56,15 @@ FULL = {
 
 def check(result: dict[str, Any], preset: str, activation: str | None, per_task: int) -> None:
     gates = gates_.parse({"activation": activation}, env={}, preset=preset)
-    name = load.resolve(None)
-    cpu, gpu = load.load(name, gates), load.load(name, gates, device=CUDA)
+    name = load.resolve_model(None)
+    cpu, gpu = load.load_model(name, gates), load.load_model(name, gates, device=CUDA)
     tok = load.tokenizer_of(name)
     text = tok.encode("The quick count of apples is 12. Then 7 more come, and 3 are eaten. How many are left? " * 12)[
         :300
     ]
     rows = []
     for chunks in ([300], [100, 50, 30, 8, 4, 1, 1, 1], [1] * 20):
-        a, b = Solo(cpu, 512), Solo(gpu, 512)
+        a, b = SingleSequence(cpu, 512), SingleSequence(gpu, 512)
         at, ours, theirs = 0, [], []
         for n in chunks:
             ours.append(b.feed(text[at : at + n], all_logits=True).float().cpu())
@@ -93,7 +93,7 @@ def check(result: dict[str, Any], preset: str, activation: str | None, per_task:
         assert error < 0.05, error
     eager = list(generate(gpu, text[:100], 32, stop=()))
     graph = DecodeGraph(gpu, 1, 8, feed_back=True)
-    solo = Solo(gpu, 512)
+    solo = SingleSequence(gpu, 512)
     first = int(solo.feed(text[:100])[0].argmax())
     graph.capture()
     for kind in ("sliding", "full"):
@@ -140,14 +140,14 @@ def agree(model: GptOss) -> dict[str, Any]:
     experts, and the logits of two right kernels differ by a third.
     """
     w = model.weights
-    short = replace(w, config=w.config.with_(layers=2, kinds=w.config.kinds[:2]), layers=w.layers[:2])
+    short = replace(w, config=w.config.with_(layers=2, layer_kinds=w.config.layer_kinds[:2]), layers=w.layers[:2])
     two = GptOss(short, model.gates)
     errors: dict[str, list[float]] = {}
     for seed in range(9):
         ids = speed.random_tokens(model, 161, seed).tolist()
         found: dict[str, torch.Tensor] = {}
         for name, parts in (("prefill", [161]), ("batch", [129, 32]), ("decode", [160, 1]), ("verify", [159, 2])):
-            solo, at = Solo(two, 192), 0
+            solo, at = SingleSequence(two, 192), 0
             for n in parts:
                 logits = solo.feed(ids[at : at + n])
                 at += n
@@ -165,7 +165,7 @@ def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Name
     """Every activation asked for, on the same weights."""
     asked = [gates_.parse({"activation": a}, env={}, preset=preset) for a in args.activation or [None]]
     start = time.perf_counter()
-    model = load.load(load.resolve(f"random:{shape}"), asked[0], device=CUDA)
+    model = load.load_model(load.resolve_model(f"random:{shape}"), asked[0], device=CUDA)
     torch.cuda.synchronize()
     loaded = time.perf_counter() - start
     print(f"{shape} {preset}: {model.weights.nbytes / 1e9:.1f} GB in {loaded:.1f} s", flush=True)
@@ -181,7 +181,7 @@ def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Name
 def figures(
     result: dict[str, Any], model: GptOss, shape: str, preset: str, args: argparse.Namespace, loaded: float
 ) -> None:
-    gates, name = model.gates, load.resolve(f"random:{shape}")
+    gates, name = model.gates, load.resolve_model(f"random:{shape}")
     if args.require_native and (reasons := isolate.not_native(model)):
         raise SystemExit(f"{shape} {preset} is not the native path: {'; '.join(reasons)}")
     part: dict[str, Any] = {

@@ -50,7 +50,7 @@ def config_of(model: str, layers: int) -> Any:
     from halfbyte.model.config import NAMED
 
     whole = NAMED[model]
-    return replace(whole, layers=layers, kinds=whole.kinds[:layers])
+    return replace(whole, layers=layers, layer_kinds=whole.layer_kinds[:layers])
 
 
 def checkpoint_bytes(config: Any) -> int:
@@ -183,8 +183,8 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
 
     marks["imports"] = time.time() - began
     gates = gates_.PRESETS[args.preset].gates
-    name = load.resolve(str(args.folder))
-    model = load.load(name, gates, device="cuda")
+    name = load.resolve_model(str(args.folder))
+    model = load.load_model(name, gates, device="cuda")
     torch.cuda.synchronize()
     marks["weights"] = time.time() - began
     load_used = watch.used

@@ -78,8 +78,8 @@ def main() -> None:
 
 
 def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Namespace) -> None:
-    name = load.resolve(None if shape == "embedded" else f"random:{shape}")
-    model = load.load(name, gates_.PRESETS[preset].gates, device=args.device)
+    name = load.resolve_model(None if shape == "embedded" else f"random:{shape}")
+    model = load.load_model(name, gates_.PRESETS[preset].gates, device=args.device)
     result["measured"] |= receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
     work: list[Any] = [
         partial(timeline.decode_profile, model, args.tokens, args.depth, b) for b in numbers(args.batches)

@@ -34,7 +34,7 @@ from halfbyte.harmony import render_prompt
 from halfbyte.lab import receipts
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss
-from halfbyte.model.load import EMBEDDED, load, resolve, tokenizer_of
+from halfbyte.model.load import EMBEDDED, load_model, resolve_model, tokenizer_of
 from halfbyte.roofline import decode_traffic
 
 WORKLOADS = {"suits": ("repeat", "extract", "tool_call"), "does not suit": ("arithmetic", "letters")}
@@ -147,8 +147,8 @@ def main() -> int:
     args = parser.parse_args()
     args.draft = {"draft": args.draft_model, "eagle3": args.eagle_head}
     torch.set_num_threads(min(2, torch.get_num_threads()))
-    name = resolve(args.model)
-    model, tokenizer = load(name), tokenizer_of(name)
+    name = resolve_model(args.model)
+    model, tokenizer = load_model(name), tokenizer_of(name)
     cost = ShapeCost(args.shape) if args.shape else BytesRead(model)
     four = cost(4, 0) / cost(1, 0)
     print(

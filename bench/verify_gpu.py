@@ -63,7 +63,7 @@ class Noise:
 
 
 def measure(model: GptOss, gates: gates_.Gates, batch: int, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    name = load.resolve(args.model)
+    name = load.resolve_model(args.model)
     context = args.depth + args.count + 64
     options = EngineOptions(gates=gates, max_seqs=batch, max_context=context, kv_gib=2.0, max_draft=args.draft)
     core, _, _ = core_for(model, load.tokenizer_of(name), options)
@@ -116,7 +116,7 @@ def main() -> int:
     args = parser.parse_args()
     environment.need_gpu()
     torch.set_grad_enabled(False)
-    model = load.load(load.resolve(args.model), gates_.PRESETS[args.preset].gates, device=args.device)
+    model = load.load_model(load.resolve_model(args.model), gates_.PRESETS[args.preset].gates, device=args.device)
     mine = [receipts.PACKAGE / "engine" / "runner.py", receipts.PACKAGE / "plan" / "draw.py"]
     result: dict[str, Any] = {
         "bench": "verify", "schema": 1, "environment": environment.collect(), "model": args.model,

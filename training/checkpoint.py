@@ -126,7 +126,7 @@ def exported(model: GptOss) -> dict[str, Tensor]:
         dense(f"{at}.mlp.experts.down_proj_bias", layer.down_bias)
     dense("model.norm.weight", model.norm.weight)
     dense("lm_head.weight", model.lm_head)
-    assert c.kinds == model.c.kinds
+    assert c.layer_kinds == model.c.layer_kinds
     return out
 
 

@@ -88,7 +88,7 @@ def conversations(tok: Tokenizer, per_task: int, seed: int) -> list[tuple[list[i
 
 def distributions(gates: Gates, model: str | None, given: list[tuple[list[int], int]]) -> list[Tensor]:
     """Log-probabilities before every reply token, one tensor [reply, vocabulary] per conversation."""
-    network = load.load(load.resolve(model), gates)
+    network = load.load_model(load.resolve_model(model), gates)
     out: list[Tensor] = []
     while len(out) < len(given):  # as many whole conversations at once as STEP tokens hold
         part = given[len(out) :]
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a network this small is slower on more
-    name = load.resolve(args.model)
+    name = load.resolve_model(args.model)
     weights = receipts.weights(name.path) if name.path else {}
     given = conversations(load.tokenizer_of(name), args.per_task, args.seed)
     base: list[Tensor] = []

@@ -70,7 +70,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 class Layer(nn.Module):
     def __init__(self, c: ModelConfig, index: int) -> None:
         super().__init__()
-        self.c, self.sliding = c, c.kinds[index] == "sliding"
+        self.c, self.sliding = c, c.layer_kinds[index] == "sliding"
         E, I, H = c.experts, c.intermediate, c.hidden
         deep = 1 / math.sqrt(2 * c.layers)
         self.attn_norm, self.mlp_norm = RMSNorm(H, c.norm_eps), RMSNorm(H, c.norm_eps)

@@ -37,10 +37,18 @@ TINY = ModelConfig(
     name="tiny",
 )  # fmt: skip
 DRAFT = TINY.with_(
-    layers=2, hidden=128, intermediate=128, experts=8, heads=4, kv_heads=1, head_dim=64, name="tiny-draft", kinds=()
+    layers=2,
+    hidden=128,
+    intermediate=128,
+    experts=8,
+    heads=4,
+    kv_heads=1,
+    head_dim=64,
+    name="tiny-draft",
+    layer_kinds=(),
 )
 MICRO = TINY.with_(
-    layers=8, hidden=64, intermediate=32, experts=8, heads=4, kv_heads=2, head_dim=32, name="micro", kinds=()
+    layers=8, hidden=64, intermediate=32, experts=8, heads=4, kv_heads=2, head_dim=32, name="micro", layer_kinds=()
 )
 
 # What stage main leaves weakest (long haystacks, asking for the person, letters, sorting, words never seen) is what

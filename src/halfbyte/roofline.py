@@ -132,7 +132,7 @@ def decode_traffic(
     biases = (3 * c.hidden + 2 * c.intermediate + c.qkv_dim + c.heads) * 2.0  # norms, biases, sinks: bf16
     seen = visible(c, context)
     kv_token = 2 * c.kv_dim * KV_BYTES[kv_dtype]
-    kv = sum(seen[kind] for kind in c.kinds) * kv_token * batch
+    kv = sum(seen[kind] for kind in c.layer_kinds) * kv_token * batch
     return Traffic(
         experts=c.layers * touched * per_expert,
         attention=c.layers * (size("qkv") + size("o")),
@@ -189,8 +189,8 @@ def step_work(
         "sliding": sum(min(c.window, at + 1) for at in range(first, context)),
     }
     cached = {"full": context, "sliding": min(context, c.window + new - 1)}
-    pairs = sequences * sum(seen[kind] for kind in c.kinds)
-    kv = sequences * sum(cached[kind] for kind in c.kinds) * 2 * c.kv_dim * KV_BYTES[kv_dtype]
+    pairs = sequences * sum(seen[kind] for kind in c.layer_kinds)
+    kv = sequences * sum(cached[kind] for kind in c.layer_kinds) * 2 * c.kv_dim * KV_BYTES[kv_dtype]
     n = float(c.layers)
     half, full = 2.0 * rows, 4.0 * rows  # bytes of one column of activations, and of the residual stream
     return {
@@ -220,7 +220,7 @@ def flops_per_token(config: ModelConfig, prompt: int) -> float:
     seen_full = (prompt + 1) / 2
     w = min(c.window, prompt)
     seen_sliding = (w * (w + 1) / 2 + (prompt - w) * w) / prompt
-    attention = sum(4.0 * c.q_dim * (seen_sliding if k == "sliding" else seen_full) for k in c.kinds)
+    attention = sum(4.0 * c.q_dim * (seen_sliding if k == "sliding" else seen_full) for k in c.layer_kinds)
     return c.layers * (dense + moe) + attention
 
 
@@ -248,7 +248,7 @@ def decode_ceiling(
 def prefill_ceiling(gpu: Gpu, config: ModelConfig, formats: Mapping[str, str], prompt: int, depth: int = 0) -> Ceiling:
     """bf16 tensor cores against reading every weight once per prompt."""
     c = config
-    per_token = flops_per_token(c, prompt) + depth * sum(4.0 * c.q_dim for k in c.kinds if k == "full")
+    per_token = flops_per_token(c, prompt) + depth * sum(4.0 * c.q_dim for k in c.layer_kinds if k == "full")
     weights = sum(
         (c.layers if role in ("qkv", "o", "gate_up", "down") else 1) * _count(c, role) * bytes_per_weight(formats[role])
         for role in GROUPS

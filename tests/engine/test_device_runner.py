@@ -32,10 +32,10 @@ from halfbyte.engine.speculative.proposer import Proposal
 from halfbyte.engine.step_buffer import ALIGN, Staging
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates
+from halfbyte.lab.padded_model import PaddedSource
 from halfbyte.model import checkpoint, load
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
-from halfbyte.model.padded import Padded
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.phase import ARCHES, RESIDUAL
 from halfbyte.plan.step import Step, regime_of
@@ -130,7 +130,7 @@ def answers(core: EngineCore, count: int) -> dict[str, list[object]]:
 def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
     monkeypatch.setattr(graphs_, "SHORT", 48)  # both lengths of capture are used
-    model = load.load(load.resolve("random:small"), page_size=16)
+    model = load.load_model(load.resolve_model("random:small"), page_size=16)
     Stand.replays = 0
     eager = answers(core_of(model, False), 11)
     assert Stand.replays == 0
@@ -176,7 +176,7 @@ class Turns:
 def test_drafts_are_verified_by_graphs_with_the_tokens_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged steps: other sequences, other lengths of draft and other numbers of idle rows every time."""
     monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
-    model = load.load(load.resolve("random:small"), page_size=16)
+    model = load.load_model(load.resolve_model("random:small"), page_size=16)
 
     def asked() -> list[Request]:
         rng = random.Random(3)
@@ -228,7 +228,7 @@ def test_drafts_are_verified_by_graphs_with_the_tokens_of_eager_steps(monkeypatc
 def test_models_that_draft_run_beside_graphs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that reads hidden states gets those of the replayed step: it guesses what it guesses without graphs."""
     monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
-    model = load.load(load.resolve("random:small"), page_size=16)
+    model = load.load_model(load.resolve_model("random:small"), page_size=16)
     draft = str(write_head(tmp_path / "head", model)) if method == "eagle3" else "random:small"
     found = []
     for graphs in (False, True):
@@ -243,11 +243,11 @@ def test_models_that_draft_run_beside_graphs(method: str, tmp_path: Path, monkey
 
 def test_a_layer_that_is_not_summed_up_yet_is_tapped_whole() -> None:
     """Kernels may leave experts' results to the next layer; hidden states have them all the same."""
-    model = load.load(load.resolve("random:small"), page_size=16)
+    model = load.load_model(load.resolve_model("random:small"), page_size=16)
     steps: list[Step] = []
     forward = model.forward
     model.forward = lambda step: (steps.append(step), forward(step))[1]  # type: ignore[method-assign, func-returns-value]
-    Solo(model, 64).feed([5, 6, 7])
+    SingleSequence(model, 64).feed([5, 6, 7])
     tap = HiddenTap(model, (1,))
     _, expected = tap(steps[0])
     bound = model.plan.bound[steps[0].regime]
@@ -265,7 +265,7 @@ def test_a_layer_that_is_not_summed_up_yet_is_tapped_whole() -> None:
 
 def test_tables_are_sent_when_they_change_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
-    model = load.load(load.resolve("random:small"), page_size=16)
+    model = load.load_model(load.resolve_model("random:small"), page_size=16)
     core = core_of(model, True)
     moved = []
     tables = Stand.tables
@@ -277,7 +277,7 @@ def test_tables_are_sent_when_they_change_only(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_row_that_is_no_number_is_an_error_of_its_own() -> None:
-    model = load.load(load.resolve("random:small"), page_size=16)
+    model = load.load_model(load.resolve_model("random:small"), page_size=16)
     core = core_of(model, False)
     forward = model.forward
     model.forward = lambda step: forward(step).index_fill_(1, torch.tensor([3]), float("nan"))  # type: ignore[method-assign]
@@ -292,7 +292,7 @@ def padded_weights(preset: str, device: str, arch: str) -> GptOss:
     g = gates.PRESETS[preset].gates
     source = checkpoint.open_model(load.EMBEDDED)
     try:
-        padded = Padded(source)
+        padded = PaddedSource(source)
         choice = choose(padded.config, g, ARCHES[arch])
         weights = checkpoint.assemble(padded, layer_formats=g.layer_formats, layouts=choice[2].layouts)
     finally:
@@ -301,13 +301,15 @@ def padded_weights(preset: str, device: str, arch: str) -> GptOss:
 
 
 def test_padding_a_model_changes_its_shape_and_nothing_else() -> None:
-    from halfbyte.model.single_sequence import Solo
+    from halfbyte.model.single_sequence import SingleSequence
 
-    name = load.resolve(None)
-    plain, padded = load.load(name), padded_weights("exact", "cpu", "cpu")
+    name = load.resolve_model(None)
+    plain, padded = load.load_model(name), padded_weights("exact", "cpu", "cpu")
     assert (padded.config.heads, padded.config.experts) == (16, 32)
     ids = load.tokenizer_of(name).encode("Tom has 12 apples. Then 7 more come. How many are there?")
-    assert torch.equal(Solo(padded, 128).feed(ids, all_logits=True), Solo(plain, 128).feed(ids, all_logits=True))
+    assert torch.equal(
+        SingleSequence(padded, 128).feed(ids, all_logits=True), SingleSequence(plain, 128).feed(ids, all_logits=True)
+    )
     for preset in ("exact", "balanced", "fast"):
         _, _, selection = choose(padded.config, gates.PRESETS[preset].gates, ARCHES["sm90"])
         assert selection.chosen["decode"] == ("cuda.decode_step",)
@@ -323,7 +325,7 @@ def embedded_core(preset: str, device: str, graphs: str) -> tuple[EngineCore, Gp
     g = gates.parse({"graphs": graphs}, env={}, preset=preset)
     source = checkpoint.open_model(load.EMBEDDED)
     try:
-        padded = Padded(source)
+        padded = PaddedSource(source)
         choice = choose(padded.config, g, arch_of(device))
         weights = checkpoint.assemble(padded, layer_formats=g.layer_formats)
     finally:
@@ -334,7 +336,7 @@ def embedded_core(preset: str, device: str, graphs: str) -> tuple[EngineCore, Gp
     weights = checkpoint.assemble(checkpoint.Resident(weights), layouts=choice[2].layouts)
     model = GptOss(weights, g, choice=choice)
     options = EngineOptions(gates=g, max_context=1024, kv_gib=0.25, reserve_gib=0.0)
-    core, _, _ = core_for(model, load.tokenizer_of(load.resolve(None)), options)
+    core, _, _ = core_for(model, load.tokenizer_of(load.resolve_model(None)), options)
     return core, model
 
 
@@ -355,7 +357,7 @@ def told(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
 def test_meaning_goes_through_the_cuda_kernels(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained model, in a shape that the decode kernel takes: right answers, equal with graphs and without, and
     `launch` waits for nothing."""
-    tokenizer = load.tokenizer_of(load.resolve(None))
+    tokenizer = load.tokenizer_of(load.resolve_model(None))
     suite = Suite("tiny", 0, 1)
     prompts = [item.prompt for item in suite.items(tokenizer) if len(item.prompt) < 600]
     core, model = embedded_core(preset, "cuda", "on")
@@ -392,13 +394,13 @@ def test_meaning_goes_through_the_cuda_kernels(preset: str, monkeypatch: pytest.
 @pytest.mark.parametrize("method", [pytest.param(m, marks=on_gpu) for m in ("suffix", "eagle3", "draft")])
 def test_drafts_on_a_gpu(method: str) -> None:
     """Verified by graphs and eagerly: equal tokens, equal guesses; and the guesses are good ones."""
-    name = load.resolve(None)
+    name = load.resolve_model(None)
     tokenizer = load.tokenizer_of(name)
     prompts = [item.prompt for item in Suite("tiny", 0, 1).items(tokenizer) if len(item.prompt) < 600]
     found = []
     for graphs in ("on", "off"):
         g = gates.parse({"graphs": graphs, "speculate": method}, env={}, preset="exact")
-        model = load.load(name, g, device="cuda")
+        model = load.load_model(name, g, device="cuda")
         options = EngineOptions(gates=g, max_context=1024, kv_gib=0.25, reserve_gib=0.0, max_draft=3)
         core, _, _ = core_for(model, tokenizer, options)
         assert core.proposer is not None

@@ -13,7 +13,7 @@ from halfbyte.engine.request import Constraint, Request, SamplingParams
 from halfbyte.engine.runner import DeviceRunner
 from halfbyte.engine.sampling.device import draw_rows, edges, keys_of, log_exponentials, settings_of
 from halfbyte.engine.sampling.host import Picker
-from halfbyte.model.load import load, resolve
+from halfbyte.model.load import load_model, resolve_model
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.ops.sampling import distribution
 
@@ -104,7 +104,7 @@ def test_the_variates_are_exponential_and_independent() -> None:
 
 def engine_tokens(run_ahead: bool, together: bool) -> dict[str, list[int]]:
     """Through the engine with the device runner (on whatever device there is)."""
-    model = load(resolve("random:small"), page_size=16)
+    model = load_model(resolve_model("random:small"), page_size=16)
     options = EngineOptions(
         max_context=256, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, run_ahead=run_ahead
     )
@@ -143,7 +143,7 @@ def test_tokens_do_not_depend_on_batch_or_timing() -> None:
 
 
 def test_grammar_on_the_device_runner() -> None:
-    model = load(resolve("random:small"), page_size=16)
+    model = load_model(resolve_model("random:small"), page_size=16)
     options = EngineOptions(max_context=256, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0)
     tokenizer = Tokenizer.gpt_oss()
     core, _, _ = core_for(model, tokenizer, options)

@@ -14,7 +14,7 @@ from halfbyte.engine.sampling.host import Picker, draw_token
 from halfbyte.errors import EngineDiedError, RequestError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.load import load, resolve
+from halfbyte.model.load import load_model, resolve_model
 from halfbyte.model.single_sequence import generate
 from halfbyte.model.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ def _one_thread():
 
 
 def model_for(page_size: int = 64) -> GptOss:
-    return load(resolve("random:small"), Gates(), page_size=page_size)
+    return load_model(resolve_model("random:small"), Gates(), page_size=page_size)
 
 
 def expected(model: GptOss, request: Request) -> list[int]:

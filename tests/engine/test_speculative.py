@@ -26,7 +26,7 @@ from halfbyte.engine.speculative.suffix import SuffixProposer
 from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.load import load, resolve
+from halfbyte.model.load import load_model, resolve_model
 from halfbyte.model.tokenizer import Tokenizer
 
 COST = ExpertCost(dense=3.1, expert=0.0132, experts=128, top_k=4, layers=36, kv_token=0.0)  # about gpt-oss-120b's GB
@@ -148,7 +148,7 @@ def test_a_short_life_is_never_speculated_on_credit() -> None:
 
 
 def test_bytes_read_grow_with_rows_and_context() -> None:
-    model = load(resolve("random:small"))
+    model = load_model(resolve_model("random:small"))
     cost = BytesRead(model)
     assert cost(1, 0) < cost(2, 0) < cost(8, 0)
     assert cost(1, 1000) > cost(1, 0)
@@ -158,7 +158,7 @@ def test_bytes_read_grow_with_rows_and_context() -> None:
 
 
 def small() -> GptOss:
-    return load(resolve("random:small"), page_size=16)
+    return load_model(resolve_model("random:small"), page_size=16)
 
 
 def run(core: EngineCore, requests: list[Request]) -> list[list[int]]:

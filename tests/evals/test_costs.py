@@ -13,21 +13,21 @@ import costs
 
 from halfbyte.gates import AXES, LAYER_FORMATS
 from halfbyte.model import load
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 
 
 def test_conversations_side_by_side_equal_each_alone() -> None:
-    given = costs.conversations(load.tokenizer_of(load.resolve(None)), 1, 8)[5:8]
-    network = load.load(load.resolve(None), costs.EXACT)
+    given = costs.conversations(load.tokenizer_of(load.resolve_model(None)), 1, 8)[5:8]
+    network = load.load_model(load.resolve_model(None), costs.EXACT)
     joined = costs.together(network, given)
     for (tokens, prompt), got in zip(given, joined, strict=True):
-        alone = Solo(network, len(tokens)).feed(tokens[:-1], all_logits=True)[prompt - 1 :]
+        alone = SingleSequence(network, len(tokens)).feed(tokens[:-1], all_logits=True)[prompt - 1 :]
         assert got.shape == alone.shape
         assert torch.allclose(got, alone, rtol=1e-5, atol=1e-4)
 
 
 def test_a_coarser_format_moves_the_next_tokens_further() -> None:
-    given = costs.conversations(load.tokenizer_of(load.resolve(None)), 1, 8)[:2]
+    given = costs.conversations(load.tokenizer_of(load.resolve_model(None)), 1, 8)[:2]
     wanted = {name: gates for name, gates in costs.formats() if name in ("as shipped", "qkv in q8", "qkv in mxfp4")}
     got = {name: costs.distributions(gates, None, given) for name, gates in wanted.items()}
     made = {name: costs.cost(name, wanted[name], given, got["as shipped"], d) for name, d in got.items()}

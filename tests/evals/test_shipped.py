@@ -23,7 +23,7 @@ from halfbyte.gates import Gates
 from halfbyte.model import checkpoint
 from halfbyte.model.config import Yarn
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import Matrix, Weights
 
@@ -47,7 +47,7 @@ def forced(
     model = GptOss(weights, gates)
 
     def predict(tokens: list[int]) -> list[int]:
-        solo = Solo(model, len(tokens))
+        solo = SingleSequence(model, len(tokens))
         out: list[int] = []
         for i in range(0, len(tokens), 512):
             out += solo.feed(tokens[i : i + 512], all_logits=True).argmax(-1).tolist()

@@ -21,7 +21,7 @@ from halfbyte import gates
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES, Launch
 from halfbyte.plan.step import Step
@@ -88,7 +88,7 @@ def _shaken(launch: Launch, last: str, random: torch.Generator) -> Launch:
 
 def logits(model: GptOss) -> torch.Tensor:
     tokens = torch.randint(0, SMALL.vocab, (sum(CHUNKS),), generator=torch.Generator().manual_seed(0)).tolist()
-    solo, out, at = Solo(model, 512), [], 0
+    solo, out, at = SingleSequence(model, 512), [], 0
     with torch.inference_mode():
         for n in CHUNKS:
             out.append(solo.feed(tokens[at : at + n], all_logits=True).float().cpu())

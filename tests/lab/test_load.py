@@ -54,7 +54,7 @@ def test_layers_may_share_bytes(load: ModuleType, tmp_path: Path, monkeypatch: p
     load.write(config, tmp_path / "shared", 2, device="cpu")
     size = sum(p.stat().st_size for p in (tmp_path / "shared").glob("*.safetensors"))
     assert size < 0.8 * load.checkpoint_bytes(config)
-    model = load_.load(load_.resolve(str(tmp_path / "shared")))
+    model = load_.load_model(load_.resolve_model(str(tmp_path / "shared")))
     assert load.equal(model, 2, device="cpu")
     down = model.weights.layers[3].down
     assert isinstance(down, MXTensor)

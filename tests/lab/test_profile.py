@@ -143,7 +143,7 @@ def test_a_kernel_belongs_to_the_mark_around_it() -> None:
 
 
 def test_the_embedded_model_on_a_cpu() -> None:
-    model = load.load(load.resolve(None))
+    model = load.load_model(load.resolve_model(None))
     decode = timeline.decode_profile(model, 2, 70, 2)
     assert {line.category for line in decode.lines} == {
         "embed", "qkv", "rope/KV", "attention", "o", "router", "MoE", "lm_head", "sampling"

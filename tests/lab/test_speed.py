@@ -13,13 +13,13 @@ from halfbyte.lab import isolate, serving, speed
 from halfbyte.lab.gauge import Gauge
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.roofline import GPUS, Work
 
 
 @pytest.fixture(scope="module")
 def model() -> GptOss:
-    return load.load(load.resolve(None))
+    return load.load_model(load.resolve_model(None))
 
 
 def test_experts_are_counted_from_the_routers_choices(model: GptOss) -> None:
@@ -45,7 +45,7 @@ def test_prefill_steps_are_the_prompt(model: GptOss) -> None:
     ids = speed.random_tokens(model, 70, 1)
     for at in range(0, 70, 32):
         logits = model.forward(speed.prefill_step(model, cache, ids[at : at + 32], at))
-    assert torch.equal(logits, Solo(model, 128).feed(ids.tolist()))
+    assert torch.equal(logits, SingleSequence(model, 128).feed(ids.tolist()))
 
 
 def test_every_stream_has_pages_of_its_own(model: GptOss) -> None:
@@ -56,7 +56,7 @@ def test_every_stream_has_pages_of_its_own(model: GptOss) -> None:
 
 
 def test_the_engine_serves_every_request_whole(model: GptOss) -> None:
-    found = serving.serve(model, load.tokenizer_of(load.resolve(None)), 3, 20, 5, rounds=2)
+    found = serving.serve(model, load.tokenizer_of(load.resolve_model(None)), 3, 20, 5, rounds=2)
     assert found["requests"] == 6
     assert 0 < found["ttft_p50_ms"] <= found["ttft_p99_ms"]
     assert 0 < found["tokens_per_s"] < found["ceiling"]
@@ -123,7 +123,7 @@ def test_figures_on_a_gpu() -> None:
     """The embedded model: figures are valid, phases alone add up to about a step, categories to all of it."""
     from halfbyte.lab import timeline
 
-    gpu = load.load(load.resolve(None), device="cuda")
+    gpu = load.load_model(load.resolve_model(None), device="cuda")
     with torch.inference_mode():
         tg, pp = speed.decode(gpu, 2, 100, 16), speed.prefill(gpu, 200, 128, 64)
         assert tg["valid"]

@@ -18,9 +18,9 @@ from halfbyte.formats.tensor import MXTensor
 from halfbyte.model import checkpoint, synthetic, weight_file
 from halfbyte.model.config import NAMED, ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.model.weights import GROUPS, Matrix, Weights, kind_of, shape_of
+from halfbyte.model.weights import GROUPS, Matrix, Weights, format_of, shape_of
 
 SMALL = NAMED["small"].with_(pad_token=2)
 ALL_Q8 = {"moe": "q8", "qkv": "q8", "o": "q8", "lm_head": "q8"}
@@ -59,11 +59,11 @@ def assert_same(a: Weights, b: Weights, *, config: bool = True) -> None:
     if config:
         assert a.config.with_(name="") == b.config.with_(name="")
     for (layer, role, x), (_, _, y) in zip(a.items(), b.items(), strict=True):
-        assert same(x, y), (layer, role, kind_of(x), kind_of(y))
+        assert same(x, y), (layer, role, format_of(x), format_of(y))
 
 
 def logits(weights: Weights, tokens: list[int]) -> torch.Tensor:
-    return Solo(GptOss(weights), len(tokens)).feed(tokens, all_logits=True)
+    return SingleSequence(GptOss(weights), len(tokens)).feed(tokens, all_logits=True)
 
 
 # ---- the same weights, whatever they are written as ----------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_a_folder_and_a_gguf_hold_the_same_bits(made: Weights, folder: Path, fil
     from_folder, from_file = checkpoint.load(folder), checkpoint.load(file)
     assert_same(made, from_folder)
     assert_same(made, from_file)
-    assert all(kind_of(w) == "mxfp4" for _, role, w in from_file.items() if role in ("gate_up", "down"))
+    assert all(format_of(w) == "mxfp4" for _, role, w in from_file.items() if role in ("gate_up", "down"))
 
 
 def test_loaded_experts_are_the_file_s_bytes(folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_quantising_to_disk_equals_quantising_at_load(
             assert (dst / "tokenizer_config.json").exists() == (src == folder)
     for _, role, w in at_load.items():
         wanted = layer_formats.get(GROUPS.get(role, ""), "checkpoint")
-        assert wanted in ("checkpoint", kind_of(w))
+        assert wanted in ("checkpoint", format_of(w))
 
 
 def test_a_quantised_folder_says_so_and_is_believed_only_if_true(folder: Path, tmp_path: Path) -> None:
@@ -252,10 +252,10 @@ def test_unknown_layer_formats_are_errors(folder: Path, wrong: dict[str, str], s
 def test_dense_types_of_a_gguf(made: Weights, tmp_path: Path, dense: str) -> None:
     checkpoint.save_gguf(made, tmp_path / "m.gguf", dense=dense)  # type: ignore[arg-type]
     loaded = checkpoint.load(tmp_path / "m.gguf")
-    assert kind_of(loaded.lm_head) == dense
-    assert kind_of(loaded.layers[3].o) == dense
-    assert kind_of(loaded.embed) == ("bf16" if dense == "q8" else dense)
-    assert kind_of(loaded.layers[0].router) == "bf16"
+    assert format_of(loaded.lm_head) == dense
+    assert format_of(loaded.layers[3].o) == dense
+    assert format_of(loaded.embed) == ("bf16" if dense == "q8" else dense)
+    assert format_of(loaded.layers[0].router) == "bf16"
     limit = {"bf16": 0.0, "f32": 0.0, "f16": 1e-3, "q8": 0.01}[dense]
     for role in ("embed", "lm_head"):
         a, b = getattr(loaded, role), getattr(made, role).float()
@@ -270,9 +270,9 @@ def test_float32_that_was_never_bf16_stays_float32(made: Weights, tmp_path: Path
     fine = dataclasses.replace(made, layers=layers)
     checkpoint.save_gguf(fine, tmp_path / "m.gguf")
     loaded = checkpoint.load(tmp_path / "m.gguf")
-    assert [kind_of(layer.router) for layer in loaded.layers] == ["f32"] * SMALL.layers  # one dtype for all layers
+    assert [format_of(layer.router) for layer in loaded.layers] == ["f32"] * SMALL.layers  # one dtype for all layers
     assert loaded.layers[2].router.equal(layers[2].router)
-    assert kind_of(loaded.layers[2].mlp_norm) == "bf16"
+    assert format_of(loaded.layers[2].mlp_norm) == "bf16"
 
 
 @pytest.mark.parametrize("which", ["attn_v.weight", "blk.2.attn_q.weight"], ids=["parts", "layers"])
@@ -331,9 +331,11 @@ def test_split_gguf_files(file: Path, tmp_path: Path, made: Weights) -> None:
 
 def test_configurations_survive_both_ways(tmp_path: Path) -> None:
     configs = [
-        NAMED["20b"].with_(layers=1, kinds=(), hidden=64, intermediate=32, experts=4, vocab=300, heads=2, kv_heads=1),
-        SMALL.with_(yarn=Yarn(factor=1.0), layers=2, kinds=(), window=64, norm_eps=1e-6, rope_theta=10000.0),
-        SMALL.with_(yarn=Yarn(8.0, 256, truncate=True), layers=1, kinds=(), eos_tokens=(3,), pad_token=4),
+        NAMED["20b"].with_(
+            layers=1, layer_kinds=(), hidden=64, intermediate=32, experts=4, vocab=300, heads=2, kv_heads=1
+        ),
+        SMALL.with_(yarn=Yarn(factor=1.0), layers=2, layer_kinds=(), window=64, norm_eps=1e-6, rope_theta=10000.0),
+        SMALL.with_(yarn=Yarn(8.0, 256, truncate=True), layers=1, layer_kinds=(), eos_tokens=(3,), pad_token=4),
     ]
     for i, config in enumerate(configs):
         synthetic.write_safetensors(config, 0, tmp_path / str(i))
@@ -348,7 +350,7 @@ def test_configurations_survive_both_ways(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"kinds": ("full", "sliding", "full", "sliding")},
+        {"layer_kinds": ("full", "sliding", "full", "sliding")},
         {"swiglu_limit": 5.0},
         {"yarn": Yarn(8.0, 256, beta_fast=16.0)},
     ],

@@ -22,7 +22,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.model import checkpoint, synthetic, weight_file
 from halfbyte.model.config import NAMED
 
-CONFIG = NAMED["small"].with_(layers=2, kinds=(), pad_token=2)
+CONFIG = NAMED["small"].with_(layers=2, layer_kinds=(), pad_token=2)
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 

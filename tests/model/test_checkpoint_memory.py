@@ -37,8 +37,8 @@ def run(path, out):
 
 torch.set_num_threads(1)
 small = Path(out).with_name("warm")  # everything imported and warm before the mark
-synthetic.write_gguf(NAMED["small"].with_(layers=1, kinds=()), 0, small.with_suffix(".gguf"))
-synthetic.write_safetensors(NAMED["small"].with_(layers=1, kinds=()), 0, small)
+synthetic.write_gguf(NAMED["small"].with_(layers=1, layer_kinds=()), 0, small.with_suffix(".gguf"))
+synthetic.write_safetensors(NAMED["small"].with_(layers=1, layer_kinds=()), 0, small)
 run(small if Path(path).is_dir() else small.with_suffix(".gguf"), small.with_name("warm-out" + Path(out).suffix))
 with open("/proc/self/clear_refs", "w") as f:
     f.write("5")  # the peak starts again from here

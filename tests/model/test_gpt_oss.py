@@ -11,7 +11,7 @@ import torch
 from halfbyte.gates import Gates
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.single_sequence import Solo, generate
+from halfbyte.model.single_sequence import SingleSequence, generate
 
 _spec = importlib.util.spec_from_file_location("hf_oracle", Path(__file__).with_name("hf.py"))
 hf = importlib.util.module_from_spec(_spec)
@@ -46,7 +46,7 @@ def test_logits_equal_hugging_face(name: str, mxfp4_experts: bool) -> None:
     tokens = torch.randint(0, config.vocab, (length,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
-    got = Solo(model, length).feed(tokens.tolist(), all_logits=True)
+    got = SingleSequence(model, length).feed(tokens.tolist(), all_logits=True)
     error = (got - expected).norm() / expected.norm()
     print(f"{name} {length} tokens: relative error {error:.1e}")
     assert error <= 1e-5
@@ -73,7 +73,7 @@ def test_logits_do_not_depend_on_chunking_or_page_size() -> None:
     tokens = torch.randint(0, config.vocab, (150,), generator=torch.Generator().manual_seed(6)).tolist()
     results = []
     for page_size, chunks in ((16, [150]), (64, [1] * 150), (32, [7, 100, 33, 10]), (16, [64, 64, 22])):
-        solo, out, at = Solo(GptOss(weights, page_size=page_size), 150), [], 0
+        solo, out, at = SingleSequence(GptOss(weights, page_size=page_size), 150), [], 0
         for n in chunks:
             out.append(solo.feed(tokens[at : at + n], all_logits=True))
             at += n
@@ -86,12 +86,12 @@ def test_sinks_off_changes_the_output_and_says_so(caplog: pytest.LogCaptureFixtu
     config = CONFIGS["wide"]
     weights = hf.our_weights(config, hf.hf_model(config, seed=7))
     tokens = list(range(50))
-    quiet = Solo(GptOss(weights, Gates(), page_size=16), 64).feed(tokens)
+    quiet = SingleSequence(GptOss(weights, Gates(), page_size=16), 64).feed(tokens)
     assert not caplog.records
-    off = Solo(GptOss(weights, Gates(sinks="off"), page_size=16), 64).feed(tokens)
+    off = SingleSequence(GptOss(weights, Gates(sinks="off"), page_size=16), 64).feed(tokens)
     assert "SINKS ARE OFF" in caplog.text
     assert (quiet - off).norm() / quiet.norm() > 0.01
-    on = Solo(GptOss(weights, Gates(sinks="on"), page_size=16), 64).feed(tokens)
+    on = SingleSequence(GptOss(weights, Gates(sinks="on"), page_size=16), 64).feed(tokens)
     assert torch.equal(quiet, on)
 
 
@@ -100,8 +100,8 @@ def test_kv_formats_stay_close(kv_dtype: str) -> None:
     config = CONFIGS["wide"]
     weights = hf.our_weights(config, hf.hf_model(config, seed=8))
     tokens = list(range(100))
-    exact = Solo(GptOss(weights, page_size=16), 128).feed(tokens, all_logits=True)
-    rounded = Solo(GptOss(weights, Gates(kv_dtype=kv_dtype), page_size=16), 128).feed(tokens, all_logits=True)
+    exact = SingleSequence(GptOss(weights, page_size=16), 128).feed(tokens, all_logits=True)
+    rounded = SingleSequence(GptOss(weights, Gates(kv_dtype=kv_dtype), page_size=16), 128).feed(tokens, all_logits=True)
     error = (exact - rounded).norm() / exact.norm()
     assert 0 < error < {"bf16": 0.02, "fp8": 0.2}[kv_dtype]
 
@@ -111,8 +111,10 @@ def test_activation_formats_are_quantisation_points(activation: str) -> None:
     config = CONFIGS["wide"]
     weights = hf.our_weights(config, hf.hf_model(config, seed=9), mxfp4_experts=True)
     tokens = list(range(100))
-    exact = Solo(GptOss(weights, page_size=16), 128).feed(tokens, all_logits=True)
-    rounded = Solo(GptOss(weights, Gates(activation=activation), page_size=16), 128).feed(tokens, all_logits=True)
+    exact = SingleSequence(GptOss(weights, page_size=16), 128).feed(tokens, all_logits=True)
+    rounded = SingleSequence(GptOss(weights, Gates(activation=activation), page_size=16), 128).feed(
+        tokens, all_logits=True
+    )
     error = (exact - rounded).norm() / exact.norm()
     print(f"{activation}: {error:.1e}")
     assert 0 < error < {"bf16": 0.02, "int8": 0.05, "fp8": 0.15, "mxfp8": 0.15, "mxfp4": 0.6}[activation]

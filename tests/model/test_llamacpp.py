@@ -26,7 +26,7 @@ from halfbyte.harmony.render import render_prompt, render_training_example
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import NAMED, Yarn
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import Weights
 
@@ -34,7 +34,7 @@ llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python: pip
 pytestmark = pytest.mark.peers
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
-CONFIG = NAMED["small"].with_(layers=2, kinds=(), yarn=Yarn(8.0, 256, truncate=True))
+CONFIG = NAMED["small"].with_(layers=2, layer_kinds=(), yarn=Yarn(8.0, 256, truncate=True))
 TOKENS = torch.randint(0, CONFIG.vocab, (512,), generator=torch.Generator().manual_seed(1)).tolist()
 F32 = 0  # ggml's type number: keep the KV cache unrounded
 
@@ -57,7 +57,7 @@ def theirs(path: Path, tokens: list[int] = TOKENS) -> Tensor:
 
 
 def ours(weights: Weights, tokens: list[int] = TOKENS) -> Tensor:
-    return Solo(GptOss(weights), len(tokens)).feed(tokens, all_logits=True)
+    return SingleSequence(GptOss(weights), len(tokens)).feed(tokens, all_logits=True)
 
 
 def relative(a: Tensor, b: Tensor) -> float:

@@ -16,7 +16,7 @@ from halfbyte.formats.tensor import MXTensor
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.weights import roles, shape_of
 
 DEEP = ModelConfig(  # as deep as 120b, narrow enough for a test
@@ -46,7 +46,7 @@ def run(request: pytest.FixtureRequest) -> tuple[ModelConfig, dict[str, list[Ten
     tokens = torch.randint(0, config.vocab, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
     plain: Any = model
     plain.forward = lambda step: model.plan.run(step, watched)["logits"]
-    Solo(model, TOKENS).feed(tokens, all_logits=True)
+    SingleSequence(model, TOKENS).feed(tokens, all_logits=True)
     assert len(watched.seen["topk_ids"]) == config.layers
     return config, watched.seen
 

@@ -10,7 +10,7 @@ from halfbyte.gates import Gates, Layers, PerRegime, parse
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss, choose, spec_of
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import step
 from halfbyte.plan.phase import ARCHES
 
@@ -74,7 +74,7 @@ def test_the_rows_of_a_step_say_which(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.randint(0, weights.config.vocab, (120,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def logits(activation: str, count: int) -> torch.Tensor:
-        return Solo(GptOss(weights, Gates(activation=activation), page_size=16), 128).feed(tokens[:count])
+        return SingleSequence(GptOss(weights, Gates(activation=activation), page_size=16), 128).feed(tokens[:count])
 
     assert torch.equal(logits("long=fp8", 120), logits("fp8", 120))
     assert torch.equal(logits("long=fp8", 99), logits("auto", 99))
@@ -87,7 +87,7 @@ def test_steps_round_as_their_regime_says() -> None:
     tokens = torch.randint(0, weights.config.vocab, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def logits(activation: str, size: int) -> torch.Tensor:
-        solo = Solo(GptOss(weights, Gates(activation=activation), page_size=16), 128)
+        solo = SingleSequence(GptOss(weights, Gates(activation=activation), page_size=16), 128)
         return torch.cat([solo.feed(tokens[i : i + size], all_logits=True) for i in range(0, 70, size)])
 
     assert torch.equal(logits("prefill=int8", 70), logits("int8", 70))
@@ -98,7 +98,7 @@ def test_steps_round_as_their_regime_says() -> None:
 def test_the_record_says_which() -> None:
     weights = synthetic.make(SMALL, 3)
     model = GptOss(weights, Gates(activation="prefill=int8"), page_size=16)
-    solo = Solo(model, 128)
+    solo = SingleSequence(model, 128)
     solo.feed(list(range(70)))
     solo.feed([5])
     assert {r.activation for r in model.plan.record.runs.values() if r.regime == "prefill"} == {"int8"}

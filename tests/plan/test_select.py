@@ -14,7 +14,7 @@ from halfbyte.gates import Gates, PerRegime
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import GptOss, choose, spec_of
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES, LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import DECODE_ROWS, Step, regime_of
@@ -93,12 +93,12 @@ def test_auto_prefers_rank_and_says_why_the_other_lost() -> None:
 def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = synthetic.make(SMALL, seed=0)
     tokens = list(range(DECODE_ROWS))
-    expected = Solo(GptOss(weights), 64).feed(tokens)
+    expected = SingleSequence(GptOss(weights), 64).feed(tokens)
     monkeypatch.setattr(select, "all_phases", lambda: [*reference.PHASES, FusedFront()])
     with pytest.raises(PlanError, match="can run o, lm_head in the decode regime"):
         GptOss(weights, Gates(linear_kernel=PerRegime("gemv")))  # explicit, and nothing of that name covers o
     model = GptOss(weights)
-    assert torch.equal(Solo(model, 64).feed(tokens), expected)
+    assert torch.equal(SingleSequence(model, 64).feed(tokens), expected)
     runs = [r for r in model.plan.record.runs.values() if r.phase == "test.fused_front"]
     assert len(runs) == 1
     assert runs[0].covers == LAYER[:4]
@@ -135,7 +135,7 @@ class WholeStep(Phase):
 
 def test_a_whole_step_phase_is_bound_once_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = synthetic.make(SMALL, seed=0)
-    expected = Solo(GptOss(weights), 128).feed(list(range(3)))
+    expected = SingleSequence(GptOss(weights), 128).feed(list(range(3)))
     reference_model = GptOss(weights)
     real = list(reference.PHASES)
     phase = WholeStep()
@@ -152,7 +152,7 @@ def test_a_whole_step_phase_is_bound_once_and_recorded(monkeypatch: pytest.Monke
     assert model.plan.selection.chosen["decode"] == ("test.whole_step",)
     assert model.plan.selection.chosen["prefill"] == reference_model.plan.selection.chosen["prefill"]
     assert len(model.plan.bound["decode"]) == 1
-    assert torch.equal(Solo(model, 128).feed(list(range(3))), expected)
+    assert torch.equal(SingleSequence(model, 128).feed(list(range(3))), expected)
     (run,) = model.plan.record.runs.values()
     assert run.formats == {"embed": "bf16", **{k: v for k, v in CHECKPOINT.items() if k != "embed"}}
 
@@ -238,7 +238,7 @@ def test_every_kernel_gate_is_reached_or_refused_with_a_reason(axis: str, arch: 
 
 
 def test_layers_that_do_not_alternate_are_a_feature_of_their_own() -> None:
-    g, odd = gates.PRESETS["fast"].gates, NAMED["20b"].with_(kinds=("full",) * 24)
+    g, odd = gates.PRESETS["fast"].gates, NAMED["20b"].with_(layer_kinds=("full",) * 24)
     _, _, even = choose(NAMED["20b"], g, ARCHES["sm90"])
     assert even.chosen["decode"] == ("cuda.decode_step",)
     _, _, selection = choose(odd, g, ARCHES["sm90"])

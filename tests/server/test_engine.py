@@ -47,7 +47,7 @@ def live() -> Iterator[Live]:
     config = replace(
         NAMED["small"],
         layers=2,
-        kinds=(),
+        layer_kinds=(),
         vocab=tokenizer.vocab_size,
         eos_tokens=tokenizer.eos_tokens,
         pad_token=0,

@@ -40,11 +40,11 @@ def explain(
     """Which kernels would run, per regime, and why every other one is refused."""
     if arch is not None and arch.lower() not in ARCHES:
         raise UsageError(f"there is no architecture {arch!r}; use {', '.join(ARCHES)}.")
-    target = ARCHES[arch.lower()] if arch else arch_of(load.pick_device(None))
+    target = ARCHES[arch.lower()] if arch else arch_of(load.resolve_device(None))
     if model is None:
         name, config, found = "gpt-oss-120b", NAMED["120b"], dict(CHECKPOINT_FORMATS)
     else:
-        resolved = load.resolve(model)
+        resolved = load.resolve_model(model)
         name, config = resolved.label, load.config_of(resolved)
         found = dict(CHECKPOINT_FORMATS)
         if resolved.path is not None:

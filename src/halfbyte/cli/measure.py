@@ -59,11 +59,11 @@ def bench(
     if receipts:
         show_receipts(receipts_.read_all(), json)
         return
-    name = load.resolve(model)
-    where = load.pick_device(device)
+    name = load.resolve_model(model)
+    where = load.resolve_device(device)
     lengths, counts, depths = numbers(pp, "--pp", 1), numbers(tg, "--tg", 2), numbers(depth, "--depth", 0)
     with LoadingBar(f"loading {name.label}") as progress:
-        loaded = load.load(name, gates, device=where, progress=progress)
+        loaded = load.load_model(name, gates, device=where, progress=progress)
     longest = max(depths, default=0) + max([*lengths, *counts], default=0) + 1
     if longest > loaded.config.max_context:
         raise UsageError(f"{longest} tokens are more than this model's context of {loaded.config.max_context}.")
@@ -103,7 +103,7 @@ def evaluate(
 ) -> None:
     """Accuracy per task on held-out problems, greedy and deterministic."""
     problems = Suite(suite, seed, per_task, [t.strip() for t in tasks.split(",")] if tasks else None)
-    bench_.calm(load.pick_device(device), load.weight_bytes(load.resolve(model), gates))
+    bench_.calm(load.resolve_device(device), load.weight_bytes(load.resolve_model(model), gates))
     with talk.open_engine(model, device, gates) as engine:
 
         def answer(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -115,7 +115,7 @@ def evaluate(
                 engine.tokenizer, answer, progress=lambda t, s: status.update(f"evaluated {t}: {s.right}/{s.problems}")
             )
     if json:
-        path = load.resolve(model).path
+        path = load.resolve_model(model).path
         print_json(
             report.to_json()
             | {

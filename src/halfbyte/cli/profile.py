@@ -50,10 +50,10 @@ def profile(
             raise UsageError("--predict takes its shape from --model 120b or 20b, not a model to load.")
         show_predictions(predicted, shape, gates, depth, json)
         return
-    name = load.resolve(model)
-    where = load.pick_device(device)
+    name = load.resolve_model(model)
+    where = load.resolve_device(device)
     with LoadingBar(f"loading {name.label}") as progress:
-        loaded = load.load(name, gates, device=where, progress=progress)
+        loaded = load.load_model(name, gates, device=where, progress=progress)
     longest = max(depth + tokens, pp) + 64
     if longest > loaded.config.max_context:
         raise UsageError(f"{longest} tokens are more than this model's context of {loaded.config.max_context}.")

@@ -63,8 +63,8 @@ def serve(
         raise UsageError(f"there is no effort {effort!r}; use {', '.join(get_args(Effort))}.")
     if verbose:
         logging.getLogger("halfbyte").setLevel(logging.INFO)
-    resolved = load.resolve(model)
-    where = load.pick_device(device)
+    resolved = load.resolve_model(model)
+    where = load.resolve_device(device)
     key = gates_.setting("HALFBYTE_API_KEY")
     settings = ServerSettings(
         host=host,

@@ -39,8 +39,8 @@ def conversation(effort: str, instructions: str | None) -> list[Message]:
 
 
 def open_engine(model: str | None, device: str | None, gates: Gates) -> Engine:
-    name = load.resolve(model)
-    where = load.pick_device(device)
+    name = load.resolve_model(model)
+    where = load.resolve_device(device)
     announce(gates, f"{name.label} on {where}")
     with err.status(f"loading {name.label}"):
         return Engine(model, gates=gates, device=str(where))

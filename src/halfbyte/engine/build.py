@@ -19,7 +19,7 @@ from halfbyte.gates import Gates
 from halfbyte.kv.pages import PagePool
 from halfbyte.kv.store import GIB, default_reserve, memory, pages_that_fit
 from halfbyte.model.gpt_oss import PAGE_SIZE, GptOss
-from halfbyte.model.load import load, pick_device, resolve, tokenizer_of
+from halfbyte.model.load import load_model, resolve_device, resolve_model, tokenizer_of
 from halfbyte.model.tokenizer import Tokenizer
 
 
@@ -68,8 +68,8 @@ def rows_per_step(model: GptOss) -> int:
 
 
 def build_core(options: EngineOptions) -> tuple[EngineCore, SourceInfo, Tokenizer]:
-    name = resolve(options.model)
-    model = load(name, options.gates, device=pick_device(options.device), page_size=options.page_size)
+    name = resolve_model(options.model)
+    model = load_model(name, options.gates, device=resolve_device(options.device), page_size=options.page_size)
     tokenizer = tokenizer_of(name)
     return core_for(model, tokenizer, options, name.label)
 

@@ -20,7 +20,7 @@ import torch
 from halfbyte import roofline
 from halfbyte.errors import UsageError
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.ops.sampling import greedy
 
 SMALL = 1 << 30  # bytes of weights
@@ -120,7 +120,7 @@ def _tokens(model: GptOss, n: int, seed: int) -> list[int]:
     return torch.randint(0, model.config.vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _fill(solo: Solo, tokens: Sequence[int], chunk: int) -> torch.Tensor:
+def _fill(solo: SingleSequence, tokens: Sequence[int], chunk: int) -> torch.Tensor:
     logits = torch.empty(0)
     for i in range(0, len(tokens), chunk):
         logits = solo.feed(tokens[i : i + chunk])
@@ -128,7 +128,7 @@ def _fill(solo: Solo, tokens: Sequence[int], chunk: int) -> torch.Tensor:
 
 
 def _prefill(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> float:
-    solo = Solo(model, depth + n)
+    solo = SingleSequence(model, depth + n)
     _fill(solo, _tokens(model, depth, seed), chunk)
     tokens = _tokens(model, n, seed + 1000)
     _sync(model.device)
@@ -139,7 +139,7 @@ def _prefill(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> float:
 
 def _decode(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> tuple[float, float]:
     """(tokens/s over n - 1 intervals, mean distinct experts per layer and step)."""
-    solo = Solo(model, depth + n + 1)
+    solo = SingleSequence(model, depth + n + 1)
     logits = _fill(solo, _tokens(model, max(depth, 1), seed), chunk)
     token = int(greedy(logits[0]))
     start = time.perf_counter()

@@ -242,7 +242,7 @@ def streams(traced: Mapping[str, Any], gpu: Gpu) -> tuple[float, float, float]:
     for marks in phases["layers"].values():
         spent += sum(marks[f"{p} sums"][1] - marks[f"{p} x"][1] for p in ("gate_up", "down")) / len(phases["layers"])
     short = work["moe"].bytes / config.layers / spent * 1e6
-    router = shares(dict(phases), config.kinds)["router"] / config.layers
+    router = shares(dict(phases), config.layer_kinds)["router"] / config.layers
     return min(1.0, long / gpu.read), min(1.0, short / gpu.read), router
 
 
@@ -332,6 +332,6 @@ def _void(gpu: Gpu, model: str, gates: Gates) -> str:
 
 
 def _weights(model: str, gates: Gates) -> float:
-    from halfbyte.model.load import resolve, weight_bytes
+    from halfbyte.model.load import resolve_model, weight_bytes
 
-    return weight_bytes(resolve(f"random:{model}"), gates)
+    return weight_bytes(resolve_model(f"random:{model}"), gates)

@@ -153,7 +153,7 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
     how = "the driver's timeline, graph replays"
     if whole_step:
         found = steptrace.trace(steptrace.traced_step(model, cache, context))
-        within = {WHOLE: steptrace.shares(found, model.config.kinds)}
+        within = {WHOLE: steptrace.shares(found, model.config.layer_kinds)}
         how = "clocks inside the kernel that runs the whole step; launches and gaps from the driver's timeline"
         notes += [
             f"the traced step took {found['us']:.0f} us at {found['clock_ghz']:.2f} GHz",

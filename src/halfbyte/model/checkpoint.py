@@ -26,13 +26,13 @@ from halfbyte.model.weight_file import Reading
 from halfbyte.model.weights import (
     GROUPS,
     Held,
-    Kind,
     LayerWeights,
     Matrix,
     Source,
+    WeightFormat,
     Weights,
+    format_of,
     join_rows,
-    kind_of,
     roles,
     shape_of,
     slice_rows,
@@ -135,7 +135,7 @@ def assemble(
     if unknown:
         raise FormatError(f"there is no weight called {sorted(unknown)[0]!r} to lay out.")
     for role, group in GROUPS.items():
-        kinds = sorted({kind for layer, r in everything if r == role for kind in chosen.kinds(layer, r)})
+        kinds = sorted({kind for layer, r in everything if r == role for kind in chosen.formats(layer, r)})
         if len(kinds) > 1:
             raise CheckpointError(
                 f"this model has {role} in {' and '.join(kinds)}; give the group {group} one format, "
@@ -199,8 +199,8 @@ class Requantised:
     def target(self, role: str) -> FormatName | None:
         return TARGETS.get(self.layer_formats.get(GROUPS.get(role, ""), "checkpoint"))
 
-    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
-        kinds, target = self.inner.kinds(layer, role), self.target(role)
+    def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
+        kinds, target = self.inner.formats(layer, role), self.target(role)
         return kinds if target is None else tuple("q8" if target == "q8" else "mxfp4" for _ in kinds)
 
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
@@ -225,8 +225,8 @@ class Resident:
         found: Held = getattr(self.weights if layer is None else self.weights.layers[layer], role)
         return found
 
-    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
-        return (kind_of(self._get(layer, role)),)
+    def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
+        return (format_of(self._get(layer, role)),)
 
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
         m = self._get(layer, role)
@@ -271,7 +271,7 @@ def save_gguf(
     weights: Weights,
     file: str | Path,
     *,
-    dense: Kind | None = None,
+    dense: WeightFormat | None = None,
     tokenizer: str | Path | None = None,
     progress: Progress | None = None,
 ) -> None:

@@ -44,17 +44,19 @@ class ModelConfig:
     norm_eps: float = 1e-5
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
-    kinds: tuple[LayerKind, ...] = ()
+    layer_kinds: tuple[LayerKind, ...] = ()
     eos_tokens: tuple[int, ...] = (200002,)
     pad_token: int = 199999
     name: str = "gpt-oss"
 
     def __post_init__(self) -> None:
-        if not self.kinds:
-            object.__setattr__(self, "kinds", tuple("sliding" if i % 2 == 0 else "full" for i in range(self.layers)))
+        if not self.layer_kinds:
+            object.__setattr__(
+                self, "layer_kinds", tuple("sliding" if i % 2 == 0 else "full" for i in range(self.layers))
+            )
         problems = []
-        if len(self.kinds) != self.layers:
-            problems.append(f"layer_types has {len(self.kinds)} entries for {self.layers} layers")
+        if len(self.layer_kinds) != self.layers:
+            problems.append(f"layer_types has {len(self.layer_kinds)} entries for {self.layers} layers")
         if self.heads % self.kv_heads:
             problems.append(f"{self.heads} query heads do not divide over {self.kv_heads} kv heads")
         if self.top_k > self.experts:
@@ -80,10 +82,10 @@ class ModelConfig:
 
     def kind_index(self, layer: int) -> int:
         """Position of `layer` among the layers of its own kind: its place inside a KV page."""
-        return self.kinds[:layer].count(self.kinds[layer])
+        return self.layer_kinds[:layer].count(self.layer_kinds[layer])
 
     def kind_count(self, kind: LayerKind) -> int:
-        return self.kinds.count(kind)
+        return self.layer_kinds.count(kind)
 
     def with_(self, **changes: Any) -> ModelConfig:
         return replace(self, **changes)
@@ -140,7 +142,7 @@ class ModelConfig:
                 yarn=yarn,
                 norm_eps=float(raw.get("rms_norm_eps", 1e-5)),
                 swiglu_limit=float(raw.get("swiglu_limit") or 7.0),
-                kinds=tuple(_kind(t, where) for t in types) if types else (),
+                layer_kinds=tuple(_kind(t, where) for t in types) if types else (),
                 eos_tokens=tuple(eos) if isinstance(eos, list) else (int(eos),),
                 pad_token=199999 if raw.get("pad_token_id") is None else int(raw["pad_token_id"]),
                 name=str(raw.get("_name_or_path") or "gpt-oss"),
@@ -190,7 +192,7 @@ class ModelConfig:
             "initial_context_length": self.yarn.original_context,
             "initializer_range": 0.02,
             "intermediate_size": self.intermediate,
-            "layer_types": [f"{k}_attention" for k in self.kinds],
+            "layer_types": [f"{k}_attention" for k in self.layer_kinds],
             "max_position_embeddings": self.max_context,
             "num_attention_heads": self.heads,
             "num_hidden_layers": self.layers,

@@ -28,11 +28,11 @@ from halfbyte.formats import layouts
 from halfbyte.formats.tensor import FormatName, MXTensor
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.weight_file import CHUNK, Reading, WeightFile, truncated
-from halfbyte.model.weights import DTYPES, GROUPS, Kind, Matrix, part_rows, roles, shape_of
+from halfbyte.model.weights import DTYPES, GROUPS, Matrix, WeightFormat, part_rows, roles, shape_of
 
 ARCH = "gpt-oss"
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
-KINDS: dict[GGMLQuantizationType, Kind] = {
+KINDS: dict[GGMLQuantizationType, WeightFormat] = {
     GGMLQuantizationType.F32: "f32",
     GGMLQuantizationType.F16: "f16",
     GGMLQuantizationType.BF16: "bf16",
@@ -280,13 +280,13 @@ class GgufSource:
             entry.file.close()
         self.reading.close()
 
-    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+    def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
         if role == "embed":
             kind = self._stored_kind("token_embd.weight")
             return (kind if kind in DTYPES else "bf16",)
         names = tensor_names(layer, role)
         if role not in GROUPS and self._narrow(role):
-            narrowed: Kind = "bf16"
+            narrowed: WeightFormat = "bf16"
             return (narrowed,) * (1 if role in INTERLEAVED else len(names))
         return tuple(self._stored_kind(n) for n in (names[:1] if role in INTERLEAVED else names))
 
@@ -324,7 +324,7 @@ class GgufSource:
                 f"{list(shape)}."
             )
 
-    def _stored_kind(self, name: str) -> Kind:
+    def _stored_kind(self, name: str) -> WeightFormat:
         return KINDS[GGMLQuantizationType(self._entries[name].type)]
 
     def _narrow(self, role: str) -> bool:

@@ -27,16 +27,16 @@ from halfbyte.model.config import ModelConfig
 from halfbyte.model.gguf_io import ARCH, INTERLEAVED, KINDS, TRUNCATE_KEY, stored_shapes, tensor_names
 from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, read_gguf_vocab
 from halfbyte.model.weight_file import CHUNK, appearing, write_tensor
-from halfbyte.model.weights import DTYPES, GROUPS, Kind, Matrix, Source, roles, slice_rows, split_parts
+from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, roles, slice_rows, split_parts
 
-TYPES: dict[Kind, GGMLQuantizationType] = {kind: t for t, kind in KINDS.items()}
+TYPES: dict[WeightFormat, GGMLQuantizationType] = {kind: t for t, kind in KINDS.items()}
 NORMAL, UNUSED = 1, 5  # of tokenizer.ggml.token_type, beside the two of gguf_vocab.py
 
 
 @dataclass(frozen=True)
 class Planned:
     name: str
-    kind: Kind
+    kind: WeightFormat
     shape: tuple[int, ...]
     layer: int | None
     role: str
@@ -52,7 +52,7 @@ def write_file(
     source: Source,
     path: Path,
     *,
-    dense: Kind | None = None,
+    dense: WeightFormat | None = None,
     tokenizer: Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
@@ -84,7 +84,7 @@ def write_file(
 
 def _refuse(config: ModelConfig) -> None:
     problems = []
-    if any(kind != ("sliding" if i % 2 == 0 else "full") for i, kind in enumerate(config.kinds)):
+    if any(kind != ("sliding" if i % 2 == 0 else "full") for i, kind in enumerate(config.layer_kinds)):
         problems.append("its layers do not alternate sliding, full")
     if (config.swiglu_limit, config.swiglu_alpha) != (7.0, 1.702):
         problems.append("its swiglu limit or alpha is not 7.0 and 1.702")
@@ -94,9 +94,9 @@ def _refuse(config: ModelConfig) -> None:
         raise CheckpointError(f"GGUF cannot say how this model differs from gpt-oss: {', '.join(problems)}.")
 
 
-def _plan(source: Source, dense: Kind | None) -> Iterator[Planned]:
+def _plan(source: Source, dense: WeightFormat | None) -> Iterator[Planned]:
     for layer, role in roles(source.config):
-        kinds = source.kinds(layer, role)
+        kinds = source.formats(layer, role)
         names, shapes = tensor_names(layer, role), stored_shapes(source.config, role)
         for i, (name, shape) in enumerate(zip(names, shapes)):
             kind = kinds[i if len(kinds) == len(names) else 0]

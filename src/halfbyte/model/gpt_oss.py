@@ -28,7 +28,7 @@ from torch import Tensor
 from halfbyte.errors import MemoryError_, PlanError
 from halfbyte.gates import Gates
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.weights import Weights, kind_of
+from halfbyte.model.weights import Weights, format_of
 from halfbyte.ops.attention import store_dtype
 from halfbyte.ops.rope import yarn_frequencies
 from halfbyte.plan.phase import ARCHES, GROUP, Arch, Binding, Spec
@@ -84,7 +84,7 @@ def spec_of(
         attention.add("gqa")
     if gates.sinks != "off":
         attention.add("sinks")
-    if any((kind == "sliding") != (i % 2 == 0) for i, kind in enumerate(config.kinds)):
+    if any((kind == "sliding") != (i % 2 == 0) for i, kind in enumerate(config.layer_kinds)):
         attention.add("uneven_layers")  # kinds that do not alternate, sliding first
     float_name = "bf16" if arch.is_gpu else "f32"
     activations = {r: float_name if (a := gates.activation_in(r)) == "auto" else a for r in REGIMES}
@@ -149,7 +149,7 @@ class GptOss:
         self.gates = gates or Gates()
         self.device = weights.embed.device
         self.arch = arch_of(self.device)
-        found = weights.formats() | {"embed": kind_of(weights.embed)}
+        found = weights.formats() | {"embed": format_of(weights.embed)}
         spec, chosen, selection = choice or choose(config, self.gates, self.arch, found, page_size)
         for role, kind in spec.formats.items():
             if found[role] != kind:
@@ -169,7 +169,7 @@ class GptOss:
         return Binding(
             spec=self.spec,
             weights=self.weights if layer is None else self.weights.layers[layer],
-            kind=None if layer is None else self.config.kinds[layer],
+            kind=None if layer is None else self.config.layer_kinds[layer],
             kind_index=0 if layer is None else self.config.kind_index(layer),
             rope=self._rope,
             kv_pool=self._kv_pool,

@@ -20,7 +20,7 @@ from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, PAGE_SIZE, GptOss, arch_of, choose, formats_after
 from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.model.weights import DTYPES, GROUPS, Kind, Source, roles, shape_of
+from halfbyte.model.weights import DTYPES, GROUPS, Source, WeightFormat, roles, shape_of
 
 RANDOM = "random:"
 
@@ -47,7 +47,7 @@ class ModelName:
         return self.text if self.random else (self.path or EMBEDDED).name
 
 
-def resolve(text: str | None) -> ModelName:
+def resolve_model(text: str | None) -> ModelName:
     """None: the embedded model. `random:120b`: random weights of a true shape."""
     if text is None:
         if not (EMBEDDED / "config.json").exists():
@@ -66,7 +66,7 @@ def resolve(text: str | None) -> ModelName:
     return ModelName(text, path=path)
 
 
-def pick_device(text: str | None) -> torch.device:
+def resolve_device(text: str | None) -> torch.device:
     if text is None or text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -89,7 +89,7 @@ def config_of(name: ModelName) -> ModelConfig:
 
 def formats_of(source: Source) -> dict[str, str]:
     """Role -> the format a checkpoint holds it in."""
-    return {role: source.kinds(None if role in ("lm_head", "embed") else 0, role)[0] for role in (*GROUPS, "embed")}
+    return {role: source.formats(None if role in ("lm_head", "embed") else 0, role)[0] for role in (*GROUPS, "embed")}
 
 
 def weight_bytes(name: ModelName, gates: Gates) -> int:
@@ -105,12 +105,14 @@ def weight_bytes(name: ModelName, gates: Gates) -> int:
         kind = kinds.get(role, "bf16")
         count = math.prod(shape_of(config, role))
         total += (
-            bytes_for(shape_of(config, role), kind) if kind in FORMATS else count * DTYPES[cast(Kind, kind)].itemsize
+            bytes_for(shape_of(config, role), kind)
+            if kind in FORMATS
+            else count * DTYPES[cast(WeightFormat, kind)].itemsize
         )
     return total
 
 
-def load(
+def load_model(
     name: ModelName,
     gates: Gates | None = None,
     *,

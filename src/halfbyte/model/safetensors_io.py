@@ -29,7 +29,7 @@ from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.weight_file import Reading, WeightFile, appearing, truncated, write_tensor
-from halfbyte.model.weights import DTYPES, GROUPS, Kind, Matrix, Source, part_rows, roles, shape_of, split_parts
+from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, part_rows, roles, shape_of, split_parts
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -37,7 +37,7 @@ MAX_HEADER = 100 << 20  # the format's own limit
 
 _TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I8": torch.int8}
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
-_DENSE: dict[str, Kind] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+_DENSE: dict[str, WeightFormat] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 
 _LAYER_NAMES: dict[str, tuple[str, ...]] = {
     "attn_norm": ("input_layernorm.weight",),
@@ -95,7 +95,7 @@ class SafetensorsSource:
                 self._check(name, role, rows)
         self._check_claim()
 
-    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+    def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
         return tuple(self._kind(name) for name in base_names(layer, role))
 
     def nbytes(self, layer: int | None, role: str) -> int:
@@ -120,7 +120,7 @@ class SafetensorsSource:
             return f"{base}_q8", f"{base}_q8_scales"
         raise CheckpointError(f"{self.folder} has no tensor {base!r}; fetch the model again.")
 
-    def _kind(self, base: str) -> Kind:
+    def _kind(self, base: str) -> WeightFormat:
         first = self._stored(base)[0]
         if first == base:
             return _DENSE[self._entries[base].dtype]
@@ -159,10 +159,10 @@ class SafetensorsSource:
         raw = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         claimed = raw.get("halfbyte", {}).get("formats", {}) if isinstance(raw.get("halfbyte", {}), dict) else {}
         for layer, role in roles(self.config):
-            if GROUPS.get(role) in claimed and set(self.kinds(layer, role)) != {claimed[GROUPS[role]]}:
+            if GROUPS.get(role) in claimed and set(self.formats(layer, role)) != {claimed[GROUPS[role]]}:
                 raise CheckpointError(
                     f"{self.folder}: config.json says {GROUPS[role]} is {claimed[GROUPS[role]]}, but "
-                    f"{base_names(layer, role)[0]!r} is {self.kinds(layer, role)[0]}."
+                    f"{base_names(layer, role)[0]!r} is {self.formats(layer, role)[0]}."
                 )
 
     def _read(self, base: str, role: str, rows: int) -> Matrix:
@@ -329,7 +329,7 @@ def write_folder(
 def _plan(source: Source) -> Iterator[Planned]:
     for layer, role in roles(source.config):
         names, rows = base_names(layer, role), part_rows(source.config, role)
-        kinds = source.kinds(layer, role)
+        kinds = source.formats(layer, role)
         for i, (base, n) in enumerate(zip(names, rows)):
             shape = (n, *shape_of(source.config, role)[1:])
             kind = kinds[i if len(kinds) == len(names) else 0]
@@ -387,11 +387,11 @@ def _header(shard: Sequence[Planned]) -> bytes:
 
 def _config(source: Source) -> dict[str, Any]:
     raw = source.config.to_hf()
-    raw["torch_dtype"] = str(DTYPES[source.kinds(None, "embed")[0]]).removeprefix("torch.")
-    by_group: dict[str, Kind] = {}
+    raw["torch_dtype"] = str(DTYPES[source.formats(None, "embed")[0]]).removeprefix("torch.")
+    by_group: dict[str, WeightFormat] = {}
     for layer, role in roles(source.config):
         if role in GROUPS:
-            for kind in source.kinds(layer, role):
+            for kind in source.formats(layer, role):
                 if by_group.setdefault(GROUPS[role], kind) != kind:
                     raise CheckpointError(
                         f"layer group {GROUPS[role]} mixes {by_group[GROUPS[role]]} and {kind}; give it one format."

@@ -16,7 +16,7 @@ from halfbyte.ops.sampling import greedy
 from halfbyte.plan.step import Step
 
 
-class Solo:
+class SingleSequence:
     """Feeds tokens of one sequence through a model, chunk by chunk."""
 
     def __init__(self, model: GptOss, max_tokens: int) -> None:
@@ -65,13 +65,13 @@ def generate(
     if not prompt:
         raise ContextError("the prompt is empty; give at least one token.")
     stops = set(model.config.eos_tokens if stop is None else stop)
-    solo = Solo(model, len(prompt) + max_tokens)
+    sequence = SingleSequence(model, len(prompt) + max_tokens)
     logits = torch.empty(0)
     for i in range(0, len(prompt), chunk):
-        logits = solo.feed(prompt[i : i + chunk])
+        logits = sequence.feed(prompt[i : i + chunk])
     for i in range(max_tokens):
         token = int(greedy(logits[0])) if pick is None else pick(logits[0])
         yield token
         if token in stops or i + 1 == max_tokens:
             return
-        logits = solo.feed([token])
+        logits = sequence.feed([token])

@@ -28,7 +28,7 @@ from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.checkpoint import assemble, gguf_module
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.safetensors_io import write_folder
-from halfbyte.model.weights import Kind, Matrix, Weights, shape_of
+from halfbyte.model.weights import Matrix, WeightFormat, Weights, shape_of
 
 DRAW = 1 << 22  # elements drawn at a time on a CPU
 
@@ -58,7 +58,7 @@ class SyntheticSource:
         self.seed = seed
         self.device = torch.device(device)
 
-    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+    def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
         return ("mxfp4",) if role in ("gate_up", "down") else ("bf16",)
 
     def nbytes(self, layer: int | None, role: str) -> int:
@@ -197,7 +197,7 @@ def write_gguf(
     seed: int,
     file: str | Path,
     *,
-    dense: Kind | None = None,
+    dense: WeightFormat | None = None,
     tokenizer: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:

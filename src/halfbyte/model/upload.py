@@ -67,7 +67,7 @@ class Slot:
     busy: Done | None = None  # the copy out of it
 
 
-class Staging:
+class Uploader:
     """Some buffers and a thread for each, for all tensors of one device."""
 
     def __init__(self, lane: Lane, count: int = BUFFERS) -> None:

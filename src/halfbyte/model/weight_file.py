@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model.upload import CudaLane, Staging
+from halfbyte.model.upload import CudaLane, Uploader
 
 CHUNK = 16 << 20
 READERS, MIN_READ = 4, 1 << 20
@@ -37,7 +37,7 @@ class Reading:
 
     device: torch.device
     on_bytes: OnBytes | None = None
-    _staging: Staging | None = None
+    _uploader: Uploader | None = None
     _pool: ThreadPoolExecutor | None = None
 
     def pool(self) -> ThreadPoolExecutor:
@@ -48,14 +48,14 @@ class Reading:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-        if self._staging is not None:
-            self._staging.close()
-        self._pool = self._staging = None
+        if self._uploader is not None:
+            self._uploader.close()
+        self._pool = self._uploader = None
 
-    def staging(self) -> Staging:
-        if self._staging is None:
-            self._staging = Staging(CudaLane(self.device))
-        return self._staging
+    def uploader(self) -> Uploader:
+        if self._uploader is None:
+            self._uploader = Uploader(CudaLane(self.device))
+        return self._uploader
 
 
 class WeightFile:
@@ -98,7 +98,7 @@ class WeightFile:
         """Fill `dest` (contiguous, any device) from `offset` on."""
         flat = dest.view(-1).view(torch.uint8)
         if flat.device.type != "cpu":
-            self.reading.staging().stream(
+            self.reading.uploader().stream(
                 flat, lambda part, at: self._fill_alone(_bytes(part), offset + at), self.reading.on_bytes
             )
             return dest

@@ -20,10 +20,10 @@ from halfbyte.plan.phase import GROUP
 
 Matrix = Tensor | MXTensor  # as sources hand it out
 Held = Matrix | DenseTiles  # as a plan's layouts hold it
-Kind = Literal["f32", "f16", "bf16", "mxfp4", "q8"]  # what the numbers of a tensor are
+WeightFormat = Literal["f32", "f16", "bf16", "mxfp4", "q8"]  # what the numbers of a tensor are
 
-DENSE: dict[torch.dtype, Kind] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-DTYPES: dict[Kind, torch.dtype] = {kind: dtype for dtype, kind in DENSE.items()}
+DENSE: dict[torch.dtype, WeightFormat] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+DTYPES: dict[WeightFormat, torch.dtype] = {kind: dtype for dtype, kind in DENSE.items()}
 
 LAYER_ROLES = (
     "attn_norm", "qkv", "qkv_bias", "sinks", "o", "o_bias",
@@ -70,11 +70,11 @@ class Weights:
     def nbytes(self) -> int:
         return sum(t.nbytes for _, _, t in self.items())
 
-    def formats(self) -> dict[str, Kind]:
+    def formats(self) -> dict[str, WeightFormat]:
         """Role -> what its numbers are; the layers of one model agree, or this is not one model."""
-        found: dict[str, Kind] = {}
+        found: dict[str, WeightFormat] = {}
         for layer, role, tensor in self.items():
-            kind = kind_of(tensor)
+            kind = format_of(tensor)
             if role in GROUPS and found.setdefault(role, kind) != kind:
                 raise AssertionError(f"{role} is {found[role]} in one layer and {kind} in layer {layer}")
         return found
@@ -83,7 +83,7 @@ class Weights:
 assert tuple(f.name for f in fields(LayerWeights)) == LAYER_ROLES
 
 
-def kind_of(tensor: Held) -> Kind:
+def format_of(tensor: Held) -> WeightFormat:
     if isinstance(tensor, MXTensor):
         if tensor.format not in ("mxfp4", "q8"):
             raise FormatError(f"a gpt-oss weight cannot be {tensor.format}; its block formats are mxfp4 and q8.")
@@ -134,7 +134,7 @@ class Source(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
-    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
+    def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
         """What `parts` will return, without making it."""
 
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:

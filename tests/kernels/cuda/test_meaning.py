@@ -19,10 +19,10 @@ from halfbyte import gates
 from halfbyte.evals.suite import Suite, read_reply
 from halfbyte.kernels.cuda.decode import phase
 from halfbyte.kernels.cuda.device.emulator import Emulator
+from halfbyte.lab.padded_model import PaddedSource
 from halfbyte.model import checkpoint, load
 from halfbyte.model.gpt_oss import GptOss, choose
-from halfbyte.model.padded import Padded
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES
 
@@ -51,7 +51,7 @@ def pair(preset: str) -> tuple[GptOss, GptOss]:
     g = gates.PRESETS[preset].gates
     source = checkpoint.open_model(load.EMBEDDED)
     try:
-        padded = Padded(source)
+        padded = PaddedSource(source)
         spec, chosen, selection = choose(padded.config, g, ARCHES["sm90"])
         assert selection.chosen["decode"] == ("cuda.decode_step",)
         weights = checkpoint.assemble(padded, layer_formats=g.layer_formats, layouts=selection.layouts)
@@ -67,10 +67,10 @@ def pair(preset: str) -> tuple[GptOss, GptOss]:
 @pytest.mark.usefixtures("emulated")
 def test_an_answer_through_the_decode_kernel(preset: str, tokens: int) -> None:
     mine, oracle = pair(preset)
-    tokenizer = load.tokenizer_of(load.resolve(None))
+    tokenizer = load.tokenizer_of(load.resolve_model(None))
     item = Suite("tiny", 0, 1, ["letters"]).items(tokenizer)[0]
     assert len(item.prompt) > 8, "read by the reference"
-    a, b = Solo(mine, 512), Solo(oracle, 512)
+    a, b = SingleSequence(mine, 512), SingleSequence(oracle, 512)
     a.feed(item.prompt)
     token = int(b.feed(item.prompt)[0].argmax())
     said, errors = [token], []

@@ -12,7 +12,7 @@ from halfbyte import gates
 from halfbyte.model import synthetic
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss, choose
-from halfbyte.model.single_sequence import Solo
+from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES
 
@@ -34,7 +34,7 @@ def models(arch: str, flags: dict[str, str]) -> tuple[GptOss, GptOss]:
 
 
 def logits(model: GptOss, tokens: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
-    solo, out, at = Solo(model, 128), [], 0
+    solo, out, at = SingleSequence(model, 128), [], 0
     for n in chunks:
         out.append(solo.feed(tokens[at : at + n], all_logits=True))
         at += n

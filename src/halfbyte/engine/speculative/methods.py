@@ -14,7 +14,7 @@ from halfbyte.errors import UsageError
 from halfbyte.gates import Gates, setting
 from halfbyte.kv.pages import PagePool
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.load import EMBEDDED, load, resolve
+from halfbyte.model.load import EMBEDDED, load_model, resolve_model
 from halfbyte.roofline import decode_traffic
 
 # Heads by use: the ends of the names they are published under, best first. {base} is gpt-oss-120b or gpt-oss-20b.
@@ -85,8 +85,8 @@ def make_proposer(
         share = head.nbytes / cost(1, 0)
         return Eagle3Proposer(head, model, Controller(cost, longest=longest, draft_cost=share), share)
     if method == "draft":
-        name = resolve(draft or _own_draft())
-        small = load(name, Gates(), device=model.device, page_size=model.spec.page_size)
+        name = resolve_model(draft or _own_draft())
+        small = load_model(name, Gates(), device=model.device, page_size=model.spec.page_size)
         if small.config.vocab != model.config.vocab:
             raise UsageError(
                 f"--draft {draft} has a vocabulary of {small.config.vocab}, the model one of {model.config.vocab}; "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 from halfbyte.model import upload
-from halfbyte.model.upload import Staging
+from halfbyte.model.upload import Uploader
 
 
 class LateLane:
@@ -67,7 +67,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_byte_arrives(size: int) -> None:
     source = torch.randint(0, 256, (size,), dtype=torch.uint8)
     heard: list[int] = []
-    made = Staging(LateLane(), count=3)
+    made = Uploader(LateLane(), count=3)
     for _ in range(3):  # buffers are used again from tensor to tensor
         dest = torch.zeros(size, dtype=torch.uint8)
         made.stream(dest, from_(source), heard.append)
@@ -79,7 +79,7 @@ def test_every_byte_arrives(size: int) -> None:
 def test_a_buffer_is_not_filled_before_its_copy() -> None:
     """With two buffers the third piece waits for the first copy, which this lane makes only then."""
     lane = LateLane()
-    made = Staging(lane, count=2)
+    made = Uploader(lane, count=2)
     source = torch.arange(64 * 6, dtype=torch.int64).to(torch.uint8)
     dest = torch.zeros(64 * 6, dtype=torch.uint8)
     made.stream(dest, from_(source))
@@ -91,7 +91,7 @@ def test_a_buffer_is_not_filled_before_its_copy() -> None:
 
 
 def test_a_reader_that_fails_is_heard_and_the_buffers_survive() -> None:
-    made = Staging(LateLane(), count=2)
+    made = Uploader(LateLane(), count=2)
 
     def broken(part: Tensor, at: int) -> None:
         if at >= 128:

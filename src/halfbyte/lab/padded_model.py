@@ -16,14 +16,14 @@ from torch import Tensor
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.weights import Kind, Matrix, Source, join_rows
+from halfbyte.model.weights import Matrix, Source, WeightFormat, join_rows
 
 NEVER = -10000.0  # bias of an idle expert's router row
 
 EXPERT_ROLES = ("router", "router_bias", "gate_up", "gate_up_bias", "down", "down_bias")
 
 
-class Padded:
+class PaddedSource:
     """A source whose config has `group` query heads to a kv head and experts in multiples of `experts`."""
 
     def __init__(self, inner: Source, *, group: int = 8, experts: int = 32) -> None:
@@ -35,8 +35,8 @@ class Padded:
             heads=group * c.kv_heads, experts=-(-c.experts // experts) * experts, name=f"{c.name}-padded"
         )
 
-    def kinds(self, layer: int | None, role: str) -> tuple[Kind, ...]:
-        return self.inner.kinds(layer, role)[:1]
+    def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
+        return self.inner.formats(layer, role)[:1]
 
     def nbytes(self, layer: int | None, role: str) -> int:
         return self.inner.nbytes(layer, role)
