@@ -33,8 +33,8 @@ from halfbyte.kernels.cuda.batch import products  # noqa: E402
 from halfbyte.kernels.cuda.batch.layer import Layer, Room  # noqa: E402
 from halfbyte.kernels.cuda.batch.products import Matrix, RowShape  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
-from halfbyte.lab.gauge import Gauge  # noqa: E402
-from halfbyte.lab.speed import device_us  # noqa: E402
+from halfbyte.lab.measure.device_timing import device_us  # noqa: E402
+from halfbyte.lab.measure.power import PowerMeter  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.moe import swiglu  # noqa: E402
 from halfbyte.ops.norm import rms_norm  # noqa: E402
@@ -139,7 +139,7 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def sustained(work: Callable[[], object], seconds: float, layers: int) -> dict[str, Any]:
     """µs of a layer in graphs of `work`: the first twenty, and those of the second half of so many seconds."""
     graph, found = captured(work), []
-    with Gauge() as gauge:
+    with PowerMeter() as gauge:
         start = time.perf_counter()
         while time.perf_counter() - start < seconds:
             found.append(device_us(graph.replay, 20) / layers)

@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.graphs import DecodeGraph  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
-from halfbyte.lab.speed import device_us, experts_touched, fill, random_tokens  # noqa: E402
+from halfbyte.lab.measure.device_timing import device_us, experts_touched, fill, random_tokens  # noqa: E402
 from halfbyte.model import load  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss  # noqa: E402
 from halfbyte.plan import step  # noqa: E402

@@ -39,7 +39,8 @@ from halfbyte.kernels.cuda.decode.step import (  # noqa: E402
     tile_router,
 )
 from halfbyte.kernels.launch import compile_program  # noqa: E402
-from halfbyte.lab import environment, steptrace  # noqa: E402
+from halfbyte.lab import environment  # noqa: E402
+from halfbyte.lab.measure import decode_trace  # noqa: E402
 from halfbyte.model.config import NAMED  # noqa: E402
 from halfbyte.ops.rope import rope_table, yarn_frequencies  # noqa: E402
 
@@ -255,10 +256,10 @@ def bytes_read(s: StepShape, context: int, experts: float = 4.0) -> float:
 
 
 def phases(b: Bench, s: StepShape, context: int) -> dict[str, Any]:
-    """Where a step's time goes, by clocks read inside the kernel: see `halfbyte.lab.steptrace`."""
+    """Where a step's time goes, by clocks read inside the kernel: see `halfbyte.lab.measure.decode_trace`."""
     d = b.step(replace(s, trace=True))
     place(d, context)
-    return steptrace.trace(d)
+    return decode_trace.trace(d)
 
 
 def name_of(model: str) -> str:
@@ -362,7 +363,7 @@ def main() -> int:
                 if r == 1 and not a.no_trace:
                     row = {"model": name_of(model), "formats": formats, "context": 2048, "phases": phases(b, s, 2048)}
                     result["rows"].append(row)
-                    print("\n".join(steptrace.lines(row["phases"])), flush=True)
+                    print("\n".join(decode_trace.lines(row["phases"])), flush=True)
             if 1 in rows:
                 for v in variants:
                     d = b.step(replace(shape_of(model, formats), **v))

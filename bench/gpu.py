@@ -35,7 +35,8 @@ import torch  # noqa: E402
 from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.graphs import SIZES, DecodeGraph  # noqa: E402
 from halfbyte.errors import UsageError  # noqa: E402
-from halfbyte.lab import environment, isolate, receipts, serving, speed  # noqa: E402
+from halfbyte.lab import environment, receipts  # noqa: E402
+from halfbyte.lab.measure import device_timing, engine_timing, phase_timing  # noqa: E402
 from halfbyte.model import load  # noqa: E402
 from halfbyte.model.gpt_oss import GptOss  # noqa: E402
 from halfbyte.model.single_sequence import SingleSequence, generate  # noqa: E402
@@ -144,7 +145,7 @@ def agree(model: GptOss) -> dict[str, Any]:
     two = GptOss(short, model.gates)
     errors: dict[str, list[float]] = {}
     for seed in range(9):
-        ids = speed.random_tokens(model, 161, seed).tolist()
+        ids = device_timing.random_tokens(model, 161, seed).tolist()
         found: dict[str, torch.Tensor] = {}
         for name, parts in (("prefill", [161]), ("batch", [129, 32]), ("decode", [160, 1]), ("verify", [159, 2])):
             solo, at = SingleSequence(two, 192), 0
@@ -182,7 +183,7 @@ def figures(
     result: dict[str, Any], model: GptOss, shape: str, preset: str, args: argparse.Namespace, loaded: float
 ) -> None:
     gates, name = model.gates, load.resolve_model(f"random:{shape}")
-    if args.require_native and (reasons := isolate.not_native(model)):
+    if args.require_native and (reasons := phase_timing.not_native(model)):
         raise SystemExit(f"{shape} {preset} is not the native path: {'; '.join(reasons)}")
     part: dict[str, Any] = {
         "model": shape, "preset": preset, "gates": gates.changes(), "rows": [], "load_s": loaded,
@@ -205,22 +206,22 @@ def figures(
             return
     for depth in args.depths:
         for count in args.tg:
-            row(speed.decode, 1, depth, count)
+            row(device_timing.decode, 1, depth, count)
     for c in args.concurrency:
-        row(speed.decode, c, 128, args.tg[-1])
+        row(device_timing.decode, c, 128, args.tg[-1])
     for n in args.pp:
-        row(speed.prefill, n, args.chunk)
+        row(device_timing.prefill, n, args.chunk)
     for depth in args.pp_at:
-        row(speed.prefill, 2048, args.chunk, depth)
+        row(device_timing.prefill, 2048, args.chunk, depth)
     for c in args.serve:
         prompt, count = (2048, 32) if c == 1 else (128, 128)
-        row(serving.serve, load.tokenizer_of(name), c, prompt, count, max(3, 20 // c))
+        row(engine_timing.serve, load.tokenizer_of(name), c, prompt, count, max(3, 20 // c))
     for c in args.concurrency if args.sustain else []:
-        row(speed.sustained, c, 2048 if c == 1 else 128, args.sustain)
+        row(device_timing.sustained, c, 2048 if c == 1 else 128, args.sustain)
     if args.phases:
         part["isolated"] = []
         for m in args.rows:
-            for found in attempts(isolate.phases, model, m, args.phase_context):
+            for found in attempts(phase_timing.phases, model, m, args.phase_context):
                 part["isolated"].append(found)
                 print(f"{shape} {preset} {found}", flush=True)
     part |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9, "weights_gb": model.weights.nbytes / 1e9}
@@ -271,7 +272,7 @@ def main() -> None:
     parser.add_argument("--no-agree", action="store_true", help="leave out the same position through all regimes")
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--phases", action="store_true", help="every phase alone, over --rows")
-    parser.add_argument("--rows", type=numbers, default=list(isolate.ROWS))
+    parser.add_argument("--rows", type=numbers, default=list(phase_timing.ROWS))
     parser.add_argument("--phase-context", type=int, default=2048, help="context of up to 64 rows in --phases")
     parser.add_argument("--require-native", action="store_true", help="fail where the plan is not the native path")
     parser.add_argument("--out", type=Path)

@@ -178,7 +178,7 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
     from halfbyte import gates as gates_
     from halfbyte.engine.build import EngineOptions, core_for
     from halfbyte.lab import receipts
-    from halfbyte.lab.serving import drive
+    from halfbyte.lab.measure.engine_timing import drive
     from halfbyte.model import load
 
     marks["imports"] = time.time() - began

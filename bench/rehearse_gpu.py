@@ -33,7 +33,8 @@ import torch  # noqa: E402
 
 from halfbyte.kernels.cuda.decode.step import DecodeStep, StepArgs, StepShape  # noqa: E402
 from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
-from halfbyte.lab import environment, steptrace  # noqa: E402
+from halfbyte.lab import environment  # noqa: E402
+from halfbyte.lab.measure import decode_trace  # noqa: E402
 from halfbyte.lab.predict import formats_of  # noqa: E402
 from halfbyte.lab.receipts import file_hash, measured  # noqa: E402
 from halfbyte.model.config import NAMED, ModelConfig  # noqa: E402
@@ -155,8 +156,8 @@ def main() -> int:
         }  # fmt: skip
         if c.traced:
             decode_gpu.place(d, a.context)
-            row["phases"] = steptrace.trace(d)
-            print(*steptrace.lines(row["phases"]), sep="\n", flush=True)
+            row["phases"] = decode_trace.trace(d)
+            print(*decode_trace.lines(row["phases"]), sep="\n", flush=True)
         else:
             verdict = decode_gpu.check(bench, d, a.context - 48)
             bad += not verdict["ok"]

@@ -24,9 +24,10 @@ from halfbyte.engine.request import SamplingParams
 from halfbyte.errors import UsageError
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates
-from halfbyte.lab import bench as bench_
 from halfbyte.lab import environment
 from halfbyte.lab import receipts as receipts_
+from halfbyte.lab.machine import limit_threads
+from halfbyte.lab.measure import eager as eager_
 from halfbyte.model import load
 
 
@@ -69,7 +70,7 @@ def bench(
         raise UsageError(f"{longest} tokens are more than this model's context of {loaded.config.max_context}.")
     announce(gates, f"{name.label} on {where}")
     with err.status("measuring") as status:
-        figures = bench_.run(loaded, lengths, counts, depths, runs, progress=lambda t: status.update(f"measuring {t}"))
+        figures = eager_.run(loaded, lengths, counts, depths, runs, progress=lambda t: status.update(f"measuring {t}"))
     if json:
         print_json(
             {
@@ -80,7 +81,7 @@ def bench(
             }
         )
         return
-    print_table(bench_.table(figures), title=f"{name.label}, {figures[0].ceiling_from if figures else ''}")
+    print_table(eager_.table(figures), title=f"{name.label}, {figures[0].ceiling_from if figures else ''}")
     for f in figures:
         if not f.valid:
             err.print(f"[red]{f.test} is invalid: {f.reason}[/red]")
@@ -103,7 +104,7 @@ def evaluate(
 ) -> None:
     """Accuracy per task on held-out problems, greedy and deterministic."""
     problems = Suite(suite, seed, per_task, [t.strip() for t in tasks.split(",")] if tasks else None)
-    bench_.calm(load.resolve_device(device), load.weight_bytes(load.resolve_model(model), gates))
+    limit_threads(load.resolve_device(device), load.weight_bytes(load.resolve_model(model), gates))
     with talk.open_engine(model, device, gates) as engine:
 
         def answer(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:

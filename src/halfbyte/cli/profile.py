@@ -22,7 +22,7 @@ from halfbyte.cli.options import (
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.lab import environment, predict, receipts, timeline
-from halfbyte.lab.bench import SMALL, device_roof
+from halfbyte.lab.machine import SMALL, device_roof
 from halfbyte.lab.profile import Profile, Verdict, decide
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss

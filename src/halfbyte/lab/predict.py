@@ -35,8 +35,8 @@ from typing import Any
 
 from halfbyte.errors import PlanError, UsageError
 from halfbyte.gates import Gates
+from halfbyte.lab.measure.decode_trace import shares
 from halfbyte.lab.receipts import Receipt
-from halfbyte.lab.steptrace import shares
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose, formats_after
 from halfbyte.plan.phase import ARCHES

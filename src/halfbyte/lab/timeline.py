@@ -2,7 +2,7 @@
 
 On a GPU a step runs once with a wait after every phase, which tells whose each kernel is; then many steps run as they
 do in service (decode: replayed graphs; prompts: queued eagerly) and their kernels are matched by name and order. A
-kernel that runs a whole step is divided by the clocks it reads itself (`steptrace.py`). Timing under the profiler is
+kernel that runs a whole step is divided by the clocks it reads itself (`decode_trace.py`). Timing under the profiler is
 kept apart from the undisturbed time of a step, which stands beside it. Nothing is timed on zeros.
 """
 
@@ -21,10 +21,18 @@ from torch.profiler import profile as torch_profile
 
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.errors import EngineError
-from halfbyte.lab import steptrace
-from halfbyte.lab.bench import device_roof
+from halfbyte.lab.machine import device_roof
+from halfbyte.lab.measure import decode_trace
+from halfbyte.lab.measure.device_timing import (
+    Cache,
+    decode_step,
+    device_us,
+    experts_touched,
+    fill,
+    prefill_step,
+    random_tokens,
+)
 from halfbyte.lab.profile import OTHER, SAMPLING, Profile, Span, category_of, classify, summarise
-from halfbyte.lab.speed import Cache, decode_step, device_us, experts_touched, fill, prefill_step, random_tokens
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.sampling import greedy
 from halfbyte.plan.phase import OPERATIONS
@@ -152,8 +160,8 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
     within, notes = None, []
     how = "the driver's timeline, graph replays"
     if whole_step:
-        found = steptrace.trace(steptrace.traced_step(model, cache, context))
-        within = {WHOLE: steptrace.shares(found, model.config.layer_kinds)}
+        found = decode_trace.trace(decode_trace.traced_step(model, cache, context))
+        within = {WHOLE: decode_trace.shares(found, model.config.layer_kinds)}
         how = "clocks inside the kernel that runs the whole step; launches and gaps from the driver's timeline"
         notes += [
             f"the traced step took {found['us']:.0f} us at {found['clock_ghz']:.2f} GHz",

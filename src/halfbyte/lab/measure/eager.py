@@ -7,8 +7,6 @@ ceiling is marked invalid and has no number.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +16,10 @@ from typing import Any
 import torch
 
 from halfbyte import roofline
-from halfbyte.errors import UsageError
+from halfbyte.lab.machine import device_roof, limit_threads, synchronize
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.ops.sampling import greedy
-
-SMALL = 1 << 30  # bytes of weights
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,6 @@ class Figure:
         return asdict(self)
 
 
-def calm(device: torch.device, weight_bytes: int) -> None:
-    """One thread for a small model on a CPU: more cost it more than they bring, and far more on a busy machine."""
-    if device.type == "cpu" and weight_bytes < SMALL:
-        torch.set_num_threads(1)
-
-
 def run(
     model: GptOss,
     prompts: Sequence[int],
@@ -59,7 +49,7 @@ def run(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Figure]:
     gpu = device_roof(model.device)
-    calm(model.device, model.weights.nbytes)
+    limit_threads(model.device, model.weights.nbytes)
     figures = []
     for depth in depths:
         for n in prompts:
@@ -78,44 +68,6 @@ def run(
     return figures
 
 
-@functools.cache
-def device_roof(device: torch.device) -> roofline.Gpu:
-    """The roof of this machine: a GPU of the table by name, else read bandwidth and matrix rate measured once."""
-    if device.type == "cuda":
-        with contextlib.suppress(UsageError):
-            return roofline.gpu_named(torch.cuda.get_device_name(device))
-    read, flops = _measure_read(device), _measure_matmul(device)
-    return roofline.Gpu("this machine", str(device), read, True, flops, flops, 0.0, "measured in this run")
-
-
-def _measure_read(device: torch.device) -> float:
-    """Bytes/s of summing an array far larger than the caches."""
-    x = torch.ones(1 << (27 if device.type == "cpu" else 29), dtype=torch.float32, device=device)
-    return x.nbytes / _best(lambda: x.sum(), device)
-
-
-def _measure_matmul(device: torch.device) -> float:
-    n = 1024 if device.type == "cpu" else 8192
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    a = torch.randn(n, n, device=device).to(dtype)
-    return 2.0 * n**3 / _best(lambda: a @ a, device)
-
-
-def _best(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        work()
-        _sync(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _tokens(model: GptOss, n: int, seed: int) -> list[int]:
     return torch.randint(0, model.config.vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -131,7 +83,7 @@ def _prefill(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> float:
     solo = SingleSequence(model, depth + n)
     _fill(solo, _tokens(model, depth, seed), chunk)
     tokens = _tokens(model, n, seed + 1000)
-    _sync(model.device)
+    synchronize(model.device)
     start = time.perf_counter()
     int(greedy(_fill(solo, tokens, chunk)[0]))
     return n / (time.perf_counter() - start)

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import HalfbyteError
-from halfbyte.lab.bench import device_roof
-from halfbyte.lab.speed import decode_step, device_us, experts_touched, fill, prefill_step, random_tokens
+from halfbyte.lab.machine import device_roof
+from halfbyte.lab.measure.device_timing import (
+    decode_step,
+    device_us,
+    experts_touched,
+    fill,
+    prefill_step,
+    random_tokens,
+)
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.plan import Bound
 from halfbyte.plan.step import BATCH_ROWS, Step

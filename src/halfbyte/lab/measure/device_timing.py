@@ -2,7 +2,7 @@
 
 Every run uses other random tokens, every sequence pages of its own, and the experts that a step really touches are
 counted from the router's choices. A figure above its own ceiling is marked invalid. Knows no requests: what a client
-sees (time to first token under load) is measured in `serving.py`.
+sees (time to first token under load) is measured in `engine_timing.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.engine.graphs import DecodeGraph
-from halfbyte.lab.bench import device_roof
-from halfbyte.lab.gauge import Gauge
+from halfbyte.lab.machine import device_roof
+from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.phase import LAYER, OPERATIONS
 from halfbyte.plan.plan import Bound
@@ -192,7 +192,7 @@ def sustained(model: GptOss, rows: int, context: int, seconds: float) -> dict[st
     graph.replay()
     torch.cuda.synchronize()
     rates: list[float] = []
-    with Gauge() as gauge:
+    with PowerMeter() as gauge:
         start = clock()
         while clock() - start < seconds:
             begin(runs)

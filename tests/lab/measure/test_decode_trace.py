@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.lab import steptrace
+from halfbyte.lab.measure import decode_trace
 
 GHZ = 1.5
 KINDS = ("sliding", "full") * 3
@@ -30,7 +30,7 @@ def make(blocks: int, delay: float, drift: float = 0.0) -> torch.Tensor:
             if layer == layers:
                 out[b, layer, 20:23] = torch.tensor([clock(begin + m) for m in (0, 2, 70)])
                 continue
-            for i, phase in enumerate(steptrace.PHASES[:5]):
+            for i, phase in enumerate(decode_trace.PHASES[:5]):
                 for j, at in enumerate((SLIDING if KINDS[layer] == "sliding" else FULL)[phase]):
                     if at is not None:
                         out[b, layer, 4 * i + j] = clock(begin + at)
@@ -39,12 +39,12 @@ def make(blocks: int, delay: float, drift: float = 0.0) -> torch.Tensor:
 
 
 def test_a_known_trace_comes_out() -> None:
-    found = steptrace.digest(make(4, 0.0), 24.0 * 6 + 70 + 10)
+    found = decode_trace.digest(make(4, 0.0), 24.0 * 6 + 70 + 10)
     assert found["clock_ghz"] == pytest.approx(GHZ, rel=1e-6)
     assert found["layers"]["sliding"]["layer"] == pytest.approx(24, abs=0.02)
     assert found["layers"]["full"]["attention done"] == pytest.approx([7, 7, 7], abs=0.02)
     assert found["head"]["sums"] == pytest.approx(70, abs=0.02)
-    cut = steptrace.shares(found, KINDS)
+    cut = decode_trace.shares(found, KINDS)
     assert cut["qkv + rope/KV"] == pytest.approx(6 * 3, abs=0.2)
     assert cut["attention"] == pytest.approx(3 * 2 + 3 * 4, abs=0.2)
     assert cut["o"] == pytest.approx(3 * 3 + 3 * 1, abs=0.2)
@@ -56,7 +56,7 @@ def test_a_known_trace_comes_out() -> None:
 
 def test_the_last_block_counts() -> None:
     """Blocks that run late move first and last apart, not the length of a layer."""
-    found = steptrace.digest(make(4, 0.5), 300.0)
+    found = decode_trace.digest(make(4, 0.5), 300.0)
     first, mean, last = found["layers"]["full"]["o done"]
     assert last - first == pytest.approx(1.5, abs=0.02)
     assert last - mean == pytest.approx(0.75, abs=0.02)
@@ -64,7 +64,7 @@ def test_the_last_block_counts() -> None:
 
 
 def test_blocks_with_clocks_of_their_own_do_not_drift_apart() -> None:
-    found = steptrace.digest(make(4, 0.5, drift=0.01), 300.0)
+    found = decode_trace.digest(make(4, 0.5, drift=0.01), 300.0)
     first, mean, last = found["layers"]["full"]["o done"]
     assert (last - first, last - mean) == pytest.approx((1.5, 0.75), abs=0.02)
     assert found["layers"]["full"]["layer"] == pytest.approx(24, abs=0.02)
@@ -73,9 +73,9 @@ def test_blocks_with_clocks_of_their_own_do_not_drift_apart() -> None:
 
 def test_an_empty_trace_is_refused() -> None:
     with pytest.raises(AssertionError, match="empty"):
-        steptrace.digest(torch.zeros((2, 7, 32), dtype=torch.int64), 1.0)
+        decode_trace.digest(torch.zeros((2, 7, 32), dtype=torch.int64), 1.0)
 
 
 def test_lines_show_every_mark() -> None:
-    text = "\n".join(steptrace.lines(steptrace.digest(make(2, 0.1), 200.0)))
-    assert all(f"{p} {m}" in text for p in steptrace.PHASES[:5] for m in steptrace.MARKS)
+    text = "\n".join(decode_trace.lines(decode_trace.digest(make(2, 0.1), 200.0)))
+    assert all(f"{p} {m}" in text for p in decode_trace.PHASES[:5] for m in decode_trace.MARKS)

@@ -17,7 +17,7 @@ import torch
 from halfbyte.engine.build import EngineOptions, core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.lab.bench import device_roof
+from halfbyte.lab.machine import device_roof
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.roofline import decode_ceiling, prefill_ceiling

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from halfbyte.lab import isolate, serving, speed
-from halfbyte.lab.gauge import Gauge
+from halfbyte.lab.measure import device_timing, engine_timing, phase_timing
+from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
@@ -23,9 +23,9 @@ def model() -> GptOss:
 
 
 def test_experts_are_counted_from_the_routers_choices(model: GptOss) -> None:
-    cache = speed.fill(model, 3, 128)
-    step = speed.decode_step(model, cache, 100, 5)
-    found = speed.experts_touched(model, step)
+    cache = device_timing.fill(model, 3, 128)
+    step = device_timing.decode_step(model, cache, 100, 5)
+    found = device_timing.experts_touched(model, step)
     assert found is not None
     counted, where = found
     assert where == "router of decode"
@@ -41,22 +41,22 @@ def test_experts_are_counted_from_the_routers_choices(model: GptOss) -> None:
 
 def test_prefill_steps_are_the_prompt(model: GptOss) -> None:
     """Chunks over a filled cache give the logits of the prompt fed in one go."""
-    cache = speed.fill(model, 1, 128)
-    ids = speed.random_tokens(model, 70, 1)
+    cache = device_timing.fill(model, 1, 128)
+    ids = device_timing.random_tokens(model, 70, 1)
     for at in range(0, 70, 32):
-        logits = model.forward(speed.prefill_step(model, cache, ids[at : at + 32], at))
+        logits = model.forward(device_timing.prefill_step(model, cache, ids[at : at + 32], at))
     assert torch.equal(logits, SingleSequence(model, 128).feed(ids.tolist()))
 
 
 def test_every_stream_has_pages_of_its_own(model: GptOss) -> None:
-    cache = speed.fill(model, 4, 200)
+    cache = device_timing.fill(model, 4, 200)
     pages = torch.cat((cache.sliding, cache.full)).flatten().tolist()
     assert len(set(pages)) == len(pages)
     assert 0 not in pages
 
 
 def test_the_engine_serves_every_request_whole(model: GptOss) -> None:
-    found = serving.serve(model, load.tokenizer_of(load.resolve_model(None)), 3, 20, 5, rounds=2)
+    found = engine_timing.serve(model, load.tokenizer_of(load.resolve_model(None)), 3, 20, 5, rounds=2)
     assert found["requests"] == 6
     assert 0 < found["ttft_p50_ms"] <= found["ttft_p99_ms"]
     assert 0 < found["tokens_per_s"] < found["ceiling"]
@@ -64,13 +64,13 @@ def test_the_engine_serves_every_request_whole(model: GptOss) -> None:
 
 
 def test_percentiles() -> None:
-    assert serving.percentile([3.0, 1.0, 2.0], 50) == 2.0
-    assert serving.percentile(list(map(float, range(1, 201))), 99) == 198.0
-    assert serving.percentile([7.0], 99) == 7.0
+    assert engine_timing.percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert engine_timing.percentile(list(map(float, range(1, 201))), 99) == 198.0
+    assert engine_timing.percentile([7.0], 99) == 7.0
 
 
 def test_a_gauge_measures_the_settled_half_or_says_nothing() -> None:
-    gauge = Gauge()
+    gauge = PowerMeter()
     assert gauge.summary() == {}
     gauge.limit = 700.0
     gauge._samples = [(100.0, 1980, 30), (100.0, 1980, 31), (600.0, 1500, 60), (700.0, 1700, 65)]
@@ -85,7 +85,7 @@ def test_a_gauge_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("cuda driver can't be loaded, is cuda enabled?")
 
     monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", none)
-    with Gauge() as gauge:
+    with PowerMeter() as gauge:
         pass
     assert gauge.summary() == {}
 
@@ -98,7 +98,7 @@ def test_a_gauge_reads_torchs_card(monkeypatch: pytest.MonkeyPatch) -> None:
         setattr(nvml, f"nvmlDeviceGet{name}", lambda handle, *kind, value=value: value * (handle == "mine"))
     nvml.__dict__.update(NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, NVMLError=RuntimeError)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with Gauge() as gauge:
+    with PowerMeter() as gauge:
         while not gauge._samples:
             time.sleep(0.01)
     assert gauge.summary() == {"watts": 600.0, "limit_watts": 700.0, "mhz": [1980, 1980, 1980], "celsius": 55}
@@ -106,14 +106,14 @@ def test_a_gauge_reads_torchs_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rate_names_the_bound() -> None:
     gpu = GPUS["h200"]
-    found = isolate.rate(Work(bytes=4.5e12, flops=1e12), 2.0, gpu)
+    found = phase_timing.rate(Work(bytes=4.5e12, flops=1e12), 2.0, gpu)
     assert found["bound"] == "memory"
     assert found["share"] == pytest.approx(0.5)
-    assert isolate.rate(Work(bytes=1.0, flops=790e12), 4.0, gpu)["share"] == pytest.approx(0.25)
+    assert phase_timing.rate(Work(bytes=1.0, flops=790e12), 4.0, gpu)["share"] == pytest.approx(0.25)
 
 
 def test_the_reference_is_not_the_native_path(model: GptOss) -> None:
-    found = isolate.not_native(model)
+    found = phase_timing.not_native(model)
     assert "reference.moe is the reference" in found
     assert len(found) == len({b.phase.name for bound in model.plan.bound.values() for b in bound})
 
@@ -125,11 +125,11 @@ def test_figures_on_a_gpu() -> None:
 
     gpu = load.load_model(load.resolve_model(None), device="cuda")
     with torch.inference_mode():
-        tg, pp = speed.decode(gpu, 2, 100, 16), speed.prefill(gpu, 200, 128, 64)
+        tg, pp = device_timing.decode(gpu, 2, 100, 16), device_timing.prefill(gpu, 200, 128, 64)
         assert tg["valid"]
         assert pp["valid"]
-        assert speed.sustained(gpu, 2, 100, 0.3)["steps"] >= 128
-        rows = isolate.phases(gpu, 16, 100)
+        assert device_timing.sustained(gpu, 2, 100, 0.3)["steps"] >= 128
+        rows = phase_timing.phases(gpu, 16, 100)
         assert rows[-1]["phase"] == "sum"
         assert all(r["us"] > 0 for r in rows)
         for p in (timeline.decode_profile(gpu, 4, 100, 1), timeline.prefill_profile(gpu, 128)):

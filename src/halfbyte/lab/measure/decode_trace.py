@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cuda.decode.step import DecodeStep, Gpu
-from halfbyte.lab.speed import Cache, device_us, random_tokens
+from halfbyte.lab.measure.device_timing import Cache, device_us, random_tokens
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.rope import rope_table
 

@@ -1,6 +1,6 @@
 """What torch's GPU draws and how fast it runs while something runs on it: watts, MHz and degrees, sampled by a thread.
 
-    with Gauge() as gauge:
+    with PowerMeter() as gauge:
         work()
     gauge.summary()  # {"watts": ..., "mhz": [least, median, most], ...}, or {} where nobody can say
 
@@ -19,14 +19,14 @@ import torch
 EVERY_S = 0.05
 
 
-class Gauge:
+class PowerMeter:
     def __init__(self) -> None:
         self._samples: list[tuple[float, int, int]] = []  # watts, MHz, degrees
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self.limit: float | None = None  # watts
 
-    def __enter__(self) -> Gauge:
+    def __enter__(self) -> PowerMeter:
         try:
             import pynvml
 

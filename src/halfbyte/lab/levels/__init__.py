@@ -1,0 +1,1 @@
+"""Judgements of the product: is it right, and does it stay right under load."""
