@@ -35,9 +35,10 @@ sys.path.insert(0, str(ROOT / "src"))
 import torch  # noqa: E402
 
 from halfbyte import gates as gates_  # noqa: E402
-from halfbyte.engine.build import EngineOptions, core_for  # noqa: E402
+from halfbyte.engine.build import core_for  # noqa: E402
 from halfbyte.engine.engine import EngineCore  # noqa: E402
 from halfbyte.engine.graphs import SIZES, DecodeGraph  # noqa: E402
+from halfbyte.engine.options import EngineOptions  # noqa: E402
 from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
 from halfbyte.engine.runner import DeviceRunner  # noqa: E402
 from halfbyte.evals.suite import MAX_TOKENS, Suite  # noqa: E402

@@ -113,7 +113,7 @@ def check(result: dict[str, Any], preset: str, activation: str | None, per_task:
     remember(result, gpu)
     del gpu, cpu
     if per_task:
-        from halfbyte.engine.api import Engine
+        from halfbyte.engine.python_api import Engine
         from halfbyte.engine.request import SamplingParams
         from halfbyte.evals.suite import Suite
 

@@ -28,7 +28,7 @@ class Instant:
     """Every row samples token 7."""
 
     def launch(self, batch: Batch) -> Instant:
-        self.answer = StepResult([7] * len(batch.pickers))
+        self.answer = StepResult([7] * len(batch.samplers))
         return self
 
     def result(self) -> StepResult:
@@ -57,7 +57,7 @@ class Timed:
 
     def launch(self, batch: Batch) -> _Pending:
         pending = _Pending()
-        self._work.put((len(batch.pickers), pending.done, pending.out))
+        self._work.put((len(batch.samplers), pending.done, pending.out))
         return pending
 
     def close(self) -> None: ...

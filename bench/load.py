@@ -176,7 +176,8 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
     watch = Watch()
     watch.start()
     from halfbyte import gates as gates_
-    from halfbyte.engine.build import EngineOptions, core_for
+    from halfbyte.engine.build import core_for
+    from halfbyte.engine.options import EngineOptions
     from halfbyte.lab import receipts
     from halfbyte.lab.measure.engine_timing import drive
     from halfbyte.model import load

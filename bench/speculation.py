@@ -22,8 +22,9 @@ from pathlib import Path
 
 import torch
 
-from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.speculative.controller import Controller, Pace
 from halfbyte.engine.speculative.methods import BytesRead
@@ -80,7 +81,7 @@ class Meter:
         launch = core.runner.launch
 
         def counted(batch):
-            rows = len(batch.pickers)
+            rows = len(batch.samplers)
             if rows:
                 self.bytes += cost(rows, int(batch.kv_lens.sum()))
                 self.steps += 1

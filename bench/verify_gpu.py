@@ -27,7 +27,8 @@ import torch  # noqa: E402
 
 from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.batch import Batch, Handle  # noqa: E402
-from halfbyte.engine.build import EngineOptions, core_for  # noqa: E402
+from halfbyte.engine.build import core_for  # noqa: E402
+from halfbyte.engine.options import EngineOptions  # noqa: E402
 from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
 from halfbyte.engine.sequence import Sequence  # noqa: E402
 from halfbyte.engine.speculative.controller import Controller, Pace  # noqa: E402

@@ -14,14 +14,14 @@ __version__ = "0.1.0"
 __all__ = ["Completion", "Constraint", "Delta", "Engine", "Gates", "HalfbyteError", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from halfbyte.engine.api import Completion, Engine
+    from halfbyte.engine.python_api import Completion, Engine
     from halfbyte.engine.request import Constraint, Delta, SamplingParams
     from halfbyte.errors import HalfbyteError
     from halfbyte.gates import Gates
 
 _HOMES = {
-    "Completion": "halfbyte.engine.api",
-    "Engine": "halfbyte.engine.api",
+    "Completion": "halfbyte.engine.python_api",
+    "Engine": "halfbyte.engine.python_api",
     "Constraint": "halfbyte.engine.request",
     "Delta": "halfbyte.engine.request",
     "SamplingParams": "halfbyte.engine.request",

@@ -18,7 +18,7 @@ import torch
 
 from halfbyte.engine.batch import Batch, StepResult
 from halfbyte.engine.request import Request
-from halfbyte.engine.sampling.host import Picker, sample
+from halfbyte.engine.sampling.host import RowSampler, sample
 
 EOS = 1
 PIECES = [
@@ -149,11 +149,11 @@ def oracle(request: Request, index: int, limit: int, window: int, allowed: Calla
     params = request.sampling
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {EOS})
     assert params.seed is not None or params.temperature == 0
-    picker = Picker(params, index, len(request.prompt), params.seed or 0, stop_ids)
+    sampler = RowSampler(params, index, len(request.prompt), params.seed or 0, stop_ids)
     tokens = list(request.prompt)
     while True:
         row = torch.from_numpy(fake_logits(tokens, tokens[-window:], tame=tame))[None]
-        batch = one_row(picker, len(tokens), tokens)
+        batch = one_row(sampler, len(tokens), tokens)
         if allowed is not None:
             ids = allowed(tokens[len(request.prompt) :])
             if ids is not None:
@@ -175,12 +175,12 @@ def text_of(tokens: Sequence[int]) -> bytes:
     return b"".join(PIECES[t] for t in tokens)
 
 
-def one_row(picker: Picker, place: int, history: list[int]) -> Batch:
+def one_row(sampler: RowSampler, position: int, history: list[int]) -> Batch:
     zero = np.zeros(1, np.int32)
     table = np.zeros((1, 1), np.int32)
     return Batch(
         tokens=zero, positions=zero, query_start=zero, kv_lens=zero, row_sequence=zero, full=table, sliding=table,
-        logit_rows=zero, token_from=None, max_kv_len=1, pickers=[picker], places=[place], slots=[0],
+        logit_rows=zero, token_from=None, max_kv_len=1, samplers=[sampler], sample_positions=[position], slots=[0],
         histories={0: list(history)},
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ def test_steps_are_launched_before_the_last_is_committed() -> None:
     while core.has_work:
         before = core.flight
         core.step()
-        if before is not None and core.flight is not None and before.plan.ahead:
+        if before is not None and core.flight is not None and before.step.ahead:
             ahead += 1
             assert all(s.pending <= 1 for s in core.scheduler.running)
     assert ahead >= 25

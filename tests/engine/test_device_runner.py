@@ -20,16 +20,17 @@ from engine_heads import write_head
 from halfbyte import gates
 from halfbyte.engine import graphs as graphs_
 from halfbyte.engine.batch import Batch, Handle
-from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.graphs import SIZES, DecodeGraph, Graphs
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.runner import DeviceRunner
 from halfbyte.engine.sequence import Sequence
 from halfbyte.engine.speculative.controller import Controller, Pace
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer, HiddenTap
 from halfbyte.engine.speculative.proposer import Proposal
-from halfbyte.engine.step_buffer import ALIGN, Staging
+from halfbyte.engine.step_buffer import ALIGN, StepBuffer
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates
 from halfbyte.lab.padded_model import PaddedSource
@@ -52,7 +53,7 @@ def _one_thread():
 
 
 def test_what_is_sent_arrives_aligned_and_typed() -> None:
-    staging = Staging(CPU, 16)
+    staging = StepBuffer(CPU, 16)
     arrays = [
         np.arange(3, dtype=np.int32),
         np.array([[1.5, -2.0]], np.float32),
@@ -213,7 +214,7 @@ def test_drafts_are_verified_by_graphs_with_the_tokens_of_eager_steps(monkeypatc
             before = Stand.replays
             handle = launch(batch)
             if any(batch.drafts):
-                assert (Stand.replays > before) == (graphs and batch.rows == len(batch.pickers))
+                assert (Stand.replays > before) == (graphs and batch.rows == len(batch.samplers))
                 shapes.add((batch.rows, len(batch.slots)))
             return handle
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.build import core_for
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Constraint, Request, SamplingParams
 from halfbyte.engine.runner import DeviceRunner
 from halfbyte.engine.sampling.device import draw_rows, edges, keys_of, log_exponentials, settings_of
-from halfbyte.engine.sampling.host import Picker
+from halfbyte.engine.sampling.host import RowSampler
 from halfbyte.model.load import load_model, resolve_model
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.ops.sampling import distribution
@@ -32,8 +33,8 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def pickers(count: int, **kw) -> list[Picker]:
-    return [Picker(SamplingParams(**kw), 0, 0, seed, frozenset()) for seed in range(count)]
+def samplers(count: int, **kw) -> list[RowSampler]:
+    return [RowSampler(SamplingParams(**kw), 0, 0, seed, frozenset()) for seed in range(count)]
 
 
 def noise(seed: int = 0) -> torch.Tensor:
@@ -47,7 +48,7 @@ def noise(seed: int = 0) -> torch.Tensor:
 def test_the_race_draws_from_the_distribution(params: dict, device: str) -> None:
     count = 40_000
     logits = noise(3)
-    some = pickers(count, **params)
+    some = samplers(count, **params)
     p = some[0].params
     settings = torch.from_numpy(settings_of(some)).to(device)
     keys = torch.from_numpy(keys_of(some, list(range(count))).copy()).to(device)
@@ -73,15 +74,15 @@ def test_edges_keep_what_the_specification_keeps() -> None:
             top_k=int(rng.choice([0, 1, 7])), top_p=float(rng.choice([1.0, 0.9, 0.3])),
             min_p=float(rng.choice([0.0, 0.1])),
         )  # fmt: skip
-        picker = Picker(params, 0, 0, 0, frozenset())
-        edge = float(edges(logits[None], torch.from_numpy(settings_of([picker])))[0, 0])
+        sampler = RowSampler(params, 0, 0, 0, frozenset())
+        edge = float(edges(logits[None], torch.from_numpy(settings_of([sampler])))[0, 0])
         _, ids = distribution(logits, 1.0, params.top_k, params.top_p, params.min_p)
         assert set((logits >= edge).nonzero().flatten().tolist()) == set(ids.tolist())
 
 
 def test_greedy_rows_among_sampled_ones_take_the_highest() -> None:
     rows = torch.stack([noise(i) for i in range(6)])
-    some = [Picker(SamplingParams(temperature=float(i % 2)), 0, 0, i, frozenset()) for i in range(6)]
+    some = [RowSampler(SamplingParams(temperature=float(i % 2)), 0, 0, i, frozenset()) for i in range(6)]
     settings = torch.from_numpy(settings_of(some))
     keys = torch.from_numpy(keys_of(some, [3] * 6).copy())
     drawn = draw_rows(rows, settings, keys, filtered=False, sampled=True)
@@ -94,7 +95,7 @@ def test_greedy_rows_among_sampled_ones_take_the_highest() -> None:
 
 
 def test_the_variates_are_exponential_and_independent() -> None:
-    keys = torch.from_numpy(keys_of(pickers(200), list(range(200))).copy())
+    keys = torch.from_numpy(keys_of(samplers(200), list(range(200))).copy())
     e = log_exponentials(keys, 500).exp().double().numpy()
     assert abs(e.mean() - 1.0) < 0.01
     assert abs(e.var() - 1.0) < 0.03

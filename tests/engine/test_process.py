@@ -219,8 +219,8 @@ def test_frames_survive_any_cut() -> None:
 
 
 async def test_a_real_model_in_its_process_gives_the_tokens_of_the_engine_here() -> None:
-    from halfbyte.engine.api import Engine
-    from halfbyte.engine.build import EngineOptions
+    from halfbyte.engine.options import EngineOptions
+    from halfbyte.engine.python_api import Engine
     from halfbyte.gates import Gates
 
     gates = Gates(speculate="ngram")

@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
-from halfbyte.engine.api import Completion, Engine
-from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.build import core_for
+from halfbyte.engine.options import EngineOptions
+from halfbyte.engine.python_api import Completion, Engine
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.engine.sampling.host import Picker, draw_token
+from halfbyte.engine.sampling.host import RowSampler, draw_token
 from halfbyte.errors import EngineDiedError, RequestError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import GptOss
@@ -37,14 +38,14 @@ def model_for(page_size: int = 64) -> GptOss:
 def expected(model: GptOss, request: Request) -> list[int]:
     p = request.sampling
     assert p.max_tokens is not None
-    place = [len(request.prompt)]
-    picker = Picker(p, 0, place[0], p.seed or 0, frozenset(model.config.eos_tokens))
+    position = [len(request.prompt)]
+    sampler = RowSampler(p, 0, position[0], p.seed or 0, frozenset(model.config.eos_tokens))
 
     def pick(logits: torch.Tensor) -> int:
-        place[0] += 1
+        position[0] += 1
         if p.temperature == 0:
             return int(logits.argmax())
-        return draw_token(logits.numpy(), p, picker.uniform(place[0] - 1))
+        return draw_token(logits.numpy(), p, sampler.uniform(position[0] - 1))
 
     return list(generate(model, request.prompt, p.max_tokens, pick=pick))
 

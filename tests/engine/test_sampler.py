@@ -11,18 +11,20 @@ from engine_fakes import one_row
 
 from halfbyte.engine.batch import Batch, StepResult
 from halfbyte.engine.request import SamplingParams
-from halfbyte.engine.sampling.host import Picker, draw_token, logprob_of, sample
+from halfbyte.engine.sampling.host import RowSampler, draw_token, logprob_of, sample
 from halfbyte.ops.sampling import distribution, draw
 
 V = 50
 
 
-def picker(index: int = 0, seed: int = 1, stops: frozenset[int] = frozenset(), prompt: int = 0, **kw) -> Picker:
-    return Picker(SamplingParams(**kw), index, prompt, seed, stops)
+def sampler(index: int = 0, seed: int = 1, stops: frozenset[int] = frozenset(), prompt: int = 0, **kw) -> RowSampler:
+    return RowSampler(SamplingParams(**kw), index, prompt, seed, stops)
 
 
-def run(logits: torch.Tensor, pick: Picker, place: int = 3, history: list[int] | None = None, mask=None) -> StepResult:
-    batch = one_row(pick, place, history or [])
+def run(
+    logits: torch.Tensor, pick: RowSampler, position: int = 3, history: list[int] | None = None, mask=None
+) -> StepResult:
+    batch = one_row(pick, position, history or [])
     if mask is not None:
         bits = np.zeros(64, np.uint8)
         bits[mask] = 1
@@ -35,18 +37,18 @@ def noise(seed: int = 0) -> torch.Tensor:
 
 
 def histogram(logits: torch.Tensor, count: int = 4000, **kw) -> np.ndarray:
-    pick = picker(**kw)
+    pick = sampler(**kw)
     seen = np.zeros(V)
-    for place in range(count):
-        seen[run(logits, pick, place).tokens[0]] += 1
+    for position in range(count):
+        seen[run(logits, pick, position).tokens[0]] += 1
     return seen / count
 
 
 def test_greedy_takes_the_highest_and_the_lower_id_of_two() -> None:
     logits = noise()
-    assert run(logits, picker(temperature=0)).tokens == [int(logits.argmax())]
+    assert run(logits, sampler(temperature=0)).tokens == [int(logits.argmax())]
     logits[7] = logits[3] = 50.0
-    assert run(logits, picker(temperature=0)).tokens == [3]
+    assert run(logits, sampler(temperature=0)).tokens == [3]
 
 
 def test_temperature_draws_from_the_softmax() -> None:
@@ -71,17 +73,17 @@ def test_filters_remove_exactly_what_they_say() -> None:
 
 def test_the_same_seed_and_place_give_the_same_token_whatever_is_beside_it() -> None:
     rows = torch.stack([noise(i) for i in range(7)])
-    pickers = [picker(index=i, temperature=1.0) for i in range(7)]
-    base = one_row(pickers[0], 0, [])
+    samplers = [sampler(index=i, temperature=1.0) for i in range(7)]
+    base = one_row(samplers[0], 0, [])
     batch = Batch(**{f: getattr(base, f) for f in Batch.__slots__})
-    batch.pickers, batch.places = pickers, list(range(10, 17))
+    batch.samplers, batch.sample_positions = samplers, list(range(10, 17))
     together = sample(rows, batch).tokens
-    alone = [run(rows[i], pickers[i], 10 + i).tokens[0] for i in range(7)]
+    alone = [run(rows[i], samplers[i], 10 + i).tokens[0] for i in range(7)]
     assert together == alone
 
 
 def test_seeds_choices_and_places_are_independent_streams() -> None:
-    values = [picker(index=i, seed=s).uniform(p) for i in range(4) for s in range(4) for p in range(64)]
+    values = [sampler(index=i, seed=s).uniform(p) for i in range(4) for s in range(4) for p in range(64)]
     assert len(set(values)) == len(values)
     assert abs(np.mean(values) - 0.5) < 0.03
     assert all(0.0 <= v < 1.0 for v in values)
@@ -91,35 +93,35 @@ def test_penalties() -> None:
     logits = torch.zeros(V)
     logits[4], logits[5], logits[6] = 3.0, 2.9, 2.8
     history = [4, 9, 5, 5]  # prompt [4, 9], generated [5, 5]
-    pick = picker(temperature=0, prompt=2, repetition_penalty=2.0)
+    pick = sampler(temperature=0, prompt=2, repetition_penalty=2.0)
     assert run(logits, pick, history=history).tokens == [6]  # 4 is in the prompt, 5 was generated
-    pick = picker(temperature=0, prompt=2, presence_penalty=1.0)
+    pick = sampler(temperature=0, prompt=2, presence_penalty=1.0)
     assert run(logits, pick, history=history).tokens == [4]  # presence looks at generated tokens only
     logits[5] = 4.5
-    assert run(logits, picker(temperature=0, prompt=2, presence_penalty=1.0), history=history).tokens == [5]
-    assert run(logits, picker(temperature=0, prompt=2, frequency_penalty=1.0), history=history).tokens == [4]
+    assert run(logits, sampler(temperature=0, prompt=2, presence_penalty=1.0), history=history).tokens == [5]
+    assert run(logits, sampler(temperature=0, prompt=2, frequency_penalty=1.0), history=history).tokens == [4]
 
 
 def test_bias_mask_and_minimum_length() -> None:
     logits = noise()
-    assert run(logits, picker(temperature=0, logit_bias={9: 100.0})).tokens == [9]
-    assert run(logits, picker(temperature=0), mask=[11]).tokens == [11]
+    assert run(logits, sampler(temperature=0, logit_bias={9: 100.0})).tokens == [9]
+    assert run(logits, sampler(temperature=0), mask=[11]).tokens == [11]
     stops = frozenset({8})
-    pick = picker(temperature=0, stops=stops, prompt=3, min_tokens=4, logit_bias={8: 100.0})
-    assert run(logits, pick, place=6).tokens != [8]
-    assert run(logits, pick, place=7).tokens == [8]
+    pick = sampler(temperature=0, stops=stops, prompt=3, min_tokens=4, logit_bias={8: 100.0})
+    assert run(logits, pick, position=6).tokens != [8]
+    assert run(logits, pick, position=7).tokens == [8]
 
 
 def test_a_row_that_allows_nothing_is_an_error_of_that_row() -> None:
-    result = run(noise(), picker(temperature=0, logit_bias={11: -math.inf}), mask=[11])
+    result = run(noise(), sampler(temperature=0, logit_bias={11: -math.inf}), mask=[11])
     assert "allow no token" in result.errors[0]
-    assert "not numbers" in run(noise() * math.nan, picker(temperature=0.7)).errors[0]
-    assert "not numbers" in run(noise() * math.nan, picker(temperature=0)).errors[0]
+    assert "not numbers" in run(noise() * math.nan, sampler(temperature=0.7)).errors[0]
+    assert "not numbers" in run(noise() * math.nan, sampler(temperature=0)).errors[0]
 
 
 def test_logprobs_are_the_models_own() -> None:
     logits = noise()
-    result = run(logits, picker(temperature=0, logit_bias={9: 100.0}, logprobs=3))
+    result = run(logits, sampler(temperature=0, logit_bias={9: 100.0}, logprobs=3))
     lp = torch.log_softmax(logits.double(), -1)
     assert result.logprobs[0].token == 9
     assert result.logprobs[0].logprob == pytest.approx(float(lp[9]))
@@ -158,10 +160,10 @@ def test_rejection_sampling_keeps_the_distribution(temperature: float, top_k: in
     q = torch.softmax(other.double(), -1).numpy()
     count, kept = 8_000, 0
     seen = np.zeros(V)
-    pick = picker(temperature=temperature, top_k=top_k)
+    pick = sampler(temperature=temperature, top_k=top_k)
     drafts = np.random.default_rng(0).choice(V, size=count, p=q)
-    for place, draft in enumerate(drafts.tolist()):
-        batch = one_row(pick, place, [])
+    for position, draft in enumerate(drafts.tolist()):
+        batch = one_row(pick, position, [])
         batch.proposals[0] = (draft, q)
         token = sample(logits[None], batch).tokens[0]
         seen[token] += 1

@@ -117,7 +117,7 @@ def run_schedule(seed: int) -> dict[str, int]:
     rng = random.Random(seed)
     page_size, window = rng.choice([1, 2, 4, 8, 16]), rng.choice([1, 3, 8, 20])
     longest = 170
-    pages = 1 + PagePool(9, page_size, window).most_held(longest, 2) + rng.randint(0, 100) // page_size
+    pages = 1 + PagePool(9, page_size, window).peak_pages(longest, 2) + rng.randint(0, 100) // page_size
     max_seqs = rng.choice([1, 3, 8])
     now = [0.0]
     method = rng.choice(["off", "ngram", "suffix", "random"])

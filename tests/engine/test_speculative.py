@@ -13,8 +13,9 @@ from engine_heads import write_head
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.sequence import Sequence
 from halfbyte.engine.speculative.controller import Controller, ExpertCost

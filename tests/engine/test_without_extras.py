@@ -17,7 +17,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {top!r}", name=top)
 
 sys.meta_path.insert(0, Absent())
-from halfbyte.engine.api import Engine
+from halfbyte.engine.python_api import Engine
 from halfbyte.engine.request import Constraint, SamplingParams
 from halfbyte.errors import CheckpointError, RequestError
 from halfbyte.evals.suite import Suite

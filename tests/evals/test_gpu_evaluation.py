@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte.engine.api import Engine
+from halfbyte.engine.python_api import Engine
 from halfbyte.engine.request import SamplingParams
 from halfbyte.evals.suite import MAX_TOKENS, Suite, read_reply
 from halfbyte.harmony.render import render_prompt

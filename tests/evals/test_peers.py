@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte.engine.api import Engine
+from halfbyte.engine.python_api import Engine
 from halfbyte.engine.request import SamplingParams
 from halfbyte.evals.suite import MAX_TOKENS, Reply, Suite, read_reply
 from halfbyte.evals.tasks import TASKS

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.engine.api import Engine
+from halfbyte.engine.python_api import Engine
 from halfbyte.engine.request import SamplingParams
 from halfbyte.gates import Gates
 

@@ -179,7 +179,7 @@ def test_forget_all_leaves_holders_alone() -> None:
     shadow.pool.check()
 
 
-def test_most_held_is_within_a_page_of_the_worst_that_happens() -> None:
+def test_peak_pages_is_within_a_page_of_the_worst_that_happens() -> None:
     """The bound that admission relies on is never passed, and is within a page of what is reached."""
     for size, window, chunk, length in [(64, 128, 2048, 32768), (4, 8, 6, 90), (3, 7, 5, 80), (8, 1, 1, 64)]:
         worst = 0
@@ -193,8 +193,8 @@ def test_most_held_is_within_a_page_of_the_worst_that_happens() -> None:
                     assert pool.extend(tables, end)
                     pool.commit(tables, tokens, end)
             worst = max(worst, pool.stats().peak_used)
-            assert worst <= pool.most_held(length, chunk)
-        assert worst >= pool.most_held(length, chunk) - 1
+            assert worst <= pool.peak_pages(length, chunk)
+        assert worst >= pool.peak_pages(length, chunk) - 1
 
 
 def test_peak_for_32k_tokens_on_120b_is_at_most_55_percent_of_a_uniform_cache() -> None:

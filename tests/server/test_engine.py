@@ -14,8 +14,9 @@ import pytest
 import torch
 from live_server import Live, wait_until
 
-from halfbyte.engine.build import EngineOptions, core_for
-from halfbyte.engine.local import LocalEngine
+from halfbyte.engine.build import core_for
+from halfbyte.engine.options import EngineOptions
+from halfbyte.engine.thread import EngineThread
 from halfbyte.gates import Gates
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED
@@ -56,7 +57,7 @@ def live() -> Iterator[Live]:
     model = GptOss(synthetic.make(config, 0), Gates())
     options = EngineOptions(max_context=4096, max_seqs=16, max_tokens=512, kv_gib=0.2, reserve_gib=0.0)
     core, info, _ = core_for(model, tokenizer, options, "noise")
-    engine = LocalEngine(core, info)
+    engine = EngineThread(core, info)
     server = Live(engine, ServerSettings(min_available_bytes=0), tokenizer)
     yield server
     server.close()

@@ -10,7 +10,7 @@ import typer
 
 from halfbyte import gates as gates_
 from halfbyte.cli.options import DeviceOption, ModelArgument, announce, err, with_gates
-from halfbyte.engine.build import EngineOptions
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.process import EngineProcess
 from halfbyte.engine.request import TokenSource
 from halfbyte.errors import UsageError

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 import typer
 
 from halfbyte.cli.options import DeviceOption, JsonOption, ModelArgument, announce, err, out, print_json, with_gates
-from halfbyte.engine.api import Engine
+from halfbyte.engine.python_api import Engine
 from halfbyte.engine.request import Delta, SamplingParams
 from halfbyte.errors import StepError, UsageError
 from halfbyte.gates import Gates

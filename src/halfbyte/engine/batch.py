@@ -1,4 +1,4 @@
-"""From a plan to arrays: the ragged batch a model runs, and the protocol of whoever runs it.
+"""From a scheduled step to arrays: the ragged batch a model runs, and the protocol of whoever runs it.
 
 Block tables live in two arrays with a row per slot and are changed only where a page came or went; a batch copies the
 rows it needs. Rows whose token is still being sampled by the step before name it by `token_from`.
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halfbyte.engine.request import Logprob
-from halfbyte.engine.scheduler import Plan
+from halfbyte.engine.scheduler import ScheduledStep
 
 if TYPE_CHECKING:
-    from halfbyte.engine.sampling.host import Picker
+    from halfbyte.engine.sampling.host import RowSampler
 
 Ints = NDArray[np.int32]
 
@@ -36,8 +36,8 @@ class Batch:
     token_from: Ints | None  # [R]: index among the last launch's sampled tokens, or -1; None: all are known
     max_kv_len: int
     # For each of the L sampled rows: how to pick, and the position the picked token will have.
-    pickers: list[Picker]
-    places: list[int]
+    samplers: list[RowSampler]
+    sample_positions: list[int]
     slots: list[int]  # [S]
     drafts: list[list[int]] = field(default_factory=list)  # [S]
     following: dict[int, int] = field(default_factory=dict)  # sequence whose last row is not sampled -> its next token
@@ -83,19 +83,19 @@ class BatchBuilder:
         self._page = page_size
         self._arange = np.arange(max_seqs + 1, dtype=np.int32)
 
-    def build(self, plan: Plan, previous: dict[int, int]) -> Batch:
+    def build(self, step: ScheduledStep, previous: dict[int, int]) -> Batch:
         """`previous`: id of a sequence -> its sampled row in the launch that is still in flight."""
         tokens: list[int] = []
         froms: list[int] = []
         slots: list[int] = []
-        pickers: list[Picker] = []
-        places: list[int] = []
+        samplers: list[RowSampler] = []
+        sample_positions: list[int] = []
         histories: dict[int, list[int]] = {}
         following: dict[int, int] = {}
         counts_of, owners = self._counts, self._owners
         waits = False
-        for i, seq in enumerate(plan.seqs):
-            slot, start = seq.slot, plan.starts[i]
+        for i, seq in enumerate(step.seqs):
+            slot, start = seq.slot, step.starts[i]
             slots.append(slot)
             if (
                 owners[slot] != seq.admission
@@ -104,12 +104,12 @@ class BatchBuilder:
             ):
                 self._mirror(slot, seq.admission, seq.tables.full, seq.tables.sliding, seq.tables.first)
             if start < len(seq.tokens):
-                count = plan.counts[i]
+                count = step.counts[i]
                 if count == 1:
                     tokens.append(seq.tokens[start])
                     froms.append(-1)
                 else:
-                    draft = plan.drafts[i]
+                    draft = step.drafts[i]
                     tokens += seq.tokens[start : start + count - len(draft)]
                     tokens += draft
                     froms += [-1] * count
@@ -117,43 +117,43 @@ class BatchBuilder:
                 waits = True
                 tokens.append(0)
                 froms.append(previous[id(seq)])
-            if plan.samples[i]:
-                picker = seq.picker
-                assert picker is not None
-                draft = plan.drafts[i]
-                place = start + plan.counts[i] - len(draft)
+            if step.samples[i]:
+                sampler = seq.sampler
+                assert sampler is not None
+                draft = step.drafts[i]
+                position = start + step.counts[i] - len(draft)
                 for j in range(len(draft) + 1):
-                    if picker.penalised:
-                        histories[len(pickers)] = seq.tokens + draft[:j]
-                    pickers.append(picker)
-                    places.append(place + j)
+                    if sampler.penalised:
+                        histories[len(samplers)] = seq.tokens + draft[:j]
+                    samplers.append(sampler)
+                    sample_positions.append(position + j)
             else:
-                following[i] = seq.tokens[start + plan.counts[i]]
-        batch = self._pack(plan, tokens, froms if waits else None, slots, pickers, places)
-        batch.histories, batch.following, batch.drafts = histories, following, plan.drafts
+                following[i] = seq.tokens[start + step.counts[i]]
+        batch = self._pack(step, tokens, froms if waits else None, slots, samplers, sample_positions)
+        batch.histories, batch.following, batch.drafts = histories, following, step.drafts
         return batch
 
     def _pack(
-        self, plan: Plan, tokens: list[int], froms: list[int] | None, slots: list[int],
-        pickers: list[Picker], places: list[int],
+        self, step: ScheduledStep, tokens: list[int], froms: list[int] | None, slots: list[int],
+        samplers: list[RowSampler], sample_positions: list[int],
     ) -> Batch:  # fmt: skip
         n = len(slots)
-        starts = np.array(plan.starts, np.int32)
-        if plan.decode_only:
+        starts = np.array(step.starts, np.int32)
+        if step.decode_only:
             query_start, row_sequence = self._arange[: n + 1], self._arange[:n]
             positions, kv_lens, logit_rows = starts, starts + 1, self._arange[:n]
         else:
-            counts = np.array(plan.counts, np.int32)
+            counts = np.array(step.counts, np.int32)
             query_start = np.zeros(n + 1, np.int32)
             np.cumsum(counts, out=query_start[1:])
             row_sequence = np.repeat(np.arange(n, dtype=np.int32), counts)
-            positions = np.arange(plan.rows, dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+            positions = np.arange(step.rows, dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
             kv_lens = starts + counts
             wanted: list[int] = []
-            for i, samples in enumerate(plan.samples):
+            for i, samples in enumerate(step.samples):
                 if samples:
                     end = int(query_start[i + 1])
-                    wanted += range(end - 1 - len(plan.drafts[i]), end)
+                    wanted += range(end - 1 - len(step.drafts[i]), end)
             logit_rows = np.array(wanted, np.int32)
         longest = int(kv_lens.max())
         blocks = -(-longest // self._page)
@@ -161,7 +161,7 @@ class BatchBuilder:
             tokens=np.array(tokens, np.int32), positions=positions, query_start=query_start, kv_lens=kv_lens,
             row_sequence=row_sequence, full=self._full[slots, :blocks], sliding=self._sliding[slots, :blocks],
             logit_rows=logit_rows, token_from=None if froms is None else np.array(froms, np.int32),
-            max_kv_len=longest, pickers=pickers, places=places, slots=slots,
+            max_kv_len=longest, samplers=samplers, sample_positions=sample_positions, slots=slots,
         )  # fmt: skip
 
     def _mirror(self, slot: int, admission: int, full: list[int], sliding: list[int], first: int) -> None:

@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from halfbyte.engine.engine import EngineConfig, EngineCore
 from halfbyte.engine.graphs import Graphs
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import SourceInfo
 from halfbyte.engine.runner import make_runner
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
-from halfbyte.engine.step_buffer import wide
+from halfbyte.engine.step_buffer import padded_blocks
 from halfbyte.errors import UsageError
-from halfbyte.gates import Gates
 from halfbyte.kv.pages import PagePool
 from halfbyte.kv.store import GIB, default_reserve, memory, pages_that_fit
-from halfbyte.model.gpt_oss import PAGE_SIZE, GptOss
+from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.load import load_model, resolve_device, resolve_model, tokenizer_of
 from halfbyte.model.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Everything an engine is made from; plain values, so that it can be sent to another process."""
-
-    model: str | None = None  # a folder, a .gguf file, random:20b; None: the embedded model
-    gates: Gates = field(default_factory=Gates)
-    device: str | None = None
-    max_context: int | None = None  # default: the model's
-    max_seqs: int = 64
-    max_tokens: int | None = None  # rows in one step while nobody decodes; default: by the device
-    max_waiting: int = 4096
-    page_size: int = PAGE_SIZE
-    kv_gib: float | None = None  # of KV pages; default: what is free beside the reserve, at most for max_seqs contexts
-    reserve_gib: float | None = None
-    run_ahead: bool = True
-    prefix_cache: bool = True
-    draft: str | None = None  # model of --speculate draft, or head of --speculate eagle3
-    max_draft: int = 8
-
-
 def kv_pages(model: GptOss, options: EngineOptions, context: int, page_bytes: int) -> int:
     """Pages, scratch included: at least one whole context, at most what max_seqs of them could use."""
-    one = PagePool(2, options.page_size, model.config.window).most_held(context, 2)
+    one = PagePool(2, options.page_size, model.config.window).peak_pages(context, 2)
     found = memory(model.device)
     reserve = default_reserve(model.device, found) if options.reserve_gib is None else int(options.reserve_gib * GIB)
     most = 1 + one * options.max_seqs
@@ -98,7 +77,7 @@ def core_for(
         run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
     )  # fmt: skip
     graphs: Graphs | None = None
-    blocks = wide(-(-context // options.page_size))
+    blocks = padded_blocks(-(-context // options.page_size))
     if model.device.type == "cuda" and options.gates.graphs == "on":
         graphs = Graphs(model, blocks, None if observer is None else observer.tap)
     runner = make_runner(

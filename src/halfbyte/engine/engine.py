@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from halfbyte.engine.batch import BatchBuilder, Handle, ModelRunner, StepResult
 from halfbyte.engine.grammar import GrammarCompiler, Vocabulary
 from halfbyte.engine.request import QUEUE_BUCKETS, Delta, EngineStats, FinishReason, Logprob, Request, Usage
-from halfbyte.engine.sampling.host import Picker, check_params
-from halfbyte.engine.scheduler import Plan, Scheduler, SchedulerConfig
+from halfbyte.engine.sampling.host import RowSampler, check_params
+from halfbyte.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from halfbyte.engine.sequence import Sequence, State
 from halfbyte.engine.speculative.proposer import Proposer
 from halfbyte.engine.stops import StopMatcher
@@ -54,10 +54,10 @@ Output = tuple[str, Delta]  # request id, what one choice gained
 
 
 @dataclass(slots=True)
-class Flight:
+class LaunchedStep:
     """A launched step."""
 
-    plan: Plan
+    step: ScheduledStep
     handle: Handle
     rows: dict[int, int]  # id of a sequence -> its sampled row, for the step that follows
 
@@ -109,7 +109,7 @@ class EngineCore:
         self.builder = BatchBuilder(config.max_seqs, blocks, config.page_size)
         self.grammars = None if vocabulary is None else GrammarCompiler(vocabulary, config.eos_tokens)
         self.groups: dict[str, Group] = {}
-        self.flight: Flight | None = None
+        self.flight: LaunchedStep | None = None
         self._clock = clock
         self._deadlines: list[tuple[float, str]] = []
         self._count = Counters()
@@ -121,28 +121,28 @@ class EngineCore:
         """schedule -> launch -> commit the step before. Returns what the commits added, while the new step runs."""
         self._expire()
         previous, self.flight = self.flight, None
-        if previous is not None and not previous.plan.ahead:
+        if previous is not None and not previous.step.ahead:
             self._commit(previous)  # its result decides what comes next
             previous = None
         if self.proposer is not None and previous is None:
             self._propose(self.proposer)
-        plan = self.scheduler.schedule(ahead=previous is not None)
-        if plan is None and previous is not None:
+        step = self.scheduler.schedule(ahead=previous is not None)
+        if step is None and previous is not None:
             self._commit(previous)
-            previous, plan = None, self.scheduler.schedule()
-        if plan is not None:
+            previous, step = None, self.scheduler.schedule()
+        if step is not None:
             if self._count.unscheduled:
-                self._dequeue(plan)
-            self.flight = self._launch(plan, previous)
+                self._dequeue(step)
+            self.flight = self._launch(step, previous)
         if previous is not None:
             self._commit(previous)
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _dequeue(self, plan: Plan) -> None:
+    def _dequeue(self, step: ScheduledStep) -> None:
         """Note how long the sequences waited that are scheduled for the first time."""
         now, count = self._clock(), self._count
-        for seq in plan.seqs:
+        for seq in step.seqs:
             if seq.arrived is not None:
                 waited = now - seq.arrived
                 seq.arrived = None
@@ -150,64 +150,64 @@ class EngineCore:
                 count.queue_seconds += waited
                 count.queue[bisect.bisect_left(QUEUE_BUCKETS, waited)] += 1
 
-    def _launch(self, plan: Plan, previous: Flight | None) -> Flight | None:
+    def _launch(self, step: ScheduledStep, previous: LaunchedStep | None) -> LaunchedStep | None:
         seq: Sequence | None = None
         try:
-            batch = self.builder.build(plan, previous.rows if previous is not None else {})
+            batch = self.builder.build(step, previous.rows if previous is not None else {})
             row = 0
             rows: dict[int, int] = {}
-            for i, seq in enumerate(plan.seqs):
-                if not plan.samples[i]:
+            for i, seq in enumerate(step.seqs):
+                if not step.samples[i]:
                     continue
                 rows[id(seq)] = row
                 if seq.grammar is not None:
-                    for j, mask in enumerate(seq.grammar.masks(plan.drafts[i])):
+                    for j, mask in enumerate(seq.grammar.masks(step.drafts[i])):
                         if mask is not None:
                             batch.masks[row + j] = mask
                 if seq.proposal is not None:
-                    for j, draft in enumerate(plan.drafts[i]):
+                    for j, draft in enumerate(step.drafts[i]):
                         batch.proposals[row + j] = (draft, seq.proposal[j])
-                row += len(plan.drafts[i]) + 1
+                row += len(step.drafts[i]) + 1
             seq = None
-            return Flight(plan, self.runner.launch(batch), rows)
+            return LaunchedStep(step, self.runner.launch(batch), rows)
         except Exception as e:
             if seq is not None:  # one sequence's grammar failed; the others are scheduled again
-                self.scheduler.failed(plan, suspect=False)
+                self.scheduler.step_failed(step, suspect=False)
                 self._fail(seq, e)
             else:
-                self._step_failed([plan], e)
+                self._step_failed([step], e)
             return None
 
-    def _commit(self, flight: Flight) -> None:
+    def _commit(self, flight: LaunchedStep) -> None:
         try:
             result = flight.handle.result()
         except Exception as e:
-            plans = [flight.plan]
+            steps = [flight.step]
             if self.flight is not None:  # it was launched on top of the failed one
-                plans.insert(0, self.flight.plan)
+                steps.insert(0, self.flight.step)
                 _wait(self.flight.handle)
                 self.flight = None
-            self._step_failed(plans, e)
+            self._step_failed(steps, e)
             return
-        plan, scheduler = flight.plan, self.scheduler
+        step, scheduler = flight.step, self.scheduler
         row = 0
-        for i, seq in enumerate(plan.seqs):
-            samples, draft, first = plan.samples[i], plan.drafts[i], row
+        for i, seq in enumerate(step.seqs):
+            samples, draft, first = step.samples[i], step.drafts[i], row
             if samples:
                 row += len(draft) + 1
-            if not scheduler.landed(seq, samples):
+            if not scheduler.step_done(seq, samples):
                 continue  # it ended meanwhile: what was computed for it is obsolete
-            standing = plan.starts[i] + plan.counts[i] - len(draft)
+            computed = step.starts[i] + step.counts[i] - len(draft)
             if not samples:
-                scheduler.stand(seq, standing)
+                scheduler.advance(seq, computed)
                 continue
             try:
-                self._accept(seq, draft, result, first, standing)
+                self._accept(seq, draft, result, first, computed)
             except Exception as e:
                 self._fail(seq, e)
-        self._good_step(plan)
+        self._good_step(step)
 
-    def _accept(self, seq: Sequence, draft: list[int], result: StepResult, row: int, standing: int) -> None:
+    def _accept(self, seq: Sequence, draft: list[int], result: StepResult, row: int, computed: int) -> None:
         """Append the tokens of one sequence: drafts while they equal what was sampled, and the token after them."""
         before = len(seq.tokens)
         reason: FinishReason | None = None
@@ -223,7 +223,7 @@ class EngineCore:
             if reason is not None or j == len(draft) or token != draft[j]:
                 break
         new = seq.tokens[before:]
-        self.scheduler.stand(seq, max(standing, standing + len(new) - 1))
+        self.scheduler.advance(seq, max(computed, computed + len(new) - 1))
         logprobs: list[Logprob] | None = None
         if seq.params.logprobs is not None:
             logprobs = [result.logprobs[row + j] for j in range(len(new))]
@@ -232,7 +232,7 @@ class EngineCore:
             self._learn(seq, draft, new, reason)
         elif seq.pace is not None:
             seq.pace.rested(len(new))
-            seq.plain = seq.naturally_plain and seq.pace.resting
+            seq.runs_ahead = seq.may_run_ahead and seq.pace.resting
         if self.proposer is not None:
             self.proposer.observe(seq, len(new))
         if error is not None:
@@ -294,7 +294,7 @@ class EngineCore:
             if seq.pace is None or seq.inflight or len(seq.tokens) - seq.scheduled != 1:
                 continue
             most = min(seq.pace.length(len(running), rows, context), seq.limit - len(seq.tokens) - 1)
-            seq.plain = seq.naturally_plain and seq.pace.resting
+            seq.runs_ahead = seq.may_run_ahead and seq.pace.resting
             if most > 0:
                 wants.append((seq, most))
                 rows += most
@@ -351,13 +351,13 @@ class EngineCore:
         for index in range(params.n):
             seq = Sequence(request, index, limit, salt=salt)
             seq.stop_ids = stop_ids
-            seq.picker = Picker(params, index, seq.prompt, seed, stop_ids)
+            seq.sampler = RowSampler(params, index, seq.prompt, seed, stop_ids)
             if params.stop:
                 assert self.vocabulary is not None
                 seq.stops = StopMatcher(params.stop, self.vocabulary.token_bytes)
             if grammar is not None:
                 seq.grammar = grammar.copy()
-            seq.naturally_plain = seq.plain = grammar is None and not seq.picker.penalised
+            seq.may_run_ahead = seq.runs_ahead = grammar is None and not seq.sampler.penalised
             if self.proposer is not None:
                 seq.pace = self.proposer.pace(seq)
             seqs.append(seq)
@@ -405,16 +405,16 @@ class EngineCore:
             log.error("a request failed", exc_info=error)
         self._emit(seq, [], None, "error", text)
 
-    def _step_failed(self, plans: list[Plan], error: BaseException) -> None:
-        """Undo the step (and the one launched on top of it, first in `plans`) and find out who is to blame."""
+    def _step_failed(self, steps: list[ScheduledStep], error: BaseException) -> None:
+        """Undo the step (and the one launched on top of it, first in `steps`) and find out who is to blame."""
         count, scheduler = self._count, self.scheduler
         count.failed_steps += 1
         count.failures += 1
         count.good_steps = 0
         memory = isinstance(error, MemoryError | MemoryError_) or type(error).__name__ == "OutOfMemoryError"
-        for plan in plans:
-            scheduler.failed(plan, suspect=not memory)
-        failed = plans[-1]
+        for step in steps:
+            scheduler.step_failed(step, suspect=not memory)
+        failed = steps[-1]
         log.warning("a step of %d rows failed (%s)", failed.rows, _say(error))
         if count.failures >= FAILURES_IN_A_ROW:
             raise EngineDiedError(f"{count.failures} steps in a row failed, the last with: {_say(error)}.")
@@ -428,7 +428,7 @@ class EngineCore:
             what = "ran out of memory" if memory else f"failed ({_say(error)})"
             self._fail(failed.seqs[0], StepError(f"the step that computed this request {what}."))
 
-    def _good_step(self, plan: Plan) -> None:
+    def _good_step(self, step: ScheduledStep) -> None:
         count = self._count
         count.steps += 1
         count.failures = 0
@@ -450,7 +450,7 @@ class EngineCore:
 
     def check(self) -> None:
         """Every invariant of scheduler and pages, and that every open request has somebody working on it."""
-        self.scheduler.check([self.flight.plan] if self.flight is not None else [])
+        self.scheduler.check([self.flight.step] if self.flight is not None else [])
         alive = {id(s) for s in self.scheduler.waiting + self.scheduler.running}
         for group in self.groups.values():
             here = [s for s in group.seqs if s.state is not State.FINISHED]
@@ -463,7 +463,7 @@ class EngineCore:
     def close(self) -> None:
         if self.flight is not None:
             _wait(self.flight.handle)
-            self.scheduler.failed(self.flight.plan, suspect=False)
+            self.scheduler.step_failed(self.flight.step, suspect=False)
             self.flight = None
         self.runner.close()
 

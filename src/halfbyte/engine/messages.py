@@ -94,7 +94,7 @@ class Frames:
         return out
 
 
-def wide(sock: socket.socket) -> None:
+def enlarge_buffers(sock: socket.socket) -> None:
     """Large buffers, so that a step's message rarely waits for its reader."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, 1 << 22)

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from halfbyte.engine import messages
-from halfbyte.engine.build import EngineOptions
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo
 from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError
 from halfbyte.gates import child_environment
@@ -177,7 +177,7 @@ class EngineProcess:
     async def _life(self) -> HalfbyteError:
         """Start the process and read what it says until it is gone; returns why it went."""
         ours, theirs = socket.socketpair()
-        messages.wide(ours)
+        messages.enlarge_buffers(ours)
         self._starts.append(time.monotonic())
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "halfbyte.engine.worker", str(theirs.fileno())],

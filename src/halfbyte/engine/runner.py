@@ -22,7 +22,7 @@ from halfbyte.engine.graphs import FIELDS, DecodeGraph, Graphs, note
 from halfbyte.engine.request import Logprob
 from halfbyte.engine.sampling.device import draw_rows, keys_of, settings_of
 from halfbyte.engine.sampling.host import NOT_NUMBERS, sample
-from halfbyte.engine.step_buffer import Staging, wide
+from halfbyte.engine.step_buffer import StepBuffer, padded_blocks
 from halfbyte.errors import StepError
 from halfbyte.model.config import ModelConfig
 from halfbyte.plan.draw import drawer_for
@@ -53,7 +53,7 @@ def to_step(batch: Batch, tokens: Ints) -> Step:
 def only_row(batch: Batch, row: int) -> Batch:
     """A batch that samples this row alone."""
     return replace(
-        batch, pickers=[batch.pickers[row]], places=[batch.places[row]],
+        batch, samplers=[batch.samplers[row]], sample_positions=[batch.sample_positions[row]],
         histories={0: batch.histories[row]} if row in batch.histories else {},
         masks={0: batch.masks[row]} if row in batch.masks else {},
         proposals={0: batch.proposals[row]} if row in batch.proposals else {},
@@ -100,7 +100,7 @@ class TorchRunner:
 
     @staticmethod
     def _sample(logits: Tensor, batch: Batch) -> StepResult:
-        return sample(logits, batch) if batch.pickers else StepResult([])
+        return sample(logits, batch) if batch.samplers else StepResult([])
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -121,7 +121,7 @@ class DeviceRunner:
     ) -> None:  # fmt: skip
         self.model, self.observer, self.graphs = model, observer, graphs
         # What the last step sampled lies behind what is sent: the next step finds its tokens in one memory.
-        self._stage = Staging(model.device, 12 * rows + 2 * sequences * wide(blocks) + 256, 2 * rows)
+        self._stage = StepBuffer(model.device, 12 * rows + 2 * sequences * padded_blocks(blocks) + 256, 2 * rows)
         self._behind = self._stage.buffer.shape[0]
         self._results = self._stage.memory[self._behind :].view(rows, 2)  # token, its logit's bits
         self._drawer, self.sampler = drawer_for(model.device, rows, model.config.vocab)
@@ -130,8 +130,8 @@ class DeviceRunner:
 
     def launch(self, batch: Batch) -> DeviceHandle:
         with torch.inference_mode():
-            if len(batch.pickers) > self._results.shape[0]:
-                raise StepError(f"a step samples at most {self._results.shape[0]} rows, not {len(batch.pickers)}.")
+            if len(batch.samplers) > self._results.shape[0]:
+                raise StepError(f"a step samples at most {self._results.shape[0]} rows, not {len(batch.samplers)}.")
             draw = _Draw.of(batch)
             graph = self._graph(batch)
             if graph is None:
@@ -146,7 +146,7 @@ class DeviceRunner:
 
     def _graph(self, batch: Batch) -> DecodeGraph | None:
         rows = batch.rows
-        if self.graphs is None or rows != len(batch.pickers):  # a prompt's rows are not all sampled
+        if self.graphs is None or rows != len(batch.samplers):  # a prompt's rows are not all sampled
             return None
         return self.graphs.find(rows, batch.full.shape[1], self._stage.memory, self._results)
 
@@ -187,7 +187,7 @@ class DeviceRunner:
         return graph.replay()[:rows]
 
     def _eager(self, batch: Batch, draw: _Draw) -> DeviceHandle:
-        blocks = wide(batch.full.shape[1])
+        blocks = padded_blocks(batch.full.shape[1])
         tables = np.zeros((2, len(batch.slots), blocks), np.int32)
         tables[0, :, : batch.full.shape[1]], tables[1, :, : batch.full.shape[1]] = batch.sliding, batch.full
         arrays: list[NDArray[Any]] = [
@@ -213,7 +213,7 @@ class DeviceRunner:
             logits = self.model.forward(step)
         else:
             logits, hidden = self.observer.tap(step)
-        if batch.pickers:
+        if batch.samplers:
             note(logits, self._results, self._drawer)
         handle = self._sample(logits, batch, draw)
         if self.observer is not None and hidden is not None:
@@ -224,7 +224,7 @@ class DeviceRunner:
 
     def _sample(self, logits: Tensor, batch: Batch, draw: _Draw) -> DeviceHandle:
         """`note` has put the highest logits down; rows that want something else are changed, and all sent back."""
-        count = len(batch.pickers)
+        count = len(batch.samplers)
         if not count:
             return DeviceHandle(None, None, {}, {})
         here = self._results[:count]
@@ -235,14 +235,14 @@ class DeviceRunner:
         shown: dict[int, Shown] = {}
         errors: dict[int, str] = {}
         for i in draw.special if not (batch.masks or batch.proposals) else range(count):
-            picker = batch.pickers[i]
-            if picker.needs_host or i in batch.masks or i in batch.proposals:
+            sampler = batch.samplers[i]
+            if sampler.needs_host or i in batch.masks or i in batch.proposals:
                 one = sample(logits[i : i + 1], only_row(batch, i))
                 here[i, 0].fill_(one.tokens[0])
                 if one.errors:
                     errors[i] = one.errors[0]
-            if picker.params.logprobs is not None:
-                shown[i] = Shown.of(logits[i], here[i, 0], picker.params.logprobs)
+            if sampler.params.logprobs is not None:
+                shown[i] = Shown.of(logits[i], here[i, 0], sampler.params.logprobs)
         cuda = logits.device.type == "cuda"
         out = torch.empty((count, 2), dtype=torch.int32, pin_memory=cuda)
         out.copy_(here, non_blocking=cuda)
@@ -269,13 +269,13 @@ class _Draw:
 
     @classmethod
     def of(cls, batch: Batch) -> _Draw:
-        pickers = batch.pickers
-        special = [i for i, p in enumerate(pickers) if p.needs_host or p.params.logprobs is not None]
-        if all(p.greedy for p in pickers):
+        samplers = batch.samplers
+        special = [i for i, p in enumerate(samplers) if p.needs_host or p.params.logprobs is not None]
+        if all(p.greedy for p in samplers):
             return cls(False, False, special, [])
-        settings = settings_of(pickers)
+        settings = settings_of(samplers)
         filtered = bool(((settings[:, 1] > 0) | (settings[:, 2] < 1) | (settings[:, 3] > 0)).any())
-        return cls(True, filtered, special, [settings, keys_of(pickers, batch.places)])
+        return cls(True, filtered, special, [settings, keys_of(samplers, batch.sample_positions)])
 
     def sent(self, views: list[Tensor]) -> None:
         if self.sampled:

@@ -28,7 +28,7 @@ from halfbyte.kv.pages import PagePool
 
 
 @dataclass(slots=True)
-class Plan:
+class ScheduledStep:
     """One step: for each sequence, `counts` tokens from `starts`. `drafts` are the last of them where not empty."""
 
     seqs: list[Sequence] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Scheduler:
         low, high = 0, config.max_context
         while low < high:
             mid = (low + high + 1) // 2
-            if pages.most_held(mid, 2) <= pages.capacity:
+            if pages.peak_pages(mid, 2) <= pages.capacity:
                 low = mid
             else:
                 high = mid - 1
@@ -90,7 +90,7 @@ class Scheduler:
                 f"{'' if most is None else ' or lower max_tokens'}."
             )
         if wanted > self.longest:
-            need, have = self.pages.most_held(wanted, 2), self.pages.capacity
+            need, have = self.pages.peak_pages(wanted, 2), self.pages.capacity
             raise ContextError(
                 f"{wanted} tokens need {need} KV pages of {self.pages.page_size} tokens at once, but the cache has "
                 f"{have} and can hold at most {self.longest} tokens of one request; shorten it, or give the cache "
@@ -143,32 +143,32 @@ class Scheduler:
         if seq.slot >= 0:
             self._slots.append(seq.slot)
             seq.slot = -1
-        seq.scheduled = seq.pending = seq.room = 0
+        seq.scheduled = seq.pending = seq.capacity = 0
 
     # ---- one step -----------------------------------------------------------------------------
 
-    def schedule(self, *, ahead: bool = False) -> Plan | None:
+    def schedule(self, *, ahead: bool = False) -> ScheduledStep | None:
         """The next step, or None: nothing to do, or (ahead) nothing that can be decided before the last commit."""
         if self.suspects:
             return None if ahead else self._one_suspect()
         while True:
-            plan = Plan()
-            prompts = self._decodes(plan, ahead)
+            step = ScheduledStep()
+            prompts = self._add_decodes(step, ahead)
             if prompts is None:
                 return None
-            self._prompts(plan, prompts)
-            if plan.seqs:
-                return self._launching(plan)
+            self._add_prompts(step, prompts)
+            if step.seqs:
+                return self._mark_launched(step)
             if ahead or not self.running:
                 return None
             # Only prompts, and none of them fits: the youngest yields.
             assert len(self.running) > 1, "a sequence that was admitted does not fit alone"
             self.preempt(self.running[-1])
 
-    def _decodes(self, plan: Plan, ahead: bool) -> list[Sequence] | None:
+    def _add_decodes(self, step: ScheduledStep, ahead: bool) -> list[Sequence] | None:
         """Add every sequence that has one token to compute; returns the others, or None if pages are short ahead."""
         prompts: list[Sequence] = []
-        seqs, starts, counts, drafts, samples = plan.seqs, plan.starts, plan.counts, plan.drafts, plan.samples
+        seqs, starts, counts, drafts, samples = step.seqs, step.starts, step.counts, step.drafts, step.samples
         i = 0
         while i < len(self.running):  # preemption takes from the end, so an index stays right
             seq = self.running[i]
@@ -184,28 +184,28 @@ class Scheduler:
             draft = seq.draft
             if draft:
                 draft = draft[: max(0, seq.limit - start - 2)]
-                if start + 1 + len(draft) > seq.room and not self._extend(seq, start + 1 + len(draft)):
+                if start + 1 + len(draft) > seq.capacity and not self._extend(seq, start + 1 + len(draft)):
                     draft = _NO_DRAFT
                 elif draft:
-                    plan.decode_only = False
-            if start + 1 > seq.room and not self._extend(seq, start + 1):
+                    step.decode_only = False
+            if start + 1 > seq.capacity and not self._extend(seq, start + 1):
                 if ahead:
                     return None
                 if not self._make_room(seq, start + 1):
                     break  # it was the youngest itself, so nobody is left behind it
-            if draft or not seq.plain:
-                plan.ahead = False
+            if draft or not seq.runs_ahead:
+                step.ahead = False
             seqs.append(seq)
             starts.append(start)
             counts.append(1 + len(draft))
             drafts.append(draft)
             samples.append(True)
-            plan.rows += 1 + len(draft)
+            step.rows += 1 + len(draft)
         return prompts
 
-    def _prompts(self, plan: Plan, prompts: list[Sequence]) -> None:
+    def _add_prompts(self, step: ScheduledStep, prompts: list[Sequence]) -> None:
         """Spend the rest of the budget: half or more on the oldest prompt, the rest in order of arrival."""
-        budget = (min(self.max_tokens, self.config.beside_decode) if plan.rows else self.max_tokens) - plan.rows
+        budget = (min(self.max_tokens, self.config.beside_decode) if step.rows else self.max_tokens) - step.rows
         if budget <= 0 or not (prompts or self.waiting):
             return
         oldest: Sequence | None = None
@@ -216,16 +216,16 @@ class Scheduler:
             share = self._chunk(oldest, budget // 2 if others else budget)
             budget -= share
             for seq in prompts[1:]:
-                budget -= self._add_chunk(plan, seq, budget)
-        budget = self._admit(plan, budget)
+                budget -= self._add_chunk(step, seq, budget)
+        budget = self._admit(step, budget)
         if oldest is not None:
-            self._add_chunk(plan, oldest, share + budget)
+            self._add_chunk(step, oldest, share + budget)
 
-    def _admit(self, plan: Plan, budget: int) -> int:
+    def _admit(self, step: ScheduledStep, budget: int) -> int:
         if not self.waiting or not self._slots or budget <= 0:
             return budget
         promised = sum(
-            self.pages.most_held(len(s.tokens) + 1, self.max_tokens) - len(s.tables.full) - len(s.tables.sliding)
+            self.pages.peak_pages(len(s.tokens) + 1, self.max_tokens) - len(s.tables.full) - len(s.tables.sliding)
             + s.tables.first
             for s in self.running if len(s.tokens) - s.scheduled > 1
         )  # fmt: skip
@@ -246,11 +246,11 @@ class Scheduler:
             self._admissions += 1
             seq.admission = self._admissions
             seq.scheduled = seq.tables.length
-            seq.room = len(seq.tables.full) * self.pages.page_size
+            seq.capacity = len(seq.tables.full) * self.pages.page_size
             if seq.generated == 0:
                 seq.cached = seq.tables.length
             insort(self.running, seq, key=_order)
-            budget -= self._add_chunk(plan, seq, budget)
+            budget -= self._add_chunk(step, seq, budget)
             promised += need
         return budget
 
@@ -258,51 +258,51 @@ class Scheduler:
         """How many tokens of a prompt fit in `most` rows and in the pages that are left; takes the pages."""
         start = seq.scheduled
         count = min(len(seq.tokens) - start, most)
-        if start + count > seq.room and not self._extend(seq, start + count):
+        if start + count > seq.capacity and not self._extend(seq, start + count):
             size = self.pages.page_size
-            count = min(count, seq.room + self.pages.available // 2 * size - start)
+            count = min(count, seq.capacity + self.pages.available // 2 * size - start)
             if count <= 0 or not self._extend(seq, start + count):
                 return 0
         return max(0, count)
 
-    def _add_chunk(self, plan: Plan, seq: Sequence, most: int) -> int:
+    def _add_chunk(self, step: ScheduledStep, seq: Sequence, most: int) -> int:
         count = self._chunk(seq, most)
         if count:
             whole = seq.scheduled + count == len(seq.tokens)
-            plan.seqs.append(seq)
-            plan.starts.append(seq.scheduled)
-            plan.counts.append(count)
-            plan.drafts.append(_NO_DRAFT)
-            plan.samples.append(whole)
-            plan.rows += count
-            plan.decode_only = plan.decode_only and count == 1 and whole
-            plan.ahead = plan.ahead and whole and seq.plain
+            step.seqs.append(seq)
+            step.starts.append(seq.scheduled)
+            step.counts.append(count)
+            step.drafts.append(_NO_DRAFT)
+            step.samples.append(whole)
+            step.rows += count
+            step.decode_only = step.decode_only and count == 1 and whole
+            step.ahead = step.ahead and whole and seq.runs_ahead
         return count
 
-    def _launching(self, plan: Plan) -> Plan:
-        for seq, start, count, samples in zip(plan.seqs, plan.starts, plan.counts, plan.samples):
+    def _mark_launched(self, step: ScheduledStep) -> ScheduledStep:
+        for seq, start, count, samples in zip(step.seqs, step.starts, step.counts, step.samples):
             seq.scheduled = start + count
             seq.inflight += 1
             if samples:
                 seq.pending += 1
-        plan.ahead = plan.ahead and self.config.run_ahead
-        return plan
+        step.ahead = step.ahead and self.config.run_ahead
+        return step
 
-    def _one_suspect(self) -> Plan | None:
+    def _one_suspect(self) -> ScheduledStep | None:
         while self.suspects:
             seq = self.suspects[0]
             if seq.state is not State.RUNNING:
                 self.suspects.pop(0)
                 continue
             seq.draft = _NO_DRAFT
-            plan = Plan(ahead=False)
-            while not self._add_chunk(plan, seq, self.max_tokens):
+            step = ScheduledStep(ahead=False)
+            while not self._add_chunk(step, seq, self.max_tokens):
                 if self.running[-1] is seq:
                     break
                 self.preempt(self.running[-1])
-            if plan.seqs:
-                plan.ahead = False
-                return self._launching(plan)
+            if step.seqs:
+                step.ahead = False
+                return self._mark_launched(step)
             self.suspects.pop(0)
             self.preempt(seq)
         return self.schedule()
@@ -312,7 +312,7 @@ class Scheduler:
     def _extend(self, seq: Sequence, length: int) -> bool:
         if not self.pages.extend(seq.tables, length):
             return False
-        seq.room = len(seq.tables.full) * self.pages.page_size
+        seq.capacity = len(seq.tables.full) * self.pages.page_size
         return True
 
     def _make_room(self, seq: Sequence, length: int) -> bool:
@@ -326,7 +326,7 @@ class Scheduler:
 
     # ---- after a step -------------------------------------------------------------------------
 
-    def landed(self, seq: Sequence, samples: bool) -> bool:
+    def step_done(self, seq: Sequence, samples: bool) -> bool:
         """A launched step of `seq` is over. False if its result is to be discarded: the sequence ended meanwhile."""
         seq.inflight -= 1
         if samples:
@@ -338,7 +338,7 @@ class Scheduler:
             return False
         return True
 
-    def stand(self, seq: Sequence, computed: int) -> None:
+    def advance(self, seq: Sequence, computed: int) -> None:
         """Publish what is computed; rejected drafts are computed over again."""
         self.pages.commit(seq.tables, seq.tokens, computed)
         if seq.inflight == 0:
@@ -348,13 +348,13 @@ class Scheduler:
         if self.suspects and seq in self.suspects:
             self.suspects.remove(seq)
 
-    def failed(self, plan: Plan, *, suspect: bool = True) -> None:
+    def step_failed(self, step: ScheduledStep, *, suspect: bool = True) -> None:
         """A launched step did not happen: as if it had not been scheduled. Of two in flight, the later fails first.
 
         `suspect`: nobody knows which sequence is to blame, so they are run one by one until it is found.
         """
-        for seq, start, samples in zip(plan.seqs, plan.starts, plan.samples):
-            if self.landed(seq, samples):
+        for seq, start, samples in zip(step.seqs, step.starts, step.samples):
+            if self.step_done(seq, samples):
                 seq.scheduled = start
                 seq.draft = _NO_DRAFT
                 if suspect and seq not in self.suspects:
@@ -362,7 +362,7 @@ class Scheduler:
 
     # ---- invariants ---------------------------------------------------------------------------
 
-    def check(self, launched: list[Plan] | None = None) -> None:
+    def check(self, launched: list[ScheduledStep] | None = None) -> None:
         """Every invariant, from scratch; `launched` are the steps in flight."""
         self.pages.check()
         orders = [s.order for s in self.running]
@@ -371,8 +371,8 @@ class Scheduler:
         slots = [s.slot for s in self.running + self.leaving]
         assert sorted(slots + self._slots) == list(range(self.config.max_seqs)), "a slot is lost or held twice"
         flying: dict[int, int] = {}
-        for plan in launched or []:
-            for seq in plan.seqs:
+        for step in launched or []:
+            for seq in step.seqs:
                 flying[id(seq)] = flying.get(id(seq), 0) + 1
                 assert seq.tables.attached, "pages were given back that a launched step still writes"
         for seq in self.waiting:
@@ -383,7 +383,7 @@ class Scheduler:
             assert seq.state is State.RUNNING
             assert seq.tables.attached
             assert seq.tables.length <= seq.scheduled <= len(seq.tokens) + seq.pending + len(seq.draft)
-            assert seq.scheduled <= seq.room == len(seq.tables.full) * self.pages.page_size
+            assert seq.scheduled <= seq.capacity == len(seq.tables.full) * self.pages.page_size
             assert len(seq.tokens) < seq.limit, "a sequence at its limit still runs"
             if launched is not None:
                 assert seq.inflight == flying.get(id(seq), 0)

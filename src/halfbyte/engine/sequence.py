@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from halfbyte.engine.grammar import GrammarState
-    from halfbyte.engine.sampling.host import Picker
+    from halfbyte.engine.sampling.host import RowSampler
     from halfbyte.engine.speculative.controller import Pace
     from halfbyte.engine.stops import StopMatcher
 
@@ -30,9 +30,37 @@ class State(IntEnum):
 
 class Sequence:
     __slots__ = (
-        "accepted", "admission", "arrived", "cached", "draft", "drafted", "finish", "grammar", "index", "inflight",
-        "leader", "limit", "naturally_plain", "order", "pace", "params", "pending", "picker", "plain", "prefilled",
-        "prompt", "proposal", "request", "room", "scheduled", "slot", "state", "stop_ids", "stops", "tables", "tokens",
+        "accepted",
+        "admission",
+        "arrived",
+        "cached",
+        "capacity",
+        "draft",
+        "drafted",
+        "finish",
+        "grammar",
+        "index",
+        "inflight",
+        "leader",
+        "limit",
+        "may_run_ahead",
+        "order",
+        "pace",
+        "params",
+        "pending",
+        "prefilled",
+        "prompt",
+        "proposal",
+        "request",
+        "runs_ahead",
+        "sampler",
+        "scheduled",
+        "slot",
+        "state",
+        "stop_ids",
+        "stops",
+        "tables",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, limit: int, *, salt: bytes = b"") -> None:
@@ -51,7 +79,7 @@ class Sequence:
         self.inflight = 0  # launched steps that hold this sequence
         self.slot = -1
         self.admission = 0  # differs each time it is given a slot
-        self.room = 0  # tokens that fit in the pages held
+        self.capacity = 0  # tokens that fit in the pages held
         self.leader: Sequence | None = None  # of n choices, the one whose prompt pages the others wait for
         self.prefilled = False
         self.draft: list[int] = []
@@ -60,7 +88,7 @@ class Sequence:
         self.accepted = 0
         self.finish: FinishReason | None = None
         # What the engine hangs on; None where a request does not use it.
-        self.picker: Picker | None = None
+        self.sampler: RowSampler | None = None
         self.stops: StopMatcher | None = None
         self.grammar: GrammarState | None = None
         self.pace: Pace | None = None
@@ -68,8 +96,8 @@ class Sequence:
         self.proposal: list[NDArray[np.float64]] | None = None  # the distributions `draft` was drawn from
         # True if the next token can be sampled without the host having seen the last one: never with grammar or
         # penalties (naturally), and not while a proposer is trying.
-        self.naturally_plain = True
-        self.plain = True
+        self.may_run_ahead = True
+        self.runs_ahead = True
 
     @property
     def generated(self) -> int:

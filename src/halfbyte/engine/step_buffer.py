@@ -24,12 +24,12 @@ def aligned(words: int) -> int:
     return -(-words // ALIGN) * ALIGN
 
 
-def wide(blocks: int) -> int:
+def padded_blocks(blocks: int) -> int:
     """Blocks of a table as it is sent: whole 64 bytes, so that kernels meet one kind of stride."""
     return -(-blocks // 16) * 16
 
 
-class Staging:
+class StepBuffer:
     def __init__(self, device: torch.device, words: int, more: int = 0) -> None:
         """`more` words of `memory`, behind the buffer, are the caller's: nothing is sent there."""
         self.device = device

@@ -25,11 +25,12 @@ from halfbyte.errors import EngineError, HalfbyteError
 
 log = logging.getLogger("halfbyte")
 
-Build = Callable[[Any], tuple[EngineCore, SourceInfo]]
+CoreFactory = Callable[[Any], tuple[EngineCore, SourceInfo]]
 
 
 def build(options: bytes) -> tuple[EngineCore, SourceInfo]:
-    from halfbyte.engine.build import EngineOptions, build_core  # here, because it brings torch and the model
+    from halfbyte.engine.build import build_core  # here, because it brings torch and the model
+    from halfbyte.engine.options import EngineOptions
 
     core, info, _ = build_core(msgspec.msgpack.decode(options, type=EngineOptions))
     return core, info
@@ -86,12 +87,12 @@ def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the socket
     logging.basicConfig(level=logging.INFO, format="%(name)s[engine] %(levelname)s %(message)s")
     sock = socket.socket(fileno=fd)
-    messages.wide(sock)
+    messages.enlarge_buffers(sock)
     worker = Worker(sock)
     try:
         where, argument = worker.first()
         module, _, function = where.partition(":")
-        make: Build = getattr(importlib.import_module(module), function)
+        make: CoreFactory = getattr(importlib.import_module(module), function)
         worker.run(*make(argument))
         return 0
     except (BrokenPipeError, ConnectionResetError):

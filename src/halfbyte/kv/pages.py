@@ -103,7 +103,7 @@ class PagePool:
         """The first sliding block that a query at or past `length`, or a later hit at its page boundary, can see."""
         return max(0, length // self.page_size * self.page_size - self.window + 1) // self.page_size
 
-    def most_held(self, length: int, chunk: int) -> int:
+    def peak_pages(self, length: int, chunk: int) -> int:
         """Pages one sequence of `length` tokens holds at its worst moment, computed `chunk` tokens at a time."""
         blocks = -(-length // self.page_size)
         # The chunk starts anywhere in a page, so the window before it is measured from that page's start.
@@ -144,7 +144,7 @@ class PagePool:
         first = self.first_needed(hit.blocks * self.page_size)
         shared = sum(self._refs[full[h]] > 0 for h in tables.hashes[: hit.blocks])
         shared += sum(self._refs[sliding[h]] > 0 for h in tables.hashes[first : hit.blocks])
-        return self.most_held(length, chunk) - shared
+        return self.peak_pages(length, chunk) - shared
 
     # ---- a sequence's life --------------------------------------------------------------------
 

@@ -21,24 +21,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfbyte.engine.sampling.host import Picker
+from halfbyte.engine.sampling.host import RowSampler
 
 _GOLDEN, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's, signed
 
 
-def keys_of(pickers: list[Picker], places: list[int]) -> NDArray[np.int64]:
+def keys_of(samplers: list[RowSampler], positions: list[int]) -> NDArray[np.int64]:
     """One number per row, from seed, choice and position."""
     digests = b"".join(
-        blake2b(p.key + place.to_bytes(8, "little") + b"race", digest_size=8).digest()
-        for p, place in zip(pickers, places)
+        blake2b(p.key + position.to_bytes(8, "little") + b"race", digest_size=8).digest()
+        for p, position in zip(samplers, positions)
     )
     return np.frombuffer(digests, np.int64)
 
 
-def settings_of(pickers: list[Picker]) -> NDArray[np.float32]:
+def settings_of(samplers: list[RowSampler]) -> NDArray[np.float32]:
     """[L, 4]: temperature, top_k, top_p, min_p."""
     return np.array(
-        [(p.params.temperature, p.params.top_k, p.params.top_p, p.params.min_p) for p in pickers], np.float32
+        [(p.params.temperature, p.params.top_k, p.params.top_p, p.params.min_p) for p in samplers], np.float32
     ).reshape(-1, 4)
 
 

@@ -64,7 +64,7 @@ def check_params(params: SamplingParams, vocab: int) -> None:
         raise RequestError(f"this request cannot be served: {'; '.join(problems)}.")
 
 
-class Picker:
+class RowSampler:
     """How one choice of one request picks its tokens. Made once; the sampler reads it at every step."""
 
     __slots__ = (
@@ -84,29 +84,31 @@ class Picker:
         # Nothing but the highest logit is asked for.
         self.simple = self.greedy and not self.needs_host and params.logprobs is None
 
-    def uniform(self, place: int, stream: int = DRAW) -> float:
+    def uniform(self, position: int, stream: int = DRAW) -> float:
         """In [0, 1), fixed by seed, choice, position and stream."""
-        digest = blake2b(self.key + place.to_bytes(8, "little") + bytes((stream,)), digest_size=8).digest()
+        digest = blake2b(self.key + position.to_bytes(8, "little") + bytes((stream,)), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def adjust(logits: Row, picker: Picker, place: int, history: list[int] | None, mask: NDArray[np.int32] | None) -> Row:
+def adjust(
+    logits: Row, sampler: RowSampler, position: int, history: list[int] | None, mask: NDArray[np.int32] | None
+) -> Row:
     """One row [vocab] -> penalties, bias, minimum length and grammar applied."""
-    p = picker.params
-    if picker.penalised:
+    p = sampler.params
+    if sampler.penalised:
         assert history is not None
         seen = torch.zeros(logits.shape[0], dtype=torch.bool)
         seen[torch.tensor(history)] = True
-        generated = torch.tensor(history[picker.prompt :], dtype=torch.int64)
+        generated = torch.tensor(history[sampler.prompt :], dtype=torch.int64)
         counts = torch.bincount(generated, minlength=logits.shape[0])
         row = torch.from_numpy(logits)
         logits = penalise(row, counts, seen, p.repetition_penalty, p.presence_penalty, p.frequency_penalty).numpy()
-    if picker.bias or place < picker.forced_until or mask is not None:
+    if sampler.bias or position < sampler.forced_until or mask is not None:
         logits = logits.copy()
-        for token, bias in picker.bias:
+        for token, bias in sampler.bias:
             logits[token] += bias
-        if place < picker.forced_until:
-            logits[picker.stops] = -math.inf
+        if position < sampler.forced_until:
+            logits[sampler.stops] = -math.inf
         if mask is not None:
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits.shape[0]].astype(bool)
             logits[: allowed.shape[0]][~allowed] = -math.inf
@@ -116,17 +118,17 @@ def adjust(logits: Row, picker: Picker, place: int, history: list[int] | None, m
 
 def sample(logits: Tensor, batch: Batch) -> StepResult:
     """Tokens for every row of `logits` float32 [L, vocab]. A row that cannot be sampled becomes an error of its own."""
-    pickers = batch.pickers
+    samplers = batch.samplers
     rows: NDArray[np.float32] = logits.float().cpu().numpy()
     # numpy, not torch: one row at a time, torch's threads cost more than they bring. NaN counts as the highest.
     best = rows.argmax(-1)
     result = StepResult(best.tolist())
-    for i, picker in enumerate(pickers):
+    for i, sampler in enumerate(samplers):
         if not math.isfinite(rows[i, best[i]]):
             result.errors[i] = NOT_NUMBERS
-        elif not picker.simple or i in batch.masks:
+        elif not sampler.simple or i in batch.masks:
             try:
-                result.tokens[i] = _pick(rows[i], picker, i, batch, result)
+                result.tokens[i] = _pick(rows[i], sampler, i, batch, result)
             except (ValueError, RuntimeError, IndexError) as e:
                 result.errors[i] = str(e)
     return result
@@ -135,18 +137,18 @@ def sample(logits: Tensor, batch: Batch) -> StepResult:
 NOT_NUMBERS = "the logits of this row are not numbers"
 
 
-def _pick(raw: Row, picker: Picker, row: int, batch: Batch, result: StepResult) -> int:
-    place, p = batch.places[row], picker.params
-    logits = adjust(raw, picker, place, batch.histories.get(row), batch.masks.get(row))
+def _pick(raw: Row, sampler: RowSampler, row: int, batch: Batch, result: StepResult) -> int:
+    position, p = batch.sample_positions[row], sampler.params
+    logits = adjust(raw, sampler, position, batch.histories.get(row), batch.masks.get(row))
     token = int(logits.argmax())
     if logits[token] == -math.inf:
         raise ValueError("bias, minimum length and grammar together allow no token")
-    if not picker.greedy:
+    if not sampler.greedy:
         proposal = batch.proposals.get(row)
         if proposal is not None:
-            token = _accept_or_redraw(logits, proposal, picker, place)
+            token = _accept_or_redraw(logits, proposal, sampler, position)
         else:
-            token = draw_token(logits, p, picker.uniform(place))
+            token = draw_token(logits, p, sampler.uniform(position))
     if p.logprobs is not None:
         result.logprobs[row] = logprob_of(raw, token, p.logprobs)
     return token
@@ -197,16 +199,18 @@ def _draw_among(x: NDArray[np.float64], few: int, p: SamplingParams, limited: bo
 _CANDIDATES = 512
 
 
-def _accept_or_redraw(logits: Row, proposal: tuple[int, NDArray[np.float64]], picker: Picker, place: int) -> int:
+def _accept_or_redraw(
+    logits: Row, proposal: tuple[int, NDArray[np.float64]], sampler: RowSampler, position: int
+) -> int:
     """Rejection sampling (Leviathan et al., Chen et al.): keep x ~ q with min(1, p/q), else draw from max(p - q, 0)."""
     draft, q_row = proposal
-    s = picker.params
+    s = sampler.params
     p, ids = distribution(torch.from_numpy(logits), s.temperature, s.top_k, s.top_p, s.min_p)
     target = np.zeros(logits.shape[0])
     target[ids.numpy()] = p.numpy()
     q = np.zeros(logits.shape[0])
     q[: q_row.shape[0]] = q_row
-    if picker.uniform(place, ACCEPT) * q[draft] < target[draft]:
+    if sampler.uniform(position, ACCEPT) * q[draft] < target[draft]:
         return draft
     rest = np.maximum(target - q, 0.0)
     rest[draft] = 0.0
@@ -214,7 +218,7 @@ def _accept_or_redraw(logits: Row, proposal: tuple[int, NDArray[np.float64]], pi
     if total <= 0.0:  # p == q up to rounding: the draft was as good as any
         return draft
     keep = np.nonzero(rest)[0]
-    at = int(np.searchsorted(np.cumsum(rest[keep] / total), picker.uniform(place), side="right"))
+    at = int(np.searchsorted(np.cumsum(rest[keep] / total), sampler.uniform(position), side="right"))
     return int(keep[min(at, keep.shape[0] - 1)])
 
 

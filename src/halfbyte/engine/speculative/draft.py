@@ -88,16 +88,16 @@ class DraftModelProposer:
     def _samples(self, seq: Sequence) -> bool:
         return self.sampled and seq.params.temperature > 0
 
-    def _choose(self, row: torch.Tensor, seq: Sequence, place: int, proposal: Proposal) -> int:
+    def _choose(self, row: torch.Tensor, seq: Sequence, position: int, proposal: Proposal) -> int:
         if proposal.probabilities is None:
             return int(row.argmax())
-        p, picker = seq.params, seq.picker
-        assert picker is not None
+        p, sampler = seq.params, seq.sampler
+        assert sampler is not None
         q, ids = distribution(row.cpu(), p.temperature, p.top_k, p.top_p, p.min_p)
         dense: NDArray[np.float64] = np.zeros(row.shape[0])
         dense[ids.numpy()] = q.numpy()
         proposal.probabilities.append(dense)
-        return draw(q, ids, picker.uniform(place, PROPOSE))
+        return draw(q, ids, sampler.uniform(position, PROPOSE))
 
     # ---- its own cache ------------------------------------------------------------------------
 

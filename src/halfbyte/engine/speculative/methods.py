@@ -92,7 +92,7 @@ def make_proposer(
                 f"--draft {draft} has a vocabulary of {small.config.vocab}, the model one of {model.config.vocab}; "
                 f"a draft model must share it."
             )
-        one = PagePool(2, small.spec.page_size, small.config.window).most_held(context, 512)
+        one = PagePool(2, small.spec.page_size, small.config.window).peak_pages(context, 512)
         pages = 1 + one * max(1, min(max_seqs, 4))
         small.allocate_kv(pages)
         small_cost = BytesRead(small)

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from halfbyte.engine.build import EngineOptions, core_for
+from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.lab.machine import device_roof
 from halfbyte.model.gpt_oss import GptOss

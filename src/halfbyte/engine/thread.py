@@ -38,7 +38,7 @@ class _Caller:
         return len(self.closed) == self.choices
 
 
-class LocalEngine:
+class EngineThread:
     def __init__(self, core: EngineCore, info: SourceInfo) -> None:
         self._core, self._info = core, info
         self._asks: queue.SimpleQueue[Ask] = queue.SimpleQueue()

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from halfbyte.engine.build import EngineOptions, build_core
-from halfbyte.engine.local import LocalEngine
+from halfbyte.engine.build import build_core
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import (
     Constraint,
     Delta,
@@ -27,6 +27,7 @@ from halfbyte.engine.request import (
     SourceInfo,
     Usage,
 )
+from halfbyte.engine.thread import EngineThread
 from halfbyte.errors import StepError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model.tokenizer import Tokenizer
@@ -64,14 +65,14 @@ class Engine:
             raise UsageError(f"{str(e).removeprefix('EngineOptions.__init__() ')}; Engine takes {known}.") from None
         core, info, tokenizer = build_core(made)
         self.tokenizer: Tokenizer = tokenizer
-        self._source = LocalEngine(core, info)
+        self._source = EngineThread(core, info)
 
     @property
     def info(self) -> SourceInfo:
         return self._source.info
 
     @property
-    def source(self) -> LocalEngine:
+    def source(self) -> EngineThread:
         """The engine as a TokenSource."""
         return self._source
 
