@@ -24,7 +24,7 @@ class Emulator:
 
     def run(self, entry: str, grid: int, args: DrawArgs) -> None:
         Emulator.seed += 1
-        build(program("draw_race")).hb_draw(entry.encode(), ctypes.byref(args), grid, Emulator.seed)
+        build(program("sample_race")).hb_sample(entry.encode(), ctypes.byref(args), grid, Emulator.seed)
 
 
 def draw_on(device: str, rows: int, vocab: int) -> Draw:
@@ -206,7 +206,7 @@ def test_the_distribution_on_a_gpu(device: str) -> None:
 @pytest.mark.skipif(nvrtc_available() is not None, reason="no NVRTC")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a", "sm_121a"])
 def test_compiles_without_spills(arch: str) -> None:
-    _, log = build_program(program("draw_race"), arch, "--ptxas-options=-v")
+    _, log = build_program(program("sample_race"), arch, "--ptxas-options=-v")
     said = [line for line in log.splitlines() if "spill stores" in line]
     assert len(said) == len(THREADS)
     assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in said)
@@ -214,9 +214,9 @@ def test_compiles_without_spills(arch: str) -> None:
 
 
 def test_what_python_says_of_the_kernel_is_so() -> None:
-    library = build(program("draw_race"))
-    assert library.hb_draw_size(0) == ctypes.sizeof(DrawArgs)
-    assert library.hb_draw_size(1) == SHARED["draw_edges"]
+    library = build(program("sample_race"))
+    assert library.hb_sample_size(0) == ctypes.sizeof(DrawArgs)
+    assert library.hb_sample_size(1) == SHARED["sample_cutoffs"]
     assert set(THREADS) == set(SHARED)
 
 

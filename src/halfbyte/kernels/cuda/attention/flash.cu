@@ -273,7 +273,7 @@ HB_DEV void consume(const Flash& p, Shared& sh, const Tile& t, int head, int thr
   wgmma_settle(a);
   if (lane == 0) bar_arrive(&sh.k_empty[0], 1);
   int j = 0;
-  HB_NO_UNROLL
+  HB_ROLLED
   for (; j + 2 < n; j += 2) {
     w.turn<false>(a, b, o, r, j);
     w.turn<false>(b, a, o, r, j + 1);

@@ -114,9 +114,6 @@ extern "C" __global__ void __maxnreg__(72) batch_finish(const __grid_constant__ 
   if (r.norm) normalise<FINISH_THREADS>(r, row, thread, x, weight, (float*)hb_shared());
 }
 
-HB_DEV u32 orderable(float v) { const u32 b = as_bits(v); return b & 0x80000000u ? ~b : b | 0x80000000u; }
-HB_DEV float from_orderable(u32 b) { return as_float(b & 0x80000000u ? b & 0x7fffffffu : ~b); }
-
 // A block: one row's norm, its h, its experts (ties to the lower) and their weights. The router's products come in parts, one
 // for 16 k, from the product that made x; the norm's scale is one number, and comes in here.
 extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS, 1) batch_choose(const __grid_constant__ Rows r) {

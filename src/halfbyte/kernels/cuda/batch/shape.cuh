@@ -4,8 +4,6 @@
 #include "device/instructions.cuh"
 
 #ifdef HB_EMULATE
-#define __grid_constant__
-#define __maxnreg__(n)
 HB_DEV void wait_for_previous() {}
 HB_DEV void release_next() {}
 HB_DEV void wait_a_bit() { emu::yield(); }

@@ -40,10 +40,6 @@ HB_DEV Parts split(float a, float b) {
   return {permute(as_bits(a), as_bits(b), 0x7632), bf16_pair(a - x, b - y)};
 }
 
-// A float as an integer of the same order.
-HB_DEV u32 orderable(float v) { const u32 b = as_bits(v); return b & 0x80000000u ? ~b : b | 0x80000000u; }
-HB_DEV float from_orderable(u32 b) { return as_float(b & 0x80000000u ? b & 0x7fffffffu : ~b); }
-
 // A wait that never ends is a bug: say where, then stop, instead of hanging the device.
 HB_PHASE void give_up(u32 where) {
   u32* failure = ((Shared*)hb_shared())->step.failure;

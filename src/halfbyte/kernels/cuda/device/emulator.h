@@ -27,10 +27,13 @@ typedef long long i64;
 #define HB_CONST_FN constexpr
 #define HB_UNROLL
 #define HB_ROLLED
+#define HB_UNROLL_4
 #define HB_ASSUME(x)
 #define __global__
 #define __restrict__
 #define __launch_bounds__(...)
+#define __grid_constant__
+#define __maxnreg__(n)
 
 struct u32x4 { u32 x, y, z, w; };
 struct u64x2 { u64 x, y; };

@@ -16,6 +16,7 @@ typedef long long i64;
 #define HB_CONST_FN __host__ __device__ constexpr
 #define HB_UNROLL _Pragma("unroll")
 #define HB_ROLLED _Pragma("unroll 1")
+#define HB_UNROLL_4 _Pragma("unroll 4")
 #define HB_ASSUME(x) __builtin_assume(x)
 
 struct u32x4 { u32 x, y, z, w; };
@@ -135,3 +136,7 @@ HB_DEV void hb_trap() { asm volatile("trap;"); }
 
 HB_DEV float bf16_low(u32 v) { return as_float(v << 16); }
 HB_DEV float bf16_high(u32 v) { return as_float(v & 0xffff0000u); }
+
+// A float as an integer of the same order, and back.
+HB_DEV u32 orderable(float v) { const u32 b = as_bits(v); return b & 0x80000000u ? ~b : b | 0x80000000u; }
+HB_DEV float from_orderable(u32 b) { return as_float(b & 0x80000000u ? b & 0x7fffffffu : ~b); }

@@ -11,9 +11,6 @@
 #endif
 
 #ifdef HB_EMULATE
-#define __grid_constant__
-#define HB_NO_UNROLL
-#define HB_UNROLL_4
 namespace emu {
 inline float operand(u32 bits);
 struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
@@ -107,8 +104,6 @@ HB_DEV void bulk_copy_to_both(void* dst, const void* src, u32 bytes, u64* bar) {
   for (int r = 0; r < 2; r++) bulk_copy(emu::in_block(r, (u8*)dst), src, bytes, emu::in_block(r, bar), 0);
 }
 #else
-#define HB_NO_UNROLL _Pragma("unroll 1")
-#define HB_UNROLL_4 _Pragma("unroll 4")
 // Descriptor of B: rows of 128 bytes, eight to a swizzle atom of 1024. Only the low word moves.
 // A reduction leaves its result in a uniform register, where the tensor core wants it: no move per product.
 #if HB_HALF

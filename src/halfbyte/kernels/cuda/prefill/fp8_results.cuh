@@ -183,7 +183,7 @@ template <int N> HB_DEV void finish(const Consumer& worker, const Item& it, cons
   u8* const staging = c.sh.staging[c.group];
   u8* const mine = staging + (c.lane & 3) * 2 * LINE + (c.warp * 16 + (c.lane >> 2)) * 4;
   sync_warpgroup(c.group);  // the item before
-  HB_NO_UNROLL
+  HB_ROLLED
   for (int step = 0; step < STEPS; step++) {
     const int buffer = (step & 1) * BUFFER;
     work.ahead(c, it, step * BLOCK);

@@ -33,7 +33,7 @@ template <int N, int MT> HB_DEV void multiply_deep(Consumer& c, const Item& it) 
   for (int mt = 0; mt < MT; mt++) wgmma_clear(acc[mt]);
   wait_for(&c.sh.full[c.at.slot], c.at.phase);
   widen(0, a[0]);
-  HB_NO_UNROLL
+  HB_ROLLED
   for (;;) {  // set 0 is ready and nothing is in flight
     int here = c.at.slot;
     issue(0, a[0]);
@@ -92,7 +92,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   if (PIN) wgmma_fence();
   int k = 0;  // chunk in the stage
   if constexpr (MT == 1) {
-    HB_NO_UNROLL
+    HB_ROLLED
     for (;;) {
       const int here = c.at.slot;
       issue(k, acc[0], a[0]);
@@ -117,7 +117,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
     }
   } else if constexpr (KS == 2 && MT == 2 && N <= 72) {  // a stage at a time; weights are loaded a tile before they are widened
     auto other = fetch(0, 1);
-    HB_NO_UNROLL
+    HB_ROLLED
     for (;;) {  // and `other` is here
       const int here = c.at.slot;
       issue(0, acc[0], a[0]);
@@ -146,7 +146,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       c.release(here);
     }
   } else {
-    HB_NO_UNROLL
+    HB_ROLLED
     for (;;) {
       HB_UNROLL
       for (int mt = 0; mt < MT; mt++) {
@@ -215,7 +215,7 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
   wait_for(&c.sh.full[c.at.slot], c.at.phase);
   Raw<MXFP4> first = load(c.at.slot, 0), second = load(c.at.slot, 1);
   widen(first, a[0]);
-  HB_NO_UNROLL
+  HB_ROLLED
   for (;;) {  // set 0 is ready and nothing is in flight; `second` is here, and weights come a chunk before they are widened
     const int here = c.at.slot;
     issue(here, 0, a[0]);

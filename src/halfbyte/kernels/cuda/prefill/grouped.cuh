@@ -263,7 +263,7 @@ HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at,
     constexpr int EACH = COLUMN < 128 ? COLUMN : 128, MORE = MX ? 4 : 0;  // bytes of a column in a copy
     bar_expect(full, mine * TILE_BYTES + (columns ? n * (EACH + MORE) : 0));  // past the last k the engine fills in zeros
     u8* to = stage + n * COLUMN + feeder * TILE_BYTES;
-    HB_NO_UNROLL  // addresses made ahead would not fit the feeding warps' registers
+    HB_ROLLED  // addresses made ahead would not fit the feeding warps' registers
     for (int i = feeder; i < tiles; i += FEEDERS, to += FEEDERS * TILE_BYTES) copy_tile(to, p.map, c * (CHUNK / 8), row + 4 * i, full);
     if (columns) {
       u8* there = stage + (other * n + own) * EACH;

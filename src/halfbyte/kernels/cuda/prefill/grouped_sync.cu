@@ -122,7 +122,7 @@ template <int N> HB_DEV void multiply(Consumer& c, const Item& it) {
   HB_UNROLL
   for (int i = 0; i < N / 2; i++) acc[0][i] = 0.f;
   const int tile = c.group * 4 + c.warp;  // of 16 rows, within the item
-  HB_NO_UNROLL
+  HB_ROLLED
   for (int k = 0; k < c.p.chunks; k += KS) {
     wait_for(&c.sh.full[c.at.slot], c.at.phase);
     const u8 *stage = c.sh.ring[c.at.slot], *weights = stage + N * COLUMN + tile * KS * CHUNK;

@@ -1,7 +1,11 @@
-// Sampling in few launches over the logits. `draw_note`: a row's highest logit, one pass, many blocks to a row.
-// `draw_race`: an exponential race among its tokens, likewise. `draw_edges`, for rows with top-k, top-p or min-p only: the lowest scaled logit that may be drawn, by a
-// histogram over the distance from the highest and a bisection inside the one bin that holds the edge; no sort. Sums are
-// of whole numbers, so that neither the order of threads nor a neighbour's row can change an edge or a token.
+// Sampling in few launches over the logits.
+//
+// `sample_argmax`   a row's highest logit, in one pass, with many blocks to a row.
+// `sample_race`     an exponential race among the row's tokens, likewise.
+// `sample_cutoffs`  for rows with top-k, top-p or min-p only: the lowest scaled logit that may still be drawn, by a histogram
+//                   over the distance from the highest and a bisection inside the one bin that holds the cutoff; no sort.
+//
+// Sums are of whole numbers, so that neither the order of threads nor a neighbour's row can change a cutoff or a token.
 #include "device/instructions.cuh"
 
 #ifdef HB_EMULATE
@@ -14,10 +18,7 @@ HB_DEV float log1p_exact(float v) { return std::log1p(v); }
 HB_DEV float exp_exact(float v) { return std::exp(v); }
 HB_DEV double exp_double(double v) { return std::exp(v); }
 HB_DEV u32 round_u32(float v) { return (u32)std::llrint((double)v); }
-#define __grid_constant__
-#define HB_SOME
 #else
-#define HB_SOME _Pragma("unroll 4")
 HB_DEV u32 shared_add(u32* p, u32 v) { return atomicAdd(p, v); }
 HB_DEV void shared_max(u32* p, u32 v) { atomicMax(p, v); }
 HB_DEV void global_add(u32* p, u32 v) { asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
@@ -29,27 +30,24 @@ HB_DEV double exp_double(double v) { return exp(v); }
 HB_DEV u32 round_u32(float v) { return __float2uint_rn(v); }
 #endif
 
-constexpr int RACE_THREADS = 256, EDGE_THREADS = 1024;
+constexpr int RACE_THREADS = 256, CUTOFF_THREADS = 1024;
 constexpr int BINS = 2048, HELD = 8192;      // bins of 1 / 64; candidates kept in shared memory
 constexpr float PER_UNIT = 64.f;
 #define HB_INFINITY as_float(0x7f800000u)
 constexpr int MASS_BITS = 28, HALF_BITS = 14;  // a mass within its bin in whole numbers, added up as two halves
 
-struct Draw {             // mirrored in draw.py
+struct Sampling {         // mirrored by the ctypes structure in sampler.py
   const float* logits;    // [rows][stride]
   const float* settings;  // [rows][4]: temperature, top_k, top_p, min_p
   const u64* keys;        // [rows]
-  float* edges;           // [rows]
+  float* cutoffs;         // [rows]
   u64* best;              // [rows], zero between launches
   u32* tickets;           // [rows], zero between launches
   u32* bins;              // [rows][3][BINS], zero between launches
   u32* results;           // [rows][2]: token, bits of the highest logit
   i64 stride;
-  int vocab, parts, edge_parts, filtered;
+  int vocab, parts, cutoff_parts, filtered;
 };
-
-HB_DEV u32 ordered(float v) { const u32 b = as_bits(v); return b & 0x80000000u ? ~b : b | 0x80000000u; }
-HB_DEV float from_ordered(u32 k) { return as_float(k & 0x80000000u ? k & 0x7fffffffu : ~k); }
 
 // log of an exponential variate, fixed by key and token: splitmix64, of which the upper half decides.
 HB_DEV float log_exponential(u64 key, int token) {
@@ -62,13 +60,13 @@ HB_DEV float log_exponential(u64 key, int token) {
 }
 
 struct Part { int row, from, to; };
-HB_DEV Part part_of(const Draw& d) {
+HB_DEV Part part_of(const Sampling& d) {
   const int each = (d.vocab + d.parts - 1) / d.parts, part = hb_block() % d.parts, from = part * each;
   return {hb_block() / d.parts, from, from + each < d.vocab ? from + each : d.vocab};
 }
 
 // The highest of all threads of all blocks of a row, in thread 0 of the block that comes last; 0 in every other.
-HB_DEV u64 highest_of_row(const Draw& d, int row, u64 best) {
+HB_DEV u64 highest_of_row(const Sampling& d, int row, u64 best) {
   const u32 high = (u32)(best >> 32), top = warp_max(high), low = warp_max(high == top ? (u32)best : 0u);
   u64* warps = (u64*)hb_shared();
   if (hb_thread() % 32 == 0) warps[hb_thread() / 32] = (u64)top << 32 | low;
@@ -85,34 +83,34 @@ HB_DEV u64 highest_of_row(const Draw& d, int row, u64 best) {
 }
 
 // A value and its token in one word, to be compared as one: NaN above all, and of equals the lower token.
-HB_DEV u64 entry_of(float v, int t) { return (u64)(v == v ? ordered(v) : 0xffffffffu) << 32 | (0xffffffffu - (u32)t); }
+HB_DEV u64 entry_of(float v, int t) { return (u64)(v == v ? orderable(v) : 0xffffffffu) << 32 | (0xffffffffu - (u32)t); }
 HB_DEV u32 token_of(u64 entry) { return 0xffffffffu - (u32)entry; }
 
-extern "C" __global__ void __launch_bounds__(RACE_THREADS) draw_note(const __grid_constant__ Draw d) {
+extern "C" __global__ void __launch_bounds__(RACE_THREADS) sample_argmax(const __grid_constant__ Sampling d) {
   const Part p = part_of(d);
   const float* logits = d.logits + p.row * d.stride;
   u64 best = 0;
-  HB_SOME
+  HB_UNROLL_4
   for (int t = p.from + hb_thread(); t < p.to; t += RACE_THREADS) {
     const u64 mine = entry_of(logits[t], t);
     best = mine > best ? mine : best;
   }
   best = highest_of_row(d, p.row, best);
-  if (best) { d.results[p.row * 2] = token_of(best); d.results[p.row * 2 + 1] = as_bits(from_ordered((u32)(best >> 32))); }
+  if (best) { d.results[p.row * 2] = token_of(best); d.results[p.row * 2 + 1] = as_bits(from_orderable((u32)(best >> 32))); }
 }
 
-extern "C" __global__ void __launch_bounds__(RACE_THREADS) draw_race(const __grid_constant__ Draw d) {
+extern "C" __global__ void __launch_bounds__(RACE_THREADS) sample_race(const __grid_constant__ Sampling d) {
   const Part p = part_of(d);
   const float temperature = d.settings[p.row * 4];
   if (!(temperature > 0.f)) return;  // greedy: the result is there already
-  const float edge = d.filtered ? d.edges[p.row] : -HB_INFINITY;
+  const float cutoff = d.filtered ? d.cutoffs[p.row] : -HB_INFINITY;
   const u64 key = d.keys[p.row];
   const float* logits = d.logits + p.row * d.stride;
   u64 best = 0;
-  HB_SOME
+  HB_UNROLL_4
   for (int t = p.from + hb_thread(); t < p.to; t += RACE_THREADS) {
     const float x = logits[t] / temperature;
-    const u64 mine = x < edge ? 0 : entry_of(x - log_exponential(key, t), t);
+    const u64 mine = x < cutoff ? 0 : entry_of(x - log_exponential(key, t), t);
     best = mine > best ? mine : best;
   }
   best = highest_of_row(d, p.row, best);
@@ -121,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS) draw_race(const __gri
 
 struct Sums { u32 count, high, low; };  // of tokens; of their masses, in two halves
 
-struct Room {
+struct Shared {
   double mass_above[BINS];
   u32 count[BINS], high[BINS], low[BINS];  // `high` becomes the tokens above
   u32 held[HELD];
@@ -148,12 +146,12 @@ struct Row {
   // Loads run ahead, since few blocks share a row.
   template <class F> HB_DEV_MEMBER void each(int from, int to, F f) const {
     constexpr int AHEAD = 8;
-    for (int base = from; base < to; base += AHEAD * EDGE_THREADS) {
+    for (int base = from; base < to; base += AHEAD * CUTOFF_THREADS) {
       float v[AHEAD];
       HB_UNROLL
-      for (int i = 0; i < AHEAD; i++) { const int t = base + i * EDGE_THREADS + hb_thread(); v[i] = t < to ? logits[t] : 0.f; }
+      for (int i = 0; i < AHEAD; i++) { const int t = base + i * CUTOFF_THREADS + hb_thread(); v[i] = t < to ? logits[t] : 0.f; }
       HB_UNROLL
-      for (int i = 0; i < AHEAD; i++) f(v[i] / temperature, base + i * EDGE_THREADS + hb_thread() < to);
+      for (int i = 0; i < AHEAD; i++) f(v[i] / temperature, base + i * CUTOFF_THREADS + hb_thread() < to);
     }
   }
   HB_DEV_MEMBER int bin(float x) const { const float d = (top - x) * PER_UNIT; return d < (float)(BINS - 1) ? (int)d : BINS - 1; }
@@ -165,22 +163,22 @@ HB_DEV double weight_of(int b) { return exp_double(-(double)b / (double)PER_UNIT
 HB_DEV double join(u32 high, u32 low) { return (double)high * (1 << HALF_BITS) + (double)low; }
 
 // The sum over the block, in every thread. Three totals take turns, so one barrier a sum is enough.
-HB_DEV Sums sum_of_block(Sums s, Room& room, int turn) {
+HB_DEV Sums sum_of_block(Sums s, Shared& sh, int turn) {
   for (int m = 16; m; m >>= 1) { s.count += shfl_xor(s.count, m); s.high += shfl_xor(s.high, m); s.low += shfl_xor(s.low, m); }
-  Sums& total = room.total[turn % 3];
+  Sums& total = sh.total[turn % 3];
   if (hb_thread() % 32 == 0 && s.count) { shared_add(&total.count, s.count); shared_add(&total.high, s.high); shared_add(&total.low, s.low); }
   sync_all();
   const Sums found = total;
-  if (hb_thread() == 0) room.total[(turn + 2) % 3] = {0, 0, 0};
+  if (hb_thread() == 0) sh.total[(turn + 2) % 3] = {0, 0, 0};
   return found;
 }
 
 // What lies above every bin. A thread has two of them.
-HB_DEV void add_up(Room& room) {
-  static_assert(BINS == 2 * EDGE_THREADS && EDGE_THREADS == 32 * 32, "two bins a thread, a lane for each warp");
+HB_DEV void add_up(Shared& sh) {
+  static_assert(BINS == 2 * CUTOFF_THREADS && CUTOFF_THREADS == 32 * 32, "two bins a thread, a lane for each warp");
   const int thread = hb_thread(), warp = thread / 32, lane = thread % 32, b = 2 * thread;
-  const double mass[2] = {join(room.high[b], room.low[b]) * weight_of(b), join(room.high[b + 1], room.low[b + 1]) * weight_of(b + 1)};
-  const u32 count[2] = {room.count[b], room.count[b + 1]};
+  const double mass[2] = {join(sh.high[b], sh.low[b]) * weight_of(b), join(sh.high[b + 1], sh.low[b + 1]) * weight_of(b + 1)};
+  const u32 count[2] = {sh.count[b], sh.count[b + 1]};
   double m = mass[0] + mass[1];
   u32 c = count[0] + count[1];
   for (int d = 1; d < 32; d *= 2) {
@@ -188,76 +186,76 @@ HB_DEV void add_up(Room& room) {
     const u32 others = shfl(c, lane < d ? lane : lane - d);
     if (lane >= d) { m += more; c += others; }
   }
-  if (lane == 31) { room.warp_mass[warp] = m; room.warp_count[warp] = c; }
+  if (lane == 31) { sh.warp_mass[warp] = m; sh.warp_count[warp] = c; }
   sync_all();
   double before = 0.;
   u32 tokens = 0;
-  for (int w = 0; w < warp; w++) { before += room.warp_mass[w]; tokens += room.warp_count[w]; }
-  if (thread == EDGE_THREADS - 1) room.whole = before + m;
+  for (int w = 0; w < warp; w++) { before += sh.warp_mass[w]; tokens += sh.warp_count[w]; }
+  if (thread == CUTOFF_THREADS - 1) sh.whole = before + m;
   before += m - mass[0] - mass[1];
   tokens += c - count[0] - count[1];
-  room.mass_above[b] = before;
-  room.mass_above[b + 1] = before + mass[0];
-  room.high[b] = tokens;
-  room.high[b + 1] = tokens + count[0];
-  if (thread < 2) room.found[thread] = 0;
+  sh.mass_above[b] = before;
+  sh.mass_above[b + 1] = before + mass[0];
+  sh.high[b] = tokens;
+  sh.high[b + 1] = tokens + count[0];
+  if (thread < 2) sh.found[thread] = 0;
   sync_all();
 }
 
 // Counts a row into bins. Several blocks share a row; false in all but the last of them, which has the sums of all.
-HB_DEV bool fill_bins(const Draw& d, const Row& row, Room& room, int r, int part) {
-  const int thread = hb_thread(), share = (d.vocab + d.edge_parts - 1) / d.edge_parts, from = part * share;
-  for (int b = thread; b < BINS; b += EDGE_THREADS) room.count[b] = room.high[b] = room.low[b] = 0;
-  if (thread < 3) room.total[thread] = {0, 0, 0};
+HB_DEV bool fill_bins(const Sampling& d, const Row& row, Shared& sh, int r, int part) {
+  const int thread = hb_thread(), share = (d.vocab + d.cutoff_parts - 1) / d.cutoff_parts, from = part * share;
+  for (int b = thread; b < BINS; b += CUTOFF_THREADS) sh.count[b] = sh.high[b] = sh.low[b] = 0;
+  if (thread < 3) sh.total[thread] = {0, 0, 0};
   sync_all();
   row.each(from, from + share < d.vocab ? from + share : d.vocab, [&](float x, bool there) {
     if (!there) return;
     const int b = row.bin(x);
     const u32 mass = row.mass(x, b);
-    shared_add(&room.count[b], 1);
-    shared_add(&room.high[b], mass >> HALF_BITS);
-    shared_add(&room.low[b], mass & ((1u << HALF_BITS) - 1));
+    shared_add(&sh.count[b], 1);
+    shared_add(&sh.high[b], mass >> HALF_BITS);
+    shared_add(&sh.low[b], mass & ((1u << HALF_BITS) - 1));
   });
   sync_all();
-  if (d.edge_parts > 1) {
+  if (d.cutoff_parts > 1) {
     u32* all = d.bins + (size_t)r * 3 * BINS;
-    for (int b = thread; b < BINS; b += EDGE_THREADS)
-      if (room.count[b]) { global_add(all + b, room.count[b]); global_add(all + BINS + b, room.high[b]); global_add(all + 2 * BINS + b, room.low[b]); }
+    for (int b = thread; b < BINS; b += CUTOFF_THREADS)
+      if (sh.count[b]) { global_add(all + b, sh.count[b]); global_add(all + BINS + b, sh.high[b]); global_add(all + 2 * BINS + b, sh.low[b]); }
     fence_gpu();
     sync_all();
-    if (thread == 0) room.last = counter_add(d.tickets + r) == (u32)d.edge_parts - 1;
+    if (thread == 0) sh.last = counter_add(d.tickets + r) == (u32)d.cutoff_parts - 1;
     sync_all();
-    if (!room.last) return false;
+    if (!sh.last) return false;
     fence_gpu();
     if (thread == 0) d.tickets[r] = 0;
-    for (int b = thread; b < BINS; b += EDGE_THREADS) {
-      room.count[b] = global_load(all + b); room.high[b] = global_load(all + BINS + b); room.low[b] = global_load(all + 2 * BINS + b);
+    for (int b = thread; b < BINS; b += CUTOFF_THREADS) {
+      sh.count[b] = global_load(all + b); sh.high[b] = global_load(all + BINS + b); sh.low[b] = global_load(all + 2 * BINS + b);
       all[b] = all[BINS + b] = all[2 * BINS + b] = 0;
     }
   }
   sync_all();
-  add_up(room);
+  add_up(sh);
   return true;
 }
 
 // The last bin that holds a token with less than `limit` (of tokens: which 0; of mass: 1) above it.
-HB_DEV int bin_at(Room& room, double limit, int which) {
+HB_DEV int bin_at(Shared& sh, double limit, int which) {
   u32 last = 0;
   for (int b = 2 * hb_thread(); b < 2 * hb_thread() + 2; b++)
-    if (room.count[b] && (which ? room.mass_above[b] : (double)room.high[b]) < limit) last = b;
+    if (sh.count[b] && (which ? sh.mass_above[b] : (double)sh.high[b]) < limit) last = b;
   last = warp_max(last);
-  if (hb_thread() % 32 == 0 && last) shared_max(&room.found[which], last);
+  if (hb_thread() % 32 == 0 && last) shared_max(&sh.found[which], last);
   sync_all();
-  return (int)room.found[which];
+  return (int)sh.found[which];
 }
 
 // Tokens of one bin, from shared memory if they fit there.
 struct Bin {
   const Row& row;
-  Room& room;
+  Shared& sh;
   int bin, count;
   HB_DEV_MEMBER void gather() {
-    if (hb_thread() == 0) room.taken = 0;
+    if (hb_thread() == 0) sh.taken = 0;
     sync_all();
     if (count <= HELD)
       row.each(0, row.vocab, [&](float x, bool there) {
@@ -265,9 +263,9 @@ struct Bin {
         const u32 who = warp_ballot(mine);
         if (!who) return;
         const int lane = hb_thread() % 32, first = popcount((who & (0u - who)) - 1);
-        u32 place = lane == first ? shared_add(&room.taken, popcount(who)) : 0u;
+        u32 place = lane == first ? shared_add(&sh.taken, popcount(who)) : 0u;
         place = shfl(place, first) + popcount(who & ((1u << lane) - 1));
-        if (mine) room.held[place] = ordered(x);
+        if (mine) sh.held[place] = orderable(x);
       });
     sync_all();
   }
@@ -275,78 +273,79 @@ struct Bin {
   HB_DEV_MEMBER Sums above(u32 key, int turn) const {
     Sums s = {0, 0, 0};
     if (count <= HELD) {
-      for (int i = hb_thread(); i < count; i += EDGE_THREADS) take(s, room.held[i], key);
+      for (int i = hb_thread(); i < count; i += CUTOFF_THREADS) take(s, sh.held[i], key);
     } else {
-      row.each(0, row.vocab, [&](float x, bool there) { if (there && row.bin(x) == bin) take(s, ordered(x), key); });
+      row.each(0, row.vocab, [&](float x, bool there) { if (there && row.bin(x) == bin) take(s, orderable(x), key); });
     }
-    return sum_of_block(s, room, turn);
+    return sum_of_block(s, sh, turn);
   }
   HB_DEV_MEMBER void take(Sums& s, u32 mine, u32 key) const {
     if (mine <= key) return;
-    const u32 mass = row.mass(from_ordered(mine), bin);
+    const u32 mass = row.mass(from_orderable(mine), bin);
     s.count++;
     s.high += mass >> HALF_BITS;
     s.low += mass & ((1u << HALF_BITS) - 1);
   }
 };
 
-struct Edge { u32 key; double tokens, mass, one; };  // the lowest place in order that is kept; what lies above; a token's mass there
+struct Cutoff { u32 key; double tokens, mass, one; };  // the lowest place in order that is kept; what lies above; a token's mass there
 
 // The lowest place in order above which less than `limit` lies.
-HB_DEV Edge edge_of(const Row& row, Room& room, double limit, int which, int& turn) {
-  const int b = bin_at(room, limit, which);
-  const double before[2] = {(double)room.high[b], room.mass_above[b]}, weight = weight_of(b);
-  Bin bin{row, room, b, (int)room.count[b]};
+HB_DEV Cutoff cutoff_of(const Row& row, Shared& sh, double limit, int which, int& turn) {
+  const int b = bin_at(sh, limit, which);
+  const double before[2] = {(double)sh.high[b], sh.mass_above[b]}, weight = weight_of(b);
+  Bin bin{row, sh, b, (int)sh.count[b]};
   bin.gather();
   // `no` lies below the bin's tokens and is too low, `yes` above them or on the highest.
-  u32 yes = b ? ordered(row.top - (float)(b - 1) / PER_UNIT) : ordered(row.top);
-  u32 no = b < BINS - 1 ? ordered(row.top - (float)(b + 2) / PER_UNIT) : 0u;
-  Edge e = {yes, before[0], before[1], 0.};
+  u32 yes = b ? orderable(row.top - (float)(b - 1) / PER_UNIT) : orderable(row.top);
+  u32 no = b < BINS - 1 ? orderable(row.top - (float)(b + 2) / PER_UNIT) : 0u;
+  Cutoff e = {yes, before[0], before[1], 0.};
   while (no + 1 < yes) {
     const u32 middle = no + (yes - no) / 2;
     const Sums s = bin.above(middle, turn++);
     const double tokens = before[0] + (double)s.count, mass = before[1] + join(s.high, s.low) * weight;
     if ((which ? mass : tokens) < limit) { yes = middle; e = {yes, tokens, mass, 0.}; } else no = middle;
   }
-  e.one = (double)row.mass(from_ordered(e.key), b) * weight;
+  e.one = (double)row.mass(from_orderable(e.key), b) * weight;
   return e;
 }
 
-extern "C" __global__ void __launch_bounds__(EDGE_THREADS) draw_edges(const __grid_constant__ Draw d) {
-  Room& room = *(Room*)hb_shared();
-  const int r = hb_block() / d.edge_parts, part = hb_block() % d.edge_parts;
+extern "C" __global__ void __launch_bounds__(CUTOFF_THREADS) sample_cutoffs(const __grid_constant__ Sampling d) {
+  Shared& sh = *(Shared*)hb_shared();
+  const int r = hb_block() / d.cutoff_parts, part = hb_block() % d.cutoff_parts;
   const float* settings = d.settings + r * 4;
   const float temperature = settings[0], top_k = settings[1], top_p = settings[2], min_p = settings[3];
   if (!(temperature > 0.f)) return;
   const bool by_count = top_k > 0.f && top_k < (float)d.vocab, by_mass = top_p < 1.f;
   const float top = as_float(d.results[r * 2 + 1]) / temperature;
-  u32 key = min_p > 0.f ? ordered(top + log_exact(min_p)) : 0u;
-  if ((by_count || by_mass) && top - top == 0.f) {  // a row that is no number has no edge
+  u32 key = min_p > 0.f ? orderable(top + log_exact(min_p)) : 0u;
+  if ((by_count || by_mass) && top - top == 0.f) {  // a row whose highest logit is no number has no cutoff
     const Row row{d.logits + r * d.stride, temperature, top, d.vocab};
-    if (!fill_bins(d, row, room, r, part)) return;
+    if (!fill_bins(d, row, sh, r, part)) return;
     int turn = 0;
     double whole = 0.;
     if (by_count) {
-      const Edge e = edge_of(row, room, (double)top_k, 0, turn);
+      const Cutoff e = cutoff_of(row, sh, (double)top_k, 0, turn);
       key = e.key > key ? e.key : key;
       whole = e.mass + ((double)top_k - e.tokens) * e.one;  // of the k likeliest: of the last one's equals, what is left
     } else {
-      whole = room.whole;
+      whole = sh.whole;
     }
     if (by_mass) {
-      const Edge e = edge_of(row, room, (double)top_p * whole, 1, turn);
+      const Cutoff e = cutoff_of(row, sh, (double)top_p * whole, 1, turn);
       key = e.key > key ? e.key : key;
     }
   }
-  if (hb_thread() == 0) d.edges[r] = key ? from_ordered(key) : -HB_INFINITY;
+  if (hb_thread() == 0) d.cutoffs[r] = key ? from_orderable(key) : -HB_INFINITY;
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_draw(const char* entry, const Draw* d, int grid, u32 seed) {
-  const char what = entry[5];
-  const bool edges = what == 'e';
-  auto body = [=] { edges ? draw_edges(*d) : what == 'r' ? draw_race(*d) : draw_note(*d); };
-  emu::run(grid, edges ? EDGE_THREADS : RACE_THREADS, edges ? sizeof(Room) : 256, seed, body);
+#include <string>
+extern "C" void hb_sample(const char* entry, const Sampling* d, int grid, u32 seed) {
+  const std::string name = entry;
+  const bool cutoffs = name == "sample_cutoffs", race = name == "sample_race";
+  auto body = [=] { cutoffs ? sample_cutoffs(*d) : race ? sample_race(*d) : sample_argmax(*d); };
+  emu::run(grid, cutoffs ? CUTOFF_THREADS : RACE_THREADS, cutoffs ? sizeof(Shared) : 256, seed, body);
 }
-extern "C" int hb_draw_size(int what) { return what ? (int)sizeof(Room) : (int)sizeof(Draw); }
+extern "C" int hb_sample_size(int what) { return what ? (int)sizeof(Shared) : (int)sizeof(Sampling); }
 #endif

@@ -1,4 +1,4 @@
-"""Tokens drawn on a GPU (draw.cu): the highest logit in one launch, a draw in one more, or in two more where top-k,
+"""Tokens drawn on a GPU (sample.cu): the highest logit in one launch, a draw in one more, or in two more where top-k,
 top-p or min-p cut the distribution.
 
 The draw is `halfbyte.engine.sampling.device`'s race, number for number: the same keys give the same tokens, but for
@@ -20,8 +20,8 @@ from halfbyte.errors import PlanError
 from halfbyte.kernels.launch import Kernel, Program, compile_program, nvrtc_available
 
 SOURCE = Path(__file__).parent / "sample.cu"
-THREADS = {"draw_note": 256, "draw_race": 256, "draw_edges": 1024}
-SHARED = {"draw_note": 256, "draw_race": 256, "draw_edges": 74_176}  # as draw.cu has it
+THREADS = {"sample_argmax": 256, "sample_race": 256, "sample_cutoffs": 1024}
+SHARED = {"sample_argmax": 256, "sample_race": 256, "sample_cutoffs": 74_176}  # as sample.cu has it
 VOCAB_MAX = (1 << 18) - 1
 BLOCKS, LEAST = 512, 1024  # blocks of a race over all rows; tokens a block should have at least
 EDGE_BLOCKS, EDGE_PARTS, EDGE_LEAST = 64, 16, 8192  # the same for edges; at most so many blocks to a row
@@ -31,9 +31,9 @@ _P, _I = ctypes.c_void_p, ctypes.c_int
 
 class DrawArgs(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("logits", "settings", "keys", "edges", "best", "tickets", "bins", "results")),
+        *((name, _P) for name in ("logits", "settings", "keys", "cutoffs", "best", "tickets", "bins", "results")),
         ("stride", ctypes.c_longlong),
-        *((name, _I) for name in ("vocab", "parts", "edge_parts", "filtered")),
+        *((name, _I) for name in ("vocab", "parts", "cutoff_parts", "filtered")),
     ]
 
 
@@ -48,7 +48,7 @@ def program(entry: str) -> Program:
 class Gpu:
     def __init__(self) -> None:
         major, minor = torch.cuda.get_device_capability()
-        cubin = compile_program(program("draw_race"), f"sm_{major}{minor}a")  # holds all
+        cubin = compile_program(program("sample_race"), f"sm_{major}{minor}a")  # holds all
         self._kernels = {entry: Kernel(cubin, entry, SHARED[entry]) for entry in THREADS}
 
     def run(self, entry: str, grid: int, args: DrawArgs) -> None:
@@ -75,7 +75,7 @@ class Draw:
         lower token."""
         logits = logits.float()
         args = self._args(logits, results)
-        self.machine.run("draw_note", logits.shape[0] * args.parts, args)
+        self.machine.run("sample_argmax", logits.shape[0] * args.parts, args)
 
     def __call__(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
         """`results` int32 [L, 2]: tokens of the rows that are sampled are replaced; the second word, the bits of the
@@ -89,9 +89,9 @@ class Draw:
         args = self._args(logits, results)
         args.settings, args.keys, args.filtered = settings.data_ptr(), keys.data_ptr(), int(filtered)
         if filtered:
-            args.edge_parts = max(1, min(EDGE_BLOCKS // rows, EDGE_PARTS, -(-vocab // self.edge_least)))
-            self.machine.run("draw_edges", rows * args.edge_parts, args)
-        self.machine.run("draw_race", rows * args.parts, args)
+            args.cutoff_parts = max(1, min(EDGE_BLOCKS // rows, EDGE_PARTS, -(-vocab // self.edge_least)))
+            self.machine.run("sample_cutoffs", rows * args.cutoff_parts, args)
+        self.machine.run("sample_race", rows * args.parts, args)
 
     def _args(self, logits: Tensor, results: Tensor) -> DrawArgs:
         rows, vocab = logits.shape
@@ -101,7 +101,7 @@ class Draw:
         assert results.dtype == torch.int32
         assert results.shape == (rows, 2)
         return DrawArgs(
-            logits=logits.data_ptr(), edges=self._edges.data_ptr(), best=self._best.data_ptr(),
+            logits=logits.data_ptr(), cutoffs=self._edges.data_ptr(), best=self._best.data_ptr(),
             tickets=self._tickets.data_ptr(), bins=self._bins.data_ptr(), results=results.data_ptr(),
             stride=logits.stride(0), vocab=vocab, parts=max(1, min(BLOCKS // rows, -(-vocab // LEAST))),
         )  # fmt: skip
