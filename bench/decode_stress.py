@@ -14,16 +14,13 @@ import json
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import decode_gpu as bench
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.cuda.decode.step import DecodeStep, StepShape
 from halfbyte.lab import environment
+from halfbyte.lab.levels.decode_case import DecodeCase, place, random_weights, shape_of
 
 CONTEXTS = (0, 1, 60, 127, 128, 500, 513, 2000, 2047, 4000, 8000)
 
@@ -36,7 +33,7 @@ def decode(d: DecodeStep, pool: Tensor, fresh: Tensor, steps: int, seed: int) ->
     tokens = torch.full((len(CONTEXTS), each, d.shape.rows), -1, dtype=torch.int32, device="cuda")
     logits = []
     for i, context in enumerate(CONTEXTS):
-        bench.place(d, context)
+        place(d, context)
         for j in range(each):
             d.run()
             tokens[i, j].copy_(d.next_tokens)
@@ -53,11 +50,11 @@ def main() -> int:
     p.add_argument("--small", action="store_true", help="a model of a few megabytes, for the sanitizer")
     a = p.parse_args()
     environment.need_gpu()
-    shape = replace(bench.shape_of("120b", "mxfp4", a.rows), layers=a.layers)
+    shape = replace(shape_of("120b", "mxfp4", a.rows), layers=a.layers)
     if a.small:
         shape = StepShape(192, 128, 3, 32, 16, 2, 512, rows=a.rows)
     torch.manual_seed(0)
-    b = bench.Bench(shape, bench.random_weights(shape), max(CONTEXTS) + a.steps // len(CONTEXTS) + 64, a.rows)
+    b = DecodeCase.make(shape, random_weights(shape), max(CONTEXTS) + a.steps // len(CONTEXTS) + 64, a.rows)
     d = b.step(shape)
     fresh = b.pool.clone()
     clock = time.time()

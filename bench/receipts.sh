@@ -38,10 +38,10 @@ if part memcheck; then
   run memcheck-steps 60 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 "$python" bench/decode_stress.py --small --steps 4
 fi
 if part decode; then
-  py decode 120 bench/decode_gpu.py --models 120b,20b --formats mxfp4,q8,checkpoint --contexts 512,2048,8192 --rows 1,2,4 --row-contexts 2048 --out "$out" --name "decode-gpu-$day"
-  py decode-32k 40 bench/decode_gpu.py --models 120b --contexts 32768 --no-trace --out "$out" --name "decode-gpu-$day-32k"
+  py decode 120 -m bench.kernels.decode --models 120b,20b --formats mxfp4,q8,checkpoint --contexts 512,2048,8192 --rows 1,2,4 --row-contexts 2048 --out "$out" --name "decode-gpu-$day"
+  py decode-32k 40 -m bench.kernels.decode --models 120b --contexts 32768 --no-trace --out "$out" --name "decode-gpu-$day-32k"
   py stress 40 bench/decode_stress.py --steps 10000
-  py instructions 20 bench/instructions_gpu.py --out "$out/instructions-gpu-$day.json"
+  py instructions 20 -m bench.experiments.instructions --out "$out/instructions-gpu-$day.json"
 fi
 if part protocol; then  # correctness, tg32 and tg128 by depth, 1 to 64 streams, prompts, TTFT through the engine; then every phase alone
   py protocol 240 bench/gpu.py --full --models 120b --require-native --out "$out/gpu-$day-full.json"
@@ -49,25 +49,25 @@ if part protocol; then  # correctness, tg32 and tg128 by depth, 1 to 64 streams,
   py phases 60 bench/gpu.py --phases --models 120b --no-agree --depths "" --concurrency "" --pp "" --require-native --out "$out/gpu-$day-phases.json"
 fi
 if part batch; then
-  py batch-parts 30 bench/batch_gpu.py --rows 8,32,64 --save "$out/batch-gpu-$day.json"
+  py batch-parts 30 -m bench.kernels.batch --rows 8,32,64 --save "$out/batch-gpu-$day.json"
 fi
 if part prefill; then
   py prefill 90 bench/gpu.py --models 120b --depths "" --concurrency "" --pp 512,2048,8192 --activation auto --activation long=fp8 --out "$out/gpu-$day-prefill.json"
-  py prefill-parts 40 bench/prefill_gpu.py --tokens 512,2048,8192 --save "$out/prefill-gpu-$day.json"
-  py prefill-parts-fp8 30 bench/prefill_gpu.py --fp8 --tokens 2048,4096,8192 --save "$out/prefill-gpu-$day-fp8.json"
-  py flash 30 bench/flash_gpu.py --json "$out/flash-gpu-$day.json"
+  py prefill-parts 40 -m bench.kernels.prefill_products --tokens 512,2048,8192 --save "$out/prefill-gpu-$day.json"
+  py prefill-parts-fp8 30 -m bench.kernels.prefill_products --fp8 --tokens 2048,4096,8192 --save "$out/prefill-gpu-$day-fp8.json"
+  py flash 30 -m bench.kernels.flash_attention --json "$out/flash-gpu-$day.json"
 fi
 if part engine; then
   if [ -n "${ANSWERS:-}" ]; then py eval 120 bench/engine_gpu.py --eval --answers "$ANSWERS" --jobs 12 --out "$out/engine-$day-eval.json"; else echo "eval               left out: name the CPU's answers in ANSWERS"; fi
   py engine 60 bench/engine_gpu.py --speed random:120b --sampled --count 160 --out "$out/engine-$day-speed.json"
   py verify 120 bench/verify_gpu.py --out "$out/verify-gpu-$day.json"
-  py draw 30 bench/draw_gpu.py --out "$out/draw-gpu-$day.json"
+  py draw 30 -m bench.kernels.sampling --out "$out/draw-gpu-$day.json"
 fi
 if part other; then
-  py triton 120 bench/triton_gpu.py --json "$out/triton-gpu-$day.json"
-  py sync 40 bench/sync_gpu.py --save "$out/sync-gpu-$day.json"
-  py rehearse 40 bench/rehearse_gpu.py --gpu gb10,pro6000 --save "$out/rehearse-gpu-$day.json"
-  py rehearse-20b 30 bench/rehearse_gpu.py --gpu rtx5090 --model 20b --formats mxfp4 --save "$out/rehearse-gpu-$day-20b.json"
+  py triton 120 -m bench.kernels.triton_phases --json "$out/triton-gpu-$day.json"
+  py sync 40 -m bench.kernels.sm12x --save "$out/sync-gpu-$day.json"
+  py rehearse 40 -m bench.experiments.rehearsal --gpu gb10,pro6000 --save "$out/rehearse-gpu-$day.json"
+  py rehearse-20b 30 -m bench.experiments.rehearsal --gpu rtx5090 --model 20b --formats mxfp4 --save "$out/rehearse-gpu-$day-20b.json"
   py load 120 bench/load.py --models 120b --presets exact --written 4 --out "$out/load-$day-120b.json"
 fi
 if part profile; then

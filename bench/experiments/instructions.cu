@@ -1,4 +1,4 @@
-// HB_GROUPS times what HB_GROUP says, by every warp of a block, on registers alone: how long does it take? (bench/instructions_gpu.py)
+// HB_GROUPS times what HB_GROUP says, by every warp of a block, on registers alone: how long does it take? (bench/experiments/instructions.py)
 typedef unsigned u32;
 struct Arguments { u32* memory; long long* clocks; int times; };
 

@@ -1,4 +1,4 @@
-// A slower memory, for rehearsals (bench/rehearse_gpu.py), pre-included in front of a kernel whose sources stay as they are.
+// A slower memory, for rehearsals (bench/experiments/rehearsal.py), pre-included in front of a kernel whose sources stay as they are.
 //
 // All blocks share one memory: a queue that takes HB_PACE of time per megabyte, in the order in which it is asked. A copy
 // starts when the queue has come to it; meanwhile its block asks for nothing else, so blocks take turns, and what one leaves

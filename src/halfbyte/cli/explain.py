@@ -113,7 +113,7 @@ def notes(spec: Spec, selection: Selection, target: Arch) -> list[str]:
             "FP4 ones, and rounds activations (docs/numerics.md)."
         )
     if target.name != "sm90":
-        ran = "" if target.name == "sm100" else ", but for their bf16 products on an H200 (bench/sync_gpu.py)"
+        ran = "" if target.name == "sm100" else ", but for their bf16 products on an H200 (bench/kernels/sm12x.py)"
         said.append(f"these kernels are compiled and read for {target.name}, and have run on no such machine yet{ran}.")
     return said
 

@@ -11,12 +11,13 @@ Both are read from receipts, never written here. Carried over to another GPU und
     high     the same, and slower memory hides as much of the waits as it is slower, but not the router's, which alone
              says what to read next
 
-A GPU that was rehearsed (bench/rehearse_gpu.py: its blocks, its ring and its memory's pace on a GPU that is here) needs
-no such assumption: its fixed cost is what the rehearsed step took beyond its bytes at that pace, found at several of
-them. What stays assumed is the bandwidth. high takes all that a reading kernel gets there; low the least that others'
-products are reported to read with; central stands half way, in time, between the best of those, which have the ends of
-their launches in them, and a reading kernel. (The share of lm_head where it was measured says nothing here: on an H200
-instructions set it.) Clock and latencies stay those of the GPU that rehearsed. The formula's figures stand beside them.
+A GPU that was rehearsed (bench/experiments/rehearsal.py: its blocks, its ring and its memory's pace on a GPU that is
+here) needs no such assumption: its fixed cost is what the rehearsed step took beyond its bytes at that pace, found at
+several of them. What stays assumed is the bandwidth. high takes all that a reading kernel gets there; low the least
+that others' products are reported to read with; central stands half way, in time, between the best of those, which have
+the ends of their launches in them, and a reading kernel. (The share of lm_head where it was measured says nothing here:
+on an H200 instructions set it.) Clock and latencies stay those of the GPU that rehearsed. The formula's figures stand
+beside them.
 
 A chip with fewer instructions per weight than the measured one is slowed down by that ratio in low and central. A paper
 bandwidth is taken at the share that the H200 reaches of its own (low: GB10's). Where the very step was measured all
@@ -43,7 +44,7 @@ from halfbyte.plan.phase import ARCHES
 from halfbyte.roofline import GPUS, Gpu, decode_traffic, gpu_named, step_work
 
 KERNEL = "cuda.decode_step"
-# What bench/decode_gpu.py calls a set of formats, by the format of qkv, o and lm_head.
+# What bench/kernels/decode.py calls a set of formats, by the format of qkv, o and lm_head.
 LABELS = {"mxfp4": "mxfp4", "q8": "q8", "bf16": "checkpoint"}
 LANES = 128  # instructions a multiprocessor issues per clock
 
@@ -156,7 +157,8 @@ def basis(receipts: Sequence[Receipt], model: str, formats: str, context: int) -
     traces = [(r, row) for r in receipts for row in _rows(r) if isinstance(row.get("phases"), Mapping)]
     if not rows or not traces:
         raise UsageError(
-            f"no receipt of bench/decode_gpu.py measures {formats} with a trace, so nothing can be predicted from it; "
+            f"no receipt of bench/kernels/decode.py measures {formats} with a trace, so nothing can be "
+            "predicted from it; "
             "run it on a GPU first."
         )
 

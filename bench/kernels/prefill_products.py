@@ -1,9 +1,9 @@
 """The grouped products on a real GPU (SM90): checked against torch float32, then timed at true shapes.
 
-    python bench/prefill_gpu.py --tokens 16,32,64,512,2048,8192
-    python bench/prefill_gpu.py --compare wide,broad,wide+pair --tokens 2048,8192
-    python bench/prefill_gpu.py --options=-DHB_PIN=1                # another build (also HB_ALONE)
-    python bench/prefill_gpu.py --fp8 --tokens 512,2048,8192        # fp8 activations
+    python -m bench.kernels.prefill_products --tokens 16,32,64,512,2048,8192
+    python -m bench.kernels.prefill_products --compare wide,broad,wide+pair --tokens 2048,8192
+    python -m bench.kernels.prefill_products --options=-DHB_PIN=1                # another build (also HB_ALONE)
+    python -m bench.kernels.prefill_products --fp8 --tokens 512,2048,8192        # fp8 activations
 
 Experts of a few layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is random, the
 distinct experts are printed. A size whose output is wrong is not timed. Figures stand beside what the memory (4.5 TB/s)
@@ -25,23 +25,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
+from torch import Tensor
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from halfbyte import formats  # noqa: E402
-from halfbyte.formats import MXTensor, tile16  # noqa: E402
-from halfbyte.kernels.cuda.prefill import builds  # noqa: E402
-from halfbyte.kernels.cuda.prefill.builds import SHAPES, Room, Variant  # noqa: E402
-from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts  # noqa: E402
-from halfbyte.kernels.cuda.prefill.products import Dense, Experts  # noqa: E402
-from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
-from halfbyte.lab import environment  # noqa: E402
-from halfbyte.model.config import NAMED  # noqa: E402
-from halfbyte.ops.linear import round_activation  # noqa: E402
-from halfbyte.ops.moe import swiglu  # noqa: E402
+from halfbyte import formats
+from halfbyte.formats import MXTensor, tile16
+from halfbyte.kernels.cuda.prefill import builds
+from halfbyte.kernels.cuda.prefill.builds import SHAPES, Room, Variant
+from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts
+from halfbyte.kernels.cuda.prefill.products import Dense, Experts
+from halfbyte.kernels.launch import Kernel, Program, compile_program
+from halfbyte.lab import environment
+from halfbyte.model.config import NAMED
+from halfbyte.ops.linear import round_activation
+from halfbyte.ops.moe import swiglu
 
 BANDWIDTH, FLOPS, BOUND = 4.5e12, 790e12, 3e-3
 FP8_BOUND = 2e-2  # what the fp8 tensor cores' sums lose is to be measured
@@ -239,7 +236,7 @@ def shares(r: dict[str, float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="120b")
     parser.add_argument("--tokens", default="16,32,64,512,2048,8192")
     parser.add_argument("--layers", type=int, default=3)

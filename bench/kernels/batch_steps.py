@@ -1,6 +1,6 @@
 """Whole steps of a batch through the GPU plan (SM90), in several ways over the same weights, and a layer's timeline.
 
-    python bench/batch_steps.py --rows 8,32 --ways auto,triton --profile 8 --save bench/results/batch-steps-DATE.json
+    python -m bench.kernels.batch_steps --rows 8,32 --ways auto,triton --profile 8 --save FILE
 
 A way is an attention gate with switches behind it: `cuda+decode=1` takes the batch kernels from two rows on. Every way
 starts from the same cache and tokens. Its logits must have the same bits as those of the first way with the same
@@ -20,18 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
 
-import torch  # noqa: E402
-
-from halfbyte import gates as gates_  # noqa: E402
-from halfbyte.engine.graphs import DecodeGraph  # noqa: E402
-from halfbyte.lab import environment, receipts  # noqa: E402
-from halfbyte.lab.measure.device_timing import device_us, experts_touched, fill, random_tokens  # noqa: E402
-from halfbyte.model import load  # noqa: E402
-from halfbyte.model.gpt_oss import GptOss  # noqa: E402
-from halfbyte.plan import step  # noqa: E402
+from halfbyte import gates as gates_
+from halfbyte.engine.graphs import DecodeGraph
+from halfbyte.lab import environment, receipts
+from halfbyte.lab.measure.device_timing import device_us, experts_touched, fill, random_tokens
+from halfbyte.model import load
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.plan import step
 
 SWITCHES = {"decode": (step, "DECODE_ROWS")}
 CONTEXT = 128

@@ -2,73 +2,55 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from bench.experiments import rehearsal
+from bench.kernels import decode
 from halfbyte.kernels.launch import build_program, nvrtc_available
 from halfbyte.model.config import NAMED
 from halfbyte.roofline import GPUS, decode_traffic
 
-BENCH = Path(__file__).parents[2] / "bench"
 GB10, C = GPUS["gb10"], NAMED["120b"]
-
-
-@pytest.fixture(scope="module")
-def rehearse() -> ModuleType:
-    sys.path.insert(0, str(BENCH))
-    try:
-        spec = importlib.util.spec_from_file_location("rehearse_gpu", BENCH / "rehearse_gpu.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(BENCH))
-    return module
 
 
 def values(options: tuple[str, ...]) -> dict[str, int]:
     return {name: int(value) for name, value in (o.removeprefix("-DHB_").split("=") for o in options)}
 
 
-def test_the_queue_takes_as_long_as_that_memory(rehearse: ModuleType) -> None:
+def test_the_queue_takes_as_long_as_that_memory() -> None:
     """All that a step streams, through a queue of this pace, takes what all of its bytes take at that bandwidth."""
-    traffic = decode_traffic(C, rehearse.formats_of("mxfp4"), 2048)
+    traffic = decode_traffic(C, rehearsal.formats_of("mxfp4"), 2048)
     streamed = (
         traffic.experts + traffic.attention + traffic.lm_head + traffic.kv + 36 * 128 * 2880 * 2
     )  # and the router
     assert 0.999 < streamed / traffic.total < 1
     for share in (1.0, 0.85):
-        found = values(rehearse.pace(GB10, 48, C, "mxfp4", 2048, share))
+        found = values(rehearsal.pace(GB10, 48, C, "mxfp4", 2048, share))
         seconds = streamed / 2**20 * found["PACE"] / 1024 * 1e-9
         assert seconds == pytest.approx(traffic.total / (232e9 * share), rel=1e-4)
     assert found["L2"] * 1e-9 / 2**20 == pytest.approx(48 / 1e12, rel=1e-4)  # seconds a byte, of one block
     assert found["KEPT"] * 1e-9 * 232e9 * 0.85 == pytest.approx(12e6, rel=1e-4)  # bytes read meanwhile: half of L2
 
 
-def test_a_slice_has_its_part_of_memory_and_cache(rehearse: ModuleType) -> None:
-    whole, part = (values(rehearse.pace(GB10, blocks, C, "mxfp4", 2048, 1.0)) for blocks in (48, 12))
+def test_a_slice_has_its_part_of_memory_and_cache() -> None:
+    whole, part = (values(rehearsal.pace(GB10, blocks, C, "mxfp4", 2048, 1.0)) for blocks in (48, 12))
     assert part["PACE"] == pytest.approx(4 * whole["PACE"], rel=1e-5)
     assert part["L2"] == whole["L2"]
     assert part["KEPT"] == whole["KEPT"]
 
 
 @pytest.mark.skipif(nvrtc_available() is not None, reason="needs NVRTC")
-def test_every_copy_goes_through_the_queue(rehearse: ModuleType) -> None:
+def test_every_copy_goes_through_the_queue() -> None:
     pytest.importorskip("triton")
     from halfbyte.kernels.prove import disassemble
 
-    shape = replace(rehearse.decode_gpu.shape_of("120b", "mxfp4", shared=101_376), layers=2)
+    shape = replace(decode.shape_of("120b", "mxfp4", shared=101_376), layers=2)
     sass = {}
-    for name, paced in (("plain", ()), ("paced", rehearse.pace(GB10, 48, C, "mxfp4", 2048, 1.0))):
-        sass[name] = disassemble(build_program(rehearse.program(shape, paced), "sm_90a")[0])
+    for name, paced in (("plain", ()), ("paced", rehearsal.pace(GB10, 48, C, "mxfp4", 2048, 1.0))):
+        sass[name] = disassemble(build_program(rehearsal.program(shape, paced), "sm_90a")[0])
     copies = len(re.findall(r"\bUBLKCP", sass["plain"]))
     assert copies == len(re.findall(r"\bUBLKCP", sass["paced"])) > 4
     assert "ATOMG.E.EXCH.64" not in sass["plain"]

@@ -1,6 +1,6 @@
 """The Triton phases on this GPU at gpt-oss-120b's shapes: every one checked against the reference, then timed.
 
-    python bench/triton_gpu.py [--quick] [--only moe] [--json FILE]
+    python -m bench.kernels.triton_phases [--quick] [--only moe] [--json FILE]
 
 Checks run first, in a few processes at once so that compiling does not take the day; then one process times, inside a
 CUDA graph, over more weights than the L2 holds. A phase that is out of its bound has no time. Each time stands beside
@@ -25,20 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
-sys.path.insert(0, str(SOURCE))
-
-from halfbyte.formats import MXTensor, convert  # noqa: E402
-from halfbyte.kernels.prove import default_spec  # noqa: E402
-from halfbyte.kernels.triton import attention, linear, moe, tiles  # noqa: E402
-from halfbyte.kernels.triton.phases import PHASES  # noqa: E402
-from halfbyte.lab import environment  # noqa: E402
-from halfbyte.lab.receipts import measured  # noqa: E402
-from halfbyte.ops.attention import store_dtype  # noqa: E402
-from halfbyte.ops.rope import yarn_frequencies  # noqa: E402
-from halfbyte.plan import reference  # noqa: E402
-from halfbyte.plan.phase import Binding, Phase, Spec  # noqa: E402
-from halfbyte.plan.step import Step  # noqa: E402
+from halfbyte.formats import MXTensor, convert
+from halfbyte.kernels.prove import default_spec
+from halfbyte.kernels.triton import attention, linear, moe, tiles
+from halfbyte.kernels.triton.phases import PHASES
+from halfbyte.lab import environment
+from halfbyte.lab.receipts import measured
+from halfbyte.ops.attention import store_dtype
+from halfbyte.ops.rope import yarn_frequencies
+from halfbyte.plan import reference
+from halfbyte.plan.phase import Binding, Phase, Spec
+from halfbyte.plan.step import Step
 
 DEVICE = "cuda"
 READ = 4.5e12  # bytes a second, measured on an H200
@@ -376,7 +373,7 @@ def check_shard(chosen: list[Case]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains one of these, with commas between")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--sweep", action="store_true", help="other tiles too")
@@ -398,7 +395,8 @@ def main() -> int:
     workers = max(1, min(asked.workers, len(chosen)))
     command = [
         sys.executable,
-        __file__,
+        "-m",
+        "bench.kernels.triton_phases",
         "--only",
         asked.only,
         *(["--quick"] if asked.quick else []),

@@ -1,6 +1,6 @@
 """A GPU that is not here, rehearsed on one that is: the decode step with its blocks, its ring and its memory's pace.
 
-    python bench/rehearse_gpu.py --gpu gb10 --save bench/results/rehearse-gpu.json
+    python -m bench.experiments.rehearsal --gpu gb10 --save bench/results/rehearse-gpu.json
 
 As many blocks as that GPU has multiprocessors, the ring that fits in its shared memory, and copies that queue for one
 memory of that GPU's read bandwidth, times each of --shares, and for an L2 of its size and speed (experiments/pace.cuh).
@@ -25,23 +25,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
 
-import decode_gpu  # noqa: E402
-import torch  # noqa: E402
+from bench.kernels import decode
+from halfbyte.kernels.cuda.decode.step import DecodeStep, StepArgs, StepShape
+from halfbyte.kernels.launch import Kernel, Program, compile_program
+from halfbyte.lab import environment
+from halfbyte.lab.levels import decode_case
+from halfbyte.lab.measure import decode_trace
+from halfbyte.lab.predict import formats_of
+from halfbyte.lab.receipts import file_hash, measured
+from halfbyte.model.config import NAMED, ModelConfig
+from halfbyte.plan.phase import ARCHES
+from halfbyte.roofline import Gpu, decode_traffic, gpu_named
 
-from halfbyte.kernels.cuda.decode.step import DecodeStep, StepArgs, StepShape  # noqa: E402
-from halfbyte.kernels.launch import Kernel, Program, compile_program  # noqa: E402
-from halfbyte.lab import environment  # noqa: E402
-from halfbyte.lab.measure import decode_trace  # noqa: E402
-from halfbyte.lab.predict import formats_of  # noqa: E402
-from halfbyte.lab.receipts import file_hash, measured  # noqa: E402
-from halfbyte.model.config import NAMED, ModelConfig  # noqa: E402
-from halfbyte.plan.phase import ARCHES  # noqa: E402
-from halfbyte.roofline import Gpu, decode_traffic, gpu_named  # noqa: E402
-
-HERE = ROOT / "bench" / "experiments"
+FOLDER = Path(__file__).resolve().parent
 CACHE = Path(tempfile.mkdtemp())  # pre-included files are not part of a cubin's key
 UNIT = 1024  # of the queue's clock, in a nanosecond
 
@@ -77,7 +75,7 @@ def program(s: StepShape, paced: tuple[str, ...]) -> Program:
     plain = s.program()
     if not paced:
         return plain
-    extra = (*paced, f"--include-path={HERE}", "--pre-include=pace.cuh")
+    extra = (*paced, f"--include-path={FOLDER}", "--pre-include=pace.cuh")
     return replace(plain, options=(*plain.options, *extra))
 
 
@@ -93,7 +91,7 @@ class Paced:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="gb10", help="names with commas between")
     parser.add_argument("--model", default="120b")
     parser.add_argument("--formats", default="mxfp4,q8,checkpoint", help="of the first GPU; of the others the first")
@@ -106,7 +104,7 @@ def main() -> int:
     environment.need_gpu()
     gpus = a.gpu.split(",")
     config, kinds, shares = NAMED[a.model], a.formats.split(","), [float(s) for s in a.shares.split(",")]
-    decode_gpu.SETTINGS.update({"layers": a.layers} if a.layers else {})
+    decode.SETTINGS.update({"layers": a.layers} if a.layers else {})
     here = torch.cuda.get_device_properties().multi_processor_count
     variants = {v: {k: int(n) for k, n in (x.split("=") for x in v.split("+"))} for v in a.variants.split(";") if v}
     cases: list[Case] = []
@@ -118,7 +116,7 @@ def main() -> int:
                 cases += [Case(gpu, f, shares[0], variant=v) for v in variants]
 
     def build(c: Case) -> tuple[StepShape, tuple[str, ...], int]:
-        s = decode_gpu.shape_of(a.model, c.formats, shared=ARCHES[c.gpu.arch].shared_memory)
+        s = decode.shape_of(a.model, c.formats, shared=ARCHES[c.gpu.arch].shared_memory)
         s = replace(s, trace=c.traced, **variants.get(c.variant, {}))
         blocks = min(c.gpu.blocks, here)
         return s, pace(c.gpu, blocks, config, c.formats, a.context, c.share) if c.share else (), blocks
@@ -135,33 +133,33 @@ def main() -> int:
     print(f"{len(cases)} kernels after {time.time() - began:.1f} s", flush=True)
     report: dict[str, Any] = {
         "bench": "rehearse_gpu", "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"),
-        "measured": measured(["cuda.decode_step"]), "pace": file_hash(HERE / "pace.cuh"), "rehearsed": [],
+        "measured": measured(["cuda.decode_step"]), "pace": file_hash(FOLDER / "pace.cuh"), "rehearsed": [],
     }  # fmt: skip
     weights, held, bad = None, "", 0
     for c in cases:
         s, paced, blocks = build(c)
         torch.manual_seed(0)
         if c.formats != held:
-            weights = decode_gpu.random_weights(s) if weights is None else decode_gpu.redress(weights, s)
-            bench, held = decode_gpu.Bench(s, weights, a.context, 1), c.formats
+            weights = decode_case.random_weights(s) if weights is None else decode_case.with_dense_formats(weights, s)
+            bench, held = decode_case.DecodeCase.make(s, weights, a.context, 1), c.formats
         d = DecodeStep(
             s, weights, Paced(s, paced, blocks, arch), pool=bench.pool, tables=bench.tables, rope=bench.rope,
             advance=True,
         )  # fmt: skip
         traffic = decode_traffic(config, formats_of(c.formats), a.context)
         row: dict[str, Any] = {
-            "gpu": c.name, "model": decode_gpu.name_of(a.model), "formats": c.formats, "context": a.context,
+            "gpu": c.name, "model": decode.name_of(a.model), "formats": c.formats, "context": a.context,
             "share": c.share, "variant": c.variant, "read": c.gpu.read, "of": c.gpu.blocks, "blocks": blocks,
             "slots": s.slots, "warps": s.warps, "bytes": traffic.total, "paced": list(paced),
         }  # fmt: skip
         if c.traced:
-            decode_gpu.place(d, a.context)
+            decode_case.place(d, a.context)
             row["phases"] = decode_trace.trace(d)
             print(*decode_trace.lines(row["phases"]), sep="\n", flush=True)
         else:
-            verdict = decode_gpu.check(bench, d, a.context - 48)
+            verdict = decode.check(bench, d, a.context - 48)
             bad += not verdict["ok"]
-            row |= decode_gpu.time_steps(d, a.context, groups=5, steps=8)
+            row |= decode.time_steps(d, a.context, groups=5, steps=8)
             row |= {"ok": verdict["ok"], "error": max(verdict["errors"].values())}
             print(
                 f"{c.name} {c.formats} {c.variant} at {c.share or 'full speed'}: {row['us']:.0f} us "

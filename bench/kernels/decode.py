@@ -1,6 +1,6 @@
 """Decode on a real GPU: the CUDA step at true shapes, checked against torch in the same run, then timed.
 
-    python bench/decode_gpu.py --models 120b,20b --formats mxfp4,checkpoint,q8 --contexts 512,2048,8192
+    python -m bench.kernels.decode --models 120b,20b --formats mxfp4,checkpoint,q8 --contexts 512,2048,8192
 
 Weights are random bytes of the full size (61 GB of experts for 120b), so nothing sits in the L2 cache; routing is
 spread and the distinct experts are printed. Every model is first compared with a float32 torch twin on the same bytes,
@@ -21,30 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
+from torch import Tensor
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+from halfbyte.kernels.cuda.decode import oracle
+from halfbyte.kernels.cuda.decode.step import KV_DTYPES, DecodeStep, StepShape, StepWeights
+from halfbyte.kernels.launch import compile_program
+from halfbyte.lab import environment, receipts
+from halfbyte.lab.levels import decode_case
+from halfbyte.lab.levels.decode_case import DecodeCase, place, random_weights, with_dense_formats
+from halfbyte.lab.measure import decode_trace
 
-from halfbyte.formats import tile16  # noqa: E402
-from halfbyte.kernels.cuda.decode import oracle  # noqa: E402
-from halfbyte.kernels.cuda.decode.step import (  # noqa: E402
-    KV_DTYPES,
-    DecodeStep,
-    Gpu,
-    StepLayer,
-    StepShape,
-    StepWeights,
-    tile_router,
-)
-from halfbyte.kernels.launch import compile_program  # noqa: E402
-from halfbyte.lab import environment  # noqa: E402
-from halfbyte.lab.measure import decode_trace  # noqa: E402
-from halfbyte.model.config import NAMED  # noqa: E402
-from halfbyte.ops.rope import rope_table, yarn_frequencies  # noqa: E402
-
-DENSE = {"mxfp4": "mxfp4", "q8": "q8", "checkpoint": "bf16"}
 BANDWIDTH = 4.5e12  # bytes/s this kind of GPU reads in the best case
 BOUND = 2e-3  # on a phase's relative error against float32
 NEAR = 1e-3  # experts whose logits are nearer may change places by rounding: then the next step is checked
@@ -54,109 +41,7 @@ SETTINGS: dict[str, Any] = {}  # of every kernel: --set, --kv and --layers
 
 
 def shape_of(model: str, formats: str, rows: int = 1, **changes: Any) -> StepShape:
-    c = NAMED[model]
-    changes = {**SETTINGS, **changes}
-    f = DENSE[formats]
-    return StepShape(
-        c.hidden, c.intermediate, changes.pop("layers", c.layers), c.experts, c.heads, c.kv_heads, c.vocab, c.window,
-        rows, qkv=f, o=f, lm_head=f, **changes,
-    )  # fmt: skip
-
-
-# ---- random weights, straight in the kernel's layout ----------------------------------------------------------------
-
-
-def random_matrix(*size: int, format: str) -> Tensor:
-    """About normal with variance 1/K, as tile16 bytes on the GPU."""
-    *lead, n, k = size
-    if format == "bf16":
-        out = torch.empty((*lead, *tile16.tile_shape(n, k, "bf16")), dtype=torch.uint8, device="cuda")
-        out.view(torch.bfloat16).normal_(0, k**-0.5)
-        return out
-    out = torch.empty((*lead, *tile16.tile_shape(n, k, format)), dtype=torch.uint8, device="cuda")
-    flat = out.view(-1)
-    words = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    words.random_(-(2**63), None)
-    if format == "mxfp4":  # rms of a random code is 2.93
-        out[..., 512:] = torch.randint(119, 121, out[..., 512:].shape, dtype=torch.uint8, device="cuda")
-    else:
-        scale = (torch.rand((*out.shape[:-1], 32), device="cuda") + 0.5) * (k**-0.5 / 74)
-        out[..., 1024:] = scale.half().view(torch.uint8)
-    return out
-
-
-def random_weights(s: StepShape) -> StepWeights:
-    def vector(*size: int, scale: float = 0.1, shift: float = 0.0) -> Tensor:
-        return torch.empty(size, device="cuda").normal_(shift, scale).bfloat16()
-
-    layers = [
-        StepLayer(
-            qkv=random_matrix(s.qkv_dim, s.hidden, format=s.qkv),
-            o=random_matrix(s.hidden, s.q_dim, format=s.o),
-            gate_up=random_matrix(s.experts, 2 * s.intermediate, s.hidden, format="mxfp4"),
-            down=random_matrix(s.experts, s.hidden, s.intermediate, format="mxfp4"),
-            qkv_bias=vector(s.qkv_dim), o_bias=vector(s.hidden), gate_up_bias=vector(s.experts, 2 * s.intermediate),
-            down_bias=vector(s.experts, s.hidden), attn_norm=vector(s.hidden, shift=1.0),
-            mlp_norm=vector(s.hidden, shift=1.0),
-            router=tile_router(vector(s.experts, s.hidden, scale=2 * s.hidden**-0.5)),
-            router_bias=vector(s.experts), sinks=vector(s.heads, scale=1.0),
-        )
-        for _ in range(s.layers)
-    ]  # fmt: skip
-    return StepWeights(
-        layers, vector(s.vocab, s.hidden, scale=1.0), vector(s.hidden, shift=1.0),
-        random_matrix(s.vocab, s.hidden, format=s.lm_head),
-    )  # fmt: skip
-
-
-def redress(w: StepWeights, s: StepShape) -> StepWeights:
-    """The same experts with other dense layers: experts are generated once."""
-    layers = [
-        replace(x, qkv=random_matrix(s.qkv_dim, s.hidden, format=s.qkv), o=random_matrix(s.hidden, s.q_dim, format=s.o))
-        for x in w.layers
-    ]
-    return replace(w, layers=layers, lm_head=random_matrix(s.vocab, s.hidden, format=s.lm_head))
-
-
-def make_rope(positions: int) -> Tensor:
-    inverse, temperature = yarn_frequencies(64, 150000.0, 32.0, 4096, 32.0, 1.0, False)
-    return torch.cat(rope_table(inverse, temperature, torch.arange(positions)), -1).contiguous().cuda()
-
-
-class Bench:
-    """One set of weights and one cache, for several kernels and contexts."""
-
-    def __init__(self, s: StepShape, weights: StepWeights, context: int, sequences: int) -> None:
-        blocks = context // 64 + 4
-        count = 2 * sequences * blocks
-        self.weights = weights
-        self.pool = (
-            torch.empty((count + 1, (s.layers + 1) // 2, 2, s.kv_heads, 64, 64), dtype=torch.bfloat16, device="cuda")
-            .normal_()
-            .to(KV_DTYPES[s.kv])
-        )
-        order = torch.randperm(count, device="cuda").int() + 1
-        self.tables = (order[: count // 2].view(sequences, blocks), order[count // 2 :].view(sequences, blocks))
-        self.rope = make_rope(blocks * 64)
-
-    def step(self, s: StepShape) -> DecodeStep:
-        return DecodeStep(
-            s, self.weights, Gpu(s), pool=self.pool, tables=self.tables, rope=self.rope, advance=True
-        )  # fmt: skip
-
-
-def place(d: DecodeStep, context: int, row_seq: list[int] | None = None) -> None:
-    """Rows at the end of their contexts; rows of one sequence stand one after the other."""
-    n = d.shape.rows
-    row_seq = row_seq or list(range(n))
-    seen: dict[int, int] = {}
-    positions = []
-    for q in row_seq:
-        positions.append(context + seen.get(q, 0))
-        seen[q] = seen.get(q, 0) + 1
-    d.tokens.copy_(torch.randint(0, d.shape.vocab, (n,), dtype=torch.int32))
-    d.positions.copy_(torch.tensor(positions, dtype=torch.int32))
-    d.row_seq.copy_(torch.tensor(row_seq, dtype=torch.int32))
+    return decode_case.shape_of(model, formats, rows, **{**SETTINGS, **changes})
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -168,7 +53,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return (off / own) ** 0.5
 
 
-def check(b: Bench, d: DecodeStep, context: int, row_seq: list[int] | None = None) -> dict[str, Any]:
+def check(b: DecodeCase, d: DecodeStep, context: int, row_seq: list[int] | None = None) -> dict[str, Any]:
     """One step against the twin. The kernel runs twice: equal bits prove that nothing depends on timing."""
     place(d, context, row_seq)
     before = (d.tokens.clone(), d.positions.clone())
@@ -209,7 +94,7 @@ def check(b: Bench, d: DecodeStep, context: int, row_seq: list[int] | None = Non
     }
 
 
-def settle(b: Bench, d: DecodeStep, context: int, row_seq: list[int] | None = None) -> dict[str, Any]:
+def settle(b: DecodeCase, d: DecodeStep, context: int, row_seq: list[int] | None = None) -> dict[str, Any]:
     """`check`; where it differs and a router's choice was a rounding apart, of the next step."""
     for later in range(4):
         try:
@@ -255,7 +140,7 @@ def bytes_read(s: StepShape, context: int, experts: float = 4.0) -> float:
     return s.layers * (dense + moe + kv) + s.vocab * s.hidden * per[s.lm_head]
 
 
-def phases(b: Bench, s: StepShape, context: int) -> dict[str, Any]:
+def phases(b: DecodeCase, s: StepShape, context: int) -> dict[str, Any]:
     """Where a step's time goes, by clocks read inside the kernel: see `halfbyte.lab.measure.decode_trace`."""
     d = b.step(replace(s, trace=True))
     place(d, context)
@@ -275,7 +160,7 @@ def build(shape: StepShape) -> float:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser()
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--models", default="120b")
     p.add_argument("--formats", default="mxfp4")
     p.add_argument("--contexts", default="512,2048,8192")
@@ -286,7 +171,7 @@ def main() -> int:
     p.add_argument("--kv", default="bf16", choices=("bf16", "fp8"))
     p.add_argument("--layers", type=int, default=0, help="so many layers only: a twelfth of the time, for experiments")
     p.add_argument("--no-trace", action="store_true")
-    p.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    p.add_argument("--out", type=Path, default=receipts.RESULTS)
     p.add_argument("--name", default=time.strftime("decode-gpu-%Y%m%d-%H%M%S"))
     a = p.parse_args()
     environment.need_gpu()
@@ -320,8 +205,8 @@ def main() -> int:
             clock = time.time()
             torch.manual_seed(0)
             s = shape_of(model, formats)
-            weights = random_weights(s) if weights is None else redress(weights, s)
-            b = Bench(s, weights, max(contexts), max(rows))
+            weights = random_weights(s) if weights is None else with_dense_formats(weights, s)
+            b = DecodeCase.make(s, weights, max(contexts), max(rows))
             torch.cuda.synchronize()
             print(f"{model} {formats}: weights in {time.time() - clock:.1f} s", flush=True)
             for r in rows:

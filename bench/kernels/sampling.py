@@ -1,6 +1,6 @@
 """Drawing a token on a GPU: microseconds of each launch of `cuda.draw` beside the sampler in torch, tokens compared.
 
-    python bench/draw_gpu.py --rows 1,8,32,64
+    python -m bench.kernels.sampling --rows 1,8,32,64
 
 Logits of gpt-oss's vocabulary, steep (a trained model's: few tokens hold most of the mass) and flat (random weights': a
 top-p of 0.9 keeps half of the vocabulary). Every figure is the median of replays of a graph of `--launches` launches,
@@ -18,15 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
+from torch import Tensor
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from halfbyte.engine.sampling.device import draw_rows  # noqa: E402
-from halfbyte.kernels.cuda.sampling import sampler  # noqa: E402
-from halfbyte.lab import environment, receipts  # noqa: E402
+from halfbyte.engine.sampling.device import draw_rows
+from halfbyte.kernels.cuda.sampling import sampler
+from halfbyte.lab import environment, receipts
 
 VOCAB = 201_088
 SETTINGS = {

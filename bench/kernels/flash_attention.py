@@ -1,6 +1,6 @@
 """Attention of whole prompts on an SM90 GPU: flash.cu checked against float32, then timed beside the Triton phase.
 
-    python bench/flash_gpu.py [--json FILE] [--variants]
+    python -m bench.kernels.flash_attention [--json FILE] [--variants]
 
 gpt-oss-120b's heads (64 queries, 8 keys, 64 dims), sinks, pages in random order, random keys and values; full and
 sliding layers. A case that is out of its bound has no time. Rates count the products of visible pairs only and stand
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,17 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
-
-from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, Build, attend, encode_pages  # noqa: E402
-from halfbyte.kernels.prove import default_spec  # noqa: E402
-from halfbyte.kernels.triton.attention import PrefillAttention  # noqa: E402
-from halfbyte.lab import environment  # noqa: E402
-from halfbyte.ops.attention import attend as attend_reference  # noqa: E402
-from halfbyte.ops.attention import gather_kv  # noqa: E402
-from halfbyte.plan.phase import Binding  # noqa: E402
-from halfbyte.plan.step import Step  # noqa: E402
+from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, Build, attend, encode_pages
+from halfbyte.kernels.prove import default_spec
+from halfbyte.kernels.triton.attention import PrefillAttention
+from halfbyte.lab import environment
+from halfbyte.ops.attention import attend as attend_reference
+from halfbyte.ops.attention import gather_kv
+from halfbyte.plan.phase import Binding
+from halfbyte.plan.step import Step
 
 BF16 = 790e12  # operations a second that this kind of GPU reaches on large products
 BOUND = 6e-3

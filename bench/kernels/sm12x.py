@@ -1,6 +1,6 @@
 """What SM12x would run, on a GPU that is here: checked at the true shapes of gpt-oss, timed for information only.
 
-    python bench/sync_gpu.py --save bench/results/sync-gpu.json
+    python -m bench.kernels.sm12x --save bench/results/sync-gpu.json
 
 The grouped products with mma.sync (grouped_sync.cu; experts, and qkv and o in three formats), and the batch layer, its
 lm_head and the decode step with the rings that fit in 101,376 bytes of shared memory: each against float32 torch. On an
@@ -21,26 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
 
-import batch_gpu  # noqa: E402
-import decode_gpu  # noqa: E402
-import prefill_gpu  # noqa: E402
-import torch  # noqa: E402
-
-from halfbyte import formats  # noqa: E402
-from halfbyte.formats import layouts, tile16  # noqa: E402
-from halfbyte.kernels.cuda.batch import layer, products  # noqa: E402
-from halfbyte.kernels.cuda.prefill import builds  # noqa: E402
-from halfbyte.kernels.cuda.prefill.mx import Mxfp4Dense, Mxfp8Dense  # noqa: E402
-from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, SyncVariant  # noqa: E402
-from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
-from halfbyte.lab import environment  # noqa: E402
-from halfbyte.lab.receipts import measured  # noqa: E402
-from halfbyte.model.config import NAMED  # noqa: E402
-from halfbyte.ops.linear import round_activation  # noqa: E402
-from halfbyte.plan.phase import ARCHES  # noqa: E402
+from bench.kernels import batch, decode, prefill_products
+from halfbyte import formats
+from halfbyte.formats import layouts, tile16
+from halfbyte.kernels.cuda.batch import layer, products
+from halfbyte.kernels.cuda.prefill import builds
+from halfbyte.kernels.cuda.prefill.mx import Mxfp4Dense, Mxfp8Dense
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, SyncVariant
+from halfbyte.kernels.launch import Program, compile_program
+from halfbyte.lab import environment
+from halfbyte.lab.levels import decode_case
+from halfbyte.lab.receipts import measured
+from halfbyte.model.config import NAMED
+from halfbyte.ops.linear import round_activation
+from halfbyte.plan.phase import ARCHES
 
 SMALL = ARCHES["sm121"].shared_memory
 ROW_KERNELS = ("pack_rows", "group_rows", "sum_rows")
@@ -69,12 +65,12 @@ def programs(arch: str, steps: list[Any]) -> None:
 
 
 def experts(room: builds.Room, sizes: list[int]) -> list[dict[str, Any]]:
-    layer = prefill_gpu.Layer(room, "120b", False)
+    layer = prefill_products.Layer(room, "120b", False)
     c = layer.config
-    dense = (prefill_gpu.dequantized(layer.gate_up), prefill_gpu.dequantized(layer.down))
+    dense = (prefill_products.dequantized(layer.gate_up), prefill_products.dequantized(layer.down))
     found = []
     for rows in sizes:
-        ids, weights = prefill_gpu.routing(rows, c.experts, c.top_k)
+        ids, weights = prefill_products.routing(rows, c.experts, c.top_k)
         h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
         want = layer.reference(dense, h, ids, weights, x) - x
         for tile in (None, *COLUMNS):
@@ -86,9 +82,9 @@ def experts(room: builds.Room, sizes: list[int]) -> list[dict[str, Any]]:
                 if buffer.dtype in (torch.float32, torch.bfloat16):
                     buffer.fill_(float("nan"))
             got = [made.run(h, ids, weights, x) for _ in range(2)]
-            e = prefill_gpu.error(got[0] - x, want)
-            us = prefill_gpu.timed(lambda i, m=made, a=(h, ids, weights, x): m.run(*a), 5)
-            ok = e <= prefill_gpu.BOUND and torch.equal(*got)
+            e = prefill_products.error(got[0] - x, want)
+            us = prefill_products.timed(lambda i, m=made, a=(h, ids, weights, x): m.run(*a), 5)
+            ok = e <= prefill_products.BOUND and torch.equal(*got)
             found.append({"case": f"experts {rows} tokens {tile or 'auto'}", "us": us, "error": e, "ok": ok})
             say(f"{found[-1]}")
     return found
@@ -111,8 +107,8 @@ def linear(room: builds.Room) -> list[dict[str, Any]]:
                 made = kind(room, held, bias, role)
                 got = [made.run(x, residual=residual) for _ in range(2)]
                 want = round_activation(x, activation) @ dense.T + bias
-                e = prefill_gpu.error(got[0] - residual, want)
-                us = prefill_gpu.timed(lambda i, m=made, x=x: m.run(x), 5)
+                e = prefill_products.error(got[0] - residual, want)
+                us = prefill_products.timed(lambda i, m=made, x=x: m.run(x), 5)
                 bound = 3e-4 if form == "q8" else 1e-5 if activation == "bf16" else NATIVE_BOUND
                 ok = e <= bound and torch.equal(*got)
                 found.append({"case": f"{role} {form} {activation} {rows} rows", "us": us, "error": e, "ok": ok})
@@ -121,7 +117,7 @@ def linear(room: builds.Room) -> list[dict[str, Any]]:
 
 
 def batches() -> list[dict[str, Any]]:
-    case = batch_gpu.Case("120b", {})
+    case = batch.Case("120b", {})
     layer = case.layer
     for m in (layer.qkv, layer.o):
         m.variant = m.variant.within(SMALL)
@@ -148,24 +144,24 @@ def head() -> list[dict[str, Any]]:
             select = torch.randperm(11, device="cuda")[:rows].int()
             got = [made.run(x, select) for _ in range(2)]
             h = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm.float()
-            e = prefill_gpu.error(got[0], h[select.long()].bfloat16().float() @ dense.T)
-            us = prefill_gpu.timed(lambda i, m=made, a=(x, select): m.run(*a), 5)
+            e = prefill_products.error(got[0], h[select.long()].bfloat16().float() @ dense.T)
+            us = prefill_products.timed(lambda i, m=made, a=(x, select): m.run(*a), 5)
             ok = e <= 3e-4 and torch.equal(*got)
             found.append({"case": f"batch lm_head {form} {rows} rows", "us": us, "error": e, "ok": ok})
     return found
 
 
-def decode(steps: list[Any]) -> list[dict[str, Any]]:
+def decode_steps(steps: list[Any]) -> list[dict[str, Any]]:
     found = []
     for s in steps:
-        b = decode_gpu.Bench(s, decode_gpu.random_weights(s), 2048, s.rows)
-        got = decode_gpu.check(b, b.step(s), 2000)
+        b = decode_case.DecodeCase.make(s, decode_case.random_weights(s), 2048, s.rows)
+        got = decode.check(b, b.step(s), 2000)
         found.append({"case": f"decode step {s.qkv} {s.rows} rows, {s.layers} layers, {s.slots} slots", **got})
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="9,65,512,2048")
     parser.add_argument("--parts", default="decode,head,batch,linear,experts", help="some of them, in this order")
     parser.add_argument("--save", type=Path)
@@ -175,7 +171,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
     steps = [
-        decode_gpu.shape_of("120b", f, r, layers=4, shared=SMALL)
+        decode.shape_of("120b", f, r, layers=4, shared=SMALL)
         for f, r in (("mxfp4", 1), ("mxfp4", 4), ("checkpoint", 1))
     ]
     programs(builds.gpu().arch, steps)
@@ -186,7 +182,7 @@ def main() -> int:
         "experts": lambda: experts(room, [int(t) for t in args.tokens.split(",")]),
         "batch": batches,
         "head": head,
-        "decode": lambda: decode(steps),
+        "decode": lambda: decode_steps(steps),
     }
     report: dict[str, Any] = {
         "bench": "sync_gpu", "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "rows": [],

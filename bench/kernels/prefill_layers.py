@@ -1,6 +1,6 @@
 """A stack of prompt layers on a GPU (`cuda.prefill_layer`): where a layer's time goes, kernel by kernel.
 
-    python bench/prefill_layers.py --tokens 512,2048 --layers 6
+    python -m bench.kernels.prefill_layers --tokens 512,2048 --layers 6
 
 Random weights of the true shapes. The stack is first compared with its phases run one by one (a stack that differs is
 not timed), then timed as prompts run (queued eagerly) and as one CUDA graph, which shows what the host costs; the
@@ -21,31 +21,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
-import torch  # noqa: E402
-from prefill_gpu import random_mxfp4  # noqa: E402
-from torch import Tensor  # noqa: E402
-from torch.autograd import DeviceType  # noqa: E402
-from torch.profiler import ProfilerActivity  # noqa: E402
-from torch.profiler import profile as torch_profile  # noqa: E402
-
-from halfbyte.gates import Gates, Layers  # noqa: E402
-from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention  # noqa: E402
-from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, Variant, gpu  # noqa: E402
-from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv  # noqa: E402
-from halfbyte.kernels.cuda.prefill.layer import Fp8PrefillLayer, PrefillLayer  # noqa: E402
-from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv  # noqa: E402
-from halfbyte.kernels.launch import Program, compile_program  # noqa: E402
-from halfbyte.kernels.triton.rope import RopeAndWrite  # noqa: E402
-from halfbyte.kernels.triton.router import NormAndRouter  # noqa: E402
-from halfbyte.lab import environment, receipts  # noqa: E402
-from halfbyte.model.config import NAMED  # noqa: E402
-from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, formats_after, spec_of  # noqa: E402
-from halfbyte.ops.rope import yarn_frequencies  # noqa: E402
-from halfbyte.plan.phase import ARCHES, Binding, Launch, Phase, Spec  # noqa: E402
-from halfbyte.plan.step import Step  # noqa: E402
+from bench.kernels.prefill_products import random_mxfp4
+from halfbyte.gates import Gates, Layers
+from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention
+from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, Variant, gpu
+from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
+from halfbyte.kernels.cuda.prefill.layer import Fp8PrefillLayer, PrefillLayer
+from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv
+from halfbyte.kernels.launch import Program, compile_program
+from halfbyte.kernels.triton.rope import RopeAndWrite
+from halfbyte.kernels.triton.router import NormAndRouter
+from halfbyte.lab import environment, receipts
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, formats_after, spec_of
+from halfbyte.ops.rope import yarn_frequencies
+from halfbyte.plan.phase import ARCHES, Binding, Launch, Phase, Spec
+from halfbyte.plan.step import Step
 
 BOUND = {"bf16": 1e-2, "fp8": 4e-2}  # between one layer and its phases
 PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer, in order

@@ -1,6 +1,6 @@
 """The batch products on a real GPU (SM90): checked against torch float32, then timed at true shapes.
 
-    python bench/batch_gpu.py --rows 2,8,16,32,64 --save bench/results/batch-gpu-DATE.json
+    python -m bench.kernels.batch --rows 2,8,16,32,64 --save bench/results/batch-gpu-DATE.json
 
 Layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is what the router chooses, the
 distinct experts are printed. A size whose output is wrong is not timed. Figures stand beside what the memory (4.5 TB/s)
@@ -21,24 +21,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
+from torch import Tensor
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from halfbyte import formats  # noqa: E402
-from halfbyte.formats import MXTensor, tile16  # noqa: E402
-from halfbyte.kernels.cuda.batch import products  # noqa: E402
-from halfbyte.kernels.cuda.batch.layer import Layer, Room  # noqa: E402
-from halfbyte.kernels.cuda.batch.products import Matrix, RowShape  # noqa: E402
-from halfbyte.lab import environment, receipts  # noqa: E402
-from halfbyte.lab.measure.device_timing import device_us  # noqa: E402
-from halfbyte.lab.measure.power import PowerMeter  # noqa: E402
-from halfbyte.model.config import NAMED  # noqa: E402
-from halfbyte.ops.moe import swiglu  # noqa: E402
-from halfbyte.ops.norm import rms_norm  # noqa: E402
-from halfbyte.ops.router import route  # noqa: E402
+from halfbyte import formats
+from halfbyte.formats import MXTensor, tile16
+from halfbyte.kernels.cuda.batch import products
+from halfbyte.kernels.cuda.batch.layer import Layer, Room
+from halfbyte.kernels.cuda.batch.products import Matrix, RowShape
+from halfbyte.lab import environment, receipts
+from halfbyte.lab.measure.device_timing import device_us
+from halfbyte.lab.measure.power import PowerMeter
+from halfbyte.model.config import NAMED
+from halfbyte.ops.moe import swiglu
+from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.router import route
 
 BANDWIDTH = 4.5e12
 BOUNDS = {"qkv": 2e-3, "mid": 1e-4, "experts": 3e-3}
@@ -139,11 +136,11 @@ def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def sustained(work: Callable[[], object], seconds: float, layers: int) -> dict[str, Any]:
     """µs of a layer in graphs of `work`: the first twenty, and those of the second half of so many seconds."""
     graph, found = captured(work), []
-    with PowerMeter() as gauge:
+    with PowerMeter() as meter:
         start = time.perf_counter()
         while time.perf_counter() - start < seconds:
             found.append(device_us(graph.replay, 20) / layers)
-    return {"first_us": found[0], "late_us": statistics.fmean(found[len(found) // 2 :])} | gauge.summary()
+    return {"first_us": found[0], "late_us": statistics.fmean(found[len(found) // 2 :])} | meter.summary()
 
 
 def graph_us(work: Callable[[], object], times: int = 7) -> float:

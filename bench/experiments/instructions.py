@@ -1,6 +1,6 @@
 """What instructions cost beside each other: cycles of a scheduler for mixtures like those of the decode loop.
 
-    python bench/instructions_gpu.py --out receipt.json
+    python -m bench.experiments.instructions --out receipt.json
 
 A warp that widens MXFP4 and multiplies it issues seven instructions of integer logic and one for the tensor cores, 16
 times for its part of a tile. Every mixture runs on registers alone, with one to four warps a scheduler; the figure is
@@ -16,15 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
 
-import torch  # noqa: E402
+from halfbyte.kernels.launch import Kernel, Program, build_program
+from halfbyte.lab import environment, receipts
 
-from halfbyte.kernels.launch import Kernel, Program, build_program  # noqa: E402
-from halfbyte.lab import environment, receipts  # noqa: E402
-
-SOURCE = ROOT / "bench" / "experiments" / "instructions.cu"
+SOURCE = Path(__file__).resolve().parent / "instructions.cu"
 GROUPS, TIMES = 16, 500
 # of one group: how many of what, in this order
 MIXTURES: dict[str, dict[str, int]] = {
