@@ -28,6 +28,7 @@ from halfbyte.kernels.triton.attention import PrefillAttention
 from halfbyte.lab import environment
 from halfbyte.ops.attention import attend as attend_reference
 from halfbyte.ops.attention import gather_kv
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Binding
 from halfbyte.plan.step import Step
 
@@ -91,9 +92,9 @@ def kernels(
     pages = encode_pages(pool)
 
     def triton() -> Tensor:
-        acts: dict[str, Any] = {"q": q}
+        acts = Activations(q=q)
         launch(step, acts)
-        found: Tensor = acts["attn"]
+        found: Tensor = acts.attn
         return found
 
     def flash(b: Build) -> Callable[[], Tensor]:

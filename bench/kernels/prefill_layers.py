@@ -41,6 +41,7 @@ from halfbyte.lab import environment, receipts
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, formats_after, spec_of
 from halfbyte.ops.rope import yarn_frequencies
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -105,10 +106,10 @@ def bind(s: Spec, weights: list[SimpleNamespace], phases: tuple[Phase, ...], poo
 
 
 def run(bound: list[Launch], step: Step, x: Tensor) -> Tensor:
-    acts: dict[str, Any] = {"x": x}
+    acts = Activations(x=x)
     for launch in bound:
         launch(step, acts)
-    found: Tensor = acts["x"]
+    found: Tensor = acts.x
     return found
 
 

@@ -34,6 +34,7 @@ from halfbyte.lab.receipts import measured
 from halfbyte.ops.attention import store_dtype
 from halfbyte.ops.rope import yarn_frequencies
 from halfbyte.plan import reference
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Binding, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -244,27 +245,27 @@ class Bench:
         shape = (pages, 4, 2, s.kv_heads, s.page_size, s.head_dim)
         return self.randn(*shape, dtype=torch.float32).to(store_dtype(s.kv_dtype))
 
-    def make_acts(self) -> dict[str, Tensor]:
+    def make_acts(self) -> Activations:
         s, rows, g = self.spec, self.step.rows, self.generator
         first = self.phase.covers[0]
         q = s.heads * s.head_dim
         f32 = torch.float32
-        acts: dict[str, Tensor] = {}
+        acts = Activations()
         if first in ("attn_norm", "mlp_norm", "final_norm", "o", "moe"):
-            acts["x"] = self.randn(rows, s.hidden, dtype=f32)
+            acts.x = self.randn(rows, s.hidden, dtype=f32)
         if first in ("qkv", "moe", "lm_head"):
-            acts["h"] = self.randn(rows, s.hidden, dtype=torch.bfloat16 if s.activation == "bf16" else f32)
+            acts.h = self.randn(rows, s.hidden, dtype=torch.bfloat16 if s.activation == "bf16" else f32)
         if first == "o":
-            acts["attn"] = self.randn(rows, q)
+            acts.attn = self.randn(rows, q)
         if first == "rope":
             heads = [s.heads, s.kv_heads, s.kv_heads]
-            acts["q"], acts["k"], acts["v"] = torch.split(self.randn(rows, sum(heads), s.head_dim, dtype=f32), heads, 1)
+            acts.q, acts.k, acts.v = torch.split(self.randn(rows, sum(heads), s.head_dim, dtype=f32), heads, 1)
         if first == "attention":
-            acts["q"] = self.randn(rows, s.heads, s.head_dim, std=1.5)
+            acts.q = self.randn(rows, s.heads, s.head_dim, std=1.5)
         if first == "moe":
             scores = torch.rand(rows, s.experts, device=DEVICE, generator=g)
-            acts["topk_ids"] = scores.topk(s.top_k).indices.int()
-            acts["topk_weights"] = torch.softmax(self.randn(rows, s.top_k, dtype=f32), 1)
+            acts.topk_ids = scores.topk(s.top_k).indices.int()
+            acts.topk_weights = torch.softmax(self.randn(rows, s.top_k, dtype=f32), 1)
         return acts
 
     def bind(self, phases: list[Phase], weights: Any, pool: Tensor | None) -> list[Any]:
@@ -278,7 +279,7 @@ class Bench:
 
     def check(self) -> float:
         """Largest relative error over what the phase leaves behind; NaN never passes."""
-        mine, theirs = dict(self.acts[0]), dict(self.acts[0])
+        mine, theirs = self.acts[0].copy(), self.acts[0].copy()
         pools = [None if self.pool is None else self.pool.clone() for _ in range(2)]
         for launch in self.bind([self.phase], self.weights[0], pools[0]):
             launch(self.step, mine)
@@ -289,14 +290,14 @@ class Bench:
         for name in {"embed": ["x"], "rope": ["q"], "qkv": ["q", "k", "v"], "attention": ["attn"], "o": ["x"],
                      "attn_norm": ["h"], "final_norm": ["h"], "mlp_norm": ["h"], "moe": ["x"],
                      "lm_head": ["logits"]}[self.phase.covers[0]]:  # fmt: skip
-            a, b = mine[name].double(), theirs[name].double()
+            a, b = getattr(mine, name).double(), getattr(theirs, name).double()
             if self.phase.covers == ("moe",):
-                a, b = a - self.acts[0]["x"].double(), b - self.acts[0]["x"].double()
+                a, b = a - self.acts[0].x.double(), b - self.acts[0].x.double()
             worst = max(worst, float((a - b).norm() / b.norm())) if torch.isfinite(a).all() else math.nan
         if "router" in self.phase.covers:
-            same = (mine["topk_ids"].long() == theirs["topk_ids"].long()).all(1)
+            same = (mine.topk_ids.long() == theirs.topk_ids.long()).all(1)
             assert float(same.float().mean()) > 0.999, "routing differs"
-            w = (mine["topk_weights"] - theirs["topk_weights"])[same]
+            w = (mine.topk_weights - theirs.topk_weights)[same]
             assert float(w.abs().max()) < 1e-3, "routing weights differ"
         if pools[0] is not None and "kv_write" in self.phase.covers:
             assert pools[1] is not None
@@ -313,7 +314,7 @@ class Bench:
 
         def all_of_them() -> None:
             for i in range(count):
-                launches[i % len(launches)](self.step, dict(self.acts[i % len(self.acts)]))
+                launches[i % len(launches)](self.step, self.acts[i % len(self.acts)].copy())
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -342,7 +343,7 @@ class Bench:
         per_weight = {"bf16": 2.0, "q8": 34 / 32, "mxfp4": 17 / 32}
         q = s.heads * s.head_dim
         if "moe" in covers:
-            unique = sum(a["topk_ids"].unique().numel() for a in self.acts) / len(self.acts)
+            unique = sum(a.topk_ids.unique().numel() for a in self.acts) / len(self.acts)
             return unique * 3 * s.hidden * s.intermediate * 17 / 32, rows * s.top_k * 6.0 * s.hidden * s.intermediate
         if "attention" in covers:
             lens = [p + 1 for p in self.step.positions.tolist()]

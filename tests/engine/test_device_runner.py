@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -38,7 +38,8 @@ from halfbyte.model import checkpoint, load
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.plan.phase import ARCHES, RESIDUAL
+from halfbyte.plan.activations import Activations
+from halfbyte.plan.phase import ARCHES
 from halfbyte.plan.step import Step, regime_of
 
 CPU = torch.device("cpu")
@@ -242,6 +243,16 @@ def test_models_that_draft_run_beside_graphs(method: str, tmp_path: Path, monkey
     assert found[0] == found[1]
 
 
+class Pending(NamedTuple):
+    """What a fused layer leaves instead of x."""
+
+    x: torch.Tensor
+    experts: torch.Tensor
+
+    def complete(self) -> torch.Tensor:
+        return self.x + self.experts
+
+
 def test_a_layer_that_is_not_summed_up_yet_is_tapped_whole() -> None:
     """Kernels may leave experts' results to the next layer; hidden states have them all the same."""
     model = load.load_model(load.resolve_model("random:small"), page_size=16)
@@ -250,18 +261,26 @@ def test_a_layer_that_is_not_summed_up_yet_is_tapped_whole() -> None:
     model.forward = lambda step: (steps.append(step), forward(step))[1]  # type: ignore[method-assign, func-returns-value]
     SingleSequence(model, 64).feed([5, 6, 7])
     tap = HiddenTap(model, (1,))
-    _, expected = tap(steps[0])
+    logits, expected = tap(steps[0])
     bound = model.plan.bound[steps[0].regime]
     first = next(i for i, b in enumerate(bound) if b.phase.covers[-1] == "moe")
-    launch = bound[first].launch
+    moe, norm = bound[first].launch, bound[first + 1].launch
 
-    def short(step: Step, acts: dict[str, Any]) -> None:
-        launch(step, acts)
-        whole, acts["x"] = acts["x"], acts["x"] - 1.0
-        acts[RESIDUAL] = lambda: whole
+    def leave(step: Step, acts: Activations) -> None:
+        moe(step, acts)
+        acts.leave(Pending(acts.x - 1.0, torch.ones(())))
+        assert not acts.has("x"), "nobody can mistake it for the whole"
 
-    bound[first] = replace(bound[first], launch=short)
-    assert torch.equal(tap(steps[0])[1], expected)
+    def add(step: Step, acts: Activations) -> None:
+        pending = acts.take(Pending)
+        assert pending is not None
+        acts.x = pending.complete()
+        norm(step, acts)
+
+    bound[first : first + 2] = [replace(bound[first], launch=leave), replace(bound[first + 1], launch=add)]
+    again, tapped = tap(steps[0])
+    assert torch.allclose(tapped, expected, atol=1e-6)
+    assert torch.allclose(again, logits, atol=1e-4)
 
 
 def test_tables_are_sent_when_they_change_only(monkeypatch: pytest.MonkeyPatch) -> None:

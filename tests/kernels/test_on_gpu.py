@@ -23,6 +23,7 @@ from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, Launch
 from halfbyte.plan.step import Step
 
@@ -78,10 +79,11 @@ def reference_of(g: gates.Gates, noise: int | None = None) -> GptOss:
 def _shaken(launch: Launch, last: str, random: torch.Generator) -> Launch:
     name = {"rope": "q", "attention": "attn"}.get(last)
 
-    def run(step: Step, acts: dict[str, torch.Tensor]) -> None:
+    def run(step: Step, acts: Activations) -> None:
         launch(step, acts)
         if name is not None:
-            acts[name] = acts[name] * (1 + (torch.rand(acts[name].shape, generator=random) - 0.5) * 2**-8)
+            exact = getattr(acts, name)
+            setattr(acts, name, exact * (1 + (torch.rand(exact.shape, generator=random) - 0.5) * 2**-8))
 
     return run
 

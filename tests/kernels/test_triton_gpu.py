@@ -17,6 +17,7 @@ from halfbyte.gates import Gates
 from halfbyte.kernels.triton.moe import Moe
 from halfbyte.model.gpt_oss import arch_of
 from halfbyte.plan import reference
+from halfbyte.plan.activations import Activations
 
 sys.path.insert(0, str(Path(__file__).parent / "triton"))
 from triton_cases import bind_all, close, make_spec, make_step, make_weights
@@ -52,8 +53,8 @@ def test_experts(activation: str, tile: str, rows: int) -> None:
     step = make_step(spec, [(0, rows)])
     outs = []
     for phases in ([phase], [p for p in reference.PHASES if p.covers == ("moe",)]):
-        mine = dict(acts)
+        mine = Activations(**acts)
         for launch in bind_all(phases, spec, weights, None, "full", 1):
             launch(step, mine)
-        outs.append((mine["x"] - acts["x"]).cpu())
+        outs.append((mine.x - acts["x"]).cpu())
     close(outs[0], outs[1], BOUNDS[activation])

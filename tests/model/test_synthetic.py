@@ -18,6 +18,7 @@ from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.weights import roles, shape_of
+from halfbyte.plan.activations import Activations
 
 DEEP = ModelConfig(  # as deep as 120b, narrow enough for a test
     layers=36, hidden=256, intermediate=256, experts=32, top_k=4, heads=8, kv_heads=2, head_dim=32, vocab=2048,
@@ -26,16 +27,17 @@ DEEP = ModelConfig(  # as deep as 120b, narrow enough for a test
 TOKENS = 160  # past the window
 
 
-class Watched(dict[str, Tensor]):
+class Watched(Activations):
     """The activations of a run, each assignment kept."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: dict[str, list[Tensor]] = {}
+        super().__init__()
 
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        super().__setitem__(name, value)
-        self.seen.setdefault(name, []).append(value.clone())
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, Tensor):
+            self.seen.setdefault(name, []).append(value.clone())
 
 
 @pytest.fixture(scope="module", params=["small", "deep"])
@@ -45,7 +47,7 @@ def run(request: pytest.FixtureRequest) -> tuple[ModelConfig, dict[str, list[Ten
     watched = Watched()
     tokens = torch.randint(0, config.vocab, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
     plain: Any = model
-    plain.forward = lambda step: model.plan.run(step, watched)["logits"]
+    plain.forward = lambda step: model.plan.run(step, watched).logits
     SingleSequence(model, TOKENS).feed(tokens, all_logits=True)
     assert len(watched.seen["topk_ids"]) == config.layers
     return config, watched.seen

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
 
 from halfbyte import formats, gates
 from halfbyte.errors import FormatError, PlanError
@@ -16,6 +15,7 @@ from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import GptOss, choose, spec_of
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import DECODE_ROWS, Step, regime_of
 
@@ -38,7 +38,7 @@ class FusedFront(Phase):
     def bind(self, b: Binding) -> Launch:
         parts = [p.bind(b) for p in reference.PHASES if p.covers[0] in self.covers]
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+        def launch(step: Step, acts: Activations) -> None:
             for part in parts:
                 part(step, acts)
 
@@ -126,9 +126,9 @@ class WholeStep(Phase):
     def bind(self, b: Binding) -> Launch:
         inner = GptOss(b.weights)
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+        def launch(step: Step, acts: Activations) -> None:
             inner._pool = b.kv_pool()
-            acts["logits"] = inner.forward(step)
+            acts.logits = inner.forward(step)
 
         return launch
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
@@ -35,6 +34,7 @@ from halfbyte.lab.measure.device_timing import (
 from halfbyte.lab.profile import OTHER, SAMPLING, Profile, Span, category_of, classify, summarise
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.sampling import greedy
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import OPERATIONS
 from halfbyte.plan.step import Step
 from halfbyte.roofline import Work, step_work
@@ -120,12 +120,12 @@ def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: i
         return now
 
     for step in steps:
-        acts: dict[str, Tensor] = {}
+        acts = Activations()
         now = time.perf_counter()
         for b in model.plan.bound[step.regime]:
             b.launch(step, acts)
             now = note(category_of(b.phase.covers), b.phase.name, now)
-        greedy(acts["logits"])
+        greedy(acts.logits)
         note(SAMPLING, "greedy", now)
     return spans, whole
 
@@ -199,13 +199,13 @@ def attribute(model: GptOss, step: Step) -> list[tuple[str, str]]:
     bound = model.plan.bound[step.regime]
 
     def run(_: int) -> None:
-        acts: dict[str, Tensor] = {}
+        acts = Activations()
         for i, b in enumerate(bound):
             with record_function(f"{MARK}{i}"):
                 b.launch(step, acts)
                 torch.cuda.synchronize()
         with record_function(f"{MARK}{len(bound)}"):
-            greedy(acts["logits"])
+            greedy(acts.logits)
             torch.cuda.synchronize()
 
     run(0)  # kernels compile here

@@ -210,4 +210,4 @@ class GptOss:
 
     def forward(self, step: Step) -> Tensor:
         """Logits float32 [L, vocab] of the rows asked for."""
-        return self.plan.run(step)["logits"]
+        return self.plan.run(step).logits

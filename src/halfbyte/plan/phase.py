@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from halfbyte.gates import Gates
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.step import REGIMES, Regime, Step
 
 PROLOGUE = ("embed",)
@@ -113,10 +114,7 @@ class Binding:
     layer: int | None = None
 
 
-# A launch reads and writes named activations (see halfbyte.ops for the names).
-Launch = Callable[[Step, dict[str, Tensor]], None]
-# Beside them: a function () -> all of x, left by a layer's phase while "x" lacks what the next layer will add to it.
-RESIDUAL = "residual"
+Launch = Callable[[Step, Activations], None]
 
 
 class Phase(ABC):

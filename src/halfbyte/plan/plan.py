@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import OPERATIONS, ROLES, SEGMENTS, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Record, Run, Selection
 from halfbyte.plan.select import Chosen
@@ -28,9 +27,9 @@ class Plan:
     record: Record = field(default_factory=Record)
     recording: bool = True
 
-    def run(self, step: Step, acts: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """All launches of the step's regime. Returns the activations by name; `logits` is the result."""
-        acts = {} if acts is None else acts
+    def run(self, step: Step, acts: Activations | None = None) -> Activations:
+        """All launches of the step's regime. Returns the activations; `logits` is the result."""
+        acts = Activations() if acts is None else acts
         regime = step.regime
         for b in self.bound[regime]:
             b.launch(step, acts)
@@ -38,8 +37,8 @@ class Plan:
                 self.record.add(self._run(b, regime, acts))
         return acts
 
-    def _run(self, b: Bound, regime: Regime, acts: dict[str, Tensor]) -> Run:
-        names = [n for n in OUTPUTS[b.phase.covers[-1]] if n in acts]
+    def _run(self, b: Bound, regime: Regime, acts: Activations) -> Run:
+        tensors = acts.tensors()
         return Run(
             phase=b.phase.name,
             covers=b.phase.covers,
@@ -47,7 +46,7 @@ class Plan:
             formats=b.formats,
             dtype=self.spec.dtype,
             activation=self.spec.at(regime).activation,
-            shapes={n: tuple(acts[n].shape) for n in names},
+            shapes={n: tuple(tensors[n].shape) for n in OUTPUTS[b.phase.covers[-1]] if n in tensors},
         )
 
 

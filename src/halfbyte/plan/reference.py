@@ -21,6 +21,7 @@ from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.rope import rope, rope_table
 from halfbyte.ops.router import route
 from halfbyte.ops.rows import matmul_rows
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -88,8 +89,8 @@ class Embed(_Reference):
     def bind(self, b: Binding) -> Launch:
         table = b.weights.embed
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
-            acts["x"] = embed(step.tokens, table)
+        def launch(step: Step, acts: Activations) -> None:
+            acts.x = embed(step.tokens, table)
 
         return launch
 
@@ -101,8 +102,8 @@ class _Norm(_Reference):
     def bind(self, b: Binding) -> Launch:
         weight, eps = getattr(b.weights, self.role), b.spec.norm_eps
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
-            acts["h"] = rms_norm(acts["x"], weight, eps)
+        def launch(step: Step, acts: Activations) -> None:
+            acts.h = rms_norm(acts.x, weight, eps)
 
         return launch
 
@@ -121,8 +122,8 @@ class FinalNorm(_Reference):
     def bind(self, b: Binding) -> Launch:
         weight, eps = b.weights.final_norm, b.spec.norm_eps
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
-            acts["h"] = rms_norm(acts["x"][step.logit_rows.long()], weight, eps)
+        def launch(step: Step, acts: Activations) -> None:
+            acts.h = rms_norm(acts.x[step.logit_rows.long()], weight, eps)
 
         return launch
 
@@ -137,9 +138,9 @@ class Qkv(_Reference):
         s = b.spec
         heads = [s.heads, s.kv_heads, s.kv_heads]
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
-            y = project(acts["h"]).view(step.rows, sum(heads), s.head_dim)
-            acts["q"], acts["k"], acts["v"] = torch.split(y, heads, dim=1)
+        def launch(step: Step, acts: Activations) -> None:
+            y = project(acts.h).view(step.rows, sum(heads), s.head_dim)
+            acts.q, acts.k, acts.v = torch.split(y, heads, dim=1)
 
         return launch
 
@@ -151,9 +152,9 @@ class Rope(_Reference):
     def bind(self, b: Binding) -> Launch:
         inverse, temperature = b.rope
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+        def launch(step: Step, acts: Activations) -> None:
             cos, sin = rope_table(inverse, temperature, step.positions)
-            acts["q"], acts["k"] = rope(acts["q"], cos, sin), rope(acts["k"], cos, sin)
+            acts.q, acts.k = rope(acts.q, cos, sin), rope(acts.k, cos, sin)
 
         return launch
 
@@ -165,9 +166,9 @@ class KvWrite(_Reference):
         assert b.kind is not None
         kind, index, pool = b.kind, b.kind_index, b.kv_pool
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+        def launch(step: Step, acts: Activations) -> None:
             table = step.block_tables[kind][step.row_sequence.long()]
-            write_kv(pool(), index, acts["k"], acts["v"], step.positions, table)
+            write_kv(pool(), index, acts.k, acts.v, step.positions, table)
 
         return launch
 
@@ -184,16 +185,16 @@ class Attention(_Reference):
         sinks = b.weights.sinks if "sinks" in spec.features_of(("attention",)) else None
         scale = spec.head_dim**-0.5
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+        def launch(step: Step, acts: Activations) -> None:
             starts, lens = step.query_start.tolist(), step.kv_lens.tolist()
-            out = torch.empty_like(acts["q"])
+            out = torch.empty_like(acts.q)
             for s, length in enumerate(lens):
                 rows = slice(starts[s], starts[s + 1])
                 if starts[s] == starts[s + 1]:
                     continue
                 k, v = gather_kv(pool(), index, step.block_tables[kind][s], length)
-                out[rows] = attend(acts["q"][rows], k, v, step.positions[rows], sinks, window, scale)
-            acts["attn"] = out.flatten(1)
+                out[rows] = attend(acts.q[rows], k, v, step.positions[rows], sinks, window, scale)
+            acts.attn = out.flatten(1)
 
         return launch
 
@@ -206,8 +207,8 @@ class OutProjection(_Reference):
     def bind(self, b: Binding) -> Launch:
         project = _project(b.weights.o, b.weights.o_bias, b.spec)
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
-            acts["x"] = acts["x"] + project(acts["attn"])
+        def launch(step: Step, acts: Activations) -> None:
+            acts.x = acts.x + project(acts.attn)
 
         return launch
 
@@ -219,8 +220,8 @@ class Router(_Reference):
     def bind(self, b: Binding) -> Launch:
         weight, bias, top_k = b.weights.router, b.weights.router_bias, b.spec.top_k
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
-            acts["topk_ids"], acts["topk_weights"] = route(acts["h"], weight, bias, top_k)
+        def launch(step: Step, acts: Activations) -> None:
+            acts.topk_ids, acts.topk_weights = route(acts.h, weight, bias, top_k)
 
         return launch
 
@@ -235,12 +236,12 @@ class Moe(_Reference):
         gate_up = self._experts(b.weights.gate_up, b.weights.gate_up_bias, spec)
         down = self._experts(b.weights.down, b.weights.down_bias, spec)
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+        def launch(step: Step, acts: Activations) -> None:
             y = moe(
-                acts["h"], acts["topk_ids"].long(), acts["topk_weights"],
+                acts.h, acts.topk_ids.long(), acts.topk_weights,
                 gate_up, down, spec.swiglu_limit, spec.swiglu_alpha,
             )  # fmt: skip
-            acts["x"] = acts["x"] + y
+            acts.x = acts.x + y
 
         return launch
 
@@ -266,8 +267,8 @@ class LmHead(_Reference):
         matrix: Matrix = b.weights.lm_head
         project = _project(matrix, torch.zeros(()), b.spec)
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
-            acts["logits"] = project(acts["h"])
+        def launch(step: Step, acts: Activations) -> None:
+            acts.logits = project(acts.h)
 
         return launch
 

@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.gates import Gates, Layers
 from halfbyte.kernels.cuda.batch.fused_phase import PHASES as FUSED_PHASES
-from halfbyte.kernels.cuda.batch.phase import PHASES, whole
+from halfbyte.kernels.cuda.batch.phase import PHASES, PendingExperts
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
 from halfbyte.plan.phase import ARCHES, Spec
@@ -86,7 +86,7 @@ def test_refusals_of_the_fused_attention(changes: dict[str, object], reason: str
 def test_the_whole_of_x_has_the_experts_of_its_row() -> None:
     x, weights, parts = torch.randn(3, 8), torch.rand(3, 4), torch.randn(64 * 4, 8)
     expected = torch.stack([x[r] + sum(weights[r, k] * parts[4 * r + k] for k in range(4)) for r in range(3)])
-    assert torch.allclose(whole(x, weights, parts), expected)
+    assert torch.allclose(PendingExperts(x, weights, parts).complete(), expected)
 
 
 def test_eagle3_gets_layers_one_by_one() -> None:

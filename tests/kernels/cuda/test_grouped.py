@@ -165,10 +165,10 @@ def test_sums_packed_in_one_pass_are_those_of_two(fp8: bool) -> None:
     weights, ids = torch.randn((rows, experts), generator=g).softmax(-1).topk(3)
     h, x = torch.randn((rows, hidden), generator=g).bfloat16(), torch.randn((rows, hidden), generator=g)
     norm = torch.rand(hidden, generator=g).to(torch.bfloat16)
-    left = moe.leave(h, ids.to(torch.int32), weights.contiguous(), x)
-    want = moe.finish(left)
+    pending = moe.leave(h, ids.to(torch.int32), weights.contiguous(), x)
+    want = pending.complete()
     once = dense.run(want, norm=norm, eps=1e-5)
-    got, packed = dense.sum_and_pack(left, norm=norm, eps=1e-5)
+    got, packed = dense.sum_and_pack(pending, norm=norm, eps=1e-5)
     assert torch.equal(got, want)
     assert torch.equal(dense.multiply(packed, rows), once)
 

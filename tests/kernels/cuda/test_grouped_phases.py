@@ -17,6 +17,7 @@ from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, sp
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, Binding, Spec
 from halfbyte.plan.step import Step
 
@@ -112,7 +113,7 @@ def test_experts_on_a_gpu(rows: int) -> None:
     w = SimpleNamespace(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias.cuda(), down_bias=down_bias.cuda())
     h, x = torch.randn((rows, 192), generator=g).bfloat16(), torch.randn((rows, 192), generator=g)
     top, ids = torch.randn((rows, 8), generator=g).topk(4)
-    acts = {"h": h.cuda(), "x": x.cuda(), "topk_ids": ids.int().cuda(), "topk_weights": top.softmax(-1).cuda()}
+    acts = Activations(h=h.cuda(), x=x.cuda(), topk_ids=ids.int().cuda(), topk_weights=top.softmax(-1).cuda())
     launch = BY_NAME["cuda.grouped_moe"].bind(binding(s, w))
     launch(a_step(rows), acts)
 
@@ -123,7 +124,7 @@ def test_experts_on_a_gpu(rows: int) -> None:
         h.float(), ids, top.softmax(-1), lambda e, y: project(gate_up_dense, gate_up_bias, e, y),
         lambda e, y: project(down_dense, down_bias, e, y), s.swiglu_limit, s.swiglu_alpha,
     )  # fmt: skip
-    close(acts["x"].cpu() - x, want, 2e-3)
+    close(acts.x.cpu() - x, want, 2e-3)
 
 
 @pytest.mark.gpu
@@ -142,22 +143,22 @@ def test_projections_on_a_gpu_and_in_a_graph(rows: int, kind: str) -> None:
         o_bias=o_bias.cuda(),
     )  # fmt: skip
     x, attn = torch.randn((rows, 192), generator=g), torch.randn((rows, 512), generator=g).bfloat16()
-    acts = {"x": x.cuda(), "attn": attn.cuda()}
+    acts = Activations(x=x.cuda(), attn=attn.cuda())
     b, step = binding(s, w), a_step(rows)
     run = [BY_NAME[n].bind(b) for n in ("cuda.grouped_norm_qkv", "cuda.grouped_norm_lm_head", "cuda.grouped_o")]
     h = round_activation(rms_norm(x, norm, s.norm_eps), "bf16")
 
-    def check(found: dict[str, torch.Tensor]) -> None:
-        got = torch.cat([found[n].flatten(1) for n in "qkv"], 1)
+    def check(found: Activations) -> None:
+        got = torch.cat([t.flatten(1) for t in (found.q, found.k, found.v)], 1)
         close(got, h @ qkv_dense.T + qkv_bias.float(), 2e-3)
-        close(found["logits"], (h @ head_dense.T)[step.logit_rows.cpu().long()], 2e-3)
-        close(found["x"], x + attn.float() @ o_dense.T + o_bias, 3e-4 if kind == "q8" else 1e-5)
+        close(found.logits, (h @ head_dense.T)[step.logit_rows.cpu().long()], 2e-3)
+        close(found.x, x + attn.float() @ o_dense.T + o_bias, 3e-4 if kind == "q8" else 1e-5)
 
-    eager = dict(acts)
+    eager = acts.copy()
     for launch in run:
         launch(step, eager)
     check(eager)
-    graph, captured = torch.cuda.CUDAGraph(), dict(acts)
+    graph, captured = torch.cuda.CUDAGraph(), acts.copy()
     with torch.cuda.graph(graph):
         for launch in run:
             launch(step, captured)

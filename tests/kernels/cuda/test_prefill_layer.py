@@ -5,26 +5,34 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from grouped_emulator import Emulator
 
 from halfbyte import formats
+from halfbyte.engine.speculative.eagle3 import HiddenTap
 from halfbyte.formats import layouts, tile16
 from halfbyte.gates import Gates, Layers
 from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention
-from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, Variant, gpu
+from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, Room, Variant, gpu
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
 from halfbyte.kernels.cuda.prefill.layer import Fp8PrefillLayer, PrefillLayer
 from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv
+from halfbyte.kernels.cuda.prefill.products import Experts, PendingExperts
 from halfbyte.kernels.launch import Program, compile_program
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.kernels.triton.router import NormAndRouter
-from halfbyte.model.config import NAMED
-from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
+from halfbyte.model import synthetic
+from halfbyte.model.config import NAMED, ModelConfig
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss, choose, formats_after, spec_of
+from halfbyte.model.single_sequence import SingleSequence
+from halfbyte.model.weights import format_of
 from halfbyte.ops.rope import yarn_frequencies
-from halfbyte.plan.phase import ARCHES, LAYER, Binding, Phase, Spec
+from halfbyte.plan import reference
+from halfbyte.plan.activations import Activations
+from halfbyte.plan.phase import ARCHES, LAYER, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
 ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
@@ -63,6 +71,93 @@ def test_refusals(changes: dict[str, object], reason: str) -> None:
     assert reason in str(PrefillLayer().refuse(spec(**changes), ARCHES["sm90"], ALL))
     assert "sm90" in str(PrefillLayer().refuse(spec(), ARCHES["sm100"], ALL))
     assert not spec().features_of(LAYER) - PrefillLayer.knows
+
+
+# ---- what a layer leaves to the next one ----------------------------------------------------------------------------
+
+TINY = ModelConfig(
+    layers=3, hidden=128, intermediate=64, experts=8, top_k=4, heads=4, kv_heads=2, head_dim=32, vocab=256,
+    eos_tokens=(1,), pad_token=0,
+)  # fmt: skip
+
+
+class LeavingMoe(reference.Moe):
+    """The experts as `PrefillLayer` runs them, through the emulator: their results wait for the next layer."""
+
+    name = "test.leaving_moe"
+
+    def bind(self, b: Binding) -> Launch:
+        w, s = b.weights, b.spec
+        experts = Experts(
+            Room(Emulator(4), b.buffers, torch.device("cpu")), layouts.convert(w.gate_up, "tile16"), w.gate_up_bias,
+            layouts.convert(w.down, "tile16"), w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha,
+        )  # fmt: skip
+        last = b.layer == s.layers - 1
+
+        def launch(step: Step, acts: Activations) -> None:
+            pending = experts.leave(acts.h, acts.topk_ids.int(), acts.topk_weights.contiguous(), acts.x)
+            if last:
+                acts.x = pending.complete()
+            else:
+                acts.leave(pending)
+
+        return launch
+
+
+class AddingNorm(reference.AttnNorm):
+    name = "test.adding_norm"
+
+    def bind(self, b: Binding) -> Launch:
+        norm = super().bind(b)
+
+        def launch(step: Step, acts: Activations) -> None:
+            if pending := acts.take(PendingExperts):
+                acts.x = pending.complete()
+            norm(step, acts)
+
+        return launch
+
+
+def test_hidden_states_between_layers_have_the_experts_that_wait() -> None:
+    """EAGLE-3 reads x between layers, where a prompt's fused layer has not added its experts yet."""
+    weights = synthetic.make(TINY, 0, layer_formats=ALL.layer_formats)
+    gates = Gates(activation="bf16", layers=ALL.layers)
+    spec, chosen, selection = choose(
+        TINY, gates, ARCHES["cpu"], weights.formats() | {"embed": format_of(weights.embed)}
+    )
+    plain = GptOss(weights, gates, choice=(spec, chosen, selection))
+    other: dict[str, Phase] = {"reference.moe": LeavingMoe(), "reference.attn_norm": AddingNorm()}
+    leaving = GptOss(
+        weights, gates, choice=(spec, {r: [other.get(p.name, p) for p in ps] for r, ps in chosen.items()}, selection)
+    )
+    ids = torch.randint(0, TINY.vocab, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    tapped = []
+    for model in (plain, leaving):
+        tap = HiddenTap(model, (1, 2, 3))
+        cast(Any, model).forward = lambda step, tap=tap: tapped.append(tap(step)[1]) or torch.zeros((1, TINY.vocab))
+        SingleSequence(model, 128).feed(ids)
+    want, got = tapped
+    assert float((got - want).norm() / want.norm()) < 5e-3
+    # A layer's experts are far more than that bound, so hidden states without them cannot pass.
+    before = torch.cat(tapped_without_experts(plain, ids), -1)
+    assert float((before - want).norm() / want.norm()) > 0.1
+
+
+def tapped_without_experts(model: GptOss, ids: list[int]) -> list[torch.Tensor]:
+    """What enters the experts of every layer."""
+    streams: list[torch.Tensor] = []
+
+    def run(step: Step) -> torch.Tensor:
+        acts = Activations()
+        for b in model.plan.bound[step.regime]:
+            b.launch(step, acts)
+            if b.phase.covers == ("o",):
+                streams.append(acts.x.clone())
+        return acts.logits
+
+    cast(Any, model).forward = run
+    SingleSequence(model, 128).feed(ids)
+    return streams
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
@@ -137,14 +232,14 @@ def test_two_layers_are_what_their_phases_are(dense: str) -> None:
 
     def run(phases: tuple[Phase, ...], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mine, buffers = pool.clone(), {}
-        acts: dict[str, Any] = {"x": x.clone()}
+        acts = Activations(x=x.clone())
         for i, w in enumerate(weights):
             rope = yarn_frequencies(64, 150000.0, 32.0, 4096, 32.0, 1.0, False)
             b = Binding(s, w, ("sliding", "full")[i], 0, rope, lambda mine=mine: mine, buffers, i)
             for phase in phases:  # the fp8 layer's rows of h are bf16 before they are E4M3
                 through = replace(b, spec=replace(s, activation="bf16")) if isinstance(phase, NormAndRouter) else b
                 phase.bind(through)(step, acts)
-        return acts["x"], mine.float()
+        return acts.x, mine.float()
 
     one_by_one, fused = FP8 if fp8 else BF16, Fp8PrefillLayer() if fp8 else PrefillLayer()
     (want, cache), (got, cache_too) = run(one_by_one, x), run((fused,), x)

@@ -13,6 +13,7 @@ import torch
 from triton_cases import bind_all, close, make_pool, make_spec, make_step, make_weights, run_both
 
 from halfbyte.kernels.triton.attention import DecodeAttention, PrefillAttention, parts_bound
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Phase
 
 BOUND = 4e-3
@@ -43,7 +44,7 @@ def test_attention(phase: Phase, lengths: Sequence[tuple[int, int]], kind: str, 
     mine, theirs, _, _ = run_both(
         phase, spec, make_weights(spec), step, {"q": queries(step.rows)}, pool=make_pool(spec, step), kind=kind
     )
-    close(mine["attn"], theirs["attn"], BOUND)
+    close(mine.attn, theirs.attn, BOUND)
 
 
 @pytest.mark.parametrize("phase", [DecodeAttention(), PrefillAttention()])
@@ -56,7 +57,7 @@ def test_extreme_sinks(phase: Phase, kind: str) -> None:
     sinks = (-1e4, -60.0, 60.0, 1e4, float("-inf"))
     weights.sinks[: len(sinks)] = torch.tensor(sinks)
     mine, theirs, _, _ = run_both(phase, spec, weights, step, {"q": queries(2)}, pool=make_pool(spec, step), kind=kind)
-    got, expected = mine["attn"].view(2, spec.heads, -1), theirs["attn"].view(2, spec.heads, -1)
+    got, expected = mine.attn.view(2, spec.heads, -1), theirs.attn.view(2, spec.heads, -1)
     for head, sink in enumerate((*sinks, *[0.0] * (spec.heads - len(sinks)))):
         if sink > 0:
             assert float(got[:, head].abs().max()) < 1e-6
@@ -73,9 +74,9 @@ def test_dropping_the_sinks_is_noticed(phase: Phase) -> None:
     without = make_spec(features=spec.features | {"attention": frozenset({"window", "gqa"})})
     mine, _, _, _ = run_both(phase, without, weights, step, {"q": q}, pool=pool)
     with pytest.raises(AssertionError):
-        close(mine["attn"], theirs["attn"], 10 * BOUND)
+        close(mine.attn, theirs.attn, 10 * BOUND)
     _, theirs, _, _ = run_both(phase, without, weights, step, {"q": q}, pool=pool)
-    close(mine["attn"], theirs["attn"], BOUND)
+    close(mine.attn, theirs.attn, BOUND)
 
 
 @pytest.mark.parametrize("phase", [DecodeAttention(), PrefillAttention()])
@@ -90,9 +91,9 @@ def test_garbage_in_slots_that_were_never_written_stays_there(phase: Phase, kind
     for s, newest in ((0, 71), (1, 5)):
         dirty[int(table[s, newest // 64]), :, :, :, newest % 64 + 1 :] = float("nan")
     bound = bind_all([phase], spec, make_weights(spec), dirty, kind, 1)[0]
-    acts = {"q": queries(3)}
+    acts = Activations(q=queries(3))
     bound(step, acts)
-    assert acts["attn"].equal(clean["attn"])
+    assert acts.attn.equal(clean.attn)
 
 
 def test_parts_of_the_cache_are_cut_by_position_alone() -> None:
@@ -109,7 +110,7 @@ def test_parts_of_the_cache_are_cut_by_position_alone() -> None:
         mine, _, _, _ = run_both(
             DecodeAttention(), spec, weights, alone, {"q": q[row : row + 1].contiguous()}, pool=pool
         )
-        assert mine["attn"][0].equal(together["attn"][row]), row
+        assert mine.attn[0].equal(together.attn[row]), row
 
 
 def test_merging_many_parts() -> None:
@@ -119,7 +120,7 @@ def test_merging_many_parts() -> None:
     mine, theirs, _, _ = run_both(
         DecodeAttention(), spec, make_weights(spec), step, {"q": queries(1, 2)}, pool=make_pool(spec, step, layers=2)
     )
-    close(mine["attn"], theirs["attn"], BOUND)
+    close(mine.attn, theirs.attn, BOUND)
 
 
 @pytest.mark.parametrize(

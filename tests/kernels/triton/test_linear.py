@@ -36,7 +36,7 @@ def test_qkv(kind: str, activation: str, rows: int) -> None:
     step = make_step(spec, [(0, rows)])
     mine, theirs, _, _ = run_both(Qkv(), spec, make_weights(spec), step, {"h": inputs(rows, spec.hidden)})
     for name in ("q", "k", "v"):
-        close(mine[name], theirs[name], BOUND)
+        close(getattr(mine, name), getattr(theirs, name), BOUND)
 
 
 @pytest.mark.parametrize("phase", [OutProjection(), OutProjectionSplit()])
@@ -47,7 +47,7 @@ def test_o_adds_to_the_stream(phase: Phase, activation: str) -> None:
     layout = phase.layouts(spec)["o"]
     acts = {"x": inputs(3, spec.hidden), "attn": inputs(3, spec.heads * spec.head_dim)}
     mine, theirs, _, _ = run_both(phase, spec, make_weights(spec, layout=layout), step, acts)
-    close(mine["x"], theirs["x"], BOUND)
+    close(mine.x, theirs.x, BOUND)
 
 
 @pytest.mark.parametrize("activation", ["fp8", "mxfp8"])
@@ -58,7 +58,7 @@ def test_split_layout_with_k_that_is_no_whole_tile(activation: str, rows: int) -
     step = make_step(spec, [(0, rows)])
     weights = make_weights(spec, layout="w4a8_split")
     mine, theirs, _, _ = run_both(QkvSplit(), spec, weights, step, {"h": inputs(rows, spec.hidden)})
-    close(mine["q"], theirs["q"], BOUND)
+    close(mine.q, theirs.q, BOUND)
 
 
 def test_a_broken_weight_group_stays_broken_when_widened() -> None:
@@ -67,7 +67,7 @@ def test_a_broken_weight_group_stays_broken_when_widened() -> None:
     weights = make_weights(spec, layout="w4a8_split")
     weights.qkv.scales[3, 1] = 255
     mine, _, _, _ = run_both(QkvSplit(), spec, weights, make_step(spec, [(0, 2)]), {"h": inputs(2, spec.hidden)})
-    column = mine["q"].flatten(1)[:, :8]
+    column = mine.q.flatten(1)[:, :8]
     assert column[:, 3].isnan().all()
     assert column[:, [0, 1, 2, 4, 5, 6, 7]].isfinite().all()
 
@@ -79,7 +79,7 @@ def test_bf16_rows_need_no_second_rounding() -> None:
     weights = make_weights(spec)
     wide, _, _, _ = run_both(Qkv(), spec, weights, step, {"h": h})
     narrow, _, _, _ = run_both(Qkv(), spec, weights, step, {"h": h.bfloat16()})
-    assert wide["q"].equal(narrow["q"])
+    assert wide.q.equal(narrow.q)
 
 
 def test_weights_as_the_m_operand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,14 +87,14 @@ def test_weights_as_the_m_operand(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = make_spec()
     step = make_step(spec, [(0, 3)])
     mine, theirs, _, _ = run_both(Qkv(), spec, make_weights(spec), step, {"h": inputs(3, spec.hidden)})
-    close(mine["q"], theirs["q"], BOUND)
+    close(mine.q, theirs.q, BOUND)
 
 
 def test_lm_head() -> None:
     spec = make_spec()
     step = make_step(spec, [(0, 3)], logit_rows=[0, 2])
     mine, theirs, _, _ = run_both(LmHead(), spec, make_weights(spec), step, {"h": inputs(2, spec.hidden)})
-    close(mine["logits"], theirs["logits"], BOUND)
+    close(mine.logits, theirs.logits, BOUND)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -103,7 +103,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     h = inputs(9, spec.hidden)
     many, _, _, _ = run_both(Qkv(), spec, weights, make_step(spec, [(0, 9)]), {"h": h})
     one, _, _, _ = run_both(Qkv(), spec, weights, make_step(spec, [(0, 1)]), {"h": h[4:5].contiguous()})
-    close(one["q"], many["q"][4:5], 1e-6)
+    close(one.q, many.q[4:5], 1e-6)
 
 
 REFUSALS = [

@@ -33,7 +33,7 @@ def check(
     acts = acts or activations(rows, spec.hidden, spec.experts, spec.top_k)
     weights = make_weights(spec, layout=phase.layouts(spec)["gate_up"])
     mine, theirs, _, _ = run_both(phase, spec, weights, step, acts)
-    close(mine["x"] - acts["x"], theirs["x"] - acts["x"], BOUNDS[activation])
+    close(mine.x - acts["x"], theirs.x - acts["x"], BOUNDS[activation])
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_a_row_of_nan_harms_itself_only() -> None:
     broken["h"][2] = float("nan")
     mine, _, _, _ = run_both(Moe(), spec, weights, step, broken)
     others = [0, 1, 3, 4, 5]
-    assert mine["x"][others].equal(clean["x"][others])
+    assert mine.x[others].equal(clean.x[others])

@@ -20,7 +20,7 @@ def test_embed_is_exact() -> None:
     spec = make_spec()
     step = make_step(spec, [(0, 5)])
     mine, theirs, _, _ = run_both(Embed(), spec, make_weights(spec), step, {})
-    assert mine["x"].equal(theirs["x"])
+    assert mine.x.equal(theirs.x)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
@@ -31,18 +31,18 @@ def test_attn_norm(scale: float, activation: str) -> None:
     step = make_step(spec, [(3, 4)])
     mine, theirs, _, _ = run_both(AttnNorm(), spec, make_weights(spec), step, {"x": stream(4, spec.hidden, scale)})
     if activation == "bf16":
-        assert mine["h"].dtype == torch.bfloat16
-        close(mine["h"], theirs["h"], 3e-3)
-        close(mine["h"], theirs["h"].bfloat16(), 2e-4)  # all but a few elements are the same bf16
+        assert mine.h.dtype == torch.bfloat16
+        close(mine.h, theirs.h, 3e-3)
+        close(mine.h, theirs.h.bfloat16(), 2e-4)  # all but a few elements are the same bf16
     else:
-        close(mine["h"], theirs["h"], 1e-6)
+        close(mine.h, theirs.h, 1e-6)
 
 
 def test_final_norm_takes_the_rows_that_were_asked_for() -> None:
     spec = make_spec()
     step = make_step(spec, [(0, 6)], logit_rows=[5, 0, 2])
     mine, theirs, _, _ = run_both(FinalNorm(), spec, make_weights(spec), step, {"x": stream(6, spec.hidden)})
-    close(mine["h"], theirs["h"], 3e-3)
+    close(mine.h, theirs.h, 3e-3)
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
@@ -60,8 +60,8 @@ def test_rope_and_kv_write(kv: str, kind: str) -> None:
     )
     assert a is not None
     assert b is not None
-    close(mine["q"], theirs["q"], 3e-3)
-    close(mine["q"], theirs["q"].bfloat16(), 1e-4)
+    close(mine.q, theirs.q, 3e-3)
+    close(mine.q, theirs.q.bfloat16(), 1e-4)
     changed = (b.float() != pool.float()).nonzero()
     assert len(changed) > 0
     same = a.float() == b.float()
@@ -84,7 +84,7 @@ def test_rope_far_out() -> None:
     mine, theirs, _, _ = run_both(
         RopeAndWrite(), spec, make_weights(spec), step, {"q": q, "k": k, "v": v}, pool=make_pool(spec, step)
     )
-    close(mine["q"], theirs["q"].bfloat16(), 1e-4)
+    close(mine.q, theirs.q.bfloat16(), 1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 17, pytest.param(1030, marks=pytest.mark.slow)])
@@ -92,9 +92,9 @@ def test_router(rows: int) -> None:
     spec = make_spec()
     step = make_step(spec, [(0, rows)])
     mine, theirs, _, _ = run_both(NormAndRouter(), spec, make_weights(spec), step, {"x": stream(rows, spec.hidden)})
-    assert mine["topk_ids"].long().equal(theirs["topk_ids"])
-    close(mine["topk_weights"], theirs["topk_weights"], 1e-4)
-    close(mine["h"], theirs["h"], 3e-3)
+    assert mine.topk_ids.long().equal(theirs.topk_ids)
+    close(mine.topk_weights, theirs.topk_weights, 1e-4)
+    close(mine.h, theirs.h, 3e-3)
 
 
 def test_router_ties_go_to_the_lower_expert() -> None:
@@ -105,8 +105,8 @@ def test_router_ties_go_to_the_lower_expert() -> None:
     weights.router_bias[7] = 1.0
     step = make_step(spec, [(0, 2)])
     mine, theirs, _, _ = run_both(NormAndRouter(), spec, weights, step, {"x": stream(2, spec.hidden)})
-    assert theirs["topk_ids"].tolist() == [[7, 0, 1, 2]] * 2
-    assert mine["topk_ids"].tolist() == [[7, 0, 1, 2]] * 2
+    assert theirs.topk_ids.tolist() == [[7, 0, 1, 2]] * 2
+    assert mine.topk_ids.tolist() == [[7, 0, 1, 2]] * 2
 
 
 def test_a_broken_row_still_names_real_experts() -> None:
@@ -119,6 +119,6 @@ def test_a_broken_row_still_names_real_experts() -> None:
     x = x.clone()
     x[1] = float("nan")
     mine, _, _, _ = run_both(NormAndRouter(), spec, weights, step, {"x": x})
-    assert int(mine["topk_ids"].min()) >= 0
-    assert int(mine["topk_ids"].max()) < 6
-    assert mine["topk_ids"][[0, 2]].long().equal(theirs["topk_ids"][[0, 2]])
+    assert int(mine.topk_ids.min()) >= 0
+    assert int(mine.topk_ids.max()) < 6
+    assert mine.topk_ids[[0, 2]].long().equal(theirs.topk_ids[[0, 2]])

@@ -6,7 +6,7 @@ activations and the same cache. The interpreter takes a millisecond per program 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from halfbyte import formats
 from halfbyte.ops.attention import store_dtype
 from halfbyte.ops.rope import yarn_frequencies
 from halfbyte.plan import reference
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Binding, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -110,11 +111,11 @@ def bind_all(
 
 
 def run_both(
-    phase: Phase, spec: Spec, weights: Any, step: Step, acts: dict[str, Tensor], *,
+    phase: Phase, spec: Spec, weights: Any, step: Step, inputs: Mapping[str, Tensor], *,
     pool: Tensor | None = None, kind: str = "full", index: int = 1,
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None, Tensor | None]:  # fmt: skip
-    """(acts of the phase, acts of the reference, pool of the phase, pool of the reference)."""
-    mine, theirs = dict(acts), dict(acts)
+) -> tuple[Activations, Activations, Tensor | None, Tensor | None]:  # fmt: skip
+    """(activations of the phase, of the reference, pool of the phase, pool of the reference)."""
+    mine, theirs = Activations(**inputs), Activations(**inputs)
     pool_a = None if pool is None else pool.clone()
     pool_b = None if pool is None else pool.clone()
     for launch in bind_all([phase], spec, weights, pool_a, kind, index):

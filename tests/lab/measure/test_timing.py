@@ -14,6 +14,7 @@ from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
+from halfbyte.plan.activations import Activations
 from halfbyte.roofline import GPUS, Work
 
 
@@ -29,12 +30,12 @@ def test_experts_are_counted_from_the_routers_choices(model: GptOss) -> None:
     assert found is not None
     counted, where = found
     assert where == "router of decode"
-    acts: dict[str, torch.Tensor] = {}
+    acts = Activations()
     each = []
     for b in model.plan.bound["decode"]:
         b.launch(step, acts)
         if "router" in b.phase.covers:
-            each.append(len(set(acts["topk_ids"].flatten().tolist())))
+            each.append(len(set(acts.topk_ids.flatten().tolist())))
     assert counted == pytest.approx(sum(each) / len(each))
     assert model.config.top_k <= counted <= 3 * model.config.top_k
 

@@ -21,10 +21,9 @@ worst.) Refuses heads of another hidden size, with more than one layer, or with 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.linear import dense
 from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
-from halfbyte.plan.phase import RESIDUAL
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.step import Step
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ class HiddenTap:
 
     def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
         """(logits, joined hidden states [R, n * H])."""
-        acts: dict[str, Tensor] = {}
+        acts = Activations()
         kept: dict[int, Tensor] = {}
         layer = -1
         for b in self.target.plan.bound[step.regime]:
@@ -233,9 +232,8 @@ class HiddenTap:
             else:
                 continue
             if layer in self.boundaries:
-                whole = cast(Callable[[], Tensor] | None, acts.get(RESIDUAL))
-                kept[layer] = acts["x"].clone() if whole is None else whole()  # phases may write in place
-        return acts["logits"], torch.cat([kept[b] for b in self.boundaries], dim=-1)
+                kept[layer] = acts.complete_x()
+        return acts.logits, torch.cat([kept[b] for b in self.boundaries], dim=-1)
 
 
 class Eagle3Proposer:

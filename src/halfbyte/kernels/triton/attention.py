@@ -7,7 +7,6 @@ rows go one by one (`decode_kernel`, `merge_kernel`), so verifying drafts gives 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from halfbyte.kernels.triton.call import Call, capability_of, multiple, type_of
 from halfbyte.kernels.triton.norm import stored
 from halfbyte.kernels.triton.rope import KV_TYPES, as_stored, refuse_cache
 from halfbyte.kernels.triton.tiles import refuse_gpu
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -113,8 +113,8 @@ class DecodeAttention(_Attention):
         window, sinks, dtype = self._facts(b)
         scale = spec.head_dim**-0.5
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            q, rows, table = acts["q"], step.rows, step.block_tables[kind]
+        def launch(step: Step, acts: Activations) -> None:
+            q, rows, table = acts.q, step.rows, step.block_tables[kind]
             device = q.device
             pool = as_stored(b.kv_pool())
             out = torch.empty((rows, spec.heads * spec.head_dim), dtype=dtype, device=device)
@@ -136,7 +136,7 @@ class DecodeAttention(_Attention):
                     (rows, spec.heads), device, sums=sums, stats=stats, sinks=sinks, positions=step.positions,
                     out=out, heads=spec.heads, splits=splits,
                 )  # fmt: skip
-            acts["attn"] = out
+            acts.attn = out
 
         return launch
 
@@ -160,8 +160,8 @@ class PrefillAttention(_Attention):
         capability = capability_of(b.weights.sinks.device)
         tokens = prefill_rows(capability) // (spec.heads // spec.kv_heads)
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            q, rows, table = acts["q"], step.rows, step.block_tables[kind]
+        def launch(step: Step, acts: Activations) -> None:
+            q, rows, table = acts.q, step.rows, step.block_tables[kind]
             device = q.device
             pool = as_stored(b.kv_pool())
             out = torch.empty((rows, spec.heads * spec.head_dim), dtype=dtype, device=device)
@@ -175,7 +175,7 @@ class PrefillAttention(_Attention):
                 sequences=step.sequences, heads=spec.heads, table_stride=table.stride(0),
                 page_stride=pool.stride(0), value_offset=pool.stride(2), scale=scale,
             )  # fmt: skip
-            acts["attn"] = out
+            acts.attn = out
 
         return launch
 

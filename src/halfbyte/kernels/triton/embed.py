@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, multiple, type_of
 from halfbyte.kernels.triton.tiles import refuse_gpu
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -32,11 +32,11 @@ class Embed(Phase):
         hidden = b.spec.hidden
         call = embed_call(table.dtype, hidden)
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
+        def launch(step: Step, acts: Activations) -> None:
             x = torch.empty((step.rows, hidden), dtype=torch.float32, device=table.device)
             grid = (step.rows, math.ceil(hidden / BLOCK))
             call.launch(grid, table.device, tokens=step.tokens, table=table, x=x, H=hidden)
-            acts["x"] = x
+            acts.x = x
 
         return launch
 

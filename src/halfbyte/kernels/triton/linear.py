@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from halfbyte.formats import MXTensor
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -205,9 +205,9 @@ class Qkv(_Linear):
         s = b.spec
         heads = [s.heads, s.kv_heads, s.kv_heads]
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            y = run(acts["h"]).view(step.rows, sum(heads), s.head_dim)
-            acts["q"], acts["k"], acts["v"] = torch.split(y, heads, dim=1)
+        def launch(step: Step, acts: Activations) -> None:
+            y = run(acts.h).view(step.rows, sum(heads), s.head_dim)
+            acts.q, acts.k, acts.v = torch.split(y, heads, dim=1)
 
         return launch
 
@@ -219,8 +219,8 @@ class OutProjection(_Linear):
     def bind(self, b: Binding) -> Launch:
         run = project(b.weights.o, b.weights.o_bias, b.spec)
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            acts["x"] = run(acts["attn"], acts["x"])
+        def launch(step: Step, acts: Activations) -> None:
+            acts.x = run(acts.attn, acts.x)
 
         return launch
 
@@ -231,8 +231,8 @@ class LmHead(_Linear):
     def bind(self, b: Binding) -> Launch:
         run = project(b.weights.lm_head, None, b.spec)
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            acts["logits"] = run(acts["h"])
+        def launch(step: Step, acts: Activations) -> None:
+            acts.logits = run(acts.h)
 
         return launch
 

@@ -18,6 +18,7 @@ from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.linear import Operands, Rounded, quantize_call, round_activations, scale_stride, width_for
 from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -162,11 +163,11 @@ class Moe(Phase):
         capability = capability_of(device)
         hidden, inner, top_k, activation = spec.hidden, spec.intermediate, spec.top_k, spec.activation
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            ids, weights = acts["topk_ids"], acts["topk_weights"]
+        def launch(step: Step, acts: Activations) -> None:
+            ids, weights = acts.topk_ids, acts.topk_weights
             slots = step.rows * top_k
             per_expert = math.ceil(slots / spec.experts)
-            given = round_activations(acts["h"], activation, width_for(hidden, activation))
+            given = round_activations(acts.h, activation, width_for(hidden, activation))
             assert slots * max(hidden, inner) < 2**31, "32-bit offsets"
 
             def product(
@@ -208,12 +209,12 @@ class Moe(Phase):
                 (math.ceil(hidden / drop.constants["BN"]), tiles), device, bias=w.down_bias, weights=weights,
                 parts=parts, N=hidden, K=inner, **_operands(second, down), **lists,
             )  # fmt: skip
-            x = acts["x"]
+            x = acts.x
             out = torch.empty((step.rows, hidden), dtype=torch.float32, device=device)
             combine_call(x.dtype, hidden, top_k).launch(
                 (step.rows, math.ceil(hidden / COMBINE)), device, x=x, parts=parts, out=out, H=hidden
             )
-            acts["x"] = out
+            acts.x = out
 
         return launch
 

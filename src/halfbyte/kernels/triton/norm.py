@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.tiles import refuse_gpu
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -41,14 +40,14 @@ class _Norm(Phase):
         weight, hidden, eps = getattr(b.weights, self.role), b.spec.hidden, b.spec.norm_eps
         dtype = stored(b.spec, self.reader)
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            x = acts["x"]
+        def launch(step: Step, acts: Activations) -> None:
+            x = acts.x
             rows = step.logit_rows if self.some_rows else None
             count = step.rows if rows is None else rows.shape[0]
             h = torch.empty((count, hidden), dtype=dtype, device=x.device)
             call = norm_call(x.dtype, weight.dtype, dtype, hidden, self.some_rows)
             call.launch((count,), x.device, x=x, weight=weight, h=h, rows=rows, H=hidden, eps=eps)
-            acts["h"] = h
+            acts.h = h
 
         return launch
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.tiles import refuse_gpu
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -72,25 +71,25 @@ class RopeAndWrite(Phase):
         half, d = spec.head_dim // 2, spec.head_dim
         angles = angles_call(half)
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            q, k, v = acts["q"], acts["k"], acts["v"]
+        def launch(step: Step, acts: Activations) -> None:
+            q, k, v = acts.q, acts.k, acts.v
             device, rows = q.device, step.rows
-            if "rope_cos" not in acts:
-                acts["rope_cos"], acts["rope_sin"] = torch.empty((2, rows, half), dtype=torch.float32, device=device)
+            if not acts.has("rope_cos"):
+                acts.rope_cos, acts.rope_sin = torch.empty((2, rows, half), dtype=torch.float32, device=device)
                 angles.launch(
-                    (rows,), device, positions=step.positions, inverse=inverse, cos=acts["rope_cos"],
-                    sin=acts["rope_sin"], temperature=temperature,
+                    (rows,), device, positions=step.positions, inverse=inverse, cos=acts.rope_cos,
+                    sin=acts.rope_sin, temperature=temperature,
                 )  # fmt: skip
             pool, table = as_stored(b.kv_pool()), step.block_tables[kind]
             rotated = torch.empty((rows, spec.heads, d), dtype=torch.bfloat16, device=device)
             call = rope_call(spec, q.dtype, (q.stride(0), k.stride(0)), table.stride(0))
             call.launch(
-                (rows, spec.kv_heads), device, q=q, k=k, v=v, cos=acts["rope_cos"], sin=acts["rope_sin"],
+                (rows, spec.kv_heads), device, q=q, k=k, v=v, cos=acts.rope_cos, sin=acts.rope_sin,
                 positions=step.positions, sequence_of=step.row_sequence, table=table, pool=pool, rotated=rotated,
                 q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0), table_stride=table.stride(0),
                 page_stride=pool.stride(0), layer_offset=index * pool.stride(1), value_offset=pool.stride(2),
             )  # fmt: skip
-            acts["q"] = rotated
+            acts.q = rotated
 
         return launch
 

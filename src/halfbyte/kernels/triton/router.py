@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.norm import stored
 from halfbyte.kernels.triton.tiles import refuse_gpu
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import BATCH_ROWS, Step
 
@@ -100,8 +100,8 @@ class NormAndRouter(Phase):
         parts, chunk = parts_of(1, spec.hidden)
         capability = capability_of(w.router.device)
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            x, rows = acts["x"], step.rows
+        def launch(step: Step, acts: Activations) -> None:
+            x, rows = acts.x, step.rows
             device = x.device
             partial = torch.empty((rows, parts, spec.experts), dtype=torch.float32, device=device)
             grid = (math.ceil(rows / rows_step(rows, capability)), math.ceil(spec.experts / experts_step(rows)), parts)
@@ -116,7 +116,7 @@ class NormAndRouter(Phase):
                 (rows,), device, x=x, norm=w.mlp_norm, bias=w.router_bias, partial=partial, h=h, ids=ids,
                 weights=weights, H=spec.hidden, E=spec.experts, eps=spec.norm_eps,
             )  # fmt: skip
-            acts["h"], acts["topk_ids"], acts["topk_weights"] = h, ids, weights
+            acts.h, acts.topk_ids, acts.topk_weights = h, ids, weights
 
         return launch
 

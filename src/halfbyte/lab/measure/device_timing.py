@@ -20,6 +20,7 @@ from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.model.gpt_oss import GptOss
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import LAYER, OPERATIONS
 from halfbyte.plan.plan import Bound
 from halfbyte.plan.step import REGIMES, Step
@@ -129,13 +130,13 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
 
 def _count(model: GptOss, step: Step, bound: Sequence[Bound]) -> list[Tensor]:
     """Distinct experts of every layer whose choices are left where they can be read."""
-    acts: dict[str, Tensor] = {}
+    acts = Activations()
     counts: list[Tensor] = []
     for b in bound:
         b.launch(step, acts)
-        if "router" in b.phase.covers and "topk_ids" in acts:
+        if "router" in b.phase.covers and acts.has("topk_ids"):
             seen = torch.zeros(model.config.experts, dtype=torch.int32, device=model.device)
-            seen[acts["topk_ids"].long().flatten()] = 1
+            seen[acts.topk_ids.long().flatten()] = 1
             counts.append(seen.sum())
     return counts
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.lab.machine import device_roof
@@ -25,6 +24,7 @@ from halfbyte.lab.measure.device_timing import (
     random_tokens,
 )
 from halfbyte.model.gpt_oss import GptOss
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.plan import Bound
 from halfbyte.plan.step import BATCH_ROWS, Step
 from halfbyte.roofline import Gpu, Work, step_work
@@ -50,14 +50,14 @@ def phases(model: GptOss, rows: int, context: int) -> list[dict[str, Any]]:
         model.config, model.spec.formats, sequences, length, new=new, kv_dtype=model.spec.kv_dtype,
         experts_touched=None if touched is None else touched[0],
     )  # fmt: skip
-    inputs: list[dict[str, Tensor]] = []
-    acts: dict[str, Tensor] = {}
+    inputs: list[Activations] = []
+    acts = Activations()
     bound = model.plan.bound[step.regime]
     for b in bound:
-        inputs.append(dict(acts))
+        inputs.append(acts.copy())
         b.launch(step, acts)
     torch.cuda.synchronize()
-    assert bool(torch.isfinite(acts["logits"]).all()), "the logits are not numbers"
+    assert bool(torch.isfinite(acts.logits).all()), "the logits are not numbers"
     found: list[dict[str, Any]] = []
     for name in dict.fromkeys(b.phase.name for b in bound):
         mine = [(b, i) for b, i in zip(bound, inputs) if b.phase.name == name]
@@ -87,12 +87,12 @@ def rate(work: Work, seconds: float, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _time(step: Step, launches: Sequence[tuple[Bound, dict[str, Tensor]]]) -> tuple[float, str]:
+def _time(step: Step, launches: Sequence[tuple[Bound, Activations]]) -> tuple[float, str]:
     """Microseconds of all launches, and how they were timed."""
 
     def work() -> None:
         for b, inputs in launches:
-            b.launch(step, dict(inputs))
+            b.launch(step, inputs.copy())
 
     work()
     torch.cuda.synchronize()

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.prefill.builds import PACKED
 from halfbyte.kernels.cuda.prefill.products import Inputs
 from halfbyte.kernels.launch import Kernel, Program, compile_program, tensor_map
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -148,26 +148,26 @@ class FlashAttention(Phase):
     def bind(self, b: Binding) -> Launch:
         run = self.bind_into(b)
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            acts["attn"] = run(step, acts, None)
+        def launch(step: Step, acts: Activations) -> None:
+            acts.attn = run(step, acts, None)
 
         return launch
 
-    def bind_into(self, b: Binding) -> Callable[[Step, dict[str, Any], Inputs | None], Tensor]:
-        """acts["q"] and where packed rows go, if they are wanted (see `attend`) -> the result."""
+    def bind_into(self, b: Binding) -> Callable[[Step, Activations, Inputs | None], Tensor]:
+        """acts.q and where packed rows go, if they are wanted (see `attend`) -> the result."""
         spec, kind, index = b.spec, b.kind or "full", b.kind_index
         window = spec.window if kind == "sliding" else 0
         sinks = b.weights.sinks if "sinks" in spec.features_of(("attention",)) else None
         build = SLIDING if window else FULL
         maps: dict[int, ctypes.Array[ctypes.c_uint64]] = {}  # a pool may be replaced
 
-        def run(step: Step, acts: dict[str, Any], packed: Inputs | None) -> Tensor:
+        def run(step: Step, acts: Activations, packed: Inputs | None) -> Tensor:
             pool = b.kv_pool()
             if pool.data_ptr() not in maps:
                 maps.clear()
                 maps[pool.data_ptr()] = encode_pages(pool)
             return attend(
-                build, acts["q"], pool, index, step, kind, sinks, window, pages=maps[pool.data_ptr()], packed=packed
+                build, acts.q, pool, index, step, kind, sinks, window, pages=maps[pool.data_ptr()], packed=packed
             )
 
         return run

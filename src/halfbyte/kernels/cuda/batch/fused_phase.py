@@ -6,7 +6,6 @@ Preferred to those where the cache is bf16 in pages of 64 tokens; Triton's serve
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from halfbyte.kernels.cuda.attention.batch import AttentionShape, BatchAttention
 from halfbyte.kernels.cuda.batch.phase import Attend, BatchLayer
 from halfbyte.kernels.triton.rope import angles_call
 from halfbyte.kernels.triton.tiles import refuse_gpu
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -48,14 +48,14 @@ class FusedBatchLayer(BatchLayer):
         inverse = b.buffers["rope_inverse"]
         half = s.head_dim // 2
 
-        def attend(step: Step, acts: dict[str, Any], qkv: Tensor) -> Tensor:
-            if "rope_cos" not in acts:  # once a step, for every layer
-                acts["rope_cos"], acts["rope_sin"] = torch.empty((2, step.rows, half), device=device)
+        def attend(step: Step, acts: Activations, qkv: Tensor) -> Tensor:
+            if not acts.has("rope_cos"):  # once a step, for every layer
+                acts.rope_cos, acts.rope_sin = torch.empty((2, step.rows, half), device=device)
                 angles_call(half).launch(
-                    (step.rows,), device, positions=step.positions, inverse=inverse, cos=acts["rope_cos"],
-                    sin=acts["rope_sin"], temperature=temperature,
+                    (step.rows,), device, positions=step.positions, inverse=inverse, cos=acts.rope_cos,
+                    sin=acts.rope_sin, temperature=temperature,
                 )  # fmt: skip
-            return attention.run(step, kind, qkv, b.kv_pool(), index, acts["rope_cos"], acts["rope_sin"])
+            return attention.run(step, kind, qkv, b.kv_pool(), index, acts.rope_cos, acts.rope_sin)
 
         return attend
 

@@ -9,8 +9,7 @@ all in the layout "tile16"; activations are bf16. Refuses other machines, format
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +22,13 @@ from halfbyte.kernels.cuda.prefill.sync import SyncHead
 from halfbyte.kernels.launch import current_arch
 from halfbyte.kernels.triton.attention import DecodeAttention
 from halfbyte.kernels.triton.rope import RopeAndWrite
-from halfbyte.plan.phase import LAYER, RESIDUAL, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.activations import Activations
+from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import BATCH_ROWS, Step
 
 MATRICES = ("qkv", "o", "gate_up", "down")
 BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
-Attend = Callable[[Step, dict[str, Any], Tensor], Tensor]  # qkv float32 [rows, heads * head_dim] -> bf16
+Attend = Callable[[Step, Activations, Tensor], Tensor]  # qkv float32 [rows, heads * head_dim] -> bf16
 
 
 def variants(spec: Spec, arch: Arch) -> dict[str, Variant]:
@@ -113,16 +113,18 @@ class BatchLayer(Phase):
         width = (s.heads + 2 * s.kv_heads) * s.head_dim
         last = b.layer == s.layers - 1
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            x, rows = acts["x"], step.rows
+        def launch(step: Step, acts: Activations) -> None:
+            pending, rows = acts.take(PendingExperts), step.rows
+            x = acts.x if pending is None else pending.x
             qkv = torch.empty((rows, width), dtype=torch.float32, device=device)
-            layer.enter(x, qkv, pending=acts.pop(RESIDUAL, None) is not None)
+            layer.enter(x, qkv, pending=pending is not None)
             layer.leave(x, attend(step, acts, qkv))
-            acts["topk_ids"], acts["topk_weights"] = room.ids[:rows], room.weights[:rows]
+            acts.topk_ids, acts.topk_weights = room.ids[:rows], room.weights[:rows]
             if last:
                 layer.finish(x)
+                acts.x = x
             else:
-                acts[RESIDUAL] = partial(whole, x, room.weights[:rows], room.parts)
+                acts.leave(PendingExperts(x, room.weights[:rows], room.parts))
 
         return launch
 
@@ -131,21 +133,26 @@ class BatchLayer(Phase):
         rope, attention = RopeAndWrite().bind(b), DecodeAttention().bind(b)
         heads = [s.heads, s.kv_heads, s.kv_heads]
 
-        def attend(step: Step, acts: dict[str, Any], qkv: Tensor) -> Tensor:
-            acts["q"], acts["k"], acts["v"] = torch.split(qkv.view(step.rows, sum(heads), s.head_dim), heads, dim=1)
+        def attend(step: Step, acts: Activations, qkv: Tensor) -> Tensor:
+            acts.q, acts.k, acts.v = torch.split(qkv.view(step.rows, sum(heads), s.head_dim), heads, dim=1)
             rope(step, acts)
             attention(step, acts)
-            out: Tensor = acts["attn"]
-            return out
+            return acts.attn
 
         return attend
 
 
-def whole(x: Tensor, weights: Tensor, parts: Tensor) -> Tensor:
-    """x with the experts' results that the next layer adds to it."""
-    rows, choices = weights.shape
-    each = parts[: rows * choices].view(rows, choices, -1)
-    return x + (weights[:, :, None] * each).sum(1)
+class PendingExperts(NamedTuple):
+    """The residual stream and the experts' results that the next layer adds to it (a `PendingResidual`)."""
+
+    x: Tensor
+    weights: Tensor  # [rows, top_k]
+    parts: Tensor  # of every choice of every row, in buffers that the next layer's experts write again
+
+    def complete(self) -> Tensor:
+        rows, choices = self.weights.shape
+        each = self.parts[: rows * choices].view(rows, choices, -1)
+        return self.x + (self.weights[:, :, None] * each).sum(1)
 
 
 class BatchHead(GroupedHead):
@@ -168,11 +175,11 @@ class BatchHead(GroupedHead):
         lm_head = Matrix(w.lm_head, None, "lm_head", shared=current_arch().shared_memory)
         few, many = Head(gpu(), room, lm_head, w.final_norm, s.norm_eps), super().bind(b)
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
+        def launch(step: Step, acts: Activations) -> None:
             if step.logit_rows.shape[0] > COLUMNS:
                 many(step, acts)
             else:
-                acts["logits"] = few.run(acts["x"], step.logit_rows)
+                acts.logits = few.run(acts.x, step.logit_rows)
 
         return launch
 

@@ -29,6 +29,7 @@ from halfbyte.kernels.cuda.decode.step import (
 )
 from halfbyte.kernels.launch import current_arch
 from halfbyte.ops.rope import rope_table
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import OPERATIONS, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import DECODE_ROWS, Step
 
@@ -103,14 +104,14 @@ class WholeStep(Phase):
                 )  # fmt: skip
             return steps[key]
 
-        def launch(step: Step, acts: dict[str, Tensor]) -> None:
+        def launch(step: Step, acts: Activations) -> None:
             rows = step.rows
             kernel = step_for(next(r for r in ROW_SIZES if r >= rows))
             tables = step.block_tables["sliding"].contiguous(), step.block_tables["full"].contiguous()
             kernel.read(step.tokens.contiguous(), step.positions.contiguous(), step.row_sequence.contiguous(), tables)
             kernel.run(rows)
             wanted = step.logit_rows.shape[0]
-            acts["logits"] = kernel.logits[:rows] if wanted == rows else kernel.logits[step.logit_rows.long()]
+            acts.logits = kernel.logits[:rows] if wanted == rows else kernel.logits[step.logit_rows.long()]
 
         return launch
 

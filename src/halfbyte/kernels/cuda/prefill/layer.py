@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,29 +20,24 @@ from halfbyte.kernels.cuda.attention.flash import FlashAttention
 from halfbyte.kernels.cuda.prefill.builds import SUM_WIDTH
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
 from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv, _Grouped, room_of
-from halfbyte.kernels.cuda.prefill.products import Dense, Inputs, Left, Rotation
+from halfbyte.kernels.cuda.prefill.products import Dense, Inputs, PendingExperts, Rotation
 from halfbyte.kernels.triton.rope import RopeAndWrite, angles_call
 from halfbyte.kernels.triton.router import NormAndRouter
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
-LEFT = "prefill.left"  # experts' results that the next layer adds to x
-
-Qkv = Callable[
-    [Step, dict[str, Any], Inputs], None
-]  # leaves rotated queries in acts["q"], keys and values in the cache
-Attend = Callable[[Step, dict[str, Any]], Inputs]  # acts["q"] -> the input of o
+Qkv = Callable[[Step, Activations, Inputs], None]  # leaves rotated queries in acts.q, keys and values in the cache
+Attend = Callable[[Step, Activations], Inputs]  # acts.q -> the input of o
 
 
-def cells(step: Step, acts: dict[str, Any], kind: str, pool: Tensor) -> Tensor:
+def kv_cells(step: Step, acts: Activations, kind: str, pool: Tensor) -> Tensor:
     """Where each row's first key goes, counted from a layer's first: once a step for each kind of layer."""
-    name = f"prefill.cells.{kind}"
-    if name not in acts:
+    if kind not in acts.kv_cells:
         size, table = pool.shape[4], step.block_tables[kind]
         page = table[step.row_sequence.long(), (step.positions // size).long()].long()
-        acts[name] = page * pool.stride(0) + (step.positions % size).long() * pool.stride(4)
-    found: Tensor = acts[name]
-    return found
+        acts.kv_cells[kind] = page * pool.stride(0) + (step.positions % size).long() * pool.stride(4)
+    return acts.kv_cells[kind]
 
 
 class PrefillLayer(_Grouped):
@@ -74,20 +68,20 @@ class PrefillLayer(_Grouped):
         qkv, attend, route = self.bind_qkv(b, dense["qkv"]), self.bind_attention(b, dense["o"]), self.bind_router(b)
         last = b.layer == s.layers - 1
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            left: Left | None = acts.pop(LEFT, None)
-            if left is None:
-                x, packed = acts["x"], dense["qkv"].pack(acts["x"], norm=w.attn_norm, eps=s.norm_eps)
+        def launch(step: Step, acts: Activations) -> None:
+            pending = acts.take(PendingExperts)
+            if pending is None:
+                x, packed = acts.x, dense["qkv"].pack(acts.x, norm=w.attn_norm, eps=s.norm_eps)
             else:
-                x, packed = dense["qkv"].sum_and_pack(left, norm=w.attn_norm, eps=s.norm_eps)
+                x, packed = dense["qkv"].sum_and_pack(pending, norm=w.attn_norm, eps=s.norm_eps)
             qkv(step, acts, packed)
-            acts["x"] = dense["o"].multiply(attend(step, acts), step.rows, x)
+            acts.x = dense["o"].multiply(attend(step, acts), step.rows, x)
             route(step, acts)
-            left = experts.leave(acts["h"], acts["topk_ids"], acts["topk_weights"], acts["x"])
+            pending = experts.leave(acts.h, acts.topk_ids, acts.topk_weights, acts.x)
             if last:
-                acts["x"] = experts.finish(left)
+                acts.x = pending.complete()
             else:
-                acts[LEFT] = left
+                acts.leave(pending)
 
         return launch
 
@@ -102,19 +96,19 @@ class PrefillLayer(_Grouped):
             b.buffers["rope_inverse"] = inverse.to(device)
         inverse = b.buffers["rope_inverse"]
 
-        def qkv(step: Step, acts: dict[str, Any], x: Inputs) -> None:
-            if "prefill.angles" not in acts:  # once a step, for every layer
+        def qkv(step: Step, acts: Activations, x: Inputs) -> None:
+            if not acts.has("rope_pairs"):  # once a step, for every layer
                 cos, sin = torch.empty((2, step.rows, half), dtype=torch.float32, device=device)
                 angles_call(half).launch(
                     (step.rows,), device, positions=step.positions, inverse=inverse, cos=cos, sin=sin,
                     temperature=temperature,
                 )  # fmt: skip
-                acts["prefill.angles"] = torch.stack((cos, sin), -1)
+                acts.rope_pairs = torch.stack((cos, sin), -1)
             pool = b.kv_pool()
-            acts["q"] = dense.rotate(
+            acts.q = dense.rotate(
                 x, step.rows,
                 Rotation(
-                    acts["prefill.angles"], cells(step, acts, kind, pool),
+                    acts.rope_pairs, kv_cells(step, acts, kind, pool),
                     pool.data_ptr() + index * pool.stride(1) * pool.element_size(), pool.stride(2), s.heads, s.kv_heads,
                 ),
             )  # fmt: skip
@@ -124,7 +118,7 @@ class PrefillLayer(_Grouped):
     def bind_attention(self, b: Binding, o: Dense) -> Attend:
         attention = FlashAttention().bind_into(b)
 
-        def attend(step: Step, acts: dict[str, Any]) -> Inputs:
+        def attend(step: Step, acts: Activations) -> Inputs:
             x = o.inputs(step.rows)
             attention(step, acts, x)
             return x
@@ -145,7 +139,7 @@ class Fp8PrefillLayer(PrefillLayer):
     def bind_attention(self, b: Binding, o: Dense) -> Attend:
         attention = FlashAttention().bind_into(b)
 
-        def attend(step: Step, acts: dict[str, Any]) -> Inputs:
+        def attend(step: Step, acts: Activations) -> Inputs:
             return o.pack(attention(step, acts, None))
 
         return attend

@@ -7,13 +7,12 @@ bits. Refuses other machines, formats and shapes; converts nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.prefill.builds import CHUNK, EXPERTS_MAX, TILE, TOP_MAX, Room, gpu
 from halfbyte.kernels.cuda.prefill.products import Dense, Experts
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -82,8 +81,8 @@ class GroupedMoe(_Grouped):
             **self.forced(s),
         )  # fmt: skip
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            acts["x"] = experts.run(acts["h"], acts["topk_ids"], acts["topk_weights"], acts["x"])
+        def launch(step: Step, acts: Activations) -> None:
+            acts.x = experts.run(acts.h, acts.topk_ids, acts.topk_weights, acts.x)
 
         return launch
 
@@ -101,9 +100,9 @@ class GroupedQkv(_Grouped):
         dense = self.dense(room_of(b), w.qkv, w.qkv_bias, "qkv")
         heads = [s.heads, s.kv_heads, s.kv_heads]
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            y = dense.run(acts["x"], norm=w.attn_norm, eps=s.norm_eps).view(step.rows, sum(heads), s.head_dim)
-            acts["q"], acts["k"], acts["v"] = torch.split(y, heads, dim=1)
+        def launch(step: Step, acts: Activations) -> None:
+            y = dense.run(acts.x, norm=w.attn_norm, eps=s.norm_eps).view(step.rows, sum(heads), s.head_dim)
+            acts.q, acts.k, acts.v = torch.split(y, heads, dim=1)
 
         return launch
 
@@ -119,8 +118,8 @@ class GroupedOut(_Grouped):
     def bind(self, b: Binding) -> Launch:
         dense = self.dense(room_of(b), b.weights.o, b.weights.o_bias, "o")
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            acts["x"] = dense.run(acts["attn"], residual=acts["x"])
+        def launch(step: Step, acts: Activations) -> None:
+            acts.x = dense.run(acts.attn, residual=acts.x)
 
         return launch
 
@@ -136,8 +135,8 @@ class GroupedHead(_Grouped):
         w, eps = b.weights, b.spec.norm_eps
         dense = self.dense(room_of(b), w.lm_head, None, "lm_head")
 
-        def launch(step: Step, acts: dict[str, Any]) -> None:
-            acts["logits"] = dense.run(acts["x"], norm=w.final_norm, eps=eps, select=step.logit_rows)
+        def launch(step: Step, acts: Activations) -> None:
+            acts.logits = dense.run(acts.x, norm=w.final_norm, eps=eps, select=step.logit_rows)
 
         return launch
 

@@ -126,12 +126,22 @@ class Inputs(NamedTuple):
     scales: Tensor | None = None  # of every slot
 
 
-class Left(NamedTuple):
-    """What the experts left for the one who sums it, and what keeps its buffers alive."""
+class PendingExperts(NamedTuple):
+    """The residual stream and the experts' results that nobody has added to it yet (a `PendingResidual`).
 
+    The results lie in buffers that the next layer's experts write again."""
+
+    machine: Machine
     args: RowsArgs
-    x: Tensor  # to which it is added
-    held: tuple[Tensor, ...]
+    x: Tensor  # to which they are added
+    read: tuple[Tensor, ...]  # what `args` points to, kept alive
+
+    def complete(self) -> Tensor:
+        out = torch.empty_like(self.x)
+        args = RowsArgs.from_buffer_copy(self.args)
+        args.out = _ptr(out)
+        self.machine.rows("sum_rows", args.rows, args)
+        return out
 
 
 class Rotation(NamedTuple):
@@ -193,11 +203,11 @@ class Dense:
         self._pack("pack_rows", rows, x, args, norm, eps)
         return x
 
-    def sum_and_pack(self, left: Left, *, norm: Tensor, eps: float) -> tuple[Tensor, Inputs]:
+    def sum_and_pack(self, pending: PendingExperts, *, norm: Tensor, eps: float) -> tuple[Tensor, Inputs]:
         """What the experts left, added up: as rows, and behind a norm as this matrix reads them."""
-        assert left.x.shape[1] <= SUM_WIDTH, "a row fits the threads that sum it"
-        rows, out, x = left.x.shape[0], torch.empty_like(left.x), self.inputs(left.x.shape[0])
-        args = RowsArgs.from_buffer_copy(left.args)
+        assert pending.x.shape[1] <= SUM_WIDTH, "a row fits the threads that sum it"
+        rows, out, x = pending.x.shape[0], torch.empty_like(pending.x), self.inputs(pending.x.shape[0])
+        args = RowsArgs.from_buffer_copy(pending.args)
         args.out = _ptr(out)
         self._pack("sum_pack_rows", rows, x, args, norm, eps)
         return out, x
@@ -303,17 +313,9 @@ class Experts:
 
     def run(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         """h [rows, hidden] bf16 or float32, ids and weights [rows, top_k] as the router left them, x float32."""
-        return self.finish(self.leave(h, ids, weights, x)) if len(ids) else torch.empty_like(x)
+        return self.leave(h, ids, weights, x).complete() if len(ids) else torch.empty_like(x)
 
-    def finish(self, left: Left) -> Tensor:
-        """The sum of x and what the experts left."""
-        out = torch.empty_like(left.x)
-        args = RowsArgs.from_buffer_copy(left.args)
-        args.out = _ptr(out)
-        self.room.machine.rows("sum_rows", args.rows, args)
-        return out
-
-    def leave(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> Left:
+    def leave(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> PendingExperts:
         """Both products; nothing is summed yet."""
         room = self.room
         rows, top_k = ids.shape
@@ -355,4 +357,4 @@ class Experts:
             tops=_ptr(self.tops[1]), x_scale=_ptr(middle.scales), out_bf16=1 - _float(parts),
         )  # fmt: skip
         room.machine.product(down, second)
-        return Left(common, x, (ids, weights, x))
+        return PendingExperts(room.machine, common, x, (ids, weights, x))
