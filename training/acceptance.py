@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
 from pathlib import Path
 
 import checkpoint
@@ -21,6 +19,7 @@ from train import DRAFT, TINY
 
 from halfbyte.evals.tasks import TASKS
 from halfbyte.lab import receipts
+from halfbyte.lab.result import Ceiling, Cell, Result, figure
 
 
 @torch.no_grad()
@@ -36,15 +35,18 @@ def main() -> None:
     checkpoint.load_weights(draft, args.models / "tiny-draft")
     head, kept = load_head(args.models / "tiny-eagle3", TINY)
     batch = held_out(target, str(args.models / "tiny" / "tokenizer.json"), args.per_task, "cpu", args.seed)
-    out: dict[str, object] = {"drafted": STEPS, "conversations": args.per_task * (len(TASKS) - 1), "seed": args.seed}
-    out["reply_tokens"] = int((batch.weight == 2).sum())
+    shape = {"drafted": STEPS, "conversations": args.per_task * (len(TASKS) - 1), "seed": args.seed}
+    every = Ceiling(1.0 + STEPS, "every draft accepted")
+    results = []
     for name, (length, shares) in (
         ("eagle3", head_acceptance(head, target, batch, kept, torch.float32)),
         ("draft", draft_acceptance(draft, batch, torch.float32)),
     ):
-        out[name] = {"tokens_per_verification": round(length, 3), "accepted_at_step": [round(s, 3) for s in shares]}
-    out["measured"] = receipts.weights(*(args.models / name for name in ("tiny", "tiny-eagle3", "tiny-draft")))
-    print(json.dumps(out | {"bench": "acceptance", "date": time.strftime("%Y-%m-%d"), "argv": sys.argv[1:]}))
+        tokens = figure("tokens_per_verification", "tokens", round(length, 3), every)
+        detail = {"accepted_at_step": [round(s, 3) for s in shares], "reply_tokens": int((batch.weight == 2).sum())}
+        results.append(Result(Cell("acceptance", "tiny", path=name, shape=shape), (tokens,), detail=detail))
+    weights = receipts.weights(*(args.models / name for name in ("tiny", "tiny-eagle3", "tiny-draft")))
+    print(json.dumps(receipts.result_file("training/acceptance.py", results, weights).as_json()))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ where the gates say and nowhere else. It times nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +27,8 @@ from halfbyte.evals.tasks import TASKS
 from halfbyte.gates import AXES, Gates, Layers, PerRegime
 from halfbyte.harmony.render import render_prompt, render_training_example
 from halfbyte.lab import receipts
+from halfbyte.lab.measure.accuracy import ALL
+from halfbyte.lab.result import Cell, Result, figure
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
@@ -72,6 +72,15 @@ class Cost:
         kl = f"{self.kl:.1e}" if self.kl else "0"
         share = 100 * self.right / self.of
         return f"| {self.format} | {self.right} / {self.of} ({share:.1f} %) | {kl} | {100 * self.same_top:.2f} % |"
+
+    def result(self) -> Result:
+        figures = (
+            figure("kl", "nats", self.kl),
+            figure("right", "%", 100 * self.right / self.of, ALL),
+            figure("same_top", "%", 100 * self.same_top, ALL),
+        )
+        cell = Cell("cost of a format", "tiny", gates=self.changed, shape={"format": self.format})
+        return Result(cell, figures, detail={"problems": self.of, "tokens": self.tokens})
 
 
 def conversations(tok: Tokenizer, per_task: int, seed: int) -> list[tuple[list[int], int]]:
@@ -163,9 +172,7 @@ def main() -> None:
         done.append(cost(name, gates, given, base, got))
         print(done[-1].row(), flush=True)
         if args.json:
-            record = {"bench": "costs", "date": time.strftime("%Y-%m-%d"), "machine": "any: nothing is timed"}
-            record |= {"argv": sys.argv[1:], "measured": weights, "formats": [asdict(d) for d in done]}
-            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            receipts.result_file("training/costs.py", [d.result() for d in done], weights).write(args.json)
     print(f"{len(given)} conversations, {done[0].tokens} reply tokens, seed {args.seed}", file=sys.stderr)
 
 

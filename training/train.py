@@ -29,6 +29,8 @@ from optimizer import Optimizer
 
 from halfbyte.evals.tasks import MIXTURE
 from halfbyte.lab import receipts
+from halfbyte.lab.measure.accuracy import accuracy_result
+from halfbyte.lab.result import Cell
 from halfbyte.model.config import ModelConfig, Yarn
 
 TINY = ModelConfig(
@@ -223,15 +225,22 @@ def main() -> None:
         checkpoint.load_weights(model, args.out)  # judge what was saved, rounded to bf16
     if args.per_task == 0:
         return
-    report = {
-        "bench": "eval", "date": time.strftime("%Y-%m-%d"), "argv": sys.argv[1:],
-        "dtype": "bfloat16" if device == "cuda" else "float32",
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "measured": shipped_hashes(model),
-    }  # fmt: skip
-    report["runs"] = evaluate.judge(
+    reports = evaluate.judge(
         model, args.tokenizer, args.per_task, ablations=args.ablations, seed=args.held_out, micro=args.micro
     )
-    (args.out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    results = [
+        accuracy_result(
+            report,
+            Cell(
+                "accuracy", model.c.name, path="training's network",
+                shape={"run": run, "dtype": dtype, "suite": report["suite"], "seed": report["seed"]},
+            ),
+        )
+        for run, report in reports.items()
+    ]  # fmt: skip
+    file = receipts.result_file("training/train.py --stage evaluate", results, shipped_hashes(model))
+    file.write(args.out / "evaluation.json")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ are the first of each task again, and all the misses: a narrow decision can fall
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,9 @@ EACH = 3
 @pytest.mark.slow
 def test_the_cpu_answers_as_the_gpu_did() -> None:
     torch.set_num_threads(1)
-    raw = json.loads(RECEIPT.read_text(encoding="utf-8"))
-    assert receipts.freshness(raw) == ("current", ""), "judge the new weights: training/train.py --stage evaluate"
-    told = raw["runs"]["mxfp4"]
+    receipt = receipts.read(RECEIPT)
+    assert receipt.state == "current", "judge the new weights: training/train.py --stage evaluate"
+    told = receipt.results[0].detail
     misses = {(w["task"], w["question"], w["expected"]): w["raw"] for w in told["wrong"]}
     assert len(misses) == sum(t["problems"] - t["right"] for t in told["tasks"].values())
     suite = Suite("tiny", told["seed"], told["per_task"])

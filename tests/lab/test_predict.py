@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from halfbyte.errors import UsageError
 from halfbyte.gates import PRESETS, parse
 from halfbyte.lab import predict
 from halfbyte.lab.receipts import Receipt
+from halfbyte.lab.result import Cell, Check, Result, ResultFile, figure
 from halfbyte.model.config import NAMED
 from halfbyte.roofline import GPUS, decode_traffic, gpu_named, step_work
 
@@ -38,14 +40,33 @@ def trace() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def receipt(name: str = "r1", state: str = "current", date: str = "2026-01-01", fixed: float = FIXED) -> Receipt:
-    rows: list[dict[str, Any]] = []
+def step(model: str, context: int, us: float | None, trace: dict[str, Any] | None = None) -> Result:
+    cell = Cell("decode", model, path=predict.KERNEL, shape={"formats": "mxfp4", "rows": 1, "context": context})
+    return Result(
+        cell, () if us is None else (figure("step", "us", us),), detail={} if trace is None else {"trace": trace}
+    )
+
+
+def file_of(results: list[Result], date: str, source: str) -> ResultFile:
+    return ResultFile("x", (), {"time": date, "gpus": [{"name": "NVIDIA H200"}]}, {"x.cu": source}, tuple(results))
+
+
+def receipt(
+    name: str = "r1",
+    state: str = "current",
+    date: str = "2026-01-01",
+    fixed: float = FIXED,
+    more: tuple[Result, ...] = (),
+    head: float = 1.0,
+) -> Receipt:
+    results = []
     for context in (512, 2048):
         total = decode_traffic(C, predict.formats_of("mxfp4"), context).total
-        us = total / (H200.read * SHARE) * 1e6 + 36 * fixed
-        rows.append({"model": "120b", "formats": "mxfp4", "rows": 1, "context": context, "us": us})
-    rows.append({"model": "120b", "formats": "mxfp4", "context": 2048, "phases": trace()})
-    return Receipt(name, state, "", "NVIDIA H200", date, (), {"sources": name, "rows": rows})
+        results.append(step("120b", context, total / (H200.read * SHARE) * 1e6 + 36 * fixed))
+    marks = trace()
+    marks["head"]["sums"] *= head
+    results.append(step("120b", 2048, None, marks))
+    return Receipt(name, state, "", file_of([*results, *more], date, name))
 
 
 def test_the_fit_finds_what_was_put_in() -> None:
@@ -59,8 +80,8 @@ def test_the_fit_finds_what_was_put_in() -> None:
 
 def test_where_it_was_measured_every_value_is_the_measurement() -> None:
     p = predict.predict("h200", "120b", FAST, 2048, [receipt()])
-    row = receipt().raw["rows"][1]
-    assert [s.tokens_per_second for s in p.scenarios] == pytest.approx([1e6 / row["us"]] * 3)
+    us = receipt().results[1].figure("step").value
+    assert [s.tokens_per_second for s in p.scenarios] == pytest.approx([1e6 / us] * 3)
     assert p.measured
     assert p.as_dict()["label"] == "MEASURED"
     other = predict.predict("h200", "20b", FAST, 2048, [receipt()])  # carried over to another shape
@@ -80,26 +101,35 @@ def test_gb10_by_hand() -> None:
     assert "cuda.decode_step" in _chosen()
 
 
-def rehearsed(fixed: dict[float, float], **other: Any) -> list[dict[str, Any]]:
-    """Rows of a GB10 at these shares of its bandwidth, with so much per layer beside their bytes."""
+def rehearsed(fixed: dict[float, float], model: str = "120b", **other: Any) -> list[Result]:
+    """A GB10 at these shares of its bandwidth, with so much per layer beside their bytes."""
     total = decode_traffic(C, predict.formats_of("mxfp4"), 2048).total
-    row = {
-        "gpu": "gb10", "model": "120b", "formats": "mxfp4", "context": 2048, "slots": 6, "variant": "", "ok": True,
-        "read": 232e9, "blocks": 48, "of": 48,
+    shape = {
+        "gpu": "gb10", "formats": "mxfp4", "context": 2048, "slots": 6, "variant": "", "read": 232e9, "blocks": 48,
+        "blocks_of": 48,
     }  # fmt: skip
     return [
-        row | {"share": share, "us": total / (232e9 * share) * 1e6 + 36 * us} | other for share, us in fixed.items()
+        Result(
+            Cell("rehearsal", model, path=predict.KERNEL, shape=shape | {"share": share} | other),
+            (figure("step", "us", total / (232e9 * share) * 1e6 + 36 * us),),
+        )
+        for share, us in fixed.items()
     ]
 
 
-def told(*rows: dict[str, Any], state: str = "current", name: str = "r9") -> Receipt:
-    return Receipt(name, state, "", "NVIDIA H200", "2026-01-02", (), {"rehearsed": list(rows)})
+def like(result: Result, us: float | None = None, checks: tuple[Check, ...] = (), **shape: Any) -> Result:
+    cell = replace(result.cell, shape={**result.cell.shape, **shape})
+    return Result(cell, () if us is None else (figure("step", "us", us),), checks)
+
+
+def told(*results: Result, state: str = "current", name: str = "r9") -> Receipt:
+    return Receipt(name, state, "", file_of(list(results), "2026-01-02", name))
 
 
 def test_a_rehearsal_gives_the_fixed_cost_at_each_pace() -> None:
     rows = rehearsed({1.0: 8.0, 0.8: 6.0})
-    unpaced = rows[0] | {"share": 0.0, "us": 2000.0}  # says nothing about a pace
-    variant = rows[0] | {"variant": "workers=4", "us": 99999.0}
+    unpaced = like(rows[0], 2000.0, share=0.0)  # says nothing about a pace
+    variant = like(rows[0], 99999.0, variant="workers=4")
     p = predict.predict("gb10", "120b", FAST, 2048, [receipt(), told(unpaced, variant, *rows)])
     plain = predict.predict("gb10", "120b", FAST, 2048, [receipt()])
     assert p.formula == plain.scenarios
@@ -117,8 +147,7 @@ def test_a_rehearsal_gives_the_fixed_cost_at_each_pace() -> None:
 
 def test_instructions_of_the_measured_gpu_do_not_slow_a_rehearsed_one_down() -> None:
     """lm_head of the basis at half its speed: the formula's figures fall, the rehearsed ones do not."""
-    slow = receipt()
-    slow.raw["rows"][-1]["phases"]["head"]["sums"] *= 2
+    slow = receipt(head=2.0)
     rows = told(*rehearsed({1.0: 8.0, 0.6: 8.0}))
     one, two = (predict.predict("gb10", "120b", FAST, 2048, [r, rows]) for r in (receipt(), slow))
     assert one.scenarios == two.scenarios
@@ -131,12 +160,12 @@ def test_which_rehearsals_count() -> None:
     assert any("r9 is STALE" in w for w in stale.warnings)
     changes: tuple[dict[str, Any], ...] = (
         {"read": 1e12}, {"context": 512}, {"gpu": "rtx5090"}, {"formats": "q8"}, {"model": "120b, 4 layers"},
-        {"of": 170}, {"variant": "slot=8192"}, {"share": 1.0},
+        {"blocks_of": 170}, {"variant": "slot=8192"}, {"share": 1.0},
     )  # fmt: skip
     for change in changes:
         other = told(*rehearsed({1.0: 8.0, 0.8: 6.0}, **change))
         assert predict.predict("gb10", "120b", FAST, 2048, [receipt(), other]).rehearsal is None, change
-    wrong = told(*good, good[0] | {"ok": False})  # a kernel failed its check
+    wrong = told(*good, like(good[0], checks=(Check("against the twin", False),)))
     assert predict.predict("gb10", "120b", FAST, 2048, [receipt(), wrong]).rehearsal is None
     assert predict.predict("h200", "120b", FAST, 2048, [receipt(), told(*good)]).rehearsal is None
 
@@ -145,8 +174,10 @@ def test_a_slice_of_a_gpu_has_its_part_of_the_memory() -> None:
     """132 of 188 blocks with 132/188 of the bandwidth take as long as the bytes there say; the rest is fixed."""
     gpu, total = GPUS["pro6000"], decode_traffic(C, predict.formats_of("mxfp4"), 2048).total
     rows = [
-        row | {"gpu": "pro6000", "read": gpu.read, "of": 188, "blocks": 132}
-        | {"us": total / (gpu.read * row["share"] * 132 / 188) * 1e6 + 36 * 10.0}
+        like(
+            row, total / (gpu.read * row.cell.shape["share"] * 132 / 188) * 1e6 + 36 * 10.0, gpu="pro6000",
+            read=gpu.read, blocks_of=188, blocks=132,
+        )
         for row in rehearsed({1.0: 0.0, 0.8: 0.0})
     ]  # fmt: skip
     p = predict.predict("pro6000", "120b", FAST, 2048, [receipt(), told(*rows)])
@@ -163,11 +194,10 @@ def _chosen() -> tuple[str, ...]:
 
 def test_the_model_is_held_against_other_measurements() -> None:
     """A row of 20b that was made with another fixed cost shows as the error it is."""
-    r = receipt()
     c = NAMED["20b"]
     total = decode_traffic(c, predict.formats_of("mxfp4"), 2048).total
     truth = total / (H200.read * SHARE) * 1e6 + c.layers * FIXED
-    r.raw["rows"].append({"model": "20b", "formats": "mxfp4", "rows": 1, "context": 2048, "us": truth / 1.1})
+    r = receipt(more=(step("20b", 2048, truth / 1.1),))
     (check,) = predict.predict("gb10", "120b", FAST, 2048, [r]).checks
     assert check.what == "20b mxfp4"
     assert check.error == pytest.approx(0.1)
@@ -256,4 +286,4 @@ def test_the_command_prints_every_input() -> None:
 
 
 def _listed() -> list[dict[str, Any]]:
-    return list(json.loads(CliRunner().invoke(app, ["bench", "--receipts", "--json"]).stdout)["receipts"])
+    return list(json.loads(CliRunner().invoke(app, ["receipts", "--json"]).stdout)["receipts"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +20,6 @@ from halfbyte.cli.options import (
     print_table,
     with_gates,
 )
-from halfbyte.cli.profile import show_receipts
 from halfbyte.engine.request import SamplingParams
 from halfbyte.errors import UsageError
 from halfbyte.evals.suite import Suite
@@ -28,6 +28,8 @@ from halfbyte.lab import environment
 from halfbyte.lab import receipts as receipts_
 from halfbyte.lab.machine import limit_threads
 from halfbyte.lab.measure import eager as eager_
+from halfbyte.lab.measure.accuracy import accuracy_result
+from halfbyte.lab.result import Cell
 from halfbyte.model import load
 
 
@@ -49,17 +51,11 @@ def bench(
     depth: Annotated[str, typer.Option("--depth", help="Tokens already in the cache, untimed.")] = "0",
     runs: Annotated[int, typer.Option(help="Timed runs of each figure, after one to warm up.", min=1)] = 3,
     device: DeviceOption = None,
-    receipts: Annotated[
-        bool, typer.Option("--receipts", help="List what was measured before: figures, ceilings, and what is stale.")
-    ] = False,
     json: JsonOption = False,
     *,
     gates: Gates,
 ) -> None:
     """Prompt and generation speed, each beside what the hardware could do."""
-    if receipts:
-        show_receipts(receipts_.read_all(), json)
-        return
     name = load.resolve_model(model)
     where = load.resolve_device(device)
     lengths, counts, depths = numbers(pp, "--pp", 1), numbers(tg, "--tg", 2), numbers(depth, "--depth", 0)
@@ -97,6 +93,7 @@ def evaluate(
     tasks: Annotated[str | None, typer.Option(help="Only these, with commas between.")] = None,
     seed: Annotated[int, typer.Option(help="Of the held-out problems.")] = 0,
     wrong: Annotated[bool, typer.Option("--wrong", help="Print every miss.")] = False,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Also write a receipt here.")] = None,
     device: DeviceOption = None,
     json: JsonOption = False,
     *,
@@ -115,16 +112,14 @@ def evaluate(
             report = problems.run(
                 engine.tokenizer, answer, progress=lambda t, s: status.update(f"evaluated {t}: {s.right}/{s.problems}")
             )
+    name = load.resolve_model(model)
+    if out_file is not None:
+        shape = {"suite": suite, "seed": seed, "per_task": report.per_task}
+        cell = Cell("accuracy", name.label, gates=gates.changes(), path="engine", shape=shape)
+        measured = {} if name.path is None else receipts_.weights(name.path)
+        receipts_.result_file("halfbyte eval", [accuracy_result(report.to_json(), cell)], measured).write(out_file)
     if json:
-        path = load.resolve_model(model).path
-        print_json(
-            report.to_json()
-            | {
-                "bench": "eval",
-                "environment": environment.collect(gates),
-                "measured": {} if path is None else receipts_.weights(path),
-            }
-        )
+        print_json(report.to_json() | {"environment": environment.collect(gates)})
         return
     out.print(report.table(), markup=False)
     if wrong:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -23,7 +23,7 @@ from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.lab import environment, predict, receipts, timeline
 from halfbyte.lab.machine import SMALL, device_roof
-from halfbyte.lab.profile import Profile, Verdict, decide
+from halfbyte.lab.profile import Profile, decide
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 
@@ -218,31 +218,5 @@ def explain_prediction(p: predict.Prediction) -> None:
         out.print(f"  {line}", markup=False)
 
 
-def show_receipts(found: Sequence[receipts.Receipt], json: bool) -> None:
-    """Every receipt with its state; the figures of those that have any."""
-    if json:
-        print_json({"receipts": [r.as_dict() for r in found]})
-        return
-    for r in found:
-        color = {"current": "green", "STALE": "red", "unreadable": "red"}.get(r.state, "yellow")
-        where = " · ".join(t for t in (r.gpu, r.date) if t)
-        out.print(f"[bold]{r.name}[/bold]  [{color}]{r.state}[/{color}]  {r.why or ''}[dim]  {where}[/dim]")
-        rows: list[Mapping[str, str]] = []
-        for row in r.rows:
-            rows.append(
-                {
-                    "  figure": f"  {row.what}",
-                    "value": f"{row.figure:.1f} {row.unit}",
-                    "ceiling": "" if row.ceiling is None else f"{row.ceiling:.1f}",
-                    "share": "" if row.share is None else f"{row.share:.0%}",
-                }
-            )
-        if rows:
-            print_table(rows)
-
-
 def register(app: typer.Typer) -> None:
     app.command()(profile)
-
-
-__all__ = ["Verdict", "profile", "register", "show_receipts"]

@@ -142,101 +142,117 @@ class Prediction:
         return (self.gpu.name, self.model, self.context) == (b.gpu, b.model, b.context)
 
     def as_dict(self) -> dict[str, Any]:
-        said = {"label": "MEASURED" if self.measured else "PREDICTED"}
-        return asdict(self) | said | {"tokens_per_second": None if self.void else self.central}
+        label = {"label": "MEASURED" if self.measured else "PREDICTED"}
+        return asdict(self) | label | {"tokens_per_second": None if self.void else self.central}
 
 
 def basis(receipts: Sequence[Receipt], model: str, formats: str, context: int) -> Basis:
     """The newest measurement of the decode kernel in these formats, nearest in context; current before stale."""
-    rows = [
-        (r, row)
-        for r in receipts
-        for row in _rows(r)
-        if row.get("rows") == 1 and "us" in row and row.get("formats") == formats and row.get("model") in NAMED
-    ]
-    traces = [(r, row) for r in receipts for row in _rows(r) if isinstance(row.get("phases"), Mapping)]
-    if not rows or not traces:
+    steps = [(r, s) for r in receipts for s in _steps(r)]
+    timed = [(r, s) for r, s in steps if s.us is not None and s.rows == 1 and s.formats == formats]
+    traces = [(r, s, s.trace) for r, s in steps if s.trace is not None]
+    if not timed or not traces:
         raise UsageError(
             f"no receipt of bench/kernels/decode.py measures {formats} with a trace, so nothing can be "
             "predicted from it; "
             "run it on a GPU first."
         )
 
-    def order(r: Receipt, row: Mapping[str, Any]) -> tuple[Any, ...]:
-        far = abs(math.log2((row["context"] + 128) / (context + 128)))
-        return r.state == "current", row["model"] == model, -round(far, 3), r.date, r.name
+    def order(r: Receipt, s: _Step) -> tuple[Any, ...]:
+        far = abs(math.log2((s.context + 128) / (context + 128)))
+        return r.state == "current", s.model == model, -round(far, 3), r.date, r.name
 
-    receipt, row = max(rows, key=lambda found: order(*found))
+    receipt, step = max(timed, key=lambda pair: order(*pair))
 
-    def likeness(r: Receipt, t: Mapping[str, Any]) -> tuple[Any, ...]:
-        same = r.raw.get("sources") == receipt.raw.get("sources")
-        return same, t.get("model") == row["model"], t.get("formats") == formats, r.date, r.name
+    def likeness(r: Receipt, s: _Step) -> tuple[Any, ...]:
+        same = r.file is not None and receipt.file is not None and r.file.measured == receipt.file.measured
+        return same, s.model == step.model, s.formats == formats, r.date, r.name
 
-    where, traced = max(traces, key=lambda found: likeness(*found))
+    where, traced, trace = max(traces, key=lambda t: likeness(t[0], t[1]))
     gpu = gpu_named(receipt.gpu)
-    config, held = NAMED[row["model"]], formats_of(formats)
-    stream, short, router = streams(traced, gpu)
-    total = decode_traffic(config, held, row["context"]).total
-    fixed, fixed_short = ((row["us"] - total / (gpu.read * s) * 1e6) / config.layers for s in (stream, short))
+    config, us = NAMED[step.model], step.us or 0.0
+    stream, short, router = streams(traced, trace, gpu)
+    total = decode_traffic(config, formats_of(formats), step.context).total
+    fixed, fixed_short = ((us - total / (gpu.read * s) * 1e6) / config.layers for s in (stream, short))
     return Basis(
-        receipt.name, where.name, receipt.state, gpu.name, row["model"], formats, int(row["context"]), float(row["us"]),
-        total, stream, short, fixed, fixed_short, router, float(traced["phases"]["clock_ghz"]),
+        receipt.name, where.name, receipt.state, gpu.name, step.model, formats, step.context, us, total, stream, short,
+        fixed, fixed_short, router, float(trace["clock_ghz"]),
     )  # fmt: skip
 
 
 def checks(receipts: Sequence[Receipt], b: Basis) -> tuple[Check, ...]:
     """What the basis gives for the other models and formats that its receipt measured at the same context."""
     gpu = gpu_named(b.gpu)
-    found = []
-    for row in (row for r in receipts if r.name == b.receipt for row in _rows(r)):
-        other = (row.get("model"), row.get("formats")) != (b.model, b.formats)
-        if row.get("rows") == 1 and row.get("context") == b.context and other and row.get("model") in NAMED:
-            config = NAMED[row["model"]]
-            total = decode_traffic(config, formats_of(row["formats"]), b.context).total
+    others = []
+    for step in (s for r in receipts if r.name == b.receipt for s in _steps(r)):
+        other = (step.model, step.formats) != (b.model, b.formats)
+        if step.us is not None and step.rows == 1 and step.context == b.context and other:
+            config = NAMED[step.model]
+            total = decode_traffic(config, formats_of(step.formats), b.context).total
             us = total / (gpu.read * b.streaming) * 1e6 + config.layers * b.fixed_us
-            found.append(Check(f"{row['model']} {row['formats']}", us, float(row["us"])))
-    return tuple(found)
+            others.append(Check(f"{step.model} {step.formats}", us, step.us))
+    return tuple(others)
 
 
 def rehearsal(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, context: int) -> Rehearsal | None:
     """The newest one of exactly this at two paces or more, current before stale; every result must have been right."""
     config = NAMED[model]
     bytes_ = decode_traffic(config, formats_of(formats), context).total
-    found: dict[tuple[bool, str, str], Rehearsal] = {}
+    known: dict[tuple[bool, str, str], Rehearsal] = {}
     for r in receipts:
-        given = r.raw.get("rehearsed")
-        rows = [
-            row
-            for row in (given if isinstance(given, list) else [])
-            if (row.get("model"), row.get("formats"), row.get("context")) == (model, formats, context)
-            and gpu_named(str(row["gpu"])) is gpu
-            and (row["read"], row.get("of")) == (gpu.read, gpu.blocks)  # else the table means another GPU today
-            and not row["variant"]
-        ]
-        paced = [row for row in rows if row["share"] and "us" in row]
-        if not all(row.get("ok", True) for row in rows) or len({row["share"] for row in paced}) < 2:
+        mine = [
+            result
+            for result in r.results
+            if result.cell.kind == REHEARSAL and result.cell.model == model
+            and (result.cell.shape["formats"], result.cell.shape["context"]) == (formats, context)
+            and gpu_named(str(result.cell.shape["gpu"])) is gpu
+            # else the table means another GPU today
+            and (result.cell.shape["read"], result.cell.shape["blocks_of"]) == (gpu.read, gpu.blocks)
+            and not result.cell.shape["variant"]
+        ]  # fmt: skip
+        paced = [result for result in mine if result.cell.shape["share"] and result.figures]  # a trace has none
+        wrong = any(result.refused for result in mine)
+        if wrong or len({result.cell.shape["share"] for result in paced}) < 2:
             continue
         times = []
-        for row in paced:
-            pace, us = row["read"] * row["share"], float(row["us"])
-            part = row["blocks"] / row["of"]
+        for result in paced:
+            shape, us = result.cell.shape, result.figure(STEP).value
+            pace, part = shape["read"] * shape["share"], shape["blocks"] / shape["blocks_of"]
             times.append((pace, us, (us - bytes_ / (pace * part) * 1e6) / config.layers))
-        found[(r.state == "current", r.date, r.name)] = Rehearsal(
-            r.name, r.state, r.gpu, int(paced[0]["blocks"]), gpu.blocks, int(paced[0]["slots"]), tuple(times)
+        shape = paced[0].cell.shape
+        known[(r.state == "current", r.date, r.name)] = Rehearsal(
+            r.name, r.state, r.gpu, int(shape["blocks"]), gpu.blocks, int(shape["slots"]), tuple(times)
         )
-    return found[max(found)] if found else None
+    return known[max(known)] if known else None
 
 
-def _rows(receipt: Receipt) -> list[dict[str, Any]]:
-    found = receipt.raw.get("rows")
-    return [r for r in found if isinstance(r, dict)] if isinstance(found, list) else []
+@dataclass(frozen=True)
+class _Step:
+    """A result of the decode kernel: cells of path cuda.decode_step, whose shape says formats, rows and context."""
+
+    model: str
+    formats: str
+    rows: int
+    context: int
+    us: float | None
+    trace: Mapping[str, Any] | None
 
 
-def streams(traced: Mapping[str, Any], gpu: Gpu) -> tuple[float, float, float]:
+def _steps(receipt: Receipt) -> list[_Step]:
+    steps = []
+    for result in receipt.results:
+        cell, shape = result.cell, result.cell.shape
+        if (cell.kind, cell.path) == ("decode", KERNEL) and cell.model in NAMED and "formats" in shape:
+            us = next((f.value for f in result.figures if f.name == STEP), None)
+            trace = result.detail.get("trace")
+            steps.append(_Step(cell.model, shape["formats"], shape["rows"], shape["context"], us, trace))
+    return steps
+
+
+def streams(traced: _Step, phases: Mapping[str, Any], gpu: Gpu) -> tuple[float, float, float]:
     """(share of lm_head's stream, share of the experts' streams, microseconds of a layer waiting for the router)."""
-    config, held = NAMED[traced["model"]], formats_of(traced["formats"])
-    work = step_work(config, held, 1, traced["context"])
-    phases = traced["phases"]
+    config = NAMED[traced.model]
+    work = step_work(config, formats_of(traced.formats), 1, traced.context)
     head = phases["head"]
     # from the start of the phase, not from its input's arrival: the ring has been filling while blocks waited
     long = work["lm_head"].bytes / (head["sums"] - head["start"]) * 1e6
@@ -257,15 +273,15 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
     if model not in NAMED:
         raise UsageError(f"there is no shape {model!r}; use {' or '.join(NAMED)}.")
     gpu = gpu_named(name)
-    config, held = NAMED[model], formats_after(gates)
-    dense = {held[role] for role in ("qkv", "o", "lm_head")}
+    config, formats = NAMED[model], formats_after(gates)
+    dense = {formats[role] for role in ("qkv", "o", "lm_head")}
     if len(dense) != 1 or not dense <= set(LABELS):
         raise UsageError("receipts measure qkv, o and lm_head in one format; use --preset exact, balanced or fast.")
     kv = "bf16" if gates.kv_dtype == "auto" else gates.kv_dtype
     label = LABELS[dense.pop()]
-    found = basis(receipts, model, label, context)
-    there = gpu_named(found.gpu)
-    total = decode_traffic(config, held, context, kv_dtype=kv).total
+    base = basis(receipts, model, label, context)
+    there = gpu_named(base.gpu)
+    total = decode_traffic(config, formats, context, kv_dtype=kv).total
     h200, gb10 = GPUS["h200"], GPUS["gb10"]
     usual, least = (1.0, 1.0) if gpu.measured else (h200.read / h200.paper, gb10.read / gb10.paper)
     clocks = there.ghz / gpu.ghz
@@ -276,41 +292,41 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
         return Scenario(label, read, streaming, fixed, 1 / seconds)
 
     slower = min(1.0, gpu.read / there.read)
-    made: tuple[Scenario, ...] = (
-        scenario("low", gpu.read * least, found.streaming_short * issue, found.fixed_short_us * max(1.0, clocks)),
-        scenario("central", gpu.read * usual, found.streaming * issue, found.fixed_us * clocks),
-        scenario("high", gpu.read * usual, found.streaming, _hidden(found, slower) * clocks),
+    scenarios: tuple[Scenario, ...] = (
+        scenario("low", gpu.read * least, base.streaming_short * issue, base.fixed_short_us * max(1.0, clocks)),
+        scenario("central", gpu.read * usual, base.streaming * issue, base.fixed_us * clocks),
+        scenario("high", gpu.read * usual, base.streaming, _hidden(base, slower) * clocks),
     )
-    if gpu is there and (found.model, found.context) == (model, context):
-        made = tuple(scenario(s, gpu.read, found.streaming, found.fixed_us) for s in ("low", "central", "high"))
+    if gpu is there and (base.model, base.context) == (model, context):
+        scenarios = tuple(scenario(s, gpu.read, base.streaming, base.fixed_us) for s in ("low", "central", "high"))
     rehearsed = rehearsal(receipts, gpu, model, label, context) if kv == "bf16" else None
     formula: tuple[Scenario, ...] = ()
     if rehearsed:
-        formula = made
+        formula = scenarios
         worst, best = gpu.products if gpu.products[0] else (gpu.read * least, gpu.read * least)
         all_of_it = gpu.read * usual
         reads = {"low": worst, "central": 2 / (1 / best + 1 / all_of_it), "high": all_of_it}
-        made = tuple(scenario(name, read, 1.0, rehearsed.fixed(read)) for name, read in reads.items())
+        scenarios = tuple(scenario(name, read, 1.0, rehearsed.fixed(read)) for name, read in reads.items())
     return Prediction(
-        gpu, model, held, context, total, gpu.read / total, made, found, checks(receipts, found),
-        tuple(_warnings(model, found, rehearsed)), formula, rehearsed, _void(gpu, model, gates),
+        gpu, model, formats, context, total, gpu.read / total, scenarios, base, checks(receipts, base),
+        tuple(_warnings(model, base, rehearsed)), formula, rehearsed, _void(gpu, model, gates),
     )  # fmt: skip
 
 
-def _hidden(found: Basis, slower: float) -> float:
+def _hidden(base: Basis, slower: float) -> float:
     """What a memory of this part of the measured one's speed leaves of the fixed cost."""
-    return max(min(found.fixed_us, found.router_us), found.fixed_us * slower)
+    return max(min(base.fixed_us, base.router_us), base.fixed_us * slower)
 
 
-def _warnings(model: str, found: Basis, rehearsed: Rehearsal | None) -> list[str]:
-    said = []
+def _warnings(model: str, base: Basis, rehearsed: Rehearsal | None) -> list[str]:
+    warnings = []
     if rehearsed and rehearsed.state != "current":
-        said.append(f"the rehearsal {rehearsed.receipt} is {rehearsed.state}: its kernel has changed since")
-    if found.state != "current":
-        said.append(f"the receipt {found.receipt} is {found.state}: its kernel has changed since")
-    if found.model != model:
-        said.append(f"measured on {found.model}, carried over to {model} by layers and bytes")
-    return said
+        warnings.append(f"the rehearsal {rehearsed.receipt} is {rehearsed.state}: its kernel has changed since")
+    if base.state != "current":
+        warnings.append(f"the receipt {base.receipt} is {base.state}: its kernel has changed since")
+    if base.model != model:
+        warnings.append(f"measured on {base.model}, carried over to {model} by layers and bytes")
+    return warnings
 
 
 def _void(gpu: Gpu, model: str, gates: Gates) -> str:
