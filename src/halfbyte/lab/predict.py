@@ -44,7 +44,9 @@ from halfbyte.plan.phase import ARCHES
 from halfbyte.roofline import GPUS, Gpu, decode_traffic, gpu_named, step_work
 
 KERNEL = "cuda.decode_step"
-# What bench/kernels/decode.py calls a set of formats, by the format of qkv, o and lm_head.
+REHEARSAL = "rehearsal"  # kind of a cell
+STEP = "step"  # name of the figure, in microseconds
+# What a cell's shape calls a set of formats, by the format of qkv, o and lm_head.
 LABELS = {"mxfp4": "mxfp4", "q8": "q8", "bf16": "checkpoint"}
 LANES = 128  # instructions a multiprocessor issues per clock
 
@@ -153,8 +155,7 @@ def basis(receipts: Sequence[Receipt], model: str, formats: str, context: int) -
     traces = [(r, s, s.trace) for r, s in steps if s.trace is not None]
     if not timed or not traces:
         raise UsageError(
-            f"no receipt of bench/kernels/decode.py measures {formats} with a trace, so nothing can be "
-            "predicted from it; "
+            f"no receipt of bench/kernels/decode.py measures {formats} with a trace, so nothing can be predicted; "
             "run it on a GPU first."
         )
 
