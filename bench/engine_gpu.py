@@ -37,7 +37,7 @@ import torch  # noqa: E402
 from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.build import core_for  # noqa: E402
 from halfbyte.engine.engine import EngineCore  # noqa: E402
-from halfbyte.engine.graphs import SIZES, DecodeGraph  # noqa: E402
+from halfbyte.engine.graphs import USUAL_SIZES, DecodeGraph  # noqa: E402
 from halfbyte.engine.options import EngineOptions  # noqa: E402
 from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
 from halfbyte.engine.runner import DeviceRunner  # noqa: E402
@@ -443,7 +443,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    assert all(b <= SIZES[-1] for b in args.batches)
+    assert all(b <= USUAL_SIZES[-1] for b in args.batches)
     if args.one:
         one(args)
         return

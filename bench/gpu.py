@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "src"))
 import torch  # noqa: E402
 
 from halfbyte import gates as gates_  # noqa: E402
-from halfbyte.engine.graphs import SIZES, DecodeGraph  # noqa: E402
+from halfbyte.engine.graphs import USUAL_SIZES, DecodeGraph  # noqa: E402
 from halfbyte.errors import UsageError  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
 from halfbyte.lab.measure import device_timing, engine_timing, phase_timing  # noqa: E402
@@ -47,8 +47,8 @@ AGREE = {
     "f32": 1e-4,
 }  # relative, between regimes on two layers; 0.2 where activations are rounded further
 FULL = {
-    "depths": [512, 2048, 8192, 32768], "tg": [32, 128], "concurrency": list(SIZES), "pp": [512, 2048, 8192],
-    "pp_at": [2048, 8192, 32768], "serve": list(SIZES), "check": True,
+    "depths": [512, 2048, 8192, 32768], "tg": [32, 128], "concurrency": list(USUAL_SIZES), "pp": [512, 2048, 8192],
+    "pp_at": [2048, 8192, 32768], "serve": list(USUAL_SIZES), "check": True,
 }  # fmt: skip
 
 

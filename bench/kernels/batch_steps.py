@@ -28,9 +28,8 @@ from halfbyte.lab import environment, receipts
 from halfbyte.lab.measure.device_timing import device_us, experts_touched, fill, random_tokens
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.plan import step
 
-SWITCHES = {"decode": (step, "DECODE_ROWS")}
+SWITCHES = ("decode",)  # limits of the plan that a way may move
 CONTEXT = 128
 
 
@@ -127,7 +126,7 @@ def main() -> None:
         "argv": sys.argv[1:], "measured": {}, "steps": [],
     }  # fmt: skip
     models: dict[str, GptOss] = {"auto": first}
-    usual = {name: getattr(*where) for name, where in SWITCHES.items()}
+    usual = {name: getattr(first.arch.limits, name) for name in SWITCHES}
     for rows in args.rows:
         seen: dict[str, torch.Tensor] = {}
         for way in args.ways.split(","):
@@ -137,14 +136,13 @@ def main() -> None:
             model = models[attention]
             result["measured"] |= receipts.measured({b.phase for r in ("decode", "batch") for b in model.plan.bound[r]})
             asked = usual | {k: int(v) for k, v in (s.split("=") for s in switches)}
-            for name, value in asked.items():
-                setattr(*SWITCHES[name], value)
+            model.plan.limits = replace(model.arch.limits, **asked)
             graph = captured(model, rows, args.count)
             start(graph, 99)
             logits = graph.replay().clone()
             base = seen.setdefault("first", logits)
             error = float((logits - base).norm() / base.norm())
-            regime = step.regime_of(rows)
+            regime = model.plan.limits.regime(rows)
             equal = bool(torch.equal(logits, seen.setdefault(f"{attention} {regime}", logits)))
             times = timed(graph, args.count)
             us = statistics.median(times)

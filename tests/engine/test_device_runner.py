@@ -22,7 +22,7 @@ from halfbyte.engine import graphs as graphs_
 from halfbyte.engine.batch import Batch, Handle
 from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
-from halfbyte.engine.graphs import SIZES, DecodeGraph, Graphs
+from halfbyte.engine.graphs import DecodeGraph, Graphs, graph_sizes
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.runner import DeviceRunner
@@ -40,7 +40,7 @@ from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES
-from halfbyte.plan.step import Step, regime_of
+from halfbyte.plan.step import RegimeLimits, Step
 
 CPU = torch.device("cpu")
 
@@ -70,10 +70,13 @@ def test_what_is_sent_arrives_aligned_and_typed() -> None:
         assert (view.data_ptr() - base) % (4 * ALIGN) == 0 or not array.size
 
 
-def test_padding_carries_no_step_into_another_regime() -> None:
+@pytest.mark.parametrize("limits", [*(a.limits for a in ARCHES.values()), RegimeLimits(6, 48, 1024, "of a test")])
+def test_padding_carries_no_step_into_another_regime(limits: RegimeLimits) -> None:
     """There it would meet other kernels, and round as the eager step does not."""
-    for rows in range(1, SIZES[-1] + 1):
-        assert regime_of(next(s for s in SIZES if s >= rows)) == regime_of(rows)
+    sizes = graph_sizes(limits)
+    assert sizes[-1] == limits.batch
+    for rows in range(1, sizes[-1] + 1):
+        assert limits.regime(next(s for s in sizes if s >= rows)) == limits.regime(rows)
 
 
 class Stand(DecodeGraph):
@@ -145,7 +148,7 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(monkeypatch: pytest.
     made = runner.graphs.made
     assert {size for size, _ in made} > {1, 2, 4}
     assert {blocks for _, blocks in made} == {3, 32}
-    assert all(size in SIZES for size, _ in made)
+    assert all(size in runner.graphs.sizes for size, _ in made)
     assert answers(core_of(model, True, run_ahead=False), 11) == eager
     core = core_of(model, False)
     runner = core.runner
@@ -262,7 +265,7 @@ def test_a_layer_that_is_not_summed_up_yet_is_tapped_whole() -> None:
     SingleSequence(model, 64).feed([5, 6, 7])
     tap = HiddenTap(model, (1,))
     logits, expected = tap(steps[0])
-    bound = model.plan.bound[steps[0].regime]
+    bound = model.plan.bound[model.plan.regime(steps[0])]
     first = next(i for i, b in enumerate(bound) if b.phase.covers[-1] == "moe")
     moe, norm = bound[first].launch, bound[first + 1].launch
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,6 @@ from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss, choose, spec_of
 from halfbyte.model.single_sequence import SingleSequence
-from halfbyte.plan import step
 from halfbyte.plan.phase import ARCHES
 
 SMALL = ModelConfig(
@@ -67,14 +68,15 @@ def test_long_prompts_take_fp8_and_shorter_ones_bf16() -> None:
     assert {spec.at(r).activation for r in ("decode", "batch", "prefill")} == {"bf16"}
 
 
-def test_the_rows_of_a_step_say_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_step_say_which() -> None:
     """Through the reference, with long prompts that begin at 100 rows."""
-    monkeypatch.setattr(step, "LONG_ROWS", 100)
     weights = synthetic.make(SMALL, 3)
     tokens = torch.randint(0, weights.config.vocab, (120,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def logits(activation: str, count: int) -> torch.Tensor:
-        return SingleSequence(GptOss(weights, Gates(activation=activation), page_size=16), 128).feed(tokens[:count])
+        model = GptOss(weights, Gates(activation=activation), page_size=16)
+        model.plan.limits = replace(model.plan.limits, long=100)
+        return SingleSequence(model, 128).feed(tokens[:count])
 
     assert torch.equal(logits("long=fp8", 120), logits("fp8", 120))
     assert torch.equal(logits("long=fp8", 99), logits("auto", 99))

@@ -17,7 +17,7 @@ from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, LAYER, Arch, Binding, Launch, Phase, Spec
-from halfbyte.plan.step import DECODE_ROWS, Step, regime_of
+from halfbyte.plan.step import REGIMES, RegimeLimits, Step
 
 SMALL = NAMED["small"]
 CHECKPOINT = {"qkv": "bf16", "o": "bf16", "gate_up": "mxfp4", "down": "mxfp4", "lm_head": "bf16", "embed": "bf16"}
@@ -92,7 +92,7 @@ def test_auto_prefers_rank_and_says_why_the_other_lost() -> None:
 
 def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = synthetic.make(SMALL, seed=0)
-    tokens = list(range(DECODE_ROWS))
+    tokens = list(range(ARCHES["cpu"].limits.decode))
     expected = SingleSequence(GptOss(weights), 64).feed(tokens)
     monkeypatch.setattr(select, "all_phases", lambda: [*reference.PHASES, FusedFront()])
     with pytest.raises(PlanError, match="can run o, lm_head in the decode regime"):
@@ -108,7 +108,7 @@ def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest
     assert model.plan.record.phases() == set(model.plan.selection.chosen["decode"])
     moe = next(r for r in model.plan.record.runs.values() if r.phase == "reference.moe")
     assert moe.formats == {"gate_up": "mxfp4", "down": "mxfp4"}
-    assert moe.shapes == {"x": (DECODE_ROWS, SMALL.hidden)}
+    assert moe.shapes == {"x": (len(tokens), SMALL.hidden)}
 
 
 class WholeStep(Phase):
@@ -213,8 +213,22 @@ def test_nvfp4_can_never_serve_an_mxfp4_model() -> None:
     ("rows", "regime"),
     [(1, "decode"), (3, "decode"), (4, "batch"), (64, "batch"), (65, "prefill"), (3071, "prefill"), (3072, "long")],
 )
-def test_regimes(rows: int, regime: str) -> None:
-    assert regime_of(rows) == regime
+def test_regimes_of_an_h200(rows: int, regime: str) -> None:
+    assert ARCHES["sm90"].limits.regime(rows) == regime
+
+
+def test_an_architecture_has_limits_of_its_own_and_says_whose_they_are() -> None:
+    assert "measured on an H200" in ARCHES["sm90"].limits.source
+    for arch in ARCHES.values():
+        assert arch.name == "sm90" or "not measured" in arch.limits.source
+    other = RegimeLimits(decode=8, batch=16, long=20, source="of a test")
+    ends = {8: "decode", 9: "batch", 16: "batch", 17: "prefill", 19: "prefill", 20: "long"}
+    assert {rows: other.regime(rows) for rows in ends} == ends
+    assert [other.range(r) for r in REGIMES] == ["1–8 rows", "9–16 rows", "17–19 rows", "20 rows and more"]
+    model = GptOss(synthetic.make(SMALL, seed=0))
+    model.plan.limits = other
+    SingleSequence(model, 64).feed(list(range(8)))
+    assert {r.regime for r in model.plan.record.runs.values()} == {"decode"}
 
 
 @pytest.mark.parametrize("arch", ARCHES)

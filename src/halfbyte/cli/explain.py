@@ -18,14 +18,7 @@ from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choos
 from halfbyte.plan.phase import ARCHES, Arch, Spec
 from halfbyte.plan.record import Selection
 from halfbyte.plan.select import Chosen
-from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, LONG_ROWS, LONG_WHY, REGIMES
-
-RANGES = {
-    "decode": f"1–{DECODE_ROWS} rows",
-    "batch": f"{DECODE_ROWS + 1}–{BATCH_ROWS} rows",
-    "prefill": f"{BATCH_ROWS + 1}–{LONG_ROWS - 1} rows",
-    "long": f"{LONG_ROWS} rows and more",
-}
+from halfbyte.plan.step import REGIMES
 
 
 @with_gates
@@ -53,11 +46,12 @@ def explain(
             source.close()
     spec, chosen, selection = choose(config, gates, target, found)
     evidence = gather(spec, chosen, target.name, gates) if prove else []
+    limits = target.limits
     values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
     said = notes(spec, selection, target)
     if json:
         found_out = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": said}
-        found_out |= {"rows": RANGES, "long": LONG_WHY}
+        found_out |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source}
         print_json(found_out | {"evidence": [asdict(e) for e in evidence]} if prove else found_out)
         raise typer.Exit(int(any(not e.ok for e in evidence)))
     announce(gates, f"{name} on {target.name}")
@@ -65,15 +59,13 @@ def explain(
         out.print(f"[bold red]{SINKS_OFF}[/bold red]")
     formats = ", ".join(f"{role} {kind}" for role, kind in spec.formats.items())
     out.print(f"weights  {formats}")
-    out.print(f"values   activations {values}, KV {spec.kv_dtype}, residual {spec.dtype}\n")
+    out.print(f"values   activations {values}, KV {spec.kv_dtype}, residual {spec.dtype}")
+    out.print(f"regimes  {limits.source}\n")
     for regime in REGIMES:
-        if regime == "long":
-            if spec.at("long").activation == spec.at("prefill").activation:
-                out.print(f"[bold]long[/bold] ({RANGES[regime]}): as prefill")
-                continue
-            out.print(f"[bold]long[/bold] ({RANGES[regime]}: {LONG_WHY})")
-        else:
-            out.print(f"[bold]{regime}[/bold] ({RANGES[regime]})")
+        if regime == "long" and spec.at("long").activation == spec.at("prefill").activation:
+            out.print(f"[bold]long[/bold] ({limits.range(regime)}): as prefill")
+            continue
+        out.print(f"[bold]{regime}[/bold] ({limits.range(regime)})")
         for phase in selection.chosen[regime]:
             out.print(f"  runs     {phase}")
         reasons: dict[str, list[str]] = {}

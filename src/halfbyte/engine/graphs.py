@@ -20,16 +20,20 @@ from torch import Tensor
 from halfbyte.engine.step_buffer import aligned
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.draw import Drawer, drawer_for
-from halfbyte.plan.step import BATCH_ROWS, DECODE_ROWS, Step
+from halfbyte.plan.step import RegimeLimits, Step
 
-# The sizes people run, and the last row of every regime: padded into another, a step would meet other kernels, whose
-# roundings are not those of the eager step.
-SIZES = tuple(sorted({1, 2, 4, 5, 8, 10, 16, 32, 64} | {DECODE_ROWS, BATCH_ROWS}))
+USUAL_SIZES = (1, 2, 4, 5, 8, 10, 16, 32, 64)  # the numbers of rows people run
 SHORT = 4096  # tokens of the shorter of two captures: grids over the cache are sized by the longest it may hold
 # What changes every step, in the order of the buffer.
 FIELDS = ("tokens", "positions", "kv_lens", "source", "row_sequence", "query_start")
 
 Tap = Callable[[Step], tuple[Tensor, Tensor]]  # runs a step: (logits, hidden states)
+
+
+def graph_sizes(limits: RegimeLimits) -> tuple[int, ...]:
+    """The usual sizes and the last row of every regime: padded into another, a step would meet other kernels, whose
+    roundings are not those of the eager step."""
+    return tuple(sorted({s for s in USUAL_SIZES if s <= limits.batch} | {limits.decode, limits.batch}))
 
 
 class DecodeGraph:
@@ -148,14 +152,15 @@ class Graphs:
 
     def __init__(self, model: GptOss, blocks: int, tap: Tap | None = None) -> None:
         self.model, self.blocks, self.tap = model, blocks, tap
+        self.sizes = graph_sizes(model.plan.limits)
         self.made: dict[tuple[int, int], DecodeGraph] = {}
         self._pool: Any = None
 
     def find(self, rows: int, width: int, memory: Tensor, results: Tensor) -> DecodeGraph | None:
         """The graph for a step of `rows` rows, all of them sampled, with tables `width` wide; None: run eagerly."""
-        if rows > SIZES[-1] or width > self.blocks:
+        if rows > self.sizes[-1] or width > self.blocks:
             return None
-        size = next(s for s in SIZES if s >= rows)
+        size = next(s for s in self.sizes if s >= rows)
         short = SHORT // self.model.spec.page_size
         blocks = short if width <= short < self.blocks else self.blocks
         key = (size, blocks)

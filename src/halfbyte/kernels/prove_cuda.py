@@ -22,7 +22,6 @@ from halfbyte.kernels.cuda.prefill import phases as grouped_phases
 from halfbyte.kernels.cuda.prefill import sync as grouped_sync
 from halfbyte.kernels.launch import Program
 from halfbyte.plan.phase import Arch, Phase, Spec
-from halfbyte.plan.step import DECODE_ROWS
 
 TENSOR_COPY = r"\bUTMALDG"  # through a map of the weights
 BULK = r"\bUBLKCP"  # weights come by bulk copies, not through registers
@@ -45,7 +44,7 @@ def builds(phase: Phase, spec: Spec, arch: Arch) -> list[Build]:
     """Every kernel that `phase` can launch for `spec`."""
     if isinstance(phase, decode.WholeStep):
         fewer = (0, *ROW_SIZES)  # a build serves what the one before it cannot
-        return [_step(spec, arch, rows) for last, rows in zip(fewer, ROW_SIZES) if last < DECODE_ROWS]
+        return [_step(spec, arch, rows) for last, rows in zip(fewer, ROW_SIZES) if last < arch.limits.decode]
     if isinstance(phase, prefill_layer.PrefillLayer):
         found = [b for part in (*phase.parts, flash.FlashAttention()) for b in builds(part, spec, arch)]
         if not isinstance(phase, prefill_layer.Fp8PrefillLayer):

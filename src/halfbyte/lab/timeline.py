@@ -65,7 +65,8 @@ def decode_profile(model: GptOss, tokens: int, depth: int, batch: int) -> Profil
     made = run(model, step, cache, tokens, what, work)
     if touched is not None:
         made.notes.append(f"{touched[0]:.1f} distinct experts a layer, counted ({touched[1]})")
-    made.phases = {step.regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[step.regime]))}
+    regime = model.plan.regime(step)
+    made.phases = {regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[regime]))}
     return made
 
 
@@ -90,7 +91,7 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
         spans = match(owners, _kernels(run, runs), runs)
         made = summarise(what, n, spans, runs, step_us, work, gpu, "the driver's timeline, queued eagerly")
         made.host_us["eager"] = host
-    regime = steps[0].regime
+    regime = model.plan.regime(steps[0])
     made.phases = {regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[regime]))}
     return made
 
@@ -122,7 +123,7 @@ def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: i
     for step in steps:
         acts = Activations()
         now = time.perf_counter()
-        for b in model.plan.bound[step.regime]:
+        for b in model.plan.bound[model.plan.regime(step)]:
             b.launch(step, acts)
             now = note(category_of(b.phase.covers), b.phase.name, now)
         greedy(acts.logits)
@@ -135,7 +136,7 @@ def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: i
 
 def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: str, work: dict[str, Work]) -> Profile:
     context = int(step.positions[0])
-    whole_step = model.plan.bound[step.regime][0].phase.covers == OPERATIONS
+    whole_step = model.plan.bound[model.plan.regime(step)][0].phase.covers == OPERATIONS
     owners = attribute(model, step)
     graph = DecodeGraph(model, step.rows, cache.blocks, feed_back=True)
     graph.capture()
@@ -196,7 +197,7 @@ def _step_us(run: Callable[[int], Any], count: int) -> float:
 
 def attribute(model: GptOss, step: Step) -> list[tuple[str, str]]:
     """(kernel, category) of one step in the order they run."""
-    bound = model.plan.bound[step.regime]
+    bound = model.plan.bound[model.plan.regime(step)]
 
     def run(_: int) -> None:
         acts = Activations()

@@ -163,7 +163,7 @@ class GptOss:
         )
         self._buffers: dict[str, Tensor] = {}
         self._pool: Tensor | None = None
-        self.plan: Plan = bind(chosen, selection, spec, self._binding)
+        self.plan: Plan = bind(chosen, selection, spec, self.arch.limits, self._binding)
 
     def _binding(self, layer: int | None) -> Binding:
         return Binding(

@@ -9,7 +9,7 @@ from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import OPERATIONS, ROLES, SEGMENTS, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Record, Run, Selection
 from halfbyte.plan.select import Chosen
-from halfbyte.plan.step import Regime, Step
+from halfbyte.plan.step import Regime, RegimeLimits, Step
 
 
 @dataclass
@@ -24,13 +24,17 @@ class Plan:
     spec: Spec
     selection: Selection
     bound: dict[Regime, list[Bound]]
+    limits: RegimeLimits  # which regime a step's rows belong to
     record: Record = field(default_factory=Record)
     recording: bool = True
+
+    def regime(self, step: Step) -> Regime:
+        return self.limits.regime(step.rows)
 
     def run(self, step: Step, acts: Activations | None = None) -> Activations:
         """All launches of the step's regime. Returns the activations; `logits` is the result."""
         acts = Activations() if acts is None else acts
-        regime = step.regime
+        regime = self.regime(step)
         for b in self.bound[regime]:
             b.launch(step, acts)
             if self.recording:
@@ -58,7 +62,13 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def bind(chosen: Chosen, selection: Selection, spec: Spec, binding_of: Callable[[int | None], Binding]) -> Plan:
+def bind(
+    chosen: Chosen,
+    selection: Selection,
+    spec: Spec,
+    limits: RegimeLimits,
+    binding_of: Callable[[int | None], Binding],
+) -> Plan:
     """Bind every chosen phase once per layer. A phase that serves several regimes alike is bound once and shared."""
     cache: dict[tuple[int, int | None, str], Bound] = {}
 
@@ -81,7 +91,7 @@ def bind(chosen: Chosen, selection: Selection, spec: Spec, binding_of: Callable[
         for index in range(spec.layers):
             bound[regime] += [at(p, index, regime) for p in layer]
         bound[regime] += [at(p, None, regime) for p in epilogue]
-    return Plan(spec, selection, bound)
+    return Plan(spec, selection, bound, limits)
 
 
 def _split(phases: list[Phase]) -> list[list[Phase]]:

@@ -18,15 +18,30 @@ from torch import Tensor
 
 Regime = Literal["decode", "batch", "prefill", "long"]
 REGIMES: tuple[Regime, ...] = ("decode", "batch", "prefill", "long")
-DECODE_ROWS, BATCH_ROWS = 3, 64  # where the kernels for batches become faster (measured on SM90)
-LONG_ROWS = 3072  # where fp8 products become faster than bf16 ones (measured on SM90)
-LONG_WHY = "measured on an H200: fp8 activations are 11 % faster here, 2 % slower at 2048 rows (docs/LOG.md)"
 
 
-def regime_of(rows: int) -> Regime:
-    if rows > BATCH_ROWS:
-        return "prefill" if rows < LONG_ROWS else "long"
-    return "decode" if rows <= DECODE_ROWS else "batch"
+@dataclass(frozen=True)
+class RegimeLimits:
+    """Where one regime's kernels become faster than another's: rows of a step, a property of the machine."""
+
+    decode: int  # the most rows of a decode step
+    batch: int  # the most rows of a batch
+    long: int  # the fewest rows of a long prompt
+    source: str  # where the numbers come from
+
+    def regime(self, rows: int) -> Regime:
+        if rows > self.batch:
+            return "prefill" if rows < self.long else "long"
+        return "decode" if rows <= self.decode else "batch"
+
+    def range(self, regime: Regime) -> str:
+        """In words, for people."""
+        return {
+            "decode": f"1–{self.decode} rows",
+            "batch": f"{self.decode + 1}–{self.batch} rows",
+            "prefill": f"{self.batch + 1}–{self.long - 1} rows",
+            "long": f"{self.long} rows and more",
+        }[regime]
 
 
 def kernels_of(regime: Regime) -> Regime:
@@ -52,7 +67,3 @@ class Step:
     @property
     def sequences(self) -> int:
         return self.kv_lens.shape[0]
-
-    @property
-    def regime(self) -> Regime:
-        return regime_of(self.rows)

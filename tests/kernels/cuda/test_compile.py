@@ -10,7 +10,7 @@ import pytest
 
 from halfbyte.kernels.cuda.decode.step import ROW_SIZES, StepShape
 from halfbyte.kernels.launch import INCLUDES, Program, compile_program, nvrtc_available
-from halfbyte.plan.step import DECODE_ROWS
+from halfbyte.plan.phase import ARCHES
 
 LARGE, SMALL = 232_448, 101_376  # shared memory of a block: data centre, and everything that is sm_12x
 reason = nvrtc_available()
@@ -21,7 +21,7 @@ def shape(rows: int = 1, format: str = "mxfp4", shared: int = LARGE) -> StepShap
     return StepShape(2880, 2880, 36, 128, 64, 8, 201088, rows=rows, qkv=format, o=format, lm_head=format, shared=shared)
 
 
-@pytest.mark.parametrize("rows", [r for r in ROW_SIZES if r < 2 * DECODE_ROWS])
+@pytest.mark.parametrize("rows", [r for r in ROW_SIZES if r < 2 * ARCHES["sm121"].limits.decode])
 def test_fits_on_sm12x(rows: int) -> None:
     s = shape(rows, shared=SMALL)
     assert s.refuse() is None

@@ -149,7 +149,7 @@ def tapped_without_experts(model: GptOss, ids: list[int]) -> list[torch.Tensor]:
 
     def run(step: Step) -> torch.Tensor:
         acts = Activations()
-        for b in model.plan.bound[step.regime]:
+        for b in model.plan.bound[model.plan.regime(step)]:
             b.launch(step, acts)
             if b.phase.covers == ("o",):
                 streams.append(acts.x.clone())

@@ -223,7 +223,7 @@ class HiddenTap:
         acts = Activations()
         kept: dict[int, Tensor] = {}
         layer = -1
-        for b in self.target.plan.bound[step.regime]:
+        for b in self.target.plan.bound[self.target.plan.regime(step)]:
             b.launch(step, acts)
             if layer < 0 and b.phase.covers[-1] == "embed":
                 layer = 0

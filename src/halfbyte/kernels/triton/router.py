@@ -17,9 +17,10 @@ from halfbyte.kernels.triton.norm import stored
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
-from halfbyte.plan.step import BATCH_ROWS, Step
+from halfbyte.plan.step import Step
 
 BK = 64
+FEW_ROWS = 64  # up to so many, more warps choose for a row (measured on SM90)
 PARTS = 9  # of K: five steps each at 2880, because with few rows every step waits for memory
 
 
@@ -66,7 +67,7 @@ def _router_call(x: torch.dtype, weight: torch.dtype, rows: str, hidden: int, ex
 
 
 def choose_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, rows: int, spec: Spec) -> Call:
-    warps = 8 if rows <= BATCH_ROWS else 2  # many hide their waits
+    warps = 8 if rows <= FEW_ROWS else 2  # many hide their waits
     return _choose_call(x, weight, h, warps, spec.hidden, spec.experts, spec.top_k)
 
 

@@ -118,7 +118,7 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
     shows its choices."""
     if step.rows == 1:
         return float(model.config.top_k), "one row"
-    for regime in REGIMES[REGIMES.index(step.regime) :]:
+    for regime in REGIMES[REGIMES.index(model.plan.regime(step)) :]:
         bound = model.plan.bound[regime]
         if bound[0].phase.covers == OPERATIONS:
             continue

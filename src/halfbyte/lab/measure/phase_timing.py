@@ -26,7 +26,7 @@ from halfbyte.lab.measure.device_timing import (
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.plan import Bound
-from halfbyte.plan.step import BATCH_ROWS, Step
+from halfbyte.plan.step import Step
 from halfbyte.roofline import Gpu, Work, step_work
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 320, 512, 1024, 2048, 4096)
@@ -36,7 +36,7 @@ SAMPLES = 5
 
 def step_of(model: GptOss, rows: int, context: int) -> tuple[Step, int, int, int]:
     """(step, sequences, new rows of each, length with them): streams that decode at `context`, or one prompt."""
-    if rows <= BATCH_ROWS:
+    if rows <= model.plan.limits.batch:
         return decode_step(model, fill(model, rows, context + 64), context, rows), rows, 1, context + 1
     return prefill_step(model, fill(model, 1, rows), random_tokens(model, rows, rows), 0), 1, rows, rows
 
@@ -52,7 +52,8 @@ def phases(model: GptOss, rows: int, context: int) -> list[dict[str, Any]]:
     )  # fmt: skip
     inputs: list[Activations] = []
     acts = Activations()
-    bound = model.plan.bound[step.regime]
+    regime = model.plan.regime(step)
+    bound = model.plan.bound[regime]
     for b in bound:
         inputs.append(acts.copy())
         b.launch(step, acts)
@@ -64,12 +65,12 @@ def phases(model: GptOss, rows: int, context: int) -> list[dict[str, Any]]:
         us, how = _time(step, mine)
         floor = sum((work[op] for op in mine[0][0].phase.covers), Work())
         found.append(
-            {"phase": name, "rows": rows, "regime": step.regime, "launches": len(mine), "us": us, "timed": how}
+            {"phase": name, "rows": rows, "regime": regime, "launches": len(mine), "us": us, "timed": how}
             | rate(floor, us * 1e-6, gpu)
         )
     whole = sum(work.values(), Work())
     total: float = sum(row["us"] for row in found)
-    entry = {"phase": "sum", "rows": rows, "regime": step.regime, "launches": len(bound), "us": total, "timed": ""}
+    entry = {"phase": "sum", "rows": rows, "regime": regime, "launches": len(bound), "us": total, "timed": ""}
     found.append(entry | rate(whole, total * 1e-6, gpu))
     for row in found:
         row["experts_per_layer"] = None if touched is None else touched[0]

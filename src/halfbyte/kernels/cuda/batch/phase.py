@@ -24,7 +24,7 @@ from halfbyte.kernels.triton.attention import DecodeAttention
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
-from halfbyte.plan.step import BATCH_ROWS, Step
+from halfbyte.plan.step import Step
 
 MATRICES = ("qkv", "o", "gate_up", "down")
 BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
@@ -77,8 +77,8 @@ class BatchLayer(Phase):
         reason = refuse_shape(spec)
         if reason is not None:
             return reason
-        if BATCH_ROWS * spec.top_k > 512:
-            return f"groups 512 choices, not {spec.top_k} of each of {BATCH_ROWS} rows"
+        if arch.limits.batch * spec.top_k > 512:
+            return f"groups 512 choices, not {spec.top_k} of each of {arch.limits.batch} rows"
         if spec.tile != "auto":
             return f"has one tile, not {spec.tile}"
         for role in MATRICES:

@@ -31,7 +31,7 @@ from halfbyte.kernels.launch import current_arch
 from halfbyte.ops.rope import rope_table
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import OPERATIONS, Arch, Binding, Launch, Phase, Spec
-from halfbyte.plan.step import DECODE_ROWS, Step
+from halfbyte.plan.step import Step
 
 POSITIONS = 131072  # rope table: the longest context of gpt-oss
 MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -80,7 +80,7 @@ class WholeStep(Phase):
         for role in ("qkv", "o", "lm_head"):
             if spec.formats[role] not in FORMATS:
                 return f"{role} is {spec.formats[role]}, and the layout tile16 holds {', '.join(FORMATS)}"
-        return shape_of(spec, arch, next(r for r in ROW_SIZES if r >= DECODE_ROWS)).refuse()
+        return shape_of(spec, arch, next(r for r in ROW_SIZES if r >= arch.limits.decode)).refuse()
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return {"embed": "plain"} | dict.fromkeys(MATRICES, "tile16")

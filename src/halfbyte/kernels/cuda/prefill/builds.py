@@ -18,6 +18,7 @@ from torch import Tensor
 
 from halfbyte.formats.tile16 import CHUNK_BYTES
 from halfbyte.kernels.launch import Kernel, Map, Program, byte_map, compile_program
+from halfbyte.plan.phase import ARCHES
 
 FOLDER = Path(__file__).parent
 FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
@@ -25,7 +26,8 @@ PACKED = {"bf16": 0, "f16": 1, "e4m3": 2}  # how activations are packed
 TILE, CHUNK, PAD = 64, 64, 128  # rows of a tile, k of a chunk, slots that may be read past the last one
 EXPERTS_MAX, TOP_MAX = 512, 8
 BIASES = 128  # bytes of shared memory for a warp's biases
-GRAPH_ROWS = 64  # steps of up to so many rows may be captured: their buffers are made once and never replaced
+# Steps of up to so many rows may be captured: their buffers are made once and never replaced.
+GRAPH_ROWS = max(arch.limits.batch for arch in ARCHES.values())
 GROUP_THREADS, ROW_THREADS = 1024, 192
 SUM_WIDTH = 8 * 3 * ROW_THREADS  # of a row that is summed and packed in one pass
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
