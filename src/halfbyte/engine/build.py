@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from halfbyte.engine.cpu_runner import CpuRunner
+from halfbyte.engine.device_runner import DeviceRunner
 from halfbyte.engine.engine import EngineConfig, EngineCore
 from halfbyte.engine.graphs import Graphs
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import SourceInfo
-from halfbyte.engine.runner import make_runner
+from halfbyte.engine.runner import HiddenStateObserver, ModelRunner
+from halfbyte.engine.sampling.device import choose_device_sampler
 from halfbyte.engine.sizing import longest_context, memory_account, page_limits, rows_per_step
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
@@ -54,14 +57,7 @@ def core_for(
         eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows, max_waiting=options.max_waiting,
         run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
     )  # fmt: skip
-    graphs: Graphs | None = None
-    blocks = padded_blocks(-(-context // options.page_size))
-    if model.device.type == "cuda" and options.gates.graphs == "on":
-        graphs = Graphs(model, blocks, None if observer is None else observer.tap)
-    runner = make_runner(
-        model, observer, graphs, sequences=options.max_seqs, blocks=blocks,
-        rows=max(rows, options.max_seqs * (options.max_draft + 1)),
-    )  # fmt: skip
+    runner, sampler = _runner_for(model, options, observer, context, rows)
     core = EngineCore(runner, engine, tokenizer, proposer)
     details: dict[str, Any] = {
         "gates": options.gates.as_dict(),
@@ -74,12 +70,28 @@ def core_for(
             "pages": pages, "page_size": options.page_size, "gib": round(pages * page_bytes / GIB, 3),
             "longest_request": core.scheduler.longest,
         },
-        "sampler": runner.sampler,
+        "sampler": sampler,
         "max_seqs": options.max_seqs,
         "max_tokens_per_step": rows,
     }  # fmt: skip
     info = SourceInfo(label, min(context, core.scheduler.longest), config.vocab, eos, details)
     return core, info, tokenizer
+
+
+def _runner_for(
+    model: GptOss, options: EngineOptions, observer: HiddenStateObserver | None, context: int, rows: int
+) -> tuple[ModelRunner, str]:
+    """The runner, and who samples its tokens (with the reason, where torch does on a GPU)."""
+    if model.device.type == "cpu":
+        return CpuRunner(model, observer), "host"
+    rows = max(rows, options.max_seqs * (options.max_draft + 1))
+    blocks = padded_blocks(-(-context // options.page_size))
+    sampler = choose_device_sampler(model.device, rows, model.config.vocab)
+    graphs: Graphs | None = None
+    if options.gates.graphs == "on":
+        graphs = Graphs(model, blocks, sampler, None if observer is None else observer.tap)
+    runner = DeviceRunner(model, sampler, observer, graphs, rows=rows, sequences=options.max_seqs, blocks=blocks)
+    return runner, sampler.name
 
 
 def _device_name(device: torch.device) -> str:
