@@ -1,40 +1,41 @@
 """A GPU that is not here, rehearsed on one that is: the decode step with its blocks, its ring and its memory's pace.
 
-    python -m bench.experiments.rehearsal --gpu gb10 --save bench/results/rehearse-gpu.json
+    python -m bench.experiments.rehearsal --gpu gb10 --out bench/results/rehearsal.json
 
 As many blocks as that GPU has multiprocessors, the ring that fits in its shared memory, and copies that queue for one
-memory of that GPU's read bandwidth, times each of --shares, and for an L2 of its size and speed (experiments/pace.cuh).
+memory of that GPU's read bandwidth, times each of --shares, and for an L2 of its size and speed (pace.cuh).
 Two paces and more tell what of a step is bytes and what does not depend on the memory. A GPU with more multiprocessors
 than are here is rehearsed as a slice of it: as many blocks as are here, with their part of the bandwidth.
 
 What is rehearsed: how much of the waits between blocks hides behind slow memory, and how unevenly the work is shared
 out. What is not: that memory itself, and the other chip's clock and latencies. Vectors that do not come by bulk copies
-are not held up; the pace is lowered by their part. Every kernel is checked against float32 torch before it is timed.
-The last line is JSON.
+are not held up; the pace is lowered by their part. Every kernel is compared with its oracle before it is timed, as in
+bench.kernels.decode.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.kernels import decode
-from halfbyte.kernels.cuda.decode.step import DecodeStep, StepArgs, StepShape
+from bench.kernels import decode, runner
+from halfbyte.kernels.cuda.decode.step import StepArgs, StepShape, StepWeights
 from halfbyte.kernels.launch import Kernel, Program, compile_program
-from halfbyte.lab import environment
+from halfbyte.lab import receipts
 from halfbyte.lab.levels import decode_case
+from halfbyte.lab.levels.decode_case import DecodeCase
+from halfbyte.lab.levels.decode_check import DEPTH, at_depth, check_decode, same_as_timed
 from halfbyte.lab.measure import decode_trace
-from halfbyte.lab.predict import formats_of
-from halfbyte.lab.receipts import file_hash, measured
+from halfbyte.lab.predict import KERNEL, REHEARSAL, STEP, formats_of
+from halfbyte.lab.result import Cell, Result, figure
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.plan.phase import ARCHES
 from halfbyte.roofline import Gpu, decode_traffic, gpu_named
@@ -79,8 +80,8 @@ def program(s: StepShape, paced: tuple[str, ...]) -> Program:
     return replace(plain, options=(*plain.options, *extra))
 
 
-class Paced:
-    """The kernel with so many blocks on the current device."""
+class PacedGpu:
+    """The kernel with so many blocks on the current device, and copies at another memory's pace."""
 
     def __init__(self, s: StepShape, paced: tuple[str, ...], blocks: int, arch: str) -> None:
         self.blocks, self._threads = blocks, 32 * (s.warps + 1)
@@ -90,87 +91,109 @@ class Paced:
         self._kernel.launch(self.blocks, self._threads, args, cooperative=True)
 
 
+@dataclass(frozen=True)
+class Build:
+    """A case as it is compiled here."""
+
+    case: Case
+    shape: StepShape
+    paced: tuple[str, ...]
+    blocks: int
+
+    def machine(self, shape: StepShape) -> PacedGpu:
+        return PacedGpu(shape, self.paced, self.blocks, runner.device_arch())
+
+    def programs(self) -> list[Program]:
+        """Of the step that is timed, and of the shorter ones that are compared in front of it."""
+        shapes = [self.shape]
+        if not self.case.traced:
+            shapes += [at_depth(self.shape, depth) for depth in range(1, DEPTH + 1)]
+        return [program(s, self.paced) for s in shapes]
+
+
+def cases_of(gpus: list[str], formats: list[str], shares: list[float], variants: list[str]) -> list[Case]:
+    """Every share for the first formats of every GPU, the outer two for its other formats; once at full speed, once
+    with a trace."""
+    cases: list[Case] = []
+    for label in formats:
+        first = label == formats[0]
+        for gpu in gpus if first else gpus[:1]:
+            cases += [Case(gpu, label, share) for share in (shares if first else (shares[0], shares[-1]))]
+            if first and gpu == gpus[0]:
+                cases += [Case(gpu, label, 0.0), Case(gpu, label, shares[0], traced=True)]
+                cases += [Case(gpu, label, shares[0], variant=v) for v in variants]
+    return cases
+
+
+def rehearse(cell: Cell, build: Build, case: DecodeCase, context: int, repeats: int) -> Result:
+    facts = {"warps": build.shape.warps, "paced": list(build.paced), "bytes": cell_bytes(cell)}
+    step = case.step(build.shape, build.machine(build.shape))
+    if build.case.traced:
+        decode_case.place(step, context)
+        phases = decode_trace.trace(step)
+        print(*decode_trace.lines(phases), sep="\n", flush=True)
+        return Result(cell, detail=facts | {"trace": phases})
+    short = decode.short_case(build.shape, case.weights, context)
+    verdicts = [
+        check_decode(build.shape, short, context, machine_of=build.machine),
+        same_as_timed(step, case, context, machine_of=build.machine),
+    ]
+    checks = tuple(v.as_check() for v in verdicts)
+    if not all(c.ok for c in checks):
+        return Result(cell, checks=checks, detail=facts)
+    samples, _ = decode.time_steps(step, context, repeats, steps=8)
+    return Result(cell, (figure(STEP, "us", samples),), checks, detail=facts)
+
+
+def cell_bytes(cell: Cell) -> float:
+    """That a step of the whole model must read."""
+    config = NAMED[cell.model.partition(",")[0]]
+    return decode_traffic(config, formats_of(str(cell.shape["formats"])), int(cell.shape["context"])).total
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default="gb10", help="names with commas between")
-    parser.add_argument("--model", default="120b")
-    parser.add_argument("--formats", default="mxfp4,q8,checkpoint", help="of the first GPU; of the others the first")
+    parser = runner.arguments(__doc__, formats="mxfp4,q8,checkpoint", repeats=5)
+    parser.add_argument("--gpu", type=runner.words, default=["gb10"], help="names with commas between")
+    parser.add_argument("--model", default="120b", help="one shape: 120b or 20b")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--shares", default="1,0.939,0.85", help="of the read bandwidth, two at least")
     parser.add_argument("--variants", default="", help="'workers=9;slot=8192+ring=6': at the first share")
     parser.add_argument("--layers", type=int, default=0, help="fewer, for a trial")
-    parser.add_argument("--save", type=Path)
-    a = parser.parse_args()
-    environment.need_gpu()
-    gpus = a.gpu.split(",")
-    config, kinds, shares = NAMED[a.model], a.formats.split(","), [float(s) for s in a.shares.split(",")]
-    decode.SETTINGS.update({"layers": a.layers} if a.layers else {})
-    here = torch.cuda.get_device_properties().multi_processor_count
-    variants = {v: {k: int(n) for k, n in (x.split("=") for x in v.split("+"))} for v in a.variants.split(";") if v}
-    cases: list[Case] = []
-    for f in kinds:
-        for gpu in gpus if f == kinds[0] else gpus[:1]:
-            cases += [Case(gpu, f, s) for s in (shares if f == kinds[0] else (shares[0], shares[-1]))]
-            if (gpu, f) == (gpus[0], kinds[0]):
-                cases += [Case(gpu, f, 0.0), Case(gpu, f, shares[0], traced=True)]
-                cases += [Case(gpu, f, shares[0], variant=v) for v in variants]
-
-    def build(c: Case) -> tuple[StepShape, tuple[str, ...], int]:
-        s = decode.shape_of(a.model, c.formats, shared=ARCHES[c.gpu.arch].shared_memory)
-        s = replace(s, trace=c.traced, **variants.get(c.variant, {}))
-        blocks = min(c.gpu.blocks, here)
-        return s, pace(c.gpu, blocks, config, c.formats, a.context, c.share) if c.share else (), blocks
-
-    began = time.time()
-    arch = "sm_{}{}a".format(*torch.cuda.get_device_capability())
-
-    def compiled(c: Case) -> None:
-        s, paced, _ = build(c)
-        compile_program(program(s, paced), arch, cache=CACHE)
-
+    args = runner.begin(parser)
+    changes = {str(v): v for v in decode.parse_changes(args.variants)}
+    cases = cases_of(args.gpu, args.formats, [float(s) for s in args.shares.split(",")], list(changes))
+    builds = [build_of(case, args, changes.get(case.variant, {})) for case in cases]
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(compiled, cases))
-    print(f"{len(cases)} kernels after {time.time() - began:.1f} s", flush=True)
-    report: dict[str, Any] = {
-        "bench": "rehearse_gpu", "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"),
-        "measured": measured(["cuda.decode_step"]), "pace": file_hash(FOLDER / "pace.cuh"), "rehearsed": [],
-    }  # fmt: skip
-    weights, held, bad = None, "", 0
-    for c in cases:
-        s, paced, blocks = build(c)
-        torch.manual_seed(0)
-        if c.formats != held:
+        programs = [p for build in builds for p in build.programs()]
+        list(pool.map(lambda p: compile_program(p, runner.device_arch(), cache=CACHE), programs))
+    measured = receipts.measured([KERNEL]) | receipts.hashes([FOLDER / "pace.cuh"])
+    receipt = runner.Receipt("bench/experiments/rehearsal.py", args.out, measured)
+    weights: StepWeights | None = None
+    case, formats = None, ""
+    for build in builds:
+        c, s = build.case, build.shape
+        if c.formats != formats:
             weights = decode_case.random_weights(s) if weights is None else decode_case.with_dense_formats(weights, s)
-            bench, held = decode_case.DecodeCase.make(s, weights, a.context, 1), c.formats
-        d = DecodeStep(
-            s, weights, Paced(s, paced, blocks, arch), pool=bench.pool, tables=bench.tables, rope=bench.rope,
-            advance=True,
-        )  # fmt: skip
-        traffic = decode_traffic(config, formats_of(c.formats), a.context)
-        row: dict[str, Any] = {
-            "gpu": c.name, "model": decode.name_of(a.model), "formats": c.formats, "context": a.context,
-            "share": c.share, "variant": c.variant, "read": c.gpu.read, "of": c.gpu.blocks, "blocks": blocks,
-            "slots": s.slots, "warps": s.warps, "bytes": traffic.total, "paced": list(paced),
+            case, formats = DecodeCase.make(s, weights, args.context, 1), c.formats
+        assert case is not None
+        shape: dict[str, Any] = {
+            "gpu": c.name, "formats": c.formats, "context": args.context, "share": c.share, "variant": c.variant,
+            "read": c.gpu.read, "blocks": build.blocks, "slots": s.slots, "blocks_of": c.gpu.blocks,
         }  # fmt: skip
-        if c.traced:
-            decode_case.place(d, a.context)
-            row["phases"] = decode_trace.trace(d)
-            print(*decode_trace.lines(row["phases"]), sep="\n", flush=True)
-        else:
-            verdict = decode.check(bench, d, a.context - 48)
-            bad += not verdict["ok"]
-            row |= decode.time_steps(d, a.context, groups=5, steps=8)
-            row |= {"ok": verdict["ok"], "error": max(verdict["errors"].values())}
-            print(
-                f"{c.name} {c.formats} {c.variant} at {c.share or 'full speed'}: {row['us']:.0f} us "
-                f"({row['least']:.0f}-{row['most']:.0f}), {1e6 / row['us']:.1f} tokens/s of {blocks} blocks, error "
-                f"{row['error']:.1e}, {time.time() - began:.1f} s", flush=True,
-            )  # fmt: skip
-        report["rehearsed"].append(row)
-        if a.save:
-            a.save.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({"rehearsed": len(report["rehearsed"]), "wrong": bad}))
-    return 1 if bad else 0
+        name = f"{args.model}, {args.layers} layers" if args.layers else args.model
+        cell = Cell(REHEARSAL, name, path=KERNEL, shape=shape)
+        receipt.measure(cell, partial(rehearse, cell, build, case, args.context, args.repeats))
+    return receipt.end()
+
+
+def build_of(case: Case, args: argparse.Namespace, changes: dict[str, Any]) -> Build:
+    config, gpu = NAMED[args.model], case.gpu
+    layers = {"layers": args.layers} if args.layers else {}
+    shape = decode_case.shape_of(args.model, case.formats, shared=ARCHES[gpu.arch].shared_memory, **layers)
+    shape = replace(shape, trace=case.traced, **changes)
+    blocks = min(gpu.blocks, torch.cuda.get_device_properties().multi_processor_count)
+    paced = pace(gpu, blocks, config, case.formats, args.context, case.share) if case.share else ()
+    return Build(case, shape, paced, blocks)
 
 
 if __name__ == "__main__":

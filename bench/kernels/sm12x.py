@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.kernels import batch, decode, prefill_products
+from bench.kernels import batch, prefill_products
 from halfbyte import formats
 from halfbyte.formats import layouts, tile16
 from halfbyte.kernels.cuda.batch import layer, products
@@ -33,6 +33,7 @@ from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, 
 from halfbyte.kernels.launch import Program, compile_program
 from halfbyte.lab import environment
 from halfbyte.lab.levels import decode_case
+from halfbyte.lab.levels.decode_check import check_decode
 from halfbyte.lab.receipts import measured
 from halfbyte.model.config import NAMED
 from halfbyte.ops.linear import round_activation
@@ -154,9 +155,11 @@ def head() -> list[dict[str, Any]]:
 def decode_steps(steps: list[Any]) -> list[dict[str, Any]]:
     found = []
     for s in steps:
-        b = decode_case.DecodeCase.make(s, decode_case.random_weights(s), 2048, s.rows)
-        got = decode.check(b, b.step(s), 2000)
-        found.append({"case": f"decode step {s.qkv} {s.rows} rows, {s.layers} layers, {s.slots} slots", **got})
+        case = decode_case.DecodeCase.make(s, decode_case.random_weights(s), 2048, s.rows)
+        verdict = check_decode(s, case, 2000)
+        found.append(
+            {"case": f"decode step {s.qkv} {s.rows} rows, {s.slots} slots", "ok": verdict.ok, "note": str(verdict)}
+        )
     return found
 
 
@@ -171,7 +174,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
     steps = [
-        decode.shape_of("120b", f, r, layers=4, shared=SMALL)
+        decode_case.shape_of("120b", f, r, layers=4, shared=SMALL)
         for f, r in (("mxfp4", 1), ("mxfp4", 4), ("checkpoint", 1))
     ]
     programs(builds.gpu().arch, steps)

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from bench.experiments import rehearsal
-from bench.kernels import decode
 from halfbyte.kernels.launch import build_program, nvrtc_available
+from halfbyte.lab.levels import decode_case
+from halfbyte.lab.predict import formats_of
 from halfbyte.model.config import NAMED
 from halfbyte.roofline import GPUS, decode_traffic
 
@@ -22,7 +23,7 @@ def values(options: tuple[str, ...]) -> dict[str, int]:
 
 def test_the_queue_takes_as_long_as_that_memory() -> None:
     """All that a step streams, through a queue of this pace, takes what all of its bytes take at that bandwidth."""
-    traffic = decode_traffic(C, rehearsal.formats_of("mxfp4"), 2048)
+    traffic = decode_traffic(C, formats_of("mxfp4"), 2048)
     streamed = (
         traffic.experts + traffic.attention + traffic.lm_head + traffic.kv + 36 * 128 * 2880 * 2
     )  # and the router
@@ -47,7 +48,7 @@ def test_every_copy_goes_through_the_queue() -> None:
     pytest.importorskip("triton")
     from halfbyte.kernels.prove import disassemble
 
-    shape = replace(decode.shape_of("120b", "mxfp4", shared=101_376), layers=2)
+    shape = replace(decode_case.shape_of("120b", "mxfp4", shared=101_376), layers=2)
     sass = {}
     for name, paced in (("plain", ()), ("paced", rehearsal.pace(GB10, 48, C, "mxfp4", 2048, 1.0))):
         sass[name] = disassemble(build_program(rehearsal.program(shape, paced), "sm_90a")[0])

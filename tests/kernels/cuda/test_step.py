@@ -1,4 +1,4 @@
-"""The decode step, whole, against its torch twin: on the emulator everywhere, on a GPU where there is one."""
+"""The decode step, whole, against its oracle in torch: on the emulator everywhere, on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def small(rows: int, formats: tuple[str, str, str] = ("mxfp4",) * 3) -> StepShap
 
 
 class Case:
-    """One model with its cache, twice: one for the kernel, one for the twin."""
+    """One model with its cache, twice: one for the kernel, one for the oracle."""
 
     def __init__(self, shape: StepShape, machine: object, sequences: int, blocks: int, device: str = "cpu") -> None:
         self.shape, self.device = shape, device
@@ -60,8 +60,11 @@ class Case:
         self.step.tokens[:n], self.step.positions[:n], self.step.row_seq[:n] = (v.to(self.device) for v in (t, p, q))
         self.step.run(n)
         want = oracle.step(self.shape, self.weights, self.pool, self.tables, self.rope, t, p, q)
-        got = {k: v[:n].cpu() for k, v in oracle.boxes(self.step).items()}
-        return {k: torch.stack((got[k].double(), want[k].double())) for k in got}, self.step.next_tokens[:n].cpu()
+        last = want.layers[-1]
+        values = {name: (v, getattr(last, name)) for name, v in oracle.last_layer(self.step).items()}
+        values["logits"] = self.step.logits, want.logits
+        pairs = {name: torch.stack((v[:n].cpu().double(), w.double())) for name, (v, w) in values.items()}
+        return pairs, self.step.next_tokens[:n].cpu()
 
 
 def compare(case: Case, tokens: list[int], positions: list[int], row_seq: list[int], bound: float) -> None:
@@ -85,7 +88,7 @@ CASES = {
 
 @needs_compiler
 @pytest.mark.parametrize("name", CASES)
-def test_against_the_twin(name: str, built: Path) -> None:
+def test_against_the_oracle(name: str, built: Path) -> None:
     rows, positions, row_seq, blocks = CASES[name]
     row_seq = row_seq or [0]
     shape = small(rows)
