@@ -36,11 +36,11 @@ import torch  # noqa: E402
 
 from halfbyte import gates as gates_  # noqa: E402
 from halfbyte.engine.build import core_for  # noqa: E402
+from halfbyte.engine.device_runner import DeviceRunner  # noqa: E402
 from halfbyte.engine.engine import EngineCore  # noqa: E402
 from halfbyte.engine.graphs import USUAL_SIZES, DecodeGraph  # noqa: E402
 from halfbyte.engine.options import EngineOptions  # noqa: E402
 from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
-from halfbyte.engine.runner import DeviceRunner  # noqa: E402
 from halfbyte.evals.suite import MAX_TOKENS, Suite  # noqa: E402
 from halfbyte.lab import environment, receipts  # noqa: E402
 from halfbyte.lab.padded_model import PaddedSource  # noqa: E402
@@ -341,7 +341,7 @@ def engine_speed(core: EngineCore, model: GptOss, rows: int, depth: int, count: 
     core.runner.launch = launch  # type: ignore[method-assign]
     runner = core.runner
     assert isinstance(runner, DeviceRunner)
-    graphs = sorted(runner.graphs.made) if runner.graphs is not None else []
+    graphs = sorted(runner.graphs.captured) if runner.graphs is not None else []
     for id in list(core.groups):
         core.cancel(id)
     while core.has_work:
@@ -376,7 +376,7 @@ def graph_speed(model: GptOss, rows: int, depth: int, count: int = 96) -> dict[s
     graph = DecodeGraph(model, rows, blocks, feed_back=True)
     graph.capture()
     pages = torch.arange(1, 1 + 2 * rows * blocks, dtype=torch.int32, device="cuda").view(2, rows, blocks)
-    graph.tables(pages[0], pages[1])
+    graph.set_tables(pages[0], pages[1])
     times = []
     for run in range(3):
         graph.step.tokens.copy_(torch.tensor([p[0] for p in prompts_of(model, rows, 1, run)], dtype=torch.int32))

@@ -19,9 +19,10 @@ import threading
 import time
 
 from halfbyte.engine import messages
-from halfbyte.engine.batch import Batch, StepResult
+from halfbyte.engine.batch import Batch
 from halfbyte.engine.engine import EngineConfig, EngineCore
 from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.engine.runner import StepResult
 
 
 class Instant:

@@ -26,10 +26,11 @@ sys.path.insert(0, str(ROOT / "src"))
 import torch  # noqa: E402
 
 from halfbyte import gates as gates_  # noqa: E402
-from halfbyte.engine.batch import Batch, Handle  # noqa: E402
+from halfbyte.engine.batch import Batch  # noqa: E402
 from halfbyte.engine.build import core_for  # noqa: E402
 from halfbyte.engine.options import EngineOptions  # noqa: E402
 from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
+from halfbyte.engine.runner import StepHandle  # noqa: E402
 from halfbyte.engine.sequence import Sequence  # noqa: E402
 from halfbyte.engine.speculative.controller import Controller, Pace  # noqa: E402
 from halfbyte.engine.speculative.proposer import Proposal  # noqa: E402
@@ -79,7 +80,7 @@ def measure(model: GptOss, gates: gates_.Gates, batch: int, args: argparse.Names
     times = []
     launch, sizes = core.runner.launch, Counter[int]()
 
-    def counted(batch: Batch) -> Handle:
+    def counted(batch: Batch) -> StepHandle:
         sizes[batch.rows] += 1
         return launch(batch)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.engine.sampling.device import draw_rows
+from halfbyte.engine.sampling.race import sample_rows
 from halfbyte.kernels.cuda.sampling import sampler
 from halfbyte.lab import environment, receipts
 
@@ -72,22 +72,22 @@ def main() -> int:
     g = torch.Generator(device).manual_seed(0)
     wrong = 0
     for rows in args.rows:
-        drawer = sampler.make(rows, VOCAB, device)
+        sampler_ = sampler.make(rows, VOCAB, device)
         results = torch.zeros((rows, 2), dtype=torch.int32, device=device)
         keys = torch.randint(-(2**62), 2**62, (rows,), generator=g, device=device)
         for kind, spread in SPREAD.items():
             logits = torch.randn((rows, VOCAB), generator=g, device=device) * spread
             row: dict[str, Any] = {"rows": rows, "logits": kind}
-            row["note"] = graph_us(partial(drawer.note, logits, results), args.launches)
-            drawer.note(logits, results)
+            row["note"] = graph_us(partial(sampler_.argmax, logits, results), args.launches)
+            sampler_.argmax(logits, results)
             wrong += int((results[:, 0] != logits.argmax(-1)).sum())
             for name, values in SETTINGS.items():
                 filtered = values[1:] != (0, 1.0, 0.0)
                 settings = torch.tensor(values, device=device).expand(rows, 4).contiguous()
 
-                run = partial(drawer, logits, settings, keys, results, filtered=filtered)
+                run = partial(sampler_.sample, logits, settings, keys, results, filtered=filtered)
                 row[name] = graph_us(run, args.launches)
-                expected = draw_rows(logits, settings, keys, filtered=filtered, sampled=True)
+                expected = sample_rows(logits, settings, keys, filtered=filtered)
                 wrong += int((results[:, 0] != expected).sum())
             result["rows"].append(row)
             print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
@@ -106,7 +106,7 @@ def main() -> int:
         for name in ("temperature 1", "top-p 0.9"):
             settings = torch.tensor(SETTINGS[name], device=device).expand(rows, 4).contiguous()
             cut = name != "temperature 1"
-            row[name] = graph_us(partial(draw_rows, logits, settings, keys, filtered=cut, sampled=True), 2)
+            row[name] = graph_us(partial(sample_rows, logits, settings, keys, filtered=cut), 2)
         result["rows"].append(row)
         print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
         if args.out:

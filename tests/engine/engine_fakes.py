@@ -16,9 +16,11 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from halfbyte.engine.batch import Batch, StepResult
+from halfbyte.engine.batch import Batch
 from halfbyte.engine.request import Request
-from halfbyte.engine.sampling.host import RowSampler, sample
+from halfbyte.engine.runner import StepResult
+from halfbyte.engine.sampling.host import sample_on_host
+from halfbyte.engine.sampling.row import RowSampler
 
 EOS = 1
 PIECES = [
@@ -106,7 +108,7 @@ class FakeRunner:
             assert (pages != 0).all(), "a real row would be written to the scratch page"
             self.store[pages, batch.positions % size] = tokens * 2 + kind
         logits = np.stack([self._read(batch, r) for r in batch.logit_rows.tolist()]) if len(batch.logit_rows) else None
-        result = StepResult([]) if logits is None else sample(torch.from_numpy(logits), batch)
+        result = StepResult([]) if logits is None else sample_on_host(torch.from_numpy(logits), batch)
         self.last = result.tokens
         return result
 
@@ -160,7 +162,7 @@ def oracle(request: Request, index: int, limit: int, window: int, allowed: Calla
                 bits = np.zeros((VOCAB + 31) // 32 * 32, np.uint8)
                 bits[ids] = 1
                 batch.masks[0] = np.packbits(bits, bitorder="little").view(np.int32)
-        token = sample(row, batch).tokens[0]
+        token = sample_on_host(row, batch).tokens[0]
         tokens.append(token)
         out = tokens[len(request.prompt) :]
         if token in stop_ids:

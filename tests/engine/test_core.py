@@ -387,7 +387,7 @@ def test_peak_of_a_32k_request_through_the_scheduler_is_at_most_55_percent() -> 
             return self
 
         def result(self):
-            from halfbyte.engine.batch import StepResult
+            from halfbyte.engine.runner import StepResult
 
             return StepResult([7])
 

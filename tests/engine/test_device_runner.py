@@ -19,13 +19,15 @@ from engine_heads import write_head
 
 from halfbyte import gates
 from halfbyte.engine import graphs as graphs_
-from halfbyte.engine.batch import Batch, Handle
+from halfbyte.engine.batch import Batch
 from halfbyte.engine.build import core_for
+from halfbyte.engine.device_runner import DeviceRunner
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.graphs import DecodeGraph, Graphs, graph_sizes
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.engine.runner import DeviceRunner
+from halfbyte.engine.runner import StepHandle
+from halfbyte.engine.sampling.device import TorchSampler
 from halfbyte.engine.sequence import Sequence
 from halfbyte.engine.speculative.controller import Controller, Pace
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer, HiddenTap
@@ -54,7 +56,7 @@ def _one_thread():
 
 
 def test_what_is_sent_arrives_aligned_and_typed() -> None:
-    staging = StepBuffer(CPU, 16)
+    buffer = StepBuffer(CPU, 16)
     arrays = [
         np.arange(3, dtype=np.int32),
         np.array([[1.5, -2.0]], np.float32),
@@ -62,7 +64,7 @@ def test_what_is_sent_arrives_aligned_and_typed() -> None:
         np.zeros((0,), np.int32),
         np.arange(6, dtype=np.int32).reshape(2, 3)[:, ::2],
     ]
-    sent = staging.send(arrays)
+    sent = buffer.send(arrays)
     base = sent[0].data_ptr()
     for array, view in zip(arrays, sent):
         assert view.shape == array.shape
@@ -98,8 +100,8 @@ def core_of(model: GptOss, graphs: bool, **options: object) -> EngineCore:
     core, _, _ = core_for(model, Tokenizer.gpt_oss(), made)
     core.runner.close()
     observer = core.proposer if isinstance(core.proposer, Eagle3Proposer) else None
-    captured = Graphs(model, 32, None if observer is None else observer.tap) if graphs else None
-    core.runner = DeviceRunner(model, observer, captured, rows=256, blocks=32)
+    captured = Graphs(model, 32, TorchSampler(), None if observer is None else observer.tap) if graphs else None
+    core.runner = DeviceRunner(model, TorchSampler(), observer, captured, rows=256, blocks=32)
     if core.proposer is not None:  # draft from the first token on, whatever it costs
         controller = core.proposer.controller  # type: ignore[attr-defined]
         controller.tokens, controller.draft_cost = 10**9, 0.0
@@ -145,7 +147,7 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(monkeypatch: pytest.
     runner = core.runner
     assert isinstance(runner, DeviceRunner)
     assert runner.graphs is not None
-    made = runner.graphs.made
+    made = runner.graphs.captured
     assert {size for size, _ in made} > {1, 2, 4}
     assert {blocks for _, blocks in made} == {3, 32}
     assert all(size in runner.graphs.sizes for size, _ in made)
@@ -153,7 +155,7 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(monkeypatch: pytest.
     core = core_of(model, False)
     runner = core.runner
     assert isinstance(runner, DeviceRunner)
-    runner._stage.buffer = runner._stage.buffer[:4]  # nothing fits: every step has a buffer of its own
+    runner.buffer.words = 4  # nothing fits: every step has a buffer of its own
     assert answers(core, 11) == eager
 
 
@@ -214,7 +216,7 @@ def test_drafts_are_verified_by_graphs_with_the_tokens_of_eager_steps(monkeypatc
         core.proposer = Turns(wanted, controller)
         launch = core.runner.launch
 
-        def noted(batch: Batch, launch: Callable[[Batch], Handle] = launch, graphs: bool = graphs) -> Handle:
+        def noted(batch: Batch, launch: Callable[[Batch], StepHandle] = launch, graphs: bool = graphs) -> StepHandle:
             before = Stand.replays
             handle = launch(batch)
             if any(batch.drafts):
@@ -291,8 +293,8 @@ def test_tables_are_sent_when_they_change_only(monkeypatch: pytest.MonkeyPatch) 
     model = load.load_model(load.resolve_model("random:small"), page_size=16)
     core = core_of(model, True)
     moved = []
-    tables = Stand.tables
-    monkeypatch.setattr(Stand, "tables", lambda self, *given: (moved.append(1), tables(self, *given)))
+    tables = Stand.set_tables
+    monkeypatch.setattr(Stand, "set_tables", lambda self, *given: (moved.append(1), tables(self, *given)))
     core.submit(Request([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)))
     while core.has_work:
         core.step()
@@ -387,7 +389,7 @@ def test_meaning_goes_through_the_cuda_kernels(preset: str, monkeypatch: pytest.
     alone = told(core, prompts[:1])  # one row: the decode step
     launch = core.runner.launch
 
-    def strict(batch: Batch) -> Handle:
+    def strict(batch: Batch) -> StepHandle:
         with warnings.catch_warnings():  # torch warns that this mode does not see everything
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("error")

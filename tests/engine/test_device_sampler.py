@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from halfbyte.engine.build import core_for
+from halfbyte.engine.device_runner import DeviceRunner
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Constraint, Request, SamplingParams
-from halfbyte.engine.runner import DeviceRunner
-from halfbyte.engine.sampling.device import draw_rows, edges, keys_of, log_exponentials, settings_of
-from halfbyte.engine.sampling.host import RowSampler
+from halfbyte.engine.sampling.device import TorchSampler
+from halfbyte.engine.sampling.race import edges, log_exponentials, random_keys, row_settings, sample_rows
+from halfbyte.engine.sampling.row import RowSampler
 from halfbyte.model.load import load_model, resolve_model
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.ops.sampling import distribution
@@ -50,11 +51,11 @@ def test_the_race_draws_from_the_distribution(params: dict, device: str) -> None
     logits = noise(3)
     some = samplers(count, **params)
     p = some[0].params
-    settings = torch.from_numpy(settings_of(some)).to(device)
-    keys = torch.from_numpy(keys_of(some, list(range(count))).copy()).to(device)
+    settings = torch.from_numpy(row_settings(some)).to(device)
+    keys = torch.from_numpy(random_keys(some, list(range(count))).copy()).to(device)
     rows = logits.to(device).expand(count, V)
     filtered = bool(p.top_k or p.top_p < 1 or p.min_p)
-    drawn = draw_rows(rows, settings, keys, filtered=filtered, sampled=True).cpu().numpy()
+    drawn = sample_rows(rows, settings, keys, filtered=filtered).cpu().numpy()
     seen = np.bincount(drawn, minlength=V)
     want = np.zeros(V)
     q, ids = distribution(logits, p.temperature, p.top_k, p.top_p, p.min_p)
@@ -75,7 +76,7 @@ def test_edges_keep_what_the_specification_keeps() -> None:
             min_p=float(rng.choice([0.0, 0.1])),
         )  # fmt: skip
         sampler = RowSampler(params, 0, 0, 0, frozenset())
-        edge = float(edges(logits[None], torch.from_numpy(settings_of([sampler])))[0, 0])
+        edge = float(edges(logits[None], torch.from_numpy(row_settings([sampler])))[0, 0])
         _, ids = distribution(logits, 1.0, params.top_k, params.top_p, params.min_p)
         assert set((logits >= edge).nonzero().flatten().tolist()) == set(ids.tolist())
 
@@ -83,19 +84,18 @@ def test_edges_keep_what_the_specification_keeps() -> None:
 def test_greedy_rows_among_sampled_ones_take_the_highest() -> None:
     rows = torch.stack([noise(i) for i in range(6)])
     some = [RowSampler(SamplingParams(temperature=float(i % 2)), 0, 0, i, frozenset()) for i in range(6)]
-    settings = torch.from_numpy(settings_of(some))
-    keys = torch.from_numpy(keys_of(some, [3] * 6).copy())
-    drawn = draw_rows(rows, settings, keys, filtered=False, sampled=True)
+    settings = torch.from_numpy(row_settings(some))
+    keys = torch.from_numpy(random_keys(some, [3] * 6).copy())
+    drawn = sample_rows(rows, settings, keys, filtered=False)
     assert drawn[::2].tolist() == rows[::2].argmax(-1).tolist()
     alone = [
-        int(draw_rows(rows[i : i + 1], settings[i : i + 1], keys[i : i + 1], filtered=True, sampled=True)[0])
-        for i in range(6)
+        int(sample_rows(rows[i : i + 1], settings[i : i + 1], keys[i : i + 1], filtered=True)[0]) for i in range(6)
     ]
     assert alone == drawn.tolist(), "a row's token depends on its neighbours"
 
 
 def test_the_variates_are_exponential_and_independent() -> None:
-    keys = torch.from_numpy(keys_of(samplers(200), list(range(200))).copy())
+    keys = torch.from_numpy(random_keys(samplers(200), list(range(200))).copy())
     e = log_exponentials(keys, 500).exp().double().numpy()
     assert abs(e.mean() - 1.0) < 0.01
     assert abs(e.var() - 1.0) < 0.03
@@ -111,7 +111,7 @@ def engine_tokens(run_ahead: bool, together: bool) -> dict[str, list[int]]:
     )
     core, _, _ = core_for(model, Tokenizer.gpt_oss(), options)
     core.runner.close()
-    core.runner = DeviceRunner(model)
+    core.runner = DeviceRunner(model, TorchSampler())
     rng = random.Random(5)
     kinds = [
         {"temperature": 0.0}, {}, {"top_p": 0.9}, {"repetition_penalty": 1.3}, {"logprobs": 2},
@@ -149,7 +149,7 @@ def test_grammar_on_the_device_runner() -> None:
     tokenizer = Tokenizer.gpt_oss()
     core, _, _ = core_for(model, tokenizer, options)
     core.runner.close()
-    core.runner = DeviceRunner(model)
+    core.runner = DeviceRunner(model, TorchSampler())
     digits = Constraint("regex", "[0-9]{12}")
     core.submit(Request([5, 6], SamplingParams(seed=1, max_tokens=3, ignore_eos=True), digits))
     out: list[int] = []

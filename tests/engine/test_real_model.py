@@ -11,7 +11,8 @@ from halfbyte.engine.build import core_for
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.python_api import Completion, Engine
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.engine.sampling.host import RowSampler, draw_token
+from halfbyte.engine.sampling.host import sample_token
+from halfbyte.engine.sampling.row import RowSampler
 from halfbyte.errors import EngineDiedError, RequestError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import GptOss
@@ -45,7 +46,7 @@ def expected(model: GptOss, request: Request) -> list[int]:
         position[0] += 1
         if p.temperature == 0:
             return int(logits.argmax())
-        return draw_token(logits.numpy(), p, sampler.uniform(position[0] - 1))
+        return sample_token(logits.numpy(), p, sampler.uniform(position[0] - 1))
 
     return list(generate(model, request.prompt, p.max_tokens, pick=pick))
 

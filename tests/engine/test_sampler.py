@@ -9,10 +9,13 @@ import pytest
 import torch
 from engine_fakes import one_row
 
-from halfbyte.engine.batch import Batch, StepResult
+from halfbyte.engine.batch import Batch
 from halfbyte.engine.request import SamplingParams
-from halfbyte.engine.sampling.host import RowSampler, draw_token, logprob_of, sample
-from halfbyte.ops.sampling import distribution, draw
+from halfbyte.engine.runner import StepResult
+from halfbyte.engine.sampling.host import sample_on_host, sample_token
+from halfbyte.engine.sampling.logprobs import logprob_of
+from halfbyte.engine.sampling.row import RowSampler
+from halfbyte.ops.sampling import distribution, sample
 
 V = 50
 
@@ -29,7 +32,7 @@ def run(
         bits = np.zeros(64, np.uint8)
         bits[mask] = 1
         batch.masks[0] = np.packbits(bits, bitorder="little").view(np.int32)
-    return sample(logits[None], batch)
+    return sample_on_host(logits[None], batch)
 
 
 def noise(seed: int = 0) -> torch.Tensor:
@@ -77,7 +80,7 @@ def test_the_same_seed_and_place_give_the_same_token_whatever_is_beside_it() -> 
     base = one_row(samplers[0], 0, [])
     batch = Batch(**{f: getattr(base, f) for f in Batch.__slots__})
     batch.samplers, batch.sample_positions = samplers, list(range(10, 17))
-    together = sample(rows, batch).tokens
+    together = sample_on_host(rows, batch).tokens
     alone = [run(rows[i], samplers[i], 10 + i).tokens[0] for i in range(7)]
     assert together == alone
 
@@ -147,7 +150,7 @@ def test_drawing_without_a_full_sort_is_the_specification(vocab: int) -> None:
         row = torch.from_numpy(logits)
         expected = distribution(row, params.temperature, params.top_k, params.top_p, params.min_p)
         for uniform in (0.0, 0.3, 0.77, 0.999999, float(rng.random())):
-            assert draw_token(logits, params, uniform) == draw(*expected, uniform)
+            assert sample_token(logits, params, uniform) == sample(*expected, uniform)
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 8)])
@@ -165,7 +168,7 @@ def test_rejection_sampling_keeps_the_distribution(temperature: float, top_k: in
     for position, draft in enumerate(drafts.tolist()):
         batch = one_row(pick, position, [])
         batch.proposals[0] = (draft, q)
-        token = sample(logits[None], batch).tokens[0]
+        token = sample_on_host(logits[None], batch).tokens[0]
         seen[token] += 1
         kept += token == draft
     possible = p * count >= 5

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from halfbyte.ops.sampling import distribution, draw, greedy, penalise
+from halfbyte.ops.sampling import distribution, greedy, penalise, sample
 
 LOGITS = torch.tensor([0.4, 0.1, 0.3, 0.2]).log()
 
@@ -52,7 +52,7 @@ def test_filters(top_k: int, top_p: float, min_p: float, kept: set[int]) -> None
 
 def test_draw_follows_the_uniform_number() -> None:
     p, ids = distribution(LOGITS, 1.0, 0, 1.0, 0.0)
-    assert [draw(p, ids, u) for u in (0.0, 0.399, 0.401, 0.699, 0.71, 0.89, 0.91, 0.9999999999)] == [
+    assert [sample(p, ids, u) for u in (0.0, 0.399, 0.401, 0.699, 0.71, 0.89, 0.91, 0.9999999999)] == [
         0,
         0,
         2,
@@ -74,4 +74,4 @@ def test_penalties() -> None:
 def test_not_a_number_is_refused() -> None:
     p, ids = distribution(torch.tensor([math.nan, 1.0]), 1.0, 0, 1.0, 0.0)
     with pytest.raises(ValueError, match="not numbers"):
-        draw(p, ids, 0.5)
+        sample(p, ids, 0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -13,16 +14,15 @@ from halfbyte.cli.options import DeviceOption, ModelArgument, announce, err, wit
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.process import EngineProcess
 from halfbyte.engine.request import TokenSource
+from halfbyte.engine.sizing import check_start
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
+from halfbyte.memory import read_memory
 from halfbyte.model import load
+from halfbyte.model.gpt_oss import arch_of
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server import run
-from halfbyte.server.guard import MemoryPlan
-from halfbyte.server.settings import Effort, GiB, MiB, ServerSettings, load_api_keys
-
-LEAST_KV_GIB = 0.25  # without --kv-memory the cache takes what is left, but less than this is no use
-WORKSPACE = 1 * GiB
+from halfbyte.server.settings import Effort, MiB, ServerSettings, load_api_keys
 
 
 @with_gates
@@ -95,8 +95,8 @@ def serve(
     )
     announce(gates, f"{resolved.label} on {where}")
     weights = load.weight_bytes(resolved, gates)
-    kv = int((kv_memory if kv_memory is not None else LEAST_KV_GIB) * GiB)
-    MemoryPlan(weights, kv, WORKSPACE, int((reserve if reserve is not None else 2.0) * GiB)).check()
+    account = check_start(load.config_of(resolved), options, read_memory(where), arch_of(where), weights)
+    settings = replace(settings, min_available_bytes=account.state.floor(account.reserve))
 
     async def source() -> tuple[TokenSource, Tokenizer]:
         with err.status(f"loading {resolved.label}"):

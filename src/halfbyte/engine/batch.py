@@ -1,4 +1,4 @@
-"""From a scheduled step to arrays: the ragged batch a model runs, and the protocol of whoever runs it.
+"""From a scheduled step to arrays: the ragged batch that a model runs.
 
 Block tables live in two arrays with a row per slot and are changed only where a page came or went; a batch copies the
 rows it needs. Rows whose token is still being sampled by the step before name it by `token_from`.
@@ -7,16 +7,15 @@ rows it needs. Rows whose token is still being sampled by the step before name i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from halfbyte.engine.request import Logprob
 from halfbyte.engine.scheduler import ScheduledStep
 
 if TYPE_CHECKING:
-    from halfbyte.engine.sampling.host import RowSampler
+    from halfbyte.engine.sampling.row import RowSampler
 
 Ints = NDArray[np.int32]
 
@@ -35,7 +34,7 @@ class Batch:
     logit_rows: Ints  # [L]
     token_from: Ints | None  # [R]: index among the last launch's sampled tokens, or -1; None: all are known
     max_kv_len: int
-    # For each of the L sampled rows: how to pick, and the position the picked token will have.
+    # For each of the L sampled rows: how it is sampled, and the position its token will have.
     samplers: list[RowSampler]
     sample_positions: list[int]
     slots: list[int]  # [S]
@@ -48,29 +47,6 @@ class Batch:
     @property
     def rows(self) -> int:
         return int(self.tokens.shape[0])
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a launched batch produced, one entry per sampled row."""
-
-    tokens: list[int]
-    logprobs: dict[int, Logprob] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)  # rows that could not be sampled, and why
-
-
-class Handle(Protocol):
-    def result(self) -> StepResult:
-        """Waits for the step. Raises what the step raised."""
-        ...
-
-
-class ModelRunner(Protocol):
-    """Runs batches in the order of their launches. `launch` returns before the step has run."""
-
-    def launch(self, batch: Batch) -> Handle: ...
-
-    def close(self) -> None: ...
 
 
 class BatchBuilder:

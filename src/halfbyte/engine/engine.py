@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from halfbyte.engine.batch import BatchBuilder, Handle, ModelRunner, StepResult
+from halfbyte.engine.batch import BatchBuilder
 from halfbyte.engine.grammar import GrammarCompiler, Vocabulary
 from halfbyte.engine.request import QUEUE_BUCKETS, Delta, EngineStats, FinishReason, Logprob, Request, Usage
-from halfbyte.engine.sampling.host import RowSampler, check_params
+from halfbyte.engine.runner import ModelRunner, StepHandle, StepResult
+from halfbyte.engine.sampling.row import RowSampler, check_params
 from halfbyte.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from halfbyte.engine.sequence import Sequence, State
 from halfbyte.engine.speculative.proposer import Proposer
@@ -58,7 +59,7 @@ class LaunchedStep:
     """A launched step."""
 
     step: ScheduledStep
-    handle: Handle
+    handle: StepHandle
     rows: dict[int, int]  # id of a sequence -> its sampled row, for the step that follows
 
 
@@ -468,7 +469,7 @@ class EngineCore:
         self.runner.close()
 
 
-def _wait(handle: Handle) -> None:
+def _wait(handle: StepHandle) -> None:
     try:
         handle.result()
     except Exception:

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from halfbyte.engine.sampling.device import DeviceSampler, choose_device_sampler
 from halfbyte.engine.step_buffer import aligned
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.plan.draw import Drawer, drawer_for
 from halfbyte.plan.step import RegimeLimits, Step
 
 USUAL_SIZES = (1, 2, 4, 5, 8, 10, 16, 32, 64)  # the numbers of rows people run
@@ -43,13 +43,13 @@ class DecodeGraph:
     With `feed_back` the graph also picks the highest logit, puts it in as the next token and moves one position on: a
     greedy decode that needs the host for nothing but the launch. With `memory` (int32, shared by all graphs of an
     engine; see `DeviceRunner`) a row's token is the word that its `source` names: one of this step's tokens, or one of
-    `results`, which the step before has left there and where this step's highest logits go. With `tap` the step's
-    hidden states are kept as well.
+    `results`, which the step before has left there and where `sampler` puts this step's highest logits. With `tap` the
+    step's hidden states are kept as well.
     """
 
     def __init__(
         self, model: GptOss, rows: int, blocks: int, *, feed_back: bool = False, memory: Tensor | None = None,
-        results: Tensor | None = None, tap: Tap | None = None, drawer: Drawer | None = None,
+        results: Tensor | None = None, tap: Tap | None = None, sampler: DeviceSampler | None = None,
     ) -> None:  # fmt: skip
         device = model.device
 
@@ -65,7 +65,7 @@ class DecodeGraph:
         self.model, self.feed_back, self.tap = model, feed_back, tap
         self.sources = results is not None
         self.results = ints(rows, 2) if results is None else results
-        self.drawer = drawer_for(device, rows, model.config.vocab)[0] if feed_back else drawer
+        self.sampler = sampler or choose_device_sampler(device, rows, model.config.vocab)
         self.step = Step(
             tokens=self.fields["tokens"],
             positions=self.fields["positions"],
@@ -76,7 +76,7 @@ class DecodeGraph:
             logit_rows=self.each[:rows].clone(),
             max_kv_len=blocks * model.spec.page_size,
         )
-        self.held: dict[str, NDArray[np.int32]] = {}  # what the tables hold, as far as the host has said
+        self.host_tables: dict[str, NDArray[np.int32]] = {}  # what the tables hold, as far as the host knows
         self.idle()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits = self.hidden = self.tokens = torch.empty(0)  # of the last replay
@@ -99,7 +99,7 @@ class DecodeGraph:
         else:
             logits, self.hidden = self.tap(step)
         if self.feed_back or self.sources:
-            note(logits, self.results, self.drawer)
+            self.sampler.argmax(logits, self.results[: logits.shape[0]])
         if self.feed_back:
             self.step.tokens.copy_(self.results[: logits.shape[0], 0])
             self.memory[self.width : 3 * self.width].add_(1)  # positions and lengths, which lie side by side
@@ -120,13 +120,19 @@ class DecodeGraph:
             self.logits = self.run()
         self.graph = graph
 
-    def tables(self, sliding: Tensor, full: Tensor) -> None:
+    def has_tables(self, sliding: NDArray[np.int32], full: NDArray[np.int32]) -> bool:
+        return bool(self.host_tables) and all(
+            self.host_tables[kind].shape == table.shape and np.array_equal(self.host_tables[kind], table)
+            for kind, table in (("sliding", sliding), ("full", full))
+        )
+
+    def set_tables(self, sliding: Tensor, full: Tensor) -> None:
         """Those of the first sequences; the others are sent to the scratch page."""
-        for kind, given in (("sliding", sliding), ("full", full)):
-            mine = self.step.block_tables[kind]
-            mine[: given.shape[0], : given.shape[1]].copy_(given)
-            if given.shape[0] < mine.shape[0]:
-                mine[given.shape[0] :].zero_()
+        for kind, table in (("sliding", sliding), ("full", full)):
+            whole = self.step.block_tables[kind]
+            whole[: table.shape[0], : table.shape[1]].copy_(table)
+            if table.shape[0] < whole.shape[0]:
+                whole[table.shape[0] :].zero_()
 
     def replay(self) -> Tensor:
         assert self.graph is not None
@@ -134,26 +140,13 @@ class DecodeGraph:
         return self.logits
 
 
-def note(logits: Tensor, results: Tensor, drawer: Drawer | None) -> None:
-    """Place and value (its bits) of the highest logit of each row, into `results`. NaN counts as the highest."""
-    here = results[: logits.shape[0]]
-    if drawer is not None:
-        drawer.note(logits, here)
-        return
-    value, token = logits.max(-1)
-    here[:, 0].copy_(token)
-    here.view(torch.float32)[:, 1].copy_(value)
-
-
 class Graphs:
     """The graphs of one engine, captured as they are needed. All read their inputs from the head of one buffer."""
 
-    drawer: Drawer | None = None  # the runner's
-
-    def __init__(self, model: GptOss, blocks: int, tap: Tap | None = None) -> None:
-        self.model, self.blocks, self.tap = model, blocks, tap
+    def __init__(self, model: GptOss, blocks: int, sampler: DeviceSampler, tap: Tap | None = None) -> None:
+        self.model, self.blocks, self.sampler, self.tap = model, blocks, sampler, tap
         self.sizes = graph_sizes(model.plan.limits)
-        self.made: dict[tuple[int, int], DecodeGraph] = {}
+        self.captured: dict[tuple[int, int], DecodeGraph] = {}
         self._pool: Any = None
 
     def find(self, rows: int, width: int, memory: Tensor, results: Tensor) -> DecodeGraph | None:
@@ -164,12 +157,12 @@ class Graphs:
         short = SHORT // self.model.spec.page_size
         blocks = short if width <= short < self.blocks else self.blocks
         key = (size, blocks)
-        if key not in self.made:
+        if key not in self.captured:
             graph = DecodeGraph(
-                self.model, size, blocks, memory=memory, results=results, tap=self.tap, drawer=self.drawer
+                self.model, size, blocks, memory=memory, results=results, tap=self.tap, sampler=self.sampler
             )
             graph.capture(self._pool)  # one for all: the graphs of an engine never run at the same time
             if graph.graph is not None:
                 self._pool = graph.graph.pool()
-            self.made[key] = graph
-        return self.made[key]
+            self.captured[key] = graph
+        return self.captured[key]

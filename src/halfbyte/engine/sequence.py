@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from halfbyte.engine.grammar import GrammarState
-    from halfbyte.engine.sampling.host import RowSampler
+    from halfbyte.engine.sampling.row import RowSampler
     from halfbyte.engine.speculative.controller import Pace
     from halfbyte.engine.stops import StopMatcher
 

@@ -31,12 +31,11 @@ def padded_blocks(blocks: int) -> int:
 
 class StepBuffer:
     def __init__(self, device: torch.device, words: int, more: int = 0) -> None:
-        """`more` words of `memory`, behind the buffer, are the caller's: nothing is sent there."""
+        """`words` can be sent at once; `more` words of `memory` behind them are the caller's: nothing is sent there."""
         self.device = device
         self.cuda = device.type == "cuda"
-        words = aligned(max(words, 1024))
+        self.words = words = aligned(max(words, 1024))
         self.memory = torch.zeros(words + more, dtype=torch.int32, device=device)
-        self.buffer = self.memory[:words]
         self._pinned = (
             [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)] if self.cuda else []
         )
@@ -47,13 +46,13 @@ class StepBuffer:
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Views of int32, float32 or int64 arrays on the device, in their shapes."""
         words = sum(aligned(a.nbytes // 4) for a in arrays)
-        if words > self.buffer.shape[0]:  # more than was planned for: a buffer of its own, kept alive by the allocators
+        if words > self.words:  # more than was planned for: a buffer of its own, kept alive by the allocators
             large = torch.zeros(words, dtype=torch.int32, pin_memory=self.cuda)
             self._pack(arrays, large.numpy())
             return self._views(arrays, large.to(self.device, non_blocking=True))
         if not self.cuda:
-            self._pack(arrays, self.buffer.numpy())
-            return self._views(arrays, self.buffer)
+            self._pack(arrays, self.memory.numpy())
+            return self._views(arrays, self.memory)
         turn = self._turn
         self._turn = (turn + 1) % DEPTH
         last = self._sent[turn]
@@ -62,9 +61,9 @@ class StepBuffer:
         else:
             last.synchronize()
         self._pack(arrays, self._host[turn])
-        self.buffer[:words].copy_(self._pinned[turn][:words], non_blocking=True)
+        self.memory[:words].copy_(self._pinned[turn][:words], non_blocking=True)
         last.record()
-        return self._views(arrays, self.buffer)
+        return self._views(arrays, self.memory)
 
     @staticmethod
     def _pack(arrays: Sequence[NDArray[Any]], out: NDArray[np.int32]) -> None:

@@ -87,6 +87,11 @@ class ModelConfig:
     def kind_count(self, kind: LayerKind) -> int:
         return self.layer_kinds.count(kind)
 
+    @property
+    def layers_per_page(self) -> int:
+        """A KV page holds the layers of one kind, whichever it is."""
+        return max(self.kind_count("sliding"), self.kind_count("full"))
+
     def with_(self, **changes: Any) -> ModelConfig:
         return replace(self, **changes)
 

@@ -133,6 +133,11 @@ def choose(
     return spec, chosen, selection
 
 
+def page_bytes(config: ModelConfig, spec: Spec) -> int:
+    """Of one KV page: keys and values of all layers of one kind."""
+    return config.layers_per_page * 2 * config.kv_dim * store_dtype(spec.kv_dtype).itemsize * spec.page_size
+
+
 class GptOss:
     """A model ready to run steps: weights, a plan bound to them, and a KV pool once `allocate_kv` was called."""
 
@@ -185,18 +190,12 @@ class GptOss:
 
     @property
     def page_bytes(self) -> int:
-        c, s = self.config, self.spec
-        per_token = self.layers_per_page * 2 * c.kv_dim * store_dtype(s.kv_dtype).itemsize
-        return per_token * s.page_size
-
-    @property
-    def layers_per_page(self) -> int:
-        return max(self.config.kind_count("sliding"), self.config.kind_count("full"))
+        return page_bytes(self.config, self.spec)
 
     def allocate_kv(self, pages: int) -> Tensor:
         """The pool, page 0 included. Zeroed: a masked slot must hold a number."""
         c, s = self.config, self.spec
-        shape = (pages, self.layers_per_page, 2, c.kv_heads, s.page_size, c.head_dim)
+        shape = (pages, c.layers_per_page, 2, c.kv_heads, s.page_size, c.head_dim)
         try:
             self._pool = torch.zeros(shape, dtype=store_dtype(s.kv_dtype), device=self.device)
         except (RuntimeError, torch.cuda.OutOfMemoryError):

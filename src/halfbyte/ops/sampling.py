@@ -31,7 +31,7 @@ def penalise(
 
 
 def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
-    """One row [vocab] -> (probabilities float64 in falling order, their ids). Only the tokens that may be drawn."""
+    """One row [vocab] -> (probabilities float64 in falling order, their ids). Only the tokens that may be sampled."""
     values, ids = (logits.double() / temperature).sort(descending=True, stable=True)
     if 0 < top_k < values.shape[0]:
         values, ids = values[:top_k], ids[:top_k]
@@ -46,7 +46,7 @@ def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, m
     return p / p.sum(), ids
 
 
-def draw(p: Tensor, ids: Tensor, uniform: float) -> int:
+def sample(p: Tensor, ids: Tensor, uniform: float) -> int:
     """Inverse transform: the first token whose cumulated probability exceeds `uniform` in [0, 1)."""
     if math.isnan(float(p[0])):
         raise ValueError("the logits of this row are not numbers")

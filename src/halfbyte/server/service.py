@@ -16,10 +16,10 @@ from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.answer.conversation import Dialect
 from halfbyte.server.answer.stream import Pacer
 from halfbyte.server.api.response_store import ResponseStore
-from halfbyte.server.guard import Watchdog
 from halfbyte.server.http.errors import ApiError
 from halfbyte.server.http.metrics import Metrics
 from halfbyte.server.settings import ServerSettings
+from halfbyte.server.watchdog import Watchdog
 
 log = logging.getLogger("halfbyte.server")
 prompts = logging.getLogger("halfbyte.prompts")

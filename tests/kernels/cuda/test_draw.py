@@ -9,9 +9,9 @@ import pytest
 import torch
 from grouped_emulator import build
 
-from halfbyte.engine.sampling.device import draw_rows
+from halfbyte.engine.sampling.race import sample_rows
 from halfbyte.errors import PlanError
-from halfbyte.kernels.cuda.sampling.sampler import SHARED, THREADS, VOCAB_MAX, Draw, DrawArgs, gpu, program
+from halfbyte.kernels.cuda.sampling.sampler import SHARED, THREADS, VOCAB_MAX, CudaSampler, DrawArgs, gpu, program
 from halfbyte.kernels.launch import build_program, nvrtc_available
 from halfbyte.ops.sampling import distribution, greedy
 
@@ -27,8 +27,8 @@ class Emulator:
         build(program("sample_race")).hb_sample(entry.encode(), ctypes.byref(args), grid, Emulator.seed)
 
 
-def draw_on(device: str, rows: int, vocab: int) -> Draw:
-    return Draw(Emulator() if device == "cpu" else gpu(), rows, vocab, torch.device(device))
+def sampler_on(device: str, rows: int, vocab: int) -> CudaSampler:
+    return CudaSampler(Emulator() if device == "cpu" else gpu(), rows, vocab, torch.device(device))
 
 
 def noted(logits: torch.Tensor) -> torch.Tensor:
@@ -84,11 +84,11 @@ def test_edges_are_the_specifications(kind: str, device: str, shared: bool) -> N
     logits = logits_like(kind, rows, vocab, rng)
     temperature = rng.uniform(0.5, 1.5, rows).astype(np.float32)
     settings = torch.tensor([(t, *f) for t, f in zip(temperature.tolist(), FILTERS)], dtype=torch.float32)
-    draw = draw_on(device, rows, vocab)
-    draw.edge_least = 100 if shared else vocab
+    sampler = sampler_on(device, rows, vocab)
+    sampler.edge_least = 100 if shared else vocab
     args = [t.to(device) for t in (logits, settings, keys_for(rows), noted(logits))]
-    draw(*args, filtered=True)
-    edges = draw._edges.cpu()
+    sampler.sample(*args, filtered=True)
+    edges = sampler._edges.cpu()
     for r, (k, p, m) in enumerate(FILTERS):
         if (k, p, m) == (0, 1.0, 0.0):
             assert edges[r] == -torch.inf
@@ -97,8 +97,8 @@ def test_edges_are_the_specifications(kind: str, device: str, shared: bool) -> N
         must, may = allowed(logits[r], float(settings[r, 0]), k, p, m, 2e-6)
         assert must <= kept <= may, f"{FILTERS[r]}: {len(must)}, {len(kept)}, {len(may)}"
         assert int(args[3][r, 0]) in kept
-    assert not draw._bins.any()
-    assert not draw._tickets.any()
+    assert not sampler._bins.any()
+    assert not sampler._tickets.any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,13 +107,13 @@ def test_more_equals_than_shared_memory_holds(device: str) -> None:
     logits = torch.zeros(2, vocab)
     logits[:, :50] = 0.25
     settings = torch.tensor([[1.0, 30, 1.0, 0.0], [1.0, 60, 0.5, 0.0]])
-    draw = draw_on(device, 2, vocab)
-    draw(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
-    assert draw._edges.tolist() == [0.25, 0.25]
+    sampler = sampler_on(device, 2, vocab)
+    sampler.sample(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
+    assert sampler._edges.tolist() == [0.25, 0.25]
     settings[:, 1] = 51
     settings[1, 2] = 0.999
-    draw(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
-    assert draw._edges.tolist() == [0.0, 0.0]
+    sampler.sample(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
+    assert sampler._edges.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -121,7 +121,7 @@ def test_more_equals_than_shared_memory_holds(device: str) -> None:
 def test_tokens_are_those_of_the_sampler_in_torch(filtered: bool, device: str) -> None:
     rng = np.random.default_rng(5)
     vocab, rows = (3001, 9) if device == "cpu" else (201_088, 64)
-    draw = draw_on(device, rows, vocab)
+    sampler = sampler_on(device, rows, vocab)
     for turn in range(2 if device == "cpu" else 20):
         logits = logits_like("normal", rows, vocab, rng).to(device)
         settings = np.zeros((rows, 4), np.float32)
@@ -132,17 +132,17 @@ def test_tokens_are_those_of_the_sampler_in_torch(filtered: bool, device: str) -
         given, keys = torch.from_numpy(settings).to(device), keys_for(rows, turn).to(device)
         results = noted(logits)
         before = results.clone()
-        draw(logits, given, keys, results, filtered=filtered)
-        expected = draw_rows(logits, given, keys, filtered=filtered, sampled=True)
+        sampler.sample(logits, given, keys, results, filtered=filtered)
+        expected = sample_rows(logits, given, keys, filtered=filtered)
         assert results[:, 0].tolist() == expected.tolist()
         assert torch.equal(results[:, 1], before[:, 1])
-        alone = draw_on(device, 1, vocab)  # in another number of blocks, without neighbours
+        alone = sampler_on(device, 1, vocab)  # in another number of blocks, without neighbours
         for r in range(0, rows, 4):
             one = before[r : r + 1].clone()
-            alone(logits[r : r + 1], given[r : r + 1], keys[r : r + 1], one, filtered=filtered)
+            alone.sample(logits[r : r + 1], given[r : r + 1], keys[r : r + 1], one, filtered=filtered)
             assert int(one[0, 0]) == int(expected[r])
-    assert not draw._best.any()
-    assert not draw._tickets.any()
+    assert not sampler._best.any()
+    assert not sampler._tickets.any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -152,16 +152,16 @@ def test_the_token_at_the_edge_is_drawn_too(device: str) -> None:
     logits[:, 9], logits[:, 30] = 2.0, 1.5
     settings = torch.tensor([1.0, 2, 1.0, 0.0]).expand(rows, 4).contiguous()
     given = [t.to(device) for t in (logits, settings, keys_for(rows), noted(logits))]
-    draw_on(device, rows, vocab)(*given, filtered=True)
+    sampler_on(device, rows, vocab).sample(*given, filtered=True)
     seen = given[3][:, 0].tolist()
     assert set(seen) == {9, 30}
-    assert seen == draw_rows(*given[:3], filtered=True, sampled=True).tolist()
+    assert seen == sample_rows(*given[:3], filtered=True).tolist()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_highest_logit_is_noted(device: str) -> None:
     vocab, rows = (1500, 11) if device == "cpu" else (201_088, 64)
-    draw = draw_on(device, rows, vocab)
+    sampler = sampler_on(device, rows, vocab)
     logits = logits_like("equal", rows, vocab, np.random.default_rng(1))
     logits[1] = logits[1] * 0 - 7.5  # all equal
     logits[2] = -torch.inf
@@ -170,15 +170,15 @@ def test_the_highest_logit_is_noted(device: str) -> None:
     logits[5, 1400:1403] = torch.inf
     logits[6] -= 1000
     results = torch.full((rows, 2), -1, dtype=torch.int32, device=device)
-    draw.note(logits.to(device), results)
+    sampler.argmax(logits.to(device), results)
     tokens, values = results[:, 0].cpu(), results[:, 1].cpu().view(torch.float32)
     assert tokens[3:6].tolist() == [77, 900, 1400]
     assert values[3:5].isnan().all()
     fine = torch.tensor([r for r in range(rows) if r not in (3, 4)])
     assert tokens[fine].tolist() == greedy(logits[fine]).tolist()
     assert torch.equal(values[fine], logits[fine].amax(-1))
-    assert not draw._best.any()
-    assert not draw._tickets.any()
+    assert not sampler._best.any()
+    assert not sampler._tickets.any()
 
 
 @pytest.mark.parametrize("device", ["cuda"])
@@ -191,7 +191,7 @@ def test_the_distribution_on_a_gpu(device: str) -> None:
         rows = logits.to(device).expand(count, vocab).contiguous()
         settings = torch.tensor([1.3, k, p, m], device=device).expand(count, 4).contiguous()
         results = noted(rows)
-        draw_on(device, count, vocab)(rows, settings, keys_for(count).to(device), results, filtered=True)
+        sampler_on(device, count, vocab).sample(rows, settings, keys_for(count).to(device), results, filtered=True)
         seen = np.bincount(results[:, 0].cpu().numpy(), minlength=vocab)
         want = np.zeros(vocab)
         q, ids = distribution(logits, 1.3, k, p, m)
@@ -222,4 +222,4 @@ def test_what_python_says_of_the_kernel_is_so() -> None:
 
 def test_a_vocabulary_that_is_too_large_is_refused() -> None:
     with pytest.raises(PlanError, match="at most 262143 tokens"):
-        Draw(Emulator(), 1, VOCAB_MAX + 1, torch.device("cpu"))
+        CudaSampler(Emulator(), 1, VOCAB_MAX + 1, torch.device("cpu"))

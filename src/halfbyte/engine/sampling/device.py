@@ -1,83 +1,60 @@
-"""Sampling on the device: no row leaves it, nothing waits, so the next step can be launched on top of this one.
-
-A token is drawn by an exponential race: token t wins if its -log(u_t) / p_t is the smallest, where u_t is a hash of
-(seed, choice, position, t). That is an exact draw from p, needs no sort and no sum over the vocabulary in any order,
-and depends on nothing but the row itself. It is another draw than the host sampler's (inverse transform), so the two
-give different tokens for the same seed, from the same distribution.
-
-Covers temperature, top-k, top-p and min-p; greedy is temperature 0. Rows with penalties, bias, grammar or draft
-distributions are the host's (`halfbyte.engine.sampling.host`). Ties at a filter's edge are all kept.
-
-Written in torch, which reads the logits some fifteen times. On a GPU
-`halfbyte.kernels.cuda.sampling.sampler` does the same in one or two launches; this is what it is held to.
+"""Who samples a step's tokens on a device: a CUDA sampler, found by module name and imported when asked for as kernels
+of phases are, or torch, with the reason why in its name, which the engine shows.
 """
 
 from __future__ import annotations
 
-from hashlib import blake2b
+import importlib
+from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from halfbyte.engine.sampling.host import RowSampler
+from halfbyte.engine.sampling.race import sample_rows
 
-_GOLDEN, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's, signed
-
-
-def keys_of(samplers: list[RowSampler], positions: list[int]) -> NDArray[np.int64]:
-    """One number per row, from seed, choice and position."""
-    digests = b"".join(
-        blake2b(p.key + position.to_bytes(8, "little") + b"race", digest_size=8).digest()
-        for p, position in zip(samplers, positions)
-    )
-    return np.frombuffer(digests, np.int64)
+PROVIDER = "halfbyte.kernels.cuda.sampling.sampler"
 
 
-def settings_of(samplers: list[RowSampler]) -> NDArray[np.float32]:
-    """[L, 4]: temperature, top_k, top_p, min_p."""
-    return np.array(
-        [(p.params.temperature, p.params.top_k, p.params.top_p, p.params.min_p) for p in samplers], np.float32
-    ).reshape(-1, 4)
+class DeviceSampler(Protocol):
+    """`results` is int32 [L, 2]: for each row its token and the bits of its highest logit."""
+
+    @property
+    def name(self) -> str: ...
+
+    def argmax(self, logits: Tensor, results: Tensor) -> None:
+        """Token and bits of the highest logit of each row, into `results`. NaN counts as the highest."""
+        ...
+
+    def sample(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
+        """Replaces the tokens of rows that are not greedy; `results` is as `argmax` left it.
+
+        `settings` and `keys` are those of `halfbyte.engine.sampling.race`; `filtered`: some row has top-k, top-p or
+        min-p.
+        """
+        ...
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64, which torch only shifts arithmetically."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+class TorchSampler:
+    def __init__(self, reason: str | None = None) -> None:
+        """`reason`: why torch samples where a kernel would be expected."""
+        self.name = "torch" if reason is None else f"torch ({reason})"
+
+    def argmax(self, logits: Tensor, results: Tensor) -> None:
+        value, token = logits.max(-1)
+        results[:, 0].copy_(token)
+        results.view(torch.float32)[:, 1].copy_(value)
+
+    def sample(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
+        results[:, 0].copy_(sample_rows(logits, settings, keys, filtered=filtered))
 
 
-def log_exponentials(keys: Tensor, vocab: int) -> Tensor:
-    """log of exponential variates, float32 [L, vocab], fixed by key and token."""
-    z = keys[:, None] + torch.arange(1, vocab + 1, device=keys.device, dtype=torch.int64)[None, :] * _GOLDEN
-    z = (z ^ _shifted(z, 30)) * _MIX1
-    z = (z ^ _shifted(z, 27)) * _MIX2
-    z = z ^ _shifted(z, 31)
-    # 32 bits in (0, 1): small values are what decides the race, and float32 is finest there.
-    u = (_shifted(z, 32).float() + 0.5) * 2.0**-32
-    return torch.log(-torch.log1p(-u))
-
-
-def edges(x: Tensor, settings: Tensor) -> Tensor:
-    """Per row, the smallest scaled logit that may still be drawn, [L, 1]."""
-    top_k, top_p, min_p = settings[:, 1:2], settings[:, 2:3], settings[:, 3:4]
-    values = x.sort(dim=-1, descending=True).values
-    rank = torch.arange(values.shape[1], device=x.device)[None, :]
-    inside = (top_k == 0) | (rank < top_k)
-    p = torch.softmax(values.masked_fill(~inside, float("-inf")), -1)
-    keep = inside & (p.cumsum(-1) - p < top_p) & (p >= min_p * p[:, :1])
-    keep = keep | (rank == 0)
-    return values.masked_fill(~keep, float("inf")).amin(-1, keepdim=True)
-
-
-def draw_rows(logits: Tensor, settings: Tensor, keys: Tensor, *, filtered: bool, sampled: bool) -> Tensor:
-    """int64 [L]. `filtered` and `sampled` say whether any row needs more than the highest logit: the host knows."""
-    best = logits.argmax(-1)
-    if not sampled:
-        return best
-    temperature = settings[:, :1]
-    x = logits.float() / torch.where(temperature > 0, temperature, 1.0)
-    if filtered:
-        x = x.masked_fill(x < edges(x, settings), float("-inf"))
-    raced = (x - log_exponentials(keys, x.shape[1])).argmax(-1)
-    return torch.where(temperature[:, 0] > 0, raced, best)
+def choose_device_sampler(device: torch.device, rows: int, vocab: int) -> DeviceSampler:
+    """For steps that sample at most `rows` rows."""
+    if device.type != "cuda":
+        return TorchSampler()
+    provider = importlib.import_module(PROVIDER)
+    reason: str | None = provider.refuse(vocab)
+    if reason is not None:
+        return TorchSampler(reason)
+    sampler: DeviceSampler = provider.make(rows, vocab, device)
+    return sampler

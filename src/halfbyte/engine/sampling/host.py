@@ -1,93 +1,32 @@
-"""From logits to tokens: per request, independent of every other row and of when a step runs.
+"""From logits to tokens on the host: per request, independent of every other row and of when a step runs.
 
-The randomness of a token is a function of (seed, choice, position) and nothing else, so a request gives the same
-tokens alone, in a batch, after a preemption, and under speculation: a drafted token is accepted exactly if it is the
-one that would have been drawn anyway. Only a proposer that hands over its own distribution goes through rejection
-sampling, which keeps the distribution but not the individual tokens.
+A request gives the same tokens alone, in a batch, after a preemption, and under speculation: a drafted token is
+accepted exactly if it is the one that would have been sampled anyway. Only a proposer that hands over its own
+distribution goes through rejection sampling, which keeps the distribution but not the individual tokens.
 
-Logprobs are of the model's own distribution, before penalties, bias, grammar and temperature. What each parameter
-means is in `halfbyte.ops.sampling`.
+What each parameter means is in `halfbyte.ops.sampling`.
 """
 
 from __future__ import annotations
 
 import math
-from hashlib import blake2b
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from halfbyte.engine.batch import Batch, StepResult
-from halfbyte.engine.request import Logprob, SamplingParams
-from halfbyte.errors import RequestError
+from halfbyte.engine.batch import Batch
+from halfbyte.engine.request import SamplingParams
+from halfbyte.engine.runner import StepResult
+from halfbyte.engine.sampling.logprobs import logprob_of
+from halfbyte.engine.sampling.row import ACCEPT, RowSampler
 from halfbyte.ops.sampling import distribution, penalise
 
 Row = NDArray[np.float32]
-DRAW, ACCEPT, PROPOSE = 0, 1, 2  # streams of randomness at one position
-
-
-def check_params(params: SamplingParams, vocab: int) -> None:
-    """Refuses what can never be served, before the request is queued."""
-    problems = []
-    if not 0.0 <= params.temperature <= 100.0:
-        problems.append(f"temperature is {params.temperature}, not between 0 and 100")
-    if params.top_k < 0:
-        problems.append(f"top_k is {params.top_k}; 0 means no limit")
-    if not 0.0 < params.top_p <= 1.0:
-        problems.append(f"top_p is {params.top_p}, not in (0, 1]")
-    if not 0.0 <= params.min_p <= 1.0:
-        problems.append(f"min_p is {params.min_p}, not in [0, 1]")
-    if not 0.0 < params.repetition_penalty <= 100.0:
-        problems.append(f"repetition_penalty is {params.repetition_penalty}, not in (0, 100]")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -100.0 <= getattr(params, name) <= 100.0:
-            problems.append(f"{name} is {getattr(params, name)}, not between -100 and 100")
-    if params.max_tokens is not None and params.max_tokens < 1:
-        problems.append(f"max_tokens is {params.max_tokens}; ask for at least 1")
-    if params.min_tokens < 0 or (params.max_tokens is not None and params.min_tokens > params.max_tokens):
-        problems.append(f"min_tokens is {params.min_tokens}, not between 0 and max_tokens")
-    if params.n < 1:
-        problems.append(f"n is {params.n}; ask for at least 1")
-    if params.logprobs is not None and not 0 <= params.logprobs <= vocab:
-        problems.append(f"logprobs is {params.logprobs}, not between 0 and the vocabulary's {vocab}")
-    for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        outside = [t for t in ids if not 0 <= t < vocab]
-        if outside:
-            problems.append(f"{what} names token {outside[0]}, but the vocabulary has {vocab}")
-    if any(not math.isfinite(b) and b != -math.inf for b in params.logit_bias.values()):
-        problems.append("a logit_bias is not a number")
-    if "" in params.stop:
-        problems.append("a stop string is empty")
-    if problems:
-        raise RequestError(f"this request cannot be served: {'; '.join(problems)}.")
-
-
-class RowSampler:
-    """How one choice of one request picks its tokens. Made once; the sampler reads it at every step."""
-
-    __slots__ = (
-        "bias", "forced_until", "greedy", "key", "needs_host", "params", "penalised", "prompt", "simple", "stops",
-    )  # fmt: skip
-
-    def __init__(self, params: SamplingParams, index: int, prompt: int, seed: int, stop_ids: frozenset[int]) -> None:
-        self.params = params
-        self.prompt = prompt
-        self.key = f"{seed & 0xFFFFFFFFFFFFFFFF}/{index}/".encode()
-        self.greedy = params.temperature == 0.0
-        self.penalised = bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
-        self.bias = tuple(params.logit_bias.items())
-        self.forced_until = prompt + params.min_tokens if params.min_tokens and stop_ids else 0
-        self.stops = sorted(stop_ids)
-        self.needs_host = bool(self.penalised or self.bias or self.forced_until)
-        # Nothing but the highest logit is asked for.
-        self.simple = self.greedy and not self.needs_host and params.logprobs is None
-
-    def uniform(self, position: int, stream: int = DRAW) -> float:
-        """In [0, 1), fixed by seed, choice, position and stream."""
-        digest = blake2b(self.key + position.to_bytes(8, "little") + bytes((stream,)), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+NOT_NUMBERS = "the logits of this row are not numbers"
+CANDIDATES = 512  # likeliest tokens that are sorted before the whole vocabulary is
 
 
 def adjust(
@@ -116,28 +55,39 @@ def adjust(
     return logits
 
 
-def sample(logits: Tensor, batch: Batch) -> StepResult:
+def sample_on_host(logits: Tensor, batch: Batch) -> StepResult:
     """Tokens for every row of `logits` float32 [L, vocab]. A row that cannot be sampled becomes an error of its own."""
-    samplers = batch.samplers
+    if not batch.samplers:
+        return StepResult([])
     rows: NDArray[np.float32] = logits.float().cpu().numpy()
     # numpy, not torch: one row at a time, torch's threads cost more than they bring. NaN counts as the highest.
     best = rows.argmax(-1)
     result = StepResult(best.tolist())
-    for i, sampler in enumerate(samplers):
+    for i, sampler in enumerate(batch.samplers):
         if not math.isfinite(rows[i, best[i]]):
             result.errors[i] = NOT_NUMBERS
         elif not sampler.simple or i in batch.masks:
             try:
-                result.tokens[i] = _pick(rows[i], sampler, i, batch, result)
+                result.tokens[i] = _sample_row(rows[i], sampler, i, batch, result)
             except (ValueError, RuntimeError, IndexError) as e:
                 result.errors[i] = str(e)
     return result
 
 
-NOT_NUMBERS = "the logits of this row are not numbers"
+def sample_row_on_host(logits: Tensor, batch: Batch, row: int) -> StepResult:
+    """This row alone: `logits` float32 [L, vocab] of the whole batch."""
+    return sample_on_host(
+        logits[row : row + 1],
+        replace(
+            batch, samplers=[batch.samplers[row]], sample_positions=[batch.sample_positions[row]],
+            histories={0: batch.histories[row]} if row in batch.histories else {},
+            masks={0: batch.masks[row]} if row in batch.masks else {},
+            proposals={0: batch.proposals[row]} if row in batch.proposals else {},
+        ),
+    )  # fmt: skip
 
 
-def _pick(raw: Row, sampler: RowSampler, row: int, batch: Batch, result: StepResult) -> int:
+def _sample_row(raw: Row, sampler: RowSampler, row: int, batch: Batch, result: StepResult) -> int:
     position, p = batch.sample_positions[row], sampler.params
     logits = adjust(raw, sampler, position, batch.histories.get(row), batch.masks.get(row))
     token = int(logits.argmax())
@@ -146,33 +96,35 @@ def _pick(raw: Row, sampler: RowSampler, row: int, batch: Batch, result: StepRes
     if not sampler.greedy:
         proposal = batch.proposals.get(row)
         if proposal is not None:
-            token = _accept_or_redraw(logits, proposal, sampler, position)
+            token = _accept_or_resample(logits, proposal, sampler, position)
         else:
-            token = draw_token(logits, p, sampler.uniform(position))
+            token = sample_token(logits, p, sampler.uniform(position))
     if p.logprobs is not None:
         result.logprobs[row] = logprob_of(raw, token, p.logprobs)
     return token
 
 
-def draw_token(logits: Row, p: SamplingParams, uniform: float) -> int:
-    """As `distribution` and `draw` of halfbyte.ops.sampling, without sorting a whole vocabulary if that can be avoided.
+def sample_token(logits: Row, p: SamplingParams, uniform: float) -> int:
+    """As `distribution` and `sample` of halfbyte.ops.sampling, without sorting a whole vocabulary where it can be.
 
     Only the likeliest candidates are sorted; if what was asked for reaches past them, all are.
     """
     vocab = logits.shape[0]
     limited = 0 < p.top_k < vocab
     x = logits.astype(np.float64) / p.temperature
-    first = _draw_among(x, max(64, p.top_k) if limited else _CANDIDATES, p, limited, uniform)
-    token = _draw_among(x, vocab, p, limited, uniform) if first is None else first
+    first = _sample_among(x, max(64, p.top_k) if limited else CANDIDATES, p, limited, uniform)
+    token = _sample_among(x, vocab, p, limited, uniform) if first is None else first
     assert token is not None
     return token
 
 
-def _draw_among(x: NDArray[np.float64], few: int, p: SamplingParams, limited: bool, uniform: float) -> int | None:
-    """A draw that needs no more than the `few` likeliest; None if it does."""
+def _sample_among(x: NDArray[np.float64], count: int, p: SamplingParams, limited: bool, uniform: float) -> int | None:
+    """A sample that needs no more than the `count` likeliest; None if it does."""
     vocab = x.shape[0]
-    whole = few >= vocab
-    ids = np.arange(vocab) if whole else np.nonzero(x >= np.partition(x, vocab - few)[vocab - few])[0]  # ties included
+    whole = count >= vocab
+    ids = (
+        np.arange(vocab) if whole else np.nonzero(x >= np.partition(x, vocab - count)[vocab - count])[0]
+    )  # ties included
     ids = ids[np.argsort(-x[ids], kind="stable")]
     if limited:
         ids = ids[: p.top_k]
@@ -196,10 +148,7 @@ def _draw_among(x: NDArray[np.float64], few: int, p: SamplingParams, limited: bo
     return int(ids[-1]) if closed else None
 
 
-_CANDIDATES = 512
-
-
-def _accept_or_redraw(
+def _accept_or_resample(
     logits: Row, proposal: tuple[int, NDArray[np.float64]], sampler: RowSampler, position: int
 ) -> int:
     """Rejection sampling (Leviathan et al., Chen et al.): keep x ~ q with min(1, p/q), else draw from max(p - q, 0)."""
@@ -220,16 +169,3 @@ def _accept_or_redraw(
     keep = np.nonzero(rest)[0]
     at = int(np.searchsorted(np.cumsum(rest[keep] / total), sampler.uniform(position), side="right"))
     return int(keep[min(at, keep.shape[0] - 1)])
-
-
-def logprob_of(logits: Row, token: int, top: int) -> Logprob:
-    x = logits.astype(np.float64)
-    base = float(x.max())
-    base += math.log(float(np.exp(x - base).sum()))
-    best: tuple[tuple[int, float], ...] = ()
-    if top:
-        cut = np.partition(x, max(0, x.shape[0] - top))[max(0, x.shape[0] - top)]
-        ids = np.nonzero(x >= cut)[0]
-        ids = ids[np.argsort(-x[ids], kind="stable")][:top]
-        best = tuple((int(i), float(x[i]) - base) for i in ids)
-    return Logprob(token, float(x[token]) - base, best)

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from halfbyte.engine.sampling.host import PROPOSE
+from halfbyte.engine.sampling.row import PROPOSE
 from halfbyte.engine.speculative.controller import Controller, Pace, StepCost
 from halfbyte.engine.speculative.proposer import Proposal
 from halfbyte.kv.pages import PagePool, Tables
 from halfbyte.model.gpt_oss import GptOss
-from halfbyte.ops.sampling import distribution, draw
+from halfbyte.ops.sampling import distribution, sample
 from halfbyte.plan.step import Step
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class DraftModelProposer:
         dense: NDArray[np.float64] = np.zeros(row.shape[0])
         dense[ids.numpy()] = q.numpy()
         proposal.probabilities.append(dense)
-        return draw(q, ids, sampler.uniform(position, PROPOSE))
+        return sample(q, ids, sampler.uniform(position, PROPOSE))
 
     # ---- its own cache ------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfbyte.engine.batch import Batch, Ints, StepResult
+from halfbyte.engine.batch import Batch, Ints
+from halfbyte.engine.runner import StepResult
 from halfbyte.engine.speculative.controller import Controller, Pace
 from halfbyte.engine.speculative.proposer import Proposal
 from halfbyte.errors import CheckpointError, PlanError

@@ -1,7 +1,7 @@
 """What Prometheus reads: latencies from the client's side of the engine, the engine's own counters, memory, repairs.
 
-Gauges of the engine and of memory are read when scraped, never per token. On unified memory the device's figure is
-the host's MemAvailable, so that one is always published and the device's only where the driver reports it.
+Gauges of the engine and of memory are read when scraped, never per token. The host's available memory is always
+published, a GPU's only where the engine runs on one that has memory of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from halfbyte.engine.request import QUEUE_BUCKETS, EngineStats, TokenSource
-from halfbyte.server.guard import MemoryState, read_memory
+from halfbyte.memory import MemoryState, read_memory
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -32,7 +32,7 @@ class EngineCollector(Collector):
         stats = self.source.stats()
         yield GaugeMetricFamily("halfbyte_ready", "1 while new requests are served.", float(self.source.ready))
         yield from self._engine(stats)
-        yield from self._memory(read_memory())
+        yield from self._memory(read_memory(self.source.info.details.get("device_id", "cpu")))
 
     def _engine(self, s: EngineStats) -> Iterable[Metric]:
         gauges = (
@@ -76,7 +76,9 @@ class EngineCollector(Collector):
 
     def _memory(self, m: MemoryState) -> Iterable[Metric]:
         yield GaugeMetricFamily("halfbyte_memory_total_bytes", "Host memory (unified: the GPU's too).", float(m.total))
-        yield GaugeMetricFamily("halfbyte_memory_available_bytes", "MemAvailable.", float(m.available))
+        yield GaugeMetricFamily(
+            "halfbyte_memory_available_bytes", "MemAvailable, or a cgroup's rest.", float(m.available)
+        )
         yield GaugeMetricFamily("halfbyte_swap_used_bytes", "Swap in use.", float(m.swap_used))
         yield GaugeMetricFamily("halfbyte_process_resident_bytes", "Resident set of this process.", float(m.resident))
         yield GaugeMetricFamily("halfbyte_memory_unified", "1 where GPU and host share one memory.", float(m.unified))

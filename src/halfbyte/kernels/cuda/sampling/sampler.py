@@ -1,7 +1,7 @@
 """Tokens drawn on a GPU (sample.cu): the highest logit in one launch, a draw in one more, or in two more where top-k,
 top-p or min-p cut the distribution.
 
-The draw is `halfbyte.engine.sampling.device`'s race, number for number: the same keys give the same tokens, but for
+The draw is `halfbyte.engine.sampling.race`'s, number for number: the same keys give the same tokens, but for
 ties within the rounding of a logarithm. Greedy rows are left as they are. Allocates nothing in a step,
 waits for nothing. Refuses vocabularies whose sums would not fit in 32 bits.
 """
@@ -55,7 +55,7 @@ class Gpu:
         self._kernels[entry].launch(grid, THREADS[entry], args)
 
 
-class Draw:
+class CudaSampler:
     """`rows`: the most that are drawn at once."""
 
     name = "cuda.draw"
@@ -70,14 +70,14 @@ class Draw:
         self._edges = torch.empty(rows, dtype=torch.float32, device=device)
         self._bins = torch.zeros((EDGE_BLOCKS // 2, BINS), dtype=torch.int32, device=device)  # of rows that are shared
 
-    def note(self, logits: Tensor, results: Tensor) -> None:
+    def argmax(self, logits: Tensor, results: Tensor) -> None:
         """Place and bits of the highest logit of each row, into `results` int32 [L, 2]: NaN is highest, of equals the
         lower token."""
         logits = logits.float()
         args = self._args(logits, results)
         self.machine.run("sample_argmax", logits.shape[0] * args.parts, args)
 
-    def __call__(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
+    def sample(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
         """`results` int32 [L, 2]: tokens of the rows that are sampled are replaced; the second word, the bits of the
         row's highest logit, is read. `filtered`: some row has top-k, top-p or min-p."""
         rows, vocab = logits.shape
@@ -120,5 +120,5 @@ def gpu() -> Gpu:
     return Gpu()
 
 
-def make(rows: int, vocab: int, device: torch.device) -> Draw:
-    return Draw(gpu(), rows, vocab, device)
+def make(rows: int, vocab: int, device: torch.device) -> CudaSampler:
+    return CudaSampler(gpu(), rows, vocab, device)

@@ -1,0 +1,145 @@
+"""Runs batches on a GPU: everything is queued on the stream and tokens stay on the device for the next step; nothing
+waits but a handle's `result`, and that for its own step only.
+
+Rows that need the host (penalties, bias, grammar, draft distributions) are fetched and sampled at launch, which waits
+for the step. An observer of hidden states needs the tokens on the host as well. Refuses steps with more sampled rows
+than it was made for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from halfbyte.engine.batch import Batch, Ints
+from halfbyte.engine.graphs import FIELDS, DecodeGraph, Graphs
+from halfbyte.engine.runner import HiddenStateObserver, Model
+from halfbyte.engine.sampling.device import DeviceSampler
+from halfbyte.engine.sampling.device_step import DeviceStepSampling, PendingResult
+from halfbyte.engine.step_buffer import StepBuffer, padded_blocks
+from halfbyte.errors import StepError
+from halfbyte.plan.step import Step
+
+# What running a step gives: its tokens, its logits, and its hidden states where an observer wants them.
+StepOutput = tuple[Tensor, Tensor, Tensor | None]
+
+
+class DeviceRunner:
+    """`rows`, `sequences` and `blocks` are what a step may have; larger ones that no graph replays are served too, from
+    buffers of their own. `sampler` is for steps of `rows` rows; `graphs` use the same."""
+
+    def __init__(
+        self, model: Model, sampler: DeviceSampler, observer: HiddenStateObserver | None = None,
+        graphs: Graphs | None = None, *, rows: int = 4096, sequences: int = 64, blocks: int = 64,
+    ) -> None:  # fmt: skip
+        self.model, self.sampler, self.observer, self.graphs = model, sampler, observer, graphs
+        # What the last step sampled lies behind what is sent: the next step finds its tokens in one memory.
+        self.buffer = StepBuffer(model.device, 12 * rows + 2 * sequences * padded_blocks(blocks) + 256, 2 * rows)
+        self._results_at = self.buffer.words
+        self._results = self.buffer.memory[self._results_at :].view(rows, 2)  # token, its logit's bits
+
+    def launch(self, batch: Batch) -> PendingResult:
+        if len(batch.samplers) > self._results.shape[0]:
+            raise StepError(f"a step samples at most {self._results.shape[0]} rows, not {len(batch.samplers)}.")
+        with torch.inference_mode():
+            sampling = DeviceStepSampling(batch)
+            graph = self._graph_for(batch)
+            if graph is None:
+                tokens, logits, hidden = self._run_eagerly(batch, sampling)
+            else:
+                tokens, logits, hidden = self._replay(graph, batch, sampling)
+            handle = sampling.run(self.sampler, logits, self._results)
+            if self.observer is not None and hidden is not None:
+                self.observer.absorb(batch, tokens.cpu().numpy(), hidden, handle.result())
+            return handle
+
+    def close(self) -> None:
+        self.graphs = None
+
+    # ---- by a captured graph ------------------------------------------------------------------
+
+    def _graph_for(self, batch: Batch) -> DecodeGraph | None:
+        rows = batch.rows
+        if self.graphs is None or rows != len(batch.samplers):  # a prompt's rows are not all sampled
+            return None
+        return self.graphs.find(rows, batch.full.shape[1], self.buffer.memory, self._results)
+
+    def _replay(self, graph: DecodeGraph, batch: Batch, sampling: DeviceStepSampling) -> StepOutput:
+        rows = batch.rows
+        arrays: list[NDArray[Any]] = [self._graph_inputs(graph, batch), *sampling.arrays]
+        new_tables = not graph.has_tables(batch.sliding, batch.full)
+        if new_tables:
+            arrays.append(np.stack((batch.sliding, batch.full)))
+        views = self.buffer.send(arrays)
+        if views[0].data_ptr() != self.buffer.memory.data_ptr():  # the graph would not see it
+            raise StepError(f"a step of {rows} rows has more block tables than this runner has room for.")
+        sampling.take(views[1:])
+        if new_tables:
+            graph.set_tables(*views[-1])
+            graph.host_tables = {"sliding": batch.sliding, "full": batch.full}
+        logits = graph.replay()[:rows]
+        return graph.tokens[:rows], logits, None if self.observer is None else graph.hidden[:rows]
+
+    def _graph_inputs(self, graph: DecodeGraph, batch: Batch) -> Ints:
+        """What a graph reads at the head of the buffer, one line per field, rows that pad it included."""
+        rows, sequences, size = batch.rows, len(batch.slots), graph.step.rows
+        inputs = np.zeros((len(FIELDS), graph.width), np.int32)
+        tokens, positions, kv_lens, source, row_sequence, query_start = inputs
+        each = np.arange(graph.width, dtype=np.int32)
+        tokens[:rows], positions[:rows], row_sequence[:rows] = batch.tokens, batch.positions, batch.row_sequence
+        kv_lens[:] = 1
+        kv_lens[:sequences], query_start[: sequences + 1] = batch.kv_lens, batch.query_start
+        # Every idle row is a sequence behind those of the batch; where drafts leave more sequences, they are empty.
+        row_sequence[rows:size] = sequences + each[: size - rows]
+        query_start[sequences + 1 : size + 1] = np.minimum(rows + 1 + each[: size - sequences], size)
+        source[:] = each
+        if batch.token_from is not None:
+            source[:rows] = self._sources(batch.token_from)
+        return inputs
+
+    def _sources(self, token_from: Ints) -> Ints:
+        """Where in memory each row's token is: its own word, or what the step before sampled."""
+        own = np.arange(token_from.shape[0], dtype=np.int32)
+        return np.where(token_from >= 0, self._results_at + 2 * token_from, own)
+
+    # ---- phase by phase -----------------------------------------------------------------------
+
+    def _run_eagerly(self, batch: Batch, sampling: DeviceStepSampling) -> StepOutput:
+        step = self._send_step(batch, sampling)
+        hidden: Tensor | None = None
+        if self.observer is None:
+            logits = self.model.forward(step)
+        else:
+            logits, hidden = self.observer.tap(step)
+        if batch.samplers:
+            self.sampler.argmax(logits, self._results[: logits.shape[0]])
+        return step.tokens, logits, hidden
+
+    def _send_step(self, batch: Batch, sampling: DeviceStepSampling) -> Step:
+        blocks = batch.full.shape[1]
+        tables = np.zeros((2, len(batch.slots), padded_blocks(blocks)), np.int32)
+        tables[0, :, :blocks], tables[1, :, :blocks] = batch.sliding, batch.full
+        fields = [
+            batch.tokens, batch.positions, batch.query_start, batch.kv_lens, batch.row_sequence, batch.logit_rows,
+            tables,
+        ]  # fmt: skip
+        arrays: list[NDArray[Any]] = [*fields, *sampling.arrays]
+        if batch.token_from is not None:
+            arrays.append(self._sources(batch.token_from))
+        views = self.buffer.send(arrays)
+        tokens, positions, query_start, kv_lens, row_sequence, logit_rows, block_tables = views[: len(fields)]
+        sampling.take(views[len(fields) :])
+        if batch.token_from is not None:
+            memory = self.buffer.memory
+            if tokens.data_ptr() != memory.data_ptr():  # too large to be sent there
+                memory = torch.cat((tokens, memory[tokens.shape[0] :]))
+            tokens = memory.index_select(0, views[-1])
+        return Step(
+            tokens=tokens, positions=positions, query_start=query_start, kv_lens=kv_lens, row_sequence=row_sequence,
+            block_tables={"sliding": block_tables[0], "full": block_tables[1]}, logit_rows=logit_rows,
+            max_kv_len=batch.max_kv_len,
+        )  # fmt: skip

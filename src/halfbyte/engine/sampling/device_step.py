@@ -1,0 +1,95 @@
+"""One step's sampling on a device: what the device needs for it, which rows the host takes over, and the tokens on
+their way back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from halfbyte.engine.batch import Batch
+from halfbyte.engine.runner import StepResult
+from halfbyte.engine.sampling.device import DeviceSampler
+from halfbyte.engine.sampling.host import NOT_NUMBERS, sample_row_on_host
+from halfbyte.engine.sampling.logprobs import PendingLogprob
+from halfbyte.engine.sampling.race import random_keys, row_settings
+
+
+@dataclass
+class PendingResult:
+    """The handle of a launched step: its tokens are being copied to the host."""
+
+    rows: Tensor | None = None  # int32 [L, 2] on the host: token, the bits of the row's highest logit; None: L is 0
+    copied: torch.cuda.Event | None = None
+    logprobs: dict[int, PendingLogprob] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def result(self) -> StepResult:
+        if self.rows is None:
+            return StepResult([])
+        if self.copied is not None:
+            self.copied.synchronize()
+        rows = self.rows.numpy()
+        tokens = rows[:, 0].tolist()
+        errors = dict(self.errors)
+        finite = np.isfinite(rows.view(np.float32)[:, 1])
+        if not finite.all():
+            errors |= dict.fromkeys(np.nonzero(~finite)[0].tolist(), NOT_NUMBERS)
+        logprobs = {i: p.logprob(tokens[i]) for i, p in self.logprobs.items() if i not in errors}
+        return StepResult(tokens, logprobs, errors)
+
+
+class DeviceStepSampling:
+    def __init__(self, batch: Batch) -> None:
+        samplers = batch.samplers
+        self.batch = batch
+        self.greedy = all(s.greedy for s in samplers)
+        self.filtered = False
+        # Rows of which more is wanted than a token that the device can sample.
+        self._special = [i for i, s in enumerate(samplers) if s.needs_host or s.params.logprobs is not None]
+        if batch.masks or batch.proposals:
+            self._special = list(range(len(samplers)))
+        self.arrays: list[NDArray[Any]] = []  # to be sent to the device with the step
+        self._settings = self._keys = torch.empty(0)  # those arrays, there
+        if not self.greedy:
+            settings = row_settings(samplers)
+            self.filtered = bool(((settings[:, 1] > 0) | (settings[:, 2] < 1) | (settings[:, 3] > 0)).any())
+            self.arrays = [settings, random_keys(samplers, batch.sample_positions)]
+
+    def take(self, views: list[Tensor]) -> None:
+        """`arrays`, as they have arrived on the device; further views are somebody else's."""
+        if not self.greedy:
+            self._settings, self._keys = views[:2]
+
+    def run(self, sampler: DeviceSampler, logits: Tensor, results: Tensor) -> PendingResult:
+        """`sampler.argmax` has filled `results`; rows that want something else are changed, and all sent back."""
+        batch, count = self.batch, len(self.batch.samplers)
+        if not count:
+            return PendingResult()
+        rows = results[:count]
+        if not self.greedy:
+            sampler.sample(logits, self._settings, self._keys, rows, filtered=self.filtered)
+        logprobs: dict[int, PendingLogprob] = {}
+        errors: dict[int, str] = {}
+        for i in self._special:
+            row_sampler = batch.samplers[i]
+            if row_sampler.needs_host or i in batch.masks or i in batch.proposals:
+                result = sample_row_on_host(logits, batch, i)
+                rows[i, 0].fill_(result.tokens[0])
+                if result.errors:
+                    errors[i] = result.errors[0]
+            if row_sampler.params.logprobs is not None:
+                logprobs[i] = PendingLogprob.of(logits[i], rows[i, 0], row_sampler.params.logprobs)
+        cuda = logits.device.type == "cuda"
+        out = torch.empty((count, 2), dtype=torch.int32, pin_memory=cuda)
+        out.copy_(rows, non_blocking=cuda)
+        copied: torch.cuda.Event | None = None
+        if cuda:
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        return PendingResult(out, copied, logprobs, errors)
