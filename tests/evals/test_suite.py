@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from random import Random
 
@@ -12,7 +11,7 @@ import pytest
 from halfbyte.errors import UsageError
 from halfbyte.evals.numbers import add_steps, multiply_steps, subtract_steps
 from halfbyte.evals.suite import Suite, read_reply
-from halfbyte.evals.tasks import TASKS, group, problem
+from halfbyte.evals.tasks import TASKS, problem
 from halfbyte.harmony.render import render_prompt, render_training_example
 from halfbyte.model.tokenizer import Tokenizer
 
@@ -99,21 +98,6 @@ def test_worked_steps_end_in_the_right_number() -> None:
         assert all(s.endswith(f"{a - b}.") for s in subtract_steps(a, b))
         assert all(s.endswith(f"{a * (b % 10)}.") for s in multiply_steps(a, b % 10))
     assert subtract_steps(203, 57)[0] == "10 + 3 - 7 = 6, 10 + 0 - 1 - 5 = 4, 2 - 1 - 0 = 1, so 146."
-
-
-def test_training_documents_hold_the_same_tokens_as_plain_rendering(tok: Tokenizer) -> None:
-    sys.path.insert(0, str(ROOT / "training"))
-    import data
-
-    cached = data.CachedVocabulary(tok)
-    for i in range(40):
-        problems = group(Random(f"documents/{i}"), sentences=(10, 60))
-        doc = data.document(cached, problems, 100_000)
-        assert len(doc.branches) == len(problems)
-        for p, (tokens, prompt) in zip(problems, doc.branches, strict=True):
-            begin, reply = worked(tok, p)
-            assert doc.beginning + tokens == begin + reply
-            assert len(doc.beginning) + prompt == len(begin)
 
 
 def test_digits_are_single_tokens(tok: Tokenizer) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import FormatError
-from halfbyte.formats import FORMATS, LAYOUTS, MXTensor, convert, dequantize, e2m1, layouts, quantize
+from halfbyte.formats import FORMATS, LAYOUTS, MXTensor, blocks, convert, dequantize, e2m1, layouts, quantize
 from halfbyte.formats.tensor import GEOMETRY
 
 PAIRS = [(layout, name) for layout, spec in LAYOUTS.items() for name in spec.formats]
@@ -80,7 +80,7 @@ def test_empty(layout, name, shape):
 def test_the_size_of_a_chunk_does_not_show(layout, name, monkeypatch):
     t = random_tensor(name, (2, 37, 200))
     whole = convert(t, layout)
-    monkeypatch.setattr(layouts, "chunk_elements", lambda device: 1)
+    monkeypatch.setattr(blocks, "chunk_elements", lambda device: 1)
     assert_same(convert(t, layout), whole)
     assert_same(convert(whole, "plain"), t)
 
@@ -99,15 +99,15 @@ def test_refusals_are_one_sentence():
     t = quantize(torch.ones(4, 64), "q8")
     with pytest.raises(FormatError, match="unknown weight layout 'marlin': use one of plain, gguf"):
         convert(t, "marlin")
-    with pytest.raises(FormatError, match="'mma16' holds mxfp4, not q8"):
-        convert(t, "mma16")
+    with pytest.raises(FormatError, match="'w4a8_split' holds mxfp4, not q8"):
+        convert(t, "w4a8_split")
     with pytest.raises(FormatError, match="'gguf' holds mxfp4 or q8, not mxfp8"):
         convert(quantize(torch.ones(4, 64), "mxfp8"), "gguf")
     with pytest.raises(FormatError, match="matrices"):
-        convert(quantize(torch.ones(64), "mxfp4"), "mma16")
+        convert(quantize(torch.ones(64), "mxfp4"), "tile16")
 
 
-@pytest.mark.parametrize("layout", ["gguf", "mma16", "w4a8_split"])
+@pytest.mark.parametrize("layout", ["gguf", "tile16", "w4a8_split"])
 def test_damaged_data_is_refused(layout):
     t = convert(quantize(torch.ones(16, 128), "mxfp4"), layout)
     with pytest.raises(FormatError, match="must be uint8 of shape"):
@@ -133,7 +133,7 @@ def test_the_checkpoint_is_a_view():
     assert torch.equal(back[0], blocks)
     assert torch.equal(back[1], scales)
     assert back[0].data_ptr() == blocks.data_ptr()
-    assert torch.equal(layouts.to_checkpoint(convert(t, "mma16"))[0], blocks)
+    assert torch.equal(layouts.to_checkpoint(convert(t, "tile16"))[0], blocks)
 
 
 def test_checkpoint_shapes_are_checked():
@@ -166,58 +166,6 @@ def test_from_gguf_checks_its_bytes():
         layouts.from_gguf(torch.zeros(2, 18, dtype=torch.uint8), "mxfp4")
     with pytest.raises(FormatError, match="'gguf' holds"):
         layouts.from_gguf(torch.zeros(2, 34, dtype=torch.uint8), "nvfp4")
-
-
-def test_mma16_one_code_at_a_time():
-    """Follows the layout's description code by code, with none of its vector arithmetic."""
-    n, k = 32, 192
-    t = random_tensor("mxfp4", (n, k))
-    codes, chunks = e2m1.unpack(t.data).tolist(), k // 64
-    tiles = convert(t, "mma16").data
-    assert tiles.shape == (2, chunks * 544)
-    assert tiles.shape[-1] == layouts.mma16_tile_bytes(k)
-    for tile, chunk, lane, i in itertools.product(range(2), range(chunks), range(32), range(4)):
-        word = 0
-        for a, e in itertools.product(range(4), range(2)):
-            row = tile * 16 + lane // 4 + 8 * (a & 1)
-            code = codes[row][chunk * 64 + i * 16 + 8 * (a >> 1) + 2 * (lane % 4) + e]
-            word |= (((code >> 3) << (15, 12, 14, 13)[a]) | ((code & 7) << (9, 6, 3, 0)[a])) << (16 * e)
-        at = chunk * 512 + lane * 16 + i * 4
-        assert int.from_bytes(bytes(tiles[tile, at : at + 4].tolist()), "little") == word
-    for tile, chunk, g in itertools.product(range(2), range(chunks), range(8)):
-        at = chunks * 512 + chunk * 32 + g * 4
-        low, high = t.scales[tile * 16 + g], t.scales[tile * 16 + g + 8]
-        expected = [low[2 * chunk], low[2 * chunk + 1], high[2 * chunk], high[2 * chunk + 1]]
-        assert tiles[tile, at : at + 4].tolist() == [int(s) for s in expected]
-
-
-def test_mma16_registers_are_float16_weights():
-    """The four masks a kernel applies turn a word into the A registers of mma.m16n8k16, scaled by 2^-14."""
-    t = replace(random_tensor("mxfp4", (16, 64)), scales=torch.full((16, 2), 127, dtype=torch.uint8))
-    values = dequantize(t)
-    words = convert(t, "mma16").data[0, :512].clone().view(torch.int32).view(32, 4).to(torch.int64) & 0xFFFFFFFF
-    registers = [
-        words & 0x8E008E00,
-        (words << 3) & 0x8E008E00,
-        ((words << 6) & 0x0E000E00) | ((words << 1) & 0x80008000),
-        ((words << 9) & 0x0E000E00) | ((words << 2) & 0x80008000),
-    ]
-    for a, lane, i, e in itertools.product(range(4), range(32), range(4), range(2)):
-        half = (int(registers[a][lane, i]) >> (16 * e)) & 0xFFFF
-        value = torch.tensor([half - 65536 if half > 32767 else half], dtype=torch.int16).view(torch.float16).item()
-        k = i * 16 + 8 * (a >> 1) + 2 * (lane % 4) + e
-        assert value * 2.0**14 == values[lane // 4 + 8 * (a & 1), k].item()
-
-
-def test_mma16_pads_with_zeros():
-    t = random_tensor("mxfp4", (3, 2, 40))
-    tiles = convert(t, "mma16").data
-    assert tiles.shape == (3, 1, 544)
-    padded = MXTensor(
-        torch.nn.functional.pad(t.data, (0, 0, 0, 14)), torch.nn.functional.pad(t.scales, (0, 0, 0, 14)), (3, 16, 40),
-        "mxfp4",
-    )  # fmt: skip
-    assert torch.equal(convert(padded, "mma16").data, tiles)
 
 
 def test_w4a8_split_by_hand():

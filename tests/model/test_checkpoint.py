@@ -92,7 +92,7 @@ def test_loaded_experts_are_the_file_s_bytes(folder: Path) -> None:
 
 
 def test_saving_what_was_loaded_changes_nothing(made: Weights, tmp_path: Path) -> None:
-    packed = checkpoint.assemble(checkpoint.Resident(made), layouts={"gate_up": "mma16", "down": "w4a8_split"})
+    packed = checkpoint.assemble(checkpoint.Resident(made), layouts={"gate_up": "tile16", "down": "w4a8_split"})
     checkpoint.save_safetensors(packed, tmp_path / "folder", max_shard_bytes=10**9)
     checkpoint.save_gguf(packed, tmp_path / "file.gguf")
     assert [p.name for p in (tmp_path / "folder").glob("*.safetensors")] == ["model.safetensors"]
@@ -210,13 +210,13 @@ def test_requantised_weights_are_close_and_untouched_ones_equal(made: Weights, f
 
 
 def test_layouts_are_applied_at_load(folder: Path, made: Weights) -> None:
-    loaded = checkpoint.load(folder, layouts={"gate_up": "mma16", "qkv": "plain"}, layer_formats={"o": "mxfp4"})
+    loaded = checkpoint.load(folder, layouts={"gate_up": "tile16", "qkv": "plain"}, layer_formats={"o": "mxfp4"})
     gate_up = loaded.layers[0].gate_up
     assert isinstance(gate_up, MXTensor)
-    assert gate_up.layout == "mma16"
+    assert gate_up.layout == "tile16"
     assert same(formats.convert(gate_up, "plain"), made.layers[0].gate_up)
     with pytest.raises(FormatError, match="qkv is"):
-        checkpoint.load(folder, layouts={"qkv": "mma16"})
+        checkpoint.load(folder, layouts={"qkv": "w4a8_split"})
     with pytest.raises(FormatError, match="no weight called"):
         checkpoint.load(folder, layouts={"qvk": "plain"})
 

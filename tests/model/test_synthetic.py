@@ -198,11 +198,13 @@ def test_the_true_shapes() -> None:
 
 
 def test_layer_formats_and_layouts() -> None:
-    made = synthetic.make(NAMED["small"], 0, layer_formats={"qkv": "q8", "lm_head": "mxfp4"}, layouts={"down": "mma16"})
+    made = synthetic.make(
+        NAMED["small"], 0, layer_formats={"qkv": "q8", "lm_head": "mxfp4"}, layouts={"down": "tile16"}
+    )
     assert isinstance(made.layers[0].qkv, MXTensor)
     assert isinstance(made.layers[0].down, MXTensor)
     assert isinstance(made.lm_head, MXTensor)
-    assert (made.layers[0].qkv.format, made.lm_head.format, made.layers[0].down.layout) == ("q8", "mxfp4", "mma16")
+    assert (made.layers[0].qkv.format, made.lm_head.format, made.layers[0].down.layout) == ("q8", "mxfp4", "tile16")
 
 
 def test_sizes_that_mxfp4_cannot_hold_are_refused() -> None:

@@ -58,7 +58,7 @@ class TiledMoe(Phase):
         return None
 
     def layouts(self, spec: Spec) -> dict[str, str]:
-        return {"gate_up": "mma16", "down": "mma16"}
+        return {"gate_up": "tile16", "down": "tile16"}
 
     def bind(self, b: Binding) -> Launch:
         raise AssertionError("never bound here")
@@ -162,13 +162,13 @@ def test_two_layouts_for_one_weight_are_refused_naming_both_phases() -> None:
     # Decode alone could use it, but prefill needs the same bytes in another order: the reference serves all.
     assert "test.tiled_moe" not in selection.chosen["decode"]
     reason = reasons(selection, "test.tiled_moe")["decode"]
-    assert reason == "needs gate_up in layout mma16, but reference.moe (decode) in plain"
+    assert reason == "needs gate_up in layout tile16, but reference.moe (decode) in plain"
 
 
 def test_explicit_choice_never_falls_back() -> None:
     with pytest.raises(PlanError) as e:
         pick([*reference.PHASES, TiledMoe()], Gates(moe_kernel=PerRegime("gemv", "reference", "reference")))
-    assert "reference.moe (batch): needs gate_up in layout plain, but test.tiled_moe holds it in mma16" in str(e.value)
+    assert "reference.moe (batch): needs gate_up in layout plain, but test.tiled_moe holds it in tile16" in str(e.value)
     with pytest.raises(PlanError, match="serves decode only"):
         pick([*reference.PHASES, TiledMoe()], Gates(moe_kernel=PerRegime("gemv", "gemv", "gemv")))
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 
 from halfbyte.errors import FormatError
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
@@ -81,3 +82,32 @@ def dequantize_plain(t: MXTensor, dtype: torch.dtype, dequantizer: Dequantizer) 
         values = dequantizer(data[part], scales[part])
         rows[start : start + step] = values.view(-1, per_row * geometry.group)[:, : rows.shape[1]]
     return out
+
+
+# For layouts --------------------------------------------------------------------------------------------------------
+
+
+def slices(count: int, elements_each: int, device: torch.device) -> list[slice]:
+    """`count` things of so many elements each, cut into slices that keep temporaries small."""
+    if elements_each == 0:
+        return []
+    step = max(1, chunk_elements(device) // elements_each)
+    return [slice(start, min(count, start + step)) for start in range(0, count, step)]
+
+
+def pad_matrix(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Zeros below and to the right, up to that size."""
+    return F.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0])).contiguous()
+
+
+def no_scales(data: torch.Tensor) -> torch.Tensor:
+    """The `scales` of a layout that keeps them inside `data`."""
+    return torch.empty(0, dtype=torch.uint8, device=data.device)
+
+
+def check_data(t: MXTensor, shape: tuple[int, ...]) -> None:
+    if tuple(t.data.shape) != shape or t.data.dtype != torch.uint8:
+        raise FormatError(
+            f"the data of a {t.format} tensor of shape {t.shape} in layout {t.layout!r} must be uint8 of shape "
+            f"{shape}, not {t.data.dtype} of shape {tuple(t.data.shape)}"
+        )

@@ -8,7 +8,6 @@ gigabyte of experts is repacked with a few megabytes beside source and result.
 |--------------|------------|-----------------------------------------------------|----------------|
 | `plain`      | all        | [..., N, K/2] or [..., N, K]: the checkpoint's      | [..., N, K/G]  |
 | `gguf`       | mxfp4, q8  | [..., N, blocks * 17 or 34]: GGUF's blocks          | empty          |
-| `mma16`      | mxfp4      | [..., ceil(N/16), tile bytes]: for mma.m16n8k16     | empty          |
 | `tile16`     | mxfp4, q8  | [..., ceil(N/16), ceil(K/64), chunk]: `tile16.py`   | empty          |
 | `w4a8_split` | mxfp4      | [..., N, K/2], nibbles of a 128-wide tile split     | [..., N, K/32] |
 
@@ -24,11 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from halfbyte.errors import FormatError
 from halfbyte.formats import tile16
-from halfbyte.formats.blocks import chunk_elements
+from halfbyte.formats.blocks import check_data, no_scales, pad_matrix, slices
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
 
 Repack = Callable[[MXTensor], MXTensor]
@@ -140,7 +138,7 @@ def from_gguf(data: torch.Tensor, format: FormatName) -> MXTensor:
             f"{tuple(data.shape)}"
         )
     shape = (*data.shape[:-1], data.shape[-1] // size * 32)
-    return MXTensor(data, _no_scales(data), shape, format, "gguf")
+    return MXTensor(data, no_scales(data), shape, format, "gguf")
 
 
 def _gguf_pack(t: MXTensor) -> MXTensor:
@@ -149,7 +147,7 @@ def _gguf_pack(t: MXTensor) -> MXTensor:
     scales = t.scales.reshape(-1, 1).view(torch.uint8)
     out = torch.empty((data.shape[0], size), dtype=torch.uint8, device=t.device)
     width = scales.shape[1]
-    for part in _parts(data.shape[0], 32, t.device):
+    for part in slices(data.shape[0], 32, t.device):
         elements = data[part]
         if t.format == "mxfp4":
             low, high = elements & 15, elements >> 4  # elements 0, 2, 4 … and 1, 3, 5 …
@@ -158,18 +156,18 @@ def _gguf_pack(t: MXTensor) -> MXTensor:
         out[part, :width] = scales[part]
         out[part, width:] = elements
     lead = t.shape[:-1]
-    return replace(t, data=out.view(*lead, t.scales.shape[-1] * size), scales=_no_scales(out), layout="gguf")
+    return replace(t, data=out.view(*lead, t.scales.shape[-1] * size), scales=no_scales(out), layout="gguf")
 
 
 def _gguf_unpack(t: MXTensor) -> MXTensor:
     geometry, size = GEOMETRY[t.format], GGUF_BLOCK_BYTES[t.format]
     *lead, k = t.shape
     blocks = geometry.padded(k) // geometry.group
-    _check_data(t, (*lead, blocks * size))
+    check_data(t, (*lead, blocks * size))
     flat = t.data.reshape(-1, size)
     width = geometry.scale_dtype.itemsize
     data = torch.empty((flat.shape[0], geometry.group_bytes), dtype=torch.uint8, device=t.device)
-    for part in _parts(flat.shape[0], 32, t.device):
+    for part in slices(flat.shape[0], 32, t.device):
         elements = flat[part, width:]
         if t.format == "mxfp4":
             codes = torch.cat((elements & 15, elements >> 4), -1).view(-1, 16, 2)
@@ -182,75 +180,6 @@ def _gguf_unpack(t: MXTensor) -> MXTensor:
         scales=scales.view(*lead, blocks),
         layout="plain",
     )
-
-
-# mma16: weights as the A operand of mma.m16n8k16 --------------------------------------------------------------------
-#
-# Rows in tiles of 16, K in chunks of 64. A tile is contiguous: per chunk 32 lanes x 4 words of codes, then, after all
-# chunks, per chunk 8 words of scales. Lane (g, t) = (lane / 4, lane % 4), word i, holds eight codes: for a in 0..3 and
-# e in 0..1 row g + 8 (a & 1), k = 64 chunk + 16 i + 8 (a >> 1) + 2 t + e, which are the four A registers of MMA i in
-# the chunk. Half e of the word keeps the three magnitude bits of register a at MMA16_MAGNITUDE[a] and its sign at
-# MMA16_SIGN[a]: one mask with one shift puts a register's two codes where float16 has sign, exponent and mantissa
-# (value x 2^-14). Scale word g of a chunk: bytes row g first group, row g second group, row g + 8 first, row g + 8
-# second. Rows past N and groups past K are code 0, scale 0.
-
-MMA16_ROWS, MMA16_K, MMA16_CHUNK_BYTES = 16, 64, 512 + 32
-MMA16_MAGNITUDE = (9, 6, 3, 0)
-MMA16_SIGN = (15, 12, 14, 13)
-
-
-def mma16_tile_bytes(k: int) -> int:
-    """Bytes of one tile of 16 rows."""
-    return -(-k // MMA16_K) * MMA16_CHUNK_BYTES
-
-
-def _mma16_pack(t: MXTensor) -> MXTensor:
-    *lead, n, k = _matrix(t)
-    tiles, chunks = -(-n // MMA16_ROWS), -(-k // MMA16_K)
-    stack = math.prod(lead)
-    out = torch.empty((stack, tiles, chunks * MMA16_CHUNK_BYTES), dtype=torch.uint8, device=t.device)
-    data, scales = t.data.reshape(stack, n, t.data.shape[-1]), t.scales.reshape(stack, n, t.scales.shape[-1])
-    for e in range(stack):
-        for part in _parts(tiles, MMA16_ROWS * chunks * MMA16_K, t.device):
-            rows = slice(part.start * MMA16_ROWS, part.stop * MMA16_ROWS)
-            count = part.stop - part.start
-            codes = _pad(data[e, rows], count * MMA16_ROWS, chunks * 32)
-            # row = 8 a1 + g; byte of a row = 32 chunk + 8 i + 4 a2 + t, its low nibble e = 0
-            codes = codes.view(count, 2, 8, chunks, 4, 2, 4).to(torch.int32)
-            words = torch.zeros((count, chunks, 8, 4, 4), dtype=torch.int32, device=t.device)
-            for a, (magnitude, sign) in enumerate(zip(MMA16_MAGNITUDE, MMA16_SIGN)):
-                pair = codes[:, a & 1, :, :, :, a >> 1, :].permute(0, 2, 1, 4, 3)  # tile, chunk, g, t, i
-                pair = (pair & 15) | ((pair >> 4) << 16)
-                words |= ((pair & 0x00070007) << magnitude) | ((pair & 0x00080008) << (sign - 3))
-            out[e, part, : chunks * 512] = words.view(count, chunks * 128).view(torch.uint8)
-            scale = _pad(scales[e, rows], count * MMA16_ROWS, chunks * 2).view(count, 2, 8, chunks, 2)
-            out[e, part, chunks * 512 :] = scale.permute(0, 3, 2, 1, 4).reshape(count, chunks * 32)
-    return replace(t, data=out.view(*lead, tiles, out.shape[-1]), scales=_no_scales(out), layout="mma16")
-
-
-def _mma16_unpack(t: MXTensor) -> MXTensor:
-    *lead, n, k = _matrix(t)
-    tiles, chunks = -(-n // MMA16_ROWS), -(-k // MMA16_K)
-    groups = GEOMETRY[t.format].padded(k) // 32
-    _check_data(t, (*lead, tiles, chunks * MMA16_CHUNK_BYTES))
-    flat = t.data.reshape(math.prod(lead), tiles, t.data.shape[-1])
-    data = torch.empty((flat.shape[0], n, groups * 16), dtype=torch.uint8, device=t.device)
-    scales = torch.empty((flat.shape[0], n, groups), dtype=torch.uint8, device=t.device)
-    for e in range(flat.shape[0]):
-        for part in _parts(tiles, MMA16_ROWS * chunks * MMA16_K, t.device):
-            count = part.stop - part.start
-            first, last = part.start * MMA16_ROWS, min(n, part.stop * MMA16_ROWS)
-            words = _fresh(flat[e, part, : chunks * 512]).view(torch.int32).view(count, chunks, 8, 4, 4)
-            codes = torch.empty((count, 2, 8, chunks, 4, 2, 4), dtype=torch.uint8, device=t.device)
-            for a, (magnitude, sign) in enumerate(zip(MMA16_MAGNITUDE, MMA16_SIGN)):
-                pair = ((words >> magnitude) & 0x00070007) | ((words >> (sign - 3)) & 0x00080008)
-                byte = ((pair & 15) | ((pair >> 12) & 0xF0)).to(torch.uint8)
-                codes[:, a & 1, :, :, :, a >> 1, :] = byte.permute(0, 2, 1, 4, 3)
-            data[e, first:last] = codes.view(count * 16, chunks * 32)[: last - first, : groups * 16]
-            scale = flat[e, part, chunks * 512 :].reshape(count, chunks, 8, 2, 2).permute(0, 3, 2, 1, 4)
-            scales[e, first:last] = scale.reshape(count * 16, chunks * 2)[: last - first, :groups]
-    data, scales = data.view(*lead, n, groups * 16), scales.view(*lead, n, groups)
-    return replace(t, data=data, scales=scales, layout="plain")
 
 
 # w4a8_split: nibbles apart by half a K tile, for e4m3 x e2m1 on SM12x -----------------------------------------------
@@ -268,21 +197,21 @@ def _split_pack(t: MXTensor) -> MXTensor:
     rows = math.prod(lead)
     data, scales = t.data.reshape(rows, t.data.shape[-1]), t.scales.reshape(rows, t.scales.shape[-1])
     out = torch.empty((data.shape[0], tiles * 64), dtype=torch.uint8, device=t.device)
-    for part in _parts(data.shape[0], tiles * W4A8_TILE, t.device):
-        row = _pad(data[part], part.stop - part.start, tiles * 64).view(-1, tiles, 64)
+    for part in slices(data.shape[0], tiles * W4A8_TILE, t.device):
+        row = pad_matrix(data[part], part.stop - part.start, tiles * 64).view(-1, tiles, 64)
         codes = torch.stack((row & 15, row >> 4), -1).view(-1, tiles, 2, 64)
         out[part] = (codes[:, :, 0] | (codes[:, :, 1] << 4)).view(-1, tiles * 64)
-    scales = _pad(scales, rows, tiles * 4).view(*lead, tiles * 4)
+    scales = pad_matrix(scales, rows, tiles * 4).view(*lead, tiles * 4)
     return replace(t, data=out.view(*lead, tiles * 64), scales=scales, layout="w4a8_split")
 
 
 def _split_unpack(t: MXTensor) -> MXTensor:
     *lead, k = t.shape
     tiles, groups = -(-k // W4A8_TILE), GEOMETRY[t.format].padded(k) // 32
-    _check_data(t, (*lead, tiles * 64))
+    check_data(t, (*lead, tiles * 64))
     flat = t.data.reshape(math.prod(lead), tiles * 64)
     data = torch.empty((flat.shape[0], groups * 16), dtype=torch.uint8, device=t.device)
-    for part in _parts(flat.shape[0], tiles * W4A8_TILE, t.device):
+    for part in slices(flat.shape[0], tiles * W4A8_TILE, t.device):
         row = flat[part].view(-1, tiles, 64)
         codes = torch.cat((row & 15, row >> 4), -1).view(-1, tiles, 64, 2)
         data[part] = (codes[..., 0] | (codes[..., 1] << 4)).view(-1, tiles * 64)[:, : groups * 16]
@@ -293,41 +222,9 @@ def _split_unpack(t: MXTensor) -> MXTensor:
 # Shared by the layouts above ---------------------------------------------------------------------------------------
 
 
-def _parts(count: int, elements_each: int, device: torch.device) -> list[slice]:
-    """`count` things of so many elements each, cut into slices that keep temporaries small."""
-    if elements_each == 0:
-        return []
-    step = max(1, chunk_elements(device) // elements_each)
-    return [slice(start, min(count, start + step)) for start in range(0, count, step)]
-
-
-def _pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Zeros below and to the right, up to that size."""
-    return F.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0])).contiguous()
-
-
 def _fresh(x: torch.Tensor) -> torch.Tensor:
     """The bytes of `x` in a row of their own, so that they may be viewed as words wherever `x` began."""
     return x.clone(memory_format=torch.contiguous_format).view(-1)
-
-
-def _no_scales(data: torch.Tensor) -> torch.Tensor:
-    """The `scales` of a layout that keeps them inside `data`."""
-    return torch.empty(0, dtype=torch.uint8, device=data.device)
-
-
-def _matrix(t: MXTensor) -> tuple[int, ...]:
-    if len(t.shape) < 2:
-        raise FormatError(f"the layout 'mma16' holds matrices or stacks of them, not a tensor of shape {t.shape}")
-    return t.shape
-
-
-def _check_data(t: MXTensor, shape: tuple[int, ...]) -> None:
-    if tuple(t.data.shape) != shape or t.data.dtype != torch.uint8:
-        raise FormatError(
-            f"the data of a {t.format} tensor of shape {t.shape} in layout {t.layout!r} must be uint8 of shape "
-            f"{shape}, not {t.data.dtype} of shape {tuple(t.data.shape)}"
-        )
 
 
 def _same(t: MXTensor) -> MXTensor:
@@ -339,7 +236,6 @@ LAYOUTS: dict[str, Layout] = {
     for layout in (
         Layout("plain", ("mxfp4", "mxfp8", "nvfp4", "q8"), _same, _same),
         Layout("gguf", ("mxfp4", "q8"), _gguf_pack, _gguf_unpack),
-        Layout("mma16", ("mxfp4",), _mma16_pack, _mma16_unpack),
         Layout("tile16", ("mxfp4", "q8"), tile16.pack, tile16.unpack),
         Layout("w4a8_split", ("mxfp4",), _split_pack, _split_unpack),
     )

@@ -25,11 +25,10 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from halfbyte.errors import FormatError
-from halfbyte.formats.blocks import chunk_elements
+from halfbyte.formats.blocks import check_data, no_scales, pad_matrix, slices
 from halfbyte.formats.tensor import GEOMETRY, MXTensor
 
 ROWS, WIDTH = 16, 64
@@ -49,26 +48,21 @@ def pack(t: MXTensor) -> MXTensor:
     out = torch.empty((stack, tiles, chunks, size), dtype=torch.uint8, device=t.device)
     data, scales = t.data.reshape(stack, n, t.data.shape[-1]), t.scales.reshape(stack, n, t.scales.shape[-1])
     for e in range(stack):
-        for first, last in _parts(tiles, chunks, t.device):
-            rows = slice(first * ROWS, last * ROWS)
-            count = (last - first) * ROWS
-            codes = _pad(data[e, rows], count, chunks * WIDTH * GEOMETRY[t.format].element_bits // 8)
-            scale = _pad(scales[e, rows], count, chunks * 2)
+        for part in slices(tiles, ROWS * chunks * WIDTH, t.device):
+            rows = slice(part.start * ROWS, part.stop * ROWS)
+            count = rows.stop - rows.start
+            codes = pad_matrix(data[e, rows], count, chunks * WIDTH * GEOMETRY[t.format].element_bits // 8)
+            scale = pad_matrix(scales[e, rows], count, chunks * 2)
             make = _mxfp4_chunks if t.format == "mxfp4" else _q8_chunks
-            out[e, first:last] = make(codes, scale, last - first, chunks)
-    none = torch.empty(0, dtype=torch.uint8, device=t.device)
-    return replace(t, data=out.view(*lead, tiles, chunks, size), scales=none, layout="tile16")
+            out[e, part] = make(codes, scale, part.stop - part.start, chunks)
+    return replace(t, data=out.view(*lead, tiles, chunks, size), scales=no_scales(out), layout="tile16")
 
 
 def unpack(t: MXTensor) -> MXTensor:
     """The plain tensor again, equal to the last byte."""
     *lead, n, k = _matrix(t)
     tiles, chunks, size = tile_shape(n, k, t.format)
-    if tuple(t.data.shape) != (*lead, tiles, chunks, size) or t.data.dtype != torch.uint8:
-        raise FormatError(
-            f"a {t.format} tensor of shape {t.shape} in layout 'tile16' is uint8 {(*lead, tiles, chunks, size)}, not "
-            f"{t.data.dtype} {tuple(t.data.shape)}"
-        )
+    check_data(t, (*lead, tiles, chunks, size))
     geometry = GEOMETRY[t.format]
     groups = geometry.padded(k) // 32
     flat = t.data.reshape(math.prod(lead), tiles, chunks, size)
@@ -76,12 +70,12 @@ def unpack(t: MXTensor) -> MXTensor:
     scales = torch.empty((flat.shape[0], n, groups), dtype=geometry.scale_dtype, device=t.device)
     take = _mxfp4_rows if t.format == "mxfp4" else _q8_rows
     for e in range(flat.shape[0]):
-        for first, last in _parts(tiles, chunks, t.device):
-            codes, scale = take(flat[e, first:last].contiguous(), last - first, chunks)
-            rows = slice(first * ROWS, min(n, last * ROWS))
-            size_here = rows.stop - rows.start
-            data[e, rows] = codes[:size_here, : data.shape[-1]]
-            scales[e, rows] = scale[:size_here, :groups]
+        for part in slices(tiles, ROWS * chunks * WIDTH, t.device):
+            codes, scale = take(flat[e, part].contiguous(), part.stop - part.start, chunks)
+            rows = slice(part.start * ROWS, min(n, part.stop * ROWS))
+            count = rows.stop - rows.start
+            data[e, rows] = codes[:count, : data.shape[-1]]
+            scales[e, rows] = scale[:count, :groups]
     data, scales = data.view(*lead, n, data.shape[-1]), scales.view(*lead, n, groups)
     return replace(t, data=data, scales=scales, layout="plain")
 
@@ -96,8 +90,9 @@ def pack_dense(w: Tensor) -> Tensor:
     out = torch.empty((stack, tiles, chunks, size), dtype=torch.uint8, device=w.device)
     flat = w.reshape(stack, n, k)
     for e in range(stack):
-        for first, last in _parts(tiles, chunks, w.device):
-            x = _pad(flat[e, first * ROWS : last * ROWS], (last - first) * ROWS, chunks * WIDTH).view(torch.int16)
+        for part in slices(tiles, ROWS * chunks * WIDTH, w.device):
+            first, last = part.start, part.stop
+            x = pad_matrix(flat[e, first * ROWS : last * ROWS], (last - first) * ROWS, chunks * WIDTH).view(torch.int16)
             #                 tile, r, g, chunk, i / 2, t, i % 2, p, e
             x = x.view(last - first, 2, 8, chunks, 2, 4, 2, 2, 2).permute(0, 3, 4, 6, 2, 5, 7, 1, 8)
             out[e, first:last] = x.reshape(last - first, chunks, size // 2).view(torch.uint8)
@@ -218,14 +213,3 @@ def _matrix(t: MXTensor) -> tuple[int, ...]:
     if len(t.shape) < 2:
         raise FormatError(f"the layout 'tile16' holds matrices or stacks of them, not a tensor of shape {t.shape}")
     return t.shape
-
-
-def _parts(tiles: int, chunks: int, device: torch.device) -> list[tuple[int, int]]:
-    if not chunks:
-        return []
-    step = max(1, chunk_elements(device) // (ROWS * chunks * WIDTH))
-    return [(start, min(tiles, start + step)) for start in range(0, tiles, step)]
-
-
-def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    return F.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0])).contiguous()

@@ -96,9 +96,6 @@ class PagePool:
             returned=self._returned,
         )  # fmt: skip
 
-    def reset_peak(self) -> None:
-        self._peak = self.capacity - self.available
-
     def first_needed(self, length: int) -> int:
         """The first sliding block that a query at or past `length`, or a later hit at its page boundary, can see."""
         return max(0, length // self.page_size * self.page_size - self.window + 1) // self.page_size

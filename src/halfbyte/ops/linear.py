@@ -20,15 +20,6 @@ Matrix = Tensor | MXTensor
 ACTIVATIONS = ("f32", "bf16", "int8", "fp8", "mxfp8", "mxfp4")
 
 
-def matrix_format(w: Matrix) -> str:
-    if isinstance(w, MXTensor):
-        return w.format
-    names = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-    if w.dtype not in names:
-        raise FormatError(f"a weight matrix of dtype {w.dtype} is not one this model can multiply with.")
-    return names[w.dtype]
-
-
 def dense(w: Matrix | DenseTiles) -> Tensor:
     """The matrix as float32, whatever its format and layout."""
     if isinstance(w, MXTensor):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
 import costs
+import torch
 
 from halfbyte.gates import AXES, LAYER_FORMATS
 from halfbyte.model import load

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-from halfbyte.model.config import ModelConfig, Yarn
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
 import checkpoint
 import fakequant
+import pytest
+import torch
 from network import Ablation, GptOss, Packed, block_masks, dense_masks
+
+from halfbyte.model.config import ModelConfig, Yarn
 
 CONFIG = ModelConfig(
     layers=4, hidden=64, intermediate=32, experts=6, top_k=4, heads=4, kv_heads=2, head_dim=16, vocab=97, window=8,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import eagle
 import torch
 import torch.nn.functional as F
+from network import Packed
 from safetensors.torch import save_file
 
 from halfbyte.model.config import ModelConfig
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "training"))
-import eagle
-from network import Packed
 
 
 @torch.no_grad()
