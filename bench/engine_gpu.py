@@ -75,7 +75,7 @@ def embedded(gates: gates_.Gates, device: torch.device, padded: bool) -> GptOss:
         weights = checkpoint.assemble(wide, layer_formats=gates.layer_formats)
     finally:
         source.close()
-    weights = checkpoint.assemble(checkpoint.Resident(_moved(weights, device)), layouts=choice[2].layouts)
+    weights = checkpoint.assemble(checkpoint.MemorySource(_moved(weights, device)), layouts=choice[2].layouts)
     return GptOss(weights, gates, choice=choice)
 
 

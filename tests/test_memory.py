@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfbyte import memory
-from halfbyte.errors import MemoryError_
+from halfbyte.errors import NotEnoughMemoryError
 from halfbyte.memory import GIB, MemoryAccount, MemoryState, cgroup_limits, read_memory, read_pressure
 
 UNIFIED = MemoryState(total=119 * GIB, available=70 * GIB, unified=True)
@@ -28,12 +28,12 @@ def account(weights: int, workspace: int = 2, reserve: int = 2, state: MemorySta
 def test_an_account_that_fits() -> None:
     account(60).check(4 * GIB)
     account(60).check(6 * GIB)
-    with pytest.raises(MemoryError_):
+    with pytest.raises(NotEnoughMemoryError):
         account(60).check(6 * GIB + 1)
 
 
 def test_one_that_does_not_fit_names_the_flag_and_the_numbers() -> None:
-    with pytest.raises(MemoryError_) as e:
+    with pytest.raises(NotEnoughMemoryError) as e:
         account(60).check(16 * GIB)
     for part in (
         "60.00 GiB",
@@ -48,20 +48,20 @@ def test_one_that_does_not_fit_names_the_flag_and_the_numbers() -> None:
 
 def test_the_flag_that_is_advised_fits() -> None:
     tight = MemoryAccount(UNIFIED, 60 * GIB, 2 * GIB, 8 * GIB - int(1.98 * GIB))
-    with pytest.raises(MemoryError_, match=r"--kv-memory 1\.9 "):
+    with pytest.raises(NotEnoughMemoryError, match=r"--kv-memory 1\.9 "):
         tight.check(2 * GIB)
     tight.check(int(1.9 * GIB))
 
 
 def test_a_model_that_cannot_fit_at_all() -> None:
-    with pytest.raises(MemoryError_, match="smaller model"):
+    with pytest.raises(NotEnoughMemoryError, match="smaller model"):
         account(69).check(16 * GIB)
 
 
 def test_a_discrete_gpu_counts_its_own_memory() -> None:
     account(60, state=DISCRETE).check(16 * GIB)
     full = MemoryState(total=64 * GIB, available=60 * GIB, device_total=96 * GIB, device_free=20 * GIB)
-    with pytest.raises(MemoryError_, match=r"free on the GPU 20\.00 GiB"):
+    with pytest.raises(NotEnoughMemoryError, match=r"free on the GPU 20\.00 GiB"):
         account(60, state=full).check(16 * GIB)
 
 
@@ -77,7 +77,7 @@ def test_pages_leave_workspace_and_reserve_alone() -> None:
 def test_a_refusal_of_pages_has_the_numbers() -> None:
     plan = MemoryAccount(MemoryState(total=128 * GIB, available=10 * GIB), 0, GIB, 8 * GIB)
     match = r"at least 4096 pages of 2\.2 MiB = 9\.00 GiB.*MemAvailable is 10\.00 GiB, of which 1\.00 .* and 8\.00"
-    with pytest.raises(MemoryError_, match=match):
+    with pytest.raises(NotEnoughMemoryError, match=match):
         plan.pages(PAGE_120B, least=4096, most=4096)
 
 

@@ -10,7 +10,7 @@
     │       └── ContextError       prompt + max_tokens exceed what the model or the KV cache can ever hold (HTTP 400)
     ├── CapacityError              it could be served, but not now (exit 1, HTTP 503)
     │   ├── QueueFullError         the bounded queue is full (HTTP 429)
-    │   └── MemoryError_           not enough device or host memory; the message has the numbers
+    │   └── NotEnoughMemoryError   of the device or of the host; the message has the numbers
     └── EngineError                our side failed (exit 1, HTTP 500)
         ├── StepError              one step failed for one request; the engine goes on
         └── EngineDiedError        the engine process is gone (HTTP 503)
@@ -63,7 +63,7 @@ class QueueFullError(CapacityError):
     status = 429
 
 
-class MemoryError_(CapacityError):
+class NotEnoughMemoryError(CapacityError):
     pass
 
 

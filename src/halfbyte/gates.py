@@ -134,8 +134,8 @@ class Gates:
         What is said of prefill holds for long prompts, too, unless they are named."""
         if "=" not in self.activation:
             return self.activation
-        said = dict(part.split("=", 1) for part in self.activation.split(","))
-        return said.get(regime, said.get("prefill", "auto") if regime == "long" else "auto")
+        formats = dict(part.split("=", 1) for part in self.activation.split(","))
+        return formats.get(regime, formats.get("prefill", "auto") if regime == "long" else "auto")
 
     @property
     def layer_formats(self) -> dict[str, str]:
@@ -198,19 +198,19 @@ def parse(
     check_environment(env)
     gates = _preset(preset or env.get("HALFBYTE_PRESET") or "exact").gates
     for axis in AXES:
-        found = [(name, env[name]) for name in axis.variables if env.get(name)]
-        values = {_value(axis, text, name) for name, text in found}
+        variables = [(name, env[name]) for name in axis.variables if env.get(name)]
+        values = {_value(axis, text, name) for name, text in variables}
         if len(values) > 1:
-            raise GateError(f"{' and '.join(n for n, _ in found)} disagree; set only one of them.")
+            raise GateError(f"{' and '.join(n for n, _ in variables)} disagree; set only one of them.")
         if values:
             gates = replace(gates, **{axis.field: values.pop()})
-    given = {k: v for k, v in (flags or {}).items() if v is not None}
-    short = given.pop("mxfp4_layers", None)
-    if short is not None and "layers" in given:
+    values_by_flag = {k: v for k, v in (flags or {}).items() if v is not None}
+    short = values_by_flag.pop("mxfp4_layers", None)
+    if short is not None and "layers" in values_by_flag:
         raise GateError("--layers and --mxfp4-layers say the same thing; give only one of them.")
     if short is not None:
         gates = replace(gates, layers=_short_layers(short, "--mxfp4-layers"))
-    for name, text in given.items():
+    for name, text in values_by_flag.items():
         if name not in _BY_FIELD:
             raise GateError(f"there is no gate {name!r}; the gates are {_list(a.flag for a in AXES)}.")
         gates = replace(gates, **{name: _value(_BY_FIELD[name], text, _BY_FIELD[name].flag)})
@@ -249,18 +249,18 @@ def _value(axis: Axis, text: str, where: str) -> Any:
     if axis.field == "layers":
         return _layers(text, where)
     if axis.field == "activation" and "=" in text:
-        parts = {r: _one(axis, v, where) for r, v in _pairs(text, where, ACTIVATION_REGIMES, "regime")}
+        parts = {r: _single_value(axis, v, where) for r, v in _pairs(text, where, ACTIVATION_REGIMES, "regime")}
         usual = {"long": parts.get("prefill", "auto")}  # what needs no saying
-        said = [f"{r}={parts[r]}" for r in ACTIVATION_REGIMES if r in parts and parts[r] != usual.get(r, "auto")]
-        return ",".join(said) or "auto"
+        pairs = [f"{r}={parts[r]}" for r in ACTIVATION_REGIMES if r in parts and parts[r] != usual.get(r, "auto")]
+        return ",".join(pairs) or "auto"
     if axis.per_regime and "=" in text:
         parts = dict(_pairs(text, where, REGIME_NAMES, "regime"))
-        return PerRegime(*(_one(axis, parts.get(r, "auto"), where) for r in REGIME_NAMES))
-    value = _one(axis, text, where)
+        return PerRegime(*(_single_value(axis, parts.get(r, "auto"), where) for r in REGIME_NAMES))
+    value = _single_value(axis, text, where)
     return PerRegime(value, value, value) if axis.per_regime else value
 
 
-def _one(axis: Axis, text: str, where: str) -> str:
+def _single_value(axis: Axis, text: str, where: str) -> str:
     text = axis.aliases.get(text, text)
     if text not in axis.values:
         raise GateError(f"{where} is {text!r}{_near(text, axis.values)}; use one of {_list(axis.values)}.")

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from halfbyte.errors import MemoryError_
+from halfbyte.errors import NotEnoughMemoryError
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -116,13 +116,13 @@ class MemoryAccount:
             advice = f"start with --kv-memory {fits:.1f} (GiB) or less, or close what else uses memory"
         else:
             advice = "choose a smaller model or free memory first; even a small KV cache would not fit"
-        raise MemoryError_(f"not enough memory: {self.table(kv)}, {gib(kv - self.kv_room)} short; {advice}.")
+        raise NotEnoughMemoryError(f"not enough memory: {self.table(kv)}, {gib(kv - self.kv_room)} short; {advice}.")
 
     def pages(self, page_bytes: int, *, least: int, most: int) -> int:
         """KV pages to make: as many as fit, at most `most`; refuses below `least`."""
         fit = max(0, self.kv_room) // page_bytes
         if fit < least:
-            raise MemoryError_(
+            raise NotEnoughMemoryError(
                 f"the KV cache needs at least {least} pages of {page_bytes / MIB:.1f} MiB = {gib(least * page_bytes)}, "
                 f"but {self.state.source} is {gib(self.state.free)}, of which {gib(self.workspace)} are workspace and "
                 f"{gib(self.reserve)} stay in reserve; free memory, lower --max-context, or use --kv-dtype fp8."

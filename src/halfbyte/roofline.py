@@ -79,10 +79,10 @@ def gpu_named(text: str) -> Gpu:
     return GPUS[key]
 
 
-def bytes_per_weight(kind: str) -> float:
-    if kind in _DENSE_BYTES:
-        return _DENSE_BYTES[kind]
-    return FORMATS[kind].bits_per_weight / 8
+def bytes_per_weight(format: str) -> float:
+    if format in _DENSE_BYTES:
+        return _DENSE_BYTES[format]
+    return FORMATS[format].bits_per_weight / 8
 
 
 def unique_experts(config: ModelConfig, rows: int) -> float:
@@ -130,9 +130,9 @@ def decode_traffic(
 
     per_expert = (size("gate_up") + size("down")) / c.experts
     biases = (3 * c.hidden + 2 * c.intermediate + c.qkv_dim + c.heads) * 2.0  # norms, biases, sinks: bf16
-    seen = visible(c, context)
+    positions = visible(c, context)
     kv_token = 2 * c.kv_dim * KV_BYTES[kv_dtype]
-    kv = sum(seen[kind] for kind in c.layer_kinds) * kv_token * batch
+    kv = sum(positions[kind] for kind in c.layer_kinds) * kv_token * batch
     return Traffic(
         experts=c.layers * touched * per_expert,
         attention=c.layers * (size("qkv") + size("o")),
@@ -177,19 +177,19 @@ def step_work(
     """
     c = config
     rows = sequences * new
-    wanted = sequences if logits is None else logits
+    logit_rows = sequences if logits is None else logits
     touched = unique_experts(c, rows) if experts_touched is None else experts_touched
 
     def weights(role: str) -> float:
         return _count(c, role) * bytes_per_weight(formats[role])
 
     first = context - new
-    seen = {
+    visible_keys = {
         "full": sum(range(first + 1, context + 1)),
         "sliding": sum(min(c.window, at + 1) for at in range(first, context)),
     }
     cached = {"full": context, "sliding": min(context, c.window + new - 1)}
-    pairs = sequences * sum(seen[kind] for kind in c.layer_kinds)
+    pairs = sequences * sum(visible_keys[kind] for kind in c.layer_kinds)
     kv = sequences * sum(cached[kind] for kind in c.layer_kinds) * 2 * c.kv_dim * KV_BYTES[kv_dtype]
     n = float(c.layers)
     half, full = 2.0 * rows, 4.0 * rows  # bytes of one column of activations, and of the residual stream
@@ -207,8 +207,8 @@ def step_work(
             n * (touched / c.experts * (weights("gate_up") + weights("down")) + half * c.hidden + 2 * full * c.hidden),
             n * 2.0 * rows * c.top_k * 3 * c.hidden * c.intermediate,
         ),
-        "final_norm": Work(wanted * c.hidden * 4.0),
-        "lm_head": Work(weights("lm_head") + wanted * c.vocab * 4.0, 2.0 * wanted * c.hidden * c.vocab),
+        "final_norm": Work(logit_rows * c.hidden * 4.0),
+        "lm_head": Work(weights("lm_head") + logit_rows * c.vocab * 4.0, 2.0 * logit_rows * c.hidden * c.vocab),
     }
 
 

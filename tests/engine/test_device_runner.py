@@ -358,7 +358,7 @@ def embedded_core(preset: str, device: str, graphs: str) -> tuple[EngineCore, Gp
     for layer, role, tensor in list(weights.items()):
         assert not isinstance(tensor, checkpoint.DenseTiles)
         setattr(weights if layer is None else weights.layers[layer], role, tensor.to(device))
-    weights = checkpoint.assemble(checkpoint.Resident(weights), layouts=choice[2].layouts)
+    weights = checkpoint.assemble(checkpoint.MemorySource(weights), layouts=choice[2].layouts)
     model = GptOss(weights, g, choice=choice)
     options = EngineOptions(gates=g, max_context=1024, kv_gib=0.25, reserve_gib=0.0)
     core, _, _ = core_for(model, load.tokenizer_of(load.resolve_model(None)), options)

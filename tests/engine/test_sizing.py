@@ -9,7 +9,7 @@ import pytest
 from halfbyte.engine import build
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.sizing import GPU_CONTEXT, check_start, memory_account, page_limits, rows_per_step, workspace
-from halfbyte.errors import MemoryError_, UsageError
+from halfbyte.errors import NotEnoughMemoryError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.memory import GIB, MemoryState
 from halfbyte.model.config import NAMED
@@ -63,9 +63,9 @@ def test_a_start_that_is_let_through_finds_its_pages(machine: str) -> None:
 
     check_start(CONFIG, options, edge, ARCHES[arch], WEIGHTS)
     assert pages(loaded(edge)) == need
-    with pytest.raises(MemoryError_, match="short"):
+    with pytest.raises(NotEnoughMemoryError, match="short"):
         check_start(CONFIG, options, less(edge, 1), ARCHES[arch], WEIGHTS)
-    with pytest.raises(MemoryError_, match="at least"):
+    with pytest.raises(NotEnoughMemoryError, match="at least"):
         pages(loaded(less(edge, 1)))
 
 
@@ -81,7 +81,7 @@ def test_a_kv_memory_that_a_person_names() -> None:
     assert limits.least == limits.most == GIB // PAGE
     with pytest.raises(UsageError, match=r"--kv-memory 0\.001 GiB holds no page of 2\.2 MiB"):
         page_limits(CONFIG, EngineOptions(kv_gib=0.001), state, PAGE)
-    with pytest.raises(MemoryError_, match=r"KV cache 100\.00 GiB"):
+    with pytest.raises(NotEnoughMemoryError, match=r"KV cache 100\.00 GiB"):
         check_start(CONFIG, EngineOptions(kv_gib=100.0), state, ARCHES["sm90"], WEIGHTS)
 
 

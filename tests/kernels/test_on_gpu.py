@@ -59,7 +59,7 @@ def on_device(g: gates.Gates) -> GptOss:
     for layer, role, tensor in list(moved.items()):
         assert not isinstance(tensor, checkpoint.DenseTiles)
         setattr(moved if layer is None else moved.layers[layer], role, tensor.to("cuda"))
-    mine = checkpoint.assemble(checkpoint.Resident(moved), layouts=selection.layouts)
+    mine = checkpoint.assemble(checkpoint.MemorySource(moved), layouts=selection.layouts)
     return GptOss(mine, g, choice=(spec, chosen, selection))
 
 

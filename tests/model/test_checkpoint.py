@@ -92,7 +92,7 @@ def test_loaded_experts_are_the_file_s_bytes(folder: Path) -> None:
 
 
 def test_saving_what_was_loaded_changes_nothing(made: Weights, tmp_path: Path) -> None:
-    packed = checkpoint.assemble(checkpoint.Resident(made), layouts={"gate_up": "tile16", "down": "w4a8_split"})
+    packed = checkpoint.assemble(checkpoint.MemorySource(made), layouts={"gate_up": "tile16", "down": "w4a8_split"})
     checkpoint.save_safetensors(packed, tmp_path / "folder", max_shard_bytes=10**9)
     checkpoint.save_gguf(packed, tmp_path / "file.gguf")
     assert [p.name for p in (tmp_path / "folder").glob("*.safetensors")] == ["model.safetensors"]
@@ -225,12 +225,12 @@ def test_layouts_are_applied_at_load(folder: Path, made: Weights) -> None:
 def test_every_format_of_a_dense_layer_takes_the_layout_of_the_cuda_kernels(made: Weights, dense: str) -> None:
     """`tile16` for bf16, q8 and MXFP4 alike: the numbers do not change, and a model in it can be written out again."""
     groups = {"qkv": dense, "o": dense, "lm_head": dense}
-    plain = checkpoint.assemble(checkpoint.Resident(made), layer_formats=groups)
+    plain = checkpoint.assemble(checkpoint.MemorySource(made), layer_formats=groups)
     tiled = checkpoint.assemble(
-        checkpoint.Resident(made), layer_formats=groups, layouts=dict.fromkeys(("qkv", "o", "lm_head"), "tile16")
+        checkpoint.MemorySource(made), layer_formats=groups, layouts=dict.fromkeys(("qkv", "o", "lm_head"), "tile16")
     )
     assert tiled.formats() == plain.formats()
-    back = checkpoint.assemble(checkpoint.Resident(tiled))
+    back = checkpoint.assemble(checkpoint.MemorySource(tiled))
     for (_, role, held), (_, _, want), (_, _, again) in zip(tiled.items(), plain.items(), back.items()):
         if role in groups:
             assert not isinstance(held, torch.Tensor)

@@ -14,7 +14,7 @@ from halfbyte.model import upload
 from halfbyte.model.upload import Uploader
 
 
-class LateLane:
+class LateStream:
     """Copies when somebody waits for them, or at the end: a buffer that is filled too early shows."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LateLane:
         self.log.append("begin")
 
     def copy(self, dest: Tensor, staged: Tensor) -> Any:
-        lane = self
+        stream = self
 
         class Copy:
             done = False
@@ -39,7 +39,7 @@ class LateLane:
                     if not self.done:
                         dest.copy_(staged)
                         self.done = True
-                        lane.log.append("copy")
+                        stream.log.append("copy")
 
         copy = Copy()
         self.queued.append(copy)
@@ -67,31 +67,31 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_byte_arrives(size: int) -> None:
     source = torch.randint(0, 256, (size,), dtype=torch.uint8)
     heard: list[int] = []
-    made = Uploader(LateLane(), count=3)
+    uploader = Uploader(LateStream(), count=3)
     for _ in range(3):  # buffers are used again from tensor to tensor
         dest = torch.zeros(size, dtype=torch.uint8)
-        made.stream(dest, from_(source), heard.append)
+        uploader.upload(dest, from_(source), heard.append)
         assert torch.equal(dest, source)
     assert sum(heard) == 3 * size
-    made.close()
+    uploader.close()
 
 
 def test_a_buffer_is_not_filled_before_its_copy() -> None:
-    """With two buffers the third piece waits for the first copy, which this lane makes only then."""
-    lane = LateLane()
-    made = Uploader(lane, count=2)
+    """With two buffers the third piece waits for the first copy, which this stream makes only then."""
+    stream = LateStream()
+    uploader = Uploader(stream, count=2)
     source = torch.arange(64 * 6, dtype=torch.int64).to(torch.uint8)
     dest = torch.zeros(64 * 6, dtype=torch.uint8)
-    made.stream(dest, from_(source))
+    uploader.upload(dest, from_(source))
     assert torch.equal(dest, source)
-    assert lane.log[0] == "begin"
-    assert lane.log[-1] == "end"
-    assert lane.log.count("copy") == 6
-    made.close()
+    assert stream.log[0] == "begin"
+    assert stream.log[-1] == "end"
+    assert stream.log.count("copy") == 6
+    uploader.close()
 
 
 def test_a_reader_that_fails_is_heard_and_the_buffers_survive() -> None:
-    made = Uploader(LateLane(), count=2)
+    uploader = Uploader(LateStream(), count=2)
 
     def broken(part: Tensor, at: int) -> None:
         if at >= 128:
@@ -100,8 +100,8 @@ def test_a_reader_that_fails_is_heard_and_the_buffers_survive() -> None:
 
     dest = torch.zeros(64 * 5, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="gone"):
-        made.stream(dest, broken)
+        uploader.upload(dest, broken)
     good = torch.zeros(64 * 5, dtype=torch.uint8)
-    made.stream(good, from_(torch.full((64 * 5,), 9, dtype=torch.uint8)))
+    uploader.upload(good, from_(torch.full((64 * 5,), 9, dtype=torch.uint8)))
     assert bool((good == 9).all())
-    made.close()
+    uploader.close()

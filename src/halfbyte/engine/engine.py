@@ -25,7 +25,7 @@ from halfbyte.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
 from halfbyte.engine.sequence import Sequence, State
 from halfbyte.engine.speculative.proposer import Proposer
 from halfbyte.engine.stops import StopMatcher
-from halfbyte.errors import EngineDiedError, HalfbyteError, MemoryError_, RequestError, StepError
+from halfbyte.errors import EngineDiedError, HalfbyteError, NotEnoughMemoryError, RequestError, StepError
 from halfbyte.kv.pages import PagePool
 
 log = logging.getLogger("halfbyte")
@@ -412,7 +412,7 @@ class EngineCore:
         count.failed_steps += 1
         count.failures += 1
         count.good_steps = 0
-        memory = isinstance(error, MemoryError | MemoryError_) or type(error).__name__ == "OutOfMemoryError"
+        memory = isinstance(error, MemoryError | NotEnoughMemoryError) or type(error).__name__ == "OutOfMemoryError"
         for step in steps:
             scheduler.step_failed(step, suspect=not memory)
         failed = steps[-1]

@@ -119,14 +119,14 @@ class Offer:
 
 
 def offers(rng: Random, count: int) -> list[Offer]:
-    made = []
+    drawn_offers = []
     for key in rng.sample(list(ABILITIES), count):
         ability = ABILITIES[key]
         slots = {slot: rng.choice(names) for slot, (names, _) in ability.parameters.items()}
         properties = {slots[slot]: {"type": kind} for slot, (_, kind) in ability.parameters.items()}
         schema = {"type": "object", "properties": properties, "required": list(properties)}
-        made.append(Offer(ability, Tool(rng.choice(ability.names), ability.description, schema), slots))
-    return made
+        drawn_offers.append(Offer(ability, Tool(rng.choice(ability.names), ability.description, schema), slots))
+    return drawn_offers
 
 
 def _call_thought(frame: Frame, function: str, purpose: str) -> str:
@@ -178,8 +178,8 @@ def tool_answer(rng: Random, frame: Frame, offered: list[Offer]) -> Problem:
 
 def tool_none(rng: Random, frame: Frame, offered: list[Offer]) -> Problem:
     """No offered function does what is asked: say so instead of calling one."""
-    taken = {o.ability.description for o in offered}
-    ability = rng.choice([x for x in ABILITIES.values() if x.description not in taken])
+    descriptions = {o.ability.description for o in offered}
+    ability = rng.choice([x for x in ABILITIES.values() if x.description not in descriptions])
     values = ability.draw(rng)
     text = "I have no function for that."
     thought = (

@@ -39,10 +39,10 @@ def subtract_steps(a: int, b: int) -> tuple[str, str]:
     bare, named, borrow = [], [], 0
     for i, (x, y) in enumerate(_columns(a, b)):
         top = x - borrow
-        taken = f"{x} - {borrow}" if borrow else f"{x}"
+        minuend = f"{x} - {borrow}" if borrow else f"{x}"
         needed = top < y
         value = top - y + (10 if needed else 0)
-        shown = f"{'10 + ' if needed else ''}{taken} - {y} = {value}"
+        shown = f"{'10 + ' if needed else ''}{minuend} - {y} = {value}"
         borrow = 1 if needed else 0
         bare.append(shown)
         named.append(f"{_PLACES[i]}: {shown}" + (", borrow 1." if borrow else "."))
@@ -145,10 +145,10 @@ def story(rng: Random, frame: Frame) -> Problem:
 
 def insertion_steps(values: list[str], down: bool) -> str:
     """Sorting by insertion: each number, then the sorted list with it. A step compares it with one neighbour at a time."""
-    kept, trail = values[:1], [f"start with {values[0]}"]
+    in_order, trail = values[:1], [f"start with {values[0]}"]
     for v in values[1:]:
-        kept = sorted([*kept, v], key=int, reverse=down)
-        trail.append(f"{v}: {' '.join(kept)}")
+        in_order = sorted([*in_order, v], key=int, reverse=down)
+        trail.append(f"{v}: {' '.join(in_order)}")
     return ", ".join(trail)
 
 
@@ -267,40 +267,40 @@ def letters(rng: Random, frame: Frame) -> Problem:
         thoughts = ("Letter by letter.", f"The word is {word}.", f"The word is {word}, with {len(word)} letters.")
         return answered("letters", question, frame, thoughts, f"{word} is spelled {spelled}.", spelled)
     if what == "reverse":
-        given = [rng.choice(words.ALPHABET) for _ in range(rng.randint(3, 9))]
-        shown, backwards = "-".join(given), "-".join(reversed(given))
+        sequence = [rng.choice(words.ALPHABET) for _ in range(rng.randint(3, 9))]
+        shown, backwards = "-".join(sequence), "-".join(reversed(sequence))
         question = rng.choice(
             (f"Reverse the letters {shown}.", f"Write {shown} backwards.", f"What is {shown} in reverse?")
         )
         thoughts = (
             "Start from the end.",
-            f"The last letter is {given[-1]}.",
-            f"The letters are {shown}. The last letter is {given[-1]}.",
+            f"The last letter is {sequence[-1]}.",
+            f"The letters are {shown}. The last letter is {sequence[-1]}.",
         )
         return answered("letters", question, frame, thoughts, f"Backwards it is {backwards}.", backwards)
     few = rng.sample(words.ALPHABET, rng.randint(2, 4))
-    given = [rng.choice(few) for _ in range(rng.randint(3, 9))]
-    wanted = rng.choice(few)
-    shown, seen, steps = "-".join(given), 0, []
-    for letter in given:
-        seen += letter == wanted
-        steps.append(f"{letter} {seen}")
+    sequence = [rng.choice(few) for _ in range(rng.randint(3, 9))]
+    target = rng.choice(few)
+    shown, count, steps = "-".join(sequence), 0, []
+    for letter in sequence:
+        count += letter == target
+        steps.append(f"{letter} {count}")
     trace = ", ".join(steps)
     question = rng.choice(
         (
-            f"How often does {wanted} appear in {shown}?",
-            f"Count the letter {wanted} in {shown}.",
-            f"How many times is the letter {wanted} in {shown}?",
+            f"How often does {target} appear in {shown}?",
+            f"Count the letter {target} in {shown}.",
+            f"How many times is the letter {target} in {shown}?",
         )
     )
-    times = "1 time" if seen == 1 else f"{seen} times"
+    times = "1 time" if count == 1 else f"{count} times"
     return answered(
         "letters",
         question,
         frame,
-        (f"{trace}.", f"Counting {wanted}: {trace}.", f"Counting {wanted}: {trace}. That makes {seen}."),
-        f"The letter {wanted} appears {times}.",
-        str(seen),
+        (f"{trace}.", f"Counting {target}: {trace}.", f"Counting {target}: {trace}. That makes {count}."),
+        f"The letter {target} appears {times}.",
+        str(count),
     )
 
 

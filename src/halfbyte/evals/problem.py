@@ -45,20 +45,20 @@ class Frame:
     brief: bool = False  # the instructions ask for the bare answer
 
     def messages(self) -> list[Message]:
-        said = []
+        messages = []
         if self.effort is not None:
             content = SystemContent(reasoning_effort=self.effort, conversation_start_date=self.date)
             if self.identity is not None:
                 content = replace(content, model_identity=self.identity)
-            said.append(Message.system(content))
+            messages.append(Message.system(content))
         instructions = self.instructions
         if self.response_format is not None:
             name, schema = self.response_format
             formats = f"# Response Formats\n\n## {name}\n\n{schema}"
             instructions = f"{instructions}\n\n{formats}" if instructions else formats
         if instructions is not None or self.tools:
-            said.append(Message.developer(DeveloperContent.with_functions(instructions, self.tools)))
-        return said
+            messages.append(Message.developer(DeveloperContent.with_functions(instructions, self.tools)))
+        return messages
 
 
 @dataclass(frozen=True)

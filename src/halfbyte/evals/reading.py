@@ -115,14 +115,14 @@ def ask(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str) ->
     relation = CODE if kind == "code" else RELATIONS[kind]
     v = s.facts[key]
     sentence = relation.fact.format(n=n, v=v)
-    asked = rng.choice(relation.ask).format(n=n)
+    question = rng.choice(relation.ask).format(n=n)
     bare = v.split(" ", 1)[1] if kind == "job" else v
     thoughts = (
         f"It says {v}.",
         f"The text says: {sentence}",
         f"I look for {n} in the text. The text says: {sentence} So it is {v}.",
     )
-    return answered(task, s.text + asked, frame, thoughts, sentence, bare)
+    return answered(task, s.text + question, frame, thoughts, sentence, bare)
 
 
 def ask_who(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str) -> Problem:
@@ -130,7 +130,7 @@ def ask_who(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str
     n, kind = key
     v = s.facts[key]
     sentence = RELATIONS[kind].fact.format(n=n, v=v)
-    asked = RELATIONS[kind].who.format(v=v)
+    question = RELATIONS[kind].who.format(v=v)
     # A name stands before its value, so a small network cannot look it up: it reads along until the value comes by.
     place = s.sentences.index(sentence)
     read = " ".join(s.sentences[: place + 1])
@@ -139,7 +139,7 @@ def ask_who(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str
         f"I read the text: {read} It is {n}.",
         f"I read the text until I find {v}: {read} It is {n}. So the answer is {n}.",
     )
-    return answered(task, s.text + asked, frame, thoughts, sentence, n)
+    return answered(task, s.text + question, frame, thoughts, sentence, n)
 
 
 def ask_missing(rng: Random, s: Scene, key: tuple[str, str], frame: Frame) -> Problem:
@@ -147,13 +147,13 @@ def ask_missing(rng: Random, s: Scene, key: tuple[str, str], frame: Frame) -> Pr
     n, kind = key
     relation = CODE if kind == "code" else RELATIONS[kind]
     what = relation.missing.format(n=n)
-    asked = rng.choice(relation.ask).format(n=n)
+    question = rng.choice(relation.ask).format(n=n)
     thoughts = (
         "It does not say.",
         f"The text does not say {what}.",
         f"I look for {n} in the text. The text does not say {what}. I must not guess.",
     )
-    return answered("unknown", s.text + asked, frame, thoughts, f"The text does not say {what}.", "unknown")
+    return answered("unknown", s.text + question, frame, thoughts, f"The text does not say {what}.", "unknown")
 
 
 def questions(
@@ -233,19 +233,19 @@ def order_schema(rng: Random) -> tuple[str, str]:
 def extract(rng: Random, frame: Frame) -> Problem:
     """Fill the frame's response format from an order in prose."""
     assert frame.response_format is not None
-    wanted = list(json.loads(frame.response_format[1])["properties"])
+    names = list(json.loads(frame.response_format[1])["properties"])
     values: dict[str, str | int] = {
         "name": words.person(rng), "city": words.place(rng), "quantity": rng.randint(2, 60),
         "item": rng.choice(words.ITEMS[:18]), "price": rng.randint(5, 999), "day": rng.choice(words.DAYS),
     }  # fmt: skip
     lead = rng.choice(("Extract the data: ", "Fill in the format from this text: ", "", "Turn this into JSON: "))
     question = lead + rng.choice(_ORDERS).format(**values)
-    value = {f: values[f] for f in wanted}
+    value = {f: values[f] for f in names}
     text = json.dumps(value)
-    fields = ", ".join(wanted)
+    fields = ", ".join(names)
     thought = {
         "low": "Fill the fields.",
         "medium": f"The fields are {fields}.",
-        "high": f"The fields are {fields}. " + " ".join(f"The {f} is {values[f]}." for f in wanted),
+        "high": f"The fields are {fields}. " + " ".join(f"The {f} is {values[f]}." for f in names),
     }[frame.effort or "medium"]
     return Problem("extract", (user(question),), (think(thought), final(text)), "json", (text,), value, frame)

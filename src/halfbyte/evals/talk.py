@@ -76,21 +76,21 @@ def _value(rng: Random, key: str) -> str:
 def memory(rng: Random, frame: Frame, between: list[Problem]) -> Problem:
     """Some turns that tell things, with other turns `between`; then a question about one of them, or about none."""
     keys = rng.sample(list(_ABOUT), rng.randint(1, 4))
-    told = {key: _value(rng, key) for key in keys}
+    facts = {key: _value(rng, key) for key in keys}
     blocks: list[tuple[Say, ...]] = []
-    for key, v in told.items():
+    for key, v in facts.items():
         reply = f"Nice to meet you, {v}." if key == "name" else rng.choice(("I will remember that.", "Good to know."))
         blocks.append((user(rng.choice(_ABOUT[key][0]).format(v=v)), final(reply)))
     for other in between:
         blocks.insert(rng.randint(0, len(blocks)), (*other.turns, other.reply[-1]))
-    missing = [key for key in _ABOUT if key not in told]
-    asked = rng.choice(missing) if rng.random() < 0.25 else rng.choice(keys)
-    question = rng.choice(_ABOUT[asked][1])
-    if asked in told:
-        answer = _ABOUT[asked][2].format(v=told[asked])
-        bare, thought = told[asked], f"The user told me: {told[asked]}."
+    missing = [key for key in _ABOUT if key not in facts]
+    topic = rng.choice(missing) if rng.random() < 0.25 else rng.choice(keys)
+    question = rng.choice(_ABOUT[topic][1])
+    if topic in facts:
+        answer = _ABOUT[topic][2].format(v=facts[topic])
+        bare, thought = facts[topic], f"The user told me: {facts[topic]}."
     else:
-        answer, bare, thought = f"You have not told me {_ABOUT[asked][3]}.", "unknown", "The user has not told me that."
+        answer, bare, thought = f"You have not told me {_ABOUT[topic][3]}.", "unknown", "The user has not told me that."
     longer = f"I look back at the conversation. {thought}"
     solved = answered("memory", question, frame, (thought, thought, longer), answer, bare)
     turns = tuple(say for block in blocks for say in block) + solved.turns
@@ -107,5 +107,5 @@ def remark(rng: Random, frame: Frame) -> Problem:
         "The user tells me something. I take note.",
         "The user tells me something. I take note of it for later.",
     )
-    said = user(rng.choice(_ABOUT[key][0]).format(v=v))
-    return Problem("chat", (said,), (think(thought[EFFORTS.index(frame.effort or "medium")]), final(reply)), "text", (reply,), None, frame)  # fmt: skip
+    statement = user(rng.choice(_ABOUT[key][0]).format(v=v))
+    return Problem("chat", (statement,), (think(thought[EFFORTS.index(frame.effort or "medium")]), final(reply)), "text", (reply,), None, frame)  # fmt: skip

@@ -58,10 +58,10 @@ def person(rng: Random) -> str:
 
 def people(rng: Random, count: int) -> list[str]:
     """`count` different names."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[invented(rng) if len(found) > 40 else person(rng)] = None
-    return list(found)
+    people: dict[str, None] = {}
+    while len(people) < count:
+        people[invented(rng) if len(people) > 40 else person(rng)] = None
+    return list(people)
 
 
 def place(rng: Random) -> str:

@@ -25,12 +25,12 @@ from halfbyte.model.safetensors_io import SafetensorsSource, write_folder
 from halfbyte.model.weight_file import Reading
 from halfbyte.model.weights import (
     GROUPS,
-    Held,
     LayerWeights,
     Matrix,
     Source,
     WeightFormat,
     Weights,
+    WeightTensor,
     format_of,
     join_rows,
     roles,
@@ -85,9 +85,9 @@ def open_model(path: str | Path, reading: Reading | None = None) -> Model:
     path = Path(path).expanduser()
     reading = reading or Reading(torch.device("cpu"))
     if path.is_dir():
-        found = sorted(path.glob("*.gguf"))
-        if found and not (path / "config.json").exists():
-            raise CheckpointError(f"{path} is a folder of GGUF files; give one of them, for example {found[0].name}.")
+        files = sorted(path.glob("*.gguf"))
+        if files and not (path / "config.json").exists():
+            raise CheckpointError(f"{path} is a folder of GGUF files; give one of them, for example {files[0].name}.")
         return SafetensorsSource(path, reading)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder, or a .gguf file.")
@@ -129,45 +129,46 @@ def assemble(
 ) -> Weights:
     """Every tensor of a source, requantised and laid out as asked."""
     layouts = layouts or {}
-    chosen = Requantised(source, layer_formats or {})
+    requantised = RequantisedSource(source, layer_formats or {})
     everything = list(roles(source.config))
     unknown = set(layouts) - {role for _, role in everything}
     if unknown:
         raise FormatError(f"there is no weight called {sorted(unknown)[0]!r} to lay out.")
     for role, group in GROUPS.items():
-        kinds = sorted({kind for layer, r in everything if r == role for kind in chosen.formats(layer, r)})
-        if len(kinds) > 1:
+        stored_formats = {f for layer, r in everything if r == role for f in requantised.formats(layer, r)}
+        if len(stored_formats) > 1:
             raise CheckpointError(
-                f"this model has {role} in {' and '.join(kinds)}; give the group {group} one format, "
+                f"this model has {role} in {' and '.join(sorted(stored_formats))}; give the group {group} one format, "
                 f"for example --layers {group}=q8."
             )
     total = sum(source.nbytes(layer, role) for layer, role in everything)
     done, name = 0, ""
 
-    def heard(count: int) -> None:
+    def count_bytes(count: int) -> None:
         nonlocal done
         done += count
         if progress is not None:
             progress(done, total, name)
 
     if reading is not None:
-        reading.on_bytes = heard
-    outside: dict[str, Held] = {}
-    layers: list[dict[str, Held]] = [{} for _ in range(source.config.layers)]
+        reading.on_bytes = count_bytes
+    outside: dict[str, WeightTensor] = {}
+    layers: list[dict[str, WeightTensor]] = [{} for _ in range(source.config.layers)]
     for layer, role in everything:
         name = role if layer is None else f"layer {layer} {role}"
         before = done
-        tensor = _laid_out(join_rows(chosen.parts(layer, role)), role, layouts.get(role, "plain"))
+        tensor = _in_layout(join_rows(requantised.parts(layer, role)), role, layouts.get(role, "plain"))
         assert tuple(tensor.shape) == shape_of(source.config, role), (name, tensor.shape)
         (outside if layer is None else layers[layer])[role] = tensor
         if done == before:  # a source that makes its tensors instead of reading them
-            heard(source.nbytes(layer, role))
-    made: list[Any] = layers  # roles that are never block-scaled are plain tensors; the fields' types say which
+            count_bytes(source.nbytes(layer, role))
+    # Any: roles that are never block-scaled are plain tensors, and the fields' types say which.
+    inside: list[Any] = layers
     top: Any = outside
-    return Weights(config=source.config, layers=[LayerWeights(**fields) for fields in made], **top)
+    return Weights(config=source.config, layers=[LayerWeights(**fields) for fields in inside], **top)
 
 
-def _laid_out(m: Matrix, role: str, layout: str) -> Held:
+def _in_layout(m: Matrix, role: str, layout: str) -> WeightTensor:
     if isinstance(m, MXTensor):
         return formats.convert(m, layout)
     if layout == "tile16" and m.dtype == torch.bfloat16 and m.ndim >= 2:
@@ -180,7 +181,7 @@ def _laid_out(m: Matrix, role: str, layout: str) -> Held:
 # ---- sources that wrap --------------------------------------------------------------------------
 
 
-class Requantised:
+class RequantisedSource:
     """A source with some groups of layers in other formats."""
 
     def __init__(self, inner: Source, layer_formats: Mapping[str, str]):
@@ -200,8 +201,8 @@ class Requantised:
         return TARGETS.get(self.layer_formats.get(GROUPS.get(role, ""), "checkpoint"))
 
     def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
-        kinds, target = self.inner.formats(layer, role), self.target(role)
-        return kinds if target is None else tuple("q8" if target == "q8" else "mxfp4" for _ in kinds)
+        stored_formats, target = self.inner.formats(layer, role), self.target(role)
+        return stored_formats if target is None else tuple("q8" if target == "q8" else "mxfp4" for _ in stored_formats)
 
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
         parts, target = self.inner.parts(layer, role), self.target(role)
@@ -211,7 +212,7 @@ class Requantised:
         return self.inner.nbytes(layer, role)
 
 
-class Resident:
+class MemorySource:
     """Weights in memory as a source; layouts other than "plain" are undone."""
 
     def __init__(self, weights: Weights):
@@ -221,9 +222,9 @@ class Resident:
     def config(self) -> ModelConfig:
         return self.weights.config
 
-    def _get(self, layer: int | None, role: str) -> Held:
-        found: Held = getattr(self.weights if layer is None else self.weights.layers[layer], role)
-        return found
+    def _get(self, layer: int | None, role: str) -> WeightTensor:
+        tensor: WeightTensor = getattr(self.weights if layer is None else self.weights.layers[layer], role)
+        return tensor
 
     def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
         return (format_of(self._get(layer, role)),)
@@ -264,7 +265,7 @@ def save_safetensors(
     weights: Weights, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000, progress: Progress | None = None
 ) -> None:
     """A new Hugging Face folder; refuses one that exists."""
-    write_folder(Resident(weights), Path(folder), max_shard_bytes=max_shard_bytes, progress=progress)
+    write_folder(MemorySource(weights), Path(folder), max_shard_bytes=max_shard_bytes, progress=progress)
 
 
 def save_gguf(
@@ -278,7 +279,7 @@ def save_gguf(
     """A new GGUF file that llama.cpp runs. `dense` (bf16, f16, f32, q8) is the type of unquantised matrices; None
     keeps what they are. `tokenizer` is a `tokenizer.json`; without one the vocabulary is a placeholder."""
     tokenizer = Path(tokenizer) if tokenizer is not None else None
-    source = Resident(weights)
+    source = MemorySource(weights)
     gguf_module("gguf_writer").write_file(source, Path(file), dense=dense, tokenizer=tokenizer, progress=progress)
 
 
@@ -298,7 +299,7 @@ def quantize_checkpoint(
     src, dst = Path(src).expanduser(), Path(dst).expanduser()
     inner = open_model(src, Reading(torch.device(device)))
     try:
-        source = Requantised(inner, layer_formats)
+        source = RequantisedSource(inner, layer_formats)
         if dst.suffix == ".gguf":
             tokenizer = src / "tokenizer.json" if src.is_dir() else src
             writer = gguf_module("gguf_writer")

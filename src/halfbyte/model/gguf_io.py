@@ -32,7 +32,7 @@ from halfbyte.model.weights import DTYPES, GROUPS, Matrix, WeightFormat, part_ro
 
 ARCH = "gpt-oss"
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
-KINDS: dict[GGMLQuantizationType, WeightFormat] = {
+FORMAT_OF_TYPE: dict[GGMLQuantizationType, WeightFormat] = {
     GGMLQuantizationType.F32: "f32",
     GGMLQuantizationType.F16: "f16",
     GGMLQuantizationType.BF16: "bf16",
@@ -268,11 +268,11 @@ class GgufSource:
         for layer, role in roles(self.config):
             for name, shape in zip(tensor_names(layer, role), stored_shapes(self.config, role)):
                 self._check(name, role, shape)
-            kinds = {self._stored_kind(name) for name in tensor_names(layer, role)}
-            if role in INTERLEAVED and len(kinds) > 1:
+            stored_formats = {self._stored_format(name) for name in tensor_names(layer, role)}
+            if role in INTERLEAVED and len(stored_formats) > 1:
                 raise CheckpointError(
-                    f"{self.path}: gate and up of layer {layer} have different types ({', '.join(sorted(kinds))}); "
-                    "convert the model again."
+                    f"{self.path}: gate and up of layer {layer} have different types "
+                    f"({', '.join(sorted(stored_formats))}); convert the model again."
                 )
 
     def close(self) -> None:
@@ -282,13 +282,13 @@ class GgufSource:
 
     def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
         if role == "embed":
-            kind = self._stored_kind("token_embd.weight")
-            return (kind if kind in DTYPES else "bf16",)
+            stored_format = self._stored_format("token_embd.weight")
+            return (stored_format if stored_format in DTYPES else "bf16",)
         names = tensor_names(layer, role)
         if role not in GROUPS and self._narrow(role):
             narrowed: WeightFormat = "bf16"
             return (narrowed,) * (1 if role in INTERLEAVED else len(names))
-        return tuple(self._stored_kind(n) for n in (names[:1] if role in INTERLEAVED else names))
+        return tuple(self._stored_format(n) for n in (names[:1] if role in INTERLEAVED else names))
 
     def nbytes(self, layer: int | None, role: str) -> int:
         return sum(self._entries[name].nbytes for name in tensor_names(layer, role))
@@ -312,7 +312,7 @@ class GgufSource:
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; fetch it again.")
-        allowed = [t for t, k in KINDS.items() if k in DTYPES or role in GROUPS or role == "embed"]
+        allowed = [t for t, k in FORMAT_OF_TYPE.items() if k in DTYPES or role in GROUPS or role == "embed"]
         if entry.type not in [int(t) for t in allowed]:
             raise CheckpointError(
                 f"{entry.file.path}: tensor {name!r} has type {_type_name(entry.type)}, but halfbyte reads it as "
@@ -324,15 +324,15 @@ class GgufSource:
                 f"{list(shape)}."
             )
 
-    def _stored_kind(self, name: str) -> WeightFormat:
-        return KINDS[GGMLQuantizationType(self._entries[name].type)]
+    def _stored_format(self, name: str) -> WeightFormat:
+        return FORMAT_OF_TYPE[GGMLQuantizationType(self._entries[name].type)]
 
     def _narrow(self, role: str) -> bool:
         """Whether every layer's tensor of this role is F32 that was bf16 before: its low 16 bits are zero."""
         if role not in self._was_bf16:
             names = [n for layer, r in roles(self.config) if r == role for n in tensor_names(layer, r)]
             self._was_bf16[role] = all(
-                self._stored_kind(n) == "f32" and not bool((self._peek(n).view(torch.int32) & 0xFFFF).any())
+                self._stored_format(n) == "f32" and not bool((self._peek(n).view(torch.int32) & 0xFFFF).any())
                 for n in names
             )
         return self._was_bf16[role]
@@ -343,29 +343,29 @@ class GgufSource:
         return torch.frombuffer(raw, dtype=torch.float32)
 
     def _read(self, name: str) -> Matrix:
-        entry, kind = self._entries[name], self._stored_kind(name)
-        if kind in DTYPES:
-            return entry.file.new(entry.offset, entry.shape, DTYPES[kind])
+        entry, stored_format = self._entries[name], self._stored_format(name)
+        if stored_format in DTYPES:
+            return entry.file.new(entry.offset, entry.shape, DTYPES[stored_format])
         return self._packed([name])
 
     def _experts(self, gate: str, up: str) -> Matrix:
-        entry, kind = self._entries[gate], self._stored_kind(gate)
-        if kind not in DTYPES:
+        entry, stored_format = self._entries[gate], self._stored_format(gate)
+        if stored_format not in DTYPES:
             return self._packed([gate, up])
         experts, rows, k = entry.shape
-        dest = torch.empty((experts, rows, 2, k), dtype=DTYPES[kind], device=self.device)
-        one = torch.empty((rows, k), dtype=dest.dtype, device=self.device)
+        dest = torch.empty((experts, rows, 2, k), dtype=DTYPES[stored_format], device=self.device)
+        expert = torch.empty((rows, k), dtype=dest.dtype, device=self.device)
         for e in range(experts):
             for i, name in enumerate((gate, up)):
                 source = self._entries[name]
-                dest[e, :, i].copy_(source.file.read(source.offset + e * one.nbytes, one))
+                dest[e, :, i].copy_(source.file.read(source.offset + e * expert.nbytes, expert))
         return dest.view(experts, 2 * rows, k)
 
     def _packed(self, names: Sequence[str]) -> MXTensor:
         """One tensor, or gate and up interleaved, from GGUF blocks to "plain", some leading rows at a time."""
-        entry, kind = self._entries[names[0]], self._stored_kind(names[0])
-        assert kind in ("mxfp4", "q8")
-        format: FormatName = "mxfp4" if kind == "mxfp4" else "q8"
+        entry, stored_format = self._entries[names[0]], self._stored_format(names[0])
+        assert stored_format in ("mxfp4", "q8")
+        format: FormatName = "mxfp4" if stored_format == "mxfp4" else "q8"
         lead = entry.shape[0]
         per_lead = entry.nbytes // lead
         row_bytes = entry.shape[-1] // 32 * layouts.GGUF_BLOCK_BYTES[format]

@@ -24,19 +24,19 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.gguf_io import ARCH, INTERLEAVED, KINDS, TRUNCATE_KEY, stored_shapes, tensor_names
+from halfbyte.model.gguf_io import ARCH, FORMAT_OF_TYPE, INTERLEAVED, TRUNCATE_KEY, stored_shapes, tensor_names
 from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, read_gguf_vocab
-from halfbyte.model.weight_file import CHUNK, appearing, write_tensor
+from halfbyte.model.weight_file import CHUNK, write_tensor, write_then_rename
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, roles, slice_rows, split_parts
 
-TYPES: dict[WeightFormat, GGMLQuantizationType] = {kind: t for t, kind in KINDS.items()}
+TYPES: dict[WeightFormat, GGMLQuantizationType] = {kind: t for t, kind in FORMAT_OF_TYPE.items()}
 NORMAL, UNUSED = 1, 5  # of tokenizer.ggml.token_type, beside the two of gguf_vocab.py
 
 
 @dataclass(frozen=True)
-class Planned:
+class OutputTensor:
     name: str
-    kind: WeightFormat
+    format: WeightFormat
     shape: tuple[int, ...]
     layer: int | None
     role: str
@@ -44,7 +44,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
-        block, size = GGML_QUANT_SIZES[TYPES[self.kind]]
+        block, size = GGML_QUANT_SIZES[TYPES[self.format]]
         return math.prod(self.shape) // int(block) * int(size)
 
 
@@ -59,21 +59,21 @@ def write_file(
     """`dense` is the type of unquantised matrices (None keeps each one's own); `tokenizer` is a `tokenizer.json`, or
     another GGUF file with the vocabulary."""
     _refuse(source.config)
-    planned = list(_plan(source, dense))
-    total = sum(p.nbytes for p in planned)
-    with appearing(path, folder=False, needs=total) as hidden:
-        _write_header(hidden, source.config, planned, tokenizer)
+    outputs = list(_outputs(source, dense))
+    total = sum(p.nbytes for p in outputs)
+    with write_then_rename(path, folder=False, needs=total) as hidden:
+        _write_header(hidden, source.config, outputs, tokenizer)
         done = 0
-        held: tuple[tuple[int | None, str] | None, Sequence[Matrix]] = (None, ())
+        current: tuple[tuple[int | None, str] | None, Sequence[Matrix]] = (None, ())
         with hidden.open("ab") as file:
             file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
-            for p in planned:
-                if held[0] != (p.layer, p.role):
-                    held = (None, ())  # let the last role go before the next is made
+            for p in outputs:
+                if current[0] != (p.layer, p.role):
+                    current = (None, ())  # let the last role go before the next is made
                     parts = source.parts(p.layer, p.role)
-                    held = ((p.layer, p.role), split_parts(source.config, p.role, parts))
+                    current = ((p.layer, p.role), split_parts(source.config, p.role, parts))
                 start = file.tell()
-                for piece in _encode(held[1], p):
+                for piece in _encode(current[1], p):
                     write_tensor(file, piece)
                 assert file.tell() - start == p.nbytes, (p.name, file.tell() - start, p.nbytes)
                 file.write(b"\0" * (-file.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
@@ -94,22 +94,22 @@ def _refuse(config: ModelConfig) -> None:
         raise CheckpointError(f"GGUF cannot say how this model differs from gpt-oss: {', '.join(problems)}.")
 
 
-def _plan(source: Source, dense: WeightFormat | None) -> Iterator[Planned]:
+def _outputs(source: Source, dense: WeightFormat | None) -> Iterator[OutputTensor]:
     for layer, role in roles(source.config):
-        kinds = source.formats(layer, role)
+        stored_formats = source.formats(layer, role)
         names, shapes = tensor_names(layer, role), stored_shapes(source.config, role)
         for i, (name, shape) in enumerate(zip(names, shapes)):
-            kind = kinds[i if len(kinds) == len(names) else 0]
+            format = stored_formats[i if len(stored_formats) == len(names) else 0]
             if role not in GROUPS and role != "embed":
-                kind = "f32"
-            elif kind in DTYPES and dense is not None:
-                kind = dense
-            if kind not in DTYPES and shape[-1] % 32:
-                raise CheckpointError(f"{name} cannot be {kind}: its rows of {shape[-1]} are not whole groups of 32.")
-            yield Planned(name, kind, shape, layer, role, i)
+                format = "f32"
+            elif format in DTYPES and dense is not None:
+                format = dense
+            if format not in DTYPES and shape[-1] % 32:
+                raise CheckpointError(f"{name} cannot be {format}: its rows of {shape[-1]} are not whole groups of 32.")
+            yield OutputTensor(name, format, shape, layer, role, i)
 
 
-def _encode(parts: Sequence[Matrix], p: Planned) -> Iterator[Tensor]:
+def _encode(parts: Sequence[Matrix], p: OutputTensor) -> Iterator[Tensor]:
     """The bytes of one GGUF tensor, some leading rows at a time."""
     matrix = parts[0] if p.role in INTERLEAVED else parts[p.part]
     rows = matrix.shape[0]
@@ -118,21 +118,21 @@ def _encode(parts: Sequence[Matrix], p: Planned) -> Iterator[Tensor]:
         piece = slice_rows(matrix, start, min(rows, start + max(1, CHUNK // per_row)))
         if p.role in INTERLEAVED:
             piece = layouts.deinterleave(piece)[p.part] if isinstance(piece, MXTensor) else piece[:, p.part :: 2]
-        if p.kind in DTYPES:
+        if p.format in DTYPES:
             if isinstance(piece, MXTensor):
-                raise AssertionError(f"{p.name}: {piece.format} cannot be written as {p.kind}")
-            yield piece.to(DTYPES[p.kind])
+                raise AssertionError(f"{p.name}: {piece.format} cannot be written as {p.format}")
+            yield piece.to(DTYPES[p.format])
             continue
         if isinstance(piece, Tensor):
-            piece = formats.quantize(piece, p.kind)
-        assert piece.format == p.kind, (p.name, piece.format, p.kind)
+            piece = formats.quantize(piece, p.format)
+        assert piece.format == p.format, (p.name, piece.format, p.format)
         yield layouts.convert(piece, "gguf").data
 
 
 # ---- metadata -----------------------------------------------------------------------------------
 
 
-def _write_header(path: Path, config: ModelConfig, planned: Sequence[Planned], tokenizer: Path | None) -> None:
+def _write_header(path: Path, config: ModelConfig, outputs: Sequence[OutputTensor], tokenizer: Path | None) -> None:
     w = gguf.GGUFWriter(path, ARCH)
     w.add_type(gguf.GGUFType.MODEL)
     w.add_name(config.name)
@@ -157,15 +157,15 @@ def _write_header(path: Path, config: ModelConfig, planned: Sequence[Planned], t
         w.add_rope_scaling_orig_ctx_len(config.yarn.original_context)
         w.add_bool(TRUNCATE_KEY, config.yarn.truncate)
     w.add_vocab_size(config.vocab)
-    experts = next(p.kind for p in planned if p.role == "gate_up")
+    experts = next(p.format for p in outputs if p.role == "gate_up")
     if experts == "mxfp4":
         w.add_file_type(gguf.LlamaFileType.MOSTLY_MXFP4_MOE)
     w.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_vocabulary(w, config, tokenizer)
-    for p in planned:
-        block, size = GGML_QUANT_SIZES[TYPES[p.kind]]
+    for p in outputs:
+        block, size = GGML_QUANT_SIZES[TYPES[p.format]]
         stored = (*p.shape[:-1], p.shape[-1] // block * size)
-        w.add_tensor_info(p.name, stored, np.dtype(np.uint8), p.nbytes, raw_dtype=TYPES[p.kind])
+        w.add_tensor_info(p.name, stored, np.dtype(np.uint8), p.nbytes, raw_dtype=TYPES[p.format])
     try:
         w.write_header_to_file()
         w.write_kv_data_to_file()

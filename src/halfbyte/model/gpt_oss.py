@@ -25,7 +25,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from halfbyte.errors import MemoryError_, PlanError
+from halfbyte.errors import NotEnoughMemoryError, PlanError
 from halfbyte.gates import Gates
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.weights import Weights, format_of
@@ -200,7 +200,7 @@ class GptOss:
             self._pool = torch.zeros(shape, dtype=store_dtype(s.kv_dtype), device=self.device)
         except (RuntimeError, torch.cuda.OutOfMemoryError):
             gib = pages * self.page_bytes / 2**30
-            raise MemoryError_(
+            raise NotEnoughMemoryError(
                 f"{pages} KV pages ({gib:.2f} GiB) do not fit on {self.device}; ask for fewer."
             ) from None
         return self._pool

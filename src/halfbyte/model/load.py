@@ -94,20 +94,20 @@ def formats_of(source: Source) -> dict[str, str]:
 
 def weight_bytes(name: ModelName, gates: Gates) -> int:
     """What the weights will take once loaded as the gates say."""
-    config, found = config_of(name), dict(CHECKPOINT_FORMATS)
+    config, stored = config_of(name), dict(CHECKPOINT_FORMATS)
     if name.path is not None:
         source = checkpoint.open_model(name.path)
-        found = formats_of(source)
+        stored = formats_of(source)
         source.close()
-    kinds = formats_after(gates, found)
+    formats = formats_after(gates, stored)
     total = 0
     for _, role in roles(config):
-        kind = kinds.get(role, "bf16")
+        format = formats.get(role, "bf16")
         count = math.prod(shape_of(config, role))
         total += (
-            bytes_for(shape_of(config, role), kind)
-            if kind in FORMATS
-            else count * DTYPES[cast(WeightFormat, kind)].itemsize
+            bytes_for(shape_of(config, role), format)
+            if format in FORMATS
+            else count * DTYPES[cast(WeightFormat, format)].itemsize
         )
     return total
 
@@ -134,10 +134,10 @@ def load_model(
         assert name.path is not None
         source = checkpoint.open_model(name.path)
         try:
-            config, found = source.config, formats_of(source)
+            config, stored = source.config, formats_of(source)
         finally:
             source.close()
-        choice = choose(config, gates, arch, found, page_size)
+        choice = choose(config, gates, arch, stored, page_size)
         weights = checkpoint.load(
             name.path, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress
         )

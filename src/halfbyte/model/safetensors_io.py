@@ -28,7 +28,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.weight_file import Reading, WeightFile, appearing, truncated, write_tensor
+from halfbyte.model.weight_file import Reading, WeightFile, truncated, write_tensor, write_then_rename
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, part_rows, roles, shape_of, split_parts
 
 INDEX = "model.safetensors.index.json"
@@ -96,7 +96,7 @@ class SafetensorsSource:
         self._check_claim()
 
     def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
-        return tuple(self._kind(name) for name in base_names(layer, role))
+        return tuple(self._format(name) for name in base_names(layer, role))
 
     def nbytes(self, layer: int | None, role: str) -> int:
         return sum(self._entries[n].nbytes for base in base_names(layer, role) for n in self._stored(base))
@@ -120,7 +120,7 @@ class SafetensorsSource:
             return f"{base}_q8", f"{base}_q8_scales"
         raise CheckpointError(f"{self.folder} has no tensor {base!r}; fetch the model again.")
 
-    def _kind(self, base: str) -> WeightFormat:
+    def _format(self, base: str) -> WeightFormat:
         first = self._stored(base)[0]
         if first == base:
             return _DENSE[self._entries[base].dtype]
@@ -135,12 +135,15 @@ class SafetensorsSource:
         if stored[0] != base and shape[-1] % 32:
             raise CheckpointError(f"{self.folder}: rows of {shape[-1]} in {base!r} are not whole groups of 32.")
         if stored[0] == base:
-            wanted = {base: (tuple(_DENSE), _transposed(shape) if _is_experts(role) else shape)}
+            tensors = {base: (tuple(_DENSE), _transposed(shape) if _is_experts(role) else shape)}
         elif stored[0].endswith("_q8"):
-            wanted = {stored[0]: (("I8",), shape), stored[1]: (("F16",), (*shape[:-1], groups))}
+            tensors = {stored[0]: (("I8",), shape), stored[1]: (("F16",), (*shape[:-1], groups))}
         else:
-            wanted = {stored[0]: (("U8",), (*shape[:-1], groups, 16)), stored[1]: (("U8",), (*shape[:-1], groups))}
-        for name, (dtypes, expected) in wanted.items():
+            tensors = {
+                stored[0]: (("U8",), (*shape[:-1], groups, 16)),
+                stored[1]: (("U8",), (*shape[:-1], groups)),
+            }
+        for name, (dtypes, expected) in tensors.items():
             entry = self._entries.get(name)
             if entry is None:
                 raise CheckpointError(f"{self.folder} has no tensor {name!r}; fetch the model again.")
@@ -167,11 +170,11 @@ class SafetensorsSource:
 
     def _read(self, base: str, role: str, rows: int) -> Matrix:
         shape = (rows, *shape_of(self.config, role)[1:])
-        kind = self._kind(base)
-        if kind in DTYPES:
+        stored_format = self._format(base)
+        if stored_format in DTYPES:
             return self._transposed(base, shape) if _is_experts(role) else self._tensor(base)
         data, scales = (self._tensor(name) for name in self._stored(base))
-        if kind == "mxfp4":
+        if stored_format == "mxfp4":
             return layouts.from_checkpoint(data, scales)
         return MXTensor(data=data, scales=scales, shape=shape, format="q8")
 
@@ -183,9 +186,9 @@ class SafetensorsSource:
         """Dense experts, turned one at a time."""
         entry = self._entries[name]
         dest = torch.empty(shape, dtype=_TORCH[entry.dtype], device=self.reading.device)
-        one = torch.empty(entry.shape[1:], dtype=dest.dtype, device=self.reading.device)
+        expert = torch.empty(entry.shape[1:], dtype=dest.dtype, device=self.reading.device)
         for e in range(shape[0]):
-            dest[e].copy_(self._file(entry).read(entry.offset + e * one.nbytes, one).mT)
+            dest[e].copy_(self._file(entry).read(entry.offset + e * expert.nbytes, expert).mT)
         return dest
 
     def _file(self, entry: Entry) -> WeightFile:
@@ -265,7 +268,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 @dataclass(frozen=True)
-class Planned:
+class OutputTensor:
     """A tensor that will be written: its name, dtype, shape, and how to cut it from the role's parts."""
 
     name: str
@@ -290,8 +293,8 @@ def write_folder(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
     """Stream a source into a new folder, one role in memory at a time. `copies` are small files to put beside."""
-    planned = list(_plan(source))
-    shards: list[list[Planned]] = [[]]
+    planned = list(_outputs(source))
+    shards: list[list[OutputTensor]] = [[]]
     for p in planned:
         if shards[-1] and sum(q.nbytes for q in shards[-1]) + p.nbytes > max_shard_bytes:
             shards.append([])
@@ -302,7 +305,7 @@ def write_folder(
     ]
     cache: tuple[tuple[int | None, str] | None, Sequence[Matrix]] = (None, ())
     done = 0
-    with appearing(folder, folder=True, needs=total) as hidden:
+    with write_then_rename(folder, folder=True, needs=total) as hidden:
         for name, data in (copies or {}).items():
             (hidden / name).write_bytes(data)
         (hidden / "config.json").write_text(json.dumps(_config(source), indent=2) + "\n", encoding="utf-8")
@@ -326,28 +329,28 @@ def write_folder(
             (hidden / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _plan(source: Source) -> Iterator[Planned]:
+def _outputs(source: Source) -> Iterator[OutputTensor]:
     for layer, role in roles(source.config):
         names, rows = base_names(layer, role), part_rows(source.config, role)
-        kinds = source.formats(layer, role)
+        stored_formats = source.formats(layer, role)
         for i, (base, n) in enumerate(zip(names, rows)):
             shape = (n, *shape_of(source.config, role)[1:])
-            kind = kinds[i if len(kinds) == len(names) else 0]
+            format = stored_formats[i if len(stored_formats) == len(names) else 0]
             groups = shape[-1] // 32
-            if kind not in DTYPES and shape[-1] % 32:
-                raise CheckpointError(f"{base} cannot be {kind}: its rows of {shape[-1]} are not whole groups of 32.")
-            if kind in DTYPES:
+            if format not in DTYPES and shape[-1] % 32:
+                raise CheckpointError(f"{base} cannot be {format}: its rows of {shape[-1]} are not whole groups of 32.")
+            if format in DTYPES:
                 if _is_experts(role):
-                    yield Planned(base, DTYPES[kind], _transposed(shape), layer, role, i, lambda m: _dense(m).mT)
+                    yield OutputTensor(base, DTYPES[format], _transposed(shape), layer, role, i, lambda m: _dense(m).mT)
                 else:
-                    yield Planned(base, DTYPES[kind], shape, layer, role, i, _dense)
-            elif kind == "mxfp4":
+                    yield OutputTensor(base, DTYPES[format], shape, layer, role, i, _dense)
+            elif format == "mxfp4":
                 lead = (*shape[:-1], groups)
-                yield Planned(f"{base}_blocks", torch.uint8, (*lead, 16), layer, role, i, _blocks)
-                yield Planned(f"{base}_scales", torch.uint8, lead, layer, role, i, _scales)
+                yield OutputTensor(f"{base}_blocks", torch.uint8, (*lead, 16), layer, role, i, _blocks)
+                yield OutputTensor(f"{base}_scales", torch.uint8, lead, layer, role, i, _scales)
             else:
-                yield Planned(f"{base}_q8", torch.int8, shape, layer, role, i, _data)
-                yield Planned(f"{base}_q8_scales", torch.float16, (*shape[:-1], groups), layer, role, i, _scales)
+                yield OutputTensor(f"{base}_q8", torch.int8, shape, layer, role, i, _data)
+                yield OutputTensor(f"{base}_q8_scales", torch.float16, (*shape[:-1], groups), layer, role, i, _scales)
 
 
 def _dense(m: Matrix) -> Tensor:
@@ -370,7 +373,7 @@ def _data(m: Matrix) -> Tensor:
     return m.data
 
 
-def _header(shard: Sequence[Planned]) -> bytes:
+def _header(shard: Sequence[OutputTensor]) -> bytes:
     items: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for p in shard:
@@ -391,12 +394,12 @@ def _config(source: Source) -> dict[str, Any]:
     by_group: dict[str, WeightFormat] = {}
     for layer, role in roles(source.config):
         if role in GROUPS:
-            for kind in source.formats(layer, role):
-                if by_group.setdefault(GROUPS[role], kind) != kind:
+            for format in source.formats(layer, role):
+                if by_group.setdefault(GROUPS[role], format) != format:
                     raise CheckpointError(
-                        f"layer group {GROUPS[role]} mixes {by_group[GROUPS[role]]} and {kind}; give it one format."
+                        f"layer group {GROUPS[role]} mixes {by_group[GROUPS[role]]} and {format}; give it one format."
                     )
-    dense = [g for g, kind in by_group.items() if kind in DTYPES]
+    dense = [g for g, format in by_group.items() if format in DTYPES]
     if by_group["moe"] == "mxfp4" and set(dense) == {"qkv", "o", "lm_head"}:
         return raw  # exactly OpenAI's layout
     if len(dense) == len(by_group):

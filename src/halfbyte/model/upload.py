@@ -22,11 +22,11 @@ BUFFERS = 8
 Fill = Callable[[Tensor, int], None]  # (where to, from which byte of the tensor on)
 
 
-class Done(Protocol):
+class CopyEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """How copies run beside everything else."""
 
     def buffer(self) -> Tensor: ...
@@ -34,13 +34,13 @@ class Lane(Protocol):
     def begin(self) -> None:
         """Copies must not overtake work that was queued on the destination before."""
 
-    def copy(self, dest: Tensor, staged: Tensor) -> Done: ...
+    def copy(self, dest: Tensor, staged: Tensor) -> CopyEvent: ...
 
     def end(self) -> None:
         """Work queued from here on comes after the copies."""
 
 
-class CudaLane:
+class CudaCopyStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -51,10 +51,10 @@ class CudaLane:
     def begin(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def copy(self, dest: Tensor, staged: Tensor) -> Done:
+    def copy(self, dest: Tensor, staged: Tensor) -> CopyEvent:
         with torch.cuda.stream(self._stream):
             dest.copy_(staged, non_blocking=True)
-            done: Done = self._stream.record_event()
+            done: CopyEvent = self._stream.record_event()
         return done
 
     def end(self) -> None:
@@ -64,43 +64,45 @@ class CudaLane:
 @dataclass
 class Slot:
     buffer: Tensor
-    busy: Done | None = None  # the copy out of it
+    busy: CopyEvent | None = None  # the copy out of it
 
 
 class Uploader:
     """Some buffers and a thread for each, for all tensors of one device."""
 
-    def __init__(self, lane: Lane, count: int = BUFFERS) -> None:
-        self.lane = lane
-        self._free = deque(Slot(lane.buffer()) for _ in range(count))
+    def __init__(self, copies: CopyStream, count: int = BUFFERS) -> None:
+        self.copies = copies
+        self._free = deque(Slot(copies.buffer()) for _ in range(count))
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="halfbyte-read")
 
-    def stream(self, dest: Tensor, fill: Fill, heard: Callable[[int], None] | None = None) -> None:
+    def upload(self, dest: Tensor, fill: Fill, on_bytes: Callable[[int], None] | None = None) -> None:
         """Fill `dest` (flat uint8) piece by piece; returns when every byte is read and every copy is queued."""
-        flying: deque[tuple[Future[None], Slot, Tensor]] = deque()
-        self.lane.begin()
+        in_flight: deque[tuple[Future[None], Slot, Tensor]] = deque()
+        self.copies.begin()
         try:
             for start in range(0, dest.numel(), PIECE):
                 if not self._free:
-                    self._land(flying, heard)
+                    self._copy_oldest(in_flight, on_bytes)
                 slot, part = self._free.popleft(), dest[start : start + PIECE]
-                flying.append((self._threads.submit(_read, slot, part.numel(), start, fill), slot, part))
-            while flying:
-                self._land(flying, heard)
+                in_flight.append((self._threads.submit(_read, slot, part.numel(), start, fill), slot, part))
+            while in_flight:
+                self._copy_oldest(in_flight, on_bytes)
         finally:
-            wait([future for future, _, _ in flying])
-            self._free.extend(slot for _, slot, _ in flying)
-            self.lane.end()
+            wait([future for future, _, _ in in_flight])
+            self._free.extend(slot for _, slot, _ in in_flight)
+            self.copies.end()
 
-    def _land(self, flying: deque[tuple[Future[None], Slot, Tensor]], heard: Callable[[int], None] | None) -> None:
-        future, slot, part = flying.popleft()
+    def _copy_oldest(
+        self, in_flight: deque[tuple[Future[None], Slot, Tensor]], on_bytes: Callable[[int], None] | None
+    ) -> None:
+        future, slot, part = in_flight.popleft()
         try:
             future.result()
-            slot.busy = self.lane.copy(part, slot.buffer[: part.numel()])
+            slot.busy = self.copies.copy(part, slot.buffer[: part.numel()])
         finally:
             self._free.append(slot)
-        if heard is not None:
-            heard(part.numel())
+        if on_bytes is not None:
+            on_bytes(part.numel())
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model.upload import CudaLane, Uploader
+from halfbyte.model.upload import CudaCopyStream, Uploader
 
 CHUNK = 16 << 20
 READERS, MIN_READ = 4, 1 << 20
@@ -54,7 +54,7 @@ class Reading:
 
     def uploader(self) -> Uploader:
         if self._uploader is None:
-            self._uploader = Uploader(CudaLane(self.device))
+            self._uploader = Uploader(CudaCopyStream(self.device))
         return self._uploader
 
 
@@ -98,7 +98,7 @@ class WeightFile:
         """Fill `dest` (contiguous, any device) from `offset` on."""
         flat = dest.view(-1).view(torch.uint8)
         if flat.device.type != "cpu":
-            self.reading.uploader().stream(
+            self.reading.uploader().upload(
                 flat, lambda part, at: self._fill_alone(_bytes(part), offset + at), self.reading.on_bytes
             )
             return dest
@@ -138,18 +138,18 @@ def truncated(path: Path, expected: int, actual: int) -> CheckpointError:
 
 
 @contextmanager
-def appearing(target: Path, *, folder: bool, needs: int = 0) -> Iterator[Path]:
+def write_then_rename(target: Path, *, folder: bool, needs: int = 0) -> Iterator[Path]:
     """Yield a hidden neighbour of `target` to write to; it becomes `target` when the block ends without an error."""
     if target.exists():
         raise CheckpointError(f"{target} already exists; remove it or choose another name.")
     parent = target.parent
-    made: list[Path] = []
+    new_folders: list[Path] = []
     hidden = parent / f".{target.name}.partial-{os.getpid()}"
     try:
         with clear_errors(target, needs):
             missing = [p for p in (parent, *parent.parents) if not p.exists()]
             parent.mkdir(parents=True, exist_ok=True)
-            made = missing
+            new_folders = missing
             free = shutil.disk_usage(parent).free
             if needs > free:
                 raise _full(target, needs, free)
@@ -164,7 +164,7 @@ def appearing(target: Path, *, folder: bool, needs: int = 0) -> Iterator[Path]:
             shutil.rmtree(hidden, ignore_errors=True)
         elif hidden.exists():
             hidden.unlink()
-        for path in made:  # the innermost first; one that something else was put into stays
+        for path in new_folders:  # the innermost first; one that something else was put into stays
             if any(path.iterdir()):
                 break
             path.rmdir()
@@ -177,12 +177,12 @@ def clear_errors(target: Path, needs: int) -> Iterator[None]:
         yield
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(existing(target)).free
+            free = shutil.disk_usage(nearest_folder(target)).free
             raise _full(target, needs, free) from None
         raise CheckpointError(f"{target} cannot be written ({e.strerror}); nothing was kept.") from None
 
 
-def existing(path: Path) -> Path:
+def nearest_folder(path: Path) -> Path:
     """The nearest folder above `path` that is there."""
     return next(p for p in path.absolute().parents if p.is_dir())
 

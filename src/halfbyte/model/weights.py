@@ -19,11 +19,11 @@ from halfbyte.model.config import ModelConfig
 from halfbyte.plan.phase import GROUP
 
 Matrix = Tensor | MXTensor  # as sources hand it out
-Held = Matrix | DenseTiles  # as a plan's layouts hold it
+WeightTensor = Matrix | DenseTiles  # as a plan's layouts hold it
 WeightFormat = Literal["f32", "f16", "bf16", "mxfp4", "q8"]  # what the numbers of a tensor are
 
 DENSE: dict[torch.dtype, WeightFormat] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-DTYPES: dict[WeightFormat, torch.dtype] = {kind: dtype for dtype, kind in DENSE.items()}
+DTYPES: dict[WeightFormat, torch.dtype] = {form: dtype for dtype, form in DENSE.items()}
 
 LAYER_ROLES = (
     "attn_norm", "qkv", "qkv_bias", "sinks", "o", "o_bias",
@@ -39,17 +39,17 @@ class LayerWeights:
     """One layer; the field names are the roles that phases and `Phase.layouts()` use."""
 
     attn_norm: Tensor  # [hidden]
-    qkv: Held  # [qkv_dim, hidden]: the rows of q, then k, then v
+    qkv: WeightTensor  # [qkv_dim, hidden]: the rows of q, then k, then v
     qkv_bias: Tensor  # [qkv_dim]
     sinks: Tensor  # [heads], natural-log space
-    o: Held  # [hidden, q_dim]
+    o: WeightTensor  # [hidden, q_dim]
     o_bias: Tensor  # [hidden]
     mlp_norm: Tensor  # [hidden]
     router: Tensor  # [experts, hidden]
     router_bias: Tensor  # [experts]
-    gate_up: Held  # [experts, 2 * intermediate, hidden]: rows alternate gate, up
+    gate_up: WeightTensor  # [experts, 2 * intermediate, hidden]: rows alternate gate, up
     gate_up_bias: Tensor  # [experts, 2 * intermediate]
-    down: Held  # [experts, hidden, intermediate]
+    down: WeightTensor  # [experts, hidden, intermediate]
     down_bias: Tensor  # [experts, hidden]
 
 
@@ -59,9 +59,9 @@ class Weights:
     embed: Tensor  # [vocab, hidden]
     layers: list[LayerWeights]
     final_norm: Tensor  # [hidden]
-    lm_head: Held  # [vocab, hidden]
+    lm_head: WeightTensor  # [vocab, hidden]
 
-    def items(self) -> Iterator[tuple[int | None, str, Held]]:
+    def items(self) -> Iterator[tuple[int | None, str, WeightTensor]]:
         """(layer, role, tensor) in the order of `roles`."""
         for layer, role in roles(self.config):
             yield layer, role, getattr(self if layer is None else self.layers[layer], role)
@@ -72,18 +72,18 @@ class Weights:
 
     def formats(self) -> dict[str, WeightFormat]:
         """Role -> what its numbers are; the layers of one model agree, or this is not one model."""
-        found: dict[str, WeightFormat] = {}
+        by_role: dict[str, WeightFormat] = {}
         for layer, role, tensor in self.items():
-            kind = format_of(tensor)
-            if role in GROUPS and found.setdefault(role, kind) != kind:
-                raise AssertionError(f"{role} is {found[role]} in one layer and {kind} in layer {layer}")
-        return found
+            form = format_of(tensor)
+            if role in GROUPS and by_role.setdefault(role, form) != form:
+                raise AssertionError(f"{role} is {by_role[role]} in one layer and {form} in layer {layer}")
+        return by_role
 
 
 assert tuple(f.name for f in fields(LayerWeights)) == LAYER_ROLES
 
 
-def format_of(tensor: Held) -> WeightFormat:
+def format_of(tensor: WeightTensor) -> WeightFormat:
     if isinstance(tensor, MXTensor):
         if tensor.format not in ("mxfp4", "q8"):
             raise FormatError(f"a gpt-oss weight cannot be {tensor.format}; its block formats are mxfp4 and q8.")
