@@ -1,7 +1,7 @@
 // Products for batches of 2 to 128 rows: shapes, arguments and shared memory of batch.cu, and the instructions that only
 // the batch kernels use. See batch.cu for the whole picture.
 #pragma once
-#include "device/instructions.cuh"
+#include "device/widen.cuh"
 
 #ifdef HB_EMULATE
 HB_DEV void wait_for_previous() {}
@@ -17,7 +17,6 @@ HB_DEV void add_release(u32* p, u32 n) { emu::moved(); *p += n; }
 HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { const u32 v[4] = {a, b, c, d}; memcpy(p, v, 16); }
 HB_DEV void store64(void* p, u32 a, u32 b) { const u32 v[2] = {a, b}; memcpy(p, v, 8); }
 HB_DEV void store32(void* p, u32 v) { memcpy(p, &v, 4); }
-HB_DEV u32 bf16_times(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) * emu::bf(b & 0xffff), emu::bf(a >> 16) * emu::bf(b >> 16)); }
 HB_DEV void mma_first(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   for (float& v : c) v = 0.f;
   mma(c, a0, a1, a2, a3, b0, b1);
@@ -44,7 +43,6 @@ HB_DEV void add_release(u32* p, u32 n) { asm volatile("red.release.gpu.global.ad
 HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
 HB_DEV void store64(void* p, u32 a, u32 b) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory"); }
 HB_DEV void store32(void* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-HB_DEV u32 bf16_times(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV void mma_first(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {  // c is not read: no zeros to make
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%10,%10,%10};"
       : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
@@ -60,12 +58,11 @@ HB_DEV float number(const void* p, int is_float, size_t i) {
 
 // ---- one product (HB_K given) -------------------------------------------------------------------------------------------
 #ifdef HB_K
-enum { MXFP4 = 0, Q8 = 1, BF16 = 2 };
 constexpr int FORMAT = HB_FORMAT, K = HB_K;
 constexpr int ROUTER = HB_ROUTER;                        // experts of the router that multiplies the result; 0: none
 constexpr bool IDS = HB_IDS, SWIGLU = HB_SWIGLU;          // IDS: columns choose among a stack of matrices
 constexpr bool BOTH = HB_STAGES == 2;                     // gate_up with swiglu, then down, in one launch
-constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // 16 rows x 64 k, scales included: "tile16"
+constexpr int CHUNK = CHUNK_BYTES[FORMAT];               // 16 rows x 64 k, scales included: "tile16"
 constexpr int COLUMNS = 8;                                // of a group: those of mma.m16n8k16
 constexpr int CHUNKS = K / 64, TILE_BYTES = CHUNKS * CHUNK;
 // Warps that multiply: few for experts, because every warp of a tile costs 50 instructions, more for a product of few tiles, which

@@ -10,39 +10,11 @@
 #pragma once
 #include "batch/shape.cuh"
 
-// MXFP4 widens to value * 2^-126, so x comes in times 2^100 and the sum goes out times 2^26: nothing leaves the range.
-constexpr float SCALE_OUT = FORMAT == MXFP4 ? 67108864.f : 1.f;
-HB_DEV u32 scale_in(u32 v) { return FORMAT == MXFP4 ? bf16_times(v, 0x71807180u) : v; }  // exact: a power of two
+// What x is multiplied by on its way in and sums on their way out: see widen.cuh.
+constexpr float SCALE_OUT = FORMAT == MXFP4 ? E2M1_SCALE_OUT : 1.f;
+HB_DEV u32 scale_in(u32 v) { return FORMAT == MXFP4 ? bf16_mul(v, 0x71807180u) : v; }  // 2^100, exact
 
-template <int F> struct Weights;  // this lane's part of a chunk
-template <> struct Weights<MXFP4> {
-  u32x4 w;
-  HB_DEV_MEMBER void load(u32 chunk, int lane) { w = lds128(chunk + lane * 16); }
-  HB_DEV_MEMBER void operands(int step, u32 (&a)[4]) const {
-    const u32 v = step == 0 ? w.x : step == 1 ? w.y : step == 2 ? w.z : w.w, m = 0x81c081c0u;
-    const u32 six = rotate_right(v, 6);  // by three: the same times eight, but for bits that the mask drops
-    a[0] = v & m; a[1] = six & m; a[2] = (six * 8) & m; a[3] = ((v & 0x001b001bu) * 0x1084u) & m;
-  }
-};
-template <> struct Weights<Q8> {
-  u32x4 w[2];
-  HB_DEV_MEMBER void load(u32 chunk, int lane) { w[0] = lds128(chunk + lane * 16); w[1] = lds128(chunk + 512 + lane * 16); }
-  // int8 to bf16: low seven bits as the mantissa of 128..255, minus 128, or minus 256 where the sign bit is set
-  static HB_DEV_MEMBER u32 widen(u32 v) { return bf16_sub((v & 0x007f007fu) | 0x43004300u, (v & 0x00800080u) | 0x43004300u); }
-  HB_DEV_MEMBER void operands(int step, u32 (&a)[4]) const {
-    const u32x4& q = w[step / 2];
-    const u32 lo = step & 1 ? q.z : q.x, hi = step & 1 ? q.w : q.y;
-    a[0] = widen(lo); a[1] = widen(lo >> 8); a[2] = widen(hi); a[3] = widen(hi >> 8);
-  }
-};
-template <> struct Weights<BF16> {
-  u32x4 w[4];
-  HB_DEV_MEMBER void load(u32 chunk, int lane) {
-    HB_UNROLL
-    for (int i = 0; i < 4; i++) w[i] = lds128(chunk + i * 512 + lane * 16);
-  }
-  HB_DEV_MEMBER void operands(int step, u32 (&a)[4]) const { a[0] = w[step].x; a[1] = w[step].y; a[2] = w[step].z; a[3] = w[step].w; }
-};
+using Weights = Chunk<FORMAT, true>;  // this lane's part of a chunk
 
 // Scales of rows g and g + 8: in both groups of a chunk (one word), or in the group that this lane's columns are of (a byte each).
 template <int F, bool PAIR> struct Scales;
@@ -76,7 +48,7 @@ template <bool PAIR> HB_DEV void multiply_chunks(float (&acc)[4], const u32 (&x)
     HB_UNROLL
     for (int c = 0; c < EACH; c++) {
       if (c >= ALWAYS && !whole) continue;
-      Weights<FORMAT> w;
+      Weights w;
       w.load(from + c * CHUNK, lane);
       HB_UNROLL
       for (int step = 0; step < 4; step++) {
@@ -88,7 +60,7 @@ template <bool PAIR> HB_DEV void multiply_chunks(float (&acc)[4], const u32 (&x)
     return;
   }
   constexpr int GROUPS = PAIR ? 1 : 2, APART = PAIRED && !PAIR ? 2 : 1;  // sums of a chunk; those kept apart until the end
-  Weights<FORMAT> w[EACH];
+  Weights w[EACH];
   Scales<FORMAT, PAIR> scales[EACH];
   float d[EACH][GROUPS][4] = {};
   auto products = [&](int c) {

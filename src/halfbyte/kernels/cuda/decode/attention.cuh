@@ -68,12 +68,6 @@ struct Softmax {  // of one warp
 };
 struct Queries { u32 high[8], low[8]; };
 
-// Two E4M3 in the low half of `v` as bf16, exactly: shifted into place they are 2^-120 of their values.
-HB_DEV u32 widen_fp8(u32 v) {
-  const u32 p = permute(v, 0u, 0x1404);
-  return bf16_mul(((p >> 4) & 0x07f007f0u) | (p & 0x80008000u), 0x7b807b80u);
-}
-
 // Dims 16t to 16t + 15 of rows g and g + 8 of a tile of 16 x 64, as bf16. Odd rows of 128 bytes read their halves in the other
 // order, so that lanes cover all banks; rows of 64 (FP8) do anyway.
 template <bool FP8> HB_DEV void load_rows(const u8* tile, int lane, u32 (&v)[2][8]) {
@@ -84,7 +78,7 @@ template <bool FP8> HB_DEV void load_rows(const u8* tile, int lane, u32 (&v)[2][
       const u32x4 w = lds128(tile + (g + 8 * r) * 64 + t * 16);
       const u32 a[4] = {w.x, w.y, w.z, w.w};
       HB_UNROLL
-      for (int i = 0; i < 8; i++) v[r][i] = widen_fp8(a[i / 2] >> (16 * (i & 1)));
+      for (int i = 0; i < 8; i++) v[r][i] = widen_e4m3(a[i / 2] >> (16 * (i & 1)));
     } else {
       const u8* row = tile + (g + 8 * r) * 128 + t * 32;
       const u32x4 a = lds128(row + swap * 16), b = lds128(row + 16 - swap * 16);
@@ -175,7 +169,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int kv
       sh.q[1][i][w.lane] = (u16)v.low; sh.q[1][i][w.lane + 32] = (u16)(v.low >> 16);
       continue;
     }
-    const u32 codes = KV_FP8 ? fp8_pair(a, b) : bf16_pair(a, b), both = KV_FP8 ? widen_fp8(codes) : codes;
+    const u32 codes = KV_FP8 ? fp8_pair(a, b) : bf16_pair(a, b), both = KV_FP8 ? widen_e4m3(codes) : codes;
     sh.fresh[value][row][w.lane] = (u16)both;
     sh.fresh[value][row][w.lane + 32] = (u16)(both >> 16);
   }

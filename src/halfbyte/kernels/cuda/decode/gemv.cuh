@@ -9,9 +9,9 @@
 #pragma once
 #include "decode/ring.cuh"
 
-// MXFP4 widens to value * 2^-126, so x comes in times 2^100 and the sum goes out times 2^26: nothing leaves the range.
-template <int FORMAT> HB_CONST_FN float scale_in() { return FORMAT == MXFP4 ? 1.2676506002282294e30f : 1.f; }
-template <int FORMAT> HB_CONST_FN float scale_out() { return FORMAT == MXFP4 ? 67108864.f : 1.f; }
+// What x is multiplied by on its way in and sums on their way out: see widen.cuh.
+template <int FORMAT> HB_CONST_FN float scale_in() { return FORMAT == MXFP4 ? E2M1_SCALE_IN : 1.f; }
+template <int FORMAT> HB_CONST_FN float scale_out() { return FORMAT == MXFP4 ? E2M1_SCALE_OUT : 1.f; }
 
 // What a working warp carries from phase to phase, in one register: slot, phase of the ring, half of `red`.
 typedef u32 State;
@@ -252,37 +252,11 @@ template <int FORMAT, int K, class Source> HB_DEV void load_operand(Worker& w, O
 
 // ---- one tile -------------------------------------------------------------------------------------------------------
 
-template <int FORMAT> struct Chunk;  // a warp's 16 x 64 weights in registers: the A operands of four steps
-template <> struct Chunk<MXFP4> {
-  u32x4 w;
-  HB_DEV_MEMBER void load(u32 p, int lane) { w = lds128(p + lane * 16); }
-  HB_DEV_MEMBER u32 loaded() const { return w.x; }  // a word of every load
-  HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const {
-    const u32 v = i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, m = 0x81c081c0u;
-    mma(d, v & m, rotate_right(v, 6) & m, rotate_right(v, 3) & m, ((v & 0x001b001bu) * 0x1084u) & m, b0, b1);
-  }
-};
-template <> struct Chunk<Q8> {
-  u32x4 w[2];
-  HB_DEV_MEMBER void load(u32 p, int lane) { w[0] = lds128(p + lane * 16); w[1] = lds128(p + 512 + lane * 16); }
-  HB_DEV_MEMBER u32 loaded() const { return w[0].x ^ w[1].x; }
-  // int8 to bf16: low seven bits as the mantissa of 128..255, minus 128, or minus 256 where the sign bit is set
-  static HB_DEV_MEMBER u32 widen(u32 v) { return bf16_sub((v & 0x007f007fu) | 0x43004300u, (v & 0x00800080u) | 0x43004300u); }
-  HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const {
-    const u32x4& q = w[i / 2];
-    const u32 a = i & 1 ? q.z : q.x, b = i & 1 ? q.w : q.y;
-    mma(d, widen(a), widen(a >> 8), widen(b), widen(b >> 8), b0, b1);
-  }
-};
-template <> struct Chunk<BF16> {
-  u32x4 w[4];
-  HB_DEV_MEMBER void load(u32 p, int lane) {
-    HB_UNROLL
-    for (int i = 0; i < 4; i++) w[i] = lds128(p + i * 512 + lane * 16);
-  }
-  HB_DEV_MEMBER u32 loaded() const { return w[0].x ^ w[1].x ^ w[2].x ^ w[3].x; }
-  HB_DEV_MEMBER void step(int i, float (&d)[4], u32 b0, u32 b1) const { mma(d, w[i].x, w[i].y, w[i].z, w[i].w, b0, b1); }
-};
+template <int FORMAT> HB_DEV void multiply_step(const Chunk<FORMAT>& chunk, int step, float (&d)[4], u32 b0, u32 b1) {
+  u32 a[4];
+  chunk.operands(step, a);
+  mma(d, a[0], a[1], a[2], a[3], b0, b1);
+}
 
 // Where in a chunk the scales of rows g and g + 8 for one of its two groups lie, together.
 template <int FORMAT> HB_DEV u32 scale_at(int g, int group) { return FORMAT == MXFP4 ? 512 + g * 4 + group * 2 : 1024 + g * 8 + group * 4; }
@@ -364,7 +338,7 @@ template <int FORMAT, int K> HB_DEV void multiply_tile(const Worker& w, const Op
           HB_UNROLL
           for (int s = 0; s < SETS; s++)
             HB_UNROLL
-            for (int i = 2 * half; i < 2 * half + 2; i++) chunk[c].step(i, d[s], x.b[s][piece * T::EACH + c][2 * i], x.b[s][piece * T::EACH + c][2 * i + 1]);
+            for (int i = 2 * half; i < 2 * half + 2; i++) multiply_step(chunk[c], i, d[s], x.b[s][piece * T::EACH + c][2 * i], x.b[s][piece * T::EACH + c][2 * i + 1]);
           const int group = 2 * c + half;
           if (FORMAT != BF16 && (group % GROUPS_AT_ONCE == GROUPS_AT_ONCE - 1 || group == 2 * T::EACH - 1))
             HB_UNROLL

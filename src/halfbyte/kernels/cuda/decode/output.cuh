@@ -51,8 +51,8 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
           const u32 mask = GROUPS_AT_ONCE == 1 ? 1u : here[j];
           HB_UNROLL
           for (int s = 0; s < SETS; s++) {
-            chunk[group / 2].step(group % 2 * 2, d[s], x[s].x * mask, x[s].y * mask);
-            chunk[group / 2].step(group % 2 * 2 + 1, d[s], x[s].z * mask, x[s].w * mask);
+            multiply_step(chunk[group / 2], group % 2 * 2, d[s], x[s].x * mask, x[s].y * mask);
+            multiply_step(chunk[group / 2], group % 2 * 2 + 1, d[s], x[s].z * mask, x[s].w * mask);
           }
         }
         HB_UNROLL

@@ -1,7 +1,7 @@
 // Shapes, arguments and shared memory of the decode step. Every size is a compile-time constant given by the binding
 // (step.py); what cannot be served is refused there, and asserted here.
 #pragma once
-#include "device/instructions.cuh"
+#include "device/widen.cuh"
 
 // ---- the model ---------------------------------------------------------------------------------------------------
 constexpr int HIDDEN = HB_HIDDEN, INTER = HB_INTER, LAYERS = HB_LAYERS, EXPERTS = HB_EXPERTS, TOP_K = 4;
@@ -17,8 +17,6 @@ static_assert(EXPERTS % 32 == 0 && EXPERTS <= 256, "a warp holds all router logi
 static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "rows");
 
 // ---- weight formats ----------------------------------------------------------------------------------------------
-enum { MXFP4 = 0, Q8 = 1, BF16 = 2 };
-constexpr int CHUNK_BYTES[3] = {544, 1088, 2048};  // 16 rows x 64 k, scales included (see layouts.py, "tile16")
 constexpr int SLOT_BYTES = HB_SLOT_BYTES;           // of the ring (step.py)
 
 // ---- the block ---------------------------------------------------------------------------------------------------

@@ -353,6 +353,17 @@ HB_DEV float half_value(u32 bits) {
   float v = e ? std::ldexp(1.f + m / 1024.f, e - 15) : std::ldexp((float)m, -24);
   return bits & 0x8000 ? -v : v;
 }
+HB_DEV u32 half_round(float v) {
+  u32 b = as_bits(v), sign = b >> 16 & 0x8000u;
+  float m = std::fabs(v);
+  if (!(m < 65520.f)) return sign | (v != v ? 0x7e00u : 0x7c00u);
+  if (m < 6.103515625e-5f) return sign | (u32)std::nearbyint(m * 16777216.f);
+  b &= 0x7fffffffu;
+  return sign | ((b + 0xfffu + (b >> 13 & 1)) - 0x38000000u) >> 13;
+}
+HB_DEV u32 half_pair(float lo, float hi) { return half_round(lo) | half_round(hi) << 16; }
+HB_DEV u32 half_mul(u32 a, u32 b) { return half_pair(half_value(a & 0xffff) * half_value(b & 0xffff), half_value(a >> 16) * half_value(b >> 16)); }
+HB_DEV u32 half_sub(u32 a, u32 b) { return half_pair(half_value(a & 0xffff) - half_value(b & 0xffff), half_value(a >> 16) - half_value(b >> 16)); }
 HB_DEV i64 round_i64(float v) { return std::llrint((double)v); }
 HB_DEV float from_i32(int v) { return (float)v; }
 HB_DEV float exp2_fast(float v) { return std::exp2(v); }

@@ -34,17 +34,6 @@ struct Wgmma {  // one warp's share: 16 rows of A, all columns of B
 };
 inline float operand(u32 bits) { return HB_HALF ? half_value(bits) : bf(bits); }
 }  // namespace emu
-HB_DEV u32 half_round(float v) {
-  u32 b = as_bits(v), sign = b >> 16 & 0x8000u;
-  float m = std::fabs(v);
-  if (!(m < 65520.f)) return sign | (v != v ? 0x7e00u : 0x7c00u);
-  if (m < 6.103515625e-5f) return sign | (u32)std::nearbyint(m * 16777216.f);
-  b &= 0x7fffffffu;
-  return sign | ((b + 0xfffu + (b >> 13 & 1)) - 0x38000000u) >> 13;
-}
-HB_DEV u32 half_pair(float lo, float hi) { return half_round(lo) | half_round(hi) << 16; }
-HB_DEV u32 half_mul(u32 a, u32 b) { return half_pair(half_value(a & 0xffff) * half_value(b & 0xffff), half_value(a >> 16) * half_value(b >> 16)); }
-HB_DEV u32 half_sub(u32 a, u32 b) { return half_pair(half_value(a & 0xffff) - half_value(b & 0xffff), half_value(a >> 16) - half_value(b >> 16)); }
 HB_DEV u64 b_low(const void* p) { return (u64)(uintptr_t)p; }
 HB_DEV u64 b_tile(u64 low, int bytes) { return low + bytes; }
 template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
@@ -60,7 +49,6 @@ template <int N> HB_DEV void more_registers() {}
 template <int N> HB_DEV void fewer_registers() {}
 HB_DEV void wait_for_previous() {}
 HB_DEV void release_next() {}
-HB_DEV u32 bf16_times(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) * emu::bf(b & 0xffff), emu::bf(a >> 16) * emu::bf(b >> 16)); }
 HB_DEV void shared_add(int* p, int v) { *p += v; emu::moved(); }
 HB_DEV u32 votes(bool p) { return emu::collective(emu::Reduce{p, 2}); }
 HB_DEV float reciprocal(float v) { return 1.f / v; }
@@ -111,9 +99,6 @@ HB_DEV void bulk_copy_to_both(void* dst, const void* src, u32 bytes, u64* bar) {
 #else
 #define HB_OPERANDS "bf16.bf16"
 #endif
-HB_DEV u32 half_pair(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
-HB_DEV u32 half_mul(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-HB_DEV u32 half_sub(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV u32 b_low(const void* p) { return __reduce_min_sync(0xffffffffu, smem(p)) >> 4 | 1 << 16; }
 HB_DEV u64 b_tile(u32 low, int bytes) {
   u64 d;
@@ -136,7 +121,6 @@ template <int N> HB_DEV void more_registers() { asm volatile("setmaxnreg.inc.syn
 template <int N> HB_DEV void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 HB_DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-HB_DEV u32 bf16_times(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV void shared_add(int* p, int v) { atomicAdd(p, v); }
 HB_DEV u32 votes(bool p) { return __ballot_sync(0xffffffffu, p); }
 HB_DEV float divide_exactly(float a, float b) { return __fdiv_rn(a, b); }

@@ -39,18 +39,11 @@ struct Wgmma8 {  // one warp's share: 16 rows of A (E5M2), all columns of B (E4M
   }
 };
 }  // namespace emu
-HB_DEV u32 signs_of(u32 a, u32 b) {  // bit 7 of bytes a1, b1, a3, b3, eight times each
-  auto one = [](u32 v, int byte) { return v >> (8 * byte + 7) & 1 ? 255u : 0u; };
-  return one(a, 1) | one(b, 1) << 8 | one(a, 3) << 16 | one(b, 3) << 24;
-}
-HB_DEV u32 f16_mul(u32 a, u32 b) { return half_mul(a, b); }
 template <int N> HB_DEV void wgmma8(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
   emu::Wgmma8 w{{a0, a1, a2, a3}, (const u8*)(uintptr_t)b, N, d};
   emu::collective<emu::Wgmma8&>(w);
 }
 #else
-HB_DEV u32 signs_of(u32 a, u32 b) { u32 r; asm("prmt.b32 %0, %1, %2, 0xfbd9;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-HB_DEV u32 f16_mul(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 template <int N> HB_DEV void wgmma8(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b);
 #define HB_D136 HB_D128 ",%64,%65,%66,%67"
 #define HB_D144 HB_D136 ",%68,%69,%70,%71"
@@ -125,19 +118,13 @@ HB_WGMMA8(256, 128, 129, 130, 131, 132)
 
 // This lane's part of a chunk as E5M2: four registers for each of two products. `up`, `low`: (30 - top) of rows g and g + 8,
 // in both halves of a word, where f16 has its exponent.
-HB_DEV void widen_fp8(const Raw<MXFP4>& raw, u32 up, u32 low, u32 (&a)[8]) {
-  const u32 m = 0x0e000e00u, sign = 0x80808080u, words[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
+HB_DEV void widen_chunk_e5m2(const Raw<MXFP4>& raw, u32 up, u32 low, u32 (&a)[8]) {
+  const u32 words[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};
   HB_UNROLL
   for (int half = 0; half < 2; half++) {
     const u32 s_up = permute(raw.s, 0, half ? 0x4242 : 0x4040) * 1024u + up;
     const u32 s_low = permute(raw.s, 0, half ? 0x4343 : 0x4141) * 1024u + low;
     HB_UNROLL
-    for (int i = 0; i < 2; i++) {
-      const u32 v = words[2 * half + i];
-      const u32 first = f16_mul((v << 3) & m, s_up), second = f16_mul(v & m, s_up);
-      a[4 * half + 2 * i] = permute(first, second, 0x7351) | (signs_of(v, rotate_right(v, 3)) & sign);
-      const u32 third = f16_mul((v >> 3) & m, s_low), fourth = f16_mul(((v & 0x00130013u) * 0x420u) & m, s_low);
-      a[4 * half + 2 * i + 1] = permute(third, fourth, 0x7351) | (signs_of(rotate_right(v, 6), v << 12) & sign);
-    }
+    for (int i = 0; i < 2; i++) widen_e2m1_e5m2(words[2 * half + i], s_up, s_low, a[4 * half + 2 * i], a[4 * half + 2 * i + 1]);
   }
 }

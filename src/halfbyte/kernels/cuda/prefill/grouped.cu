@@ -202,7 +202,7 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
     return raw;
   };
   auto widen = [&](const Raw<MXFP4>& raw, u32 (&to)[8]) {
-    widen_fp8(raw, up, low, to);
+    widen_chunk_e5m2(raw, up, low, to);
     wgmma_fence();
   };
   auto issue = [&](int slot, int in_stage, const u32 (&w)[8]) {

@@ -16,8 +16,8 @@
 #pragma once
 #define HB_HALF (HB_FORMAT == 1)  // q8 times its float16 scale keeps more bits in f16
 #include "device/warpgroup.cuh"
+#include "device/widen.cuh"
 
-enum { MXFP4 = 0, Q8 = 1, BF16 = 2 };
 constexpr int FORMAT = HB_FORMAT;
 //  shape    for                                  warpgroups x 64-row tiles, columns of an item
 enum {
@@ -40,7 +40,7 @@ constexpr bool SWIGLU = HB_SWIGLU;  // gate_up: packed bf16 out; otherwise rows 
 #define HB_ROPE 0
 #endif
 constexpr bool ROPE = HB_ROPE;
-constexpr int CHUNK = FORMAT == MXFP4 ? 544 : FORMAT == Q8 ? 1088 : 2048;  // bytes of 16 rows x 64 k
+constexpr int CHUNK = CHUNK_BYTES[FORMAT];  // 16 rows x 64 k
 constexpr int WARPGROUPS = STRIPES ? 4 : SHAPE == BROAD ? 3 : 2;
 constexpr bool FP8 = SHAPE == VAST;
 constexpr int MT = STRIPES || FP8 || SYNC ? 1 : 2;

@@ -14,16 +14,6 @@
 
 // ---- weights as the block-scaled products take them -----------------------------------------------------------------
 
-// Four codes of rows g and g + 8 each, from a word of tile16, in the middle of bytes; bytes 0 to 3 are k 0, 2, 1, 3.
-struct Middle { u32 up, low; };
-HB_DEV Middle to_bytes(u32 w) {
-  const u32 last = (w & 0x001b001bu) * 0x1084u;  // tile16's fourth register, sign and magnitude under 0x81c081c0 like the others
-  const u32 m = 0x1c1c1c1cu, s = 0x20202020u, even = 0x00ff00ffu;
-  const u32 up = ((w >> 4 & even) | (w << 1 & ~even)) & m, up_sign = ((w >> 10 & even) | (rotate_right(w, 5) & ~even)) & s;
-  const u32 low = ((w >> 10 & even) | (last << 4 & ~even)) & m, low_sign = ((rotate_right(w, 16) & even) | (last >> 2 & ~even)) & s;
-  return {up | up_sign, low | low_sign};
-}
-
 // A chunk for the products: a[step] of four registers, `scale` for both groups of 32.
 struct Native {
   u32 a[MX == MXFP4_X ? 4 : 8], scale;
@@ -33,7 +23,7 @@ struct Native {
     const u32 words[4] = {raw.w.x, raw.w.y, raw.w.z, raw.w.w};  // [group][half]
     HB_UNROLL
     for (int group = 0; group < 2; group++) {
-      const Middle first = to_bytes(words[2 * group]), second = to_bytes(words[2 * group + 1]);
+      const Middle first = e2m1_in_bytes(words[2 * group]), second = e2m1_in_bytes(words[2 * group + 1]);
       if constexpr (MX == MXFP4_X) {
         a[2 * group] = first.up >> 2 | second.up << 2;
         a[2 * group + 1] = first.low >> 2 | second.low << 2;

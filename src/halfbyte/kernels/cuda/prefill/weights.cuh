@@ -11,17 +11,17 @@ template <> struct Raw<MXFP4> {
   // A multiplication where a shift would do: the logic pipe is the busier one.
   HB_DEV_MEMBER u32 scale(u32 select) const { return permute(s, 0, select) * 0x00800080u + 0x3f003f00u; }
   HB_DEV_MEMBER void widen(u32 (&a)[16]) const {
-    const u32 m = 0x81c081c0u, words[4] = {w.x, w.y, w.z, w.w};
+    const u32 words[4] = {w.x, w.y, w.z, w.w};
     HB_UNROLL
     for (int half = 0; half < 2; half++) {
       const u32 up = scale(half ? 0x4442 : 0x4440), low = scale(half ? 0x4443 : 0x4441);  // rows g and g + 8
       HB_UNROLL
       for (int i = 2 * half; i < 2 * half + 2; i++) {
         const u32 v = words[i];
-        a[4 * i] = bf16_times(v & m, up);
-        a[4 * i + 1] = bf16_times(rotate_right(v, 6) & m, low);
-        a[4 * i + 2] = bf16_times(rotate_right(v, 3) & m, up);
-        a[4 * i + 3] = bf16_times(((v & 0x001b001bu) * 0x1084u) & m, low);
+        a[4 * i] = bf16_mul(widen_e2m1<0>(v), up);
+        a[4 * i + 1] = bf16_mul(widen_e2m1<1>(v), low);
+        a[4 * i + 2] = bf16_mul(widen_e2m1<2>(v), up);
+        a[4 * i + 3] = bf16_mul(widen_e2m1<3>(v), low);
       }
     }
   }
@@ -33,7 +33,6 @@ template <> struct Raw<Q8> {
     HB_UNROLL
     for (int i = 0; i < 2; i++) { w[i] = lds128(chunk + i * 512 + lane * 16); s[i] = lds32(chunk + 1024 + (lane >> 2) * 8 + i * 4); }
   }
-  // A byte with its sign flipped under 0x64 is 1024 + 128 + value in f16.
   HB_DEV_MEMBER void widen(u32 (&a)[16]) const {
     HB_UNROLL
     for (int group = 0; group < 2; group++) {
@@ -43,8 +42,8 @@ template <> struct Raw<Q8> {
       for (int i = 0; i < 4; i++) {
         const u32 v = words[i] ^ 0x80808080u;
         u32* to = a + group * 8 + i * 2;
-        to[0] = half_mul(half_sub(permute(v, 0x64u, 0x4240), 0x64806480u), up);
-        to[1] = half_mul(half_sub(permute(v, 0x64u, 0x4341), 0x64806480u), low);
+        to[0] = half_mul(widen_int8_f16(v, 0x4240), up);
+        to[1] = half_mul(widen_int8_f16(v, 0x4341), low);
       }
     }
   }
