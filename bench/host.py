@@ -20,7 +20,8 @@ import time
 
 from halfbyte.engine import messages
 from halfbyte.engine.batch import Batch
-from halfbyte.engine.engine import EngineConfig, EngineCore
+from halfbyte.engine.config import EngineConfig
+from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.runner import StepResult
 
@@ -92,7 +93,7 @@ def host_work(batch: int, steps: int) -> dict[str, float]:
     for _ in range(steps):
         start = time.perf_counter_ns()
         outputs = core.step()
-        messages.stepped(outputs, core.stats())
+        messages.frame(messages.Stepped(outputs, core.stats()))
         times.append((time.perf_counter_ns() - start) / 1000)
     times.sort()
     return {
@@ -108,7 +109,7 @@ def overlap(batch: int, seconds: float, steps: int, run_ahead: bool) -> dict[str
     core = make(device, batch, steps + 200, run_ahead)
     device.spans.clear()
     for _ in range(steps):
-        messages.stepped(core.step(), core.stats())
+        messages.frame(messages.Stepped(core.step(), core.stats()))
     gaps = [(b[0] - a[1]) * 1e6 for a, b in zip(device.spans, device.spans[1:])]
     zero = device.spans[0][0]
     trace = [[round((begin - zero) * 1e6), round((end - zero) * 1e6)] for begin, end in device.spans[:4]]

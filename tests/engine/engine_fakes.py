@@ -189,3 +189,18 @@ def one_row(sampler: RowSampler, position: int, history: list[int]) -> Batch:
 
 def random_prompt(rng: random.Random, low: int, high: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(rng.randint(low, high))]
+
+
+class ExpertCost:
+    """Bytes a step reads: dense weights once, each expert that any row is routed to, and the keys and values.
+
+    Experts touched under uniform routing: E (1 - (1 - k/E)^rows).
+    """
+
+    def __init__(self, *, dense: float, expert: float, experts: int, top_k: int, layers: int, kv_token: float) -> None:
+        self.dense, self.expert, self.kv_token = dense, expert, kv_token
+        self.experts, self.top_k, self.layers = experts, top_k, layers
+
+    def __call__(self, rows: int, context: int) -> float:
+        touched = self.experts * (1.0 - (1.0 - self.top_k / self.experts) ** rows)
+        return self.dense + self.layers * touched * self.expert + context * self.kv_token

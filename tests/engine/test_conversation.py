@@ -18,7 +18,8 @@ import numpy as np
 from engine_fakes import FakeRunner
 
 from halfbyte.engine.batch import Batch
-from halfbyte.engine.engine import EngineConfig, EngineCore
+from halfbyte.engine.config import EngineConfig
+from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.harmony import DeveloperContent, Message, Role, SystemContent, Tool, ToolNamespace, render_prompt
 from halfbyte.harmony.render import render_conversation_for_training

@@ -8,7 +8,8 @@ import pytest
 from engine_fakes import EOS, GO, PIECES, VOCAB, FakeRunner, FakeVocabulary, oracle, random_prompt, text_of
 
 from halfbyte.engine.batch import Batch
-from halfbyte.engine.engine import FAILURES_IN_A_ROW, EngineConfig, EngineCore, Output
+from halfbyte.engine.config import EngineConfig
+from halfbyte.engine.engine import FAILURES_IN_A_ROW, EngineCore, Output
 from halfbyte.engine.request import Constraint, Delta, Request, SamplingParams
 from halfbyte.errors import ContextError, EngineDiedError, QueueFullError, RequestError
 
@@ -334,7 +335,7 @@ def test_a_step_without_memory_sheds_load_and_survives() -> None:
     out = drain(core)
     for r in requests:
         assert tokens_of(out[r.id, 0]) == oracle(r, 0, 330, 8)[0]
-    assert core.scheduler.max_tokens <= 128
+    assert core.scheduler.row_budget <= 128
 
 
 def test_a_sequence_that_never_fits_in_memory_is_told() -> None:

@@ -12,7 +12,8 @@ import pytest
 from engine_fakes import EOS, VOCAB, FakeRunner, FakeVocabulary, oracle, random_prompt
 
 from halfbyte.engine.batch import Batch
-from halfbyte.engine.engine import EngineConfig, EngineCore
+from halfbyte.engine.config import EngineConfig
+from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.process import EngineProcess
 from halfbyte.engine.request import Delta, Request, SamplingParams, SourceInfo
 from halfbyte.errors import CapacityError, CheckpointError, EngineDiedError, HalfbyteError, RequestError, UsageError
@@ -193,12 +194,12 @@ async def test_a_thousand_requests_with_cancels_faults_and_one_kill() -> None:
         await source.close()
 
 
-def test_errors_keep_their_class_over_the_wire() -> None:
+def test_errors_keep_their_class_between_processes() -> None:
     from halfbyte.engine import messages
 
     for error in (UsageError("a."), EngineDiedError("b."), RequestError("c.")):
-        assert type(messages.revive(type(error).__name__, str(error))) is type(error)
-    assert isinstance(messages.revive("Strange", "x"), HalfbyteError)
+        assert type(messages.error_of(type(error).__name__, str(error))) is type(error)
+    assert isinstance(messages.error_of("Strange", "x"), HalfbyteError)
 
 
 def test_frames_survive_any_cut() -> None:
@@ -207,7 +208,7 @@ def test_frames_survive_any_cut() -> None:
     delta = Delta([1, 2], 0, None, "stop")
     from halfbyte.engine.request import EngineStats
 
-    data = messages.stepped([("a", delta)], EngineStats()) * 3
+    data = messages.frame(messages.Stepped([("a", delta)], EngineStats())) * 3
     rng = random.Random(1)
     for _ in range(50):
         frames, got, at = messages.Frames(), [], 0

@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable
 
 import pytest
-from engine_fakes import EOS, GO, PIECES, VOCAB, FakeRunner, FakeVocabulary, oracle, random_prompt, text_of
+from engine_fakes import EOS, GO, PIECES, VOCAB, ExpertCost, FakeRunner, FakeVocabulary, oracle, random_prompt, text_of
 
-from halfbyte.engine.engine import EngineConfig, EngineCore
+from halfbyte.engine.config import EngineConfig
+from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.request import Constraint, Delta, Request, SamplingParams
 from halfbyte.engine.sequence import Sequence
-from halfbyte.engine.speculative.controller import Controller, ExpertCost, Pace
+from halfbyte.engine.speculative.controller import Controller, Pace
 from halfbyte.engine.speculative.ngram import NgramProposer
 from halfbyte.engine.speculative.proposer import Proposal, Proposer
 from halfbyte.engine.speculative.suffix import SuffixProposer

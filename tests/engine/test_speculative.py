@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_fakes import ExpertCost
 from engine_heads import write_head
 from safetensors.torch import save_file
 from torch.nn import functional as F
@@ -18,7 +19,7 @@ from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.sequence import Sequence
-from halfbyte.engine.speculative.controller import Controller, ExpertCost
+from halfbyte.engine.speculative.controller import Controller
 from halfbyte.engine.speculative.draft import DraftModelProposer
 from halfbyte.engine.speculative.eagle3 import Eagle3Head, Eagle3Proposer
 from halfbyte.engine.speculative.methods import BytesRead, find_head, make_proposer
@@ -26,9 +27,11 @@ from halfbyte.engine.speculative.ngram import NgramProposer
 from halfbyte.engine.speculative.suffix import SuffixProposer
 from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.gates import Gates
-from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss
 from halfbyte.model.load import load_model, resolve_model
 from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.roofline import decode_traffic
 
 COST = ExpertCost(dense=3.1, expert=0.0132, experts=128, top_k=4, layers=36, kv_token=0.0)  # about gpt-oss-120b's GB
 
@@ -105,8 +108,8 @@ def simulate(rate: float, batch: int = 1, tokens: int = 4000, seed: int = 0) -> 
 
 def test_the_cost_of_verifying_is_that_of_the_experts() -> None:
     """Facts: four rows touch about 3.8 times the experts of one on gpt-oss-120b."""
-    experts = ExpertCost(dense=0, expert=1, experts=128, top_k=4, layers=1, kv_token=0)
-    assert experts(4, 0) / experts(1, 0) == pytest.approx(3.8, abs=0.05)
+    one, four = (decode_traffic(NAMED["120b"], CHECKPOINT_FORMATS, 0, rows).experts for rows in (1, 4))
+    assert four / one == pytest.approx(3.8, abs=0.05)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0])

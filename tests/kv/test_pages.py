@@ -63,7 +63,8 @@ def test_random_lives_keep_every_invariant_and_every_cell(seed: int) -> None:
         elif action < 0.85 and alive:
             tables, tokens, _ = rng.choice(alive)
             length = min(len(tokens), tables.length + rng.randint(1, 12))
-            free, missing = shadow.pool.available, shadow.pool.missing(tables, length)
+            free = shadow.pool.available
+            missing = 2 * max(0, -(-length // shadow.pool.page_size) - len(tables.full))
             assert shadow.advance(tables, tokens, length) == (missing <= free)
         elif alive:
             shadow.pool.release(alive.pop(rng.randrange(len(alive)))[0])
@@ -111,7 +112,7 @@ def test_a_window_that_was_given_back_is_never_found() -> None:
     tables = Tables()
     shadow.pool.hash_blocks(tables, fork, 82)
     hit = shadow.pool.match(tables, 81)
-    assert hit == Hit(blocks=0, seen=13), "full pages reach 52 tokens, but no window was kept there"
+    assert hit == Hit(blocks=0, full_blocks=13), "full pages reach 52 tokens, but no window was kept there"
     # the fork is computed once, its window is kept where the two part, and the third prompt profits
     assert run(shadow, fork, 82)[0] == 0
     assert run(shadow, prompt[:52] + [888] * 30, 82)[0] == 52
@@ -137,7 +138,7 @@ def test_eviction_takes_the_least_recently_used_and_tails_first() -> None:
     for tokens in (old, young):
         tables = Tables()
         shadow.pool.hash_blocks(tables, tokens, 32)
-        lengths.append(shadow.pool.match(tables, 31).seen)
+        lengths.append(shadow.pool.match(tables, 31).full_blocks)
     assert lengths[0] < 7
     assert lengths[1] == 7
 
@@ -165,18 +166,6 @@ def test_salt_separates() -> None:
     for t in (a, b):
         pool.hash_blocks(t, list(range(16)), 16)
     assert not set(a.hashes) & set(b.hashes)
-
-
-def test_forget_all_leaves_holders_alone() -> None:
-    shadow = Shadow(100, 4, 8)
-    tokens = list(range(30))
-    tables = shadow.open(tokens, 30)
-    shadow.advance(tables, tokens, 17)
-    shadow.pool.forget_all()
-    shadow.pool.check()
-    shadow.advance(tables, tokens, 30)
-    shadow.pool.release(tables)
-    shadow.pool.check()
 
 
 def test_peak_pages_is_within_a_page_of_the_worst_that_happens() -> None:

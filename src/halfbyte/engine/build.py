@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.cpu_runner import CpuRunner
 from halfbyte.engine.device_runner import DeviceRunner
-from halfbyte.engine.engine import EngineConfig, EngineCore
+from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.graphs import Graphs
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import SourceInfo
@@ -52,13 +53,13 @@ def core_for(
     if observer is not None:
         observer.allocate(pages)
     eos = tuple(dict.fromkeys((*config.eos_tokens, *(t for t in tokenizer.eos_tokens if t < config.vocab))))
-    engine = EngineConfig(
+    engine_config = EngineConfig(
         pages=pages, page_size=options.page_size, window=config.window, vocab=config.vocab, max_context=context,
         eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows, max_waiting=options.max_waiting,
         run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
     )  # fmt: skip
     runner, sampler = _runner_for(model, options, observer, context, rows)
-    core = EngineCore(runner, engine, tokenizer, proposer)
+    core = EngineCore(runner, engine_config, tokenizer, proposer)
     details: dict[str, Any] = {
         "gates": options.gates.as_dict(),
         "device": _device_name(model.device),

@@ -27,8 +27,8 @@ class CpuRunner:
     def _run(self, batch: Batch) -> StepResult:
         tokens = batch.tokens
         if batch.token_from is not None:
-            known = np.asarray([*self._last, 0], np.int32)  # -1 finds the 0, which is not used
-            tokens = np.where(batch.token_from >= 0, known[batch.token_from], tokens)
+            sampled = np.asarray([*self._last, 0], np.int32)  # -1 finds the 0, which is not used
+            tokens = np.where(batch.token_from >= 0, sampled[batch.token_from], tokens)
         self._last = []
         with torch.inference_mode():
             step = _step_of(batch, tokens)

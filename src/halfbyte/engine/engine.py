@@ -17,11 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from halfbyte.engine.batch import BatchBuilder
+from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.grammar import GrammarCompiler, Vocabulary
 from halfbyte.engine.request import QUEUE_BUCKETS, Delta, EngineStats, FinishReason, Logprob, Request, Usage
 from halfbyte.engine.runner import ModelRunner, StepHandle, StepResult
 from halfbyte.engine.sampling.row import RowSampler, check_params
-from halfbyte.engine.scheduler import ScheduledStep, Scheduler, SchedulerConfig
+from halfbyte.engine.scheduler import ScheduledStep, Scheduler
 from halfbyte.engine.sequence import Sequence, State
 from halfbyte.engine.speculative.proposer import Proposer
 from halfbyte.engine.stops import StopMatcher
@@ -33,22 +34,6 @@ log = logging.getLogger("halfbyte")
 FAILURES_IN_A_ROW = 16  # after so many failed steps without a good one, the runner is beyond help
 LEAST_ROWS = 64  # shedding load stops here
 RECOVERY_STEPS = 256  # good steps before the row budget grows again
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    pages: int
-    page_size: int = 64
-    window: int = 128
-    vocab: int = 201088
-    max_context: int = 131072
-    eos_tokens: tuple[int, ...] = (200002,)
-    max_seqs: int = 64
-    max_tokens: int = 2048  # rows in one step: the chunk size of a long prompt while nobody decodes
-    beside_decode: int = 2048  # the same while others decode
-    max_waiting: int = 4096
-    run_ahead: bool = True
-    prefix_cache: bool = True
 
 
 Output = tuple[str, Delta]  # request id, what one choice gained
@@ -98,14 +83,7 @@ class EngineCore:
     ) -> None:
         self.runner, self.config, self.vocabulary, self.proposer = runner, config, vocabulary, proposer
         self.pages = PagePool(config.pages, config.page_size, config.window, prefix_cache=config.prefix_cache)
-        self.scheduler = Scheduler(
-            self.pages,
-            SchedulerConfig(
-                max_seqs=config.max_seqs, max_tokens=max(config.max_tokens, config.max_seqs),
-                beside_decode=max(config.beside_decode, config.max_seqs), max_waiting=config.max_waiting,
-                max_context=config.max_context, run_ahead=config.run_ahead,
-            ),
-        )  # fmt: skip
+        self.scheduler = Scheduler(self.pages, config)
         blocks = -(-self.scheduler.longest // config.page_size) + 1
         self.builder = BatchBuilder(config.max_seqs, blocks, config.page_size)
         self.grammars = None if vocabulary is None else GrammarCompiler(vocabulary, config.eos_tokens)
@@ -133,15 +111,15 @@ class EngineCore:
             previous, step = None, self.scheduler.schedule()
         if step is not None:
             if self._count.unscheduled:
-                self._dequeue(step)
+                self._count_queue_time(step)
             self.flight = self._launch(step, previous)
         if previous is not None:
             self._commit(previous)
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _dequeue(self, step: ScheduledStep) -> None:
-        """Note how long the sequences waited that are scheduled for the first time."""
+    def _count_queue_time(self, step: ScheduledStep) -> None:
+        """Count how long the sequences waited that are scheduled for the first time."""
         now, count = self._clock(), self._count
         for seq in step.seqs:
             if seq.arrived is not None:
@@ -401,7 +379,11 @@ class EngineCore:
         """One sequence cannot go on. Its request's other choices can."""
         if seq.state is State.FINISHED:
             return
-        text = str(error) if isinstance(error, HalfbyteError) else f"the engine failed on this request ({_say(error)})."
+        text = (
+            str(error)
+            if isinstance(error, HalfbyteError)
+            else f"the engine failed on this request ({_describe(error)})."
+        )
         if not isinstance(error, HalfbyteError):
             log.error("a request failed", exc_info=error)
         self._emit(seq, [], None, "error", text)
@@ -416,17 +398,17 @@ class EngineCore:
         for step in steps:
             scheduler.step_failed(step, suspect=not memory)
         failed = steps[-1]
-        log.warning("a step of %d rows failed (%s)", failed.rows, _say(error))
+        log.warning("a step of %d rows failed (%s)", failed.rows, _describe(error))
         if count.failures >= FAILURES_IN_A_ROW:
-            raise EngineDiedError(f"{count.failures} steps in a row failed, the last with: {_say(error)}.")
-        if memory and (len(scheduler.running) > 1 or scheduler.max_tokens > LEAST_ROWS):
-            scheduler.max_tokens = max(LEAST_ROWS, self.config.max_seqs, scheduler.max_tokens // 2)
+            raise EngineDiedError(f"{count.failures} steps in a row failed, the last with: {_describe(error)}.")
+        if memory and (len(scheduler.running) > 1 or scheduler.row_budget > LEAST_ROWS):
+            scheduler.row_budget = max(LEAST_ROWS, self.config.max_seqs, scheduler.row_budget // 2)
             for seq in scheduler.running[max(1, len(scheduler.running) // 2) :]:
                 scheduler.preempt(seq)
-            if len(scheduler.running) > 1 or failed.rows > scheduler.max_tokens:
+            if len(scheduler.running) > 1 or failed.rows > scheduler.row_budget:
                 return
         if len(failed.seqs) == 1:
-            what = "ran out of memory" if memory else f"failed ({_say(error)})"
+            what = "ran out of memory" if memory else f"failed ({_describe(error)})"
             self._fail(failed.seqs[0], StepError(f"the step that computed this request {what}."))
 
     def _good_step(self, step: ScheduledStep) -> None:
@@ -434,8 +416,8 @@ class EngineCore:
         count.steps += 1
         count.failures = 0
         count.good_steps += 1
-        if count.good_steps % RECOVERY_STEPS == 0 and self.scheduler.max_tokens < self.scheduler.config.max_tokens:
-            self.scheduler.max_tokens = min(self.scheduler.config.max_tokens, self.scheduler.max_tokens * 2)
+        if count.good_steps % RECOVERY_STEPS == 0 and self.scheduler.row_budget < self.scheduler.most_rows:
+            self.scheduler.row_budget = min(self.scheduler.most_rows, self.scheduler.row_budget * 2)
 
     # ---- looking in ---------------------------------------------------------------------------
 
@@ -454,9 +436,9 @@ class EngineCore:
         self.scheduler.check([self.flight.step] if self.flight is not None else [])
         alive = {id(s) for s in self.scheduler.waiting + self.scheduler.running}
         for group in self.groups.values():
-            here = [s for s in group.seqs if s.state is not State.FINISHED]
-            assert len(here) == group.open > 0
-            assert all(id(s) in alive for s in here)
+            unfinished = [s for s in group.seqs if s.state is not State.FINISHED]
+            assert len(unfinished) == group.open > 0
+            assert all(id(s) in alive for s in unfinished)
         assert len(alive) == sum(g.open for g in self.groups.values())
         unscheduled = [s for g in self.groups.values() for s in g.seqs if s.arrived is not None]
         assert len(unscheduled) == self._count.unscheduled
@@ -476,6 +458,6 @@ def _wait(handle: StepHandle) -> None:
         log.debug("a discarded step failed too", exc_info=True)
 
 
-def _say(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

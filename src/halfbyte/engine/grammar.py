@@ -79,11 +79,11 @@ class GrammarCompiler:
 
     def _matcher(self, kind: str, source: str) -> Any:
         key = (kind, source)
-        found = self._cache.get(key)
-        if found is not None:
+        compiled = self._cache.get(key)
+        if compiled is not None:
             self.hits += 1
             self._cache.move_to_end(key)
-            return found.deep_copy()
+            return compiled.deep_copy()
         self.misses += 1
         llguidance = _llguidance()
         try:

@@ -129,10 +129,10 @@ class DecodeGraph:
     def set_tables(self, sliding: Tensor, full: Tensor) -> None:
         """Those of the first sequences; the others are sent to the scratch page."""
         for kind, table in (("sliding", sliding), ("full", full)):
-            whole = self.step.block_tables[kind]
-            whole[: table.shape[0], : table.shape[1]].copy_(table)
-            if table.shape[0] < whole.shape[0]:
-                whole[table.shape[0] :].zero_()
+            tables = self.step.block_tables[kind]
+            tables[: table.shape[0], : table.shape[1]].copy_(table)
+            if table.shape[0] < tables.shape[0]:
+                tables[table.shape[0] :].zero_()
 
     def replay(self) -> Tensor:
         assert self.graph is not None

@@ -13,9 +13,16 @@ import msgspec
 
 from halfbyte import errors
 from halfbyte.engine.engine import Output
-from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo
+from halfbyte.engine.request import EngineStats, Request, SourceInfo
 
 _HEADER = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, tag="start"):
+    """The first message: who builds the core ("module:function"), and from what (EngineOptions, as they are)."""
+
+    factory: str
+    argument: Any
 
 
 class Submit(msgspec.Struct, tag="submit"):
@@ -41,7 +48,7 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 class Stepped(msgspec.Struct, tag="step"):
-    outputs: list[tuple[str, Delta]]
+    outputs: list[Output]
     stats: EngineStats
 
 
@@ -54,6 +61,7 @@ ToEngine = Submit | Cancel | Stop
 FromEngine = Ready | Refused | Stepped | Died
 
 _encoder = msgspec.msgpack.Encoder()
+decode_start = msgspec.msgpack.Decoder(Start).decode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
@@ -63,14 +71,10 @@ def frame(message: Any) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
-def stepped(outputs: list[Output], stats: EngineStats) -> bytes:
-    return frame(Stepped(outputs, stats))
-
-
-def revive(name: str, text: str) -> errors.HalfbyteError:
-    found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(found, errors.HalfbyteError):
-        return found(text)
+def error_of(name: str, text: str) -> errors.HalfbyteError:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.HalfbyteError):
+        return kind(text)
     return errors.EngineError(f"{name}: {text}")
 
 

@@ -30,7 +30,7 @@ from halfbyte.gates import child_environment
 
 log = logging.getLogger("halfbyte")
 
-DEFAULT_BUILD = "halfbyte.engine.worker:build"
+DEFAULT_FACTORY = "halfbyte.engine.worker:build"
 
 
 @dataclass
@@ -44,9 +44,9 @@ class EngineProcess:
     """`await EngineProcess.start(options)`; then `stream`, `stats`, `close` as TokenSource says."""
 
     def __init__(
-        self, build: str, argument: Any, *, restarts: int = 3, window: float = 600.0, hang: float = 600.0
+        self, factory: str, argument: Any, *, restarts: int = 3, window: float = 600.0, hang: float = 600.0
     ) -> None:
-        self._build, self._argument = build, argument
+        self._start = messages.Start(factory, argument)
         self._restarts, self._window, self._hang = restarts, window, hang
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -57,7 +57,7 @@ class EngineProcess:
         self._stats = EngineStats()
         self._ready = False
         self._closing = False
-        self._why = "the engine is still loading"
+        self._not_ready_reason = "the engine is still loading"
         self._starts: deque[float] = deque()
         self._last_step = time.monotonic()
         self._started: asyncio.Future[None] | None = None
@@ -66,7 +66,7 @@ class EngineProcess:
     @classmethod
     async def start(cls, options: EngineOptions, **bounds: Any) -> EngineProcess:
         """Spawns the process and returns once the model is loaded, or raises what loading raised."""
-        self = cls(DEFAULT_BUILD, msgspec.msgpack.encode(options), **bounds)
+        self = cls(DEFAULT_FACTORY, options, **bounds)
         await self.open()
         return self
 
@@ -100,35 +100,35 @@ class EngineProcess:
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         if not self.ready:
-            raise CapacityError(f"{self._why}; try again later.")
+            raise CapacityError(f"{self._not_ready_reason}; try again later.")
         if request.id in self._waiting:
             raise CapacityError(f"a request with the id {request.id!r} is already running; ids must differ.")
         waiting = _Waiting(asyncio.Queue(), request.sampling.n)
         self._waiting[request.id] = waiting
         if len(self._waiting) == 1:
             self._last_step = time.monotonic()
-        whole = False
+        ended = False
         try:
             self._send(messages.Submit(request))
             while len(waiting.closed) < waiting.choices:
                 item = await waiting.queue.get()
                 if isinstance(item, HalfbyteError):
-                    whole = True
+                    ended = True
                     raise item
                 if item.finish is not None:
                     waiting.closed.add(item.index)
                 yield item
-            whole = True
+            ended = True
         finally:
             if self._waiting.get(request.id) is waiting:
                 del self._waiting[request.id]
-            if not whole and self._ready:
+            if not ended and self._ready:
                 self._send(messages.Cancel([request.id]))
 
     async def close(self) -> None:
         """Stop the process, tell whoever still waits, and leave nothing behind."""
         self._closing = True
-        self._why = "the engine is shutting down"
+        self._not_ready_reason = "the engine is shutting down"
         self._send(messages.Stop())
         if self._watch is not None:
             self._watch.cancel()
@@ -142,7 +142,7 @@ class EngineProcess:
         if self._task is not None:
             with suppress(asyncio.CancelledError):
                 await self._task
-        self._tell(EngineDiedError("the engine was shut down before this request ended."))
+        self._fail_waiting(EngineDiedError("the engine was shut down before this request ended."))
 
     # ---- the process --------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class EngineProcess:
     async def _run(self) -> None:
         """One round per life of the process."""
         while True:
-            text = await self._life()
+            text = await self._run_once()
             was_ready, self._ready = self._ready, False
             if self._closing:
                 return
@@ -162,37 +162,37 @@ class EngineProcess:
             if not self._started.done():
                 self._started.set_exception(text)
                 return
-            self._tell(text)
+            self._fail_waiting(text)
             log.error("%s", text)
             now = time.monotonic()
             while self._starts and now - self._starts[0] > self._window:
                 self._starts.popleft()
             if not was_ready or len(self._starts) > self._restarts:
-                self._why = f"the engine died {self.deaths} times and is not started again ({text})"
-                log.error("%s", self._why)
+                self._not_ready_reason = f"the engine died {self.deaths} times and is not started again ({text})"
+                log.error("%s", self._not_ready_reason)
                 return
-            self._why = "the engine died and is being restarted"
+            self._not_ready_reason = "the engine died and is being restarted"
             await asyncio.sleep(min(5.0, 0.1 * 2 ** len(self._starts)))
 
-    async def _life(self) -> HalfbyteError:
+    async def _run_once(self) -> HalfbyteError:
         """Start the process and read what it says until it is gone; returns why it went."""
         ours, theirs = socket.socketpair()
         messages.enlarge_buffers(ours)
         self._starts.append(time.monotonic())
         self._process = process = subprocess.Popen(
             [sys.executable, "-m", "halfbyte.engine.worker", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=child_environment(PYTHONPATH=_path()),
+            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=child_environment(PYTHONPATH=_import_path()),
             start_new_session=True,
         )  # fmt: skip
         theirs.close()
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        self._writer.write(messages.frame([self._build, self._argument]))
+        self._writer.write(messages.frame(self._start))
         died: HalfbyteError | None = None
         frames = messages.Frames()
         try:
             while data := await reader.read(1 << 20):
                 for body in frames.feed(data):
-                    died = self._take(messages.decode_from_engine(body)) or died
+                    died = self._handle(messages.decode_from_engine(body)) or died
         except (ConnectionResetError, BrokenPipeError, msgspec.DecodeError) as e:
             log.debug("reading from the engine ended: %s", e)
         finally:
@@ -201,9 +201,10 @@ class EngineProcess:
             if died is None and not self._closing:
                 await asyncio.sleep(0)
         code = await _reap(process)
-        return died or EngineDiedError(f"the engine process ended unexpectedly ({_how(code)}); the request was lost.")
+        end = f"signal {-code}" if code < 0 else f"exit status {code}"
+        return died or EngineDiedError(f"the engine process ended unexpectedly ({end}); the request was lost.")
 
-    def _take(self, message: messages.FromEngine) -> HalfbyteError | None:
+    def _handle(self, message: messages.FromEngine) -> HalfbyteError | None:
         if isinstance(message, messages.Stepped):
             self._stats = message.stats
             self._last_step = time.monotonic()
@@ -219,12 +220,12 @@ class EngineProcess:
         elif isinstance(message, messages.Refused):
             waiting = self._waiting.get(message.id)
             if waiting is not None:
-                waiting.queue.put_nowait(messages.revive(message.error, message.text))
+                waiting.queue.put_nowait(messages.error_of(message.error, message.text))
         else:
-            return messages.revive(message.error, message.text)
+            return messages.error_of(message.error, message.text)
         return None
 
-    def _tell(self, error: HalfbyteError) -> None:
+    def _fail_waiting(self, error: HalfbyteError) -> None:
         """Fail everyone who waits. A typed death (out of memory, say) reaches them as an engine that died."""
         if not isinstance(error, EngineDiedError):
             error = EngineDiedError(str(error))
@@ -243,7 +244,7 @@ class EngineProcess:
                 self._last_step = time.monotonic()
 
 
-def _path() -> str:
+def _import_path() -> str:
     """Where this package was imported from, first, so that the process runs the same code."""
     return os.pathsep.join(p for p in [*sys.path] if p)
 
@@ -257,7 +258,3 @@ async def _reap(process: subprocess.Popen[bytes]) -> int:
         await asyncio.sleep(0.05)
     process.kill()
     return process.wait()
-
-
-def _how(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit status {code}"

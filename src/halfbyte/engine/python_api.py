@@ -59,11 +59,11 @@ class Engine:
         self, model: str | None = None, *, gates: Gates | None = None, device: str | None = None, **options: Any
     ) -> None:
         try:
-            made = EngineOptions(model=model, gates=gates or Gates(), device=device, **options)
+            engine_options = EngineOptions(model=model, gates=gates or Gates(), device=device, **options)
         except TypeError as e:
-            known = ", ".join(EngineOptions.__dataclass_fields__)
-            raise UsageError(f"{str(e).removeprefix('EngineOptions.__init__() ')}; Engine takes {known}.") from None
-        core, info, tokenizer = build_core(made)
+            names = ", ".join(EngineOptions.__dataclass_fields__)
+            raise UsageError(f"{str(e).removeprefix('EngineOptions.__init__() ')}; Engine takes {names}.") from None
+        core, info, tokenizer = build_core(engine_options)
         self.tokenizer: Tokenizer = tokenizer
         self._source = EngineThread(core, info)
 
@@ -130,10 +130,10 @@ class Engine:
             end = last[i]
             if end.finish == "error":
                 raise StepError(end.error or "the engine failed on this request.")
-            shown = ids
+            visible = ids
             if end.finish == "stop" and end.stop_match is None and ids:
-                shown = ids[:-1]
-            data = self.tokenizer.decode_bytes(shown)
+                visible = ids[:-1]
+            data = self.tokenizer.decode_bytes(visible)
             if end.visible_bytes is not None:
                 data = data[: end.visible_bytes]
             assert end.finish is not None

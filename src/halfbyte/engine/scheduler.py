@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
+from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.request import Request
 from halfbyte.engine.sequence import Sequence, State
 from halfbyte.errors import ContextError, QueueFullError
@@ -41,28 +42,20 @@ class ScheduledStep:
     decode_only: bool = True  # one row each, no drafts
 
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    max_seqs: int = 64  # running at once
-    max_tokens: int = 2048  # rows in one step
-    beside_decode: int = 2048  # rows in one step while others decode: they wait for it
-    max_waiting: int = 4096
-    max_context: int = 131072
-    run_ahead: bool = True
-
-
 _NO_DRAFT: list[int] = []
 
 
 class Scheduler:
-    def __init__(self, pages: PagePool, config: SchedulerConfig) -> None:
-        assert config.max_tokens >= config.max_seqs, "every running sequence must fit in a step"
+    def __init__(self, pages: PagePool, config: EngineConfig) -> None:
         self.pages, self.config = pages, config
         self.waiting: list[Sequence] = []  # by order
         self.running: list[Sequence] = []  # by order
         self.leaving: list[Sequence] = []  # finished while in flight: pages are released at commit
         self.suspects: list[Sequence] = []  # of a failed step: run one at a time until each has passed or failed alone
-        self.max_tokens = config.max_tokens  # shrinks while memory is short
+        # Rows in one step, in which every running sequence must fit.
+        self.most_rows = max(config.max_tokens, config.max_seqs)
+        self.most_rows_beside_decode = max(config.beside_decode, config.max_seqs)
+        self.row_budget = self.most_rows  # shrinks while memory is short
         self.preemptions = 0
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = self._admissions = 0
@@ -84,9 +77,9 @@ class Scheduler:
         context = self.config.max_context
         wanted = prompt + (1 if most is None else most)
         if wanted > context:
-            asked = f"{prompt} prompt tokens" + ("" if most is None else f" + max_tokens {most}")
+            parts = f"{prompt} prompt tokens" + ("" if most is None else f" + max_tokens {most}")
             raise ContextError(
-                f"{asked} = {wanted - (most is None)} tokens, but the context is {context}; shorten the prompt"
+                f"{parts} = {wanted - (most is None)} tokens, but the context is {context}; shorten the prompt"
                 f"{'' if most is None else ' or lower max_tokens'}."
             )
         if wanted > self.longest:
@@ -174,9 +167,9 @@ class Scheduler:
             seq = self.running[i]
             i += 1
             start = seq.scheduled
-            left = len(seq.tokens) + seq.pending - start
-            if left != 1:
-                if left:
+            uncomputed = len(seq.tokens) + seq.pending - start
+            if uncomputed != 1:
+                if uncomputed:
                     prompts.append(seq)
                 continue
             if start + 1 >= seq.limit and seq.pending:
@@ -191,7 +184,7 @@ class Scheduler:
             if start + 1 > seq.capacity and not self._extend(seq, start + 1):
                 if ahead:
                     return None
-                if not self._make_room(seq, start + 1):
+                if not self._preempt_for(seq, start + 1):
                     break  # it was the youngest itself, so nobody is left behind it
             if draft or not seq.runs_ahead:
                 step.ahead = False
@@ -205,7 +198,7 @@ class Scheduler:
 
     def _add_prompts(self, step: ScheduledStep, prompts: list[Sequence]) -> None:
         """Spend the rest of the budget: half or more on the oldest prompt, the rest in order of arrival."""
-        budget = (min(self.max_tokens, self.config.beside_decode) if step.rows else self.max_tokens) - step.rows
+        budget = (min(self.row_budget, self.most_rows_beside_decode) if step.rows else self.row_budget) - step.rows
         if budget <= 0 or not (prompts or self.waiting):
             return
         oldest: Sequence | None = None
@@ -225,7 +218,7 @@ class Scheduler:
         if not self.waiting or not self._slots or budget <= 0:
             return budget
         promised = sum(
-            self.pages.peak_pages(len(s.tokens) + 1, self.max_tokens) - len(s.tables.full) - len(s.tables.sliding)
+            self.pages.peak_pages(len(s.tokens) + 1, self.row_budget) - len(s.tables.full) - len(s.tables.sliding)
             + s.tables.first
             for s in self.running if len(s.tokens) - s.scheduled > 1
         )  # fmt: skip
@@ -236,7 +229,7 @@ class Scheduler:
                 i += 1  # its prompt is being computed by its leader
                 continue
             hit = self.pages.match(seq.tables, len(seq.tokens) - 1)
-            need = self.pages.cost(seq.tables, hit, len(seq.tokens) + 1, self.max_tokens)
+            need = self.pages.cost(seq.tables, hit, len(seq.tokens) + 1, self.row_budget)
             if self.running and need + max(0, promised) + len(self.running) > self.pages.available:
                 return budget  # strictly in order: nobody overtakes the one that waits for pages
             del self.waiting[i]
@@ -268,15 +261,15 @@ class Scheduler:
     def _add_chunk(self, step: ScheduledStep, seq: Sequence, most: int) -> int:
         count = self._chunk(seq, most)
         if count:
-            whole = seq.scheduled + count == len(seq.tokens)
+            last = seq.scheduled + count == len(seq.tokens)
             step.seqs.append(seq)
             step.starts.append(seq.scheduled)
             step.counts.append(count)
             step.drafts.append(_NO_DRAFT)
-            step.samples.append(whole)
+            step.samples.append(last)
             step.rows += count
-            step.decode_only = step.decode_only and count == 1 and whole
-            step.ahead = step.ahead and whole and seq.runs_ahead
+            step.decode_only = step.decode_only and count == 1 and last
+            step.ahead = step.ahead and last and seq.runs_ahead
         return count
 
     def _mark_launched(self, step: ScheduledStep) -> ScheduledStep:
@@ -296,7 +289,7 @@ class Scheduler:
                 continue
             seq.draft = _NO_DRAFT
             step = ScheduledStep(ahead=False)
-            while not self._add_chunk(step, seq, self.max_tokens):
+            while not self._add_chunk(step, seq, self.row_budget):
                 if self.running[-1] is seq:
                     break
                 self.preempt(self.running[-1])
@@ -315,7 +308,7 @@ class Scheduler:
         seq.capacity = len(seq.tables.full) * self.pages.page_size
         return True
 
-    def _make_room(self, seq: Sequence, length: int) -> bool:
+    def _preempt_for(self, seq: Sequence, length: int) -> bool:
         """Preempt from the youngest until `length` fits; False if that was the sequence itself."""
         while not self._extend(seq, length):
             victim = self.running[-1]
@@ -339,7 +332,7 @@ class Scheduler:
         return True
 
     def advance(self, seq: Sequence, computed: int) -> None:
-        """Publish what is computed; rejected drafts are computed over again."""
+        """`computed` tokens are there for good: publish their pages; rejected drafts are computed over again."""
         self.pages.commit(seq.tables, seq.tokens, computed)
         if seq.inflight == 0:
             seq.scheduled = computed
@@ -393,8 +386,8 @@ class Scheduler:
         for seq in self.leaving:
             assert seq.state is State.FINISHED
             assert seq.inflight > 0
-        held = {id(s.tables) for s in self.running + self.leaving}
-        assert held == set(self.pages._live), "a table is held by nobody"
+        owned = {id(s.tables) for s in self.running + self.leaving}
+        assert owned == self.pages.attached, "a table is held by nobody"
 
 
 def _order(seq: Sequence) -> int:

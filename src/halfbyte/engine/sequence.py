@@ -30,36 +30,9 @@ class State(IntEnum):
 
 class Sequence:
     __slots__ = (
-        "accepted",
-        "admission",
-        "arrived",
-        "cached",
-        "capacity",
-        "draft",
-        "drafted",
-        "finish",
-        "grammar",
-        "index",
-        "inflight",
-        "leader",
-        "limit",
-        "may_run_ahead",
-        "order",
-        "pace",
-        "params",
-        "pending",
-        "prefilled",
-        "prompt",
-        "proposal",
-        "request",
-        "runs_ahead",
-        "sampler",
-        "scheduled",
-        "slot",
-        "state",
-        "stop_ids",
-        "stops",
-        "tables",
+        "accepted", "admission", "arrived", "cached", "capacity", "draft", "drafted", "finish", "grammar", "index",
+        "inflight", "leader", "limit", "may_run_ahead", "order", "pace", "params", "pending", "prefilled", "prompt",
+        "proposal", "request", "runs_ahead", "sampler", "scheduled", "slot", "state", "stop_ids", "stops", "tables",
         "tokens",
     )  # fmt: skip
 
@@ -87,7 +60,7 @@ class Sequence:
         self.drafted = 0
         self.accepted = 0
         self.finish: FinishReason | None = None
-        # What the engine hangs on; None where a request does not use it.
+        # Attached by the engine; None where a request does not use it.
         self.sampler: RowSampler | None = None
         self.stops: StopMatcher | None = None
         self.grammar: GrammarState | None = None

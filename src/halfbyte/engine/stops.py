@@ -39,8 +39,7 @@ class StopMatcher:
             self.matched = first[2]
             self.visible = base + first[0]
             return True
-        held = self._could_begin(text)
-        self.visible = self.total - held
+        self.visible = self.total - self._could_begin(text)
         self._tail = text[max(0, len(text) - self._longest + 1) :] if self._longest > 1 else b""
         return False
 

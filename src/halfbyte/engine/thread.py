@@ -34,7 +34,7 @@ class _Caller:
         return item
 
     @property
-    def whole(self) -> bool:
+    def ended(self) -> bool:
         return len(self.closed) == self.choices
 
 
@@ -71,7 +71,7 @@ class EngineThread:
 
         caller = self._enter(request, put)
         try:
-            while not caller.whole:
+            while not caller.ended:
                 yield caller.take(await items.get())
         finally:
             self._leave(request, caller)
@@ -86,7 +86,7 @@ class EngineThread:
         items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         caller = self._enter(request, items.put)
         try:
-            while not caller.whole:
+            while not caller.ended:
                 yield caller.take(items.get())
         finally:
             self._leave(request, caller)
@@ -110,10 +110,10 @@ class EngineThread:
 
     def _leave(self, request: Request, caller: _Caller) -> None:
         with self._lock:
-            mine = self._callers.get(request.id) is caller
-            if mine:
+            waiting = self._callers.get(request.id) is caller
+            if waiting:
                 del self._callers[request.id]
-        if mine and not caller.whole:
+        if waiting and not caller.ended:
             self._asks.put(request.id)
 
     def _receive(self, wait: bool) -> list[Ask]:

@@ -1,6 +1,6 @@
 """The engine's own process: `python -m halfbyte.engine.worker FD`, with a socket to its parent as file FD.
 
-The first frame names what to build ("module:function" and its argument); then requests come in and one message goes
+The first message says who builds the core and from what; then requests come in and one message goes
 out per step. When the parent is gone the socket closes and so does this process: it is never an orphan.
 """
 
@@ -28,11 +28,11 @@ log = logging.getLogger("halfbyte")
 CoreFactory = Callable[[Any], tuple[EngineCore, SourceInfo]]
 
 
-def build(options: bytes) -> tuple[EngineCore, SourceInfo]:
+def build(options: Any) -> tuple[EngineCore, SourceInfo]:
     from halfbyte.engine.build import build_core  # here, because it brings torch and the model
     from halfbyte.engine.options import EngineOptions
 
-    core, info, _ = build_core(msgspec.msgpack.decode(options, type=EngineOptions))
+    core, info, _ = build_core(msgspec.convert(options, EngineOptions))
     return core, info
 
 
@@ -43,13 +43,13 @@ class Worker:
         self._pending: list[bytes] = []
         self._core: EngineCore | None = None
 
-    def first(self) -> Any:
+    def start_message(self) -> messages.Start:
         while not self._pending:
             data = self.sock.recv(1 << 20)
             if not data:
                 sys.exit(0)
             self._pending += self._frames.feed(data)
-        return msgspec.msgpack.decode(self._pending.pop(0))
+        return messages.decode_start(self._pending.pop(0))
 
     def receive(self, wait: bool) -> list[Ask]:
         asks: list[Ask] = []
@@ -75,7 +75,7 @@ class Worker:
 
     def deliver(self, outputs: list[Output]) -> None:
         assert self._core is not None
-        self.sock.sendall(messages.stepped(outputs, self._core.stats()))
+        self.sock.sendall(messages.frame(messages.Stepped(outputs, self._core.stats())))
 
     def run(self, core: EngineCore, info: SourceInfo) -> None:
         self._core = core
@@ -90,19 +90,19 @@ def main(fd: int) -> int:
     messages.enlarge_buffers(sock)
     worker = Worker(sock)
     try:
-        where, argument = worker.first()
-        module, _, function = where.partition(":")
-        make: CoreFactory = getattr(importlib.import_module(module), function)
-        worker.run(*make(argument))
+        start = worker.start_message()
+        module, _, function = start.factory.partition(":")
+        factory: CoreFactory = getattr(importlib.import_module(module), function)
+        worker.run(*factory(start.argument))
         return 0
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the parent is gone
     except Exception as e:
-        known = isinstance(e, HalfbyteError)
-        if not known:
+        typed = isinstance(e, HalfbyteError)
+        if not typed:
             log.exception("the engine died")
-        name = type(e).__name__ if known else EngineError.__name__
-        text = str(e) if known else f"the engine died of {type(e).__name__}: {str(e)[:300]}."
+        name = type(e).__name__ if typed else EngineError.__name__
+        text = str(e) if typed else f"the engine died of {type(e).__name__}: {str(e)[:300]}."
         try:
             sock.sendall(messages.frame(messages.Died(name, text)))
         except OSError:

@@ -13,7 +13,7 @@ Hashes are chained over whole pages (the idea of vLLM's prefix cache), 128 bits 
 prefix. A hash is registered only when the tokens of its page are committed: a page that a failed step half wrote is
 never found.
 
-Refuses to schedule: a caller asks (`missing`, `available`) and then acts (`extend`), and decides who must yield.
+Refuses to schedule: a caller asks (`available`, `cost`) and then acts (`extend`), and decides who must yield.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ SCRATCH = 0
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A usable prefix: `blocks` whole pages; `seen` is how far the full kind alone would have reached."""
+    """A usable prefix: `blocks` whole pages; `full_blocks` is how far the full kind alone would have reached."""
 
     blocks: int = 0
-    seen: int = 0
+    full_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class PageStats:
     hit_tokens: int
     query_tokens: int
     evicted: int
-    returned: int  # sliding pages given back while their sequence went on
 
 
 @dataclass(slots=True, eq=False)
@@ -75,8 +74,8 @@ class PagePool:
         self._keep = bytearray(pages)
         self._index: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unheld; least recently used first
-        self._live: dict[int, Tables] = {}
-        self._peak = self._hit_tokens = self._query_tokens = self._evicted = self._returned = 0
+        self._attached: dict[int, Tables] = {}
+        self._peak = self._hit_tokens = self._query_tokens = self._evicted = 0
 
     # ---- what is there ------------------------------------------------------------------------
 
@@ -89,11 +88,15 @@ class PagePool:
     def capacity(self) -> int:
         return self.pages - 1
 
+    @property
+    def attached(self) -> set[int]:
+        """Ids of the tables that hold pages."""
+        return set(self._attached)
+
     def stats(self) -> PageStats:
         return PageStats(
             total=self.capacity, used=self.capacity - self.available, cached=len(self._idle), peak_used=self._peak,
             hit_tokens=self._hit_tokens, query_tokens=self._query_tokens, evicted=self._evicted,
-            returned=self._returned,
         )  # fmt: skip
 
     def first_needed(self, length: int) -> int:
@@ -121,10 +124,10 @@ class PagePool:
         """The longest prefix of at most `limit` tokens that both kinds can serve."""
         full, sliding = self._index
         hashes = tables.hashes
-        seen, stop = 0, min(limit // self.page_size, len(hashes))
-        while seen < stop and hashes[seen] in full:
-            seen += 1
-        blocks = seen
+        full_blocks, stop = 0, min(limit // self.page_size, len(hashes))
+        while full_blocks < stop and hashes[full_blocks] in full:
+            full_blocks += 1
+        blocks = full_blocks
         while blocks:
             first = self.first_needed(blocks * self.page_size)
             for j in range(blocks - 1, first - 1, -1):
@@ -133,7 +136,7 @@ class PagePool:
                     break
             else:
                 break
-        return Hit(blocks, seen)
+        return Hit(blocks, full_blocks)
 
     def cost(self, tables: Tables, hit: Hit, length: int, chunk: int) -> int:
         """By how much `available` falls at worst if a sequence of `length` tokens starts from `hit`."""
@@ -157,7 +160,7 @@ class PagePool:
         tables.first = first
         tables.length = hit.blocks * size
         tables.attached = True
-        self._live[id(tables)] = tables
+        self._attached[id(tables)] = tables
         for page in tables.full:
             self._hold(page)
         for page in tables.sliding[first:]:
@@ -166,13 +169,9 @@ class PagePool:
         self._query_tokens += prompt
         # The same prompt again may reuse all but its last token; a longer one may reuse it whole.
         tables.keep.clear()
-        for end in {(prompt - 1) // size, prompt // size, hit.seen}:
+        for end in {(prompt - 1) // size, prompt // size, hit.full_blocks}:
             tables.keep.update(range(self.first_needed(end * size), end))
         self._peak = max(self._peak, self.capacity - self.available)
-
-    def missing(self, tables: Tables, length: int) -> int:
-        """Pages still to be taken so that `length` tokens fit."""
-        return 2 * max(0, -(-length // self.page_size) - len(tables.full))
 
     def extend(self, tables: Tables, length: int) -> bool:
         """Make room for `length` tokens in both tables; all or nothing."""
@@ -204,8 +203,7 @@ class PagePool:
             self._publish(tables.sliding[i], SLIDING, tables.hashes[i])
         first = self.first_needed(length)
         for i in range(tables.first, first):
-            self._let_pass(tables, i)
-            self._returned += 1
+            self._drop_sliding(tables, i)
         tables.first = max(first, tables.first)
 
     def release(self, tables: Tables) -> None:
@@ -217,21 +215,11 @@ class PagePool:
         for i in range(len(tables.full) - 1, -1, -1):  # the tail is evicted before what it builds on
             self._drop(tables.full[i])
             if i >= tables.first:
-                self._let_pass(tables, i)
+                self._drop_sliding(tables, i)
         tables.full, tables.sliding = [], []
         tables.first = tables.length = 0
         tables.attached = False
-        del self._live[id(tables)]
-
-    def forget_all(self) -> None:
-        """Empty the prefix cache; held pages stay with their holders and are not found any more."""
-        for index in self._index:
-            for page in index.values():
-                self._hash[page] = None
-                self._keep[page] = 0
-            index.clear()
-        self._free.extend(self._idle)
-        self._idle.clear()
+        del self._attached[id(tables)]
 
     # ---- single pages -------------------------------------------------------------------------
 
@@ -261,15 +249,15 @@ class PagePool:
             self._forget(page)
             self._free.append(page)
 
-    def _let_pass(self, tables: Tables, block: int) -> None:
+    def _drop_sliding(self, tables: Tables, block: int) -> None:
         """Drop a sliding page, first marking the findable copy of its block if it is to be kept."""
         if block in tables.keep and block < len(tables.hashes):
             h = tables.hashes[block]
             if block < tables.length // self.page_size:
                 self._publish(tables.sliding[block], SLIDING, h)
-            found = self._index[SLIDING].get(h)
-            if found is not None:
-                self._keep[found] = 1
+            page = self._index[SLIDING].get(h)
+            if page is not None:
+                self._keep[page] = 1
         self._drop(tables.sliding[block])
         tables.sliding[block] = SCRATCH
 
@@ -290,7 +278,7 @@ class PagePool:
     def check(self) -> None:
         """Every invariant, from scratch. Tests call it after every operation; it is far too slow for serving."""
         refs = [0] * self.pages
-        for t in self._live.values():
+        for t in self._attached.values():
             assert t.attached
             assert len(t.full) == len(t.sliding), "the tables of the two kinds cover the same blocks"
             assert -(-t.length // self.page_size) <= len(t.full), "committed tokens without a page"
@@ -308,9 +296,9 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & idle
         assert SCRATCH not in free | idle
-        held = {p for p in range(1, self.pages) if refs[p]}
-        assert not held & (free | idle), "a held page can be handed out"
-        assert held | free | idle == set(range(1, self.pages)), "a page leaked"
+        in_use = {p for p in range(1, self.pages) if refs[p]}
+        assert not in_use & (free | idle), "a held page can be handed out"
+        assert in_use | free | idle == set(range(1, self.pages)), "a page leaked"
         for kind, index in enumerate(self._index):
             for h, page in index.items():
                 assert self._hash[page] == h
@@ -319,4 +307,4 @@ class PagePool:
         assert all(self._hash[p] is None and not self._keep[p] for p in free), "a free page can still be found"
         assert all(self._hash[p] is not None for p in idle), "a cached page cannot be found"
         assert all(self._kind[p] == FULL or self._keep[p] for p in idle), "a window was cached that nobody kept"
-        assert self._peak >= len(held)
+        assert self._peak >= len(in_use)

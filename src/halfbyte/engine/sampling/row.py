@@ -12,7 +12,7 @@ from hashlib import blake2b
 from halfbyte.engine.request import SamplingParams
 from halfbyte.errors import RequestError
 
-DRAW, ACCEPT, PROPOSE = 0, 1, 2  # streams of randomness at one position
+SAMPLE, ACCEPT, PROPOSE = 0, 1, 2  # streams of randomness at one position
 
 
 def check_params(params: SamplingParams, vocab: int) -> None:
@@ -71,7 +71,7 @@ class RowSampler:
         # Nothing but the highest logit is asked for.
         self.simple = self.greedy and not self.needs_host and params.logprobs is None
 
-    def uniform(self, position: int, stream: int = DRAW) -> float:
+    def uniform(self, position: int, stream: int = SAMPLE) -> float:
         """In [0, 1), fixed by seed, choice, position and stream."""
         digest = blake2b(self.key + position.to_bytes(8, "little") + bytes((stream,)), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -24,21 +24,6 @@ class StepCost(Protocol):
         ...
 
 
-class ExpertCost:
-    """Bytes a step reads: dense weights once, each expert that any row is routed to, and the keys and values.
-
-    Experts touched under uniform routing: E (1 - (1 - k/E)^rows).
-    """
-
-    def __init__(self, *, dense: float, expert: float, experts: int, top_k: int, layers: int, kv_token: float) -> None:
-        self.dense, self.expert, self.kv_token = dense, expert, kv_token
-        self.experts, self.top_k, self.layers = experts, top_k, layers
-
-    def __call__(self, rows: int, context: int) -> float:
-        touched = self.experts * (1.0 - (1.0 - self.top_k / self.experts) ** rows)
-        return self.dense + self.layers * touched * self.expert + context * self.kv_token
-
-
 class Controller:
     """Shared by all requests of an engine: the ledger, and what is known about drafts in general."""
 
@@ -82,8 +67,8 @@ class Pace:
     def rate(self) -> float:
         """Chance that a drafted token is accepted, the ones before it having been; recent drafts count more."""
         c = self._controller
-        known = (c.accepted + 4 * c.prior) / (c.drafted + 4)  # of all requests
-        return (self._success + 2 * known) / (self._success + self._fail + 2)
+        common = (c.accepted + 4 * c.prior) / (c.drafted + 4)  # of all requests
+        return (self._success + 2 * common) / (self._success + self._fail + 2)
 
     @property
     def resting(self) -> bool:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Known:
+class _Progress:
     """How far the draft model is with one sequence."""
 
     tables: Tables
@@ -48,7 +48,7 @@ class DraftModelProposer:
         self.model, self.controller, self.sampled, self.chunk = model, controller, sampled, chunk
         self.pool = PagePool(pages, model.spec.page_size, model.config.window)
         self._cost, self._target_cost = cost, target_cost
-        self._known: dict[int, _Known] = {}  # by id of the sequence; the least recently asked first
+        self._progress: dict[int, _Progress] = {}  # by id of the sequence; the least recently asked first
 
     # ---- proposing ----------------------------------------------------------------------------
 
@@ -58,28 +58,28 @@ class DraftModelProposer:
         ready = []
         spent = 0.0
         for i, (seq, most) in enumerate(wants):
-            known = self._catch_up(seq, most, asked)
-            if known is not None:
-                ready.append((i, seq, most, known))
-        rows = [(seq.tokens[known.computed :], known.computed, known.tables) for _, seq, _, known in ready]
+            progress = self._catch_up(seq, most, asked)
+            if progress is not None:
+                ready.append((i, seq, most, progress))
+        rows = [(seq.tokens[progress.computed :], progress.computed, progress.tables) for _, seq, _, progress in ready]
         step = 0
         while ready:
             logits = self._forward(rows)
             spent += self._cost(sum(len(tokens) for tokens, _, _ in rows), sum(start for _, start, _ in rows))
             following, rows = [], []
-            for row, (i, seq, most, known) in zip(logits, ready):
+            for row, (i, seq, most, progress) in zip(logits, ready):
                 token = self._choose(row, seq, len(seq.tokens) + step, proposals[i])
                 proposals[i].tokens.append(token)
-                known.computed = len(seq.tokens) + step
+                progress.computed = len(seq.tokens) + step
                 if step + 1 < most:
-                    following.append((i, seq, most, known))
-                    rows.append(([token], known.computed, known.tables))
+                    following.append((i, seq, most, progress))
+                    rows.append(([token], progress.computed, progress.tables))
             ready = following
             step += 1
         for (seq, _), proposal in zip(wants, proposals):
-            known = self._known.get(id(seq))
-            if known is not None and proposal.tokens:
-                known.guessed, known.guessed_at = list(proposal.tokens), len(seq.tokens)
+            progress = self._progress.get(id(seq))
+            if progress is not None and proposal.tokens:
+                progress.guessed, progress.guessed_at = list(proposal.tokens), len(seq.tokens)
         share = spent / self._target_cost(1, 0) / max(1, len(wants))
         for proposal in proposals:
             proposal.cost = share
@@ -101,40 +101,42 @@ class DraftModelProposer:
 
     # ---- its own cache ------------------------------------------------------------------------
 
-    def _catch_up(self, seq: Sequence, most: int, asked: set[int]) -> _Known | None:
+    def _catch_up(self, seq: Sequence, most: int, asked: set[int]) -> _Progress | None:
         """Bring the cache to all but the last token of `seq`, with room for the draft; None if there is no room."""
-        known = self._known.pop(id(seq), None)
+        progress = self._progress.pop(id(seq), None)
         tokens = seq.tokens
-        if known is None:
-            known = _Known(Tables(salt=seq.tables.salt))
-            self.pool.hash_blocks(known.tables, tokens, len(tokens) - 1)
-            self.pool.attach(known.tables, self.pool.match(known.tables, len(tokens) - 1), seq.prompt)
-            known.computed = known.tables.length
-        self._known[id(seq)] = known
+        if progress is None:
+            progress = _Progress(Tables(salt=seq.tables.salt))
+            self.pool.hash_blocks(progress.tables, tokens, len(tokens) - 1)
+            self.pool.attach(progress.tables, self.pool.match(progress.tables, len(tokens) - 1), seq.prompt)
+            progress.computed = progress.tables.length
+        self._progress[id(seq)] = progress
         right = 0
-        for ours, theirs in zip(known.guessed, tokens[known.guessed_at :]):
+        for ours, theirs in zip(progress.guessed, tokens[progress.guessed_at :]):
             if ours != theirs:
                 break
             right += 1
-        if known.guessed:
-            known.computed = min(known.computed, known.guessed_at + right)
-        known.computed = min(known.computed, len(tokens) - 1)
-        known.guessed = []
-        self.pool.commit(known.tables, tokens, max(known.tables.length, known.computed))
-        while known.computed < len(tokens) - 1 - self.chunk:
-            if not self._room(known, known.computed + self.chunk, asked):
+        if progress.guessed:
+            progress.computed = min(progress.computed, progress.guessed_at + right)
+        progress.computed = min(progress.computed, len(tokens) - 1)
+        progress.guessed = []
+        self.pool.commit(progress.tables, tokens, max(progress.tables.length, progress.computed))
+        while progress.computed < len(tokens) - 1 - self.chunk:
+            if not self._make_room(progress, progress.computed + self.chunk, asked):
                 return None
-            self._forward([(tokens[known.computed : known.computed + self.chunk], known.computed, known.tables)])
-            known.computed += self.chunk
-            self.pool.commit(known.tables, tokens, known.computed)
-        return known if self._room(known, len(tokens) + most, asked) else None
+            self._forward(
+                [(tokens[progress.computed : progress.computed + self.chunk], progress.computed, progress.tables)]
+            )
+            progress.computed += self.chunk
+            self.pool.commit(progress.tables, tokens, progress.computed)
+        return progress if self._make_room(progress, len(tokens) + most, asked) else None
 
-    def _room(self, known: _Known, length: int, asked: set[int]) -> bool:
-        while not self.pool.extend(known.tables, length):
-            victim = next((k for k in self._known if k not in asked), None)
+    def _make_room(self, progress: _Progress, length: int, asked: set[int]) -> bool:
+        while not self.pool.extend(progress.tables, length):
+            victim = next((k for k in self._progress if k not in asked), None)
             if victim is None:
                 return False
-            self.pool.release(self._known.pop(victim).tables)
+            self.pool.release(self._progress.pop(victim).tables)
         return True
 
     def _forward(self, rows: list[tuple[list[int], int, Tables]]) -> torch.Tensor:
@@ -173,9 +175,9 @@ class DraftModelProposer:
         pass
 
     def forget(self, seq: Sequence) -> None:
-        known = self._known.pop(id(seq), None)
-        if known is not None:
-            self.pool.release(known.tables)
+        progress = self._progress.pop(id(seq), None)
+        if progress is not None:
+            self.pool.release(progress.tables)
 
     def pace(self, seq: Sequence) -> Pace:
         return self.controller.pace()

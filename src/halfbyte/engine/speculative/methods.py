@@ -32,25 +32,25 @@ class BytesRead:
 
     def __init__(self, model: GptOss) -> None:
         self._config, self._formats, self._kv = model.config, model.spec.formats, model.spec.kv_dtype
-        self._known: dict[int, float] = {}
+        self._by_rows: dict[int, float] = {}
         window = self._config.window
         far = decode_traffic(self._config, self._formats, window + 1, 1, self._kv).kv
         near = decode_traffic(self._config, self._formats, window, 1, self._kv).kv
         self._token = far - near  # one more cached token past the window is read by full layers only
 
     def __call__(self, rows: int, context: int) -> float:
-        known = self._known.get(rows)
-        if known is None:
-            known = self._known[rows] = decode_traffic(self._config, self._formats, 0, rows, self._kv).total
-        return known + context * self._token
+        weights = self._by_rows.get(rows)
+        if weights is None:
+            weights = self._by_rows[rows] = decode_traffic(self._config, self._formats, 0, rows, self._kv).total
+        return weights + context * self._token
 
 
-def find_head(method: str, layers: int, given: str | None, models: Path | None = None) -> Path:
-    """The folder of a head: the one given, or the first of its names among the pulled models."""
-    if given is not None:
-        path = Path(given).expanduser()
+def find_head(method: str, layers: int, draft: str | None, models: Path | None = None) -> Path:
+    """The folder of a head: `draft`, or the first of its names among the pulled models."""
+    if draft is not None:
+        path = Path(draft).expanduser()
         if not path.is_dir():
-            raise UsageError(f"--draft {given} is not a folder; give the folder of an EAGLE-3 head.")
+            raise UsageError(f"--draft {draft} is not a folder; give the folder of an EAGLE-3 head.")
         return path
     if layers not in _BASES:
         own = EMBEDDED.parent / f"{EMBEDDED.name}-eagle3"
@@ -92,8 +92,8 @@ def make_proposer(
                 f"--draft {draft} has a vocabulary of {small.config.vocab}, the model one of {model.config.vocab}; "
                 f"a draft model must share it."
             )
-        one = PagePool(2, small.spec.page_size, small.config.window).peak_pages(context, 512)
-        pages = 1 + one * max(1, min(max_seqs, 4))
+        per_context = PagePool(2, small.spec.page_size, small.config.window).peak_pages(context, 512)
+        pages = 1 + per_context * max(1, min(max_seqs, 4))
         small.allocate_kv(pages)
         small_cost = BytesRead(small)
         controller = Controller(cost, longest=longest, draft_cost=small_cost(1, 0) / cost(1, 0))

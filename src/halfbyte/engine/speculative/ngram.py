@@ -43,9 +43,9 @@ class NgramProposer:
         index.done = len(tokens)
         for n in self.sizes:
             if len(tokens) >= n:
-                found = index.at[n].get(tuple(tokens[-n:]))
-                if found is not None:
-                    return _follow(tokens, found, most)
+                start = index.at[n].get(tuple(tokens[-n:]))
+                if start is not None:
+                    return _follow(tokens, start, most)
         return []
 
     def observe(self, seq: Sequence, new: int) -> None:
