@@ -391,7 +391,7 @@ def graph_speed(model: GptOss, rows: int, depth: int, count: int = 96) -> dict[s
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / count)
     ms = statistics.median(times)
-    model._pool = None
+    model.release_kv()
     torch.cuda.empty_cache()
     return {"test": f"graph tg @ {depth}, c={rows}", "tokens_per_s": rows * 1e3 / ms, "us_per_step": ms * 1e3}
 
@@ -413,7 +413,7 @@ def speed(args: argparse.Namespace, result: dict[str, Any]) -> None:
         for sampling in samplings:  # the prompts are in the prefix cache after the first
             found.append(engine_speed(core, model, batch, args.depth, args.count, sampling))
         core.close()
-        model._pool = None
+        model.release_kv()
         del core
         torch.cuda.empty_cache()
         for row in found[1:]:

@@ -242,7 +242,7 @@ def attempts(
         reason = f"{type(e).__name__}: {e}"[:400]
         return [{"test": f"{name}{shown}", "phase": name, "rows": args[0] if args else 0, "failed": reason}]
     finally:
-        model._pool = None
+        model.release_kv()
         gc.collect()
         torch.cuda.empty_cache()
 

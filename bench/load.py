@@ -201,8 +201,7 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
     marks["answer"] = time.time() - began
     watch.on = False
     watch.join()
-    assert model._pool is not None
-    kv = model._pool.nbytes
+    kv = model.kv_pool().nbytes
     weights = model.weights.nbytes
     held = torch.cuda.memory_reserved()
     core.close()

@@ -94,7 +94,7 @@ def measure(model: GptOss, gates: gates_.Gates, batch: int, args: argparse.Names
         times.append(time.perf_counter() - start)
     stats = core.stats()
     core.close()
-    model._pool = None
+    model.release_kv()
     torch.cuda.empty_cache()
     middle = times[len(times) // 3 : -4]
     row = {

@@ -160,7 +160,7 @@ def main() -> None:
             )
             if rows in args.profile and way == args.ways.split(",")[-1]:
                 found["profile"] = timeline(graph)
-            model._pool = None
+            model.release_kv()
             del graph
     text = json.dumps(result)
     if args.save:

@@ -168,23 +168,20 @@ class GptOss:
         )
         self._buffers: dict[str, Tensor] = {}
         self._pool: Tensor | None = None
-        self.plan: Plan = bind(chosen, selection, spec, self.arch.limits, self._binding)
+        self.plan: Plan = bind(chosen, selection, spec, self.arch.limits, self.binding)
 
-    def _binding(self, layer: int | None) -> Binding:
+    def binding(self, layer: int | None) -> Binding:
+        """What a phase is bound to: one layer of this model, or what lies outside of the layers."""
         return Binding(
             spec=self.spec,
             weights=self.weights if layer is None else self.weights.layers[layer],
             kind=None if layer is None else self.config.layer_kinds[layer],
             kind_index=0 if layer is None else self.config.kind_index(layer),
             rope=self._rope,
-            kv_pool=self._kv_pool,
+            kv_pool=self.kv_pool,
             buffers=self._buffers,
             layer=layer,
         )
-
-    def _kv_pool(self) -> Tensor:
-        assert self._pool is not None, "allocate_kv comes before the first step"
-        return self._pool
 
     # ---- KV pool ------------------------------------------------------------------------------
 
@@ -203,6 +200,14 @@ class GptOss:
             raise NotEnoughMemoryError(
                 f"{pages} KV pages ({gib:.2f} GiB) do not fit on {self.device}; ask for fewer."
             ) from None
+        return self._pool
+
+    def release_kv(self) -> None:
+        """Gives the pool's memory back; steps need another `allocate_kv` first."""
+        self._pool = None
+
+    def kv_pool(self) -> Tensor:
+        assert self._pool is not None, "allocate_kv comes before the first step"
         return self._pool
 
     # ---- running ------------------------------------------------------------------------------

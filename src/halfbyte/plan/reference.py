@@ -58,7 +58,7 @@ class _Dense:
             return self.copy[index]
         m = self.matrix
         if isinstance(m, MXTensor):
-            return dense(MXTensor(m.data[index], m.scales[index], m.shape[1:], m.format, m.layout, m.tensor_scale))
+            return dense(m.select(index))
         return m[index].float()
 
 

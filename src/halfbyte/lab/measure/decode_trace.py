@@ -125,15 +125,15 @@ def shares(found: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, float]:
 
 def traced_step(model: GptOss, cache: Cache, context: int) -> DecodeStep:
     """The model's own decode kernel, compiled for tracing, at the end of every sequence of the cache."""
-    from halfbyte.kernels.cuda.decode.phase import _weights, shape_of  # only where that kernel runs
+    from halfbyte.kernels.cuda.decode.phase import shape_of, step_weights  # only where that kernel runs
 
     rows = int(cache.full.shape[0])
     shape = replace(shape_of(model.spec, model.arch, rows), trace=True)
-    binding = model._binding(None)
+    binding = model.binding(None)
     positions = cache.blocks * model.spec.page_size
     rope = torch.cat(rope_table(*binding.rope, torch.arange(positions)), -1).contiguous().to(model.device)
     d = DecodeStep(
-        shape, _weights(binding), Gpu(shape), pool=binding.kv_pool(), tables=(cache.sliding, cache.full), rope=rope,
+        shape, step_weights(binding), Gpu(shape), pool=binding.kv_pool(), tables=(cache.sliding, cache.full), rope=rope,
         norm_eps=model.spec.norm_eps, swiglu_limit=model.spec.swiglu_limit, swiglu_alpha=model.spec.swiglu_alpha,
     )  # fmt: skip
     d.tokens.copy_(random_tokens(model, rows, 1))

@@ -65,7 +65,7 @@ class Cache:
 def fill(model: GptOss, sequences: int, most: int) -> Cache:
     """Room for `sequences` of up to `most` tokens each; replaces the model's pool."""
     blocks = -(-most // model.spec.page_size)
-    model._pool = None  # the old pool must go before the new one comes
+    model.release_kv()  # the old pool must go before the new one comes
     pool = model.allocate_kv(1 + 2 * sequences * blocks)
     g = torch.Generator(device=model.device).manual_seed(0)
     for part in torch.split(pool, 64):

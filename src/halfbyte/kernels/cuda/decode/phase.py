@@ -87,7 +87,7 @@ class WholeStep(Phase):
 
     def bind(self, b: Binding) -> Launch:
         spec = b.spec
-        weights = _weights(b)
+        weights = step_weights(b)
         rope = torch.cat(rope_table(*b.rope, torch.arange(POSITIONS)), -1).contiguous().to(weights.embed.device)
         none = torch.zeros((1, 1), dtype=torch.int32, device=rope.device)  # of tables: every launch names its own
         arch = current_arch()
@@ -116,7 +116,8 @@ class WholeStep(Phase):
         return launch
 
 
-def _weights(b: Binding) -> StepWeights:
+def step_weights(b: Binding) -> StepWeights:
+    """The weights of a model as the kernel reads them; every vector must be bf16 without loss."""
     w = b.weights
     layers = []
     for layer in w.layers:

@@ -1,0 +1,319 @@
+"""A model's plan against the reference, regime by regime: what must hold before its figures mean anything.
+
+Two layers of the model, one of each kind of attention, and its head: in 36 random layers one rounding that falls the
+other way chooses other experts, and two right kernels differ by a third. The reference runs on the same device, on the
+same weights, with the same quantisation points and with the experts that the plan chose; that those are a right choice
+is a comparison of its own. Compared are all rows of every layer, what the cache holds, the logits and the token. Every
+case must hold: there is no median over seeds and no second try. Bounds are in docs/numerics.md.
+
+A phase that runs a whole step keeps its layers to itself. Then the reference is replayed with every choice of experts
+that is a near tie, and one of them must fit; its layers are compared by `decode_check`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from halfbyte.lab.levels.decode_case import DecodeCase
+from halfbyte.lab.levels.decode_check import at_depth, check_decode
+from halfbyte.lab.levels.verdict import Verdict, choice_gap, relative_error, rms, token_gap
+from halfbyte.lab.measure.device_timing import Cache, decode_step, prefill_step, random_tokens
+from halfbyte.lab.result import Check
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.ops.attention import gather_kv
+from halfbyte.ops.rope import rope_table
+from halfbyte.ops.rows import matmul_rows
+from halfbyte.plan import reference
+from halfbyte.plan.activations import Activations
+from halfbyte.plan.plan import Bound
+from halfbyte.plan.step import REGIMES, Step
+
+LAYERS = 2
+PROMPTS = {161: 3, 2048: 1, 8192: 1}  # rows -> seeds; each row of a long prompt is a sample of its own
+BATCHES = (8, 32, 64)
+CONTEXTS = (512, 2048, 8192, 32768)
+BATCH_CONTEXT = 128
+
+# On what a layer adds to the residual, over all rows, by the format of activations. Weights are exact everywhere, so
+# bf16 pays for a rounding of 2^-9 in front of each of four products and in the softmax weights. A narrower format pays
+# for values on the edge between two codes that fall the other way: their number grows with what is above, and each
+# costs a step. The second layer has the first one's error in its input as well.
+BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "int8": 2e-2, "fp8": 4e-2, "mxfp8": 4e-2, "mxfp4": 0.2}
+CACHE_BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "fp8": 4e-2}  # of keys and values: an edge costs a step here, too
+WORST = 5  # times the bound: the largest of a million normal errors is 4.9 of their deviation
+TIE = 2 * WORST  # two values that are compared may both be off
+MOST_REPLAYS = 64
+
+
+@dataclass
+class StepTrace:
+    """What a step left behind, layer by layer."""
+
+    x: list[Tensor] = field(
+        default_factory=list
+    )  # [rows, hidden] after each layer; the reference: before the first, too
+    experts: list[Tensor] = field(default_factory=list)  # [rows, top_k] of each layer
+    router: list[Tensor] = field(default_factory=list)  # [rows, experts]: logits; of the reference alone
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def whole(self) -> bool:
+        """One phase ran everything, and shows its logits only."""
+        return not self.x
+
+
+# ---- the two sides --------------------------------------------------------------------------------------------------
+
+
+def first_layers(model: GptOss, layers: int = LAYERS) -> GptOss:
+    """The model cut after so many layers, with the same kernels."""
+    w, c = model.weights, model.config
+    if c.layers <= layers:
+        return model
+    short = replace(w, config=c.with_(layers=layers, layer_kinds=c.layer_kinds[:layers]), layers=w.layers[:layers])
+    return GptOss(short, model.gates, page_size=model.spec.page_size)
+
+
+def reference_of(model: GptOss) -> GptOss:
+    """The same weights and quantisation points through the reference plan, on the same device."""
+    names = tuple(p.name for p in reference.PHASES)
+    selection = replace(model.plan.selection, chosen=dict.fromkeys(REGIMES, names), refusals=(), notes=())
+    chosen = {regime: list(reference.PHASES) for regime in REGIMES}
+    return GptOss(model.weights, model.gates, page_size=model.spec.page_size, choice=(model.spec, chosen, selection))
+
+
+def trace(model: GptOss, step: Step) -> StepTrace:
+    """The plan's own step."""
+    out, acts = StepTrace(), Activations()
+    for bound in walk(model, step, acts):
+        if bound.phase.covers[-1] == "moe":
+            out.x.append(acts.complete_x().float())
+            out.experts.append(acts.topk_ids.long().clone())
+    out.logits = acts.logits.float()
+    return out
+
+
+def trace_reference(model: GptOss, step: Step, experts: Sequence[Tensor | None]) -> StepTrace:
+    """The reference's step, with these experts in each layer; None: those of its own router."""
+    out, acts = StepTrace(), Activations()
+    for bound in walk(model, step, acts):
+        operation = bound.phase.covers[-1]
+        if operation in ("embed", "moe"):
+            out.x.append(acts.x)
+        elif operation == "router":
+            layer = len(out.router)
+            w = model.weights.layers[layer]
+            logits = matmul_rows(acts.h, w.router) + w.router_bias.float()
+            chosen = experts[layer] if layer < len(experts) else None
+            if chosen is not None:
+                acts.topk_ids = chosen
+                acts.topk_weights = torch.softmax(logits.gather(1, chosen), -1)
+            out.router.append(logits)
+            out.experts.append(acts.topk_ids.long())
+    out.logits = acts.logits
+    return out
+
+
+def walk(model: GptOss, step: Step, acts: Activations) -> Iterator[Bound]:
+    for bound in model.plan.bound[model.plan.regime(step)]:
+        bound.launch(step, acts)
+        yield bound
+
+
+def check_regimes(
+    model: GptOss,
+    prompts: Sequence[int] = tuple(PROMPTS),
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
+    batch_context: int = BATCH_CONTEXT,
+) -> tuple[Check, ...]:
+    """One line for every case. Replaces the model's KV pool and leaves none."""
+    model.release_kv()
+    seeds = {rows: PROMPTS.get(rows, 1) for rows in prompts}
+    cases = compare_regimes(model, prompts=seeds, batches=batches, contexts=contexts, batch_context=batch_context)
+    return tuple(verdict.as_check() for verdict in itertools.chain(cases, compare_whole_steps(model, contexts)))
+
+
+def compare_whole_steps(model: GptOss, contexts: Sequence[int]) -> Iterator[Verdict]:
+    """The CUDA decode step, where the plan decodes with it: the build of this model, layer by layer on its weights."""
+    phase = model.plan.bound["decode"][0].phase
+    if phase.name != "cuda.decode_step":
+        return
+    from halfbyte.kernels.cuda.decode.phase import shape_of, step_weights  # only where that kernel runs
+
+    binding = first_layers(model).binding(None)
+    shape, weights = shape_of(model.spec, model.arch, 1), step_weights(binding)
+    for context in contexts:
+        case = DecodeCase.make(at_depth(shape, len(weights.layers)), weights, context, 1)
+        positions = torch.arange(case.rope.shape[0])
+        case.rope = torch.cat(rope_table(*binding.rope, positions), -1).contiguous().to(model.device)
+        yield check_decode(shape, case, context)
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
+
+
+def compare_regimes(
+    model: GptOss,
+    *,
+    prompts: dict[int, int] | None = None,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
+    batch_context: int = BATCH_CONTEXT,
+) -> Iterator[Verdict]:
+    """Prompts of so many rows (with so many seeds each), batches of so many sequences, and one row at each context."""
+    short = first_layers(model)
+    other = reference_of(short)
+    for rows, seeds in (PROMPTS if prompts is None else prompts).items():
+        for seed in range(seeds):
+            cache = random_caches((short, other), 1, rows)
+            step = prefill_step(short, cache, random_tokens(short, rows, seed), 0)
+            yield compare_step(f"prompt of {rows} rows, seed {seed}", short, other, step)
+    for sequences, context in (*((b, batch_context) for b in batches), *((1, c) for c in contexts)):
+        cache = random_caches((short, other), sequences, context + 1)
+        step = decode_step(short, cache, context, seed=sequences)
+        name = f"batch of {sequences}" if sequences > 1 else "decode"
+        yield compare_step(f"{name} at {context}", short, other, step)
+    short.release_kv()
+    other.release_kv()
+
+
+def random_caches(models: Sequence[GptOss], sequences: int, tokens: int) -> Cache:
+    """The same random pages for all models, and tables that name them out of order."""
+    first = models[0]
+    blocks = -(-tokens // first.spec.page_size)
+    count = 2 * sequences * blocks
+    g = torch.Generator(device=first.device).manual_seed(0)
+    filled: Tensor | None = None
+    for model in models:
+        pool = model.allocate_kv(1 + count)
+        if filled is None:
+            filled = pool
+            for part in torch.split(pool, 64):
+                part.copy_((torch.randn(part.shape, generator=g, device=first.device) * 0.5).to(part.dtype))
+        else:
+            pool.copy_(filled)
+    pages = (torch.randperm(count, generator=g, device=first.device).int() + 1).view(2, sequences, blocks)
+    return Cache(pages[0].contiguous(), pages[1].contiguous())
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def compare_step(name: str, model: GptOss, other: GptOss, step: Step) -> Verdict:
+    """One step of both, over caches that are alike before it."""
+    regime = model.plan.regime(step)
+    verdict = Verdict(f"{name} ({regime})")
+    bound = BOUNDS[model.spec.at(regime).activation]
+    actual = trace(model, step)
+    if actual.whole:
+        expected = _closest_replay(other, step, actual.logits, model.config.top_k)
+    else:
+        expected = trace_reference(other, step, actual.experts)
+        judge_layers(verdict, actual, expected, bound)
+    judge_cache(verdict, model, other, step, CACHE_BOUNDS[model.spec.kv_dtype])
+    judge_logits(verdict, actual.logits, expected.logits, bound * model.config.layers)
+    touched = [torch.unique(e).numel() for e in expected.experts]
+    verdict.facts |= {"experts_per_layer": sum(touched) / len(touched), "rows": step.rows}
+    return verdict
+
+
+def judge_layers(verdict: Verdict, actual: StepTrace, expected: StepTrace, bound: float) -> None:
+    """All rows of every layer, in what the layer adds to the residual; and the choice of experts."""
+    for i, (x, ids, router) in enumerate(zip(actual.x, actual.experts, expected.router)):
+        layer, allowed = i + 1, bound * (i + 1)
+        added, off = expected.x[i + 1] - expected.x[i], x - expected.x[i + 1]
+        verdict.add(f"layer {layer}, all rows", float(off.double().norm() / added.double().norm()), allowed)
+        rows = off.double().norm(dim=-1) / added.double().norm(dim=-1)
+        verdict.add(f"layer {layer}, worst row", float(rows.max()), WORST * allowed)
+        gap = max(choice_gap(router, ids), 0.0)
+        verdict.add(f"layer {layer}, choice of experts beyond a tie", gap / float(router.std()), TIE * allowed)
+    verdict.require("every layer was seen", len(actual.x) == len(expected.router) == len(expected.x) - 1)
+
+
+def judge_logits(verdict: Verdict, actual: Tensor, expected: Tensor, bound: float) -> None:
+    verdict.compare("logits", actual, expected, bound)
+    gap = token_gap(expected, actual.argmax(-1)) / rms(expected)
+    verdict.add("token below the reference's highest, beyond a tie", gap, TIE * bound)
+
+
+def judge_cache(verdict: Verdict, model: GptOss, other: GptOss, step: Step, bound: float) -> None:
+    """Keys and values of this step's rows; every other cell is as it was, which is as the other one has it."""
+    pools = [m.kv_pool().view(torch.uint8).clone() for m in (model, other)]
+    for layer, kind in enumerate(model.config.layer_kinds):
+        index = model.config.kind_index(layer)
+        for part, name in ((0, "keys"), (1, "values")):
+            mine, theirs = (rows_of(m.kv_pool(), index, part, kind, step) for m in (model, other))
+            verdict.compare(f"cached {name} of layer {layer + 1}", mine, theirs, bound * (layer + 1))
+        page, slot = cells_of(model, kind, step)
+        for pool in pools:
+            pool[page, index, :, :, slot] = 0
+    pools = [p[1:] for p in pools]  # page 0 is scratch
+    verdict.require("the rest of the cache is as it was", torch.equal(*pools))
+
+
+def cells_of(model: GptOss, kind: str, step: Step) -> tuple[Tensor, Tensor]:
+    """(page, slot) of every row."""
+    size = model.spec.page_size
+    table = step.block_tables[kind][step.row_sequence.long()]
+    page = table.gather(1, (step.positions // size).long()[:, None])[:, 0]
+    return page.long(), (step.positions % size).long()
+
+
+def rows_of(pool: Tensor, index: int, part: int, kind: str, step: Step) -> Tensor:
+    """Float32 [rows, kv_heads, head_dim] as the cache holds them."""
+    out = []
+    starts = step.query_start.tolist()
+    for s, length in enumerate(step.kv_lens.tolist()):
+        both = gather_kv(pool, index, step.block_tables[kind][s], length)[part]  # [kv_heads, length, head_dim]
+        out.append(both[:, length - (starts[s + 1] - starts[s]) :].transpose(0, 1))
+    return torch.cat(out)
+
+
+# ---- phases that keep their choices to themselves -------------------------------------------------------------------
+
+
+def admissible(logits: Tensor, top_k: int, tolerance: float) -> list[list[int]]:
+    """Every choice of experts of one row that is a top-k of logits which are each off by half the tolerance."""
+    values, order = logits.sort(descending=True, stable=True)
+    certain = int((values > values[top_k] + tolerance).sum())
+    near = [int(e) for e, v in zip(order.tolist(), values.tolist()) if v >= float(values[top_k - 1]) - tolerance]
+    choices = [
+        order[:certain].tolist() + list(more) for more in itertools.combinations(near[certain:], top_k - certain)
+    ]
+    one = logits[None]
+    return [c for c in choices if choice_gap(one, torch.tensor([c], device=logits.device)) <= tolerance]
+
+
+def _closest_replay(other: GptOss, step: Step, logits: Tensor, top_k: int) -> StepTrace:
+    """Of the near ties of one row's experts, the one whose logits are nearest."""
+    if step.rows != 1:
+        raise AssertionError("a whole step of several rows is compared row by row, by decode_check")
+    bound = TIE * BOUNDS[other.spec.at(other.plan.regime(step)).activation]
+    before = other.kv_pool().clone()
+    best: tuple[float, StepTrace, Tensor] | None = None
+    todo: list[list[Tensor]] = [[]]
+    for _ in range(MOST_REPLAYS):
+        if not todo:
+            break
+        experts = todo.pop()
+        other.kv_pool().copy_(before)
+        replay = trace_reference(other, step, experts)
+        layer = len(experts)
+        if layer < other.config.layers:
+            router = replay.router[layer][0]
+            choices = admissible(router, top_k, bound * (layer + 1) * float(router.std()))
+            todo += [[*experts, torch.tensor([c], device=router.device)] for c in choices]
+            continue
+        error = relative_error(logits, replay.logits)
+        if best is None or error < best[0]:
+            best = error, replay, other.kv_pool().clone()
+    if best is None or todo:
+        raise AssertionError(f"more than {MOST_REPLAYS} near ties")
+    other.kv_pool().copy_(best[2])
+    return best[1]

@@ -1,0 +1,213 @@
+"""The check in front of a model's figures: the reference holds against itself, and each error planted in it is found.
+
+The plan under test is the reference with one phase replaced by a wrong one, so what is planted is the only difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfbyte.lab.levels import correctness
+from halfbyte.lab.levels.correctness import admissible, check_regimes, compare_regimes, compare_step, random_caches
+from halfbyte.lab.levels.verdict import Verdict, choice_gap, error_beyond_rounding
+from halfbyte.lab.measure.device_timing import decode_step, prefill_step, random_tokens
+from halfbyte.model import synthetic
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.plan import reference
+from halfbyte.plan.activations import Activations
+from halfbyte.plan.phase import OPERATIONS, Binding, Launch, Phase
+from halfbyte.plan.step import REGIMES, Step
+
+CONFIG = ModelConfig(
+    layers=2, hidden=128, intermediate=128, experts=16, top_k=4, heads=8, kv_heads=2, head_dim=32, vocab=512,
+    window=32, eos_tokens=(1,), pad_token=0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> GptOss:
+    return GptOss(synthetic.make(CONFIG, 0))
+
+
+def planted(model: GptOss, *wrong: Phase) -> GptOss:
+    """The model with these phases in place of the reference's that cover the same."""
+    phases = [next((w for w in wrong if w.covers == p.covers), p) for p in reference.PHASES]
+    if wrong[0].covers == OPERATIONS:
+        phases = list(wrong)
+    selection = replace(model.plan.selection, chosen=dict.fromkeys(REGIMES, tuple(p.name for p in phases)))
+    return GptOss(model.weights, model.gates, choice=(model.spec, dict.fromkeys(REGIMES, phases), selection))
+
+
+def changed(phase: Phase, change: Launch) -> Phase:
+    """The phase, and then `change`."""
+
+    class Changed(type(phase)):  # type: ignore[misc]
+        name = f"test.{phase.name}"
+
+        def bind(self, b: Binding) -> Launch:
+            run = phase.bind(b)
+
+            def launch(step: Step, acts: Activations) -> None:
+                run(step, acts)
+                change.layer = b.layer  # type: ignore[attr-defined]
+                change(step, acts)
+
+            return launch
+
+    out: Phase = Changed()
+    return out
+
+
+def named(operation: str) -> Phase:
+    return next(p for p in reference.PHASES if p.covers == (operation,))
+
+
+def prompt(plan: GptOss, rows: int = 70, seed: int = 0) -> Verdict:
+    other = correctness.reference_of(plan)
+    cache = random_caches((plan, other), 1, rows)
+    return compare_step("prompt", plan, other, prefill_step(plan, cache, random_tokens(plan, rows, seed), 0))
+
+
+def test_the_reference_holds_against_itself() -> None:
+    model = GptOss(synthetic.make(CONFIG.with_(layers=5, layer_kinds=()), 0))
+    verdicts = list(compare_regimes(model, prompts={70: 2, 161: 1}, batches=(8,), contexts=(40, 130)))
+    assert [v.case.partition(",")[0].partition(" (")[0] for v in verdicts] == [
+        "prompt of 70 rows", "prompt of 70 rows", "prompt of 161 rows", "batch of 8 at 128", "decode at 40",
+        "decode at 130",
+    ]  # fmt: skip
+    for verdict in verdicts:
+        assert verdict.ok, verdict.wrong
+        assert len(verdict.checks) >= 13
+    checks = check_regimes(model, (70,), (8,), (40,))
+    assert len(checks) == 3
+    assert all(c.ok for c in checks)
+
+
+def test_a_layer_that_is_off_is_found(model: GptOss) -> None:
+    def second_layer(step: Step, acts: Activations) -> None:
+        if second_layer.layer == 1:  # type: ignore[attr-defined]
+            acts.x = acts.x * 1.002
+
+    verdict = prompt(planted(model, changed(named("moe"), second_layer)))
+    assert [w.partition(":")[0] for w in verdict.wrong][:2] == ["layer 2, all rows", "layer 2, worst row"]
+
+
+def test_one_row_of_many_is_found(model: GptOss) -> None:
+    def one_row(step: Step, acts: Activations) -> None:
+        acts.x[step.rows // 2, :40] += 0.01
+
+    verdict = prompt(planted(model, changed(named("o"), one_row)))
+    assert any("worst row" in w for w in verdict.wrong)
+
+
+def test_a_wrong_key_is_found(model: GptOss) -> None:
+    """Of the last row in the second layer, which nobody reads in this step."""
+    other = correctness.reference_of(model)
+    cache = random_caches((model, other), 1, 70)
+    step = prefill_step(model, cache, random_tokens(model, 70, 0), 0)
+    correctness.trace_reference(other, step, correctness.trace(model, step).experts)
+    model.kv_pool()[int(cache.full[0, 69 // 64]), 0, 0, 1, 69 % 64] *= 1.05
+    verdict = Verdict("key")
+    correctness.judge_cache(verdict, model, other, step, 1e-4)
+    assert [w.partition(":")[0] for w in verdict.wrong] == ["cached keys of layer 2"]
+
+
+def test_a_stray_write_is_found(model: GptOss) -> None:
+    other = correctness.reference_of(model)
+    cache = random_caches((model, other), 2, 200)
+    step = decode_step(model, cache, 130, 0)
+    correctness.trace(model, step)
+    correctness.trace_reference(other, step, [])
+    model.kv_pool()[int(cache.sliding[1, 0]), 0, 1, 0, 3] += 1.0
+    verdict = Verdict("stray")
+    correctness.judge_cache(verdict, model, other, step, 1e-4)
+    assert verdict.wrong == ["the rest of the cache is as it was"]
+
+
+def test_a_wrong_token_is_found(model: GptOss) -> None:
+    def other_token(step: Step, acts: Activations) -> None:
+        acts.logits[:, 7] = acts.logits.max() + 1e-3
+
+    verdict = prompt(planted(model, changed(named("lm_head"), other_token)))
+    assert any("token below" in w for w in verdict.wrong)
+
+
+def test_wrong_experts_are_found(model: GptOss) -> None:
+    """The fifth best instead of the fourth: everything after it is replayed with that, so only the choice is wrong."""
+
+    def fifth(step: Step, acts: Activations) -> None:
+        row = step.rows // 2
+        taken = acts.topk_ids[row].tolist()
+        acts.topk_ids = acts.topk_ids.clone()
+        acts.topk_ids[row, 3] = next(e for e in range(CONFIG.experts) if e not in taken)
+
+    verdict = prompt(planted(model, changed(named("router"), fifth)))
+    assert any("choice of experts" in w for w in verdict.wrong)
+
+
+def test_one_seed_of_many_fails_alone(model: GptOss, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No median: an error in one seed is an error."""
+    seen: list[int] = []
+
+    def only_third(step: Step, acts: Activations) -> None:
+        if only_third.layer == 0:  # type: ignore[attr-defined]
+            seen.append(step.rows)
+        if len(seen) == 3:
+            acts.x = acts.x * 1.01
+
+    plan = planted(model, changed(named("moe"), only_third))
+    verdicts = [prompt(plan, seed=seed) for seed in range(9)]
+    assert [v.ok for v in verdicts] == [True, True, False] + [True] * 6
+
+
+class WholeStep(Phase):
+    """The reference as one phase, which shows its logits only; with an error in them if `scale` is not one."""
+
+    name, covers, reference = "test.whole_step", OPERATIONS, True
+
+    def __init__(self, inner: GptOss, scale: float = 1.0) -> None:
+        self.inner, self.scale = inner, scale
+
+    def refuse(self, *_: object) -> None:
+        return None
+
+    def bind(self, b: Binding) -> Launch:
+        def launch(step: Step, acts: Activations) -> None:
+            self.inner._pool = b.kv_pool()
+            experts = [correctness.trace_reference(self.inner, step, []).experts[0]]
+            acts.logits = correctness.trace_reference(self.inner, step, experts).logits
+            acts.logits[:, : CONFIG.vocab // 2] *= self.scale
+
+        return launch
+
+
+@pytest.mark.parametrize(("scale", "right"), [(1.0, True), (1.01, False)])
+def test_a_whole_step_is_replayed(model: GptOss, scale: float, right: bool) -> None:
+    plan = planted(model, WholeStep(correctness.reference_of(model), scale))
+    other = correctness.reference_of(model)
+    cache = random_caches((plan, other), 1, 200)
+    verdict = compare_step("decode", plan, other, decode_step(plan, cache, 130, 3))
+    assert verdict.ok is right, verdict.wrong
+
+
+def test_near_ties_are_all_the_choices_there_are() -> None:
+    logits = torch.tensor([5.0, 1.0, 4.0, 3.0, 2.995, 0.0])
+    assert admissible(logits, 3, 0.0) == [[0, 2, 3]]
+    assert sorted(map(sorted, admissible(logits, 3, 0.01))) == [[0, 2, 3], [0, 2, 4]]
+    assert len(admissible(logits, 3, 1.1)) == 3  # two of the three behind the best
+    assert choice_gap(logits[None], torch.tensor([[0, 0, 2]])) == float("inf")
+
+
+def test_rounding_is_forgiven_and_nothing_else() -> None:
+    exact = torch.randn(64, 32)
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        assert error_beyond_rounding(exact.to(dtype), exact) == 0.0
+        nudged = exact * (1 + 1e-4)
+        assert error_beyond_rounding(nudged.to(dtype), exact) < 1.1e-4  # some fell to another code
+        assert error_beyond_rounding((exact * 1.1).to(dtype), exact) > 2e-2
+    assert error_beyond_rounding(torch.full((3,), 448.0).to(torch.float8_e4m3fn), torch.full((3,), 1e5)) == 0.0
+    assert error_beyond_rounding(torch.tensor([float("nan")]).bfloat16(), torch.ones(1)) == float("inf")
