@@ -12,7 +12,9 @@ from halfbyte.cli.options import JsonOption, LoadingBar, err, out, print_json, w
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.lab import environment
-from halfbyte.model import checkpoint, hub
+from halfbyte.model import checkpoint
+from halfbyte.model import pull as pull_
+from halfbyte.model.hub import Hub
 
 
 @with_gates
@@ -63,11 +65,11 @@ def pull(
     gates_.check_environment(environ)
     root = gates_.setting("HALFBYTE_MODELS_DIR")
     with LoadingBar(f"pulling {model}") as progress:
-        where = hub.pull(
+        where = pull_.pull(
             model,
             folder,
             models=Path(root).expanduser() if root else None,
-            hub=hub.Hub.from_environ(environ),
+            hub=Hub.from_environ(environ),
             revision=revision,
             file=file,
             report=lambda p: progress(p.done, p.total, p.file),

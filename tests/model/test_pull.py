@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from halfbyte.errors import CapacityError, CheckpointError, UsageError
-from halfbyte.model import hub
-from halfbyte.model.hub import Hub, Pull
+from halfbyte.model.hub import Hub, RemoteFile
+from halfbyte.model.pull import MANIFEST, Pull, pull
 
 BIG = bytes(range(256)) * 12_000  # 3 MB
 FILES = {
@@ -136,7 +136,7 @@ def test_only_what_is_needed(fake: FakeHub, tmp_path: Path) -> None:
     for name in needed:
         assert (tmp_path / "m" / name).read_bytes() == FILES[name]
     left = sorted(p.name for p in (tmp_path / "m").iterdir())
-    assert left == sorted([*needed, hub.MANIFEST])
+    assert left == sorted([*needed, MANIFEST])
 
 
 def test_a_second_pull_fetches_and_reads_nothing(
@@ -144,7 +144,7 @@ def test_a_second_pull_fetches_and_reads_nothing(
 ) -> None:
     make(fake, tmp_path).run()
     fake.requests.clear()
-    monkeypatch.setattr(hub, "_digest", lambda path, f: pytest.fail("read again"))
+    monkeypatch.setattr(RemoteFile, "digest_of", lambda f, path: pytest.fail("read again"))
     make(fake, tmp_path).run()
     assert fake.fetched() == []
 
@@ -161,20 +161,19 @@ def test_a_damaged_file_on_disk_is_fetched_again(fake: FakeHub, tmp_path: Path) 
 
 def test_dropped_connections_are_resumed(fake: FakeHub, tmp_path: Path) -> None:
     fake.drops = 4
-    pull = make(fake, tmp_path, workers=1)
-    pull.run()
+    job = make(fake, tmp_path, workers=1)
+    job.run()
     ranges = [r for path, r, _ in fake.requests if path.startswith("/cdn/") and r]
     assert len(ranges) == 4
     assert all(int(r.removeprefix("bytes=").rstrip("-")) > 0 for r in ranges)
     assert (tmp_path / "model-00001-of-00002.safetensors").read_bytes() == BIG
-    assert pull.progress.done == pull.progress.total
+    assert job.download.progress.done == job.download.progress.total
 
 
 def test_an_interrupted_pull_goes_on_where_it_was(fake: FakeHub, tmp_path: Path) -> None:
-    pull = make(fake, tmp_path)
-    with pull._client() as client:
-        f = next(f for f in pull.listing(client)[1] if f.path.startswith("model-00001"))
-    part = pull._part(f)
+    sha256 = hashlib.sha256(BIG).hexdigest()
+    f = RemoteFile("model-00001-of-00002.safetensors", len(BIG), sha256, None)
+    part = make(fake, tmp_path).download.part(f)
     part.write_bytes(BIG[:1_000_000])
     make(fake, tmp_path).run()
     assert ("/cdn/model-00001-of-00002.safetensors", "bytes=1000000-", None) in fake.requests
@@ -253,7 +252,7 @@ def test_a_listing_cannot_write_outside(fake: FakeHub, tmp_path: Path, name: str
 @pytest.mark.parametrize("name", ["", "x", "a/b/c", "../x", "a/..", "http://h/x"])
 def test_names_that_are_no_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a model"):
-        hub.pull(name, tmp_path)
+        pull(name, tmp_path)
 
 
 def test_environment() -> None:
