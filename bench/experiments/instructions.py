@@ -4,22 +4,22 @@
 
 A warp that widens MXFP4 and multiplies it issues seven instructions of integer logic and one for the tensor cores, 16
 times for its part of a tile. Every mixture runs on registers alone, with one to four warps a scheduler; the figure is
-cycles of a scheduler per warp and 16 groups. The last line is JSON.
+cycles of a scheduler per warp and 16 groups.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from bench.kernels import runner
 from halfbyte.kernels.launch import Kernel, Program, build_program
-from halfbyte.lab import environment, receipts
+from halfbyte.lab import receipts
+from halfbyte.lab.result import Cell, Result
 
 SOURCE = Path(__file__).resolve().parent / "instructions.cu"
 GROUPS, TIMES = 16, 500
@@ -54,34 +54,31 @@ def program(mixture: dict[str, int]) -> Program:
     return Program(SOURCE, "instructions", (f"-DHB_GROUPS={GROUPS}", f"-DHB_GROUP={' '.join(parts)}"))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warps", type=lambda t: [int(n) for n in t.split(",")], default=[4, 8, 12, 16])
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    environment.need_gpu()
-    target = "sm_{}{}a".format(*torch.cuda.get_device_capability())
+def measure(cell: Cell, mixture: dict[str, int], warps: list[int]) -> Result:
+    """Cycles have no place among the schema's units, so they are details."""
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     memory = torch.randint(0, 2**31, (1024 + blocks * 512,), dtype=torch.int32, device="cuda")
     clocks = torch.zeros(blocks, dtype=torch.int64, device="cuda")
-    result: dict[str, Any] = {
-        "bench": "instructions", "schema": 1, "environment": environment.collect(),
-        "measured": receipts.hashes([SOURCE]), "groups": GROUPS, "rows": [],
-    }  # fmt: skip
+    kernel = Kernel(build_program(program(mixture), runner.device_arch())[0], "instructions", 0)
+    cycles = {}
+    for count in warps:
+        for _ in range(2):
+            kernel.launch(blocks, count * 32, Arguments(memory.data_ptr(), clocks.data_ptr(), TIMES))
+        torch.cuda.synchronize()
+        cycles[f"{count} warps"] = float(clocks.double().mean()) / TIMES / (count / 4)
+    print({name: round(c, 1) for name, c in cycles.items()}, flush=True)
+    return Result(cell, detail={"cycles": cycles, "groups": GROUPS})
+
+
+def main() -> int:
+    parser = runner.arguments(__doc__)
+    parser.add_argument("--warps", type=runner.numbers, default=[4, 8, 12, 16])
+    args = runner.begin(parser)
+    receipt = runner.Receipt("bench/experiments/instructions.py", args.out, receipts.hashes([SOURCE]))
     for name, mixture in MIXTURES.items():
-        kernel = Kernel(build_program(program(mixture), target)[0], "instructions", 0)
-        row: dict[str, Any] = {"mixture": name}
-        for warps in args.warps:
-            for _ in range(2):
-                kernel.launch(blocks, warps * 32, Arguments(memory.data_ptr(), clocks.data_ptr(), TIMES))
-            torch.cuda.synchronize()
-            row[f"{warps} warps"] = float(clocks.double().mean()) / TIMES / (warps / 4)
-        result["rows"].append(row)
-        print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(result, default=str), encoding="utf-8")
-    print(json.dumps(result, default=str))
-    return 0
+        cell = Cell("experiment", path="instructions", shape={"case": name})
+        receipt.measure(cell, partial(measure, cell, mixture, args.warps))
+    return receipt.end()
 
 
 if __name__ == "__main__":
