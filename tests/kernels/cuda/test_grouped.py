@@ -45,7 +45,7 @@ def test_mirrored_structs(form: str, shape: str, swiglu: bool) -> None:
     sizes = [build(v.program()).hb_grouped_size(i) for i in range(3)]
     assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= 232_448
-    assert build(Program(ROWS_PROGRAM, "rows")).hb_rows_size() == ctypes.sizeof(RowsArgs)
+    assert build(Program(ROWS_PROGRAM, "rows")).hb_rows_size(0) == ctypes.sizeof(RowsArgs)
 
 
 def made(w: torch.Tensor, form: str) -> tuple[torch.Tensor | MXTensor, torch.Tensor]:

@@ -54,7 +54,7 @@ def test_mirrored_structs(v: SyncVariant) -> None:
     assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= SHARED
     assert v.stage[1] >= 3
-    assert build(Program(ROWS_PROGRAM, "rows")).hb_rows_size() == ctypes.sizeof(RowsArgs)
+    assert build(Program(ROWS_PROGRAM, "rows")).hb_rows_size(0) == ctypes.sizeof(RowsArgs)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ constexpr int WIDTH = (HEADS + 2 * KV_HEADS) * DIM, WARPS = 8, THREADS = WARPS *
 constexpr float LOG2E = 1.4426950408889634f, NEVER = -1e30f;
 static_assert(GROUP >= 1 && GROUP <= 8, "one mma column per query head of a group");
 
-struct Attention {              // mirrored in batch_attention.py
+struct Attention {              // mirrored in batch.py
   const float* qkv;             // [rows][WIDTH], before rope
   u16* pool;                    // this layer's keys in page 0; heads and positions follow
   const int *table, *positions, *sequence_of, *query_start;
@@ -27,6 +27,9 @@ struct Attention {              // mirrored in batch_attention.py
   int rows, table_stride, parts, window, sinks_float;
   float scale;
 };
+
+HB_MIRRORED(Attention, qkv, pool, table, positions, sequence_of, query_start, cosines, sines, sinks, out, sums, arrivals, page_stride,
+            value_offset, rows, table_stride, parts, window, sinks_float, scale)
 
 HB_CONST_FN int pages_in_part(int pages) { return pages <= 64 ? 8 : pages <= 512 ? 32 : 128; }
 

@@ -12,7 +12,7 @@ constexpr int GROUPS = HB_GROUPS, WARPS = GROUPS * 4, THREADS = GROUPS * 128 + 1
 constexpr int STAGES = HB_STAGES, PAGE = 64, PAGE_BYTES = PAGE * 128, HEAD_DIM = 64, GROUP = 8;
 constexpr float NEVER = -1e30f, SLACK = 8.f, LOG2E = 1.4426950408889634f;
 
-struct alignas(64) Flash {
+struct alignas(64) Flash {  // mirrored in flash.py
   u64 pages[16];  // the copy engine's map of the pool as rows of 64 values; it must lie at a multiple of 64
   const u16 *q;   // bf16 [rows][heads][64], rotated
   u16 *out;       // bf16, the same shape, or packed as grouped.cuh has it
@@ -27,6 +27,9 @@ struct alignas(64) Flash {
   int half;                  // packed: the bf16 values as f16, as q8 weights want them
   int unused[9];
 };
+
+HB_MIRRORED(Flash, pages, q, out, sinks, table, positions, query_start, sequences, kv_heads, table_stride, tiles, page_rows, first_row,
+            window, sinks_float, scale, slots, half, unused)
 
 struct Shared {
   u8 k[STAGES][PAGE_BYTES], v[STAGES][PAGE_BYTES];

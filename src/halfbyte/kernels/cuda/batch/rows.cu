@@ -9,7 +9,7 @@ constexpr int PARTS = HIDDEN / 16;  // of the router's products: one for each ti
 static_assert(EXPERTS <= CHOOSE_THREADS, "a thread for each expert");
 static_assert(HIDDEN % 64 == 0 && EXPERTS % 16 == 0 && EXPERTS <= 512 && TOP_K <= 8, "shape");
 
-struct Rows {             // mirrored in batch.py; every kernel of this file takes it
+struct Rows {             // mirrored in products.py; every kernel of this file takes it
   float* x;               // [rows][HIDDEN], the residual; updated in place
   const float* parts;     // [rows][TOP_K][HIDDEN], experts' results to be added; null: none
   float* weights;         // [rows][TOP_K]
@@ -24,6 +24,8 @@ struct Rows {             // mirrored in batch.py; every kernel of this file tak
   int rows, norm_float, bias_float;
   float eps;
 };
+
+HB_MIRRORED(Rows, x, parts, weights, ids, norm, h, router_bias, logits, select, tickets, done, rows, norm_float, bias_float, eps)
 
 template <int THREADS> HB_DEV float sum_of_block(float v, float* part) {
   HB_UNROLL
@@ -114,12 +116,13 @@ extern "C" __global__ void __maxnreg__(72) batch_finish(const __grid_constant__ 
   if (r.norm) normalise<FINISH_THREADS>(r, row, thread, x, weight, (float*)hb_shared());
 }
 
+constexpr int LANES = EXPERTS / 4, TEAMS = CHOOSE_THREADS / LANES, EACH = (PARTS + TEAMS - 1) / TEAMS;  // four experts a lane
+struct ChooseTable { float part[CHOOSE_THREADS / 32]; u32 key[EXPERTS]; float sum[TEAMS][EXPERTS]; };
+
 // A block: one row's norm, its h, its experts (ties to the lower) and their weights. The router's products come in parts, one
 // for 16 k, from the product that made x; the norm's scale is one number, and comes in here.
 extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS, 1) batch_choose(const __grid_constant__ Rows r) {
-  constexpr int LANES = EXPERTS / 4, TEAMS = CHOOSE_THREADS / LANES, EACH = (PARTS + TEAMS - 1) / TEAMS;  // four experts a lane
-  struct Table { float part[CHOOSE_THREADS / 32]; u32 key[EXPERTS]; float sum[TEAMS][EXPERTS]; };
-  Table& table = *(Table*)hb_shared();
+  ChooseTable& table = *(ChooseTable*)hb_shared();
   const int row = hb_block(), thread = hb_thread(), team = thread / LANES, lane = thread % LANES;
   Four weight[quads(CHOOSE_THREADS)] = {}, x[quads(CHOOSE_THREADS)] = {};
   HB_UNROLL
@@ -191,5 +194,8 @@ extern "C" void hb_batch_rows(const char* entry, const Rows* r, int grid, u32 se
   const bool finish = entry[6] == 'f';
   emu::run(grid, finish ? FINISH_THREADS : CHOOSE_THREADS, 16384, seed, [=] { finish ? batch_finish(*r) : batch_choose(*r); });
 }
-extern "C" int hb_batch_rows_size(int what) { return what == 0 ? (int)sizeof(Rows) : what == 1 ? PARTS : what == 2 ? FINISH_THREADS : CHOOSE_THREADS; }
+extern "C" int hb_batch_rows_size(int what) {
+  const int sizes[] = {(int)sizeof(Rows), PARTS, FINISH_THREADS, CHOOSE_THREADS, FINISH_THREADS / 32 * (int)sizeof(float), (int)sizeof(ChooseTable)};
+  return sizes[what];
+}
 #endif

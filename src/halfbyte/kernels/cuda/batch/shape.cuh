@@ -100,13 +100,13 @@ struct Stage {
 constexpr bool RELEASES = BOTH || !SWIGLU;  // down by itself reads what the kernel before gate_up wrote, so gate_up waits first
 HB_CONST_FN bool has_swiglu(int stage) { return SWIGLU && stage == 0; }
 
-struct Product {            // mirrored in batch.py
+struct Product {            // mirrored in products.py
   Stage stage[2];           // the second only if BOTH: its x is what the first has stored
   const float* residual;    // float [columns][16 tiles], may be out; null: none
   const int* ids;           // the expert of each column; IDS only
   u32* tickets;             // one for each stage, zero before every launch; null: no piece is left to whoever comes first
   u32* done;                // [groups] tiles of the first stage that are stored, zero before every launch; BOTH only
-  const u16* router;        // ROUTER only: bf16, as a warp reads it (see `tile_router` in batch.py)
+  const u16* router;        // ROUTER only: bf16, as a warp reads it (see `tile_router` in products.py)
   const void* norm;         // the weight of the norm in front of it, float or bf16
   float* logits;            // [tiles][columns][ROUTER]: its products with norm weight times out, a part for each tile
   u64* trace;               // [grid][4] nanoseconds: start, x wanted, last tile asked for, end; null: none
@@ -115,6 +115,9 @@ struct Product {            // mirrored in batch.py
   int norm_float;
   float limit, alpha;
 };
+
+HB_MIRRORED(Stage, weights, bias, x, out, tiles, share, bias_float, unused)
+HB_MIRRORED(Product, stage, residual, ids, tickets, done, router, norm, logits, trace, columns, experts, early, norm_float, limit, alpha)
 
 struct Item { int group, tile, count, stage; };  // some tiles of one group; count 0: the end
 

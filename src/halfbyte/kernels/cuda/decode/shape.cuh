@@ -80,7 +80,7 @@ template <int FORMAT> struct Piece {
   static HB_CONST_FN int slots(int pieces) { return FIT ? (pieces + (FIT ? FIT : 1) - 1) / (FIT ? FIT : 1) : pieces * SLOTS_EACH; }
 };
 
-// ---- arguments (mirrored in step.py) -----------------------------------------------------------------------------
+// ---- arguments (mirrored in step.py, which a test compares) -----------------------------------------------------------------------------
 struct Layer {
   const u8 *qkv, *o, *gate_up, *down;                     // tile16
   const u16 *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // bf16
@@ -89,7 +89,7 @@ struct Layer {
   const u16 *router_bias, *sinks;                         // bf16
 };
 
-struct Boxes {      // words that carry their own validity, see box.cuh
+struct Boxes {      // words that carry their own validity, see mailbox.cuh
   u64 *x;           // [2][ROWS][HIDDEN]             residual, summed in fixed point; layers take the halves in turn
   u64 *mid;         // [2][ROWS][HIDDEN]             the same before the experts
   u64 *logits;      // [2][ROWS][COPIES][EXPERTS]    router, summed in fixed point
@@ -108,7 +108,7 @@ struct Step {
   const int *sliding_table, *full_table;  // [seqs][max_blocks]
   u8* pool;                            // [pages][layers of a kind][2][KV_HEADS][PAGE][HEAD_DIM]
   const float* rope;                   // [positions][64]: 32 cosines, 32 sines
-  float* out_logits;                   // [ROWS][VOCAB]
+  float* logits_out;                   // [ROWS][VOCAB]
   int* next_tokens;                    // [ROWS]
   Boxes box;
   u32* control;                        // epoch, arrivals
@@ -119,6 +119,11 @@ struct Step {
   int max_blocks, page_layers;
   int advance;                         // 1: feed the argmax back and move one position on
 };
+
+HB_MIRRORED(Layer, qkv, o, gate_up, down, qkv_bias, o_bias, gate_up_bias, down_bias, attn_norm, mlp_norm, router, router_bias, sinks)
+HB_MIRRORED(Step, layers, embed, final_norm, head, tokens, positions, row_seq, sliding_table, full_table, pool, rope, logits_out,
+            next_tokens, box.x, box.mid, box.logits, box.qkv, box.part, box.h, box.best, control, failure, trace, norm_eps,
+            swiglu_limit, swiglu_alpha, rows, max_blocks, page_layers, advance)
 
 struct Routing {
   int count;                  // distinct experts of all rows

@@ -404,7 +404,7 @@ HB_PHASE void phase_head(State state) {
         if (root == 0.f) root = root_of(w.sh, w.p, row);
         const int token = (w.block + tile * w.grid) * 16 + m;
         const float v = sum[0] * root;
-        p.out_logits[(size_t)row * VOCAB + token] = v;
+        p.logits_out[(size_t)row * VOCAB + token] = v;
         const u64 key = (u64)orderable(v) << 32 | (0xffffffffu - (u32)token);
         best = key > best ? key : best;
       });

@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +13,7 @@
 #include <deque>
 #include <functional>
 #include <random>
+#include <string>
 #include <vector>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -34,6 +36,23 @@ typedef long long i64;
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __maxnreg__(n)
+
+// HB_MIRRORED(Struct, fields...): says name, offset and size of every field, one to a line, so that a test can compare a
+// struct that is passed by value with its ctypes mirror, name by name (two fields of one size that are swapped keep the
+// struct's size). A field of a member is written `member.field`.
+#define HB_MIRRORED(S, ...)                                                             \
+  extern "C" const char* hb_fields_##S() {                                              \
+    static const std::string text = HB_EXPAND(HB_EACH_FIELD(S, __VA_ARGS__)) std::string(); \
+    return text.c_str();                                                                \
+  }
+#define HB_FIELD(S, f) std::string(#f " ") + std::to_string(offsetof(S, f)) + " " + std::to_string(sizeof(((S*)0)->f)) + "\n" +
+#define HB_EACH_FIELD(S, f, ...) HB_FIELD(S, f) __VA_OPT__(HB_EACH_AGAIN HB_PARENS(S, __VA_ARGS__))
+#define HB_EACH_AGAIN() HB_EACH_FIELD
+#define HB_PARENS ()
+#define HB_EXPAND(...) HB_EXPAND_3(HB_EXPAND_3(HB_EXPAND_3(__VA_ARGS__)))
+#define HB_EXPAND_3(...) HB_EXPAND_2(HB_EXPAND_2(HB_EXPAND_2(__VA_ARGS__)))
+#define HB_EXPAND_2(...) HB_EXPAND_1(HB_EXPAND_1(HB_EXPAND_1(__VA_ARGS__)))
+#define HB_EXPAND_1(...) __VA_ARGS__
 
 struct u32x4 { u32 x, y, z, w; };
 struct u64x2 { u64 x, y; };

@@ -18,6 +18,7 @@ typedef long long i64;
 #define HB_ROLLED _Pragma("unroll 1")
 #define HB_UNROLL_4 _Pragma("unroll 4")
 #define HB_ASSUME(x) __builtin_assume(x)
+#define HB_MIRRORED(...)  // the emulator says where the fields are: see emulator.h
 
 struct u32x4 { u32 x, y, z, w; };
 struct u64x2 { u64 x, y; };

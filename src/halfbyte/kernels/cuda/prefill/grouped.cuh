@@ -79,7 +79,7 @@ constexpr int BIASES = SYNC || FP8 ? 0 : 128;  // bytes behind that, for each wa
 constexpr int STAGES = (SYNC ? ROOM : ROOM - WARPGROUPS * STAGING) / STAGE;
 static_assert(STAGES >= 3, "too few stages to hide the latency of memory");
 
-struct alignas(64) Product {     // mirrored in grouped_build.py
+struct alignas(64) Product {     // mirrored in builds.py
   u64 map[16];                   // the copy engine's map of the weights: tile16, experts one after another
   const void* bias;              // [experts][rows], bf16 or float; null: none
   const u16* x;                  // packed
@@ -102,6 +102,9 @@ struct alignas(64) Product {     // mirrored in grouped_build.py
   const int* order;              // those with the most columns first: items of one width, whose code is one, follow each other
   int unused[2];
 };
+HB_MIRRORED(Product, map, bias, x, starts, counts, packed, out, residual, tops, x_scale, out_stride, experts, m_tiles, chunks, columns,
+            x_slots, packed_slots, n_cap, bias_float, limit, alpha, angles, cells, q, pool, value_offset, heads, kv_heads, out_bf16,
+            order, unused)
 static_assert(sizeof(Product) % 64 == 0, "the map must lie at a multiple of 64");
 
 // What the copy engine fetches at once: a stage's part of 64 rows, as words of 8 bytes.

@@ -3,8 +3,9 @@
 #include "device/warpgroup.cuh"
 
 constexpr int EXPERTS_MAX = 512, TOP_MAX = 8, GROUP_THREADS = 1024, ROW_THREADS = 192;
+constexpr int SHARED_BYTES = 4096;  // of every kernel of this file, at most
 
-struct Rows {                 // mirrored in grouped_build.py; every kernel of this file takes it
+struct Rows {                 // mirrored in builds.py; every kernel of this file takes it
   const void* source;         // rows of float or bf16, `stride` elements apart
   const void* norm;           // weight of an RMS norm, float or bf16; null: none
   const int* select;          // which rows of source; null: all
@@ -26,7 +27,9 @@ struct Rows {                 // mirrored in grouped_build.py; every kernel of t
   int parts_float;
   int* order;                 // out: [experts], whose `starts` and `counts` are
 };
-// f16: bf16 values, for q8 weights; e4m3: see grouped_fp8.cuh; mx: see grouped_mx.cuh
+HB_MIRRORED(Rows, source, norm, select, packed, ids, weights, starts, counts, place, parts, residual, out, stride, rows, width, slots,
+            experts, top_k, source_float, norm_float, ids_wide, kind, eps, scales, hidden, parts_float, order)
+// f16: bf16 values, for q8 weights; e4m3: see fp8.cuh; mx: see mx.cuh
 enum { AS_BF16 = 0, AS_F16 = 1, AS_E4M3 = 2, AS_MXFP8 = 3, AS_MXFP4 = 4 };
 #include "prefill/mx.cuh"
 
@@ -299,11 +302,13 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) mx_requantize(const __
 
 HB_DEV int choice(const Rows& r, int i) { return r.ids_wide ? (int)((const i64*)r.ids)[i] : ((const int*)r.ids)[i]; }
 
+struct GroupTable { int count[EXPERTS_MAX], mine[GROUP_THREADS / 32], start; };
+static_assert(sizeof(GroupTable) <= SHARED_BYTES && ROW_THREADS / 32 * sizeof(float) <= SHARED_BYTES, "shared memory of every launch");
+
 // Block e: counts everything, then gives slots to the rows that chose expert e, in order of rows.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __grid_constant__ Rows r) {
   constexpr int WARPS = GROUP_THREADS / 32;
-  struct Table { int count[EXPERTS_MAX]; int mine[WARPS]; int start; };
-  Table& table = *(Table*)hb_shared();
+  GroupTable& table = *(GroupTable*)hb_shared();
   const int thread = hb_thread(), warp = thread / 32, lane = thread % 32, expert = hb_block();
   const int all = r.rows * r.top_k, each = ((all + WARPS - 1) / WARPS + 31) & ~31;  // choices per warp
   const int first = warp * each, last = first + each < all ? first + each : all;
@@ -357,7 +362,6 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) sum_rows(const __grid_
 }
 
 #ifdef HB_EMULATE
-#include <string>
 extern "C" void hb_rows(const char* entry, const Rows* r, int grid, u32 seed) {
   const std::string name = entry;
   auto body = [=] {
@@ -368,7 +372,7 @@ extern "C" void hb_rows(const char* entry, const Rows* r, int grid, u32 seed) {
     else if (name == "mx_requantize") mx_requantize(*r);
     else sum_rows(*r);
   };
-  emu::run(grid, name == "group_rows" ? GROUP_THREADS : ROW_THREADS, 4096, seed, body);
+  emu::run(grid, name == "group_rows" ? GROUP_THREADS : ROW_THREADS, SHARED_BYTES, seed, body);
 }
-extern "C" int hb_rows_size() { return sizeof(Rows); }
+extern "C" int hb_rows_size(int what) { return what == 0 ? (int)sizeof(Rows) : SHARED_BYTES; }
 #endif

@@ -49,6 +49,8 @@ struct Sampling {         // mirrored by the ctypes structure in sampler.py
   int vocab, parts, cutoff_parts, filtered;
 };
 
+HB_MIRRORED(Sampling, logits, settings, keys, cutoffs, best, tickets, bins, results, stride, vocab, parts, cutoff_parts, filtered)
+
 // log of an exponential variate, fixed by key and token: splitmix64, of which the upper half decides.
 HB_DEV float log_exponential(u64 key, int token) {
   u64 z = key + (u64)(token + 1) * 0x9E3779B97F4A7C15ull;
@@ -340,12 +342,11 @@ extern "C" __global__ void __launch_bounds__(CUTOFF_THREADS) sample_cutoffs(cons
 }
 
 #ifdef HB_EMULATE
-#include <string>
 extern "C" void hb_sample(const char* entry, const Sampling* d, int grid, u32 seed) {
   const std::string name = entry;
   const bool cutoffs = name == "sample_cutoffs", race = name == "sample_race";
   auto body = [=] { cutoffs ? sample_cutoffs(*d) : race ? sample_race(*d) : sample_argmax(*d); };
   emu::run(grid, cutoffs ? CUTOFF_THREADS : RACE_THREADS, cutoffs ? sizeof(Shared) : 256, seed, body);
 }
-extern "C" int hb_sample_size(int what) { return what ? (int)sizeof(Shared) : (int)sizeof(Sampling); }
+extern "C" int hb_sample_size(int what) { return what == 0 ? (int)sizeof(Sampling) : what == 1 ? (int)sizeof(Shared) : RACE_THREADS / 32 * (int)sizeof(u64); }
 #endif
