@@ -103,5 +103,5 @@ def test_the_record_says_which() -> None:
     solo = SingleSequence(model, 128)
     solo.feed(list(range(70)))
     solo.feed([5])
-    assert {r.activation for r in model.plan.record.runs.values() if r.regime == "prefill"} == {"int8"}
-    assert {r.activation for r in model.plan.record.runs.values() if r.regime == "decode"} == {"f32"}
+    assert {r.activation for r in model.plan.record.runs("prefill")} == {"int8"}
+    assert {r.activation for r in model.plan.record.runs("decode")} == {"f32"}

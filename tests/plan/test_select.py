@@ -99,16 +99,17 @@ def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest
         GptOss(weights, Gates(linear_kernel=PerRegime("gemv")))  # explicit, and nothing of that name covers o
     model = GptOss(weights)
     assert torch.equal(SingleSequence(model, 64).feed(tokens), expected)
-    runs = [r for r in model.plan.record.runs.values() if r.phase == "test.fused_front"]
+    runs = [r for r in model.plan.record.runs() if r.phase == "test.fused_front"]
     assert len(runs) == 1
     assert runs[0].covers == LAYER[:4]
     assert runs[0].formats == {"qkv": "bf16"}
     assert runs[0].regime == "decode"
     assert (runs[0].dtype, runs[0].activation) == ("f32", "f32")
     assert model.plan.record.phases() == set(model.plan.selection.chosen["decode"])
-    moe = next(r for r in model.plan.record.runs.values() if r.phase == "reference.moe")
+    moe = next(r for r in model.plan.record.runs() if r.phase == "reference.moe")
     assert moe.formats == {"gate_up": "mxfp4", "down": "mxfp4"}
-    assert moe.shapes == {"x": (len(tokens), SMALL.hidden)}
+    assert (moe.fewest_rows, moe.most_rows) == (len(tokens), len(tokens))
+    assert moe.runs == SMALL.layers
 
 
 class WholeStep(Phase):
@@ -153,7 +154,7 @@ def test_a_whole_step_phase_is_bound_once_and_recorded(monkeypatch: pytest.Monke
     assert model.plan.selection.chosen["prefill"] == reference_model.plan.selection.chosen["prefill"]
     assert len(model.plan.bound["decode"]) == 1
     assert torch.equal(SingleSequence(model, 128).feed(list(range(3))), expected)
-    (run,) = model.plan.record.runs.values()
+    (run,) = model.plan.record.runs()
     assert run.formats == {"embed": "bf16", **{k: v for k, v in CHECKPOINT.items() if k != "embed"}}
 
 
@@ -228,7 +229,7 @@ def test_an_architecture_has_limits_of_its_own_and_says_whose_they_are() -> None
     model = GptOss(synthetic.make(SMALL, seed=0))
     model.plan.limits = other
     SingleSequence(model, 64).feed(list(range(8)))
-    assert {r.regime for r in model.plan.record.runs.values()} == {"decode"}
+    assert {r.regime for r in model.plan.record.runs()} == {"decode"}
 
 
 @pytest.mark.parametrize("arch", ARCHES)

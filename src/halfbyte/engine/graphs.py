@@ -20,6 +20,7 @@ from torch import Tensor
 from halfbyte.engine.sampling.device import DeviceSampler, choose_device_sampler
 from halfbyte.engine.step_buffer import aligned
 from halfbyte.model.gpt_oss import GptOss
+from halfbyte.plan.record import GraphRun
 from halfbyte.plan.step import RegimeLimits, Step
 
 USUAL_SIZES = (1, 2, 4, 5, 8, 10, 16, 32, 64)  # the numbers of rows people run
@@ -79,6 +80,7 @@ class DecodeGraph:
         self.host_tables: dict[str, NDArray[np.int32]] = {}  # what the tables hold, as far as the host knows
         self.idle()
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.captured = GraphRun()  # what the graph holds, in the record of what ran
         self.logits = self.hidden = self.tokens = torch.empty(0)  # of the last replay
 
     def idle(self) -> None:
@@ -115,9 +117,15 @@ class DecodeGraph:
                 self.model.forward(self.step)
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be read
+        plan = self.model.plan
+        with (
+            plan.record.capturing(plan.regime(self.step), self.step.rows) as self.captured,
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             self.logits = self.run()
+        self.captured.read(graph.raw_cuda_graph())
+        graph.instantiate()
         self.graph = graph
 
     def has_tables(self, sliding: NDArray[np.int32], full: NDArray[np.int32]) -> bool:
@@ -137,6 +145,7 @@ class DecodeGraph:
     def replay(self) -> Tensor:
         assert self.graph is not None
         self.graph.replay()
+        self.captured.replays += 1
         return self.logits
 
 

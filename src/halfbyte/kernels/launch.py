@@ -8,7 +8,6 @@ falls back to anything.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,7 +15,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ import torch
 
 from halfbyte import gates
 from halfbyte.errors import EngineError, PlanError, UsageError
+from halfbyte.plan.launches import KernelImage, launched
 from halfbyte.plan.phase import ARCHES, Arch
+from halfbyte.plan.record import Declared
 
 INCLUDES = Path(__file__).parent / "cuda"  # sources name what they include from here
 INSTALL = "install halfbyte[gpu] (it brings cuda-bindings and NVRTC)"
@@ -69,10 +70,12 @@ def compile_program(program: Program, arch: str, *, cache: Path | None = None) -
     options = _options(program, arch)
     key = hashlib.sha256("\0".join((program.hash(), program.entry, version, *options)).encode()).hexdigest()[:32]
     path = (cache or cache_folder()) / f"{program.entry}-{arch}-{key}.cubin"
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_bytes()
-    cubin, _ = build_program(program, arch)
-    _write(path, cubin)
+    try:
+        cubin = path.read_bytes()
+    except FileNotFoundError:
+        cubin, _ = build_program(program, arch)
+        _write(path, cubin)
+    _compiled[program, arch] = module_hash(cubin)
     return cubin
 
 
@@ -144,6 +147,29 @@ def _write(path: Path, data: bytes) -> None:
         return
 
 
+def module_hash(binary: bytes) -> str:
+    """What the record knows a loaded binary by: names of entries alone cannot tell two builds apart."""
+    return hashlib.sha256(binary).hexdigest()[:16]
+
+
+loaded_modules: dict[int, str] = {}  # handle -> hash of every binary that was loaded here, ours and Triton's
+_compiled: dict[tuple[Program, str], str] = {}  # program and architecture -> hash of what the compiler gave
+
+
+def declared_kernels(programs: Iterable[Program], arch: Arch) -> list[Declared]:
+    """The entries of these programs with the hashes of what was compiled of them here, whoever loaded it."""
+    target = target_of(arch)
+    hashes: dict[str, set[str]] = {}
+    for program in programs:
+        hashes.setdefault(program.entry, set()).update(filter(None, (_compiled.get((program, target)),)))
+    return [Declared(entry, frozenset(modules)) for entry, modules in hashes.items()]
+
+
+def target_of(arch: Arch) -> str:
+    """As compilers spell it, with the instructions of this architecture alone."""
+    return "sm_" + arch.name.removeprefix("sm") + "a"
+
+
 _Pointers = ctypes.c_void_p * 1
 
 
@@ -157,6 +183,8 @@ class Kernel:
         module = _ok(driver.cuModuleLoadData(ctypes.addressof(self._image)), f"load {entry}")[0]
         self._function = _ok(driver.cuModuleGetFunction(module, entry.encode()), f"find {entry}")[0]
         self._module, self._shared, self._entry = module, shared, entry
+        self.image = KernelImage(entry, module_hash(cubin))
+        loaded_modules[int(module)] = self.image.module
         self._configs: dict[tuple[int, int, int, bool, bool], Any] = {}
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ok(driver.cuFuncSetAttribute(self._function, limit, shared), f"give {entry} {shared} bytes of shared memory")
@@ -173,6 +201,7 @@ class Kernel:
         status = _driver().cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         if int(status[0]):
             _ok(status, f"launch {self._entry}")
+        launched(self.image)
 
     def _config(self, stream: int, block: int, cooperative: bool, early: bool) -> Any:
         """All of a launch but its grid. Made once for every thread: it takes longer than the launch."""

@@ -168,7 +168,7 @@ class GptOss:
         )
         self._buffers: dict[str, Tensor] = {}
         self._pool: Tensor | None = None
-        self.plan: Plan = bind(chosen, selection, spec, self.arch.limits, self.binding)
+        self.plan: Plan = bind(chosen, selection, spec, self.arch, self.binding)
 
     def binding(self, layer: int | None) -> Binding:
         """What a phase is bound to: one layer of this model, or what lies outside of the layers."""

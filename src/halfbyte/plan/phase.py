@@ -8,7 +8,7 @@ never falls back, and never reads the environment.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.record import Declared
 from halfbyte.plan.step import REGIMES, Regime, RegimeLimits, Step
 
 PROLOGUE = ("embed",)
@@ -138,7 +139,7 @@ class Phase(ABC):
     knows: frozenset[str] = frozenset()
     rank: int = 0  # auto prefers the higher
     reference: bool = False  # never taken by auto on a GPU
-    category: str = "other"  # for profiles: moe, linear, attention, norm, router, quantise, sample, other
+    category: str = "other"  # of its time in a profile: moe, linear, attention, norm, router, quantise, sample, other
 
     def answers(self, axis: str) -> tuple[str, ...]:
         """The gate values of an axis that ask for this phase."""
@@ -152,6 +153,11 @@ class Phase(ABC):
     def layouts(self, spec: Spec) -> dict[str, str]:
         """Role -> layout name, for every role of ROLES[op] it reads."""
         return {role: "plain" for op in self.covers for role in ROLES.get(op, ())}
+
+    def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
+        """Every kernel it may launch there, with the hashes of their binaries as the compiler gave them. The record of
+        what ran is held against it (`plan.record`), so it must not be read off a launch."""
+        return ()
 
     @abstractmethod
     def bind(self, binding: Binding) -> Launch: ...

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import OPERATIONS, ROLES, SEGMENTS, Binding, Launch, Phase, Spec
-from halfbyte.plan.record import Record, Run, Selection
+from halfbyte.plan.launches import OTHER, Part, current
+from halfbyte.plan.phase import OPERATIONS, ROLES, SEGMENTS, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.record import Declared, Difference, PhaseRun, Record, Selection
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import Regime, RegimeLimits, Step
 
@@ -17,6 +18,7 @@ class Bound:
     phase: Phase
     launch: Launch
     formats: dict[str, str]  # role -> format of the weights it was bound to (the model checks that they are)
+    part: Part  # what its launches are for, unless the phase says more (`launches.begin`)
 
 
 @dataclass
@@ -24,9 +26,9 @@ class Plan:
     spec: Spec
     selection: Selection
     bound: dict[Regime, list[Bound]]
-    limits: RegimeLimits  # which regime a step's rows belong to
+    arch: Arch
+    limits: RegimeLimits  # which regime a step's rows belong to: the architecture's, unless a test moves them
     record: Record = field(default_factory=Record)
-    recording: bool = True
 
     def regime(self, step: Step) -> Regime:
         return self.limits.regime(step.rows)
@@ -34,43 +36,49 @@ class Plan:
     def run(self, step: Step, acts: Activations | None = None) -> Activations:
         """All launches of the step's regime. Returns the activations; `logits` is the result."""
         acts = Activations() if acts is None else acts
-        regime = self.regime(step)
-        for b in self.bound[regime]:
-            b.launch(step, acts)
-            if self.recording:
-                self.record.add(self._run(b, regime, acts))
+        for _ in self.walk(step, acts):
+            pass
         return acts
 
-    def _run(self, b: Bound, regime: Regime, acts: Activations) -> Run:
-        tensors = acts.tensors()
-        return Run(
-            phase=b.phase.name,
-            covers=b.phase.covers,
-            regime=regime,
-            formats=b.formats,
-            dtype=self.spec.dtype,
-            activation=self.spec.at(regime).activation,
-            shapes={n: tuple(tensors[n].shape) for n in OUTPUTS[b.phase.covers[-1]] if n in tensors},
-        )
+    def walk(self, step: Step, acts: Activations) -> Iterator[Bound]:
+        """The same, phase by phase, for whoever looks on between them. Every launch of a plan is recorded here."""
+        regime, rows, record = self.regime(step), step.rows, self.record
+        for b in self.bound[regime]:
+            run = self._run(b, regime)
+            run.runs += 1
+            run.fewest_rows, run.most_rows = min(run.fewest_rows, rows), max(run.most_rows, rows)
+            current.sink, current.part = run.kernels, b.part
+            b.launch(step, acts)
+            current.sink, current.part = record.into.outside, OTHER
+            yield b
+        record.step_done()
 
+    def _run(self, b: Bound, regime: Regime) -> PhaseRun:
+        runs, key = self.record.into.phases, (b.phase.name, regime)
+        if key not in runs:
+            p, activation = b.phase, self.spec.at(regime).activation
+            runs[key] = PhaseRun(p.name, p.category, p.covers, regime, b.formats, self.spec.dtype, activation)
+        return runs[key]
 
-# The activations an operation leaves behind.
-OUTPUTS: dict[str, tuple[str, ...]] = {
-    "embed": ("x",), "attn_norm": ("h",), "qkv": ("q", "k", "v"), "rope": ("q", "k"), "kv_write": (),
-    "attention": ("attn",), "o": ("x",), "mlp_norm": ("h",), "router": ("topk_ids", "topk_weights"), "moe": ("x",),
-    "final_norm": ("h",), "lm_head": ("logits",),
-}  # fmt: skip
+    def differences(self) -> list[Difference]:
+        """Between what ran and what the chosen phases declare."""
+        declared: dict[tuple[str, Regime], tuple[Declared, ...]] = {}
+        for regime, bound in self.bound.items():
+            for phase in dict.fromkeys(b.phase for b in bound):
+                declared[phase.name, regime] = tuple(phase.declares(self.spec.at(regime), self.arch))
+        return self.record.differences(self.selection.chosen, declared)
 
 
 def bind(
     chosen: Chosen,
     selection: Selection,
     spec: Spec,
-    limits: RegimeLimits,
+    arch: Arch,
     binding_of: Callable[[int | None], Binding],
 ) -> Plan:
     """Bind every chosen phase once per layer. A phase that serves several regimes alike is bound once and shared."""
     cache: dict[tuple[int, int | None, str], Bound] = {}
+    parts = {phase: Part(phase.category, phase.covers) for phases in chosen.values() for phase in phases}
 
     def at(phase: Phase, layer: int | None, regime: Regime) -> Bound:
         here = spec.at(regime)
@@ -78,7 +86,7 @@ def bind(
         if key not in cache:
             roles = [r for op in phase.covers for r in ROLES.get(op, ())]
             launch = phase.bind(replace(binding_of(layer), spec=here))
-            cache[key] = Bound(phase, launch, {r: spec.formats[r] for r in roles})
+            cache[key] = Bound(phase, launch, {r: spec.formats[r] for r in roles}, parts[phase])
         return cache[key]
 
     bound: dict[Regime, list[Bound]] = {}
@@ -91,7 +99,7 @@ def bind(
         for index in range(spec.layers):
             bound[regime] += [at(p, index, regime) for p in layer]
         bound[regime] += [at(p, None, regime) for p in epilogue]
-    return Plan(spec, selection, bound, limits)
+    return Plan(spec, selection, bound, arch, arch.limits)
 
 
 def _split(phases: list[Phase]) -> list[list[Phase]]:

@@ -1,12 +1,24 @@
-"""Selection and Record: what was chosen and why, and what really ran. Plain values that travel into results."""
+"""Selection and Record: what was chosen and why, and what ran on the device. Plain values that travel into results.
+
+The record holds kernels, not intentions: every launch counts under the name and the hash of the binary that was loaded,
+for the phase and the regime it ran in. A captured graph is asked for its nodes, so that what a replay runs is what the
+driver holds; each replay adds one to a number. `differences` holds the record against what the chosen phases declare
+and names everything that is otherwise. Nothing here launches, and nothing is corrected.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from halfbyte.plan.launches import OTHER, SAMPLING, Counts, current
 from halfbyte.plan.step import Regime
+
+GRAPH_READER = "halfbyte.kernels.graph_nodes"  # asks the driver; found when a graph is read, as kernels are
 
 
 @dataclass(frozen=True)
@@ -31,34 +43,219 @@ class Selection:
         return asdict(self)
 
 
+class NodeKernel(NamedTuple):
+    """A kernel of a captured graph, as the driver names it."""
+
+    name: str
+    module: str  # hash of its binary; empty: nobody here loaded it, so it is torch's own
+
+
 @dataclass(frozen=True)
-class Run:
-    """One phase as it ran: with the formats and shapes it really saw."""
+class Declared:
+    """A kernel that a phase may launch, said by the phase and not by its launches."""
+
+    name: str
+    modules: frozenset[str]  # hashes of the binaries that its compiler gave; empty: none was compiled here
+
+
+@dataclass
+class PhaseRun:
+    """One phase as it ran in one regime: with the formats it was bound to, and the kernels it launched."""
 
     phase: str
+    category: str
     covers: tuple[str, ...]
     regime: Regime
     formats: Mapping[str, str]  # role -> format of the bound weight
     dtype: str
     activation: str
-    shapes: Mapping[str, tuple[int, ...]]  # activation name -> shape after the launch
-    kernels: tuple[str, ...] = ()  # device kernel names, where known
+    runs: int = 0  # launches of the phase, one a layer
+    fewest_rows: int = 1 << 62
+    most_rows: int = 0
+    kernels: Counts = field(default_factory=Counts)
+
+    def as_dict(self, times: int = 1) -> dict[str, Any]:
+        return {
+            "phase": self.phase, "category": self.category, "covers": list(self.covers), "formats": dict(self.formats),
+            "dtype": self.dtype, "activation": self.activation, "runs": self.runs * times,
+            "rows": [self.fewest_rows, self.most_rows], "kernels": _kernels(self.kernels, times),
+        }  # fmt: skip
+
+
+@dataclass
+class Runs:
+    """Phases that ran one way: eagerly, or in one graph. `outside`: launches of no phase (sampling)."""
+
+    phases: dict[tuple[str, Regime], PhaseRun] = field(default_factory=dict)
+    outside: Counts = field(default_factory=Counts)
+
+    def loaded(self) -> Counter[NodeKernel]:
+        """Launches of kernels that were loaded here."""
+        counts: Counter[NodeKernel] = Counter()
+        for kernels in (*(run.kernels for run in self.phases.values()), self.outside):
+            for (image, _), count in kernels.items():
+                if image.loaded:
+                    counts[NodeKernel(image.name, image.module)] += count
+        return counts
+
+
+@dataclass
+class GraphRun(Runs):
+    """What one captured graph holds, and how often it was replayed."""
+
+    regime: Regime = "decode"
+    rows: int = 0
+    replays: int = 0
+    nodes: Counter[NodeKernel] | None = None  # None: the launches counted while it was captured are all that is known
+    unread: str = ""  # why
+
+    def read(self, graph: int) -> None:
+        """Its kernels, from the driver. A driver that cannot tell leaves a reason, which the record shows."""
+        try:
+            self.nodes = Counter(importlib.import_module(GRAPH_READER).kernels(graph))
+        except Exception as e:  # a record must not cost the step that it describes
+            self.unread = f"{type(e).__name__}: {e}"
+
+    @property
+    def others(self) -> Counter[NodeKernel]:
+        """Nodes of kernels that nobody here loaded: torch's own."""
+        return Counter({node: n for node, n in (self.nodes or {}).items() if not node.module})
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that ran otherwise than was declared."""
+
+    regime: Regime
+    phase: str  # empty: of no phase
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.phase or 'outside of the phases'} ({self.regime}): {self.what}"
 
 
 @dataclass
 class Record:
-    """Collects distinct runs. Cheap when it has seen everything already."""
+    """What ran: eagerly, and in graphs."""
 
-    runs: dict[tuple[Any, ...], Run] = field(default_factory=dict)
-    counts: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    eager: Runs = field(default_factory=Runs)
+    graphs: list[GraphRun] = field(default_factory=list)
+    into: Runs = field(init=False)  # where launches count now
 
-    def add(self, run: Run) -> None:
-        key = (run.phase, run.regime, tuple(sorted(run.shapes.items())), tuple(sorted(run.formats.items())))
-        self.runs.setdefault(key, run)
-        self.counts[key] = self.counts.get(key, 0) + 1
+    def __post_init__(self) -> None:
+        self.into = self.eager
+
+    @contextmanager
+    def capturing(self, regime: Regime, rows: int) -> Iterator[GraphRun]:
+        """Launches go into a graph and are not run: they count for it."""
+        graph = GraphRun(regime=regime, rows=rows)
+        self.into = graph
+        current.sink, current.part = graph.outside, OTHER
+        try:
+            yield graph
+        finally:
+            self.into = self.eager
+            self.step_done()
+        self.graphs.append(graph)
+
+    def step_done(self) -> None:
+        """What this thread launches now is sampling, until the next step."""
+        current.sink, current.part = self.into.outside, SAMPLING
+
+    def ran(self) -> Iterator[tuple[Runs, int]]:
+        """Every way that ran at all, and how often."""
+        yield self.eager, 1
+        for graph in self.graphs:
+            if graph.replays:
+                yield graph, graph.replays
 
     def phases(self, regime: Regime | None = None) -> set[str]:
-        return {r.phase for r in self.runs.values() if regime is None or r.regime == regime}
+        return {name for runs, _ in self.ran() for name, where in runs.phases if regime in (None, where)}
 
-    def as_list(self) -> list[dict[str, Any]]:
-        return [asdict(r) | {"count": self.counts[k]} for k, r in self.runs.items()]
+    def runs(self, regime: Regime | None = None) -> list[PhaseRun]:
+        """Of every way; a graph's are those of one replay."""
+        return [run for runs, _ in self.ran() for run in runs.phases.values() if regime in (None, run.regime)]
+
+    def launches(self, regime: Regime | None = None) -> Counter[NodeKernel]:
+        """How often each kernel of a phase ran on the device."""
+        total: Counter[NodeKernel] = Counter()
+        for runs, times in self.ran():
+            for run in runs.phases.values():
+                if regime in (None, run.regime):
+                    for (image, _), count in run.kernels.items():
+                        total[NodeKernel(image.name, image.module)] += count * times
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: `regimes`, each with the ways it ran, and `outside`, the launches of no phase."""
+        regimes: dict[str, list[dict[str, Any]]] = {}
+        outside: list[dict[str, Any]] = []
+        for runs, times in self.ran():
+            way: dict[str, Any] = {"way": "eager"}
+            if isinstance(runs, GraphRun):
+                way = {"way": f"graph of {runs.rows} rows", "replays": runs.replays} | _nodes(runs)
+            for regime in dict.fromkeys(where for _, where in runs.phases):
+                mine = [run.as_dict(times) for run in runs.phases.values() if run.regime == regime]
+                regimes.setdefault(regime, []).append(way | {"phases": mine})
+            outside += [{"way": way["way"]} | kernel for kernel in _kernels(runs.outside, times)]
+        return {"regimes": regimes, "outside": outside}
+
+    def differences(
+        self, chosen: Mapping[Regime, Sequence[str]], declared: Mapping[tuple[str, Regime], Iterable[Declared]]
+    ) -> list[Difference]:
+        """What ran otherwise than the chosen phases declare; empty where the record says that they ran."""
+        found: dict[Difference, None] = {}
+        for runs, _ in self.ran():
+            for regime in dict.fromkeys(where for _, where in runs.phases):
+                for name in chosen[regime]:
+                    if (name, regime) not in runs.phases:
+                        found[Difference(regime, name, "was chosen and never ran")] = None
+            for (name, regime), run in runs.phases.items():
+                if name not in chosen[regime]:
+                    found[Difference(regime, name, "ran and was not chosen")] = None
+                known = {d.name: d.modules for d in declared.get((name, regime), ())}
+                found |= dict.fromkeys(Difference(regime, name, text) for text in _undeclared(run, known))
+            if isinstance(runs, GraphRun):
+                found |= dict.fromkeys(_graph_differences(runs))
+        return list(found)
+
+
+def _undeclared(run: PhaseRun, known: Mapping[str, frozenset[str]]) -> Iterator[str]:
+    if not run.kernels:
+        yield "ran without a kernel on record"
+    for image in dict.fromkeys(image for image, _ in run.kernels):
+        if image.name not in known:
+            yield f"launched {image.name} ({image.module}), which it does not declare"
+        elif image.module not in known[image.name]:
+            built = ", ".join(sorted(known[image.name])) or "none was compiled here"
+            yield f"launched another build of {image.name} ({image.module}; declared: {built})"
+
+
+def _graph_differences(graph: GraphRun) -> Iterator[Difference]:
+    """Between the nodes that the driver holds and the launches that were counted while they were captured."""
+    if graph.nodes is None:
+        return
+    counted = graph.loaded()
+    nodes = Counter({node: n for node, n in graph.nodes.items() if node.module})
+    where = f"in the graph of {graph.rows} rows"
+    for node in dict.fromkeys((*counted, *nodes)):
+        if counted[node] != nodes[node]:
+            text = f"{where} {node.name} ({node.module}) stands {nodes[node]} times, launched {counted[node]} times"
+            yield Difference(graph.regime, "", text)
+
+
+def _nodes(graph: GraphRun) -> dict[str, Any]:
+    if graph.nodes is None:
+        return {"source": f"launches counted at capture ({graph.unread or 'the graph was not read'})"}
+    others = [{"name": node.name, "launches": n * graph.replays} for node, n in sorted(graph.others.items())]
+    return {"source": "graph nodes", "nodes": graph.nodes.total(), "other": others}
+
+
+def _kernels(counts: Counts, times: int) -> list[dict[str, Any]]:
+    total: Counter[tuple[str, str, str, tuple[str, ...]]] = Counter()
+    for (image, part), count in counts.items():
+        total[image.name, image.module, part.category, part.operations] += count * times
+    return [
+        {"name": name, "module": module, "category": category, "operations": list(operations), "launches": count}
+        for (name, module, category, operations), count in total.items()
+    ]

@@ -6,7 +6,8 @@ Quantised matrices stay packed; a float32 copy is kept beside them only while al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from halfbyte.ops.rope import rope, rope_table
 from halfbyte.ops.router import route
 from halfbyte.ops.rows import matmul_rows
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import KernelImage, launched
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.record import Declared
 from halfbyte.plan.step import Step
 
 FLOAT_COPIES = 1 << 30  # bytes of float32 copies a process may keep
@@ -63,10 +66,27 @@ class _Dense:
 
 
 class _Reference(Phase):
+    """Records its operation as if it were a kernel, so that there is one record for every plan."""
+
     reference = True
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         return None
+
+    def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
+        return (Declared(f"torch: {self.name}", frozenset({torch.__version__})),)
+
+    def bind(self, b: Binding) -> Launch:
+        run, image = self.operation(b), KernelImage(f"torch: {self.name}", torch.__version__, loaded=False)
+
+        def launch(step: Step, acts: Activations) -> None:
+            launched(image)
+            run(step, acts)
+
+        return launch
+
+    @abstractmethod
+    def operation(self, b: Binding) -> Launch: ...
 
 
 def _project(matrix: Matrix, bias: Tensor, spec: Spec) -> Callable[[Tensor], Tensor]:
@@ -86,7 +106,7 @@ def _project(matrix: Matrix, bias: Tensor, spec: Spec) -> Callable[[Tensor], Ten
 class Embed(_Reference):
     name, covers, category = "reference.embed", ("embed",), "other"
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         table = b.weights.embed
 
         def launch(step: Step, acts: Activations) -> None:
@@ -99,7 +119,7 @@ class _Norm(_Reference):
     role: str
     category = "norm"
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         weight, eps = getattr(b.weights, self.role), b.spec.norm_eps
 
         def launch(step: Step, acts: Activations) -> None:
@@ -119,7 +139,7 @@ class MlpNorm(_Norm):
 class FinalNorm(_Reference):
     name, covers, category = "reference.final_norm", ("final_norm",), "norm"
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         weight, eps = b.weights.final_norm, b.spec.norm_eps
 
         def launch(step: Step, acts: Activations) -> None:
@@ -133,7 +153,7 @@ class Qkv(_Reference):
     backends = {"linear": "reference"}
     knows = frozenset({"bias"})
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         project = _project(b.weights.qkv, b.weights.qkv_bias, b.spec)
         s = b.spec
         heads = [s.heads, s.kv_heads, s.kv_heads]
@@ -149,7 +169,7 @@ class Rope(_Reference):
     name, covers, category = "reference.rope", ("rope",), "attention"
     knows = frozenset({"yarn"})
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         inverse, temperature = b.rope
 
         def launch(step: Step, acts: Activations) -> None:
@@ -162,7 +182,7 @@ class Rope(_Reference):
 class KvWrite(_Reference):
     name, covers, category = "reference.kv_write", ("kv_write",), "attention"
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         assert b.kind is not None
         kind, index, pool = b.kind, b.kind_index, b.kv_pool
 
@@ -178,7 +198,7 @@ class Attention(_Reference):
     backends = {"attention": "reference"}
     knows = frozenset({"sinks", "window", "gqa", "uneven_layers"})
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         assert b.kind is not None
         spec, kind, index, pool = b.spec, b.kind, b.kind_index, b.kv_pool
         window = spec.window if kind == "sliding" else None
@@ -204,7 +224,7 @@ class OutProjection(_Reference):
     backends = {"linear": "reference"}
     knows = frozenset({"bias"})
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         project = _project(b.weights.o, b.weights.o_bias, b.spec)
 
         def launch(step: Step, acts: Activations) -> None:
@@ -217,7 +237,7 @@ class Router(_Reference):
     name, covers, category = "reference.router", ("router",), "router"
     knows = frozenset({"bias"})
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         weight, bias, top_k = b.weights.router, b.weights.router_bias, b.spec.top_k
 
         def launch(step: Step, acts: Activations) -> None:
@@ -231,7 +251,7 @@ class Moe(_Reference):
     backends = {"moe": "reference"}
     knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         spec = b.spec
         gate_up = self._experts(b.weights.gate_up, b.weights.gate_up_bias, spec)
         down = self._experts(b.weights.down, b.weights.down_bias, spec)
@@ -263,7 +283,7 @@ class LmHead(_Reference):
     name, covers, category = "reference.lm_head", ("lm_head",), "linear"
     backends = {"linear": "reference"}
 
-    def bind(self, b: Binding) -> Launch:
+    def operation(self, b: Binding) -> Launch:
         matrix: Matrix = b.weights.lm_head
         project = _project(matrix, torch.zeros(()), b.spec)
 

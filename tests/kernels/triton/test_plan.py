@@ -15,6 +15,7 @@ from halfbyte.model.gpt_oss import GptOss, choose
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES
+from halfbyte.plan.record import NodeKernel
 
 TINY = ModelConfig(
     layers=2, hidden=96, intermediate=64, experts=4, top_k=2, heads=4, kv_heads=1, head_dim=32, vocab=64, window=16,
@@ -57,6 +58,8 @@ def test_logits(arch: str, chunks: list[int], flags: dict[str, str], bound: floa
     ran = mine.plan.record.phases()
     assert ran
     assert all(name.startswith("triton.") for name in ran)
+    assert mine.plan.differences() == [], "every kernel is one that its phase declares"
+    assert mine.plan.record.launches()[NodeKernel("gate_up_kernel", "interpreted")] > 0
     assert ("triton.moe_split" in ran) == (arch == "sm121")
     assert error(got, expected) < bound
     top = expected.topk(2).values

@@ -224,8 +224,7 @@ class HiddenTap:
         acts = Activations()
         kept: dict[int, Tensor] = {}
         layer = -1
-        for b in self.target.plan.bound[self.target.plan.regime(step)]:
-            b.launch(step, acts)
+        for b in self.target.plan.walk(step, acts):
             if layer < 0 and b.phase.covers[-1] == "embed":
                 layer = 0
             elif b.phase.covers[-1] == "moe":

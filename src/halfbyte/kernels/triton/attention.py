@@ -14,10 +14,11 @@ from torch import Tensor
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, type_of
 from halfbyte.kernels.triton.norm import stored
+from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.rope import KV_TYPES, as_stored, refuse_cache
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
 MERGE = 16  # parts joined at a time
@@ -86,7 +87,7 @@ def prefill_rows(capability: tuple[int, int]) -> int:
     return 64 if capability[0] == 9 else 128
 
 
-class _Attention(Phase):
+class _Attention(TritonPhase):
     category, rank = "attention", 10
     covers = ("attention",)
     backends = {"attention": "triton"}

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from halfbyte.kernels.launch import loaded_modules, module_hash
+from halfbyte.plan.launches import KernelImage, launched
+from halfbyte.plan.record import Declared
 
 PACKAGE = "halfbyte.kernels.triton.jit"
 
@@ -22,6 +26,33 @@ _TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
     torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
+
+
+class Loaded(NamedTuple):
+    """A kernel that Triton compiled and loaded."""
+
+    kernel: Any
+    image: KernelImage
+
+    @classmethod
+    def of(cls, kernel: Any) -> Loaded:
+        image = KernelImage(kernel.name, module_hash(kernel.asm["cubin"]))
+        loaded_modules[int(kernel.module)] = image.module
+        return cls(kernel, image)
+
+
+_compiled: dict[str, set[str]] = {}  # function -> hashes of the binaries that Triton made of it here
+
+
+@functools.cache
+def _interpreted(function: str) -> KernelImage:
+    _compiled.setdefault(function, set()).add("interpreted")
+    return KernelImage(function, "interpreted")
+
+
+def declared_calls(calls: Iterable[Call]) -> list[Declared]:
+    """Their functions with the hashes of what Triton compiled of them here, for whatever shapes."""
+    return [Declared(name, frozenset(_compiled.get(name, ()))) for name in dict.fromkeys(c.function for c in calls)]
 
 
 @dataclass(frozen=True)
@@ -37,7 +68,7 @@ class Call:
     need: str = ""  # pattern the machine code must show
     ban: str = ""  # pattern it must not show
     options: Mapping[str, Any] = field(default_factory=dict)
-    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)  # see `launch`
+    compiled: dict[tuple[Any, ...], Loaded] = field(default_factory=dict, compare=False, repr=False)  # see `launch`
 
     @property
     def name(self) -> str:
@@ -54,9 +85,10 @@ class Call:
         if device.type == "cpu":  # the interpreter: the only place where this runs without a GPU
             self._check(args)
         key = (device.index, *map(_told_apart, args.values()))
-        if found := self.compiled.get(key):
-            given = {**self.constants, **args}
-            found[(*grid, 1, 1)[:3]](*(given[name] for name in fn.arg_names))
+        if loaded := self.compiled.get(key):
+            values = {**self.constants, **args}
+            loaded.kernel[(*grid, 1, 1)[:3]](*(values[name] for name in fn.arg_names))
+            launched(loaded.image)
             return
         kernel = fn[grid](
             **args,
@@ -66,8 +98,12 @@ class Call:
             **self.options,
             **target_options(device),
         )
-        if device.type == "cuda":
-            self.compiled[key] = kernel
+        if device.type == "cpu":
+            launched(_interpreted(self.function))
+            return
+        loaded = self.compiled[key] = Loaded.of(kernel)
+        _compiled.setdefault(self.function, set()).add(loaded.image.module)
+        launched(loaded.image)
 
     def _check(self, args: Mapping[str, Any]) -> None:
         assert set(args) == set(self.types), f"{self.function}: {set(args) ^ set(self.types)}"

@@ -8,9 +8,10 @@ import torch
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, multiple, type_of
+from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
 BLOCK = 1024
@@ -21,7 +22,7 @@ def embed_call(table: torch.dtype, hidden: int) -> Call:
     return Call("rows", "embed_kernel", types, {"BH": BLOCK})
 
 
-class Embed(Phase):
+class Embed(TritonPhase):
     name, covers, category, rank = "triton.embed", ("embed",), "other", 10
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:

@@ -18,9 +18,10 @@ from torch import Tensor
 from halfbyte.formats import MXTensor
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
 PROVED_ROWS = (1, 64, 2048)
@@ -152,7 +153,7 @@ def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Calla
     return run
 
 
-class _Linear(Phase):
+class _Linear(TritonPhase):
     category = "linear"
     backends = {"linear": "triton"}
     rank = 10

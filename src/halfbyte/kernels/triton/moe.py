@@ -17,9 +17,10 @@ from torch import Tensor
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.linear import Operands, Rounded, quantize_call, round_activations, scale_stride, width_for
+from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
 ONE_PROGRAM = 1024  # slots that one program groups
@@ -136,7 +137,7 @@ def between(activation: str) -> tuple[torch.dtype, int]:
     }[activation]  # fmt: skip
 
 
-class Moe(Phase):
+class Moe(TritonPhase):
     name, covers, category, rank = "triton.moe", ("moe",), "moe", 10
     backends = {"moe": "triton"}
     knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})

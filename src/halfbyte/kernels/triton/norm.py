@@ -6,9 +6,10 @@ import torch
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
 
@@ -27,7 +28,7 @@ def norm_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, hidden: int, 
     return Call("rows", "norm_kernel", types, {"BH": power_of_two(hidden)}, warps=8)
 
 
-class _Norm(Phase):
+class _Norm(TritonPhase):
     category, rank = "norm", 10
     role: str  # of the weight
     reader: str  # the projection that reads the result

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.uint8}
@@ -55,7 +56,7 @@ def rope_call(spec: Spec, q: torch.dtype, strides: tuple[int, int], table_stride
     return Call("rows", "rope_kernel", types, constants, warps=1)
 
 
-class RopeAndWrite(Phase):
+class RopeAndWrite(TritonPhase):
     name, covers, category, rank = "triton.rope_kv_write", ("rope", "kv_write"), "attention", 10
     knows = frozenset({"yarn"})
 

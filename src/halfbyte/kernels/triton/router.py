@@ -14,9 +14,10 @@ import torch
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.norm import stored
+from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
 BK = 64
@@ -86,7 +87,7 @@ def _choose_call(
     return Call("rows", "choose_kernel", types, constants, warps=warps)
 
 
-class NormAndRouter(Phase):
+class NormAndRouter(TritonPhase):
     name, covers, category, rank = "triton.mlp_norm_router", ("mlp_norm", "router"), "router", 10
     knows = frozenset({"bias"})
 

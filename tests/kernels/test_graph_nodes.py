@@ -1,0 +1,138 @@
+"""Kernels on record, eagerly and in captured graphs: over a driver that runs nothing, and on a GPU over a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_driver import CHILD, COPY, KERNEL, Argument, FakeDriver, install
+
+from halfbyte.engine.graphs import DecodeGraph
+from halfbyte.kernels import graph_nodes, launch
+from halfbyte.kernels.launch import Kernel, Program, declared_kernels, module_hash
+from halfbyte.model import synthetic
+from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.single_sequence import SingleSequence
+from halfbyte.plan import reference
+from halfbyte.plan.activations import Activations
+from halfbyte.plan.phase import ARCHES, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.record import Declared, NodeKernel
+from halfbyte.plan.step import Step
+
+SMALL = NAMED["small"]
+RIGHT, WRONG = b"the cubin that was compiled", b"another build of it"
+PROGRAM = Program(Path("experts.cu"), "experts", ("-DHB_ROWS=1",))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    monkeypatch.setattr(launch, "loaded_modules", {})
+    monkeypatch.setattr(graph_nodes, "loaded_modules", launch.loaded_modules)
+    monkeypatch.setattr(launch, "_compiled", {(PROGRAM, "sm_90a"): module_hash(RIGHT)})
+    fake = install(monkeypatch)
+    monkeypatch.setattr(graph_nodes, "_driver", lambda: fake)
+    return fake
+
+
+class KernelMoe(reference.Moe):
+    """The reference's experts behind a kernel's launch."""
+
+    name, reference = "test.kernel_moe", False
+    cubin = RIGHT
+
+    def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
+        return declared_kernels([PROGRAM], ARCHES["sm90"])
+
+    def bind(self, b: Binding) -> Launch:
+        run, kernel = self.operation(b), Kernel(self.cubin, "experts", 0)
+
+        def launch(step: Step, acts: Activations) -> None:
+            kernel.launch(1, 32, Argument(), early=True, cooperative=True)
+            run(step, acts)
+
+        return launch
+
+
+class PlantedMoe(KernelMoe):
+    cubin = WRONG
+
+
+def model_with(moe: Phase) -> GptOss:
+    plain = GptOss(synthetic.make(SMALL, seed=0))
+    chosen = {r: [moe if p.covers == ("moe",) else p for p in ps] for r, ps in _chosen(plain).items()}
+    names = {r: tuple(p.name for p in ps) for r, ps in chosen.items()}
+    return GptOss(plain.weights, choice=(plain.spec, chosen, replace(plain.plan.selection, chosen=names)))  # type: ignore[arg-type]
+
+
+def _chosen(model: GptOss) -> dict[str, list[Phase]]:
+    return {regime: list(dict.fromkeys(b.phase for b in bound)) for regime, bound in model.plan.bound.items()}
+
+
+@pytest.mark.parametrize("moe", [KernelMoe, PlantedMoe])
+def test_an_eager_step(driver: FakeDriver, moe: type[KernelMoe]) -> None:
+    model = model_with(moe())
+    SingleSequence(model, 64).feed([5])
+    assert len(driver.launches) == SMALL.layers
+    assert model.plan.record.launches("decode")[NodeKernel("experts", module_hash(moe.cubin))] == SMALL.layers
+    said = [str(d) for d in model.plan.differences()]
+    if moe is KernelMoe:
+        assert said == []
+    else:
+        (text,) = said
+        assert text == (
+            f"test.kernel_moe (decode): launched another build of experts ({module_hash(WRONG)}; "
+            f"declared: {module_hash(RIGHT)})"
+        )
+
+
+@pytest.mark.parametrize("moe", [KernelMoe, PlantedMoe])
+def test_a_captured_step(driver: FakeDriver, moe: type[KernelMoe]) -> None:
+    model = model_with(moe())
+    model.allocate_kv(8)
+    graph = DecodeGraph(model, 2, 4, feed_back=True)
+    graph.capture()
+    r = model.plan.record
+    node = NodeKernel("experts", module_hash(moe.cubin))
+    warm = 2 * SMALL.layers  # two steps that warm up
+    assert r.launches()[node] == len(driver.launches) == warm
+    for _ in range(5):
+        graph.replay()
+    assert len(driver.launches) == warm, "a replay launches nothing by itself"
+    assert r.launches()[node] == warm + 5 * SMALL.layers
+    (captured,) = r.graphs
+    assert captured.nodes == {node: SMALL.layers}
+    assert (captured.replays, captured.regime, captured.rows) == (5, "decode", 2)
+    said = [str(d) for d in model.plan.differences()]
+    assert (said == []) == (moe is KernelMoe)
+    assert all("another build of experts" in text for text in said)
+
+
+def test_a_node_that_was_exchanged_is_named(driver: FakeDriver) -> None:
+    """What the driver holds counts, whatever was launched while it was captured."""
+    model = model_with(KernelMoe())
+    model.allocate_kv(8)
+    wrong = Kernel(WRONG, "experts", 0)
+    graph = DecodeGraph(model, 1, 4)
+    graph.capture()
+    assert graph.graph is not None
+    driver.graphs[graph.graph.raw_cuda_graph()][0] = (KERNEL, wrong._function)
+    graph.captured.read(graph.graph.raw_cuda_graph())
+    graph.replay()
+    said = [str(d) for d in model.plan.differences()]
+    assert any(module_hash(WRONG) in text and "stands 1 times, launched 0 times" in text for text in said), said
+
+
+def test_nodes_of_every_kind(driver: FakeDriver) -> None:
+    ours = Kernel(RIGHT, "experts", 0)
+    copy = driver.foreign("vectorized_copy")
+    driver.libraries[7] = driver.foreign("of a library")
+    driver.graphs[1] = [(KERNEL, ours._function), (COPY, 0), (CHILD, 2), (KERNEL, 7)]
+    driver.graphs[2] = [(KERNEL, copy)]
+    assert graph_nodes.kernels(1) == [
+        ("experts", module_hash(RIGHT)), ("vectorized_copy", ""), ("of a library", "")
+    ]  # fmt: skip
+    driver.graphs[3] = []
+    assert graph_nodes.kernels(3) == []
