@@ -71,9 +71,9 @@ def test_steps_are_launched_before_the_last_is_committed() -> None:
     core.submit(Request([9, 8], GREEDY, id="b"))
     ahead = 0
     while core.has_work:
-        before = core.flight
+        before = core.launched
         core.step()
-        if before is not None and core.flight is not None and before.step.ahead:
+        if before is not None and core.launched is not None and before.step.ahead:
             ahead += 1
             assert all(s.pending <= 1 for s in core.scheduler.running)
     assert ahead >= 25

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from halfbyte.engine.batch import BatchBuilder
+from halfbyte.engine.batch import Batch, BatchBuilder
 from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.grammar import GrammarCompiler, Vocabulary
 from halfbyte.engine.request import QUEUE_BUCKETS, Delta, EngineStats, FinishReason, Logprob, Request, Usage
@@ -88,7 +88,7 @@ class EngineCore:
         self.builder = BatchBuilder(config.max_seqs, blocks, config.page_size)
         self.grammars = None if vocabulary is None else GrammarCompiler(vocabulary, config.eos_tokens)
         self.groups: dict[str, Group] = {}
-        self.flight: LaunchedStep | None = None
+        self.launched: LaunchedStep | None = None
         self._clock = clock
         self._deadlines: list[tuple[float, str]] = []
         self._count = Counters()
@@ -99,7 +99,7 @@ class EngineCore:
     def step(self) -> list[Output]:
         """schedule -> launch -> commit the step before. Returns what the commits added, while the new step runs."""
         self._expire()
-        previous, self.flight = self.flight, None
+        previous, self.launched = self.launched, None
         if previous is not None and not previous.step.ahead:
             self._commit(previous)  # its result decides what comes next
             previous = None
@@ -112,7 +112,7 @@ class EngineCore:
         if step is not None:
             if self._count.unscheduled:
                 self._count_queue_time(step)
-            self.flight = self._launch(step, previous)
+            self.launched = self._launch(step, previous)
         if previous is not None:
             self._commit(previous)
         outputs, self._outputs = self._outputs, []
@@ -135,18 +135,11 @@ class EngineCore:
             batch = self.builder.build(step, previous.rows if previous is not None else {})
             row = 0
             rows: dict[int, int] = {}
-            for i, seq in enumerate(step.seqs):
-                if not step.samples[i]:
-                    continue
-                rows[id(seq)] = row
-                if seq.grammar is not None:
-                    for j, mask in enumerate(seq.grammar.masks(step.drafts[i])):
-                        if mask is not None:
-                            batch.masks[row + j] = mask
-                if seq.proposal is not None:
-                    for j, draft in enumerate(step.drafts[i]):
-                        batch.proposals[row + j] = (draft, seq.proposal[j])
-                row += len(step.drafts[i]) + 1
+            for seq, draft, samples in zip(step.seqs, step.drafts, step.samples):
+                if samples:
+                    rows[id(seq)] = row
+                    _constrain(batch, seq, draft, row)
+                    row += len(draft) + 1
             seq = None
             return LaunchedStep(step, self.runner.launch(batch), rows)
         except Exception as e:
@@ -157,34 +150,33 @@ class EngineCore:
                 self._step_failed([step], e)
             return None
 
-    def _commit(self, flight: LaunchedStep) -> None:
+    def _commit(self, launched: LaunchedStep) -> None:
         try:
-            result = flight.handle.result()
+            result = launched.handle.result()
         except Exception as e:
-            steps = [flight.step]
-            if self.flight is not None:  # it was launched on top of the failed one
-                steps.insert(0, self.flight.step)
-                _wait(self.flight.handle)
-                self.flight = None
+            steps = [launched.step]
+            if self.launched is not None:  # it was launched on top of the failed one
+                steps.insert(0, self.launched.step)
+                _wait(self.launched.handle)
+                self.launched = None
             self._step_failed(steps, e)
             return
-        step, scheduler = flight.step, self.scheduler
-        row = 0
+        step, row = launched.step, 0
         for i, seq in enumerate(step.seqs):
             samples, draft, first = step.samples[i], step.drafts[i], row
             if samples:
                 row += len(draft) + 1
-            if not scheduler.step_done(seq, samples):
+            if not self.scheduler.step_done(seq, samples):
                 continue  # it ended meanwhile: what was computed for it is obsolete
             computed = step.starts[i] + step.counts[i] - len(draft)
             if not samples:
-                scheduler.advance(seq, computed)
+                self.scheduler.advance(seq, computed)
                 continue
             try:
                 self._accept(seq, draft, result, first, computed)
             except Exception as e:
                 self._fail(seq, e)
-        self._good_step(step)
+        self._good_step()
 
     def _accept(self, seq: Sequence, draft: list[int], result: StepResult, row: int, computed: int) -> None:
         """Append the tokens of one sequence: drafts while they equal what was sampled, and the token after them."""
@@ -364,7 +356,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.groups) or self.flight is not None
+        return bool(self.groups) or self.launched is not None
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
@@ -411,7 +403,7 @@ class EngineCore:
             what = "ran out of memory" if memory else f"failed ({_describe(error)})"
             self._fail(failed.seqs[0], StepError(f"the step that computed this request {what}."))
 
-    def _good_step(self, step: ScheduledStep) -> None:
+    def _good_step(self) -> None:
         count = self._count
         count.steps += 1
         count.failures = 0
@@ -433,7 +425,7 @@ class EngineCore:
 
     def check(self) -> None:
         """Every invariant of scheduler and pages, and that every open request has somebody working on it."""
-        self.scheduler.check([self.flight.step] if self.flight is not None else [])
+        self.scheduler.check([self.launched.step] if self.launched is not None else [])
         alive = {id(s) for s in self.scheduler.waiting + self.scheduler.running}
         for group in self.groups.values():
             unfinished = [s for s in group.seqs if s.state is not State.FINISHED]
@@ -444,11 +436,22 @@ class EngineCore:
         assert len(unscheduled) == self._count.unscheduled
 
     def close(self) -> None:
-        if self.flight is not None:
-            _wait(self.flight.handle)
-            self.scheduler.step_failed(self.flight.step, suspect=False)
-            self.flight = None
+        if self.launched is not None:
+            _wait(self.launched.handle)
+            self.scheduler.step_failed(self.launched.step, suspect=False)
+            self.launched = None
         self.runner.close()
+
+
+def _constrain(batch: Batch, seq: Sequence, draft: list[int], row: int) -> None:
+    """What the batch's builder cannot know: the grammar's masks and the draft's distributions, from `row` on."""
+    if seq.grammar is not None:
+        for j, mask in enumerate(seq.grammar.masks(draft)):
+            if mask is not None:
+                batch.masks[row + j] = mask
+    if seq.proposal is not None:
+        for j, token in enumerate(draft):
+            batch.proposals[row + j] = (token, seq.proposal[j])
 
 
 def _wait(handle: StepHandle) -> None:

@@ -39,11 +39,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A grammar the output must follow from where `after` is seen.
+    """A grammar the output must follow. Once a value is complete only `end_tokens` are allowed.
 
-    `trigger` is a tuple of token ids: the constraint is asleep until the generated tokens (the prompt's tail
-    included) end with it, so a harmony model may reason first. Empty means from the first token.
-    `stop_on_end`: once the grammar is complete only end tokens are allowed.
+    `triggers` are runs of token ids: the constraint is asleep until the tokens so far (the prompt's tail included) end
+    with one of them, so a harmony model may reason first. None of them means from the first token.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "ebnf"]

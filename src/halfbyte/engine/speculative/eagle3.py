@@ -312,11 +312,11 @@ class Eagle3Proposer:
         proposals = [Proposal([]) for _ in wants]
         live, states, caches = [], [], {}
         for i, (seq, most) in enumerate(wants):
-            found = self._last.get(seq.slot)
-            if found is not None and found[0] + 2 == len(seq.tokens):
-                live.append((i, most, found[0]))
-                states.append(found[1])
-                caches[i] = self._read(torch.tensor(seq.tables.full, device=device), found[0] + 1)
+            position, state = self._last.get(seq.slot, (-1, None))
+            if state is not None and position + 2 == len(seq.tokens):
+                live.append((i, most, position))
+                states.append(state)
+                caches[i] = self._read(torch.tensor(seq.tables.full, device=device), position + 1)
         with torch.inference_mode():
             while live:
                 h = torch.stack(states)

@@ -89,12 +89,12 @@ class SuffixProposer:
 
 
 def _walk(node: _Node, path: list[int]) -> _Node | None:
-    found: _Node | None = node
     for token in path:
-        found = found.next.get(token) if found is not None else None
-        if found is None:
+        child = node.next.get(token)
+        if child is None:
             return None
-    return found
+        node = child
+    return node
 
 
 def _by_count(item: tuple[int, _Node]) -> tuple[int, int]:
