@@ -347,7 +347,7 @@ def engine_speed(core: EngineCore, model: GptOss, rows: int, depth: int, count: 
     while core.has_work:
         core.step()
     return {
-        "test": f"engine tg @ {depth}, c={rows}", "sampling": sampling, "sampler": runner.sampler,
+        "test": f"engine tg @ {depth}, c={rows}", "sampling": sampling, "sampler": runner.sampler.name,
         "tokens_per_s": done / seconds, "us_per_step": seconds / steps * 1e6,
         "median_us": statistics.median(times) * 1e6, "launch_host_us": statistics.median(host) * 1e6,
         "wait_us": statistics.median(waits) * 1e6,

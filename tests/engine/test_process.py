@@ -202,6 +202,20 @@ def test_errors_keep_their_class_between_processes() -> None:
     assert isinstance(messages.error_of("Strange", "x"), HalfbyteError)
 
 
+def test_options_arrive_as_they_were_sent() -> None:
+    import msgspec
+
+    from halfbyte.engine import messages
+    from halfbyte.engine.options import EngineOptions
+    from halfbyte.gates import PRESETS
+
+    options = EngineOptions("random:20b", PRESETS["fast"].gates, "cpu", max_context=512, kv_gib=0.5, draft="a folder")
+    (body,) = messages.Frames().feed(messages.frame(messages.Start("module:function", options)))
+    start = messages.decode_start(body)
+    assert start.factory == "module:function"
+    assert msgspec.convert(start.argument, EngineOptions) == options
+
+
 def test_frames_survive_any_cut() -> None:
     from halfbyte.engine import messages
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from halfbyte.engine.build import core_for
 from halfbyte.engine.device_runner import DeviceRunner
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Constraint, Request, SamplingParams
-from halfbyte.engine.sampling.device import TorchSampler
+from halfbyte.engine.sampling import device as device_
+from halfbyte.engine.sampling.device import TorchSampler, choose_device_sampler
 from halfbyte.engine.sampling.race import edges, log_exponentials, random_keys, row_settings, sample_rows
 from halfbyte.engine.sampling.row import RowSampler
 from halfbyte.model.load import load_model, resolve_model
@@ -158,3 +161,15 @@ def test_grammar_on_the_device_runner() -> None:
             assert delta.finish != "error", delta.error
             out += delta.tokens
     assert tokenizer.decode_bytes(out).isdigit()
+
+
+def test_where_torch_samples_on_a_gpu_its_name_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = ModuleType("a_sampler_for_tests")
+    provider.refuse = lambda vocab: "no compiler" if vocab == V else None  # type: ignore[attr-defined]
+    provider.make = lambda rows, vocab, device: (rows, vocab, device)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, provider.__name__, provider)
+    monkeypatch.setattr(device_, "PROVIDER", provider.__name__)
+    gpu = torch.device("cuda")
+    assert choose_device_sampler(torch.device("cpu"), 4, V).name == "torch"
+    assert choose_device_sampler(gpu, 4, V).name == "torch (no compiler)"
+    assert choose_device_sampler(gpu, 4, V + 1) == (4, V + 1, gpu)
