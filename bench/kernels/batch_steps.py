@@ -1,46 +1,48 @@
-"""Whole steps of a batch through the GPU plan (SM90), in several ways over the same weights, and a layer's timeline.
+"""Whole steps of a batch through the GPU plan, in several ways over the same weights, and a layer's timeline.
 
-    python -m bench.kernels.batch_steps --rows 8,32 --ways auto,triton --profile 8 --save FILE
+    python -m bench.kernels.batch_steps --rows 8,32 --ways auto,triton --profile 8
 
 A way is an attention gate with switches behind it: `cuda+decode=1` takes the batch kernels from two rows on. Every way
-starts from the same cache and tokens. Its logits must have the same bits as those of the first way with the same
-attention and regime; how far they are from the very first is shown (random weights carry a rounding far: a few tenths
-are usual). Times are medians of graph replays, other tokens in each run. The timeline is what the profiler saw of two
-layers in the middle, start to end. The last line is JSON.
+is compared with the reference (halfbyte.lab.levels.correctness) before it is timed, and its logits must have the same
+bits as those of the first way with the same attention and regime. Times are of bare graph replays, other tokens in each
+run; experts are counted on the tokens of the timed runs. The timeline is what the profiler saw of two layers in the
+middle, start to end.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import statistics
 import sys
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from bench.kernels import runner
 from halfbyte import gates as gates_
 from halfbyte.engine.graphs import DecodeGraph
-from halfbyte.lab import environment, receipts
+from halfbyte.lab import receipts
+from halfbyte.lab.levels.correctness import check_regimes
 from halfbyte.lab.measure.device_timing import device_us, experts_touched, fill, random_tokens
+from halfbyte.lab.result import Ceiling, Cell, Check, Result, figure
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
+from halfbyte.roofline import decode_ceiling
 
 SWITCHES = ("decode",)  # limits of the plan that a way may move
-CONTEXT = 128
 
 
-def start(graph: DecodeGraph, seed: int) -> None:
+def restart(graph: DecodeGraph, context: int, seed: int) -> None:
     graph.step.tokens.copy_(random_tokens(graph.model, graph.step.rows, seed))
-    graph.step.positions.fill_(CONTEXT)
-    graph.step.kv_lens.fill_(CONTEXT + 1)
+    graph.step.positions.fill_(context)
+    graph.step.kv_lens.fill_(context + 1)
 
 
-def captured(model: GptOss, rows: int, count: int) -> DecodeGraph:
-    cache = fill(model, rows, CONTEXT + count + 64)
+def captured(model: GptOss, rows: int, context: int, count: int) -> DecodeGraph:
+    cache = fill(model, rows, context + count + 64)
     graph = DecodeGraph(model, rows, cache.blocks, feed_back=True)
     graph.capture()
     for kind, table in cache.tables.items():
@@ -48,37 +50,36 @@ def captured(model: GptOss, rows: int, count: int) -> DecodeGraph:
     return graph
 
 
-def touched(graph: DecodeGraph, count: int) -> dict[str, float]:
+def experts_of_runs(graph: DecodeGraph, context: int, count: int, repeats: int) -> tuple[float, float]:
     """Distinct experts of a layer and distinct tokens, in the middle and at the end of the timed runs: the runs write
     different tokens, and streams that come to write the same ones share their experts."""
     experts, tokens = [], []
-    for run in range(1, 4):
-        start(graph, run)
+    for run in range(1, repeats + 1):
+        restart(graph, context, run)
         for i in range(count):
             graph.replay()
             if i in (count // 2, count - 1):
-                found = experts_touched(graph.model, graph.step)
-                assert found is not None, "a batch shows its choices"
-                experts.append(found[0])
+                touched = experts_touched(graph.model, graph.step)
+                assert touched is not None, "a batch shows its choices"
+                experts.append(touched[0])
                 tokens.append(len(set(graph.step.tokens.tolist())))
-    return {"experts": statistics.fmean(experts), "tokens": statistics.fmean(tokens), "experts_each": experts}
+    return statistics.fmean(experts), statistics.fmean(tokens)
 
 
-def timed(graph: DecodeGraph, count: int) -> list[float]:
+def time_runs(graph: DecodeGraph, context: int, count: int, repeats: int) -> list[float]:
     times = []
-    for run in range(4):
-        start(graph, run)
+    for run in range(repeats + 1):  # the first warms up
+        restart(graph, context, run)
         graph.replay()
         times.append(device_us(graph.replay, count - 1))
-    assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
     return times[1:]
 
 
-def timeline(graph: DecodeGraph) -> dict[str, Any]:
+def timeline(graph: DecodeGraph, context: int) -> dict[str, Any]:
     """Time of every kernel of a step by name, and one layer's kernels in order."""
     from torch.profiler import ProfilerActivity, profile
 
-    start(graph, 0)
+    restart(graph, context, 0)
     graph.replay()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as p:
@@ -104,69 +105,76 @@ def timeline(graph: DecodeGraph) -> dict[str, Any]:
     return {"us": {n: us[n] for n in best}, "launches": {n: count[n] // 3 for n in best}, "layers": layers}
 
 
-def main() -> None:
-    def numbers(text: str) -> list[int]:
-        return [int(n) for n in text.split(",") if n]
+def measure(
+    cell: Cell,
+    model: GptOss,
+    rows: int,
+    context: int,
+    count: int,
+    repeats: int,
+    first: dict[str, Tensor],
+    profile: bool,
+) -> Result:
+    checks = list(check_regimes(model, (), (rows,), (), batch_context=context))
+    graph = captured(model, rows, context, count)
+    restart(graph, context, 99)
+    logits = graph.replay().clone()
+    alike = f"{model.gates.attention} {model.plan.limits.regime(rows)}"
+    checks.append(Check("logits are numbers", bool(torch.isfinite(logits).all())))
+    checks.append(Check("bits of the first way like it", bool(torch.equal(logits, first.setdefault(alike, logits)))))
+    if not all(c.ok for c in checks):
+        return Result(cell, checks=tuple(checks))
+    samples = time_runs(graph, context, count, repeats)
+    experts, tokens = experts_of_runs(graph, context, count, repeats)
+    gpu, spec = runner.roof(), model.spec
+    best = decode_ceiling(gpu, model.config, spec.formats, context + count // 2, rows, spec.kv_dtype, experts)
+    ceiling = Ceiling(best.tokens_per_second, f"{gpu.name}: read bandwidth in roofline.py")
+    figures = (
+        figure("speed", "tok/s", [rows * 1e6 / us for us in samples], ceiling),
+        figure("step", "us", samples),
+        figure("experts of a layer", "experts", experts),
+    )
+    detail: dict[str, Any] = {"distinct_tokens": tokens}
+    if profile:
+        detail["profile"] = timeline(graph, context)
+    return Result(cell, figures, tuple(checks), detail=detail)
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="120b")
+
+def main() -> int:
+    parser = runner.arguments(__doc__, models="120b", repeats=3)
     parser.add_argument("--preset", default="fast")
-    parser.add_argument("--rows", type=numbers, default=[8, 32])
-    parser.add_argument("--ways", default="auto", help="for example triton,auto,auto+decode=1")
+    parser.add_argument("--rows", type=runner.numbers, default=[8, 32, 64])
+    parser.add_argument("--context", type=int, default=128, help="tokens in every sequence at the start of a run")
+    parser.add_argument("--ways", type=runner.words, default=["auto"], help="for example triton,auto,auto+decode=1")
     parser.add_argument("--count", type=int, default=32, help="tokens of a run")
-    parser.add_argument("--profile", type=numbers, default=[], help="rows whose last way is taken apart")
-    parser.add_argument("--save", type=Path)
-    args = parser.parse_args()
-    environment.need_gpu()
-    torch.set_grad_enabled(False)
+    parser.add_argument("--profile", type=runner.numbers, default=[], help="rows whose last way is taken apart")
+    args = runner.begin(parser)
     gates = gates_.PRESETS[args.preset].gates
-    first = load.load_model(load.resolve_model(f"random:{args.model}"), gates, device=torch.device("cuda"))
-    result: dict[str, Any] = {
-        "bench": "batch_steps", "model": args.model, "preset": args.preset, "device": torch.cuda.get_device_name(),
-        "argv": sys.argv[1:], "measured": {}, "steps": [],
-    }  # fmt: skip
-    models: dict[str, GptOss] = {"auto": first}
-    usual = {name: getattr(first.arch.limits, name) for name in SWITCHES}
-    for rows in args.rows:
-        seen: dict[str, torch.Tensor] = {}
-        for way in args.ways.split(","):
-            attention, *switches = way.split("+")
-            if attention not in models:
-                models[attention] = GptOss(first.weights, replace(gates, attention=attention))
-            model = models[attention]
-            result["measured"] |= receipts.measured({b.phase for r in ("decode", "batch") for b in model.plan.bound[r]})
-            asked = usual | {k: int(v) for k, v in (s.split("=") for s in switches)}
-            model.plan.limits = replace(model.arch.limits, **asked)
-            graph = captured(model, rows, args.count)
-            start(graph, 99)
-            logits = graph.replay().clone()
-            base = seen.setdefault("first", logits)
-            error = float((logits - base).norm() / base.norm())
-            regime = model.plan.limits.regime(rows)
-            equal = bool(torch.equal(logits, seen.setdefault(f"{attention} {regime}", logits)))
-            times = timed(graph, args.count)
-            us = statistics.median(times)
-            found = {
-                "rows": rows, "way": way, "regime": regime, "switches": asked, "us_per_step": us,
-                "tokens_per_s": rows * 1e6 / us, "spread_us": max(times) - min(times), "error": error, "equal": equal,
-                "touched": touched(graph, args.count), "each_us": times,
-            }  # fmt: skip
-            result["steps"].append(found)
-            print(
-                f"{rows:3d} {way:36s} {us:8.1f} us ±{found['spread_us']:.1f} {rows * 1e6 / us:7.1f} tok/s"
-                f"  error {error:.1e}{'' if equal else ' OTHER BITS'}  {[round(t) for t in times]} us,"
-                f" experts {[round(e, 1) for e in found['touched']['experts_each']]}",
-                flush=True,
-            )
-            if rows in args.profile and way == args.ways.split(",")[-1]:
-                found["profile"] = timeline(graph)
-            model.release_kv()
-            del graph
-    text = json.dumps(result)
-    if args.save:
-        args.save.write_text(text, encoding="utf-8")
-    print(text[:200])
+    receipt = runner.Receipt("bench/kernels/batch_steps.py", args.out, {})
+    for name in args.models:
+        loaded = load.load_model(load.resolve_model(f"random:{name}"), gates, device=torch.device("cuda"))
+        models: dict[str, GptOss] = {"auto": loaded}
+        for rows in args.rows:
+            first: dict[str, Tensor] = {}
+            for way in args.ways:
+                attention, *switches = way.split("+")
+                if attention not in models:
+                    models[attention] = GptOss(loaded.weights, replace(gates, attention=attention))
+                model = models[attention]
+                phases = {b.phase for r in ("decode", "batch") for b in model.plan.bound[r]}
+                receipt.measured |= receipts.measured(phases)
+                moved = {k: int(v) for k, v in (s.split("=") for s in switches) if k in SWITCHES}
+                model.plan.limits = replace(model.arch.limits, **moved)
+                shape = {"tg": args.count, "depth": args.context, "concurrency": rows, "way": way}
+                cell = Cell("decode", name, args.preset, gates.changes(), "graph", shape)
+                profile = rows in args.profile and way == args.ways[-1]
+                receipt.measure(cell, partial(measure, cell, model, args.repeats, first, profile))
+                model.release_kv()
+        models.clear()
+        del loaded, model
+        torch.cuda.empty_cache()
+    return receipt.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

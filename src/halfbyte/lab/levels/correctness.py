@@ -76,7 +76,9 @@ def first_layers(model: GptOss, layers: int = LAYERS) -> GptOss:
     if c.layers <= layers:
         return model
     short = replace(w, config=c.with_(layers=layers, layer_kinds=c.layer_kinds[:layers]), layers=w.layers[:layers])
-    return GptOss(short, model.gates, page_size=model.spec.page_size)
+    cut = GptOss(short, model.gates, page_size=model.spec.page_size)
+    cut.plan.limits = model.plan.limits  # an experiment may have moved them
+    return cut
 
 
 def reference_of(model: GptOss) -> GptOss:
@@ -84,7 +86,9 @@ def reference_of(model: GptOss) -> GptOss:
     names = tuple(p.name for p in reference.PHASES)
     selection = replace(model.plan.selection, chosen=dict.fromkeys(REGIMES, names), refusals=(), notes=())
     chosen = {regime: list(reference.PHASES) for regime in REGIMES}
-    return GptOss(model.weights, model.gates, page_size=model.spec.page_size, choice=(model.spec, chosen, selection))
+    other = GptOss(model.weights, model.gates, page_size=model.spec.page_size, choice=(model.spec, chosen, selection))
+    other.plan.limits = model.plan.limits
+    return other
 
 
 def trace(model: GptOss, step: Step) -> StepTrace:
