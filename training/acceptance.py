@@ -33,13 +33,13 @@ def main() -> None:
     target, draft = GptOss(TINY), GptOss(DRAFT)
     checkpoint.load_weights(target, args.models / "tiny")
     checkpoint.load_weights(draft, args.models / "tiny-draft")
-    head, kept = load_head(args.models / "tiny-eagle3", TINY)
+    head, draft_ids = load_head(args.models / "tiny-eagle3", TINY)
     batch = held_out(target, str(args.models / "tiny" / "tokenizer.json"), args.per_task, "cpu", args.seed)
     shape = {"drafted": STEPS, "conversations": args.per_task * (len(TASKS) - 1), "seed": args.seed}
     every = Ceiling(1.0 + STEPS, "every draft accepted")
     results = []
     for name, (length, shares) in (
-        ("eagle3", head_acceptance(head, target, batch, kept, torch.float32)),
+        ("eagle3", head_acceptance(head, target, batch, draft_ids, torch.float32)),
         ("draft", draft_acceptance(draft, batch, torch.float32)),
     ):
         tokens = figure("tokens_per_verification", "tokens", round(length, 3), every)

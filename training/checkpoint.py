@@ -42,52 +42,52 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """From a stage's folder (the bf16 parent), or from a shipped one (experts as rounded as they are there)."""
     if (folder / "model.safetensors.index.json").exists():
         return _load_shipped(model, folder)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("weights-*.safetensors")):
-        found |= load_file(path)
-    if not found:
+        tensors |= load_file(path)
+    if not tensors:
         raise SystemExit(f"{folder} holds no weights-*.safetensors; run the stage before this one first")
     parameters = dict(model.named_parameters())
-    if set(found) != set(parameters):
+    if set(tensors) != set(parameters):
         raise SystemExit(f"{folder} holds the weights of another network")
     with torch.no_grad():
         for name, p in parameters.items():
-            p.copy_(found[name].to(p.device, torch.float32))
+            p.copy_(tensors[name].to(p.device, torch.float32))
 
 
 @torch.no_grad()
 def _load_shipped(model: nn.Module, folder: Path) -> None:
     assert isinstance(model, GptOss)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("model-*.safetensors")):
-        found |= load_file(path)
+        tensors |= load_file(path)
 
     def unpacked(name: str) -> Tensor:
-        blocks, scales = found[f"{name}_blocks"], found[f"{name}_scales"]
+        blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
         shape = (*blocks.shape[:2], blocks.shape[2] * 32)
         return mxfp4.dequantize(MXTensor(blocks.flatten(2), scales, shape, "mxfp4"))
 
-    model.embed.copy_(found["model.embed_tokens.weight"])
-    model.norm.weight.copy_(found["model.norm.weight"])
-    model.lm_head.copy_(found["lm_head.weight"])
+    model.embed.copy_(tensors["model.embed_tokens.weight"])
+    model.norm.weight.copy_(tensors["model.norm.weight"])
+    model.lm_head.copy_(tensors["lm_head.weight"])
     for i, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)
         at = f"model.layers.{i}"
-        layer.attn_norm.weight.copy_(found[f"{at}.input_layernorm.weight"])
-        layer.mlp_norm.weight.copy_(found[f"{at}.post_attention_layernorm.weight"])
+        layer.attn_norm.weight.copy_(tensors[f"{at}.input_layernorm.weight"])
+        layer.mlp_norm.weight.copy_(tensors[f"{at}.post_attention_layernorm.weight"])
         for name in ("q", "k", "v", "o"):
-            getattr(layer, name).copy_(found[f"{at}.self_attn.{name}_proj.weight"])
-            getattr(layer, f"{name}_bias").copy_(found[f"{at}.self_attn.{name}_proj.bias"])
-        layer.sinks.copy_(found[f"{at}.self_attn.sinks"])
-        layer.router.copy_(found[f"{at}.mlp.router.weight"])
-        layer.router_bias.copy_(found[f"{at}.mlp.router.bias"])
-        both, bias = unpacked(f"{at}.mlp.experts.gate_up_proj"), found[f"{at}.mlp.experts.gate_up_proj_bias"]
+            getattr(layer, name).copy_(tensors[f"{at}.self_attn.{name}_proj.weight"])
+            getattr(layer, f"{name}_bias").copy_(tensors[f"{at}.self_attn.{name}_proj.bias"])
+        layer.sinks.copy_(tensors[f"{at}.self_attn.sinks"])
+        layer.router.copy_(tensors[f"{at}.mlp.router.weight"])
+        layer.router_bias.copy_(tensors[f"{at}.mlp.router.bias"])
+        both, bias = unpacked(f"{at}.mlp.experts.gate_up_proj"), tensors[f"{at}.mlp.experts.gate_up_proj_bias"]
         layer.gate.copy_(both[:, ::2])
         layer.up.copy_(both[:, 1::2])
         layer.gate_bias.copy_(bias[:, ::2])
         layer.up_bias.copy_(bias[:, 1::2])
         layer.down.copy_(unpacked(f"{at}.mlp.experts.down_proj"))
-        layer.down_bias.copy_(found[f"{at}.mlp.experts.down_proj_bias"])
+        layer.down_bias.copy_(tensors[f"{at}.mlp.experts.down_proj_bias"])
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:

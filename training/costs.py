@@ -95,26 +95,26 @@ def conversations(tok: Tokenizer, per_task: int, seed: int) -> list[tuple[list[i
     return out
 
 
-def distributions(gates: Gates, model: str | None, given: list[tuple[list[int], int]]) -> list[Tensor]:
+def distributions(gates: Gates, model: str | None, samples: list[tuple[list[int], int]]) -> list[Tensor]:
     """Log-probabilities before every reply token, one tensor [reply, vocabulary] per conversation."""
     network = load.load_model(load.resolve_model(model), gates)
     out: list[Tensor] = []
-    while len(out) < len(given):  # as many whole conversations at once as STEP tokens hold
-        part = given[len(out) :]
+    while len(out) < len(samples):  # as many whole conversations at once as STEP tokens hold
+        part = samples[len(out) :]
         fits = next((i for i in range(1, len(part)) if sum(len(t) for t, _ in part[: i + 1]) > STEP), len(part))
         out += [logits.float().log_softmax(-1) for logits in together(network, part[:fits])]
     return out
 
 
-def together(network: GptOss, given: list[tuple[list[int], int]]) -> list[Tensor]:
+def together(network: GptOss, samples: list[tuple[list[int], int]]) -> list[Tensor]:
     """Logits of the rows that predict a reply token, conversations side by side in one step."""
-    sizes = [len(tokens) - 1 for tokens, _ in given]
+    sizes = [len(tokens) - 1 for tokens, _ in samples]
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     blocks = [-(-n // network.spec.page_size) for n in sizes]
     network.allocate_kv(1 + 2 * sum(blocks))
 
     def tables(first: int) -> Tensor:
-        table = torch.zeros(len(given), max(blocks), dtype=torch.int32)
+        table = torch.zeros(len(samples), max(blocks), dtype=torch.int32)
         for row, n in enumerate(blocks):
             table[row, :n] = torch.arange(first, first + n)
             first += n
@@ -123,9 +123,9 @@ def together(network: GptOss, given: list[tuple[list[int], int]]) -> list[Tensor
     def ints(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32)
 
-    rows = [range(start + prompt - 1, start + n) for start, n, (_, prompt) in zip(starts, sizes, given)]
+    rows = [range(start + prompt - 1, start + n) for start, n, (_, prompt) in zip(starts, sizes, samples)]
     step = Step(
-        tokens=ints(t for tokens, _ in given for t in tokens[:-1]),
+        tokens=ints(t for tokens, _ in samples for t in tokens[:-1]),
         positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in sizes]),
         query_start=ints(starts),
         kv_lens=ints(sizes),
@@ -137,16 +137,16 @@ def together(network: GptOss, given: list[tuple[list[int], int]]) -> list[Tensor
     return list(network.forward(step).split([len(r) for r in rows]))
 
 
-def cost(name: str, gates: Gates, given: list[tuple[list[int], int]], base: list[Tensor], got: list[Tensor]) -> Cost:
+def cost(name: str, gates: Gates, samples: list[tuple[list[int], int]], base: list[Tensor], got: list[Tensor]) -> Cost:
     kl = same = 0.0
     right = count = 0
-    for (tokens, prompt), ours, theirs in zip(given, base, got, strict=True):
+    for (tokens, prompt), ours, theirs in zip(samples, base, got, strict=True):
         kl += float((ours.exp() * (ours - theirs)).sum())
         top = theirs.argmax(-1)
         same += int((ours.argmax(-1) == top).sum())
         right += top.tolist() == tokens[prompt:]
         count += len(ours)
-    return Cost(name, gates.changes(EXACT), right, len(given), max(0.0, kl / count), same / count, count)
+    return Cost(name, gates.changes(EXACT), right, len(samples), max(0.0, kl / count), same / count, count)
 
 
 def main() -> None:
@@ -160,20 +160,20 @@ def main() -> None:
     torch.set_num_threads(1)  # a network this small is slower on more
     name = load.resolve_model(args.model)
     weights = receipts.weights(name.path) if name.path else {}
-    given = conversations(load.tokenizer_of(name), args.per_task, args.seed)
+    samples = conversations(load.tokenizer_of(name), args.per_task, args.seed)
     base: list[Tensor] = []
     done: list[Cost] = []
     print("| format | replies right | KL, nats a token | same first choice |\n|---|---|---|---|")
     for name, gates in formats():
         if base and args.only not in name:
             continue
-        got = distributions(gates, args.model, given)
+        got = distributions(gates, args.model, samples)
         base = base or got
-        done.append(cost(name, gates, given, base, got))
+        done.append(cost(name, gates, samples, base, got))
         print(done[-1].row(), flush=True)
         if args.json:
             receipts.result_file("training/costs.py", [d.result() for d in done], weights).write(args.json)
-    print(f"{len(given)} conversations, {done[0].tokens} reply tokens, seed {args.seed}", file=sys.stderr)
+    print(f"{len(samples)} conversations, {done[0].tokens} reply tokens, seed {args.seed}", file=sys.stderr)
 
 
 if __name__ == "__main__":

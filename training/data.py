@@ -84,13 +84,13 @@ def document(vocabulary: CachedVocabulary, problems: list[Problem], limit: int) 
         shared = min(shared, same)
     branches = [(ids[shared:], prompt - shared) for ids, prompt in whole]
     size = shared
-    kept = []
+    fitting = []
     for tokens, prompt in branches:
         size += len(tokens)
         if size > limit:
             break
-        kept.append((tokens, prompt))
-    return Document(first[:shared], kept)
+        fitting.append((tokens, prompt))
+    return Document(first[:shared], fitting)
 
 
 def shard(recipe: Recipe, index: int) -> dict[str, Array]:
@@ -152,13 +152,13 @@ def _shard(job: tuple[Recipe, int]) -> dict[str, Array]:
 def batches(parts: list[tuple[Recipe, int]], rows: int, workers: int, device: str) -> Iterator[Packed]:
     """For each (recipe, count) of `parts` in turn, `count` batches of `rows` rows, made ahead by worker processes."""
     jobs = [(recipe, i) for recipe, count in parts for i in range(-(-count * rows // recipe.rows))]
-    wanted = [count * rows for _, count in parts]
+    remaining = [count * rows for _, count in parts]
     with multiprocessing.get_context("spawn").Pool(max(1, workers)) as pool:
-        for recipe, made in zip((recipe for recipe, _ in jobs), pool.imap(_shard, jobs), strict=True):
+        for recipe, arrays in zip((recipe for recipe, _ in jobs), pool.imap(_shard, jobs), strict=True):
             part = next(i for i, (r, _) in enumerate(parts) if r is recipe)
-            tensors = {f: torch.from_numpy(made[f]) for f in FIELDS}
+            tensors = {f: torch.from_numpy(arrays[f]) for f in FIELDS}
             if device != "cpu":
                 tensors = {f: t.pin_memory().to(device, non_blocking=True) for f, t in tensors.items()}
-            for at in range(0, min(recipe.rows, wanted[part]), rows):
+            for at in range(0, min(recipe.rows, remaining[part]), rows):
                 yield Packed(**{f: t[at : at + rows].long() for f, t in tensors.items()})
-            wanted[part] -= recipe.rows
+            remaining[part] -= recipe.rows

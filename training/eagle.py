@@ -109,31 +109,31 @@ class Head(nn.Module):
             out.append(F.linear(self.norm(h), self.lm_head.to(h.dtype)).float())
         return out
 
-    def tensors(self, kept: Tensor, vocab: int) -> dict[str, Tensor]:
-        """The public layout; `kept` are the target ids of the draft vocabulary, ascending."""
+    def tensors(self, draft_ids: Tensor, vocab: int) -> dict[str, Tensor]:
+        """The public layout; `draft_ids` are the target ids of the draft vocabulary, ascending."""
         out = {f"midlayer.{new}.weight": getattr(self, old) for old, new in NAMES.items()}
         out |= {f"midlayer.{n}.weight": getattr(self, n).weight for n in NORMS}
         out |= {"fc.weight": self.fc, "norm.weight": self.norm.weight, "lm_head.weight": self.lm_head}
         out = {name: t.detach().bfloat16().contiguous().cpu() for name, t in out.items()}
         known = torch.zeros(vocab, dtype=torch.bool)
-        known[kept] = True
-        out["d2t"], out["t2d"] = kept.cpu() - torch.arange(len(kept)), known
+        known[draft_ids] = True
+        out["d2t"], out["t2d"] = draft_ids.cpu() - torch.arange(len(draft_ids)), known
         return out
 
 
 def load_head(folder: Path, c: Any) -> tuple[Head, Tensor]:
     """(head, target ids of its vocabulary) from a shipped folder."""
-    found = load_file(folder / "model.safetensors")
-    head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, len(found["d2t"]), c.norm_eps)
+    tensors = load_file(folder / "model.safetensors")
+    head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, len(tensors["d2t"]), c.norm_eps)
     with torch.no_grad():
         for ours, theirs in NAMES.items():
-            getattr(head, ours).copy_(found[f"midlayer.{theirs}.weight"])
+            getattr(head, ours).copy_(tensors[f"midlayer.{theirs}.weight"])
         for name in NORMS:
-            getattr(head, name).weight.copy_(found[f"midlayer.{name}.weight"])
-        head.fc.copy_(found["fc.weight"])
-        head.norm.weight.copy_(found["norm.weight"])
-        head.lm_head.copy_(found["lm_head.weight"])
-    return head, found["d2t"] + torch.arange(len(found["d2t"]))
+            getattr(head, name).weight.copy_(tensors[f"midlayer.{name}.weight"])
+        head.fc.copy_(tensors["fc.weight"])
+        head.norm.weight.copy_(tensors["norm.weight"])
+        head.lm_head.copy_(tensors["lm_head.weight"])
+    return head, tensors["d2t"] + torch.arange(len(tensors["d2t"]))
 
 
 # ---- the target's own outputs -------------------------------------------------------------------
@@ -143,10 +143,10 @@ def _prompts(job: tuple[str, int, int]) -> list[list[int]]:
     tokenizer, seed, index = job
     vocabulary = data._vocabulary(tokenizer)
     rng = Random(f"eagle/{seed}/{index}")
-    made: list[list[int]] = []
-    while len(made) < 1024:
-        made += [render_prompt(vocabulary, p.prompt()) for p in group(rng, MIXTURE, sentences=(10, 60))]
-    return made[:1024]
+    prompts: list[list[int]] = []
+    while len(prompts) < 1024:
+        prompts += [render_prompt(vocabulary, p.prompt()) for p in group(rng, MIXTURE, sentences=(10, 60))]
+    return prompts[:1024]
 
 
 def own_outputs(target: GptOss, prompts: list[list[int]], rows: int = 1024) -> list[tuple[list[int], int]]:
@@ -178,14 +178,14 @@ def pack(conversations: list[tuple[list[int], int]], length: int, device: str) -
         r["document"] += [number] * len(tokens)
         r["branch"] += [0] * len(tokens)
         room[row] -= len(tokens)
-    for r, left in zip(rows, room, strict=True):
+    for r, free in zip(rows, room, strict=True):
         for f in data.FIELDS:
-            r[f] += [-1 if f == "document" else 0] * left
+            r[f] += [-1 if f == "document" else 0] * free
     return Packed(**{f: torch.tensor([r[f] for r in rows], device=device) for f in data.FIELDS})
 
 
 @dataclass
-class Seen:
+class TargetOutputs:
     """What the head learns from: the target's hidden states, and its logits over the draft vocabulary."""
 
     taps: Tensor
@@ -199,12 +199,14 @@ def rows_of(p: Packed, index: Tensor) -> Packed:
 # ---- training and measuring ---------------------------------------------------------------------
 
 
-def head_loss(head: Head, embed: Tensor, batch: Packed, mask: Tensor, seen: Seen, to_draft: Tensor) -> Tensor:
+def head_loss(
+    head: Head, embed: Tensor, batch: Packed, mask: Tensor, outputs: TargetOutputs, to_draft: Tensor
+) -> Tensor:
     """Cross-entropy with the target's distribution over the draft vocabulary, later steps counting less."""
     out = torch.zeros((), device=batch.token.device)
-    for j, drafted in enumerate(head.unroll(seen.taps, embed, batch.token, batch.position, mask)):
+    for j, drafted in enumerate(head.unroll(outputs.taps, embed, batch.token, batch.position, mask)):
         shift = 1 + j  # the root at t drafts what the target says after the token at t + shift
-        want = seen.teacher.roll(-shift, dims=1).float().softmax(-1)
+        want = outputs.teacher.roll(-shift, dims=1).float().softmax(-1)
         valid = (batch.weight == 2) & (batch.weight.roll(-shift, dims=1) == 2)
         valid &= batch.document == batch.document.roll(-shift, dims=1)
         valid &= to_draft[batch.target.roll(-shift, dims=1)] >= 0
@@ -215,12 +217,12 @@ def head_loss(head: Head, embed: Tensor, batch: Packed, mask: Tensor, seen: Seen
 
 
 @torch.no_grad()
-def look(target: GptOss, batch: Packed, kept: Tensor, dtype: torch.dtype) -> Seen:
+def run_target(target: GptOss, batch: Packed, draft_ids: Tensor, dtype: torch.dtype) -> TargetOutputs:
     """Run the target over a batch."""
     masks = dense_masks(batch, target.c.window)
     taps_at = [i - 1 for i in LAYERS]
     h, _, taps = target.hidden(batch.token, batch.position, *masks, dtype=dtype, quantized=False, taps=taps_at)
-    return Seen(torch.cat(taps, dim=-1), F.linear(h, target.lm_head[kept].to(dtype)))
+    return TargetOutputs(torch.cat(taps, dim=-1), F.linear(h, target.lm_head[draft_ids].to(dtype)))
 
 
 def acceptance(matches: list[Tensor], batch: Packed) -> tuple[float, list[float]]:
@@ -266,11 +268,11 @@ def held_out(target: GptOss, tokenizer: str, per_task: int, device: str, seed: i
 
 @torch.no_grad()
 def head_acceptance(
-    head: Head, target: GptOss, batch: Packed, kept: Tensor, dtype: torch.dtype
+    head: Head, target: GptOss, batch: Packed, draft_ids: Tensor, dtype: torch.dtype
 ) -> tuple[float, list[float]]:
     full, _ = dense_masks(batch, target.c.window)
-    taps = look(target, batch, kept, dtype).taps
-    drafted = [kept[d.argmax(-1)] for d in head.unroll(taps, target.embed, batch.token, batch.position, full)]
+    taps = run_target(target, batch, draft_ids, dtype).taps
+    drafted = [draft_ids[d.argmax(-1)] for d in head.unroll(taps, target.embed, batch.token, batch.position, full)]
     return acceptance([d == batch.token.roll(-2 - j, dims=1) for j, d in enumerate(drafted)], batch)
 
 
@@ -307,19 +309,19 @@ def stage(
     )
     c = target.c
     if args.head:
-        head, kept = load_head(args.head, c)
-        head, kept = head.to(device), kept.to(device)
+        head, draft_ids = load_head(args.head, c)
+        head, draft_ids = head.to(device), draft_ids.to(device)
     else:
         counts = torch.bincount(packed.target[packed.weight == 2], minlength=c.vocab)
-        kept = counts.topk(DRAFT_VOCAB).indices.sort().values
+        draft_ids = counts.topk(DRAFT_VOCAB).indices.sort().values
         head = Head(c.hidden, c.heads, c.kv_heads, c.head_dim, 2 * c.hidden, DRAFT_VOCAB, c.norm_eps).to(device)
     to_draft = torch.full((c.vocab,), -1, device=device)
-    to_draft[kept] = torch.arange(DRAFT_VOCAB, device=device)
+    to_draft[draft_ids] = torch.arange(DRAFT_VOCAB, device=device)
     parts = [
-        look(target, rows_of(packed, i), kept, dtype)
+        run_target(target, rows_of(packed, i), draft_ids, dtype)
         for i in torch.arange(packed.token.shape[0], device=device).split(rows)
     ]
-    seen = Seen(torch.cat([s.taps for s in parts]), torch.cat([s.teacher for s in parts]))
+    outputs = TargetOutputs(torch.cat([s.taps for s in parts]), torch.cat([s.teacher for s in parts]))
     del parts
     print(f"target seen, {time.time() - began:.0f} s", file=sys.stderr, flush=True)
     gentle = 0.25 if args.head else 1.0
@@ -332,7 +334,9 @@ def stage(
         index, order = order[:rows].to(device), order[rows:]
         batch = rows_of(packed, index)
         full, _ = dense_masks(batch, c.window)
-        loss = head_loss(head, target.embed, batch, full, Seen(seen.taps[index], seen.teacher[index]), to_draft)
+        loss = head_loss(
+            head, target.embed, batch, full, TargetOutputs(outputs.taps[index], outputs.teacher[index]), to_draft
+        )
         loss.backward()
         left = (args.steps - step) / args.steps
         optimizer.step(min(1.0, (step + 1) / min(30, 1 + args.steps // 8), max(0.03, left / 0.6)))
@@ -348,12 +352,12 @@ def stage(
         for p in head.parameters():
             p.copy_(p.bfloat16().float())
     args.out.mkdir(parents=True, exist_ok=True)
-    save_file(head.tensors(kept, c.vocab), args.out / "eagle3.safetensors")
+    save_file(head.tensors(draft_ids, c.vocab), args.out / "eagle3.safetensors")
     if args.per_task == 0:
         return
     test = held_out(target, str(args.tokenizer), args.per_task, device)
     result: dict[str, Any] = {"drafted": STEPS, "problems": args.per_task * (len(TASKS) - 1)}
-    result["eagle3"] = head_acceptance(head, target, test, kept, dtype)
+    result["eagle3"] = head_acceptance(head, target, test, draft_ids, dtype)
     if draft is not None:
         result["draft model"] = draft_acceptance(draft, test, dtype)
     print(f"acceptance {json.dumps(result)}", file=sys.stderr, flush=True)

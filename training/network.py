@@ -278,22 +278,22 @@ class GptOss(nn.Module):
             last[inside] = x[inside, lengths[inside] - 1 - start]
         ends = torch.tensor(self.c.eos_tokens, device=device)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        made: list[Tensor] = []
+        generated: list[Tensor] = []
         at = lengths.clone()
-        while len(made) < max_tokens:
+        while len(generated) < max_tokens:
             chosen = self.logits(last).argmax(-1)
             chosen = torch.where(done, ends[0], chosen)
-            made.append(chosen)
+            generated.append(chosen)
             done |= torch.isin(chosen, ends)
-            if len(made) % 8 == 0 and bool(done.all()):
+            if len(generated) % 8 == 0 and bool(done.all()):
                 break
-            if len(made) < max_tokens:
+            if len(generated) < max_tokens:
                 x, _ = self.step(chosen[:, None], at[:, None], cache, dtype=dtype, quantized=quantized,
-                                 ablation=ablation, span=longest + len(made))  # fmt: skip
+                                 ablation=ablation, span=longest + len(generated))  # fmt: skip
                 last, at = x[:, 0], at + 1
         stops = set(self.c.eos_tokens)
         out = []
-        for row in torch.stack(made, 1).tolist():
+        for row in torch.stack(generated, 1).tolist():
             end = next((i for i, t in enumerate(row) if t in stops), len(row) - 1)
             out.append(row[: end + 1])
         return out

@@ -6,6 +6,7 @@ batch touches, KV that its positions see) and assumes nothing is read twice. A m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -123,10 +124,7 @@ def decode_traffic(
     touched = unique_experts(c, batch) if experts_touched is None else experts_touched
 
     def size(role: str) -> float:
-        n = 1.0
-        for d in shape_of(c, role):
-            n *= d
-        return n * bytes_per_weight(formats[role])
+        return _role_bytes(c, formats, role)
 
     per_expert = (size("gate_up") + size("down")) / c.experts
     biases = (3 * c.hidden + 2 * c.intermediate + c.qkv_dim + c.heads) * 2.0  # norms, biases, sinks: bf16
@@ -181,7 +179,7 @@ def step_work(
     touched = unique_experts(c, rows) if experts_touched is None else experts_touched
 
     def weights(role: str) -> float:
-        return _count(c, role) * bytes_per_weight(formats[role])
+        return _role_bytes(c, formats, role)
 
     first = context - new
     visible_keys = {
@@ -250,16 +248,13 @@ def prefill_ceiling(gpu: Gpu, config: ModelConfig, formats: Mapping[str, str], p
     c = config
     per_token = flops_per_token(c, prompt) + depth * sum(4.0 * c.q_dim for k in c.layer_kinds if k == "full")
     weights = sum(
-        (c.layers if role in ("qkv", "o", "gate_up", "down") else 1) * _count(c, role) * bytes_per_weight(formats[role])
-        for role in GROUPS
+        (c.layers if role in ("qkv", "o", "gate_up", "down") else 1) * _role_bytes(c, formats, role) for role in GROUPS
     )
     compute = per_token * prompt / gpu.bf16
     memory = weights / gpu.read
     return Ceiling(prompt / max(compute, memory), "compute" if compute >= memory else "memory", weights, per_token)
 
 
-def _count(config: ModelConfig, role: str) -> float:
-    n = 1.0
-    for d in shape_of(config, role):
-        n *= d
-    return n
+def _role_bytes(config: ModelConfig, formats: Mapping[str, str], role: str) -> float:
+    """Of one layer's tensor, or of the model's."""
+    return math.prod(shape_of(config, role)) * bytes_per_weight(formats[role])

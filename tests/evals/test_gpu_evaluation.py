@@ -26,28 +26,28 @@ def test_the_cpu_answers_as_the_gpu_did() -> None:
     torch.set_num_threads(1)
     receipt = receipts.read(RECEIPT)
     assert receipt.state == "current", "judge the new weights: training/train.py --stage evaluate"
-    told = receipt.results[0].detail
-    misses = {(w["task"], w["question"], w["expected"]): w["raw"] for w in told["wrong"]}
-    assert len(misses) == sum(t["problems"] - t["right"] for t in told["tasks"].values())
-    suite = Suite("tiny", told["seed"], told["per_task"])
+    detail = receipt.results[0].detail
+    misses = {(w["task"], w["question"], w["expected"]): w["raw"] for w in detail["wrong"]}
+    assert len(misses) == sum(t["problems"] - t["right"] for t in detail["tasks"].values())
+    suite = Suite("tiny", detail["seed"], detail["per_task"])
     first, missed = [], []
     for task, problems in suite.problems.items():
         for i, p in enumerate(problems):
-            said = misses.get((task, p.turns[-1].text[-200:], p.reply[-1].text))
-            if said is not None:
-                missed.append((p, said))
+            reply = misses.get((task, p.turns[-1].text[-200:], p.reply[-1].text))
+            if reply is not None:
+                missed.append((p, reply))
             elif i < EACH:
                 first.append((p, None))
     assert len(missed) == len(misses)
     with Engine(device="cpu") as engine:
         tok = engine.tokenizer
         prompts = [render_prompt(tok, p.prompt()) for p, _ in first + missed]
-        made = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+        completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
     right = []
-    for (p, _), c in zip(first + missed, made, strict=True):
+    for (p, _), c in zip(first + missed, completions, strict=True):
         reply = read_reply(tok, c.tokens)
         right.append(reply.fault is None and p.judge(reply.final, reply.call))
-    same = sum(tok.decode(c.tokens) == said for (_, said), c in zip(missed, made[len(first) :], strict=True))
+    same = sum(tok.decode(c.tokens) == reply for (_, reply), c in zip(missed, completions[len(first) :], strict=True))
     both, lost = sum(right[: len(first)]), len(missed) - sum(right[len(first) :])
     print(f"\nright on the GPU: {both} of {len(first)} right on the CPU")
     print(f"missed on the GPU: {lost} of {len(missed)} missed on the CPU, {same} of them token for token")

@@ -50,8 +50,8 @@ def prompts(tok: Tokenizer) -> list[list[int]]:
 def ours(prompts: list[list[int]]) -> list[list[int]]:
     torch.set_num_threads(1)
     with Engine(str(MODEL), device="cpu") as engine:
-        made = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
-    return [c.tokens for c in made]
+        completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+    return [c.tokens for c in completions]
 
 
 def compare(
@@ -68,9 +68,9 @@ def compare(
         if list(choices(prompt + mine[:-1]))[len(prompt) - 1 :] == mine:
             continue
         other += 1
-        mine_said, said = answer(read_reply(tok, mine)), answer(read_reply(tok, decode(prompt)))
-        if said != mine_said:
-            differing.append(f"{tok.decode(prompt[-40:])!r}: ours {mine_said}, {name} {said}")
+        our_answer, their_answer = answer(read_reply(tok, mine)), answer(read_reply(tok, decode(prompt)))
+        if their_answer != our_answer:
+            differing.append(f"{tok.decode(prompt[-40:])!r}: ours {our_answer}, {name} {their_answer}")
     same = 1 - len(differing) / len(prompts)
     print(f"{name}: the same answer to {same:.1%} of {len(prompts)} prompts, {len(prompts) - other} token for token")
     print("\n".join(differing), flush=True)

@@ -28,7 +28,7 @@ MIXED = {"qkv": "mxfp4", "o": "q8", "lm_head": "mxfp4"}
 
 
 @pytest.fixture(scope="module")
-def made() -> Weights:
+def small_model() -> Weights:
     return synthetic.make(SMALL, 7)
 
 
@@ -69,11 +69,11 @@ def logits(weights: Weights, tokens: list[int]) -> torch.Tensor:
 # ---- the same weights, whatever they are written as ----------------------------------------------------------------
 
 
-def test_a_folder_and_a_gguf_hold_the_same_bits(made: Weights, folder: Path, file: Path) -> None:
+def test_a_folder_and_a_gguf_hold_the_same_bits(small_model: Weights, folder: Path, file: Path) -> None:
     assert len(list(folder.glob("model-*.safetensors"))) > 2
     from_folder, from_file = checkpoint.load(folder), checkpoint.load(file)
-    assert_same(made, from_folder)
-    assert_same(made, from_file)
+    assert_same(small_model, from_folder)
+    assert_same(small_model, from_file)
     assert all(format_of(w) == "mxfp4" for _, role, w in from_file.items() if role in ("gate_up", "down"))
 
 
@@ -91,13 +91,15 @@ def test_loaded_experts_are_the_file_s_bytes(folder: Path) -> None:
     assert gate_up.data.equal(blocks.flatten(-2))
 
 
-def test_saving_what_was_loaded_changes_nothing(made: Weights, tmp_path: Path) -> None:
-    packed = checkpoint.assemble(checkpoint.MemorySource(made), layouts={"gate_up": "tile16", "down": "w4a8_split"})
+def test_saving_what_was_loaded_changes_nothing(small_model: Weights, tmp_path: Path) -> None:
+    packed = checkpoint.assemble(
+        checkpoint.MemorySource(small_model), layouts={"gate_up": "tile16", "down": "w4a8_split"}
+    )
     checkpoint.save_safetensors(packed, tmp_path / "folder", max_shard_bytes=10**9)
     checkpoint.save_gguf(packed, tmp_path / "file.gguf")
     assert [p.name for p in (tmp_path / "folder").glob("*.safetensors")] == ["model.safetensors"]
-    assert_same(made, checkpoint.load(tmp_path / "folder"))
-    assert_same(made, checkpoint.load(tmp_path / "file.gguf"))
+    assert_same(small_model, checkpoint.load(tmp_path / "folder"))
+    assert_same(small_model, checkpoint.load(tmp_path / "file.gguf"))
 
 
 def test_writing_is_deterministic(file: Path, tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_writing_is_deterministic(file: Path, tmp_path: Path) -> None:
     assert (tmp_path / "again.gguf").read_bytes() == file.read_bytes()
 
 
-def test_hugging_face_reads_our_folder(folder: Path, made: Weights) -> None:
+def test_hugging_face_reads_our_folder(folder: Path, small_model: Weights) -> None:
     """Their loader dequantises MXFP4 on a CPU: same names, same layout, same nibble order, or the logits differ."""
     from transformers import GptOssForCausalLM, Mxfp4Config
 
@@ -115,11 +117,11 @@ def test_hugging_face_reads_our_folder(folder: Path, made: Weights) -> None:
     tokens = list(range(5, 205))
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0]
-    got = logits(made, tokens)
+    got = logits(small_model, tokens)
     assert (got - expected).norm() / expected.norm() < 1e-4
 
 
-def test_a_dequantised_folder_as_transformers_saves_it(folder: Path, tmp_path: Path, made: Weights) -> None:
+def test_a_dequantised_folder_as_transformers_saves_it(folder: Path, tmp_path: Path, small_model: Weights) -> None:
     from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
     loaded = GptOssForCausalLM.from_pretrained(
@@ -131,7 +133,7 @@ def test_a_dequantised_folder_as_transformers_saves_it(folder: Path, tmp_path: P
     theirs.load_state_dict(loaded.state_dict())
     theirs.save_pretrained(tmp_path / "dense")
     dense = checkpoint.load(tmp_path / "dense")
-    for ours, packed in zip(dense.layers, made.layers):
+    for ours, packed in zip(dense.layers, small_model.layers):
         assert isinstance(ours.down, torch.Tensor)
         assert isinstance(packed.down, MXTensor)
         assert isinstance(packed.gate_up, MXTensor)
@@ -141,18 +143,18 @@ def test_a_dequantised_folder_as_transformers_saves_it(folder: Path, tmp_path: P
     assert_same(dense, checkpoint.load(tmp_path / "again"))
     assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
     back = checkpoint.load(tmp_path / "again", layer_formats={"moe": "mxfp4"})  # every value is one MXFP4 can hold
-    down, packed_down = back.layers[0].down, made.layers[0].down
+    down, packed_down = back.layers[0].down, small_model.layers[0].down
     assert isinstance(down, MXTensor)
     assert isinstance(packed_down, MXTensor)
     assert formats.dequantize(down).equal(formats.dequantize(packed_down))
 
 
-def test_the_gguf_package_reads_our_file(file: Path, made: Weights) -> None:
+def test_the_gguf_package_reads_our_file(file: Path, small_model: Weights) -> None:
     reader = gguf.GGUFReader(file)
     tensors = {t.name: t for t in reader.tensors}
     gate = gguf.quants.dequantize(tensors["blk.1.ffn_gate_exps.weight"].data, gguf.GGMLQuantizationType.MXFP4)
     up = gguf.quants.dequantize(tensors["blk.1.ffn_up_exps.weight"].data, gguf.GGMLQuantizationType.MXFP4)
-    ours = made.layers[1].gate_up
+    ours = small_model.layers[1].gate_up
     assert isinstance(ours, MXTensor)
     values = formats.dequantize(ours).numpy()
     assert np.array_equal(gate, values[:, 0::2])
@@ -179,8 +181,8 @@ def test_quantising_to_disk_equals_quantising_at_load(
         if dst.is_dir():
             assert (dst / "tokenizer_config.json").exists() == (src == folder)
     for _, role, w in at_load.items():
-        wanted = layer_formats.get(GROUPS.get(role, ""), "checkpoint")
-        assert wanted in ("checkpoint", format_of(w))
+        target = layer_formats.get(GROUPS.get(role, ""), "checkpoint")
+        assert target in ("checkpoint", format_of(w))
 
 
 def test_a_quantised_folder_says_so_and_is_believed_only_if_true(folder: Path, tmp_path: Path) -> None:
@@ -195,9 +197,9 @@ def test_a_quantised_folder_says_so_and_is_believed_only_if_true(folder: Path, t
         checkpoint.load(dst)
 
 
-def test_requantised_weights_are_close_and_untouched_ones_equal(made: Weights, folder: Path) -> None:
+def test_requantised_weights_are_close_and_untouched_ones_equal(small_model: Weights, folder: Path) -> None:
     loaded = checkpoint.load(folder, layer_formats={"qkv": "q8", "moe": "q8"})
-    for ours, original in zip(loaded.layers, made.layers):
+    for ours, original in zip(loaded.layers, small_model.layers):
         assert isinstance(ours.qkv, MXTensor)
         assert isinstance(original.qkv, torch.Tensor)
         error = formats.dequantize(ours.qkv) - original.qkv.float()
@@ -209,12 +211,12 @@ def test_requantised_weights_are_close_and_untouched_ones_equal(made: Weights, f
         assert same(ours.o, original.o)
 
 
-def test_layouts_are_applied_at_load(folder: Path, made: Weights) -> None:
+def test_layouts_are_applied_at_load(folder: Path, small_model: Weights) -> None:
     loaded = checkpoint.load(folder, layouts={"gate_up": "tile16", "qkv": "plain"}, layer_formats={"o": "mxfp4"})
     gate_up = loaded.layers[0].gate_up
     assert isinstance(gate_up, MXTensor)
     assert gate_up.layout == "tile16"
-    assert same(formats.convert(gate_up, "plain"), made.layers[0].gate_up)
+    assert same(formats.convert(gate_up, "plain"), small_model.layers[0].gate_up)
     with pytest.raises(FormatError, match="qkv is"):
         checkpoint.load(folder, layouts={"qkv": "w4a8_split"})
     with pytest.raises(FormatError, match="no weight called"):
@@ -222,20 +224,22 @@ def test_layouts_are_applied_at_load(folder: Path, made: Weights) -> None:
 
 
 @pytest.mark.parametrize("dense", ["checkpoint", "q8", "mxfp4"])
-def test_every_format_of_a_dense_layer_takes_the_layout_of_the_cuda_kernels(made: Weights, dense: str) -> None:
+def test_every_format_of_a_dense_layer_takes_the_layout_of_the_cuda_kernels(small_model: Weights, dense: str) -> None:
     """`tile16` for bf16, q8 and MXFP4 alike: the numbers do not change, and a model in it can be written out again."""
     groups = {"qkv": dense, "o": dense, "lm_head": dense}
-    plain = checkpoint.assemble(checkpoint.MemorySource(made), layer_formats=groups)
+    plain = checkpoint.assemble(checkpoint.MemorySource(small_model), layer_formats=groups)
     tiled = checkpoint.assemble(
-        checkpoint.MemorySource(made), layer_formats=groups, layouts=dict.fromkeys(("qkv", "o", "lm_head"), "tile16")
+        checkpoint.MemorySource(small_model),
+        layer_formats=groups,
+        layouts=dict.fromkeys(("qkv", "o", "lm_head"), "tile16"),
     )
     assert tiled.formats() == plain.formats()
     back = checkpoint.assemble(checkpoint.MemorySource(tiled))
-    for (_, role, held), (_, _, want), (_, _, again) in zip(tiled.items(), plain.items(), back.items()):
+    for (_, role, tiles), (_, _, want), (_, _, again) in zip(tiled.items(), plain.items(), back.items()):
         if role in groups:
-            assert not isinstance(held, torch.Tensor)
-            assert held.layout == "tile16"
-            assert held.shape == tuple(want.shape)
+            assert not isinstance(tiles, torch.Tensor)
+            assert tiles.layout == "tile16"
+            assert tiles.shape == tuple(want.shape)
         assert same(again, want), role
 
 
@@ -249,8 +253,8 @@ def test_unknown_layer_formats_are_errors(folder: Path, wrong: dict[str, str], s
 
 
 @pytest.mark.parametrize("dense", ["bf16", "f16", "f32", "q8"])
-def test_dense_types_of_a_gguf(made: Weights, tmp_path: Path, dense: str) -> None:
-    checkpoint.save_gguf(made, tmp_path / "m.gguf", dense=dense)  # type: ignore[arg-type]
+def test_dense_types_of_a_gguf(small_model: Weights, tmp_path: Path, dense: str) -> None:
+    checkpoint.save_gguf(small_model, tmp_path / "m.gguf", dense=dense)  # type: ignore[arg-type]
     loaded = checkpoint.load(tmp_path / "m.gguf")
     assert format_of(loaded.lm_head) == dense
     assert format_of(loaded.layers[3].o) == dense
@@ -258,16 +262,16 @@ def test_dense_types_of_a_gguf(made: Weights, tmp_path: Path, dense: str) -> Non
     assert format_of(loaded.layers[0].router) == "bf16"
     limit = {"bf16": 0.0, "f32": 0.0, "f16": 1e-3, "q8": 0.01}[dense]
     for role in ("embed", "lm_head"):
-        a, b = getattr(loaded, role), getattr(made, role).float()
+        a, b = getattr(loaded, role), getattr(small_model, role).float()
         a = formats.dequantize(a) if isinstance(a, MXTensor) else a.float()
         assert (a - b).norm() / b.norm() <= limit
-    assert same(loaded.layers[0].gate_up, made.layers[0].gate_up)
+    assert same(loaded.layers[0].gate_up, small_model.layers[0].gate_up)
 
 
-def test_float32_that_was_never_bf16_stays_float32(made: Weights, tmp_path: Path) -> None:
-    layers = [dataclasses.replace(layer) for layer in made.layers]
+def test_float32_that_was_never_bf16_stays_float32(small_model: Weights, tmp_path: Path) -> None:
+    layers = [dataclasses.replace(layer) for layer in small_model.layers]
     layers[2].router = layers[2].router.float() * 1.001
-    fine = dataclasses.replace(made, layers=layers)
+    fine = dataclasses.replace(small_model, layers=layers)
     checkpoint.save_gguf(fine, tmp_path / "m.gguf")
     loaded = checkpoint.load(tmp_path / "m.gguf")
     assert [format_of(layer.router) for layer in loaded.layers] == ["f32"] * SMALL.layers  # one dtype for all layers
@@ -313,12 +317,12 @@ def rewrite(source: Path, target: Path, change: Change | None = None, **options:
     writer.close()
 
 
-def test_split_gguf_files(file: Path, tmp_path: Path, made: Weights) -> None:
+def test_split_gguf_files(file: Path, tmp_path: Path, small_model: Weights) -> None:
     rewrite(file, tmp_path / "m.gguf", split_max_tensors=20)
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) > 2
-    assert_same(made, checkpoint.load(parts[0]))
-    assert_same(made, checkpoint.load(parts[2]))
+    assert_same(small_model, checkpoint.load(parts[0]))
+    assert_same(small_model, checkpoint.load(parts[2]))
     parts[1].rename(tmp_path / "elsewhere")
     with pytest.raises(
         CheckpointError, match=f"{parts[1].name} is not there; a split GGUF needs all {len(parts)} parts"
@@ -403,10 +407,10 @@ def test_the_embedded_tokenizer_fits_and_strange_ones_are_refused(tmp_path: Path
     path = Path(__file__).parents[2] / "models" / "tiny" / "tokenizer.json"
     raw = json.loads(path.read_text())
     synthetic.write_gguf(SMALL.with_(vocab=2048), 0, tmp_path / "m.gguf", tokenizer=path)
-    found = read_gguf_vocab(tmp_path / "m.gguf")
-    assert found.pre == "gpt-4o"
-    assert {t: i for i, t in enumerate(found.tokens) if t in raw["model"]["vocab"]} == raw["model"]["vocab"]
-    assert len(found.merges) == len(raw["model"]["merges"])
+    vocabulary = read_gguf_vocab(tmp_path / "m.gguf")
+    assert vocabulary.pre == "gpt-4o"
+    assert {t: i for i, t in enumerate(vocabulary.tokens) if t in raw["model"]["vocab"]} == raw["model"]["vocab"]
+    assert len(vocabulary.merges) == len(raw["model"]["merges"])
     strange = tmp_path / "tokenizer.json"
     for change, words in (
         ({"model": raw["model"] | {"type": "Unigram"}}, "Unigram tokenizer"),
@@ -447,11 +451,11 @@ def test_progress_of_making_and_writing(tmp_path: Path) -> None:
         assert len(seen) > SMALL.layers
 
 
-def test_shapes_are_the_configuration_s(made: Weights) -> None:
+def test_shapes_are_the_configuration_s(small_model: Weights) -> None:
     different = ModelConfig(
         layers=1, hidden=96, intermediate=64, experts=3, top_k=2, heads=4, kv_heads=2, head_dim=16, vocab=100
     )
-    for weights in (made, synthetic.make(different, 1)):
+    for weights in (small_model, synthetic.make(different, 1)):
         for _, role, w in weights.items():
             assert tuple(w.shape) == shape_of(weights.config, role)
 

@@ -40,7 +40,7 @@ F32 = 0  # ggml's type number: keep the KV cache unrounded
 
 
 @pytest.fixture(scope="module")
-def made() -> Weights:
+def small_model() -> Weights:
     return synthetic.make(CONFIG, 0)
 
 
@@ -65,9 +65,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dense", ["bf16", "q8"])
-def test_top_tokens_beyond_the_noise_of_8_bit_activations(made: Weights, tmp_path: Path, dense: str) -> None:
+def test_top_tokens_beyond_the_noise_of_8_bit_activations(small_model: Weights, tmp_path: Path, dense: str) -> None:
     packed, plain = tmp_path / "packed.gguf", tmp_path / "plain.gguf"
-    checkpoint.save_gguf(made, packed, dense=dense)  # type: ignore[arg-type]
+    checkpoint.save_gguf(small_model, packed, dense=dense)  # type: ignore[arg-type]
     weights = checkpoint.load(packed)
     embed = next(t for t in gguf.GGUFReader(packed).tensors if t.name == "token_embd.weight")
     weights.embed = torch.tensor(gguf.quants.dequantize(embed.data, embed.tensor_type))  # we would keep it in bf16
@@ -126,7 +126,7 @@ def spelt_out(weights: Weights) -> Weights:
     return dataclasses.replace(weights, layers=layers, lm_head=dense(weights.lm_head))
 
 
-def test_a_real_vocabulary_tokenises_alike(made: Weights, tmp_path: Path) -> None:
+def test_a_real_vocabulary_tokenises_alike(small_model: Weights, tmp_path: Path) -> None:
     tokenizer = TINY / "tokenizer.json"
     path = tmp_path / "m.gguf"
     synthetic.write_gguf(CONFIG.with_(vocab=2048), 0, path, tokenizer=tokenizer)

@@ -198,13 +198,17 @@ def test_the_true_shapes() -> None:
 
 
 def test_layer_formats_and_layouts() -> None:
-    made = synthetic.make(
+    weights = synthetic.make(
         NAMED["small"], 0, layer_formats={"qkv": "q8", "lm_head": "mxfp4"}, layouts={"down": "tile16"}
     )
-    assert isinstance(made.layers[0].qkv, MXTensor)
-    assert isinstance(made.layers[0].down, MXTensor)
-    assert isinstance(made.lm_head, MXTensor)
-    assert (made.layers[0].qkv.format, made.lm_head.format, made.layers[0].down.layout) == ("q8", "mxfp4", "tile16")
+    assert isinstance(weights.layers[0].qkv, MXTensor)
+    assert isinstance(weights.layers[0].down, MXTensor)
+    assert isinstance(weights.lm_head, MXTensor)
+    assert (weights.layers[0].qkv.format, weights.lm_head.format, weights.layers[0].down.layout) == (
+        "q8",
+        "mxfp4",
+        "tile16",
+    )
 
 
 def test_sizes_that_mxfp4_cannot_hold_are_refused() -> None:

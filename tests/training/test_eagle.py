@@ -57,10 +57,10 @@ def test_acceptance_walks_as_an_engine_does() -> None:
 
 def test_exported_vocabulary_maps_draft_ids_to_target_ids() -> None:
     head = eagle.Head(16, 4, 2, 8, 24, 5, 1e-5)
-    kept = torch.tensor([1, 4, 7, 8, 30])
-    tensors = head.tensors(kept, 40)
-    assert (torch.arange(5) + tensors["d2t"]).tolist() == kept.tolist()
-    assert tensors["t2d"].nonzero().flatten().tolist() == kept.tolist()
+    draft_ids = torch.tensor([1, 4, 7, 8, 30])
+    tensors = head.tensors(draft_ids, 40)
+    assert (torch.arange(5) + tensors["d2t"]).tolist() == draft_ids.tolist()
+    assert tensors["t2d"].nonzero().flatten().tolist() == draft_ids.tolist()
     assert tensors["fc.weight"].shape == (16, 48)
     assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 32)
 
@@ -74,9 +74,9 @@ def test_a_shipped_head_is_read_back_as_it_was(tmp_path: Path) -> None:
     with torch.no_grad():
         for p in head.parameters():
             p.add_(torch.randn_like(p)).copy_(p.bfloat16())
-    kept = torch.tensor([1, 4, 7, 8, 30])
-    save_file(head.tensors(kept, c.vocab), tmp_path / "model.safetensors")
+    draft_ids = torch.tensor([1, 4, 7, 8, 30])
+    save_file(head.tensors(draft_ids, c.vocab), tmp_path / "model.safetensors")
     again, ids = eagle.load_head(tmp_path, c)
-    assert ids.tolist() == kept.tolist()
+    assert ids.tolist() == draft_ids.tolist()
     want = dict(head.named_parameters())
     assert all(torch.equal(p, want[name]) for name, p in again.named_parameters())

@@ -33,10 +33,10 @@ def reproduce(out: Path, **settings: str) -> str:
 
 def logged(out: Path, name: str) -> dict[str, object]:
     with tarfile.open(out / "logs.tgz") as logs:
-        held = logs.extractfile(name)
-        assert held is not None
-        found: dict[str, object] = json.loads(held.read())
-        return found
+        file = logs.extractfile(name)
+        assert file is not None
+        content: dict[str, object] = json.loads(file.read())
+        return content
 
 
 @pytest.mark.slow

@@ -87,15 +87,15 @@ class _Cursor:
 def read_gguf_vocab(path: Path) -> GGUFVocab:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = _metadata(_Cursor(data))
+            metadata = _metadata(_Cursor(data))
     except (OSError, ValueError, KeyError, struct.error) as e:
         raise CheckpointError(f"{path} cannot be read as GGUF ({e}); fetch it again.") from None
-    tokens, types, merges = (found.get(key) for key in ("tokens", "token_type", "merges"))
+    tokens, types, merges = (metadata.get(key) for key in ("tokens", "token_type", "merges"))
     if not isinstance(tokens, list) or not tokens:
         raise CheckpointError(f"{path} carries no vocabulary; convert it again with its tokenizer.")
     return GGUFVocab(
-        model=str(found.get("model")),
-        pre=str(found.get("pre") or "default"),
+        model=str(metadata.get("model")),
+        pre=str(metadata.get("pre") or "default"),
         tokens=tokens,
         types=types if isinstance(types, list) else [],
         merges=merges if isinstance(merges, list) else [],
@@ -110,11 +110,11 @@ def _metadata(cursor: _Cursor) -> dict[str, object]:
     if version not in (2, 3):
         raise ValueError(f"version {version} is not 2 or 3")
     cursor.u64()  # tensor count
-    found: dict[str, object] = {}
+    metadata: dict[str, object] = {}
     for _ in range(cursor.u64()):
         key = cursor.string()
-        wanted = key.startswith(_PREFIX)
-        value = cursor.value(keep=wanted)
-        if wanted:
-            found[key.removeprefix(_PREFIX)] = value
-    return found
+        ours = key.startswith(_PREFIX)
+        value = cursor.value(keep=ours)
+        if ours:
+            metadata[key.removeprefix(_PREFIX)] = value
+    return metadata

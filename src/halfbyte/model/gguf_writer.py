@@ -187,8 +187,8 @@ def _add_vocabulary(w: Any, config: ModelConfig, tokenizer: Path | None) -> None
     if tokenizer is None:
         v = _placeholder(config.vocab)
     elif tokenizer.suffix == ".gguf":
-        found = read_gguf_vocab(tokenizer)
-        v = Vocabulary(found.tokens, found.types, found.merges, found.pre)
+        stored = read_gguf_vocab(tokenizer)
+        v = Vocabulary(stored.tokens, stored.types, stored.merges, stored.pre)
     else:
         v = read_tokenizer(tokenizer, config.vocab)
     w.add_tokenizer_model("gpt2")

@@ -67,12 +67,12 @@ def arch_of(device: torch.device | str) -> Arch:
     return ARCHES[name]
 
 
-def formats_after(gates: Gates, found: Mapping[str, str] = CHECKPOINT_FORMATS) -> dict[str, str]:
+def formats_after(gates: Gates, stored: Mapping[str, str] = CHECKPOINT_FORMATS) -> dict[str, str]:
     """Role -> format once --layers is applied to weights found in these formats."""
-    asked = gates.layer_formats
+    targets = gates.layer_formats
     return {
-        role: asked[GROUP[role]] if role in GROUP and asked[GROUP[role]] != "checkpoint" else kind
-        for role, kind in found.items()
+        role: targets[GROUP[role]] if role in GROUP and targets[GROUP[role]] != "checkpoint" else format
+        for role, format in stored.items()
     }
 
 
@@ -154,11 +154,11 @@ class GptOss:
         self.gates = gates or Gates()
         self.device = weights.embed.device
         self.arch = arch_of(self.device)
-        found = weights.formats() | {"embed": format_of(weights.embed)}
-        spec, chosen, selection = choice or choose(config, self.gates, self.arch, found, page_size)
-        for role, kind in spec.formats.items():
-            if found[role] != kind:
-                raise PlanError(f"the plan was made for {role} in {kind}, but the weights hold it in {found[role]}.")
+        stored = weights.formats() | {"embed": format_of(weights.embed)}
+        spec, chosen, selection = choice or choose(config, self.gates, self.arch, stored, page_size)
+        for role, format in spec.formats.items():
+            if stored[role] != format:
+                raise PlanError(f"the plan was made for {role} in {format}, but the weights hold it in {stored[role]}.")
         self.spec = spec
         if self.gates.sinks == "off":
             log.warning(SINKS_OFF)
