@@ -42,6 +42,16 @@ MAY: dict[str, set[str]] = {
     },
     "doctor": {"errors", "gates", "model", "roofline"},
 }
+# within server: part -> parts it may import from
+SERVER_MAY: dict[str, set[str]] = {
+    "settings": set(),
+    "watchdog": set(),
+    "http": {"settings", "watchdog"},
+    "answer": {"settings", "http"},
+    "api": {"settings", "http", "answer"},
+    "app": {"settings", "http", "answer", "api"},
+    "run": {"settings", "answer", "app"},
+}
 FREE = {"cli", "__init__", "__main__"}
 ENGINES = {"vllm", "sglang", "flashinfer", "llama_cpp", "tensorrt_llm"}
 ENGINE_ROOMS = ("vllm_plugin/compat.py", "kernels/borrowed/")
@@ -56,8 +66,8 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write imports in full"
             names.add(node.module or "")
-            if node.module == "halfbyte":
-                names |= {f"halfbyte.{a.name}" for a in node.names}
+            if node.module in ("halfbyte", "halfbyte.server"):
+                names |= {f"{node.module}.{a.name}" for a in node.names}
     return names
 
 
@@ -82,6 +92,24 @@ def test_arrows() -> None:
             if target == "__version__":
                 continue
             if target != room and target not in MAY[room]:
+                broken.append(f"{relative} imports {name}")
+    assert not broken, "\n".join(broken)
+
+
+def test_arrows_within_the_server() -> None:
+    """http knows nothing of conversations, answer nothing of any API's bodies."""
+    broken = []
+    for relative, room, names in files():
+        part = relative.removeprefix("server/").split("/")[0].removesuffix(".py")
+        if room != "server" or part == "__init__":
+            continue
+        assert part in SERVER_MAY, f"{relative}: a new part of the server; say in this test what it may import"
+        for name in names:
+            if name.startswith("halfbyte.server."):
+                target = name.split(".")[2]
+                if target != part and target not in SERVER_MAY[part]:
+                    broken.append(f"{relative} imports {name}")
+            elif name.startswith("halfbyte.harmony") and part == "http":
                 broken.append(f"{relative} imports {name}")
     assert not broken, "\n".join(broken)
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfbyte.model.tokenizer import Tokenizer, o200k_file
-
-sys.path.insert(0, str(Path(__file__).parent))  # harmony_conversations, harmony_fuzz
 
 
 @pytest.fixture(scope="session")

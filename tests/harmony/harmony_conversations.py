@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from halfbyte.harmony.builtin import BROWSER, PYTHON
+import openai_harmony as oh
+
 from halfbyte.harmony.messages import (
     DeveloperContent,
     Message,
@@ -25,6 +26,16 @@ WORDS = (
     "🏳️\u200d🌈", "\u200b", "\x00", "\x7f", "e\u0301", "🧑\u200d💻", "\x85", "\u2028", "\x0b",
 )
 # fmt: on
+
+
+def from_package(namespace: oh.ToolNamespaceConfig) -> ToolNamespace:
+    tools = tuple(Tool(t.name, t.description, t.parameters) for t in namespace.tools)
+    return ToolNamespace(namespace.name, tools, namespace.description)
+
+
+# The two tools gpt-oss was trained with, in the package's own words.
+BROWSER = from_package(oh.ToolNamespaceConfig.browser())
+PYTHON = from_package(oh.ToolNamespaceConfig.python())
 NAMES = ("get_weather", "x", "lookup-2", "search_web", "f", "runShell", "名前")
 FORMATS = ("<|constrain|>json", "json", "code", "<|constrain|>", None)
 
@@ -193,9 +204,7 @@ def conversation(seed: int) -> list[Message]:
 
 
 def to_package(messages: Sequence[Message]) -> Any:
-    import openai_harmony as oh
-
-    def namespaces(given: Sequence[ToolNamespace]) -> Any:
+    def namespaces(ours: Sequence[ToolNamespace]) -> Any:
         return {
             ns.name: oh.ToolNamespaceConfig(
                 name=ns.name,
@@ -205,7 +214,7 @@ def to_package(messages: Sequence[Message]) -> Any:
                     for t in ns.tools
                 ],
             )
-            for ns in given
+            for ns in ours
         } or None
 
     def content(part: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harmony_conversations import conversation, to_package
+from harmony_conversations import BROWSER, PYTHON, conversation, to_package
 
 from halfbyte.errors import RequestError
 from halfbyte.harmony import (
@@ -23,7 +23,6 @@ from halfbyte.harmony import (
     render_text,
     render_training_example,
 )
-from halfbyte.harmony.builtin import BROWSER, PYTHON
 from halfbyte.model.tokenizer import Tokenizer
 
 A, B, C, D = Message.user("one"), Message.analysis("hm"), Message.final("1"), Message.user("two")

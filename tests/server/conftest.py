@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
-
-from halfbyte.model.tokenizer import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))  # importlib mode: the helpers beside the tests
-
 from live_server import PATIENCE, Live
 from scripted import ScriptedSource
 
+from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.settings import ServerSettings
 
 

@@ -212,7 +212,7 @@ def test_the_queue_is_bounded(serve: Serve, http: httpx.Client) -> None:
             assert int(refused.headers["retry-after"]) >= 1
         assert all(f.result().status_code == 200 for f in running)
     assert http.post(url, json=CHAT | {"max_tokens": 1}).status_code == 200
-    assert live.service.active == 0
+    assert live.service.admission.active == 0
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_the_engines_refusal_becomes_a_status(
     message = answer.json()["error"]["message"]
     assert (str(error) == message) == (status != 500)
     assert ("retry-after" in answer.headers) == (status in (429, 503))
-    assert live.service.active == 0
+    assert live.service.admission.active == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -253,7 +253,7 @@ def test_a_client_that_leaves_cancels(serve: Serve, stream: bool) -> None:
     wait_until(lambda: live.source.active == 0)
     assert len(live.source.cancelled) == 1
     assert live.source.finished == []
-    wait_until(lambda: live.service.active == 0)
+    wait_until(lambda: live.service.admission.active == 0)
 
 
 def test_a_slow_prompt_keeps_the_connection_alive(serve: Serve, http: httpx.Client) -> None:
@@ -274,7 +274,7 @@ def test_an_engine_error_in_the_middle(serve: Serve, http: httpx.Client, stream:
         assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the scripted engine failed"
     else:
         assert answer.status_code == 500
-    assert live.service.active == 0
+    assert live.service.admission.active == 0
 
 
 def test_not_ready(serve: Serve, http: httpx.Client) -> None:
@@ -287,8 +287,8 @@ def test_not_ready(serve: Serve, http: httpx.Client) -> None:
 
 def test_memory_shedding(serve: Serve, http: httpx.Client) -> None:
     live = serve(ScriptedSource(always(say("x"))))
-    live.service.watchdog.shedding = True
-    live.service.watchdog.reason = "only 0.10 GiB of memory are available"
+    live.service.admission.watchdog.shedding = True
+    live.service.admission.watchdog.reason = "only 0.10 GiB of memory are available"
     refused = http.post(f"{live.url}/v1/chat/completions", json=CHAT)
     assert refused.status_code == 503
     assert "0.10 GiB" in refused.json()["error"]["message"]

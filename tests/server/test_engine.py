@@ -103,7 +103,7 @@ def test_the_same_seed_says_the_same_and_choices_differ(live: Live) -> None:
 def test_json_schema_holds_whatever_the_model_is(live: Live, seed: int) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "t", "schema": SCHEMA, "strict": True}}
     # The bias makes this model stop as soon as it may. With reasoning that is before it has begun an answer.
-    stop = {str(live.app.state.service.dialect.controls.return_): 30}
+    stop = {str(live.app.state.service.harmony.controls.return_): 30}
     for effort in ("none", "low"):
         out = chat(live, response_format=wanted, max_tokens=300, seed=seed, logit_bias=stop, reasoning_effort=effort)
         assert out.choices[0].finish_reason == "stop"
@@ -111,7 +111,7 @@ def test_json_schema_holds_whatever_the_model_is(live: Live, seed: int) -> None:
 
 
 def test_a_required_call_is_made(live: Live) -> None:
-    end = {str(live.app.state.service.dialect.controls.end): 30}
+    end = {str(live.app.state.service.harmony.controls.end): 30}
     for seed in range(2):
         out = chat(live, tools=TOOLS, tool_choice="required", max_tokens=400, seed=seed, logit_bias=end)
         (call,) = out.choices[0].message.tool_calls

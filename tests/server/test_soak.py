@@ -75,7 +75,7 @@ def test_soak(serve: Serve) -> None:
     live.source.cancelled.clear()
     counts = asyncio.run(storm(port, 500, 120))
     live.source.requests.clear()
-    wait_until(lambda: live.source.active == 0 and live.service.active == 0)
+    wait_until(lambda: live.source.active == 0 and live.service.admission.active == 0)
     assert live.service.pacer.active == 0
     gc.collect()
     grown = psutil.Process().memory_info().rss - before

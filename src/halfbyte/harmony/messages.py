@@ -51,7 +51,7 @@ class SystemContent:
     conversation_start_date: str | None = None  # YYYY-MM-DD
     channels: tuple[str, ...] = (ANALYSIS, COMMENTARY, FINAL)
     channel_required: bool = True
-    tools: tuple[ToolNamespace, ...] = ()  # built-in tools: harmony.builtin
+    tools: tuple[ToolNamespace, ...] = ()  # the tools the model was trained with, a browser and a notebook
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,13 @@ class Parser:
         """The header of the message that is being written, once its `<|message|>` has been followed by something."""
         return self._header if self._state == _BODY else None
 
+    @property
+    def header(self) -> Header | None:
+        """The header of the message that is being written, as it would be understood if its text began now."""
+        if self._state in (_HEADER, _OPENED):
+            return self._draft.resolve(Counter())[0]  # not final, so its repairs are not counted
+        return self.open
+
     def feed(self, tokens: Sequence[int]) -> list[Event]:
         special, count = self._special, len(tokens)
         at = 0

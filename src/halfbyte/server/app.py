@@ -14,10 +14,10 @@ from starlette.middleware.cors import CORSMiddleware
 from halfbyte import __version__
 from halfbyte.engine.request import TokenSource
 from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.server.api import anthropic_messages, openai_chat, openai_completions, openai_responses
+from halfbyte.server.answer.service import Service
+from halfbyte.server.api import anthropic_messages, openai_chat, openai_completions, openai_responses, tokenize
 from halfbyte.server.http import errors, info, page
-from halfbyte.server.http.middleware import Front
-from halfbyte.server.service import Service
+from halfbyte.server.http.middleware import Middleware
 from halfbyte.server.settings import ServerSettings
 
 
@@ -28,11 +28,11 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.watchdog.start()
+        service.admission.watchdog.start()
         try:
             yield
         finally:
-            await service.watchdog.stop()
+            await service.admission.watchdog.stop()
 
     app = FastAPI(
         title="halfbyte",
@@ -44,8 +44,10 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
     )
     app.state.service = service
     errors.install(app)
-    for module in (openai_chat, openai_completions, openai_responses, anthropic_messages, info):
+    for module in (openai_chat, openai_completions, openai_responses, anthropic_messages, tokenize):
         app.include_router(module.router(service))
+    tokenizer_name = tokenizer.name.rpartition("/")[2]
+    app.include_router(info.router(source.info, tokenizer_name, service.names, service.admission, service.metrics))
     if settings.page:
         app.include_router(page.router())
     if settings.cors_origins:
@@ -57,5 +59,5 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
             expose_headers=["x-request-id", "retry-after"],
         )
     # Added last, so it is the outermost of ours: a preflight is answered by CORS behind it, without a key.
-    app.add_middleware(Front, settings=settings, metrics=service.metrics)
+    app.add_middleware(Middleware, settings=settings, metrics=service.metrics)
     return app

@@ -21,8 +21,8 @@ import uvicorn
 from halfbyte.engine.request import TokenSource
 from halfbyte.errors import UsageError
 from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.server.answer.service import Service
 from halfbyte.server.app import create_app
-from halfbyte.server.service import Service
 from halfbyte.server.settings import ServerSettings
 
 log = logging.getLogger("halfbyte.server")
@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
         self._draining = loop.create_task(self._drain(), name="drain")
 
     async def _drain(self) -> None:
-        await self.service.drain(self.service.settings.drain_seconds)
+        await self.service.admission.drain(self.service.settings.drain_seconds)
         self.should_exit = True
 
 
@@ -69,7 +69,7 @@ def bind(settings: ServerSettings) -> socket.socket:
 def config_for(app: Any, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        access_log=False,  # front.py writes one, with the request's id and without its query
+        access_log=False,  # middleware.py writes one, with the request's id and without its query
         log_config=None,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=2,  # the drain has already waited
@@ -113,7 +113,7 @@ async def serve_source(
 async def _announce(server: Server, url: str, started: Callable[[str], None] | None) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
-    log.info("serving %s at %s", server.service.model, url)
+    log.info("serving %s at %s", server.service.names.main, url)
     if started is not None:
         started(url)
 

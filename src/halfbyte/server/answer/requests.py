@@ -1,301 +1,271 @@
-"""How a prepared turn reaches the engine: one request, or a few in a row where a call or a JSON answer is owed.
+"""How a prompt reaches the engine: one request, or a few in a row where a call or a JSON answer is owed.
 
 Whatever the model does, what was asked for comes out. A tool call that was required is asked for in steps: the model
 reasons until its message ends, then the name of a tool is generated among those allowed, then arguments that fit its
 schema. The prefix cache makes the later steps cheap. A structured answer runs in one request under a trigger; if the
 model ended without ever beginning its answer, one more request begins it.
+
+Every token goes through the choice's reader as it arrives, and what to ask next is read off that reader.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Protocol
 
-from halfbyte.engine.request import Constraint, Delta, FinishReason, Request, Usage
+from halfbyte.engine.request import Constraint, Delta, Logprob, Request
 from halfbyte.errors import RequestError
-from halfbyte.server.answer.answer import ChoiceState
-from halfbyte.server.answer.conversation import Prepared
-from halfbyte.server.answer.stream import closing
+from halfbyte.server.answer.answer import Update
+from halfbyte.server.answer.prompt import Prompt
+from halfbyte.server.answer.pump import merge
+from halfbyte.server.answer.reader import AnswerReader
+from halfbyte.server.answer.service import Service
 from halfbyte.server.answer.tools import Function
-from halfbyte.server.service import Service
+from halfbyte.server.http.connection import auto_close
+from halfbyte.server.http.errors import ApiError
 
 
-@dataclass(frozen=True)
-class Forced(Delta):
-    """Tokens that the server put into the prompt in the middle of an answer; the client never pays for them."""
+class Reader(Protocol):
+    """Tokens of one choice in, updates out: chat's parses harmony, completions' is plain text."""
 
-
-@dataclass(frozen=True)
-class Ended(Delta):
-    """The end of several requests in a row; `dropped` tokens were generated but stood only for structure."""
-
-    dropped: int = 0
-
-
-class Sequence:
-    """The engine requests of one choice, one after the other, as one stream of deltas."""
-
-    def __init__(self, service: Service, prepared: Prepared, index: int) -> None:
-        self.service = service
-        self.prepared = prepared
-        self.index = index
-        self.tokens = list(prepared.prompt + prepared.prefill)
-        self.left = prepared.sampling.max_tokens or 0
-        self.cached: int | None = None
-        self.made = self.dropped = 0
-        self.ended: str | None = None
-        seed = prepared.sampling.seed
-        self.sampling = replace(prepared.sampling, n=1, seed=None if seed is None else seed + index)
-
-    async def run(
-        self,
-        *,
-        until: frozenset[int] = frozenset(),
-        at: tuple[int, ...] = (),
-        constraint: Constraint | None = None,
-    ) -> AsyncIterator[Delta]:
-        """One engine request from where the tokens stand.
-
-        It ends at a token of `until`, which is not passed on, or of `at`, which is.
-        """
-        sampling = replace(
-            self.sampling,
-            max_tokens=self.left,
-            min_tokens=0 if until or at else self.sampling.min_tokens,
-            stop_token_ids=(*self.sampling.stop_token_ids, *until, *at),
-        )
-        request = Request(self.tokens.copy(), sampling, constraint, self.service.settings.request_timeout)
-        self.ended = None
-        async with closing(self.service.source.stream(request)) as deltas:
-            async for delta in deltas:
-                tokens = delta.tokens
-                kept = [t for t in tokens if t not in until] if until else tokens
-                self.left -= len(tokens)
-                self.made += len(tokens)
-                self.dropped += len(tokens) - len(kept)
-                self.tokens += kept
-                if delta.usage is not None and self.cached is None:
-                    self.cached = delta.usage.cached_tokens  # later requests find this one's own tokens
-                self.ended = delta.finish
-                logprobs = delta.logprobs
-                if logprobs is not None and len(kept) != len(tokens):
-                    logprobs = [lp for t, lp in zip(tokens, logprobs) if t not in until]
-                failed = delta.finish in ("error", "timeout", "cancelled")
-                yield Delta(
-                    kept,
-                    self.index,
-                    logprobs,
-                    finish=delta.finish if failed else None,
-                    error=delta.error,
-                )
-                if failed:
-                    return
-
-    def force(self, ids: list[int]) -> Delta:
-        self.tokens += ids
-        return Forced(list(ids), self.index)
-
-    def end(self, reason: str) -> Delta:
-        used = Usage(len(self.prepared.prompt), self.cached or 0, self.made)
-        finish: FinishReason = "length" if reason == "length" else "stop"
-        return Ended([], self.index, finish=finish, usage=used, dropped=self.dropped)
+    done: bool  # nothing the model still says can matter (a stop string, the one call that was allowed)
 
     @property
-    def failed(self) -> bool:
-        return self.ended in ("error", "timeout", "cancelled")
+    def repairs(self) -> dict[str, int]: ...
+
+    def read(self, tokens: list[int], logprobs: list[Logprob] | None, *, forced: bool = False) -> Update: ...
+
+    def end(self, reason: str) -> Update: ...
+
+
+def chat_updates(service: Service, prompt: Prompt, readers: list[AnswerReader]) -> AsyncIterator[Update]:
+    """All choices of a conversation, in as few engine requests as what it owes the client allows."""
+    strict = any(f.strict and f.parameters is not None for f in prompt.tools.functions)
+    if prompt.conversation.tool_choice.mode == "required" or strict or prompt.constraint is not None:
+        streams = [ChoiceRequests(service, prompt, reader).updates() for reader in readers]
+        return streams[0] if len(streams) == 1 else merge(streams)
+    timeout = service.settings.request_timeout
+    return single_request(service, Request(prompt.tokens, prompt.sampling, None, timeout), readers)
+
+
+async def single_request(service: Service, request: Request, readers: Sequence[Reader]) -> AsyncIterator[Update]:
+    """One engine request that makes all n choices."""
+    running = set(range(len(readers)))
+    async with auto_close(service.source.stream(request)) as deltas:
+        async for delta in deltas:
+            if delta.index not in running:
+                continue
+            raise_failure(delta)
+            reader = readers[delta.index]
+            update = reader.read(delta.tokens, delta.logprobs)
+            if delta.usage is not None:
+                update.cached_tokens = delta.usage.cached_tokens
+            if delta.finish is not None or reader.done:
+                running.discard(delta.index)
+                update.add(reader.end(delta.finish or "stop"))
+            yield update
+            if not running and delta.finish is None:
+                return  # closing the engine's stream cancels what nobody waits for
+
+
+def raise_failure(delta: Delta) -> None:
+    if delta.finish == "timeout":
+        raise ApiError(504, "The request took longer than the server allows.", code="timeout")
+    if delta.finish == "cancelled":
+        raise ApiError(503, "The request was cancelled by the server.", code="cancelled", retry_after=5)
+    if delta.finish == "error":
+        raise ApiError(500, delta.error or "The engine failed on this request.", code="engine_error")
+
+
+class ChoiceRequests:
+    """The engine requests of one choice, one after the other, as one stream of updates."""
+
+    def __init__(self, service: Service, prompt: Prompt, reader: AnswerReader) -> None:
+        self.service = service
+        self.harmony = service.harmony
+        self.prompt = prompt
+        self.reader = reader
+        self.tokens = prompt.tokens
+        self.tokens_left = prompt.sampling.max_tokens or 0
+        self.cached_tokens: int | None = None
+        self.dropped_tokens = 0
+        self.last_finish: str | None = None
+        seed = prompt.sampling.seed
+        self.sampling = replace(prompt.sampling, n=1, seed=None if seed is None else seed + reader.index)
+
+    async def updates(self) -> AsyncIterator[Update]:
+        async with auto_close(self._steps()) as steps:
+            async for update in steps:
+                if self.reader.done:
+                    update.add(self._end("stop"))
+                    yield update
+                    return
+                yield update
+        yield self._end("length" if self.cut else "stop")
+
+    def _steps(self) -> AsyncIterator[Update]:
+        if self.prompt.conversation.tool_choice.mode == "required":
+            return self._required_call()
+        if any(f.strict and f.parameters is not None for f in self.prompt.tools.functions):
+            return self._message_by_message()
+        return self._structured()
 
     @property
     def cut(self) -> bool:
-        return self.ended == "length" or self.left <= 0
+        return self.last_finish == "length" or self.tokens_left <= 0
 
+    def _end(self, reason: str) -> Update:
+        update = self.reader.end(reason)
+        update.cached_tokens, update.dropped_tokens = self.cached_tokens or 0, self.dropped_tokens
+        return update
 
-def _stream(service: Service, request: Request) -> AsyncIterator[Delta]:
-    return service.source.stream(request)
+    async def _request(
+        self,
+        *,
+        until: frozenset[int] = frozenset(),
+        stop_after: tuple[int, ...] = (),
+        constraint: Constraint | None = None,
+    ) -> AsyncIterator[Update]:
+        """One engine request from where the tokens stand.
 
-
-async def required_call(service: Service, prepared: Prepared, index: int) -> AsyncIterator[Delta]:
-    """Reason, then call one of the allowed tools, whatever the model would rather do."""
-    dialect, functions = service.dialect, prepared.tools.functions
-    seq = Sequence(service, prepared, index)
-    c = dialect.controls
-    if prepared.turn.effort != "none":
-        yield seq.force(dialect.analysis_header)
-        async for delta in seq.run(until=dialect.structural):
-            yield delta
-        if seq.failed:
-            return
-        if seq.cut:
-            yield seq.end("length")
-            return
-        yield seq.force(dialect.new_message)
-    chosen = functions[0]
-    if len(functions) == 1:
-        yield seq.force(dialect.call_to(chosen.recipient))
-    else:
-        # The dot often shares a token with what follows, so it is left to the model.
-        roots = sorted({f.namespace for f in functions})
-        pattern = "|".join(
-            re.escape(f.recipient.removeprefix(roots[0]) if len(roots) == 1 else f.recipient) for f in functions
+        It ends at a token of `until`, which is not passed on, or of `stop_after`, which is.
+        """
+        sampling = replace(
+            self.sampling,
+            max_tokens=self.tokens_left,
+            min_tokens=0 if until or stop_after else self.sampling.min_tokens,
+            stop_token_ids=(*self.sampling.stop_token_ids, *until, *stop_after),
         )
-        lead = f" to={roots[0]}" if len(roots) == 1 else " to="
-        yield seq.force(dialect.tokenizer.encode(lead))
-        start = len(seq.tokens)
-        constraint = Constraint("regex", f"({pattern})", end_tokens=(c.channel,))
-        async for delta in seq.run(until=dialect.structural, constraint=constraint):
-            yield delta
-        if seq.failed:
+        request = Request(self.tokens.copy(), sampling, constraint, self.service.settings.request_timeout)
+        self.last_finish = None
+        async with auto_close(self.service.source.stream(request)) as deltas:
+            async for delta in deltas:
+                raise_failure(delta)
+                tokens, logprobs = delta.tokens, delta.logprobs
+                self.tokens_left -= len(tokens)
+                if not until.isdisjoint(tokens):
+                    kept = [at for at, token in enumerate(tokens) if token not in until]
+                    self.dropped_tokens += len(tokens) - len(kept)
+                    logprobs = None if logprobs is None else [logprobs[at] for at in kept]
+                    tokens = [tokens[at] for at in kept]
+                self.tokens += tokens
+                if delta.usage is not None and self.cached_tokens is None:
+                    self.cached_tokens = delta.usage.cached_tokens  # later requests find this one's own tokens
+                self.last_finish = delta.finish
+                yield self.reader.read(tokens, logprobs)
+
+    def _force(self, tokens: list[int]) -> Update:
+        """Tokens that the server puts into the prompt in the middle of an answer."""
+        self.tokens += tokens
+        return self.reader.read(list(tokens), None, forced=True)
+
+    # ---- a call that must be made -------------------------------------------------------------
+
+    async def _required_call(self) -> AsyncIterator[Update]:
+        """Reason, then call one of the allowed tools, whatever the model would rather do."""
+        harmony, functions = self.harmony, self.prompt.tools.functions
+        if self.prompt.conversation.effort != "none":
+            yield self._force(harmony.analysis_header)
+            async for update in self._request(until=harmony.structural):
+                yield update
+            if self.cut:
+                return
+            yield self._force(harmony.new_message)
+        function: Function | None = functions[0]
+        if len(functions) == 1:
+            yield self._force(harmony.call_header(functions[0].recipient))
+        else:
+            async for update in self._name(functions):
+                yield update
+            recipient = self.reader.header.recipient if self.reader.header else None
+            function = next((f for f in functions if f.recipient == recipient), None)
+            if function is not None:
+                yield self._force(harmony.call_format)
+        if function is None:  # cut off within the name
+            self.last_finish = "length"
             return
-        name = dialect.tokenizer.decode(seq.tokens[start:])
-        name = roots[0] + name if len(roots) == 1 else name
-        found = next((f for f in functions if f.recipient == name), None)
-        if found is None:  # cut off within the name
-            yield seq.end("length")
-            return
-        chosen = found
-        header = dialect.call_to(chosen.recipient)
-        yield seq.force(header[header.index(c.channel) :])
-    async for delta in _arguments(service, seq, chosen):
-        yield delta
-    if seq.failed:
-        return
-    if not seq.cut:
-        yield seq.force([c.call])
-    yield seq.end("length" if seq.cut else "stop")
+        async for update in self._arguments(function):
+            yield update
+        if not self.cut:
+            yield self._force([harmony.controls.call])
 
+    async def _name(self, functions: Sequence[Function]) -> AsyncIterator[Update]:
+        # The dot often shares a token with what follows, so it is left to the model.
+        roots = {f.namespace for f in functions}
+        root = roots.pop() if len(roots) == 1 else ""
+        pattern = "|".join(re.escape(f.recipient.removeprefix(root)) for f in functions)
+        yield self._force(self.harmony.tokenizer.encode(f" to={root}"))
+        constraint = Constraint("regex", f"({pattern})", end_tokens=(self.harmony.controls.channel,))
+        async for update in self._request(until=self.harmony.structural, constraint=constraint):
+            yield update
 
-async def _arguments(service: Service, seq: Sequence, function: Function) -> AsyncIterator[Delta]:
-    """Arguments under the tool's schema. A schema that no grammar can hold binds only if the tool is strict."""
-    c = service.dialect.controls
-    ends = (c.call,)
-    until = service.dialect.structural
-    schema = Constraint("json_schema", json.dumps(function.schema), end_tokens=ends)
-    try:
-        async for delta in seq.run(until=until, constraint=schema):
-            yield delta
-        return
-    except RequestError:
-        if function.strict:
-            raise
-    async for delta in seq.run(until=until, constraint=Constraint("json_object", '{"type":"object"}', end_tokens=ends)):
-        yield delta
-
-
-async def guided(service: Service, prepared: Prepared, index: int, choice: ChoiceState) -> AsyncIterator[Delta]:
-    """Message by message, each body under the grammar its header calls for: a strict tool's schema, or the answer's.
-
-    The engine wakes one grammar at one set of triggers, so where several may be needed each message is two requests:
-    its header, and then, known what it is, its body.
-    """
-    c = service.dialect.controls
-    seq = Sequence(service, prepared, index)
-    while True:
-        start = len(seq.tokens)
-        async for delta in seq.run(at=(c.message,)):
-            yield delta
-        if seq.failed:
-            return
-        if seq.cut or seq.tokens[-1] != c.message:
-            break  # it ended, or never wrote a body
-        rule = _rule(service, prepared, seq.tokens[start:])
-        async for delta in seq.run(at=() if rule else (c.end,), constraint=rule):
-            yield delta
-        if seq.failed:
-            return
-        if seq.cut or seq.tokens[-1] != c.end:
-            break
-    async for delta in _answer_owed(service, seq, choice):
-        yield delta
-
-
-def _rule(service: Service, prepared: Prepared, header: list[int]) -> Constraint | None:
-    c = service.dialect.controls
-    if any(tuple(header[-len(t) :]) == t for t in service.dialect.final_headers):
-        return None if prepared.constraint is None else replace(prepared.constraint, triggers=())
-    named = re.search(r"to=\s*([^\s<]+)", service.dialect.tokenizer.decode(header))
-    function = prepared.tools.find(named[1]) if named else None
-    if function is None or not function.strict or function.parameters is None:
-        return None
-    return Constraint("json_schema", json.dumps(function.parameters), end_tokens=(c.call,))
-
-
-async def structured(service: Service, prepared: Prepared, index: int, choice: ChoiceState) -> AsyncIterator[Delta]:
-    """A JSON answer in one request, its grammar asleep until the answer begins."""
-    seq = Sequence(service, prepared, index)
-    async for delta in seq.run(constraint=prepared.constraint):
-        yield delta
-    if not seq.failed:
-        async for delta in _answer_owed(service, seq, choice):
-            yield delta
-
-
-async def _answer_owed(service: Service, seq: Sequence, choice: ChoiceState) -> AsyncIterator[Delta]:
-    """If a structured answer is owed and the model ended without beginning one, begin it for it; then the end."""
-    dialect, constraint = service.dialect, seq.prepared.constraint
-    if constraint is not None and not seq.cut and not _answered(seq, choice):
-        while seq.tokens and seq.tokens[-1] in dialect.structural:
-            seq.tokens.pop()
-        yield seq.force([*dialect.new_message, *dialect.json_header])
-        async for delta in seq.run(constraint=replace(constraint, triggers=())):
-            yield delta
-        if seq.failed:
-            return
-    yield seq.end("length" if seq.cut else "stop")
-
-
-def _answered(seq: Sequence, choice: ChoiceState) -> bool:
-    """Whether there is an answer, or a call in its place. The tokens are asked, not the choice's text: what it has
-    been fed may lag behind what was generated."""
-    c = seq.service.dialect.controls
-    made = seq.tokens[len(seq.prepared.prompt) :]
-    if seq.prepared.tools and made and made[-1] == c.call:
-        return True
-    for trigger in seq.service.dialect.final_headers:
-        for at in range(len(made) - len(trigger)):
-            if tuple(made[at : at + len(trigger)]) == trigger:
-                return True
-    return choice.answered
-
-
-async def plain(service: Service, prepared: Prepared) -> AsyncIterator[Delta]:
-    """One request; the engine makes all n choices of it."""
-    settings = service.settings
-    request = Request(
-        prepared.prompt + prepared.prefill, prepared.sampling, prepared.constraint, settings.request_timeout
-    )
-    async with closing(service.source.stream(request)) as deltas:
-        async for delta in deltas:
-            yield delta
-
-
-async def merged(parts: list[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
-    """Several streams as one, in order of arrival."""
-    queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
-
-    async def drain(part: AsyncIterator[Delta]) -> None:
+    async def _arguments(self, function: Function) -> AsyncIterator[Update]:
+        """Arguments under the tool's schema. A schema that no grammar can hold binds only if the tool is strict."""
+        until, ends = self.harmony.structural, (self.harmony.controls.call,)
+        schema = Constraint("json_schema", json.dumps(function.schema), end_tokens=ends)
         try:
-            async with closing(part):
-                async for delta in part:
-                    queue.put_nowait(delta)
-        except Exception as e:
-            queue.put_nowait(e)
-        finally:
-            queue.put_nowait(None)
+            async for update in self._request(until=until, constraint=schema):
+                yield update
+            return
+        except RequestError:
+            if function.strict:
+                raise
+        any_object = Constraint("json_object", '{"type":"object"}', end_tokens=ends)
+        async for update in self._request(until=until, constraint=any_object):
+            yield update
 
-    tasks = [asyncio.create_task(drain(part)) for part in parts]
-    try:
-        open_parts = len(tasks)
-        while open_parts:
-            item = await queue.get()
-            if item is None:
-                open_parts -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    # ---- strict tools, structured answers -----------------------------------------------------
+
+    async def _message_by_message(self) -> AsyncIterator[Update]:
+        """Each body under the grammar its header calls for: a strict tool's schema, or the answer's.
+
+        The engine wakes one grammar at one set of triggers, so where several may be needed each message is two
+        requests: its header, and then, known what it is, its body.
+        """
+        c = self.harmony.controls
+        while True:
+            async for update in self._request(stop_after=(c.message,)):
+                yield update
+            if self.cut or self.tokens[-1] != c.message:
+                break  # it ended, or never wrote a body
+            constraint = self._body_constraint()
+            async for update in self._request(stop_after=() if constraint else (c.end,), constraint=constraint):
+                yield update
+            if self.cut or self.tokens[-1] != c.end:
+                break
+        async for update in self._missing_answer():
+            yield update
+
+    def _body_constraint(self) -> Constraint | None:
+        if self.reader.answer_begins:
+            assert self.prompt.constraint is not None
+            return replace(self.prompt.constraint, triggers=())
+        header = self.reader.header
+        if header is None or header.kind != "call" or header.recipient is None:
+            return None
+        function = self.prompt.tools.find(header.recipient)
+        if not function.strict or function.parameters is None:
+            return None
+        return Constraint("json_schema", json.dumps(function.parameters), end_tokens=(self.harmony.controls.call,))
+
+    async def _structured(self) -> AsyncIterator[Update]:
+        """A JSON answer in one request, its grammar asleep until the answer begins."""
+        async for update in self._request(constraint=self.prompt.constraint):
+            yield update
+        async for update in self._missing_answer():
+            yield update
+
+    async def _missing_answer(self) -> AsyncIterator[Update]:
+        """If a structured answer is owed and the model ended without beginning one, begin it for it."""
+        constraint, reader = self.prompt.constraint, self.reader
+        called = reader.called and bool(self.prompt.tools)  # a call stands in an answer's place
+        if constraint is None or self.cut or called or reader.answered:
+            return
+        while self.tokens and self.tokens[-1] in self.harmony.structural:
+            self.tokens.pop()
+        yield self._force([*self.harmony.new_message, *self.harmony.json_header])
+        async for update in self._request(constraint=replace(constraint, triggers=())):
+            yield update

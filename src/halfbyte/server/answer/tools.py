@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from halfbyte.harmony.messages import FUNCTIONS, Tool, ToolNamespace
-from halfbyte.server.http.errors import bad
+from halfbyte.server.http.errors import bad_request
 
 Mode = Literal["auto", "none", "required"]
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
@@ -51,7 +51,7 @@ def custom_schema() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ToolChoice:
     """`required` with one allowed recipient is what the APIs call a named function."""
 
     mode: Mode = "auto"
@@ -59,39 +59,39 @@ class Choice:
 
 
 class Toolbox:
-    def __init__(self, functions: Iterable[Function] = (), about: dict[str, str] | None = None) -> None:
+    def __init__(self, functions: Iterable[Function] = (), descriptions: dict[str, str] | None = None) -> None:
         self.functions = tuple(functions)
-        self.about = about or {}  # descriptions of namespaces
+        self.descriptions = descriptions or {}  # of namespaces
         self._by_recipient: dict[str, Function] = {}
         self._by_name: dict[str, Function] = {}
         for f in self.functions:
             if f.recipient in self._by_recipient:
-                raise bad(f"two tools are called {f.name!r}; names must differ.", "tools")
+                raise bad_request(f"two tools are called {f.name!r}; names must differ.", "tools")
             self._by_recipient[f.recipient] = f
             self._by_name.setdefault(f.name, f)
 
     def __bool__(self) -> bool:
         return bool(self.functions)
 
-    def restricted(self, choice: Choice) -> Toolbox:
+    def limited_to(self, choice: ToolChoice) -> Toolbox:
         """Only what the model may call now, which is all it is shown."""
         if choice.mode == "none":
             return Toolbox()
         if choice.allowed is None:
             return self
-        return Toolbox((f for f in self.functions if f.recipient in choice.allowed), self.about)
+        return Toolbox((f for f in self.functions if f.recipient in choice.allowed), self.descriptions)
 
     def namespaces(self) -> tuple[ToolNamespace, ...]:
-        grouped: dict[str, list[Function]] = {}
+        by_namespace: dict[str, list[Function]] = {}
         for f in self.functions:
-            grouped.setdefault(f.namespace, []).append(f)
+            by_namespace.setdefault(f.namespace, []).append(f)
         return tuple(
             ToolNamespace(
                 name,
                 tuple(Tool(f.name, f.description, f.schema if f.custom else f.parameters) for f in members),
-                self.about.get(name),
+                self.descriptions.get(name),
             )
-            for name, members in grouped.items()
+            for name, members in by_namespace.items()
         )
 
     def find(self, recipient: str) -> Function:
@@ -104,21 +104,30 @@ class Toolbox:
             known = self._by_recipient.get(last) or self._by_name.get(last)
         return known or Function(recipient.removeprefix(f"{FUNCTIONS}.") or "unknown")
 
-    def named(self, name: str, namespace: str | None = None) -> Function | None:
+    def by_name(self, name: str, namespace: str | None = None) -> Function | None:
         if namespace is not None:
             return self._by_recipient.get(f"{namespace}.{name}")
         return self._by_recipient.get(f"{FUNCTIONS}.{name}") or self._by_name.get(name)
 
+    def require(self, name: str, param: str, namespace: str | None = None) -> Function:
+        """The tool a client named in `param`, or the refusal that says it sent no such tool."""
+        function = self.by_name(name, namespace)
+        if function is None:
+            raise bad_request(f"'tool_choice' names the tool {name!r}, which is not among 'tools'.", param)
+        return function
+
 
 def check_name(name: str, param: str) -> str:
     if not _NAME.fullmatch(name):
-        raise bad(f"the tool name {name!r} may hold only letters, digits, '_', '-' and '.' (at most 128).", param)
+        raise bad_request(
+            f"the tool name {name!r} may hold only letters, digits, '_', '-' and '.' (at most 128).", param
+        )
     return name
 
 
-def check_choice(choice: Choice, tools: Toolbox, param: str = "tool_choice") -> Choice:
+def check_choice(choice: ToolChoice, tools: Toolbox, param: str = "tool_choice") -> ToolChoice:
     if choice.mode == "required" and not tools:
-        raise bad(f"'{param}' asks for a call, but no tools were given.", param)
+        raise bad_request(f"'{param}' asks for a call, but no tools were given.", param)
     return choice
 
 

@@ -14,22 +14,24 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from halfbyte.engine.request import SamplingParams
-from halfbyte.server.answer.answer import ChoiceState, Item, Piece
-from halfbyte.server.answer.conversation import EFFORTS, Format, Prepared, Turn, prepare, stops
-from halfbyte.server.answer.generate import Run, Totals, chat_run
-from halfbyte.server.answer.respond import deliver
+from halfbyte.server.answer.answer import Answer, Item, Piece
+from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings
+from halfbyte.server.answer.generate import Generation, Totals, generate
+from halfbyte.server.answer.prompt import Prompt, make_prompt
+from halfbyte.server.answer.service import Service
 from halfbyte.server.api.anthropic_messages_schema import (
-    Conversation,
     CountRequest,
+    MessageHistory,
     MessagesRequest,
-    choice_of,
+    tool_choice_of,
     toolbox,
 )
-from halfbyte.server.api.openai_responses_schema import seal
+from halfbyte.server.api.carried_reasoning import encode_reasoning
 from halfbyte.server.http import sse
+from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.service import Service
+from halfbyte.server.http.respond import respond
 from halfbyte.server.settings import Effort
 
 # A thinking budget as the effort that usually stays within it.
@@ -41,24 +43,21 @@ def router(service: Service) -> APIRouter:
 
     @api.post("/v1/messages", summary="Message")
     async def messages(body: MessagesRequest, http: Request) -> Response:
-        name = service.check_model(body.model)
-        prepared = _prepare(service, body)
-        run = chat_run(service, prepared, streaming=bool(body.stream))
-        shape = Blocks(run, name, show_thinking=_shows_thinking(body))
-        stream = shape.stream() if body.stream else None
-        return await deliver(service, http, stream=stream, whole=shape.whole, failure=_failure)
+        name = service.names.check(body.model)
+        streaming = bool(body.stream)
+
+        def writer(slot: Slot) -> MessageWriter:
+            generation = generate(service, _prompt(service, body), slot, streaming=streaming)
+            return MessageWriter(generation, name, show_thinking=_shows_thinking(body))
+
+        return await respond(http, service.admission, service.settings, writer, streaming=streaming)
 
     @api.post("/v1/messages/count_tokens", summary="How many tokens a message would send to the model")
     async def count_tokens(body: CountRequest) -> dict[str, int]:
-        service.check_model(body.model)
-        prepared = _prepare(service, body)
-        return {"input_tokens": len(prepared.prompt) + len(prepared.prefill)}
+        service.names.check(body.model)
+        return {"input_tokens": _prompt(service, body).length}
 
     return api
-
-
-def _failure(error: ApiError) -> bytes:
-    return sse.event("error", error.anthropic())
 
 
 def _shows_thinking(body: MessagesRequest) -> bool:
@@ -78,9 +77,9 @@ def _effort(service: Service, body: CountRequest) -> Effort:
     return service.settings.default_effort
 
 
-def _prepare(service: Service, body: CountRequest) -> Prepared:
+def _prompt(service: Service, body: CountRequest) -> Prompt:
     settings = service.settings
-    conversation = Conversation.read(body)
+    history = MessageHistory.read(body)
     tools = toolbox(body)
     sampling = SamplingParams()
     stop: tuple[str, ...] = ()
@@ -92,35 +91,40 @@ def _prepare(service: Service, body: CountRequest) -> Prepared:
             top_p=top_p or 1.0,
             max_tokens=body.max_tokens,
         )
-        stop = stops(body.stop_sequences, "stop_sequences")
-    wanted = body.output_config.format if body.output_config else None
-    turn = Turn(
+        stop = check_stop_strings(body.stop_sequences, "stop_sequences")
+    format = body.output_config.format if body.output_config else None
+    conversation = Conversation(
         api="messages",
-        messages=conversation.messages,
-        instructions=conversation.instructions,
+        messages=history.messages,
+        instructions=history.instructions,
         tools=tools,
-        choice=choice_of(body, tools),
-        parallel=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        tool_choice=tool_choice_of(body, tools),
+        parallel_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         effort=_effort(service, body),
-        format=Format("answer", sse.compact(wanted.schema_)) if wanted else None,
+        format=AnswerFormat("answer", sse.compact(format.schema_)) if format else None,
         sampling=sampling,
-        stop=stop,
-        begins=conversation.prefill,
+        stop_strings=stop,
+        opening=history.opening,
     )
-    return prepare(turn, service.dialect, service.source.info, settings)
+    return make_prompt(service, conversation)
 
 
-class Blocks:
+class MessageWriter:
     """The answer as content blocks, in either form."""
 
-    def __init__(self, run: Run[ChoiceState], model: str, *, show_thinking: bool) -> None:
-        self.run = run
-        self.choice = run.choices[0]
+    headers: dict[str, str] | None = None
+
+    def __init__(self, generation: Generation[Answer], model: str, *, show_thinking: bool) -> None:
+        self.generation = generation
+        self.answer = generation.answers[0]
         self.id = sse.new_id("msg_")
         self.model = model
         self.show_thinking = show_thinking
-        self._current = -1  # the choice's item that is open
+        self._current = -1  # the answer's item that is open
         self._index = -1  # the block's number
+
+    def failure(self, error: ApiError) -> bytes:
+        return sse.event("error", error.anthropic())
 
     # ---- one object ---------------------------------------------------------------------------
 
@@ -137,39 +141,39 @@ class Blocks:
         }
 
     async def whole(self) -> dict[str, Any]:
-        await self.run.all()
-        content = [_block(item) for item in self.choice.items if self._shown(item)]
-        return {**self._message(content, usage(self.run.totals)), **self._stop()}
+        await self.generation.finish_all()
+        content = [_block(item) for item in self.answer.items if self._shown(item)]
+        return {**self._message(content, usage(self.generation.totals)), **self._stop()}
 
     def _shown(self, item: Item) -> bool:
         return item.kind != "reasoning" or self.show_thinking
 
     def _stop(self) -> dict[str, Any]:
-        matched = self.choice.stop_match
+        matched = self.answer.stop_match
         if matched is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}
         reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
-        return {"stop_reason": reasons.get(self.choice.finish or "", "end_turn"), "stop_sequence": None}
+        return {"stop_reason": reasons.get(self.answer.finish or "", "end_turn"), "stop_sequence": None}
 
     # ---- a stream -----------------------------------------------------------------------------
 
     async def stream(self) -> AsyncIterator[bytes]:
         opened = False
-        async for updates in self.run.batches():
+        async for updates in self.generation.batches():
             out = []
             if not opened:
                 opened = True
-                first = Totals(prompt=self.run.totals.prompt)
+                first = Totals(prompt=self.generation.totals.prompt)
                 out.append(_event("message_start", message=self._message([], usage(first))))
                 out.append(_event("ping"))
             for update in updates:
                 for piece in update.pieces:
-                    if self._shown(self.choice.items[piece.item]):
+                    if self._shown(self.answer.items[piece.item]):
                         out.append(self._piece(piece))
             if out:
                 yield b"".join(out)
         end = self._close()
-        end += _event("message_delta", delta=self._stop(), usage=usage(self.run.totals))
+        end += _event("message_delta", delta=self._stop(), usage=usage(self.generation.totals))
         yield end + _event("message_stop")
 
     def _piece(self, piece: Piece) -> bytes:
@@ -178,7 +182,7 @@ class Blocks:
             out = self._close()
             self._current = piece.item
             self._index += 1
-            block = _block(self.choice.items[piece.item], empty=True)
+            block = _block(self.answer.items[piece.item], empty=True)
             out += _event("content_block_start", index=self._index, content_block=block)
         if not piece.text:
             return out
@@ -190,11 +194,11 @@ class Blocks:
     def _close(self) -> bytes:
         if self._current < 0:
             return b""
-        item = self.choice.items[self._current]
+        item = self.answer.items[self._current]
         self._current = -1
         out = b""
         if item.kind == "reasoning":
-            delta = {"type": "signature_delta", "signature": seal(item.text)}
+            delta = {"type": "signature_delta", "signature": encode_reasoning(item.text)}
             out = _event("content_block_delta", index=self._index, delta=delta)
         return out + _event("content_block_stop", index=self._index)
 
@@ -213,12 +217,12 @@ def _event(type: str, **fields: Any) -> bytes:
 def _block(item: Item, *, empty: bool = False) -> dict[str, Any]:
     text = "" if empty else item.text
     if item.kind == "reasoning":
-        return {"type": "thinking", "thinking": text, "signature": "" if empty else seal(text)}
+        return {"type": "thinking", "thinking": text, "signature": "" if empty else encode_reasoning(text)}
     if item.kind == "content":
         return {"type": "text", "text": text, "citations": None}
     assert item.call is not None
-    given = {} if empty else _object(item.call.arguments)
-    return {"type": "tool_use", "id": item.call.id, "name": item.call.function.name, "input": given}
+    arguments = {} if empty else _object(item.call.arguments)
+    return {"type": "tool_use", "id": item.call.id, "name": item.call.function.name, "input": arguments}
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from halfbyte.harmony.messages import Message
-from halfbyte.server.answer.tools import Choice, Function, Toolbox, check_choice, check_name
-from halfbyte.server.api.openai_responses_schema import unseal
-from halfbyte.server.api.schema import MESSAGES_HARMLESS, Share, Strict
-from halfbyte.server.http.errors import bad
+from halfbyte.server.answer.tools import Function, Toolbox, ToolChoice, check_choice, check_name
+from halfbyte.server.api.carried_reasoning import decode_reasoning
+from halfbyte.server.api.shared_schema import MESSAGES_HARMLESS, Share, Strict
+from halfbyte.server.http.errors import bad_request
 
 _CACHE = {"cache_control": "the prefix cache needs no marks"}
 
@@ -86,7 +86,7 @@ class SystemMessage(Strict):
 MessageParam = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
-def _ours(value: Any) -> Any:
+def _no_hosted_tool(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in (None, "custom"):
         raise ValueError(f"tools of type {kind!r} run at Anthropic or need its models; describe it with 'input_schema'")
@@ -135,7 +135,9 @@ class CountRequest(Strict):
     model: str
     messages: Annotated[list[MessageParam], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[Annotated[ToolDefinition, BeforeValidator(_ours)]], Field(max_length=1024)] | None = None
+    tools: (
+        Annotated[list[Annotated[ToolDefinition, BeforeValidator(_no_hosted_tool)]], Field(max_length=1024)] | None
+    ) = None
     tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -162,18 +164,15 @@ def toolbox(body: CountRequest) -> Toolbox:
     )
 
 
-def choice_of(body: CountRequest, tools: Toolbox) -> Choice:
-    wanted = body.tool_choice
-    if wanted is None or wanted.type == "auto":
-        return Choice()
-    if wanted.type == "none":
-        return Choice("none")
-    if wanted.type == "any":
-        return check_choice(Choice("required"), tools)
-    function = tools.named(wanted.name or "")
-    if function is None:
-        raise bad(f"'tool_choice' names the tool {wanted.name!r}, which is not among 'tools'.", "tool_choice.name")
-    return Choice("required", (function.recipient,))
+def tool_choice_of(body: CountRequest, tools: Toolbox) -> ToolChoice:
+    choice = body.tool_choice
+    if choice is None or choice.type == "auto":
+        return ToolChoice()
+    if choice.type == "none":
+        return ToolChoice("none")
+    if choice.type == "any":
+        return check_choice(ToolChoice("required"), tools)
+    return ToolChoice("required", (tools.require(choice.name or "", "tool_choice.name").recipient,))
 
 
 def _text(content: str | list[Any] | None) -> str:
@@ -183,14 +182,14 @@ def _text(content: str | list[Any] | None) -> str:
 
 
 @dataclass
-class Conversation:
+class MessageHistory:
     instructions: str | None = None
     messages: list[Message] = field(default_factory=list)
-    prefill: str | None = None  # what the answer must begin with
+    opening: str | None = None  # what the answer must begin with
     _calls: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, body: CountRequest) -> Conversation:
+    def read(cls, body: CountRequest) -> MessageHistory:
         out = cls(_system(body.system))
         for position, m in enumerate(body.messages):
             where = f"messages.{position}"
@@ -206,19 +205,19 @@ class Conversation:
         if isinstance(m.content, str):
             self.messages.append(Message.user(m.content))
             return
-        said = []
+        texts = []
         for position, block in enumerate(m.content):
             if isinstance(block, TextBlock):
-                said.append(block.text)
+                texts.append(block.text)
                 continue
             name = self._calls.get(block.tool_use_id)
             if name is None:
                 at = f"{where}.content.{position}.tool_use_id"
-                raise bad(f"'{at}' is {block.tool_use_id!r}, but no earlier tool_use has that id.", at)
+                raise bad_request(f"'{at}' is {block.tool_use_id!r}, but no earlier tool_use has that id.", at)
             text = _text(block.content)
             self.messages.append(Message.result(name, f"Error: {text}" if block.is_error else text))
-        if said:
-            self.messages.append(Message.user("\n\n".join(said)))
+        if texts:
+            self.messages.append(Message.user("\n\n".join(texts)))
 
     def _assistant(self, m: AssistantMessage, *, last: bool) -> None:
         blocks = [TextBlock(type="text", text=m.content)] if isinstance(m.content, str) else m.content
@@ -226,11 +225,11 @@ class Conversation:
         for position, block in enumerate(blocks):
             if isinstance(block, TextBlock):
                 if last and position == len(blocks) - 1:
-                    self.prefill = block.text
+                    self.opening = block.text
                 elif block.text:
                     self.messages.append(Message.preamble(block.text) if uses else Message.final(block.text))
             elif isinstance(block, ThinkingBlock):
-                thought = block.thinking or unseal(block.signature)
+                thought = block.thinking or decode_reasoning(block.signature)
                 if thought:
                     self.messages.append(Message.analysis(thought))
             elif isinstance(block, ToolUseBlock):

@@ -1,25 +1,22 @@
 """/v1/chat/completions: one JSON object, or chunks as OpenAI's clients read them.
 
-Reasoning travels in fields of its own, under both names in use (`reasoning_content` and `reasoning`). Chunks are
-written by hand: a stream encodes its text and nothing else.
+Reasoning travels in fields of its own, under both names in use (`reasoning_content` and `reasoning`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from halfbyte.engine.request import SamplingParams
-from halfbyte.server.answer.answer import SEPARATOR, ChoiceState, Piece, TokenLogprob
-from halfbyte.server.answer.conversation import EFFORTS, Format, Turn, check_logit_bias, prepare, stops
-from halfbyte.server.answer.generate import Run, Totals, Update, chat_run
-from halfbyte.server.answer.respond import deliver
-from halfbyte.server.answer.stream import closing
-from halfbyte.server.answer.tools import Choice, Function, Toolbox, check_choice, check_name
+from halfbyte.server.answer.answer import SEPARATOR, Answer, Piece, TokenLogprob, Update
+from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings
+from halfbyte.server.answer.generate import Generation, generate
+from halfbyte.server.answer.prompt import make_prompt
+from halfbyte.server.answer.service import Service
+from halfbyte.server.answer.tools import Function, Toolbox, ToolChoice, check_choice, check_name
 from halfbyte.server.api.openai_chat_schema import (
     AllowedToolsChoice,
     ChatRequest,
@@ -29,13 +26,14 @@ from halfbyte.server.api.openai_chat_schema import (
     NamedTool,
     to_harmony,
 )
-from halfbyte.server.api.schema import SamplingFields
+from halfbyte.server.api.openai_chunks import ChunkFrame, error_chunk, finish_json, finite
+from halfbyte.server.api.openai_sampling import completion_sampling
 from halfbyte.server.http import sse
-from halfbyte.server.http.errors import bad
+from halfbyte.server.http.admission import Slot
+from halfbyte.server.http.connection import auto_close
+from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.service import Service
-
-FINGERPRINT = "halfbyte"
+from halfbyte.server.http.respond import respond
 
 
 def router(service: Service) -> APIRouter:
@@ -43,48 +41,47 @@ def router(service: Service) -> APIRouter:
 
     @api.post("/v1/chat/completions", summary="Chat completion")
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
-        return await answer(service, body, http)
+        name = service.names.check(body.model)
+        streaming = bool(body.stream)
+
+        def writer(slot: Slot) -> ChatWriter:
+            prompt = make_prompt(service, to_conversation(service, body))
+            return ChatWriter(generate(service, prompt, slot, streaming=streaming), name, body)
+
+        return await respond(http, service.admission, service.settings, writer, streaming=streaming)
 
     return api
-
-
-async def answer(service: Service, body: ChatRequest, http: Request) -> Response:
-    name = service.check_model(body.model)
-    turn = to_turn(service, body)
-    prepared = prepare(turn, service.dialect, service.source.info, service.settings)
-    run = chat_run(service, prepared, streaming=bool(body.stream))
-    shape = Chunks(run, name, body)
-    stream = shape.stream() if body.stream else None
-    return await deliver(service, http, stream=stream, whole=shape.whole, headers=body.left_out)
 
 
 # ---- request ------------------------------------------------------------------------------------------------------
 
 
-def to_turn(service: Service, body: ChatRequest) -> Turn:
-    settings = service.settings
+def to_conversation(service: Service, body: ChatRequest) -> Conversation:
     instructions, messages = to_harmony(body.messages)
-    tools = _toolbox(body.tools or [])
+    tools = to_toolbox(body.tools or [])
     if body.top_logprobs is not None and not body.logprobs:
-        raise bad("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-    effort = body.reasoning_effort or (body.reasoning and body.reasoning.effort) or settings.default_effort
-    return Turn(
+        raise bad_request("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    effort = body.reasoning_effort or (body.reasoning and body.reasoning.effort) or service.settings.default_effort
+    return Conversation(
         api="chat",
         messages=messages,
         instructions=instructions,
         tools=tools,
-        choice=_choice(body, tools),
-        parallel=body.parallel_tool_calls is not False,
+        tool_choice=_tool_choice(body, tools),
+        parallel_calls=body.parallel_tool_calls is not False,
         effort=EFFORTS[effort],
         format=_format(body),
-        sampling=sampling(
-            service, body, (body.top_logprobs or 0) if body.logprobs else None, body.max_completion_tokens
+        sampling=completion_sampling(
+            service,
+            body,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
         ),
-        stop=stops(body.stop),
+        stop_strings=check_stop_strings(body.stop),
     )
 
 
-def _toolbox(tools: list[ChatTool]) -> Toolbox:
+def to_toolbox(tools: list[ChatTool]) -> Toolbox:
     return Toolbox(
         Function(
             check_name(t.function.name, "tools"),
@@ -96,149 +93,86 @@ def _toolbox(tools: list[ChatTool]) -> Toolbox:
     )
 
 
-def sampling(
-    service: Service, body: SamplingFields, logprobs: int | None, max_tokens: int | None = None
-) -> SamplingParams:
-    settings, info = service.settings, service.source.info
-    n = body.n or 1
-    if n > settings.max_choices:
-        raise bad(f"at most {settings.max_choices} choices are made at once.", "n")
-    top_k = max(0, body.top_k or 0)
-    top_p = settings.top_p if body.top_p is None else body.top_p
-    if top_p == 0:  # "nothing but the likeliest"
-        top_k, top_p = 1, 1.0
-    if any(id >= info.vocab for id in body.stop_token_ids or ()):
-        raise bad(f"a token id is outside this model's vocabulary of {info.vocab}.", "stop_token_ids")
-    return SamplingParams(
-        temperature=settings.temperature if body.temperature is None else body.temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=check_logit_bias(body.logit_bias, info),
-        logprobs=logprobs,
-        seed=body.seed,
-        max_tokens=max_tokens or body.max_tokens or settings.default_max_tokens,
-        min_tokens=body.min_tokens or 0,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        n=n,
-    )
+def _tool_choice(body: ChatRequest, tools: Toolbox) -> ToolChoice:
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return check_choice(ToolChoice(choice or "auto"), tools)
+    if isinstance(choice, NamedTool):
+        return ToolChoice("required", (_recipient(tools, choice),))
+    assert isinstance(choice, AllowedToolsChoice)
+    allowed = tuple(_recipient(tools, tool) for tool in choice.allowed_tools.tools)
+    return check_choice(ToolChoice(choice.allowed_tools.mode, allowed), tools)
 
 
-def _choice(body: ChatRequest, tools: Toolbox) -> Choice:
-    wanted = body.tool_choice
-    if wanted is None or isinstance(wanted, str):
-        return check_choice(Choice(wanted or "auto"), tools)
-    if isinstance(wanted, NamedTool):
-        return Choice("required", (_known(tools, wanted.function.name),))
-    assert isinstance(wanted, AllowedToolsChoice)
-    allowed = tuple(_known(tools, t.function.name) for t in wanted.allowed_tools.tools)
-    return check_choice(Choice(wanted.allowed_tools.mode, allowed), tools)
+def _recipient(tools: Toolbox, tool: NamedTool) -> str:
+    return tools.require(tool.function.name, "tool_choice").recipient
 
 
-def _known(tools: Toolbox, name: str) -> str:
-    function = tools.named(name)
-    if function is None:
-        raise bad(f"'tool_choice' names the tool {name!r}, which is not among 'tools'.", "tool_choice")
-    return function.recipient
-
-
-def _format(body: ChatRequest) -> Format | None:
-    wanted = body.response_format
-    if isinstance(wanted, JsonObjectFormat):
-        return Format()
-    if isinstance(wanted, JsonSchemaFormat):
-        given = wanted.json_schema
-        schema = None if given.schema_ is None else sse.compact(given.schema_)
-        return Format(given.name, schema, given.description)
+def _format(body: ChatRequest) -> AnswerFormat | None:
+    format = body.response_format
+    if isinstance(format, JsonObjectFormat):
+        return AnswerFormat()
+    if isinstance(format, JsonSchemaFormat):
+        schema = format.json_schema
+        text = None if schema.schema_ is None else sse.compact(schema.schema_)
+        return AnswerFormat(schema.name, text, schema.description)
     return None
-
-
-def chat_prompt(service: Service, messages: list[Any], tools: list[ChatTool], effort: str | None) -> list[int]:
-    """The tokens that a conversation becomes, for /tokenize."""
-    instructions, harmony = to_harmony(messages)
-    turn = Turn(
-        "tokenize",
-        harmony,
-        instructions,
-        tools=_toolbox(tools),
-        effort=EFFORTS[effort or service.settings.default_effort],
-    )
-    prepared = prepare(turn, service.dialect, service.source.info, service.settings)
-    return prepared.prompt + prepared.prefill
 
 
 # ---- answer -------------------------------------------------------------------------------------------------------
 
 
-class Chunks:
+class ChatWriter:
     """The answer to one request, in either form."""
 
-    def __init__(self, run: Run[ChoiceState], model: str, body: ChatRequest) -> None:
-        self.run = run
-        self.id = sse.new_id("chatcmpl-")
-        self.created = int(time.time())
-        self.model = model
+    def __init__(self, generation: Generation[Answer], model: str, body: ChatRequest) -> None:
+        self.generation = generation
+        self.frame = ChunkFrame("chatcmpl-", "chat.completion", "chat.completion.chunk", model, body)
+        self.headers = self.frame.headers
         self.logprobs = bool(body.logprobs)
-        options = body.stream_options
-        self.usage = bool(options and options.include_usage)
-        self.running_usage = bool(options and options.continuous_usage_stats)
         hide = body.include_reasoning is False or bool(body.reasoning and body.reasoning.exclude)
         self.show_reasoning = not hide
         # Token ids that no chunk has carried yet; None if they were not asked for.
-        self._ids: list[list[int]] | None = [[] for _ in run.choices] if body.return_token_ids else None
+        self._ids: list[list[int]] | None = [[] for _ in generation.answers] if body.return_token_ids else None
         self._last: dict[tuple[int, str], int] = {}  # the message each choice's text last came from
-        head = {
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": model,
-            "system_fingerprint": FINGERPRINT,
-        }
-        self._head = b"data: " + sse.dumps(head)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_chunk(error)
 
     def _chunk(self, index: int, delta: bytes, finish: str | None = None, logprobs: bytes = b"null") -> bytes:
-        end = b'"%s"' % finish.encode() if finish else b"null"
-        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b' % (index, delta, logprobs, end)
+        fields = (index, delta, logprobs, finish_json(finish))
+        choice = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b' % fields
         if self._ids is not None:
             choice += b',"token_ids":' + sse.dumps(self._ids[index])
             self._ids[index] = []
-        choice += b"}"
-        if self.running_usage:
-            tail = b'],"usage":' + sse.dumps(usage(self.run.totals)) + b"}\n\n"
-            return self._head + choice + tail
-        return self._head + choice + self._tail
+        return self.frame.chunk(choice + b"}", self.generation.totals)
 
     async def stream(self) -> AsyncIterator[bytes]:
         opened: set[int] = set()
-        async for updates in self.run.batches():
+        async for updates in self.generation.batches():
             out = []
             for update in updates:
                 if update.index not in opened:
                     opened.add(update.index)
                     out.append(self._chunk(update.index, b'{"role":"assistant","content":""}'))
-                if self._ids is not None:
-                    self._ids[update.index] += update.tokens
+                self._keep_ids(update)
                 out += self._pieces(update)
                 if update.finish:
                     out.append(self._chunk(update.index, b"{}", update.finish))
             if out:
                 yield b"".join(out)
-        end = b""
-        if self.usage:
-            end = self._head + b'],"usage":' + sse.dumps(usage(self.run.totals)) + b"}\n\n"
-        yield end + sse.DONE
+        yield self.frame.end(self.generation.totals)
+
+    def _keep_ids(self, update: Update) -> None:
+        if self._ids is not None:
+            self._ids[update.index] += update.tokens
 
     def _pieces(self, update: Update) -> list[bytes]:
         out = []
         for piece in update.pieces:
             logprobs = b"null"
             if self.logprobs and piece.logprobs:
-                logprobs = sse.dumps({"content": [entry(lp) for lp in piece.logprobs], "refusal": None})
+                logprobs = sse.dumps({"content": [_entry(lp) for lp in piece.logprobs], "refusal": None})
             if piece.kind == "reasoning" and not self.show_reasoning:
                 continue
             if piece.kind in ("reasoning", "content"):
@@ -251,39 +185,31 @@ class Chunks:
         return out
 
     async def whole(self) -> dict[str, Any]:
-        async with closing(self.run.batches()) as batches:
+        async with auto_close(self.generation.batches()) as batches:
             async for updates in batches:
                 for update in updates:
-                    if self._ids is not None:
-                        self._ids[update.index] += update.tokens
-        return {
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": [self._choice(i, choice) for i, choice in enumerate(self.run.choices)],
-            "usage": usage(self.run.totals),
-        }
+                    self._keep_ids(update)
+        choices = [self._choice(i, answer) for i, answer in enumerate(self.generation.answers)]
+        return self.frame.whole(choices, self.generation.totals)
 
-    def _choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
-        if choice.calls:
-            message["content"] = choice.content or None
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+        if answer.calls:
+            message["content"] = answer.content or None
             message["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
                     "function": {"name": call.function.name, "arguments": call.arguments},
                 }
-                for call in choice.calls
+                for call in answer.calls
             ]
-        if choice.reasoning and self.show_reasoning:
-            message["reasoning_content"] = message["reasoning"] = choice.reasoning
+        if answer.reasoning and self.show_reasoning:
+            message["reasoning_content"] = message["reasoning"] = answer.reasoning
         logprobs = None
         if self.logprobs:
-            logprobs = {"content": [entry(lp) for lp in choice.content_logprobs], "refusal": None}
-        out = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+            logprobs = {"content": [_entry(lp) for lp in answer.content_logprobs], "refusal": None}
+        out = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish}
         return out if self._ids is None else {**out, "token_ids": self._ids[index]}
 
 
@@ -303,21 +229,9 @@ def _delta(piece: Piece) -> bytes:
     return b'{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]}' % (piece.call.index, text)
 
 
-def entry(lp: TokenLogprob) -> dict[str, Any]:
+def _entry(lp: TokenLogprob) -> dict[str, Any]:
     return {**_token(lp.data, lp.logprob), "top_logprobs": [_token(text, value) for text, value in lp.top]}
 
 
 def _token(text: bytes, logprob: float) -> dict[str, Any]:
-    # JSON has no minus infinity; OpenAI writes -9999 for a token that could not have been chosen.
-    value = logprob if logprob > -9999.0 else -9999.0
-    return {"token": text.decode("utf-8", "replace"), "logprob": value, "bytes": list(text)}
-
-
-def usage(t: Totals) -> dict[str, Any]:
-    return {
-        "prompt_tokens": t.prompt,
-        "completion_tokens": t.completion,
-        "total_tokens": t.prompt + t.completion,
-        "prompt_tokens_details": {"cached_tokens": t.cached},
-        "completion_tokens_details": {"reasoning_tokens": t.reasoning},
-    }
+    return {"token": text.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(text)}

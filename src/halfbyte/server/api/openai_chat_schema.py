@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from halfbyte.harmony.messages import Message
-from halfbyte.server.api.schema import CHAT_HARMLESS, RefusalPart, SamplingFields, Strict, TextPart, joined
-from halfbyte.server.http.errors import bad
+from halfbyte.server.api.shared_schema import CHAT_HARMLESS, RefusalPart, SamplingFields, Strict, TextPart, text_of
+from halfbyte.server.http.errors import bad_request
 
 EffortName = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -159,40 +159,40 @@ def to_harmony(messages: list[Any]) -> tuple[str | None, list[Message]]:
     """(instructions, messages): the instructions that open the conversation, and everything after them."""
     opening: list[str] = []
     out: list[Message] = []
-    called: dict[str, str] = {}
+    call_names: dict[str, str] = {}
     for position, m in enumerate(messages):
         where = f"messages.{position}"
         if isinstance(m, InstructionMessage):
-            text = joined(m.content)
+            text = text_of(m.content)
             if out:
                 out.append(Message.developer(text))
             else:
                 opening.append(text)
         elif isinstance(m, UserMessage):
-            out.append(Message.user(joined(m.content)))
+            out.append(Message.user(text_of(m.content)))
         elif isinstance(m, AssistantMessage):
-            out += _spoken(m, called)
+            out += _assistant(m, call_names)
         else:
-            name = called.get(m.tool_call_id)
+            name = call_names.get(m.tool_call_id)
             if name is None:
-                raise bad(
+                raise bad_request(
                     f"'{where}.tool_call_id' is {m.tool_call_id!r}, but no earlier assistant message made that call.",
                     f"{where}.tool_call_id",
                 )
-            out.append(Message.result(name, joined(m.content)))
+            out.append(Message.result(name, text_of(m.content)))
     return "\n\n".join(opening) or None, out
 
 
-def _spoken(m: AssistantMessage, called: dict[str, str]) -> list[Message]:
+def _assistant(m: AssistantMessage, call_names: dict[str, str]) -> list[Message]:
     out = []
     reasoning = m.reasoning_content or m.reasoning
-    text = joined(m.content) or (m.refusal or "")
+    text = text_of(m.content) or (m.refusal or "")
     calls = m.tool_calls or []
     if reasoning:
         out.append(Message.analysis(reasoning))
     if text:
         out.append(Message.preamble(text) if calls else Message.final(text))
     for call in calls:
-        called[call.id] = call.function.name
+        call_names[call.id] = call.function.name
         out.append(Message.call(call.function.name, call.function.arguments))
     return out

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
@@ -14,21 +13,25 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from halfbyte.engine.request import Delta, Logprob
+from halfbyte.engine.request import Logprob
 from halfbyte.engine.request import Request as EngineRequest
 from halfbyte.model.tokenizer import Detokenizer, Tokenizer
-from halfbyte.server.answer.answer import Piece
-from halfbyte.server.answer.conversation import room, stops
-from halfbyte.server.answer.generate import Run
-from halfbyte.server.answer.requests import merged
-from halfbyte.server.answer.respond import deliver
-from halfbyte.server.answer.stream import StopMatcher, closing
-from halfbyte.server.api.openai_chat import FINGERPRINT, sampling, usage
-from halfbyte.server.api.schema import CHAT_HARMLESS, SamplingFields
+from halfbyte.server.answer.answer import Piece, Update
+from halfbyte.server.answer.conversation import check_stop_strings
+from halfbyte.server.answer.generate import Generation
+from halfbyte.server.answer.prompt import tokens_left
+from halfbyte.server.answer.pump import merge
+from halfbyte.server.answer.requests import single_request
+from halfbyte.server.answer.service import Service
+from halfbyte.server.answer.stop_strings import StopMatcher
+from halfbyte.server.api.openai_chunks import ChunkFrame, error_chunk, finish_json, finite
+from halfbyte.server.api.openai_sampling import completion_sampling
+from halfbyte.server.api.shared_schema import CHAT_HARMLESS, SamplingFields
 from halfbyte.server.http import sse
-from halfbyte.server.http.errors import bad
+from halfbyte.server.http.admission import Slot
+from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.service import Service
+from halfbyte.server.http.respond import respond
 
 MAX_PROMPTS = 256
 TokenId = Annotated[int, Field(ge=0)]
@@ -45,22 +48,96 @@ class CompletionRequest(SamplingFields):
     skip_special_tokens: bool | None = None
 
 
-class TextChoice:
-    """One completion: text as it comes, a stop string, log probabilities in the form of this endpoint."""
+def router(service: Service) -> APIRouter:
+    api = APIRouter(route_class=Route, tags=["OpenAI"])
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], echo: str, skip_special: bool) -> None:
-        self.tokenizer = tokenizer
-        self.text = ""
-        self.finish: str | None = None
+    @api.post("/v1/completions", summary="Text completion")
+    async def completions(body: CompletionRequest, http: Request) -> Response:
+        name = service.names.check(body.model)
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            text = "'best_of' other than 'n' is not supported; leave it out."
+            raise bad_request(text, "best_of", "unsupported_parameter")
+        if body.echo and body.logprobs is not None:
+            raise bad_request("'logprobs' of an echoed prompt are not available; leave out one of the two.", "echo")
+        return await respond(
+            http,
+            service.admission,
+            service.settings,
+            lambda slot: TextWriter(_generate(service, body, slot), name, body),
+            streaming=bool(body.stream),
+        )
+
+    return api
+
+
+# ---- request ------------------------------------------------------------------------------------------------------
+
+
+def _generate(service: Service, body: CompletionRequest, slot: Slot) -> Generation[TextAnswer]:
+    """One engine request for each prompt, all at once."""
+    prompts = _prompts(service, body)
+    stop = check_stop_strings(body.stop)
+    sampling = completion_sampling(service, body, logprobs=body.logprobs, max_tokens=body.max_tokens)
+    if sampling.max_tokens is None:
+        sampling = replace(sampling, max_tokens=16)  # this endpoint's documented default
+    skip = body.skip_special_tokens is not False
+    answers: list[TextAnswer] = []
+    readers: list[TextReader] = []
+    requests: list[EngineRequest] = []
+    for ids in prompts:
+        service.log_prompt(ids)
+        limit = tokens_left(len(ids), sampling.max_tokens, service.source.info)
+        requests.append(EngineRequest(ids, replace(sampling, max_tokens=limit), None, service.settings.request_timeout))
+        echo = service.tokenizer.decode(ids) if body.echo else ""
+        for _ in range(sampling.n):
+            readers.append(TextReader(service.tokenizer, len(readers), stop, echo, skip))
+            answers.append(TextAnswer(service.tokenizer, len(echo)))
+
+    def updates() -> AsyncIterator[Update]:
+        n = sampling.n
+        streams = [single_request(service, r, readers[i * n : (i + 1) * n]) for i, r in enumerate(requests)]
+        return streams[0] if len(streams) == 1 else merge(streams)
+
+    return Generation(
+        service,
+        "completions",
+        readers,
+        answers,
+        updates,
+        slot=slot,
+        prompt_tokens=sum(len(ids) for ids in prompts),
+        streaming=bool(body.stream),
+    )
+
+
+def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+    prompt = body.prompt
+    vocab = service.source.info.vocab
+    single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+    prompts: list[Any] = [prompt] if single else list(prompt)
+    if not prompts or len(prompts) > MAX_PROMPTS:
+        raise bad_request(f"give between 1 and {MAX_PROMPTS} prompts.", "prompt")
+    out = []
+    for text in prompts:
+        ids = service.tokenizer.encode(text, allow_special=True) if isinstance(text, str) else list(text)
+        if not ids:
+            raise bad_request("a prompt is empty; there must be at least one token to continue.", "prompt")
+        if max(ids) >= vocab:
+            raise bad_request(f"the token id {max(ids)} is outside this model's vocabulary of {vocab}.", "prompt")
+        out.append(ids)
+    return out
+
+
+# ---- answer -------------------------------------------------------------------------------------------------------
+
+
+class TextReader:
+    """Tokens of one completion as text, up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, index: int, stop: tuple[str, ...], echo: str, skip_special: bool) -> None:
+        self.index = index
         self.done = False
-        self.reasoning_tokens = 0
-        self.ids: list[int] = []
-        self.tokens: list[str] = []
-        self.token_logprobs: list[float] = []
-        self.top: list[dict[str, float]] = []
-        self.offsets: list[int] = []
         self._echo = echo
-        self._seen = len(echo)
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
         self._stop = StopMatcher(stop)
 
@@ -68,179 +145,97 @@ class TextChoice:
     def repairs(self) -> dict[str, int]:
         return {}
 
-    def feed(self, tokens: list[int], logprobs: list[Logprob] | None, *, forced: bool = False) -> list[Piece]:
-        self.ids += tokens
-        for lp in logprobs or ():
-            name = self.tokenizer.decode([lp.token])
-            self.tokens.append(name)
-            self.token_logprobs.append(_finite(lp.logprob))
-            self.top.append({self.tokenizer.decode([t]): _finite(v) for t, v in lp.top})
-            self.offsets.append(self._seen)
-            self._seen += len(name)
-        return self._show(self._stop.feed(self._detokenizer.add(tokens)))
+    def read(self, tokens: list[int], logprobs: list[Logprob] | None, *, forced: bool = False) -> Update:
+        assert not forced, "a completion has no structure to put in"
+        update = self._show(self._stop.feed(self._detokenizer.add(tokens)) if tokens else "")
+        update.tokens, update.logprobs = tokens, logprobs or []
+        return update
 
-    def end(self, reason: str) -> list[Piece]:
-        tail = self._stop.feed(self._detokenizer.flush()) + self._stop.flush()
-        self.finish = "stop" if self._stop.matched is not None else reason
-        return self._show(tail)
+    def end(self, reason: str) -> Update:
+        update = self._show(self._stop.feed(self._detokenizer.flush()) + self._stop.flush())
+        update.finish = "stop" if self._stop.matched is not None else reason
+        return update
 
-    def _show(self, text: str) -> list[Piece]:
+    def _show(self, text: str) -> Update:
         text, self._echo = self._echo + text, ""
         self.done = self._stop.matched is not None
-        self.text += text
-        return [Piece("content", text)] if text else []
+        return Update(self.index, [Piece("content", text)] if text else [])
+
+
+class TextAnswer:
+    """One completion so far: its text, its tokens, log probabilities in the form of this endpoint."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
+        self.text = ""
+        self.finish: str | None = None
+        self.ids: list[int] = []
+        self._tokenizer = tokenizer
+        self._offset = offset
+        self._tokens: list[str] = []
+        self._token_logprobs: list[float] = []
+        self._top: list[dict[str, float]] = []
+        self._offsets: list[int] = []
+
+    def add(self, update: Update) -> None:
+        self.text += "".join(piece.text for piece in update.pieces)
+        self.ids += update.tokens
+        self.finish = update.finish
+        for lp in update.logprobs:
+            name = self._tokenizer.decode([lp.token])
+            self._tokens.append(name)
+            self._token_logprobs.append(finite(lp.logprob))
+            self._top.append({self._tokenizer.decode([t]): finite(v) for t, v in lp.top})
+            self._offsets.append(self._offset)
+            self._offset += len(name)
 
     def logprobs(self, start: int = 0) -> dict[str, Any]:
         return {
-            "tokens": self.tokens[start:],
-            "token_logprobs": self.token_logprobs[start:],
-            "top_logprobs": self.top[start:],
-            "text_offset": self.offsets[start:],
+            "tokens": self._tokens[start:],
+            "token_logprobs": self._token_logprobs[start:],
+            "top_logprobs": self._top[start:],
+            "text_offset": self._offsets[start:],
         }
 
 
-def _finite(value: float) -> float:
-    return max(value, -9999.0)
+class TextWriter:
+    """The answer to one request, in either form."""
 
-
-def router(service: Service) -> APIRouter:
-    api = APIRouter(route_class=Route, tags=["OpenAI"])
-
-    @api.post("/v1/completions", summary="Text completion")
-    async def completions(body: CompletionRequest, http: Request) -> Response:
-        return await answer(service, body, http)
-
-    return api
-
-
-async def answer(service: Service, body: CompletionRequest, http: Request) -> Response:
-    name = service.check_model(body.model)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise bad("'best_of' other than 'n' is not supported; leave it out.", "best_of", "unsupported_parameter")
-    if body.echo and body.logprobs is not None:
-        raise bad("'logprobs' of an echoed prompt are not available; leave out one of the two.", "echo")
-    prompts = _prompts(service, body)
-    stop = stops(body.stop)
-    base = sampling(service, body, body.logprobs)
-    if base.max_tokens is None:
-        base = replace(base, max_tokens=16)  # this endpoint's documented default
-    skip = body.skip_special_tokens is not False
-    choices: list[TextChoice] = []
-    requests: list[EngineRequest] = []
-    for ids in prompts:
-        service.log_prompt(ids)
-        limit = room(len(ids), base.max_tokens, service.source.info)
-        requests.append(EngineRequest(ids, replace(base, max_tokens=limit), None, service.settings.request_timeout))
-        echo = service.tokenizer.decode(ids) if body.echo else ""
-        choices += [TextChoice(service.tokenizer, stop, echo, skip) for _ in range(base.n)]
-
-    def deltas() -> AsyncIterator[Delta]:
-        parts = [_numbered(service, request, i * base.n) for i, request in enumerate(requests)]
-        return parts[0] if len(parts) == 1 else merged(parts)
-
-    run = Run(
-        service,
-        "completions",
-        choices,
-        deltas,
-        prompt_tokens=sum(len(ids) for ids in prompts),
-        streaming=bool(body.stream),
-    )
-    shape = TextChunks(run, name, body)
-    stream = shape.stream() if body.stream else None
-    return await deliver(service, http, stream=stream, whole=shape.whole, headers=body.left_out)
-
-
-async def _numbered(service: Service, request: EngineRequest, first: int) -> AsyncIterator[Delta]:
-    stream = service.source.stream(request)
-    async with closing(stream):
-        async for delta in stream:
-            yield replace(delta, index=first + delta.index) if first else delta
-
-
-def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
-    given = body.prompt
-    vocab = service.source.info.vocab
-    texts: list[Any]
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        texts = [given]
-    else:
-        texts = list(given)
-    if not texts or len(texts) > MAX_PROMPTS:
-        raise bad(f"give between 1 and {MAX_PROMPTS} prompts.", "prompt")
-    out = []
-    for text in texts:
-        ids = service.tokenizer.encode(text, allow_special=True) if isinstance(text, str) else list(text)
-        if not ids:
-            raise bad("a prompt is empty; there must be at least one token to continue.", "prompt")
-        if max(ids) >= vocab:
-            raise bad(f"the token id {max(ids)} is outside this model's vocabulary of {vocab}.", "prompt")
-        out.append(ids)
-    return out
-
-
-class TextChunks:
-    def __init__(self, run: Run[TextChoice], model: str, body: CompletionRequest) -> None:
-        self.run = run
-        self.id = sse.new_id("cmpl-")
-        self.created = int(time.time())
-        self.model = model
+    def __init__(self, generation: Generation[TextAnswer], model: str, body: CompletionRequest) -> None:
+        self.generation = generation
+        self.frame = ChunkFrame("cmpl-", "text_completion", "text_completion", model, body)
+        self.headers = self.frame.headers
         self.logprobs = body.logprobs is not None
-        options = body.stream_options
-        self.usage = bool(options and options.include_usage)
-        self.running_usage = bool(options and options.continuous_usage_stats)
-        self._sent = [0] * len(run.choices)
-        self._ids = bool(body.return_token_ids)
-        head = {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": model,
-            "system_fingerprint": FINGERPRINT,
-        }
-        self._head = b"data: " + sse.dumps(head)[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
+        self._with_ids = bool(body.return_token_ids)
 
-    def _chunk(self, index: int, text: str, finish: str | None, tokens: list[int]) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
+        return error_chunk(error)
+
+    def _chunk(self, update: Update) -> bytes:
         logprobs = b"null"
         if self.logprobs:
-            choice = self.run.choices[index]
-            logprobs = sse.dumps(choice.logprobs(self._sent[index]))
-            self._sent[index] = len(choice.tokens)
-        end = b'"%s"' % finish.encode() if finish else b"null"
-        tail = self._tail
-        if self.running_usage:
-            tail = b'],"usage":' + sse.dumps(usage(self.run.totals)) + b"}\n\n"
-        ids = b',"token_ids":' + sse.dumps(tokens) if self._ids else b""
-        fields = (index, sse.quote(text), logprobs, end, ids)
-        body = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % fields
-        return self._head + body + tail
+            answer = self.generation.answers[update.index]
+            logprobs = sse.dumps(answer.logprobs(len(answer.ids) - len(update.tokens)))
+        text = sse.quote("".join(piece.text for piece in update.pieces))
+        ids = b',"token_ids":' + sse.dumps(update.tokens) if self._with_ids else b""
+        fields = (update.index, text, logprobs, finish_json(update.finish), ids)
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % fields
+        return self.frame.chunk(choice, self.generation.totals)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        async for updates in self.run.batches():
-            yield b"".join(self._chunk(u.index, "".join(p.text for p in u.pieces), u.finish, u.tokens) for u in updates)
-        end = b""
-        if self.usage:
-            end = self._head + b'],"usage":' + sse.dumps(usage(self.run.totals)) + b"}\n\n"
-        yield end + sse.DONE
+        async for updates in self.generation.batches():
+            yield b"".join(self._chunk(update) for update in updates)
+        yield self.frame.end(self.generation.totals)
 
     async def whole(self) -> dict[str, Any]:
-        await self.run.all()
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": FINGERPRINT,
-            "choices": [
-                {
-                    "index": i,
-                    "text": c.text,
-                    "logprobs": c.logprobs() if self.logprobs else None,
-                    "finish_reason": c.finish,
-                    **({"token_ids": c.ids} if self._ids else {}),
-                }
-                for i, c in enumerate(self.run.choices)
-            ],
-            "usage": usage(self.run.totals),
-        }
+        await self.generation.finish_all()
+        choices = [
+            {
+                "index": i,
+                "text": answer.text,
+                "logprobs": answer.logprobs() if self.logprobs else None,
+                "finish_reason": answer.finish,
+                **({"token_ids": answer.ids} if self._with_ids else {}),
+            }
+            for i, answer in enumerate(self.generation.answers)
+        ]
+        return self.frame.whole(choices, self.generation.totals)

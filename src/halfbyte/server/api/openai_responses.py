@@ -13,153 +13,158 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from halfbyte.engine.request import SamplingParams
 from halfbyte.harmony.messages import Message
-from halfbyte.server.answer.answer import ChoiceState
-from halfbyte.server.answer.conversation import EFFORTS, Format, Prepared, Turn, check_logit_bias, prepare, stops
-from halfbyte.server.answer.generate import Run, Totals, chat_run
-from halfbyte.server.answer.respond import deliver
+from halfbyte.server.answer.answer import Answer
+from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings
+from halfbyte.server.answer.generate import Generation, Totals, generate
+from halfbyte.server.answer.prompt import Prompt, make_prompt
+from halfbyte.server.answer.service import Service
 from halfbyte.server.api.openai_chat_schema import JsonObjectFormat
+from halfbyte.server.api.openai_chunks import error_chunk
 from halfbyte.server.api.openai_responses_events import ItemWriter
 from halfbyte.server.api.openai_responses_schema import (
     History,
     ResponsesRequest,
     SchemaFormat,
-    choice_of,
+    tool_choice_of,
     toolbox,
 )
-from halfbyte.server.api.response_store import Stored
-from halfbyte.server.api.schema import LEFT_OUT_HEADER
+from halfbyte.server.api.openai_sampling import common_sampling
+from halfbyte.server.api.response_store import ResponseStore, StoredResponse
+from halfbyte.server.api.shared_schema import LEFT_OUT_HEADER
 from halfbyte.server.http import sse
-from halfbyte.server.http.errors import ApiError, bad, from_error
+from halfbyte.server.http.admission import Slot
+from halfbyte.server.http.errors import ApiError, bad_request, from_error
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.service import Service
+from halfbyte.server.http.respond import respond
+from halfbyte.server.settings import ServerSettings
 
 
 def router(service: Service) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["OpenAI"])
+    store = ResponseStore(service.settings.stored_responses, service.settings.stored_bytes)
 
     @api.post("/v1/responses", summary="Response")
     async def create(body: ResponsesRequest, http: Request) -> Response:
-        return await answer(service, body, http)
+        name = service.names.check(body.model)
+        streaming = bool(body.stream)
+
+        def writer(slot: Slot) -> ResponseBodyWriter:
+            prompt, history, left_out = _prompt(service, store, body)
+            generation = generate(service, prompt, slot, streaming=streaming)
+            return ResponseBodyWriter(service.settings, store, generation, name, body, history, left_out)
+
+        return await respond(http, service.admission, service.settings, writer, streaming=streaming)
 
     @api.post("/v1/responses/input_tokens", summary="How many tokens a request would send to the model")
     async def input_tokens(body: ResponsesRequest) -> dict[str, Any]:
-        prepared, _, _ = _prepare(service, body)
-        return {"object": "response.input_tokens", "input_tokens": len(prepared.prompt) + len(prepared.prefill)}
+        prompt, _, _ = _prompt(service, store, body)
+        return {"object": "response.input_tokens", "input_tokens": prompt.length}
 
     @api.get("/v1/responses/{response_id}", summary="A stored response")
     async def get(response_id: str) -> dict[str, Any]:
-        return _stored(service, response_id).body
+        return _stored(store, response_id).body
 
     @api.delete("/v1/responses/{response_id}", summary="Forget a stored response")
     async def delete(response_id: str) -> dict[str, Any]:
-        _stored(service, response_id)
-        service.responses.remove(response_id)
+        _stored(store, response_id)
+        store.remove(response_id)
         return {"id": response_id, "object": "response.deleted", "deleted": True}
 
     @api.get("/v1/responses/{response_id}/input_items", summary="What a stored response was asked")
     async def input_items(response_id: str) -> dict[str, Any]:
-        items = _stored(service, response_id).input_items
+        items = _stored(store, response_id).input_items
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
         return {"object": "list", "data": list(reversed(items)), "has_more": False, **ends}
 
     return api
 
 
-def _stored(service: Service, id: str, param: str | None = None) -> Stored:
-    found = service.responses.get(id)
-    if found is None:
+def _stored(store: ResponseStore, id: str, param: str | None = None) -> StoredResponse:
+    response = store.get(id)
+    if response is None:
         raise ApiError(
             400 if param else 404,
             f"There is no response {id!r} here: it was not stored, or it has made room for later ones.",
             param=param,
             code="previous_response_not_found" if param else "not_found",
         )
-    return found
+    return response
 
 
-def _prepare(service: Service, body: ResponsesRequest) -> tuple[Prepared, History, list[str]]:
-    settings, info = service.settings, service.source.info
+def _prompt(service: Service, store: ResponseStore, body: ResponsesRequest) -> tuple[Prompt, History, list[str]]:
+    """The prompt, the conversation it continues, and the types of the tools that were left out of it."""
     tools, left_out = toolbox(body.tools or [])
     history = History()
     if body.previous_response_id is not None:
-        history = _stored(service, body.previous_response_id, "previous_response_id").history.copy()
+        history = _stored(store, body.previous_response_id, "previous_response_id").history.copy()
     history.add(body.input, tools)
     if not history.messages and not history.opening:
-        raise bad("'input' is empty; give a text or a list of items.", "input", "missing_required_parameter")
+        raise bad_request("'input' is empty; give a text or a list of items.", "input", "missing_required_parameter")
     opening = [*([body.instructions] if body.instructions else []), *history.opening]
     include = body.include or []
     logprobs = body.top_logprobs
     if logprobs is None and "message.output_text.logprobs" in include:
         logprobs = 0
-    effort = (body.reasoning and body.reasoning.effort) or settings.default_effort
-    top_p = settings.top_p if body.top_p is None else body.top_p
-    turn = Turn(
+    effort = (body.reasoning and body.reasoning.effort) or service.settings.default_effort
+    conversation = Conversation(
         api="responses",
         messages=history.messages,
         instructions="\n\n".join(opening) or None,
         tools=tools,
-        choice=choice_of(body, tools, left_out),
-        parallel=body.parallel_tool_calls is not False,
+        tool_choice=tool_choice_of(body, tools),
+        parallel_calls=body.parallel_tool_calls is not False,
         effort=EFFORTS[effort],
         format=_format(body),
-        sampling=SamplingParams(
-            temperature=settings.temperature if body.temperature is None else body.temperature,
-            top_k=1 if top_p == 0 else max(0, body.top_k or 0),
-            top_p=top_p or 1.0,
-            min_p=body.min_p or 0.0,
-            repetition_penalty=body.repetition_penalty or 1.0,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            logit_bias=check_logit_bias(body.logit_bias, info),
-            logprobs=logprobs,
-            seed=body.seed,
-            max_tokens=body.max_output_tokens or settings.default_max_tokens,
-        ),
-        stop=stops(body.stop),
+        sampling=common_sampling(service, body, logprobs=logprobs, max_tokens=body.max_output_tokens),
+        stop_strings=check_stop_strings(body.stop),
     )
-    return prepare(turn, service.dialect, info, settings), history, left_out
+    return make_prompt(service, conversation), history, left_out
 
 
-def _format(body: ResponsesRequest) -> Format | None:
-    wanted = body.text.format if body.text else None
-    if isinstance(wanted, JsonObjectFormat):
-        return Format()
-    if isinstance(wanted, SchemaFormat):
-        return Format(wanted.name, sse.compact(wanted.schema_), wanted.description)
+def _format(body: ResponsesRequest) -> AnswerFormat | None:
+    format = body.text.format if body.text else None
+    if isinstance(format, JsonObjectFormat):
+        return AnswerFormat()
+    if isinstance(format, SchemaFormat):
+        return AnswerFormat(format.name, sse.compact(format.schema_), format.description)
     return None
 
 
-async def answer(service: Service, body: ResponsesRequest, http: Request) -> Response:
-    name = service.check_model(body.model)
-    prepared, history, left_out = _prepare(service, body)
-    run = chat_run(service, prepared, streaming=bool(body.stream))
-    shape = ResponseShape(service, run, name, body, history)
-    headers = {LEFT_OUT_HEADER: ",".join(f"tools.{t}" for t in left_out)} if left_out else None
-    return await deliver(
-        service, http, stream=shape.stream() if body.stream else None, whole=shape.whole, headers=headers
-    )
+class ResponseBodyWriter:
+    """The answer to one request, in either form; it is stored when it is complete."""
 
-
-class ResponseShape:
     def __init__(
-        self, service: Service, run: Run[ChoiceState], model: str, body: ResponsesRequest, history: History
+        self,
+        settings: ServerSettings,
+        store: ResponseStore,
+        generation: Generation[Answer],
+        model: str,
+        body: ResponsesRequest,
+        history: History,
+        left_out: list[str],
     ) -> None:
-        self.service = service
-        self.run = run
+        self.settings = settings
+        self.store = store
+        self.generation = generation
         self.request = body
         self.history = history
-        self.choice = run.choices[0]
+        self.headers = {LEFT_OUT_HEADER: ",".join(f"tools.{t}" for t in left_out)} if left_out else None
+        self.answer = generation.answers[0]
         include = body.include or []
         logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in include
-        self.writer = ItemWriter(self.choice, sealed="reasoning.encrypted_content" in include, logprobs=logprobs)
+        self.writer = ItemWriter(
+            self.answer, carry_reasoning="reasoning.encrypted_content" in include, logprobs=logprobs
+        )
         self.id = sse.new_id("resp_")
         self.created = int(time.time())
         self.model = model
 
+    def failure(self, error: ApiError) -> bytes:
+        return error_chunk(error)
+
     def body(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
-        b, settings = self.request, self.service.settings
+        b, settings = self.request, self.settings
         dump: dict[str, Any] = b.model_dump(include={"tools", "text", "tool_choice"}, by_alias=True, exclude_none=True)
         return {
             "id": self.id,
@@ -185,7 +190,7 @@ class ResponseShape:
             "top_logprobs": b.top_logprobs or 0,
             "top_p": settings.top_p if b.top_p is None else b.top_p,
             "truncation": "disabled",
-            "usage": usage(self.run.totals) if status in ("completed", "incomplete") else None,
+            "usage": usage(self.generation.totals) if status in ("completed", "incomplete") else None,
             "metadata": b.metadata or {},
         }
 
@@ -193,7 +198,7 @@ class ResponseShape:
         writer = self.writer
         opened = False
         try:
-            async for updates in self.run.batches():
+            async for updates in self.generation.batches():
                 out = []
                 if not opened:
                     opened = True
@@ -217,7 +222,7 @@ class ResponseShape:
         yield tail + writer.event(f"response.{status}", response=self.body(status))
 
     async def whole(self) -> dict[str, Any]:
-        async for updates in self.run.batches():
+        async for updates in self.generation.batches():
             for update in updates:
                 for piece in update.pieces:
                     self.writer.add(piece)
@@ -225,31 +230,31 @@ class ResponseShape:
         return self.body(self._finish())
 
     def _finish(self) -> str:
-        status = "incomplete" if self.choice.finish == "length" else "completed"
+        status = "incomplete" if self.answer.finish == "length" else "completed"
         if self.request.store is not False:
             self._keep(status)
         return status
 
     def _keep(self, status: str) -> None:
         history = self.history
-        for item in self.choice.items:
+        for item in self.answer.items:
             if item.call is not None:
                 history.call(item.call.function.recipient, item.call.id, item.call.arguments)
             elif item.text:
                 write = Message.analysis if item.kind == "reasoning" else Message.final
                 history.messages.append(Message.preamble(item.text) if item.preamble else write(item.text))
         body = self.body(status)
-        given = self.request.input
+        input = self.request.input
         items: list[dict[str, Any]] = []
-        if isinstance(given, str):
-            part = {"type": "input_text", "text": given}
+        if isinstance(input, str):
+            part = {"type": "input_text", "text": input}
             items = [{"type": "message", "role": "user", "content": [part], "status": "completed"}]
-        elif given:
-            items = [item.model_dump(exclude_none=True) for item in given]
+        elif input:
+            items = [item.model_dump(exclude_none=True) for item in input]
         for item_body in items:
             item_body.setdefault("id", sse.new_id("msg_"))
         size = len(sse.dumps(body)) + len(sse.dumps(items))
-        self.service.responses.put(self.id, Stored(body, history, items, size))
+        self.store.put(self.id, StoredResponse(body, history, items, size))
 
 
 def usage(t: Totals) -> dict[str, Any]:

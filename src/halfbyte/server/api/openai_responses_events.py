@@ -8,24 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 from halfbyte.harmony.messages import FUNCTIONS
-from halfbyte.server.answer.answer import Call, ChoiceState, Item, Piece, TokenLogprob
+from halfbyte.server.answer.answer import Answer, Call, Item, Piece, TokenLogprob
 from halfbyte.server.answer.tools import custom_input
-from halfbyte.server.api.openai_responses_schema import seal
+from halfbyte.server.api.carried_reasoning import encode_reasoning
+from halfbyte.server.api.openai_chunks import finite
 from halfbyte.server.http import sse
 
 
 class ItemWriter:
     """Feed it pieces in order; `output` grows, and each call returns the events as bytes."""
 
-    def __init__(self, choice: ChoiceState, *, sealed: bool, logprobs: bool) -> None:
-        self.choice = choice
-        self.sealed = sealed
+    def __init__(self, answer: Answer, *, carry_reasoning: bool, logprobs: bool) -> None:
+        self.answer = answer
+        self.carry_reasoning = carry_reasoning
         self.logprobs = logprobs
         self.output: list[dict[str, Any]] = []
         self.sequence = 0
-        self._current = -1  # the choice's item that is open
+        self._current = -1  # the answer's item that is open
         self._prefix = b""
-        self._written = 0
 
     # ---- events -------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class ItemWriter:
 
     def _open(self, piece: Piece) -> bytes:
         self._current = piece.item
-        item = self.choice.items[piece.item]
+        item = self.answer.items[piece.item]
         index = len(self.output)
         body = self._body(item, "in_progress", empty=True)
         self.output.append(body)
@@ -87,7 +87,7 @@ class ItemWriter:
         """End the open item, if there is one."""
         if self._current < 0:
             return b""
-        item = self.choice.items[self._current]
+        item = self.answer.items[self._current]
         self._current = -1
         index = len(self.output) - 1
         id = self.output[index]["id"]
@@ -127,8 +127,8 @@ class ItemWriter:
         if item.kind == "reasoning":
             body: dict[str, Any] = {"type": "reasoning", "id": id or sse.new_id("rs_"), "summary": []}
             body |= {"content": parts, "status": status}
-            if self.sealed:
-                body["encrypted_content"] = None if empty else seal(item.text)
+            if self.carry_reasoning:
+                body["encrypted_content"] = None if empty else encode_reasoning(item.text)
             return body
         if item.kind == "content":
             return {
@@ -158,7 +158,7 @@ def _call_body(call: Call, status: str, id: str | None, empty: bool) -> dict[str
 
 
 def _entry(lp: TokenLogprob) -> dict[str, Any]:
-    def one(data: bytes, value: float) -> dict[str, Any]:
-        return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": max(value, -9999.0)}
+    def token(data: bytes, value: float) -> dict[str, Any]:
+        return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": finite(value)}
 
-    return {**one(lp.data, lp.logprob), "top_logprobs": [one(data, value) for data, value in lp.top]}
+    return {**token(lp.data, lp.logprob), "top_logprobs": [token(data, value) for data, value in lp.top]}

@@ -6,8 +6,6 @@ they need it or not, and the answer says so in a header; the others are refused 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,10 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from halfbyte.harmony.messages import COMMENTARY, FUNCTIONS, JSON, Message, Role
-from halfbyte.server.answer.tools import CUSTOM_FIELD, Choice, Function, Toolbox, check_choice, check_name
+from halfbyte.server.answer.tools import CUSTOM_FIELD, Function, Toolbox, ToolChoice, check_choice, check_name
+from halfbyte.server.api.carried_reasoning import decode_reasoning
 from halfbyte.server.api.openai_chat_schema import EffortName, JsonObjectFormat, TextFormat
-from halfbyte.server.api.schema import RESPONSES_HARMLESS, Bias, Count, Penalty, Seed, Share, Strict, Temperature
-from halfbyte.server.http.errors import bad
+from halfbyte.server.api.shared_schema import RESPONSES_HARMLESS, Bias, Count, Penalty, Seed, Share, Strict, Temperature
+from halfbyte.server.http.errors import bad_request
 
 # ---- input --------------------------------------------------------------------------------------------------------
 
@@ -260,19 +259,19 @@ class ResponsesRequest(Strict):
 def toolbox(tools: list[Any]) -> tuple[Toolbox, list[str]]:
     """The tools, and the types of those left out."""
     functions: list[Function] = []
-    about: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     left_out: list[str] = []
     for tool in tools:
         if isinstance(tool, NamespaceTool):
             name = check_name(tool.name, "tools")
             if tool.description:
-                about[name] = tool.description
+                descriptions[name] = tool.description
             functions += [_function(member, name) for member in tool.tools]
         elif isinstance(tool, WebSearchTool):
             left_out.append(tool.type)
         else:
             functions.append(_function(tool, FUNCTIONS))
-    return Toolbox(functions, about), left_out
+    return Toolbox(functions, descriptions), left_out
 
 
 def _function(tool: FunctionTool | CustomTool, namespace: str) -> Function:
@@ -286,39 +285,20 @@ def _function(tool: FunctionTool | CustomTool, namespace: str) -> Function:
     return Function(name, namespace, description.strip(), custom=True)
 
 
-def choice_of(body: ResponsesRequest, tools: Toolbox, left_out: list[str]) -> Choice:
-    wanted = body.tool_choice
-    if wanted is None or isinstance(wanted, str):
-        return check_choice(Choice(wanted or "auto"), tools)
-    if isinstance(wanted, AllowedTools):
-        return check_choice(Choice(wanted.mode, tuple(_known(tools, t) for t in wanted.tools)), tools)
-    return Choice("required", (_known(tools, wanted),))
+def tool_choice_of(body: ResponsesRequest, tools: Toolbox) -> ToolChoice:
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return check_choice(ToolChoice(choice or "auto"), tools)
+    if isinstance(choice, AllowedTools):
+        return check_choice(ToolChoice(choice.mode, tuple(_recipient(tools, t) for t in choice.tools)), tools)
+    return ToolChoice("required", (_recipient(tools, choice),))
 
 
-def _known(tools: Toolbox, wanted: NamedTool | FunctionChoice | CustomChoice) -> str:
-    function = tools.named(wanted.name, wanted.namespace)
-    if function is None:
-        raise bad(f"'tool_choice' names the tool {wanted.name!r}, which is not among 'tools'.", "tool_choice")
-    return function.recipient
+def _recipient(tools: Toolbox, tool: NamedTool | FunctionChoice | CustomChoice) -> str:
+    return tools.require(tool.name, "tool_choice", tool.namespace).recipient
 
 
 # ---- items to messages --------------------------------------------------------------------------------------------
-
-_SEAL = "halfbyte.1."
-
-
-def seal(reasoning: str) -> str:
-    """Reasoning in the field that clients carry back untouched. Not a secret: the text is in the answer as well."""
-    return _SEAL + base64.b64encode(reasoning.encode()).decode()
-
-
-def unseal(content: str) -> str:
-    if not content.startswith(_SEAL):
-        return ""  # another service's; nobody but it can read that
-    try:
-        return base64.b64decode(content.removeprefix(_SEAL), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        return ""
 
 
 @dataclass
@@ -345,7 +325,7 @@ class History:
         if isinstance(item, MessageItem):
             self._message(item)
         elif isinstance(item, ReasoningItem):
-            text = text_of(item.content) or unseal(item.encrypted_content or "") or text_of(item.summary)
+            text = text_of(item.content) or decode_reasoning(item.encrypted_content or "") or text_of(item.summary)
             if text:
                 self.messages.append(Message.analysis(text))
         elif isinstance(item, FunctionCallItem):
@@ -355,12 +335,11 @@ class History:
         else:
             recipient = self.calls.get(item.call_id)
             if recipient is None:
-                raise bad(
+                raise bad_request(
                     f"'{where}.call_id' is {item.call_id!r}, but no earlier item made that call.", f"{where}.call_id"
                 )
-            name = recipient
             self.messages.append(
-                Message(Role.TOOL, text_of(item.output), COMMENTARY, recipient=Role.ASSISTANT, name=name)
+                Message(Role.TOOL, text_of(item.output), COMMENTARY, recipient=Role.ASSISTANT, name=recipient)
             )
 
     def _message(self, item: MessageItem) -> None:
@@ -376,7 +355,7 @@ class History:
             self.messages.append(Message.preamble(text) if item.phase == "commentary" else Message.final(text))
 
     def _recipient(self, item: FunctionCallItem | CustomCallItem, tools: Toolbox) -> str:
-        known = tools.named(item.name, item.namespace)
+        known = tools.by_name(item.name, item.namespace)
         return known.recipient if known else f"{item.namespace or FUNCTIONS}.{item.name}"
 
     def call(self, recipient: str, call_id: str, arguments: str) -> None:

@@ -13,7 +13,7 @@ from halfbyte.server.api.openai_responses_schema import History
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredResponse:
     body: dict[str, Any]  # the response as it was answered
     history: History  # the conversation up to and including it
     input_items: list[dict[str, Any]]
@@ -25,12 +25,12 @@ class ResponseStore:
         self.most = most
         self.most_bytes = most_bytes
         self.bytes = 0
-        self._items: OrderedDict[str, Stored] = OrderedDict()
+        self._items: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, id: str, item: Stored) -> None:
+    def put(self, id: str, item: StoredResponse) -> None:
         if item.size > self.most_bytes or not self.most:
             return
         self.remove(id)
@@ -40,7 +40,7 @@ class ResponseStore:
             _, oldest = self._items.popitem(last=False)
             self.bytes -= oldest.size
 
-    def get(self, id: str) -> Stored | None:
+    def get(self, id: str) -> StoredResponse | None:
         item = self._items.get(id)
         if item is not None:
             self._items.move_to_end(id)  # a conversation that goes on keeps its past

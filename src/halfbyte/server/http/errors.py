@@ -69,7 +69,7 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
@@ -93,14 +93,14 @@ def from_validation(errors: list[dict[str, Any]], body: Any = None) -> ApiError:
     kind = error["type"]
     if kind == "extra_forbidden":
         text = f"Unsupported parameter: '{param}'. This server does not know it; leave it out."
-        return bad(text, param, "unsupported_parameter")
+        return bad_request(text, param, "unsupported_parameter")
     if kind == "missing":
         what = f"Missing required parameter: '{param}'." if param else "The request has no body; send a JSON object."
-        return bad(what, param, "missing_required_parameter")
+        return bad_request(what, param, "missing_required_parameter")
     if kind == "json_invalid":
-        return bad("The body is not valid JSON; send one JSON object in UTF-8.", None, "invalid_json")
+        return bad_request("The body is not valid JSON; send one JSON object in UTF-8.", None, "invalid_json")
     text = str(error["msg"]).removeprefix("Value error, ")
-    return bad(
+    return bad_request(
         f"Invalid value for '{param}': {text}." if param else f"Invalid request: {text}.", param, "invalid_value"
     )
 

@@ -20,11 +20,11 @@ class StrictJsonRequest(Request):
             return _decoder.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             if b"\\ud" in raw or b"\\uD" in raw:
-                return _mended(raw)
+                return _with_surrogates_replaced(raw)
             raise json.JSONDecodeError(str(e) or "nested too deeply", "", 0) from None
 
 
-def _mended(raw: bytes) -> Any:
+def _with_surrogates_replaced(raw: bytes) -> Any:
     """Half a surrogate pair, which clients that cut strings by UTF-16 units do send, becomes U+FFFD."""
     try:
         text = json.dumps(json.loads(raw, parse_constant=_no_constant), ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The door: one plain ASGI layer before every endpoint.
+"""One plain ASGI layer before every endpoint.
 
 Checks the key, bounds the body, names the request, writes the access log and turns what escapes into a proper answer.
 It never looks into a body and never logs one.
@@ -49,15 +49,15 @@ class KeyCheck:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         offers = [token.strip()] if scheme.lower() == "bearer" else []
         offers.append(headers.get("x-api-key", ""))  # how Anthropic's clients send theirs
-        found = False
+        allowed = False
         for offer in offers:
             digest = sha256(offer.encode("utf-8", "surrogateescape")).digest()
             for known in self._digests:
-                found |= hmac.compare_digest(digest, known)
-        return found
+                allowed |= hmac.compare_digest(digest, known)
+        return allowed
 
 
-class Front:
+class Middleware:
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self.app = app
         self.settings = settings
@@ -70,8 +70,8 @@ class Front:
             return
         headers = Headers(scope=scope)
         path: str = scope["path"]
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else sse.new_id("req_")
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else sse.new_id("req_")
         scope.setdefault("state", {})["request_id"] = request_id
         start, status = time.perf_counter(), 0
 
@@ -89,7 +89,7 @@ class Front:
 
         try:
             try:
-                self._admit(scope["method"], path, headers)
+                self._check_head(scope["method"], path, headers)
                 await self.app(scope, self._bounded(receive), send_named)
             except Exception as e:
                 if status:  # the answer has begun; all that is left is to end the connection
@@ -105,7 +105,7 @@ class Front:
             self.metrics.http(scope["method"], route, status)
             access.info("%s %s %s %.1f ms %s", scope["method"], path, status or "aborted", 1000 * seconds, request_id)
 
-    def _admit(self, method: str, path: str, headers: Headers) -> None:
+    def _check_head(self, method: str, path: str, headers: Headers) -> None:
         # A browser sends no key with its preflight; the answer to one tells it only what was configured.
         preflight = method == "OPTIONS" and bool(self.settings.cors_origins)
         free = preflight or path in OPEN_PATHS or path.startswith("/static/")

@@ -23,14 +23,14 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".
 
 
 def _load() -> dict[str, tuple[bytes, str, str]]:
-    found = {}
+    files = {}
     for file in resources.files("halfbyte.server").joinpath("static").iterdir():
         suffix = "." + file.name.rpartition(".")[2]
         if suffix in _TYPES:
             body = file.read_bytes()
             kind = _TYPES.get(suffix) or mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-            found[file.name] = (body, f"{kind}; charset=utf-8", f'"{sha256(body).hexdigest()[:16]}"')
-    return found
+            files[file.name] = (body, f"{kind}; charset=utf-8", f'"{sha256(body).hexdigest()[:16]}"')
+    return files
 
 
 def router() -> APIRouter:

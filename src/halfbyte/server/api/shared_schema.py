@@ -74,7 +74,7 @@ class RefusalPart(Strict):
     refusal: str
 
 
-def joined(content: str | list[Any] | None) -> str:
+def text_of(content: str | list[Any] | None) -> str:
     """Text of a content field; several parts are one text."""
     if content is None:
         return ""

@@ -1,0 +1,43 @@
+"""A field of a frozen record that a person can set on the command line.
+
+The record lists an option once: its default, its help and its limits stand beside the field they are for. The command
+line is made from that (`cli/options.py`); the record itself knows nothing of command lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Flag:
+    name: str  # as typed, "--page/--no-page" for a switch with two ends
+    help: str
+    minimum: float | None = None
+    maximum: float | None = None
+    unit: int | None = None  # the person types a number of these, the record holds single ones
+    parse: Callable[[str], Any] | None = None  # what is typed is text for this
+
+
+def flag(
+    default: Any,
+    name: str,
+    help: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    unit: int | None = None,
+    parse: Callable[[str], Any] | None = None,
+) -> Any:
+    """A dataclass field with its option."""
+    return dataclasses.field(
+        default=default, metadata={"flag": Flag(name, help, minimum, maximum, unit, parse)}
+    )
+
+
+def flags_of(record: type[Any]) -> dict[str, tuple[Flag, Any]]:
+    """Field name to (flag, default), in the record's order, for the fields that have a flag."""
+    return {f.name: (f.metadata["flag"], f.default) for f in dataclasses.fields(record) if "flag" in f.metadata}

@@ -1,0 +1,71 @@
+"""/tokenize and /detokenize: a text or a conversation as token ids, and back."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from halfbyte.server.answer.conversation import EFFORTS, Conversation
+from halfbyte.server.answer.prompt import make_prompt
+from halfbyte.server.answer.service import Service
+from halfbyte.server.api.openai_chat import to_toolbox
+from halfbyte.server.api.openai_chat_schema import ChatMessage, ChatTool, EffortName, to_harmony
+from halfbyte.server.api.shared_schema import Strict
+from halfbyte.server.http.errors import bad_request
+from halfbyte.server.http.json_body import Route
+
+MAX_TEXT = 8 << 20
+
+
+class TokenizeRequest(Strict):
+    """Either a text or a conversation."""
+
+    harmless: ClassVar[dict[str, str]] = {"add_special": "gpt-oss has no token that opens a text"}
+    model: str | None = None
+    prompt: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
+    content: Annotated[str, Field(max_length=MAX_TEXT)] | None = None  # llama.cpp's name for it
+    messages: list[ChatMessage] | None = None
+    tools: list[ChatTool] | None = None
+    reasoning_effort: EffortName | None = None
+    parse_special: bool | None = None  # read "<|start|>" and the like as control tokens
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)]
+
+
+def router(service: Service) -> APIRouter:
+    api = APIRouter(route_class=Route, tags=["server"])
+
+    @api.post("/tokenize", summary="Token ids of a text or a conversation")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        ids = _token_ids(service, body)
+        out: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.source.info.max_context}
+        if body.return_token_strs:
+            out["token_strs"] = [service.tokenizer.decode([id]) for id in ids]
+        return out
+
+    @api.post("/detokenize", summary="The text of token ids")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        text = service.tokenizer.decode(body.tokens)
+        return {"prompt": text, "content": text}
+
+    return api
+
+
+def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
+    sources = [f for f in ("prompt", "content", "messages") if getattr(body, f) is not None]
+    if len(sources) != 1:
+        raise bad_request("give exactly one of 'prompt', 'content' and 'messages'.", "prompt")
+    if body.messages is not None:
+        instructions, messages = to_harmony(body.messages)
+        effort = EFFORTS[body.reasoning_effort or service.settings.default_effort]
+        tools = to_toolbox(body.tools or [])
+        return make_prompt(service, Conversation("tokenize", messages, instructions, tools, effort=effort)).tokens
+    text = body.prompt if body.prompt is not None else body.content
+    assert text is not None
+    return service.tokenizer.encode(text, allow_special=bool(body.parse_special))

@@ -1,0 +1,74 @@
+"""The frame around every generating endpoint: a slot first, then the work, then a stream or one JSON body, with the
+right status either way. What the work is, it is not told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from fastapi import Request
+from starlette.responses import Response
+
+from halfbyte.server.http import sse
+from halfbyte.server.http.admission import Admission, Slot
+from halfbyte.server.http.connection import ClientGone, auto_close, while_connected, with_first
+from halfbyte.server.http.errors import ApiError, from_error
+from halfbyte.server.http.event_stream import EventStream
+from halfbyte.server.settings import ServerSettings
+
+# Nobody reads it: the client has gone. nginx's number for that, so that the access log can be read.
+CLIENT_GONE = 499
+
+
+class ResponseWriter(Protocol):
+    """One answer in the shape of one API, in either form."""
+
+    headers: dict[str, str] | None
+
+    def stream(self) -> AsyncIterator[bytes]: ...
+
+    async def whole(self) -> dict[str, Any]: ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that broke."""
+        ...
+
+
+async def respond(
+    http: Request,
+    admission: Admission,
+    settings: ServerSettings,
+    make_writer: Callable[[Slot], ResponseWriter],
+    *,
+    streaming: bool,
+) -> Response:
+    """Take a slot, then make the answer's writer (which renders the prompt), then let it write."""
+    with contextlib.ExitStack() as stack:
+        slot = admission.take_slot()
+        stack.callback(slot.release)
+        writer = make_writer(slot)
+        try:
+            if not streaming:
+                body = await while_connected(http, writer.whole())
+                return Response(sse.dumps(body), headers=writer.headers, media_type="application/json")
+            chunks = await while_connected(http, with_first(writer.stream(), settings.headers_after))
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE)
+        stack.pop_all()  # a stream keeps its slot until it has ended
+    return EventStream(
+        _with_failure(chunks, writer),
+        keepalive=settings.keepalive_seconds,
+        on_close=slot.release,
+        headers=writer.headers,
+    )
+
+
+async def _with_failure(chunks: AsyncIterator[bytes], writer: ResponseWriter) -> AsyncIterator[bytes]:
+    """The stream, and if it breaks, one last event that says so in the API's own shape."""
+    async with auto_close(chunks):
+        try:
+            async for chunk in chunks:
+                yield chunk
+        except Exception as e:
+            yield writer.failure(from_error(e))
