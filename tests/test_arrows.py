@@ -12,6 +12,7 @@ ROOT = Path(halfbyte.__file__).parent
 # room -> rooms it may import from
 MAY: dict[str, set[str]] = {
     "errors": set(),
+    "flags": set(),
     "gates": {"errors"},
     "formats": {"errors"},
     "ops": {"errors", "formats"},
@@ -23,8 +24,8 @@ MAY: dict[str, set[str]] = {
     "kv": {"errors"},
     "harmony": {"errors"},
     "evals": {"errors", "harmony"},
-    "engine": {"errors", "gates", "formats", "ops", "plan", "model", "kv", "harmony", "roofline", "memory"},
-    "server": {"errors", "gates", "model", "engine", "harmony", "roofline", "memory"},
+    "engine": {"errors", "flags", "gates", "formats", "ops", "plan", "model", "kv", "harmony", "roofline", "memory"},
+    "server": {"errors", "flags", "gates", "model", "engine", "harmony", "roofline", "memory"},
     "vllm_plugin": {"errors", "gates", "formats", "ops", "plan", "kernels"},
     "lab": {
         "errors",

@@ -33,9 +33,7 @@ def flag(
     parse: Callable[[str], Any] | None = None,
 ) -> Any:
     """A dataclass field with its option."""
-    return dataclasses.field(
-        default=default, metadata={"flag": Flag(name, help, minimum, maximum, unit, parse)}
-    )
+    return dataclasses.field(default=default, metadata={"flag": Flag(name, help, minimum, maximum, unit, parse)})
 
 
 def flags_of(record: type[Any]) -> dict[str, tuple[Flag, Any]]:

@@ -1,7 +1,7 @@
 """Options that many commands share, and how results are printed.
 
 `with_gates` gives a command one option per gate and hands it a checked Gates as its `gates` argument, so the list of
-gates stays in `gates.py` alone.
+gates stays in `gates.py` alone. `with_record` does the same for a frozen record whose fields have a `flag`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from halfbyte import gates as gates_
+from halfbyte.flags import Flag, flags_of
 from halfbyte.gates import AXES, PRESETS, Gates
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -38,7 +39,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 
 def with_gates(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the command's `gates` parameter with one option per axis, --preset and --mxfp4-layers."""
-    signature = inspect.signature(command)
     extra = [_option("preset", "--preset", f"{', '.join(PRESETS)}.", "Gates")]
     for axis in AXES:
         if axis.field == "graphs":
@@ -46,20 +46,66 @@ def with_gates(command: Callable[..., Any]) -> Callable[..., Any]:
         else:
             extra.append(_option(axis.field, axis.flag, f"{axis.meaning}: {', '.join(axis.values)}.", "Gates"))
     extra.append(_option("mxfp4_layers", "--mxfp4-layers", "Short form of --layers: groups to hold in MXFP4.", "Gates"))
-    names = [p.name for p in extra]
+
+    def make(values: dict[str, Any]) -> Gates:
+        preset = values.pop("preset")
+        values["graphs"] = "off" if values.pop("enforce_eager") else None
+        return gates_.parse(values, preset=preset)
+
+    return _replace_parameter(command, "gates", extra, make)
+
+
+def with_record(parameter: str, record: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace the command's `parameter`, of type `record`, with one option for each of the record's flags."""
+    types, flags = get_type_hints(record), flags_of(record)
+    extra = [_record_option(name, flag, default, types[name]) for name, (flag, default) in flags.items()]
+
+    def make(values: dict[str, Any]) -> Any:
+        return record(**{name: _record_value(value, *flags[name]) for name, value in values.items()})
+
+    return lambda command: _replace_parameter(command, parameter, extra, make)
+
+
+def _replace_parameter(
+    command: Callable[..., Any],
+    parameter: str,
+    options: list[inspect.Parameter],
+    make: Callable[[dict[str, Any]], Any],
+) -> Callable[..., Any]:
+    """The command with `options` in place of one parameter, which is made from their values."""
+    names = [option.name for option in options]
 
     @functools.wraps(command)
     def wrapped(**kwargs: Any) -> Any:
-        given = {n: kwargs.pop(n) for n in names}
-        preset = given.pop("preset")
-        given["graphs"] = "off" if given.pop("enforce_eager") else None
-        return command(**kwargs, gates=gates_.parse(given, preset=preset))
+        values = {name: kwargs.pop(name) for name in names}
+        return command(**kwargs, **{parameter: make(values)})
 
-    hints = {n: h for n, h in inspect.get_annotations(command, eval_str=True).items() if n != "gates"}
-    kept = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values() if p.name != "gates"]
-    wrapped.__signature__ = signature.replace(parameters=kept + extra)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = hints | {p.name: p.annotation for p in extra}
+    signature = inspect.signature(command)
+    hints = {n: h for n, h in inspect.get_annotations(command, eval_str=True).items() if n != parameter}
+    others = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values() if p.name != parameter]
+    wrapped.__signature__ = signature.replace(parameters=others + options)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = hints | {option.name: option.annotation for option in options}
     return wrapped
+
+
+def _record_option(name: str, flag: Flag, default: Any, type_: Any) -> inspect.Parameter:
+    if flag.unit is not None:
+        type_, default = float, default / flag.unit
+    elif flag.parse is not None:
+        type_ = str
+    elif default == ():
+        type_, default = list[str] | None, None
+    option = typer.Option(flag.name, help=flag.help, min=flag.minimum, max=flag.maximum)
+    hint = Annotated[type_, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _record_value(value: Any, flag: Flag, default: Any) -> Any:
+    if flag.unit is not None:
+        return int(value * flag.unit)
+    if flag.parse is not None:
+        return flag.parse(value)
+    return tuple(value or ()) if default == () else value
 
 
 def _option(name: str, flag: str, text: str, panel: str) -> inspect.Parameter:

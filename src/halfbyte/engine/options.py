@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from halfbyte.flags import flag
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import PAGE_SIZE
 
@@ -18,14 +19,17 @@ class EngineOptions:
     model: str | None = None  # a folder, a .gguf file, random:20b; None: the embedded model
     gates: Gates = field(default_factory=Gates)
     device: str | None = None
-    max_context: int | None = None  # default: the model's
-    max_seqs: int = 64
-    max_tokens: int | None = None  # rows in one step while nobody decodes; default: by the device
+    max_context: int | None = flag(None, "--max-context", "Tokens of prompt and answer together.", minimum=1)
+    max_seqs: int = flag(64, "--max-seqs", "Requests that run at once; more wait.", minimum=1)
+    max_tokens: int | None = flag(  # while nobody decodes
+        None, "--max-tokens-per-step", "Rows of one step: chunk of a long prompt. Default: by the device.", minimum=1
+    )
     max_waiting: int = 4096
     page_size: int = PAGE_SIZE
-    kv_gib: float | None = None  # of KV pages; default: what is free beside the reserve, at most for max_seqs contexts
-    reserve_gib: float | None = None
+    # Without it: what is free beside the reserve, at most for max_seqs contexts.
+    kv_gib: float | None = flag(None, "--kv-memory", "GiB of KV cache; default: what is free.")
+    reserve_gib: float | None = flag(None, "--reserve", "GiB of memory that stays free.")
     run_ahead: bool = True
     prefix_cache: bool = True
-    draft: str | None = None  # model of --speculate draft, or head of --speculate eagle3
+    draft: str | None = flag(None, "--draft", "Model or head that --speculate draft or eagle3 uses.")
     max_draft: int = 8

@@ -1,6 +1,6 @@
 """Every knob of the HTTP server, as one frozen record, and where API keys come from.
 
-Reads a key file when asked to; never reads the environment on its own: the caller hands in what it found there.
+Reads a key file when asked to; never reads the environment on its own: the caller hands in what stood there.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from halfbyte.errors import UsageError
+from halfbyte.flags import flag
 
 Effort = Literal["none", "low", "medium", "high"]
 
@@ -18,32 +19,42 @@ MiB = 1 << 20
 GiB = 1 << 30
 
 
+def parse_effort(text: str) -> Effort:
+    if text.lower() not in get_args(Effort):
+        raise UsageError(f"there is no effort {text!r}; use {', '.join(get_args(Effort))}.")
+    return cast(Effort, text.lower())
+
+
 @dataclass(frozen=True)
 class ServerSettings:
-    host: str = "127.0.0.1"
-    port: int = 8000
-    # The name clients see; None means the engine's own. `aliases` are further names for the same model.
-    model_name: str | None = None
-    aliases: tuple[str, ...] = ()
-    any_model: bool = False  # accept whatever name a client sends (for clients that cannot be configured)
+    """A field with a `flag` is also an option of `halfbyte serve`."""
+
+    host: str = flag("127.0.0.1", "--host", "Address to listen on; this machine only by default.")
+    port: int = flag(8000, "--port", "0 picks a free one.", minimum=0, maximum=65535)
+    model_name: str | None = flag(None, "--name", "The name clients see.")  # None: the engine's own
+    aliases: tuple[str, ...] = flag((), "--alias", "Further names for the same model.")
+    # For clients that cannot be configured.
+    any_model: bool = flag(False, "--any-model", "Answer whatever model name a client sends.")
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
-    cors_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
-    max_body_bytes: int = 32 * MiB
-    max_requests: int = 256  # running and waiting together; one more is answered 429
-    request_timeout: float | None = None  # seconds a request may take in the engine
+    cors_origins: tuple[str, ...] = flag((), "--cors", "Origins that browsers may call from.")  # empty: no CORS headers
+    max_body_bytes: int = flag(32 * MiB, "--max-body", "MiB a request body may have.", minimum=0.001, unit=MiB)
+    max_requests: int = flag(256, "--max-requests", "Running and waiting; one more is answered 429.", minimum=1)
+    request_timeout: float | None = flag(None, "--timeout", "Seconds a request may take.")  # in the engine
     default_max_tokens: int | None = None  # None: until the context ends
-    default_effort: Effort = "medium"
+    default_effort: Effort = flag(
+        "medium", "--effort", "Reasoning effort where a request names none.", parse=parse_effort
+    )
     temperature: float = 1.0  # what a request that names none gets
     top_p: float = 1.0
     max_choices: int = 16  # the largest `n`
     stored_responses: int = 512  # how many responses `previous_response_id` can reach back to
     stored_bytes: int = 64 * MiB
-    drain_seconds: float = 30.0  # how long SIGTERM waits for running requests
+    drain_seconds: float = flag(30.0, "--drain", "Seconds SIGTERM waits for running requests.", minimum=0.0)
     keepalive_seconds: float = 10.0  # between SSE comments while a long prompt is read
     headers_after: float = 1.0  # how long a stream waits for its first token before it answers 200
     min_available_bytes: int = 2 * GiB  # below this much MemAvailable new work is refused
-    log_prompts: bool = False
-    page: bool = True
+    log_prompts: bool = flag(False, "--log-prompts", "Write prompts to the log.")
+    page: bool = flag(True, "--page/--no-page", "The chat page at /.")
     knowledge_cutoff: str = "2024-06"
     conversation_date: str | None = None  # None: today
 
@@ -73,12 +84,12 @@ class ServerSettings:
         return self.host in ("127.0.0.1", "localhost", "::1")
 
 
-def load_api_keys(file: Path | None = None, given: Sequence[str] = ()) -> tuple[str, ...]:
-    """Keys from `given` (already split from an option or a variable) and from a file with one key per line.
+def load_api_keys(file: Path | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:
+    """Keys from `keys` (already split from an option or a variable) and from a file with one key per line.
 
     Empty lines and lines that start with # are skipped. A file without any key is an error: it would open the server.
     """
-    keys = [key.strip() for key in given if key.strip()]
+    all_keys = [key.strip() for key in keys if key.strip()]
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -86,12 +97,12 @@ def load_api_keys(file: Path | None = None, given: Sequence[str] = ()) -> tuple[
             raise UsageError(
                 f"the API key file {file} cannot be read ({e}); check the path and its permissions."
             ) from None
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not found:
+        file_keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not file_keys:
             raise UsageError(f"the API key file {file} holds no key; put one key on each line.")
-        keys += found
-    if any(not key.isascii() or any(c.isspace() for c in key) for key in keys):
+        all_keys += file_keys
+    if any(not key.isascii() or any(c.isspace() for c in key) for key in all_keys):
         raise UsageError(
             "an API key holds a space or a non-ASCII character, which HTTP headers cannot carry; choose another."
         )
-    return tuple(dict.fromkeys(keys))
+    return tuple(dict.fromkeys(all_keys))

@@ -10,10 +10,10 @@ import asyncio
 import logging
 
 from halfbyte.engine.request import TokenSource
-from halfbyte.server.watchdog import Watchdog
 from halfbyte.server.http.errors import ApiError
 from halfbyte.server.http.metrics import Metrics
 from halfbyte.server.settings import ServerSettings
+from halfbyte.server.watchdog import Watchdog
 
 log = logging.getLogger("halfbyte.server")
 

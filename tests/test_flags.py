@@ -1,0 +1,92 @@
+"""An option of `serve` is listed once, in the record it goes to, and what is typed arrives there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from halfbyte.cli import app as cli
+from halfbyte.cli.options import with_gates, with_record
+from halfbyte.engine.options import EngineOptions
+from halfbyte.errors import UsageError
+from halfbyte.flags import flags_of
+from halfbyte.gates import Gates
+from halfbyte.server.settings import ServerSettings
+
+RECORDS = (ServerSettings, EngineOptions)
+# What is typed for each flag, and what the record must hold then. A flag that is missing here fails the test.
+TYPED: dict[str, tuple[list[str], Any]] = {
+    "host": (["0.0.0.0"], "0.0.0.0"),
+    "port": (["8123"], 8123),
+    "model_name": (["m"], "m"),
+    "aliases": (["a", "b"], ("a", "b")),
+    "any_model": ([], True),
+    "cors_origins": (["http://x"], ("http://x",)),
+    "max_body_bytes": (["0.5"], 1 << 19),
+    "max_requests": (["7"], 7),
+    "request_timeout": (["2.5"], 2.5),
+    "default_effort": (["HIGH"], "high"),
+    "drain_seconds": (["3"], 3.0),
+    "log_prompts": ([], True),
+    "page": ([], False),
+    "max_context": (["4096"], 4096),
+    "max_seqs": (["3"], 3),
+    "max_tokens": (["512"], 512),
+    "kv_gib": (["1.5"], 1.5),
+    "reserve_gib": (["0.25"], 0.25),
+    "draft": (["d"], "d"),
+}
+
+
+def run(arguments: list[str]) -> tuple[ServerSettings, EngineOptions]:
+    records: list[Any] = []
+
+    @with_gates
+    @with_record("options", EngineOptions)
+    @with_record("settings", ServerSettings)
+    def command(*, settings: ServerSettings, options: EngineOptions, gates: Gates) -> None:
+        records.extend((settings, options))
+
+    application = typer.Typer()
+    application.command()(command)
+    result = CliRunner().invoke(application, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return records[0], records[1]
+
+
+def test_nothing_typed_is_the_records_defaults() -> None:
+    assert run([]) == (ServerSettings(), EngineOptions())
+
+
+def test_what_is_typed_reaches_the_record() -> None:
+    assert {name for record in RECORDS for name in flags_of(record)} == set(TYPED)
+    arguments = []
+    for record in RECORDS:
+        for name, (flag, _) in flags_of(record).items():
+            typed = TYPED[name][0]
+            option = flag.name.split("/")[-1]  # the second end of a switch is the one that changes something
+            arguments += [part for value in typed for part in (option, value)] if typed else [option]
+    settings, options = run(arguments)
+    for name, (_, value) in TYPED.items():
+        assert getattr(settings if hasattr(settings, name) else options, name) == value, name
+
+
+def test_serve_takes_every_flag_once() -> None:
+    (serve,) = [c for c in cli.app.registered_commands if c.callback is not None and c.callback.__name__ == "serve"]
+    application = typer.Typer()
+    assert serve.callback is not None
+    application.command()(serve.callback)
+    names = [name for p in get_command(application).params for name in (*p.opts, *p.secondary_opts)]
+    assert len(names) == len(set(names))
+    for record in RECORDS:
+        for flag, _ in flags_of(record).values():
+            assert set(flag.name.split("/")) <= set(names), flag
+
+
+def test_an_unknown_effort_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="there is no effort 'Huge'; use none, low, medium, high"):
+        run(["--effort", "Huge"])
