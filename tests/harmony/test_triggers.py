@@ -35,7 +35,7 @@ def test_a_header_is_known_before_its_text(tokenizer: Tokenizer) -> None:
     assert parser.header.recipient == "functions.get_weather"
     parser.feed(tokenizer.encode("<|channel|>commentary <|constrain|>json<|message|>", allow_special=True))
     assert parser.open is None
-    assert (parser.header.kind, parser.header.function) == ("call", "get_weather")
+    assert (parser.header.kind, parser.header.recipient) == ("call", "functions.get_weather")
     (start, *_) = parser.feed(tokenizer.encode("{}"))
     assert start.header == parser.header == parser.open
     parser.feed(tokenizer.encode("<|call|>", allow_special=True))

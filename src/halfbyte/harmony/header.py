@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from halfbyte.harmony.messages import ANALYSIS, COMMENTARY, FINAL, FUNCTIONS, Role
+from halfbyte.harmony.messages import ANALYSIS, COMMENTARY, FINAL, Role
 from halfbyte.harmony.vocabulary import CONSTRAIN
 
 Kind = Literal["reasoning", "content", "call"]
@@ -43,11 +43,6 @@ class Header:
     name: str | None = None
     kind: Kind = "content"  # what the message is to a client: reasoning, visible content, or a tool call
     discarded: tuple[str, ...] = ()  # words of a doubled field that another one overruled
-
-    @property
-    def function(self) -> str | None:
-        """The name of the caller's function that a call is for; a built-in tool keeps its whole name."""
-        return self.recipient.removeprefix(f"{FUNCTIONS}.") if self.kind == "call" and self.recipient else None
 
 
 @dataclass
@@ -226,9 +221,9 @@ class _Fields:
             self.set("recipient", to[1])
             rest = rest[to.end() :]
         addressed = "recipient" in self.values
-        if (marker == "constrain" or addressed) and (found := _FORMAT.match(rest)):
-            self.set("content_type", (CONSTRAIN.encode() if marker == "constrain" else b"") + found[1])
-            rest = rest[found.end() :]
+        if (marker == "constrain" or addressed) and (format := _FORMAT.match(rest)):
+            self.set("content_type", (CONSTRAIN.encode() if marker == "constrain" else b"") + format[1])
+            rest = rest[format.end() :]
         elif marker == "constrain":
             self.set("content_type", CONSTRAIN.encode())
             if cut and _is_half(rest, FORMATS):

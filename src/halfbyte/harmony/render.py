@@ -91,11 +91,11 @@ def render_training_example(vocabulary: Vocabulary, messages: Sequence[Message])
         pieces = list(_message(message, has_functions))
         if index == len(messages) - 1:
             pieces = _ending_with_return(messages, pieces)
-        given = 0 if previous is Role.ASSISTANT else 2  # <|start|> and the role
+        prompt_pieces = 0 if previous is Role.ASSISTANT else 2  # <|start|> and the role
         for position, piece in enumerate(pieces):
             encoded = _ids(vocabulary, [piece])
             ids += encoded
-            mask += [message.role is Role.ASSISTANT and position >= given] * len(encoded)
+            mask += [message.role is Role.ASSISTANT and position >= prompt_pieces] * len(encoded)
         previous = message.role
     return ids, mask
 

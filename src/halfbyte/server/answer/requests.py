@@ -147,10 +147,10 @@ class ChoiceRequests:
                 tokens, logprobs = delta.tokens, delta.logprobs
                 self.tokens_left -= len(tokens)
                 if not until.isdisjoint(tokens):
-                    kept = [at for at, token in enumerate(tokens) if token not in until]
-                    self.dropped_tokens += len(tokens) - len(kept)
-                    logprobs = None if logprobs is None else [logprobs[at] for at in kept]
-                    tokens = [tokens[at] for at in kept]
+                    positions = [at for at, token in enumerate(tokens) if token not in until]
+                    self.dropped_tokens += len(tokens) - len(positions)
+                    logprobs = None if logprobs is None else [logprobs[at] for at in positions]
+                    tokens = [tokens[at] for at in positions]
                 self.tokens += tokens
                 if delta.usage is not None and self.cached_tokens is None:
                     self.cached_tokens = delta.usage.cached_tokens  # later requests find this one's own tokens

@@ -9,7 +9,7 @@ class StopMatcher:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops = stops
         self.matched: str | None = None
-        self._held = ""
+        self._withheld = ""
         self._longest = max((len(s) for s in stops), default=0)
 
     def feed(self, text: str) -> str:
@@ -18,7 +18,7 @@ class StopMatcher:
             return ""
         if not self.stops:
             return text
-        text = self._held + text
+        text = self._withheld + text
         first, which = len(text), None
         for stop in self.stops:
             at = text.find(stop)
@@ -26,7 +26,7 @@ class StopMatcher:
             if at >= 0 and (at < first or (at == first and which is not None and len(stop) > len(which))):
                 first, which = at, stop
         if which is not None:
-            self.matched, self._held = which, ""
+            self.matched, self._withheld = which, ""
             return text[:first]
         keep = 0
         for size in range(min(self._longest - 1, len(text)), 0, -1):
@@ -34,10 +34,10 @@ class StopMatcher:
             if any(stop.startswith(tail) for stop in self.stops):
                 keep = size
                 break
-        self._held = text[len(text) - keep :] if keep else ""
+        self._withheld = text[len(text) - keep :] if keep else ""
         return text[: len(text) - keep] if keep else text
 
     def flush(self) -> str:
         """The end came before any match: what was held back was only text."""
-        held, self._held = self._held, ""
-        return held if self.matched is None else ""
+        rest, self._withheld = self._withheld, ""
+        return rest if self.matched is None else ""

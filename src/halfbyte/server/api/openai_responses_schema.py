@@ -86,12 +86,15 @@ class FunctionCallItem(_Item):
     namespace: str | None = None
 
 
-class FunctionOutputItem(_Item):
-    type: Literal["function_call_output"]
+class _OutputItem(_Item):
     call_id: str
     output: str | list[Part]
     name: str | None = None
     namespace: str | None = None
+
+
+class FunctionOutputItem(_OutputItem):
+    type: Literal["function_call_output"]
 
 
 class CustomCallItem(_Item):
@@ -102,12 +105,8 @@ class CustomCallItem(_Item):
     namespace: str | None = None
 
 
-class CustomOutputItem(_Item):
+class CustomOutputItem(_OutputItem):
     type: Literal["custom_tool_call_output"]
-    call_id: str
-    output: str | list[Part]
-    name: str | None = None
-    namespace: str | None = None
 
 
 def _message_by_default(value: Any) -> Any:

@@ -27,9 +27,6 @@ class ResponseStore:
         self.bytes = 0
         self._items: OrderedDict[str, StoredResponse] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._items)
-
     def put(self, id: str, item: StoredResponse) -> None:
         if item.size > self.most_bytes or not self.most:
             return

@@ -121,14 +121,14 @@ class Middleware:
             raise BodyTooLarge(self.settings.max_body_bytes)
 
     def _bounded(self, receive: Receive) -> Receive:
-        limit, seen = self.settings.max_body_bytes, 0
+        limit, size = self.settings.max_body_bytes, 0
 
         async def bounded() -> Any:
-            nonlocal seen
+            nonlocal size
             message = await receive()
             if message["type"] == "http.request":
-                seen += len(message.get("body", b""))
-                if seen > limit:
+                size += len(message.get("body", b""))
+                if size > limit:
                     raise BodyTooLarge(limit)
             return message
 
