@@ -196,6 +196,7 @@ def test_sinks_and_window_matter(built: Path) -> None:
         ({"heads": 12}, "8 query heads per kv head"),
         ({"hidden": 200}, "multiples of 64"),
         ({"experts": 40}, "multiples of 32"),
+        ({"experts": 64}, "hidden of 4 times the experts"),
         ({"rows": 3}, "1, 2, 4 or 8 rows"),
         ({"qkv": "f16"}, "mxfp4, q8 and bf16"),
         ({"shared": 80_000}, "ring of 6 slots"),

@@ -1,5 +1,5 @@
-// Products for batches of 2 to 128 rows: shapes, arguments and shared memory of batch.cu, and the instructions that only
-// the batch kernels use. See batch.cu for the whole picture.
+// Products for batches of 2 to 128 rows: shapes, arguments and shared memory of product.cu, and the instructions that only
+// the batch kernels use. See product.cu for the whole picture.
 #pragma once
 #include "device/widen.cuh"
 

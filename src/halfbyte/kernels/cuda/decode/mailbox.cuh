@@ -7,15 +7,73 @@
 // summed   fixed point above, and in the low BITS (9, or 11 for router logits) the count of contributions; the point is
 //          between the two halves of the word. Integer addition commutes, so the sum is the same in any order of
 //          arrival, and it is complete when the count is.
+//
+// Every mailbox (sizes in shape.cuh, struct Boxes). L is the layer; "half" is one of two copies, taken in turn by layers
+// counted through the steps (half_of in step.cu), so that L writes where L - 2 wrote.
+//
+// box     kind            written by                          complete when             read by                      cleared
+// x       summed          E of L: every chosen expert's down  TOP_K + 1 contributions   A of L + 1, C of L + 1 (the  E of L + 1
+//                         tile adds, pass_on adds mid         to every word             residual); the head          (pass_on)
+// mid     summed          C of L: every kv head adds its      KV_HEADS contributions    D of L in every block, and   E of L + 1
+//                         product with o                      to every word             pass_on of L                 (pass_on)
+// logits  summed (11)     C of L: every set of router warps   router_contributions()    route() of L, by every       E of L + 1
+//                         of every block and kv head adds     over the copies together  block's feeding warp         (pass_on)
+// qkv     tagged          A of L: the block with the tile     tag of (step, L)          B of L in the kv head's      never
+//                                                                                       blocks
+// part    paired; maximum B of L: the block with the part     tags of (step, L)         B of L in all blocks of the  never
+//         and sum tagged                                                                kv head (merge_head)
+// h       paired          D of L: the block with the tile     20 bits of the tag        E of L, blocks with down     never
+//                                                                                       tiles of that expert
+// best    maximum         head: every thread with a logit     the last block to come    that last block              by it, then
+//                                                             (control[1])                                           the step ends
+//
+// Why no reader meets words of another layer or step.
+//  1. Every block adds to the logits of L at the end of its C, also a block without a tile of o. So logits that are complete
+//     (and `routed`, which follows) say that every block is through with A, B and C of L, and with all of L - 1.
+//  2. pass_on(L), in the last working warp of each block, runs after `routed` of L. By 1. nobody reads x after L - 1, mid of
+//     L - 1 or the logits of L - 1 any more; it clears them, and they are the halves of x after L + 1, mid of L + 1 and logits
+//     of L + 1. It may read mid without looking at counts: `routed` waits for `squared`, where every warp of the block
+//     has seen its part of mid complete.
+//  3. A thread clears its words first and then adds mid to x with release. x after L is complete only with all of these, so
+//     whoever has seen all of x after L may add to what was cleared. A warp sees its part of x; it meets the others at
+//     a barrier before anything of L + 1 is written. Blocks without a tile of qkv see x through a word of qkv, whose writer
+//     had all rows of x, and likewise read the residual in C without looking at counts.
+//     A thread that clears logits of rows in use must own a word of x, or it releases nothing: see the assertion at pass_on.
+//  4. The half that L uses holds complete sums of L - 2 until pass_on(L - 1). A reader therefore first has to know x after
+//     L - 1: D has it through C, A of L + 1 through D of L, and the feeding warp, which runs ahead of its block, waits
+//     at `attended`.
+//  5. Words that carry a tag are not cleared but overwritten by L + 1, whose writers have seen x after L. By 1. all readers of
+//     qkv and part were done before; readers of h had it in registers before they added to x.
+//  6. Steps are ordered by the end of the kernel; the epoch in control[0] makes tags and halves go on through them.
+//
+// Where the argument is weak.
+//  - 3. pairs a release with loads that are relaxed (FromResidual, box_load): by PTX's memory model a race. It holds on
+//    the hardware because all of these words are read and written at L2, past L1, and what a reader does next depends
+//    on the values it read.
+//  - Paired words have 20 bits of the tag, which come again after 2^20 / (LAYERS + 1) steps (28,339 of gpt-oss-120b). Words
+//    of h and part that are written in every layer are never that old; those of a row, or of a part of long contexts, that
+//    was not used for so long and is then used in just that layer would pass for new, and so would zeros never written.
+//    The chance is about LAYERS / 2^20 each time such a row comes back.
+//  - Counts have room for 511 (x, mid) and 2047 contributions (logits: 682 blocks); the first is asserted, the second is not,
+//    the grid being known to the host alone.
+//  - Nothing marks a value that is not finite: paired() turns CUDA's own NaN (0x7fffffff) into -0, fixed_point() NaN into 0 and
+//    infinity into a number.
+//
+// The batch kernels pass little between blocks of one launch, by counters: product.cu's `tickets` (zeroed by batch_finish or
+// batch_choose, which waits for the kernel before it; used after wait_for_previous) and `done` (one for each group: summing
+// warps add stored tiles with release, multiplying warps of the second stage wait with acquire; zeroed by batch_choose. The wait
+// has no bound, and it ends because every block is resident, one to a multiprocessor, and does its first stage first; the
+// launch does not ask the driver for that). attention/batch.cu's `arrivals` and sampling's `best`, `tickets` and `bins` follow
+// one pattern: store, fence, acquire-release ticket, and the last block reads all and leaves zeros for the next launch.
 #pragma once
 #include "decode/shape.cuh"
-
 
 HB_DEV u64 tagged(u32 value, u32 tag) { return (u64)value << 32 | tag; }
 HB_DEV bool has(u64 word, u32 tag) { return (u32)word == tag; }
 HB_DEV u32 payload(u64 word) { return (u32)(word >> 32); }
 
 constexpr int COUNT = 9, LOGIT_COUNT = 11;
+static_assert(KV_HEADS < 1 << COUNT && TOP_K + 1 < 1 << COUNT, "contributions to mid and to x are counted in COUNT bits");
 template <int BITS> HB_DEV i64 fixed_point(float v) { return round_i64(v * (float)(1u << (32 - BITS))); }
 template <int BITS = COUNT> HB_DEV u64 contribution(i64 fixed) { return ((u64)fixed << BITS) + 1; }
 HB_DEV u64 contribution(float v) { return contribution<COUNT>(fixed_point<COUNT>(v)); }

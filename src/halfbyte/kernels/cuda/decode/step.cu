@@ -1,7 +1,8 @@
 // One decode step of gpt-oss in one kernel: embedding, all layers, lm_head, argmax. One block per multiprocessor stays
 // for the whole step. Its feeding warp streams the block's weights and pages into a ring in shared memory, without
 // regard to what the other blocks do; only the experts must be known before theirs can be asked for. Its
-// working warps go through five phases a layer; what passes between blocks goes through mailboxes (box.cuh).
+// working warps go through five phases a layer; what passes between blocks goes through mailboxes, whose table and whose
+// order are in mailbox.cuh. House words are in docs/glossary.md.
 //
 //   A  norm, qkv                          reads x       writes qkv
 //   B  rope, attention, KV write          reads qkv     (long contexts: parts, read by every block of the kv head)
@@ -164,6 +165,8 @@ HB_DEV void warm(const Layer& l, int lane, int block, int grid) {
 }
 
 // The residual goes on into the next x, and sums of the layer after are cleared: whoever finds x whole finds them clear.
+// A thread that clears a word of the logits of rows in use owns the word of x of the same number, and releases after clearing.
+static_assert(ROUTER_COPIES * EXPERTS <= HIDDEN, "who clears logits must have a word of x to release");
 HB_DEV void pass_on(const Shared& sh, const Step& p, int layer, int i, int n) {
   HB_ROLLED
   for (int k = i; k < ROWS * ROUTER_COPIES * EXPERTS; k += n) box_store(logits_of(sh, layer + 1) + k, 0);

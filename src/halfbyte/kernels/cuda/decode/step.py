@@ -77,6 +77,10 @@ class StepShape:
             (self.hidden % 64 == 0 and self.intermediate % 64 == 0, "needs hidden and intermediate in multiples of 64"),
             (self.vocab % 16 == 0, f"needs a vocabulary in multiples of 16, not {self.vocab}"),
             (self.experts % 32 == 0 and self.experts <= 256, f"needs experts in multiples of 32, not {self.experts}"),
+            (
+                self.experts <= self.hidden // ROUTER_COPIES,
+                f"needs hidden of {ROUTER_COPIES} times the experts or more",
+            ),
             (self.rows in ROW_SIZES, f"is built for 1, 2, 4 or 8 rows, not {self.rows}"),
             (all(f in FORMATS for f in (self.qkv, self.o, self.lm_head)), "reads mxfp4, q8 and bf16 matrices only"),
             (self.kv in KV_DTYPES, f"keeps keys and values in {' or '.join(KV_DTYPES)}, not in {self.kv}"),

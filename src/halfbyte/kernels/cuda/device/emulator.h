@@ -1,4 +1,4 @@
-// Runs the decode step on a CPU, for tests: one fiber per CUDA thread, one host thread for all of them, so that every
+// Runs a kernel on a CPU, for tests: one fiber per CUDA thread, one host thread for all of them, so that every
 // order of events is one the scheduler chose from a seed. Warp instructions wait until all 32 lanes have come; bulk
 // copies land late and out of order; a step in which nothing can move any more is reported as a deadlock. It says
 // nothing about speed, and it does not reorder memory.

@@ -1,6 +1,7 @@
-// The instructions the decode step is written in, by name. Compiled by nvcc/NVRTC they are inline PTX that exists on
+// The instructions that all CUDA kernels are written in, by name. Compiled by NVRTC they are inline PTX that exists on
 // sm_90, sm_100, sm_120 and sm_121 alike (mma.sync, bulk copies, mbarriers; nothing architecture-specific). With
-// HB_EMULATE the same names come from emulate.h and the step runs on a CPU, one fiber per thread.
+// HB_EMULATE the same names come from emulator.h and a kernel runs on a CPU, one fiber per thread.
+// Words of the house (seat, box, ring, slot, tile, chunk, ...) are explained in docs/glossary.md.
 #pragma once
 #ifdef HB_EMULATE
 #include "device/emulator.h"

@@ -1,4 +1,4 @@
-// What Hopper has beyond intrin.cuh: matrix products of a warpgroup (wgmma, A from registers, B from shared memory), the
+// What Hopper has beyond instructions.cuh: matrix products of a warpgroup (wgmma, A from registers, B from shared memory), the
 // register budget of a role, and programmatic dependent launch. With HB_EMULATE the same names run on a CPU.
 // Operands are bf16, or f16 where HB_HALF is 1.
 //

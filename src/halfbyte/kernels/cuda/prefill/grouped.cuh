@@ -24,7 +24,7 @@ enum {
   NARROW = 0,  // few columns per expert            4 x 1, 64
   WIDE = 1,    // many                              2 x 2, 128
   BROAD = 2,   // between                           3 x 2, 88
-  VAST = 3,    // fp8 activations (grouped_fp8.cuh) 2 x 1, 256
+  VAST = 3,    // fp8 activations (fp8.cuh)         2 x 1, 256
   SYNC_64 = 4, SYNC_128 = 5,  // mma.sync (grouped_sync.cu) 2 x 1, 64 or 128
 };
 constexpr int SHAPE = HB_SHAPE;

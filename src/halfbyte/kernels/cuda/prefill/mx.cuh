@@ -1,9 +1,9 @@
 // Activations in MXFP8 and MXFP4 as the block-scaled products of grouped_sync.cu read them; the bits are those of
-// formats/mxfp8.py and mxfp4.py (rule `ocp`). Needs `Rows` (grouped_rows.cu).
+// formats/mxfp8.py and mxfp4.py (rule `ocp`). Needs `Rows` (rows.cu).
 //
-// Elements: [width / 128][slots] columns of 128 or 64 bytes. MXFP8: as E4M3 for grouped_fp8.cuh, two units of sixteen bytes to
+// Elements: [width / 128][slots] columns of 128 or 64 bytes. MXFP8: as E4M3 for fp8.cuh, two units of sixteen bytes to
 // a group of 32. MXFP4: one unit to a group, word t with the eight values 8 t ..; byte j has values o and o + 4, o = 0, 2, 1, 3
-// for j = 0 .. 3, the order in which tile16's words give up their codes. Units are permuted as sync.cuh says.
+// for j = 0 .. 3, the order in which tile16's words give up their codes. Units are permuted as warp_products.cuh says.
 // Scales: [width / 128][slots] words of four bytes, one for each group.
 #pragma once
 #include "device/warp_products.cuh"
