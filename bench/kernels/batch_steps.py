@@ -25,11 +25,12 @@ from bench.kernels import runner
 from halfbyte import gates as gates_
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.lab import receipts
-from halfbyte.lab.levels.correctness import check_regimes
+from halfbyte.lab.levels.correctness import compare
 from halfbyte.lab.measure.device_timing import device_us, experts_touched, fill, random_tokens
 from halfbyte.lab.result import Ceiling, Cell, Check, Result, figure
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
+from halfbyte.plan.record import Record
 from halfbyte.roofline import decode_ceiling
 
 SWITCHES = ("decode",)  # limits of the plan that a way may move
@@ -115,7 +116,9 @@ def measure(
     first: dict[str, Tensor],
     profile: bool,
 ) -> Result:
-    checks = list(check_regimes(model, (), (rows,), (), batch_context=context))
+    comparison = compare(model, (), (rows,), (), batch_context=context)
+    checks = list(comparison.checks)
+    model.plan.record = Record()  # of this cell alone
     graph = captured(model, rows, context, count)
     restart(graph, context, 99)
     logits = graph.replay().clone()
@@ -125,6 +128,9 @@ def measure(
     if not all(c.ok for c in checks):
         return Result(cell, checks=tuple(checks))
     samples = time_runs(graph, context, count, repeats)
+    checks.append(comparison.covers(model.plan.record))
+    if not checks[-1].ok:
+        return Result(cell, checks=tuple(checks))
     experts, tokens = experts_of_runs(graph, context, count, repeats)
     gpu, spec = runner.roof(), model.spec
     best = decode_ceiling(gpu, model.config, spec.formats, context + count // 2, rows, spec.kv_dtype, experts)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfbyte.lab.levels import correctness
-from halfbyte.lab.levels.correctness import admissible, check_regimes, compare_regimes, compare_step, random_caches
+from halfbyte.lab.levels.correctness import admissible, compare, compare_regimes, compare_step, random_caches
 from halfbyte.lab.levels.verdict import Verdict, choice_gap, error_beyond_rounding
 from halfbyte.lab.measure.device_timing import decode_step, prefill_step, random_tokens
 from halfbyte.model import synthetic
@@ -19,6 +19,7 @@ from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import KernelImage, launched
 from halfbyte.plan.phase import OPERATIONS, Binding, Launch, Phase
 from halfbyte.plan.step import REGIMES, Step
 
@@ -82,9 +83,22 @@ def test_the_reference_holds_against_itself() -> None:
     for verdict in verdicts:
         assert verdict.ok, verdict.wrong
         assert len(verdict.checks) >= 13
-    checks = check_regimes(model, (70,), (8,), (40,))
-    assert len(checks) == 3
-    assert all(c.ok for c in checks)
+    comparison = compare(model, (70,), (8,), (40,))
+    assert len(comparison.checks) == 3
+    assert comparison.ok
+    assert model.plan.record.launches() == {}  # cut short, so nothing of this ran in the model itself
+
+
+def test_a_build_that_was_timed_and_not_compared_is_named(model: GptOss) -> None:
+    comparison = compare(model, (70,), (), ())
+    assert comparison.covers(model.plan.record).ok
+    image = KernelImage("grouped", "feedbeef" * 8)
+    wrong = planted(model, changed(named("moe"), lambda step, acts: launched(image)))
+    cache = random_caches((wrong,), 1, 70)
+    wrong.forward(prefill_step(wrong, cache, random_tokens(wrong, 70, 0), 0))
+    check = comparison.covers(wrong.plan.record)
+    assert not check.ok
+    assert "grouped feedbeef" in check.note
 
 
 def test_a_layer_that_is_off_is_found(model: GptOss) -> None:

@@ -30,7 +30,7 @@ from halfbyte.ops.rope import rope_table
 from halfbyte.ops.rows import matmul_rows
 from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.plan import Bound
+from halfbyte.plan.record import NodeKernel, Record
 from halfbyte.plan.step import REGIMES, Step
 
 LAYERS = 2
@@ -48,6 +48,7 @@ CACHE_BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "fp8": 4e-2}  # of keys and values: a
 WORST = 5  # times the bound: the largest of a million normal errors is 4.9 of their deviation
 TIE = 2 * WORST  # two values that are compared may both be off
 MOST_REPLAYS = 64
+DECODE_STEP = "decode_step"
 
 
 @dataclass
@@ -94,7 +95,7 @@ def reference_of(model: GptOss) -> GptOss:
 def trace(model: GptOss, step: Step) -> StepTrace:
     """The plan's own step."""
     out, acts = StepTrace(), Activations()
-    for bound in walk(model, step, acts):
+    for bound in model.plan.walk(step, acts):
         if bound.phase.covers[-1] == "moe":
             out.x.append(acts.complete_x().float())
             out.experts.append(acts.topk_ids.long().clone())
@@ -105,7 +106,7 @@ def trace(model: GptOss, step: Step) -> StepTrace:
 def trace_reference(model: GptOss, step: Step, experts: Sequence[Tensor | None]) -> StepTrace:
     """The reference's step, with these experts in each layer; None: those of its own router."""
     out, acts = StepTrace(), Activations()
-    for bound in walk(model, step, acts):
+    for bound in model.plan.walk(step, acts):
         operation = bound.phase.covers[-1]
         if operation in ("embed", "moe"):
             out.x.append(acts.x)
@@ -123,10 +124,41 @@ def trace_reference(model: GptOss, step: Step, experts: Sequence[Tensor | None])
     return out
 
 
-def walk(model: GptOss, step: Step, acts: Activations) -> Iterator[Bound]:
-    for bound in model.plan.bound[model.plan.regime(step)]:
-        bound.launch(step, acts)
-        yield bound
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of every case, and the kernels that ran in them."""
+
+    checks: tuple[Check, ...]
+    kernels: frozenset[NodeKernel]
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.checks) and all(c.ok for c in self.checks)
+
+    def covers(self, timed: Record) -> Check:
+        """Whether every build that was timed is one that was compared. Not asked of Triton's kernels, which are built
+        anew for other sizes, nor of the decode step, whose builds differ in their number of layers: `decode_check`
+        compares it with all other options alike."""
+        ran = {k for k in timed.launches() if not k.name.endswith("_kernel") and k.name not in (DECODE_STEP, "")}
+        others = sorted(f"{k.name} {k.module[:12]}" for k in ran - self.kernels)
+        note = f"timed and never compared: {', '.join(others)}" if others else f"{len(ran)} kernels"
+        return Check("every kernel that was timed was compared", not others, note=note)
+
+
+def compare(
+    model: GptOss,
+    prompts: Sequence[int] = tuple(PROMPTS),
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
+    batch_context: int = BATCH_CONTEXT,
+) -> Comparison:
+    """Every case of this model. Replaces its KV pool and leaves none."""
+    model.release_kv()
+    short = first_layers(model)
+    seeds = {rows: PROMPTS.get(rows, 1) for rows in prompts}
+    cases = compare_regimes(short, prompts=seeds, batches=batches, contexts=contexts, batch_context=batch_context)
+    verdicts = [*cases, *compare_whole_steps(model, contexts)]
+    return Comparison(tuple(v.as_check() for v in verdicts), frozenset(short.plan.record.launches()))
 
 
 def check_regimes(
@@ -136,17 +168,14 @@ def check_regimes(
     contexts: Sequence[int] = CONTEXTS,
     batch_context: int = BATCH_CONTEXT,
 ) -> tuple[Check, ...]:
-    """One line for every case. Replaces the model's KV pool and leaves none."""
-    model.release_kv()
-    seeds = {rows: PROMPTS.get(rows, 1) for rows in prompts}
-    cases = compare_regimes(model, prompts=seeds, batches=batches, contexts=contexts, batch_context=batch_context)
-    return tuple(verdict.as_check() for verdict in itertools.chain(cases, compare_whole_steps(model, contexts)))
+    """One line for every case of `compare`."""
+    return compare(model, prompts, batches, contexts, batch_context).checks
 
 
 def compare_whole_steps(model: GptOss, contexts: Sequence[int]) -> Iterator[Verdict]:
     """The CUDA decode step, where the plan decodes with it: the build of this model, layer by layer on its weights."""
     phase = model.plan.bound["decode"][0].phase
-    if phase.name != "cuda.decode_step":
+    if phase.name != f"cuda.{DECODE_STEP}":
         return
     from halfbyte.kernels.cuda.decode.phase import shape_of, step_weights  # only where that kernel runs
 
