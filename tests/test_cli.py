@@ -170,3 +170,15 @@ def test_env_is_a_record(run: Run) -> None:
     record = json.loads(out)
     assert record["packages"]["torch"]
     assert len(record["sources"]) == 16
+
+
+def test_serve_refuses_what_would_not_fit_before_it_loads_anything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_nothing(*args: object) -> None:
+        pytest.fail("an engine was started")
+
+    monkeypatch.setattr("halfbyte.engine.process.EngineProcess.start", load_nothing)
+    monkeypatch.setattr("halfbyte.server.run.serve", load_nothing)
+    code, _, err = run("serve", "--device", "cpu", "--reserve", "1000000")
+    assert (code, "not enough memory: weights" in err.replace("\n", " ")) == (1, True), err
+    code, _, err = run("serve", "--device", "cpu", "--kv-memory", "0.000001")
+    assert (code, "holds no page" in err.replace("\n", " ")) == (2, True), err

@@ -98,6 +98,11 @@ def test_one_policy_for_what_stays_free(state: MemoryState, reserve: int, floor:
         assert state.floor(state.reserve) < state.reserve
 
 
+def test_no_reserve_still_leaves_a_watchdog_something_to_watch() -> None:
+    assert UNIFIED.floor(0) == GIB // 4
+    assert DISCRETE.floor(0) == 2 * GIB
+
+
 # ---- reading the machine -----------------------------------------------------------------------------------------
 
 

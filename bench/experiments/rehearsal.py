@@ -63,10 +63,10 @@ def pace(gpu: Gpu, blocks: int, config: ModelConfig, formats: str, context: int,
     traffic = decode_traffic(config, formats_of(formats), context)
     router = config.layers * config.experts * config.hidden * 2.0
     streamed = (traffic.total - traffic.rest + router) / traffic.total
-    read, part = gpu.read * share * blocks / gpu.blocks, blocks / gpu.blocks
+    read, part = gpu.read * share * blocks / gpu.multiprocessors, blocks / gpu.multiprocessors
     values = {
         "PACE": 2**20 / (read * streamed) * 1e9 * UNIT,
-        "L2": 2**20 / (gpu.cache_read / gpu.blocks) * 1e9,
+        "L2": 2**20 / (gpu.cache_read / gpu.multiprocessors) * 1e9,
         "KEPT": gpu.cache * part / 2 / read * 1e9,  # half of it: not everything in L2 is the newest
     }
     return tuple(f"-DHB_{name}={round(value)}" for name, value in values.items())
@@ -178,7 +178,7 @@ def main() -> int:
         assert case is not None
         shape: dict[str, Any] = {
             "gpu": c.name, "formats": c.formats, "context": args.context, "share": c.share, "variant": c.variant,
-            "read": c.gpu.read, "blocks": build.blocks, "slots": s.slots, "blocks_of": c.gpu.blocks,
+            "read": c.gpu.read, "blocks": build.blocks, "slots": s.slots, "blocks_of": c.gpu.multiprocessors,
         }  # fmt: skip
         name = f"{args.model}, {args.layers} layers" if args.layers else args.model
         cell = Cell(REHEARSAL, name, path=KERNEL, shape=shape)
@@ -191,7 +191,7 @@ def build_of(case: Case, args: argparse.Namespace, changes: dict[str, Any]) -> B
     layers = {"layers": args.layers} if args.layers else {}
     shape = decode_case.shape_of(args.model, case.formats, shared=ARCHES[gpu.arch].shared_memory, **layers)
     shape = replace(shape, trace=case.traced, **changes)
-    blocks = min(gpu.blocks, torch.cuda.get_device_properties().multi_processor_count)
+    blocks = min(gpu.multiprocessors, torch.cuda.get_device_properties().multi_processor_count)
     paced = pace(gpu, blocks, config, case.formats, args.context, case.share) if case.share else ()
     return Build(case, shape, paced, blocks)
 

@@ -82,8 +82,8 @@ class MemoryState:
 
     def floor(self, reserve: int) -> int:
         """Below this much available host memory no new work is taken. Less than what a start leaves free, or a server
-        that fits exactly would refuse everybody."""
-        return min(2 * GIB, reserve // 2) if self.shared else 2 * GIB
+        that fits exactly would refuse everybody; never nothing, or nobody would look."""
+        return max(GIB // 4, min(2 * GIB, reserve // 2)) if self.shared else 2 * GIB
 
 
 @dataclass(frozen=True)

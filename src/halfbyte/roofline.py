@@ -31,12 +31,12 @@ class Gpu:
     fp8: float
     memory: float
     note: str = ""
-    paper: float = 0.0  # the vendor's bytes/s
-    blocks: int = 0  # multiprocessors
+    paper_read: float = 0.0  # the vendor's bytes/s
+    multiprocessors: int = 0
     ghz: float = 0.0  # clock under load, as published
     cache: float = 0.0  # bytes of L2
     cache_read: float = 0.0  # bytes/s of L2
-    products: tuple[float, float] = (0.0, 0.0)  # bytes/s that others' products read with, least and best; 0: no report
+    product_reads: tuple[float, float] = (0.0, 0.0)  # bytes/s of others' matrix products, least and best; 0: no report
 
 
 # Read bandwidths and matrix rates; `note` says where each comes from.

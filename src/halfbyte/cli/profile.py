@@ -165,7 +165,8 @@ def explain_prediction(p: predict.Prediction) -> None:
     b, g, r = p.basis, p.gpu, p.rehearsal
     out.print(f"\n[bold]{g.name}[/bold]")
     said = [
-        f"GPU      read {g.read / 1e9:.0f} GB/s ({g.note}), {g.blocks} multiprocessors at {g.ghz:.2f} GHz as published"
+        f"GPU      read {g.read / 1e9:.0f} GB/s ({g.note}), "
+        f"{g.multiprocessors} multiprocessors at {g.ghz:.2f} GHz as published"
     ]
     if p.void:
         said += [f"NONE     {p.void}"]
@@ -205,11 +206,11 @@ def explain_prediction(p: predict.Prediction) -> None:
         "memory hides that much of them, but not the router's"
     )
     if r:
-        least, best = (f"{v / 1e9:.0f}" for v in g.products)
+        least, best = (f"{v / 1e9:.0f}" for v in g.product_reads)
         assumed = (
             f"bandwidth: others' products are reported to read {least} to {best} GB/s there; low is the least of them, "
             "high what a reading kernel gets, central half way from the best to that"
-            if g.products[0]
+            if g.product_reads[0]
             else "bandwidth: low is the share of paper that a GB10 reaches, high an H200's, central half way"
         ) + "; clock and latencies are those of the GPU that rehearsed"
     said += [f"assumed  {assumed}"] if not p.measured else []

@@ -208,7 +208,7 @@ def rehearsal(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, c
             and (result.cell.shape["formats"], result.cell.shape["context"]) == (formats, context)
             and gpu_named(str(result.cell.shape["gpu"])) is gpu
             # else the table means another GPU today
-            and (result.cell.shape["read"], result.cell.shape["blocks_of"]) == (gpu.read, gpu.blocks)
+            and (result.cell.shape["read"], result.cell.shape["blocks_of"]) == (gpu.read, gpu.multiprocessors)
             and not result.cell.shape["variant"]
         ]  # fmt: skip
         paced = [result for result in mine if result.cell.shape["share"] and result.figures]  # a trace has none
@@ -222,7 +222,7 @@ def rehearsal(receipts: Sequence[Receipt], gpu: Gpu, model: str, formats: str, c
             times.append((pace, us, (us - bytes_ / (pace * part) * 1e6) / config.layers))
         shape = paced[0].cell.shape
         known[(r.state == "current", r.date, r.name)] = Rehearsal(
-            r.name, r.state, r.gpu, int(shape["blocks"]), gpu.blocks, int(shape["slots"]), tuple(times)
+            r.name, r.state, r.gpu, int(shape["blocks"]), gpu.multiprocessors, int(shape["slots"]), tuple(times)
         )
     return known[max(known)] if known else None
 
@@ -284,9 +284,9 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
     there = gpu_named(base.gpu)
     total = decode_traffic(config, formats, context, kv_dtype=kv).total
     h200, gb10 = GPUS["h200"], GPUS["gb10"]
-    usual, least = (1.0, 1.0) if gpu.measured else (h200.read / h200.paper, gb10.read / gb10.paper)
+    usual, least = (1.0, 1.0) if gpu.measured else (h200.read / h200.paper_read, gb10.read / gb10.paper_read)
     clocks = there.ghz / gpu.ghz
-    issue = min(1.0, (gpu.blocks * gpu.ghz / gpu.read) / (there.blocks * there.ghz / there.read))
+    issue = min(1.0, (gpu.multiprocessors * gpu.ghz / gpu.read) / (there.multiprocessors * there.ghz / there.read))
 
     def scenario(label: str, read: float, streaming: float, fixed: float) -> Scenario:
         seconds = total / (read * streaming) + config.layers * fixed * 1e-6
@@ -304,7 +304,7 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
     formula: tuple[Scenario, ...] = ()
     if rehearsed:
         formula = scenarios
-        worst, best = gpu.products if gpu.products[0] else (gpu.read * least, gpu.read * least)
+        worst, best = gpu.product_reads if gpu.product_reads[0] else (gpu.read * least, gpu.read * least)
         all_of_it = gpu.read * usual
         reads = {"low": worst, "central": 2 / (1 / best + 1 / all_of_it), "high": all_of_it}
         scenarios = tuple(scenario(name, read, 1.0, rehearsed.fixed(read)) for name, read in reads.items())
