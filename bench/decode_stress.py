@@ -18,7 +18,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cuda.decode.step import DecodeStep, StepShape
+from halfbyte.kernels.cuda.decode.shape import StepShape
+from halfbyte.kernels.cuda.decode.step import DecodeStep
 from halfbyte.lab import environment
 from halfbyte.lab.levels.decode_case import DecodeCase, place, random_weights, shape_of
 

@@ -1,7 +1,7 @@
 """Every GPU test of a kernel under a compute-sanitizer tool, each in a process of its own, and a receipt of it.
 
     python bench/memcheck_gpu.py --out memcheck.json                 # all of tests/kernels
-    python bench/memcheck_gpu.py --tool racecheck --tests tests/kernels/cuda/test_draw.py
+    python bench/memcheck_gpu.py --tool racecheck --tests tests/kernels/cuda/sampling
 
 Whole plans (prompts, batches, decode, in every weight and activation format), layers, attention, products, the sampler.
 Most of the time is starting up and compilers: run the tests plainly before, so that the kernel cache is full. A test

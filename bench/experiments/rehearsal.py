@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +26,11 @@ from typing import Any
 import torch
 
 from bench.kernels import decode, runner
-from halfbyte.kernels.cuda.decode.step import StepArgs, StepShape, StepWeights
-from halfbyte.kernels.launch import Kernel, Program, compile_program
+from halfbyte.kernels import launch
+from halfbyte.kernels.cuda.decode.shape import StepShape
+from halfbyte.kernels.cuda.decode.step import StepWeights
+from halfbyte.kernels.cuda.device import host
+from halfbyte.kernels.launch import Program, compile_program
 from halfbyte.lab import receipts
 from halfbyte.lab.levels import decode_case
 from halfbyte.lab.levels.decode_case import DecodeCase
@@ -41,7 +43,6 @@ from halfbyte.plan.phase import ARCHES
 from halfbyte.roofline import Gpu, decode_traffic, gpu_named
 
 FOLDER = Path(__file__).resolve().parent
-CACHE = Path(tempfile.mkdtemp())  # pre-included files are not part of a cubin's key
 UNIT = 1024  # of the queue's clock, in a nanosecond
 
 
@@ -72,23 +73,25 @@ def pace(gpu: Gpu, blocks: int, config: ModelConfig, formats: str, context: int,
     return tuple(f"-DHB_{name}={round(value)}" for name, value in values.items())
 
 
-def program(s: StepShape, paced: tuple[str, ...]) -> Program:
-    plain = s.program()
+def with_pace(program: Program, paced: tuple[str, ...]) -> Program:
     if not paced:
-        return plain
-    extra = (*paced, f"--include-path={FOLDER}", "--pre-include=pace.cuh")
-    return replace(plain, options=(*plain.options, *extra))
+        return program
+    source = (
+        f"-DHB_PACE_SOURCE=0x{receipts.file_hash(FOLDER / 'pace.cuh')}"  # pre-included files are not in a cubin's key
+    )
+    extra = (*paced, source, f"--include-path={FOLDER}", "--pre-include=pace.cuh")
+    return replace(program, options=(*program.options, *extra))
 
 
-class PacedGpu:
+class PacedGpu(host.Gpu):
     """The kernel with so many blocks on the current device, and copies at another memory's pace."""
 
-    def __init__(self, s: StepShape, paced: tuple[str, ...], blocks: int, arch: str) -> None:
-        self.blocks, self._threads = blocks, 32 * (s.warps + 1)
-        self._kernel = Kernel(compile_program(program(s, paced), arch, cache=CACHE), "decode_step", s.shared_bytes)
+    def __init__(self, paced: tuple[str, ...], blocks: int) -> None:
+        super().__init__()
+        self.paced, self.blocks = paced, blocks
 
-    def run(self, args: StepArgs) -> None:
-        self._kernel.launch(self.blocks, self._threads, args, cooperative=True)
+    def program(self, build: launch.Build) -> Program:
+        return with_pace(build.program, self.paced)
 
 
 @dataclass(frozen=True)
@@ -100,15 +103,15 @@ class Build:
     paced: tuple[str, ...]
     blocks: int
 
-    def machine(self, shape: StepShape) -> PacedGpu:
-        return PacedGpu(shape, self.paced, self.blocks, runner.device_arch())
+    def machine(self) -> PacedGpu:
+        return PacedGpu(self.paced, self.blocks)
 
     def programs(self) -> list[Program]:
         """Of the step that is timed, and of the shorter ones that are compared in front of it."""
         shapes = [self.shape]
         if not self.case.traced:
             shapes += [at_depth(self.shape, depth) for depth in range(1, DEPTH + 1)]
-        return [program(s, self.paced) for s in shapes]
+        return [with_pace(s.program(), self.paced) for s in shapes]
 
 
 def cases_of(gpus: list[str], formats: list[str], shares: list[float], variants: list[str]) -> list[Case]:
@@ -127,7 +130,7 @@ def cases_of(gpus: list[str], formats: list[str], shares: list[float], variants:
 
 def rehearse(cell: Cell, build: Build, case: DecodeCase, context: int, repeats: int) -> Result:
     facts = {"warps": build.shape.warps, "paced": list(build.paced), "bytes": cell_bytes(cell)}
-    step = case.step(build.shape, build.machine(build.shape))
+    step = case.step(build.shape, build.machine())
     if build.case.traced:
         decode_case.place(step, context)
         phases = decode_trace.trace(step)
@@ -135,8 +138,8 @@ def rehearse(cell: Cell, build: Build, case: DecodeCase, context: int, repeats: 
         return Result(cell, detail=facts | {"trace": phases})
     short = decode.short_case(build.shape, case.weights, context)
     verdicts = [
-        check_decode(build.shape, short, context, machine_of=build.machine),
-        same_as_timed(step, case, context, machine_of=build.machine),
+        check_decode(build.shape, short, context, machine=build.machine()),
+        same_as_timed(step, case, context, machine=build.machine()),
     ]
     checks = tuple(v.as_check() for v in verdicts)
     if not all(c.ok for c in checks):
@@ -165,7 +168,7 @@ def main() -> int:
     builds = [build_of(case, args, changes.get(case.variant, {})) for case in cases]
     with ThreadPoolExecutor(16) as pool:
         programs = [p for build in builds for p in build.programs()]
-        list(pool.map(lambda p: compile_program(p, runner.device_arch(), cache=CACHE), programs))
+        list(pool.map(lambda p: compile_program(p, runner.device_arch()), programs))
     measured = receipts.measured([KERNEL]) | receipts.hashes([FOLDER / "pace.cuh"])
     receipt = runner.Receipt("bench/experiments/rehearsal.py", args.out, measured)
     weights: StepWeights | None = None

@@ -26,9 +26,11 @@ from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.formats import MXTensor, tile16
-from halfbyte.kernels.cuda.batch import products
-from halfbyte.kernels.cuda.batch.layer import Layer, Room
-from halfbyte.kernels.cuda.batch.products import Matrix, RowShape
+from halfbyte.kernels.cuda.batch import layer as batch_layer
+from halfbyte.kernels.cuda.batch.builds import RowShape
+from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Layer
+from halfbyte.kernels.cuda.batch.products import Matrix
+from halfbyte.kernels.cuda.device.host import Workspace, gpu
 from halfbyte.lab import environment, receipts
 from halfbyte.lab.measure.device_timing import device_us
 from halfbyte.lab.measure.power import PowerMeter
@@ -73,11 +75,10 @@ class Case:
         }
         more = {"gate_up": {"swiglu": True}, "o": {"router": c.experts}}
         matrices = {n: Matrix(w, self.v[f"{n}_bias"], n, **more.get(n, {})) for n, w in self.w.items()}
-        room = Room(RowShape(c.hidden, c.experts, c.top_k), c.intermediate, held, torch.device("cuda"))
+        workspace = Workspace(gpu(), held, torch.device("cuda"))
+        buffers = BatchBuffers(workspace, RowShape(c.hidden, c.experts, c.top_k), c.intermediate)
         vectors = {n: self.v[n] for n in ("attn_norm", "mlp_norm", "router", "router_bias")}
-        self.layer = Layer(
-            products.gpu(), room, **matrices, **vectors, eps=c.norm_eps, limit=c.swiglu_limit, alpha=c.swiglu_alpha
-        )
+        self.layer = Layer(buffers, **matrices, **vectors, eps=c.norm_eps, limit=c.swiglu_limit, alpha=c.swiglu_alpha)
 
     @staticmethod
     def vector(*size: int) -> Tensor:
@@ -94,7 +95,7 @@ class Case:
             layer.leave(y, attn)
             mid = y.clone()
             layer.finish(y)
-            found.append((qkv, mid, y, layer.room.ids[:rows].clone()))
+            found.append((qkv, mid, y, layer.buffers.ids[:rows].clone()))
         same = all(torch.equal(a, b) for a, b in zip(*found))
         qkv, mid, y, ids = found[0]
         h = rms_norm(x, v["attn_norm"], c.norm_eps).bfloat16().float()
@@ -105,7 +106,7 @@ class Case:
         theirs, shares = route(h, v["router"].float(), v["router_bias"], c.top_k)
         agree = float((theirs == ids).float().mean())
         parts = torch.zeros((rows, c.top_k, c.hidden), device="cuda")
-        shares = layer.room.weights[:rows]
+        shares = layer.buffers.weights[:rows]
         for e in ids.unique().tolist():
             row, slot = (ids == e).nonzero(as_tuple=True)
             z = h[row].bfloat16().float() @ dense(self.w["gate_up"].select(e)).T + v["gate_up_bias"][e].float()
@@ -164,15 +165,15 @@ def time_rows(cases: list[Case], rows: int, seconds: float) -> dict[str, Any]:
     choices: list[Tensor] = []
     for case, x in zip(cases, xs):
         case.layer.leave(x, attn)
-        choices.append(case.layer.room.ids[:rows].clone())
+        choices.append(case.layer.buffers.ids[:rows].clone())
     experts = statistics.fmean(ids.unique().numel() for ids in choices)
     each = {n: w.data[0].nbytes if w.data.ndim == 4 else w.data.nbytes for n, w in cases[0].w.items()}
-    room, gpu = cases[0].layer.room, cases[0].layer.machine
-    used = torch.zeros((len(cases), 2 + room.done.numel()), dtype=torch.int32, device="cuda")
-    rooms = []  # one for each layer, so that nothing is cleared between them
+    buffers, machine = cases[0].layer.buffers, cases[0].layer.machine
+    used = torch.zeros((len(cases), 2 + buffers.done.numel()), dtype=torch.int32, device="cuda")
+    copies = []  # one for each layer, so that nothing is cleared between them
     for mine, ids in zip(used, choices):
-        rooms.append(copy.copy(room))
-        rooms[-1].tickets, rooms[-1].done, rooms[-1].ids = mine[:2], mine[2:], ids
+        copies.append(copy.copy(buffers))
+        copies[-1].tickets, copies[-1].done, copies[-1].ids = mine[:2], mine[2:], ids
     trace = torch.zeros((132, 4), dtype=torch.int64, device="cuda")
 
     def work(name: str, traced: Tensor | None = None) -> Callable[[], None]:
@@ -181,11 +182,11 @@ def time_rows(cases: list[Case], rows: int, seconds: float) -> dict[str, Any]:
             for i, (case, x) in enumerate(zip(cases, xs)):
                 layer = case.layer
                 if name == "experts":
-                    layer.experts.run(gpu, rooms[i], rows, trace=traced)
+                    layer.experts.run(machine, copies[i], rows, trace=traced)
                 elif name == "qkv":
-                    layer.qkv.run(gpu, room.h, qkv, rows, trace=traced)
+                    layer.qkv.run(machine, buffers.h, qkv, rows, trace=traced)
                 elif name == "o, router":
-                    layer.o.run(gpu, attn, x, rows, router=layer.router, trace=traced)
+                    layer.o.run(machine, attn, x, rows, router=layer.router, trace=traced)
                 elif name == "choose":
                     layer.choose(x)
                 else:
@@ -240,7 +241,7 @@ def main() -> None:
     torch.manual_seed(0)
     result: dict[str, Any] = {
         "bench": "batch_gpu", "model": args.model, "device": torch.cuda.get_device_name(), "checks": [], "rows": [],
-        "argv": sys.argv[1:], "measured": receipts.hashes(receipts.sources_of([products.FOLDER / "batch_layer.py"])),
+        "argv": sys.argv[1:], "measured": receipts.hashes(receipts.sources_of([Path(batch_layer.__file__)])),
     }  # fmt: skip
     if args.rows:
         held: dict[str, Tensor] = {}

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from bench.kernels import runner
-from halfbyte.kernels.cuda.decode.step import DecodeStep, StepShape, StepWeights
+from halfbyte.kernels.cuda.decode.shape import StepShape
+from halfbyte.kernels.cuda.decode.step import DecodeStep, StepWeights
 from halfbyte.lab import receipts
 from halfbyte.lab.levels import decode_case
 from halfbyte.lab.levels.decode_case import DecodeCase, place, random_weights, with_dense_formats

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, Build, attend, encode_pages
+from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashShape, attend, map_pages
+from halfbyte.kernels.cuda.device.host import gpu
 from halfbyte.kernels.prove import default_spec
 from halfbyte.kernels.triton.attention import PrefillAttention
 from halfbyte.lab import environment
@@ -84,12 +85,12 @@ def timed(f: Any) -> tuple[float, float]:
 
 
 def kernels(
-    step: Step, pool: Tensor, q: Tensor, sinks: Tensor, kind: str, builds: list[Build]
+    step: Step, pool: Tensor, q: Tensor, sinks: Tensor, kind: str, builds: list[FlashShape]
 ) -> dict[str, Callable[[], Tensor]]:
     window = WINDOW if kind == "sliding" else 0
     binding = Binding(default_spec(dense="mxfp4"), SimpleNamespace(sinks=sinks), kind, 1, (sinks, 1.0), lambda: pool)
     launch = PrefillAttention().bind(replace(binding, spec=replace(binding.spec, features=FEATURES)))
-    pages = encode_pages(pool)
+    pages = map_pages(gpu(), pool)
 
     def triton() -> Tensor:
         acts = Activations(q=q)
@@ -97,8 +98,8 @@ def kernels(
         found: Tensor = acts.attn
         return found
 
-    def flash(b: Build) -> Callable[[], Tensor]:
-        return lambda: attend(b, q, pool, 1, step, kind, sinks, window, pages=pages)
+    def flash(b: FlashShape) -> Callable[[], Tensor]:
+        return lambda: attend(gpu(), b, q, pool, 1, step, kind, sinks, window, pages=pages)
 
     return {"triton": triton} | {f"flash {b.groups}x{b.stages}x{b.blocks}": flash(b) for b in builds}
 
@@ -113,8 +114,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     builds = {"full": [FULL], "sliding": [SLIDING]}
     if args.variants:
-        builds["full"] += [Build(2, 6, 1), Build(3, 3, 1), Build(1, 4, 2)]
-        builds["sliding"] += [Build(2, 4, 1), Build(3, 4, 1)]
+        builds["full"] += [FlashShape(2, 6, 1), FlashShape(3, 3, 1), FlashShape(1, 4, 2)]
+        builds["sliding"] += [FlashShape(2, 4, 1), FlashShape(3, 4, 1)]
     for new, past in CASES:
         step, pool, q, sinks = make(new, past)
         for kind, window in (("full", 0), ("sliding", WINDOW)):

@@ -29,12 +29,13 @@ from torch.profiler import profile as torch_profile
 
 from bench.kernels.prefill_products import random_mxfp4
 from halfbyte.gates import Gates, Layers
-from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention
-from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, Variant, gpu
+from halfbyte.kernels.cuda.attention.flash import FlashAttention
+from halfbyte.kernels.cuda.device.host import gpu
+from halfbyte.kernels.cuda.prefill.builds import GroupedShape
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
 from halfbyte.kernels.cuda.prefill.layer import Fp8PrefillLayer, PrefillLayer
 from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv
-from halfbyte.kernels.launch import Program, compile_program
+from halfbyte.kernels.launch import compile_program
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.kernels.triton.router import NormAndRouter
 from halfbyte.lab import environment, receipts
@@ -49,15 +50,10 @@ BOUND = {"bf16": 1e-2, "fp8": 4e-2}  # between one layer and its phases
 PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer, in order
 
 
-def compile_all(fp8: bool) -> None:
+def compile_all(spec: Spec, fp8: bool) -> None:
     """Every kernel in the cache, at the same time."""
-    shapes = ("vast",) if fp8 else ("lean", "broad", "wide")
-    variants = [Variant("mxfp4", shape, swiglu) for shape in shapes for swiglu in (False, True)]
-    variants.append(Variant("mxfp4", shapes[-1], False, rope=True))
-    programs = [v.program() for v in variants] + [b.program() for b in (FULL, SLIDING)]
-    programs += [
-        Program(ROWS_PROGRAM, entry) for entry in ("pack_rows", "sum_pack_rows", "group_rows", "requantize", "sum_rows")
-    ]
+    phase = Fp8PrefillLayer() if fp8 else PrefillLayer()
+    programs = [b.program for b in phase.builds(spec, ARCHES["sm90"])]
     with ThreadPoolExecutor(len(programs)) as pool:
         list(pool.map(lambda program: compile_program(program, gpu().arch), programs))
 
@@ -200,15 +196,16 @@ def main() -> int:
     environment.need_gpu()
     torch.set_grad_enabled(False)
     began = time.time()
-    compile_all(args.fp8)
-    print(f"kernels ready after {time.time() - began:.1f} s", flush=True)
     gates = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"), activation="fp8" if args.fp8 else "auto")
     s = spec_of(NAMED["120b"], gates, ARCHES["sm90"], formats_after(gates, CHECKPOINT_FORMATS))
     s = replace(s, layers=args.layers)
+    compile_all(s, args.fp8)
+    print(f"kernels ready after {time.time() - began:.1f} s", flush=True)
     weights = [layer_weights(s) for _ in range(args.layers)]
     report: dict[str, Any] = {
         "bench": "prefill_layers", "device": torch.cuda.get_device_name(), "layers": args.layers, "fp8": args.fp8,
-        "sources": Variant("mxfp4", "wide", False).program().hash(), "date": time.strftime("%Y-%m-%d"), "results": [],
+        "sources": GroupedShape("mxfp4", "m256n128", False).program().hash(), "date": time.strftime("%Y-%m-%d"),
+        "results": [],
         "measured": receipts.measured({Fp8PrefillLayer() if args.fp8 else PrefillLayer()}),
     }  # fmt: skip
     for tokens in (int(t) for t in args.tokens.split(",")):

@@ -1,7 +1,7 @@
 """The grouped products on a real GPU (SM90): checked against torch float32, then timed at true shapes.
 
     python -m bench.kernels.prefill_products --tokens 16,32,64,512,2048,8192
-    python -m bench.kernels.prefill_products --compare wide,broad,wide+pair --tokens 2048,8192
+    python -m bench.kernels.prefill_products --compare m256n128,m384n88,m256n128+pair --tokens 2048,8192
     python -m bench.kernels.prefill_products --options=-DHB_PIN=1                # another build (also HB_ALONE)
     python -m bench.kernels.prefill_products --fp8 --tokens 512,2048,8192        # fp8 activations
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import itertools
 import json
 import statistics
@@ -30,11 +31,12 @@ from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.formats import MXTensor, tile16
-from halfbyte.kernels.cuda.prefill import builds
-from halfbyte.kernels.cuda.prefill.builds import SHAPES, Room, Variant
+from halfbyte.kernels.cuda.device.host import Gpu, Workspace
+from halfbyte.kernels.cuda.prefill.builds import FP8_TILE, TILES, GroupedShape, ProductArgs, build_of, rows_build
+from halfbyte.kernels.cuda.prefill.experts import Experts
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts
-from halfbyte.kernels.cuda.prefill.products import Dense, Experts
-from halfbyte.kernels.launch import Kernel, Program, compile_program
+from halfbyte.kernels.cuda.prefill.products import Dense
+from halfbyte.kernels.launch import Build, Kernel, Map, Program, compile_program
 from halfbyte.lab import environment
 from halfbyte.model.config import NAMED
 from halfbyte.ops.linear import round_activation
@@ -43,7 +45,7 @@ from halfbyte.ops.moe import swiglu
 BANDWIDTH, FLOPS, BOUND = 4.5e12, 790e12, 3e-3
 FP8_BOUND = 2e-2  # what the fp8 tensor cores' sums lose is to be measured
 ROW_KERNELS = ("pack_rows", "group_rows", "requantize", "sum_rows")
-VARIANTS = [Variant("mxfp4", shape, swiglu) for shape in SHAPES if shape != "vast" for swiglu in (False, True)]
+SHAPES = [GroupedShape("mxfp4", tile, swiglu) for tile in TILES if tile != FP8_TILE for swiglu in (False, True)]
 SUSTAINED = 150_000  # µs that a kernel is timed for, so that the clock falls as it does in a long prompt
 
 
@@ -63,25 +65,20 @@ def dequantized(w: MXTensor) -> Tensor:
     return torch.stack([formats.dequantize(tile16.unpack(w.select(e)), torch.float32) for e in range(w.shape[0])])
 
 
-class Built(builds.Gpu):
-    """The kernels with more options than they are shipped with."""
+class OtherOptions(Gpu):
+    """The products with more options than they are shipped with."""
 
     def __init__(self, options: tuple[str, ...]) -> None:
         super().__init__()
         self.options = options
 
-    def program(self, variant: Variant) -> Program:
-        program = variant.program()
-        return replace(program, options=program.options + self.options)
-
-    def load(self, variant: Variant) -> None:
-        if variant not in self._products:
-            cubin = compile_program(self.program(variant), self.arch)
-            self._products[variant] = Kernel(cubin, "grouped", variant.shared_bytes)
+    def program(self, build: Build) -> Program:
+        more = self.options if build.program.entry == "grouped" else ()
+        return replace(build.program, options=build.program.options + more)
 
 
 class Layer:
-    def __init__(self, room: Room, model: str, fp8: bool) -> None:
+    def __init__(self, workspace: Workspace, model: str, fp8: bool) -> None:
         c = NAMED[model]
         self.config, self.activation = c, "fp8" if fp8 else "bf16"
         self.gate_up = random_mxfp4(c.experts, 2 * c.intermediate, c.hidden)
@@ -90,8 +87,9 @@ class Layer:
         self.down_bias = torch.randn(c.experts, c.hidden, device="cuda").bfloat16()
         kind = Fp8Experts if fp8 else Experts
         self.experts = kind(
-            room, self.gate_up, self.gate_up_bias, self.down, self.down_bias, limit=c.swiglu_limit, alpha=c.swiglu_alpha
-        )
+            workspace, self.gate_up, self.gate_up_bias, self.down, self.down_bias, limit=c.swiglu_limit,
+            alpha=c.swiglu_alpha,
+        )  # fmt: skip
 
     def reference(self, dense: tuple[Tensor, Tensor], h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> Tensor:
         parts = torch.zeros((*ids.shape, x.shape[1]), device="cuda")
@@ -139,38 +137,38 @@ def timed(run: Callable[[int], object], sustained: float = 0.0) -> float:
 
 
 class Compared(NamedTuple):
-    """A build to compare: shape[+alone|+pair][:options for the compiler]."""
+    """A build to compare: tile[+alone|+pair][:options for the compiler]."""
 
     name: str
-    shape: str
+    tile: str
     pair: int
     options: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> Self:
         name, _, options = text.partition(":")
-        shape, *how = name.split("+")
-        return cls(text, shape, {"alone": 1, "pair": 2}[how[0]] if how else SHAPES[shape].pair, tuple(options.split()))
+        tile, *how = name.split("+")
+        return cls(text, tile, {"alone": 1, "pair": 2}[how[0]] if how else TILES[tile].pair, tuple(options.split()))
 
 
 @contextlib.contextmanager
-def built(gpu: Built, as_: Compared) -> Iterator[None]:
-    """The shape as it is to be compared, and nothing left of it afterwards."""
-    shape, options = SHAPES[as_.shape], gpu.options
-    SHAPES[as_.shape], gpu.options = shape._replace(pair=as_.pair), options + as_.options
-    gpu._products.clear()
+def built(gpu: OtherOptions, as_: Compared) -> Iterator[None]:
+    """The tile as it is to be compared, and nothing left of it afterwards: new builds are new kernels."""
+    tile, options = TILES[as_.tile], gpu.options
+    TILES[as_.tile], gpu.options = tile._replace(pair=as_.pair), options + as_.options
+    build_of.cache_clear()
     yield
-    SHAPES[as_.shape], gpu.options = shape, options
-    gpu._products.clear()
+    TILES[as_.tile], gpu.options = tile, options
+    build_of.cache_clear()
 
 
-def load_kernels(gpu: Built, fp8: bool, compared: list[Compared]) -> None:
+def load_kernels(gpu: OtherOptions, fp8: bool, compared: list[Compared]) -> None:
     """Compile in parallel; loading then finds them in the cache."""
-    variants = [Variant("mxfp4", "vast", s) for s in (False, True)] if fp8 else VARIANTS
-    programs = [gpu.program(v) for v in variants] + [Program(builds.ROWS_PROGRAM, e) for e in ROW_KERNELS]
+    shapes = [GroupedShape("mxfp4", FP8_TILE, s) for s in (False, True)] if fp8 else SHAPES
+    programs = [gpu.program(b) for b in (*map(build_of, shapes), *map(rows_build, ROW_KERNELS))]
     for c in compared:
         with built(gpu, c):
-            programs += [gpu.program(Variant("mxfp4", c.shape, s)) for s in (False, True)]
+            programs += [gpu.program(build_of(GroupedShape("mxfp4", c.tile, s))) for s in (False, True)]
     with ThreadPoolExecutor(len(programs)) as pool:
         list(pool.map(lambda p: compile_program(p, gpu.arch), programs))
 
@@ -178,38 +176,43 @@ def load_kernels(gpu: Built, fp8: bool, compared: list[Compared]) -> None:
 class Spy:
     """A machine that runs everything and remembers the last arguments, so that one kernel can be timed alone."""
 
-    def __init__(self, inner: builds.Gpu) -> None:
-        self.inner, self.blocks, self.map, self.seen = inner, inner.blocks, inner.map, {}
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.blocks, self.launches = gpu, gpu.blocks, {}
 
-    def product(self, variant: Variant, args: builds.ProductArgs) -> None:
-        self.seen["gate_up" if variant.swiglu else "down"] = (variant, args)
-        self.inner.product(variant, args)
+    def load(self, build: Build) -> Kernel:
+        return self.gpu.load(build)
 
-    def rows(self, entry: str, grid: int, args: builds.RowsArgs) -> None:
-        self.seen[entry] = (entry, grid, args)
-        self.inner.rows(entry, grid, args)
+    def byte_map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
+        return self.gpu.byte_map(data, row_bytes, box)
+
+    def row_map(self, rows: Tensor, box: tuple[int, int]) -> Map:
+        return self.gpu.row_map(rows, box)
+
+    def run(self, build: Build, grid: int, args: ctypes.Structure) -> None:
+        name = build.program.entry
+        if isinstance(args, ProductArgs):  # the first of both writes its results packed
+            name = "gate_up" if args.packed else "down"
+        self.launches[name] = (build, grid, args)
+        self.gpu.run(build, grid, args)
 
 
 def measure(
-    layers: list[Layer], spy: Spy, room: Room, rows: int, even: bool, shape: str | None, brief: bool = False
+    layers: list[Layer], spy: Spy, rows: int, even: bool, tile: str | None, brief: bool = False
 ) -> dict[str, Any]:
     c = layers[0].config
     for layer in layers:
-        layer.experts.shape = shape
+        layer.experts.tile = tile
     ids, weights = routing(rows, c.experts, c.top_k, even)
     h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
     used = ids.unique().numel()
     kept = []
     for layer in layers:
         layer.experts.run(h, ids, weights, x)
-        kept.append(dict(spy.seen))
+        kept.append(dict(spy.launches))
 
     def one(name: str) -> Callable[[int], None]:
         def run(i: int) -> None:
-            if name in ("gate_up", "down"):
-                spy.inner.product(*kept[i % len(kept)][name])
-            else:
-                spy.inner.rows(*kept[i % len(kept)][name])
+            spy.gpu.run(*kept[i % len(kept)][name])
 
         return run
 
@@ -219,8 +222,7 @@ def measure(
     us = {name: timed(one(name), SUSTAINED) for name in names}
     us["moe"] = timed(lambda i: layers[i % len(layers)].experts.run(h, ids, weights, x), SUSTAINED)
     slots = rows * c.top_k
-    shape = kept[0]["down"][0].shape
-    out: dict[str, Any] = {"tokens": rows, "even": even, "shape": shape, "experts": used, "us": us}
+    out: dict[str, Any] = {"tokens": rows, "even": even, "build": kept[0]["down"][0].name, "experts": used, "us": us}
     for name, n, k in (("gate_up", 2 * c.intermediate, c.hidden), ("down", c.hidden, c.intermediate)):
         size = used * n * k * 17 / 32
         flop = 2.0 * slots * n * k
@@ -243,7 +245,7 @@ def main() -> int:
     parser.add_argument("--options", default="", help="for the compiler, separated by blanks")
     parser.add_argument("--fp8", action="store_true", help="fp8 activations")
     parser.add_argument("--save", type=Path)
-    parser.add_argument("--compare", default="", help="to time at every size: shape[+alone|+pair][:options]")
+    parser.add_argument("--compare", default="", help="to time at every size: tile[+alone|+pair][:options]")
     parser.add_argument("--shapes", action="store_true", help="time the builds that auto does not choose, too")
     parser.add_argument(
         "--ablation", action="store_true", help="a build that leaves work out: timed though it is wrong"
@@ -253,15 +255,16 @@ def main() -> int:
     environment.need_gpu()
     torch.backends.cuda.matmul.allow_tf32 = False
     began = time.time()
-    gpu = Built(tuple(args.options.split()))
+    gpu = OtherOptions(tuple(args.options.split()))
     compared = [Compared.parse(name) for name in filter(None, args.compare.split(","))]
     load_kernels(gpu, args.fp8, compared)
     bound = FP8_BOUND if args.fp8 else BOUND
     print(f"kernels ready after {time.time() - began:.1f} s", flush=True)
     spy = Spy(gpu)
-    room = Room(spy, {}, torch.device("cuda"))
+    buffers: dict[str, Tensor] = {}
+    workspace = Workspace(spy, buffers, torch.device("cuda"))
     c = NAMED[args.model]
-    layers = [Layer(room, args.model, args.fp8) for _ in range(args.layers)]
+    layers = [Layer(workspace, args.model, args.fp8) for _ in range(args.layers)]
     dense = (dequantized(layers[0].gate_up), dequantized(layers[0].down))
     torch.cuda.synchronize()
     print(f"weights ready after {time.time() - began:.1f} s", flush=True)
@@ -271,7 +274,7 @@ def main() -> int:
     for rows in sorted(sizes if args.brief else {*sizes, 9, 65, 200}):
         ids, weights = routing(rows, c.experts, c.top_k)
         h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
-        for buffer in room._buffers.values():  # nothing may survive from another run
+        for buffer in buffers.values():  # nothing may survive from another run
             if buffer.dtype in (torch.float32, torch.bfloat16):
                 buffer.fill_(float("nan"))
         got = layers[0].experts.run(h, ids, weights, x)
@@ -293,17 +296,19 @@ def main() -> int:
             continue
         stack = [random_mxfp4(n, k) for _ in range(12)]
         plain = dequantized(stack[0])
-        others = ("wide", "broad") if (args.shapes or args.compare) and not args.fp8 else ()
+        others = ("m256n128", "m384n88") if (args.shapes or args.compare) and not args.fp8 else ()
         asked = itertools.product((128, 512, 2048, 8192), (None, *others))
-        for rows, shape in asked:
+        for rows, tile in asked:
             x = torch.randn(rows, k, device="cuda").bfloat16()
-            matrices = [Fp8Dense(room, w, None, role) if args.fp8 else Dense(room, w, None, role, shape) for w in stack]
+            matrices = [
+                Fp8Dense(workspace, w, None, role) if args.fp8 else Dense(workspace, w, None, role, tile) for w in stack
+            ]
             e = error(matrices[0].run(x), round_activation(x, layers[0].activation) @ plain.T)
             bad += e > (bound if args.fp8 else 1e-4)
             us = timed(lambda i, m=matrices, x=x: m[i % 12].run(x))
-            linear[f"{role} {rows}{f' {shape}' if shape else ''}"] = us
+            linear[f"{role} {rows}{f' {tile}' if tile else ''}"] = us
             print(
-                f"{role}, {rows} rows, {shape}: error {e:.1e}, {us:.1f} µs, "
+                f"{role}, {rows} rows, {tile}: error {e:.1e}, {us:.1f} µs, "
                 f"{2.0 * rows * n * k / us / 1e6:.0f} TFLOP/s, "
                 f"{n * k * 17 / 32 / us / 1e6:.2f} TB/s", flush=True,
             )  # fmt: skip
@@ -316,26 +321,26 @@ def main() -> int:
             for rows in sizes:
                 ids, weights = routing(rows, c.experts, c.top_k)
                 h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
-                layers[0].experts.shape = c_.shape
+                layers[0].experts.tile = c_.tile
                 got = layers[0].experts.run(h, ids, weights, x)
                 e = error(got - x, layers[0].reference(dense, h, ids, weights, x) - x)
-                r = measure(layers, spy, room, rows, False, c_.shape, True) if e <= bound else {}
+                r = measure(layers, spy, rows, False, c_.tile, True) if e <= bound else {}
                 shown = {k: round(v) for k, v in r.get("us", {}).items()}
                 print(c_.name, rows, f"error {e:.1e}", shown, flush=True)
                 if r:
                     results.append(r | {"build": c_.name})
     for layer in layers:
-        layer.experts.shape = None
+        layer.experts.tile = None
     if args.shapes and not args.fp8:
-        cases += [(rows, False, "narrow") for rows in (128, 256)]
-        cases += [(r, False, shape) for r in (128, 256, 512, 1024, 2048, 4096, 8192) for shape in ("wide", "broad")]
-        cases += [(2048, True, shape) for shape in ("wide", "broad")]
-    for rows, even, shape in cases:
-        r = measure(layers, spy, room, rows, even, shape)
+        cases += [(rows, False, "m256n64") for rows in (128, 256)]
+        cases += [(r, False, tile) for r in (128, 256, 512, 1024, 2048, 4096, 8192) for tile in ("m256n128", "m384n88")]
+        cases += [(2048, True, tile) for tile in ("m256n128", "m384n88")]
+    for rows, even, tile in cases:
+        r = measure(layers, spy, rows, even, tile)
         results.append(r)
         us = r["us"]
         print(
-            f"{rows:5d}{' even' if even else ''} tokens, {r['shape']}, {r['experts']:3d} experts: "
+            f"{rows:5d}{' even' if even else ''} tokens, {r['build']}, {r['experts']:3d} experts: "
             f"group {us['group_rows']:.1f} "
             f"pack {us['pack_rows']:.1f} requantize {us.get('requantize', 0.0):.1f} "
             + " ".join(f"{n} {us[n]:.1f} µs {shares(r[n])}" for n in ("gate_up", "down"))
@@ -345,7 +350,7 @@ def main() -> int:
     report = {
         "bench": "prefill_gpu", "model": args.model, "device": torch.cuda.get_device_name(), "results": results,
         "linear_us": linear, "options": args.options, "fp8": args.fp8,
-        "sources": VARIANTS[0].program().hash(), "date": time.strftime("%Y-%m-%d"),
+        "sources": SHAPES[0].program().hash(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     for rows in (2048, 8192):
         moe = [r["us"]["moe"] for r in results if r["tokens"] == rows and not r["even"]]

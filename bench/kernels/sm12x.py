@@ -27,10 +27,12 @@ from bench.kernels import batch, prefill_products
 from halfbyte import formats
 from halfbyte.formats import layouts, tile16
 from halfbyte.kernels.cuda.batch import layer, products
-from halfbyte.kernels.cuda.prefill import builds
+from halfbyte.kernels.cuda.batch.builds import ROW_THREADS, ProductShape, RowShape
+from halfbyte.kernels.cuda.device.host import Workspace, gpu
+from halfbyte.kernels.cuda.prefill.builds import rows_build
 from halfbyte.kernels.cuda.prefill.mx import Mxfp4Dense, Mxfp8Dense
-from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, SyncVariant
-from halfbyte.kernels.launch import Program, compile_program
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, SyncShape
+from halfbyte.kernels.launch import compile_program
 from halfbyte.lab import environment
 from halfbyte.lab.levels import decode_case
 from halfbyte.lab.levels.decode_check import check_decode
@@ -52,21 +54,21 @@ def say(text: str) -> None:
 def programs(arch: str, steps: list[Any]) -> None:
     """All of them at once, into the cache."""
     c = NAMED["120b"]
-    found = [SyncVariant("mxfp4", t, s).program() for t in COLUMNS for s in (False, True)]
-    found += [SyncVariant(f, t, False).program() for f in ("q8", "bf16") for t in COLUMNS]
-    found += [Program(builds.ROWS_PROGRAM, e) for e in ROW_KERNELS]
-    found += [products.RowShape(c.hidden, c.experts, c.top_k).program(e) for e in products.ROW_THREADS]
+    found = [SyncShape("mxfp4", t, s).program() for t in COLUMNS for s in (False, True)]
+    found += [SyncShape(f, t, False).program() for f in ("q8", "bf16") for t in COLUMNS]
+    found += [rows_build(e).program for e in ROW_KERNELS]
+    found += [RowShape(c.hidden, c.experts, c.top_k).program(e) for e in ROW_THREADS]
     found += [v.within(SMALL).program() for v in (
-        products.Variant("mxfp4", c.hidden), products.Variant("mxfp4", c.heads * c.head_dim, router=c.experts),
-        products.Variant("mxfp4", c.hidden, True, ids=True, both=True), products.Variant("q8", c.hidden),
+        ProductShape("mxfp4", c.hidden), ProductShape("mxfp4", c.heads * c.head_dim, router=c.experts),
+        ProductShape("mxfp4", c.hidden, True, ids=True, both=True), ProductShape("q8", c.hidden),
     )]  # fmt: skip
     found += [s.program() for s in steps]
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda p: compile_program(p, arch), found))
 
 
-def experts(room: builds.Room, sizes: list[int]) -> list[dict[str, Any]]:
-    layer = prefill_products.Layer(room, "120b", False)
+def experts(workspace: Workspace, buffers: dict[str, torch.Tensor], sizes: list[int]) -> list[dict[str, Any]]:
+    layer = prefill_products.Layer(workspace, "120b", False)
     c = layer.config
     dense = (prefill_products.dequantized(layer.gate_up), prefill_products.dequantized(layer.down))
     found = []
@@ -76,10 +78,10 @@ def experts(room: builds.Room, sizes: list[int]) -> list[dict[str, Any]]:
         want = layer.reference(dense, h, ids, weights, x) - x
         for tile in (None, *COLUMNS):
             made = SyncExperts(
-                room, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias, limit=c.swiglu_limit,
-                alpha=c.swiglu_alpha, shape=tile,
+                workspace, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias, limit=c.swiglu_limit,
+                alpha=c.swiglu_alpha, tile=tile,
             )  # fmt: skip
-            for buffer in room._buffers.values():  # nothing may survive from another run
+            for buffer in buffers.values():  # nothing may survive from another run
                 if buffer.dtype in (torch.float32, torch.bfloat16):
                     buffer.fill_(float("nan"))
             got = [made.run(h, ids, weights, x) for _ in range(2)]
@@ -91,7 +93,7 @@ def experts(room: builds.Room, sizes: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def linear(room: builds.Room) -> list[dict[str, Any]]:
+def linear(workspace: Workspace) -> list[dict[str, Any]]:
     found = []
     for role, n, k in (("qkv", 5120, 2880), ("o", 2880, 4096)):
         w = torch.randn((n, k), device="cuda") / k**0.5
@@ -105,7 +107,7 @@ def linear(room: builds.Room) -> list[dict[str, Any]]:
             for rows, (activation, kind) in itertools.product((7, 150, 2048), kinds.items()):
                 x, residual = torch.randn((rows, k), device="cuda").bfloat16(), torch.randn((rows, n), device="cuda")
                 bias = torch.randn(n, device="cuda")
-                made = kind(room, held, bias, role)
+                made = kind(workspace, held, bias, role)
                 got = [made.run(x, residual=residual) for _ in range(2)]
                 want = round_activation(x, activation) @ dense.T + bias
                 e = prefill_products.error(got[0] - residual, want)
@@ -121,7 +123,7 @@ def batches() -> list[dict[str, Any]]:
     case = batch.Case("120b", {})
     layer = case.layer
     for m in (layer.qkv, layer.o):
-        m.variant = m.variant.within(SMALL)
+        m.shape = m.shape.within(SMALL)
     assert layer.experts.both is not None
     layer.experts.both = layer.experts.both.within(SMALL)
     return [
@@ -132,13 +134,14 @@ def batches() -> list[dict[str, Any]]:
 def head() -> list[dict[str, Any]]:
     """lm_head of few rows, as a stream."""
     c, found = NAMED["120b"], []
-    room = layer.Room(products.RowShape(c.hidden, c.experts, c.top_k), c.intermediate, {}, torch.device("cuda"))
+    workspace = Workspace(gpu(), {}, torch.device("cuda"))
+    buffers = layer.BatchBuffers(workspace, RowShape(c.hidden, c.experts, c.top_k), c.intermediate)
     w = torch.randn((c.vocab, c.hidden), device="cuda") / c.hidden**0.5
     norm = torch.randn(c.hidden, device="cuda").bfloat16()
     for form in ("mxfp4", "q8"):
         plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
         matrix = products.Matrix(layouts.convert(plain, "tile16"), None, "lm_head", shared=SMALL)
-        made = layer.Head(products.gpu(), room, matrix, norm, 1e-5)
+        made = layer.Head(buffers, matrix, norm, 1e-5)
         dense = formats.dequantize(plain, torch.float32)
         for rows in (1, 4, 8):
             x = torch.randn((11, c.hidden), device="cuda")
@@ -177,12 +180,13 @@ def main() -> int:
         decode_case.shape_of("120b", f, r, layers=4, shared=SMALL)
         for f, r in (("mxfp4", 1), ("mxfp4", 4), ("checkpoint", 1))
     ]
-    programs(builds.gpu().arch, steps)
+    programs(gpu().arch, steps)
     say(f"kernels ready after {time.time() - began:.1f} s")
-    room = builds.Room(builds.gpu(), {}, torch.device("cuda"))
+    buffers: dict[str, torch.Tensor] = {}
+    workspace = Workspace(gpu(), buffers, torch.device("cuda"))
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "linear": lambda: linear(room),
-        "experts": lambda: experts(room, [int(t) for t in args.tokens.split(",")]),
+        "linear": lambda: linear(workspace),
+        "experts": lambda: experts(workspace, buffers, [int(t) for t in args.tokens.split(",")]),
         "batch": batches,
         "head": head,
         "decode": lambda: decode_steps(steps),

@@ -51,7 +51,7 @@ def test_every_copy_goes_through_the_queue() -> None:
     shape = replace(decode_case.shape_of("120b", "mxfp4", shared=101_376), layers=2)
     sass = {}
     for name, paced in (("plain", ()), ("paced", rehearsal.pace(GB10, 48, C, "mxfp4", 2048, 1.0))):
-        sass[name] = disassemble(build_program(rehearsal.program(shape, paced), "sm_90a")[0])
+        sass[name] = disassemble(build_program(rehearsal.with_pace(shape.program(), paced), "sm_90a")[0])
     copies = len(re.findall(r"\bUBLKCP", sass["plain"]))
     assert copies == len(re.findall(r"\bUBLKCP", sass["paced"])) > 4
     assert "ATOMG.E.EXCH.64" not in sass["plain"]

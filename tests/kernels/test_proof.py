@@ -18,8 +18,9 @@ import pytest
 
 from halfbyte.errors import PlanError, UsageError
 from halfbyte.gates import Gates
-from halfbyte.kernels import prove, prove_cuda
-from halfbyte.kernels.launch import nvrtc_available
+from halfbyte.kernels import prove
+from halfbyte.kernels.cuda.prefill.builds import rows_build
+from halfbyte.kernels.launch import Build, nvrtc_available
 from halfbyte.kernels.triton.call import Call
 from halfbyte.kernels.triton.linear import linear_call
 from halfbyte.plan.phase import ARCHES
@@ -177,7 +178,7 @@ def test_cuda_on_gb10(name: str, spec: dict[str, str], instruction: str) -> None
     given = prove.default_spec(**spec)  # type: ignore[arg-type]
     phase = prove._phase(name)
     assert phase.refuse(given, ARCHES["sm121"], Gates()) is None
-    build = next(b for b in prove_cuda.builds(phase, given, ARCHES["sm121"]) if b.need)
+    build = next(b for b in phase.builds(given, ARCHES["sm121"]) if b.need)  # type: ignore[attr-defined]
     found = prove.prove_build(name, build, ARCHES["sm121"])
     assert found.ok, prove.show(found)
     assert found.instructions[instruction] > 8
@@ -202,10 +203,9 @@ def test_spills_are_counted_by_function() -> None:
 def test_known_spills_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     log = "properties for grouped\n    8 bytes stack frame, 40 bytes spill stores, 60 bytes spill loads"
     monkeypatch.setattr(prove, "_built", lambda program, target: ("", log))
-    program = prove_cuda.Program(prove_cuda.grouped_build.ROWS_PROGRAM, "pack_rows")
-    known = prove_cuda.Build("one", program, 0, known="grouped", room=100)
+    known = Build("one", rows_build("pack_rows").program, 32, 0, known_spills="grouped", spill_limit=100)
     assert prove.prove_build("phase", known, ARCHES["sm90"]).ok
-    for build in (replace(known, room=99), replace(known, known="other")):
+    for build in (replace(known, spill_limit=99), replace(known, known_spills="other")):
         assert any("spilled" in p for p in prove.prove_build("phase", build, ARCHES["sm90"]).problems)
 
 
@@ -229,7 +229,7 @@ def test_every_cuda_phase(spec: dict[str, str], arch: str) -> None:
         given = prove.default_spec(phase, **spec)  # type: ignore[arg-type]
         if phase.refuse(given, ARCHES[arch], Gates(attention="cuda")) is not None:
             continue
-        builds = prove_cuda.builds(phase, given, ARCHES[arch])
+        builds = phase.builds(given, ARCHES[arch])  # type: ignore[attr-defined]
         assert builds, f"{name} says nothing about its kernels"
         for build in builds:
             kernels += 1

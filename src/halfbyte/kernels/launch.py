@@ -43,14 +43,14 @@ class Program:
 
     def files(self) -> list[Path]:
         """The source and what it includes by name, whatever the options leave out of it."""
-        found, todo = {self.source}, [self.source]
-        while todo:
-            for name in re.findall(r'^\s*#include "([^"]+)"', todo.pop().read_text(encoding="utf-8"), re.MULTILINE):
+        files, unread = {self.source}, [self.source]
+        while unread:
+            for name in re.findall(r'^\s*#include "([^"]+)"', unread.pop().read_text(encoding="utf-8"), re.MULTILINE):
                 path = self.root / name
-                if path not in found:
-                    found.add(path)
-                    todo.append(path)
-        return sorted(found)
+                if path not in files:
+                    files.add(path)
+                    unread.append(path)
+        return sorted(files)
 
     def hash(self) -> str:
         """Of the sources alone: what a receipt carries."""
@@ -64,12 +64,30 @@ class Program:
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
 
 
+@dataclass(frozen=True, eq=False)
+class Build:
+    """One kernel exactly as it is compiled, launched and proved, so that the three cannot drift apart.
+
+    Compared by identity, because a launch looks its kernel up by it: whoever makes builds keeps them."""
+
+    name: str  # in a proof
+    program: Program
+    threads: int  # of a block
+    shared: int  # bytes of dynamic shared memory
+    early: bool = True  # may start while the launch before it ends: the kernel itself waits for what it reads
+    cooperative: bool = False  # all blocks resident at once, or an error
+    need: tuple[str, ...] = ()  # patterns its machine code must show
+    ban: str = ""  # and one it must not
+    known_spills: str = ""  # functions, with | between, whose spills are known and said, not held against it,
+    spill_limit: int = 0  # up to so many bytes together
+
+
 def compile_program(program: Program, arch: str, *, cache: Path | None = None) -> bytes:
     """The cubin of `program` for `arch` (sm_90a, sm_100a, sm_120a, sm_121a)."""
     version = nvrtc_version()
     options = _options(program, arch)
-    key = hashlib.sha256("\0".join((program.hash(), program.entry, version, *options)).encode()).hexdigest()[:32]
-    path = (cache or cache_folder()) / f"{program.entry}-{arch}-{key}.cubin"
+    key = hashlib.sha256("\0".join((program.hash(), version, *options)).encode()).hexdigest()[:32]
+    path = (cache or cache_folder()) / f"{program.source.stem}-{arch}-{key}.cubin"  # with every entry of the source
     try:
         cubin = path.read_bytes()
     except FileNotFoundError:
@@ -85,21 +103,21 @@ def build_program(program: Program, arch: str, *more: str) -> tuple[bytes, str]:
     texts = {path: _for_arch(path.read_bytes(), arch) for path in program.files()}
     source = texts.pop(program.source)
     names, bodies = [program.include_name(path).encode() for path in texts], list(texts.values())
-    made = nvrtc.nvrtcCreateProgram(source, program.source.name.encode(), len(names), bodies, names)
-    handle = _ok(made, "start a program")[0]
+    created = nvrtc.nvrtcCreateProgram(source, program.source.name.encode(), len(names), bodies, names)
+    handle = _ok(created, "start a program")[0]
     try:
         options = (*_options(program, arch), *more, f"--include-path={program.root}")
         arguments = [o.encode() for o in options]
         (status,) = nvrtc.nvrtcCompileProgram(handle, len(arguments), arguments)
         size = _ok(nvrtc.nvrtcGetProgramLogSize(handle), "read the log")[0]
-        log = _room(size)
+        log = _buffer(size)
         _ok(nvrtc.nvrtcGetProgramLog(handle, log), "read the log")
         text = log.decode(errors="replace").strip("\0 \n")
         if int(status):
             name = f"{program.source.name} does not compile for {arch} with NVRTC {nvrtc_version()}"
             raise EngineError(f"{name}:\n{text}")
         size = _ok(nvrtc.nvrtcGetCUBINSize(handle), "get the cubin")[0]
-        cubin = _room(size)
+        cubin = _buffer(size)
         _ok(nvrtc.nvrtcGetCUBIN(handle, cubin), "get the cubin")
     finally:
         nvrtc.nvrtcDestroyProgram(handle)
@@ -126,14 +144,14 @@ def _for_arch(text: bytes, arch: str) -> bytes:
     return re.sub(rb"shared::cluster\.global(?![^\n]*multicast)", b"shared::cta.global", text)
 
 
-def _room(size: int) -> bytes:
+def _buffer(size: int) -> bytes:
     """Bytes that NVRTC may write into. Python has only one object for each single byte: those must not be lent out."""
     return bytes(max(size, 2))
 
 
-def cache_folder() -> Path:
+def cache_folder(kind: str = "cubin") -> Path:
     base = gates.setting("HALFBYTE_CACHE_DIR")
-    return (Path(base).expanduser() if base else Path.home() / ".cache" / "halfbyte") / "cubin"
+    return (Path(base).expanduser() if base else Path.home() / ".cache" / "halfbyte") / kind
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -254,7 +272,7 @@ def byte_map(data: torch.Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
 
 def _encode(kind: str, address: int, size: tuple[int, int], stride: int, box: tuple[int, int], swizzle: str) -> Map:
     driver = _driver()
-    made = driver.cuTensorMapEncodeTiled(
+    encoded = driver.cuTensorMapEncodeTiled(
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"), 2, address,
         [driver.cuuint64_t(size[1]), driver.cuuint64_t(size[0])], [driver.cuuint64_t(stride)],
         [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])], [driver.cuuint32_t(1)] * 2,
@@ -263,9 +281,9 @@ def _encode(kind: str, address: int, size: tuple[int, int], stride: int, box: tu
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )  # fmt: skip
-    found = (ctypes.c_uint64 * 16)()
-    ctypes.memmove(found, _ok(made, "map a matrix for the copy engine")[0].getPtr(), 128)
-    return found
+    view = (ctypes.c_uint64 * 16)()
+    ctypes.memmove(view, _ok(encoded, "map a matrix for the copy engine")[0].getPtr(), 128)
+    return view
 
 
 def _ok(result: Sequence[Any], what: str) -> tuple[Any, ...]:

@@ -1,10 +1,10 @@
 """Proof without the hardware: compile a phase's kernels for an architecture, disassemble them, and say what is there.
 
-Every kernel a phase can launch there is built for that target, by Triton or by NVRTC (`prove_cuda.py`); its machine
-code is searched for the instruction the phase promises and for those that would betray a fallback, ptxas reports
-spills, and shared memory is held against the architecture's (Triton does not check it when it only compiles). Needs
-Triton and the PyPI package `nvidia-cuda-nvdisasm`, no GPU and no CUDA toolkit. Refuses Triton's interpreter, which
-compiles nothing.
+Every kernel a phase can launch there is built for that target, by Triton or by NVRTC: a phase in Triton lists its calls
+(`proofs`), one in CUDA C++ its builds (`builds`). The machine code is searched for the instruction the phase promises
+and for those that would betray a fallback, ptxas reports spills, and shared memory is held against the architecture's
+(Triton does not check it when it only compiles). Needs Triton and the PyPI package `nvidia-cuda-nvdisasm`, no GPU and
+no CUDA toolkit. Refuses Triton's interpreter, which compiles nothing.
 
     python -m halfbyte.kernels.prove triton.moe sm121 [--activation mxfp4] [--json]
 """
@@ -28,9 +28,8 @@ from typing import Any
 
 from halfbyte.errors import HalfbyteError, PlanError, UsageError
 from halfbyte.gates import Gates
-from halfbyte.kernels import prove_cuda
-from halfbyte.kernels.launch import Program, build_program, nvrtc_version
-from halfbyte.kernels.prove_cuda import Build
+from halfbyte.kernels.cuda.phase import CudaPhase
+from halfbyte.kernels.launch import Build, Program, build_program, nvrtc_version
 from halfbyte.kernels.triton.call import Call, compile_options, triton_version
 from halfbyte.kernels.triton.tiles import OPERAND
 from halfbyte.plan.phase import ARCHES, Arch, Phase, Spec
@@ -74,9 +73,9 @@ def prove(phase_name: str, arch: str, spec: Spec | None = None, gates: Gates | N
     reason = phase.refuse(given, target, gates or Gates())
     if reason is not None:
         raise PlanError(f"{phase_name} does not run on {target.name}: {reason}.")
-    if not hasattr(phase, "proofs"):
-        return [prove_build(phase.name, build, target) for build in prove_cuda.builds(phase, given, target)]
-    calls: list[Call] = phase.proofs(given, target)
+    if isinstance(phase, CudaPhase):
+        return [prove_build(phase.name, build, target) for build in phase.builds(given, target)]
+    calls: list[Call] = phase.proofs(given, target)  # type: ignore[attr-defined]
     return [prove_call(phase.name, call, target) for call in {identity(c): c for c in calls}.values()]
 
 
@@ -163,11 +162,11 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
     target = "sm_" + arch.name.removeprefix("sm") + "a"
     sass, log = _built(build.program, target)
     registers, spilled = _reported(log)
-    unknown = _reported(log, build.known)[1]
+    unknown = _reported(log, build.known_spills)[1]
     problems = [f"no instruction matches {p}" for p in build.need if not re.search(p, sass)]
     problems += _problems(sass, build.ban, unknown, build.shared, arch)
-    if spilled - unknown > build.room:
-        problems.append(f"{spilled - unknown} bytes of registers are spilled where {build.room} are known")
+    if spilled - unknown > build.spill_limit:
+        problems.append(f"{spilled - unknown} bytes of registers are spilled where {build.spill_limit} are known")
     if arch.capability is not None and arch.capability[0] == 12 and "CALL.ABS" in sass:
         problems.append("copies go through a routine of the driver")
     if "serialized" in log:  # ptxas' word for products that wait for each other
@@ -176,7 +175,7 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
         phase=phase, kernel=build.name, arch=arch.name, target=target, compiler=f"NVRTC {nvrtc_version()}",
         instructions=dict(collections.Counter(MMA.findall(sass)).most_common()),
         total_instructions=len(re.findall(INSTRUCTION, sass, re.MULTILINE)), registers=registers,
-        spilled_bytes=spilled, known_spills=build.known if spilled > unknown else "", shared_bytes=build.shared,
+        spilled_bytes=spilled, known_spills=build.known_spills if spilled > unknown else "", shared_bytes=build.shared,
         shared_limit=arch.shared_memory, needed=" and ".join(build.need), banned=build.ban, problems=tuple(problems),
     )  # fmt: skip
 

@@ -10,19 +10,20 @@ import ctypes
 from dataclasses import dataclass
 
 import pytest
-from grouped_emulator import build
 
 from halfbyte.kernels.cuda.attention import batch as batch_attention
 from halfbyte.kernels.cuda.attention import flash
-from halfbyte.kernels.cuda.batch import products as batch
-from halfbyte.kernels.cuda.decode import step as decode
+from halfbyte.kernels.cuda.batch import builds as batch
+from halfbyte.kernels.cuda.decode import shape as decode
+from halfbyte.kernels.cuda.device.emulator import library, sizes
 from halfbyte.kernels.cuda.prefill import builds as prefill
 from halfbyte.kernels.cuda.sampling import sampler
 from halfbyte.kernels.launch import Program
 
 STEP = decode.StepShape(128, 128, 2, 32, 8, 1, 256, ring=12, slot=8_704)
 BATCH_ROWS = batch.RowShape(2880, 128, 4)
-PREFILL_ROWS = Program(prefill.ROWS_PROGRAM, "rows")
+PREFILL_ROWS = prefill.rows_build("pack_rows").program
+SAMPLER = sampler.BUILDS["sample_race"].program
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,20 @@ class Mirror:
 MIRRORS = (
     Mirror(STEP.program(), "Step", decode.StepArgs),
     Mirror(STEP.program(), "Layer", decode.LayerArgs),
-    Mirror(batch.Variant("q8", 1088).program(), "Product", batch.ProductArgs),
-    Mirror(batch.Variant("q8", 1088).program(), "Stage", batch.StageArgs),
+    Mirror(batch.ProductShape("q8", 1088).program(), "Product", batch.ProductArgs),
+    Mirror(batch.ProductShape("q8", 1088).program(), "Stage", batch.StageArgs),
     Mirror(BATCH_ROWS.program("rows"), "Rows", batch.RowsArgs),
     Mirror(batch_attention.AttentionShape(8, 2).program(), "Attention", batch_attention.AttentionArgs),
     Mirror(flash.SLIDING.program(), "Flash", flash.FlashArgs),
-    Mirror(prefill.Variant("q8", "narrow", False).program(), "Product", prefill.ProductArgs),
+    Mirror(prefill.GroupedShape("q8", "m256n64", False).program(), "Product", prefill.ProductArgs),
     Mirror(PREFILL_ROWS, "Rows", prefill.RowsArgs),
-    Mirror(sampler.program("sample_race"), "Sampling", sampler.DrawArgs),
+    Mirror(SAMPLER, "Sampling", sampler.SampleArgs),
 )
 
 
-def fields_of(library: ctypes.CDLL, struct: str) -> list[tuple[str, int, int]]:
+def fields_of(program: Program, struct: str) -> list[tuple[str, int, int]]:
     """(name, offset, size) as the compiler has them; a member's field as the mirror spells it."""
-    say = getattr(library, f"hb_fields_{struct}")
+    say = getattr(library(program), f"hb_fields_{struct}")
     say.restype = ctypes.c_char_p
     lines = [line.split() for line in say().decode().splitlines()]
     return [(name.replace(".", "_"), int(offset), int(size)) for name, offset, size in lines]
@@ -61,7 +62,7 @@ def fields_of_mirror(mirror: type[ctypes.Structure]) -> list[tuple[str, int, int
 
 @pytest.mark.parametrize("m", MIRRORS, ids=lambda m: f"{m.program.source.parent.name}-{m.struct}")
 def test_every_field_lies_where_its_mirror_has_it(m: Mirror) -> None:
-    assert fields_of(build(m.program), m.struct) == fields_of_mirror(m.mirror)
+    assert fields_of(m.program, m.struct) == fields_of_mirror(m.mirror)
 
 
 def test_two_fields_that_changed_places_are_seen() -> None:
@@ -69,33 +70,31 @@ def test_two_fields_that_changed_places_are_seen() -> None:
 
     class Swapped(ctypes.Structure):
         _fields_ = [
-            (name, kind) for name, kind, *_ in (sampler.DrawArgs._fields_[i] for i in (1, 0, *range(2, 13)))
+            (name, kind) for name, kind, *_ in (sampler.SampleArgs._fields_[i] for i in (1, 0, *range(2, 13)))
         ]  # fmt: skip
 
-    library = build(sampler.program("sample_race"))
-    assert ctypes.sizeof(Swapped) == library.hb_sample_size(0)
-    assert fields_of(library, "Sampling") != fields_of_mirror(Swapped)
+    assert ctypes.sizeof(Swapped) == sizes(SAMPLER, 1)[0]
+    assert fields_of(SAMPLER, "Sampling") != fields_of_mirror(Swapped)
 
 
 def test_shared_memory_of_the_decode_step_is_an_upper_bound() -> None:
     """`StepShape.shared_bytes` may count up to 512 bytes too many (alignment), never one too few."""
-    shared = build(STEP.program()).hb_sizes(2)
+    shared = sizes(STEP.program(), 2)[1]
     assert STEP.shared_bytes - 512 < shared <= STEP.shared_bytes
 
 
 def test_shared_memory_of_row_kernels() -> None:
-    library = build(BATCH_ROWS.program("rows"))
-    finish, choose = (library.hb_batch_rows_size(i) for i in (4, 5))
+    finish, choose = sizes(BATCH_ROWS.program("rows"), 6)[4:]
     assert finish == batch.ROW_SHARED["batch_finish"]
     assert choose <= batch.ROW_SHARED["batch_choose"]  # which holds any number of experts
-    assert build(PREFILL_ROWS).hb_rows_size(1) == 4096  # of every launch (builds.py)
+    assert sizes(PREFILL_ROWS, 2)[1] == prefill.ROW_SHARED
 
 
 def test_shared_memory_of_the_sampler() -> None:
-    library = build(sampler.program("sample_race"))
-    assert library.hb_sample_size(1) == sampler.SHARED["sample_cutoffs"]
-    assert library.hb_sample_size(2) <= min(sampler.SHARED["sample_argmax"], sampler.SHARED["sample_race"])
+    _, cutoffs, race = sizes(SAMPLER, 3)
+    assert cutoffs == sampler.SHARED["sample_cutoffs"]
+    assert race <= min(sampler.SHARED["sample_argmax"], sampler.SHARED["sample_race"])
 
 
 def test_shared_memory_of_batch_attention() -> None:
-    assert build(batch_attention.AttentionShape(8, 2).program()).hb_batch_attention_size(1) == batch_attention.SHARED
+    assert sizes(batch_attention.AttentionShape(8, 2).program(), 2)[1] == batch_attention.SHARED

@@ -7,24 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from batch_emulator import Emulator
-from grouped_emulator import build
-from test_batch_proof import products_with_weights
-from test_compile import freed_too_early
-from test_step import Case, compare
 
 from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, layouts
 from halfbyte.gates import Gates, Layers
-from halfbyte.kernels.cuda.batch.products import Matrix, ProductArgs, Variant
-from halfbyte.kernels.cuda.decode.step import StepShape
-from halfbyte.kernels.cuda.device.emulator import Emulator as StepEmulator
-from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncVariant
+from halfbyte.kernels.cuda.batch.builds import ProductArgs, ProductShape
+from halfbyte.kernels.cuda.batch.products import Matrix
+from halfbyte.kernels.cuda.decode.shape import StepShape
+from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncShape
 from halfbyte.kernels.launch import Program, _for_arch, compile_program, nvrtc_available
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose
 from halfbyte.plan.phase import ARCHES
+from tests.kernels.cuda.decode.decode_models import Case, compare
+from tests.kernels.cuda.machine_code import freed_too_early, products_with_weights
 
 SMALL = ARCHES["sm121"].shared_memory
 
@@ -32,11 +30,11 @@ SMALL = ARCHES["sm121"].shared_memory
 @pytest.mark.parametrize("k", [2880, 4096])
 @pytest.mark.parametrize("form", ["mxfp4", "q8"])
 def test_a_batch_product_fits(form: str, k: int) -> None:
-    v = Variant(form, k).within(SMALL)
+    v = ProductShape(form, k).within(SMALL)
     parts, slot = v.slots
     assert v.shared_bytes <= SMALL
     assert v.ring // (parts * slot) == (2 if form == "mxfp4" else 1)  # tiles
-    assert Variant(form, k).within(232_448) == Variant(form, k)
+    assert ProductShape(form, k).within(232_448) == ProductShape(form, k)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -82,19 +80,18 @@ def test_a_batch_product_with_the_small_ring(form: str, k: int) -> None:
     plain = formats.quantize(torch.randn((80, k), generator=g) / k**0.5, "q8" if form == "q8" else "mxfp4")
     matrix = Matrix(layouts.convert(plain, "tile16"), None, "o", shared=SMALL)
     x, out = torch.randn((11, k), generator=g).bfloat16(), torch.full((11, 80), float("nan"))
-    v = matrix.variant
-    sizes = [build(v.program()).hb_batch_size(i) for i in range(3)]
-    assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
+    shape = matrix.shape
+    assert sizes(shape.program(), 3) == [ctypes.sizeof(ProductArgs), shape.shared_bytes, shape.threads]
     matrix.run(Emulator(3), x, out, 11)
     want = x.double() @ formats.dequantize(plain, torch.float32).double().T
     assert float((out.double() - want).norm() / want.norm()) < 1e-6
 
 
-def test_one_row_whose_tiles_come_in_pieces(tmp_path: Path) -> None:
+def test_one_row_whose_tiles_come_in_pieces() -> None:
     """A ring too small for a tile of o in q8 (64 chunks): each warp takes a chunk of each piece, and four groups of k
     share an accumulator, so that every other piece has its scales in the other lanes."""
     shape = StepShape(192, 128, 2, 32, 64, 8, 512, qkv="q8", o="q8", lm_head="q8", shared=SMALL, ring=6)
-    case = Case(shape, StepEmulator(shape, 4, cache=tmp_path), 1, 4)
+    case = Case(shape, Emulator(4), 1, 4)
     compare(case, [17], [100], [0], 5e-4)
 
 
@@ -103,16 +100,16 @@ def test_one_row_whose_tiles_come_in_pieces(tmp_path: Path) -> None:
 BATCH = [
     v.within(SMALL)
     for v in (
-        Variant("mxfp4", 2880),
-        Variant("mxfp4", 2880, True, ids=True, both=True),
-        Variant("mxfp4", 4096, router=128),
-        Variant("q8", 2880),
-        Variant("q8", 4096, router=128),
+        ProductShape("mxfp4", 2880),
+        ProductShape("mxfp4", 2880, True, ids=True, both=True),
+        ProductShape("mxfp4", 4096, router=128),
+        ProductShape("q8", 2880),
+        ProductShape("q8", 4096, router=128),
     )
 ]
-SYNC = [SyncVariant("mxfp4", "64x128", False), SyncVariant("mxfp4", "64x128", False, "mxfp8")]
-MORE = [SyncVariant(f, t, s) for f in ("mxfp4", "q8", "bf16") for t in COLUMNS for s in (False, True)]
-MORE += [SyncVariant("mxfp4", t, s, mx) for mx in ("mxfp8", "mxfp4") for t in COLUMNS for s in (False, True)]
+SYNC = [SyncShape("mxfp4", "64x128", False), SyncShape("mxfp4", "64x128", False, "mxfp8")]
+MORE = [SyncShape(f, t, s) for f in ("mxfp4", "q8", "bf16") for t in COLUMNS for s in (False, True)]
+MORE += [SyncShape("mxfp4", t, s, mx) for mx in ("mxfp8", "mxfp4") for t in COLUMNS for s in (False, True)]
 no_nvrtc = nvrtc_available()
 needs_nvrtc = pytest.mark.skipif(no_nvrtc is not None, reason=no_nvrtc or "")
 
@@ -135,7 +132,7 @@ def test_copies_name_the_memory_of_their_block() -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_121a", pytest.param("sm_120a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("v", [*SYNC, *(pytest.param(v, marks=pytest.mark.slow) for v in MORE)], ids=str)
-def test_a_stage_is_freed_after_it_was_read(v: SyncVariant, arch: str, tmp_path: Path) -> None:
+def test_a_stage_is_freed_after_it_was_read(v: SyncShape, arch: str, tmp_path: Path) -> None:
     """ptxas moves an arrival in front of products, volatile or not: see `release` in grouped_sync.cu."""
     sass = disassembled(v.program(), arch, tmp_path)
     assert sass.count("SYNCS.ARRIVE") > v.columns // 16
@@ -147,7 +144,7 @@ def test_a_stage_is_freed_after_it_was_read(v: SyncVariant, arch: str, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_120a", "sm_121a"])
 @pytest.mark.parametrize("v", BATCH, ids=str)
-def test_a_batch_slot_is_freed_after_it_was_read(v: Variant, arch: str, tmp_path: Path) -> None:
-    """As test_batch_proof.py has it for sm_90a: no arrival between a load from the ring and its product."""
-    loop = products_with_weights(disassembled(v.program(), arch, tmp_path), v)
-    assert not [line for line in loop if "SYNCS.ARRIVE" in line]
+def test_a_batch_slot_is_freed_after_it_was_read(v: ProductShape, arch: str, tmp_path: Path) -> None:
+    """As batch/test_machine_code.py has it for sm_90a: no arrival between a load from the ring and its product."""
+    for loop in products_with_weights(disassembled(v.program(), arch, tmp_path), v):
+        assert not [line for line in loop if "SYNCS.ARRIVE" in line]

@@ -8,13 +8,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from halfbyte.kernels.cuda.decode import oracle
-from halfbyte.kernels.cuda.decode.step import StepShape
+from halfbyte.kernels.cuda.decode.shape import StepShape
 from halfbyte.lab.levels import decode_case, decode_check
 from halfbyte.lab.levels.decode_case import DecodeCase
 from halfbyte.lab.levels.decode_check import Inputs, Observation, at_depth, cells_of, judge
@@ -193,14 +192,12 @@ def test_what_is_compared_is_what_is_timed(model: str, formats: str, rows: int) 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-def test_the_kernel_holds_on_the_emulator(case: DecodeCase, tmp_path: Path) -> None:
+def test_the_kernel_holds_on_the_emulator(case: DecodeCase) -> None:
     from halfbyte.kernels.cuda.device.emulator import Emulator
 
-    verdict = decode_check.check_decode(
-        at_depth(SHAPE, 2), case, CONTEXT, machine_of=lambda s: Emulator(s, 4, cache=tmp_path)
-    )
+    verdict = decode_check.check_decode(at_depth(SHAPE, 2), case, CONTEXT, machine=Emulator(4))
     assert verdict.ok, names(verdict)
-    timed = case.step(at_depth(SHAPE, 2), Emulator(at_depth(SHAPE, 2), 4, cache=tmp_path))
-    verdict = decode_check.same_as_timed(timed, case, CONTEXT, lambda s: Emulator(s, 4, cache=tmp_path))
+    timed = case.step(at_depth(SHAPE, 2), Emulator(4))
+    verdict = decode_check.same_as_timed(timed, case, CONTEXT, Emulator(4))
     assert verdict.ok, names(verdict)
     assert 4 <= decode_check.experts_of_last_step(timed) <= 8

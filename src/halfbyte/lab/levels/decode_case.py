@@ -14,17 +14,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import tile16
-from halfbyte.kernels.cuda.decode.step import (
-    KV_DTYPES,
-    PAGE,
-    DecodeStep,
-    Gpu,
-    Machine,
-    StepLayer,
-    StepShape,
-    StepWeights,
-    tile_router,
-)
+from halfbyte.kernels.cuda.decode.shape import KV_DTYPES, PAGE, StepShape
+from halfbyte.kernels.cuda.decode.step import DecodeStep, StepLayer, StepWeights, tile_router
+from halfbyte.kernels.cuda.device.host import Machine, gpu
 from halfbyte.model.config import NAMED
 from halfbyte.ops.rope import rope_table, yarn_frequencies
 
@@ -132,7 +124,7 @@ class DecodeCase:
 
     def step(self, s: StepShape, machine: Machine | None = None) -> DecodeStep:
         return DecodeStep(
-            s, self.weights, machine or Gpu(s), pool=self.pool, tables=self.tables, rope=self.rope, advance=True
+            s, self.weights, machine or gpu(), pool=self.pool, tables=self.tables, rope=self.rope, advance=True
         )
 
 

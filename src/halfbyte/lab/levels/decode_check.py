@@ -9,14 +9,16 @@ are in docs/numerics.md. A step that differs is not excused by a near tie, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.cuda.decode import oracle
-from halfbyte.kernels.cuda.decode.step import PAGE, DecodeStep, Gpu, Machine, StepShape
+from halfbyte.kernels.cuda.decode.shape import PAGE, StepShape
+from halfbyte.kernels.cuda.decode.step import DecodeStep
+from halfbyte.kernels.cuda.device.host import Machine
 from halfbyte.lab.levels.decode_case import DecodeCase, place
 from halfbyte.lab.levels.verdict import Verdict, choice_gap, error_beyond_rounding, rms, token_gap
 
@@ -28,8 +30,6 @@ BOUND = 2e-3  # on every value of a layer, on the logits, and on what the cache 
 WORST = 9 * BOUND
 TIE = 2 * WORST
 SUMS = ("x", "mid", "logits", "best")  # mailboxes that are added to: a step leaves them clean for the next
-
-MachineOf = Callable[[StepShape], Machine]
 
 
 def at_depth(shape: StepShape, layers: int) -> StepShape:
@@ -64,7 +64,7 @@ def check_decode(
     case: DecodeCase,
     context: int,
     row_sequences: Sequence[int] | None = None,
-    machine_of: MachineOf = Gpu,
+    machine: Machine | None = None,
 ) -> Verdict:
     """The build `timed`, at this context, against the oracle: every one of the first `DEPTH` layers of the case."""
     observations: list[Observation] = []
@@ -73,7 +73,7 @@ def check_decode(
     for depth in range(1, min(DEPTH, timed.layers) + 1):
         shape = at_depth(timed, depth)
         cut = case.first_layers(depth)
-        step = cut.step(shape, machine_of(shape))
+        step = cut.step(shape, machine)
         if inputs is None:
             place(step, context, row_sequences)
             inputs = Inputs(step.tokens.clone(), step.positions.clone(), step.row_seq.clone(), before)
@@ -162,14 +162,14 @@ def cells_of(table: Tensor, inputs: Inputs) -> list[tuple[int, int]]:
     return [(int(table[sequence, position // PAGE]), position % PAGE) for position, sequence in rows]
 
 
-def same_as_timed(timed: DecodeStep, case: DecodeCase, context: int, machine_of: MachineOf = Gpu) -> Verdict:
+def same_as_timed(timed: DecodeStep, case: DecodeCase, context: int, machine: Machine | None = None) -> Verdict:
     """The build that is timed, with all its layers, against the compared one of `DEPTH` layers, in what both write into
     the cache: the keys of a layer hold everything before them. It repeats, and its token is the argmax."""
     verdict = Verdict(f"{timed.shape.qkv}, all {timed.shape.layers} layers at {context}")
     place(timed, context)
     inputs = Inputs(timed.tokens.clone(), timed.positions.clone(), timed.row_seq.clone(), case.pool)
     shape = at_depth(timed.shape, min(DEPTH, timed.shape.layers))
-    short = case.first_layers(shape.layers).step(shape, machine_of(shape))
+    short = case.first_layers(shape.layers).step(shape, machine)
     cells = [(i, page, slot) for i in range(shape.layers) for page, slot in cells_of(case.tables[i % 2], inputs)]
     written, logits = [], []
     for step in (timed, timed, short):

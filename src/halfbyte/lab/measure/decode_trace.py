@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cuda.decode.step import DecodeStep, Gpu
+from halfbyte.kernels.cuda.decode.step import DecodeStep
+from halfbyte.kernels.cuda.device.host import gpu
 from halfbyte.lab.measure.device_timing import Cache, device_us, random_tokens
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.rope import rope_table
@@ -133,7 +134,7 @@ def traced_step(model: GptOss, cache: Cache, context: int) -> DecodeStep:
     positions = cache.blocks * model.spec.page_size
     rope = torch.cat(rope_table(*binding.rope, torch.arange(positions)), -1).contiguous().to(model.device)
     d = DecodeStep(
-        shape, step_weights(binding), Gpu(shape), pool=binding.kv_pool(), tables=(cache.sliding, cache.full), rope=rope,
+        shape, step_weights(binding), gpu(), pool=binding.kv_pool(), tables=(cache.sliding, cache.full), rope=rope,
         norm_eps=model.spec.norm_eps, swiglu_limit=model.spec.swiglu_limit, swiglu_alpha=model.spec.swiglu_alpha,
     )  # fmt: skip
     d.tokens.copy_(random_tokens(model, rows, 1))

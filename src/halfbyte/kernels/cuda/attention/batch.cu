@@ -242,6 +242,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) batch_attention(const _
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_batch_attention(const Attention* p, int grid, u32 seed) { emu::run(grid, THREADS, sizeof(Shared), seed, [=] { batch_attention(*p); }); }
-extern "C" int hb_batch_attention_size(int what) { return what == 0 ? (int)sizeof(Attention) : what == 1 ? (int)sizeof(Shared) : HELD; }
+extern "C" void hb_run(const char*, const Attention* p, int grid, u32 seed) { emu::run(grid, THREADS, sizeof(Shared), seed, [=] { batch_attention(*p); }); }
+extern "C" int hb_size(int what) { return what == 0 ? (int)sizeof(Attention) : what == 1 ? (int)sizeof(Shared) : HELD; }
 #endif

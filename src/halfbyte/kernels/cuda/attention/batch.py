@@ -1,4 +1,4 @@
-"""Rope, KV write and attention of a batch in one launch (batch_attention.cu), over pages of 64 tokens in bf16.
+"""Rope, KV write and attention of a batch in one launch (attention/batch.cu), over pages of 64 tokens in bf16.
 
 Refuses nothing itself: the phase that binds it asks `refuse`. Allocates nothing in a step.
 """
@@ -6,32 +6,42 @@ Refuses nothing itself: the phase that binds it asks `refuse`. Allocates nothing
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cuda.batch.products import ROWS_MAX, is_float, pointer
-from halfbyte.kernels.launch import Kernel, Program, compile_program
+from halfbyte.kernels.cuda.batch.builds import ROWS_MAX
+from halfbyte.kernels.cuda.device.host import (
+    FLOAT,
+    INT,
+    LONG,
+    POINTER,
+    Workspace,
+    fields,
+    is_float_vector,
+    options,
+    pointer,
+)
+from halfbyte.kernels.cuda.phase import MMA_SYNC
+from halfbyte.kernels.launch import Build, Program
 from halfbyte.plan.phase import Spec
 from halfbyte.plan.step import Step
 
 FOLDER = Path(__file__).parent
-PAGE, DIM, HELD, THREADS, SHARED = 64, 64, 68, 256, 20996  # as batch_attention.cu has them
+PAGE, DIM, PART_WIDTH, THREADS, SHARED = 64, 64, 68, 256, 20996  # as batch.cu has them
 PARTS_MAX = 16
-_P, _I, _F, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_float, ctypes.c_longlong
 
 
 class AttentionArgs(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("qkv", "pool", "table", "positions", "sequence_of", "query_start", "cosines")),
-        *((name, _P) for name in ("sines", "sinks", "out", "sums", "arrivals")),
-        ("page_stride", _L),
-        ("value_offset", _L),
-        *((name, _I) for name in ("rows", "table_stride", "parts", "window", "sinks_float")),
-        ("scale", _F),
+        *fields(POINTER, "qkv", "pool", "table", "positions", "sequence_of", "query_start", "cosines", "sines"),
+        *fields(POINTER, "sinks", "out", "sums", "arrivals"),
+        *fields(LONG, "page_stride", "value_offset"),
+        *fields(INT, "rows", "table_stride", "parts", "window", "sinks_float"),
+        ("scale", FLOAT),
     ]
 
 
@@ -43,32 +53,20 @@ class AttentionShape:
     kv_heads: int
 
     def program(self) -> Program:
-        options = (f"-DHB_GROUP={self.group}", f"-DHB_KV_HEADS={self.kv_heads}")
-        return Program(FOLDER / "batch.cu", "batch_attention", options)
+        return Program(
+            FOLDER / "batch.cu", "batch_attention", options({"GROUP": self.group, "KV_HEADS": self.kv_heads})
+        )
 
 
-class Machine(Protocol):
-    def attention(self, shape: AttentionShape, grid: int, args: AttentionArgs) -> None: ...
-
-
-class Gpu:
-    def __init__(self) -> None:
-        major, minor = torch.cuda.get_device_capability()
-        self.arch = f"sm_{major}{minor}a"
-        self._kernels: dict[AttentionShape, Kernel] = {}
-
-    def attention(self, shape: AttentionShape, grid: int, args: AttentionArgs) -> None:
-        kernel = self._kernels.get(shape)
-        if kernel is None:
-            cubin = compile_program(shape.program(), self.arch)
-            kernel = self._kernels[shape] = Kernel(cubin, "batch_attention", SHARED)
-        kernel.launch(grid, THREADS, args, early=True)
+@functools.cache
+def build_of(shape: AttentionShape) -> Build:
+    return Build("batch attention", shape.program(), THREADS, SHARED, need=(MMA_SYNC,))
 
 
 def refuse(spec: Spec) -> str | None:
     if spec.head_dim != DIM or spec.page_size != PAGE or spec.kv_dtype != "bf16":
-        given = f"{spec.head_dim}, {spec.page_size} and {spec.kv_dtype}"
-        return f"needs heads of {DIM} and pages of {PAGE} tokens in bf16, not {given}"
+        sizes = f"{spec.head_dim}, {spec.page_size} and {spec.kv_dtype}"
+        return f"needs heads of {DIM} and pages of {PAGE} tokens in bf16, not {sizes}"
     if spec.heads // spec.kv_heads > 8:
         return f"packs up to 8 query heads of a kv head, not {spec.heads // spec.kv_heads}"
     return None
@@ -88,32 +86,23 @@ def parts_bound(max_kv_len: int, window: int) -> int:
 
 
 class BatchAttention:
-    """One layer's attention. `held`: buffers by name that all layers share, made once and never replaced."""
+    """One layer's attention, in buffers that all layers share."""
 
     def __init__(
         self,
-        machine: Machine,
+        workspace: Workspace,
         shape: AttentionShape,
-        held: dict[str, Tensor],
         *,
         window: int,
         sinks: Tensor | None,
         scale: float,
-        device: torch.device,
     ) -> None:
-        self.machine, self.shape, self.window, self.sinks, self.scale = machine, shape, window, sinks, scale
-        heads = shape.group * shape.kv_heads
-        sizes = {
-            "attn": ((ROWS_MAX, heads * DIM), torch.bfloat16),
-            "sums": ((ROWS_MAX, PARTS_MAX, heads, HELD), torch.float32),
-            "arrivals": ((ROWS_MAX, shape.kv_heads), torch.int32),
-        }
-        for name, (size, dtype) in sizes.items():
-            if f"batch.{name}" not in held:
-                held[f"batch.{name}"] = torch.zeros(size, dtype=dtype, device=device)
-            assert held[f"batch.{name}"].shape == size, f"batch.{name} was made for another model"
-        self.out, self.sums, self.arrivals = (held[f"batch.{name}"] for name in sizes)
-        is_float(sinks)
+        self.machine, self.shape, self.window, self.sinks, self.scale = workspace.machine, shape, window, sinks, scale
+        get, heads = workspace.fixed, shape.group * shape.kv_heads
+        self.out = get("batch.attn", ROWS_MAX, heads * DIM, dtype=torch.bfloat16)
+        self.sums = get("batch.sums", ROWS_MAX, PARTS_MAX, heads, PART_WIDTH, dtype=torch.float32)
+        self.arrivals = get("batch.arrivals", ROWS_MAX, shape.kv_heads, dtype=torch.int32)
+        is_float_vector(sinks)
 
     def run(self, step: Step, kind: str, qkv: Tensor, pool: Tensor, layer: int, cos: Tensor, sin: Tensor) -> Tensor:
         """bf16 [rows, heads * 64]; `pool` as Step has it, `layer` its place in a page, cos and sin [rows, 32]."""
@@ -129,7 +118,7 @@ class BatchAttention:
             query_start=pointer(step.query_start), cosines=pointer(cos), sines=pointer(sin), sinks=pointer(self.sinks),
             out=pointer(self.out), sums=pointer(self.sums), arrivals=pointer(self.arrivals),
             page_stride=pool.stride(0), value_offset=pool.stride(2), rows=rows, table_stride=table.stride(0),
-            parts=parts, window=self.window, sinks_float=is_float(self.sinks), scale=self.scale,
+            parts=parts, window=self.window, sinks_float=is_float_vector(self.sinks), scale=self.scale,
         )  # fmt: skip
-        self.machine.attention(self.shape, rows * self.shape.kv_heads * parts, args)
+        self.machine.run(build_of(self.shape), rows * self.shape.kv_heads * parts, args)
         return self.out

@@ -342,6 +342,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, HB_BLOCKS) flash(const __g
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_flash(const Flash* p, u32 seed) { emu::run(p->tiles * p->kv_heads, THREADS, shared_bytes(), seed, [=] { flash(*p); }); }
-extern "C" int hb_flash_size(int what) { return what == 0 ? (int)sizeof(Flash) : what == 1 ? shared_bytes() : THREADS; }
+extern "C" void hb_run(const char*, const Flash* p, int grid, u32 seed) { emu::run(grid, THREADS, shared_bytes(), seed, [=] { flash(*p); }); }
+extern "C" int hb_size(int what) { return what == 0 ? (int)sizeof(Flash) : what == 1 ? shared_bytes() : THREADS; }
 #endif

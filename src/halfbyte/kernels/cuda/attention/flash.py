@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from halfbyte.gates import Gates
+from halfbyte.kernels.cuda.device.host import FLOAT, INT, POINTER, Machine, fields, gpu, is_float, options, pointer
+from halfbyte.kernels.cuda.phase import WGMMA, CudaPhase
 from halfbyte.kernels.cuda.prefill.builds import PACKED
 from halfbyte.kernels.cuda.prefill.products import Inputs
-from halfbyte.kernels.launch import Kernel, Program, compile_program, tensor_map
+from halfbyte.kernels.launch import Build, Map, Program
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
 SOURCE = Path(__file__).parent / "flash.cu"
 PAGE, HEAD_DIM, GROUP = 64, 64, 8
-_P, _I = ctypes.c_void_p, ctypes.c_int
 
 
 class FlashArgs(ctypes.Structure):
@@ -34,19 +35,17 @@ class FlashArgs(ctypes.Structure):
 
     _fields_ = [
         ("pages", ctypes.c_uint64 * 16),
-        *((name, _P) for name in ("q", "out", "sinks", "table", "positions", "query_start")),
-        *((name, _I) for name in ("sequences", "kv_heads", "table_stride", "tiles", "page_rows", "first_row")),
-        ("window", _I),
-        ("sinks_float", _I),
-        ("scale", ctypes.c_float),
-        ("slots", _I),
-        ("half", _I),
-        ("unused", _I * 9),  # to a multiple of 64 bytes, as the map in front is aligned
+        *fields(POINTER, "q", "out", "sinks", "table", "positions", "query_start"),
+        *fields(INT, "sequences", "kv_heads", "table_stride", "tiles", "page_rows", "first_row", "window"),
+        ("sinks_float", INT),
+        ("scale", FLOAT),
+        *fields(INT, "slots", "half"),
+        ("unused", INT * 9),  # to a multiple of 64 bytes, as the map in front is aligned
     ]
 
 
 @dataclass(frozen=True)
-class Build:
+class FlashShape:
     """`groups` warpgroups that multiply, each 8 tokens; `stages` pages of K and of V in flight; `blocks` to an SM."""
 
     groups: int
@@ -67,31 +66,28 @@ class Build:
 
     def program(self) -> Program:
         values = {"GROUPS": self.groups, "STAGES": self.stages, "BLOCKS": self.blocks}
-        return Program(SOURCE, "flash", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
+        return Program(SOURCE, "flash", options(values))
 
 
 # Long rows: three warpgroups keep the tensor core busy and share a page's reading. A window is four pages at most, so
 # that starting and ending cost more than the middle: two small blocks to a multiprocessor.
-FULL, SLIDING = Build(3, 6, 1), Build(1, 4, 2)
+FULL, SLIDING = FlashShape(3, 6, 1), FlashShape(1, 4, 2)
 
 
 @functools.cache
-def _kernel(build: Build) -> Kernel:
-    major, minor = torch.cuda.get_device_capability()
-    return Kernel(compile_program(build.program(), f"sm_{major}{minor}a"), "flash", build.shared_bytes)
+def build_of(shape: FlashShape) -> Build:
+    name = {FULL: "flash full", SLIDING: "flash sliding"}.get(shape, f"flash {shape}")
+    return Build(name, shape.program(), shape.threads, shape.shared_bytes, need=(WGMMA,), ban=r"\bHMMA")
 
 
-def run_on_gpu(build: Build, args: FlashArgs) -> None:
-    _kernel(build).launch(args.tiles * args.kv_heads, build.threads, args, early=True)
-
-
-def encode_pages(pool: Tensor) -> ctypes.Array[ctypes.c_uint64]:
+def map_pages(machine: Machine, pool: Tensor) -> Map:
     """The pool as rows of one head's 64 values, fetched a page of one head at a time, swizzled as wgmma reads it."""
-    return tensor_map(pool.view(-1, HEAD_DIM), (PAGE, HEAD_DIM))
+    return machine.row_map(pool.view(-1, HEAD_DIM), (PAGE, HEAD_DIM))
 
 
 def attend(
-    build: Build,
+    machine: Machine,
+    shape: FlashShape,
     q: Tensor,
     pool: Tensor,
     layer: int,
@@ -100,11 +96,10 @@ def attend(
     sinks: Tensor | None,
     window: int,
     *,
-    pages: ctypes.Array[ctypes.c_uint64],
-    run: Callable[[Build, FlashArgs], None] = run_on_gpu,
+    pages: Map,
     packed: Inputs | None = None,
 ) -> Tensor:
-    """bf16 [rows, heads * 64] from rotated queries [rows, heads, 64]; `pages`: encode_pages(pool).
+    """bf16 [rows, heads * 64] from rotated queries [rows, heads, 64]; `pages`: map_pages(machine, pool).
 
     `packed`: the input of a grouped product, to be filled instead: bf16 values as bf16 or f16."""
     rows, heads, dim = q.shape
@@ -115,19 +110,19 @@ def attend(
         assert packed.kind in (PACKED["bf16"], PACKED["f16"]), "E4M3 needs the whole row first"
         out, slots = packed.packed, packed.slots
     args = FlashArgs(
-        pages=pages, q=q.data_ptr(), out=out.data_ptr(), sinks=None if sinks is None else sinks.data_ptr(),
-        table=table.data_ptr(), positions=step.positions.data_ptr(), query_start=step.query_start.data_ptr(),
+        pages=pages, q=pointer(q), out=pointer(out), sinks=pointer(sinks), table=pointer(table),
+        positions=pointer(step.positions), query_start=pointer(step.query_start),
         sequences=step.sequences, kv_heads=kv_heads, table_stride=table.stride(0),
-        tiles=rows // build.tokens + step.sequences, page_rows=pool.stride(0) // HEAD_DIM,
+        tiles=rows // shape.tokens + step.sequences, page_rows=pool.stride(0) // HEAD_DIM,
         first_row=layer * pool.stride(1) // HEAD_DIM, window=window,
-        sinks_float=int(sinks is not None and sinks.dtype == torch.float32), scale=dim**-0.5 * math.log2(math.e),
+        sinks_float=is_float(sinks), scale=dim**-0.5 * math.log2(math.e),
         slots=slots, half=int(packed is not None and packed.kind == PACKED["f16"]),
     )  # fmt: skip
-    run(build, args)
+    machine.run(build_of(shape), args.tiles * args.kv_heads, args)
     return out
 
 
-class FlashAttention(Phase):
+class FlashAttention(CudaPhase):
     name, covers, category, rank = "cuda.attention_flash", ("attention",), "attention", 20
     backends = {"attention": "cuda"}
     regimes = frozenset({"prefill"})
@@ -145,6 +140,9 @@ class FlashAttention(Phase):
             return "gives bf16, and o takes its input in another format"
         return None
 
+    def builds(self, spec: Spec, arch: Arch) -> list[Build]:
+        return [build_of(FULL), build_of(SLIDING)]
+
     def bind(self, b: Binding) -> Launch:
         run = self.bind_into(b)
 
@@ -158,17 +156,16 @@ class FlashAttention(Phase):
         spec, kind, index = b.spec, b.kind or "full", b.kind_index
         window = spec.window if kind == "sliding" else 0
         sinks = b.weights.sinks if "sinks" in spec.features_of(("attention",)) else None
-        build = SLIDING if window else FULL
-        maps: dict[int, ctypes.Array[ctypes.c_uint64]] = {}  # a pool may be replaced
+        machine, shape = gpu(), SLIDING if window else FULL
+        maps: dict[int, Map] = {}  # a pool may be replaced
 
         def run(step: Step, acts: Activations, packed: Inputs | None) -> Tensor:
             pool = b.kv_pool()
             if pool.data_ptr() not in maps:
                 maps.clear()
-                maps[pool.data_ptr()] = encode_pages(pool)
-            return attend(
-                build, acts.q, pool, index, step, kind, sinks, window, pages=maps[pool.data_ptr()], packed=packed
-            )
+                maps[pool.data_ptr()] = map_pages(machine, pool)
+            pages = maps[pool.data_ptr()]
+            return attend(machine, shape, acts.q, pool, index, step, kind, sinks, window, pages=pages, packed=packed)
 
         return run
 

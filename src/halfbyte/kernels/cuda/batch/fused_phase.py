@@ -5,8 +5,6 @@ Preferred to those where the cache is bf16 in pages of 64 tokens; Triton's serve
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,8 @@ from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.attention import batch
 from halfbyte.kernels.cuda.attention.batch import AttentionShape, BatchAttention
 from halfbyte.kernels.cuda.batch.phase import Attend, BatchLayer
+from halfbyte.kernels.cuda.device.host import Workspace, gpu
+from halfbyte.kernels.launch import Build
 from halfbyte.kernels.triton.rope import angles_call
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
@@ -21,9 +21,8 @@ from halfbyte.plan.phase import Arch, Binding, Phase, Spec
 from halfbyte.plan.step import Step
 
 
-@functools.cache
-def gpu() -> batch.Gpu:
-    return batch.Gpu()
+def attention_shape(spec: Spec) -> AttentionShape:
+    return AttentionShape(spec.heads // spec.kv_heads, spec.kv_heads)
 
 
 class FusedBatchLayer(BatchLayer):
@@ -34,14 +33,17 @@ class FusedBatchLayer(BatchLayer):
     def refuse_attention(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         return refuse_gpu(arch) or batch.refuse(spec)
 
+    def builds(self, spec: Spec, arch: Arch) -> list[Build]:
+        return [*super().builds(spec, arch), batch.build_of(attention_shape(spec))]
+
     def bind_attention(self, b: Binding) -> Attend:
         assert b.kind is not None
         s, kind, index, (inverse, temperature) = b.spec, b.kind, b.kind_index, b.rope
         device = b.weights.qkv_bias.device
         sinks = b.weights.sinks if "sinks" in s.features_of(("attention",)) else None
         attention = BatchAttention(
-            gpu(), AttentionShape(s.heads // s.kv_heads, s.kv_heads), b.buffers,
-            window=s.window if kind == "sliding" else 0, sinks=sinks, scale=s.head_dim**-0.5, device=device,
+            Workspace(gpu(), b.buffers, device), attention_shape(s), window=s.window if kind == "sliding" else 0,
+            sinks=sinks, scale=s.head_dim**-0.5,
         )  # fmt: skip
         if "rope_inverse" not in b.buffers:
             b.buffers["rope_inverse"] = inverse.to(device)

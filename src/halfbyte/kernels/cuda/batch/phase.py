@@ -1,4 +1,4 @@
-"""A whole layer for a batch on SM90 and SM12x: products at the speed of the memory (batch.cu), and little between them.
+"""A whole layer for a batch on SM90 and SM12x: products at the speed of the memory (product.cu), little between them.
 
 Covers a layer from norm to experts, so that what one operation leaves another need not read in a form of its own: norms
 are made where rows are summed, experts' results are added where the next layer begins, and every launch starts while
@@ -15,11 +15,23 @@ import torch
 from torch import Tensor
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.batch.layer import Head, Layer, Room
-from halfbyte.kernels.cuda.batch.products import COLUMNS, EXPERTS_MAX, TOP_MAX, Matrix, RowShape, Variant, gpu
+from halfbyte.kernels.cuda.batch.builds import (
+    COLUMNS,
+    EXPERTS_MAX,
+    ROW_THREADS,
+    TOP_MAX,
+    ProductShape,
+    RowShape,
+    product_build,
+    rows_build,
+)
+from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Head, Layer
+from halfbyte.kernels.cuda.batch.products import Matrix
+from halfbyte.kernels.cuda.device.host import Workspace, gpu
+from halfbyte.kernels.cuda.phase import CudaPhase
 from halfbyte.kernels.cuda.prefill.phases import GroupedHead
 from halfbyte.kernels.cuda.prefill.sync import SyncHead
-from halfbyte.kernels.launch import current_arch
+from halfbyte.kernels.launch import Build, current_arch
 from halfbyte.kernels.triton.attention import DecodeAttention
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.plan.activations import Activations
@@ -31,23 +43,31 @@ BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring r
 Attend = Callable[[Step, Activations, Tensor], Tensor]  # qkv float32 [rows, heads * head_dim] -> bf16
 
 
-def variants(spec: Spec, arch: Arch) -> dict[str, Variant]:
-    """The build of each matrix' product; gate_up and down share one where they are as deep."""
+def product_shapes(spec: Spec, arch: Arch) -> dict[str, ProductShape]:
+    """What each matrix' product is compiled for; gate_up and down share a launch where they are as deep."""
     forms, same = spec.formats, spec.hidden == spec.intermediate
-    wanted = {
-        "qkv": Variant(forms["qkv"], spec.hidden),
-        "o": Variant(forms["o"], spec.heads * spec.head_dim, router=spec.experts),
-        "gate_up": Variant(forms["gate_up"], spec.hidden, True, ids=True, both=same),
+    shapes = {
+        "qkv": ProductShape(forms["qkv"], spec.hidden),
+        "o": ProductShape(forms["o"], spec.heads * spec.head_dim, router=spec.experts),
+        "gate_up": ProductShape(forms["gate_up"], spec.hidden, True, ids=True, both=same),
     }
-    wanted |= {} if same else {"down": Variant(forms["down"], spec.intermediate, ids=True)}
-    return {role: v.within(arch.shared_memory) for role, v in wanted.items()}
+    shapes |= {} if same else {"down": ProductShape(forms["down"], spec.intermediate, ids=True)}
+    return {role: shape.within(arch.shared_memory) for role, shape in shapes.items()}
 
 
-def head_variant(spec: Spec, arch: Arch) -> Variant:
-    return Variant(spec.formats["lm_head"], spec.hidden).within(arch.shared_memory)
+def head_shape(spec: Spec, arch: Arch) -> ProductShape:
+    return ProductShape(spec.formats["lm_head"], spec.hidden).within(arch.shared_memory)
 
 
-def no_room(role: str, spec: Spec, arch: Arch, need: int) -> str:
+def row_shape(spec: Spec) -> RowShape:
+    return RowShape(spec.hidden, spec.experts, spec.top_k)
+
+
+def buffers_of(b: Binding, device: torch.device) -> BatchBuffers:
+    return BatchBuffers(Workspace(gpu(), b.buffers, device), row_shape(b.spec), b.spec.intermediate)
+
+
+def too_large(role: str, spec: Spec, arch: Arch, need: int) -> str:
     kind, has = spec.formats[role], arch.shared_memory
     return f"holds a tile of {role} in {kind} in {need} bytes of shared memory, {arch.name} has {has}"
 
@@ -60,7 +80,7 @@ def refuse_shape(spec: Spec) -> str | None:
     return None
 
 
-class BatchLayer(Phase):
+class BatchLayer(CudaPhase):
     name, covers, category = "cuda.batch_layer", LAYER, "moe"
     backends = {"moe": "cuda", "linear": "cuda", "attention": "triton"}
     regimes = frozenset({"decode", "batch"})
@@ -85,9 +105,9 @@ class BatchLayer(Phase):
             kinds = ("mxfp4", "q8", "bf16") if role in ("qkv", "o") else ("mxfp4",)
             if spec.formats[role] not in kinds:
                 return f"multiplies {' or '.join(kinds)} weights, and {role} is {spec.formats[role]}"
-        for role, variant in variants(spec, arch).items():
-            if variant.shared_bytes > arch.shared_memory:
-                return no_room(role, spec, arch, variant.shared_bytes)
+        for role, shape in product_shapes(spec, arch).items():
+            if shape.shared_bytes > arch.shared_memory:
+                return too_large(role, spec, arch, shape.shared_bytes)
         return self.refuse_attention(spec, arch, gates)
 
     def refuse_attention(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
@@ -96,13 +116,17 @@ class BatchLayer(Phase):
     def layouts(self, spec: Spec) -> dict[str, str]:
         return dict.fromkeys(MATRICES, "tile16")
 
+    def builds(self, spec: Spec, arch: Arch) -> list[Build]:
+        rows = [rows_build(row_shape(spec), entry) for entry in ROW_THREADS]
+        return [*rows, *map(product_build, product_shapes(spec, arch).values())]
+
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
         device = w.qkv_bias.device
-        room = Room(RowShape(s.hidden, s.experts, s.top_k), s.intermediate, b.buffers, device)
+        buffers = buffers_of(b, device)
         shared = current_arch().shared_memory
         layer = Layer(
-            gpu(), room, qkv=Matrix(w.qkv, w.qkv_bias, "qkv", shared=shared),
+            buffers, qkv=Matrix(w.qkv, w.qkv_bias, "qkv", shared=shared),
             o=Matrix(w.o, w.o_bias, "o", router=s.experts, shared=shared),
             gate_up=Matrix(w.gate_up, w.gate_up_bias, "gate_up", swiglu=True, shared=shared),
             down=Matrix(w.down, w.down_bias, "down", shared=shared),
@@ -119,12 +143,12 @@ class BatchLayer(Phase):
             qkv = torch.empty((rows, width), dtype=torch.float32, device=device)
             layer.enter(x, qkv, pending=pending is not None)
             layer.leave(x, attend(step, acts, qkv))
-            acts.topk_ids, acts.topk_weights = room.ids[:rows], room.weights[:rows]
+            acts.topk_ids, acts.topk_weights = buffers.ids[:rows], buffers.weights[:rows]
             if last:
                 layer.finish(x)
                 acts.x = x
             else:
-                acts.leave(PendingExperts(x, room.weights[:rows], room.parts))
+                acts.leave(PendingExperts(x, buffers.weights[:rows], buffers.parts))
 
         return launch
 
@@ -164,16 +188,20 @@ class BatchHead(GroupedHead):
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         reason = super().refuse(spec, arch, gates) or refuse_shape(spec)
-        need = 0 if reason else head_variant(spec, arch).shared_bytes
+        need = 0 if reason else head_shape(spec, arch).shared_bytes
         if need > arch.shared_memory:
-            reason = no_room("lm_head", spec, arch, need)
+            reason = too_large("lm_head", spec, arch, need)
         return reason
+
+    def builds(self, spec: Spec, arch: Arch) -> list[Build]:
+        stream = rows_build(row_shape(spec), "batch_finish"), product_build(head_shape(spec, arch))
+        return [*super().builds(spec, arch), *stream]
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
-        room = Room(RowShape(s.hidden, s.experts, s.top_k), s.intermediate, b.buffers, w.final_norm.device)
+        buffers = buffers_of(b, w.final_norm.device)
         lm_head = Matrix(w.lm_head, None, "lm_head", shared=current_arch().shared_memory)
-        few, many = Head(gpu(), room, lm_head, w.final_norm, s.norm_eps), super().bind(b)
+        few, many = Head(buffers, lm_head, w.final_norm, s.norm_eps), super().bind(b)
 
         def launch(step: Step, acts: Activations) -> None:
             if step.logit_rows.shape[0] > COLUMNS:

@@ -438,6 +438,6 @@ extern "C" __global__ void __maxnreg__(REGISTERS) batch_product(const __grid_con
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_batch(const Product* p, int grid, u32 seed) { emu::run(grid, THREADS, sizeof(Shared), seed, [=] { batch_product(*p); }); }
-extern "C" int hb_batch_size(int what) { return what == 0 ? (int)sizeof(Product) : what == 1 ? (int)sizeof(Shared) : THREADS; }
+extern "C" void hb_run(const char*, const Product* p, int grid, u32 seed) { emu::run(grid, THREADS, sizeof(Shared), seed, [=] { batch_product(*p); }); }
+extern "C" int hb_size(int what) { return what == 0 ? (int)sizeof(Product) : what == 1 ? (int)sizeof(Shared) : THREADS; }
 #endif

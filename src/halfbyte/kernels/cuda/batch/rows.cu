@@ -190,11 +190,11 @@ extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS, 1) batch_choose(con
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_batch_rows(const char* entry, const Rows* r, int grid, u32 seed) {
+extern "C" void hb_run(const char* entry, const Rows* r, int grid, u32 seed) {
   const bool finish = entry[6] == 'f';
   emu::run(grid, finish ? FINISH_THREADS : CHOOSE_THREADS, 16384, seed, [=] { finish ? batch_finish(*r) : batch_choose(*r); });
 }
-extern "C" int hb_batch_rows_size(int what) {
+extern "C" int hb_size(int what) {
   const int sizes[] = {(int)sizeof(Rows), PARTS, FINISH_THREADS, CHOOSE_THREADS, FINISH_THREADS / 32 * (int)sizeof(float), (int)sizeof(ChooseTable)};
   return sizes[what];
 }

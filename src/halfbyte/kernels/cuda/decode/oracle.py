@@ -17,7 +17,8 @@ from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.formats import MXTensor, tile16
-from halfbyte.kernels.cuda.decode.step import HEAD_DIM, PAGE, TOP_K, DecodeStep, StepLayer, StepShape, StepWeights
+from halfbyte.kernels.cuda.decode.shape import HEAD_DIM, PAGE, TOP_K, StepShape
+from halfbyte.kernels.cuda.decode.step import DecodeStep, StepLayer, StepWeights
 
 SCALE_IN = 2.0**100  # of what is multiplied by MXFP4
 RESIDUAL_FRACTION, ROUTER_FRACTION = 23, 21  # bits behind the point of sums in mailboxes (mailbox.cuh)

@@ -15,19 +15,11 @@ from torch import Tensor
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.decode.step import (
-    FORMATS,
-    KV_DTYPES,
-    PAGE,
-    ROW_SIZES,
-    DecodeStep,
-    Gpu,
-    StepLayer,
-    StepShape,
-    StepWeights,
-    tile_router,
-)
-from halfbyte.kernels.launch import current_arch
+from halfbyte.kernels.cuda.decode.shape import KV_DTYPES, PAGE, ROW_SIZES, StepShape, build_of
+from halfbyte.kernels.cuda.decode.step import DecodeStep, StepLayer, StepWeights, tile_router
+from halfbyte.kernels.cuda.device.host import FORMATS, gpu
+from halfbyte.kernels.cuda.phase import CudaPhase
+from halfbyte.kernels.launch import Build, current_arch
 from halfbyte.ops.rope import rope_table
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import OPERATIONS, Arch, Binding, Launch, Phase, Spec
@@ -46,7 +38,7 @@ def shape_of(spec: Spec, arch: Arch, rows: int) -> StepShape:
     )  # fmt: skip
 
 
-class WholeStep(Phase):
+class WholeStep(CudaPhase):
     name = "cuda.decode_step"
     covers = OPERATIONS
     backends: Mapping[str, str | tuple[str, ...]] = {
@@ -85,6 +77,11 @@ class WholeStep(Phase):
     def layouts(self, spec: Spec) -> dict[str, str]:
         return {"embed": "plain"} | dict.fromkeys(MATRICES, "tile16")
 
+    def builds(self, spec: Spec, arch: Arch) -> list[Build]:
+        fewer = (0, *ROW_SIZES)  # a build serves what the one before it cannot
+        sizes = [rows for last, rows in zip(fewer, ROW_SIZES) if last < arch.limits.decode]
+        return [build_of(shape_of(spec, arch, rows)) for rows in sizes]
+
     def bind(self, b: Binding) -> Launch:
         spec = b.spec
         weights = step_weights(b)
@@ -99,7 +96,7 @@ class WholeStep(Phase):
             if key not in steps:
                 shape = shape_of(spec, arch, rows)
                 steps[key] = DecodeStep(
-                    shape, weights, Gpu(shape), pool=pool, tables=(none, none), rope=rope,
+                    shape, weights, gpu(), pool=pool, tables=(none, none), rope=rope,
                     norm_eps=spec.norm_eps, swiglu_limit=spec.swiglu_limit, swiglu_alpha=spec.swiglu_alpha,
                 )  # fmt: skip
             return steps[key]

@@ -500,8 +500,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_emulate(const Step* p, int grid, unsigned seed) {
+extern "C" void hb_run(const char*, const Step* p, int grid, u32 seed) {
   emu::run(grid, THREADS, sizeof(Shared), seed, [p] { decode_step(*p); });
 }
-extern "C" int hb_sizes(int which) { return which == 0 ? (int)sizeof(Step) : which == 1 ? (int)sizeof(Layer) : (int)sizeof(Shared); }
+extern "C" int hb_size(int what) { return what == 0 ? (int)sizeof(Step) : what == 1 ? (int)sizeof(Shared) : what == 2 ? THREADS : (int)sizeof(Layer); }
 #endif

@@ -1,177 +1,33 @@
-"""The decode step: its shapes, its arguments, its mailboxes, and the two machines it runs on (a GPU, or the emulator).
+"""The decode step: its weights, its mailboxes and its launch, on a GPU or in the emulator.
 
-`StepShape` says what is compiled, `StepWeights` where the weights lie, `DecodeStep` owns the buffers and launches.
-It refuses shapes the kernel was not written for; it never converts a weight: matrices come in the layout "tile16".
+`StepWeights` says where the weights lie, `DecodeStep` owns the buffers and launches. It never converts a weight:
+matrices come in the layout "tile16", and anything else is a PlanError.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import PlanError
 from halfbyte.formats.tile16 import tile_shape
-from halfbyte.kernels.launch import Kernel, Program, compile_program
-
-FOLDER = Path(__file__).parent
-FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}
-KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES = 64, 64, 4, 16, 4
-ROW_SIZES = (1, 2, 4, 8)
-# What was fastest on an H200 (docs/LOG.md): warps that multiply, bytes of a slot, `ahead`, `rest` and `probe`; of one
-# row and a large ring by the format of the dense layers, else the usual. With 24 KB and 12 warps a tile of an expert
-# fills two slots by half, and a page fits in one; in larger slots it fills one, and five on their way are enough. A
-# usual slot is a third of such a tile: 16 chunks of MXFP4, 8 of q8.
-TUNED = {"mxfp4": (12, 24_576, 0, 0, 0), "q8": (12, 26_112, 5, 0, 1), "bf16": (12, 30_720, 5, 0, 1)}
-USUAL = (15, 8_704, 0, 0, 1)
-# sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
-# spilled; four rows need eight for the sake of six slots, eight rows do not fit.
-SMALL, CRAMPED = (9, 8_704, 0, 0, 1), (8, 8_704, 0, 0, 1)
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """Everything the kernel is compiled for."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    experts: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    window: int = 128
-    rows: int = 1
-    qkv: str = "mxfp4"
-    o: str = "mxfp4"
-    lm_head: str = "mxfp4"
-    kv: str = "bf16"  # or fp8
-    shared: int = 232_448  # bytes a block may have
-    ring: int = 64  # slots at most; fewer in tests
-    workers: int = 0  # warps that multiply; 0, here and below: as was fastest
-    slot: int = 0  # bytes of a slot of the ring
-    ahead: int = 0  # slots of experts' weights that may be asked for and not yet used
-    rest: int = 0  # the same of all else
-    nap: int = 20  # nanoseconds between two looks into a mailbox
-    probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
-    trace: bool = False
-    defines: tuple[str, ...] = ()  # experiments
-
-    @property
-    def q_dim(self) -> int:
-        return self.heads * HEAD_DIM
-
-    @property
-    def qkv_dim(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * HEAD_DIM
-
-    def refuse(self) -> str | None:
-        checks = (
-            (self.heads == 8 * self.kv_heads, f"needs 8 query heads per kv head, not {self.heads}/{self.kv_heads}"),
-            (self.hidden % 64 == 0 and self.intermediate % 64 == 0, "needs hidden and intermediate in multiples of 64"),
-            (self.vocab % 16 == 0, f"needs a vocabulary in multiples of 16, not {self.vocab}"),
-            (self.experts % 32 == 0 and self.experts <= 256, f"needs experts in multiples of 32, not {self.experts}"),
-            (
-                self.experts <= self.hidden // ROUTER_COPIES,
-                f"needs hidden of {ROUTER_COPIES} times the experts or more",
-            ),
-            (self.rows in ROW_SIZES, f"is built for 1, 2, 4 or 8 rows, not {self.rows}"),
-            (all(f in FORMATS for f in (self.qkv, self.o, self.lm_head)), "reads mxfp4, q8 and bf16 matrices only"),
-            (self.kv in KV_DTYPES, f"keeps keys and values in {' or '.join(KV_DTYPES)}, not in {self.kv}"),
-            (self.slots >= 6, f"needs a ring of 6 slots beside its tables, {self.shared} bytes leave {self.slots}"),
-        )
-        return next((reason for ok, reason in checks if not ok), None)
-
-    @property
-    def _tuned(self) -> tuple[int, int, int, int, int]:
-        large = self.shared >= 200_000
-        if not large:
-            return SMALL if self.rows < 4 else CRAMPED
-        one = self.rows == 1 and self.qkv == self.o == self.lm_head
-        return TUNED[self.qkv] if one and self.qkv in TUNED else USUAL
-
-    @property
-    def warps(self) -> int:
-        return self.workers or self._tuned[0]
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.slot or self._tuned[1]
-
-    @property
-    def slots(self) -> int:
-        """As many as shared memory holds beside everything else."""
-        return min(self.ring, (self.shared - self._fixed) // (self.slot_bytes + 16))
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._fixed + self.slots * (self.slot_bytes + 16)
-
-    @property
-    def _fixed(self) -> int:
-        """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
-        red = 2 * (3 if self.rows == 1 else 16) * self.warps * 16 * 4
-        merge = self.warps // 4 * 4 * 8 * (64 + 4 + 1 + 1) * 4
-        routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
-        tables = 2 * 8 * 72 * 2 + 2 * 16 * 64 * 2 + self.rows * (2 * 608 * 2 + self.warps * 2 * 16 * 2 + 16 * 4)
-        rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(LayerArgs) * self.layers + 24 * self.rows + 512
-        return max(red, merge) + tables + routing + rest
-
-    def options(self) -> tuple[str, ...]:
-        ahead, rest = self.ahead or self._tuned[2], self.rest or self._tuned[3]  # 0: the whole ring
-        values = {
-            "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
-            "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
-            "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
-            "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
-            "NAP": self.nap, "PROBE": self._tuned[4] if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
-            "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
-        }  # fmt: skip
-        extra = (("-DHB_TRACE",) if self.trace else ()) + tuple(f"-D{d}" for d in self.defines)
-        return tuple(f"-DHB_{name}={value}" for name, value in values.items()) + extra
-
-    def program(self) -> Program:
-        return Program(FOLDER / "step.cu", "decode_step", self.options())
-
-
-_P = ctypes.c_void_p
-
-
-LAYER_FIELDS = (
-    "qkv", "o", "gate_up", "down", "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "attn_norm", "mlp_norm",
-    "router", "router_bias", "sinks",
-)  # fmt: skip
-
-
-class LayerArgs(ctypes.Structure):
-    _fields_ = [(name, _P) for name in LAYER_FIELDS]
-
-
-BOXES = ("x", "mid", "logits", "qkv", "part", "h", "best")
-
-
-class StepArgs(ctypes.Structure):
-    _fields_ = [
-        *((name, _P) for name in ("layers", "embed", "final_norm", "head", "tokens", "positions", "row_seq")),
-        *((name, _P) for name in ("sliding_table", "full_table", "pool", "rope", "logits_out", "next_tokens")),
-        *((f"box_{name}", _P) for name in BOXES),
-        ("control", _P),
-        ("failure", _P),
-        ("trace", _P),
-        ("norm_eps", ctypes.c_float),
-        ("swiglu_limit", ctypes.c_float),
-        ("swiglu_alpha", ctypes.c_float),
-        ("rows", ctypes.c_int),
-        ("max_blocks", ctypes.c_int),
-        ("page_layers", ctypes.c_int),
-        ("advance", ctypes.c_int),
-    ]
+from halfbyte.kernels.cuda.decode.shape import (
+    HEAD_DIM,
+    KV_DTYPES,
+    LAYER_FIELDS,
+    PAGE,
+    ROUTER_COPIES,
+    SPLITS,
+    TOP_K,
+    LayerArgs,
+    StepArgs,
+    StepShape,
+    build_of,
+)
+from halfbyte.kernels.cuda.device.host import Machine
 
 
 @dataclass
@@ -207,26 +63,6 @@ def tile_router(router: Tensor) -> Tensor:
     return router.view(experts, hidden // 16, 16).transpose(0, 1).contiguous()
 
 
-class Machine(Protocol):
-    blocks: int
-
-    def run(self, args: StepArgs) -> None: ...
-
-
-class Gpu:
-    """The kernel on the current CUDA device: one block per multiprocessor, all resident."""
-
-    def __init__(self, shape: StepShape) -> None:
-        major, minor = torch.cuda.get_device_capability()
-        arch = f"sm_{major}{minor}a"
-        self.blocks = torch.cuda.get_device_properties().multi_processor_count
-        self._threads = 32 * (shape.warps + 1)
-        self._kernel = Kernel(compile_program(shape.program(), arch), "decode_step", shape.shared_bytes)
-
-    def run(self, args: StepArgs) -> None:
-        self._kernel.launch(self.blocks, self._threads, args, cooperative=True)
-
-
 class DecodeStep:
     """Buffers around one compiled step. Its inputs (`tokens`, `positions`, `row_seq`, tables) are device tensors of its
     own unless `read` names others."""
@@ -250,6 +86,7 @@ class DecodeStep:
             raise PlanError(f"the CUDA decode step {reason}.")
         self.shape, self.weights, self.machine = shape, weights, machine
         self._check(weights, pool, tables, rope)
+        machine.load(build_of(shape))
         device = pool.device
         r = shape.rows
 
@@ -294,19 +131,21 @@ class DecodeStep:
 
     def read(self, tokens: Tensor, positions: Tensor, row_seq: Tensor, tables: tuple[Tensor, Tensor]) -> None:
         """From now on the step reads these, where they lie; tables [sequences, blocks], both alike."""
-        given = (tokens, positions, row_seq, *tables)
-        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in given), [(t.dtype, t.stride()) for t in given]
+        inputs = (tokens, positions, row_seq, *tables)
+        assert all(t.dtype == torch.int32 and t.is_contiguous() for t in inputs), [
+            (t.dtype, t.stride()) for t in inputs
+        ]
         assert tables[0].shape == tables[1].shape
         assert not self.args.advance
         a = self.args
-        a.tokens, a.positions, a.row_seq, a.sliding_table, a.full_table = (t.data_ptr() for t in given)
+        a.tokens, a.positions, a.row_seq, a.sliding_table, a.full_table = (t.data_ptr() for t in inputs)
         a.max_blocks = tables[0].shape[1]
-        self._given = given
+        self._inputs = inputs  # kept alive
 
     def run(self, rows: int | None = None) -> None:
         """One step on torch's current stream: logits, next_tokens, and the cache written."""
         self.args.rows = self.shape.rows if rows is None else rows
-        self.machine.run(self.args)
+        self.machine.run(build_of(self.shape), self.machine.blocks, self.args)
 
     def given_up(self) -> str | None:
         """Where a wait inside the kernel was given up (the launch then fails), for whoever debugs it."""

@@ -1,49 +1,80 @@
-"""The decode step on a CPU: the same source, built with g++ over `emulator.h`, one fiber per CUDA thread. For tests."""
+"""CUDA kernels on a CPU: the same sources, built with g++ over `emulator.h`, one fiber per CUDA thread.
+
+Every order of events is one that a seed decides. It says nothing about speed, and it does not reorder memory. It stands
+in for a GPU (`host.Machine`) in tests and self-tests; no plan ever takes it. Refuses to run where g++ is missing.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import shutil
 import subprocess
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from halfbyte.errors import UsageError
-from halfbyte.kernels.cuda.decode.step import StepArgs, StepShape
-from halfbyte.kernels.launch import INCLUDES, cache_folder
+from halfbyte.kernels.launch import Build, Map, Program, cache_folder
+
+OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-DHB_EMULATE")
+_Map = ctypes.c_uint64 * 16
+
+
+def emulator_available() -> str | None:
+    """None, or why nothing can be emulated here."""
+    return None if shutil.which("g++") else "the emulator needs g++, which is not installed"
 
 
 class Emulator:
-    """`blocks` multiprocessors, scheduled in an order that `seed` decides."""
+    """`blocks` multiprocessors, scheduled in an order that `seed` decides; every launch takes the next one."""
 
-    def __init__(self, shape: StepShape, blocks: int, seed: int = 0, *, cache: Path | None = None) -> None:
+    def __init__(self, blocks: int, seed: int = 0) -> None:
         self.blocks, self.seed = blocks, seed
-        self._library = ctypes.CDLL(str(_build(shape, cache or cache_folder())))
 
-    def run(self, args: StepArgs) -> None:
+    def load(self, build: Build) -> object:
+        return library(build.program)
+
+    def run(self, build: Build, grid: int, args: ctypes.Structure) -> None:
         self.seed += 1
-        self._library.hb_emulate(ctypes.byref(args), self.blocks, self.seed)
+        library(build.program).hb_run(build.program.entry.encode(), ctypes.byref(args), grid, self.seed)
 
-    def sizes(self) -> tuple[int, int, int]:
-        """Bytes of Step, Layer and Shared, as the compiler sees them."""
-        step, layer, shared = (int(self._library.hb_sizes(i)) for i in range(3))
-        return step, layer, shared
+    def byte_map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
+        """What emulated copies read instead of the copy engine's own format."""
+        return _Map(data.data_ptr(), row_bytes, data.numel() * data.element_size() // row_bytes)
+
+    def row_map(self, rows: Tensor, box: tuple[int, int]) -> Map:
+        return _Map(rows.data_ptr())
 
 
-def _build(shape: StepShape, cache: Path) -> Path:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise UsageError("the emulator needs g++, which is not installed.")
-    program = shape.program()
-    options = ("-O1", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-DHB_EMULATE", *program.options)
+def sizes(program: Program, count: int) -> list[int]:
+    """What the compiler sees, to be compared with the host's mirrors: bytes of the argument, bytes of shared memory,
+    threads of a block, or what else the source says."""
+    return [int(library(program).hb_size(i)) for i in range(count)]
+
+
+def library(program: Program) -> ctypes.CDLL:
+    """Every entry of a source, compiled with the program's options."""
+    return _library(replace(program, entry=""))
+
+
+@functools.cache
+def _library(program: Program) -> ctypes.CDLL:
+    if reason := emulator_available():
+        raise UsageError(f"{reason}.")
+    options = (*OPTIONS, *program.options)
     key = hashlib.sha256("\0".join((program.hash(), *options)).encode()).hexdigest()[:32]
-    path = cache / f"decode_step-emulator-{key}.so"
+    path = cache_folder("emulator") / f"{program.source.stem}-{key}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{id(shape)}.tmp")
-        command = [compiler, *options, f"-I{INCLUDES}", "-x", "c++", str(program.source), "-o", str(partial)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UsageError(f"g++ could not build the emulator:\n{done.stderr[:4000]}")
-        partial.replace(path)
-    return path
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            partial = Path(folder) / path.name
+            command = ["g++", *options, f"-I{program.root}", "-x", "c++", str(program.source), "-o", str(partial)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise UsageError(f"g++ could not build the emulator of {program.source.name}:\n{done.stderr[:4000]}")
+            partial.replace(path)
+    return ctypes.CDLL(str(path))

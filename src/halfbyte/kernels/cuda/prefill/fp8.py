@@ -20,15 +20,20 @@ from halfbyte.errors import PlanError
 from halfbyte.formats import tile16
 from halfbyte.formats.tile16 import CHUNK_BYTES
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.prefill.builds import PACKED, PAD, SHAPES, TILE, RowsArgs, Variant
-from halfbyte.kernels.cuda.prefill.phases import (
-    GroupedHead,
-    GroupedMoe,
-    GroupedOut,
-    GroupedQkv,
-    _Grouped,
+from halfbyte.kernels.cuda.device.host import pointer
+from halfbyte.kernels.cuda.prefill.builds import (
+    FP8_TILE,
+    PACKED,
+    PAD,
+    TILE,
+    TILES,
+    GroupedShape,
+    RowsArgs,
+    rows_build,
 )
-from halfbyte.kernels.cuda.prefill.products import Dense, Experts, Inputs, _ptr, columns_cap
+from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedMoe, GroupedOut, GroupedPhase, GroupedQkv
+from halfbyte.kernels.cuda.prefill.products import Dense, GroupedProducts, Inputs, columns_cap
 from halfbyte.plan.phase import Arch, Phase, Spec
 
 SPREAD = 16  # octaves between the scales of a row that E5M2 can hold
@@ -36,7 +41,7 @@ TILES_AT_ONCE = 4096  # of 16 rows, whose zeros are looked for: some 100 MB
 WIDENING = 112  # columns whose product takes as long as widening the weights for it
 
 
-def tops_of(data: Tensor, form: str, role: str) -> Tensor:
+def row_max_scale(data: Tensor, form: str, role: str) -> Tensor:
     """The largest scale of every row, uint8 [..., rows], of MXFP4 weights in tile16."""
     if form != "mxfp4":
         raise PlanError(f"fp8 products are for MXFP4 weights, and {role} is {form}; use --activation bf16.")
@@ -46,8 +51,8 @@ def tops_of(data: Tensor, form: str, role: str) -> Tensor:
     scales = tile16.scales_of(data.view(-1, chunks, CHUNK_BYTES["mxfp4"]))  # [tile, chunk, g, group, r]: rows g + 8 r
     spread = scales.amax((1, 3)) - scales.amin((1, 3))
     far = (spread > SPREAD).flatten(1).any(1).nonzero()[:, 0]  # few or none: a dead head, an idle expert
-    for some in torch.split(far, TILES_AT_ONCE):
-        scales[some] = _without_zeros(data.view(-1, chunks, CHUNK_BYTES["mxfp4"])[some])
+    for places in torch.split(far, TILES_AT_ONCE):
+        scales[places] = _without_zeros(data.view(-1, chunks, CHUNK_BYTES["mxfp4"])[places])
     high, low = scales.amax((1, 3)), scales.amin((1, 3))  # [tile, g, r]
     widest = int((high - low).max()) if data.numel() else 0
     if widest > SPREAD:
@@ -68,55 +73,63 @@ def _without_zeros(data: Tensor) -> Tensor:
     return torch.where(zeros, most, scales)
 
 
-def wide(k: int) -> int:
+def padded(k: int) -> int:
+    """Bytes of a row of k values: whole lines of 128."""
     return -(-k // 128) * 128
 
 
-class Fp8Dense(Dense):
+class Fp8Products(GroupedProducts):
+    tiles: tuple[str, ...] = (FP8_TILE,)
+
+    def find_row_max_scale(self, data: Tensor, form: str, role: str) -> Tensor:
+        return row_max_scale(data, form, role)
+
+
+class Fp8Dense(Fp8Products, Dense):
     """y = W x + bias, or residual + that, with x in E4M3."""
 
-    def _tops(self, data: Tensor, role: str) -> Tensor:
-        return tops_of(data, self.format, role)
-
     def inputs(self, rows: int) -> Inputs:
-        packed = self.room.get(f"fp8.{self.k}", rows, lambda r: (r + 2 * PAD) * wide(self.k), torch.uint8)
-        scales = self.room.get("fp8.scales", rows, lambda r: r + 2 * PAD, torch.float32)
+        get = self.workspace.growing
+        packed = get(f"grouped.fp8.{self.k}", rows, lambda r: (r + 2 * PAD) * padded(self.k), torch.uint8)
+        scales = get("grouped.fp8.scales", rows, lambda r: r + 2 * PAD, torch.float32)
         return Inputs(packed, rows + 2 * PAD, PACKED["e4m3"], scales)
 
-    def _product(self, rows: int) -> tuple[Variant, int]:
-        cap = columns_cap(rows, self.n // TILE, self.room.machine.blocks, SHAPES["vast"], WIDENING)
-        return Variant(self.format, "vast", False), cap
+    def _product(self, rows: int) -> tuple[GroupedShape, int]:
+        cap = columns_cap(rows, self.n // TILE, self.workspace.machine.blocks, TILES[FP8_TILE], WIDENING)
+        return self.product(self.format, FP8_TILE, False), cap
 
 
-class Fp8Experts(Experts):
+class Fp8Experts(Fp8Products, Experts):
     """x + the weighted sum of the chosen experts' MLPs of h, with h and the middle in E4M3."""
 
     pad, prefix = 2 * PAD, "fp8."
     results = torch.bfloat16
 
-    def _tops(self, data: Tensor, role: str) -> Tensor:
-        return tops_of(data, self.format, role)
-
     def _inputs(self, rows: int, top_k: int) -> Inputs:
-        packed = self.room.get("fp8.slots", rows, lambda r: self._slots(r, top_k) * wide(self.hidden), torch.uint8)
-        scales = self.room.get("fp8.slot_scales", rows, lambda r: self._slots(r, top_k), torch.float32)
+        get = self.workspace.growing
+        packed = get("grouped.fp8.slots", rows, lambda r: self._slots(r, top_k) * padded(self.hidden), torch.uint8)
+        scales = get("grouped.fp8.slot_scales", rows, lambda r: self._slots(r, top_k), torch.float32)
         return Inputs(packed, self._slots(rows, top_k), PACKED["e4m3"], scales)
 
     def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Inputs:
         half = self.inner // 2
-        small = self.room.get("fp8.middle", rows, lambda r: self._slots(r, top_k) * wide(half), torch.uint8)
-        args = RowsArgs(hidden=_ptr(hidden), packed=_ptr(small), scales=_ptr(x.scales), width=half, slots=x.slots)
-        self.room.machine.rows("requantize", -(-x.slots // 8), args)
-        return x._replace(packed=small)
+        packed = self.workspace.growing(
+            "grouped.fp8.middle", rows, lambda r: self._slots(r, top_k) * padded(half), torch.uint8
+        )
+        args = RowsArgs(
+            hidden=pointer(hidden), packed=pointer(packed), scales=pointer(x.scales), width=half, slots=x.slots
+        )
+        self.workspace.machine.run(rows_build("requantize"), -(-x.slots // 8), args)
+        return x._replace(packed=packed)
 
-    def _shape(self, per_expert: float) -> str:
-        return "vast"
+    def _tile(self, rows_each: float) -> str:
+        return FP8_TILE
 
 
 # ---- phases ---------------------------------------------------------------------------------------------------------
 
 
-class _Fp8(_Grouped):
+class Fp8Phase(GroupedPhase):
     """What the bf16 phases ask, for fp8 activations and MXFP4 weights."""
 
     kinds = ("mxfp4",)
@@ -129,19 +142,19 @@ class _Fp8(_Grouped):
         return super().refuse(dataclasses.replace(spec, activation="bf16"), arch, gates)
 
 
-class Fp8Moe(_Fp8, GroupedMoe):
+class Fp8Moe(Fp8Phase, GroupedMoe):
     name = "cuda.grouped_fp8_moe"
 
 
-class Fp8Qkv(_Fp8, GroupedQkv):
+class Fp8Qkv(Fp8Phase, GroupedQkv):
     name = "cuda.grouped_fp8_norm_qkv"
 
 
-class Fp8Out(_Fp8, GroupedOut):
+class Fp8Out(Fp8Phase, GroupedOut):
     name = "cuda.grouped_fp8_o"
 
 
-class Fp8Head(_Fp8, GroupedHead):
+class Fp8Head(Fp8Phase, GroupedHead):
     name = "cuda.grouped_fp8_norm_lm_head"
 
 

@@ -25,7 +25,7 @@ struct Rows4 {
     const size_t at = ((size_t)it.expert * p.m_tiles + it.first) * 64 + row;
     HB_UNROLL
     for (int i = 0; i < 4; i++) if (p.bias) bias[i] = bias_at(p, at + i);
-    const u32 tops = *(const u32*)(p.tops + at);
+    const u32 tops = *(const u32*)(p.row_max_scale + at);
     HB_UNROLL
     for (int i = 0; i < 4; i++) scale[i] = power_of_two((float)(int)(tops >> (8 * i) & 255) - 128.f);
   }

@@ -190,7 +190,7 @@ template <int N> HB_DEV void multiply_fp8(Consumer& c, const Item& it) {
   u32 a[2][8];
   int left = c.p.chunks;
   const int tile = c.group * 4 + c.warp;  // of 16 rows, within the item
-  const u8* tops = c.p.tops + ((size_t)it.expert * c.p.m_tiles + it.first) * 64 + tile * 16 + (c.lane >> 2);
+  const u8* tops = c.p.row_max_scale + ((size_t)it.expert * c.p.m_tiles + it.first) * 64 + tile * 16 + (c.lane >> 2);
   const int top[2] = {tops[0], tops[8]};
   const int thread = c.warp * 32 + c.lane;
   // asked for before they are needed
@@ -308,6 +308,6 @@ extern "C" __global__ void HB_CLUSTER __launch_bounds__(THREADS, 1) grouped(cons
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_grouped(const Product* p, int grid, u32 seed) { emu::run(grid, THREADS, shared_bytes(), seed, [=] { grouped(*p); }); }
-extern "C" int hb_grouped_size(int what) { return what == 0 ? (int)sizeof(Product) : what == 1 ? shared_bytes() : THREADS; }
+extern "C" void hb_run(const char*, const Product* p, int grid, u32 seed) { emu::run(grid, THREADS, shared_bytes(), seed, [=] { grouped(*p); }); }
+extern "C" int hb_size(int what) { return what == 0 ? (int)sizeof(Product) : what == 1 ? shared_bytes() : THREADS; }
 #endif

@@ -87,7 +87,7 @@ struct alignas(64) Product {     // mirrored in builds.py
   u16* packed;                   // SWIGLU: where the hidden values go
   float* out;                    // otherwise: [slots][out_stride]
   const float* residual;         // added to `out`, same shape; null: none
-  const u8* tops;                // FP8: the largest scale of each row, [experts][rows]
+  const u8* row_max_scale;       // FP8: the largest scale of each row, [experts][rows]
   const float* x_scale;          // FP8: of each slot; MX: four scale bytes, [K / 128][slots]
   i64 out_stride;
   int experts, m_tiles, chunks;  // m_tiles = rows / 64, chunks = K / 64
@@ -102,7 +102,7 @@ struct alignas(64) Product {     // mirrored in builds.py
   const int* order;              // those with the most columns first: items of one width, whose code is one, follow each other
   int unused[2];
 };
-HB_MIRRORED(Product, map, bias, x, starts, counts, packed, out, residual, tops, x_scale, out_stride, experts, m_tiles, chunks, columns,
+HB_MIRRORED(Product, map, bias, x, starts, counts, packed, out, residual, row_max_scale, x_scale, out_stride, experts, m_tiles, chunks, columns,
             x_slots, packed_slots, n_cap, bias_float, limit, alpha, angles, cells, q, pool, value_offset, heads, kv_heads, out_bf16,
             order, unused)
 static_assert(sizeof(Product) % 64 == 0, "the map must lie at a multiple of 64");

@@ -174,6 +174,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped(const __grid_co
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_grouped(const Product* p, int grid, u32 seed) { emu::run(grid, THREADS, shared_bytes(), seed, [=] { grouped(*p); }); }
-extern "C" int hb_grouped_size(int what) { return what == 0 ? (int)sizeof(Product) : what == 1 ? shared_bytes() : THREADS; }
+extern "C" void hb_run(const char*, const Product* p, int grid, u32 seed) { emu::run(grid, THREADS, shared_bytes(), seed, [=] { grouped(*p); }); }
+extern "C" int hb_size(int what) { return what == 0 ? (int)sizeof(Product) : what == 1 ? shared_bytes() : THREADS; }
 #endif

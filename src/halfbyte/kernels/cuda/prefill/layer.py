@@ -17,10 +17,11 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.attention.flash import FlashAttention
-from halfbyte.kernels.cuda.prefill.builds import SUM_WIDTH
+from halfbyte.kernels.cuda.prefill.builds import SUM_WIDTH, build_of
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
-from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv, _Grouped, room_of
+from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedPhase, GroupedQkv, workspace_of
 from halfbyte.kernels.cuda.prefill.products import Dense, Inputs, PendingExperts, Rotation
+from halfbyte.kernels.launch import Build
 from halfbyte.kernels.triton.rope import RopeAndWrite, angles_call
 from halfbyte.kernels.triton.router import NormAndRouter
 from halfbyte.plan.activations import Activations
@@ -40,12 +41,12 @@ def kv_cells(step: Step, acts: Activations, kind: str, pool: Tensor) -> Tensor:
     return acts.kv_cells[kind]
 
 
-class PrefillLayer(_Grouped):
+class PrefillLayer(GroupedPhase):
     name, covers, category = "cuda.prefill_layer", LAYER, "moe"
     backends = {"moe": "cuda", "linear": "cuda", "attention": "cuda"}
     regimes = frozenset({"prefill"})
     rank = 30
-    parts: tuple[_Grouped, ...] = (GroupedQkv(), GroupedOut(), GroupedMoe())
+    parts: tuple[GroupedPhase, ...] = (GroupedQkv(), GroupedOut(), GroupedMoe())
     knows = frozenset({"yarn"}).union(FlashAttention.knows, NormAndRouter.knows, *(p.knows for p in parts))
 
     def shapes(self, spec: Spec) -> dict[str, tuple[int, int]]:
@@ -59,11 +60,18 @@ class PrefillLayer(_Grouped):
             return f"sums rows of up to {SUM_WIDTH} values, not {spec.hidden}"
         return None
 
+    def builds(self, spec: Spec, arch: Arch) -> list[Build]:
+        builds = [b for part in (*self.parts, FlashAttention()) for b in part.builds(spec, arch)]
+        rotating = replace(self.dense.product(spec.formats["qkv"], self.dense.tiles[-1], False), rope=True)
+        return list({b.program: b for b in (*builds, build_of(rotating))}.values())
+
     def bind(self, b: Binding) -> Launch:
-        w, s, room = b.weights, b.spec, room_of(b)
-        dense = {role: self.dense(room, getattr(w, role), getattr(w, f"{role}_bias"), role) for role in ("qkv", "o")}
+        w, s, workspace = b.weights, b.spec, workspace_of(b)
+        dense = {
+            role: self.dense(workspace, getattr(w, role), getattr(w, f"{role}_bias"), role) for role in ("qkv", "o")
+        }
         experts = self.experts(
-            room, w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha
+            workspace, w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha
         )
         qkv, attend, route = self.bind_qkv(b, dense["qkv"]), self.bind_attention(b, dense["o"]), self.bind_router(b)
         last = b.layer == s.layers - 1

@@ -9,70 +9,69 @@ compiled and proved; run on no SM12x machine yet. Refuses other weights and othe
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import PlanError
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.prefill.builds import PAD, ROW_THREADS, RowsArgs
+from halfbyte.kernels.cuda.device.host import Workspace, pointer
+from halfbyte.kernels.cuda.prefill.builds import PAD, ROW_THREADS, RowsArgs, rows_build
 from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedMoe, GroupedOut, GroupedQkv
-from halfbyte.kernels.cuda.prefill.products import Inputs, _ptr
-from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, _Sync
+from halfbyte.kernels.cuda.prefill.products import Inputs
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, SyncPhase, SyncProducts
 from halfbyte.plan.phase import Arch, Phase, Spec
 
 KINDS = {"mxfp8": 3, "mxfp4": 4}  # of RowsArgs
 BYTES = {"mxfp8": 128, "mxfp4": 64}  # of 128 values
 
 
-def parts(k: int) -> int:
-    return -(-k // 128)
-
-
-def whole(slots: int) -> int:
+def padded(slots: int) -> int:
     """So many that a row of scales is a multiple of sixteen bytes."""
     return -(-slots // 8) * 8
 
 
-class MxDense(SyncDense):
+class MxProducts(SyncProducts):
+    """Products of MXFP4 weights with activations in MXFP8 or MXFP4."""
+
+    workspace: Workspace
+    format: str
+
+    def packed(self, name: str, k: int, rows: int, slots: Callable[[int], int]) -> Inputs:
+        """Buffers for k values in each of slots(rows) slots, and for their scales."""
+        if self.format != "mxfp4":
+            raise PlanError(f"block-scaled products are for MXFP4 weights, not {self.format}; use --activation bf16.")
+        each, n, get = BYTES[self.mx], -(-k // 128), self.workspace.growing
+        packed = get(f"grouped.{self.mx}.{name}", rows, lambda r: slots(r) * n * each, torch.uint8)
+        scales = get(f"grouped.{self.mx}.{name}.scales", rows, lambda r: slots(r) * n, torch.int32)
+        return Inputs(packed, slots(rows), KINDS[self.mx], scales)
+
+
+class MxDense(MxProducts, SyncDense):
     """y = W x + bias, or residual + that, with x in MXFP8 or MXFP4."""
 
     def inputs(self, rows: int) -> Inputs:
-        if self.format != "mxfp4":
-            raise PlanError(f"block-scaled products are for MXFP4 weights, not {self.format}; use --activation bf16.")
-        n = parts(self.k)
-        packed = self.room.get(
-            f"{self.mx}.{self.k}", rows, lambda r: whole(r + PAD) * n * BYTES[self.mx], torch.uint8
-        )  # fmt: skip
-        scales = self.room.get(f"{self.mx}.scales.{n}", rows, lambda r: whole(r + PAD) * n, torch.int32)
-        return Inputs(packed, whole(rows + PAD), KINDS[self.mx], scales)
+        return self.packed(str(self.k), self.k, rows, lambda r: padded(r + PAD))
 
 
-class MxExperts(SyncExperts):
+class MxExperts(MxProducts, SyncExperts):
     """x + the weighted sum of the chosen experts' MLPs of h, with h and the middle in MXFP8 or MXFP4."""
 
     def _slots(self, rows: int, top_k: int) -> int:
-        return whole(super()._slots(rows, top_k))
-
-    def _packed(self, name: str, k: int, rows: int, top_k: int) -> Inputs:
-        if self.format != "mxfp4":
-            raise PlanError(f"block-scaled products are for MXFP4 weights, not {self.format}; use --activation bf16.")
-        each, n = BYTES[self.mx], parts(k)
-        packed = self.room.get(f"{self.mx}.{name}", rows, lambda r: self._slots(r, top_k) * n * each, torch.uint8)
-        scales = self.room.get(f"{self.mx}.{name}.scales", rows, lambda r: self._slots(r, top_k) * n, torch.int32)
-        return Inputs(packed, self._slots(rows, top_k), KINDS[self.mx], scales)
+        return padded(super()._slots(rows, top_k))
 
     def _inputs(self, rows: int, top_k: int) -> Inputs:
-        return self._packed("slots", self.hidden, rows, top_k)
+        return self.packed("slots", self.hidden, rows, lambda r: self._slots(r, top_k))
 
     def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Inputs:
-        made = self._packed("middle", self.inner // 2, rows, top_k)
+        middle = self.packed("middle", self.inner // 2, rows, lambda r: self._slots(r, top_k))
         args = RowsArgs(
-            hidden=_ptr(hidden), packed=_ptr(made.packed), scales=_ptr(made.scales), width=self.inner // 2,
-            slots=x.slots, kind=made.kind,
+            hidden=pointer(hidden), packed=pointer(middle.packed), scales=pointer(middle.scales), width=self.inner // 2,
+            slots=x.slots, kind=middle.kind,
         )  # fmt: skip
-        self.room.machine.rows("mx_requantize", -(-x.slots // (ROW_THREADS // 32)), args)
-        return made
+        self.workspace.machine.run(rows_build("mx_requantize"), -(-x.slots // (ROW_THREADS // 32)), args)
+        return middle
 
 
 class Mxfp8Dense(MxDense):
@@ -94,7 +93,7 @@ class Mxfp4Experts(MxExperts):
 # ---- phases ---------------------------------------------------------------------------------------------------------
 
 
-class _Mx(_Sync):
+class MxPhase(SyncPhase):
     """What the bf16 phases ask, for block-scaled activations and MXFP4 weights."""
 
     kinds = ("mxfp4",)
@@ -107,43 +106,43 @@ class _Mx(_Sync):
         return super().refuse(dataclasses.replace(spec, activation="bf16"), arch, gates)
 
 
-class _Mxfp8(_Mx):
+class Mxfp8Phase(MxPhase):
     activation, dense, experts = "mxfp8", Mxfp8Dense, Mxfp8Experts
 
 
-class _Mxfp4(_Mx):
+class Mxfp4Phase(MxPhase):
     activation, dense, experts = "mxfp4", Mxfp4Dense, Mxfp4Experts
 
 
-class Mxfp8Moe(_Mxfp8, GroupedMoe):
+class Mxfp8Moe(Mxfp8Phase, GroupedMoe):
     name, tiles = "cuda.grouped_mxfp8_moe", ("auto", *COLUMNS)
 
 
-class Mxfp8Qkv(_Mxfp8, GroupedQkv):
+class Mxfp8Qkv(Mxfp8Phase, GroupedQkv):
     name = "cuda.grouped_mxfp8_norm_qkv"
 
 
-class Mxfp8Out(_Mxfp8, GroupedOut):
+class Mxfp8Out(Mxfp8Phase, GroupedOut):
     name = "cuda.grouped_mxfp8_o"
 
 
-class Mxfp8Head(_Mxfp8, GroupedHead):
+class Mxfp8Head(Mxfp8Phase, GroupedHead):
     name = "cuda.grouped_mxfp8_norm_lm_head"
 
 
-class Mxfp4Moe(_Mxfp4, GroupedMoe):
+class Mxfp4Moe(Mxfp4Phase, GroupedMoe):
     name, tiles = "cuda.grouped_mxfp4_moe", ("auto", *COLUMNS)
 
 
-class Mxfp4Qkv(_Mxfp4, GroupedQkv):
+class Mxfp4Qkv(Mxfp4Phase, GroupedQkv):
     name = "cuda.grouped_mxfp4_norm_qkv"
 
 
-class Mxfp4Out(_Mxfp4, GroupedOut):
+class Mxfp4Out(Mxfp4Phase, GroupedOut):
     name = "cuda.grouped_mxfp4_o"
 
 
-class Mxfp4Head(_Mxfp4, GroupedHead):
+class Mxfp4Head(Mxfp4Phase, GroupedHead):
     name = "cuda.grouped_mxfp4_norm_lm_head"
 
 

@@ -10,8 +10,20 @@ from __future__ import annotations
 import torch
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.prefill.builds import CHUNK, EXPERTS_MAX, TILE, TOP_MAX, Room, gpu
-from halfbyte.kernels.cuda.prefill.products import Dense, Experts
+from halfbyte.kernels.cuda.device.host import Workspace, gpu
+from halfbyte.kernels.cuda.phase import CudaPhase
+from halfbyte.kernels.cuda.prefill.builds import (
+    CHUNK,
+    EXPERTS_MAX,
+    TILE,
+    TOP_MAX,
+    GroupedShape,
+    build_of,
+    rows_build,
+)
+from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.prefill.products import Dense
+from halfbyte.kernels.launch import Build
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
@@ -29,11 +41,14 @@ def refuse_weights(spec: Spec, shapes: dict[str, tuple[int, int]], kinds: tuple[
     return None
 
 
-def room_of(b: Binding) -> Room:
-    return Room(gpu(), b.buffers, torch.device("cuda", torch.cuda.current_device()))
+def workspace_of(b: Binding) -> Workspace:
+    return Workspace(gpu(), b.buffers, torch.device("cuda", torch.cuda.current_device()))
 
 
-class _Grouped(Phase):
+class GroupedPhase(CudaPhase):
+    """What all phases of grouped products share. A phase for other activations or another instruction names its own
+    `dense` and `experts`."""
+
     rank = 20
     arches: tuple[str, ...] = ("sm90",)
     instruction = "wgmma"
@@ -52,8 +67,19 @@ class _Grouped(Phase):
             return f"is written for {' and '.join(self.arches)} ({self.instruction}), not {arch.name}"
         return refuse_weights(spec, self.shapes(spec), self.kinds)
 
+    def builds(self, spec: Spec, arch: Arch) -> list[Build]:
+        return [rows_build("pack_rows"), *map(build_of, self.products(spec))]
 
-class GroupedMoe(_Grouped):
+    def products(self, spec: Spec) -> list[GroupedShape]:
+        """Every product it may multiply with."""
+        form = spec.formats[next(iter(self.shapes(spec)))]
+        if "moe" not in self.covers:
+            return [self.dense.product(form, tile, False) for tile in self.dense.tiles]
+        tiles = [tile for tile in self.experts.tiles if spec.tile in ("auto", tile)]
+        return [self.experts.product(form, tile, swiglu) for tile in tiles for swiglu in (True, False)]
+
+
+class GroupedMoe(GroupedPhase):
     name, covers, category = "cuda.grouped_moe", ("moe",), "moe"
     backends = {"moe": "cuda"}
     kinds = ("mxfp4",)
@@ -72,12 +98,12 @@ class GroupedMoe(_Grouped):
 
     def forced(self, spec: Spec) -> dict[str, str]:
         """What the gates say about the product."""
-        return {} if spec.tile == "auto" else {"shape": spec.tile}
+        return {} if spec.tile == "auto" else {"tile": spec.tile}
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
         experts = self.experts(
-            room_of(b), w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha,
+            workspace_of(b), w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha,
             **self.forced(s),
         )  # fmt: skip
 
@@ -87,7 +113,7 @@ class GroupedMoe(_Grouped):
         return launch
 
 
-class GroupedQkv(_Grouped):
+class GroupedQkv(GroupedPhase):
     name, covers, category = "cuda.grouped_norm_qkv", ("attn_norm", "qkv"), "linear"
     backends = {"linear": "cuda"}
     knows = frozenset({"bias"})
@@ -97,7 +123,7 @@ class GroupedQkv(_Grouped):
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
-        dense = self.dense(room_of(b), w.qkv, w.qkv_bias, "qkv")
+        dense = self.dense(workspace_of(b), w.qkv, w.qkv_bias, "qkv")
         heads = [s.heads, s.kv_heads, s.kv_heads]
 
         def launch(step: Step, acts: Activations) -> None:
@@ -107,7 +133,7 @@ class GroupedQkv(_Grouped):
         return launch
 
 
-class GroupedOut(_Grouped):
+class GroupedOut(GroupedPhase):
     name, covers, category = "cuda.grouped_o", ("o",), "linear"
     backends = {"linear": "cuda"}
     knows = frozenset({"bias"})
@@ -116,7 +142,7 @@ class GroupedOut(_Grouped):
         return {"o": (spec.hidden, spec.heads * spec.head_dim)}
 
     def bind(self, b: Binding) -> Launch:
-        dense = self.dense(room_of(b), b.weights.o, b.weights.o_bias, "o")
+        dense = self.dense(workspace_of(b), b.weights.o, b.weights.o_bias, "o")
 
         def launch(step: Step, acts: Activations) -> None:
             acts.x = dense.run(acts.attn, residual=acts.x)
@@ -124,7 +150,7 @@ class GroupedOut(_Grouped):
         return launch
 
 
-class GroupedHead(_Grouped):
+class GroupedHead(GroupedPhase):
     name, covers, category = "cuda.grouped_norm_lm_head", ("final_norm", "lm_head"), "linear"
     backends = {"linear": "cuda"}
 
@@ -133,7 +159,7 @@ class GroupedHead(_Grouped):
 
     def bind(self, b: Binding) -> Launch:
         w, eps = b.weights, b.spec.norm_eps
-        dense = self.dense(room_of(b), w.lm_head, None, "lm_head")
+        dense = self.dense(workspace_of(b), w.lm_head, None, "lm_head")
 
         def launch(step: Step, acts: Activations) -> None:
             acts.logits = dense.run(acts.x, norm=w.final_norm, eps=eps, select=step.logit_rows)

@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) sum_rows(const __grid_
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_rows(const char* entry, const Rows* r, int grid, u32 seed) {
+extern "C" void hb_run(const char* entry, const Rows* r, int grid, u32 seed) {
   const std::string name = entry;
   auto body = [=] {
     if (name == "pack_rows") pack_rows(*r);
@@ -374,5 +374,5 @@ extern "C" void hb_rows(const char* entry, const Rows* r, int grid, u32 seed) {
   };
   emu::run(grid, name == "group_rows" ? GROUP_THREADS : ROW_THREADS, SHARED_BYTES, seed, body);
 }
-extern "C" int hb_rows_size(int what) { return what == 0 ? (int)sizeof(Rows) : SHARED_BYTES; }
+extern "C" int hb_size(int what) { return what == 0 ? (int)sizeof(Rows) : SHARED_BYTES; }
 #endif

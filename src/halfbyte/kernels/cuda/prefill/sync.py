@@ -12,21 +12,26 @@ import math
 from dataclasses import dataclass
 
 from halfbyte.formats.tile16 import CHUNK_BYTES
-from halfbyte.kernels.cuda.prefill.builds import EXPERTS_MAX, FOLDER, FORMATS, TILE, Variant
-from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedMoe, GroupedOut, GroupedQkv, _Grouped
-from halfbyte.kernels.cuda.prefill.products import Dense, Experts
-from halfbyte.kernels.launch import Program
+from halfbyte.kernels.cuda.device.host import FORMATS, options
+from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, TENSOR_COPY, WGMMA
+from halfbyte.kernels.cuda.prefill.builds import EXPERTS_MAX, FOLDER, TILE, GroupedShape
+from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedMoe, GroupedOut, GroupedPhase, GroupedQkv
+from halfbyte.kernels.cuda.prefill.products import Dense, GroupedProducts
+from halfbyte.kernels.launch import Build, Program
 from halfbyte.plan.phase import Phase
 
 COLUMNS = {"64x128": 64, "128x128": 128}  # of an item, at most; the other 128 are rows of weights
 MX = {"": 0, "mxfp8": 1, "mxfp4": 2}
-ROOM = 98_304  # bytes of stages
+STAGES_BYTES = 98_304  # of all stages together
 SHARED = 101_376
+# What a product shows, by the format of its activations; the others betray a fallback.
+INSTRUCTION = {"": MMA_SYNC, "mxfp8": r"\bQMMA\.SF\.16832\.F32\.E2M1\.E4M3", "mxfp4": r"\bOMMA\.SF\.16864"}
 
 
 @dataclass(frozen=True)
-class SyncVariant(Variant):
-    """A build of grouped_sync.cu; `mx`: activations with scales of their own (grouped_mx.py)."""
+class SyncShape(GroupedShape):
+    """A build of grouped_sync.cu; `mx`: activations with scales of their own (mx.py)."""
 
     mx: str = ""
 
@@ -36,7 +41,7 @@ class SyncVariant(Variant):
 
     @property
     def columns(self) -> int:
-        return COLUMNS[self.shape]
+        return COLUMNS[self.tile]
 
     @property
     def chunks(self) -> int:
@@ -46,7 +51,7 @@ class SyncVariant(Variant):
     def stage(self) -> tuple[int, int]:
         column = {"": 128, "mxfp8": 128 + 4, "mxfp4": 64 + 4}[self.mx]
         size: int = -(-(self.columns * column + 8 * self.chunks * CHUNK_BYTES[self.format]) // 128) * 128
-        return size, ROOM // size
+        return size, STAGES_BYTES // size
 
     @property
     def shared_bytes(self) -> int:
@@ -62,11 +67,22 @@ class SyncVariant(Variant):
             "FORMAT": FORMATS[self.format], "SHAPE": 4 + (self.columns == 128), "SWIGLU": int(self.swiglu),
             "MX": MX[self.mx],
         }  # fmt: skip
-        return Program(FOLDER / "grouped_sync.cu", "grouped", tuple(f"-DHB_{k}={v}" for k, v in values.items()))
+        return Program(FOLDER / "grouped_sync.cu", "grouped", options(values))
+
+    def describe(self) -> Build:
+        name = f"grouped_sync {self.format} {self.mx or 'bf16'} {self.tile}{' swiglu' if self.swiglu else ''}"
+        ban = "|".join(pattern for mx, pattern in INSTRUCTION.items() if mx != self.mx) + f"|{WGMMA}"
+        # 100 bytes; on an H200 it takes no longer than bf16's product, which spills none (sync-gpu-20261115-3)
+        known = "grouped" if (self.format, self.tile) == ("q8", "128x128") else ""
+        need = (INSTRUCTION[self.mx], BULK_COPY, TENSOR_COPY)
+        return Build(
+            name, self.program(), self.threads, self.shared_bytes, need=need, ban=ban, known_spills=known,
+            spill_limit=100,
+        )  # fmt: skip
 
 
 def tile_for(rows: int, m_tiles: int, blocks: int) -> tuple[str, int]:
-    """(build, columns per item) of one dense product that leave the least to the busiest block.
+    """(tile, columns per item) of one dense product that leave the least to the busiest block.
 
     By arithmetic, not by measurement: a product of few columns costs as if it had eight more, for its weights."""
     items = math.ceil(m_tiles / 2)
@@ -80,49 +96,51 @@ def tile_for(rows: int, m_tiles: int, blocks: int) -> tuple[str, int]:
     return "64x128" if min(cap, rows) <= 64 else "128x128", cap
 
 
-class SyncDense(Dense):
+class SyncProducts(GroupedProducts):
+    tiles: tuple[str, ...] = tuple(COLUMNS)
     mx = ""
 
-    def _product(self, rows: int) -> tuple[Variant, int]:
-        shape, cap = tile_for(rows, self.n // TILE, self.room.machine.blocks)
-        if self.shape:
-            shape, cap = self.shape, COLUMNS[self.shape]
-        return SyncVariant(self.format, shape, False, self.mx), min(cap, COLUMNS[shape])
+    @classmethod
+    def product(cls, form: str, tile: str, swiglu: bool) -> GroupedShape:
+        return SyncShape(form, tile, swiglu, cls.mx)
 
 
-class SyncExperts(Experts):
-    mx = ""
+class SyncDense(SyncProducts, Dense):
+    def _product(self, rows: int) -> tuple[GroupedShape, int]:
+        tile, cap = tile_for(rows, self.n // TILE, self.workspace.machine.blocks)
+        if self.tile:
+            tile, cap = self.tile, COLUMNS[self.tile]
+        return self.product(self.format, tile, False), min(cap, COLUMNS[tile])
 
-    def _shape(self, per_expert: float) -> str:
-        return self.shape or ("64x128" if per_expert <= 32 else "128x128")  # measured on an H200 (docs/LOG.md)
 
-    def _variant(self, shape: str, swiglu: bool) -> Variant:
-        return SyncVariant(self.format, shape, swiglu, self.mx)
+class SyncExperts(SyncProducts, Experts):
+    def _tile(self, rows_each: float) -> str:
+        return self.tile or ("64x128" if rows_each <= 32 else "128x128")  # measured on an H200 (docs/LOG.md)
 
 
 # ---- phases ---------------------------------------------------------------------------------------------------------
 
 
-class _Sync(_Grouped):
+class SyncPhase(GroupedPhase):
     arches, instruction = ("sm120", "sm121"), "mma.sync within 99 KB"
     dense: type[SyncDense] = SyncDense
     experts: type[SyncExperts] = SyncExperts
 
 
-class SyncMoe(_Sync, GroupedMoe):
+class SyncMoe(SyncPhase, GroupedMoe):
     name = "cuda.grouped_sync_moe"
     tiles = ("auto", *COLUMNS)
 
 
-class SyncQkv(_Sync, GroupedQkv):
+class SyncQkv(SyncPhase, GroupedQkv):
     name = "cuda.grouped_sync_norm_qkv"
 
 
-class SyncOut(_Sync, GroupedOut):
+class SyncOut(SyncPhase, GroupedOut):
     name = "cuda.grouped_sync_o"
 
 
-class SyncHead(_Sync, GroupedHead):
+class SyncHead(SyncPhase, GroupedHead):
     name = "cuda.grouped_sync_norm_lm_head"
 
 

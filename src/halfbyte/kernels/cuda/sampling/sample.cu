@@ -342,11 +342,11 @@ extern "C" __global__ void __launch_bounds__(CUTOFF_THREADS) sample_cutoffs(cons
 }
 
 #ifdef HB_EMULATE
-extern "C" void hb_sample(const char* entry, const Sampling* d, int grid, u32 seed) {
+extern "C" void hb_run(const char* entry, const Sampling* d, int grid, u32 seed) {
   const std::string name = entry;
   const bool cutoffs = name == "sample_cutoffs", race = name == "sample_race";
   auto body = [=] { cutoffs ? sample_cutoffs(*d) : race ? sample_race(*d) : sample_argmax(*d); };
   emu::run(grid, cutoffs ? CUTOFF_THREADS : RACE_THREADS, cutoffs ? sizeof(Shared) : 256, seed, body);
 }
-extern "C" int hb_sample_size(int what) { return what == 0 ? (int)sizeof(Sampling) : what == 1 ? (int)sizeof(Shared) : RACE_THREADS / 32 * (int)sizeof(u64); }
+extern "C" int hb_size(int what) { return what == 0 ? (int)sizeof(Sampling) : what == 1 ? (int)sizeof(Shared) : RACE_THREADS / 32 * (int)sizeof(u64); }
 #endif

@@ -6,15 +6,16 @@ import ctypes
 
 import pytest
 import torch
-from grouped_emulator import Emulator, build
 
 from halfbyte import formats
 from halfbyte.formats import MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, ProductArgs, Room, RowsArgs, gpu
-from halfbyte.kernels.cuda.prefill.mx import BYTES, KINDS, Mxfp4Dense, Mxfp4Experts, Mxfp8Dense, Mxfp8Experts, whole
-from halfbyte.kernels.cuda.prefill.products import Dense, Experts
-from halfbyte.kernels.cuda.prefill.sync import COLUMNS, MX, SHARED, SyncDense, SyncExperts, SyncVariant, tile_for
-from halfbyte.kernels.launch import Program
+from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
+from halfbyte.kernels.cuda.device.host import Workspace, gpu
+from halfbyte.kernels.cuda.prefill.builds import ProductArgs, RowsArgs, rows_build
+from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.prefill.mx import BYTES, KINDS, Mxfp4Dense, Mxfp4Experts, Mxfp8Dense, Mxfp8Experts, padded
+from halfbyte.kernels.cuda.prefill.products import Dense
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, MX, SHARED, SyncDense, SyncExperts, SyncShape, tile_for
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
@@ -42,19 +43,18 @@ def weights(form: str, shape: tuple[int, ...], seed: int) -> tuple[MXTensor | to
     return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
 
 
-VARIANTS = [SyncVariant(f, s, False) for f in FORMATS for s in COLUMNS]
-VARIANTS += [SyncVariant("mxfp4", s, w, mx) for s in COLUMNS for w in (False, True) for mx in MX]
+VARIANTS = [SyncShape(f, s, False) for f in FORMATS for s in COLUMNS]
+VARIANTS += [SyncShape("mxfp4", s, w, mx) for s in COLUMNS for w in (False, True) for mx in MX]
 
 
 @pytest.mark.parametrize(
     "v", [v if v.mx and v.columns == 64 else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS], ids=str
 )
-def test_mirrored_structs(v: SyncVariant) -> None:
-    sizes = [build(v.program()).hb_grouped_size(i) for i in range(3)]
-    assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
+def test_mirrored_structs(v: SyncShape) -> None:
+    assert sizes(v.program(), 3) == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= SHARED
     assert v.stage[1] >= 3
-    assert build(Program(ROWS_PROGRAM, "rows")).hb_rows_size(0) == ctypes.sizeof(RowsArgs)
+    assert sizes(rows_build("pack_rows").program, 1) == [ctypes.sizeof(RowsArgs)]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_dense(activation: str, form: str, rows: int, n: int, k: int, shape: str
     bias = torch.randn(n, generator=g)
     x, residual = torch.randn((rows + 3, k), generator=g), torch.randn((rows, n), generator=g)
     x *= torch.exp2(-4 * torch.rand((1, k), generator=g))
-    room, kind = Room(Emulator(5), {}, torch.device("cpu")), DENSE[activation]
-    got = kind(room, w, None, "o", shape).run(x[:rows])
+    workspace, kind = Workspace(Emulator(5), {}, torch.device("cpu")), DENSE[activation]
+    got = kind(workspace, w, None, "o", shape).run(x[:rows])
     want = round_activation(x[:rows], activation).double() @ dense.double().T
     close(got, want, 3e-4 if form == "q8" else 1e-6)  # nothing else rounds, but that q8 * scale keeps 11 bits
     norm = torch.rand(k, generator=g).to(torch.bfloat16)
     select = torch.randperm(rows + 3, generator=g)[:rows].to(torch.int32)
-    got = kind(room, w, bias, "qkv", shape).run(x, norm=norm, eps=1e-5, select=select, residual=residual)
+    got = kind(workspace, w, bias, "qkv", shape).run(x, norm=norm, eps=1e-5, select=select, residual=residual)
     h = round_activation(rms_norm(x, norm, 1e-5), activation)[select.long()]
     # a norm on an edge may fall either way
     close(
@@ -96,7 +96,9 @@ def test_every_code_and_scale_is_exact(activation: str) -> None:
     scales = (torch.arange(64 * 6, dtype=torch.int64).view(64, 6) % 81 + 48).to(torch.uint8)
     plain = MXTensor(data, scales, (64, 192), "mxfp4", "plain")
     dense = formats.dequantize(plain, torch.float32)
-    layer = DENSE[activation](Room(Emulator(2), {}, torch.device("cpu")), layouts.convert(plain, "tile16"), None, "o")
+    layer = DENSE[activation](
+        Workspace(Emulator(2), {}, torch.device("cpu")), layouts.convert(plain, "tile16"), None, "o"
+    )
     x = torch.eye(192) * torch.exp2(torch.arange(192) % 60 - 30.0)[:, None]
     assert torch.equal(layer.run(x), (x.double() @ dense.double().T).float())
 
@@ -111,7 +113,7 @@ def test_packing_is_the_format(activation: str) -> None:
     ).repeat_interleave(32, 1)
     x[0, :32], x[1, 3], x[2, 64:96] = 0.0, 1e-40, 2.0 ** torch.arange(-20, 12)
     x = x.bfloat16().float()
-    slots, parts = whole(rows), 2
+    slots, parts = padded(rows), 2
     each = BYTES[activation]
     plain = formats.quantize(x, "mxfp8" if activation == "mxfp8" else "mxfp4")
     machine = Emulator(1)
@@ -124,7 +126,7 @@ def test_packing_is_the_format(activation: str) -> None:
         source=x.data_ptr(), packed=packed.data_ptr(), scales=scales.data_ptr(), stride=k, rows=rows, width=k,
         slots=slots, source_float=1, kind=KINDS[activation],
     )  # fmt: skip
-    machine.rows("pack_rows", rows, args)
+    machine.run(rows_build("pack_rows"), rows, args)
     check(packed, scales, plain, activation, slots)
     wide = torch.zeros((3, slots, 8, 8), dtype=torch.bfloat16)  # [k / 64][slot][unit][value]: as gate_up leaves it
     for row in range(rows):
@@ -137,7 +139,7 @@ def test_packing_is_the_format(activation: str) -> None:
         hidden=wide.data_ptr(), packed=packed.data_ptr(), scales=scales.data_ptr(), width=k, slots=slots,
         kind=KINDS[activation],
     )  # fmt: skip
-    machine.rows("mx_requantize", 2, args)
+    machine.run(rows_build("mx_requantize"), 2, args)
     check(packed, scales, plain, activation, slots)
 
 
@@ -183,8 +185,8 @@ def test_experts(
     logits = torch.randn((rows, experts), generator=g) + skew * torch.arange(experts)
     chosen, ids = logits.softmax(-1).topk(top_k)
     h, x = torch.randn((rows, hidden), generator=g) * 3, torch.randn((rows, hidden), generator=g)
-    room = Room(Emulator(5, seed=rows), {}, torch.device("cpu"))
-    layer = EXPERTS[activation](room, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702, shape=shape)
+    workspace = Workspace(Emulator(5, seed=rows), {}, torch.device("cpu"))
+    layer = EXPERTS[activation](workspace, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702, tile=shape)
     got = layer.run(h, ids.to(torch.int32), chosen.contiguous(), x)
 
     def result(middle: str) -> torch.Tensor:
@@ -223,11 +225,11 @@ def test_on_a_gpu(rows: int, activation: str) -> None:
     if activation != "bf16" and torch.cuda.get_device_capability()[0] != 12:
         pytest.skip("block-scaled mma.sync is SM12x's")
     g = torch.Generator().manual_seed(rows)
-    room = Room(gpu(), {}, torch.device("cuda"))
+    workspace = Workspace(gpu(), {}, torch.device("cuda"))
     w, dense = weights("mxfp4", (320, 192), 1)
     x = torch.randn((rows, 192), generator=g).bfloat16()
     want = round_activation(x, activation).double() @ dense.double().T
-    got = DENSE[activation](room, w.to("cuda"), None, "o").run(x.cuda())
+    got = DENSE[activation](workspace, w.to("cuda"), None, "o").run(x.cuda())
     close(got.cpu(), want, 1e-6 if activation == "bf16" else 1e-3)
     gate_up, gate_up_dense = weights("mxfp4", (8, 640, 192), 2)
     down, down_dense = weights("mxfp4", (8, 192, 320), 3)
@@ -235,7 +237,7 @@ def test_on_a_gpu(rows: int, activation: str) -> None:
     chosen, ids = torch.randn((rows, 8), generator=g).softmax(-1).topk(4)
     residual = torch.randn((rows, 192), generator=g)
     layer = EXPERTS[activation](
-        room, gate_up.to("cuda"), biases[0].cuda(), down.to("cuda"), biases[1].cuda(), limit=7.0, alpha=1.702
+        workspace, gate_up.to("cuda"), biases[0].cuda(), down.to("cuda"), biases[1].cuda(), limit=7.0, alpha=1.702
     )
     got = layer.run(x.cuda(), ids.int().cuda(), chosen.contiguous().cuda(), residual.cuda()).cpu() - residual
 

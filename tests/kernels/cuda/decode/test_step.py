@@ -1,80 +1,29 @@
-"""The decode step, whole, against its oracle in torch: on the emulator everywhere, on a GPU where there is one."""
+"""The decode step, whole, against its torch oracle: on the emulator everywhere, on a GPU where there is one."""
 
 from __future__ import annotations
 
 import ctypes
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from cuda_models import make_cache, make_rope, make_weights, relative
-from torch import Tensor
 
 from halfbyte.errors import PlanError
-from halfbyte.kernels.cuda.decode import oracle
-from halfbyte.kernels.cuda.decode.step import DecodeStep, Gpu, LayerArgs, StepArgs, StepShape
-from halfbyte.kernels.cuda.device.emulator import Emulator
-
-# Split activations keep 16 bits of mantissa, so each phase is within a few 1e-6 of float32. A cached key that rounds to
-# the other bf16 neighbour moves one attention score by up to 2^-9; over few tokens that shows.
-TIGHT, LOOSE = 5e-4, 3e-3
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("emulator")
-
-
-def small(rows: int, formats: tuple[str, str, str] = ("mxfp4",) * 3) -> StepShape:
-    """Every size different from every other, two kinds of layer, tiles that do not divide evenly over the blocks."""
-    qkv, o, head = formats
-    return StepShape(192, 128, 3, 32, 16, 2, 512, rows=rows, qkv=qkv, o=o, lm_head=head)
-
-
-class Case:
-    """One model with its cache, twice: one for the kernel, one for the oracle."""
-
-    def __init__(self, shape: StepShape, machine: object, sequences: int, blocks: int, device: str = "cpu") -> None:
-        self.shape, self.device = shape, device
-        weights = make_weights(shape)
-        pool, tables = make_cache(shape, sequences, blocks)
-        rope = make_rope(blocks * 64)
-        self.weights, self.pool, self.tables, self.rope = weights, pool, tables, rope
-        move = lambda t: t.to(device).clone()  # noqa: E731
-        there = type(weights)(
-            [type(x)(**{k: move(v) for k, v in vars(x).items()}) for x in weights.layers],
-            move(weights.embed), move(weights.final_norm), move(weights.lm_head),
-        )  # fmt: skip
-        self.theirs = move(pool)
-        self.step = DecodeStep(
-            shape, there, machine, pool=self.theirs, tables=(move(tables[0]), move(tables[1])), rope=move(rope)  # type: ignore[arg-type]
-        )  # fmt: skip
-
-    def run(self, tokens: list[int], positions: list[int], row_seq: list[int]) -> tuple[dict[str, Tensor], Tensor]:
-        n = len(tokens)
-        t, p, q = (torch.tensor(v, dtype=torch.int32) for v in (tokens, positions, row_seq))
-        self.step.tokens[:n], self.step.positions[:n], self.step.row_seq[:n] = (v.to(self.device) for v in (t, p, q))
-        self.step.run(n)
-        want = oracle.step(self.shape, self.weights, self.pool, self.tables, self.rope, t, p, q)
-        last = want.layers[-1]
-        values = {name: (v, getattr(last, name)) for name, v in oracle.last_layer(self.step).items()}
-        values["logits"] = self.step.logits, want.logits
-        pairs = {name: torch.stack((v[:n].cpu().double(), w.double())) for name, (v, w) in values.items()}
-        return pairs, self.step.next_tokens[:n].cpu()
-
-
-def compare(case: Case, tokens: list[int], positions: list[int], row_seq: list[int], bound: float) -> None:
-    pairs, token = case.run(tokens, positions, row_seq)
-    errors = {k: relative(v[0], v[1]) for k, v in pairs.items()}
-    assert max(errors.values()) < bound, errors
-    assert token.tolist() == pairs["logits"][0].argmax(-1).tolist()
-    ours, theirs = torch.nan_to_num(case.pool.float()), torch.nan_to_num(case.theirs.cpu().float())
-    assert relative(theirs, ours) < LOOSE
-
+from halfbyte.kernels.cuda.decode.shape import LayerArgs, StepArgs, StepShape
+from halfbyte.kernels.cuda.decode.step import DecodeStep
+from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
+from halfbyte.kernels.cuda.device.host import gpu
+from tests.kernels.cuda.decode.decode_models import (
+    LOOSE,
+    TIGHT,
+    Case,
+    compare,
+    make_cache,
+    make_rope,
+    make_weights,
+    relative,
+    small,
+)
 
 CASES = {
     "window crossing, one page boundary": (1, [127, 128], None, 4),
@@ -86,43 +35,39 @@ CASES = {
 }
 
 
-@needs_compiler
 @pytest.mark.parametrize("name", CASES)
-def test_against_the_oracle(name: str, built: Path) -> None:
+def test_against_the_oracle(name: str) -> None:
     rows, positions, row_seq, blocks = CASES[name]
     row_seq = row_seq or [0]
     shape = small(rows)
-    case = Case(shape, Emulator(shape, 4, cache=built), max(row_seq) + 1, blocks)
+    case = Case(shape, Emulator(4), max(row_seq) + 1, blocks)
     for i, p in enumerate(positions):
         at = p if isinstance(p, list) else [p]
         tokens = [(37 * (r + 1) + 11 * i) % shape.vocab for r in range(len(at))]
         compare(case, tokens, at, row_seq, LOOSE if min(at) < 40 else TIGHT)
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     "formats", [("q8", "bf16", "q8"), pytest.param(("bf16", "q8", "bf16"), marks=pytest.mark.slow)]
 )
-def test_formats(formats: tuple[str, str, str], built: Path) -> None:
+def test_formats(formats: tuple[str, str, str]) -> None:
     """With a ring so small that it goes round many times in every phase."""
     shape = replace(small(2, formats), ring=6)
-    compare(Case(shape, Emulator(shape, 3, cache=built), 2, 12), [17, 18], [150, 700], [0, 1], TIGHT)
+    compare(Case(shape, Emulator(3), 2, 12), [17, 18], [150, 700], [0, 1], TIGHT)
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("rows", "positions", "row_seq"),
     [(1, [700], [0]), pytest.param(4, [100, 101, 102, 700], [0, 0, 0, 1], marks=pytest.mark.slow)],
 )
-def test_cache_in_fp8(rows: int, positions: list[int], row_seq: list[int], built: Path) -> None:
+def test_cache_in_fp8(rows: int, positions: list[int], row_seq: list[int]) -> None:
     """E4M3 without scales: rounded once, when written, and read exactly."""
     shape = replace(small(rows), kv="fp8")
-    case = Case(shape, Emulator(shape, 4, cache=built), max(row_seq) + 1, 12)
+    case = Case(shape, Emulator(4), max(row_seq) + 1, 12)
     case.pool[1, 0, 0, 0, 0, 0] = case.theirs[1, 0, 0, 0, 0, 0] = 448.0
     compare(case, [17, 18, 19, 20][:rows], positions, row_seq, LOOSE)
 
 
-@needs_compiler
 @pytest.mark.parametrize(
     ("change", "bound"),
     [
@@ -131,12 +76,12 @@ def test_cache_in_fp8(rows: int, positions: list[int], row_seq: list[int], built
         pytest.param({"shared": 101_376}, 2**-14, marks=pytest.mark.slow),
     ],
 )
-def test_other_ways_through_the_ring(change: dict[str, int], bound: float, built: Path) -> None:
+def test_other_ways_through_the_ring(change: dict[str, int], bound: float) -> None:
     """A feeding warp that holds back, or a small ring, leaves the same bits. sm_12x has fewer warps that add in another
     order, and what differs in float32 may round the other way where a mailbox keeps 14 bits."""
     seen = []
     for s in (small(1), replace(small(1), **change)):  # type: ignore[arg-type]
-        case = Case(s, Emulator(s, 4, cache=built), 1, 12)
+        case = Case(s, Emulator(4), 1, 12)
         for at in (699, 700):  # twice: what a step leaves behind is what the next one needs
             pairs, _ = case.run([17], [at], [0])
             assert max(relative(v[0], v[1]) for v in pairs.values()) < TIGHT
@@ -144,46 +89,42 @@ def test_other_ways_through_the_ring(change: dict[str, int], bound: float, built
     assert relative(seen[1], seen[0]) <= bound
 
 
-@needs_compiler
-def test_more_blocks_than_tiles(built: Path) -> None:
+def test_more_blocks_than_tiles() -> None:
     """Feeding warps with nothing of o to ask for are far ahead: logits of two layers ago are not this layer's."""
     shape = replace(small(1), ring=6)
-    compare(Case(shape, Emulator(shape, 30, cache=built), 1, 4), [17], [150], [0], TIGHT)
+    compare(Case(shape, Emulator(30), 1, 4), [17], [150], [0], TIGHT)
 
 
-@needs_compiler
 @pytest.mark.slow
-def test_tiles_of_several_slots(built: Path) -> None:
+def test_tiles_of_several_slots() -> None:
     shape = StepShape(1088, 1152, 1, 32, 8, 1, 256, ring=7, slot=8_704)  # 16 of a tile's 17 or 18 chunks fit in one
-    compare(Case(shape, Emulator(shape, 3, cache=built), 1, 4), [17], [150], [0], TIGHT)
+    compare(Case(shape, Emulator(3), 1, 4), [17], [150], [0], TIGHT)
 
 
-@needs_compiler
-def test_bits_depend_neither_on_schedule_nor_on_company(built: Path) -> None:
+def test_bits_depend_neither_on_schedule_nor_on_company() -> None:
     """Other schedules, another number of blocks, other rows beside it: the same logits to the last bit."""
     seen = []
     for rows, blocks, seed, others in ((4, 4, 0, 0), (4, 4, 99, 3), (4, 3, 5, 1), (4, 6, 7, 2)):
         shape = small(rows)
-        case = Case(shape, Emulator(shape, blocks, seed, cache=built), 4, 12)
+        case = Case(shape, Emulator(blocks, seed), 4, 12)
         pairs, _ = case.run([9, 100, 200, 300][: 1 + others], [650, 3, 131, 70][: 1 + others], list(range(1 + others)))
         seen.append(pairs["logits"][0][0])
     assert all(s.equal(seen[0]) for s in seen)
 
 
-@needs_compiler
-def test_argument_structs_agree(built: Path) -> None:
+def test_argument_structs_agree() -> None:
     for rows in (1, 8):
         shape = small(rows)
-        step, layer, shared = Emulator(shape, 1, cache=built).sizes()
+        step, shared, threads, layer = sizes(shape.program(), 4)
         assert (step, layer) == (ctypes.sizeof(StepArgs), ctypes.sizeof(LayerArgs))
+        assert threads == shape.threads
         assert shape.shared_bytes - 512 < shared <= shape.shared_bytes <= shape.shared
 
 
-@needs_compiler
-def test_sinks_and_window_matter(built: Path) -> None:
+def test_sinks_and_window_matter() -> None:
     """The comparison would notice a kernel that dropped them."""
     shape = small(1)
-    case = Case(shape, Emulator(shape, 4, cache=built), 1, 4)
+    case = Case(shape, Emulator(4), 1, 4)
     for layer in case.weights.layers:
         layer.sinks.fill_(-30.0)
     pairs, _ = case.run([5], [200], [0])
@@ -221,14 +162,13 @@ def test_an_fp8_cache_must_be_asked_for() -> None:
     assert shape_of(spec, sm90, 1).kv == "fp8"
 
 
-@needs_compiler
-def test_wrong_layout_is_refused(built: Path) -> None:
+def test_wrong_layout_is_refused() -> None:
     shape = small(1)
     weights = make_weights(shape)
     weights.layers[1].qkv = weights.layers[1].qkv[:-1]
     pool, tables = make_cache(shape, 1, 4)
     with pytest.raises(PlanError, match="layer 1 qkv"):
-        DecodeStep(shape, weights, Emulator(shape, 1, cache=built), pool=pool, tables=tables, rope=make_rope(256))
+        DecodeStep(shape, weights, Emulator(1), pool=pool, tables=tables, rope=make_rope(256))
 
 
 @pytest.mark.gpu
@@ -239,7 +179,7 @@ def test_on_a_gpu(name: str, kv: str) -> None:
     rows, positions, row_seq, blocks = CASES[name]
     row_seq = row_seq or [0]
     shape = replace(small(rows), kv=kv)
-    case = Case(shape, Gpu(shape), max(row_seq) + 1, blocks, "cuda")
+    case = Case(shape, gpu(), max(row_seq) + 1, blocks, "cuda")
     for i, p in enumerate(positions):
         at = p if isinstance(p, list) else [p]
         compare(case, [(37 * (r + 1) + 11 * i) % shape.vocab for r in range(len(at))], at, row_seq, LOOSE)

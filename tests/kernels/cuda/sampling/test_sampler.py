@@ -7,11 +7,12 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from grouped_emulator import build
 
 from halfbyte.engine.sampling.race import sample_rows
 from halfbyte.errors import PlanError
-from halfbyte.kernels.cuda.sampling.sampler import SHARED, THREADS, VOCAB_MAX, CudaSampler, DrawArgs, gpu, program
+from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
+from halfbyte.kernels.cuda.device.host import gpu
+from halfbyte.kernels.cuda.sampling.sampler import BUILDS, SHARED, THREADS, VOCAB_MAX, CudaSampler, SampleArgs
 from halfbyte.kernels.launch import build_program, nvrtc_available
 from halfbyte.ops.sampling import distribution, greedy
 
@@ -19,16 +20,8 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 
 
-class Emulator:
-    seed = 0
-
-    def run(self, entry: str, grid: int, args: DrawArgs) -> None:
-        Emulator.seed += 1
-        build(program("sample_race")).hb_sample(entry.encode(), ctypes.byref(args), grid, Emulator.seed)
-
-
 def sampler_on(device: str, rows: int, vocab: int) -> CudaSampler:
-    return CudaSampler(Emulator() if device == "cpu" else gpu(), rows, vocab, torch.device(device))
+    return CudaSampler(Emulator(1) if device == "cpu" else gpu(), rows, vocab, torch.device(device))
 
 
 def noted(logits: torch.Tensor) -> torch.Tensor:
@@ -85,10 +78,10 @@ def test_edges_are_the_specifications(kind: str, device: str, shared: bool) -> N
     temperature = rng.uniform(0.5, 1.5, rows).astype(np.float32)
     settings = torch.tensor([(t, *f) for t, f in zip(temperature.tolist(), FILTERS)], dtype=torch.float32)
     sampler = sampler_on(device, rows, vocab)
-    sampler.edge_least = 100 if shared else vocab
+    sampler.cutoff_least = 100 if shared else vocab
     args = [t.to(device) for t in (logits, settings, keys_for(rows), noted(logits))]
     sampler.sample(*args, filtered=True)
-    edges = sampler._edges.cpu()
+    edges = sampler._cutoffs.cpu()
     for r, (k, p, m) in enumerate(FILTERS):
         if (k, p, m) == (0, 1.0, 0.0):
             assert edges[r] == -torch.inf
@@ -109,11 +102,11 @@ def test_more_equals_than_shared_memory_holds(device: str) -> None:
     settings = torch.tensor([[1.0, 30, 1.0, 0.0], [1.0, 60, 0.5, 0.0]])
     sampler = sampler_on(device, 2, vocab)
     sampler.sample(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
-    assert sampler._edges.tolist() == [0.25, 0.25]
+    assert sampler._cutoffs.tolist() == [0.25, 0.25]
     settings[:, 1] = 51
     settings[1, 2] = 0.999
     sampler.sample(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
-    assert sampler._edges.tolist() == [0.0, 0.0]
+    assert sampler._cutoffs.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -206,20 +199,18 @@ def test_the_distribution_on_a_gpu(device: str) -> None:
 @pytest.mark.skipif(nvrtc_available() is not None, reason="no NVRTC")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a", "sm_121a"])
 def test_compiles_without_spills(arch: str) -> None:
-    _, log = build_program(program("sample_race"), arch, "--ptxas-options=-v")
-    said = [line for line in log.splitlines() if "spill stores" in line]
-    assert len(said) == len(THREADS)
-    assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in said)
+    _, log = build_program(BUILDS["sample_race"].program, arch, "--ptxas-options=-v")
+    spills = [line for line in log.splitlines() if "spill stores" in line]
+    assert len(spills) == len(THREADS)
+    assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
     assert max(SHARED.values()) <= 101_376  # what a block of SM12x may have
 
 
 def test_what_python_says_of_the_kernel_is_so() -> None:
-    library = build(program("sample_race"))
-    assert library.hb_sample_size(0) == ctypes.sizeof(DrawArgs)
-    assert library.hb_sample_size(1) == SHARED["sample_cutoffs"]
+    assert sizes(BUILDS["sample_race"].program, 2) == [ctypes.sizeof(SampleArgs), SHARED["sample_cutoffs"]]
     assert set(THREADS) == set(SHARED)
 
 
 def test_a_vocabulary_that_is_too_large_is_refused() -> None:
     with pytest.raises(PlanError, match="at most 262143 tokens"):
-        CudaSampler(Emulator(), 1, VOCAB_MAX + 1, torch.device("cpu"))
+        CudaSampler(Emulator(1), 1, VOCAB_MAX + 1, torch.device("cpu"))

@@ -9,19 +9,20 @@ from typing import Any, cast
 
 import pytest
 import torch
-from grouped_emulator import Emulator
 
 from halfbyte import formats
 from halfbyte.engine.speculative.eagle3 import HiddenTap
 from halfbyte.formats import layouts, tile16
 from halfbyte.gates import Gates, Layers
-from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention
-from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, Room, Variant, gpu
+from halfbyte.kernels.cuda.attention.flash import FlashAttention
+from halfbyte.kernels.cuda.device.emulator import Emulator
+from halfbyte.kernels.cuda.device.host import Workspace, gpu
+from halfbyte.kernels.cuda.prefill.experts import Experts
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
 from halfbyte.kernels.cuda.prefill.layer import Fp8PrefillLayer, PrefillLayer
 from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv
-from halfbyte.kernels.cuda.prefill.products import Experts, PendingExperts
-from halfbyte.kernels.launch import Program, compile_program
+from halfbyte.kernels.cuda.prefill.products import PendingExperts
+from halfbyte.kernels.launch import compile_program
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.kernels.triton.router import NormAndRouter
 from halfbyte.model import synthetic
@@ -89,8 +90,8 @@ class LeavingMoe(reference.Moe):
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
         experts = Experts(
-            Room(Emulator(4), b.buffers, torch.device("cpu")), layouts.convert(w.gate_up, "tile16"), w.gate_up_bias,
-            layouts.convert(w.down, "tile16"), w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha,
+            Workspace(Emulator(4), b.buffers, torch.device("cpu")), layouts.convert(w.gate_up, "tile16"),
+            w.gate_up_bias, layouts.convert(w.down, "tile16"), w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha,
         )  # fmt: skip
         last = b.layer == s.layers - 1
 
@@ -205,13 +206,11 @@ def a_step(new: tuple[int, ...], past: tuple[int, ...]) -> Step:
 @pytest.fixture(scope="module")
 def compiled() -> None:
     """Every kernel of this file in the cache, compiled at the same time: one after another takes two minutes."""
-    forms: tuple[str, ...] = ("mxfp4", "q8", "bf16")
-    variants = [Variant(form, "wide", False, rope=rope) for form in forms for rope in (False, True)]
-    variants += [Variant("mxfp4", shape, swiglu) for shape in ("lean", "broad", "vast") for swiglu in (False, True)]
-    variants.append(Variant("mxfp4", "vast", False, rope=True))
-    entries = ("pack_rows", "sum_pack_rows", "group_rows", "requantize", "sum_rows")
-    programs = [v.program() for v in variants] + [b.program() for b in (FULL, SLIDING)]
-    programs += [Program(ROWS_PROGRAM, entry) for entry in entries]
+    cases = [(PrefillLayer(), dense, "auto") for dense in ("mxfp4", "q8", "checkpoint")]
+    programs = set()
+    for phase, dense, activation in (*cases, (Fp8PrefillLayer(), "mxfp4", "fp8")):
+        gates = Gates(layers=Layers("mxfp4", dense, dense, dense), activation=activation)
+        programs |= {build.program for build in phase.builds(spec(gates, **SMALL), ARCHES["sm90"])}
     with ThreadPoolExecutor(len(programs)) as pool:
         list(pool.map(lambda program: compile_program(program, gpu().arch), programs))
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
-from grouped_emulator import Emulator, build
 
 from halfbyte import formats, ops
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.prefill.builds import ROWS_PROGRAM, SHAPES, ProductArgs, Room, RowsArgs, Variant
+from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
+from halfbyte.kernels.cuda.device.host import Workspace
+from halfbyte.kernels.cuda.prefill.builds import FP8_TILE, TILES, GroupedShape, ProductArgs, RowsArgs, rows_build
+from halfbyte.kernels.cuda.prefill.experts import Experts
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts
-from halfbyte.kernels.cuda.prefill.products import Dense, Experts, Rotation, columns_cap
-from halfbyte.kernels.launch import Program
+from halfbyte.kernels.cuda.prefill.products import Dense, Rotation, columns_cap
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
@@ -35,17 +38,14 @@ def mxfp4(shape: tuple[int, ...], seed: int) -> tuple[MXTensor, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("form", "shape", "swiglu"),
-    [("mxfp4", shape, swiglu) for shape in SHAPES if shape != "vast" for swiglu in (False, True)]
-    + [(form, shape, False) for form in ("q8", "bf16") for shape in ("narrow", "wide")],
+    [("mxfp4", shape, swiglu) for shape in TILES if shape != FP8_TILE for swiglu in (False, True)]
+    + [(form, shape, False) for form in ("q8", "bf16") for shape in ("m256n64", "m256n128")],
 )
 def test_mirrored_structs(form: str, shape: str, swiglu: bool) -> None:
-    import ctypes
-
-    v = Variant(form, shape, swiglu)
-    sizes = [build(v.program()).hb_grouped_size(i) for i in range(3)]
-    assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
+    v = GroupedShape(form, shape, swiglu)
+    assert sizes(v.program(), 3) == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= 232_448
-    assert build(Program(ROWS_PROGRAM, "rows")).hb_rows_size(0) == ctypes.sizeof(RowsArgs)
+    assert sizes(rows_build("pack_rows").program, 1) == [ctypes.sizeof(RowsArgs)]
 
 
 def made(w: torch.Tensor, form: str) -> tuple[torch.Tensor | MXTensor, torch.Tensor]:
@@ -58,8 +58,8 @@ def made(w: torch.Tensor, form: str) -> tuple[torch.Tensor | MXTensor, torch.Ten
 
 CASES = [
     ("mxfp4", 1, 64, 64, None), ("mxfp4", 9, 192, 192, None), ("mxfp4", 64, 320, 128, None),
-    ("mxfp4", 70, 448, 128, None), ("mxfp4", 150, 64, 192, None), ("mxfp4", 100, 448, 192, "broad"),
-    ("q8", 9, 192, 192, None), ("q8", 70, 320, 128, None), ("q8", 90, 448, 64, "broad"), ("bf16", 9, 192, 192, None),
+    ("mxfp4", 70, 448, 128, None), ("mxfp4", 150, 64, 192, None), ("mxfp4", 100, 448, 192, "m384n88"),
+    ("q8", 9, 192, 192, None), ("q8", 70, 320, 128, None), ("q8", 90, 448, 64, "m384n88"), ("bf16", 9, 192, 192, None),
     ("bf16", 70, 320, 128, None),
 ]  # fmt: skip
 
@@ -72,24 +72,24 @@ def test_dense(form: str, rows: int, n: int, k: int, shape: str | None) -> None:
     bias = torch.randn(n, generator=g)
     x, residual = torch.randn((rows + 3, k), generator=g), torch.randn((rows, n), generator=g)
     norm = torch.rand(k, generator=g).to(torch.bfloat16)
-    room = Room(Emulator(5), {}, torch.device("cpu"))
+    workspace = Workspace(Emulator(5), {}, torch.device("cpu"))
     h = round_activation(rms_norm(x, norm, 1e-5), "bf16")
     select = torch.randperm(rows + 3, generator=g)[:rows].to(torch.int32)
-    layer = Dense(room, weights, bias, "qkv", shape)
+    layer = Dense(workspace, weights, bias, "qkv", shape)
     got = layer.run(x, norm=norm, eps=1e-5, select=select, residual=residual)
     want = h[select.long()].double() @ dense.double().T + bias + residual
     close(got, want, 1e-3)  # a bf16 rounding of h may fall either way
-    got = Dense(room, weights, None, "lm_head", shape).run(h[:rows].to(torch.bfloat16))
+    got = Dense(workspace, weights, None, "lm_head", shape).run(h[:rows].to(torch.bfloat16))
     close(got, h[:rows].double() @ dense.double().T, 3e-4 if form == "q8" else 1e-6)  # q8 * scale keeps 11 bits
 
 
 @pytest.mark.parametrize(
     ("rows", "experts", "top_k", "hidden", "inner", "skew", "shape"),
-    [(9, 8, 4, 128, 64, 0.0, "narrow"), (33, 4, 2, 128, 192, 2.0, "narrow"), (64, 8, 4, 192, 128, 3.0, "narrow"),
-     (110, 4, 4, 128, 192, 0.0, "wide"), (150, 2, 1, 64, 320, 1.0, "wide"), (20, 4, 3, 128, 192, 0.0, "wide"),
-     (120, 4, 2, 128, 576, 1.0, "broad"),
-     (60, 4, 2, 128, 320, 1.0, "broad"), (75, 2, 2, 192, 64, 0.0, "wide"), (10, 8, 4, 64, 448, 0.0, "broad"),
-     (150, 2, 2, 64, 576, 1.0, "wide"), (60, 4, 2, 192, 448, 1.0, "lean"), (90, 2, 2, 128, 192, 0.0, "lean")],
+    [(9, 8, 4, 128, 64, 0.0, "m256n64"), (33, 4, 2, 128, 192, 2.0, "m256n64"), (64, 8, 4, 192, 128, 3.0, "m256n64"),
+     (110, 4, 4, 128, 192, 0.0, "m256n128"), (150, 2, 1, 64, 320, 1.0, "m256n128"),
+     (20, 4, 3, 128, 192, 0.0, "m256n128"), (120, 4, 2, 128, 576, 1.0, "m384n88"),
+     (60, 4, 2, 128, 320, 1.0, "m384n88"), (75, 2, 2, 192, 64, 0.0, "m256n128"), (10, 8, 4, 64, 448, 0.0, "m384n88"),
+     (150, 2, 2, 64, 576, 1.0, "m256n128"), (60, 4, 2, 192, 448, 1.0, "m384n48"), (90, 2, 2, 128, 192, 0.0, "m384n48")],
 )  # fmt: skip
 @pytest.mark.parametrize("wide_ids", [False, True])
 def test_experts(
@@ -105,8 +105,8 @@ def test_experts(
     h = torch.randn((rows, hidden), generator=g)
     h = (h if wide_ids else h.to(torch.bfloat16)) * 3
     x = torch.randn((rows, hidden), generator=g)
-    room = Room(Emulator(5, seed=rows), {}, torch.device("cpu"))
-    layer = Experts(room, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702, shape=shape)
+    workspace = Workspace(Emulator(5, seed=rows), {}, torch.device("cpu"))
+    layer = Experts(workspace, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702, tile=shape)
     got = layer.run(h, ids if wide_ids else ids.to(torch.int32), weights.contiguous(), x)
 
     def project(dense: torch.Tensor, bias: torch.Tensor, e: int, y: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_rotation_and_pages(form: str, rows: int, k: int, activation: str) -> No
     pool = torch.zeros((5, 3, 2, kv_heads, page, 64), dtype=torch.bfloat16)
     table = torch.tensor([4, 1, 3])
     kind = Fp8Dense if activation == "fp8" else Dense
-    layer = kind(Room(Emulator(5), {}, torch.device("cpu")), weights, bias, "qkv")
+    layer = kind(Workspace(Emulator(5), {}, torch.device("cpu")), weights, bias, "qkv")
     to = Rotation(
         torch.stack((cos, sin), -1), table[positions // page] * pool.stride(0) + positions % page * 64,
         pool[0, 1].data_ptr(), pool.stride(2), heads, kv_heads,
@@ -155,13 +155,13 @@ def test_rotation_and_pages(form: str, rows: int, k: int, activation: str) -> No
 @pytest.mark.parametrize("fp8", [False, True])
 def test_sums_packed_in_one_pass_are_those_of_two(fp8: bool) -> None:
     g, rows, experts, hidden, inner = torch.Generator().manual_seed(1), 70, 4, 192, 128
-    room = Room(Emulator(4), {}, torch.device("cpu"))
+    workspace = Workspace(Emulator(4), {}, torch.device("cpu"))
     gate_up, down, qkv = (
         mxfp4(size, 3)[0] for size in ((experts, 2 * inner, hidden), (experts, hidden, inner), (192, hidden))
     )
     bias = torch.randn((experts, 2 * inner), generator=g), torch.randn((experts, hidden), generator=g)
-    moe = (Fp8Experts if fp8 else Experts)(room, gate_up, bias[0], down, bias[1], limit=7.0, alpha=1.702)
-    dense = (Fp8Dense if fp8 else Dense)(room, qkv, None, "qkv")
+    moe = (Fp8Experts if fp8 else Experts)(workspace, gate_up, bias[0], down, bias[1], limit=7.0, alpha=1.702)
+    dense = (Fp8Dense if fp8 else Dense)(workspace, qkv, None, "qkv")
     weights, ids = torch.randn((rows, experts), generator=g).softmax(-1).topk(3)
     h, x = torch.randn((rows, hidden), generator=g).bfloat16(), torch.randn((rows, hidden), generator=g)
     norm = torch.rand(hidden, generator=g).to(torch.bfloat16)
@@ -180,7 +180,7 @@ def test_experts_are_taken_by_their_rows() -> None:
     ids = torch.tensor([[2, 5], [5, 1], [2, 5], [4, 1], [5, 0]], dtype=torch.int32)
     buffers: dict[str, torch.Tensor] = {}
     layer = Experts(
-        Room(Emulator(2), buffers, torch.device("cpu")), gate_up, torch.zeros(6, 128), down, torch.zeros(6, 64),
+        Workspace(Emulator(2), buffers, torch.device("cpu")), gate_up, torch.zeros(6, 128), down, torch.zeros(6, 64),
         limit=7.0, alpha=1.702,
     )  # fmt: skip
     layer.run(torch.ones(5, 64), ids, torch.ones(5, 2), torch.zeros(5, 64))
@@ -193,15 +193,15 @@ def test_experts_are_taken_by_their_rows() -> None:
 def test_columns_cap_is_a_width_the_kernel_has() -> None:
     for rows in (65, 100, 512, 2048, 8192):
         for m_tiles in (45, 80, 90):
-            for shape in SHAPES.values():
+            for shape in TILES.values():
                 assert columns_cap(rows, m_tiles, 132, shape) <= shape.columns
 
 
 def test_refuses_other_layouts_and_scales() -> None:
-    room = Room(Emulator(1), {}, torch.device("cpu"))
+    workspace = Workspace(Emulator(1), {}, torch.device("cpu"))
     plain = formats.quantize(torch.randn(64, 64), "mxfp4")
     with pytest.raises(PlanError, match="tile16"):
-        Dense(room, plain, None, "qkv")
+        Dense(workspace, plain, None, "qkv")
     plain.scales[3, 1] = 129
     with pytest.raises(PlanError, match="scales"):
-        Dense(room, layouts.convert(plain, "tile16"), None, "qkv")
+        Dense(workspace, layouts.convert(plain, "tile16"), None, "qkv")

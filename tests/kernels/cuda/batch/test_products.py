@@ -6,23 +6,15 @@ import ctypes
 
 import pytest
 import torch
-from batch_emulator import Emulator
-from grouped_emulator import build
 
 from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.batch.layer import Head, Layer, Room
-from halfbyte.kernels.cuda.batch.products import (
-    ROW_THREADS,
-    Machine,
-    Matrix,
-    ProductArgs,
-    RowsArgs,
-    RowShape,
-    Variant,
-    gpu,
-)
+from halfbyte.kernels.cuda.batch.builds import ROW_THREADS, ProductArgs, ProductShape, RowsArgs, RowShape
+from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Head, Layer
+from halfbyte.kernels.cuda.batch.products import Matrix
+from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
+from halfbyte.kernels.cuda.device.host import Machine, Workspace, gpu
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
@@ -43,20 +35,16 @@ def weights(form: str, shape: tuple[int, ...], seed: int) -> tuple[MXTensor | De
     return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
 
 
-@pytest.mark.parametrize("v", [Variant("mxfp4", 2880, True), Variant("q8", 1088)])
-def test_mirrored_structs(v: Variant) -> None:
-    library = build(v.program())
-    sizes = [library.hb_batch_size(i) for i in range(3)]
-    assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
-    assert v.shared_bytes <= 232_448
-    assert v.threads <= 640
+@pytest.mark.parametrize("shape", [ProductShape("mxfp4", 2880, True), ProductShape("q8", 1088)])
+def test_mirrored_structs(shape: ProductShape) -> None:
+    assert sizes(shape.program(), 3) == [ctypes.sizeof(ProductArgs), shape.shared_bytes, shape.threads]
+    assert shape.shared_bytes <= 232_448
+    assert shape.threads <= 640
 
 
 @pytest.mark.parametrize("shape", [RowShape(2880, 128, 4)])
 def test_mirrored_rows(shape: RowShape) -> None:
-    library = build(shape.program("rows"))
-    sizes = [library.hb_batch_rows_size(i) for i in range(4)]
-    assert sizes == [ctypes.sizeof(RowsArgs), shape.parts, *ROW_THREADS.values()]
+    assert sizes(shape.program("rows"), 4) == [ctypes.sizeof(RowsArgs), shape.parts, *ROW_THREADS.values()]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +64,7 @@ def test_dense(form: str, rows: int, n: int, k: int, blocks: int) -> None:
     again = residual.clone()  # in place, another order of events, a ring of one tile
     matrix = Matrix(w, bias.bfloat16(), "o")
     if form == "mxfp4":
-        matrix.variant = Variant(form, k, ring=matrix.variant.slots[0] * matrix.variant.slots[1])
+        matrix.shape = ProductShape(form, k, ring=matrix.shape.slots[0] * matrix.shape.slots[1])
     matrix.run(Emulator(blocks + 1, seed=7), x, again, rows, residual=again)
     assert error(again, want + bias.bfloat16() + residual) < 1e-6
     assert torch.equal(again, out + bias.bfloat16() + residual)
@@ -100,14 +88,14 @@ def test_an_experts_column_does_not_depend_on_how_many_share_it(k: int) -> None:
     x = torch.randn((13, k)).bfloat16()
     matrix = Matrix(w, None, "down")
     found = {}
-    for sizes in ((13,), (7, 6), (1, 4, 2, 3, 3), (5, 8)):
+    for parts in ((13,), (7, 6), (1, 4, 2, 3, 3), (5, 8)):
         out, at = torch.full((13, 32), float("nan")), 0
-        for size in sizes:
+        for size in parts:
             ids = torch.full((size,), 1, dtype=torch.int32)
             matrix.run(Emulator(2), x[at : at + size].contiguous(), out[at : at + size], size, ids=ids)
             at += size
         assert error(out, x.double() @ dense[1].double().T) < 1e-6
-        found[sizes] = out
+        found[parts] = out
     first = found[(13,)]
     assert all(torch.equal(first, out) for out in found.values())
 
@@ -132,8 +120,9 @@ def make_layer(
     plain = {name: w.to(device) for name, w in plain.items()}
     more = {"gate_up": {"swiglu": True}, "o": {"router": experts}}
     matrices = {n: Matrix(w.to(device), plain[f"{n}_bias"], n, **more.get(n, {})) for n, (w, _) in made.items()}
+    workspace = Workspace(machine, {}, torch.device(device))
     layer = Layer(
-        machine, Room(RowShape(hidden, experts, top_k), inner, {}, torch.device(device)), **matrices, eps=1e-5,
+        BatchBuffers(workspace, RowShape(hidden, experts, top_k), inner), **matrices, eps=1e-5,
         limit=7.0, alpha=1.702, **{n: plain[n] for n in ("attn_norm", "mlp_norm", "router", "router_bias")},
     )  # fmt: skip
     return layer, plain
@@ -149,7 +138,7 @@ def test_a_layer(rows: int, hidden: int, inner: int, experts: int, top_k: int, d
 
 def check_layer(layer: Layer, w: dict[str, torch.Tensor], rows: int, skew: float) -> None:
     experts, hidden = w["router"].shape
-    device, top_k = w["router"].device, layer.room.shape.top_k
+    device, top_k = w["router"].device, layer.buffers.shape.top_k
     w["router_bias"] += skew * torch.arange(experts, device=device)  # some experts of more than eight rows
     g = torch.Generator().manual_seed(rows)
     x = torch.randn((rows, hidden), generator=g).to(device)
@@ -163,8 +152,8 @@ def check_layer(layer: Layer, w: dict[str, torch.Tensor], rows: int, skew: float
     assert error(residual, mid) < 1e-6
     h = rms_norm(residual, w["mlp_norm"], 1e-5)
     ids, shares = route(h, w["router"], w["router_bias"], top_k)
-    assert torch.equal(layer.room.ids[:rows].long(), ids)
-    assert error(layer.room.weights[:rows], shares) < 1e-4
+    assert torch.equal(layer.buffers.ids[:rows].long(), ids)
+    assert error(layer.buffers.weights[:rows], shares) < 1e-4
     counts = torch.bincount(ids.flatten(), minlength=experts)
     assert skew == 0 or int(counts.max()) > 8
 
@@ -198,10 +187,10 @@ def test_every_tile_is_somebodys(blocks: int) -> None:
 
 def test_the_head_norms_the_rows_it_is_asked_for() -> None:
     w, dense = weights("q8", (272, 128), 3)
-    room = Room(RowShape(128, 16, 4), 64, {}, torch.device("cpu"))
-    room.tickets.fill_(5)
+    buffers = BatchBuffers(Workspace(Emulator(3), {}, torch.device("cpu")), RowShape(128, 16, 4), 64)
+    buffers.tickets.fill_(5)
     x, norm, rows = torch.randn((9, 128)), torch.randn(128), torch.tensor([7, 2, 2], dtype=torch.int32)
-    logits = Head(Emulator(3), room, Matrix(w, None, "lm_head"), norm, 1e-5).run(x, rows)
+    logits = Head(buffers, Matrix(w, None, "lm_head"), norm, 1e-5).run(x, rows)
     h = round_activation(rms_norm(x[rows.long()], norm, 1e-5), "bf16")
     assert error(logits, h @ dense.T) < 1e-3
 
@@ -212,7 +201,7 @@ def test_ties_go_to_the_lower_expert() -> None:
     w["router_bias"].copy_(torch.tensor([0.0, 2, 2, 1, 1, 1, 3, 0] * 2))
     x = torch.randn((3, 128))
     layer.leave(x, torch.zeros((3, 128)).bfloat16())
-    assert layer.room.ids[:3].tolist() == [[6, 14, 1, 2]] * 3
+    assert layer.buffers.ids[:3].tolist() == [[6, 14, 1, 2]] * 3
 
 
 def test_refuses_what_it_cannot_read() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,8 +36,8 @@ BOUND, TYPICAL = 1e-2, 5e-4
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(phase, "Gpu", lambda shape: Emulator(shape, 3, cache=tmp_path))
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phase, "gpu", lambda: Emulator(3))
     monkeypatch.setattr(phase, "POSITIONS", 4096)
     monkeypatch.setattr(phase, "current_arch", lambda: ARCHES["sm90"])
 

@@ -9,22 +9,26 @@ from typing import Literal
 
 import pytest
 import torch
-from grouped_emulator import Emulator, build
 
 from halfbyte import formats
 from halfbyte.formats import layouts
-from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, Build, FlashArgs, FlashAttention, attend
-from halfbyte.kernels.cuda.prefill.builds import Room
+from halfbyte.kernels.cuda.attention.flash import (
+    FULL,
+    SLIDING,
+    FlashArgs,
+    FlashAttention,
+    FlashShape,
+    attend,
+    map_pages,
+)
+from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
+from halfbyte.kernels.cuda.device.host import Workspace, gpu
 from halfbyte.kernels.cuda.prefill.products import Dense
 from halfbyte.ops import attention as reference
 from halfbyte.plan.step import Step
 
 HEADS, KV_HEADS, DIM, PAGE = 16, 2, 64, 64
 BOUND = 4e-3  # weights are rounded to bf16 for the product
-
-
-def emulated(b: Build, args: FlashArgs) -> None:
-    build(b.program()).hb_flash(ctypes.byref(args), 7)
 
 
 def case(lengths: Sequence[tuple[int, int]], seed: int = 0) -> tuple[Step, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,10 +57,10 @@ def case(lengths: Sequence[tuple[int, int]], seed: int = 0) -> tuple[Step, torch
 
 
 def run(
-    b: Build, step: Step, pool: torch.Tensor, q: torch.Tensor, sinks: torch.Tensor | None, window: int
+    b: FlashShape, step: Step, pool: torch.Tensor, q: torch.Tensor, sinks: torch.Tensor | None, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    pages = (ctypes.c_uint64 * 16)(pool.data_ptr())
-    got = attend(b, q, pool, 1, step, "full", sinks, window, pages=pages, run=emulated).float()
+    machine = Emulator(1, seed=6)
+    got = attend(machine, b, q, pool, 1, step, "full", sinks, window, pages=map_pages(machine, pool)).float()
     return got, wanted(step, pool, q, sinks, window)
 
 
@@ -77,11 +81,9 @@ def close(got: torch.Tensor, want: torch.Tensor, bound: float = BOUND) -> None:
     assert float((got - want).norm() / want.norm()) < bound
 
 
-@pytest.mark.parametrize("b", [FULL, SLIDING, Build(2, 2, 1)], ids=str)
-def test_mirrored_structs(b: Build) -> None:
-    library = build(b.program())
-    sizes = [library.hb_flash_size(i) for i in range(3)]
-    assert sizes == [ctypes.sizeof(FlashArgs), b.shared_bytes, b.threads]
+@pytest.mark.parametrize("b", [FULL, SLIDING, FlashShape(2, 2, 1)], ids=str)
+def test_mirrored_structs(b: FlashShape) -> None:
+    assert sizes(b.program(), 3) == [ctypes.sizeof(FlashArgs), b.shared_bytes, b.threads]
     assert b.shared_bytes * b.blocks <= 232_448 - 1024 * b.blocks
 
 
@@ -95,8 +97,8 @@ CASES = [
 
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("lengths", CASES, ids=str)
-@pytest.mark.parametrize("b", [FULL, SLIDING, Build(2, 2, 1)], ids=str)
-def test_attention(b: Build, lengths: Sequence[tuple[int, int]], window: int) -> None:
+@pytest.mark.parametrize("b", [FULL, SLIDING, FlashShape(2, 2, 1)], ids=str)
+def test_attention(b: FlashShape, lengths: Sequence[tuple[int, int]], window: int) -> None:
     step, pool, q, sinks = case(lengths)
     close(*run(b, step, pool, q, sinks, window))
 
@@ -104,16 +106,17 @@ def test_attention(b: Build, lengths: Sequence[tuple[int, int]], window: int) ->
 @pytest.mark.parametrize("form", ["mxfp4", "q8"])  # q8 reads f16
 def test_packed_rows_are_what_packing_rows_gives(form: Literal["mxfp4", "q8"]) -> None:
     step, pool, q, sinks = case([(0, 1), (126, 5), (40, 30)])
-    rows, pages = q.shape[0], (ctypes.c_uint64 * 16)(pool.data_ptr())
-    given = {"pages": pages, "run": emulated}
-    plain = attend(SLIDING, q, pool, 1, step, "full", sinks, 0, **given)
-    room = Room(Emulator(1), {}, torch.device("cpu"))
+    rows, machine = q.shape[0], Emulator(1, seed=6)
+    pages = map_pages(machine, pool)
+    plain = attend(machine, SLIDING, q, pool, 1, step, "full", sinks, 0, pages=pages)
+    workspace = Workspace(machine, {}, torch.device("cpu"))
     weights = formats.quantize(torch.ones((64, HEADS * DIM)), form)
-    o = Dense(room, layouts.convert(weights, "tile16"), None, "o")
+    o = Dense(workspace, layouts.convert(weights, "tile16"), None, "o")
     want, there = o.pack(plain).packed.clone(), o.inputs(rows)
     got = attend(
-        SLIDING, q, pool, 1, step, "full", sinks, 0, **given, packed=there._replace(packed=torch.zeros_like(want))
-    )
+        machine, SLIDING, q, pool, 1, step, "full", sinks, 0, pages=pages,
+        packed=there._replace(packed=torch.zeros_like(want)),
+    )  # fmt: skip
     first, second = (
         x.view(torch.int16)[: there.slots * HEADS * DIM].view(HEADS, there.slots, DIM)[:, :rows] for x in (want, got)
     )
@@ -176,8 +179,6 @@ def test_refuses_what_it_cannot_read() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 128])
 def test_on_a_gpu(window: int) -> None:
-    from halfbyte.kernels.cuda.attention.flash import encode_pages
-
     for lengths in (*CASES, [(0, 1000), (700, 333)]):
         step, pool, q, sinks = case(lengths)
         want = wanted(step, pool, q, sinks, window)
@@ -189,5 +190,6 @@ def test_on_a_gpu(window: int) -> None:
         )
         pool = pool.cuda()
         for b in (FULL, SLIDING):
-            got = attend(b, q.cuda(), pool, 1, there, "full", sinks.cuda(), window, pages=encode_pages(pool))
+            pages = map_pages(gpu(), pool)
+            got = attend(gpu(), b, q.cuda(), pool, 1, there, "full", sinks.cuda(), window, pages=pages)
             close(got.float().cpu(), want)

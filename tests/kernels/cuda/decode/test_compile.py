@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.kernels.cuda.decode.step import ROW_SIZES, StepShape
+from halfbyte.kernels.cuda.decode.shape import ROW_SIZES, StepShape
 from halfbyte.kernels.launch import INCLUDES, Program, compile_program, nvrtc_available
 from halfbyte.plan.phase import ARCHES
+from tests.kernels.cuda.machine_code import freed_too_early
 
 LARGE, SMALL = 232_448, 101_376  # shared memory of a block: data centre, and everything that is sm_12x
 reason = nvrtc_available()
@@ -66,40 +67,6 @@ def test_compiles(arch: str, rows: int, format: str, tmp_path: Path) -> None:
     assert "UBLKCP" in sass  # bulk copies, not loads through registers
     # x of 2880 values in 24 registers a lane: nothing of a matrix product may live in local memory
     assert len(re.findall(r"\b(?:STL|LDL)", sass)) < 40
-
-
-def freed_too_early(
-    sass: str, loads: str = r"LDS\.128", arrivals: str = r"\.ART0", slot_bytes: int = 1 << 30
-) -> list[str]:
-    """Arrivals that do not wait for wide loads from shared memory in front of them.
-
-    A load has landed once something has read one of its registers. The loads of interest are the weights (LDS.128); an
-    arrival of another kind (with the bytes of a copy: the feeding warp's) reads nothing. Tables lie behind the ring,
-    further from the base of shared memory than any weight from the base of its slot.
-    """
-    waiting: dict[int, set[int]] = {}  # line of a load -> its registers
-    found = []
-    for i, line in enumerate(sass.splitlines()):
-        m = re.search(r"\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;", line)
-        if m is None:
-            continue
-        op, operands = m[1], m[2].split(",")
-        waiting = {j: r for j, r in waiting.items() if i - j < 200}  # further back it is another phase
-        offset = re.search(r"\+0x([0-9a-f]+)\]", m[2])
-        if re.match(loads, op) and (offset is None or int(offset[1], 16) < slot_bytes):
-            first = int(re.findall(r"R(\d+)", operands[0])[0])
-            waiting = {j: r for j, r in waiting.items() if not r & set(range(first, first + 4))}
-            waiting[i] = set(range(first, first + 4))
-            continue
-        if op.startswith("SYNCS.ARRIVE") and re.search(arrivals, op) and waiting:
-            found.append(line.strip())
-        sources = operands if op.startswith(("ST", "RED")) else operands[1:]
-        for place, operand in enumerate(sources):
-            wide = (4 if place == 0 else 2) if re.match("[HQO]MMA", op) else 1
-            for r in re.findall(r"\bR(\d+)\b", operand):
-                read = set(range(int(r), int(r) + wide))
-                waiting = {j: registers for j, registers in waiting.items() if not registers & read}
-    return found
 
 
 @needs_nvrtc

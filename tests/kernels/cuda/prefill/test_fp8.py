@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_emulator import Emulator, build
 
 from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts, tile16
 from halfbyte.gates import Gates, Layers, PerRegime
-from halfbyte.kernels.cuda.prefill.builds import ProductArgs, Room, Variant
-from halfbyte.kernels.cuda.prefill.fp8 import PHASES, Fp8Dense, Fp8Experts, tops_of
+from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
+from halfbyte.kernels.cuda.device.host import Workspace
+from halfbyte.kernels.cuda.prefill.builds import FP8_TILE, GroupedShape, ProductArgs
+from halfbyte.kernels.cuda.prefill.fp8 import PHASES, Fp8Dense, Fp8Experts, row_max_scale
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose
 from halfbyte.ops.linear import round_activation
@@ -40,9 +41,8 @@ def mxfp4(shape: tuple[int, ...], seed: int, octaves: float = 4.0) -> tuple[MXTe
 
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_mirrored_structs(swiglu: bool) -> None:
-    v = Variant("mxfp4", "vast", swiglu)
-    sizes = [build(v.program()).hb_grouped_size(i) for i in range(3)]
-    assert sizes == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
+    v = GroupedShape("mxfp4", FP8_TILE, swiglu)
+    assert sizes(v.program(), 3) == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= 232_448
 
 
@@ -54,12 +54,12 @@ def test_dense(rows: int, n: int, k: int) -> None:
     weights, dense = mxfp4((n, k), rows, octaves=12.0)
     bias = torch.randn(n, generator=g)
     x, residual = torch.randn((rows + 3, k), generator=g), torch.randn((rows, n), generator=g)
-    room = Room(Emulator(5), {}, torch.device("cpu"))
-    got = Fp8Dense(room, weights, None, "o").run(x[:rows])
+    workspace = Workspace(Emulator(5), {}, torch.device("cpu"))
+    got = Fp8Dense(workspace, weights, None, "o").run(x[:rows])
     close(got, round_activation(x[:rows], "fp8").double() @ dense.double().T, 1e-6)  # nothing else rounds
     norm = torch.rand(k, generator=g).to(torch.bfloat16)
     select = torch.randperm(rows + 3, generator=g)[:rows].to(torch.int32)
-    got = Fp8Dense(room, weights, bias, "qkv").run(x, norm=norm, eps=1e-5, select=select, residual=residual)
+    got = Fp8Dense(workspace, weights, bias, "qkv").run(x, norm=norm, eps=1e-5, select=select, residual=residual)
     h = round_activation(rms_norm(x, norm, 1e-5), "fp8")[select.long()]
     close(got, h.double() @ dense.double().T + bias + residual, 5e-3)  # a norm on an edge may fall either way
 
@@ -69,7 +69,7 @@ def test_a_row_of_zeros_and_a_row_of_one_value() -> None:
     x = torch.zeros((3, 64))
     x[1, 5] = 1e-30
     x[2] = -3e4
-    got = Fp8Dense(Room(Emulator(2), {}, torch.device("cpu")), weights, None, "o").run(x)
+    got = Fp8Dense(Workspace(Emulator(2), {}, torch.device("cpu")), weights, None, "o").run(x)
     want = round_activation(x, "fp8").double() @ dense.double().T
     assert (got[0] == 0).all()
     for row in (1, 2):
@@ -88,7 +88,7 @@ def test_every_code_and_scale_is_exact() -> None:
         scales[:, group] = 120 - min(group, 16)
     plain = MXTensor(data, scales, (64, 32 * 18), "mxfp4", "plain")
     dense = formats.dequantize(plain, torch.float32)
-    layer = Fp8Dense(Room(Emulator(2), {}, torch.device("cpu")), layouts.convert(plain, "tile16"), None, "o")
+    layer = Fp8Dense(Workspace(Emulator(2), {}, torch.device("cpu")), layouts.convert(plain, "tile16"), None, "o")
     for k in (0, 7, 33, 64, 100, 300, 530, 575):
         x = torch.zeros((1, 32 * 18))
         x[0, k] = 448.0
@@ -109,8 +109,8 @@ def test_experts(rows: int, experts: int, top_k: int, hidden: int, inner: int, s
     logits = torch.randn((rows, experts), generator=g) + skew * torch.arange(experts)
     weights, ids = logits.softmax(-1).topk(top_k)
     h, x = torch.randn((rows, hidden), generator=g) * 3, torch.randn((rows, hidden), generator=g)
-    room = Room(Emulator(4, seed=rows), {}, torch.device("cpu"))
-    layer = Fp8Experts(room, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702)
+    workspace = Workspace(Emulator(4, seed=rows), {}, torch.device("cpu"))
+    layer = Fp8Experts(workspace, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702)
     got = layer.run(h, ids.to(torch.int32), weights.contiguous(), x)
 
     def result(middle: str) -> torch.Tensor:
@@ -128,15 +128,15 @@ def test_experts(rows: int, experts: int, top_k: int, hidden: int, inner: int, s
 
 
 def test_refuses_scales_that_do_not_fit() -> None:
-    room = Room(Emulator(1), {}, torch.device("cpu"))
+    workspace = Workspace(Emulator(1), {}, torch.device("cpu"))
     plain = formats.quantize(torch.ones(64, 64), "mxfp4")
     plain.scales[3, 1] -= 17
     with pytest.raises(PlanError, match="17 octaves"):
-        Fp8Dense(room, layouts.convert(plain, "tile16"), None, "qkv")
+        Fp8Dense(workspace, layouts.convert(plain, "tile16"), None, "qkv")
     with pytest.raises(PlanError, match="q8"):
-        Fp8Dense(room, layouts.convert(formats.quantize(torch.ones(64, 64), "q8"), "tile16"), None, "qkv")
+        Fp8Dense(workspace, layouts.convert(formats.quantize(torch.ones(64, 64), "q8"), "tile16"), None, "qkv")
     plain.scales[3, 1] += 1
-    tops = tops_of(layouts.convert(plain, "tile16").data, "mxfp4", "qkv")
+    tops = row_max_scale(layouts.convert(plain, "tile16").data, "mxfp4", "qkv")
     assert torch.equal(tops, plain.scales.amax(1))
 
 
@@ -153,7 +153,7 @@ def test_groups_of_zeros_may_have_any_scale() -> None:
     dense = formats.dequantize(plain, torch.float32)
     tiles = layouts.convert(plain, "tile16")
     before = tiles.data.clone()
-    layer = Fp8Dense(Room(Emulator(3), {}, torch.device("cpu")), tiles, None, "o")
+    layer = Fp8Dense(Workspace(Emulator(3), {}, torch.device("cpu")), tiles, None, "o")
     assert torch.equal(formats.dequantize(tile16.unpack(tiles), torch.float32), dense)
     assert torch.equal(tiles.data[..., :512], before[..., :512])
     x = torch.randn((9, 192), generator=g)
@@ -161,7 +161,7 @@ def test_groups_of_zeros_may_have_any_scale() -> None:
     for row, value in ((3, 1), (12, 8 << 4 | 1)):  # one code that is not zero, in a row g and a row g + 8
         plain.data[row, 40] = value
         with pytest.raises(PlanError, match="octaves"):
-            Fp8Dense(Room(Emulator(1), {}, torch.device("cpu")), layouts.convert(plain, "tile16"), None, "o")
+            Fp8Dense(Workspace(Emulator(1), {}, torch.device("cpu")), layouts.convert(plain, "tile16"), None, "o")
         plain.data[row, 40] = 0
 
 

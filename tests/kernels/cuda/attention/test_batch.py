@@ -7,35 +7,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_emulator import build
 
 from halfbyte.kernels.cuda.attention.batch import (
-    HELD,
+    PART_WIDTH,
     PARTS_MAX,
     SHARED,
     AttentionArgs,
     AttentionShape,
     BatchAttention,
-    Machine,
     parts_bound,
 )
+from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
+from halfbyte.kernels.cuda.device.host import Machine, Workspace, gpu
 from halfbyte.ops.attention import attend, gather_kv, write_kv
 from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
 from halfbyte.plan.step import Step
 
 
-class Emulator:
-    def __init__(self) -> None:
-        self.seed = 0
-
-    def attention(self, shape: AttentionShape, grid: int, args: AttentionArgs) -> None:
-        self.seed += 1
-        build(shape.program()).hb_batch_attention(ctypes.byref(args), grid, self.seed)
-
-
 def test_mirrored_structs() -> None:
-    library = build(AttentionShape(8, 2).program())
-    assert [library.hb_batch_attention_size(i) for i in range(3)] == [ctypes.sizeof(AttentionArgs), SHARED, HELD]
+    assert sizes(AttentionShape(8, 2).program(), 3) == [ctypes.sizeof(AttentionArgs), SHARED, PART_WIDTH]
 
 
 def a_step(sequences: list[tuple[int, int]], blocks: int, kind: str) -> Step:
@@ -62,13 +52,11 @@ CASES = [([(0, 1), (130, 1), (63, 1), (64, 1)], 8), ([(100, 5), (0, 3), (190, 1)
 @pytest.mark.parametrize("window", [0, 128, 20])
 @pytest.mark.parametrize(("sequences", "group"), CASES)
 def test_against_the_reference(sequences: list[tuple[int, int]], group: int, window: int) -> None:
-    check(Emulator(), "cpu", sequences, group, window)
+    check(Emulator(4), "cpu", sequences, group, window)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    from halfbyte.kernels.cuda.batch.fused_phase import gpu
-
     for sequences, group in (*CASES, ([(5000, 1), (300, 1), (33000, 3), (0, 1)], 8)):
         for window in (0, 128):
             check(gpu(), "cuda", sequences, group, window)
@@ -104,8 +92,8 @@ def check(machine: Machine, device: str, sequences: list[tuple[int, int]], group
         want[mine] = attend(query, keys, values, step.positions[mine], sinks, window or None, 0.125)
 
     attention = BatchAttention(
-        machine, AttentionShape(group, kv_heads), {}, window=window, sinks=sinks.to(device), scale=0.125,
-        device=torch.device(device),
+        Workspace(machine, {}, torch.device(device)), AttentionShape(group, kv_heads), window=window,
+        sinks=sinks.to(device), scale=0.125,
     )  # fmt: skip
     whole, pool = qkv.flatten(1).contiguous().to(device), pool.to(device)
     there = replace(
@@ -133,7 +121,7 @@ def test_without_sinks() -> None:
     qkv = torch.zeros((1, 12 * 64))
     qkv[:, 10 * 64 :] = 6.0  # the row's own value; the five before it are zero, and all keys are alike
     attention = BatchAttention(
-        Emulator(), AttentionShape(4, 2), {}, window=0, sinks=None, scale=1.0, device=torch.device("cpu")
+        Workspace(Emulator(1), {}, torch.device("cpu")), AttentionShape(4, 2), window=0, sinks=None, scale=1.0
     )
     none = torch.zeros((1, 32))
     assert attention.run(step, "full", qkv, pool, 0, none, none)[0].tolist() == [1.0] * 512

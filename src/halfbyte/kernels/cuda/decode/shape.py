@@ -1,0 +1,194 @@
+"""What the decode step is compiled for: sizes, formats, its ring and its warps, and the arguments of a launch.
+
+`StepShape` refuses shapes the kernel was not written for. The structures and sizes here mirror step.cu and shape.cuh,
+and tests compare them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from halfbyte.kernels.cuda.device.host import FLOAT, FORMATS, INT, POINTER, fields, options
+from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, WGMMA
+from halfbyte.kernels.launch import Build, Program
+
+FOLDER = Path(__file__).parent
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES = 64, 64, 4, 16, 4
+ROW_SIZES = (1, 2, 4, 8)
+LARGE_BLOCK = 200_000  # bytes of shared memory from which the ring of a data centre's GPU fits
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was fastest (docs/LOG.md)."""
+
+    workers: int  # warps that multiply
+    slot_bytes: int  # of a slot of the ring
+    ahead: int = 0  # slots of experts' weights that may be asked for and not yet used; 0: the whole ring
+    rest: int = 0  # the same of all else
+    probe: int = 1  # 1: who waits for a vector looks at a few words of it; 0: at all of them
+
+
+# On an H200, of one row, by the format of the dense layers. With 24 KB and 12 warps a tile of an expert fills two slots
+# by half, and a page fits in one; in larger slots it fills one, and five on their way are enough. With several rows a
+# slot is a third of such a tile: 16 chunks of MXFP4, 8 of q8.
+ONE_ROW = {
+    "mxfp4": Tuning(12, 24_576, probe=0),
+    "q8": Tuning(12, 26_112, ahead=5),
+    "bf16": Tuning(12, 30_720, ahead=5),
+}
+SEVERAL_ROWS = Tuning(15, 8_704)
+# sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
+# spilled; four rows need eight for the sake of six slots, eight rows do not fit.
+SMALL_BLOCK, SMALL_BLOCK_OF_ROWS = Tuning(9, 8_704), Tuning(8, 8_704)
+
+
+LAYER_FIELDS = (
+    "qkv", "o", "gate_up", "down", "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "attn_norm", "mlp_norm",
+    "router", "router_bias", "sinks",
+)  # fmt: skip
+
+
+class LayerArgs(ctypes.Structure):
+    _fields_ = fields(POINTER, *LAYER_FIELDS)
+
+
+BOXES = ("x", "mid", "logits", "qkv", "part", "h", "best")
+
+
+class StepArgs(ctypes.Structure):
+    _fields_ = [
+        *fields(POINTER, "layers", "embed", "final_norm", "head", "tokens", "positions", "row_seq"),
+        *fields(POINTER, "sliding_table", "full_table", "pool", "rope", "logits_out", "next_tokens"),
+        *fields(POINTER, *(f"box_{name}" for name in BOXES)),
+        *fields(POINTER, "control", "failure", "trace"),
+        *fields(FLOAT, "norm_eps", "swiglu_limit", "swiglu_alpha"),
+        *fields(INT, "rows", "max_blocks", "page_layers", "advance"),
+    ]
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Everything the kernel is compiled for."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    experts: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    window: int = 128
+    rows: int = 1
+    qkv: str = "mxfp4"
+    o: str = "mxfp4"
+    lm_head: str = "mxfp4"
+    kv: str = "bf16"  # or fp8
+    shared: int = 232_448  # bytes a block may have
+    ring: int = 64  # slots at most; fewer in tests
+    workers: int = 0  # warps that multiply; 0, here and below: as was fastest
+    slot: int = 0  # bytes of a slot of the ring
+    ahead: int = 0  # slots of experts' weights that may be asked for and not yet used
+    rest: int = 0  # the same of all else
+    nap: int = 20  # nanoseconds between two looks into a mailbox
+    probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
+    trace: bool = False
+    defines: tuple[str, ...] = ()  # experiments
+
+    @property
+    def q_dim(self) -> int:
+        return self.heads * HEAD_DIM
+
+    @property
+    def qkv_dim(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * HEAD_DIM
+
+    def refuse(self) -> str | None:
+        checks = (
+            (self.heads == 8 * self.kv_heads, f"needs 8 query heads per kv head, not {self.heads}/{self.kv_heads}"),
+            (self.hidden % 64 == 0 and self.intermediate % 64 == 0, "needs hidden and intermediate in multiples of 64"),
+            (self.vocab % 16 == 0, f"needs a vocabulary in multiples of 16, not {self.vocab}"),
+            (self.experts % 32 == 0 and self.experts <= 256, f"needs experts in multiples of 32, not {self.experts}"),
+            (
+                self.experts <= self.hidden // ROUTER_COPIES,
+                f"needs hidden of {ROUTER_COPIES} times the experts or more",
+            ),
+            (self.rows in ROW_SIZES, f"is built for 1, 2, 4 or 8 rows, not {self.rows}"),
+            (all(f in FORMATS for f in (self.qkv, self.o, self.lm_head)), "reads mxfp4, q8 and bf16 matrices only"),
+            (self.kv in KV_DTYPES, f"keeps keys and values in {' or '.join(KV_DTYPES)}, not in {self.kv}"),
+            (self.slots >= 6, f"needs a ring of 6 slots beside its tables, {self.shared} bytes leave {self.slots}"),
+        )
+        return next((reason for ok, reason in checks if not ok), None)
+
+    @property
+    def _tuning(self) -> Tuning:
+        if self.shared < LARGE_BLOCK:
+            return SMALL_BLOCK if self.rows < 4 else SMALL_BLOCK_OF_ROWS
+        one = self.rows == 1 and self.qkv == self.o == self.lm_head
+        return ONE_ROW[self.qkv] if one and self.qkv in ONE_ROW else SEVERAL_ROWS
+
+    @property
+    def warps(self) -> int:
+        return self.workers or self._tuning.workers
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slot or self._tuning.slot_bytes
+
+    @property
+    def slots(self) -> int:
+        """As many as shared memory holds beside everything else."""
+        return min(self.ring, (self.shared - self._fixed) // (self.slot_bytes + 16))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._fixed + self.slots * (self.slot_bytes + 16)
+
+    @property
+    def _fixed(self) -> int:
+        """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
+        red = 2 * (3 if self.rows == 1 else 16) * self.warps * 16 * 4
+        merge = self.warps // 4 * 4 * 8 * (64 + 4 + 1 + 1) * 4
+        routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
+        tables = 2 * 8 * 72 * 2 + 2 * 16 * 64 * 2 + self.rows * (2 * 608 * 2 + self.warps * 2 * 16 * 2 + 16 * 4)
+        rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(LayerArgs) * self.layers + 24 * self.rows + 512
+        return max(red, merge) + tables + routing + rest
+
+    def options(self) -> tuple[str, ...]:
+        tuning = self._tuning
+        ahead, rest = self.ahead or tuning.ahead, self.rest or tuning.rest  # 0: the whole ring
+        values = {
+            "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
+            "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
+            "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
+            "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
+            "NAP": self.nap, "PROBE": tuning.probe if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
+            "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
+        }  # fmt: skip
+        extra = (("-DHB_TRACE",) if self.trace else ()) + tuple(f"-D{d}" for d in self.defines)
+        return options(values) + extra
+
+    def program(self) -> Program:
+        return Program(FOLDER / "step.cu", "decode_step", self.options())
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + 1)
+
+
+@functools.cache
+def build_of(shape: StepShape) -> Build:
+    """One block to a multiprocessor, all resident: they wait for each other."""
+    large = shape.shared >= LARGE_BLOCK
+    return Build(
+        f"decode_step rows={shape.rows}", shape.program(), shape.threads, shape.shared_bytes, early=False,
+        cooperative=True, need=(MMA_SYNC, BULK_COPY), ban=WGMMA,
+        known_spills="decode_step|phase_attention" if large else "",  # not in the loops of qkv, experts and lm_head
+        spill_limit=192,
+    )  # fmt: skip

@@ -1,0 +1,136 @@
+"""The host's side that all CUDA kernels share: what runs them, their arguments and the buffers they share.
+
+A kernel is described once, as a `Build`; a `Machine` runs it: `Gpu` on the current CUDA device, or the emulator on a
+CPU (`emulator.py`). Nothing here knows a kernel. A launch allocates nothing, waits for nothing and looks at no device
+data, so that it can be captured in a CUDA graph; buffers that a captured graph may hold are never replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import PlanError
+from halfbyte.kernels.launch import Build, Kernel, Map, Program, byte_map, compile_program, tensor_map
+from halfbyte.plan.phase import ARCHES
+
+FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}  # of weights, as HB_FORMAT numbers them
+GRAPH_ROWS = max(arch.limits.batch for arch in ARCHES.values())  # steps of up to so many rows may be captured
+POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
+
+
+class Machine(Protocol):
+    blocks: int  # multiprocessors: a persistent kernel has a block on each
+
+    def load(self, build: Build) -> object:
+        """Compiles and loads it, so that its first run may be captured."""
+        ...
+
+    def run(self, build: Build, grid: int, args: ctypes.Structure) -> None:
+        """One launch, with `args` by value."""
+        ...
+
+    def byte_map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
+        """See `launch.byte_map`."""
+        ...
+
+    def row_map(self, rows: Tensor, box: tuple[int, int]) -> Map:
+        """See `launch.tensor_map`."""
+        ...
+
+
+class Gpu:
+    """The current CUDA device. A kernel is compiled and loaded when it is first run, unless `load` came before."""
+
+    def __init__(self) -> None:
+        major, minor = torch.cuda.get_device_capability()
+        self.arch = f"sm_{major}{minor}a"
+        self.blocks = torch.cuda.get_device_properties().multi_processor_count
+        self._kernels: dict[Build, Kernel] = {}
+
+    def load(self, build: Build) -> Kernel:
+        kernel = self._kernels.get(build)
+        if kernel is None:
+            cubin = compile_program(self.program(build), self.arch)
+            kernel = self._kernels[build] = Kernel(cubin, build.program.entry, build.shared)
+        return kernel
+
+    def program(self, build: Build) -> Program:
+        """What is compiled for it. An experiment may add options."""
+        return build.program
+
+    def run(self, build: Build, grid: int, args: ctypes.Structure) -> None:
+        self.load(build).launch(grid, build.threads, args, cooperative=build.cooperative, early=build.early)
+
+    def byte_map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
+        return byte_map(data, row_bytes, box)
+
+    def row_map(self, rows: Tensor, box: tuple[int, int]) -> Map:
+        return tensor_map(rows, box)
+
+
+@functools.cache
+def gpu() -> Gpu:
+    return Gpu()
+
+
+def options(values: Mapping[str, int]) -> tuple[str, ...]:
+    """As a program takes them: -DHB_NAME=value."""
+    return tuple(f"-DHB_{name}={value}" for name, value in values.items())
+
+
+def fields(kind: type, *names: str) -> list[tuple[str, type]]:
+    """Fields of one type for a ctypes.Structure."""
+    return [(name, kind) for name in names]
+
+
+def pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def is_float(t: Tensor | None) -> int:
+    """1 where values are float32, 0 where they are bf16 or absent."""
+    if t is None:
+        return 0
+    if t.dtype not in (torch.float32, torch.bfloat16):
+        raise PlanError(f"the CUDA kernels read float32 and bf16, not {t.dtype}.")
+    return int(t.dtype == torch.float32)
+
+
+def is_float_vector(t: Tensor | None) -> int:
+    """The same of a vector, which must be contiguous."""
+    if t is not None and not t.is_contiguous():
+        raise PlanError("the CUDA kernels read contiguous vectors, and this one is a view.")
+    return is_float(t)
+
+
+class Workspace:
+    """A machine and its buffers by name, shared by all layers: one layer is done with them before the next begins."""
+
+    def __init__(self, machine: Machine, buffers: dict[str, Tensor], device: torch.device) -> None:
+        self.machine, self._buffers, self.device = machine, buffers, device
+
+    def fixed(self, name: str, *size: int, dtype: torch.dtype) -> Tensor:
+        """A buffer of zeros, made once and never replaced."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        buffer = self._buffers[name]
+        assert buffer.shape == size, f"{name} was made for another model"
+        return buffer
+
+    def growing(self, name: str, rows: int, size: Callable[[int], int], dtype: torch.dtype) -> Tensor:
+        """A buffer of at least size(rows) elements, which grows when more rows come than ever before. Steps that may be
+        captured have one of their own, made for the largest of them and never replaced."""
+        small = rows <= GRAPH_ROWS
+        key = f"{name}.small" if small else name
+        count = size(GRAPH_ROWS if small else rows)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < count:
+            assert buffer is None or not small, f"{key} was made for another model"
+            buffer = self._buffers[key] = torch.zeros(count, dtype=dtype, device=self.device)
+        return buffer
