@@ -32,7 +32,7 @@ def show(p: Profile) -> None:
     for line in p.lines:
         ceiling = "" if line.of_ceiling is None else f"{line.gb_per_s:8.0f} GB/s {line.tflop_per_s:7.1f} TFLOP/s"
         share = "" if line.of_ceiling is None else f"{line.of_ceiling:6.1%} of {line.bound}"
-        print(f"  {line.category:16} {line.us:9.1f} us {line.of_step:6.1%} {line.launches:6.1f} x {ceiling} {share}")
+        print(f"  {line.label:16} {line.us:9.1f} us {line.of_step:6.1%} {line.launches:6.1f} x {ceiling} {share}")
     host = ", ".join(f"{k} {v:.1f} us" for k, v in p.host_us_per_token.items())
     print(f"  host per token: {host}; {p.launches:.0f} launches, idle {p.idle_us:.1f} us in {p.gaps:.1f} gaps a step")
     for note in p.notes:

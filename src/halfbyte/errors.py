@@ -13,6 +13,7 @@
     │   └── NotEnoughMemoryError   of the device or of the host; the message has the numbers
     └── EngineError                our side failed (exit 1, HTTP 500)
         ├── StepError              one step failed for one request; the engine goes on
+        ├── AccountError           a measured time below the least its operations can take: our bookkeeping is wrong
         └── EngineDiedError        the engine process is gone (HTTP 503)
 
 Anything else that escapes is a bug.
@@ -72,6 +73,10 @@ class EngineError(HalfbyteError):
 
 
 class StepError(EngineError):
+    pass
+
+
+class AccountError(EngineError):
     pass
 
 

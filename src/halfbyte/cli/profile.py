@@ -60,13 +60,14 @@ def profile(
     announce(gates, f"{name.label} on {where}")
     with err.status("profiling"):
         found = run(loaded, tokens, depth, batch, pp)
-    verdicts = decide(found[0], reference=not_asked_for(loaded))
+    verdicts = decide(found[0], differences=[str(d) for d in loaded.plan.differences()])
     if json:
         print_json(
             {
                 "model": name.label,
                 "profiles": [p.as_dict() for p in found],
                 "decisions": [v.__dict__ for v in verdicts],
+                "record": loaded.plan.record.as_dict(),
                 "environment": environment.collect(gates),
             }
         )
@@ -90,15 +91,6 @@ def run(model: GptOss, tokens: int, depth: int, batch: int, pp: int) -> list[Pro
     return found
 
 
-def not_asked_for(model: GptOss) -> list[str]:
-    """Phases on record that the selection did not choose, and references on a GPU."""
-    chosen = {name for names in model.plan.selection.chosen.values() for name in names}
-    odd = model.plan.record.phases() - chosen
-    if model.arch.is_gpu:
-        odd |= {b.phase.name for bound in model.plan.bound.values() for b in bound if b.phase.reference}
-    return sorted(odd)
-
-
 def show(p: Profile, model: GptOss) -> None:
     gpu = device_roof(model.device)
     rows: list[Mapping[str, str]] = []
@@ -107,7 +99,7 @@ def show(p: Profile, model: GptOss) -> None:
         rate = "" if not line.bound else f"{line.tflop_per_s:.2f} TFLOP/s" if compute else f"{line.gb_per_s:.1f} GB/s"
         rows.append(
             {
-                "category": line.category,
+                "row": line.label,
                 "us": f"{line.us:.1f}",
                 "of step": f"{line.of_step:.1%}",
                 "launches": f"{line.launches:.0f}" if line.launches >= 1 else "",

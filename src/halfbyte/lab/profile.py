@@ -1,21 +1,24 @@
-"""Where a token's time goes: categories of operations beside the least they could take, and what follows from it.
+"""Where a token's time goes: rows of a step beside the least they could take, and what follows from it.
 
-A `Span` is a piece of work on the device (or, on a CPU, a phase on the host) with its category; `summarise` makes a
-Profile of the spans of some equal steps: time, bandwidth or FLOP/s and share of the ceiling per category, launches per
-step, idle gaps. `decide` applies the decision table that the project began with. Measuring is in `timeline.py`.
+A `Span` is a piece of work on the device (or, on a CPU, a phase on the host) with its row: the category its phase says,
+and the operations whose work it is, as the launch itself said (`plan.launches`). `summarise` makes a Profile of the
+spans of some equal steps: time, bandwidth or FLOP/s and share of the ceiling per row, launches per step, idle gaps. A
+row's ceiling is that of its own operations, and an operation has one row: a share above 1 is a fault of this account
+and an error. `decide` applies the decision table that the project began with. Measuring is in `timeline.py`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from halfbyte.errors import AccountError
+from halfbyte.plan.launches import OTHER, PACKING, SAMPLING, Part
 from halfbyte.roofline import Gpu, Work
 
-# Category -> the operations it holds. A phase that spans several is shown as "qkv + rope/KV".
-CATEGORIES: dict[str, tuple[str, ...]] = {
+# Label -> the operations it stands for. A row that does the work of several is shown as "qkv + rope/KV".
+LABELS: dict[str, tuple[str, ...]] = {
     "embed": ("embed",),
     "qkv": ("attn_norm", "qkv"),
     "rope/KV": ("rope", "kv_write"),
@@ -25,51 +28,32 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
     "MoE": ("moe",),
     "lm_head": ("final_norm", "lm_head"),
 }
-SAMPLING, PACKING, OTHER = "sampling", "packing", "other"
-ORDER = (*CATEGORIES, SAMPLING, PACKING, OTHER)
-# Kernels that only bring activations into another format or order: quantising, grouping by expert, summing up.
-_PACKS = re.compile(
-    r"quantize|pack_rows|group_rows|sum_rows|batch_finish|group_kernel|count_kernel|tiles_kernel|scatter_kernel"
-)
-# Kernels whose name tells their operation, for phases that span several.
-_NAMES = (
-    ("rope/KV", re.compile(r"rope|angles")),
-    ("attention", re.compile(r"attention|decode_kernel|merge_kernel|prefill_kernel|flash")),
-    ("router", re.compile(r"router|choose")),
-    ("MoE", re.compile(r"experts")),
-)
-_PRODUCT = re.compile(r"product|grouped|linear_kernel|gate_up_kernel|down_kernel")
-# The products of a layer in the order they must run.
-_PRODUCTS = (("qkv", "qkv"), ("o", "o"), ("moe", "MoE"), ("moe", "MoE"), ("lm_head", "lm_head"))
+# Of rows that do no operation's work, by category.
+HELPERS = {SAMPLING.category: "sampling", PACKING.category: "packing", OTHER.category: "other"}
+ORDER = (*LABELS, *HELPERS.values())
 
 
-def category_of(covers: Iterable[str]) -> str:
-    held = set(covers)
-    return " + ".join(name for name, ops in CATEGORIES.items() if held & set(ops))
+class Row(NamedTuple):
+    """One line of a profile: a category of phases, and the operations whose work is done in it."""
 
+    category: str
+    operations: tuple[str, ...] = ()
 
-def classify(kernels: Sequence[str], covers: Sequence[str]) -> list[str]:
-    """Categories of the kernels of one launch, in order: packing is told apart from the product it serves, and a phase
-    that spans several categories is divided by names and by the order of its products, where they tell."""
-    whole = category_of(covers)
-    mine = whole.split(" + ")
-    found = [PACKING if _PACKS.search(k) else whole for k in kernels]
-    if len(mine) == 1:
-        return found
-    products = [i for i, k in enumerate(kernels) if found[i] == whole and _PRODUCT.search(k)]
-    for i, kernel in enumerate(kernels):
-        if found[i] == whole and i not in products:
-            found[i] = next((c for c, name in _NAMES if c in mine and name.search(kernel)), whole)
-    wanted = [category for op, category in _PRODUCTS if op in covers and category not in found]
-    if len(products) == len(wanted):
-        for i, category in zip(products, wanted):
-            found[i] = category
-    return found
+    @classmethod
+    def of(cls, part: Part) -> Row:
+        return cls(part.category, part.operations)
+
+    @property
+    def label(self) -> str:
+        mine = set(self.operations)
+        return " + ".join(label for label, ops in LABELS.items() if mine & set(ops)) or HELPERS.get(
+            self.category, self.category
+        )
 
 
 @dataclass(frozen=True)
 class Span:
-    category: str
+    row: Row
     name: str
     start: float  # microseconds
     end: float
@@ -81,9 +65,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Line:
-    """One category of one step."""
+    """One row of one step."""
 
+    label: str
     category: str
+    operations: tuple[str, ...]
     us: float
     of_step: float
     launches: float
@@ -98,7 +84,7 @@ class Profile:
     what: str
     rows: int
     step_us: float  # undisturbed, by events or a clock around many steps
-    how: str  # where the categories' times come from
+    how: str  # where the rows' times come from
     lines: list[Line]
     launches: float
     busy_us: float  # of a step, as traced
@@ -129,50 +115,105 @@ def summarise(
     work: Mapping[str, Work],
     gpu: Gpu,
     how: str,
-    within: Mapping[str, Mapping[str, float]] | None = None,
+    within: Mapping[Row, Mapping[Row, float]] | None = None,
 ) -> Profile:
-    """`within`: category -> how its time divides into others, for a kernel that runs several; weights, not times."""
-    times: dict[str, float] = {}
-    counts: dict[str, float] = {}
+    """`within`: row -> how its time divides into others, for a kernel that does several; weights, not times."""
+    times: dict[Row, float] = {}
+    counts: dict[Row, float] = {}
     for span, us in _own(spans):
-        parts = (within or {}).get(span.category, {span.category: 1.0})
+        parts = (within or {}).get(span.row, {span.row: 1.0})
         whole = sum(parts.values())
-        for name, weight in parts.items():
-            times[name] = times.get(name, 0.0) + us * weight / whole / steps
-            counts[name] = counts.get(name, 0.0) + weight / whole / steps
+        for row, weight in parts.items():
+            times[row] = times.get(row, 0.0) + us * weight / whole / steps
+            counts[row] = counts.get(row, 0.0) + weight / whole / steps
+    divided = {row for parts in (within or {}).values() for row in parts}
+    _gather(times, counts)
+    _join(times, counts, divided, work, gpu)
+    _check(what, times, work, gpu)
     busy, idle, gaps, longest = _gaps(spans, steps)
     total = busy + idle
     lines = []
-    for name in sorted(times, key=_place):
-        floor = sum((work[op] for op in _operations(name)), Work())
-        seconds = times[name] * 1e-6
-        line = Line(name, times[name], times[name] / total if total else 0.0, counts[name])
-        if floor.bytes and seconds > 0:
+    for row in sorted(times, key=_place):
+        floor, us = _floor(row, work), times[row]
+        line = Line(row.label, row.category, row.operations, us, us / total if total else 0.0, counts[row])
+        if floor.bytes and us > 0:
+            seconds = us * 1e-6
             line = Line(
-                name, times[name], times[name] / total, counts[name], floor.bound(gpu), floor.bytes / seconds / 1e9,
-                floor.flops / seconds / 1e12, floor.seconds(gpu) / seconds,
+                row.label, row.category, row.operations, us, us / total, counts[row], floor.bound(gpu),
+                floor.bytes / seconds / 1e9, floor.flops / seconds / 1e12, floor.seconds(gpu) / seconds,
             )  # fmt: skip
         lines.append(line)
     return Profile(what, rows, step_us, how, lines, len(spans) / steps, busy, idle, gaps, longest)
 
 
-def _operations(category: str) -> list[str]:
-    return [op for name in category.split(" + ") for op in CATEGORIES.get(name, ())]
+def _gather(times: dict[Row, float], counts: dict[Row, float]) -> None:
+    """Rows of one label are one row: a norm and the product behind it, rope and what goes into the cache."""
+    for label in {row.label for row in times}:
+        mine = [row for row in times if row.label == label]
+        if len(mine) == 1:
+            continue
+        largest = max(mine, key=lambda row: times[row])
+        both = Row(largest.category, tuple(dict.fromkeys(op for row in mine for op in row.operations)))
+        us, count = sum(times.pop(row) for row in mine), sum(counts.pop(row) for row in mine)
+        times[both], counts[both] = us, count
 
 
-def _place(category: str) -> int:
-    return ORDER.index(category.split(" + ")[0])
+def _floor(row: Row, work: Mapping[str, Work]) -> Work:
+    return sum((work[op] for op in row.operations), Work())
+
+
+def _join(
+    times: dict[Row, float], counts: dict[Row, float], divided: set[Row], work: Mapping[str, Work], gpu: Gpu
+) -> None:
+    """Rows of a kernel that runs several, which fetches weights ahead: one that passes its ceiling was served in the
+    time of the row before it, so the two are one account."""
+    while True:
+        order = sorted((row for row in times if row in divided and row.operations), key=_place)
+        over = [i for i, row in enumerate(order) if _floor(row, work).seconds(gpu) * 1e6 > times[row] > 0]
+        if not over or len(order) < 2:
+            return
+        at = max(over[0], 1)
+        first, second = order[at - 1], order[at]
+        larger = first if times[first] >= times[second] else second
+        both = Row(larger.category, first.operations + second.operations)
+        times[both], counts[both] = times.pop(first) + times.pop(second), counts.pop(first) + counts.pop(second)
+        divided.add(both)
+
+
+def _check(what: str, times: Mapping[Row, float], work: Mapping[str, Work], gpu: Gpu) -> None:
+    """The account is sound: no operation stands in two rows, and no row is faster than the machine."""
+    owners: dict[str, Row] = {}
+    for row in times:
+        for op in row.operations:
+            other = owners.setdefault(op, row)
+            if other != row:
+                raise AccountError(
+                    f"{what}: {op} is on the account of two rows, {other.label} and {row.label}; each launch must say "
+                    f"whose work it does."
+                )
+    for row, us in times.items():
+        least = _floor(row, work).seconds(gpu) * 1e6
+        if us > 0 and least > us:
+            raise AccountError(
+                f"{what}: {row.label} took {us:.1f} us, and its operations ({', '.join(row.operations)}) take "
+                f"{least:.1f} us at least on {gpu.name}, so it would be at {least / us:.0%} of its ceiling: their work "
+                f"was done elsewhere."
+            )
+
+
+def _place(row: Row) -> int:
+    return ORDER.index(row.label.split(" + ")[0]) if row.label.split(" + ")[0] in ORDER else len(ORDER)
 
 
 def _own(spans: Sequence[Span]) -> list[tuple[Span, float]]:
     """Every span and the microseconds that are its own: the time by which it outlasts all that began before it. A
     kernel launched early (programmatic dependent launch) waits for the one in front of it, so the time they share is
     that one's; counted this way, categories add up to the time the device was busy."""
-    found, until = [], float("-inf")
+    own, until = [], float("-inf")
     for span in sorted(spans, key=lambda s: s.start):
-        found.append((span, max(0.0, span.end - max(until, span.start))))
+        own.append((span, max(0.0, span.end - max(until, span.start))))
         until = max(until, span.end)
-    return found
+    return own
 
 
 def _gaps(spans: Sequence[Span], steps: int) -> tuple[float, float, float, float]:
@@ -203,40 +244,41 @@ class Verdict:
     sentence: str
 
 
-def decide(p: Profile, *, reference: Sequence[str] = ()) -> list[Verdict]:
-    """The first plan's decision gate, rule by rule, and where the most time could be won."""
+def decide(p: Profile, *, differences: Sequence[str] = ()) -> list[Verdict]:
+    """The first plan's decision gate, rule by rule, and where the most time could be won. `differences`: what the
+    record says ran otherwise than it was chosen."""
 
-    def share(word: str) -> float:
-        return sum(line.of_step for line in p.lines if word in line.category.split(" + "))
+    def share(category: str) -> float:
+        return sum(line.of_step for line in p.lines if line.category == category)
 
     rules = (
-        ("MoE", 0.5, "MoE", "the experts' kernel and its tiles come first", "the experts are not what to start with"),
+        ("moe", 0.5, "MoE", "the experts' kernel and its tiles come first", "the experts are not what to start with"),
         ("attention", 0.4, "attention", "attention comes first", "attention is not what to start with"),
         (
-            "packing", 0.1, "quantisation and packing", "keep activations quantised and grouped between kernels",
+            PACKING.category, 0.1, "quantisation and packing", "keep activations quantised and grouped between kernels",
             "quantising and packing activations is cheap enough",
         ),
     )  # fmt: skip
-    found = []
-    for word, limit, label, then, otherwise in rules:
-        part = share(word)
+    verdicts = []
+    for category, limit, label, then, otherwise in rules:
+        part = share(category)
         text = f"{label} takes {part:.0%} of the step (rule: > {limit:.0%}): {then if part > limit else otherwise}."
-        found.append(Verdict(f"{label} > {limit:.0%}", part > limit, text))
+        verdicts.append(Verdict(f"{label} > {limit:.0%}", part > limit, text))
     idle = p.idle_us / (p.busy_us + p.idle_us) if p.busy_us + p.idle_us else 0.0
     then = "launches and the host come first" if idle > 0.1 else "launches and the host are hidden"
     text = f"the device idles {idle:.0%} of the time in {p.gaps:.0f} gaps a step (rule: > 10%): {then}."
-    found.append(Verdict("idle > 10%", idle > 0.1, text))
-    text = (
-        f"{', '.join(reference)} ran where a kernel was due: find out why." if reference else "the chosen kernels ran."
-    )
-    found.append(Verdict("another kernel than the one asked for", bool(reference), text))
+    verdicts.append(Verdict("idle > 10%", idle > 0.1, text))
+    text = "the chosen kernels ran."
+    if differences:
+        text = f"the record differs from the plan: {'; '.join(differences)}."
+    verdicts.append(Verdict("another kernel than the one asked for", bool(differences), text))
     known = [line for line in p.lines if line.of_ceiling is not None]
     if known:
         worst = max(known, key=lambda line: line.us * (1 - min(1.0, line.of_ceiling or 0.0)))
         lost = worst.us * (1 - min(1.0, worst.of_ceiling or 0.0))
         text = (
-            f"most is to be won in {worst.category}: {worst.us:.0f} us at {worst.of_ceiling:.0%} of its ceiling, "
+            f"most is to be won in {worst.label}: {worst.us:.0f} us at {worst.of_ceiling:.0%} of its ceiling, "
             f"{lost:.0f} us above it."
         )
-        found.append(Verdict("next", True, text))
-    return found
+        verdicts.append(Verdict("next", True, text))
+    return verdicts

@@ -1,9 +1,10 @@
 """Measures the spans of a profile: on a GPU from the driver's own timeline, on a CPU by a clock around every phase.
 
-On a GPU a step runs once with a wait after every phase, which tells whose each kernel is; then many steps run as they
-do in service (decode: replayed graphs; prompts: queued eagerly) and their kernels are matched by name and order. A
-kernel that runs a whole step is divided by the clocks it reads itself (`decode_trace.py`). Timing under the profiler is
-kept apart from the undisturbed time of a step, which stands beside it. Nothing is timed on zeros.
+On a GPU a step runs once while every launch says what it is for (`plan.launches`); then many steps run as they do in
+service (decode: replayed graphs; prompts: queued eagerly) and their kernels are matched by name and order. Kernels that
+nobody here launched are torch's own and stand under "other". A kernel that runs a whole step is divided by the clocks
+it reads itself (`decode_trace.py`). Timing under the profiler is kept apart from the undisturbed time of a step, which
+stands beside it. Nothing is timed on zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from halfbyte.engine.graphs import DecodeGraph
@@ -31,16 +32,16 @@ from halfbyte.lab.measure.device_timing import (
     prefill_step,
     random_tokens,
 )
-from halfbyte.lab.profile import OTHER, SAMPLING, Profile, Span, category_of, classify, summarise
+from halfbyte.lab.profile import LABELS, Profile, Row, Span, summarise
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.sampling import greedy
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import OTHER, SAMPLING, ordered
 from halfbyte.plan.phase import OPERATIONS
 from halfbyte.plan.step import Step
 from halfbyte.roofline import Work, step_work
 
-MARK = "halfbyte phase "
-WHOLE = "whole step"
+CATEGORIES = {"MoE": "moe", "attention": "attention", "router": "router", "other": "other"}  # else linear
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,14 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
         spans, whole = _clocked(model, steps[0], lambda i: steps[1 + i % runs], runs)
         made = summarise(what, n, spans, runs, whole, work, gpu, "a clock around every phase")
     else:
-        owners = attribute(model, steps[0])
 
         def run(i: int) -> None:
             greedy(model.forward(steps[1 + i % runs]))
 
-        run(0)
+        order = launch_order(lambda: run(0))
         host = _host_us(run, runs)
         step_us = _step_us(run, runs)
-        spans = match(owners, _kernels(run, runs), runs)
+        spans = match(order, _kernels(run, runs), runs)
         made = summarise(what, n, spans, runs, step_us, work, gpu, "the driver's timeline, queued eagerly")
         made.host_us["eager"] = host
     regime = model.plan.regime(steps[0])
@@ -115,19 +115,18 @@ def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: i
     whole = (time.perf_counter() - start) * 1e6 / count
     spans: list[Span] = []
 
-    def note(category: str, name: str, began: float) -> float:
+    def note(row: Row, name: str, began: float) -> float:
         now = time.perf_counter()
-        spans.append(Span(category, name, began * 1e6, now * 1e6))
+        spans.append(Span(row, name, began * 1e6, now * 1e6))
         return now
 
     for step in steps:
         acts = Activations()
         now = time.perf_counter()
-        for b in model.plan.bound[model.plan.regime(step)]:
-            b.launch(step, acts)
-            now = note(category_of(b.phase.covers), b.phase.name, now)
+        for b in model.plan.walk(step, acts):
+            now = note(Row.of(b.part), b.phase.name, now)
         greedy(acts.logits)
-        note(SAMPLING, "greedy", now)
+        note(Row.of(SAMPLING), "greedy", now)
     return spans, whole
 
 
@@ -137,11 +136,12 @@ def _clocked(model: GptOss, warm: Step, step_of: Callable[[int], Step], count: i
 def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: str, work: dict[str, Work]) -> Profile:
     context = int(step.positions[0])
     whole_step = model.plan.bound[model.plan.regime(step)][0].phase.covers == OPERATIONS
-    owners = attribute(model, step)
     graph = DecodeGraph(model, step.rows, cache.blocks, feed_back=True)
     graph.capture()
     for kind, table in cache.tables.items():
         graph.step.block_tables[kind].copy_(table)
+
+    order = launch_order(graph.run)
 
     def place() -> None:
         graph.step.tokens.copy_(random_tokens(model, step.rows, 3))
@@ -156,23 +156,30 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
     place()
     step_us = device_us(graph.replay, tokens)
     place()
-    spans = match(owners, _kernels(run, tokens), tokens)
+    spans = match(order, _kernels(run, tokens), tokens)
     assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
     within, notes = None, []
     how = "the driver's timeline, graph replays"
     if whole_step:
         found = decode_trace.trace(decode_trace.traced_step(model, cache, context))
-        within = {WHOLE: decode_trace.shares(found, model.config.layer_kinds)}
+        shares = decode_trace.shares(found, model.config.layer_kinds)
+        within = {Row.of(model.plan.bound["decode"][0].part): {row_labelled(name): us for name, us in shares.items()}}
         how = "clocks inside the kernel that runs the whole step; launches and gaps from the driver's timeline"
         notes += [
             f"the traced step took {found['us']:.0f} us at {found['clock_ghz']:.2f} GHz",
-            "the kernel streams weights ahead, so a category may pass its ceiling at its neighbour's cost",
+            "the kernel streams weights ahead, so a row whose weights came in its neighbour's time is one with it",
         ]
     made = summarise(what, step.rows, spans, tokens, step_us, work, device_roof(model.device), how, within)
     made.notes += notes
     made.host_us["graph"] = host
     made.host_us["eager"] = _host_us(lambda _: model.forward(step), min(tokens, 8))
     return made
+
+
+def row_labelled(label: str) -> Row:
+    """Of a part of the kernel that runs a whole step."""
+    operations = tuple(op for name in label.split(" + ") for op in LABELS.get(name, ()))
+    return Row(CATEGORIES.get(label, "linear"), operations)
 
 
 def _host_us(run: Callable[[int], Any], count: int) -> float:
@@ -195,79 +202,44 @@ def _step_us(run: Callable[[int], Any], count: int) -> float:
     return (time.perf_counter() - start) * 1e6 / count
 
 
-def attribute(model: GptOss, step: Step) -> list[tuple[str, str]]:
-    """(kernel, category) of one step in the order they run."""
-    bound = model.plan.bound[model.plan.regime(step)]
-
-    def run(_: int) -> None:
-        acts = Activations()
-        for i, b in enumerate(bound):
-            with record_function(f"{MARK}{i}"):
-                b.launch(step, acts)
-                torch.cuda.synchronize()
-        with record_function(f"{MARK}{len(bound)}"):
-            greedy(acts.logits)
-            torch.cuda.synchronize()
-
-    run(0)  # kernels compile here
-    kernels, marks = _traced(run, 1)
-    whose = [owner(kernel, marks) for kernel in kernels]
-    owners = []
-    for i in sorted(set(whose)):
-        names = [k.name for k, at in zip(kernels, whose) if at == i]
-        if i == len(bound):
-            categories = [SAMPLING] * len(names)
-        elif bound[i].phase.covers == OPERATIONS:
-            categories = [WHOLE if "decode_step" in name else OTHER for name in names]
-        else:
-            categories = classify(names, bound[i].phase.covers)
-        owners += list(zip(names, categories))
-    return owners
-
-
-def owner(kernel: Kernel, marks: Sequence[tuple[int, float, float]]) -> int:
-    """The mark whose time on the host holds the kernel's middle, or comes nearest to it."""
-    middle = (kernel.start + kernel.end) / 2
-    return min(marks, key=lambda m: max(m[1] - middle, middle - m[2], 0.0))[0]
-
-
-def match(owners: Sequence[tuple[str, str]], kernels: Sequence[Kernel], steps: int) -> list[Span]:
-    """Spans of some equal steps: the k-th kernel of a name belongs to whom the k-th of that name did."""
-    queues: dict[str, deque[str]] = {}
-    for name, category in owners:
-        queues.setdefault(name, deque()).append(category)
+def match(order: Sequence[tuple[str, Row]], kernels: Sequence[Kernel], steps: int) -> list[Span]:
+    """Spans of some equal steps: the k-th kernel of a name does what the k-th launch of that name was for."""
+    queues: dict[str, deque[Row]] = {}
+    for name, row in order:
+        queues.setdefault(name, deque()).append(row)
     counts = Counter(k.name for k in kernels)
     spans = []
     for kernel in kernels:
         queue = queues.get(kernel.name)
         if queue is None or counts[kernel.name] != len(queue) * steps:
-            category = SAMPLING if queue is None else OTHER  # feeding tokens back is no phase's; else it cannot be told
+            row = Row.of(OTHER)  # torch's own; or it cannot be told
         else:
-            category = queue[0]
+            row = queue[0]
             queue.rotate(-1)
-        spans.append(Span(category, kernel.name, kernel.start, kernel.end))
+        spans.append(Span(row, kernel.name, kernel.start, kernel.end))
     return spans
 
 
+def launch_order(run: Callable[[], Any]) -> list[tuple[str, Row]]:
+    """(kernel, row) of every launch of one run, once its kernels are compiled."""
+    run()
+    with ordered() as order:
+        run()
+    return [(image.name, Row.of(part)) for image, part in order]
+
+
 def _kernels(run: Callable[[int], Any], count: int) -> list[Kernel]:
-    return _traced(run, count)[0]
-
-
-def _traced(run: Callable[[int], Any], count: int) -> tuple[list[Kernel], list[tuple[int, float, float]]]:
-    """The device's timeline of `count` runs, and (number, start, end) of every mark on the host."""
+    """The device's timeline of `count` runs."""
     torch.cuda.synchronize()
     with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as traced:
         for i in range(count):
             run(i)
         torch.cuda.synchronize()
-    kernels, marks = [], []
-    for event in traced.events():
-        at, kind = event.time_range, event.device_type.name
-        if event.name.startswith(MARK):
-            if kind == "CPU":
-                marks.append((int(event.name.removeprefix(MARK)), float(at.start), float(at.end)))
-        elif kind == "CUDA":
-            kernels.append(Kernel(event.name, float(at.start), float(at.end)))
+    kernels = [
+        Kernel(event.name.split("(")[0], float(event.time_range.start), float(event.time_range.end))
+        for event in traced.events()
+        if event.device_type.name == "CUDA"
+    ]
     if not kernels:
         raise EngineError("the driver reported no kernel (CUPTI is not available here), so nothing can be profiled.")
-    return sorted(kernels, key=lambda k: k.start), marks
+    return sorted(kernels, key=lambda k: k.start)

@@ -14,15 +14,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-@dataclass(frozen=True, eq=False)  # by identity: one for every kernel that is loaded, looked up at every launch
-class KernelImage:
-    """A kernel as it was loaded."""
-
-    name: str  # as the driver knows it
-    module: str  # hash of the binary it lies in; of torch's own operations, torch's version
-    loaded: bool = True  # by us; torch's operations launch kernels of other names
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """What a kernel does for a step: the category of its time, and the operations whose work it is.
@@ -31,6 +22,16 @@ class Part:
 
     category: str
     operations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)  # by identity: one for every kernel that is loaded, looked up at every launch
+class KernelImage:
+    """A kernel as it was loaded."""
+
+    name: str  # as the driver knows it
+    module: str  # hash of the binary it lies in; of torch's own operations, torch's version
+    loaded: bool = True  # by us; torch's operations launch kernels of other names
+    part: Part | None = None  # where it does the same for every phase; else the phase says it
 
 
 SAMPLING, PACKING, OTHER = Part("sample"), Part("quantise"), Part("other")
@@ -66,10 +67,11 @@ current = _Current()
 
 def launched(image: KernelImage) -> None:
     """A kernel was put on the device's queue, or, while a graph is captured, into the graph."""
+    part = image.part or current.part
     if current.sink is not None:
-        current.sink.add(image, current.part)
+        current.sink.add(image, part)
     if current.order is not None:
-        current.order.add(image, current.part)
+        current.order.add(image, part)
 
 
 def begin(part: Part) -> None:

@@ -113,6 +113,12 @@ def test_rate_names_the_bound() -> None:
     assert phase_timing.rate(Work(bytes=1.0, flops=790e12), 4.0, gpu)["share"] == pytest.approx(0.25)
 
 
+def test_a_rate_above_its_ceiling_is_no_figure() -> None:
+    refused = phase_timing.rate(Work(bytes=9e12), 1.0, GPUS["h200"])
+    assert refused["share"] is refused["tb_per_s"] is None
+    assert "200% of the memory bound of H200" in refused["refused"]
+
+
 def test_the_reference_is_not_the_native_path(model: GptOss) -> None:
     found = phase_timing.not_native(model)
     assert "reference.moe is the reference" in found
@@ -136,4 +142,4 @@ def test_figures_on_a_gpu() -> None:
         for p in (timeline.decode_profile(gpu, 4, 100, 1), timeline.prefill_profile(gpu, 128)):
             assert sum(line.us for line in p.lines) == pytest.approx(p.busy_us)
             assert p.launches >= 1
-            assert "MoE" in {part for line in p.lines for part in line.category.split(" + ")}
+            assert "MoE" in {part for line in p.lines for part in line.label.split(" + ")}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.launch import loaded_modules, module_hash
-from halfbyte.plan.launches import KernelImage, launched
+from halfbyte.plan.launches import KernelImage, Part, launched
 from halfbyte.plan.record import Declared
 
 PACKAGE = "halfbyte.kernels.triton.jit"
@@ -35,19 +35,24 @@ class Loaded(NamedTuple):
     image: KernelImage
 
     @classmethod
-    def of(cls, kernel: Any) -> Loaded:
-        image = KernelImage(kernel.name, module_hash(kernel.asm["cubin"]))
-        loaded_modules[int(kernel.module)] = image.module
-        return cls(kernel, image)
+    def of(cls, kernel: Any, part: Part | None) -> Loaded:
+        """Of what Triton returned from a launch. Hashed once: calls that nobody keeps come here at every launch."""
+        handle = int(kernel.module)
+        if handle not in _loaded:
+            image = KernelImage(kernel.name, module_hash(kernel.asm["cubin"]), part=part)
+            loaded_modules[handle] = image.module
+            _loaded[handle] = cls(kernel, image)
+        return _loaded[handle]
 
 
+_loaded: dict[int, Loaded] = {}  # by the driver's handle of the module; kept, so that no other gets the same handle
 _compiled: dict[str, set[str]] = {}  # function -> hashes of the binaries that Triton made of it here
 
 
 @functools.cache
-def _interpreted(function: str) -> KernelImage:
+def _interpreted(function: str, part: Part | None) -> KernelImage:
     _compiled.setdefault(function, set()).add("interpreted")
-    return KernelImage(function, "interpreted")
+    return KernelImage(function, "interpreted", part=part)
 
 
 def declared_calls(calls: Iterable[Call]) -> list[Declared]:
@@ -68,6 +73,7 @@ class Call:
     need: str = ""  # pattern the machine code must show
     ban: str = ""  # pattern it must not show
     options: Mapping[str, Any] = field(default_factory=dict)
+    part: Part | None = None  # where it serves another kernel, in whatever phase
     compiled: dict[tuple[Any, ...], Loaded] = field(default_factory=dict, compare=False, repr=False)  # see `launch`
 
     @property
@@ -99,9 +105,9 @@ class Call:
             **target_options(device),
         )
         if device.type == "cpu":
-            launched(_interpreted(self.function))
+            launched(_interpreted(self.function, self.part))
             return
-        loaded = self.compiled[key] = Loaded.of(kernel)
+        loaded = self.compiled[key] = Loaded.of(kernel, self.part)
         _compiled.setdefault(self.function, set()).add(loaded.image.module)
         launched(loaded.image)
 

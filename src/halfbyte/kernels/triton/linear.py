@@ -21,6 +21,7 @@ from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of
 from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import PACKING
 from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
@@ -85,7 +86,7 @@ def quantize_call(dtype: torch.dtype, k: int, width: int, activation: str) -> Ca
     scales = "*fp32" if activation in ("fp8", "int8") else "*u8"
     codes = "*i8" if activation == "int8" else "*u8"
     types = {"x": type_of(dtype), "codes": codes, "scales": scales, "K": multiple(k), "WIDTH": multiple(width)}
-    return Call("quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(width)}, warps=4)
+    return Call("quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(width)}, part=PACKING)
 
 
 def scale_stride(wf: str, groups: int) -> int:

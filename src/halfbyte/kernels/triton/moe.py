@@ -20,6 +20,7 @@ from halfbyte.kernels.triton.linear import Operands, Rounded, quantize_call, rou
 from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import PACKING
 from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
@@ -45,13 +46,14 @@ def group_calls(ids: torch.dtype, slots: int, experts: int, tiles: int, bm: int)
     common = {"ids": type_of(ids), "slots": multiple(slots)}
     if slots <= ONE_PROGRAM:
         types = common | lists | {"order": "*i32"}
-        return [Call("group", "group_kernel", types, {"BM": bm, "BE": be}, warps=8)]
+        return [Call("group", "group_kernel", types, {"BM": bm, "BE": be}, warps=8, part=PACKING)]
     chunks, chunk = chunks_of(slots)
     counted = common | {"counts": "*i32", "chunk": multiple(chunk)}
+    listed = lists | {"counts": "*i32", "chunks": multiple(chunks)}
     return [
-        Call("group", "count_kernel", counted, {"BE": be}),
-        Call("group", "tiles_kernel", lists | {"counts": "*i32", "chunks": multiple(chunks)}, {"BM": bm, "BE": be}),
-        Call("group", "scatter_kernel", counted | {"order": "*i32"}, {"BE": be}),
+        Call("group", "count_kernel", counted, {"BE": be}, part=PACKING),
+        Call("group", "tiles_kernel", listed, {"BM": bm, "BE": be}, part=PACKING),
+        Call("group", "scatter_kernel", counted | {"order": "*i32"}, {"BE": be}, part=PACKING),
     ]
 
 

@@ -10,6 +10,7 @@ from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import OTHER
 from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
@@ -37,7 +38,7 @@ def as_stored(pool: Tensor) -> Tensor:
 
 def angles_call(half: int) -> Call:
     types = {"positions": "*i32", "inverse": "*fp32", "cos": "*fp32", "sin": "*fp32", "temperature": "fp32"}
-    return Call("rows", "angles_kernel", types, {"HALF": half}, warps=1)
+    return Call("rows", "angles_kernel", types, {"HALF": half}, warps=1, part=OTHER)
 
 
 def rope_call(spec: Spec, q: torch.dtype, strides: tuple[int, int], table_stride: int) -> Call:

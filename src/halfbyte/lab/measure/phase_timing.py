@@ -78,13 +78,17 @@ def phases(model: GptOss, rows: int, context: int) -> list[dict[str, Any]]:
 
 
 def rate(work: Work, seconds: float, gpu: Gpu) -> dict[str, Any]:
-    """Achieved figures and share of what the bound allows; above it is invalid unless the caches explain it."""
-    bound = work.bound(gpu)
+    """Achieved figures and share of what the bound allows. Above it there is no figure: phases that run again and again
+    may find in the caches what a step reads from memory."""
+    bound, share = work.bound(gpu), work.seconds(gpu) / seconds
+    if share > 1:
+        reason = f"{share:.0%} of the {bound} bound of {gpu.name}: not all of it was really read or computed"
+        return {"tb_per_s": None, "tflop_per_s": None, "bound": bound, "share": None, "refused": reason}
     return {
         "tb_per_s": work.bytes / seconds / 1e12,
         "tflop_per_s": work.flops / seconds / 1e12,
         "bound": bound,
-        "share": work.seconds(gpu) / seconds,
+        "share": share,
     }
 
 
