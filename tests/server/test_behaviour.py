@@ -210,8 +210,12 @@ def test_the_queue_is_bounded(serve: Serve, http: httpx.Client) -> None:
             refused = http.post(url, json=CHAT | {"stream": stream})
             assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) >= 1
+            # Refused before anything is rendered: whether it would fit the context is not even asked.
+            too_long = {"messages": [{"role": "user", "content": "word " * 9000}], "stream": stream}
+            assert http.post(url, json=CHAT | too_long).status_code == 429
         assert all(f.result().status_code == 200 for f in running)
     assert http.post(url, json=CHAT | {"max_tokens": 1}).status_code == 200
+    assert http.post(url, json=CHAT | too_long).status_code == 400, "with a slot free, the context is what refuses"
     assert live.service.admission.active == 0
 
 

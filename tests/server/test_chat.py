@@ -142,6 +142,18 @@ def test_named_tool_choice_is_enforced_and_keeps_the_reasoning(serve: Serve) -> 
     assert arguments.prompt[: len(reason.prompt)] == reason.prompt  # so the prefix cache has it
 
 
+def test_a_required_call_costs_the_same_where_only_one_call_is_allowed(serve: Serve) -> None:
+    plays = ("Hm.<|end|>", '{"place":"Q"}<|call|>')
+    bills = []
+    for parallel in (True, False):
+        live = serve(ScriptedSource(in_turn(*(Play(text, cached=4) for text in plays))))
+        out = ask(live, tools=[WEATHER], tool_choice="required", parallel_tool_calls=parallel)
+        assert out.choices[0].message.tool_calls[0].function.arguments == '{"place":"Q"}'
+        bills.append((out.usage.completion_tokens, out.usage.prompt_tokens_details.cached_tokens))
+    assert bills[0] == bills[1]
+    assert bills[0] == (sum(len(live.source.tokenizer.encode(p, allow_special=True)) for p in plays), 4)
+
+
 def test_required_choice_among_several(serve: Serve) -> None:
     live = serve(ScriptedSource(in_turn("hm<|end|>", ".get_time<|channel|>", "{}<|call|>")))
     out = ask(live, tools=[WEATHER, TIME], tool_choice="required")

@@ -28,11 +28,13 @@ class Totals:
     reasoning: int = 0
 
 
-class Growing(Protocol):
+class UpdateSink(Protocol):
+    """What keeps an answer: chat's has items, completions' is plain text."""
+
     def add(self, update: Update) -> None: ...
 
 
-A = TypeVar("A", bound=Growing)
+A = TypeVar("A", bound=UpdateSink)
 
 
 class Generation(Generic[A]):

@@ -21,14 +21,14 @@ from halfbyte.server.http.metrics import CONTENT_TYPE, Metrics
 from halfbyte.server.http.model_names import ModelNames
 
 
-def router(info: SourceInfo, tokenizer: str, names: ModelNames, admission: Admission, metrics: Metrics) -> APIRouter:
+def router(info: SourceInfo, tokenizer: str, names: ModelNames, admission: Admission, counts: Metrics) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["server"])
 
     def model_card(name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
-            "created": int(metrics.started),
+            "created": int(counts.started),
             "owned_by": "halfbyte",
             "root": info.model,
             "max_model_len": info.max_context,
@@ -69,8 +69,8 @@ def router(info: SourceInfo, tokenizer: str, names: ModelNames, admission: Admis
         return {"status": "alive"}
 
     @api.get("/metrics", summary="Prometheus metrics")
-    async def metrics_text() -> Response:
-        return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
+    async def metrics() -> Response:
+        return Response(counts.render(), headers={"content-type": CONTENT_TYPE})
 
     @api.get("/version", summary="What runs here")
     async def version() -> dict[str, Any]:
