@@ -96,8 +96,8 @@ class Stand(DecodeGraph):
 
 
 def core_of(model: GptOss, graphs: bool, **options: object) -> EngineCore:
-    made = EngineOptions(max_context=512, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, **options)  # type: ignore[arg-type]
-    core, _, _ = core_for(model, Tokenizer.gpt_oss(), made)
+    small = EngineOptions(max_context=512, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, **options)  # type: ignore[arg-type]
+    core, _, _ = core_for(model, Tokenizer.gpt_oss(), small)
     core.runner.close()
     observer = core.proposer if isinstance(core.proposer, Eagle3Proposer) else None
     captured = Graphs(model, 32, TorchSampler(), None if observer is None else observer.tap) if graphs else None
@@ -147,10 +147,10 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(monkeypatch: pytest.
     runner = core.runner
     assert isinstance(runner, DeviceRunner)
     assert runner.graphs is not None
-    made = runner.graphs.captured
-    assert {size for size, _ in made} > {1, 2, 4}
-    assert {blocks for _, blocks in made} == {3, 32}
-    assert all(size in runner.graphs.sizes for size, _ in made)
+    captured = runner.graphs.captured
+    assert {size for size, _ in captured} > {1, 2, 4}
+    assert {blocks for _, blocks in captured} == {3, 32}
+    assert all(size in runner.graphs.sizes for size, _ in captured)
     assert answers(core_of(model, True, run_ahead=False), 11) == eager
     core = core_of(model, False)
     runner = core.runner
@@ -166,13 +166,13 @@ class Turns:
         self.wanted, self.controller, self.asked = wanted, controller, 0
 
     def propose(self, wants: list[tuple[Sequence, int]]) -> list[Proposal]:
-        made = []
+        proposals = []
         for seq, most in wants:
             self.asked += 1
             done = len(seq.tokens) - seq.prompt
             right = self.wanted[seq.request.id][done:][: self.asked % 4]
-            made.append(Proposal([*right, *[7] * (self.asked % 3)][:most]))
-        return made
+            proposals.append(Proposal([*right, *[7] * (self.asked % 3)][:most]))
+        return proposals
 
     def observe(self, seq: Sequence, new: int) -> None: ...
     def forget(self, seq: Sequence) -> None: ...
@@ -237,15 +237,15 @@ def test_models_that_draft_run_beside_graphs(method: str, tmp_path: Path, monkey
     monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
     model = load.load_model(load.resolve_model("random:small"), page_size=16)
     draft = str(write_head(tmp_path / "head", model)) if method == "eagle3" else "random:small"
-    found = []
+    outcomes = []
     for graphs in (False, True):
         core = core_of(model, graphs, gates=Gates(speculate=method), draft=draft, max_draft=3)
         Stand.replays = 0
         tokens = answers(core, 6)
         assert (Stand.replays > 10) == graphs
         assert core.stats().drafted_tokens > 20
-        found.append((tokens, core.stats().drafted_tokens, core.stats().accepted_tokens))
-    assert found[0] == found[1]
+        outcomes.append((tokens, core.stats().drafted_tokens, core.stats().accepted_tokens))
+    assert outcomes[0] == outcomes[1]
 
 
 class Pending(NamedTuple):
@@ -294,7 +294,7 @@ def test_tables_are_sent_when_they_change_only(monkeypatch: pytest.MonkeyPatch) 
     core = core_of(model, True)
     moved = []
     tables = Stand.set_tables
-    monkeypatch.setattr(Stand, "set_tables", lambda self, *given: (moved.append(1), tables(self, *given)))
+    monkeypatch.setattr(Stand, "set_tables", lambda self, *new: (moved.append(1), tables(self, *new)))
     core.submit(Request([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)))
     while core.has_work:
         core.step()
@@ -422,7 +422,7 @@ def test_drafts_on_a_gpu(method: str) -> None:
     name = load.resolve_model(None)
     tokenizer = load.tokenizer_of(name)
     prompts = [item.prompt for item in Suite("tiny", 0, 1).items(tokenizer) if len(item.prompt) < 600]
-    found = []
+    outcomes = []
     for graphs in ("on", "off"):
         g = gates.parse({"graphs": graphs, "speculate": method}, env={}, preset="exact")
         model = load.load_model(name, g, device="cuda")
@@ -431,9 +431,9 @@ def test_drafts_on_a_gpu(method: str) -> None:
         assert core.proposer is not None
         core.proposer.controller.tokens = 10**9  # type: ignore[attr-defined]
         tokens, stats = told(core, prompts), core.stats()
-        found.append((tokens, stats.drafted_tokens, stats.accepted_tokens))
+        outcomes.append((tokens, stats.drafted_tokens, stats.accepted_tokens))
         core.close()
-    assert found[0] == found[1]
-    _, drafted, accepted = found[0]
+    assert outcomes[0] == outcomes[1]
+    _, drafted, accepted = outcomes[0]
     print(f"{method}: {accepted} of {drafted} drafted tokens accepted")
     assert accepted > 0.3 * drafted > 30

@@ -90,8 +90,8 @@ def test_tokens_are_those_of_one_at_a_time(batch: int, page_size: int, speculate
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine("random:small", max_context=512, kv_gib=0.05, reserve_gib=0.0) as made:
-        yield made
+    with Engine("random:small", max_context=512, kv_gib=0.05, reserve_gib=0.0) as engine:
+        yield engine
 
 
 def test_generate_takes_texts_and_ids(engine: Engine) -> None:
@@ -128,7 +128,7 @@ async def test_stream(engine: Engine) -> None:
 
 
 def test_a_closed_engine_says_so() -> None:
-    made = Engine("random:small", max_context=256, kv_gib=0.02, reserve_gib=0.0)
-    made.close()
+    engine = Engine("random:small", max_context=256, kv_gib=0.02, reserve_gib=0.0)
+    engine.close()
     with pytest.raises(EngineDiedError, match="shut down"):
-        made.generate([[5]])
+        engine.generate([[5]])

@@ -74,13 +74,13 @@ class RandomProposer:
 def make_proposer(name: str, rng: random.Random) -> Proposer | None:
     cost = ExpertCost(dense=3.0, expert=0.01, experts=32, top_k=4, layers=1, kv_token=0.0)
     controller = Controller(cost, longest=rng.randint(1, 6), allowance=rng.choice([0.02, 1.0]))
-    made: dict[str, Callable[[], Proposer | None]] = {
+    makers: dict[str, Callable[[], Proposer | None]] = {
         "off": lambda: None,
         "ngram": lambda: NgramProposer(controller),
         "suffix": lambda: SuffixProposer(controller),
         "random": lambda: RandomProposer(rng, controller),
     }
-    return made[name]()
+    return makers[name]()
 
 
 def random_request(rng: random.Random, number: int, shared: list[list[int]]) -> tuple[Request, Callable | None]:

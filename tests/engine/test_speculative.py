@@ -89,21 +89,21 @@ def simulate(rate: float, batch: int = 1, tokens: int = 4000, seed: int = 0) -> 
     rng = random.Random(seed)
     controller = Controller(COST, longest=8)
     pace = controller.pace()
-    made, spent, lengths = 0, 0.0, []
-    while made < tokens:
+    generated, spent, lengths = 0, 0.0, []
+    while generated < tokens:
         k = pace.length(batch, batch, 0)
         lengths.append(k)
         spent += 1.0 + controller.extra(batch, batch, 0, k)
         if k == 0:
             pace.rested(1)
-            made += 1
+            generated += 1
             continue
         accepted = 0
         while accepted < k and rng.random() < rate:
             accepted += 1
         pace.learned(k, accepted)
-        made += 1 + accepted
-    return spent / made, sum(lengths) / len(lengths)
+        generated += 1 + accepted
+    return spent / generated, sum(lengths) / len(lengths)
 
 
 def test_the_cost_of_verifying_is_that_of_the_experts() -> None:
@@ -301,22 +301,22 @@ def test_eagle3_guesses_what_the_paper_says(tmp_path: Path) -> None:
     assert isinstance(proposer, Eagle3Proposer)
     eager(proposer.controller)
     proposer.controller.draft_cost = 0.0
-    made: list[tuple[list[int], list[int]]] = []
+    drafts: list[tuple[list[int], list[int]]] = []
     real = proposer.propose
 
     def spy(wants):
         out = real(wants)
-        made.extend((list(seq.tokens), p.tokens) for (seq, _), p in zip(wants, out))
+        drafts.extend((list(seq.tokens), p.tokens) for (seq, _), p in zip(wants, out))
         return out
 
     proposer.propose = spy  # type: ignore[method-assign]
     run(core, requests(3, 8))
     core.close()
-    assert len(made) >= 6
+    assert len(drafts) >= 6
     from halfbyte.plan.step import Step
 
     model.allocate_kv(1 + 2 * 16)
-    for tokens, guesses in made[::2]:
+    for tokens, guesses in drafts[::2]:
         n = len(tokens) - 1  # the last token's hidden states are not computed yet
 
         def ints(values) -> torch.Tensor:

@@ -122,9 +122,8 @@ def _sample_among(x: NDArray[np.float64], count: int, p: SamplingParams, limited
     """A sample that needs no more than the `count` likeliest; None if it does."""
     vocab = x.shape[0]
     whole = count >= vocab
-    ids = (
-        np.arange(vocab) if whole else np.nonzero(x >= np.partition(x, vocab - count)[vocab - count])[0]
-    )  # ties included
+    # Everything from the last candidate's logit up, ties included.
+    ids = np.arange(vocab) if whole else np.nonzero(x >= np.partition(x, vocab - count)[vocab - count])[0]
     ids = ids[np.argsort(-x[ids], kind="stable")]
     if limited:
         ids = ids[: p.top_k]
@@ -136,14 +135,14 @@ def _sample_among(x: NDArray[np.float64], count: int, p: SamplingParams, limited
     if p.min_p > 0.0:
         keep &= weights >= p.min_p * weights[0]
     keep[0] = True
-    kept, ids = weights[keep], ids[keep]
-    closed = limited or whole or kept.shape[0] < keep.shape[0]  # nothing beyond the candidates may be drawn
+    probabilities, ids = weights[keep], ids[keep]
+    closed = limited or whole or probabilities.shape[0] < keep.shape[0]  # nothing beyond the candidates may be sampled
     if closed:
-        kept = kept / kept.sum()
+        probabilities = probabilities / probabilities.sum()
     elif p.top_p < 1.0 or p.min_p > 0.0:
         return None
-    at = int(np.searchsorted(np.cumsum(kept), uniform, side="right"))
-    if at < kept.shape[0]:
+    at = int(np.searchsorted(np.cumsum(probabilities), uniform, side="right"))
+    if at < probabilities.shape[0]:
         return int(ids[at])
     return int(ids[-1]) if closed else None
 
