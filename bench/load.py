@@ -62,11 +62,11 @@ def checkpoint_bytes(config: Any) -> int:
 
 
 def write(config: Any, folder: Path, written: int, device: str = "cuda") -> None:
-    """The folder that `safetensors_io.write_folder` would write, by many threads at once; layers from `written` on
+    """The folder that `safetensors_writer.write_folder` would write, by many threads at once; layers from `written` on
     point at the bytes of the first ones."""
     import torch
 
-    from halfbyte.model import safetensors_io as st
+    from halfbyte.model import safetensors_writer as st
     from halfbyte.model.synthetic import SyntheticSource
     from halfbyte.model.weights import split_parts
 
@@ -74,7 +74,7 @@ def write(config: Any, folder: Path, written: int, device: str = "cuda") -> None
     shards: list[list[Any]] = [[]]
     aliases: dict[tuple[int, str], list[str]] = {}  # (layer, name without the layer) -> names of the others
     size = 0
-    for p in st._plan(source):
+    for p in st.output_tensors(source):
         if p.layer is not None and p.layer >= written:
             aliases.setdefault((p.layer % written, _bare(p)), []).append(p.name)
             continue
@@ -84,14 +84,18 @@ def write(config: Any, folder: Path, written: int, device: str = "cuda") -> None
         shards[-1].append(p)
         size += p.nbytes
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(st._config(source)), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(st.folder_config(source)), encoding="utf-8")
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     headers, weight_map = [], {}
     for name, shard in zip(names, shards):
         items: dict[str, Any] = {}
         offset = 0
         for p in shard:
-            entry = {"dtype": st._NAMES[p.dtype], "shape": list(p.shape), "data_offsets": [offset, offset + p.nbytes]}
+            entry = {
+                "dtype": st.DTYPE_NAMES[p.dtype],
+                "shape": list(p.shape),
+                "data_offsets": [offset, offset + p.nbytes],
+            }
             for called in (p.name, *aliases.get((p.layer, _bare(p)), ())):
                 items[called] = entry
                 weight_map[called] = name

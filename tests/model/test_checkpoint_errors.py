@@ -318,7 +318,7 @@ def test_a_disk_that_fills_while_writing(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(*args)
 
-    for module in ("safetensors_io", "gguf_writer"):
+    for module in ("safetensors_writer", "gguf_writer"):
         monkeypatch.setattr(f"halfbyte.model.{module}.write_tensor", full)
     with pytest.raises(CheckpointError, match=r"no space left for .*nothing was kept") as caught:
         write(tmp_path)
@@ -355,7 +355,7 @@ def test_an_interrupted_write_leaves_nothing(
     def stop(*args: Any) -> None:
         raise failure
 
-    for module in ("safetensors_io", "gguf_writer"):
+    for module in ("safetensors_writer", "gguf_writer"):
         monkeypatch.setattr(f"halfbyte.model.{module}.write_tensor", stop)
     with pytest.raises(type(failure)):
         write(tmp_path)

@@ -21,7 +21,8 @@ from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats import DenseTiles
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.safetensors_io import SafetensorsSource, write_folder
+from halfbyte.model.safetensors_io import SafetensorsSource
+from halfbyte.model.safetensors_writer import write_folder
 from halfbyte.model.weight_file import Reading
 from halfbyte.model.weights import (
     GROUPS,

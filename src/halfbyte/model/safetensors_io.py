@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,15 +27,14 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.weight_file import Reading, WeightFile, truncated, write_tensor, write_then_rename
-from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, part_rows, roles, shape_of, split_parts
+from halfbyte.model.weight_file import Reading, WeightFile, truncated
+from halfbyte.model.weights import DTYPES, GROUPS, Matrix, WeightFormat, part_rows, roles, shape_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20  # the format's own limit
 
-_TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I8": torch.int8}
-_NAMES = {dtype: name for name, dtype in _TORCH.items()}
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I8": torch.int8}
 _DENSE: dict[str, WeightFormat] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 
 _LAYER_NAMES: dict[str, tuple[str, ...]] = {
@@ -65,9 +63,6 @@ def base_names(layer: int | None, role: str) -> tuple[str, ...]:
     if layer is None:
         return _MODEL_NAMES[role]
     return tuple(f"model.layers.{layer}.{name}" for name in _LAYER_NAMES[role])
-
-
-# ---- reading ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -135,7 +130,7 @@ class SafetensorsSource:
         if stored[0] != base and shape[-1] % 32:
             raise CheckpointError(f"{self.folder}: rows of {shape[-1]} in {base!r} are not whole groups of 32.")
         if stored[0] == base:
-            tensors = {base: (tuple(_DENSE), _transposed(shape) if _is_experts(role) else shape)}
+            tensors = {base: (tuple(_DENSE), transposed(shape) if is_experts(role) else shape)}
         elif stored[0].endswith("_q8"):
             tensors = {stored[0]: (("I8",), shape), stored[1]: (("F16",), (*shape[:-1], groups))}
         else:
@@ -172,7 +167,7 @@ class SafetensorsSource:
         shape = (rows, *shape_of(self.config, role)[1:])
         stored_format = self._format(base)
         if stored_format in DTYPES:
-            return self._transposed(base, shape) if _is_experts(role) else self._tensor(base)
+            return self._transposed(base, shape) if is_experts(role) else self._tensor(base)
         data, scales = (self._tensor(name) for name in self._stored(base))
         if stored_format == "mxfp4":
             return layouts.from_checkpoint(data, scales)
@@ -180,12 +175,12 @@ class SafetensorsSource:
 
     def _tensor(self, name: str) -> Tensor:
         entry = self._entries[name]
-        return self._file(entry).new(entry.offset, entry.shape, _TORCH[entry.dtype])
+        return self._file(entry).new(entry.offset, entry.shape, TORCH_DTYPES[entry.dtype])
 
     def _transposed(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Dense experts, turned one at a time."""
         entry = self._entries[name]
-        dest = torch.empty(shape, dtype=_TORCH[entry.dtype], device=self.reading.device)
+        dest = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype], device=self.reading.device)
         expert = torch.empty(entry.shape[1:], dtype=dest.dtype, device=self.reading.device)
         for e in range(shape[0]):
             dest[e].copy_(self._file(entry).read(entry.offset + e * expert.nbytes, expert).mT)
@@ -197,11 +192,11 @@ class SafetensorsSource:
         return self._files[entry.file]
 
 
-def _is_experts(role: str) -> bool:
+def is_experts(role: str) -> bool:
     return role in ("gate_up", "down")
 
 
-def _transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
+def transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
@@ -253,7 +248,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             start, end = (int(x) for x in item["data_offsets"])
             shape = tuple(int(d) for d in item["shape"])
             dtype = str(item["dtype"])
-            if dtype in _TORCH and end - start != math.prod(shape) * _TORCH[dtype].itemsize:
+            if dtype in TORCH_DTYPES and end - start != math.prod(shape) * TORCH_DTYPES[dtype].itemsize:
                 raise CheckpointError(f"{path}: tensor {name!r} does not fit its own shape; fetch the file again.")
             entries[name] = Entry(path, dtype, shape, 8 + length + start, end - start)
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
@@ -262,149 +257,3 @@ def read_header(path: Path) -> dict[str, Entry]:
     if last > size:
         raise truncated(path, last, size)
     return entries
-
-
-# ---- writing ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """A tensor that will be written: its name, dtype, shape, and how to cut it from the role's parts."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    layer: int | None
-    role: str
-    part: int
-    cut: Callable[[Matrix], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def write_folder(
-    source: Source,
-    folder: Path,
-    *,
-    max_shard_bytes: int = 5_000_000_000,
-    copies: Mapping[str, bytes] | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> None:
-    """Stream a source into a new folder, one role in memory at a time. `copies` are small files to put beside."""
-    planned = list(_outputs(source))
-    shards: list[list[OutputTensor]] = [[]]
-    for p in planned:
-        if shards[-1] and sum(q.nbytes for q in shards[-1]) + p.nbytes > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(p)
-    total = sum(p.nbytes for p in planned)
-    names = [
-        SINGLE if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
-    ]
-    cache: tuple[tuple[int | None, str] | None, Sequence[Matrix]] = (None, ())
-    done = 0
-    with write_then_rename(folder, folder=True, needs=total) as hidden:
-        for name, data in (copies or {}).items():
-            (hidden / name).write_bytes(data)
-        (hidden / "config.json").write_text(json.dumps(_config(source), indent=2) + "\n", encoding="utf-8")
-        for file_name, shard in zip(names, shards):
-            with (hidden / file_name).open("wb") as file:
-                file.write(_header(shard))
-                for p in shard:
-                    if cache[0] != (p.layer, p.role):
-                        cache = (None, ())  # let the last role go before the next is made
-                        cache = ((p.layer, p.role), split_parts(source.config, p.role, source.parts(p.layer, p.role)))
-                    tensor = p.cut(cache[1][p.part])
-                    assert tensor.dtype == p.dtype, (p.name, tensor.dtype, p.dtype)
-                    assert tuple(tensor.shape) == p.shape, (p.name, tensor.shape, p.shape)
-                    write_tensor(file, tensor)
-                    done += p.nbytes
-                    if progress is not None:
-                        progress(done, total, p.name)
-        if len(shards) > 1:
-            weight_map = {p.name: n for n, shard in zip(names, shards) for p in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (hidden / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _outputs(source: Source) -> Iterator[OutputTensor]:
-    for layer, role in roles(source.config):
-        names, rows = base_names(layer, role), part_rows(source.config, role)
-        stored_formats = source.formats(layer, role)
-        for i, (base, n) in enumerate(zip(names, rows)):
-            shape = (n, *shape_of(source.config, role)[1:])
-            format = stored_formats[i if len(stored_formats) == len(names) else 0]
-            groups = shape[-1] // 32
-            if format not in DTYPES and shape[-1] % 32:
-                raise CheckpointError(f"{base} cannot be {format}: its rows of {shape[-1]} are not whole groups of 32.")
-            if format in DTYPES:
-                if _is_experts(role):
-                    yield OutputTensor(base, DTYPES[format], _transposed(shape), layer, role, i, lambda m: _dense(m).mT)
-                else:
-                    yield OutputTensor(base, DTYPES[format], shape, layer, role, i, _dense)
-            elif format == "mxfp4":
-                lead = (*shape[:-1], groups)
-                yield OutputTensor(f"{base}_blocks", torch.uint8, (*lead, 16), layer, role, i, _blocks)
-                yield OutputTensor(f"{base}_scales", torch.uint8, lead, layer, role, i, _scales)
-            else:
-                yield OutputTensor(f"{base}_q8", torch.int8, shape, layer, role, i, _data)
-                yield OutputTensor(f"{base}_q8_scales", torch.float16, (*shape[:-1], groups), layer, role, i, _scales)
-
-
-def _dense(m: Matrix) -> Tensor:
-    assert isinstance(m, Tensor)
-    return m
-
-
-def _blocks(m: Matrix) -> Tensor:
-    assert isinstance(m, MXTensor)
-    return layouts.to_checkpoint(m)[0]
-
-
-def _scales(m: Matrix) -> Tensor:
-    assert isinstance(m, MXTensor)
-    return m.scales
-
-
-def _data(m: Matrix) -> Tensor:
-    assert isinstance(m, MXTensor)
-    return m.data
-
-
-def _header(shard: Sequence[OutputTensor]) -> bytes:
-    items: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for p in shard:
-        items[p.name] = {
-            "dtype": _NAMES[p.dtype],
-            "shape": list(p.shape),
-            "data_offsets": [offset, offset + p.nbytes],
-        }
-        offset += p.nbytes
-    raw = json.dumps(items, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # tensors start aligned
-    return len(raw).to_bytes(8, "little") + raw
-
-
-def _config(source: Source) -> dict[str, Any]:
-    raw = source.config.to_hf()
-    raw["torch_dtype"] = str(DTYPES[source.formats(None, "embed")[0]]).removeprefix("torch.")
-    by_group: dict[str, WeightFormat] = {}
-    for layer, role in roles(source.config):
-        if role in GROUPS:
-            for format in source.formats(layer, role):
-                if by_group.setdefault(GROUPS[role], format) != format:
-                    raise CheckpointError(
-                        f"layer group {GROUPS[role]} mixes {by_group[GROUPS[role]]} and {format}; give it one format."
-                    )
-    dense = [g for g, format in by_group.items() if format in DTYPES]
-    if by_group["moe"] == "mxfp4" and set(dense) == {"qkv", "o", "lm_head"}:
-        return raw  # exactly OpenAI's layout
-    if len(dense) == len(by_group):
-        raw.pop("quantization_config")  # a plain transformers folder
-        return raw
-    raw["quantization_config"] = {"quant_method": "halfbyte"}
-    raw["halfbyte"] = {"formats": by_group}
-    return raw

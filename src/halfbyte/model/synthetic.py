@@ -27,7 +27,7 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.checkpoint import assemble, gguf_module
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.safetensors_io import write_folder
+from halfbyte.model.safetensors_writer import write_folder
 from halfbyte.model.weights import Matrix, WeightFormat, Weights, shape_of
 
 DRAW = 1 << 22  # elements drawn at a time on a CPU
