@@ -22,8 +22,8 @@ from halfbyte.server.answer.service import Service
 from halfbyte.server.api.openai_chat_schema import JsonObjectFormat
 from halfbyte.server.api.openai_chunks import error_chunk
 from halfbyte.server.api.openai_responses_events import ItemWriter
+from halfbyte.server.api.openai_responses_history import History
 from halfbyte.server.api.openai_responses_schema import (
-    History,
     ResponsesRequest,
     SchemaFormat,
     tool_choice_of,

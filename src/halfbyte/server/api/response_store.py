@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.server.api.openai_responses_schema import History
+from halfbyte.server.api.openai_responses_history import History
 
 
 @dataclass(frozen=True)
