@@ -4,9 +4,9 @@ The cache is one pool [pages, layers_per_page, 2, kv_heads, page_size, D]; a seq
 each block of page_size positions. A query at position p sees positions max(0, p - window + 1) .. p. The sink is one
 logit per query head, in natural-log space, that joins the softmax denominator and nothing else.
 
-Keys are visited in blocks of BLOCK absolute positions whatever the page size, and the denominator comes out of the
-same product as the numerator (a column of ones beside V), so a query's result depends neither on how the prompt was
-chunked nor on how long the cache has grown since.
+Keys are visited in blocks of BLOCK absolute positions whatever the page size, each key and value in a unit of its own
+(see `ops.products`), so a query's result depends neither on how the prompt was chunked nor on how long the cache has
+grown since.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfbyte.ops.rows import ROWS, exp
+from halfbyte.ops.products import FixedPoint, exp, matmul, sum_rows
 
 BLOCK = 64
-_QUERY_CHUNK = 256  # rows at a time, to bound memory on long prompts
+_TOKENS, _SCORES = 64, 1 << 23  # at a time: what a block's tokens need not see is left out; memory is bounded
 
 
 def store_dtype(name: str) -> torch.dtype:
@@ -63,9 +63,10 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, sinks: Tensor | None, window: int | None, scale: float
 ) -> Tensor:
     """One sequence: q [T, heads, D] at `positions` [T]; k, v [kv_heads, length, D] from position 0. Returns as q."""
+    size = max(1, min(_TOKENS, _SCORES // (q.shape[1] * max(1, k.shape[1]))))
     chunks = [
-        _attend_chunk(q[i : i + _QUERY_CHUNK], k, v, positions[i : i + _QUERY_CHUNK], sinks, window, scale)
-        for i in range(0, q.shape[0], _QUERY_CHUNK)
+        _attend_chunk(q[i : i + size], k, v, positions[i : i + size], sinks, window, scale)
+        for i in range(0, q.shape[0], size)
     ]
     return torch.cat(chunks)
 
@@ -84,36 +85,33 @@ def _attend_chunk(
     k = F.pad(k[:, first : first + blocks * BLOCK], (0, 0, 0, pad)).view(kv_heads, blocks, BLOCK, dim)
     v = F.pad(v[:, first : first + blocks * BLOCK], (0, 0, 0, pad)).view(kv_heads, blocks, BLOCK, dim)
 
-    # Query rows of one kv head, padded to whole ROWS: [kv_heads, tiles, 1, ROWS, D]
     rows = count * group
-    qk = q.view(count, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, rows, dim).float()
-    tiles = -(-rows // ROWS)
-    qk = F.pad(qk, (0, 0, 0, tiles * ROWS - rows)).view(kv_heads, tiles, 1, ROWS, dim)
-
+    q_rows = q.view(count, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, 1, rows, dim).float()
     key_at = first + torch.arange(blocks * BLOCK, device=q.device).view(blocks, 1, BLOCK)
-    at = F.pad(positions.repeat_interleave(group), (0, tiles * ROWS - rows)).view(tiles, 1, ROWS, 1)
-    seen = key_at <= at
+    query_at = positions.repeat_interleave(group).view(1, rows, 1)
+    seen = key_at <= query_at
     if window:
-        seen &= key_at > at - window
+        seen &= key_at > query_at - window
     written = (key_at.view(blocks, BLOCK) < last).view(1, blocks, BLOCK, 1)
     zero = torch.zeros((), device=q.device)
     k, v = torch.where(written, k, zero), torch.where(written, v, zero)  # never let garbage meet a zero weight
 
-    scores = torch.matmul(qk, k.transpose(-1, -2).unsqueeze(1)) * scale  # [kv_heads, tiles, blocks, ROWS, BLOCK]
+    scores = matmul(q_rows, FixedPoint.of(k)) * scale  # [kv_heads, blocks, rows, BLOCK]
     scores = scores.masked_fill(~seen, -math.inf)
-    top = scores.amax(dim=(2, 4))  # [kv_heads, tiles, ROWS]
+    top = scores.amax(dim=(1, 3))  # [kv_heads, rows]
     if sinks is not None:
         per_row = sinks.float().view(kv_heads, 1, group).expand(kv_heads, count, group).reshape(kv_heads, rows)
-        per_row = F.pad(per_row, (0, tiles * ROWS - rows)).view(kv_heads, tiles, ROWS)
         top = torch.maximum(top, per_row)
-    weights = exp(scores - top[:, :, None, :, None])
-    ones = torch.ones((*v.shape[:-1], 1), device=v.device)
-    partial = torch.matmul(weights, torch.cat((v, ones), dim=-1).unsqueeze(1))  # [.., blocks, ROWS, D + 1]
-    total = partial[:, :, 0]
+    weights = exp(scores - top[:, None, :, None])
+    # A value's unit goes with its weight, which is zero for values that a query does not see. A weight keeps 23 bits
+    # below the largest of its block.
+    values, units = FixedPoint.of(v).columns()
+    partial = matmul(weights.double() * units[:, :, None, :], values, fine=False)  # [kv_heads, blocks, rows, D]
+    sums = sum_rows(weights).float()  # [kv_heads, blocks, rows]
+    total, denominator = partial[:, 0], sums[:, 0]
     for b in range(1, blocks):
-        total = total + partial[:, :, b]
-    denominator = total[..., dim:]
+        total, denominator = total + partial[:, b], denominator + sums[:, b]
     if sinks is not None:
-        denominator = denominator + exp(per_row - top)[..., None]
-    out = (total[..., :dim] / denominator).view(kv_heads, tiles * ROWS, dim)[:, :rows]
+        denominator = denominator + exp(per_row - top)
+    out = total / denominator[..., None]
     return out.view(kv_heads, count, group, dim).permute(1, 0, 2, 3).reshape(count, heads, dim)

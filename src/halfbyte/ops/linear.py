@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte import formats
 from halfbyte.errors import FormatError
 from halfbyte.formats import DenseTiles, MXTensor
-from halfbyte.ops.rows import matmul_rows
+from halfbyte.ops.products import matmul_rows
 
 Matrix = Tensor | MXTensor
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from halfbyte.ops.rows import sigmoid
+from halfbyte.ops.products import sigmoid
 
 Project = Callable[[int, Tensor], Tensor]  # (expert, rows [n, K]) -> [n, N] with bias
 

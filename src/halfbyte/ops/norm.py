@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halfbyte.ops.rows import sum_rows
+from halfbyte.ops.products import sum_rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

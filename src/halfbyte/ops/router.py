@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halfbyte.ops.rows import exp, matmul_rows
+from halfbyte.ops.products import exp, matmul_rows
 
 
 def route(h: Tensor, weight: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

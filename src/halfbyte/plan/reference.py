@@ -1,11 +1,13 @@
 """The reference plan: each operation of `ops/` wrapped in a phase of its own, so there is one execution path.
 
 Also the oracle of every other phase: it honours the gates' quantisation points (activation, KV format, sinks).
-Quantised matrices stay packed; a float32 copy is kept beside them only while all copies together stay small.
+Weights stay as they are; a copy as whole numbers is kept beside them only while all copies together stay small.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 
@@ -19,50 +21,51 @@ from halfbyte.ops.embedding import embed
 from halfbyte.ops.linear import Matrix, dense, round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.products import FixedPoint, matmul
 from halfbyte.ops.rope import rope, rope_table
 from halfbyte.ops.router import route
-from halfbyte.ops.rows import matmul_rows
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import KernelImage, launched
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Declared
 from halfbyte.plan.step import Step
 
-FLOAT_COPIES = 1 << 30  # bytes of float32 copies a process may keep
-_copied = 0
+COPY_BYTES = 1 << 31  # of matrices as whole numbers, at most, in a process
+_copy_bytes = 0
 
 
-class _Dense:
-    """A matrix (or a stack of expert matrices) as float32, remembered while the budget lasts."""
+class _FixedMatrix:
+    """A matrix (or a stack of expert matrices) as whole numbers: kept while the budget lasts, else made when needed."""
 
     def __init__(self, matrix: Matrix) -> None:
-        global _copied
+        global _copy_bytes
         self.matrix = matrix
-        shape = matrix.shape
-        size = 4
-        for n in shape:
-            size *= n
-        self.copy: Tensor | None = None
-        if isinstance(matrix, Tensor) and matrix.dtype == torch.float32:
-            self.copy = matrix
-        elif _copied + size <= FLOAT_COPIES:
-            _copied += size
-            self.copy = dense(matrix)
+        self._copy: FixedPoint | None = None
+        size = FixedPoint.bytes_for(math.prod(matrix.shape))
+        if _copy_bytes + size <= COPY_BYTES:
+            _copy_bytes += size
+            weakref.finalize(self, _give_back, size)
+            self._copy = FixedPoint.of(dense(matrix))
 
     @property
     def quantised(self) -> bool:
         return isinstance(self.matrix, MXTensor)
 
-    def whole(self) -> Tensor:
-        return dense(self.matrix) if self.copy is None else self.copy
+    def all_rows(self) -> FixedPoint:
+        return self._copy or FixedPoint.of(dense(self.matrix))
 
-    def expert(self, index: int) -> Tensor:
-        if self.copy is not None:
-            return self.copy[index]
+    def expert(self, index: int) -> FixedPoint:
+        if self._copy is not None:
+            return self._copy[index]
         m = self.matrix
         if isinstance(m, MXTensor):
-            return dense(m.select(index))
-        return m[index].float()
+            return FixedPoint.of(dense(m.select(index)))
+        return FixedPoint.of(m[index])
+
+
+def _give_back(size: int) -> None:
+    global _copy_bytes
+    _copy_bytes -= size
 
 
 class _Reference(Phase):
@@ -90,15 +93,15 @@ class _Reference(Phase):
 
 
 def _project(matrix: Matrix, bias: Tensor, spec: Spec) -> Callable[[Tensor], Tensor]:
-    held = _Dense(matrix)
+    fixed = _FixedMatrix(matrix)
     offset = bias.float()
 
     def run(x: Tensor) -> Tensor:
-        if held.quantised:
+        if fixed.quantised:
             x = round_activation(x, spec.activation)
         elif spec.dtype == "bf16":
             x = round_activation(x, "bf16")
-        return matmul_rows(x, held.whole()) + offset
+        return matmul(x, fixed.all_rows()) + offset
 
     return run
 
@@ -267,14 +270,14 @@ class Moe(_Reference):
 
     @staticmethod
     def _experts(matrix: Matrix, bias: Tensor, spec: Spec) -> Callable[[int, Tensor], Tensor]:
-        held = _Dense(matrix)
+        fixed = _FixedMatrix(matrix)
 
         def project(expert: int, x: Tensor) -> Tensor:
-            if held.quantised:
+            if fixed.quantised:
                 x = round_activation(x, spec.activation)
             elif spec.dtype == "bf16":
                 x = round_activation(x, "bf16")
-            return matmul_rows(x, held.expert(expert)) + bias[expert].float()
+            return matmul(x, fixed.expert(expert)) + bias[expert].float()
 
         return project
 

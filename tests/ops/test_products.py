@@ -1,4 +1,4 @@
-"""A row's result is the same alone, first, last, and among any others: bitwise."""
+"""A product's bits depend on its operands alone: a row is the same alone, among others, and whatever order sums take."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from halfbyte.formats import quantize
 from halfbyte.ops.linear import ACTIVATIONS, linear
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.products import matmul_rows
 from halfbyte.ops.router import route
-from halfbyte.ops.rows import matmul_rows
 
 SHAPES = [(96, 40), (256, 384), (2880, 128), (100, 7)]
 
