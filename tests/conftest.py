@@ -1,8 +1,11 @@
-"""What lets `pytest -m gpu tests` run on a machine that has a GPU and little else.
+"""Orders of summing for exact tests, and what lets `pytest -m gpu tests` run on a machine that has a GPU and little else.
 
 Only files with GPU tests are collected then, so that the packages of the others (HTTP clients, peers, hypothesis) need
 not be there; a GPU file that does need a missing package is left out, and the summary says so. A failure is told when
 it happens: such runs have a time limit, and what ends them early must not take the tracebacks with it.
+
+Tests marked `exact` (bits or tokens are equal across shapes, batches or threads) run twice: with the library's products,
+and with products that add up in another order for every shape and for every other row.
 """
 
 from __future__ import annotations
@@ -84,6 +87,21 @@ def _missing(text: str) -> str | None:
             if top in NOT_EVERYWHERE and importlib.util.find_spec(top) is None:
                 return top
     return None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("exact"):
+        metafunc.parametrize("sum_order", ["library", "shuffled"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def sum_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    order = str(getattr(request, "param", "library"))
+    if order == "shuffled":
+        from tests import sum_orders
+
+        sum_orders.shuffle(monkeypatch)
+    return order
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""A product's bits depend on its operands alone: a row is the same alone, among others, and whatever order sums take."""
+"""A product's bits depend on its operands alone: a row is the same alone, among others, in any order of summing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from halfbyte.formats import quantize
 from halfbyte.ops.linear import ACTIVATIONS, linear
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
-from halfbyte.ops.products import matmul_rows
+from halfbyte.ops.products import matmul
 from halfbyte.ops.router import route
 
+pytestmark = pytest.mark.exact
 SHAPES = [(96, 40), (256, 384), (2880, 128), (100, 7)]
 
 
@@ -20,16 +21,16 @@ SHAPES = [(96, 40), (256, 384), (2880, 128), (100, 7)]
 def test_matmul(k: int, n: int, rows: int) -> None:
     g = torch.Generator().manual_seed(rows)
     w, x = torch.randn(n, k, generator=g), torch.randn(rows, k, generator=g)
-    together = matmul_rows(x, w)
+    together = matmul(x, w)
     assert together.shape == (rows, n)
     for i in {0, rows // 2, rows - 1}:
-        assert torch.equal(together[i], matmul_rows(x[i : i + 1], w)[0])
+        assert torch.equal(together[i], matmul(x[i : i + 1], w)[0])
     exact = x.double() @ w.double().T
     assert (together - exact).norm() / exact.norm() < 1e-6
 
 
 def test_no_rows() -> None:
-    assert matmul_rows(torch.empty(0, 32), torch.ones(5, 32)).shape == (0, 5)
+    assert matmul(torch.empty(0, 32), torch.ones(5, 32)).shape == (0, 5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -50,9 +51,38 @@ def test_norm_router_and_moe() -> None:
         h = rms_norm(rows, weight, 1e-5)
         ids, weights = route(h, router, bias, 4)
         return moe(
-            h, ids, weights, lambda e, r: matmul_rows(r, up[e]), lambda e, r: matmul_rows(r, down[e]), 7.0, 1.702
+            h, ids, weights, lambda e, r: matmul(r, up[e]), lambda e, r: matmul(r, down[e]), 7.0, 1.702
         )
 
     together = run(x)
     for i in range(50):
         assert torch.equal(together[i], run(x[i : i + 1])[0])
+
+
+def test_the_other_order_is_another_order(sum_order: str) -> None:
+    """Without it every test here would pass for the wrong reason."""
+    g = torch.Generator().manual_seed(2)
+    x, w = torch.randn(40, 300, generator=g), torch.randn(50, 300, generator=g)
+    alike = torch.mm(x, w.T)[7:8]
+    assert torch.allclose(alike, torch.mm(x[7:8], w.T), rtol=1e-4, atol=1e-4)
+    if sum_order == "shuffled":
+        assert not torch.equal(alike, torch.mm(x[7:8], w.T))
+
+
+def test_one_large_weight_costs_the_others_nothing() -> None:
+    """The large one meets a zero: what is left is as exact as if it were not there."""
+    g = torch.Generator().manual_seed(3)
+    x, w = torch.randn(4, 2880, generator=g), torch.randn(3, 2880, generator=g)
+    x[:, 17], w[1, 17] = 0.0, 1e6
+    exact = x.double() @ w.double().T
+    assert ((matmul(x, w) - exact).norm(dim=0) / exact.norm(dim=0)).max() < 2e-7
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_a_number_stays_visible(value: float) -> None:
+    g = torch.Generator().manual_seed(4)
+    x, w = torch.randn(3, 64, generator=g), torch.randn(5, 64, generator=g)
+    x[1, 3] = value
+    assert matmul(x, w).isfinite().all(1).tolist() == [True, False, True]
+    x[1, 3], w[2, 1] = 0.5, value
+    assert matmul(x, w).isfinite().all(0).tolist() == [True, True, False, True, True]

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte import formats
 from halfbyte.errors import FormatError
 from halfbyte.formats import DenseTiles, MXTensor
-from halfbyte.ops.products import matmul_rows
+from halfbyte.ops.products import matmul
 
 Matrix = Tensor | MXTensor
 
@@ -52,5 +52,5 @@ def linear(x: Tensor, w: Matrix, bias: Tensor | None = None, *, activation: str 
     """[R, K] x [N, K] -> float32 [R, N]."""
     if isinstance(w, MXTensor):
         x = round_activation(x, activation)
-    y = matmul_rows(x, dense(w))
+    y = matmul(x, dense(w))
     return y if bias is None else y + bias.float()

@@ -1,4 +1,4 @@
-"""Products and sums whose bits depend on their operands alone: not on the library, the machine or who else is in a batch.
+"""Products and sums whose bits depend on their operands alone: not on the library, the machine or a batch's other rows.
 
 A matrix product's rounding depends on the order in which its terms are added, and that order is the library's affair:
 another shape, another instruction set, even another row of the same call takes another one. So the reference leaves it
@@ -62,8 +62,10 @@ class FixedPoint:
         return 8 * count
 
 
-def matmul(x: Tensor, matrix: FixedPoint, *, fine: bool = True) -> Tensor:
+def matmul(x: Tensor, matrix: Tensor | FixedPoint, *, fine: bool = True) -> Tensor:
     """x [..., R, K] times matrix [..., N, K] transposed, in float32. Not `fine`: rows have one slice."""
+    if isinstance(matrix, Tensor):
+        matrix = FixedPoint.of(matrix)
     bits = EXACT_BITS - WEIGHT_BITS - (max(x.shape[-1], 1) - 1).bit_length()
     unit = _unit(x, bits)
     exact = x.double() / unit[..., None]
@@ -79,11 +81,6 @@ def matmul(x: Tensor, matrix: FixedPoint, *, fine: bool = True) -> Tensor:
         total = term if total is None else total.add_(term, alpha=2.0 ** (-i * WEIGHT_BITS))
     assert total is not None
     return total.mul_(unit[..., :, None]).mul_(matrix.unit[..., None, :]).float()
-
-
-def matmul_rows(x: Tensor, weight: Tensor | FixedPoint) -> Tensor:
-    """x [R, K] times weight [N, K] transposed, in float32."""
-    return matmul(x, weight if isinstance(weight, FixedPoint) else FixedPoint.of(weight))
 
 
 def sum_rows(x: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halfbyte.ops.products import exp, matmul_rows
+from halfbyte.ops.products import exp, matmul
 
 
 def route(h: Tensor, weight: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """(ids int64 [R, top_k] in order of falling weight, weights float32 [R, top_k])."""
-    logits = matmul_rows(h, weight) + bias.float()
+    logits = matmul(h, weight) + bias.float()
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     values, ids = values[:, :top_k], ids[:, :top_k]
     e = exp(values - values[:, :1])
