@@ -1,11 +1,11 @@
-"""Orders of summing for exact tests, and what lets `pytest -m gpu tests` run on a machine that has a GPU and little else.
+"""Orders of summing for exact tests; what lets `pytest -m gpu tests` run on a machine that has a GPU and little else.
 
 Only files with GPU tests are collected then, so that the packages of the others (HTTP clients, peers, hypothesis) need
 not be there; a GPU file that does need a missing package is left out, and the summary says so. A failure is told when
 it happens: such runs have a time limit, and what ends them early must not take the tracebacks with it.
 
-Tests marked `exact` (bits or tokens are equal across shapes, batches or threads) run twice: with the library's products,
-and with products that add up in another order for every shape and for every other row.
+Tests marked `exact` (bits or tokens are equal across shapes, batches or threads) run twice: with the library's
+products, and with products that add up in another order for every shape and for every other row.
 """
 
 from __future__ import annotations

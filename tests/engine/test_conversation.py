@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from engine_fakes import FakeRunner
 
 from halfbyte.engine.batch import Batch
@@ -121,6 +122,7 @@ def play(requests: list[tuple[list[int], list[int]]], vocab: int, eos: tuple[int
     return said, cached
 
 
+@pytest.mark.exact
 def test_twenty_turns_reuse_95_percent_of_what_is_reusable() -> None:
     tokenizer = Tokenizer.gpt_oss()
     requests = requests_of(tokenizer)

@@ -134,6 +134,7 @@ def answers(core: EngineCore, count: int) -> dict[str, list[object]]:
     return got
 
 
+@pytest.mark.exact
 def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
     monkeypatch.setattr(graphs_, "SHORT", 48)  # both lengths of capture are used
@@ -180,6 +181,7 @@ class Turns:
         return self.controller.pace()
 
 
+@pytest.mark.exact
 def test_drafts_are_verified_by_graphs_with_the_tokens_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged steps: other sequences, other lengths of draft and other numbers of idle rows every time."""
     monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
@@ -231,6 +233,7 @@ def test_drafts_are_verified_by_graphs_with_the_tokens_of_eager_steps(monkeypatc
         assert len(shapes) > 4
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("method", ["eagle3", "draft"])
 def test_models_that_draft_run_beside_graphs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that reads hidden states gets those of the replayed step: it guesses what it guesses without graphs."""
@@ -258,6 +261,7 @@ class Pending(NamedTuple):
         return self.x + self.experts
 
 
+@pytest.mark.exact
 def test_a_layer_that_is_not_summed_up_yet_is_tapped_whole() -> None:
     """Kernels may leave experts' results to the next layer; hidden states have them all the same."""
     model = load.load_model(load.resolve_model("random:small"), page_size=16)
@@ -325,6 +329,7 @@ def padded_weights(preset: str, device: str, arch: str) -> GptOss:
     return GptOss(weights, g, choice=choice)
 
 
+@pytest.mark.exact
 def test_padding_a_model_changes_its_shape_and_nothing_else() -> None:
     from halfbyte.model.single_sequence import SingleSequence
 

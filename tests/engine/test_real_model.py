@@ -20,6 +20,7 @@ from halfbyte.model.load import load_model, resolve_model
 from halfbyte.model.single_sequence import generate
 from halfbyte.model.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.exact
 VOCAB = 1024
 
 

@@ -200,6 +200,7 @@ def eager(controller: Controller) -> None:
     controller.tokens = 10**9
 
 
+@pytest.mark.exact
 def test_a_draft_model_equal_to_the_target_is_always_right() -> None:
     """The strictest test of its cache: every key and value must be the target's own, or a guess would be wrong."""
     model = small()
@@ -218,6 +219,7 @@ def test_a_draft_model_equal_to_the_target_is_always_right() -> None:
     core.close()
 
 
+@pytest.mark.exact
 def test_a_sampled_draft_equal_to_the_target_is_always_accepted() -> None:
     model = small()
     core = core_with(model, gates=Gates(speculate="draft"), draft="random:small", max_draft=3)
@@ -239,6 +241,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("kind", range(3))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_eagle3_changes_no_token(kind: int, temperature: float, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_greedy_tokens_equal_hugging_face(name: str) -> None:
     assert list(generate(model, prompt.tolist(), 64, stop=())) == expected
 
 
+@pytest.mark.exact
 def test_logits_do_not_depend_on_chunking_or_page_size() -> None:
     config = CONFIGS["wide"]
     weights = hf.our_weights(config, hf.hf_model(config, seed=5), mxfp4_experts=True)
@@ -82,6 +83,7 @@ def test_logits_do_not_depend_on_chunking_or_page_size() -> None:
         assert torch.equal(results[0], other), "bitwise, whatever the chunking"
 
 
+@pytest.mark.exact
 def test_sinks_off_changes_the_output_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     config = CONFIGS["wide"]
     weights = hf.our_weights(config, hf.hf_model(config, seed=7))

@@ -28,6 +28,7 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, at: Tensor, sinks: Tensor | None, wi
     return out
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("sinks", [True, False], ids=["sinks", "no-sinks"])
 @pytest.mark.parametrize("window", [None, 5, 64, 128])
 @pytest.mark.parametrize("start", [0, 3, 63, 64, 200])

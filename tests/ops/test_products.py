@@ -50,9 +50,7 @@ def test_norm_router_and_moe() -> None:
     def run(rows: torch.Tensor) -> torch.Tensor:
         h = rms_norm(rows, weight, 1e-5)
         ids, weights = route(h, router, bias, 4)
-        return moe(
-            h, ids, weights, lambda e, r: matmul(r, up[e]), lambda e, r: matmul(r, down[e]), 7.0, 1.702
-        )
+        return moe(h, ids, weights, lambda e, r: matmul(r, up[e]), lambda e, r: matmul(r, down[e]), 7.0, 1.702)
 
     together = run(x)
     for i in range(50):

@@ -68,6 +68,7 @@ def test_long_prompts_take_fp8_and_shorter_ones_bf16() -> None:
     assert {spec.at(r).activation for r in ("decode", "batch", "prefill")} == {"bf16"}
 
 
+@pytest.mark.exact
 def test_the_rows_of_a_step_say_which() -> None:
     """Through the reference, with long prompts that begin at 100 rows."""
     weights = synthetic.make(SMALL, 3)
@@ -83,6 +84,7 @@ def test_the_rows_of_a_step_say_which() -> None:
     assert not torch.equal(logits("long=fp8", 100), logits("auto", 100))
 
 
+@pytest.mark.exact
 def test_steps_round_as_their_regime_says() -> None:
     """The same 70 tokens at once (prefill) and in steps of 8 (decode), through the reference."""
     weights = synthetic.make(SMALL, 3)

@@ -90,6 +90,7 @@ def test_auto_prefers_rank_and_says_why_the_other_lost() -> None:
     assert "test.fused_front is preferred" in reasons(selection, "reference.qkv")["decode"]
 
 
+@pytest.mark.exact
 def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = synthetic.make(SMALL, seed=0)
     tokens = list(range(ARCHES["cpu"].limits.decode))
@@ -134,6 +135,7 @@ class WholeStep(Phase):
         return launch
 
 
+@pytest.mark.exact
 def test_a_whole_step_phase_is_bound_once_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = synthetic.make(SMALL, seed=0)
     expected = SingleSequence(GptOss(weights), 128).feed(list(range(3)))

@@ -106,7 +106,9 @@ def _attend_chunk(
     # A value's unit goes with its weight, which is zero for values that a query does not see. A weight keeps 23 bits
     # below the largest of its block.
     values, units = FixedPoint.of(v).columns()
-    partial = matmul(weights.double() * units[:, :, None, :], values, fine=False)  # [kv_heads, blocks, rows, D]
+    partial = matmul(
+        weights.double() * units[:, :, None, :], values, terms=BLOCK, fine=False
+    )  # [kv_heads, blocks, rows, D]
     sums = sum_rows(weights).float()  # [kv_heads, blocks, rows]
     total, denominator = partial[:, 0], sums[:, 0]
     for b in range(1, blocks):

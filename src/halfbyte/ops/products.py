@@ -6,7 +6,7 @@ nothing to round. Both operands become whole numbers in float64, in units of a p
 enough that every sum of theirs stays below 2^53 and is exact in any order:
 
     weights   one slice of WEIGHT_BITS bits below the row's largest value, a second where that would lose something
-    rows      two slices below their largest value: 34 bits where float32 has 24, for k = 4096; more for smaller k
+    rows      two slices below their largest value: 34 bits where float32 has 24, for sums of up to TERMS
 
 What is lost is smaller than what a float32 product loses. A row with NaN or infinity in it comes out as NaN.
 Sums are trees of our own. Exponentials go through float64, because vector units and their scalar tails may differ in
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 EXACT_BITS = 53  # of a float64
 WEIGHT_BITS = 24
+TERMS = 4096  # of a sum; longer ones have fewer bits. Not the real number: zeros beside a row must change nothing
 OUTLIER = 16.0  # a row of a matrix whose largest value is that many times its root mean square has a second slice
 
 
@@ -62,11 +63,11 @@ class FixedPoint:
         return 8 * count
 
 
-def matmul(x: Tensor, matrix: Tensor | FixedPoint, *, fine: bool = True) -> Tensor:
+def matmul(x: Tensor, matrix: Tensor | FixedPoint, *, terms: int = TERMS, fine: bool = True) -> Tensor:
     """x [..., R, K] times matrix [..., N, K] transposed, in float32. Not `fine`: rows have one slice."""
     if isinstance(matrix, Tensor):
         matrix = FixedPoint.of(matrix)
-    bits = EXACT_BITS - WEIGHT_BITS - (max(x.shape[-1], 1) - 1).bit_length()
+    bits = EXACT_BITS - WEIGHT_BITS - (max(x.shape[-1], terms) - 1).bit_length()
     unit = _unit(x, bits)
     exact = x.double() / unit[..., None]
     rows = exact.round()

@@ -40,6 +40,7 @@ def test_experts_are_counted_from_the_routers_choices(model: GptOss) -> None:
     assert model.config.top_k <= counted <= 3 * model.config.top_k
 
 
+@pytest.mark.exact
 def test_prefill_steps_are_the_prompt(model: GptOss) -> None:
     """Chunks over a filled cache give the logits of the prompt fed in one go."""
     cache = device_timing.fill(model, 1, 128)

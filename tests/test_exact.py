@@ -1,0 +1,35 @@
+"""Every comparison of bits says why it holds on any machine: it is marked `exact`, or no library's sum is in it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+# Files whose equal bits come from no product of a library: formats and copies, kernels whose order is their own.
+NO_PRODUCTS = ("formats/", "kernels/", "bench/", "training/", "evals/")
+COPIES = {
+    "model/test_checkpoint.py", "model/test_synthetic.py", "plan/test_activations.py", "model/test_upload.py", "model/test_staging.py", "lab/test_load.py",
+    "lab/measure/test_load.py", "ops/test_attention.py::test_pages_give_back_what_was_written",
+    "engine/test_device_runner.py::test_what_is_sent_arrives_aligned_and_typed",
+}  # fmt: skip
+EQUAL = {"equal", "array_equal"}
+
+
+def test_bits_are_compared_in_exact_tests_only() -> None:
+    wrong = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        name = path.relative_to(TESTS).as_posix()
+        text = path.read_text(encoding="utf-8")
+        if name.startswith(NO_PRODUCTS) or name in COPIES or "pytestmark = pytest.mark.exact" in text:
+            continue
+        for node in ast.parse(text).body:
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            marks = " ".join(ast.unparse(d) for d in node.decorator_list)
+            calls = {
+                c.func.attr for c in ast.walk(node) if isinstance(c, ast.Call) and isinstance(c.func, ast.Attribute)
+            }
+            if calls & EQUAL and "mark.exact" not in marks and f"{name}::{node.name}" not in COPIES:
+                wrong.append(f"{name}::{node.name}")
+    assert not wrong, "mark them `exact`, or say in this file why no library's sum is in them:\n" + "\n".join(wrong)
