@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 # Files whose equal bits come from no product of a library: formats and copies, kernels whose order is their own.
 NO_PRODUCTS = ("formats/", "kernels/", "bench/", "training/", "evals/")
 COPIES = {
-    "model/test_checkpoint.py", "model/test_synthetic.py", "plan/test_activations.py", "model/test_upload.py", "model/test_staging.py", "lab/test_load.py",
+    "model/test_checkpoint.py", "model/test_synthetic.py", "plan/test_activations.py", "model/test_upload.py",
     "lab/measure/test_load.py", "ops/test_attention.py::test_pages_give_back_what_was_written",
     "engine/test_device_runner.py::test_what_is_sent_arrives_aligned_and_typed",
 }  # fmt: skip
