@@ -10,7 +10,7 @@ TESTS = Path(__file__).parent
 NO_PRODUCTS = ("formats/", "kernels/", "bench/", "training/", "evals/")
 COPIES = {
     "model/test_checkpoint.py", "model/test_synthetic.py", "plan/test_activations.py", "model/test_upload.py",
-    "lab/measure/test_load.py", "ops/test_attention.py::test_pages_give_back_what_was_written",
+    "lab/test_load.py", "lab/measure/test_load.py", "ops/test_attention.py::test_pages_give_back_what_was_written",
     "engine/test_device_runner.py::test_what_is_sent_arrives_aligned_and_typed",
 }  # fmt: skip
 EQUAL = {"equal", "array_equal"}

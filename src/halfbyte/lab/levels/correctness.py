@@ -26,8 +26,8 @@ from halfbyte.lab.measure.device_timing import Cache, decode_step, prefill_step,
 from halfbyte.lab.result import Check
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.attention import gather_kv
+from halfbyte.ops.products import matmul
 from halfbyte.ops.rope import rope_table
-from halfbyte.ops.rows import matmul_rows
 from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.record import NodeKernel, Record
@@ -113,7 +113,7 @@ def trace_reference(model: GptOss, step: Step, experts: Sequence[Tensor | None])
         elif operation == "router":
             layer = len(out.router)
             w = model.weights.layers[layer]
-            logits = matmul_rows(acts.h, w.router) + w.router_bias.float()
+            logits = matmul(acts.h, w.router) + w.router_bias.float()
             chosen = experts[layer] if layer < len(experts) else None
             if chosen is not None:
                 acts.topk_ids = chosen
