@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.phase import CudaPhase
 from halfbyte.kernels.launch import Build, Program, build_program, nvrtc_version
 from halfbyte.kernels.triton.call import Call, compile_options, triton_version
+from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import OPERAND
 from halfbyte.plan.phase import ARCHES, Arch, Phase, Spec
 
@@ -69,14 +70,18 @@ def prove(phase_name: str, arch: str, spec: Spec | None = None, gates: Gates | N
     if target is None or not target.is_gpu:
         raise UsageError(f"there is nothing to compile for {arch!r}; use one of {', '.join(gpus())}.")
     phase = _phase(phase_name)
-    given = spec or default_spec(phase)
-    reason = phase.refuse(given, target, gates or Gates())
+    spec = spec or default_spec(phase)
+    reason = phase.refuse(spec, target, gates or Gates())
     if reason is not None:
         raise PlanError(f"{phase_name} does not run on {target.name}: {reason}.")
+    builds: list[Build] = []
     if isinstance(phase, CudaPhase):
-        return [prove_build(phase.name, build, target) for build in phase.builds(given, target)]
-    calls: list[Call] = phase.proofs(given, target)  # type: ignore[attr-defined]
-    return [prove_call(phase.name, call, target) for call in {identity(c): c for c in calls}.values()]
+        builds, calls = phase.builds(spec, target), phase.calls(spec, target)
+    else:
+        assert isinstance(phase, TritonPhase), f"{phase_name} has nothing to compile"
+        calls = phase.proofs(spec, target)
+    evidence = [prove_build(phase.name, build, target) for build in builds]
+    return evidence + [prove_call(phase.name, call, target) for call in {identity(c): c for c in calls}.values()]
 
 
 def identity(call: Call) -> tuple[Any, ...]:
@@ -90,7 +95,7 @@ def gpus() -> list[str]:
 
 def provable() -> list[str]:
     """Names of the phases whose kernels Triton compiles, and could let fall back."""
-    return [p.name for p in _phases() if hasattr(p, "proofs")]
+    return [p.name for p in _phases() if isinstance(p, TritonPhase)]
 
 
 def compilable() -> list[str]:
@@ -160,7 +165,7 @@ def prove_call(phase: str, call: Call, arch: Arch) -> Evidence:
 def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
     """A kernel in CUDA C++: built by NVRTC for the architecture's own instructions."""
     target = "sm_" + arch.name.removeprefix("sm") + "a"
-    sass, log = _built(build.program, target)
+    sass, log = _built(replace(build.program, entry=""), target)  # a source's entries are in one binary
     registers, spilled = _reported(log)
     unknown = _reported(log, build.known_spills)[1]
     problems = [f"no instruction matches {p}" for p in build.need if not re.search(p, sass)]

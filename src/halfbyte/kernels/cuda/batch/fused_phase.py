@@ -14,6 +14,7 @@ from halfbyte.kernels.cuda.attention.batch import AttentionShape, BatchAttention
 from halfbyte.kernels.cuda.batch.phase import Attend, BatchLayer
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
 from halfbyte.kernels.launch import Build
+from halfbyte.kernels.triton.call import Call
 from halfbyte.kernels.triton.rope import angles_call
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
@@ -35,6 +36,9 @@ class FusedBatchLayer(BatchLayer):
 
     def builds(self, spec: Spec, arch: Arch) -> list[Build]:
         return [*super().builds(spec, arch), batch.build_of(attention_shape(spec))]
+
+    def calls(self, spec: Spec, arch: Arch) -> list[Call]:
+        return [angles_call(spec.head_dim // 2)]
 
     def bind_attention(self, b: Binding) -> Attend:
         assert b.kind is not None

@@ -33,6 +33,7 @@ from halfbyte.kernels.cuda.prefill.phases import GroupedHead
 from halfbyte.kernels.cuda.prefill.sync import SyncHead
 from halfbyte.kernels.launch import Build, current_arch
 from halfbyte.kernels.triton.attention import DecodeAttention
+from halfbyte.kernels.triton.call import Call
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
@@ -119,6 +120,9 @@ class BatchLayer(CudaPhase):
     def builds(self, spec: Spec, arch: Arch) -> list[Build]:
         rows = [rows_build(row_shape(spec), entry) for entry in ROW_THREADS]
         return [*rows, *map(product_build, product_shapes(spec, arch).values())]
+
+    def calls(self, spec: Spec, arch: Arch) -> list[Call]:
+        return [*RopeAndWrite().proofs(spec, arch), *DecodeAttention().proofs(spec, arch)]
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec

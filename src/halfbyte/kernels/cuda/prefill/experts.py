@@ -35,6 +35,7 @@ class Experts(GroupedProducts):
     """x + the weighted sum of the chosen experts' MLPs of h."""
 
     tiles: tuple[str, ...] = ("m256n64", "m384n48", "m384n88", "m256n128")
+    entries: tuple[str, ...] = ("group_rows", "pack_rows", "sum_rows")
     pad, prefix = PAD, ""  # slots past the last one; of the names of buffers whose size depends on it
     results = torch.float32  # of each expert, before they are summed
 

@@ -102,6 +102,7 @@ class Fp8Dense(Fp8Products, Dense):
 class Fp8Experts(Fp8Products, Experts):
     """x + the weighted sum of the chosen experts' MLPs of h, with h and the middle in E4M3."""
 
+    entries = (*Experts.entries, "requantize")
     pad, prefix = 2 * PAD, "fp8."
     results = torch.bfloat16
 

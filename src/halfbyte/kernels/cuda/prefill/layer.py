@@ -17,11 +17,12 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.attention.flash import FlashAttention
-from halfbyte.kernels.cuda.prefill.builds import SUM_WIDTH, build_of
+from halfbyte.kernels.cuda.prefill.builds import SUM_WIDTH, build_of, rows_build
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
 from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedPhase, GroupedQkv, workspace_of
 from halfbyte.kernels.cuda.prefill.products import Dense, Inputs, PendingExperts, Rotation
 from halfbyte.kernels.launch import Build
+from halfbyte.kernels.triton.call import Call
 from halfbyte.kernels.triton.rope import RopeAndWrite, angles_call
 from halfbyte.kernels.triton.router import NormAndRouter
 from halfbyte.plan.activations import Activations
@@ -63,7 +64,14 @@ class PrefillLayer(GroupedPhase):
     def builds(self, spec: Spec, arch: Arch) -> list[Build]:
         builds = [b for part in (*self.parts, FlashAttention()) for b in part.builds(spec, arch)]
         rotating = replace(self.dense.product(spec.formats["qkv"], self.dense.tiles[-1], False), rope=True)
-        return list({b.program: b for b in (*builds, build_of(rotating))}.values())
+        return list({b.program: b for b in (*builds, rows_build("sum_pack_rows"), build_of(rotating))}.values())
+
+    def calls(self, spec: Spec, arch: Arch) -> list[Call]:
+        return [angles_call(spec.head_dim // 2), *NormAndRouter().proofs(self.router_spec(spec), arch)]
+
+    def router_spec(self, spec: Spec) -> Spec:
+        """What the router's norm is asked with: its rows are bf16."""
+        return spec
 
     def bind(self, b: Binding) -> Launch:
         w, s, workspace = b.weights, b.spec, workspace_of(b)
@@ -94,7 +102,7 @@ class PrefillLayer(GroupedPhase):
         return launch
 
     def bind_router(self, b: Binding) -> Launch:
-        return NormAndRouter().bind(b)
+        return NormAndRouter().bind(replace(b, spec=self.router_spec(b.spec)))
 
     def bind_qkv(self, b: Binding, dense: Dense) -> Qkv:
         assert b.kind is not None
@@ -141,8 +149,8 @@ class Fp8PrefillLayer(PrefillLayer):
     parts = (Fp8Qkv(), Fp8Out(), Fp8Moe())
     kinds, dense, experts = Fp8Qkv.kinds, Fp8Qkv.dense, Fp8Moe.experts
 
-    def bind_router(self, b: Binding) -> Launch:
-        return NormAndRouter().bind(replace(b, spec=replace(b.spec, activation="bf16")))
+    def router_spec(self, spec: Spec) -> Spec:
+        return replace(spec, activation="bf16")
 
     def bind_attention(self, b: Binding, o: Dense) -> Attend:
         attention = FlashAttention().bind_into(b)

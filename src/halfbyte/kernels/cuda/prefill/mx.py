@@ -58,6 +58,8 @@ class MxDense(MxProducts, SyncDense):
 class MxExperts(MxProducts, SyncExperts):
     """x + the weighted sum of the chosen experts' MLPs of h, with h and the middle in MXFP8 or MXFP4."""
 
+    entries = (*SyncExperts.entries, "mx_requantize")
+
     def _slots(self, rows: int, top_k: int) -> int:
         return padded(super()._slots(rows, top_k))
 

@@ -68,7 +68,8 @@ class GroupedPhase(CudaPhase):
         return refuse_weights(spec, self.shapes(spec), self.kinds)
 
     def builds(self, spec: Spec, arch: Arch) -> list[Build]:
-        return [rows_build("pack_rows"), *map(build_of, self.products(spec))]
+        kind = self.experts if "moe" in self.covers else self.dense
+        return [*map(rows_build, kind.entries), *map(build_of, self.products(spec))]
 
     def products(self, spec: Spec) -> list[GroupedShape]:
         """Every product it may multiply with."""

@@ -144,6 +144,7 @@ class GroupedProducts:
     """What `Dense` and `Experts` share. For other activations or another instruction a subclass names its own."""
 
     tiles: tuple[str, ...]  # of the products it may multiply with
+    entries: tuple[str, ...]  # of rows.cu, which it launches around them
 
     @classmethod
     def product(cls, form: str, tile: str, swiglu: bool) -> GroupedShape:
@@ -158,6 +159,7 @@ class Dense(GroupedProducts):
     """y = W x + bias, or residual + that, for one matrix. `tile`: of the product, for whoever compares them."""
 
     tiles: tuple[str, ...] = ("m256n64", "m256n128")
+    entries = ("pack_rows",)
 
     def __init__(
         self,
