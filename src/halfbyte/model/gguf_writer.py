@@ -24,7 +24,8 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.gguf_io import ARCH, FORMAT_OF_TYPE, INTERLEAVED, TRUNCATE_KEY, stored_shapes, tensor_names
+from halfbyte.model.gguf_header import ARCH, TRUNCATE_KEY
+from halfbyte.model.gguf_io import FORMAT_OF_TYPE, INTERLEAVED, stored_shapes, tensor_names
 from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, read_gguf_vocab
 from halfbyte.model.weight_file import CHUNK, write_tensor, write_then_rename
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, roles, slice_rows, split_parts
