@@ -1,6 +1,6 @@
 """Attention of whole prompts on an SM90 GPU: flash.cu checked against float32, then timed beside the Triton phase.
 
-    python -m bench.kernels.flash_attention [--json FILE] [--variants]
+    python -m bench.kernels.flash_attention [--variants]
 
 gpt-oss-120b's heads (64 queries, 8 keys, 64 dims), sinks, pages in random order, random keys and values; full and
 sliding layers. A case that is out of its bound has no time. Rates count the products of visible pairs only and stand
@@ -9,31 +9,29 @@ beside the chip's measured bf16 rate. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashShape, attend, map_pages
+from bench.kernels import runner
+from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention, FlashShape, attend, map_pages
 from halfbyte.kernels.cuda.device.host import gpu
 from halfbyte.kernels.prove import default_spec
 from halfbyte.kernels.triton.attention import PrefillAttention
-from halfbyte.lab import environment
+from halfbyte.lab import receipts
+from halfbyte.lab.levels.verdict import Verdict
+from halfbyte.lab.result import Cell, Result, figure
 from halfbyte.ops.attention import attend as attend_reference
 from halfbyte.ops.attention import gather_kv
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Binding
 from halfbyte.plan.step import Step
 
-BF16 = 790e12  # operations a second that this kind of GPU reaches on large products
 BOUND = 6e-3
 FEATURES = {"attention": frozenset({"sinks", "window", "gqa"})}
 HEADS, KV_HEADS, DIM, PAGE, WINDOW = 64, 8, 64, 64, 128
@@ -60,28 +58,12 @@ def make(rows: int, past: int) -> tuple[Step, Tensor, Tensor, Tensor]:
     return step, pool, q, torch.randn(HEADS, generator=g, device="cuda").bfloat16()
 
 
-def error(got: Tensor, step: Step, pool: Tensor, q: Tensor, sinks: Tensor, window: int) -> float:
-    """Relative, over 256 rows from all over the prompt."""
+def expected_rows(step: Step, pool: Tensor, q: Tensor, sinks: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """256 rows from all over the prompt, and their attention in float32."""
     rows = torch.linspace(0, q.shape[0] - 1, 256, device="cuda").long()
     k, v = gather_kv(pool, 1, step.block_tables["full"][0], int(step.kv_lens[0]))
-    want = attend_reference(q[rows].float(), k, v, step.positions[rows], sinks.float(), window or None, DIM**-0.5)
-    return float((got[rows].float() - want.flatten(1)).norm() / want.norm())
-
-
-def timed(f: Any) -> tuple[float, float]:
-    """Median and spread in microseconds."""
-    f()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(4):
-            f()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 250)
-    return statistics.median(times), max(times) - min(times)
+    out = attend_reference(q[rows].float(), k, v, step.positions[rows], sinks.float(), window or None, DIM**-0.5)
+    return rows, out.flatten(1)
 
 
 def kernels(
@@ -95,8 +77,7 @@ def kernels(
     def triton() -> Tensor:
         acts = Activations(q=q)
         launch(step, acts)
-        found: Tensor = acts.attn
-        return found
+        return acts.attn
 
     def flash(b: FlashShape) -> Callable[[], Tensor]:
         return lambda: attend(gpu(), b, q, pool, 1, step, kind, sinks, window, pages=pages)
@@ -104,42 +85,43 @@ def kernels(
     return {"triton": triton} | {f"flash {b.groups}x{b.stages}x{b.blocks}": flash(b) for b in builds}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", action="store_true", help="other builds too")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    environment.need_gpu()
-    torch.set_grad_enabled(False)
-    rows: list[dict[str, Any]] = []
+def measure(
+    cell: Cell, work: Callable[[], Tensor], step: Step, expected: tuple[Tensor, Tensor], window: int, repeats: int
+) -> Result:
+    verdict, (rows, want) = Verdict("against float32, 256 rows"), expected
+    first, second = work().clone(), work()
+    verdict.compare("attention", first[rows].float(), want, BOUND)
+    verdict.require("repeats to the last bit", torch.equal(first, second))
+    check = verdict.as_check()
+    if not check.ok:
+        return Result(cell, checks=(check,))
+    visible = step.positions.long() + 1
+    pairs = float((visible.clamp(max=window) if window else visible).sum()) * HEADS
+    samples = runner.event_us(work, repeats, calls=4)  # a prompt's attention is launched eagerly
+    rates = [pairs * 4 * DIM / us / 1e6 for us in samples]
+    figures = (figure("time", "us", samples), figure("rate", "TFLOP/s", rates, runner.flop_ceiling()))
+    return Result(cell, figures, (check,))
+
+
+def main() -> int:
+    parser = runner.arguments(__doc__, repeats=12)
+    parser.add_argument("--variants", action="store_true", help="other builds, too")
+    args = runner.begin(parser)
     builds = {"full": [FULL], "sliding": [SLIDING]}
     if args.variants:
         builds["full"] += [FlashShape(2, 6, 1), FlashShape(3, 3, 1), FlashShape(1, 4, 2)]
         builds["sliding"] += [FlashShape(2, 4, 1), FlashShape(3, 4, 1)]
+    sources = receipts.measured([FlashAttention(), PrefillAttention()])
+    receipt = runner.Receipt("bench/kernels/flash_attention.py", args.out, sources)
     for new, past in CASES:
         step, pool, q, sinks = make(new, past)
         for kind, window in (("full", 0), ("sliding", WINDOW)):
-            seen = step.positions.long() + 1
-            pairs = float((seen.clamp(max=window) if window else seen).sum()) * HEADS
-            for name, f in kernels(step, pool, q, sinks, kind, builds[kind]).items():
-                wrong, same = error(f(), step, pool, q, sinks, window), torch.equal(f(), f())
-                row: dict[str, Any] = {"kernel": name, "kind": kind, "rows": new, "past": past}
-                row |= {"error": wrong, "repeats": same}
-                if wrong < BOUND and same:
-                    us, spread = timed(f)
-                    rate = pairs * 4 * DIM / us * 1e6
-                    row |= {"us": us, "spread_us": spread, "tflop_s": rate / 1e12, "share": rate / BF16}
-                print(row, flush=True)
-                rows.append(row)
-    result = {
-        "bench": "flash_gpu", "gpu": torch.cuda.get_device_name(), "sources": FULL.program().hash(),
-        "date": time.strftime("%Y-%m-%d"), "rows": rows,
-    }  # fmt: skip
-    text = json.dumps(result)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+            expected = expected_rows(step, pool, q, sinks, window)
+            for name, work in kernels(step, pool, q, sinks, kind, builds[kind]).items():
+                cell = Cell("kernel", path=name, shape={"layer": kind, "rows": new, "past": past})
+                receipt.measure(cell, partial(measure, cell, work, step, expected, window, args.repeats))
+    return receipt.end()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
