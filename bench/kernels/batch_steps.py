@@ -106,16 +106,9 @@ def timeline(graph: DecodeGraph, context: int) -> dict[str, Any]:
     return {"us": {n: us[n] for n in best}, "launches": {n: count[n] // 3 for n in best}, "layers": layers}
 
 
-def measure(
-    cell: Cell,
-    model: GptOss,
-    rows: int,
-    context: int,
-    count: int,
-    repeats: int,
-    first: dict[str, Tensor],
-    profile: bool,
-) -> Result:
+def measure(cell: Cell, model: GptOss, repeats: int, first: dict[str, Tensor], profile: bool) -> Result:
+    """One cell; `first` holds the logits of the first way with each attention and regime."""
+    rows, context, count = (int(cell.shape[name]) for name in ("concurrency", "depth", "tg"))
     comparison = compare(model, (), (rows,), (), batch_context=context)
     checks = list(comparison.checks)
     model.plan.record = Record()  # of this cell alone
@@ -169,7 +162,7 @@ def main() -> int:
                 model = models[attention]
                 phases = {b.phase for r in ("decode", "batch") for b in model.plan.bound[r]}
                 receipt.measured |= receipts.measured(phases)
-                moved = {k: int(v) for k, v in (s.split("=") for s in switches) if k in SWITCHES}
+                moved: dict[str, Any] = {k: int(v) for k, v in (s.split("=") for s in switches) if k in SWITCHES}
                 model.plan.limits = replace(model.arch.limits, **moved)
                 shape = {"tg": args.count, "depth": args.context, "concurrency": rows, "way": way}
                 cell = Cell("decode", name, args.preset, gates.changes(), "graph", shape)
@@ -177,7 +170,7 @@ def main() -> int:
                 receipt.measure(cell, partial(measure, cell, model, args.repeats, first, profile))
                 model.release_kv()
         models.clear()
-        del loaded, model
+        del loaded
         torch.cuda.empty_cache()
     return receipt.end()
 

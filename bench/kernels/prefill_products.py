@@ -1,13 +1,13 @@
-"""The grouped products on a real GPU (SM90): checked against torch float32, then timed at true shapes.
+"""The grouped products of prompts (kernels/cuda/prefill) on a GPU: compared with float32 torch, then timed.
 
     python -m bench.kernels.prefill_products --tokens 16,32,64,512,2048,8192
     python -m bench.kernels.prefill_products --compare m256n128,m384n88,m256n128+pair --tokens 2048,8192
     python -m bench.kernels.prefill_products --options=-DHB_PIN=1                # another build (also HB_ALONE)
     python -m bench.kernels.prefill_products --fp8 --tokens 512,2048,8192        # fp8 activations
 
-Experts of a few layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is random, the
-distinct experts are printed. A size whose output is wrong is not timed. Figures stand beside what the memory (4.5 TB/s)
-and the tensor cores (790 TFLOP/s, bf16) could do. The last line is JSON; the same goes to bench/results/ with --save.
+Experts of a few layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is random, and
+distinct experts are counted. Every cell is compared in its own size and build before it is timed, on poisoned buffers;
+one that is wrong is not timed. Figures stand beside what the memory and the tensor cores could do.
 """
 
 from __future__ import annotations
@@ -16,47 +16,39 @@ import argparse
 import contextlib
 import ctypes
 import itertools
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from functools import partial
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from bench.kernels import runner
 from halfbyte import formats
 from halfbyte.formats import MXTensor, tile16
 from halfbyte.kernels.cuda.device.host import Gpu, Workspace
 from halfbyte.kernels.cuda.prefill.builds import FP8_TILE, TILES, GroupedShape, ProductArgs, build_of, rows_build
 from halfbyte.kernels.cuda.prefill.experts import Experts
-from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts
+from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts, Fp8Moe
+from halfbyte.kernels.cuda.prefill.phases import GroupedMoe
 from halfbyte.kernels.cuda.prefill.products import Dense
-from halfbyte.kernels.launch import Build, Kernel, Map, Program, compile_program
-from halfbyte.lab import environment
+from halfbyte.kernels.launch import Build, Kernel, Map, Program
+from halfbyte.lab import receipts
+from halfbyte.lab.levels.verdict import Verdict
+from halfbyte.lab.result import Cell, Check, Figure, Result, figure
 from halfbyte.model.config import NAMED
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import swiglu
 
-BANDWIDTH, FLOPS, BOUND = 4.5e12, 790e12, 3e-3
-FP8_BOUND = 2e-2  # what the fp8 tensor cores' sums lose is to be measured
+BOUND, DENSE_BOUND, FP8_BOUND = 3e-3, 1e-4, 2e-2  # docs/numerics.md
 ROW_KERNELS = ("pack_rows", "group_rows", "requantize", "sum_rows")
+PARTS = ("group_rows", "pack_rows", "gate_up", "requantize", "down", "sum_rows")
 SHAPES = [GroupedShape("mxfp4", tile, swiglu) for tile in TILES if tile != FP8_TILE for swiglu in (False, True)]
 SUSTAINED = 150_000  # µs that a kernel is timed for, so that the clock falls as it does in a long prompt
-
-
-def random_mxfp4(*size: int) -> MXTensor:
-    """About normal with variance 1/K, straight in tile16."""
-    *lead, n, k = size
-    data = torch.empty((*lead, *tile16.tile_shape(n, k, "mxfp4")), dtype=torch.uint8, device="cuda")
-    data.view(-1).view(torch.int64).random_(-(2**63), None)
-    data[..., 512:] = torch.randint(119, 121, data[..., 512:].shape, dtype=torch.uint8, device="cuda")
-    none = torch.empty(0, dtype=torch.uint8, device="cuda")
-    return MXTensor(data, none, size, "mxfp4", "tile16")
+ODD_SIZES = (9, 65, 200)  # that are compared and not timed
+STACK = 12  # matrices of qkv and o, in turn
 
 
 def dequantized(w: MXTensor) -> Tensor:
@@ -81,8 +73,8 @@ class Layer:
     def __init__(self, workspace: Workspace, model: str, fp8: bool) -> None:
         c = NAMED[model]
         self.config, self.activation = c, "fp8" if fp8 else "bf16"
-        self.gate_up = random_mxfp4(c.experts, 2 * c.intermediate, c.hidden)
-        self.down = random_mxfp4(c.experts, c.hidden, c.intermediate)
+        self.gate_up = runner.random_mxfp4(c.experts, 2 * c.intermediate, c.hidden)
+        self.down = runner.random_mxfp4(c.experts, c.hidden, c.intermediate)
         self.gate_up_bias = torch.randn(c.experts, 2 * c.intermediate, device="cuda").bfloat16()
         self.down_bias = torch.randn(c.experts, c.hidden, device="cuda").bfloat16()
         kind = Fp8Experts if fp8 else Experts
@@ -112,28 +104,22 @@ def routing(rows: int, experts: int, top_k: int, even: bool = False) -> tuple[Te
     return ids.int().contiguous(), torch.rand((rows, top_k), device="cuda").softmax(-1).contiguous()
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    if not torch.isfinite(got).all():
-        return float("inf")
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
-
-
-def timed(run: Callable[[int], object], sustained: float = 0.0) -> float:
-    """Median µs of run(i): of twelve, or of as many as fill `sustained` µs."""
+def sustained_us(run: Callable[[int], object], repeats: int, sustained: float = SUSTAINED) -> list[float]:
+    """Samples of run(i), launched eagerly as prompts are: `repeats`, or as many as fill `sustained` µs."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for i in range(3):
         run(i)
     end.record()
     torch.cuda.synchronize()
-    times = max(12, int(sustained / (begin.elapsed_time(end) * 1000 / 3)))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    count = max(repeats, int(sustained / (begin.elapsed_time(end) * 1000 / 3)))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
-    for i in range(times):
+    for i in range(count):
         run(i)
         events[i + 1].record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(events))
+    return [a.elapsed_time(b) * 1000 for a, b in itertools.pairwise(events)]
 
 
 class Compared(NamedTuple):
@@ -169,15 +155,15 @@ def load_kernels(gpu: OtherOptions, fp8: bool, compared: list[Compared]) -> None
     for c in compared:
         with built(gpu, c):
             programs += [gpu.program(build_of(GroupedShape("mxfp4", c.tile, s))) for s in (False, True)]
-    with ThreadPoolExecutor(len(programs)) as pool:
-        list(pool.map(lambda p: compile_program(p, gpu.arch), programs))
+    runner.compile_all(programs, gpu.arch)
 
 
 class Spy:
     """A machine that runs everything and remembers the last arguments, so that one kernel can be timed alone."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.blocks, self.launches = gpu, gpu.blocks, {}
+        self.gpu, self.blocks = gpu, gpu.blocks
+        self.launches: dict[str, tuple[Build, int, ctypes.Structure]] = {}
 
     def load(self, build: Build) -> Kernel:
         return self.gpu.load(build)
@@ -196,173 +182,162 @@ class Spy:
         self.gpu.run(build, grid, args)
 
 
-def measure(
-    layers: list[Layer], spy: Spy, rows: int, even: bool, tile: str | None, brief: bool = False
-) -> dict[str, Any]:
-    c = layers[0].config
-    for layer in layers:
+class Bench:
+    """A few layers of experts over one workspace."""
+
+    def __init__(self, model: str, count: int, fp8: bool, gpu: OtherOptions) -> None:
+        self.spy, self.fp8, self.buffers = Spy(gpu), fp8, dict[str, Tensor]()
+        self.workspace = Workspace(self.spy, self.buffers, torch.device("cuda"))
+        self.layers = [Layer(self.workspace, model, fp8) for _ in range(count)]
+        self.dense = (dequantized(self.layers[0].gate_up), dequantized(self.layers[0].down))
+        self.config = NAMED[model]
+
+    def inputs(self, rows: int, even: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Fresh rows, their experts and shares, and a residual."""
+        c = self.config
+        ids, weights = routing(rows, c.experts, c.top_k, even)
+        h = torch.randn(rows, c.hidden, device="cuda").bfloat16()
+        return h, ids, weights, torch.randn(rows, c.hidden, device="cuda")
+
+    def check(self, rows: int, tile: str | None) -> Check:
+        verdict = Verdict(f"experts of {rows} rows, {tile or 'the tile of its size'}")
+        layer = self.layers[0]
         layer.experts.tile = tile
-    ids, weights = routing(rows, c.experts, c.top_k, even)
-    h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
-    used = ids.unique().numel()
-    kept = []
-    for layer in layers:
-        layer.experts.run(h, ids, weights, x)
-        kept.append(dict(spy.launches))
+        h, ids, weights, x = self.inputs(rows)
+        runs = []
+        for _ in range(2):
+            runner.poison(self.buffers.values())
+            runs.append(layer.experts.run(h, ids, weights, x).clone())
+        expected = layer.reference(self.dense, h, ids, weights, x) - x
+        verdict.compare("what experts add", runs[0] - x, expected, FP8_BOUND if self.fp8 else BOUND)
+        verdict.require("repeats to the last bit", torch.equal(*runs))
+        return verdict.as_check()
 
-    def one(name: str) -> Callable[[int], None]:
-        def run(i: int) -> None:
-            spy.gpu.run(*kept[i % len(kept)][name])
+    def measure(self, cell: Cell, rows: int, even: bool, tile: str | None, repeats: int, ablation: bool) -> Result:
+        check = self.check(rows, tile)
+        if not check.ok and not ablation:
+            return Result(cell, checks=(check,))
+        for layer in self.layers:
+            layer.experts.tile = tile
+        h, ids, weights, x = self.inputs(rows, even)
+        launches = []
+        for layer in self.layers:
+            layer.experts.run(h, ids, weights, x)
+            launches.append(dict(self.spy.launches))
+        experts = ids.unique().numel()
+        figures = [figure("experts of a layer", "experts", experts)]
+        for part in (p for p in PARTS if p in launches[0]):
+            samples = sustained_us(lambda i, p=part: self.spy.gpu.run(*launches[i % len(launches)][p]), repeats)
+            figures.append(figure(part, "us", samples))
+            figures += self.rate(part, rows, experts, samples)
 
-        return run
+        def whole(i: int) -> Tensor:
+            return self.layers[i % len(self.layers)].experts.run(h, ids, weights, x)
 
-    names = [n for n in ("group_rows", "pack_rows", "gate_up", "requantize", "down", "sum_rows") if n in kept[0]]
-    if brief:
-        names = ["gate_up", "down"]
-    us = {name: timed(one(name), SUSTAINED) for name in names}
-    us["moe"] = timed(lambda i: layers[i % len(layers)].experts.run(h, ids, weights, x), SUSTAINED)
-    slots = rows * c.top_k
-    out: dict[str, Any] = {"tokens": rows, "even": even, "build": kept[0]["down"][0].name, "experts": used, "us": us}
-    for name, n, k in (("gate_up", 2 * c.intermediate, c.hidden), ("down", c.hidden, c.intermediate)):
-        size = used * n * k * 17 / 32
-        flop = 2.0 * slots * n * k
-        out[name] = {
-            "tb_s": size / us[name] / 1e6, "tflop_s": flop / us[name] / 1e6,
-            "of_ceiling": max(size / BANDWIDTH, flop / FLOPS) * 1e6 / us[name],
-        }  # fmt: skip
-    return out
+        figures.append(figure("all experts", "us", sustained_us(whole, repeats)))
+        detail = {"build": launches[0]["down"][0].name} | ({"ablation": check.note} if ablation else {})
+        return Result(cell, tuple(figures), () if ablation else (check,), detail=detail)
 
+    def rate(self, part: str, rows: int, experts: int, samples: list[float]) -> list[Figure]:
+        """Beside the ceiling that binds: memory for few rows, arithmetic for many."""
+        c = self.config
+        sizes = {"gate_up": (2 * c.intermediate, c.hidden), "down": (c.hidden, c.intermediate)}
+        if part not in sizes:
+            return []
+        n, k = sizes[part]
+        read, operations = experts * n * k * 17 / 32, 2.0 * rows * c.top_k * n * k
+        memory, arithmetic = runner.read_ceiling(), runner.flop_ceiling(self.fp8)
+        if read / memory.value > operations / arithmetic.value:
+            return [figure(f"{part} read", "TB/s", [read / us / 1e6 for us in samples], memory)]
+        return [figure(f"{part} rate", "TFLOP/s", [operations / us / 1e6 for us in samples], arithmetic)]
 
-def shares(r: dict[str, float]) -> str:
-    return f"({r['tb_s']:.2f} TB/s, {r['tflop_s']:.0f} TFLOP/s, {100 * r['of_ceiling']:.0f} %)"
+    def measure_dense(self, cell: Cell, role: str, rows: int, tile: str | None, repeats: int) -> Result:
+        c = self.config
+        n, k = (
+            ((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden) if role == "qkv" else (c.hidden, c.heads * c.head_dim)
+        )
+        stack = [runner.random_mxfp4(n, k) for _ in range(STACK)]
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        matrices = [
+            Fp8Dense(self.workspace, w, None, role) if self.fp8 else Dense(self.workspace, w, None, role, tile)
+            for w in stack
+        ]
+        verdict = Verdict(f"{role} of {rows} rows")
+        expected = round_activation(x, "fp8" if self.fp8 else "bf16") @ dequantized(stack[0]).T
+        verdict.compare("product", matrices[0].run(x).float(), expected, FP8_BOUND if self.fp8 else DENSE_BOUND)
+        check = verdict.as_check()
+        if not check.ok:
+            return Result(cell, checks=(check,))
+        samples = sustained_us(lambda i: matrices[i % STACK].run(x), repeats, 0.0)
+        rates = [2.0 * rows * n * k / us / 1e6 for us in samples]
+        figures = (figure("time", "us", samples), figure("rate", "TFLOP/s", rates, runner.flop_ceiling(self.fp8)))
+        return Result(cell, figures, (check,))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="120b")
-    parser.add_argument("--tokens", default="16,32,64,512,2048,8192")
-    parser.add_argument("--layers", type=int, default=3)
+    parser = runner.arguments(__doc__, models="120b", repeats=12)
+    parser.add_argument("--tokens", type=runner.numbers, default=[16, 32, 64, 512, 2048, 8192])
+    parser.add_argument("--layers", type=int, default=3, help="with weights of their own, in turn")
     parser.add_argument("--options", default="", help="for the compiler, separated by blanks")
     parser.add_argument("--fp8", action="store_true", help="fp8 activations")
-    parser.add_argument("--save", type=Path)
     parser.add_argument("--compare", default="", help="to time at every size: tile[+alone|+pair][:options]")
-    parser.add_argument("--shapes", action="store_true", help="time the builds that auto does not choose, too")
-    parser.add_argument(
-        "--ablation", action="store_true", help="a build that leaves work out: timed though it is wrong"
-    )
-    parser.add_argument("--brief", action="store_true", help="check the sizes that are timed only, skip qkv and o")
-    args = parser.parse_args()
-    environment.need_gpu()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    began = time.time()
+    parser.add_argument("--tiles", action="store_true", help="time the tiles that a size does not take by itself, too")
+    parser.add_argument("--ablation", action="store_true", help="builds that leave work out: timed though wrong")
+    parser.add_argument("--brief", action="store_true", help="experts of --tokens only, without qkv, o and odd sizes")
+    args = runner.begin(parser)
     gpu = OtherOptions(tuple(args.options.split()))
-    compared = [Compared.parse(name) for name in filter(None, args.compare.split(","))]
+    compared = [Compared.parse(name) for name in runner.words(args.compare)]
     load_kernels(gpu, args.fp8, compared)
-    bound = FP8_BOUND if args.fp8 else BOUND
-    print(f"kernels ready after {time.time() - began:.1f} s", flush=True)
-    spy = Spy(gpu)
-    buffers: dict[str, Tensor] = {}
-    workspace = Workspace(spy, buffers, torch.device("cuda"))
-    c = NAMED[args.model]
-    layers = [Layer(workspace, args.model, args.fp8) for _ in range(args.layers)]
-    dense = (dequantized(layers[0].gate_up), dequantized(layers[0].down))
-    torch.cuda.synchronize()
-    print(f"weights ready after {time.time() - began:.1f} s", flush=True)
-    sizes = [int(t) for t in args.tokens.split(",")]
-    bad = 0
-    results: list[dict[str, Any]] = []
-    for rows in sorted(sizes if args.brief else {*sizes, 9, 65, 200}):
-        ids, weights = routing(rows, c.experts, c.top_k)
-        h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
-        for buffer in buffers.values():  # nothing may survive from another run
-            if buffer.dtype in (torch.float32, torch.bfloat16):
-                buffer.fill_(float("nan"))
-        got = layers[0].experts.run(h, ids, weights, x)
-        again = layers[0].experts.run(h, ids, weights, x)
-        torch.cuda.synchronize()
-        e = error(got - x, layers[0].reference(dense, h, ids, weights, x) - x)
-        fine = e <= bound and torch.equal(got, again)
-        bad += not fine
-        print(
-            f"experts, {rows} tokens: error {e:.1e}, repeats {torch.equal(got, again)}{'' if fine else '  WRONG'}",
-            flush=True,
+    phases = [Fp8Moe()] if args.fp8 else [GroupedMoe()]
+    receipt = runner.Receipt("bench/kernels/prefill_products.py", args.out, receipts.measured(phases))
+    for model in args.models:
+        measure_model(receipt, Bench(model, args.layers, args.fp8, gpu), model, args, compared, gpu)
+        torch.cuda.empty_cache()
+    return receipt.end()
+
+
+def measure_model(
+    receipt: runner.Receipt,
+    bench: Bench,
+    model: str,
+    args: argparse.Namespace,
+    compared: list[Compared],
+    gpu: OtherOptions,
+) -> None:
+    activation = "fp8" if args.fp8 else "bf16"
+
+    def cell(what: str, rows: int, **more: str) -> Cell:
+        return Cell("kernel", model, path=f"grouped {what}", shape={"rows": rows, "activation": activation} | more)
+
+    def experts(rows: int, tile: str | None, even: bool = False, **more: str) -> None:
+        where = cell(
+            "experts", rows, **({"tile": tile} if tile else {}), **({"routing": "even"} if even else {}), **more
         )
-    linear = {}
-    for role, n, k in (
-        ("qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden),
-        ("o", c.hidden, c.heads * c.head_dim),
+        receipt.measure(where, partial(bench.measure, where, rows, even, tile, args.repeats, args.ablation))
+
+    for rows in () if args.brief else ODD_SIZES:
+        receipt.add(Result(cell("experts", rows), checks=(bench.check(rows, None),)))
+    for rows in args.tokens:
+        experts(rows, None)
+    for one in compared:
+        with built(gpu, one):
+            for rows in args.tokens:
+                experts(rows, one.tile, build=one.name)
+    if args.tiles and not args.fp8:
+        for rows, tile in (
+            (128, "m256n64"),
+            (256, "m256n64"),
+            *itertools.product(args.tokens, ("m256n128", "m384n88")),
+        ):
+            experts(rows, tile)
+        for tile in ("m256n128", "m384n88"):
+            experts(2048, tile, even=True)
+    others = ("m256n128", "m384n88") if (args.tiles or compared) and not args.fp8 else ()
+    for role, rows, tile in (
+        () if args.brief else itertools.product(("qkv", "o"), (128, 512, 2048, 8192), (None, *others))
     ):
-        if args.brief:
-            continue
-        stack = [random_mxfp4(n, k) for _ in range(12)]
-        plain = dequantized(stack[0])
-        others = ("m256n128", "m384n88") if (args.shapes or args.compare) and not args.fp8 else ()
-        asked = itertools.product((128, 512, 2048, 8192), (None, *others))
-        for rows, tile in asked:
-            x = torch.randn(rows, k, device="cuda").bfloat16()
-            matrices = [
-                Fp8Dense(workspace, w, None, role) if args.fp8 else Dense(workspace, w, None, role, tile) for w in stack
-            ]
-            e = error(matrices[0].run(x), round_activation(x, layers[0].activation) @ plain.T)
-            bad += e > (bound if args.fp8 else 1e-4)
-            us = timed(lambda i, m=matrices, x=x: m[i % 12].run(x))
-            linear[f"{role} {rows}{f' {tile}' if tile else ''}"] = us
-            print(
-                f"{role}, {rows} rows, {tile}: error {e:.1e}, {us:.1f} µs, "
-                f"{2.0 * rows * n * k / us / 1e6:.0f} TFLOP/s, "
-                f"{n * k * 17 / 32 / us / 1e6:.2f} TB/s", flush=True,
-            )  # fmt: skip
-    if bad and not args.ablation:
-        print(f"{bad} checks failed; nothing is timed")
-        return 1
-    cases: list[tuple[int, bool, str | None]] = [(r, False, None) for r in sizes]
-    for c_ in compared:
-        with built(gpu, c_):
-            for rows in sizes:
-                ids, weights = routing(rows, c.experts, c.top_k)
-                h, x = torch.randn(rows, c.hidden, device="cuda").bfloat16(), torch.randn(rows, c.hidden, device="cuda")
-                layers[0].experts.tile = c_.tile
-                got = layers[0].experts.run(h, ids, weights, x)
-                e = error(got - x, layers[0].reference(dense, h, ids, weights, x) - x)
-                r = measure(layers, spy, rows, False, c_.tile, True) if e <= bound else {}
-                shown = {k: round(v) for k, v in r.get("us", {}).items()}
-                print(c_.name, rows, f"error {e:.1e}", shown, flush=True)
-                if r:
-                    results.append(r | {"build": c_.name})
-    for layer in layers:
-        layer.experts.tile = None
-    if args.shapes and not args.fp8:
-        cases += [(rows, False, "m256n64") for rows in (128, 256)]
-        cases += [(r, False, tile) for r in (128, 256, 512, 1024, 2048, 4096, 8192) for tile in ("m256n128", "m384n88")]
-        cases += [(2048, True, tile) for tile in ("m256n128", "m384n88")]
-    for rows, even, tile in cases:
-        r = measure(layers, spy, rows, even, tile)
-        results.append(r)
-        us = r["us"]
-        print(
-            f"{rows:5d}{' even' if even else ''} tokens, {r['build']}, {r['experts']:3d} experts: "
-            f"group {us['group_rows']:.1f} "
-            f"pack {us['pack_rows']:.1f} requantize {us.get('requantize', 0.0):.1f} "
-            + " ".join(f"{n} {us[n]:.1f} µs {shares(r[n])}" for n in ("gate_up", "down"))
-            + f" sum {us['sum_rows']:.1f}, layer {us['moe']:.1f} µs",
-            flush=True,
-        )
-    report = {
-        "bench": "prefill_gpu", "model": args.model, "device": torch.cuda.get_device_name(), "results": results,
-        "linear_us": linear, "options": args.options, "fp8": args.fp8,
-        "sources": SHAPES[0].program().hash(), "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
-    for rows in (2048, 8192):
-        moe = [r["us"]["moe"] for r in results if r["tokens"] == rows and not r["even"]]
-        if moe and linear:
-            us = c.layers * (moe[0] + linear[f"qkv {rows}"] + linear[f"o {rows}"])
-            report[f"pp{rows}_products_only"] = rows / us * 1e6
-            print(f"pp{rows}: experts, qkv and o alone take {us / 1000:.1f} ms, {rows / us * 1e6:.0f} tokens/s")
-    if args.save:
-        args.save.write_text(json.dumps(report, indent=1) + "\n")
-    if not args.brief:
-        print(json.dumps(report))
-    return 0
+        where = cell(role, rows, **({"tile": tile} if tile else {}))
+        receipt.measure(where, partial(bench.measure_dense, where, role, rows, tile, args.repeats))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ that lie in L2, as they do behind the output layer. One token that is not torch'
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def measure(cell: Cell, rows: int, logits: str, setting: str, launches: int, rep
 def measure_torch(cell: Cell, rows: int, setting: str, repeats: int) -> Result:
     """What the same takes in torch, for comparison."""
     inputs = Inputs(rows, "steep", setting)
+    work: Callable[[], object]
     if setting == GREEDY:
         work = partial(argmax_in_torch, inputs.logits, inputs.results)
     else:
@@ -82,7 +84,7 @@ def measure_torch(cell: Cell, rows: int, setting: str, repeats: int) -> Result:
     return Result(cell, (figure("time", "us", repeated_us(work, TORCH_LAUNCHES, repeats)),))
 
 
-def repeated_us(work: partial[object], launches: int, repeats: int) -> list[float]:
+def repeated_us(work: Callable[[], object], launches: int, repeats: int) -> list[float]:
     def several() -> None:
         for _ in range(launches):
             work()
