@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from halfbyte.lab.measure import device_timing, engine_timing, phase_timing
+from halfbyte.lab.measure import device_timing, phase_timing
 from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
@@ -55,20 +55,6 @@ def test_every_stream_has_pages_of_its_own(model: GptOss) -> None:
     pages = torch.cat((cache.sliding, cache.full)).flatten().tolist()
     assert len(set(pages)) == len(pages)
     assert 0 not in pages
-
-
-def test_the_engine_serves_every_request_whole(model: GptOss) -> None:
-    found = engine_timing.serve(model, load.tokenizer_of(load.resolve_model(None)), 3, 20, 5, rounds=2)
-    assert found["requests"] == 6
-    assert 0 < found["ttft_p50_ms"] <= found["ttft_p99_ms"]
-    assert 0 < found["tokens_per_s"] < found["ceiling"]
-    assert 0 < found["ttft_floor_ms"] < found["ttft_p50_ms"]
-
-
-def test_percentiles() -> None:
-    assert engine_timing.percentile([3.0, 1.0, 2.0], 50) == 2.0
-    assert engine_timing.percentile(list(map(float, range(1, 201))), 99) == 198.0
-    assert engine_timing.percentile([7.0], 99) == 7.0
 
 
 def test_a_gauge_measures_the_settled_half_or_says_nothing() -> None:

@@ -1,108 +1,350 @@
-"""What a client of the engine sees: time to first token and total speed at a concurrency, prompts all different.
+"""What a user of the engine gets: prompt and decode speed at any depth and concurrency, and the time to a first token.
 
-Runs the engine's own core in this process (scheduler, pages, graphs, device sampling), every request submitted at
-once; no HTTP and no tokenizer in the way. Greedy, nothing stops early, the prefix cache has nothing to hit.
+The same work for every client: an `EngineCore` in this process (scheduler, pages, graphs, device sampling; no HTTP in
+the way), a server over HTTP (`http_client.py`), or a fake of known speed. Prompts are random tokens, different in every
+run; answers are greedy and nothing stops early. Every cell runs once to warm up, then `repeats` times.
+
+    ppN @ dD, c=C   C prompts of N tokens behind D that the prefix cache holds, until the last has its first token
+    tgN @ dD, c=C   N tokens each for C requests of D tokens; only while all of them decode
+
+Each figure stands beside its ceiling. Experts are counted on the tokens of the timed steps, by the router that sees
+them again afterwards: a kernel that runs a whole step keeps its choices to itself. Nothing is compared here.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.lab.machine import device_roof
+from halfbyte.errors import StepError, UsageError
+from halfbyte.lab.machine import device_roof, limit_threads
+from halfbyte.lab.measure.device_timing import fill, prefill_step
+from halfbyte.lab.result import Ceiling, Cell, Check, Figure, Result, figure, measure_cell
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.roofline import decode_ceiling, prefill_ceiling
+from halfbyte.plan.activations import Activations
+from halfbyte.roofline import Gpu, decode_ceiling, decode_traffic, prefill_ceiling
+
+CHUNK = 2048  # rows of a step that only counts experts
 
 
-def percentile(values: Sequence[float], p: float) -> float:
-    """The smallest value that at least p percent of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * int(p * 100) // 10000) - 1)]
+@dataclass(frozen=True)
+class Work:
+    """One cell: a prompt to read or tokens to generate, behind `depth` tokens, by so many requests at once."""
+
+    prompt: int = 0
+    tokens: int = 0
+    depth: int = 0
+    concurrency: int = 1
+
+    @property
+    def shape(self) -> dict[str, int]:
+        name, count = ("pp", self.prompt) if self.prompt else ("tg", self.tokens)
+        return {name: count, "depth": self.depth, "concurrency": self.concurrency}
+
+    @property
+    def length(self) -> int:
+        """Tokens of one request, answer included."""
+        return self.depth + self.prompt + max(1, self.tokens) + 1
+
+
+def all_work(
+    prompts: Iterable[int], tokens: Iterable[int], depths: Iterable[int], concurrency: Iterable[int]
+) -> list[Work]:
+    """llama-bench's order: by depth, prompts before answers."""
+    prompts, tokens, concurrency = list(prompts), list(tokens), list(concurrency)
+    return [
+        work
+        for depth in depths
+        for c in concurrency
+        for work in (
+            *(Work(prompt=n, depth=depth, concurrency=c) for n in prompts),
+            *(Work(tokens=n, depth=depth, concurrency=c) for n in tokens),
+        )
+    ]
 
 
 @dataclass
-class Served:
-    """Seconds since submission, per request."""
+class Answer:
+    """What one request got: (seconds since all were submitted, tokens that came then)."""
 
-    first: list[float]
-    last: list[float]
-    tokens: list[int]
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0  # tokens of the prompt that the prefix cache held
 
-    def figures(self) -> dict[str, float]:
-        start, end = min(self.first), max(self.last)
-        generated = sum(n - 1 for n in self.tokens)
-        return {
-            "tokens_per_s": generated / (end - start) if end > start else 0.0,
-            "ttft_p50_ms": percentile(self.first, 50) * 1e3,
-            "ttft_p99_ms": percentile(self.first, 99) * 1e3,
-            "ttft_mean_ms": statistics.fmean(self.first) * 1e3,
-        }
+    @property
+    def first(self) -> float:
+        return self.arrivals[0][0]
+
+    @property
+    def last(self) -> float:
+        return self.arrivals[-1][0]
 
 
-def drive(core: EngineCore, prompts: Sequence[Sequence[int]], tokens: int, clock: Callable[[], float]) -> Served:
-    """All prompts at once, until each has its tokens."""
-    places: dict[str, int] = {}
-    start = clock()
-    served = Served([0.0] * len(prompts), [0.0] * len(prompts), [0] * len(prompts))
-    for i, prompt in enumerate(prompts):
-        request = Request(list(prompt), SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
-        places[request.id] = i
-        core.submit(request)
-    while core.has_work:
-        for id, delta in core.step():
-            i = places[id]
-            assert delta.finish in (None, "length"), (delta.finish, delta.error)
-            if delta.tokens:
-                now = clock() - start
-                if not served.tokens[i]:
-                    served.first[i] = now
-                served.last[i] = now
-                served.tokens[i] += len(delta.tokens)
-    assert all(n == tokens for n in served.tokens), served.tokens
-    return served
+class Client(Protocol):
+    """Whoever has prompts answered: all at once, each with exactly `tokens` tokens."""
+
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]: ...
 
 
-def serve(
-    model: GptOss, tokenizer: Tokenizer, concurrency: int, prompt: int, tokens: int, rounds: int = 3
-) -> dict[str, Any]:
-    """`rounds` batches of requests after one that warms up; percentiles over all requests."""
-    page = model.spec.page_size
-    context = -(-(prompt + tokens + page) // page) * page
-    pages = 1 + concurrency * 2 * (context // page + 2)
-    options = EngineOptions(
-        gates=model.gates, max_seqs=concurrency, max_context=context, max_tokens=max(2048, concurrency),
-        kv_gib=(pages + 1) * model.page_bytes / (1 << 30), prefix_cache=False,
-    )  # fmt: skip
+class CoreClient:
+    """The engine's own core in this process, stepped until everybody has an answer."""
+
+    def __init__(self, core: EngineCore, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.core, self._clock = core, clock
+
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+        answers = {}
+        start = self._clock()
+        for prompt in prompts:
+            request = Request(list(prompt), SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+            answers[request.id] = Answer()
+            self.core.submit(request)
+        while self.core.has_work:
+            for id, delta in self.core.step():
+                if delta.finish not in (None, "length"):
+                    raise StepError(f"a request ended with {delta.finish}: {delta.error or 'no reason given'}.")
+                answer = answers[id]
+                if delta.tokens:
+                    answer.arrivals.append((self._clock() - start, len(delta.tokens)))
+                    answer.tokens += delta.tokens
+                if delta.usage is not None:
+                    answer.cached = delta.usage.cached_tokens
+        return list(answers.values())
+
+
+# ---- one cell --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Timing:
+    """The samples of one cell."""
+
+    work: Work
+    rates: list[float]
+    first: list[float]  # seconds to the first token, of every request
+    cached: list[int]
+    sequences: list[list[int]]  # of the last run: prompt and answer, whose experts can be counted
+    seconds: float  # of the timed part of all runs
+
+
+def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (count, length), generator=g).tolist()
+
+
+def time_work(client: Client, work: Work, vocab: int, repeats: int, seed: int = 0) -> Timing:
+    timing = Timing(work, [], [], [], [], 0.0)
+    for run in range(repeats + 1):
+        measured = _run(client, work, vocab, 1000 * seed + run)
+        if run:
+            rate, seconds, answers, timing.sequences = measured
+            timing.rates.append(rate)
+            timing.first += [a.first for a in answers]
+            timing.cached += [a.cached for a in answers]
+            timing.seconds += seconds
+    return timing
+
+
+def _run(client: Client, work: Work, vocab: int, seed: int) -> tuple[float, float, list[Answer], list[list[int]]]:
+    """(tokens per second, seconds of it, answers, sequences)."""
+    prefixes = random_prompts(vocab, work.concurrency, work.depth, 2 * seed) if work.depth else [[]] * work.concurrency
+    if work.depth:
+        _answered(client.complete(prefixes, 1), 1)  # now the prefix cache holds them
+    if work.prompt:
+        new = random_prompts(vocab, work.concurrency, work.prompt, 2 * seed + 1)
+        prompts = [prefix + tail for prefix, tail in zip(prefixes, new)]
+        answers = _answered(client.complete(prompts, 1), 1)
+        seconds = max(a.first for a in answers)
+        computed = sum(len(p) - a.cached for p, a in zip(prompts, answers))
+        return computed / seconds, seconds, answers, prompts
+    prompts = prefixes if work.depth else random_prompts(vocab, work.concurrency, 1, 2 * seed)
+    answers = _answered(client.complete(prompts, work.tokens), work.tokens)
+    start, end = max(a.first for a in answers), min(a.last for a in answers)
+    if end <= start:
+        raise StepError("one request had all its tokens before another had its first: ask for more of them (--tg).")
+    generated = sum(n for a in answers for at, n in a.arrivals if start < at <= end)
+    return generated / (end - start), end - start, answers, [p + a.tokens for p, a in zip(prompts, answers)]
+
+
+def _answered(answers: list[Answer], tokens: int) -> list[Answer]:
+    for answer in answers:
+        if len(answer.tokens) != tokens or not answer.arrivals:
+            raise StepError(f"a request got {len(answer.tokens)} tokens instead of {tokens}.")
+    return answers
+
+
+# ---- what they could be at most -------------------------------------------------------------------------------------
+
+
+def count_experts(model: GptOss, sequences: Sequence[Sequence[int]], tokens: int) -> float | None:
+    """Distinct experts per layer and step while these sequences decoded their last `tokens` tokens together.
+
+    Every sequence goes through the model once more; the router's choices of the rows that decoded are compared across
+    sequences, step by step. None where no phase leaves its choices to be read. Replaces the model's KV pool.
+    """
+    if len(sequences) == 1:
+        return float(model.config.top_k)
+    steps = tokens - 1  # the last token was not fed back
+    seen: Tensor | None = None
+    for sequence in sequences:
+        ids = torch.tensor(sequence[:-1], dtype=torch.int32)
+        chosen = _choices(model, ids, steps)
+        if chosen is None:
+            return None
+        if seen is None:
+            seen = torch.zeros((*chosen.shape[:2], model.config.experts), dtype=torch.bool, device=model.device)
+        seen.scatter_(2, chosen, True)
+    return None if seen is None else float(seen.sum(-1).float().mean())
+
+
+def _choices(model: GptOss, ids: Tensor, steps: int) -> Tensor | None:
+    """[layers, steps, top_k]: the experts of the last rows of a sequence."""
+    cache = fill(model, 1, len(ids))
+    layers: list[list[Tensor]] = []
+    for at in range(0, len(ids), CHUNK):
+        step = prefill_step(model, cache, ids[at : at + CHUNK], at)
+        acts = Activations()
+        rows: list[Tensor] = []
+        for bound in model.plan.bound[model.plan.regime(step)]:
+            bound.launch(step, acts)
+            if "router" in bound.phase.covers:
+                if not acts.has("topk_ids"):
+                    return None
+                rows.append(acts.topk_ids.long().clone())
+        layers.append(rows)
+    whole = [torch.cat(parts)[-steps:] for parts in zip(*layers)]
+    return torch.stack(whole) if whole else None
+
+
+def speed_ceiling(gpu: Gpu, model: GptOss, work: Work, experts: float | None = None) -> Ceiling:
+    """Tokens per second of all requests together, if memory or arithmetic were never waited for."""
+    config, formats, c = model.config, model.spec.formats, work.concurrency
+    if work.tokens:
+        context = work.depth + work.tokens // 2
+        best = decode_ceiling(gpu, config, formats, context, c, model.spec.kv_dtype, experts).tokens_per_second
+    else:
+        best = c * work.prompt / _prompt_seconds(gpu, model, work.prompt, work.depth, c)
+    return Ceiling(best, f"{gpu.name}: {gpu.note}")
+
+
+def _prompt_seconds(gpu: Gpu, model: GptOss, prompt: int, depth: int, count: int) -> float:
+    """Every operation at the matrix rate, or every weight that so many rows need read once."""
+    config, formats = model.config, model.spec.formats
+    flops = prefill_ceiling(gpu, config, formats, prompt, depth).flops * prompt * count
+    traffic = decode_traffic(config, formats, 0, prompt * count)
+    return max(flops / gpu.bf16, (traffic.experts + traffic.attention + traffic.lm_head) / gpu.read)
+
+
+def result_of(timing: Timing, cell: Cell, model: GptOss | None, experts: float | None = None) -> Result:
+    """A cell's figures beside their ceilings; without a model nobody knows these."""
+    work = timing.work
+    ceiling = floor = None
+    if model is not None and model.gates.speculate == "off":  # a step that verifies drafts reads less per token
+        gpu = device_roof(model.device)
+        ceiling = speed_ceiling(gpu, model, work, experts)
+        if work.prompt:
+            floor = Ceiling(1e3 * _prompt_seconds(gpu, model, work.prompt, work.depth, 1), ceiling.source)
+    figures: list[Figure] = [figure("speed", "tok/s", timing.rates, ceiling)]
+    if work.prompt:
+        figures.append(figure("ttft", "ms", [1e3 * s for s in timing.first], floor))
+    checks = []
+    page = 64 if model is None else model.spec.page_size
+    if work.depth and work.prompt:
+        least = min(timing.cached)
+        checks.append(Check("the prefix was in the cache", least > work.depth - 2 * page, float(least)))
+    detail: dict[str, Any] = {"timed_s": timing.seconds}
+    if experts is not None:
+        detail["experts_per_layer"] = experts
+    failed = any(not c.ok for c in checks)
+    return Result(cell, () if failed else tuple(figures), tuple(checks), detail=detail)
+
+
+# ---- all cells of a model --------------------------------------------------------------------------------------------
+
+
+def measure_engine(
+    model: GptOss,
+    tokenizer: Tokenizer,
+    works: Sequence[Work],
+    repeats: int,
+    *,
+    cell: Cell,
+    checks: tuple[Check, ...] = (),
+    options: EngineOptions | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Result]:
+    """Every cell through one engine, made as `halfbyte serve` makes it; one that fails says why and costs no other."""
+    limit_threads(model.device, model.weights.nbytes)
+    cells = [_cell_of(cell, work) for work in works]
+    longest = max((work.length for work in works), default=0)
+    if longest > model.config.max_context:
+        raise UsageError(f"{longest} tokens are more than this model's context of {model.config.max_context}.")
+    if any(not c.ok for c in checks):
+        return [Result(c, checks=checks) for c in cells]
+    most = max((work.concurrency for work in works), default=1)
+    options = options or EngineOptions(gates=model.gates, max_seqs=max(64, most))
     core, _, _ = core_for(model, tokenizer, options)
-    rates: list[float] = []
-    first: list[float] = []
-    g = torch.Generator().manual_seed(concurrency)
-    for i in range(rounds + 1):
-        prompts = torch.randint(0, model.config.vocab, (concurrency, prompt), generator=g).tolist()
-        served = drive(core, prompts, tokens, time.perf_counter)
-        if i:
-            rates.append(served.figures()["tokens_per_s"])
-            first += served.first
-    core.check()
-    core.close()
-    roof = device_roof(model.device)
-    formats, kv = model.spec.formats, model.spec.kv_dtype
-    ceiling = decode_ceiling(roof, model.config, formats, prompt + tokens // 2, concurrency, kv).tokens_per_second
-    rate = statistics.median(rates)
-    least = prompt / prefill_ceiling(roof, model.config, formats, prompt).tokens_per_second
-    return {
-        "test": f"engine tg{tokens}, prompts of {prompt}, c={concurrency}", "tokens_per_s": rate,
-        "spread": max(rates) - min(rates), "ceiling": ceiling, "share": rate / ceiling, "valid": rate < ceiling,
-        "ttft_floor_ms": least * 1e3, "ttft_p50_ms": percentile(first, 50) * 1e3,
-        "ttft_p99_ms": percentile(first, 99) * 1e3, "requests": len(first),
-    }  # fmt: skip
+    timings: list[Timing | Result] = []
+    try:
+        for i, (work, each) in enumerate(zip(works, cells)):
+            progress(each.label)
+            timings.append(_attempt(each, partial(time_work, CoreClient(core), work, model.config.vocab, repeats, i)))
+            core.check()
+    finally:
+        core.close()
+    record = {"runs": model.plan.record.as_list()}
+    del core
+    model.release_kv()
+    results = []
+    for each, timing in zip(cells, timings):
+        if isinstance(timing, Timing):
+            progress(f"experts of {each.label}")
+            timing = measure_cell(each, partial(_judged, timing, each, model))
+        results.append(replace(timing, checks=(*checks, *timing.checks), record=record))
+    model.release_kv()
+    return results
+
+
+def _cell_of(cell: Cell, work: Work) -> Cell:
+    return Cell("prompt" if work.prompt else "decode", cell.model, cell.preset, cell.gates, cell.path, work.shape)
+
+
+def _attempt(cell: Cell, work: Callable[[], Timing]) -> Timing | Result:
+    try:
+        return work()
+    except Exception as e:
+        return Result(cell, refused=f"{type(e).__name__}: {e}"[:400])
+
+
+def _judged(timing: Timing, cell: Cell, model: GptOss) -> Result:
+    tokens = timing.work.tokens
+    return result_of(timing, cell, model, count_experts(model, timing.sequences, tokens) if tokens else None)
+
+
+def table(results: Sequence[Result]) -> list[dict[str, str]]:
+    """Rows for a terminal: the speed of each cell beside its ceiling, and the time to a first token of prompts."""
+    rows = []
+    for r in results:
+        named = {f.name: f for f in r.figures}
+        speed, ttft = named.get("speed"), named.get("ttft")
+        rows.append(
+            {
+                "test": r.cell.label,
+                "t/s": "REFUSED" if speed is None else f"{speed.value:.2f} ({speed.low:.2f}–{speed.high:.2f})",
+                "ceiling t/s": f"{speed.ceiling.value:.1f}" if speed and speed.ceiling else "",
+                "share": f"{100 * speed.share:.1f} %" if speed and speed.share else "",
+                "ttft ms": f"{ttft.value:.1f}" if ttft else "",
+            }
+        )
+    return rows
