@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from rich.table import Table
 from halfbyte import gates as gates_
 from halfbyte.flags import Flag, flags_of
 from halfbyte.gates import AXES, PRESETS, Gates
+
+if TYPE_CHECKING:
+    from halfbyte.engine.python_api import Engine
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
@@ -137,6 +140,18 @@ def print_table(rows: Sequence[Mapping[str, str]], title: str | None = None) -> 
     for row in rows:
         table.add_row(*row.values())
     out.print(table)
+
+
+def open_engine(model: str | None, device: str | None, gates: Gates) -> Engine:
+    """The engine in this process, and a line that says what was opened."""
+    from halfbyte.engine.python_api import Engine
+    from halfbyte.model import load
+
+    name = load.resolve_model(model)
+    where = load.resolve_device(device)
+    announce(gates, f"{name.label} on {where}")
+    with err.status(f"loading {name.label}"):
+        return Engine(model, gates=gates, device=str(where))
 
 
 class LoadingBar:

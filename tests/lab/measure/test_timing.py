@@ -11,6 +11,7 @@ import torch
 
 from halfbyte.lab.measure import device_timing, phase_timing
 from halfbyte.lab.measure.power import PowerMeter
+from halfbyte.lab.result import Cell
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
@@ -92,12 +93,11 @@ def test_a_gauge_reads_torchs_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gauge.summary() == {"watts": 600.0, "limit_watts": 700.0, "mhz": [1980, 1980, 1980], "celsius": 55}
 
 
-def test_rate_names_the_bound() -> None:
+def test_rates_name_the_bound() -> None:
     gpu = GPUS["h200"]
-    found = phase_timing.rate(Work(bytes=4.5e12, flops=1e12), 2.0, gpu)
-    assert found["bound"] == "memory"
-    assert found["share"] == pytest.approx(0.5)
-    assert phase_timing.rate(Work(bytes=1.0, flops=790e12), 4.0, gpu)["share"] == pytest.approx(0.25)
+    achieved = phase_timing.rates(Work(bytes=4.5e12, flops=1e12), 2.0, gpu)
+    assert achieved == {"bound": "memory", "tb_per_s": pytest.approx(2.25), "tflop_per_s": pytest.approx(0.5)}
+    assert phase_timing.rates(Work(bytes=1.0, flops=790e12), 4.0, gpu)["bound"] == "compute"
 
 
 def test_a_rate_above_its_ceiling_is_no_figure() -> None:
@@ -114,18 +114,20 @@ def test_the_reference_is_not_the_native_path(model: GptOss) -> None:
 
 @pytest.mark.gpu
 def test_figures_on_a_gpu() -> None:
-    """The embedded model: figures are valid, phases alone add up to about a step, categories to all of it."""
+    """The embedded model: figures have ceilings, phases alone add up to about a step, categories to all of it."""
     from halfbyte.lab import timeline
 
     gpu = load.load_model(load.resolve_model(None), device="cuda")
+    cell = Cell("decode", "tiny", path="graph")
     with torch.inference_mode():
-        tg, pp = device_timing.decode(gpu, 2, 100, 16), device_timing.prefill(gpu, 200, 128, 64)
-        assert tg["valid"]
-        assert pp["valid"]
-        assert device_timing.sustained(gpu, 2, 100, 0.3)["steps"] >= 128
-        rows = phase_timing.phases(gpu, 16, 100)
-        assert rows[-1]["phase"] == "sum"
-        assert all(r["us"] > 0 for r in rows)
+        tg = device_timing.time_graph(gpu, cell, 2, 100, 16, 2)
+        pp = device_timing.time_chunks(gpu, cell, 200, 128, 64, 2)
+        for result in (tg, pp):
+            assert result.figure("speed").share is not None, result.refused
+        assert device_timing.time_sustained(gpu, cell, 2, 100, 0.3).detail["steps"] >= 128
+        results = phase_timing.time_phases(gpu, cell, 16, 100)
+        assert results[-1].cell.path == "all phases"
+        assert all(r.figure("time").value > 0 for r in results)
         for p in (timeline.decode_profile(gpu, 4, 100, 1), timeline.prefill_profile(gpu, 128)):
             assert sum(line.us for line in p.lines) == pytest.approx(p.busy_us)
             assert p.launches >= 1

@@ -1,8 +1,8 @@
-"""Prefill and decode of a model on a CUDA device, timed over full-size random caches: the figures of bench/gpu.py.
+"""Steps of a model on a CUDA device without an engine, over full-size random caches: what the device could do alone.
 
-Every run uses other random tokens, every sequence pages of its own, and the experts that a step really touches are
-counted from the router's choices. A figure above its own ceiling is marked invalid. Knows no requests: what a client
-sees (time to first token under load) is measured in `engine_timing.py`.
+Every run uses other random tokens, every sequence pages of its own, and the experts that timed sequences really touch
+are counted from the router's choices. Knows no requests: what a user gets is measured in `engine_timing.py`, and these
+figures stand beside those only under a name that says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +18,13 @@ from torch import Tensor
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.power import PowerMeter
+from halfbyte.lab.result import Ceiling, Cell, Result, figure
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import LAYER, OPERATIONS
+from halfbyte.plan.phase import OPERATIONS
 from halfbyte.plan.plan import Bound
 from halfbyte.plan.step import REGIMES, Step
 from halfbyte.roofline import decode_ceiling, prefill_ceiling, unique_experts
-
-RUNS = 4  # the first warms up
 
 
 def random_tokens(model: GptOss, n: int, seed: int) -> Tensor:
@@ -106,10 +104,6 @@ def prefill_step(model: GptOss, cache: Cache, ids: Tensor, start: int) -> Step:
     )  # fmt: skip
 
 
-def _shows_choices(b: Bound) -> bool:
-    return b.phase.covers[-1] == "router" or b.phase.covers == LAYER
-
-
 def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
     """Distinct experts per layer that the rows of this step choose, counted on the device; and whose router chose.
 
@@ -141,7 +135,7 @@ def _count(model: GptOss, step: Step, bound: Sequence[Bound]) -> list[Tensor]:
     return counts
 
 
-def _decoding(model: GptOss, cache: Cache, context: int) -> tuple[DecodeGraph, Callable[[int], None]]:
+def _decode_graph(model: GptOss, cache: Cache, context: int) -> tuple[DecodeGraph, Callable[[int], None]]:
     """A captured step of the cache's sequences, and what begins them anew at `context` with other tokens."""
     rows = cache.full.shape[0]
     graph = DecodeGraph(model, rows, cache.blocks, feed_back=True)
@@ -157,81 +151,86 @@ def _decoding(model: GptOss, cache: Cache, context: int) -> tuple[DecodeGraph, C
     return graph, begin
 
 
-def decode(model: GptOss, rows: int, context: int, count: int = 128) -> dict[str, Any]:
-    """tg`count` at `context`, one row of each of `rows` sequences, through the plan and a CUDA graph."""
+def time_graph(model: GptOss, cell: Cell, rows: int, context: int, count: int, repeats: int) -> Result:
+    """tg`count` at `context`, one row of each of `rows` sequences: bare replays of a graph that feeds itself.
+
+    What the device can do without a host, a scheduler or a sampler; no user gets it. The experts of the ceiling are
+    those of the timed sequences: each run is repeated up to its last step, which is counted instead of timed."""
     cache = fill(model, rows, context + count + 64)
-    touched = experts_touched(model, decode_step(model, cache, context, 99))
-    graph, begin = _decoding(model, cache, context)
-    times, seen = [], []
-    for run in range(RUNS):
+    graph, begin = _decode_graph(model, cache, context)
+    times = []
+    touched: list[tuple[float, str]] = []
+    for run in range(repeats + 1):
         begin(run)
         graph.replay()
         times.append(device_us(graph.replay, count - 1))
-        seen.append(len(set(graph.step.tokens.tolist())))
-    assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
-    us = statistics.median(times[1:])
-    ceiling = decode_ceiling(
-        device_roof(model.device), model.config, model.spec.formats, context + count // 2, rows, model.spec.kv_dtype,
-        None if touched is None else touched[0],
-    ).tokens_per_second  # fmt: skip
-    rate = rows * 1e6 / us
-    return {
-        "test": f"tg{count} @ {context}, c={rows}", "tokens_per_s": rate, "us_per_step": us,
-        "spread_us": max(times[1:]) - min(times[1:]), "ceiling": ceiling, "share": rate / ceiling,
-        "distinct_tokens": min(seen), "valid": rate < ceiling,
-        "experts_per_layer": None if touched is None else touched[0],
-        "experts_from": "not visible" if touched is None else touched[1],
+        begin(run)
+        for _ in range(count - 1):
+            graph.replay()
+        counted = experts_touched(model, graph.step)  # what the last timed step was given
+        touched += [] if counted is None else [counted]
+    if not bool(torch.isfinite(graph.logits).all()):
+        return Result(cell, refused="the logits are not numbers")
+    experts = statistics.fmean(n for n, _ in touched) if touched else None
+    gpu = device_roof(model.device)
+    best = decode_ceiling(
+        gpu, model.config, model.spec.formats, context + count // 2, rows, model.spec.kv_dtype, experts
+    ).tokens_per_second
+    ceiling = Ceiling(best, f"{gpu.name}: {gpu.note}")
+    detail = {
+        "experts_per_layer": experts, "experts_from": touched[0][1] if touched else "not visible",
         "experts_expected": unique_experts(model.config, rows),
     }  # fmt: skip
+    steps = times[1:]
+    figures = (figure("speed", "tok/s", [rows * 1e6 / us for us in steps], ceiling), figure("step", "us", steps))
+    return Result(cell, figures, detail=detail)
 
 
-def sustained(model: GptOss, rows: int, context: int, seconds: float) -> dict[str, Any]:
-    """Decode for so long, beginning anew with other tokens every 128: speed at first and at last, and what it draws."""
+def time_sustained(model: GptOss, cell: Cell, rows: int, context: int, seconds: float) -> Result:
+    """Decode for so long, beginning anew with other tokens every 128: speed of the second half, and what it draws."""
     count, runs, clock = 128, 0, time.perf_counter
-    graph, begin = _decoding(model, fill(model, rows, context + count + 64), context)
+    graph, begin = _decode_graph(model, fill(model, rows, context + count + 64), context)
     begin(0)
     graph.replay()
     torch.cuda.synchronize()
     rates: list[float] = []
-    with PowerMeter() as gauge:
+    with PowerMeter() as meter:
         start = clock()
         while clock() - start < seconds:
             begin(runs)
             rates.append(rows * 1e6 / device_us(graph.replay, count))
             runs += 1
-    assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
-    late = statistics.median(rates[len(rates) // 2 :])
-    found = gauge.summary()
-    return {
-        "test": f"tg for {seconds:g} s @ {context}, c={rows}", "tokens_per_s": late, "first_tokens_per_s": rates[0],
-        "least_tokens_per_s": min(rates), "steps": runs * count, **found,
-        "joules_per_token": found["watts"] / late if found else None,
-    }  # fmt: skip
+    if not bool(torch.isfinite(graph.logits).all()):
+        return Result(cell, refused="the logits are not numbers")
+    late = figure("speed", "tok/s", rates[len(rates) // 2 :])
+    drawn = meter.summary()
+    figures = [late, figure("first", "tok/s", rates[0]), figure("least", "tok/s", min(rates))]
+    if drawn:
+        figures.append(figure("power", "W", drawn["watts"]))
+    joules = drawn["watts"] / late.value if drawn else None
+    return Result(cell, tuple(figures), detail={"steps": runs * count, "joules_per_token": joules, **drawn})
 
 
-def prefill(model: GptOss, n: int, chunk: int, depth: int = 0) -> dict[str, Any]:
-    """pp`n` with `depth` tokens in the cache; the time ends when the first token is on the host."""
+def time_chunks(model: GptOss, cell: Cell, n: int, chunk: int, depth: int, repeats: int) -> Result:
+    """pp`n` in chunks behind `depth` tokens of the cache, step by step without an engine, until the token is here."""
     cache = fill(model, 1, depth + n)
     times = []
-    touched: tuple[float, str] | None = None
-    for run in range(RUNS):
+    for run in range(repeats + 1):
         ids = random_tokens(model, n, run)
         steps = [prefill_step(model, cache, ids[at : at + chunk], depth + at) for at in range(0, n, chunk)]
-        if run == 0:
-            touched = experts_touched(model, steps[0])
         torch.cuda.synchronize()
         start = time.perf_counter()
         for step in steps:
             logits = model.forward(step)
         int(logits[0].argmax())
         times.append(time.perf_counter() - start)
-    assert bool(torch.isfinite(logits).all()), "the logits are not numbers"
-    seconds = statistics.median(times[1:])
-    roof = prefill_ceiling(device_roof(model.device), model.config, model.spec.formats, n, depth)
-    rate = n / seconds
-    return {
-        "test": f"pp{n}" + (f" @ {depth}" if depth else ""), "chunk": chunk, "tokens_per_s": rate,
-        "ttft_ms": seconds * 1e3, "spread_ms": (max(times[1:]) - min(times[1:])) * 1e3,
-        "ceiling": roof.tokens_per_second, "bound": roof.bound, "share": rate / roof.tokens_per_second,
-        "valid": rate < roof.tokens_per_second, "experts_per_layer": None if touched is None else touched[0],
-    }  # fmt: skip
+    if not bool(torch.isfinite(logits).all()):
+        return Result(cell, refused="the logits are not numbers")
+    gpu = device_roof(model.device)
+    roof = prefill_ceiling(gpu, model.config, model.spec.formats, n, depth)
+    ceiling = Ceiling(roof.tokens_per_second, f"{gpu.name}: {gpu.note}; bound by {roof.bound}")
+    figures = (
+        figure("speed", "tok/s", [n / s for s in times[1:]], ceiling),
+        figure("ttft", "ms", [1e3 * s for s in times[1:]]),
+    )
+    return Result(cell, figures, detail={"chunk": chunk})

@@ -1,128 +1,86 @@
-"""llama-bench style figures of the model itself: ppN and tgN at depth D, each beside its physical ceiling.
+"""A single sequence stepped eagerly, the host waiting for every token: a first look, and what the oracle costs.
 
-`ppN`: prompt tokens per second over N tokens. `tgN`: generated tokens per second over N, the first excluded.
-`@ dD`: with D tokens already in the cache, untimed. Every run uses other random tokens. A figure above its own
-ceiling is marked invalid and has no number.
+No scheduler, no graph, no sampler on the device; what a user gets is measured in `engine_timing.py`.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from halfbyte import roofline
 from halfbyte.lab.machine import device_roof, limit_threads, synchronize
+from halfbyte.lab.measure.engine_timing import Work, speed_ceiling
+from halfbyte.lab.result import Cell, Check, Result, figure, measure_cell
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.ops.sampling import greedy
 
 
-@dataclass(frozen=True)
-class Figure:
-    test: str
-    tokens_per_second: float | None  # None: invalid
-    spread: float
-    runs: int
-    ceiling: float | None
-    ceiling_from: str
-    experts_per_layer: float | None = None
-    valid: bool = True
-    reason: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def run(
+def measure_eager(
     model: GptOss,
-    prompts: Sequence[int],
-    generated: Sequence[int],
-    depths: Sequence[int],
-    runs: int,
+    works: Sequence[Work],
+    repeats: int,
     *,
+    cell: Cell,
+    checks: tuple[Check, ...] = (),
     chunk: int = 512,
     progress: Callable[[str], None] = lambda _: None,
-) -> list[Figure]:
-    gpu = device_roof(model.device)
+) -> list[Result]:
+    """One sequence, one step at a time, the host waiting for each: the oracle's speed, not a user's."""
     limit_threads(model.device, model.weights.nbytes)
-    figures = []
-    for depth in depths:
-        for n in prompts:
-            progress(f"pp{n}" + (f" @ d{depth}" if depth else ""))
-            rates = [_prefill(model, n, depth, chunk, seed) for seed in range(runs + 1)][1:]
-            ceiling = roofline.prefill_ceiling(gpu, model.config, model.spec.formats, n, depth).tokens_per_second
-            figures.append(_figure(f"pp{n}", depth, rates, ceiling, gpu, None))
-        for n in generated:
-            progress(f"tg{n}" + (f" @ d{depth}" if depth else ""))
-            measured = [_decode(model, n, depth, chunk, seed) for seed in range(runs + 1)][1:]
-            ceiling = roofline.decode_ceiling(
-                gpu, model.config, model.spec.formats, depth + n // 2, 1, model.spec.kv_dtype
-            ).tokens_per_second
-            experts = statistics.fmean(e for _, e in measured)
-            figures.append(_figure(f"tg{n}", depth, [r for r, _ in measured], ceiling, gpu, experts))
-    return figures
+    results = []
+    for work in works:
+        each = replace(cell, kind="prompt" if work.prompt else "decode", path="eager", shape=work.shape)
+        progress(each.label)
+        if work.concurrency != 1:
+            result = Result(each, refused="one sequence at a time is all that --eager runs")
+        elif all(c.ok for c in checks):
+            result = measure_cell(each, partial(_result, model, work, each, repeats, chunk))
+        else:
+            result = Result(each)
+        results.append(replace(result, checks=checks))
+    return results
+
+
+def _result(model: GptOss, work: Work, cell: Cell, repeats: int, chunk: int) -> Result:
+    run = partial(_prefill, model, work.prompt) if work.prompt else partial(_decode, model, work.tokens)
+    rates = [run(work.depth, chunk, seed) for seed in range(repeats + 1)][1:]
+    experts = None if work.prompt else float(model.config.top_k)  # one row always touches as many
+    ceiling = speed_ceiling(device_roof(model.device), model, work, experts)
+    return Result(cell, (figure("speed", "tok/s", rates, ceiling),))
 
 
 def _tokens(model: GptOss, n: int, seed: int) -> list[int]:
     return torch.randint(0, model.config.vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _fill(solo: SingleSequence, tokens: Sequence[int], chunk: int) -> torch.Tensor:
+def _fill(sequence: SingleSequence, tokens: Sequence[int], chunk: int) -> torch.Tensor:
     logits = torch.empty(0)
     for i in range(0, len(tokens), chunk):
-        logits = solo.feed(tokens[i : i + chunk])
+        logits = sequence.feed(tokens[i : i + chunk])
     return logits
 
 
 def _prefill(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> float:
-    solo = SingleSequence(model, depth + n)
-    _fill(solo, _tokens(model, depth, seed), chunk)
+    sequence = SingleSequence(model, depth + n)
+    _fill(sequence, _tokens(model, depth, seed), chunk)
     tokens = _tokens(model, n, seed + 1000)
     synchronize(model.device)
     start = time.perf_counter()
-    int(greedy(_fill(solo, tokens, chunk)[0]))
+    int(greedy(_fill(sequence, tokens, chunk)[0]))
     return n / (time.perf_counter() - start)
 
 
-def _decode(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> tuple[float, float]:
-    """(tokens/s over n - 1 intervals, mean distinct experts per layer and step)."""
-    solo = SingleSequence(model, depth + n + 1)
-    logits = _fill(solo, _tokens(model, max(depth, 1), seed), chunk)
+def _decode(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> float:
+    """Tokens/s over n - 1 intervals."""
+    sequence = SingleSequence(model, depth + n + 1)
+    logits = _fill(sequence, _tokens(model, max(depth, 1), seed), chunk)
     token = int(greedy(logits[0]))
     start = time.perf_counter()
     for _ in range(n - 1):
-        token = int(greedy(solo.feed([token])[0]))
-    seconds = time.perf_counter() - start
-    return (n - 1) / seconds, float(model.config.top_k)  # one row always touches top_k experts
-
-
-def _figure(
-    name: str, depth: int, rates: list[float], ceiling: float, gpu: roofline.Gpu, experts: float | None
-) -> Figure:
-    mean = statistics.fmean(rates)
-    spread = statistics.stdev(rates) if len(rates) > 1 else 0.0
-    label = name + (f" @ d{depth}" if depth else "")
-    if mean > ceiling:
-        reason = f"{mean:.1f} t/s is above the ceiling of {ceiling:.1f}: something was not really read or computed"
-        return Figure(label, None, 0.0, len(rates), ceiling, gpu.note, experts, False, reason)
-    return Figure(label, mean, spread, len(rates), ceiling, f"{gpu.name}: {gpu.note}", experts)
-
-
-def table(figures: Sequence[Figure]) -> list[Mapping[str, str]]:
-    rows: list[Mapping[str, str]] = []
-    for f in figures:
-        share = f"{100 * f.tokens_per_second / f.ceiling:.1f} %" if f.tokens_per_second and f.ceiling else ""
-        rows.append(
-            {
-                "test": f.test,
-                "t/s": "INVALID" if f.tokens_per_second is None else f"{f.tokens_per_second:.2f} ± {f.spread:.2f}",
-                "ceiling t/s": f"{f.ceiling:.1f}" if f.ceiling else "",
-                "share": share,
-            }
-        )
-    return rows
+        token = int(greedy(sequence.feed([token])[0]))
+    return (n - 1) / (time.perf_counter() - start)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from halfbyte.lab.measure.device_timing import (
     prefill_step,
     random_tokens,
 )
+from halfbyte.lab.result import Ceiling, Cell, Result, figure, measure_cell
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.plan import Bound
@@ -32,6 +35,7 @@ from halfbyte.roofline import Gpu, Work, step_work
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 320, 512, 1024, 2048, 4096)
 LEAST_US = 20e3  # of replays in one sample
 SAMPLES = 5
+WEIGHTS = {"qkv", "o", "moe", "lm_head"}  # operations that read more weights than a cache holds
 
 
 def step_of(model: GptOss, rows: int, context: int) -> tuple[Step, int, int, int]:
@@ -41,14 +45,15 @@ def step_of(model: GptOss, rows: int, context: int) -> tuple[Step, int, int, int
     return prefill_step(model, fill(model, 1, rows), random_tokens(model, rows, rows), 0), 1, rows, rows
 
 
-def phases(model: GptOss, rows: int, context: int) -> list[dict[str, Any]]:
-    """One entry per phase of the regime that serves so many rows."""
+def time_phases(model: GptOss, cell: Cell, rows: int, context: int) -> list[Result]:
+    """One result per phase of the regime that serves so many rows, and one of all together."""
     step, sequences, new, length = step_of(model, rows, context)
     gpu = device_roof(model.device)
     touched = experts_touched(model, step)
+    experts = None if touched is None else touched[0]
     work = step_work(
         model.config, model.spec.formats, sequences, length, new=new, kv_dtype=model.spec.kv_dtype,
-        experts_touched=None if touched is None else touched[0],
+        experts_touched=experts,
     )  # fmt: skip
     inputs: list[Activations] = []
     acts = Activations()
@@ -58,37 +63,39 @@ def phases(model: GptOss, rows: int, context: int) -> list[dict[str, Any]]:
         inputs.append(acts.copy())
         b.launch(step, acts)
     torch.cuda.synchronize()
-    assert bool(torch.isfinite(acts.logits).all()), "the logits are not numbers"
-    found: list[dict[str, Any]] = []
+    shape = {"rows": rows, "context": length, "regime": regime}
+    whole = replace(cell, kind="phase", path="all phases", shape=shape)
+    if not bool(torch.isfinite(acts.logits).all()):
+        return [Result(whole, refused="the logits are not numbers")]
+    results, total = [], 0.0
     for name in dict.fromkeys(b.phase.name for b in bound):
         mine = [(b, i) for b, i in zip(bound, inputs) if b.phase.name == name]
         us, how = _time(step, mine)
-        floor = sum((work[op] for op in mine[0][0].phase.covers), Work())
-        found.append(
-            {"phase": name, "rows": rows, "regime": regime, "launches": len(mine), "us": us, "timed": how}
-            | rate(floor, us * 1e-6, gpu)
-        )
-    whole = sum(work.values(), Work())
-    total: float = sum(row["us"] for row in found)
-    entry = {"phase": "sum", "rows": rows, "regime": regime, "launches": len(bound), "us": total, "timed": ""}
-    found.append(entry | rate(whole, total * 1e-6, gpu))
-    for row in found:
-        row["experts_per_layer"] = None if touched is None else touched[0]
-    return found
+        covers = mine[0][0].phase.covers
+        floor = sum((work[op] for op in covers), Work())
+        detail = {"launches": len(mine), "timed": how, "experts_per_layer": experts, **rates(floor, us * 1e-6, gpu)}
+        # What only moves activations may find them in a cache, and has no ceiling alone.
+        ceiling = Ceiling(floor.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}") if WEIGHTS & set(covers) else None
+        each = replace(whole, path=name)
+        results.append(measure_cell(each, partial(_timed, each, us, ceiling, detail)))
+        total += us
+    everything = sum(work.values(), Work())
+    ceiling = Ceiling(everything.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}")
+    detail = {"launches": len(bound), "experts_per_layer": experts, **rates(everything, total * 1e-6, gpu)}
+    results.append(measure_cell(whole, partial(_timed, whole, total, ceiling, detail)))
+    return results
 
 
-def rate(work: Work, seconds: float, gpu: Gpu) -> dict[str, Any]:
-    """Achieved figures and share of what the bound allows. Above it there is no figure: phases that run again and again
-    may find in the caches what a step reads from memory."""
-    bound, share = work.bound(gpu), work.seconds(gpu) / seconds
-    if share > 1:
-        reason = f"{share:.0%} of the {bound} bound of {gpu.name}: not all of it was really read or computed"
-        return {"tb_per_s": None, "tflop_per_s": None, "bound": bound, "share": None, "refused": reason}
+def _timed(cell: Cell, us: float, ceiling: Ceiling | None, detail: dict[str, Any]) -> Result:
+    return Result(cell, (figure("time", "us", us, ceiling),), detail=detail)
+
+
+def rates(work: Work, seconds: float, gpu: Gpu) -> dict[str, Any]:
+    """What was achieved of what must be moved and computed."""
     return {
         "tb_per_s": work.bytes / seconds / 1e12,
         "tflop_per_s": work.flops / seconds / 1e12,
-        "bound": bound,
-        "share": share,
+        "bound": work.bound(gpu),
     }
 
 

@@ -1,0 +1,118 @@
+"""`bench`: how fast the engine is here, each figure beside the physical ceiling."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli.options import (
+    DeviceOption,
+    JsonOption,
+    LoadingBar,
+    ModelArgument,
+    announce,
+    err,
+    print_json,
+    print_table,
+    with_gates,
+)
+from halfbyte.errors import UsageError
+from halfbyte.gates import Gates
+
+Other = "Other measurements"
+
+
+def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
+    try:
+        values = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UsageError(f"{what} takes numbers with commas between, not {text!r}.") from None
+    if any(v < least for v in values):
+        raise UsageError(f"{what} takes numbers of at least {least}, not {text!r}.")
+    return values
+
+
+@with_gates
+def bench(
+    model: ModelArgument = None,
+    pp: Annotated[str, typer.Option("--pp", help="Prompt lengths.")] = "512",
+    tg: Annotated[str, typer.Option("--tg", help="Tokens to generate.")] = "32",
+    depth: Annotated[str, typer.Option("--depth", help="Tokens already in the cache, untimed.")] = "0",
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", help="Requests at once; speeds are of all together.")
+    ] = "1",
+    repeats: Annotated[
+        int, typer.Option("--repeats", "--runs", help="Timed runs of each figure, after one to warm up.", min=1)
+    ] = 3,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Also write a receipt here.")] = None,
+    served: Annotated[
+        bool, typer.Option("--served", help="Then the same work over HTTP through `halfbyte serve`, and the ratio.")
+    ] = False,
+    url: Annotated[str | None, typer.Option("--url", help="A server that runs already, instead of an engine.")] = None,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="A single sequence without engine or graphs.", rich_help_panel=Other)
+    ] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Bare graph replays: no engine, no sampler.", rich_help_panel=Other)
+    ] = False,
+    phases: Annotated[
+        str, typer.Option("--phases", help="Every phase alone, over so many rows.", rich_help_panel=Other)
+    ] = "",
+    sustain: Annotated[
+        float, typer.Option("--sustain", help="Seconds of decode, with watts and MHz.", rich_help_panel=Other)
+    ] = 0.0,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the regimes first, on a GPU.")] = True,
+    require_native: Annotated[
+        bool, typer.Option("--require-native", help="Fail where the plan is not the native path.")
+    ] = False,
+    device: DeviceOption = None,
+    json: JsonOption = False,
+    *,
+    gates: Gates,
+) -> None:
+    """Prompt and generation speed of the engine, each beside what the hardware could do."""
+    from halfbyte.lab.bench import BenchOptions, run_bench
+    from halfbyte.lab.measure.engine_timing import table
+    from halfbyte.model import load
+
+    options = BenchOptions(
+        model=model, gates=gates, device=device, prompts=numbers(pp, "--pp", 1), tokens=numbers(tg, "--tg", 2),
+        depths=numbers(depth, "--depth", 0), concurrency=numbers(concurrency, "--concurrency", 1), repeats=repeats,
+        eager=eager, graph=graph, phases=numbers(phases, "--phases", 1), sustain=sustain, served=served, url=url,
+        check=check, require_native=require_native,
+    )  # fmt: skip
+    loaded = None
+    if url is None:
+        name, where = load.resolve_model(model), load.resolve_device(device)
+        announce(gates, f"{name.label} on {where}")
+        with LoadingBar(f"loading {name.label}") as progress:
+            weights = load.load_model(name, gates, device=where, progress=progress)
+        loaded = [weights]
+        del weights
+    with err.status("measuring") as status:
+        file = run_bench(options, lambda text: status.update(f"measuring {text}"), loaded.pop if loaded else None)
+    if out_file is not None:
+        file.write(out_file)
+    if json:
+        print_json(file.as_json())
+    else:
+        rows = table(file.results)
+        sources = {f.ceiling.source for r in file.results for f in r.figures if f.ceiling is not None}
+        print_table(rows, title=", ".join(["ceilings:", *sorted(sources)]) if sources else None)
+        for r in file.results:
+            if r.refused:
+                err.print(f"{r.cell.path} {r.cell.label} is refused: {r.refused}", style="red", markup=False)
+            for f in r.figures:
+                if f.name == "ratio":
+                    met = all(t.ok for t in r.targets)
+                    text = f"served {r.cell.label}: {f.value:.3f} of the engine's own speed"
+                    err.print(text, style="green" if met else "red", markup=False)
+    if any(r.refused for r in file.results):
+        sys.exit(1)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(bench)

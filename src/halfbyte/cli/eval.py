@@ -1,0 +1,70 @@
+"""`eval`: how right a model's answers are, task by task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli.options import DeviceOption, JsonOption, ModelArgument, err, open_engine, out, print_json, with_gates
+from halfbyte.gates import Gates
+
+
+@with_gates
+def evaluate(
+    model: ModelArgument = None,
+    suite: Annotated[str, typer.Option(help="Which problems: tiny, or quick (under a minute on 2 cores).")] = "tiny",
+    per_task: Annotated[
+        int | None, typer.Option("--per-task", min=1, help="Of each task: 8 of tiny, 2 of quick.")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Only these, with commas between.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the held-out problems.")] = 0,
+    wrong: Annotated[bool, typer.Option("--wrong", help="Print every miss.")] = False,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Also write a receipt here.")] = None,
+    device: DeviceOption = None,
+    json: JsonOption = False,
+    *,
+    gates: Gates,
+) -> None:
+    """Accuracy per task on held-out problems, greedy and deterministic."""
+    from halfbyte.engine.request import SamplingParams
+    from halfbyte.evals.suite import Suite
+    from halfbyte.lab import environment
+    from halfbyte.lab import receipts as receipts_
+    from halfbyte.lab.machine import limit_threads
+    from halfbyte.lab.measure.accuracy import accuracy_result
+    from halfbyte.lab.result import Cell
+    from halfbyte.model import load
+
+    problems = Suite(suite, seed, per_task, [t.strip() for t in tasks.split(",")] if tasks else None)
+    limit_threads(load.resolve_device(device), load.weight_bytes(load.resolve_model(model), gates))
+    with open_engine(model, device, gates) as engine:
+
+        def answer(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+            answers = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+            return [c.tokens for c in answers]
+
+        with err.status("evaluating") as status:
+            report = problems.run(
+                engine.tokenizer, answer, progress=lambda t, s: status.update(f"evaluated {t}: {s.right}/{s.problems}")
+            )
+    name = load.resolve_model(model)
+    if out_file is not None:
+        shape = {"suite": suite, "seed": seed, "per_task": report.per_task}
+        cell = Cell("accuracy", name.label, gates=gates.changes(), path="engine", shape=shape)
+        measured = {} if name.path is None else receipts_.weights(name.path)
+        receipts_.result_file("halfbyte eval", [accuracy_result(report.to_json(), cell)], measured).write(out_file)
+    if json:
+        print_json(report.to_json() | {"environment": environment.collect(gates)})
+        return
+    out.print(report.table(), markup=False)
+    if wrong:
+        for miss in report.wrong:
+            out.print(
+                f"\n{miss['task']}: …{miss['question']}\n  {miss['expected']!r} expected, {miss['got']!r}", markup=False
+            )
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval")(evaluate)
