@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/python bench/demo.py
+	@$(BIN)/halfbyte demo
 
 test: $(STAMP) lint
 	@echo "==> running the tests ($(WORKERS) processes)"

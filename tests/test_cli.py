@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli import main
+from halfbyte.lab.result import from_json
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED
 from halfbyte.plan.phase import ARCHES
@@ -117,6 +118,9 @@ def test_explain_sinks_off_is_loud(run: Run) -> None:
         (["bench", "random:small", "--tg", "1"], "at least 2"),
         (["bench", "random:small", "--pp", "9000"], "context"),
         (["bench", "random:small", "--device", "cuda:x"], "device"),
+        (["bench", "random:small", "--concurrency", "0"], "at least 1"),
+        (["bench", "random:small", "--graph"], "CUDA"),
+        (["bench", "--url", "https://example.org"], "--url takes an address"),
         (["quantize", "/no/such/model", "/tmp/x"], "say what to quantise"),
         (["quantize", "/no/such/model", "/tmp/x", "--layers", "q8"], "does not exist"),
     ],
@@ -140,15 +144,36 @@ def test_retired_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--sinks" in err
 
 
-def test_bench_prints_figures_beside_their_ceiling(run: Run) -> None:
-    code, out, _ = run("bench", "random:small", "--pp", "16", "--tg", "3", "--depth", "0,8", "--runs", "1", "--json")
+def test_bench_prints_figures_beside_their_ceiling(run: Run, tmp_path: Path) -> None:
+    receipt = tmp_path / "bench.json"
+    code, out, _ = run(
+        "bench", "random:small", "--pp", "16", "--tg", "3", "--depth", "0,64", "--concurrency", "1,2", "--repeats", "1",
+        "--json", "--out", str(receipt),
+    )  # fmt: skip
     assert code == 0
-    found = json.loads(out)
-    assert [f["test"] for f in found["figures"]] == ["pp16", "tg3", "pp16 @ d8", "tg3 @ d8"]
-    for figure in found["figures"]:
-        assert 0 < figure["tokens_per_second"] < figure["ceiling"]
-    assert "reference.moe" in found["phases"]["decode"]
-    assert found["environment"]["gates"]["activation"] == "auto"
+    file = from_json(json.loads(out))
+    labels = ["pp16", "tg3", "pp16, c=2", "tg3, c=2", "pp16 @ d64", "tg3 @ d64", "pp16 @ d64, c=2", "tg3 @ d64, c=2"]
+    assert [r.cell.label for r in file.results] == labels
+    for result in file.results:
+        share = result.figure("speed").share
+        assert share is not None
+        assert 0 < share < 1
+        assert result.cell.path == "engine"
+        assert result.record is not None
+        assert "decode" in result.record["regimes"]
+    assert "ops/moe.py" in file.measured or any(name.startswith("engine/") for name in file.measured)
+    assert from_json(json.loads(receipt.read_text(encoding="utf-8"))).results == file.results
+
+
+def test_bench_steps_a_single_sequence_if_asked(run: Run) -> None:
+    code, out, _ = run("bench", "random:small", "--pp", "16", "--tg", "3", "--eager", "--repeats", "1")
+    assert code == 0
+    assert "pp16" in out
+    assert "tg3" in out
+    code, out, err = run("bench", "random:small", "--pp", "", "--tg", "3", "--eager", "--concurrency", "2")
+    assert code == 1
+    assert "REFUSED" in out
+    assert "one sequence at a time" in err
 
 
 def test_quantize_writes_what_it_says(run: Run, small: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.logging import RichHandler
 
 import halfbyte
-from halfbyte.cli import bench, chat, env, eval, explain, generate, profile, pull, quantize, receipts, serve
+from halfbyte.cli import bench, chat, demo, env, eval, explain, generate, profile, pull, quantize, receipts, serve
 from halfbyte.cli.options import err
 from halfbyte.errors import HalfbyteError
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (serve, chat, generate, bench, eval, profile, receipts, explain, pull, quantize, env):
+for module in (serve, chat, generate, demo, bench, eval, profile, receipts, explain, pull, quantize, env):
     module.register(app)
 
 

@@ -28,7 +28,7 @@ from halfbyte import gates as gates_
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.lab import receipts
-from halfbyte.lab.levels.regimes import check_regimes
+from halfbyte.lab.levels.correctness import check_regimes
 from halfbyte.lab.measure import device_timing, eager, phase_timing
 from halfbyte.lab.measure.engine_timing import (
     Client,

@@ -24,7 +24,7 @@ from halfbyte.errors import UsageError
 SCHEMA = "halfbyte.result/1"
 # Units of which less is better: there a ceiling is the least that it could be.
 LESS = frozenset({"us", "ms", "s", "B", "GiB", "nats", "relative"})
-UNITS = LESS | {"tok/s", "GB/s", "TB/s", "TFLOP/s", "%", "tokens", "tests", "ratio", "experts", "W", "MHz"}
+UNITS = LESS | {"tok/s", "GB/s", "TB/s", "TFLOP/s", "%", "tokens", "tests", "steps", "ratio", "experts", "W", "MHz"}
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from halfbyte.engine.batch import Batch, StepResult
-from halfbyte.engine.engine import EngineConfig, EngineCore
+from halfbyte.engine.batch import Batch
+from halfbyte.engine.config import EngineConfig
+from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
+from halfbyte.engine.runner import StepResult
 from halfbyte.errors import StepError, UsageError
 from halfbyte.lab.measure import engine_timing
 from halfbyte.lab.measure.engine_timing import Answer, CoreClient, Work, all_work, measure_engine, time_work
@@ -110,11 +112,9 @@ def test_a_request_that_ends_early_is_no_figure() -> None:
 
 def test_the_embedded_model_beside_its_ceilings(model: GptOss) -> None:
     tokenizer = load.tokenizer_of(load.resolve_model(None))
-    works = all_work([32], [6], [0, 128], [1, 3])
+    works = [Work(prompt=32), Work(tokens=6), Work(prompt=32, depth=128, concurrency=2), Work(tokens=6, concurrency=3)]
     results = measure_engine(model, tokenizer, works, 2, cell=TINY, checks=(Check("compared", True),))
-    assert [r.cell.label for r in results] == [
-        "pp32", "tg6", "pp32, c=3", "tg6, c=3", "pp32 @ d128", "tg6 @ d128", "pp32 @ d128, c=3", "tg6 @ d128, c=3",
-    ]  # fmt: skip
+    assert [r.cell.label for r in results] == ["pp32", "tg6", "pp32 @ d128, c=2", "tg6, c=3"]
     for r in results:
         speed = r.figure("speed")
         assert speed.samples == 2
@@ -127,6 +127,12 @@ def test_the_embedded_model_beside_its_ceilings(model: GptOss) -> None:
         else:
             k = model.config.top_k
             assert k <= r.detail["experts_per_layer"] <= k * r.cell.shape["concurrency"]
+
+
+def test_the_order_is_llama_benchs() -> None:
+    labels = [Cell("", shape=w.shape).label for w in all_work([32], [6], [0, 128], [1, 3])]
+    first = ["pp32", "tg6", "pp32, c=3", "tg6, c=3"]
+    assert labels == [*first, "pp32 @ d128", "tg6 @ d128", "pp32 @ d128, c=3", "tg6 @ d128, c=3"]
 
 
 def test_experts_are_those_of_the_timed_steps(model: GptOss) -> None:

@@ -303,7 +303,7 @@ def measure_engine(
             core.check()
     finally:
         core.close()
-    record = {"runs": model.plan.record.as_list()}
+    record, ran = model.plan.record.as_dict(), _record_check(model)
     del core
     model.release_kv()
     results = []
@@ -311,9 +311,16 @@ def measure_engine(
         if isinstance(timing, Timing):
             progress(f"experts of {each.label}")
             timing = measure_cell(each, partial(_judged, timing, each, model))
-        results.append(replace(timing, checks=(*checks, *timing.checks), record=record))
+        figures = timing.figures if ran.ok else ()
+        results.append(replace(timing, figures=figures, checks=(*checks, ran, *timing.checks), record=record))
     model.release_kv()
     return results
+
+
+def _record_check(model: GptOss) -> Check:
+    """A cell that another kernel than the chosen one ran has no number."""
+    differences = [str(d) for d in model.plan.differences()]
+    return Check("the chosen kernels ran", not differences, note="; ".join(differences)[:400])
 
 
 def _cell_of(cell: Cell, work: Work) -> Cell:

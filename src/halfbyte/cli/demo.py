@@ -1,4 +1,4 @@
-"""`make demo`: start the real server on the embedded model, ask it something with a real HTTP client, measure, stop."""
+"""`demo`: start the real server on the embedded model, ask it with a real HTTP client, measure, stop (`make demo`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import httpx
+import typer
+
+from halfbyte.errors import EngineError
 
 QUESTIONS = ("What is 17 + 25?", "Sort these numbers from smallest to largest: 31, 4, 15.")
-BIN = Path(sys.executable).parent / "halfbyte"
+HALFBYTE = (sys.executable, "-c", "from halfbyte.cli import main; main()")
 
 
 def say(text: str) -> None:
@@ -26,12 +27,14 @@ def wait_for_url(server: subprocess.Popen[str]) -> str:
         print(f"    {line.rstrip()}", flush=True)
         if "serving" in line and "http://" in line:
             return line.split()[-1]
-    raise SystemExit("the server stopped before it was ready; run `halfbyte serve` to see why")
+    raise EngineError("the server stopped before it was ready; run `halfbyte serve` to see why.")
 
 
 def ask(url: str, question: str) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
+    import httpx
+
     start, first, tokens = time.perf_counter(), 0.0, 0
     print(f"\nuser       {question}\nreasoning  ", end="", flush=True)
     answering = False
@@ -54,9 +57,10 @@ def ask(url: str, question: str) -> None:
     print(f"\n           ({tokens} tokens in {seconds:.1f} s, first after {1000 * (first - start):.0f} ms)")
 
 
-def main() -> None:
+def demo() -> None:
+    """Serve the embedded model, ask it something, print the answer and a table of speeds, stop."""
     say("serving the embedded model (halfbyte serve --port 0)")
-    server = subprocess.Popen([BIN, "serve", "--port", "0"], stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen([*HALFBYTE, "serve", "--port", "0"], stderr=subprocess.PIPE, text=True)
     try:
         url = wait_for_url(server)
         say("asking it, as any OpenAI client would")
@@ -67,9 +71,9 @@ def main() -> None:
         code = server.wait(30)
     say(f"server stopped (exit code {code})")
     say("speed on this machine, beside what its memory could do (halfbyte bench)")
-    subprocess.run([BIN, "bench", "--pp", "256", "--tg", "32", "--runs", "2"], check=True)
+    subprocess.run([*HALFBYTE, "bench", "--pp", "256", "--tg", "32", "--repeats", "2"], check=True)
     say("next: halfbyte chat · halfbyte serve MODEL · halfbyte explain --arch sm121")
 
 
-if __name__ == "__main__":
-    main()
+def register(app: typer.Typer) -> None:
+    app.command()(demo)

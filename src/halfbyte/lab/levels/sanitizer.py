@@ -1,19 +1,18 @@
 """Every GPU test of a kernel under a compute-sanitizer tool, each in a process of its own, and a receipt of it.
 
-    python bench/memcheck_gpu.py --out memcheck.json                 # all of tests/kernels
-    python bench/memcheck_gpu.py --tool racecheck --tests tests/kernels/cuda/sampling
+    python -m halfbyte.lab.levels.sanitizer --out memcheck.json                 # all of tests/kernels
+    python -m halfbyte.lab.levels.sanitizer --tool racecheck --tests tests/kernels/cuda/sampling
 
 Whole plans (prompts, batches, decode, in every weight and activation format), layers, attention, products, the sampler.
 Most of the time is starting up and compilers: run the tests plainly before, so that the kernel cache is full. A test
 that is skipped, fails or does not end is not called clean, whatever the sanitizer says. API errors are not counted:
-cuda-bindings asks the driver for functions that it does not have. The last line is JSON.
+cuda-bindings asks the driver for functions that it does not have. The last line is the receipt.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -25,11 +24,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+from halfbyte.gates import child_environment
+from halfbyte.kernels.catalog import PHASES
+from halfbyte.lab import environment, receipts
+from halfbyte.lab.entry import finish
+from halfbyte.lab.result import Ceiling, Cell, Check, Result, figure
 
-from halfbyte.kernels.catalog import PHASES  # noqa: E402
-from halfbyte.lab import environment, receipts  # noqa: E402
+ROOT = receipts.PACKAGE.parents[1]
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu")
 _OUTCOME = re.compile(r"^(?:\d+ \w+, )*(\d+) (passed|failed|skipped|error)", re.MULTILINE)
@@ -54,7 +55,7 @@ def check(test: str, args: argparse.Namespace) -> dict[str, Any]:
     command = ["compute-sanitizer", "--tool", args.tool, "--error-exitcode", "9"]
     if args.tool == "memcheck":
         command += ["--report-api-errors", "no"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    env = child_environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     # a session of its own, so that the sanitizer's child ends with it
     run = subprocess.Popen(
         [*command, *PYTEST, test], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -105,24 +106,26 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         waiting = [pool.submit(check, test, args) for test in tests]
         try:
-            for one in waiting:
-                rows.append(one.result())
+            for pending in waiting:
+                rows.append(pending.result())
         except KeyboardInterrupt:  # what ended so far is a result; the rest is not called anything
-            for one in waiting:
-                one.cancel()
+            for pending in waiting:
+                pending.cancel()
             for run in list(RUNNING):
                 end(run)
-            rows += [one.result() for one in waiting[len(rows) :] if not one.cancelled()]
-    result = {
-        "bench": "sanitizer", "schema": 1, "tool": args.tool, "argv": sys.argv[1:],
-        "environment": environment.collect(), "measured": receipts.measured(PHASES), "asked": len(tests),
-        "checked": rows,
-    }  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(result, default=str), encoding="utf-8")
-    clean, skipped = sum(r["clean"] for r in rows), sum(r["outcome"] == "skipped" for r in rows)
-    print(json.dumps({"tool": args.tool, "tests": len(tests), "clean": clean, "skipped": skipped}))
-    return 0 if clean + skipped == len(tests) and clean else 1
+            rows += [pending.result() for pending in waiting[len(rows) :] if not pending.cancelled()]
+    ran = [row for row in rows if row["outcome"] != "skipped"]
+    clean = sum(row["clean"] for row in ran)
+    result = Result(
+        Cell("sanitizer", path=args.tool),
+        (figure("clean", "tests", clean, Ceiling(float(len(ran)), "tests that ran")),) if ran else (),
+        targets=(
+            Check("every test that ran is clean", clean == len(ran) > 0, float(clean), float(len(ran))),
+            Check("every test was asked", len(rows) == len(tests), float(len(rows)), float(len(tests))),
+        ),
+        detail={"asked": len(tests), "checked": rows},
+    )
+    return finish("python -m halfbyte.lab.levels.sanitizer", [result], receipts.measured(PHASES), args.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What the HTTP front end costs: tokens from a scripted source, through the real server, to real clients.
 
-    python bench/server.py [--httptools] [--uvloop] [--out receipt.json]
+    python -m halfbyte.lab.measure.server [--httptools] [--uvloop] [--out receipt.json]
 
 Concurrency 1: milliseconds added per token, against the source's own pace. Concurrency 64: tokens per second in all.
-Server and client share the machine's cores, each in a process of its own. The last line is JSON.
+Server and client share the machine's cores, each in a process of its own. The last line is the receipt.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo, Usage
-from halfbyte.lab import environment, receipts
+from halfbyte.lab import receipts
+from halfbyte.lab.entry import finish, line_of
+from halfbyte.lab.result import Ceiling, Cell, Result, figure
 from halfbyte.model.tokenizer import Tokenizer
 
 TOKENS = 400
+STREAMS, STEP_S = 64, 0.005  # 12,800 tokens a second are offered
 
 
 class PacedSource:
@@ -77,8 +78,8 @@ def run_server(port: int, pace: float, loop: str, http: str) -> None:
     from halfbyte.server.settings import ServerSettings
 
     source = PacedSource(pace)
-    app = create_app(source, source.tokenizer, ServerSettings(max_requests=2000, min_available_bytes=0))  # type: ignore[arg-type]
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", access_log=False, loop=loop, http=http)  # type: ignore[arg-type]
+    app = create_app(source, source.tokenizer, ServerSettings(max_requests=2000, min_available_bytes=0))
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", access_log=False, loop=loop, http=http)
 
 
 BODY = json.dumps(
@@ -109,7 +110,7 @@ async def client(port: int) -> tuple[int, list[float]]:
 
 async def measure(port: int, concurrency: int, rounds: int) -> tuple[float, int, list[float]]:
     await client(port)
-    tokens, gaps = 0, []
+    tokens, gaps = 0, list[float]()
     start = time.perf_counter()
     for _ in range(rounds):
         for count, times in await asyncio.gather(*(client(port) for _ in range(concurrency))):
@@ -150,41 +151,36 @@ def with_server(pace: float, loop: str, http: str, concurrency: int, rounds: int
         process.join()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def measure_server(loop: str, http: str) -> list[Result]:
+    detail = {"loop": loop, "http": http}
+    # One stream as fast as it goes: the whole of a token's time is the front end's.
+    alone = with_server(0.0, loop, http, 1, 10)
+    figures = (
+        figure("per_token", "ms", 1000 * alone["seconds"] / alone["tokens"]),
+        figure("server_cpu", "us", alone["cpu_us"]),
+    )
+    results = [Result(Cell("front end", path="http", shape={"concurrency": 1}), figures, detail=detail)]
+    many = with_server(STEP_S, loop, http, STREAMS, 3)
+    loaded = (
+        figure("speed", "tok/s", many["tokens_per_s"], Ceiling(STREAMS / STEP_S, "what the source offers")),
+        figure("server_cpu", "us", many["cpu_us"]),
+        figure("chunk_every", "ms", many["gap_ms"]),
+    )
+    return [*results, Result(Cell("front end", path="http", shape={"concurrency": STREAMS}), loaded, detail=detail)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--httptools", action="store_true")
     parser.add_argument("--uvloop", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    loop, http = "uvloop" if args.uvloop else "asyncio", "httptools" if args.httptools else "h11"
-    # One stream as fast as it goes: the whole of a token's time is the front end's.
-    one = with_server(0.0, loop, http, 1, 10)
-    added = 1000 * one["seconds"] / one["tokens"]
-    # 64 streams, a step every 5 ms: 12,800 tokens/s offered.
-    many = with_server(0.005, loop, http, 64, 3)
-    print(f"concurrency 1   {added:.3f} ms per token, server CPU {one['cpu_us']:.0f} us per token")
-    print(
-        f"concurrency 64  {many['tokens_per_s']:.0f} tokens/s of 12800 offered, server CPU {many['cpu_us']:.0f} us per"
-        f" token, a chunk every {many['gap_ms']:.1f} ms"
-    )
+    results = measure_server("uvloop" if args.uvloop else "asyncio", "httptools" if args.httptools else "h11")
+    for result in results:
+        print(line_of(result), flush=True)
     front_end = receipts.sources_of([receipts.PACKAGE / "server" / "app.py"], ("server", "harmony"))
-    result = {
-        "bench": "server",
-        "schema": 1,
-        "environment": environment.collect(),
-        "measured": receipts.hashes(front_end),
-        "ms_per_token_c1": added,
-        "server_cpu_us_per_token_c1": one["cpu_us"],
-        "tokens_per_s_c64": many["tokens_per_s"],
-        "server_cpu_us_per_token_c64": many["cpu_us"],
-        "loop": loop,
-        "http": http,
-    }
-    text = json.dumps(result, default=str)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    print(text)
+    return finish("python -m halfbyte.lab.measure.server", results, receipts.hashes(front_end), args.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

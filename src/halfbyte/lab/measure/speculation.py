@@ -1,6 +1,6 @@
 """What speculation wins or loses, by counting bytes instead of time.
 
-    python bench/speculation.py [--model MODEL] [--as 120b] [--batch 1] [--problems 24]
+    python -m halfbyte.lab.measure.speculation [--model MODEL] [--as 120b] [--batch 1] [--problems 24]
 
 Every step costs the bytes it reads by the roofline: dense weights once, the experts its rows touch, the keys and
 values; drafting adds what the draft model or head reads. The count depends on the tokens alone, so it is the same on
@@ -8,34 +8,40 @@ every machine. Two workloads of the embedded model: one that suits guessing from
 and one that does not (arithmetic, letters). Each method runs under the controller and, to show what the controller
 does, with a fixed draft of four. `--as 120b` charges the bytes of gpt-oss-120b for the embedded model's tokens.
 
-A method under the controller must never cost more than 3 % over no speculation. The last line is JSON.
+A method under the controller must never cost more than 3 % over no speculation. The last line is the receipt.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from halfbyte.engine.batch import Batch
 from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.engine.speculative.controller import Controller, Pace
+from halfbyte.engine.runner import StepHandle
+from halfbyte.engine.sequence import Sequence
+from halfbyte.engine.speculative.controller import Controller, Pace, StepCost
 from halfbyte.engine.speculative.methods import BytesRead
-from halfbyte.errors import HalfbyteError
+from halfbyte.engine.speculative.proposer import Proposal
+from halfbyte.errors import StepError
 from halfbyte.evals.tasks import problem
 from halfbyte.gates import Gates
 from halfbyte.harmony import render_prompt
 from halfbyte.lab import receipts
+from halfbyte.lab.entry import finish, line_of
+from halfbyte.lab.result import Cell, Check, Result, figure, measure_cell
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss
 from halfbyte.model.load import EMBEDDED, load_model, resolve_model, tokenizer_of
+from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.roofline import decode_traffic
 
 WORKLOADS = {"suits": ("repeat", "extract", "tool_call"), "does not suit": ("arithmetic", "letters")}
@@ -75,12 +81,12 @@ class Always(Pace):
 class Meter:
     """Adds up what decoding costs, step by step. Prompts cost every method the same and are left out."""
 
-    def __init__(self, core: EngineCore, cost: Callable[[int, int], float]) -> None:
+    def __init__(self, core: EngineCore, cost: StepCost) -> None:
         self.bytes = 0.0
         self.steps = 0
         launch = core.runner.launch
 
-        def counted(batch):
+        def counted(batch: Batch) -> StepHandle:
             rows = len(batch.samplers)
             if rows:
                 self.bytes += cost(rows, int(batch.kv_lens.sum()))
@@ -90,12 +96,20 @@ class Meter:
         core.runner.launch = counted  # type: ignore[method-assign]
 
 
-def prompts(tokenizer, tasks: tuple[str, ...], count: int, vocab: int) -> list[list[int]]:
+def prompts(tokenizer: Tokenizer, tasks: tuple[str, ...], count: int, vocab: int) -> list[list[int]]:
     made = [render_prompt(tokenizer, problem(tasks[i % len(tasks)], 0, i).prompt()) for i in range(count)]
     return [[t % vocab for t in ids] for ids in made]  # random weights of a small shape have a smaller vocabulary
 
 
-def run(model: GptOss, tokenizer, method: str, asked: list[list[int]], args, cost, controlled: bool) -> dict:
+def run(
+    model: GptOss,
+    tokenizer: Tokenizer,
+    method: str,
+    asked: list[list[int]],
+    args: argparse.Namespace,
+    cost: StepCost,
+    controlled: bool,
+) -> dict[str, Any]:
     options = EngineOptions(
         gates=Gates(speculate=method), max_seqs=args.batch, draft=args.draft.get(method), max_draft=8, run_ahead=False,
         kv_gib=args.kv_gib, reserve_gib=0.0, max_context=args.context,
@@ -109,7 +123,7 @@ def run(model: GptOss, tokenizer, method: str, asked: list[list[int]], args, cos
             core.proposer.pace = lambda seq: Always(controller)  # type: ignore[method-assign]
         propose = core.proposer.propose
 
-        def charged(wants):
+        def charged(wants: list[tuple[Sequence, int]]) -> list[Proposal]:
             out = propose(wants)
             drafting[0] += sum(p.cost for p in out)
             return out
@@ -123,7 +137,7 @@ def run(model: GptOss, tokenizer, method: str, asked: list[list[int]], args, cos
     while core.has_work:
         for id, delta in core.step():
             if delta.finish == "error":
-                raise SystemExit(delta.error)
+                raise StepError(delta.error or "a request failed")
             tokens.setdefault(id, []).extend(delta.tokens)
     stats = core.stats()
     core.close()
@@ -134,7 +148,7 @@ def run(model: GptOss, tokenizer, method: str, asked: list[list[int]], args, cos
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="default: the embedded model")
     parser.add_argument("--as", dest="shape", default=None, choices=sorted(NAMED), help="whose bytes to charge")
     parser.add_argument("--batch", type=int, default=1)
@@ -145,6 +159,7 @@ def main() -> int:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--draft-model", default=None)
     parser.add_argument("--eagle-head", default=None)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.draft = {"draft": args.draft_model, "eagle3": args.eagle_head}
     torch.set_num_threads(min(2, torch.get_num_threads()))
@@ -155,46 +170,50 @@ def main() -> int:
     print(
         f"{name.label}, batch {args.batch}, bytes of {args.shape or 'itself'}; 4 rows read {four:.2f}x the bytes of 1"
     )
-    rows, worst = [], 0.0
+    results: list[Result] = []
     for workload, tasks in WORKLOADS.items():
         asked = prompts(tokenizer, tasks, args.problems, model.config.vocab)
         base = run(model, tokenizer, "off", asked, args, cost, True)
-        print(f"\n{workload} ({', '.join(tasks)}): {base['generated']} tokens in {base['steps']} steps")
-        print(f"  {'method':<8} {'accepted':>9} {'of':>7} {'tokens/step':>12} {'cost vs off':>12} {'fixed 4':>9}")
         for method in args.methods.split(","):
-            try:
-                got = run(model, tokenizer, method, asked, args, cost, True)
-                fixed = run(model, tokenizer, method, asked, args, cost, False)
-            except HalfbyteError as e:
-                print(f"  {method:<8} not measured: {e}")
-                rows.append({"workload": workload, "method": method, "not_measured": str(e)})
-                continue
-            if got["tokens"] != base["tokens"] or fixed["tokens"] != base["tokens"]:
-                print(f"{method} changed the tokens of {workload}", file=sys.stderr)
-                return 1
-            ratio, plain = got["bytes"] / base["bytes"], fixed["bytes"] / base["bytes"]
-            worst = max(worst, ratio)
-            per_step = got["generated"] / got["steps"] * base["steps"] / base["generated"]
-            print(
-                f"  {method:<8} {got['accepted']:>9} {got['drafted']:>7} {per_step:>12.2f} {ratio:>12.3f} {plain:>9.3f}"
-            )
-            rows.append({
-                "workload": workload, "method": method, "accepted": got["accepted"], "drafted": got["drafted"],
-                "tokens_per_step": round(per_step, 3), "cost_vs_off": round(ratio, 4),
-                "cost_vs_off_fixed_4": round(plain, 4),
-                "acceptance_fixed_4": round(fixed["accepted"] / max(1, fixed["drafted"]), 3),
-            })  # fmt: skip
-    met = worst <= LIMIT
-    print(f"\nworst under the controller: {worst:.3f} of no speculation (limit {LIMIT}): {'met' if met else 'MISSED'}")
+            shape = {"workload": workload, "bytes_of": args.shape or "itself", "concurrency": args.batch}
+            cell = Cell("speculation", name.label, path=method, shape=shape)
+            results.append(measure_cell(cell, partial(compare, model, tokenizer, cell, asked, base, args, cost)))
+            print(line_of(results[-1]), flush=True)
     sources = [receipts.PACKAGE / "roofline.py", *(receipts.PACKAGE / "engine" / "speculative").glob("*.py")]
     own = EMBEDDED.parent
     models = [name.path, args.draft_model or own / "tiny-draft", args.eagle_head or own / "tiny-eagle3"]
     measured = receipts.hashes(sources) | receipts.weights(*(Path(m) for m in models if m))
-    print(json.dumps({"bench": "speculation", "model": name.label, "as": args.shape, "batch": args.batch, "rows": rows,
-                      "worst": round(worst, 4), "met": met, "date": time.strftime("%Y-%m-%d"),
-                      "machine": "any: bytes are counted, not time", "argv": sys.argv[1:],
-                      "measured": measured}))  # fmt: skip
-    return 0 if met else 1
+    return finish("python -m halfbyte.lab.measure.speculation", results, measured, args.out)
+
+
+def compare(
+    model: GptOss,
+    tokenizer: Tokenizer,
+    cell: Cell,
+    asked: list[list[int]],
+    base: dict[str, Any],
+    args: argparse.Namespace,
+    cost: StepCost,
+) -> Result:
+    """A method under the controller and with a fixed draft, beside no speculation."""
+    controlled = run(model, tokenizer, cell.path, asked, args, cost, True)
+    fixed = run(model, tokenizer, cell.path, asked, args, cost, False)
+    check = Check("the tokens of no speculation", controlled["tokens"] == base["tokens"] == fixed["tokens"])
+    if not check.ok:
+        return Result(cell, checks=(check,))
+    ratio = controlled["bytes"] / base["bytes"]
+    per_step = controlled["generated"] / controlled["steps"] * base["steps"] / base["generated"]
+    figures = (
+        figure("cost_vs_off", "ratio", ratio),
+        figure("cost_vs_off_fixed_4", "ratio", fixed["bytes"] / base["bytes"]),
+        figure("tokens_per_step", "tokens", per_step),
+    )
+    target = Check("at most 3 % over no speculation", ratio <= LIMIT, ratio, LIMIT)
+    detail = {
+        "accepted": controlled["accepted"], "drafted": controlled["drafted"],
+        "acceptance_fixed_4": fixed["accepted"] / max(1, fixed["drafted"]),
+    }  # fmt: skip
+    return Result(cell, figures, (check,), (target,), detail=detail)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,28 @@
-"""`halfbyte profile` as a script with a receipt: where a token's time goes on this GPU, for true shapes.
+"""`halfbyte profile` with a receipt: where a token's time goes on this GPU, for true shapes.
 
-    python bench/profile.py --models 120b --presets fast,exact --batches 1,8,32 --pp 2048
+    python -m halfbyte.lab.measure.profile --models 120b --presets fast,exact --batches 1,8,32 --pp 2048
 
-Needs no command line packages, so it runs wherever torch and the kernels do. The last line is JSON.
+Needs no command line packages, so it runs wherever torch and the kernels do. The last line is the receipt.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
 
-import torch  # noqa: E402
-
-from halfbyte import gates as gates_  # noqa: E402
-from halfbyte.errors import HalfbyteError  # noqa: E402
-from halfbyte.lab import environment, receipts, timeline  # noqa: E402
-from halfbyte.lab.profile import Profile, decide  # noqa: E402
-from halfbyte.model import load  # noqa: E402
+from halfbyte import gates as gates_
+from halfbyte.errors import HalfbyteError
+from halfbyte.lab import environment, receipts, timeline
+from halfbyte.lab.entry import finish, numbers
+from halfbyte.lab.profile import Profile, decide
+from halfbyte.lab.result import Cell, Result, figure
+from halfbyte.model import load
 
 
 def show(p: Profile) -> None:
@@ -42,11 +40,7 @@ def show(p: Profile) -> None:
     sys.stdout.flush()
 
 
-def numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="120b")
     parser.add_argument("--presets", default="fast")
@@ -58,41 +52,40 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     environment.need_gpu()
-    result: dict[str, Any] = {
-        "bench": "profile", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:], "measured": {},
-        "profiles": [],
-    }  # fmt: skip
+    results: list[Result] = []
+    measured: dict[str, str] = {}
     try:
         for shape in args.models.split(","):
             for preset in args.presets.split(","):
-                measure(result, shape, preset, args)
+                profile_model(results, measured, shape, preset, args)
                 gc.collect()  # one model's weights must go before the next one's come
                 torch.cuda.empty_cache()
     except HalfbyteError as error:
-        raise SystemExit(f"profile.py: {error}") from None
-    finally:
-        text = json.dumps(result)
-        if args.out:
-            args.out.write_text(text, encoding="utf-8")
-        print(text)
+        print(f"profile: {error}", file=sys.stderr)
+        return error.exit_code
+    return finish("python -m halfbyte.lab.measure.profile", results, measured, args.out)
 
 
-def measure(result: dict[str, Any], shape: str, preset: str, args: argparse.Namespace) -> None:
+def profile_model(
+    results: list[Result], measured: dict[str, str], shape: str, preset: str, args: argparse.Namespace
+) -> None:
     name = load.resolve_model(None if shape == "embedded" else f"random:{shape}")
     model = load.load_model(name, gates_.PRESETS[preset].gates, device=args.device)
-    result["measured"] |= receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
-    work: list[Any] = [
+    measured |= receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
+    work: list[Callable[[], Profile]] = [
         partial(timeline.decode_profile, model, args.tokens, args.depth, b) for b in numbers(args.batches)
     ]
     work += [partial(timeline.prefill_profile, model, n) for n in numbers(args.pp)]
     with torch.inference_mode():
-        for one in work:
-            p = one()
+        for take in work:
+            p = take()
             print(f"{shape} {preset}", end="")
             show(p)
-            entry = p.as_dict() | {"model": shape, "preset": preset}
-            result["profiles"].append(entry | {"decisions": [v.sentence for v in decide(p)]})
+            cell = Cell("profile", shape, preset, path="graph" if p.rows <= 64 else "eager", shape={"what": p.what})
+            figures = (figure("step", "us", p.step_us), figure("speed", "tok/s", p.rows * 1e6 / p.step_us))
+            detail = p.as_dict() | {"decisions": [v.sentence for v in decide(p)]}
+            results.append(Result(cell, figures, record=model.plan.record.as_dict(), detail=detail))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """From safetensors on a RAM disk to an engine that answers: seconds cold and warm, and GPU memory at its peak.
 
-    python bench/load.py --models 120b --presets exact,fast [--folder /dev/shm/halfbyte-load] [--layers 36]
+    python -m halfbyte.lab.measure.load --models 120b --presets exact,fast [--folder /dev/shm/halfbyte-load] [--layers 36]
 
 Writes a checkpoint of the true shape (random, drawn on the GPU, OpenAI's layout and shards) once, then starts a fresh
 process per case: `cold` with an empty kernel cache, `warm` with the cache that the cold one left. The clock runs from
@@ -8,7 +8,8 @@ the start of the process (imports included) to the end of the first answer. Afte
 compared with what was loaded, bit for bit. `--written N` writes N layers and lets the names of the others point at the
 same bytes: every layer is still read, laid out and kept, but the RAM disk holds less. `--layers N` loads fewer, and the
 time of all is scaled up from the time spent on weights, and says so. Peak memory is what the driver reports in use at
-most, the context included, beyond weights and KV. The last line is JSON.
+most, the context included, beyond weights and KV. The last line is the
+receipt.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+from halfbyte.gates import child_environment
+from halfbyte.lab import environment
+from halfbyte.lab.entry import finish, line_of
+from halfbyte.lab.result import Cell, Check, Result, figure
 
 LIMITS = {"warm": 30.0, "cold": 90.0}  # seconds, 120b
 EXTRA_GIB = 2.0
@@ -118,17 +121,17 @@ def write(config: Any, folder: Path, written: int, device: str = "cuda") -> None
         future.result()
         free.append(buffer)
 
-    held: tuple[Any, Any] = (None, None)
+    cached: tuple[Any, Any] = (None, None)
     with ThreadPoolExecutor(WRITERS) as pool:
         for name, shard, header in zip(names, shards, headers):
             fd = os.open(folder / name, os.O_CREAT | os.O_WRONLY, 0o644)
             put(fd, memoryview(header), 0)
             offset = len(header)
             for p in shard:
-                if held[0] != (p.layer, p.role):
-                    held = (None, None)
-                    held = (p.layer, p.role), split_parts(config, p.role, source.parts(p.layer, p.role))
-                flat = p.cut(held[1][p.part]).contiguous().view(-1).view(torch.uint8)
+                if cached[0] != (p.layer, p.role):
+                    cached = (None, None)
+                    cached = (p.layer, p.role), split_parts(config, p.role, source.parts(p.layer, p.role))
+                flat = p.cut(cached[1][p.part]).contiguous().view(-1).view(torch.uint8)
                 for at in range(0, flat.numel(), PIECE):
                     if not free:
                         land()
@@ -183,7 +186,7 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
     from halfbyte.engine.build import core_for
     from halfbyte.engine.options import EngineOptions
     from halfbyte.lab import receipts
-    from halfbyte.lab.measure.engine_timing import drive
+    from halfbyte.lab.measure.engine_timing import CoreClient
     from halfbyte.model import load
 
     marks["imports"] = time.time() - began
@@ -200,19 +203,19 @@ def case(args: argparse.Namespace) -> dict[str, Any]:
     marks["engine"] = time.time() - began
     g = torch.Generator().manual_seed(1)
     prompt = torch.randint(0, model.config.vocab, (300,), generator=g).tolist()
-    drive(core, [prompt], 8, time.perf_counter)
+    CoreClient(core).complete([prompt], 8)
     torch.cuda.synchronize()
     marks["answer"] = time.time() - began
     watch.on = False
     watch.join()
     kv = model.kv_pool().nbytes
     weights = model.weights.nbytes
-    held = torch.cuda.memory_reserved()
+    cached = torch.cuda.memory_reserved()
     core.close()
     return {
         "preset": args.preset, "case": args.case, "ready_s": marks["answer"], "at_s": marks,
         "weights_s": marks["weights"] - marks["imports"], "weights_bytes": weights, "kv_bytes": kv,
-        "peak_used_bytes": watch.used, "peak_while_loading_bytes": load_used, "reserved_bytes": held,
+        "peak_used_bytes": watch.used, "peak_while_loading_bytes": load_used, "reserved_bytes": cached,
         "context_bytes": total - free, "extra_gib": (watch.used - weights - kv) / GIB,
         "gb_per_s": checkpoint_bytes(model.config) / 1e9 / (marks["weights"] - marks["imports"]),
         "plan": info.details["plan"], "equal": equal(model, args.written) if args.compare else None,
@@ -248,8 +251,11 @@ def equal(model: Any, written: int, device: str = "cuda") -> bool:
 
 
 def run_child(arguments: list[str], caches: Path, limit: float) -> Any:
-    environ = os.environ | {"HALFBYTE_CACHE_DIR": str(caches / "halfbyte"), "TRITON_CACHE_DIR": str(caches / "triton")}
-    command = [sys.executable, __file__, *arguments, "--began", str(time.time())]
+    environ = child_environment() | {
+        "HALFBYTE_CACHE_DIR": str(caches / "halfbyte"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+    }
+    command = [sys.executable, "-m", "halfbyte.lab.measure.load", *arguments, "--began", str(time.time())]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
     if done.returncode:
         return {"failed": f"exit code {done.returncode}", "output": done.stdout[-2000:]}
@@ -286,15 +292,11 @@ def main() -> int:
     if args.case:
         print(json.dumps(case(args)))
         return 0
-    from halfbyte.lab import environment
     from halfbyte.model.config import NAMED
 
     environment.need_gpu()
-    result: dict[str, Any] = {
-        "bench": "load", "schema": 1, "environment": environment.collect(), "argv": sys.argv[1:], "measured": {},
-        "load": [],
-    }  # fmt: skip
-    good = True
+    results: list[Result] = []
+    measured: dict[str, str] = {}
     for model in args.models.split(","):
         folder = args.folder / model
         shutil.rmtree(folder, ignore_errors=True)
@@ -313,34 +315,41 @@ def main() -> int:
             flush=True,
         )
         shape = ["--layers", str(layers), "--written", str(written), "--folder", str(folder)]
-        made = run_child(["--write", "--models", model, *shape], args.folder, args.limit)
-        print(f"{model}: written {made}", flush=True)
-        if "failed" in made:
+        outcome = run_child(["--write", "--models", model, *shape], args.folder, args.limit)
+        print(f"{model}: written {outcome}", flush=True)
+        if "failed" in outcome:
             return 1
         for preset in args.presets.split(","):
             caches = args.folder / f"caches-{preset}"
             shutil.rmtree(caches, ignore_errors=True)
             for name in ("cold", "warm"):
-                given = ["--case", name, "--preset", preset, *shape, "--kv-gib", str(args.kv_gib)]
-                row = run_child([*given, *(["--compare"] if name == "cold" else [])], caches, args.limit)
-                row |= {"model": model, "case": name, "preset": preset, "layers": layers, "of_layers": whole}
-                row |= {"checkpoint_gb": size / 1e9, "limit_s": LIMITS[name], "written_layers": written}
-                if "failed" not in row:
-                    good &= row["equal"] is not False
-                    result["measured"] |= row.pop("measured")
-                    if layers < whole:
-                        row["scaled_s"] = scaled(row, layers, whole)
-                    row["holds"] = row.get("scaled_s", row["ready_s"]) <= LIMITS[name]
-                    row["memory_holds"] = row["extra_gib"] <= EXTRA_GIB
-                result["load"].append(row)
-                print(row, flush=True)
+                flags = ["--case", name, "--preset", preset, *shape, "--kv-gib", str(args.kv_gib)]
+                row = run_child([*flags, *(["--compare"] if name == "cold" else [])], caches, args.limit)
+                measured |= row.pop("measured", {})
+                results.append(result_of(row, model, preset, name, layers, whole))
+                print(line_of(results[-1]), flush=True)
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    text = json.dumps(result)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    print(text)
-    return 0 if good and all("failed" not in r for r in result["load"]) else 1
+    return finish("python -m halfbyte.lab.measure.load", results, measured, args.out)
+
+
+def result_of(row: dict[str, Any], model: str, preset: str, case: str, layers: int, whole: int) -> Result:
+    """One start; fewer layers than the model has are scaled up, and the cell says how many were loaded."""
+    shape = {"kernel_cache": "empty" if case == "cold" else "filled", "layers": layers}
+    cell = Cell("start", model, preset, path="engine", shape=shape)
+    if "failed" in row:
+        return Result(cell, refused=row["failed"], detail=row)
+    checks = () if row["equal"] is None else (Check("weights bit for bit as they were written", row["equal"]),)
+    seconds = scaled(row, layers, whole)
+    figures = (
+        figure("ready", "s", seconds), figure("weights", "s", row["weights_s"]),
+        figure("extra_memory", "GiB", max(0.0, row["extra_gib"])),
+    )  # fmt: skip
+    targets = (
+        Check(f"ready within {LIMITS[case]:g} s", seconds <= LIMITS[case], seconds, LIMITS[case]),
+        Check("memory beyond weights and KV", row["extra_gib"] <= EXTRA_GIB, row["extra_gib"], EXTRA_GIB),
+    )
+    return Result(cell, figures if all(c.ok for c in checks) else (), checks, targets, detail=row)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,36 @@
 """Host work of the engine per step, and how much of it the running step hides.
 
-    python bench/host.py [--steps 2000]
+    python -m halfbyte.lab.measure.host [--steps 2000]
 
 First part: a runner that answers at once, so a step is nothing but the engine's own work: schedule, build the batch,
 commit, and encode the message for the client's process. Second part: a runner whose steps take a fixed time on a
 thread of their own, like a device; the gaps between its steps are what the host failed to hide, with steps launched
-ahead and without. Times are of this machine, so this is no test. The last line is JSON.
+ahead and without. Times are of this machine, so this is no test. The last line is the receipt.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
+import itertools
 import queue
 import statistics
+import sys
 import threading
 import time
+from pathlib import Path
 
 from halfbyte.engine import messages
 from halfbyte.engine.batch import Batch
 from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.engine.runner import StepResult
+from halfbyte.engine.runner import ModelRunner, StepResult
+from halfbyte.lab import receipts
+from halfbyte.lab.entry import finish, line_of
+from halfbyte.lab.result import Cell, Check, Result, figure
+
+LIMITS_US = {1: 150.0, 64: 1000.0}  # what the engine's host work should stay within, by batch
 
 
 class Instant:
@@ -45,7 +52,7 @@ class Timed:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.spans: list[tuple[float, float]] = []
-        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[int, threading.Event, list[StepResult]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -75,7 +82,7 @@ class _Pending:
         return self.out[0]
 
 
-def make(runner, batch: int, tokens: int, run_ahead: bool = True) -> EngineCore:
+def make(runner: ModelRunner, batch: int, tokens: int, run_ahead: bool = True) -> EngineCore:
     config = EngineConfig(pages=200_000, max_seqs=max(64, batch), vocab=201088, run_ahead=run_ahead)
     core = EngineCore(runner, config)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -86,7 +93,8 @@ def make(runner, batch: int, tokens: int, run_ahead: bool = True) -> EngineCore:
     return core
 
 
-def host_work(batch: int, steps: int) -> dict[str, float]:
+def host_work(batch: int, steps: int) -> list[float]:
+    """Microseconds of every step."""
     core = make(Instant(), batch, steps + 200)
     times = []
     gc.collect()
@@ -95,48 +103,53 @@ def host_work(batch: int, steps: int) -> dict[str, float]:
         outputs = core.step()
         messages.frame(messages.Stepped(outputs, core.stats()))
         times.append((time.perf_counter_ns() - start) / 1000)
-    times.sort()
-    return {
-        "batch": batch,
-        "p50_us": round(statistics.median(times), 1),
-        "p99_us": round(times[int(len(times) * 0.99)], 1),
-        "per_sequence_us": round(statistics.median(times) / batch, 2),
-    }
+    return times
 
 
-def overlap(batch: int, seconds: float, steps: int, run_ahead: bool) -> dict[str, float]:
+def overlap(batch: int, seconds: float, steps: int, run_ahead: bool) -> tuple[list[float], list[list[int]]]:
+    """(microseconds between the device's steps, begin and end of the first ones)."""
     device = Timed(seconds)
     core = make(device, batch, steps + 200, run_ahead)
     device.spans.clear()
     for _ in range(steps):
         messages.frame(messages.Stepped(core.step(), core.stats()))
-    gaps = [(b[0] - a[1]) * 1e6 for a, b in zip(device.spans, device.spans[1:])]
+    gaps = [max(0.0, (b[0] - a[1]) * 1e6) for a, b in itertools.pairwise(device.spans)]
     zero = device.spans[0][0]
-    trace = [[round((begin - zero) * 1e6), round((end - zero) * 1e6)] for begin, end in device.spans[:4]]
-    idle = round(statistics.median(gaps), 1)
-    return {"batch": batch, "step_us": seconds * 1e6, "ahead": run_ahead, "idle_p50_us": idle, "trace_us": trace}
+    return gaps, [[round((begin - zero) * 1e6), round((end - zero) * 1e6)] for begin, end in device.spans[:4]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=2000)
-    steps = parser.parse_args().steps
+def measure_host(steps: int) -> list[Result]:
     gc.freeze()
-    work = [host_work(b, steps) for b in (1, 8, 64)]
-    print(f"{'batch':>6} {'p50 µs':>9} {'p99 µs':>9} {'µs / sequence':>14}")
-    for row in work:
-        print(f"{row['batch']:>6} {row['p50_us']:>9} {row['p99_us']:>9} {row['per_sequence_us']:>14}")
-    hidden = [overlap(b, s, 200, ahead) for b, s in ((1, 0.001), (64, 0.008)) for ahead in (True, False)]
-    print("\ndevice idle between steps:")
-    for row in hidden:
-        how = "launched ahead" if row["ahead"] else "one at a time"
-        steps_of = f"batch {row['batch']:>2}, steps of {row['step_us'] / 1000:.0f} ms, {how}"
-        spans = ", ".join(f"{begin}..{end}" for begin, end in row["trace_us"])
-        print(f"  {steps_of:<42} {row['idle_p50_us']:>8} µs   first steps, µs: {spans}")
-    met = work[0]["p50_us"] <= 150 and work[2]["p50_us"] <= 1000
-    print(f"\ntarget: p50 <= 150 µs at batch 1 and <= 1000 µs at batch 64: {'met' if met else 'MISSED'}")
-    print(json.dumps({"bench": "host", "work": work, "overlap": hidden, "met": met}))
+    results = []
+    for batch in (1, 8, 64):
+        times = host_work(batch, steps)
+        targets: tuple[Check, ...] = ()
+        if batch in LIMITS_US:
+            median = statistics.median(times)
+            targets = (Check(f"at most {LIMITS_US[batch]:g} us", median <= LIMITS_US[batch], median, LIMITS_US[batch]),)
+        cell = Cell("host work", path="engine", shape={"concurrency": batch})
+        p99 = sorted(times)[int(len(times) * 0.99)]
+        results.append(Result(cell, (figure("step", "us", times), figure("p99", "us", p99)), targets=targets))
+    for batch, seconds in ((1, 0.001), (64, 0.008)):
+        for ahead in (True, False):
+            gaps, spans = overlap(batch, seconds, 200, ahead)
+            shape = {"concurrency": batch, "step_us": seconds * 1e6, "launched": "ahead" if ahead else "one at a time"}
+            cell = Cell("idle between steps", path="engine", shape=shape)
+            results.append(Result(cell, (figure("idle", "us", gaps),), detail={"first_steps_us": spans}))
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    results = measure_host(args.steps)
+    for result in results:
+        print(line_of(result), flush=True)
+    engine = receipts.sources_of([receipts.PACKAGE / "engine" / "engine.py"], ("engine", "kv"))
+    return finish("python -m halfbyte.lab.measure.host", results, receipts.hashes(engine), args.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

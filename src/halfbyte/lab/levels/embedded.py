@@ -1,18 +1,14 @@
-"""The engine on a GPU: does it mean the same as on a CPU, and what does it cost beside the bare graph?
+"""The embedded model's answers through the engine on a GPU, token for token beside a CPU's.
 
-    python bench/engine_gpu.py --answers answers.json --per-task 4                 # on any machine: the CPU's answers
-    python bench/engine_gpu.py --eval --answers answers.json --jobs 6              # on a GPU: compared with them
-    python bench/engine_gpu.py --speed random:120b --preset fast --batches 1,32    # on a GPU
+    python -m halfbyte.lab.levels.embedded --answers answers.json --per-task 4      # on any machine: the CPU's answers
+    python -m halfbyte.lab.levels.embedded --eval --answers answers.json --jobs 6   # on a GPU: compared with them
 
-`--eval`: the embedded model's held-out problems through `EngineCore` and the plan of this GPU, for every preset and
-activation format, with graphs and without. A case named `padded` has idle heads and experts added (the same function),
-which is the shape the CUDA decode kernel wants, and answers four problems at a time, so that this kernel decodes all of
-them. Answers are compared with those of the reference on a CPU at the same gates; where one differs, the margin between
-the two tokens at the first difference is computed on the CPU. Then some are asked again with torch's synchronisation
-checks as errors around `launch`.
-
-`--speed`: tokens per second of the engine beside a graph that feeds itself, the host's time in a step, and steps with
-those checks. The last line is JSON.
+Held-out problems through `EngineCore` and the plan of this GPU, for every preset and activation format, with graphs and
+without. A case named `padded` has idle heads and experts added (the same function), which is the shape the CUDA decode
+kernel wants, and answers four problems at a time, so that this kernel decodes all of them. Answers are compared with
+those of the reference on a CPU at the same gates; where one differs, the margin between the two tokens at the first
+difference is computed on the CPU. Then some are asked again with torch's synchronisation checks as errors around
+`launch`. The last line is the receipt.
 """
 
 from __future__ import annotations
@@ -20,33 +16,31 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
 
-import torch  # noqa: E402
-
-from halfbyte import gates as gates_  # noqa: E402
-from halfbyte.engine.build import core_for  # noqa: E402
-from halfbyte.engine.device_runner import DeviceRunner  # noqa: E402
-from halfbyte.engine.engine import EngineCore  # noqa: E402
-from halfbyte.engine.graphs import USUAL_SIZES, DecodeGraph  # noqa: E402
-from halfbyte.engine.options import EngineOptions  # noqa: E402
-from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
-from halfbyte.evals.suite import MAX_TOKENS, Suite  # noqa: E402
-from halfbyte.lab import environment, receipts  # noqa: E402
-from halfbyte.lab.padded_model import PaddedSource  # noqa: E402
-from halfbyte.model import checkpoint, load  # noqa: E402
-from halfbyte.model.gpt_oss import GptOss, arch_of, choose  # noqa: E402
-from halfbyte.model.single_sequence import SingleSequence  # noqa: E402
+from halfbyte import gates as gates_
+from halfbyte.engine.build import core_for
+from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.options import EngineOptions
+from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.errors import StepError
+from halfbyte.evals.suite import MAX_TOKENS, Suite
+from halfbyte.lab import environment, receipts
+from halfbyte.lab.entry import finish
+from halfbyte.lab.measure.accuracy import ALL
+from halfbyte.lab.measure.engine_steps import with_sync_errors
+from halfbyte.lab.padded_model import PaddedSource
+from halfbyte.lab.result import Cell, Check, Result, figure
+from halfbyte.model import checkpoint, load
+from halfbyte.model.gpt_oss import GptOss, arch_of, choose
+from halfbyte.model.single_sequence import SingleSequence
 
 # (preset, activation): what the embedded model is asked as.
 POINTS = [
@@ -99,7 +93,7 @@ def complete(core: EngineCore, prompts: list[list[int]], most: int) -> list[list
     while core.has_work:
         for id, delta in core.step():
             if delta.finish == "error":
-                raise SystemExit(f"a request failed: {delta.error}")
+                raise StepError(f"a request failed: {delta.error}")
             out[id] += delta.tokens
     return list(out.values())
 
@@ -118,8 +112,8 @@ def ask(model: GptOss, preset: str, activation: str, per_task: int, padded: bool
     core = core_of(model, gates, max_context=max(map(len, prompts)) + MAX_TOKENS, max_seqs=together, **room)
     loaded = time.perf_counter()
     answers = complete(core, prompts, MAX_TOKENS)
-    told = iter(answers)
-    report = suite.run(tokenizer, lambda ps, n: [next(told) for _ in ps])
+    replies = iter(answers)
+    report = suite.run(tokenizer, lambda ps, n: [next(replies) for _ in ps])
     done = time.perf_counter()
     clean = None if device != "cuda" else undisturbed(core, prompts[:AT_ONCE])
     core.close()
@@ -128,17 +122,17 @@ def ask(model: GptOss, preset: str, activation: str, per_task: int, padded: bool
         "preset": preset, "activation": activation, "padded": padded, "eager": eager, "device": device,
         "right": {t: s.right for t, s in report.tasks.items()}, "accuracy": report.accuracy,
         "well_formed": report.well_formed, "phases": phases, "ready_s": loaded - start, "run_s": done - loaded,
-        "tokens": sum(map(len, answers)), "answers": answers, "no_hidden_synchronisation": clean,
+        "tokens": sum(map(len, answers)), "answers": answers, "record": model.plan.record.as_dict(), "no_hidden_synchronisation": clean,
     }  # fmt: skip
 
 
 def undisturbed(core: EngineCore, prompts: list[list[int]]) -> bool | str:
     """The same problems again and again give the same answers, the last time with every hidden wait an error."""
     first = [complete(core, prompts, MAX_TOKENS) for _ in range(2)][-1]  # everything is compiled and captured
-    core.runner.launch = checked(core.runner.launch)  # type: ignore[method-assign]
+    core.runner.launch = with_sync_errors(core.runner.launch)  # type: ignore[method-assign, assignment]
     try:
         return complete(core, prompts, MAX_TOKENS) == first
-    except SystemExit as e:
+    except StepError as e:
         return str(e)
 
 
@@ -162,7 +156,7 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any], per_task: int) -> dict
     return {"problems": len(items), "equal": same, "share": same / len(items), "differ": differ[:40]}
 
 
-def evaluate(args: argparse.Namespace, result: dict[str, Any]) -> None:
+def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every case in a process of its own (compilers run beside each other), `jobs` at a time."""
     known = json.loads(args.answers.read_text(encoding="utf-8"))
     if known["asked"] != asked():
@@ -172,8 +166,8 @@ def evaluate(args: argparse.Namespace, result: dict[str, Any]) -> None:
         wanted = args.only.split(",")
         cases = [c for c in cases if c[0] in wanted or c[1] in wanted or ("padded" in wanted and c[2])]
     running: list[tuple[tuple[Any, ...], subprocess.Popen[bytes], Path]] = []
-    found: list[dict[str, Any]] = []
-    result["eval"] = []
+    done: list[dict[str, Any]] = []
+    shown = 0
     folder = Path(tempfile.mkdtemp())
     waiting = list(cases)
     until = time.monotonic() + args.seconds
@@ -182,13 +176,13 @@ def evaluate(args: argparse.Namespace, result: dict[str, Any]) -> None:
             case = waiting.pop(0)
             out = folder / f"{len(waiting)}.json"
             command = [
-                sys.executable, __file__, "--one", json.dumps(case), "--out", str(out), "--per-task",
+                sys.executable, "-m", "halfbyte.lab.levels.embedded", "--case", json.dumps(case), "--out", str(out), "--per-task",
                 str(known["per_task"]), "--answers", str(args.answers),
             ]  # fmt: skip
             running.append((case, subprocess.Popen(command, stdout=subprocess.DEVNULL), out))
         time.sleep(0.2)
         if time.monotonic() > until:
-            found += [{"case": case, "failed": "not begun, no time was left"} for case in waiting]
+            done += [{"case": case, "failed": "not begun, no time was left"} for case in waiting]
             waiting.clear()
             for _, process, _ in running:
                 process.kill()
@@ -197,24 +191,35 @@ def evaluate(args: argparse.Namespace, result: dict[str, Any]) -> None:
             running.remove(entry)
             case, process, out = entry
             if out.exists():  # what it had found before it failed, too
-                found += json.loads(out.read_text(encoding="utf-8"))
+                done += json.loads(out.read_text(encoding="utf-8"))
             if process.returncode:
-                found.append({"case": case, "failed": f"exit code {process.returncode}"})
-            for c in found[len(result["eval"]) :]:
+                done.append({"case": case, "failed": f"exit code {process.returncode}"})
+            for c in done[shown:]:
                 print(summary(c), flush=True)
-            result["eval"] = list(found)
-            save(args, result)
-    result["asked"] = asked()
-    ran = {name for c in found for names in c.get("phases", {}).values() for name in names}
-    result["measured"] |= receipts.measured(ran)
+            shown = len(done)
+    return done
 
 
-def save(args: argparse.Namespace, result: dict[str, Any]) -> str:
-    """So far: what was measured is not lost if the rest fails."""
-    text = json.dumps(result, default=str)
-    if args.out:
-        args.out.write_text(text, encoding="utf-8")
-    return text
+def result_of(case: dict[str, Any]) -> Result:
+    if "failed" in case:
+        preset, activation, padded = case["case"]
+        cell = Cell("accuracy", "tiny", preset, {"activation": activation}, "engine", {"padded": padded})
+        return Result(cell, refused=case["failed"])
+    compared = case["compared"]
+    shape = {"padded": case["padded"], "problems": compared["problems"]}
+    path = "engine without graphs" if case["eager"] else "engine"
+    cell = Cell("accuracy", "tiny", case["preset"], {"activation": case["activation"]}, path, shape)
+    quiet = case["no_hidden_synchronisation"]
+    checks = [Check("no hidden synchronisation", quiet is True, note="" if isinstance(quiet, bool) else str(quiet))]
+    if case["eager"]:
+        checks.append(Check("tokens are those of graphs", case["equals_graphs"]))
+    figures = (
+        figure("equal_answers", "%", 100 * compared["share"], ALL), figure("right", "%", 100 * case["accuracy"], ALL),
+        figure("right_on_cpu", "%", 100 * case["cpu_accuracy"], ALL),
+    )  # fmt: skip
+    detail = {"differ": compared["differ"], "tasks_that_differ": case["tasks_that_differ"], "phases": case["phases"]}
+    holds = all(c.ok for c in checks)
+    return Result(cell, figures if holds else (), tuple(checks), record=case["record"], detail=detail)
 
 
 def summary(c: dict[str, Any]) -> str:
@@ -233,10 +238,10 @@ def summary(c: dict[str, Any]) -> str:
     )
 
 
-def one(args: argparse.Namespace) -> None:
+def run_case(args: argparse.Namespace) -> None:
     """One process's part: a model through graphs, and where presets are compared, eagerly too."""
     torch.set_num_threads(1)
-    preset, activation, padded = json.loads(args.one)
+    preset, activation, padded = json.loads(args.case)
     known = json.loads(args.answers.read_text(encoding="utf-8"))
     theirs = known["cases"][f"{preset} {activation}"]
     model = embedded(gates_of(preset, activation), torch.device("cuda"), padded)
@@ -290,142 +295,7 @@ def cpu_answers(args: argparse.Namespace) -> None:
         args.answers.write_text(json.dumps(whole), encoding="utf-8")
 
 
-# ---- speed ----------------------------------------------------------------------------------------------------------
-
-
-def prompts_of(model: GptOss, count: int, length: int, seed: int) -> list[list[int]]:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(0, model.config.vocab, (count, length), generator=g).tolist()
-
-
-def engine_speed(core: EngineCore, model: GptOss, rows: int, depth: int, count: int, sampling: dict[str, Any]) -> Any:
-    """`rows` requests of `depth` prompt tokens, decoded for `count` steps; times are of the steps in the middle."""
-    params = SamplingParams(max_tokens=count, ignore_eos=True, **({"temperature": 0.0} | sampling))
-    for p in prompts_of(model, rows, depth, rows):
-        core.submit(Request(p, params))
-    while any(len(s.tokens) < depth + 8 for g in core.groups.values() for s in g.seqs):
-        core.step()  # prompts, capture, first tokens
-    launch = core.runner.launch
-    host: list[float] = []
-    waits: list[float] = []
-
-    def timed(batch: Any) -> Any:
-        start = time.perf_counter()
-        handle = launch(batch)
-        host.append(time.perf_counter() - start)
-        result = handle.result
-
-        def waited() -> Any:
-            began = time.perf_counter()
-            found = result()
-            waits.append(time.perf_counter() - began)
-            return found
-
-        handle.result = waited  # type: ignore[method-assign]
-        return handle
-
-    core.runner.launch = timed  # type: ignore[method-assign]
-    torch.cuda.synchronize()
-    times, done = [], 0
-    steps = count - 40
-    began = time.perf_counter()
-    for _ in range(steps):
-        start = time.perf_counter()
-        done += sum(len(d.tokens) for _, d in core.step())
-        times.append(time.perf_counter() - start)
-    seconds = time.perf_counter() - began
-    # The same steps once more with every hidden synchronisation an error, around the launch alone.
-    core.runner.launch = checked(launch)  # type: ignore[method-assign]
-    for _ in range(16):
-        core.step()
-    core.runner.launch = launch  # type: ignore[method-assign]
-    runner = core.runner
-    assert isinstance(runner, DeviceRunner)
-    graphs = sorted(runner.graphs.captured) if runner.graphs is not None else []
-    for id in list(core.groups):
-        core.cancel(id)
-    while core.has_work:
-        core.step()
-    return {
-        "test": f"engine tg @ {depth}, c={rows}", "sampling": sampling, "sampler": runner.sampler.name,
-        "tokens_per_s": done / seconds, "us_per_step": seconds / steps * 1e6,
-        "median_us": statistics.median(times) * 1e6, "launch_host_us": statistics.median(host) * 1e6,
-        "wait_us": statistics.median(waits) * 1e6,
-        "other_host_us": (statistics.median(times) - statistics.median(host) - statistics.median(waits)) * 1e6,
-        "graphs": graphs, "no_hidden_synchronisation": True,
-    }  # fmt: skip
-
-
-def checked(launch: Any) -> Any:
-    def run(batch: Any) -> Any:
-        with warnings.catch_warnings():  # torch warns that this mode does not see everything
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            return launch(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return run
-
-
-def graph_speed(model: GptOss, rows: int, depth: int, count: int = 96) -> dict[str, Any]:
-    """A graph that feeds itself: what the device can do without a host."""
-    blocks = -(-(depth + count + 256) // model.spec.page_size)
-    model.allocate_kv(1 + 2 * rows * blocks)
-    graph = DecodeGraph(model, rows, blocks, feed_back=True)
-    graph.capture()
-    pages = torch.arange(1, 1 + 2 * rows * blocks, dtype=torch.int32, device="cuda").view(2, rows, blocks)
-    graph.set_tables(pages[0], pages[1])
-    times = []
-    for run in range(3):
-        graph.step.tokens.copy_(torch.tensor([p[0] for p in prompts_of(model, rows, 1, run)], dtype=torch.int32))
-        graph.step.positions.fill_(depth)
-        graph.step.kv_lens.fill_(depth + 1)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()
-        start.record()
-        for _ in range(count):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / count)
-    ms = statistics.median(times)
-    model.release_kv()
-    torch.cuda.empty_cache()
-    return {"test": f"graph tg @ {depth}, c={rows}", "tokens_per_s": rows * 1e3 / ms, "us_per_step": ms * 1e3}
-
-
-def speed(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    gates = gates_.PRESETS[args.preset].gates
-    start = time.perf_counter()
-    model = load.load_model(load.resolve_model(args.speed), gates, device="cuda")
-    torch.cuda.synchronize()
-    print(f"loaded in {time.perf_counter() - start:.1f} s", flush=True)
-    rows: list[dict[str, Any]] = []
-    result["speed"] = {"model": args.speed, "preset": args.preset, "rows": rows}
-    samplings: list[dict[str, Any]] = [{}]
-    if args.sampled:
-        samplings += [{"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0, "top_k": 40}]
-    for batch in args.batches:
-        found = [graph_speed(model, batch, args.depth)]
-        core = core_of(model, gates, max_seqs=64, max_context=args.depth + args.count + 256, kv_gib=8.0)
-        for sampling in samplings:  # the prompts are in the prefix cache after the first
-            found.append(engine_speed(core, model, batch, args.depth, args.count, sampling))
-        core.close()
-        model.release_kv()
-        del core
-        torch.cuda.empty_cache()
-        for row in found[1:]:
-            row["share_of_graph"] = row["tokens_per_s"] / found[0]["tokens_per_s"]
-        for row in found:
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        rows += found
-        result["measured"] |= receipts.measured(model.plan.record.phases())
-        save(args, result)
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, help="the CPU's answers: written, or read with --eval")
     parser.add_argument("--per-task", type=int, default=4)
@@ -433,38 +303,26 @@ def main() -> None:
     parser.add_argument("--eval", action="store_true")
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=1e9, help="stop what has not ended by then, keep the rest")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--speed", help="a model, for example random:120b")
-    parser.add_argument("--preset", default="fast")
-    parser.add_argument("--batches", type=lambda t: [int(n) for n in t.split(",")], default=[1, 32])
-    parser.add_argument("--depth", type=int, default=2048)
-    parser.add_argument("--count", type=int, default=240)
-    parser.add_argument("--sampled", action="store_true", help="also with temperature 1")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_grad_enabled(False)
-    assert all(b <= USUAL_SIZES[-1] for b in args.batches)
-    if args.one:
-        one(args)
-        return
-    if args.answers and not args.eval and not args.speed:
+    if args.case:
+        run_case(args)
+        return 0
+    if args.answers and not args.eval:
         torch.set_num_threads(1)
         cpu_answers(args)
-        return
-    if not args.eval and not args.speed:
-        parser.error("say what to do: --answers FILE, --eval --answers FILE, or --speed MODEL")
+        return 0
+    if not args.eval:
+        parser.error("say what to do: --answers FILE, or --eval --answers FILE")
     environment.need_gpu()
-    mine = [receipts.PACKAGE / "engine" / "runner.py", receipts.PACKAGE / "plan" / "draw.py"]
-    result: dict[str, Any] = {
-        "bench": "engine", "schema": 1, "environment": environment.collect(),
-        "measured": receipts.hashes(receipts.sources_of(mine, ("kernels", "engine"))),
-    }  # fmt: skip
-    if args.eval:
-        evaluate(args, result)
-    if args.speed:
-        speed(args, result)
-    print(save(args, result))
+    cases = evaluate(args)
+    ran = {name for c in cases for names in c.get("phases", {}).values() for name in names}
+    engine = receipts.sources_of([receipts.PACKAGE / "engine" / "build.py"], ("kernels", "engine"))
+    measured = receipts.hashes(engine) | receipts.measured(ran) | receipts.weights(load.EMBEDDED)
+    return finish("python -m halfbyte.lab.levels.embedded", [result_of(c) for c in cases], measured, args.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

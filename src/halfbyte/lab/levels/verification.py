@@ -1,42 +1,40 @@
 """What a step that verifies drafts costs on a GPU, replayed as a graph and queued eagerly.
 
-    python bench/verify_gpu.py --model random:20b --batches 1,8 --draft 3
+    python -m halfbyte.lab.levels.verification --model random:20b --batches 1,8 --draft 3
 
 Every sequence gets a draft of random tokens every time, all of them rejected (so that a step adds one token to each,
 and both ways run the same steps); the tokens must be those of eager steps, or the first that is not is named, with the
 rows of every step. Drafting costs nothing here: what is timed
-is schedule, verify and commit, whose result decides the next step, so the host's time shows. The last line is JSON.
+is schedule, verify and commit, whose result decides the next step, so the host's time shows. The last line is the receipt.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import statistics
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+import torch
 
-import torch  # noqa: E402
-
-from halfbyte import gates as gates_  # noqa: E402
-from halfbyte.engine.batch import Batch  # noqa: E402
-from halfbyte.engine.build import core_for  # noqa: E402
-from halfbyte.engine.options import EngineOptions  # noqa: E402
-from halfbyte.engine.request import Request, SamplingParams  # noqa: E402
-from halfbyte.engine.runner import StepHandle  # noqa: E402
-from halfbyte.engine.sequence import Sequence  # noqa: E402
-from halfbyte.engine.speculative.controller import Controller, Pace  # noqa: E402
-from halfbyte.engine.speculative.proposer import Proposal  # noqa: E402
-from halfbyte.lab import environment, receipts  # noqa: E402
-from halfbyte.model import load  # noqa: E402
-from halfbyte.model.gpt_oss import GptOss  # noqa: E402
+from halfbyte import gates as gates_
+from halfbyte.engine.batch import Batch
+from halfbyte.engine.build import core_for
+from halfbyte.engine.options import EngineOptions
+from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.engine.runner import StepHandle
+from halfbyte.engine.sequence import Sequence
+from halfbyte.engine.speculative.controller import Controller, Pace
+from halfbyte.engine.speculative.proposer import Proposal
+from halfbyte.errors import StepError
+from halfbyte.lab import environment, receipts
+from halfbyte.lab.entry import finish, line_of, numbers
+from halfbyte.lab.result import Cell, Check, Result, figure
+from halfbyte.model import load
+from halfbyte.model.gpt_oss import GptOss
 
 
 class Always(Pace):
@@ -64,7 +62,10 @@ class Noise:
         return Always(self._controller)
 
 
-def measure(model: GptOss, gates: gates_.Gates, batch: int, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+def run_engine(
+    model: GptOss, gates: gates_.Gates, batch: int, args: argparse.Namespace
+) -> tuple[list[float], dict[str, list[int]], dict[str, Any]]:
+    """(microseconds of the steps in the middle, tokens, what was drafted)."""
     name = load.resolve_model(args.model)
     context = args.depth + args.count + 64
     options = EngineOptions(gates=gates, max_seqs=batch, max_context=context, kv_gib=2.0, max_draft=args.draft)
@@ -89,27 +90,49 @@ def measure(model: GptOss, gates: gates_.Gates, batch: int, args: argparse.Names
         start = time.perf_counter()
         for id, delta in core.step():
             if delta.finish == "error":
-                raise SystemExit(f"a request failed: {delta.error}")
+                raise StepError(f"a request failed: {delta.error}")
             tokens[id] += delta.tokens
         times.append(time.perf_counter() - start)
     stats = core.stats()
     core.close()
     model.release_kv()
     torch.cuda.empty_cache()
-    middle = times[len(times) // 3 : -4]
-    row = {
-        "batch": batch, "rows": batch * (args.draft + 1), "graphs": gates.graphs, "steps": len(middle),
-        "median_us": statistics.median(middle) * 1e6, "p90_us": sorted(middle)[int(0.9 * len(middle))] * 1e6,
+    middle = [1e6 * s for s in times[len(times) // 3 : -4]]
+    detail = {
         "drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens, "steps_of_rows": dict(sizes),
+        "p90_us": sorted(middle)[int(0.9 * len(middle))],
     }  # fmt: skip
-    return row, tokens
+    return middle, tokens, detail
+
+
+def check_verification(model: GptOss, args: argparse.Namespace, batch: int) -> list[Result]:
+    """The same drafts through graphs and eagerly: equal tokens, and the time of a step each way."""
+    runs = {
+        graphs: run_engine(model, gates_.parse({"graphs": graphs}, env={}, preset=args.preset), batch, args)
+        for graphs in ("on", "off")
+    }
+    other = {
+        id: next(i for i, (a, b) in enumerate(zip(tokens, runs["off"][1][id], strict=True)) if a != b)
+        for id, tokens in runs["on"][1].items()
+        if tokens != runs["off"][1][id]
+    }
+    check = Check(
+        "tokens of graphs and of eager steps are equal", not other, note=f"first that differ: {other}" if other else ""
+    )
+    shape = {"concurrency": batch, "drafted": args.draft, "depth": args.depth}
+    results = []
+    for graphs, (times, _, detail) in runs.items():
+        cell = Cell("verification", args.model, args.preset, {"graphs": graphs}, "engine", shape)
+        figures = () if other else (figure("step", "us", times),)
+        results.append(Result(cell, figures, (check,), detail=detail))
+    return results
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="random:20b")
     parser.add_argument("--preset", default="fast")
-    parser.add_argument("--batches", type=lambda t: [int(n) for n in t.split(",")], default=[1, 8])
+    parser.add_argument("--batches", type=numbers, default=[1, 8])
     parser.add_argument("--draft", type=int, default=3)
     parser.add_argument("--depth", type=int, default=1024)
     parser.add_argument("--count", type=int, default=96)
@@ -119,37 +142,13 @@ def main() -> int:
     environment.need_gpu()
     torch.set_grad_enabled(False)
     model = load.load_model(load.resolve_model(args.model), gates_.PRESETS[args.preset].gates, device=args.device)
-    mine = [receipts.PACKAGE / "engine" / "runner.py", receipts.PACKAGE / "plan" / "draw.py"]
-    result: dict[str, Any] = {
-        "bench": "verify", "schema": 1, "environment": environment.collect(), "model": args.model,
-        "preset": args.preset, "depth": args.depth, "draft": args.draft, "rows": [],
-        "measured": receipts.hashes(receipts.sources_of(mine, ("kernels", "engine"))),
-    }  # fmt: skip
-    equal = True
+    results: list[Result] = []
     for batch in args.batches:
-        said = []
-        for graphs in ("on", "off"):
-            gates = gates_.parse({"graphs": graphs}, env={}, preset=args.preset)
-            row, tokens = measure(model, gates, batch, args)
-            said.append(tokens)
-            result["rows"].append(row)
-            print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-        other = {
-            id: next(i for i, (a, b) in enumerate(zip(mine, said[1][id], strict=True)) if a != b)
-            for id, mine in said[0].items()
-            if mine != said[1][id]
-        }
-        result["rows"][-2] |= {"tokens_equal_eager": not other, "first_other_token": other}
-        equal = equal and not other
-        print(
-            f"batch {batch}: graphs and eager give equal tokens: {f'no, from {other} on' if other else 'yes'}",
-            flush=True,
-        )
-        result["measured"] |= receipts.measured(model.plan.record.phases())
-        if args.out:
-            args.out.write_text(json.dumps(result, default=str), encoding="utf-8")
-    print(json.dumps(result, default=str))
-    return 0 if equal else 1
+        results += check_verification(model, args, batch)
+        print(*map(line_of, results[-2:]), sep="\n", flush=True)
+    engine = receipts.sources_of([receipts.PACKAGE / "engine" / "build.py"], ("kernels", "engine"))
+    measured = receipts.hashes(engine) | receipts.measured(model.plan.record.phases())
+    return finish("python -m halfbyte.lab.levels.verification", results, measured, args.out)
 
 
 if __name__ == "__main__":
