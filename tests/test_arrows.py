@@ -39,6 +39,7 @@ MAY: dict[str, set[str]] = {
         "harmony",
         "roofline",
         "evals",
+        "server",
         "memory",
     },
     "doctor": {"errors", "gates", "model", "roofline"},

@@ -2,10 +2,10 @@
 
     python -m halfbyte.lab.remeasure bench/results [PART...] [--answers FILE]
 
-or `halfbyte receipts --run`. Can be ended and begun again: a part whose receipt is current is skipped. A part that fails
-says so and costs the others nothing; its log lies beside its receipt. Needs a checkout, because the kernels' scripts and
-the tests are not installed. The embedded model's answers on a CPU take minutes; make them anywhere with the same weights
-(`python -m halfbyte.lab.levels.embedded --answers FILE`) and name them. Measures nothing itself.
+or `halfbyte receipts --run`. Can be ended and begun again: a part whose receipt is current is skipped. A part that
+fails says so and costs the others nothing; its log lies beside its receipt. Needs a checkout, because the kernels'
+scripts and the tests are not installed. The embedded model's answers on a CPU take minutes; make them anywhere with the
+same weights (`python -m halfbyte.lab.levels.embedded --answers FILE`) and name them. Measures nothing itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ PARTS = (
     Part("engine-steps", 120, ("-m", "halfbyte.lab.measure.engine_steps", "random:120b", "--sampled")),
     Part("sustained", 90, (*BENCH, "--pp", "", "--tg", "", "--depth", "128", "--concurrency", "1,8,32,64", "--sustain",
          "3", "--no-check")),
-    Part("phases", 120, (*BENCH, "--pp", "", "--tg", "", "--depth", "2048", "--phases", "1,8,64,320,2048", "--no-check")),
+    Part("phases", 120, (*BENCH, "--pp", "", "--tg", "", "--depth", "2048", "--phases", "1,8,64,320,2048",
+         "--no-check")),
     Part("batch-kernels", 60, ("-m", "bench.kernels.batch", "--rows", "8,32,64")),
     Part("prefill-kernels", 60, ("-m", "bench.kernels.prefill_products", "--tokens", "512,2048,8192")),
     Part("prefill-kernels-fp8", 60, ("-m", "bench.kernels.prefill_products", "--fp8", "--tokens", "2048,4096,8192")),

@@ -122,7 +122,8 @@ def ask(model: GptOss, preset: str, activation: str, per_task: int, padded: bool
         "preset": preset, "activation": activation, "padded": padded, "eager": eager, "device": device,
         "right": {t: s.right for t, s in report.tasks.items()}, "accuracy": report.accuracy,
         "well_formed": report.well_formed, "phases": phases, "ready_s": loaded - start, "run_s": done - loaded,
-        "tokens": sum(map(len, answers)), "answers": answers, "record": model.plan.record.as_dict(), "no_hidden_synchronisation": clean,
+        "tokens": sum(map(len, answers)), "answers": answers,
+        "record": model.plan.record.as_dict(), "no_hidden_synchronisation": clean,
     }  # fmt: skip
 
 
@@ -176,7 +177,8 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
             case = waiting.pop(0)
             out = folder / f"{len(waiting)}.json"
             command = [
-                sys.executable, "-m", "halfbyte.lab.levels.embedded", "--case", json.dumps(case), "--out", str(out), "--per-task",
+                sys.executable, "-m", "halfbyte.lab.levels.embedded", "--case", json.dumps(case), "--out",
+                str(out), "--per-task",
                 str(known["per_task"]), "--answers", str(args.answers),
             ]  # fmt: skip
             running.append((case, subprocess.Popen(command, stdout=subprocess.DEVNULL), out))

@@ -4,7 +4,8 @@
     compute-sanitizer --tool memcheck python -m halfbyte.lab.levels.stress --small --steps 4
 
 Sequences of many lengths are decoded step after step, greedily, each token fed back; then everything once more. Both
-passes must agree in every token, and in the last logits of every sequence to the last bit. The last line is the receipt.
+passes must agree in every token, and in the last logits of every sequence to the last bit. The last line is
+the receipt.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cuda.decode.step import DecodeStep, StepShape
+from halfbyte.kernels.cuda.decode.shape import StepShape
+from halfbyte.kernels.cuda.decode.step import DecodeStep
 from halfbyte.lab import environment, receipts
 from halfbyte.lab.entry import finish, line_of
 from halfbyte.lab.levels.decode_case import DecodeCase, place, random_weights, shape_of

@@ -4,8 +4,8 @@
 
 Every sequence gets a draft of random tokens every time, all of them rejected (so that a step adds one token to each,
 and both ways run the same steps); the tokens must be those of eager steps, or the first that is not is named, with the
-rows of every step. Drafting costs nothing here: what is timed
-is schedule, verify and commit, whose result decides the next step, so the host's time shows. The last line is the receipt.
+rows of every step. Drafting costs nothing here: what is timed is schedule, verify and commit, whose result decides the
+next step, so the host's time shows. The last line is the receipt.
 """
 
 from __future__ import annotations

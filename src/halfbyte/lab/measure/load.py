@@ -1,6 +1,6 @@
 """From safetensors on a RAM disk to an engine that answers: seconds cold and warm, and GPU memory at its peak.
 
-    python -m halfbyte.lab.measure.load --models 120b --presets exact,fast [--folder /dev/shm/halfbyte-load] [--layers 36]
+    python -m halfbyte.lab.measure.load --models 120b --presets exact,fast [--folder /dev/shm/load]
 
 Writes a checkpoint of the true shape (random, drawn on the GPU, OpenAI's layout and shards) once, then starts a fresh
 process per case: `cold` with an empty kernel cache, `warm` with the cache that the cold one left. The clock runs from
@@ -8,8 +8,7 @@ the start of the process (imports included) to the end of the first answer. Afte
 compared with what was loaded, bit for bit. `--written N` writes N layers and lets the names of the others point at the
 same bytes: every layer is still read, laid out and kept, but the RAM disk holds less. `--layers N` loads fewer, and the
 time of all is scaled up from the time spent on weights, and says so. Peak memory is what the driver reports in use at
-most, the context included, beyond weights and KV. The last line is the
-receipt.
+most, the context included, beyond weights and KV. The last line is the receipt.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ def write(config: Any, folder: Path, written: int, device: str = "cuda") -> None
     import torch
 
     from halfbyte.model import safetensors_writer as st
+    from halfbyte.model.safetensors_io import INDEX
     from halfbyte.model.synthetic import SyntheticSource
     from halfbyte.model.weights import split_parts
 
@@ -107,7 +107,7 @@ def write(config: Any, folder: Path, written: int, device: str = "cuda") -> None
         raw += b" " * (-len(raw) % 8)
         headers.append(len(raw).to_bytes(8, "little") + raw)
     index = {"metadata": {"total_size": checkpoint_bytes(config)}, "weight_map": weight_map}
-    (folder / st.INDEX).write_text(json.dumps(index), encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     free = deque(torch.empty(PIECE, dtype=torch.uint8, pin_memory=device == "cuda") for _ in range(WRITERS + 2))
     flying: deque[tuple[Future[None], Any]] = deque()
 
@@ -137,7 +137,7 @@ def write(config: Any, folder: Path, written: int, device: str = "cuda") -> None
                         land()
                     buffer, part = free.popleft(), flat[at : at + PIECE]
                     buffer[: part.numel()].copy_(part)
-                    view = memoryview(buffer.numpy())[: part.numel()]
+                    view = memoryview(buffer.numpy().data)[: part.numel()]
                     flying.append((pool.submit(put, fd, view, offset + at), buffer))
                 offset += p.nbytes
             while flying:
@@ -242,7 +242,7 @@ def equal(model: Any, written: int, device: str = "cuda") -> bool:
             assert isinstance(drawn, MXTensor)
             if not torch.equal(ours.data, formats.convert(drawn, ours.layout).data):
                 return False
-        elif not torch.equal(ours, drawn):
+        elif not isinstance(drawn, torch.Tensor) or not torch.equal(ours, drawn):
             return False
     return True
 

@@ -1,38 +1,21 @@
-"""bench/load.py writes the checkpoint that the slow writer would, and scales honestly."""
+"""The measurement of a start writes the checkpoint that the slow writer would, and scales honestly."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.lab import receipts
+from halfbyte.lab.measure import load
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model import load as load_
 from halfbyte.model.config import NAMED
 
-BENCH = Path(__file__).parents[2] / "bench" / "load.py"
 
-
-@pytest.fixture(scope="module")
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_load", BENCH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_load"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_fast_writer_writes_the_same_checkpoint(
-    load: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fast_writer_writes_the_same_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "PIECE", 40960)
     monkeypatch.setattr(load, "SHARD", 3_000_000)
     config = NAMED["small"]
@@ -48,7 +31,7 @@ def test_the_fast_writer_writes_the_same_checkpoint(
             assert torch.equal(a, b), (layer, role)
 
 
-def test_layers_may_share_bytes(load: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_may_share_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "SHARD", 1_000_000)
     config = NAMED["small"]
     load.write(config, tmp_path / "shared", 2, device="cpu")
@@ -62,17 +45,17 @@ def test_layers_may_share_bytes(load: ModuleType, tmp_path: Path, monkeypatch: p
     assert not load.equal(model, 2, device="cpu")
 
 
-def test_bytes_of_the_true_shapes(load: ModuleType) -> None:
+def test_bytes_of_the_true_shapes() -> None:
     assert load.checkpoint_bytes(load.config_of("120b", 36)) / 1e9 == pytest.approx(65.2, abs=0.1)
     assert load.checkpoint_bytes(load.config_of("120b", 4)) / 1e9 == pytest.approx(9.3, abs=0.1)
     assert load.checkpoint_bytes(load.config_of("20b", 24)) / 1e9 == pytest.approx(13.8, abs=0.1)
 
 
-def test_only_the_weights_scale_with_layers(load: ModuleType) -> None:
+def test_only_the_weights_scale_with_layers() -> None:
     row = {"ready_s": 20.0, "weights_s": 8.0}
     assert load.scaled(row, 18, 36) == 28.0
     assert load.scaled(row, 36, 36) == 20.0
 
 
-def test_the_receipt_names_files_that_exist(load: ModuleType) -> None:
+def test_the_receipt_names_files_that_exist() -> None:
     assert set(receipts.hashes(receipts.PACKAGE / name for name in load.LOADING)) == set(load.LOADING)
