@@ -29,8 +29,9 @@ PROGRAM = Program(Path("experts.cu"), "experts", ("-DHB_ROWS=1",))
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    monkeypatch.setattr(launch, "loaded_modules", {})
-    monkeypatch.setattr(graph_nodes, "loaded_modules", launch.loaded_modules)
+    for name in ("loaded_modules", "loaded_functions"):
+        monkeypatch.setattr(launch, name, {})
+        monkeypatch.setattr(graph_nodes, name, getattr(launch, name))
     monkeypatch.setattr(launch, "_compiled", {(PROGRAM, "sm_90a"): module_hash(RIGHT)})
     fake = install(monkeypatch)
     monkeypatch.setattr(graph_nodes, "_driver", lambda: fake)
@@ -134,5 +135,7 @@ def test_nodes_of_every_kind(driver: FakeDriver) -> None:
     assert graph_nodes.kernels(1) == [
         ("experts", module_hash(RIGHT)), ("vectorized_copy", ""), ("of a library", "")
     ]  # fmt: skip
+    launch.loaded_modules.clear()  # a driver that has other handles for modules
+    assert graph_nodes.kernels(1)[0] == ("experts", module_hash(RIGHT))
     driver.graphs[3] = []
     assert graph_nodes.kernels(3) == []

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from halfbyte import gates
+from halfbyte.engine.graphs import DecodeGraph
+from halfbyte.kernels.cuda.device import host
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
@@ -137,6 +139,7 @@ def test_logits(preset: str, flags: dict[str, str]) -> None:
     if torch.cuda.get_device_capability() == (9, 0) and set(flags) <= {"attention"}:
         assert ("cuda.decode_step" in ran) == (not flags)  # phases that hold attention are left out with it
         assert mine.plan.record.phases("prefill") >= {"cuda.grouped_moe" if flags else "cuda.prefill_layer"}
+    assert [str(d) for d in mine.plan.differences()] == []
     assert torch.isfinite(got).all()
     found = Distance.of(got, expected)
     print(f"{preset} {flags}: {found}; the reference with noise: {moved}; {', '.join(sorted(ran))}")
@@ -145,3 +148,41 @@ def test_logits(preset: str, flags: dict[str, str]) -> None:
     assert found.sure > min(d.sure for d in moved) / ROOM - 0.02  # 2 %: five rows, by chance
     sure = _sure(got, expected)
     assert got.argmax(1)[sure].equal(expected.argmax(1)[sure])
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_a_planted_build_is_named(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sources compiled with line information: another binary behind the same entry, with the same results."""
+    g = gates.parse({}, env={}, preset="fast")
+
+    def difference(model: GptOss) -> list[str]:
+        model.allocate_kv(64)
+        with torch.inference_mode():
+            graph = DecodeGraph(model, 16, 8, feed_back=True)
+            if captured:
+                graph.capture()
+                for _ in range(3):
+                    graph.replay()
+                torch.cuda.synchronize()
+                assert model.plan.record.graphs[0].replays == 3
+                assert model.plan.record.graphs[0].nodes is not None, model.plan.record.graphs[0].unread
+                model.plan.record.eager.phases.clear()  # those that warmed up
+            else:
+                graph.run()
+        assert "cuda.batch_layer_fused" in model.plan.record.phases("batch")
+        return [str(d) for d in model.plan.differences()]
+
+    if arch_of("cuda").name != "sm90":
+        pytest.skip("written for the plan of SM90")
+    assert difference(on_device(g)) == []
+    host.gpu.cache_clear()
+    plain = host.Gpu.program
+    monkeypatch.setattr(
+        host.Gpu, "program",
+        lambda self, build: replace(p := plain(self, build), options=(*p.options, "--generate-line-info")),
+    )  # fmt: skip
+    try:
+        said = difference(on_device(g))
+    finally:
+        host.gpu.cache_clear()
+    assert any("cuda.batch_layer_fused (batch): launched another build of batch_" in text for text in said), said

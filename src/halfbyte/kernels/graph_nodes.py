@@ -1,7 +1,7 @@
 """The kernels of a captured CUDA graph, as the driver holds them: what a replay runs, whoever put it there.
 
 A node names a function; the function lies in a module, and the hash of that module's binary is known where it was
-loaded here (`launch.loaded_modules`). Kernels of modules that nobody here loaded are torch's own. Needs cuda-bindings.
+loaded here (`launch.remember_loaded`). Kernels of modules that nobody here loaded are torch's own. Needs cuda-bindings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from halfbyte.kernels.launch import _driver, _ok, loaded_modules
+from halfbyte.kernels.launch import _driver, _ok, loaded_functions, loaded_modules
 from halfbyte.plan.record import NodeKernel
 
 
@@ -39,5 +39,7 @@ def _kernel(driver: Any, node: Any) -> NodeKernel:
         function = _ok(driver.cuKernelGetFunction(parameters.kern), "find a kernel's function")[0]
     name = _ok(driver.cuFuncGetName(function), "ask for a kernel's name")[0]
     status, module = driver.cuFuncGetModule(function)
-    known = "" if int(status) else loaded_modules.get(int(module), "")
+    known = None if int(status) else loaded_modules.get(int(module))
+    if known is None:
+        known = loaded_functions.get(int(function), "")
     return NodeKernel(name.decode() if isinstance(name, bytes) else str(name), known)

@@ -24,7 +24,7 @@ import torch
 
 from halfbyte import gates
 from halfbyte.errors import EngineError, PlanError, UsageError
-from halfbyte.plan.launches import KernelImage, launched
+from halfbyte.plan.launches import KernelImage, Part, launched
 from halfbyte.plan.phase import ARCHES, Arch
 from halfbyte.plan.record import Declared
 
@@ -80,6 +80,7 @@ class Build:
     ban: str = ""  # and one it must not
     known_spills: str = ""  # functions, with | between, whose spills are known and said, not held against it,
     spill_limit: int = 0  # up to so many bytes together
+    part: Part | None = None  # what it is for, where that is the same in every phase
 
 
 def compile_program(program: Program, arch: str, *, cache: Path | None = None) -> bytes:
@@ -170,8 +171,15 @@ def module_hash(binary: bytes) -> str:
     return hashlib.sha256(binary).hexdigest()[:16]
 
 
-loaded_modules: dict[int, str] = {}  # handle -> hash of every binary that was loaded here, ours and Triton's
+# Handle -> hash of every binary that was loaded here, ours and Triton's; by module and by function.
+loaded_modules: dict[int, str] = {}
+loaded_functions: dict[int, str] = {}
 _compiled: dict[tuple[Program, str], str] = {}  # program and architecture -> hash of what the compiler gave
+
+
+def remember_loaded(image: KernelImage, module: int, function: int) -> None:
+    """So that a graph's nodes can be told apart. Modules stay loaded, so their handles are nobody else's."""
+    loaded_modules[module] = loaded_functions[function] = image.module
 
 
 def declared_kernels(programs: Iterable[Program], arch: Arch) -> list[Declared]:
@@ -192,17 +200,17 @@ _Pointers = ctypes.c_void_p * 1
 
 
 class Kernel:
-    """A loaded entry point. `shared` is the dynamic shared memory of every launch."""
+    """A loaded entry point. `shared` is the dynamic shared memory of every launch; `part` as a `Build` has it."""
 
-    def __init__(self, cubin: bytes, entry: str, shared: int) -> None:
+    def __init__(self, cubin: bytes, entry: str, shared: int, part: Part | None = None) -> None:
         driver = _driver()
         torch.cuda.current_stream()  # the context torch uses, made current
         self._image = ctypes.create_string_buffer(cubin, len(cubin))
         module = _ok(driver.cuModuleLoadData(ctypes.addressof(self._image)), f"load {entry}")[0]
         self._function = _ok(driver.cuModuleGetFunction(module, entry.encode()), f"find {entry}")[0]
         self._module, self._shared, self._entry = module, shared, entry
-        self.image = KernelImage(entry, module_hash(cubin))
-        loaded_modules[int(module)] = self.image.module
+        self.image = KernelImage(entry, module_hash(cubin), part=part)
+        remember_loaded(self.image, int(module), int(self._function))
         self._configs: dict[tuple[int, int, int, bool, bool], Any] = {}
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ok(driver.cuFuncSetAttribute(self._function, limit, shared), f"give {entry} {shared} bytes of shared memory")

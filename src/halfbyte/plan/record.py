@@ -213,7 +213,9 @@ class Record:
             for (name, regime), run in runs.phases.items():
                 if name not in chosen[regime]:
                     found[Difference(regime, name, "ran and was not chosen")] = None
-                known = {d.name: d.modules for d in declared.get((name, regime), ())}
+                known: dict[str, frozenset[str]] = {}
+                for d in declared.get((name, regime), ()):
+                    known[d.name] = known.get(d.name, frozenset()) | d.modules
                 found |= dict.fromkeys(Difference(regime, name, text) for text in _undeclared(run, known))
             if isinstance(runs, GraphRun):
                 found |= dict.fromkeys(_graph_differences(runs))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from halfbyte.kernels.launch import Build, declared_kernels
 from halfbyte.kernels.triton.call import Call, declared_calls
+from halfbyte.plan.launches import Part
 from halfbyte.plan.phase import Arch, Phase, Spec
 from halfbyte.plan.record import Declared
 
@@ -19,6 +20,15 @@ TENSOR_COPY = r"\bUTMALDG"  # a copy through a map of the weights
 BULK_COPY = r"\bUBLKCP"  # a copy of bytes that does not pass through registers
 MMA_SYNC = r"\bHMMA\.16816"  # bf16 or f16 products of a warp
 WGMMA, WGMMA_FP8 = r"\bHGMMA", r"\bQGMMA"  # products of a warpgroup
+
+
+# What a kernel of a fused layer is for.
+QKV, QKV_AND_ROPE = Part("linear", ("qkv",)), Part("linear", ("qkv", "rope", "kv_write"))
+OUT, OUT_AND_ROUTER = Part("linear", ("o",)), Part("linear", ("o", "router"))
+ROUTER, CHOICE = Part("router", ("mlp_norm", "router")), Part("router", ("mlp_norm",))
+ROPE, ATTENTION = Part("attention", ("rope", "kv_write")), Part("attention", ("attention",))
+ROPE_AND_ATTENTION = Part("attention", ("rope", "kv_write", "attention"))
+EXPERTS = Part("moe", ("moe",))
 
 
 class CudaPhase(Phase):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.launch import loaded_modules, module_hash
+from halfbyte.kernels.launch import module_hash, remember_loaded
 from halfbyte.plan.launches import KernelImage, Part, launched
 from halfbyte.plan.record import Declared
 
@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
         handle = int(kernel.module)
         if handle not in _loaded:
             image = KernelImage(kernel.name, module_hash(kernel.asm["cubin"]), part=part)
-            loaded_modules[handle] = image.module
+            remember_loaded(image, handle, int(kernel.function))
             _loaded[handle] = cls(kernel, image)
         return _loaded[handle]
 

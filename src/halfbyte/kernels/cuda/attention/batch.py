@@ -25,7 +25,7 @@ from halfbyte.kernels.cuda.device.host import (
     options,
     pointer,
 )
-from halfbyte.kernels.cuda.phase import MMA_SYNC
+from halfbyte.kernels.cuda.phase import MMA_SYNC, ROPE_AND_ATTENTION
 from halfbyte.kernels.launch import Build, Program
 from halfbyte.plan.phase import Spec
 from halfbyte.plan.step import Step
@@ -60,7 +60,7 @@ class AttentionShape:
 
 @functools.cache
 def build_of(shape: AttentionShape) -> Build:
-    return Build("batch attention", shape.program(), THREADS, SHARED, need=(MMA_SYNC,))
+    return Build("batch attention", shape.program(), THREADS, SHARED, need=(MMA_SYNC,), part=ROPE_AND_ATTENTION)
 
 
 def refuse(spec: Spec) -> str | None:

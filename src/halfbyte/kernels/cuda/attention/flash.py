@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.device.host import FLOAT, INT, POINTER, Machine, fields, gpu, is_float, options, pointer
-from halfbyte.kernels.cuda.phase import WGMMA, CudaPhase
+from halfbyte.kernels.cuda.phase import ATTENTION, WGMMA, CudaPhase
 from halfbyte.kernels.cuda.prefill.builds import PACKED
 from halfbyte.kernels.cuda.prefill.products import Inputs
 from halfbyte.kernels.launch import Build, Map, Program
@@ -77,7 +77,7 @@ FULL, SLIDING = FlashShape(3, 6, 1), FlashShape(1, 4, 2)
 @functools.cache
 def build_of(shape: FlashShape) -> Build:
     name = {FULL: "flash full", SLIDING: "flash sliding"}.get(shape, f"flash {shape}")
-    return Build(name, shape.program(), shape.threads, shape.shared_bytes, need=(WGMMA,), ban=r"\bHMMA")
+    return Build(name, shape.program(), shape.threads, shape.shared_bytes, need=(WGMMA,), ban=r"\bHMMA", part=ATTENTION)
 
 
 def map_pages(machine: Machine, pool: Tensor) -> Map:

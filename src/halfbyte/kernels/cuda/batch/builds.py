@@ -12,8 +12,9 @@ from pathlib import Path
 
 from halfbyte.formats.tile16 import CHUNK_BYTES
 from halfbyte.kernels.cuda.device.host import FLOAT, FORMATS, INT, POINTER, fields, options
-from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, WGMMA
+from halfbyte.kernels.cuda.phase import BULK_COPY, CHOICE, EXPERTS, MMA_SYNC, OUT_AND_ROUTER, WGMMA
 from halfbyte.kernels.launch import Build, Program
+from halfbyte.plan.launches import PACKING
 
 FOLDER = Path(__file__).parent
 COLUMNS, ROWS_MAX, COLUMNS_MAX, EXPERTS_MAX, TOP_MAX = 8, 128, 512, 512, 8
@@ -133,9 +134,11 @@ def product_build(shape: ProductShape) -> Build:
     kind = " swiglu" if shape.swiglu else " router" if shape.router else ""
     name = f"{shape.entry} {shape.format} k={shape.k}{kind}"
     need = (MMA_SYNC, BULK_COPY)
-    return Build(name, shape.program(), shape.threads, shape.shared_bytes, need=need, ban=WGMMA)
+    part = OUT_AND_ROUTER if shape.router else EXPERTS if shape.ids else None
+    return Build(name, shape.program(), shape.threads, shape.shared_bytes, need=need, ban=WGMMA, part=part)
 
 
 @functools.cache
 def rows_build(shape: RowShape, entry: str) -> Build:
-    return Build(entry, shape.program(entry), ROW_THREADS[entry], ROW_SHARED[entry])
+    part = CHOICE if entry == "batch_choose" else PACKING
+    return Build(entry, shape.program(entry), ROW_THREADS[entry], ROW_SHARED[entry], part=part)

@@ -28,7 +28,7 @@ from halfbyte.kernels.cuda.batch.builds import (
 from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Head, Layer
 from halfbyte.kernels.cuda.batch.products import Matrix
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
-from halfbyte.kernels.cuda.phase import CudaPhase
+from halfbyte.kernels.cuda.phase import ATTENTION, QKV, ROPE, CudaPhase
 from halfbyte.kernels.cuda.prefill.phases import GroupedHead
 from halfbyte.kernels.cuda.prefill.sync import SyncHead
 from halfbyte.kernels.launch import Build, current_arch
@@ -36,6 +36,7 @@ from halfbyte.kernels.triton.attention import DecodeAttention
 from halfbyte.kernels.triton.call import Call
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import begin
 from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -145,6 +146,7 @@ class BatchLayer(CudaPhase):
             pending, rows = acts.take(PendingExperts), step.rows
             x = acts.x if pending is None else pending.x
             qkv = torch.empty((rows, width), dtype=torch.float32, device=device)
+            begin(QKV)
             layer.enter(x, qkv, pending=pending is not None)
             layer.leave(x, attend(step, acts, qkv))
             acts.topk_ids, acts.topk_weights = buffers.ids[:rows], buffers.weights[:rows]
@@ -163,7 +165,9 @@ class BatchLayer(CudaPhase):
 
         def attend(step: Step, acts: Activations, qkv: Tensor) -> Tensor:
             acts.q, acts.k, acts.v = torch.split(qkv.view(step.rows, sum(heads), s.head_dim), heads, dim=1)
+            begin(ROPE)
             rope(step, acts)
+            begin(ATTENTION)
             attention(step, acts)
             return acts.attn
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from halfbyte.errors import UsageError
 from halfbyte.kernels.launch import Build, Map, Program, cache_folder
+from halfbyte.plan.launches import KernelImage, launched
 
 OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-DHB_EMULATE")
 _Map = ctypes.c_uint64 * 16
@@ -41,6 +42,7 @@ class Emulator:
     def run(self, build: Build, grid: int, args: ctypes.Structure) -> None:
         self.seed += 1
         library(build.program).hb_run(build.program.entry.encode(), ctypes.byref(args), grid, self.seed)
+        launched(_image(build))
 
     def byte_map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
         """What emulated copies read instead of the copy engine's own format."""
@@ -48,6 +50,11 @@ class Emulator:
 
     def row_map(self, rows: Tensor, box: tuple[int, int]) -> Map:
         return _Map(rows.data_ptr())
+
+
+@functools.cache
+def _image(build: Build) -> KernelImage:
+    return KernelImage(build.program.entry, "emulated", part=build.part)
 
 
 def sizes(program: Program, count: int) -> list[int]:

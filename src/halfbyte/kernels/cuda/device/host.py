@@ -57,7 +57,7 @@ class Gpu:
         kernel = self._kernels.get(build)
         if kernel is None:
             cubin = compile_program(self.program(build), self.arch)
-            kernel = self._kernels[build] = Kernel(cubin, build.program.entry, build.shared)
+            kernel = self._kernels[build] = Kernel(cubin, build.program.entry, build.shared, build.part)
         return kernel
 
     def program(self, build: Build) -> Program:

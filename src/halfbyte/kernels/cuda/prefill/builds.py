@@ -15,6 +15,7 @@ from halfbyte.formats.tile16 import CHUNK_BYTES
 from halfbyte.kernels.cuda.device.host import FLOAT, FORMATS, INT, LONG, POINTER, fields, options
 from halfbyte.kernels.cuda.phase import WGMMA, WGMMA_FP8
 from halfbyte.kernels.launch import Build, Program
+from halfbyte.plan.launches import PACKING
 
 FOLDER = Path(__file__).parent
 PACKED = {"bf16": 0, "f16": 1, "e4m3": 2}  # how activations are packed
@@ -22,6 +23,7 @@ TILE, CHUNK, PAD = 64, 64, 128  # rows of a tile, k of a chunk, slots that may b
 EXPERTS_MAX, TOP_MAX = 512, 8
 BIASES = 128  # bytes of shared memory for a warp's biases
 GROUP_THREADS, ROW_THREADS, ROW_SHARED = 1024, 192, 4096
+ROW_ENTRIES = ("pack_rows", "sum_pack_rows", "group_rows", "requantize", "mx_requantize", "sum_rows")  # of rows.cu
 SUM_WIDTH = 8 * 3 * ROW_THREADS  # of a row that is summed and packed in one pass
 
 
@@ -148,6 +150,7 @@ def build_of(shape: GroupedShape) -> Build:
 
 @functools.cache
 def rows_build(entry: str) -> Build:
-    """Of the kernels around the products: pack_rows, sum_pack_rows, group_rows, requantize, mx_requantize, sum_rows."""
+    """Of the kernels around the products."""
+    assert entry in ROW_ENTRIES
     threads = GROUP_THREADS if entry == "group_rows" else ROW_THREADS
-    return Build(f"grouped {entry}", Program(FOLDER / "rows.cu", entry), threads, ROW_SHARED)
+    return Build(f"grouped {entry}", Program(FOLDER / "rows.cu", entry), threads, ROW_SHARED, part=PACKING)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.attention.flash import FlashAttention
+from halfbyte.kernels.cuda.phase import EXPERTS, OUT, QKV_AND_ROPE, ROUTER
 from halfbyte.kernels.cuda.prefill.builds import SUM_WIDTH, build_of, rows_build
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
 from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedPhase, GroupedQkv, workspace_of
@@ -26,6 +27,7 @@ from halfbyte.kernels.triton.call import Call
 from halfbyte.kernels.triton.rope import RopeAndWrite, angles_call
 from halfbyte.kernels.triton.router import NormAndRouter
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import begin
 from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
@@ -86,13 +88,18 @@ class PrefillLayer(GroupedPhase):
 
         def launch(step: Step, acts: Activations) -> None:
             pending = acts.take(PendingExperts)
+            begin(QKV_AND_ROPE)
             if pending is None:
                 x, packed = acts.x, dense["qkv"].pack(acts.x, norm=w.attn_norm, eps=s.norm_eps)
             else:
                 x, packed = dense["qkv"].sum_and_pack(pending, norm=w.attn_norm, eps=s.norm_eps)
             qkv(step, acts, packed)
-            acts.x = dense["o"].multiply(attend(step, acts), step.rows, x)
+            attended = attend(step, acts)
+            begin(OUT)
+            acts.x = dense["o"].multiply(attended, step.rows, x)
+            begin(ROUTER)
             route(step, acts)
+            begin(EXPERTS)
             pending = experts.leave(acts.h, acts.topk_ids, acts.topk_weights, acts.x)
             if last:
                 acts.x = pending.complete()

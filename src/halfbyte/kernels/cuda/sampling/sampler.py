@@ -17,6 +17,7 @@ from torch import Tensor
 from halfbyte.errors import PlanError
 from halfbyte.kernels.cuda.device.host import INT, LONG, POINTER, Machine, fields, gpu, pointer
 from halfbyte.kernels.launch import Build, Program, nvrtc_available
+from halfbyte.plan.launches import SAMPLING
 
 SOURCE = Path(__file__).parent / "sample.cu"
 THREADS = {"sample_argmax": 256, "sample_race": 256, "sample_cutoffs": 1024}
@@ -26,7 +27,7 @@ BLOCKS, LEAST = 512, 1024  # blocks of a race over all rows; tokens a block shou
 CUTOFF_BLOCKS, CUTOFF_PARTS, CUTOFF_LEAST = 64, 16, 8192  # the same for cutoffs; at most so many blocks to a row
 BINS = 3 * 2048
 BUILDS = {  # all in one cubin
-    entry: Build(f"sampler {entry}", Program(SOURCE, entry), threads, SHARED[entry], early=False)
+    entry: Build(f"sampler {entry}", Program(SOURCE, entry), threads, SHARED[entry], early=False, part=SAMPLING)
     for entry, threads in THREADS.items()
 }
 
