@@ -144,8 +144,8 @@ def main() -> int:
     for model in args.models:
         weights: StepWeights | None = None
         for formats in args.formats:
-            one = decode_case.shape_of(model, formats, **base)
-            weights = random_weights(one) if weights is None else with_dense_formats(weights, one)
+            shape = decode_case.shape_of(model, formats, **base)
+            weights = random_weights(shape) if weights is None else with_dense_formats(weights, shape)
             measure_formats(receipt, args, model, formats, base, variants, weights)
         del weights
         torch.cuda.empty_cache()

@@ -106,15 +106,15 @@ def compare(s: Spec, weights: SimpleNamespace, pool: Tensor, step: Step, x: Tens
     first = (Fp8Qkv(), RopeAndWrite(), FlashAttention(), Fp8Out(), NormAndRouter()) if fp8 else (
         GroupedQkv(), RopeAndWrite(), FlashAttention(), GroupedOut(), NormAndRouter()
     )  # fmt: skip
-    pools, one = (pool.clone(), pool.clone()), replace(s, layers=1)
+    pools, single = (pool.clone(), pool.clone()), replace(s, layers=1)
     layer, phases = Activations(x=x.clone()), Activations(x=x.clone())
-    for launch in bind(one, [weights], (fused,), pools[0]):
+    for launch in bind(single, [weights], (fused,), pools[0]):
         launch(step, layer)
-    for launch in bind(one, [weights], first, pools[1]):
+    for launch in bind(single, [weights], first, pools[1]):
         launch(step, phases)
     same = (layer.topk_ids.sort(-1).values == phases.topk_ids.sort(-1).values).all(-1).float().mean()
     phases.topk_ids, phases.topk_weights = layer.topk_ids, layer.topk_weights
-    for launch in bind(one, [weights], (Fp8Moe() if fp8 else GroupedMoe(),), pools[1]):
+    for launch in bind(single, [weights], (Fp8Moe() if fp8 else GroupedMoe(),), pools[1]):
         launch(step, phases)
     off, added = layer.x.double() - phases.x.double(), phases.x.double() - x.double()
     verdict.add("all rows", float(off.norm() / added.norm()), bound)

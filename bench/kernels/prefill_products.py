@@ -319,10 +319,10 @@ def measure_model(
         receipt.add(Result(cell("experts", rows), checks=(bench.check(rows, None),)))
     for rows in args.tokens:
         experts(rows, None)
-    for one in compared:
-        with built(gpu, one):
+    for other in compared:
+        with built(gpu, other):
             for rows in args.tokens:
-                experts(rows, one.tile, build=one.name)
+                experts(rows, other.tile, build=other.name)
     if args.tiles and not args.fp8:
         for rows, tile in (
             (128, "m256n64"),

@@ -6,8 +6,8 @@ same weights, with the same quantisation points and with the experts that the pl
 is a comparison of its own. Compared are all rows of every layer, what the cache holds, the logits and the token. Every
 case must hold: there is no median over seeds and no second try. Bounds are in docs/numerics.md.
 
-A phase that runs a whole step keeps its layers to itself. Then the reference is replayed with every choice of experts
-that is a near tie, and one of them must fit; its layers are compared by `decode_check`.
+A phase that runs a whole step keeps its layers to itself. Then the reference is replayed with every near tie of the
+experts, and one must fit; the layers of such a phase are compared by `decode_check`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "int8": 2e-2, "fp8": 4e-2, "mxfp8": 4e-2, "
 CACHE_BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "fp8": 4e-2}  # of keys and values: an edge costs a step here, too
 WORST = 5  # times the bound: the largest of a million normal errors is 4.9 of their deviation
 TIE = 2 * WORST  # two values that are compared may both be off
-MOST_REPLAYS = 64
 DECODE_STEP = "decode_step"
 
 
@@ -245,7 +244,7 @@ def compare_step(name: str, model: GptOss, other: GptOss, step: Step) -> Verdict
     bound = BOUNDS[model.spec.at(regime).activation]
     actual = trace(model, step)
     if actual.whole:
-        expected = _closest_replay(other, step, actual.logits, model.config.top_k)
+        expected = closest_replay(model, other, step, actual.logits)
     else:
         expected = trace_reference(other, step, actual.experts)
         judge_layers(verdict, actual, expected, bound)
@@ -319,34 +318,32 @@ def admissible(logits: Tensor, top_k: int, tolerance: float) -> list[list[int]]:
     choices = [
         order[:certain].tolist() + list(more) for more in itertools.combinations(near[certain:], top_k - certain)
     ]
-    one = logits[None]
-    return [c for c in choices if choice_gap(one, torch.tensor([c], device=logits.device)) <= tolerance]
+    row = logits[None]
+    return [c for c in choices if choice_gap(row, torch.tensor([c], device=logits.device)) <= tolerance]
 
 
-def _closest_replay(other: GptOss, step: Step, logits: Tensor, top_k: int) -> StepTrace:
-    """Of the near ties of one row's experts, the one whose logits are nearest."""
+def closest_replay(model: GptOss, other: GptOss, step: Step, logits: Tensor) -> StepTrace:
+    """The reference with that near tie of one row's experts which fits best, layer by layer: what follows a layer shows
+    in the next one's keys, behind the last one in the logits. Leaves the other's cache as this replay wrote it."""
     if step.rows != 1:
-        raise AssertionError("a whole step of several rows is compared row by row, by decode_check")
-    bound = TIE * BOUNDS[other.spec.at(other.plan.regime(step)).activation]
-    before = other.kv_pool().clone()
-    best: tuple[float, StepTrace, Tensor] | None = None
-    todo: list[list[Tensor]] = [[]]
-    for _ in range(MOST_REPLAYS):
-        if not todo:
-            break
-        experts = todo.pop()
-        other.kv_pool().copy_(before)
+        raise AssertionError("a whole step of several rows is compared by decode_check")
+    config = model.config
+    tolerance = TIE * BOUNDS[other.spec.at(other.plan.regime(step)).activation]
+    experts: list[Tensor | None] = []
+    replay = trace_reference(other, step, experts)
+    for layer in range(config.layers):
+        router = replay.router[layer][0]
+        best = float("inf")
+        for choice in admissible(router, config.top_k, tolerance * (layer + 1) * float(router.std())):
+            ids = torch.tensor([choice], device=router.device)
+            candidate = trace_reference(other, step, [*experts, ids])
+            if layer + 1 < config.layers:
+                kind, index = config.layer_kinds[layer + 1], config.kind_index(layer + 1)
+                error = relative_error(*(rows_of(m.kv_pool(), index, 0, kind, step) for m in (model, other)))
+            else:
+                error = relative_error(logits, candidate.logits)
+            if error < best:
+                best, closest = error, ids
+        experts.append(closest)
         replay = trace_reference(other, step, experts)
-        layer = len(experts)
-        if layer < other.config.layers:
-            router = replay.router[layer][0]
-            choices = admissible(router, top_k, bound * (layer + 1) * float(router.std()))
-            todo += [[*experts, torch.tensor([c], device=router.device)] for c in choices]
-            continue
-        error = relative_error(logits, replay.logits)
-        if best is None or error < best[0]:
-            best = error, replay, other.kv_pool().clone()
-    if best is None or todo:
-        raise AssertionError(f"more than {MOST_REPLAYS} near ties")
-    other.kv_pool().copy_(best[2])
-    return best[1]
+    return replay

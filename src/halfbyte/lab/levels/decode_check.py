@@ -177,7 +177,7 @@ def same_as_timed(timed: DecodeStep, case: DecodeCase, context: int, machine: Ma
         step.positions.copy_(inputs.positions)
         step.row_seq.copy_(inputs.row_seq)
         for i, page, slot in cells:
-            case.pool[page, i // 2, :, :, slot] = 0
+            as_bytes(case.pool)[page, i // 2, :, :, slot] = 0
         step.run()
         written.append(torch.stack([as_bytes(case.pool)[page, i // 2, :, :, slot] for i, page, slot in cells]).clone())
         logits.append(step.logits.clone())

@@ -107,7 +107,7 @@ def error_beyond_rounding(stored: Tensor, exact: Tensor) -> float:
     bits, least = SIGNIFICANT_BITS[stored.dtype], LEAST_EXPONENT[stored.dtype]
     largest = torch.finfo(stored.dtype).max
     wanted = exact.double().clamp(-largest, largest)
-    exponent = torch.frexp(wanted).exponent.double() - 1
+    exponent = torch.where(wanted == 0, float(least), torch.frexp(wanted).exponent.double() - 1)
     half_step = torch.exp2(exponent.clamp(min=least) - bits)
     excess = ((stored.float().double() - wanted).abs() - half_step).clamp(min=0.0)
     if not bool(torch.isfinite(excess).all()):
