@@ -101,9 +101,6 @@ HB_DEV void sync_group(int group) {
   else if (group == 1) sync_some<2, 128>();
   else sync_some<3, 128>();
 }
-HB_DEV void wait(u64* bar, u32 parity) {
-  while (!bar_try(bar, parity)) wait_a_bit();
-}
 
 struct Tile {  // rows of one sequence, and the blocks of 64 positions that some of them can see
   int sequence, row, end, begin, last, newest;
@@ -142,12 +139,12 @@ HB_DEV void feed(const Flash& p, Shared& sh, const Tile& t, int head, int lane) 
     if (lane != 0) continue;
     const int s = j % STAGES, before = (j + STAGES - 1) % STAGES;
     if (j < n) {
-      if (j >= STAGES) wait(&sh.k_empty[s], (j / STAGES - 1) & 1);
+      if (j >= STAGES) wait_for(&sh.k_empty[s], (j / STAGES - 1) & 1);
       bar_expect(&sh.k_full[s], PAGE_BYTES);
       copy_page(sh.k[s], p, key * p.page_rows + first, &sh.k_full[s]);
     }
     if (j > 0) {
-      if (j - 1 >= STAGES) wait(&sh.v_empty[before], ((j - 1) / STAGES - 1) & 1);
+      if (j - 1 >= STAGES) wait_for(&sh.v_empty[before], ((j - 1) / STAGES - 1) & 1);
       bar_expect(&sh.v_full[before], PAGE_BYTES);
       copy_page(sh.v[before], p, value * p.page_rows + first + p.kv_heads * PAGE, &sh.v_full[before]);
     }
@@ -213,7 +210,7 @@ struct Worker {
 
   HB_DEV_MEMBER void ask(float (&s)[32], int j) {  // scores of page j, asynchronously
     const int stage = j % STAGES;
-    wait(&sh.k_full[stage], j / STAGES & 1);
+    wait_for(&sh.k_full[stage], j / STAGES & 1);
     const auto b = b_low(sh.k[stage]);
     wgmma_fence();
     HB_UNROLL
@@ -236,7 +233,7 @@ struct Worker {
     if ((block + 1) * PAGE > oldest + 1 || (p.window && block * PAGE <= newest - p.window)) hide(now, r, block * PAGE, p.window, lane);
     u32 w[16];
     weigh(now, w, o, r, p.scale);
-    wait(&sh.v_full[stage], j / STAGES & 1);
+    wait_for(&sh.v_full[stage], j / STAGES & 1);
     if (LAST && (t.newest + 1) % PAGE) blank(stage);
     const auto b = b_low(sh.v[stage]);
     wgmma_fence();

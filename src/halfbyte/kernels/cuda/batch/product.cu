@@ -129,7 +129,7 @@ HB_DEV void mark(const Product& p, int i) { if (p.trace) p.trace[hb_block() * 4 
 // first, and the last in single tiles, so that all blocks end together. Runs of the second stage are of groups whose first
 // stage was cut into runs as well, so it is stored long before they come, and what was dealt out last comes last again.
 HB_DEV void feed(const Product& p, Shared& sh) {
-  Feeder f{p, sh, IDS ? streaming_policy() : keeping_policy()};  // kept in L2, the experts' stream is 14 % slower
+  Feeder f{p, sh, IDS ? streaming_policy() : ordinary_policy()};  // kept in L2, the experts' stream is 14 % slower
   const int block = hb_block(), grid = hb_grid(), groups = groups_of(p, sh);
   HB_ROLLED
   for (int stage = 0; stage < (BOTH ? 2 : 1); stage++) {

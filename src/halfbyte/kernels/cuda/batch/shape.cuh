@@ -4,11 +4,7 @@
 #include "device/widen.cuh"
 
 #ifdef HB_EMULATE
-HB_DEV void wait_for_previous() {}
-HB_DEV void release_next() {}
-HB_DEV void wait_a_bit() { emu::yield(); }
 HB_DEV int shared_count(int* p) { emu::moved(); return (*p)++; }
-HB_DEV u64 keeping_policy() { return 0; }
 HB_DEV u32 lds8(u32 p) { return *shared_at(p); }
 HB_DEV u32x4 load128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
 HB_DEV u32 load32(const void* p) { u32 v; memcpy(&v, p, 4); return v; }
@@ -22,14 +18,7 @@ HB_DEV void mma_first(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
   mma(c, a0, a1, a2, a3, b0, b1);
 }
 #else
-// Programmatic dependent launch: wait until the kernel before this one is complete; let the next one start. Kernels let the
-// next one start with themselves, so before it waits a kernel may only read what no kernel of the step writes: weights, and
-// pages of earlier steps. (A product with ids that reads them early needs one in front that waits first.)
-HB_DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-HB_DEV void wait_a_bit() {}
 HB_DEV int shared_count(int* p) { return atomicAdd(p, 1); }
-HB_DEV u64 keeping_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
 HB_DEV u32 lds8(u32 p) { u32 v; asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(p)); return v; }
 // Past L1: what is read was written by the kernel before, which may still run when this one starts.
 HB_DEV u32x4 load128(const void* p) {
@@ -48,8 +37,6 @@ HB_DEV void mma_first(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32
       : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
 }
 #endif
-HB_DEV void wait_for(u64* bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
-HB_DEV void wait_for(u32 bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 
 // A value of a vector that is bf16 or float, as the checkpoint has it.
 HB_DEV float number(const void* p, int is_float, size_t i) {

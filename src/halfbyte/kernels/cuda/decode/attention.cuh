@@ -169,7 +169,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int kv
       sh.q[1][i][w.lane] = (u16)v.low; sh.q[1][i][w.lane + 32] = (u16)(v.low >> 16);
       continue;
     }
-    const u32 codes = KV_FP8 ? fp8_pair(a, b) : bf16_pair(a, b), both = KV_FP8 ? widen_e4m3(codes) : codes;
+    const u32 codes = KV_FP8 ? e4m3_pair(a, b) : bf16_pair(a, b), both = KV_FP8 ? widen_e4m3(codes) : codes;
     sh.fresh[value][row][w.lane] = (u16)both;
     sh.fresh[value][row][w.lane + 32] = (u16)(both >> 16);
   }
@@ -268,7 +268,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int kv
   if (writes >= 0) {
     u8* slot = page_at(p, page, place, writes, kv_head) + u.position % PAGE * (HEAD_DIM * KV_BYTES);
     const u32 both = *(const u32*)&sh.fresh[writes][u.row][2 * w.lane];
-    if (KV_FP8) ((u16*)slot)[w.lane] = (u16)fp8_pair(bf16_low(both), bf16_high(both));
+    if (KV_FP8) ((u16*)slot)[w.lane] = (u16)e4m3_pair(bf16_low(both), bf16_high(both));
     else ((u32*)slot)[w.lane] = both;
   }
   w.sync();

@@ -230,6 +230,12 @@ struct Exchange {
   u32 take(Warp& w, int p, int) { return w.in[p][0][from & 31]; }
 };
 inline float bf(u32 half) { u32 b = half << 16; float f; memcpy(&f, &b, 4); return f; }
+inline float e4m3_value(u32 bits) {
+  const int e = bits >> 3 & 15, m = bits & 7;
+  if ((bits & 127) == 127) return NAN;
+  const float v = e ? std::ldexp(1.f + m / 8.f, e - 7) : std::ldexp((float)m, -9);
+  return bits & 128 ? -v : v;
+}
 struct Mma {
   u32 a[4], b[2];
   void bring(Warp& w, int p, int lane) { for (int i = 0; i < 4; i++) w.in[p][i][lane] = a[i]; w.in[p][4][lane] = b[0]; w.in[p][5][lane] = b[1]; }
@@ -302,7 +308,12 @@ template <int ID, int N> HB_DEV void sync_some() {
 HB_DEV void sync_warp() { emu::collective(emu::Exchange{0, 0}); }
 HB_DEV void sync_all() { emu::NamedBarrier& n = emu::machine()->now->block->named[15]; u64 e = n.epoch; if (++n.arrived == (int)emu::machine()->now->block->warps.size() * 32) { n.arrived = 0; n.epoch++; emu::moved(); } while (n.epoch == e) emu::yield(); }
 
+HB_DEV void wait_a_bit() { emu::yield(); }
+HB_DEV void wait_for_previous() {}  // launches follow each other
+HB_DEV void release_next() {}
+
 HB_DEV u64 streaming_policy() { return 0; }
+HB_DEV u64 ordinary_policy() { return 0; }
 HB_DEV void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar, u64) {
   if (((uintptr_t)src | (uintptr_t)dst | bytes) & 15) { fprintf(stderr, "emulator: a bulk copy must be 16-byte aligned\n"); abort(); }
   emu::machine()->copies.push_back({dst, src, bytes, bar, (int)(emu::machine()->random() % 6)});
@@ -356,7 +367,7 @@ HB_DEV u32 bf16_round(float v) { u32 b = as_bits(v); if (v != v) return 0x7fc0; 
 HB_DEV u32 bf16_pair(float lo, float hi) { return bf16_round(lo) | bf16_round(hi) << 16; }
 HB_DEV u32 bf16_sub(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) - emu::bf(b & 0xffff), emu::bf(a >> 16) - emu::bf(b >> 16)); }
 HB_DEV u32 bf16_mul(u32 a, u32 b) { return bf16_pair(emu::bf(a & 0xffff) * emu::bf(b & 0xffff), emu::bf(a >> 16) * emu::bf(b >> 16)); }
-HB_DEV u32 fp8_round(float v) {  // e4m3: nearest even, saturating
+HB_DEV u32 e4m3_round(float v) {  // e4m3: nearest even, saturating
   const u32 sign = as_bits(v) >> 24 & 0x80;
   const float a = std::fabs(v);
   if (v != v) return 0x7f;
@@ -365,7 +376,7 @@ HB_DEV u32 fp8_round(float v) {  // e4m3: nearest even, saturating
   const int m = (int)std::nearbyint(std::ldexp(a, 3 - e));  // 8..16 where normal, 0..8 where not
   return sign | (u32)(((e + 6) << 3) + m);
 }
-HB_DEV u32 fp8_pair(float lo, float hi) { return fp8_round(lo) | fp8_round(hi) << 8; }
+HB_DEV u32 e4m3_pair(float lo, float hi) { return e4m3_round(lo) | e4m3_round(hi) << 8; }
 HB_DEV u64 lds64(const void* p) { u64 v; memcpy(&v, p, 8); return v; }
 HB_DEV float half_value(u32 bits) {
   int e = bits >> 10 & 31, m = bits & 1023;

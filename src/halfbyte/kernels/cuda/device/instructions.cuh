@@ -50,11 +50,19 @@ HB_DEV bool bar_try(u32 b, u32 parity) {
   return ok;
 }
 template <int ID, int N> HB_DEV void sync_some() { asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(N) : "memory"); }
+HB_DEV void wait_a_bit() {}  // between two looks at a barrier: the emulator lets others run
 HB_DEV void sync_all() { __syncthreads(); }
 HB_DEV void sync_warp() { __syncwarp(); }
 
+// Programmatic dependent launch: wait until the kernel before this one is complete; let the next one start. Kernels let the
+// next one start with themselves, so before it waits a kernel may only read what no kernel of the step writes: weights, and
+// pages of earlier steps. (A product with ids that reads them early needs one in front that waits first.)
+HB_DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- memory ----------------------------------------------------------------------------------------------------
 HB_DEV u64 streaming_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
+HB_DEV u64 ordinary_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
 HB_DEV void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                ::"r"(smem(dst)), "l"(src), "r"(bytes), "r"(smem(bar)), "l"(policy) : "memory");
@@ -120,7 +128,7 @@ HB_DEV u32 as_bits(float v) { return __float_as_uint(v); }
 HB_DEV u32 bf16_pair(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 HB_DEV u32 bf16_sub(u32 a, u32 b) { u32 r; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV u32 bf16_mul(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-HB_DEV u32 fp8_pair(float lo, float hi) { u16 r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo)); return r; }
+HB_DEV u32 e4m3_pair(float lo, float hi) { u16 r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo)); return r; }
 HB_DEV u64 lds64(const void* p) { u64 v; asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(smem(p))); return v; }
 HB_DEV float half_value(u32 bits) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((u16)bits)); return r; }
 HB_DEV u32 half_pair(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
@@ -138,6 +146,9 @@ HB_DEV u64 clock_now() { u64 t; asm volatile("mov.u64 %0, %clock64;" : "=l"(t));
 HB_DEV void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 HB_DEV void hb_trap() { asm volatile("trap;"); }
 #endif
+
+HB_DEV void wait_for(u64* bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
+HB_DEV void wait_for(u32 bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 
 HB_DEV float bf16_low(u32 v) { return as_float(v << 16); }
 HB_DEV float bf16_high(u32 v) { return as_float(v & 0xffff0000u); }

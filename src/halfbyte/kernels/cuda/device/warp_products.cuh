@@ -16,12 +16,6 @@ template <int U> HB_DEV void load_columns(u32 (&b)[4], const u8* columns, int fi
   for (int u = 0; u < 4; u++) b[u] = lds32(columns + g * 16 * U + unit_place<U>(first + u, g) * 16 + t * 4);
 }
 namespace emu {
-inline float e4m3_value(u32 bits) {
-  const int e = bits >> 3 & 15, m = bits & 7;
-  if ((bits & 127) == 127) return NAN;
-  const float v = e ? std::ldexp(1.f + m / 8.f, e - 7) : std::ldexp((float)m, -9);
-  return bits & 128 ? -v : v;
-}
 inline float e2m1_value(u32 bits) {
   static const float values[8] = {0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
   return bits & 8 ? -values[bits & 7] : values[bits & 7];

@@ -47,30 +47,16 @@ template <int N> HB_DEV void wgmma_settle(float (&)[N]) {}
 template <int N> HB_DEV void wgmma_clear(float (&d)[N]) { for (float& v : d) v = 0.f; }
 template <int N> HB_DEV void more_registers() {}
 template <int N> HB_DEV void fewer_registers() {}
-HB_DEV void wait_for_previous() {}
-HB_DEV void release_next() {}
 HB_DEV void shared_add(int* p, int v) { *p += v; emu::moved(); }
-HB_DEV u32 votes(bool p) { return emu::collective(emu::Reduce{p, 2}); }
 HB_DEV float reciprocal(float v) { return 1.f / v; }
 HB_DEV float divide_exactly(float a, float b) { return a / b; }
-HB_DEV u32 e4m3_round(float v) {  // to nearest even, past the range to the largest
-  const u32 sign = as_bits(v) >> 24 & 128;
-  const float m = std::fabs(v);
-  if (v != v) return sign | 127;
-  if (m < 0.015625f) return sign | (u32)std::nearbyint(m * 512.f);
-  const u32 b = as_bits(m), r = (b + 0x7ffffu + (b >> 20 & 1)) >> 20;
-  return sign | std::min(r - (120u << 3), 126u);
-}
-HB_DEV u32 e4m3_pair(float lo, float hi) { return e4m3_round(lo) | e4m3_round(hi) << 8; }
 HB_DEV float power_of_two(float v) { return std::exp2(v); }
-HB_DEV void wait_a_bit() { emu::yield(); }
 HB_DEV int anew(int v) { return v; }
 HB_DEV void copy_word(void* to, const void* from) { memcpy(to, from, 4); }
 HB_DEV void copied_words() {}
 HB_DEV void put32(void* p, u32 v) { memcpy(p, &v, 4); }
 HB_DEV void put16(void* p, u32 v) { const u16 low = (u16)v; memcpy(p, &low, 2); }
 template <int N> HB_DEV void store_words(void* p, const u32 (&v)[N]) { memcpy(p, v, 4 * N); }
-HB_DEV u64 ordinary_policy() { return 0; }
 // Clusters of two blocks, neighbours in the grid. What lies at a multiple of 1024 lies at the same place in both.
 namespace emu {
 inline u8* aligned(int block) { return (u8*)(((uintptr_t)machine()->blocks[block].shared.data() + 127 & ~(uintptr_t)127) + 1023 & ~(uintptr_t)1023); }
@@ -119,15 +105,10 @@ template <int N> HB_DEV void wgmma_clear(float (&d)[N]) {  // opaque, so that su
 }
 template <int N> HB_DEV void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> HB_DEV void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
-HB_DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 HB_DEV void shared_add(int* p, int v) { atomicAdd(p, v); }
-HB_DEV u32 votes(bool p) { return __ballot_sync(0xffffffffu, p); }
 HB_DEV float divide_exactly(float a, float b) { return __fdiv_rn(a, b); }
-HB_DEV u32 e4m3_pair(float lo, float hi) { u16 r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo)); return r; }
 HB_DEV float reciprocal(float v) { float r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 HB_DEV float power_of_two(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
-HB_DEV void wait_a_bit() {}
 HB_DEV void put32(void* p, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem(p)), "r"(v) : "memory"); }
 HB_DEV void put16(void* p, u32 v) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(smem(p)), "h"((u16)v) : "memory"); }
 // Four bytes on their way to shared memory; a thread waits for those it asked for.
@@ -150,7 +131,6 @@ HB_DEV void bulk_copy_to_both(void* dst, const void* src, u32 bytes, u64* bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
                ::"r"(smem(dst)), "l"(src), "r"(bytes), "r"(smem(bar)), "h"((u16)3) : "memory");
 }
-HB_DEV u64 ordinary_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
 
 // D (64 x N, float) = A (64 x 16, this lane's four registers) B + D, for every N a multiple of 8 up to 128.
 template <int N> HB_DEV void wgmma(float (&d)[N / 2], u32 a0, u32 a1, u32 a2, u32 a3, u64 b);

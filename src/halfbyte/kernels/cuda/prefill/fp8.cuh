@@ -14,12 +14,6 @@
 #ifdef HB_EMULATE
 namespace emu {
 inline float e5m2(u32 b) { return half_value((b & 255) << 8); }
-inline float e4m3(u32 b) {
-  const int e = b >> 3 & 15, m = b & 7;
-  if (e == 15 && m == 7) return NAN;
-  const float v = e ? std::ldexp(1.f + m / 8.f, e - 7) : std::ldexp((float)m, -9);
-  return b & 128 ? -v : v;
-}
 struct Wgmma8 {  // one warp's share: 16 rows of A (E5M2), all columns of B (E4M3), 32 k
   u32 a[4]; const u8* b; int n; float* d;
   void bring(Warp& w, int p, int lane) { for (int i = 0; i < 4; i++) w.in[p][i][lane] = a[i]; }
@@ -31,7 +25,7 @@ struct Wgmma8 {  // one warp's share: 16 rows of A (E5M2), all columns of B (E4M
         const u32 x = w.in[p][(row >= 8) + 2 * (k / 16)][(row % 8) * 4 + k % 16 / 4] >> (8 * (k % 4));
         uintptr_t at = (uintptr_t)b + col * 128 + k;
         at ^= (at >> 7 & 7) << 4;
-        s += (double)e5m2(x) * (double)e4m3(*(const u8*)at);
+        s += (double)e5m2(x) * (double)e4m3_value(*(const u8*)at);
       }
       d[i] += (float)s;
     }

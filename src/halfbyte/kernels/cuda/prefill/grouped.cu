@@ -5,6 +5,16 @@
 
 // ---- one item -------------------------------------------------------------------------------------------------------
 
+template <int N, int MT> HB_DEV void finish_item(Consumer& c, const Item& it, float (&acc)[MT][N / 2]) {
+  HB_UNROLL
+  for (int mt = 0; mt < MT; mt++) wgmma_settle(acc[mt]);
+  const int tile = c.tile();
+  if (tile >= it.tiles * 4) return;  // a remainder: this warp multiplied what happened to lie there
+  Bias<MT> bias;
+  bias.take(c);
+  store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
+}
+
 // Registers for two chunks: while the tensor cores read the sets of one chunk, the next is widened into the others. The
 // fence stands before the wait, not before the products: what it orders, the widening, cannot then sink below the wait, and
 // nothing is left to do between two products.
@@ -52,13 +62,7 @@ template <int N, int MT> HB_DEV void multiply_deep(Consumer& c, const Item& it) 
   }
   c.release(c.at.slot);
   c.at.next();
-  HB_UNROLL
-  for (int mt = 0; mt < MT; mt++) wgmma_settle(acc[mt]);
-  const int tile = c.tile();
-  if (tile >= it.tiles * 4) return;  // a remainder: this warp multiplied what happened to lie there
-  Bias<MT> bias;
-  bias.take(c);
-  store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
+  finish_item<N, MT>(c, it, acc);
 }
 
 constexpr bool PIN = SHAPE == NARROW;  // fences before waits here, too: no gain for the others (docs/LOG.md)
@@ -174,13 +178,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   }
   c.release(c.at.slot);
   c.at.next();
-  HB_UNROLL
-  for (int mt = 0; mt < MT; mt++) wgmma_settle(acc[mt]);
-  const int tile = c.tile();
-  if (tile >= it.tiles * 4) return;  // a remainder: this warp multiplied what happened to lie there
-  Bias<MT> bias;
-  bias.take(c);
-  store<N, MT>(c, it, it.first * 4 + tile, acc, bias);
+  finish_item<N, MT>(c, it, acc);
 }
 
 #if HB_SHAPE == 3

@@ -147,8 +147,6 @@ struct Shared {
 HB_CONST_FN int shared_bytes() { return (int)sizeof(Shared) + (SYNC ? 0 : 1024); }
 static_assert(shared_bytes() <= (SYNC ? 101376 : 232448), "more than a block may have");
 
-HB_DEV void wait_for(u64* bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
-
 // ---- how an expert's slots and rows are cut -------------------------------------------------------------------------
 
 struct Cut { int n, columns; };  // columns per item, and how many such tiles of columns

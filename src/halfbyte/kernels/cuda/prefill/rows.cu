@@ -321,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __g
   for (int i = first + lane; i - lane < last; i += 32) {
     const int e = i < last ? choice(r, i) : -1;
     if (e >= 0) shared_add(&table.count[e], 1);
-    seen += popcount(votes(e == expert));
+    seen += popcount(warp_ballot(e == expert));
   }
   if (lane == 0) table.mine[warp] = seen;
   sync_all();
@@ -343,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS) group_rows(const __g
   HB_UNROLL_4
   for (int i = first + lane; i - lane < last; i += 32) {
     const bool here = i < last && choice(r, i) == expert;
-    const u32 v = votes(here);
+    const u32 v = warp_ballot(here);
     if (here) r.place[i] = at + popcount(v & ((1u << lane) - 1));
     at += popcount(v);
   }
