@@ -59,11 +59,6 @@ HB_DEV void load_cached(Tokens& a, const Attention& p, const Row& r, const int* 
   }
 }
 
-struct Four { float v[4]; };
-HB_DEV Four four(const float* p) {
-  const u32x4 w = load128(p);
-  return {as_float(w.x), as_float(w.y), as_float(w.z), as_float(w.w)};
-}
 // Dims 8 t .. and 32 + 8 t .. of a head's vector in a row of qkv; rotated if asked.
 HB_DEV void fresh(const Attention& p, int row, int at, int t, bool rotate, u32 (&low)[4], u32 (&high)[4]) {
   const float* from = p.qkv + (size_t)row * WIDTH + at + t * 8;

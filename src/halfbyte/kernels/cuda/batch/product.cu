@@ -254,20 +254,6 @@ HB_DEV float swiglu(const Product& p, float gate, float up) {
   return divide((up + 1.f) * gate, 1.f + exp2_fast(gate * (p.alpha * -1.4426950408889634f)));
 }
 
-struct Four { float v[4]; };
-HB_DEV Four four_at(const void* p, int is_float, size_t at) {  // at % 4 == 0
-  Four f = {};
-  if (!p) return f;
-  if (is_float) {
-    const u32x4 w = ldg128((const float*)p + at);
-    f.v[0] = as_float(w.x); f.v[1] = as_float(w.y); f.v[2] = as_float(w.z); f.v[3] = as_float(w.w);
-  } else {
-    const u64 w = *(const u64*)((const u16*)p + at);
-    f.v[0] = bf16_low((u32)w); f.v[1] = bf16_high((u32)w); f.v[2] = bf16_low((u32)(w >> 32)); f.v[3] = bf16_high((u32)(w >> 32));
-  }
-  return f;
-}
-
 // The router's products with 16 values of each column, as the summing warp has them: lane (place, quad) four of a column, which
 // is an operand of the mma if its k are counted that way. x enters as two bf16, so that a choice between experts is made with
 // 16 bits and not with eight.
@@ -282,7 +268,7 @@ struct Routing {
   }
   HB_DEV_MEMBER void run(const Product& p, const float (&v)[4], const Group& group, int row, int lane) {
     const int g = lane / 4, t = lane % 4;
-    const Four n = four_at(p.norm, p.norm_float, row);
+    const Four n = four_at<true>(p.norm, p.norm_float, row);
     const float a = v[0] * n.v[0], b = v[1] * n.v[1], c = v[2] * n.v[2], d = v[3] * n.v[3];
     const u32 h0 = bf16_pair(a, b), h1 = bf16_pair(c, d);
     const u32 r0 = bf16_pair(a - bf16_low(h0), b - bf16_high(h0)), r1 = bf16_pair(c - bf16_low(h1), d - bf16_high(h1));
@@ -372,7 +358,7 @@ HB_DEV void sum_up(const Product& p, Shared& sh, int summer, int lane) {
     HB_ROLLED
     for (; i < it.count; i += SUMMERS) {
       const int row = (it.tile + i) * 16 + quad * 4;
-      const Four bias = four_at(s.bias, s.bias_float, first + row);
+      const Four bias = four_at<true>(s.bias, s.bias_float, first + row);
       u32x4 before = {0, 0, 0, 0};
       if (!SWIGLU && p.residual && on) before = load128(p.residual + to + row);
       Routing routing;

@@ -38,22 +38,7 @@ template <int THREADS> HB_DEV float sum_of_block(float v, float* part) {
   return v;
 }
 
-struct Four { float v[4]; };
-HB_DEV Four four(const float* p) {
-  const u32x4 w = load128(p);
-  return {as_float(w.x), as_float(w.y), as_float(w.z), as_float(w.w)};
-}
-HB_DEV Four norm_at(const Rows& r, int k) {
-  Four f;
-  if (r.norm_float) {
-    const u32x4 w = ldg128((const float*)r.norm + k);
-    f = {as_float(w.x), as_float(w.y), as_float(w.z), as_float(w.w)};
-  } else {
-    const u64 w = *(const u64*)((const u16*)r.norm + k);
-    f = {bf16_low((u32)w), bf16_high((u32)w), bf16_low((u32)(w >> 32)), bf16_high((u32)(w >> 32))};
-  }
-  return f;
-}
+HB_DEV Four norm_at(const Rows& r, int k) { return four_at(r.norm, r.norm_float, k); }
 
 // A thread's i-th four values of a row. Past the end all read the last ones and drop them: a load under a condition would wait
 // for the one before it.

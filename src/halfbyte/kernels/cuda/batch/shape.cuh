@@ -43,6 +43,25 @@ HB_DEV float number(const void* p, int is_float, size_t i) {
   return is_float ? ((const float*)p)[i] : as_float((u32)((const u16*)p)[i] << 16);
 }
 
+// Four neighbours: floats that a kernel before this one wrote; or of a vector as the checkpoint has it, from a multiple of four on.
+struct Four { float v[4]; };
+HB_DEV Four four(const float* p) {
+  const u32x4 w = load128(p);
+  return {as_float(w.x), as_float(w.y), as_float(w.z), as_float(w.w)};
+}
+template <bool MAY_BE_NULL = false> HB_DEV Four four_at(const void* p, int is_float, size_t i) {  // null: zeros
+  Four f = {};
+  if (MAY_BE_NULL && !p) return f;
+  if (is_float) {
+    const u32x4 w = ldg128((const float*)p + i);
+    f.v[0] = as_float(w.x); f.v[1] = as_float(w.y); f.v[2] = as_float(w.z); f.v[3] = as_float(w.w);
+  } else {
+    const u64 w = *(const u64*)((const u16*)p + i);
+    f.v[0] = bf16_low((u32)w); f.v[1] = bf16_high((u32)w); f.v[2] = bf16_low((u32)(w >> 32)); f.v[3] = bf16_high((u32)(w >> 32));
+  }
+  return f;
+}
+
 // ---- one product (HB_K given) -------------------------------------------------------------------------------------------
 #ifdef HB_K
 constexpr int FORMAT = HB_FORMAT, K = HB_K;
