@@ -10,13 +10,18 @@ PYTEST  = $(BIN)/python -m pytest -q -p no:cacheprovider
 # Two test processes share two cores best with one thread each.
 WORKERS ?= 2
 THREADS ?= 1
+# What the reference computes must not depend on the instructions that MKL, oneDNN and ATen find.
+NUMERIC = tests/ops tests/plan tests/model/test_gpt_oss.py tests/engine/test_real_model.py tests/engine/test_device_runner.py
+AVX2    = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
+SSE     = MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-.PHONY: demo test test-full lint bench clean help
+.PHONY: demo test test-full test-instructions lint bench clean help
 
 help:
 	@echo "make demo       set up, serve the embedded model, ask it something, print a pp/tg table"
 	@echo "make test       set up, run the tests"
 	@echo "make test-full  the long counts and the real peers (builds llama.cpp: minutes)"
+	@echo "make test-instructions  the numeric tests with AVX2 alone, and with SSE alone"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      pp/tg table of the embedded model"
 
@@ -34,11 +39,16 @@ test: $(STAMP) lint
 	@echo "==> running the tests ($(WORKERS) processes)"
 	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not vllm and not peers" tests
 
-test-full: $(STAMP) lint
+test-full: $(STAMP) lint test-instructions
 	@echo "==> building llama.cpp's Python package (minutes)"
 	@$(PIP) -e '.[test,peers]'
 	@echo "==> running every test that needs no GPU"
 	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not vllm" tests
+
+test-instructions: $(STAMP)
+	@echo "==> the numeric tests with other instructions"
+	@env $(AVX2) OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
+	@env $(SSE) OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
 
 lint: $(STAMP)
 	@echo "==> ruff and mypy"
