@@ -17,10 +17,10 @@ from halfbyte.model.load import EMBEDDED
 
 def test_sources_of_the_decode_step() -> None:
     """The kernel, what it includes, and the Python around it; not the other kernels."""
-    found = receipts.measured(["cuda.decode_step"])
+    hashes = receipts.measured(["cuda.decode_step"])
     names = ("phase.py", "step.py", "step.cu", "gemv.cuh")
-    assert {f"kernels/cuda/decode/{name}" for name in names} | {"kernels/launch.py"} <= set(found)
-    assert not any("triton" in name or "grouped" in name for name in found)
+    assert {f"kernels/cuda/decode/{name}" for name in names} | {"kernels/launch.py"} <= set(hashes)
+    assert not any("triton" in name or "grouped" in name for name in hashes)
 
 
 def test_sources_of_triton_and_grouped_phases() -> None:

@@ -99,17 +99,13 @@ def bench(
     if json:
         print_json(file.as_json())
     else:
-        rows = table(file.results)
         sources = {f.ceiling.source for r in file.results for f in r.figures if f.ceiling is not None}
-        print_table(rows, title=", ".join(["ceilings:", *sorted(sources)]) if sources else None)
+        print_table(table(file.results), title=f"ceilings: {', '.join(sorted(sources))}" if sources else None)
         for r in file.results:
             if r.refused:
                 err.print(f"{r.cell.path} {r.cell.label} is refused: {r.refused}", style="red", markup=False)
-            for f in r.figures:
-                if f.name == "ratio":
-                    met = all(t.ok for t in r.targets)
-                    text = f"served {r.cell.label}: {f.value:.3f} of the engine's own speed"
-                    err.print(text, style="green" if met else "red", markup=False)
+            for target in (t for t in r.targets if not t.ok):
+                err.print(f"{r.cell.path} {r.cell.label} is not {target.what}", style="yellow", markup=False)
     if any(r.refused for r in file.results):
         sys.exit(1)
 

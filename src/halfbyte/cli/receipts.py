@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.options import JsonOption, out, print_json, print_table
+from halfbyte.cli.options import JsonOption, err, out, print_json, print_table
 
 if TYPE_CHECKING:
     from halfbyte.lab.receipts import Receipt
@@ -19,14 +19,34 @@ COLUMNS = ("  cell", "figure", "value", "ceiling", "share")
 
 def receipts(
     folder: Annotated[Path | None, typer.Option("--folder", help="Where they are; default: bench/results.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="README's table of results, as markdown.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="Measure again what is not current; can be resumed.")] = False,
+    part: Annotated[list[str] | None, typer.Option("--part", help="With --run: only this one; again for more.")] = None,
+    answers: Annotated[
+        Path | None, typer.Option("--answers", help="With --run: the CPU's answers of the embedded model.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """List what was measured before: figures, ceilings, and what is stale."""
-    from halfbyte.lab.receipts import read_all
+    """What was measured before: figures, ceilings, and what is stale; or measure it again."""
+    from halfbyte.lab.receipts import RESULTS, read_all
 
+    if run:
+        from halfbyte.lab import environment, remeasure
+
+        environment.need_gpu()
+        failed = remeasure.run_parts(folder or RESULTS, part or (), answers, lambda text: out.print(text, markup=False))
+        if failed:
+            err.print(f"failed: {', '.join(failed)}; their logs are in {folder or RESULTS}", markup=False)
+            raise typer.Exit(1)
+        return
     known = read_all(folder)
     if json:
         print_json({"receipts": [r.as_dict() for r in known]})
+    elif table:
+        from halfbyte.lab.table import markdown
+
+        for line in markdown(known):
+            out.print(line, markup=False)
     else:
         _show(known)
 

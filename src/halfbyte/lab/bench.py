@@ -270,10 +270,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
     for r, row in zip(results, table(results)):
-        ratio = next((f"{f.value:.3f}" for f in r.figures if f.name == "ratio"), "")
-        speed = row["t/s"] if not ratio else f"ratio {ratio}"
         beside = f"{row['ceiling t/s']:>10} {row['share']:>7} {row['ttft ms']:>9}"
-        yield f"{r.cell.path:14} {row['test']:28} {speed:32} {beside}"
+        yield f"{row['by']:14} {row['test']:28} {row['t/s']:32} {beside}"
         if r.refused:
             yield f"    {r.refused}"
 

@@ -29,6 +29,8 @@ from halfbyte.plan.select import all_phases
 PACKAGE = Path(halfbyte.__file__).parent
 RESULTS = PACKAGE.parents[1] / "bench" / "results"
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
+# Says which kernels a phase declares, Triton's among them; a phase that launches one of these imports it itself.
+DECLARING = (PACKAGE / "kernels" / "cuda" / "phase.py",)
 _NATIVE = (".cu", ".cuh", ".h", ".cpp")
 
 
@@ -37,19 +39,19 @@ _NATIVE = (".cu", ".cuh", ".h", ".cpp")
 
 def sources_of(start: Iterable[Path], rooms: tuple[str, ...] = ("kernels",)) -> list[Path]:
     """Files reached from these: imports of the given rooms, sources that Python names, and what they include."""
-    found: set[Path] = set()
+    files: set[Path] = set()
     todo = list(start)
     while todo:
         path = todo.pop()
-        if path in found or not path.is_file():
+        if path in files or not path.is_file():
             continue
-        found.add(path)
+        files.add(path)
         text = path.read_text(encoding="utf-8")
-        if path.suffix == ".py":
+        if path.suffix == ".py" and path not in DECLARING:
             todo += _python(path, text, rooms)
-        else:
+        elif path.suffix != ".py":
             todo += [INCLUDES / name for name in _INCLUDE.findall(text)]
-    return sorted(found)
+    return sorted(files)
 
 
 def _python(path: Path, text: str, rooms: tuple[str, ...]) -> Iterator[Path]:
@@ -77,8 +79,8 @@ def measured(phases: Iterable[Phase | str]) -> dict[str, str]:
     by_name = {p.name: p for p in all_phases()}
     starts = []
     for phase in phases:
-        one = by_name[phase] if isinstance(phase, str) else phase
-        starts.append(PACKAGE.joinpath(*type(one).__module__.split(".")[1:]).with_suffix(".py"))
+        each = by_name[phase] if isinstance(phase, str) else phase
+        starts.append(PACKAGE.joinpath(*type(each).__module__.split(".")[1:]).with_suffix(".py"))
     return hashes(sources_of(starts))
 
 

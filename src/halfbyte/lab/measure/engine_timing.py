@@ -344,11 +344,15 @@ def table(results: Sequence[Result]) -> list[dict[str, str]]:
     rows = []
     for r in results:
         named = {f.name: f for f in r.figures}
-        speed, ttft = named.get("speed"), named.get("ttft")
+        speed, ttft, ratio = named.get("speed"), named.get("ttft"), named.get("ratio")
+        value = "REFUSED" if r.refused else f"{ratio.value:.3f} of it" if ratio else "–"
+        if speed:
+            value = f"{speed.value:.2f} ({speed.low:.2f}–{speed.high:.2f})"
         rows.append(
             {
                 "test": r.cell.label,
-                "t/s": "REFUSED" if speed is None else f"{speed.value:.2f} ({speed.low:.2f}–{speed.high:.2f})",
+                "by": r.cell.path,
+                "t/s": value,
                 "ceiling t/s": f"{speed.ceiling.value:.1f}" if speed and speed.ceiling else "",
                 "share": f"{100 * speed.share:.1f} %" if speed and speed.share else "",
                 "ttft ms": f"{ttft.value:.1f}" if ttft else "",
