@@ -22,16 +22,14 @@ from torch import Tensor
 from halfbyte.formats import MXTensor
 from halfbyte.kernels.launch import Program, compile_program
 from halfbyte.lab import environment
+from halfbyte.lab.entry import line_of
+from halfbyte.lab.entry import numbers as numbers  # spelled alike everywhere
 from halfbyte.lab.levels.decode_case import random_matrix
 from halfbyte.lab.machine import device_roof
 from halfbyte.lab.result import Ceiling, Cell, Result, ResultFile, measure_cell
 from halfbyte.roofline import Gpu
 
 WARM_UP = 2  # replays in front of those that count
-
-
-def numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
 
 
 def words(text: str) -> list[str]:
@@ -75,7 +73,8 @@ class Receipt:
 
     def add(self, result: Result) -> Result:
         self.results.append(result)
-        print(line_of(result), flush=True)
+        notes = [f"\n    {c.what}: {'' if c.ok else 'WRONG: '}{c.note}" for c in result.checks if c.note]
+        print(line_of(result) + "".join(notes), flush=True)
         if self.out:
             self.file().write(self.out)
         return result
@@ -90,22 +89,6 @@ class Receipt:
     def end(self) -> int:
         print(json.dumps(self.file().as_json(), default=str))
         return int(not self.results or any(r.refused for r in self.results))
-
-
-def line_of(result: Result) -> str:
-    """A result for a reader."""
-    cell = result.cell
-    head = " ".join(filter(None, (cell.model, cell.path, cell.label)))
-    if result.refused:
-        return f"REFUSED {head}: {result.refused}" + "".join(
-            f"\n    {c.what}: {c.note}" for c in result.checks if not c.ok
-        )
-    parts = []
-    for f in result.figures:
-        share = "" if f.share is None else f", {100 * f.share:.0f} % of its ceiling"
-        parts.append(f"{f.name} {f.value:.5g} {f.unit} ({f.low:.5g} to {f.high:.5g}{share})")
-    parts += [f"{c.what}: {c.note or 'holds'}" for c in result.checks]
-    return f"{head}: " + "; ".join(parts)
 
 
 # ---- inputs ---------------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ PARTS = (
     Part("memcheck", 420, ("-m", "halfbyte.lab.levels.sanitizer")),
     Part("stress", 60, ("-m", "halfbyte.lab.levels.stress", "--steps", "10000")),
     Part("embedded", 150, ("-m", "halfbyte.lab.levels.embedded", "--eval", "--jobs", "12"), needs_answers=True),
+    Part("logits", 90, ("-m", "halfbyte.lab.levels.teacher_forced")),
     Part("verification", 120, ("-m", "halfbyte.lab.levels.verification")),
     Part("decode-kernel", 200, ("-m", "bench.kernels.decode", "--models", "120b,20b", "--formats",
          "mxfp4,q8,checkpoint", "--contexts", "512,2048,8192,32768", "--rows", "1,2,4", "--row-contexts", "2048")),
