@@ -6,6 +6,7 @@ from halfbyte.kernels.cuda.attention.flash import PHASES as FLASH
 from halfbyte.kernels.cuda.batch.fused_phase import PHASES as BATCH_FUSED
 from halfbyte.kernels.cuda.batch.phase import PHASES as BATCH
 from halfbyte.kernels.cuda.decode.phase import PHASES as DECODE
+from halfbyte.kernels.cuda.embedding.phase import PHASES as EMBEDDING
 from halfbyte.kernels.cuda.prefill.fp8 import PHASES as GROUPED_FP8
 from halfbyte.kernels.cuda.prefill.layer import PHASES as PREFILL
 from halfbyte.kernels.cuda.prefill.mx import PHASES as GROUPED_MX
@@ -15,5 +16,6 @@ from halfbyte.kernels.triton.phases import PHASES as TRITON
 from halfbyte.plan.phase import Phase
 
 PHASES: tuple[Phase, ...] = (
-    *DECODE, *BATCH, *BATCH_FUSED, *PREFILL, *GROUPED, *GROUPED_FP8, *GROUPED_SYNC, *GROUPED_MX, *FLASH, *TRITON,
+    *DECODE, *EMBEDDING, *BATCH, *BATCH_FUSED, *PREFILL, *GROUPED, *GROUPED_FP8, *GROUPED_SYNC, *GROUPED_MX, *FLASH,
+    *TRITON,
 )  # fmt: skip

@@ -28,6 +28,7 @@ from typing import Any
 
 from halfbyte.errors import HalfbyteError, PlanError, UsageError
 from halfbyte.gates import Gates
+from halfbyte.kernels.cuda.mixed_phase import MixedPhase
 from halfbyte.kernels.cuda.phase import CudaPhase
 from halfbyte.kernels.launch import Build, Program, build_program, nvrtc_version
 from halfbyte.kernels.triton.call import Call, compile_options, triton_version
@@ -74,12 +75,9 @@ def prove(phase_name: str, arch: str, spec: Spec | None = None, gates: Gates | N
     reason = phase.refuse(spec, target, gates or Gates())
     if reason is not None:
         raise PlanError(f"{phase_name} does not run on {target.name}: {reason}.")
-    builds: list[Build] = []
-    if isinstance(phase, CudaPhase):
-        builds, calls = phase.builds(spec, target), phase.calls(spec, target)
-    else:
-        assert isinstance(phase, TritonPhase), f"{phase_name} has nothing to compile"
-        calls = phase.proofs(spec, target)
+    builds = phase.builds(spec, target) if isinstance(phase, CudaPhase) else []
+    calls = phase.calls(spec, target) if isinstance(phase, MixedPhase) else []
+    calls += phase.proofs(spec, target) if isinstance(phase, TritonPhase) else []
     evidence = [prove_build(phase.name, build, target) for build in builds]
     return evidence + [prove_call(phase.name, call, target) for call in {identity(c): c for c in calls}.values()]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +15,6 @@ import torch
 
 from halfbyte import gates
 from halfbyte.kernels import launch
-from halfbyte.kernels.cuda.attention import flash
-from halfbyte.kernels.cuda.batch import fused_phase
 from halfbyte.kernels.cuda.batch import phase as batch_phase
 from halfbyte.kernels.cuda.decode import phase as decode_phase
 from halfbyte.kernels.cuda.device import host
@@ -82,14 +81,14 @@ class Nothing:
 
 
 @pytest.fixture(params=CASES, ids=["-".join([a, p, *f.values()]) for a, p, f in CASES])
-def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GptOss:
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[GptOss]:
     name, preset, flags = request.param
     arch = ARCHES[name]
     machine = Nothing(arch)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(call, "_compiled", {})
-    for module in (flash, fused_phase, batch_phase, decode_phase, phases):
-        monkeypatch.setattr(module, "gpu", lambda: machine)
+    monkeypatch.setattr(host, "Gpu", lambda: machine)  # what gpu() makes, whoever asks
+    host.gpu.cache_clear()
     for module in (batch_phase, decode_phase):
         monkeypatch.setattr(module, "current_arch", lambda: arch)
     for module in (phases, layer):
@@ -105,7 +104,8 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gp
     source = checkpoint.MemorySource(synthetic.make(SMALL, 3, layer_formats=g.layer_formats))
     model = GptOss(checkpoint.assemble(source, layouts=choice[2].layouts), g, choice=choice)
     model.plan.arch = arch
-    return model
+    yield model
+    host.gpu.cache_clear()
 
 
 def test_every_kernel_is_declared(model: GptOss) -> None:

@@ -15,7 +15,7 @@ from halfbyte.kernels.cuda.attention import batch as batch_attention
 from halfbyte.kernels.cuda.attention import flash
 from halfbyte.kernels.cuda.batch import builds as batch
 from halfbyte.kernels.cuda.decode import shape as decode
-from halfbyte.kernels.cuda.device.emulator import library, sizes
+from halfbyte.kernels.cuda.device.emulator import mirror_fields, sizes, struct_fields
 from halfbyte.kernels.cuda.prefill import builds as prefill
 from halfbyte.kernels.cuda.sampling import sampler
 from halfbyte.kernels.launch import Program
@@ -47,22 +47,9 @@ MIRRORS = (
 )
 
 
-def fields_of(program: Program, struct: str) -> list[tuple[str, int, int]]:
-    """(name, offset, size) as the compiler has them; a member's field as the mirror spells it."""
-    say = getattr(library(program), f"hb_fields_{struct}")
-    say.restype = ctypes.c_char_p
-    lines = [line.split() for line in say().decode().splitlines()]
-    return [(name.replace(".", "_"), int(offset), int(size)) for name, offset, size in lines]
-
-
-def fields_of_mirror(mirror: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
-    names = [field[0] for field in mirror._fields_]
-    return [(name, getattr(mirror, name).offset, getattr(mirror, name).size) for name in names]
-
-
 @pytest.mark.parametrize("m", MIRRORS, ids=lambda m: f"{m.program.source.parent.name}-{m.struct}")
 def test_every_field_lies_where_its_mirror_has_it(m: Mirror) -> None:
-    assert fields_of(m.program, m.struct) == fields_of_mirror(m.mirror)
+    assert struct_fields(m.program, m.struct) == mirror_fields(m.mirror)
 
 
 def test_two_fields_that_changed_places_are_seen() -> None:
@@ -74,7 +61,7 @@ def test_two_fields_that_changed_places_are_seen() -> None:
         ]  # fmt: skip
 
     assert ctypes.sizeof(Swapped) == sizes(SAMPLER, 1)[0]
-    assert fields_of(SAMPLER, "Sampling") != fields_of_mirror(Swapped)
+    assert struct_fields(SAMPLER, "Sampling") != mirror_fields(Swapped)
 
 
 def test_shared_memory_of_the_decode_step_is_an_upper_bound() -> None:

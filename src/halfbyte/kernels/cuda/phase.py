@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Iterable
 
 from halfbyte.kernels.launch import Build, declared_kernels
-from halfbyte.kernels.triton.call import Call, declared_calls
 from halfbyte.plan.launches import Part
 from halfbyte.plan.phase import Arch, Phase, Spec
 from halfbyte.plan.record import Declared
@@ -36,10 +35,5 @@ class CudaPhase(Phase):
     def builds(self, spec: Spec, arch: Arch) -> list[Build]:
         """Every kernel in CUDA C++ that it can launch there for `spec`."""
 
-    def calls(self, spec: Spec, arch: Arch) -> list[Call]:
-        """Every kernel in Triton that it launches between them."""
-        return []
-
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
-        programs = (build.program for build in self.builds(spec, arch))
-        return [*declared_kernels(programs, arch), *declared_calls(self.calls(spec, arch))]
+        return declared_kernels((build.program for build in self.builds(spec, arch)), arch)

@@ -28,7 +28,7 @@ def spec(gates: Gates = ALL, **changes: object) -> Spec:
 def test_a_plan_takes_it_for_batches(model: str, dense: str) -> None:
     gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
     _, _, selection = choose(NAMED[model], gates, ARCHES["sm90"])
-    assert selection.chosen["batch"] == ("triton.embed", "cuda.batch_layer_fused", "cuda.batch_norm_lm_head")
+    assert selection.chosen["batch"] == ("cuda.embed", "cuda.batch_layer_fused", "cuda.batch_norm_lm_head")
     assert selection.chosen["decode"] == ("cuda.decode_step",)
     assert not [name for name in selection.chosen["prefill"] if "batch" in name]
 

@@ -28,7 +28,8 @@ from halfbyte.kernels.cuda.batch.builds import (
 from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Head, Layer
 from halfbyte.kernels.cuda.batch.products import Matrix
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
-from halfbyte.kernels.cuda.phase import ATTENTION, QKV, ROPE, CudaPhase
+from halfbyte.kernels.cuda.mixed_phase import MixedPhase
+from halfbyte.kernels.cuda.phase import ATTENTION, QKV, ROPE
 from halfbyte.kernels.cuda.prefill.phases import GroupedHead
 from halfbyte.kernels.cuda.prefill.sync import SyncHead
 from halfbyte.kernels.launch import Build, current_arch
@@ -82,7 +83,7 @@ def refuse_shape(spec: Spec) -> str | None:
     return None
 
 
-class BatchLayer(CudaPhase):
+class BatchLayer(MixedPhase):
     name, covers, category = "cuda.batch_layer", LAYER, "moe"
     backends = {"moe": "cuda", "linear": "cuda", "attention": "triton"}
     regimes = frozenset({"decode", "batch"})

@@ -63,6 +63,21 @@ def sizes(program: Program, count: int) -> list[int]:
     return [int(library(program).hb_size(i)) for i in range(count)]
 
 
+def struct_fields(program: Program, struct: str) -> list[tuple[str, int, int]]:
+    """(name, offset, size) of a struct's fields as the compiler has them (HB_MIRRORED); of a member's, as mirrors spell
+    it."""
+    say = getattr(library(program), f"hb_fields_{struct}")
+    say.restype = ctypes.c_char_p
+    lines = [line.split() for line in say().decode().splitlines()]
+    return [(name.replace(".", "_"), int(offset), int(size)) for name, offset, size in lines]
+
+
+def mirror_fields(mirror: type[ctypes.Structure]) -> list[tuple[str, int, int]]:
+    """The same of the structure that Python fills."""
+    names = [field[0] for field in mirror._fields_]
+    return [(name, getattr(mirror, name).offset, getattr(mirror, name).size) for name in names]
+
+
 def library(program: Program) -> ctypes.CDLL:
     """Every entry of a source, compiled with the program's options."""
     return _library(replace(program, entry=""))

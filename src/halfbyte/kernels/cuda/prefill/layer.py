@@ -17,6 +17,7 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.attention.flash import FlashAttention
+from halfbyte.kernels.cuda.mixed_phase import MixedPhase
 from halfbyte.kernels.cuda.phase import EXPERTS, OUT, QKV_AND_ROPE, ROUTER
 from halfbyte.kernels.cuda.prefill.builds import SUM_WIDTH, build_of, rows_build
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
@@ -44,7 +45,7 @@ def kv_cells(step: Step, acts: Activations, kind: str, pool: Tensor) -> Tensor:
     return acts.kv_cells[kind]
 
 
-class PrefillLayer(GroupedPhase):
+class PrefillLayer(GroupedPhase, MixedPhase):
     name, covers, category = "cuda.prefill_layer", LAYER, "moe"
     backends = {"moe": "cuda", "linear": "cuda", "attention": "cuda"}
     regimes = frozenset({"prefill"})
