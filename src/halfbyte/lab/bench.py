@@ -28,7 +28,7 @@ from halfbyte import gates as gates_
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.lab import receipts
-from halfbyte.lab.levels.correctness import check_regimes
+from halfbyte.lab.levels.correctness import BATCHES, PROMPTS, Comparison, compare
 from halfbyte.lab.measure import device_timing, eager, phase_timing
 from halfbyte.lab.measure.engine_timing import (
     Client,
@@ -108,10 +108,29 @@ def _file(results: Sequence[Result], measured: dict[str, str]) -> ResultFile:
 def _measure(model: GptOss, options: BenchOptions, cell: Cell, progress: Progress) -> list[Result]:
     if options.require_native and (reasons := phase_timing.not_native(model)):
         raise UsageError(f"this is not the native path: {'; '.join(reasons)}.")
-    checks: tuple[Check, ...] = ()
-    if options.check and model.device.type == "cuda":
-        progress("comparing the regimes")
-        checks = check_regimes(model)
+    if not options.check or model.device.type != "cuda":
+        return _timed(model, options, cell, (), progress)
+    progress("comparing the regimes")
+    comparison = compare_timed(model, options)
+    results = _timed(model, options, cell, comparison.checks, progress)
+    coverage = comparison.covers(model.plan.record)
+    return [replace(r, targets=(*r.targets, coverage)) if r.figures else r for r in results]
+
+
+def compare_timed(model: GptOss, options: BenchOptions) -> Comparison:
+    """The usual cases, and every size of prompt and batch that will be timed."""
+    longest, limits = max(PROMPTS), model.plan.limits
+    prompts = [*PROMPTS, *(min(work.prompt, longest) for work in options.works if work.prompt > limits.batch)]
+    batches = [
+        *BATCHES,
+        *(work.concurrency for work in options.works if limits.decode < work.concurrency <= limits.batch),
+    ]
+    return compare(model, tuple(dict.fromkeys(prompts)), tuple(dict.fromkeys(batches)))
+
+
+def _timed(
+    model: GptOss, options: BenchOptions, cell: Cell, checks: tuple[Check, ...], progress: Progress
+) -> list[Result]:
     works, repeats = options.works, options.repeats
     if options.eager:
         results = eager.measure_eager(model, works, repeats, cell=cell, progress=progress)

@@ -163,6 +163,19 @@ def test_wrong_experts_are_found(model: GptOss) -> None:
     assert any("choice of experts" in w for w in verdict.wrong)
 
 
+def test_a_case_that_raises_has_failed(model: GptOss) -> None:
+    def broken(step: Step, acts: Activations) -> None:
+        raise RuntimeError("a launch failed")
+
+    plan = planted(model, changed(named("o"), broken))
+    other = correctness.reference_of(plan)
+    cache = random_caches((plan, other), 1, 70)
+    step = prefill_step(plan, cache, random_tokens(plan, 70, 0), 0)
+    verdict = correctness.compare_or_fail("prompt", plan, other, step)
+    assert not verdict.ok
+    assert verdict.wrong == ["RuntimeError: a launch failed"]
+
+
 def test_one_seed_of_many_fails_alone(model: GptOss, monkeypatch: pytest.MonkeyPatch) -> None:
     """No median: an error in one seed is an error."""
     seen: list[int] = []

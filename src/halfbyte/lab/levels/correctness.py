@@ -160,17 +160,6 @@ def compare(
     return Comparison(tuple(v.as_check() for v in verdicts), frozenset(short.plan.record.launches()))
 
 
-def check_regimes(
-    model: GptOss,
-    prompts: Sequence[int] = tuple(PROMPTS),
-    batches: Sequence[int] = BATCHES,
-    contexts: Sequence[int] = CONTEXTS,
-    batch_context: int = BATCH_CONTEXT,
-) -> tuple[Check, ...]:
-    """One line for every case of `compare`."""
-    return compare(model, prompts, batches, contexts, batch_context).checks
-
-
 def compare_whole_steps(model: GptOss, contexts: Sequence[int]) -> Iterator[Verdict]:
     """The CUDA decode step, where the plan decodes with it: the build of this model, layer by layer on its weights."""
     phase = model.plan.bound["decode"][0].phase
@@ -205,12 +194,12 @@ def compare_regimes(
         for seed in range(seeds):
             cache = random_caches((short, other), 1, rows)
             step = prefill_step(short, cache, random_tokens(short, rows, seed), 0)
-            yield compare_step(f"prompt of {rows} rows, seed {seed}", short, other, step)
+            yield compare_or_fail(f"prompt of {rows} rows, seed {seed}", short, other, step)
     for sequences, context in (*((b, batch_context) for b in batches), *((1, c) for c in contexts)):
         cache = random_caches((short, other), sequences, context + 1)
         step = decode_step(short, cache, context, seed=sequences)
         name = f"batch of {sequences}" if sequences > 1 else "decode"
-        yield compare_step(f"{name} at {context}", short, other, step)
+        yield compare_or_fail(f"{name} at {context}", short, other, step)
     short.release_kv()
     other.release_kv()
 
@@ -235,6 +224,16 @@ def random_caches(models: Sequence[GptOss], sequences: int, tokens: int) -> Cach
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def compare_or_fail(name: str, model: GptOss, other: GptOss, step: Step) -> Verdict:
+    """`compare_step`; a case that raises has failed with that reason, and the others go on."""
+    try:
+        return compare_step(name, model, other, step)
+    except Exception as e:
+        verdict = Verdict(name)
+        verdict.require(f"{type(e).__name__}: {e}"[:300], False)
+        return verdict
 
 
 def compare_step(name: str, model: GptOss, other: GptOss, step: Step) -> Verdict:
