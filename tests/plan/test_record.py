@@ -174,12 +174,15 @@ def test_a_graph_that_cannot_be_read_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nothing_is_kept_without_a_sink() -> None:
-    launches.current.sink = None
-    launched(KernelImage("stray", "0"))
-    launches.current.sink = counts = Counts()
+    now = launches.state()
+    now.sink = counts = Counts()
     try:
         launched(KernelImage("kept", "0"))
+        with launches.uncounted():
+            launched(KernelImage("stray", "0"))
+        assert now.sink is counts
     finally:
-        launches.current.sink = None
+        now.sink = None
+    launched(KernelImage("stray", "0"))
     assert [image.name for image, _ in counts] == ["kept"]
     assert GraphRun().loaded() == Counter()

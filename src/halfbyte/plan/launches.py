@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,53 +36,71 @@ class KernelImage:
 SAMPLING, PACKING, OTHER = Part("sample"), Part("quantise"), Part("other")
 
 
-class Sink(Protocol):
-    def add(self, image: KernelImage, part: Part) -> None: ...
-
-
 class Counts(dict[tuple[KernelImage, Part], int]):
     """How often each kernel was launched for each part."""
 
-    def add(self, image: KernelImage, part: Part) -> None:
-        key = image, part
-        self[key] = self.get(key, 0) + 1
+
+Order = list[tuple[KernelImage, Part]]  # every launch, as they come
 
 
-class Order(list[tuple[KernelImage, Part]]):
-    """Every launch, in order."""
+class State:
+    """For whom a thread launches. A plan asks for it once a step, because finding a thread's own takes time."""
 
-    def add(self, image: KernelImage, part: Part) -> None:
-        self.append((image, part))
+    __slots__ = ("order", "part", "sink")
 
-
-class _Current(threading.local):
-    sink: Sink | None = None
-    part: Part = OTHER
-    order: Order | None = None
+    def __init__(self) -> None:
+        self.sink: Counts | None = None
+        self.part = OTHER
+        self.order: Order | None = None
 
 
-current = _Current()
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.state = State()
+
+
+_thread = _Thread()
+
+
+def state() -> State:
+    """This thread's."""
+    return _thread.state
 
 
 def launched(image: KernelImage) -> None:
     """A kernel was put on the device's queue, or, while a graph is captured, into the graph."""
-    part = image.part or current.part
-    if current.sink is not None:
-        current.sink.add(image, part)
-    if current.order is not None:
-        current.order.add(image, part)
+    now = _thread.state
+    sink = now.sink
+    if sink is not None:
+        key = image, image.part or now.part
+        sink[key] = sink.get(key, 0) + 1
+    if now.order is not None:
+        now.order.append((image, image.part or now.part))
 
 
 def begin(part: Part) -> None:
     """What is launched from here on is for `part`, until the phase ends or another begins."""
-    current.part = part
+    _thread.state.part = part
 
 
 @contextmanager
 def ordered() -> Iterator[Order]:
     """This thread's launches in the order they come, whoever counts them."""
-    current.order = order = Order()
+    now = _thread.state
+    order: Order = []
+    now.order = order
     try:
         yield order
     finally:
-        current.order = None
+        now.order = None
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Launches that belong to no step: a phase alone, timed or looked into."""
+    now = _thread.state
+    sink, now.sink = now.sink, None
+    try:
+        yield
+    finally:
+        now.sink = sink

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.launches import OTHER, Part, current
+from halfbyte.plan.launches import OTHER, Part, state
 from halfbyte.plan.phase import OPERATIONS, ROLES, SEGMENTS, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Declared, Difference, PhaseRun, Record, Selection
 from halfbyte.plan.select import Chosen
@@ -42,23 +42,25 @@ class Plan:
 
     def walk(self, step: Step, acts: Activations) -> Iterator[Bound]:
         """The same, phase by phase, for whoever looks on between them. Every launch of a plan is recorded here."""
-        regime, rows, record = self.regime(step), step.rows, self.record
+        regime, rows, into, now = self.regime(step), step.rows, self.record.into, state()
         for b in self.bound[regime]:
-            run = self._run(b, regime)
+            run = into.phases.get((b.phase.name, regime)) or self._first_run(b, regime)
             run.runs += 1
-            run.fewest_rows, run.most_rows = min(run.fewest_rows, rows), max(run.most_rows, rows)
-            current.sink, current.part = run.kernels, b.part
+            if rows < run.fewest_rows:
+                run.fewest_rows = rows
+            if rows > run.most_rows:
+                run.most_rows = rows
+            now.sink, now.part = run.kernels, b.part
             b.launch(step, acts)
-            current.sink, current.part = record.into.outside, OTHER
+            now.sink, now.part = into.outside, OTHER
             yield b
-        record.step_done()
+        self.record.step_done()
 
-    def _run(self, b: Bound, regime: Regime) -> PhaseRun:
-        runs, key = self.record.into.phases, (b.phase.name, regime)
-        if key not in runs:
-            p, activation = b.phase, self.spec.at(regime).activation
-            runs[key] = PhaseRun(p.name, p.category, p.covers, regime, b.formats, self.spec.dtype, activation)
-        return runs[key]
+    def _first_run(self, b: Bound, regime: Regime) -> PhaseRun:
+        p, activation = b.phase, self.spec.at(regime).activation
+        run = PhaseRun(p.name, p.category, p.covers, regime, b.formats, self.spec.dtype, activation)
+        self.record.into.phases[p.name, regime] = run
+        return run
 
     def differences(self) -> list[Difference]:
         """Between what ran and what the chosen phases declare."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from halfbyte.plan.launches import OTHER, SAMPLING, Counts, current
+from halfbyte.plan.launches import OTHER, SAMPLING, Counts, state
 from halfbyte.plan.step import Regime
 
 GRAPH_READER = "halfbyte.kernels.graph_nodes"  # asks the driver; found when a graph is read, as kernels are
@@ -150,7 +150,8 @@ class Record:
         """Launches go into a graph and are not run: they count for it."""
         graph = GraphRun(regime=regime, rows=rows)
         self.into = graph
-        current.sink, current.part = graph.outside, OTHER
+        now = state()
+        now.sink, now.part = graph.outside, OTHER
         try:
             yield graph
         finally:
@@ -160,7 +161,8 @@ class Record:
 
     def step_done(self) -> None:
         """What this thread launches now is sampling, until the next step."""
-        current.sink, current.part = self.into.outside, SAMPLING
+        now = state()
+        now.sink, now.part = self.into.outside, SAMPLING
 
     def ran(self) -> Iterator[tuple[Runs, int]]:
         """Every way that ran at all, and how often."""

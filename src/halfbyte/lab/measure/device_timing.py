@@ -21,6 +21,7 @@ from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.lab.result import Ceiling, Cell, Result, figure
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import uncounted
 from halfbyte.plan.phase import OPERATIONS
 from halfbyte.plan.plan import Bound
 from halfbyte.plan.step import REGIMES, Step
@@ -116,7 +117,8 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
         bound = model.plan.bound[regime]
         if bound[0].phase.covers == OPERATIONS:
             continue
-        counts = _count(model, step, bound)
+        with uncounted():  # maybe of another regime: no part of what is timed
+            counts = _count(model, step, bound)
         if counts:
             return statistics.fmean(torch.stack(counts).tolist()), f"router of {regime}"
     return None

@@ -216,8 +216,7 @@ def _choices(model: GptOss, ids: Tensor, steps: int) -> Tensor | None:
         step = prefill_step(model, cache, ids[at : at + CHUNK], at)
         acts = Activations()
         rows: list[Tensor] = []
-        for bound in model.plan.bound[model.plan.regime(step)]:
-            bound.launch(step, acts)
+        for bound in model.plan.walk(step, acts):
             if "router" in bound.phase.covers:
                 if not acts.has("topk_ids"):
                     return None

@@ -28,6 +28,7 @@ from halfbyte.lab.measure.device_timing import (
 from halfbyte.lab.result import Ceiling, Cell, Result, figure, measure_cell
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import uncounted
 from halfbyte.plan.plan import Bound
 from halfbyte.plan.step import Step
 from halfbyte.roofline import Gpu, Work, step_work
@@ -59,9 +60,10 @@ def time_phases(model: GptOss, cell: Cell, rows: int, context: int) -> list[Resu
     acts = Activations()
     regime = model.plan.regime(step)
     bound = model.plan.bound[regime]
-    for b in bound:
-        inputs.append(acts.copy())
-        b.launch(step, acts)
+    with uncounted():
+        for b in bound:
+            inputs.append(acts.copy())
+            b.launch(step, acts)
     torch.cuda.synchronize()
     shape = {"rows": rows, "context": length, "regime": regime}
     whole = replace(cell, kind="phase", path="all phases", shape=shape)
@@ -103,8 +105,9 @@ def _time(step: Step, launches: Sequence[tuple[Bound, Activations]]) -> tuple[fl
     """Microseconds of all launches, and how they were timed."""
 
     def work() -> None:
-        for b, inputs in launches:
-            b.launch(step, inputs.copy())
+        with uncounted():
+            for b, inputs in launches:
+                b.launch(step, inputs.copy())
 
     work()
     torch.cuda.synchronize()
