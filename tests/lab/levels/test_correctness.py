@@ -14,7 +14,7 @@ from halfbyte.lab.levels import correctness
 from halfbyte.lab.levels.correctness import admissible, compare, compare_regimes, compare_step, random_caches
 from halfbyte.lab.levels.verdict import Verdict, choice_gap, error_beyond_rounding
 from halfbyte.lab.measure.device_timing import decode_step, prefill_step, random_tokens
-from halfbyte.model import synthetic
+from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan import reference
@@ -238,3 +238,13 @@ def test_rounding_is_forgiven_and_nothing_else() -> None:
         assert error_beyond_rounding((exact * 1.1).to(dtype), exact) > 2e-2
     assert error_beyond_rounding(torch.full((3,), 448.0).to(torch.float8_e4m3fn), torch.full((3,), 1e5)) == 0.0
     assert error_beyond_rounding(torch.tensor([float("nan")]).bfloat16(), torch.ones(1)) == float("inf")
+
+
+def test_the_reference_reads_weights_as_kernels_hold_them(model: GptOss) -> None:
+    layouts = {"embed": "plain"} | dict.fromkeys(("qkv", "o", "gate_up", "down", "lm_head"), "tile16")
+    tiled = checkpoint.assemble(checkpoint.MemorySource(model.weights), layouts=layouts)
+    chosen = {regime: list(reference.PHASES) for regime in REGIMES}
+    other = GptOss(tiled, model.gates, choice=(model.spec, chosen, model.plan.selection))
+    cache = random_caches((model, other), 1, 70)
+    verdict = compare_step("tile16", model, other, prefill_step(model, cache, random_tokens(model, 70, 0), 0))
+    assert verdict.ok, verdict.wrong
