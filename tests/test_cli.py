@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli import main
+from halfbyte.cli.app import COMMANDS, docstring_of
 from halfbyte.lab.result import from_json
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED
@@ -130,6 +132,26 @@ def test_mistakes_are_one_sentence(run: Run, args: list[str], said: str) -> None
     assert code == 2
     assert said in err
     assert "Traceback" not in out + err
+
+
+def test_help_lists_every_command_and_imports_none(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in COMMANDS:
+        assert command in out
+    assert "The reproducibility record of this machine" in out
+    quick = "import sys; sys.argv = ['halfbyte', '--help']; from halfbyte.cli import main\n"
+    quick += "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules, 'help took seconds'"
+    done = subprocess.run([sys.executable, "-c", quick], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(run: Run, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"halfbyte {command}" in out
+    assert docstring_of(command).splitlines()[0][:40] in " ".join(out.split())
 
 
 def test_unknown_option_is_exit_code_2(run: Run) -> None:

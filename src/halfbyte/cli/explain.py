@@ -35,24 +35,24 @@ def explain(
         raise UsageError(f"there is no architecture {arch!r}; use {', '.join(ARCHES)}.")
     target = ARCHES[arch.lower()] if arch else arch_of(load.resolve_device(None))
     if model is None:
-        name, config, found = "gpt-oss-120b", NAMED["120b"], dict(CHECKPOINT_FORMATS)
+        name, config, stored = "gpt-oss-120b", NAMED["120b"], dict(CHECKPOINT_FORMATS)
     else:
         resolved = load.resolve_model(model)
         name, config = resolved.label, load.config_of(resolved)
-        found = dict(CHECKPOINT_FORMATS)
+        stored = dict(CHECKPOINT_FORMATS)
         if resolved.path is not None:
             source = checkpoint.open_model(resolved.path)
-            found = load.formats_of(source)
+            stored = load.formats_of(source)
             source.close()
-    spec, chosen, selection = choose(config, gates, target, found)
+    spec, chosen, selection = choose(config, gates, target, stored)
     evidence = gather(spec, chosen, target.name, gates) if prove else []
     limits = target.limits
     values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
-    said = notes(spec, selection, target)
+    remarks = notes(spec, selection, target)
     if json:
-        found_out = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": said}
-        found_out |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source}
-        print_json(found_out | {"evidence": [asdict(e) for e in evidence]} if prove else found_out)
+        answer = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": remarks}
+        answer |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source}
+        print_json(answer | {"evidence": [asdict(e) for e in evidence]} if prove else answer)
         raise typer.Exit(int(any(not e.ok for e in evidence)))
     announce(gates, f"{name} on {target.name}")
     if gates.sinks == "off":
@@ -77,7 +77,7 @@ def explain(
             out.print(f"  [dim]refused  {', '.join(names)}: {reason}[/dim]")
     layouts = ", ".join(f"{role} {layout}" for role, layout in selection.layouts.items())
     out.print(f"\nlayouts  {layouts}")
-    for note in said:
+    for note in remarks:
         out.print(f"NOTE     {note}", markup=False)
     if prove:
         show(evidence)
@@ -88,39 +88,43 @@ def notes(spec: Spec, selection: Selection, target: Arch) -> list[str]:
     """What whoever has such a GPU should know and the lists do not say."""
     if target.capability is None:
         return []
-    said = []
+    remarks = []
     decode, prompts = spec.at("decode").activation, spec.at("prefill").activation
     kernels = {name for names in selection.chosen.values() for name in names}
     lost = {r.phase: r.reason for r in selection.refusals if r.regime == "decode"}.get("cuda.decode_step", "")
     if all(name.startswith("triton.") for name in kernels):
-        said.append(f"every kernel here is Triton's: cuda.decode_step, which takes one launch for all layers, {lost}.")
+        remarks.append(
+            f"every kernel here is Triton's: cuda.decode_step, which takes one launch for all layers, {lost}."
+        )
     elif lost and decode != "bf16":
-        said.append(
+        remarks.append(
             f"decode takes many launches a layer: cuda.decode_step, which takes one for all of them, {lost}. "
             f"--activation prefill={decode} keeps it, and {decode} for prompts."
         )
     if target.capability[0] >= 10 and prompts == "bf16" and spec.formats["gate_up"] == "mxfp4":
-        said.append(
+        remarks.append(
             "prompts run on the bf16 tensor cores. --activation prefill=mxfp8 or prefill=mxfp4 takes the block-scaled "
             "FP4 ones, and rounds activations (docs/numerics.md)."
         )
     if target.name != "sm90":
         ran = "" if target.name == "sm100" else ", but for their bf16 products on an H200 (bench/kernels/sm12x.py)"
-        said.append(f"these kernels are compiled and read for {target.name}, and have run on no such machine yet{ran}.")
-    return said
+        remarks.append(
+            f"these kernels are compiled and read for {target.name}, and have run on no such machine yet{ran}."
+        )
+    return remarks
 
 
 def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence]:
-    """Evidence for every chosen phase that can be compiled here."""
-    found: list[Evidence] = []
+    """Evidence for every chosen phase that can be compiled at_regime."""
+    evidence: list[Evidence] = []
     provable = set(proof.compilable())
     runs = {(p.name, spec.at(regime).activation): spec.at(regime) for regime, phases in chosen.items() for p in phases}
     with err.status("compiling") as status:
-        for (name, _), here in runs.items():
+        for (name, _), at_regime in runs.items():
             if name in provable:
                 status.update(f"compiling {name} for {arch}")
-                found += proof.prove(name, arch, here, gates)
-    return found
+                evidence += proof.prove(name, arch, at_regime, gates)
+    return evidence
 
 
 def show(evidence: list[Evidence]) -> None:
@@ -138,7 +142,7 @@ def show(evidence: list[Evidence]) -> None:
     out.print("\n[bold]proof[/bold] (compiled now, read from the machine code)")
     for e, phases in users:
         mma = ", ".join(f"{n} x{c}" for n, c in e.instructions.items()) or "no matrix instruction"
-        found = "[green]as promised[/green]" if e.ok else f"[red]{'; '.join(e.problems)}[/red]"
+        promised = "[green]as promised[/green]" if e.ok else f"[red]{'; '.join(e.problems)}[/red]"
         out.print(f"  {e.kernel}: {e.target}, {mma} [dim]({', '.join(dict.fromkeys(phases))})[/dim]")
         promise = [f"must show {e.needed}"] if e.needed else []
         promise += [f"must not show {e.banned}"] if e.banned else []
@@ -146,7 +150,7 @@ def show(evidence: list[Evidence]) -> None:
             out.print(f"    {', '.join(promise)}".replace("\\b", "").replace("\\", ""), markup=False)
         out.print(
             f"    {e.registers} registers, {proof.spilled(e)} spilled, "
-            f"{e.shared_bytes} of {e.shared_limit} bytes shared memory: {found}"
+            f"{e.shared_bytes} of {e.shared_limit} bytes shared memory: {promised}"
         )
     out.print(f"{len(users)} kernels: {verdict}")
 

@@ -124,8 +124,8 @@ def _flag(name: str, flag: str, text: str, panel: str) -> inspect.Parameter:
 def announce(gates: Gates, text: str) -> None:
     """What will run and what the gates change against `exact`, on stderr."""
     changes = gates.changes()
-    said = ", ".join(f"{k} {v}" for k, v in changes.items())
-    err.print(f"[dim]{text}{f' · against exact: {said}' if said else ''}[/dim]")
+    listed = ", ".join(f"{k} {v}" for k, v in changes.items())
+    err.print(f"[dim]{text}{f' · against exact: {listed}' if listed else ''}[/dim]")
 
 
 def print_json(value: Any) -> None:

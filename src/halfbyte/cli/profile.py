@@ -59,20 +59,20 @@ def profile(
         raise UsageError(f"{longest} tokens are more than this model's context of {loaded.config.max_context}.")
     announce(gates, f"{name.label} on {where}")
     with err.status("profiling"):
-        found = run(loaded, tokens, depth, batch, pp)
-    verdicts = decide(found[0], differences=[str(d) for d in loaded.plan.differences()])
+        profiles = run(loaded, tokens, depth, batch, pp)
+    verdicts = decide(profiles[0], differences=[str(d) for d in loaded.plan.differences()])
     if json:
         print_json(
             {
                 "model": name.label,
-                "profiles": [p.as_dict() for p in found],
+                "profiles": [p.as_dict() for p in profiles],
                 "decisions": [v.__dict__ for v in verdicts],
                 "record": loaded.plan.record.as_dict(),
                 "environment": environment.collect(gates),
             }
         )
         return
-    for p in found:
+    for p in profiles:
         show(p, loaded)
     out.print("\n[bold]what follows[/bold] (decode)")
     for v in verdicts:
@@ -85,10 +85,10 @@ def run(model: GptOss, tokens: int, depth: int, batch: int, pp: int) -> list[Pro
     if model.device.type == "cpu" and model.weights.nbytes < SMALL:
         torch.set_num_threads(1)  # as `bench` does
     with torch.inference_mode():
-        found = [timeline.decode_profile(model, tokens, depth, batch)]
+        profiles = [timeline.decode_profile(model, tokens, depth, batch)]
         if pp:
-            found.append(timeline.prefill_profile(model, pp))
-    return found
+            profiles.append(timeline.prefill_profile(model, pp))
+    return profiles
 
 
 def show(p: Profile, model: GptOss) -> None:
@@ -114,8 +114,8 @@ def show(p: Profile, model: GptOss) -> None:
     for regime, names in p.phases.items():
         out.print(f"kernels    {regime}: {', '.join(names)}", markup=False)
     if p.host_us:
-        said = ", ".join(f"{v:.1f} us {k}" for k, v in p.host_us_per_token.items())
-        out.print(f"host       {said} per token, to queue a step", markup=False)
+        text = ", ".join(f"{v:.1f} us {k}" for k, v in p.host_us_per_token.items())
+        out.print(f"host       {text} per token, to queue a step", markup=False)
     out.print(
         f"device     {p.launches:.0f} launches a step, idle {p.idle_us:.1f} us in {p.gaps:.0f} gaps, "
         f"longest {p.longest_gap_us:.1f} us",
@@ -130,14 +130,14 @@ def show(p: Profile, model: GptOss) -> None:
 
 def show_predictions(names: str, shape: str, gates: Gates, depth: int, json: bool) -> None:
     known = receipts.read_all()
-    found = [predict.predict(n.strip(), shape, gates, depth, known) for n in names.split(",") if n.strip()]
-    if not found:
+    predictions = [predict.predict(n.strip(), shape, gates, depth, known) for n in names.split(",") if n.strip()]
+    if not predictions:
         raise UsageError("--predict takes names of GPUs with commas between, for example gb10,rtx5090.")
     if json:
-        print_json({"predictions": [p.as_dict() for p in found]})
+        print_json({"predictions": [p.as_dict() for p in predictions]})
         return
     rows: list[Mapping[str, str]] = []
-    for p in found:
+    for p in predictions:
         low, central, high = (s.tokens_per_second for s in p.scenarios)
         rows.append(
             {
@@ -149,23 +149,23 @@ def show_predictions(names: str, shape: str, gates: Gates, depth: int, json: boo
             }
         )
     print_table(rows, title=f"decode of {shape} at {depth}, {gates.layers}: a prediction, not a measurement")
-    for p in found:
+    for p in predictions:
         explain_prediction(p)
 
 
 def explain_prediction(p: predict.Prediction) -> None:
     b, g, r = p.basis, p.gpu, p.rehearsal
     out.print(f"\n[bold]{g.name}[/bold]")
-    said = [
+    facts = [
         f"GPU      read {g.read / 1e9:.0f} GB/s ({g.note}), "
         f"{g.multiprocessors} multiprocessors at {g.ghz:.2f} GHz as published"
     ]
     if p.void:
-        said += [f"NONE     {p.void}"]
-        for line in said:
+        facts += [f"NONE     {p.void}"]
+        for line in facts:
             out.print(f"  {line}", markup=False)
         return
-    said += [
+    facts += [
         f"from     {b.receipt} ({b.state}): {b.model} {b.formats} @ {b.context} took {b.us:.1f} us on {b.gpu}; "
         f"trace in {b.trace_receipt}: streaming share {b.streaming:.3f} (lm_head), {b.streaming_short:.3f} (experts); "
         f"fixed {b.fixed_us:.2f} us a layer, of which the router {b.router_us:.2f}",
@@ -173,26 +173,26 @@ def explain_prediction(p: predict.Prediction) -> None:
     if r:
         times = ", ".join(f"{us:.0f} us at {pace / 1e9:.0f} GB/s ({fixed:.2f})" for pace, us, fixed in r.times)
         part = "" if r.blocks == r.of else f" (of {r.of}, with their part of the memory)"
-        said.append(
+        facts.append(
             f"and      {r.receipt} ({r.state}): rehearsed on {r.device} with {r.blocks} blocks{part} and rings of "
             f"{r.slots} slots, us of a step (and of a layer beyond its bytes): {times}"
         )
     if not p.measured:
         gigabytes = f"{p.bytes / 1e9:.3f} GB"
-        said.append(f"time     = {gigabytes} / (read x streaming share) + layers x fixed cost; so, in tokens/s:")
+        facts.append(f"time     = {gigabytes} / (read x streaming share) + layers x fixed cost; so, in tokens/s:")
     for s in () if p.measured else p.scenarios:
-        said.append(
+        facts.append(
             f"{s.name:8} {s.tokens_per_second:.1f}: read {s.read / 1e9:.0f} GB/s, streaming {s.streaming:.3f}, "
             f"fixed {s.fixed_us:.2f} us a layer"
         )
     if p.formula:
         by = " / ".join(f"{s.tokens_per_second:.1f}" for s in p.formula)
-        said.append(f"formula  without the rehearsal: {by} (low / central / high)")
+        facts.append(f"formula  without the rehearsal: {by} (low / central / high)")
     if p.checks:
-        told = ", ".join(
+        others = ", ".join(
             f"{c.what} {c.predicted_us:.0f} us, measured {c.measured_us:.0f} ({c.error:+.1%})" for c in p.checks
         )
-        said.append(f"checked  the share and fixed cost of the receipt give on the {b.gpu}: {told}")
+        facts.append(f"checked  the share and fixed cost of the receipt give on the {b.gpu}: {others}")
     assumed = (
         "low: fixed cost as measured, streams like the experts'; central: waits scale with the clock; high: slower "
         "memory hides that much of them, but not the router's"
@@ -205,9 +205,9 @@ def explain_prediction(p: predict.Prediction) -> None:
             if g.product_reads[0]
             else "bandwidth: low is the share of paper that a GB10 reaches, high an H200's, central half way"
         ) + "; clock and latencies are those of the GPU that rehearsed"
-    said += [f"assumed  {assumed}"] if not p.measured else []
-    said += [f"NOTE     {w}" for w in p.warnings]
-    for line in said:
+    facts += [f"assumed  {assumed}"] if not p.measured else []
+    facts += [f"NOTE     {w}" for w in p.warnings]
+    for line in facts:
         out.print(f"  {line}", markup=False)
 
 

@@ -86,12 +86,12 @@ def kernel_cache() -> dict[str, dict[str, Any]]:
         "cuda": (cache_folder(), "*.cubin"),
         "triton": (Path(triton) if triton else Path.home() / ".triton" / "cache", "*.cubin"),
     }
-    found = {}
+    caches = {}
     for name, (folder, pattern) in folders.items():
         files = [p for p in folder.rglob(pattern) if p.is_file()] if folder.is_dir() else []
         place = f"~/{folder.relative_to(Path.home())}" if folder.is_relative_to(Path.home()) else str(folder)
-        found[name] = {"folder": place, "kernels": len(files), "bytes": sum(p.stat().st_size for p in files)}
-    return found
+        caches[name] = {"folder": place, "kernels": len(files), "bytes": sum(p.stat().st_size for p in files)}
+    return caches
 
 
 def cpu_name() -> str:
@@ -114,10 +114,10 @@ def need_gpu() -> None:
 def gpus() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
-    found = []
+    devices = []
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        found.append(
+        devices.append(
             {
                 "name": p.name,
                 "capability": f"sm{p.major}{p.minor}",
@@ -126,4 +126,4 @@ def gpus() -> list[dict[str, Any]]:
                 "cuda": torch.version.cuda,
             }
         )
-    return found
+    return devices

@@ -185,9 +185,9 @@ def measure_cell(cell: Cell, work: typing.Callable[[], Result]) -> Result:
 
 
 def from_json(raw: object) -> ResultFile:
-    made = _read(ResultFile, raw, "the file")
-    assert isinstance(made, ResultFile)
-    return made
+    file = _read(ResultFile, raw, "the file")
+    assert isinstance(file, ResultFile)
+    return file
 
 
 def _read(kind: Any, raw: object, where: str) -> Any:

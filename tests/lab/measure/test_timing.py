@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from halfbyte.lab.measure import device_timing, phase_timing
 from halfbyte.lab.measure.power import PowerMeter
-from halfbyte.lab.result import Cell
+from halfbyte.lab.result import Ceiling, Cell, measure_cell
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
@@ -98,6 +99,14 @@ def test_rates_name_the_bound() -> None:
     achieved = phase_timing.rates(Work(bytes=4.5e12, flops=1e12), 2.0, gpu)
     assert achieved == {"bound": "memory", "tb_per_s": pytest.approx(2.25), "tflop_per_s": pytest.approx(0.5)}
     assert phase_timing.rates(Work(bytes=1.0, flops=790e12), 4.0, gpu)["bound"] == "compute"
+
+
+def test_a_phase_above_its_ceiling_has_no_figure() -> None:
+    """Two seconds' worth of bytes in one: not all of it was really read."""
+    cell, floor = Cell("phase", path="x"), Work(bytes=9e12).seconds(GPUS["h200"]) * 1e6
+    time_it = partial(phase_timing.timed, cell, 1e6, Ceiling(floor, "H200"), {})
+    assert "passes its ceiling" in measure_cell(cell, time_it).refused
+    assert measure_cell(cell, partial(phase_timing.timed, cell, 2.1e6, Ceiling(floor, "H200"), {})).figures
 
 
 def test_the_reference_is_not_the_native_path(model: GptOss) -> None:

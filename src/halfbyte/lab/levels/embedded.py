@@ -247,7 +247,7 @@ def run_case(args: argparse.Namespace) -> None:
     known = json.loads(args.answers.read_text(encoding="utf-8"))
     theirs = known["cases"][f"{preset} {activation}"]
     model = embedded(gates_of(preset, activation), torch.device("cuda"), padded)
-    made: list[dict[str, Any]] = []
+    cases: list[dict[str, Any]] = []
     graphs: list[list[int]] = []
     for eager in (False, True)[: 1 + ((preset, activation) in PADDED)]:
         mine = ask(model, preset, activation, args.per_task, padded, eager)
@@ -262,9 +262,9 @@ def run_case(args: argparse.Namespace) -> None:
         if eager:
             mine["equals_graphs"] = answers == graphs
         graphs = answers
-        made.append(mine)
+        cases.append(mine)
         unfinished = args.out.with_suffix(".part")  # a process that is stopped leaves a whole file or none
-        unfinished.write_text(json.dumps(made), encoding="utf-8")
+        unfinished.write_text(json.dumps(cases), encoding="utf-8")
         unfinished.replace(args.out)
 
 
@@ -286,13 +286,13 @@ def cpu_answers(args: argparse.Namespace) -> None:
         before = json.loads(args.answers.read_text(encoding="utf-8"))
         if (before["asked"], before["per_task"]) == (question, args.per_task):
             whole = before
-    found = whole["cases"]
+    cases = whole["cases"]
     for preset, activation in dict.fromkeys(POINTS + PADDED):
         if args.only and not {preset, activation} & set(args.only.split(",")):
             continue
         model = embedded(gates_of(preset, activation), torch.device("cpu"), False)
         case = ask(model, preset, activation, args.per_task, False, True)
-        found[f"{preset} {activation}"] = {k: case[k] for k in ("answers", "accuracy", "right")}
+        cases[f"{preset} {activation}"] = {k: case[k] for k in ("answers", "accuracy", "right")}
         print(f"{preset} {activation}: {100 * case['accuracy']:.1f} %, {case['run_s']:.0f} s", flush=True)
         args.answers.write_text(json.dumps(whole), encoding="utf-8")
 

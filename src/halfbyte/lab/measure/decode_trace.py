@@ -85,9 +85,10 @@ def _over(rows: Tensor, f: Callable[[list[float]], float]) -> Tensor:
     return torch.tensor(columns, dtype=torch.float64)
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
-    kinds = found["layers"]
-    yield f"step {found['us']:.1f} us at {found['clock_ghz']:.4f} GHz {found['clocks_ghz']}; head {found['head']}"
+def lines(digested: dict[str, Any]) -> Iterator[str]:
+    kinds = digested["layers"]
+    clocks = f"{digested['clock_ghz']:.4f} GHz {digested['clocks_ghz']}"
+    yield f"step {digested['us']:.1f} us at {clocks}; head {digested['head']}"
     yield "us after the last layer's end: first, mean and last block; sliding | full"
     for key in next(iter(kinds.values())):
         if key != "layer":
@@ -95,14 +96,14 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"  layer { ({k: kinds[k]['layer'] for k in kinds}) }"
 
 
-def shares(found: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, float]:
+def shares(digested: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, float]:
     """Category -> microseconds of the traced step, cut at the moments when the last block is done.
 
     The router has no phase of its own: it is the wait between o's end and the moment experts know what to read. What
     the layers and the head leave over (embedding, the kernel's start and end) is "other"."""
     total: dict[str, float] = {}
     for kind in kinds:
-        marks = found["layers"][kind]
+        marks = digested["layers"][kind]
 
         def last(*names: str, marks: dict[str, Any] = marks) -> float:
             known = [marks[n][2] for n in names if marks[n][2] == marks[n][2]]
@@ -119,8 +120,8 @@ def shares(found: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, float]:
             end = max(at, end)
             total[name] = total.get(name, 0.0) + end - at
             at = end
-    total["lm_head"] = float(max(found["head"].values()))
-    total["other"] = max(0.0, float(found["us"]) - sum(total.values()))
+    total["lm_head"] = float(max(digested["head"].values()))
+    total["other"] = max(0.0, float(digested["us"]) - sum(total.values()))
     return total
 
 

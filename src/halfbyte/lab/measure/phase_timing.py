@@ -79,16 +79,16 @@ def time_phases(model: GptOss, cell: Cell, rows: int, context: int) -> list[Resu
         # What only moves activations may find them in a cache, and has no ceiling alone.
         ceiling = Ceiling(floor.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}") if WEIGHTS & set(covers) else None
         each = replace(whole, path=name)
-        results.append(measure_cell(each, partial(_timed, each, us, ceiling, detail)))
+        results.append(measure_cell(each, partial(timed, each, us, ceiling, detail)))
         total += us
     everything = sum(work.values(), Work())
     ceiling = Ceiling(everything.seconds(gpu) * 1e6, f"{gpu.name}: {gpu.note}")
     detail = {"launches": len(bound), "experts_per_layer": experts, **rates(everything, total * 1e-6, gpu)}
-    results.append(measure_cell(whole, partial(_timed, whole, total, ceiling, detail)))
+    results.append(measure_cell(whole, partial(timed, whole, total, ceiling, detail)))
     return results
 
 
-def _timed(cell: Cell, us: float, ceiling: Ceiling | None, detail: dict[str, Any]) -> Result:
+def timed(cell: Cell, us: float, ceiling: Ceiling | None, detail: dict[str, Any]) -> Result:
     return Result(cell, (figure("time", "us", us, ceiling),), detail=detail)
 
 

@@ -83,7 +83,9 @@ def profile_model(
             show(p)
             cell = Cell("profile", shape, preset, path="graph" if p.rows <= 64 else "eager", shape={"what": p.what})
             figures = (figure("step", "us", p.step_us), figure("speed", "tok/s", p.rows * 1e6 / p.step_us))
-            detail = p.as_dict() | {"decisions": [v.sentence for v in decide(p)]}
+            detail = p.as_dict() | {
+                "decisions": [v.sentence for v in decide(p, differences=[str(d) for d in model.plan.differences()])]
+            }
             results.append(Result(cell, figures, record=model.plan.record.as_dict(), detail=detail))
 
 

@@ -97,8 +97,8 @@ class Meter:
 
 
 def prompts(tokenizer: Tokenizer, tasks: tuple[str, ...], count: int, vocab: int) -> list[list[int]]:
-    made = [render_prompt(tokenizer, problem(tasks[i % len(tasks)], 0, i).prompt()) for i in range(count)]
-    return [[t % vocab for t in ids] for ids in made]  # random weights of a small shape have a smaller vocabulary
+    rendered = [render_prompt(tokenizer, problem(tasks[i % len(tasks)], 0, i).prompt()) for i in range(count)]
+    return [[t % vocab for t in ids] for ids in rendered]  # random weights of a small shape have a smaller vocabulary
 
 
 def run(
