@@ -35,6 +35,7 @@ from halfbyte.lab.measure.engine_timing import (
     Work,
     all_work,
     measure_engine,
+    record_check,
     result_of,
     table,
     time_work,
@@ -105,16 +106,27 @@ def _file(results: Sequence[Result], measured: dict[str, str]) -> ResultFile:
     return receipts.result_file("halfbyte bench", results, measured)
 
 
+def with_record(results: Sequence[Result], model: GptOss) -> list[Result]:
+    """Each with the kernels that ran; where those are not the chosen ones, without a number."""
+    record, ran = model.plan.record.as_dict(), record_check(model)
+    return [
+        replace(r, checks=(*r.checks, ran), record=record, figures=r.figures if ran.ok else ())
+        if r.record is None
+        else r
+        for r in results
+    ]
+
+
 def _measure(model: GptOss, options: BenchOptions, cell: Cell, progress: Progress) -> list[Result]:
     if options.require_native and (reasons := phase_timing.not_native(model)):
         raise UsageError(f"this is not the native path: {'; '.join(reasons)}.")
     if not options.check or model.device.type != "cuda":
-        return _timed(model, options, cell, (), progress)
+        return with_record(_timed(model, options, cell, (), progress), model)
     progress("comparing the regimes")
     comparison = compare_timed(model, options)
     results = _timed(model, options, cell, comparison.checks, progress)
     coverage = comparison.covers(model.plan.record)
-    return [replace(r, targets=(*r.targets, coverage)) if r.figures else r for r in results]
+    return with_record([replace(r, targets=(*r.targets, coverage)) if r.figures else r for r in results], model)
 
 
 def compare_timed(model: GptOss, options: BenchOptions) -> Comparison:

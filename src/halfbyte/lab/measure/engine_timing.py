@@ -302,7 +302,7 @@ def measure_engine(
             core.check()
     finally:
         core.close()
-    record, ran = model.plan.record.as_dict(), _record_check(model)
+    record, ran = model.plan.record.as_dict(), record_check(model)
     del core
     model.release_kv()
     results = []
@@ -316,7 +316,7 @@ def measure_engine(
     return results
 
 
-def _record_check(model: GptOss) -> Check:
+def record_check(model: GptOss) -> Check:
     """A cell that another kernel than the chosen one ran has no number."""
     differences = [str(d) for d in model.plan.differences()]
     return Check("the chosen kernels ran", not differences, note="; ".join(differences)[:400])
