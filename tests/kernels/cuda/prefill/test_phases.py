@@ -165,4 +165,4 @@ def test_projections_on_a_gpu_and_in_a_graph(rows: int, kind: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     check(captured)
-    assert all(torch.equal(captured[n], eager[n]) for n in ("q", "logits", "x"))
+    assert all(torch.equal(getattr(captured, n), getattr(eager, n)) for n in ("q", "logits", "x"))
