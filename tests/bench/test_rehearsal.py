@@ -46,7 +46,7 @@ def test_a_slice_has_its_part_of_memory_and_cache() -> None:
 @pytest.mark.skipif(nvrtc_available() is not None, reason="needs NVRTC")
 def test_every_copy_goes_through_the_queue() -> None:
     pytest.importorskip("triton")
-    from halfbyte.kernels.prove import disassemble
+    from halfbyte.kernels.machine_code import disassemble
 
     shape = replace(decode_case.shape_of("120b", "mxfp4", shared=101_376), layers=2)
     sass = {}

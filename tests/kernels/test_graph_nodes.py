@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_driver import CHILD, COPY, KERNEL, Argument, FakeDriver, install
 
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.kernels import graph_nodes, launch
@@ -21,6 +20,7 @@ from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Declared, NodeKernel
 from halfbyte.plan.step import Step
+from tests.kernels.fake_driver import CHILD, COPY, KERNEL, Argument, FakeDriver, install
 
 SMALL = NAMED["small"]
 RIGHT, WRONG = b"the cubin that was compiled", b"another build of it"

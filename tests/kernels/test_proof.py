@@ -21,6 +21,7 @@ from halfbyte.gates import Gates
 from halfbyte.kernels import prove
 from halfbyte.kernels.cuda.prefill.builds import rows_build
 from halfbyte.kernels.launch import Build, nvrtc_available
+from halfbyte.kernels.machine_code import report_of
 from halfbyte.kernels.triton.call import Call
 from halfbyte.kernels.triton.linear import linear_call
 from halfbyte.plan.phase import ARCHES
@@ -40,7 +41,7 @@ SOURCE = Path(prove.__file__).parents[2]
 
 
 def calls(phase: str, arch: str, function: str = "", **spec: str) -> Iterator[Call]:
-    found = prove._phase(phase)
+    found = prove.phase_named(phase)
     for call in found.proofs(prove.default_spec(found, **spec), ARCHES[arch]):  # type: ignore[attr-defined]
         if call.function.startswith(function):
             yield call
@@ -136,7 +137,7 @@ PROVED: set[tuple[object, ...]] = set()  # by an earlier spec
 def test_everything(spec: dict[str, str], arch: str) -> None:
     target, kernels, bad = ARCHES[arch], 0, []
     for name in prove.provable():
-        phase = prove._phase(name)
+        phase = prove.phase_named(name)
         given = prove.default_spec(phase, **spec)  # type: ignore[arg-type]
         if phase.refuse(given, target, Gates()) is not None:
             continue
@@ -176,7 +177,7 @@ def test_a_cuda_phase_is_proved_like_the_others(capsys: pytest.CaptureFixture[st
 def test_cuda_on_gb10(name: str, spec: dict[str, str], instruction: str) -> None:
     """Native instructions, no spills, within 101,376 bytes: of one product each, `make test-full` has all of them."""
     given = prove.default_spec(**spec)  # type: ignore[arg-type]
-    phase = prove._phase(name)
+    phase = prove.phase_named(name)
     assert phase.refuse(given, ARCHES["sm121"], Gates()) is None
     build = next(b for b in phase.builds(given, ARCHES["sm121"]) if b.need)  # type: ignore[attr-defined]
     found = prove.prove_build(name, build, ARCHES["sm121"])
@@ -195,9 +196,9 @@ def test_spills_are_counted_by_function() -> None:
     log = "\n".join(
         line.format(*x) for f in (("entry", 4, 8), ("_Z6phasei", 16, 20)) for line, x in zip(lines, (f[:1], f[1:]))
     )
-    assert prove._reported(log + "\nptxas info    : Used 80 registers") == (80, 48)
-    assert prove._reported(log, "entry") == (0, 36)
-    assert prove._reported(log, "entry|phase") == (0, 0)
+    assert report_of(log + "\nptxas info    : Used 80 registers") == (80, 48)
+    assert report_of(log, "entry") == (0, 36)
+    assert report_of(log, "entry|phase") == (0, 0)
 
 
 def test_known_spills_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +226,7 @@ def test_known_spills_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_cuda_phase(spec: dict[str, str], arch: str) -> None:
     kernels, bad = 0, []
     for name in sorted(set(prove.compilable()) - set(prove.provable())):
-        phase = prove._phase(name)
+        phase = prove.phase_named(name)
         given = prove.default_spec(phase, **spec)  # type: ignore[arg-type]
         if phase.refuse(given, ARCHES[arch], Gates(attention="cuda")) is not None:
             continue

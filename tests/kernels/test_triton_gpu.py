@@ -6,8 +6,6 @@ wrong on an H200 in one tile only, and only with K as long as a model's.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +16,7 @@ from halfbyte.kernels.triton.moe import Moe
 from halfbyte.model.gpt_oss import arch_of
 from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
-
-sys.path.insert(0, str(Path(__file__).parent / "triton"))
-from triton_cases import bind_all, close, make_spec, make_step, make_weights
+from tests.kernels.triton.triton_cases import bind_all, close, make_spec, make_step, make_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -12,18 +12,12 @@ no CUDA toolkit. Refuses Triton's interpreter, which compiles nothing.
 from __future__ import annotations
 
 import argparse
-import collections
 import functools
 import json
 import re
-import shutil
-import site
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import HalfbyteError, PlanError, UsageError
@@ -31,13 +25,12 @@ from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.mixed_phase import MixedPhase
 from halfbyte.kernels.cuda.phase import CudaPhase
 from halfbyte.kernels.launch import Build, Program, build_program, nvrtc_version
-from halfbyte.kernels.triton.call import Call, compile_options, triton_version
+from halfbyte.kernels.machine_code import count_instructions, disassemble, matrix_instructions, report_of, resources
+from halfbyte.kernels.triton.call import Call, triton_version
+from halfbyte.kernels.triton.compile import compile_call
 from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import OPERAND
 from halfbyte.plan.phase import ARCHES, Arch, Phase, Spec
-
-INSTRUCTION = r"^\s*/\*[0-9a-f]{4,}\*/"
-MMA = re.compile(r"\b([A-Z]+MMA(?:\.[A-Z0-9_]+)*)\b")
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ def prove(phase_name: str, arch: str, spec: Spec | None = None, gates: Gates | N
     target = ARCHES.get(arch.lower())
     if target is None or not target.is_gpu:
         raise UsageError(f"there is nothing to compile for {arch!r}; use one of {', '.join(gpus())}.")
-    phase = _phase(phase_name)
+    phase = phase_named(phase_name)
     spec = spec or default_spec(phase)
     reason = phase.refuse(spec, target, gates or Gates())
     if reason is not None:
@@ -107,7 +100,7 @@ def _phases() -> Iterable[Phase]:
     return PHASES
 
 
-def _phase(name: str) -> Phase:
+def phase_named(name: str) -> Phase:
     for phase in _phases():
         if phase.name == name:
             return phase
@@ -138,8 +131,8 @@ def prove_call(phase: str, call: Call, arch: Arch) -> Evidence:
     assert arch.capability is not None
     compiled = compile_call(call, arch)
     ptx: str = compiled.asm["ptx"]
-    found = re.search(r"\.target\s+(\S+)", ptx)
-    target = found[1].rstrip(",") if found else "?"
+    named = re.search(r"\.target\s+(\S+)", ptx)
+    target = named[1].rstrip(",") if named else "?"
     sass = disassemble(compiled.asm["cubin"])
     registers, spilled = resources(ptx, target)
     shared = int(compiled.metadata.shared)
@@ -153,8 +146,7 @@ def prove_call(phase: str, call: Call, arch: Arch) -> Evidence:
     return Evidence(
         phase=phase, kernel=call.name, arch=arch.name, target=target,
         compiler="triton " + ".".join(map(str, triton_version())),
-        instructions=dict(collections.Counter(MMA.findall(sass)).most_common()),
-        total_instructions=len(re.findall(INSTRUCTION, sass, re.MULTILINE)),
+        instructions=matrix_instructions(sass), total_instructions=count_instructions(sass),
         registers=registers, spilled_bytes=spilled, known_spills="", shared_bytes=shared,
         shared_limit=arch.shared_memory, needed=call.need, banned=call.ban, problems=tuple(problems),
     )  # fmt: skip
@@ -164,8 +156,8 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
     """A kernel in CUDA C++: built by NVRTC for the architecture's own instructions."""
     target = "sm_" + arch.name.removeprefix("sm") + "a"
     sass, log = _built(replace(build.program, entry=""), target)  # a source's entries are in one binary
-    registers, spilled = _reported(log)
-    unknown = _reported(log, build.known_spills)[1]
+    registers, spilled = report_of(log)
+    unknown = report_of(log, build.known_spills)[1]
     problems = [f"no instruction matches {p}" for p in build.need if not re.search(p, sass)]
     problems += _problems(sass, build.ban, unknown, build.shared, arch)
     if spilled - unknown > build.spill_limit:
@@ -176,8 +168,7 @@ def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
         problems.append("ptxas serialises the asynchronous products")
     return Evidence(
         phase=phase, kernel=build.name, arch=arch.name, target=target, compiler=f"NVRTC {nvrtc_version()}",
-        instructions=dict(collections.Counter(MMA.findall(sass)).most_common()),
-        total_instructions=len(re.findall(INSTRUCTION, sass, re.MULTILINE)), registers=registers,
+        instructions=matrix_instructions(sass), total_instructions=count_instructions(sass), registers=registers,
         spilled_bytes=spilled, known_spills=build.known_spills if spilled > unknown else "", shared_bytes=build.shared,
         shared_limit=arch.shared_memory, needed=" and ".join(build.need), banned=build.ban, problems=tuple(problems),
     )  # fmt: skip
@@ -191,116 +182,14 @@ def _built(program: Program, target: str) -> tuple[str, str]:
 
 
 def _problems(sass: str, ban: str, spilled: int, shared: int, arch: Arch) -> list[str]:
-    found = []
+    problems = []
     if ban and (hit := re.search(ban + r"\S*", sass)):
-        found.append(f"{hit[0]} is there, which betrays a fallback")
+        problems.append(f"{hit[0]} is there, which betrays a fallback")
     if spilled:
-        found.append(f"{spilled} bytes of registers are spilled")
+        problems.append(f"{spilled} bytes of registers are spilled")
     if shared > arch.shared_memory:
-        found.append(f"{shared} bytes of shared memory, {arch.name} has {arch.shared_memory}")
-    return found
-
-
-def _reported(log: str, but: str = "") -> tuple[int, int]:
-    """(registers, bytes spilled) from ptxas' report: the most of any kernel, and of all functions but those."""
-    spills = re.findall(r"properties for (\S+)\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    registers = re.findall(r"Used (\d+) registers", log)
-    counted = [int(a) + int(b) for name, a, b in spills if not (but and re.search(but, name))]
-    return max(map(int, registers), default=0), sum(counted)
-
-
-class _Driver:
-    """Answers what the compiler asks of a GPU, so that `tl.target_info` sees the target and not this machine."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-
-def compile_call(call: Call, arch: Arch) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    if triton.knobs.runtime.interpret:
-        raise PlanError("TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it.")
-    assert arch.capability is not None
-    target = GPUTarget("cuda", arch.capability[0] * 10 + arch.capability[1], 32)
-    fn = call.resolve()
-    names: list[str] = fn.arg_names
-    signature, constants, attributes = {}, {}, {}
-    for at, name in enumerate(names):
-        kind = call.types.get(name)
-        if name in call.constants or kind is None:
-            signature[name] = "constexpr"
-            constants[(at,)] = call.constants.get(name)
-            continue
-        signature[name], _, hint = kind.partition(":")
-        if hint or kind.startswith("*"):
-            attributes[(at,)] = [["tt.divisibility", 16]]
-    assert set(call.types) | set(call.constants) == set(names), f"{call.function}: arguments differ"
-    state = vars(triton.runtime.driver)
-    before = dict(state)
-    triton.runtime.driver.set_active(_Driver(target))
-    try:
-        return triton.compile(
-            ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes),
-            target=target,
-            options={
-                "num_warps": call.warps, "num_stages": call.stages, **call.options, **compile_options(arch.capability),
-            },
-        )  # fmt: skip
-    finally:
-        state.update(before)
-
-
-@functools.cache
-def _nvdisasm() -> str:
-    """PyPI's, else the toolkit's, else the one inside Triton, which in older versions cannot read SM121."""
-    import triton
-
-    for folder in (*site.getsitepackages(), site.getusersitepackages(), *sys.path):
-        for path in Path(folder).glob("nvidia/**/bin/nvdisasm"):
-            return str(path)
-    inside = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    found = shutil.which("nvdisasm") or (str(inside) if inside.exists() else None)
-    if found is None:
-        raise UsageError("the disassembler is missing; pip install nvidia-cuda-nvdisasm.")
-    return found
-
-
-def disassemble(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(cubin)
-        f.flush()
-        done = subprocess.run([_nvdisasm(), "-c", f.name], capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:]
-        raise UsageError(
-            f"{_nvdisasm()} cannot read this machine code ({' '.join(said)}); pip install nvidia-cuda-nvdisasm."
-        )
-    return done.stdout
-
-
-def resources(ptx: str, target: str) -> tuple[int, int]:
-    """(registers, bytes spilled), as ptxas reports them."""
-    import triton
-
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    newest = folder / "ptxas-blackwell"  # reads what Triton writes for every target; the other may be too old
-    tool = newest if newest.exists() else folder / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
-        f.write(ptx)
-        f.flush()
-        done = subprocess.run(
-            [str(tool), "-v", f"--gpu-name={target}", f.name, "-o", "/dev/null"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    return _reported(done.stderr)
+        problems.append(f"{shared} bytes of shared memory, {arch.name} has {arch.shared_memory}")
+    return problems
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -312,24 +201,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--tile", choices=("auto", "128x128", "64x128"), default="auto")
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args(arguments)
-    found: list[Evidence] = []
-    for name in compilable() if asked.phase == "all" else [asked.phase]:
+    options = parser.parse_args(arguments)
+    evidence: list[Evidence] = []
+    for name in compilable() if options.phase == "all" else [options.phase]:
         try:
             spec = default_spec(
-                _phase(name), activation=asked.activation, dense=asked.dense, kv=asked.kv, tile=asked.tile
+                phase_named(name), activation=options.activation, dense=options.dense, kv=options.kv, tile=options.tile
             )
-            found += prove(name, asked.arch, spec)
+            evidence += prove(name, options.arch, spec)
         except HalfbyteError as refusal:
             print(refusal, file=sys.stderr)
-            if asked.phase != "all":
+            if options.phase != "all":
                 return refusal.exit_code
-    if asked.json:
-        print(json.dumps([asdict(e) for e in found]))
+    if options.json:
+        print(json.dumps([asdict(e) for e in evidence]))
     else:
-        for e in found:
+        for e in evidence:
             print(show(e))
-    return 0 if all(e.ok for e in found) else 1
+    return 0 if all(e.ok for e in evidence) else 1
 
 
 def spilled(e: Evidence) -> str:
@@ -339,10 +228,10 @@ def spilled(e: Evidence) -> str:
 
 def show(e: Evidence) -> str:
     """One line a person can read."""
-    found = ", ".join(f"{n} {name}" for name, n in list(e.instructions.items())[:3]) or "no MMA"
+    products = ", ".join(f"{n} {name}" for name, n in list(e.instructions.items())[:3]) or "no MMA"
     return (
-        f"{'ok ' if e.ok else 'BAD'} {e.phase} {e.kernel} [{e.target}]: {found}; {e.total_instructions} instructions, "
-        f"{e.registers} registers, {spilled(e)} spilled, {e.shared_bytes} B shared"
+        f"{'ok ' if e.ok else 'BAD'} {e.phase} {e.kernel} [{e.target}]: {products}; {e.total_instructions} "
+        f"instructions, {e.registers} registers, {spilled(e)} spilled, {e.shared_bytes} B shared"
         + "".join(f"\n    {p}" for p in e.problems)
     )
 

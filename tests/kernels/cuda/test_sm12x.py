@@ -116,7 +116,7 @@ needs_nvrtc = pytest.mark.skipif(no_nvrtc is not None, reason=no_nvrtc or "")
 
 def disassembled(program: Program, arch: str, folder: Path) -> str:
     pytest.importorskip("triton")
-    from halfbyte.kernels.prove import disassemble
+    from halfbyte.kernels.machine_code import disassemble
 
     return disassemble(compile_program(program, arch, cache=folder))
 

@@ -8,7 +8,6 @@ without it is told so.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 FOLDER = Path(__file__).resolve().parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
-sys.path.insert(0, str(FOLDER))  # triton_cases
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from triton_cases import bind_all, close, make_pool, make_spec, make_step, make_weights, run_both
 
 from halfbyte.kernels.triton.attention import DecodeAttention, PrefillAttention, parts_bound
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Phase
+from tests.kernels.triton.triton_cases import bind_all, close, make_pool, make_spec, make_step, make_weights, run_both
 
 BOUND = 4e-3
 EXACT = 1e-5  # when what the kernel rounds is given to the reference already rounded

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_cases import close, make_spec, make_step, make_weights, run_both
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton import linear
 from halfbyte.kernels.triton.linear import LmHead, OutProjection, OutProjectionSplit, Qkv, QkvSplit
 from halfbyte.plan.phase import ARCHES, Phase
+from tests.kernels.triton.triton_cases import close, make_spec, make_step, make_weights, run_both
 
 BOUND = 2e-6
 

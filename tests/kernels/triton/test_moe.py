@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_cases import close, make_spec, make_step, make_weights, run_both
 
 from halfbyte.kernels.triton import moe
 from halfbyte.kernels.triton.moe import Moe, MoeSplit
 from halfbyte.plan.phase import Phase
+from tests.kernels.triton.triton_cases import close, make_spec, make_step, make_weights, run_both
 
 # bf16, mxfp8 and mxfp4 round again between the two products: a last-bit difference in swiglu may move a value to the
 # neighbouring code, which is a whole step of that format for that value.

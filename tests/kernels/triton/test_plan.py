@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from triton_cases import error
 
 from halfbyte import gates
 from halfbyte.model import synthetic
@@ -16,6 +15,7 @@ from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES
 from halfbyte.plan.record import NodeKernel
+from tests.kernels.triton.triton_cases import error
 
 TINY = ModelConfig(
     layers=2, hidden=96, intermediate=64, experts=4, top_k=2, heads=4, kv_heads=1, head_dim=32, vocab=64, window=16,

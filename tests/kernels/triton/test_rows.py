@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_cases import close, make_pool, make_spec, make_step, make_weights, run_both
 
 from halfbyte.kernels.triton.embed import Embed
 from halfbyte.kernels.triton.norm import AttnNorm, FinalNorm
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.kernels.triton.router import NormAndRouter
+from tests.kernels.triton.triton_cases import close, make_pool, make_spec, make_step, make_weights, run_both
 
 
 def stream(rows: int, hidden: int, scale: float = 1.0) -> torch.Tensor:

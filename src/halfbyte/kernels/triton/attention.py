@@ -29,8 +29,8 @@ def parts_bound(max_kv_len: int, page: int) -> int:
     tokens = max(1, max_kv_len)
     most = 0
     for pages, limit in ((2, 128 * page), (8, 512 * page), (32, None)):
-        here = tokens if limit is None else min(tokens, limit)
-        most = max(most, math.ceil(math.ceil(here / page) / pages))
+        counted = tokens if limit is None else min(tokens, limit)
+        most = max(most, math.ceil(math.ceil(counted / page) / pages))
     return most
 
 

@@ -67,8 +67,8 @@ def round_activations(x: Tensor, activation: str, width: int | None = None) -> R
         return Rounded("bf16", x)
     rows, k = x.shape
     width = width or k
-    held = torch.int8 if activation == "int8" else torch.uint8
-    codes = torch.empty((rows, width // 2 if activation == "mxfp4" else width), dtype=held, device=x.device)
+    code = torch.int8 if activation == "int8" else torch.uint8
+    codes = torch.empty((rows, width // 2 if activation == "mxfp4" else width), dtype=code, device=x.device)
     if activation == "fp8":
         scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     else:
@@ -134,18 +134,17 @@ def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Calla
         rows = x.shape[0]
         assert rows * max(n, width) < 2**31, "32-bit offsets"
         out = torch.empty((rows, n), dtype=torch.float32, device=x.device)
-        held = rounded.x
-        xs = rounded.scale_words
-        strides = (held.stride(0), 0 if xs is None else xs.stride(0), operands.w_stride, operands.ws_stride)
+        codes, xs = rounded.x, rounded.scale_words
+        strides = (codes.stride(0), 0 if xs is None else xs.stride(0), operands.w_stride, operands.ws_stride)
         call = linear_call(
-            capability, rows, k, operands.wf, rounded.xf, x=type_of(held.dtype), scale=xs is not None,
+            capability, rows, k, operands.wf, rounded.xf, x=type_of(codes.dtype), scale=xs is not None,
             row_scale=rounded.row_scale is not None, bias=None if bias is None else type_of(bias.dtype),
             residual=None if residual is None else type_of(residual.dtype), strides=strides, n=n, gate="auto",
         )  # fmt: skip
         bm, bn = call.constants["BM"], call.constants["BN"]
         call.launch(
             (math.ceil(rows / bm) * math.ceil(n / bn),), x.device,
-            x=held, xs=xs, row_scale=rounded.row_scale, w=operands.w, ws=operands.ws, bias=bias,
+            x=codes, xs=xs, row_scale=rounded.row_scale, w=operands.w, ws=operands.ws, bias=bias,
             residual=residual, out=out, M=rows, N=n, K=k,
             x_stride=strides[0], xs_stride=strides[1], w_stride=strides[2], ws_stride=strides[3],
         )  # fmt: skip

@@ -170,20 +170,20 @@ class Moe(TritonPhase):
             ids, weights = acts.topk_ids, acts.topk_weights
             slots = step.rows * top_k
             per_expert = math.ceil(slots / spec.experts)
-            given = round_activations(acts.h, activation, width_for(hidden, activation))
+            rounded = round_activations(acts.h, activation, width_for(hidden, activation))
             assert slots * max(hidden, inner) < 2**31, "32-bit offsets"
 
             def product(
-                function: str, held: Operands, matrix: Any, bias: Tensor, r: Rounded, n: int, k: int, **more: Any
+                function: str, operands: Operands, bias: Tensor, r: Rounded, n: int, k: int, **more: Any
             ) -> Call:
                 return expert_call(
-                    function, capability, per_expert, n, k, held.wf, activation, spec.tile, x=type_of(r.x.dtype),
-                    bias=type_of(bias.dtype), strides=_strides(r, held), experts=_experts(held), **more,
+                    function, capability, per_expert, n, k, operands.wf, activation, spec.tile, x=type_of(r.x.dtype),
+                    bias=type_of(bias.dtype), strides=_strides(r, operands), experts=_experts(operands), **more,
                 )  # fmt: skip
 
             dtype, pack = between(activation)
             up = product(
-                "gate_up_kernel", gate_up, w.gate_up, w.gate_up_bias, given, 2 * inner, hidden, top_k=top_k,
+                "gate_up_kernel", gate_up, w.gate_up_bias, rounded, 2 * inner, hidden, top_k=top_k,
                 out=type_of(dtype),
             )  # fmt: skip
             bm, bn = up.constants["BM"], up.constants["BN"]
@@ -199,13 +199,13 @@ class Moe(TritonPhase):
             up.launch(
                 (math.ceil(2 * wide / bn), tiles), device, bias=w.gate_up_bias, out=middle, out_scales=scales,
                 limit=spec.swiglu_limit, alpha=spec.swiglu_alpha, WIDTH=wide, N=2 * inner, K=hidden,
-                **_operands(given, gate_up), **lists,
+                **_operands(rounded, gate_up), **lists,
             )  # fmt: skip
             if activation in OWN_PASS:
                 second = round_activations(middle, activation, width_for(inner, activation))
             else:
                 second = Rounded(OPERAND[activation], middle, scales)
-            drop = product("down_kernel", down, w.down, w.down_bias, second, hidden, inner)
+            drop = product("down_kernel", down, w.down_bias, second, hidden, inner)
             assert drop.constants["BM"] == bm, "both products walk the same tiles"
             parts = torch.empty((slots, hidden), dtype=torch.float32, device=device)
             drop.launch(
@@ -241,38 +241,38 @@ class Moe(TritonPhase):
                 ("down_kernel", spec.hidden, spec.intermediate),
             ):
                 width = width_for(k, activation)
-                held = width if self.split else k
-                words = scale_stride(wf, held // 32)
+                stored_k = width if self.split else k
+                words = scale_stride(wf, stored_k // 32)
                 more = {"top_k": spec.top_k, "out": type_of(between(activation)[0])} if n != spec.hidden else {}
                 calls.append(
                     expert_call(
                         function, arch.capability, per_expert, n, k, wf, activation, spec.tile, x=x, bias="*bf16",
                         strides=(
-                            width // 2 if xf == "e2m1" else width, width // per_word if per_word else 0, held // 2,
+                            width // 2 if xf == "e2m1" else width, width // per_word if per_word else 0, stored_k // 2,
                             words,
                         ),
-                        experts=(n * held // 2, n * held // 128), **more,
+                        experts=(n * stored_k // 2, n * stored_k // 128), **more,
                     )
                 )  # fmt: skip
         return calls
 
 
-def _strides(r: Rounded, held: Operands) -> tuple[int, int, int, int]:
+def _strides(r: Rounded, weights: Operands) -> tuple[int, int, int, int]:
     xs = r.scale_words
-    return r.x.stride(0), 0 if xs is None else xs.stride(0), held.w_stride, held.ws_stride
+    return r.x.stride(0), 0 if xs is None else xs.stride(0), weights.w_stride, weights.ws_stride
 
 
-def _experts(held: Operands) -> tuple[int, int]:
-    assert held.ws is not None
-    experts = held.w.shape[0]
-    return held.w.stride(0), held.ws.numel() // experts
+def _experts(weights: Operands) -> tuple[int, int]:
+    assert weights.ws is not None
+    experts = weights.w.shape[0]
+    return weights.w.stride(0), weights.ws.numel() // experts
 
 
-def _operands(r: Rounded, held: Operands) -> dict[str, Any]:
+def _operands(r: Rounded, weights: Operands) -> dict[str, Any]:
     names = ("x_stride", "xs_stride", "w_stride", "ws_stride")
     return {
-        "x": r.x, "xs": r.scale_words, "row_scale": r.row_scale, "w": held.w, "ws": held.ws,
-        "w_expert": _experts(held)[0], "ws_expert": _experts(held)[1], **dict(zip(names, _strides(r, held))),
+        "x": r.x, "xs": r.scale_words, "row_scale": r.row_scale, "w": weights.w, "ws": weights.ws,
+        "w_expert": _experts(weights)[0], "ws_expert": _experts(weights)[1], **dict(zip(names, _strides(r, weights))),
     }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def test_products(shape: ProductShape, tmp_path: Path) -> None:
     registers = int(re.search(r"Used (\d+) registers", log)[1])  # type: ignore[index]
     assert registers * shape.threads <= 65536
     assert shape.shared_bytes <= 232_448
-    from halfbyte.kernels.prove import disassemble
+    from halfbyte.kernels.machine_code import disassemble
 
     # An arrival between a load from the ring and its product lets the copy engine overwrite what is being loaded.
     for loop in products_with_weights(disassemble((tmp_path / "out.cubin").read_bytes()), shape):

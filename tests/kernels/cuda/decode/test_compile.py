@@ -60,7 +60,7 @@ def test_compiles(arch: str, rows: int, format: str, tmp_path: Path) -> None:
     if arch != "sm_90a" or rows != 1:
         return
     pytest.importorskip("triton")
-    from halfbyte.kernels.prove import disassemble
+    from halfbyte.kernels.machine_code import disassemble
 
     sass = disassemble(cubin)
     assert "HMMA.16816.F32.BF16" in sass
@@ -86,7 +86,7 @@ def test_compiles(arch: str, rows: int, format: str, tmp_path: Path) -> None:
 def test_a_slot_is_freed_after_it_was_read(arch: str, rows: int, format: str, tmp_path: Path) -> None:
     """The emulator cannot show this: on a GPU an arrival overtakes loads, and the copy engine writes over them."""
     pytest.importorskip("triton")
-    from halfbyte.kernels.prove import disassemble
+    from halfbyte.kernels.machine_code import disassemble
 
     s = shape(rows, format, SMALL if arch.startswith("sm_12") else LARGE)
     sass = disassemble(compile_program(s.program(), arch, cache=tmp_path))
