@@ -180,7 +180,7 @@ def test_bench_prints_figures_beside_their_ceiling(run: Run, tmp_path: Path) -> 
         share = result.figure("speed").share
         assert share is not None
         assert 0 < share < 1
-        assert result.cell.path == "engine"
+        assert (result.cell.path, result.cell.model, result.cell.preset) == ("engine", "small", "exact")
         assert result.record is not None
         assert "decode" in result.record["regimes"]
     assert "ops/moe.py" in file.measured or any(name.startswith("engine/") for name in file.measured)

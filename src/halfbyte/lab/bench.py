@@ -26,7 +26,7 @@ import torch
 
 from halfbyte import gates as gates_
 from halfbyte.errors import HalfbyteError, UsageError
-from halfbyte.gates import Gates
+from halfbyte.gates import PRESETS, Gates
 from halfbyte.lab import receipts
 from halfbyte.lab.levels.correctness import BATCHES, PROMPTS, Comparison, compare
 from halfbyte.lab.measure import device_timing, eager, phase_timing
@@ -89,7 +89,8 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None, loaded
     if longest > model.config.max_context:
         raise UsageError(f"{longest} tokens are more than this model's context of {model.config.max_context}.")
     measured = receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
-    cell = Cell("", name.label.removeprefix("random:"), options.preset, options.gates.changes(), "engine")
+    preset = options.preset or preset_of(options.gates)
+    cell = Cell("", name.label.removeprefix("random:"), preset, options.gates.changes(), "engine")
     with torch.inference_mode():
         results = _measure(model, options, cell, progress)
     if options.served:
@@ -99,6 +100,11 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None, loaded
             torch.cuda.empty_cache()
         results += measure_served(options, cell, results, progress)
     return _file(results, measured)
+
+
+def preset_of(gates: Gates) -> str:
+    """The preset that these gates are, but for the activations; empty if they are none."""
+    return next((name for name, p in PRESETS.items() if replace(p.gates, activation=gates.activation) == gates), "")
 
 
 def _file(results: Sequence[Result], measured: dict[str, str]) -> ResultFile:
@@ -259,7 +265,7 @@ def numbers(text: str) -> tuple[int, ...]:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("model", nargs="?", help="a folder, a .gguf file, random:120b; without it the embedded model")
-    p.add_argument("--preset", default="exact")
+    p.add_argument("--preset", default="exact", help=", ".join(PRESETS))
     p.add_argument("--activation", help="as `halfbyte bench --activation`: prefill=fp8")
     p.add_argument("--device")
     p.add_argument("--pp", type=numbers, default=(512,), help="prompt lengths")

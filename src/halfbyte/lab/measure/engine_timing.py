@@ -36,6 +36,7 @@ from halfbyte.plan.activations import Activations
 from halfbyte.roofline import Gpu, decode_ceiling, decode_traffic, prefill_ceiling
 
 CHUNK = 2048  # rows of a step that only counts experts
+LEAST = 128  # rows of the last one: a step of very few may be one kernel, which shows no choices
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,12 @@ def _choices(model: GptOss, ids: Tensor, steps: int) -> Tensor | None:
     """[layers, steps, top_k]: the experts of the last rows of a sequence."""
     cache = fill(model, 1, len(ids))
     layers: list[list[Tensor]] = []
-    for at in range(0, len(ids), CHUNK):
-        step = prefill_step(model, cache, ids[at : at + CHUNK], at)
+    last = min(len(ids), max(steps, LEAST))
+    ends = [*range(CHUNK, len(ids) - last, CHUNK), len(ids) - last, len(ids)]
+    for at, end in zip([0, *ends], ends):
+        if at == end:
+            continue
+        step = prefill_step(model, cache, ids[at:end], at)
         acts = Activations()
         rows: list[Tensor] = []
         for bound in model.plan.walk(step, acts):
