@@ -123,6 +123,7 @@ def test_explain_sinks_off_is_loud(run: Run) -> None:
         (["bench", "random:small", "--concurrency", "0"], "at least 1"),
         (["bench", "random:small", "--graph"], "CUDA"),
         (["bench", "--url", "https://example.org"], "--url takes an address"),
+        (["bench", "random:small", "--served", "--eager"], "compares the engine with a server"),
         (["quantize", "/no/such/model", "/tmp/x"], "say what to quantise"),
         (["quantize", "/no/such/model", "/tmp/x", "--layers", "q8"], "does not exist"),
     ],

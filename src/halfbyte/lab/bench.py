@@ -79,6 +79,8 @@ Load = Callable[[], GptOss]
 
 def run_bench(options: BenchOptions, progress: Progress = lambda _: None, loaded: Load | None = None) -> ResultFile:
     """All that was asked for; `loaded` gives the model where somebody else shows how it is read."""
+    if options.served and (options.eager or options.graph or options.phases or options.sustain or options.url):
+        raise UsageError("--served compares the engine with a server; leave --eager, --graph and the like out.")
     if options.url is not None:
         return _file(measure_url(options, progress), {})
     name = load.resolve_model(options.model)
