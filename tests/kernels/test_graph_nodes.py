@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.kernels import graph_nodes, launch
 from halfbyte.kernels.launch import Kernel, Program, declared_kernels, module_hash
+from halfbyte.lab import timeline
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.phase import ARCHES, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import ARCHES, OPERATIONS, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Declared, NodeKernel
 from halfbyte.plan.step import Step
+from halfbyte.roofline import GPUS, Work
 from tests.kernels.fake_driver import CHILD, COPY, KERNEL, Argument, FakeDriver, install
 
 SMALL = NAMED["small"]
@@ -139,3 +142,50 @@ def test_nodes_of_every_kind(driver: FakeDriver) -> None:
     assert graph_nodes.kernels(1)[0] == ("experts", module_hash(RIGHT))
     driver.graphs[3] = []
     assert graph_nodes.kernels(3) == []
+
+
+class Profiled:
+    """torch's profiler, which sees of every replay what the graph holds, and a copy of torch's own."""
+
+    def __init__(self, driver: FakeDriver, graphs: list[DecodeGraph]) -> None:
+        self.driver, self.graphs = driver, graphs
+        self.names: list[str] = []
+
+    def __call__(self, **_: object) -> Profiled:
+        return self
+
+    def __enter__(self) -> Profiled:
+        self.before = [g.captured.replays for g in self.graphs]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for graph, before in zip(self.graphs, self.before):
+            assert graph.graph is not None
+            nodes = graph_nodes.kernels(graph.graph.raw_cuda_graph())
+            self.names += ([n.name for n in nodes] + ["copy_kernel"]) * (graph.captured.replays - before)
+
+    def events(self) -> list[SimpleNamespace]:
+        cuda, cpu = SimpleNamespace(name="CUDA"), SimpleNamespace(name="CPU")
+        at = [SimpleNamespace(start=10.0 * i, end=10.0 * i + 9.0) for i in range(len(self.names))]
+        kernels = [SimpleNamespace(name=f"{n}(Args)", time_range=t, device_type=cuda) for n, t in zip(self.names, at)]
+        return [*kernels, SimpleNamespace(name="aten::copy_", time_range=at[0], device_type=cpu)]
+
+
+def test_a_profile_of_graph_replays(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's own path of `halfbyte profile`, over a driver that runs nothing."""
+    model = model_with(KernelMoe())
+    cache = timeline.fill(model, 2, 128)
+    step = timeline.decode_step(model, cache, 40, 1)
+    graphs: list[DecodeGraph] = []
+    capture = DecodeGraph.capture
+    monkeypatch.setattr(DecodeGraph, "capture", lambda self: (graphs.append(self), capture(self)))
+    monkeypatch.setattr(timeline, "torch_profile", Profiled(driver, graphs))
+    monkeypatch.setattr(timeline, "device_us", lambda work, count: 123.0)
+    monkeypatch.setattr(timeline, "device_roof", lambda device: GPUS["h200"])
+    work = {op: Work() for op in OPERATIONS}
+    p = timeline._decode_on_gpu(model, step, cache, 3, "decode", work)
+    assert p.step_us == 123.0
+    assert {line.label: line.launches for line in p.lines} == {"MoE": SMALL.layers, "other": 1.0}
+    assert next(line for line in p.lines if line.label == "MoE").category == "moe"
+    assert set(p.host_us) == {"graph", "eager"}
+    assert model.plan.differences() == []

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from halfbyte.kernels.launch import loaded_functions, loaded_modules, module_hash
 from halfbyte.kernels.triton import call as call_
-from halfbyte.kernels.triton.call import Call
+from halfbyte.kernels.triton.call import Call, Loaded, declared_calls
+from halfbyte.plan.launches import PACKING, Counts, KernelImage, state
 
 CUDA = torch.device("cuda", 0)
+HANDLES = itertools.count(1 << 40)
 
 
 class Launched:
@@ -33,10 +38,11 @@ class Launched:
 class Kernel:
     name = "any"
 
-    def __init__(self, of: Launched) -> None:
+    def __init__(self, of: Launched, cubin: bytes = b"") -> None:
         self.of = of
-        self.module = self.function = 1_000_000 + len(of.searched)  # the driver's handles
-        self.asm = {"cubin": b"binary %d" % self.module}
+        self.module = next(HANDLES)
+        self.function = next(HANDLES)
+        self.asm = {"cubin": cubin or b"build %d" % len(of.searched)}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *args: self.of.launched.append((grid, args))
@@ -71,3 +77,36 @@ def test_a_kernel_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch(x=torch.zeros(64, dtype=torch.int32)) == (1, 0)
     assert launch() == (0, 1)
     assert launch(rows=0) == (0, 0)
+
+
+def test_launches_are_counted_by_the_binary_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of calls that nobody keeps; and another kernel behind the same call is none that Triton compiled for it."""
+    fn = Launched()
+    monkeypatch.setattr(call_, "_function", lambda module, function: fn)
+    monkeypatch.setattr(call_, "target_options", lambda device: {})
+    monkeypatch.setattr(call_, "_compiled", {})
+    types = {"x": "*fp32", "out": "*fp32", "M": "i32:16", "eps": "fp32"}
+    kept, x = Call("rows", "any", types, {"BM": 64}, part=PACKING), torch.zeros(64)
+    now, counts = state(), Counts()
+    now.sink = counts
+    try:
+        for _ in range(3):
+            kept.launch((32,), CUDA, x=x, out=x, eps=0.0, M=32)
+        (loaded,) = kept.compiled.values()
+        right = module_hash(b"build 1")
+        assert {(i.name, i.module, part): n for (i, part), n in counts.items()} == {("any", right, PACKING): 3}
+        assert loaded_modules[loaded.kernel.module] == loaded_functions[loaded.kernel.function] == right
+        (declared,) = declared_calls([kept])
+        assert declared.modules == {right}
+        planted = Kernel(fn, b"another build")
+        (key,) = kept.compiled
+        kept.compiled[key] = Loaded.of(planted, PACKING)
+        counts.clear()
+        kept.launch((32,), CUDA, x=x, out=x, eps=0.0, M=32)
+        ((image, _),) = counts
+        assert isinstance(image, KernelImage)
+        assert image.module == module_hash(b"another build")
+        assert image.module not in declared_calls([replace(kept, warps=8)])[0].modules
+    finally:
+        now.sink = None
+    assert Loaded.of(planted, PACKING) is Loaded.of(planted, PACKING), "hashed once"
