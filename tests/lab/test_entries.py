@@ -21,7 +21,7 @@ ENTRIES = {
     if '__name__ == "__main__"' in path.read_text("utf-8")
 }
 GPU = [name for name, text in ENTRIES.items() if "environment.need_gpu()" in text]
-ARGUMENTS = {"halfbyte.lab.remeasure": ["x"], "halfbyte.lab.levels.embedded": ["--eval", "--answers", "x"]}
+ARGUMENTS = {"halfbyte.lab.levels.embedded": ["--eval", "--answers", "x"]}
 
 
 def test_entries_are_found() -> None:
@@ -63,12 +63,24 @@ def test_they_need_neither_typer_nor_the_server() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_every_part_names_a_module_that_exists() -> None:
-    root = LAB.parents[2]
-    for part in remeasure.PARTS:
-        module = part.arguments[1]
-        path = module.replace(".", "/") + ".py"
-        assert module == "pytest" or (root / path).is_file() or (root / "src" / path).is_file(), module
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would be measured")
+@pytest.mark.parametrize(
+    "part", [p for p in remeasure.PARTS if p.gpu and p.arguments[1] != "pytest"], ids=lambda p: p.name
+)
+def test_every_part_is_a_command_that_its_tool_takes(
+    part: remeasure.Part, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its arguments are read; then the tool finds no GPU, or would begin to load."""
+    module = importlib.import_module(part.arguments[1])
+    arguments = [*part.arguments[2:], "--out", "x.json"]
+    if part.arguments[1] == "halfbyte.lab.bench":
+        assert module.parser().parse_args(arguments).out == Path("x.json")
+        return
+    monkeypatch.setattr(sys, "argv", [part.name, *arguments, *(["--answers", "x"] if part.needs_answers else [])])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 2
+    assert "torch sees none" in capsys.readouterr().err
 
 
 def test_parts_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +95,8 @@ def test_parts_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "receipts.result_file('x', [Result(Cell('x'))], receipts.measured(['triton.moe'])).write("
         "__import__('pathlib').Path(sys.argv[2]))",
     )
-    parts = (remeasure.Part("good", 60, write), remeasure.Part("bad", 60, ("-c", "raise SystemExit(3)")))
+    bad = ("-c", "raise SystemExit(3)")
+    parts = (remeasure.Part("good", 60, write, gpu=False), remeasure.Part("bad", 60, bad, gpu=False))
     monkeypatch.setattr(remeasure, "PARTS", parts)
     monkeypatch.setattr(remeasure, "BY_NAME", {p.name: p for p in parts})
     told: list[str] = []

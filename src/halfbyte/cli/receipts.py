@@ -31,9 +31,8 @@ def receipts(
     from halfbyte.lab.receipts import RESULTS, read_all
 
     if run:
-        from halfbyte.lab import environment, remeasure
+        from halfbyte.lab import remeasure
 
-        environment.need_gpu()
         failed = remeasure.run_parts(folder or RESULTS, part or (), answers, lambda text: out.print(text, markup=False))
         if failed:
             err.print(f"failed: {', '.join(failed)}; their logs are in {folder or RESULTS}", markup=False)
