@@ -41,16 +41,16 @@ SOURCE = Path(prove.__file__).parents[2]
 
 
 def calls(phase: str, arch: str, function: str = "", **spec: str) -> Iterator[Call]:
-    found = prove.phase_named(phase)
-    for call in found.proofs(prove.default_spec(found, **spec), ARCHES[arch]):  # type: ignore[attr-defined]
+    owner = prove.phase_named(phase)
+    for call in owner.proofs(prove.default_spec(owner, **spec), ARCHES[arch]):  # type: ignore[attr-defined]
         if call.function.startswith(function):
             yield call
 
 
 def hold(phase: str, call: Call, arch: str) -> prove.Evidence:
-    found = prove.prove_call(phase, call, ARCHES[arch])
-    assert found.ok, prove.show(found)
-    return found
+    evidence = prove.prove_call(phase, call, ARCHES[arch])
+    assert evidence.ok, prove.show(evidence)
+    return evidence
 
 
 # (phase, kernel, rows in a tile, spec, architectures): the promises of the README and of docs/numerics.md.
@@ -78,8 +78,8 @@ PROMISES = [
 )
 def test_promise(phase: str, kernel: str, rows: int, spec: dict[str, str], arch: str) -> None:
     call = next(c for c in calls(phase, arch, kernel, **spec) if c.constants["BM"] == rows)
-    found = hold(phase, call, arch)
-    assert found.instructions, "a matrix kernel without a matrix instruction"
+    evidence = hold(phase, call, arch)
+    assert evidence.instructions, "a matrix kernel without a matrix instruction"
 
 
 def test_small_kernels_on_gb10() -> None:
@@ -93,16 +93,16 @@ def test_a_fallback_is_called_one() -> None:
         strides=(2880, 90, 1440, 90), n=5120,
     )  # fmt: skip
     native = next(c for c in calls("triton.qkv_split", "sm120", "linear_kernel"))
-    found = prove.prove_call("test", replace(call, need=native.need, ban=native.ban), ARCHES["sm120"])
-    assert len(found.problems) == 2
-    assert "betrays a fallback" in found.problems[1]
+    evidence = prove.prove_call("test", replace(call, need=native.need, ban=native.ban), ARCHES["sm120"])
+    assert len(evidence.problems) == 2
+    assert "betrays a fallback" in evidence.problems[1]
 
 
 def test_shared_memory_past_the_limit_is_a_problem() -> None:
     call = next(c for c in calls("triton.qkv", "sm120", "linear_kernel") if c.constants["BM"] == 64)
-    found = prove.prove_call("test", replace(call, stages=6), ARCHES["sm120"])
-    assert any("shared memory" in p for p in found.problems)
-    assert found.shared_bytes > ARCHES["sm120"].shared_memory
+    evidence = prove.prove_call("test", replace(call, stages=6), ARCHES["sm120"])
+    assert any("shared memory" in p for p in evidence.problems)
+    assert evidence.shared_bytes > ARCHES["sm120"].shared_memory
 
 
 @pytest.mark.parametrize(
@@ -138,25 +138,25 @@ def test_everything(spec: dict[str, str], arch: str) -> None:
     target, kernels, bad = ARCHES[arch], 0, []
     for name in prove.provable():
         phase = prove.phase_named(name)
-        given = prove.default_spec(phase, **spec)  # type: ignore[arg-type]
-        if phase.refuse(given, target, Gates()) is not None:
+        full_spec = prove.default_spec(phase, **spec)  # type: ignore[arg-type]
+        if phase.refuse(full_spec, target, Gates()) is not None:
             continue
-        for call in phase.proofs(given, target):  # type: ignore[attr-defined]
+        for call in phase.proofs(full_spec, target):  # type: ignore[attr-defined]
             kernels += 1
             if (arch, *prove.identity(call)) not in PROVED:
                 PROVED.add((arch, *prove.identity(call)))
-                found = prove.prove_call(name, call, target)
-                bad += [] if found.ok else [prove.show(found)]
+                evidence = prove.prove_call(name, call, target)
+                bad += [] if evidence.ok else [prove.show(evidence)]
     assert not bad, "\n".join(bad)
     assert kernels > 10
 
 
 @pytest.mark.skipif(nvrtc_available() is not None, reason="needs NVRTC")
 def test_a_cuda_phase_is_proved_like_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    found = prove.prove("cuda.attention_flash", "sm90")
-    assert [e.ok for e in found] == [True, True], [prove.show(e) for e in found]
-    assert all(e.instructions["HGMMA"] > 8 for e in found)
-    assert {e.target for e in found} == {"sm_90a"}
+    evidence = prove.prove("cuda.attention_flash", "sm90")
+    assert [e.ok for e in evidence] == [True, True], [prove.show(e) for e in evidence]
+    assert all(e.instructions["HGMMA"] > 8 for e in evidence)
+    assert {e.target for e in evidence} == {"sm_90a"}
     assert prove.main(["cuda.attention_flash", "sm121"]) == 2
     assert "does not run on sm121" in capsys.readouterr().err
 
@@ -176,19 +176,19 @@ def test_a_cuda_phase_is_proved_like_the_others(capsys: pytest.CaptureFixture[st
 )
 def test_cuda_on_gb10(name: str, spec: dict[str, str], instruction: str) -> None:
     """Native instructions, no spills, within 101,376 bytes: of one product each, `make test-full` has all of them."""
-    given = prove.default_spec(**spec)  # type: ignore[arg-type]
+    full_spec = prove.default_spec(**spec)  # type: ignore[arg-type]
     phase = prove.phase_named(name)
-    assert phase.refuse(given, ARCHES["sm121"], Gates()) is None
-    build = next(b for b in phase.builds(given, ARCHES["sm121"]) if b.need)  # type: ignore[attr-defined]
-    found = prove.prove_build(name, build, ARCHES["sm121"])
-    assert found.ok, prove.show(found)
-    assert found.instructions[instruction] > 8
-    assert found.spilled_bytes == 0
-    assert found.target == "sm_121a"
+    assert phase.refuse(full_spec, ARCHES["sm121"], Gates()) is None
+    build = next(b for b in phase.builds(full_spec, ARCHES["sm121"]) if b.need)  # type: ignore[attr-defined]
+    evidence = prove.prove_build(name, build, ARCHES["sm121"])
+    assert evidence.ok, prove.show(evidence)
+    assert evidence.instructions[instruction] > 8
+    assert evidence.spilled_bytes == 0
+    assert evidence.target == "sm_121a"
 
 
 def test_spills_are_counted_by_function() -> None:
-    """Those of named functions are known and said; one anywhere else is a problem."""
+    """Those of named functions are known and log; one anywhere else is a problem."""
     lines = [
         "ptxas info    : Function properties for {}",
         "    8 bytes stack frame, {} bytes spill stores, {} bytes spill loads",
@@ -227,15 +227,15 @@ def test_every_cuda_phase(spec: dict[str, str], arch: str) -> None:
     kernels, bad = 0, []
     for name in sorted(set(prove.compilable()) - set(prove.provable())):
         phase = prove.phase_named(name)
-        given = prove.default_spec(phase, **spec)  # type: ignore[arg-type]
-        if phase.refuse(given, ARCHES[arch], Gates(attention="cuda")) is not None:
+        full_spec = prove.default_spec(phase, **spec)  # type: ignore[arg-type]
+        if phase.refuse(full_spec, ARCHES[arch], Gates(attention="cuda")) is not None:
             continue
-        builds = phase.builds(given, ARCHES[arch])  # type: ignore[attr-defined]
+        builds = phase.builds(full_spec, ARCHES[arch])  # type: ignore[attr-defined]
         assert builds, f"{name} says nothing about its kernels"
         for build in builds:
             kernels += 1
-            found = prove.prove_build(name, build, ARCHES[arch])
-            bad += [] if found.ok else [prove.show(found)]
+            evidence = prove.prove_build(name, build, ARCHES[arch])
+            bad += [] if evidence.ok else [prove.show(evidence)]
     assert not bad, "\n".join(bad)
     triton_alone = {("sm90", "mxfp8"), ("sm90", "mxfp4"), ("sm120", "fp8"), ("sm121", "fp8")}
     assert (kernels == 0) == ((arch, spec.get("activation")) in triton_alone), kernels
@@ -251,11 +251,11 @@ def test_oldest_triton(arch: str, options: list[str], oldest_triton: Path, tmp_p
         capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert {e["compiler"] for e in found if e["phase"].startswith("triton.")} == {"triton 3.6"}
+    evidence = json.loads(done.stdout)
+    assert {e["compiler"] for e in evidence if e["phase"].startswith("triton.")} == {"triton 3.6"}
     spills = OLDEST_SPILLS.get((arch, len(options)), {})
-    known = [e for e in found if e["problems"] == [f"{spills.get(e['phase'])} bytes of registers are spilled"]]
-    bad = [e for e in found if e["problems"] and e not in known]
+    known = [e for e in evidence if e["problems"] == [f"{spills.get(e['phase'])} bytes of registers are spilled"]]
+    bad = [e for e in evidence if e["problems"] and e not in known]
     assert not bad, bad
     assert len(known) == len({e["phase"] for e in known}), known
 

@@ -19,8 +19,8 @@ ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
 
 
 def spec(gates: Gates = ALL, **changes: object) -> Spec:
-    made = spec_of(NAMED["120b"], gates, ARCHES["sm90"], formats_after(gates, CHECKPOINT_FORMATS))
-    return replace(made, **changes)  # type: ignore[arg-type]
+    base = spec_of(NAMED["120b"], gates, ARCHES["sm90"], formats_after(gates, CHECKPOINT_FORMATS))
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("model", ["20b", "120b"])
@@ -52,9 +52,9 @@ def test_knows_every_feature() -> None:
     ],
 )
 def test_refusals(arch: str, changes: dict[str, object], reason: str) -> None:
-    said = PHASE.refuse(spec(**changes), ARCHES[arch], ALL)
-    assert said is not None
-    assert reason in said
+    refusal = PHASE.refuse(spec(**changes), ARCHES[arch], ALL)
+    assert refusal is not None
+    assert reason in refusal
 
 
 def test_the_attention_of_a_batch_follows_its_gates() -> None:
@@ -78,9 +78,9 @@ def test_the_head_refuses_what_its_rows_cannot_be() -> None:
     [({"head_dim": 128}, "heads of 64"), ({"page_size": 16}, "pages of 64"), ({"kv_heads": 4}, "8 query heads")],
 )
 def test_refusals_of_the_fused_attention(changes: dict[str, object], reason: str) -> None:
-    said = FUSED.refuse(spec(**changes), ARCHES["sm90"], replace(ALL, attention="cuda"))
-    assert said is not None
-    assert reason in said
+    refusal = FUSED.refuse(spec(**changes), ARCHES["sm90"], replace(ALL, attention="cuda"))
+    assert refusal is not None
+    assert reason in refusal
 
 
 def test_the_whole_of_x_has_the_experts_of_its_row() -> None:

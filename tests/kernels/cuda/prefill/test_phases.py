@@ -26,8 +26,8 @@ BY_NAME = {p.name: p for p in PHASES}
 
 
 def spec(gates: Gates = ALL, arch: str = "sm90", **changes: object) -> Spec:
-    made = spec_of(NAMED["120b"], gates, ARCHES[arch], formats_after(gates, CHECKPOINT_FORMATS))
-    return replace(made, **changes)  # type: ignore[arg-type]
+    base = spec_of(NAMED["120b"], gates, ARCHES[arch], formats_after(gates, CHECKPOINT_FORMATS))
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def test_takes_the_true_shapes_in_tile16() -> None:
@@ -51,9 +51,9 @@ def test_takes_the_true_shapes_in_tile16() -> None:
     ],
 )
 def test_refusals(name: str, arch: str, changes: dict[str, object], reason: str) -> None:
-    said = BY_NAME[name].refuse(spec(**changes), ARCHES[arch], ALL)
-    assert said is not None
-    assert reason in said
+    refusal = BY_NAME[name].refuse(spec(**changes), ARCHES[arch], ALL)
+    assert refusal is not None
+    assert reason in refusal
 
 
 def test_a_plan_takes_them_beside_the_decode_step() -> None:
@@ -70,8 +70,8 @@ def test_refuses_weights_it_cannot_read() -> None:
     for phase in PHASES:
         assert phase.refuse(spec(exact), ARCHES["sm90"], exact) is None, phase.name
     half = spec(exact, formats=CHECKPOINT_FORMATS | {"qkv": "f16"})
-    said = BY_NAME["cuda.grouped_norm_qkv"].refuse(half, ARCHES["sm90"], exact)
-    assert said == "multiplies mxfp4 or q8 or bf16 weights, and qkv is f16"
+    refusal = BY_NAME["cuda.grouped_norm_qkv"].refuse(half, ARCHES["sm90"], exact)
+    assert refusal == "multiplies mxfp4 or q8 or bf16 weights, and qkv is f16"
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
@@ -148,11 +148,11 @@ def test_projections_on_a_gpu_and_in_a_graph(rows: int, kind: str) -> None:
     run = [BY_NAME[n].bind(b) for n in ("cuda.grouped_norm_qkv", "cuda.grouped_norm_lm_head", "cuda.grouped_o")]
     h = round_activation(rms_norm(x, norm, s.norm_eps), "bf16")
 
-    def check(found: Activations) -> None:
-        got = torch.cat([t.flatten(1) for t in (found.q, found.k, found.v)], 1)
+    def check(outputs: Activations) -> None:
+        got = torch.cat([t.flatten(1) for t in (outputs.q, outputs.k, outputs.v)], 1)
         close(got, h @ qkv_dense.T + qkv_bias.float(), 2e-3)
-        close(found.logits, (h @ head_dense.T)[step.logit_rows.cpu().long()], 2e-3)
-        close(found.x, x + attn.float() @ o_dense.T + o_bias, 3e-4 if kind == "q8" else 1e-5)
+        close(outputs.logits, (h @ head_dense.T)[step.logit_rows.cpu().long()], 2e-3)
+        close(outputs.x, x + attn.float() @ o_dense.T + o_bias, 3e-4 if kind == "q8" else 1e-5)
 
     eager = acts.copy()
     for launch in run:
