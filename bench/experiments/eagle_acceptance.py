@@ -22,6 +22,7 @@ from halfbyte.engine.build import core_for
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.evals.suite import Suite
+from halfbyte.lab import environment
 from halfbyte.lab.padded_model import PaddedSource
 from halfbyte.model import checkpoint, load
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
@@ -90,6 +91,8 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=6)
     parser.add_argument("--seed", type=int, default=2000)
     args = parser.parse_args()
+    if args.device != "cpu":
+        environment.need_gpu()
     torch.set_grad_enabled(False)
     tokenizer = load.tokenizer_of(load.resolve_model(None))
     items = Suite("tiny", args.seed, args.per_task).items(tokenizer)
