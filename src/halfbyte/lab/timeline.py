@@ -63,12 +63,12 @@ def decode_profile(model: GptOss, tokens: int, depth: int, batch: int) -> Profil
     )  # fmt: skip
     what = f"decode, {batch} row{'s' if batch > 1 else ''} at {depth}"
     run = _decode_on_gpu if model.device.type == "cuda" else _decode_on_cpu
-    made = run(model, step, cache, tokens, what, work)
+    profile = run(model, step, cache, tokens, what, work)
     if touched is not None:
-        made.notes.append(f"{touched[0]:.1f} distinct experts a layer, counted ({touched[1]})")
+        profile.notes.append(f"{touched[0]:.1f} distinct experts a layer, counted ({touched[1]})")
     regime = model.plan.regime(step)
-    made.phases = {regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[regime]))}
-    return made
+    profile.phases = {regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[regime]))}
+    return profile
 
 
 def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
@@ -79,7 +79,7 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
     what = f"prompt of {n}"
     if model.device.type == "cpu":
         spans, whole = _clocked(model, steps[0], lambda i: steps[1 + i % runs], runs)
-        made = summarise(what, n, spans, runs, whole, work, gpu, "a clock around every phase")
+        profile = summarise(what, n, spans, runs, whole, work, gpu, "a clock around every phase")
     else:
 
         def run(i: int) -> None:
@@ -89,11 +89,11 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
         host = _host_us(run, runs)
         step_us = _step_us(run, runs)
         spans = match(order, _kernels(run, runs), runs)
-        made = summarise(what, n, spans, runs, step_us, work, gpu, "the driver's timeline, queued eagerly")
-        made.host_us["eager"] = host
+        profile = summarise(what, n, spans, runs, step_us, work, gpu, "the driver's timeline, queued eagerly")
+        profile.host_us["eager"] = host
     regime = model.plan.regime(steps[0])
-    made.phases = {regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[regime]))}
-    return made
+    profile.phases = {regime: list(dict.fromkeys(b.phase.name for b in model.plan.bound[regime]))}
+    return profile
 
 
 # ---- CPU ------------------------------------------------------------------------------------------------------------
@@ -161,19 +161,19 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
     within, notes = None, []
     how = "the driver's timeline, graph replays"
     if whole_step:
-        found = decode_trace.trace(decode_trace.traced_step(model, cache, context))
-        shares = decode_trace.shares(found, model.config.layer_kinds)
+        traced = decode_trace.trace(decode_trace.traced_step(model, cache, context))
+        shares = decode_trace.shares(traced, model.config.layer_kinds)
         within = {Row.of(model.plan.bound["decode"][0].part): {row_labelled(name): us for name, us in shares.items()}}
         how = "clocks inside the kernel that runs the whole step; launches and gaps from the driver's timeline"
         notes += [
-            f"the traced step took {found['us']:.0f} us at {found['clock_ghz']:.2f} GHz",
+            f"the traced step took {traced['us']:.0f} us at {traced['clock_ghz']:.2f} GHz",
             "the kernel streams weights ahead, so a row whose weights came in its neighbour's time is one with it",
         ]
-    made = summarise(what, step.rows, spans, tokens, step_us, work, device_roof(model.device), how, within)
-    made.notes += notes
-    made.host_us["graph"] = host
-    made.host_us["eager"] = _host_us(lambda _: model.forward(step), min(tokens, 8))
-    return made
+    profile = summarise(what, step.rows, spans, tokens, step_us, work, device_roof(model.device), how, within)
+    profile.notes += notes
+    profile.host_us["graph"] = host
+    profile.host_us["eager"] = _host_us(lambda _: model.forward(step), min(tokens, 8))
+    return profile
 
 
 def row_labelled(label: str) -> Row:

@@ -83,11 +83,11 @@ def bind(
     parts = {phase: Part(phase.category, phase.covers) for phases in chosen.values() for phase in phases}
 
     def at(phase: Phase, layer: int | None, regime: Regime) -> Bound:
-        here = spec.at(regime)
-        key = (id(phase), layer, here.activation)
+        regime_spec = spec.at(regime)
+        key = (id(phase), layer, regime_spec.activation)
         if key not in cache:
             roles = [r for op in phase.covers for r in ROLES.get(op, ())]
-            launch = phase.bind(replace(binding_of(layer), spec=here))
+            launch = phase.bind(replace(binding_of(layer), spec=regime_spec))
             cache[key] = Bound(phase, launch, {r: spec.formats[r] for r in roles}, parts[phase])
         return cache[key]
 

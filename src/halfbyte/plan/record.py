@@ -206,22 +206,22 @@ class Record:
         self, chosen: Mapping[Regime, Sequence[str]], declared: Mapping[tuple[str, Regime], Iterable[Declared]]
     ) -> list[Difference]:
         """What ran otherwise than the chosen phases declare; empty where the record says that they ran."""
-        found: dict[Difference, None] = {}
+        named: dict[Difference, None] = {}
         for runs, _ in self.ran():
             for regime in dict.fromkeys(where for _, where in runs.phases):
                 for name in chosen[regime]:
                     if (name, regime) not in runs.phases:
-                        found[Difference(regime, name, "was chosen and never ran")] = None
+                        named[Difference(regime, name, "was chosen and never ran")] = None
             for (name, regime), run in runs.phases.items():
                 if name not in chosen[regime]:
-                    found[Difference(regime, name, "ran and was not chosen")] = None
+                    named[Difference(regime, name, "ran and was not chosen")] = None
                 known: dict[str, frozenset[str]] = {}
                 for d in declared.get((name, regime), ()):
                     known[d.name] = known.get(d.name, frozenset()) | d.modules
-                found |= dict.fromkeys(Difference(regime, name, text) for text in _undeclared(run, known))
+                named |= dict.fromkeys(Difference(regime, name, text) for text in _undeclared(run, known))
             if isinstance(runs, GraphRun):
-                found |= dict.fromkeys(_graph_differences(runs))
-        return list(found)
+                named |= dict.fromkeys(_graph_differences(runs))
+        return list(named)
 
 
 def _undeclared(run: PhaseRun, known: Mapping[str, frozenset[str]]) -> Iterator[str]:

@@ -108,14 +108,14 @@ def _cover(usable: Mapping[Regime, list[Phase]], spec: Spec, conflicts: list[Ref
     def search(regime_at: int, position: int, layouts: dict[str, tuple[str, str]], so_far: Chosen) -> Chosen | None:
         if regime_at == len(REGIMES):
             return {r: list(p) for r, p in so_far.items()}
-        here_now = (regime_at, position, frozenset((role, layout) for role, (layout, _) in layouts.items()))
-        if here_now in dead:
+        place = (regime_at, position, frozenset((role, layout) for role, (layout, _) in layouts.items()))
+        if place in dead:
             return None
         regime = REGIMES[regime_at]
         if position == len(OPERATIONS):
             return search(regime_at + 1, 0, layouts, so_far)
-        here = [p for p in usable[regime] if OPERATIONS[position : position + len(p.covers)] == p.covers]
-        for phase in sorted(here, key=lambda p: (-p.rank, -len(p.covers), p.name)):
+        fitting = [p for p in usable[regime] if OPERATIONS[position : position + len(p.covers)] == p.covers]
+        for phase in sorted(fitting, key=lambda p: (-p.rank, -len(p.covers), p.name)):
             reason = layout_conflict(phase, regime, layouts)
             if reason is not None:
                 conflicts.append(Refusal(phase.name, regime, reason))
@@ -123,11 +123,11 @@ def _cover(usable: Mapping[Regime, list[Phase]], spec: Spec, conflicts: list[Ref
             wanted = phase.layouts(specs[regime])
             mine = {role: (layout, phase.name) for role, layout in wanted.items() if role not in layouts}
             so_far[regime].append(phase)
-            found = search(regime_at, position + len(phase.covers), layouts | mine, so_far)
-            if found is not None:
-                return found
+            complete = search(regime_at, position + len(phase.covers), layouts | mine, so_far)
+            if complete is not None:
+                return complete
             so_far[regime].pop()
-        dead.add(here_now)
+        dead.add(place)
         return None
 
     return search(0, 0, {}, {r: [] for r in REGIMES})

@@ -47,6 +47,7 @@ class Loaded(NamedTuple):
 
 _loaded: dict[int, Loaded] = {}  # by the driver's handle of the module; kept, so that no other gets the same handle
 _compiled: dict[str, set[str]] = {}  # function -> hashes of the binaries that Triton made of it here
+_names: dict[str, str] = {}  # function -> what Triton calls its kernels, where that is another name
 
 
 @functools.cache
@@ -57,7 +58,8 @@ def _interpreted(function: str, part: Part | None) -> KernelImage:
 
 def declared_calls(calls: Iterable[Call]) -> list[Declared]:
     """Their functions with the hashes of what Triton compiled of them here, for whatever shapes."""
-    return [Declared(name, frozenset(_compiled.get(name, ()))) for name in dict.fromkeys(c.function for c in calls)]
+    functions = dict.fromkeys(c.function for c in calls)
+    return [Declared(_names.get(f, f), frozenset(_compiled.get(f, ()))) for f in functions]
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Call:
             return
         loaded = self.compiled[key] = Loaded.of(kernel, self.part)
         _compiled.setdefault(self.function, set()).add(loaded.image.module)
+        _names[self.function] = loaded.image.name
         launched(loaded.image)
 
     def _check(self, args: Mapping[str, Any]) -> None:
