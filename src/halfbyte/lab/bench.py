@@ -153,10 +153,7 @@ def _timed(
 ) -> list[Result]:
     works, repeats = options.works, options.repeats
     if options.eager:
-        results = eager.measure_eager(model, works, repeats, cell=cell, progress=progress)
-        return [
-            replace(r, checks=checks) if all(c.ok for c in checks) else Result(r.cell, checks=checks) for r in results
-        ]
+        return eager.measure_eager(model, works, repeats, cell=cell, checks=checks, progress=progress)
     if options.graph or options.phases or options.sustain:
         if model.device.type != "cuda":
             raise UsageError("--graph, --phases and --sustain measure a CUDA device; this is a CPU.")
