@@ -188,7 +188,7 @@ def test_cuda_on_gb10(name: str, spec: dict[str, str], instruction: str) -> None
 
 
 def test_spills_are_counted_by_function() -> None:
-    """Those of named functions are known and log; one anywhere else is a problem."""
+    """Those of named functions are known and reported; one anywhere else is a problem."""
     lines = [
         "ptxas info    : Function properties for {}",
         "    8 bytes stack frame, {} bytes spill stores, {} bytes spill loads",
