@@ -121,7 +121,7 @@ def measure(cell: Cell, model: GptOss, repeats: int, first: dict[str, Tensor], p
     if not all(c.ok for c in checks):
         return Result(cell, checks=tuple(checks))
     samples = time_runs(graph, context, count, repeats)
-    checks.append(comparison.covers(model.plan.record))
+    checks.append(comparison.covers(model.plan.record.as_dict()))
     if not checks[-1].ok:
         return Result(cell, checks=tuple(checks))
     experts, tokens = experts_of_runs(graph, context, count, repeats)

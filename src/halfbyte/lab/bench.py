@@ -133,8 +133,10 @@ def _measure(model: GptOss, options: BenchOptions, cell: Cell, progress: Progres
     progress("comparing the regimes")
     comparison = compare_timed(model, options)
     results = _timed(model, options, cell, comparison.checks, progress)
-    coverage = comparison.covers(model.plan.record)
-    return with_record([replace(r, targets=(*r.targets, coverage)) if r.figures else r for r in results], model)
+    results = with_record(results, model)
+    return [
+        replace(r, targets=(*r.targets, comparison.covers(r.record))) if r.figures and r.record else r for r in results
+    ]
 
 
 def compare_timed(model: GptOss, options: BenchOptions) -> Comparison:

@@ -91,12 +91,12 @@ def test_the_reference_holds_against_itself() -> None:
 
 def test_a_build_that_was_timed_and_not_compared_is_named(model: GptOss) -> None:
     comparison = compare(model, (70,), (), ())
-    assert comparison.covers(model.plan.record).ok
+    assert comparison.covers(model.plan.record.as_dict()).ok
     image = KernelImage("grouped", "feedbeef" * 8)
     wrong = planted(model, changed(named("moe"), lambda step, acts: launched(image)))
     cache = random_caches((wrong,), 1, 70)
     wrong.forward(prefill_step(wrong, cache, random_tokens(wrong, 70, 0), 0))
-    check = comparison.covers(wrong.plan.record)
+    check = comparison.covers(wrong.plan.record.as_dict())
     assert not check.ok
     assert "grouped feedbeef" in check.note
 

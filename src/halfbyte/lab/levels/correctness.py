@@ -13,8 +13,9 @@ experts, and one must fit; the layers of such a phase are compared by `decode_ch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from halfbyte.ops.products import matmul
 from halfbyte.ops.rope import rope_table
 from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
-from halfbyte.plan.record import NodeKernel, Record
+from halfbyte.plan.record import NodeKernel
 from halfbyte.plan.step import REGIMES, Step
 
 LAYERS = 2
@@ -134,11 +135,13 @@ class Comparison:
     def ok(self) -> bool:
         return bool(self.checks) and all(c.ok for c in self.checks)
 
-    def covers(self, timed: Record) -> Check:
-        """Whether every build that was timed is one that was compared. Not asked of Triton's kernels, which are built
-        anew for other sizes, nor of the decode step, whose builds differ in their number of layers: `decode_check`
+    def covers(self, timed: Mapping[str, Any]) -> Check:
+        """Whether every build of a result's record is one that was compared. Not asked of Triton's kernels, which are
+        built anew for other sizes, nor of the decode step, whose builds differ in their number of layers: `decode_check`
         compares it with all other options alike."""
-        ran = {k for k in timed.launches() if not k.name.endswith("_kernel") and k.name not in (DECODE_STEP, "")}
+        runs = [p for ways in timed["regimes"].values() for way in ways for p in way["phases"]]
+        kernels = {NodeKernel(k["name"], k["module"]) for p in runs for k in p["kernels"]}
+        ran = {k for k in kernels if not k.name.endswith("_kernel") and k.name not in (DECODE_STEP, "")}
         others = sorted(f"{k.name} {k.module[:12]}" for k in ran - self.kernels)
         note = f"timed and never compared: {', '.join(others)}" if others else f"{len(ran)} kernels"
         return Check("every kernel that was timed was compared", not others, note=note)
