@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from halfbyte.engine.request import Logprob
@@ -37,10 +37,27 @@ MAX_PROMPTS = 256
 TokenId = Annotated[int, Field(ge=0)]
 
 
+def _prompt_kind(value: Any) -> str:
+    """By the first item: trying every kind would note an error for each of a long prompt's token ids."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    return "lists" if isinstance(first, list) else "ids" if isinstance(first, int) else "texts"
+
+
+PromptInput = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Tag("texts")]
+    | Annotated[list[TokenId], Tag("ids")]
+    | Annotated[list[list[TokenId]], Tag("lists")],
+    Discriminator(_prompt_kind),
+]
+
+
 class CompletionRequest(SamplingFields):
     harmless: ClassVar[dict[str, str]] = CHAT_HARMLESS
     model: str
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: PromptInput
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
