@@ -137,8 +137,8 @@ class Comparison:
 
     def covers(self, timed: Mapping[str, Any]) -> Check:
         """Whether every build of a result's record is one that was compared. Not asked of Triton's kernels, which are
-        built anew for other sizes, nor of the decode step, whose builds differ in their number of layers: `decode_check`
-        compares it with all other options alike."""
+        built anew for other sizes, nor of the decode step, whose builds differ in their number of layers:
+        `decode_check` compares it with all other options alike."""
         runs = [p for ways in timed["regimes"].values() for way in ways for p in way["phases"]]
         kernels = {NodeKernel(k["name"], k["module"]) for p in runs for k in p["kernels"]}
         ran = {k for k in kernels if not k.name.endswith("_kernel") and k.name not in (DECODE_STEP, "")}
