@@ -4,8 +4,8 @@ Only files with GPU tests are collected then, so that the packages of the others
 not be there; a GPU file that does need a missing package is left out, and the summary says so. A failure is told when
 it happens: such runs have a time limit, and what ends them early must not take the tracebacks with it.
 
-Tests marked `exact` (bits or tokens are equal across shapes, batches or threads) run twice: with the library's
-products, and with products that add up in another order for every shape and for every other row.
+Tests marked `exact` (bits or tokens are equal across shapes, batches or threads) run with
+products that add up in another order for every shape and for every other row; in the full run with the library's, too.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _missing(text: str) -> str | None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("exact"):
-        metafunc.parametrize("sum_order", ["library", "shuffled"], indirect=True)
+        orders = [pytest.param("library", marks=pytest.mark.slow), "shuffled"]  # the library's is what all others use
+        metafunc.parametrize("sum_order", orders, indirect=True)
 
 
 @pytest.fixture(autouse=True)

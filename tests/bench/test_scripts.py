@@ -21,7 +21,7 @@ SCRIPTS = sorted(
 def test_scripts_are_found() -> None:
     assert "bench.kernels.decode" in SCRIPTS
     assert "bench.experiments.rehearsal" in SCRIPTS
-    assert len(SCRIPTS) == 12
+    assert len(SCRIPTS) == 13
 
 
 def test_no_script_changes_where_python_looks() -> None:

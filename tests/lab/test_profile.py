@@ -132,7 +132,7 @@ def test_inside_one_kernel_a_row_served_in_its_neighbours_time_is_one_with_it() 
     ],
 )
 def test_the_decision_table(shares: dict[str, float], idle: float, applying: set[str]) -> None:
-    found = decide(profile_of(shares, idle))
+    found = decide(profile_of(shares, idle), ())
     assert {v.rule for v in found if v.applies} == applying
     assert all(v.sentence.endswith(".") for v in found)
 
@@ -144,14 +144,14 @@ def test_a_kernel_nobody_asked_for_is_named() -> None:
     }
     assert verdicts[rule].applies
     assert "cuda.grouped_moe launched another build" in verdicts[rule].sentence
-    assert not {v.rule: v for v in decide(profile_of({"MoE": 1}))}[rule].applies
+    assert not {v.rule: v for v in decide(profile_of({"MoE": 1}), ())}[rule].applies
 
 
 def test_the_next_bottleneck_is_the_time_above_the_floor() -> None:
     """lm_head is slower against its ceiling, but MoE loses more."""
     work = NONE | {"moe": Work(bytes=450e6), "lm_head": Work(bytes=4.5e6)}
     p = summarise("x", 1, spans(("MoE", 0, 200), ("lm_head", 200, 210)), 1, 210.0, work, H200, "")
-    last = decide(p)[-1]
+    last = decide(p, ())[-1]
     assert last.rule == "next"
     assert "MoE" in last.sentence
     assert "100 us above" in last.sentence

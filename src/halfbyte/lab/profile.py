@@ -244,7 +244,7 @@ class Verdict:
     sentence: str
 
 
-def decide(p: Profile, *, differences: Sequence[str] = ()) -> list[Verdict]:
+def decide(p: Profile, differences: Sequence[str]) -> list[Verdict]:
     """The first plan's decision gate, rule by rule, and where the most time could be won. `differences`: what the
     record says ran otherwise than it was chosen."""
 

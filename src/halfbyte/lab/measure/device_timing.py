@@ -137,7 +137,7 @@ def _count(model: GptOss, step: Step, bound: Sequence[Bound]) -> list[Tensor]:
     return counts
 
 
-def _decode_graph(model: GptOss, cache: Cache, context: int) -> tuple[DecodeGraph, Callable[[int], None]]:
+def capture_decode(model: GptOss, cache: Cache, context: int) -> tuple[DecodeGraph, Callable[[int], None]]:
     """A captured step of the cache's sequences, and what begins them anew at `context` with other tokens."""
     rows = cache.full.shape[0]
     graph = DecodeGraph(model, rows, cache.blocks, feed_back=True)
@@ -159,7 +159,7 @@ def time_graph(model: GptOss, cell: Cell, rows: int, context: int, count: int, r
     What the device can do without a host, a scheduler or a sampler; no user gets it. The experts of the ceiling are
     those of the timed sequences: each run is repeated up to its last step, which is counted instead of timed."""
     cache = fill(model, rows, context + count + 64)
-    graph, begin = _decode_graph(model, cache, context)
+    graph, begin = capture_decode(model, cache, context)
     times = []
     touched: list[tuple[float, str]] = []
     for run in range(repeats + 1):
@@ -191,7 +191,7 @@ def time_graph(model: GptOss, cell: Cell, rows: int, context: int, count: int, r
 def time_sustained(model: GptOss, cell: Cell, rows: int, context: int, seconds: float) -> Result:
     """Decode for so long, beginning anew with other tokens every 128: speed of the second half, and what it draws."""
     count, runs, clock = 128, 0, time.perf_counter
-    graph, begin = _decode_graph(model, fill(model, rows, context + count + 64), context)
+    graph, begin = capture_decode(model, fill(model, rows, context + count + 64), context)
     begin(0)
     graph.replay()
     torch.cuda.synchronize()

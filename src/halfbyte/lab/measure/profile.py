@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from halfbyte.lab.result import Cell, Result, figure
 from halfbyte.model import load
 
 
-def show(p: Profile) -> None:
+def show(p: Profile, differences: Sequence[str]) -> None:
     print(f"\n{p.what}: {p.step_us:.1f} us, {p.rows * 1e6 / p.step_us:.1f} tokens/s; times: {p.how}")
     for line in p.lines:
         ceiling = "" if line.of_ceiling is None else f"{line.gb_per_s:8.0f} GB/s {line.tflop_per_s:7.1f} TFLOP/s"
@@ -35,7 +35,7 @@ def show(p: Profile) -> None:
     print(f"  host per token: {host}; {p.launches:.0f} launches, idle {p.idle_us:.1f} us in {p.gaps:.1f} gaps a step")
     for note in p.notes:
         print(f"  {note}")
-    for v in decide(p):
+    for v in decide(p, differences):
         print(f"  {'->' if v.applies else '  '} {v.sentence}")
     sys.stdout.flush()
 
@@ -80,12 +80,11 @@ def profile_model(
         for take in work:
             p = take()
             print(f"{shape} {preset}", end="")
-            show(p)
+            differences = [str(d) for d in model.plan.differences()]
+            show(p, differences)
             cell = Cell("profile", shape, preset, path="graph" if p.rows <= 64 else "eager", shape={"what": p.what})
             figures = (figure("step", "us", p.step_us), figure("speed", "tok/s", p.rows * 1e6 / p.step_us))
-            detail = p.as_dict() | {
-                "decisions": [v.sentence for v in decide(p, differences=[str(d) for d in model.plan.differences()])]
-            }
+            detail = p.as_dict() | {"decisions": [v.sentence for v in decide(p, differences)]}
             results.append(Result(cell, figures, record=model.plan.record.as_dict(), detail=detail))
 
 
