@@ -35,6 +35,7 @@ ENGINE: dict[str, Any] = {"path": "engine", "model": "120b", "preset": "fast"}
 KERNEL: dict[str, Any] = {"kind": "decode", "figure": "speed", "path": "cuda.decode_step"}
 FORMATS = ("mxfp4", "q8", "checkpoint")
 BENCH = "halfbyte bench random:120b --preset fast"
+SERVED = f"{BENCH} --pp 2048 --tg 128 --depth 2048 --concurrency 1,8 --served"
 ROWS = (
     Row("decode @ 2k through the engine, every layer MXFP4", f"{BENCH} --tg 128 --depth 2048", "decode", "speed",
         shape={"tg": 128, "depth": 2048, "concurrency": 1}, **ENGINE),
@@ -45,8 +46,10 @@ ROWS = (
     Row("the same, fp8 from 3072 rows on", f"{BENCH} --activation long=fp8 --pp 512,2048,8192", "prompt", "speed",
         shape={"depth": 0, "concurrency": 1}, over="pp", values=(512, 2048, 8192), gates={"activation": "long=fp8"},
         **ENGINE),
-    Row("served over HTTP, of the engine's own: decode @ 2k, 1 / 8 streams", f"{BENCH} --served", "served decode",
-        "ratio", path="http / engine", model="120b", shape={"depth": 2048}, over="concurrency", values=(1, 8)),
+    Row("over HTTP, of the engine's own: decode @ 2k, 1 / 8 streams", SERVED, "served decode", "ratio",
+        path="http / engine", model="120b", shape={"depth": 2048}, over="concurrency", values=(1, 8)),
+    Row("over HTTP, of the engine's own: pp2048 @ 2k, 1 / 8 streams", SERVED, "served prompt", "ratio",
+        path="http / engine", model="120b", shape={"depth": 2048}, over="concurrency", values=(1, 8)),
     Row("decode step alone @ 2k, 120b: MXFP4 / q8 / checkpoint", "python -m bench.kernels.decode", model="120b",
         shape={"rows": 1, "context": 2048}, over="formats", values=FORMATS, **KERNEL),
     Row("decode step alone @ 32k, 120b", "python -m bench.kernels.decode", model="120b",
@@ -134,4 +137,6 @@ def _number(value: float) -> str:
     """19.9k, 844, 17.7, 0.067: three figures are what a person reads."""
     if value >= 10_000:
         return f"{value / 1000:.1f}k"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if 1 <= value < 10 else f"{value:.3g}"
