@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("bench", "docs", "models", "src", "tests", "training")
 LOG = ROOT / "docs" / "LOG.md"
 DOCUMENTS = [
+    ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path != LOG),
     *sorted((ROOT / "models").glob("*/README.md")),
