@@ -7,7 +7,7 @@ import pytest
 from halfbyte.errors import AccountError
 from halfbyte.lab import timeline
 from halfbyte.lab.profile import LABELS, Profile, Row, Span, decide, summarise
-from halfbyte.lab.timeline import Kernel, match
+from halfbyte.lab.timeline import TimedKernel, match
 from halfbyte.model import load
 from halfbyte.plan.launches import OTHER, PACKING, SAMPLING
 from halfbyte.plan.phase import LAYER, OPERATIONS
@@ -160,10 +160,10 @@ def test_the_next_bottleneck_is_the_time_above_the_floor() -> None:
 def test_kernels_are_matched_by_name_and_order() -> None:
     order = [("gemm", ROWS["qkv"]), ("pack", ROWS["packing"]), ("gemm", ROWS["o"])]
     names = ["gemm", "pack", "gemm", "torch_copy"] * 2
-    matched = match(order, [Kernel(n, i, i + 1) for i, n in enumerate(names)], 2)
+    matched = match(order, [TimedKernel(n, i, i + 1) for i, n in enumerate(names)], 2)
     assert [s.row.label for s in matched] == ["qkv", "packing", "o", "other"] * 2
     # one gemm too many: nobody can say whose it is
-    odd = match(order, [Kernel(n, i, i + 1) for i, n in enumerate([*names, "gemm"])], 2)
+    odd = match(order, [TimedKernel(n, i, i + 1) for i, n in enumerate([*names, "gemm"])], 2)
     assert {s.row.label for s in odd if s.name == "gemm"} == {"other"}
     assert {s.row.label for s in odd if s.name == "pack"} == {"packing"}
 

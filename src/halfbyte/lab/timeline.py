@@ -45,7 +45,7 @@ CATEGORIES = {"MoE": "moe", "attention": "attention", "router": "router", "other
 
 
 @dataclass(frozen=True)
-class Kernel:
+class TimedKernel:
     """One entry of the device's timeline."""
 
     name: str
@@ -202,7 +202,7 @@ def _step_us(run: Callable[[int], Any], count: int) -> float:
     return (time.perf_counter() - start) * 1e6 / count
 
 
-def match(order: Sequence[tuple[str, Row]], kernels: Sequence[Kernel], steps: int) -> list[Span]:
+def match(order: Sequence[tuple[str, Row]], kernels: Sequence[TimedKernel], steps: int) -> list[Span]:
     """Spans of some equal steps: the k-th kernel of a name does what the k-th launch of that name was for."""
     queues: dict[str, deque[Row]] = {}
     for name, row in order:
@@ -228,7 +228,7 @@ def launch_order(run: Callable[[], Any]) -> list[tuple[str, Row]]:
     return [(image.name, Row.of(part)) for image, part in order]
 
 
-def _kernels(run: Callable[[int], Any], count: int) -> list[Kernel]:
+def _kernels(run: Callable[[int], Any], count: int) -> list[TimedKernel]:
     """The device's timeline of `count` runs."""
     torch.cuda.synchronize()
     with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as traced:
@@ -236,7 +236,7 @@ def _kernels(run: Callable[[int], Any], count: int) -> list[Kernel]:
             run(i)
         torch.cuda.synchronize()
     kernels = [
-        Kernel(event.name.split("(")[0], float(event.time_range.start), float(event.time_range.end))
+        TimedKernel(event.name.split("(")[0], float(event.time_range.start), float(event.time_range.end))
         for event in traced.events()
         if event.device_type.name == "CUDA"
     ]
