@@ -11,6 +11,7 @@ import time
 import typer
 
 from halfbyte.errors import EngineError
+from halfbyte.lab.child import start_child
 
 QUESTIONS = ("What is 17 + 25?", "Sort these numbers from smallest to largest: 31, 4, 15.")
 HALFBYTE = (sys.executable, "-c", "from halfbyte.cli import main; main()")
@@ -60,7 +61,7 @@ def ask(url: str, question: str) -> None:
 def demo() -> None:
     """Serve the embedded model, ask it something, print the answer and a table of speeds, stop."""
     say("serving the embedded model (halfbyte serve --port 0)")
-    server = subprocess.Popen([*HALFBYTE, "serve", "--port", "0"], stderr=subprocess.PIPE, text=True)
+    server = start_child([*HALFBYTE, "serve", "--port", "0"], stderr=subprocess.PIPE, text=True)
     try:
         url = wait_for_url(server)
         say("asking it, as any OpenAI client would")

@@ -21,6 +21,7 @@ from types import TracebackType
 
 from halfbyte.errors import EngineError, UsageError
 from halfbyte.gates import AXES, Gates
+from halfbyte.lab.child import start_child
 from halfbyte.lab.measure.engine_timing import Answer
 
 START_S = 600.0  # a large model is read from disk
@@ -130,7 +131,7 @@ class ServeProcess:
 
     def __enter__(self) -> ServeProcess:
         with self._log.open("w", encoding="utf-8") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._process = start_child(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         deadline = time.monotonic() + START_S
         while not self.url:
             text = self._log.read_text(encoding="utf-8")

@@ -1,0 +1,26 @@
+"""A process that does not outlive the one that started it, however that ends: no server is left over from a measurement.
+
+The kernel sends the signal (Linux). Elsewhere a parent that is killed leaves its child, and an orderly end stops it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _end_with_parent() -> None:
+    assert _LIBC is not None
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """As `subprocess.Popen`. Start it from a thread that lives as long as it should."""
+    return subprocess.Popen(command, preexec_fn=_end_with_parent if _LIBC is not None else None, **options)
