@@ -1,4 +1,4 @@
-"""A process that does not outlive the one that started it, however that ends: no server is left over from a measurement.
+"""A process that does not outlive the one that started it, however that ends: no measurement leaves a server behind.
 
 The kernel sends the signal (Linux). Elsewhere a parent that is killed leaves its child, and an orderly end stops it.
 """
