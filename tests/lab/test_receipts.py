@@ -86,3 +86,10 @@ def test_the_command_lists_every_receipt() -> None:
     shown = CliRunner().invoke(app, ["receipts"])
     assert shown.exit_code == 0
     assert all(r["name"] in shown.stdout for r in listed)
+
+
+def test_a_receipt_names_no_folder_of_the_machine() -> None:
+    file = receipts.result_file("bench", (), {"a": "b"}, ["--out", "/srv/somewhere/x.json", "--pp", "512", "a/b"])
+    assert file.command == ("--out", "x.json", "--pp", "512", "a/b")
+    for path in (receipts.PACKAGE.parents[1] / "bench" / "results").glob("*.json"):
+        assert not [w for w in json.loads(path.read_text(encoding="utf-8"))["command"] if w.startswith("/")], path

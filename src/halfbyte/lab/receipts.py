@@ -108,9 +108,11 @@ def file_hash(path: Path) -> str:
 def result_file(
     tool: str, results: Iterable[Result], measured: Mapping[str, str], command: Sequence[str] | None = None
 ) -> ResultFile:
-    """These results with this machine's record; `command` is what was typed after the tool's name."""
+    """These results with this machine's record; `command` is what was typed after the tool's name, files by their names
+    alone: where they lay is nobody's business."""
     typed = sys.argv[1:] if command is None else command
-    return ResultFile(tool, tuple(typed), environment.collect(), dict(measured), tuple(results))
+    words = (Path(word).name if Path(word).is_absolute() else word for word in typed)
+    return ResultFile(tool, tuple(words), environment.collect(), dict(measured), tuple(results))
 
 
 # ---- which are stale ------------------------------------------------------------------------------------------------
