@@ -233,7 +233,7 @@ def test_every_cuda_phase(spec: dict[str, str], arch: str) -> None:
         builds = phase.builds(full_spec, ARCHES[arch])  # type: ignore[attr-defined]
         assert builds, f"{name} says nothing about its kernels"
         for build in builds:
-            kernels += 1
+            kernels += phase.covers != ("embed",)  # which serves whatever the activations are
             evidence = prove.prove_build(name, build, ARCHES[arch])
             bad += [] if evidence.ok else [prove.show(evidence)]
     assert not bad, "\n".join(bad)
