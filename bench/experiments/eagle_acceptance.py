@@ -23,31 +23,16 @@ from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.evals.suite import Suite
 from halfbyte.lab import environment
-from halfbyte.lab.padded_model import PaddedSource
-from halfbyte.model import checkpoint, load
-from halfbyte.model.gpt_oss import GptOss, arch_of, choose
+from halfbyte.lab.padded_model import load_padded
+from halfbyte.model import load
+from halfbyte.model.gpt_oss import arch_of
 
 DRAFTED = 3
 
 
-def padded_model(device: str, g: gates.Gates) -> GptOss:
-    source = checkpoint.open_model(load.EMBEDDED)
-    try:
-        padded = PaddedSource(source)
-        choice = choose(padded.config, g, arch_of(device))
-        weights = checkpoint.assemble(padded, layer_formats=g.layer_formats)
-    finally:
-        source.close()
-    for layer, role, tensor in list(weights.items()):
-        assert not isinstance(tensor, checkpoint.DenseTiles)
-        setattr(weights if layer is None else weights.layers[layer], role, tensor.to(device))
-    weights = checkpoint.assemble(checkpoint.MemorySource(weights), layouts=choice[2].layouts)
-    return GptOss(weights, g, choice=choice)
-
-
 def acceptance(device: str, preset: str, graphs: str, prompts: list[list[int]]) -> dict[str, Any]:
     g = gates.parse({"graphs": graphs, "speculate": "eagle3"}, env={}, preset=preset)
-    model = padded_model(device, g)
+    model = load_padded(g, device)
     tokenizer = load.tokenizer_of(load.resolve_model(None))
     options = EngineOptions(gates=g, max_context=1024, max_seqs=8, kv_gib=0.25, reserve_gib=0.0, max_draft=DRAFTED)
     core, _, _ = core_for(model, tokenizer, options)

@@ -35,9 +35,9 @@ from halfbyte.engine.speculative.proposer import Proposal
 from halfbyte.engine.step_buffer import ALIGN, StepBuffer
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates
-from halfbyte.lab.padded_model import PaddedSource
-from halfbyte.model import checkpoint, load
-from halfbyte.model.gpt_oss import GptOss, arch_of, choose
+from halfbyte.lab.padded_model import load_padded
+from halfbyte.model import load
+from halfbyte.model.gpt_oss import GptOss, choose
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.activations import Activations
@@ -316,25 +316,12 @@ def test_a_row_that_is_no_number_is_an_error_of_its_own() -> None:
     assert "not numbers" in (delta.error or "")
 
 
-def padded_weights(preset: str, device: str, arch: str) -> GptOss:
-    """The embedded model in a shape that every CUDA kernel takes, laid out for `arch`."""
-    g = gates.PRESETS[preset].gates
-    source = checkpoint.open_model(load.EMBEDDED)
-    try:
-        padded = PaddedSource(source)
-        choice = choose(padded.config, g, ARCHES[arch])
-        weights = checkpoint.assemble(padded, layer_formats=g.layer_formats, layouts=choice[2].layouts)
-    finally:
-        source.close()
-    return GptOss(weights, g, choice=choice)
-
-
 @pytest.mark.exact
 def test_padding_a_model_changes_its_shape_and_nothing_else() -> None:
     from halfbyte.model.single_sequence import SingleSequence
 
     name = load.resolve_model(None)
-    plain, padded = load.load_model(name), padded_weights("exact", "cpu", "cpu")
+    plain, padded = load.load_model(name), load_padded(gates.PRESETS["exact"].gates, "cpu")
     assert (padded.config.heads, padded.config.experts) == (16, 32)
     ids = load.tokenizer_of(name).encode("Tom has 12 apples. Then 7 more come. How many are there?")
     assert torch.equal(
@@ -353,18 +340,7 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 
 def embedded_core(preset: str, device: str, graphs: str) -> tuple[EngineCore, GptOss]:
     g = gates.parse({"graphs": graphs}, env={}, preset=preset)
-    source = checkpoint.open_model(load.EMBEDDED)
-    try:
-        padded = PaddedSource(source)
-        choice = choose(padded.config, g, arch_of(device))
-        weights = checkpoint.assemble(padded, layer_formats=g.layer_formats)
-    finally:
-        source.close()
-    for layer, role, tensor in list(weights.items()):
-        assert not isinstance(tensor, checkpoint.DenseTiles)
-        setattr(weights if layer is None else weights.layers[layer], role, tensor.to(device))
-    weights = checkpoint.assemble(checkpoint.MemorySource(weights), layouts=choice[2].layouts)
-    model = GptOss(weights, g, choice=choice)
+    model = load_padded(g, device)
     options = EngineOptions(gates=g, max_context=1024, kv_gib=0.25, reserve_gib=0.0)
     core, _, _ = core_for(model, load.tokenizer_of(load.resolve_model(None)), options)
     return core, model

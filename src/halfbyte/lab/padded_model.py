@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
+from halfbyte.formats import DenseTiles
 from halfbyte.formats.tensor import MXTensor
+from halfbyte.gates import Gates
+from halfbyte.model import checkpoint, load
 from halfbyte.model.config import ModelConfig
+from halfbyte.model.gpt_oss import GptOss, arch_of, choose
 from halfbyte.model.weights import Matrix, Source, WeightFormat, join_rows
 
 NEVER = -10000.0  # bias of an idle expert's router row
@@ -73,3 +77,19 @@ class PaddedSource:
             return MXTensor(data, scales, (self.config.experts, *m.shape[1:]), m.format)
         value = NEVER if role == "router_bias" else 0.0
         return torch.cat((m, torch.full((more, *m.shape[1:]), value, dtype=m.dtype, device=m.device)))
+
+
+def load_padded(gates: Gates, device: torch.device | str) -> GptOss:
+    """The embedded model, padded, on a device in its plan's layouts."""
+    source = checkpoint.open_model(load.EMBEDDED)
+    try:
+        padded = PaddedSource(source)
+        choice = choose(padded.config, gates, arch_of(device))
+        weights = checkpoint.assemble(padded, layer_formats=gates.layer_formats)
+    finally:
+        source.close()
+    for layer, role, tensor in list(weights.items()):
+        assert not isinstance(tensor, DenseTiles)
+        setattr(weights if layer is None else weights.layers[layer], role, tensor.to(device))
+    weights = checkpoint.assemble(checkpoint.MemorySource(weights), layouts=choice[2].layouts)
+    return GptOss(weights, gates, choice=choice)

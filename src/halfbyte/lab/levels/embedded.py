@@ -36,10 +36,10 @@ from halfbyte.lab import environment, receipts
 from halfbyte.lab.entry import finish
 from halfbyte.lab.measure.accuracy import ALL
 from halfbyte.lab.measure.engine_steps import with_sync_errors
-from halfbyte.lab.padded_model import PaddedSource
+from halfbyte.lab.padded_model import load_padded
 from halfbyte.lab.result import Cell, Check, Result, figure
-from halfbyte.model import checkpoint, load
-from halfbyte.model.gpt_oss import GptOss, arch_of, choose
+from halfbyte.model import load
+from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 
 # (preset, activation): what the embedded model is asked as.
@@ -62,21 +62,7 @@ def gates_of(preset: str, activation: str, eager: bool = False) -> gates_.Gates:
 def embedded(gates: gates_.Gates, device: torch.device, padded: bool) -> GptOss:
     if not padded:
         return load.load_model(load.resolve_model(None), gates, device=device)
-    source = checkpoint.open_model(load.EMBEDDED)
-    try:
-        wide = PaddedSource(source)
-        choice = choose(wide.config, gates, arch_of(device))
-        weights = checkpoint.assemble(wide, layer_formats=gates.layer_formats)
-    finally:
-        source.close()
-    weights = checkpoint.assemble(checkpoint.MemorySource(_moved(weights, device)), layouts=choice[2].layouts)
-    return GptOss(weights, gates, choice=choice)
-
-
-def _moved(weights: Any, device: torch.device) -> Any:
-    for layer, role, tensor in list(weights.items()):
-        setattr(weights if layer is None else weights.layers[layer], role, tensor.to(device))
-    return weights
+    return load_padded(gates, device)
 
 
 def core_of(model: GptOss, gates: gates_.Gates, **options: Any) -> EngineCore:
