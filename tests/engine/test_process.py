@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,20 +28,23 @@ def build_fake(settings: dict) -> tuple[EngineCore, SourceInfo]:
     """Runs in the engine's process."""
     if settings.get("refuse"):
         raise CheckpointError("there is no such model.")
+    if once := settings.get("load_once"):
+        if Path(once).exists():
+            raise CheckpointError("there is no such model any more.")
+        Path(once).touch()
 
     def fault(batch: Batch) -> None:
         if POISON in batch.tokens.tolist() and settings.get("poison"):
             raise RuntimeError("struck")
         if settings.get("die_on") in batch.tokens.tolist():
             os.kill(os.getpid(), signal.SIGKILL)
-        if settings.get("hang_on") in batch.tokens.tolist():
-            import time
-
-            time.sleep(600)
+        if settings.get("slow_on") in batch.tokens.tolist():
+            time.sleep(12)
 
     config = EngineConfig(
-        pages=400, page_size=8, window=16, vocab=VOCAB, max_context=256, eos_tokens=(EOS,), max_seqs=32, max_tokens=128
-    )
+        pages=400, page_size=8, window=16, vocab=VOCAB, max_context=256, eos_tokens=(EOS,), max_seqs=32, max_tokens=128,
+        host_steps=bool(settings.get("on_host")),
+    )  # fmt: skip
     core = EngineCore(FakeRunner(400, 8, 16, fault=fault), config, FakeVocabulary())
     return core, SourceInfo("fake", 256, VOCAB, (EOS,), {"pid": os.getpid()})
 
@@ -69,6 +74,26 @@ def greedy(n: int = 12, **kw: object) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=n, **kw)
 
 
+BAD_VALUES: list[dict[str, object]] = [
+    {"temperature": "0.7"}, {"n": 0}, {"n": "2"}, {"stop": "abc"}, {"stop": (1,)}, {"top_k": 1.5}, {"seed": 1 << 70},
+    {"seed": "x"}, {"logit_bias": {"1": 2.0}}, {"logit_bias": [1]}, {"max_tokens": True}, {"logprobs": object()},
+]  # fmt: skip
+
+
+async def every_mistyped_value_ends_its_request_only(source: EngineProcess) -> None:
+    for values in BAD_VALUES:
+        with pytest.raises(RequestError, match="cannot be served"):
+            await whole(source, Request([5], SamplingParams(**values)))
+    for request in (
+        Request("abc"), Request([5], timeout="1"), Request([5], timeout=-1.0), Request(["5"]), Request([1 << 70]),
+        Request([5], "greedy"), Request([5], constraint="json"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError):
+            await whole(source, request)
+    assert (await whole(source, Request([5, 6, 7], greedy())))[0]
+    assert source.deaths == 0
+
+
 async def test_tokens_come_through_and_a_closed_stream_is_cancelled() -> None:
     source = await opened()
     try:
@@ -81,6 +106,7 @@ async def test_tokens_come_through_and_a_closed_stream_is_cancelled() -> None:
         assert source.stats().generated_tokens == len(tokens)
         with pytest.raises(RequestError, match="empty"):
             await whole(source, Request([], greedy()))
+        await every_mistyped_value_ends_its_request_only(source)
 
         stream = source.stream(Request([5, 6], greedy(200, ignore_eos=True)))
         async for _ in stream:
@@ -104,20 +130,102 @@ async def test_loading_errors_reach_the_caller_as_they_are() -> None:
         await opened({"refuse": True})
 
 
-async def test_a_hung_or_dead_engine_is_reported_and_restarts_are_bounded() -> None:
-    source = await opened({"die_on": POISON, "hang_on": POISON + 1}, restarts=1, hang=2.0)
+async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_dead_engine_is_started_again_after_growing_pauses_and_given_up_with_the_reason() -> None:
+    source = await opened({"die_on": POISON}, restarts=1, first_pause=0.05)
+    seen = []
     try:
-        for token in (POISON + 1, POISON):  # it hangs and is killed by the watchdog; restarted, it kills itself
-            for _ in range(2400):
-                if source.ready:
-                    break
-                await asyncio.sleep(0.05)
-            with pytest.raises(EngineDiedError, match="signal 9"):
-                await whole(source, Request([token], greedy()))
-        await asyncio.sleep(0.3)
-        assert not source.ready
-        with pytest.raises(CapacityError, match="not started again"):
+        for _ in range(2):
+            await until(lambda: source.ready)
+            with pytest.raises(EngineDiedError, match=r"signal 9.*lost"):
+                await whole(source, Request([POISON], greedy()))
+            seen.append(source.health())
+        assert "(1 of 1)" in seen[0].trouble
+        assert "signal 9" in seen[0].trouble
+        assert [h.gone for h in seen] == [False, True]
+        with pytest.raises(EngineDiedError, match=r"2 times in a row.*not started again.*signal 9"):
             await whole(source, Request([5], greedy()))
+    finally:
+        await source.close()
+
+
+async def test_a_death_after_a_good_while_is_the_first_again() -> None:
+    source = await opened({"die_on": POISON}, restarts=1, first_pause=0.05, settled=0.0)
+    try:
+        for _ in range(2):
+            await until(lambda: source.ready)
+            with pytest.raises(EngineDiedError):
+                await whole(source, Request([POISON], greedy()))
+        assert not source.health().gone
+    finally:
+        await source.close()
+
+
+async def test_a_death_while_loading_again_is_a_death_and_not_loading_for_ever(tmp_path: Path) -> None:
+    once = tmp_path / "started"
+    source = await opened({"die_on": POISON, "load_once": str(once)}, restarts=1, first_pause=0.05)
+    try:
+        with pytest.raises(EngineDiedError):
+            await whole(source, Request([POISON], greedy()))
+        await until(lambda: source.health().gone)
+        assert "there is no such model any more" in source.health().trouble
+    finally:
+        await source.close()
+
+
+async def test_a_stopped_engine_is_known_by_the_age_of_its_last_step_and_restarted() -> None:
+    source = await opened(hang=2.0, first_pause=0.05)
+    try:
+        assert source.health().since_step is None  # nothing is asked of it
+        first = source.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        lost = asyncio.create_task(whole(source, Request([5, 6], greedy())))
+        await until(lambda: (source.health().since_step or 0) > 0.5)
+        with pytest.raises(EngineDiedError, match=r"hung: it made no step for \d+ s while requests waited"):
+            await lost
+        await until(lambda: source.ready)
+        assert source.pid != first
+        await whole(source, Request([5, 6], greedy()))
+    finally:
+        await source.close()
+
+
+@pytest.mark.slow
+async def test_an_engine_that_is_stopped_while_it_loads_is_restarted() -> None:
+    source = await opened({"die_on": POISON}, hang_loading=15.0, first_pause=0.05)
+    try:
+        first = source.pid
+        with pytest.raises(EngineDiedError):
+            await whole(source, Request([POISON], greedy()))
+        await until(lambda: source.pid != first)
+        second = source.pid
+        assert second is not None
+        os.kill(second, signal.SIGSTOP)
+        await until(lambda: source.ready)
+        assert source.pid != second
+    finally:
+        await source.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_host", [True, False])
+async def test_a_long_step_is_no_hang_where_the_process_itself_computes_it(on_host: bool) -> None:
+    source = await opened({"slow_on": POISON, "on_host": on_host}, hang=5.0, first_pause=0.05)
+    try:
+        long = asyncio.create_task(whole(source, Request([POISON], greedy(1))))
+        if on_host:
+            assert (await long)[1].finish == "length"
+            assert source.deaths == 0
+        else:
+            with pytest.raises(EngineDiedError, match="hung"):
+                await long
     finally:
         await source.close()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from halfbyte.engine.python_api import Completion, Engine
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.sampling.host import sample_token
 from halfbyte.engine.sampling.row import RowSampler
-from halfbyte.errors import EngineDiedError, RequestError, UsageError
+from halfbyte.errors import EngineDiedError, EngineError, RequestError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.load import load_model, resolve_model
@@ -113,6 +115,33 @@ def test_refusals_reach_the_caller(engine: Engine) -> None:
         engine.generate([[5000]])
     with pytest.raises(UsageError, match="Engine takes model"):
         Engine("random:small", nonsense=1)
+
+
+@pytest.mark.parametrize(
+    "values", [{"temperature": "0.7"}, {"n": 0}, {"n": "2"}, {"stop": "abc"}, {"top_k": 1.5}, {"logit_bias": [1]}]
+)
+def test_a_mistyped_value_ends_that_request_only(engine: Engine, values: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"cannot be served: sampling.{next(iter(values))}"):
+        engine.generate([[5]], SamplingParams(**values))
+    with pytest.raises(RequestError, match="text or a list of token ids"):
+        engine.generate([["5"]])  # type: ignore[list-item]
+    with pytest.raises(RequestError):
+        list(engine.source.iterate(Request([5], timeout="soon")))  # type: ignore[arg-type]
+    assert engine.generate([np.asarray([5, 6])], SamplingParams(max_tokens=2))[0].tokens  # type: ignore[list-item]
+
+
+def test_whatever_submitting_raises_ends_that_request_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(request: Request) -> int:
+        raise ZeroDivisionError("secret")
+
+    core = engine.source._core
+    with monkeypatch.context() as patch:
+        patch.setattr(core.scheduler, "limit_of", bug)
+        with pytest.raises(EngineError, match="could not take this request") as e:
+            engine.generate([[5]])
+    assert "secret" not in str(e.value)
+    assert engine.generate([[5]], SamplingParams(max_tokens=2))[0].tokens
+    core.check()
 
 
 async def test_stream(engine: Engine) -> None:

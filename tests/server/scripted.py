@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from halfbyte.engine.request import Delta, EngineStats, FinishReason, Logprob, Request, SourceInfo, Usage
+from halfbyte.engine.request import Delta, EngineStats, FinishReason, Logprob, Request, SourceHealth, SourceInfo, Usage
 from halfbyte.model.tokenizer import Tokenizer
 
 
@@ -46,6 +46,7 @@ class ScriptedSource:
     max_context: int = 8192
     model: str = "gpt-oss-test"
     ready: bool = True
+    gone: bool = False
     refuse: Exception | None = None
 
     requests: list[Request] = field(default_factory=list)
@@ -61,6 +62,9 @@ class ScriptedSource:
 
     def stats(self) -> EngineStats:
         return EngineStats(running=self.active, kv_pages_total=100, kv_pages_used=self.active)
+
+    def health(self) -> SourceHealth:
+        return SourceHealth("" if self.ready else "the script says so", self.gone)
 
     async def close(self) -> None:
         self.closed = True

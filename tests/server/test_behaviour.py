@@ -283,10 +283,12 @@ def test_an_engine_error_in_the_middle(serve: Serve, http: httpx.Client, stream:
 
 def test_not_ready(serve: Serve, http: httpx.Client) -> None:
     live = serve(ScriptedSource(always(say("x")), ready=False))
-    assert http.get(f"{live.url}/health").status_code == 503
+    health = http.get(f"{live.url}/health")
+    assert (health.status_code, health.json()["error"]["message"]) == (503, "Not ready: the script says so.")
     assert http.get(f"{live.url}/health/live").status_code == 200
     refused = http.post(f"{live.url}/v1/chat/completions", json=CHAT)
     assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    assert "the script says so" in refused.json()["error"]["message"]
 
 
 def test_memory_shedding(serve: Serve, http: httpx.Client) -> None:

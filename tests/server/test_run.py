@@ -31,6 +31,7 @@ logging.basicConfig(level=logging.INFO)
 play = Play(say("word " * {words}), delay=0.02)
 signal.signal(signal.SIGUSR1, lambda *_: setattr(play, "delay", 0.0))
 source = ScriptedSource(always(play))
+signal.signal(signal.SIGUSR2, lambda *_: (setattr(source, "ready", False), setattr(source, "gone", True)))
 async def factory():
     return source, source.tokenizer
 settings = ServerSettings(port=0, drain_seconds={drain}, min_available_bytes=0)
@@ -102,6 +103,17 @@ def test_a_drain_ends(http: httpx.Client) -> None:
         assert "they are cancelled" in err
         reader.join(PATIENCE)
         assert not reader.text.endswith("[DONE]\n\n")
+
+
+def test_the_server_ends_with_a_failure_when_its_engine_is_gone_for_good(http: httpx.Client) -> None:
+    with process(words=1, drain=0.3) as (child, url):
+        assert http.get(f"{url}/health").json() == {"status": "ready"}
+        child.send_signal(signal.SIGUSR2)
+        out, err = child.communicate(timeout=PATIENCE)
+        assert child.returncode != 0
+        assert out == ""
+        assert "EngineDiedError: the script says so." in err
+        assert "the server ends: the script says so" in err
 
 
 def test_a_port_in_use_is_said_at_once() -> None:

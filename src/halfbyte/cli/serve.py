@@ -57,7 +57,7 @@ def serve(
 
     async def source() -> tuple[TokenSource, Tokenizer]:
         with err.status(f"loading {resolved.label}"):
-            return await EngineProcess.start(options), load.tokenizer_of(resolved)
+            return await EngineProcess.start(options, hang=settings.hang_seconds), load.tokenizer_of(resolved)
 
     run.serve(settings, source, started=lambda url: err.print(f"serving [bold]{name}[/bold] at {url}"))
 

@@ -56,7 +56,7 @@ def core_for(
     engine_config = EngineConfig(
         pages=pages, page_size=options.page_size, window=config.window, vocab=config.vocab, max_context=context,
         eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows, max_waiting=options.max_waiting,
-        run_ahead=options.run_ahead, prefix_cache=options.prefix_cache,
+        run_ahead=options.run_ahead, prefix_cache=options.prefix_cache, host_steps=model.device.type == "cpu",
     )  # fmt: skip
     runner, sampler = _runner_for(model, options, observer, context, rows)
     core = EngineCore(runner, engine_config, tokenizer, proposer)

@@ -23,3 +23,4 @@ class EngineConfig:
     max_waiting: int = 4096
     run_ahead: bool = True
     prefix_cache: bool = True
+    host_steps: bool = False  # steps are computed by this process itself, and a large one may take minutes

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -89,6 +90,7 @@ class EngineCore:
         self.grammars = None if vocabulary is None else GrammarCompiler(vocabulary, config.eos_tokens)
         self.groups: dict[str, Group] = {}
         self.launched: LaunchedStep | None = None
+        self.working = False  # this process is busy with a step; not while it waits for a GPU's
         self._clock = clock
         self._deadlines: list[tuple[float, str]] = []
         self._count = Counters()
@@ -98,6 +100,7 @@ class EngineCore:
 
     def step(self) -> list[Output]:
         """schedule -> launch -> commit the step before. Returns what the commits added, while the new step runs."""
+        self.working = self.config.host_steps
         self._expire()
         previous, self.launched = self.launched, None
         if previous is not None and not previous.step.ahead:
@@ -115,6 +118,7 @@ class EngineCore:
             self.launched = self._launch(step, previous)
         if previous is not None:
             self._commit(previous)
+        self.working = False
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -141,6 +145,7 @@ class EngineCore:
                     _constrain(batch, seq, draft, row)
                     row += len(draft) + 1
             seq = None
+            self.working = True  # a first launch may compile and capture
             return LaunchedStep(step, self.runner.launch(batch), rows)
         except Exception as e:
             if seq is not None:  # one sequence's grammar failed; the others are scheduled again
@@ -149,6 +154,8 @@ class EngineCore:
             else:
                 self._step_failed([step], e)
             return None
+        finally:
+            self.working = self.config.host_steps
 
     def _commit(self, launched: LaunchedStep) -> None:
         try:
@@ -296,8 +303,11 @@ class EngineCore:
     # ---- requests -----------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never be served, CapacityError if not now."""
+        """Queue a request. Raises RequestError if it can never be served, CapacityError if not now; what it raises
+        leaves the core as it was."""
         params, config = request.sampling, self.config
+        if request.timeout is not None and not 0 < request.timeout < math.inf:
+            raise RequestError(f"the timeout is {request.timeout}; give seconds above 0, or none.")
         if not request.prompt:
             raise RequestError("the prompt is empty; give at least one token.")
         outside = [t for t in request.prompt if not 0 <= t < config.vocab]
@@ -332,16 +342,15 @@ class EngineCore:
             if self.proposer is not None:
                 seq.pace = self.proposer.pace(seq)
             seqs.append(seq)
-        self.scheduler.add(seqs)
         now = self._clock()
+        group = Group(request, seqs, len(seqs), None if request.timeout is None else now + request.timeout)
+        self.scheduler.add(seqs)  # from here on nothing raises
         for seq in seqs:
             seq.arrived = now
         self._count.unscheduled += len(seqs)
-        group = Group(request, seqs, len(seqs))
         self.groups[request.id] = group
         self._count.prompt += len(request.prompt)
-        if request.timeout is not None:
-            group.deadline = self._clock() + request.timeout
+        if group.deadline is not None:
             heapq.heappush(self._deadlines, (group.deadline, request.id))
 
     def cancel(self, id: str, reason: FinishReason = "cancelled", error: str | None = None) -> bool:

@@ -1,16 +1,19 @@
 """The loop around a core: take what clients ask, step, hand out what the step gave. The same in a thread or a process.
 
-A refused request is answered and forgotten; an exception that leaves the core ends the loop, because then its state
-cannot be trusted any more.
+Whatever submitting a request raises ends that request alone: a core changes nothing before it has taken it. An
+exception that leaves a step ends the loop, because then the core's state cannot be trusted any more.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from halfbyte.engine.engine import EngineCore, Output
 from halfbyte.engine.request import Request
-from halfbyte.errors import HalfbyteError
+from halfbyte.errors import EngineError, HalfbyteError
+
+log = logging.getLogger("halfbyte")
 
 Ask = Request | str | None  # a request, the id of one to cancel, or None to stop
 
@@ -40,6 +43,10 @@ class EngineLoop:
                         core.submit(ask)
                     except HalfbyteError as e:
                         self._refuse(ask.id, e)
+                    except Exception as e:
+                        log.exception("a request could not be submitted")
+                        text = f"the engine could not take this request ({type(e).__name__}); its log has the details."
+                        self._refuse(ask.id, EngineError(text))
                 if core.has_work:
                     self._deliver(core.step())
         finally:

@@ -41,6 +41,10 @@ class Ready(msgspec.Struct, tag="ready"):
     info: SourceInfo
 
 
+class Working(msgspec.Struct, tag="working"):
+    """A sign of life while the model loads or a step takes long."""
+
+
 class Refused(msgspec.Struct, tag="refused"):
     id: str
     error: str
@@ -58,7 +62,7 @@ class Died(msgspec.Struct, tag="died"):
 
 
 ToEngine = Submit | Cancel | Stop
-FromEngine = Ready | Refused | Stepped | Died
+FromEngine = Ready | Working | Refused | Stepped | Died
 
 _encoder = msgspec.msgpack.Encoder()
 decode_start = msgspec.msgpack.Decoder(Start).decode

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import index
 from types import TracebackType
 from typing import Any
 
@@ -26,9 +27,10 @@ from halfbyte.engine.request import (
     SamplingParams,
     SourceInfo,
     Usage,
+    checked,
 )
 from halfbyte.engine.thread import EngineThread
-from halfbyte.errors import StepError, UsageError
+from halfbyte.errors import RequestError, StepError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model.tokenizer import Tokenizer
 
@@ -113,8 +115,11 @@ class Engine:
         return self._source.stream(self._request(prompt, sampling, constraint))
 
     def _request(self, prompt: Prompt, sampling: SamplingParams | None, constraint: Constraint | None) -> Request:
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return Request(tokens, sampling or SamplingParams(), constraint)
+        try:
+            tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [index(t) for t in prompt]
+        except TypeError as e:
+            raise RequestError(f"a prompt is text or a list of token ids ({e}).") from None
+        return checked(Request(tokens, sampling or SamplingParams(), constraint))
 
     def _complete(self, request: Request) -> list[Completion]:
         tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]

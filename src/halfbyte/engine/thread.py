@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from halfbyte.engine.engine import EngineCore, Output
 from halfbyte.engine.loop import Ask, EngineLoop
-from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo
+from halfbyte.engine.request import Delta, EngineStats, Request, SourceHealth, SourceInfo, checked
 from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError
 
 Item = Delta | HalfbyteError
@@ -46,6 +47,7 @@ class EngineThread:
         self._lock = threading.Lock()
         self._dead: HalfbyteError | None = None
         self._stats = core.stats()
+        self._last_step = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="halfbyte-engine", daemon=True)
         self._thread.start()
 
@@ -61,6 +63,11 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    def health(self) -> SourceHealth:
+        dead, waiting = self._dead, bool(self._callers)
+        since = time.monotonic() - self._last_step if waiting else None
+        return SourceHealth("" if dead is None else str(dead).rstrip("."), dead is not None, since)
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         loop = asyncio.get_running_loop()
@@ -98,12 +105,15 @@ class EngineThread:
     # ---- both sides of the queue --------------------------------------------------------------
 
     def _enter(self, request: Request, put: Callable[[Item], None]) -> _Caller:
+        request = checked(request)
         caller = _Caller(put, request.sampling.n)
         with self._lock:
             if self._dead is not None:
                 raise self._dead
             if request.id in self._callers:
                 raise CapacityError(f"a request with the id {request.id!r} is already running; ids must differ.")
+            if not self._callers:
+                self._last_step = time.monotonic()
             self._callers[request.id] = caller
         self._asks.put(request)
         return caller
@@ -130,6 +140,7 @@ class EngineThread:
 
     def _deliver(self, outputs: list[Output]) -> None:
         self._stats = self._core.stats()
+        self._last_step = time.monotonic()
         for id, delta in outputs:
             caller = self._callers.get(id)
             if caller is not None:

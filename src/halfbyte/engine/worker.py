@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from halfbyte.engine.request import SourceInfo
 from halfbyte.errors import EngineError, HalfbyteError
 
 log = logging.getLogger("halfbyte")
+
+PULSE_S = 1.0  # between two signs of life while there is no other
 
 CoreFactory = Callable[[Any], tuple[EngineCore, SourceInfo]]
 
@@ -42,6 +45,22 @@ class Worker:
         self._frames = messages.Frames()
         self._pending: list[bytes] = []
         self._core: EngineCore | None = None
+        self._sending = threading.Lock()
+
+    def send(self, message: messages.FromEngine) -> None:
+        with self._sending:
+            self.sock.sendall(messages.frame(message))
+
+    def pulse(self) -> None:
+        """A sign of life now and then while the model is loaded and while this process works on a step: it may take
+        long. Waiting for a GPU is no sign of life."""
+        wait = threading.Event()
+        while not wait.wait(PULSE_S):
+            if self._core is None or self._core.working:
+                try:
+                    self.send(messages.Working())
+                except OSError:
+                    return  # the parent is gone
 
     def start_message(self) -> messages.Start:
         while not self._pending:
@@ -71,15 +90,15 @@ class Worker:
             self._pending = self._frames.feed(data)
 
     def refuse(self, id: str, error: HalfbyteError) -> None:
-        self.sock.sendall(messages.frame(messages.Refused(id, type(error).__name__, str(error))))
+        self.send(messages.Refused(id, type(error).__name__, str(error)))
 
     def deliver(self, outputs: list[Output]) -> None:
         assert self._core is not None
-        self.sock.sendall(messages.frame(messages.Stepped(outputs, self._core.stats())))
+        self.send(messages.Stepped(outputs, self._core.stats()))
 
     def run(self, core: EngineCore, info: SourceInfo) -> None:
         self._core = core
-        self.sock.sendall(messages.frame(messages.Ready(info)))
+        self.send(messages.Ready(info))
         EngineLoop(core, self.receive, self.refuse, self.deliver).run()
 
 
@@ -91,6 +110,7 @@ def main(fd: int) -> int:
     worker = Worker(sock)
     try:
         start = worker.start_message()
+        threading.Thread(target=worker.pulse, name="halfbyte-pulse", daemon=True).start()
         module, _, function = start.factory.partition(":")
         factory: CoreFactory = getattr(importlib.import_module(module), function)
         worker.run(*factory(start.argument))
@@ -104,7 +124,7 @@ def main(fd: int) -> int:
         name = type(e).__name__ if typed else EngineError.__name__
         text = str(e) if typed else f"the engine died of {type(e).__name__}: {str(e)[:300]}."
         try:
-            sock.sendall(messages.frame(messages.Died(name, text)))
+            worker.send(messages.Died(name, text))
         except OSError:
             log.error("%s", text)
         return 1

@@ -1,7 +1,8 @@
 """Start the server and stop it well.
 
 SIGTERM and SIGINT close the door first (503 with Retry-After, `/health` says so), let running requests end for up to
-`drain_seconds`, then cancel what is left and close the engine. A second signal does not wait.
+`drain_seconds`, then cancel what is left and close the engine. A second signal does not wait. An engine that is gone
+for good ends the server with EngineDiedError, so that whoever supervises it sees a failure and not an empty shell.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import uvicorn
 
 from halfbyte.engine.request import TokenSource
-from halfbyte.errors import UsageError
+from halfbyte.errors import EngineDiedError, UsageError
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.answer.service import Service
 from halfbyte.server.app import create_app
@@ -87,7 +88,8 @@ async def serve_source(
     sock: socket.socket | None = None,
     started: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until a signal. `started` is told the address once connections are accepted."""
+    """Serve until a signal, or until the source is gone, which raises EngineDiedError. `started` is told the address
+    once connections are accepted."""
     sock = sock or bind(settings)
     app = create_app(source, tokenizer, settings)
     service: Service = app.state.service
@@ -100,14 +102,26 @@ async def serve_source(
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, server.handle_exit, sig, None)
     announce = asyncio.create_task(_announce(server, url, started))
+    watch = asyncio.create_task(_end_with_source(server, source))
     try:
         await server._serve([sock])
     finally:
         announce.cancel()
+        watch.cancel()
         for sig in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(sig)
+        health = source.health()  # a source that was closed is gone, too
         await source.close()
         sock.close()
+    if health.gone:
+        raise EngineDiedError(f"{health.trouble}.")
+
+
+async def _end_with_source(server: Server, source: TokenSource) -> None:
+    while not source.health().gone:
+        await asyncio.sleep(0.2)
+    log.error("the server ends: %s", source.health().trouble)
+    server.should_exit = True
 
 
 async def _announce(server: Server, url: str, started: Callable[[str], None] | None) -> None:

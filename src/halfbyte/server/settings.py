@@ -50,6 +50,10 @@ class ServerSettings:
     stored_responses: int = 512  # how many responses `previous_response_id` can reach back to
     stored_bytes: int = 64 * MiB
     drain_seconds: float = flag(30.0, "--drain", "Seconds SIGTERM waits for running requests.", minimum=0.0)
+    # Not while it loads, compiles or, on a CPU, computes: then ten minutes.
+    hang_seconds: float = flag(
+        30.0, "--hang", "Seconds without a step, while requests wait, until the engine is restarted.", minimum=1.0
+    )
     keepalive_seconds: float = 10.0  # between SSE comments while a long prompt is read
     headers_after: float = 1.0  # how long a stream waits for its first token before it answers 200
     min_available_bytes: int = 2 * GiB  # below this much MemAvailable new work is refused
@@ -67,6 +71,7 @@ class ServerSettings:
                 ("max_choices", 1),
                 ("stored_responses", 0),
                 ("drain_seconds", 0),
+                ("hang_seconds", 1),
                 ("keepalive_seconds", 0.1),
                 ("headers_after", 0),
             )

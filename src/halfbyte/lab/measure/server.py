@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from halfbyte.engine.request import Delta, EngineStats, Request, SourceInfo, Usage
+from halfbyte.engine.request import Delta, EngineStats, Request, SourceHealth, SourceInfo, Usage
 from halfbyte.lab import receipts
 from halfbyte.lab.entry import finish, line_of
 from halfbyte.lab.result import Ceiling, Cell, Result, figure
@@ -49,6 +49,9 @@ class PacedSource:
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+    def health(self) -> SourceHealth:
+        return SourceHealth()
 
     async def close(self) -> None:
         pass

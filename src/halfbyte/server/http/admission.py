@@ -49,7 +49,7 @@ class Admission:
         if self.watchdog.shedding:
             self._refuse("memory", 503, f"The server is short of memory: {self.watchdog.reason}.", 5)
         if not self.source.ready:
-            self._refuse("not_ready", 503, "The model is still loading.", 5)
+            self._refuse("not_ready", 503, f"No request can be served now: {self.source.health().trouble}.", 5)
         if self.active >= self.max_requests:
             text = f"{self.active} requests are running or waiting, which is the most this server takes at once."
             self._refuse("queue", 429, text, 1 + self.active / 64)
@@ -73,7 +73,7 @@ class Admission:
         """Why no new work is taken now; empty while it is."""
         reasons = []
         if not self.source.ready:
-            reasons.append("the model is not ready")
+            reasons.append(self.source.health().trouble)
         if self.draining:
             reasons.append("the server is shutting down")
         if self.watchdog.shedding:

@@ -54,7 +54,10 @@ def router(info: SourceInfo, tokenizer: str, names: ModelNames, admission: Admis
         reasons = admission.reasons_against()
         if reasons:
             raise ApiError(503, f"Not ready: {'; '.join(reasons)}.", code="not_ready", retry_after=5)
-        return Response(sse.dumps({"status": "ready"}), media_type="application/json")
+        body: dict[str, Any] = {"status": "ready"}
+        if (since := admission.source.health().since_step) is not None:  # somebody waits for the engine
+            body["seconds_since_step"] = round(since, 3)
+        return Response(sse.dumps(body), media_type="application/json")
 
     @api.get("/health", summary="200 while new requests are taken")
     async def health_any() -> Response:
