@@ -14,7 +14,8 @@
 // Arithmetic, the same for one row of activations as for hundreds, so that a result depends neither on the batch nor on
 // who computed it:
 //   int8 activations: per group of 32 the exact integer dot product d; then acc = acc + float(d) * (ws * as), groups in
-//   ascending order, in float32, one accumulator a row.
+//   ascending order, in float32, one accumulator a row (mxfp4: twice d with half of ws, which differs only where ws * as
+//   is subnormal).
 //   f32 activations (any format): per group of 32 k a partial sum in ascending k, then acc = acc + partial.
 // NaN and infinity survive: an E8M0 scale of 255 is NaN; a group of activations that holds NaN or infinity has scale NaN.
 #pragma once
@@ -62,7 +63,7 @@ void product(const Matrix& m, int64_t tile_begin, int64_t tile_end, const Rows& 
              int64_t count, float* out, int64_t out_stride);
 
 // Vector helpers whose result does not depend on where a row starts; implemented beside the products.
-float sum_of_squares(const float* x, int64_t n);        // fixed order: 16 partial sums, then a fixed tree
+float sum_of_squares(const float* x, int64_t n);        // fixed order: 64 partial sums, then a fixed tree
 void scale_multiply(const float* x, float s, const float* w, int64_t n, float* out);  // out = (x * s) * w
 void swiglu(const float* gate_up, int64_t pairs, float limit, float alpha, float* out);  // interleaved pairs
 float dot(const float* a, const float* b, int64_t n);   // fixed order, for the router and for attention scores

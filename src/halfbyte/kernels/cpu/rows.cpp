@@ -1,0 +1,137 @@
+// What happens to rows of activations between products: quantisation, sums, swiglu, exponentials. Every sum has partial
+// sums of its own and a fixed tree, so that a result depends on the row alone.
+#include "products.h"
+
+#include "vector.h"
+
+namespace halfbyte {
+
+namespace {
+
+constexpr float NOT_A_NUMBER = __builtin_nanf("");
+
+// The first n of 16 floats, zeros behind them.
+HB_INLINE Floats load_some(const float* p, int64_t n) {
+    if (n >= 16) return load_floats(p);
+    alignas(64) float buffer[16] = {};
+    std::memcpy(buffer, p, static_cast<size_t>(n) * 4);
+    return load_floats(buffer);
+}
+HB_INLINE void store_some(float* p, Floats a, int64_t n) {
+    if (n >= 16) return store(p, a);
+    alignas(64) float buffer[16];
+    store(buffer, a);
+    std::memcpy(p, buffer, static_cast<size_t>(n) * 4);
+}
+
+// exp(x): 2^n times a polynomial on half a unit of n around 0; under 2 ulp, subnormals and infinities included.
+HB_INLINE Floats exponential(Floats x) {
+    Floats clamped = at_least(at_most(x, splat(89.0f)), splat(-104.0f));
+    Floats n = nearest(mul(clamped, splat(1.44269504f)));
+    // ln 2 in two parts, the first short enough that n times it is exact.
+    Floats r = fma(n, splat(-0.693145752f), clamped);
+    r = fma(n, splat(-1.42860677e-6f), r);
+    Floats p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = add(fma(p, mul(r, r), r), splat(1.0f));
+    // In two steps, because 2^n alone may be too large or too small for a normal number.
+    Ints whole = to_ints(n), first = half(whole);
+    return mul(mul(p, power_of_two(first)), power_of_two(sub(whole, first)));
+}
+
+// The lanes of 64 partial sums: (a0 + a1) + (a2 + a3), then the tree of 16.
+HB_INLINE float total(const Floats* a) { return sum(add(add(a[0], a[1]), add(a[2], a[3]))); }
+
+}  // namespace
+
+void quantize_row(const float* x, int64_t k, Order order, int8_t* codes, float* scales, int32_t* sums) {
+    int64_t groups = (k + GROUP - 1) / GROUP;
+    for (int64_t g = 0; g < groups; g++) {
+        const float* p = x + g * GROUP;
+        int64_t rest = k - g * GROUP;
+        Floats a = load_some(p, rest), b = rest > 16 ? load_some(p + 16, rest - 16) : splat(0.0f);
+        float amax = largest(larger_magnitude(absolute(a), absolute(b)));
+        int8_t* out = codes + g * GROUP;
+        float s = amax / 127.0f;
+        if (!(s > 0.0f) || !(amax <= 3.40282347e38f)) {  // zeros, or NaN or infinity
+            scales[g] = amax <= 3.40282347e38f ? 0.0f : NOT_A_NUMBER;
+            sums[g] = 0;
+            std::memset(out, 0, GROUP);
+            continue;
+        }
+        Floats scale = splat(s), most = splat(127.0f), least = splat(-127.0f);
+        // A subnormal scale is short of bits, so that quotients may lie past 127.
+        Ints ca = to_ints(nearest(at_least(at_most(div(a, scale), most), least)));
+        Ints cb = to_ints(nearest(at_least(at_most(div(b, scale), most), least)));
+        scales[g] = s;
+        sums[g] = sum(ca) + sum(cb);
+        if (order == Order::natural) {
+            store_bytes(out, ca);
+            store_bytes(out + 16, cb);
+        } else {
+            int8_t natural[GROUP];
+            store_bytes(natural, ca);
+            store_bytes(natural + 16, cb);
+            for (int e = 0; e < GROUP; e += 8)
+                for (int i = 0; i < 4; i++) {
+                    out[e + i] = natural[e + 2 * i];
+                    out[e + 4 + i] = natural[e + 2 * i + 1];
+                }
+        }
+    }
+}
+
+float sum_of_squares(const float* x, int64_t n) { return dot(x, x, n); }
+
+float dot(const float* a, const float* b, int64_t n) {
+    Floats acc[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64)
+        unroll<4>([&](auto j) HB_LAMBDA { acc[j] = fma(load_floats(a + i + 16 * j), load_floats(b + i + 16 * j), acc[j]); });
+    unroll<4>([&](auto j) HB_LAMBDA {
+        if (i < n) acc[j] = fma(load_some(a + i, n - i), load_some(b + i, n - i), acc[j]);
+        i += 16;
+    });
+    return total(acc);
+}
+
+void scale_multiply(const float* x, float s, const float* w, int64_t n, float* out) {
+    Floats scale = splat(s);
+    for (int64_t i = 0; i < n; i += 16)
+        store_some(out + i, mul(mul(load_some(x + i, n - i), scale), load_some(w + i, n - i)), n - i);
+}
+
+void swiglu(const float* gate_up, int64_t pairs, float limit, float alpha, float* out) {
+    Floats most = splat(limit), least = splat(-limit), one = splat(1.0f), minus_alpha = splat(-alpha);
+    for (int64_t i = 0; i < pairs; i += 16) {
+        Floats gate, up;
+        if (pairs - i >= 16) {
+            load_pairs(gate_up + 2 * i, gate, up);
+        } else {
+            alignas(64) float buffer[32] = {};
+            std::memcpy(buffer, gate_up + 2 * i, static_cast<size_t>(pairs - i) * 8);
+            load_pairs(buffer, gate, up);
+        }
+        gate = at_most(gate, most);
+        up = at_least(at_most(up, most), least);
+        Floats sigmoid = div(one, add(one, exponential(mul(minus_alpha, gate))));
+        store_some(out + i, mul(mul(add(up, one), gate), sigmoid), pairs - i);
+    }
+}
+
+void add_scaled(float* acc, float s, const float* x, int64_t n) {
+    Floats scale = splat(s);
+    for (int64_t i = 0; i < n; i += 16)
+        store_some(acc + i, fma(scale, load_some(x + i, n - i), load_some(acc + i, n - i)), n - i);
+}
+
+void exp_row(float* x, int64_t n, float maximum) {
+    Floats m = splat(maximum);
+    for (int64_t i = 0; i < n; i += 16) store_some(x + i, exponential(sub(load_some(x + i, n - i), m)), n - i);
+}
+
+}  // namespace halfbyte

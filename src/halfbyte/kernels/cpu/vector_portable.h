@@ -1,0 +1,127 @@
+// Sixteen lanes in plain C++: correct everywhere, as fast as the compiler makes loops over 16 elements.
+#pragma once
+
+namespace halfbyte {
+
+struct Floats { float v[16]; };
+struct Ints { int32_t v[16]; };
+struct Words { uint32_t v[16]; };
+
+constexpr const char* INSTRUCTION_SET = "portable";
+constexpr int MXFP4_OFFSET = 0, Q8_OFFSET = 0;
+constexpr int BLOCK_ROWS = 4, DIRECT_ROWS = 1, DENSE_ROWS = 4;
+
+#define HB_LANES(expression)                       \
+    for (int i = 0; i < 16; i++) r.v[i] = expression; \
+    return r
+
+HB_INLINE float bits_to_float(uint32_t b) { float f; std::memcpy(&f, &b, 4); return f; }
+HB_INLINE uint32_t float_to_bits(float f) { uint32_t b; std::memcpy(&b, &f, 4); return b; }
+
+HB_INLINE Floats splat(float x) { Floats r; HB_LANES(x); }
+HB_INLINE Floats load_floats(const float* p) { Floats r; std::memcpy(&r, p, 64); return r; }
+HB_INLINE void store(float* p, Floats a) { std::memcpy(p, &a, 64); }
+HB_INLINE Floats add(Floats a, Floats b) { Floats r; HB_LANES(a.v[i] + b.v[i]); }
+HB_INLINE Floats sub(Floats a, Floats b) { Floats r; HB_LANES(a.v[i] - b.v[i]); }
+HB_INLINE Floats mul(Floats a, Floats b) { Floats r; HB_LANES(a.v[i] * b.v[i]); }
+HB_INLINE Floats div(Floats a, Floats b) { Floats r; HB_LANES(a.v[i] / b.v[i]); }
+HB_INLINE Floats fma(Floats a, Floats b, Floats c) { Floats r; HB_LANES(a.v[i] * b.v[i] + c.v[i]); }
+// NaN in x stays; b is never NaN.
+HB_INLINE Floats at_most(Floats x, Floats b) { Floats r; HB_LANES(x.v[i] > b.v[i] ? b.v[i] : x.v[i]); }
+HB_INLINE Floats at_least(Floats x, Floats b) { Floats r; HB_LANES(x.v[i] < b.v[i] ? b.v[i] : x.v[i]); }
+HB_INLINE Floats absolute(Floats a) { Floats r; HB_LANES(bits_to_float(float_to_bits(a.v[i]) & 0x7fffffffu)); }
+// The largest of 16 magnitudes; NaN or infinity where one of them is.
+HB_INLINE float largest(Floats a) {  // as integers: bits of magnitudes order like magnitudes, NaN above infinity
+    uint32_t m = 0;
+    for (int i = 0; i < 16; i++) m = float_to_bits(a.v[i]) > m ? float_to_bits(a.v[i]) : m;
+    return bits_to_float(m);
+}
+HB_INLINE Floats larger_magnitude(Floats a, Floats b) {  // of bits, as above
+    Floats r;
+    HB_LANES(float_to_bits(a.v[i]) > float_to_bits(b.v[i]) ? a.v[i] : b.v[i]);
+}
+// To the nearest whole number, ties to even. |a| is at most 2^22.
+HB_INLINE Floats nearest(Floats a) {
+    Floats r;
+    HB_LANES((a.v[i] + 12582912.0f) - 12582912.0f);
+}
+HB_INLINE Ints to_ints(Floats a) { Ints r; HB_LANES(static_cast<int32_t>(float_to_bits(a.v[i] + 12582912.0f) - 0x4b400000u)); }  // of whole numbers; anything of NaN
+HB_INLINE Floats to_floats(Ints a) { Floats r; HB_LANES(static_cast<float>(a.v[i])); }
+// 2^a for a in -126 .. 127.
+HB_INLINE Floats power_of_two(Ints a) { Floats r; HB_LANES(bits_to_float((static_cast<uint32_t>(a.v[i]) + 127u) << 23)); }
+HB_INLINE Ints half(Ints a) { Ints r; HB_LANES(a.v[i] >> 1); }
+HB_INLINE Ints sub(Ints a, Ints b) {
+    Ints r;
+    HB_LANES(static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) - static_cast<uint32_t>(b.v[i])));
+}
+// The fixed tree: lanes 8 apart, then 4, 2, 1.
+HB_INLINE float sum(Floats a) {
+    for (int step = 8; step; step /= 2)
+        for (int i = 0; i < step; i++) a.v[i] += a.v[i + step];
+    return a.v[0];
+}
+HB_INLINE int32_t sum(Ints a) { int32_t s = 0; for (int i = 0; i < 16; i++) s += a.v[i]; return s; }
+HB_INLINE void store_bytes(int8_t* p, Ints a) { for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]); }
+// 16 pairs: first of each, second of each.
+HB_INLINE void load_pairs(const float* p, Floats& first, Floats& second) {
+    for (int i = 0; i < 16; i++) { first.v[i] = p[2 * i]; second.v[i] = p[2 * i + 1]; }
+}
+
+HB_INLINE Floats load_bf16(const uint16_t* p) { Floats r; HB_LANES(bits_to_float(static_cast<uint32_t>(p[i]) << 16)); }
+HB_INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7fffu;
+    // The exponent's bias is mended by a multiplication, which is exact and takes subnormals along.
+    float f = bits_to_float(rest << 13) * bits_to_float(0x77800000u);
+    uint32_t b = float_to_bits(f);
+    if (rest >= 0x7c00u) b = 0x7f800000u | ((rest & 0x3ffu) << 13);
+    return bits_to_float(b | sign);
+}
+HB_INLINE Floats load_f16(const uint16_t* p) { Floats r; HB_LANES(half_to_float(p[i])); }
+// 2^(e - 128), half of what an E8M0 byte means, exact for subnormals; 255 is NaN.
+HB_INLINE Floats load_half_e8m0(const uint8_t* p) {
+    Floats r;
+    HB_LANES(bits_to_float(p[i] == 255 ? 0x7fc00000u : p[i] < 2 ? 0x00200000u << p[i] : (p[i] - 1u) << 23));
+}
+
+HB_INLINE Words load_words(const uint8_t* p) { Words r; std::memcpy(&r, p, 64); return r; }
+// Twice the E2M1 elements of the low and of the high nibbles, plus MXFP4_OFFSET.
+HB_INLINE void unpack_e2m1(Words w, Words& low, Words& high) {
+    static constexpr int8_t table[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    for (int i = 0; i < 16; i++) {
+        uint32_t l = 0, h = 0;
+        for (int b = 0; b < 4; b++) {
+            uint32_t byte = (w.v[i] >> (8 * b)) & 255u;
+            l |= static_cast<uint32_t>(static_cast<uint8_t>(table[byte & 15u])) << (8 * b);
+            h |= static_cast<uint32_t>(static_cast<uint8_t>(table[byte >> 4])) << (8 * b);
+        }
+        low.v[i] = l;
+        high.v[i] = h;
+    }
+}
+HB_INLINE Words offset_q8(Words w) { return w; }
+// Byte B of every word, as a signed number.
+template <int B>
+HB_INLINE Ints byte_of(Words w) {
+    Ints r;
+    HB_LANES(static_cast<int32_t>(w.v[i] << (24 - 8 * B)) >> 24);
+}
+
+template <Format F, int R>
+HB_INLINE void dot_group(const Words* w, const int8_t* const* a, const int32_t* start, Ints* d) {
+    for (int r = 0; r < R; r++) {
+        int32_t total[16];
+        for (int i = 0; i < 16; i++) total[i] = start[r];
+        for (int j = 0; j < 8; j++) {
+            int8_t bytes[64];
+            std::memcpy(bytes, &w[j], 64);
+            const int8_t* x = a[r] + 4 * j;
+            for (int i = 0; i < 16; i++)
+                total[i] += bytes[4 * i] * x[0] + bytes[4 * i + 1] * x[1] + bytes[4 * i + 2] * x[2] + bytes[4 * i + 3] * x[3];
+        }
+        std::memcpy(&d[r], total, 64);
+    }
+}
+
+#undef HB_LANES
+
+}  // namespace halfbyte
