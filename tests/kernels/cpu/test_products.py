@@ -1,11 +1,10 @@
-"""Products of the CPU kernels against the reference, under every instruction set this machine has, portable included."""
+"""Products of the CPU kernels against the reference, under every instruction set of this machine, portable included."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ AVAILABLE = [s.name for s in INSTRUCTION_SETS if s.machine in ("", platform.mach
 
 
 @pytest.fixture(scope="module", params=AVAILABLE)
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     chosen = next(s for s in INSTRUCTION_SETS if s.name == request.param)
     target = tmp_path_factory.mktemp("products") / f"{chosen.name}.so"
     sources = [SOURCES / "products.cpp", SOURCES / "rows.cpp", Path(__file__).parent / "products_entry.cpp"]
@@ -46,7 +45,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for name in ("entry_sum_of_squares", "entry_dot"):
         getattr(lib, name).restype = ctypes.c_float
     assert lib.entry_instruction_set().decode() == chosen.name
-    yield lib
+    return lib
 
 
 def pointer(t: Tensor | None) -> ctypes.c_void_p:
@@ -155,7 +154,7 @@ def test_random_shapes(library: ctypes.CDLL, gen: torch.Generator, kind: str, ac
             x = torch.randn(count, cols, generator=gen) * 10 ** torch.randn(count, 1, generator=gen)
             y = product(library, w, x, activation)
             want, size = expected(w, x, activation)
-            # One rounding for each group (32 for float32 activations) and three for scales, all at 2^-24 of what was summed.
+            # A rounding for each group, 32 inside one of float32 activations, three of scales: each 2^-24 of the sum.
             bound = (-(-cols // 32) + 35) * 2.0**-24 * size
             assert ((y[:, :rows].double() - want).abs() <= bound).all()
             assert (y[:, rows:] == 0).all()
@@ -179,7 +178,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_tiles_of_a_call(
 
 @pytest.mark.parametrize("kind", ["q8", "mxfp4"])
 def test_a_groups_dot_product_is_exact(library: ctypes.CDLL, gen: torch.Generator, kind: str) -> None:
-    """With scales that are powers of two every product of one group is a whole number of float32, so bits must agree."""
+    """With scales of 1 the product of one group is a whole number, so bits must agree."""
     w = make(kind, 32, 32, gen)
     scale = torch.ones(32, 1)
     if kind == "q8":
@@ -227,7 +226,9 @@ def test_quantisation_is_the_references(library: ctypes.CDLL, gen: torch.Generat
             got = (groups.float() * scales[..., None]).view(40, -1)
             torch.testing.assert_close(got[:, :k], round_activation(x, "int8"), rtol=0, atol=0, equal_nan=True)
             assert (groups.reshape(40, -1)[:, k:] == 0).all()
-            assert scales[4, -1].isnan() and scales[5, 0].isnan() and scales[6, (k // 2) // 32].isnan()
+            assert scales[4, -1].isnan()
+            assert scales[5, 0].isnan()
+            assert scales[6, (k // 2) // 32].isnan()
 
 
 @pytest.mark.parametrize(("kind", "activation"), CASES)
@@ -240,7 +241,8 @@ def test_nan_and_infinity_reach_every_result_of_their_row_and_no_other(
     broken = torch.tensor([i in (2, 7, 8) for i in range(13)])
     for count in (3, 13):
         y = product(library, w, x[:count], activation)
-        assert (~y[broken[:count], :20].isfinite()).all() and y[~broken[:count]].isfinite().all()
+        assert (~y[broken[:count], :20].isfinite()).all()
+        assert y[~broken[:count]].isfinite().all()
         assert (y[:, 20:] == 0).all()
 
 
@@ -311,7 +313,8 @@ def test_sums(library: ctypes.CDLL, gen: torch.Generator) -> None:
         assert acc[n] == 1
         out = torch.ones(n + 1)
         library.entry_scale_multiply(pointer(b), ctypes.c_float(0.3), pointer(b), i64(n), pointer(out))
-        assert torch.equal(out[:n], b * torch.tensor(0.3) * b) and out[n] == 1
+        assert torch.equal(out[:n], b * torch.tensor(0.3) * b)
+        assert out[n] == 1
 
 
 def test_exponentials_are_within_two_ulp(library: ctypes.CDLL) -> None:
@@ -327,7 +330,9 @@ def test_exponentials_are_within_two_ulp(library: ctypes.CDLL) -> None:
     error = ((y[finite].double() - want[finite]).abs() / ulp)[inside]
     assert error.max() < 2
     assert torch.equal(y.isnan(), x.isnan())
-    assert (y[~finite & ~x.isnan()] == float("inf")).all() and y[x == -float("inf")] == 0 and y[-1] == 1
+    assert (y[~finite & ~x.isnan()] == float("inf")).all()
+    assert y[x == -float("inf")] == 0
+    assert y[-1] == 1
     library.entry_exp_row(pointer(shifted := x + 3), i64(x.numel()), ctypes.c_float(3.0))
     torch.testing.assert_close(shifted, y, rtol=1e-5, atol=1e-38, equal_nan=True)
 

@@ -1,4 +1,4 @@
-"""The instruction sets the CPU kernels are compiled for, best first: what the compiler is told and what the CPU must have.
+"""The instruction sets the CPU kernels are compiled for, best first: what the compiler is told, what a CPU must have.
 
 Each set becomes one library from the same sources; `vector.h` sees the flags and takes the matching vector layer. This
 file chooses nothing and compiles nothing.
