@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfbyte.formats import mxfp4
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
+from halfbyte.model.config_json import to_config_json
 
 PART = 14_000_000  # bytes
 
@@ -144,7 +145,7 @@ def export(model: GptOss, folder: Path, limit: int = PART) -> None:
         index |= dict.fromkeys(part, name)
         total += sum(t.nbytes for t in part.values())
     _write(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
-    _write(folder / "config.json", model.c.to_hf())
+    _write(folder / "config.json", to_config_json(model.c))
     _write(folder / "generation_config.json", generation_config(model.c))
 
 

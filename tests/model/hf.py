@@ -7,11 +7,12 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from halfbyte import formats
 from halfbyte.model.config import ModelConfig
+from halfbyte.model.config_json import to_config_json
 from halfbyte.model.weights import LayerWeights, Weights
 
 
 def hf_model(config: ModelConfig, seed: int) -> GptOssForCausalLM:
-    raw = config.to_hf()
+    raw = to_config_json(config)
     raw.pop("quantization_config")
     raw.pop("torch_dtype")
     hf_config = GptOssConfig(**raw, attn_implementation="eager")

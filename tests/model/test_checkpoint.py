@@ -17,6 +17,7 @@ from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model import checkpoint, synthetic, weight_file
 from halfbyte.model.config import NAMED, ModelConfig, Yarn
+from halfbyte.model.config_json import to_config_json
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.tokenizer import Tokenizer
@@ -127,7 +128,7 @@ def test_a_dequantised_folder_as_transformers_saves_it(folder: Path, tmp_path: P
     loaded = GptOssForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     )
-    raw = SMALL.to_hf()
+    raw = to_config_json(SMALL)
     raw.pop("quantization_config")
     theirs = GptOssForCausalLM(GptOssConfig(**raw)).to(torch.bfloat16)
     theirs.load_state_dict(loaded.state_dict())
@@ -336,7 +337,15 @@ def test_split_gguf_files(file: Path, tmp_path: Path, small_model: Weights) -> N
 def test_configurations_survive_both_ways(tmp_path: Path) -> None:
     configs = [
         NAMED["20b"].with_(
-            layers=1, layer_kinds=(), hidden=64, intermediate=32, experts=4, vocab=300, heads=2, kv_heads=1
+            layers=1,
+            layer_kinds=(),
+            hidden=64,
+            intermediate=32,
+            experts=4,
+            vocab=300,
+            heads=2,
+            kv_heads=1,
+            eos_tokens=(2,),
         ),
         SMALL.with_(yarn=Yarn(factor=1.0), layers=2, layer_kinds=(), window=64, norm_eps=1e-6, rope_theta=10000.0),
         SMALL.with_(yarn=Yarn(8.0, 256, truncate=True), layers=1, layer_kinds=(), eos_tokens=(3,), pad_token=4),

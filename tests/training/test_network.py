@@ -12,6 +12,7 @@ import torch
 from network import Ablation, GptOss, Packed, block_masks, dense_masks
 
 from halfbyte.model.config import ModelConfig, Yarn
+from halfbyte.model.config_json import read_config_json, to_config_json
 
 CONFIG = ModelConfig(
     layers=4, hidden=64, intermediate=32, experts=6, top_k=4, heads=4, kv_heads=2, head_dim=16, vocab=97, window=8,
@@ -42,7 +43,7 @@ def states(model: GptOss, tokens: torch.Tensor, **options: object) -> torch.Tens
 def hf_model(model: GptOss) -> torch.nn.Module:
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    raw = CONFIG.to_hf()
+    raw = to_config_json(CONFIG)
     raw.pop("quantization_config")
     raw["torch_dtype"] = "float32"
     hf = GptOssForCausalLM(GptOssConfig(**raw, attn_implementation="eager")).float().eval()
@@ -149,4 +150,4 @@ def test_export_packs_exactly_what_was_trained(model: GptOss, tmp_path: Path) ->
     checkpoint.load_weights(again, tmp_path)
     first, second = checkpoint.exported(model), checkpoint.exported(again)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert ModelConfig.load(tmp_path).with_(name=CONFIG.name) == CONFIG
+    assert read_config_json(tmp_path).config.with_(name=CONFIG.name) == CONFIG

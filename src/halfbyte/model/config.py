@@ -1,18 +1,22 @@
-"""The shape of a gpt-oss model, read from a Hugging Face `config.json` or given by name.
+"""The shape of a gpt-oss model, whatever file it came from, and the shapes that have names.
 
-Refuses any other architecture, and any value the network in `gpt_oss.py` would have to ignore.
+Refuses numbers that the network in `gpt_oss.py` cannot mean. Knows no file: `config_json.py` and `gguf_header.py` do.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from halfbyte.errors import CheckpointError
 
 LayerKind = Literal["sliding", "full"]
+
+# Far beyond any gpt-oss, and small enough that what is made per layer or per position stays small: a file that claims
+# more is refused before anything is allocated for it.
+MOST_LAYERS = 1024
+MOST_POSITIONS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,23 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = False
+    attention_factor: float | None = None  # what cos and sin are multiplied with; None: as the paper says
+
+    @property
+    def is_plain(self) -> bool:
+        return self.factor == 1.0 and self.attention_factor in (None, 1.0)
+
+    def problems(self) -> list[str]:
+        found = []
+        numbers = {"factor": self.factor, "beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
+        if self.attention_factor is not None:
+            numbers["attention_factor"] = self.attention_factor
+        for name, value in numbers.items():
+            if not (math.isfinite(value) and value > 0):
+                found.append(f"the rope's {name} is {value}")
+        if not 1 <= self.original_context <= MOST_POSITIONS:
+            found.append(f"the rope's original context is {self.original_context}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -50,23 +71,41 @@ class ModelConfig:
     name: str = "gpt-oss"
 
     def __post_init__(self) -> None:
-        if not self.layer_kinds:
-            object.__setattr__(
-                self, "layer_kinds", tuple("sliding" if i % 2 == 0 else "full" for i in range(self.layers))
-            )
-        problems = []
-        if len(self.layer_kinds) != self.layers:
-            problems.append(f"layer_types has {len(self.layer_kinds)} entries for {self.layers} layers")
-        if self.heads % self.kv_heads:
-            problems.append(f"{self.heads} query heads do not divide over {self.kv_heads} kv heads")
-        if self.top_k > self.experts:
-            problems.append(f"top-{self.top_k} of {self.experts} experts")
-        if self.head_dim % 2:
-            problems.append(f"head_dim {self.head_dim} is odd")
-        if min(self.layers, self.hidden, self.intermediate, self.experts, self.vocab, self.window) < 1:
-            problems.append("a size is below 1")
+        problems = self._bad_numbers()
+        if not problems:
+            if not self.layer_kinds:
+                kinds = tuple("sliding" if i % 2 == 0 else "full" for i in range(self.layers))
+                object.__setattr__(self, "layer_kinds", kinds)
+            problems = self._bad_relations()
         if problems:
             raise CheckpointError(f"not a usable gpt-oss configuration: {'; '.join(problems)}.")
+
+    def _bad_numbers(self) -> list[str]:
+        sizes = ("layers", "hidden", "intermediate", "experts", "top_k", "heads", "kv_heads", "head_dim", "vocab")
+        found = [f"{name} is {n}" for name in (*sizes, "window", "max_context") if (n := getattr(self, name)) < 1]
+        for name, most in (("layers", MOST_LAYERS), ("max_context", MOST_POSITIONS)):
+            if getattr(self, name) > most:
+                found.append(f"{name} is {getattr(self, name)}, more than {most}")
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
+            found.append(f"rope_theta is {self.rope_theta}")
+        for name in ("norm_eps", "swiglu_limit"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                found.append(f"{name} is {getattr(self, name)}")
+        if not math.isfinite(self.swiglu_alpha):
+            found.append(f"swiglu_alpha is {self.swiglu_alpha}")
+        return found + self.yarn.problems()
+
+    def _bad_relations(self) -> list[str]:
+        found = []
+        if len(self.layer_kinds) != self.layers:
+            found.append(f"layer_types has {len(self.layer_kinds)} entries for {self.layers} layers")
+        if self.heads % self.kv_heads:
+            found.append(f"{self.heads} query heads do not divide over {self.kv_heads} kv heads")
+        if self.top_k > self.experts:
+            found.append(f"top-{self.top_k} of {self.experts} experts")
+        if self.head_dim % 2:
+            found.append(f"head_dim {self.head_dim} is odd")
+        return found
 
     @property
     def q_dim(self) -> int:
@@ -95,146 +134,8 @@ class ModelConfig:
     def with_(self, **changes: Any) -> ModelConfig:
         return replace(self, **changes)
 
-    # ---- Hugging Face config.json -------------------------------------------------------------
-
-    @classmethod
-    def from_hf(cls, raw: dict[str, Any], *, where: str = "config.json") -> ModelConfig:
-        kind = raw.get("model_type")
-        if kind != "gpt_oss":
-            raise CheckpointError(f"{where}: model_type is {kind!r}, but halfbyte serves gpt_oss models only.")
-        try:
-            layers = int(raw["num_hidden_layers"])
-            types = raw.get("layer_types")
-            rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-            rope_type = rope.get("rope_type", rope.get("type", "default"))
-            if rope_type not in ("yarn", "default"):
-                raise CheckpointError(f"{where}: rope type {rope_type!r} is not supported; gpt-oss uses yarn.")
-            theta = float(raw.get("rope_theta") or rope.get("rope_theta") or 150000.0)
-            yarn = (
-                Yarn(
-                    factor=float(rope["factor"]),
-                    original_context=int(
-                        rope.get("original_max_position_embeddings") or raw.get("initial_context_length") or 4096
-                    ),
-                    beta_fast=float(rope.get("beta_fast") or 32.0),
-                    beta_slow=float(rope.get("beta_slow") or 1.0),
-                    truncate=bool(rope.get("truncate", True)),
-                )
-                if rope_type == "yarn"
-                else Yarn(factor=1.0)
-            )
-            if raw.get("hidden_act", "silu") != "silu":
-                raise CheckpointError(f"{where}: hidden_act {raw['hidden_act']!r} is not gpt-oss's.")
-            if raw.get("tie_word_embeddings"):
-                raise CheckpointError(f"{where}: tied embeddings are not part of gpt-oss.")
-            if raw.get("attention_bias") is False:
-                raise CheckpointError(f"{where}: attention_bias false is not gpt-oss's.")
-            eos = raw.get("eos_token_id", 200002)
-            heads = int(raw["num_attention_heads"])
-            return cls(
-                layers=layers,
-                hidden=int(raw["hidden_size"]),
-                intermediate=int(raw["intermediate_size"]),
-                experts=int(raw.get("num_local_experts") or raw["num_experts"]),
-                top_k=int(raw.get("num_experts_per_tok") or raw.get("experts_per_token") or 4),
-                heads=heads,
-                kv_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
-                vocab=int(raw["vocab_size"]),
-                window=int(raw.get("sliding_window") or 128),
-                max_context=int(raw.get("max_position_embeddings") or 131072),
-                rope_theta=theta,
-                yarn=yarn,
-                norm_eps=float(raw.get("rms_norm_eps", 1e-5)),
-                swiglu_limit=float(raw.get("swiglu_limit") or 7.0),
-                layer_kinds=tuple(_kind(t, where) for t in types) if types else (),
-                eos_tokens=tuple(eos) if isinstance(eos, list) else (int(eos),),
-                pad_token=199999 if raw.get("pad_token_id") is None else int(raw["pad_token_id"]),
-                name=str(raw.get("_name_or_path") or "gpt-oss"),
-            )
-        except KeyError as e:
-            raise CheckpointError(f"{where}: the field {e.args[0]!r} is missing; is the download complete?") from None
-        except (TypeError, ValueError) as e:
-            raise CheckpointError(f"{where}: a field has an unusable value ({e}).") from None
-
-    @classmethod
-    def load(cls, folder: Path) -> ModelConfig:
-        path = folder / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{path} does not exist; give a Hugging Face model folder, or a .gguf file."
-            ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-            raise CheckpointError(f"{path} cannot be read ({e}); fetch it again.") from None
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{path} is not a JSON object; fetch it again.")
-        return cls.from_hf(raw, where=str(path))
-
-    def to_hf(self) -> dict[str, Any]:
-        rope = {
-            "rope_type": "yarn",
-            "factor": self.yarn.factor,
-            "original_max_position_embeddings": self.yarn.original_context,
-            "beta_fast": self.yarn.beta_fast,
-            "beta_slow": self.yarn.beta_slow,
-            "truncate": self.yarn.truncate,
-        }
-        return {
-            "_name_or_path": self.name,
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "attention_bias": True,
-            "attention_dropout": 0.0,
-            "eos_token_id": list(self.eos_tokens) if len(self.eos_tokens) > 1 else self.eos_tokens[0],
-            "pad_token_id": self.pad_token,
-            "experts_per_token": self.top_k,
-            "num_experts_per_tok": self.top_k,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "initial_context_length": self.yarn.original_context,
-            "initializer_range": 0.02,
-            "intermediate_size": self.intermediate,
-            "layer_types": [f"{k}_attention" for k in self.layer_kinds],
-            "max_position_embeddings": self.max_context,
-            "num_attention_heads": self.heads,
-            "num_hidden_layers": self.layers,
-            "num_key_value_heads": self.kv_heads,
-            "num_local_experts": self.experts,
-            "output_router_logits": False,
-            "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": rope if self.yarn.factor != 1.0 else None,
-            "router_aux_loss_coef": 0.9,
-            "sliding_window": self.window,
-            "swiglu_limit": self.swiglu_limit,
-            "tie_word_embeddings": False,
-            "torch_dtype": "bfloat16",
-            "use_cache": True,
-            "vocab_size": self.vocab,
-            "quantization_config": {
-                "quant_method": "mxfp4",
-                "modules_to_not_convert": [
-                    "model.layers.*.self_attn",
-                    "model.layers.*.mlp.router",
-                    "model.embed_tokens",
-                    "lm_head",
-                ],
-            },
-        }
-
     def summary(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def _kind(hf: str, where: str) -> LayerKind:
-    if hf == "sliding_attention":
-        return "sliding"
-    if hf == "full_attention":
-        return "full"
-    raise CheckpointError(f"{where}: layer type {hf!r} is not gpt-oss's (sliding_attention, full_attention).")
 
 
 def _gpt_oss(name: str, layers: int, experts: int) -> ModelConfig:

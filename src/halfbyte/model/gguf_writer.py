@@ -91,6 +91,8 @@ def _refuse(config: ModelConfig) -> None:
         problems.append("its swiglu limit or alpha is not 7.0 and 1.702")
     if config.yarn.factor != 1.0 and (config.yarn.beta_fast, config.yarn.beta_slow) != (32.0, 1.0):
         problems.append("its yarn betas are not 32 and 1")
+    if config.yarn.attention_factor is not None:
+        problems.append("its rope has an attention factor of its own")
     if problems:
         raise CheckpointError(f"GGUF cannot say how this model differs from gpt-oss: {', '.join(problems)}.")
 

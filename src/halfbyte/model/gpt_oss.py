@@ -106,7 +106,7 @@ def spec_of(
         features={
             "qkv": frozenset({"bias"}),
             "o": frozenset({"bias"}),
-            "rope": frozenset({"yarn"} if config.yarn.factor != 1.0 else ()),
+            "rope": frozenset(() if config.yarn.is_plain else {"yarn"}),
             "attention": frozenset(attention),
             "router": frozenset({"bias"}),
             "moe": frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"}),
@@ -164,8 +164,9 @@ class GptOss:
             log.warning(SINKS_OFF)
         y = config.yarn
         self._rope = yarn_frequencies(
-            config.head_dim, config.rope_theta, y.factor, y.original_context, y.beta_fast, y.beta_slow, y.truncate
-        )
+            config.head_dim, config.rope_theta, y.factor, y.original_context, y.beta_fast, y.beta_slow, y.truncate,
+            y.attention_factor,
+        )  # fmt: skip
         self._buffers: dict[str, Tensor] = {}
         self._pool: Tensor | None = None
         self.plan: Plan = bind(chosen, selection, spec, self.arch, self.binding)

@@ -14,25 +14,26 @@ never pickles: `.bin` and `.pt` files are refused.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
-from halfbyte.model.config import ModelConfig
+from halfbyte.model.config_json import read_config_json
+from halfbyte.model.plain_file import MIB, parse_json, read_json, shown
 from halfbyte.model.weight_file import Reading, WeightFile, truncated
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, WeightFormat, part_rows, roles, shape_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_HEADER = 100 << 20  # the format's own limit
+MAX_HEADER = 8 * MIB  # gpt-oss's have 100 kB; the format's own limit of 100 MB would be a gigabyte once parsed
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I8": torch.int8}
 _DENSE: dict[str, WeightFormat] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
@@ -82,13 +83,16 @@ class SafetensorsSource:
     def __init__(self, folder: Path, reading: Reading):
         self.folder = folder
         self.reading = reading
-        self.config = ModelConfig.load(folder)
+        said = read_config_json(folder)
+        self.config = said.config
         self._entries = read_folder(folder)
         self._files: dict[Path, WeightFile] = {}
+        expected: set[str] = set()
         for layer, role in roles(self.config):
             for name, rows in zip(base_names(layer, role), part_rows(self.config, role)):
-                self._check(name, role, rows)
-        self._check_claim()
+                expected |= self._check(name, role, rows)
+        self._check_rest(expected)
+        self._check_claim(said.formats)
 
     def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
         return tuple(self._format(name) for name in base_names(layer, role))
@@ -121,7 +125,8 @@ class SafetensorsSource:
             return _DENSE[self._entries[base].dtype]
         return "q8" if first.endswith("_q8") else "mxfp4"
 
-    def _check(self, base: str, role: str, rows: int) -> None:
+    def _check(self, base: str, role: str, rows: int) -> set[str]:
+        """The names of the tensors that hold it."""
         stored = self._stored(base)
         if stored[0] != base and role not in GROUPS:
             raise CheckpointError(f"{self.folder}: {base!r} is block-scaled, but halfbyte keeps it dense.")
@@ -151,11 +156,20 @@ class SafetensorsSource:
                     f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, but config.json asks for "
                     f"{list(expected)}."
                 )
+        return set(tensors)
 
-    def _check_claim(self) -> None:
+    def _check_rest(self, expected: set[str]) -> None:
+        """A tensor that nobody asks for means that the configuration is another model's."""
+        rest = sorted(self._entries.keys() - expected)
+        if rest:
+            entry = self._entries[rest[0]]
+            raise CheckpointError(
+                f"{entry.file}: tensor {shown(rest[0])} is not part of a model with {self.config.layers} layers as"
+                f" config.json describes it ({len(rest)} such tensors in all); fetch both again."
+            )
+
+    def _check_claim(self, claimed: dict[str, str]) -> None:
         """What config.json says of the formats must be what the files hold."""
-        raw = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        claimed = raw.get("halfbyte", {}).get("formats", {}) if isinstance(raw.get("halfbyte", {}), dict) else {}
         for layer, role in roles(self.config):
             if GROUPS.get(role) in claimed and set(self.formats(layer, role)) != {claimed[GROUPS[role]]}:
                 raise CheckpointError(
@@ -200,24 +214,40 @@ def transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
+class Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class Item(msgspec.Struct):
+    """One tensor as a file's header describes it."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 def read_folder(folder: Path) -> dict[str, Entry]:
     """Tensor name -> where it lies, over all shards, with every file's size checked."""
     index = folder / INDEX
     if index.exists():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({str(f) for f in weight_map.values()})
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
-            raise CheckpointError(f"{index} cannot be read ({e}); fetch it again.") from None
+        weight_map = read_json(index, Index, MAX_HEADER).weight_map
+        files = sorted(set(weight_map.values()))
         for name in files:
             if Path(name).name != name:
-                raise CheckpointError(f"{index} names {name!r}, which is not a file of its own folder.")
+                raise CheckpointError(f"{index} names {shown(name)}, which is not a file of its own folder.")
             if not (folder / name).exists():
-                raise CheckpointError(f"{index} names {name}, which is not there; fetch the missing file.")
-        entries = {k: v for name in files for k, v in read_header(folder / name).items()}
+                raise CheckpointError(f"{index} names {shown(name)}, which is not there; fetch the missing file.")
+        entries: dict[str, Entry] = {}
+        for file in files:
+            for name, entry in read_header(folder / file).items():
+                if name in entries:
+                    raise CheckpointError(
+                        f"{entry.file}: tensor {shown(name)} is in {entries[name].file.name}, too; fetch both again."
+                    )
+                entries[name] = entry
         for name, file in weight_map.items():
             if name not in entries or entries[name].file.name != file:
-                raise CheckpointError(f"{index} says {name!r} is in {file}, but it is not; fetch both again.")
+                raise CheckpointError(f"{index} says {shown(name)} is in {file}, but it is not; fetch both again.")
         return entries
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
@@ -230,30 +260,46 @@ def read_folder(folder: Path) -> dict[str, Entry]:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
+    """Tensor name -> where it lies. As the format demands, the tensors fill the file without gap or overlap."""
     file = WeightFile(path)
     if file.size < 8:
         raise truncated(path, 8, file.size)
     length = int.from_bytes(file.bytes_at(0, 8), "little")
     if length > MAX_HEADER:
-        raise CheckpointError(f"{path} is not a safetensors file; fetch it again.")
+        raise CheckpointError(f"{path} is not a safetensors file of gpt-oss (its header has {length} bytes).")
     if 8 + length > file.size:
         raise truncated(path, 8 + length, file.size)
     raw, size = file.bytes_at(8, length), file.size
     file.close()
+    if raw[:1] != b"{":
+        raise CheckpointError(f"{path} is not a safetensors file; fetch it again.")
     entries: dict[str, Entry] = {}
-    try:
-        for name, item in json.loads(raw).items():
-            if name == "__metadata__":
-                continue
-            start, end = (int(x) for x in item["data_offsets"])
-            shape = tuple(int(d) for d in item["shape"])
-            dtype = str(item["dtype"])
-            if dtype in TORCH_DTYPES and end - start != math.prod(shape) * TORCH_DTYPES[dtype].itemsize:
-                raise CheckpointError(f"{path}: tensor {name!r} does not fit its own shape; fetch the file again.")
-            entries[name] = Entry(path, dtype, shape, 8 + length + start, end - start)
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"{path} is not a safetensors file; fetch it again.") from None
-    last = max((e.offset + e.nbytes for e in entries.values()), default=0)
+    for name, item in parse_json(raw, dict[str, msgspec.Raw], str(path)).items():
+        if name != "__metadata__":
+            entries[name] = _entry(
+                path, name, parse_json(bytes(item), Item, f"{path}: tensor {shown(name)}"), 8 + length
+            )
+    last, before = 8 + length, ""
+    for name, entry in sorted(entries.items(), key=lambda e: (e[1].offset, e[1].nbytes)):
+        if entry.offset != last:
+            follows = f"tensor {shown(before)}" if before else "the header"
+            problem = "overlaps" if entry.offset < last else "leaves a gap after"
+            raise CheckpointError(f"{path}: tensor {shown(name)} {problem} {follows}; fetch the file again.")
+        last, before = entry.offset + entry.nbytes, name
     if last > size:
         raise truncated(path, last, size)
+    if last < size:
+        raise CheckpointError(f"{path} has {size - last} bytes that belong to no tensor; fetch it again.")
     return entries
+
+
+def _entry(path: Path, name: str, item: Item, base: int) -> Entry:
+    start, end = item.data_offsets
+    if not 0 <= start <= end or min(item.shape, default=0) < 0:
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} has a shape or an offset below zero; fetch the file again."
+        )
+    known = TORCH_DTYPES.get(item.dtype)  # a tensor of another type is refused by name, where the model asks for it
+    if known is not None and end - start != math.prod(item.shape) * known.itemsize:
+        raise CheckpointError(f"{path}: tensor {shown(name)} does not fit its own shape; fetch the file again.")
+    return Entry(path, item.dtype, tuple(item.shape), base + start, end - start)

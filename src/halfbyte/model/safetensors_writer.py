@@ -19,6 +19,7 @@ from torch import Tensor
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
+from halfbyte.model.config_json import to_config_json
 from halfbyte.model.safetensors_io import INDEX, SINGLE, TORCH_DTYPES, base_names, is_experts, transposed
 from halfbyte.model.weight_file import write_tensor, write_then_rename
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, part_rows, roles, shape_of, split_parts
@@ -150,7 +151,7 @@ def _header(shard: Sequence[OutputTensor]) -> bytes:
 
 def folder_config(source: Source) -> dict[str, Any]:
     """config.json, with the formats that are not OpenAI's."""
-    raw = source.config.to_hf()
+    raw = to_config_json(source.config)
     raw["torch_dtype"] = str(DTYPES[source.formats(None, "embed")[0]]).removeprefix("torch.")
     by_group: dict[str, WeightFormat] = {}
     for layer, role in roles(source.config):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
+from halfbyte.model.plain_file import open_regular
 from halfbyte.model.upload import CudaCopyStream, Uploader
 
 CHUNK = 16 << 20
@@ -65,16 +65,7 @@ class WeightFile:
         self.path = path
         self.reading = reading or Reading(torch.device("cpu"))
         self._fd = -1
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist; fetch it again.") from None
-        except OSError as e:
-            raise CheckpointError(f"{path} cannot be opened ({e.strerror}).") from None
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path} is not a file; give a Hugging Face model folder, or a .gguf file.")
-        self.size = status.st_size
+        self._fd, self.size = open_regular(path)
         if self.bytes_at(0, min(self.size, len(LFS_POINTER))) == LFS_POINTER:
             raise CheckpointError(f"{path} is a Git LFS pointer, not weights; run `git lfs pull` in its folder.")
 

@@ -1,7 +1,7 @@
 """YaRN rotary embedding: half-split pairs (i, i + D/2), frequencies blended between interpolation and extrapolation.
 
-cos and sin carry the attention temperature 0.1 * ln(factor) + 1, as in the YaRN paper. gpt-oss does not truncate the
-correction range to whole dimensions.
+cos and sin carry the attention temperature 0.1 * ln(factor) + 1, as in the YaRN paper, or what the model says instead
+(`attention_factor`). gpt-oss does not truncate the correction range to whole dimensions.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ def yarn_frequencies(
     beta_fast: float,
     beta_slow: float,
     truncate: bool,
+    attention_factor: float | None = None,
 ) -> tuple[Tensor, float]:
     """(inverse frequencies [D/2] in float32, temperature)."""
     half = head_dim // 2
     freq = theta ** (torch.arange(half, dtype=torch.float64) * 2 / head_dim)
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     if factor == 1.0:
-        return (1.0 / freq).float(), 1.0
+        return (1.0 / freq).float(), attention_factor
 
     def dim_of(rotations: float) -> float:
         return head_dim * math.log(original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -38,7 +41,7 @@ def yarn_frequencies(
         high += 0.001
     ramp = ((torch.arange(half, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
     inverse = ramp / (factor * freq) + (1 - ramp) / freq
-    return inverse.float(), 0.1 * math.log(factor) + 1.0
+    return inverse.float(), attention_factor
 
 
 def rope_table(inverse: Tensor, temperature: float, positions: Tensor) -> tuple[Tensor, Tensor]:
