@@ -33,6 +33,7 @@ from halfbyte.engine.speculative.controller import Controller, Pace
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer, HiddenTap
 from halfbyte.engine.speculative.proposer import Proposal
 from halfbyte.engine.step_buffer import ALIGN, StepBuffer
+from halfbyte.engine.warm_up import warm_up
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates
 from halfbyte.lab.padded_model import load_padded
@@ -158,6 +159,32 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(monkeypatch: pytest.
     assert isinstance(runner, DeviceRunner)
     runner.buffer.words = 4  # nothing fits: every step has a buffer of its own
     assert answers(core, 11) == eager
+
+
+@pytest.mark.exact
+def test_after_a_warm_up_traffic_meets_nothing_new_and_gets_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_, "DecodeGraph", Stand)
+    monkeypatch.setattr(graphs_, "SHORT", 48)
+    model = load.load_model(load.resolve_model("random:small"), page_size=16)
+    eager = answers(core_of(model, False, max_seqs=4), 5)
+    for level, widths in (("fast", {3}), ("full", {3, 32})):
+        used = core_of(model, True, max_seqs=4)
+        runner = used.runner
+        assert isinstance(runner, DeviceRunner)
+        assert runner.graphs is not None
+        places: list[int] = []
+        seconds = warm_up(used, level, lambda name, done, of, places=places: places.append(done))  # type: ignore[misc]
+        captured = set(runner.graphs.captured)
+        assert {rows for rows, _ in captured} == {s for s in runner.graphs.sizes if s <= 4}
+        assert {blocks for _, blocks in captured} == widths
+        assert places == list(range(len(seconds) + 1))
+        core = used.anew()
+        assert core.stats().generated_tokens == 0
+        assert core.stats().kv_pages_cached == 0
+        if level == "full":
+            assert answers(core, 5) == eager
+            assert set(runner.graphs.captured) == captured
+    assert warm_up(core_of(model, True), "off") == {}
 
 
 class Turns:

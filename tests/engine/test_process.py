@@ -24,7 +24,7 @@ BUILD = "test_process:build_fake"
 POISON = 50
 
 
-def build_fake(settings: dict) -> tuple[EngineCore, SourceInfo]:
+def build_fake(settings: dict, report: Callable[[str], None]) -> tuple[EngineCore, SourceInfo]:
     """Runs in the engine's process."""
     if settings.get("refuse"):
         raise CheckpointError("there is no such model.")

@@ -56,8 +56,14 @@ def serve(
     name = settings.model_name or resolved.label
 
     async def source() -> tuple[TokenSource, Tokenizer]:
-        with err.status(f"loading {resolved.label}"):
-            return await EngineProcess.start(options, hang=settings.hang_seconds), load.tokenizer_of(resolved)
+        with err.status(f"loading {resolved.label}") as status:
+
+            def progress(doing: str) -> None:
+                status.update(f"loading {resolved.label}: {doing}")
+
+            return await EngineProcess.start(options, hang=settings.hang_seconds, progress=progress), load.tokenizer_of(
+                resolved
+            )
 
     run.serve(settings, source, started=lambda url: err.print(f"serving [bold]{name}[/bold] at {url}"))
 

@@ -60,6 +60,27 @@ class DeviceRunner:
     def close(self) -> None:
         self.graphs = None
 
+    # ---- before traffic -----------------------------------------------------------------------
+
+    def run_idle(self, batch: Batch) -> None:
+        """A step that nobody asked for, on the scratch page: kernels compile, buffers grow."""
+        with torch.inference_mode():
+            self._run_eagerly(batch, DeviceStepSampling(batch))
+            if self.buffer.cuda:
+                torch.cuda.synchronize(self.model.device)
+
+    def graph_shapes(self, sequences: int, blocks: int, *, full: bool) -> list[tuple[int, int]]:
+        """(rows, blocks of a table) of every graph that steps of `sequences` sequences, each with its drafts, can meet;
+        without `full` only those of short contexts."""
+        if self.graphs is None:
+            return []
+        return self.graphs.shapes(self._results.shape[0] if self.observer is not None else sequences, blocks, full=full)
+
+    def capture(self, rows: int, blocks: int) -> None:
+        assert self.graphs is not None
+        with torch.inference_mode():
+            self.graphs.find(rows, blocks, self.buffer.memory, self._results)
+
     # ---- by a captured graph ------------------------------------------------------------------
 
     def _graph_for(self, batch: Batch) -> DecodeGraph | None:

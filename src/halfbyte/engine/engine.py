@@ -444,6 +444,13 @@ class EngineCore:
         unscheduled = [s for g in self.groups.values() for s in g.seqs if s.arrived is not None]
         assert len(unscheduled) == self._count.unscheduled
 
+    def anew(self) -> EngineCore:
+        """A core that has served nobody, on the same runner; this one is not used any more."""
+        assert not self.has_work
+        core = EngineCore(self.runner, self.config, self.vocabulary, self.proposer, self._clock)
+        core.grammars = self.grammars
+        return core
+
     def close(self) -> None:
         if self.launched is not None:
             _wait(self.launched.handle)

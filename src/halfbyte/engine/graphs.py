@@ -158,6 +158,15 @@ class Graphs:
         self.captured: dict[tuple[int, int], DecodeGraph] = {}
         self._pool: Any = None
 
+    def shapes(self, rows: int, width: int, *, full: bool) -> list[tuple[int, int]]:
+        """(rows, table width) of a step for each graph that steps of up to `rows` rows can meet, the largest first; not
+        `full`: those of the shorter of two captures."""
+        most = next((s for s in self.sizes if s >= rows), self.sizes[-1])
+        widths = {min(width, self.blocks, SHORT // self.model.spec.page_size)} | (
+            {min(width, self.blocks)} if full else set()
+        )
+        return [(s, w) for w in sorted(widths) for s in reversed(self.sizes) if s <= most]
+
     def find(self, rows: int, width: int, memory: Tensor, results: Tensor) -> DecodeGraph | None:
         """The graph for a step of `rows` rows, all of them sampled, with tables `width` wide; None: run eagerly."""
         if rows > self.sizes[-1] or width > self.blocks:

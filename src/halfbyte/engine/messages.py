@@ -44,6 +44,8 @@ class Ready(msgspec.Struct, tag="ready"):
 class Working(msgspec.Struct, tag="working"):
     """A sign of life while the model loads or a step takes long."""
 
+    doing: str = ""  # while it loads: what, for people
+
 
 class Refused(msgspec.Struct, tag="refused"):
     id: str

@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from halfbyte.errors import UsageError
 from halfbyte.flags import flag
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import PAGE_SIZE
+
+WARM_UPS = ("fast", "full", "off")
+
+
+def _warm_up(text: str) -> str:
+    if text not in WARM_UPS:
+        raise UsageError(f"--warm-up is {text!r}; use one of {', '.join(WARM_UPS)}.")
+    return text
 
 
 @dataclass(frozen=True)
@@ -31,5 +40,8 @@ class EngineOptions:
     reserve_gib: float | None = flag(None, "--reserve", "GiB of memory that stays free.")
     run_ahead: bool = True
     prefix_cache: bool = True
+    warm_up: str = flag(  # of an engine that is served; others warm up by what they are asked
+        "full", "--warm-up", "What is compiled and captured before ready: fast, full or off.", parse=_warm_up
+    )
     draft: str | None = flag(None, "--draft", "Model or head that --speculate draft or eagle3 uses.")
     max_draft: int = 8

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,9 +50,12 @@ class EngineProcess:
     def __init__(
         self, factory: str, argument: Any, *, hang: float = 30.0, hang_loading: float = 60.0,
         longest: float = 600.0, restarts: int = 8, first_pause: float = 0.25, settled: float = 30.0,
+        progress: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        """`settled`: seconds of service after which a death is the first in a row again."""
+        """`settled`: seconds of service after which a death is the first in a row again. `progress` is told what the
+        process does while it loads."""
         self._start = messages.Start(factory, argument)
+        self._progress = progress
         self._hang, self._hang_loading, self._longest = hang, hang_loading, longest
         self._restarts, self._first_pause, self._settled = restarts, first_pause, settled
         self._process: subprocess.Popen[bytes] | None = None
@@ -245,6 +248,11 @@ class EngineProcess:
             waiting = self._waiting.get(message.id)
             if waiting is not None:
                 waiting.queue.put_nowait(messages.error_of(message.error, message.text))
+        elif isinstance(message, messages.Working):
+            if self._ready_at is None and message.doing:
+                self._trouble = f"the engine is still loading ({message.doing})"
+                if self._progress is not None:
+                    self._progress(message.doing)
         elif isinstance(message, messages.Died):
             return messages.error_of(message.error, message.text)
         return None

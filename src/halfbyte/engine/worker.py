@@ -28,15 +28,22 @@ log = logging.getLogger("halfbyte")
 
 PULSE_S = 1.0  # between two signs of life while there is no other
 
-CoreFactory = Callable[[Any], tuple[EngineCore, SourceInfo]]
+Report = Callable[[str], None]  # takes what is being done, for people
+CoreFactory = Callable[[Any, Report], tuple[EngineCore, SourceInfo]]
 
 
-def build(options: Any) -> tuple[EngineCore, SourceInfo]:
+def build(argument: Any, report: Report) -> tuple[EngineCore, SourceInfo]:
+    """A core that has met everything that traffic can ask of it (`warm_up.py`), as the options say."""
     from halfbyte.engine.build import build_core  # here, because it brings torch and the model
     from halfbyte.engine.options import EngineOptions
+    from halfbyte.engine.warm_up import warm_up
 
-    core, info, _ = build_core(msgspec.convert(options, EngineOptions))
-    return core, info
+    options = msgspec.convert(argument, EngineOptions)
+    core, info, _ = build_core(options)
+    seconds = warm_up(core, options.warm_up, lambda name, done, of: report(f"warming up, {done} of {of}: {name}"))
+    info.details["warm_up"] = {"level": options.warm_up, "seconds": round(sum(seconds.values()), 1)}
+    log.info("warm-up %s took %.1f s", options.warm_up, sum(seconds.values()))
+    return core.anew(), info
 
 
 class Worker:
@@ -46,6 +53,7 @@ class Worker:
         self._pending: list[bytes] = []
         self._core: EngineCore | None = None
         self._sending = threading.Lock()
+        self._doing = ""  # while it loads
 
     def send(self, message: messages.FromEngine) -> None:
         with self._sending:
@@ -58,9 +66,12 @@ class Worker:
         while not wait.wait(PULSE_S):
             if self._core is None or self._core.working:
                 try:
-                    self.send(messages.Working())
+                    self.send(messages.Working(self._doing))
                 except OSError:
                     return  # the parent is gone
+
+    def report(self, doing: str) -> None:
+        self._doing = doing
 
     def start_message(self) -> messages.Start:
         while not self._pending:
@@ -113,7 +124,7 @@ def main(fd: int) -> int:
         threading.Thread(target=worker.pulse, name="halfbyte-pulse", daemon=True).start()
         module, _, function = start.factory.partition(":")
         factory: CoreFactory = getattr(importlib.import_module(module), function)
-        worker.run(*factory(start.argument))
+        worker.run(*factory(start.argument, worker.report))
         return 0
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the parent is gone

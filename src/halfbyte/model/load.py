@@ -21,6 +21,7 @@ from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, PAGE_SIZE, GptOss, arch_of, choose, formats_after
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import DTYPES, GROUPS, Source, WeightFormat, roles, shape_of
+from halfbyte.plan.compilation import Compilation
 
 RANDOM = "random:"
 
@@ -127,6 +128,7 @@ def load_model(
     if name.random:
         config = NAMED[name.random]
         choice = choose(config, gates, arch, page_size=page_size)
+        compilation = Compilation(choice[0], choice[1], arch)
         weights = synthetic.make(
             config, 0, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress
         )
@@ -138,9 +140,11 @@ def load_model(
         finally:
             source.close()
         choice = choose(config, gates, arch, stored, page_size)
+        compilation = Compilation(choice[0], choice[1], arch)
         weights = checkpoint.load(
             name.path, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress
         )
+    compilation.wait()
     model = GptOss(weights, gates, page_size=page_size, choice=choice)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # room that repacking took belongs to the KV pages now

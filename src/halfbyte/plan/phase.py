@@ -159,5 +159,10 @@ class Phase(ABC):
         what ran is held against it (`plan.record`), so it must not be read off a launch."""
         return ()
 
+    def compilations(self, spec: Spec, arch: Arch) -> Iterable[Callable[[], object]]:
+        """What can be compiled for it without a weight being there, each by itself and on any thread; what comes of it
+        lies where `bind` or the first launch looks."""
+        return ()
+
     @abstractmethod
     def bind(self, binding: Binding) -> Launch: ...

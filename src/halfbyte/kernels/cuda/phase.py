@@ -6,10 +6,11 @@ same ones. It refuses nothing itself.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from halfbyte.kernels.launch import Build, declared_kernels
+from halfbyte.kernels.launch import Build, compile_program, declared_kernels, target_of
 from halfbyte.plan.launches import Part
 from halfbyte.plan.phase import Arch, Phase, Spec
 from halfbyte.plan.record import Declared
@@ -34,6 +35,10 @@ class CudaPhase(Phase):
     @abstractmethod
     def builds(self, spec: Spec, arch: Arch) -> list[Build]:
         """Every kernel in CUDA C++ that it can launch there for `spec`."""
+
+    def compilations(self, spec: Spec, arch: Arch) -> Iterable[Callable[[], object]]:
+        target = target_of(arch)
+        return [functools.partial(compile_program, build.program, target) for build in self.builds(spec, arch)]
 
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
         return declared_kernels((build.program for build in self.builds(spec, arch)), arch)

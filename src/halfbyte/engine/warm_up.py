@@ -1,0 +1,145 @@
+"""Everything that traffic can reach, run once before an engine says that it is ready.
+
+Kernels are compiled when they are first needed and graphs captured when a number of rows first appears; met by traffic,
+each of that stops every live stream for up to seconds. So a served engine meets them first, on the scratch page, where
+nobody reads what they write: every graph in both widths of its tables, prompts of every size and depth, every way of
+sampling. `fast` leaves out the graphs that only contexts past `graphs.SHORT` need; `off` leaves all to the first
+requests. Answers do not change by it, and nothing of it is left in the caches or in the counters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from halfbyte.engine.batch import Batch
+from halfbyte.engine.device_runner import DeviceRunner
+from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.options import WARM_UPS
+from halfbyte.engine.request import Constraint, Request, SamplingParams
+from halfbyte.engine.sampling.row import RowSampler
+from halfbyte.errors import EngineError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+# One for each way in which a token is chosen: on the device, on the host, with logprobs.
+WAYS: dict[str, SamplingParams] = {
+    "greedy": GREEDY,
+    "sampled": SamplingParams(max_tokens=4, ignore_eos=True),
+    "filtered": SamplingParams(top_k=20, top_p=0.9, min_p=0.01, max_tokens=4, ignore_eos=True),
+    "logprobs": SamplingParams(logprobs=5, max_tokens=4, ignore_eos=True),
+    "penalised": SamplingParams(repetition_penalty=1.1, presence_penalty=0.1, max_tokens=4, ignore_eos=True),
+    "biased": SamplingParams(logit_bias={0: -1.0}, max_tokens=4, ignore_eos=True),
+}
+
+Report = Callable[[str, int, int], None]  # what comes next, pieces done, pieces in all
+
+
+@dataclass(frozen=True)
+class Piece:
+    name: str
+    run: Callable[[], None]
+
+
+def warm_up(core: EngineCore, level: str, report: Report | None = None) -> dict[str, float]:
+    """Seconds by piece. `core` is used up: its pages and counters have seen traffic that nobody asked for."""
+    assert level in WARM_UPS, level
+    if level == "off":
+        return {}
+    named = {p.name: p for p in (*_device_pieces(core, full=level == "full"), *_request_pieces(core))}
+    pieces = list(named.values())
+    seconds: dict[str, float] = {}
+    for done, piece in enumerate(pieces):
+        if report is not None:
+            report(piece.name, done, len(pieces))
+        begin = time.perf_counter()
+        piece.run()
+        seconds[piece.name] = time.perf_counter() - begin
+    if report is not None:
+        report("", len(pieces), len(pieces))
+    return seconds
+
+
+# ---- graphs and prompts, which only a device has ------------------------------------------------------------------
+
+
+def _device_pieces(core: EngineCore, *, full: bool) -> list[Piece]:
+    runner, config = core.runner, core.config
+    if not isinstance(runner, DeviceRunner):
+        return []
+    page, longest = config.page_size, core.scheduler.longest
+    pieces: list[Piece] = []
+
+    def prompt(rows: int, start: int = 0, beside: int = 0) -> None:
+        """A prompt's chunk of `rows` rows at `start`, with `beside` sequences that decode."""
+        batch = idle_batch([rows] + [1] * beside, [start] + [0] * beside, page)
+        pieces.append(Piece(f"prompt of {rows} rows at {start} beside {beside}", partial(runner.run_idle, batch)))
+
+    # The largest first: buffers that grow with the rows of a step are then made once.
+    sizes = prompt_sizes(min(config.max_tokens, longest))
+    for rows in sizes:
+        prompt(rows)
+    prompt(sizes[0], max(0, longest - sizes[0] - 1))
+    for rows in (sizes[0], *(s for s in sizes if s in (1, 64))):
+        prompt(min(rows, max(1, config.max_tokens - config.max_seqs)), beside=config.max_seqs - 1)
+    for rows, blocks in runner.graph_shapes(config.max_seqs, -(-longest // page), full=full):
+        pieces.append(Piece(f"graph of {rows} rows, {blocks} blocks", partial(runner.capture, rows, blocks)))
+    return pieces
+
+
+def prompt_sizes(most: int) -> list[int]:
+    """Rows of chunks, from the most down to one: every kernel's range of rows has one of them."""
+    sizes = {1, 2, 3, most}
+    rows = 4
+    while rows < most:
+        sizes |= {rows, min(most, rows + rows // 2)}
+        rows *= 2
+    return sorted(sizes, reverse=True)
+
+
+def idle_batch(counts: list[int], starts: list[int], page: int) -> Batch:
+    """`counts` rows for each sequence, from `starts` on, all on the scratch page; the last of each is sampled."""
+    rows, sequences = sum(counts), len(counts)
+    count, start = np.array(counts, np.int32), np.array(starts, np.int32)
+    query_start = np.zeros(sequences + 1, np.int32)
+    np.cumsum(count, out=query_start[1:])
+    kv_lens = start + count
+    longest = int(kv_lens.max())
+    tables = np.zeros((sequences, -(-longest // page)), np.int32)
+    sampler = RowSampler(GREEDY, 0, 1, 0, frozenset())
+    return Batch(
+        tokens=np.arange(rows, dtype=np.int32) % 16,  # not one expert's alone
+        positions=np.arange(rows, dtype=np.int32) + np.repeat(start - query_start[:-1], count),
+        query_start=query_start, kv_lens=kv_lens,
+        row_sequence=np.repeat(np.arange(sequences, dtype=np.int32), count), full=tables, sliding=tables.copy(),
+        logit_rows=(query_start[1:] - 1).astype(np.int32), token_from=None, max_kv_len=longest,
+        samplers=[sampler] * sequences, sample_positions=kv_lens.tolist(), slots=list(range(sequences)),
+        drafts=[[] for _ in counts],
+    )  # fmt: skip
+
+
+# ---- requests, as anybody sends them ------------------------------------------------------------------------------
+
+
+def _request_pieces(core: EngineCore) -> list[Piece]:
+    vocab = core.config.vocab
+    # Something that repeats, so that speculation has something to propose.
+    prompt = [t % vocab for t in (11, 12, 13, 14, 15, 16, 17, 18)] * 4
+    requests = {name: Request(prompt, params, id=f"warm-up {name}") for name, params in WAYS.items()}
+    if core.vocabulary is not None:
+        requests["json"] = Request(prompt, GREEDY, Constraint("json_object", "{}"), id="warm-up json")
+
+    def run(*asked: Request) -> None:
+        for request in asked:
+            core.submit(request)
+        while core.has_work:
+            for _, delta in core.step():
+                if delta.error is not None:
+                    raise EngineError(f"the engine failed in its warm-up: {delta.error}")
+
+    pieces = [Piece(f"{name} request", partial(run, request)) for name, request in requests.items()]
+    together = list(requests.values())[: core.config.max_seqs]
+    return [*pieces, Piece("requests of every kind together", partial(run, *together))]
