@@ -11,10 +11,11 @@
     ├── CapacityError              it could be served, but not now (exit 1, HTTP 503)
     │   ├── QueueFullError         the bounded queue is full (HTTP 429)
     │   └── NotEnoughMemoryError   of the device or of the host; the message has the numbers
-    └── EngineError                our side failed (exit 1, HTTP 500)
-        ├── StepError              one step failed for one request; the engine goes on
-        ├── AccountError           a measured time below the least its operations can take: our bookkeeping is wrong
-        └── EngineDiedError        the engine process is gone (HTTP 503)
+    ├── EngineError                our side failed (exit 1, HTTP 500)
+    │   ├── StepError              one step failed for one request; the engine goes on
+    │   ├── AccountError           a measured time below the least its operations can take: our bookkeeping is wrong
+    │   └── EngineDiedError        the engine process is gone (HTTP 503)
+    └── PeerError                  another engine could not be built, or did not run (exit 1)
 
 Anything else that escapes is a bug.
 """
@@ -82,3 +83,7 @@ class AccountError(EngineError):
 
 class EngineDiedError(EngineError):
     status = 503
+
+
+class PeerError(HalfbyteError):
+    pass

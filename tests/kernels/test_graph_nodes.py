@@ -181,7 +181,7 @@ def test_a_profile_of_graph_replays(driver: FakeDriver, monkeypatch: pytest.Monk
     monkeypatch.setattr(DecodeGraph, "capture", lambda self: (graphs.append(self), capture(self)))
     monkeypatch.setattr(timeline, "torch_profile", Profiled(driver, graphs))
     monkeypatch.setattr(timeline, "device_us", lambda work, count: 123.0)
-    monkeypatch.setattr(timeline, "device_roof", lambda device: GPUS["h200"])
+    monkeypatch.setattr(timeline, "device_roof", lambda *_: GPUS["h200"])
     work = {op: Work() for op in OPERATIONS}
     p = timeline._decode_on_gpu(model, step, cache, 3, "decode", work)
     assert p.step_us == 123.0

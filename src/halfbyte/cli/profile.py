@@ -92,7 +92,7 @@ def run(model: GptOss, tokens: int, depth: int, batch: int, pp: int) -> list[Pro
 
 
 def show(p: Profile, model: GptOss) -> None:
-    gpu = device_roof(model.device)
+    gpu = device_roof(model.device, model.weights.nbytes)
     rows: list[Mapping[str, str]] = []
     for line in p.lines:
         compute = line.bound == "compute"

@@ -29,6 +29,7 @@ from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.gates import PRESETS, Gates
 from halfbyte.lab import receipts
 from halfbyte.lab.levels.correctness import BATCHES, PROMPTS, Comparison, compare
+from halfbyte.lab.machine import limit_threads
 from halfbyte.lab.measure import device_timing, eager, phase_timing
 from halfbyte.lab.measure.engine_timing import (
     Client,
@@ -67,6 +68,7 @@ class BenchOptions:
     url: str | None = None
     check: bool = True  # compare regimes first, on a GPU
     require_native: bool = False
+    threads: int = 0  # on a CPU; 0: as many as the machine offers
 
     @property
     def works(self) -> list[Work]:
@@ -93,6 +95,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None, loaded
     measured = receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
     preset = options.preset or preset_of(options.gates)
     cell = Cell("", name.label.removeprefix("random:"), preset, options.gates.changes(), "engine")
+    limit_threads(device, model.weights.nbytes, options.threads)
     with torch.inference_mode():
         results = _measure(model, options, cell, progress)
     if options.served:
@@ -282,6 +285,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--url")
     p.add_argument("--no-check", action="store_true")
     p.add_argument("--require-native", action="store_true")
+    p.add_argument("--threads", type=int, default=0, help="on a CPU; 0 means all cores")
     p.add_argument("--out", type=Path)
     return p
 
@@ -291,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gates = gates_.parse({"activation": a.activation}, preset=a.preset)
     options = BenchOptions(
         a.model, gates, a.preset, a.device, a.pp, a.tg, a.depth, a.concurrency, a.repeats, a.eager, a.graph, a.phases,
-        a.sustain, a.served, a.url, not a.no_check, a.require_native,
+        a.sustain, a.served, a.url, not a.no_check, a.require_native, a.threads,
     )  # fmt: skip
     try:
         file = run_bench(options, lambda text: print(f"... {text}", file=sys.stderr, flush=True))

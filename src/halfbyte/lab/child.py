@@ -24,3 +24,14 @@ def _end_with_parent() -> None:
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """As `subprocess.Popen`. Start it from a thread that lives as long as it should."""
     return subprocess.Popen(command, preexec_fn=_end_with_parent if _LIBC is not None else None, **options)
+
+
+def run_child(command: Sequence[str], **options: Any) -> int:
+    """Its exit status; one that is interrupted is killed."""
+    process = start_child(command, **options)
+    try:
+        return process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,28 +14,56 @@ from halfbyte import roofline
 from halfbyte.errors import UsageError
 
 SMALL = 1 << 30  # bytes of weights
+LARGE = 1 << 29  # bytes that no cache holds
 
 
-def limit_threads(device: torch.device, weight_bytes: int) -> None:
-    """One thread for a small model on a CPU: more cost it more than they bring, and far more on a busy machine."""
-    if device.type == "cpu" and weight_bytes < SMALL:
+def limit_threads(device: torch.device, weight_bytes: int, threads: int = 0) -> None:
+    """As asked; else one thread for a small model on a CPU: more cost torch more than they bring, most on a busy
+    machine."""
+    if threads:
+        torch.set_num_threads(threads)
+    elif device.type == "cpu" and weight_bytes < SMALL:
         torch.set_num_threads(1)
 
 
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @functools.cache
-def device_roof(device: torch.device) -> roofline.Gpu:
-    """The roof of this machine: a GPU of the table by name, else read bandwidth and matrix rate measured once."""
+def device_roof(device: torch.device, weight_bytes: int = LARGE) -> roofline.Gpu:
+    """The roof of this machine: a GPU of the table by name, else read bandwidth and matrix rate measured once.
+
+    On a CPU a small model's weights stay in the caches, so that its roof is the rate at which an array as large as
+    they are is read again and again; and its products are int8, which no float rate bounds.
+    """
     if device.type == "cuda":
         with contextlib.suppress(UsageError):
             return roofline.gpu_named(torch.cuda.get_device_name(device))
-    read, flops = _measure_read(device), _measure_matmul(device)
-    return roofline.Gpu("this machine", str(device), read, True, flops, flops, 0.0, "measured in this run")
+    with _all_threads():
+        read = measure_read(device, min(weight_bytes, LARGE))
+        flops, integers = _measure_matmul(device), _measure_int8(device) if device.type == "cpu" else 0.0
+    return roofline.Gpu(
+        "this machine", str(device), read, True, max(flops, integers), flops, 0.0, "measured in this run"
+    )
 
 
-def _measure_read(device: torch.device) -> float:
-    """Bytes/s of summing an array far larger than the caches."""
-    x = torch.ones(1 << (27 if device.type == "cpu" else 29), dtype=torch.float32, device=device)
-    return x.nbytes / _best(lambda: x.sum(), device)
+@contextlib.contextmanager
+def _all_threads() -> Iterator[None]:
+    """What the machine can do, whoever limited torch's threads for a small model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def measure_read(device: torch.device, size: int = LARGE) -> float:
+    """Bytes/s of summing an array of so many bytes; one far larger than the caches comes from memory."""
+    x = torch.ones(max(size, 1 << 20) // 4, dtype=torch.float32, device=device)
+    return x.nbytes / _best(lambda: x.sum(), device, repeats=max(5, (1 << 30) // x.nbytes if x.nbytes < LARGE else 0))
 
 
 def _measure_matmul(device: torch.device) -> float:
@@ -42,6 +71,13 @@ def _measure_matmul(device: torch.device) -> float:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     a = torch.randn(n, n, device=device).to(dtype)
     return 2.0 * n**3 / _best(lambda: a @ a, device)
+
+
+def _measure_int8(device: torch.device) -> float:
+    """Operations/s of an int8 product; where torch has no fast one, still four for each of float32's."""
+    n = 1024
+    a = torch.ones((n, n), dtype=torch.int8, device=device)
+    return max(4 * _measure_matmul(device), 2.0 * n**3 / _best(lambda: torch._int_mm(a, a), device))
 
 
 def _best(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:

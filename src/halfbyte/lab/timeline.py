@@ -75,7 +75,7 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
     cache = fill(model, 1, n)
     work = step_work(model.config, model.spec.formats, 1, n, new=n, logits=1, kv_dtype=model.spec.kv_dtype)
     steps = [prefill_step(model, cache, random_tokens(model, n, i), 0) for i in range(runs + 1)]
-    gpu = device_roof(model.device)
+    gpu = device_roof(model.device, model.weights.nbytes)
     what = f"prompt of {n}"
     if model.device.type == "cpu":
         spans, whole = _clocked(model, steps[0], lambda i: steps[1 + i % runs], runs)
@@ -101,7 +101,7 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
 
 def _decode_on_cpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: str, work: dict[str, Work]) -> Profile:
     spans, whole = _clocked(model, step, lambda i: decode_step(model, cache, int(step.positions[0]), i + 2), tokens)
-    gpu = device_roof(model.device)
+    gpu = device_roof(model.device, model.weights.nbytes)
     return summarise(what, step.rows, spans, tokens, whole, work, gpu, "a clock around every phase")
 
 
@@ -169,7 +169,9 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
             f"the traced step took {traced['us']:.0f} us at {traced['clock_ghz']:.2f} GHz",
             "the kernel streams weights ahead, so a row whose weights came in its neighbour's time is one with it",
         ]
-    profile = summarise(what, step.rows, spans, tokens, step_us, work, device_roof(model.device), how, within)
+    profile = summarise(
+        what, step.rows, spans, tokens, step_us, work, device_roof(model.device, model.weights.nbytes), how, within
+    )
     profile.notes += notes
     profile.host_us["graph"] = host
     profile.host_us["eager"] = _host_us(lambda _: model.forward(step), min(tokens, 8))

@@ -31,6 +31,10 @@ class SingleSequence:
 
     def feed(self, tokens: Sequence[int], *, all_logits: bool = False) -> Tensor:
         """Append tokens; logits of the last one, or of every one."""
+        return self.model.forward(self.step(tokens, all_logits=all_logits))
+
+    def step(self, tokens: Sequence[int], *, all_logits: bool = False) -> Step:
+        """The step that appends tokens, to be run by the caller, in the order in which steps were made."""
         n, at, device = len(tokens), self.length, self.model.device
         if at + n > self.capacity:
             raise ContextError(f"{at + n} tokens do not fit in the {self.capacity} this cache was made for.")
@@ -38,7 +42,8 @@ class SingleSequence:
         def ints(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        step = Step(
+        self.length += n
+        return Step(
             tokens=ints(tokens),
             positions=torch.arange(at, at + n, dtype=torch.int32, device=device),
             query_start=ints([0, n]),
@@ -48,8 +53,6 @@ class SingleSequence:
             logit_rows=ints(range(n) if all_logits else [n - 1]),
             max_kv_len=at + n,
         )
-        self.length += n
-        return self.model.forward(step)
 
 
 def generate(

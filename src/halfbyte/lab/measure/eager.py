@@ -1,6 +1,7 @@
-"""A single sequence stepped eagerly, the host waiting for every token: a first look, and what the oracle costs.
+"""The plan alone: one sequence stepped eagerly, the host waiting for every step, as llama-bench measures llama.cpp.
 
-No scheduler, no graph, no sampler on the device; what a user gets is measured in `engine_timing.py`.
+No scheduler, no graph, no sampler: steps of random tokens are made first and then run. What a user gets is measured in
+`engine_timing.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from functools import partial
 
 import torch
 
-from halfbyte.lab.machine import device_roof, limit_threads, synchronize
+from halfbyte.lab.machine import device_roof, synchronize
 from halfbyte.lab.measure.engine_timing import Work, speed_ceiling
 from halfbyte.lab.result import Cell, Check, Result, figure, measure_cell
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
-from halfbyte.ops.sampling import greedy
+from halfbyte.plan.step import Step
 
 
 def measure_eager(
@@ -30,8 +31,7 @@ def measure_eager(
     chunk: int = 512,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
-    """One sequence, one step at a time, the host waiting for each: the oracle's speed, not a user's."""
-    limit_threads(model.device, model.weights.nbytes)
+    """One sequence, one step at a time, the host waiting for each: the plan's speed, not a user's."""
     results = []
     for work in works:
         each = replace(cell, kind="prompt" if work.prompt else "decode", path="eager", shape=work.shape)
@@ -50,7 +50,7 @@ def _result(model: GptOss, work: Work, cell: Cell, repeats: int, chunk: int) -> 
     run = partial(_prefill, model, work.prompt) if work.prompt else partial(_decode, model, work.tokens)
     rates = [run(work.depth, chunk, seed) for seed in range(repeats + 1)][1:]
     experts = None if work.prompt else float(model.config.top_k)  # one row always touches as many
-    ceiling = speed_ceiling(device_roof(model.device), model, work, experts)
+    ceiling = speed_ceiling(device_roof(model.device, model.weights.nbytes), model, work, experts)
     return Result(cell, (figure("speed", "tok/s", rates, ceiling),))
 
 
@@ -58,29 +58,29 @@ def _tokens(model: GptOss, n: int, seed: int) -> list[int]:
     return torch.randint(0, model.config.vocab, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _fill(sequence: SingleSequence, tokens: Sequence[int], chunk: int) -> torch.Tensor:
-    logits = torch.empty(0)
-    for i in range(0, len(tokens), chunk):
-        logits = sequence.feed(tokens[i : i + chunk])
-    return logits
+def _steps(model: GptOss, sequence: SingleSequence, count: int, rows: int, seed: int) -> list[Step]:
+    """Random tokens, so many to a step, made before the clock starts."""
+    tokens = _tokens(model, count, seed)
+    return [sequence.step(tokens[i : i + rows]) for i in range(0, count, rows)]
+
+
+def _run(model: GptOss, steps: Sequence[Step]) -> float:
+    """Seconds; the host waits for every step."""
+    start = time.perf_counter()
+    for step in steps:
+        model.forward(step)
+        synchronize(model.device)
+    return time.perf_counter() - start
 
 
 def _prefill(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> float:
     sequence = SingleSequence(model, depth + n)
-    _fill(sequence, _tokens(model, depth, seed), chunk)
-    tokens = _tokens(model, n, seed + 1000)
-    synchronize(model.device)
-    start = time.perf_counter()
-    int(greedy(_fill(sequence, tokens, chunk)[0]))
-    return n / (time.perf_counter() - start)
+    _run(model, _steps(model, sequence, depth, chunk, seed))
+    return n / _run(model, _steps(model, sequence, n, chunk, seed + 1000))
 
 
 def _decode(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> float:
-    """Tokens/s over n - 1 intervals."""
-    sequence = SingleSequence(model, depth + n + 1)
-    logits = _fill(sequence, _tokens(model, max(depth, 1), seed), chunk)
-    token = int(greedy(logits[0]))
-    start = time.perf_counter()
-    for _ in range(n - 1):
-        token = int(greedy(sequence.feed([token])[0]))
-    return (n - 1) / (time.perf_counter() - start)
+    """As llama-bench counts: `n` steps of one random token each, none of them sampled."""
+    sequence = SingleSequence(model, depth + n)
+    _run(model, _steps(model, sequence, depth, chunk, seed))
+    return n / _run(model, _steps(model, sequence, n, 1, seed + 1000))

@@ -27,7 +27,7 @@ from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.errors import StepError, UsageError
-from halfbyte.lab.machine import device_roof, limit_threads
+from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.device_timing import fill, prefill_step
 from halfbyte.lab.result import Ceiling, Cell, Check, Figure, Result, figure, measure_cell
 from halfbyte.model.gpt_oss import GptOss
@@ -255,7 +255,7 @@ def result_of(timing: Timing, cell: Cell, model: GptOss | None, experts: float |
     work = timing.work
     ceiling = floor = None
     if model is not None and model.gates.speculate == "off":  # a step that verifies drafts reads less per token
-        gpu = device_roof(model.device)
+        gpu = device_roof(model.device, model.weights.nbytes)
         ceiling = speed_ceiling(gpu, model, work, experts)
         if work.prompt:
             floor = Ceiling(1e3 * _prompt_seconds(gpu, model, work.prompt, work.depth, 1), ceiling.source)
@@ -289,7 +289,6 @@ def measure_engine(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
     """Every cell through one engine, made as `halfbyte serve` makes it; one that fails says why and costs no other."""
-    limit_threads(model.device, model.weights.nbytes)
     cells = [_cell_of(cell, work) for work in works]
     longest = max((work.length for work in works), default=0)
     if longest > model.config.max_context:
