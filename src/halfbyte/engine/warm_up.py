@@ -47,7 +47,7 @@ class Piece:
 def warm_up(core: EngineCore, level: str, report: Report | None = None) -> dict[str, float]:
     """Seconds by piece. `core` is used up: its pages and counters have seen traffic that nobody asked for."""
     assert level in WARM_UPS, level
-    if level == "off":
+    if level == "off" or not isinstance(core.runner, DeviceRunner):  # a CPU compiles and captures nothing
         return {}
     named = {p.name: p for p in (*_device_pieces(core, full=level == "full"), *_request_pieces(core))}
     pieces = list(named.values())
@@ -68,8 +68,7 @@ def warm_up(core: EngineCore, level: str, report: Report | None = None) -> dict[
 
 def _device_pieces(core: EngineCore, *, full: bool) -> list[Piece]:
     runner, config = core.runner, core.config
-    if not isinstance(runner, DeviceRunner):
-        return []
+    assert isinstance(runner, DeviceRunner)
     page, longest = config.page_size, core.scheduler.longest
     pieces: list[Piece] = []
 

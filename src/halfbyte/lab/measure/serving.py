@@ -1,0 +1,239 @@
+"""A server under traffic, by a client's clock: streams that ask again as soon as they have their answer, and the first
+minute after a cold start.
+
+    python -m halfbyte.lab.measure.serving random:120b --preset fast --streams 1,8,32,64 [--out receipt.json]
+    python -m halfbyte.lab.measure.serving random:120b --preset fast --first-minute 60
+
+Starts `halfbyte serve` as a user does (or takes `--url`). Prompts are random and all different, so nothing is found in
+a cache. Steady state leaves out the first wave, in which all streams begin at once. Gaps are those between two arrivals
+of tokens on one stream after its first. The first minute mixes prompt lengths, ways of sampling and numbers of streams;
+it begins when the server says ready. The last line is the receipt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+import urllib.parse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfbyte import gates as gates_
+from halfbyte.errors import EngineError
+from halfbyte.lab import receipts
+from halfbyte.lab.entry import finish, line_of, numbers
+from halfbyte.lab.measure.http_client import HttpClient, ServeProcess
+from halfbyte.lab.result import Cell, Check, Figure, Result, figure
+
+VOCAB = 190_000  # of random prompts: no special token of gpt-oss
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0}, {"temperature": 1.0}, {"top_p": 0.9}, {"top_k": 40}, {"temperature": 0, "logprobs": 3},
+    {"frequency_penalty": 0.2}, {"min_p": 0.05},
+)  # fmt: skip
+LENGTHS = (20, 200, 1100, 1100, 4000, 12000)
+LEVELS = (1, 2, 4, 8, 3, 16, 6, 32, 12, 64, 5, 24)  # streams at once, in turn
+
+
+@dataclass
+class Stream:
+    """What one request's client saw; seconds since the beginning of the measurement."""
+
+    sent: float
+    tokens: int  # asked for
+    status: bytes = b""
+    blocks: list[tuple[float, bytes]] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, how many tokens
+    error: str = ""
+
+    def read(self) -> None:
+        """After the measurement, which parsing would disturb."""
+        if not self.status.startswith(b"HTTP/1.1 200"):
+            self.error = (self.status + b"".join(b for _, b in self.blocks))[:400].decode(errors="replace")
+            return
+        left = b""
+        for at, block in self.blocks:
+            *lines, left = (left + block).split(b"\n")
+            count = 0
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    count += sum(len(c["token_ids"]) for c in event.get("choices", ()))
+                    self.error = self.error or str(event.get("error", ""))
+            if count:
+                self.arrivals.append((at, count))
+        total = sum(n for _, n in self.arrivals)
+        if not self.error and total != self.tokens:
+            self.error = f"{total} of {self.tokens} tokens arrived"
+
+    @property
+    def first(self) -> float:
+        return self.arrivals[0][0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b[0] - a[0] for a, b in zip(self.arrivals, self.arrivals[1:])]
+
+
+class Traffic:
+    def __init__(self, url: str, vocab: int, seed: int = 0) -> None:
+        self.client, self.random = HttpClient(url), random.Random(seed)
+        parts = urllib.parse.urlsplit(url)
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self.vocab = vocab
+        self.begin = time.perf_counter()
+        self.streams: list[Stream] = []
+
+    def now(self) -> float:
+        return time.perf_counter() - self.begin
+
+    async def ask(self, prompt: int, tokens: int, way: dict[str, Any]) -> None:
+        body = {
+            "model": self.client.model, "prompt": [self.random.randrange(self.vocab) for _ in range(prompt)],
+            "max_tokens": tokens, "ignore_eos": True, "stream": True, "return_token_ids": True, **way,
+        }  # fmt: skip
+        data = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 22)
+        stream = Stream(self.now(), tokens)
+        self.streams.append(stream)
+        try:
+            writer.write(head.encode() + data)
+            await writer.drain()
+            stream.status = await reader.readuntil(b"\r\n\r\n")
+            while block := await reader.read(1 << 16):
+                stream.blocks.append((self.now(), block))
+        finally:
+            writer.close()
+
+    async def closed_loop(self, streams: int, rounds: int, prompt: int, tokens: int) -> None:
+        async def one() -> None:
+            for _ in range(rounds):
+                await self.ask(prompt, tokens, {"temperature": 0})
+
+        await asyncio.gather(*(one() for _ in range(streams)))
+
+    async def mixed(self, seconds: float) -> None:
+        """Streams come and go so that every level of LEVELS is reached in turn."""
+        tasks: set[asyncio.Task[None]] = set()
+        each, turn = seconds / len(LEVELS), 0
+        while self.now() < seconds:
+            while len(tasks) < LEVELS[min(int(self.now() / each), len(LEVELS) - 1)]:
+                way, length = WAYS[turn % len(WAYS)], LENGTHS[self.random.randrange(len(LENGTHS))]
+                tasks.add(asyncio.create_task(self.ask(length, self.random.choice((16, 64, 160)), way)))
+                turn += 1
+            done, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        await asyncio.gather(*tasks)
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def _summary(name: str, unit: str, value: float, values: list[float]) -> Figure:
+    return Figure(name, unit, value, min(*values, value), max(*values, value), len(values))
+
+
+def _errors(traffic: Traffic) -> Check:
+    for stream in traffic.streams:
+        stream.read()
+    errors = [s.error for s in traffic.streams if s.error]
+    return Check("every request had all of its tokens", not errors, len(errors), 0, note=errors[0] if errors else "")
+
+
+def steady(cell: Cell, traffic: Traffic, streams: int, rounds: int, tokens: int) -> Result:
+    """Between the end of the first wave and the time when the first stream has nothing more to ask."""
+    errors = _errors(traffic)
+    if not errors.ok:
+        return Result(cell, checks=(errors,))
+    all_streams = sorted(traffic.streams, key=lambda s: s.sent)
+    waves = all_streams[streams:]  # without the first
+    begin = max(s.arrivals[0][0] for s in all_streams[:streams]) if rounds > 1 else all_streams[0].sent
+    end = max(s.sent for s in all_streams) if rounds > 1 else max(s.arrivals[-1][0] for s in all_streams)
+    counted = sum(n for s in all_streams for at, n in s.arrivals if begin < at <= end)
+    gaps = [g * 1000 for s in all_streams for (a, _), g in zip(s.arrivals[1:], s.gaps) if begin < a <= end]
+    firsts = [s.first * 1000 for s in waves or all_streams]
+    figures = (
+        figure("speed", "tok/s", counted / (end - begin)),
+        _summary("gap_p99", "ms", quantile(gaps, 0.99), gaps),
+        _summary("gap_median", "ms", quantile(gaps, 0.5), gaps),
+        _summary("first_token_p99", "ms", quantile(firsts, 0.99), firsts),
+        _summary("first_token_median", "ms", quantile(firsts, 0.5), firsts),
+    )
+    return Result(cell, figures, (errors,), detail={"rounds": rounds, "seconds": end - begin, "tokens": tokens})
+
+
+def first_minute(cell: Cell, traffic: Traffic, ready: float | None) -> Result:
+    errors = _errors(traffic)
+    if not errors.ok:
+        return Result(cell, checks=(errors,))
+    gaps = sorted(((g * 1000, a) for s in traffic.streams for (a, _), g in zip(s.arrivals[1:], s.gaps)), reverse=True)
+    values, firsts = [g for g, _ in gaps], [s.first * 1000 for s in traffic.streams]
+    figures = [
+        _summary("gap_longest", "ms", values[0], values), _summary("gap_p99", "ms", quantile(values, 0.99), values),
+        _summary("first_token_p99", "ms", quantile(firsts, 0.99), firsts),
+    ]  # fmt: skip
+    if ready is not None:
+        figures.append(figure("ready", "s", ready))
+    worst = [{"ms": round(g, 1), "at": round(a, 2)} for g, a in gaps[:20]]
+    detail = {"requests": len(traffic.streams), "worst": worst, "slow_firsts": sorted(firsts)[-10:]}
+    target = Check("no gap above 200 ms", values[0] <= 200, values[0], 200)
+    return Result(cell, tuple(figures), (errors,), targets=(target,), detail=detail)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model", nargs="?")
+    p.add_argument("--preset", default="exact")
+    p.add_argument("--device")
+    p.add_argument("--url")
+    p.add_argument("--streams", default="")
+    p.add_argument("--rounds", type=int, default=6)
+    p.add_argument("--prompt", type=int, default=1100)
+    p.add_argument("--tokens", type=int, default=256)
+    p.add_argument("--vocab", type=int, default=VOCAB, help="ids that random prompts are made of")
+    p.add_argument("--first-minute", type=float, default=0.0, metavar="SECONDS")
+    p.add_argument("--log", type=Path, default=Path("serve.log"))
+    p.add_argument("--out", type=Path)
+    a = p.parse_args()
+    gates, results = gates_.parse(preset=a.preset), list[Result]()
+
+    def measure(url: str, ready: float | None) -> None:
+        base = Cell("serving", model=a.model or "", preset=a.preset, path="http")
+        if a.first_minute:
+            traffic = Traffic(url, a.vocab)
+            asyncio.run(traffic.mixed(a.first_minute))
+            cell = Cell("first minute", base.model, base.preset, path="http", shape={"seconds": a.first_minute})
+            results.append(first_minute(cell, traffic, ready))
+            print(line_of(results[-1]), flush=True)
+        for streams in numbers(a.streams):
+            traffic = Traffic(url, a.vocab, seed=streams)
+            asyncio.run(traffic.closed_loop(streams, a.rounds, a.prompt, a.tokens))
+            shape = {"pp": a.prompt, "tg": a.tokens, "concurrency": streams}
+            cell = Cell("serving", base.model, base.preset, path="http", shape=shape)
+            results.append(steady(cell, traffic, streams, a.rounds, a.tokens))
+            print(line_of(results[-1]), flush=True)
+
+    if a.url:
+        measure(a.url, None)
+    else:
+        start = time.perf_counter()
+        with ServeProcess(a.model, gates, a.device, a.log) as server:
+            measure(server.url, time.perf_counter() - start)
+    if not results:
+        raise EngineError("nothing was asked for; give --streams or --first-minute.")
+    sources = receipts.sources_of([receipts.PACKAGE / "server" / "app.py"], ("server", "engine"))
+    return finish("python -m halfbyte.lab.measure.serving", results, receipts.hashes(sources), a.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
