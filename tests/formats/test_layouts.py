@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfbyte.errors import FormatError
-from halfbyte.formats import FORMATS, LAYOUTS, MXTensor, blocks, convert, dequantize, e2m1, layouts, quantize
+from halfbyte.formats import (
+    FORMATS,
+    LAYOUTS,
+    DenseTiles,
+    MXTensor,
+    blocks,
+    convert,
+    dequantize,
+    e2m1,
+    layouts,
+    quantize,
+)
 from halfbyte.formats.tensor import GEOMETRY
 
 PAIRS = [(layout, name) for layout, spec in LAYOUTS.items() for name in spec.formats]
@@ -105,9 +116,13 @@ def test_refusals_are_one_sentence():
         convert(quantize(torch.ones(4, 64), "mxfp8"), "gguf")
     with pytest.raises(FormatError, match="matrices"):
         convert(quantize(torch.ones(64), "mxfp4"), "tile16")
+    with pytest.raises(FormatError, match="'rows16' holds matrices"):
+        convert(quantize(torch.ones(64), "mxfp4"), "rows16")
+    with pytest.raises(FormatError, match="no layout 'tile16' holds"):
+        DenseTiles.of(torch.ones(4, 64, dtype=torch.float16), "tile16")
 
 
-@pytest.mark.parametrize("layout", ["gguf", "tile16", "w4a8_split"])
+@pytest.mark.parametrize("layout", ["gguf", "tile16", "rows16", "w4a8_split"])
 def test_damaged_data_is_refused(layout):
     t = convert(quantize(torch.ones(16, 128), "mxfp4"), layout)
     with pytest.raises(FormatError, match="must be uint8 of shape"):
@@ -186,6 +201,40 @@ def test_w4a8_split_pads_to_whole_tiles():
     assert there.scales.shape == (4, 2944 // 32)
     assert not there.scales[:, 90:].any()
     assert not (there.data[:, -64:] >> 4).any()  # k 2880..2943 are high nibbles of the last tile
+
+
+@pytest.mark.parametrize(("name", "words", "scale"), [("mxfp4", 4, 1), ("q8", 8, 2)])
+def test_rows16_by_hand(name, words, scale):
+    """A word of a row lies beside the same word of the tile's other rows; scales follow, on a line of their own."""
+    t = random_tensor(name, (2, 21, 70))  # 3 groups, a tile of five rows
+    there = convert(t, "rows16")
+    codes = 3 * words * 64
+    assert there.data.shape == (2, 2, codes + 128 // (3 - scale))
+    assert there.data.data_ptr() % 64 == 0
+    plain = t.data.view(torch.uint8)
+    for expert, row, group, word in itertools.product(range(2), (0, 7, 15, 16, 20), range(3), range(words)):
+        tile, at = there.data[expert, row // 16], 4 * (16 * (group * words + word) + row % 16)
+        assert torch.equal(tile[at : at + 4], plain[expert, row, 4 * (group * words + word) :][:4])
+        at = codes + scale * (16 * group + row % 16)
+        assert torch.equal(tile[at : at + scale], t.scales[expert, row, group : group + 1].view(torch.uint8))
+    last = there.data[:, 1]
+    assert not last[:, :codes].view(2, -1, 16, 4)[:, :, 5:].any()
+    assert not last[:, codes + 3 * 16 * scale :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 33), (16, 64), (2, 37, 70), (0, 64), (3, 0), (2, 0, 32)])
+def test_rows16_of_numbers_without_scales(dtype, shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    there = DenseTiles.of(w, "rows16")
+    *_, n, k = shape
+    assert there.data.shape[-2:] == (-(-n // 16), -(-k // 32) * 32 * 16 * dtype.itemsize)
+    assert torch.equal(there.plain(), w)
+    assert there.plain().dtype == dtype
+    if w.numel():
+        tiles = there.data.view(dtype).view(-1, -(-n // 16), -(-k // 32) * 32, 16)
+        assert torch.equal(tiles[-1, (n - 1) // 16, k - 1, (n - 1) % 16], w.view(-1, n, k)[-1, n - 1, k - 1])
+        assert not tiles[:, :, k:].any()
 
 
 # Gate and up -------------------------------------------------------------------------------------------------------

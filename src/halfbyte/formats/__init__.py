@@ -16,9 +16,9 @@ import torch
 
 from halfbyte.errors import FormatError
 from halfbyte.formats import mxfp4, mxfp8, nvfp4, q8
+from halfbyte.formats.dense import DenseTiles
 from halfbyte.formats.layouts import LAYOUTS, convert
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
-from halfbyte.formats.tile16 import DenseTiles
 
 __all__ = [
     "FORMATS",

@@ -9,6 +9,7 @@ gigabyte of experts is repacked with a few megabytes beside source and result.
 | `plain`      | all        | [..., N, K/2] or [..., N, K]: the checkpoint's      | [..., N, K/G]  |
 | `gguf`       | mxfp4, q8  | [..., N, blocks * 17 or 34]: GGUF's blocks          | empty          |
 | `tile16`     | mxfp4, q8  | [..., ceil(N/16), ceil(K/64), chunk]: `tile16.py`   | empty          |
+| `rows16`     | mxfp4, q8  | [..., ceil(N/16), tile]: `rows16.py`                | empty          |
 | `w4a8_split` | mxfp4      | [..., N, K/2], nibbles of a 128-wide tile split     | [..., N, K/32] |
 
 To add one: write `pack` (plain to it) and `unpack` (back), both on whole MXTensors, and add a `Layout` to `LAYOUTS`;
@@ -25,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from halfbyte.errors import FormatError
-from halfbyte.formats import tile16
+from halfbyte.formats import rows16, tile16
 from halfbyte.formats.blocks import check_data, no_scales, pad_matrix, slices
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
 
@@ -237,6 +238,7 @@ LAYOUTS: dict[str, Layout] = {
         Layout("plain", ("mxfp4", "mxfp8", "nvfp4", "q8"), _same, _same),
         Layout("gguf", ("mxfp4", "q8"), _gguf_pack, _gguf_unpack),
         Layout("tile16", ("mxfp4", "q8"), tile16.pack, tile16.unpack),
+        Layout("rows16", ("mxfp4", "q8"), rows16.pack, rows16.unpack),
         Layout("w4a8_split", ("mxfp4",), _split_pack, _split_unpack),
     )
 }

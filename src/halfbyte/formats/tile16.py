@@ -22,7 +22,7 @@ eight weights, none wasted on signs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -105,34 +105,6 @@ def unpack_dense(data: Tensor, n: int, k: int) -> Tensor:
     x = data.contiguous().view(torch.int16).view(-1, tiles, chunks, 2, 2, 8, 4, 2, 2, 2)
     x = x.permute(0, 1, 8, 5, 2, 3, 6, 4, 7, 9).reshape(*lead, tiles * ROWS, chunks * WIDTH)
     return x[..., :n, :k].contiguous().view(torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class DenseTiles:
-    """A bf16 matrix (or a stack of them) in this layout: what MXTensor is for formats with scales."""
-
-    data: Tensor  # uint8, see `pack_dense`
-    shape: tuple[int, ...]
-    layout: str = "tile16"
-
-    @classmethod
-    def of(cls, w: Tensor) -> DenseTiles:
-        return cls(pack_dense(w), tuple(w.shape))
-
-    def plain(self) -> Tensor:
-        return unpack_dense(self.data, *self.shape[-2:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
 
 
 # ---- mxfp4 -----------------------------------------------------------------------------------------------------------

@@ -172,8 +172,8 @@ def assemble(
 def _in_layout(m: Matrix, role: str, layout: str) -> WeightTensor:
     if isinstance(m, MXTensor):
         return formats.convert(m, layout)
-    if layout == "tile16" and m.dtype == torch.bfloat16 and m.ndim >= 2:
-        return DenseTiles.of(m)
+    if DenseTiles.holds(m, layout):
+        return DenseTiles.of(m, layout)
     if layout != "plain":
         raise FormatError(f"{role} is {m.dtype} and has no layout {layout!r}; quantise it with --layers first.")
     return m

@@ -67,7 +67,7 @@ def test_lm_head_of_a_batch() -> None:
 
 
 def test_a_tile_that_does_not_fit_is_refused() -> None:
-    w = DenseTiles.of(torch.zeros((16, 2880), dtype=torch.bfloat16))
+    w = DenseTiles.of(torch.zeros((16, 2880), dtype=torch.bfloat16), "tile16")
     with pytest.raises(PlanError, match="does not fit in 101376 bytes"):
         Matrix(w, None, "qkv", shared=SMALL)
 

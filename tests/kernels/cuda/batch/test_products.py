@@ -30,7 +30,7 @@ def weights(form: str, shape: tuple[int, ...], seed: int) -> tuple[MXTensor | De
     g = torch.Generator().manual_seed(seed)
     w = torch.randn(shape, generator=g) / shape[-1] ** 0.5
     if form == "bf16":
-        return DenseTiles.of(w.bfloat16()), w.bfloat16().float()
+        return DenseTiles.of(w.bfloat16(), "tile16"), w.bfloat16().float()
     plain = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
     return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
 
