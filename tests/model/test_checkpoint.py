@@ -422,10 +422,10 @@ def test_the_embedded_tokenizer_fits_and_strange_ones_are_refused(tmp_path: Path
     assert len(vocabulary.merges) == len(raw["model"]["merges"])
     strange = tmp_path / "tokenizer.json"
     for change, words in (
-        ({"model": raw["model"] | {"type": "Unigram"}}, "Unigram tokenizer"),
+        ({"model": raw["model"] | {"type": "Unigram"}}, "'Unigram' tokenizer"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "no name for"),
         ({"pre_tokenizer": None}, "no name for"),
-        ({"model": {"type": "BPE"}}, "cannot be read as a tokenizer"),
+        ({"model": {"type": "BPE"}}, "holds no BPE vocabulary"),
     ):
         strange.write_text(json.dumps(raw | change))
         with pytest.raises(CheckpointError, match=words):

@@ -17,6 +17,7 @@ from halfbyte.harmony import Message, Role, render_conversation
 from halfbyte.harmony.parse import Parser
 from halfbyte.model import tokenizer as module
 from halfbyte.model.tokenizer import O200K_PATTERN, Detokenizer, Tokenizer, o200k_file
+from halfbyte.model.tokenizer_json import read_tokenizer_json
 
 CONTROL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 TEXTS = (
@@ -194,7 +195,7 @@ def write_gguf(path: Path, tokens: list[str], types: list[int], merges: list[str
 
 def test_from_gguf(small: Tokenizer, small_json: Path, tmp_path: Path, gpt_oss: Tokenizer) -> None:
     raw = json.loads(small_json.read_text())
-    tokens = module._json_tokens(raw)
+    tokens = read_tokenizer_json(small_json).tokens()
     types = [3 if id in set(small.special.values()) else 1 for id in range(len(tokens))]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in raw["model"]["merges"]]
     write_gguf(tmp_path / "small.gguf", tokens, types, merges)

@@ -21,6 +21,7 @@ from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats import DenseTiles
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
 from halfbyte.model.config import ModelConfig
+from halfbyte.model.plain_file import MIB, read_whole, refusing
 from halfbyte.model.safetensors_io import SafetensorsSource
 from halfbyte.model.safetensors_writer import write_folder
 from halfbyte.model.weight_file import Reading
@@ -54,6 +55,9 @@ COMPANIONS = (
 )
 
 
+MAX_COMPANION = 64 * MIB
+
+
 def load(
     path: str | Path,
     *,
@@ -85,17 +89,20 @@ def open_model(path: str | Path, reading: Reading | None = None) -> Model:
     """The source of a path; its files are open and checked, and no tensor is read yet."""
     path = Path(path).expanduser()
     reading = reading or Reading(torch.device("cpu"))
-    if path.is_dir():
-        files = sorted(path.glob("*.gguf"))
-        if files and not (path / "config.json").exists():
-            raise CheckpointError(f"{path} is a folder of GGUF files; give one of them, for example {files[0].name}.")
-        return SafetensorsSource(path, reading)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder, or a .gguf file.")
-    if path.suffix in (".safetensors", ".json"):
-        raise CheckpointError(f"{path} is one file of a model folder; give the folder {path.parent}.")
-    source: Model = gguf_module("gguf_io").GgufSource(path, reading)
-    return source
+    with refusing(path):
+        if path.is_dir():
+            files = sorted(path.glob("*.gguf"))
+            if files and not (path / "config.json").exists():
+                raise CheckpointError(
+                    f"{path} is a folder of GGUF files; give one of them, for example {files[0].name}."
+                )
+            return SafetensorsSource(path, reading)
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder, or a .gguf file.")
+        if path.suffix in (".safetensors", ".json"):
+            raise CheckpointError(f"{path} is one file of a model folder; give the folder {path.parent}.")
+        source: Model = gguf_module("gguf_io").GgufSource(path, reading)
+        return source
 
 
 def gguf_module(name: str) -> Any:
@@ -307,7 +314,7 @@ def quantize_checkpoint(
             writer.write_file(source, dst, tokenizer=tokenizer if tokenizer.exists() else None, progress=progress)
             return
         beside = src if src.is_dir() else src.parent
-        copies = {name: (beside / name).read_bytes() for name in COMPANIONS if (beside / name).is_file()}
+        copies = {name: read_whole(beside / name, MAX_COMPANION) for name in COMPANIONS if (beside / name).is_file()}
         write_folder(source, dst, max_shard_bytes=max_shard_bytes, copies=copies, progress=progress)
     finally:
         inner.close()

@@ -138,6 +138,11 @@ class ModelConfig:
         return asdict(self)
 
 
+def default_ends(vocab: int) -> tuple[int, ...]:
+    """The end tokens of a file that names none: gpt-oss's, where the vocabulary has them."""
+    return tuple(id for id in ModelConfig.eos_tokens if id < vocab)
+
+
 def _gpt_oss(name: str, layers: int, experts: int) -> ModelConfig:
     return ModelConfig(
         layers=layers, hidden=2880, intermediate=2880, experts=experts, top_k=4,

@@ -20,12 +20,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model.config import LayerKind, ModelConfig, Yarn
+from halfbyte.model.config import LayerKind, ModelConfig, Yarn, default_ends
 from halfbyte.model.plain_file import MIB, convert_json, read_json, shown
 
 NAME = "config.json"
 MAX_BYTES = MIB
-EOS = 200002  # <|return|> of o200k_harmony, for files that name no end token
 
 log = logging.getLogger("halfbyte")
 
@@ -146,7 +145,7 @@ def parse_config(raw: Mapping[str, Any], *, where: str = NAME) -> ConfigFile:
     if raw.get("model_type") != "gpt_oss":
         kind = shown(str(raw.get("model_type")))
         raise CheckpointError(f"{where}: model_type is {kind}, but halfbyte serves gpt_oss models only.")
-    _check_keys(raw, USED, HARMLESS, REFUSED, where)
+    check_keys(raw, USED, HARMLESS, REFUSED, where)
     j = convert_json(raw, ConfigJson, where)
     experts = _agree(where, num_local_experts=j.num_local_experts, num_experts=j.num_experts)
     if experts is UNSET:
@@ -158,8 +157,8 @@ def parse_config(raw: Mapping[str, Any], *, where: str = NAME) -> ConfigFile:
         if kind not in KINDS:
             raise CheckpointError(f"{where}: layer type {shown(kind)} is not gpt-oss's ({', '.join(KINDS)}).")
     theta, yarn = _rope(j, where)
-    eos = j.eos_token_id if j.eos_token_id is not None else [EOS] if j.vocab_size > EOS else []
-    ends = tuple(eos) if isinstance(eos, list) else (eos,)
+    eos = j.eos_token_id
+    ends = default_ends(j.vocab_size) if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     for id in ends:
         if not 0 <= id < j.vocab_size:
             raise CheckpointError(f"{where}: eos_token_id is {id}, but the vocabulary has {j.vocab_size} tokens.")
@@ -192,13 +191,14 @@ def parse_config(raw: Mapping[str, Any], *, where: str = NAME) -> ConfigFile:
     return ConfigFile(config, _claimed_formats(j.halfbyte, where))
 
 
-def _check_keys(
+def check_keys(
     raw: Mapping[str, Any],
     used: frozenset[str],
     harmless: frozenset[str],
     refused: Mapping[str, tuple[tuple[Any, ...], str]],
     where: str,
 ) -> None:
+    """Refuse what would be ignored, and say what is not known."""
     for key in sorted(refused.keys() & raw.keys()):
         allowed, reason = refused[key]
         if raw[key] not in allowed:
@@ -234,7 +234,7 @@ def _rope(j: ConfigJson, where: str) -> tuple[float, Yarn]:
 
 
 def _one_rope(raw: dict[str, Any], j: ConfigJson, where: str) -> tuple[float, Yarn]:
-    _check_keys(raw, ROPE_USED, ROPE_HARMLESS, ROPE_REFUSED, where)
+    check_keys(raw, ROPE_USED, ROPE_HARMLESS, ROPE_REFUSED, where)
     r = convert_json(raw, RopeJson, where)
     kind = _agree(where, rope_type=r.rope_type, type=r.type)
     theta = _agree(where, rope_theta=r.rope_theta, **{"rope_theta outside of it": j.rope_theta})

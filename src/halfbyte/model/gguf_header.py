@@ -1,28 +1,70 @@
 """The header of a GGUF file: metadata, and where each tensor lies; the model's configuration from it.
 
-Reads numbers, strings and offsets, checks that every tensor is inside its file, and skips the vocabulary, which
-`gguf_vocab.py` reads. No tensor is read here. The `gguf` package's own reader maps the whole file and cannot say where
-a truncated one ends; writing uses the package.
+Checks that every tensor is inside its file and overlaps no other, and that every key of the architecture is used,
+harmless or refused, as `config_json.py` does for folders. The vocabulary is `gguf_vocab.py`'s. No tensor is read here.
 """
 
 from __future__ import annotations
 
+import math
 import re
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model.config import ModelConfig, Yarn
-from halfbyte.model.weight_file import Reading, WeightFile, truncated
+from halfbyte.model.config import ModelConfig, Yarn, default_ends
+from halfbyte.model.config_json import check_keys
+from halfbyte.model.gguf_metadata import MAX_TENSORS, walk
+from halfbyte.model.plain_file import shown, truncated
+from halfbyte.model.weight_file import Reading, WeightFile
 
 ARCH = "gpt-oss"
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 # Our own key: GGUF has none for it, and llama.cpp always rounds the yarn ramp outwards. Absent means OpenAI's value.
 TRUNCATE_KEY = "halfbyte.rope.yarn_truncate"
+MAX_RANK = 4  # ggml's own limit
+ALIGNMENTS = tuple(1 << i for i in range(17))
+
+USED = frozenset(f"{ARCH}.{name}" for name in (
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window", "block_count", "context_length", "embedding_length", "expert_count",
+    "expert_feed_forward_length", "expert_used_count", "rope.freq_base", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+))  # fmt: skip
+HARMLESS = frozenset(f"{ARCH}.{name}" for name in ("feed_forward_length", "rope.scaling.finetuned", "vocab_size"))
+# Heads are square here: these say head_dim, too, or are refused.
+HEAD_SIZES = ("attention.value_length", "rope.dimension_count")
+# Key -> the values that change nothing, and what any other value does.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    f"{ARCH}.{name}": (allowed, "makes it another network than gpt-oss")
+    for name, allowed in {
+        "attention.causal": (True,),
+        "attention.clamp_kqv": (0.0,),
+        "attention.max_alibi_bias": (0.0,),
+        "attention.scale": (0.0,),
+        "attention.sliding_window_pattern": (2,),
+        "attn_logit_softcapping": (0.0,),
+        "embedding_scale": (0.0, 1.0),
+        "expert_gating_func": (0, 3),  # none named, or a softmax over the chosen
+        "expert_group_count": (0, 1),
+        "expert_shared_count": (0,),
+        "expert_weights_scale": (0.0, 1.0),
+        "final_logit_softcapping": (0.0,),
+        "leading_dense_block_count": (0,),
+        "logit_scale": (0.0, 1.0),
+        "nextn_predict_layers": (0,),
+        "residual_scale": (0.0, 1.0),
+        "rope.scaling.attn_factor": (1.0,),
+        "rope.scaling.yarn_attn_factor": (1.0,),
+        "rope.scaling.yarn_ext_factor": (1.0,),
+        "rope.scaling.yarn_log_multiplier": (0.0,),
+        "swiglu_clamp_exp": (),
+    }.items()
+}
 
 
 @dataclass(frozen=True)
@@ -41,84 +83,45 @@ class Header:
     tensors: dict[str, Entry]
 
 
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
-
-
-class _Cursor:
-    """Reads a header front to back; running off the end of the file is a truncated file."""
-
-    def __init__(self, path: Path, file: BinaryIO, size: int):
-        self.path, self.file, self.size = path, file, size
-
-    def take(self, count: int) -> bytes:
-        raw = self.file.read(count) if count <= self.size else b""
-        if len(raw) != count:
-            raise truncated(self.path, min(self.file.tell() + count, 2**63), self.size)
-        return raw
-
-    def number(self, code: str) -> Any:
-        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
-
-    def string(self) -> str:
-        return self.take(self.number("<Q")).decode("utf-8", "replace")
-
-    def value(self, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind])
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
-            raise CheckpointError(f"{self.path} has a metadata type {kind} that GGUF does not define; fetch it again.")
-        inner, count = self.number("<I"), self.number("<Q")
-        if inner in _SCALARS:
-            code = _SCALARS[inner]
-            raw = self.take(count * struct.calcsize(code))
-            return [x[0] for x in struct.iter_unpack(code, raw)]
-        for _ in range(count):
-            self.value(inner)
-        return None
-
-
 def read_header(path: Path, reading: Reading | None = None) -> Header:
     weights = WeightFile(path, reading)
-    with path.open("rb") as file:
-        cursor = _Cursor(path, file, weights.size)
-        if weights.size < 4 or cursor.take(4) != b"GGUF":
-            raise CheckpointError(f"{path} is not a GGUF file; give a Hugging Face model folder, or a .gguf file.")
-        version = cursor.number("<I")
-        if version not in (2, 3):
-            raise CheckpointError(f"{path} is GGUF version {version}, but halfbyte reads 2 and 3, little endian.")
-        tensor_count, key_count = cursor.number("<Q"), cursor.number("<Q")
-        metadata: dict[str, Any] = {}
-        for _ in range(key_count):
-            key = cursor.string()
-            metadata[key] = cursor.value(cursor.number("<I"))
+    with walk(path) as cursor:
+        tensor_count = cursor.count(MAX_TENSORS, "tensors")
+        metadata = cursor.metadata(keep="")
         infos = []
         for _ in range(tensor_count):
-            name = cursor.string()
-            dims = [cursor.number("<Q") for _ in range(cursor.number("<I"))]
-            infos.append((name, tuple(reversed(dims)), cursor.number("<I"), cursor.number("<Q")))
-        alignment = int(metadata.get("general.alignment", 32))
-        start = -(-file.tell() // alignment) * alignment
+            name, rank = cursor.string(), cursor.u32()
+            if rank > MAX_RANK:
+                raise CheckpointError(f"{path}: tensor {shown(name)} has {rank} dimensions; fetch it again.")
+            dims = [cursor.u64() for _ in range(rank)]
+            infos.append((name, tuple(reversed(dims)), cursor.u32(), cursor.u64()))
+        alignment = metadata.get("general.alignment", 32)
+        if alignment not in ALIGNMENTS:
+            raise CheckpointError(f"{path}: general.alignment is {shown(str(alignment))}; fetch it again.")
+        start = -(-cursor.at // alignment) * alignment
     tensors: dict[str, Entry] = {}
     for name, shape, kind, offset in infos:
-        nbytes = _nbytes(shape, kind)
-        tensors[name] = Entry(weights, kind, shape, start + offset, nbytes)
-        if start + offset + nbytes > weights.size:
-            raise truncated(path, start + offset + nbytes, weights.size)
+        if name in tensors:
+            raise CheckpointError(f"{path} has the tensor {shown(name)} twice; fetch it again.")
+        tensors[name] = Entry(weights, kind, shape, start + offset, _nbytes(path, name, shape, kind))
+        if start + offset + tensors[name].nbytes > weights.size:
+            raise truncated(path, start + offset + tensors[name].nbytes, weights.size)
+    last, before = start, ""
+    for name, entry in sorted(tensors.items(), key=lambda e: (e[1].offset, e[1].nbytes)):
+        if entry.offset < last:
+            raise CheckpointError(f"{path}: tensor {shown(name)} overlaps tensor {shown(before)}; fetch it again.")
+        last, before = entry.offset + entry.nbytes, name
     return Header(path, metadata, tensors)
 
 
-def _nbytes(shape: tuple[int, ...], kind: int) -> int:
-    count = 1
-    for d in shape:
-        count *= d
+def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
     try:
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
         return 0  # refused by name, if the model asks for it
-    return count // int(block) * int(size)
+    if not shape or shape[-1] % int(block):
+        raise CheckpointError(f"{path}: rows of tensor {shown(name)} are not whole blocks of {block}; fetch it again.")
+    return math.prod(shape) // int(block) * int(size)
 
 
 def read_all(path: Path, reading: Reading | None = None) -> Header:
@@ -126,7 +129,7 @@ def read_all(path: Path, reading: Reading | None = None) -> Header:
     match = SPLIT.match(path.name)
     if match is None:
         header = read_header(path, reading)
-        if int(header.metadata.get("split.count", 1)) > 1:
+        if header.metadata.get("split.count", 1) not in (0, 1):
             raise CheckpointError(
                 f"{path} is one part of a split GGUF, but its name has lost the -00001-of-0000N that finds the others."
             )
@@ -137,7 +140,12 @@ def read_all(path: Path, reading: Reading | None = None) -> Header:
         if not part.exists():
             raise CheckpointError(f"{part} is not there; a split GGUF needs all {count} parts, so fetch it.")
     headers = [read_header(part, reading) for part in parts]
-    tensors = {name: entry for h in headers for name, entry in h.tensors.items()}
+    tensors: dict[str, Entry] = {}
+    for h in headers:
+        doubled = sorted(tensors.keys() & h.tensors.keys())
+        if doubled:
+            raise CheckpointError(f"{h.path}: tensor {shown(doubled[0])} is in an earlier part, too; fetch it again.")
+        tensors |= h.tensors
     return Header(parts[0], headers[0].metadata, tensors)
 
 
@@ -151,47 +159,64 @@ def config_from(header: Header) -> ModelConfig:
     if arch != ARCH:
         raise CheckpointError(f"{path} holds the architecture {arch!r}, but halfbyte serves gpt-oss models only.")
 
-    def key(name: str, default: Any = None) -> Any:
-        value = meta.get(f"{ARCH}.{name}", default)
-        if value is None:
+    def value(name: str, kinds: tuple[type, ...], default: Any) -> Any:
+        found = meta.get(f"{ARCH}.{name}", default)
+        if found is None:
             raise CheckpointError(f"{path} does not say {ARCH}.{name}; convert the model again.")
-        return value
+        if type(found) not in kinds:
+            raise CheckpointError(f"{path}: {ARCH}.{name} is {shown(str(found))}; convert the model again.")
+        return found
 
-    scaling = meta.get(f"{ARCH}.rope.scaling.type", "none")
+    def whole(name: str, default: int | None = None) -> int:
+        return int(value(name, (int,), default))
+
+    def number(name: str, default: float | None = None) -> float:
+        return float(value(name, (int, float), default))
+
+    scaling = value("rope.scaling.type", (str,), "none")
     if scaling not in ("yarn", "none"):
-        raise CheckpointError(f"{path}: rope scaling {scaling!r} is not supported; gpt-oss uses yarn.")
+        raise CheckpointError(f"{path}: rope scaling {shown(scaling)} is not supported; gpt-oss uses yarn.")
     yarn = Yarn(factor=1.0)
     if scaling == "yarn":
         yarn = Yarn(
-            factor=float(key("rope.scaling.factor")),
-            original_context=int(key("rope.scaling.original_context_length")),
-            beta_fast=float(key("rope.scaling.yarn_beta_fast", 32.0)),
-            beta_slow=float(key("rope.scaling.yarn_beta_slow", 1.0)),
+            factor=number("rope.scaling.factor"),
+            original_context=whole("rope.scaling.original_context_length"),
+            beta_fast=number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=number("rope.scaling.yarn_beta_slow", 1.0),
             truncate=bool(meta.get(TRUNCATE_KEY, False)),
         )
+    elif number("rope.scaling.factor", 1.0) not in (0.0, 1.0):
+        raise CheckpointError(f"{path}: {ARCH}.rope.scaling.factor has no rope.scaling.type; convert the model again.")
     embed = header.tensors.get("token_embd.weight")
-    if embed is None:
+    if embed is None or not embed.shape:
         raise CheckpointError(f"{path} has no tensor 'token_embd.weight'; fetch it again.")
-    eos = meta.get("tokenizer.ggml.eos_token_id")
-    pad = meta.get("tokenizer.ggml.padding_token_id")
-    heads = int(key("attention.head_count"))
-    hidden = int(key("embedding_length"))
-    return ModelConfig(
-        layers=int(key("block_count")),
-        hidden=hidden,
-        intermediate=int(key("expert_feed_forward_length")),
-        experts=int(key("expert_count")),
-        top_k=int(key("expert_used_count")),
-        heads=heads,
-        kv_heads=int(key("attention.head_count_kv", heads)),
-        head_dim=int(key("attention.key_length", hidden // heads)),
-        vocab=embed.shape[0],
-        window=int(key("attention.sliding_window")),
-        max_context=int(key("context_length")),
-        rope_theta=round(float(key("rope.freq_base")), 3),  # stored as float32
-        yarn=yarn,
-        norm_eps=float(f"{float(key('attention.layer_norm_rms_epsilon')):.6g}"),  # float32 again: 1e-5, not 9.9999e-6
-        eos_tokens=(int(eos),) if eos is not None else ModelConfig.eos_tokens,
-        pad_token=int(pad) if pad is not None else ModelConfig.pad_token,
-        name=str(meta.get("general.name") or path.stem),
-    )
+    heads, hidden = whole("attention.head_count"), whole("embedding_length")
+    head_dim = whole("attention.key_length", hidden // max(1, heads))
+    refused = REFUSED | {f"{ARCH}.{name}": ((head_dim,), "cuts heads otherwise") for name in HEAD_SIZES}
+    check_keys({k: v for k, v in meta.items() if k.startswith(f"{ARCH}.")}, USED, HARMLESS, refused, str(path))
+    eos, pad = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "padding"))
+    if isinstance(eos, int) and not 0 <= eos < embed.shape[0]:
+        raise CheckpointError(f"{path}: the end token is {eos}, but the vocabulary has {embed.shape[0]} tokens.")
+    try:
+        return ModelConfig(
+            layers=whole("block_count"),
+            hidden=hidden,
+            intermediate=whole("expert_feed_forward_length"),
+            experts=whole("expert_count"),
+            top_k=whole("expert_used_count"),
+            heads=heads,
+            kv_heads=whole("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            vocab=embed.shape[0],
+            window=whole("attention.sliding_window"),
+            max_context=whole("context_length"),
+            rope_theta=round(number("rope.freq_base"), 3),  # stored as float32
+            yarn=yarn,
+            # float32 again: 1e-5, not 9.9999e-6
+            norm_eps=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
+            eos_tokens=(eos,) if isinstance(eos, int) else default_ends(embed.shape[0]),
+            pad_token=pad if isinstance(pad, int) else ModelConfig.pad_token,
+            name=str(meta.get("general.name") or path.stem),
+        )
+    except CheckpointError as e:
+        raise CheckpointError(f"{path}: {e}") from None

@@ -21,6 +21,7 @@ from halfbyte.formats import layouts
 from halfbyte.formats.tensor import FormatName, MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gguf_header import config_from, read_all
+from halfbyte.model.plain_file import shown
 from halfbyte.model.weight_file import CHUNK, Reading
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, WeightFormat, part_rows, roles, shape_of
 
@@ -86,6 +87,7 @@ class GgufSource:
                     f"{self.path}: gate and up of layer {layer} have different types "
                     f"({', '.join(sorted(stored_formats))}); convert the model again."
                 )
+        self._check_rest({name for layer, role in roles(self.config) for name in tensor_names(layer, role)})
 
     def close(self) -> None:
         for entry in self._entries.values():
@@ -134,6 +136,16 @@ class GgufSource:
             raise CheckpointError(
                 f"{entry.file.path}: tensor {name!r} has shape {list(entry.shape)}, but its metadata asks for "
                 f"{list(shape)}."
+            )
+
+    def _check_rest(self, expected: set[str]) -> None:
+        """A tensor that nobody asks for means that the metadata are another model's."""
+        rest = sorted(self._entries.keys() - expected)
+        if rest:
+            raise CheckpointError(
+                f"{self._entries[rest[0]].file.path}: tensor {shown(rest[0])} is not part of a model with"
+                f" {self.config.layers} blocks as its metadata describe it ({len(rest)} such tensors in all); fetch it"
+                " again."
             )
 
     def _stored_format(self, name: str) -> WeightFormat:

@@ -7,7 +7,6 @@ layer pattern, other clamps, other yarn betas) is refused: GGUF cannot say it an
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
@@ -27,6 +27,8 @@ from halfbyte.model.config import ModelConfig
 from halfbyte.model.gguf_header import ARCH, TRUNCATE_KEY
 from halfbyte.model.gguf_io import FORMAT_OF_TYPE, INTERLEAVED, stored_shapes, tensor_names
 from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, read_gguf_vocab
+from halfbyte.model.plain_file import refusing
+from halfbyte.model.tokenizer_json import read_tokenizer_json
 from halfbyte.model.weight_file import CHUNK, write_tensor, write_then_rename
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, roles, slice_rows, split_parts
 
@@ -201,7 +203,8 @@ def _add_vocabulary(w: Any, config: ModelConfig, tokenizer: Path | None) -> None
     w.add_token_merges(v.merges)
     ids = {token: i for i, token in enumerate(v.tokens)}
     w.add_bos_token_id(ids.get("<|startoftext|>", config.pad_token))
-    w.add_eos_token_id(config.eos_tokens[0])
+    for id in config.eos_tokens[:1]:
+        w.add_eos_token_id(id)
     w.add_pad_token_id(config.pad_token)
     w.add_add_bos_token(False)
     template = tokenizer.with_name("chat_template.jinja") if tokenizer is not None else None
@@ -223,27 +226,18 @@ def _placeholder(vocab: int) -> Vocabulary:
 
 def read_tokenizer(path: Path, vocab: int) -> Vocabulary:
     """A byte-level BPE `tokenizer.json`; ids that it leaves out become unused tokens."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        model = raw["model"]
-        if model.get("type") != "BPE":
-            raise CheckpointError(f"{path} is a {model.get('type')} tokenizer, but gpt-oss uses byte-level BPE.")
-        tokens = [f"<unused{i}>" for i in range(vocab)]
-        types = [UNUSED] * vocab
-        for token, i in model["vocab"].items():
-            tokens[i], types[i] = token, NORMAL
-        for added in raw.get("added_tokens", ()):
-            tokens[added["id"]] = added["content"]
-            types[added["id"]] = CONTROL if added.get("special") else USER_DEFINED
-        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-        pre = _pre_tokenizer(raw.get("pre_tokenizer"), path)
-    except IndexError:
-        raise CheckpointError(
-            f"{path} has tokens past the model's vocabulary of {vocab}; use the model's own."
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{path} cannot be read as a tokenizer ({e}); fetch it again.") from None
-    return Vocabulary(tokens, types, merges, pre)
+    raw = read_tokenizer_json(path)
+    tokens = [f"<unused{i}>" for i in range(vocab)]
+    types = [UNUSED] * vocab
+    named = [(id, token, NORMAL) for token, id in raw.model.vocab.items()]
+    named += [(a.id, a.content, CONTROL if a.special else USER_DEFINED) for a in raw.added_tokens]
+    for id, token, kind in named:
+        if id >= vocab:
+            raise CheckpointError(f"{path} has tokens past the model's vocabulary of {vocab}; use the model's own.")
+        tokens[id], types[id] = token, kind
+    merges = [m if isinstance(m, str) else " ".join(m) for m in raw.model.merges]
+    with refusing(path):
+        return Vocabulary(tokens, types, merges, _pre_tokenizer(msgspec.json.decode(raw.pre_tokenizer), path))
 
 
 def _pre_tokenizer(raw: Any, path: Path) -> str:

@@ -22,6 +22,7 @@ from halfbyte.errors import CheckpointError, HalfbyteError
 
 T = TypeVar("T")
 MIB = 1 << 20
+LFS_POINTER = b"version https://git-lfs"
 KINDS: dict[str, Callable[[int], bool]] = {
     "a folder": stat.S_ISDIR,
     "a pipe": stat.S_ISFIFO,
@@ -84,6 +85,14 @@ def convert_json(raw: Mapping[str, Any], type: type[T], where: str) -> T:
         return msgspec.convert(raw, type=type)
     except msgspec.ValidationError as e:
         raise CheckpointError(f"{where} cannot be read ({mismatch(e)}); fetch it again.") from None
+
+
+def truncated(path: Path, expected: int, actual: int) -> CheckpointError:
+    return CheckpointError(f"{path} is truncated: {actual} of at least {expected} bytes are there; fetch it again.")
+
+
+def lfs_pointer(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is a Git LFS pointer, not weights; run `git lfs pull` in its folder.")
 
 
 class DoubledKeyError(ValueError):

@@ -27,8 +27,8 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config_json import read_config_json
-from halfbyte.model.plain_file import MIB, parse_json, read_json, shown
-from halfbyte.model.weight_file import Reading, WeightFile, truncated
+from halfbyte.model.plain_file import MIB, parse_json, read_json, shown, truncated
+from halfbyte.model.weight_file import Reading, WeightFile
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, WeightFormat, part_rows, roles, shape_of
 
 INDEX = "model.safetensors.index.json"

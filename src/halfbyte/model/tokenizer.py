@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import codecs
 import functools
-import json
 import lzma
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import CheckpointError
+from halfbyte.model.config_json import MAX_BYTES
 from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, GGUFVocab, read_gguf_vocab
+from halfbyte.model.plain_file import one_line, read_json, refusing, shown
+from halfbyte.model.tokenizer_json import TokenizerJson, encode_tokenizer_json, from_parts, read_tokenizer_json
 
 # How o200k cuts text before merging; the alternatives are tried in this order.
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -113,22 +115,24 @@ class Tokenizer:
     def from_file(cls, path: str | Path) -> Tokenizer:
         """A Hugging Face tokenizer.json holding a byte-level BPE vocabulary."""
         path = Path(path)
-        return _from_json(_read_json(path), str(path))
+        with refusing(path):
+            return _from_json(read_tokenizer_json(path), str(path))
 
     @classmethod
     def for_model(cls, path: str | Path) -> Tokenizer:
         """The tokenizer of a model folder or a .gguf file; gpt-oss's own wherever the vocabulary is gpt-oss's."""
         path = Path(path)
-        if path.is_dir():
-            own = path / "tokenizer.json"
-            if not own.exists():
-                _require_o200k_size(path / "config.json")
-                return cls.gpt_oss()
-            raw = _read_json(own)
-            return cls.gpt_oss() if _is_o200k(_json_tokens(raw)) else _from_json(raw, str(own))
-        if path.suffix == ".gguf" and path.is_file():
-            vocab = read_gguf_vocab(path)
-            return cls.gpt_oss() if _is_o200k(vocab.tokens) else _from_gguf(vocab, str(path))
+        with refusing(path):
+            if path.is_dir():
+                own = path / "tokenizer.json"
+                if not own.exists():
+                    _require_o200k_size(path / "config.json")
+                    return cls.gpt_oss()
+                raw = read_tokenizer_json(own)
+                return cls.gpt_oss() if _is_o200k(raw.tokens()) else _from_json(raw, str(own))
+            if path.suffix == ".gguf" and path.is_file():
+                vocab = read_gguf_vocab(path)
+                return cls.gpt_oss() if _is_o200k(vocab.tokens) else _from_gguf(vocab, str(path))
         raise CheckpointError(f"{path} is neither a model folder nor a .gguf file, so it has no tokenizer.")
 
 
@@ -216,10 +220,10 @@ def _is_o200k(tokens: Sequence[str]) -> bool:
 
 
 def _require_o200k_size(config: Path) -> None:
-    size = _read_json(config).get("vocab_size")
+    size = read_json(config, dict[str, Any], MAX_BYTES).get("vocab_size")
     if size != O200K_HARMONY_VOCAB:
         raise CheckpointError(
-            f"{config.parent} has no tokenizer.json and its vocabulary of {size} tokens is not gpt-oss's; "
+            f"{config.parent} has no tokenizer.json and its vocabulary of {shown(str(size))} tokens is not gpt-oss's; "
             "put the model's tokenizer.json beside its config.json."
         )
 
@@ -247,57 +251,30 @@ def _unspell(token: str, where: str) -> bytes:
         return bytes(_UNSPELLING[ord(char)] for char in token)
     except KeyError:
         raise CheckpointError(
-            f"{where}: the token {token!r} is not spelled in byte-level BPE, the only kind halfbyte reads."
+            f"{where}: the token {shown(token)} is not spelled in byte-level BPE, the only kind halfbyte reads."
         ) from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; is the download complete?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise CheckpointError(f"{path} cannot be read ({e}); fetch it again.") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} is not a JSON object; fetch it again.")
-    return raw
-
-
-def _json_tokens(raw: dict[str, Any]) -> list[str]:
-    """Tokens of a tokenizer.json in order of id, added ones included."""
-    model = raw.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocab, dict) or not vocab:
-        return []
-    by_id = {int(id): str(token) for token, id in vocab.items()}
-    by_id.update({int(added["id"]): str(added["content"]) for added in raw.get("added_tokens") or []})
-    return [by_id.get(id, "") for id in range(max(by_id) + 1)]
-
-
-def _from_json(raw: dict[str, Any], where: str) -> Tokenizer:
+def _from_json(raw: TokenizerJson, where: str) -> Tokenizer:
     import tokenizers
 
-    tokens = _json_tokens(raw)
-    if not tokens:
-        raise CheckpointError(f"{where} holds no BPE vocabulary, the only kind halfbyte reads.")
-    added = [token for token in raw.get("added_tokens") or [] if isinstance(token, dict)]
+    added = raw.added_tokens
     for token in added:
-        if str(token["content"]).startswith("<|"):
-            token["special"] = True  # else text spelled like it would become it
+        if token.content.startswith("<|"):
+            token.special = True  # else text spelled like it would become it
     try:
-        text = json.dumps(raw)
+        text = encode_tokenizer_json(raw)
         plain = tokenizers.Tokenizer.from_str(text)
         plain.encode_special_tokens = True  # "encode their text", not "encode them as special"
         with_special = tokenizers.Tokenizer.from_str(text)
     except Exception as e:  # the tokenizers package raises bare Exception
-        raise CheckpointError(f"{where} is not a usable tokenizer.json ({e}).") from None
-    special = {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
-    names = {int(token["id"]) for token in added}
-    table = [t.encode() if id in names else _unspell(t, where) for id, t in enumerate(tokens)]
+        raise CheckpointError(f"{where} is not a usable tokenizer.json ({one_line(e)}).") from None
+    names = {token.id for token in added}
+    table = [t.encode() if id in names else _unspell(t, where) for id, t in enumerate(raw.tokens())]
     return Tokenizer(
         name=where,
         table=table,
-        special=special,
+        special={token.content: token.id for token in added if token.special},
         plain=lambda text: list(plain.encode(_whole(text), add_special_tokens=False).ids),
         with_special=lambda text: list(with_special.encode(_whole(text), add_special_tokens=False).ids),
     )
@@ -315,7 +292,7 @@ def _whole(text: str) -> str:
 def _from_gguf(vocab: GGUFVocab, where: str) -> Tokenizer:
     """Rewrites the GGUF vocabulary as a tokenizer.json, so that one path builds both."""
     if vocab.model != "gpt2":
-        raise CheckpointError(f"{where}: tokenizer model {vocab.model!r} is not byte-level BPE ('gpt2').")
+        raise CheckpointError(f"{where}: tokenizer model {shown(vocab.model)} is not byte-level BPE ('gpt2').")
     if vocab.pre == "gpt-4o":
         cut: dict[str, Any] = {"type": "Split", "pattern": {"Regex": O200K_PATTERN}, "behavior": "Isolated"}
         cut["invert"] = False
@@ -323,7 +300,7 @@ def _from_gguf(vocab: GGUFVocab, where: str) -> Tokenizer:
     elif vocab.pre in ("gpt-2", "default"):
         steps = [_byte_level(use_regex=True)]
     else:
-        raise CheckpointError(f"{where}: pre-tokenizer {vocab.pre!r} is not known (gpt-4o, gpt-2).")
+        raise CheckpointError(f"{where}: pre-tokenizer {shown(vocab.pre)} is not known (gpt-4o, gpt-2).")
     kinds = dict(enumerate(vocab.types))
     added = [
         {"id": id, "content": token, "special": kinds.get(id) == CONTROL, "single_word": False, "lstrip": False}
@@ -343,7 +320,7 @@ def _from_gguf(vocab: GGUFVocab, where: str) -> Tokenizer:
             "merges": [merge.split(" ", 1) for merge in vocab.merges],
         },
     }
-    return _from_json(raw, where)
+    return _from_json(from_parts(raw, where), where)
 
 
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model.plain_file import open_regular
+from halfbyte.model.plain_file import LFS_POINTER, lfs_pointer, open_regular, truncated
 from halfbyte.model.upload import CudaCopyStream, Uploader
 
 CHUNK = 16 << 20
 READERS, MIN_READ = 4, 1 << 20
-LFS_POINTER = b"version https://git-lfs"
 
 OnBytes = Callable[[int], None]
 
@@ -67,7 +66,7 @@ class WeightFile:
         self._fd = -1
         self._fd, self.size = open_regular(path)
         if self.bytes_at(0, min(self.size, len(LFS_POINTER))) == LFS_POINTER:
-            raise CheckpointError(f"{path} is a Git LFS pointer, not weights; run `git lfs pull` in its folder.")
+            raise lfs_pointer(path)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -119,10 +118,6 @@ class WeightFile:
             if got == 0:
                 raise truncated(self.path, offset + len(view), self.size)
             done += got
-
-
-def truncated(path: Path, expected: int, actual: int) -> CheckpointError:
-    return CheckpointError(f"{path} is truncated: {actual} of at least {expected} bytes are there; fetch it again.")
 
 
 # ---- writing ------------------------------------------------------------------------------------
