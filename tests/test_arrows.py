@@ -52,7 +52,7 @@ SERVER_MAY: dict[str, set[str]] = {
     "answer": {"settings", "http"},
     "api": {"settings", "http", "answer"},
     "app": {"settings", "http", "answer", "api"},
-    "run": {"settings", "answer", "app"},
+    "run": {"settings", "http", "answer", "app"},
 }
 FREE = {"cli", "__init__", "__main__"}
 ENGINES = {"vllm", "sglang", "flashinfer", "llama_cpp", "tensorrt_llm"}

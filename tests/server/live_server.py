@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -13,6 +14,8 @@ import uvicorn
 
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.app import create_app
+from halfbyte.server.http.doorkeeper import Doorkeeper
+from halfbyte.server.run import bind, config_for
 from halfbyte.server.settings import ServerSettings
 
 PATIENCE = 120  # seconds for anything that is going to happen: a busy machine must not decide a test
@@ -26,17 +29,19 @@ class Live:
         self.clients: list[openai.OpenAI | anthropic.Anthropic] = []
         self.app = create_app(source, tokenizer or source.tokenizer, settings)
         self.service = self.app.state.service
-        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2)
+        config = config_for(self.app, settings)
+        self.doorkeeper: Doorkeeper = config.http.args[0]  # type: ignore[union-attr]
         self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.sock = bind(replace(settings, port=0))
+        self.thread = threading.Thread(target=self.server.run, args=([self.sock],), daemon=True)
         self.thread.start()
         deadline = time.monotonic() + PATIENCE
         while not self.server.started:
             assert self.thread.is_alive()
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.01)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.port: int = self.sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def openai(self, key: str = "none") -> openai.OpenAI:
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)

@@ -248,7 +248,7 @@ def test_a_client_that_leaves_cancels(serve: Serve, stream: bool) -> None:
     body = json.dumps(CHAT | {"stream": stream}).encode()
     port = int(live.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        lines = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+        lines = ("POST /v1/chat/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json")
         head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "", ""))
         sock.sendall(head.encode() + body)
         wait_until(lambda: live.source.active == 1)

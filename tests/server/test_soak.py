@@ -29,7 +29,12 @@ async def talk(port: int, draw: random.Random, counts: dict[str, int]) -> None:
     body = draw.choice(GARBAGE) if kind < 0.1 else BODY
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        lines = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close")
+        lines = (
+            "POST /v1/chat/completions HTTP/1.1",
+            "Host: 127.0.0.1",
+            "Content-Type: application/json",
+            "Connection: close",
+        )
         writer.write("\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body)
         if 0.1 <= kind < 0.2:
             await reader.read(draw.randrange(1, 2000))

@@ -77,7 +77,7 @@ PARTS = (
     Part("profile", 120, ("-m", "halfbyte.lab.measure.profile", "--models", "120b", "--presets", "fast,exact",
          "--batches", "1,8,32", "--pp", "2048")),
     Part("host", 120, ("-m", "halfbyte.lab.measure.host"), gpu=False),
-    Part("server", 120, ("-m", "halfbyte.lab.measure.server", "--httptools", "--uvloop"), gpu=False),
+    Part("server", 120, ("-m", "halfbyte.lab.measure.server"), gpu=False),
     Part("speculation", 900, ("-m", "halfbyte.lab.measure.speculation", "--as", "120b", "--problems", "6", "--tokens",
          "60"), gpu=False),
     Part("eval-cpu", 3600, ("-c", "from halfbyte.cli import main; main()", "eval", "--seed", "31415", "--per-task",

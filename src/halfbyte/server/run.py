@@ -8,6 +8,7 @@ for good ends the server with EngineDiedError, so that whoever supervises it see
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import importlib.util
 import logging
@@ -24,6 +25,7 @@ from halfbyte.errors import EngineDiedError, UsageError
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.answer.service import Service
 from halfbyte.server.app import create_app
+from halfbyte.server.http.doorkeeper import Doorkeeper, GuardedProtocol
 from halfbyte.server.settings import ServerSettings
 
 log = logging.getLogger("halfbyte.server")
@@ -72,9 +74,10 @@ def config_for(app: Any, settings: ServerSettings) -> uvicorn.Config:
         app,
         access_log=False,  # middleware.py writes one, with the request's id and without its query
         log_config=None,
-        timeout_keep_alive=75,
+        http=functools.partial(GuardedProtocol, Doorkeeper(settings)),  # type: ignore[arg-type]
+        ws="none",
+        timeout_keep_alive=settings.idle_seconds,
         timeout_graceful_shutdown=2,  # the drain has already waited
-        h11_max_incomplete_event_size=64 * 1024,
         server_header=False,
         lifespan="on",
     )

@@ -15,6 +15,7 @@ from halfbyte.flags import flag
 
 Effort = Literal["none", "low", "medium", "high"]
 
+KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
 
@@ -39,7 +40,25 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = flag((), "--cors", "Origins that browsers may call from.")  # empty: no CORS headers
     max_body_bytes: int = flag(32 * MiB, "--max-body", "MiB a request body may have.", minimum=0.001, unit=MiB)
     max_requests: int = flag(256, "--max-requests", "Running and waiting; one more is answered 429.", minimum=1)
+    max_connections: int = flag(
+        1024, "--max-connections", "Connections in all; a few more are kept for health checks.", minimum=1
+    )
+    # One client may well hold 64 streams; this machine's own clients are not counted.
+    max_connections_per_address: int = flag(
+        256, "--max-connections-per-address", "Connections of one remote address.", minimum=1
+    )
+    max_head_bytes: int = 64 * KiB  # of a request before its body
+    max_headers: int = 100
+    head_seconds: float = 15.0  # to send a request's head
+    body_seconds: float = 300.0  # to send its body, and the longest pause within it
+    body_idle: float = 30.0
+    idle_seconds: int = 75  # between two requests of one connection
+    write_seconds: float = 60.0  # a client that has read nothing for so long is dropped
     request_timeout: float | None = flag(None, "--timeout", "Seconds a request may take.")  # in the engine
+    silence_seconds: float = flag(
+        600.0, "--token-timeout", "Seconds without a token after which a request ends; 0: never.", minimum=0.0
+    )
+    most_unread_tokens: int = 64 * KiB  # tokens kept for a client that does not read its stream
     default_max_tokens: int | None = None  # None: until the context ends
     default_effort: Effort = flag(
         "medium", "--effort", "Reasoning effort where a request names none.", parse=parse_effort
@@ -74,8 +93,19 @@ class ServerSettings:
                 ("hang_seconds", 1),
                 ("keepalive_seconds", 0.1),
                 ("headers_after", 0),
+                ("max_connections", 1),
+                ("max_connections_per_address", 1),
+                ("max_head_bytes", 1024),
+                ("max_headers", 16),
+                ("head_seconds", 0.1),
+                ("body_seconds", 0.1),
+                ("body_idle", 0.1),
+                ("idle_seconds", 1),
+                ("write_seconds", 0.1),
+                ("silence_seconds", 0),
+                ("most_unread_tokens", 1),
             )
-            if getattr(self, name) < least
+            if not getattr(self, name) >= least  # `nan` is not
         ]
         if not 0 <= self.port <= 65535:
             problems.append("port must lie between 0 and 65535")

@@ -1,6 +1,6 @@
 """What the HTTP front end costs: tokens from a scripted source, through the real server, to real clients.
 
-    python -m halfbyte.lab.measure.server [--httptools] [--uvloop] [--out receipt.json]
+    python -m halfbyte.lab.measure.server [--out receipt.json]
 
 Concurrency 1: milliseconds added per token, against the source's own pace. Concurrency 64: tokens per second in all.
 Server and client share the machine's cores, each in a process of its own. The last line is the receipt.
@@ -74,15 +74,16 @@ class PacedSource:
             yield Delta(ids[at : at + 1], finish="length" if last else None, usage=Usage() if last else None)
 
 
-def run_server(port: int, pace: float, loop: str, http: str) -> None:
-    import uvicorn
-
-    from halfbyte.server.app import create_app
+def run_server(port: int, pace: float) -> None:
+    """The server as `halfbyte serve` runs it, but for its engine."""
+    from halfbyte.server.run import serve
     from halfbyte.server.settings import ServerSettings
 
-    source = PacedSource(pace)
-    app = create_app(source, source.tokenizer, ServerSettings(max_requests=2000, min_available_bytes=0))
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", access_log=False, loop=loop, http=http)
+    async def source() -> tuple[PacedSource, Tokenizer]:
+        paced = PacedSource(pace)
+        return paced, paced.tokenizer
+
+    serve(ServerSettings(port=port, max_requests=2000, min_available_bytes=0), source)
 
 
 BODY = json.dumps(
@@ -99,7 +100,12 @@ BODY = json.dumps(
 async def client(port: int) -> tuple[int, list[float]]:
     """One request over a raw socket: a client library would be the slowest part. Tokens and arrival times."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    lines = ("POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close")
+    lines = (
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Content-Type: application/json",
+        "Connection: close",
+    )
     writer.write("\r\n".join((*lines, f"Content-Length: {len(BODY)}", "", "")).encode() + BODY)
     data, times = b"", []
     while block := await reader.read(1 << 16):
@@ -122,11 +128,11 @@ async def measure(port: int, concurrency: int, rounds: int) -> tuple[float, int,
     return time.perf_counter() - start, tokens, gaps
 
 
-def with_server(pace: float, loop: str, http: str, concurrency: int, rounds: int) -> dict[str, float]:
+def with_server(pace: float, concurrency: int, rounds: int) -> dict[str, float]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    process = multiprocessing.get_context("spawn").Process(target=run_server, args=(port, pace, loop, http))
+    process = multiprocessing.get_context("spawn").Process(target=run_server, args=(port, pace))
     process.start()
     try:
         deadline = time.monotonic() + 60
@@ -154,31 +160,28 @@ def with_server(pace: float, loop: str, http: str, concurrency: int, rounds: int
         process.join()
 
 
-def measure_server(loop: str, http: str) -> list[Result]:
-    detail = {"loop": loop, "http": http}
+def measure_server() -> list[Result]:
     # One stream as fast as it goes: the whole of a token's time is the front end's.
-    alone = with_server(0.0, loop, http, 1, 10)
+    alone = with_server(0.0, 1, 10)
     figures = (
         figure("per_token", "ms", 1000 * alone["seconds"] / alone["tokens"]),
         figure("server_cpu", "us", alone["cpu_us"]),
     )
-    results = [Result(Cell("front end", path="http", shape={"concurrency": 1}), figures, detail=detail)]
-    many = with_server(STEP_S, loop, http, STREAMS, 3)
+    results = [Result(Cell("front end", path="http", shape={"concurrency": 1}), figures)]
+    many = with_server(STEP_S, STREAMS, 3)
     loaded = (
         figure("speed", "tok/s", many["tokens_per_s"], Ceiling(STREAMS / STEP_S, "what the source offers")),
         figure("server_cpu", "us", many["cpu_us"]),
         figure("chunk_every", "ms", many["gap_ms"]),
     )
-    return [*results, Result(Cell("front end", path="http", shape={"concurrency": STREAMS}), loaded, detail=detail)]
+    return [*results, Result(Cell("front end", path="http", shape={"concurrency": STREAMS}), loaded)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--httptools", action="store_true")
-    parser.add_argument("--uvloop", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    results = measure_server("uvloop" if args.uvloop else "asyncio", "httptools" if args.httptools else "h11")
+    results = measure_server()
     for result in results:
         print(line_of(result), flush=True)
     front_end = receipts.sources_of([receipts.PACKAGE / "server" / "app.py"], ("server", "harmony"))

@@ -17,7 +17,7 @@ from halfbyte.server.answer.requests import Reader, chat_updates
 from halfbyte.server.answer.service import Service
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.connection import auto_close
-from halfbyte.server.http.errors import ApiError
+from halfbyte.server.http.errors import ApiError, is_cancellation
 
 
 @dataclass
@@ -68,7 +68,12 @@ class Generation(Generic[A]):
                 await stack.enter_async_context(self.service.pacer.stream())
             start = time.perf_counter()
             first: float | None = None
-            pump = Pump(self.updates())
+            settings = self.service.settings
+            pump = Pump(
+                self.updates(),
+                most_tokens=settings.most_unread_tokens if self.streaming else None,
+                silence=settings.silence_seconds or None,
+            )
             reason = "cancelled"
             try:
                 last_batch = start
@@ -86,10 +91,9 @@ class Generation(Generic[A]):
                             await asyncio.sleep(pause)
                         last_batch = time.perf_counter()
                 reason = ",".join(sorted({str(f) for f in self.finish}))
-            except GeneratorExit:
-                raise
-            except Exception:
-                reason = "error"
+            except BaseException as e:
+                if not is_cancellation(e):
+                    reason = "error"
                 raise
             finally:
                 await pump.close()

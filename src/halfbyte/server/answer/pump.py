@@ -1,42 +1,85 @@
 """Between engine and client: a pump that never lets one wait for the other, and how often a stream sends.
 
 Under load the pump hands over several steps at once, so that the cost of a chunk is shared by its tokens. Closing it
-closes the engine's iterator, which cancels the request. What passes through it is not looked at.
+closes the engine's iterator, which cancels the request. It holds a bounded number of tokens for a client that does not
+read, and waits a bounded time for an engine that says nothing; then the request ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from halfbyte.server.http.connection import auto_close, close_iterator
+from halfbyte.server.http.errors import ApiError, is_cancellation
+
+log = logging.getLogger("halfbyte.server")
+
+
+class Sized(Protocol):
+    @property
+    def tokens(self) -> list[int]: ...
+
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Sized)
 
 
-class Pump(Generic[T]):
-    """Reads a stream as it comes; `take` returns all that arrived since the last call."""
+class Pump(Generic[P]):
+    """Reads a stream as it comes; `take` returns all that arrived since the last call.
 
-    def __init__(self, items: AsyncIterator[T]) -> None:
+    Raises ApiError when more than `most_tokens` wait to be taken, or when nothing has come for `silence` seconds.
+    """
+
+    def __init__(
+        self, items: AsyncIterator[P], *, most_tokens: int | None = None, silence: float | None = None
+    ) -> None:
         self._items = items
-        self._pending: list[T] = []
+        self._pending: list[P] = []
+        self._pending_tokens = 0
+        self._most_tokens = most_tokens
+        self._silence = silence
         self._wake: asyncio.Future[None] | None = None
         self._ended = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._timer = None if silence is None else self._loop.call_later(silence, self._look)
         self._task = asyncio.create_task(self._run(), name="pump")
 
     async def _run(self) -> None:
         try:
             async for item in self._items:
                 self._pending.append(item)
+                self._pending_tokens += len(item.tokens)
+                self._last = self._loop.time()
                 if self._wake is not None:
                     self._wake_taker()
-        except Exception as e:
+                elif self._most_tokens is not None and self._pending_tokens > self._most_tokens:
+                    log.warning("a client reads too slowly: %d tokens wait for it; dropped", self._pending_tokens)
+                    raise ApiError(408, "The answer was not read in time; the rest was dropped.", code="slow_reader")
+        except BaseException as e:
+            if is_cancellation(e):
+                raise
             self._error = e
         finally:
             self._ended = True
+            self._wake_taker()
+
+    def _look(self) -> None:
+        """Set when the stream began, and again only when it rings: a token costs it nothing."""
+        assert self._silence is not None
+        left = self._last + self._silence - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        elif not self._ended:
+            text = f"The engine gave no token for {self._silence:.0f} seconds, which is as long as this server waits."
+            self._error = ApiError(504, text, code="timeout")
+            self._ended = True
+            self._task.cancel()
             self._wake_taker()
 
     def _wake_taker(self) -> None:
@@ -44,7 +87,7 @@ class Pump(Generic[T]):
         if wake is not None and not wake.done():
             wake.set_result(None)
 
-    async def take(self) -> list[T] | None:
+    async def take(self) -> list[P] | None:
         """What has arrived, waiting for something if nothing has; None at the end. Raises what the engine raised."""
         while not self._pending:
             if self._ended:
@@ -52,12 +95,14 @@ class Pump(Generic[T]):
                     error, self._error = self._error, None
                     raise error
                 return None
-            self._wake = asyncio.get_running_loop().create_future()
+            self._wake = self._loop.create_future()
             await self._wake
-        items, self._pending = self._pending, []
+        items, self._pending, self._pending_tokens = self._pending, [], 0
         return items
 
     async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -102,7 +147,9 @@ async def merge(streams: list[AsyncIterator[T]]) -> AsyncIterator[T]:
             async with auto_close(stream):
                 async for item in stream:
                     queue.put_nowait(item)
-        except Exception as e:
+        except BaseException as e:
+            if is_cancellation(e):
+                raise
             queue.put_nowait(e)
         finally:
             queue.put_nowait(None)

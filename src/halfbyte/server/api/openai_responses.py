@@ -34,7 +34,7 @@ from halfbyte.server.api.response_store import ResponseStore, StoredResponse
 from halfbyte.server.api.shared_schema import LEFT_OUT_HEADER
 from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
-from halfbyte.server.http.errors import ApiError, bad_request, from_error
+from halfbyte.server.http.errors import ApiError, bad_request, from_error, is_cancellation
 from halfbyte.server.http.json_body import Route
 from halfbyte.server.http.respond import respond
 from halfbyte.server.settings import ServerSettings
@@ -208,8 +208,8 @@ class ResponseBodyWriter:
                 out += [writer.add(piece) for update in updates for piece in update.pieces]
                 if out:
                     yield b"".join(out)
-        except Exception as e:
-            if not opened:
+        except BaseException as e:
+            if is_cancellation(e) or not opened:
                 raise  # it can still be a status code
             error = from_error(e)
             code = "rate_limit_exceeded" if error.status == 429 else "server_error"

@@ -6,6 +6,7 @@ with its traceback and answered with a plain 500.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from typing import Any
@@ -73,7 +74,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def from_error(e: Exception) -> ApiError:
+def is_cancellation(e: BaseException) -> bool:
+    """Whether it ends a task or the process on purpose. A panic of native code is no Exception either, but is not."""
+    return isinstance(e, asyncio.CancelledError | GeneratorExit | KeyboardInterrupt | SystemExit)
+
+
+def from_error(e: BaseException) -> ApiError:
     """Our own exceptions keep their sentence; anything else is a bug and says nothing about itself."""
     if isinstance(e, ApiError):
         return e

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from halfbyte.server.http import sse
-from halfbyte.server.http.errors import ApiError, from_error, render, wants_anthropic
+from halfbyte.server.http.errors import ApiError, from_error, is_cancellation, render, wants_anthropic
 from halfbyte.server.http.metrics import Metrics
 from halfbyte.server.settings import ServerSettings
 
@@ -91,7 +91,9 @@ class Middleware:
             try:
                 self._check_head(scope["method"], path, headers)
                 await self.app(scope, self._bounded(receive), send_named)
-            except Exception as e:
+            except BaseException as e:
+                if is_cancellation(e):
+                    raise
                 if status:  # the answer has begun; all that is left is to end the connection
                     raise
                 error = from_error(e)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Admission, Slot
 from halfbyte.server.http.connection import ClientGone, auto_close, while_connected, with_first
-from halfbyte.server.http.errors import ApiError, from_error
+from halfbyte.server.http.errors import ApiError, from_error, is_cancellation
 from halfbyte.server.http.event_stream import EventStream
 from halfbyte.server.settings import ServerSettings
 
@@ -69,6 +69,8 @@ async def _with_failure(chunks: AsyncIterator[bytes], writer: ResponseWriter) ->
     async with auto_close(chunks):
         try:
             async for chunk in chunks:
-                yield chunk
-        except Exception as e:
+                yield sse.without_line_breaks(chunk)
+        except BaseException as e:
+            if is_cancellation(e):
+                raise
             yield writer.failure(from_error(e))

@@ -33,6 +33,14 @@ def event(name: str, payload: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + dumps(payload) + b"\n\n"
 
 
+def without_line_breaks(events: bytes) -> bytes:
+    """Events whose JSON has no character at which a common client ends a line, though the standard does not: U+0085,
+    U+2028 and U+2029 occur in strings only, and are written there as escapes."""
+    if b"\xe2\x80" in events:
+        events = events.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    return events.replace(b"\xc2\x85", b"\\u0085")
+
+
 def compact(value: Any) -> str:
     """Compact JSON text that keeps every character as it is."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,225 @@
+"""Clients that mean harm, or act as if they did: what they get, and that everybody else is served.
+
+Here is what the server answers. What the same attacks do to a bystander's latency and to memory is timed by
+test_hostile_timing.py, which `make test-hostile` runs.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from live_server import PATIENCE, Live, wait_until
+from scripted import Play, ScriptedSource, always, say
+
+from halfbyte.server.http import doorkeeper
+from halfbyte.server.settings import ServerSettings
+
+Serve = Callable[..., Live]
+CHAT = {"model": "gpt-oss-test", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def settings(**more: Any) -> ServerSettings:
+    return ServerSettings(**{"min_available_bytes": 0, **more})
+
+
+def connect(live: Live) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", live.port), PATIENCE)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    data = b""
+    while True:
+        try:
+            block = sock.recv(1 << 16)
+        except ConnectionResetError:
+            return data
+        if not block:
+            return data
+        data += block
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def head(path: str = "/v1/chat/completions", length: int = 0, **headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join((*lines, *(f"{k.replace('_', '-')}: {v}" for k, v in headers.items()), "", "")).encode()
+
+
+def chat_bytes(**more: Any) -> bytes:
+    body = json.dumps(CHAT | more).encode()
+    return head(length=len(body)) + body
+
+
+@pytest.fixture
+def live(serve: Serve) -> Live:
+    return serve(ScriptedSource(always(say("Hello.", "hm"))))
+
+
+# ---- connections, heads and bodies ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["value", "name", "path", "many"])
+def test_a_head_without_end_is_refused_before_the_key_is_asked_for(serve: Serve, where: str) -> None:
+    live = serve(ScriptedSource(always(say("x"))), settings(api_keys=("k",)))
+    begin = {
+        "value": b"GET / HTTP/1.1\r\nX: ",
+        "name": b"GET / HTTP/1.1\r\n",
+        "path": b"GET /",
+        "many": b"GET / HTTP/1.1\r\n",
+    }
+    with connect(live) as sock:
+        sock.sendall(begin[where])
+        sent = 0
+        try:
+            while sent < 64 << 20:
+                sent += sock.send(b"a: b\r\n" * 10_000 if where == "many" else b"a" * 60_000)
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        assert sent < 16 << 20, "it was read without bound"
+    assert httpx.get(f"{live.url}/health").status_code == 200
+
+
+def test_many_headers_are_431(live: Live) -> None:
+    with connect(live) as sock:
+        sock.sendall(head("/health", **{f"x{i}": "y" for i in range(150)}))
+        answer = read_all(sock)
+    assert status_of(answer) == 431
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+
+
+def test_what_is_no_http_has_a_shape(live: Live) -> None:
+    with connect(live) as sock:
+        sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        answer = read_all(sock)
+    assert status_of(answer) == 400
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HT", b"\r\n", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n\r\n"])
+def test_a_head_that_never_comes_is_not_waited_for(serve: Serve, sent: bytes) -> None:
+    live = serve(ScriptedSource(always(say("x"))), settings(head_seconds=0.2, idle_seconds=1))
+    with connect(live) as sock:
+        sock.sendall(sent)
+        assert status_of(read_all(sock)) in (200, 408)
+    wait_until(lambda: live.doorkeeper.count == 0)
+
+
+@pytest.mark.parametrize("limits", [{"body_idle": 0.3}, {"body_seconds": 0.5}])
+def test_a_body_that_trickles_is_not_waited_for(serve: Serve, limits: dict[str, float]) -> None:
+    live = serve(ScriptedSource(always(say("x"))), settings(**limits))
+    with connect(live) as sock:
+        sock.sendall(head(length=1000) + b"{")
+        assert status_of(read_all(sock)) == 408
+    wait_until(lambda: live.doorkeeper.count == 0)
+    assert live.service.admission.active == 0
+
+
+def test_a_reader_that_stops_reading_is_dropped(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    live = serve(
+        ScriptedSource(always(Play([1000] * 3_000_000, per_step=2000)), max_context=1 << 22),
+        settings(write_seconds=0.5),
+    )
+    with connect(live) as sock:
+        sock.sendall(chat_bytes(stream=True))
+        wait_until(lambda: live.source.active == 1)
+        wait_until(lambda: live.source.active == 0)
+    assert len(live.source.cancelled) == 1
+    assert any("has read nothing" in r.getMessage() or "reads too slowly" in r.getMessage() for r in caplog.records)
+    wait_until(lambda: live.service.admission.active == 0)
+
+
+def test_connections_are_limited_and_health_checks_still_answered(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = serve(ScriptedSource(always(say("x"))), settings(max_connections=3))
+    crowd = [connect(live) for _ in range(3)]
+    wait_until(lambda: live.doorkeeper.count == 3)
+    assert httpx.get(f"{live.url}/health").status_code == 200
+    refused = httpx.post(f"{live.url}/v1/chat/completions", json=CHAT)
+    assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    assert sum("--max-connections" in r.getMessage() for r in caplog.records) == 1
+    for sock in crowd:
+        sock.close()
+    wait_until(lambda: live.doorkeeper.count == 0)
+    assert httpx.post(f"{live.url}/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_connections_of_one_address_are_limited_but_not_this_machines(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (
+        doorkeeper._home_of("127.0.0.1") == doorkeeper._home_of("::1") == doorkeeper._home_of("::ffff:127.0.0.5") == ""
+    )
+    assert doorkeeper._home_of("2001:db8::1") == doorkeeper._home_of("2001:db8::2") == "2001:db8::/64"
+    assert ServerSettings().max_connections_per_address >= 256
+    live = serve(ScriptedSource(always(say("x"))), settings(max_connections_per_address=2))
+    with connect(live), connect(live), connect(live):
+        wait_until(lambda: live.doorkeeper.count == 3)
+    monkeypatch.setattr(doorkeeper, "_home_of", lambda address: "192.0.2.7")
+    live = serve(ScriptedSource(always(say("x"))), settings(max_connections_per_address=2))
+    with connect(live) as one, connect(live), connect(live) as third:
+        assert read_all(third) == b""
+        one.sendall(chat_bytes())
+        assert status_of(one.recv(1000)) == 200
+    assert any("192.0.2.7 holds 2 connections" in r.getMessage() for r in caplog.records)
+
+
+# ---- the answer ----------------------------------------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """What native code raises where it cannot go on (pyo3's PanicException): no Exception."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions"])
+def test_a_panic_of_native_code_is_a_json_error(serve: Serve, http: httpx.Client, path: str, stream: bool) -> None:
+    live = serve(ScriptedSource(always(say("x")), refuse=Panic("secret state")))  # type: ignore[arg-type]
+    bodies = {
+        "/v1/responses": {"model": "gpt-oss-test", "input": "Hi"},
+        "/v1/messages": CHAT | {"max_tokens": 10},
+        "/v1/completions": {"model": "gpt-oss-test", "prompt": "Hi"},
+    }
+    answer = http.post(live.url + path, json={**bodies.get(path, CHAT), "stream": stream})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"]
+    assert "secret" not in answer.text
+    assert live.service.admission.active == 0
+
+
+def test_an_engine_that_says_nothing_is_not_waited_for(serve: Serve, http: httpx.Client) -> None:
+    assert ServerSettings().silence_seconds == 600
+    live = serve(ScriptedSource(always(Play(say("x"), first_delay=PATIENCE))), settings(silence_seconds=0.3))
+    answer = http.post(f"{live.url}/v1/chat/completions", json=CHAT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    wait_until(lambda: live.source.active == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions"])
+def test_no_client_can_take_a_character_for_the_end_of_a_line(serve: Serve, http: httpx.Client, path: str) -> None:
+    text = "a\u0085b\u2028c\u2029d\x1ce\x0bf é – ‥ €"
+    live = serve(ScriptedSource(always(text if path == "/v1/completions" else say(text))))
+    bodies = {
+        "/v1/responses": {"model": "gpt-oss-test", "input": "Hi"},
+        "/v1/messages": CHAT | {"max_tokens": 100},
+        "/v1/completions": {"model": "gpt-oss-test", "prompt": "Hi", "max_tokens": 100},
+    }
+    answer = http.post(live.url + path, json={**bodies.get(path, CHAT), "stream": True})
+    said = ""
+    for line in answer.content.decode().splitlines():  # at every character that Python takes for the end of one
+        assert not line or line.startswith(("data: ", "event: ")), line
+        if line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            delta = event["choices"][0] if event.get("choices") else event
+            delta = delta.get("delta") or delta.get("text") or ""
+            if isinstance(delta, dict):
+                delta = delta.get("content") or delta.get("text") or ""
+            said += delta if event.get("type") in (None, "content_block_delta", "response.output_text.delta") else ""
+    assert said == text
