@@ -27,8 +27,9 @@ from typing import Any
 import msgspec
 
 from halfbyte.engine import messages
+from halfbyte.engine.checked import checked
 from halfbyte.engine.options import EngineOptions
-from halfbyte.engine.request import Delta, EngineStats, Request, SourceHealth, SourceInfo, checked
+from halfbyte.engine.request import Delta, EngineStats, Request, SourceHealth, SourceInfo
 from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError, RequestError
 from halfbyte.gates import child_environment
 

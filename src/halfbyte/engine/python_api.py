@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from halfbyte.engine.build import build_core
+from halfbyte.engine.checked import checked
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import (
     Constraint,
@@ -27,7 +28,6 @@ from halfbyte.engine.request import (
     SamplingParams,
     SourceInfo,
     Usage,
-    checked,
 )
 from halfbyte.engine.thread import EngineThread
 from halfbyte.errors import RequestError, StepError, UsageError

@@ -1,7 +1,7 @@
 """What travels between a client and the engine: plain values, no tensors, no tokenizer.
 
 `TokenSource` is the only thing the server knows of an engine. The engine process, an in-process engine and the
-scripted source of the tests all implement it. Values of a wrong type go no further than `checked`.
+scripted source of the tests all implement it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
-
-import msgspec
-
-from halfbyte.errors import RequestError
+from typing import Any, Literal, Protocol
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 _ids = itertools.count()
@@ -38,7 +34,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # matched on the raw text, across token boundaries; the match is not emitted
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
     ignore_eos: bool = False
-    n: Annotated[int, msgspec.Meta(ge=1)] = 1
+    n: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,19 +58,6 @@ class Request:
     constraint: Constraint | None = None
     timeout: float | None = None  # seconds from submission
     id: str = field(default_factory=lambda: f"r{next(_ids)}")
-
-
-def checked(request: Request) -> Request:
-    """The same request with every value of its declared type, or RequestError that names the one which is not.
-
-    An engine asks for it where a request enters, so that nothing behind that has to wonder."""
-    try:
-        return msgspec.convert(msgspec.to_builtins(request, str_keys=False), Request)
-    except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as e:
-        problem, _, place = str(e).partition(" - at ")
-        where = place.replace("`", "").removeprefix("$.") or "a value"
-        text = f"this request cannot be served: {where} is not of its type ({problem[:1].lower()}{problem[1:]})."
-        raise RequestError(text) from None
 
 
 @dataclass(frozen=True)
