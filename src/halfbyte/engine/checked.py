@@ -1,6 +1,6 @@
 """The types of a request's values, checked where a request enters an engine, so that nothing behind that has to wonder.
 
-Only types, and that there is a choice to wait for: what the values may be is for the core to say, which knows the model.
+Only types, and that there is a choice to wait for: which values are good is for the core to say, who knows the model.
 """
 
 from __future__ import annotations

@@ -24,7 +24,10 @@ from halfbyte.errors import UsageError
 SCHEMA = "halfbyte.result/1"
 # Units of which less is better: there a ceiling is the least that it could be.
 LESS = frozenset({"us", "ms", "s", "B", "GiB", "nats", "relative"})
-UNITS = LESS | {"tok/s", "GB/s", "TB/s", "TFLOP/s", "%", "tokens", "tests", "steps", "ratio", "experts", "W", "MHz"}
+UNITS = LESS | {
+    "tok/s", "GB/s", "TB/s", "TFLOP/s", "%", "tokens", "tests", "requests", "faults", "steps", "ratio", "experts", "W",
+    "MHz",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -119,9 +119,11 @@ def read_events(blocks: Sequence[tuple[float, bytes]]) -> Answer:
 class ServeProcess:
     """`halfbyte serve` in a process of its own, as a user starts it."""
 
-    def __init__(self, model: str | None, gates: Gates, device: str | None, log: Path) -> None:
+    def __init__(
+        self, model: str | None, gates: Gates, device: str | None, log: Path, more: Sequence[str] = ()
+    ) -> None:
         flag_of = {axis.field: axis.flag for axis in AXES}
-        flags: list[str] = []
+        flags = [*more]
         for name, value in gates.changes().items():
             flags += ["--enforce-eager"] if name == "graphs" else [flag_of[name], str(value)]
         command = [sys.executable, "-c", "from halfbyte.cli import main; main()", "serve", *([model] if model else [])]
@@ -137,15 +139,20 @@ class ServeProcess:
             text = self._log.read_text(encoding="utf-8")
             self.url = next((w for line in text.splitlines() if "serving" in line for w in line.split()[-1:]), "")
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self._stop()
+                self.stop()
                 raise EngineError(f"`halfbyte serve` did not start: {text[-600:].strip() or 'it said nothing'}")
             time.sleep(0.1)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop()
+        self.stop()
 
-    def _stop(self) -> None:
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> int:
+        """Asks it to end, then makes it; its exit status."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -153,3 +160,4 @@ class ServeProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        return self._process.returncode
