@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 from halfbyte.errors import CapacityError, CheckpointError, UsageError
+from halfbyte.model.checksums import RECORD, verify
 from halfbyte.model.hub import Hub, RemoteFile
-from halfbyte.model.pull import MANIFEST, Pull, pull
+from halfbyte.model.pull import Pull, pull
 
 BIG = bytes(range(256)) * 12_000  # 3 MB
 FILES = {
@@ -136,7 +138,7 @@ def test_only_what_is_needed(fake: FakeHub, tmp_path: Path) -> None:
     for name in needed:
         assert (tmp_path / "m" / name).read_bytes() == FILES[name]
     left = sorted(p.name for p in (tmp_path / "m").iterdir())
-    assert left == sorted([*needed, MANIFEST])
+    assert left == sorted([*needed, RECORD])
 
 
 def test_a_second_pull_fetches_and_reads_nothing(
@@ -260,3 +262,56 @@ def test_environment() -> None:
     assert Hub.from_environ({"HF_ENDPOINT": "http://m/", "HF_TOKEN": "t"}) == Hub("http://m", "t")
     with pytest.raises(UsageError, match="HF_ENDPOINT"):
         Hub.from_environ({"HF_ENDPOINT": "mirror"})
+
+
+# ---- serve --verify ------------------------------------------------------------------------------------------------
+
+
+def test_what_was_pulled_verifies(fake: FakeHub, tmp_path: Path) -> None:
+    make(fake, tmp_path / "m").run()
+    seen: list[tuple[int, int, str]] = []
+    assert verify(tmp_path / "m", lambda *at: seen.append(at)) == 5
+    assert seen[-1][0] == seen[-1][1] == sum(len(FILES[n]) for n in FILES if "/" not in n and n != ".gitattributes")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00002.safetensors", "README.md"])
+def test_a_changed_file_does_not_verify(fake: FakeHub, tmp_path: Path, name: str) -> None:
+    make(fake, tmp_path / "m").run()
+    path = tmp_path / "m" / name
+    stat = path.stat()
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 1
+    path.write_bytes(body)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # size and time are as they were
+    with pytest.raises(CheckpointError, match=rf"{name} is not the file that was pulled"):
+        verify(tmp_path / "m")
+
+
+def test_what_the_record_does_not_know_does_not_verify(fake: FakeHub, tmp_path: Path) -> None:
+    make(fake, tmp_path / "m").run()
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not in the record"):
+        verify(tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").unlink()
+    (tmp_path / "m" / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        verify(tmp_path / "m")
+    record = tmp_path / "m" / RECORD
+    for text in ("{", "[]", '{"files": 3}', '{"files": {"config.json": {"size": "x"}}}'):
+        record.write_text(text)
+        with pytest.raises(CheckpointError, match=r"halfbyte-pull\.json cannot be read"):
+            verify(tmp_path / "m")
+    record.unlink()
+    with pytest.raises(CheckpointError, match="no record of checksums"):
+        verify(tmp_path / "m")
+
+
+def test_a_pulled_gguf_verifies(fake: FakeHub, tmp_path: Path) -> None:
+    fake.files = {"a.gguf": BIG, "b.gguf": b"GGUF"}
+    for name in fake.files:
+        make(fake, tmp_path / "m", file=name).run()
+    assert verify(tmp_path / "m" / "a.gguf") == 1
+    (tmp_path / "m" / "b.gguf").write_bytes(b"GGUG")
+    assert verify(tmp_path / "m" / "a.gguf") == 1
+    with pytest.raises(CheckpointError, match=r"b\.gguf is not the file"):
+        verify(tmp_path / "m" / "b.gguf")

@@ -29,6 +29,7 @@ def generate(
     system: System = None,
     reasoning: Annotated[bool, typer.Option("--reasoning", help="Show the model's reasoning too.")] = False,
     device: DeviceOption = None,
+    allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Even if some weights are no numbers.")] = False,
     json: JsonOption = False,
     *,
     gates: Gates,
@@ -45,7 +46,7 @@ def generate(
         raise UsageError("the prompt is empty; give --prompt or write it to standard input.")
     messages = conversation(effort, system)
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    with open_engine(model, device, gates) as engine:
+    with open_engine(model, device, gates, allow_nan=allow_nan) as engine:
         ids = engine.tokenizer.encode(text) if raw else render_prompt(engine.tokenizer, [*messages, Message.user(text)])
         start, first, tokens = time.perf_counter(), 0.0, []
         parser = Parser(engine.tokenizer)

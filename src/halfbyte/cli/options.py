@@ -142,7 +142,7 @@ def print_table(rows: Sequence[Mapping[str, str]], title: str | None = None) -> 
     out.print(table)
 
 
-def open_engine(model: str | None, device: str | None, gates: Gates) -> Engine:
+def open_engine(model: str | None, device: str | None, gates: Gates, **options: Any) -> Engine:
     """The engine in this process, and a line that says what was opened."""
     from halfbyte.engine.python_api import Engine
     from halfbyte.model import load
@@ -151,7 +151,7 @@ def open_engine(model: str | None, device: str | None, gates: Gates) -> Engine:
     where = load.resolve_device(device)
     announce(gates, f"{name.label} on {where}")
     with err.status(f"loading {name.label}"):
-        return Engine(model, gates=gates, device=str(where))
+        return Engine(model, gates=gates, device=str(where), **options)
 
 
 class LoadingBar:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from halfbyte import gates as gates_
-from halfbyte.cli.options import DeviceOption, ModelArgument, announce, err, with_gates, with_record
+from halfbyte.cli.options import DeviceOption, LoadingBar, ModelArgument, announce, err, with_gates, with_record
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.process import EngineProcess
 from halfbyte.engine.request import TokenSource
@@ -18,7 +18,7 @@ from halfbyte.engine.sizing import check_start
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.memory import read_memory
-from halfbyte.model import load
+from halfbyte.model import checksums, load
 from halfbyte.model.gpt_oss import arch_of
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server import run
@@ -32,6 +32,9 @@ def serve(
     model: ModelArgument = None,
     api_key_file: Annotated[Path | None, typer.Option(help="One key per line; HALFBYTE_API_KEY works too.")] = None,
     engine: Annotated[str, typer.Option(help="halfbyte; vllm comes with the plugin.")] = "halfbyte",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="First hash the model's files against the record that `pull` wrote.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="One log line per request.")] = False,
     device: DeviceOption = None,
     *,
@@ -46,6 +49,8 @@ def serve(
         logging.getLogger("halfbyte").setLevel(logging.INFO)
     resolved = load.resolve_model(model)
     where = load.resolve_device(device)
+    if verify:
+        verify_files(resolved)
     key = gates_.setting("HALFBYTE_API_KEY")
     keys = load_api_keys(api_key_file, [key] if key else [])
     options = replace(options, model=model, gates=gates, device=str(where))
@@ -66,6 +71,14 @@ def serve(
             )
 
     run.serve(settings, source, started=lambda url: err.print(f"serving [bold]{name}[/bold] at {url}"))
+
+
+def verify_files(model: load.ModelName) -> None:
+    if model.path is None:
+        raise UsageError(f"{model.text} has no files to verify; leave --verify out.")
+    with LoadingBar(f"verifying {model.label}") as progress:
+        count = checksums.verify(model.path, progress)
+    err.print(f"[dim]{count} files are as they were pulled[/dim]")
 
 
 def register(app: typer.Typer) -> None:

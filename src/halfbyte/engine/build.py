@@ -28,7 +28,10 @@ from halfbyte.model.tokenizer import Tokenizer
 
 def build_core(options: EngineOptions) -> tuple[EngineCore, SourceInfo, Tokenizer]:
     name = resolve_model(options.model)
-    model = load_model(name, options.gates, device=resolve_device(options.device), page_size=options.page_size)
+    model = load_model(
+        name, options.gates, device=resolve_device(options.device), page_size=options.page_size,
+        allow_nan=options.allow_nan,
+    )  # fmt: skip
     tokenizer = tokenizer_of(name)
     return core_for(model, tokenizer, options, name.label)
 

@@ -28,6 +28,7 @@ class EngineOptions:
     model: str | None = None  # a folder, a .gguf file, random:20b; None: the embedded model
     gates: Gates = field(default_factory=Gates)
     device: str | None = None
+    allow_nan: bool = flag(False, "--allow-nan", "Serve a model although some of its weights are no numbers.")
     max_context: int | None = flag(None, "--max-context", "Tokens of prompt and answer together.", minimum=1)
     max_seqs: int = flag(64, "--max-seqs", "Requests that run at once; more wait.", minimum=1)
     max_tokens: int | None = flag(  # while nobody decodes

@@ -21,6 +21,7 @@ from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats import DenseTiles
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
 from halfbyte.model.config import ModelConfig
+from halfbyte.model.nonfinite import FileSource, FiniteSource
 from halfbyte.model.plain_file import MIB, read_whole, refusing
 from halfbyte.model.safetensors_io import SafetensorsSource
 from halfbyte.model.safetensors_writer import write_folder
@@ -65,8 +66,9 @@ def load(
     layer_formats: Mapping[str, str] | None = None,
     layouts: Mapping[str, str] | None = None,
     progress: Progress | None = None,
+    allow_nan: bool = False,
 ) -> Weights:
-    """The weights of a model folder or GGUF file, on `device`.
+    """The weights of a model folder or GGUF file, on `device`; with `allow_nan` also if some are no numbers.
 
     `layer_formats` maps moe, qkv, o, lm_head to checkpoint, q8 or mxfp4; `layouts` maps roles to the layouts of
     `formats.layouts` that the plan wants.
@@ -74,12 +76,16 @@ def load(
     reading = Reading(torch.device(device))
     source = open_model(path, reading)
     try:
-        return assemble(source, layer_formats=layer_formats, layouts=layouts, progress=progress, reading=reading)
+        finite = FiniteSource(source)
+        weights = assemble(finite, layer_formats=layer_formats, layouts=layouts, progress=progress, reading=reading)
+        reading.on_bytes = None  # what is read again is no progress
+        finite.finish(allowed=allow_nan)
+        return weights
     finally:
         source.close()
 
 
-class Model(Source, Protocol):
+class Model(FileSource, Protocol):
     """A source that holds files open."""
 
     def close(self) -> None: ...
@@ -307,7 +313,7 @@ def quantize_checkpoint(
     src, dst = Path(src).expanduser(), Path(dst).expanduser()
     inner = open_model(src, Reading(torch.device(device)))
     try:
-        source = RequantisedSource(inner, layer_formats)
+        source = RequantisedSource(FiniteSource(inner, at_once=True), layer_formats)
         if dst.suffix == ".gguf":
             tokenizer = src / "tokenizer.json" if src.is_dir() else src
             writer = gguf_module("gguf_writer")

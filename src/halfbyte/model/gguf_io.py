@@ -122,6 +122,12 @@ class GgufSource:
             return [t.to(torch.bfloat16) for t in tensors if isinstance(t, Tensor)]
         return tensors
 
+    def origins(self, layer: int | None, role: str) -> Sequence[str]:
+        names = tensor_names(layer, role)
+        if role in INTERLEAVED:
+            return [f"{self._entries[names[0]].file.path}: tensor {names[0]!r} or {names[1]!r}"]
+        return [f"{self._entries[name].file.path}: tensor {name!r}" for name in names]
+
     def _check(self, name: str, role: str, shape: tuple[int, ...]) -> None:
         entry = self._entries.get(name)
         if entry is None:

@@ -122,6 +122,7 @@ def load_model(
     device: torch.device | str = "cpu",
     page_size: int = PAGE_SIZE,
     progress: checkpoint.Progress | None = None,
+    allow_nan: bool = False,
 ) -> GptOss:
     """Weights on the device in the plan's layouts, and the plan bound to them."""
     gates = gates or Gates()
@@ -144,8 +145,9 @@ def load_model(
         choice = choose(config, gates, arch, stored, page_size)
         compilation = Compilation(choice[0], choice[1], arch)
         weights = checkpoint.load(
-            name.path, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress
-        )
+            name.path, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress,
+            allow_nan=allow_nan,
+        )  # fmt: skip
     compilation.wait()
     model = GptOss(weights, gates, page_size=page_size, choice=choice)
     if device.type == "cuda":

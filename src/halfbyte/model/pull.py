@@ -1,20 +1,19 @@
 """`halfbyte pull`: a model's folder, complete and checked, from a Hugging Face repository.
 
-A manifest in the folder says what was checked, so that a second pull reads nothing again, and one without a network
-still knows that all is there. Disk space is checked before the first byte. Files are never executed.
+A record in the folder (`checksums.py`) says what was checked, so that a second pull reads nothing again, and one
+without a network still knows that all is there. Disk space is checked before the first byte. Files are never executed.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from halfbyte.errors import CapacityError, UsageError
+from halfbyte.errors import CapacityError, CheckpointError, UsageError
+from halfbyte.model.checksums import FileRecord, PullRecord, read_record, sha256_of, write_record
 from halfbyte.model.download import Download, Progress
 from halfbyte.model.hub import Hub, RemoteFile, Repository, choose
 
@@ -24,7 +23,6 @@ NAMES = {
     "120b": "openai/gpt-oss-120b",
     "gpt-oss-120b": "openai/gpt-oss-120b",
 }
-MANIFEST = ".halfbyte-pull.json"
 RESERVE = 1 << 30  # left free on the disk
 
 
@@ -45,48 +43,49 @@ class Pull:
 
     def run(self) -> Path:
         """The folder (or the one file in it), complete and checked."""
-        manifest = self._read_manifest()
+        record = self._read_record()
         if self.hub.offline:
-            return self._offline(manifest, f"HF_HUB_OFFLINE is set and {self.folder} is not complete")
+            return self._offline(record, f"HF_HUB_OFFLINE is set and {self.folder} is not complete")
         with self.hub.client() as client:
-            return self._run(Repository(self.hub, self.repo, self.revision, self.folder, client, self.sleep), manifest)
+            return self._run(Repository(self.hub, self.repo, self.revision, self.folder, client, self.sleep), record)
 
-    def _run(self, repository: Repository, manifest: dict[str, Any]) -> Path:
+    def _run(self, repository: Repository, record: PullRecord) -> Path:
         try:
             commit, files = repository.listing()
         except CapacityError:
-            if manifest and self._complete(manifest):
-                return self._result(list(manifest["files"]))
+            if self._complete(record):
+                return self._result(list(record.files))
             raise
         needed = choose(files, self.repo, self.file)
-        missing = [f for f in needed if not self._have(f, manifest)]
+        missing = [f for f in needed if not self._have(f, record)]
         progress = self.download.progress
         progress.total = sum(f.size for f in needed)
         progress.done = progress.total - sum(f.size for f in missing)
         self._check_space(missing)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.download.fetch(repository, commit, missing)
-        self._write_manifest(commit, needed)
+        self._write_record(commit, needed)
         return self._result([f.path for f in needed])
 
-    def _read_manifest(self) -> dict[str, Any]:
+    def _read_record(self) -> PullRecord:
+        """What was checked before; a record that cannot be read is as none, and everything is checked again."""
         try:
-            manifest = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
+            return read_record(self.folder)
+        except CheckpointError:
+            return PullRecord()
 
-    def _write_manifest(self, commit: str, files: list[RemoteFile]) -> None:
-        manifest = self._read_manifest()
-        entries = manifest.get("files", {}) if manifest.get("commit") == commit else {}
+    def _write_record(self, commit: str, files: list[RemoteFile]) -> None:
+        before = self._read_record()
+        entries = before.files if before.commit == commit else {}
         for f in files:
-            entries[f.path] = {"size": f.size, "digest": f.digest, "mtime": (self.folder / f.path).stat().st_mtime_ns}
-        text = json.dumps({"repo": self.repo, "commit": commit, "files": entries}, indent=1)
-        temporary = self.folder / f"{MANIFEST}.new"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.folder / MANIFEST)
+            path = self.folder / f.path
+            mtime = path.stat().st_mtime_ns
+            known = entries.get(f.path)
+            sha256 = f.sha256 or (known.sha256 if known is not None and known.mtime == mtime else None)
+            entries[f.path] = FileRecord(f.size, f.digest, sha256 or sha256_of(path), mtime)
+        write_record(self.folder, PullRecord(self.repo, commit, entries))
 
-    def _have(self, f: RemoteFile, manifest: dict[str, Any]) -> bool:
+    def _have(self, f: RemoteFile, record: PullRecord) -> bool:
         """On disk and right. A file that was checked before and not touched since is not read again."""
         path = self.folder / f.path
         try:
@@ -95,24 +94,23 @@ class Pull:
             return False
         if stat.st_size != f.size:
             return False
-        entry = manifest.get("files", {}).get(f.path, {})
-        if entry.get("digest") == f.digest and entry.get("mtime") == stat.st_mtime_ns:
+        known = record.files.get(f.path)
+        if known is not None and known.digest == f.digest and known.mtime == stat.st_mtime_ns:
             return True
         self.download.advance(0, f.path)
         return f.digest_of(path) == f.digest if f.digest else True
 
-    def _complete(self, manifest: dict[str, Any]) -> bool:
-        files = manifest.get("files", {})
-        if self.file is not None and self.file not in files:
+    def _complete(self, record: PullRecord) -> bool:
+        if self.file is not None and self.file not in record.files:
             return False
-        return bool(files) and all(
-            (self.folder / name).is_file() and (self.folder / name).stat().st_size == entry["size"]
-            for name, entry in files.items()
+        return bool(record.files) and all(
+            (self.folder / name).is_file() and (self.folder / name).stat().st_size == entry.size
+            for name, entry in record.files.items()
         )
 
-    def _offline(self, manifest: dict[str, Any], problem: str) -> Path:
-        if self._complete(manifest):
-            return self._result(list(manifest["files"]))
+    def _offline(self, record: PullRecord, problem: str) -> Path:
+        if self._complete(record):
+            return self._result(list(record.files))
         raise CapacityError(f"{problem}; unset it, or copy the folder from a machine that has it.")
 
     def _result(self, paths: list[str]) -> Path:

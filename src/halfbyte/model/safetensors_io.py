@@ -105,6 +105,10 @@ class SafetensorsSource:
             self._read(name, role, rows) for name, rows in zip(base_names(layer, role), part_rows(self.config, role))
         ]
 
+    def origins(self, layer: int | None, role: str) -> Sequence[str]:
+        names = [self._stored(base)[-1] for base in base_names(layer, role)]
+        return [f"{self._entries[name].file}: tensor {name!r}" for name in names]
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()

@@ -1,0 +1,115 @@
+"""What a pulled folder must hold: the record that `pull` writes into it, and the check that `serve --verify` makes.
+
+The record is as trustworthy as the folder it is in: it finds damage, and files that were exchanged by somebody who did
+not rewrite the record. Nothing here repairs or fetches anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from halfbyte.errors import CheckpointError
+from halfbyte.model.plain_file import MIB, open_regular, read_json, shown
+
+RECORD = ".halfbyte-pull.json"
+MAX_BYTES = 4 * MIB
+READ_BY_LOADING = ("config.json", "model.safetensors.index.json", "tokenizer.json", "*.safetensors")
+SPLIT = re.compile(r"^(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf$")
+BLOCK = 4 * MIB
+WORKERS = 4
+
+Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, file)
+
+
+class FileRecord(msgspec.Struct):
+    size: int
+    digest: str | None = None  # as the hub has it: sha256, or git's id of small files
+    sha256: str | None = None  # of what is on disk
+    mtime: int = 0
+
+
+class PullRecord(msgspec.Struct):
+    repo: str = ""
+    commit: str = ""
+    files: dict[str, FileRecord] = {}
+
+
+def read_record(folder: Path) -> PullRecord:
+    return read_json(folder / RECORD, PullRecord, MAX_BYTES)
+
+
+def write_record(folder: Path, record: PullRecord) -> None:
+    temporary = folder / f"{RECORD}.new"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    temporary.replace(folder / RECORD)
+
+
+def sha256_of(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+    hasher = hashlib.sha256()
+    fd, _ = open_regular(path)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            hasher.update(block)
+            on_bytes(len(block))
+    return hasher.hexdigest()
+
+
+def _read_by_loading(model: Path) -> set[str]:
+    if model.is_dir():
+        return {p.name for pattern in READ_BY_LOADING for p in model.glob(pattern)}
+    part = SPLIT.match(model.name)
+    if part is None:
+        return {model.name}
+    return {f"{part['stem']}-{i + 1:05}-of-{part['count']}.gguf" for i in range(int(part["count"]))}
+
+
+def verify(model: Path, progress: Progress | None = None) -> int:
+    """Hash what is on disk against the folder's record: how many files were checked, or an error that names one."""
+    folder = model if model.is_dir() else model.parent
+    if not (folder / RECORD).exists():
+        raise CheckpointError(
+            f"{folder} has no record of checksums ({RECORD}); `halfbyte pull` writes one, so pull the model, or leave"
+            " --verify out."
+        )
+    files: Mapping[str, FileRecord] = read_record(folder).files
+    needed = _read_by_loading(model)
+    unknown = sorted(needed - files.keys())
+    if unknown:
+        raise CheckpointError(f"{folder / unknown[0]} is not in the record of what was pulled; pull the model again.")
+    checked = files if model.is_dir() else {name: files[name] for name in needed}
+    total, done, lock = sum(f.size for f in checked.values()), 0, threading.Lock()
+
+    def check(name: str, file: FileRecord) -> None:
+        nonlocal done
+        path = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{folder / RECORD} names {shown(name)}, which is not in its folder.")
+        if file.sha256 is None:
+            raise CheckpointError(f"{folder / RECORD} has no SHA-256 of {name}; pull the model again.")
+
+        def count_bytes(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                if progress is not None:
+                    progress(done, total, name)
+
+        found = sha256_of(path, count_bytes)
+        if found != file.sha256:
+            raise CheckpointError(
+                f"{path} is not the file that was pulled (SHA-256 {found[:12]}…, recorded {file.sha256[:12]}…); pull"
+                " the model again."
+            )
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for _ in pool.map(check, checked.keys(), checked.values()):
+            pass  # the first error is raised here
+    return len(checked)

@@ -1,0 +1,102 @@
+"""Weights that are no numbers are found while a model is loaded, named with file, tensor and count; or allowed."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from halfbyte.errors import CheckpointError
+from halfbyte.formats.tensor import MXTensor
+from halfbyte.model import checkpoint, synthetic
+from halfbyte.model.config import NAMED
+
+CONFIG = NAMED["small"].with_(layers=2, layer_kinds=(), pad_token=2)
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("originals")
+    synthetic.write_safetensors(CONFIG, 1, root / "folder")
+    synthetic.write_gguf(CONFIG, 1, root / "model.gguf")
+    return root
+
+
+@pytest.fixture
+def folder(originals: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(originals / "folder", tmp_path / "model"))
+
+
+def put(folder: Path, name: str, values: list[float]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[-len(values) :] = torch.tensor(values).to(tensors[name].dtype)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("model.layers.1.mlp.experts.down_proj_scales", [255.0]),
+        ("model.layers.0.mlp.experts.gate_up_proj_scales", [255.0, 254.0, 255.0]),
+        ("model.embed_tokens.weight", [NAN]),
+        ("lm_head.weight", [INF, 1.0, -INF, NAN]),
+        ("model.layers.0.self_attn.k_proj.weight", [-INF]),
+        ("model.layers.1.self_attn.sinks", [NAN]),
+        ("model.norm.weight", [INF]),
+    ],
+)
+def test_a_weight_that_is_no_number(
+    folder: Path, name: str, values: list[float], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    put(folder, name, values)
+    count = sum(v == 255.0 or v != v or abs(v) == INF for v in values)
+    said = rf"model\.safetensors: tensor '{name}' has {count} values? that"
+    with pytest.raises(CheckpointError, match=said) as caught:
+        checkpoint.load(folder)
+    assert "--allow-nan" in str(caught.value)
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.quantize_checkpoint(folder, tmp_path / "out", {"qkv": "q8"})
+    assert not (tmp_path / "out").exists()
+    with caplog.at_level(logging.WARNING, logger="halfbyte"):
+        weights = checkpoint.load(folder, allow_nan=True)
+    assert f"tensor '{name}' has {count} value" in caplog.text
+    down = weights.layers[1].down
+    assert isinstance(down, MXTensor)
+    assert (int(down.scales.max()) == 255) == ("down" in name), "the value stays what it was"
+
+
+def test_the_largest_numbers_are_numbers(folder: Path) -> None:
+    put(folder, "model.layers.1.mlp.experts.down_proj_scales", [254.0, 0.0])
+    largest = torch.finfo(torch.bfloat16).max
+    put(folder, "lm_head.weight", [largest, -largest] * 64)  # sums overflow
+    checkpoint.load(folder)
+
+
+def test_many_are_counted_and_the_rest_is_mentioned(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if "layernorm" in name or "bias" in name:
+            tensors[name].fill_(NAN)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"q_proj\.bias' has 256 values .* further weights") as caught:
+        checkpoint.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_with_a_nan(originals: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(originals / "model.gguf", tmp_path / "model.gguf"))
+    for name in ("blk.1.ffn_up_exps.weight", "blk.0.attn_output.bias"):
+        tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == name)
+        body = bytearray(path.read_bytes())
+        value = b"\xff" if "exps" in name else b"\0\0\xc0\x7f"  # the scale of the first block; a NaN in float32
+        body[tensor.data_offset : tensor.data_offset + len(value)] = value
+        path.write_bytes(body)
+        with pytest.raises(CheckpointError, match=rf"model\.gguf: tensor .*'{name}' has 1 value that"):
+            checkpoint.load(path)
+        shutil.copy(originals / "model.gguf", path)
