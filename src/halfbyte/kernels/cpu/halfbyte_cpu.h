@@ -46,7 +46,7 @@ struct hb_step {
     int64_t pages;                                  // page numbers past it are refused, not read
     float* logits;                                  // [logit_count, vocab], or null when only the best is wanted
     int32_t* best; float* best_logit;               // [logit_count] or null; the lowest id among equals; NaN anywhere: -1
-    const int32_t* tap_layers; int32_t tap_count;   // residual stream after these layers (before: layer index as given)
+    const int32_t* tap_layers; int32_t tap_count;   // residual stream as it enters these layers; `layers`: leaves the last
     float* taps;                                    // [tap_count, rows, hidden]
 };
 
@@ -57,7 +57,7 @@ hb_pool* hb_pool_create(int32_t threads, const int32_t* cores /* or null: not pi
 void hb_pool_destroy(hb_pool*);
 hb_instance* hb_create(const hb_model*, hb_pool*, int32_t most_rows, char* error, int64_t error_size);
 void hb_destroy(hb_instance*);
-int64_t hb_scratch_bytes(const hb_model*, int32_t most_rows);
+int64_t hb_scratch_bytes(const hb_model*, int32_t threads, int32_t most_rows);
 // 0, or a code whose sentence is in error: a token, position or page out of range ends the step before anything is written.
 int32_t hb_run(hb_instance*, const hb_step*, char* error, int64_t error_size);
 const char* hb_instruction_set(void);

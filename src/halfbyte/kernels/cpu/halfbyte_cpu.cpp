@@ -1,0 +1,65 @@
+// The C interface: every call ends with a number or a sentence, never with an exception.
+#include "halfbyte_cpu.h"
+
+#include <new>
+#include <system_error>
+
+#include "instance.h"
+#include "step.h"
+
+using halfbyte::Instance;
+using halfbyte::Pool;
+
+struct hb_pool { Pool pool; };
+struct hb_instance { Instance* instance; };
+
+extern "C" {
+
+hb_pool* hb_pool_create(int32_t threads, const int32_t* cores) {
+    try {
+        return new hb_pool{{threads, cores}};
+    } catch (const std::system_error&) {  // no more threads to be had
+        return nullptr;
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+
+void hb_pool_destroy(hb_pool* pool) { delete pool; }
+
+hb_instance* hb_create(const hb_model* model, hb_pool* pool, int32_t most_rows, char* error, int64_t error_size) {
+    try {
+        Instance* instance = halfbyte::make_instance(*model, &pool->pool, most_rows, error, error_size);
+        return instance ? new hb_instance{instance} : nullptr;
+    } catch (const std::bad_alloc&) {
+        halfbyte::say(error, error_size, "there is no memory for another model.");
+        return nullptr;
+    }
+}
+
+void hb_destroy(hb_instance* instance) {
+    if (!instance) return;
+    halfbyte::destroy_instance(instance->instance);
+    delete instance;
+}
+
+int64_t hb_scratch_bytes(const hb_model* model, int32_t threads, int32_t most_rows) {
+    return halfbyte::scratch_bytes(*model, threads, most_rows);
+}
+
+int32_t hb_run(hb_instance* instance, const hb_step* step, char* error, int64_t error_size) {
+    Instance& in = *instance->instance;
+    if (!halfbyte::check_step(in, *step, error, error_size)) return 1;
+    std::lock_guard<std::mutex> hold(in.pool->lock);
+    halfbyte::run_step(in, *step);
+    return 0;
+}
+
+const char* hb_instruction_set(void) { return halfbyte::instruction_set(); }
+
+int64_t hb_struct_size(int32_t which) {
+    const int64_t sizes[] = {sizeof(hb_matrix), sizeof(hb_layer), sizeof(hb_model), sizeof(hb_step)};
+    return which >= 0 && which < 4 ? sizes[which] : -1;
+}
+
+}  // extern "C"
