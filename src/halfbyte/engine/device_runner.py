@@ -1,9 +1,9 @@
 """Runs batches on a GPU: everything is queued on the stream and tokens stay on the device for the next step; nothing
 waits but a handle's `result`, and that for its own step only.
 
-Rows that need the host (penalties, bias, grammar, draft distributions) are fetched and sampled at launch, which waits
-for the step. An observer of hidden states needs the tokens on the host as well. Refuses steps with more sampled rows
-than it was made for.
+Rows whose drafts come with a distribution are fetched and sampled on the host at launch, which waits for the step. An
+observer of hidden states needs the tokens on the host as well. Refuses steps with more sampled rows than it was made
+for.
 """
 
 from __future__ import annotations

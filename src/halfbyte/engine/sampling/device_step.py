@@ -14,8 +14,9 @@ from torch import Tensor
 
 from halfbyte.engine.batch import Batch
 from halfbyte.engine.runner import StepResult
+from halfbyte.engine.sampling.adjustments import Adjustments
 from halfbyte.engine.sampling.device import DeviceSampler
-from halfbyte.engine.sampling.host import NOT_NUMBERS, sample_row_on_host
+from halfbyte.engine.sampling.host import NO_TOKEN, NOT_NUMBERS, sample_row_on_host
 from halfbyte.engine.sampling.logprobs import PendingLogprob
 from halfbyte.engine.sampling.race import random_keys, row_settings
 
@@ -39,7 +40,8 @@ class PendingResult:
         errors = dict(self.errors)
         finite = np.isfinite(rows.view(np.float32)[:, 1])
         if not finite.all():
-            errors |= dict.fromkeys(np.nonzero(~finite)[0].tolist(), NOT_NUMBERS)
+            for i in np.nonzero(~finite)[0].tolist():
+                errors.setdefault(i, NO_TOKEN if rows.view(np.float32)[i, 1] == -np.inf else NOT_NUMBERS)
         logprobs = {i: p.logprob(tokens[i]) for i, p in self.logprobs.items() if i not in errors}
         return StepResult(tokens, logprobs, errors)
 
@@ -51,9 +53,7 @@ class DeviceStepSampling:
         self.greedy = all(s.greedy for s in samplers)
         self.filtered = False
         # Rows of which more is wanted than a token that the device can sample.
-        self._special = [i for i, s in enumerate(samplers) if s.needs_host or s.params.logprobs is not None]
-        if batch.masks or batch.proposals:
-            self._special = list(range(len(samplers)))
+        self._special = [i for i, s in enumerate(samplers) if s.params.logprobs is not None or i in batch.proposals]
         self.arrays: list[NDArray[Any]] = []  # to be sent to the device with the step
         self._settings = self._keys = torch.empty(0)  # those arrays, there
         if not self.greedy:
@@ -66,6 +66,28 @@ class DeviceStepSampling:
         if not self.greedy:
             self._settings, self._keys = views[:2]
 
+    def _adjust(self, sampler: DeviceSampler, logits: Tensor, rows: Tensor) -> None:
+        """Choose again for rows with penalties, bias, a minimum length or a grammar. A row whose own logits are not
+        numbers keeps its mark."""
+        batch = self.batch
+        adjusted = [
+            i for i, s in enumerate(batch.samplers) if (s.adjusted or i in batch.masks) and i not in batch.proposals
+        ]
+        if not adjusted:
+            return
+        index = torch.tensor(adjusted)
+        if logits.device.type == "cuda":
+            index = index.pin_memory().to(logits.device, non_blocking=True)
+        changed = Adjustments(batch, adjusted, logits.shape[1], logits.device).apply(logits)
+        chosen = torch.empty((len(adjusted), 2), dtype=torch.int32, device=logits.device)
+        sampler.argmax(changed, chosen)
+        if not all(batch.samplers[i].greedy for i in adjusted):
+            settings, keys = self._settings.index_select(0, index), self._keys.index_select(0, index)
+            sampler.sample(changed, settings, keys, chosen, filtered=self.filtered)
+        before = rows.index_select(0, index)
+        finite = torch.isfinite(before.view(torch.float32)[:, 1:])
+        rows.index_copy_(0, index, torch.where(finite, chosen, before))
+
     def run(self, sampler: DeviceSampler, logits: Tensor, results: Tensor) -> PendingResult:
         """`sampler.argmax` has filled `results`; rows that want something else are changed, and all sent back."""
         batch, count = self.batch, len(self.batch.samplers)
@@ -76,9 +98,10 @@ class DeviceStepSampling:
             sampler.sample(logits, self._settings, self._keys, rows, filtered=self.filtered)
         logprobs: dict[int, PendingLogprob] = {}
         errors: dict[int, str] = {}
+        self._adjust(sampler, logits, rows)
         for i in self._special:
             row_sampler = batch.samplers[i]
-            if row_sampler.needs_host or i in batch.masks or i in batch.proposals:
+            if i in batch.proposals:
                 result = sample_row_on_host(logits, batch, i)
                 rows[i, 0].fill_(result.tokens[0])
                 if result.errors:

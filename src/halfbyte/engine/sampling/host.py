@@ -26,6 +26,7 @@ from halfbyte.ops.sampling import distribution, penalise
 
 Row = NDArray[np.float32]
 NOT_NUMBERS = "the logits of this row are not numbers"
+NO_TOKEN = "bias, minimum length and grammar together allow no token"
 CANDIDATES = 512  # likeliest tokens that are sorted before the whole vocabulary is
 
 
@@ -92,7 +93,7 @@ def _sample_row(raw: Row, sampler: RowSampler, row: int, batch: Batch, result: S
     logits = adjust(raw, sampler, position, batch.histories.get(row), batch.masks.get(row))
     token = int(logits.argmax())
     if logits[token] == -math.inf:
-        raise ValueError("bias, minimum length and grammar together allow no token")
+        raise ValueError(NO_TOKEN)
     if not sampler.greedy:
         proposal = batch.proposals.get(row)
         if proposal is not None:

@@ -5,8 +5,9 @@ A token is sampled by an exponential race: token t wins if its -log(u_t) / p_t i
 and depends on nothing but the row itself. It uses its randomness otherwise than the host does (inverse transform), so
 the two give different tokens for the same seed, from the same distribution.
 
-Covers temperature, top-k, top-p and min-p; greedy is temperature 0. Ties at a filter's edge are all kept. Refuses
-penalties, bias, grammar and draft distributions: such rows are the host's (`halfbyte.engine.sampling.host`).
+Covers temperature, top-k, top-p and min-p; greedy is temperature 0. Ties at a filter's edge are all kept. Knows
+nothing of penalties, bias and grammar, which have changed the logits before (`adjustments.py`), nor of draft
+distributions: those rows are the host's (`host.py`).
 
 Written in torch, which reads the logits some fifteen times. On a GPU `halfbyte.kernels.cuda.sampling.sampler` does the
 same in one or two launches; this is what it is compared with.

@@ -55,7 +55,7 @@ class RowSampler:
     """Made once for each choice of a request; read at every step."""
 
     __slots__ = (
-        "bias", "forced_until", "greedy", "key", "needs_host", "params", "penalised", "prompt", "simple", "stops",
+        "adjusted", "bias", "forced_until", "greedy", "key", "params", "penalised", "prompt", "simple", "stops",
     )  # fmt: skip
 
     def __init__(self, params: SamplingParams, index: int, prompt: int, seed: int, stop_ids: frozenset[int]) -> None:
@@ -67,9 +67,9 @@ class RowSampler:
         self.bias = tuple(params.logit_bias.items())
         self.forced_until = prompt + params.min_tokens if params.min_tokens and stop_ids else 0
         self.stops = sorted(stop_ids)
-        self.needs_host = bool(self.penalised or self.bias or self.forced_until)
+        self.adjusted = bool(self.penalised or self.bias or self.forced_until)
         # Nothing but the highest logit is asked for.
-        self.simple = self.greedy and not self.needs_host and params.logprobs is None
+        self.simple = self.greedy and not self.adjusted and params.logprobs is None
 
     def uniform(self, position: int, stream: int = SAMPLE) -> float:
         """In [0, 1), fixed by seed, choice, position and stream."""
