@@ -33,6 +33,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "drain_seconds": (["3"], 3.0),
     "log_prompts": ([], True),
     "page": ([], False),
+    "allow_nan": ([], True),
     "max_context": (["4096"], 4096),
     "max_seqs": (["3"], 3),
     "max_tokens": (["512"], 512),

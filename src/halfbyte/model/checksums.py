@@ -7,17 +7,18 @@ not rewrite the record. Nothing here repairs or fetches anything.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from halfbyte.errors import CheckpointError
-from halfbyte.model.plain_file import MIB, open_regular, read_json, shown
+from halfbyte.model.json_records import read_json
+from halfbyte.model.plain_file import MIB, open_regular, shown
 
 RECORD = ".halfbyte-pull.json"
 MAX_BYTES = 4 * MIB
@@ -29,17 +30,19 @@ WORKERS = 4
 Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, file)
 
 
-class FileRecord(msgspec.Struct):
+@dataclass(frozen=True)
+class FileRecord:
     size: int
     digest: str | None = None  # as the hub has it: sha256, or git's id of small files
     sha256: str | None = None  # of what is on disk
     mtime: int = 0
 
 
-class PullRecord(msgspec.Struct):
+@dataclass(frozen=True)
+class PullRecord:
     repo: str = ""
     commit: str = ""
-    files: dict[str, FileRecord] = {}
+    files: dict[str, FileRecord] = field(default_factory=dict)
 
 
 def read_record(folder: Path) -> PullRecord:
@@ -48,7 +51,7 @@ def read_record(folder: Path) -> PullRecord:
 
 def write_record(folder: Path, record: PullRecord) -> None:
     temporary = folder / f"{RECORD}.new"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    temporary.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
     temporary.replace(folder / RECORD)
 
 

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from msgspec import UNSET, UnsetType
-
 from halfbyte.errors import CheckpointError
 from halfbyte.model.config import LayerKind, ModelConfig, Yarn, default_ends
-from halfbyte.model.plain_file import MIB, convert_json, read_json, shown
+from halfbyte.model.json_records import UNSET, Unset, convert, keys_of, read_json
+from halfbyte.model.plain_file import MIB, shown
 
 NAME = "config.json"
 MAX_BYTES = MIB
@@ -29,14 +27,15 @@ MAX_BYTES = MIB
 log = logging.getLogger("halfbyte")
 
 
-class RopeJson(msgspec.Struct, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class RopeJson:
     """`rope_parameters`, or `rope_scaling` as it was called before."""
 
-    rope_type: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    rope_theta: float | UnsetType = UNSET
-    factor: float | UnsetType = UNSET
-    original_max_position_embeddings: int | UnsetType = UNSET
+    rope_type: str | Unset = UNSET
+    type: str | Unset = UNSET
+    rope_theta: float | Unset = UNSET
+    factor: float | Unset = UNSET
+    original_max_position_embeddings: int | Unset = UNSET
     beta_fast: float | None = None
     beta_slow: float | None = None
     truncate: bool | None = True
@@ -45,22 +44,28 @@ class RopeJson(msgspec.Struct, kw_only=True):
     mscale_all_dim: float | None = None
 
 
-class ConfigJson(msgspec.Struct, kw_only=True):
+@dataclass(frozen=True)
+class WrittenByHalfbyte:
+    formats: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigJson:
     model_type: str
     num_hidden_layers: int
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
     vocab_size: int
-    num_local_experts: int | UnsetType = UNSET
-    num_experts: int | UnsetType = UNSET
+    num_local_experts: int | Unset = UNSET
+    num_experts: int | Unset = UNSET
     num_experts_per_tok: int = 4
     experts_per_token: int | None = None
     num_key_value_heads: int | None = 8
     head_dim: int | None = 64
     sliding_window: int | None = 128
     max_position_embeddings: int = 131072
-    original_max_position_embeddings: int | UnsetType = UNSET
+    original_max_position_embeddings: int | Unset = UNSET
     initial_context_length: int | None = None
     rms_norm_eps: float = 1e-5
     swiglu_limit: float = 7.0
@@ -68,16 +73,16 @@ class ConfigJson(msgspec.Struct, kw_only=True):
     layer_types: list[str] | None = None
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
-    rope_theta: float | UnsetType = UNSET
+    rope_theta: float | Unset = UNSET
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     quantization_config: dict[str, Any] | None = None
-    halfbyte: dict[str, Any] | None = None
-    name: str = msgspec.field(default="", name="_name_or_path")
+    halfbyte: WrittenByHalfbyte | None = None
+    name: str = field(default="", metadata={"key": "_name_or_path"})
 
 
-USED = frozenset(ConfigJson.__struct_encode_fields__)
-ROPE_USED = frozenset(RopeJson.__struct_encode_fields__)
+USED = keys_of(ConfigJson)
+ROPE_USED = keys_of(RopeJson)
 # About training, other ways to compute the same, sampling defaults, or labels of tasks that are not generation.
 HARMLESS = frozenset({
     "architectures", "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "do_sample", "dtype", "id2label",
@@ -146,7 +151,7 @@ def parse_config(raw: Mapping[str, Any], *, where: str = NAME) -> ConfigFile:
         kind = shown(str(raw.get("model_type")))
         raise CheckpointError(f"{where}: model_type is {kind}, but halfbyte serves gpt_oss models only.")
     check_keys(raw, USED, HARMLESS, REFUSED, where)
-    j = convert_json(raw, ConfigJson, where)
+    j = convert(raw, ConfigJson, where)
     experts = _agree(where, num_local_experts=j.num_local_experts, num_experts=j.num_experts)
     if experts is UNSET:
         raise CheckpointError(f"{where}: the field 'num_local_experts' is missing; is the download complete?")
@@ -188,7 +193,7 @@ def parse_config(raw: Mapping[str, Any], *, where: str = NAME) -> ConfigFile:
     except CheckpointError as e:
         raise CheckpointError(f"{where}: {e}") from None
     _check_quantization(j.quantization_config, where)
-    return ConfigFile(config, _claimed_formats(j.halfbyte, where))
+    return ConfigFile(config, j.halfbyte.formats if j.halfbyte is not None else {})
 
 
 def check_keys(
@@ -235,7 +240,7 @@ def _rope(j: ConfigJson, where: str) -> tuple[float, Yarn]:
 
 def _one_rope(raw: dict[str, Any], j: ConfigJson, where: str) -> tuple[float, Yarn]:
     check_keys(raw, ROPE_USED, ROPE_HARMLESS, ROPE_REFUSED, where)
-    r = convert_json(raw, RopeJson, where)
+    r = convert(raw, RopeJson, where)
     kind = _agree(where, rope_type=r.rope_type, type=r.type)
     theta = _agree(where, rope_theta=r.rope_theta, **{"rope_theta outside of it": j.rope_theta})
     theta = ModelConfig.rope_theta if theta is UNSET else theta
@@ -287,13 +292,6 @@ def _check_quantization(raw: dict[str, Any] | None, where: str) -> None:
             f"{where}: the weights are quantised by {named}, but halfbyte reads OpenAI's mxfp4, GGUF files, and what"
             " `halfbyte quantize` writes; get one of those."
         )
-
-
-def _claimed_formats(raw: dict[str, Any] | None, where: str) -> dict[str, str]:
-    class Claim(msgspec.Struct):
-        formats: dict[str, str] = {}
-
-    return convert_json(raw, Claim, f"{where}: halfbyte").formats if raw is not None else {}
 
 
 def to_config_json(config: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import msgspec
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
@@ -235,9 +234,9 @@ def read_tokenizer(path: Path, vocab: int) -> Vocabulary:
         if id >= vocab:
             raise CheckpointError(f"{path} has tokens past the model's vocabulary of {vocab}; use the model's own.")
         tokens[id], types[id] = token, kind
-    merges = [m if isinstance(m, str) else " ".join(m) for m in raw.model.merges]
     with refusing(path):
-        return Vocabulary(tokens, types, merges, _pre_tokenizer(msgspec.json.decode(raw.pre_tokenizer), path))
+        merges = [m if isinstance(m, str) else " ".join(m) for m in raw.model.merges]
+        return Vocabulary(tokens, types, merges, _pre_tokenizer(raw.pre_tokenizer, path))
 
 
 def _pre_tokenizer(raw: Any, path: Path) -> str:

@@ -1,26 +1,20 @@
 """The small files of a model, opened with suspicion; and the one place that turns what damaged files raise into words.
 
 Only regular files are opened, so that a pipe cannot stall us and a device cannot feed us for ever; no more is read than
-the caller says such a file may have; JSON is parsed by its types, and a key given twice is refused, since every reader
-would pick another one. Tensors are read by `weight_file.py`.
+the caller says such a file may have. `json_records.py` makes sense of JSON, `weight_file.py` reads tensors.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
 
 from halfbyte.errors import CheckpointError, HalfbyteError
 
-T = TypeVar("T")
 MIB = 1 << 20
 LFS_POINTER = b"version https://git-lfs"
 KINDS: dict[str, Callable[[int], bool]] = {
@@ -61,56 +55,12 @@ def read_whole(path: Path, limit: int) -> bytes:
             raise CheckpointError(f"{path} cannot be read ({e.strerror}); check the disk.") from None
 
 
-def read_json(path: Path, type: type[T], limit: int) -> T:
-    return parse_json(read_whole(path, limit), type, str(path))
-
-
-def parse_json(raw: bytes, type: type[T], where: str) -> T:
-    """JSON of a known type. What has another type is refused before it is built, so memory is bounded by the bytes."""
-    try:
-        value = msgspec.json.decode(raw, type=type)
-        json.loads(raw, object_pairs_hook=_refuse_doubles)
-    except DoubledKeyError as e:
-        raise CheckpointError(f"{where} has the key {shown(e.key)} twice; fetch it again.") from None
-    except msgspec.ValidationError as e:
-        raise CheckpointError(f"{where} cannot be read ({mismatch(e)}); fetch it again.") from None
-    except (ValueError, RecursionError) as e:  # msgspec's DecodeError and UnicodeDecodeError are ValueErrors
-        raise CheckpointError(f"{where} cannot be read as JSON ({one_line(e)}); fetch it again.") from None
-    return value
-
-
-def convert_json(raw: Mapping[str, Any], type: type[T], where: str) -> T:
-    """Parsed JSON as a record."""
-    try:
-        return msgspec.convert(raw, type=type)
-    except msgspec.ValidationError as e:
-        raise CheckpointError(f"{where} cannot be read ({mismatch(e)}); fetch it again.") from None
-
-
 def truncated(path: Path, expected: int, actual: int) -> CheckpointError:
     return CheckpointError(f"{path} is truncated: {actual} of at least {expected} bytes are there; fetch it again.")
 
 
 def lfs_pointer(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} is a Git LFS pointer, not weights; run `git lfs pull` in its folder.")
-
-
-class DoubledKeyError(ValueError):
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-
-def _refuse_doubles(pairs: list[tuple[str, Any]]) -> None:
-    if len({key for key, _ in pairs}) != len(pairs):
-        seen: set[str] = set()
-        raise DoubledKeyError(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
-
-
-def mismatch(e: msgspec.ValidationError) -> str:
-    """msgspec's sentence, the field first: "num_hidden_layers: expected `int`, got `str`"."""
-    text, _, at = one_line(e).partition(" - at `$")
-    field = at.rstrip("`").lstrip(".")
-    return f"{field}: {text[:1].lower()}{text[1:]}" if field else text
 
 
 def shown(text: str, most: int = 80) -> str:

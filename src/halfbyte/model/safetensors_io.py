@@ -18,8 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -27,7 +27,8 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config_json import read_config_json
-from halfbyte.model.plain_file import MIB, parse_json, read_json, shown, truncated
+from halfbyte.model.json_records import convert, parse_json, read_json
+from halfbyte.model.plain_file import MIB, shown, truncated
 from halfbyte.model.weight_file import Reading, WeightFile
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, WeightFormat, part_rows, roles, shape_of
 
@@ -218,11 +219,13 @@ def transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
 
 
-class Index(msgspec.Struct):
+@dataclass(frozen=True)
+class Index:
     weight_map: dict[str, str]
 
 
-class Item(msgspec.Struct):
+@dataclass(frozen=True)
+class Item:
     """One tensor as a file's header describes it."""
 
     dtype: str
@@ -278,11 +281,10 @@ def read_header(path: Path) -> dict[str, Entry]:
     if raw[:1] != b"{":
         raise CheckpointError(f"{path} is not a safetensors file; fetch it again.")
     entries: dict[str, Entry] = {}
-    for name, item in parse_json(raw, dict[str, msgspec.Raw], str(path)).items():
+    for name, item in parse_json(raw, dict[str, Any], str(path)).items():
         if name != "__metadata__":
-            entries[name] = _entry(
-                path, name, parse_json(bytes(item), Item, f"{path}: tensor {shown(name)}"), 8 + length
-            )
+            said = convert(item, Item, f"{path}: tensor {shown(name)}")
+            entries[name] = _entry(path, name, said, 8 + length)
     last, before = 8 + length, ""
     for name, entry in sorted(entries.items(), key=lambda e: (e[1].offset, e[1].nbytes)):
         if entry.offset != last:

@@ -20,8 +20,9 @@ from typing import Any
 from halfbyte.errors import CheckpointError
 from halfbyte.model.config_json import MAX_BYTES
 from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, GGUFVocab, read_gguf_vocab
-from halfbyte.model.plain_file import one_line, read_json, refusing, shown
-from halfbyte.model.tokenizer_json import TokenizerJson, encode_tokenizer_json, from_parts, read_tokenizer_json
+from halfbyte.model.json_records import read_json
+from halfbyte.model.plain_file import one_line, refusing, shown
+from halfbyte.model.tokenizer_json import TokenizerJson, check_tokenizer_json, for_package, read_tokenizer_json
 
 # How o200k cuts text before merging; the alternatives are tried in this order.
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -259,11 +260,8 @@ def _from_json(raw: TokenizerJson, where: str) -> Tokenizer:
     import tokenizers
 
     added = raw.added_tokens
-    for token in added:
-        if token.content.startswith("<|"):
-            token.special = True  # else text spelled like it would become it
     try:
-        text = encode_tokenizer_json(raw)
+        text = for_package(raw)
         plain = tokenizers.Tokenizer.from_str(text)
         plain.encode_special_tokens = True  # "encode their text", not "encode them as special"
         with_special = tokenizers.Tokenizer.from_str(text)
@@ -274,7 +272,7 @@ def _from_json(raw: TokenizerJson, where: str) -> Tokenizer:
     return Tokenizer(
         name=where,
         table=table,
-        special={token.content: token.id for token in added if token.special},
+        special={token.content: token.id for token in added if token.special or token.content.startswith("<|")},
         plain=lambda text: list(plain.encode(_whole(text), add_special_tokens=False).ids),
         with_special=lambda text: list(with_special.encode(_whole(text), add_special_tokens=False).ids),
     )
@@ -320,7 +318,7 @@ def _from_gguf(vocab: GGUFVocab, where: str) -> Tokenizer:
             "merges": [merge.split(" ", 1) for merge in vocab.merges],
         },
     }
-    return _from_json(from_parts(raw, where), where)
+    return _from_json(check_tokenizer_json(raw, where), where)
 
 
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:

@@ -7,51 +7,45 @@ how text is cut are handed to the tokenizers package unread.
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from halfbyte.errors import CheckpointError
-from halfbyte.model.plain_file import MIB, parse_json, read_whole, shown
+from halfbyte.model.json_records import convert, parse_json
+from halfbyte.model.plain_file import MIB, read_whole, shown
 
 MAX_BYTES = 64 * MIB  # gpt-oss's has 28 MB
 MAX_REPEATS = 100_000  # of a pattern, nested ones multiplied; what the regular expression engine unrolls
-_REPEAT = re.compile(rb"\{(\d+)(?:,(\d*))?\}")
+REPEAT = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
 
 
-class AddedToken(msgspec.Struct):
+@dataclass(frozen=True)
+class AddedToken:
     id: int
     content: str
-    single_word: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
-    normalized: bool = False
     special: bool = False
 
 
-class BPE(msgspec.Struct):
-    vocab: dict[str, int] = {}
-    merges: list[str | tuple[str, str]] = []
+@dataclass(frozen=True)
+class BPE:
+    vocab: dict[str, int] = field(default_factory=dict)
+    merges: list[Any] = field(default_factory=list)
     type: str = "BPE"
     dropout: float | None = None
-    unk_token: str | None = None
-    continuing_subword_prefix: str | None = None
-    end_of_word_suffix: str | None = None
-    fuse_unk: bool = False
-    byte_fallback: bool = False
-    ignore_merges: bool = False
 
 
-class TokenizerJson(msgspec.Struct):
+@dataclass(frozen=True)
+class TokenizerJson:
     model: BPE
-    version: str = "1.0"
-    added_tokens: list[AddedToken] = []
-    normalizer: msgspec.Raw = msgspec.Raw(b"null")
-    pre_tokenizer: msgspec.Raw = msgspec.Raw(b"null")
-    decoder: msgspec.Raw = msgspec.Raw(b"null")
+    added_tokens: list[AddedToken] = field(default_factory=list)
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+    raw: dict[str, Any] = field(default_factory=dict)  # all of it
 
     def tokens(self) -> list[str]:
         """Tokens in order of id, added ones included; an id that has none is empty."""
@@ -65,7 +59,11 @@ def read_tokenizer_json(path: Path) -> TokenizerJson:
 
 
 def parse_tokenizer_json(raw: bytes, where: str) -> TokenizerJson:
-    found = parse_json(raw, TokenizerJson, where)
+    return check_tokenizer_json(parse_json(raw, dict[str, Any], where), where)
+
+
+def check_tokenizer_json(raw: dict[str, Any], where: str) -> TokenizerJson:
+    found = replace(convert(raw, TokenizerJson, where), raw=raw)
     vocab, added = found.model.vocab, found.added_tokens
     if found.model.type != "BPE":
         raise CheckpointError(f"{where} is a {shown(found.model.type)} tokenizer, but gpt-oss uses byte-level BPE.")
@@ -82,22 +80,20 @@ def parse_tokenizer_json(raw: bytes, where: str) -> TokenizerJson:
         problem = lowest if lowest < 0 else highest
         raise CheckpointError(f"{where} has the id {problem} among {len(by_id)} tokens; fetch it again.")
     for name in ("normalizer", "pre_tokenizer", "decoder"):
-        _check_patterns(bytes(getattr(found, name)), f"{where}: {name}")
+        _check_patterns(json.dumps(getattr(found, name)), f"{where}: {name}")
     return found
 
 
-def _check_patterns(raw: bytes, where: str) -> None:
+def _check_patterns(text: str, where: str) -> None:
     """A pattern may be small and its automaton without bound: (((a{999}){999}){999})."""
-    counts = [max(int(n or 0) for n in found.groups(b"0")) for found in _REPEAT.finditer(raw)]
+    counts = [max(int(n) for n in repeat.groups("0") if n) for repeat in REPEAT.finditer(text)]
     if math.prod(max(1, n) for n in counts) > MAX_REPEATS:
         raise CheckpointError(f"{where} repeats its pattern more than {MAX_REPEATS} times; fetch it again.")
 
 
-def encode_tokenizer_json(tokenizer: TokenizerJson) -> str:
-    """For the tokenizers package."""
-    return msgspec.json.encode(tokenizer).decode()
-
-
-def from_parts(parts: dict[str, Any], where: str) -> TokenizerJson:
-    """The same from a vocabulary that another file holds."""
-    return parse_tokenizer_json(msgspec.json.encode(parts), where)
+def for_package(tokenizer: TokenizerJson) -> str:
+    """For the tokenizers package: text that looks like a control token is no control token, and nothing is cut off."""
+    added = [
+        a | {"special": True} if a["content"].startswith("<|") else a for a in tokenizer.raw.get("added_tokens", [])
+    ]
+    return json.dumps(tokenizer.raw | {"added_tokens": added, "truncation": None, "padding": None})
