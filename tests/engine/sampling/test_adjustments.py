@@ -11,7 +11,7 @@ from halfbyte.engine.request import SamplingParams
 from halfbyte.engine.sampling.adjustments import Adjustments
 from halfbyte.engine.sampling.device import TorchSampler
 from halfbyte.engine.sampling.device_step import DeviceStepSampling
-from halfbyte.engine.sampling.host import NO_TOKEN, NOT_NUMBERS, adjust, sample_on_host
+from halfbyte.engine.sampling.host import NO_TOKEN, adjust, not_numbers, sample_on_host
 from halfbyte.engine.sampling.row import RowSampler
 
 VOCAB = 1000
@@ -86,4 +86,4 @@ def test_a_row_without_a_token_and_a_row_without_numbers_fail_alone() -> None:
     results = torch.zeros((3, 2), dtype=torch.int32)
     TorchSampler().argmax(logits, results)
     result = DeviceStepSampling(batch).run(TorchSampler(), logits, results).result()
-    assert result.errors == {0: NO_TOKEN, 1: NOT_NUMBERS}
+    assert result.errors == {0: NO_TOKEN, 1: not_numbers(0)}

@@ -21,8 +21,10 @@ class DeviceSampler(Protocol):
     @property
     def name(self) -> str: ...
 
-    def argmax(self, logits: Tensor, results: Tensor) -> None:
-        """Token and bits of the highest logit of each row, into `results`. NaN counts as the highest."""
+    def argmax(self, logits: Tensor, results: Tensor, *, barred: bool = False) -> None:
+        """Token and bits of the highest logit of each row, into `results`. Where a logit is not finite, infinite either
+        way included, the bits are those of a NaN, of one in the row where there is one. With `barred` tokens that may
+        not be chosen are -infinity."""
         ...
 
     def sample(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
@@ -39,8 +41,10 @@ class TorchSampler:
         """`reason`: why torch samples where a kernel would be expected."""
         self.name = "torch" if reason is None else f"torch ({reason})"
 
-    def argmax(self, logits: Tensor, results: Tensor) -> None:
-        value, token = logits.max(-1)
+    def argmax(self, logits: Tensor, results: Tensor, *, barred: bool = False) -> None:
+        value, token = logits.max(-1)  # NaN counts as the highest
+        infinite = torch.isposinf(logits) if barred else torch.isinf(logits)
+        value = value.masked_fill(infinite.any(-1) & ~torch.isnan(value), torch.nan)
         results[:, 0].copy_(token)
         results.view(torch.float32)[:, 1].copy_(value)
 

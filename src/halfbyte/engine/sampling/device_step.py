@@ -16,7 +16,7 @@ from halfbyte.engine.batch import Batch
 from halfbyte.engine.runner import StepResult
 from halfbyte.engine.sampling.adjustments import Adjustments
 from halfbyte.engine.sampling.device import DeviceSampler
-from halfbyte.engine.sampling.host import NO_TOKEN, NOT_NUMBERS, sample_row_on_host
+from halfbyte.engine.sampling.host import NO_TOKEN, not_numbers, sample_row_on_host
 from halfbyte.engine.sampling.logprobs import PendingLogprob
 from halfbyte.engine.sampling.race import random_keys, row_settings
 
@@ -41,7 +41,8 @@ class PendingResult:
         finite = np.isfinite(rows.view(np.float32)[:, 1])
         if not finite.all():
             for i in np.nonzero(~finite)[0].tolist():
-                errors.setdefault(i, NO_TOKEN if rows.view(np.float32)[i, 1] == -np.inf else NOT_NUMBERS)
+                barred = rows.view(np.float32)[i, 1] == -np.inf
+                errors.setdefault(i, NO_TOKEN if barred else not_numbers(int(rows[i, 1])))
         logprobs = {i: p.logprob(tokens[i]) for i, p in self.logprobs.items() if i not in errors}
         return StepResult(tokens, logprobs, errors)
 
@@ -80,7 +81,7 @@ class DeviceStepSampling:
             index = index.pin_memory().to(logits.device, non_blocking=True)
         changed = Adjustments(batch, adjusted, logits.shape[1], logits.device).apply(logits)
         chosen = torch.empty((len(adjusted), 2), dtype=torch.int32, device=logits.device)
-        sampler.argmax(changed, chosen)
+        sampler.argmax(changed, chosen, barred=True)
         if not all(batch.samplers[i].greedy for i in adjusted):
             settings, keys = self._settings.index_select(0, index), self._keys.index_select(0, index)
             sampler.sample(changed, settings, keys, chosen, filtered=self.filtered)

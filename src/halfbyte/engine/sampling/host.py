@@ -23,11 +23,17 @@ from halfbyte.engine.runner import StepResult
 from halfbyte.engine.sampling.logprobs import logprob_of
 from halfbyte.engine.sampling.row import ACCEPT, RowSampler
 from halfbyte.ops.sampling import distribution, penalise
+from halfbyte.plan.broken import broken_place
 
 Row = NDArray[np.float32]
-NOT_NUMBERS = "the logits of this row are not numbers"
 NO_TOKEN = "bias, minimum length and grammar together allow no token"
 CANDIDATES = 512  # likeliest tokens that are sorted before the whole vocabulary is
+
+
+def not_numbers(bits: int) -> str:
+    """Why a row has no token; `bits` are those of a logit of it, which may say where it went wrong."""
+    place = broken_place(bits)
+    return "the logits of this row are not numbers" + (f" since {place}" if place else "")
 
 
 def adjust(
@@ -62,11 +68,11 @@ def sample_on_host(logits: Tensor, batch: Batch) -> StepResult:
         return StepResult([])
     rows: NDArray[np.float32] = logits.float().cpu().numpy()
     # numpy, not torch: one row at a time, torch's threads cost more than they bring. NaN counts as the highest.
-    best = rows.argmax(-1)
+    best, lowest = rows.argmax(-1), rows.min(-1)
     result = StepResult(best.tolist())
     for i, sampler in enumerate(batch.samplers):
-        if not math.isfinite(rows[i, best[i]]):
-            result.errors[i] = NOT_NUMBERS
+        if not (math.isfinite(rows[i, best[i]]) and math.isfinite(lowest[i])):
+            result.errors[i] = not_numbers(int(rows[i].view(np.int32)[best[i]]))
         elif not sampler.simple or i in batch.masks:
             try:
                 result.tokens[i] = _sample_row(rows[i], sampler, i, batch, result)

@@ -15,6 +15,7 @@ from halfbyte.kernels.cuda.device.host import gpu
 from halfbyte.kernels.cuda.sampling.sampler import BUILDS, SHARED, THREADS, VOCAB_MAX, CudaSampler, SampleArgs
 from halfbyte.kernels.launch import build_program, nvrtc_available
 from halfbyte.ops.sampling import distribution, greedy
+from halfbyte.plan.broken import broken_place
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
@@ -162,16 +163,28 @@ def test_the_highest_logit_is_noted(device: str) -> None:
     logits[4, 900] = -torch.tensor(torch.nan)
     logits[5, 1400:1403] = torch.inf
     logits[6] -= 1000
+    logits[7, 11] = -torch.inf
+    places = torch.tensor([0x7FC00000 | 0xFFF0], dtype=torch.int32).view(torch.float32)
+    logits[8] = places  # every logit of a row that broke on its way says where
+    logits[9, 5] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     results = torch.full((rows, 2), -1, dtype=torch.int32, device=device)
     sampler.argmax(logits.to(device), results)
     tokens, values = results[:, 0].cpu(), results[:, 1].cpu().view(torch.float32)
-    assert tokens[3:6].tolist() == [77, 900, 1400]
-    assert values[3:5].isnan().all()
-    fine = torch.tensor([r for r in range(rows) if r not in (3, 4)])
+    broken = {2: 0, 3: 77, 4: 900, 5: 1400, 7: 11, 8: 0, 9: 5}
+    assert [int(tokens[r]) for r in broken] == list(broken.values())
+    assert values[list(broken)].isnan().all(), "infinity is no number either"
+    said = [broken_place(int(bits)) for bits in results[list(broken), 1]]
+    assert said == [broken_place(0x7FC0FFF0) if r == 8 else None for r in broken]
+    fine = torch.tensor([r for r in range(rows) if r not in broken])
     assert tokens[fine].tolist() == greedy(logits[fine]).tolist()
     assert torch.equal(values[fine], logits[fine].amax(-1))
     assert not sampler._best.any()
     assert not sampler._tickets.any()
+    sampler.argmax(logits.to(device), results, barred=True)
+    tokens, values = results[:, 0].cpu(), results[:, 1].cpu().view(torch.float32)
+    assert values[2] == -torch.inf, "none may be chosen"
+    assert (int(tokens[7]), float(values[7])) == (int(greedy(logits[7])), float(logits[7].max()))
+    assert values[3:6].isnan().all()
 
 
 @pytest.mark.parametrize("device", ["cuda"])

@@ -108,9 +108,9 @@ template <bool FP8> HB_DEV void weigh_tile(const u8* values, u32 seen, bool more
   HB_UNROLL
   for (int x = 1; x < 4; x *= 2) { const float other = shfl_xor(top, x); top = other > top ? other : top; }
   top = top > m.top ? top : m.top;
-  float p[4];
+  float p[4];  // of tokens that do not count 0; a score that is infinite either way has no weight
   HB_UNROLL
-  for (int i = 0; i < 4; i++) p[i] = s[i] > NEVER ? exp2_fast(s[i] - top) : 0.f;
+  for (int i = 0; i < 4; i++) p[i] = s[i] * 0.f + exp2_fast(s[i] - top);
   if (more) {  // not this warp's first tile
     const float shrink = exp2_fast(m.top - top);
     m.sum *= shrink;
@@ -261,6 +261,8 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int kv
     } else {
       u64* out = p.box.part + ((size_t)(u.row * HEADS + kv_head * GROUP + head) * SPLITS + u.part) * PART_WORDS;
       if (dim == 0) { box_store(out + 32, tagged(as_bits(top), w.tag)); box_store(out + 33, tagged(as_bits(sum), w.tag)); }
+      if (!(below(o[0], FINITE) && below(o[1], FINITE) && below(o[2], FINITE) && below(o[3], FINITE) && below(sum, FINITE)))
+        break_row(u.row, AT_ATTENTION);
       box_store(out + dim / 2, paired(o[0], o[1], w.tag));
       box_store(out + dim / 2 + 1, paired(o[2], o[3], w.tag));
     }

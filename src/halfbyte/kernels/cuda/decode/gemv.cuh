@@ -50,6 +50,7 @@ struct Worker {
     HB_ASSUME(thread >= 0 && thread < WORK_THREADS);  // spares the rounding of signed quotients
     HB_ASSUME(lane >= 0 && lane < 32 && warp >= 0 && warp < WORKERS);
     HB_ASSUME(block >= 0 && grid > 0 && at.slot >= 0 && at.slot < SLOTS && rows <= ROWS);
+    if (lane == 0) sh.layer_of[warp] = layer_;
     mark(0);
   }
   HB_DEV_MEMBER State state() const { return (u32)at.slot | at.phase << 8 | buffer << 9; }

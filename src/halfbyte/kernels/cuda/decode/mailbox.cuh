@@ -26,6 +26,8 @@
 //                                                                                       tiles of that expert
 // best    maximum         head: every thread with a logit     the last block to come    that last block              by it, then
 //                                                             (control[1])                                           the step ends
+// broken  maximum         whoever makes a value that is no    x after the last layer    the head, once a thread      with best
+//                         number, before it is published      is whole
 //
 // Why no reader meets words of another layer or step.
 //  1. Every block adds to the logits of L at the end of its C, also a block without a tile of o. So logits that are complete
@@ -56,8 +58,6 @@
 //    The chance is about LAYERS / 2^20 each time such a row comes back.
 //  - Counts have room for 511 (x, mid) and 2047 contributions (logits: 682 blocks); the first is asserted, the second is not,
 //    the grid being known to the host alone.
-//  - Nothing marks a value that is not finite: paired() turns CUDA's own NaN (0x7fffffff) into -0, fixed_point() NaN into 0 and
-//    infinity into a number.
 //
 // The batch kernels pass little between blocks of one launch, by counters: product.cu's `tickets` (zeroed by batch_finish or
 // batch_choose, which waits for the kernel before it; used after wait_for_previous) and `done` (one for each group: summing
@@ -71,6 +71,26 @@
 HB_DEV u64 tagged(u32 value, u32 tag) { return (u64)value << 32 | tag; }
 HB_DEV bool has(u64 word, u32 tag) { return (u32)word == tag; }
 HB_DEV u32 payload(u64 word) { return (u32)(word >> 32); }
+
+// ---- what is no number ------------------------------------------------------------------------------------------------
+// Neither fixed point nor a float of 22 bits has a NaN, and a clamp hides infinity. So whoever makes a value that other blocks
+// read looks at it first, by one comparison that NaN fails as well. A row with a value that failed is broken: its word names
+// the first place, is written before the value is published, and turns every logit of the row into a NaN that names the place
+// (phase_head). What is published instead is some number, so nobody waits for it in vain and other rows are not touched.
+enum Place { AT_QKV, AT_ATTENTION, AT_O, AT_ROUTER, AT_GATE_UP, AT_DOWN, PLACES = 8 };  // mirrored in plan/broken.py
+constexpr u32 NOT_A_NUMBER = 0x7fc00000u;  // the place is in its lower 16 bits: 0 and 0xffff are the hardware's own
+static_assert(LAYERS * PLACES < 0xffff, "places of all layers in 16 bits");
+HB_DEV u32 place_code(int layer, int place) { return 0xfffeu - (u32)(layer * PLACES + place); }  // the first is the largest
+HB_DEV void break_row(int row, int place) {  // of the layer that this warp is in, which is not worth a register
+  const Shared& sh = *(const Shared*)hb_shared();
+  box_max(sh.step.box.broken + row, place_code(sh.layer_of[(u32)hb_thread() / 32], place));
+  fence_gpu();
+}
+HB_DEV bool below(float v, float limit) { return fabsf(v) < limit; }
+constexpr float FINITE = 1e30f;  // of what passes as a float: squares and products of two are finite as well
+// Of sums in fixed point, 31 bits before the point. The residual enters mid through one contribution, so it is below LIMIT,
+// mid below KV_HEADS and x below KV_HEADS + TOP_K times that.
+constexpr float LIMIT = (float)(1u << 31) / (KV_HEADS + TOP_K), ROUTER_LIMIT = (float)(1u << 31) / (KV_HEADS * (HIDDEN / 16));
 
 constexpr int COUNT = 9, LOGIT_COUNT = 11;
 static_assert(KV_HEADS < 1 << COUNT && TOP_K + 1 < 1 << COUNT, "contributions to mid and to x are counted in COUNT bits");

@@ -111,6 +111,7 @@ template <int FORMAT> HB_DEV void project(Worker& w, const Layer& l, int kv_head
         const int row = owned_row(w.lane, i), m = owned_m(w.lane, i);
         if (row < w.rows && (LANE_ROWS > 1 || w.lane % 4 < 2)) {
           const float v = sum[i] * scale_out<FORMAT>() + ((before ? summed(x[i]) : bf16_low((u32)x[i])) + bf16_low(bias[i]));
+          if (!below(v, LIMIT)) break_row(row, AT_O);
           box_add(after + (size_t)row * HIDDEN + tile * 16 + m, contribution(v));
           const Parts y = split(v * bf16_low(norm[i]), 0.f);
           sh.xs[w.warp][row][0][m] = (u16)y.high; sh.xs[w.warp][row][1][m] = (u16)y.low;
@@ -122,7 +123,7 @@ template <int FORMAT> HB_DEV void project(Worker& w, const Layer& l, int kv_head
     HB_ROLLED
     for (int from = 0; from < n; from += ROUTER_FIT, w.at.advance(1)) {
       const int end = n - from < ROUTER_FIT ? n : from + ROUTER_FIT;
-      u32 loaded = 0;
+      u32 wrong = 0;  // rows, of those 4 apart that this lane has, with a product that is no number
       wait_bar(w.full(w.at.slot), w.at.phase, 0x321);
       if (set < ROUTER_SETS)
         HB_ROLLED
@@ -133,19 +134,26 @@ template <int FORMAT> HB_DEV void project(Worker& w, const Layer& l, int kv_head
             if (EXPERTS / 16 % ROUTER_WARPS && tile >= EXPERTS / 16) continue;
             const u32 at = w.ring(w.at.slot) + (i - from) * ROUTER_BYTES + (tile * 16 + g) * 32 + t * 8;  // k: 4t to 4t + 3
             const u64 a = lds64(at), b = lds64(at + 8 * 32);
-            loaded ^= (u32)a ^ (u32)b;
             HB_UNROLL
             for (int r = 0; r < ROUTER_ROWS; r++) {
               float c[4] = {};
               const u64 x = r * 4 + g / 2 < ROWS ? lds64(&sh.xs[i][r * 4 + g / 2][g & 1][4 * t]) : 0;
               mma(c, (u32)a, (u32)b, (u32)(a >> 32), (u32)(b >> 32), (u32)x, (u32)(x >> 32));
-              total[r][n][0] += fixed_point<LOGIT_COUNT>(c[0] + c[1]);
-              total[r][n][1] += fixed_point<LOGIT_COUNT>(c[2] + c[3]);
+              const float low = c[0] + c[1], high = c[2] + c[3];
+              if (!(below(low, ROUTER_LIMIT) && below(high, ROUTER_LIMIT))) wrong |= 1u << r;
+              total[r][n][0] += fixed_point<LOGIT_COUNT>(low);
+              total[r][n][1] += fixed_point<LOGIT_COUNT>(high);
             }
           }
         }
       sync_warp();
-      if (w.lane == 0) bar_arrive(w.empty(w.at.slot), (w.warp == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(loaded));
+      if (w.lane == 0) bar_arrive(w.empty(w.at.slot), (w.warp == 0 ? ARRIVALS - WORKERS + 1 : 1) + w.after(wrong));
+      if (wrong)
+        HB_UNROLL
+        for (int r = 0; r < ROUTER_ROWS; r++) {  // a row that is not in use holds anything
+          const int row = 4 * r + hb_thread() % 4;
+          if (wrong >> r & 1 && row < rows_of(sh.step)) break_row(row, AT_ROUTER);
+        }
     }
   }
   if (set < ROUTER_SETS)

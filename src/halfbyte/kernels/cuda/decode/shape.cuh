@@ -97,6 +97,7 @@ struct Boxes {      // words that carry their own validity, see mailbox.cuh
   u64 *part;        // [ROWS][HEADS][SPLITS][34]     64 values paired; maximum and sum, float + tag
   u64 *h;           // [ROWS][TOP_K][INTER / 2]      paired
   u64 *best;        // [ROWS]                        argmax key
+  u64 *broken;      // [ROWS]                        where a row first met a value that is no number, or 0
 };
 
 struct Step {
@@ -122,7 +123,7 @@ struct Step {
 
 HB_MIRRORED(Layer, qkv, o, gate_up, down, qkv_bias, o_bias, gate_up_bias, down_bias, attn_norm, mlp_norm, router, router_bias, sinks)
 HB_MIRRORED(Step, layers, embed, final_norm, head, tokens, positions, row_seq, sliding_table, full_table, pool, rope, logits_out,
-            next_tokens, box.x, box.mid, box.logits, box.qkv, box.part, box.h, box.best, control, failure, trace, norm_eps,
+            next_tokens, box.x, box.mid, box.logits, box.qkv, box.part, box.h, box.best, box.broken, control, failure, trace, norm_eps,
             swiglu_limit, swiglu_alpha, rows, max_blocks, page_layers, advance)
 
 struct Routing {
@@ -172,5 +173,6 @@ struct Shared {  // a constant address, so that every phase can be a function of
   Seat seat;
   int turns;                   // kv heads of this block
   int qkv_tiles, o_first, o_last, head_tiles, up_tiles, down_first, down_last;  // this block's share, of experts while there are TOP_K
+  int layer_of[WORKERS + 1];   // where each warp is, for break_row()
   u32 epoch, last;
 };

@@ -59,7 +59,7 @@ class LayerArgs(ctypes.Structure):
     _fields_ = fields(POINTER, *LAYER_FIELDS)
 
 
-BOXES = ("x", "mid", "logits", "qkv", "part", "h", "best")
+BOXES = ("x", "mid", "logits", "qkv", "part", "h", "best", "broken")
 
 
 class StepArgs(ctypes.Structure):

@@ -100,8 +100,18 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
     if (row == 0) wait_bar(&sh.squared, layer & 1, 0x503);
     const float scale = root_of(sh, p, row);
     u32 key[PER_LANE];
+    bool numbers = true;
     HB_UNROLL
-    for (int i = 0; i < PER_LANE; i++) key[i] = orderable(summed<LOGIT_COUNT>(sum[i]) * scale + bias[i]);
+    for (int i = 0; i < PER_LANE; i++) {
+      const float logit = summed<LOGIT_COUNT>(sum[i]) * scale + bias[i];
+      numbers = numbers && below(logit, FINITE);
+      key[i] = orderable(logit);
+    }
+    if (!numbers) {  // four experts are chosen all the same
+      break_row(row, AT_ROUTER);
+      HB_UNROLL
+      for (int i = 0; i < PER_LANE; i++) key[i] = orderable(0.f);
+    }
     float value[TOP_K];
     int expert[TOP_K];
     HB_UNROLL
@@ -128,6 +138,7 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
       out.scale[row] = scale;
     }
   }
+  sync_warp();
   if (lane == 0) {  // distinct experts, in order of first appearance
     int n = TOP_K;
     if (ROWS > 1) for (int i = n = 0; i < p.rows * TOP_K; i++) {
@@ -213,6 +224,7 @@ HB_PHASE void feed() {
     const Layer& l = sh.layers[layer];
     const bool sliding = layer % 2 == 0;
     if (lane == 0) {
+      sh.layer_of[WORKERS] = layer;
       HB_ROLLED
       for (int i = block; i < QKV_TILES; i += grid) f.tile<F_QKV, HIDDEN>(l.qkv, i);
       HB_ROLLED
@@ -283,6 +295,7 @@ template <bool FIRST> HB_PHASE State phase_qkv(State state, int layer) {
     },
     [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
       const float v = sum[0] * root_of(w.sh, w.p, row) + bf16_low(bias.a);
+      if (!below(v, FINITE)) break_row(row, AT_QKV);
       box_store(w.p.box.qkv + (size_t)row * QKV + (w.block + tile * w.grid) * 16 + m, tagged(as_bits(v), w.tag));
     });
   w.mark(3);
@@ -346,14 +359,17 @@ HB_PHASE State phase_up(State state, int layer) {
       const int k = place_of(r, row, i / UP_TILES);
       if (k < 0) return;
       float h[2];
+      bool numbers = true;
       HB_UNROLL
       for (int j = 0; j < 2; j++) {
         const u32 bias = (u32)(early.x[0] >> (32 * j));
         float gate = sum[2 * j] * r.scale[row] + bf16_low(bias), up = sum[2 * j + 1] * r.scale[row] + bf16_high(bias);
+        numbers = numbers && below(gate, FINITE) && below(up, FINITE);  // before a clamp hides it
         gate = gate > p.swiglu_limit ? p.swiglu_limit : gate;
         up = up > p.swiglu_limit ? p.swiglu_limit : up < -p.swiglu_limit ? -p.swiglu_limit : up;
         h[j] = divide((up + 1.f) * gate, 1.f + exp2_fast(-p.swiglu_alpha * LOG2E * gate)) * scale_in<MXFP4>();
       }
+      if (!numbers) break_row(row, AT_GATE_UP);
       box_store(p.box.h + ((size_t)(row * TOP_K + k) * INTER + i % UP_TILES * 8 + m / 2) / 2, paired(h[0], h[1], w.tag));
     });
   w.mark(3);
@@ -381,7 +397,10 @@ HB_PHASE State phase_down(State state, int layer) {
       },
       [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
         const int k = place_of(r, row, index);
-        if (k >= 0) box_add(next + (size_t)row * HIDDEN + (base + tile) * 16 + m, contribution(r.weight[row][k] * (sum[0] + bf16_low(bias.a))));
+        if (k < 0) return;
+        const float v = r.weight[row][k] * (sum[0] + bf16_low(bias.a));
+        if (!below(v, LIMIT)) break_row(row, AT_DOWN);
+        box_add(next + (size_t)row * HIDDEN + (base + tile) * 16 + m, contribution(v));
       });
     first = end;
   }
@@ -389,6 +408,7 @@ HB_PHASE State phase_down(State state, int layer) {
   return w.state();
 }
 
+#define INFINITE as_float(0x7f800000u)
 HB_PHASE void phase_head(State state) {
   Worker w(state, LAYERS, 5);
   const Step& p = w.p;
@@ -397,6 +417,7 @@ HB_PHASE void phase_head(State state) {
   if (tiles) {
     Operand<F_HEAD, HIDDEN> x;
     float root = 0.f;
+    u32 broken = 0;
     gemv<F_HEAD, HIDDEN, 1>(w, x, tiles,
       [&](int, int, int) { return Early(); },
       [&] {
@@ -404,11 +425,14 @@ HB_PHASE void phase_head(State state) {
         load_operand(w, x, source);
         },
       [&](int tile, int row, int m, const float (&sum)[1], Early) {
-        if (root == 0.f) root = root_of(w.sh, w.p, row);
+        if (root == 0.f) {  // the warps have met since each saw its part of x whole
+          root = root_of(w.sh, w.p, row);
+          broken = (u32)box_load(p.box.broken + row);
+        }
         const int token = (w.block + tile * w.grid) * 16 + m;
-        const float v = sum[0] * root;
+        const float v = broken ? as_float(NOT_A_NUMBER | broken) : sum[0] * root;
         p.logits_out[(size_t)row * VOCAB + token] = v;
-        const u64 key = (u64)orderable(v) << 32 | (0xffffffffu - (u32)token);
+        const u64 key = (u64)(below(v, INFINITE) ? orderable(v) : ~0u) << 32 | (0xffffffffu - (u32)token);
         best = key > best ? key : best;
       });
     if (best) box_max(p.box.best + w.thread / 16 % ROWS, best);
@@ -421,12 +445,14 @@ HB_PHASE void phase_head(State state) {
   fence_gpu();
   // everyone is done: the token, and everything as the next step expects to find it
   if (w.thread < w.rows) {
-    const int row = w.thread, token = (int)(0xffffffffu - (u32)box_load(p.box.best + row));
+    const int row = w.thread;
+    const u64 highest = box_load(p.box.best + row);
+    const int token = (u32)(highest >> 32) == ~0u ? -1 : (int)(0xffffffffu - (u32)highest);  // -1: some logit is no number
     p.next_tokens[row] = token;
-    if (p.advance) { p.tokens[row] = token; p.positions[row] += 1; }
+    if (p.advance) { p.tokens[row] = token < 0 ? 0 : token; p.positions[row] += 1; }
   }
   w.sync();
-  if (w.thread < ROWS) box_store(p.box.best + w.thread, 0);
+  if (w.thread < ROWS) { box_store(p.box.best + w.thread, 0); box_store(p.box.broken + w.thread, 0); }
   if (w.thread == 0) { p.control[0] += 1; p.control[1] = 0; }
 }
 

@@ -109,6 +109,7 @@ class DecodeStep:
             "part": zeros(r, shape.heads, SPLITS, 34),
             "h": zeros(r, TOP_K, shape.intermediate // 2),
             "best": zeros(r),
+            "broken": zeros(r),
         }
         table = (LayerArgs * shape.layers)()
         for args, layer in zip(table, weights.layers):

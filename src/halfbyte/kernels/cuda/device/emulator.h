@@ -347,10 +347,19 @@ HB_DEV u32 warp_max(u32 v) { return emu::collective(emu::Reduce{v, 0}); }
 HB_DEV u32 warp_min(u32 v) { return emu::collective(emu::Reduce{v, 1}); }
 HB_DEV int popcount(u32 v) { return __builtin_popcount(v); }
 HB_DEV u32 transpose8x8(u32 v) { return emu::collective(emu::Transpose{v}); }
+// What arithmetic makes of no number. A CPU makes 0xffc00000 and keeps the bits of a NaN that comes in; with HB_CUDA_NAN the
+// products and the special functions, through which every value passes, give CUDA's 0x7fffffff, which then comes through.
+HB_DEV float canonical(float v) {
+#ifdef HB_CUDA_NAN
+  const u32 bits = 0x7fffffffu;
+  if (v != v) memcpy(&v, &bits, 4);
+#endif
+  return v;
+}
 HB_DEV void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   emu::Mma m{{a0, a1, a2, a3}, {b0, b1}, {}};
   emu::collective<emu::Mma&>(m);
-  for (int i = 0; i < 4; i++) c[i] += m.out[i];
+  for (int i = 0; i < 4; i++) c[i] = canonical(c[i] + m.out[i]);
 }
 
 HB_DEV u32 opaque(u32 v) { return v; }
@@ -396,10 +405,10 @@ HB_DEV u32 half_mul(u32 a, u32 b) { return half_pair(half_value(a & 0xffff) * ha
 HB_DEV u32 half_sub(u32 a, u32 b) { return half_pair(half_value(a & 0xffff) - half_value(b & 0xffff), half_value(a >> 16) - half_value(b >> 16)); }
 HB_DEV i64 round_i64(float v) { return std::llrint((double)v); }
 HB_DEV float from_i32(int v) { return (float)v; }
-HB_DEV float exp2_fast(float v) { return std::exp2(v); }
-HB_DEV float recip_sqrt(float v) { return 1.f / std::sqrt(v); }
+HB_DEV float exp2_fast(float v) { return canonical(std::exp2(v)); }
+HB_DEV float recip_sqrt(float v) { return canonical(1.f / std::sqrt(v)); }
 HB_DEV float recip_sqrt_normal(float v) { return recip_sqrt(v); }
-HB_DEV float divide(float a, float b) { return a / b; }
+HB_DEV float divide(float a, float b) { return canonical(a / b); }
 HB_DEV u32 multiprocessor() { return (u32)emu::machine()->now->block_id; }
 HB_DEV u64 clock_now() { return 0; }
 HB_DEV u64 clock_global() { return 0; }

@@ -47,9 +47,10 @@ struct Sampling {         // mirrored by the ctypes structure in sampler.py
   u32* results;           // [rows][2]: token, bits of the highest logit
   i64 stride;
   int vocab, parts, cutoff_parts, filtered;
+  int barred;             // argmax: tokens that may not be chosen are -infinity
 };
 
-HB_MIRRORED(Sampling, logits, settings, keys, cutoffs, best, tickets, bins, results, stride, vocab, parts, cutoff_parts, filtered)
+HB_MIRRORED(Sampling, logits, settings, keys, cutoffs, best, tickets, bins, results, stride, vocab, parts, cutoff_parts, filtered, barred)
 
 // log of an exponential variate, fixed by key and token: splitmix64, of which the upper half decides.
 HB_DEV float log_exponential(u64 key, int token) {
@@ -85,7 +86,10 @@ HB_DEV u64 highest_of_row(const Sampling& d, int row, u64 best) {
 }
 
 // A value and its token in one word, to be compared as one: NaN above all, and of equals the lower token.
-HB_DEV u64 entry_of(float v, int t) { return (u64)(v == v ? orderable(v) : 0xffffffffu) << 32 | (0xffffffffu - (u32)t); }
+HB_DEV u64 entry_of(u32 key, int t) { return (u64)key << 32 | (0xffffffffu - (u32)t); }
+HB_DEV u32 key_of(float v) { return v == v ? orderable(v) : 0xffffffffu; }
+// Of a logit: no infinity is one either, and a NaN that says where it comes from says so in its lower half (plan/broken.py).
+HB_DEV u32 logit_key(float v) { return fabsf(v) < HB_INFINITY ? orderable(v) : 0xffc00000u | (v == v ? 0u : as_bits(v) & 0xffffu); }
 HB_DEV u32 token_of(u64 entry) { return 0xffffffffu - (u32)entry; }
 
 extern "C" __global__ void __launch_bounds__(RACE_THREADS) sample_argmax(const __grid_constant__ Sampling d) {
@@ -94,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS) sample_argmax(const _
   u64 best = 0;
   HB_UNROLL_4
   for (int t = p.from + hb_thread(); t < p.to; t += RACE_THREADS) {
-    const u64 mine = entry_of(logits[t], t);
+    const float v = logits[t];
+    const u64 mine = entry_of(d.barred && v == -HB_INFINITY ? orderable(v) : logit_key(v), t);
     best = mine > best ? mine : best;
   }
   best = highest_of_row(d, p.row, best);
@@ -112,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS) sample_race(const __g
   HB_UNROLL_4
   for (int t = p.from + hb_thread(); t < p.to; t += RACE_THREADS) {
     const float x = logits[t] / temperature;
-    const u64 mine = x < cutoff ? 0 : entry_of(x - log_exponential(key, t), t);
+    const u64 mine = x < cutoff ? 0 : entry_of(key_of(x - log_exponential(key, t)), t);
     best = mine > best ? mine : best;
   }
   best = highest_of_row(d, p.row, best);

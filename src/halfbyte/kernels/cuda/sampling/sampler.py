@@ -36,7 +36,7 @@ class SampleArgs(ctypes.Structure):
     _fields_ = [
         *fields(POINTER, "logits", "settings", "keys", "cutoffs", "best", "tickets", "bins", "results"),
         ("stride", LONG),
-        *fields(INT, "vocab", "parts", "cutoff_parts", "filtered"),
+        *fields(INT, "vocab", "parts", "cutoff_parts", "filtered", "barred"),
     ]
 
 
@@ -57,11 +57,12 @@ class CudaSampler:
         self._cutoffs = torch.empty(rows, dtype=torch.float32, device=device)
         self._bins = torch.zeros((CUTOFF_BLOCKS // 2, BINS), dtype=torch.int32, device=device)  # of shared rows
 
-    def argmax(self, logits: Tensor, results: Tensor) -> None:
-        """Place and bits of the highest logit of each row, into `results` int32 [L, 2]: NaN is highest, of equals the
-        lower token."""
+    def argmax(self, logits: Tensor, results: Tensor, *, barred: bool = False) -> None:
+        """Place and bits of the highest logit of each row, into `results` int32 [L, 2]: what is no number is highest
+        and counts as NaN, of equals the lower token. `barred`: tokens that may not be chosen are -infinity."""
         logits = logits.float()
         args = self._args(logits, results)
+        args.barred = int(barred)
         self.machine.run(BUILDS["sample_argmax"], logits.shape[0] * args.parts, args)
 
     def sample(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
