@@ -20,47 +20,12 @@ from torch import Tensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.weights import Weights
+from halfbyte.plan.activations import Activations
 from halfbyte.plan.step import Step
-from tests.kernels.cpu.native import Native, available, build, make_step, random_weights, reference_model
+from tests.kernels.cpu.native import Native, random_weights, reference_model
+from tests.kernels.cpu.step_cases import QUANTISED, RAGGED, SHAPES, SMALL, steps
 
 A_LAYER = 1e-6
-QUANTISED = {"qkv": "q8", "o": "mxfp4", "gate_up": "mxfp4", "down": "mxfp4", "lm_head": "q8"}
-SMALL = ModelConfig(
-    layers=2, hidden=96, intermediate=64, experts=6, top_k=3, heads=8, kv_heads=2, head_dim=32, vocab=200, window=20
-)
-
-
-@pytest.fixture(scope="module", params=available())
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(tmp_path_factory.mktemp("step") / f"{request.param}.so", request.param)
-
-
-def tables(sequences: int, blocks: int) -> dict[str, Tensor]:
-    """Pages in no order, none shared; page 0 is scratch."""
-    order = torch.randperm(2 * sequences * blocks, generator=torch.Generator().manual_seed(5)).int() + 1
-    both = order.view(2, sequences, blocks)
-    return {"sliding": both[0].contiguous(), "full": both[1].contiguous()}
-
-
-def prompts(config: ModelConfig, lengths: list[int], seed: int = 0) -> list[list[int]]:
-    gen = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, config.vocab, (n,), generator=gen).tolist() for n in lengths]
-
-
-def steps(
-    config: ModelConfig, rounds: list[tuple[int, ...]], page_size: int = 64, seed: int = 0
-) -> tuple[list[Step], int]:
-    """Steps that feed sequences by so many tokens each, and how many pages they need."""
-    totals = [sum(r[i] for r in rounds) for i in range(len(rounds[0]))]
-    tokens = prompts(config, totals, seed)
-    pages = tables(len(totals), -(-max(totals) // page_size))
-    at, made = [0] * len(totals), []
-    for lengths in rounds:
-        used = [i for i, n in enumerate(lengths) if n]
-        parts = [(tokens[i][at[i] : at[i] + lengths[i]], at[i]) for i in used]
-        made.append(make_step(parts, {k: t[used] for k, t in pages.items()}))
-        at = [a + n for a, n in zip(at, lengths)]
-    return made, 1 + 2 * pages["full"].numel()
 
 
 def errors(got: Tensor, want: Tensor) -> Tensor:
@@ -86,40 +51,107 @@ def run_both(
     return out
 
 
-SHAPES = {
-    "plain": SMALL,
-    "head 64, one kv head": SMALL.with_(hidden=64, heads=3, kv_heads=1, head_dim=64),
-    "every head its own": SMALL.with_(heads=4, kv_heads=4, head_dim=16),
-    "odd sizes": SMALL.with_(
-        hidden=90, intermediate=37, heads=10, kv_heads=2, head_dim=6, vocab=211, experts=5, top_k=5
-    ),
-    "head 80": SMALL.with_(hidden=40, heads=2, kv_heads=1, head_dim=80, window=1),
-    "one expert": SMALL.with_(experts=1, top_k=1),
-    "all full": SMALL.with_(layer_kinds=("full", "full")),
-    "all sliding": SMALL.with_(layer_kinds=("sliding", "sliding"), window=7),
-}  # fmt: skip
-RAGGED = [(70, 3, 1), (1, 1, 0), (1, 130, 1), (2, 1, 40)]
+def exact_model(config: ModelConfig, kinds: dict[str, str], **options: str) -> GptOss:
+    return reference_model(random_weights(config, kinds, 1), activation="auto", kv_dtype="auto", **options)
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("kinds", [{}, {**QUANTISED, "embed": "f16"}, {"qkv": "f32", "o": "f16", "embed": "f32"}])
-def test_exact_form(library: ctypes.CDLL, name: str, kinds: dict[str, str]) -> None:
+def test_exact_form(step_library: ctypes.CDLL, name: str, kinds: dict[str, str]) -> None:
     config = SHAPES[name]
     made, pages = steps(config, RAGGED)
-    model = reference_model(random_weights(config, kinds, 1), activation="auto", kv_dtype="auto")
-    for got, want in run_both(library, model, made, pages):
+    for got, want in run_both(step_library, exact_model(config, kinds), made, pages):
         assert errors(got, want).max() < A_LAYER * (config.layers + 1)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 256])
+def test_pages_of_other_sizes(step_library: ctypes.CDLL, page_size: int) -> None:
+    made, pages = steps(SMALL, RAGGED, page_size)
+    weights = random_weights(SMALL, {}, 1)
+    model = reference_model(weights, activation="auto", kv_dtype="auto", page_size=page_size)
+    for got, want in run_both(step_library, model, made, pages):
+        assert errors(got, want).max() < A_LAYER * 3
+
+
+def test_without_sinks(step_library: ctypes.CDLL) -> None:
+    made, pages = steps(SMALL, RAGGED)
+    for got, want in run_both(step_library, exact_model(SMALL, {}, sinks="off"), made, pages):
+        assert errors(got, want).max() < A_LAYER * 3
+
+
+def test_long_context(step_library: ctypes.CDLL) -> None:
+    """Prompt and decode over several segments of keys, alone and split over threads."""
+    config = SMALL.with_(layers=2, layer_kinds=("full", "sliding"), window=300)
+    made, pages = steps(config, [(1200, 700), (1, 1), (3, 1)])
+    for threads in (1, 8):
+        for got, want in run_both(step_library, exact_model(config, {}), made, pages, threads=threads, most_rows=128):
+            assert errors(got, want).max() < A_LAYER * 3
+
+
+@pytest.mark.parametrize("favourite", [0, 5])
+def test_all_tokens_on_the_same_experts(step_library: ctypes.CDLL, favourite: int) -> None:
+    """Other experts are empty; the favourite has more rows than one product takes."""
+    config = SMALL.with_(layers=1, layer_kinds=("full",), top_k=1)
+    bias = torch.zeros(config.experts)
+    bias[favourite] = 50.0
+    made, pages = steps(config, [(300,)])
+    weights = random_weights(config, QUANTISED, 1, router_bias=bias)
+    model = reference_model(weights, activation="auto", kv_dtype="auto")
+    for got, want in run_both(step_library, model, made, pages, most_rows=300):
+        assert errors(got, want).max() < A_LAYER * 2
+
+
+def test_equal_router_logits_go_to_the_lower_expert(step_library: ctypes.CDLL) -> None:
+    config = SMALL.with_(layers=1, layer_kinds=("full",))
+    weights = random_weights(config, {}, 1, router_bias=torch.tensor([0.0, 3.0, 3.0, 3.0, 3.0, 3.0]))
+    weights.layers[0].router.zero_()
+    made, pages = steps(config, [(5,)])
+    model = reference_model(weights, activation="auto", kv_dtype="auto")
+    for got, want in run_both(step_library, model, made, pages):
+        assert errors(got, want).max() < A_LAYER * 2
+
+
+REAL = {"gate_up": "mxfp4", "down": "mxfp4", "qkv": "q8", "o": "q8", "lm_head": "q8"}
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2880, 32), (32, 2880)])
+def test_rows_of_2880(step_library: ctypes.CDLL, hidden: int, intermediate: int) -> None:
+    config = ModelConfig(
+        layers=1,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=3,
+        top_k=2,
+        heads=8,
+        kv_heads=1,
+        head_dim=64,
+        vocab=64,
+    )
+    made, pages = steps(config, [(3,), (1,)])
+    for got, want in run_both(step_library, exact_model(config, REAL), made, pages):
+        assert errors(got, want).max() < A_LAYER * 2
+
+
+@pytest.mark.slow
+def test_the_sizes_of_a_real_model(step_library: ctypes.CDLL) -> None:
+    """One layer of gpt-oss-20b with few experts."""
+    config = ModelConfig(
+        layers=1, hidden=2880, intermediate=2880, experts=3, top_k=2, heads=64, kv_heads=8, head_dim=64, vocab=64
+    )
+    made, pages = steps(config, [(3,), (1,)])
+    for got, want in run_both(step_library, exact_model(config, REAL), made, pages):
+        assert errors(got, want).max() < A_LAYER * 2
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp8"])
 @pytest.mark.parametrize("name", ["plain", "head 64, one kv head", "odd sizes"])
-def test_int8_in_one_layer(library: ctypes.CDLL, name: str, kv_dtype: str) -> None:
+def test_int8_in_one_layer(step_library: ctypes.CDLL, name: str, kv_dtype: str) -> None:
     config = SHAPES[name].with_(layers=1, layer_kinds=("sliding",))
     made, pages = steps(config, RAGGED)
     weights = random_weights(config, QUANTISED, 2)
     model = reference_model(weights, kv_dtype=kv_dtype)
     noise = torch.cat(_noise(weights, made, pages))
-    error = torch.cat([errors(got, want) for got, want in run_both(library, model, made, pages)])
+    error = torch.cat([errors(got, want) for got, want in run_both(step_library, model, made, pages)])
     assert (error < 2 * A_LAYER).float().mean() > 0.9, "few rows have a code that moved"
     assert error.mean() < noise.mean() / 10
     assert error.max() < 2 * noise.max()
@@ -136,12 +168,27 @@ def _noise(weights: Weights, made: list[Step], pages: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kinds", [QUANTISED, {"gate_up": "mxfp4", "down": "mxfp4"}])
-def test_int8_in_many_layers(library: ctypes.CDLL, kinds: dict[str, str]) -> None:
+def test_int8_in_many_layers(step_library: ctypes.CDLL, kinds: dict[str, str]) -> None:
     config = SMALL.with_(layers=6, layer_kinds=())
     made, pages = steps(config, RAGGED)
     weights = random_weights(config, kinds, 3)
     noise = torch.cat(_noise(weights, made, pages))
-    both = run_both(library, reference_model(weights), made, pages)
+    both = run_both(step_library, reference_model(weights), made, pages)
     error = torch.cat([errors(got, want) for got, want in both])
     assert error.mean() < noise.mean()
     assert error.max() < 2 * noise.max()
+
+
+def test_what_enters_the_layers_can_be_seen(step_library: ctypes.CDLL) -> None:
+    made, pages = steps(SMALL, [(70, 3)])
+    model = exact_model(SMALL, {})
+    mine = model.allocate_kv(pages).clone()
+    kept = []
+    acts = Activations()
+    for bound in model.plan.walk(made[0], acts):
+        if bound.phase.covers[-1] in ("embed", "moe"):
+            kept.append(acts.complete_x())
+    with Native(step_library, model, most_rows=16, int8=False) as native:
+        taps = native.run(made[0], mine, taps=(2, 0, 1)).taps
+    for tap, layer in zip(taps, (2, 0, 1)):
+        assert errors(tap, kept[layer]).max() < A_LAYER * layer + 1e-9

@@ -120,8 +120,10 @@ void run_down(Instance& in, const Layer& layer, int64_t rows) {
     const hb_model& m = in.model;
     const Matrix& whole = layer.down.matrix;
     const int64_t hidden = m.hidden, top_k = m.top_k, entries = rows * top_k;
-    const int64_t room = BLOCK_COLUMNS * (in.chunk < ROW_BLOCK ? in.chunk : ROW_BLOCK) / (entries * TILE_ROWS);
-    const int64_t tiles = tiles_an_item(in, whole, whole.tiles(), in.active_count, room);
+    // Parts of all entries lie in the thread's own memory until they are added.
+    int64_t most = BLOCK_COLUMNS * (in.chunk < ROW_BLOCK ? in.chunk : ROW_BLOCK) / (entries * TILE_ROWS);
+    if (most > BLOCK_COLUMNS / TILE_ROWS) most = BLOCK_COLUMNS / TILE_ROWS;
+    const int64_t tiles = tiles_an_item(in, whole, whole.tiles(), in.active_count, most);
     in.pool->run(parts_of(whole.tiles(), tiles), [&](int64_t item, int thread) {
         const int64_t first = item * tiles, last = first + tiles < whole.tiles() ? first + tiles : whole.tiles();
         const int64_t stride = (last - first) * TILE_ROWS, column = first * TILE_ROWS;
