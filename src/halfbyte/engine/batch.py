@@ -118,6 +118,7 @@ class BatchBuilder:
         if step.decode_only:
             query_start, row_sequence = self._arange[: n + 1], self._arange[:n]
             positions, kv_lens, logit_rows = starts, starts + 1, self._arange[:n]
+            longest = max(step.starts) + 1
         else:
             counts = np.array(step.counts, np.int32)
             query_start = np.zeros(n + 1, np.int32)
@@ -131,7 +132,7 @@ class BatchBuilder:
                     end = int(query_start[i + 1])
                     wanted += range(end - 1 - len(step.drafts[i]), end)
             logit_rows = np.array(wanted, np.int32)
-        longest = int(kv_lens.max())
+            longest = int(kv_lens.max())
         blocks = -(-longest // self._page)
         return Batch(
             tokens=np.array(tokens, np.int32), positions=positions, query_start=query_start, kv_lens=kv_lens,

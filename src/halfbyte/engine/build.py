@@ -56,10 +56,11 @@ def core_for(
     if observer is not None:
         observer.allocate(pages)
     eos = tuple(dict.fromkeys((*config.eos_tokens, *(t for t in tokenizer.eos_tokens if t < config.vocab))))
+    on_host = model.device.type == "cpu"
     engine_config = EngineConfig(
         pages=pages, page_size=options.page_size, window=config.window, vocab=config.vocab, max_context=context,
         eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows, max_waiting=options.max_waiting,
-        run_ahead=options.run_ahead, prefix_cache=options.prefix_cache, host_steps=model.device.type == "cpu",
+        run_ahead=options.run_ahead and not on_host, prefix_cache=options.prefix_cache, host_steps=on_host,
     )  # fmt: skip
     runner, sampler = _runner_for(model, options, observer, context, rows)
     core = EngineCore(runner, engine_config, tokenizer, proposer)

@@ -1,10 +1,10 @@
-"""Runs batches on a CPU: the step and its sampling on one worker thread, which waits inside torch with the GIL released
-while the engine schedules the next step. Tokens that the step before has sampled are filled in there.
+"""Runs batches on a CPU, in the thread that asks for the result: the kernels' threads have every core anyway, so a step
+that ran beside the engine's own work would only take turns with it, and pay for the turns.
+
+A launched step runs when its result is asked for. Tokens that the step before has sampled are filled in then.
 """
 
 from __future__ import annotations
-
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -19,12 +19,11 @@ class CpuRunner:
     def __init__(self, model: Model, observer: HiddenStateObserver | None = None) -> None:
         self.model, self.observer = model, observer
         self._last: list[int] = []  # sampled by the last step that ran
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="halfbyte-step")
 
-    def launch(self, batch: Batch) -> Future[StepResult]:
-        return self._thread.submit(self._run, batch)
+    def launch(self, batch: Batch) -> LaunchedOnCpu:
+        return LaunchedOnCpu(self, batch)
 
-    def _run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch) -> StepResult:
         tokens = batch.tokens
         if batch.token_from is not None:
             sampled = np.asarray([*self._last, 0], np.int32)  # -1 finds the 0, which is not used
@@ -42,7 +41,19 @@ class CpuRunner:
         return result
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        pass
+
+
+class LaunchedOnCpu:
+    """A step that runs when its result is asked for, once; one that nobody asks for never runs."""
+
+    __slots__ = ("_batch", "_runner")
+
+    def __init__(self, runner: CpuRunner, batch: Batch) -> None:
+        self._runner, self._batch = runner, batch
+
+    def result(self) -> StepResult:
+        return self._runner.run(self._batch)
 
 
 def _step_of(batch: Batch, tokens: Ints) -> Step:

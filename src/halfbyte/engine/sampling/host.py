@@ -28,6 +28,7 @@ from halfbyte.plan.broken import broken_place
 Row = NDArray[np.float32]
 NO_TOKEN = "bias, minimum length and grammar together allow no token"
 CANDIDATES = 512  # likeliest tokens that are sorted before the whole vocabulary is
+SPREAD = 10.0  # below the best logit: what lies further down has less than 1/20,000 of the best one's probability
 
 
 def not_numbers(bits: int) -> str:
@@ -118,24 +119,44 @@ def sample_token(logits: Row, p: SamplingParams, uniform: float) -> int:
     """
     vocab = logits.shape[0]
     limited = 0 < p.top_k < vocab
-    x = logits.astype(np.float64) / p.temperature
-    first = _sample_among(x, max(64, p.top_k) if limited else CANDIDATES, p, limited, uniform)
-    token = _sample_among(x, vocab, p, limited, uniform) if first is None else first
+    x = logits.astype(np.float64)
+    x /= p.temperature
+    if limited:
+        ids = _likeliest(x, max(64, p.top_k))
+    else:
+        ids = np.nonzero(x >= x.max() - SPREAD)[0]  # one comparison, where models are as sure as they mostly are
+        if ids.shape[0] > CANDIDATES:
+            ids = _likeliest(x, CANDIDATES)
+    first = _sample_among(x, ids, p, limited, uniform)
+    token = _sample_among(x, np.arange(vocab), p, limited, uniform) if first is None else first
     assert token is not None
     return token
 
 
-def _sample_among(x: NDArray[np.float64], count: int, p: SamplingParams, limited: bool, uniform: float) -> int | None:
-    """A sample that needs no more than the `count` likeliest; None if it does."""
+def _likeliest(x: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """Ids of the highest `count`, and of what equals the last of them."""
     vocab = x.shape[0]
-    whole = count >= vocab
-    # Everything from the last candidate's logit up, ties included.
-    ids = np.arange(vocab) if whole else np.nonzero(x >= np.partition(x, vocab - count)[vocab - count])[0]
-    ids = ids[np.argsort(-x[ids], kind="stable")]
+    if count >= vocab:
+        return np.arange(vocab)
+    least: np.float64 = np.partition(x, vocab - count)[vocab - count]
+    return np.nonzero(x >= least)[0]
+
+
+def _sample_among(
+    x: NDArray[np.float64], ids: NDArray[np.int64], p: SamplingParams, limited: bool, uniform: float
+) -> int | None:
+    """A sample that needs none but these tokens, which are the likeliest; None if it needs more."""
+    whole = ids.shape[0] == x.shape[0]
+    chosen = x[ids]
+    order = np.argsort(-chosen, kind="stable")
+    ids, chosen = ids[order], chosen[order]
     if limited:
-        ids = ids[: p.top_k]
-    weights = np.exp(x[ids] - x[ids[0]])
-    weights /= weights.sum() if limited or whole else np.exp(x - x[ids[0]]).sum()
+        ids, chosen = ids[: p.top_k], chosen[: p.top_k]
+    weights = np.exp(chosen - chosen[0])
+    weights /= weights.sum() if limited or whole else np.exp(x - chosen[0]).sum()
+    if p.top_p >= 1.0 and p.min_p <= 0.0 and not limited and not whole:  # the usual request: nothing is cut off
+        at = int(weights.cumsum().searchsorted(uniform, side="right"))
+        return int(ids[at]) if at < ids.shape[0] else None
     keep = weights > 0
     if p.top_p < 1.0:
         keep &= np.cumsum(weights) - weights < p.top_p
@@ -144,14 +165,11 @@ def _sample_among(x: NDArray[np.float64], count: int, p: SamplingParams, limited
     keep[0] = True
     probabilities, ids = weights[keep], ids[keep]
     closed = limited or whole or probabilities.shape[0] < keep.shape[0]  # nothing beyond the candidates may be sampled
-    if closed:
-        probabilities = probabilities / probabilities.sum()
-    elif p.top_p < 1.0 or p.min_p > 0.0:
+    if not closed:
         return None
+    probabilities = probabilities / probabilities.sum()
     at = int(np.searchsorted(np.cumsum(probabilities), uniform, side="right"))
-    if at < probabilities.shape[0]:
-        return int(ids[at])
-    return int(ids[-1]) if closed else None
+    return int(ids[min(at, ids.shape[0] - 1)])
 
 
 def _accept_or_resample(
