@@ -121,6 +121,49 @@ def test_a_million_blanks_do_not_end_the_process(gpt_oss: Tokenizer) -> None:
         assert gpt_oss.decode(gpt_oss.encode(text, allow_special=True)) == text
 
 
+def test_a_long_text_is_cut_where_the_pattern_cuts(
+    gpt_oss: Tokenizer, small: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PART", 20)
+    draw = random.Random(1)
+    pieces = [
+        "a",
+        "Bc",
+        "é",
+        "漢",
+        "中、",
+        "。",
+        "，",
+        "（",
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "1",
+        "22",
+        "4444",
+        "_",
+        "'s",
+        "'",
+        "/",
+    ]
+    pieces += ["-", "!", "\u00a0", "\u2028", "٣", "Ⅷ", "々", "〇", "े", "<|start|>", "x y", "1 a", "b2"]
+    whole = 0
+    for _ in range(200):
+        text = "".join(draw.choice(pieces) for _ in range(60))
+        for tokenizer in (gpt_oss, small):
+            for special, encode in ((False, tokenizer._plain), (True, tokenizer._with_special)):
+                parts = list(tokenizer.encode_parts(text, allow_special=special))
+                assert [id for part in parts for id in part] == tokenizer.encode(text, allow_special=special)
+                if tokenizer.decode(id for part in parts for id in part) == text and all(
+                    len(tokenizer.decode(part)) < 2 * module.PART for part in parts
+                ):
+                    assert [id for part in parts for id in part] == encode(text)
+                    whole += len(parts) > 2
+    assert whole > 100
+
+
 # ---- other vocabularies -------------------------------------------------------------------------
 
 

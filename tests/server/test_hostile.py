@@ -223,3 +223,93 @@ def test_no_client_can_take_a_character_for_the_end_of_a_line(serve: Serve, http
                 delta = delta.get("content") or delta.get("text") or ""
             said += delta if event.get("type") in (None, "content_block_delta", "response.output_text.delta") else ""
     assert said == text
+
+
+# ---- large bodies --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+    serve: Serve, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = serve(ScriptedSource(always(say("x")), max_context=1000))
+    encoded: list[int] = []
+    plain = live.service.tokenizer._plain
+    monkeypatch.setattr(live.service.tokenizer, "_plain", lambda text: encoded.append(len(text)) or plain(text))
+    monkeypatch.setattr(live.service.tokenizer, "_with_special", live.service.tokenizer._plain)
+    for text, most in (("a" * (8 << 20), 1000), ("word " * (1 << 20), 1000), ("a" * 100_000, 200_000)):
+        for path, body in (
+            ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/chat/completions", CHAT | {"messages": [{"role": "developer", "content": text}, *CHAT["messages"]]}),
+            ("/v1/messages", CHAT | {"messages": [{"role": "user", "content": text}], "max_tokens": 5}),
+            ("/v1/messages/count_tokens", CHAT | {"messages": [{"role": "user", "content": text}]}),
+            ("/v1/responses", {"model": "gpt-oss-test", "input": text}),
+            ("/v1/completions", {"model": "gpt-oss-test", "prompt": text}),
+        ):
+            encoded.clear()
+            answer = http.post(live.url + path, json=body)
+            assert answer.status_code == 400
+            assert "shorten the conversation" in answer.json()["error"]["message"]
+            assert sum(encoded) <= most
+    assert live.source.requests == []
+    assert live.service.admission.active == 0
+
+
+def test_tokenising_stops_where_the_context_ends(
+    serve: Serve, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text short enough in bytes, far too long in tokens: no more of it is read than shows that."""
+    live = serve(ScriptedSource(always(say("x")), max_context=20_000))
+    encoded: list[int] = []
+    plain = live.service.tokenizer._plain
+    monkeypatch.setattr(live.service.tokenizer, "_plain", lambda text: encoded.append(len(text)) or plain(text))
+    body = CHAT | {"messages": [{"role": "user", "content": "a1" * 1_000_000}]}
+    assert http.post(f"{live.url}/v1/chat/completions", json=body).status_code == 400
+    assert sum(encoded) < 200_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [1] * 1_100_000},
+        {"messages": [{"role": "user", "content": "x"}] * 110_000},
+        {"messages": CHAT["messages"], "logit_bias": {f"k{i}": "x" for i in range(50_000)}},
+        {"messages": CHAT["messages"], **{f"k{i}": 1 for i in range(50_000)}},
+        {"messages": [{"role": "user", "content": [1] * 500_000}]},
+    ],
+)
+def test_a_body_of_many_parts_is_refused(live: Live, http: httpx.Client, body: dict[str, Any]) -> None:
+    answer = http.post(f"{live.url}/v1/chat/completions", json=CHAT | body)
+    assert answer.status_code in (400, 413)
+    assert len(answer.content) < 1000
+    assert live.source.requests == []
+
+
+def test_large_bodies_in_all_are_bounded(serve: Serve, http: httpx.Client) -> None:
+    live = serve(ScriptedSource(always(say("x"))), settings(max_body_bytes=1 << 20, max_bodies_bytes=1 << 20))
+    with connect(live) as sock:
+        sock.sendall(head(length=1 << 20) + b" " * 900_000)
+        wait_until(lambda: live.app.state.bodies.held == 900_000)
+        large = CHAT | {"messages": [{"role": "user", "content": "x" * 300_000}]}
+        assert http.post(f"{live.url}/v1/chat/completions", json=large).status_code == 503
+        assert http.post(f"{live.url}/v1/chat/completions", json=CHAT).status_code == 200
+    wait_until(lambda: live.app.state.bodies.held == 0)
+    assert http.post(f"{live.url}/v1/chat/completions", json=large).status_code == 400, "too long for the context"
+
+
+def test_a_full_server_does_not_even_read_a_body(serve: Serve, http: httpx.Client) -> None:
+    live = serve(ScriptedSource(always(Play(say("x " * 5000), delay=0.05))), settings(max_requests=1))
+    with connect(live) as sock:
+        sock.sendall(chat_bytes())
+        wait_until(lambda: live.source.active == 1)
+        for path in ("/v1/chat/completions", "/tokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"):
+            answer = http.post(live.url + path, content=b"[" * 100, headers={"content-type": "application/json"})
+            assert answer.status_code == 429, path
+    wait_until(lambda: live.service.admission.active == 0)
+
+
+def test_long_prompts_are_tokenised_as_they_were(live: Live, http: httpx.Client) -> None:
+    """Part by part in a thread, and the tokens are those of the whole at once."""
+    text = "The quick brown fox, number 12345, jumps.\n\n" * 8000
+    ids = http.post(f"{live.url}/tokenize", json={"prompt": text}).json()["tokens"]
+    assert ids == live.service.tokenizer._plain(text)
+    assert http.post(f"{live.url}/detokenize", json={"tokens": ids}).json()["prompt"] == text

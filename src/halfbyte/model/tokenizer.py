@@ -10,9 +10,10 @@ from __future__ import annotations
 import base64
 import codecs
 import functools
+import itertools
 import lzma
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,12 @@ O200K_HARMONY_VOCAB = 201088
 _END_NAMES = ("<|return|>", "<|call|>", "<|endoftext|>")  # where a gpt-oss model stops generating
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
-# tiktoken's regex engine panics on a run of a million blanks (its backtracking stack is full); a run this long is cut.
-_BLANK_RUN = 500_000
-_LONG_BLANKS = re.compile(rf"\s{{{_BLANK_RUN}}}")
+# Text longer than this is encoded part by part. A cut is made where the pattern above always cuts: between a letter or
+# digit and a blank or a mark that no word ends with, or between letters and digits. Text that has no such place for as
+# long again is cut where it stands: an encoder's time grows faster than the length of one word, and tiktoken's regular
+# expressions panic on a million blanks.
+PART = 64 * 1024
+_CUT = re.compile(r"(?<=[^\W_])(?=[ \n\r\t、。，！？：；（）])|(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z])")
 
 
 class Tokenizer:
@@ -88,8 +92,27 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return len(self._table)
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The most bytes of text that one token stands for."""
+        return max(map(len, self._table))
+
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        return self._with_special(text) if allow_special else self._plain(text)
+        encode = self._with_special if allow_special else self._plain
+        if len(text) <= PART:
+            return encode(text)
+        return list(itertools.chain.from_iterable(self.encode_parts(text, allow_special=allow_special)))
+
+    def encode_parts(self, text: str, *, allow_special: bool = False) -> Iterator[list[int]]:
+        """The ids of `text`, a part at a time, for whoever may want to stop: no part takes long."""
+        encode = self._with_special if allow_special else self._plain
+        start = 0
+        while len(text) - start > PART:
+            cut = _CUT.search(text, start + PART, start + 2 * PART)
+            end = cut.end() if cut else start + 2 * PART
+            yield encode(text[start:end])
+            start = end
+        yield encode(text[start:])
 
     def decode(self, ids: Iterable[int], *, errors: str = "replace") -> str:
         """Special tokens appear by name, ids outside the vocabulary as U+FFFD."""
@@ -195,23 +218,9 @@ def _gpt_oss() -> Tokenizer:
         name="o200k_harmony",
         table=table,
         special=special,
-        plain=_cutting_long_blanks(encoding.encode_ordinary),
-        with_special=_cutting_long_blanks(lambda text: encoding.encode(text, allowed_special="all")),
+        plain=encoding.encode_ordinary,
+        with_special=lambda text: encoding.encode(text, allowed_special="all"),
     )
-
-
-def _cutting_long_blanks(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
-    def safe(text: str) -> list[int]:
-        if len(text) < _BLANK_RUN or not _LONG_BLANKS.search(text):
-            return encode(text)
-        out: list[int] = []
-        start = 0
-        for run in _LONG_BLANKS.finditer(text):
-            out += encode(text[start : run.end()])
-            start = run.end()
-        return out + encode(text[start:])
-
-    return safe
 
 
 def _is_o200k(tokens: Sequence[str]) -> bool:
@@ -273,8 +282,9 @@ def _from_json(raw: TokenizerJson, where: str) -> Tokenizer:
         name=where,
         table=table,
         special={token.content: token.id for token in added if token.special or token.content.startswith("<|")},
-        plain=lambda text: list(plain.encode(_whole(text), add_special_tokens=False).ids),
-        with_special=lambda text: list(with_special.encode(_whole(text), add_special_tokens=False).ids),
+        # A batch of one: unlike `encode` it lets other threads run, and it keeps no offsets.
+        plain=lambda text: list(plain.encode_batch_fast([_whole(text)], add_special_tokens=False)[0].ids),
+        with_special=lambda text: list(with_special.encode_batch_fast([_whole(text)], add_special_tokens=False)[0].ids),
     )
 
 

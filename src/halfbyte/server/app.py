@@ -17,7 +17,7 @@ from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.answer.service import Service
 from halfbyte.server.api import anthropic_messages, openai_chat, openai_completions, openai_responses, tokenize
 from halfbyte.server.http import errors, info, page
-from halfbyte.server.http.middleware import Middleware
+from halfbyte.server.http.middleware import Bodies, Middleware
 from halfbyte.server.settings import ServerSettings
 
 
@@ -33,6 +33,7 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
             yield
         finally:
             await service.admission.watchdog.stop()
+            service.admission.workroom.close()
 
     app = FastAPI(
         title="halfbyte",
@@ -59,5 +60,6 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
             expose_headers=["x-request-id", "retry-after"],
         )
     # Added last, so it is the outermost of ours: a preflight is answered by CORS behind it, without a key.
-    app.add_middleware(Middleware, settings=settings, metrics=service.metrics)
+    app.state.bodies = Bodies(settings)
+    app.add_middleware(Middleware, settings=settings, metrics=service.metrics, bodies=app.state.bodies)
     return app

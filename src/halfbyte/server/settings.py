@@ -39,6 +39,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     cors_origins: tuple[str, ...] = flag((), "--cors", "Origins that browsers may call from.")  # empty: no CORS headers
     max_body_bytes: int = flag(32 * MiB, "--max-body", "MiB a request body may have.", minimum=0.001, unit=MiB)
+    max_bodies_bytes: int = 256 * MiB  # of all requests that have not ended
     max_requests: int = flag(256, "--max-requests", "Running and waiting; one more is answered 429.", minimum=1)
     max_connections: int = flag(
         1024, "--max-connections", "Connections in all; a few more are kept for health checks.", minimum=1

@@ -11,6 +11,7 @@ from halfbyte.harmony.render import render_prompt
 from halfbyte.server.answer.conversation import Conversation
 from halfbyte.server.answer.harmony_tokens import HarmonyTokens
 from halfbyte.server.answer.service import Service
+from halfbyte.server.answer.token_budget import TokenBudget
 from halfbyte.server.answer.tools import Toolbox
 from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.settings import ServerSettings
@@ -37,14 +38,15 @@ class Prompt:
 def make_prompt(service: Service, conversation: Conversation) -> Prompt:
     """Render it and check that it fits; what does not is refused with the numbers."""
     harmony = service.harmony
+    budget = TokenBudget(service.tokenizer, service.source.info.max_context)
     tools = conversation.tools.limited_to(conversation.tool_choice)
     try:
-        context = render_prompt(harmony.tokenizer, _all_messages(conversation, tools, service.settings))
+        context = render_prompt(budget, _all_messages(conversation, tools, service.settings))
     except RecursionError:
         raise bad_request(
             "a JSON schema in the request is nested too deeply to be shown to the model.", "tools"
         ) from None
-    prefill = _prefill(conversation, tools, harmony)
+    prefill = _prefill(conversation, tools, harmony, budget)
     constraint = None
     if conversation.format is not None:
         constraint = Constraint(
@@ -77,12 +79,12 @@ def _all_messages(conversation: Conversation, tools: Toolbox, settings: ServerSe
     return out + conversation.messages
 
 
-def _prefill(conversation: Conversation, tools: Toolbox, harmony: HarmonyTokens) -> list[int]:
+def _prefill(conversation: Conversation, tools: Toolbox, harmony: HarmonyTokens, budget: TokenBudget) -> list[int]:
     call_required = conversation.tool_choice.mode == "required"
     if conversation.opening is not None:
         if call_required:
             raise bad_request("an answer that must begin with given text cannot be a required tool call.", "messages")
-        return [*harmony.final_header, *harmony.tokenizer.encode(conversation.opening)]
+        return [*harmony.final_header, *budget.encode(conversation.opening)]
     if conversation.effort == "none" and not call_required:
         # Without tools the answer begins at once. With them the model must still choose, so it is shown that it
         # has already thought, about nothing.

@@ -31,7 +31,7 @@ from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.http.respond import respond
+from halfbyte.server.http.respond import compute, respond
 from halfbyte.server.settings import Effort
 
 # A thinking budget as the effort that usually stays within it.
@@ -53,9 +53,9 @@ def router(service: Service) -> APIRouter:
         return await respond(http, service.admission, service.settings, writer, streaming=streaming)
 
     @api.post("/v1/messages/count_tokens", summary="How many tokens a message would send to the model")
-    async def count_tokens(body: CountRequest) -> dict[str, int]:
+    async def count_tokens(body: CountRequest, http: Request) -> Response:
         service.names.check(body.model)
-        return {"input_tokens": _prompt(service, body).length}
+        return await compute(http, service.admission, lambda: {"input_tokens": _prompt(service, body).length})
 
     return api
 

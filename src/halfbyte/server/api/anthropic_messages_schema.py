@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from halfbyte.harmony.messages import Message
 from halfbyte.server.answer.tools import Function, Toolbox, ToolChoice, check_choice, check_name
 from halfbyte.server.api.carried_reasoning import decode_reasoning
-from halfbyte.server.api.shared_schema import MESSAGES_HARMLESS, Share, Strict
+from halfbyte.server.api.shared_schema import MESSAGES_HARMLESS, Items, Share, Strict
 from halfbyte.server.http.errors import bad_request
 
 _CACHE = {"cache_control": "the prefix cache needs no marks"}
@@ -58,7 +58,7 @@ class ToolResultBlock(Strict):
     harmless: ClassVar[dict[str, str]] = {**_CACHE, "toolset_name": "who ran the tool"}
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[Annotated[TextBlock, BeforeValidator(_text_only)]] | None = None
+    content: str | Items[Annotated[TextBlock, BeforeValidator(_text_only)]] | None = None
     is_error: bool | None = None
 
 
@@ -70,17 +70,17 @@ AssistantBlock = Annotated[
 
 class UserMessage(Strict):
     role: Literal["user"]
-    content: str | list[UserBlock]
+    content: str | Items[UserBlock]
 
 
 class AssistantMessage(Strict):
     role: Literal["assistant"]
-    content: str | list[AssistantBlock]
+    content: str | Items[AssistantBlock]
 
 
 class SystemMessage(Strict):
     role: Literal["system"]
-    content: str | list[TextBlock]
+    content: str | Items[TextBlock]
 
 
 MessageParam = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
@@ -104,7 +104,7 @@ class ToolDefinition(Strict):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
 
 
@@ -133,10 +133,10 @@ class OutputConfig(Strict):
 class CountRequest(Strict):
     harmless: ClassVar[dict[str, str]] = MESSAGES_HARMLESS
     model: str
-    messages: Annotated[list[MessageParam], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
+    messages: Annotated[Items[MessageParam], Field(min_length=1)]
+    system: str | Items[TextBlock] | None = None
     tools: (
-        Annotated[list[Annotated[ToolDefinition, BeforeValidator(_no_hosted_tool)]], Field(max_length=1024)] | None
+        Annotated[Items[Annotated[ToolDefinition, BeforeValidator(_no_hosted_tool)]], Field(max_length=1024)] | None
     ) = None
     tool_choice: ToolChoiceParam | None = None
     thinking: Thinking | None = None
@@ -145,7 +145,7 @@ class CountRequest(Strict):
 
 class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1, le=2**31)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
     stream: bool | None = None
     temperature: Share | None = None
     top_p: Share | None = None

@@ -7,7 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from halfbyte.harmony.messages import Message
-from halfbyte.server.api.shared_schema import CHAT_HARMLESS, RefusalPart, SamplingFields, Strict, TextPart, text_of
+from halfbyte.server.api.shared_schema import (
+    CHAT_HARMLESS,
+    Items,
+    RefusalPart,
+    SamplingFields,
+    Strict,
+    TextPart,
+    text_of,
+)
 from halfbyte.server.http.errors import bad_request
 
 EffortName = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -37,13 +45,13 @@ class ToolCall(Strict):
 
 class InstructionMessage(Strict):
     role: Literal["system", "developer"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     name: str | None = None
 
 
 class UserMessage(Strict):
     role: Literal["user"]
-    content: str | list[UserPart]
+    content: str | Items[UserPart]
     name: str | None = None
 
 
@@ -56,17 +64,17 @@ class AssistantMessage(Strict):
         "reasoning_details": "the same reasoning in another router's form",
     }
     role: Literal["assistant"]
-    content: str | list[SpokenPart] | None = None
+    content: str | Items[SpokenPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     name: str | None = None
 
 
 class ToolMessage(Strict):
     role: Literal["tool"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
     tool_call_id: str
     name: str | None = None
 
@@ -97,7 +105,7 @@ class NamedTool(Strict):
 
 class AllowedTools(Strict):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Items[NamedTool]
 
 
 class AllowedToolsChoice(Strict):
@@ -139,16 +147,16 @@ class ReasoningOptions(Strict):
 class ChatRequest(SamplingFields):
     harmless: ClassVar[dict[str, str]] = CHAT_HARMLESS
     model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[ChatTool], Field(max_length=1024)] | None = None
+    tools: Annotated[Items[ChatTool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: EffortName | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     # extensions
     reasoning: ReasoningOptions | None = None

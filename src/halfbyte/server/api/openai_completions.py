@@ -24,9 +24,10 @@ from halfbyte.server.answer.pump import merge
 from halfbyte.server.answer.requests import single_request
 from halfbyte.server.answer.service import Service
 from halfbyte.server.answer.stop_strings import StopMatcher
+from halfbyte.server.answer.token_budget import TokenBudget
 from halfbyte.server.api.openai_chunks import ChunkFrame, error_chunk, finish_json, finite
 from halfbyte.server.api.openai_sampling import completion_sampling
-from halfbyte.server.api.shared_schema import CHAT_HARMLESS, SamplingFields
+from halfbyte.server.api.shared_schema import CHAT_HARMLESS, Items, SamplingFields
 from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError, bad_request
@@ -47,9 +48,9 @@ def _prompt_kind(value: Any) -> str:
 
 PromptInput = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[str], Tag("texts")]
-    | Annotated[list[TokenId], Tag("ids")]
-    | Annotated[list[list[TokenId]], Tag("lists")],
+    | Annotated[Items[str], Tag("texts")]
+    | Annotated[Items[TokenId], Tag("ids")]
+    | Annotated[Items[Items[TokenId]], Tag("lists")],
     Discriminator(_prompt_kind),
 ]
 
@@ -136,7 +137,8 @@ def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
         raise bad_request(f"give between 1 and {MAX_PROMPTS} prompts.", "prompt")
     out = []
     for text in prompts:
-        ids = service.tokenizer.encode(text, allow_special=True) if isinstance(text, str) else list(text)
+        budget = TokenBudget(service.tokenizer, service.source.info.max_context, "prompt")
+        ids = budget.encode(text, allow_special=True) if isinstance(text, str) else list(text)
         if not ids:
             raise bad_request("a prompt is empty; there must be at least one token to continue.", "prompt")
         if max(ids) >= vocab:

@@ -36,7 +36,7 @@ from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError, bad_request, from_error, is_cancellation
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.http.respond import respond
+from halfbyte.server.http.respond import compute, respond
 from halfbyte.server.settings import ServerSettings
 
 
@@ -48,18 +48,25 @@ def router(service: Service) -> APIRouter:
     async def create(body: ResponsesRequest, http: Request) -> Response:
         name = service.names.check(body.model)
         streaming = bool(body.stream)
+        earlier = _earlier(store, body)
 
         def writer(slot: Slot) -> ResponseBodyWriter:
-            prompt, history, left_out = _prompt(service, store, body)
+            prompt, history, left_out = _prompt(service, earlier, body)
             generation = generate(service, prompt, slot, streaming=streaming)
             return ResponseBodyWriter(service.settings, store, generation, name, body, history, left_out)
 
-        return await respond(http, service.admission, service.settings, writer, streaming=streaming)
+        return await respond(
+            http, service.admission, service.settings, writer, streaming=streaming, more_bytes=earlier.size
+        )
 
     @api.post("/v1/responses/input_tokens", summary="How many tokens a request would send to the model")
-    async def input_tokens(body: ResponsesRequest) -> dict[str, Any]:
-        prompt, _, _ = _prompt(service, store, body)
-        return {"object": "response.input_tokens", "input_tokens": prompt.length}
+    async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
+        earlier = _earlier(store, body)
+
+        def answer() -> dict[str, Any]:
+            return {"object": "response.input_tokens", "input_tokens": _prompt(service, earlier, body)[0].length}
+
+        return await compute(http, service.admission, answer, more_bytes=earlier.size)
 
     @api.get("/v1/responses/{response_id}", summary="A stored response")
     async def get(response_id: str) -> dict[str, Any]:
@@ -92,12 +99,17 @@ def _stored(store: ResponseStore, id: str, param: str | None = None) -> StoredRe
     return response
 
 
-def _prompt(service: Service, store: ResponseStore, body: ResponsesRequest) -> tuple[Prompt, History, list[str]]:
-    """The prompt, the conversation it continues, and the types of the tools that were left out of it."""
+def _earlier(store: ResponseStore, body: ResponsesRequest) -> History:
+    """The conversation that a request continues."""
+    if body.previous_response_id is None:
+        return History()
+    return _stored(store, body.previous_response_id, "previous_response_id").history
+
+
+def _prompt(service: Service, earlier: History, body: ResponsesRequest) -> tuple[Prompt, History, list[str]]:
+    """The prompt, the conversation it is part of, and the types of the tools that were left out of it."""
     tools, left_out = toolbox(body.tools or [])
-    history = History()
-    if body.previous_response_id is not None:
-        history = _stored(store, body.previous_response_id, "previous_response_id").history.copy()
+    history = earlier.copy()
     history.add(body.input, tools)
     if not history.messages and not history.opening:
         raise bad_request("'input' is empty; give a text or a list of items.", "input", "missing_required_parameter")

@@ -30,6 +30,11 @@ class History:
     messages: list[Message] = field(default_factory=list)
     calls: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """How many characters it has, or so."""
+        return sum(map(len, self.opening)) + sum(len(m.text) for m in self.messages)
+
     def copy(self) -> History:
         return History(list(self.opening), list(self.messages), dict(self.calls))
 

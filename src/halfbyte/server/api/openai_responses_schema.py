@@ -13,7 +13,18 @@ from pydantic import BeforeValidator, Field
 from halfbyte.harmony.messages import FUNCTIONS
 from halfbyte.server.answer.tools import CUSTOM_FIELD, Function, Toolbox, ToolChoice, check_choice, check_name
 from halfbyte.server.api.openai_chat_schema import EffortName, JsonObjectFormat, TextFormat
-from halfbyte.server.api.shared_schema import RESPONSES_HARMLESS, Bias, Count, Penalty, Seed, Share, Strict, Temperature
+from halfbyte.server.api.shared_schema import (
+    RESPONSES_HARMLESS,
+    Bias,
+    Count,
+    Items,
+    Penalty,
+    Seed,
+    Share,
+    Strict,
+    Table,
+    Temperature,
+)
 
 # ---- input --------------------------------------------------------------------------------------------------------
 
@@ -63,14 +74,14 @@ class _Item(Strict):
 class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | Items[Part]
     phase: Literal["commentary", "final_answer"] | None = None
 
 
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
-    summary: list[InputText] | None = None
-    content: list[InputText] | None = None
+    summary: Items[InputText] | None = None
+    content: Items[InputText] | None = None
     encrypted_content: str | None = None
 
 
@@ -84,7 +95,7 @@ class FunctionCallItem(_Item):
 
 class _OutputItem(_Item):
     call_id: str
-    output: str | list[Part]
+    output: str | Items[Part]
     name: str | None = None
     namespace: str | None = None
 
@@ -130,7 +141,7 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
 
 
@@ -139,7 +150,7 @@ class CustomTool(Strict):
     name: str
     description: str | None = None
     format: dict[str, Any] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
 
 
@@ -147,7 +158,7 @@ class NamespaceTool(Strict):
     type: Literal["namespace"]
     name: str
     description: str | None = None
-    tools: list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
+    tools: Items[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
 
 
 class WebSearchTool(Strict):
@@ -178,7 +189,7 @@ class NamedTool(Strict):
 class AllowedTools(Strict):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: Items[NamedTool]
 
 
 class FunctionChoice(Strict):
@@ -222,13 +233,13 @@ class Reasoning(Strict):
 class ResponsesRequest(Strict):
     harmless: ClassVar[dict[str, str]] = {**RESPONSES_HARMLESS, "max_tool_calls": "it counts hosted tools only"}
     model: str
-    input: str | list[InputItem] | None = None
+    input: str | Items[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
-    include: list[str] | None = None
+    metadata: Table[str] | None = None
+    include: Items[str] | None = None
     max_output_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -236,16 +247,16 @@ class ResponsesRequest(Strict):
     top_p: Share | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=1024)] | None = None
+    tools: Annotated[Items[ResponseTool], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     # extensions
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Table[Bias] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None

@@ -6,9 +6,9 @@ they change nothing, each with the reason why that is honest.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 # Accounting, routing and retention at a hosted service: with one local model there is nothing for them to change.
 HOSTED: dict[str, str] = {
@@ -41,6 +41,21 @@ MESSAGES_HARMLESS = {
 LEFT_OUT_HEADER = "x-halfbyte-left-out"
 
 
+T = TypeVar("T")
+# A list of many wrong items is refused for the first of them: noting each would take longer than serving it.
+Items = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _not_many(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > 1024:
+        raise ValueError("it has more than 1024 entries")
+    return value
+
+
+Table = Annotated[dict[str, T], BeforeValidator(_not_many)]
+_MOST_FIELDS = 200  # several times those of the largest body
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     harmless: ClassVar[dict[str, str]] = {}
@@ -48,6 +63,8 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_harmless(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MOST_FIELDS:
+            raise ValueError("it has far more fields than this server knows")
         if cls.harmless and isinstance(value, dict) and not cls.harmless.keys().isdisjoint(value):
             return {k: v for k, v in value.items() if k not in cls.harmless}
         return value
@@ -102,11 +119,11 @@ class SamplingFields(Strict):
 
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
+    logit_bias: Table[Bias] | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
@@ -117,7 +134,7 @@ class SamplingFields(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[Items[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
     return_token_ids: bool | None = None
     cache_prompt: bool | None = None  # false cannot be honoured for one request; the answer says so in a header
 

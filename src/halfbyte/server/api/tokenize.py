@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field
+from starlette.responses import Response
 
 from halfbyte.server.answer.conversation import EFFORTS, Conversation
 from halfbyte.server.answer.prompt import make_prompt
 from halfbyte.server.answer.service import Service
+from halfbyte.server.answer.token_budget import TokenBudget
 from halfbyte.server.api.openai_chat import to_toolbox
 from halfbyte.server.api.openai_chat_schema import ChatMessage, ChatTool, EffortName, to_harmony
-from halfbyte.server.api.shared_schema import Strict
+from halfbyte.server.api.shared_schema import Items, Strict
 from halfbyte.server.http.errors import bad_request
 from halfbyte.server.http.json_body import Route
+from halfbyte.server.http.respond import compute
 
 MAX_TEXT = 8 << 20
+MAX_TOKENS = 1 << 20
 
 
 class TokenizeRequest(Strict):
@@ -26,8 +30,8 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
     content: Annotated[str, Field(max_length=MAX_TEXT)] | None = None  # llama.cpp's name for it
-    messages: list[ChatMessage] | None = None
-    tools: list[ChatTool] | None = None
+    messages: Items[ChatMessage] | None = None
+    tools: Items[ChatTool] | None = None
     reasoning_effort: EffortName | None = None
     parse_special: bool | None = None  # read "<|start|>" and the like as control tokens
     return_token_strs: bool | None = None
@@ -35,24 +39,30 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=1 << 20)]
+    tokens: Annotated[Items[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS)]
 
 
 def router(service: Service) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["server"])
 
     @api.post("/tokenize", summary="Token ids of a text or a conversation")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        ids = _token_ids(service, body)
-        out: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.source.info.max_context}
-        if body.return_token_strs:
-            out["token_strs"] = [service.tokenizer.decode([id]) for id in ids]
-        return out
+    async def tokenize(body: TokenizeRequest, http: Request) -> Response:
+        def answer() -> dict[str, Any]:
+            ids = _token_ids(service, body)
+            out: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.source.info.max_context}
+            if body.return_token_strs:
+                out["token_strs"] = [service.tokenizer.decode([id]) for id in ids]
+            return out
+
+        return await compute(http, service.admission, answer)
 
     @api.post("/detokenize", summary="The text of token ids")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        text = service.tokenizer.decode(body.tokens)
-        return {"prompt": text, "content": text}
+    async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
+        def answer() -> dict[str, Any]:
+            text = service.tokenizer.decode(body.tokens)
+            return {"prompt": text, "content": text}
+
+        return await compute(http, service.admission, answer)
 
     return api
 
@@ -68,4 +78,5 @@ def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
         return make_prompt(service, Conversation("tokenize", messages, instructions, tools, effort=effort)).tokens
     text = body.prompt if body.prompt is not None else body.content
     assert text is not None
-    return service.tokenizer.encode(text, allow_special=bool(body.parse_special))
+    budget = TokenBudget(service.tokenizer, MAX_TOKENS, "prompt")
+    return budget.encode(text, allow_special=bool(body.parse_special))

@@ -12,6 +12,7 @@ import logging
 from halfbyte.engine.request import TokenSource
 from halfbyte.server.http.errors import ApiError
 from halfbyte.server.http.metrics import Metrics
+from halfbyte.server.http.workroom import Workroom
 from halfbyte.server.settings import ServerSettings
 from halfbyte.server.watchdog import Watchdog
 
@@ -39,11 +40,12 @@ class Admission:
         self.watchdog = Watchdog(settings.min_available_bytes)
         self.draining = False
         self.active = 0
+        self.workroom = Workroom()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def take_slot(self) -> Slot:
-        """A place for one request, or the refusal that says when to come back."""
+    def check(self) -> None:
+        """Raises the refusal that says when to come back, if no request is taken now."""
         if self.draining:
             self._refuse("draining", 503, "The server is shutting down; try again elsewhere or later.", 10)
         if self.watchdog.shedding:
@@ -53,6 +55,10 @@ class Admission:
         if self.active >= self.max_requests:
             text = f"{self.active} requests are running or waiting, which is the most this server takes at once."
             self._refuse("queue", 429, text, 1 + self.active / 64)
+
+    def take_slot(self) -> Slot:
+        """A place for one request, or the refusal."""
+        self.check()
         self.active += 1
         self.metrics.active.set(self.active)
         self._idle.clear()

@@ -1,4 +1,5 @@
-"""Bodies are parsed here, strictly: what JSON allows but no tokenizer or schema could take is a 400, never a crash."""
+"""Bodies are parsed and checked here, strictly: what JSON allows but no tokenizer or schema could take is a 400, never
+a crash. A large one is parsed off the event loop, and one of too many small parts is not parsed at all."""
 
 from __future__ import annotations
 
@@ -9,19 +10,64 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+
+from halfbyte.server.http.admission import Admission
+from halfbyte.server.http.errors import ApiError, from_validation
+from halfbyte.server.http.workroom import SMALL, Workroom
+from halfbyte.server.settings import MiB
 
 _decoder = msgspec.json.Decoder()
 
+# Far more than any prompt that fits a context has, counted in texts too because that is quick. Each of them costs much
+# more memory and time than its byte.
+MOST_PARTS = {b"[{": 100_000, b":": 200_000, b",": 1_000_000}
+_MOST_REPAIRED = 4 * MiB  # of a body with half a surrogate pair
+
 
 class StrictJsonRequest(Request):
+    """FastAPI's request, whose body is read once and forgotten as soon as it is parsed."""
+
+    model: type[BaseModel] | None = None  # what the body must be
+    workroom: Workroom
+    _raw = b""
+
+    async def body(self) -> bytes:
+        self._raw = await super().body()
+        self._body = b""
+        self.scope["state"]["body_bytes"] = len(self._raw)
+        # FastAPI only asks whether there is one, and would keep it for as long as the request runs.
+        return b" " if self._raw else b""
+
     async def json(self) -> Any:
-        raw = await self.body()
-        try:
-            return _decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            if b"\\ud" in raw or b"\\uD" in raw:
-                return _with_surrogates_replaced(raw)
-            raise json.JSONDecodeError(str(e) or "nested too deeply", "", 0) from None
+        raw, self._raw = self._raw, b""
+        if len(raw) <= SMALL or self.model is None:
+            return parse(raw)
+        model = self.model
+        return await self.workroom.run(len(raw), lambda: _checked(raw, model))
+
+
+def parse(raw: bytes) -> Any:
+    for signs, most in MOST_PARTS.items():
+        if len(raw) > most and sum(raw.count(sign) for sign in signs) > most:
+            text = f"The body has more than {most} times {' or '.join(map(repr, signs.decode()))}; split the request."
+            raise ApiError(413, text, code="request_too_large")
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        if len(raw) <= _MOST_REPAIRED and (b"\\ud" in raw or b"\\uD" in raw):
+            return _with_surrogates_replaced(raw)
+        raise json.JSONDecodeError(str(e) or "nested too deeply", "", 0) from None
+
+
+def _checked(raw: bytes, model: type[BaseModel]) -> BaseModel:
+    """The body as what it must be: FastAPI takes an instance as it is."""
+    value = parse(raw)
+    try:
+        return model.model_validate(value)
+    except ValidationError as e:
+        errors = e.errors(include_url=False, include_context=False, include_input=False)
+        raise from_validation(errors, value) from None  # type: ignore[arg-type]
 
 
 def _with_surrogates_replaced(raw: bytes) -> Any:
@@ -38,10 +84,20 @@ def _no_constant(name: str) -> Any:
 
 
 class Route(APIRoute):
+    """A route whose body, if it has one, is not even read while the server takes no work."""
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
+        annotation = None if self.body_field is None else self.body_field.field_info.annotation
+        model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
         async def handle(request: Request) -> Response:
-            return await handler(StrictJsonRequest(request.scope, request.receive))
+            strict = StrictJsonRequest(request.scope, request.receive)
+            if model is not None:
+                admission: Admission = request.app.state.service.admission
+                admission.check()
+                strict.model = model
+                strict.workroom = admission.workroom
+            return await handler(strict)
 
         return handle

@@ -11,7 +11,6 @@ import logging
 import re
 import time
 from hashlib import sha256
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from halfbyte.server.http import sse
 from halfbyte.server.http.errors import ApiError, from_error, is_cancellation, render, wants_anthropic
 from halfbyte.server.http.metrics import Metrics
-from halfbyte.server.settings import ServerSettings
+from halfbyte.server.settings import KiB, ServerSettings
 
 access = logging.getLogger("halfbyte.access")
 
@@ -35,6 +34,43 @@ class BodyTooLarge(ApiError):
             f"The body is larger than the {limit} bytes this server takes; send less.",
             code="request_too_large",
         )
+
+
+class Bodies:
+    """The bytes of all bodies whose requests have not ended."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.most_each = settings.max_body_bytes
+        self.most_in_all = max(settings.max_bodies_bytes, settings.max_body_bytes)
+        self.held = 0
+
+
+class Body:
+    """One request's body on its way in: neither it nor all of them together may grow past their limits."""
+
+    FREE = 64 * KiB  # a small one always passes
+
+    def __init__(self, receive: Receive, bodies: Bodies) -> None:
+        self._receive = receive
+        self._bodies = bodies
+        self._size = 0
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            bodies, size = self._bodies, len(message.get("body", b""))
+            self._size += size
+            bodies.held += size
+            if self._size > bodies.most_each:
+                raise BodyTooLarge(bodies.most_each)
+            if bodies.held > bodies.most_in_all and self._size > self.FREE:
+                text = "The server holds as many large requests as it takes at once; try again in a moment."
+                raise ApiError(503, text, code="overloaded", retry_after=5)
+        return message
+
+    def forget(self) -> None:
+        self._bodies.held -= self._size
+        self._size = 0
 
 
 class KeyCheck:
@@ -58,11 +94,12 @@ class KeyCheck:
 
 
 class Middleware:
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, bodies: Bodies) -> None:
         self.app = app
         self.settings = settings
         self.metrics = metrics
         self.keys = KeyCheck(settings.api_keys)
+        self.bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,6 +111,7 @@ class Middleware:
         request_id = client_id if _REQUEST_ID.fullmatch(client_id) else sse.new_id("req_")
         scope.setdefault("state", {})["request_id"] = request_id
         start, status = time.perf_counter(), 0
+        body = Body(receive, self.bodies)
 
         async def send_named(message: Message) -> None:
             nonlocal status
@@ -90,7 +128,7 @@ class Middleware:
         try:
             try:
                 self._check_head(scope["method"], path, headers)
-                await self.app(scope, self._bounded(receive), send_named)
+                await self.app(scope, body.receive, send_named)
             except BaseException as e:
                 if is_cancellation(e):
                     raise
@@ -98,10 +136,11 @@ class Middleware:
                     raise
                 error = from_error(e)
                 response = render(error, anthropic=wants_anthropic(path, headers))
-                if error.status in (401, 413):
+                if error.status in (401, 413, 503):
                     response.headers["connection"] = "close"  # the rest of the body is not read
                 await response(scope, receive, send_named)
         finally:
+            body.forget()
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "unknown")
             self.metrics.http(scope["method"], route, status)
@@ -121,17 +160,3 @@ class Middleware:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise BodyTooLarge(self.settings.max_body_bytes)
-
-    def _bounded(self, receive: Receive) -> Receive:
-        limit, size = self.settings.max_body_bytes, 0
-
-        async def bounded() -> Any:
-            nonlocal size
-            message = await receive()
-            if message["type"] == "http.request":
-                size += len(message.get("body", b""))
-                if size > limit:
-                    raise BodyTooLarge(limit)
-            return message
-
-        return bounded

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -15,7 +15,10 @@ from halfbyte.server.http.admission import Admission, Slot
 from halfbyte.server.http.connection import ClientGone, auto_close, while_connected, with_first
 from halfbyte.server.http.errors import ApiError, from_error, is_cancellation
 from halfbyte.server.http.event_stream import EventStream
+from halfbyte.server.http.workroom import SMALL
 from halfbyte.server.settings import ServerSettings
+
+T = TypeVar("T")
 
 # Nobody reads it: the client has gone. nginx's number for that, so that the access log can be read.
 CLIENT_GONE = 499
@@ -42,13 +45,17 @@ async def respond(
     make_writer: Callable[[Slot], ResponseWriter],
     *,
     streaming: bool,
+    more_bytes: int = 0,
 ) -> Response:
-    """Take a slot, then make the answer's writer (which renders the prompt), then let it write."""
+    """Take a slot, then make the answer's writer (which renders the prompt), then let it write.
+
+    `more_bytes` is what the prompt has beside the body: an earlier conversation.
+    """
     with contextlib.ExitStack() as stack:
         slot = admission.take_slot()
         stack.callback(slot.release)
-        writer = make_writer(slot)
         try:
+            writer = await _work(http, admission, more_bytes, lambda: make_writer(slot))
             if not streaming:
                 body = await while_connected(http, writer.whole())
                 return Response(sse.dumps(body), headers=writer.headers, media_type="application/json")
@@ -62,6 +69,27 @@ async def respond(
         on_close=slot.release,
         headers=writer.headers,
     )
+
+
+async def compute(
+    http: Request, admission: Admission, make_answer: Callable[[], dict[str, Any]], *, more_bytes: int = 0
+) -> Response:
+    """The answer of an endpoint that asks no engine: it takes a slot for as long as it computes."""
+    slot = admission.take_slot()
+    try:
+        body = await _work(http, admission, more_bytes, lambda: sse.dumps(make_answer()))
+        return Response(body, media_type="application/json")
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    finally:
+        slot.release()
+
+
+async def _work(http: Request, admission: Admission, more_bytes: int, work: Callable[[], T]) -> T:
+    size = int(http.scope["state"].get("body_bytes", 0)) + more_bytes
+    if size <= SMALL:
+        return work()
+    return await while_connected(http, admission.workroom.run(size, work))
 
 
 async def _with_failure(chunks: AsyncIterator[bytes], writer: ResponseWriter) -> AsyncIterator[bytes]:
