@@ -22,7 +22,7 @@ from halfbyte.errors import HalfbyteError
 COMMANDS = {
     "serve": "serve", "chat": "chat", "generate": "generate", "demo": "demo", "bench": "bench", "eval": "evaluate",
     "profile": "profile", "receipts": "receipts", "explain": "explain", "pull": "pull", "quantize": "quantize",
-    "env": "env",
+    "prebuild": "prebuild",    "env": "env",
 }  # fmt: skip
 
 

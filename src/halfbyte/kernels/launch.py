@@ -2,8 +2,9 @@
 
 Compiling needs cuda-bindings and NVRTC but no GPU; launching needs a GPU, and goes to torch's current stream, so a
 launch can be captured in a torch CUDA graph. A cubin is cached under the hash of every source it was made from, its
-options, its architecture and the compiler's version. What is missing is an error that says what to install; nothing
-falls back to anything.
+options, its architecture and the compiler's version; one that was shipped for the same sources, options and
+architecture (`prebuilt.py`) is taken as it is and needs no compiler. What is missing is an error that says what to
+install; nothing falls back to anything.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from halfbyte.plan.phase import ARCHES, Arch
 from halfbyte.plan.record import Declared
 
 INCLUDES = Path(__file__).parent / "cuda"  # sources name what they include from here
+PREBUILT = Path(__file__).parent / "prebuilt"  # cubins that came with the package
 INSTALL = "install halfbyte[gpu] (it brings cuda-bindings and NVRTC)"
 
 
@@ -84,7 +86,12 @@ class Build:
 
 
 def compile_program(program: Program, arch: str, *, cache: Path | None = None) -> bytes:
-    """The cubin of `program` for `arch` (sm_90a, sm_100a, sm_120a, sm_121a)."""
+    """The cubin of `program` for `arch` (sm_90a, sm_100a, sm_120a, sm_121a): shipped, cached, or compiled now."""
+    shipped = find_prebuilt(program, arch)
+    if shipped is not None:
+        cubin = shipped.read_bytes()
+        _compiled[program, arch] = module_hash(cubin)
+        return cubin
     version = nvrtc_version()
     options = _options(program, arch)
     key = hashlib.sha256("\0".join((program.hash(), version, *options)).encode()).hexdigest()[:32]
@@ -96,6 +103,18 @@ def compile_program(program: Program, arch: str, *, cache: Path | None = None) -
         _write(path, cubin)
     _compiled[program, arch] = module_hash(cubin)
     return cubin
+
+
+def prebuilt_name(program: Program, arch: str) -> str:
+    """Of a cubin that is shipped. Its sources and options name it, whichever compiler made it."""
+    key = hashlib.sha256("\0".join((program.hash(), *_options(program, arch))).encode()).hexdigest()[:32]
+    return f"{program.source.stem}-{arch}-{key}.cubin"
+
+
+def find_prebuilt(program: Program, arch: str) -> Path | None:
+    """Among those of the package and those that `halfbyte prebuild` left in the cache."""
+    name = prebuilt_name(program, arch)
+    return next((folder / name for folder in (PREBUILT, cache_folder("prebuilt")) if (folder / name).is_file()), None)
 
 
 def build_program(program: Program, arch: str, *more: str) -> tuple[bytes, str]:

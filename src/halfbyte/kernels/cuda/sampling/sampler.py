@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfbyte.errors import PlanError
 from halfbyte.kernels.cuda.device.host import INT, LONG, POINTER, Machine, fields, gpu, pointer
-from halfbyte.kernels.launch import Build, Program, nvrtc_available
+from halfbyte.kernels.launch import Build, Program, find_prebuilt, nvrtc_available
 from halfbyte.plan.launches import SAMPLING
 
 SOURCE = Path(__file__).parent / "sample.cu"
@@ -100,7 +100,10 @@ def _too_many(vocab: int) -> str:
 
 
 def refuse(vocab: int) -> str | None:
-    return _too_many(vocab) if vocab > VOCAB_MAX else nvrtc_available()
+    if vocab > VOCAB_MAX:
+        return _too_many(vocab)
+    shipped = torch.cuda.is_available() and all(find_prebuilt(b.program, gpu().arch) for b in BUILDS.values())
+    return None if shipped else nvrtc_available()
 
 
 def make(rows: int, vocab: int, device: torch.device) -> CudaSampler:
