@@ -7,13 +7,18 @@ exception that leaves a step ends the loop, because then the core's state cannot
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 from halfbyte.engine.engine import EngineCore, Output
-from halfbyte.engine.request import Request
+from halfbyte.engine.request import EngineStats, Request
 from halfbyte.errors import EngineError, HalfbyteError
 
 log = logging.getLogger("halfbyte")
+
+STATS_S = (
+    0.05  # counters go out this often, and whenever a request ends: a small model steps thousands of times a second
+)
 
 Ask = Request | str | None  # a request, the id of one to cancel, or None to stop
 
@@ -24,10 +29,11 @@ class EngineLoop:
         core: EngineCore,
         receive: Callable[[bool], list[Ask]],
         refuse: Callable[[str, HalfbyteError], None],
-        deliver: Callable[[list[Output]], None],
+        deliver: Callable[[list[Output], EngineStats | None], None],
     ) -> None:
         """`receive(wait)` returns what was asked since; with `wait` it may sleep until something is."""
         self._core, self._receive, self._refuse, self._deliver = core, receive, refuse, deliver
+        self._counted = 0.0  # when counters went out last
 
     def run(self) -> None:
         core = self._core
@@ -48,6 +54,14 @@ class EngineLoop:
                         text = f"the engine could not take this request ({type(e).__name__}); its log has the details."
                         self._refuse(ask.id, EngineError(text))
                 if core.has_work:
-                    self._deliver(core.step())
+                    outputs = core.step()
+                    self._deliver(outputs, self._stats(outputs))
         finally:
             core.close()
+
+    def _stats(self, outputs: list[Output]) -> EngineStats | None:
+        now = time.monotonic()
+        if now - self._counted < STATS_S and all(delta.finish is None for _, delta in outputs):
+            return None
+        self._counted = now
+        return self._core.stats()

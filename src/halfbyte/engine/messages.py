@@ -55,7 +55,7 @@ class Refused(msgspec.Struct, tag="refused"):
 
 class Stepped(msgspec.Struct, tag="step"):
     outputs: list[Output]
-    stats: EngineStats
+    stats: EngineStats | None = None  # now and then
 
 
 class Died(msgspec.Struct, tag="died"):

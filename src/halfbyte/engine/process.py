@@ -234,7 +234,8 @@ class EngineProcess:
     def _handle(self, message: messages.FromEngine) -> HalfbyteError | None:
         self._last_sign = time.monotonic()
         if isinstance(message, messages.Stepped):
-            self._stats = message.stats
+            if message.stats is not None:
+                self._stats = message.stats
             self._last_step = self._last_sign
             for id, delta in message.outputs:
                 waiting = self._waiting.get(id)

@@ -139,8 +139,9 @@ class EngineThread:
         if caller is not None:
             caller.put(error)
 
-    def _deliver(self, outputs: list[Output]) -> None:
-        self._stats = self._core.stats()
+    def _deliver(self, outputs: list[Output], stats: EngineStats | None) -> None:
+        if stats is not None:
+            self._stats = stats
         self._last_step = time.monotonic()
         for id, delta in outputs:
             caller = self._callers.get(id)

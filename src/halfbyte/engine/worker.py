@@ -21,7 +21,7 @@ import msgspec
 from halfbyte.engine import messages
 from halfbyte.engine.engine import EngineCore, Output
 from halfbyte.engine.loop import Ask, EngineLoop
-from halfbyte.engine.request import SourceInfo
+from halfbyte.engine.request import EngineStats, SourceInfo
 from halfbyte.errors import EngineError, HalfbyteError
 
 log = logging.getLogger("halfbyte")
@@ -103,9 +103,8 @@ class Worker:
     def refuse(self, id: str, error: HalfbyteError) -> None:
         self.send(messages.Refused(id, type(error).__name__, str(error)))
 
-    def deliver(self, outputs: list[Output]) -> None:
-        assert self._core is not None
-        self.send(messages.Stepped(outputs, self._core.stats()))
+    def deliver(self, outputs: list[Output], stats: EngineStats | None) -> None:
+        self.send(messages.Stepped(outputs, stats))
 
     def run(self, core: EngineCore, info: SourceInfo) -> None:
         self._core = core
