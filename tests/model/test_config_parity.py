@@ -205,8 +205,8 @@ def test_a_value_is_honoured_or_refused(original: Path, tmp_path: Path, name: st
 
 
 VALUES: dict[str, list[Any]] = {
-    "swiglu_alpha": [0.0, 0.7, 1.702, 3, "1", None],
-    "swiglu_limit": [0, 1.5, 7.0, 1e30, None, "7"],
+    "swiglu_alpha": [0.0, 0.7, 1.702, 3.0, "1", None],
+    "swiglu_limit": [0.0, 1.5, 7.0, 1e30, None, "7"],
     "rms_norm_eps": [0.0, 1e-12, 1e-6, 0.5, -1.0, None],
     "rope_theta": [10000.0, 150000.0, 1e6, 1, 0, None, GONE],
     "rope_scaling": [None, {}, {"rope_type": "default"}, {"type": "yarn", "factor": 2.0}, [], "yarn", GONE],
@@ -291,6 +291,13 @@ def test_an_unknown_key_is_a_warning_and_said_once(
             config_json.read_config_json(tmp_path / "model")
     assert caplog.text.count("'swiglu_gamma'") == 1
     assert caplog.text.count("'flavour'") == 1
+
+
+def test_a_whole_number_is_a_number_too() -> None:
+    """transformers refuses 0 where it wants 0.0."""
+    raw = to_config_json(CONFIG)
+    for key in ("swiglu_limit", "swiglu_alpha", "rms_norm_eps"):
+        assert config_json.parse_config(raw | {key: 0}) == config_json.parse_config(raw | {key: 0.0})
 
 
 def test_what_is_written_is_read_again() -> None:
