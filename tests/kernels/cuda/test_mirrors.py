@@ -55,10 +55,10 @@ def test_every_field_lies_where_its_mirror_has_it(m: Mirror) -> None:
 def test_two_fields_that_changed_places_are_seen() -> None:
     """The struct's size would not show it."""
 
+    first, second, *rest = sampler.SampleArgs._fields_
+
     class Swapped(ctypes.Structure):
-        _fields_ = [
-            (name, kind) for name, kind, *_ in (sampler.SampleArgs._fields_[i] for i in (1, 0, *range(2, 13)))
-        ]  # fmt: skip
+        _fields_ = [(name, kind) for name, kind, *_ in (second, first, *rest)]
 
     assert ctypes.sizeof(Swapped) == sizes(SAMPLER, 1)[0]
     assert struct_fields(SAMPLER, "Sampling") != mirror_fields(Swapped)
