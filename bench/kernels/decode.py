@@ -34,6 +34,7 @@ from halfbyte.lab.measure import decode_trace
 from halfbyte.lab.predict import KERNEL, STEP, formats_of
 from halfbyte.lab.result import Ceiling, Cell, Result, figure
 from halfbyte.model.config import NAMED
+from halfbyte.plan.stopped import stop_reason
 from halfbyte.roofline import decode_ceiling
 
 STEPS = 24  # graph replays in a sample, tokens fed back
@@ -88,7 +89,7 @@ def speed(cell: Cell, step: DecodeStep, verdicts: Sequence[Verdict], context: in
     try:
         samples, experts = time_steps(step, context, repeats)
     except Exception as error:
-        raise RuntimeError(f"{error}; {step.given_up() or 'no wait was given up'}") from error
+        raise RuntimeError(f"{error}; {stop_reason() or 'no wait was given up'}") from error
     model = NAMED[cell.model.partition(",")[0]]
     config = model.with_(layers=shape.layers, layer_kinds=model.layer_kinds[: shape.layers])
     gpu = runner.roof()

@@ -403,3 +403,20 @@ def test_peak_of_a_32k_request_through_the_scheduler_is_at_most_55_percent() -> 
     peak, uniform = core.pages.stats().peak_used, 2 * 32768 // 64
     assert peak <= 0.55 * uniform, f"{peak} of {uniform}"
     assert peak >= 512 + 2, "the accounting cannot be below the full pages and a window"
+
+
+def test_a_dead_device_ends_the_engine_at_the_first_step() -> None:
+    """No request is to blame, and sixteen more attempts would only keep the others waiting."""
+    steps = []
+
+    def fault(batch: Batch) -> None:
+        steps.append(batch.rows)
+        raise EngineDiedError("the GPU failed.")
+
+    core = make(fault=fault)
+    for i in range(3):
+        core.submit(Request([5 + i], GREEDY, id=f"{i}"))
+    with pytest.raises(EngineDiedError, match="the GPU failed"):
+        drain(core)
+    assert len(steps) <= 2, "the one that failed, and one launched on top of it"
+    core.close()

@@ -36,6 +36,8 @@ def build_fake(settings: dict, report: Callable[[str], None]) -> tuple[EngineCor
     def fault(batch: Batch) -> None:
         if POISON in batch.tokens.tolist() and settings.get("poison"):
             raise RuntimeError("struck")
+        if settings.get("trap_on") in batch.tokens.tolist():
+            raise EngineDiedError("the GPU failed in a step.")
         if settings.get("die_on") in batch.tokens.tolist():
             os.kill(os.getpid(), signal.SIGKILL)
         if settings.get("slow_on") in batch.tokens.tolist():
@@ -151,6 +153,19 @@ async def test_a_dead_engine_is_started_again_after_growing_pauses_and_given_up_
         assert [h.gone for h in seen] == [False, True]
         with pytest.raises(EngineDiedError, match=r"2 times in a row.*not started again.*signal 9"):
             await whole(source, Request([5], greedy()))
+    finally:
+        await source.close()
+
+
+async def test_a_device_that_failed_is_had_again_by_a_new_process() -> None:
+    source = await opened({"trap_on": POISON}, restarts=1, first_pause=0.05)
+    try:
+        first, before = source.pid, await whole(source, Request([5], greedy()))
+        with pytest.raises(EngineDiedError, match="the GPU failed in a step"):
+            await whole(source, Request([POISON], greedy()))
+        await until(lambda: source.ready)
+        assert source.pid != first
+        assert (await whole(source, Request([5], greedy())))[0] == before[0]
     finally:
         await source.close()
 

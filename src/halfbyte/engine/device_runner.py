@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfbyte.engine.batch import Batch, Ints
+from halfbyte.engine.device_health import raise_if_dead
 from halfbyte.engine.graphs import FIELDS, DecodeGraph, Graphs
 from halfbyte.engine.runner import HiddenStateObserver, Model
 from halfbyte.engine.sampling.device import DeviceSampler
@@ -45,6 +46,13 @@ class DeviceRunner:
     def launch(self, batch: Batch) -> PendingResult:
         if len(batch.samplers) > self._results.shape[0]:
             raise StepError(f"a step samples at most {self._results.shape[0]} rows, not {len(batch.samplers)}.")
+        try:
+            return self._launch(batch)
+        except Exception as e:
+            raise_if_dead(self.model.device, e)
+            raise
+
+    def _launch(self, batch: Batch) -> PendingResult:
         with torch.inference_mode():
             sampling = DeviceStepSampling(batch)
             graph = self._graph_for(batch)

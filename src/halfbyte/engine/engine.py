@@ -147,6 +147,8 @@ class EngineCore:
             seq = None
             self.working = True  # a first launch may compile and capture
             return LaunchedStep(step, self.runner.launch(batch), rows)
+        except EngineDiedError:
+            raise  # nothing can be undone, and no request is to blame
         except Exception as e:
             if seq is not None:  # one sequence's grammar failed; the others are scheduled again
                 self.scheduler.step_failed(step, suspect=False)
@@ -161,6 +163,8 @@ class EngineCore:
         try:
             obsolete = self.config.host_steps and all(s.state is State.FINISHED for s in launched.step.seqs)
             result = StepResult([]) if obsolete else launched.handle.result()
+        except EngineDiedError:
+            raise
         except Exception as e:
             steps = [launched.step]
             if self.launched is not None:  # it was launched on top of the failed one

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import select
 import signal
 import socket
@@ -22,7 +23,7 @@ from halfbyte.engine import messages
 from halfbyte.engine.engine import EngineCore, Output
 from halfbyte.engine.loop import Ask, EngineLoop
 from halfbyte.engine.request import EngineStats, SourceInfo
-from halfbyte.errors import EngineError, HalfbyteError
+from halfbyte.errors import EngineDiedError, EngineError, HalfbyteError
 
 log = logging.getLogger("halfbyte")
 
@@ -137,6 +138,9 @@ def main(fd: int) -> int:
             worker.send(messages.Died(name, text))
         except OSError:
             log.error("%s", text)
+        if isinstance(e, EngineDiedError):  # what is left of a dead GPU cannot be taken down in order
+            sys.stderr.flush()
+            os._exit(1)
         return 1
 
 

@@ -78,6 +78,7 @@ class Build:
     shared: int  # bytes of dynamic shared memory
     early: bool = True  # may start while the launch before it ends: the kernel itself waits for what it reads
     cooperative: bool = False  # all blocks resident at once, or an error
+    resident: bool = False  # the same of one that starts early: looked at when it is loaded
     need: tuple[str, ...] = ()  # patterns its machine code must show
     ban: str = ""  # and one it must not
     known_spills: str = ""  # functions, with | between, whose spills are known and said, not held against it,
@@ -234,6 +235,12 @@ class Kernel:
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ok(driver.cuFuncSetAttribute(self._function, limit, shared), f"give {entry} {shared} bytes of shared memory")
 
+    def blocks_at_once(self, threads: int) -> int:
+        """How many of its blocks one multiprocessor can hold."""
+        driver = _driver()
+        asked = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, threads, self._shared)
+        return int(_ok(asked, f"ask how many blocks of {self._entry} a multiprocessor holds")[0])
+
     def launch(
         self, grid: int, block: int, argument: ctypes.Structure, *, cooperative: bool = False, early: bool = False
     ) -> None:
@@ -273,6 +280,14 @@ class Kernel:
         config.attrs, config.numAttrs = attributes, len(attributes)
         self._configs[key] = config
         return config
+
+
+def shared_by_mps() -> bool:
+    """Whether kernels of other processes may run beside this one's at the same moment."""
+    driver = _driver()
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+    device = _ok(driver.cuDeviceGet(torch.cuda.current_device()), "find the device")[0]
+    return bool(_ok(driver.cuDeviceGetAttribute(attribute, device), "ask whether MPS shares the device")[0])
 
 
 def current_arch() -> Arch:

@@ -57,7 +57,7 @@ CASES: list[tuple[str, str, dict[str, str]]] = [
 class Nothing:
     """A machine that compiles and runs nothing, and reports every launch as a GPU's does."""
 
-    blocks = 132
+    blocks, failure = 132, torch.zeros(2, dtype=torch.int32)
 
     def __init__(self, arch: Arch) -> None:
         self.target = launch.target_of(arch)

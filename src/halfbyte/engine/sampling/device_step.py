@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from halfbyte.engine.batch import Batch
+from halfbyte.engine.device_health import raise_if_dead
 from halfbyte.engine.runner import StepResult
 from halfbyte.engine.sampling.adjustments import Adjustments
 from halfbyte.engine.sampling.device import DeviceSampler
@@ -34,7 +35,11 @@ class PendingResult:
         if self.rows is None:
             return StepResult([])
         if self.copied is not None:
-            self.copied.synchronize()
+            try:
+                self.copied.synchronize()
+            except Exception as e:
+                raise_if_dead(torch.device("cuda"), e)
+                raise
         rows = self.rows.numpy()
         tokens = rows[:, 0].tolist()
         errors = dict(self.errors)

@@ -25,6 +25,7 @@ from halfbyte.lab import environment, receipts
 from halfbyte.lab.entry import finish, line_of
 from halfbyte.lab.levels.decode_case import DecodeCase, place, random_weights, shape_of
 from halfbyte.lab.result import Cell, Check, Result, figure
+from halfbyte.plan.stopped import stop_reason
 
 CONTEXTS = (0, 1, 60, 127, 128, 500, 513, 2000, 2047, 4000, 8000)
 
@@ -57,7 +58,7 @@ def check_stress(shape: StepShape, steps: int) -> Result:
         first, last = decode(d, case.pool, fresh, steps, 1)
         again, last_again = decode(d, case.pool, fresh, steps, 1)
     except Exception as e:
-        return Result(cell, refused=f"{type(e).__name__}: {e}; given up: {d.given_up()}"[:400])
+        return Result(cell, refused=f"{type(e).__name__}: {e}; given up: {stop_reason()}"[:400])
     checks = (
         Check("tokens of both passes are equal", bool(first.equal(again))),
         Check("last logits of both passes are equal", all(x.equal(y) for x, y in zip(last, last_again))),

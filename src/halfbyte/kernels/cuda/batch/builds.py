@@ -33,7 +33,7 @@ class StageArgs(ctypes.Structure):
 class ProductArgs(ctypes.Structure):
     _fields_ = [
         ("stage", StageArgs * 2),
-        *fields(POINTER, "residual", "ids", "tickets", "done", "router", "norm", "logits", "trace"),
+        *fields(POINTER, "residual", "ids", "tickets", "done", "router", "norm", "logits", "trace", "failure"),
         *fields(INT, "columns", "experts", "early", "norm_float"),
         *fields(FLOAT, "limit", "alpha"),
     ]
@@ -135,7 +135,9 @@ def product_build(shape: ProductShape) -> Build:
     name = f"{shape.entry} {shape.format} k={shape.k}{kind}"
     need = (MMA_SYNC, BULK_COPY)
     part = OUT_AND_ROUTER if shape.router else EXPERTS if shape.ids else None
-    return Build(name, shape.program(), shape.threads, shape.shared_bytes, need=need, ban=WGMMA, part=part)
+    return Build(
+        name, shape.program(), shape.threads, shape.shared_bytes, resident=shape.both, need=need, ban=WGMMA, part=part
+    )
 
 
 @functools.cache

@@ -51,7 +51,8 @@ class Experts:
         stages = self.gate_up.stage(buffers.h, buffers.hidden, share), self.down.stage(buffers.hidden, buffers.parts, 1)
         args = ProductArgs(
             stage=(StageArgs * 2)(*stages), ids=pointer(buffers.ids), tickets=tickets, done=pointer(buffers.done),
-            trace=pointer(trace), columns=columns, experts=self.down.experts, limit=self.limit, alpha=self.alpha,
+            failure=pointer(machine.failure), trace=pointer(trace), columns=columns, experts=self.down.experts,
+            limit=self.limit, alpha=self.alpha,
         )  # fmt: skip
         machine.run(product_build(self.both), machine.blocks, args)
 

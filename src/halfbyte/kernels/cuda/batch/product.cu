@@ -11,7 +11,8 @@
 //
 // Two things ride along, because the end of one kernel and the start of the next cost as much as 35 MB. BOTH: gate_up and down
 // are two lines that follow each other, and a group's down begins once all tiles of its gate_up are counted as stored; every
-// block is resident and does its gate_up first, so nobody waits for work that nobody does. ROUTER: o's summing warps multiply
+// block is resident (host.py looks at load that it can be) and does its gate_up first, so nobody waits for work that nobody
+// does, and who waits for seconds stops the kernel. ROUTER: o's summing warps multiply
 // what they store by the router.
 //
 // A column's result depends on that column alone: its products are added in the order of k, group of 32 by group of 32
@@ -239,7 +240,8 @@ HB_DEV void multiply(const Product& p, Shared& sh, int warp, int lane) {
       waited = true;
     }
     if (BOTH && it.stage)
-      while (load_acquire(p.done + it.group) < (u32)p.stage[0].tiles) wait_a_bit();
+      for (u32 tries = 0; load_acquire(p.done + it.group) < (u32)p.stage[0].tiles; wait_a_bit())
+        if (++tries > (1u << 23)) give_up(p.failure, 0x800);  // seconds
     const Group group = group_at(p, sh, it.group);
     if (paired(group)) worker.run<PAIRED>(it, group);
     else worker.run<false>(it, group);

@@ -9,7 +9,7 @@ HB_DEV u32 lds8(u32 p) { return *shared_at(p); }
 HB_DEV u32x4 load128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
 HB_DEV u32 load32(const void* p) { u32 v; memcpy(&v, p, 4); return v; }
 HB_DEV u32 load_acquire(const u32* p) { return *p; }
-HB_DEV void add_release(u32* p, u32 n) { emu::moved(); *p += n; }
+HB_DEV void add_release(u32* p, u32 n) { dawdle(); emu::moved(); *p += n; }
 HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { const u32 v[4] = {a, b, c, d}; memcpy(p, v, 16); }
 HB_DEV void store64(void* p, u32 a, u32 b) { const u32 v[2] = {a, b}; memcpy(p, v, 8); }
 HB_DEV void store32(void* p, u32 v) { memcpy(p, &v, 4); }
@@ -28,7 +28,7 @@ HB_DEV u32x4 load128(const void* p) {
 }
 HB_DEV u32 load32(const void* p) { u32 v; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
 HB_DEV u32 load_acquire(const u32* p) { u32 v; asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
-HB_DEV void add_release(u32* p, u32 n) { asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory"); }
+HB_DEV void add_release(u32* p, u32 n) { dawdle(); asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(n) : "memory"); }
 HB_DEV void store128(void* p, u32 a, u32 b, u32 c, u32 d) { asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
 HB_DEV void store64(void* p, u32 a, u32 b) { asm volatile("st.global.v2.u32 [%0], {%1,%2};" ::"l"(p), "r"(a), "r"(b) : "memory"); }
 HB_DEV void store32(void* p, u32 v) { asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
@@ -116,6 +116,7 @@ struct Product {            // mirrored in products.py
   const void* norm;         // the weight of the norm in front of it, float or bf16
   float* logits;            // [tiles][columns][ROUTER]: its products with norm weight times out, a part for each tile
   u64* trace;               // [grid][4] nanoseconds: start, x wanted, last tile asked for, end; null: none
+  u32* failure;             // host memory: where a wait was given up, and by whom; BOTH only
   int columns, experts;
   int early;                // ids were written before the kernel in front of this one
   int norm_float;
@@ -123,7 +124,7 @@ struct Product {            // mirrored in products.py
 };
 
 HB_MIRRORED(Stage, weights, bias, x, out, tiles, share, bias_float, unused)
-HB_MIRRORED(Product, stage, residual, ids, tickets, done, router, norm, logits, trace, columns, experts, early, norm_float, limit, alpha)
+HB_MIRRORED(Product, stage, residual, ids, tickets, done, router, norm, logits, trace, failure, columns, experts, early, norm_float, limit, alpha)
 
 struct Item { int group, tile, count, stage; };  // some tiles of one group; count 0: the end
 

@@ -62,8 +62,8 @@
 // The batch kernels pass little between blocks of one launch, by counters: product.cu's `tickets` (zeroed by batch_finish or
 // batch_choose, which waits for the kernel before it; used after wait_for_previous) and `done` (one for each group: summing
 // warps add stored tiles with release, multiplying warps of the second stage wait with acquire; zeroed by batch_choose. The wait
-// has no bound, and it ends because every block is resident, one to a multiprocessor, and does its first stage first; the
-// launch does not ask the driver for that). attention/batch.cu's `arrivals` and sampling's `best`, `tickets` and `bins` follow
+// ends because every block is resident, one to a multiprocessor, and does its first stage first: the host asks at load whether
+// one fits, the launch in front ends, and the one behind starts when all blocks of this one have). attention/batch.cu's `arrivals` and sampling's `best`, `tickets` and `bins` follow
 // one pattern: store, fence, acquire-release ticket, and the last block reads all and leaves zeros for the next launch.
 #pragma once
 #include "decode/shape.cuh"
@@ -118,14 +118,7 @@ HB_DEV Parts split(float a, float b) {
   return {permute(as_bits(a), as_bits(b), 0x7632), bf16_pair(a - x, b - y)};
 }
 
-// A wait that never ends is a bug: say where, then stop, instead of hanging the device.
-HB_PHASE void give_up(u32 where) {
-  u32* failure = ((Shared*)hb_shared())->step.failure;
-  failure[0] = where;
-  failure[1] = (u32)hb_block() << 16 | (u32)hb_thread();
-  fence_gpu();
-  hb_trap();
-}
+HB_PHASE void give_up(u32 where) { give_up(((Shared*)hb_shared())->step.failure, where); }
 struct Patience {
   u32 spins = 0;
   HB_DEV_MEMBER void wait(u32 where) {

@@ -98,7 +98,6 @@ class DecodeStep:
         self.logits = zeros(r, shape.vocab, dtype=torch.float32)
         self.next_tokens = zeros(r, dtype=torch.int32)
         self.control = zeros(2, dtype=torch.int32)
-        self.failure = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.control[0] = 1
         self.trace = zeros(machine.blocks, shape.layers + 1, 32) if shape.trace else None
         self.boxes = {
@@ -123,7 +122,7 @@ class DecodeStep:
             row_seq=self.row_seq.data_ptr(), sliding_table=tables[0].data_ptr(), full_table=tables[1].data_ptr(),
             pool=pool.data_ptr(), rope=rope.data_ptr(), logits_out=self.logits.data_ptr(),
             next_tokens=self.next_tokens.data_ptr(), control=self.control.data_ptr(),
-            failure=self.failure.data_ptr(), trace=self.trace.data_ptr() if self.trace is not None else None,
+            failure=machine.failure.data_ptr(), trace=self.trace.data_ptr() if self.trace is not None else None,
             norm_eps=norm_eps, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, rows=r,
             max_blocks=tables[0].shape[1], page_layers=pool.shape[1], advance=int(advance),
         )  # fmt: skip
@@ -147,11 +146,6 @@ class DecodeStep:
         """One step on torch's current stream: logits, next_tokens, and the cache written."""
         self.args.rows = self.shape.rows if rows is None else rows
         self.machine.run(build_of(self.shape), self.machine.blocks, self.args)
-
-    def given_up(self) -> str | None:
-        """Where a wait inside the kernel was given up (the launch then fails), for whoever debugs it."""
-        where, place = (int(v) & 0xFFFFFFFF for v in self.failure)
-        return f"wait {where:#x} in block {place >> 16}, thread {place & 0xFFFF}" if where else None
 
     def _check(self, weights: StepWeights, pool: Tensor, tables: tuple[Tensor, Tensor], rope: Tensor) -> None:
         s = self.shape

@@ -288,9 +288,16 @@ HB_DEV u8* hb_shared() { return (u8*)(((uintptr_t)emu::machine()->now->block->sh
 HB_DEV u32 shared_base() { return 0; }  // addresses are offsets
 HB_DEV u8* shared_at(u32 p) { return hb_shared() + p; }
 
+#ifdef HB_DELAYS  // see instructions.cuh
+HB_DEV void dawdle() { if (emu::machine()->random() % 64 == 0) for (u32 n = emu::machine()->random() % 8; n; n--) { emu::moved(); emu::yield(); } }
+#else
+HB_DEV void dawdle() {}
+#endif
+
 HB_DEV void bar_init(u64* b, int n) { emu::Bar& x = emu::bar(b); x.phase = 0; x.count = n; x.pending = n; x.tx = 1ull << 38; }
 HB_DEV void bar_init_done() {}
 HB_DEV void bar_arrive(u64* b, u32 n) {
+  dawdle();
   emu::Bar& x = emu::bar(b);
   if (x.pending < n) { fprintf(stderr, "emulator: more arrivals than a barrier expects\n"); abort(); }
   x.pending -= n; emu::moved(); emu::settle(x);
@@ -329,13 +336,14 @@ HB_DEV void sts32(u32 p, u32 v) { memcpy(shared_at(p), &v, 4); }
 HB_DEV void sts128(u32 p, u32x4 v) { memcpy(shared_at(p), &v, 16); }
 HB_DEV u32x4 ldg128(const void* p) { u32x4 v; memcpy(&v, p, 16); return v; }
 HB_DEV void prefetch_l2(const void*) {}
-HB_DEV u64 box_load(const u64* p) { return *(const volatile u64*)p; }
+HB_DEV u64 box_load(const u64* p) { const u64 v = *(const volatile u64*)p; dawdle(); return v; }
 HB_DEV u64x2 box_load2(const u64* p) { return {box_load(p), box_load(p + 1)}; }
-HB_DEV void box_store(u64* p, u64 v) { *p = v; emu::moved(); }
-HB_DEV void box_add(u64* p, u64 v) { *p += v; emu::moved(); }
-HB_DEV void box_max(u64* p, u64 v) { *p = std::max(*p, v); emu::moved(); }
-HB_DEV u32 counter_add(u32* p) { emu::moved(); return (*p)++; }
+HB_DEV void box_store(u64* p, u64 v) { dawdle(); *p = v; emu::moved(); }
+HB_DEV void box_add(u64* p, u64 v) { dawdle(); *p += v; emu::moved(); }
+HB_DEV void box_max(u64* p, u64 v) { dawdle(); *p = std::max(*p, v); emu::moved(); }
+HB_DEV u32 counter_add(u32* p) { dawdle(); emu::moved(); return (*p)++; }
 HB_DEV void fence_gpu() {}
+HB_DEV void fence_system() {}
 HB_DEV void box_add_released(u64* p, u64 v) { box_add(p, v); }
 
 HB_DEV u32 shfl_xor(u32 v, int m) { return emu::collective(emu::Exchange{v, emu::machine()->now->lane ^ m}); }

@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
@@ -35,13 +36,18 @@ class Emulator:
 
     def __init__(self, blocks: int, seed: int = 0) -> None:
         self.blocks, self.seed = blocks, seed
+        self.failure = torch.zeros(2, dtype=torch.int32)
 
     def load(self, build: Build) -> object:
-        return library(build.program)
+        return library(self.program(build))
+
+    def program(self, build: Build) -> Program:
+        """What is compiled for it. A test may add options."""
+        return build.program
 
     def run(self, build: Build, grid: int, args: ctypes.Structure) -> None:
         self.seed += 1
-        library(build.program).hb_run(build.program.entry.encode(), ctypes.byref(args), grid, self.seed)
+        library(self.program(build)).hb_run(build.program.entry.encode(), ctypes.byref(args), grid, self.seed)
         launched(_image(build))
 
     def byte_map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map:

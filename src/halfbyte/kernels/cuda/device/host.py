@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import PlanError
-from halfbyte.kernels.launch import Build, Kernel, Map, Program, byte_map, compile_program, tensor_map
+from halfbyte.kernels.launch import Build, Kernel, Map, Program, byte_map, compile_program, shared_by_mps, tensor_map
 from halfbyte.plan.phase import ARCHES
+from halfbyte.plan.stopped import report_stops
 
 FORMATS = {"mxfp4": 0, "q8": 1, "bf16": 2}  # of weights, as HB_FORMAT numbers them
 GRAPH_ROWS = max(arch.limits.batch for arch in ARCHES.values())  # steps of up to so many rows may be captured
@@ -26,6 +27,7 @@ POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ct
 
 class Machine(Protocol):
     blocks: int  # multiprocessors: a persistent kernel has a block on each
+    failure: Tensor  # int32 [2], the host's: the wait that a kernel gave up before it stopped itself, and who waited
 
     def load(self, build: Build) -> object:
         """Compiles and loads it, so that its first run may be captured."""
@@ -52,12 +54,19 @@ class Gpu:
         self.arch = f"sm_{major}{minor}a"
         self.blocks = torch.cuda.get_device_properties().multi_processor_count
         self._kernels: dict[Build, Kernel] = {}
+        if shared_by_mps():
+            raise PlanError(MPS)
+        self.failure = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        report_stops(lambda: given_up(self.failure))
 
     def load(self, build: Build) -> Kernel:
         kernel = self._kernels.get(build)
         if kernel is None:
             cubin = compile_program(self.program(build), self.arch)
-            kernel = self._kernels[build] = Kernel(cubin, build.program.entry, build.shared, build.part)
+            kernel = Kernel(cubin, build.program.entry, build.shared, build.part)
+            if build.resident or build.cooperative:
+                check_resident(build, kernel.blocks_at_once(build.threads))
+            self._kernels[build] = kernel
         return kernel
 
     def program(self, build: Build) -> Program:
@@ -77,6 +86,28 @@ class Gpu:
 @functools.cache
 def gpu() -> Gpu:
     return Gpu()
+
+
+MPS = (
+    "the CUDA kernels cannot share a GPU through MPS: their blocks wait for each other, and another process's kernel "
+    "can keep some of them from starting; stop MPS (echo quit | nvidia-cuda-mps-control), or use the Triton kernels "
+    "(--moe-kernel triton --linear-kernel triton --attention triton)."
+)
+
+
+def check_resident(build: Build, at_once: int) -> None:
+    """Blocks that wait for each other must all be there: one on each multiprocessor."""
+    if at_once < 1:
+        raise PlanError(
+            f"{build.name} needs a block of {build.threads} threads and {build.shared} bytes of shared memory on every "
+            "multiprocessor at once, and this GPU has no room for one; use the Triton kernels (--moe-kernel triton)."
+        )
+
+
+def given_up(failure: Tensor) -> str | None:
+    """Where a wait inside a kernel was given up (the launch then fails)."""
+    where, place = (int(v) & 0xFFFFFFFF for v in failure)
+    return f"wait {where:#x} was given up in block {place >> 16}, thread {place & 0xFFFF}" if where else None
 
 
 def options(values: Mapping[str, int]) -> tuple[str, ...]:

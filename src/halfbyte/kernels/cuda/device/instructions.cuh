@@ -33,17 +33,32 @@ HB_DEV u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // The same as a 32-bit address that stays in a register; the compiler would look it up again before every access.
 HB_DEV u32 shared_base() { u32 v = smem(hb_shared()); asm volatile("mov.u32 %0, %0;" : "+r"(v)); return v; }
 
+// Tests of the order of events (HB_DELAYS): whoever hands something over, or has just received it, is late now and then, by up
+// to so many nanoseconds.
+#ifdef HB_DELAYS
+HB_DEV void dawdle() {
+  u32 t;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(t));
+  t = (t ^ (u32)hb_thread() << 7 ^ (u32)hb_block() << 17) * 0x9e3779b1u;
+  t ^= t >> 15;
+  t *= 0x85ebca6bu;
+  if (t >> 26 == 0) asm volatile("nanosleep.u32 %0;" ::"r"((t >> 6) % HB_DELAYS));
+}
+#else
+HB_DEV void dawdle() {}
+#endif
+
 // ---- barriers --------------------------------------------------------------------------------------------------
 HB_DEV void bar_init(u64* b, int n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem(b)), "r"(n) : "memory"); }
 HB_DEV void bar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-HB_DEV void bar_arrive(u64* b, u32 n) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem(b)), "r"(n) : "memory"); }
+HB_DEV void bar_arrive(u64* b, u32 n) { dawdle(); asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem(b)), "r"(n) : "memory"); }
 HB_DEV void bar_expect(u64* b, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(b)), "r"(bytes) : "memory"); }
 HB_DEV bool bar_try(u64* b, u32 parity) {
   u32 ok;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(ok) : "r"(smem(b)), "r"(parity) : "memory");
   return ok;
 }
-HB_DEV void bar_arrive(u32 b, u32 n) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n) : "memory"); }
+HB_DEV void bar_arrive(u32 b, u32 n) { dawdle(); asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n) : "memory"); }
 HB_DEV bool bar_try(u32 b, u32 parity) {
   u32 ok;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(ok) : "r"(b), "r"(parity) : "memory");
@@ -91,18 +106,20 @@ HB_DEV u32x4 ldg128(const void* p) {
 }
 HB_DEV void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // Mailbox words: 64 bits that are read and written whole, past L1.
-HB_DEV u64 box_load(const u64* p) { u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v; }
+HB_DEV u64 box_load(const u64* p) { u64 v; asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); dawdle(); return v; }
 HB_DEV u64x2 box_load2(const u64* p) {
   u64x2 v;
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0,%1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(p) : "memory");
+  dawdle();
   return v;
 }
-HB_DEV void box_store(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-HB_DEV void box_add(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-HB_DEV void box_max(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
-HB_DEV u32 counter_add(u32* p) { u32 v; asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory"); return v; }
+HB_DEV void box_store(u64* p, u64 v) { dawdle(); asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+HB_DEV void box_add(u64* p, u64 v) { dawdle(); asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+HB_DEV void box_max(u64* p, u64 v) { dawdle(); asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+HB_DEV u32 counter_add(u32* p) { u32 v; dawdle(); asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(v) : "l"(p) : "memory"); return v; }
 HB_DEV void fence_gpu() { __threadfence(); }
-HB_DEV void box_add_released(u64* p, u64 v) { asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }  // after all this thread wrote before
+HB_DEV void fence_system() { __threadfence_system(); }  // for what the host reads
+HB_DEV void box_add_released(u64* p, u64 v) { dawdle(); asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }  // after all this thread wrote before
 
 // ---- warps -----------------------------------------------------------------------------------------------------
 HB_DEV u32 shfl_xor(u32 v, int m) { return __shfl_xor_sync(0xffffffffu, v, m); }
@@ -147,6 +164,16 @@ HB_DEV void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 HB_DEV void hb_trap() { asm volatile("trap;"); }
 #endif
 
+// A wait that never ends is a bug, or a neighbour on the GPU that keeps blocks of this kernel from starting: say where (in the
+// host's memory: see host.py), then stop, instead of hanging the device.
+HB_PHASE void give_up(u32* failure, u32 where) {
+  failure[0] = where;
+  failure[1] = (u32)hb_block() << 16 | (u32)hb_thread();
+  fence_system();
+  hb_trap();
+}
+// Waits inside a block are bounded by what they wait for: a copy, which the hardware completes, or a warp of the same block,
+// whose waits for other blocks give up. A count of their own would cost the products with a router 188 bytes of spills.
 HB_DEV void wait_for(u64* bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 HB_DEV void wait_for(u32 bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 
