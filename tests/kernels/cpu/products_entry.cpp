@@ -5,21 +5,19 @@ using namespace halfbyte;
 
 extern "C" {
 
-void entry_quantize(const float* x, int64_t k, int32_t order, int8_t* codes, float* scales, int32_t* sums) {
-    quantize_row(x, k, static_cast<Order>(order), codes, scales, sums);
+void entry_quantize(const float* x, int64_t k, int32_t weights, CodedGroup* out) {
+    quantize_row(x, k, static_cast<Format>(weights), out);
 }
 
 int64_t entry_tile_bytes(int32_t format, int64_t rows, int64_t cols) {
     return Matrix{static_cast<Format>(format), rows, cols, nullptr}.tile_bytes();
 }
 
-int32_t entry_order(int32_t format) { return static_cast<int32_t>(order_for(static_cast<Format>(format))); }
-
 void entry_product(int32_t format, int64_t rows, int64_t cols, const uint8_t* data, int64_t tile_begin, int64_t tile_end,
-                   const int8_t* codes, const float* scales, const int32_t* sums, const float* values, int64_t value_stride,
+                   const CodedGroup* coded, const float* values, int64_t value_stride,
                    const int32_t* token_rows, int64_t count, float* out, int64_t out_stride) {
     Matrix m{static_cast<Format>(format), rows, cols, data};
-    Rows a{codes, scales, sums, values, m.groups() * GROUP, m.groups(), value_stride};
+    Rows a{coded, values, m.groups(), value_stride};
     product(m, tile_begin, tile_end, a, token_rows, count, out, out_stride);
 }
 

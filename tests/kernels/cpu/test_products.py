@@ -96,16 +96,13 @@ def make(kind: str, rows: int, cols: int, gen: torch.Generator, *, extreme: bool
     return Weights(kind, rows, cols, codes.view(torch.uint8), scale, values.view(rows, -1)[:, :cols])
 
 
-def quantize(lib: ctypes.CDLL, x: Tensor, order: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(lib: ctypes.CDLL, x: Tensor, weights: int) -> Tensor:
+    """Records [rows, groups, 40]: 32 codes, scale, start."""
     rows, k = x.shape
-    groups = -(-k // 32)
-    codes = torch.full((rows, groups * 32), 99, dtype=torch.int8)
-    scales, sums = torch.full((rows, groups), 99.0), torch.full((rows, groups), 99, dtype=torch.int32)
+    out = torch.full((rows, -(-k // 32), 40), 99, dtype=torch.uint8)
     for i in range(rows):
-        lib.entry_quantize(
-            pointer(x[i]), ctypes.c_int64(k), order, pointer(codes[i]), pointer(scales[i]), pointer(sums[i])
-        )
-    return codes, scales, sums
+        lib.entry_quantize(pointer(x[i]), ctypes.c_int64(k), weights, pointer(out[i]))
+    return out
 
 
 def product(
@@ -117,13 +114,11 @@ def product(
     stride = len(tiles) * 16 + 1
     out = torch.full((count, stride), 77.0)
     x = x.contiguous()
-    quantised: tuple[Tensor | None, ...] = (None, None, None)
-    if activation == "int8":
-        quantised = quantize(lib, x, lib.entry_order(FORMATS[w.kind]))
+    coded = quantize(lib, x, FORMATS[w.kind]) if activation == "int8" else None
     i64 = ctypes.c_int64
     lib.entry_product(
         FORMATS[w.kind], i64(w.rows), i64(w.cols), pointer(w.bytes), i64(tiles.start), i64(tiles.stop),
-        *map(pointer, quantised), pointer(x if activation == "f32" else None), i64(x.stride(0)),
+        pointer(coded), pointer(x if activation == "f32" else None), i64(x.stride(0)),
         pointer(rows), i64(count), pointer(out), i64(stride),
     )  # fmt: skip
     assert (out[:, -1] == 77.0).all()
@@ -212,17 +207,18 @@ def test_quantisation_is_the_references(library: ctypes.CDLL, gen: torch.Generat
         x[5, 0] = float("inf")
         x[6, k // 2] = -float("inf")
         x[7] = 3.0e38
-        for order in (0, 1):
-            codes, scales, sums = quantize(library, x, order)
-            groups = codes.view(40, -1, 32)
-            assert torch.equal(groups.sum(-1, dtype=torch.int32), sums)
-            if order:
-                back = torch.empty_like(groups).view(40, -1, 4, 8)
-                back[..., 0::2], back[..., 1::2] = (
-                    groups.view(40, -1, 4, 8)[..., :4],
-                    groups.view(40, -1, 4, 8)[..., 4:],
-                )
-                groups = back.view(40, -1, 32)
+        for kind in ("q8", "mxfp4"):
+            records = quantize(library, x, FORMATS[kind])
+            groups = records[..., :32].contiguous().view(torch.int8)
+            scales = records[..., 32:36].contiguous().view(torch.float32)[..., 0]
+            starts = records[..., 36:].contiguous().view(torch.int32)[..., 0]
+            sums = groups.sum(-1, dtype=torch.int32)
+            offset = -starts[sums != 0] / sums[sums != 0]
+            assert (offset == offset[0]).all()  # one number for an instruction set
+            assert (starts[sums == 0] == 0).all()
+            if kind == "mxfp4":
+                even, odd = groups.view(40, -1, 4, 8)[..., :4], groups.view(40, -1, 4, 8)[..., 4:]
+                groups = torch.stack((even, odd), -1).view(40, -1, 32)
             got = (groups.float() * scales[..., None]).view(40, -1)
             torch.testing.assert_close(got[:, :k], round_activation(x, "int8"), rtol=0, atol=0, equal_nan=True)
             assert (groups.reshape(40, -1)[:, k:] == 0).all()

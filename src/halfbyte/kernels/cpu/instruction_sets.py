@@ -20,4 +20,16 @@ class InstructionSet:
     cpu_flags: frozenset[str]  # as /proc/cpuinfo spells them
 
 
-INSTRUCTION_SETS: tuple[InstructionSet, ...] = (InstructionSet("portable", "", (), frozenset()),)
+# GCC 12's own headers of AVX-512 read variables that they leave undefined on purpose.
+_QUIET = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+
+INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
+    InstructionSet("avx512", "x86_64", ("-march=x86-64-v4", "-mavx512vnni", *_QUIET), _AVX512),
+    InstructionSet("avx-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
+    InstructionSet("avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),
+    InstructionSet("neon-i8mm", "aarch64", ("-march=armv8.2-a+dotprod+i8mm",), frozenset({"asimddp", "i8mm"})),
+    InstructionSet("neon", "aarch64", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),
+    InstructionSet("portable", "", (), frozenset()),
+)

@@ -1,8 +1,9 @@
 // Products of rows of activations with matrices in the layout rows16, over the sixteen lanes of vector.h.
 //
-// Few rows: a group's weights are unpacked into registers and met by every row, one pass over the weights. Many rows: a
-// chunk of groups is unpacked once into memory that stays in the first cache, then met by blocks of rows. Both run the
-// same chain of float operations for a result, so a row's bits do not depend on how many rows came with it.
+// One row: a group's weights are unpacked into registers and used once. More rows: a chunk of groups of several tiles is
+// unpacked into memory that stays in the first cache, then met by blocks of rows; what limits CPUs here are loads, so a
+// block has as many rows times tiles as there are registers for. All run the same chain of float operations for a
+// result, so a row's bits do not depend on how many rows came with it.
 #include "products.h"
 
 #include "vector.h"
@@ -13,8 +14,24 @@ namespace {
 
 constexpr int64_t round64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-constexpr int64_t CHUNK = 16;              // groups unpacked at a time: 8 KiB
-constexpr int64_t PREFETCH = 2048;         // bytes ahead of a pass over weights that come from memory
+constexpr int64_t CHUNK = 8;        // groups unpacked at a time
+constexpr int64_t PREFETCH = 2048;  // bytes ahead of a pass over weights that come from memory
+
+// Half of what 16 E8M0 bytes mean where load_half_e8m0 cannot tell: 0 and 1 are subnormal, 255 is NaN. A weight row whose
+// elements are all zero here gets scale 0 instead of a subnormal one: the product is the same, and CPUs on which
+// subnormal numbers are slow do not stumble over every group of zeros (whose scale byte is 0 by OCP's rule).
+__attribute__((noinline, cold)) void special_scales(const uint8_t* codes, const uint8_t* bytes, float* out) {
+    for (int r = 0; r < TILE_ROWS; r++) {
+        uint32_t any = 0;
+        for (int j = 0; j < 4; j++) {
+            uint32_t word;
+            std::memcpy(&word, codes + 64 * j + 4 * r, 4);
+            any |= word & 0x77777777u;
+        }
+        uint32_t e = bytes[r], bits = e == 255 ? 0x7fc00000u : e >= 2 ? (e - 1) << 23 : any ? 0x00200000u << e : 0;
+        std::memcpy(out + r, &bits, 4);
+    }
+}
 
 template <Format F>
 struct Group;  // where a group's codes and scales lie in a tile, and how they are unpacked
@@ -22,21 +39,28 @@ struct Group;  // where a group's codes and scales lie in a tile, and how they a
 template <>
 struct Group<Format::mxfp4> {
     static constexpr int64_t code_bytes = 256, scale_bytes = 16;
-    static constexpr int offset = MXFP4_OFFSET;
     static HB_INLINE void unpack(const uint8_t* codes, Words* w) {
         unroll<4>([&](auto j) HB_LAMBDA { unpack_e2m1(load_words(codes + 64 * j), w[2 * j], w[2 * j + 1]); });
     }
     // Half the scale, because the elements come doubled.
-    static HB_INLINE Floats scales(const uint8_t* p) { return load_half_e8m0(p); }
-    // The elements of a group as float32 [32][16].
+    static HB_INLINE Floats scales(const uint8_t* codes, const uint8_t* p) {
+        if (__builtin_expect(any_special(p), 0)) {
+            alignas(64) float special[TILE_ROWS];
+            special_scales(codes, p, special);
+            return load_floats(special);
+        }
+        return load_half_e8m0(p);
+    }
+    // The elements of a group as float32, 16 T apart.
+    template <int T>
     static HB_INLINE void dequantize(const uint8_t* codes, const uint8_t* scale, float* out) {
-        Floats s = scales(scale), offset_floats = splat(static_cast<float>(MXFP4_OFFSET));
+        Floats s = scales(codes, scale), offset_floats = splat(static_cast<float>(MXFP4_OFFSET));
         for (int j = 0; j < 4; j++) {
             Words low, high;
             unpack_e2m1(load_words(codes + 64 * j), low, high);
             unroll<4>([&](auto b) HB_LAMBDA {
-                store(out + (8 * j + 2 * b) * 16, mul(sub(to_floats(byte_of<b>(low)), offset_floats), s));
-                store(out + (8 * j + 2 * b + 1) * 16, mul(sub(to_floats(byte_of<b>(high)), offset_floats), s));
+                store(out + (8 * j + 2 * b) * 16 * T, mul(sub(to_floats(byte_of<b>(low)), offset_floats), s));
+                store(out + (8 * j + 2 * b + 1) * 16 * T, mul(sub(to_floats(byte_of<b>(high)), offset_floats), s));
             });
         }
     }
@@ -45,16 +69,16 @@ struct Group<Format::mxfp4> {
 template <>
 struct Group<Format::q8> {
     static constexpr int64_t code_bytes = 512, scale_bytes = 32;
-    static constexpr int offset = Q8_OFFSET;
     static HB_INLINE void unpack(const uint8_t* codes, Words* w) {
         unroll<8>([&](auto j) HB_LAMBDA { w[j] = offset_q8(load_words(codes + 64 * j)); });
     }
-    static HB_INLINE Floats scales(const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
+    static HB_INLINE Floats scales(const uint8_t*, const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
+    template <int T>
     static HB_INLINE void dequantize(const uint8_t* codes, const uint8_t* scale, float* out) {
-        Floats s = scales(scale);
+        Floats s = scales(codes, scale);
         for (int j = 0; j < 8; j++) {
             Words w = load_words(codes + 64 * j);
-            unroll<4>([&](auto b) HB_LAMBDA { store(out + (4 * j + b) * 16, mul(to_floats(byte_of<b>(w)), s)); });
+            unroll<4>([&](auto b) HB_LAMBDA { store(out + (4 * j + b) * 16 * T, mul(to_floats(byte_of<b>(w)), s)); });
         }
     }
 };
@@ -62,67 +86,82 @@ struct Group<Format::q8> {
 // The rows of activations that one pass meets.
 template <int R>
 struct Block {
-    const int8_t* codes[R];
-    const float* scales[R];
-    const int32_t* sums[R];
+    const CodedGroup* coded[R];
     const float* values[R];
     float* out[R];
 
     Block(const Rows& a, const int32_t* token_rows, int64_t first, float* target, int64_t out_stride) {
         for (int r = 0; r < R; r++) {
             int64_t row = token_rows ? token_rows[first + r] : first + r;
-            codes[r] = a.codes ? a.codes + row * a.stride : nullptr;
-            scales[r] = a.codes ? a.scales + row * a.groups : nullptr;
-            sums[r] = a.codes ? a.sums + row * a.groups : nullptr;
-            values[r] = a.codes ? nullptr : a.values + row * a.value_stride;
+            coded[r] = a.coded ? a.coded + row * a.groups : nullptr;
+            values[r] = a.coded ? nullptr : a.values + row * a.value_stride;
             out[r] = target + (first + r) * out_stride;
         }
     }
 };
 
-// acc += float(d) * (ws * as), for one group and R rows.
-template <Format F, int R>
-HB_INLINE void meet(const Words* w, Floats weight_scales, const Block<R>& b, int64_t group, Floats* acc) {
-    const int8_t* a[R];
-    int32_t start[R];
-    Ints d[R];
-    unroll<R>([&](auto r) HB_LAMBDA {
-        a[r] = b.codes[r] + group * GROUP;
-        start[r] = Group<F>::offset ? -Group<F>::offset * b.sums[r][group] : 0;
-    });
-    dot_group<F, R>(w, a, start, d);
-    unroll<R>([&](auto r) HB_LAMBDA { acc[r] = fma(to_floats(d[r]), mul(weight_scales, splat(b.scales[r][group])), acc[r]); });
-}
-
-// One tile for R rows, weights through registers.
-template <Format F, int R>
-void tile_direct(const uint8_t* tile, int64_t groups, const Block<R>& b) {
-    const uint8_t* scales = tile + round64(groups * Group<F>::code_bytes);
-    Floats acc[R];
-    unroll<R>([&](auto r) HB_LAMBDA { acc[r] = splat(0.0f); });
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t* codes = tile + g * Group<F>::code_bytes;
-        for (int64_t line = 0; line < Group<F>::code_bytes; line += 64) __builtin_prefetch(codes + PREFETCH + line);
-        Words w[8];
-        Group<F>::unpack(codes, w);
-        meet<F, R>(w, Group<F>::scales(scales + g * Group<F>::scale_bytes), b, g, acc);
+// T tiles for one row, weights through registers: T streams, of which memory gives more a second than of one.
+template <Format F, int T>
+void tiles_for_one_row(const uint8_t* tile, int64_t tile_bytes, int64_t groups, const CodedGroup* a, float* out) {
+    const int64_t scales = round64(groups * Group<F>::code_bytes);
+    Floats acc[T];
+    unroll<T>([&](auto t) HB_LAMBDA { acc[t] = splat(0.0f); });
+    for (int64_t g = 0; g < groups; g++, a++) {
+        Floats scale = splat(a->scale);
+        unroll<T>([&](auto t) HB_LAMBDA {
+            const uint8_t* codes = tile + t * tile_bytes + g * Group<F>::code_bytes;
+            unroll<Group<F>::code_bytes / 64>([&](auto line) HB_LAMBDA { __builtin_prefetch(codes + PREFETCH + 64 * line); });
+            Words w[8];
+            Group<F>::unpack(codes, w);
+            Floats weight_scales = Group<F>::scales(codes, tile + t * tile_bytes + scales + g * Group<F>::scale_bytes);
+            acc[t] = fma(to_floats(dot_one<F>(w, a)), mul(weight_scales, scale), acc[t]);
+        });
     }
-    unroll<R>([&](auto r) HB_LAMBDA { store(b.out[r], acc[r]); });
+    unroll<T>([&](auto t) HB_LAMBDA { store(out + 16 * t, acc[t]); });
 }
 
-// A chunk of groups, unpacked.
+// Groups of T tiles side by side, unpacked: every code of a row that is loaded meets T words.
+template <int T>
 struct Chunk {
-    Words words[CHUNK][8];
-    Floats scales[CHUNK];
+    Words words[CHUNK][8][T];
+    Floats scales[CHUNK][T];
 };
 
-// Groups [begin, end), at most CHUNK of them, for R rows; sums go on from out unless begin is 0.
-template <Format F, int R>
-void chunk_rows(const Chunk& chunk, int64_t begin, int64_t end, const Block<R>& b) {
-    Floats acc[R];
-    unroll<R>([&](auto r) HB_LAMBDA { acc[r] = begin ? load_floats(b.out[r]) : splat(0.0f); });
-    for (int64_t g = begin; g < end; g++) meet<F, R>(chunk.words[g - begin], chunk.scales[g - begin], b, g, acc);
-    unroll<R>([&](auto r) HB_LAMBDA { store(b.out[r], acc[r]); });
+template <Format F, int T>
+HB_INLINE void unpack_chunk(const uint8_t* tile, int64_t tile_bytes, int64_t groups, int64_t begin, int64_t end, Chunk<T>& chunk) {
+    for (int t = 0; t < T; t++, tile += tile_bytes) {
+        const uint8_t* scales = tile + round64(groups * Group<F>::code_bytes);
+        for (int64_t g = begin; g < end; g++) {
+            const uint8_t* codes = tile + g * Group<F>::code_bytes;
+            for (int64_t line = 0; line < Group<F>::code_bytes; line += 64)
+                __builtin_prefetch(codes + CHUNK * Group<F>::code_bytes + line);
+            Words w[8];
+            Group<F>::unpack(codes, w);
+            unroll<8>([&](auto j) HB_LAMBDA { chunk.words[g - begin][j][t] = w[j]; });
+            chunk.scales[g - begin][t] = Group<F>::scales(codes, scales + g * Group<F>::scale_bytes);
+        }
+    }
+}
+
+// Groups [begin, end), at most CHUNK of them, for R rows. Sums lie in `out` between chunks.
+template <Format F, int R, int T>
+void chunk_rows(const Chunk<T>& chunk, int64_t begin, int64_t end, const Block<R>& b) {
+    Floats acc[R * T];
+    unroll<R * T>([&](auto i) HB_LAMBDA { acc[i] = begin ? load_floats(b.out[i / T] + i % T * 16) : splat(0.0f); });
+    for (int64_t g = begin; g < end; g++) {
+        const CodedGroup* a[R];
+        unroll<R>([&](auto r) HB_LAMBDA {
+            a[r] = b.coded[r] + g;
+            asm("" : "+r"(a[r]));  // one address, not one for every field
+        });
+        Ints d[R * T];
+        dot_block<F, R, T>(&chunk.words[g - begin][0][0], a, d);
+        unroll<R * T>([&](auto i) HB_LAMBDA {
+            Floats scale = mul(chunk.scales[g - begin][i % T], splat(a[i / T]->scale));
+            acc[i] = fma(to_floats(d[i]), scale, acc[i]);
+        });
+    }
+    unroll<R * T>([&](auto i) HB_LAMBDA { store(b.out[i / T] + i % T * 16, acc[i]); });
 }
 
 // f(Block<R>) for all rows, in blocks of MOST and one smaller block at the end.
@@ -135,39 +174,51 @@ HB_INLINE void in_blocks(const Rows& a, const int32_t* token_rows, int64_t count
     });
 }
 
-template <Format F>
-void quantised_tile(const uint8_t* tile, int64_t groups, const Rows& a, const int32_t* token_rows, int64_t count, float* out,
-                    int64_t out_stride) {
-    if (count <= DIRECT_ROWS) {
-        in_blocks<DIRECT_ROWS>(a, token_rows, count, out, out_stride,
-                               [&](const auto& b) { tile_direct<F>(tile, groups, b); });
-        return;
+// What a call works on: T tiles from `tile`, results from `out`.
+struct Call {
+    const Matrix& m;
+    const Rows& a;
+    const int32_t* token_rows;
+    int64_t count, out_stride;
+};
+
+template <Format F, int T>
+void quantised_tiles(const Call& c, const uint8_t* tile, float* out) {
+    const int64_t groups = c.m.groups(), tile_bytes = c.m.tile_bytes();
+    if (c.count == 1) {
+        const CodedGroup* a = c.a.coded + (c.token_rows ? c.token_rows[0] : 0) * c.a.groups;
+        return tiles_for_one_row<F, T>(tile, tile_bytes, groups, a, out);
     }
-    alignas(64) Chunk chunk;
-    const uint8_t* scales = tile + round64(groups * Group<F>::code_bytes);
+    alignas(64) Chunk<T> chunk;
     for (int64_t begin = 0; begin < groups; begin += CHUNK) {
         int64_t end = begin + CHUNK < groups ? begin + CHUNK : groups;
-        for (int64_t g = begin; g < end; g++) {
-            Group<F>::unpack(tile + g * Group<F>::code_bytes, chunk.words[g - begin]);
-            chunk.scales[g - begin] = Group<F>::scales(scales + g * Group<F>::scale_bytes);
-        }
-        in_blocks<BLOCK_ROWS>(a, token_rows, count, out, out_stride,
+        unpack_chunk<F, T>(tile, tile_bytes, groups, begin, end, chunk);
+        in_blocks<BLOCK_ROWS>(c.a, c.token_rows, c.count, out, c.out_stride,
                               [&](const auto& b) { chunk_rows<F>(chunk, begin, end, b); });
     }
 }
 
-// Float32 activations. Weights are read as float32 [k][16] by `weight(k)`; `length` is 32 but for a ragged last group.
-template <int R, class Weight>
-HB_INLINE void meet_dense(Weight&& weight, const Block<R>& b, int64_t group, int64_t length, Floats* acc) {
-    Floats partial[R];
-    unroll<R>([&](auto r) HB_LAMBDA { partial[r] = splat(0.0f); });
+// Float32 activations: a group of `length` k (32 but for a ragged last one) of T tiles, weight(k, t) being 16 float32.
+template <int T, int R, class Weight>
+HB_INLINE void meet_dense(Weight&& weight, const Block<R>& b, int64_t group, int64_t length) {
+    Floats partial[R * T];
     const float* x[R];
+    unroll<R * T>([&](auto i) HB_LAMBDA { partial[i] = splat(0.0f); });
     unroll<R>([&](auto r) HB_LAMBDA { x[r] = b.values[r] + group * GROUP; });
     for (int64_t k = 0; k < length; k++) {
-        Floats w = weight(k);
-        unroll<R>([&](auto r) HB_LAMBDA { partial[r] = fma(w, splat(x[r][k]), partial[r]); });
+        Floats w[T];
+        unroll<T>([&](auto t) HB_LAMBDA { w[t] = weight(k, t); });
+        unroll<R>([&](auto r) HB_LAMBDA {
+            Floats v = splat(x[r][k]);
+            unroll<T>([&](auto t) HB_LAMBDA { partial[r * T + t] = fma(w[t], v, partial[r * T + t]); });
+        });
     }
-    unroll<R>([&](auto r) HB_LAMBDA { acc[r] = add(acc[r], partial[r]); });
+    unroll<R>([&](auto r) HB_LAMBDA {
+        unroll<T>([&](auto t) HB_LAMBDA {
+            float* acc = b.out[r] + 16 * t;
+            store(acc, group ? add(load_floats(acc), partial[r * T + t]) : partial[r * T + t]);
+        });
+    });
 }
 
 template <Format F>
@@ -188,40 +239,56 @@ struct Element<Format::bf16> {
     static HB_INLINE Floats load(const uint8_t* p) { return load_bf16(reinterpret_cast<const uint16_t*>(p)); }
 };
 
-template <Format F>
-void dense_tile(const uint8_t* tile, int64_t cols, const Rows& a, const int32_t* token_rows, int64_t count, float* out,
-                int64_t out_stride) {
-    in_blocks<DENSE_ROWS>(a, token_rows, count, out, out_stride, [&](const auto& b) {
-        constexpr int R = sizeof(b.out) / sizeof(b.out[0]);
-        Floats acc[R];
-        unroll<R>([&](auto r) HB_LAMBDA { acc[r] = splat(0.0f); });
-        for (int64_t k = 0; k < cols; k += GROUP) {
-            const uint8_t* group = tile + k * 16 * Element<F>::bytes;
-            auto weight = [&](int64_t i) HB_LAMBDA { return Element<F>::load(group + i * 16 * Element<F>::bytes); };
-            meet_dense<R>(weight, b, k / GROUP, cols - k < GROUP ? cols - k : GROUP, acc);
-        }
-        unroll<R>([&](auto r) HB_LAMBDA { store(b.out[r], acc[r]); });
-    });
+// A group of one tile as float32 [32][T][16], from column t on.
+template <Format F, int T>
+HB_INLINE void to_dense(const uint8_t* tile, int64_t groups, int64_t g, float* out) {
+    if constexpr (F == Format::mxfp4 || F == Format::q8) {
+        const uint8_t* scales = tile + round64(groups * Group<F>::code_bytes);
+        Group<F>::template dequantize<T>(tile + g * Group<F>::code_bytes, scales + g * Group<F>::scale_bytes, out);
+    } else {
+        constexpr int64_t bytes = Element<F>::bytes * TILE_ROWS;
+        for (int k = 0; k < GROUP; k++) store(out + k * T * 16, Element<F>::load(tile + (g * GROUP + k) * bytes));
+    }
 }
 
-// Quantised weights with float32 activations: one group at a time becomes float32, sums lie in out between groups.
-template <Format F>
-void exact_tile(const uint8_t* tile, int64_t cols, const Rows& a, const int32_t* token_rows, int64_t count, float* out,
-                int64_t out_stride) {
-    int64_t groups = (cols + GROUP - 1) / GROUP;
-    const uint8_t* scales = tile + round64(groups * Group<F>::code_bytes);
-    alignas(64) float values[GROUP * 16];
+template <Format F, int T>
+void dense_tiles(const Call& c, const uint8_t* tile, float* out) {
+    constexpr bool direct = F != Format::mxfp4 && F != Format::q8;
+    const int64_t groups = c.m.groups(), tile_bytes = c.m.tile_bytes();
+    alignas(64) float dense[GROUP * T * 16];
     for (int64_t g = 0; g < groups; g++) {
-        Group<F>::dequantize(tile + g * Group<F>::code_bytes, scales + g * Group<F>::scale_bytes, values);
-        int64_t length = cols - g * GROUP < GROUP ? cols - g * GROUP : GROUP;
-        in_blocks<DENSE_ROWS>(a, token_rows, count, out, out_stride, [&](const auto& b) {
-            constexpr int R = sizeof(b.out) / sizeof(b.out[0]);
-            Floats acc[R];
-            unroll<R>([&](auto r) HB_LAMBDA { acc[r] = g ? load_floats(b.out[r]) : splat(0.0f); });
-            auto weight = [&](int64_t i) HB_LAMBDA { return load_floats(values + i * 16); };
-            meet_dense<R>(weight, b, g, length, acc);
-            unroll<R>([&](auto r) HB_LAMBDA { store(b.out[r], acc[r]); });
+        const int64_t length = c.m.cols - g * GROUP < GROUP ? c.m.cols - g * GROUP : GROUP;
+        if constexpr (direct) {
+            if (c.count <= 2) {  // weights are not worth a copy
+                constexpr int64_t bytes = Element<F>::bytes * TILE_ROWS;
+                const uint8_t* group = tile + g * GROUP * bytes;
+                in_blocks<2>(c.a, c.token_rows, c.count, out, c.out_stride, [&](const auto& b) {
+                    auto weight = [&](int64_t k, int64_t t) HB_LAMBDA {
+                        const uint8_t* p = group + t * tile_bytes + k * bytes;
+                        __builtin_prefetch(p + PREFETCH);
+                        return Element<F>::load(p);
+                    };
+                    meet_dense<T>(weight, b, g, length);
+                });
+                continue;
+            }
+        }
+        for (int t = 0; t < T; t++) to_dense<F, T>(tile + t * tile_bytes, groups, g, dense + t * 16);
+        in_blocks<DENSE_ROWS>(c.a, c.token_rows, c.count, out, c.out_stride, [&](const auto& b) {
+            auto weight = [&](int64_t k, int64_t t) HB_LAMBDA { return load_floats(dense + (k * T + t) * 16); };
+            meet_dense<T>(weight, b, g, length);
         });
+    }
+}
+
+template <int T>
+void tiles(const Call& c, const uint8_t* tile, float* out) {
+    switch (c.m.format) {
+        case Format::mxfp4: return c.a.coded ? quantised_tiles<Format::mxfp4, T>(c, tile, out) : dense_tiles<Format::mxfp4, T>(c, tile, out);
+        case Format::q8: return c.a.coded ? quantised_tiles<Format::q8, T>(c, tile, out) : dense_tiles<Format::q8, T>(c, tile, out);
+        case Format::bf16: return dense_tiles<Format::bf16, T>(c, tile, out);
+        case Format::f16: return dense_tiles<Format::f16, T>(c, tile, out);
+        case Format::f32: return dense_tiles<Format::f32, T>(c, tile, out);
     }
 }
 
@@ -236,30 +303,23 @@ int64_t Matrix::tile_bytes() const {
     }
 }
 
-Order order_for(Format format) { return format == Format::mxfp4 ? Order::evens_odds : Order::natural; }
-
 void product(const Matrix& m, int64_t tile_begin, int64_t tile_end, const Rows& a, const int32_t* token_rows, int64_t count,
              float* out, int64_t out_stride) {
-    for (int64_t t = tile_begin; t < tile_end; t++) {
+    const Call call{m, a, token_rows, count, out_stride};
+    for (int64_t t = tile_begin; t < tile_end;) {
         const uint8_t* tile = m.data + t * m.tile_bytes();
         float* target = out + (t - tile_begin) * TILE_ROWS;
-        switch (m.format) {
-            case Format::mxfp4:
-                if (a.codes) quantised_tile<Format::mxfp4>(tile, m.groups(), a, token_rows, count, target, out_stride);
-                else exact_tile<Format::mxfp4>(tile, m.cols, a, token_rows, count, target, out_stride);
-                break;
-            case Format::q8:
-                if (a.codes) quantised_tile<Format::q8>(tile, m.groups(), a, token_rows, count, target, out_stride);
-                else exact_tile<Format::q8>(tile, m.cols, a, token_rows, count, target, out_stride);
-                break;
-            case Format::bf16: dense_tile<Format::bf16>(tile, m.cols, a, token_rows, count, target, out_stride); break;
-            case Format::f16: dense_tile<Format::f16>(tile, m.cols, a, token_rows, count, target, out_stride); break;
-            case Format::f32: dense_tile<Format::f32>(tile, m.cols, a, token_rows, count, target, out_stride); break;
+        if (tile_end - t >= BLOCK_TILES) {
+            tiles<BLOCK_TILES>(call, tile, target);
+            t += BLOCK_TILES;
+        } else {
+            tiles<1>(call, tile, target);
+            t++;
         }
-        // Padding has zero weights, but zero times an activation of NaN is NaN.
-        for (int64_t r = m.rows - t * TILE_ROWS; r < TILE_ROWS; r++)
-            for (int64_t i = 0; i < count; i++) target[i * out_stride + r] = 0.0f;
     }
+    // Padding has zero weights, but zero times an activation of NaN is NaN.
+    for (int64_t r = m.rows - tile_begin * TILE_ROWS; r < (tile_end - tile_begin) * TILE_ROWS; r++)
+        for (int64_t i = 0; i < count; i++) out[i * out_stride + r] = 0.0f;
 }
 
 const char* instruction_set() { return INSTRUCTION_SET; }

@@ -38,23 +38,26 @@ struct Matrix {
     int64_t groups() const { return (cols + GROUP - 1) / GROUP; }
 };
 
-// How a row's codes are ordered inside a group, to meet the weights' words.
-enum class Order : int32_t { natural = 0, evens_odds = 1 };  // evens_odds: of every 8, k = 0 2 4 6 then 1 3 5 7
-Order order_for(Format);
+// A group of 32 activations as a product with int8 activations reads it. One record, because a product of many rows follows
+// many rows at once and has registers for one pointer each. Codes stand in the order that meets the weights' words: for
+// mxfp4, of every eight, k = 0 2 4 6 then 1 3 5 7; for q8 as they come. Codes past K are zero.
+struct CodedGroup {
+    int8_t codes[GROUP];
+    float scale;
+    int32_t start;  // what the integer sum starts from: it takes back what the instruction set adds to unsigned weights
+};
 
-// Rows of activations as a product reads them: int8 codes in groups of 32 with a float32 scale and the sum of the group's
-// codes, or float32 as they are (`codes` null). Strides are in elements; padding past K is zero codes.
+// Rows of activations: coded, or float32 as they are (`coded` null). Strides are in elements.
 struct Rows {
-    const int8_t* codes;   // [rows][stride], stride = groups * 32
-    const float* scales;   // [rows][groups]
-    const int32_t* sums;   // [rows][groups]
-    const float* values;   // [rows][value_stride], for f32 activations
-    int64_t stride, groups, value_stride;
+    const CodedGroup* coded;  // [rows][groups]
+    const float* values;      // [rows][value_stride]
+    int64_t groups, value_stride;
 };
 
 // codes = round to nearest even (x / s) with s = amax / 127 in float32, as ops.linear.round_activation("int8") does:
 // the division is a division, a group of zeros has scale 0 and codes 0, NaN or infinity make the scale NaN.
-void quantize_row(const float* x, int64_t k, Order order, int8_t* codes, float* scales, int32_t* sums);
+// `weights` is the format of the matrix that will meet the row, q8 or mxfp4.
+void quantize_row(const float* x, int64_t k, Format weights, CodedGroup* out);
 
 // out[i * out_stride + r - 16 * tile_begin] = dot(row token_rows[i] of a, row r of m), for the matrix rows r of tiles
 // [tile_begin, tile_end) and i in [0, count). token_rows null means 0, 1, 2 … Rows past the matrix's last are

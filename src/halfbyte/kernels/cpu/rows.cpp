@@ -24,6 +24,14 @@ HB_INLINE void store_some(float* p, Floats a, int64_t n) {
     std::memcpy(p, buffer, static_cast<size_t>(n) * 4);
 }
 
+// Bytes 0 1 2 3 4 5 6 7 become 0 2 4 6 1 3 5 7.
+HB_INLINE uint64_t evens_odds(uint64_t w) {
+    uint64_t middle = ((w >> 8) ^ (w >> 16)) & 0x000000ff000000ffull;  // bytes 1, 2 and 5, 6 change places
+    w ^= (middle << 8) ^ (middle << 16);
+    uint64_t outer = ((w >> 16) ^ (w >> 32)) & 0x000000000000ffffull;       // then the pairs 1 and 2
+    return w ^ (outer << 16) ^ (outer << 32);
+}
+
 // exp(x): 2^n times a polynomial on half a unit of n around 0; under 2 ulp, subnormals and infinities included.
 HB_INLINE Floats exponential(Floats x) {
     Floats clamped = at_least(at_most(x, splat(89.0f)), splat(-104.0f));
@@ -48,40 +56,36 @@ HB_INLINE float total(const Floats* a) { return sum(add(add(a[0], a[1]), add(a[2
 
 }  // namespace
 
-void quantize_row(const float* x, int64_t k, Order order, int8_t* codes, float* scales, int32_t* sums) {
+void quantize_row(const float* x, int64_t k, Format weights, CodedGroup* out) {
+    const int offset = weights == Format::mxfp4 ? MXFP4_OFFSET : Q8_OFFSET;
     int64_t groups = (k + GROUP - 1) / GROUP;
-    for (int64_t g = 0; g < groups; g++) {
+    for (int64_t g = 0; g < groups; g++, out++) {
         const float* p = x + g * GROUP;
         int64_t rest = k - g * GROUP;
         Floats a = load_some(p, rest), b = rest > 16 ? load_some(p + 16, rest - 16) : splat(0.0f);
         float amax = largest(larger_magnitude(absolute(a), absolute(b)));
-        int8_t* out = codes + g * GROUP;
         float s = amax / 127.0f;
-        if (!(s > 0.0f) || !(amax <= 3.40282347e38f)) {  // zeros, or NaN or infinity
-            scales[g] = amax <= 3.40282347e38f ? 0.0f : NOT_A_NUMBER;
-            sums[g] = 0;
-            std::memset(out, 0, GROUP);
+        bool finite = amax <= 3.40282347e38f;
+        if (!(s > 0.0f) || !finite) {
+            std::memset(out, 0, sizeof(*out));
+            if (!finite) out->scale = NOT_A_NUMBER;
             continue;
         }
         Floats scale = splat(s), most = splat(127.0f), least = splat(-127.0f);
         // A subnormal scale is short of bits, so that quotients may lie past 127.
         Ints ca = to_ints(nearest(at_least(at_most(div(a, scale), most), least)));
         Ints cb = to_ints(nearest(at_least(at_most(div(b, scale), most), least)));
-        scales[g] = s;
-        sums[g] = sum(ca) + sum(cb);
-        if (order == Order::natural) {
-            store_bytes(out, ca);
-            store_bytes(out + 16, cb);
-        } else {
-            int8_t natural[GROUP];
-            store_bytes(natural, ca);
-            store_bytes(natural + 16, cb);
-            for (int e = 0; e < GROUP; e += 8)
-                for (int i = 0; i < 4; i++) {
-                    out[e + i] = natural[e + 2 * i];
-                    out[e + 4 + i] = natural[e + 2 * i + 1];
-                }
-        }
+        out->scale = s;
+        out->start = offset ? -offset * (sum(ca) + sum(cb)) : 0;
+        store_bytes(out->codes, ca);
+        store_bytes(out->codes + 16, cb);
+        if (weights == Format::mxfp4)
+            for (int e = 0; e < GROUP; e += 8) {
+                uint64_t w;  // as eight bytes, the least first
+                std::memcpy(&w, out->codes + e, 8);
+                w = evens_odds(w);
+                std::memcpy(out->codes + e, &w, 8);
+            }
     }
 }
 

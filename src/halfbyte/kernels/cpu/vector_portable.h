@@ -9,7 +9,7 @@ struct Words { uint32_t v[16]; };
 
 constexpr const char* INSTRUCTION_SET = "portable";
 constexpr int MXFP4_OFFSET = 0, Q8_OFFSET = 0;
-constexpr int BLOCK_ROWS = 4, DIRECT_ROWS = 1, DENSE_ROWS = 4;
+constexpr int BLOCK_TILES = 2, BLOCK_ROWS = 2, DENSE_ROWS = 2;
 
 #define HB_LANES(expression)                       \
     for (int i = 0; i < 16; i++) r.v[i] = expression; \
@@ -77,11 +77,13 @@ HB_INLINE float half_to_float(uint16_t h) {
     return bits_to_float(b | sign);
 }
 HB_INLINE Floats load_f16(const uint16_t* p) { Floats r; HB_LANES(half_to_float(p[i])); }
-// 2^(e - 128), half of what an E8M0 byte means, exact for subnormals; 255 is NaN.
-HB_INLINE Floats load_half_e8m0(const uint8_t* p) {
-    Floats r;
-    HB_LANES(bits_to_float(p[i] == 255 ? 0x7fc00000u : p[i] < 2 ? 0x00200000u << p[i] : (p[i] - 1u) << 23));
+HB_INLINE bool any_special(const uint8_t* p) {
+    bool any = false;
+    for (int i = 0; i < 16; i++) any |= p[i] < 2 || p[i] == 255;
+    return any;
 }
+// 2^(e - 128), half of what an E8M0 byte means, for bytes 2 .. 254.
+HB_INLINE Floats load_half_e8m0(const uint8_t* p) { Floats r; HB_LANES(bits_to_float((p[i] - 1u) << 23)); }
 
 HB_INLINE Words load_words(const uint8_t* p) { Words r; std::memcpy(&r, p, 64); return r; }
 // Twice the E2M1 elements of the low and of the high nibbles, plus MXFP4_OFFSET.
@@ -106,19 +108,26 @@ HB_INLINE Ints byte_of(Words w) {
     HB_LANES(static_cast<int32_t>(w.v[i] << (24 - 8 * B)) >> 24);
 }
 
-template <Format F, int R>
-HB_INLINE void dot_group(const Words* w, const int8_t* const* a, const int32_t* start, Ints* d) {
-    for (int r = 0; r < R; r++) {
-        int32_t total[16];
-        for (int i = 0; i < 16; i++) total[i] = start[r];
-        for (int j = 0; j < 8; j++) {
-            int8_t bytes[64];
-            std::memcpy(bytes, &w[j], 64);
-            const int8_t* x = a[r] + 4 * j;
-            for (int i = 0; i < 16; i++)
-                total[i] += bytes[4 * i] * x[0] + bytes[4 * i + 1] * x[1] + bytes[4 * i + 2] * x[2] + bytes[4 * i + 3] * x[3];
-        }
-        std::memcpy(&d[r], total, 64);
+template <Format F>
+HB_INLINE Ints dot_one(const Words* w, const CodedGroup* a) {
+    Ints d;
+    for (int i = 0; i < 16; i++) d.v[i] = a->start;
+    for (int j = 0; j < 8; j++) {
+        int8_t bytes[64];
+        std::memcpy(bytes, &w[j], 64);
+        const int8_t* x = a->codes + 4 * j;
+        for (int i = 0; i < 16; i++)
+            d.v[i] += bytes[4 * i] * x[0] + bytes[4 * i + 1] * x[1] + bytes[4 * i + 2] * x[2] + bytes[4 * i + 3] * x[3];
+    }
+    return d;
+}
+
+template <Format F, int R, int T>
+HB_INLINE void dot_block(const Words* w, const CodedGroup* const* a, Ints* d) {
+    for (int t = 0; t < T; t++) {
+        Words words[8];
+        for (int j = 0; j < 8; j++) words[j] = w[j * T + t];
+        for (int r = 0; r < R; r++) d[r * T + t] = dot_one<F>(words, a[r]);
     }
 }
 
