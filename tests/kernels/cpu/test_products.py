@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 import subprocess
 from pathlib import Path
 
@@ -16,22 +15,14 @@ from halfbyte.formats import e2m1, e8m0
 from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS, INSTRUCTION_SETS
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import swiglu
+from tests.kernels.cpu.native import available
 
 SOURCES = Path(__file__).parents[3] / "src" / "halfbyte" / "kernels" / "cpu"
 FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "q8": 3, "mxfp4": 4}
 DENSE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
-def _cpu_flags() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return {f for line in lines if line.lower().startswith(("flags", "features")) for f in line.split(":")[1].split()}
-
-
-AVAILABLE = [s.name for s in INSTRUCTION_SETS if s.machine in ("", platform.machine()) and s.cpu_flags <= _cpu_flags()]
-
-
-@pytest.fixture(scope="module", params=AVAILABLE)
+@pytest.fixture(scope="module", params=available())
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     chosen = next(s for s in INSTRUCTION_SETS if s.name == request.param)
     target = tmp_path_factory.mktemp("products") / f"{chosen.name}.so"

@@ -239,7 +239,7 @@ void finish(Instance& in, const Query& query, const Layer& layer, const State& s
             for (int64_t d = 0; d < dim; ++d) out[h * dim + d] = mixed[d] * keep / denominator;
         }
         if (layer.o.coded && in.attention_quantizes)
-            in.attention.quantize(row, query.head * group * dim, group * dim, layer.o.order);
+            in.attention.quantize(row, query.head * group * dim, group * dim, layer.o.matrix.format);
     }
 }
 

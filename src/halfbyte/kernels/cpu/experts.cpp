@@ -110,7 +110,7 @@ void run_gate_up(Instance& in, const Layer& layer) {
                 for (int64_t c = 0; c < columns; ++c) y[c] += bias[c];
                 float* to = in.hidden.values + (e + i) * in.hidden.stride + column / 2;
                 swiglu(y, columns / 2, m.swiglu_limit, m.swiglu_alpha, to);
-                if (layer.down.coded) in.hidden.quantize(e + i, column / 2, columns / 2, layer.down.order);
+                if (layer.down.coded) in.hidden.quantize(e + i, column / 2, columns / 2, layer.down.matrix.format);
             }
         }
     });

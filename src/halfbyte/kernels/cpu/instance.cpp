@@ -29,9 +29,7 @@ void take_activations(Layout& layout, Activations& a, int64_t rows, int64_t k) {
     a.groups = parts_of(k, GROUP);
     a.stride = a.groups * GROUP;
     layout.take(a.values, rows * a.stride);
-    layout.take(a.codes, rows * a.stride);
-    layout.take(a.scales, rows * a.groups);
-    layout.take(a.sums, rows * a.groups);
+    layout.take(a.coded, rows * a.groups);
 }
 
 int64_t lay_out(Instance& i, int threads, uint8_t* base) {
@@ -101,7 +99,7 @@ void derive(Instance& i, const hb_model& m, int32_t most_rows) {
 Stack stack_of(const hb_matrix& m, bool int8_activations) {
     const Format format = static_cast<Format>(m.format);
     const bool coded = int8_activations && (format == Format::q8 || format == Format::mxfp4);
-    return {{format, m.rows, m.cols, static_cast<const uint8_t*>(m.data)}, coded, order_for(format)};
+    return {{format, m.rows, m.cols, static_cast<const uint8_t*>(m.data)}, coded};
 }
 
 }  // namespace

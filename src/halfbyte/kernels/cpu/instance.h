@@ -29,18 +29,13 @@ constexpr int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / si
 struct Activations {
     int64_t k, groups, stride;
     float* values;
-    int8_t* codes;
-    float* scales;
-    int32_t* sums;
-    Rows from(int64_t row, bool coded) const {
-        return {coded ? codes + row * stride : nullptr, scales + row * groups, sums + row * groups,
-                values + row * stride, stride, groups, stride};
+    CodedGroup* coded;
+    Rows from(int64_t row, bool as_codes) const {
+        return {as_codes ? coded + row * groups : nullptr, values + row * stride, groups, stride};
     }
-    // From values [row][begin, begin + count), where begin is the start of a group.
-    void quantize(int64_t row, int64_t begin, int64_t count, Order order) {
-        const int64_t group = row * groups + begin / GROUP;
-        quantize_row(values + row * stride + begin, count, order, codes + row * stride + begin, scales + group,
-                     sums + group);
+    // From values [row][begin, begin + count), where begin is the start of a group; `weights` is the reader's format.
+    void quantize(int64_t row, int64_t begin, int64_t count, Format weights) {
+        quantize_row(values + row * stride + begin, count, weights, coded + row * groups + begin / GROUP);
     }
 };
 
@@ -48,7 +43,6 @@ struct Activations {
 struct Stack {
     Matrix matrix;
     bool coded;  // wants int8 codes
-    Order order;
     Matrix of(int64_t index) const {
         Matrix m = matrix;
         m.data += index * m.tiles() * m.tile_bytes();

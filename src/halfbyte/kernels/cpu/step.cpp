@@ -102,7 +102,7 @@ void run_o(Instance& in, const Layer& layer, int64_t rows) {
     const int64_t hidden = in.model.hidden;
     if (layer.o.coded && !in.attention_quantizes)
         for_rows(in, rows, in.attention.k * 4, [&](int64_t r) {
-            in.attention.quantize(r, 0, in.attention.k, layer.o.order);
+            in.attention.quantize(r, 0, in.attention.k, layer.o.matrix.format);
         });
     const int64_t tiles = tiles_an_item(in, o, o.tiles(), 1, BLOCK_COLUMNS / TILE_ROWS);
     in.pool->run(parts_of(o.tiles(), tiles), [&](int64_t item, int thread) {
@@ -135,7 +135,7 @@ void normalise(Instance& in, const float* x, const float* weight, const Stack& r
     const double mean = static_cast<double>(sum_of_squares(x, n)) / static_cast<double>(n);
     const float scale = static_cast<float>(1.0 / std::sqrt(mean + static_cast<double>(in.model.norm_eps)));
     scale_multiply(x, scale, weight, n, in.h.values + row * in.h.stride);
-    if (reader.coded) in.h.quantize(row, 0, n, reader.order);
+    if (reader.coded) in.h.quantize(row, 0, n, reader.matrix.format);
 }
 
 void run_step(Instance& in, const hb_step& step) {
