@@ -20,7 +20,6 @@ worst.) Refuses heads of another hidden size, with more than one layer, or with 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,11 @@ from halfbyte.engine.runner import StepResult
 from halfbyte.engine.speculative.controller import Controller, Pace
 from halfbyte.engine.speculative.proposer import Proposal
 from halfbyte.errors import CheckpointError, PlanError
+from halfbyte.model.config_json import MAX_BYTES
 from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.json_records import read_json
+from halfbyte.model.plain_file import refusing
+from halfbyte.model.safetensors_io import read_header
 from halfbyte.ops.linear import dense
 from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
@@ -68,10 +71,13 @@ class HeadConfig:
 
 
 def read_config(folder: Path, layers: int, hidden: int) -> HeadConfig:
-    try:
-        raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{folder}/config.json cannot be read ({e}); is this an EAGLE-3 head?") from None
+    path = folder / "config.json"
+    raw = read_json(path, dict[str, Any], MAX_BYTES)
+    with refusing(path):
+        return _head_config(raw, folder, layers, hidden)
+
+
+def _head_config(raw: dict[str, Any], folder: Path, layers: int, hidden: int) -> HeadConfig:
     if raw.get("hidden_size") != hidden:
         raise CheckpointError(
             f"{folder} is a head for hidden size {raw.get('hidden_size')}, but the model's is {hidden}."
@@ -97,6 +103,7 @@ def read_config(folder: Path, layers: int, hidden: int) -> HeadConfig:
     frequencies = yarn_frequencies(
         head_dim, theta, float(yarn.get("factor", 1.0)), int(yarn.get("original_max_position_embeddings", 4096)),
         float(yarn.get("beta_fast", 32.0)), float(yarn.get("beta_slow", 1.0)), bool(yarn.get("truncate", True)),
+        yarn.get("attention_factor"),
     )  # fmt: skip
     return HeadConfig(
         hidden, heads, int(raw.get("num_key_value_heads") or heads), head_dim, float(raw.get("rms_norm_eps", 1e-6)),
@@ -112,6 +119,8 @@ class Eagle3Head:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{folder} has no .safetensors file; is the download complete?")
+        for f in files:
+            read_header(f)  # refuses what is no safetensors file, before it is mapped
         raw = {name.removeprefix("model."): t for f in files for name, t in load_file(f).items()}
         layer, outer = {}, {}
         for name, tensor in raw.items():
@@ -150,6 +159,8 @@ class Eagle3Head:
         self._ids = None if offsets is None else (torch.arange(offsets.shape[0]) + offsets.long()).to(self.device)
         if self._ids is None and self._lm_head.shape[0] != target.config.vocab:
             raise CheckpointError(f"{folder} has its own vocabulary of {self._lm_head.shape[0]} but no d2t to map it.")
+        if self._ids is not None and not 0 <= int(self._ids.min()) <= int(self._ids.max()) < target.config.vocab:
+            raise CheckpointError(f"{folder}: d2t names tokens past the model's vocabulary of {target.config.vocab}.")
         self._final = (target.weights.final_norm, target.config.norm_eps)
 
     def features(self, hidden: Tensor) -> Tensor:
