@@ -61,6 +61,19 @@ def test_json_object_gives_objects(compiler: GrammarCompiler) -> None:
     assert ends
 
 
+def test_whitespace_between_the_parts_of_a_value_is_bounded(compiler: GrammarCompiler) -> None:
+    space, brace = PIECES.index(b" "), PIECES.index(b"{")
+    for constraint in (Constraint("json_schema", SCHEMA), Constraint("json_object", "")):
+        state = compiler.compile(constraint, [5])
+        state.observe([brace])
+        count = 0
+        while space in allowed(state):
+            state.observe([space])
+            count += 1
+        assert count == 64
+        assert allowed(state), "the value can go on"
+
+
 def test_gbnf_and_lark_are_both_read_as_ebnf(compiler: GrammarCompiler) -> None:
     for source in ('root ::= "ab" ("1" | "2")', 'start: "ab" ("1" | "2")'):
         out = walk(compiler.compile(Constraint("ebnf", source), [5]), random.Random(1))
@@ -109,7 +122,7 @@ def test_choices_do_not_share_their_place(compiler: GrammarCompiler) -> None:
 
 def test_a_token_outside_the_grammar_is_an_error_not_a_crash(compiler: GrammarCompiler) -> None:
     state = compiler.compile(Constraint("regex", "12"), [5])
-    with pytest.raises(StepError, match="left the grammar"):
+    with pytest.raises(StepError, match="token 40 is not one that the grammar"):
         state.observe([40])
 
 

@@ -133,6 +133,8 @@ def run_schedule(seed: int) -> dict[str, int]:
         make_proposer(method, rng),
         clock=lambda: now[0],
     )  # fmt: skip
+    assert core.grammars is not None
+    core.grammars.compiler.matcher(Constraint("regex", REGEX))  # known: no schedule depends on how long that takes
     shared = [random_prompt(rng, 10, 80) for _ in range(2)]
     hurry = rng.choice([0.1, 0.3, 0.9])
     todo = [random_request(rng, i, shared) for i in range(rng.randint(4, 14))]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from live_server import Live, wait_until
@@ -149,6 +150,29 @@ def test_a_schema_that_no_grammar_can_hold_is_a_400(live: Live) -> None:
     with pytest.raises(Exception) as e:
         answer.create(model="noise", messages=[{"role": "user", "content": "x"}], response_format=bad)  # type: ignore[arg-type]
     assert getattr(e.value, "status_code", None) == 400
+
+
+HOSTILE: dict[str, Any] = {
+    "a reference to itself": {"$ref": "#"},
+    "a cycle of references": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    "a nested pattern": {"type": "string", "pattern": "(" * 300 + "a" + ")" * 300},
+    "patterns that meet": {"type": "string", "allOf": [{"pattern": f"{a}.*{b}"} for a in "abcdef" for b in "ghijkl"]},
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hostile_schema_is_a_400_in_a_sentence(live: Live, http: httpx.Client, what: str, stream: bool) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "t", "schema": HOSTILE[what], "strict": True}}
+    body = {"model": "noise", "messages": [{"role": "user", "content": "x"}], "response_format": wanted}
+    answer = http.post(f"{live.url}/v1/chat/completions", json=body | {"stream": stream, "max_tokens": 40})
+    text = answer.text.removeprefix("data: ").strip() if answer.status_code == 200 else answer.text  # a slow trial
+    error = json.loads(text.removeprefix(": keep-alive").strip().removeprefix("data: "))["error"]
+    assert (answer.status_code == 400) or stream
+    assert error["type"] == "invalid_request_error"
+    assert "of this request" in error["message"]
+    assert len(error["message"]) < 300
+    assert not any(word in error["message"] for word in ("state", "Parser", "rows", "panic", "And (And"))
 
 
 def test_leaving_frees_the_engine(live: Live) -> None:

@@ -15,19 +15,38 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from typing import Any
 
 from halfbyte.engine.batch import Batch, BatchBuilder
 from halfbyte.engine.config import EngineConfig
-from halfbyte.engine.grammar import GrammarCompiler, Vocabulary
-from halfbyte.engine.request import QUEUE_BUCKETS, Delta, EngineStats, FinishReason, Logprob, Request, Usage
+from halfbyte.engine.grammar import Vocabulary
+from halfbyte.engine.grammar_work import GrammarPace, GrammarWork
+from halfbyte.engine.request import (
+    QUEUE_BUCKETS,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Logprob,
+    Output,
+    Request,
+    Usage,
+)
 from halfbyte.engine.runner import ModelRunner, StepHandle, StepResult
 from halfbyte.engine.sampling.row import RowSampler, check_params
 from halfbyte.engine.scheduler import ScheduledStep, Scheduler
 from halfbyte.engine.sequence import Sequence, State
 from halfbyte.engine.speculative.proposer import Proposer
 from halfbyte.engine.stops import StopMatcher
-from halfbyte.errors import EngineDiedError, HalfbyteError, NotEnoughMemoryError, RequestError, StepError
+from halfbyte.errors import (
+    EngineDiedError,
+    HalfbyteError,
+    NotEnoughMemoryError,
+    QueueFullError,
+    RequestError,
+    StepError,
+)
 from halfbyte.kv.pages import PagePool
 
 log = logging.getLogger("halfbyte")
@@ -35,9 +54,6 @@ log = logging.getLogger("halfbyte")
 FAILURES_IN_A_ROW = 16  # after so many failed steps without a good one, the runner is beyond help
 LEAST_ROWS = 64  # shedding load stops here
 RECOVERY_STEPS = 256  # good steps before the row budget grows again
-
-
-Output = tuple[str, Delta]  # request id, what one choice gained
 
 
 @dataclass(slots=True)
@@ -55,6 +71,13 @@ class Group:
     seqs: list[Sequence]
     open: int
     deadline: float | None = None
+
+
+@dataclass(slots=True)
+class Preparing:
+    request: Request
+    grammar: Future[GrammarPace]
+    deadline: float | None
 
 
 @dataclass(slots=True)
@@ -87,8 +110,11 @@ class EngineCore:
         self.scheduler = Scheduler(self.pages, config)
         blocks = -(-self.scheduler.longest // config.page_size) + 1
         self.builder = BatchBuilder(config.max_seqs, blocks, config.page_size)
-        self.grammars = None if vocabulary is None else GrammarCompiler(vocabulary, config.eos_tokens)
+        self.grammars = None if vocabulary is None else GrammarWork(vocabulary, config.eos_tokens)
         self.groups: dict[str, Group] = {}
+        self._preparing: dict[str, Preparing] = {}  # requests whose grammar is being compiled
+        self._constrained: list[Sequence] = []
+        self._refusals: list[tuple[str, HalfbyteError]] = []
         self.launched: LaunchedStep | None = None
         self.working = False  # this process is busy with a step; not while it waits for a GPU's
         self._clock = clock
@@ -102,16 +128,20 @@ class EngineCore:
         """schedule -> launch -> commit the step before. Returns what the commits added, while the new step runs."""
         self.working = self.config.host_steps
         self._expire()
+        if self._preparing:
+            self._queue_prepared()
         previous, self.launched = self.launched, None
         if previous is not None and not previous.step.ahead:
             self._commit(previous)  # its result decides what comes next
             previous = None
         if self.proposer is not None and previous is None:
             self._propose(self.proposer)
-        step = self.scheduler.schedule(ahead=previous is not None)
+        step = self._schedule(ahead=previous is not None)
         if step is None and previous is not None:
             self._commit(previous)
-            previous, step = None, self.scheduler.schedule()
+            previous, step = None, self._schedule()
+        if step is None and not self._outputs:
+            self._wait_for_grammars()
         if step is not None:
             if self._count.unscheduled:
                 self._count_queue_time(step)
@@ -121,6 +151,16 @@ class EngineCore:
         self.working = False
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _schedule(self, *, ahead: bool = False) -> ScheduledStep | None:
+        if self._constrained:
+            assert self.grammars is not None
+            for seq, error in self.grammars.turn(self._constrained):
+                if isinstance(error, RequestError):
+                    self._refuse(seq.request.id, error)
+                else:
+                    self._fail(seq, error)
+        return self.scheduler.schedule(ahead=ahead)
 
     def _count_queue_time(self, step: ScheduledStep) -> None:
         """Count how long the sequences waited that are scheduled for the first time."""
@@ -247,23 +287,29 @@ class EngineCore:
             return
         if stops is not None:
             stops.finish()
-        if seq.arrived is not None:  # it ends without ever having run
-            seq.arrived = None
-            self._count.unscheduled -= 1
-        self.scheduler.finish(seq)
-        if self.proposer is not None:
-            self.proposer.forget(seq)
-        group = self.groups[seq.request.id]
-        group.open -= 1
-        if group.open == 0:
-            del self.groups[seq.request.id]
-        seq.finish = reason
+        self._close(seq, reason)
         delta = Delta(
             new, seq.index, logprobs, reason, None if stops is None else stops.matched,
             None if stops is None else stops.visible, error,
             Usage(seq.prompt, min(seq.cached, seq.prompt), seq.generated, seq.drafted, seq.accepted),
         )  # fmt: skip
         self._outputs.append((seq.request.id, delta))
+
+    def _close(self, seq: Sequence, reason: FinishReason) -> None:
+        """It is over: everything it holds is given back, now or when a launched step is committed."""
+        if seq.arrived is not None:  # it ends without ever having run
+            seq.arrived = None
+            self._count.unscheduled -= 1
+        self.scheduler.finish(seq)
+        if self.proposer is not None:
+            self.proposer.forget(seq)
+        if seq.grammar is not None:
+            self._constrained.remove(seq)
+        group = self.groups[seq.request.id]
+        group.open -= 1
+        if group.open == 0:
+            del self.groups[seq.request.id]
+        seq.finish = reason
 
     # ---- speculation --------------------------------------------------------------------------
 
@@ -273,6 +319,8 @@ class EngineCore:
         wants = []
         rows, context = len(running), sum(s.scheduled for s in running)
         for seq in running:
+            if seq.grammar is not None and seq.grammar.job is not None:
+                continue  # its draft is being held against its grammar
             seq.draft, seq.proposal = [], None
             if seq.pace is None or seq.inflight or len(seq.tokens) - seq.scheduled != 1:
                 continue
@@ -318,18 +366,45 @@ class EngineCore:
         outside = [t for t in request.prompt if not 0 <= t < config.vocab]
         if outside:
             raise RequestError(f"the prompt has token {outside[0]}, but the vocabulary has {config.vocab}.")
-        if request.id in self.groups:
+        if request.id in self.groups or request.id in self._preparing:
             raise RequestError(f"a request with the id {request.id!r} is already running; ids must differ.")
         check_params(params, config.vocab)
-        limit = self.scheduler.limit_of(request)
+        self.scheduler.limit_of(request)
         if params.n > config.max_waiting:
             raise RequestError(f"n is {params.n}, but at most {config.max_waiting} sequences may wait.")
         if (params.stop or request.constraint) and self.vocabulary is None:
             raise RequestError("stop strings and grammars need the model's vocabulary, which this engine has not.")
+        deadline = None if request.timeout is None else self._clock() + request.timeout
         grammar = None
         if request.constraint is not None:
             assert self.grammars is not None
-            grammar = self.grammars.compile(request.constraint, request.prompt)
+            if len(self._preparing) >= config.max_waiting:
+                raise QueueFullError(f"{len(self._preparing)} grammars wait to be compiled; try again later.")
+            prepared = self.grammars.prepare(request.constraint, request.prompt)
+            if not prepared.done():
+                self._preparing[request.id] = Preparing(request, prepared, deadline)
+                self._remember_deadline(request.id, deadline)
+                return
+            grammar = prepared.result()
+        self._queue(request, grammar, deadline)
+        self._remember_deadline(request.id, deadline)
+
+    def _remember_deadline(self, id: str, deadline: float | None) -> None:
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, id))
+
+    def _queue_prepared(self) -> None:
+        """Queue those whose grammar is there; tell those whose grammar was refused."""
+        for id, each in [(id, p) for id, p in self._preparing.items() if p.grammar.done()]:
+            del self._preparing[id]
+            try:
+                self._queue(each.request, each.grammar.result(), each.deadline)
+            except HalfbyteError as e:
+                self._refusals.append((id, e))
+
+    def _queue(self, request: Request, grammar: GrammarPace | None, deadline: float | None) -> None:
+        params, config = request.sampling, self.config
+        limit = self.scheduler.limit_of(request)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         salt = b"" if config.prefix_cache else request.id.encode() + secrets.token_bytes(8)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(config.eos_tokens))
@@ -347,19 +422,25 @@ class EngineCore:
             if self.proposer is not None:
                 seq.pace = self.proposer.pace(seq)
             seqs.append(seq)
-        now = self._clock()
-        group = Group(request, seqs, len(seqs), None if request.timeout is None else now + request.timeout)
+        group = Group(request, seqs, len(seqs), deadline)
         self.scheduler.add(seqs)  # from here on nothing raises
+        now = self._clock()
         for seq in seqs:
             seq.arrived = now
+        if grammar is not None:
+            self._constrained += seqs
         self._count.unscheduled += len(seqs)
         self.groups[request.id] = group
         self._count.prompt += len(request.prompt)
-        if group.deadline is not None:
-            heapq.heappush(self._deadlines, (group.deadline, request.id))
 
     def cancel(self, id: str, reason: FinishReason = "cancelled", error: str | None = None) -> bool:
         """End a request; everything it holds is given back now, or when the running step is committed."""
+        if (each := self._preparing.pop(id, None)) is not None:
+            each.grammar.cancel()
+            usage = Usage(len(each.request.prompt))
+            for index in range(each.request.sampling.n):
+                self._outputs.append((id, Delta([], index, finish=reason, error=error, usage=usage)))
+            return True
         group = self.groups.get(id)
         if group is None:
             return False
@@ -370,16 +451,42 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.groups) or self.launched is not None
+        return bool(self.groups or self._preparing) or self.launched is not None
+
+    @property
+    def waits_for_grammars(self) -> bool:
+        return bool(self._preparing) or any(s.held for s in self._constrained)
+
+    def _wait_for_grammars(self) -> None:
+        """Nothing can run but what waits for a grammar: not longer than a newcomer would notice."""
+        futures: list[Future[Any]] = [p.grammar for p in self._preparing.values()]
+        futures += [s.grammar.job for s in self._constrained if s.grammar is not None and s.grammar.job is not None]
+        if futures:
+            wait(futures, 0.01, FIRST_COMPLETED)
+
+    def refusals(self) -> list[tuple[str, HalfbyteError]]:
+        """Requests that were taken and turned out to be such as can never be served; nothing more comes of them."""
+        refused, self._refusals = self._refusals, []
+        return refused
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             deadline, id = heapq.heappop(self._deadlines)
-            group = self.groups.get(id)
-            if group is not None and group.deadline == deadline:
+            open_request = self.groups.get(id) or self._preparing.get(id)
+            if open_request is not None and open_request.deadline == deadline:
                 self.cancel(id, "timeout")
 
     # ---- what goes wrong ----------------------------------------------------------------------
+
+    def _refuse(self, id: str, error: HalfbyteError) -> None:
+        """A request that has begun turns out to be one that cannot be served: all of it ends, with the reason."""
+        group = self.groups.get(id)
+        if group is None:
+            return  # another of its choices said so first
+        for seq in group.seqs:
+            if seq.state is not State.FINISHED:
+                self._close(seq, "error")
+        self._refusals.append((id, error))
 
     def _fail(self, seq: Sequence, error: BaseException) -> None:
         """One sequence cannot go on. Its request's other choices can."""
@@ -430,7 +537,8 @@ class EngineCore:
     def stats(self) -> EngineStats:
         pages, count = self.pages.stats(), self._count
         return EngineStats(
-            running=len(self.scheduler.running), waiting=len(self.scheduler.waiting), kv_pages_total=pages.total,
+            running=len(self.scheduler.running), waiting=len(self.scheduler.waiting) + len(self._preparing),
+            kv_pages_total=pages.total,
             kv_pages_used=pages.used, kv_pages_cached=pages.cached, prefix_hit_tokens=pages.hit_tokens,
             prefix_query_tokens=pages.query_tokens, preemptions=self.scheduler.preemptions, steps=count.steps,
             generated_tokens=count.generated, prompt_tokens=count.prompt, drafted_tokens=count.drafted,
@@ -462,13 +570,15 @@ class EngineCore:
                 _wait(self.launched.handle)
             self.scheduler.step_failed(self.launched.step, suspect=False)
             self.launched = None
+        if self.grammars is not None:
+            self.grammars.close()
         self.runner.close()
 
 
 def _constrain(batch: Batch, seq: Sequence, draft: list[int], row: int) -> None:
     """What the batch's builder cannot know: the grammar's masks and the draft's distributions, from `row` on."""
     if seq.grammar is not None:
-        for j, mask in enumerate(seq.grammar.masks(draft)):
+        for j, mask in enumerate(seq.grammar.masks(len(draft))):
             if mask is not None:
                 batch.masks[row + j] = mask
     if seq.proposal is not None:

@@ -2,13 +2,16 @@
 
 A constraint may sleep until the generated tokens end with one of its triggers, so a harmony model reasons freely and
 is held to the grammar from where its final or tool message begins. Once the value is complete only end tokens are
-allowed; after one of them the constraint sleeps again.
+allowed; after one of them the constraint sleeps again. Whitespace between the parts of a JSON value is bounded.
 
-Refuses a grammar it cannot compile when the request arrives, never in the middle of its output.
+What cannot be used is a RequestError in a sentence, whatever the parser says of its own state. How long any of this
+takes is not looked at here (`grammar_work.py` does).
 """
 
 from __future__ import annotations
 
+import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,6 +24,9 @@ from halfbyte.errors import RequestError, StepError
 
 Bits = NDArray[np.int32]
 _ANY_OBJECT = '{"type": "object"}'
+# Enough for a value that is laid out over lines, a dozen levels deep; without a bound a model may write nothing else.
+_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+_TOO_COSTLY = ("ParserTooComplex", "LexerTooComplex")
 
 
 class Vocabulary(Protocol):
@@ -58,8 +64,17 @@ class _Wrapper:
         return self._encode(text)
 
 
+def too_costly(kind: str) -> RequestError:
+    return RequestError(
+        f"the {kind} of this request is too costly to follow; make it simpler (fewer alternatives, shorter bounds and "
+        f"patterns)."
+    )
+
+
 class GrammarCompiler:
-    """Compiles constraints, keeping the last `cache` grammars; a request gets a copy of the fresh matcher."""
+    """Compiles constraints, keeping the last `cache` grammars; a request gets a copy of the fresh matcher.
+
+    May be asked by several threads."""
 
     def __init__(self, vocabulary: Vocabulary, end_tokens: Sequence[int], *, cache: int = 128) -> None:
         self.vocabulary = vocabulary
@@ -68,51 +83,71 @@ class GrammarCompiler:
         self._cache: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._size = cache
         self._tokenizer: Any = None
+        self._lock = threading.Lock()
 
     def _ll_tokenizer(self) -> Any:
-        if self._tokenizer is None:  # takes about a second for gpt-oss's vocabulary, so only if somebody asks
-            llguidance = _llguidance()
-            ends = list(self.end_tokens) or [self.vocabulary.vocab_size - 1]
-            wrapper = llguidance.TokenizerWrapper(_Wrapper(self.vocabulary, ends[0]))
-            self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.vocabulary.vocab_size, eos_token=ends)
-        return self._tokenizer
+        with self._lock:
+            if self._tokenizer is None:  # takes about a second for gpt-oss's vocabulary, so only if somebody asks
+                llguidance = _llguidance()
+                ends = list(self.end_tokens) or [self.vocabulary.vocab_size - 1]
+                wrapper = llguidance.TokenizerWrapper(_Wrapper(self.vocabulary, ends[0]))
+                self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.vocabulary.vocab_size, eos_token=ends)
+            return self._tokenizer
 
-    def _matcher(self, kind: str, source: str) -> Any:
-        key = (kind, source)
-        compiled = self._cache.get(key)
-        if compiled is not None:
-            self.hits += 1
-            self._cache.move_to_end(key)
-            return compiled.deep_copy()
-        self.misses += 1
-        llguidance = _llguidance()
+    def known(self, constraint: Constraint) -> bool:
+        """Whether it is compiled already."""
+        return _key(constraint) in self._cache
+
+    def matcher(self, constraint: Constraint) -> Any:
+        """At the grammar's start, one mask computed: a grammar that allows nothing at all is found here."""
+        key = kind, source = _key(constraint)
+        with self._lock:
+            compiled = self._cache.get(key)
+            if compiled is not None:
+                self.hits += 1
+                self._cache.move_to_end(key)
+                return compiled.deep_copy()
+            self.misses += 1
         try:
-            if kind == "json_object":
-                grammar = llguidance.grammar_from("json_schema", source.strip() or _ANY_OBJECT)
-            elif kind in ("json_schema", "regex", "ebnf"):
-                grammar = llguidance.grammar_from(kind, source)
-            else:
-                raise RequestError(
-                    f"a constraint of kind {kind!r} is not known (json_object, json_schema, regex, ebnf)."
-                )
+            matcher = self._compile(kind, source)
         except ValueError as e:
             raise RequestError(f"the {kind} of this request cannot be read: {_one_line(str(e))}.") from None
-        problem = llguidance.LLMatcher.validate_grammar(grammar, self._ll_tokenizer())
-        if problem and not problem.startswith("WARNING"):
-            raise RequestError(f"the {kind} of this request cannot be used: {_one_line(problem)}.")
-        matcher = llguidance.LLMatcher(self._ll_tokenizer(), grammar, log_level=0)
-        if matcher.is_error():
-            raise RequestError(f"the {kind} of this request cannot be used: {_one_line(matcher.get_error())}.")
-        self._cache[key] = matcher
-        if len(self._cache) > self._size:
-            self._cache.popitem(last=False)
+        with self._lock:
+            self._cache[key] = matcher
+            if len(self._cache) > self._size:
+                self._cache.popitem(last=False)
         return matcher.deep_copy()
 
+    def _compile(self, kind: str, source: str) -> Any:
+        llguidance = _llguidance()
+        if kind in ("json_object", "json_schema"):
+            text = _ANY_OBJECT if kind == "json_object" else source
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+        elif kind in ("regex", "ebnf"):
+            grammar = llguidance.grammar_from(kind, source)
+        else:
+            raise RequestError(f"a constraint of kind {kind!r} is not known (json_object, json_schema, regex, ebnf).")
+        limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        matcher = llguidance.LLMatcher(self._ll_tokenizer(), grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                matcher = first
+        if matcher.is_error():
+            if matcher.stop_reason() in _TOO_COSTLY:
+                raise too_costly(kind)
+            text = _one_line(matcher.get_error())
+            if "NoExtension" in text:
+                text = "there is no value that it allows"
+            raise RequestError(f"the {kind} of this request cannot be used: {text}.")
+        return matcher
+
     def compile(self, constraint: Constraint, prompt: Sequence[int]) -> GrammarState:
-        source = "" if constraint.kind == "json_object" else constraint.source
-        matcher = self._matcher(constraint.kind, source)
         ends = constraint.end_tokens or self.end_tokens
-        return GrammarState(matcher, constraint.triggers, ends, self.end_tokens, prompt, self.vocabulary.vocab_size)
+        return GrammarState(
+            self.matcher(constraint), constraint.triggers, ends, self.end_tokens, prompt, self.vocabulary.vocab_size
+        )
 
 
 class GrammarState:
@@ -137,6 +172,14 @@ class GrammarState:
     def awake(self) -> bool:
         return self._matcher is not None
 
+    def wakes(self, tokens: Sequence[int]) -> bool:
+        """Whether a constraint that sleeps would be woken by the last of these."""
+        return bool(self._triggers) and _ends_with(tokens, self._triggers)
+
+    @property
+    def longest_trigger(self) -> int:
+        return max((len(t) for t in self._triggers), default=1)
+
     def copy(self) -> GrammarState:
         """The same place for another choice of the request."""
         new = object.__new__(GrammarState)
@@ -152,7 +195,7 @@ class GrammarState:
             if token in self.ends and self._matcher.is_accepting():
                 self._matcher = None
             elif not self._matcher.consume_token(token):
-                raise StepError(f"token {token} left the grammar: {_one_line(self._matcher.get_error())}.")
+                raise StepError(f"token {token} is not one that the grammar of this request allows.")
         if self._matcher is None and self._triggers and _ends_with(tokens, self._triggers):
             self._matcher = self._fresh.deep_copy()
 
@@ -163,7 +206,9 @@ class GrammarState:
         bits = np.zeros(self._width, np.int32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
-            raise StepError(f"the grammar gave up: {_one_line(self._matcher.get_error())}.")
+            if self._matcher.stop_reason() in _TOO_COSTLY:
+                raise too_costly("schema")
+            raise StepError("the grammar of this request allows no further token.")
         bits &= ~self._clear  # llguidance ends with its own end tokens, we with the constraint's
         if self._matcher.is_accepting():
             bits |= self._set
@@ -198,6 +243,10 @@ class GrammarState:
         return out
 
 
+def _key(constraint: Constraint) -> tuple[str, str]:
+    return constraint.kind, "" if constraint.kind == "json_object" else constraint.source
+
+
 def _ends_with(tokens: Sequence[int], triggers: tuple[tuple[int, ...], ...]) -> bool:
     return any(len(tokens) >= len(t) and tuple(tokens[len(tokens) - len(t) :]) == t for t in triggers if t)
 
@@ -209,4 +258,10 @@ def _bits(tokens: Sequence[int] | frozenset[int], width: int) -> Bits:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split()).rstrip(".")[:300]
+    """The reason alone: without the parser's state and its own notation, and not longer than a sentence."""
+    if "panic" in text:
+        return "the parser failed on it"
+    if reason := re.search(r"^error: (.+)$", text, re.MULTILINE):  # after a drawing of the expression
+        text = reason[1]
+    text = re.sub(r":\s+\(.*", "", " ".join(text.partition("<state>")[0].split()))
+    return text.rstrip(".")[:200]

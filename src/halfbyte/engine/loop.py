@@ -10,8 +10,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from halfbyte.engine.engine import EngineCore, Output
-from halfbyte.engine.request import EngineStats, Request
+from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.request import EngineStats, Output, Request
 from halfbyte.errors import EngineError, HalfbyteError
 
 log = logging.getLogger("halfbyte")
@@ -54,14 +54,16 @@ class EngineLoop:
                         text = f"the engine could not take this request ({type(e).__name__}); its log has the details."
                         self._refuse(ask.id, EngineError(text))
                 if core.has_work:
-                    outputs = core.step()
-                    self._deliver(outputs, self._stats(outputs))
+                    outputs, refused = core.step(), core.refusals()
+                    self._deliver(outputs, self._stats(outputs, bool(refused)))
+                    for id, error in refused:
+                        self._refuse(id, error)
         finally:
             core.close()
 
-    def _stats(self, outputs: list[Output]) -> EngineStats | None:
+    def _stats(self, outputs: list[Output], refused: bool) -> EngineStats | None:
         now = time.monotonic()
-        if now - self._counted < STATS_S and all(delta.finish is None for _, delta in outputs):
+        if now - self._counted < STATS_S and not refused and all(delta.finish is None for _, delta in outputs):
             return None
         self._counted = now
         return self._core.stats()

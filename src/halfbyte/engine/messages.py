@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from halfbyte import errors
-from halfbyte.engine.engine import Output
-from halfbyte.engine.request import EngineStats, Request, SourceInfo
+from halfbyte.engine.request import EngineStats, Output, Request, SourceInfo
 
 _HEADER = struct.Struct("<I")
 

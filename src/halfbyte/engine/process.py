@@ -30,7 +30,7 @@ from halfbyte.engine import messages
 from halfbyte.engine.checked import checked
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Delta, EngineStats, Request, SourceHealth, SourceInfo
-from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError, RequestError
+from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError
 from halfbyte.gates import child_environment
 
 log = logging.getLogger("halfbyte")
@@ -122,17 +122,13 @@ class EngineProcess:
             raise (EngineDiedError if self._gone else CapacityError)(f"{self._trouble}; try again later.")
         if request.id in self._waiting:
             raise CapacityError(f"a request with the id {request.id!r} is already running; ids must differ.")
-        try:
-            submit = messages.frame(messages.Submit(request))
-        except OverflowError as e:
-            raise RequestError(f"this request cannot be served: a number in it is too large ({e}).") from None
         waiting = _Waiting(asyncio.Queue(), request.sampling.n)
         if not self._waiting:
             self._last_step = self._last_sign = time.monotonic()
         self._waiting[request.id] = waiting
         ended = False
         try:
-            self._write(submit)
+            self._send(messages.Submit(request))
             while len(waiting.closed) < waiting.choices:
                 item = await waiting.queue.get()
                 if isinstance(item, HalfbyteError):
@@ -171,11 +167,8 @@ class EngineProcess:
     # ---- the process --------------------------------------------------------------------------
 
     def _send(self, message: messages.ToEngine) -> None:
-        self._write(messages.frame(message))
-
-    def _write(self, data: bytes) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(data)
+            self._writer.write(messages.frame(message))
 
     async def _run(self) -> None:
         """One round per life of the process."""

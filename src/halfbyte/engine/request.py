@@ -91,6 +91,9 @@ class Delta:
     usage: Usage | None = None
 
 
+Output = tuple[str, Delta]  # request id, what one choice gained
+
+
 @dataclass(frozen=True)
 class SourceInfo:
     model: str

@@ -152,7 +152,7 @@ class Scheduler:
             self._add_prompts(step, prompts)
             if step.seqs:
                 return self._mark_launched(step)
-            if ahead or not self.running:
+            if ahead or not self.running or any(s.held for s in self.running):
                 return None
             # Only prompts, and none of them fits: the youngest yields.
             assert len(self.running) > 1, "a sequence that was admitted does not fit alone"
@@ -166,6 +166,8 @@ class Scheduler:
         while i < len(self.running):  # preemption takes from the end, so an index stays right
             seq = self.running[i]
             i += 1
+            if seq.held:
+                continue
             start = seq.scheduled
             uncomputed = len(seq.tokens) + seq.pending - start
             if uncomputed != 1:
@@ -225,8 +227,9 @@ class Scheduler:
         i = 0
         while i < len(self.waiting) and self._slots and budget > 0:
             seq = self.waiting[i]
-            if seq.leader is not None and not seq.leader.prefilled and seq.leader.state is not State.FINISHED:
-                i += 1  # its prompt is being computed by its leader
+            led = seq.leader is not None and not seq.leader.prefilled and seq.leader.state is not State.FINISHED
+            if led or seq.held:
+                i += 1  # its prompt is being computed by its leader, or its first mask is
                 continue
             hit = self.pages.match(seq.tables, len(seq.tokens) - 1)
             need = self.pages.cost(seq.tables, hit, len(seq.tokens) + 1, self.row_budget)
@@ -287,6 +290,8 @@ class Scheduler:
             if seq.state is not State.RUNNING:
                 self.suspects.pop(0)
                 continue
+            if seq.held:
+                return None
             seq.draft = _NO_DRAFT
             step = ScheduledStep(ahead=False)
             while not self._add_chunk(step, seq, self.row_budget):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from halfbyte.engine.grammar import GrammarState
+    from halfbyte.engine.grammar_work import GrammarPace
     from halfbyte.engine.sampling.row import RowSampler
     from halfbyte.engine.speculative.controller import Pace
     from halfbyte.engine.stops import StopMatcher
@@ -30,10 +30,10 @@ class State(IntEnum):
 
 class Sequence:
     __slots__ = (
-        "accepted", "admission", "arrived", "cached", "capacity", "draft", "drafted", "finish", "grammar", "index",
-        "inflight", "leader", "limit", "may_run_ahead", "order", "pace", "params", "pending", "prefilled", "prompt",
-        "proposal", "request", "runs_ahead", "sampler", "scheduled", "slot", "state", "stop_ids", "stops", "tables",
-        "tokens",
+        "accepted", "admission", "arrived", "cached", "capacity", "draft", "drafted", "finish", "grammar", "held",
+        "index", "inflight", "leader", "limit", "may_run_ahead", "order", "pace", "params", "pending", "prefilled",
+        "prompt", "proposal", "request", "runs_ahead", "sampler", "scheduled", "slot", "state", "stop_ids", "stops",
+        "tables", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, limit: int, *, salt: bytes = b"") -> None:
@@ -63,7 +63,8 @@ class Sequence:
         # Attached by the engine; None where a request does not use it.
         self.sampler: RowSampler | None = None
         self.stops: StopMatcher | None = None
-        self.grammar: GrammarState | None = None
+        self.grammar: GrammarPace | None = None
+        self.held = False  # its grammar is not ready: it sits the step out
         self.pace: Pace | None = None
         self.stop_ids: frozenset[int] = frozenset()
         self.proposal: list[NDArray[np.float64]] | None = None  # the distributions `draft` was drawn from

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from halfbyte.engine.checked import checked
-from halfbyte.engine.engine import EngineCore, Output
+from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.loop import Ask, EngineLoop
-from halfbyte.engine.request import Delta, EngineStats, Request, SourceHealth, SourceInfo
+from halfbyte.engine.request import Delta, EngineStats, Output, Request, SourceHealth, SourceInfo
 from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError
 
 Item = Delta | HalfbyteError

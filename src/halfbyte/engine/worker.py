@@ -15,22 +15,24 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from halfbyte.engine import messages
-from halfbyte.engine.engine import EngineCore, Output
-from halfbyte.engine.loop import Ask, EngineLoop
-from halfbyte.engine.request import EngineStats, SourceInfo
+from halfbyte.engine.request import EngineStats, Output, SourceInfo
 from halfbyte.errors import EngineDiedError, EngineError, HalfbyteError
+
+if TYPE_CHECKING:  # they bring torch, which takes long: signs of life come first
+    from halfbyte.engine.engine import EngineCore
+    from halfbyte.engine.loop import Ask
 
 log = logging.getLogger("halfbyte")
 
 PULSE_S = 1.0  # between two signs of life while there is no other
 
 Report = Callable[[str], None]  # takes what is being done, for people
-CoreFactory = Callable[[Any, Report], tuple[EngineCore, SourceInfo]]
+CoreFactory = Callable[[Any, Report], "tuple[EngineCore, SourceInfo]"]
 
 
 def build(argument: Any, report: Report) -> tuple[EngineCore, SourceInfo]:
@@ -65,7 +67,7 @@ class Worker:
         long. Waiting for a GPU is no sign of life."""
         wait = threading.Event()
         while not wait.wait(PULSE_S):
-            if self._core is None or self._core.working:
+            if self._core is None or self._core.working or self._core.waits_for_grammars:
                 try:
                     self.send(messages.Working(self._doing))
                 except OSError:
@@ -108,6 +110,8 @@ class Worker:
         self.send(messages.Stepped(outputs, stats))
 
     def run(self, core: EngineCore, info: SourceInfo) -> None:
+        from halfbyte.engine.loop import EngineLoop
+
         self._core = core
         self.send(messages.Ready(info))
         EngineLoop(core, self.receive, self.refuse, self.deliver).run()
