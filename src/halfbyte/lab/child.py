@@ -9,8 +9,11 @@ import ctypes
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
+
+from halfbyte.errors import PeerError
 
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -35,3 +38,15 @@ def run_child(command: Sequence[str], **options: Any) -> int:
         process.kill()
         process.wait()
         raise
+
+
+def output_of(command: Sequence[str], *, may_fail: bool = False) -> str:
+    """What a process printed. One that failed has its last words in the error, unless its output says why itself."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
+        code = run_child(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
+        out.seek(0)
+        err.seek(0)
+        text = out.read()
+        if code and not (may_fail and text.strip()):
+            raise PeerError(f"`{' '.join(map(str, command[:3]))} …` ended with {code}: {err.read()[-600:].strip()}")
+        return text

@@ -78,6 +78,8 @@ PARTS = (
          "--batches", "1,8,32", "--pp", "2048")),
     Part("host", 120, ("-m", "halfbyte.lab.measure.host"), gpu=False),
     Part("server", 120, ("-m", "halfbyte.lab.measure.server"), gpu=False),
+    Part("user-path", 900, ("-m", "halfbyte.lab.measure.user_path"), gpu=False),
+    Part("llamacpp", 7200, ("-m", "halfbyte.lab.peers.compare", "--through", "plan,engine,http"), gpu=False),
     Part("speculation", 900, ("-m", "halfbyte.lab.measure.speculation", "--as", "120b", "--problems", "6", "--tokens",
          "60"), gpu=False),
     Part("eval-cpu", 3600, ("-c", "from halfbyte.cli import main; main()", "eval", "--seed", "31415", "--per-task",

@@ -193,6 +193,14 @@ def from_json(raw: object) -> ResultFile:
     return file
 
 
+def from_json_line(text: str) -> ResultFile:
+    """What a tool printed, of which the last line is the file."""
+    try:
+        return from_json(json.loads(text.strip().rpartition("\n")[2]))
+    except ValueError:
+        raise UsageError(f"there is no receipt in what was printed: {text[-300:]!r}") from None
+
+
 def _read(kind: Any, raw: object, where: str) -> Any:
     """`raw` as what the annotation says; dataclasses field by field, JSON objects as they are."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)

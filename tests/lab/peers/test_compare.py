@@ -100,7 +100,7 @@ def test_our_own_receipt_is_read() -> None:
     compare.read_ours(samples, "tiny", 2, "plan", text)
     assert samples.speeds == {Key("tiny", "plan", 2, TG): [6.0]}
     assert samples.refused == {Key("tiny", "plan", 2, PP): "too slow to mention"}
-    with pytest.raises(PeerError, match="no receipt"):
+    with pytest.raises(UsageError, match="no receipt"):
         compare.read_ours(samples, "tiny", 2, "plan", "Traceback")
 
 
@@ -122,7 +122,7 @@ def test_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     file.write_bytes(b"GGUF")
     monkeypatch.setattr(compare.llamacpp, "build", lambda progress: tmp_path)
     monkeypatch.setattr(compare.llamacpp, "measure", peer)
-    monkeypatch.setattr(compare.llamacpp, "output_of", ours)
+    monkeypatch.setattr(compare, "output_of", ours)
     monkeypatch.setattr(compare.shared_weights, "write", lambda model, progress: file)
     monkeypatch.setattr(compare, "measure_read", lambda device: 1e9)
     comparison = Comparison(("tiny",), (TG,), (2,), rounds=2)

@@ -21,7 +21,7 @@ from typing import Any
 from halfbyte.errors import PeerError, UsageError
 from halfbyte.kernels.launch import cache_folder
 from halfbyte.lab import environment
-from halfbyte.lab.child import run_child
+from halfbyte.lab.child import output_of, run_child
 from halfbyte.lab.machine import cores
 from halfbyte.lab.measure.engine_timing import Work
 
@@ -144,15 +144,3 @@ def measure(folder: Path, file: Path, works: Sequence[Work], threads: int, repea
     for command in bench_command(folder, file, works, threads, repeats):
         found |= read_bench(output_of(command))
     return found
-
-
-def output_of(command: Sequence[str], *, may_fail: bool = False) -> str:
-    """What a process printed. One that failed has its last words in the error, unless its output says why itself."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
-        code = run_child(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
-        out.seek(0)
-        err.seek(0)
-        text = out.read()
-        if code and not (may_fail and text.strip()):
-            raise PeerError(f"`{' '.join(map(str, command[:3]))} …` ended with {code}: {err.read()[-600:].strip()}")
-        return text
