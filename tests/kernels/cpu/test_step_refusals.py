@@ -114,7 +114,7 @@ def test_fp8_saturates(step_library: ctypes.CDLL) -> None:
 def test_every_fp8_value(step_library: ctypes.CDLL) -> None:
     """What is stored is what torch stores: values on, between and beside the representable ones."""
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    values = values[values.isfinite()].unique() + 0.0  # one zero: that of a sum is positive
+    values = values[values.isfinite()].unique() + 0.0  # the zero of a sum is positive
     middle = (values[1:] + values[:-1]) / 2
     tried = torch.cat((values, middle, middle.nextafter(values[1:]), middle.nextafter(values[:-1])))
     config = SMALL.with_(layers=1, layer_kinds=("full",), heads=2, kv_heads=2, head_dim=512, hidden=32)
@@ -131,4 +131,6 @@ def test_every_fp8_value(step_library: ctypes.CDLL) -> None:
             native.run(make_step([([1], 0)], tables(1, 1)), pool)
         page = int(tables(1, 1)["full"][0, 0])
         stored = pool[page, 0, 1, :, 0].reshape(-1)[: part.numel()]
-        assert torch.equal(stored.view(torch.uint8), part.to(torch.float8_e4m3fn).view(torch.uint8))
+        want = part.to(torch.float8_e4m3fn)
+        different = stored.view(torch.uint8) != want.view(torch.uint8)
+        assert not different.any(), (part[different], stored[different].float(), want[different].float())
