@@ -15,13 +15,15 @@ NUMERIC = tests/ops tests/plan tests/model/test_gpt_oss.py tests/engine/test_rea
 AVX2    = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 SSE     = MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-.PHONY: demo test test-full test-instructions lint bench clean help
+.PHONY: demo test test-full test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench clean help
 
 help:
 	@echo "make demo       set up, serve the embedded model, ask it something, print a pp/tg table"
 	@echo "make test       set up, run the tests"
 	@echo "make test-full  the long counts and the real peers (builds llama.cpp: minutes)"
 	@echo "make test-instructions  the numeric tests with AVX2 alone, and with SSE alone"
+	@echo "make test-cpu-sanitizers  the CPU kernels under AddressSanitizer, UBSan and ThreadSanitizer, on reference cases"
+	@echo "make test-cpu-aarch64     the same cases on the CPU kernels' NEON code, under qemu"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      pp/tg table of the embedded model"
 
@@ -49,6 +51,12 @@ test-instructions: $(STAMP)
 	@echo "==> the numeric tests with other instructions"
 	@env $(AVX2) OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
 	@env $(SSE) OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
+
+test-cpu-sanitizers: $(STAMP)
+	@OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m tests.kernels.cpu.run_replay sanitizers
+
+test-cpu-aarch64: $(STAMP)
+	@OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m tests.kernels.cpu.run_replay aarch64
 
 lint: $(STAMP)
 	@echo "==> ruff and mypy"

@@ -62,9 +62,13 @@ class RawStep(ctypes.Structure):
     ]  # fmt: skip
 
 
+def library_sources() -> list[Path]:
+    return sorted(p for p in SOURCES.glob("*.cpp") if p.name != "microbench.cpp")
+
+
 def build(target: Path, name: str, extra: Sequence[str] = ()) -> ctypes.CDLL:
     chosen = next(s for s in INSTRUCTION_SETS if s.name == name)
-    sources = sorted(str(p) for p in SOURCES.glob("*.cpp") if p.name not in ("replay.cpp", "microbench.cpp"))
+    sources = [str(p) for p in library_sources()]
     flags = [*COMMON_FLAGS, *chosen.compiler_flags, "-Werror", "-shared", "-pthread", *extra]
     subprocess.run(["g++", *flags, *sources, "-o", str(target)], check=True)
     library = ctypes.CDLL(str(target))

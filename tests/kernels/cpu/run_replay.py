@@ -1,0 +1,97 @@
+"""Builds the replay program and the pool's stress test for a purpose, writes the reference cases, and runs them.
+
+    python -m tests.kernels.cpu.run_replay PURPOSE
+
+`sanitizers`: AddressSanitizer and UBSan over every case and every instruction set of this machine; ThreadSanitizer over
+the pool and a step. `aarch64`: the cross compiler's builds under qemu, NEON included. `plain`: as the library is built.
+Ends with 1 where a case is wrong, with 0 and a sentence where the tools are not installed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS, INSTRUCTION_SETS, InstructionSet
+from tests.kernels.cpu.native import SOURCES, available, library_sources
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+CHECKS = ("-g", "-O1", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+LIBRARY_FLAGS = tuple(f for f in COMMON_FLAGS if not f.startswith("-O") and f != "-fPIC")
+
+
+def compile_program(
+    target: Path, program: str, flags: Sequence[str], *, compiler: str = "g++", whole: bool = True
+) -> list[str]:
+    sources = library_sources() if whole else [SOURCES / "pool.cpp"]
+    command = [compiler, *LIBRARY_FLAGS, *flags, f"-I{SOURCES}", "-pthread", str(HERE / program)]
+    subprocess.run([*command, *map(str, sources), "-o", str(target)], check=True)
+    return [str(target)]
+
+
+def replay(command: Sequence[str], cases: Sequence[Path], threads: Sequence[int]) -> bool:
+    return all(subprocess.run([*command, str(n), *map(str, cases)]).returncode == 0 for n in threads)
+
+
+def sanitizers(folder: Path, cases: Sequence[Path]) -> bool:
+    good = True
+    for name in available():
+        flags = (*_set(name).compiler_flags, *CHECKS, "-fsanitize=address,undefined")
+        good &= replay(compile_program(folder / f"replay-{name}", "replay.cpp", flags), cases, (5,))
+    stress = compile_program(folder / "stress", "pool_stress.cpp", (*CHECKS, "-fsanitize=thread"), whole=False)
+    for seed, threads in enumerate((2, 3, 8)):
+        good &= subprocess.run([*stress, str(threads), "2000", str(seed)]).returncode == 0
+    flags = (*_set("portable").compiler_flags, *CHECKS, "-O2", "-fsanitize=thread")
+    few = [c for c in cases if c.name.startswith(("plain", "long"))]
+    return good & replay(compile_program(folder / "replay-thread", "replay.cpp", flags), few, (4,))
+
+
+def aarch64(folder: Path, cases: Sequence[Path]) -> bool:
+    sets = [s for s in INSTRUCTION_SETS if s.machine in ("", "aarch64")]
+    good = True
+    for chosen in sets:
+        flags = (*chosen.compiler_flags, "-O2", "-static")
+        program = compile_program(
+            folder / f"replay-{chosen.name}", "replay.cpp", flags, compiler="aarch64-linux-gnu-g++"
+        )
+        good &= replay(["qemu-aarch64", "-cpu", "max", *program], cases, (2,))
+    return good
+
+
+def plain(folder: Path, cases: Sequence[Path]) -> bool:
+    good = True
+    for name in available():
+        program = compile_program(folder / f"replay-{name}", "replay.cpp", (*_set(name).compiler_flags, "-O3"))
+        good &= replay(program, cases, (2, 5))
+    return good
+
+
+def _set(name: str) -> InstructionSet:
+    return next(s for s in INSTRUCTION_SETS if s.name == name)
+
+
+NEEDS = {"sanitizers": ("g++",), "aarch64": ("aarch64-linux-gnu-g++", "qemu-aarch64"), "plain": ("g++",)}
+
+
+def main(purpose: str) -> int:
+    missing = [tool for tool in NEEDS[purpose] if shutil.which(tool) is None]
+    if missing:
+        packages = " (Debian: apt install g++-aarch64-linux-gnu qemu-user)" if purpose == "aarch64" else ""
+        print(f"skipped: {' and '.join(missing)} must be installed for this check{packages}.")
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        subprocess.run(
+            [sys.executable, "-m", "tests.kernels.cpu.write_cases", str(folder / "cases")], check=True, cwd=ROOT
+        )
+        cases = sorted((folder / "cases").glob("*.case"))
+        return 0 if {"sanitizers": sanitizers, "aarch64": aarch64, "plain": plain}[purpose](folder, cases) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
