@@ -160,7 +160,7 @@ def test_a_wrong_dtype(single: Path, name: str, dtype: torch.dtype, said: str) -
         tensors[name] = tensors[name].to(dtype)
 
     edit(single, change)
-    refused(single, name, f"dtype {said}, but gpt-oss needs")
+    refused(single, name, f"dtype {said!r}, but gpt-oss needs")
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def parse_config(raw: Mapping[str, Any], *, where: str = NAME) -> ConfigFile:
     j = convert(raw, ConfigJson, where)
     experts = _agree(where, num_local_experts=j.num_local_experts, num_experts=j.num_experts)
     if experts is UNSET:
-        raise CheckpointError(f"{where}: the field 'num_local_experts' is missing; is the download complete?")
+        raise CheckpointError(f"{where}: the field 'num_local_experts' is missing; fetch it again.")
     top_k = _agree(where, num_experts_per_tok=j.num_experts_per_tok, experts_per_token=j.experts_per_token)
     if j.sliding_window is None:
         raise CheckpointError(f"{where}: sliding_window is null, but gpt-oss has layers with a window.")
@@ -249,7 +249,7 @@ def _one_rope(raw: dict[str, Any], j: ConfigJson, where: str) -> tuple[float, Ya
     if kind != "yarn":
         raise CheckpointError(f"{where}: rope type {shown(kind)} is not supported; gpt-oss uses yarn.")
     if r.factor is UNSET:
-        raise CheckpointError(f"{where}: the field 'factor' is missing; is the download complete?")
+        raise CheckpointError(f"{where}: the field 'factor' is missing; fetch it again.")
     original = _agree(
         where,
         original_max_position_embeddings=r.original_max_position_embeddings,

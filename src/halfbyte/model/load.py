@@ -19,7 +19,7 @@ from halfbyte.gates import Gates
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, PAGE_SIZE, GptOss, arch_of, choose, formats_after
-from halfbyte.model.plain_file import refusing
+from halfbyte.model.plain_file import refusing, shown
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import DTYPES, GROUPS, Source, WeightFormat, roles, shape_of
 from halfbyte.plan.compilation import Compilation
@@ -60,8 +60,8 @@ def resolve_model(text: str | None) -> ModelName:
         if shape not in NAMED:
             raise UsageError(f"there is no shape {shape!r}; use {RANDOM}{f', {RANDOM}'.join(NAMED)}.")
         return ModelName(text, random=shape)
-    path = Path(text).expanduser()
-    with refusing(text):
+    with refusing(shown(text)):
+        path = Path(text).expanduser()
         if not path.exists():
             raise CheckpointError(
                 f"{text} does not exist; give a model folder, a .gguf file, or {RANDOM}20b for random weights."

@@ -21,7 +21,7 @@ from halfbyte.model.config import ModelConfig
 from halfbyte.model.weights import Matrix, Source, WeightFormat
 
 NAN_SCALE = 0xFF  # of UE8M0
-COUNTED = 4  # more are only mentioned
+COUNTED = 2  # more are only mentioned
 PIECE = 1 << 20
 
 log = logging.getLogger("halfbyte")

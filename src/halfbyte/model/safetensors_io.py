@@ -34,6 +34,7 @@ from halfbyte.model.weights import DTYPES, GROUPS, Matrix, WeightFormat, part_ro
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_RANK = 8
 MAX_HEADER = 8 * MIB  # gpt-oss's have 100 kB; the format's own limit of 100 MB would be a gigabyte once parsed
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I8": torch.int8}
@@ -154,7 +155,8 @@ class SafetensorsSource:
                 raise CheckpointError(f"{self.folder} has no tensor {name!r}; fetch the model again.")
             if entry.dtype not in dtypes:
                 raise CheckpointError(
-                    f"{entry.file}: tensor {name!r} has dtype {entry.dtype}, but gpt-oss needs {' or '.join(dtypes)}."
+                    f"{entry.file}: tensor {name!r} has dtype {shown(entry.dtype)}, but gpt-oss needs"
+                    f" {' or '.join(dtypes)}."
                 )
             if entry.shape != expected:
                 raise CheckpointError(
@@ -240,7 +242,7 @@ def read_folder(folder: Path) -> dict[str, Entry]:
         weight_map = read_json(index, Index, MAX_HEADER).weight_map
         files = sorted(set(weight_map.values()))
         for name in files:
-            if Path(name).name != name:
+            if Path(name).name != name or len(name) > 255:
                 raise CheckpointError(f"{index} names {shown(name)}, which is not a file of its own folder.")
             if not (folder / name).exists():
                 raise CheckpointError(f"{index} names {shown(name)}, which is not there; fetch the missing file.")
@@ -254,7 +256,9 @@ def read_folder(folder: Path) -> dict[str, Entry]:
                 entries[name] = entry
         for name, file in weight_map.items():
             if name not in entries or entries[name].file.name != file:
-                raise CheckpointError(f"{index} says {shown(name)} is in {file}, but it is not; fetch both again.")
+                raise CheckpointError(
+                    f"{index} says {shown(name)} is in {shown(file)}, but it is not; fetch both again."
+                )
         return entries
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
@@ -301,6 +305,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, item: Item, base: int) -> Entry:
     start, end = item.data_offsets
+    if len(item.shape) > MAX_RANK:
+        raise CheckpointError(f"{path}: tensor {shown(name)} has {len(item.shape)} dimensions; fetch the file again.")
     if not 0 <= start <= end or min(item.shape, default=0) < 0:
         raise CheckpointError(
             f"{path}: tensor {shown(name)} has a shape or an offset below zero; fetch the file again."
