@@ -94,3 +94,17 @@ def test_every_variable_is_documented() -> None:
     text = (Path(__file__).parents[1] / "docs" / "env.md").read_text(encoding="utf-8")
     names = {v for a in AXES for v in a.variables} | set(gates.SETTINGS) | set(RETIRED)
     assert not [n for n in names if f"`{n}`" not in text]
+
+
+@pytest.mark.parametrize("axis", AXES, ids=lambda a: a.field)
+def test_gates_made_by_code_are_held_to_the_same_values(axis: gates.Axis) -> None:
+    for value in (*axis.values, *axis.aliases):
+        assert Gates(**{axis.field: value.upper()}) == parse({axis.field: value}, env={})  # type: ignore[arg-type]
+    for bad in ("nvfp4", "", 1, None, True, ("auto",), ("nvfp4",) * 3, ("nvfp4",) * 4, (1, 2, 3)):
+        with pytest.raises(GateError, match=axis.field):
+            Gates(**{axis.field: bad})  # type: ignore[arg-type]
+
+
+def test_gates_without_sinks_are_without_sinks() -> None:
+    assert Gates(sinks="OFF").sinks == "off"
+    assert Gates(moe_kernel=("gemv", "auto", "auto")).moe_kernel == PerRegime("gemv")  # type: ignore[arg-type]

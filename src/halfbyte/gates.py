@@ -121,6 +121,11 @@ class Gates:
     speculate: str = "off"
     graphs: str = "on"
 
+    def __post_init__(self) -> None:
+        """What code says is held to the same values as what a person types."""
+        for axis in AXES:
+            object.__setattr__(self, axis.field, _checked(axis, getattr(self, axis.field)))
+
     def backend(self, axis: str, regime: str) -> str:
         """The gate value of a plan axis (moe, linear, attention) in a regime."""
         if axis == "attention":
@@ -148,41 +153,6 @@ class Gates:
         """What differs from `base` (default: `exact`), axis -> value."""
         mine, other = self.as_dict(), (base or PRESETS["exact"].gates).as_dict()
         return {k: v for k, v in mine.items() if v != other[k]}
-
-
-@dataclass(frozen=True)
-class Preset:
-    gates: Gates
-    meaning: str
-
-
-_ALL_MXFP4 = Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4")
-_CUTLASS = PerRegime("cutlass", "cutlass", "cutlass")
-_MARLIN = PerRegime("marlin", "marlin", "marlin")
-_GEMV = PerRegime("gemv", "auto", "auto")
-
-# The lettered ones are the test points of the MXFP4-on-vLLM work this project grew from. Where those said "sinks off"
-# they meant a kernel option; without sinks gpt-oss writes garbage, so here they leave the sinks to the model.
-PRESETS: dict[str, Preset] = {
-    "exact": Preset(Gates(), "checkpoint formats, bf16 activations: bit-faithful weights (the default)"),
-    "balanced": Preset(Gates(layers=Layers("checkpoint", "q8", "q8", "q8")), "dense layers in 8 bits"),
-    "fast": Preset(Gates(layers=_ALL_MXFP4), "every layer in MXFP4"),
-    "baseline": Preset(Gates(moe_kernel=_MARLIN, activation="bf16"), "what upstream vLLM does: Marlin, bf16"),
-    "a": Preset(Gates(moe_kernel=_CUTLASS, activation="mxfp8"), "CUTLASS, mxfp8"),
-    "b": Preset(Gates(moe_kernel=_CUTLASS, activation="mxfp8", sinks="on"), "A with sinks asked for"),
-    "c": Preset(
-        Gates(moe_kernel=_CUTLASS, activation="mxfp8", sinks="on", speculate="eagle3-short", graphs="off"),
-        "B with the short-context EAGLE-3 head, eager",
-    ),
-    "d": Preset(
-        Gates(moe_kernel=_CUTLASS, activation="mxfp8", speculate="eagle3-long"), "A with the long-context EAGLE-3 head"
-    ),
-    "e": Preset(
-        Gates(moe_kernel=_CUTLASS, activation="mxfp8", speculate="eagle3-throughput"),
-        "A with the throughput EAGLE-3 head",
-    ),
-    "f": Preset(Gates(moe_kernel=_GEMV, activation="bf16"), "GEMV decode, bf16"),
-}
 
 
 def parse(
@@ -260,6 +230,19 @@ def _value(axis: Axis, text: str, where: str) -> Any:
     return PerRegime(value, value, value) if axis.per_regime else value
 
 
+def _checked(axis: Axis, value: Any) -> Any:
+    """A value as a field of Gates holds it, given so or as text."""
+    where = f"Gates({axis.field}=...)"
+    if isinstance(value, str):
+        return _value(axis, value, where)
+    kind: Any = Layers if axis.field == "layers" else PerRegime if axis.per_regime else None
+    if kind is None or not isinstance(value, tuple | list) or len(value) != len(kind._fields):
+        raise GateError(f"{where} is {value!r}; give text, such as {axis.values[0]!r}.")
+    if not all(isinstance(part, str) for part in value):
+        raise GateError(f"{where} is {value!r}; each of its parts is text.")
+    return kind(*(_single_value(axis, part.strip().lower(), where) for part in value))
+
+
 def _single_value(axis: Axis, text: str, where: str) -> str:
     text = axis.aliases.get(text, text)
     if text not in axis.values:
@@ -283,6 +266,8 @@ def _short_layers(text: str, where: str) -> Layers:
     groups = [g.strip() for g in text.lower().split(",") if g.strip()]
     if groups == ["all"]:
         return _ALL_MXFP4
+    if not groups:
+        raise GateError(f"{where} names nothing; use {_list(LAYER_GROUPS)}, or all.")
     for group in groups:
         if group not in LAYER_GROUPS:
             raise GateError(f"{where}: {group!r} is no layer group; use {_list(LAYER_GROUPS)}, or all.")
@@ -308,3 +293,38 @@ def _list(names: Iterable[str]) -> str:
 def _near(text: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(text, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+@dataclass(frozen=True)
+class Preset:
+    gates: Gates
+    meaning: str
+
+
+_ALL_MXFP4 = Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4")
+_CUTLASS = PerRegime("cutlass", "cutlass", "cutlass")
+_MARLIN = PerRegime("marlin", "marlin", "marlin")
+_GEMV = PerRegime("gemv", "auto", "auto")
+
+# The lettered ones are the test points of the MXFP4-on-vLLM work this project grew from. Where those said "sinks off"
+# they meant a kernel option; without sinks gpt-oss writes garbage, so here they leave the sinks to the model.
+PRESETS: dict[str, Preset] = {
+    "exact": Preset(Gates(), "checkpoint formats, bf16 activations: bit-faithful weights (the default)"),
+    "balanced": Preset(Gates(layers=Layers("checkpoint", "q8", "q8", "q8")), "dense layers in 8 bits"),
+    "fast": Preset(Gates(layers=_ALL_MXFP4), "every layer in MXFP4"),
+    "baseline": Preset(Gates(moe_kernel=_MARLIN, activation="bf16"), "what upstream vLLM does: Marlin, bf16"),
+    "a": Preset(Gates(moe_kernel=_CUTLASS, activation="mxfp8"), "CUTLASS, mxfp8"),
+    "b": Preset(Gates(moe_kernel=_CUTLASS, activation="mxfp8", sinks="on"), "A with sinks asked for"),
+    "c": Preset(
+        Gates(moe_kernel=_CUTLASS, activation="mxfp8", sinks="on", speculate="eagle3-short", graphs="off"),
+        "B with the short-context EAGLE-3 head, eager",
+    ),
+    "d": Preset(
+        Gates(moe_kernel=_CUTLASS, activation="mxfp8", speculate="eagle3-long"), "A with the long-context EAGLE-3 head"
+    ),
+    "e": Preset(
+        Gates(moe_kernel=_CUTLASS, activation="mxfp8", speculate="eagle3-throughput"),
+        "A with the throughput EAGLE-3 head",
+    ),
+    "f": Preset(Gates(moe_kernel=_GEMV, activation="bf16"), "GEMV decode, bf16"),
+}

@@ -364,6 +364,11 @@ def test_heads_are_found_by_the_name_of_their_use(tmp_path: Path) -> None:
         find_head("eagle3-short", 36, None, tmp_path)
     with pytest.raises(UsageError, match="not a folder"):
         find_head("eagle3", 36, str(tmp_path / "nothing"))
+    assert find_head("eagle3", 8, None).name == "tiny-eagle3"
+    for method in ("eagle3-short", "eagle3-long", "eagle3-throughput"):
+        with pytest.raises(UsageError, match="published for gpt-oss-120b and gpt-oss-20b only"):
+            find_head(method, 8, None)
+        assert find_head(method, 8, str(tmp_path)) == tmp_path  # named: that one
 
 
 def test_unknown_methods_are_refused() -> None:

@@ -340,3 +340,10 @@ def test_every_activation_format_is_reached_or_refused(preset: str, arch: str) -
                 selection.chosen["prefill"][1] == "cuda.prefill_layer"
                 or "cuda.grouped_o" in selection.chosen["prefill"]
             )
+
+
+def test_a_tile_that_nothing_cuts_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"--tile 64x128 would have no effect on cpu: .*moe.* leave it out"):
+        choose(SMALL, Gates(tile="64x128"), ARCHES["cpu"])
+    sm90 = choose(NAMED["120b"], Gates(tile="64x128"), ARCHES["sm90"])[1]
+    assert any("64x128" in phase.tiles for phase in sm90["prefill"])

@@ -139,6 +139,7 @@ class Phase(ABC):
     knows: frozenset[str] = frozenset()
     rank: int = 0  # auto prefers the higher
     reference: bool = False  # never taken by auto on a GPU
+    tiles: tuple[str, ...] = ("auto",)  # values of --tile that it follows
     category: str = "other"  # of its time in a profile: moe, linear, attention, norm, router, quantise, sample, other
 
     def answers(self, axis: str) -> tuple[str, ...]:

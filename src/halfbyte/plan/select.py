@@ -54,6 +54,11 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
     chosen = _cover(usable, spec, conflicts)
     if chosen is None:
         raise PlanError(_explain_failure(usable, candidates, refusals, conflicts, gates, arch))
+    if not any(spec.tile in phase.tiles for phases_of in chosen.values() for phase in phases_of):
+        moe = ", ".join(dict.fromkeys(p.name for phases_of in chosen.values() for p in phases_of if "moe" in p.covers))
+        raise PlanError(
+            f"--tile {spec.tile} would have no effect on {arch.name}: {moe} cuts no such tiles; leave it out."
+        )
     layouts: dict[str, str] = {}
     for regime, phases_of in chosen.items():
         for phase in phases_of:

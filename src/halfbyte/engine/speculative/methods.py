@@ -54,9 +54,14 @@ def find_head(method: str, layers: int, draft: str | None, models: Path | None =
         return path
     if layers not in _BASES:
         own = EMBEDDED.parent / f"{EMBEDDED.name}-eagle3"
-        if own.is_dir():
+        if method == "eagle3" and own.is_dir():
             return own
-        raise UsageError(f"--speculate {method} needs a head for this model; name its folder with --draft.")
+        raise UsageError(
+            f"--speculate {method} asks for a head that is published for {' and '.join(_BASES.values())} only; use "
+            f"--speculate eagle3, or name the folder of a head for this model with --draft."
+            if method != "eagle3"
+            else "--speculate eagle3 needs a head for this model; name its folder with --draft."
+        )
     root = models or Path(setting("HALFBYTE_MODELS_DIR") or "~/.cache/halfbyte/models").expanduser()
     names = [name.format(base=_BASES[layers]) for name in HEADS[method]]
     for name in names:

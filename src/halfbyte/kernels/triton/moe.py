@@ -144,6 +144,7 @@ class Moe(TritonPhase):
     backends = {"moe": "triton"}
     knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})
     split = False
+    tiles = ("auto", "128x128", "64x128")
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         for role in ("gate_up", "down"):

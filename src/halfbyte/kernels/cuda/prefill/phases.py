@@ -85,7 +85,6 @@ class GroupedMoe(GroupedPhase):
     backends = {"moe": "cuda"}
     kinds = ("mxfp4",)
     knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})
-    tiles: tuple[str, ...] = ("auto",)
 
     def shapes(self, spec: Spec) -> dict[str, tuple[int, int]]:
         return {"gate_up": (2 * spec.intermediate, spec.hidden), "down": (spec.hidden, spec.intermediate)}
