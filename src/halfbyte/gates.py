@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, cast
@@ -202,9 +203,12 @@ def setting(name: str, env: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if env is None else env).get(name) or None
 
 
+_SECRET = re.compile(r"(_KEY|_TOKEN|_SECRET|_PASSWORD|_CREDENTIALS)$")
+
+
 def child_environment(**extra: str) -> dict[str, str]:
-    """What a process of ours starts with."""
-    return {**os.environ, **extra}
+    """What a process of ours starts with: this one's environment, without keys, which none of them needs."""
+    return {**{name: value for name, value in os.environ.items() if not _SECRET.search(name)}, **extra}
 
 
 def _preset(name: str) -> Preset:

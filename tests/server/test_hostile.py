@@ -7,6 +7,8 @@ test_hostile_timing.py, which `make test-hostile` runs.
 from __future__ import annotations
 
 import json
+import math
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +17,14 @@ import httpx
 import pytest
 from live_server import PATIENCE, Live, wait_until
 from scripted import Play, ScriptedSource, always, say
+from starlette.datastructures import Headers
 
+from halfbyte.cli.options import check_number
+from halfbyte.errors import UsageError
+from halfbyte.gates import child_environment
 from halfbyte.server.http import doorkeeper
+from halfbyte.server.http.errors import ApiError
+from halfbyte.server.http.host_check import HostCheck
 from halfbyte.server.settings import ServerSettings
 
 Serve = Callable[..., Live]
@@ -313,3 +321,99 @@ def test_long_prompts_are_tokenised_as_they_were(live: Live, http: httpx.Client)
     ids = http.post(f"{live.url}/tokenize", json={"prompt": text}).json()["tokens"]
     assert ids == live.service.tokenizer._plain(text)
     assert http.post(f"{live.url}/detokenize", json={"tokens": ids}).json()["prompt"] == text
+
+
+# ---- who asks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bound", "allowed", "host", "status"),
+    [
+        ("127.0.0.1", (), "127.0.0.1:8000", 200),
+        ("127.0.0.1", (), "LocalHost", 200),
+        ("127.0.0.1", (), "[::1]:8000", 200),
+        ("127.0.0.1", (), "app.localhost", 200),
+        ("127.0.0.1", (), "evil.example", 403),
+        ("127.0.0.1", (), "127.0.0.1.evil.example", 403),
+        ("127.0.0.1", (), "192.0.2.1", 403),
+        ("127.0.0.1", (), "", 403),
+        ("127.0.0.1", ("proxy.example",), "proxy.example:443", 200),
+        ("127.0.0.1", ("*",), "anything", 200),
+        ("0.0.0.0", (), "192.0.2.1:8000", 200),
+        ("0.0.0.0", (), socket.gethostname(), 200),
+        ("0.0.0.0", (), "evil.example", 403),
+    ],
+)
+def test_the_host_must_be_this_machine(bound: str, allowed: tuple[str, ...], host: str, status: int) -> None:
+    check = HostCheck(settings(host=bound, allow_hosts=allowed))
+    headers = Headers({"host": host})
+    if status == 200:
+        check.check(headers)
+    else:
+        with pytest.raises(ApiError) as refused:
+            check.check(headers)
+        assert refused.value.status == status
+
+
+def test_a_rebound_name_reaches_nothing(live: Live, http: httpx.Client) -> None:
+    for path in ("/", "/health", "/v1/models", "/v1/chat/completions"):
+        answer = http.get(live.url + path, headers={"host": "evil.example"})
+        assert answer.status_code == 403
+        assert "--allow-host" in answer.json()["error"]["message"]
+    with connect(live) as sock:
+        sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert status_of(read_all(sock)) == 200  # a probe without the header
+
+
+def test_responses_belong_to_a_key(serve: Serve, http: httpx.Client) -> None:
+    live = serve(ScriptedSource(always(say("mine"))), settings(api_keys=("alpha", "beta")))
+    url, body = f"{live.url}/v1/responses", {"model": "gpt-oss-test", "input": "Hi"}
+    mine, other = ({"authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
+    id = http.post(url, json=body, headers=mine).json()["id"]
+    for method, path in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+        assert http.request(method, f"{url}/{id}{path}", headers=other).status_code == 404
+    again = body | {"previous_response_id": id}
+    assert http.post(url, json=again, headers=other).status_code == 400
+    assert http.post(url, json=again, headers=mine).status_code == 200
+    assert http.post(f"{url}/input_tokens", json=again, headers=other).status_code == 400
+    assert http.get(f"{url}/{id}", headers={"x-api-key": "alpha"}).status_code == 200
+    assert http.delete(f"{url}/{id}", headers=mine).status_code == 200
+
+
+def test_the_engine_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HALFBYTE_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "DB_PASSWORD"):
+        monkeypatch.setenv(name, "secret-marker")
+    environment = child_environment(EXTRA="1")
+    assert "secret-marker" not in environment.values()
+    assert environment["EXTRA"] == "1"
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_logs_have_no_control_characters(serve: Serve, http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "halfbyte")
+    live = serve(ScriptedSource(always(say("x"))), settings(log_prompts=True))
+    http.get(f"{live.url}/a%0Aforged%1B[2J%C2%85%E2%80%A8line")
+    body = CHAT | {"messages": [{"role": "user", "content": "one\ntwo\x1b[2J"}]}
+    http.post(f"{live.url}/v1/chat/completions", json=body)
+    wait_until(lambda: sum(r.name == "halfbyte.access" for r in caplog.records) == 2)
+    lines = [r.getMessage() for r in caplog.records if r.name in ("halfbyte.access", "halfbyte.prompts")]
+    assert len(lines) == 3
+    assert all(line.isprintable() for line in lines)
+    assert "/a\\nforged\\x1b[2J\\x85\\u2028line" in lines[0]
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
+@pytest.mark.parametrize("value", ["NaN", '"nan"', "Infinity", '"inf"', "1e999"])
+def test_what_is_no_number_is_refused(live: Live, http: httpx.Client, field: str, value: str) -> None:
+    body = json.dumps(CHAT)[:-1] + f', "{field}": {value}}}'
+    answer = http.post(f"{live.url}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert live.source.requests == []
+
+
+def test_nan_is_no_setting() -> None:
+    for name in ("drain_seconds", "silence_seconds", "head_seconds"):
+        with pytest.raises(UsageError, match=name):
+            settings(**{name: math.nan})
+    with pytest.raises(UsageError, match="not a number"):
+        check_number(math.nan, "--timeout")

@@ -116,6 +116,52 @@ def test_the_server_ends_with_a_failure_when_its_engine_is_gone_for_good(http: h
         assert "the server ends: the script says so" in err
 
 
+def test_ctrl_c_twice_ends_at_once_and_quietly(http: httpx.Client) -> None:
+    with process(words=100_000, drain=PATIENCE) as (child, url):
+        reader = Reader(url)
+        wait_until(lambda: "word" in reader.text)
+        child.send_signal(signal.SIGINT)
+        wait_until(lambda: http.get(f"{url}/health").status_code == 503)  # two at once would be one
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=PATIENCE)
+        assert "Traceback" not in err
+        assert "second signal" in err
+        assert out == "closed True 0\n", err
+        assert child.returncode == 0
+
+
+LOADING = """
+import asyncio, sys
+sys.path[:0] = {paths!r}
+from halfbyte.server.run import serve
+from halfbyte.server.settings import ServerSettings
+async def factory():
+    print("loading", flush=True)
+    try:
+        await asyncio.sleep(1000)
+    finally:
+        print("stopped", flush=True)
+        await asyncio.sleep(0.5)
+try:
+    serve(ServerSettings(port=0), factory)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_ctrl_c_while_the_model_loads_is_quiet() -> None:
+    command = [sys.executable, "-c", LOADING.format(paths=sys.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "loading\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stdout.readline() == "stopped\n"
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=PATIENCE)
+        assert "Traceback" not in err
+        assert child.returncode == 130
+
+
 def test_a_port_in_use_is_said_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -14,6 +14,7 @@ from halfbyte.cli.options import (
     LoadingBar,
     ModelArgument,
     announce,
+    check_number,
     err,
     print_json,
     print_table,
@@ -62,7 +63,13 @@ def bench(
         str, typer.Option("--phases", help="Every phase alone, over so many rows.", rich_help_panel=Other)
     ] = "",
     sustain: Annotated[
-        float, typer.Option("--sustain", help="Seconds of decode, with watts and MHz.", rich_help_panel=Other)
+        float,
+        typer.Option(
+            "--sustain",
+            help="Seconds of decode, with watts and MHz.",
+            rich_help_panel=Other,
+            callback=lambda seconds: check_number(seconds, "--sustain"),
+        ),
     ] = 0.0,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the regimes first, on a GPU.")] = True,
     require_native: Annotated[

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
+from halfbyte.cli.options import check_number
 from halfbyte.errors import StepError, UsageError
 
 if TYPE_CHECKING:
@@ -15,7 +16,12 @@ if TYPE_CHECKING:
 
 EFFORTS = ("low", "medium", "high")
 MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="Default: until the model ends.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.")]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature", "-t", min=0.0, help="0 is greedy.", callback=lambda t: check_number(t, "--temperature")
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
 Effort = Annotated[str, typer.Option(help="Reasoning effort: low, medium, high.")]
 System = Annotated[str | None, typer.Option("--system", help="Instructions to the model.")]

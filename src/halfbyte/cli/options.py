@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from halfbyte import gates as gates_
+from halfbyte.errors import UsageError
 from halfbyte.flags import Flag, flags_of
 from halfbyte.gates import AXES, PRESETS, Gates
 
@@ -103,7 +105,16 @@ def _record_option(name: str, flag: Flag, default: Any, type_: Any) -> inspect.P
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
+def check_number(value: float, name: str) -> float:
+    """`nan` and `inf` are floats to Python, and pass every comparison with a bound or none."""
+    if not math.isfinite(value):
+        raise UsageError(f"{name} is {value}, which is not a number; give one.")
+    return value
+
+
 def _record_value(value: Any, flag: Flag, default: Any) -> Any:
+    if isinstance(value, float):
+        check_number(value, flag.name)
     if flag.unit is not None:
         return int(value * flag.unit)
     if flag.parse is not None:

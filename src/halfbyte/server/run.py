@@ -1,8 +1,9 @@
 """Start the server and stop it well.
 
 SIGTERM and SIGINT close the door first (503 with Retry-After, `/health` says so), let running requests end for up to
-`drain_seconds`, then cancel what is left and close the engine. A second signal does not wait. An engine that is gone
-for good ends the server with EngineDiedError, so that whoever supervises it sees a failure and not an empty shell.
+`drain_seconds`, then cancel what is left and close the engine. A second signal does not wait, more change nothing.
+An engine that is gone for good ends the server with EngineDiedError, so that whoever supervises it sees a failure and
+not an empty shell.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from halfbyte.server.http.doorkeeper import Doorkeeper, GuardedProtocol
 from halfbyte.server.settings import ServerSettings
 
 log = logging.getLogger("halfbyte.server")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SourceFactory = Callable[[], Awaitable[tuple[TokenSource, Tokenizer]]]
 
 
@@ -43,15 +45,23 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._draining is not None:
-            log.warning("second signal: stopping now")
-            self.should_exit = self.force_exit = True
+            if not self.should_exit:
+                log.warning("second signal: stopping now")
+            self._stop()
             return
         loop = asyncio.get_running_loop()
         self._draining = loop.create_task(self._drain(), name="drain")
 
     async def _drain(self) -> None:
         await self.service.admission.drain(self.service.settings.drain_seconds)
+        self._stop()
+
+    def _stop(self) -> None:
+        """Close what still runs, as if every client had left: uvicorn would cancel it and log a traceback for each."""
         self.should_exit = True
+        for connection in list(self.server_state.connections):
+            if connection.cycle is not None and not connection.cycle.response_complete:  # type: ignore[union-attr]
+                connection.transport.abort()
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -102,7 +112,7 @@ async def serve_source(
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     loop = asyncio.get_running_loop()
-    for sig in (signal.SIGTERM, signal.SIGINT):
+    for sig in _SIGNALS:
         loop.add_signal_handler(sig, server.handle_exit, sig, None)
     announce = asyncio.create_task(_announce(server, url, started))
     watch = asyncio.create_task(_end_with_source(server, source))
@@ -111,8 +121,6 @@ async def serve_source(
     finally:
         announce.cancel()
         watch.cancel()
-        for sig in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(sig)
         health = source.health()  # a source that was closed is gone, too
         await source.close()
         sock.close()
@@ -141,16 +149,32 @@ def serve(
     """Take the port, make the engine, serve until a signal. Blocks; raises HalfbyteError for what a person can fix."""
     sock = bind(settings)
 
-    async def main() -> None:
+    async def main() -> bool:
+        """Whether it came to serve; a signal may have come first."""
+        loop = asyncio.get_running_loop()
+        loading = asyncio.ensure_future(source_factory())
+
+        def stop() -> None:
+            if not loading.cancelling():  # a second signal must not disturb what the first has begun to end
+                loading.cancel()
+
+        for sig in _SIGNALS:
+            loop.add_signal_handler(sig, stop)
         try:
-            source, tokenizer = await source_factory()
+            source, tokenizer = await loading
+        except asyncio.CancelledError:
+            sock.close()
+            return False
         except BaseException:
             sock.close()
             raise
         await serve_source(settings, source, tokenizer, sock=sock, started=started)
+        return True
 
     with asyncio.Runner(loop_factory=_fast_loop()) as runner:
-        runner.run(main())
+        served = runner.run(main())
+    if not served:
+        raise KeyboardInterrupt
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:

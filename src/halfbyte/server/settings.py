@@ -38,6 +38,9 @@ class ServerSettings:
     any_model: bool = flag(False, "--any-model", "Answer whatever model name a client sends.")
     api_keys: tuple[str, ...] = ()  # empty: no key is asked for
     cors_origins: tuple[str, ...] = flag((), "--cors", "Origins that browsers may call from.")  # empty: no CORS headers
+    allow_hosts: tuple[str, ...] = flag(
+        (), "--allow-host", "Further names by which clients may reach this server; * for any."
+    )
     max_body_bytes: int = flag(32 * MiB, "--max-body", "MiB a request body may have.", minimum=0.001, unit=MiB)
     max_bodies_bytes: int = 256 * MiB  # of all requests that have not ended
     max_requests: int = flag(256, "--max-requests", "Running and waiting; one more is answered 429.", minimum=1)

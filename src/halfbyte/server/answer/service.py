@@ -11,6 +11,7 @@ from halfbyte.server.answer.pump import Pacer
 from halfbyte.server.http.admission import Admission
 from halfbyte.server.http.metrics import Metrics
 from halfbyte.server.http.model_names import ModelNames
+from halfbyte.server.http.printable import printable
 from halfbyte.server.settings import ServerSettings
 
 prompt_log = logging.getLogger("halfbyte.prompts")
@@ -31,4 +32,4 @@ class Service:
 
     def log_prompt(self, tokens: list[int]) -> None:
         if self.settings.log_prompts:
-            prompt_log.info("%s", self.tokenizer.decode(tokens))
+            prompt_log.info("%s", printable(self.tokenizer.decode(tokens)))

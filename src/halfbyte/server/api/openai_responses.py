@@ -48,12 +48,12 @@ def router(service: Service) -> APIRouter:
     async def create(body: ResponsesRequest, http: Request) -> Response:
         name = service.names.check(body.model)
         streaming = bool(body.stream)
-        earlier = _earlier(store, body)
+        earlier = _earlier(store, body, _owner(http))
 
         def writer(slot: Slot) -> ResponseBodyWriter:
             prompt, history, left_out = _prompt(service, earlier, body)
             generation = generate(service, prompt, slot, streaming=streaming)
-            return ResponseBodyWriter(service.settings, store, generation, name, body, history, left_out)
+            return ResponseBodyWriter(service.settings, store, _owner(http), generation, name, body, history, left_out)
 
         return await respond(
             http, service.admission, service.settings, writer, streaming=streaming, more_bytes=earlier.size
@@ -61,7 +61,7 @@ def router(service: Service) -> APIRouter:
 
     @api.post("/v1/responses/input_tokens", summary="How many tokens a request would send to the model")
     async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
-        earlier = _earlier(store, body)
+        earlier = _earlier(store, body, _owner(http))
 
         def answer() -> dict[str, Any]:
             return {"object": "response.input_tokens", "input_tokens": _prompt(service, earlier, body)[0].length}
@@ -69,26 +69,31 @@ def router(service: Service) -> APIRouter:
         return await compute(http, service.admission, answer, more_bytes=earlier.size)
 
     @api.get("/v1/responses/{response_id}", summary="A stored response")
-    async def get(response_id: str) -> dict[str, Any]:
-        return _stored(store, response_id).body
+    async def get(response_id: str, http: Request) -> dict[str, Any]:
+        return _stored(store, response_id, _owner(http)).body
 
     @api.delete("/v1/responses/{response_id}", summary="Forget a stored response")
-    async def delete(response_id: str) -> dict[str, Any]:
-        _stored(store, response_id)
+    async def delete(response_id: str, http: Request) -> dict[str, Any]:
+        _stored(store, response_id, _owner(http))
         store.remove(response_id)
         return {"id": response_id, "object": "response.deleted", "deleted": True}
 
     @api.get("/v1/responses/{response_id}/input_items", summary="What a stored response was asked")
-    async def input_items(response_id: str) -> dict[str, Any]:
-        items = _stored(store, response_id).input_items
+    async def input_items(response_id: str, http: Request) -> dict[str, Any]:
+        items = _stored(store, response_id, _owner(http)).input_items
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
         return {"object": "list", "data": list(reversed(items)), "has_more": False, **ends}
 
     return api
 
 
-def _stored(store: ResponseStore, id: str, param: str | None = None) -> StoredResponse:
-    response = store.get(id)
+def _owner(http: Request) -> str:
+    """Whose key the request came with; there is one owner where no keys are asked for."""
+    return str(http.scope["state"]["owner"])
+
+
+def _stored(store: ResponseStore, id: str, owner: str, param: str | None = None) -> StoredResponse:
+    response = store.get(id, owner)
     if response is None:
         raise ApiError(
             400 if param else 404,
@@ -99,11 +104,11 @@ def _stored(store: ResponseStore, id: str, param: str | None = None) -> StoredRe
     return response
 
 
-def _earlier(store: ResponseStore, body: ResponsesRequest) -> History:
+def _earlier(store: ResponseStore, body: ResponsesRequest, owner: str) -> History:
     """The conversation that a request continues."""
     if body.previous_response_id is None:
         return History()
-    return _stored(store, body.previous_response_id, "previous_response_id").history
+    return _stored(store, body.previous_response_id, owner, "previous_response_id").history
 
 
 def _prompt(service: Service, earlier: History, body: ResponsesRequest) -> tuple[Prompt, History, list[str]]:
@@ -150,6 +155,7 @@ class ResponseBodyWriter:
         self,
         settings: ServerSettings,
         store: ResponseStore,
+        owner: str,
         generation: Generation[Answer],
         model: str,
         body: ResponsesRequest,
@@ -158,6 +164,7 @@ class ResponseBodyWriter:
     ) -> None:
         self.settings = settings
         self.store = store
+        self.owner = owner
         self.generation = generation
         self.request = body
         self.history = history
@@ -266,7 +273,7 @@ class ResponseBodyWriter:
         for item_body in items:
             item_body.setdefault("id", sse.new_id("msg_"))
         size = len(sse.dumps(body)) + len(sse.dumps(items))
-        self.store.put(self.id, StoredResponse(body, history, items, size))
+        self.store.put(self.id, StoredResponse(body, history, items, size, self.owner))
 
 
 def usage(t: Totals) -> dict[str, Any]:

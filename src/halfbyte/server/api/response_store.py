@@ -1,6 +1,6 @@
 """Responses that a later request may build on, in memory, bounded in number and in bytes; the oldest go first.
 
-Nothing is written to disk. A response that has gone is a 404 that says so.
+Nothing is written to disk. A response that has gone is a 404 that says so, and so is one of another key.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class StoredResponse:
     history: History  # the conversation up to and including it
     input_items: list[dict[str, Any]]
     size: int
+    owner: str  # whose key it was made with
 
 
 class ResponseStore:
@@ -37,10 +38,11 @@ class ResponseStore:
             _, oldest = self._items.popitem(last=False)
             self.bytes -= oldest.size
 
-    def get(self, id: str) -> StoredResponse | None:
+    def get(self, id: str, owner: str) -> StoredResponse | None:
         item = self._items.get(id)
-        if item is not None:
-            self._items.move_to_end(id)  # a conversation that goes on keeps its past
+        if item is None or item.owner != owner:
+            return None
+        self._items.move_to_end(id)  # a conversation that goes on keeps its past
         return item
 
     def remove(self, id: str) -> bool:

@@ -1,7 +1,7 @@
 """One plain ASGI layer before every endpoint.
 
-Checks the key, bounds the body, names the request, writes the access log and turns what escapes into a proper answer.
-It never looks into a body and never logs one.
+Checks the host and the key, bounds the body, names the request, writes the access log and turns what escapes
+into a proper answer. It never looks into a body and never logs one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from halfbyte.server.http import sse
 from halfbyte.server.http.errors import ApiError, from_error, is_cancellation, render, wants_anthropic
+from halfbyte.server.http.host_check import HostCheck
 from halfbyte.server.http.metrics import Metrics
+from halfbyte.server.http.printable import printable
 from halfbyte.server.settings import KiB, ServerSettings
 
 access = logging.getLogger("halfbyte.access")
 
 # What answers without a key: probes, and the page (which holds no secret and asks for the key itself).
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/favicon.ico"})
+_LONGEST_PATH = 500  # of what the access log shows
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,64}")
 
 
@@ -79,18 +82,20 @@ class KeyCheck:
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
-    def allows(self, headers: Headers) -> bool:
+    def owner(self, headers: Headers) -> str | None:
+        """Whose request it is, as a name that tells nothing of the key; None where the key is missing or wrong."""
         if not self._digests:
-            return True
+            return ""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         offers = [token.strip()] if scheme.lower() == "bearer" else []
         offers.append(headers.get("x-api-key", ""))  # how Anthropic's clients send theirs
-        allowed = False
+        owner = None
         for offer in offers:
             digest = sha256(offer.encode("utf-8", "surrogateescape")).digest()
-            for known in self._digests:
-                allowed |= hmac.compare_digest(digest, known)
-        return allowed
+            for number, known in enumerate(self._digests):
+                if hmac.compare_digest(digest, known):
+                    owner = f"key {number}"
+        return owner
 
 
 class Middleware:
@@ -99,6 +104,7 @@ class Middleware:
         self.settings = settings
         self.metrics = metrics
         self.keys = KeyCheck(settings.api_keys)
+        self.hosts = HostCheck(settings)
         self.bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,7 +133,8 @@ class Middleware:
 
         try:
             try:
-                self._check_head(scope["method"], path, headers)
+                self.hosts.check(headers)
+                scope["state"]["owner"] = self._check_head(scope["method"], path, headers)
                 await self.app(scope, body.receive, send_named)
             except BaseException as e:
                 if is_cancellation(e):
@@ -144,13 +151,16 @@ class Middleware:
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "unknown")
             self.metrics.http(scope["method"], route, status)
-            access.info("%s %s %s %.1f ms %s", scope["method"], path, status or "aborted", 1000 * seconds, request_id)
+            shown = printable(path[:_LONGEST_PATH])
+            access.info("%s %s %s %.1f ms %s", scope["method"], shown, status or "aborted", 1000 * seconds, request_id)
 
-    def _check_head(self, method: str, path: str, headers: Headers) -> None:
+    def _check_head(self, method: str, path: str, headers: Headers) -> str:
+        """Whose request it is."""
         # A browser sends no key with its preflight; the answer to one tells it only what was configured.
         preflight = method == "OPTIONS" and bool(self.settings.cors_origins)
         free = preflight or path in OPEN_PATHS or path.startswith("/static/")
-        if not free and not self.keys.allows(headers):
+        owner = self.keys.owner(headers)
+        if not free and owner is None:
             raise ApiError(
                 401,
                 "The API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'.",
@@ -160,3 +170,4 @@ class Middleware:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise BodyTooLarge(self.settings.max_body_bytes)
+        return owner or ""
