@@ -556,3 +556,33 @@ def test_a_dead_device_ends_the_engine_at_the_first_step() -> None:
         drain(core)
     assert len(steps) <= 2, "the one that failed, and one launched on top of it"
     core.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("tokens", VOCAB, "token"),
+        ("tokens", -1, "token -1"),
+        ("positions", 1 << 20, "position"),
+        ("full", 1 << 20, "page"),
+        ("sliding", -7, "page -7"),
+        ("row_sequence", 3, "sequence"),
+        ("kv_lens", 1 << 20, "length"),
+    ],
+)
+def test_numbers_that_kernels_trust_are_looked_at_every_step(field: str, value: int, said: str) -> None:
+    core = make()
+    build = core.builder.build
+
+    def wrong(*args: object) -> Batch:
+        batch = build(*args)  # type: ignore[arg-type]
+        array = getattr(batch, field).copy()
+        array.flat[-1] = value
+        setattr(batch, field, array)
+        return batch
+
+    core.builder.build = wrong  # type: ignore[method-assign, assignment]
+    core.submit(Request([5, 6, 7], GREEDY, id="a"))
+    out = drain(core)
+    assert out["a", 0][-1].finish == "error"
+    assert f"a step has the {said}" in (out["a", 0][-1].error or "")

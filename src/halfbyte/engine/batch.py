@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.scheduler import ScheduledStep
+from halfbyte.errors import StepError
 
 if TYPE_CHECKING:
     from halfbyte.engine.sampling.row import RowSampler
@@ -47,6 +49,20 @@ class Batch:
     @property
     def rows(self) -> int:
         return int(self.tokens.shape[0])
+
+    def check(self, config: EngineConfig) -> None:
+        """Kernels trust these numbers and would read past the end of a table: once a step, all of them. A negative one
+        counts as large."""
+        bounds = (
+            ("token", self.tokens, config.vocab), ("position", self.positions, config.max_context),
+            ("page", self.full, config.pages), ("page", self.sliding, config.pages),
+            ("sequence", self.row_sequence, len(self.slots)),
+            ("length", self.kv_lens, self.full.shape[1] * config.page_size + 1),
+        )  # fmt: skip
+        for what, values, end in bounds:
+            if values.size and int(values.view(np.uint32).max()) >= end:
+                wrong = values[(values < 0) | (values >= end)].flat[0]
+                raise StepError(f"a step has the {what} {wrong}, which is not below {end}.")
 
 
 class BatchBuilder:

@@ -185,6 +185,7 @@ class EngineCore:
                     _constrain(batch, seq, draft, row)
                     row += len(draft) + 1
             seq = None
+            batch.check(self.config)
             self.working = True  # a first launch may compile and capture
             return LaunchedStep(step, self.runner.launch(batch), rows)
         except EngineDiedError:

@@ -99,6 +99,7 @@ def spec_of(
         head_dim=config.head_dim,
         vocab=config.vocab,
         window=config.window,
+        max_context=config.max_context,
         norm_eps=config.norm_eps,
         swiglu_limit=config.swiglu_limit,
         swiglu_alpha=config.swiglu_alpha,

@@ -96,6 +96,7 @@ class Spec:
     activation: str  # quantisation point in front of quantised matrices
     kv_dtype: str  # f32, bf16, fp8
     page_size: int
+    max_context: int = 131072  # positions go up to here: tables over them end there
     tile: str = "auto"
     activations: Mapping[str, str] = field(default_factory=dict)  # regime -> activation, where it is another one
 

@@ -112,6 +112,30 @@ def test_bits_depend_neither_on_schedule_nor_on_company() -> None:
     assert all(s.equal(seen[0]) for s in seen)
 
 
+def test_tags_begin_anew_and_no_old_word_passes_for_new() -> None:
+    """Rows and parts that were not in use for as long as tags last: every word that carries one is cleared before."""
+    shape = small(2)
+    case = Case(shape, Emulator(3), 2, 12)
+    period = 0xFFFFF // (shape.layers + 1) & ~1
+    case.step.control[0] = period - 1
+    pairs, _ = case.run([17], [150], [0])
+    assert max(relative(*pairs[name]) for name in ("mid", "x", "logits")) < TIGHT
+    assert case.step.control.tolist() == [0, 0]
+    tagged = [case.step.boxes[name] for name in ("qkv", "part", "h")]
+    assert not any(box.any() for box in tagged)
+    for at in (699, 700):
+        compare(case, [17, 18], [at, 650], [0, 1], TIGHT)
+    assert case.step.control.tolist() == [2, 0]
+    assert (0xFFFFF // 37 & ~1) * 37 < 1 << 20, "no tag of 20 bits comes twice, and none is 0"
+
+
+def test_more_blocks_than_a_logit_can_count() -> None:
+    shape = small(1)
+    pool, tables = make_cache(shape, 1, 4)
+    with pytest.raises(PlanError, match="at most 682 multiprocessors, not 683"):
+        DecodeStep(shape, make_weights(shape), Emulator(683), pool=pool, tables=tables, rope=make_rope(256))
+
+
 def test_argument_structs_agree() -> None:
     for rows in (1, 8):
         shape = small(rows)

@@ -20,6 +20,7 @@ from halfbyte.kernels.cuda.decode import phase
 from halfbyte.kernels.cuda.device.emulator import Emulator
 from halfbyte.lab.padded_model import PaddedSource
 from halfbyte.model import checkpoint, load
+from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import GptOss, choose
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
@@ -38,7 +39,6 @@ BOUND, TYPICAL = 1e-2, 5e-4
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase, "gpu", lambda: Emulator(3))
-    monkeypatch.setattr(phase, "POSITIONS", 4096)
     monkeypatch.setattr(phase, "current_arch", lambda: ARCHES["sm90"])
 
 
@@ -91,6 +91,12 @@ def test_an_answer_through_the_decode_kernel(preset: str, tokens: int) -> None:
 
 
 def test_the_rope_table_covers_the_longest_context() -> None:
-    """What the fixture above shortens."""
-    assert phase.POSITIONS == 131072
-    assert torch.finfo(torch.float32).eps * phase.POSITIONS < 0.1
+    """However long the checkpoint says it is; what no table holds is refused."""
+    config = replace(NAMED["20b"], max_context=phase.LONGEST)
+    g = gates.PRESETS["exact"].gates
+    spec, _, selection = choose(config, g, ARCHES["sm90"])
+    assert spec.max_context == phase.LONGEST
+    assert selection.chosen["decode"] == ("cuda.decode_step",)
+    longer = replace(spec.at("decode"), max_context=phase.LONGEST + 1)
+    assert "rope table" in str(phase.WholeStep().refuse(longer, ARCHES["sm90"], g))
+    assert torch.finfo(torch.float32).eps * phase.LONGEST < 0.13, "angles are still angles"

@@ -46,18 +46,18 @@
 //     at `attended`.
 //  5. Words that carry a tag are not cleared but overwritten by L + 1, whose writers have seen x after L. By 1. all readers of
 //     qkv and part were done before; readers of h had it in registers before they added to x.
-//  6. Steps are ordered by the end of the kernel; the epoch in control[0] makes tags and halves go on through them.
+//  6. Steps are ordered by the end of the kernel; the epoch in control[0] makes tags and halves go on through them. After PERIOD
+//     steps it begins anew, which is so many that no tag of 20 bits comes twice and none is 0, and an even number, so that
+//     halves go on; the last block of that step clears every word that carries a tag. So a word with the right tag was written in
+//     this very layer, however long its row or part was not in use before.
 //
 // Where the argument is weak.
 //  - 3. pairs a release with loads that are relaxed (FromResidual, box_load): by PTX's memory model a race. It holds on
 //    the hardware because all of these words are read and written at L2, past L1, and what a reader does next depends
-//    on the values it read.
-//  - Paired words have 20 bits of the tag, which come again after 2^20 / (LAYERS + 1) steps (28,339 of gpt-oss-120b). Words
-//    of h and part that are written in every layer are never that old; those of a row, or of a part of long contexts, that
-//    was not used for so long and is then used in just that layer would pass for new, and so would zeros never written.
-//    The chance is about LAYERS / 2^20 each time such a row comes back.
-//  - Counts have room for 511 (x, mid) and 2047 contributions (logits: 682 blocks); the first is asserted, the second is not,
-//    the grid being known to the host alone.
+//    on the values it read: tests/kernels/cuda/test_memory_order.py tries every order of such a machine, and shows what
+//    breaks without the release or without the dependency. An acquire would drop the L1's norms and biases in every phase.
+//  - Counts have room for 511 (x, mid) and 2047 contributions (logits: 682 blocks); the first is asserted here, the second by
+//    the host (step.py), who knows the grid.
 //
 // The batch kernels pass little between blocks of one launch, by counters: product.cu's `tickets` (zeroed by batch_finish or
 // batch_choose, which waits for the kernel before it; used after wait_for_previous) and `done` (one for each group: summing
@@ -103,6 +103,7 @@ template <int BITS = COUNT> HB_DEV float summed(u64 word) {  // integer part fro
 }
 
 constexpr u32 PAIR_TAG = 0xfffffu, PAIR_VALUE = 0xfffffc00u;
+constexpr u32 PERIOD = PAIR_TAG / (LAYERS + 1) & ~1u;  // steps until tags begin anew
 HB_DEV u64 paired(float a, float b, u32 tag) {
   const u64 x = (as_bits(a) + 0x200u) >> 10, y = (as_bits(b) + 0x200u) >> 10;  // nearest; ties away from zero
   return x << 42 | y << 20 | (tag & PAIR_TAG);

@@ -25,7 +25,7 @@ from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import OPERATIONS, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
-POSITIONS = 131072  # rope table: the longest context of gpt-oss
+LONGEST = 1 << 20  # context: the rope table has 256 bytes for each position
 MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
 BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
 
@@ -62,6 +62,8 @@ class WholeStep(CudaPhase):
             return (
                 "has been run with an fp8 cache in the emulator only; --moe-kernel decode=gemv asks for it all the same"
             )
+        if spec.max_context > LONGEST:
+            return f"keeps a rope table of up to {LONGEST} positions, not of {spec.max_context}"
         if spec.activation != "bf16":
             return f"multiplies 16-bit activations, not {spec.activation}"
         if "sinks" not in spec.features_of(("attention",)):
@@ -85,7 +87,7 @@ class WholeStep(CudaPhase):
     def bind(self, b: Binding) -> Launch:
         spec = b.spec
         weights = step_weights(b)
-        rope = torch.cat(rope_table(*b.rope, torch.arange(POSITIONS)), -1).contiguous().to(weights.embed.device)
+        rope = torch.cat(rope_table(*b.rope, torch.arange(spec.max_context)), -1).contiguous().to(weights.embed.device)
         none = torch.zeros((1, 1), dtype=torch.int32, device=rope.device)  # of tables: every launch names its own
         arch = current_arch()
         steps: dict[tuple[int, int], DecodeStep] = {}

@@ -20,6 +20,7 @@ from halfbyte.kernels.launch import Build, Program
 FOLDER = Path(__file__).parent
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PAGE, HEAD_DIM, TOP_K, SPLITS, ROUTER_COPIES = 64, 64, 4, 16, 4
+ROUTER_SETS, MOST_CONTRIBUTIONS = 3, 2047  # to a router logit: one of each set of every block (mailbox.cuh)
 ROW_SIZES = (1, 2, 4, 8)
 LARGE_BLOCK = 200_000  # bytes of shared memory from which the ring of a data centre's GPU fits
 

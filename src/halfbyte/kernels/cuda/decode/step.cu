@@ -409,6 +409,10 @@ HB_PHASE State phase_down(State state, int layer) {
 }
 
 #define INFINITE as_float(0x7f800000u)
+HB_DEV void clear(u64* words, int n, int thread) {
+  HB_ROLLED
+  for (int i = thread; i < n; i += WORK_THREADS) box_store(words + i, 0);
+}
 HB_PHASE void phase_head(State state) {
   Worker w(state, LAYERS, 5);
   const Step& p = w.p;
@@ -453,7 +457,12 @@ HB_PHASE void phase_head(State state) {
   }
   w.sync();
   if (w.thread < ROWS) { box_store(p.box.best + w.thread, 0); box_store(p.box.broken + w.thread, 0); }
-  if (w.thread == 0) { p.control[0] += 1; p.control[1] = 0; }
+  const bool anew = w.sh.epoch + 1 == PERIOD;
+  if (w.thread == 0) { p.control[0] = anew ? 0 : w.sh.epoch + 1; p.control[1] = 0; }
+  if (!anew) return;
+  clear(p.box.qkv, ROWS * QKV, w.thread);
+  clear(p.box.part, ROWS * HEADS * SPLITS * PART_WORDS, w.thread);
+  clear(p.box.h, ROWS * TOP_K * INTER / 2, w.thread);
 }
 
 #ifdef HB_EMULATE

@@ -18,8 +18,10 @@ from halfbyte.kernels.cuda.decode.shape import (
     HEAD_DIM,
     KV_DTYPES,
     LAYER_FIELDS,
+    MOST_CONTRIBUTIONS,
     PAGE,
     ROUTER_COPIES,
+    ROUTER_SETS,
     SPLITS,
     TOP_K,
     LayerArgs,
@@ -84,6 +86,9 @@ class DecodeStep:
         reason = shape.refuse()
         if reason:
             raise PlanError(f"the CUDA decode step {reason}.")
+        if max(machine.blocks, shape.kv_heads) * ROUTER_SETS > MOST_CONTRIBUTIONS:
+            most = MOST_CONTRIBUTIONS // ROUTER_SETS
+            raise PlanError(f"the CUDA decode step runs on at most {most} multiprocessors, not {machine.blocks}.")
         self.shape, self.weights, self.machine = shape, weights, machine
         self._check(weights, pool, tables, rope)
         machine.load(build_of(shape))
