@@ -51,6 +51,8 @@ DAMAGED = (
     b'{"name":"t","schema":{"type":"nonsense"}}}}',
     b'{"model":"%s","messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_schema","json_schema":'
     b'{"name":"t","schema":{"$ref":"#"}}}}',
+    b'{"model":"%s","messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_schema","json_schema":'
+    b'{"name":"t","schema":{"type":"integer","multipleOf":9999991}}}}',
 )  # fmt: skip
 TOLD = ("this request was lost", "is being started again", "No request can be served now")
 
