@@ -279,6 +279,83 @@ CASES: dict[str, tuple[str, list[tuple[str, str | None, str | None, str | None, 
         [(F, "commentary", "functions.f", None, '{"a": "one two three four five"}')],
         {"missing_message"},
     ),
+    "prose between constrain and the arguments": (
+        '<|channel|>commentary to=functions.f <|constrain|>I think I should call it{"a":1}<|call|>',
+        [
+            (C, None, None, None, "I think I should call it"),
+            (F, "commentary", "functions.f", "<|constrain|>", '{"a":1}'),
+        ],
+        {"missing_message", "stray_words"},
+    ),
+    "prose between the format and the arguments": (
+        '<|channel|>commentary to=functions.f <|constrain|>json I think I should call it{"a":1}<|call|>',
+        [
+            (C, None, None, None, "I think I should call it"),
+            (F, "commentary", "functions.f", "<|constrain|>json", '{"a":1}'),
+        ],
+        {"missing_message", "stray_words"},
+    ),
+    "prose between constrain and the message token": (
+        '<|channel|>commentary to=functions.f <|constrain|>I think I should call it<|message|>{"a":1}<|call|>',
+        [
+            (C, None, None, None, "I think I should call it"),
+            (F, "commentary", "functions.f", "<|constrain|>", '{"a":1}'),
+        ],
+        {"stray_words"},
+    ),
+    "prose between the recipient and the arguments": (
+        '<|channel|>commentary to=functions.f I think I should call it\n{"a":1}<|call|>',
+        [(C, None, None, None, "I think I should call it"), (F, "commentary", "functions.f", None, '{"a":1}')],
+        {"missing_message", "stray_words"},
+    ),
+    "recipient and prose after the format": (
+        '<|channel|>commentary <|constrain|>json to=functions.f I think I should call it{"a":1}<|call|>',
+        [
+            (C, None, None, None, "I think I should call it"),
+            (F, "commentary", "functions.f", "<|constrain|>json", '{"a":1}'),
+        ],
+        {"missing_message", "stray_words"},
+    ),
+    "code with braces is no prose": (
+        '<|channel|>commentary to=functions.f <|constrain|>code x = {"a":1}<|call|>',
+        [(F, "commentary", "functions.f", "<|constrain|>code", 'x = {"a":1}')],
+        {"missing_message"},
+    ),
+    "a line break before the recipient": (
+        '<|channel|>commentary\nto=functions.f <|constrain|>json<|message|>{"a":1}<|call|>',
+        [(F, "commentary", "functions.f", "<|constrain|>json", '{"a":1}')],
+        set(),
+    ),
+    "blanks and a line break before the recipient": (
+        '<|channel|>commentary \n to=functions.f <|constrain|>json<|message|>{"a":1}<|call|>',
+        [(F, "commentary", "functions.f", "<|constrain|>json", '{"a":1}')],
+        set(),
+    ),
+    "two line breaks before the recipient": (
+        '<|channel|>commentary\n\nto=functions.f <|constrain|>json<|message|>{"a":1}<|call|>',
+        [(F, "commentary", "functions.f", "<|constrain|>json", '{"a":1}')],
+        set(),
+    ),
+    "a tab before the recipient": (
+        '<|channel|>commentary\tto=functions.f <|constrain|>json<|message|>{"a":1}<|call|>',
+        [(F, "commentary", "functions.f", "<|constrain|>json", '{"a":1}')],
+        set(),
+    ),
+    "a line break before the recipient, arguments at once": (
+        '<|channel|>commentary\nto=functions.f{"a":1}<|call|>',
+        [(F, "commentary", "functions.f", None, '{"a":1}')],
+        {"missing_message"},
+    ),
+    "a line break between role and recipient": (
+        '\n to=functions.f<|channel|>commentary<|message|>{"a":1}<|call|>',
+        [(F, "commentary", "functions.f", None, '{"a":1}')],
+        set(),
+    ),
+    "a line break between format and recipient": (
+        '<|channel|>commentary<|constrain|>json\nto=functions.f<|message|>{"a":1}<|call|>',
+        [(F, "commentary", "functions.f", "<|constrain|>json", '{"a":1}')],
+        set(),
+    ),
     "special tokens inside text": (
         "<|channel|>final<|message|>a<|reserved_200017|>b<|message|>c<|constrain|>d<|return|>",
         [(C, "final", None, None, "a<|reserved_200017|>b<|message|>c<|constrain|>d")],

@@ -26,10 +26,13 @@ _BUILTIN = (b"python", b"browser")
 
 # A header that grows past this is not a header: the longest true one is a role, a recipient and a content type.
 _MOST_BYTES, _MOST_WORDS = 256, 4
+# A model may talk between the recipient and the arguments; they are waited for, but not for ever.
+_MOST_BEFORE_ARGUMENTS = 4096
 
 _TO = re.compile(rb"\s*to=([^\s{\[]*)")
 _FORMAT = re.compile(rb"\s*(json|code|text)(?=[\s{\[\"]|$)")
-_ARGUMENTS = re.compile(rb"to=[^\s{\[]*\s*(?:(?:json|code|text)\s*)?[{\[]")
+# Where arguments begin: at once, or at an object that words stand before. (A list in words may be prose.)
+_ARGUMENTS = re.compile(rb"(?:\A|to=[^\s{\[]*)\s*(?:(?:json|code|text)\s*)?[{\[]|\{")
 _EDGES = re.compile(rb"\A[^A-Za-z]+|[^A-Za-z]+\Z")
 _TOOL_NAME = re.compile(rb"(?:[\w-]+\.)+[\w-]+")
 
@@ -66,13 +69,15 @@ class Draft:
     def hopeless(self) -> bool:
         """Whether the text since the last marker can no longer be part of a header."""
         text = self.segments[-1][1]
+        if any(b"to=" in segment for _, segment in self.segments):
+            # What follows a recipient is shown to a program, so be sure: either arguments have begun, or wait longer.
+            return _ARGUMENTS.search(text.strip()) is not None or len(text) > _MOST_BEFORE_ARGUMENTS
         if len(text) > _MOST_BYTES:
             return True
         text = text.strip()
-        if b"to=" in text:
-            # What follows a recipient is shown to a program, so be sure: either arguments have begun, or wait longer.
-            return _ARGUMENTS.search(text) is not None
-        return b"\n" in text or len(text.split()) > _MOST_WORDS
+        # A recipient may stand on a line of its own.
+        line = text.rpartition(b"\n")[2].strip() if b"\n" in text else b""
+        return not b"to=".startswith(line) or len(text.split()) > _MOST_WORDS
 
     def resolve(self, repairs: Counter[str]) -> tuple[Header, bytes]:
         """The header that `<|message|>` closed, and the words of it that nothing explains."""
@@ -104,7 +109,9 @@ class Draft:
         for index, (marker, segment) in enumerate(self.segments):
             last = index == len(self.segments) - 1
             rest = fields.known_front(marker, bytes(segment), alone=len(self.segments) == 1, cut=cut and last)
-            if not last:
+            if last and fields.calls_with_json and (begin := rest.find(b"{")) > 0:
+                stray, rest = stray + rest[:begin].split(), rest[begin:]  # what was said on the way
+            elif not last:
                 stray += rest.split()
         return fields.header(), b" ".join(stray), rest
 
@@ -171,7 +178,9 @@ class _Fields:
             self.discarded.append(word)
 
     def take_format(self, words: list[bytes]) -> None:
-        word = _pop_word(words) or b""
+        # Several words are no format but prose, unless the first is one.
+        spoken = [word for word in words if not word.startswith(b"to=")]
+        word = b"" if len(spoken) > 1 and spoken[0] not in FORMATS else _pop_word(words) or b""
         if _TOOL_NAME.fullmatch(word):  # `<|constrain|>functions.x`: the recipient went astray
             words.insert(0, word)
             word = b""
@@ -217,18 +226,29 @@ class _Fields:
             rest = self._known_role(text, alone=alone, cut=cut)
         elif marker == "channel":
             rest = self._known_channel(text, cut=cut)
-        while to := _TO.match(rest):
-            self.set("recipient", to[1])
-            rest = rest[to.end() :]
+        rest = self._known_recipients(rest)
         addressed = "recipient" in self.values
         if (marker == "constrain" or addressed) and (format := _FORMAT.match(rest)):
             self.set("content_type", (CONSTRAIN.encode() if marker == "constrain" else b"") + format[1])
-            rest = rest[format.end() :]
+            rest = self._known_recipients(rest[format.end() :])
         elif marker == "constrain":
             self.set("content_type", CONSTRAIN.encode())
             if cut and _is_half(rest, FORMATS):
                 rest = b""
         return rest.lstrip() if len(rest) < len(text) else rest
+
+    def _known_recipients(self, text: bytes) -> bytes:
+        while to := _TO.match(text):
+            self.set("recipient", to[1])
+            text = text[to.end() :]
+        return text
+
+    @property
+    def calls_with_json(self) -> bool:
+        """Whether it is a call whose arguments are an object: a built-in tool's may be code."""
+        recipient = self.values.get("recipient", b"")
+        tool = b"." in recipient and recipient.partition(b".")[0] not in _BUILTIN
+        return tool and not self.values.get("content_type", b"").endswith(b"code")
 
     def _known_role(self, text: bytes, *, alone: bool, cut: bool) -> bytes:
         words = text.split(maxsplit=1)
