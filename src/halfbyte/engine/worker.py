@@ -6,6 +6,7 @@ out per step. When the parent is gone the socket closes and so does this process
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -113,6 +114,8 @@ class Worker:
         from halfbyte.engine.loop import EngineLoop
 
         self._core = core
+        gc.collect()
+        gc.freeze()  # what loading left lives as long as this process: no collection between steps looks at it again
         self.send(messages.Ready(info))
         EngineLoop(core, self.receive, self.refuse, self.deliver).run()
 

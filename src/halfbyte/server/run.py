@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import importlib
 import importlib.util
 import logging
@@ -138,6 +139,8 @@ async def _end_with_source(server: Server, source: TokenSource) -> None:
 async def _announce(server: Server, url: str, started: Callable[[str], None] | None) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
+    gc.collect()
+    gc.freeze()  # what the start left lives as long as this process: no collection between tokens looks at it again
     log.info("serving %s at %s", server.service.names.main, url)
     if started is not None:
         started(url)
