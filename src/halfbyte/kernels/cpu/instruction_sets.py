@@ -27,5 +27,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "a
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     InstructionSet("avx512", "x86_64", ("-march=x86-64-v4", "-mavx512vnni", *_QUIET), _AVX512),
+    InstructionSet("avx-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
+    InstructionSet("avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),
     InstructionSet("portable", "", (), frozenset()),
 )

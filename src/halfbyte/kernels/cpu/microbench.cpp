@@ -166,7 +166,7 @@ int main(int argc, char** argv) {
             double bytes = macs / static_cast<double>(count) / (16.0 * K) * static_cast<double>(m.tile_bytes());
             std::printf("%-10s %4d rows  %6.1f GB/s (%3.0f %% of read)  %7.1f GMAC/s a thread (%3.0f %% of dot products)\n",
                         c.name, static_cast<int>(count), bytes / 1e9, 100 * bytes / bandwidth, macs / threads / 1e9,
-                        100 * macs / threads / peak);
+                        peak > 0 ? 100 * macs / threads / peak : 0.0);
             std::fflush(stdout);
         }
     }

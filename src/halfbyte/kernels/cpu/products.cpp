@@ -39,8 +39,15 @@ struct Group;  // where a group's codes and scales lie in a tile, and how they a
 template <>
 struct Group<Format::mxfp4> {
     static constexpr int64_t code_bytes = 256, scale_bytes = 16;
-    static HB_INLINE void unpack(const uint8_t* codes, Words* w) {
-        unroll<4>([&](auto j) HB_LAMBDA { unpack_e2m1(load_words(codes + 64 * j), w[2 * j], w[2 * j + 1]); });
+    // f(j, word) for the eight words of a group.
+    template <class F>
+    static HB_INLINE void unpack(const uint8_t* codes, F&& f) {
+        unroll<4>([&](auto j) HB_LAMBDA {
+            Words low, high;
+            unpack_e2m1(load_words(codes + 64 * j), low, high);
+            f(std::integral_constant<int, 2 * j>{}, low);
+            f(std::integral_constant<int, 2 * j + 1>{}, high);
+        });
     }
     // Half the scale, because the elements come doubled.
     static HB_INLINE Floats scales(const uint8_t* codes, const uint8_t* p) {
@@ -69,8 +76,9 @@ struct Group<Format::mxfp4> {
 template <>
 struct Group<Format::q8> {
     static constexpr int64_t code_bytes = 512, scale_bytes = 32;
-    static HB_INLINE void unpack(const uint8_t* codes, Words* w) {
-        unroll<8>([&](auto j) HB_LAMBDA { w[j] = offset_q8(load_words(codes + 64 * j)); });
+    template <class F>
+    static HB_INLINE void unpack(const uint8_t* codes, F&& f) {
+        unroll<8>([&](auto j) HB_LAMBDA { f(j, offset_q8(load_words(codes + 64 * j))); });
     }
     static HB_INLINE Floats scales(const uint8_t*, const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
     template <int T>
@@ -111,10 +119,11 @@ void tiles_for_one_row(const uint8_t* tile, int64_t tile_bytes, int64_t groups, 
         unroll<T>([&](auto t) HB_LAMBDA {
             const uint8_t* codes = tile + t * tile_bytes + g * Group<F>::code_bytes;
             unroll<Group<F>::code_bytes / 64>([&](auto line) HB_LAMBDA { __builtin_prefetch(codes + PREFETCH + 64 * line); });
-            Words w[8];
-            Group<F>::unpack(codes, w);
+            __builtin_prefetch(tile + t * tile_bytes + scales + g * Group<F>::scale_bytes + PREFETCH / 8);
+            Dot<F> dot(a);
+            Group<F>::unpack(codes, [&](auto j, Words w) HB_LAMBDA { dot.template add<j>(w); });
             Floats weight_scales = Group<F>::scales(codes, tile + t * tile_bytes + scales + g * Group<F>::scale_bytes);
-            acc[t] = fma(to_floats(dot_one<F>(w, a)), mul(weight_scales, scale), acc[t]);
+            acc[t] = fma(to_floats(dot.sum()), mul(weight_scales, scale), acc[t]);
         });
     }
     unroll<T>([&](auto t) HB_LAMBDA { store(out + 16 * t, acc[t]); });
@@ -131,24 +140,37 @@ template <Format F, int T>
 HB_INLINE void unpack_chunk(const uint8_t* tile, int64_t tile_bytes, int64_t groups, int64_t begin, int64_t end, Chunk<T>& chunk) {
     for (int t = 0; t < T; t++, tile += tile_bytes) {
         const uint8_t* scales = tile + round64(groups * Group<F>::code_bytes);
+        for (int64_t line = 0; line < CHUNK * Group<F>::scale_bytes; line += 64)
+            __builtin_prefetch(scales + end * Group<F>::scale_bytes + line);
         for (int64_t g = begin; g < end; g++) {
             const uint8_t* codes = tile + g * Group<F>::code_bytes;
-            for (int64_t line = 0; line < Group<F>::code_bytes; line += 64)
-                __builtin_prefetch(codes + CHUNK * Group<F>::code_bytes + line);
             Words w[8];
-            Group<F>::unpack(codes, w);
+            Group<F>::unpack(codes, [&](auto j, Words word) HB_LAMBDA { w[j] = word; });
+            arrange(w);
             unroll<8>([&](auto j) HB_LAMBDA { chunk.words[g - begin][j][t] = w[j]; });
             chunk.scales[g - begin][t] = Group<F>::scales(codes, scales + g * Group<F>::scale_bytes);
         }
     }
 }
 
+// Codes that the next chunk will unpack. They are fetched while rows are multiplied, some at every group, because a CPU
+// has room for a dozen requests at a time.
+struct Ahead {
+    const uint8_t* codes;  // of the group that follows group 0 by a chunk
+    int64_t tile_bytes;
+    int first, last;       // tiles
+};
+
 // Groups [begin, end), at most CHUNK of them, for R rows. Sums lie in `out` between chunks.
 template <Format F, int R, int T>
-void chunk_rows(const Chunk<T>& chunk, int64_t begin, int64_t end, const Block<R>& b) {
+void chunk_rows(const Chunk<T>& chunk, int64_t begin, int64_t end, const Block<R>& b, const Ahead& ahead) {
     Floats acc[R * T];
     unroll<R * T>([&](auto i) HB_LAMBDA { acc[i] = begin ? load_floats(b.out[i / T] + i % T * 16) : splat(0.0f); });
     for (int64_t g = begin; g < end; g++) {
+        for (int t = ahead.first; t < ahead.last; t++)
+            unroll<Group<F>::code_bytes / 64>([&](auto line) HB_LAMBDA {
+                __builtin_prefetch(ahead.codes + t * ahead.tile_bytes + g * Group<F>::code_bytes + 64 * line);
+            });
         const CodedGroup* a[R];
         unroll<R>([&](auto r) HB_LAMBDA {
             a[r] = b.coded[r] + g;
@@ -182,19 +204,25 @@ struct Call {
     int64_t count, out_stride;
 };
 
+// `blocks` blocks of T tiles, so many that a chunk of each is read before the next chunk.
 template <Format F, int T>
-void quantised_tiles(const Call& c, const uint8_t* tile, float* out) {
+void quantised_tiles(const Call& c, const uint8_t* tile, int64_t blocks, float* out) {
     const int64_t groups = c.m.groups(), tile_bytes = c.m.tile_bytes();
-    if (c.count == 1) {
-        const CodedGroup* a = c.a.coded + (c.token_rows ? c.token_rows[0] : 0) * c.a.groups;
-        return tiles_for_one_row<F, T>(tile, tile_bytes, groups, a, out);
-    }
+    const int64_t row_blocks = (c.count + BLOCK_ROWS - 1) / BLOCK_ROWS;
     alignas(64) Chunk<T> chunk;
     for (int64_t begin = 0; begin < groups; begin += CHUNK) {
-        int64_t end = begin + CHUNK < groups ? begin + CHUNK : groups;
-        unpack_chunk<F, T>(tile, tile_bytes, groups, begin, end, chunk);
-        in_blocks<BLOCK_ROWS>(c.a, c.token_rows, c.count, out, c.out_stride,
-                              [&](const auto& b) { chunk_rows<F>(chunk, begin, end, b); });
+        const int64_t end = begin + CHUNK < groups ? begin + CHUNK : groups;
+        for (int64_t i = 0; i < blocks; i++) {
+            const uint8_t* first = tile + i * T * tile_bytes;
+            unpack_chunk<F, T>(first, tile_bytes, groups, begin, end, chunk);
+            int64_t row_block = 0;
+            in_blocks<BLOCK_ROWS>(c.a, c.token_rows, c.count, out + i * T * TILE_ROWS, c.out_stride, [&](const auto& b) {
+                Ahead ahead{first + CHUNK * Group<F>::code_bytes, tile_bytes, static_cast<int>(row_block * T / row_blocks),
+                            static_cast<int>((row_block + 1) * T / row_blocks)};
+                chunk_rows<F>(chunk, begin, end, b, ahead);
+                row_block++;
+            });
+        }
     }
 }
 
@@ -251,28 +279,26 @@ HB_INLINE void to_dense(const uint8_t* tile, int64_t groups, int64_t g, float* o
     }
 }
 
+// Weights that are numbers already, for one row: not worth a copy.
+template <Format F, int T>
+void dense_for_one_row(const uint8_t* tile, int64_t tile_bytes, int64_t cols, const Block<1>& b) {
+    constexpr int64_t bytes = Element<F>::bytes * TILE_ROWS;
+    for (int64_t k = 0; k < cols; k += GROUP) {
+        auto weight = [&](int64_t i, int64_t t) HB_LAMBDA {
+            const uint8_t* p = tile + t * tile_bytes + (k + i) * bytes;
+            __builtin_prefetch(p + PREFETCH);
+            return Element<F>::load(p);
+        };
+        meet_dense<T>(weight, b, k / GROUP, cols - k < GROUP ? cols - k : GROUP);
+    }
+}
+
 template <Format F, int T>
 void dense_tiles(const Call& c, const uint8_t* tile, float* out) {
-    constexpr bool direct = F != Format::mxfp4 && F != Format::q8;
     const int64_t groups = c.m.groups(), tile_bytes = c.m.tile_bytes();
     alignas(64) float dense[GROUP * T * 16];
     for (int64_t g = 0; g < groups; g++) {
         const int64_t length = c.m.cols - g * GROUP < GROUP ? c.m.cols - g * GROUP : GROUP;
-        if constexpr (direct) {
-            if (c.count <= 2) {  // weights are not worth a copy
-                constexpr int64_t bytes = Element<F>::bytes * TILE_ROWS;
-                const uint8_t* group = tile + g * GROUP * bytes;
-                in_blocks<2>(c.a, c.token_rows, c.count, out, c.out_stride, [&](const auto& b) {
-                    auto weight = [&](int64_t k, int64_t t) HB_LAMBDA {
-                        const uint8_t* p = group + t * tile_bytes + k * bytes;
-                        __builtin_prefetch(p + PREFETCH);
-                        return Element<F>::load(p);
-                    };
-                    meet_dense<T>(weight, b, g, length);
-                });
-                continue;
-            }
-        }
         for (int t = 0; t < T; t++) to_dense<F, T>(tile + t * tile_bytes, groups, g, dense + t * 16);
         in_blocks<DENSE_ROWS>(c.a, c.token_rows, c.count, out, c.out_stride, [&](const auto& b) {
             auto weight = [&](int64_t k, int64_t t) HB_LAMBDA { return load_floats(dense + (k * T + t) * 16); };
@@ -281,14 +307,39 @@ void dense_tiles(const Call& c, const uint8_t* tile, float* out) {
     }
 }
 
-template <int T>
-void tiles(const Call& c, const uint8_t* tile, float* out) {
-    switch (c.m.format) {
-        case Format::mxfp4: return c.a.coded ? quantised_tiles<Format::mxfp4, T>(c, tile, out) : dense_tiles<Format::mxfp4, T>(c, tile, out);
-        case Format::q8: return c.a.coded ? quantised_tiles<Format::q8, T>(c, tile, out) : dense_tiles<Format::q8, T>(c, tile, out);
-        case Format::bf16: return dense_tiles<Format::bf16, T>(c, tile, out);
-        case Format::f16: return dense_tiles<Format::f16, T>(c, tile, out);
-        case Format::f32: return dense_tiles<Format::f32, T>(c, tile, out);
+template <Format F, int T>
+void one_row(const Call& c, const uint8_t* tile, float* out) {
+    const Block<1> b(c.a, c.token_rows, 0, out, c.out_stride);
+    if constexpr (F == Format::mxfp4 || F == Format::q8)
+        tiles_for_one_row<F, T>(tile, c.m.tile_bytes(), c.m.groups(), b.coded[0], out);
+    else
+        dense_for_one_row<F, T>(tile, c.m.tile_bytes(), c.m.cols, b);
+}
+
+template <Format F>
+void all_tiles(const Call& c, const uint8_t* tile, int64_t tiles, float* out) {
+    constexpr bool quantised = F == Format::mxfp4 || F == Format::q8;
+    const int64_t tile_bytes = c.m.tile_bytes();
+    const bool coded = quantised && c.a.coded;
+    while (tiles) {
+        int64_t done = 1;
+        if (c.count == 1 && coded == quantised) {
+            if (tiles >= STREAMS) one_row<F, STREAMS>(c, tile, out), done = STREAMS;
+            else one_row<F, 1>(c, tile, out);
+        } else if (coded) {
+            if constexpr (quantised) {
+                done = tiles < STREAMS ? tiles : STREAMS;
+                const int64_t blocks = done / BLOCK_TILES;
+                if (blocks) quantised_tiles<F, BLOCK_TILES>(c, tile, blocks, out), done = blocks * BLOCK_TILES;
+                else quantised_tiles<F, 1>(c, tile, done, out);
+            }
+        } else {
+            if (tiles >= BLOCK_TILES) dense_tiles<F, BLOCK_TILES>(c, tile, out), done = BLOCK_TILES;
+            else dense_tiles<F, 1>(c, tile, out);
+        }
+        tile += done * tile_bytes;
+        out += done * TILE_ROWS;
+        tiles -= done;
     }
 }
 
@@ -306,16 +357,14 @@ int64_t Matrix::tile_bytes() const {
 void product(const Matrix& m, int64_t tile_begin, int64_t tile_end, const Rows& a, const int32_t* token_rows, int64_t count,
              float* out, int64_t out_stride) {
     const Call call{m, a, token_rows, count, out_stride};
-    for (int64_t t = tile_begin; t < tile_end;) {
-        const uint8_t* tile = m.data + t * m.tile_bytes();
-        float* target = out + (t - tile_begin) * TILE_ROWS;
-        if (tile_end - t >= BLOCK_TILES) {
-            tiles<BLOCK_TILES>(call, tile, target);
-            t += BLOCK_TILES;
-        } else {
-            tiles<1>(call, tile, target);
-            t++;
-        }
+    const uint8_t* first = m.data + tile_begin * m.tile_bytes();
+    const int64_t tiles = tile_end - tile_begin;
+    switch (m.format) {
+        case Format::mxfp4: all_tiles<Format::mxfp4>(call, first, tiles, out); break;
+        case Format::q8: all_tiles<Format::q8>(call, first, tiles, out); break;
+        case Format::bf16: all_tiles<Format::bf16>(call, first, tiles, out); break;
+        case Format::f16: all_tiles<Format::f16>(call, first, tiles, out); break;
+        case Format::f32: all_tiles<Format::f32>(call, first, tiles, out); break;
     }
     // Padding has zero weights, but zero times an activation of NaN is NaN.
     for (int64_t r = m.rows - tile_begin * TILE_ROWS; r < (tile_end - tile_begin) * TILE_ROWS; r++)

@@ -6,10 +6,12 @@
 //   Words               16 times four bytes
 //   MXFP4_OFFSET        what unpack_e2m1 adds to twice an element so that the set's dot product can take it as unsigned
 //   Q8_OFFSET           the same for offset_q8
+//   STREAMS             tiles that are read side by side for one row of activations
 //   BLOCK_TILES, BLOCK_ROWS   tiles and rows of activations whose dot products are in registers together
 //   DENSE_ROWS          rows of float32 activations, with BLOCK_TILES tiles
-//   dot_one<F>          exact dot products of one group of 16 weight rows (8 words) with a coded group, from its start
-//   dot_block<F, R, T>  the same for R coded groups and words [8][T]; results [R][T]
+//   Dot<F>              exact dot products of one group of 16 weight rows, word by word, with a coded group, from its start
+//   arrange             the eight words of a group as dot_block wants them
+//   dot_block<F, R, T>  dot products of R coded groups with words [8][T]; results [R][T]
 //   any_special         whether one of 16 E8M0 bytes is 0, 1 or 255, which load_half_e8m0 does not take
 //
 // Float arithmetic is never contracted behind our back (-ffp-contract=off): where fma() stands, a set that has one

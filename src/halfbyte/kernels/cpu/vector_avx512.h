@@ -10,7 +10,7 @@ struct Words { __m512i v; };
 
 constexpr const char* INSTRUCTION_SET = "avx512";
 constexpr int MXFP4_OFFSET = 12, Q8_OFFSET = 128;
-constexpr int BLOCK_TILES = 4, BLOCK_ROWS = 4, DENSE_ROWS = 6;
+constexpr int STREAMS = 4, BLOCK_TILES = 4, BLOCK_ROWS = 4, DENSE_ROWS = 6;
 
 HB_INLINE Floats splat(float x) { return _mm512_set1_ps(x); }
 HB_INLINE Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
@@ -93,15 +93,20 @@ HB_INLINE __m512i codes_of(const CodedGroup* p, int word) {
 }
 
 template <Format F>
-HB_INLINE Ints dot_one(const Words* w, const CodedGroup* a) {
-    // Two chains, because one would wait for itself.
-    __m512i even = _mm512_set1_epi32(a->start), odd = _mm512_setzero_si512();
-    unroll<4>([&](auto j) HB_LAMBDA {
-        even = _mm512_dpbusd_epi32(even, w[2 * j].v, codes_of(a, 2 * j));
-        odd = _mm512_dpbusd_epi32(odd, w[2 * j + 1].v, codes_of(a, 2 * j + 1));
-    });
-    return {_mm512_add_epi32(even, odd)};
-}
+struct Dot {  // two chains, because one would wait for itself
+    const CodedGroup* a;
+    __m512i even, odd;
+    HB_INLINE explicit Dot(const CodedGroup* group)
+        : a(group), even(_mm512_set1_epi32(group->start)), odd(_mm512_setzero_si512()) {}
+    template <int J>
+    HB_INLINE void add(Words w) {
+        __m512i& chain = J % 2 ? odd : even;
+        chain = _mm512_dpbusd_epi32(chain, w.v, codes_of(a, J));
+    }
+    HB_INLINE Ints sum() const { return {_mm512_add_epi32(even, odd)}; }
+};
+
+HB_INLINE void arrange(Words*) {}
 
 template <Format F, int R, int T>
 HB_INLINE void dot_block(const Words* w, const CodedGroup* const* a, Ints* d) {

@@ -9,7 +9,10 @@ struct Words { uint32_t v[16]; };
 
 constexpr const char* INSTRUCTION_SET = "portable";
 constexpr int MXFP4_OFFSET = 0, Q8_OFFSET = 0;
-constexpr int BLOCK_TILES = 2, BLOCK_ROWS = 2, DENSE_ROWS = 2;
+constexpr int STREAMS = 2, BLOCK_TILES = 1, BLOCK_ROWS = 2, DENSE_ROWS = 2;
+
+// What is long is called: inlined everywhere it takes compilers a minute.
+#define HB_CALL inline __attribute__((noinline))
 
 #define HB_LANES(expression)                       \
     for (int i = 0; i < 16; i++) r.v[i] = expression; \
@@ -86,19 +89,24 @@ HB_INLINE bool any_special(const uint8_t* p) {
 HB_INLINE Floats load_half_e8m0(const uint8_t* p) { Floats r; HB_LANES(bits_to_float((p[i] - 1u) << 23)); }
 
 HB_INLINE Words load_words(const uint8_t* p) { Words r; std::memcpy(&r, p, 64); return r; }
-// Twice the E2M1 elements of the low and of the high nibbles, plus MXFP4_OFFSET.
-HB_INLINE void unpack_e2m1(Words w, Words& low, Words& high) {
-    static constexpr int8_t table[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-    for (int i = 0; i < 16; i++) {
-        uint32_t l = 0, h = 0;
-        for (int b = 0; b < 4; b++) {
-            uint32_t byte = (w.v[i] >> (8 * b)) & 255u;
-            l |= static_cast<uint32_t>(static_cast<uint8_t>(table[byte & 15u])) << (8 * b);
-            h |= static_cast<uint32_t>(static_cast<uint8_t>(table[byte >> 4])) << (8 * b);
-        }
-        low.v[i] = l;
-        high.v[i] = h;
+// Twice the E2M1 elements of the low and of the high nibbles, plus MXFP4_OFFSET. Reckoned, because compilers do not turn
+// table look-ups into vectors: of the magnitudes 0 1 2 3 4 6 8 12, number m is m + max(m - 4, 0) + 2 [m = 7].
+HB_INLINE void doubled_e2m1(const uint8_t* nibbles, uint8_t* out) {
+    for (int i = 0; i < 64; i++) {
+        uint8_t m = nibbles[i] & 7, sign = static_cast<uint8_t>(nibbles[i] & 8 ? 255 : 0);
+        uint8_t v = static_cast<uint8_t>(m + (m > 4 ? m - 4 : 0) + (m == 7 ? 2 : 0));
+        out[i] = static_cast<uint8_t>((v ^ sign) - sign);
     }
+}
+HB_CALL void unpack_e2m1(const Words& w, Words& low, Words& high) {
+    uint8_t bytes[64], part[64], out[64];
+    std::memcpy(bytes, &w, 64);
+    for (int i = 0; i < 64; i++) part[i] = bytes[i] & 15;
+    doubled_e2m1(part, out);
+    std::memcpy(&low, out, 64);
+    for (int i = 0; i < 64; i++) part[i] = bytes[i] >> 4;
+    doubled_e2m1(part, out);
+    std::memcpy(&high, out, 64);
 }
 HB_INLINE Words offset_q8(Words w) { return w; }
 // Byte B of every word, as a signed number.
@@ -108,29 +116,53 @@ HB_INLINE Ints byte_of(Words w) {
     HB_LANES(static_cast<int32_t>(w.v[i] << (24 - 8 * B)) >> 24);
 }
 
-template <Format F>
-HB_INLINE Ints dot_one(const Words* w, const CodedGroup* a) {
-    Ints d;
-    for (int i = 0; i < 16; i++) d.v[i] = a->start;
-    for (int j = 0; j < 8; j++) {
-        int8_t bytes[64];
-        std::memcpy(bytes, &w[j], 64);
-        const int8_t* x = a->codes + 4 * j;
-        for (int i = 0; i < 16; i++)
-            d.v[i] += bytes[4 * i] * x[0] + bytes[4 * i + 1] * x[1] + bytes[4 * i + 2] * x[2] + bytes[4 * i + 3] * x[3];
+// d += w times four codes. Products of bytes fit 16 bits, in pairs too; every machine has vectors of 16 bytes.
+HB_CALL void add_words(const Words& w, const int8_t* x, Ints& d) {
+    typedef int16_t Shorts __attribute__((vector_size(16)));
+    typedef int32_t Quarter __attribute__((vector_size(16)));
+    const auto pair = [](int8_t a, int8_t b) {
+        return static_cast<int32_t>((static_cast<uint32_t>(b) << 16) | (static_cast<uint32_t>(a) & 0xffffu));
+    };
+    const int32_t even = pair(x[0], x[2]), odd = pair(x[1], x[3]);
+    const Shorts evens = reinterpret_cast<Shorts>(Quarter{even, even, even, even});
+    const Shorts odds = reinterpret_cast<Shorts>(Quarter{odd, odd, odd, odd});
+    for (int q = 0; q < 16; q += 4) {
+        Shorts bytes;
+        Quarter total;
+        std::memcpy(&bytes, w.v + q, 16);
+        std::memcpy(&total, d.v + q, 16);
+        const Quarter sums = reinterpret_cast<Quarter>(((bytes << 8) >> 8) * evens + (bytes >> 8) * odds);
+        total += ((sums << 16) >> 16) + (sums >> 16);
+        std::memcpy(d.v + q, &total, 16);
     }
-    return d;
 }
+
+template <Format F>
+struct Dot {
+    const CodedGroup* a;
+    Ints d;
+    HB_INLINE explicit Dot(const CodedGroup* group) : a(group) {
+        for (int i = 0; i < 16; i++) d.v[i] = group->start;
+    }
+    template <int J>
+    HB_INLINE void add(const Words& w) {
+        add_words(w, a->codes + 4 * J, d);
+    }
+    HB_INLINE Ints sum() const { return d; }
+};
+
+HB_INLINE void arrange(Words*) {}
 
 template <Format F, int R, int T>
 HB_INLINE void dot_block(const Words* w, const CodedGroup* const* a, Ints* d) {
-    for (int t = 0; t < T; t++) {
-        Words words[8];
-        for (int j = 0; j < 8; j++) words[j] = w[j * T + t];
-        for (int r = 0; r < R; r++) d[r * T + t] = dot_one<F>(words, a[r]);
+    for (int i = 0; i < R * T; i++) {
+        Dot<F> dot(a[i / T]);
+        unroll<8>([&](auto j) HB_LAMBDA { dot.template add<j>(w[j * T + i % T]); });
+        d[i] = dot.sum();
     }
 }
 
 #undef HB_LANES
+#undef HB_CALL
 
 }  // namespace halfbyte
