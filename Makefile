@@ -12,32 +12,40 @@ WORKERS ?= 2
 THREADS ?= 1
 # What the reference computes must not depend on the instructions that MKL, oneDNN and ATen find.
 NUMERIC = tests/ops tests/plan tests/model/test_gpt_oss.py tests/engine/test_real_model.py tests/engine/test_device_runner.py
+# What the CPU kernels compute, with every instruction set that the machine has.
+CPU_KERNELS = tests/kernels/cpu tests/model/test_gpt_oss.py tests/engine/test_real_model.py
 AVX2    = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 SSE     = MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-.PHONY: demo test test-full test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench clean help
+.PHONY: demo kernels test test-full test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench clean help
 
 help:
 	@echo "make demo       set up, serve the embedded model, ask it something, print a pp/tg table"
 	@echo "make test       set up, run the tests"
 	@echo "make test-full  the long counts and the real peers (builds llama.cpp: minutes)"
-	@echo "make test-instructions  the numeric tests with AVX2 alone, and with SSE alone"
+	@echo "make test-instructions  the numeric tests with AVX2 alone, with SSE alone, and every set of the CPU kernels"
 	@echo "make test-cpu-sanitizers  the CPU kernels under AddressSanitizer, UBSan and ThreadSanitizer, on reference cases"
 	@echo "make test-cpu-aarch64     the same cases on the CPU kernels' NEON code, under qemu"
+	@echo "make kernels    compile the CPU kernels for this machine (demo and test do it too)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      pp/tg table of the embedded model"
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py
 	@echo "==> setting up $(VENV) (torch and friends: a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) torch==2.13.0
 	@$(PIP) -e '.[test]'
 	@touch $@
 
-demo: $(STAMP)
+# The CPU kernels of this machine, into the cache; made again when a source of theirs has changed. Without a compiler
+# everything runs through the reference, and this says so.
+kernels: $(STAMP)
+	@$(BIN)/python -m halfbyte.kernels.cpu.build
+
+demo: $(STAMP) kernels
 	@$(BIN)/halfbyte demo
 
-test: $(STAMP) lint
+test: $(STAMP) kernels lint
 	@echo "==> running the tests ($(WORKERS) processes)"
 	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not vllm and not peers" tests
 
@@ -51,6 +59,10 @@ test-instructions: $(STAMP)
 	@echo "==> the numeric tests with other instructions"
 	@env $(AVX2) OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
 	@env $(SSE) OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
+	@for set in $$($(BIN)/python -m halfbyte.kernels.cpu.build --list); do \
+	  echo "==> the CPU kernels with $$set"; \
+	  HALFBYTE_CPU_INSTRUCTIONS=$$set OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not gpu" $(CPU_KERNELS) || exit 1; \
+	done
 
 test-cpu-sanitizers: $(STAMP)
 	@OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m tests.kernels.cpu.run_replay sanitizers

@@ -95,6 +95,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("sum_order", orders, indirect=True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cpu_instructions() -> None:
+    """HALFBYTE_CPU_INSTRUCTIONS holds for tests, too, whose gates do not come from the environment."""
+    from halfbyte import gates
+
+    asked = gates.parse().cpu_instructions
+    if asked != "auto":
+        from halfbyte.kernels.cpu import library
+
+        usable = library.usable_sets
+        library.usable_sets = lambda name="auto": usable(asked if name == "auto" else name)  # type: ignore[assignment]
+
+
 @pytest.fixture(autouse=True)
 def sum_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     order = str(getattr(request, "param", "library"))

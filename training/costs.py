@@ -4,7 +4,7 @@
 held-out conversations. All is teacher-forced, one pass per conversation: a reply counts as right where every token of
 the worked reply is the model's first choice (what `Suite.forced` counts, a little stricter than greedy accuracy), and
 KL(shipped || format) is the mean over reply tokens, in nats. Everything runs through the reference plan, which rounds
-where the gates say and nowhere else. It times nothing.
+where the gates say and nowhere else, but for the row of a CPU's own kernels. It times nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from halfbyte.plan.step import Step
 
 REFERENCE = PerRegime("reference", "reference", "reference")
 EXACT = Gates(moe_kernel=REFERENCE, linear_kernel=REFERENCE, attention="reference")
+CPU_KERNELS = "a CPU's default: its kernels, KV cache in bf16, activations in int8"
 DENSE = ("qkv", "o", "lm_head")
 STEP = 4096  # tokens
 NEEDLE = (60, 70)  # sentences: 600 tokens, past the window and yarn's original context, and quick
@@ -51,9 +52,10 @@ def formats() -> Iterator[tuple[str, Gates]]:
     axes: tuple[tuple[str, str], ...] = (("kv_dtype", "KV cache"), ("activation", "activations"))
     for field, what in axes:
         for value in next(a for a in AXES if a.field == field).values:
-            if value != "auto":
+            if value not in ("auto", "f32"):  # f32 is what EXACT is
                 changed: dict[str, Any] = {field: value}
                 yield f"{what} in {value}", replace(EXACT, **changed)
+    yield CPU_KERNELS, Gates()
     dense = Layers(**dict.fromkeys(DENSE, "mxfp4"))
     yield "dense layers mxfp4, KV fp8, activations fp8", replace(EXACT, layers=dense, kv_dtype="fp8", activation="fp8")
 

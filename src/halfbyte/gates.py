@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from halfbyte.errors import GateError
@@ -67,7 +68,7 @@ AXES: tuple[Axis, ...] = (
          "kernel of the expert MLP; per regime as decode=gemv,prefill=triton", {"gemm": "cutlass"}, True),
     Axis("linear_kernel", "--linear-kernel", _KERNELS, ("HALFBYTE_LINEAR_KERNEL",),
          "kernel of qkv, o and lm_head; per regime as for --moe-kernel", {"gemm": "cutlass"}, True),
-    Axis("activation", "--activation", ("auto", "bf16", "int8", "fp8", "mxfp8", "mxfp4"),
+    Axis("activation", "--activation", ("auto", "f32", "bf16", "int8", "fp8", "mxfp8", "mxfp4"),
          ("HALFBYTE_ACTIVATION", "VLLM_MXFP4_ACTIVATION"),
          "format of activations in front of quantised matrices; per regime as long=fp8", {}),
     Axis("layers", "--layers", LAYER_FORMATS, ("HALFBYTE_LAYERS", "VLLM_MXFP4_LAYERS"),
@@ -78,11 +79,16 @@ AXES: tuple[Axis, ...] = (
          ("HALFBYTE_ATTENTION", "VLLM_ATTENTION_BACKEND"), "attention kernel", {"triton_attn": "triton"}),
     Axis("sinks", "--sinks", ("auto", "on", "off"), ("HALFBYTE_SINKS", "VLLM_ATTENTION_SINKS"),
          "attention sinks; off is for tests and makes the output wrong", {"1": "on", "0": "off"}),
-    Axis("kv_dtype", "--kv-dtype", ("auto", "bf16", "fp8"), ("HALFBYTE_KV_DTYPE",), "KV cache format", {}),
+    Axis("kv_dtype", "--kv-dtype", ("auto", "f32", "bf16", "fp8"), ("HALFBYTE_KV_DTYPE",), "KV cache format", {}),
     Axis("speculate", "--speculate", ("off", "ngram", "suffix", *_EAGLE, "draft"), ("HALFBYTE_SPECULATE",),
          "speculative decoding", {}),
     Axis("graphs", "--enforce-eager", ("on", "off"), ("HALFBYTE_CUDA_GRAPHS",),
          "CUDA graphs; --enforce-eager switches them off", {"1": "on", "0": "off"}),
+    Axis("cpu_instructions", "--cpu-instructions",
+         ("auto", "avx512-amx", "avx512", "avx-vnni", "avx2", "neon-i8mm", "neon", "portable"),
+         ("HALFBYTE_CPU_INSTRUCTIONS",), "instruction set of the CPU kernels", {}),
+    Axis("threads", "--threads", ("auto",), ("HALFBYTE_THREADS",),
+         "threads of the CPU kernels: a number, or physical cores within affinity and container", {}),
 )  # fmt: skip
 _BY_FIELD = {a.field: a for a in AXES}
 
@@ -91,6 +97,8 @@ SETTINGS: dict[str, str] = {
     "HALFBYTE_PRESET": "preset to start from (as --preset)",
     "HALFBYTE_API_KEY": "API key the server asks for",
     "HALFBYTE_CACHE_DIR": "where compiled kernels are kept (default: ~/.cache/halfbyte)",
+    "HALFBYTE_CXX": "the C++ compiler of the CPU kernels (default: the first of c++, g++, clang++ in PATH)",
+    "OMP_NUM_THREADS": "the most threads of the CPU kernels where --threads is auto, as of torch's own operations",
     "HALFBYTE_MODELS_DIR": "where `halfbyte pull` puts models (default: ~/.cache/halfbyte/models)",
 }
 
@@ -121,6 +129,8 @@ class Gates:
     kv_dtype: str = "auto"
     speculate: str = "off"
     graphs: str = "on"
+    cpu_instructions: str = "auto"
+    threads: str = "auto"
 
     def __post_init__(self) -> None:
         """What code says is held to the same values as what a person types."""
@@ -203,6 +213,12 @@ def setting(name: str, env: Mapping[str, str] | None = None) -> str | None:
     return (os.environ if env is None else env).get(name) or None
 
 
+def cache_folder(kind: str) -> Path:
+    """Where what is compiled is kept, by kind: cubin, emulator, cpu."""
+    base = setting("HALFBYTE_CACHE_DIR")
+    return (Path(base).expanduser() if base else Path.home() / ".cache" / "halfbyte") / kind
+
+
 _SECRET = re.compile(r"(_KEY|_TOKEN|_SECRET|_PASSWORD|_CREDENTIALS)$")
 
 
@@ -230,6 +246,8 @@ def _value(axis: Axis, text: str, where: str) -> Any:
     if axis.per_regime and "=" in text:
         parts = dict(_pairs(text, where, REGIME_NAMES, "regime"))
         return PerRegime(*(_single_value(axis, parts.get(r, "auto"), where) for r in REGIME_NAMES))
+    if axis.field == "threads" and text.isdigit() and int(text) > 0:
+        return str(int(text))
     value = _single_value(axis, text, where)
     return PerRegime(value, value, value) if axis.per_regime else value
 
@@ -250,7 +268,8 @@ def _checked(axis: Axis, value: Any) -> Any:
 def _single_value(axis: Axis, text: str, where: str) -> str:
     text = axis.aliases.get(text, text)
     if text not in axis.values:
-        raise GateError(f"{where} is {text!r}{_near(text, axis.values)}; use one of {_list(axis.values)}.")
+        known = "auto or a number from 1 on" if axis.field == "threads" else f"one of {_list(axis.values)}"
+        raise GateError(f"{where} is {text!r}{_near(text, axis.values)}; use {known}.")
     return text
 
 

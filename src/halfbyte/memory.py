@@ -21,13 +21,12 @@ from pathlib import Path
 import psutil
 import torch
 
+from halfbyte import cgroups
 from halfbyte.errors import NotEnoughMemoryError
 
 MIB = 1 << 20
 GIB = 1 << 30
 PRESSURE = Path("/proc/pressure/memory")
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def gib(n: int) -> str:
@@ -187,32 +186,21 @@ def read_pressure(path: Path = PRESSURE) -> float | None:
     return None
 
 
-def cgroup_limits(own: Path = OWN_CGROUP, root: Path = CGROUPS) -> Iterator[tuple[int, int]]:
-    """(limit, what it leaves) of every cgroup above this process that limits memory, in both versions of cgroups.
+def cgroup_limits(own: Path = cgroups.OWN, root: Path = cgroups.ROOT) -> Iterator[tuple[int, int]]:
+    """(limit, what it leaves) of every cgroup above this process that limits memory.
 
-    Page cache that nothing has touched lately counts as left, as it does in MemAvailable. In a container the path of
-    the cgroup may be the host's and not be there; the limit is then at the root of what is mounted.
+    Page cache that nothing has touched lately counts as left, as it does in MemAvailable.
     """
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            base, limit_name, used_name, cache_key = root, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, limit_name, used_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache_key = "total_inactive_file"
+    for group in cgroups.above("memory", own, root):
+        if group.version == 2:
+            limit_name, used_name, cache_key = "memory.max", "memory.current", "inactive_file"
         else:
+            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache_key = "total_inactive_file"
+        try:
+            limit = int((group.folder / limit_name).read_text())  # "max": no limit
+            used = int((group.folder / used_name).read_text())
+            stat = dict(entry.split() for entry in (group.folder / "memory.stat").read_text().splitlines())
+            yield limit, max(0, limit - used + int(stat[cache_key]))
+        except (OSError, ValueError, KeyError):
             continue
-        parts = [p for p in path.split("/") if p and p != ".."]
-        for depth in range(len(parts), -1, -1):
-            folder = base.joinpath(*parts[:depth])
-            try:
-                limit = int((folder / limit_name).read_text())  # "max": no limit
-                used = int((folder / used_name).read_text())
-                stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
-                yield limit, max(0, limit - used + int(stat[cache_key]))
-            except (OSError, ValueError, KeyError):
-                continue

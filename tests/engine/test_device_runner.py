@@ -44,6 +44,7 @@ from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES
 from halfbyte.plan.step import RegimeLimits, Step
+from tests.reference import REFERENCE
 
 CPU = torch.device("cpu")
 
@@ -291,7 +292,7 @@ class Pending(NamedTuple):
 @pytest.mark.exact
 def test_a_layer_that_is_not_summed_up_yet_is_tapped_whole() -> None:
     """Kernels may leave experts' results to the next layer; hidden states have them all the same."""
-    model = load.load_model(load.resolve_model("random:small"), page_size=16)
+    model = load.load_model(load.resolve_model("random:small"), REFERENCE, page_size=16)
     steps: list[Step] = []
     forward = model.forward
     model.forward = lambda step: (steps.append(step), forward(step))[1]  # type: ignore[method-assign, func-returns-value]

@@ -8,11 +8,21 @@ import pytest
 
 from halfbyte.engine import build
 from halfbyte.engine.options import EngineOptions
-from halfbyte.engine.sizing import GPU_CONTEXT, check_start, memory_account, page_limits, rows_per_step, workspace
+from halfbyte.engine.sizing import (
+    CPU_ROWS,
+    GPU_CONTEXT,
+    check_start,
+    memory_account,
+    page_limits,
+    rows_beside_decode,
+    rows_per_step,
+    workspace,
+)
 from halfbyte.errors import NotEnoughMemoryError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.memory import GIB, MemoryState
 from halfbyte.model.config import NAMED
+from halfbyte.model.gpt_oss import choose, page_bytes
 from halfbyte.model.load import load_model, resolve_model, tokenizer_of, weight_bytes
 from halfbyte.plan.phase import ARCHES
 
@@ -53,7 +63,7 @@ def test_a_start_that_is_let_through_finds_its_pages(machine: str) -> None:
     """At the edge: what `serve` refuses by a byte the engine would refuse too, and the other way round."""
     arch, state = MACHINES[machine]
     options = EngineOptions(model="random:120b", max_context=8192)
-    page = PAGE * (2 if arch == "cpu" else 1)
+    page = page_bytes(CONFIG, choose(CONFIG, options.gates, ARCHES[arch])[0])
     need = page_limits(CONFIG, options, state, page).least
     edge = less(state, memory_account(CONFIG, options, state, weights=WEIGHTS).kv_room - need * page)
 
@@ -87,8 +97,11 @@ def test_a_kv_memory_that_a_person_names() -> None:
 
 def test_large_steps_only_where_there_is_room() -> None:
     rows = {name: rows_per_step(EngineOptions(), state) for name, (_, state) in MACHINES.items()}
-    assert rows == {"discrete": 8192, "unified": 2048, "cpu": 2048}
+    assert rows == {"discrete": 8192, "unified": 2048, "cpu": 256}
     assert rows_per_step(EngineOptions(max_tokens=77), MACHINES["cpu"][1]) == 77
+    beside = {name: rows_beside_decode(rows[name], state) for name, (_, state) in MACHINES.items()}
+    assert beside == {"discrete": 2048, "unified": 2048, "cpu": 64}
+    assert rows_beside_decode(7, MACHINES["cpu"][1]) == 7
     assert workspace(CONFIG, 8192) / GIB == pytest.approx(2.0, abs=0.1)
 
 
@@ -96,7 +109,7 @@ def test_the_engine_makes_the_pages_that_the_account_says(monkeypatch: pytest.Mo
     name = resolve_model("random:small")
     model = load_model(name, page_size=16)
     options = EngineOptions(max_context=256, max_seqs=8, page_size=16, reserve_gib=0.25)
-    free = GIB // 4 + workspace(model.config, 2048)
+    free = GIB // 4 + workspace(model.config, CPU_ROWS)
     limits = page_limits(model.config, options, MemoryState(total=GIB, available=1 << 40), model.page_bytes)
     state = MemoryState(total=GIB, available=free + (limits.least + 3) * model.page_bytes)
     monkeypatch.setattr(build, "read_memory", lambda device: state)

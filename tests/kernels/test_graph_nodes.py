@@ -24,6 +24,7 @@ from halfbyte.plan.record import Declared, NodeKernel
 from halfbyte.plan.step import Step
 from halfbyte.roofline import GPUS, Work
 from tests.kernels.fake_driver import CHILD, COPY, KERNEL, Argument, FakeDriver, install
+from tests.reference import REFERENCE
 
 SMALL = NAMED["small"]
 RIGHT, WRONG = b"the cubin that was compiled", b"another build of it"
@@ -65,10 +66,10 @@ class PlantedMoe(KernelMoe):
 
 
 def model_with(moe: Phase) -> GptOss:
-    plain = GptOss(synthetic.make(SMALL, seed=0))
+    plain = GptOss(synthetic.make(SMALL, seed=0), REFERENCE)
     chosen = {r: [moe if p.covers == ("moe",) else p for p in ps] for r, ps in _chosen(plain).items()}
     names = {r: tuple(p.name for p in ps) for r, ps in chosen.items()}
-    return GptOss(plain.weights, choice=(plain.spec, chosen, replace(plain.plan.selection, chosen=names)))  # type: ignore[arg-type]
+    return GptOss(plain.weights, REFERENCE, choice=(plain.spec, chosen, replace(plain.plan.selection, chosen=names)))  # type: ignore[arg-type]
 
 
 def _chosen(model: GptOss) -> dict[str, list[Phase]]:

@@ -12,6 +12,7 @@ from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference
+from tests.reference import REFERENCE
 
 
 class OtherMoe(reference.Moe):
@@ -19,7 +20,7 @@ class OtherMoe(reference.Moe):
 
 
 def test_a_result_says_which_kernels_ran() -> None:
-    model = GptOss(synthetic.make(NAMED["small"], seed=0))
+    model = GptOss(synthetic.make(NAMED["small"], seed=0), REFERENCE)
     SingleSequence(model, 64).feed([5])
     (result,) = with_record([Result(Cell("decode"), (figure("speed", "tok/s", 5.0),))], model)
     assert not result.refused
@@ -30,7 +31,7 @@ def test_a_result_says_which_kernels_ran() -> None:
 
 
 def test_a_result_of_other_kernels_has_no_number() -> None:
-    model = GptOss(synthetic.make(NAMED["small"], seed=0))
+    model = GptOss(synthetic.make(NAMED["small"], seed=0), REFERENCE)
     other = OtherMoe().bind(model.binding(0))
     model.plan.bound["decode"] = [
         replace(b, launch=other) if b.phase.name == "reference.moe" else b for b in model.plan.bound["decode"]

@@ -12,6 +12,7 @@ from halfbyte.model import load
 from halfbyte.plan.launches import OTHER, PACKING, SAMPLING
 from halfbyte.plan.phase import LAYER, OPERATIONS
 from halfbyte.roofline import GPUS, Work
+from tests.reference import REFERENCE
 
 H200 = GPUS["h200"]
 NONE = dict.fromkeys(OPERATIONS, Work())
@@ -169,7 +170,7 @@ def test_kernels_are_matched_by_name_and_order() -> None:
 
 
 def test_every_launch_says_what_it_is_for() -> None:
-    model = load.load_model(load.resolve_model("random:small"), page_size=16)
+    model = load.load_model(load.resolve_model("random:small"), REFERENCE, page_size=16)
     cache = timeline.fill(model, 1, 64)
     step = timeline.decode_step(model, cache, 20, 1)
     order = timeline.launch_order(lambda: model.forward(step))
@@ -178,8 +179,9 @@ def test_every_launch_says_what_it_is_for() -> None:
     assert ("torch: reference.moe", Row("moe", ("moe",))) in order
 
 
+@pytest.mark.usefixtures("fast_machine")
 def test_the_embedded_model_on_a_cpu() -> None:
-    model = load.load_model(load.resolve_model(None))
+    model = load.load_model(load.resolve_model(None), REFERENCE)
     decode = timeline.decode_profile(model, 2, 70, 2)
     assert {line.label for line in decode.lines} == {
         "embed", "qkv", "rope/KV", "attention", "o", "router", "MoE", "lm_head", "sampling"
@@ -190,3 +192,13 @@ def test_the_embedded_model_on_a_cpu() -> None:
     prompt = timeline.prefill_profile(model, 70, runs=1)
     assert prompt.rows == 70
     assert list(prompt.phases) == ["prefill"]
+
+
+@pytest.mark.usefixtures("fast_machine")
+def test_a_step_in_one_piece_is_one_line() -> None:
+    model = load.load_model(load.resolve_model(None))
+    decode = timeline.decode_profile(model, 2, 70, 2)
+    assert decode.launches == 2
+    (step,) = [line for line in decode.lines if line.label != "sampling"]
+    assert "MoE" in step.label
+    assert any("distinct experts" in note for note in decode.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from halfbyte.gates import Gates
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence, generate
+from tests.reference import EXACT_FORM, REFERENCE, reference
 
 _spec = importlib.util.spec_from_file_location("hf_oracle", Path(__file__).with_name("hf.py"))
 hf = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(hf)
 
+PLANS = pytest.mark.parametrize("plan", [REFERENCE, EXACT_FORM], ids=["reference", "cpu"])
 CONFIGS = {
     "wide": ModelConfig(
         layers=4, hidden=128, intermediate=96, experts=8, top_k=4, heads=8, kv_heads=2, head_dim=32, vocab=512,
@@ -36,10 +39,11 @@ CONFIGS = {
 
 @pytest.mark.parametrize("mxfp4_experts", [False, True], ids=["float", "mxfp4"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_hugging_face(name: str, mxfp4_experts: bool) -> None:
+@PLANS
+def test_logits_equal_hugging_face(name: str, mxfp4_experts: bool, plan: Gates) -> None:
     config = CONFIGS[name]
     theirs = hf.hf_model(config, seed=1)
-    model = GptOss(hf.our_weights(config, theirs, mxfp4_experts=mxfp4_experts), page_size=16)
+    model = GptOss(hf.our_weights(config, theirs, mxfp4_experts=mxfp4_experts), plan, page_size=16)
     length = min(3 * config.yarn.original_context, config.max_context - 1)
     assert length > 2 * config.window
     assert length > config.yarn.original_context
@@ -53,10 +57,11 @@ def test_logits_equal_hugging_face(name: str, mxfp4_experts: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens_equal_hugging_face(name: str) -> None:
+@PLANS
+def test_greedy_tokens_equal_hugging_face(name: str, plan: Gates) -> None:
     config = CONFIGS[name]
     theirs = hf.hf_model(config, seed=3)
-    model = GptOss(hf.our_weights(config, theirs), page_size=16)
+    model = GptOss(hf.our_weights(config, theirs), plan, page_size=16)
     prompt = torch.randint(2, config.vocab, (40,), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         expected = theirs.generate(
@@ -68,13 +73,14 @@ def test_greedy_tokens_equal_hugging_face(name: str) -> None:
 
 
 @pytest.mark.exact
-def test_logits_do_not_depend_on_chunking_or_page_size() -> None:
+@pytest.mark.parametrize("plan", [REFERENCE, EXACT_FORM, Gates()], ids=["reference", "cpu", "cpu-int8"])
+def test_logits_do_not_depend_on_chunking_or_page_size(plan: Gates) -> None:
     config = CONFIGS["wide"]
     weights = hf.our_weights(config, hf.hf_model(config, seed=5), mxfp4_experts=True)
     tokens = torch.randint(0, config.vocab, (150,), generator=torch.Generator().manual_seed(6)).tolist()
     results = []
     for page_size, chunks in ((16, [150]), (64, [1] * 150), (32, [7, 100, 33, 10]), (16, [64, 64, 22])):
-        solo, out, at = SingleSequence(GptOss(weights, page_size=page_size), 150), [], 0
+        solo, out, at = SingleSequence(GptOss(weights, plan, page_size=page_size), 150), [], 0
         for n in chunks:
             out.append(solo.feed(tokens[at : at + n], all_logits=True))
             at += n
@@ -98,12 +104,14 @@ def test_sinks_off_changes_the_output_and_says_so(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
-def test_kv_formats_stay_close(kv_dtype: str) -> None:
+@PLANS
+def test_kv_formats_stay_close(kv_dtype: str, plan: Gates) -> None:
     config = CONFIGS["wide"]
     weights = hf.our_weights(config, hf.hf_model(config, seed=8))
     tokens = list(range(100))
-    exact = SingleSequence(GptOss(weights, page_size=16), 128).feed(tokens, all_logits=True)
-    rounded = SingleSequence(GptOss(weights, Gates(kv_dtype=kv_dtype), page_size=16), 128).feed(tokens, all_logits=True)
+    exact = SingleSequence(GptOss(weights, plan, page_size=16), 128).feed(tokens, all_logits=True)
+    model = GptOss(weights, replace(plan, kv_dtype=kv_dtype), page_size=16)
+    rounded = SingleSequence(model, 128).feed(tokens, all_logits=True)
     error = (exact - rounded).norm() / exact.norm()
     assert 0 < error < {"bf16": 0.02, "fp8": 0.2}[kv_dtype]
 
@@ -113,10 +121,9 @@ def test_activation_formats_are_quantisation_points(activation: str) -> None:
     config = CONFIGS["wide"]
     weights = hf.our_weights(config, hf.hf_model(config, seed=9), mxfp4_experts=True)
     tokens = list(range(100))
-    exact = SingleSequence(GptOss(weights, page_size=16), 128).feed(tokens, all_logits=True)
-    rounded = SingleSequence(GptOss(weights, Gates(activation=activation), page_size=16), 128).feed(
-        tokens, all_logits=True
-    )
+    exact = SingleSequence(GptOss(weights, REFERENCE, page_size=16), 128).feed(tokens, all_logits=True)
+    model = GptOss(weights, reference(activation=activation), page_size=16)
+    rounded = SingleSequence(model, 128).feed(tokens, all_logits=True)
     error = (exact - rounded).norm() / exact.norm()
     print(f"{activation}: {error:.1e}")
     assert 0 < error < {"bf16": 0.02, "int8": 0.05, "fp8": 0.15, "mxfp8": 0.15, "mxfp4": 0.6}[activation]

@@ -19,6 +19,7 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.weights import roles, shape_of
 from halfbyte.plan.activations import Activations
+from tests.reference import REFERENCE
 
 DEEP = ModelConfig(  # as deep as 120b, narrow enough for a test
     layers=36, hidden=256, intermediate=256, experts=32, top_k=4, heads=8, kv_heads=2, head_dim=32, vocab=2048,
@@ -43,7 +44,7 @@ class Watched(Activations):
 @pytest.fixture(scope="module", params=["small", "deep"])
 def run(request: pytest.FixtureRequest) -> tuple[ModelConfig, dict[str, list[Tensor]]]:
     config = {"small": NAMED["small"], "deep": DEEP}[request.param]
-    model = GptOss(synthetic.make(config, 0))
+    model = GptOss(synthetic.make(config, 0), REFERENCE)
     watched = Watched()
     tokens = torch.randint(0, config.vocab, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
     plain: Any = model

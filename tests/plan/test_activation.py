@@ -14,6 +14,7 @@ from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss, choose, spec_of
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan.phase import ARCHES
+from tests.reference import reference
 
 SMALL = ModelConfig(
     layers=2, hidden=128, intermediate=96, experts=8, top_k=4, heads=8, kv_heads=2, head_dim=32, vocab=512
@@ -75,7 +76,7 @@ def test_the_rows_of_a_step_say_which() -> None:
     tokens = torch.randint(0, weights.config.vocab, (120,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def logits(activation: str, count: int) -> torch.Tensor:
-        model = GptOss(weights, Gates(activation=activation), page_size=16)
+        model = GptOss(weights, reference(activation=activation), page_size=16)
         model.plan.limits = replace(model.plan.limits, long=100)
         return SingleSequence(model, 128).feed(tokens[:count])
 
@@ -91,7 +92,7 @@ def test_steps_round_as_their_regime_says() -> None:
     tokens = torch.randint(0, weights.config.vocab, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 
     def logits(activation: str, size: int) -> torch.Tensor:
-        solo = SingleSequence(GptOss(weights, Gates(activation=activation), page_size=16), 128)
+        solo = SingleSequence(GptOss(weights, reference(activation=activation), page_size=16), 128)
         return torch.cat([solo.feed(tokens[i : i + size], all_logits=True) for i in range(0, 70, size)])
 
     assert torch.equal(logits("prefill=int8", 70), logits("int8", 70))
@@ -101,7 +102,7 @@ def test_steps_round_as_their_regime_says() -> None:
 
 def test_the_record_says_which() -> None:
     weights = synthetic.make(SMALL, 3)
-    model = GptOss(weights, Gates(activation="prefill=int8"), page_size=16)
+    model = GptOss(weights, reference(activation="prefill=int8"), page_size=16)
     solo = SingleSequence(model, 128)
     solo.feed(list(range(70)))
     solo.feed([5])

@@ -18,13 +18,14 @@ from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import Counts, KernelImage, Part, launched
 from halfbyte.plan.record import Declared, GraphRun, NodeKernel, PhaseRun, Record
 from halfbyte.plan.step import Step
+from tests.reference import REFERENCE
 
 SMALL = NAMED["small"]
 TORCH = torch.__version__
 
 
 def a_model() -> GptOss:
-    return GptOss(synthetic.make(SMALL, seed=0))
+    return GptOss(synthetic.make(SMALL, seed=0), REFERENCE)
 
 
 def test_launches_are_counted_by_regime_and_are_what_was_declared() -> None:

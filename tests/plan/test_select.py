@@ -18,6 +18,7 @@ from halfbyte.plan import reference, select
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import REGIMES, RegimeLimits, Step
+from tests.reference import REFERENCE
 
 SMALL = NAMED["small"]
 CHECKPOINT = {"qkv": "bf16", "o": "bf16", "gate_up": "mxfp4", "down": "mxfp4", "lm_head": "bf16", "embed": "bf16"}
@@ -94,7 +95,7 @@ def test_auto_prefers_rank_and_says_why_the_other_lost() -> None:
 def test_fused_phase_runs_to_the_same_logits_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = synthetic.make(SMALL, seed=0)
     tokens = list(range(ARCHES["cpu"].limits.decode))
-    expected = SingleSequence(GptOss(weights), 64).feed(tokens)
+    expected = SingleSequence(GptOss(weights, REFERENCE), 64).feed(tokens)
     monkeypatch.setattr(select, "all_phases", lambda: [*reference.PHASES, FusedFront()])
     with pytest.raises(PlanError, match="can run o, lm_head in the decode regime"):
         GptOss(weights, Gates(linear_kernel=PerRegime("gemv")))  # explicit, and nothing of that name covers o
@@ -138,8 +139,8 @@ class WholeStep(Phase):
 @pytest.mark.exact
 def test_a_whole_step_phase_is_bound_once_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = synthetic.make(SMALL, seed=0)
-    expected = SingleSequence(GptOss(weights), 128).feed(list(range(3)))
-    reference_model = GptOss(weights)
+    expected = SingleSequence(GptOss(weights, REFERENCE), 128).feed(list(range(3)))
+    reference_model = GptOss(weights, REFERENCE)
     real = list(reference.PHASES)
     phase = WholeStep()
     inner = phase.bind
@@ -179,9 +180,7 @@ def test_explicit_choice_never_falls_back() -> None:
 def test_reference_is_never_auto_on_a_gpu_but_may_be_asked_for() -> None:
     with pytest.raises(PlanError, match="never chosen by auto on a GPU"):
         pick(list(reference.PHASES), arch="sm90")
-    every = PerRegime("reference", "reference", "reference")
-    g = Gates(moe_kernel=every, linear_kernel=every, attention="reference")
-    _, selection = pick(list(reference.PHASES), g, arch="sm90")
+    _, selection = pick(list(reference.PHASES), REFERENCE, arch="sm90")
     assert "reference.moe" in selection.chosen["decode"]
 
 
@@ -223,7 +222,8 @@ def test_regimes_of_an_h200(rows: int, regime: str) -> None:
 def test_an_architecture_has_limits_of_its_own_and_says_whose_they_are() -> None:
     assert "measured on an H200" in ARCHES["sm90"].limits.source
     for arch in ARCHES.values():
-        assert arch.name == "sm90" or "not measured" in arch.limits.source
+        assert arch.name in ("cpu", "sm90") or "not measured" in arch.limits.source
+    assert "any number of rows" in ARCHES["cpu"].limits.source
     other = RegimeLimits(decode=8, batch=16, long=20, source="of a test")
     ends = {8: "decode", 9: "batch", 16: "batch", 17: "prefill", 19: "prefill", 20: "long"}
     assert {rows: other.regime(rows) for rows in ends} == ends
@@ -343,7 +343,9 @@ def test_every_activation_format_is_reached_or_refused(preset: str, arch: str) -
 
 
 def test_a_tile_that_nothing_cuts_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"--tile 64x128 would have no effect on cpu: .*moe.* leave it out"):
+    with pytest.raises(
+        PlanError, match=r"--tile 64x128 would have no effect on cpu: cpu\.step cuts no such tiles; leave it out"
+    ):
         choose(SMALL, Gates(tile="64x128"), ARCHES["cpu"])
     sm90 = choose(NAMED["120b"], Gates(tile="64x128"), ARCHES["sm90"])[1]
     assert any("64x128" in phase.tiles for phase in sm90["prefill"])

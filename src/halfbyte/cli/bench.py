@@ -94,7 +94,7 @@ def bench(
     loaded = None
     if url is None:
         name, where = load.resolve_model(model), load.resolve_device(device)
-        announce(gates, f"{name.label} on {where}")
+        announce(gates, f"{name.label} on {where}", cpu=where.type == "cpu")
         with LoadingBar(f"loading {name.label}") as progress:
             weights = load.load_model(name, gates, device=where, progress=progress)
         loaded = [weights]

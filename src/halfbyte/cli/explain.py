@@ -11,6 +11,7 @@ from halfbyte.cli.options import JsonOption, ModelArgument, announce, err, out, 
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.kernels import prove as proof
+from halfbyte.kernels.cpu.phase import remark as cpu_remark
 from halfbyte.kernels.prove import Evidence
 from halfbyte.model import checkpoint, load
 from halfbyte.model.config import NAMED
@@ -48,7 +49,7 @@ def explain(
     evidence = gather(spec, chosen, target.name, gates) if prove else []
     limits = target.limits
     values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
-    remarks = notes(spec, selection, target)
+    remarks = notes(spec, selection, target, gates)
     if json:
         answer = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": remarks}
         answer |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source}
@@ -84,10 +85,11 @@ def explain(
         raise typer.Exit(int(any(not e.ok for e in evidence)))
 
 
-def notes(spec: Spec, selection: Selection, target: Arch) -> list[str]:
-    """What whoever has such a GPU should know and the lists do not say."""
+def notes(spec: Spec, selection: Selection, target: Arch, gates: Gates) -> list[str]:
+    """What whoever has such a machine should know and the lists do not say."""
     if target.capability is None:
-        return []
+        said = cpu_remark(gates)
+        return [f"{said}."] if said else []
     remarks = []
     decode, prompts = spec.at("decode").activation, spec.at("prefill").activation
     kernels = {name for names in selection.chosen.values() for name in names}

@@ -132,11 +132,18 @@ def _flag(name: str, flag: str, text: str, panel: str) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
 
 
-def announce(gates: Gates, text: str) -> None:
-    """What will run and what the gates change against `exact`, on stderr."""
+def announce(gates: Gates, text: str, *, cpu: bool = False) -> None:
+    """What will run and what the gates change against `exact`, on stderr; on a CPU, with which kernels."""
     changes = gates.changes()
     listed = ", ".join(f"{k} {v}" for k, v in changes.items())
     err.print(f"[dim]{text}{f' · against exact: {listed}' if listed else ''}[/dim]")
+    if cpu:
+        from halfbyte.kernels.cpu.phase import remark
+
+        with err.status("looking for the CPU kernels"):  # compiled now, where they never were
+            said = remark(gates)
+        if said:
+            err.print(f"[dim]{said}[/dim]")
 
 
 def print_json(value: Any) -> None:
@@ -160,7 +167,7 @@ def open_engine(model: str | None, device: str | None, gates: Gates, **options: 
 
     name = load.resolve_model(model)
     where = load.resolve_device(device)
-    announce(gates, f"{name.label} on {where}")
+    announce(gates, f"{name.label} on {where}", cpu=where.type == "cpu")
     with err.status(f"loading {name.label}"):
         return Engine(model, gates=gates, device=str(where), **options)
 

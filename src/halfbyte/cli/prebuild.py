@@ -21,7 +21,7 @@ def prebuild(
     json: JsonOption = False,
 ) -> None:
     """Compile the CUDA kernels ahead, without a GPU; machines that have the result need no compiler."""
-    from halfbyte.kernels.launch import cache_folder
+    from halfbyte.gates import cache_folder
     from halfbyte.kernels.prebuilt import prebuild as build
     from halfbyte.kernels.prebuilt import programs_of
     from halfbyte.model.config import NAMED

@@ -57,7 +57,7 @@ def profile(
     longest = max(depth + tokens, pp) + 64
     if longest > loaded.config.max_context:
         raise UsageError(f"{longest} tokens are more than this model's context of {loaded.config.max_context}.")
-    announce(gates, f"{name.label} on {where}")
+    announce(gates, f"{name.label} on {where}", cpu=where.type == "cpu")
     with err.status("profiling"):
         profiles = run(loaded, tokens, depth, batch, pp)
     verdicts = decide(profiles[0], differences=[str(d) for d in loaded.plan.differences()])

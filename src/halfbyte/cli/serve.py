@@ -54,7 +54,7 @@ def serve(
     key = gates_.setting("HALFBYTE_API_KEY")
     keys = load_api_keys(api_key_file, [key] if key else [])
     options = replace(options, model=model, gates=gates, device=str(where))
-    announce(gates, f"{resolved.label} on {where}")
+    announce(gates, f"{resolved.label} on {where}", cpu=where.type == "cpu")
     weights = load.weight_bytes(resolved, gates)
     account = check_start(load.config_of(resolved), options, read_memory(where), arch_of(where), weights)
     settings = replace(settings, api_keys=keys, min_available_bytes=account.state.floor(account.reserve))

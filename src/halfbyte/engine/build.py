@@ -15,7 +15,7 @@ from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import SourceInfo
 from halfbyte.engine.runner import HiddenStateObserver, ModelRunner
 from halfbyte.engine.sampling.device import choose_device_sampler
-from halfbyte.engine.sizing import longest_context, memory_account, page_limits, rows_per_step
+from halfbyte.engine.sizing import longest_context, memory_account, page_limits, rows_beside_decode, rows_per_step
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
 from halfbyte.engine.step_buffer import padded_blocks
@@ -59,8 +59,9 @@ def core_for(
     on_host = model.device.type == "cpu"
     engine_config = EngineConfig(
         pages=pages, page_size=options.page_size, window=config.window, vocab=config.vocab, max_context=context,
-        eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows, max_waiting=options.max_waiting,
-        run_ahead=options.run_ahead and not on_host, prefix_cache=options.prefix_cache, host_steps=on_host,
+        eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows, beside_decode=rows_beside_decode(rows, memory),
+        max_waiting=options.max_waiting, run_ahead=options.run_ahead and not on_host,
+        prefix_cache=options.prefix_cache, host_steps=on_host,
     )  # fmt: skip
     runner, sampler = _runner_for(model, options, observer, context, rows)
     core = EngineCore(runner, engine_config, tokenizer, proposer)

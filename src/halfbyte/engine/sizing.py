@@ -13,11 +13,12 @@ from halfbyte.errors import UsageError
 from halfbyte.kv.pages import PagePool
 from halfbyte.memory import GIB, MIB, MemoryAccount, MemoryState
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, page_bytes, spec_of
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, page_bytes
 from halfbyte.plan.phase import Arch
 
 GPU_CONTEXT = 512 * MIB  # the CUDA context and the kernels in it, until they are there and missing from what is free
 LARGE_GPU = 64 * GIB
+CPU_ROWS, CPU_ROWS_BESIDE_DECODE = 256, 64
 SCRATCH = 1  # page 0 is nobody's
 
 
@@ -32,11 +33,18 @@ def longest_context(config: ModelConfig, options: EngineOptions) -> int:
 
 
 def rows_per_step(options: EngineOptions, memory: MemoryState) -> int:
-    """A large GPU is best used by large chunks, and has room for their activations; elsewhere chunks of 2048 keep a
-    step short."""
+    """A large GPU is best used by large chunks, and has room for their activations; on others chunks of 2048 keep a
+    step short. A CPU takes seconds for a few hundred rows of a large model, and gains nothing from more."""
     if options.max_tokens is not None:
         return options.max_tokens
+    if not memory.on_gpu:
+        return CPU_ROWS
     return 8192 if not memory.shared and memory.size > LARGE_GPU else 2048
+
+
+def rows_beside_decode(rows: int, memory: MemoryState) -> int:
+    """Of a step in which others decode, who wait for it."""
+    return min(rows, 2048 if memory.on_gpu else CPU_ROWS_BESIDE_DECODE)
 
 
 def workspace(config: ModelConfig, rows: int) -> int:
@@ -79,7 +87,7 @@ def check_start(
     config: ModelConfig, options: EngineOptions, memory: MemoryState, arch: Arch, weights: int
 ) -> MemoryAccount:
     """Refuse a start that would not fit, before anything is loaded. A speculator's own weights are not counted."""
-    spec = spec_of(config, options.gates, arch, CHECKPOINT_FORMATS, options.page_size)
+    spec, _, _ = choose(config, options.gates, arch, CHECKPOINT_FORMATS, options.page_size)
     account, size = memory_account(config, options, memory, weights=weights), page_bytes(config, spec)
     limits = page_limits(config, options, memory, size)
     account.check((limits.least if options.kv_gib is None else limits.most) * size)

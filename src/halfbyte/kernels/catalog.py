@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from halfbyte.kernels.cpu.phase import PHASES as CPU
 from halfbyte.kernels.cuda.attention.flash import PHASES as FLASH
 from halfbyte.kernels.cuda.batch.fused_phase import PHASES as BATCH_FUSED
 from halfbyte.kernels.cuda.batch.phase import PHASES as BATCH
@@ -17,5 +18,5 @@ from halfbyte.plan.phase import Phase
 
 PHASES: tuple[Phase, ...] = (
     *DECODE, *EMBEDDING, *BATCH, *BATCH_FUSED, *PREFILL, *GROUPED, *GROUPED_FP8, *GROUPED_SYNC, *GROUPED_MX, *FLASH,
-    *TRITON,
+    *TRITON, *CPU,
 )  # fmt: skip

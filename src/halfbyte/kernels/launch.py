@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from halfbyte import gates
 from halfbyte.errors import EngineError, PlanError, UsageError
+from halfbyte.gates import cache_folder
 from halfbyte.plan.launches import KernelImage, Part, launched
 from halfbyte.plan.phase import ARCHES, Arch
 from halfbyte.plan.record import Declared
@@ -96,7 +96,9 @@ def compile_program(program: Program, arch: str, *, cache: Path | None = None) -
     version = nvrtc_version()
     options = _options(program, arch)
     key = hashlib.sha256("\0".join((program.hash(), version, *options)).encode()).hexdigest()[:32]
-    path = (cache or cache_folder()) / f"{program.source.stem}-{arch}-{key}.cubin"  # with every entry of the source
+    path = (
+        cache or cache_folder("cubin")
+    ) / f"{program.source.stem}-{arch}-{key}.cubin"  # with every entry of the source
     try:
         cubin = path.read_bytes()
     except FileNotFoundError:
@@ -168,11 +170,6 @@ def _for_arch(text: bytes, arch: str) -> bytes:
 def _buffer(size: int) -> bytes:
     """Bytes that NVRTC may write into. Python has only one object for each single byte: those must not be lent out."""
     return bytes(max(size, 2))
-
-
-def cache_folder(kind: str = "cubin") -> Path:
-    base = gates.setting("HALFBYTE_CACHE_DIR")
-    return (Path(base).expanduser() if base else Path.home() / ".cache" / "halfbyte") / kind
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 import halfbyte
-from halfbyte.gates import Gates, child_environment
+from halfbyte.gates import Gates, cache_folder, child_environment
 
 SCHEMA = 1
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "tiktoken", "gguf", "llguidance", "cuda-bindings", "vllm")
@@ -79,11 +79,10 @@ def source_hash(room: str = "kernels") -> str:
 
 def kernel_cache() -> dict[str, dict[str, Any]]:
     """What is compiled already, by whose cache: a start with these empty is a cold one."""
-    from halfbyte.kernels.launch import cache_folder
-
     triton = child_environment().get("TRITON_CACHE_DIR")
     folders = {
-        "cuda": (cache_folder(), "*.cubin"),
+        "cuda": (cache_folder("cubin"), "*.cubin"),
+        "cpu": (cache_folder("cpu"), "*.so"),
         "triton": (Path(triton) if triton else Path.home() / ".triton" / "cache", "*.cubin"),
     }
     caches = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,6 +183,24 @@ def assemble(
     return Weights(config=source.config, layers=[LayerWeights(**fields) for fields in inside], **top)
 
 
+def lay_out(weights: Weights, layouts: Mapping[str, str]) -> Weights:
+    """The same weights with their matrices in these layouts; tensors that are there already are shared, not copied."""
+
+    def in_place(owner: Any) -> dict[str, Any]:
+        found = {role: getattr(owner, role) for role in layouts if hasattr(owner, role)}
+        return {role: _in_layout(_plain(m), role, layouts[role]) for role, m in found.items()
+                if getattr(m, "layout", "plain") != layouts[role]}  # fmt: skip
+
+    inside = [replace(layer, **in_place(layer)) for layer in weights.layers]
+    return replace(weights, layers=inside, **in_place(weights))
+
+
+def _plain(m: WeightTensor) -> Matrix:
+    if isinstance(m, DenseTiles):
+        return m.plain()
+    return formats.convert(m, "plain") if isinstance(m, MXTensor) else m
+
+
 def _in_layout(m: Matrix, role: str, layout: str) -> WeightTensor:
     if isinstance(m, MXTensor):
         return formats.convert(m, layout)
@@ -244,10 +263,7 @@ class MemorySource:
         return (format_of(self._get(layer, role)),)
 
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
-        m = self._get(layer, role)
-        if isinstance(m, DenseTiles):
-            return [m.plain()]
-        return [formats.convert(m, "plain") if isinstance(m, MXTensor) else m]
+        return [_plain(self._get(layer, role))]
 
     def nbytes(self, layer: int | None, role: str) -> int:
         return self._get(layer, role).nbytes

@@ -21,16 +21,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import NotEnoughMemoryError, PlanError
 from halfbyte.gates import Gates
+from halfbyte.model.checkpoint import lay_out
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.weights import Weights, format_of
 from halfbyte.ops.attention import store_dtype
 from halfbyte.ops.rope import yarn_frequencies
+from halfbyte.ops.sampling import best_of
 from halfbyte.plan.phase import ARCHES, GROUP, Arch, Binding, Spec
 from halfbyte.plan.plan import Plan, bind
 from halfbyte.plan.record import Selection
@@ -77,8 +80,15 @@ def formats_after(gates: Gates, stored: Mapping[str, str] = CHECKPOINT_FORMATS) 
 
 
 def spec_of(
-    config: ModelConfig, gates: Gates, arch: Arch, formats: Mapping[str, str], page_size: int = PAGE_SIZE
+    config: ModelConfig,
+    gates: Gates,
+    arch: Arch,
+    formats: Mapping[str, str],
+    page_size: int = PAGE_SIZE,
+    *,
+    reference: bool = False,
 ) -> Spec:
+    """`reference`: what `auto` means where the reference runs on a CPU: nothing is rounded."""
     attention = {"window"}
     if config.heads != config.kv_heads:
         attention.add("gqa")
@@ -87,7 +97,8 @@ def spec_of(
     if any((kind == "sliding") != (i % 2 == 0) for i, kind in enumerate(config.layer_kinds)):
         attention.add("uneven_layers")  # kinds that do not alternate, sliding first
     float_name = "bf16" if arch.is_gpu else "f32"
-    activations = {r: float_name if (a := gates.activation_in(r)) == "auto" else a for r in REGIMES}
+    auto_activation, auto_kv = ("bf16", "bf16") if arch.is_gpu else ("f32", "f32") if reference else ("int8", "bf16")
+    activations = {r: auto_activation if (a := gates.activation_in(r)) == "auto" else a for r in REGIMES}
     return Spec(
         layers=config.layers,
         hidden=config.hidden,
@@ -115,7 +126,7 @@ def spec_of(
         dtype=float_name,
         activation=activations["decode"],
         activations={r: a for r, a in activations.items() if a != activations["decode"]},
-        kv_dtype=float_name if gates.kv_dtype == "auto" else gates.kv_dtype,
+        kv_dtype=auto_kv if gates.kv_dtype == "auto" else gates.kv_dtype,
         page_size=page_size,
         tile=gates.tile,
     )
@@ -129,8 +140,12 @@ def choose(
     page_size: int = PAGE_SIZE,
 ) -> tuple[Spec, Chosen, Selection]:
     """Spec, phases and reasons for a model whose weights are found in these formats; needs no GPU and no weights."""
-    spec = spec_of(config, gates, arch, formats_after(gates, formats), page_size)
+    formats = formats_after(gates, formats)
+    spec = spec_of(config, gates, arch, formats, page_size)
     chosen, selection = select(spec, arch, gates)
+    if not arch.is_gpu and any(phase.reference for phases in chosen.values() for phase in phases):
+        spec = spec_of(config, gates, arch, formats, page_size, reference=True)
+        chosen, selection = select(spec, arch, gates)
     return spec, chosen, selection
 
 
@@ -140,7 +155,9 @@ def page_bytes(config: ModelConfig, spec: Spec) -> int:
 
 
 class GptOss:
-    """A model ready to run steps: weights, a plan bound to them, and a KV pool once `allocate_kv` was called."""
+    """A model ready to run steps: weights, a plan bound to them, and a KV pool once `allocate_kv` was called.
+
+    Without a `choice` the plan is chosen here, and weights that it wants in another layout are laid out anew."""
 
     def __init__(
         self,
@@ -157,6 +174,8 @@ class GptOss:
         self.arch = arch_of(self.device)
         stored = weights.formats() | {"embed": format_of(weights.embed)}
         spec, chosen, selection = choice or choose(config, self.gates, self.arch, stored, page_size)
+        if choice is None:  # else they were laid out as the plan says when they were loaded
+            self.weights = weights = lay_out(weights, selection.layouts)
         for role, format in spec.formats.items():
             if stored[role] != format:
                 raise PlanError(f"the plan was made for {role} in {format}, but the weights hold it in {stored[role]}.")
@@ -183,6 +202,7 @@ class GptOss:
             kv_pool=self.kv_pool,
             buffers=self._buffers,
             layer=layer,
+            gates=self.gates,
         )
 
     # ---- KV pool ------------------------------------------------------------------------------
@@ -217,3 +237,11 @@ class GptOss:
     def forward(self, step: Step) -> Tensor:
         """Logits float32 [L, vocab] of the rows asked for."""
         return self.plan.run(step).logits
+
+    def best(self, step: Step) -> tuple[Tensor, Tensor]:
+        """(token of the highest logit, that logit) of the rows asked for; -1 where a logit is NaN. The others are not
+        even written, where a phase can do without."""
+        acts = self.plan.run(replace(step, best_only=True))
+        if acts.has("best"):
+            return acts.best, acts.best_logit
+        return best_of(acts.logits)

@@ -18,6 +18,12 @@ def greedy(logits: Tensor) -> Tensor:
     return best.int().argmax(-1)
 
 
+def best_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, vocab] -> (int32 [rows], the lowest id among the maxima, -1 where a logit is NaN; that logit [rows])."""
+    ids = torch.where(logits.isnan().any(-1), -1, greedy(logits))
+    return ids.int(), logits.amax(-1)
+
+
 def penalise(
     logits: Tensor, counts: Tensor, seen: Tensor, repetition: float, presence: float, frequency: float
 ) -> Tensor:

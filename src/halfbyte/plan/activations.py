@@ -37,6 +37,10 @@ class Activations:
     topk_ids: Tensor  # [rows, top_k]
     topk_weights: Tensor
     logits: Tensor  # float32 [logit rows, vocab]
+    best: Tensor  # int32 [logit rows]: the highest logit's token, -1 where a logit is NaN; instead of logits
+    best_logit: Tensor  # float32 [logit rows]
+    choices: Tensor  # int32 [layers, rows, top_k]: the router's of every layer, from a phase that runs all of them
+    taps: Tensor  # float32 [taps of the step, rows, hidden], from a phase that runs all layers
     # Made once a step, for every layer.
     rope_cos: Tensor  # float32 [rows, head_dim / 2]
     rope_sin: Tensor

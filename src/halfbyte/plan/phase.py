@@ -59,9 +59,13 @@ _H200 = RegimeLimits(
     "activations are 11 % faster, at 2048 rows 2 % slower (docs/LOG.md)",
 )  # fmt: skip
 _CARRIED_OVER = replace(_H200, source="an H200's, carried over: not measured on this architecture")
+_CPU = RegimeLimits(
+    decode=8, batch=64, long=4096,
+    source="names only: on a CPU one call runs a step of any number of rows",
+)  # fmt: skip
 
 ARCHES: dict[str, Arch] = {
-    "cpu": Arch("cpu", limits=_CARRIED_OVER),
+    "cpu": Arch("cpu", limits=_CPU),
     "sm90": Arch("sm90", (9, 0), 232_448, limits=_H200),
     "sm100": Arch("sm100", (10, 0), 232_448, limits=_CARRIED_OVER),
     "sm120": Arch("sm120", (12, 0), 101_376, limits=_CARRIED_OVER),
@@ -122,6 +126,7 @@ class Binding:
     kv_pool: Callable[[], Tensor]  # the pool may be made after the phases are bound
     buffers: dict[str, Tensor] = field(default_factory=dict)  # fixed buffers, shared by name over all phases
     layer: int | None = None
+    gates: Gates = field(default_factory=Gates)
 
 
 Launch = Callable[[Step, Activations], None]
@@ -141,6 +146,7 @@ class Phase(ABC):
     rank: int = 0  # auto prefers the higher
     reference: bool = False  # never taken by auto on a GPU
     tiles: tuple[str, ...] = ("auto",)  # values of --tile that it follows
+    taps: bool = False  # runs all layers in one piece, and leaves what a step's `taps` and `choices` ask for
     category: str = "other"  # of its time in a profile: moe, linear, attention, norm, router, quantise, sample, other
 
     def answers(self, axis: str) -> tuple[str, ...]:

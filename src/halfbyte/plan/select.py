@@ -21,7 +21,7 @@ PROVIDERS = ("halfbyte.plan.reference", "halfbyte.kernels.catalog")
 
 # Gate values that belong to engines we lend kernels to, or to kernels that do not exist for an operation.
 ABSENT = {
-    "cpu": "the CPU kernels are not part of this version; use reference",
+    "cpu": "the CPU kernels run a step in one piece: --moe-kernel, --linear-kernel and --attention take cpu or auto",
     "cutlass": "FlashInfer's CUTLASS kernel runs inside vLLM only (serve --engine vllm)",
     "marlin": "Marlin runs inside vLLM only (serve --engine vllm)",
     "flashinfer": "FlashInfer attention runs inside vLLM only (serve --engine vllm)",

@@ -17,6 +17,8 @@ from halfbyte import formats
 from halfbyte.formats import MXTensor, rows16
 from halfbyte.gates import Gates, PerRegime
 from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS, INSTRUCTION_SETS
+from halfbyte.kernels.cpu.library import Layer, Matrix, Model
+from halfbyte.kernels.cpu.library import Step as RawStep
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.weights import LayerWeights, Weights, format_of
@@ -25,41 +27,6 @@ from halfbyte.plan.step import Step
 SOURCES = Path(__file__).parents[3] / "src" / "halfbyte" / "kernels" / "cpu"
 FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "q8": 3, "mxfp4": 4, "fp8": 5}
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-
-
-class Matrix(ctypes.Structure):
-    _fields_ = [("format", INT), ("reserved", INT), ("rows", LONG), ("cols", LONG), ("data", POINTER)]
-
-
-class Layer(ctypes.Structure):
-    _fields_ = [
-        ("attn_norm", POINTER), ("qkv", Matrix), ("qkv_bias", POINTER), ("sinks", POINTER), ("o", Matrix),
-        ("o_bias", POINTER), ("mlp_norm", POINTER), ("router", POINTER), ("router_bias", POINTER),
-        ("gate_up", Matrix), ("gate_up_bias", POINTER), ("down", Matrix), ("down_bias", POINTER),
-        ("sliding", INT), ("kind_index", INT),
-    ]  # fmt: skip
-
-
-class Model(ctypes.Structure):
-    _fields_ = [
-        *((name, INT) for name in (
-            "abi", "layers", "hidden", "intermediate", "experts", "top_k", "heads", "kv_heads", "head_dim", "vocab",
-            "window", "page_size", "layers_per_page", "kv_format", "embed_format", "int8_activations",
-        )),
-        ("norm_eps", FLOAT), ("swiglu_limit", FLOAT), ("swiglu_alpha", FLOAT), ("rope_inverse", POINTER),
-        ("rope_temperature", FLOAT), ("embed", POINTER), ("layer", ctypes.POINTER(Layer)), ("final_norm", POINTER),
-        ("lm_head", Matrix),
-    ]  # fmt: skip
-
-
-class RawStep(ctypes.Structure):
-    _fields_ = [
-        ("rows", INT), ("sequences", INT), ("logit_count", INT), ("max_kv_len", INT), ("tokens", POINTER),
-        ("positions", POINTER), ("query_start", POINTER), ("kv_lens", POINTER), ("row_sequence", POINTER),
-        ("sliding_table", POINTER), ("full_table", POINTER), ("table_stride", LONG), ("logit_rows", POINTER),
-        ("kv_pool", POINTER), ("pages", LONG), ("logits", POINTER), ("best", POINTER), ("best_logit", POINTER),
-        ("tap_layers", POINTER), ("tap_count", INT), ("taps", POINTER),
-    ]  # fmt: skip
 
 
 def library_sources() -> list[Path]:

@@ -103,7 +103,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     choice = choose(SMALL, g, arch)
     source = checkpoint.MemorySource(synthetic.make(SMALL, 3, layer_formats=g.layer_formats))
     model = GptOss(checkpoint.assemble(source, layouts=choice[2].layouts), g, choice=choice)
-    model.plan.arch = arch
+    model.plan.arch, model.plan.limits = arch, arch.limits
     yield model
     host.gpu.cache_clear()
 

@@ -22,6 +22,7 @@ from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import KernelImage, launched
 from halfbyte.plan.phase import OPERATIONS, Binding, Launch, Phase
 from halfbyte.plan.step import REGIMES, Step
+from tests.reference import REFERENCE
 
 CONFIG = ModelConfig(
     layers=2, hidden=128, intermediate=128, experts=16, top_k=4, heads=8, kv_heads=2, head_dim=32, vocab=512,
@@ -31,7 +32,7 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module")
 def model() -> GptOss:
-    return GptOss(synthetic.make(CONFIG, 0))
+    return GptOss(synthetic.make(CONFIG, 0), REFERENCE)
 
 
 def planted(model: GptOss, *wrong: Phase) -> GptOss:
@@ -74,7 +75,7 @@ def prompt(plan: GptOss, rows: int = 70, seed: int = 0) -> Verdict:
 
 
 def test_the_reference_holds_against_itself() -> None:
-    model = GptOss(synthetic.make(CONFIG.with_(layers=5, layer_kinds=()), 0))
+    model = GptOss(synthetic.make(CONFIG.with_(layers=5, layer_kinds=()), 0), REFERENCE)
     verdicts = list(compare_regimes(model, prompts={70: 2, 161: 1}, batches=(8,), contexts=(40, 130)))
     assert [v.case.partition(",")[0].partition(" (")[0] for v in verdicts] == [
         "prompt of 70 rows", "prompt of 70 rows", "prompt of 161 rows", "batch of 8 at 128", "decode at 40",

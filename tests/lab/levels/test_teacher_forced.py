@@ -10,6 +10,7 @@ from halfbyte.lab.levels.teacher_forced import compare_logits
 from halfbyte.model import synthetic
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss
+from tests.reference import REFERENCE
 
 CONFIG = ModelConfig(
     layers=2, hidden=128, intermediate=128, experts=16, top_k=4, heads=8, kv_heads=2, head_dim=32, vocab=512,
@@ -20,12 +21,12 @@ TOKENS = [(37 * i) % 512 for i in range(80)]
 
 @pytest.fixture(scope="module")
 def model() -> GptOss:
-    return GptOss(synthetic.make(CONFIG, 0))
+    return GptOss(synthetic.make(CONFIG, 0), REFERENCE)
 
 
 @pytest.mark.parametrize("chunks", [[80], [70, 8, 1, 1], [1] * 6])
 def test_the_same_model_holds(model: GptOss, chunks: list[int]) -> None:
-    verdict = compare_logits("test", model, GptOss(model.weights), TOKENS, chunks)
+    verdict = compare_logits("test", model, GptOss(model.weights, REFERENCE), TOKENS, chunks)
     assert verdict.ok, verdict.wrong
     assert verdict.facts == {"clear": 1.0, "same": 1.0}
 
@@ -33,13 +34,13 @@ def test_the_same_model_holds(model: GptOss, chunks: list[int]) -> None:
 def test_one_that_is_off_does_not(model: GptOss) -> None:
     layers = list(model.weights.layers)
     layers[1] = replace(layers[1], mlp_norm=layers[1].mlp_norm * 1.5)
-    wrong = GptOss(replace(model.weights, layers=layers))
+    wrong = GptOss(replace(model.weights, layers=layers), REFERENCE)
     assert not compare_logits("test", wrong, model, TOKENS, [80]).ok
 
 
 def test_one_logit_of_many_is_found(model: GptOss) -> None:
     head = model.weights.lm_head.clone()
     head[300] *= 3
-    wrong = GptOss(replace(model.weights, lm_head=head))
+    wrong = GptOss(replace(model.weights, lm_head=head), REFERENCE)
     verdict = compare_logits("test", wrong, model, TOKENS, [80])
     assert any("worst logit" in w for w in verdict.wrong)

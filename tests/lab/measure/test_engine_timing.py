@@ -110,6 +110,7 @@ def test_a_request_that_ends_early_is_no_figure() -> None:
         time_work(Short(), Work(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("fast_machine")
 def test_the_embedded_model_beside_its_ceilings(model: GptOss) -> None:
     tokenizer = load.tokenizer_of(load.resolve_model(None))
     works = [Work(prompt=32), Work(tokens=6), Work(prompt=32, depth=128, concurrency=2), Work(tokens=6, concurrency=3)]
@@ -153,6 +154,7 @@ def test_experts_are_those_of_the_timed_steps(model: GptOss) -> None:
     assert both == pytest.approx(sum(counts) / len(counts))
 
 
+@pytest.mark.usefixtures("fast_machine")
 def test_what_is_refused(model: GptOss) -> None:
     tokenizer = load.tokenizer_of(load.resolve_model(None))
     (refused,) = measure_engine(model, tokenizer, [Work(tokens=4)], 1, cell=TINY, checks=(Check("logits", False),))

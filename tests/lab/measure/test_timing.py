@@ -18,6 +18,7 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan.activations import Activations
 from halfbyte.roofline import GPUS, Work
+from tests.reference import EXACT_FORM, REFERENCE
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,8 @@ def model() -> GptOss:
     return load.load_model(load.resolve_model(None))
 
 
-def test_experts_are_counted_from_the_routers_choices(model: GptOss) -> None:
+def test_experts_are_counted_from_the_routers_choices() -> None:
+    model = load.load_model(load.resolve_model(None), REFERENCE)
     cache = device_timing.fill(model, 3, 128)
     step = device_timing.decode_step(model, cache, 100, 5)
     found = device_timing.experts_touched(model, step)
@@ -40,6 +42,16 @@ def test_experts_are_counted_from_the_routers_choices(model: GptOss) -> None:
             each.append(len(set(acts.topk_ids.flatten().tolist())))
     assert counted == pytest.approx(sum(each) / len(each))
     assert model.config.top_k <= counted <= 3 * model.config.top_k
+
+
+def test_a_whole_step_tells_its_choices() -> None:
+    """In its exact form they are the reference's; a tie that falls the other way would move the mean by a tenth."""
+    counts = []
+    for gates in (EXACT_FORM, REFERENCE):
+        model = load.load_model(load.resolve_model(None), gates)
+        step = device_timing.decode_step(model, device_timing.fill(model, 3, 128), 100, 5)
+        counts.append(device_timing.experts_touched(model, step))
+    assert counts[0] == (pytest.approx(counts[1][0], abs=0.15), counts[1][1])
 
 
 @pytest.mark.exact
@@ -110,6 +122,8 @@ def test_a_phase_above_its_ceiling_has_no_figure() -> None:
 
 
 def test_the_reference_is_not_the_native_path(model: GptOss) -> None:
+    assert phase_timing.not_native(model) == []
+    model = load.load_model(load.resolve_model("random:small"), REFERENCE)
     found = phase_timing.not_native(model)
     assert "reference.moe is the reference" in found
     assert len(found) == len({b.phase.name for bound in model.plan.bound.values() for b in bound})

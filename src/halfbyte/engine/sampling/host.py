@@ -82,6 +82,15 @@ def sample_on_host(logits: Tensor, batch: Batch) -> StepResult:
     return result
 
 
+def take_best(best: Tensor, logit: Tensor) -> StepResult:
+    """Tokens of rows of which nothing but the highest logit is asked: its token, -1 where a logit is no number."""
+    result = StepResult(best.tolist())
+    for i, (token, value) in enumerate(zip(result.tokens, logit.tolist())):
+        if token < 0 or not math.isfinite(value):
+            result.tokens[i], result.errors[i] = 0, not_numbers(int(logit[i].view(torch.int32)))
+    return result
+
+
 def sample_row_on_host(logits: Tensor, batch: Batch, row: int) -> StepResult:
     """This row alone: `logits` float32 [L, vocab] of the whole batch."""
     return sample_on_host(

@@ -48,6 +48,7 @@ struct hb_step {
     int32_t* best; float* best_logit;               // [logit_count] or null; the lowest id among equals; NaN anywhere: -1
     const int32_t* tap_layers; int32_t tap_count;   // residual stream as it enters these layers; `layers`: leaves the last
     float* taps;                                    // [tap_count, rows, hidden]
+    int32_t* chosen;                                // [layers, rows, top_k], the router's experts, or null
 };
 
 struct hb_pool;       // worker threads

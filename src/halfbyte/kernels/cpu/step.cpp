@@ -158,6 +158,9 @@ void run_step(Instance& in, const hb_step& step) {
             run_attention(in, step, begin, layer);
             run_o(in, layer, rows);
             run_experts(in, layer, rows);
+            if (step.chosen)
+                std::memcpy(step.chosen + (int64_t{n} * step.rows + begin) * m.top_k, in.chosen,
+                            static_cast<size_t>(rows * m.top_k) * 4);
         }
         tap(in, step, m.layers, begin, rows);
         run_head(in, step, begin, rows);

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -115,6 +115,10 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
         return float(model.config.top_k), "one row"
     for regime in REGIMES[REGIMES.index(model.plan.regime(step)) :]:
         bound = model.plan.bound[regime]
+        if bound[0].phase.taps:
+            with uncounted():
+                each = choices_of(model, step)
+            return statistics.fmean(len(torch.unique(layer)) for layer in each), f"router of {regime}"
         if bound[0].phase.covers == OPERATIONS:
             continue
         with uncounted():  # maybe of another regime: no part of what is timed
@@ -122,6 +126,13 @@ def experts_touched(model: GptOss, step: Step) -> tuple[float, str] | None:
         if counts:
             return statistics.fmean(torch.stack(counts).tolist()), f"router of {regime}"
     return None
+
+
+def choices_of(model: GptOss, step: Step) -> Tensor:
+    """[layers, rows, top_k], from a phase that runs all layers and can tell."""
+    acts = Activations()
+    model.plan.bound[model.plan.regime(step)][0].launch(replace(step, choices=True), acts)
+    return acts.choices.long()
 
 
 def _count(model: GptOss, step: Step, bound: Sequence[Bound]) -> list[Tensor]:

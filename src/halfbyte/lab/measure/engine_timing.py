@@ -28,7 +28,7 @@ from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.errors import StepError, UsageError
 from halfbyte.lab.machine import device_roof
-from halfbyte.lab.measure.device_timing import fill, prefill_step
+from halfbyte.lab.measure.device_timing import choices_of, fill, prefill_step
 from halfbyte.lab.result import Ceiling, Cell, Check, Figure, Result, figure, measure_cell
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
@@ -219,6 +219,9 @@ def _choices(model: GptOss, ids: Tensor, steps: int) -> Tensor | None:
         if at == end:
             continue
         step = prefill_step(model, cache, ids[at:end], at)
+        if model.plan.bound[model.plan.regime(step)][0].phase.taps:
+            layers.append(list(choices_of(model, step)))
+            continue
         acts = Activations()
         rows: list[Tensor] = []
         for bound in model.plan.walk(step, acts):

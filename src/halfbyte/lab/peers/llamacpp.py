@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import PeerError, UsageError
-from halfbyte.kernels.launch import cache_folder
+from halfbyte.gates import cache_folder
 from halfbyte.lab import environment
 from halfbyte.lab.child import output_of, run_child
 from halfbyte.lab.machine import cores

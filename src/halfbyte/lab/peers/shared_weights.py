@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels.launch import cache_folder
+from halfbyte.gates import cache_folder
 from halfbyte.lab import receipts
 from halfbyte.model import checkpoint, load, synthetic
 from halfbyte.model.config import NAMED

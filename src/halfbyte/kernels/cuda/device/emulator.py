@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UsageError
-from halfbyte.kernels.launch import Build, Map, Program, cache_folder
+from halfbyte.gates import cache_folder
+from halfbyte.kernels.launch import Build, Map, Program
 from halfbyte.plan.launches import KernelImage, launched
 
 OPTIONS = ("-O1", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing", "-DHB_EMULATE")

@@ -1,0 +1,41 @@
+"""The control groups above this process: where the limits of a container are written, in both versions of cgroups.
+
+Reads the list of groups, not their limits: `memory` and `kernels.cpu.cores` know what the files of a controller mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    folder: Path
+    version: int  # 1 or 2
+
+
+def above(controller: str, own: Path = OWN, root: Path = ROOT) -> Iterator[ControlGroup]:
+    """Every group of a controller (memory, cpu) that this process is in, the innermost first.
+
+    In a container the path of the group may be the host's and not be there; the limit is then at the root of what is
+    mounted, which comes last.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base, version = (root / controllers, 1) if controllers else (root, 2)
+        if version == 1 and not base.is_dir():
+            base = root / controller
+        parts = [p for p in path.split("/") if p and p != ".."]
+        for depth in range(len(parts), -1, -1):
+            yield ControlGroup(base.joinpath(*parts[:depth]), version)

@@ -1,0 +1,204 @@
+"""From the C++ sources beside this file to one shared library per instruction set.
+
+A wheel carries the libraries (`setup.py` calls `build_into`). A source tree has none: the one that a machine needs is
+compiled at first use, or by `python -m halfbyte.kernels.cpu.build`, into the cache folder under the hash of sources,
+flags and compiler, so that a changed source is never answered by an old library. What cannot be built is an
+`Unavailable` that says why; a plan turns it into a refusal. Needs a C++17 compiler, and neither torch nor CMake.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from halfbyte import gates
+from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS, INSTRUCTION_SETS, InstructionSet
+
+SOURCES = Path(__file__).parent
+MANIFEST = "libraries.json"  # beside the libraries of a wheel: what they were made from
+COMPILERS = ("c++", "g++", "clang++")
+TIMEOUT_S = 600
+
+log = logging.getLogger("halfbyte")
+
+
+class Unavailable(Exception):
+    """Why the CPU kernels cannot run here, as a clause."""
+
+
+def library_name(name: str) -> str:
+    return f"libhalfbyte_cpu.{name}.so"
+
+
+def library_file(instructions: InstructionSet) -> Path:
+    """The library of an instruction set: the package's own, or one that is compiled now if it was not before."""
+    path = existing_file(instructions)
+    return _compile_into_cache(instructions) if path is None else path
+
+
+def existing_file(instructions: InstructionSet) -> Path | None:
+    """The same, where nothing has to be compiled for it."""
+    packaged = _packaged(instructions)
+    if packaged is not None:
+        return packaged
+    try:
+        path = _cached(instructions)
+    except Unavailable:
+        return None
+    return path if path.is_file() else None
+
+
+def sets_for(machine: str | None = None) -> tuple[InstructionSet, ...]:
+    """Those that are made for a kind of machine, the best first."""
+    machine = machine or platform.machine()
+    return tuple(s for s in INSTRUCTION_SETS if s.machine in ("", machine))
+
+
+def build_into(folder: Path, machine: str | None = None) -> list[Path]:
+    """Every library of this kind of machine, for a wheel. One that the compiler cannot make is left out, with a line
+    that says so; none at all is an Unavailable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made, failures = [], []
+    for instructions in sets_for(machine):
+        path = folder / library_name(instructions.name)
+        try:
+            compile_library(instructions, path)
+            made.append(path)
+        except Unavailable as e:
+            failures.append(f"{instructions.name}: {e}")
+            log.warning("the CPU kernels are left out for %s", failures[-1])
+    if not made:
+        raise Unavailable("; ".join(failures))
+    digests = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in made}
+    manifest = {"sources": sources_hash(), "compiler": compiler_version(compiler()), "libraries": digests}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return made
+
+
+def sources() -> list[Path]:
+    """What a library is made of: every .cpp here that is not a program of its own."""
+    found = sorted(SOURCES.glob("*.cpp"))
+    return [p for p in found if not re.search(r"^int main\(", p.read_text(encoding="utf-8"), re.MULTILINE)]
+
+
+@functools.cache
+def sources_hash() -> str:
+    digest = hashlib.sha256()
+    for path in (*sources(), *sorted(SOURCES.glob("*.h"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def compiler() -> str:
+    asked = gates.setting("HALFBYTE_CXX")
+    if asked is not None:
+        if shutil.which(asked) is None:
+            raise Unavailable(f"HALFBYTE_CXX names {asked}, which is not a program here")
+        return asked
+    for name in COMPILERS:
+        if shutil.which(name) is not None:
+            return name
+    raise Unavailable("no C++ compiler was found to build it with (install g++ or clang++)")
+
+
+@functools.cache
+def compiler_version(program: str) -> str:
+    try:
+        asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as e:
+        raise Unavailable(f"the compiler {program} does not run ({e})") from None
+    return asked.stdout.splitlines()[0].strip() if asked.stdout.strip() else program
+
+
+def compile_library(instructions: InstructionSet, target: Path) -> None:
+    """All sources with that set's flags, as many at a time as there are cores; `target` appears whole or not at all."""
+    program = compiler()
+    flags = (*COMMON_FLAGS, *instructions.compiler_flags)
+    with tempfile.TemporaryDirectory(prefix="halfbyte-cpu-") as scratch:
+
+        def compile_one(source: Path) -> str:
+            made = str(Path(scratch, f"{source.stem}.o"))
+            _run([program, *flags, "-c", str(source), "-o", made], source.name)
+            return made
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            objects = list(pool.map(compile_one, sources()))
+        linked = Path(scratch, target.name)
+        _run([program, *flags, "-shared", "-pthread", *objects, "-o", str(linked)], "the library")
+        hidden = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(linked, hidden)  # another file system, perhaps
+        os.replace(hidden, target)
+
+
+def _run(command: list[str], what: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as e:
+        raise Unavailable(f"{command[0]} could not compile {what} ({e})") from None
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+        first = (errors or done.stderr.splitlines() or ["no message"])[0].strip()
+        raise Unavailable(f"{compiler_version(command[0])} cannot compile {what}: {first}")
+
+
+def _packaged(instructions: InstructionSet) -> Path | None:
+    """A wheel's library, where it was made from the sources that are here."""
+    try:
+        manifest = json.loads((SOURCES / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    path = SOURCES / library_name(instructions.name)
+    fits = manifest.get("sources") == sources_hash() and path.name in manifest.get("libraries", {})
+    return path if fits and path.is_file() else None
+
+
+def _cached(instructions: InstructionSet) -> Path:
+    """Where in the cache it belongs."""
+    program = compiler()
+    flags = " ".join((*COMMON_FLAGS, *instructions.compiler_flags))
+    key = hashlib.sha256("\0".join((sources_hash(), compiler_version(program), flags)).encode()).hexdigest()[:16]
+    return gates.cache_folder("cpu") / key / library_name(instructions.name)
+
+
+def _compile_into_cache(instructions: InstructionSet) -> Path:
+    path = _cached(instructions)
+    folder = path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ".lock", "w") as lock:  # two processes that start at once compile once
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                log.warning("compiling the CPU kernels for %s (once)", instructions.name)
+                compile_library(instructions, path)
+    except OSError as e:
+        raise Unavailable(f"the cache folder {folder} cannot be written ({e.strerror})") from None
+    return path
+
+
+def main() -> None:
+    """Build what this machine takes, ahead of its first use; `--list` names every set that it has."""
+    from halfbyte.kernels.cpu.library import open_library, usable_sets  # here: setup.py asks no CPU for its flags
+
+    if sys.argv[1:] == ["--list"]:
+        print(*(instructions.name for instructions in usable_sets()))
+        return
+    try:
+        print(open_library("auto").path)
+    except Unavailable as e:
+        print(f"no CPU kernels: {e}; the reference will run instead, far slower.", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

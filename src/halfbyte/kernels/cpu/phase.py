@@ -1,0 +1,202 @@
+"""The whole step on a CPU as one phase: every operation of every layer in one call into C++, for any number of rows.
+
+Activations are rounded to int8 in groups of 32 in front of q8 and mxfp4 matrices, or stay float32 (the exact form); in
+front of other matrices they are float32. Weights lie in the layout rows16 and are never dequantised. Refuses GPUs,
+other activation formats, and machines on which the library cannot be had, with the reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import PlanError
+from halfbyte.formats import DenseTiles, MXTensor
+from halfbyte.gates import Gates
+from halfbyte.kernels.cpu import library as native
+from halfbyte.kernels.cpu.build import Unavailable, existing_file
+from halfbyte.kernels.cpu.cores import threads_for
+from halfbyte.ops.attention import store_dtype
+from halfbyte.plan.activations import Activations
+from halfbyte.plan.launches import KernelImage, launched
+from halfbyte.plan.phase import OPERATIONS, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.record import Declared
+from halfbyte.plan.step import Step
+
+MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
+ACTIVATIONS = ("int8", "f32")
+# KL of the next token against nothing rounded, through these kernels: `python training/costs.py`.
+ROUNDING_COST = "measured on the embedded model together: 84 of 84 replies right as without, KL 3.4e-07 nats a token"
+ROWS = 64  # that memory is made for at first; it doubles when a step has more
+
+
+class CpuStep(Phase):
+    name = "cpu.step"
+    covers = OPERATIONS
+    backends = {"moe": "cpu", "linear": "cpu", "attention": "cpu"}
+    knows = frozenset(
+        {"bias", "yarn", "sinks", "window", "gqa", "clamped_swiglu", "interleaved_gate_up", "uneven_layers"}
+    )
+    rank = 100
+    category = "other"  # all of them at once
+    taps = True
+
+    def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
+        if arch.is_gpu:
+            return "runs on a CPU"
+        if spec.activation not in ACTIVATIONS:
+            return f"multiplies int8 or f32 activations, not {spec.activation}"
+        if spec.kv_dtype not in native.KV_FORMATS:
+            return f"keeps keys and values in {', '.join(native.KV_FORMATS)}, not in {spec.kv_dtype}"
+        for role in MATRICES:
+            if spec.formats[role] not in native.FORMATS:
+                return f"{role} is {spec.formats[role]}, and the layout rows16 holds {', '.join(native.FORMATS)}"
+        try:
+            native.open_library(gates.cpu_instructions)
+        except Unavailable as e:
+            return str(e)
+        return None
+
+    def layouts(self, spec: Spec) -> dict[str, str]:
+        return {"embed": "plain"} | dict.fromkeys(MATRICES, "rows16")
+
+    def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
+        """The libraries that are built, as their files are now."""
+        files = {instructions.name: existing_file(instructions) for instructions in native.usable_sets()}
+        return [
+            Declared(kernel_name(name), frozenset({native.file_hash(path)}))
+            for name, path in files.items()
+            if path is not None
+        ]
+
+    def bind(self, b: Binding) -> Launch:
+        return BoundStep(b).launch
+
+
+def remark(gates: Gates) -> str:
+    """What a person should know of a plan for a CPU, in one clause; empty where the reference was asked for."""
+    if "reference" in (gates.attention, *gates.moe_kernel, *gates.linear_kernel):
+        return ""
+    try:
+        library = native.open_library(gates.cpu_instructions)
+    except Unavailable as e:
+        return f"without the CPU kernels, through the reference, which is far slower: {e}"
+    text = f"CPU kernels with {library.instructions}, threads: {threads_for(gates).count}"
+    rounded = [name for name, value in (("activations int8", gates.activation), ("KV bf16", gates.kv_dtype))
+               if value == "auto"]  # fmt: skip
+    if rounded:
+        text += f"; {' and '.join(rounded)} by default, {ROUNDING_COST} (f32 keeps every bit)"
+    return text
+
+
+def kernel_name(instructions: str) -> str:
+    return f"halfbyte_cpu.{instructions}: hb_run"
+
+
+class BoundStep:
+    """One model in the library: its struct, what the struct points to, and the memory of its steps."""
+
+    def __init__(self, b: Binding) -> None:
+        try:
+            self._library = native.open_library(b.gates.cpu_instructions)
+        except Unavailable as e:
+            raise PlanError(f"the CPU kernels cannot run here: {e}.") from None
+        self._pool = native.pool_of(self._library, threads_for(b.gates))
+        self._image = KernelImage(kernel_name(self._library.instructions), self._library.module)
+        self._keep: list[Tensor] = []
+        self._spec, self._kv_pool, self._kv_dtype = b.spec, b.kv_pool, store_dtype(b.spec.kv_dtype)
+        self._layers = (native.Layer * b.spec.layers)(*(self._layer(b, i) for i in range(b.spec.layers)))
+        self._model = self._make_model(b)
+        self._instance = self._instance_for(ROWS)
+        self._step = native.Step()
+        self._taps: dict[tuple[int, ...], Tensor] = {}
+
+    # ---- the model ----------------------------------------------------------------------------
+
+    def _make_model(self, b: Binding) -> native.Model:
+        s, weights = b.spec, b.weights
+        embed = weights.embed.contiguous()
+        self._keep.append(embed)
+        config = weights.config
+        model = native.Model(
+            abi=native.ABI, layers=s.layers, hidden=s.hidden, intermediate=s.intermediate, experts=s.experts,
+            top_k=s.top_k, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, vocab=s.vocab, window=s.window,
+            page_size=s.page_size, layers_per_page=config.layers_per_page, kv_format=native.KV_FORMATS[s.kv_dtype],
+            embed_format=native.FORMATS[s.formats["embed"]], int8_activations=int(s.activation == "int8"),
+            norm_eps=s.norm_eps, swiglu_limit=s.swiglu_limit, swiglu_alpha=s.swiglu_alpha,
+            rope_inverse=self._floats(b.rope[0]), rope_temperature=b.rope[1], embed=embed.data_ptr(),
+            final_norm=self._floats(weights.final_norm), lm_head=self._matrix(weights.lm_head, "lm_head"),
+        )  # fmt: skip
+        model.layer = ctypes.cast(self._layers, ctypes.POINTER(native.Layer))
+        return model
+
+    def _layer(self, b: Binding, index: int) -> native.Layer:
+        w, config = b.weights.layers[index], b.weights.config
+        sinks = "sinks" in b.spec.features_of(("attention",))
+        return native.Layer(
+            attn_norm=self._floats(w.attn_norm), qkv=self._matrix(w.qkv, "qkv"), qkv_bias=self._floats(w.qkv_bias),
+            sinks=self._floats(w.sinks) if sinks else None, o=self._matrix(w.o, "o"), o_bias=self._floats(w.o_bias),
+            mlp_norm=self._floats(w.mlp_norm), router=self._floats(w.router),
+            router_bias=self._floats(w.router_bias), gate_up=self._matrix(w.gate_up, "gate_up"),
+            gate_up_bias=self._floats(w.gate_up_bias), down=self._matrix(w.down, "down"),
+            down_bias=self._floats(w.down_bias), sliding=int(config.layer_kinds[index] == "sliding"),
+            kind_index=config.kind_index(index),
+        )  # fmt: skip
+
+    def _matrix(self, m: MXTensor | DenseTiles | Tensor, role: str) -> native.Matrix:
+        if isinstance(m, Tensor) or m.layout != "rows16":
+            raise PlanError(f"the CPU kernels need {role} in the layout rows16.")
+        form = self._spec.formats[role]
+        self._keep.append(m.data)
+        assert m.data.is_contiguous()
+        return native.Matrix(format=native.FORMATS[form], rows=m.shape[-2], cols=m.shape[-1], data=m.data.data_ptr())
+
+    def _floats(self, t: Tensor) -> int:
+        t = t.float().contiguous()
+        self._keep.append(t)
+        return t.data_ptr()
+
+    def _instance_for(self, rows: int) -> native.Instance:
+        return native.Instance(self._library, self._model, self._pool, rows)
+
+    # ---- a step -------------------------------------------------------------------------------
+
+    def launch(self, step: Step, acts: Activations) -> None:
+        rows, instance, s = step.rows, self._instance, self._step
+        if rows > instance.most_rows:
+            instance.close()
+            self._instance = instance = self._instance_for(1 << (rows - 1).bit_length())
+        sliding, full, pool = step.block_tables["sliding"], step.block_tables["full"], self._kv_pool()
+        assert pool.dtype == self._kv_dtype
+        assert sliding.stride() == full.stride() and full.stride(1) == 1  # noqa: PT018
+        wanted = step.logit_rows.shape[0]
+        s.rows, s.sequences, s.logit_count, s.max_kv_len = rows, step.sequences, wanted, step.max_kv_len
+        s.tokens, s.positions = step.tokens.data_ptr(), step.positions.data_ptr()
+        s.query_start, s.kv_lens = step.query_start.data_ptr(), step.kv_lens.data_ptr()
+        s.row_sequence, s.logit_rows = step.row_sequence.data_ptr(), step.logit_rows.data_ptr()
+        s.sliding_table, s.full_table, s.table_stride = sliding.data_ptr(), full.data_ptr(), full.stride(0)
+        s.kv_pool, s.pages = pool.data_ptr(), pool.shape[0]
+        s.logits = s.best = s.best_logit = s.taps = s.tap_layers = s.chosen = None
+        s.tap_count = 0
+        if step.best_only:
+            acts.best = torch.empty(wanted, dtype=torch.int32)
+            acts.best_logit = torch.empty(wanted)
+            s.best, s.best_logit = acts.best.data_ptr(), acts.best_logit.data_ptr()
+        else:
+            acts.logits = torch.empty((wanted, self._spec.vocab))
+            s.logits = acts.logits.data_ptr()
+        if step.taps:
+            layers = self._taps.setdefault(step.taps, torch.tensor(step.taps, dtype=torch.int32))
+            acts.taps = torch.empty((len(step.taps), rows, self._spec.hidden))
+            s.tap_layers, s.tap_count, s.taps = layers.data_ptr(), len(step.taps), acts.taps.data_ptr()
+        if step.choices:
+            acts.choices = torch.empty((self._spec.layers, rows, self._spec.top_k), dtype=torch.int32)
+            s.chosen = acts.choices.data_ptr()
+        launched(self._image)
+        instance.run(s)
+
+
+PHASES: tuple[Phase, ...] = (CpuStep(),)
