@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 def make(pages: int = 200, page_size: int = 4, window: int = 8, fault=None, clock=None, **kw) -> EngineCore:
     settings = {"max_seqs": 8, "max_tokens": 32, "max_context": 512, **kw}
     config = EngineConfig(pages=pages, page_size=page_size, window=window, vocab=VOCAB, eos_tokens=(EOS,), **settings)
-    runner = FakeRunner(pages, page_size, window, fault=fault)
+    runner = FakeRunner(pages, page_size, window, fault=fault, on_host=config.host_steps)
     return EngineCore(runner, config, FakeVocabulary(), **({"clock": clock} if clock else {}))
 
 
@@ -586,3 +586,32 @@ def test_numbers_that_kernels_trust_are_looked_at_every_step(field: str, value: 
     out = drain(core)
     assert out["a", 0][-1].finish == "error"
     assert f"a step has the {said}" in (out["a", 0][-1].error or "")
+
+
+def test_on_the_host_no_step_runs_that_nobody_waits_for() -> None:
+    core = make(host_steps=True, run_ahead=False)
+    runner = cast(FakeRunner, core.runner)
+    core.submit(Request([1, 2, 3], GREEDY, id="a"))
+    for _ in range(4):
+        core.step()
+    rows = runner.computed_rows
+    core.cancel("a")
+    assert [d.finish for d in drain(core)["a", 0]] == ["cancelled"]
+    assert runner.computed_rows == rows
+    core.submit(Request([4, 5, 6], GREEDY, id="b"))
+    core.step()  # launched, and not run yet
+    core.close()
+    assert runner.computed_rows == rows
+
+
+def test_on_the_host_batches_are_views_and_give_the_same_tokens() -> None:
+    prompts = [[i + 1, 2 * i + 3, 7] for i in range(9)]
+    answers = []
+    for settings in ({}, {"host_steps": True, "run_ahead": False}):
+        core = make(pages=600, **settings)
+        for i, prompt in enumerate(prompts):  # more than run at once, of other lengths: slots leave and come back
+            params = SamplingParams(temperature=0, max_tokens=10 + 7 * (i % 4), ignore_eos=True)
+            core.submit(Request(prompt, params, id=str(i)))
+        got = drain(core)
+        answers.append({key: tokens_of(deltas) for key, deltas in got.items()})
+    assert answers[0] == answers[1]

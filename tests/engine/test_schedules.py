@@ -122,12 +122,14 @@ def run_schedule(seed: int) -> dict[str, int]:
     max_seqs = rng.choice([1, 3, 8])
     now = [0.0]
     method = rng.choice(["off", "ngram", "suffix", "random"])
+    on_host = rng.random() < 0.3
     core = EngineCore(
-        FakeRunner(pages, page_size, window),
+        FakeRunner(pages, page_size, window, on_host=on_host),
         EngineConfig(
             pages=pages, page_size=page_size, window=window, vocab=VOCAB, max_context=longest, eos_tokens=(EOS,),
-            max_seqs=max_seqs, max_tokens=max(max_seqs, rng.choice([8, 16, 64])), run_ahead=rng.random() < 0.7,
-            prefix_cache=rng.random() < 0.8, beside_decode=rng.choice([4, 2048]),
+            max_seqs=max_seqs, max_tokens=max(max_seqs, rng.choice([8, 16, 64])),
+            run_ahead=not on_host and rng.random() < 0.7, prefix_cache=rng.random() < 0.8,
+            beside_decode=rng.choice([4, 2048]), host_steps=on_host,
         ),
         FakeVocabulary(),
         make_proposer(method, rng),

@@ -1,7 +1,9 @@
 """From a scheduled step to arrays: the ragged batch that a model runs.
 
 Block tables live in two arrays with a row per slot and are changed only where a page came or went; a batch copies the
-rows it needs. Rows whose token is still being sampled by the step before name it by `token_from`.
+rows it needs. Where a step has run before the next is built (`in_place`, on a CPU), a batch of decodes is views of
+memory that stays: what numpy costs counts for a small model. Rows whose token is still being sampled by the step before
+name it by `token_from`.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Batch:
 
 
 class BatchBuilder:
-    def __init__(self, max_seqs: int, max_blocks: int, page_size: int) -> None:
+    def __init__(self, max_seqs: int, max_blocks: int, page_size: int, *, in_place: bool = False) -> None:
         self._full = np.zeros((max_seqs, max_blocks), np.int32)
         self._sliding = np.zeros((max_seqs, max_blocks), np.int32)
         self._counts = [0] * max_seqs  # blocks of each slot that are mirrored
@@ -74,6 +76,9 @@ class BatchBuilder:
         self._owners = [0] * max_seqs  # admission of the sequence in each slot
         self._page = page_size
         self._arange = np.arange(max_seqs + 1, dtype=np.int32)
+        self._in_place = in_place
+        self._rows = np.zeros((3, max_seqs), np.int32)  # tokens, positions, lengths of a batch of decodes
+        self._numbers = self._rows.data
 
     def build(self, step: ScheduledStep, previous: dict[int, int]) -> Batch:
         """`previous`: id of a sequence -> its sampled row in the launch that is still in flight."""
@@ -129,6 +134,9 @@ class BatchBuilder:
         self, step: ScheduledStep, tokens: list[int], froms: list[int] | None, slots: list[int],
         samplers: list[RowSampler], sample_positions: list[int],
     ) -> Batch:  # fmt: skip
+        if self._in_place and step.decode_only:
+            assert froms is None, "every token is known where steps do not overlap"
+            return self._view(step, tokens, slots, samplers, sample_positions)
         n = len(slots)
         starts = np.array(step.starts, np.int32)
         if step.decode_only:
@@ -155,6 +163,26 @@ class BatchBuilder:
             row_sequence=row_sequence, full=self._full[slots, :blocks], sliding=self._sliding[slots, :blocks],
             logit_rows=logit_rows, token_from=None if froms is None else np.array(froms, np.int32),
             max_kv_len=longest, samplers=samplers, sample_positions=sample_positions, slots=slots,
+        )  # fmt: skip
+
+    def _view(
+        self, step: ScheduledStep, tokens: list[int], slots: list[int], samplers: list[RowSampler],
+        sample_positions: list[int],
+    ) -> Batch:  # fmt: skip
+        """A batch of decodes as views of memory that the next one overwrites."""
+        n, numbers, longest = len(slots), self._numbers, 0
+        for i, start in enumerate(step.starts):
+            end = start + 1
+            numbers[0, i], numbers[1, i], numbers[2, i] = tokens[i], start, end
+            if end > longest:
+                longest = end
+        blocks = -(-longest // self._page)
+        first = slots[0]
+        rows = slice(first, first + n) if slots == list(range(first, first + n)) else slots
+        each, arange = self._rows[:, :n], self._arange[:n]
+        return Batch(
+            each[0], each[1], self._arange[: n + 1], each[2], arange, self._full[rows, :blocks],
+            self._sliding[rows, :blocks], arange, None, longest, samplers, sample_positions, slots,
         )  # fmt: skip
 
     def _mirror(self, slot: int, admission: int, full: list[int], sliding: list[int], first: int) -> None:

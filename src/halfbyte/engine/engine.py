@@ -109,7 +109,8 @@ class EngineCore:
         self.pages = PagePool(config.pages, config.page_size, config.window, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(self.pages, config)
         blocks = -(-self.scheduler.longest // config.page_size) + 1
-        self.builder = BatchBuilder(config.max_seqs, blocks, config.page_size)
+        in_place = config.host_steps and not config.run_ahead
+        self.builder = BatchBuilder(config.max_seqs, blocks, config.page_size, in_place=in_place)
         self.grammars = None if vocabulary is None else GrammarWork(vocabulary, config.eos_tokens)
         self.groups: dict[str, Group] = {}
         self._preparing: dict[str, Preparing] = {}  # requests whose grammar is being compiled
@@ -185,7 +186,8 @@ class EngineCore:
                     _constrain(batch, seq, draft, row)
                     row += len(draft) + 1
             seq = None
-            batch.check(self.config)
+            if not self.config.host_steps:  # what computes on the host looks at every number itself
+                batch.check(self.config)
             self.working = True  # a first launch may compile and capture
             return LaunchedStep(step, self.runner.launch(batch), rows)
         except EngineDiedError:
