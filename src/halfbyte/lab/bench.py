@@ -68,7 +68,6 @@ class BenchOptions:
     url: str | None = None
     check: bool = True  # compare regimes first, on a GPU
     require_native: bool = False
-    threads: int = 0  # on a CPU; 0: as many as the machine offers
 
     @property
     def works(self) -> list[Work]:
@@ -95,7 +94,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None, loaded
     measured = receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
     preset = options.preset or preset_of(options.gates)
     cell = Cell("", name.label.removeprefix("random:"), preset, options.gates.changes(), "engine")
-    limit_threads(device, model.weights.nbytes, options.threads)
+    limit_threads(device, model.weights.nbytes)
     with torch.inference_mode():
         results = _measure(model, options, cell, progress)
     if options.served:
@@ -285,17 +284,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--url")
     p.add_argument("--no-check", action="store_true")
     p.add_argument("--require-native", action="store_true")
-    p.add_argument("--threads", type=int, default=0, help="on a CPU; 0 means all cores")
+    p.add_argument("--threads", help="of the CPU kernels; without it all cores")
     p.add_argument("--out", type=Path)
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     a = parser().parse_args(argv)
-    gates = gates_.parse({"activation": a.activation}, preset=a.preset)
+    gates = gates_.parse({"activation": a.activation, "threads": a.threads}, preset=a.preset)
     options = BenchOptions(
         a.model, gates, a.preset, a.device, a.pp, a.tg, a.depth, a.concurrency, a.repeats, a.eager, a.graph, a.phases,
-        a.sustain, a.served, a.url, not a.no_check, a.require_native, a.threads,
+        a.sustain, a.served, a.url, not a.no_check, a.require_native,
     )  # fmt: skip
     try:
         file = run_bench(options, lambda text: print(f"... {text}", file=sys.stderr, flush=True))

@@ -17,12 +17,10 @@ SMALL = 1 << 30  # bytes of weights
 LARGE = 1 << 29  # bytes that no cache holds
 
 
-def limit_threads(device: torch.device, weight_bytes: int, threads: int = 0) -> None:
-    """As asked; else one thread for a small model on a CPU: more cost torch more than they bring, most on a busy
-    machine."""
-    if threads:
-        torch.set_num_threads(threads)
-    elif device.type == "cpu" and weight_bytes < SMALL:
+def limit_threads(device: torch.device, weight_bytes: int) -> None:
+    """One of torch's threads for a small model on a CPU: more cost it more than they bring, and far more on a busy
+    machine. The kernels' own threads are a gate."""
+    if device.type == "cpu" and weight_bytes < SMALL:
         torch.set_num_threads(1)
 
 
