@@ -232,7 +232,7 @@ async def run(server: ServeProcess, seconds: float, count: int, seed: int) -> tu
     descriptors = process.num_fds()
     soak.start = soak.clock.now()
     clients = Clients(server.url, model)
-    begin, end = min(120.0, seconds / 6), seconds * (1 - QUIET)
+    begin, end = min(120.0, seconds / 6), min(seconds * (1 - QUIET), seconds - 90)
     aside = [asyncio.create_task(t) for t in (soak.clock.run(), watch(soak, clients, process))]
     aside.append(asyncio.create_task(strike(soak, process, random.Random(seed + 1), begin, end)))
     await asyncio.gather(*(talk(soak, clients, random.Random(seed + 2 + i), seconds) for i in range(count)))
