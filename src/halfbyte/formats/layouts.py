@@ -170,10 +170,12 @@ def _gguf_unpack(t: MXTensor) -> MXTensor:
     data = torch.empty((flat.shape[0], geometry.group_bytes), dtype=torch.uint8, device=t.device)
     for part in slices(flat.shape[0], 32, t.device):
         elements = flat[part, width:]
-        if t.format == "mxfp4":
-            codes = torch.cat((elements & 15, elements >> 4), -1).view(-1, 16, 2)
-            elements = codes[..., 0] | (codes[..., 1] << 4)
-        data[part] = elements
+        if t.format == "mxfp4":  # two bytes hold elements 2i, 2i + 1 in their low nibbles, 16 more in the high ones
+            pair = elements.clone(memory_format=torch.contiguous_format).view(torch.int16)
+            data[part, :8] = (pair & 15) | ((pair >> 4) & 0xF0)
+            data[part, 8:] = ((pair >> 4) & 15) | ((pair >> 8) & 0xF0)
+        else:
+            data[part] = elements
     scales = _fresh(flat[:, :width]).view(geometry.scale_dtype)
     return replace(
         t,
