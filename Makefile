@@ -17,12 +17,13 @@ CPU_KERNELS = tests/kernels/cpu tests/model/test_gpt_oss.py tests/engine/test_re
 AVX2    = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 SSE     = MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-.PHONY: demo kernels test test-full test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench clean help
+.PHONY: demo kernels test test-full test-hostile test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench clean help
 
 help:
 	@echo "make demo       set up, serve the embedded model, ask it something, print a pp/tg table"
 	@echo "make test       set up, run the tests"
 	@echo "make test-full  the long counts and the real peers (builds llama.cpp: minutes)"
+	@echo "make test-hostile  attacks on the server: what a bystander notices"
 	@echo "make test-instructions  the numeric tests with AVX2 alone, with SSE alone, and every set of the CPU kernels"
 	@echo "make test-cpu-sanitizers  the CPU kernels under AddressSanitizer, UBSan and ThreadSanitizer, on reference cases"
 	@echo "make test-cpu-aarch64     the same cases on the CPU kernels' NEON code, under qemu"
@@ -53,7 +54,11 @@ test-full: $(STAMP) lint test-instructions
 	@echo "==> building llama.cpp's Python package (minutes)"
 	@$(PIP) -e '.[test,peers]'
 	@echo "==> running every test that needs no GPU"
-	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not vllm" tests
+	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not vllm and not hostile" tests
+
+test-hostile: $(STAMP)
+	@echo "==> attacks on the server, with a bystander's latency and memory (alone on the machine, minutes)"
+	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -s -m hostile tests/server/test_hostile_timing.py
 
 test-instructions: $(STAMP)
 	@echo "==> the numeric tests with other instructions"
