@@ -1,7 +1,7 @@
 """What an attack does to a bystander: `make test-hostile`, alone on the machine, for minutes.
 
-`halfbyte serve` with the embedded model is attacked while a bystander asks for `/health` and for short answers. Its
-99th percentile must stay under the larger of three times what it was in quiet and 250 ms, and what the server and its
+`halfbyte serve` with the embedded model is attacked while bystanders ask for `/health` and for short answers. The
+99th percentile of each must stay under the larger of three times what it was in quiet and 250 ms, and what server and
 engine hold in memory must be back within 20 % after a minute. What the attacks are answered is test_hostile.py's.
 """
 
@@ -14,7 +14,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -41,28 +42,37 @@ class Server:
         me = psutil.Process(self.process.pid)
         return sum(p.memory_info().rss for p in [me, *me.children(recursive=True)])
 
-    def ask(self) -> float:
-        """Milliseconds that a health check and a short answer take together, over a connection of their own."""
-        start = time.perf_counter()
+    def health(self) -> None:
+        assert b'"ready"' in self._ask("GET", "/health")
+
+    def chat(self) -> None:
+        assert b'"choices"' in self._ask("POST", "/v1/chat/completions", BODY)
+
+    def _ask(self, method: str, path: str, body: str | None = None) -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            connection.request("GET", "/health")
-            assert connection.getresponse().read() == b'{"status":"ready"}'
-            connection.request("POST", "/v1/chat/completions", BODY, {"content-type": "application/json"})
+            connection.request(method, path, body, {"content-type": "application/json"} if body else {})
             answer = connection.getresponse()
-            assert (answer.status, b'"choices"' in answer.read()) == (200, True)
+            assert answer.status == 200
+            return answer.read()
         finally:
             connection.close()
-        return 1000 * (time.perf_counter() - start)
 
-    def listen(self, seconds: float) -> float:
-        """The 99th percentile of a bystander that asks again and again."""
-        times = []
+    def listen(self, seconds: float) -> list[float]:
+        """The 99th percentiles, in milliseconds, of one who asks for health and one who asks for short answers."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            times.append(self.ask())
-            time.sleep(0.01)
-        return sorted(times)[int(0.99 * (len(times) - 1))]
+
+        def repeat(ask: Callable[[], None]) -> float:
+            times = []
+            while time.monotonic() < end:
+                start = time.perf_counter()
+                ask()
+                times.append(1000 * (time.perf_counter() - start))
+                time.sleep(0.01)
+            return sorted(times)[int(0.99 * (len(times) - 1))]
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(repeat, (self.health, self.chat)))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +80,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("server") / "log")
     try:
         for _ in range(20):
-            server.ask()
+            server.chat()
         yield server
     finally:
         server.process.terminate()
@@ -95,6 +105,7 @@ def test_a_bystander_does_not_notice(server: Server, name: str) -> None:
     while (after := server.memory()) > 1.2 * before and time.monotonic() < deadline:
         time.sleep(1)
     mib = [round(x / 2**20) for x in (before, peak, after)]
-    print(f"\n{name}: {int(out)} times; p99 {quiet:.0f} ms in quiet, {attacked:.0f} ms attacked; memory {mib} MiB")
-    assert attacked <= max(3 * quiet, 250)
+    p99 = ", ".join(f"{was:.0f} -> {now:.0f} ms" for was, now in zip(quiet, attacked))
+    print(f"\n{name}, {int(out)} times: p99 of health and of an answer {p99}; memory {mib} MiB")
+    assert all(now <= max(3 * was, 250) for was, now in zip(quiet, attacked))
     assert after <= 1.2 * before
