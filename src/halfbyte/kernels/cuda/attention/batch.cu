@@ -109,8 +109,8 @@ HB_DEV void visit(Softmax& m, Tokens& a, const Attention& p, const Row& r, const
     top = top > m.top[h] ? top : m.top[h];
     const float fade = exp2_fast(m.top[h] - top);
     m.top[h] = top;
-    w[h] = seen[0] ? exp2_fast(s0 - top) : 0.f;
-    w[h + 2] = seen[1] ? exp2_fast(s1 - top) : 0.f;
+    w[h] = seen[0] ? s0 * 0.f + exp2_fast(s0 - top) : 0.f;  // a score that is infinite either way has no weight
+    w[h + 2] = seen[1] ? s1 * 0.f + exp2_fast(s1 - top) : 0.f;
     m.sum[h] = m.sum[h] * fade + w[h] + w[h + 2];
     HB_UNROLL
     for (int i = 0; i < 4; i++) { m.o[i][h] *= fade; m.o[i][h + 2] *= fade; }

@@ -250,10 +250,9 @@ HB_DEV void multiply(const Product& p, Shared& sh, int warp, int lane) {
 
 // ---- the summing warps ----------------------------------------------------------------------------------------------
 
-HB_DEV float swiglu(const Product& p, float gate, float up) {
-  gate = fminf(gate, p.limit);
-  up = fminf(fmaxf(up, -p.limit), p.limit);
-  return divide((up + 1.f) * gate, 1.f + exp2_fast(gate * (p.alpha * -1.4426950408889634f)));
+HB_DEV float swiglu(const Product& p, float gate_in, float up_in) {
+  const float gate = fminf(gate_in, p.limit), up = fminf(fmaxf(up_in, -p.limit), p.limit);
+  return keep_broken(divide((up + 1.f) * gate, 1.f + exp2_fast(gate * (p.alpha * -1.4426950408889634f))), gate_in, up_in);
 }
 
 // The router's products with 16 values of each column, as the summing warp has them: lane (place, quad) four of a column, which

@@ -53,7 +53,7 @@ HB_DEV float normalise(const Rows& r, int row, int thread, const Four (&x)[quads
   for (int i = 0; i < quads(THREADS); i++)
     HB_UNROLL
     for (int j = 0; j < 4; j++) squares += mine<THREADS>(thread, i) ? x[i].v[j] * x[i].v[j] : 0.f;
-  const float scale = recip_sqrt(sum_of_block<THREADS>(squares, part) / (float)HIDDEN + r.eps);
+  const float scale = norm_scale(sum_of_block<THREADS>(squares, part) / (float)HIDDEN + r.eps);
   HB_UNROLL
   for (int i = 0; i < quads(THREADS); i++) {
     if (!mine<THREADS>(thread, i)) continue;
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS, 1) batch_choose(con
     float logit = 0.f;
     HB_UNROLL
     for (int j = 0; j < TEAMS; j++) logit += table.sum[j][thread];
-    table.key[thread] = orderable(logit * scale + bias);
+    table.key[thread] = broken_highest(logit * scale + bias);  // and so the row's weights are no numbers
   }
   sync_all();
   if (thread >= 32) return;

@@ -177,9 +177,14 @@ HB_PHASE void give_up(u32* failure, u32 where) {
 HB_DEV void wait_for(u64* bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 HB_DEV void wait_for(u32 bar, u32 parity) { while (!bar_try(bar, parity)) wait_a_bit(); }
 
+// A NaN and an infinity stay visible: a clamp, a maximum and a sort drop them, and so does the root of squares that overflowed.
+HB_DEV float keep_broken(float v, float a, float b) { return v + (a * 0.f + b * 0.f); }
+HB_DEV float norm_scale(float v) { const float s = recip_sqrt(v); return s > 0.f ? s : as_float(0x7fffffffu); }
+
 HB_DEV float bf16_low(u32 v) { return as_float(v << 16); }
 HB_DEV float bf16_high(u32 v) { return as_float(v & 0xffff0000u); }
 
 // A float as an integer of the same order, and back.
 HB_DEV u32 orderable(float v) { const u32 b = as_bits(v); return b & 0x80000000u ? ~b : b | 0x80000000u; }
+HB_DEV u32 broken_highest(float v) { return fabsf(v) < as_float(0x7f800000u) ? orderable(v) : 0xffffffffu; }  // back: NaN
 HB_DEV float from_orderable(u32 b) { return as_float(b & 0x80000000u ? b & 0x7fffffffu : ~b); }

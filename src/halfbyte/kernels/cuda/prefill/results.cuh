@@ -83,10 +83,9 @@ template <int MT> HB_DEV_MEMBER void Bias<MT>::take(const Consumer& c) {
 
 // ---- what becomes of 64 rows x N columns in a warpgroup's registers -------------------------------------------------
 
-HB_DEV float swiglu(const Product& p, float gate, float up) {
-  gate = fminf(gate, p.limit);
-  up = fminf(fmaxf(up, -p.limit), p.limit);
-  return (up + 1.f) * gate * reciprocal(1.f + power_of_two(gate * (p.alpha * -1.4426950408889634f)));
+HB_DEV float swiglu(const Product& p, float gate_in, float up_in) {
+  const float gate = fminf(gate_in, p.limit), up = fminf(fmaxf(up_in, -p.limit), p.limit);
+  return keep_broken((up + 1.f) * gate * reciprocal(1.f + power_of_two(gate * (p.alpha * -1.4426950408889634f))), gate_in, up_in);
 }
 
 HB_DEV void sync_group(int group) {

@@ -143,7 +143,7 @@ template <bool SUM> HB_DEV void pack(const Rows& r) {
     HB_UNROLL
     for (int j = 0; j < HELD; j++) add(v[j]);
     for (int u = thread + HELD * ROW_THREADS; u < units; u += ROW_THREADS) { float more[8]; load(u, more); add(more); }
-    length = recip_sqrt(over_block<false>(sum) / (float)r.width + r.eps);
+    length = norm_scale(over_block<false>(sum) / (float)r.width + r.eps);
   }
   auto normalise = [&](int unit, float (&x)[8]) {
     if (!r.norm || unit >= units) return;
