@@ -201,3 +201,27 @@ def test_peak_for_32k_tokens_on_120b_is_at_most_55_percent_of_a_uniform_cache() 
     uniform = 2 * 32768 // 64
     assert pool.stats().peak_used == 546
     assert pool.stats().peak_used / uniform <= 0.55
+
+
+def test_a_sequence_that_is_forgotten_is_found_by_nobody() -> None:
+    """What it shares with others stays theirs; what only it held, and what was kept for it, is named to be cleared."""
+    shadow = Shadow(40, 4, 8)
+    tokens = list(range(30))
+    first = shadow.open(tokens, 30)
+    assert shadow.advance(first, tokens, 17)
+    second = shadow.open([*tokens[:16], 99, 99], 18)
+    assert shadow.advance(first, tokens, 30)
+    shared = set(second.full) & set(first.full)
+    assert shared
+    mine = set(shadow.pool.forget(first))
+    shadow.pool.check()
+    assert mine >= set(first.full) - shared
+    assert not mine & (set(second.full) | set(second.sliding))
+    probe = Tables()
+    shadow.pool.hash_blocks(probe, tokens, 30)
+    assert shadow.pool.match(probe, 29).blocks == 0
+    shadow.pool.release(first)
+    shadow.pool.check()
+    shadow.pool.release(second)
+    shadow.pool.check()
+    assert shadow.pool.stats().used == 0

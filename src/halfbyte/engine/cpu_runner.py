@@ -13,6 +13,7 @@ import torch
 from halfbyte.engine.batch import Batch, Ints
 from halfbyte.engine.runner import HiddenStateObserver, Model, StepResult
 from halfbyte.engine.sampling.host import sample_on_host, take_best
+from halfbyte.model.diagnose import clear_pages, find_broken
 from halfbyte.plan.step import Step
 
 
@@ -20,11 +21,30 @@ class CpuRunner:
     def __init__(self, model: Model, observer: HiddenStateObserver | None = None) -> None:
         self.model, self.observer = model, observer
         self._last: list[int] = []  # sampled by the last step that ran
+        self._launches = 0
+        self._to_clear: list[tuple[int, list[int]]] = []  # behind which launch, pages
 
     def launch(self, batch: Batch) -> LaunchedOnCpu:
-        return LaunchedOnCpu(self, batch)
+        self._launches += 1
+        return LaunchedOnCpu(self, batch, self._launches)
 
-    def run(self, batch: Batch) -> StepResult:
+    def run(self, batch: Batch, number: int) -> StepResult:
+        self._clear_behind(number - 1)
+        result = self._run(batch)
+        self._clear_behind(number)
+        return result
+
+    def find_broken(self, full: list[int], sliding: list[int], length: int) -> str:
+        return find_broken(self.model, full, sliding, length)
+
+    def clear(self, pages: list[int]) -> None:
+        self._to_clear.append((self._launches, pages))
+
+    def _clear_behind(self, number: int) -> None:
+        while self._to_clear and self._to_clear[0][0] <= number:
+            clear_pages(self.model, self._to_clear.pop(0)[1])
+
+    def _run(self, batch: Batch) -> StepResult:
         tokens = batch.tokens
         if batch.token_from is not None:
             sampled = np.asarray([*self._last, 0], np.int32)  # -1 finds the 0, which is not used
@@ -51,13 +71,13 @@ class CpuRunner:
 class LaunchedOnCpu:
     """A step that runs when its result is asked for, once; one that nobody asks for never runs."""
 
-    __slots__ = ("_batch", "_runner")
+    __slots__ = ("_batch", "_number", "_runner")
 
-    def __init__(self, runner: CpuRunner, batch: Batch) -> None:
-        self._runner, self._batch = runner, batch
+    def __init__(self, runner: CpuRunner, batch: Batch, number: int) -> None:
+        self._runner, self._batch, self._number = runner, batch, number
 
     def result(self) -> StepResult:
-        return self._runner.run(self._batch)
+        return self._runner.run(self._batch, self._number)
 
 
 def _step_of(batch: Batch, tokens: Ints) -> Step:

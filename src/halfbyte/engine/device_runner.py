@@ -23,6 +23,7 @@ from halfbyte.engine.sampling.device import DeviceSampler
 from halfbyte.engine.sampling.device_step import DeviceStepSampling, PendingResult
 from halfbyte.engine.step_buffer import StepBuffer, padded_blocks
 from halfbyte.errors import StepError
+from halfbyte.model.diagnose import clear_pages, find_broken
 from halfbyte.plan.step import Step
 
 # What running a step gives: its tokens, its logits, and its hidden states where an observer wants them.
@@ -67,6 +68,16 @@ class DeviceRunner:
 
     def close(self) -> None:
         self.graphs = None
+
+    # ---- a sequence whose logits are no numbers ------------------------------------------------
+
+    def find_broken(self, full: list[int], sliding: list[int], length: int) -> str:
+        with torch.inference_mode():
+            return find_broken(self.model, full, sliding, length)
+
+    def clear(self, pages: list[int]) -> None:
+        with torch.inference_mode():
+            clear_pages(self.model, pages)
 
     # ---- before traffic -----------------------------------------------------------------------
 

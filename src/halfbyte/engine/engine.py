@@ -33,7 +33,8 @@ from halfbyte.engine.request import (
     Request,
     Usage,
 )
-from halfbyte.engine.runner import ModelRunner, StepHandle, StepResult
+from halfbyte.engine.runner import KeepsValues, ModelRunner, StepHandle, StepResult
+from halfbyte.engine.sampling.host import NOT_NUMBERS
 from halfbyte.engine.sampling.row import RowSampler, check_params
 from halfbyte.engine.scheduler import ScheduledStep, Scheduler
 from halfbyte.engine.sequence import Sequence, State
@@ -264,6 +265,8 @@ class EngineCore:
         if error is not None:
             if new:
                 self._emit(seq, new, logprobs, None)
+            if error.startswith(NOT_NUMBERS):
+                error = self._broken(seq, error)
             raise StepError(f"a token could not be sampled: {error}.")
         self._emit(seq, new, logprobs, reason)
 
@@ -503,6 +506,21 @@ class EngineCore:
         if not isinstance(error, HalfbyteError):
             log.error("a request failed", exc_info=error)
         self._emit(seq, [], None, "error", text)
+
+    def _broken(self, seq: Sequence, error: str) -> str:
+        """Its values are no numbers: say where, and leave none of them to others."""
+        if not isinstance(self.runner, KeepsValues):
+            return error
+        tables = seq.tables
+        try:
+            if error == NOT_NUMBERS:  # the kernel could not tell
+                error += " since " + self.runner.find_broken(tables.full, tables.sliding, tables.length)
+            self.runner.clear(self.pages.forget(tables))
+        except EngineDiedError:
+            raise
+        except Exception:
+            log.exception("where a request's values stopped being numbers could not be found out")
+        return error
 
     def _step_failed(self, steps: list[ScheduledStep], error: BaseException) -> None:
         """Undo the step (and the one launched on top of it, first in `steps`) and find out who is to blame."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from halfbyte.engine.batch import Batch, Ints
 from halfbyte.engine.request import Logprob
 from halfbyte.model.config import ModelConfig
+from halfbyte.model.weights import Weights
+from halfbyte.plan.phase import Spec
 from halfbyte.plan.step import Step
 
 
@@ -41,6 +43,19 @@ class ModelRunner(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class KeepsValues(Protocol):
+    """A runner that can look at what its model has stored of a sequence (the engine's own; those of tests need not)."""
+
+    def find_broken(self, full: list[int], sliding: list[int], length: int) -> str:
+        """Where the sequence with these pages met values that are no numbers. Waits for what was launched."""
+        ...
+
+    def clear(self, pages: list[int]) -> None:
+        """Zeros, after all that was launched and before all that will be: a masked slot must hold a number."""
+        ...
+
+
 class Model(Protocol):
     """What is needed of `halfbyte.model.gpt_oss.GptOss`."""
 
@@ -48,6 +63,11 @@ class Model(Protocol):
     def device(self) -> torch.device: ...
     @property
     def config(self) -> ModelConfig: ...
+
+    weights: Weights
+    spec: Spec
+
+    def kv_pool(self) -> Tensor: ...
     def forward(self, step: Step) -> Tensor: ...
     def best(self, step: Step) -> tuple[Tensor, Tensor]: ...
 

@@ -221,6 +221,21 @@ class PagePool:
         tables.attached = False
         del self._attached[id(tables)]
 
+    def forget(self, tables: Tables) -> list[int]:
+        """Nobody finds what this sequence has stored any more. Returns its pages that nobody else holds, and those that
+        were kept for it: what is in them is worth nothing."""
+        pages = [page for page in (*tables.full, *tables.sliding) if page != SCRATCH]
+        kept = [page for h in tables.hashes if (page := self._index[SLIDING].get(h)) is not None and page not in pages]
+        for page in (*pages, *kept):
+            self._forget(page)
+        for page in kept:
+            if self._refs[page] == 0:
+                del self._idle[page]
+                self._free.append(page)
+        tables.hashes.clear()
+        tables.keep.clear()
+        return [page for page in pages if self._refs[page] == 1] + [page for page in kept if self._refs[page] == 0]
+
     # ---- single pages -------------------------------------------------------------------------
 
     def _take(self, kind: int) -> int:

@@ -27,6 +27,7 @@ from halfbyte.plan.broken import broken_place
 
 Row = NDArray[np.float32]
 NO_TOKEN = "bias, minimum length and grammar together allow no token"
+NOT_NUMBERS = "the logits of this row are not numbers"
 CANDIDATES = 512  # likeliest tokens that are sorted before the whole vocabulary is
 SPREAD = 10.0  # below the best logit: what lies further down has less than 1/20,000 of the best one's probability
 
@@ -34,7 +35,7 @@ SPREAD = 10.0  # below the best logit: what lies further down has less than 1/20
 def not_numbers(bits: int) -> str:
     """Why a row has no token; `bits` are those of a logit of it, which may say where it went wrong."""
     place = broken_place(bits)
-    return "the logits of this row are not numbers" + (f" since {place}" if place else "")
+    return NOT_NUMBERS + (f" since {place}" if place else "")
 
 
 def adjust(
