@@ -10,12 +10,14 @@
 #include <limits>
 
 #include "cache.h"
+#include "exponential.h"
 #include "lanes.h"
 #include "vector.h"
 
 namespace halfbyte {
 namespace {
 
+static_assert(KEY_BLOCK == 64, "a block of keys is four vectors");
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 // Sums that fit the registers: query heads at once, and vectors of 16 keys or dimensions for each.
 #if defined(__AVX512F__)
@@ -31,8 +33,14 @@ struct Cache {
     const uint8_t* base;      // the pool, at this layer and kv head
     const int32_t* table;
     int64_t page_size, page_bytes, row_bytes, side_bytes;
-    const uint8_t* key(int64_t position) const {
-        return base + table[position / page_size] * page_bytes + position % page_size * row_bytes;
+    // Of `count` keys from `position` on.
+    void keys(int64_t position, int64_t count, const uint8_t** rows) const {
+        const int32_t* page = table + position / page_size;
+        int64_t slot = position % page_size;
+        for (int64_t k = 0; k < count; ++k) {
+            rows[k] = base + *page * page_bytes + slot * row_bytes;
+            if (++slot == page_size) slot = 0, ++page;
+        }
     }
 };
 
@@ -42,54 +50,65 @@ template <class Cell>
 void load_block(const Cache& cache, int64_t start, int64_t first, int64_t last, int64_t dim, int64_t padded, float* keys,
                 float* values) {
     using native::LANES, native::Vector;
-    for (int64_t lane = first / LANES * LANES; lane < last; lane += LANES) {
-        const uint8_t* rows[LANES];
-        for (int64_t j = 0; j < LANES; ++j) {
-            const int64_t k = lane + j < first ? first : lane + j >= last ? last - 1 : lane + j;
-            rows[j] = cache.key(start + k);
-        }
+    const uint8_t* rows[KEY_BLOCK];
+    cache.keys(start + first, last - first, rows + first);
+    const int64_t begin = first / LANES * LANES, end = up(last, LANES);
+    for (int64_t k = begin; k < first; ++k) rows[k] = rows[first];
+    for (int64_t k = last; k < end; ++k) rows[k] = rows[last - 1];
+    for (int64_t lane = begin; lane < end; lane += LANES) {
+        constexpr int64_t in_word = 4 / Cell::bytes;  // words are turned, then taken apart
         int64_t d = 0;
-        for (; d + LANES <= dim; d += LANES) {
-            Vector square[LANES];
-            for (int j = 0; j < LANES; ++j) square[j] = Cell::lanes(rows[j] + d * Cell::bytes);
-            native::transpose(square);
-            for (int j = 0; j < LANES; ++j) native::store(keys + (d + j) * KEY_BLOCK + lane, square[j]);
+        for (; d + LANES * in_word <= dim; d += LANES * in_word) {
+            Vector words[LANES];
+            unroll<LANES>([&](auto j) HB_LAMBDA { words[j] = native::load<Vector>(rows[lane + j] + d * Cell::bytes); });
+            native::transpose(words);
+            unroll<LANES>([&](auto j) HB_LAMBDA {
+                unroll<in_word>([&](auto i) HB_LAMBDA {
+                    native::store(keys + (d + j * in_word + i) * KEY_BLOCK + lane,
+                                  Cell::part(reinterpret_cast<native::Bits>(words[j]), i));
+                });
+            });
         }
         for (; d < dim; ++d)
-            for (int j = 0; j < LANES; ++j) keys[d * KEY_BLOCK + lane + j] = Cell::one(rows[j] + d * Cell::bytes);
+            for (int j = 0; j < LANES; ++j) keys[d * KEY_BLOCK + lane + j] = Cell::one(rows[lane + j] + d * Cell::bytes);
     }
     for (int64_t k = first; k < last; ++k) {
-        const uint8_t* row = cache.key(start + k) + cache.side_bytes;
+        const uint8_t* row = rows[k] + cache.side_bytes;
         float* to = values + k * padded;
         int64_t d = 0;
-        for (; d + LANES <= dim; d += LANES) native::store(to + d, Cell::lanes(row + d * Cell::bytes));
+        for (; d + 16 <= dim; d += 16) Cell::sixteen(row + d * Cell::bytes, to + d);
         for (; d < dim; ++d) to[d] = Cell::one(row + d * Cell::bytes);
     }
 }
 
 // Scores of R query heads against the vectors of 16 keys that hold [first, last). Each lane adds its products in rising
 // order of the dimension, whatever R is.
-template <int R>
-void score(const float* q, int64_t dim, const float* keys, int64_t first, int64_t last, float scale, float* scores) {
-    constexpr int64_t span = VECTORS * 16;
-    for (int64_t at = first / span * span; at < last; at += span) {
-        Floats sum[R][VECTORS];
-        unroll<R>([&](auto r) HB_LAMBDA { unroll<VECTORS>([&](auto v) HB_LAMBDA { sum[r][v] = splat(0.0f); }); });
-        for (int64_t d = 0; d < dim; ++d) {
-            Floats key[VECTORS];
-            unroll<VECTORS>([&](auto v) HB_LAMBDA { key[v] = load_floats(keys + d * KEY_BLOCK + at + v * 16); });
-            unroll<R>([&](auto r) HB_LAMBDA {
-                const Floats one = splat(q[r * dim + d]);
-                unroll<VECTORS>([&](auto v) HB_LAMBDA { sum[r][v] = fma(one, key[v], sum[r][v]); });
-            });
-        }
+template <int R, int N>
+void score_vectors(const float* q, int64_t dim, const float* keys, float scale, float* scores) {
+    Floats sum[R][N];
+    unroll<R>([&](auto r) HB_LAMBDA { unroll<N>([&](auto v) HB_LAMBDA { sum[r][v] = splat(0.0f); }); });
+    for (int64_t d = 0; d < dim; ++d) {
+        Floats key[N];
+        unroll<N>([&](auto v) HB_LAMBDA { key[v] = load_floats(keys + d * KEY_BLOCK + v * 16); });
         unroll<R>([&](auto r) HB_LAMBDA {
-            unroll<VECTORS>([&](auto v) HB_LAMBDA {
-                const Floats s = mul(sum[r][v], splat(scale));
-                store(scores + r * KEY_BLOCK + at + v * 16, fma(s, splat(0.0f), s));  // an infinite score is none: NaN
-            });
+            const Floats one = splat(q[r * dim + d]);
+            unroll<N>([&](auto v) HB_LAMBDA { sum[r][v] = fma(one, key[v], sum[r][v]); });
         });
     }
+    unroll<R>([&](auto r) HB_LAMBDA {
+        unroll<N>([&](auto v) HB_LAMBDA {
+            const Floats s = mul(sum[r][v], splat(scale));
+            store(scores + r * KEY_BLOCK + v * 16, fma(s, splat(0.0f), s));  // an infinite score is none: NaN
+        });
+    });
+}
+
+template <int R>
+void score(const float* q, int64_t dim, const float* keys, int64_t first, int64_t last, float scale, float* scores) {
+    int64_t at = first / 16 * 16;
+    for (; at + VECTORS * 16 <= up(last, 16); at += VECTORS * 16)
+        score_vectors<R, VECTORS>(q, dim, keys + at, scale, scores + at);
+    for (; at < last; at += 16) score_vectors<R, 1>(q, dim, keys + at, scale, scores + at);
 }
 
 // N vectors of R rows of values [first, last), weighted; joined to the mix so far, which shrinks by `keep`.
@@ -128,25 +147,27 @@ template <int R>
 void attend(const float* q, int64_t dim, int64_t padded, const float* keys, const float* values, int64_t first,
             int64_t last, float scale, float* scores, float* top, float* total, float* out) {
     score<R>(q, dim, keys, first, last, scale, scores);
-    const int64_t begin = first / 16 * 16, end = up(last, 16);
-    float keep[R], now[R];
-    for (int r = 0; r < R; ++r) {
+    // Vectors of keys that nobody sees are nothing, too, so that there are always four and all rows go in step.
+    alignas(64) float shrink[16] = {};
+    float now[R];
+    unroll<R>([&](auto r) HB_LAMBDA {
         float* row = scores + r * KEY_BLOCK;
-        for (int64_t i = begin; i < first; ++i) row[i] = NOTHING;
-        for (int64_t i = last; i < end; ++i) row[i] = NOTHING;
-        const float here = native::highest(row + begin, end - begin);
+        for (int64_t i = 0; i < first; ++i) row[i] = NOTHING;
+        for (int64_t i = last; i < KEY_BLOCK; ++i) row[i] = NOTHING;
+        const float here = native::highest(row, KEY_BLOCK);
         now[r] = here > top[r] ? here : top[r];
-        keep[r] = top[r] - now[r];
-        exp_row(row + begin, end - begin, now[r]);
-    }
-    exp_row(keep, R, 0.0f);
-    for (int r = 0; r < R; ++r) {
-        Floats sums = load_floats(scores + r * KEY_BLOCK + begin);
-        for (int64_t i = begin + 16; i < end; i += 16) sums = add(sums, load_floats(scores + r * KEY_BLOCK + i));
-        total[r] = total[r] * keep[r] + sum(sums);
+        shrink[r] = top[r] - now[r];
         top[r] = now[r];
-    }
-    mix<R>(scores, values, first, last, padded, keep, out);
+    });
+    store(shrink, soft_exponential(load_floats(shrink)));
+    unroll<R>([&](auto r) HB_LAMBDA {
+        float* row = scores + r * KEY_BLOCK;
+        Floats weight[4];
+        unroll<4>([&](auto v) HB_LAMBDA { weight[v] = soft_exponential(sub(load_floats(row + v * 16), splat(now[r]))); });
+        unroll<4>([&](auto v) HB_LAMBDA { store(row + v * 16, weight[v]); });
+        total[r] = total[r] * shrink[r] + sum(add(add(weight[0], weight[1]), add(weight[2], weight[3])));
+    });
+    mix<R>(scores, values, first, last, padded, shrink, out);
 }
 
 struct State { float *top, *sum, *mix; };

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "lanes.h"
+#include "vector.h"
 
 namespace halfbyte {
 
@@ -47,16 +48,18 @@ inline void write_cells(const float* x, int64_t count, int32_t format, uint8_t* 
     }
 }
 
+// How a kind of cell is read: 16 in a row, `part` i of words that hold several, one.
 struct CellF32 {
     static constexpr int64_t bytes = 4;
-    static native::Vector lanes(const uint8_t* p) { return native::load<native::Vector>(p); }
+    static void sixteen(const uint8_t* p, float* to) { std::memcpy(to, p, 64); }
+    static native::Vector part(native::Bits word, int) { return reinterpret_cast<native::Vector>(word); }
     static float one(const uint8_t* p) { float x; std::memcpy(&x, p, 4); return x; }
 };
 struct CellBf16 {
     static constexpr int64_t bytes = 2;
-    static native::Vector lanes(const uint8_t* p) {
-        return reinterpret_cast<native::Vector>(
-            __builtin_convertvector(native::load<native::Halves>(p), native::Bits) << 16);
+    static void sixteen(const uint8_t* p, float* to) { store(to, load_bf16(reinterpret_cast<const uint16_t*>(p))); }
+    static native::Vector part(native::Bits word, int i) {
+        return reinterpret_cast<native::Vector>(i ? word & 0xffff0000u : word << 16);
     }
     static float one(const uint8_t* p) {
         uint16_t h;
@@ -69,13 +72,17 @@ struct CellBf16 {
 };
 struct CellE4m3 {  // exponent and mantissa moved into place make the number 2^-120 times too small, exactly
     static constexpr int64_t bytes = 1;
-    static native::Vector lanes(const uint8_t* p) {
+    static native::Vector of(native::Bits w) {
         using native::Bits, native::Vector;
-        const Bits w = __builtin_convertvector(native::load<native::Bytes>(p), Bits);
         const Bits nan = reinterpret_cast<Bits>((w & 0x7f) == 0x7f) & 0x7fc00000u;
         const Vector number = reinterpret_cast<Vector>((w & 0x80) << 24 | (w & 0x7f) << 20) * 0x1p120f;
         return reinterpret_cast<Vector>(reinterpret_cast<Bits>(number) | nan);
     }
+    static void sixteen(const uint8_t* p, float* to) {
+        for (int i = 0; i < 16; i += native::LANES)
+            native::store(to + i, of(__builtin_convertvector(native::load<native::Bytes>(p + i), native::Bits)));
+    }
+    static native::Vector part(native::Bits word, int i) { return of(word >> static_cast<uint32_t>(8 * i) & 0xff); }
     static float one(const uint8_t* p) {
         const uint32_t w = *p;
         const uint32_t u = (w & 0x7f) == 0x7f ? 0x7fc00000u : (w & 0x80) << 24 | (w & 0x7f) << 20;

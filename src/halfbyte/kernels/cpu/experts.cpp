@@ -2,6 +2,7 @@
 //
 // An item of gate_up is whole groups of 32 swiglu outputs, so it ends with what down reads. An item of down is a few columns
 // for all experts, so it ends with the residual stream: parts are added in the router's order, as ops/moe.py does.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -15,15 +16,12 @@ bool before(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(b)
 
 // The experts of a row, with their shares: a softmax over the chosen.
 void choose(const float* logits, int64_t experts, int64_t top_k, int32_t* chosen, float* shares) {
-    for (int64_t k = 0; k < top_k; ++k) {
-        int32_t best = -1;
-        for (int32_t e = 0; e < experts; ++e) {
-            if (best >= 0 && !before(logits[e], logits[best])) continue;
-            bool taken = false;
-            for (int64_t j = 0; j < k && !taken; ++j) taken = chosen[j] == e;
-            if (!taken) best = e;
-        }
-        chosen[k] = best;
+    int64_t count = 0;
+    for (int32_t e = 0; e < experts; ++e) {
+        if (count == top_k && !before(logits[e], logits[chosen[top_k - 1]])) continue;
+        int64_t at = count < top_k ? count++ : top_k - 1;
+        for (; at > 0 && before(logits[e], logits[chosen[at - 1]]); --at) chosen[at] = chosen[at - 1];
+        chosen[at] = e;
     }
     float total = 0;
     for (int64_t k = 0; k < top_k; ++k) {
@@ -91,7 +89,7 @@ void run_gate_up(Instance& in, const Layer& layer) {
     const hb_model& m = in.model;
     const Matrix& whole = layer.gate_up.matrix;
     constexpr int64_t unit = 2 * GROUP / TILE_ROWS;  // tiles of one group of outputs
-    int64_t tiles = tiles_an_item(in, whole, whole.tiles() * in.active_count, 1, BLOCK_COLUMNS / TILE_ROWS);
+    int64_t tiles = cut(in, whole, whole.tiles() * in.active_count, 1, 1, BLOCK_COLUMNS / TILE_ROWS).tiles;
     tiles = tiles < unit ? unit : tiles / unit * unit;
     const int64_t blocks = parts_of(whole.tiles(), tiles);
     in.pool->run(in.active_count * blocks, [&](int64_t item, int thread) {
@@ -120,24 +118,31 @@ void run_down(Instance& in, const Layer& layer, int64_t rows) {
     const hb_model& m = in.model;
     const Matrix& whole = layer.down.matrix;
     const int64_t hidden = m.hidden, top_k = m.top_k, entries = rows * top_k;
-    // Parts of all entries lie in the thread's own memory until they are added.
-    int64_t most = BLOCK_COLUMNS * (in.chunk < ROW_BLOCK ? in.chunk : ROW_BLOCK) / (entries * TILE_ROWS);
+    // Parts of an item's entries lie in the thread's own memory until they are added.
+    int64_t most = (in.chunk < ROW_BLOCK ? in.chunk : ROW_BLOCK) * BLOCK_COLUMNS / (entries * TILE_ROWS);
+    if (most < PRODUCT_TILES) most = PRODUCT_TILES;
     if (most > BLOCK_COLUMNS / TILE_ROWS) most = BLOCK_COLUMNS / TILE_ROWS;
-    const int64_t tiles = tiles_an_item(in, whole, whole.tiles(), in.active_count, most);
-    in.pool->run(parts_of(whole.tiles(), tiles), [&](int64_t item, int thread) {
-        const int64_t first = item * tiles, last = first + tiles < whole.tiles() ? first + tiles : whole.tiles();
+    const Cut c = cut(in, whole, whole.tiles(), rows, in.active_count, most);
+    in.pool->run(c.items(), [&](int64_t item, int thread) {
+        const int64_t first = item / c.row_blocks * c.tiles;
+        const int64_t last = first + c.tiles < whole.tiles() ? first + c.tiles : whole.tiles();
         const int64_t stride = (last - first) * TILE_ROWS, column = first * TILE_ROWS;
         const int64_t columns = hidden - column < stride ? hidden - column : stride;
+        const int32_t row_begin = static_cast<int32_t>(item % c.row_blocks * c.rows);
+        const int32_t row_end = static_cast<int32_t>(row_begin + c.rows < rows ? row_begin + c.rows : rows);
         float* out = in.workspaces[thread].product;
         for (int64_t a = 0; a < in.active_count; ++a) {
-            const int64_t expert = in.active[a], end = in.expert_start[expert + 1];
+            const int64_t expert = in.active[a];
+            const int32_t *from = in.entry_row + in.expert_start[expert], *to = in.entry_row + in.expert_start[expert + 1];
+            const int64_t begin = std::lower_bound(from, to, row_begin) - in.entry_row;
+            const int64_t end = std::lower_bound(from, to, row_end) - in.entry_row;
             const Matrix matrix = layer.down.of(expert);
-            for (int64_t e = in.expert_start[expert]; e < end; e += ROW_BLOCK) {
+            for (int64_t e = begin; e < end; e += ROW_BLOCK) {
                 const int64_t count = end - e < ROW_BLOCK ? end - e : ROW_BLOCK;
                 product(matrix, first, last, in.hidden.from(e, layer.down.coded), nullptr, count, out + e * stride, stride);
             }
         }
-        for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t row = row_begin; row < row_end; ++row) {
             float total[BLOCK_COLUMNS];
             for (int64_t k = 0; k < top_k; ++k) {
                 const float* y = out + in.entry_of[row * top_k + k] * stride;

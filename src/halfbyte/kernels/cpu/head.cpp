@@ -38,7 +38,7 @@ void run_rows(Instance& in, const hb_step& step, int64_t l, int64_t count) {
     if (step.best)
         for (int64_t t = 0; t < threads; ++t)
             for (int64_t r = 0; r < count; ++r) in.workspaces[t].best[r] = NONE;
-    const int64_t tiles = tiles_an_item(in, head, head.tiles(), 1, BLOCK_COLUMNS / TILE_ROWS);
+    const int64_t tiles = cut(in, head, head.tiles(), 1, 1, BLOCK_COLUMNS / TILE_ROWS).tiles;
     in.pool->run(parts_of(head.tiles(), tiles), [&](int64_t item, int thread) {
         const int64_t first = item * tiles, last = first + tiles < head.tiles() ? first + tiles : head.tiles();
         const int64_t stride = (last - first) * TILE_ROWS, column = first * TILE_ROWS;

@@ -63,7 +63,8 @@ int64_t lay_out(Instance& i, int threads, uint8_t* base) {
     const int64_t block_rows = rows < ROW_BLOCK ? rows : ROW_BLOCK;
     const int64_t unit = i.head_unit * m.head_dim;
     const int64_t columns = unit > BLOCK_COLUMNS ? up(unit, TILE_ROWS) : BLOCK_COLUMNS;
-    const int64_t product = block_rows * columns > entries * TILE_ROWS ? block_rows * columns : entries * TILE_ROWS;
+    const int64_t parts = entries * PRODUCT_TILES * TILE_ROWS;
+    const int64_t product = block_rows * columns > parts ? block_rows * columns : parts;
     for (int t = 0; t < threads; ++t) {
         Workspace unused, &w = base ? i.workspaces[t] : unused;
         l.take(w.product, product);

@@ -19,6 +19,8 @@ constexpr int64_t BLOCK_COLUMNS = 256;     // most columns of one
 constexpr int64_t TILE_QUERIES = 64;       // most query rows (tokens times heads of a group) that share a block of keys
 constexpr int64_t MOST_PARTIALS = 16384;   // query rows of segments that are computed apart
 constexpr int64_t ALONE_BYTES = 16 << 10;  // what the caller does faster than it hands it out
+constexpr int64_t PRODUCT_TILES = 4;    // that a product takes best together
+constexpr int64_t PRODUCT_ROWS = 32;     // so few that unpacking the weights is felt
 constexpr int64_t ITEM_BYTES = 64 << 10;   // of weights, for one item at decode: a few microseconds
 
 constexpr int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }

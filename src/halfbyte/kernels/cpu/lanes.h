@@ -17,7 +17,6 @@ constexpr int LANES = 4;
 
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 template <class V>
@@ -33,22 +32,27 @@ inline void store(void* to, V v) {
 
 // One stage of a transposition: blocks of `S` lanes change places between two rows.
 template <int S, int... I>
-inline void exchange(Vector& a, Vector& b, std::integer_sequence<int, I...>) {
+inline __attribute__((always_inline)) void exchange(Vector& a, Vector& b, std::integer_sequence<int, I...>) {
     const Vector low = __builtin_shufflevector(a, b, ((I & S) ? LANES + I - S : I)...);
     const Vector high = __builtin_shufflevector(a, b, ((I & S) ? LANES + I : I + S)...);
     a = low;
     b = high;
 }
+// Pair number I of a stage: of every 2 * S rows the first S meet the others. All indices are constants, so that the rows
+// stay in registers.
+template <int S, int... I>
+inline __attribute__((always_inline)) void exchange_pairs(Vector* rows, std::integer_sequence<int, I...>) {
+    (exchange<S>(rows[I / S * 2 * S + I % S], rows[I / S * 2 * S + I % S + S], std::make_integer_sequence<int, LANES>{}), ...);
+}
 template <int S>
-inline void exchange_all(Vector* rows) {
+inline __attribute__((always_inline)) void exchange_all(Vector* rows) {
     if constexpr (S < LANES) {
-        for (int i = 0; i < LANES; ++i)
-            if (!(i & S)) exchange<S>(rows[i], rows[i + S], std::make_integer_sequence<int, LANES>{});
+        exchange_pairs<S>(rows, std::make_integer_sequence<int, LANES / 2>{});
         exchange_all<2 * S>(rows);
     }
 }
 // LANES rows of LANES numbers.
-inline void transpose(Vector* rows) { exchange_all<1>(rows); }
+inline __attribute__((always_inline)) void transpose(Vector* rows) { exchange_all<1>(rows); }
 
 // The highest of whole vectors of 16 numbers. NaN may be passed over.
 template <int S, int... I>

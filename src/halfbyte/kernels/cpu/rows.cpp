@@ -2,6 +2,7 @@
 // sums of its own and a fixed tree, so that a result depends on the row alone.
 #include "products.h"
 
+#include "exponential.h"
 #include "vector.h"
 
 namespace halfbyte {
@@ -30,25 +31,6 @@ HB_INLINE uint64_t evens_odds(uint64_t w) {
     w ^= (middle << 8) ^ (middle << 16);
     uint64_t outer = ((w >> 16) ^ (w >> 32)) & 0x000000000000ffffull;       // then the pairs 1 and 2
     return w ^ (outer << 16) ^ (outer << 32);
-}
-
-// exp(x): 2^n times a polynomial on half a unit of n around 0; under 2 ulp, subnormals and infinities included.
-HB_INLINE Floats exponential(Floats x) {
-    Floats clamped = at_least(at_most(x, splat(89.0f)), splat(-104.0f));
-    Floats n = nearest(mul(clamped, splat(1.44269504f)));
-    // ln 2 in two parts, the first short enough that n times it is exact.
-    Floats r = fma(n, splat(-0.693145752f), clamped);
-    r = fma(n, splat(-1.42860677e-6f), r);
-    Floats p = splat(1.9875691500e-4f);
-    p = fma(p, r, splat(1.3981999507e-3f));
-    p = fma(p, r, splat(8.3334519073e-3f));
-    p = fma(p, r, splat(4.1665795894e-2f));
-    p = fma(p, r, splat(1.6666665459e-1f));
-    p = fma(p, r, splat(5.0000001201e-1f));
-    p = add(fma(p, mul(r, r), r), splat(1.0f));
-    // In two steps, because 2^n alone may be too large or too small for a normal number.
-    Ints whole = to_ints(n), first = half(whole);
-    return mul(mul(p, power_of_two(first)), power_of_two(sub(whole, first)));
 }
 
 // The lanes of 64 partial sums: (a0 + a1) + (a2 + a3), then the tree of 16.

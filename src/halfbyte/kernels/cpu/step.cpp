@@ -66,7 +66,8 @@ void run_qkv(Instance& in, const hb_step& step, const Layer& layer, int64_t begi
     const int64_t units = parts_of(heads, in.head_unit), columns = in.head_unit * dim, tiles = columns / TILE_ROWS;
     const Matrix& qkv = layer.qkv.matrix;
     const int32_t* tables = layer.weights->sliding ? step.sliding_table : step.full_table;
-    const int64_t block = units < 4 * int64_t{in.pool->threads()} && rows > 64 ? 64 : ROW_BLOCK;
+    const int64_t wanted = parts_of(4 * int64_t{in.pool->threads()}, units), fair = parts_of(rows, wanted);
+    const int64_t block = fair < PRODUCT_ROWS ? PRODUCT_ROWS : fair < ROW_BLOCK ? fair : ROW_BLOCK;
     const int64_t blocks = parts_of(rows, block);
     in.pool->run(units * blocks, [&](int64_t item, int thread) {
         const int64_t unit = item / blocks, first = item % blocks * block;
@@ -104,14 +105,15 @@ void run_o(Instance& in, const Layer& layer, int64_t rows) {
         for_rows(in, rows, in.attention.k * 4, [&](int64_t r) {
             in.attention.quantize(r, 0, in.attention.k, layer.o.matrix.format);
         });
-    const int64_t tiles = tiles_an_item(in, o, o.tiles(), 1, BLOCK_COLUMNS / TILE_ROWS);
-    in.pool->run(parts_of(o.tiles(), tiles), [&](int64_t item, int thread) {
-        const int64_t first = item * tiles, last = first + tiles < o.tiles() ? first + tiles : o.tiles();
+    const Cut c = cut(in, o, o.tiles(), rows, 1, BLOCK_COLUMNS / TILE_ROWS);
+    in.pool->run(c.items(), [&](int64_t item, int thread) {
+        const int64_t first = item / c.row_blocks * c.tiles, last = first + c.tiles < o.tiles() ? first + c.tiles : o.tiles();
         const int64_t column = first * TILE_ROWS, stride = (last - first) * TILE_ROWS;
         const int64_t columns = hidden - column < stride ? hidden - column : stride;
+        const int64_t row = item % c.row_blocks * c.rows, end = row + c.rows < rows ? row + c.rows : rows;
         float* out = in.workspaces[thread].product;
-        for (int64_t r = 0; r < rows; r += ROW_BLOCK) {
-            const int64_t count = rows - r < ROW_BLOCK ? rows - r : ROW_BLOCK;
+        for (int64_t r = row; r < end; r += ROW_BLOCK) {
+            const int64_t count = end - r < ROW_BLOCK ? end - r : ROW_BLOCK;
             product(o, first, last, in.attention.from(r, layer.o.coded), nullptr, count, out, stride);
             for (int64_t i = 0; i < count; ++i) {
                 add(out + i * stride, layer.weights->o_bias + column, columns);

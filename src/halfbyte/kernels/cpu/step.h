@@ -30,14 +30,27 @@ void for_rows(Instance& in, int64_t rows, int64_t bytes_a_row, F&& f) {
     });
 }
 
-// Tiles of 16 matrix rows that one item takes, of `tiles` in all: enough bytes to be worth taking, few enough that every
-// thread has several. `reads` is how many matrices an item goes through.
-inline int64_t tiles_an_item(const Instance& in, const Matrix& m, int64_t tiles, int64_t reads, int64_t most) {
-    const int64_t fair = tiles / (4 * int64_t{in.pool->threads()});
+// How a product is cut into items: blocks of tiles (16 matrix rows each) and, where those are too few for the threads, of
+// rows. Enough bytes to be worth taking, few enough that every thread has several; whole blocks of PRODUCT_TILES.
+struct Cut {
+    int64_t tiles, tile_blocks, rows, row_blocks;
+    int64_t items() const { return tile_blocks * row_blocks; }
+};
+// `reads`: matrices that an item goes through; `most`: tiles that it has room for.
+inline Cut cut(const Instance& in, const Matrix& m, int64_t tiles, int64_t rows, int64_t reads, int64_t most) {
+    const int64_t wanted = 4 * int64_t{in.pool->threads()};
     int64_t n = ITEM_BYTES / (m.tile_bytes() * reads);
-    if (n > fair) n = fair;
+    if (n > tiles / wanted) n = tiles / wanted;
     if (n > most) n = most;
-    return n < 1 ? 1 : n;
+    if (n > PRODUCT_TILES) n = n / PRODUCT_TILES * PRODUCT_TILES;
+    if (n < PRODUCT_TILES) n = tiles < PRODUCT_TILES * in.pool->threads() && rows < 2 * PRODUCT_ROWS ? 1 : PRODUCT_TILES;
+    Cut c{n, parts_of(tiles, n), rows, 1};
+    if (c.tile_blocks < wanted && rows >= 2 * PRODUCT_ROWS) {
+        const int64_t blocks = parts_of(wanted, c.tile_blocks), room = rows / PRODUCT_ROWS;
+        c.rows = parts_of(rows, blocks < room ? blocks : room);
+        c.row_blocks = parts_of(rows, c.rows);
+    }
+    return c;
 }
 
 }  // namespace halfbyte
