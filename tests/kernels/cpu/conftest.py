@@ -1,4 +1,4 @@
-"""One library for each instruction set of this machine, built once a session."""
+"""The library of each instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import ctypes
 
 import pytest
 
-from tests.kernels.cpu.native import available, build
+from halfbyte.kernels.cpu.library import open_library, usable_sets
 
 
-@pytest.fixture(scope="session", params=available())
-def step_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(tmp_path_factory.mktemp("step") / f"{request.param}.so", request.param)
+@pytest.fixture(scope="session", params=[s.name for s in usable_sets()])
+def step_library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    calls: ctypes.CDLL = open_library(request.param).calls
+    return calls
+
+
+@pytest.fixture(scope="session")
+def step_libraries() -> list[ctypes.CDLL]:
+    """All of them, for tests whose reference takes longer than what is tested."""
+    return [open_library(s.name).calls for s in usable_sets()]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +13,6 @@ from torch import Tensor
 from halfbyte import formats
 from halfbyte.formats import MXTensor, rows16
 from halfbyte.gates import Gates, PerRegime
-from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS, INSTRUCTION_SETS
 from halfbyte.kernels.cpu.library import Layer, Matrix, Model
 from halfbyte.kernels.cpu.library import Step as RawStep
 from halfbyte.model.config import ModelConfig
@@ -24,34 +20,8 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.weights import LayerWeights, Weights, format_of
 from halfbyte.plan.step import Step
 
-SOURCES = Path(__file__).parents[3] / "src" / "halfbyte" / "kernels" / "cpu"
 FORMATS = {"f32": 0, "f16": 1, "bf16": 2, "q8": 3, "mxfp4": 4, "fp8": 5}
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-
-
-def library_sources() -> list[Path]:
-    return sorted(p for p in SOURCES.glob("*.cpp") if p.name != "microbench.cpp")
-
-
-def build(target: Path, name: str, extra: Sequence[str] = ()) -> ctypes.CDLL:
-    chosen = next(s for s in INSTRUCTION_SETS if s.name == name)
-    sources = [str(p) for p in library_sources()]
-    flags = [*COMMON_FLAGS, *chosen.compiler_flags, "-Werror", "-shared", "-pthread", *extra]
-    subprocess.run(["g++", *flags, *sources, "-o", str(target)], check=True)
-    library = ctypes.CDLL(str(target))
-    for function in ("hb_pool_create", "hb_create"):
-        getattr(library, function).restype = POINTER
-    library.hb_scratch_bytes.restype = library.hb_struct_size.restype = LONG
-    for i, struct in enumerate((Matrix, Layer, Model, RawStep)):
-        assert library.hb_struct_size(i) == ctypes.sizeof(struct), struct
-    return library
-
-
-def available() -> list[str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = {f for x in lines if x.lower().startswith(("flags", "features")) for f in x.split(":")[1].split()}
-    return [s.name for s in INSTRUCTION_SETS if s.machine in ("", platform.machine()) and s.cpu_flags <= flags]
 
 
 def aligned(t: Tensor) -> Tensor:

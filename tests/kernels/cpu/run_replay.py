@@ -16,8 +16,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS, INSTRUCTION_SETS, InstructionSet
-from tests.kernels.cpu.native import SOURCES, available, library_sources
+from halfbyte.kernels.cpu.build import SOURCES, sets_for, sources
+from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS
+from halfbyte.kernels.cpu.library import usable_sets
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -28,9 +29,9 @@ LIBRARY_FLAGS = tuple(f for f in COMMON_FLAGS if not f.startswith("-O") and f !=
 def compile_program(
     target: Path, program: str, flags: Sequence[str], *, compiler: str = "g++", whole: bool = True
 ) -> list[str]:
-    sources = library_sources() if whole else [SOURCES / "pool.cpp"]
+    files = sources() if whole else [SOURCES / "pool.cpp"]
     command = [compiler, *LIBRARY_FLAGS, *flags, f"-I{SOURCES}", "-pthread", str(HERE / program)]
-    subprocess.run([*command, *map(str, sources), "-o", str(target)], check=True)
+    subprocess.run([*command, *map(str, files), "-o", str(target)], check=True)
     return [str(target)]
 
 
@@ -40,21 +41,20 @@ def replay(command: Sequence[str], cases: Sequence[Path], threads: Sequence[int]
 
 def sanitizers(folder: Path, cases: Sequence[Path]) -> bool:
     good = True
-    for name in available():
-        flags = (*_set(name).compiler_flags, *CHECKS, "-fsanitize=address,undefined")
-        good &= replay(compile_program(folder / f"replay-{name}", "replay.cpp", flags), cases, (5,))
+    for chosen in usable_sets():
+        flags = (*chosen.compiler_flags, *CHECKS, "-fsanitize=address,undefined")
+        good &= replay(compile_program(folder / f"replay-{chosen.name}", "replay.cpp", flags), cases, (5,))
     stress = compile_program(folder / "stress", "pool_stress.cpp", (*CHECKS, "-fsanitize=thread"), whole=False)
     for seed, threads in enumerate((2, 3, 8)):
         good &= subprocess.run([*stress, str(threads), "2000", str(seed)]).returncode == 0
-    flags = (*_set("portable").compiler_flags, *CHECKS, "-O2", "-fsanitize=thread")
+    flags = (*usable_sets()[0].compiler_flags, *CHECKS, "-O2", "-fsanitize=thread")
     few = [c for c in cases if c.name.startswith(("plain", "long"))]
     return good & replay(compile_program(folder / "replay-thread", "replay.cpp", flags), few, (4,))
 
 
 def aarch64(folder: Path, cases: Sequence[Path]) -> bool:
-    sets = [s for s in INSTRUCTION_SETS if s.machine in ("", "aarch64")]
     good = True
-    for chosen in sets:
+    for chosen in sets_for("aarch64"):
         flags = (*chosen.compiler_flags, "-O2", "-static")
         program = compile_program(
             folder / f"replay-{chosen.name}", "replay.cpp", flags, compiler="aarch64-linux-gnu-g++"
@@ -65,14 +65,10 @@ def aarch64(folder: Path, cases: Sequence[Path]) -> bool:
 
 def plain(folder: Path, cases: Sequence[Path]) -> bool:
     good = True
-    for name in available():
-        program = compile_program(folder / f"replay-{name}", "replay.cpp", (*_set(name).compiler_flags, "-O3"))
+    for chosen in usable_sets():
+        program = compile_program(folder / f"replay-{chosen.name}", "replay.cpp", (*chosen.compiler_flags, "-O3"))
         good &= replay(program, cases, (2, 5))
     return good
-
-
-def _set(name: str) -> InstructionSet:
-    return next(s for s in INSTRUCTION_SETS if s.name == name)
 
 
 NEEDS = {"sanitizers": ("g++",), "aarch64": ("aarch64-linux-gnu-g++", "qemu-aarch64"), "plain": ("g++",)}
