@@ -27,7 +27,7 @@ from halfbyte.model import synthetic
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.load import load_model, resolve_model, tokenizer_of
 
-HANG_SECONDS = 60
+HANG_SECONDS = 300  # of the clock on the wall, and a busy machine may stop us for a while
 CONFIG = ModelConfig(
     layers=2, hidden=64, intermediate=32, experts=4, top_k=2, heads=4, kv_heads=2, head_dim=16, vocab=300, window=12,
     max_context=256, yarn=Yarn(8.0, 32), eos_tokens=(1,), pad_token=0, name="hostile",

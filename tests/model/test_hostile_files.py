@@ -394,10 +394,16 @@ def test_the_command_says_one_sentence(
 
 
 def test_whatever_a_reader_raises_is_one_sentence(tmp_path: Path) -> None:
-    class Panic(BaseException):
+    class PanicException(BaseException):
         pass
 
-    for error in (KeyError("a\nb"), RecursionError("deep"), MemoryError(), Panic("thread panicked"), OSError(5, "I/O")):
+    for error in (
+        KeyError("a\nb"),
+        RecursionError("deep"),
+        MemoryError(),
+        PanicException("thread panicked"),
+        OSError(5, "I/O"),
+    ):
         with pytest.raises(CheckpointError) as caught, plain_file.refusing(tmp_path / "model"):
             raise error
         assert problem_of(caught.value) is None

@@ -74,6 +74,11 @@ def one_line(e: BaseException, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
+def is_failure(e: BaseException) -> bool:
+    """An Exception, or a panic of native code, which is none. What ends a program or a wait is not."""
+    return isinstance(e, Exception) or type(e).__name__ == "PanicException"
+
+
 @contextmanager
 def refusing(path: Path | str) -> Iterator[None]:
     """Whatever reading a model's headers raises is about its files, not about us: one sentence that names the file.
@@ -82,13 +87,15 @@ def refusing(path: Path | str) -> Iterator[None]:
     """
     try:
         yield
-    except (HalfbyteError, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except HalfbyteError:
         raise
     except OSError as e:
         raise CheckpointError(f"{e.filename or path} cannot be read ({e.strerror or one_line(e)}).") from e
     except MemoryError as e:
         raise CheckpointError(f"{path} asks for more memory than there is; fetch it again.") from e
-    except BaseException as e:  # panics of native code are no Exception
+    except BaseException as e:
+        if not is_failure(e):
+            raise
         log.debug("%s cannot be read", path, exc_info=True)
         problem = f"{type(e).__name__}: {one_line(e)}"
         raise CheckpointError(f"{path} is damaged or of another kind ({problem}); fetch it again.") from e

@@ -22,8 +22,14 @@ from halfbyte.errors import CheckpointError
 from halfbyte.model.config_json import MAX_BYTES
 from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, GGUFVocab, read_gguf_vocab
 from halfbyte.model.json_records import read_json
-from halfbyte.model.plain_file import one_line, refusing, shown
-from halfbyte.model.tokenizer_json import TokenizerJson, check_tokenizer_json, for_package, read_tokenizer_json
+from halfbyte.model.plain_file import is_failure, one_line, refusing, shown
+from halfbyte.model.tokenizer_json import (
+    TokenizerJson,
+    check_merges,
+    check_tokenizer_json,
+    for_package,
+    read_tokenizer_json,
+)
 
 # How o200k cuts text before merging; the alternatives are tried in this order.
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -269,12 +275,15 @@ def _from_json(raw: TokenizerJson, where: str) -> Tokenizer:
     import tokenizers
 
     added = raw.added_tokens
+    check_merges(raw, where)
     try:
         text = for_package(raw)
         plain = tokenizers.Tokenizer.from_str(text)
         plain.encode_special_tokens = True  # "encode their text", not "encode them as special"
         with_special = tokenizers.Tokenizer.from_str(text)
-    except Exception as e:  # the tokenizers package raises bare Exception
+    except BaseException as e:  # the tokenizers package raises bare Exception, and panics
+        if not is_failure(e):
+            raise
         raise CheckpointError(f"{where} is not a usable tokenizer.json ({one_line(e)}).") from None
     names = {token.id for token in added}
     table = [t.encode() if id in names else _unspell(t, where) for id, t in enumerate(raw.tokens())]

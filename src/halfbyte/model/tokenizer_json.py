@@ -91,6 +91,18 @@ def _check_patterns(text: str, where: str) -> None:
         raise CheckpointError(f"{where} repeats its pattern more than {MAX_REPEATS} times; fetch it again.")
 
 
+def check_merges(tokenizer: TokenizerJson, where: str) -> None:
+    """Both parts and what they become are in the vocabulary; the tokenizers package panics over one that is not."""
+    vocab = tokenizer.model.vocab
+    for merge in tokenizer.model.merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+            raise CheckpointError(f"{where}: the merge {shown(str(merge))} is not a pair of tokens; fetch it again.")
+        for token in (*parts, "".join(parts)):
+            if token not in vocab:
+                raise CheckpointError(f"{where} merges {shown(token)}, which its vocabulary has not; fetch it again.")
+
+
 def for_package(tokenizer: TokenizerJson) -> str:
     """For the tokenizers package: text that looks like a control token is no control token, and nothing is cut off."""
     added = [
