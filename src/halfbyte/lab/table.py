@@ -36,6 +36,7 @@ KERNEL: dict[str, Any] = {"kind": "decode", "figure": "speed", "path": "cuda.dec
 FORMATS = ("mxfp4", "q8", "checkpoint")
 BENCH = "halfbyte bench random:120b --preset fast"
 SERVED = f"{BENCH} --pp 2048 --tg 128 --depth 2048 --concurrency 1,8 --served"
+SERVING = "python -m halfbyte.lab.measure.serving random:120b --preset fast"
 ROWS = (
     Row("decode @ 2k through the engine, every layer MXFP4", f"{BENCH} --tg 128 --depth 2048", "decode", "speed",
         shape={"tg": 128, "depth": 2048, "concurrency": 1}, **ENGINE),
@@ -50,6 +51,13 @@ ROWS = (
         path="http / engine", model="120b", shape={"depth": 2048}, over="concurrency", values=(1, 8)),
     Row("over HTTP, of the engine's own: pp2048 @ 2k, 1 / 8 streams", SERVED, "served prompt", "ratio",
         path="http / engine", model="120b", shape={"depth": 2048}, over="concurrency", values=(1, 8)),
+    Row("closed loop over HTTP, 1100 in, 256 out, total at 1 / 8 / 32 / 64 streams", f"{SERVING} --streams 1,8,32,64",
+        "serving", "speed", path="http", model="random:120b", preset="fast", shape={"pp": 1100, "tg": 256},
+        over="concurrency", values=(1, 8, 32, 64)),
+    Row("longest gap between tokens in the first minute of mixed traffic after ready", f"{SERVING} --first-minute 60",
+        "first minute", "gap_longest", path="http", model="random:120b", preset="fast"),
+    Row("from nothing to ready, random weights, warm-up included", f"{SERVING} --first-minute 60", "first minute",
+        "ready", path="http", model="random:120b", preset="fast"),
     Row("decode step alone @ 2k, 120b: MXFP4 / q8 / checkpoint", "python -m bench.kernels.decode", model="120b",
         shape={"rows": 1, "context": 2048}, over="formats", values=FORMATS, **KERNEL),
     Row("decode step alone @ 32k, 120b", "python -m bench.kernels.decode", model="120b",
