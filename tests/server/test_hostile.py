@@ -6,6 +6,7 @@ test_hostile_timing.py, which `make test-hostile` runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -92,6 +93,27 @@ def test_a_head_without_end_is_refused_before_the_key_is_asked_for(serve: Serve,
             pass
         assert sent < 16 << 20, "it was read without bound"
     assert httpx.get(f"{live.url}/health").status_code == 200
+
+
+def test_a_body_without_end_is_not_read_after_its_refusal(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("x"))), settings(max_body_bytes=1 << 20))
+    with connect(live) as sock:
+        lines = ("POST /v1/chat/completions HTTP/1.1", "Host: 127.0.0.1", "Transfer-Encoding: chunked", "", "")
+        sock.sendall("\r\n".join(lines).encode())
+        sent = 0
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            while sent < 64 << 20:
+                sock.sendall(b"10000\r\n" + b" " * 65536 + b"\r\n")
+                sent += 65536
+        assert sent < 32 << 20, "it was read without bound"
+    wait_until(lambda: live.doorkeeper.count == 0)
+    # One that sends a little more than was wanted gets its answer, and may go on.
+    with connect(live) as sock:
+        body = b"x" * 200_000
+        sock.sendall(head("/nowhere", length=len(body)) + body)
+        assert status_of(sock.recv(1 << 16)) == 404
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        assert b"200 OK" in read_all(sock)
 
 
 def test_many_headers_are_431(live: Live) -> None:

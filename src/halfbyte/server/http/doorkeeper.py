@@ -29,6 +29,8 @@ HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 HEALTH_CONNECTIONS = 32  # beyond the limit, for health checks alone
 HEALTH_SECONDS = 2.0  # how long such a connection may take to ask
 OTHER_FILES = 96  # descriptors for the engine's socket, logs, the listener: connections never take them
+# What is read of a body after its request was answered: a client that is still sending should see the answer first.
+_UNWANTED_BYTES, _UNWANTED_SECONDS = 1024 * 1024, 5.0
 _SWEEP_SECONDS = 1.0
 _MOST_ADDRESSES = 4096  # whose home is remembered
 
@@ -159,6 +161,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._idle = False  # between two requests
         self._head_since = math.inf  # a head is being waited for since then
         self._body_since = math.inf  # a body is being received since then
+        self._unwanted_since = math.inf  # a body is still coming though its request was answered
+        self._unwanted_bytes = 0
         self._last_data = 0.0
         self._stalled_since = math.inf  # the client reads nothing since then
 
@@ -186,6 +190,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._head_since = now
         if self._head_since != math.inf:
             self._head_bytes += len(data)
+        if self._unwanted_since != math.inf:
+            self._unwanted_bytes += len(data)
+            if self._unwanted_bytes > _UNWANTED_BYTES:
+                self._refused = True
+                self.transport.abort()
+                return
         super().data_received(data)
         if self._head_since != math.inf and self._head_bytes > self.doorkeeper.settings.max_head_bytes:
             self._refuse_head()
@@ -219,12 +229,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._body_since = math.inf
+        if self._unwanted_since != math.inf:
+            self._unwanted_since, self._unwanted_bytes = math.inf, 0
+            self._idle = not self.pipeline
         if not self._refused:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._body_since == math.inf and self._head_since == math.inf and not self.pipeline:
+        if self._body_since != math.inf:
+            self._unwanted_since = self.loop.time()
+        elif self._head_since == math.inf and not self.pipeline:
             self._idle = True
 
     def pause_writing(self) -> None:
@@ -253,6 +268,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             if self._stalled_since == math.inf:
                 self._stalled_since = now  # what is left to send must be read in time, too
+            return
+        if now - self._unwanted_since > _UNWANTED_SECONDS:
+            self.transport.close()
             return
         answering = self.cycle is not None and not self.cycle.response_complete
         if answering:
