@@ -124,12 +124,13 @@ def test_many_headers_are_431(live: Live) -> None:
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
 
 
-def test_what_is_no_http_has_a_shape(live: Live) -> None:
+def test_what_is_no_http_has_a_shape(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     with connect(live) as sock:
         sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         answer = read_all(sock)
     assert status_of(answer) == 400
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+    assert not caplog.records, "a line for each would cost more than the request"
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST / HT", b"\r\n", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n\r\n"])

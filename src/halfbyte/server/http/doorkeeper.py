@@ -24,6 +24,9 @@ from halfbyte.server.http.errors import ApiError
 from halfbyte.server.settings import ServerSettings
 
 log = logging.getLogger("halfbyte.server")
+# uvicorn warns of every request that is no HTTP; a line on a terminal costs more than reading such a request.
+_failures = logging.getLogger("halfbyte.server.failures")
+_failures.setLevel(logging.ERROR)
 
 HEALTH_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 HEALTH_CONNECTIONS = 32  # beyond the limit, for health checks alone
@@ -153,6 +156,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def __init__(self, doorkeeper: Doorkeeper, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logger = _failures
         self.doorkeeper = doorkeeper
         self.home = ""
         self.health_only = False

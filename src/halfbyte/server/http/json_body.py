@@ -15,14 +15,14 @@ from pydantic import BaseModel, ValidationError
 from halfbyte.server.http.admission import Admission
 from halfbyte.server.http.errors import ApiError, from_validation
 from halfbyte.server.http.workroom import SMALL, Workroom
-from halfbyte.server.settings import MiB
+from halfbyte.server.settings import KiB
 
 _decoder = msgspec.json.Decoder()
 
 # Far more than any prompt that fits a context has, counted in texts too because that is quick. Each of them costs much
 # more memory and time than its byte.
-MOST_PARTS = {b"[{": 100_000, b":": 200_000, b",": 1_000_000}
-_MOST_REPAIRED = 4 * MiB  # of a body with half a surrogate pair
+MOST_PARTS = {b"[{": 100_000, b":": 100_000, b",": 1_000_000}
+_MOST_REPAIRED = 512 * KiB  # of a body with half a surrogate pair: it is parsed twice and written once
 
 
 class StrictJsonRequest(Request):
