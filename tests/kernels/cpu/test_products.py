@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -341,3 +342,30 @@ def test_swiglu(library: ctypes.CDLL, gen: torch.Generator) -> None:
         x[0, 0] = -float("inf")  # -inf times 0
         library.entry_swiglu(pointer(x), *call)
         assert out[0].isnan()
+
+
+CHECK = [str(SOURCES / "products.cpp"), str(SOURCES / "rows.cpp"), str(Path(__file__).parent / "products_check.cpp")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", available())
+def test_without_python_under_sanitizers(name: str, tmp_path: Path) -> None:
+    chosen = next(s for s in INSTRUCTION_SETS if s.name == name)
+    flags = [*COMMON_FLAGS, *chosen.compiler_flags, f"-I{SOURCES}", "-fsanitize=address,undefined", "-O1", "-g"]
+    program = str(tmp_path / "check")
+    subprocess.run(["g++", *flags, "-fno-sanitize-recover=all", *CHECK, "-o", program], check=True)
+    assert subprocess.run([program], check=True, capture_output=True, text=True).stdout == f"{name}: ok\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [s.name for s in INSTRUCTION_SETS if s.machine in ("aarch64", "")])
+def test_on_an_emulated_arm(name: str, tmp_path: Path) -> None:
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if not compiler or not emulator:
+        pytest.skip("needs Debian's g++-aarch64-linux-gnu and qemu-user")
+    chosen = next(s for s in INSTRUCTION_SETS if s.name == name)
+    program = str(tmp_path / "check")
+    flags = [*COMMON_FLAGS, *chosen.compiler_flags, "-Werror", "-static", f"-I{SOURCES}"]
+    subprocess.run([compiler, *flags, *CHECK, "-o", program], check=True)
+    ran = subprocess.run([emulator, "-cpu", "max", program], check=True, capture_output=True, text=True)
+    assert ran.stdout == f"{name}: ok\n"

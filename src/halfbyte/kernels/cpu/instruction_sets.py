@@ -29,5 +29,7 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     InstructionSet("avx512", "x86_64", ("-march=x86-64-v4", "-mavx512vnni", *_QUIET), _AVX512),
     InstructionSet("avx-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
     InstructionSet("avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),
+    InstructionSet("neon-i8mm", "aarch64", ("-march=armv8.2-a+dotprod+i8mm",), frozenset({"asimddp", "i8mm"})),
+    InstructionSet("neon", "aarch64", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),
     InstructionSet("portable", "", (), frozenset()),
 )
