@@ -17,22 +17,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from halfbyte.kernels.cpu.build import SOURCES, sets_for, sources
-from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS
+from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS, InstructionSet
 from halfbyte.kernels.cpu.library import usable_sets
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 CHECKS = ("-g", "-O1", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+# References to what are registers: checking each takes compilers minutes and finds nothing.
+FEWER = ("-fno-sanitize=null,alignment,object-size",)
+EMULATOR = ("qemu-aarch64", "-cpu", "max")
 LIBRARY_FLAGS = tuple(f for f in COMMON_FLAGS if not f.startswith("-O") and f != "-fPIC")
 
 
 def compile_program(
-    target: Path, program: str, flags: Sequence[str], *, compiler: str = "g++", whole: bool = True
+    target: Path, program: str, flags: Sequence[str], *, compiler: str = "g++", parts: Sequence[str] = ()
 ) -> list[str]:
-    files = sources() if whole else [SOURCES / "pool.cpp"]
+    files = [SOURCES / part for part in parts] or sources()
     command = [compiler, *LIBRARY_FLAGS, *flags, f"-I{SOURCES}", "-pthread", str(HERE / program)]
     subprocess.run([*command, *map(str, files), "-o", str(target)], check=True)
     return [str(target)]
+
+
+def products(
+    folder: Path, chosen: InstructionSet, flags: Sequence[str], *, compiler: str = "g++", emulator: Sequence[str] = ()
+) -> bool:
+    """Products alone, against plain loops."""
+    parts = ("products.cpp", "rows.cpp")
+    target = folder / f"products-{chosen.name}"
+    program = compile_program(target, "products_check.cpp", flags, compiler=compiler, parts=parts)
+    return subprocess.run([*emulator, *program]).returncode == 0
 
 
 def replay(command: Sequence[str], cases: Sequence[Path], threads: Sequence[int]) -> bool:
@@ -42,9 +55,10 @@ def replay(command: Sequence[str], cases: Sequence[Path], threads: Sequence[int]
 def sanitizers(folder: Path, cases: Sequence[Path]) -> bool:
     good = True
     for chosen in usable_sets():
-        flags = (*chosen.compiler_flags, *CHECKS, "-fsanitize=address,undefined")
+        flags = (*chosen.compiler_flags, *CHECKS, "-fsanitize=address,undefined", *FEWER)
+        good &= products(folder, chosen, flags)
         good &= replay(compile_program(folder / f"replay-{chosen.name}", "replay.cpp", flags), cases, (5,))
-    stress = compile_program(folder / "stress", "pool_stress.cpp", (*CHECKS, "-fsanitize=thread"), whole=False)
+    stress = compile_program(folder / "stress", "pool_stress.cpp", (*CHECKS, "-fsanitize=thread"), parts=("pool.cpp",))
     for seed, threads in enumerate((2, 3, 8)):
         good &= subprocess.run([*stress, str(threads), "2000", str(seed)]).returncode == 0
     flags = (*usable_sets()[0].compiler_flags, *CHECKS, "-O2", "-fsanitize=thread")
@@ -59,7 +73,8 @@ def aarch64(folder: Path, cases: Sequence[Path]) -> bool:
         program = compile_program(
             folder / f"replay-{chosen.name}", "replay.cpp", flags, compiler="aarch64-linux-gnu-g++"
         )
-        good &= replay(["qemu-aarch64", "-cpu", "max", *program], cases, (2,))
+        good &= replay([*EMULATOR, *program], cases, (2,))
+        good &= products(folder, chosen, flags, compiler="aarch64-linux-gnu-g++", emulator=EMULATOR)
     return good
 
 
@@ -68,6 +83,7 @@ def plain(folder: Path, cases: Sequence[Path]) -> bool:
     for chosen in usable_sets():
         program = compile_program(folder / f"replay-{chosen.name}", "replay.cpp", (*chosen.compiler_flags, "-O3"))
         good &= replay(program, cases, (2, 5))
+        good &= products(folder, chosen, (*chosen.compiler_flags, "-O3"))
     return good
 
 

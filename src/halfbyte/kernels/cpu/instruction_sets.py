@@ -27,6 +27,13 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "a
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     InstructionSet("avx512", "x86_64", ("-march=x86-64-v4", "-mavx512vnni", *_QUIET), _AVX512),
+    # Below avx512, so that it is taken by name only: no machine has run it yet.
+    InstructionSet(
+        "avx512-amx",
+        "x86_64",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-int8", *_QUIET),
+        _AVX512 | {"amx_tile", "amx_int8"},
+    ),
     InstructionSet("avx-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
     InstructionSet("avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),
     InstructionSet("neon-i8mm", "aarch64", ("-march=armv8.2-a+dotprod+i8mm",), frozenset({"asimddp", "i8mm"})),

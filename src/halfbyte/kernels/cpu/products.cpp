@@ -7,6 +7,9 @@
 #include "products.h"
 
 #include "vector.h"
+#ifdef __AMX_INT8__
+#include "amx.h"
+#endif
 
 namespace halfbyte {
 
@@ -204,17 +207,40 @@ struct Call {
     int64_t count, out_stride;
 };
 
+#ifdef __AMX_INT8__
+template <int T>
+void blocks_by_amx(const Call& c, const Chunk<T>& chunk, int64_t begin, int64_t end, float* out) {
+    alignas(64) amx::Scratch<CHUNK> scratch;
+    for (int64_t first = 0; first < c.count; first += amx::ROWS) {
+        const int64_t rows = c.count - first < amx::ROWS ? c.count - first : amx::ROWS;
+        auto row = [&](int64_t i) { return c.a.coded + (c.token_rows ? c.token_rows[first + i] : first + i) * c.a.groups; };
+        auto target = [&](int64_t i) { return out + (first + i) * c.out_stride; };
+        amx::chunk_rows<CHUNK, T>(reinterpret_cast<const uint8_t*>(chunk.words), chunk.scales, begin, end, rows, row, target,
+                                  scratch);
+    }
+}
+#endif
+
 // `blocks` blocks of T tiles, so many that a chunk of each is read before the next chunk.
 template <Format F, int T>
 void quantised_tiles(const Call& c, const uint8_t* tile, int64_t blocks, float* out) {
     const int64_t groups = c.m.groups(), tile_bytes = c.m.tile_bytes();
     const int64_t row_blocks = (c.count + BLOCK_ROWS - 1) / BLOCK_ROWS;
     alignas(64) Chunk<T> chunk;
+#ifdef __AMX_INT8__
+    const amx::Registers registers;
+#endif
     for (int64_t begin = 0; begin < groups; begin += CHUNK) {
         const int64_t end = begin + CHUNK < groups ? begin + CHUNK : groups;
         for (int64_t i = 0; i < blocks; i++) {
             const uint8_t* first = tile + i * T * tile_bytes;
             unpack_chunk<F, T>(first, tile_bytes, groups, begin, end, chunk);
+#ifdef __AMX_INT8__
+            if (amx::allowed()) {
+                blocks_by_amx(c, chunk, begin, end, out + i * T * TILE_ROWS);
+                continue;
+            }
+#endif
             int64_t row_block = 0;
             in_blocks<BLOCK_ROWS>(c.a, c.token_rows, c.count, out + i * T * TILE_ROWS, c.out_stride, [&](const auto& b) {
                 Ahead ahead{first + CHUNK * Group<F>::code_bytes, tile_bytes, static_cast<int>(row_block * T / row_blocks),
@@ -293,17 +319,22 @@ void dense_for_one_row(const uint8_t* tile, int64_t tile_bytes, int64_t cols, co
     }
 }
 
+// A group of T tiles as float32 [32][T][16], for all rows. One function for all formats: compilers take long over it.
+template <int T>
+void dense_group(const Call& c, const float* dense, int64_t group, int64_t length, float* out) {
+    in_blocks<DENSE_ROWS>(c.a, c.token_rows, c.count, out, c.out_stride, [&](const auto& b) {
+        auto weight = [&](int64_t k, int64_t t) HB_LAMBDA { return load_floats(dense + (k * T + t) * 16); };
+        meet_dense<T>(weight, b, group, length);
+    });
+}
+
 template <Format F, int T>
 void dense_tiles(const Call& c, const uint8_t* tile, float* out) {
     const int64_t groups = c.m.groups(), tile_bytes = c.m.tile_bytes();
     alignas(64) float dense[GROUP * T * 16];
     for (int64_t g = 0; g < groups; g++) {
-        const int64_t length = c.m.cols - g * GROUP < GROUP ? c.m.cols - g * GROUP : GROUP;
         for (int t = 0; t < T; t++) to_dense<F, T>(tile + t * tile_bytes, groups, g, dense + t * 16);
-        in_blocks<DENSE_ROWS>(c.a, c.token_rows, c.count, out, c.out_stride, [&](const auto& b) {
-            auto weight = [&](int64_t k, int64_t t) HB_LAMBDA { return load_floats(dense + (k * T + t) * 16); };
-            meet_dense<T>(weight, b, g, length);
-        });
+        dense_group<T>(c, dense, g, c.m.cols - g * GROUP < GROUP ? c.m.cols - g * GROUP : GROUP, out);
     }
 }
 
@@ -371,6 +402,11 @@ void product(const Matrix& m, int64_t tile_begin, int64_t tile_end, const Rows& 
         for (int64_t i = 0; i < count; i++) out[i * out_stride + r] = 0.0f;
 }
 
-const char* instruction_set() { return INSTRUCTION_SET; }
+const char* instruction_set() {
+#ifdef __AMX_INT8__
+    if (amx::allowed()) return "avx512-amx";
+#endif
+    return INSTRUCTION_SET;
+}
 
 }  // namespace halfbyte
