@@ -35,6 +35,14 @@ def test_sources_of_triton_and_grouped_phases() -> None:
     assert "kernels/cuda/decode/step.cu" not in grouped
 
 
+def test_sources_of_the_cpu_step() -> None:
+    """Every C++ file beside it, because the library is built from all of them."""
+    hashes = receipts.measured(["cpu.step"])
+    names = ("phase.py", "library.py", "instruction_sets.py", "step.cpp", "products.cpp", "halfbyte_cpu.h")
+    assert {f"kernels/cpu/{name}" for name in names} <= set(hashes)
+    assert not any("cuda" in name for name in hashes)
+
+
 def test_a_changed_file_makes_it_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "kernels" / "x.cu"
     source.parent.mkdir()

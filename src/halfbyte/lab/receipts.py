@@ -63,7 +63,7 @@ def _python(path: Path, text: str, rooms: tuple[str, ...]) -> Iterator[Path]:
             names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if node.value.endswith(_NATIVE):
-                yield path.parent / node.value
+                yield from path.parent.glob(node.value) if "*" in node.value else (path.parent / node.value,)
             names = [node.value]  # a module that is imported by name
         for name in names:
             parts = name.split(".")
