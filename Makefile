@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py
 # The CPU kernels of this machine, into the cache; made again when a source of theirs has changed. Without a compiler
 # everything runs through the reference, and this says so.
 kernels: $(STAMP)
-	@$(BIN)/python -m halfbyte.kernels.cpu.build
+	@$(BIN)/python -m halfbyte.kernels.cpu
 
 demo: $(STAMP) kernels
 	@$(BIN)/halfbyte demo
@@ -64,7 +64,7 @@ test-instructions: $(STAMP)
 	@echo "==> the numeric tests with other instructions"
 	@env $(AVX2) OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
 	@env $(SSE) OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not slow and not gpu" $(NUMERIC)
-	@for set in $$($(BIN)/python -m halfbyte.kernels.cpu.build --list); do \
+	@for set in $$($(BIN)/python -m halfbyte.kernels.cpu --list); do \
 	  echo "==> the CPU kernels with $$set"; \
 	  HALFBYTE_CPU_INSTRUCTIONS=$$set OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) -m "not gpu" $(CPU_KERNELS) || exit 1; \
 	done

@@ -59,6 +59,13 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
         raise PlanError(
             f"--tile {spec.tile} would have no effect on {arch.name}: {moe} cuts no such tiles; leave it out."
         )
+    if gates.cpu_instructions != "auto" and not any(_for_cpu(p) for phases_of in chosen.values() for p in phases_of):
+        ours = [p.name for p in candidates if _for_cpu(p)]
+        why = dict.fromkeys(f"{r.phase}: {r.reason}" for r in refusals if r.phase in ours)
+        raise PlanError(
+            f"--cpu-instructions {gates.cpu_instructions} would have no effect on {arch.name} ({'; '.join(why)}); "
+            f"leave it out."
+        )
     layouts: dict[str, str] = {}
     for regime, phases_of in chosen.items():
         for phase in phases_of:
@@ -75,6 +82,10 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
         formats=dict(spec.formats),
         refusals=tuple(refusals),
     )
+
+
+def _for_cpu(phase: Phase) -> bool:
+    return any("cpu" in phase.answers(axis) for axis in phase.backends)
 
 
 def _refusal(phase: Phase, spec: Spec, arch: Arch, gates: Gates, regime: Regime) -> str | None:

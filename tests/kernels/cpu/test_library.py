@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,10 @@ from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose
 from halfbyte.plan.phase import ARCHES
 
-WIDE = InstructionSet("wide", "", ("-DWIDE",), frozenset({"wide512", "wide256"}))
-NARROW = InstructionSet("narrow", "", (), frozenset({"wide256"}))
-PLAIN = InstructionSet("plain", "", (), frozenset())
-ELSEWHERE = InstructionSet("elsewhere", "vax", (), frozenset())
+WIDE = InstructionSet("avx512", "", ("-DWIDE",), frozenset({"wide512", "wide256"}))
+NARROW = InstructionSet("avx2", "", (), frozenset({"wide256"}))
+PLAIN = InstructionSet("portable", "", (), frozenset())
+ELSEWHERE = InstructionSet("neon", "vax", (), frozenset())
 
 
 @pytest.fixture
@@ -53,14 +54,14 @@ def test_flags_are_read_as_linux_writes_them(tmp_path: Path) -> None:
 
 def test_the_best_that_the_cpu_has_comes_first(sets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"wide512", "wide256", "x"}))
-    assert names(library.usable_sets()) == ["wide", "narrow", "plain"]
+    assert names(library.usable_sets()) == ["avx512", "avx2", "portable"]
     monkeypatch.setattr(library, "cpu_flags", lambda: frozenset({"wide256"}))
-    assert names(library.usable_sets()) == ["narrow", "plain"]
-    assert names(library.usable_sets("plain")) == ["plain"]
-    with pytest.raises(build.Unavailable, match="--cpu-instructions wide needs wide512, which this CPU has not"):
-        library.usable_sets("wide")
-    with pytest.raises(build.Unavailable, match="elsewhere is not for this machine"):
-        library.usable_sets("elsewhere")
+    assert names(library.usable_sets()) == ["avx2", "portable"]
+    assert names(library.usable_sets("portable")) == ["portable"]
+    with pytest.raises(build.Unavailable, match="--cpu-instructions avx512 needs wide512, which this CPU has not"):
+        library.usable_sets("avx512")
+    with pytest.raises(build.Unavailable, match="neon is not for this machine"):
+        library.usable_sets("neon")
 
 
 def test_a_set_that_cannot_be_built_leaves_the_next(sets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,20 +74,31 @@ def test_a_set_that_cannot_be_built_leaves_the_next(sets, monkeypatch: pytest.Mo
         return Path("there")
 
     monkeypatch.setattr(library, "library_file", made)
-    assert library.open_library("auto") == ("plain", Path("there"))
-    with pytest.raises(build.Unavailable, match="oldcc knows no wide"):
-        library.open_library("wide")
+    assert library.open_library("auto") == ("portable", Path("there"))
+    with pytest.raises(build.Unavailable, match="oldcc knows no avx512"):
+        library.open_library("avx512")
 
 
-def test_asking_for_a_set_that_this_machine_has_not_is_one_sentence() -> None:
-    other = next(s.name for s in INSTRUCTION_SETS if s.machine and s not in build.sets_for()) if any(
-        s.machine and s not in build.sets_for() for s in INSTRUCTION_SETS) else "neon"  # fmt: skip
-    _, _, selection = choose(NAMED["small"], Gates(cpu_instructions=other), ARCHES["cpu"])
-    reasons = {r.reason for r in selection.refusals if r.phase == "cpu.step"}
-    assert len(reasons) == 1
-    assert f"--cpu-instructions {other} is not for this machine" in reasons.pop()
-    with pytest.raises(PlanError, match="is not for this machine"):
-        choose(NAMED["small"], Gates(cpu_instructions=other, attention="cpu"), ARCHES["cpu"])
+def test_asking_for_a_set_that_cannot_run_is_an_error_and_never_the_reference(sets, monkeypatch) -> None:
+    monkeypatch.setattr(library, "cpu_flags", frozenset)
+    for gates in (Gates(cpu_instructions="avx512"), Gates(cpu_instructions="avx512", attention="cpu")):
+        with pytest.raises(PlanError, match="--cpu-instructions avx512 needs wide256, wide512, which this CPU has not"):
+            choose(NAMED["small"], gates, ARCHES["cpu"])
+    with pytest.raises(PlanError, match=r"would have no effect on cpu \(cpu\.step: --attention asks for reference\)"):
+        choose(NAMED["small"], Gates(cpu_instructions="portable", attention="reference"), ARCHES["cpu"])
+    with pytest.raises(PlanError, match=r"would have no effect on sm90 \(cpu\.step: runs on a CPU\)"):
+        choose(NAMED["small"], Gates(cpu_instructions="portable"), ARCHES["sm90"])
+
+
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch, tmp_path: Path, capsys) -> None:
+    """What `make` runs first must not end it."""
+    monkeypatch.setenv("HALFBYTE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HALFBYTE_CXX", "no-such-compiler")
+    monkeypatch.setattr("sys.argv", ["halfbyte.kernels.cpu"])
+    library._library_or_reason.cache_clear()
+    runpy.run_module("halfbyte.kernels.cpu", run_name="__main__")
+    library._library_or_reason.cache_clear()
+    assert "no CPU kernels: HALFBYTE_CXX names no-such-compiler" in capsys.readouterr().err
 
 
 def test_a_library_of_another_shape_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +123,7 @@ def test_a_library_of_another_shape_is_not_used(monkeypatch: pytest.MonkeyPatch)
 def test_a_wheels_library_is_used_while_its_sources_are_these(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setattr(build, "sources_hash", lambda: "now")
-    path = tmp_path / build.library_name("plain")
+    path = tmp_path / build.library_name("portable")
     path.write_bytes(b"\x7fELF")
 
     def manifest(sources: str, *files: str) -> None:
@@ -137,7 +149,7 @@ def test_every_change_of_source_flag_or_compiler_is_another_library(monkeypatch:
     monkeypatch.setattr(build, "sources_hash", lambda: "b")
     paths.append(build._cached(PLAIN))
     assert len(set(paths)) == 4
-    assert {p.name for p in paths} == {"libhalfbyte_cpu.plain.so"}
+    assert {p.name for p in paths} == {"libhalfbyte_cpu.portable.so"}
 
 
 def test_programs_are_no_part_of_the_library() -> None:

@@ -1,7 +1,7 @@
 """From the C++ sources beside this file to one shared library per instruction set.
 
 A wheel carries the libraries (`setup.py` calls `build_into`). A source tree has none: the one that a machine needs is
-compiled at first use, or by `python -m halfbyte.kernels.cpu.build`, into the cache folder under the hash of sources,
+compiled at first use, or by `python -m halfbyte.kernels.cpu`, into the cache folder under the hash of sources,
 flags and compiler, so that a changed source is never answered by an old library. What cannot be built is an
 `Unavailable` that says why; a plan turns it into a refusal. Needs a C++17 compiler, and neither torch nor CMake.
 """
@@ -18,7 +18,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -185,20 +184,3 @@ def _compile_into_cache(instructions: InstructionSet) -> Path:
     except OSError as e:
         raise Unavailable(f"the cache folder {folder} cannot be written ({e.strerror})") from None
     return path
-
-
-def main() -> None:
-    """Build what this machine takes, ahead of its first use; `--list` names every set that it has."""
-    from halfbyte.kernels.cpu.library import open_library, usable_sets  # here: setup.py asks no CPU for its flags
-
-    if sys.argv[1:] == ["--list"]:
-        print(*(instructions.name for instructions in usable_sets()))
-        return
-    try:
-        print(open_library("auto").path)
-    except Unavailable as e:
-        print(f"no CPU kernels: {e}; the reference will run instead, far slower.", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()
