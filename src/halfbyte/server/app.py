@@ -60,6 +60,6 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
             expose_headers=["x-request-id", "retry-after"],
         )
     # Added last, so it is the outermost of ours: a preflight is answered by CORS behind it, without a key.
-    app.state.bodies = Bodies(settings)
+    app.state.bodies = Bodies(settings, service.admission.workroom)
     app.add_middleware(Middleware, settings=settings, metrics=service.metrics, bodies=app.state.bodies)
     return app

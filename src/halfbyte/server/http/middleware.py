@@ -20,6 +20,7 @@ from halfbyte.server.http.errors import ApiError, from_error, is_cancellation, r
 from halfbyte.server.http.host_check import HostCheck
 from halfbyte.server.http.metrics import Metrics
 from halfbyte.server.http.printable import printable
+from halfbyte.server.http.workroom import HUGE, Workroom
 from halfbyte.server.settings import KiB, ServerSettings
 
 access = logging.getLogger("halfbyte.access")
@@ -42,7 +43,8 @@ class BodyTooLarge(ApiError):
 class Bodies:
     """The bytes of all bodies whose requests have not ended."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, workroom: Workroom) -> None:
+        self.workroom = workroom
         self.most_each = settings.max_body_bytes
         self.most_in_all = max(settings.max_bodies_bytes, settings.max_body_bytes)
         self.held = 0
@@ -72,6 +74,8 @@ class Body:
         return message
 
     def forget(self) -> None:
+        if self._size >= HUGE:
+            self._bodies.workroom.trim_later()
         self._bodies.held -= self._size
         self._size = 0
 

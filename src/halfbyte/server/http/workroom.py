@@ -31,15 +31,14 @@ class Workroom:
         """The result of `work`, done where `size` bytes of it belong."""
         if size <= SMALL:
             return work()
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._large if size < HUGE else self._huge, work)
-        finally:
-            if size >= HUGE and self._trim is None:
-                self._trim = loop.call_later(_TRIM_SECONDS, self._give_back)
+        return await asyncio.get_running_loop().run_in_executor(self._large if size < HUGE else self._huge, work)
+
+    def trim_later(self) -> None:
+        """What a huge request took goes back to the system, and not only to this process's allocator."""
+        if self._trim is None:
+            self._trim = asyncio.get_running_loop().call_later(_TRIM_SECONDS, self._give_back)
 
     def _give_back(self) -> None:
-        """What a huge request took goes back to the system, and not only to this process's allocator."""
         self._trim = None
         self._huge.submit(_give_back_memory)
 
