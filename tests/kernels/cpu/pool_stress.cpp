@@ -1,6 +1,7 @@
 // Stress of the thread pool, for plain builds and under ThreadSanitizer: phases of random sizes, items that take their time,
 // more threads than cores, a busy loop beside them, two callers in turn. Every item must run exactly once, in its own
 // phase. Counts decide, never time. Arguments: threads, phases, seed.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -9,6 +10,10 @@
 #include <random>
 #include <thread>
 #include <vector>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include "pool.h"
 
@@ -59,6 +64,39 @@ bool phases(halfbyte::Pool& pool, int count, unsigned seed) {
     return true;
 }
 
+// A caller that wanders: after make_room no worker is on its core, and the pool still runs every item.
+bool wandering(int count, unsigned seed) {
+#if defined(__linux__)
+    cpu_set_t all;
+    if (sched_getaffinity(0, sizeof all, &all) != 0) return true;
+    std::vector<int32_t> cores;
+    for (int c = 0; c < CPU_SETSIZE && cores.size() < 4; ++c)
+        if (CPU_ISSET(c, &all)) cores.push_back(c);
+    halfbyte::Pool pool(static_cast<int>(cores.size()), cores.data());
+    std::mt19937 random(seed);
+    bool good = true;
+    for (int i = 0; i < 20 && good; ++i) {
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        const int here = cores[random() % cores.size()];
+        CPU_SET(here, &one);
+        sched_setaffinity(0, sizeof one, &one);
+        pool.make_room();
+        std::vector<int> sorted = pool.cores();
+        std::sort(sorted.begin(), sorted.end());
+        if (pool.cores()[0] != here || !std::equal(sorted.begin(), sorted.end(), cores.begin())) {
+            std::printf("the caller is on core %d, and the pool thinks on %d\n", here, pool.cores()[0]);
+            good = false;
+        }
+        good = good && phases(pool, count / 100 + 1, seed + static_cast<unsigned>(i));
+    }
+    sched_setaffinity(0, sizeof all, &all);
+    return good;
+#else
+    return count >= 0 || seed > 0;
+#endif
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -69,7 +107,7 @@ int main(int argc, char** argv) {
     bool good = true;
     {
         halfbyte::Pool pool(threads, nullptr);
-        good = phases(pool, count, seed);
+        good = phases(pool, count, seed) && wandering(count, seed);
         bool others[2] = {true, true};
         std::thread callers[2];
         for (int c = 0; c < 2; ++c)

@@ -51,6 +51,7 @@ int32_t hb_run(hb_instance* instance, const hb_step* step, char* error, int64_t 
     Instance& in = *instance->instance;
     if (!halfbyte::check_step(in, *step, error, error_size)) return 1;
     std::lock_guard<std::mutex> hold(in.pool->lock);
+    in.pool->make_room();
     halfbyte::run_step(in, *step);
     return 0;
 }

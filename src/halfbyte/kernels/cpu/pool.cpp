@@ -3,6 +3,7 @@
 #include "pool.h"
 
 #include <chrono>
+#include <utility>
 
 #if defined(__linux__)
 #include <climits>
@@ -82,6 +83,7 @@ void pin(std::thread& thread, int core) {
 }  // namespace
 
 Pool::Pool(int threads, const int32_t* cores) : threads_(threads < 1 ? 1 : threads) {
+    if (cores) cores_.assign(cores, cores + threads_);
     workers_.reserve(static_cast<size_t>(threads_ - 1));
     try {
         for (int i = 1; i < threads_; ++i) {
@@ -95,6 +97,22 @@ Pool::Pool(int threads, const int32_t* cores) : threads_(threads < 1 ? 1 : threa
 }
 
 Pool::~Pool() { end(); }
+
+// Beside a busy neighbour the system moves the caller away from it, onto a core that may be a worker's: two threads of a
+// step would share one core while the neighbour's other half stays empty.
+void Pool::make_room() {
+#if defined(__linux__)
+    if (cores_.empty()) return;
+    const int here = sched_getcpu();
+    if (here < 0 || here == cores_[0]) return;
+    for (int i = 1; i < threads_; ++i)
+        if (cores_[static_cast<size_t>(i)] == here) {
+            std::swap(cores_[0], cores_[static_cast<size_t>(i)]);
+            pin(workers_[static_cast<size_t>(i - 1)], cores_[static_cast<size_t>(i)]);
+            return;
+        }
+#endif
+}
 
 void Pool::end() {
     ending_.store(true);

@@ -18,7 +18,8 @@ class Pool {
 public:
     using Function = void (*)(void* context, int64_t item, int thread);
 
-    // `cores`, where given, names the processor of each thread; the first is the caller's, which is not pinned here.
+    // `cores`, where given, names the processor of each thread. The first is the caller's, which is not pinned: it goes
+    // where the system puts it, and `make_room` has the worker of that core trade places with it.
     Pool(int threads, const int32_t* cores);
     ~Pool();
     Pool(const Pool&) = delete;
@@ -26,6 +27,8 @@ public:
 
     int threads() const { return threads_; }  // the calling one included
     std::mutex lock;
+    void make_room();  // before a step, by its caller
+    const std::vector<int>& cores() const { return cores_; }  // of each thread; empty where nobody is pinned
 
     // All items of a phase, the calling thread as number 0. `f` is called as f(item, thread).
     template <class F>
@@ -57,6 +60,7 @@ private:
     std::atomic<bool> ending_{false};
 
     int threads_;
+    std::vector<int> cores_;  // the caller's as it was last seen
     std::vector<std::thread> workers_;
 };
 
