@@ -13,7 +13,7 @@ from tests.kernels.cpu.run_replay import compile_program
 @pytest.fixture(scope="module")
 def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("pool") / "stress"
-    compile_program(target, "pool_stress.cpp", ["-O2", "-Werror"], whole=False)
+    compile_program(target, "pool_stress.cpp", ["-O2", "-Werror"], parts=["pool.cpp"])
     return target
 
 
