@@ -1,7 +1,7 @@
 """One step of the CPU kernels alone, on made-up weights of a shape: no engine, no tokenizer, no file.
 
-    python bench/kernels/cpu_step.py tiny --threads 2 --rows 1 --depth 64
-    python bench/kernels/cpu_step.py 20b --layers 3 --rows 256
+    python -m bench.kernels.cpu_step tiny --threads 2 --rows 1 --depth 64
+    python -m bench.kernels.cpu_step 20b --layers 3 --rows 256
 
 `tiny` is the embedded model's shape, `20b` gpt-oss-20b's with as many layers as are asked for. Prints the median, the
 best tenth and the mean of steps over some seconds, the bytes of weights that a step of one row reads, and JSON last.

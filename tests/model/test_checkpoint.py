@@ -22,6 +22,7 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import GROUPS, Matrix, Weights, format_of, shape_of
+from tests.reference import REFERENCE
 
 SMALL = NAMED["small"].with_(pad_token=2)
 ALL_Q8 = {"moe": "q8", "qkv": "q8", "o": "q8", "lm_head": "q8"}
@@ -64,7 +65,7 @@ def assert_same(a: Weights, b: Weights, *, config: bool = True) -> None:
 
 
 def logits(weights: Weights, tokens: list[int]) -> torch.Tensor:
-    return SingleSequence(GptOss(weights), len(tokens)).feed(tokens, all_logits=True)
+    return SingleSequence(GptOss(weights, REFERENCE), len(tokens)).feed(tokens, all_logits=True)
 
 
 # ---- the same weights, whatever they are written as ----------------------------------------------------------------

@@ -26,6 +26,7 @@ from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.config_json import HARMLESS, REFUSED, ROPE_HARMLESS, ROPE_REFUSED, ROPE_USED, USED, to_config_json
 from halfbyte.model.load import load_model, resolve_model
 from halfbyte.model.single_sequence import SingleSequence
+from tests.reference import REFERENCE
 
 CONFIG = ModelConfig(
     layers=2, hidden=48, intermediate=32, experts=6, top_k=2, heads=4, kv_heads=2, head_dim=16, vocab=64, window=12,
@@ -71,7 +72,7 @@ def theirs(folder: Path) -> torch.Tensor | str:
 
 def ours(folder: Path) -> torch.Tensor | CheckpointError:
     try:
-        model = load_model(resolve_model(str(folder)), page_size=16)
+        model = load_model(resolve_model(str(folder)), REFERENCE, page_size=16)
     except CheckpointError as e:
         return e
     return SingleSequence(model, len(TOKENS)).feed(TOKENS.tolist(), all_logits=True)

@@ -3,6 +3,7 @@ minute after a cold start.
 
     python -m halfbyte.lab.measure.serving random:120b --preset fast --streams 1,8,32,64 [--out receipt.json]
     python -m halfbyte.lab.measure.serving random:120b --preset fast --first-minute 60
+    python -m halfbyte.lab.measure.serving --device cpu --streams 1,8 --vocab 1900
 
 Starts `halfbyte serve` as a user does (or takes `--url`). Prompts are random and all different, so nothing is found in
 a cache. Steady state leaves out the first wave, in which all streams begin at once. Gaps are those between two arrivals
@@ -17,6 +18,7 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
 import time
 import urllib.parse
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from typing import Any
 
 from halfbyte import gates as gates_
 from halfbyte.errors import EngineError
-from halfbyte.lab import receipts
+from halfbyte.lab import environment, receipts
 from halfbyte.lab.entry import finish, line_of, numbers
 from halfbyte.lab.measure.http_client import HttpClient, ServeProcess
 from halfbyte.lab.result import Cell, Check, Figure, Result, figure
@@ -202,9 +204,11 @@ def main() -> int:
     p.add_argument("--tokens", type=int, default=256)
     p.add_argument("--vocab", type=int, default=VOCAB, help="ids that random prompts are made of")
     p.add_argument("--first-minute", type=float, default=0.0, metavar="SECONDS")
-    p.add_argument("--log", type=Path, default=Path("serve.log"))
+    p.add_argument("--log", type=Path, default=Path(tempfile.gettempdir(), "halfbyte-serve.log"))
     p.add_argument("--out", type=Path)
     a = p.parse_args()
+    if a.url is None and a.device != "cpu":
+        environment.need_gpu()
     gates, results = gates_.parse(preset=a.preset), list[Result]()
 
     def measure(url: str, ready: float | None) -> None:
