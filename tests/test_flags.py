@@ -34,6 +34,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "log_prompts": ([], True),
     "page": ([], False),
     "allow_nan": ([], True),
+    "record": (["kernels.json"], "kernels.json"),
     "allow_hosts": (["box", "box.lan"], ("box", "box.lan")),
     "silence_seconds": (["50"], 50.0),
     "max_connections": (["99"], 99),

@@ -16,6 +16,9 @@
     │   ├── AccountError           a measured time below the least its operations can take: our bookkeeping is wrong
     │   └── EngineDiedError        the engine process is gone (HTTP 503)
     └── PeerError                  another engine could not be built, or did not run (exit 1)
+        ├── PeerRefusedError       it cannot run what was asked for; the message has the reasons
+        ├── PeerDiedError          it crashed, hung or never became ready; the message names the diagnostics
+        └── AskError               it did not answer a request well
 
 Anything else that escapes is a bug.
 """
@@ -86,4 +89,16 @@ class EngineDiedError(EngineError):
 
 
 class PeerError(HalfbyteError):
+    pass
+
+
+class PeerRefusedError(PeerError):
+    pass
+
+
+class PeerDiedError(PeerError):
+    pass
+
+
+class AskError(PeerError):
     pass

@@ -46,3 +46,6 @@ class EngineOptions:
     )
     draft: str | None = flag(None, "--draft", "Model or head that --speculate draft or eagle3 uses.")
     max_draft: int = 8
+    record: str | None = flag(  # of an engine in a process of its own
+        None, "--record", "A file that says, once the engine has ended, which kernels ran: for `halfbyte check`."
+    )

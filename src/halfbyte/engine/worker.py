@@ -6,6 +6,7 @@ out per step. When the parent is gone the socket closes and so does this process
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import logging
@@ -45,6 +46,10 @@ def build(argument: Any, report: Report) -> tuple[EngineCore, SourceInfo]:
     options = msgspec.convert(argument, EngineOptions)
     core, info, _ = build_core(options)
     seconds = warm_up(core, options.warm_up, lambda name, done, of: report(f"warming up, {done} of {of}: {name}"))
+    if options.record is not None:
+        from halfbyte.engine.record_file import write_record
+
+        atexit.register(write_record, core, info, options.record)  # however the loop ends
     info.details["warm_up"] = {"level": options.warm_up, "seconds": round(sum(seconds.values()), 1)}
     log.info("warm-up %s took %.1f s", options.warm_up, sum(seconds.values()))
     return core.anew(), info

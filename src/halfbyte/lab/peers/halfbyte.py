@@ -1,0 +1,73 @@
+"""halfbyte itself as an engine among others: `halfbyte serve` with the same gates, as a user starts it.
+
+What its plan refuses is refused here, with every reason and without a start; the rest it says itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from halfbyte.errors import HalfbyteError, PlanError
+from halfbyte.gates import AXES, Gates
+from halfbyte.lab.peers.launch import Launch, Progress, Setup
+from halfbyte.model import checkpoint, load
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, arch_of, choose
+from halfbyte.plan.phase import Arch
+
+RECORD = "kernels.json"
+
+
+class HalfbytePeer:
+    name = "halfbyte"
+
+    def prepare(self, setup: Setup, progress: Progress) -> Setup:
+        load.resolve_model(setup.model)
+        return setup
+
+    def launch(self, setup: Setup) -> Launch:
+        refusals = plan_refusal(setup.model, setup.gates, setup.device)
+        if refusals:
+            return Launch(refusals=(refusals,))
+        record = setup.folder / RECORD
+        command = [sys.executable, "-c", "from halfbyte.cli import main; main()", "serve"]
+        command += [*([setup.model] if setup.model else []), "--port", str(setup.port), "--no-page"]
+        command += ["--record", str(record), *gate_flags(setup.gates), *setup.flags]
+        command += ["--device", setup.device] if setup.device else []
+        return Launch(tuple(command), record=record)
+
+
+def gate_flags(gates: Gates) -> list[str]:
+    """The flags that make these gates out of preset `exact`."""
+    flag_of = {axis.field: axis.flag for axis in AXES}
+    flags = []
+    for name, value in gates.changes().items():
+        flags += ["--enforce-eager"] if name == "graphs" else [flag_of[name], str(value)]
+    return flags
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_refusal(model: str | None, gates: Gates, device: str | None) -> str:
+    """Why no plan serves these gates on this device; empty if one does. Reads no weights."""
+    config, stored, arch = _facts(model, device)
+    try:
+        choose(config, gates, arch, stored)
+    except PlanError as e:
+        return str(e)
+    except HalfbyteError as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
+
+
+@functools.lru_cache(maxsize=16)
+def _facts(model: str | None, device: str | None) -> tuple[ModelConfig, dict[str, str], Arch]:
+    name = load.resolve_model(model)
+    stored = dict(CHECKPOINT_FORMATS)
+    if name.path is not None:
+        source = checkpoint.open_model(name.path)
+        try:
+            stored = load.formats_of(source)
+        finally:
+            source.close()
+    return load.config_of(name), stored, arch_of(load.resolve_device(device))

@@ -1,0 +1,280 @@
+"""Starts an engine in a process group of its own, waits until it answers, watches it, and stops it without a trace.
+
+    with PeerProcess(peer, setup, folder) as engine:
+        engine.asker.ask(Question("2 + 2 ="))
+
+Ready is an engine whose health is good and that has given a first token; both times are kept. Its output goes straight
+to `server.log`, line by line. `keeper.py` stands between: an engine that is stopped, that crashes, or whose lab is
+killed leaves no process and no zombie. One that crashes, hangs or is never ready leaves a folder of diagnostics.
+A `Peer` of a URL starts nothing, and nothing is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from halfbyte.errors import AskError, PeerDiedError, PeerRefusedError, UsageError
+from halfbyte.gates import AXES, child_environment
+from halfbyte.lab.child import start_child
+from halfbyte.lab.peers import keeper
+from halfbyte.lab.peers.asker import Asker, Question
+from halfbyte.lab.peers.diagnostics import Case, collect
+from halfbyte.lab.peers.launch import API_LOG, DEBUG, Launch, Peer, Setup, free_port
+from halfbyte.lab.peers.signatures import Finding
+
+POLL_S = 0.05
+PORTS = 3  # that are tried: between finding one and listening on it another may have taken it
+_GATES = {"HALFBYTE_PRESET", *(name for axis in AXES for name in axis.variables)}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that an engine has."""
+
+    start_s: float = 300.0
+    request_s: float = 120.0
+    stop_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if min(self.start_s, self.request_s, self.stop_s) <= 0:
+            raise UsageError("an engine needs more than no seconds to start, answer and stop.")
+
+
+@dataclass(frozen=True)
+class Startup:
+    """Seconds from starting the process."""
+
+    healthy_s: float = 0.0
+    first_token_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an engine ended. `left` outlived it and was ended by the keeper, `stuck` could not be ended."""
+
+    exit: int | None = None
+    how: str = "not started"
+    left: tuple[str, ...] = ()
+    stuck: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """It ended when it was asked, by itself, and left nothing."""
+        return self.how == "asked to end" and not self.left and not self.stuck
+
+
+class PeerProcess:
+    def __init__(
+        self, peer: Peer, setup: Setup, folder: Path, limits: Limits | None = None, *, debug: bool = False
+    ) -> None:
+        self.peer, self.setup, self.folder = peer, replace(setup, folder=folder), folder
+        self.limits, self.debug = limits or Limits(), debug
+        self.log, self._status = folder / "server.log", folder / "keeper.json"
+        self.launch = Launch()
+        self.startup, self.ending = Startup(), Ending()
+        self.url = ""
+        self.diagnostics: list[Path] = []
+        self.causes: list[Finding] = []
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._environment: dict[str, str] = {}
+        self._seen: list[str] = []  # its processes, when they were last looked at
+        self._asker: Asker | None = None
+
+    # ---- start ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> PeerProcess:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for attempt in range(PORTS):
+                self.setup = replace(self.setup, port=free_port())
+                self.launch = self.peer.launch(self.setup)
+                if self.launch.refusals:
+                    raise PeerRefusedError(f"{self.peer.name}: {' '.join(self.launch.refusals)}")
+                if self._start() or attempt == PORTS - 1:
+                    break
+            return self
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> bool:
+        """Whether it became ready; False: its port was taken meanwhile."""
+        begun = time.monotonic()
+        self.url = self.launch.url or f"http://127.0.0.1:{self.setup.port}"
+        self._asker = Asker(self.url, timeout_s=self.limits.request_s)
+        if not self.launch.url:
+            self._spawn()
+        deadline = begun + self.limits.start_s
+        while not self.asker.healthy(self.launch.health):
+            if not self.alive:
+                return self._failed_start()
+            if time.monotonic() > deadline:
+                raise self.failure(f"{self.peer.name} was not healthy within {self.limits.start_s:g} s")
+            time.sleep(POLL_S)
+        healthy = time.monotonic() - begun
+        try:
+            self.asker.ask(Question("Hello", tokens=1))
+        except AskError as e:
+            if not self.alive:
+                return self._failed_start()
+            raise self.failure(f"{self.peer.name} is healthy and gives no first token: {e}") from None
+        self.startup = Startup(healthy, time.monotonic() - begun)
+        self.processes()
+        return True
+
+    def _spawn(self) -> None:
+        self._environment = {n: v for n, v in child_environment().items() if n not in _GATES}
+        self._environment |= {"PYTHONUNBUFFERED": "1"} | (DEBUG if self.debug else {})
+        if self.debug:
+            self._environment["FLASHINFER_LOGDEST"] = str(self.folder / API_LOG)
+        self._environment |= self.launch.environment
+        self._status.unlink(missing_ok=True)
+        wrapped = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), str(self.limits.stop_s), str(self._status)]
+        with self.log.open("ab") as log:
+            self._keeper = start_child(
+                [*wrapped, *self.launch.command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                env=self._environment,
+            )  # fmt: skip
+
+    def _failed_start(self) -> bool:
+        """An engine that ended before it was ready: its port was taken, it refused, or it crashed."""
+        self.stop()
+        text = self.last_words()
+        if self._said().get("error"):
+            raise PeerRefusedError(f"{self.peer.name}: {self._said()['error']}; install it, or name another engine.")
+        if any(s in text for s in ("ddress already in use", "cannot listen on", "couldn't bind")):
+            return False
+        if self.ending.exit == UsageError.exit_code:  # ours, and the usual one of argument parsers
+            raise PeerRefusedError(f"{self.peer.name} refused to start: {text or 'it said nothing'}")
+        raise self.failure(f"{self.peer.name} ended with {status_text(self.ending.exit)} before it was ready")
+
+    # ---- watch ---------------------------------------------------------------------------------
+
+    @property
+    def asker(self) -> Asker:
+        assert self._asker is not None, "an engine is asked once it was started"
+        return self._asker
+
+    @property
+    def alive(self) -> bool:
+        """Of a URL nobody knows more than whether it answers."""
+        if self._keeper is None:
+            return bool(self.launch.url)
+        return self._keeper.poll() is None
+
+    def _tree(self) -> Iterator[psutil.Process]:
+        if self._keeper is not None:
+            with contextlib.suppress(psutil.Error):
+                yield from psutil.Process(self._keeper.pid).children(recursive=True)
+
+    def processes(self) -> list[str]:
+        """The engine's processes, one line each; kept for diagnostics, since a crash leaves none."""
+        lines = []
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error), process.oneshot():
+                memory = process.memory_info().rss >> 20
+                command = " ".join(process.cmdline())[:200] or process.name()
+                lines.append(f"{process.pid} of {process.ppid()} {process.status()} {memory} MiB: {command}")
+        if lines:
+            self._seen = lines
+        return lines
+
+    def memory_bytes(self) -> int | None:
+        """Of all its processes, what they share counted once where the kernel says; None of an engine elsewhere."""
+        if self._keeper is None:
+            return None
+        total = 0
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    total += _proportional(process)
+        return total
+
+    def zombies(self) -> list[str]:
+        """Processes of the engine that ended and that it does not take note of."""
+        found = []
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.pid} {process.name()}")
+        return found
+
+    def last_words(self, lines: int = 6) -> str:
+        try:
+            text = self.log.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.strip().splitlines()[-lines:])[-900:]
+
+    # ---- end -----------------------------------------------------------------------------------
+
+    def failure(self, why: str) -> PeerDiedError:
+        """Gathers diagnostics; the error says what happened, its known cause, and where they are."""
+        if self.launch.url:
+            return PeerDiedError(f"{why}.")
+        self.processes()
+        folder = self.folder / f"diagnostics-{len(self.diagnostics) + 1}"
+        case = Case(
+            why, self.log, self.launch.command, self._environment, self._said(), self._seen, self.asker.last,
+            self.folder / API_LOG,
+        )  # fmt: skip
+        found = collect(case, folder)
+        self.causes += [f for f in found if f not in self.causes]
+        self.diagnostics.append(folder)
+        known = f"; {found[0].signature.cause} {found[0].signature.fix}" if found else ""
+        return PeerDiedError(f"{why}{known}; diagnostics in {folder}.".replace(".;", ";"))
+
+    def stop(self) -> Ending:
+        """Asks it to end, waits, and makes it; nothing of it is left afterwards."""
+        if self._asker is not None:
+            self._asker.close()
+        process, self._keeper = self._keeper, None
+        if process is None:
+            return self.ending
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(self.limits.stop_s + keeper.LAST_S + 10.0)
+        except subprocess.TimeoutExpired:  # the keeper itself is stopped, or its engine cannot be killed
+            for each in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
+            process.kill()
+            process.wait()
+        said = self._said()
+        self.ending = Ending(
+            said.get("exit"), str(said.get("how", "")), tuple(said.get("left", ())), tuple(said.get("stuck", ()))
+        )
+        return self.ending
+
+    def _said(self) -> Mapping[str, Any]:
+        try:
+            said: dict[str, Any] = json.loads(self._status.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return said
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+def status_text(exit: int | None) -> str:
+    return "no exit status" if exit is None else f"signal {-exit}" if exit < 0 else f"exit status {exit}"
+
+
+def _proportional(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except (psutil.AccessDenied, AttributeError):
+        return int(process.memory_info().rss)

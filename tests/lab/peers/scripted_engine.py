@@ -1,0 +1,181 @@
+"""An engine of known behaviour, as a program: speaks /v1/completions over real HTTP, and fails as it is told.
+
+    python scripted_engine.py --port N [--fault NAME] [--after REQUESTS] [--pace SECONDS]
+
+Not a mock object: it is a process with a log, children and memory of its own, so that whatever watches it is what
+watches a real one. Needs the standard library only. Answers are a function of the prompt and the seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+FAULTS = (
+    "none", "crash at start", "crash in request", "hang", "stops answering", "ignores SIGTERM", "leaves children",
+    "leaks memory", "wrong kernel", "slow start", "rambles", "throttled", "zombies", "nan logprobs", "truncates",
+    "no determinism", "first token never", "refuses", "half answer",
+)  # fmt: skip
+CHILD = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep({seconds})"
+leaked: list[bytearray] = []
+lock = threading.Lock()
+served = 0
+
+
+def answer(prompt: Any, seed: int, temperature: float, count: int) -> list[int]:
+    """Token ids that depend on the prompt alone, or on the seed, too, if it is sampled."""
+    text = json.dumps(prompt) + (f"/{seed}" if temperature else "")
+    draw = random.Random(hashlib.sha256(text.encode()).digest())
+    return [draw.randrange(1000) for _ in range(count)]
+
+
+def length_of(prompt: Any) -> int:
+    """How long the whole answer to a prompt is, before anything ends it."""
+    return 8 + hashlib.sha256(json.dumps(prompt).encode()).digest()[0] % 9
+
+
+class Engine(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = False
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        super().__init__(("127.0.0.1", options.port), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Engine
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def reply(self, value: Any, status: int = 200) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self.reply({"status": "ok"})
+        elif self.path == "/v1/models":
+            self.reply({"data": [{"id": "scripted"}]})
+        else:
+            self.reply({"error": "no such page"}, 404)
+
+    def do_POST(self) -> None:
+        global served
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with lock:
+            served += 1
+            due = served > self.server.options.after
+        fault = self.server.options.fault if due else "none"
+        if fault == "first token never":
+            time.sleep(3600)
+        if fault == "crash in request":
+            print("CUDA error: an illegal memory access was encountered", file=sys.stderr, flush=True)
+            os._exit(139)
+        if fault in ("hang", "stops answering"):
+            time.sleep(3600)
+        if fault == "leaks memory":
+            leaked.append(bytearray(os.urandom(1 << 20)) * 2)
+        if fault == "zombies":
+            subprocess.Popen([sys.executable, "-S", "-c", "pass"])  # and nobody waits for it
+        self.complete(asked, fault)
+
+    def complete(self, asked: dict[str, Any], fault: str) -> None:
+        prompt, most = asked["prompt"], asked["max_tokens"]
+        seed = random.randrange(1 << 30) if fault == "no determinism" else asked.get("seed", 0)
+        whole = length_of(prompt) * (6 if fault == "rambles" else 1)
+        count = most if asked.get("ignore_eos") else min(most, whole)
+        ids = answer(prompt, seed, 1.0 if fault == "no determinism" else asked.get("temperature", 1.0), count)
+        if fault == "truncates" and len(ids) > 2:
+            ids = ids[: len(ids) // 2]
+        finish = "length" if count == most and whole != most else "stop"
+        pace = self.server.options.pace * (4 if fault == "throttled" else 1)
+        prompt_tokens = len(prompt) if isinstance(prompt, list) else max(1, len(prompt) // 4)
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count if fault == "truncates" else len(ids)}
+        if asked.get("stream"):
+            self.stream(ids, usage, finish, pace, fault)
+            return
+        time.sleep(self.server.options.first + pace * max(0, len(ids) - 1))
+        choice: dict[str, Any] = {"index": 0, "text": "".join(f" w{i}" for i in ids), "finish_reason": finish}
+        choice["token_ids"] = ids
+        if asked.get("logprobs") is not None:
+            bad = float("nan") if fault == "nan logprobs" else None
+            values = [(-0.01 * (i % 7)) if bad is None else bad for i in ids]
+            top = [{f" w{i}": v, f" w{i + 1}": v - 2.0} for i, v in zip(ids, values)]
+            choice["logprobs"] = {"tokens": [f" w{i}" for i in ids], "token_logprobs": values, "top_logprobs": top}
+        self.reply({"choices": [choice], "usage": usage})
+
+    def stream(self, ids: list[int], usage: dict[str, int], finish: str, pace: float, fault: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        begun = time.perf_counter()
+
+        def event(value: Any) -> None:
+            data = f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.flush()
+
+        for n, i in enumerate(ids):
+            time.sleep(max(0.0, begun + self.server.options.first + n * pace - time.perf_counter()))
+            event({"choices": [{"index": 0, "text": f" w{i}", "token_ids": [i], "finish_reason": None}]})
+            if fault == "half answer" and n >= len(ids) // 2:
+                os._exit(1)
+        event({"choices": [], "usage": usage})
+        event("[DONE]")
+        self.wfile.write(b"0\r\n\r\n")
+
+
+def main() -> int:
+    p = argparse.ArgumentParser()
+    p.add_argument("--port", type=int, required=True)
+    p.add_argument("--fault", choices=FAULTS, default="none")
+    p.add_argument("--after", type=int, default=0, help="requests that are answered well before it begins")
+    p.add_argument("--pace", type=float, default=0.0, help="seconds a token")
+    p.add_argument("--first", type=float, default=0.0, help="seconds to the first token")
+    p.add_argument("--moe", default="cutlass", help="the MoE kernel that its log names")
+    a = p.parse_args()
+    print(f"scripted engine, pid {os.getpid()}", flush=True)
+    print(f"clock: {600 if a.fault == 'throttled' else 2100} of 2100 MHz", flush=True)
+    print(f"Using {'marlin' if a.fault == 'wrong kernel' else a.moe} backend for the MoE", flush=True)
+    if a.fault == "refuses":
+        print("scripted: there is no kernel for these gates", file=sys.stderr, flush=True)
+        return 2
+    if a.fault == "crash at start":
+        print(
+            "RuntimeError: No supported CUDA architectures found for major versions [10].", file=sys.stderr, flush=True
+        )
+        return 1
+    if a.fault == "ignores SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if a.fault == "leaves children":
+        for session in (False, True):
+            subprocess.Popen([sys.executable, "-S", "-c", CHILD.format(seconds=600)], start_new_session=session)
+    if a.fault == "slow start":
+        time.sleep(3600)
+    engine = Engine(a)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    engine.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
