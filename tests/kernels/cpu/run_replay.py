@@ -1,19 +1,23 @@
 """Builds the replay program and the pool's stress test for a purpose, writes the reference cases, and runs them.
 
-    python -m tests.kernels.cpu.run_replay PURPOSE
+    python -m tests.kernels.cpu.run_replay PURPOSE [INSTRUCTION SET]
 
-`sanitizers`: AddressSanitizer and UBSan over every case and every instruction set of this machine; ThreadSanitizer over
-the pool and a step. `aarch64`: the cross compiler's builds under qemu, NEON included. `plain`: as the library is built.
+`sanitizers`: AddressSanitizer and UBSan over every case and every instruction set of this machine, and over AMX's
+products with its instructions emulated; ThreadSanitizer over the pool and a step. `aarch64`: the cross builds
+under qemu, NEON included. `plain`: as the library is built. With a set, that one alone.
 Ends with 1 where a case is wrong, with 0 and a sentence where the tools are not installed.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from halfbyte.kernels.cpu.build import SOURCES, sets_for, sources
@@ -36,15 +40,19 @@ def compile_program(
     target: Path, program: str, flags: Sequence[str], *, compiler: str = "g++", parts: Sequence[str] = ()
 ) -> list[str]:
     command = [compiler, *LIBRARY_FLAGS, *flags, f"-I{SOURCES}", "-pthread"]
-    inputs = [HERE / program]
-    for file in [SOURCES / part for part in parts] or sources():
-        if file.name == "products.cpp" and "-fsanitize=address,undefined" in flags:
-            made = target.parent / f"products-{target.name.partition('-')[2]}.o"  # both programs of a set share it
-            if not made.exists():
-                subprocess.run([*command, *NO_GUARDS, "-c", str(file), "-o", str(made)], check=True)
-            file = made
-        inputs.append(file)
-    subprocess.run([*command, *map(str, inputs), "-o", str(target)], check=True)
+    folder = target.parent / f"objects-{target.name.partition('-')[2] or target.name}"  # programs of a set share it
+    folder.mkdir(exist_ok=True)
+
+    def compiled(file: Path) -> str:
+        made = folder / f"{file.stem}.o"
+        if not made.exists():
+            guards = NO_GUARDS if file.name == "products.cpp" and "-fsanitize=address,undefined" in flags else ()
+            subprocess.run([*command, *guards, "-c", str(file), "-o", str(made)], check=True)
+        return str(made)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        objects = list(pool.map(compiled, [HERE / program, *([SOURCES / part for part in parts] or sources())]))
+    subprocess.run([*command, *objects, "-o", str(target)], check=True)
     return [str(target)]
 
 
@@ -62,23 +70,28 @@ def replay(command: Sequence[str], cases: Sequence[Path], threads: Sequence[int]
     return all(subprocess.run([*command, str(n), *map(str, cases)]).returncode == 0 for n in threads)
 
 
-def sanitizers(folder: Path, cases: Sequence[Path]) -> bool:
+def sanitizers(folder: Path, cases: Sequence[Path], only: str) -> bool:
     good = True
-    for chosen in usable_sets():
+    for chosen in usable_sets(only):
         flags = (*chosen.compiler_flags, *CHECKS, "-fsanitize=address,undefined", *FEWER)
         good &= products(folder, chosen, flags)
+        if chosen.name == "avx512":
+            amx = replace(chosen, name="amx")
+            good &= products(folder, amx, (*flags, "-include", str(HERE / "emulated_amx.h")))
         good &= replay(compile_program(folder / f"replay-{chosen.name}", "replay.cpp", flags), cases, (5,))
     stress = compile_program(folder / "stress", "pool_stress.cpp", (*CHECKS, "-fsanitize=thread"), parts=("pool.cpp",))
     for seed, threads in enumerate((2, 3, 8)):
         good &= subprocess.run([*stress, str(threads), "2000", str(seed)]).returncode == 0
-    flags = (*usable_sets()[0].compiler_flags, *CHECKS, "-O2", "-fsanitize=thread")
+    flags = (*usable_sets(only)[0].compiler_flags, *CHECKS, "-O2", "-fsanitize=thread")
     few = [c for c in cases if c.name.startswith(("plain", "long"))]
     return good & replay(compile_program(folder / "replay-thread", "replay.cpp", flags), few, (4,))
 
 
-def aarch64(folder: Path, cases: Sequence[Path]) -> bool:
+def aarch64(folder: Path, cases: Sequence[Path], only: str) -> bool:
     good = True
     for chosen in sets_for("aarch64"):
+        if only not in ("auto", chosen.name):
+            continue
         flags = (*chosen.compiler_flags, "-O2", "-static")
         program = compile_program(
             folder / f"replay-{chosen.name}", "replay.cpp", flags, compiler="aarch64-linux-gnu-g++"
@@ -88,9 +101,9 @@ def aarch64(folder: Path, cases: Sequence[Path]) -> bool:
     return good
 
 
-def plain(folder: Path, cases: Sequence[Path]) -> bool:
+def plain(folder: Path, cases: Sequence[Path], only: str) -> bool:
     good = True
-    for chosen in usable_sets():
+    for chosen in usable_sets(only):
         program = compile_program(folder / f"replay-{chosen.name}", "replay.cpp", (*chosen.compiler_flags, "-O3"))
         good &= replay(program, cases, (2, 5))
         good &= products(folder, chosen, (*chosen.compiler_flags, "-O3"))
@@ -100,7 +113,7 @@ def plain(folder: Path, cases: Sequence[Path]) -> bool:
 NEEDS = {"sanitizers": ("g++",), "aarch64": ("aarch64-linux-gnu-g++", "qemu-aarch64"), "plain": ("g++",)}
 
 
-def main(purpose: str) -> int:
+def main(purpose: str, only: str = "auto") -> int:
     missing = [tool for tool in NEEDS[purpose] if shutil.which(tool) is None]
     if missing:
         packages = " (Debian: apt install g++-aarch64-linux-gnu qemu-user)" if purpose == "aarch64" else ""
@@ -112,8 +125,9 @@ def main(purpose: str) -> int:
             [sys.executable, "-m", "tests.kernels.cpu.write_cases", str(folder / "cases")], check=True, cwd=ROOT
         )
         cases = sorted((folder / "cases").glob("*.case"))
-        return 0 if {"sanitizers": sanitizers, "aarch64": aarch64, "plain": plain}[purpose](folder, cases) else 1
+        check = {"sanitizers": sanitizers, "aarch64": aarch64, "plain": plain}[purpose]
+        return 0 if check(folder, cases, only) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

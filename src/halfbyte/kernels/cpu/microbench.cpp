@@ -2,7 +2,7 @@
 // instructions, both measured on the spot. Not part of the library:
 //
 //   g++ -std=c++17 -O3 -ffp-contract=off FLAGS microbench.cpp products.cpp rows.cpp -pthread -o microbench
-//   ./microbench [threads] [seconds for each line]
+//   ./microbench [threads] [seconds for each line] [int8, if lines with float32 activations are not wanted]
 //
 // Weights are larger than the caches together for few rows (they come from memory), one matrix of an expert for many.
 #include <algorithm>
@@ -137,7 +137,7 @@ int main(int argc, char** argv) {
 
     const int64_t K = 2880;
     const int64_t groups = K / GROUP;
-    const int64_t most = 256;
+    const int64_t most = 512;
     std::vector<float> values(static_cast<size_t>(most * K));
     std::normal_distribution<float> normal;
     for (auto& v : values) v = normal(random);
@@ -145,12 +145,13 @@ int main(int argc, char** argv) {
     const Case cases[] = {{"mxfp4", Format::mxfp4, false}, {"q8", Format::q8, false},     {"bf16", Format::bf16, true},
                           {"mxfp4 f32", Format::mxfp4, true}, {"q8 f32", Format::q8, true}};
     for (const Case& c : cases) {
+        if (c.exact && argc > 3) continue;
         std::vector<CodedGroup> coded(static_cast<size_t>(most * groups));
         if (!c.exact)
             for (int64_t i = 0; i < most; i++)
                 quantize_row(&values[static_cast<size_t>(i * K)], K, c.format, &coded[static_cast<size_t>(i * groups)]);
         Rows rows{c.exact ? nullptr : coded.data(), values.data(), groups, K};
-        for (int64_t count : {1, 2, 4, 8, 16, 64, 256}) {
+        for (int64_t count : {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}) {
             Matrix m{c.format, 1 << 30, K, pool};
             int64_t all = static_cast<int64_t>(pool_bytes) / m.tile_bytes() / threads;
             if (count > 8) all = 2880 / 16;

@@ -139,7 +139,7 @@ struct Chunk {
     Floats scales[CHUNK][T];
 };
 
-template <Format F, int T>
+template <Format F, int T, bool SIGNED = false>
 HB_INLINE void unpack_chunk(const uint8_t* tile, int64_t tile_bytes, int64_t groups, int64_t begin, int64_t end, Chunk<T>& chunk) {
     for (int t = 0; t < T; t++, tile += tile_bytes) {
         const uint8_t* scales = tile + round64(groups * Group<F>::code_bytes);
@@ -149,6 +149,9 @@ HB_INLINE void unpack_chunk(const uint8_t* tile, int64_t tile_bytes, int64_t gro
             const uint8_t* codes = tile + g * Group<F>::code_bytes;
             Words w[8];
             Group<F>::unpack(codes, [&](auto j, Words word) HB_LAMBDA { w[j] = word; });
+#ifdef __AMX_INT8__
+            if (SIGNED) unroll<8>([&](auto j) HB_LAMBDA { w[j] = amx::as_signed<F>(w[j]); });
+#endif
             arrange(w);
             unroll<8>([&](auto j) HB_LAMBDA { chunk.words[g - begin][j][t] = w[j]; });
             chunk.scales[g - begin][t] = Group<F>::scales(codes, scales + g * Group<F>::scale_bytes);
@@ -208,11 +211,16 @@ struct Call {
 };
 
 #ifdef __AMX_INT8__
-template <int T>
-void blocks_by_amx(const Call& c, const Chunk<T>& chunk, int64_t begin, int64_t end, float* out) {
+// As chunk_rows, for all rows of a call.
+template <Format F, int T>
+void chunk_rows_by_amx(const Call& c, const Chunk<T>& chunk, int64_t begin, int64_t end, float* out, const uint8_t* ahead) {
     alignas(64) amx::Scratch<CHUNK> scratch;
-    for (int64_t first = 0; first < c.count; first += amx::ROWS) {
-        const int64_t rows = c.count - first < amx::ROWS ? c.count - first : amx::ROWS;
+    const int64_t blocks = (c.count + amx::ROWS - 1) / amx::ROWS, tile_bytes = c.m.tile_bytes();
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t first = block * amx::ROWS, rows = c.count - first < amx::ROWS ? c.count - first : amx::ROWS;
+        for (int64_t t = block * T / blocks; t < (block + 1) * T / blocks; t++)
+            for (int64_t line = 0; line < CHUNK * Group<F>::code_bytes; line += 64)
+                __builtin_prefetch(ahead + t * tile_bytes + line);
         auto row = [&](int64_t i) { return c.a.coded + (c.token_rows ? c.token_rows[first + i] : first + i) * c.a.groups; };
         auto target = [&](int64_t i) { return out + (first + i) * c.out_stride; };
         amx::chunk_rows<CHUNK, T>(reinterpret_cast<const uint8_t*>(chunk.words), chunk.scales, begin, end, rows, row, target,
@@ -228,22 +236,24 @@ void quantised_tiles(const Call& c, const uint8_t* tile, int64_t blocks, float* 
     const int64_t row_blocks = (c.count + BLOCK_ROWS - 1) / BLOCK_ROWS;
     alignas(64) Chunk<T> chunk;
 #ifdef __AMX_INT8__
-    const amx::Registers registers;
+    const amx::Registers registers(c.count >= amx::FEWEST_ROWS && amx::allowed());
 #endif
     for (int64_t begin = 0; begin < groups; begin += CHUNK) {
         const int64_t end = begin + CHUNK < groups ? begin + CHUNK : groups;
         for (int64_t i = 0; i < blocks; i++) {
             const uint8_t* first = tile + i * T * tile_bytes;
-            unpack_chunk<F, T>(first, tile_bytes, groups, begin, end, chunk);
+            const uint8_t* next = first + CHUNK * Group<F>::code_bytes;  // of group 0: what is unpacked a chunk later
 #ifdef __AMX_INT8__
-            if (amx::allowed()) {
-                blocks_by_amx(c, chunk, begin, end, out + i * T * TILE_ROWS);
+            if (registers.wanted) {
+                unpack_chunk<F, T, true>(first, tile_bytes, groups, begin, end, chunk);
+                chunk_rows_by_amx<F, T>(c, chunk, begin, end, out + i * T * TILE_ROWS, next + begin * Group<F>::code_bytes);
                 continue;
             }
 #endif
+            unpack_chunk<F, T>(first, tile_bytes, groups, begin, end, chunk);
             int64_t row_block = 0;
             in_blocks<BLOCK_ROWS>(c.a, c.token_rows, c.count, out + i * T * TILE_ROWS, c.out_stride, [&](const auto& b) {
-                Ahead ahead{first + CHUNK * Group<F>::code_bytes, tile_bytes, static_cast<int>(row_block * T / row_blocks),
+                Ahead ahead{next, tile_bytes, static_cast<int>(row_block * T / row_blocks),
                             static_cast<int>((row_block + 1) * T / row_blocks)};
                 chunk_rows<F>(chunk, begin, end, b, ahead);
                 row_block++;
