@@ -59,8 +59,9 @@ class Axis:
     per_regime: bool = False
 
 
-# gemv: the decode step in one CUDA kernel; cuda: any kernel of ours in CUDA C++, that one included.
-_KERNELS = ("auto", "reference", "cpu", "gemv", "cuda", "triton", "cutlass", "marlin")
+# gemv: the decode step in one CUDA kernel; cuda: any kernel of ours in CUDA C++, that one included; vllm: inside vLLM,
+# the one that it would take without us.
+_KERNELS = ("auto", "reference", "cpu", "gemv", "cuda", "triton", "cutlass", "marlin", "vllm")
 _EAGLE = ("eagle3", "eagle3-short", "eagle3-long", "eagle3-throughput")
 
 AXES: tuple[Axis, ...] = (
@@ -75,10 +76,11 @@ AXES: tuple[Axis, ...] = (
          "format per layer group, as qkv=q8,o=q8,lm_head=mxfp4", {}),
     Axis("tile", "--tile", ("auto", "128x128", "64x128"), ("HALFBYTE_TILE", "FLASHINFER_MOE_TILE"),
          "tile of the grouped GEMM", {}),
-    Axis("attention", "--attention", ("auto", "reference", "cpu", "cuda", "triton", "flashinfer"),
+    Axis("attention", "--attention", ("auto", "reference", "cpu", "cuda", "triton", "flashinfer", "flash_attn"),
          ("HALFBYTE_ATTENTION", "VLLM_ATTENTION_BACKEND"), "attention kernel", {"triton_attn": "triton"}),
     Axis("sinks", "--sinks", ("auto", "on", "off"), ("HALFBYTE_SINKS", "VLLM_ATTENTION_SINKS"),
-         "attention sinks; off is for tests and makes the output wrong", {"1": "on", "0": "off"}),
+         "attention sinks; off is for tests and makes the output wrong",
+         {"1": "on", "0": "off", "true": "on", "false": "off"}),
     Axis("kv_dtype", "--kv-dtype", ("auto", "f32", "bf16", "fp8"), ("HALFBYTE_KV_DTYPE",), "KV cache format", {}),
     Axis("speculate", "--speculate", ("off", "ngram", "suffix", *_EAGLE, "draft"), ("HALFBYTE_SPECULATE",),
          "speculative decoding", {}),
@@ -91,6 +93,12 @@ AXES: tuple[Axis, ...] = (
          "threads of the CPU kernels: a number, or physical cores within affinity and container", {}),
 )  # fmt: skip
 _BY_FIELD = {a.field: a for a in AXES}
+
+# Values that were asked for and will not come, with the reason.
+REFUSED: dict[tuple[str, str], str] = {
+    ("activation", "fp6"): "the tensor cores hold FP6 in bytes of eight bits and multiply it no faster than FP8, so it "
+    "has mxfp8's cost and fewer bits; use mxfp8",
+}
 
 # Variables of ours that are not gates. Value: what they are for (docs/env.md is made from this).
 SETTINGS: dict[str, str] = {
@@ -267,6 +275,8 @@ def _checked(axis: Axis, value: Any) -> Any:
 
 def _single_value(axis: Axis, text: str, where: str) -> str:
     text = axis.aliases.get(text, text)
+    if (axis.field, text) in REFUSED:
+        raise GateError(f"{where} is {text!r}: {REFUSED[axis.field, text]}.")
     if text not in axis.values:
         known = "auto or a number from 1 on" if axis.field == "threads" else f"one of {_list(axis.values)}"
         raise GateError(f"{where} is {text!r}{_near(text, axis.values)}; use {known}.")

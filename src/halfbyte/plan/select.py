@@ -25,6 +25,8 @@ ABSENT = {
     "cutlass": "FlashInfer's CUTLASS kernel runs inside vLLM only (serve --engine vllm)",
     "marlin": "Marlin runs inside vLLM only (serve --engine vllm)",
     "flashinfer": "FlashInfer attention runs inside vLLM only (serve --engine vllm)",
+    "flash_attn": "FlashAttention runs inside vLLM only (serve --engine vllm)",
+    "vllm": "vLLM's own kernels run inside vLLM only (serve --engine vllm)",
 }
 
 Chosen = dict[Regime, list[Phase]]
