@@ -5,6 +5,7 @@
     │   ├── GateError              an unknown gate, value, preset or environment variable
     │   ├── PlanError              no phase can serve what was asked for; carries every refusal
     │   ├── FormatError            a tensor or number format used where it cannot be
+    │   ├── InvalidFigureError     a figure that no hardware of that kind can reach
     │   ├── CheckpointError        a model folder or file that is missing, damaged or of another kind
     │   └── RequestError           a request that can never be served as written
     │       └── ContextError       prompt + max_tokens exceed what the model or the KV cache can ever hold (HTTP 400)
@@ -45,6 +46,10 @@ class PlanError(UsageError):
 
 
 class FormatError(UsageError):
+    pass
+
+
+class InvalidFigureError(UsageError):
     pass
 
 

@@ -133,3 +133,31 @@ def _with(value: Any, *path: Any) -> dict[str, Any]:
 def test_what_does_not_fit_is_refused_with_a_sentence(raw: Any, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         from_json(raw)
+
+
+def test_what_ran_and_cannot_be_believed_is_invalid_and_what_could_not_run_is_refused() -> None:
+    above = measure_cell(CELL, lambda: Result(CELL, (figure("speed", "tok/s", 2000.0, ROOF),)))
+    assert (above.state, above.figures) == ("INVALID", ())
+    assert example().results[1].state == "INVALID"
+    assert measure_cell(CELL, lambda: 1 / 0).state == "refused"  # type: ignore[arg-type,return-value]
+    with pytest.raises(UsageError, match="say why"):
+        Result(CELL, invalid=True)
+
+
+def test_an_invalid_cell_keeps_what_it_showed_where_no_table_looks() -> None:
+    good = Result(CELL, (figure("speed", "tok/s", [5.0, 6.0, 7.0]),), detail={"a": 1})
+    bad = good.invalidated("the card was throttled").invalidated("and rambled")
+    assert (good.state, bad.state, bad.figures) == ("measured", "INVALID", ())
+    assert bad.refused == "the card was throttled; and rambled"
+    assert bad.detail == {"a": 1, "not_believed": [{"name": "speed", "unit": "tok/s", "value": 6.0}]}
+    file = ResultFile("t", (), {"time": "2026-11-15"}, {}, (bad,))
+    assert from_json(json.loads(json.dumps(file.as_json()))) == file
+
+
+def test_samples_are_kept_and_enough_of_them_have_an_interval() -> None:
+    f = figure("speed", "tok/s", [3.0, 1.0, 2.0])
+    assert f.values == (3.0, 1.0, 2.0)
+    assert f.interval is None
+    low, high = figure("speed", "tok/s", [9.0, 10.0, 11.0, 10.5, 9.5, 10.0]).interval or (0.0, 0.0)
+    assert 9.0 <= low < 10.0 < high <= 11.0
+    assert figure("gap", "ms", [1.0] * 1000).values == ()

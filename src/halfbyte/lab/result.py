@@ -1,9 +1,11 @@
 """The one schema of all that is measured: what, how fast, beside which ceiling, compared with what, by which code.
 
 A `ResultFile` is what a tool leaves behind: its command, the machine, the hash of every source file behind the figures,
-and one `Result` per cell. A cell that failed a comparison, or whose figure lies above what the hardware can do, is
-refused: it says why and has no number. `from_json` takes nothing that does not fit, and says in a sentence what does
-not. Needs neither torch nor the command line's packages. Which files are stale is for `receipts.py` to say.
+and one `Result` per cell. A cell that could not run is refused. One that ran and cannot be believed (it failed a
+comparison, its figure lies above what the hardware can do, the card was throttled, the answers had another length) is
+INVALID. Either says why and has no number; what an INVALID one showed is kept in its detail, where no table looks.
+`from_json` takes nothing that does not fit, and says in a sentence what does not.
+Needs neither torch nor the command line's packages. Which files are stale is for `receipts.py` to say.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import statistics
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,15 +20,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfbyte.errors import UsageError
+from halfbyte.errors import InvalidFigureError, UsageError
+from halfbyte.lab.statistics import LEAST, interval, median
 
 SCHEMA = "halfbyte.result/1"
 # Units of which less is better: there a ceiling is the least that it could be.
-LESS = frozenset({"us", "ms", "s", "B", "GiB", "nats", "relative"})
+LESS = frozenset({"us", "ms", "s", "B", "GiB", "nats", "relative", "J"})
 UNITS = LESS | {
     "tok/s", "GB/s", "TB/s", "TFLOP/s", "%", "tokens", "tests", "requests", "faults", "steps", "ratio", "experts", "W",
-    "MHz",
+    "MHz", "requests/s",
 }  # fmt: skip
+KEPT = 500  # samples of a figure that are written with it
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Cell:
     gates: Mapping[str, Any] = field(default_factory=dict)  # what differs from preset exact
     path: str = ""  # what ran it: engine, http, eager, graph, or a kernel's name
     shape: Mapping[str, Any] = field(default_factory=dict)  # pp, tg, depth, concurrency, context, rows, task, case
+    engine: str = ""  # whose program answered: vllm 0.26.0, llama.cpp b7941; empty is halfbyte's own
 
     @property
     def label(self) -> str:
@@ -71,6 +75,7 @@ class Figure:
     high: float
     samples: int = 1
     ceiling: Ceiling | None = None
+    values: tuple[float, ...] = ()  # the samples, in the order in which they were taken; empty where they are too many
 
     def __post_init__(self) -> None:
         if self.unit not in UNITS:
@@ -83,7 +88,7 @@ class Figure:
             raise UsageError(f"{self.name} was measured {self.samples} times.")
         if self.share is not None and self.share > 1:
             assert self.ceiling is not None
-            raise UsageError(
+            raise InvalidFigureError(
                 f"{self.name} of {self.value:.6g} {self.unit} passes its ceiling of {self.ceiling.value:.6g} "
                 f"({self.ceiling.source}): something was not really read or computed, or was counted twice."
             )
@@ -96,13 +101,24 @@ class Figure:
         ratio = self.value / self.ceiling.value
         return 1 / ratio if self.unit in LESS else ratio
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """In which the true median lies, at 95 %; None where too few samples were kept to say."""
+        if len(self.values) < LEAST:
+            return None
+        found = interval(self.values)
+        return found.low, found.high
+
 
 def figure(name: str, unit: str, samples: float | Iterable[float], ceiling: Ceiling | None = None) -> Figure:
     """The median of some samples between the least and the largest."""
     values = [float(samples)] if isinstance(samples, int | float) else [float(s) for s in samples]
     if not values:
         raise UsageError(f"{name} was never measured.")
-    return Figure(name, unit, statistics.median(values), min(values), max(values), len(values), ceiling)
+    if not all(map(math.isfinite, values)):
+        raise UsageError(f"{name} is no number.")
+    kept = tuple(values) if 1 < len(values) <= KEPT else ()
+    return Figure(name, unit, median(values), min(values), max(values), len(values), ceiling, kept)
 
 
 @dataclass(frozen=True)
@@ -125,16 +141,32 @@ class Result:
     record: Mapping[str, Any] | None = None  # the kernels that really ran: the plan's record as JSON
     detail: Mapping[str, Any] = field(default_factory=dict)  # what only this kind of cell knows (traces, margins)
     refused: str = ""  # why there is no figure
+    invalid: bool = False  # it ran, and cannot be believed: `refused` says why
 
     def __post_init__(self) -> None:
         failed = [c.what for c in self.checks if not c.ok]
         if failed and not self.refused:
             object.__setattr__(self, "refused", f"failed in front of the timing: {', '.join(failed)}")
+        if failed:
+            object.__setattr__(self, "invalid", True)
+        if self.invalid and not self.refused:
+            raise UsageError(f"{self.cell.label} is INVALID for no reason; say why.")
         if self.refused and self.figures:
             raise UsageError(f"{self.cell.label} was refused ({self.refused}) and has figures all the same.")
         names = [f.name for f in self.figures]
         if len(set(names)) < len(names):
             raise UsageError(f"{self.cell.label} has two figures of one name: {', '.join(names)}.")
+
+    @property
+    def state(self) -> str:
+        return "INVALID" if self.invalid else "refused" if self.refused else "measured"
+
+    def invalidated(self, why: str) -> Result:
+        """Without its figures, which are kept where they can be looked into and not be mistaken for figures."""
+        shown = [{"name": f.name, "unit": f.unit, "value": f.value} for f in self.figures]
+        detail = dict(self.detail) | ({"not_believed": shown} if shown else {})
+        reason = f"{self.refused}; {why}" if self.refused else why
+        return dataclasses.replace(self, figures=(), detail=detail, refused=reason, invalid=True)
 
     def figure(self, name: str) -> Figure:
         for f in self.figures:
@@ -183,6 +215,8 @@ def measure_cell(cell: Cell, work: typing.Callable[[], Result]) -> Result:
     """The cell's result, or its refusal: one cell that fails must not cost the others."""
     try:
         return work()
+    except InvalidFigureError as e:
+        return Result(cell, refused=str(e), invalid=True)
     except Exception as e:
         return Result(cell, refused=f"{type(e).__name__}: {e}"[:400])
 

@@ -31,6 +31,7 @@ from halfbyte.lab import environment, receipts
 from halfbyte.lab.entry import finish, line_of, numbers
 from halfbyte.lab.measure.http_client import HttpClient, ServeProcess
 from halfbyte.lab.result import Cell, Check, Figure, Result, figure
+from halfbyte.lab.statistics import quantile
 
 VOCAB = 190_000  # of random prompts: no special token of gpt-oss
 WAYS: tuple[dict[str, Any], ...] = (
@@ -135,10 +136,6 @@ class Traffic:
             for task in done:
                 task.result()
         await asyncio.gather(*tasks)
-
-
-def quantile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def _summary(name: str, unit: str, value: float, values: list[float]) -> Figure:

@@ -1,0 +1,189 @@
+"""What samples say: medians with bootstrap intervals, where a warm-up ends, and whether a difference is a regression.
+
+Intervals are percentiles of resampled medians, with a seed of their own, so that the same samples always give the same
+verdict. Nothing here assumes a shape of the noise. Fewer than `LEAST` samples have no 95 % interval of their median at
+all (with five, the median lies outside of everything seen once in sixteen times), and `compare` says so instead of
+guessing. Knows no units, no clocks and no files; samples that are no numbers are refused, not dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from halfbyte.errors import UsageError
+
+LEVEL = 0.95
+LEAST = 6  # samples: 1 - 2 * 0.5**6 is the first that reaches 95 %
+RESAMPLES = 4000
+THRESHOLD = 0.05  # of a change that counts
+# A run belongs to the warm-up while it lies further from the later ones than their noise explains, and than this.
+WARM_SIGMAS, WARM_SHARE = 4.0, 0.02
+TREND_SIGMAS = 2.58  # 99 %
+MAD_TO_SIGMA = 1.4826  # of a normal distribution
+
+Change = Literal["regression", "improvement", "no difference", "too few runs"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and where the true value lies, at that level."""
+
+    value: float
+    low: float
+    high: float
+    samples: int
+    level: float = LEVEL
+
+    def excludes(self, number: float) -> bool:
+        return not self.low <= number <= self.high
+
+
+def _checked(samples: Sequence[float], what: str = "samples") -> np.ndarray:
+    values = np.asarray(samples, dtype=float)
+    if values.ndim != 1 or not len(values):
+        raise UsageError(f"there are no {what} to judge.")
+    if not np.isfinite(values).all():
+        raise UsageError(f"the {what} hold {values[~np.isfinite(values)][0]}, which is no number.")
+    return values
+
+
+def median(samples: Sequence[float]) -> float:
+    return float(np.median(_checked(samples)))
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """Of what was seen: a p99 of ten samples is the largest, never a number between two."""
+    values = np.sort(_checked(samples))
+    return float(values[min(len(values) - 1, int(share * len(values)))])
+
+
+def _medians(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    chosen = generator.integers(0, len(values), (RESAMPLES, len(values)))
+    return np.asarray(np.median(values[chosen], axis=1))
+
+
+def _ends(value: float, resampled: np.ndarray, samples: int, level: float) -> Interval:
+    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(value, min(float(low), value), max(float(high), value), samples, level)
+
+
+def interval(samples: Sequence[float], level: float = LEVEL, seed: int = 0) -> Interval:
+    """Of the median. One sample has an interval of no width, which says nothing; `samples` is there to see it."""
+    values = _checked(samples)
+    return _ends(float(np.median(values)), _medians(values, np.random.default_rng(seed)), len(values), level)
+
+
+def ratio(
+    after: Sequence[float], before: Sequence[float], *, paired: bool = False, level: float = LEVEL, seed: int = 0
+) -> Interval:
+    """Of the medians, after / before. `paired`: the k-th of both ran one after the other, so what slowed one slowed the
+    other too, and the median of the ratios is what counts."""
+    a, b = _checked(after), _checked(before)
+    if (a <= 0).any() or (b <= 0).any():
+        raise UsageError("a ratio of medians needs samples above 0.")
+    generator = np.random.default_rng(seed)
+    if paired:
+        if len(a) != len(b):
+            raise UsageError(f"{len(a)} and {len(b)} samples are no pairs.")
+        each = a / b
+        return _ends(float(np.median(each)), _medians(each, generator), len(each), level)
+    value = float(np.median(a) / np.median(b))
+    return _ends(value, _medians(a, generator) / _medians(b, generator), min(len(a), len(b)), level)
+
+
+# ---- whether something became slower --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    change: Change
+    ratio: Interval  # after / before, as measured
+    worse: float  # share by which it became worse; below 0 it became better
+    sentence: str
+
+    @property
+    def significant(self) -> bool:
+        """The interval excludes no change, however small the change is."""
+        return self.ratio.samples >= LEAST and self.ratio.excludes(1.0)
+
+
+def compare(
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    less_is_better: bool = False,
+    paired: bool = False,
+    threshold: float = THRESHOLD,
+    seed: int = 0,
+) -> Verdict:
+    """A regression is an estimate more than `threshold` worse whose interval excludes no change; likewise better."""
+    found = ratio(after, before, paired=paired, seed=seed)
+    worse = found.value - 1 if less_is_better else 1 - found.value
+    change: Change = "no difference"
+    if found.samples < LEAST:
+        change = "too few runs"
+    elif abs(worse) > threshold and found.excludes(1.0):
+        change = "regression" if worse > 0 else "improvement"
+    text = (
+        f"{change}: {found.value - 1:+.1%} ({found.level:.0%} interval {found.low - 1:+.1%} to {found.high - 1:+.1%}, "
+        f"{found.samples} runs each)"
+    )
+    if change == "too few runs":
+        text += f"; {LEAST} are the least that can tell"
+    return Verdict(change, found, worse, text)
+
+
+# ---- where a warm-up ends -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """How many of the first samples belong to it; `settled` is False where even the middle of them still does."""
+
+    skipped: int
+    settled: bool
+    level: float  # what the samples settled at: the median of the second half
+
+    def rest(self, samples: Sequence[float]) -> list[float]:
+        return list(samples[self.skipped :])
+
+
+def warm_up(samples: Sequence[float]) -> WarmUp:
+    """Leading samples that the second half's noise does not explain.
+
+    Only the beginning is looked at: an outlier after a run that fits is noise, and stays. A series whose second half
+    still drifts (its own two halves differ by more than the noise inside of them) has not settled.
+    """
+    values = _checked(samples)
+    late = values[len(values) // 2 :]
+    level = float(np.median(late))
+    band = max(WARM_SIGMAS * _sigma(late), WARM_SHARE * abs(level))
+    skipped = 0
+    while skipped < len(values) // 2 and abs(values[skipped] - level) > band:
+        skipped += 1
+    return WarmUp(skipped, not (skipped and skipped == len(values) // 2) and not _drifts(late), level)
+
+
+def _sigma(values: np.ndarray) -> float:
+    return MAD_TO_SIGMA * float(np.median(np.abs(values - np.median(values))))
+
+
+def _drifts(values: np.ndarray) -> bool:
+    """It moved by more than `2 * WARM_SHARE`, and not by chance: in a leap beyond the noise of both halves, or step by
+    step (Mann and Kendall's count of pairs that rise less pairs that fall, beyond 99 % of what noise gives)."""
+    half, n = len(values) // 2, len(values)
+    if half < 3:
+        return False
+    first, second = values[:half], values[-half:]
+    moved = abs(float(np.median(second) - np.median(first)))
+    if moved <= 2 * WARM_SHARE * abs(float(np.median(values))):
+        return False
+    if moved > WARM_SIGMAS * math.hypot(_sigma(first), _sigma(second)):
+        return True
+    rising = float(np.sign(values[None, :] - values[:, None])[np.triu_indices(n, 1)].sum())
+    return (abs(rising) - 1) / math.sqrt(n * (n - 1) * (2 * n + 5) / 18) > TREND_SIGMAS
