@@ -1,6 +1,7 @@
 """What the documents name exists: files, commands, flags, modules, tests, make targets. What they claim is not checked.
 
-`docs/LOG.md` is history and keeps the names of its day; only its index is held to its sections.
+`docs/LOG.md` is history and keeps the names of its day; only its index is held to its sections. So is the ledger of
+results, which is made from files as old as they are.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from halfbyte.cli.app import COMMANDS, app
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("bench", "docs", "models", "src", "tests", "training")
 LOG = ROOT / "docs" / "LOG.md"
+HISTORY = (LOG, ROOT / "docs" / "BENCHMARK_RESULTS.md")  # they keep the names of their day
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
-    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path != LOG),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path not in HISTORY),
     *sorted((ROOT / "models").glob("*/README.md")),
 ]
 

@@ -99,7 +99,7 @@ def markdown(receipts: Sequence[Receipt], rows: Sequence[Row] = ROWS) -> Iterato
         figures = " / ".join("–" if pair is None else _value(pair[1]) for pair in pairs)
         units = {pair[1].unit for pair in pairs if pair is not None} - {"ratio", "tests", "steps"}
         ceilings = [pair[1].ceiling for pair in pairs if pair is not None]
-        beside = " / ".join("–" if c is None else _number(c.value) for c in ceilings) if any(ceilings) else ""
+        beside = " / ".join("–" if c is None else number(c.value) for c in ceilings) if any(ceilings) else ""
         states = {pair[0].state for pair in pairs if pair is not None} - {"current"}
         stale = f" ({', '.join(sorted(states))})" if states else ""
         missing = " (not measured)" if all(pair is None for pair in pairs) else ""
@@ -138,10 +138,10 @@ def _fits(result: Result, row: Row, value: Any) -> bool:
 
 
 def _value(figure: Figure) -> str:
-    return f"**{_number(figure.value)}**"
+    return f"**{number(figure.value)}**"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """19.9k, 844, 17.7, 0.067: three figures are what a person reads."""
     if value >= 10_000:
         return f"{value / 1000:.1f}k"

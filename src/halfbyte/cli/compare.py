@@ -1,0 +1,56 @@
+"""`compare`: what changed between two results, and whether it is more than noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli.options import JsonOption, check_number, err, out, print_json, print_table
+
+COLORS = {"regression": "red", "improvement": "green", "too few runs": "yellow", "no samples": "dim"}
+
+
+def compare(
+    before: Annotated[str, typer.Argument(metavar="A", help="A result file, or a name in the store.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The one to hold against it; `latest` is the newest.")],
+    store: Annotated[Path | None, typer.Option("--store", help="Folder of results; default: bench/results.")] = None,
+    threshold: Annotated[
+        float,
+        typer.Option(
+            "--threshold", min=0.0, help="Percent by which an estimate must be worse to count as a regression.",
+            callback=lambda percent: check_number(percent, "--threshold"),
+        ),
+    ] = 5.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where something became slower.")] = False,
+    json: JsonOption = False,
+) -> None:  # fmt: skip
+    """What changed between two results: the environment, and every figure that differs by more than its noise."""
+    from halfbyte.lab.compare import compare_files
+    from halfbyte.lab.receipts import RESULTS
+    from halfbyte.lab.store import Store
+
+    folder = Store(store or RESULTS)
+    found = compare_files(folder.read(before), folder.read(after), threshold / 100)
+    if json:
+        print_json(found.as_dict())
+    else:
+        if found.environment:
+            rows = [dict(zip(("environment", before, after), change)) for change in found.environment]
+            print_table([{k: str(v) for k, v in row.items()} for row in rows])
+        else:
+            out.print("the environment is the same", markup=False)
+        for c in found.changes:
+            text = f"{c.cell}, {c.figure}: {c.before:.4g} → {c.after:.4g} {c.unit}, {c.sentence}"
+            out.print(text, style=COLORS.get(c.verdict), markup=False)
+        for text in found.only:
+            out.print(text, style="yellow", markup=False)
+        if not found.changes:
+            err.print("the two have no figure in common", markup=False)
+    if strict and found.regressions:
+        raise typer.Exit(1)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(compare)

@@ -1,0 +1,139 @@
+"""Two result files side by side: what changed in the environment, and which figures changed more than their noise.
+
+Cells are the same when everything that says what was measured is equal. A figure that kept its samples is judged by
+`statistics.compare`; one that kept none is shown with its change and no verdict. A cell that only one file has, or that
+is INVALID in one of them, is said. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfbyte.lab import statistics
+from halfbyte.lab.result import LESS, Cell, Figure, Result, ResultFile
+
+# What differs between any two runs and changes no figure.
+PASSING = frozenset({
+    "time", "memory_available_bytes", "use", "host.load", "host.steal_share", "host.swap_used_bytes", "schema",
+})  # fmt: skip
+# Units of which more or less is neither better nor worse.
+NEUTRAL = frozenset({"experts", "tokens", "W", "MHz", "ratio", "B"})
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure of one cell in both files."""
+
+    cell: str
+    figure: str
+    unit: str
+    before: float
+    after: float
+    verdict: str  # a statistics.Change, "no samples" or "differs"
+    sentence: str
+
+    @property
+    def share(self) -> float | None:
+        return self.after / self.before - 1 if self.before else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    environment: tuple[tuple[str, str, str], ...]  # what, before, after
+    changes: tuple[Change, ...]
+    only: tuple[str, ...]  # cells that cannot be compared, and why
+
+    @property
+    def regressions(self) -> list[Change]:
+        return [c for c in self.changes if c.verdict == "regression"]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_files(before: ResultFile, after: ResultFile, threshold: float = statistics.THRESHOLD) -> Comparison:
+    old, new = ({key_of(r.cell): r for r in file.results} for file in (before, after))
+    changes: list[Change] = []
+    only: list[str] = []
+    for key, result in old.items():
+        name, other = name_of(result.cell), new.get(key)
+        if other is None:
+            only.append(f"{name}: only in the first")
+        elif result.refused or other.refused:
+            reasons = [f"{which}: {r.state}, {r.refused}" for which, r in (("first", result), ("second", other))
+                       if r.refused]  # fmt: skip
+            only.append(f"{name}: {'; '.join(reasons)}")
+        else:
+            changes += _figures(name, result, other, threshold)
+    only += [f"{name_of(r.cell)}: only in the second" for key, r in new.items() if key not in old]
+    return Comparison(tuple(environment_changes(before, after)), tuple(changes), tuple(only))
+
+
+def _figures(name: str, before: Result, after: Result, threshold: float) -> Iterator[Change]:
+    new = {f.name: f for f in after.figures}
+    for f in before.figures:
+        if f.name in new and new[f.name].unit == f.unit:
+            verdict, sentence = judge(f, new[f.name], threshold)
+            yield Change(name, f.name, f.unit, f.value, new[f.name].value, verdict, sentence)
+
+
+def judge(before: Figure, after: Figure, threshold: float = statistics.THRESHOLD) -> tuple[str, str]:
+    if min(len(before.values), len(after.values)) < 2:
+        return "no samples", "one value each, so nobody can tell a change from noise"
+    if min(*before.values, *after.values) <= 0:
+        return "no samples", "samples at or below 0 have no ratio"
+    found = statistics.compare(before.values, after.values, less_is_better=before.unit in LESS, threshold=threshold)
+    if before.unit in NEUTRAL and found.change in ("regression", "improvement"):
+        return "differs", found.sentence.replace(found.change, "differs", 1)
+    return found.change, found.sentence
+
+
+def key_of(cell: Cell) -> str:
+    return json.dumps(asdict(cell), sort_keys=True, default=str)
+
+
+def name_of(cell: Cell) -> str:
+    gates = ",".join(f"{k}={v}" for k, v in cell.gates.items()) if not cell.preset else ""
+    return " ".join(t for t in (cell.engine, cell.model, cell.preset, gates, cell.path, cell.label) if t)
+
+
+# ---- the environment ------------------------------------------------------------------------------------------------
+
+
+def environment_changes(before: ResultFile, after: ResultFile) -> Iterator[tuple[str, str, str]]:
+    old, new = _facts(before), _facts(after)
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name) and not _passing(name):
+            yield name, _shown(old.get(name)), _shown(new.get(name))
+    files = {
+        n for n in before.measured.keys() | after.measured.keys() if before.measured.get(n) != after.measured.get(n)
+    }
+    if files:
+        listed = ", ".join(sorted(files)[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+        yield "measured sources", f"{len(files)} differ", listed
+
+
+def _facts(file: ResultFile) -> dict[str, Any]:
+    return dict(_flat("", file.environment)) | {"command": " ".join(file.command), "tool": file.tool}
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from _flat(f"{prefix}.{k}" if prefix else str(k), v)
+    elif isinstance(value, list) and any(isinstance(v, Mapping) for v in value):
+        for i, v in enumerate(value):
+            yield from _flat(f"{prefix}[{i}]", v)
+    else:
+        yield prefix, value
+
+
+def _passing(name: str) -> bool:
+    return any(name == p or name.startswith((f"{p}.", f"{p}[")) for p in PASSING)
+
+
+def _shown(value: Any) -> str:
+    return "–" if value is None else str(value)[:80]
