@@ -42,6 +42,7 @@ MAY: dict[str, set[str]] = {
         "evals",
         "server",
         "memory",
+        "vllm_plugin",
     },
     "doctor": {"errors", "gates", "model", "roofline"},
 }

@@ -69,6 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
+        if self.server.options.fault == "stops answering" and served > self.server.options.after:
+            time.sleep(3600)
         if self.path == "/health":
             self.reply({"status": "ok"})
         elif self.path == "/v1/models":
@@ -82,13 +84,14 @@ class Handler(BaseHTTPRequestHandler):
         with lock:
             served += 1
             due = served > self.server.options.after
+            alone = served == self.server.options.after + 1
         fault = self.server.options.fault if due else "none"
         if fault == "first token never":
             time.sleep(3600)
         if fault == "crash in request":
             print("CUDA error: an illegal memory access was encountered", file=sys.stderr, flush=True)
             os._exit(139)
-        if fault in ("hang", "stops answering"):
+        if fault == "stops answering" or (fault == "hang" and alone):  # a hang is of one request
             time.sleep(3600)
         if fault == "leaks memory":
             leaked.append(bytearray(os.urandom(1 << 20)) * 2)
@@ -116,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         choice["token_ids"] = ids
         if asked.get("logprobs") is not None:
             bad = float("nan") if fault == "nan logprobs" else None
-            values = [(-0.01 * (i % 7)) if bad is None else bad for i in ids]
+            values = [(-0.2 - 0.01 * (i % 7)) if bad is None else bad for i in ids]
             top = [{f" w{i}": v, f" w{i + 1}": v - 2.0} for i, v in zip(ids, values)]
             choice["logprobs"] = {"tokens": [f" w{i}" for i in ids], "token_logprobs": values, "top_logprobs": top}
         self.reply({"choices": [choice], "usage": usage})

@@ -71,12 +71,12 @@ class Asked:
 
 
 class Asker:
-    """`token_ids` says whether the engine understands `return_token_ids`."""
+    """`dialect` is "openai", or "llama.cpp" for its own /completion: only there it says which tokens it took."""
 
-    def __init__(self, url: str, *, timeout_s: float = 120.0, token_ids: bool = True) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 120.0, dialect: str = "openai") -> None:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.last: deque[Asked] = deque(maxlen=KEPT)
-        self._token_ids = token_ids
+        self._native = dialect == "llama.cpp"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # an engine may die between two
         self._http = httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits, trust_env=False)
         self._model = ""
@@ -111,9 +111,7 @@ class Asker:
             raise AskError(f"{self.url}{path}: {_said(e)}.") from None
 
     def ask(self, question: Question) -> Reply:
-        body = question.body(self.model)
-        if self._token_ids:
-            body["return_token_ids"] = True
+        body = native_body(question) if self._native else question.body(self.model) | {"return_token_ids": True}
         begun, at = time.perf_counter(), time.time()
         outcome = "no answer"
         try:
@@ -142,7 +140,7 @@ class Asker:
     def _answer(self, body: Mapping[str, Any]) -> Reply:
         begun = time.perf_counter()
         try:
-            answer = self._http.post("/v1/completions", json=body)
+            answer = self._http.post("/completion" if self._native else "/v1/completions", json=body)
         except httpx.TimeoutException:
             raise AskError(f"no answer within {self.timeout_s:g} s") from None
         except httpx.HTTPError as e:
@@ -151,7 +149,8 @@ class Asker:
         if answer.status_code != 200:
             raise AskError(f"HTTP {answer.status_code}: {answer.text[:300].strip() or 'without a word'}")
         try:
-            return read_reply(json.loads(answer.text), seconds)
+            read = read_native if self._native else read_reply
+            return read(json.loads(answer.text), seconds)
         except (ValueError, LookupError, TypeError) as e:
             raise AskError(f"not an answer of /v1/completions ({_said(e)}): {answer.text[:200]!r}") from None
 
@@ -175,6 +174,33 @@ def read_reply(raw: Any, seconds: float) -> Reply:
     return Reply(
         str(choice["text"]), str(choice.get("finish_reason") or ""), int(usage["prompt_tokens"]),
         int(usage["completion_tokens"]), None if ids is None else tuple(map(int, ids)), pieces, values, top, seconds,
+    )  # fmt: skip
+
+
+def native_body(question: Question) -> dict[str, Any]:
+    """The same question for llama.cpp. Its samplers are switched off but for temperature, as the others have it."""
+    body: dict[str, Any] = {
+        "prompt": question.prompt if isinstance(question.prompt, str) else list(question.prompt),
+        "n_predict": question.tokens, "temperature": question.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+        "repeat_penalty": 1.0, "return_tokens": True, "cache_prompt": True, "stream": False,
+    }  # fmt: skip
+    if question.seed is not None:
+        body["seed"] = question.seed
+    if question.logprobs is not None:
+        body["n_probs"] = question.logprobs
+    if question.exactly:
+        body["ignore_eos"] = True
+    return body
+
+
+def read_native(raw: Any, seconds: float) -> Reply:
+    rows = raw.get("completion_probabilities") or []
+    ids = tuple(map(int, raw["tokens"]))
+    return Reply(
+        str(raw["content"]), "length" if raw.get("stop_type") == "limit" else "stop", int(raw["tokens_evaluated"]),
+        int(raw["tokens_predicted"]), ids, tuple(str(r["token"]) for r in rows),
+        tuple(_number(r["logprob"]) for r in rows),
+        tuple({str(t["token"]): _number(t["logprob"]) for t in r.get("top_logprobs") or []} for r in rows), seconds,
     )  # fmt: skip
 
 

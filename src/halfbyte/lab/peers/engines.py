@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from halfbyte.errors import UsageError
 from halfbyte.lab.peers.halfbyte import HalfbytePeer
 from halfbyte.lab.peers.launch import Peer
+from halfbyte.lab.peers.llamacpp_server import LlamaCppPeer
+from halfbyte.lab.peers.sglang import SglangPeer
 from halfbyte.lab.peers.url import UrlPeer
+from halfbyte.lab.peers.vllm import VllmPeer
 
-ENGINES = {"halfbyte": HalfbytePeer}
+ENGINES: dict[str, Callable[[], Peer]] = {
+    "halfbyte": HalfbytePeer,
+    "vllm": lambda: VllmPeer(plugin=False),
+    "vllm+halfbyte": lambda: VllmPeer(plugin=True),
+    "sglang": SglangPeer,
+    "llamacpp": LlamaCppPeer,
+}
 
 
 def engine_named(text: str) -> Peer:
@@ -15,7 +26,6 @@ def engine_named(text: str) -> Peer:
     if "://" in text:
         return UrlPeer(text)
     if text.lower() not in ENGINES:
-        raise UsageError(
-            f"there is no engine {text!r}; use {', '.join(ENGINES)}, or an address such as http://host:8000."
-        )
+        names = ", ".join(ENGINES)
+        raise UsageError(f"there is no engine {text!r}; use {names}, or an address such as http://host:8000.")
     return ENGINES[text.lower()]()

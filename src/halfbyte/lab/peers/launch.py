@@ -38,6 +38,7 @@ class Setup:
     port: int = 0
     folder: Path = Path()  # of this run: logs, and what the engine leaves there
     flags: tuple[str, ...] = ()
+    python: str | None = None  # of an engine that lives in an environment of its own
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Launch:
     refusals: tuple[str, ...] = ()
     health: str = "/health"
     record: Path | None = None  # where the engine says which kernels ran, once it has ended
+    dialect: str = "openai"  # how it is asked; llama.cpp names tokens by an API of its own
     url: str = ""  # of an engine that runs already: nothing is started then
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp, built for this machine from the sources inside llama-cpp-python's sdist, and its own `llama-bench`.
+"""llama.cpp, built for this machine from the sources inside llama-cpp-python's sdist: its `llama-bench` and its server.
 
 The build takes minutes and is kept under HALFBYTE_CACHE_DIR, one folder for each version and processor: the compiler is
 told to use every instruction the processor has. Nothing of llama.cpp is imported or linked; it is a process whose JSON
@@ -26,11 +26,11 @@ from halfbyte.lab.machine import cores
 from halfbyte.lab.measure.engine_timing import Work
 
 VERSION = "0.3.36"  # of llama-cpp-python: the newest when docs/LOG.md's figures were taken
-PROGRAMS = ("llama-bench",)
+PROGRAMS = ("llama-bench", "llama-server")
 # Static, so that the program can be moved out of its build folder.
 OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF",
-    "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=ON",
 )  # fmt: skip
 Progress = Callable[[str], None]
 

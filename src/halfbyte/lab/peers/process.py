@@ -112,7 +112,7 @@ class PeerProcess:
         """Whether it became ready; False: its port was taken meanwhile."""
         begun = time.monotonic()
         self.url = self.launch.url or f"http://127.0.0.1:{self.setup.port}"
-        self._asker = Asker(self.url, timeout_s=self.limits.request_s)
+        self._asker = Asker(self.url, timeout_s=self.limits.request_s, dialect=self.launch.dialect)
         if not self.launch.url:
             self._spawn()
         deadline = begun + self.limits.start_s

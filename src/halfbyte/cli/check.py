@@ -1,0 +1,139 @@
+"""`check`: the test protocol, level by level, for any engine."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli.options import DeviceOption, JsonOption, check_number, err, out, print_json, with_gates
+from halfbyte.errors import UsageError
+from halfbyte.gates import PRESETS, Gates
+
+Engine = "Engine"
+Stress = "Stress"
+
+
+@with_gates
+def check(
+    levels: Annotated[
+        list[str] | None, typer.Argument(metavar="[LEVEL]…", help="1, 1.5, 2, 3, 4, 5, 6, their names, or all.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="As for `serve`. Without it: the embedded model.", show_default=False)
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            help="halfbyte, vllm, vllm+halfbyte, sglang, llamacpp, or the address of one that runs.",
+            rich_help_panel=Engine,
+        ),
+    ] = "halfbyte",
+    engine_flag: Annotated[
+        list[str] | None,
+        typer.Option("--engine-flag", help="A flag of the engine's own, passed on; repeat it.", rich_help_panel=Engine),
+    ] = None,
+    engine_python: Annotated[
+        str | None,
+        typer.Option("--engine-python", help="Interpreter of vLLM's or SGLang's environment.", rich_help_panel=Engine),
+    ] = None,
+    engine_log: Annotated[
+        Path | None,
+        typer.Option("--engine-log", help="Log of an engine that runs already.", rich_help_panel=Engine),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            help="A profiler's trace of the engine: torch's JSON or an nsys .sqlite export.",
+            rich_help_panel=Engine,
+        ),
+    ] = None,
+    baseline: Annotated[str, typer.Option("--baseline", help="Preset that the gates are held against.")] = "exact",
+    reference: Annotated[
+        Path | None, typer.Option("--reference", help="Answers to compare with; made by --write-reference.")
+    ] = None,
+    write_reference: Annotated[
+        Path | None, typer.Option("--write-reference", help="Write this engine's answers as a reference, and end.")
+    ] = None,
+    suite: Annotated[
+        str | None, typer.Option("--suite", help="Problems of level 2: quick or tiny; default: the reference's.")
+    ] = None,
+    sequential: Annotated[int, typer.Option("--sequential", min=1, rich_help_panel=Stress)] = 100,
+    prefill: Annotated[int, typer.Option("--prefill", min=1, help="Tokens.", rich_help_panel=Stress)] = 4096,
+    generation: Annotated[int, typer.Option("--generation", min=1, help="Tokens.", rich_help_panel=Stress)] = 1024,
+    load: Annotated[int, typer.Option("--load", min=1, help="Requests.", rich_help_panel=Stress)] = 200,
+    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Of these.", rich_help_panel=Stress)] = 8,
+    start_s: Annotated[float, typer.Option("--start-limit", help="Seconds to a first token.")] = 300.0,
+    request_s: Annotated[float, typer.Option("--request-limit", help="Seconds to an answer.")] = 120.0,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Blocking launches, C++ stacks and API logs in the engine: slow.")
+    ] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for results, log and diagnostics.", show_default=False)
+    ] = None,
+    device: DeviceOption = None,
+    json: JsonOption = False,
+    *,
+    gates: Gates,
+) -> None:
+    """The test protocol: smoke, kernel path, correctness, stress, benchmark, regression, matrix."""
+    from halfbyte.evals.suite import Suite
+    from halfbyte.lab.bench import preset_of
+    from halfbyte.lab.levels.answers import make_reference
+    from halfbyte.lab.levels.check_run import finish
+    from halfbyte.lab.levels.protocol import CheckOptions, Outcome, level_numbers, run_levels
+    from halfbyte.lab.levels.subject import Subject
+    from halfbyte.lab.levels.under_load import Counts
+    from halfbyte.lab.peers.engines import engine_named
+    from halfbyte.lab.peers.launch import Setup
+    from halfbyte.lab.peers.process import Limits
+
+    if baseline not in PRESETS:
+        raise UsageError(f"there is no preset {baseline!r}; use {', '.join(PRESETS)}.")
+    numbers = level_numbers(levels or [])
+    limits = Limits(check_number(start_s, "--start-limit"), check_number(request_s, "--request-limit"))
+    peer = engine_named(engine)
+    place = folder or Path(f"check-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    problems = Suite(suite) if suite else None
+    with err.status("preparing") as status:
+        setup = peer.prepare(
+            Setup(model, gates, device, flags=tuple(engine_flag or ()), python=engine_python), status.update
+        )
+        subject = Subject(
+            peer, setup, place, PRESETS[baseline].gates, preset_of(gates), limits, debug, engine_log, trace,
+            status.update,
+        )  # fmt: skip
+        if write_reference is not None:
+            with subject.process("reference") as running:
+                made = make_reference(subject, running.asker, problems or Suite("quick"))
+            made.write(write_reference)
+            err.print(f"{len(made.answers)} answers, {made.right} of them right, in {write_reference}")
+            return
+
+        def done(o: Outcome) -> None:
+            if not json:
+                out.print(f"level {o.level:4} {o.name:12} {o.verdict:8} {o.seconds:6.1f} s", markup=False)
+                for reason in o.reasons:
+                    out.print(f"    {reason}", markup=False)
+
+        counts = replace(
+            Counts(), sequential=sequential, prefill=prefill, generation=generation, load=load, at_once=at_once
+        )
+        report = run_levels(subject, numbers, CheckOptions(counts, problems, reference), done)
+        files = finish(report, place)
+    if json:
+        print_json(
+            {"ok": report.ok, "levels": [o.as_dict() for o in report.outcomes], "files": [str(f) for f in files]}
+        )
+    else:
+        out.print(f"{'PASS' if report.ok else 'FAIL'}: {', '.join(str(f) for f in files)}", markup=False)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(check)

@@ -1,0 +1,60 @@
+"""Level 1: does the engine start, answer and end, with the gates that are checked and with the baseline?
+
+Ready means healthy and a first token within the limit. Its log must show no failure that is known, and its end must
+leave no process. Whether the answers are right is level 2's.
+"""
+
+from __future__ import annotations
+
+from halfbyte.errors import AskError, PeerDiedError, PeerRefusedError
+from halfbyte.gates import Gates
+from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.peers import signatures
+from halfbyte.lab.peers.asker import Question
+from halfbyte.lab.peers.process import PeerProcess, status_text
+from halfbyte.lab.result import Check, Result, figure
+
+PROMPT, TOKENS = "The quick brown fox", 8
+
+
+def check_smoke(subject: Subject) -> list[Result]:
+    """With the feature, then without it; once where both are the same."""
+    sides = {"with the feature": subject.gates, "baseline": subject.baseline}
+    if subject.gates == subject.baseline or not subject.peer.launch(subject.setup).command:
+        sides.pop("baseline")
+    return [smoke(subject, gates, side) for side, gates in sides.items()]
+
+
+def smoke(subject: Subject, gates: Gates, side: str) -> Result:
+    cell = subject.cell("smoke", gates, case=side)
+    engine = subject.process(f"smoke, {side}", gates)
+    checks: list[Check] = []
+    try:
+        with engine:
+            limit = subject.limits.start_s
+            first = engine.startup.first_token_s
+            checks.append(Check("ready in time", first <= limit, round(first, 2), limit, "seconds to a first token"))
+            reply = engine.asker.ask(Question(PROMPT, tokens=TOKENS, exactly=True))
+            checks.append(Check("it answers", bool(reply.text), reply.completion_tokens, note=repr(reply.text)[:120]))
+    except PeerRefusedError as e:
+        return Result(cell, refused=str(e))
+    except PeerDiedError as e:
+        return subject.failed(cell, engine, e, checks)
+    except AskError as e:
+        return subject.failed(cell, engine, engine.failure(f"{subject.peer.name} did not answer: {e}"), checks)
+    checks += ending_checks(engine)
+    detail = {"log": str(engine.log), "healthy_s": engine.startup.healthy_s}
+    return subject.judged(cell, engine, checks, [figure("start", "s", engine.startup.first_token_s)], detail)
+
+
+def ending_checks(engine: PeerProcess) -> list[Check]:
+    """Of an engine that we started and asked to end."""
+    if engine.launch.url:
+        return []
+    e = engine.ending
+    known = signatures.find(engine.log.read_text(encoding="utf-8", errors="replace").splitlines())
+    return [
+        Check("no known failure in its log", not known, len(known), 0, "; ".join(map(str, known))[:400]),
+        Check("it ends when it is asked", e.how == "asked to end", note=f"{e.how}, {status_text(e.exit)}"),
+        Check("no process is left", not e.left and not e.stuck, len(e.left), 0, "; ".join((*e.left, *e.stuck))[:400]),
+    ]

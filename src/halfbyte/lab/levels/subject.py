@@ -1,0 +1,100 @@
+"""What is checked: an engine with a model and gates, the baseline it is held against, and how it is started and asked.
+
+Levels share it. Every start has a folder of its own, with its log and, if it fails, its diagnostics.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from halfbyte.gates import Gates
+from halfbyte.lab.levels import kernel_path
+from halfbyte.lab.levels.kernel_path import Evidence
+from halfbyte.lab.peers.launch import Peer, Setup
+from halfbyte.lab.peers.process import Limits, PeerProcess
+from halfbyte.lab.result import Cell, Check, Figure, Result
+from halfbyte.model import load
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Subject:
+    peer: Peer
+    setup: Setup  # with the gates that are checked
+    folder: Path
+    baseline: Gates = field(default_factory=Gates)
+    preset: str = ""
+    limits: Limits = field(default_factory=Limits)
+    debug: bool = False
+    log: Path | None = None  # of an engine that somebody else started
+    trace: Path | None = None  # by a profiler
+    progress: Progress = lambda _: None
+    diagnostics: list[Path] = field(default_factory=list)
+    _starts: Any = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def gates(self) -> Gates:
+        return self.setup.gates
+
+    @property
+    def model(self) -> load.ModelName:
+        return load.resolve_model(self.setup.model)
+
+    def cell(self, kind: str, gates: Gates | None = None, **shape: Any) -> Cell:
+        gates = self.gates if gates is None else gates
+        preset = self.preset if gates == self.gates else ""
+        engine = "" if self.peer.name == "halfbyte" else self.peer.name
+        return Cell(kind, self.model.label.removeprefix("random:"), preset, gates.changes(), "http", shape, engine)
+
+    def process(self, what: str, gates: Gates | None = None) -> PeerProcess:
+        """An engine that is not started yet, with a folder of its own."""
+        setup = replace(self.setup, gates=self.gates if gates is None else gates)
+        name = re.sub(r"[^a-z0-9.=-]+", "-", what.lower()).strip("-")[:60]
+        folder = self.folder / f"{next(self._starts):03}-{name}"
+        self.progress(f"{self.peer.name}: {what}")
+        return PeerProcess(self.peer, setup, folder, self.limits, debug=self.debug)
+
+    def evidence(self, ended: PeerProcess) -> Evidence:
+        """What says which kernels an engine ran that has ended."""
+        record = kernel_path.read_record(ended.launch.record)
+        log = self.log or (ended.log if ended.log.is_file() else None)
+        return Evidence(
+            record,
+            kernel_path.read_log(log) if log is not None and record is None else (),
+            kernel_path.read_trace(self.trace) if self.trace is not None else (),
+        )
+
+    def judged(
+        self,
+        cell: Cell,
+        engine: PeerProcess,
+        checks: Sequence[Check],
+        figures: Sequence[Figure] = (),
+        detail: Mapping[str, Any] | None = None,
+        record: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """A cell's result; one that failed a check has diagnostics instead of figures."""
+        wrong = next((c for c in checks if not c.ok), None)
+        if wrong is None:
+            return Result(cell, tuple(figures), tuple(checks), record=record, detail=detail or {})
+        error = engine.failure(f"{cell.kind}: {wrong.what} failed: {wrong.note or wrong.value}")
+        return replace(self.failed(cell, engine, error, checks, detail), record=record)
+
+    def failed(
+        self,
+        cell: Cell,
+        engine: PeerProcess,
+        error: Exception,
+        checks: Sequence[Check] = (),
+        detail: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """A cell whose engine failed: what happened, and where its diagnostics are."""
+        self.diagnostics += [d for d in engine.diagnostics if d not in self.diagnostics]
+        found = {"diagnostics": [str(d) for d in engine.diagnostics], "causes": [str(c) for c in engine.causes]}
+        return Result(cell, checks=tuple(checks), detail={**(detail or {}), **found}, refused=str(error), invalid=True)

@@ -1,0 +1,44 @@
+"""vLLM as an engine: alone, or with halfbyte's plugin in it. Its flags are `vllm_plugin/launch.py`'s to know.
+
+vLLM may live in another environment: `Setup.python` is that one's interpreter. Nothing of vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from halfbyte.gates import AXES, PerRegime
+from halfbyte.lab.peers.halfbyte import RECORD
+from halfbyte.lab.peers.launch import Launch, Progress, Setup, refused
+from halfbyte.model import load
+from halfbyte.vllm_plugin.launch import Serving, vllm_command
+
+HOST = ("cpu_instructions", "threads")  # gates of halfbyte's own CPU kernels
+
+
+class VllmPeer:
+    def __init__(self, plugin: bool) -> None:
+        self._plugin = plugin
+        self.name = "vllm+halfbyte" if plugin else "vllm"
+
+    def prepare(self, setup: Setup, progress: Progress) -> Setup:
+        return setup
+
+    def launch(self, setup: Setup) -> Launch:
+        name = load.resolve_model(setup.model)
+        if name.path is None:
+            return Launch(
+                refusals=(f"{name.text}: vLLM reads a folder or a name on the Hub; write the weights first.",)
+            )
+        gates = setup.gates
+        if not self._plugin and set(gates.moe_kernel) == {"auto"}:  # then it is vLLM's own, with what that can take
+            gates = replace(gates, moe_kernel=PerRegime("vllm", "vllm", "vllm"))
+        record = setup.folder / RECORD if self._plugin else None
+        serving = Serving(host="127.0.0.1", port=setup.port, record=record)
+        made = vllm_command(
+            str(name.path), gates, serving=serving, words=setup.flags, plugin=self._plugin,
+            python=setup.python or sys.executable,
+        )  # fmt: skip
+        hosts = refused(setup.gates, [a.field for a in AXES if a.field not in HOST], "vLLM")
+        return Launch(made.command, made.environment, (*made.refusals, *hosts), record=record)

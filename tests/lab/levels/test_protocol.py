@@ -1,0 +1,89 @@
+"""The order of levels, their verdicts, and the log that a run leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scripted_peer import ScriptedPeer
+
+from halfbyte.errors import UsageError
+from halfbyte.lab.levels.answers import Reference, first_difference
+from halfbyte.lab.levels.check_run import finish
+from halfbyte.lab.levels.log_page import TITLES, log_markdown
+from halfbyte.lab.levels.protocol import LEVELS, Outcome, Report, level_numbers
+from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.levels.under_load import Counts
+from halfbyte.lab.peers.launch import Setup
+from halfbyte.lab.result import Cell, Check, Result, figure, from_json
+
+CELL = Cell("smoke", "tiny")
+GOOD = Result(CELL, (figure("start", "s", 2.0),), (Check("ready in time", True, 2.0, 300.0),))
+BAD = Result(CELL, checks=(Check("ready in time", False, 400.0, 300.0, "a pipe | in a note"),))
+REFUSED = Result(CELL, refused="the script has no tiles")
+
+
+def test_levels_by_number_and_name() -> None:
+    assert level_numbers(["3", "smoke", "kernel-path"]) == ["1", "1.5", "3"]
+    assert level_numbers([]) == level_numbers(["all"]) == list(LEVELS) == list(TITLES)
+    with pytest.raises(UsageError, match="no level '7'"):
+        level_numbers(["7"])
+
+
+def test_verdicts() -> None:
+    assert Outcome("1", [GOOD]).verdict == "PASS"
+    assert Outcome("1", [GOOD, BAD]).verdict == "FAIL"
+    assert Outcome("1.5", [BAD]).verdict == Outcome("4", [GOOD, BAD]).verdict == "INVALID"
+    assert Outcome("1", [REFUSED]).verdict == "REFUSED"
+    assert Outcome("6", [GOOD, REFUSED]).verdict == "PASS"  # what a matrix is there to find
+    assert Outcome("6", [GOOD, BAD]).verdict == "FAIL"
+    assert Outcome("2").verdict == "FAIL"  # a level without a result has shown nothing
+    assert Outcome("4", [GOOD], failures=["slower"]).verdict == "FAIL"
+    assert Outcome("5", skipped="no baseline").verdict == "SKIPPED"
+
+
+def report_of(folder: Path, *outcomes: Outcome) -> Report:
+    return Report(Subject(ScriptedPeer(), Setup(None), folder), list(outcomes))
+
+
+def test_only_a_whole_run_is_ready(tmp_path: Path) -> None:
+    whole = report_of(tmp_path, *(Outcome(level, [GOOD]) for level in LEVELS))
+    assert whole.ok
+    assert "- [x] READY TO MERGE\n" in log_markdown(whole, {})
+    part = report_of(tmp_path, Outcome("1", [GOOD]), Outcome("5", skipped="no baseline"))
+    assert part.ok
+    assert "- [ ] READY TO MERGE (not yet: level 1.5, 2, 3, 4, 6, 5 did not run)" in log_markdown(part, {})
+    assert not report_of(tmp_path, Outcome("5", skipped="no baseline")).ok
+    broken = report_of(tmp_path, Outcome("1", [BAD]))
+    assert not broken.ok
+    assert "- [x] NEEDS FIXES (level 1 FAIL" in log_markdown(broken, {})
+    assert "- [x] BLOCKED (level 1 REFUSED" in log_markdown(report_of(tmp_path, Outcome("1", [REFUSED])), {})
+
+
+def test_what_a_run_leaves(tmp_path: Path) -> None:
+    report = report_of(tmp_path, Outcome("1", [GOOD, BAD], 75.0))
+    files = finish(report, tmp_path / "out")
+    assert [f.name for f in files] == ["results.json", "levels.json", "test_log.md"]
+    assert from_json(json.loads(files[0].read_text())).results[0].cell == CELL
+    assert json.loads(files[1].read_text())["levels"][0]["verdict"] == "FAIL"
+    page = files[2].read_text()
+    assert "- [ ] FAIL\n- Duration: 1m 15s\n" in page
+    assert "| ready in time | FAIL | 400 | 300 | a pipe \\| in a note |" in page
+    assert "## Level 6: Combinatorial Test\n\n- [ ] not run" in page
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 9, 3], [1, 2, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == first_difference([1, 2, 3], [1, 2]) == 2
+
+
+def test_bad_input_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        Counts(load=0)
+    path = tmp_path / "reference.json"
+    for text in ("{", '{"schema": "other/1"}', '{"schema": "halfbyte.reference/1", "answers": [{}]}'):
+        path.write_text(text)
+        with pytest.raises(UsageError):
+            Reference.read(path)
