@@ -163,6 +163,10 @@ void run_down(Instance& in, const Layer& layer, int64_t rows) {
 
 void run_experts(Instance& in, const Layer& layer, int64_t rows) {
     run_router(in, layer, rows);
+    run_chosen_experts(in, layer, rows);
+}
+
+void run_chosen_experts(Instance& in, const Layer& layer, int64_t rows) {
     group(in, rows);
     run_gate_up(in, layer);
     run_down(in, layer, rows);

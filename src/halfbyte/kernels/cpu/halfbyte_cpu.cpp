@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "instance.h"
+#include "operations.h"
 #include "step.h"
 
 using halfbyte::Instance;
@@ -12,6 +13,7 @@ using halfbyte::Pool;
 
 struct hb_pool { Pool pool; };
 struct hb_instance { Instance* instance; };
+struct hb_scratch { Instance* instance; };
 
 extern "C" {
 
@@ -56,11 +58,51 @@ int32_t hb_run(hb_instance* instance, const hb_step* step, char* error, int64_t 
     return 0;
 }
 
+hb_scratch* hb_scratch_create(const hb_experts* experts, hb_pool* pool, int32_t most_rows, char* error, int64_t error_size) {
+    try {
+        Instance* instance = halfbyte::make_expert_scratch(*experts, &pool->pool, most_rows, error, error_size);
+        return instance ? new hb_scratch{instance} : nullptr;
+    } catch (const std::bad_alloc&) {
+        halfbyte::say(error, error_size, "there is no memory for the experts' scratch.");
+        return nullptr;
+    }
+}
+
+void hb_scratch_destroy(hb_scratch* scratch) {
+    if (!scratch) return;
+    halfbyte::destroy_instance(scratch->instance);
+    delete scratch;
+}
+
+int32_t hb_run_experts(hb_scratch* scratch, const hb_experts* experts, int32_t rows, const float* h, const int32_t* ids,
+                       const float* shares, float* out, char* error, int64_t error_size) {
+    Instance& in = *scratch->instance;
+    if (!halfbyte::check_experts(in, *experts, rows, ids, error, error_size)) return 1;
+    std::lock_guard<std::mutex> hold(in.pool->lock);
+    in.pool->make_room();
+    halfbyte::run_experts_alone(in, *experts, rows, h, ids, shares, out);
+    return 0;
+}
+
+int32_t hb_run_product(hb_pool* pool, const hb_matrix* m, const float* bias, int32_t int8_activations, int32_t rows,
+                       const float* x, float* out, char* error, int64_t error_size) {
+    if (!halfbyte::check_product(*m, rows, error, error_size)) return 1;
+    try {
+        std::lock_guard<std::mutex> hold(pool->pool.lock);
+        pool->pool.make_room();
+        halfbyte::run_product_alone(pool->pool, *m, bias, int8_activations != 0, rows, x, out);
+    } catch (const std::bad_alloc&) {
+        halfbyte::say(error, error_size, "there is no memory for the product of %d rows.", rows);
+        return 1;
+    }
+    return 0;
+}
+
 const char* hb_instruction_set(void) { return halfbyte::instruction_set(); }
 
 int64_t hb_struct_size(int32_t which) {
-    const int64_t sizes[] = {sizeof(hb_matrix), sizeof(hb_layer), sizeof(hb_model), sizeof(hb_step)};
-    return which >= 0 && which < 4 ? sizes[which] : -1;
+    const int64_t sizes[] = {sizeof(hb_matrix), sizeof(hb_layer), sizeof(hb_model), sizeof(hb_step), sizeof(hb_experts)};
+    return which >= 0 && which < 5 ? sizes[which] : -1;
 }
 
 }  // extern "C"

@@ -51,8 +51,17 @@ struct hb_step {
     int32_t* chosen;                                // [layers, rows, top_k], the router's experts, or null
 };
 
+// Experts alone, for an engine that runs the rest of a step itself.
+struct hb_experts {
+    int32_t hidden, intermediate, experts, top_k, int8_activations;
+    float swiglu_limit, swiglu_alpha;
+    hb_matrix gate_up; const float* gate_up_bias;   // as in hb_layer
+    hb_matrix down; const float* down_bias;
+};
+
 struct hb_pool;       // worker threads
 struct hb_instance;   // a model bound to a pool, with its scratch memory
+struct hb_scratch;    // scratch memory of experts alone: of all layers of one shape
 
 hb_pool* hb_pool_create(int32_t threads, const int32_t* cores /* or null: not pinned */);
 void hb_pool_destroy(hb_pool*);
@@ -61,7 +70,20 @@ void hb_destroy(hb_instance*);
 int64_t hb_scratch_bytes(const hb_model*, int32_t threads, int32_t most_rows);
 // 0, or a code whose sentence is in error: a token, position or page out of range ends the step before anything is written.
 int32_t hb_run(hb_instance*, const hb_step*, char* error, int64_t error_size);
+
+// Single operations. Bits are those of the same operation in hb_run.
+// The shape of `experts` counts, not its matrices.
+hb_scratch* hb_scratch_create(const hb_experts* experts, hb_pool*, int32_t most_rows, char* error, int64_t error_size);
+void hb_scratch_destroy(hb_scratch*);
+// out[r] = sum over k of shares[r][k] * expert ids[r][k] of h[r]; float32 rows, one behind the other. 0, or a code.
+int32_t hb_run_experts(hb_scratch*, const hb_experts*, int32_t rows, const float* h, const int32_t* ids, const float* shares,
+                       float* out, char* error, int64_t error_size);
+// out[r] = m x[r] + bias; bias may be null.
+int32_t hb_run_product(hb_pool*, const hb_matrix* m, const float* bias, int32_t int8_activations, int32_t rows,
+                       const float* x, float* out, char* error, int64_t error_size);
+
 const char* hb_instruction_set(void);
-int64_t hb_struct_size(int32_t which);  // 0 hb_matrix, 1 hb_layer, 2 hb_model, 3 hb_step: checked against ctypes
+// 0 hb_matrix, 1 hb_layer, 2 hb_model, 3 hb_step, 4 hb_experts: checked against ctypes
+int64_t hb_struct_size(int32_t which);
 
 }

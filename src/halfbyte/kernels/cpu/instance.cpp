@@ -97,13 +97,13 @@ void derive(Instance& i, const hb_model& m, int32_t most_rows) {
     i.attention_quantizes = i.group * m.head_dim % GROUP == 0;
 }
 
+}  // namespace
+
 Stack stack_of(const hb_matrix& m, bool int8_activations) {
     const Format format = static_cast<Format>(m.format);
     const bool coded = int8_activations && (format == Format::q8 || format == Format::mxfp4);
     return {{format, m.rows, m.cols, static_cast<const uint8_t*>(m.data)}, coded};
 }
-
-}  // namespace
 
 int64_t scratch_bytes(const hb_model& model, int32_t threads, int32_t most_rows) {
     Instance i{};
@@ -113,6 +113,19 @@ int64_t scratch_bytes(const hb_model& model, int32_t threads, int32_t most_rows)
 
 Instance* make_instance(const hb_model& model, Pool* pool, int32_t most_rows, char* error, int64_t error_size) {
     if (!check_model(model, error, error_size)) return nullptr;
+    Instance* i = make_scratch(model, pool, most_rows, error, error_size);
+    if (!i) return nullptr;
+    const bool int8 = model.int8_activations != 0;
+    for (int32_t n = 0; n < model.layers; ++n) {
+        const hb_layer& w = model.layer[n];
+        i->layers.push_back({&w, stack_of(w.qkv, int8), stack_of(w.o, int8), stack_of(w.gate_up, int8),
+                             stack_of(w.down, int8)});
+    }
+    i->head = stack_of(model.lm_head, int8);
+    return i;
+}
+
+Instance* make_scratch(const hb_model& model, Pool* pool, int32_t most_rows, char* error, int64_t error_size) {
     if (most_rows < 1) {
         say(error, error_size, "most_rows is %d; a step has at least one row.", most_rows);
         return nullptr;
@@ -123,13 +136,6 @@ Instance* make_instance(const hb_model& model, Pool* pool, int32_t most_rows, ch
         return nullptr;
     }
     derive(*i, model, most_rows);
-    const bool int8 = model.int8_activations != 0;
-    for (int32_t n = 0; n < model.layers; ++n) {
-        const hb_layer& w = model.layer[n];
-        i->layers.push_back({&w, stack_of(w.qkv, int8), stack_of(w.o, int8), stack_of(w.gate_up, int8),
-                             stack_of(w.down, int8)});
-    }
-    i->head = stack_of(model.lm_head, int8);
     i->pool = pool;
     i->memory_bytes = up(lay_out(*i, pool->threads(), nullptr), 4096);
     i->memory = std::aligned_alloc(4096, static_cast<size_t>(i->memory_bytes));

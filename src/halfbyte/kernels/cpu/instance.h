@@ -121,8 +121,10 @@ struct Instance {
     int64_t memory_bytes;
 };
 
+Stack stack_of(const hb_matrix&, bool int8_activations);
 // Null and a sentence, or an instance.
 Instance* make_instance(const hb_model&, Pool*, int32_t most_rows, char* error, int64_t error_size);
+Instance* make_scratch(const hb_model&, Pool*, int32_t most_rows, char* error, int64_t error_size);  // no layers, no check
 void destroy_instance(Instance*);
 int64_t scratch_bytes(const hb_model&, int32_t threads, int32_t most_rows);
 // True, or false and a sentence.

@@ -71,7 +71,15 @@ class Step(ctypes.Structure):
     ]  # fmt: skip
 
 
-STRUCTS = (Matrix, Layer, Model, Step)
+class Experts(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("hidden", "intermediate", "experts", "top_k", "int8_activations")),
+        ("swiglu_limit", ctypes.c_float), ("swiglu_alpha", ctypes.c_float), ("gate_up", Matrix),
+        ("gate_up_bias", _Floats), ("down", Matrix), ("down_bias", _Floats),
+    ]  # fmt: skip
+
+
+STRUCTS = (Matrix, Layer, Model, Step, Experts)
 
 
 # ---- which library ---------------------------------------------------------------------------------------------------
@@ -180,6 +188,22 @@ def _declare_calls(calls: Any) -> None:
     calls.hb_destroy.argtypes = (ctypes.c_void_p,)
     calls.hb_run.restype = ctypes.c_int32
     calls.hb_run.argtypes = (ctypes.c_void_p, ctypes.POINTER(Step), ctypes.c_char_p, ctypes.c_int64)
+    calls.hb_scratch_create.restype = ctypes.c_void_p
+    calls.hb_scratch_create.argtypes = (
+        ctypes.POINTER(Experts), ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int64,
+    )  # fmt: skip
+    calls.hb_scratch_destroy.restype = None
+    calls.hb_scratch_destroy.argtypes = (ctypes.c_void_p,)
+    calls.hb_run_experts.restype = ctypes.c_int32
+    calls.hb_run_experts.argtypes = (
+        ctypes.c_void_p, ctypes.POINTER(Experts), ctypes.c_int32, _Floats, _Ints, _Floats, _Floats, ctypes.c_char_p,
+        ctypes.c_int64,
+    )  # fmt: skip
+    calls.hb_run_product.restype = ctypes.c_int32
+    calls.hb_run_product.argtypes = (
+        ctypes.c_void_p, ctypes.POINTER(Matrix), _Floats, ctypes.c_int32, ctypes.c_int32, _Floats, _Floats,
+        ctypes.c_char_p, ctypes.c_int64,
+    )  # fmt: skip
 
 
 def file_hash(path: Path) -> str:

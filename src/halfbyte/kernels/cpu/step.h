@@ -12,6 +12,8 @@ void normalise(Instance&, const float* x, const float* weight, const Stack& read
 
 // mlp_norm, router and experts of a chunk: reads and writes x.
 void run_experts(Instance&, const Layer&, int64_t rows);
+// The experts alone: h (with its codes), `chosen` and `shares` are there; adds to x.
+void run_chosen_experts(Instance&, const Layer&, int64_t rows);
 
 // The logits of a chunk's rows, or the best of each.
 void run_head(Instance&, const hb_step&, int64_t begin, int64_t rows);
