@@ -32,6 +32,7 @@ __all__ = [
     "dequantize",
     "format_spec",
     "quantize",
+    "quantize_weight",
 ]
 
 
@@ -68,6 +69,14 @@ def format_spec(name: str) -> FormatSpec:
 def quantize(x: torch.Tensor, format: str, rule: str = "ocp") -> MXTensor:
     """`x` in the named format, layout plain."""
     return format_spec(format).quantize(x, rule=rule)
+
+
+WEIGHT_RULES = {"mxfp4": "mse"}  # a weight is quantised once and read forever: spend the time on the better scale
+
+
+def quantize_weight(x: torch.Tensor, format: str) -> MXTensor:
+    """A weight in the named format, as `--layers` makes it: the same wherever it is made."""
+    return quantize(x, format, WEIGHT_RULES.get(format, "ocp"))
 
 
 def dequantize(t: MXTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

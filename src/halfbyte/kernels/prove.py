@@ -96,8 +96,9 @@ def compilable() -> list[str]:
 
 def _phases() -> Iterable[Phase]:
     from halfbyte.kernels.catalog import PHASES
+    from halfbyte.kernels.lent import BARE
 
-    return PHASES
+    return (*PHASES, *BARE)
 
 
 def phase_named(name: str) -> Phase:

@@ -45,7 +45,6 @@ from halfbyte.model.weights import (
 Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, what)
 
 TARGETS: dict[str, FormatName] = {"q8": "q8", "mxfp4": "mxfp4"}
-RULE = "mse"  # a weight is quantised once and read forever: spend the time on the better scale
 REQUANTISE_ELEMENTS = 1 << 22
 # What belongs to a model beside its weights, and travels with them.
 COMPANIONS = (
@@ -272,7 +271,7 @@ class MemorySource:
 def requantise(m: Matrix, target: FormatName) -> MXTensor:
     """A matrix in another format, through float32 and some leading rows at a time; unchanged if it is there already."""
     if isinstance(m, Tensor):
-        return formats.quantize(m, target, RULE if target == "mxfp4" else "ocp")
+        return formats.quantize_weight(m, target)
     if m.format == target:
         return m
     geometry = GEOMETRY[target]

@@ -38,7 +38,8 @@ from halfbyte.plan.phase import ARCHES, GROUP, Arch, Binding, Spec
 from halfbyte.plan.plan import Plan, bind
 from halfbyte.plan.record import Selection
 from halfbyte.plan.select import Chosen, select
-from halfbyte.plan.step import REGIMES, Step
+from halfbyte.plan.step import Step
+from halfbyte.plan.values import values_of
 
 log = logging.getLogger("halfbyte")
 
@@ -96,9 +97,7 @@ def spec_of(
         attention.add("sinks")
     if any((kind == "sliding") != (i % 2 == 0) for i, kind in enumerate(config.layer_kinds)):
         attention.add("uneven_layers")  # kinds that do not alternate, sliding first
-    float_name = "bf16" if arch.is_gpu else "f32"
-    auto_activation, auto_kv = ("bf16", "bf16") if arch.is_gpu else ("f32", "f32") if reference else ("int8", "bf16")
-    activations = {r: auto_activation if (a := gates.activation_in(r)) == "auto" else a for r in REGIMES}
+    values = values_of(gates, arch, reference=reference)
     return Spec(
         layers=config.layers,
         hidden=config.hidden,
@@ -123,10 +122,10 @@ def spec_of(
             "router": frozenset({"bias"}),
             "moe": frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"}),
         },
-        dtype=float_name,
-        activation=activations["decode"],
-        activations={r: a for r, a in activations.items() if a != activations["decode"]},
-        kv_dtype=auto_kv if gates.kv_dtype == "auto" else gates.kv_dtype,
+        dtype=values.dtype,
+        activation=values.activation,
+        activations=values.activations,
+        kv_dtype=values.kv_dtype,
         page_size=page_size,
         tile=gates.tile,
     )

@@ -183,7 +183,7 @@ def _explain_failure(
     lines = [f"no kernel on {arch.name} can run {', '.join(missing)} in the {regime} regime as asked:"]
     for axis in dict.fromkeys(AXIS[op] for op in missing if op in AXIS):
         asked = gates.backend(axis, regime)
-        if asked in ABSENT:
+        if asked in ABSENT and not any(axis in p.backends and asked in p.answers(axis) for p in candidates):
             lines.append(f"  {asked}: {ABSENT[asked]}")
     wanted = set(missing)
     for r in dict.fromkeys(refusals):

