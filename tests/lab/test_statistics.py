@@ -14,8 +14,8 @@ def runs(seed: int, count: int, level: float, noise: float = 0.02) -> list[float
 
 
 def test_the_interval_holds_the_true_median_as_often_as_it_says() -> None:
-    held = sum(not st.interval(runs(seed, 15, 100.0)).excludes(100.0) for seed in range(200))
-    assert 180 <= held <= 200
+    held = sum(not st.interval(runs(seed, 15, 100.0)).excludes(100.0) for seed in range(80))
+    assert 72 <= held <= 80
 
 
 def test_the_same_samples_give_the_same_interval() -> None:
@@ -29,11 +29,11 @@ def test_one_sample_has_no_width_and_says_that_it_is_one() -> None:
 
 def test_a_planted_slowdown_is_found_and_a_small_one_is_not() -> None:
     found = missed = 0
-    for seed in range(100):
+    for seed in range(40):
         before = runs(1000 + seed, 12, 100.0, noise=0.01)
         found += st.compare(before, runs(2000 + seed, 12, 94.0, noise=0.01)).change == "regression"
         missed += st.compare(before, runs(3000 + seed, 12, 99.0, noise=0.01)).change == "regression"
-    assert found >= 95
+    assert found >= 38
     assert missed == 0
 
 

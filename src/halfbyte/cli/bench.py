@@ -24,6 +24,7 @@ from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
 Other = "Other measurements"
+Load = "A server under load"
 
 
 def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
@@ -33,6 +34,16 @@ def numbers(text: str, what: str, least: int) -> tuple[int, ...]:
         raise UsageError(f"{what} takes numbers with commas between, not {text!r}.") from None
     if any(v < least for v in values):
         raise UsageError(f"{what} takes numbers of at least {least}, not {text!r}.")
+    return values
+
+
+def rates(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        values = (float("nan"),)
+    if any(not 0 < v < float("inf") for v in values):
+        raise UsageError(f"--rate takes numbers above 0 with commas between, not {text!r}.")
     return values
 
 
@@ -46,13 +57,53 @@ def bench(
         str, typer.Option("--concurrency", help="Requests at once; speeds are of all together.")
     ] = "1",
     repeats: Annotated[
-        int, typer.Option("--repeats", "--runs", help="Timed runs of each figure, after one to warm up.", min=1)
+        int, typer.Option("--repeats", "--runs", help="Timed runs of each figure, its warm-up left out.", min=1)
     ] = 3,
     out_file: Annotated[Path | None, typer.Option("--out", help="Also write a receipt here.")] = None,
     served: Annotated[
         bool, typer.Option("--served", help="Then the same work over HTTP through `halfbyte serve`, and the ratio.")
     ] = False,
     url: Annotated[str | None, typer.Option("--url", help="A server that runs already, instead of an engine.")] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Measure this engine over HTTP: halfbyte, another one by name, an address.")
+    ] = "",
+    workload: Annotated[
+        str,
+        typer.Option(
+            "--workload", help="Play this to a server: synthetic, chat, replay, replay:FILE.", rich_help_panel=Load
+        ),
+    ] = "",
+    rate: Annotated[
+        str,
+        typer.Option(
+            "--rate", help="Sessions a second that begin at random, whatever the server does.", rich_help_panel=Load
+        ),
+    ] = "",
+    sessions: Annotated[
+        int, typer.Option("--sessions", min=0, help="Of each cell; 0: a few.", rich_help_panel=Load)
+    ] = 0,
+    turns: Annotated[
+        int | None,
+        typer.Option("--turns", min=1, help="Of a chat, or the first ones of a recording.", rich_help_panel=Load),
+    ] = None,
+    limits: Annotated[
+        str,
+        typer.Option(
+            "--limits", help="What counts as in time, in ms: ttft=1000,tpot=50,e2e=20000.", rich_help_panel=Load
+        ),
+    ] = "",
+    pace: Annotated[
+        float,
+        typer.Option(
+            "--pace",
+            help="Divides the pauses of a recording.",
+            rich_help_panel=Load,
+            callback=lambda n: check_number(n, "--pace"),
+        ),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of everything that is drawn.", rich_help_panel=Load)] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out FILE began.")] = False,
+    store: Annotated[Path | None, typer.Option("--store", help="Also keep the result in this folder.")] = None,
     eager: Annotated[
         bool, typer.Option("--eager", help="A single sequence without engine or graphs.", rich_help_panel=Other)
     ] = False,
@@ -81,18 +132,21 @@ def bench(
     gates: Gates,
 ) -> None:
     """Prompt and generation speed of the engine, each beside what the hardware could do."""
-    from halfbyte.lab.bench import BenchOptions, run_bench
-    from halfbyte.lab.measure.engine_timing import table
+    from halfbyte.lab.bench import BenchOptions, keep, rows_of, run_bench, run_log
+    from halfbyte.lab.measure.traffic import Limits
+    from halfbyte.lab.served import Traffic
+    from halfbyte.lab.store import Store
     from halfbyte.model import load
 
     options = BenchOptions(
         model=model, gates=gates, device=device, prompts=numbers(pp, "--pp", 1), tokens=numbers(tg, "--tg", 2),
         depths=numbers(depth, "--depth", 0), concurrency=numbers(concurrency, "--concurrency", 1), repeats=repeats,
         eager=eager, graph=graph, phases=numbers(phases, "--phases", 1), sustain=sustain, served=served, url=url,
-        check=check, require_native=require_native,
+        check=check, require_native=require_native, engine=engine, log=run_log(out_file, resume),
+        traffic=Traffic(workload, rates(rate), sessions, Limits.parse(limits), turns, pace, seed),
     )  # fmt: skip
     loaded = None
-    if url is None:
+    if not (url or engine or workload):
         name, where = load.resolve_model(model), load.resolve_device(device)
         announce(gates, f"{name.label} on {where}", cpu=where.type == "cpu")
         with LoadingBar(f"loading {name.label}") as progress:
@@ -101,18 +155,20 @@ def bench(
         del weights
     with err.status("measuring") as status:
         file = run_bench(options, lambda text: status.update(f"measuring {text}"), loaded.pop if loaded else None)
-    if out_file is not None:
-        file.write(out_file)
+    keep(file, out_file)
+    if store is not None:
+        Store(store).add(file)
     if json:
         print_json(file.as_json())
     else:
         sources = {f.ceiling.source for r in file.results for f in r.figures if f.ceiling is not None}
-        print_table(table(file.results), title=f"ceilings: {', '.join(sorted(sources))}" if sources else None)
+        print_table(rows_of(file.results), title=f"ceilings: {', '.join(sorted(sources))}" if sources else None)
         for r in file.results:
             if r.refused:
-                err.print(f"{r.cell.path} {r.cell.label} is refused: {r.refused}", style="red", markup=False)
+                err.print(f"{r.cell.path} {r.cell.label} is {r.state}: {r.refused}", style="red", markup=False)
             for target in (t for t in r.targets if not t.ok):
-                err.print(f"{r.cell.path} {r.cell.label} is not {target.what}", style="yellow", markup=False)
+                note = f" ({target.note})" if target.note else ""
+                err.print(f"{r.cell.path} {r.cell.label}: not so: {target.what}{note}", style="yellow", markup=False)
     if any(r.refused for r in file.results):
         sys.exit(1)
 

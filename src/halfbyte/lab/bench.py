@@ -3,7 +3,9 @@
     python -m halfbyte.lab.bench random:120b --preset fast --pp 2048 --tg 128 --depth 2048 --concurrency 1,8
 
 needs none of the command line's packages. By default the engine is measured as `halfbyte serve` builds it. `--served`
-also starts `halfbyte serve` and gives it the same work over HTTP; `--url` measures a server that runs already.
+also starts `halfbyte serve` and gives it the same work over HTTP; `--engine` does that with any engine that `lab/peers`
+can start, and `--url` with a server that runs already. `--workload` plays random prompts, chats or a recorded agent's
+session to such a server and tells latencies. A run that was interrupted goes on with `--resume`.
 `--eager` steps a single sequence, `--graph` replays bare graphs, `--phases` times every phase alone, `--sustain`
 decodes for seconds and says what the card draws: none of these is what a user gets, and their cells say so. On a GPU
 the regimes are compared with one another first; if one differs, nothing is timed.
@@ -16,37 +18,41 @@ import contextlib
 import gc
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from halfbyte import gates as gates_
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.gates import PRESETS, Gates
-from halfbyte.lab import receipts
+from halfbyte.lab import environment, receipts
 from halfbyte.lab.levels.correctness import BATCHES, PROMPTS, Comparison, compare
 from halfbyte.lab.machine import limit_threads
 from halfbyte.lab.measure import device_timing, eager, phase_timing
-from halfbyte.lab.measure.engine_timing import (
-    Client,
-    Work,
-    all_work,
-    measure_engine,
-    record_check,
-    result_of,
-    table,
-    time_work,
+from halfbyte.lab.measure.engine_timing import Work, all_work, measure_engine, record_check, table
+from halfbyte.lab.measure.http_client import HttpClient
+from halfbyte.lab.measure.rounds import RunLog
+from halfbyte.lab.measure.traffic import Limits
+from halfbyte.lab.result import Cell, Check, Result, ResultFile, failed_cell
+from halfbyte.lab.served import (
+    WORKLOADS,
+    Traffic,
+    arrivals,
+    compare_served,
+    latency_table,
+    measure_client,
+    measure_workloads,
+    serving,
+    under_ceilings,
+    with_path,
+    workloads,
 )
-from halfbyte.lab.measure.http_client import HttpClient, ServeProcess
-from halfbyte.lab.result import Cell, Check, Result, ResultFile, figure, measure_cell
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
-
-SERVED_WITHIN = 0.03  # of the engine's own figure
 
 
 @dataclass(frozen=True)
@@ -68,22 +74,32 @@ class BenchOptions:
     url: str | None = None
     check: bool = True  # compare regimes first, on a GPU
     require_native: bool = False
+    engine: str = ""  # measured over HTTP: a name of `lab/peers/engines.py`, or an address
+    traffic: Traffic = field(default_factory=Traffic)
+    log: Path | None = None  # of runs, so that what was interrupted can go on
 
     @property
     def works(self) -> list[Work]:
         return all_work(self.prompts, self.tokens, self.depths, self.concurrency)
 
 
+LOG = ".runs"  # behind a receipt's name: runs of a measurement that has not ended
 Progress = Callable[[str], None]
 Load = Callable[[], GptOss]
 
 
 def run_bench(options: BenchOptions, progress: Progress = lambda _: None, loaded: Load | None = None) -> ResultFile:
     """All that was asked for; `loaded` gives the model where somebody else shows how it is read."""
+    alone = bool(options.url) + bool(options.engine)
+    if alone > 1 or (alone and options.served):
+        raise UsageError("--url, --engine and --served name different servers; use one of them.")
     if options.served and (options.eager or options.graph or options.phases or options.sustain or options.url):
         raise UsageError("--served compares the engine with a server; leave --eager, --graph and the like out.")
-    if options.url is not None:
-        return _file(measure_url(options, progress), {})
+    log = None if options.log is None else RunLog(options.log, identity(options))
+    if options.traffic.workload and not (options.url or options.engine):
+        options = replace(options, engine="halfbyte")
+    if options.url or options.engine:
+        return _file(measure_http(options, progress, log), {})
     name = load.resolve_model(options.model)
     device = load.resolve_device(options.device)
     progress(f"loading {name.label}")
@@ -96,7 +112,7 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None, loaded
     cell = Cell("", name.label.removeprefix("random:"), preset, options.gates.changes(), "engine")
     limit_threads(device, model.weights.nbytes)
     with torch.inference_mode():
-        results = _measure(model, options, cell, progress)
+        results = _measure(model, options, cell, progress, log)
     if options.served:
         del model
         gc.collect()
@@ -104,6 +120,16 @@ def run_bench(options: BenchOptions, progress: Progress = lambda _: None, loaded
             torch.cuda.empty_cache()
         results += measure_served(options, cell, results, progress)
     return _file(results, measured)
+
+
+def identity(options: BenchOptions) -> dict[str, Any]:
+    """What must be the same for runs before an interruption to count."""
+    question = {k: v for k, v in vars(options).items() if k not in ("log", "gates")}
+    machine = [g.get("name") for g in environment.gpus()] or environment.cpu_name()
+    return {
+        "question": str(sorted(question.items(), key=str)), "gates": options.gates.as_dict(), "machine": machine,
+        "kernels": environment.source_hash(), "engine": environment.source_hash("engine"),
+    }  # fmt: skip
 
 
 def preset_of(gates: Gates) -> str:
@@ -127,14 +153,16 @@ def with_record(results: Sequence[Result], model: GptOss) -> list[Result]:
     ]
 
 
-def _measure(model: GptOss, options: BenchOptions, cell: Cell, progress: Progress) -> list[Result]:
+def _measure(
+    model: GptOss, options: BenchOptions, cell: Cell, progress: Progress, log: RunLog | None = None
+) -> list[Result]:
     if options.require_native and (reasons := phase_timing.not_native(model)):
         raise UsageError(f"this is not the native path: {'; '.join(reasons)}.")
     if not options.check or model.device.type != "cuda":
-        return with_record(_timed(model, options, cell, (), progress), model)
+        return with_record(_timed(model, options, cell, (), progress, log), model)
     progress("comparing the regimes")
     comparison = compare_timed(model, options)
-    results = _timed(model, options, cell, comparison.checks, progress)
+    results = _timed(model, options, cell, comparison.checks, progress, log)
     results = with_record(results, model)
     return [
         replace(r, targets=(*r.targets, comparison.covers(r.record))) if r.figures and r.record else r for r in results
@@ -153,7 +181,12 @@ def compare_timed(model: GptOss, options: BenchOptions) -> Comparison:
 
 
 def _timed(
-    model: GptOss, options: BenchOptions, cell: Cell, checks: tuple[Check, ...], progress: Progress
+    model: GptOss,
+    options: BenchOptions,
+    cell: Cell,
+    checks: tuple[Check, ...],
+    progress: Progress,
+    log: RunLog | None,
 ) -> list[Result]:
     works, repeats = options.works, options.repeats
     if options.eager:
@@ -163,7 +196,7 @@ def _timed(
             raise UsageError("--graph, --phases and --sustain measure a CUDA device; this is a CPU.")
         return _device(model, options, cell, checks, progress)
     tokenizer = load.tokenizer_of(load.resolve_model(options.model))
-    return measure_engine(model, tokenizer, works, repeats, cell=cell, checks=checks, progress=progress)
+    return measure_engine(model, tokenizer, works, repeats, cell=cell, checks=checks, progress=progress, log=log)
 
 
 def _device(
@@ -194,9 +227,10 @@ def _device(
             continue
         progress(each.label)
         try:
-            results += [replace(r, checks=(*checks, *r.checks)) for r in job()]
+            found = list(job())
         except Exception as e:
-            results.append(Result(each, checks=checks, refused=f"{type(e).__name__}: {e}"[:400]))
+            found = [failed_cell(each, e)]
+        results += [replace(r, checks=(*checks, *r.checks)) for r in found]
         model.release_kv()
         torch.cuda.empty_cache()
     return results
@@ -217,45 +251,33 @@ def _sustained(model: GptOss, cell: Cell, rows: int, context: int, seconds: floa
 # ---- over HTTP -------------------------------------------------------------------------------------------------------
 
 
-def measure_url(options: BenchOptions, progress: Progress) -> list[Result]:
-    assert options.url is not None
-    client = HttpClient(options.url)
-    cell = Cell("", client.model, options.preset, options.gates.changes(), "http")
-    return measure_client(client, options, cell, progress)
-
-
-def measure_client(client: Client, options: BenchOptions, cell: Cell, progress: Progress) -> list[Result]:
-    vocab = load.config_of(load.resolve_model(options.model)).vocab
-    results = []
-    for i, work in enumerate(options.works):
-        each = replace(cell, kind="prompt" if work.prompt else "decode", shape=work.shape)
-        progress(f"{each.label} over HTTP")
-        results.append(measure_cell(each, partial(_client_result, client, work, each, vocab, options.repeats, i)))
-    return results
-
-
-def _client_result(client: Client, work: Work, cell: Cell, vocab: int, repeats: int, seed: int) -> Result:
-    return result_of(time_work(client, work, vocab, repeats, seed), cell, None)
+def measure_http(options: BenchOptions, progress: Progress, log: RunLog | None) -> list[Result]:
+    """Speeds of a server, or a workload played to it."""
+    name = load.resolve_model(options.model)
+    vocab = load.config_of(name).vocab
+    traffic = options.traffic
+    works = workloads(traffic, options.prompts, options.tokens, vocab) if traffic.workload else []
+    when = arrivals(traffic, options.concurrency)
+    with serving(options.url or options.engine, options.model, options.gates, options.device, progress) as server:
+        client = HttpClient(server.url)
+        model = client.model if server.startup_s is None else name.label.removeprefix("random:")
+        preset = options.preset or preset_of(options.gates)
+        cell = Cell("", model, preset, options.gates.changes(), "http", engine=server.name)
+        if works:
+            results = measure_workloads(client, traffic, works, when, cell, progress, log)
+        else:
+            results = measure_client(client, options.works, options.repeats, cell, vocab, progress, log)
+    return with_path(results, server)
 
 
 def measure_served(options: BenchOptions, cell: Cell, engine: Sequence[Result], progress: Progress) -> list[Result]:
     """`halfbyte serve` with the same gates, the same work over HTTP, and how it compares."""
-    progress("starting halfbyte serve")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ServeProcess(options.model, options.gates, options.device, Path(folder) / "serve.log") as server,
-    ):
-        served = measure_client(HttpClient(server.url), options, replace(cell, path="http"), progress)
+    vocab = load.config_of(load.resolve_model(options.model)).vocab
+    with serving("halfbyte", options.model, options.gates, options.device, progress) as server:
+        client, cell = HttpClient(server.url), replace(cell, path="http")
+        served = measure_client(client, options.works, options.repeats, cell, vocab, progress)
+    served = under_ceilings(engine, with_path(served, server))
     return [*served, *(compare_served(a, b) for a, b in zip(engine, served, strict=True))]
-
-
-def compare_served(engine: Result, served: Result) -> Result:
-    cell = replace(engine.cell, kind=f"served {engine.cell.kind}", path="http / engine")
-    if engine.refused or served.refused:
-        return Result(cell, refused=engine.refused or served.refused)
-    ratio = served.figure("speed").value / engine.figure("speed").value
-    target = Check(f"within {SERVED_WITHIN:.0%} of the engine", abs(ratio - 1) <= SERVED_WITHIN, ratio, 1.0)
-    return Result(cell, (figure("ratio", "ratio", ratio),), targets=(target,))
 
 
 # ---- without the command line's packages -----------------------------------------------------------------------------
@@ -263,6 +285,29 @@ def compare_served(engine: Result, served: Result) -> Result:
 
 def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n.strip())
+
+
+def rates(text: str) -> tuple[float, ...]:
+    return tuple(float(n) for n in text.split(",") if n.strip())
+
+
+def run_log(out: Path | None, resume: bool) -> Path | None:
+    """Beside the receipt. Without --resume what an interrupted measurement left is thrown away."""
+    if out is None:
+        if resume:
+            raise UsageError("--resume goes on with the runs beside a receipt; name it with --out.")
+        return None
+    log = out.with_name(out.name + LOG)
+    if not resume:
+        log.unlink(missing_ok=True)
+    return log
+
+
+def keep(file: ResultFile, out: Path | None) -> None:
+    """The receipt, after which the runs behind it are of no more use."""
+    if out is not None:
+        file.write(out)
+        out.with_name(out.name + LOG).unlink(missing_ok=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -282,6 +327,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sustain", type=float, default=0.0, metavar="SECONDS")
     p.add_argument("--served", action="store_true")
     p.add_argument("--url")
+    p.add_argument("--engine", default="", help="measure this engine over HTTP: halfbyte, llamacpp, vllm …")
+    p.add_argument("--workload", default="", help=", ".join(WORKLOADS))
+    p.add_argument("--rate", type=rates, default=(), help="sessions a second, as Poisson arrivals")
+    p.add_argument("--sessions", type=int, default=0)
+    p.add_argument("--turns", type=int)
+    p.add_argument("--limits", default="", help="of goodput, in ms: ttft=1000,tpot=50")
+    p.add_argument("--pace", type=float, default=1.0, help="divides the pauses of a recording")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--resume", action="store_true", help="go on with what --out began")
     p.add_argument("--no-check", action="store_true")
     p.add_argument("--require-native", action="store_true")
     p.add_argument("--threads", help="of the CPU kernels; without it all cores")
@@ -291,28 +345,34 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     a = parser().parse_args(argv)
-    gates = gates_.parse({"activation": a.activation, "threads": a.threads}, preset=a.preset)
-    options = BenchOptions(
-        a.model, gates, a.preset, a.device, a.pp, a.tg, a.depth, a.concurrency, a.repeats, a.eager, a.graph, a.phases,
-        a.sustain, a.served, a.url, not a.no_check, a.require_native,
-    )  # fmt: skip
     try:
+        gates = gates_.parse({"activation": a.activation, "threads": a.threads}, preset=a.preset)
+        options = BenchOptions(
+            a.model, gates, a.preset, a.device, a.pp, a.tg, a.depth, a.concurrency, a.repeats, a.eager, a.graph,
+            a.phases, a.sustain, a.served, a.url, not a.no_check, a.require_native, a.engine,
+            Traffic(a.workload, a.rate, a.sessions, Limits.parse(a.limits), a.turns, a.pace, a.seed),
+            run_log(a.out, a.resume),
+        )  # fmt: skip
         file = run_bench(options, lambda text: print(f"... {text}", file=sys.stderr, flush=True))
     except HalfbyteError as e:
         print(f"halfbyte bench: {e}", file=sys.stderr)
         return e.exit_code
     for line in lines(file.results):
         print(line)
-    if a.out:
-        file.write(a.out)
+    keep(file, a.out)
     print(json.dumps(file.as_json(), default=str))
     return 1 if any(r.refused for r in file.results) else 0
 
 
+def rows_of(results: Sequence[Result]) -> list[dict[str, str]]:
+    """For a terminal: speeds beside ceilings, or a workload's latencies."""
+    return latency_table(results) if any(r.cell.kind == "serving" for r in results) else table(results)
+
+
 def lines(results: Sequence[Result]) -> Iterator[str]:
-    for r, row in zip(results, table(results)):
-        beside = f"{row['ceiling t/s']:>10} {row['share']:>7} {row['ttft ms']:>9}"
-        yield f"{row['by']:14} {row['test']:28} {row['t/s']:32} {beside}"
+    for r, row in zip(results, rows_of(results)):
+        test, by, speed, *rest = row.values()
+        yield f"{by:14} {test:28} {speed:32} {' '.join(f'{text:>9}' for text in rest)}"
         if r.refused:
             yield f"    {r.refused}"
 

@@ -212,13 +212,18 @@ class ResultFile:
 
 
 def measure_cell(cell: Cell, work: typing.Callable[[], Result]) -> Result:
-    """The cell's result, or its refusal: one cell that fails must not cost the others."""
+    """The cell's result, or what became of it: one cell that fails must not cost the others."""
     try:
         return work()
-    except InvalidFigureError as e:
-        return Result(cell, refused=str(e), invalid=True)
     except Exception as e:
-        return Result(cell, refused=f"{type(e).__name__}: {e}"[:400])
+        return failed_cell(cell, e)
+
+
+def failed_cell(cell: Cell, e: Exception) -> Result:
+    """INVALID where it ran and showed what cannot be, refused otherwise."""
+    if isinstance(e, InvalidFigureError):
+        return Result(cell, refused=str(e), invalid=True)
+    return Result(cell, refused=f"{type(e).__name__}: {e}"[:400])
 
 
 def from_json(raw: object) -> ResultFile:

@@ -23,7 +23,7 @@ RESAMPLES = 4000
 THRESHOLD = 0.05  # of a change that counts
 # A run belongs to the warm-up while it lies further from the later ones than their noise explains, and than this.
 WARM_SIGMAS, WARM_SHARE = 4.0, 0.02
-TREND_SIGMAS = 2.58  # 99 %
+TREND_SIGMAS = 1.96  # 95 %
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 Change = Literal["regression", "improvement", "no difference", "too few runs"]
@@ -156,8 +156,8 @@ class WarmUp:
 def warm_up(samples: Sequence[float]) -> WarmUp:
     """Leading samples that the second half's noise does not explain.
 
-    Only the beginning is looked at: an outlier after a run that fits is noise, and stays. A series whose second half
-    still drifts (its own two halves differ by more than the noise inside of them) has not settled.
+    Only the beginning is looked at: an outlier after a run that fits is noise, and stays. A series that still drifts
+    behind its warm-up has not settled.
     """
     values = _checked(samples)
     late = values[len(values) // 2 :]
@@ -166,7 +166,7 @@ def warm_up(samples: Sequence[float]) -> WarmUp:
     skipped = 0
     while skipped < len(values) // 2 and abs(values[skipped] - level) > band:
         skipped += 1
-    return WarmUp(skipped, not (skipped and skipped == len(values) // 2) and not _drifts(late), level)
+    return WarmUp(skipped, not (skipped and skipped == len(values) // 2) and not _drifts(values[skipped:]), level)
 
 
 def _sigma(values: np.ndarray) -> float:
@@ -175,15 +175,15 @@ def _sigma(values: np.ndarray) -> float:
 
 def _drifts(values: np.ndarray) -> bool:
     """It moved by more than `2 * WARM_SHARE`, and not by chance: in a leap beyond the noise of both halves, or step by
-    step (Mann and Kendall's count of pairs that rise less pairs that fall, beyond 99 % of what noise gives)."""
+    step (Mann and Kendall's count of pairs that rise less pairs that fall, beyond 95 % of what noise gives)."""
     half, n = len(values) // 2, len(values)
-    if half < 3:
+    if half < 2:
         return False
     first, second = values[:half], values[-half:]
     moved = abs(float(np.median(second) - np.median(first)))
     if moved <= 2 * WARM_SHARE * abs(float(np.median(values))):
         return False
-    if moved > WARM_SIGMAS * math.hypot(_sigma(first), _sigma(second)):
+    if half > 2 and moved > WARM_SIGMAS * math.hypot(_sigma(first), _sigma(second)):
         return True
     rising = float(np.sign(values[None, :] - values[:, None])[np.triu_indices(n, 1)].sum())
     return (abs(rising) - 1) / math.sqrt(n * (n - 1) * (2 * n + 5) / 18) > TREND_SIGMAS

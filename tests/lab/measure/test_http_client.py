@@ -14,7 +14,8 @@ import pytest
 
 from halfbyte.errors import EngineError, UsageError
 from halfbyte.lab.measure.engine_timing import Work, time_work
-from halfbyte.lab.measure.http_client import HttpClient, read_events
+from halfbyte.lab.measure.event_stream import read_blocks
+from halfbyte.lab.measure.http_client import HttpClient
 
 
 def event(tokens: list[int], **more: Any) -> bytes:
@@ -102,7 +103,7 @@ def test_a_server_of_known_speed() -> None:
 def test_events_may_be_cut_anywhere() -> None:
     whole = event([1, 2]) + event([]) + event([3]) + end(3, 64)
     for cut in range(1, len(whole)):
-        answer = read_events([(1.0, whole[:cut]), (2.0, whole[cut:])])
+        answer = read_blocks([(1.0, whole[:cut]), (2.0, whole[cut:])])
         assert answer.tokens == [1, 2, 3]
         assert answer.cached == 64
         assert sum(n for _, n in answer.arrivals) == 3
@@ -110,11 +111,11 @@ def test_events_may_be_cut_anywhere() -> None:
 
 def test_what_the_server_says_is_held_against_what_it_sent() -> None:
     with pytest.raises(EngineError, match="counts 4 tokens and sent 3"):
-        read_events([(1.0, event([1, 2, 3]) + end(4))])
+        read_blocks([(1.0, event([1, 2, 3]) + end(4))])
     with pytest.raises(EngineError, match="counts None"):
-        read_events([(1.0, event([1]))])
+        read_blocks([(1.0, event([1]))])
     with pytest.raises(EngineError, match="out of pages"):
-        read_events([(1.0, b'data: {"error": {"message": "out of pages"}}\n\n')])
+        read_blocks([(1.0, b'data: {"error": {"message": "out of pages"}}\n\n')])
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:1", "http://127.0.0.1:1"])

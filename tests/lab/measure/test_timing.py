@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from halfbyte.lab.measure import device_timing, phase_timing
-from halfbyte.lab.measure.power import PowerMeter
+from halfbyte.lab.measure.power import PowerMeter, Sample
 from halfbyte.lab.result import Ceiling, Cell, measure_cell
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
@@ -75,7 +75,8 @@ def test_a_gauge_measures_the_settled_half_or_says_nothing() -> None:
     gauge = PowerMeter()
     assert gauge.summary() == {}
     gauge.limit = 700.0
-    gauge._samples = [(100.0, 1980, 30), (100.0, 1980, 31), (600.0, 1500, 60), (700.0, 1700, 65)]
+    told = [(100.0, 1980, 30), (100.0, 1980, 31), (600.0, 1500, 60), (700.0, 1700, 65)]
+    gauge.samples = [Sample(float(i), *sample) for i, sample in enumerate(told)]
     found = gauge.summary()
     assert found["watts"] == 650.0
     assert found["mhz"] == [1500, 1600.0, 1700]
@@ -95,15 +96,17 @@ def test_a_gauge_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gauge_reads_torchs_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda: "mine")
     nvml = ModuleType("pynvml")
-    told = {"EnforcedPowerLimit": 700_000, "PowerUsage": 600_000, "ClockInfo": 1980, "Temperature": 55}
+    told = {"EnforcedPowerLimit": 700_000, "PowerUsage": 600_000, "ClockInfo": 1980, "Temperature": 55,
+            "CurrentClocksThrottleReasons": 0}  # fmt: skip
     for name, value in told.items():
         setattr(nvml, f"nvmlDeviceGet{name}", lambda handle, *kind, value=value: value * (handle == "mine"))
     nvml.__dict__.update(NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, NVMLError=RuntimeError)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     with PowerMeter() as gauge:
-        while not gauge._samples:
+        while not gauge.samples:
             time.sleep(0.01)
-    assert gauge.summary() == {"watts": 600.0, "limit_watts": 700.0, "mhz": [1980, 1980, 1980], "celsius": 55}
+    assert gauge.summary() == {"watts": 600.0, "limit_watts": 700.0, "mhz": [1980, 1980, 1980], "celsius": 55,
+                               "throttled": {}}  # fmt: skip
 
 
 def test_rates_name_the_bound() -> None:

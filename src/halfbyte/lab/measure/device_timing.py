@@ -221,7 +221,9 @@ def time_sustained(model: GptOss, cell: Cell, rows: int, context: int, seconds: 
     if drawn:
         figures.append(figure("power", "W", drawn["watts"]))
     joules = drawn["watts"] / late.value if drawn else None
-    return Result(cell, tuple(figures), detail={"steps": runs * count, "joules_per_token": joules, **drawn})
+    return meter.judge(
+        Result(cell, tuple(figures), detail={"steps": runs * count, "joules_per_token": joules, **drawn})
+    )
 
 
 def time_chunks(model: GptOss, cell: Cell, n: int, chunk: int, depth: int, repeats: int) -> Result:

@@ -2,7 +2,7 @@
 
 The same work for every client: an `EngineCore` in this process (scheduler, pages, graphs, device sampling; no HTTP in
 the way), a server over HTTP (`http_client.py`), or a fake of known speed. Prompts are random tokens, different in every
-run; answers are greedy and nothing stops early. Every cell runs once to warm up, then `repeats` times.
+run; answers are greedy and nothing stops early. Cells run in rounds, without their warm-up (`rounds.py`).
 
     ppN @ dD, c=C   C prompts of N tokens behind D that the prefix cache holds, until the last has its first token
     tgN @ dD, c=C   N tokens each for C requests of D tokens; only while all of them decode
@@ -29,7 +29,10 @@ from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.errors import StepError, UsageError
 from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.device_timing import choices_of, fill, prefill_step
+from halfbyte.lab.measure.power import PowerMeter
+from halfbyte.lab.measure.rounds import Measured, RunLog, Runs, in_rounds
 from halfbyte.lab.result import Ceiling, Cell, Check, Figure, Result, figure, measure_cell
+from halfbyte.lab.statistics import median
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.activations import Activations
@@ -79,7 +82,7 @@ def all_work(
 class Answer:
     """What one request got: (seconds since all were submitted, tokens that came then)."""
 
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    arrivals: list[tuple[float, float]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # tokens of the prompt that the prefix cache held
 
@@ -129,7 +132,7 @@ class CoreClient:
 
 @dataclass
 class Timing:
-    """The samples of one cell."""
+    """The samples of one cell, without its warm-up."""
 
     work: Work
     rates: list[float]
@@ -137,6 +140,9 @@ class Timing:
     cached: list[int]
     sequences: list[list[int]]  # of the last run: prompt and answer, whose experts can be counted
     seconds: float  # of the timed part of all runs
+    warm_up: int = 1  # runs that were left out
+    settled: bool = True
+    power: PowerMeter = field(default_factory=PowerMeter)
 
 
 def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[list[int]]:
@@ -145,20 +151,40 @@ def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[list[
 
 
 def time_work(client: Client, work: Work, vocab: int, repeats: int, seed: int = 0) -> Timing:
-    timing = Timing(work, [], [], [], [], 0.0)
-    for run in range(repeats + 1):
-        measured = _run(client, work, vocab, 1000 * seed + run)
-        if run:
-            rate, seconds, answers, timing.sequences = measured
-            timing.rates.append(rate)
-            timing.first += [a.first for a in answers]
-            timing.cached += [a.cached for a in answers]
-            timing.seconds += seconds
+    (timing,) = time_all(client, [work], vocab, repeats, seed)
+    if isinstance(timing, Exception):
+        raise timing
     return timing
 
 
-def _run(client: Client, work: Work, vocab: int, seed: int) -> tuple[float, float, list[Answer], list[list[int]]]:
-    """(tokens per second, seconds of it, answers, sequences)."""
+def time_all(
+    client: Client,
+    works: Sequence[Work],
+    vocab: int,
+    repeats: int,
+    seed: int = 0,
+    log: RunLog | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Timing | Exception]:
+    """Every cell in rounds; what a cell failed with stands in its place."""
+
+    def run(i: int, number: int) -> Measured:
+        return _run(client, works[i], vocab, 1000 * (seed + i) + number)
+
+    keys = [str(work) for work in works]
+    return [r.error or _timing(work, r) for work, r in zip(works, in_rounds(keys, run, repeats, log, progress))]
+
+
+def _timing(work: Work, runs: Runs) -> Timing:
+    timed = runs.timed
+    return Timing(
+        work, [m.rate for m in timed], [s for m in timed for s in m.first], [n for m in timed for n in m.cached],
+        [list(s) for s in runs.all[-1].sequences], sum(m.seconds for m in timed), runs.skipped, runs.settled,
+        runs.power,
+    )  # fmt: skip
+
+
+def _run(client: Client, work: Work, vocab: int, seed: int) -> Measured:
     prefixes = random_prompts(vocab, work.concurrency, work.depth, 2 * seed) if work.depth else [[]] * work.concurrency
     if work.depth:
         _answered(client.complete(prefixes, 1), 1)  # now the prefix cache holds them
@@ -168,14 +194,19 @@ def _run(client: Client, work: Work, vocab: int, seed: int) -> tuple[float, floa
         answers = _answered(client.complete(prompts, 1), 1)
         seconds = max(a.first for a in answers)
         computed = sum(len(p) - a.cached for p, a in zip(prompts, answers))
-        return computed / seconds, seconds, answers, prompts
+        return _measured(computed / seconds, seconds, answers, prompts)
     prompts = prefixes if work.depth else random_prompts(vocab, work.concurrency, 1, 2 * seed)
     answers = _answered(client.complete(prompts, work.tokens), work.tokens)
     start, end = max(a.first for a in answers), min(a.last for a in answers)
     if end <= start:
         raise StepError("one request had all its tokens before another had its first: ask for more of them (--tg).")
     generated = sum(n for a in answers for at, n in a.arrivals if start < at <= end)
-    return generated / (end - start), end - start, answers, [p + a.tokens for p, a in zip(prompts, answers)]
+    sequences = [p + a.tokens for p, a in zip(prompts, answers)]
+    return _measured(generated / (end - start), end - start, answers, sequences)
+
+
+def _measured(rate: float, seconds: float, answers: Sequence[Answer], sequences: list[list[int]]) -> Measured:
+    return Measured(rate, seconds, tuple(a.first for a in answers), tuple(a.cached for a in answers), sequences)
 
 
 def _answered(answers: list[Answer], tokens: int) -> list[Answer]:
@@ -270,11 +301,14 @@ def result_of(timing: Timing, cell: Cell, model: GptOss | None, experts: float |
     if work.depth and work.prompt:
         least = min(timing.cached)
         checks.append(Check("the prefix was in the cache", least > work.depth - 2 * page, float(least)))
-    detail: dict[str, Any] = {"timed_s": timing.seconds}
+    detail: dict[str, Any] = {"timed_s": timing.seconds, "warm_up_runs": timing.warm_up}
     if experts is not None:
         detail["experts_per_layer"] = experts
+    if work.tokens:
+        figures += timing.power.figures(1.0, 1.0 / median(timing.rates))
+    targets = () if timing.settled else (Check("the runs settled", False, note=f"{timing.rates} tok/s"[:200]),)
     failed = any(not c.ok for c in checks)
-    return Result(cell, () if failed else tuple(figures), tuple(checks), detail=detail)
+    return timing.power.judge(Result(cell, () if failed else tuple(figures), tuple(checks), targets, detail=detail))
 
 
 # ---- all cells of a model --------------------------------------------------------------------------------------------
@@ -290,6 +324,7 @@ def measure_engine(
     checks: tuple[Check, ...] = (),
     options: EngineOptions | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    log: RunLog | None = None,
 ) -> list[Result]:
     """Every cell through one engine, made as `halfbyte serve` makes it; one that fails says why and costs no other."""
     cells = [_cell_of(cell, work) for work in works]
@@ -301,12 +336,11 @@ def measure_engine(
     most = max((work.concurrency for work in works), default=1)
     options = options or EngineOptions(gates=model.gates, max_seqs=max(64, most))
     core, _, _ = core_for(model, tokenizer, options)
-    timings: list[Timing | Result] = []
     try:
-        for i, (work, each) in enumerate(zip(works, cells)):
-            progress(each.label)
-            timings.append(_attempt(each, partial(time_work, CoreClient(core), work, model.config.vocab, repeats, i)))
-            core.check()
+        timings = time_all(
+            CoreClient(core), works, model.config.vocab, repeats, log=log, progress=lambda i: progress(cells[i].label)
+        )
+        core.check()
     finally:
         core.close()
     record, ran = model.plan.record.as_dict(), record_check(model)
@@ -314,11 +348,10 @@ def measure_engine(
     model.release_kv()
     results = []
     for each, timing in zip(cells, timings):
-        if isinstance(timing, Timing):
-            progress(f"experts of {each.label}")
-            timing = measure_cell(each, partial(_judged, timing, each, model))
-        figures = timing.figures if ran.ok else ()
-        results.append(replace(timing, figures=figures, checks=(*checks, ran, *timing.checks), record=record))
+        progress(f"experts of {each.label}")
+        result = measure_cell(each, partial(_judged, timing, each, model))
+        figures = result.figures if ran.ok else ()
+        results.append(replace(result, figures=figures, checks=(*checks, ran, *result.checks), record=record))
     model.release_kv()
     return results
 
@@ -333,14 +366,9 @@ def _cell_of(cell: Cell, work: Work) -> Cell:
     return Cell("prompt" if work.prompt else "decode", cell.model, cell.preset, cell.gates, cell.path, work.shape)
 
 
-def _attempt(cell: Cell, work: Callable[[], Timing]) -> Timing | Result:
-    try:
-        return work()
-    except Exception as e:
-        return Result(cell, refused=f"{type(e).__name__}: {e}"[:400])
-
-
-def _judged(timing: Timing, cell: Cell, model: GptOss) -> Result:
+def _judged(timing: Timing | Exception, cell: Cell, model: GptOss) -> Result:
+    if isinstance(timing, Exception):
+        raise timing
     tokens = timing.work.tokens
     return result_of(timing, cell, model, count_experts(model, timing.sequences, tokens) if tokens else None)
 
@@ -351,7 +379,7 @@ def table(results: Sequence[Result]) -> list[dict[str, str]]:
     for r in results:
         named = {f.name: f for f in r.figures}
         speed, ttft, ratio = named.get("speed"), named.get("ttft"), named.get("ratio")
-        value = "REFUSED" if r.refused else f"{ratio.value:.3f} of it" if ratio else "–"
+        value = r.state.upper() if r.refused else f"{ratio.value:.3f} of it" if ratio else "–"
         if speed:
             value = f"{speed.value:.2f} ({speed.low:.2f}–{speed.high:.2f})"
         rows.append(

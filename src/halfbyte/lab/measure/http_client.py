@@ -1,9 +1,8 @@
 """A client of any server that speaks OpenAI's /v1/completions: the same work as `engine_timing.py`, over HTTP.
 
-Raw sockets, since a client library would be the slowest part. Prompts are token ids; tokens are counted by the ids that
-every event carries (`return_token_ids`) and held against the server's own usage, never by chunks. `ServeProcess` starts
-`halfbyte serve` with the same gates on a free port and stops it; nothing of the server is imported here.
-"""
+Raw sockets, since a client library would be the slowest part. Prompts are token ids; how tokens are counted, which is
+never by chunks, is `event_stream.py`'s to say. `ServeProcess` starts `halfbyte serve` with the same gates on a free
+port and stops it; nothing of the server is imported here."""
 
 from __future__ import annotations
 
@@ -15,105 +14,91 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from halfbyte.errors import EngineError, UsageError
 from halfbyte.gates import AXES, Gates
 from halfbyte.lab.child import start_child
 from halfbyte.lab.measure.engine_timing import Answer
+from halfbyte.lab.measure.event_stream import LIMIT, Link, Reading, exchange, read_blocks
 
 START_S = 600.0  # a large model is read from disk
 STOP_S = 60.0
 
 
 class HttpClient:
-    def __init__(self, url: str) -> None:
+    """`clock` and `connect` are the machine's own, unless a test brings a server with a time of its own."""
+
+    def __init__(
+        self,
+        url: str,
+        clock: Callable[[], float] = time.perf_counter,
+        connect: Callable[[], Awaitable[Link]] | None = None,
+        model: str | None = None,
+    ) -> None:
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname:
             raise UsageError(f"--url takes an address such as http://127.0.0.1:8000, not {url!r}.")
         self._host, self._port = parts.hostname, parts.port or 80
         self._base = f"http://{self._host}:{self._port}"
+        self.clock = clock
+        self.connect = connect or (lambda: asyncio.open_connection(self._host, self._port, limit=LIMIT))
+        self.model = self._first_model() if model is None else model
+        self._names_ids: dict[str, bool] = {}  # path -> whether its events carry token ids
+
+    def _first_model(self) -> str:
         try:
             with urllib.request.urlopen(f"{self._base}/v1/models", timeout=30) as reply:
-                self.model = str(json.load(reply)["data"][0]["id"])
+                return str(json.load(reply)["data"][0]["id"])
         except (OSError, ValueError, LookupError) as e:
             raise UsageError(f"{self._base} does not answer /v1/models: {e}.") from None
 
-    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
-        return asyncio.run(self._complete(prompts, tokens))
-
-    async def _complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
-        bodies = [self._request(prompt, tokens) for prompt in prompts]
-        links = await asyncio.gather(*(asyncio.open_connection(self._host, self._port) for _ in bodies))
-        start = time.perf_counter()
-        return list(await asyncio.gather(*(_exchange(link, body, start) for link, body in zip(links, bodies))))
-
-    def _request(self, prompt: list[int], tokens: int) -> bytes:
-        body = json.dumps(
-            {
-                "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-                "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
-            }
-        ).encode()  # fmt: skip
+    def request(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """A streamed request, usage at its end, token ids with every event or, where the server has none, the usage so
+        far; who does not know that either leaves it out."""
+        usage: dict[str, Any] = {"include_usage": True}
+        whole = {"model": self.model, "stream": True, "stream_options": usage, **body}
+        if self._names_ids.get(path, True):
+            whole["return_token_ids"] = True
+        else:
+            usage["continuous_usage_stats"] = True
+        data = json.dumps(whole).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
-            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
         )
-        return head.encode() + body
+        return head.encode() + data
+
+    async def learn(self, path: str, body: Mapping[str, Any]) -> None:
+        """Asks once, whether events of that path carry token ids."""
+        if path not in self._names_ids:
+            asked = self.request(path, dict(body) | {"max_tokens": 2, "temperature": 0})
+            reading = read_blocks(await exchange(await self.connect(), asked, self.clock))
+            self._names_ids[path] = reading.counted_by == "ids"
+
+    # ---- prompts all at once, each answered with exactly so many tokens ------------------------------------------
+
+    def complete(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+        return asyncio.run(self.complete_all(prompts, tokens))
+
+    async def complete_all(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+        await self.learn("/v1/completions", {"prompt": prompts[0][-8:]})
+        body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        requests = [self.request("/v1/completions", body | {"prompt": prompt}) for prompt in prompts]
+        links = await asyncio.gather(*(self.connect() for _ in requests))
+        start = self.clock()
+        since = lambda: self.clock() - start  # noqa: E731
+        streams = await asyncio.gather(*(exchange(link, r, since) for link, r in zip(links, requests)))
+        return [answer_of(read_blocks(blocks)) for blocks in streams]
 
 
-async def _exchange(link: tuple[asyncio.StreamReader, asyncio.StreamWriter], request: bytes, start: float) -> Answer:
-    """Events are kept as they come and read afterwards: parsing must not cost time that is measured."""
-    reader, writer = link
-    blocks: list[tuple[float, bytes]] = []
-    try:
-        writer.write(request)
-        await writer.drain()
-        head = await reader.readuntil(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise EngineError(f"the server answered {head.splitlines()[0].decode()}: {await _rest(reader)}")
-        chunked = b"transfer-encoding: chunked" in head.lower()
-        while block := await (_chunk(reader) if chunked else reader.read(1 << 16)):
-            blocks.append((time.perf_counter() - start, block))
-    finally:
-        writer.close()
-    return read_events(blocks)
-
-
-async def _chunk(reader: asyncio.StreamReader) -> bytes:
-    size = int(await reader.readline(), 16)
-    return (await reader.readexactly(size + 2))[:-2]
-
-
-async def _rest(reader: asyncio.StreamReader) -> str:
-    return (await reader.read(2000)).decode(errors="replace")
-
-
-def read_events(blocks: Sequence[tuple[float, bytes]]) -> Answer:
-    """Tokens and when they came, from the blocks of an event stream; an event may be cut anywhere."""
-    answer, left, counted = Answer(), b"", None
-    for at, block in blocks:
-        *lines, left = (left + block).split(b"\n")
-        came = 0
-        for line in lines:
-            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise EngineError(f"the server failed on a request: {event['error']}")
-            for choice in event["choices"]:
-                answer.tokens += choice["token_ids"]
-                came += len(choice["token_ids"])
-            if event.get("usage"):
-                counted = int(event["usage"]["completion_tokens"])
-                answer.cached = int((event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-        if came:
-            answer.arrivals.append((at, came))
-    if counted != len(answer.tokens):
-        raise EngineError(f"the server counts {counted} tokens and sent {len(answer.tokens)}.")
-    return answer
+def answer_of(reading: Reading) -> Answer:
+    """Ids that a server does not name are unknown, and only counted."""
+    tokens = reading.tokens or [-1] * (reading.completion_tokens or 0)
+    return Answer(list(reading.arrivals), tokens, reading.cached)
 
 
 class ServeProcess:

@@ -1,66 +1,155 @@
-"""What torch's GPU draws and how fast it runs while something runs on it: watts, MHz and degrees, sampled by a thread.
+"""What the GPU draws and how fast it runs while something runs on it: watts, MHz, degrees and why it was slowed down.
 
-    with PowerMeter() as gauge:
+    with PowerMeter() as meter:
         work()
-    gauge.summary()  # {"watts": ..., "mhz": [least, median, most], ...}, or {} where nobody can say
+    meter.summary()  # {"watts": ..., "mhz": [least, median, most], "throttled": {...}, ...}, or {} where nobody can say
+    meter.judge(result)  # INVALID where the card was throttled
 
-Speed that is bound by power falls within seconds of a run's begin; a figure of a quarter second does not show it.
-"""
+Speed that is bound by power falls within seconds of a run's begin; a figure of a quarter second does not show it. A
+card at its own power limit is what its owner bought and is only said; one slowed by heat, by its power supply or by
+somebody else makes a figure INVALID. Where there is no driver, nothing is said: a missing meter fails no run."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from halfbyte.lab.result import Figure, Result, figure
+
 EVERY_S = 0.05
+# NVML's bits for why a clock is lower than it could be.
+REASONS = {
+    0x0000000000000001: "idle",
+    0x0000000000000002: "clocks set by its owner",
+    0x0000000000000004: "power limit",
+    0x0000000000000008: "hardware slowdown",
+    0x0000000000000010: "waits for another card",
+    0x0000000000000020: "heat (software)",
+    0x0000000000000040: "heat (hardware)",
+    0x0000000000000080: "power brake",
+    0x0000000000000100: "clocks of a display",
+}
+THROTTLED = ("hardware slowdown", "heat (software)", "heat (hardware)", "power brake")
+THROTTLED_SHARE = 0.05  # of the samples
+
+
+@dataclass(frozen=True)
+class Sample:
+    at: float  # seconds of a steady clock
+    watts: float
+    mhz: int
+    celsius: int
+    reasons: int = 0  # bits of REASONS
+
+
+Sensor = Callable[[], Sample | None]  # None: it is gone
+
+
+def nvml_sensor() -> tuple[Sensor, float | None] | None:
+    """Of torch's GPU, and its limit in watts; None where there is no driver, or it is not allowed."""
+    try:
+        import pynvml as nvml
+
+        # torch's: it knows which of the machine's cards its own is (CUDA_VISIBLE_DEVICES)
+        handle = torch.cuda._get_pynvml_handler()
+        limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
+    except Exception:
+        return None
+
+    def take() -> Sample | None:
+        try:
+            watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
+            mhz = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+            degrees = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        except nvml.NVMLError:
+            return None
+        return Sample(time.monotonic(), watts, mhz, degrees, reasons)
+
+    return take, limit
 
 
 class PowerMeter:
-    def __init__(self) -> None:
-        self._samples: list[tuple[float, int, int]] = []  # watts, MHz, degrees
+    """`sensor` is the driver's, unless somebody brings one, for example of another machine."""
+
+    def __init__(self, sensor: Sensor | None = None, limit: float | None = None, every_s: float = EVERY_S) -> None:
+        self.samples: list[Sample] = []
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self.limit: float | None = None  # watts
+        self._sensor, self.limit, self._every = sensor, limit, every_s  # watts, seconds
 
     def __enter__(self) -> PowerMeter:
-        try:
-            import pynvml
-
-            # torch's: it knows which of the machine's cards its own is (CUDA_VISIBLE_DEVICES)
-            handle = torch.cuda._get_pynvml_handler()
-            self.limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
-        except Exception:  # no driver, not allowed: then there are no samples, and the summary says nothing
-            return self
-        self._thread = threading.Thread(target=self._sample, args=(pynvml, handle), daemon=True)
-        self._thread.start()
+        if self._sensor is None and (found := nvml_sensor()) is not None:
+            self._sensor, self.limit = found
+        if self._sensor is not None:
+            self._thread = threading.Thread(target=self._watch, args=(self._sensor,), daemon=True)
+            self._thread.start()
         return self
 
-    def _sample(self, nvml: Any, handle: Any) -> None:
-        while not self._over.wait(EVERY_S):
-            try:
-                watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
-                mhz = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-                degrees = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-            except nvml.NVMLError:
+    def _watch(self, sensor: Sensor) -> None:
+        while (sample := sensor()) is not None:
+            self.samples.append(sample)
+            if self._over.wait(self._every):
                 return
-            self._samples.append((watts, mhz, degrees))
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
 
+    @property
+    def throttled(self) -> dict[str, float]:
+        """Reason -> share of the samples that named it, idling left out."""
+        count = len(self.samples)
+        shares = {name: sum(bool(s.reasons & bit) for s in self.samples) / count for bit, name in REASONS.items()
+                  if count}  # fmt: skip
+        return {name: share for name, share in shares.items() if share and name != "idle"}
+
     def summary(self) -> dict[str, Any]:
-        """Of the second half of the samples: by then the card has settled."""
-        late = self._samples[len(self._samples) // 2 :]
+        """Watts and clocks of the second half of the samples: by then the card has settled."""
+        late = self.samples[len(self.samples) // 2 :]
         if not late:
             return {}
-        watts, mhz, degrees = zip(*late)
+        mhz = [s.mhz for s in late]
         return {
-            "watts": statistics.mean(watts), "limit_watts": self.limit,
-            "mhz": [min(mhz), statistics.median(mhz), max(mhz)], "celsius": max(degrees),
+            "watts": statistics.mean(s.watts for s in late), "limit_watts": self.limit,
+            "mhz": [min(mhz), statistics.median(mhz), max(mhz)], "celsius": max(s.celsius for s in self.samples),
+            "throttled": self.throttled,
         }  # fmt: skip
+
+    def joules(self) -> float | None:
+        """Of the whole time it watched, by the trapezoids between samples."""
+        if len(self.samples) < 2:
+            return None
+        pairs = zip(self.samples, self.samples[1:])
+        return sum((b.at - a.at) * (a.watts + b.watts) / 2 for a, b in pairs)
+
+    def figures(self, tokens: float, seconds: float) -> list[Figure]:
+        """Watts, and joules a token at that power; none where nobody can say."""
+        late = self.summary()
+        if not late or not tokens:
+            return []
+        watts = [s.watts for s in self.samples[len(self.samples) // 2 :]]
+        return [figure("power", "W", watts), figure("energy_per_token", "J", late["watts"] * seconds / tokens)]
+
+    def judge(self, result: Result) -> Result:
+        """With what was seen in its detail; INVALID where the card was slowed by something that is not its own."""
+        summary = self.summary()
+        if not summary:
+            return result
+        result = dataclasses.replace(result, detail={**result.detail, "power": summary})
+        slowed = {
+            name: share for name, share in self.throttled.items() if name in THROTTLED and share >= THROTTLED_SHARE
+        }
+        if not slowed:
+            return result
+        why = ", ".join(f"{name} {share:.0%} of the time" for name, share in slowed.items())
+        return result.invalidated(f"the GPU was throttled: {why}")

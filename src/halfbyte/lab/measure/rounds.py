@@ -1,0 +1,174 @@
+"""Cells measured in rounds: each once a round, forwards and backwards in turn, so that what drifts drifts for all
+alike.
+
+A cell's first run is spare. How many more belong to its warm-up is detected (`statistics.warm_up`), and rounds go on
+until enough runs are left, within bounds; a cell that never settles says so. Given a `RunLog`, every run is written
+down as it ends, and a measurement that was interrupted goes on where it was. A cell that fails is not tried again. What
+a run does is the caller's; nothing here knows engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halfbyte.errors import UsageError
+from halfbyte.lab.measure.power import PowerMeter, Sample, Sensor, nvml_sensor
+from halfbyte.lab.result import Result
+from halfbyte.lab.statistics import warm_up
+
+
+def most_runs(repeats: int) -> int:
+    return 3 * repeats + 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of one cell."""
+
+    rate: float
+    seconds: float
+    first: tuple[float, ...] = ()  # seconds to the first token, of every request
+    cached: tuple[int, ...] = ()  # prompt tokens of every request that a cache held
+    sequences: Sequence[Sequence[int]] = ()  # prompts and answers; not written down
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"rate": self.rate, "seconds": self.seconds, "first": self.first, "cached": self.cached}
+
+
+@dataclass
+class Runs:
+    """Every run of one cell so far."""
+
+    all: list[Measured] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)  # of the power meter
+    limit: float | None = None  # watts
+    error: Exception | None = None
+
+    @property
+    def skipped(self) -> int:
+        """The first run fills caches and compiles, so it never counts; more where they differ from what follows."""
+        if len(self.all) < 2:
+            return len(self.all)
+        return max(1, warm_up([m.rate for m in self.all]).skipped)
+
+    @property
+    def settled(self) -> bool:
+        return len(self.all) < 4 or warm_up([m.rate for m in self.all]).settled
+
+    @property
+    def timed(self) -> list[Measured]:
+        return self.all[self.skipped :]
+
+    def enough(self, repeats: int) -> bool:
+        if self.error is not None or len(self.all) >= most_runs(repeats):
+            return True
+        return len(self.timed) >= repeats and self.settled and bool(self.all[-1].sequences)
+
+    @property
+    def power(self) -> PowerMeter:
+        meter = PowerMeter(lambda: None, self.limit)
+        meter.samples = self.samples
+        return meter
+
+
+def in_rounds(
+    keys: Sequence[str],
+    run: Callable[[int, int], Measured],
+    repeats: int,
+    log: RunLog | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Runs]:
+    """`run(cell, number)` for every cell, round by round. An error ends its cell and no other."""
+    found = [Runs(log.runs(key) if log else []) for key in keys]
+    sensor, limit = nvml_sensor() or (None, None)
+    number = 0
+    while any(not r.enough(repeats) for r in found):
+        order = range(len(keys)) if number % 2 == 0 else range(len(keys) - 1, -1, -1)
+        for i in order:
+            if found[i].enough(repeats):
+                continue
+            progress(i)
+            _run(found[i], sensor, limit, lambda i=i: run(i, len(found[i].all)))  # type: ignore[misc]
+            if log and found[i].error is None:
+                log.add(keys[i], found[i].all[-1])
+        number += 1
+    return found
+
+
+def _run(runs: Runs, sensor: Sensor | None, limit: float | None, work: Callable[[], Measured]) -> None:
+    try:
+        with PowerMeter(sensor or (lambda: None), limit) as meter:
+            runs.all.append(work())
+    except Exception as e:
+        runs.error = e
+        return
+    if len(runs.all) > 1:
+        runs.samples += meter.samples
+        runs.limit = limit
+
+
+# ---- what survives an interruption ----------------------------------------------------------------------------------
+
+
+class RunLog:
+    """A file of JSON lines beside a receipt: what is measured, then every run and every result as it is made.
+
+    `identity` is all that must be the same for old runs to count: the question, the machine, the sources. A log of
+    something else is refused, not mixed in.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path = path
+        self._runs: dict[str, list[Measured]] = {}
+        self._results: dict[str, Any] = {}
+        head = {"measurement": json.loads(json.dumps(identity, default=str))}
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if lines:
+            self._read(lines, head)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+
+    def _read(self, lines: Sequence[str], head: Mapping[str, Any]) -> None:
+        for number, text in enumerate(lines):
+            try:
+                line = json.loads(text)
+            except ValueError:
+                if number == len(lines) - 1:  # cut off by the interruption
+                    self.path.write_text("".join(f"{whole}\n" for whole in lines[:-1]), encoding="utf-8")
+                    break
+                raise UsageError(f"{self.path}, line {number + 1} is damaged; remove the file to begin anew.") from None
+            if number == 0:
+                if line != head:
+                    was, now = line.get("measurement", {}), head["measurement"]
+                    differs = sorted(k for k in was.keys() | now.keys() if was.get(k) != now.get(k))
+                    raise UsageError(
+                        f"{self.path} is of another measurement ({', '.join(differs)} differ); remove it to begin anew."
+                    )
+            elif "result" in line:
+                self._results[line["cell"]] = line["result"]
+            else:
+                told = line["run"]
+                self._runs.setdefault(line["cell"], []).append(
+                    Measured(told["rate"], told["seconds"], tuple(told["first"]), tuple(told["cached"]))
+                )
+
+    def runs(self, key: str) -> list[Measured]:
+        return list(self._runs.get(key, ()))
+
+    def add(self, key: str, measured: Measured) -> None:
+        self._write({"cell": key, "run": measured.as_dict()})
+
+    def result(self, key: str) -> Any | None:
+        """A result as JSON, or None."""
+        return self._results.get(key)
+
+    def keep(self, key: str, result: Result) -> None:
+        self._write({"cell": key, "result": asdict(result)})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, default=str) + "\n")

@@ -1,0 +1,263 @@
+"""A workload played to a server, and what its clients saw: first tokens, gaps, whole answers, and how many were in
+time.
+
+    ttft         from sending a request to the first token that a reader can use
+    first_answer the same to the first that is no reasoning, where the server tells them apart
+    tpot         of a request: from its first token to its last, divided by the tokens after the first
+    itl          between two arrivals of tokens of one request
+    e2e          from sending a request to its last token
+    goodput      requests a second that kept every stated limit; `in_time` is their share
+    speed        tokens a second of all together, prompts not counted
+
+Steady state only: a closed loop leaves out the time in which the first sessions all begin at once and the time after
+the last one has begun. Tokens are the server's usage. A request that failed, or whose answer has another length than
+was asked for, makes the cell INVALID: a server that stops early looks fast. `measure_traffic` can be given a clock and
+a way to connect, so that a test can have a time of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from halfbyte.errors import EngineError, UsageError
+from halfbyte.lab.measure.event_stream import Reading, exchange, read_blocks
+from halfbyte.lab.measure.http_client import HttpClient
+from halfbyte.lab.measure.power import PowerMeter
+from halfbyte.lab.result import KEPT, Cell, Check, Figure, Result, figure
+from halfbyte.lab.statistics import quantile
+from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson, saturation
+from halfbyte.lab.workloads.workload import Session, Turn, Workload
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request must keep to count as good, in milliseconds; 0: no limit."""
+
+    ttft: float = 0.0
+    tpot: float = 0.0
+    e2e: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Limits:
+        """`ttft=1000,tpot=50`."""
+        values: dict[str, float] = {}
+        for part in (p.strip() for p in text.split(",") if p.strip()):
+            name, _, number = part.partition("=")
+            try:
+                value = float(number)
+            except ValueError:
+                value = float("nan")
+            if name not in cls.__dataclass_fields__ or not 0 < value < float("inf"):
+                raise UsageError(f"a limit looks like ttft=1000,tpot=50,e2e=20000, in milliseconds, not {part!r}.")
+            values[name] = value
+        return cls(**values)
+
+    @property
+    def stated(self) -> dict[str, float]:
+        return {k: v for k, v in self.__dict__.items() if v}
+
+
+@dataclass
+class Asked:
+    """One request as its client saw it; seconds since the measurement began."""
+
+    turn: Turn
+    session: int
+    number: int  # of its turn
+    sent: float
+    blocks: list[tuple[float, bytes]] = field(default_factory=list)
+    reading: Reading | None = None
+    error: str = ""
+
+    def read(self) -> None:
+        """After the measurement, which parsing would disturb."""
+        if self.error:
+            return
+        try:
+            self.reading = read_blocks(self.blocks)
+            self.blocks = []
+            if not self.reading.arrivals or self.reading.usable_at is None:
+                self.error = "an answer without a token"
+        except EngineError as e:
+            self.error = str(e)
+
+    @property
+    def answer(self) -> Reading:
+        assert self.reading is not None
+        return self.reading
+
+    @property
+    def ttft(self) -> float:
+        assert self.answer.usable_at is not None
+        return self.answer.usable_at - self.sent
+
+    @property
+    def e2e(self) -> float:
+        return self.answer.last - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """None where all tokens came at once."""
+        arrivals = self.answer.arrivals
+        after = sum(n for _, n in arrivals[1:])
+        return (self.answer.last - self.answer.first) / after if after else None
+
+    @property
+    def gaps(self) -> list[float]:
+        times = [at for at, _ in self.answer.arrivals]
+        return [b - a for a, b in itertools.pairwise(times)]
+
+    def keeps(self, limits: Limits) -> bool:
+        found = {"ttft": self.ttft, "tpot": self.tpot or 0.0, "e2e": self.e2e}
+        return all(1e3 * found[name] <= most for name, most in limits.stated.items())
+
+
+class Player:
+    """Sends sessions when they are due and keeps every request."""
+
+    def __init__(self, client: HttpClient, workload: Workload) -> None:
+        self.client, self.workload = client, workload
+        self.asked: list[Asked] = []
+        self._begin = client.clock()
+
+    def now(self) -> float:
+        return self.client.clock() - self._begin
+
+    async def play(self, arrivals: Arrivals) -> None:
+        first = self.workload.session(0).turns[0]
+        await self.client.learn(first.path, first.body)
+        self._begin = self.client.clock()
+        if isinstance(arrivals, ClosedLoop):
+            waiting = iter(range(arrivals.sessions))
+
+            async def stream() -> None:
+                for k in waiting:
+                    await self._session(k)
+
+            await asyncio.gather(*(stream() for _ in range(arrivals.streams)))
+        else:
+
+            async def due(k: int, at: float) -> None:
+                await asyncio.sleep(max(0.0, at - self.now()))
+                await self._session(k)
+
+            await asyncio.gather(*(due(k, at) for k, at in enumerate(arrivals.times())))
+        for asked in self.asked:
+            asked.read()
+
+    async def _session(self, k: int) -> None:
+        session: Session = self.workload.session(k)
+        for number, turn in enumerate(session.turns):
+            if turn.think_s:
+                await asyncio.sleep(turn.think_s)
+            request = self.client.request(turn.path, turn.request())
+            asked = Asked(turn, k, number, self.now())
+            try:
+                link = await self.client.connect()
+                asked.sent = self.now()
+                self.asked.append(asked)
+                asked.blocks = await exchange(link, request, self.now)
+            except (EngineError, OSError) as e:
+                asked.error = f"{e}"[:400] or type(e).__name__
+                if asked not in self.asked:
+                    self.asked.append(asked)
+                return  # what follows in a session is said on top of an answer that it has not got
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def measure_traffic(
+    client: HttpClient,
+    workload: Workload,
+    arrivals: Arrivals,
+    cell: Cell,
+    limits: Limits | None = None,
+    run: Callable[[Any], Any] = asyncio.run,
+    meter: Callable[[], PowerMeter] = PowerMeter,
+) -> Result:
+    player = Player(client, workload)
+    with meter() as power:
+        run(player.play(arrivals))
+    return traffic_result(player.asked, workload, arrivals, cell, limits or Limits(), power)
+
+
+def traffic_result(
+    asked: Sequence[Asked], workload: Workload, arrivals: Arrivals, cell: Cell, limits: Limits, power: PowerMeter
+) -> Result:
+    errors = [a.error for a in asked if a.error]
+    checks = [Check("every request was answered", not errors, len(errors), 0, errors[0] if errors else "")]
+    good = [a for a in asked if not a.error]
+    wrong = [a for a in good if a.turn.tokens is not None and a.answer.completion_tokens != a.turn.tokens]
+    note = "" if not wrong else f"{wrong[0].answer.completion_tokens} tokens instead of {wrong[0].turn.tokens}"
+    checks.append(Check("every answer has the length that was asked for", not wrong, len(wrong), 0, note))
+    detail: dict[str, Any] = {
+        "requests": len(asked), "sessions": len({a.session for a in asked}), "workload": workload.name,
+        "counted_by": sorted({a.answer.counted_by for a in good}), "limits_ms": limits.stated,
+        "prompt_tokens": sum(a.answer.prompt_tokens or 0 for a in good),
+        "cached_tokens": sum(a.answer.cached for a in good),
+        "completion_tokens": sum(a.answer.completion_tokens or 0 for a in good),
+    }  # fmt: skip
+    if workload.note:
+        detail["note"] = workload.note
+    if any(not c.ok for c in checks):
+        return power.judge(Result(cell, checks=tuple(checks), detail=detail))
+    begin, end = window(good, arrivals)
+    inside = [a for a in good if begin <= a.sent and a.answer.last <= end] or list(good)
+    tokens = sum(n for a in good for at, n in a.answer.arrivals if begin < at <= end)
+    seconds = end - begin
+    if seconds <= 0 or not tokens:
+        return Result(cell, checks=tuple(checks), detail=detail, refused="too few requests for a steady state.")
+    detail |= {"steady_s": seconds, "steady_requests": len(inside)}
+    figures = [
+        figure("speed", "tok/s", tokens / seconds),
+        figure("requests", "requests/s", len([a for a in good if begin < a.answer.last <= end]) / seconds),
+    ]
+    figures += _quantiles("ttft", [a.ttft for a in inside])
+    answered = [a.answer.answer_at - a.sent for a in inside if a.answer.answer_at is not None]
+    if answered and len(answered) == len(inside) and answered != [a.ttft for a in inside]:
+        figures += _quantiles("first_answer", answered)
+    figures += _quantiles("tpot", [t for a in inside if (t := a.tpot) is not None])
+    figures += _quantiles("itl", [g for a in inside for g in a.gaps])
+    figures += _quantiles("e2e", [a.e2e for a in inside])
+    if limits.stated:
+        kept = [a for a in inside if a.keeps(limits)]
+        figures.append(figure("goodput", "requests/s", len(kept) / len(inside) * figures[1].value))
+        figures.append(figure("in_time", "%", 100 * len(kept) / len(inside)))
+    targets = []
+    if isinstance(arrivals, Poisson):
+        by_session = {k: [a for a in good if a.session == k] for k in {a.session for a in good}}
+        why = saturation([min(a.sent for a in s) for s in by_session.values()],
+                         [max(a.answer.last for a in s) for s in by_session.values()])  # fmt: skip
+        targets.append(Check("the server keeps up with the arrivals", not why, note=why))
+    figures += power.figures(tokens, seconds)
+    return power.judge(Result(cell, tuple(figures), tuple(checks), tuple(targets), detail=detail))
+
+
+def window(asked: Sequence[Asked], arrivals: Arrivals) -> tuple[float, float]:
+    """Of a closed loop from the last first token of the sessions that began together to the first token of the session
+    that began last: whole turns of the loop, prompts as well as answers. Of open arrivals all of it: how they begin and
+    end is the traffic itself."""
+    whole = min(a.sent for a in asked), max(a.answer.last for a in asked)
+    if isinstance(arrivals, Poisson) or arrivals.sessions < 2 * arrivals.streams:
+        return whole
+    firsts = [min(a.answer.first for a in asked if a.session == k) for k in range(arrivals.sessions)]
+    begin, end = max(firsts[: arrivals.streams]), firsts[-1]
+    return (begin, end) if end > begin else whole
+
+
+def _quantiles(name: str, seconds: Sequence[float]) -> list[Figure]:
+    """Median with every sample where they are few, and the 99th of a hundred."""
+    if not seconds:
+        return []
+    values = [1e3 * s for s in seconds]
+    kept = tuple(values) if 1 < len(values) <= KEPT else ()
+    found = []
+    for label, share in (("p50", 0.5), ("p99", 0.99)):
+        at = quantile(values, share)
+        found.append(Figure(f"{name}_{label}", "ms", at, min(values), max(values), len(values),
+                            values=kept if label == "p50" else ()))  # fmt: skip
+    return found

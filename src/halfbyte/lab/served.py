@@ -1,0 +1,221 @@
+"""`halfbyte bench` over HTTP: an engine of any name, or a server that runs already, given the same work by one client.
+
+Prompt and decode speed as `engine_timing.py` defines them, and workloads (`lab/workloads`) with their latencies.
+Engines are started and stopped by `lab/peers`; a server that is only named by its address is neither. What halfbyte's
+own server ran is held against its plan when it has ended: another kernel than the chosen one makes every figure
+INVALID."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from halfbyte.errors import UsageError
+from halfbyte.gates import Gates
+from halfbyte.lab.measure.engine_timing import Client, Timing, Work, result_of, time_all
+from halfbyte.lab.measure.http_client import HttpClient
+from halfbyte.lab.measure.rounds import RunLog
+from halfbyte.lab.measure.traffic import Limits, measure_traffic
+from halfbyte.lab.peers.engines import engine_named
+from halfbyte.lab.peers.launch import Setup
+from halfbyte.lab.peers.process import PeerProcess
+from halfbyte.lab.result import Cell, Check, Figure, Result, figure, from_json, measure_cell
+from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson
+from halfbyte.lab.workloads.recording import replay
+from halfbyte.lab.workloads.workload import Workload, chat, synthetic
+
+SERVED_WITHIN = 0.03  # of the engine's own figure
+Progress = Callable[[str], None]
+WORKLOADS = ("synthetic", "chat", "replay", "replay:FILE")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Workloads and when their sessions begin. Without a rate they are a closed loop of `concurrency` streams."""
+
+    workload: str = ""
+    rates: tuple[float, ...] = ()  # sessions a second
+    sessions: int = 0  # of each cell; 0: four for each stream, sixteen for each rate
+    limits: Limits = field(default_factory=Limits)
+    turns: int | None = None
+    pace: float = 1.0  # divides the pauses of a recording
+    seed: int = 0
+
+
+# ---- who answers ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """A server while it runs, and afterwards what it said of the kernels that ran."""
+
+    url: str
+    name: str  # empty: halfbyte
+    startup_s: float | None = None
+    record: dict[str, Any] | None = None
+
+
+@contextlib.contextmanager
+def serving(
+    engine: str, model: str | None, gates: Gates, device: str | None, progress: Progress, flags: Sequence[str] = ()
+) -> Iterator[Served]:
+    """`engine` is a name that `lab/peers/engines.py` knows, or the address of a server, which must answer now."""
+    if "://" in engine or ":" in engine:
+        yield Served(engine, f"server at {engine.rpartition('//')[2].rstrip('/')}")
+        return
+    peer = engine_named(engine)
+    name = "" if peer.name == "halfbyte" else peer.name
+    with tempfile.TemporaryDirectory() as folder:
+        setup = peer.prepare(Setup(model, gates, device, folder=Path(folder), flags=tuple(flags)), progress)
+        progress(f"starting {peer.name}")
+        process = PeerProcess(peer, setup, Path(folder))
+        with process:
+            served = Served(process.url, name, process.startup.first_token_s)
+            yield served
+        told = process.launch.record
+        if told is not None and told.is_file():
+            served.record = json.loads(told.read_text(encoding="utf-8"))
+
+
+def with_path(results: Sequence[Result], served: Served) -> list[Result]:
+    """With the kernels that ran; INVALID where they are not the ones that were chosen."""
+    extra = {} if served.startup_s is None else {"startup_s": served.startup_s}
+    found = [replace(r, detail={**r.detail, **extra}) for r in results]
+    if served.record is None:
+        return found
+    differences = [str(d) for d in served.record.get("differences", ())]
+    ran = Check("the chosen kernels ran", not differences, note="; ".join(differences)[:400])
+    kept = []
+    for r in found:
+        if not ran.ok:
+            r = r.invalidated(f"another kernel ran than the chosen one: {ran.note}")
+        kept.append(replace(r, checks=(*r.checks, ran), record=served.record.get("record")))
+    return kept
+
+
+# ---- prompt and decode speed ----------------------------------------------------------------------------------------
+
+
+def measure_client(
+    client: Client,
+    works: Sequence[Work],
+    repeats: int,
+    cell: Cell,
+    vocab: int,
+    progress: Progress,
+    log: RunLog | None = None,
+) -> list[Result]:
+    cells = [replace(cell, kind="prompt" if work.prompt else "decode", shape=work.shape) for work in works]
+    timings = time_all(
+        client, works, vocab, repeats, log=log, progress=lambda i: progress(f"{cells[i].label} over HTTP")
+    )
+    return [measure_cell(each, partial(_result, timing, each)) for each, timing in zip(cells, timings)]
+
+
+def _result(timing: Timing | Exception, cell: Cell) -> Result:
+    if isinstance(timing, Exception):
+        raise timing
+    return result_of(timing, cell, None)
+
+
+def compare_served(engine: Result, served: Result) -> Result:
+    cell = replace(engine.cell, kind=f"served {engine.cell.kind}", path="http / engine")
+    if engine.refused or served.refused:
+        return Result(cell, refused=engine.refused or served.refused)
+    ratio = served.figure("speed").value / engine.figure("speed").value
+    target = Check(f"within {SERVED_WITHIN:.0%} of the engine", abs(ratio - 1) <= SERVED_WITHIN, ratio, 1.0)
+    return Result(cell, (figure("ratio", "ratio", ratio),), targets=(target,))
+
+
+def under_ceilings(engine: Sequence[Result], served: Sequence[Result]) -> list[Result]:
+    """The same work on the same machine has the same ceiling, whoever carries the tokens."""
+    return [measure_cell(s.cell, partial(_under, e, s)) for e, s in zip(engine, served, strict=True)]
+
+
+def _under(engine: Result, served: Result) -> Result:
+    ceilings = {f.name: f.ceiling for f in engine.figures}
+    figures: tuple[Figure, ...] = tuple(replace(f, ceiling=ceilings.get(f.name)) for f in served.figures)
+    return replace(served, figures=figures)
+
+
+# ---- workloads ------------------------------------------------------------------------------------------------------
+
+
+def workloads(traffic: Traffic, prompts: Sequence[int], tokens: Sequence[int], vocab: int) -> list[Workload]:
+    name, _, file = traffic.workload.partition(":")
+    if name == "synthetic" and not file:
+        return [synthetic(p, t, vocab, traffic.seed) for p in prompts for t in tokens]
+    if name == "chat" and not file:
+        return [chat(traffic.turns or 4, t, seed=traffic.seed) for t in tokens]
+    if name == "replay":
+        return [replay(Path(file) if file else None, traffic.pace, traffic.turns)]
+    raise UsageError(f"there is no workload {traffic.workload!r}; there are {', '.join(WORKLOADS)}.")
+
+
+def arrivals(traffic: Traffic, concurrency: Sequence[int]) -> list[Arrivals]:
+    if traffic.rates:
+        return [Poisson(rate, traffic.sessions or 16, traffic.seed) for rate in traffic.rates]
+    return [ClosedLoop(c, traffic.sessions or 4 * c) for c in concurrency]
+
+
+def measure_workloads(
+    client: HttpClient,
+    traffic: Traffic,
+    works: Sequence[Workload],
+    when: Sequence[Arrivals],
+    cell: Cell,
+    progress: Progress,
+    log: RunLog | None = None,
+) -> list[Result]:
+    results = []
+    for workload in works:
+        for arrival in when:
+            shape = {"workload": workload.name, **workload.shape, **arrival.shape, "seed": traffic.seed}
+            each = replace(cell, kind="serving", shape=shape)
+            key = each.label
+            if log is not None and (told := log.result(key)) is not None:
+                results.append(_read(told))
+                continue
+            progress(f"{each.label} over HTTP")
+            play = partial(measure_traffic, client, workload, arrival, each, traffic.limits)
+            results.append(measure_cell(each, play))
+            if log is not None:
+                log.keep(key, results[-1])
+    return results
+
+
+def _read(raw: Any) -> Result:
+    file = {"schema": "halfbyte.result/1", "tool": "", "command": [], "environment": {"time": ""}, "measured": {}}
+    return from_json({**file, "results": [raw]}).results[0]
+
+
+def latency_table(results: Sequence[Result]) -> list[dict[str, str]]:
+    rows = []
+    for r in results:
+        named = {f.name: f.value for f in r.figures}
+
+        def both(name: str, named: dict[str, float] = named) -> str:
+            p50, p99 = named.get(f"{name}_p50"), named.get(f"{name}_p99")
+            return "" if p50 is None or p99 is None else f"{p50:.1f} / {p99:.1f}"
+
+        good = named.get("in_time")
+        rows.append(
+            {
+                "test": r.cell.label,
+                "by": r.cell.engine or r.cell.path,
+                "t/s": r.state if r.refused else f"{named['speed']:.2f}",
+                "requests/s": f"{named['requests']:.3g}" if "requests" in named else "",
+                "ttft ms p50 / p99": both("ttft"),
+                "tpot": both("tpot"),
+                "itl": both("itl"),
+                "e2e": both("e2e"),
+                "goodput": "" if good is None else f"{named['goodput']:.3g}/s, {good:.0f} %",
+            }
+        )
+    return rows

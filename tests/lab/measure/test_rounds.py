@@ -1,0 +1,91 @@
+"""Rounds: forwards and backwards, warm-ups by detection, one failure costs one cell, an interruption costs one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from halfbyte.errors import UsageError
+from halfbyte.lab.measure.rounds import Measured, RunLog, in_rounds, most_runs
+from halfbyte.lab.result import Cell, Result, figure
+
+
+def measured(rate: float) -> Measured:
+    return Measured(rate, 1.0, (0.5,), (0,), [[1, 2]])
+
+
+def test_cells_take_turns_forwards_and_backwards() -> None:
+    order: list[str] = []
+
+    def run(i: int, number: int) -> Measured:
+        order.append(f"{'abc'[i]}{number}")
+        return measured(10.0)
+
+    found = in_rounds("abc", run, 3)
+    assert order[:6] == ["a0", "b0", "c0", "c1", "b1", "a1"]
+    assert [len(r.timed) for r in found] == [3, 3, 3]
+    assert [r.skipped for r in found] == [1, 1, 1]
+
+
+def test_a_long_warm_up_is_found_and_made_up_for() -> None:
+    slow = [10.0, 50.0, 80.0]
+    (runs,) = in_rounds("a", lambda _, n: measured(slow[n] if n < 3 else 100.0 + 0.1 * (n % 2)), 4)
+    assert runs.skipped == 3
+    assert len(runs.timed) >= 4
+    assert all(m.rate >= 100 for m in runs.timed)
+    assert runs.settled
+
+
+def test_what_never_settles_ends_and_says_so() -> None:
+    (runs,) = in_rounds("a", lambda _, n: measured(10.0 * 1.3**n), 4)
+    assert len(runs.all) <= most_runs(4)
+    assert not runs.settled
+
+
+def test_a_cell_that_fails_costs_no_other() -> None:
+    def run(i: int, number: int) -> Measured:
+        if i == 1 and number == 1:
+            raise RuntimeError("out of pages")
+        return measured(10.0)
+
+    good, bad = in_rounds("ab", run, 2)
+    assert len(good.timed) == 2
+    assert str(bad.error) == "out of pages"
+
+
+def test_an_interruption_costs_one_run(tmp_path: Path) -> None:
+    path, ran = tmp_path / "x.runs", list[tuple[int, int]]()
+
+    def run(i: int, number: int) -> Measured:
+        if len(ran) == 5:
+            raise KeyboardInterrupt
+        ran.append((i, number))
+        return measured(10.0 + i)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_rounds("ab", run, 4, RunLog(path, {"question": "x"}))
+    text = path.read_text()
+    path.write_text(text + '{"cell": "a", "run": {"ra')  # the line that was being written
+    again: list[tuple[int, int]] = []
+
+    def resumed(i: int, number: int) -> Measured:
+        again.append((i, number))
+        return measured(10.0 + i)
+
+    a, b = in_rounds("ab", resumed, 4, RunLog(path, {"question": "x"}))
+    assert len(a.timed) == len(b.timed) == 4
+    assert sorted(ran + again) == [(i, n) for i in (0, 1) for n in range(5)]
+    assert a.all[-1].sequences
+
+
+def test_runs_of_another_measurement_are_refused_and_results_are_kept(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "x.runs", {"question": "x", "machine": "H200"})
+    log.keep("cell", Result(Cell("serving"), (figure("speed", "tok/s", 5.0),)))
+    with pytest.raises(UsageError, match="machine differ"):
+        RunLog(tmp_path / "x.runs", {"question": "x", "machine": "GB10"})
+    kept = RunLog(tmp_path / "x.runs", {"question": "x", "machine": "H200"}).result("cell")
+    assert kept["figures"][0]["value"] == 5.0
+    (tmp_path / "x.runs").write_text('{"measurement": {}}\nbroken\n{}\n')
+    with pytest.raises(UsageError, match="line 2 is damaged"):
+        RunLog(tmp_path / "x.runs", {})

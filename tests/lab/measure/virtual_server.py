@@ -1,0 +1,118 @@
+"""A server of known speed with a time of its own: its clock jumps to the next event, so no machine is too slow for it.
+
+`VirtualLoop` is an asyncio loop whose time is the server's schedule. `KnownServer` speaks HTTP over streams in memory:
+every request is read as bytes and answered as bytes, with chunked transfer, at scheduled instants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+from halfbyte.lab.measure.event_stream import LIMIT, Link
+from halfbyte.lab.measure.http_client import HttpClient
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Waits for nothing: when nobody is ready, it is already the time of the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self._now = max(self._now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+class Pipe:
+    """The client's end of a connection: what is written goes to the server."""
+
+    def __init__(self, server: KnownServer, reader: asyncio.StreamReader) -> None:
+        self.server, self.reader, self.data = server, reader, b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+        head, _, body = self.data.partition(b"\r\n\r\n")
+        sizes = [int(line.split(b":")[1]) for line in head.splitlines() if line.lower().startswith(b"content-length")]
+        if sizes and len(body) == sizes[0]:
+            path = head.split()[1].decode()
+            task = asyncio.get_running_loop().create_task(self.server.answer(path, json.loads(body), self.reader))
+            self.server.tasks.append(task)
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class KnownServer:
+    """`prefill` seconds to the first token, then `pace` a token; `together` tokens a chunk; at most `slots` requests at
+    once, others wait. `ids`, `running`: what it tells of its tokens beside the usage at the end."""
+
+    def __init__(
+        self, prefill: float, pace: float, together: int = 1, slots: int = 1 << 30, ids: bool = True,
+        running: bool = False, thinks: int = 0, short_by: int = 0,
+    ) -> None:  # fmt: skip
+        self.prefill, self.pace, self.together, self.ids, self.running = prefill, pace, together, ids, running
+        self.thinks, self.short_by = thinks, short_by
+        self.loop = VirtualLoop()
+        self.bodies: list[tuple[str, dict[str, Any]]] = []
+        self.sent: list[float] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self._slots = asyncio.Semaphore(slots)
+
+    def client(self) -> HttpClient:
+        return HttpClient("http://known", self.loop.time, self._connect, "known")
+
+    async def _connect(self) -> Link:
+        reader = asyncio.StreamReader(LIMIT)
+        return reader, Pipe(self, reader)  # type: ignore[return-value]
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(work)
+
+    async def answer(self, path: str, body: dict[str, Any], reader: asyncio.StreamReader) -> None:
+        self.bodies.append((path, body))
+        self.sent.append(self.loop.time())
+        reader.feed_data(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        async with self._slots:
+            await self._tokens(path, body, reader)
+        self._chunk(reader, b"data: [DONE]\n\n")
+        reader.feed_data(b"0\r\n\r\n")
+        reader.feed_eof()
+
+    async def _tokens(self, path: str, body: dict[str, Any], reader: asyncio.StreamReader) -> None:
+        chat, count = "chat" in path, body["max_tokens"] - self.short_by
+        if chat:
+            self._event(reader, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        await asyncio.sleep(self.prefill)
+        done = 0
+        while done < count:
+            n = min(1 if not done else self.together, count - done)
+            if done:
+                await asyncio.sleep(n * self.pace)
+            done += n
+            field = "reasoning_content" if done <= self.thinks else "content"
+            choice: dict[str, Any] = {"index": 0, "delta": {field: "a" * n}} if chat else {"index": 0, "text": "a" * n}
+            if self.ids and body.get("return_token_ids"):
+                choice["token_ids"] = [7] * n
+            event: dict[str, Any] = {"choices": [choice]}
+            if self.running and body["stream_options"].get("continuous_usage_stats"):
+                event["usage"] = {"prompt_tokens": 9, "completion_tokens": done}
+            self._event(reader, event)
+        self._event(reader, {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": count}})
+
+    def _event(self, reader: asyncio.StreamReader, event: dict[str, Any]) -> None:
+        self._chunk(reader, b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def _chunk(self, reader: asyncio.StreamReader, data: bytes) -> None:
+        reader.feed_data(b"%x\r\n" % len(data) + data + b"\r\n")
+
+    def close(self) -> None:
+        self.loop.close()
