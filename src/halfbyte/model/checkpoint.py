@@ -20,8 +20,10 @@ from torch import Tensor
 from halfbyte import formats
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats import DenseTiles
+from halfbyte.formats.stored import Packer
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
 from halfbyte.model.config import ModelConfig
+from halfbyte.model.direct import DirectReader
 from halfbyte.model.nonfinite import FileSource, FiniteSource
 from halfbyte.model.plain_file import MIB, read_whole, refusing
 from halfbyte.model.safetensors_io import SafetensorsSource
@@ -65,19 +67,23 @@ def load(
     device: torch.device | str = "cpu",
     layer_formats: Mapping[str, str] | None = None,
     layouts: Mapping[str, str] | None = None,
+    packer: Packer | None = None,
     progress: Progress | None = None,
     allow_nan: bool = False,
 ) -> Weights:
     """The weights of a model folder or GGUF file, on `device`; with `allow_nan` also if some are no numbers.
 
     `layer_formats` maps moe, qkv, o, lm_head to checkpoint, q8 or mxfp4; `layouts` maps roles to the layouts of
-    `formats.layouts` that the plan wants.
+    `formats.layouts` that the plan wants; a `packer`, on a CPU, brings what it can from its file into place at once.
     """
     reading = Reading(torch.device(device))
     source = open_model(path, reading)
     try:
         finite = FiniteSource(source)
-        weights = assemble(finite, layer_formats=layer_formats, layouts=layouts, progress=progress, reading=reading)
+        direct = None if packer is None else DirectReader(finite, packer, layouts or {})
+        weights = assemble(
+            finite, layer_formats=layer_formats, layouts=layouts, direct=direct, progress=progress, reading=reading
+        )
         reading.on_bytes = None  # what is read again is no progress
         finite.finish(allowed=allow_nan)
         return weights
@@ -138,6 +144,7 @@ def assemble(
     *,
     layer_formats: Mapping[str, str] | None = None,
     layouts: Mapping[str, str] | None = None,
+    direct: DirectReader | None = None,
     progress: Progress | None = None,
     reading: Reading | None = None,
 ) -> Weights:
@@ -171,7 +178,11 @@ def assemble(
     for layer, role in everything:
         name = role if layer is None else f"layer {layer} {role}"
         before = done
-        tensor = _in_layout(join_rows(requantised.parts(layer, role)), role, layouts.get(role, "plain"))
+        tensor: WeightTensor | None = None
+        if direct is not None and requantised.formats(layer, role) == source.formats(layer, role):
+            tensor = direct.read(layer, role)
+        if tensor is None:
+            tensor = _in_layout(join_rows(requantised.parts(layer, role)), role, layouts.get(role, "plain"))
         assert tuple(tensor.shape) == shape_of(source.config, role), (name, tensor.shape)
         (outside if layer is None else layers[layer])[role] = tensor
         if done == before:  # a source that makes its tensors instead of reading them

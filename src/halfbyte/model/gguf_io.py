@@ -18,6 +18,7 @@ from torch import Tensor
 from halfbyte import formats
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
+from halfbyte.formats.stored import Stored, StoredRows
 from halfbyte.formats.tensor import FormatName, MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gguf_header import config_from, read_all
@@ -128,6 +129,26 @@ class GgufSource:
             return [f"{self._entries[names[0]].file.path}: tensor {names[0]!r} or {names[1]!r}"]
         return [f"{self._entries[name].file.path}: tensor {name!r}" for name in names]
 
+    def stored(self, layer: int | None, role: str) -> Stored | None:
+        names = tensor_names(layer, role)
+        entries, stored_formats = [self._entries[n] for n in names], {self._stored_format(n) for n in names}
+        if len(stored_formats) > 1 or len(entries[0].shape) < 2:
+            return None
+        (form,) = stored_formats
+        interleaved = role in INTERLEAVED
+        parts, rows = [], 0
+        for i, entry in enumerate(entries):
+            count = entry.shape[-2]
+            first, step = (i, len(entries)) if interleaved else (rows, 1)
+            parts.append(StoredRows(entry.file.descriptor, entry.offset, count, first, step))
+            rows += count
+        return Stored(form, shape_of(self.config, role), tuple(parts), gguf=form not in DTYPES)
+
+    def mapped(self, layer: int | None, role: str) -> Tensor | None:
+        (name,) = tensor_names(layer, role)
+        entry, form = self._entries[name], self._stored_format(name)
+        return entry.file.mapped(entry.offset, entry.shape, DTYPES[form]) if form in DTYPES else None
+
     def _check(self, name: str, role: str, shape: tuple[int, ...]) -> None:
         entry = self._entries.get(name)
         if entry is None:
@@ -161,6 +182,8 @@ class GgufSource:
         """Whether every layer's tensor of this role is F32 that was bf16 before: its low 16 bits are zero."""
         if role not in self._was_bf16:
             names = [n for layer, r in roles(self.config) if r == role for n in tensor_names(layer, r)]
+            for entry in (self._entries[n] for n in names):
+                entry.file.announce(entry.offset, entry.nbytes)
             self._was_bf16[role] = all(
                 self._stored_format(n) == "f32" and not bool((self._peek(n).view(torch.int32) & 0xFFFF).any())
                 for n in names

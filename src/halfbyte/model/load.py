@@ -144,9 +144,10 @@ def load_model(
             source.close()
         choice = choose(config, gates, arch, stored, page_size)
         compilation = Compilation(choice[0], choice[1], arch)
+        packers = (phase.packer(gates) for phases in choice[1].values() for phase in phases)
         weights = checkpoint.load(
-            name.path, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress,
-            allow_nan=allow_nan,
+            name.path, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts,
+            packer=next((p for p in packers if p is not None), None), progress=progress, allow_nan=allow_nan,
         )  # fmt: skip
     compilation.wait()
     model = GptOss(weights, gates, page_size=page_size, choice=choice)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
+from halfbyte.formats.stored import Stored
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.weights import Matrix, Source, WeightFormat
@@ -32,6 +33,12 @@ class FileSource(Source, Protocol):
 
     def origins(self, layer: int | None, role: str) -> Sequence[str]:
         """For each of `parts`: "FILE: tensor 'NAME'", the one with the scales if it is block-scaled."""
+
+    def stored(self, layer: int | None, role: str) -> Stored | None:
+        """Where its rows lie; None where they do not lie in rows."""
+
+    def mapped(self, layer: int | None, role: str) -> Tensor | None:
+        """The tensor in its file, not read; None where it cannot stay there."""
 
 
 @dataclass
@@ -58,6 +65,10 @@ class FiniteSource:
         if self.at_once:
             self.finish(allowed=False)
         return parts
+
+    def seen(self, layer: int | None, role: str, *, finite: bool) -> None:
+        """Of a tensor that somebody else read and looked at."""
+        self._bad.append((layer, role, torch.tensor(not finite)))
 
     def finish(self, *, allowed: bool) -> None:
         """Refuse what was found since the last time, or only warn."""

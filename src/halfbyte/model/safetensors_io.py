@@ -25,6 +25,7 @@ from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
+from halfbyte.formats.stored import Stored, StoredRows
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config_json import read_config_json
 from halfbyte.model.json_records import convert, parse_json, read_json
@@ -110,6 +111,29 @@ class SafetensorsSource:
     def origins(self, layer: int | None, role: str) -> Sequence[str]:
         names = [self._stored(base)[-1] for base in base_names(layer, role)]
         return [f"{self._entries[name].file}: tensor {name!r}" for name in names]
+
+    def stored(self, layer: int | None, role: str) -> Stored | None:
+        names, counts = base_names(layer, role), part_rows(self.config, role)
+        forms, shape = set(self.formats(layer, role)), shape_of(self.config, role)
+        if len(forms) > 1 or len(shape) < 2:
+            return None
+        (form,) = forms
+        if form in DTYPES and is_experts(role):
+            return None  # by columns
+        parts, first = [], 0
+        for base, rows in zip(names, counts):
+            entries = [self._entries[name] for name in self._stored(base)]
+            files = [self._file(entry).descriptor for entry in entries]
+            rows = rows if len(shape) == 2 else shape[-2]  # a stack is one part
+            scales = (files[1], entries[1].offset) if len(entries) > 1 else (-1, 0)
+            parts.append(StoredRows(files[0], entries[0].offset, rows, first, 1, *scales))
+            first += rows
+        return Stored(form, shape, tuple(parts))
+
+    def mapped(self, layer: int | None, role: str) -> Tensor | None:
+        (base,) = base_names(layer, role)
+        entry = self._entries.get(base)
+        return None if entry is None else self._file(entry).mapped(entry.offset, entry.shape, TORCH_DTYPES[entry.dtype])
 
     def close(self) -> None:
         for file in self._files.values():

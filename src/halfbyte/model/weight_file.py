@@ -1,13 +1,16 @@
 """Bytes between disk and tensors: plain reads into place, and writes that appear whole or not at all.
 
 Reads go through `preadv` into the destination, not through `mmap`: mapped pages count twice against unified memory
-and fault in slowly. Writes go to a hidden neighbour that is renamed once it is complete and synced; any failure
-removes it. Knows no format; refuses to replace what is already there.
+and fault in slowly. What a CPU looks up by rows, and nothing else, may stay in its file (`mapped`). Writes go to a
+hidden neighbour that is renamed once it is complete and synced; any failure removes it. Knows no format; refuses to
+replace what is already there.
 """
 
 from __future__ import annotations
 
 import errno
+import math
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -83,6 +86,28 @@ class WeightFile:
     def new(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor on the reading's device, filled from `offset` on."""
         return self.read(offset, torch.empty(shape, dtype=dtype, device=self.reading.device))
+
+    @property
+    def descriptor(self) -> int:
+        return self._fd
+
+    def announce(self, offset: int, count: int) -> None:
+        """Say that these bytes will be read, so that a disk is asked for many things at once."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_WILLNEED)
+
+    def mapped(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """The tensor as it lies in the file: pages come in when they are looked at, and writes stay with us. None where
+        it does not begin at a whole number."""
+        if offset % dtype.itemsize or not self.size:
+            return None
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        count = math.prod(shape)
+        pages = mmap.mmap(
+            self._fd, offset - start + count * dtype.itemsize, flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start,
+        )  # fmt: skip
+        return torch.frombuffer(pages, dtype=dtype, count=count, offset=offset - start).view(shape)
 
     def read(self, offset: int, dest: Tensor) -> Tensor:
         """Fill `dest` (contiguous, any device) from `offset` on."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from halfbyte.formats.stored import Packer
 from halfbyte.gates import Gates
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.record import Declared
@@ -161,6 +162,10 @@ class Phase(ABC):
     def layouts(self, spec: Spec) -> dict[str, str]:
         """Role -> layout name, for every role of ROLES[op] it reads."""
         return {role: "plain" for op in self.covers for role in ROLES.get(op, ())}
+
+    def packer(self, gates: Gates) -> Packer | None:
+        """What brings weights from files into its layout while they are read; None: they are read, then laid out."""
+        return None
 
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
         """Every kernel it may launch there, with the hashes of their binaries as the compiler gave them. The record of

@@ -1,5 +1,5 @@
 // Numbers of the KV cache: float32, bfloat16 (round to nearest even) or E4M3 (saturating, as an fp8 cache has no scale and
-// infinity would poison a sequence). NaN stays NaN in all of them.
+// infinity would poison a sequence); and float16, of tables and scales. NaN stays NaN in all of them.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -19,6 +19,15 @@ inline uint16_t to_bf16(float x) {
     const uint32_t u = bits_of(x);
     if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
     return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+
+inline float from_f16(uint16_t h) {
+    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, rest = h & 0x7fff;
+    const uint32_t u = rest >= 0x7c00 ? 0x7f800000u | rest << 13 : rest << 13;
+    float x;
+    std::memcpy(&x, &u, 4);
+    if (rest < 0x7c00) x *= 0x1p112f;
+    return sign ? -x : x;
 }
 
 inline uint8_t to_e4m3(float x) {

@@ -101,8 +101,9 @@ int32_t hb_run_product(hb_pool* pool, const hb_matrix* m, const float* bias, int
 const char* hb_instruction_set(void) { return halfbyte::instruction_set(); }
 
 int64_t hb_struct_size(int32_t which) {
-    const int64_t sizes[] = {sizeof(hb_matrix), sizeof(hb_layer), sizeof(hb_model), sizeof(hb_step), sizeof(hb_experts)};
-    return which >= 0 && which < 5 ? sizes[which] : -1;
+    const int64_t sizes[] = {sizeof(hb_matrix),  sizeof(hb_layer),       sizeof(hb_model),  sizeof(hb_step),
+                             sizeof(hb_experts), sizeof(hb_stored_rows), sizeof(hb_packing)};
+    return which >= 0 && which < 7 ? sizes[which] : -1;
 }
 
 }  // extern "C"

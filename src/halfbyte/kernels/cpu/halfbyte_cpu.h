@@ -59,6 +59,20 @@ struct hb_experts {
     hb_matrix down; const float* down_bias;
 };
 
+// Rows of a matrix that lie one after the other in a file: row i of them is the matrix's row first + i * step. In a stack, those
+// of the next matrix follow at once. Scales lie apart but in GGUF's blocks.
+struct hb_stored_rows { int32_t file, scale_file; int64_t offset, scale_offset, rows, first, step; };
+
+struct hb_packing {
+    int32_t format, gguf;         // what the numbers are; 1: in GGUF's blocks of scale and codes
+    int32_t widen;                // 1: not rows16, but rows of bfloat16, from GGUF's blocks
+    int32_t threads;
+    int64_t stack, rows, cols;    // matrices, and the size of each
+    int32_t part_count;
+    const hb_stored_rows* parts;
+    void* out;                    // null: only look whether all numbers are finite
+};
+
 struct hb_pool;       // worker threads
 struct hb_instance;   // a model bound to a pool, with its scratch memory
 struct hb_scratch;    // scratch memory of experts alone: of all layers of one shape
@@ -82,8 +96,9 @@ int32_t hb_run_experts(hb_scratch*, const hb_experts*, int32_t rows, const float
 int32_t hb_run_product(hb_pool*, const hb_matrix* m, const float* bias, int32_t int8_activations, int32_t rows,
                        const float* x, float* out, char* error, int64_t error_size);
 
+// 0, or what is wrong with reading: errno, or -1 where a file ends early. `finite`: 0 where a number or a scale is not.
+int32_t hb_pack(const hb_packing*, int32_t* finite);
 const char* hb_instruction_set(void);
-// 0 hb_matrix, 1 hb_layer, 2 hb_model, 3 hb_step, 4 hb_experts: checked against ctypes
-int64_t hb_struct_size(int32_t which);
+int64_t hb_struct_size(int32_t which);  // in the order of their declarations, hb_matrix first: checked against ctypes
 
 }

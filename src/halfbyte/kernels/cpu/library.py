@@ -79,7 +79,22 @@ class Experts(ctypes.Structure):
     ]  # fmt: skip
 
 
-STRUCTS = (Matrix, Layer, Model, Step, Experts)
+class StoredRows(ctypes.Structure):
+    _fields_ = [
+        ("file", ctypes.c_int32), ("scale_file", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("offset", "scale_offset", "rows", "first", "step")),
+    ]  # fmt: skip
+
+
+class Packing(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("format", "gguf", "widen", "threads")),
+        *((name, ctypes.c_int64) for name in ("stack", "rows", "cols")),
+        ("part_count", ctypes.c_int32), ("parts", ctypes.POINTER(StoredRows)), ("out", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+STRUCTS = (Matrix, Layer, Model, Step, Experts, StoredRows, Packing)
 
 
 # ---- which library ---------------------------------------------------------------------------------------------------
@@ -186,6 +201,8 @@ def _declare_calls(calls: Any) -> None:
     )  # fmt: skip
     calls.hb_destroy.restype = None
     calls.hb_destroy.argtypes = (ctypes.c_void_p,)
+    calls.hb_pack.restype = ctypes.c_int32
+    calls.hb_pack.argtypes = (ctypes.POINTER(Packing), ctypes.POINTER(ctypes.c_int32))
     calls.hb_run.restype = ctypes.c_int32
     calls.hb_run.argtypes = (ctypes.c_void_p, ctypes.POINTER(Step), ctypes.c_char_p, ctypes.c_int64)
     calls.hb_scratch_create.restype = ctypes.c_void_p

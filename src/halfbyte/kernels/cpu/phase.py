@@ -15,10 +15,12 @@ from torch import Tensor
 
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor
+from halfbyte.formats.stored import Packer
 from halfbyte.gates import Gates
 from halfbyte.kernels.cpu import library as native
 from halfbyte.kernels.cpu.build import Unavailable, existing_file
 from halfbyte.kernels.cpu.cores import threads_for
+from halfbyte.kernels.cpu.packing import packer_of
 from halfbyte.ops.attention import store_dtype
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import KernelImage, launched
@@ -62,6 +64,12 @@ class CpuStep(Phase):
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return {"embed": "plain"} | dict.fromkeys(MATRICES, "rows16")
+
+    def packer(self, gates: Gates) -> Packer | None:
+        try:
+            return packer_of(native.open_library(gates.cpu_instructions), threads_for(gates).count)
+        except Unavailable as e:
+            raise PlanError(f"the CPU kernels cannot run here: {e}.") from None
 
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
         """The libraries that are built, as their files are now."""

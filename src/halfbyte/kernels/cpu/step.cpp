@@ -14,15 +14,6 @@
 namespace halfbyte {
 namespace {
 
-float from_f16(uint16_t h) {
-    const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, rest = h & 0x7fff;
-    const uint32_t u = rest >= 0x7c00 ? 0x7f800000u | rest << 13 : rest << 13;
-    float x;
-    std::memcpy(&x, &u, 4);
-    if (rest < 0x7c00) x *= 0x1p112f;
-    return sign ? -x : x;
-}
-
 void embed(const hb_model& m, int32_t token, float* x) {
     const uint8_t* table = static_cast<const uint8_t*>(m.embed);
     const int64_t at = int64_t{token} * m.hidden;
