@@ -44,7 +44,8 @@ class Part:
 
 PARTS = (
     Part("gpu-tests", 400, ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", "tests"), False),
-    Part("memcheck", 420, ("-m", "halfbyte.lab.levels.sanitizer")),
+    Part("sanitizer", 420, ("-m", "halfbyte.lab.levels.sanitizer")),
+    Part("memcheck", 420, ("-m", "halfbyte.lab.levels.sanitizer", "--tools", "memcheck", "--tests", "tests/kernels")),
     Part("stress", 60, ("-m", "halfbyte.lab.levels.stress", "--steps", "10000")),
     Part("embedded", 150, ("-m", "halfbyte.lab.levels.embedded", "--eval", "--jobs", "12"), needs_answers=True),
     Part("logits", 90, ("-m", "halfbyte.lab.levels.teacher_forced")),
