@@ -41,6 +41,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "max_connections_per_address": (["33"], 33),
     "hang_seconds": (["12"], 12.0),
     "warm_up": (["fast"], "fast"),
+    "self_test": (["always"], "always"),
     "max_context": (["4096"], 4096),
     "max_seqs": (["3"], 3),
     "max_tokens": (["512"], 512),

@@ -13,6 +13,7 @@ from halfbyte.cli.options import (
     JsonOption,
     LoadingBar,
     ModelArgument,
+    SelfTestOption,
     announce,
     check_number,
     err,
@@ -126,6 +127,7 @@ def bench(
     require_native: Annotated[
         bool, typer.Option("--require-native", help="Fail where the plan is not the native path.")
     ] = False,
+    self_test: SelfTestOption = "auto",
     device: DeviceOption = None,
     json: JsonOption = False,
     *,
@@ -150,7 +152,7 @@ def bench(
         name, where = load.resolve_model(model), load.resolve_device(device)
         announce(gates, f"{name.label} on {where}", cpu=where.type == "cpu")
         with LoadingBar(f"loading {name.label}") as progress:
-            weights = load.load_model(name, gates, device=where, progress=progress)
+            weights = load.load_model(name, gates, device=where, progress=progress, self_test=self_test)
         loaded = [weights]
         del weights
     with err.status("measuring") as status:

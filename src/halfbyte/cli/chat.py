@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from halfbyte.cli.conversation import Effort, MaxTokens, Seed, System, Temperature, conversation, deltas
-from halfbyte.cli.options import DeviceOption, ModelArgument, err, open_engine, out, with_gates
+from halfbyte.cli.options import DeviceOption, ModelArgument, SelfTestOption, err, open_engine, out, with_gates
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
@@ -25,6 +25,7 @@ def chat(
     effort: Effort = "medium",
     system: System = None,
     device: DeviceOption = None,
+    self_test: SelfTestOption = "auto",
     *,
     gates: Gates,
 ) -> None:
@@ -36,7 +37,7 @@ def chat(
 
     history = conversation(effort, system)
     opening = len(history)
-    with open_engine(model, device, gates) as engine:
+    with open_engine(model, device, gates, self_test=self_test) as engine:
         while True:
             try:
                 line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()

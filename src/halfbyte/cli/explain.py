@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Annotated
 
+import torch
 import typer
 
 from halfbyte.cli.options import JsonOption, ModelArgument, announce, err, out, print_json, with_gates
@@ -13,7 +14,7 @@ from halfbyte.gates import Gates
 from halfbyte.kernels import prove as proof
 from halfbyte.kernels.cpu.phase import remark as cpu_remark
 from halfbyte.kernels.prove import Evidence
-from halfbyte.model import checkpoint, load
+from halfbyte.model import checkpoint, load, self_test
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose
 from halfbyte.plan.phase import ARCHES, Arch, Spec
@@ -46,13 +47,15 @@ def explain(
             stored = load.formats_of(source)
             source.close()
     spec, chosen, selection = choose(config, gates, target, stored)
+    here = torch.cuda.is_available() and arch_of("cuda") == target
+    tested = self_test.describe((spec, chosen, selection), target, here)
     evidence = gather(spec, chosen, target.name, gates) if prove else []
     limits = target.limits
     values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
     remarks = notes(spec, selection, target, gates)
     if json:
         answer = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": remarks}
-        answer |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source}
+        answer |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source, "self_test": tested}
         print_json(answer | {"evidence": [asdict(e) for e in evidence]} if prove else answer)
         raise typer.Exit(int(any(not e.ok for e in evidence)))
     announce(gates, f"{name} on {target.name}")
@@ -78,6 +81,7 @@ def explain(
             out.print(f"  [dim]refused  {', '.join(names)}: {reason}[/dim]")
     layouts = ", ".join(f"{role} {layout}" for role, layout in selection.layouts.items())
     out.print(f"\nlayouts  {layouts}")
+    out.print(f"tested   {tested}")
     for note in remarks:
         out.print(f"NOTE     {note}", markup=False)
     if prove:

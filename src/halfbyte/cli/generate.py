@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte.cli.conversation import Effort, MaxTokens, Seed, System, Temperature, conversation, deltas
-from halfbyte.cli.options import DeviceOption, JsonOption, ModelArgument, err, open_engine, out, print_json, with_gates
+from halfbyte.cli.options import (
+    DeviceOption,
+    JsonOption,
+    ModelArgument,
+    SelfTestOption,
+    err,
+    open_engine,
+    out,
+    print_json,
+    with_gates,
+)
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
@@ -30,6 +40,7 @@ def generate(
     reasoning: Annotated[bool, typer.Option("--reasoning", help="Show the model's reasoning too.")] = False,
     device: DeviceOption = None,
     allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Even if some weights are no numbers.")] = False,
+    self_test: SelfTestOption = "auto",
     json: JsonOption = False,
     *,
     gates: Gates,
@@ -46,7 +57,7 @@ def generate(
         raise UsageError("the prompt is empty; give --prompt or write it to standard input.")
     messages = conversation(effort, system)
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    with open_engine(model, device, gates, allow_nan=allow_nan) as engine:
+    with open_engine(model, device, gates, allow_nan=allow_nan, self_test=self_test) as engine:
         ids = engine.tokenizer.encode(text) if raw else render_prompt(engine.tokenizer, [*messages, Message.user(text)])
         start, first, tokens = time.perf_counter(), 0.0, []
         parser = Parser(engine.tokenizer)

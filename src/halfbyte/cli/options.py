@@ -39,6 +39,9 @@ ModelArgument = Annotated[
     ),
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default: cuda if there is one.")]
+SelfTestOption = Annotated[
+    str, typer.Option("--self-test", help="Of the GPU's kernels, before loading: auto, always or off.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -30,7 +30,7 @@ def build_core(options: EngineOptions) -> tuple[EngineCore, SourceInfo, Tokenize
     name = resolve_model(options.model)
     model = load_model(
         name, options.gates, device=resolve_device(options.device), page_size=options.page_size,
-        allow_nan=options.allow_nan,
+        allow_nan=options.allow_nan, self_test=options.self_test,
     )  # fmt: skip
     tokenizer = tokenizer_of(name)
     return core_for(model, tokenizer, options, name.label)

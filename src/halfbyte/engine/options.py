@@ -13,6 +13,7 @@ from halfbyte.errors import UsageError
 from halfbyte.flags import flag
 from halfbyte.gates import Gates
 from halfbyte.model.gpt_oss import PAGE_SIZE
+from halfbyte.model.self_test import way_of
 
 WARM_UPS = ("fast", "full", "off")
 
@@ -43,6 +44,9 @@ class EngineOptions:
     prefix_cache: bool = True
     warm_up: str = flag(  # of an engine that is served; others warm up by what they are asked
         "full", "--warm-up", "What is compiled and captured before ready: fast, full or off.", parse=_warm_up
+    )
+    self_test: str = flag(
+        "auto", "--self-test", "Of the GPU's kernels, before loading: auto, always or off.", parse=way_of
     )
     draft: str | None = flag(None, "--draft", "Model or head that --speculate draft or eagle3 uses.")
     max_draft: int = 8

@@ -279,6 +279,17 @@ class Kernel:
         return config
 
 
+def driver_version() -> str:
+    """As nvidia-smi says it where NVML is there; else the CUDA version that the driver knows."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # not installed, or no NVML beside the driver
+        return f"CUDA {_ok(_driver().cuDriverGetVersion(), 'ask the driver for its version')[0]}"
+
+
 def shared_by_mps() -> bool:
     """Whether kernels of other processes may run beside this one's at the same moment."""
     driver = _driver()

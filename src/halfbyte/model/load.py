@@ -17,6 +17,7 @@ from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.formats import FORMATS, bytes_for
 from halfbyte.gates import Gates
 from halfbyte.model import checkpoint, synthetic
+from halfbyte.model import self_test as tests
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, PAGE_SIZE, GptOss, arch_of, choose, formats_after
 from halfbyte.model.plain_file import refusing, shown
@@ -123,14 +124,16 @@ def load_model(
     page_size: int = PAGE_SIZE,
     progress: checkpoint.Progress | None = None,
     allow_nan: bool = False,
+    self_test: str = "auto",
 ) -> GptOss:
-    """Weights on the device in the plan's layouts, and the plan bound to them."""
+    """Weights on the device in the plan's layouts, and the plan bound to them; kernels that are new here are tested."""
     gates = gates or Gates()
     device = torch.device(device)
     arch = arch_of(device)
     if name.random:
         config = NAMED[name.random]
         choice = choose(config, gates, arch, page_size=page_size)
+        tests.ensure(config, choice, arch, gates, device, self_test)
         compilation = Compilation(choice[0], choice[1], arch)
         weights = synthetic.make(
             config, 0, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts, progress=progress
@@ -143,6 +146,7 @@ def load_model(
         finally:
             source.close()
         choice = choose(config, gates, arch, stored, page_size)
+        tests.ensure(config, choice, arch, gates, device, self_test)
         compilation = Compilation(choice[0], choice[1], arch)
         packers = (phase.packer(gates) for phases in choice[1].values() for phase in phases)
         weights = checkpoint.load(

@@ -7,7 +7,7 @@ what there is to do (`Phase.compilations`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from halfbyte.plan.phase import Arch, Spec
@@ -18,8 +18,8 @@ from halfbyte.plan.step import REGIMES
 class Compilation:
     """Starts at once. `wait` raises what the first failed one raised."""
 
-    def __init__(self, spec: Spec, chosen: Chosen, arch: Arch) -> None:
-        jobs: dict[object, Callable[[], object]] = {}
+    def __init__(self, spec: Spec, chosen: Chosen, arch: Arch, more: Iterable[Callable[[], object]] = ()) -> None:
+        jobs: dict[object, Callable[[], object]] = {getattr(job, "args", job): job for job in more}
         for regime in REGIMES:
             for phase in dict.fromkeys(chosen[regime]):
                 for job in phase.compilations(spec.at(regime), arch):

@@ -108,7 +108,7 @@ def judge(tool: str, case: str, log: str, status: int) -> dict[str, Any]:
     clean = outcome == "passed" and errors is not None and not unknown
     row = {"case": case, "outcome": outcome, "errors": errors, "status": status, "clean": clean, "findings": rows}
     if not clean and outcome != "skipped":
-        row["log"] = log if len(log) < 12000 else f"{log[:6000]}\n[...]\n{log[-6000:]}"
+        row["log"] = log if len(log) < 60000 else f"{log[:30000]}\n[...]\n{log[-30000:]}"
     return row
 
 

@@ -7,9 +7,11 @@ data, so that it can be captured in a CUDA graph; buffers that a captured graph 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -53,21 +55,32 @@ class Gpu:
         major, minor = torch.cuda.get_device_capability()
         self.arch = f"sm_{major}{minor}a"
         self.blocks = torch.cuda.get_device_properties().multi_processor_count
-        self._kernels: dict[Build, Kernel] = {}
+        self._kernels: dict[tuple[Build, int], Kernel] = {}
+        self._late = 0
         if shared_by_mps():
             raise PlanError(MPS)
         self.failure = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         report_stops(lambda: given_up(self.failure))
 
     def load(self, build: Build) -> Kernel:
-        kernel = self._kernels.get(build)
+        kernel = self._kernels.get((build, self._late))
         if kernel is None:
-            cubin = compile_program(self.program(build), self.arch)
+            program = late_program(build, self._late) if self._late else self.program(build)
+            cubin = compile_program(program, self.arch)
             kernel = Kernel(cubin, build.program.entry, build.shared, build.part)
             if build.resident or build.cooperative:
                 check_resident(build, kernel.blocks_at_once(build.threads))
-            self._kernels[build] = kernel
+            self._kernels[build, self._late] = kernel
         return kernel
+
+    @contextlib.contextmanager
+    def late(self, nanoseconds: int) -> Iterator[None]:
+        """Meanwhile, kernels whose blocks wait for each other hand over late now and then, by up to so much."""
+        self._late = nanoseconds
+        try:
+            yield
+        finally:
+            self._late = 0
 
     def program(self, build: Build) -> Program:
         """What is compiled for it. An experiment may add options."""
@@ -93,6 +106,13 @@ MPS = (
     "can keep some of them from starting; stop MPS (echo quit | nvidia-cuda-mps-control), or use the Triton kernels "
     "(--moe-kernel triton --linear-kernel triton --attention triton)."
 )
+
+
+def late_program(build: Build, nanoseconds: int) -> Program:
+    """A kernel whose blocks wait for each other, with delays at its hand-overs (HB_DELAYS); any other as it is."""
+    if not (build.cooperative or build.resident):
+        return build.program
+    return replace(build.program, options=(*build.program.options, f"-DHB_DELAYS={nanoseconds}"))
 
 
 def check_resident(build: Build, at_once: int) -> None:

@@ -1,0 +1,297 @@
+"""The kernels that are about to serve, asked on this machine about numbers that are known; refused where one is wrong.
+
+Compiled machine code that nobody has run on such a GPU may be wrong in ways that no compiler shows: a lane that holds
+another row, a code that is flushed to zero, a hand-over that comes too early. Before weights are loaded the plan's own
+binaries run on small models inside of the model's shapes (`twin.py`): every code under many scales through each matrix
+alone, in every regime; two random layers beside the reference; and the same again with hand-overs that are late. What
+differs is named, and the model is not served. A pass is remembered for this GPU, driver, plan and these kernels
+(`cache_folder("self-test")`); GPUs that receipts were measured on need none. Needs a GPU; says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.errors import EngineError, PlanError, UsageError
+from halfbyte.gates import Gates, cache_folder
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.single_sequence import SingleSequence
+from halfbyte.model.twin import Probe, enlarge, probes, random_twin
+from halfbyte.plan import reference
+from halfbyte.plan.compilation import Compilation
+from halfbyte.plan.phase import ARCHES, Arch, Spec
+from halfbyte.plan.record import Selection
+from halfbyte.plan.select import Chosen, select
+from halfbyte.plan.step import Regime, Step
+
+WAYS = ("auto", "always", "off")
+KERNELS = "halfbyte.kernels.self_test"
+# GPUs whose receipts are in bench/results: every kernel has been compared there (a test holds them to this list).
+MEASURED = ("NVIDIA H200",)
+
+REGIMES: tuple[Regime, ...] = ("decode", "batch", "prefill")  # long prompts run prefill's kernels
+CONTEXT, VOCAB = 512, 4096
+CHUNKS = (130, 20, 1, 3)  # of the random twin: a prompt, a batch, decode, three drafts
+# A code differs from its neighbours by a sixth or more. What is between may be rounded once or twice, as the
+# activations are: relative, and in units of the group's scale (or of the row).
+TOLERANCE = {"f32": 0.01, "bf16": 0.01, "int8": 0.03, "fp8": 0.09, "mxfp8": 0.09}
+# Of the logits of two layers; the same as `lab/levels/correctness.py` allows (docs/numerics.md).
+TWIN = {"f32": 2e-4, "bf16": 2e-2, "int8": 4e-2, "fp8": 8e-2, "mxfp8": 8e-2, "mxfp4": 0.4}
+
+Choice = tuple[Spec, Chosen, Selection]
+
+
+@dataclass(frozen=True)
+class Report:
+    """`problems` is empty where everything is right."""
+
+    asked: tuple[str, ...]
+    problems: tuple[str, ...]
+    seconds: float
+
+
+# ---- whether, and what is remembered --------------------------------------------------------------------------------
+
+
+def way_of(text: str) -> str:
+    if text not in WAYS:
+        raise UsageError(f"--self-test is {text!r}; use one of {', '.join(WAYS)}.")
+    return text
+
+
+def ensure(config: ModelConfig, choice: Choice, arch: Arch, gates: Gates, device: torch.device, way: str) -> None:
+    """Runs the self-test where it is due; a PlanError says what differed. What it launches is compiled before."""
+    if not is_due(choice, device, way_of(way)):
+        return
+    Compilation(choice[0], choice[1], arch, importlib.import_module(KERNELS).compilations(*choice[:2], arch)).wait()
+    report = run(config, choice, gates, device)
+    if report.problems:
+        raise PlanError(refusal(arch, report))
+    remember(choice, report)
+
+
+def is_due(choice: Choice, device: torch.device, way: str) -> bool:
+    if device.type != "cuda" or way == "off":
+        return False
+    if way == "always":
+        return True
+    return torch.cuda.get_device_name(device) not in MEASURED and passed(choice) is None
+
+
+def refusal(arch: Arch, report: Report) -> str:
+    found = "; ".join(report.problems[:4])
+    return (
+        f"the self-test failed on this {arch.name} GPU, so nothing is served: {found}. Please report it; "
+        "--moe-kernel triton --linear-kernel triton --attention triton asks for other kernels, and --self-test off "
+        "serves wrong answers."
+    )
+
+
+def _path(choice: Choice) -> Any:
+    spec, _, selection = choice
+    known = importlib.import_module(KERNELS).identity()
+    plan = [known, selection.chosen, dict(selection.layouts), dict(spec.formats), spec.activation, spec.kv_dtype,
+            spec.hidden, spec.intermediate, spec.experts, spec.heads, spec.layers, spec.vocab]  # fmt: skip
+    key = hashlib.sha256(json.dumps(plan, sort_keys=True, default=list).encode()).hexdigest()[:24]
+    return cache_folder("self-test") / f"{key}.json", known
+
+
+def passed(choice: Choice) -> dict[str, Any] | None:
+    """What is remembered of this plan on this GPU, with this driver and these kernels."""
+    path, _ = _path(choice)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def remember(choice: Choice, report: Report) -> None:
+    """A cache that cannot be written only means that the next load asks again."""
+    path, known = _path(choice)
+    what = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seconds": round(report.seconds, 2)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(known | what | {"asked": report.asked}), encoding="utf-8")
+    except OSError:
+        return
+
+
+def describe(choice: Choice, arch: Arch, here: bool) -> str:
+    """One clause for people: `explain` shows it. `here`: this machine is what it is about."""
+    if not arch.is_gpu:
+        return "none: the tests run these very kernels"
+    if not here:
+        where = f"none on a {' or '.join(MEASURED)}, on others " if arch.name == "sm90" else ""
+        return f"{where}at the first load there (--self-test auto)"
+    if (name := torch.cuda.get_device_name()) in MEASURED:
+        return f"none needed: receipts were measured on a {name} (--self-test always runs it)"
+    found = passed(choice)
+    if found is None:
+        return "at the next load: this GPU, driver, plan and these kernels have not passed it yet"
+    return f"passed at {found['time']} in {found['seconds']} s, with driver {found['driver']}"
+
+
+# ---- running it -----------------------------------------------------------------------------------------------------
+
+
+def run(
+    config: ModelConfig, choice: Choice, gates: Gates, device: torch.device, *, regimes: Sequence[Regime] = REGIMES,
+    columns: int = 64, late: bool = True,
+) -> Report:  # fmt: skip
+    """Everything, on the plan's own kernels."""
+    began = time.perf_counter()
+    spec, chosen, selection = choice
+    choice = (replace(spec, max_context=CONTEXT), chosen, selection)
+    asked: list[str] = []
+    problems: list[str] = []
+    with torch.inference_mode():
+        for probe in probes(config, spec.formats, device, columns):
+            if skipped(probe.name, spec):
+                continue
+            asked.append(probe.name)
+            problems += ask(probe, config, choice, gates, regimes)
+            if problems:
+                break  # later probes go through the same kernels
+        if not problems:
+            asked += ["two layers", *(["late hand-overs"] if late else [])]
+            problems += compare_twin(config, choice, gates, device, regimes, late=late)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the weights come next
+    return Report(tuple(asked), tuple(problems), time.perf_counter() - began)
+
+
+def skipped(probe: str, spec: Spec) -> bool:
+    """Four-bit activations round what comes out of a layer to a quarter of itself: only the head can be read then."""
+    narrow = any(spec.at(r).activation not in TOLERANCE for r in REGIMES)
+    return narrow and probe != "lm_head"
+
+
+def step_of(tokens: Tensor, device: torch.device) -> Step:
+    """One token to a sequence, each at its beginning."""
+    rows = len(tokens)
+    at = torch.arange(rows, dtype=torch.int32, device=device)
+    return Step(
+        tokens=tokens.int().to(device), positions=torch.zeros_like(at), row_sequence=at, logit_rows=at, max_kv_len=1,
+        query_start=torch.arange(rows + 1, dtype=torch.int32, device=device), kv_lens=torch.ones_like(at),
+        block_tables={"sliding": at[:, None] + 1, "full": at[:, None] + 1 + rows},
+    )  # fmt: skip
+
+
+def batches(count: int, model: GptOss, regimes: Sequence[Regime]) -> Iterator[tuple[Regime, list[int]]]:
+    """Which tokens run together so that each regime sees all of them, and each number of rows that it has."""
+    limits = model.plan.limits
+    everything = list(range(count))
+    for regime in regimes:
+        size = {"decode": limits.decode, "batch": limits.batch, "prefill": limits.batch + 1}[regime]
+        fewest = {"decode": 1, "batch": limits.decode + 1, "prefill": limits.batch + 1}[regime]
+        if regime == "decode":
+            yield regime, everything[:1]
+        for first in range(0, count, size):
+            rows = everything[first : first + size]
+            yield regime, (rows * -(-fewest // len(rows)))[: max(fewest, len(rows))]
+
+
+def ask(probe: Probe, config: ModelConfig, choice: Choice, gates: Gates, regimes: Sequence[Regime]) -> list[str]:
+    """What came out otherwise, in every regime."""
+    model = GptOss(enlarge(probe.small, config, choice[2].layouts), gates, page_size=choice[0].page_size, choice=choice)
+    most = max(model.plan.limits.batch + 1, len(probe.tokens))
+    model.allocate_kv(1 + 2 * most)
+    problems: dict[Regime, str] = {}
+    for regime, rows in batches(len(probe.tokens), model, regimes):
+        if regime in problems:
+            continue
+        got = model.forward(step_of(probe.tokens[rows], model.device)).double()
+        said = judge(probe, rows, got[:, : probe.want.shape[1]], TOLERANCE.get(choice[0].at(regime).activation, 0.09))
+        if said is not None:
+            names = ", ".join(choice[2].chosen[regime])
+            problems[regime] = f"{regime} ({names}), step of {len(rows)}: {said}"
+    return list(problems.values())
+
+
+def judge(probe: Probe, rows: Sequence[int], got: Tensor, tolerance: float) -> str | None:
+    """None, or which elements are wrong, as precisely as it can be said."""
+    want, unit = probe.want[rows], probe.unit[rows]
+    wrong = ~((got - want).abs() <= tolerance * (want.abs() + unit / 4))  # NaN is wrong as well
+    if not bool(wrong.any()):
+        return None
+    places = wrong.nonzero()
+    worst = int(((got - want).abs() / unit)[wrong].nan_to_num(torch.inf).argmax())
+    at, out = places[worst].tolist()
+    row, column = probe.place(int(probe.tokens[rows[at]]), out)
+    said = f"{probe.name} row {row}, column {column}, {probe.drawn.say(row, column)}, gave {float(got[at, out]):.5g} "
+    said += f"instead of {float(want[at, out]):.5g}; {len(places)} of {wrong.numel()} differ"
+    some = places[torch.linspace(0, len(places) - 1, min(64, len(places))).long()].tolist()
+    codes = {probe.drawn.say(*probe.place(int(probe.tokens[rows[a]]), o)).partition(" x ")[0] for a, o in some}
+    return f"{said}, all of {' or '.join(sorted(codes))}" if len(codes) <= 2 < len(some) else said
+
+
+def compare_twin(
+    config: ModelConfig, choice: Choice, gates: Gates, device: torch.device, regimes: Sequence[Regime], *, late: bool
+) -> list[str]:
+    """Two random layers: beside the reference, and the same bits where hand-overs are late."""
+    spec, _, selection = choice
+    small = random_twin(config, spec.formats, device, VOCAB)
+    model = GptOss(enlarge(small, config, selection.layouts), gates, page_size=spec.page_size, choice=choice)
+    few = replace(spec, layers=small.config.layers, experts=small.config.experts, vocab=small.config.vocab)
+    plain = select(few, ARCHES["cpu"], Gates(), reference.PHASES)
+    other = GptOss(small, gates, page_size=spec.page_size, choice=(few, *plain))
+    other.plan.limits = model.plan.limits
+    random = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, small.config.vocab, (sum(CHUNKS),), generator=random).tolist()
+    expected = feed(other, tokens)
+    actual = feed(model, tokens)
+    problems: dict[Regime, str] = {}
+    for rows, got, want in zip(CHUNKS, actual, expected):
+        regime = model.plan.limits.regime(rows)
+        bound = TWIN[spec.at(regime).activation]
+        off = (got[:, : want.shape[1]] - want).norm(dim=1) / want.norm(dim=1)
+        near = float((off <= 4 * bound).float().mean())  # NaN is not near; a tie may choose another expert
+        if regime in regimes and not (float(off.median()) <= bound and near >= 0.75):
+            problems[regime] = (
+                f"{regime} ({', '.join(selection.chosen[regime])}), two layers, step of {rows}: logits are "
+                f"{float(off.median()):.2g} from the reference's in the median row, where {bound:.2g} is allowed"
+            )
+    if problems or not late:
+        return list(problems.values())
+    with _late(device):
+        again = feed(model, tokens)
+    for rows, got, want in zip(CHUNKS, again, actual):
+        regime = model.plan.limits.regime(rows)
+        if regime in regimes and not torch.equal(got, want):
+            names = ", ".join(selection.chosen[regime])
+            problems[regime] = f"{regime} ({names}), step of {rows}: other logits where hand-overs are late"
+    return list(problems.values())
+
+
+def _late(device: torch.device) -> AbstractContextManager[None]:
+    if device.type != "cuda":
+        return nullcontext()
+    made: AbstractContextManager[None] = importlib.import_module(KERNELS).late_hand_overs()
+    return made
+
+
+def feed(model: GptOss, tokens: Sequence[int]) -> list[Tensor]:
+    sequence, out, at = SingleSequence(model, sum(CHUNKS)), [], 0
+    for rows in CHUNKS:
+        try:
+            out.append(sequence.feed(tokens[at : at + rows], all_logits=True).float().clone())
+        except RuntimeError as e:  # a kernel that stopped itself takes the context with it
+            raise EngineError(f"a kernel failed in the self-test, in a step of {rows} rows: {e}") from None
+        at += rows
+    model.release_kv()
+    return out
