@@ -1,14 +1,17 @@
 """Everything an engine is made from, in one frozen record of plain values.
 
 Whoever starts an engine (`halfbyte serve`, the Python API, a benchmark) makes it once; it travels unchanged to where
-the engine is built, also into another process. What a field means for memory and kernels is decided in
-`halfbyte.engine.build`, not here.
+the engine is built, also into another process. A value of another type than its field's, or out of its range, is
+refused when the record is made. What a field means for memory and kernels is decided in `halfbyte.engine.build`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
+from typing import get_type_hints
 
+from halfbyte.engine.checked import WrongValueError, typed
 from halfbyte.errors import UsageError
 from halfbyte.flags import flag
 from halfbyte.gates import Gates
@@ -35,11 +38,11 @@ class EngineOptions:
     max_tokens: int | None = flag(  # while nobody decodes
         None, "--max-tokens-per-step", "Rows of one step: chunk of a long prompt. Default: by the device.", minimum=1
     )
-    max_waiting: int = 4096
-    page_size: int = PAGE_SIZE
+    max_waiting: int = field(default=4096, metadata={"minimum": 1})
+    page_size: int = field(default=PAGE_SIZE, metadata={"minimum": 1})
     # Without it: what is free beside the reserve, at most for max_seqs contexts.
-    kv_gib: float | None = flag(None, "--kv-memory", "GiB of KV cache; default: what is free.")
-    reserve_gib: float | None = flag(None, "--reserve", "GiB of memory that stays free.")
+    kv_gib: float | None = flag(None, "--kv-memory", "GiB of KV cache; default: what is free.", minimum=0)
+    reserve_gib: float | None = flag(None, "--reserve", "GiB of memory that stays free.", minimum=0)
     run_ahead: bool = True
     prefix_cache: bool = True
     warm_up: str = flag(  # of an engine that is served; others warm up by what they are asked
@@ -49,7 +52,26 @@ class EngineOptions:
         "auto", "--self-test", "Of the GPU's kernels, before loading: auto, always or off.", parse=way_of
     )
     draft: str | None = flag(None, "--draft", "Model or head that --speculate draft or eagle3 uses.")
-    max_draft: int = 8
+    max_draft: int = field(default=8, metadata={"minimum": 0})
     record: str | None = flag(  # of an engine in a process of its own
         None, "--record", "A file that says, once the engine has ended, which kernels ran: for `halfbyte check`."
     )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.gates, Gates):
+            raise UsageError(f"an engine's gates are {type(self.gates).__name__}, not Gates; make them by gates.parse.")
+        hints = get_type_hints(EngineOptions)
+        try:
+            for f in fields(self):
+                if f.name == "gates":
+                    continue
+                value = typed(getattr(self, f.name), hints[f.name], f.name)
+                object.__setattr__(self, f.name, value)
+                least = f.metadata["flag"].minimum if "flag" in f.metadata else f.metadata.get("minimum")
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise WrongValueError(f.name, f"is {value}, which is not a number")
+                if least is not None and value is not None and value < least:
+                    raise WrongValueError(f.name, f"is {value}; give at least {least}")
+        except WrongValueError as e:
+            raise UsageError(f"this engine cannot be made: {e}.") from None
+        _warm_up(self.warm_up)
