@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +23,7 @@ from halfbyte.cli.options import (
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 from halfbyte.lab import environment, predict, receipts, timeline
+from halfbyte.lab.kernel_table import KernelTable, from_profile, read_trace
 from halfbyte.lab.machine import SMALL, device_roof
 from halfbyte.lab.profile import Profile, decide
 from halfbyte.model import load
@@ -40,11 +42,22 @@ def profile(
         str | None, typer.Option("--predict", metavar="GPU[,GPU]", help="Predict decode on these GPUs instead.")
     ] = None,
     shape: Annotated[str, typer.Option("--model", help="With --predict: 120b or 20b.")] = "120b",
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Read this instead: torch's trace (JSON), an nsys export (SQLite), a profile."),
+    ] = None,
     json: JsonOption = False,
     *,
     gates: Gates,
 ) -> None:
     """Where a token's time goes, by category, against the roofline; or predicted speed on a GPU by name."""
+    if trace is not None:
+        found = read_trace(trace)
+        if json:
+            print_json(found.as_dict())
+        else:
+            show_table(found)
+        return
     if predicted is not None:
         if model is not None:
             raise UsageError("--predict takes its shape from --model 120b or 20b, not a model to load.")
@@ -74,6 +87,7 @@ def profile(
         return
     for p in profiles:
         show(p, loaded)
+        show_table(from_profile(p.as_dict()))
     out.print("\n[bold]what follows[/bold] (decode)")
     for v in verdicts:
         out.print(f"  {'→' if v.applies else ' '} {v.sentence}", markup=False)
@@ -123,6 +137,26 @@ def show(p: Profile, model: GptOss) -> None:
     )
     for note in p.notes:
         out.print(f"note       {note}", markup=False)
+
+
+def show_table(table: KernelTable) -> None:
+    """The same seven categories whatever the source."""
+    out.print(f"\n[bold]by category[/bold]: {table.what}, times of {table.per} ({table.source})")
+    print_table(
+        [
+            {"category": r.category, "us": f"{r.us:.1f}", "share": f"{r.share:.1%}", "calls": f"{r.calls:.0f}",
+             "most of it": ", ".join(r.kernels[:2])}
+            for r in table.rows
+        ]
+    )  # fmt: skip
+    whole = table.busy_us + table.idle_us
+    idle = f"{table.idle_us:.1f} us ({table.idle_us / whole:.1%}) in {table.gaps:.0f} gaps" if whole else "nothing"
+    out.print(f"idle       {idle}, longest {table.longest_gap_us:.1f} us", markup=False)
+    for t in table.threads[:8]:
+        text = f"{t.name}: busy {t.busy_us:.1f} us, waiting {t.waiting_us:.1f}, at work while the device idled"
+        out.print(f"host       {text} {t.while_idle_us:.1f}", markup=False)
+    if table.note:
+        out.print(f"note       {table.note}", markup=False)
 
 
 # ---- predictions ----------------------------------------------------------------------------------------------------
