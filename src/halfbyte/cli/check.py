@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import json as json_
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,8 +14,12 @@ from halfbyte.cli.options import DeviceOption, JsonOption, check_number, err, ou
 from halfbyte.errors import UsageError
 from halfbyte.gates import PRESETS, Gates
 
+if TYPE_CHECKING:
+    from halfbyte.lab.result import ResultFile
+
 Engine = "Engine"
 Stress = "Stress"
+Benchmark = "Benchmark"
 
 
 @with_gates
@@ -63,6 +68,24 @@ def check(
     suite: Annotated[
         str | None, typer.Option("--suite", help="Problems of level 2: quick or tiny; default: the reference's.")
     ] = None,
+    pp: Annotated[str, typer.Option("--pp", help="Prompt lengths.", rich_help_panel=Benchmark)] = "2048",
+    tg: Annotated[str, typer.Option("--tg", help="Tokens to generate.", rich_help_panel=Benchmark)] = "32,128",
+    depth: Annotated[str, typer.Option("--depth", help="Tokens in the cache.", rich_help_panel=Benchmark)] = "0",
+    concurrency: Annotated[str, typer.Option("--concurrency", help="At once.", rich_help_panel=Benchmark)] = "1",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, rich_help_panel=Benchmark)] = 5,
+    targets: Annotated[
+        Path | None,
+        typer.Option("--targets", help="Success criteria; default: this GPU's.", rich_help_panel=Benchmark),
+    ] = None,
+    prior: Annotated[
+        str, typer.Option("--prior", help="Presets on top of which level 5 measures the gates, too.")
+    ] = "",
+    against: Annotated[
+        Path | None, typer.Option("--against", help="results.json of an earlier run, for level 5.")
+    ] = None,
+    full: Annotated[
+        str, typer.Option("--full", help="Axes of the matrix to combine in full, as moe_kernel,activation.")
+    ] = "",
     sequential: Annotated[int, typer.Option("--sequential", min=1, rich_help_panel=Stress)] = 100,
     prefill: Annotated[int, typer.Option("--prefill", min=1, help="Tokens.", rich_help_panel=Stress)] = 4096,
     generation: Annotated[int, typer.Option("--generation", min=1, help="Tokens.", rich_help_panel=Stress)] = 1024,
@@ -82,9 +105,11 @@ def check(
     gates: Gates,
 ) -> None:
     """The test protocol: smoke, kernel path, correctness, stress, benchmark, regression, matrix."""
+    from halfbyte.cli.bench import numbers
     from halfbyte.evals.suite import Suite
     from halfbyte.lab.bench import preset_of
     from halfbyte.lab.levels.answers import make_reference
+    from halfbyte.lab.levels.benchmark import Works
     from halfbyte.lab.levels.check_run import finish
     from halfbyte.lab.levels.protocol import CheckOptions, Outcome, level_numbers, run_levels
     from halfbyte.lab.levels.subject import Subject
@@ -95,7 +120,7 @@ def check(
 
     if baseline not in PRESETS:
         raise UsageError(f"there is no preset {baseline!r}; use {', '.join(PRESETS)}.")
-    numbers = level_numbers(levels or [])
+    wanted = level_numbers(levels or [])
     limits = Limits(check_number(start_s, "--start-limit"), check_number(request_s, "--request-limit"))
     peer = engine_named(engine)
     place = folder or Path(f"check-{datetime.datetime.now():%Y%m%d-%H%M%S}")
@@ -124,7 +149,14 @@ def check(
         counts = replace(
             Counts(), sequential=sequential, prefill=prefill, generation=generation, load=load, at_once=at_once
         )
-        report = run_levels(subject, numbers, CheckOptions(counts, problems, reference), done)
+        works = Works(
+            numbers(pp, "--pp", 1), numbers(tg, "--tg", 2), numbers(depth, "--depth", 0),
+            numbers(concurrency, "--concurrency", 1), repeats,
+        )  # fmt: skip
+        options = CheckOptions(
+            counts, problems, reference, works, targets, prior=words(prior), before=earlier(against), full=words(full)
+        )
+        report = run_levels(subject, wanted, options, done)
         files = finish(report, place)
     if json:
         print_json(
@@ -133,6 +165,22 @@ def check(
     else:
         out.print(f"{'PASS' if report.ok else 'FAIL'}: {', '.join(str(f) for f in files)}", markup=False)
     raise typer.Exit(0 if report.ok else 1)
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def earlier(path: Path | None) -> ResultFile | None:
+    """The results of an earlier run."""
+    from halfbyte.lab.result import from_json
+
+    if path is None:
+        return None
+    try:
+        return from_json(json_.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{path} holds no results ({e}).") from None
 
 
 def register(app: typer.Typer) -> None:

@@ -2,8 +2,8 @@
 
     1 smoke   1.5 kernel path   2 correctness   3 stress   4 benchmark   5 regression   6 matrix
 
-A level that fails does not stop the next, but for one: an engine whose kernel path is wrong has no figures, so that
-levels 4 and 5 are INVALID with that reason. A level that cannot run says why. This file orders and judges; what a level
+A level that fails does not stop the next: one run says all that is wrong. Levels 4 to 6 look at the kernel path of
+every engine that they start themselves. A level that cannot run says why. This file orders and judges; what a level
 does stands in its own file.
 """
 
@@ -18,12 +18,15 @@ from typing import Any
 from halfbyte.errors import HalfbyteError, PeerDiedError, PeerRefusedError, UsageError
 from halfbyte.evals.suite import Suite
 from halfbyte.lab.levels import answers as answers_
+from halfbyte.lab.levels.benchmark import Works, check_benchmark
+from halfbyte.lab.levels.matrix import check_matrix, counted
 from halfbyte.lab.levels.path_level import check_path
+from halfbyte.lab.levels.regression import Rounds, check_regression, compare_stored, pairs_of
 from halfbyte.lab.levels.smoke import check_smoke
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.under_load import Counts, check_load
 from halfbyte.lab.peers.process import PeerProcess
-from halfbyte.lab.result import Result
+from halfbyte.lab.result import Result, ResultFile
 
 LEVELS = {
     "1": "smoke", "1.5": "kernel path", "2": "correctness", "3": "stress", "4": "benchmark", "5": "regression",
@@ -37,6 +40,12 @@ class CheckOptions:
     counts: Counts = field(default_factory=Counts)
     suite: Suite | None = None  # None: the reference's
     reference: Path | None = None  # None: the one that comes with halfbyte, for a model that has one
+    works: Works = field(default_factory=Works)
+    targets: Path | None = None  # None: those of this machine's GPU, if there are any
+    rounds: Rounds = field(default_factory=Rounds)
+    prior: tuple[str, ...] = ()  # presets on top of which the feature is measured, too
+    before: ResultFile | None = None  # an earlier run, to hold level 4 against
+    full: tuple[str, ...] = ()  # axes of the matrix whose values are all combined; none: pairwise
 
 
 @dataclass
@@ -118,7 +127,8 @@ def run_levels(
 ) -> Report:
     """`done` is told of every level as it ends."""
     report = Report(subject)
-    reference = _reference(subject, options) if "2" in levels else None  # before anything is started
+    needs = {"2", "6"} & set(levels)
+    reference = _reference(subject, options) if needs else None  # read before anything is started
 
     def run(level: str, work: Callable[[Outcome], None]) -> None:
         outcome = Outcome(level)
@@ -143,7 +153,34 @@ def run_levels(
             run("3", lambda o: _stress(shared, o, options.counts))
     finally:
         shared.close()
+    if "4" in levels:
+        run("4", lambda o: _benchmark(subject, o, options))
+    if "5" in levels:
+        run("5", lambda o: _regression(subject, o, report.outcome("4"), options))
+    if "6" in levels:
+        run("6", lambda o: _matrix(subject, o, reference, options))
     return report
+
+
+def _benchmark(subject: Subject, o: Outcome, options: CheckOptions) -> None:
+    o.results, o.failures = check_benchmark(subject, options.works, options.targets)
+
+
+def _regression(subject: Subject, o: Outcome, measured: Outcome | None, options: CheckOptions) -> None:
+    """Pairs in turn; and what level 4 measured against an earlier run."""
+    pairs = pairs_of(subject.gates, subject.baseline, options.prior)
+    o.results, o.failures = check_regression(subject, pairs, options.rounds)
+    if options.before is not None:
+        if measured is None:
+            raise UsageError("an earlier run is held against level 4; run that, too.")
+        _, flagged = compare_stored(measured.results, options.before)
+        o.failures += flagged
+        o.notes.append(f"held against a run of {options.before.date}: {len(flagged)} regressions")
+
+
+def _matrix(subject: Subject, o: Outcome, reference: answers_.Reference | None, options: CheckOptions) -> None:
+    o.results = check_matrix(subject, reference=reference, full=options.full)
+    o.notes.append(counted(o.results))
 
 
 def _reference(subject: Subject, options: CheckOptions) -> answers_.Reference | None:

@@ -169,7 +169,7 @@ def time_all(
     """Every cell in rounds; what a cell failed with stands in its place."""
 
     def run(i: int, number: int) -> Measured:
-        return _run(client, works[i], vocab, 1000 * (seed + i) + number)
+        return run_work(client, works[i], vocab, 1000 * (seed + i) + number)
 
     keys = [str(work) for work in works]
     return [r.error or _timing(work, r) for work, r in zip(works, in_rounds(keys, run, repeats, log, progress))]
@@ -184,7 +184,7 @@ def _timing(work: Work, runs: Runs) -> Timing:
     )  # fmt: skip
 
 
-def _run(client: Client, work: Work, vocab: int, seed: int) -> Measured:
+def run_work(client: Client, work: Work, vocab: int, seed: int) -> Measured:
     prefixes = random_prompts(vocab, work.concurrency, work.depth, 2 * seed) if work.depth else [[]] * work.concurrency
     if work.depth:
         _answered(client.complete(prefixes, 1), 1)  # now the prefix cache holds them

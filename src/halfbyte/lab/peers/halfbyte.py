@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import sys
 
-from halfbyte.errors import HalfbyteError, PlanError
+from halfbyte.engine.speculative.methods import HEADS, find_head
+from halfbyte.errors import HalfbyteError, PlanError, UsageError
 from halfbyte.gates import AXES, Gates
 from halfbyte.lab.peers.launch import Launch, Progress, Setup
 from halfbyte.model import checkpoint, load
@@ -27,9 +28,11 @@ class HalfbytePeer:
         return setup
 
     def launch(self, setup: Setup) -> Launch:
-        refusals = plan_refusal(setup.model, setup.gates, setup.device)
-        if refusals:
-            return Launch(refusals=(refusals,))
+        refusal = plan_refusal(setup.model, setup.gates, setup.device)
+        if not refusal and "--draft" not in setup.flags:
+            refusal = head_refusal(setup.model, setup.gates)
+        if refusal:
+            return Launch(refusals=(refusal,))
         record = setup.folder / RECORD
         command = [sys.executable, "-c", "from halfbyte.cli import main; main()", "serve"]
         command += [*([setup.model] if setup.model else []), "--port", str(setup.port), "--no-page"]
@@ -57,6 +60,16 @@ def plan_refusal(model: str | None, gates: Gates, device: str | None) -> str:
         return str(e)
     except HalfbyteError as e:
         return f"{type(e).__name__}: {e}"
+    return ""
+
+
+def head_refusal(model: str | None, gates: Gates) -> str:
+    """Why there is no head for what is speculated with; empty if there is, or none is needed."""
+    if gates.speculate in HEADS:
+        try:
+            find_head(gates.speculate, load.config_of(load.resolve_model(model)).layers, None)
+        except UsageError as e:
+            return str(e)
     return ""
 
 

@@ -171,7 +171,20 @@ class PeerProcess:
         """Of a URL nobody knows more than whether it answers."""
         if self._keeper is None:
             return bool(self.launch.url)
-        return self._keeper.poll() is None
+        if self._keeper.poll() is not None:
+            return False
+        pid = self._said().get("pid")  # None: the keeper is about to start it
+        try:
+            return pid is None or psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def dies(self, within_s: float = 2.0) -> bool:
+        """Whether it is dead, or will be in a moment: a connection breaks before its process is gone."""
+        deadline = time.monotonic() + within_s
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return not self.alive
 
     def _tree(self) -> Iterator[psutil.Process]:
         if self._keeper is not None:

@@ -1,0 +1,92 @@
+"""Level 6: every pair of values that can run together stands in a cell, and what is refused is listed once."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from scripted_peer import LIMITS, ScriptedPeer
+
+from halfbyte.errors import UsageError
+from halfbyte.gates import PRESETS, Gates
+from halfbyte.lab.levels import matrix
+from halfbyte.lab.levels.benchmark import Works
+from halfbyte.lab.levels.matrix import check_matrix, counts, covering, every, gates_of
+from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.peers.launch import Launch, Setup
+
+AXES = {
+    "moe_kernel": ("auto", "triton", "marlin", "cpu"),
+    "attention": ("auto", "triton", "cpu"),
+    "kv_dtype": ("auto", "bf16", "fp8"),
+    "speculate": ("off", "ngram", "suffix", "draft"),
+    "graphs": ("on", "off"),
+}
+
+
+def refuse(gates: Gates) -> str:
+    """Marlin never; fp8 not with Triton's attention; and three things not together."""
+    kernel = gates.moe_kernel.decode
+    if kernel == "marlin":
+        return "no Marlin here"
+    if gates.kv_dtype == "fp8" and gates.attention == "triton":
+        return "Triton's attention reads no fp8"
+    if (kernel, gates.speculate, gates.graphs) == ("cpu", "draft", "off"):
+        return "too much at once"
+    return ""
+
+
+def text_of(gates: Gates) -> dict[str, str]:
+    values = gates.as_dict()
+    return {axis: values[axis] for axis in AXES}
+
+
+def test_every_pair_that_can_run_does() -> None:
+    array = covering(refuse, AXES)
+    assert not any(refuse(cell) for cell in array.cells)
+    covered = {frozenset(two) for cell in array.cells for two in itertools.combinations(text_of(cell).items(), 2)}
+    for (a, xs), (b, ys) in itertools.combinations(AXES.items(), 2):
+        for x, y in itertools.product(xs, ys):
+            allowed = not refuse(gates_of({a: x, b: y}))
+            assert (frozenset([(a, x), (b, y)]) in covered) == allowed, (a, x, b, y)
+    assert array.refused_values == {("moe_kernel", "marlin"): "no Marlin here"}
+    assert array.refused_pairs == {(("attention", "triton"), ("kv_dtype", "fp8")): "Triton's attention reads no fp8"}
+    assert len(array.cells) <= 18  # twelve is the least: kernels by speculation
+    assert covering(refuse, AXES).cells == array.cells  # the same every time
+
+
+def test_axes_in_full() -> None:
+    assert len(every(refuse, ["graphs", "kv_dtype"]).cells) == 8
+    with pytest.raises(UsageError, match="no axis 'colour'"):
+        every(refuse, ["colour"])
+    with pytest.raises(UsageError, match="every value of graphs"):
+        covering(lambda g: "never", {"graphs": ("on", "off")})
+
+
+class Picky(ScriptedPeer):
+    """Refuses much, crashes in one cell, and shows another kernel than asked for in another."""
+
+    def launch(self, setup: Setup) -> Launch:
+        gates = setup.gates
+        if gates.moe_kernel.decode not in ("auto", "cutlass") or gates.activation != "auto" or gates.speculate != "off":
+            return Launch(refusals=("not here",))
+        fault = "crash in request" if gates.graphs == "off" else "none"
+        moe = "marlin" if gates.attention == "triton" else "cutlass"
+        return ScriptedPeer.launch(ScriptedPeer(fault, after=1, moe=moe), setup)
+
+
+def test_cells_that_run_are_refused_or_are_invalid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matrix, "covering", lambda refuse: covering(refuse, {"graphs": ("on", "off")}))
+    subject = Subject(Picky(), Setup(None), tmp_path, limits=LIMITS)
+    results = check_matrix(subject, Works((8,), (4,), repeats=1))
+    by_preset = {r.cell.preset: r for r in results}
+    assert by_preset["baseline"].refused == by_preset["a"].refused == "not here"
+    assert {f.name for f in by_preset["exact"].figures} == {"prompt", "decode"}
+    crashed = next(r for r in results if r.cell.gates == {"graphs": "off"})
+    assert crashed.invalid
+    assert "outside of its memory" in crashed.refused
+    assert set(PRESETS) <= set(by_preset)
+    assert counts(results)["INVALID"] == 1
+    assert counts(results)["run"] >= 1
+    assert subject.diagnostics
