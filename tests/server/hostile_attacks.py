@@ -103,7 +103,7 @@ ATTACKS: dict[str, tuple[int, Callable[[], Callable[[int], None]]]] = {
     "a prompt a little too long": (8, lambda: post(said("a b " * 60_000))),
     "lists": (2, lambda: post(request("/v1/chat/completions", b"[" + b"[]," * 8_000_000 + b"0]"))),
     "numbers": (2, lambda: post(request("/v1/completions", {"model": MODEL, "prompt": [1] * 900_000}))),
-    "messages": (2, lambda: post(chat(messages=MESSAGES * 49_000))),
+    "messages": (2, lambda: post(chat(messages=MESSAGES * 32_000))),
     "fields": (2, lambda: post(chat(**{f"k{i}": 1 for i in range(95_000)}))),
     "half surrogates": (2, lambda: post(request("/v1/chat/completions", HALVES))),
     "streams that nobody reads": (2, lambda: unread),

@@ -303,6 +303,7 @@ def test_tokenising_stops_where_the_context_ends(
     [
         {"messages": [1] * 1_100_000},
         {"messages": [{"role": "user", "content": "x"}] * 110_000},
+        {"messages": [{"role": "user", "content": ""}] * 33_000},
         {"messages": CHAT["messages"], "logit_bias": {f"k{i}": "x" for i in range(50_000)}},
         {"messages": CHAT["messages"], **{f"k{i}": 1 for i in range(50_000)}},
         {"messages": [{"role": "user", "content": [1] * 500_000}]},

@@ -141,6 +141,9 @@ async def _announce(server: Server, url: str, started: Callable[[str], None] | N
         await asyncio.sleep(0.01)
     gc.collect()
     gc.freeze()  # what the start left lives as long as this process: no collection between tokens looks at it again
+    gc.set_threshold(
+        20_000, 20, 20
+    )  # a body of many parts is not garbage: the usual 700 would look at it over and over
     log.info("serving %s at %s", server.service.names.main, url)
     if started is not None:
         started(url)

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from halfbyte.harmony.messages import Message
 from halfbyte.server.answer.tools import Function, Toolbox, ToolChoice, check_choice, check_name
 from halfbyte.server.api.carried_reasoning import decode_reasoning
-from halfbyte.server.api.shared_schema import MESSAGES_HARMLESS, Items, Share, Strict
+from halfbyte.server.api.shared_schema import MESSAGES_HARMLESS, Items, Messages, Share, Strict
 from halfbyte.server.http.errors import bad_request
 
 _CACHE = {"cache_control": "the prefix cache needs no marks"}
@@ -133,7 +133,7 @@ class OutputConfig(Strict):
 class CountRequest(Strict):
     harmless: ClassVar[dict[str, str]] = MESSAGES_HARMLESS
     model: str
-    messages: Annotated[Items[MessageParam], Field(min_length=1)]
+    messages: Annotated[Messages[MessageParam], Field(min_length=1)]
     system: str | Items[TextBlock] | None = None
     tools: (
         Annotated[Items[Annotated[ToolDefinition, BeforeValidator(_no_hosted_tool)]], Field(max_length=1024)] | None

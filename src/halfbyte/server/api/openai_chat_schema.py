@@ -10,6 +10,7 @@ from halfbyte.harmony.messages import Message
 from halfbyte.server.api.shared_schema import (
     CHAT_HARMLESS,
     Items,
+    Messages,
     RefusalPart,
     SamplingFields,
     Strict,
@@ -147,7 +148,7 @@ class ReasoningOptions(Strict):
 class ChatRequest(SamplingFields):
     harmless: ClassVar[dict[str, str]] = CHAT_HARMLESS
     model: str
-    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Messages[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -18,6 +18,7 @@ from halfbyte.server.api.shared_schema import (
     Bias,
     Count,
     Items,
+    Messages,
     Penalty,
     Seed,
     Share,
@@ -233,7 +234,7 @@ class Reasoning(Strict):
 class ResponsesRequest(Strict):
     harmless: ClassVar[dict[str, str]] = {**RESPONSES_HARMLESS, "max_tool_calls": "it counts hosted tools only"}
     model: str
-    input: str | Items[InputItem] | None = None
+    input: str | Messages[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None

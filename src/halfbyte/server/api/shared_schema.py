@@ -44,6 +44,16 @@ LEFT_OUT_HEADER = "x-halfbyte-left-out"
 T = TypeVar("T")
 # A list of many wrong items is refused for the first of them: noting each would take longer than serving it.
 Items = Annotated[list[T], Field(fail_fast=True)]
+_MOST_MESSAGES = 1 << 15  # each is four tokens at the least, and no context has more than 131,072
+
+
+def _few_enough(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > _MOST_MESSAGES:
+        raise ValueError(f"it has more than {_MOST_MESSAGES} items, and no context holds so many")
+    return value
+
+
+Messages = Annotated[Items[T], BeforeValidator(_few_enough)]
 
 
 def _not_many(value: Any) -> Any:

@@ -14,7 +14,7 @@ from halfbyte.server.answer.service import Service
 from halfbyte.server.answer.token_budget import TokenBudget
 from halfbyte.server.api.openai_chat import to_toolbox
 from halfbyte.server.api.openai_chat_schema import ChatMessage, ChatTool, EffortName, to_harmony
-from halfbyte.server.api.shared_schema import Items, Strict
+from halfbyte.server.api.shared_schema import Items, Messages, Strict
 from halfbyte.server.http.errors import bad_request
 from halfbyte.server.http.json_body import Route
 from halfbyte.server.http.respond import compute
@@ -30,7 +30,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
     content: Annotated[str, Field(max_length=MAX_TEXT)] | None = None  # llama.cpp's name for it
-    messages: Items[ChatMessage] | None = None
+    messages: Messages[ChatMessage] | None = None
     tools: Items[ChatTool] | None = None
     reasoning_effort: EffortName | None = None
     parse_special: bool | None = None  # read "<|start|>" and the like as control tokens
