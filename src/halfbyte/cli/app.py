@@ -21,7 +21,8 @@ from halfbyte.errors import HalfbyteError
 # Command, which is also its module here -> function. Only the one that runs is imported: torch takes seconds.
 COMMANDS = {
     "serve": "serve", "chat": "chat", "generate": "generate", "demo": "demo", "bench": "bench", "eval": "evaluate",
-    "check": "check", "compare": "compare", "profile": "profile", "receipts": "receipts", "explain": "explain",
+    "check": "check", "compare": "compare", "profile": "profile", "receipts": "receipts", "report": "report",
+    "explain": "explain",
     "pull": "pull", "quantize": "quantize", "prebuild": "prebuild", "env": "env",
 }  # fmt: skip
 

@@ -117,16 +117,16 @@ def environment_changes(before: ResultFile, after: ResultFile) -> Iterator[tuple
 
 
 def _facts(file: ResultFile) -> dict[str, Any]:
-    return dict(_flat("", file.environment)) | {"command": " ".join(file.command), "tool": file.tool}
+    return dict(flat("", file.environment)) | {"command": " ".join(file.command), "tool": file.tool}
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for k, v in value.items():
-            yield from _flat(f"{prefix}.{k}" if prefix else str(k), v)
+            yield from flat(f"{prefix}.{k}" if prefix else str(k), v)
     elif isinstance(value, list) and any(isinstance(v, Mapping) for v in value):
         for i, v in enumerate(value):
-            yield from _flat(f"{prefix}[{i}]", v)
+            yield from flat(f"{prefix}[{i}]", v)
     else:
         yield prefix, value
 

@@ -1,0 +1,55 @@
+"""`report`: one self-contained HTML page from results."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli.options import JsonOption, err, out, print_json
+
+
+def report(
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[PATH]...", help="Result files, folders of them, archives; default: bench/results."),
+    ] = None,
+    page: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option("--title", help="Its heading.")] = "halfbyte: results",
+    docs: Annotated[
+        bool,
+        typer.Option("--docs", help="Instead write the ledger and the feature matrix of docs/ from bench/results."),
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """One HTML page from results: leaderboard, curves, matrix, kernel times, history, and the metadata behind it."""
+    if docs:
+        from halfbyte.lab import ledger
+
+        ledger.main([])
+        return
+    from halfbyte.lab.receipts import RESULTS
+    from halfbyte.lab.report.page import render
+    from halfbyte.lab.report.sources import collect
+
+    with err.status("reading results"):
+        collected = collect(results or [RESULTS])
+    with err.status("drawing"):
+        text = render(collected, title, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"))
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text, encoding="utf-8")
+    states = [r.state for _, f in collected.files for r in f.results]
+    counts = {s: states.count(s) for s in ("measured", "refused", "INVALID")}
+    if json:
+        print_json({"page": str(page), "files": len(collected.files), "bytes": len(text.encode()), **counts})
+    else:
+        told = ", ".join(f"{n} {s}" for s, n in counts.items())
+        out.print(f"{page}: {len(collected.files)} result files, cells {told}", markup=False)
+    for name, why in collected.unreadable:
+        err.print(f"{name} cannot be read: {why}", style="red", markup=False)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(report)

@@ -1,0 +1,1 @@
+"""`halfbyte report`: what was measured, as one page."""

@@ -1,0 +1,327 @@
+"""What the page says, as plain values: leaderboards, curves, the matrix, kernel times, histories, refusals, metadata.
+
+Every number leads to the file that holds it. Of one cell the newest measurement counts; older ones are its history.
+What others published stands beside ours and is marked so; it never counts as measured. Draws nothing and writes no
+HTML."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from halfbyte.errors import UsageError
+from halfbyte.lab.compare import judge, key_of, name_of
+from halfbyte.lab.kernel_table import KernelTable, from_profile
+from halfbyte.lab.report.plots import Line, Plot
+from halfbyte.lab.report.sources import Collected, Published
+from halfbyte.lab.result import Cell, Figure, Result, ResultFile
+from halfbyte.lab.store import Entry
+from halfbyte.lab.table import number
+
+PATHS = ("engine", "http")  # what a user gets; bare graphs and phases are no leaderboard's matter
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A result with the file it came from."""
+
+    entry: Entry
+    file: ResultFile
+    result: Result
+
+    @property
+    def cell(self) -> Cell:
+        return self.result.cell
+
+    @property
+    def model(self) -> str:
+        return self.cell.model.removeprefix("random:")
+
+    @property
+    def who(self) -> str:
+        """Whose program, how it was set, and over what."""
+        name = self.cell.engine or "halfbyte"
+        gates = ",".join(f"{k}={v}" for k, v in self.cell.gates.items()) if not self.cell.preset else ""
+        return ", ".join(t for t in (name, self.cell.preset or gates, "HTTP" if self.cell.path == "http" else "") if t)
+
+    def has(self, name: str) -> bool:
+        return any(f.name == name for f in self.result.figures)
+
+
+def measurements(collected: Collected) -> list[Measurement]:
+    """Oldest first."""
+    return [Measurement(entry, file, r) for entry, file in collected.files for r in file.results]
+
+
+def newest(found: Iterable[Measurement]) -> list[Measurement]:
+    """The last of every cell and machine, and refusals only where nothing newer was measured."""
+    kept: dict[tuple[str, str], Measurement] = {}
+    for m in found:
+        kept[m.entry.machine, key_of(m.cell)] = m
+    return list(kept.values())
+
+
+# ---- leaderboards ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """One line of a board."""
+
+    who: str
+    value: float | None
+    text: str
+    share: str = ""
+    ceiling: float | None = None
+    against: str = ""  # the best of the others
+    file: str = ""  # where its metadata is
+    how: str = "measured"
+    state: str = "measured"
+
+
+@dataclass(frozen=True)
+class Board:
+    machine: str
+    model: str
+    test: str
+    places: Sequence[Place]
+
+    @property
+    def has_peer(self) -> bool:
+        return len({p.who.startswith("halfbyte") for p in self.places}) > 1
+
+
+def boards(found: Sequence[Measurement], others: Sequence[Published]) -> list[Board]:
+    groups: dict[tuple[str, str, str], list[Place]] = {}
+    for m in newest(found):
+        if m.cell.kind not in ("prompt", "decode") or m.cell.path not in PATHS:
+            continue
+        test = Cell(m.cell.kind, shape=m.cell.shape).label
+        if m.result.refused:
+            place = Place(m.who, None, m.result.refused, file=m.entry.name, how=m.result.state, state=m.result.state)
+        else:
+            f = m.result.figure("speed")
+            ceiling = None if f.ceiling is None else f.ceiling.value
+            place = Place(m.who, f.value, spread(f), share(f), ceiling, file=m.entry.name)
+        groups.setdefault((m.entry.machine, m.model, test), []).append(place)
+    for p in others:
+        shape: dict[str, Any] = {p.test[:2]: int(p.test[2:]), "depth": p.depth, "concurrency": p.concurrency}
+        test = Cell("", shape=shape).label
+        place = Place(p.engine, p.value, number(p.value), how=f"{p.how} ({p.source})", state="published")
+        groups.setdefault((p.machine, p.model, test), []).append(place)
+    made = [Board(*key, ranked(places)) for key, places in groups.items()]
+    ours = {b.machine for b in made if any(p.state != "published" for p in b.places)}
+
+    def order(b: Board) -> tuple[Any, ...]:
+        return b.machine not in ours, b.machine, b.model, not b.has_peer, [int(n) for n in re.findall(r"\d+", b.test)]
+
+    return sorted(made, key=order)
+
+
+def ranked(places: Sequence[Place]) -> list[Place]:
+    peers = [p.value for p in places if p.value is not None and not p.who.startswith("halfbyte")]
+    best = max(peers, default=None)
+    made = []
+    for p in sorted(places, key=lambda p: -(p.value or 0.0)):
+        ours = p.who.startswith("halfbyte") and p.value is not None and best
+        made.append(Place(**(vars(p) | {"against": f"{p.value / best:.2f}x" if ours and p.value and best else ""})))
+    return made
+
+
+def spread(f: Figure) -> str:
+    text = number(f.value)
+    if f.interval is not None:
+        return f"{text} ({number(f.interval[0])}–{number(f.interval[1])})"
+    return f"{text} [{number(f.low)}–{number(f.high)}]" if f.samples > 1 else text
+
+
+def share(f: Figure) -> str:
+    return "" if f.ceiling is None or f.share is None else f"{f.share:.0%} of {number(f.ceiling.value)}"
+
+
+# ---- curves ---------------------------------------------------------------------------------------------------------
+
+
+def curves(found: Sequence[Measurement], others: Sequence[Published], over: str) -> Iterator[Plot]:
+    """Speed over `depth` (of one stream) or over `concurrency` (of one depth), a plot for each machine, model and
+    test."""
+    fixed = "concurrency" if over == "depth" else "depth"
+    groups: dict[tuple[str, str, str, Any], dict[str, dict[float, float]]] = {}
+    dashed: set[str] = set()
+    for m in newest(found):
+        shape = m.cell.shape
+        if (
+            m.cell.kind not in ("prompt", "decode")
+            or m.cell.path not in PATHS
+            or not m.has("speed")
+            or over not in shape
+        ):
+            continue
+        if over == "depth" and shape.get("concurrency", 1) != 1:
+            continue
+        test = f"pp{shape['pp']}" if "pp" in shape else f"tg{shape.get('tg')}"
+        f = m.result.figure("speed")
+        group = groups.setdefault((m.entry.machine, m.model, test, shape.get(fixed)), {})
+        group.setdefault(m.who, {})[float(shape[over])] = f.value
+        if f.ceiling is not None:
+            ceiling = f"ceiling of {m.who}"
+            dashed.add(ceiling)
+            group.setdefault(ceiling, {})[float(shape[over])] = f.ceiling.value
+    for p in others:
+        at = {"depth": p.depth, "concurrency": p.concurrency}
+        key = (p.machine, p.model, p.test, at[fixed])
+        if key in groups or over == "concurrency":
+            groups.setdefault(key, {}).setdefault(p.engine, {})[float(at[over])] = p.value
+    for (machine, model, test, held), series in sorted(groups.items(), key=str):
+        lines = [Line(who, sorted(points.items()), who in dashed) for who, points in series.items() if len(points) > 1]
+        if any(not line.dashed for line in lines):
+            lines.sort(key=lambda line: (line.dashed, not line.name.startswith("halfbyte")))
+            behind = f", d{held}" if over == "concurrency" and held else ""
+            words = "tokens already in the cache" if over == "depth" else "streams"
+            yield Plot(f"{model} {test}{behind} · {machine}", words, "tokens/s", lines, log_x=True)
+
+
+def latencies(found: Sequence[Measurement]) -> Iterator[Plot]:
+    """First-token latency over throughput, a line for each engine, workload and way of arrival."""
+    groups: dict[tuple[str, str, str], dict[str, list[tuple[float, float]]]] = {}
+    for m in newest(found):
+        if m.cell.kind != "serving" or not m.has("speed"):
+            continue
+        name = next((n for n in ("ttft_p99", "first_token_p99") if m.has(n)), None)
+        if name is None:
+            continue
+        work = str(m.cell.shape.get("workload", "synthetic"))
+        way = " at a rate" if "rate" in m.cell.shape else ""
+        point = m.result.figure("speed").value, m.result.figure(name).value
+        groups.setdefault((m.entry.machine, m.model, work), {}).setdefault(m.who + way, []).append(point)
+    for (machine, model, work), series in sorted(groups.items()):
+        lines = [Line(who, points) for who, points in series.items()]
+        yield Plot(f"{model}, {work} · {machine}", "tokens/s of all streams", "first token, p99, ms", lines, log_y=True)
+
+
+# ---- the matrix -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Choices of gates against one another; a cell is (class, text, title)."""
+
+    names: Sequence[str]
+    rows: Sequence[Sequence[tuple[str, str, str]]]
+    counts: Mapping[str, int]
+
+
+def heat_map(found: Sequence[Measurement]) -> Heat | None:
+    """Of cells that say their gates and no preset: for each pair of choices the best speed there, against the best of
+    all, or that every such cell was refused or is INVALID."""
+    cells = [m for m in newest(found) if m.cell.gates and not m.cell.preset]
+    if not cells:
+        return None
+    chosen = [({f"{k} {v}" for k, v in m.cell.gates.items()}, m) for m in cells]
+    names = sorted(set().union(*(c for c, _ in chosen)))
+    speeds = [m.result.figure("speed").value for m in cells if m.has("speed")]
+    best = max(speeds, default=0.0)
+    rows = [[_heat([m for c, m in chosen if a in c and b in c], best) for b in names] for a in names]
+    states = [m.result.state for m in cells]
+    return Heat(names, rows, {s: states.count(s) for s in ("measured", "refused", "INVALID")})
+
+
+def _heat(here: Sequence[Measurement], best: float) -> tuple[str, str, str]:
+    if not here:
+        return "none", "", "not in the matrix"
+    invalid = [m for m in here if m.result.state == "INVALID"]
+    title = "; ".join(f"{name_of(m.cell)}: {m.result.refused or 'measured'}"[:160] for m in here[:4])
+    if invalid:
+        return "invalid", "INVALID", title
+    good = [m.result.figure("speed").value for m in here if m.has("speed")]
+    if good and best:
+        return f"heat-{round(9 * max(good) / best)}", f"{100 * max(good) / best:.0f}", title
+    if any(m.result.state == "measured" for m in here):
+        return "heat-5", "ran", title
+    return "refused", "refused", title
+
+
+# ---- kernels, history, refusals ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernels:
+    title: str
+    file: str
+    table: KernelTable
+
+
+def kernels(found: Sequence[Measurement]) -> list[Kernels]:
+    made = []
+    for m in newest(found):
+        if "lines" in m.result.detail and "busy_us" in m.result.detail:
+            try:
+                table = from_profile(m.result.detail, source=m.entry.name)
+            except UsageError:
+                continue
+            title = " ".join(t for t in (m.model, m.cell.preset, table.what) if t)
+            made.append(Kernels(f"{title} · {m.entry.machine}", m.entry.name, table))
+    return made
+
+
+@dataclass(frozen=True)
+class History:
+    title: str
+    unit: str
+    when: Sequence[str]
+    values: Sequence[float]
+    verdicts: Sequence[str]  # of each against the one before; the first is empty
+    sentences: Sequence[str] = field(default_factory=list)
+
+    @property
+    def regressions(self) -> list[int]:
+        return [i for i, v in enumerate(self.verdicts) if v == "regression"]
+
+    @property
+    def plot(self) -> Plot:
+        points = list(enumerate(self.values))
+        line = Line(
+            "", [(float(i), v) for i, v in points], marked=[(float(i), self.values[i]) for i in self.regressions]
+        )
+        return Plot(self.title, "", self.unit, [line], ticks=list(self.when))
+
+
+def histories(found: Sequence[Measurement], figures: Sequence[str] = ("speed", "ttft", "ttft_p99")) -> list[History]:
+    series: dict[tuple[str, str, str], list[tuple[Measurement, Figure]]] = {}
+    for m in found:
+        for f in m.result.figures:
+            if f.name in figures:
+                series.setdefault((m.entry.machine, key_of(m.cell), f.name), []).append((m, f))
+    made = []
+    for (machine, _, name), points in series.items():
+        if len(points) < 2:
+            continue
+        judged = [judge(a, b) for (_, a), (_, b) in itertools.pairwise(points)]
+        when = [f"{m.entry.time[:10]} {m.entry.commit[:7]}".strip() for m, _ in points]
+        title = f"{name_of(points[0][0].cell)}, {name} · {machine}"
+        values = [f.value for _, f in points]
+        made.append(History(title, points[0][1].unit, when, values, ["", *(v for v, _ in judged)],
+                            [s for _, s in judged]))  # fmt: skip
+    return sorted(made, key=lambda h: (not h.regressions, h.title))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    state: str
+    name: str
+    why: str
+    file: str
+    shown: str  # what an INVALID cell had shown
+
+
+def refusals(found: Sequence[Measurement]) -> list[Refusal]:
+    made = []
+    for m in newest(found):
+        if m.result.refused:
+            shown = ", ".join(f"{f['name']} {number(f['value'])} {f['unit']}"
+                              for f in m.result.detail.get("not_believed", ())[:4])  # fmt: skip
+            made.append(Refusal(m.result.state, name_of(m.cell), m.result.refused, m.entry.name, shown))
+    return sorted(made, key=lambda r: (r.state != "INVALID", r.name))

@@ -1,0 +1,125 @@
+"""The page itself: one HTML file with its style and drawings inside, and nothing from elsewhere; no scripts at all.
+
+Everything that came from a file goes through Jinja2's escaping, because results may be a stranger's. `render` gives the
+same text for the same files and the same `made`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import halfbyte
+from halfbyte.errors import UsageError
+from halfbyte.lab.compare import flat
+from halfbyte.lab.kernel_table import CATEGORIES
+from halfbyte.lab.report import content, plots
+from halfbyte.lab.report.content import Board, Measurement
+from halfbyte.lab.report.sources import Collected
+
+HERE = Path(__file__).parent
+SECTIONS = (
+    ("boards", "Leaderboard"), ("depth", "Depth"), ("concurrency", "Concurrency"), ("latency", "Latency"),
+    ("matrix", "Matrix"), ("kernels", "Kernels"), ("history", "History"), ("refused", "INVALID"), ("files", "Metadata"),
+)  # fmt: skip
+HISTORIES = 12  # drawn; the others are counted
+BARS = ("pp2048", "tg128 @ d2048", "tg32")  # tests whose boards are drawn, in this order
+FACTS = (
+    "time", "commit", "halfbyte", "system", "cpu", "cores", "memory_bytes", "container", "python", "packages.torch",
+    "packages.triton", "packages.vllm", "driver.version", "driver.cuda_most", "gpus[0].name", "gpus[0].capability",
+    "gpus[0].memory_kind", "gpus[0].settings.limit_watts", "gpus[0].settings.sm_mhz_most", "imports.halfbyte.path",
+    "imports.halfbyte.shadows", "use.peak_memory_bytes", "use.cores_busy", "host.load",
+)  # fmt: skip
+
+
+def render(collected: Collected, title: str = "halfbyte: results", made: str = "") -> str:
+    try:
+        import jinja2
+    except ImportError:
+        raise UsageError("the report needs jinja2: pip install 'halfbyte[report]'.") from None
+    found = content.measurements(collected)
+    states = [m.result.state for m in found]
+    boards = content.boards(found, collected.published)
+    histories = content.histories(found)
+    kernels = content.kernels(found)
+    values: dict[str, Any] = {
+        "title": title, "made": made, "version": halfbyte.__version__, "sections": SECTIONS, "collected": collected,
+        "style": (HERE / "page.css").read_text(encoding="utf-8"), "span": _span(collected),
+        "counts": {s: states.count(s) for s in ("measured", "refused", "INVALID")},
+        "boards": _grouped(boards), "charts": _charts(boards),
+        "depth": _plots(content.curves(found, collected.published, "depth"), "depth"),
+        "concurrency": _plots(content.curves(found, collected.published, "concurrency"), "streams"),
+        "latency": _plots(content.latencies(found), "latency"), "serving": _serving(found),
+        "heat": content.heat_map(found), "kernels": kernels, "kernel_chart": _kernel_chart(kernels),
+        "history": [(h, plots.lines(h.plot, f"history{i}")) for i, h in enumerate(histories[:HISTORIES])],
+        "more_history": max(0, len(histories) - HISTORIES), "refusals": content.refusals(found),
+        "files": [_file(collected, i) for i in range(len(collected.files) - 1, -1, -1)],
+    }  # fmt: skip
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(values)
+
+
+def _span(collected: Collected) -> str:
+    times = [e.time[:10] for e, _ in collected.files]
+    return "" if not times else times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
+
+
+def _grouped(boards: Sequence[Board]) -> list[tuple[str, list[tuple[str, list[Board]]]]]:
+    grouped: dict[str, dict[str, list[Board]]] = {}
+    for b in boards:
+        grouped.setdefault(b.machine, {}).setdefault(b.model, []).append(b)
+    return [(machine, list(models.items())) for machine, models in grouped.items()]
+
+
+def _charts(boards: Sequence[Board]) -> Mapping[str, list[str]]:
+    """Bars of the boards on which somebody else stands, too."""
+    charts: dict[str, list[str]] = {b.machine: [] for b in boards}
+    for i, b in enumerate(boards):
+        rows = [(p.who, p.value, p.ceiling) for p in b.places if p.value is not None]
+        if b.test in BARS and len(rows) > 1 and (b.has_peer or all(p.state == "published" for p in b.places)):
+            charts[b.machine].append(plots.bars(f"{b.model} {b.test}", rows, "tokens/s", f"bars{i}"))
+    return charts
+
+
+def _plots(found: Any, salt: str) -> list[str]:
+    return [plots.lines(plot, f"{salt}{i}") for i, plot in enumerate(found)]
+
+
+def _kernel_chart(kernels: Sequence[content.Kernels]) -> str:
+    rows = []
+    for k in kernels:
+        whole = k.table.busy_us + k.table.idle_us
+        shares = {r.category: r.share for r in k.table.rows} | {"idle": k.table.idle_us / whole if whole else 0.0}
+        rows.append((k.title.split(" · ")[0], shares))
+    return plots.stacked("Time by category", rows, (*CATEGORIES, "idle"), "kernels") if rows else ""
+
+
+def _serving(found: Sequence[Measurement]) -> list[dict[str, str]]:
+    rows = []
+    for m in content.newest(found):
+        if m.cell.kind != "serving" or m.result.refused:
+            continue
+        named = {f.name: f.value for f in m.result.figures}
+        missed = [t.note or t.what for t in m.result.targets if not t.ok]
+        row = {
+            "test": m.cell.label,
+            "who": m.who,
+            "speed": f"{named['speed']:.1f}" if "speed" in named else "",
+            "file": m.entry.name,
+            "note": "; ".join(missed),
+            "in_time": f"{named['in_time']:.0f} %" if "in_time" in named else "",
+        }
+        for name in ("ttft", "tpot", "e2e"):
+            pair = [named.get(f"{name}_{p}") for p in ("p50", "p99")]
+            row[name] = " / ".join(f"{v:.1f}" for v in pair if v is not None)
+        rows.append(row)
+    return rows
+
+
+def _file(collected: Collected, i: int) -> tuple[Any, list[tuple[str, str]], str]:
+    entry, file = collected.files[i]
+    known = dict(flat("", file.environment))
+    facts = [(name, str(known[name])) for name in FACTS if known.get(name) not in (None, [], "")]
+    return entry, facts, json.dumps(dict(file.environment), indent=1, default=str)
