@@ -110,7 +110,7 @@ def boards(found: Sequence[Measurement], others: Sequence[Published]) -> list[Bo
     for p in others:
         shape: dict[str, Any] = {p.test[:2]: int(p.test[2:]), "depth": p.depth, "concurrency": p.concurrency}
         test = Cell("", shape=shape).label
-        place = Place(p.engine, p.value, number(p.value), how=f"{p.how} ({p.source})", state="published")
+        place = Place(p.engine, p.value, number(p.value), how=p.label, state="published")
         groups.setdefault((p.machine, p.model, test), []).append(place)
     made = [Board(*key, ranked(places)) for key, places in groups.items()]
     ours = {b.machine for b in made if any(p.state != "published" for p in b.places)}

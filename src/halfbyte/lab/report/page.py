@@ -48,6 +48,7 @@ def render(collected: Collected, title: str = "halfbyte: results", made: str = "
         "title": title, "made": made, "version": halfbyte.__version__, "sections": SECTIONS, "collected": collected,
         "style": (HERE / "page.css").read_text(encoding="utf-8"), "span": _span(collected),
         "counts": {s: states.count(s) for s in ("measured", "refused", "INVALID")},
+        "transcribed": sorted({p.how for p in collected.published}),
         "boards": _grouped(boards), "charts": _charts(boards),
         "depth": _plots(content.curves(found, collected.published, "depth"), "depth"),
         "concurrency": _plots(content.curves(found, collected.published, "concurrency"), "streams"),

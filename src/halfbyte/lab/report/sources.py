@@ -35,6 +35,11 @@ class Published:
     concurrency: int = 1
     unit: str = "tok/s"
 
+    @property
+    def label(self) -> str:
+        """What a table has room for; the rest is said once below it."""
+        return f"published: {self.source}" if self.how.startswith("published") else "measured here, transcribed"
+
 
 @dataclass
 class Collected:
