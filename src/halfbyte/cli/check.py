@@ -6,7 +6,7 @@ import datetime
 import json as json_
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -15,6 +15,7 @@ from halfbyte.errors import UsageError
 from halfbyte.gates import PRESETS, Gates
 
 if TYPE_CHECKING:
+    from halfbyte.lab.levels.protocol import Outcome
     from halfbyte.lab.result import ResultFile
 
 Engine = "Engine"
@@ -91,6 +92,11 @@ def check(
     generation: Annotated[int, typer.Option("--generation", min=1, help="Tokens.", rich_help_panel=Stress)] = 1024,
     load: Annotated[int, typer.Option("--load", min=1, help="Requests.", rich_help_panel=Stress)] = 200,
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Of these.", rich_help_panel=Stress)] = 8,
+    kit: Annotated[
+        Path | None,
+        typer.Option("--kit", metavar="FILE.zip", help="Levels 1 to 4, self-test and profile in one archive, for us."),
+    ] = None,
+    minutes: Annotated[float, typer.Option("--minutes", help="That --kit takes at most.")] = 20.0,
     start_s: Annotated[float, typer.Option("--start-limit", help="Seconds to a first token.")] = 300.0,
     request_s: Annotated[float, typer.Option("--request-limit", help="Seconds to an answer.")] = 120.0,
     debug: Annotated[
@@ -111,13 +117,15 @@ def check(
     from halfbyte.lab.levels.answers import make_reference
     from halfbyte.lab.levels.benchmark import Works
     from halfbyte.lab.levels.check_run import finish
-    from halfbyte.lab.levels.protocol import CheckOptions, Outcome, level_numbers, run_levels
+    from halfbyte.lab.levels.protocol import CheckOptions, level_numbers, run_levels
     from halfbyte.lab.levels.subject import Subject
     from halfbyte.lab.levels.under_load import Counts
     from halfbyte.lab.peers.engines import engine_named
     from halfbyte.lab.peers.launch import Setup
     from halfbyte.lab.peers.process import Limits
 
+    if kit is not None:
+        run_kit(kit, folder, check_number(minutes, "--minutes"), device, json)
     if baseline not in PRESETS:
         raise UsageError(f"there is no preset {baseline!r}; use {', '.join(PRESETS)}.")
     wanted = level_numbers(levels or [])
@@ -140,12 +148,6 @@ def check(
             err.print(f"{len(made.answers)} answers, {made.right} of them right, in {write_reference}")
             return
 
-        def done(o: Outcome) -> None:
-            if not json:
-                out.print(f"level {o.level:4} {o.name:12} {o.verdict:8} {o.seconds:6.1f} s", markup=False)
-                for reason in o.reasons:
-                    out.print(f"    {reason}", markup=False)
-
         counts = replace(
             Counts(), sequential=sequential, prefill=prefill, generation=generation, load=load, at_once=at_once
         )
@@ -156,7 +158,7 @@ def check(
         options = CheckOptions(
             counts, problems, reference, works, targets, prior=words(prior), before=earlier(against), full=words(full)
         )
-        report = run_levels(subject, wanted, options, done)
+        report = run_levels(subject, wanted, options, lambda o: show(o, json))
         files = finish(report, place)
     if json:
         print_json(
@@ -165,6 +167,36 @@ def check(
     else:
         out.print(f"{'PASS' if report.ok else 'FAIL'}: {', '.join(str(f) for f in files)}", markup=False)
     raise typer.Exit(0 if report.ok else 1)
+
+
+def run_kit(archive: Path, folder: Path | None, minutes: float, device: str | None, json: bool) -> NoReturn:
+    """Ends the command."""
+    import tempfile
+
+    from halfbyte.lab.levels.kit import Kit, make_kit
+
+    if archive.suffix != ".zip":
+        raise UsageError(f"--kit writes a .zip archive, not {archive.name!r}.")
+    with tempfile.TemporaryDirectory(prefix="halfbyte-kit-") as scratch, err.status("the kit") as status:
+        made = Kit(folder or Path(scratch), 60 * minutes, device, status.update, lambda o: show(o, json))
+        names = make_kit(made, archive)
+    ok = bool(made.outcomes) and all(o.verdict == "PASS" for o in made.outcomes)
+    if json:
+        levels = [o.as_dict() for o in made.outcomes]
+        print_json({"ok": ok, "archive": str(archive), "files": names, "left_out": made.left_out, "levels": levels})
+    else:
+        for text in made.left_out:
+            out.print(f"left out: {text}", markup=False)
+        out.print(f"{archive} has {len(names)} files; `halfbyte report {archive}` shows it.", markup=False)
+    raise typer.Exit(0 if ok else 1)
+
+
+def show(o: Outcome, json: bool) -> None:
+    """A level as it ends, for whoever watches."""
+    if not json:
+        out.print(f"level {o.level:4} {o.name:12} {o.verdict:8} {o.seconds:6.1f} s", markup=False)
+        for reason in o.reasons:
+            out.print(f"    {reason}", markup=False)
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -1,0 +1,202 @@
+"""`halfbyte check --kit`: what a machine that we do not have can tell us, in one command and one archive.
+
+Facts of the machine, the kernels' self-test, levels 1 to 4 on the embedded model; on a GPU then kernel path, benchmark
+and kernel profile of the largest gpt-oss that fits (random weights of its shape: nothing is downloaded). All of it ends
+within a budget of time: what no longer fits is left out and named. The archive holds results that `halfbyte report`
+reads, the test logs, and the engines' logs. Names of the user, of the machine, of folders and addresses are taken out
+of every file first; prompts are the kit's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from halfbyte.errors import HalfbyteError
+from halfbyte.gates import PRESETS, child_environment
+from halfbyte.lab import environment
+from halfbyte.lab.child import start_child
+from halfbyte.lab.levels.benchmark import Works
+from halfbyte.lab.levels.check_run import finish
+from halfbyte.lab.levels.protocol import CheckOptions, Outcome, run_levels
+from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.levels.under_load import Counts
+from halfbyte.lab.peers.halfbyte import HalfbytePeer
+from halfbyte.lab.peers.launch import Setup
+from halfbyte.lab.peers.process import Limits
+from halfbyte.memory import read_memory
+from halfbyte.model import load
+
+BUDGET_S = 20 * 60.0
+SHAPES = ("120b", "20b")  # the largest first
+PRESETS_MEASURED = ("fast", "exact")
+ROOM = 1.15  # times the weights: KV cache and workspace beside them
+LEAST_S = 60.0  # a step that has less is not begun
+KEPT_BYTES = 2 << 20  # of a log: its end
+# What the archive takes; JSON is results alone, since `report` reads every JSON file in it.
+TEXT = (".md", ".log", ".txt")
+SHORT = Counts(sequential=30, load=60)
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Kit:
+    """One run. `left_out` says what did not fit into the time."""
+
+    folder: Path
+    budget_s: float = BUDGET_S
+    device: str | None = None
+    progress: Progress = lambda _: None
+    done: Callable[[Outcome], None] = lambda _: None
+    counts: Counts = SHORT
+    begun: float = field(default_factory=time.monotonic)
+    left_out: list[str] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    @property
+    def left_s(self) -> float:
+        return self.budget_s - (time.monotonic() - self.begun)
+
+    def has_time(self, what: str, need_s: float = LEAST_S) -> bool:
+        if self.left_s < need_s:
+            self.left_out.append(f"{what}: {max(0.0, self.left_s):.0f} s were left")
+        return self.left_s >= need_s
+
+    # ---- the steps -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        gpu = load.resolve_device(self.device).type == "cuda"
+        flags = ("--self-test", "always") if gpu else ()
+        self.levels("embedded", None, "exact", ("1", "1.5", "2", "3", "4"), Works((512,), (32,), repeats=3), flags)
+        shape = largest(self.device) if gpu else None
+        for preset in PRESETS_MEASURED if shape else ():
+            what = f"{shape} {preset}"
+            if self.has_time(f"benchmark of {what}", 3 * LEAST_S):
+                self.levels(what, f"random:{shape}", preset, ("1.5", "4"), Works(), flags)
+        self.profile(f"random:{shape}" if shape else None, "fast" if shape else "exact", gpu)
+        facts = environment.collect()
+        lines = [f"{key}: {json.dumps(value, default=str)}" for key, value in facts.items()]
+        lines += [f"left out: {text}" for text in self.left_out] or ["nothing was left out"]
+        (self.folder / "facts.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def levels(
+        self, what: str, model: str | None, preset: str, levels: Sequence[str], works: Works, flags: tuple[str, ...]
+    ) -> None:
+        """Level by level, so that the last ones are left out where the time does not suffice."""
+        place = self.folder / re.sub(r"[^a-z0-9]+", "-", what)
+        setup = Setup(model, PRESETS[preset].gates, self.device, flags=flags)
+        subject = Subject(HalfbytePeer(), setup, place, preset=preset, baseline=setup.gates, progress=self.progress)
+        options = CheckOptions(self.counts, works=works)
+        report = None
+        for level in levels:
+            if not self.has_time(f"level {level} of {what}"):
+                continue
+            subject.limits = replace(Limits(), start_s=min(600.0, self.left_s), request_s=min(120.0, self.left_s))
+            part = run_levels(subject, [level], options, self.done)
+            if report is None:
+                report = part
+            else:
+                report.outcomes += part.outcomes
+        if report is not None:
+            finish(report, place)
+            self.outcomes += report.outcomes
+
+    def profile(self, model: str | None, preset: str, gpu: bool) -> None:
+        if not self.has_time("kernel profile"):
+            return
+        self.progress("kernel profile")
+        words = [
+            sys.executable,
+            "-m",
+            "halfbyte.lab.measure.profile",
+            "--models",
+            (model or "").removeprefix("random:"),
+        ]
+        words += ["--presets", preset, "--out", str(self.folder / "profile.json")]
+        if not gpu:
+            words = [sys.executable, "-c", "from halfbyte.cli import main; main()", "profile", "--device", "cpu"]
+            words += ["--tokens", "8", "--depth", "256", "--pp", "256"]
+        with (self.folder / "profile.txt").open("w", encoding="utf-8") as file:
+            process = start_child(words, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=child_environment())
+            try:
+                code = process.wait(max(1.0, self.left_s))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+        if code:
+            self.left_out.append(f"kernel profile: it ended with {code}")
+
+
+def largest(device: str | None) -> str | None:
+    """The largest gpt-oss whose weights fit into what is free, all layers in MXFP4."""
+    free = read_memory(load.resolve_device(device)).free
+    for shape in SHAPES:
+        name = load.resolve_model(f"{load.RANDOM}{shape}")
+        if load.weight_bytes(name, PRESETS["exact"].gates) * ROOM < free:
+            return shape
+    return None
+
+
+# ---- the archive -----------------------------------------------------------------------------------------------------
+
+
+def private_words(folder: Path) -> dict[str, str]:
+    """What may say who and where somebody is, and what stands in its place; the longest first."""
+    words = {
+        str(folder.resolve()): "(kit)", str(folder): "(kit)", str(Path.cwd()): "(folder)", str(Path.home()): "~",
+        socket.gethostname(): "(machine)", sys.prefix: "(environment)",
+        str(Path(load.__file__).parents[3]): "(halfbyte)",
+    }  # fmt: skip
+    with contextlib.suppress(OSError, KeyError):  # a user without a name
+        words[getpass.getuser()] = "(user)"
+    kept = {w: t for w, t in words.items() if len(w) > 3 and w not in ("root", "localhost", os.sep)}
+    return dict(sorted(kept.items(), key=lambda pair: -len(pair[0])))
+
+
+_ADDRESS = re.compile(r"\b(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}\b(?!\.\d)")
+_MAIL = re.compile(r"\b[\w.+-]+@[\w-]+\.[\w.]+\b")
+
+
+def without_private(text: str, words: dict[str, str]) -> str:
+    for word, instead in words.items():
+        text = text.replace(word, instead)
+    return _MAIL.sub("(mail)", _ADDRESS.sub("(address)", text))
+
+
+def write_archive(folder: Path, archive: Path) -> list[str]:
+    """Every result and text of a run, in one file; their names."""
+    words = private_words(folder)
+    names = []
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as made:
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            result = path.name in ("results.json", "profile.json")
+            if not result and path.suffix not in TEXT:
+                continue
+            text = path.read_bytes()[-KEPT_BYTES:].decode(errors="replace") if not result else path.read_text("utf-8")
+            name = without_private(path.relative_to(folder).as_posix().replace("/", "-"), words)
+            made.writestr(name, without_private(text, words))
+            names.append(name)
+    return names
+
+
+def make_kit(kit: Kit, archive: Path) -> list[str]:
+    """Runs it and writes the archive, whatever failed on the way; the names of its files."""
+    try:
+        kit.run()
+    except HalfbyteError as e:
+        kit.left_out.append(f"the kit ended early: {e}")
+        (kit.folder / "facts.txt").write_text("\n".join(kit.left_out) + "\n", encoding="utf-8")
+    return write_archive(kit.folder, archive)

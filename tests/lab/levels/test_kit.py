@@ -1,0 +1,79 @@
+"""The kit's archive: results that can be read back, and nothing of whoever made it."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from halfbyte.lab import receipts
+from halfbyte.lab.levels import kit as kit_
+from halfbyte.lab.levels.kit import Kit, make_kit, private_words, without_private, write_archive
+from halfbyte.lab.levels.protocol import Outcome, Report
+from halfbyte.lab.result import Cell, Result, figure, from_json
+
+
+def filled(folder: Path) -> Path:
+    place = folder / "embedded" / "001-smoke"
+    place.mkdir(parents=True)
+    result = Result(Cell("decode", "tiny", path="http", shape={"tg": 32}), (figure("speed", "tok/s", 12.0),))
+    file = receipts.result_file("halfbyte check", [result], {}, [])
+    file.write(folder / "embedded" / "results.json")
+    home, machine = Path.home(), socket.gethostname()
+    text = f"loading {home}/models/x from {folder} on {machine}, 192.168.7.20 and 127.0.0.1:8000, mail me@there.org\n"
+    (place / "server.log").write_text(text)
+    (place / "keeper.json").write_text("{}")
+    (place / "weights.bin").write_bytes(b"\0" * 100)
+    (folder / "facts.txt").write_text("cpu: fast\n")
+    return folder
+
+
+def test_the_archive_holds_results_and_nothing_private(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "kit")
+    names = write_archive(folder, tmp_path / "kit.zip")
+    assert names == ["embedded-001-smoke-server.log", "embedded-results.json", "facts.txt"]
+    with zipfile.ZipFile(tmp_path / "kit.zip") as made:
+        everything = "".join(made.read(n).decode() for n in made.namelist())
+        assert from_json(json.loads(made.read("embedded-results.json"))).results[0].figure("speed").value == 12.0
+    for private in (str(folder), str(tmp_path), "192.168.7.20", "me@there.org", *private_words(folder)):
+        assert private not in everything
+    assert "127.0.0.1:8000" in everything  # everybody's
+
+
+def test_versions_are_no_addresses() -> None:
+    assert (
+        without_private("torch 2.13.0, driver 580.65.06, 10.0.0.7", {}) == "torch 2.13.0, driver 580.65.06, (address)"
+    )
+
+
+def test_the_report_reads_it(tmp_path: Path) -> None:
+    sources = pytest.importorskip("halfbyte.lab.report.sources")
+    write_archive(filled(tmp_path / "kit"), tmp_path / "kit.zip")
+    found = sources.collect([tmp_path / "kit.zip"])
+    assert [entry.models for entry, _ in found.files] == [("tiny",)]
+    assert not found.unreadable
+
+
+def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def levels(subject: object, numbers: list[str], options: object, done: object) -> Report:
+        ran.extend(numbers)
+        kit.begun -= 70.0  # each takes more than a minute
+        return Report(subject, [Outcome(numbers[0], [Result(Cell("smoke"), (figure("start", "s", 1.0),))])])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kit_, "run_levels", levels)
+    kit = Kit(tmp_path / "kit", budget_s=200.0, device="cpu")
+    names = make_kit(kit, tmp_path / "kit.zip")
+    assert ran == ["1", "1.5"]
+    assert [text.split(":")[0] for text in kit.left_out] == [
+        "level 2 of embedded", "level 3 of embedded", "level 4 of embedded", "kernel profile",
+    ]  # fmt: skip
+    assert {"facts.txt", "embedded-results.json", "embedded-test_log.md"} <= set(names)
+    with zipfile.ZipFile(tmp_path / "kit.zip") as made:
+        assert "left out: level 4 of embedded" in made.read("facts.txt").decode()
+    assert getpass.getuser() == "root" or getpass.getuser() not in "".join(names)
