@@ -11,11 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from halfbyte import gates
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton.moe import Moe
-from halfbyte.model.gpt_oss import arch_of
+from halfbyte.model import checkpoint, synthetic
+from halfbyte.model.gpt_oss import GptOss, arch_of, choose
+from halfbyte.model.single_sequence import SingleSequence
+from halfbyte.model.weights import LAYER_ROLES
 from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
+from tests.kernels.test_on_gpu import SMALL, TRITON
 from tests.kernels.triton.triton_cases import bind_all, close, make_spec, make_step, make_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -54,3 +59,38 @@ def test_experts(activation: str, tile: str, rows: int) -> None:
             launch(step, mine)
         outs.append((mine.x - acts["x"]).cpu())
     close(outs[0], outs[1], BOUNDS[activation])
+
+
+# ---- what is no number ----------------------------------------------------------------------------------------------
+
+
+def planted(role: str, value: float, preset: str) -> list[torch.Tensor]:
+    """Logits of a prompt, a batch and a decode step of a small model of Triton's, with `value` in one tensor."""
+    g = gates.parse(TRITON, env={}, preset=preset)
+    choice = choose(SMALL, g, arch_of("cuda"))
+    weights = synthetic.make(SMALL, 3, layer_formats=g.layer_formats)
+    owner = weights if hasattr(weights, role) else weights.layers[1]
+    tensor = getattr(owner, role)
+    if isinstance(tensor, torch.Tensor):
+        tensor[..., 5 if tensor.ndim == 1 or role == "lm_head" else slice(None, None, 16)] = value
+    elif tensor.format == "mxfp4":
+        tensor.scales[...] = 255
+    else:
+        tensor.scales[...] = value
+    for layer, name, held in list(weights.items()):
+        setattr(weights if layer is None else weights.layers[layer], name, held.to("cuda"))  # type: ignore[union-attr]
+    model = GptOss(checkpoint.assemble(checkpoint.MemorySource(weights), layouts=choice[2].layouts), g, choice=choice)
+    sequence = SingleSequence(model, 128)
+    with torch.inference_mode():
+        return [sequence.feed(list(range(n)), all_logits=True).cpu() for n in (70, 20, 1)]
+
+
+@pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_stays_visible(preset: str, value: float) -> None:
+    """In every tensor: every row of every regime ends in logits that are not all finite."""
+    for role in (*LAYER_ROLES, "embed", "final_norm", "lm_head"):
+        if role == "sinks" and value == float("-inf"):
+            continue  # a head without a sink
+        for logits in planted(role, value, preset):
+            assert not torch.isfinite(logits).all(1).any(), (role, len(logits))

@@ -251,7 +251,7 @@ def probes(config: ModelConfig, formats: Mapping[str, str], device: torch.device
     both = torch.cat((torch.ones(count), -torch.ones(count))).to(device).double()[:, None]
     col = at.tolist()
 
-    wide = (-12, 6) if formats["lm_head"] == "mxfp4" else (-3, 3)
+    wide = (-14, 1) if formats["lm_head"] == "mxfp4" else (-3, 1)  # grouped products hold scales up to 2^1
     drawn = draw(formats["lm_head"], c.vocab, c.hidden, *wide, device, 1)
     value, unit = drawn.column(at)
     raw = AMPLITUDE / rms

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.triton.jit.numbers import dot, e4m3_to_bf16, round_to, to_bf16
+from halfbyte.kernels.triton.jit.numbers import dot, e4m3_to_bf16, keep_broken, round_to, to_bf16
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -37,6 +37,7 @@ def _visit(
     base = keys + page * page_stride
     k = _load_block(base + slot[None, :] * D + d[:, None], KV)
     score = dot(query, k, tl.zeros((query.shape[0], PAGE), tl.float32)) * scale
+    score = keep_broken(score, score)  # a key of minus infinity would only be left out
     v = _load_block(base + value_offset + slot[:, None] * D + d[None, :], KV)
     if MASKED:
         at = block * PAGE + slot

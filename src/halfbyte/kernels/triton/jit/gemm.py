@@ -26,6 +26,7 @@ from halfbyte.kernels.triton.jit.numbers import (
     e2m1_doubled,
     e2m1_to_e4m3,
     e8m0_value,
+    keep_broken,
     round_to,
     sigmoid,
     to_bf16,
@@ -260,9 +261,10 @@ def gate_up_kernel(
         acc *= tl.load(row_scale + row)[:, None]
     acc += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+    numbers = gate * 0.0 + up * 0.0
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    value = (up + 1.0) * gate * sigmoid(alpha * gate)
+    value = keep_broken((up + 1.0) * gate * sigmoid(alpha * gate), numbers)
 
     # Columns past the last are zeros up to WIDTH, the whole K tiles of the next product.
     value = tl.where((i < N // 2)[None, :], value, 0.0)

@@ -168,6 +168,23 @@ def int8_codes(groups):
     return unit.to(tl.int8), scale
 
 
+# A NaN and an infinity stay visible: a clamp, a maximum and a saturating conversion drop them, and so does the root of
+# squares that overflowed.
+
+
+@triton.jit
+def keep_broken(value, origin):
+    """`value`, or NaN where what it was made of was no number."""
+    return value + origin * 0.0
+
+
+@triton.jit
+def norm_scale(squares, H, eps):
+    """1 / root mean square; NaN where the squares are no number."""
+    scale = tl.rsqrt(squares / H + eps)
+    return tl.where(scale > 0.0, scale, float("nan"))
+
+
 @triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.triton.jit.numbers import dot, e4m3_bits, round_to, to_bf16
+from halfbyte.kernels.triton.jit.numbers import dot, e4m3_bits, keep_broken, norm_scale, round_to, to_bf16
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def norm_kernel(x, weight, h, rows, H, eps, BH: tl.constexpr):
     i = tl.arange(0, BH)
     inside = i < H
     value = tl.load(x + source.to(tl.int64) * H + i, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
+    scale = norm_scale(tl.sum(value * value, axis=0), H, eps)
     value = value * scale * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(h + row.to(tl.int64) * H + i, round_to(value, h.dtype.element_ty), mask=inside)
 
@@ -78,11 +78,13 @@ def rope_kernel(
     at_v = row.to(tl.int64) * v_stride + head * D + i
     lower = tl.load(v + at_v).to(tl.float32)
     upper = tl.load(v + at_v + HALF).to(tl.float32)
-    if KV == "fp8":
-        tl.store(cell + i, e4m3_bits(a * c - b * s))
-        tl.store(cell + i + HALF, e4m3_bits(b * c + a * s))
-        tl.store(cell + value_offset + i, e4m3_bits(lower))
-        tl.store(cell + value_offset + i + HALF, e4m3_bits(upper))
+    if KV == "fp8":  # E4M3 has no infinity: it becomes NaN, not 448
+        first = a * c - b * s
+        second = b * c + a * s
+        tl.store(cell + i, e4m3_bits(keep_broken(first, first)))
+        tl.store(cell + i + HALF, e4m3_bits(keep_broken(second, second)))
+        tl.store(cell + value_offset + i, e4m3_bits(keep_broken(lower, lower)))
+        tl.store(cell + value_offset + i + HALF, e4m3_bits(keep_broken(upper, upper)))
     else:
         tl.store(cell + i, to_bf16(a * c - b * s))
         tl.store(cell + i + HALF, to_bf16(b * c + a * s))
@@ -128,7 +130,7 @@ def choose_kernel(
     i = tl.arange(0, BH)
     inside = i < H
     value = tl.load(x + row.to(tl.int64) * H + i, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / H + eps)
+    scale = norm_scale(tl.sum(value * value, axis=0), H, eps)
     value = value * scale * tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(h + row.to(tl.int64) * H + i, round_to(value, h.dtype.element_ty), mask=inside)
 
@@ -138,7 +140,8 @@ def choose_kernel(
     for part in tl.static_range(PARTS):
         logits += tl.load(partial + (row.to(tl.int64) * PARTS + part) * E + e, mask=real, other=0.0)
     logits = logits * scale + tl.load(bias + e, mask=real, other=0.0).to(tl.float32)
-    # A broken row must still name real experts: NaN counts as the smallest.
+    # A broken row must still name real experts: NaN counts as the smallest, and the weights say that it is broken.
+    numbers = tl.sum(tl.where(real, logits * 0.0, 0.0), axis=0)
     logits = tl.where(real & (logits == logits), logits, float("-inf"))
     largest = tl.max(logits, axis=0)
     slots = tl.arange(0, TOP_P2)
@@ -155,7 +158,7 @@ def choose_kernel(
         shares = tl.where(slots == slot, share, shares)
         left = left & (e != chosen)
     tl.store(ids + row * TOP + slots, chosen_ids, mask=slots < TOP)
-    tl.store(weights + row * TOP + slots, shares / total, mask=slots < TOP)
+    tl.store(weights + row * TOP + slots, keep_broken(shares / total, numbers), mask=slots < TOP)
 
 
 @triton.jit
