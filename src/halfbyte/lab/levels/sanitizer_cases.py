@@ -2,11 +2,10 @@
 
     python -m halfbyte.lab.levels.sanitizer_cases fast
 
-Small, because racecheck makes a kernel a hundred times slower, and a kernel whose blocks wait for each other gives a wait
-up after seconds: two layers, a prompt that passes the window, a batch,
-one and three rows, a prompt over a cache. It only looks whether every number is finite and whether the kernels of the
-plan ran; how close they are to the reference is what the GPU tests ask. Refuses nothing silently: a case that this GPU
-has no kernels for ends with 3 and says so.
+Small, because racecheck makes a kernel a hundred times slower, and one whose blocks wait for each other gives a wait up
+after seconds: two layers, a prompt that passes the window, a batch, one and three rows, a prompt over a cache. It only
+looks whether every number is finite and whether the kernels of the plan ran; how close they are to the reference is
+what the GPU tests ask. Refuses nothing silently: a case that this GPU has no kernels for ends with 3 and says so.
 """
 
 from __future__ import annotations
