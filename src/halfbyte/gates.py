@@ -235,6 +235,16 @@ def child_environment(**extra: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if not _SECRET.search(name)}, **extra}
 
 
+def export(variables: Mapping[str, str]) -> None:
+    """Variables for a library that this process is about to import, which reads them itself."""
+    os.environ.update(variables)
+
+
+def inherited() -> Mapping[str, str]:
+    """What this process was started with, for whoever starts another program with it."""
+    return dict(os.environ)
+
+
 def _preset(name: str) -> Preset:
     try:
         return PRESETS[name.strip().lower()]

@@ -11,6 +11,7 @@ import typer
 
 from halfbyte import gates as gates_
 from halfbyte.cli.options import DeviceOption, LoadingBar, ModelArgument, announce, err, with_gates, with_record
+from halfbyte.cli.serve_vllm import VllmChoice, serve_vllm
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.process import EngineProcess
 from halfbyte.engine.request import TokenSource
@@ -31,7 +32,21 @@ from halfbyte.server.settings import ServerSettings, load_api_keys
 def serve(
     model: ModelArgument = None,
     api_key_file: Annotated[Path | None, typer.Option(help="One key per line; HALFBYTE_API_KEY works too.")] = None,
-    engine: Annotated[str, typer.Option(help="halfbyte; vllm comes with the plugin.")] = "halfbyte",
+    engine: Annotated[str, typer.Option(help="halfbyte, or vllm: vLLM's engine with our kernels in it.")] = "halfbyte",
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, help="vLLM: GPUs that share each layer.", rich_help_panel="vLLM")
+    ] = 1,
+    nodes: Annotated[
+        str | None, typer.Option(help="vLLM: machines, as host1,host2; the first one serves.", rich_help_panel="vLLM")
+    ] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="vLLM: network interface between --nodes.", rich_help_panel="vLLM")
+    ] = None,
+    vllm: Annotated[str, typer.Option("--vllm", help="vLLM: further flags of its own.", rich_help_panel="vLLM")] = "",
+    ray: Annotated[bool, typer.Option("--ray", help="vLLM: show the launch with Ray.", rich_help_panel="vLLM")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="vLLM: print the commands and run nothing.", rich_help_panel="vLLM")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="First hash the model's files against the record that `pull` wrote.")
     ] = False,
@@ -43,10 +58,20 @@ def serve(
     gates: Gates,
 ) -> None:
     """Serve a model: /v1/chat/completions, /v1/responses, /v1/messages, and a chat page at /."""
-    if engine != "halfbyte":
-        raise UsageError(f"--engine {engine} is not part of this version; leave it out.")
+    if engine not in ("halfbyte", "vllm"):
+        raise UsageError(f"--engine is {engine!r}; use halfbyte or vllm.")
     if verbose:
         logging.getLogger("halfbyte").setLevel(logging.INFO)
+    choice = VllmChoice(tp, nodes, vllm, interface, ray, dry_run)
+    if engine == "vllm":
+        key = gates_.setting("HALFBYTE_API_KEY")
+        settings = replace(settings, api_keys=load_api_keys(api_key_file, [key] if key else []))
+        serve_vllm(model, choice, settings, options, gates)
+        return
+    if choice != VllmChoice():
+        raise UsageError(
+            "--tp, --nodes, --interface, --vllm, --ray and --dry-run are for --engine vllm; leave them out."
+        )
     resolved = load.resolve_model(model)
     where = load.resolve_device(device)
     if verify:

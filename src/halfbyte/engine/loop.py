@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.request import EngineStats, Output, Request
 from halfbyte.errors import EngineError, HalfbyteError
 
@@ -23,10 +23,34 @@ STATS_S = (
 Ask = Request | str | None  # a request, the id of one to cancel, or None to stop
 
 
+class Core(Protocol):
+    """What a loop turns: our own engine's core, or another engine behind the same calls (`vllm_core.py`)."""
+
+    working: bool  # busy with a step; not while it waits for a GPU's
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def waits_for_grammars(self) -> bool: ...
+
+    def submit(self, request: Request) -> None: ...
+
+    def cancel(self, id: str) -> bool: ...
+
+    def step(self) -> list[Output]: ...
+
+    def refusals(self) -> list[tuple[str, HalfbyteError]]: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
+
+
 class EngineLoop:
     def __init__(
         self,
-        core: EngineCore,
+        core: Core,
         receive: Callable[[bool], list[Ask]],
         refuse: Callable[[str, HalfbyteError], None],
         deliver: Callable[[list[Output], EngineStats | None], None],

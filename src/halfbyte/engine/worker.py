@@ -26,18 +26,17 @@ from halfbyte.engine.request import EngineStats, Output, SourceInfo
 from halfbyte.errors import EngineDiedError, EngineError, HalfbyteError
 
 if TYPE_CHECKING:  # they bring torch, which takes long: signs of life come first
-    from halfbyte.engine.engine import EngineCore
-    from halfbyte.engine.loop import Ask
+    from halfbyte.engine.loop import Ask, Core
 
 log = logging.getLogger("halfbyte")
 
 PULSE_S = 1.0  # between two signs of life while there is no other
 
 Report = Callable[[str], None]  # takes what is being done, for people
-CoreFactory = Callable[[Any, Report], "tuple[EngineCore, SourceInfo]"]
+CoreFactory = Callable[[Any, Report], "tuple[Core, SourceInfo]"]
 
 
-def build(argument: Any, report: Report) -> tuple[EngineCore, SourceInfo]:
+def build(argument: Any, report: Report) -> tuple[Core, SourceInfo]:
     """A core that has met everything that traffic can ask of it (`warm_up.py`), as the options say."""
     from halfbyte.engine.build import build_core  # here, because it brings torch and the model
     from halfbyte.engine.options import EngineOptions
@@ -60,7 +59,7 @@ class Worker:
         self.sock = sock
         self._frames = messages.Frames()
         self._pending: list[bytes] = []
-        self._core: EngineCore | None = None
+        self._core: Core | None = None
         self._sending = threading.Lock()
         self._doing = ""  # while it loads
 
@@ -115,7 +114,7 @@ class Worker:
     def deliver(self, outputs: list[Output], stats: EngineStats | None) -> None:
         self.send(messages.Stepped(outputs, stats))
 
-    def run(self, core: EngineCore, info: SourceInfo) -> None:
+    def run(self, core: Core, info: SourceInfo) -> None:
         from halfbyte.engine.loop import EngineLoop
 
         self._core = core

@@ -126,7 +126,7 @@ def vllm_command(
     command += read.words
     variables = renamed_variables(env) | {"VLLM_PLUGINS": _plugins(env.get("VLLM_PLUGINS"), plugin)}
     if plugin:
-        ours: dict[str, Any] = {"gates": gates.as_dict()}
+        ours: dict[str, Any] = {"gates": gates.changes(Gates())}
         if serving.record is not None:
             ours["record"] = str(serving.record)
         command += ["--additional-config", json.dumps({PLUGIN: ours})]

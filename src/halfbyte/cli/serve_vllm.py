@@ -1,0 +1,161 @@
+"""`serve --engine vllm`: vLLM with our plugin in it behind our own server; over several machines, vLLM's own launch."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from halfbyte import gates as gates_
+from halfbyte.cli.options import announce, err, out
+from halfbyte.engine.options import EngineOptions
+from halfbyte.engine.process import EngineProcess
+from halfbyte.engine.request import TokenSource
+from halfbyte.engine.vllm_core import FACTORY, VllmOptions
+from halfbyte.errors import PeerError, UsageError
+from halfbyte.gates import Gates
+from halfbyte.model import load
+from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.server import run
+from halfbyte.server.settings import ServerSettings
+from halfbyte.vllm_plugin import nodes as nodes_
+from halfbyte.vllm_plugin.launch import Launch, Serving, vllm_command
+from halfbyte.vllm_plugin.nodes import Network, Node
+
+LOADING_S = 1800.0  # vLLM may compile for minutes without a word
+
+
+@dataclass(frozen=True)
+class VllmChoice:
+    """What `serve` was told for vLLM alone."""
+
+    tp: int = 1
+    nodes: str | None = None
+    words: str = ""  # further flags of vLLM's own
+    interface: str | None = None
+    ray: bool = False
+    dry_run: bool = False
+
+
+def serve_vllm(
+    model: str | None, choice: VllmChoice, settings: ServerSettings, options: EngineOptions, gates: Gates
+) -> None:
+    resolved = load.resolve_model(model)
+    if resolved.path is None or not resolved.path.is_dir():
+        raise UsageError(f"--engine vllm reads a Hugging Face model folder, and {resolved.text} is none.")
+    record = Path(options.record or Path(tempfile.mkdtemp(prefix="halfbyte-vllm-")) / "ran.json").absolute()
+    hosts = nodes_.parse_nodes(choice.nodes) if choice.nodes else ()
+    serving = Serving(
+        max_context=options.max_context, max_seqs=options.max_seqs, max_tokens_per_step=options.max_tokens,
+        tensor_parallel=choice.tp if choice.tp > 1 else None, draft=options.draft, record=record,
+    )  # fmt: skip
+    launch = vllm_command(
+        str(resolved.path), gates, serving=serving, words=shlex.split(choice.words), environment=gates_.inherited()
+    ).check()
+    for note in launch.notes:
+        err.print(f"[dim]{note}[/dim]")
+    network = None if choice.interface is None else Network(choice.interface, None)
+    machines = nodes_.node_launches(launch, hosts, choice.tp, network) if hosts else []
+    if choice.dry_run:
+        show(launch, machines, choice, hosts)
+        raise typer.Exit
+    if choice.ray:
+        raise UsageError("--ray shows the launch and does not run it; add --dry-run, and start it by hand.")
+    announce(gates, f"{resolved.label} in vLLM{f' on {len(hosts)} machines' if hosts else ''}")
+    name = settings.model_name or resolved.label
+    first = machines[0].launch if machines else launch
+    vllm = VllmOptions(
+        str(resolved.path), resolved.label, first.command[5:], gates.as_dict(), dict(first.environment), str(record)
+    )
+
+    async def source() -> tuple[TokenSource, Tokenizer]:
+        process = EngineProcess(
+            FACTORY, vllm, hang=settings.hang_seconds, hang_loading=LOADING_S, restarts=0 if hosts else 8
+        )
+        others = Others(machines[1:])
+        others.start()
+        with err.status(f"loading {resolved.label} in vLLM"):
+            opening = asyncio.ensure_future(process.open())
+            await others.until(opening)
+        others.watch(process)
+        return process, load.tokenizer_of(resolved)
+
+    run.serve(settings, source, started=lambda url: err.print(f"serving [bold]{name}[/bold] at {url}"))
+
+
+def show(launch: Launch, machines: Sequence[Node], choice: VllmChoice, hosts: Sequence[str]) -> None:
+    """What would run, as lines for terminals."""
+    if choice.ray:
+        lines = nodes_.ray_lines(launch, hosts or ("localhost",), choice.tp)
+    else:
+        lines = nodes_.shown(machines) if machines else [launch.shell()]
+    for line in lines:
+        out.print(line, markup=False)
+
+
+class Others:
+    """The headless processes of the other machines. One that ends takes the rest with it, and says so."""
+
+    def __init__(self, machines: Sequence[Node]) -> None:
+        self.machines = machines
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._watch: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        for node in self.machines:
+            environment = node.launch.child_environment() if node.is_local else None
+            self.processes.append(subprocess.Popen(node.command(), env=environment, stdin=subprocess.DEVNULL))
+
+    def ended(self) -> str | None:
+        for node, process in zip(self.machines, self.processes):
+            code = process.poll()
+            if code is not None:
+                end = f"signal {-code}" if code < 0 else f"exit status {code}"
+                return f"vLLM on {node.host} (node {node.rank}) ended with {end}; the others end, too."
+        return None
+
+    async def until(self, opening: asyncio.Future[None]) -> None:
+        """The engine is open, or one of the others ended first."""
+        try:
+            while not opening.done():
+                await asyncio.wait({opening}, timeout=1.0)
+                if (why := self.ended()) is not None and not opening.done():
+                    opening.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await opening
+                    raise PeerError(why)
+            await opening
+        except BaseException:
+            self.stop()
+            raise
+
+    def watch(self, process: EngineProcess) -> None:
+        if self.processes:
+            self._watch = asyncio.create_task(self._until_one_ends(process), name="halfbyte-vllm-nodes")
+
+    async def _until_one_ends(self, process: EngineProcess) -> None:
+        while (why := self.ended()) is None:
+            if process.health().gone:
+                why = f"vLLM's first node is gone: {process.health().trouble}."
+                break
+            await asyncio.sleep(1.0)
+        err.print(why)
+        self.stop()
+        await process.close()
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()

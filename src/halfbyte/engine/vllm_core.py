@@ -1,0 +1,257 @@
+"""vLLM's engine behind the calls of our own core, so that one loop, one process and one server serve both.
+
+vLLM schedules, keeps pages and samples; stop strings, deadlines and end tokens are matched here, as our own core does.
+A request that vLLM cannot serve as written is refused before it begins; structured output is one of them today. Reaches
+vLLM through `halfbyte.vllm_plugin.compat` only. Does not run unless our plugin is active in vLLM and has run a kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from halfbyte import gates as gates_
+from halfbyte.engine.request import Delta, EngineStats, FinishReason, Logprob, Output, Request, SourceInfo, Usage
+from halfbyte.engine.sampling.row import check_params
+from halfbyte.engine.stops import StopMatcher
+from halfbyte.errors import ContextError, EngineDiedError, HalfbyteError, PlanError, QueueFullError, RequestError
+from halfbyte.model import load
+from halfbyte.vllm_plugin import compat
+from halfbyte.vllm_plugin.launch import PLUGIN
+
+log = logging.getLogger("halfbyte")
+
+FACTORY = "halfbyte.engine.vllm_core:build"
+MAX_WAITING = 4096
+FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """Everything such an engine is made from; travels into its process."""
+
+    model: str  # a folder
+    label: str
+    words: tuple[str, ...]  # for vLLM, as `launch.py` made them
+    gates: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    record: str | None = None  # where the plugin writes what ran
+
+
+def build(argument: Any, report: Any) -> tuple[VllmCore, SourceInfo]:
+    """The core, once vLLM has loaded the model and our kernels have run in it."""
+    options = msgspec.convert(argument, VllmOptions)
+    gates_.export({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **options.environment})
+    report("starting vLLM")
+    engine = compat.VllmEngine(options.model, options.words)
+    vocabulary = load.tokenizer_of(load.resolve_model(options.model))
+    core = VllmCore(engine, vocabulary)
+    report("proving that the plugin runs")
+    plan = core.prove(options.record)
+    details = {"engine": f"vllm {compat.vllm_version()}", "gates": dict(options.gates), "plan": plan,
+               "max_seqs": engine.max_seqs}  # fmt: skip
+    return core, SourceInfo(options.label, engine.max_context, engine.vocab, core.eos, details)
+
+
+@dataclass
+class _Choice:
+    stops: StopMatcher | None
+    generated: int = 0
+    ended: bool = False
+
+
+@dataclass
+class _Open:
+    request: Request
+    choices: list[_Choice]
+    deadline: float | None
+    cached: int = 0
+
+    @property
+    def left(self) -> int:
+        return sum(not choice.ended for choice in self.choices)
+
+
+class VllmCore:
+    def __init__(self, engine: compat.VllmEngine, vocabulary: Any) -> None:
+        self.engine, self.vocabulary = engine, vocabulary
+        tokens = (*engine.eos, *(t for t in vocabulary.eos_tokens if t < engine.vocab))
+        self.eos: tuple[int, ...] = tuple(dict.fromkeys(tokens))
+        self.working = False
+        self._open: dict[str, _Open] = {}
+        self._outputs: list[Output] = []
+        self._steps = self._generated = self._prompt = 0
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open or self._outputs) or self.engine.has_work
+
+    @property
+    def waits_for_grammars(self) -> bool:
+        return False
+
+    def submit(self, request: Request) -> None:
+        params, engine = request.sampling, self.engine
+        if not request.prompt:
+            raise RequestError("the prompt is empty; give at least one token.")
+        outside = [t for t in request.prompt if not 0 <= t < engine.vocab]
+        if outside:
+            raise RequestError(f"the prompt has token {outside[0]}, but the vocabulary has {engine.vocab}.")
+        if request.id in self._open:
+            raise RequestError(f"a request with the id {request.id!r} is already running; ids must differ.")
+        check_params(params, engine.vocab)
+        if request.constraint is not None:
+            raise RequestError(
+                "structured output is not served with --engine vllm yet; leave response_format out, or use "
+                "--engine halfbyte."
+            )
+        room = engine.max_context - len(request.prompt)
+        if room < 1 or (params.max_tokens or 0) > room:
+            wanted = f" and {params.max_tokens} to generate" if params.max_tokens else ""
+            raise ContextError(
+                f"the prompt has {len(request.prompt)} tokens{wanted}, but the context is {engine.max_context}; "
+                "shorten it, or serve with a larger --max-context."
+            )
+        if len(self._open) >= MAX_WAITING:
+            raise QueueFullError(f"{len(self._open)} requests wait already; try again later.")
+        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos))
+        engine.add(
+            request.id, list(request.prompt), n=params.n, temperature=params.temperature, top_k=params.top_k,
+            top_p=params.top_p, min_p=params.min_p, repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
+            logit_bias=dict(params.logit_bias) or None, logprobs=params.logprobs, seed=params.seed,
+            max_tokens=params.max_tokens or room, min_tokens=min(params.min_tokens, params.max_tokens or room),
+            stop_token_ids=sorted(stop_ids), ignore_eos=True,
+        )  # fmt: skip
+        deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        self._open[request.id] = _Open(request, [_Choice(self._matcher(request)) for _ in range(params.n)], deadline)
+        self._prompt += len(request.prompt)
+
+    def _matcher(self, request: Request) -> StopMatcher | None:
+        stop = request.sampling.stop
+        return StopMatcher(stop, self.vocabulary.token_bytes) if stop else None
+
+    def cancel(self, id: str, reason: FinishReason = "cancelled", error: str | None = None) -> bool:
+        found = self._open.pop(id, None)
+        if found is None:
+            return False
+        self.engine.abort(id)
+        for index, choice in enumerate(found.choices):
+            if not choice.ended:
+                self._outputs.append((id, self._last(found, index, [], None, reason, error)))
+        return True
+
+    # ---- one step -----------------------------------------------------------------------------
+
+    def step(self) -> list[Output]:
+        now = time.monotonic()
+        for id in [id for id, o in self._open.items() if o.deadline is not None and o.deadline <= now]:
+            self.cancel(id, "timeout")
+        self.working = True
+        try:
+            gained = self.engine.step() if self.engine.has_work else []
+        except Exception as e:  # vLLM gives an engine up as a whole
+            raise EngineDiedError(f"vLLM's engine died of {type(e).__name__}: {str(e)[:300]}.") from e
+        finally:
+            self.working = False
+        self._steps += 1
+        for each in gained:
+            self._take(each)
+        if not gained and not self.engine.has_work:
+            for id in list(self._open):  # vLLM knows nothing of it any more: nobody may wait for it
+                self.cancel(id, "error", "vLLM dropped this request.")
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _take(self, gained: compat.Gained) -> None:
+        found = self._open.get(gained.id)
+        if found is None or found.choices[gained.index].ended:
+            return
+        choice, tokens = found.choices[gained.index], gained.tokens
+        found.cached = gained.cached or found.cached
+        finish = FINISH.get(gained.finish, "error") if gained.finish else None
+        stopped = False
+        if choice.stops is not None:
+            for i, token in enumerate(tokens):
+                ends = finish == "stop" and i == len(tokens) - 1  # an end token matches nothing
+                armed = not ends and choice.generated + i + 1 > found.request.sampling.min_tokens
+                if choice.stops.add(token, armed=armed):
+                    tokens, finish, stopped = tokens[: i + 1], "stop", True
+                    break
+        choice.generated += len(tokens)
+        self._generated += len(tokens)
+        logprobs = None
+        if gained.logprobs is not None and found.request.sampling.logprobs is not None:
+            top = found.request.sampling.logprobs
+            logprobs = [
+                Logprob(entries[0][0], entries[0][1], tuple(entries[1 : 1 + top]))
+                for entries in gained.logprobs[: len(tokens)]
+            ]
+        if finish is None:
+            if tokens:
+                visible = None if choice.stops is None else choice.stops.visible
+                self._outputs.append((gained.id, Delta(tokens, gained.index, logprobs, visible_bytes=visible)))
+            return
+        self._outputs.append((gained.id, self._last(found, gained.index, tokens, logprobs, finish)))
+        if found.left == 0:
+            del self._open[gained.id]
+            if stopped:
+                self.engine.abort(gained.id)
+
+    def _last(
+        self, found: _Open, index: int, tokens: list[int], logprobs: list[Logprob] | None, finish: FinishReason,
+        error: str | None = None,
+    ) -> Delta:  # fmt: skip
+        choice = found.choices[index]
+        choice.ended = True
+        if choice.stops is not None:
+            choice.stops.finish()
+        return Delta(
+            tokens, index, logprobs, finish, None if choice.stops is None else choice.stops.matched,
+            None if choice.stops is None else choice.stops.visible, error,
+            Usage(len(found.request.prompt), min(found.cached, len(found.request.prompt)), choice.generated),
+        )  # fmt: skip
+
+    def refusals(self) -> list[tuple[str, HalfbyteError]]:
+        return []
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._open), steps=self._steps, generated_tokens=self._generated, prompt_tokens=self._prompt
+        )
+
+    def close(self) -> None:
+        self.engine.close()
+
+    # ---- proof --------------------------------------------------------------------------------
+
+    def prove(self, record: str | None) -> dict[str, list[str]]:
+        """Two tokens through the model; then the plugin must say which kernels of ours ran, and that none is missing.
+
+        vLLM only logs a plugin that cannot be loaded, so nothing is believed before."""
+        self.engine.add("halfbyte-proof", [0], max_tokens=2, temperature=0.0, ignore_eos=True)
+        while self.engine.has_work:
+            self.engine.step()
+        here = compat.active()
+        report: dict[str, Any] | None = here.report() if here is not None else None
+        if report is None and record is not None and Path(record).exists():  # its workers are other processes
+            report = json.loads(Path(record).read_text(encoding="utf-8"))
+        if report is None:
+            raise PlanError(
+                f"vLLM runs without halfbyte's plugin: it was not loaded. Install halfbyte beside vLLM, and let "
+                f"VLLM_PLUGINS name {PLUGIN}."
+            )
+        if report["differences"]:
+            raise PlanError("inside vLLM " + "; ".join(report["differences"]) + ".")
+        log.info("inside vLLM: %s", ", ".join(dict.fromkeys(report["plan"]["decode"])))
+        plan: dict[str, list[str]] = report["plan"]
+        return plan

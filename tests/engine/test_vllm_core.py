@@ -1,0 +1,202 @@
+"""vLLM behind the calls of our own core, with a scripted engine in its place: no token is lost, nobody waits forever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from halfbyte.engine.request import Constraint, Delta, Request, SamplingParams
+from halfbyte.engine.vllm_core import VllmCore
+from halfbyte.errors import ContextError, EngineDiedError, PlanError, RequestError
+from halfbyte.vllm_plugin import compat
+from halfbyte.vllm_plugin.compat import Gained
+
+EOS = 9
+
+
+class Vocabulary:
+    eos_tokens = (EOS, 10)
+
+    @staticmethod
+    def token_bytes(token: int) -> bytes:
+        return {9: b"", 10: b""}.get(token, chr(ord("a") + token).encode())
+
+
+class Scripted:
+    """Gives each request its tokens, two a step, as vLLM's engine does."""
+
+    max_context, vocab, ranks, max_seqs, eos = 32, 12, 1, 4, (EOS,)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.open, self.added, self.aborted = tokens, {}, {}, []  # type: ignore[var-annotated]
+        self.dies = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.open)
+
+    def add(self, id: str, prompt: list[int], **sampling: Any) -> None:
+        self.added[id] = sampling
+        self.open[id] = [0] * sampling.get("n", 1)
+
+    def abort(self, id: str) -> None:
+        self.aborted.append(id)
+        self.open.pop(id, None)
+
+    def step(self) -> list[Gained]:
+        if self.dies:
+            raise RuntimeError("CUDA error")
+        gained = []
+        for id, places in list(self.open.items()):
+            sampling = self.added[id]
+            for index, at in enumerate(places):
+                if at < 0:
+                    continue
+                limit = min(len(self.tokens), sampling["max_tokens"])
+                new = self.tokens[at : min(at + 2, limit)]
+                stop = next((i for i, t in enumerate(new) if t in sampling.get("stop_token_ids", ())), None)
+                if stop is not None:
+                    new = new[: stop + 1]
+                finish = "stop" if stop is not None else "length" if at + len(new) >= limit else None
+                logprobs = (
+                    [[(t, -0.5), (t, -0.5), (0, -2.0)] for t in new] if sampling["logprobs"] is not None else None
+                )
+                gained.append(Gained(id, index, new, logprobs, finish, 1))
+                places[index] = -1 if finish else at + len(new)
+            if all(at < 0 for at in places):
+                del self.open[id]
+        return gained
+
+    def close(self) -> None:
+        self.open.clear()
+
+
+def core(tokens: list[int]) -> tuple[VllmCore, Scripted]:
+    engine = Scripted(tokens)
+    return VllmCore(engine, Vocabulary()), engine  # type: ignore[arg-type]
+
+
+def finish(core: VllmCore) -> list[tuple[str, Delta]]:
+    out = []
+    for _ in range(50):
+        if not core.has_work:
+            return out
+        out += core.step()
+    raise AssertionError("it goes on and on")
+
+
+def request(**sampling: Any) -> Request:
+    return Request([1, 2, 3], SamplingParams(temperature=0.0, **sampling), id="r")
+
+
+def test_tokens_come_out_as_they_are() -> None:
+    c, engine = core([4, 5, 6, 7, 8])
+    c.submit(request(max_tokens=5, logprobs=1))
+    deltas = [d for _, d in finish(c)]
+    assert [t for d in deltas for t in d.tokens] == [4, 5, 6, 7, 8]
+    assert [d.finish for d in deltas] == [None, None, "length"]
+    assert deltas[-1].usage is not None
+    assert (deltas[-1].usage.prompt_tokens, deltas[-1].usage.cached_tokens, deltas[-1].usage.completion_tokens) == (
+        3,
+        1,
+        5,
+    )
+    assert deltas[0].logprobs is not None
+    assert (deltas[0].logprobs[0].token, deltas[0].logprobs[0].top) == (4, ((4, -0.5),))
+    assert engine.added["r"]["ignore_eos"] is True
+    assert set(engine.added["r"]["stop_token_ids"]) == {9, 10}
+    assert c.stats().generated_tokens == 5
+
+
+def test_an_end_token_ends_and_ignore_eos_does_not() -> None:
+    c, _ = core([4, EOS, 5])
+    c.submit(request(max_tokens=3))
+    assert [(d.tokens, d.finish) for _, d in finish(c)] == [([4, EOS], "stop")]
+    c, _ = core([4, EOS, 5])
+    c.submit(request(max_tokens=3, ignore_eos=True))
+    assert [t for _, d in finish(c) for t in d.tokens] == [4, EOS, 5]
+
+
+def test_without_a_limit_it_is_the_context() -> None:
+    c, engine = core([4])
+    c.submit(request())
+    assert engine.added["r"]["max_tokens"] == 29
+
+
+def test_a_stop_string_across_tokens_ends_the_choice_and_vllms_request() -> None:
+    c, engine = core([4, 5, 6, 7, 8, 8])
+    c.submit(request(max_tokens=6, stop=("gh",)))  # tokens 6, 7
+    deltas = [d for _, d in finish(c)]
+    assert [t for d in deltas for t in d.tokens] == [4, 5, 6, 7]
+    assert (deltas[-1].finish, deltas[-1].stop_match, deltas[-1].visible_bytes) == ("stop", "gh", 2)
+    assert engine.aborted == ["r"]
+    assert not c.has_work
+
+
+def test_choices_end_each_on_its_own() -> None:
+    c, _ = core([4, 5, 6])
+    c.submit(request(max_tokens=3, n=2))
+    deltas = finish(c)
+    for index in (0, 1):
+        assert [t for _, d in deltas if d.index == index for t in d.tokens] == [4, 5, 6]
+    assert sum(d.finish is not None for _, d in deltas) == 2
+
+
+def test_cancel_and_deadline() -> None:
+    c, engine = core(list(range(8)))
+    c.submit(request(max_tokens=8))
+    assert c.cancel("r")
+    assert not c.cancel("r")
+    assert [(d.finish, d.tokens) for _, d in finish(c)] == [("cancelled", [])]
+    late = Request([1], SamplingParams(max_tokens=8), timeout=1e-9, id="late")
+    c.submit(late)
+    assert [d.finish for _, d in finish(c)] == ["timeout"]
+    assert engine.aborted == ["r", "late"]
+
+
+def test_a_request_that_vllm_forgot_is_told() -> None:
+    c, engine = core([1, 2])
+    c.submit(request(max_tokens=2))
+    engine.open.clear()
+    assert [(d.finish, d.error) for _, d in finish(c)] == [("error", "vLLM dropped this request.")]
+
+
+def test_what_can_never_be_served() -> None:
+    c, _ = core([1])
+    for bad, sentence in (
+        (Request([], SamplingParams()), "the prompt is empty"),
+        (Request([12], SamplingParams()), "the vocabulary has 12"),
+        (Request([1], SamplingParams(), constraint=Constraint("json_object", "{}")), "structured output"),
+    ):
+        with pytest.raises(RequestError, match=sentence):
+            c.submit(bad)
+    with pytest.raises(ContextError, match="the context is 32"):
+        c.submit(Request([1] * 32, SamplingParams()))
+    with pytest.raises(ContextError, match="30 to generate"):
+        c.submit(request(max_tokens=30))
+    c.submit(request(max_tokens=1))
+    with pytest.raises(RequestError, match="already running"):
+        c.submit(request(max_tokens=1))
+
+
+def test_an_engine_that_dies_says_of_what() -> None:
+    c, engine = core([1, 2, 3])
+    c.submit(request(max_tokens=3))
+    engine.dies = True
+    with pytest.raises(EngineDiedError, match="vLLM's engine died of RuntimeError: CUDA error"):
+        c.step()
+
+
+def test_without_the_plugin_nothing_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    engine = Scripted([1, 2])
+    engine.step = lambda: engine.open.clear() or []  # type: ignore[method-assign, func-returns-value]
+    c = VllmCore(engine, Vocabulary())  # type: ignore[arg-type]
+    monkeypatch.setattr(compat, "_inside", None)
+    with pytest.raises(PlanError, match="without halfbyte's plugin"):
+        c.prove(str(tmp_path / "none.json"))
+    (tmp_path / "ran.json").write_text('{"differences": ["cpu.moe (decode): was chosen and never ran"], "plan": {}}')
+    with pytest.raises(PlanError, match=r"inside vLLM cpu\.moe"):
+        c.prove(str(tmp_path / "ran.json"))
+    (tmp_path / "good.json").write_text('{"differences": [], "plan": {"decode": ["cpu.moe"]}}')
+    assert c.prove(str(tmp_path / "good.json")) == {"decode": ["cpu.moe"]}
