@@ -1,4 +1,4 @@
-"""vLLM behind the calls of our own core, with a scripted engine in its place: no token is lost, nobody waits forever."""
+"""vLLM behind the calls of our own core, with a scripted engine in its place: no token is lost, nobody waits on."""
 
 from __future__ import annotations
 
