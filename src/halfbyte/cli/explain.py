@@ -10,17 +10,22 @@ import typer
 
 from halfbyte.cli.options import JsonOption, ModelArgument, announce, err, out, print_json, with_gates
 from halfbyte.errors import UsageError
-from halfbyte.gates import Gates
+from halfbyte.gates import LAYER_GROUPS, Gates
 from halfbyte.kernels import prove as proof
 from halfbyte.kernels.cpu.phase import remark as cpu_remark
 from halfbyte.kernels.prove import Evidence
 from halfbyte.model import checkpoint, load, self_test
-from halfbyte.model.config import NAMED
+from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose
 from halfbyte.plan.phase import ARCHES, Arch, Spec
 from halfbyte.plan.record import Selection
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import REGIMES
+from halfbyte.vllm_plugin import selection as vllm_selection
+from halfbyte.vllm_plugin.launch import vllm_command
+from halfbyte.vllm_plugin.selection import Shapes
+
+INSIDE_UNTESTED = "no: inside vLLM the plugin counts what ran instead (--record)"
 
 
 @with_gates
@@ -28,11 +33,14 @@ def explain(
     model: ModelArgument = None,
     arch: Annotated[str | None, typer.Option(help=f"{', '.join(ARCHES)}; default: this machine.")] = None,
     prove: Annotated[bool, typer.Option("--prove", help="Compile it and read the machine code.")] = False,
+    engine: Annotated[str, typer.Option(help="halfbyte, or vllm: our kernels inside vLLM.")] = "halfbyte",
     json: JsonOption = False,
     *,
     gates: Gates,
 ) -> None:
     """Which kernels would run, per regime, and why every other one is refused."""
+    if engine not in ("halfbyte", "vllm"):
+        raise UsageError(f"--engine is {engine!r}; use halfbyte or vllm.")
     if arch is not None and arch.lower() not in ARCHES:
         raise UsageError(f"there is no architecture {arch!r}; use {', '.join(ARCHES)}.")
     target = ARCHES[arch.lower()] if arch else arch_of(load.resolve_device(None))
@@ -46,13 +54,16 @@ def explain(
             source = checkpoint.open_model(resolved.path)
             stored = load.formats_of(source)
             source.close()
-    spec, chosen, selection = choose(config, gates, target, stored)
+    inside = engine == "vllm"
+    spec, chosen, selection = (
+        choose_inside_vllm(config, gates, target, name) if inside else choose(config, gates, target, stored)
+    )
     here = torch.cuda.is_available() and arch_of("cuda") == target
-    tested = self_test.describe((spec, chosen, selection), target, here)
+    tested = INSIDE_UNTESTED if inside else self_test.describe((spec, chosen, selection), target, here)
     evidence = gather(spec, chosen, target.name, gates) if prove else []
     limits = target.limits
     values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
-    remarks = notes(spec, selection, target, gates)
+    remarks = notes_inside_vllm(selection, target) if inside else notes(spec, selection, target, gates)
     if json:
         answer = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": remarks}
         answer |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source, "self_test": tested}
@@ -87,6 +98,34 @@ def explain(
     if prove:
         show(evidence)
         raise typer.Exit(int(any(not e.ok for e in evidence)))
+
+
+def choose_inside_vllm(config: ModelConfig, gates: Gates, target: Arch, name: str) -> tuple[Spec, Chosen, Selection]:
+    """As the plugin chooses in each of vLLM's processes; what vLLM's command line cannot say is refused first."""
+    vllm_command(name, gates).check()
+    c = config
+    shapes = Shapes(
+        c.layers, c.hidden, c.intermediate, c.experts, c.top_k, c.heads, c.kv_heads, c.head_dim, c.vocab, c.window
+    )
+    return vllm_selection.choose(shapes, gates, target)
+
+
+def notes_inside_vllm(selection: Selection, target: Arch) -> list[str]:
+    """The kernel of each layer group in one line; operations that vLLM keeps are named vllm.*."""
+    groups = {}
+    for group in LAYER_GROUPS:
+        names = [n for names in selection.chosen.values() for n in names if covers(n, group)]
+        groups[group] = "/".join(dict.fromkeys(names))
+    remarks = ["layer groups inside vLLM: " + ", ".join(f"{g} {k}" for g, k in groups.items()) + "."]
+    if any(kernel.startswith("vllm.") for kernel in groups.values()):
+        remarks.append("vllm.* runs as vLLM has it; --mxfp4-layers all gives every dense layer to us, in MXFP4.")
+    if target.is_gpu and target.name != "sm90":
+        remarks.append(f"compiled and read for {target.name}, and run on no such machine yet.")
+    return remarks
+
+
+def covers(phase: str, group: str) -> bool:
+    return any(p.name == phase and group in p.covers for p in vllm_selection.PHASES)
 
 
 def notes(spec: Spec, selection: Selection, target: Arch, gates: Gates) -> list[str]:

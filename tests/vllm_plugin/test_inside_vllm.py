@@ -1,0 +1,157 @@
+"""The plugin inside a real vLLM on a CPU, with the embedded model's packed checkpoint: `make test-vllm`.
+
+Tokens must be those of our own engine with the same gates. A process for each configuration: vLLM holds one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.engine.python_api import Engine
+from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.gates import parse
+from halfbyte.model import checkpoint
+from halfbyte.model.load import EMBEDDED
+
+pytestmark = pytest.mark.vllm
+
+RUN = Path(__file__).with_name("run_vllm.py")
+PROMPTS = [[5, 6, 7, 8], list(range(1, 12)), list(range(100, 200))]
+TOKENS = 24
+
+
+def attempt(gates: Any, *, model: Path = EMBEDDED, seconds: float = 900, **more: Any) -> tuple[int, str, Any]:
+    asked = {
+        "model": str(model),
+        "gates": gates,
+        "arguments": {"dtype": "float32"},
+        "prompts": PROMPTS,
+        "tokens": TOKENS,
+    }
+    done = subprocess.run(
+        [sys.executable, str(RUN), json.dumps(asked | more)], capture_output=True, text=True, timeout=seconds
+    )
+    lines = done.stdout.strip().splitlines()
+    result = json.loads(lines[-1]) if done.returncode == 0 else None
+    return done.returncode, done.stdout + done.stderr, result
+
+
+def native(gates: dict[str, str]) -> list[list[int]]:
+    with Engine(None, gates=parse(gates | {"kv_dtype": "f32"}, env={}), device="cpu") as engine:
+        found = []
+        for prompt in PROMPTS:
+            params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+            deltas = engine.source.iterate(Request(list(prompt), params))
+            found.append([t for delta in deltas for t in delta.tokens])
+        return found
+
+
+@pytest.mark.parametrize(
+    "gates",
+    [
+        {"layers": "all", "activation": "f32"},
+        {"layers": "all"},
+        {},
+        {"layers": "qkv=q8,o=q8,lm_head=q8"},
+        {"moe_kernel": "reference", "linear_kernel": "reference", "layers": "all"},
+    ],
+    ids=["all layers, nothing rounded", "all layers, int8", "checkpoint", "q8 dense", "reference"],
+)
+def test_tokens_are_our_own_engines(gates: dict[str, str], request: pytest.FixtureRequest) -> None:
+    code, said, result = attempt(gates)
+    assert code == 0, said[-3000:]
+    report = result["report"]
+    assert report is not None, "the plugin is active"
+    assert report["differences"] == []
+    assert "halfbyte runs" in said
+    assert result["tokens"] == native(gates)
+    kernels = {n.split(".")[0] for n in report["plan"]["decode"] if n.split(".")[1] in ("moe", "qkv", "o", "lm_head")}
+    if gates.get("layers") == "all":  # all four groups
+        assert kernels == ({"reference"} if "moe_kernel" in gates else {"cpu"})
+        formats = [p["formats"] for p in report["record"]["regimes"]["decode"][0]["phases"]]
+        assert {role: f for each in formats for role, f in each.items()} == dict.fromkeys(
+            ("qkv", "o", "gate_up", "down", "lm_head"), "mxfp4"
+        )
+
+
+@pytest.mark.slow
+def test_compiled_as_eager() -> None:
+    """Through torch.compile, where our operations are opaque."""
+    gates = {"layers": "all", "activation": "f32"}
+    code, said, result = attempt(gates, arguments={"dtype": "float32", "enforce_eager": False})
+    assert code == 0, said[-3000:]
+    assert result["tokens"] == native(gates)
+    assert result["report"]["differences"] == []
+
+
+@pytest.mark.slow
+def test_present_and_at_baseline_it_changes_nothing(tmp_path: Path) -> None:
+    """vLLM has no MXFP4 experts for this CPU, so what it runs alone is the same model in bf16."""
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    model = AutoModelForCausalLM.from_pretrained(
+        EMBEDDED, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(tmp_path / "bf16")
+    alone = attempt(None, model=tmp_path / "bf16", plugins="", arguments={"dtype": "bfloat16"})
+    assert alone[0] == 0, alone[1][-3000:]
+    gates = {"moe_kernel": "vllm", "linear_kernel": "vllm"}
+    beside = attempt(gates, model=tmp_path / "bf16", arguments={"dtype": "bfloat16"})
+    assert beside[0] == 0, beside[1][-3000:]
+    assert beside[2]["tokens"] == alone[2]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("gates", "sentence"),
+    [
+        ({"moe_kernel": "marlin"}, "vllm.moe_marlin: runs on a GPU"),
+        ({"moe_kernel": "triton", "activation": "mxfp8"}, "no kernel on cpu can run moe"),
+        ({"cpu_instructions": "neon"}, "--cpu-instructions neon"),
+        ({"moe_kernels": "cpu"}, "there is no gate 'moe_kernels'"),
+    ],
+    ids=["no GPU", "no such kernel", "instructions", "no such gate"],
+)
+def test_what_cannot_run_stops_vllm_at_its_start(gates: dict[str, str], sentence: str) -> None:
+    code, said, _ = attempt(gates)
+    assert code != 0
+    assert sentence in said
+
+
+TWICE = """
+import vllm
+from halfbyte.errors import PlanError
+from halfbyte.vllm_plugin import compat
+compat.register(); compat.register()
+from vllm.model_executor.layers import quantization
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+assert quantization.get_quantization_config("gpt_oss_mxfp4") is compat.config_class()
+class Foreign(GptOssMxfp4Config): pass
+quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG["gpt_oss_mxfp4"] = Foreign
+for change in (lambda: None, lambda: setattr(vllm, "__version__", "0.99.1")):
+    change()
+    try:
+        compat.register()
+    except PlanError as e:
+        print("refused:", e)
+"""
+
+
+def test_registered_again_and_by_another() -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "is taken by __main__.Foreign: halfbyte is loaded twice, or another plugin" in done.stdout
+    assert "and this is 0.99.1" in done.stdout
+
+
+def test_the_checkpoint_is_packed() -> None:
+    """What vLLM reads is MXFP4, not numbers made from it."""
+    source = checkpoint.open_model(EMBEDDED)
+    assert source.formats(0, "gate_up") == ("mxfp4",)
+    source.close()
