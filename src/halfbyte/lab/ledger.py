@@ -2,10 +2,10 @@
 
     python -m halfbyte.lab.ledger [--check]
 
-writes docs/BENCHMARK_RESULTS.md, docs/FEATURE_MATRIX.md and the store's index; `--check` only says what is out of date.
-Whether a figure is stale is not on these pages: it changes with every source file, and `halfbyte receipts` knows it.
-Invents nothing: what is on a page is in a file of the store or in `gates.py`.
-"""
+writes docs/BENCHMARK_RESULTS.md, docs/FEATURE_MATRIX.md, the tables in docs/reviews, the store's index and the
+published schema; `--check` only says what is out of date. Whether a figure is stale is not on these pages: it changes
+with every source file, and `halfbyte receipts` knows it. Invents nothing: what is on a page is in a file of the store
+or in `gates.py`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte.gates import AXES, PRESETS, Axis
+from halfbyte.lab import review
 from halfbyte.lab.receipts import RESULTS
 from halfbyte.lab.result import Cell, Figure, Result, ResultFile
 from halfbyte.lab.schema import PUBLISHED
@@ -180,6 +181,7 @@ def pages(store: Store | None = None) -> Mapping[Path, str]:
         DOCS / "FEATURE_MATRIX.md": "\n".join(matrix_page(kept)).rstrip() + "\n",
         store.folder / INDEX: store.index_text(),
         PUBLISHED: schema_text(),
+        **review.filled(DOCS / "reviews", kept),
     }
 
 

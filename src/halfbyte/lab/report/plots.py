@@ -102,7 +102,7 @@ def lines(plot: Plot, salt: str) -> str:
         if plot.log_y:
             axes.set_yscale("log")
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * max(y for line in plot.lines for _, y in line.points))
         if len(plot.lines) > 1 or plot.lines[0].name:
             axes.legend(fontsize=8, loc="best")
         return _svg(figure, pyplot, salt)
