@@ -77,6 +77,17 @@ def test_vllm_alone_and_with_the_plugin() -> None:
     assert "Hub" in engine_named("vllm").launch(Setup("random:20b")).refusals[0]
 
 
+def test_a_vllm_whose_package_has_another_name_is_started_by_its_older_entry() -> None:
+    """This environment has no package `vllm` at all, as a CPU build's has not."""
+    peer = engine_named("vllm")
+    setup = peer.prepare(Setup(None, port=8123), lambda _: None)
+    words = " ".join(peer.launch(setup).command)
+    assert f"-m vllm.entrypoints.openai.api_server --model {load.EMBEDDED}" in words
+    assert " serve " not in words
+    with pytest.raises(UsageError, match="--engine-python names an interpreter"):
+        peer.prepare(Setup(None, python="/no/such/python"), lambda _: None)
+
+
 def test_llamacpp_refuses_kernels_and_reads_gguf() -> None:
     assert "chooses its kernels itself" in launch("llamacpp", moe_kernel="triton").refusals[0]
     assert "in the file" in launch("llamacpp", layers="q8").refusals[0]

@@ -5,24 +5,38 @@ vLLM may live in another environment: `Setup.python` is that one's interpreter. 
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 
+from halfbyte.errors import UsageError
 from halfbyte.gates import AXES, PerRegime
+from halfbyte.lab.child import run_child
 from halfbyte.lab.peers.halfbyte import RECORD
 from halfbyte.lab.peers.launch import Launch, Progress, Setup, refused
 from halfbyte.model import load
 from halfbyte.vllm_plugin.launch import Serving, vllm_command
 
+OLDER_ENTRY = "vllm.entrypoints.openai.api_server"
 HOST = ("cpu_instructions", "threads")  # gates of halfbyte's own CPU kernels
 
 
 class VllmPeer:
     def __init__(self, plugin: bool) -> None:
         self._plugin = plugin
+        self._older = False
         self.name = "vllm+halfbyte" if plugin else "vllm"
 
     def prepare(self, setup: Setup, progress: Progress) -> Setup:
+        """vLLM's command line asks for the version of a package `vllm`, which its CPU builds are not called: those are
+        started by their older entry."""
+        asked = [setup.python or sys.executable, "-c", "import importlib.metadata as m; m.version('vllm')"]
+        try:
+            self._older = bool(run_child(asked, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL))
+        except OSError as e:
+            raise UsageError(
+                f"{asked[0]} cannot be started ({e.strerror}); --engine-python names an interpreter."
+            ) from None
         return setup
 
     def launch(self, setup: Setup) -> Launch:
@@ -41,4 +55,8 @@ class VllmPeer:
             python=setup.python or sys.executable,
         )  # fmt: skip
         hosts = refused(setup.gates, [a.field for a in AXES if a.field not in HOST], "vLLM")
-        return Launch(made.command, made.environment, (*made.refusals, *hosts), record=record)
+        command = made.command
+        if self._older:
+            at = command.index("serve")
+            command = (*command[: at - 1], OLDER_ENTRY, "--model", *command[at + 1 :])
+        return Launch(command, made.environment, (*made.refusals, *hosts), record=record)
