@@ -112,7 +112,7 @@ def test_explain_sinks_off_is_loud(run: Run) -> None:
     [
         (["explain", "--arch", "sm75"], "sm75"),
         (["explain", "--moe-kernel", "cuda"], "--moe-kernel"),
-        (["explain", "--arch", "cpu", "--moe-kernel", "marlin"], "Marlin runs inside vLLM only"),
+        (["explain", "--arch", "cpu", "--moe-kernel", "marlin"], "borrowed.marlin_moe: runs on a GPU"),
         (["explain", "--preset", "quick"], "no preset"),
         (["bench", "/no/such/model"], "does not exist"),
         (["bench", "random:7b"], "no shape"),

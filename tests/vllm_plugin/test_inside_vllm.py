@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from halfbyte.engine.python_api import Engine
-from halfbyte.engine.request import Request, SamplingParams
+from halfbyte.engine.request import Logprob, Request, SamplingParams
 from halfbyte.gates import parse
 from halfbyte.model import checkpoint
 from halfbyte.model.load import EMBEDDED
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.vllm
 RUN = Path(__file__).with_name("run_vllm.py")
 PROMPTS = [[5, 6, 7, 8], list(range(1, 12)), list(range(100, 200))]
 TOKENS = 24
+TIE = 0.01  # nats between the best two tokens
 
 
 def attempt(gates: Any, *, model: Path = EMBEDDED, seconds: float = 900, **more: Any) -> tuple[int, str, Any]:
@@ -43,14 +44,29 @@ def attempt(gates: Any, *, model: Path = EMBEDDED, seconds: float = 900, **more:
     return done.returncode, done.stdout + done.stderr, result
 
 
-def native(gates: dict[str, str]) -> list[list[int]]:
+def native(gates: dict[str, str]) -> list[list[Logprob]]:
+    """Our own engine's tokens, each with the second best."""
     with Engine(None, gates=parse(gates | {"kv_dtype": "f32"}, env={}), device="cpu") as engine:
         found = []
         for prompt in PROMPTS:
-            params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+            params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=2)
             deltas = engine.source.iterate(Request(list(prompt), params))
-            found.append([t for delta in deltas for t in delta.tokens])
+            found.append([entry for delta in deltas for entry in delta.logprobs or ()])
         return found
+
+
+def assert_equal(tokens: list[list[int]], gates: dict[str, str]) -> None:
+    """Equal where nothing is rounded. Where activations are int8, a sum that ends on the other side of a half may turn
+    a tie: the first difference must be our second best, and as good as the best."""
+    for mine, ours in zip(tokens, native(gates), strict=True):
+        expected = [entry.token for entry in ours]
+        if gates.get("activation") == "f32" or mine == expected:
+            assert mine == expected
+            continue
+        at = next(i for i, (a, b) in enumerate(zip(mine, expected, strict=True)) if a != b)
+        (_, best), (second, close) = ours[at].top
+        assert mine[at] == second
+        assert best - close < TIE
 
 
 @pytest.mark.parametrize(
@@ -58,20 +74,21 @@ def native(gates: dict[str, str]) -> list[list[int]]:
     [
         {"layers": "all", "activation": "f32"},
         {"layers": "all"},
+        {"activation": "f32"},
         {},
-        {"layers": "qkv=q8,o=q8,lm_head=q8"},
-        {"moe_kernel": "reference", "linear_kernel": "reference", "layers": "all"},
+        {"layers": "qkv=q8,o=q8,lm_head=q8", "activation": "f32"},
+        {"moe_kernel": "reference", "linear_kernel": "reference", "layers": "all", "activation": "f32"},
     ],
-    ids=["all layers, nothing rounded", "all layers, int8", "checkpoint", "q8 dense", "reference"],
+    ids=["all layers", "all layers, int8", "checkpoint", "checkpoint, int8", "q8 dense", "reference"],
 )
-def test_tokens_are_our_own_engines(gates: dict[str, str], request: pytest.FixtureRequest) -> None:
+def test_tokens_are_our_own_engines(gates: dict[str, str]) -> None:
     code, said, result = attempt(gates)
     assert code == 0, said[-3000:]
     report = result["report"]
     assert report is not None, "the plugin is active"
     assert report["differences"] == []
     assert "halfbyte runs" in said
-    assert result["tokens"] == native(gates)
+    assert_equal(result["tokens"], gates)
     kernels = {n.split(".")[0] for n in report["plan"]["decode"] if n.split(".")[1] in ("moe", "qkv", "o", "lm_head")}
     if gates.get("layers") == "all":  # all four groups
         assert kernels == ({"reference"} if "moe_kernel" in gates else {"cpu"})
@@ -87,7 +104,7 @@ def test_compiled_as_eager() -> None:
     gates = {"layers": "all", "activation": "f32"}
     code, said, result = attempt(gates, arguments={"dtype": "float32", "enforce_eager": False})
     assert code == 0, said[-3000:]
-    assert result["tokens"] == native(gates)
+    assert_equal(result["tokens"], gates)
     assert result["report"]["differences"] == []
 
 
@@ -122,6 +139,16 @@ def test_what_cannot_run_stops_vllm_at_its_start(gates: dict[str, str], sentence
     code, said, _ = attempt(gates)
     assert code != 0
     assert sentence in said
+
+
+@pytest.mark.slow
+def test_two_processes_in_one_model() -> None:
+    """Two ranks, as two machines would hold them."""
+    gates = {"layers": "all", "activation": "f32"}
+    arguments = {"dtype": "float32", "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    code, said, result = attempt(gates, arguments=arguments, seconds=3600)
+    assert code == 0, said[-3000:]
+    assert_equal(result["tokens"], gates)
 
 
 TWICE = """

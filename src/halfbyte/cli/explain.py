@@ -162,7 +162,7 @@ def notes(spec: Spec, selection: Selection, target: Arch, gates: Gates) -> list[
 def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence]:
     """Evidence for every chosen phase that can be compiled at_regime."""
     evidence: list[Evidence] = []
-    provable = set(proof.compilable())
+    provable = set(proof.compilable(lent=True))
     runs = {(p.name, spec.at(regime).activation): spec.at(regime) for regime, phases in chosen.items() for p in phases}
     with err.status("compiling") as status:
         for (name, _), at_regime in runs.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from halfbyte.kernels.borrowed.vllm import PHASES as VLLM
 from halfbyte.kernels.cpu.phase import PHASES as CPU
 from halfbyte.kernels.cuda.attention.flash import PHASES as FLASH
 from halfbyte.kernels.cuda.batch.fused_phase import PHASES as BATCH_FUSED
@@ -18,5 +19,5 @@ from halfbyte.plan.phase import Phase
 
 PHASES: tuple[Phase, ...] = (
     *DECODE, *EMBEDDING, *BATCH, *BATCH_FUSED, *PREFILL, *GROUPED, *GROUPED_FP8, *GROUPED_SYNC, *GROUPED_MX, *FLASH,
-    *TRITON, *CPU,
+    *TRITON, *CPU, *VLLM,
 )  # fmt: skip

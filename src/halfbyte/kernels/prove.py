@@ -89,20 +89,25 @@ def provable() -> list[str]:
     return [p.name for p in _phases() if isinstance(p, TritonPhase)]
 
 
-def compilable() -> list[str]:
-    """Those, and the phases in CUDA C++: they have one body each, and registers and shared memory to keep within."""
-    return [p.name for p in _phases()]
+def compilable(*, lent: bool = False) -> list[str]:
+    """Those, and the phases in CUDA C++: they have one body each, and registers and shared memory to keep within.
+
+    `lent`: also those that only another engine takes, whose kernels are the same ones."""
+    return [p.name for p in _phases(lent)]
 
 
-def _phases() -> Iterable[Phase]:
+def _phases(lent: bool = False) -> Iterable[Phase]:
     from halfbyte.kernels.catalog import PHASES
+
+    if not lent:
+        return PHASES
     from halfbyte.kernels.lent import BARE
 
     return (*PHASES, *BARE)
 
 
 def phase_named(name: str) -> Phase:
-    for phase in _phases():
+    for phase in _phases(lent=True):
         if phase.name == name:
             return phase
     raise UsageError(f"there is no phase {name!r} to prove; use one of {', '.join(compilable())}.")

@@ -23,7 +23,7 @@ PROVIDERS = ("halfbyte.plan.reference", "halfbyte.kernels.catalog")
 ABSENT = {
     "cpu": "the CPU kernels run a step in one piece: --moe-kernel, --linear-kernel and --attention take cpu or auto",
     "cutlass": "FlashInfer's CUTLASS kernel runs inside vLLM only (serve --engine vllm)",
-    "marlin": "Marlin runs inside vLLM only (serve --engine vllm)",
+    "marlin": "Marlin multiplies experts; dense layers run on it inside vLLM only (serve --engine vllm)",
     "flashinfer": "FlashInfer attention runs inside vLLM only (serve --engine vllm)",
     "flash_attn": "FlashAttention runs inside vLLM only (serve --engine vllm)",
     "vllm": "vLLM's own kernels run inside vLLM only (serve --engine vllm)",
