@@ -5,7 +5,9 @@ The kernel sends the signal (Linux). Elsewhere a parent that is killed leaves it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -30,12 +32,13 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]
 
 
 def run_child(command: Sequence[str], **options: Any) -> int:
-    """Its exit status; one that is interrupted is killed."""
-    process = start_child(command, **options)
+    """Its exit status; one that is interrupted is killed with all that it started, a build with its compilers."""
+    process = start_child(command, start_new_session=True, **options)
     try:
         return process.wait()
     except BaseException:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
 

@@ -61,6 +61,7 @@ def test_a_throttled_clock_leaves_no_figure(tmp_path: Path, monkeypatch: pytest.
     assert subject.diagnostics
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_in_mid_answer(tmp_path: Path) -> None:
     subject = subject_of(ScriptedPeer("half answer", after=3), tmp_path)
     (outcome,) = run_levels(subject, ["4"], CheckOptions(works=WORKS)).outcomes

@@ -76,19 +76,24 @@ FOUND = (
     ("nan logprobs", 0, "2", "FAIL", "no NaN or infinity"),
     ("no determinism", 0, "2", "FAIL", "the same seed gives the same tokens"),
     ("crash in request", 8, "3", "FAIL", "outside of its memory"),
-    ("hang", 16, "3", "FAIL", "no answer within 1 s"),
-    ("stops answering", 16, "3", "FAIL", "no answer within 1 s"),
+    ("hang", 16, "3", "FAIL", "no answer within 3 s"),
+    ("stops answering", 16, "3", "FAIL", "no answer within 3 s"),
     ("leaks memory", 0, "3", "FAIL", "memory growth failed"),
     ("zombies", 0, "3", "FAIL", "no zombies failed"),
 )
 
 
-@pytest.mark.parametrize(("fault", "after", "level", "verdict", "says"), FOUND, ids=[f[0] for f in FOUND])
+# What `peers/test_process.py` looks at as well, and further answers that are wrong, wait for the long run.
+LONG = {"slow start", "ignores SIGTERM", "truncates", "no determinism", "stops answering", "zombies"}
+CASES = [pytest.param(*f, id=f[0], marks=[pytest.mark.slow] if f[0] in LONG else []) for f in FOUND]
+
+
+@pytest.mark.parametrize(("fault", "after", "level", "verdict", "says"), CASES)
 def test_each_fault_is_found_by_its_level(
     tmp_path: Path, reference: Path, fault: str, after: int, level: str, verdict: str, says: str
 ) -> None:
     slow = {"start_s": 1.0} if fault == "slow start" else {}
-    silent = {"request_s": 1.0} if fault in ("hang", "stops answering") else {}
+    silent = {"request_s": 3.0} if fault in ("hang", "stops answering") else {}
     subject = subject_of(ScriptedPeer(fault, after=after), tmp_path, CUTLASS, stop_s=0.5, **slow, **silent)
     subject.baseline = CUTLASS
     report = run_levels(subject, [level], CheckOptions(SMALL, reference=reference))

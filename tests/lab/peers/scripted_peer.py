@@ -11,7 +11,7 @@ from halfbyte.lab.peers.process import Limits
 
 PROGRAM = Path(__file__).with_name("scripted_engine.py")
 # Generous where something is waited for that happens, short where it is waited for what never does.
-LIMITS = Limits(start_s=30.0, request_s=20.0, stop_s=10.0)
+LIMITS = Limits(start_s=120.0, request_s=60.0, stop_s=30.0)
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,10 @@ def test_llamacpp_wants_a_gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     file = tmp_path / "tiny.gguf"
     monkeypatch.setattr(llamacpp_server.shared_weights, "write", lambda model, progress: file)
     made = llamacpp_server.LlamaCppPeer().prepare(Setup(None), lambda _: None)
-    assert made.model == str(file)
-    monkeypatch.setattr(load, "resolve_model", lambda text: load.ModelName("m", path=load.EMBEDDED))
+    assert (made.model, made.file) == (None, str(file))
     gates = parse({"threads": "2", "kv_dtype": "bf16", "graphs": "off"}, env={})
-    command = llamacpp_server.LlamaCppPeer().launch(Setup(str(file), gates, "cpu", 8123))
+    command = llamacpp_server.LlamaCppPeer().launch(Setup(None, gates, "cpu", 8123, file=str(file)))
+    assert str(file) in command.command
     words = " ".join(command.command)
     assert "-t 2" in words
     assert "-ctk bf16 -ctv bf16" in words

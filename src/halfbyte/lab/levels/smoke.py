@@ -43,7 +43,7 @@ def smoke(subject: Subject, gates: Gates, side: str) -> Result:
     except AskError as e:
         return subject.failed(cell, engine, engine.failure(f"{subject.peer.name} did not answer: {e}"), checks)
     checks += ending_checks(engine)
-    detail = {"log": str(engine.log), "healthy_s": engine.startup.healthy_s}
+    detail = {"log": str(engine.log), "healthy_s": engine.startup.healthy_s, "version": engine.version}
     return subject.judged(cell, engine, checks, [figure("start", "s", engine.startup.first_token_s)], detail)
 
 

@@ -38,6 +38,7 @@ class Setup:
     port: int = 0
     folder: Path = Path()  # of this run: logs, and what the engine leaves there
     flags: tuple[str, ...] = ()
+    file: str | None = None  # the model as this engine reads it, where that is another file
     python: str | None = None  # of an engine that lives in an environment of its own
 
 

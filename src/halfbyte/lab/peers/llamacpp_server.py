@@ -39,7 +39,7 @@ class LlamaCppPeer:
         name = load.resolve_model(setup.model)
         if name.path == load.EMBEDDED:
             file = shared_weights.write(shared_weights.model_named("tiny"), progress)
-            return replace(setup, model=str(file))
+            return replace(setup, file=str(file))
         if name.path is None or name.path.suffix != ".gguf":
             raise UsageError(f"llama.cpp reads GGUF files, and {name.text} is none; `halfbyte quantize` writes one.")
         return setup
@@ -51,7 +51,7 @@ class LlamaCppPeer:
             refusals.append(f"--kv-dtype {gates.kv_dtype}: llama.cpp has {', '.join(KV)}.")
         if refusals:
             return Launch(refusals=tuple(refusals))
-        file = Path(setup.model or "")
+        file = Path(setup.file or setup.model or "")
         context = load.config_of(load.resolve_model(setup.model)).max_context
         threads = str(cores() if gates.threads == "auto" else gates.threads)
         command = [str(llamacpp.built() / "llama-server"), "-m", str(file), "--host", "127.0.0.1"]

@@ -83,7 +83,7 @@ class PeerProcess:
         self.log, self._status = folder / "server.log", folder / "keeper.json"
         self.launch = Launch()
         self.startup, self.ending = Startup(), Ending()
-        self.url = ""
+        self.url = self.version = ""
         self.diagnostics: list[Path] = []
         self.causes: list[Finding] = []
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -130,6 +130,8 @@ class PeerProcess:
                 return self._failed_start()
             raise self.failure(f"{self.peer.name} is healthy and gives no first token: {e}") from None
         self.startup = Startup(healthy, time.monotonic() - begun)
+        with contextlib.suppress(AskError):  # most engines have such a page
+            self.version = str((self.asker.get("/version") or {}).get("version", ""))
         self.processes()
         return True
 
