@@ -94,7 +94,8 @@ def test_each_fault_is_found_by_its_level(
 ) -> None:
     slow = {"start_s": 1.0} if fault == "slow start" else {}
     silent = {"request_s": 3.0} if fault in ("hang", "stops answering") else {}
-    subject = subject_of(ScriptedPeer(fault, after=after), tmp_path, CUTLASS, stop_s=0.5, **slow, **silent)
+    deaf = {"stop_s": 0.5} if fault == "ignores SIGTERM" else {}
+    subject = subject_of(ScriptedPeer(fault, after=after), tmp_path, CUTLASS, **deaf, **slow, **silent)
     subject.baseline = CUTLASS
     report = run_levels(subject, [level], CheckOptions(SMALL, reference=reference))
     (outcome,) = report.outcomes
