@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,6 +76,26 @@ def test_explain_notes_what_an_owner_should_know(run: Run, arch: str, more: list
     assert all(text in note for text, note in zip(said, notes)), notes
 
 
+@pytest.mark.parametrize(
+    ("arch", "said"),
+    [
+        ("sm120", [r"RTX 5090 \(32 GB\), gpt-oss-120b: .* does not fit", r"RTX 5090 .* gpt-oss-20b: .* left for KV",
+                   r"RTX PRO 6000 \(96 GB\), gpt-oss-120b: .* GiB are left for KV"]),
+        ("sm121", [r"GB10 .* gpt-oss-120b: .* GiB are left for KV"]),
+        ("sm100", [r"B200 \(180 GB\), gpt-oss-120b: .* GiB are left for KV"]),
+        ("cpu", []),
+    ],
+)  # fmt: skip
+def test_explain_says_what_fits_on_which_card(run: Run, arch: str, said: list[str]) -> None:
+    code, out, _ = run("explain", "--arch", arch, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert len(found["memory"]) >= len(said)
+    for pattern in said:
+        assert any(re.search(pattern, line) for line in found["memory"]), (pattern, found["memory"])
+    assert ("first load there" in found["self_test"]) == (arch != "cpu")
+
+
 def test_a_proof_that_fails_says_so_and_exits_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from halfbyte.kernels import prove
 
@@ -82,11 +103,17 @@ def test_a_proof_that_fails_says_so_and_exits_with_1(run: Run, monkeypatch: pyte
         bad = ("64 bytes of registers are spilled",) if name == "cuda.decode_step" else ()
         return [prove.Evidence(name, f"k of {name}"[:12], arch, "sm_121a", "x", {}, 9, 8, 0, "", 0, 1, "", "", bad)]
 
+    unequal = {"cuda.decode_step": "3 of 9 instructions"}
     monkeypatch.setattr(prove, "prove", evidence)
+    monkeypatch.setattr(prove, "compare_siblings", lambda name, *_: [prove.Sibling(f"k of {name}", "")])
     code, out, _ = run("explain", "--arch", "sm121", "--preset", "fast", "--prove")
     assert code == 1
     assert "64 bytes of registers are spilled" in out
     assert "1 are not as promised" in out
+    assert "kernels are equal, instruction for instruction" in out
+    monkeypatch.setattr(prove, "compare_siblings", lambda n, *_: [prove.Sibling(f"k of {n}", unequal.get(n, ""))])
+    code, out, _ = run("explain", "--arch", "sm121", "--preset", "fast", "--prove")
+    assert "sm121 and sm120 differ in k of cuda.decode_step (3 of 9 instructions)" in out
     code, out, _ = run("explain", "--arch", "sm100", "--preset", "fast", "--prove")
     assert code == 0
     assert "all as promised" in out

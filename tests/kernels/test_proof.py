@@ -270,3 +270,43 @@ def oldest_triton(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if done.returncode:
         pytest.skip(f"Triton {OLDEST} cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
     return folder
+
+
+# ---- one machine code for GB10 and for RTX cards --------------------------------------------------------------------
+
+
+def test_a_difference_is_counted_and_shown() -> None:
+    one = "\t.target\tsm_120a\n        /*0000*/ LDC R1, c[0x0][0x37c] ;\n        /*0010*/ EXIT ;\n"
+    assert prove.difference(one, one.replace("sm_120a", "sm_121a")) == ""
+    other = one.replace("EXIT", "BRA 0x0")
+    assert prove.difference(one, other) == "1 of 2 instructions, the first /*0010*/ EXIT ; and /*0010*/ BRA 0x0 ;"
+    assert prove.difference(one, one + "        /*0020*/ NOP ;\n").startswith("1 of 3 instructions, the first nothing")
+
+
+def test_architectures_without_a_sibling() -> None:
+    spec = prove.default_spec(prove.phase_named("cuda.embed"))
+    assert prove.compare_siblings("cuda.embed", "sm90", spec) == []
+
+
+@pytest.mark.skipif(nvrtc_available() is not None, reason="no NVRTC")
+def test_a_kernel_is_the_same_on_both() -> None:
+    phase = prove.phase_named("cuda.embed")
+    (found,) = prove.compare_siblings("cuda.embed", "sm121", prove.default_spec(phase))
+    assert found.difference == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(nvrtc_available() is not None, reason="no NVRTC")
+@pytest.mark.parametrize("preset", ["fast", "balanced", "exact", "mxfp8", "mxfp4"])
+def test_sm120_and_sm121_run_the_same_machine_code(preset: str) -> None:
+    """Every kernel of the plan, CUDA and Triton: what a card of one kind shows then holds for the other."""
+    from halfbyte.gates import PRESETS
+    from halfbyte.model.config import NAMED
+    from halfbyte.model.gpt_oss import choose
+
+    gates = PRESETS[preset].gates if preset in PRESETS else Gates(layers="mxfp4", activation=f"prefill={preset}")  # type: ignore[arg-type]
+    spec, chosen, _ = choose(NAMED["120b"], gates, ARCHES["sm121"])
+    runs = {(p.name, spec.at(r).activation): spec.at(r) for r, phases in chosen.items() for p in phases}
+    found = [s for (name, _), at in runs.items() for s in prove.compare_siblings(name, "sm121", at, gates)]
+    assert len(found) > 10
+    assert [f"{s.kernel}: {s.difference}" for s in found if s.difference] == []

@@ -136,8 +136,8 @@ def test_a_rehearsal_gives_the_fixed_cost_at_each_pace() -> None:
     assert p.rehearsal is not None
     assert [round(f, 6) for _, _, f in p.rehearsal.times] == [8.0, 6.0]
     total = decode_traffic(C, predict.formats_of("mxfp4"), 2048).total
-    middle = 2 / (1 / 214e9 + 1 / 232e9)
-    for s, read in zip(p.scenarios, (201e9, middle, 232e9)):
+    middle = 2 / (1 / 201e9 + 1 / 214e9)  # what products get there
+    for s, read in zip(p.scenarios, (1 / (2 / middle - 1 / 232e9), middle, 232e9)):
         fixed = 8.0 - 2.0 * (232e9 / read - 1) / (1 / 0.8 - 1)
         assert s.fixed_us == pytest.approx(fixed)
         assert s.tokens_per_second == pytest.approx(1 / (total / read + 36e-6 * fixed))

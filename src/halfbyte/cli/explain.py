@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Annotated
 
@@ -9,18 +10,22 @@ import torch
 import typer
 
 from halfbyte.cli.options import JsonOption, ModelArgument, announce, err, out, print_json, with_gates
+from halfbyte.engine.options import EngineOptions
+from halfbyte.engine.sizing import memory_account, page_limits
 from halfbyte.errors import UsageError
 from halfbyte.gates import LAYER_GROUPS, Gates
 from halfbyte.kernels import prove as proof
 from halfbyte.kernels.cpu.phase import remark as cpu_remark
-from halfbyte.kernels.prove import Evidence
+from halfbyte.kernels.prove import Evidence, Sibling
+from halfbyte.memory import MemoryState, gib
 from halfbyte.model import checkpoint, load, self_test
 from halfbyte.model.config import NAMED, ModelConfig
-from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose, page_bytes
 from halfbyte.plan.phase import ARCHES, Arch, Spec
 from halfbyte.plan.record import Selection
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import REGIMES
+from halfbyte.roofline import GPUS, Gpu
 from halfbyte.vllm_plugin import selection as vllm_selection
 from halfbyte.vllm_plugin.launch import vllm_command
 from halfbyte.vllm_plugin.selection import Shapes
@@ -46,6 +51,7 @@ def explain(
     target = ARCHES[arch.lower()] if arch else arch_of(load.resolve_device(None))
     if model is None:
         name, config, stored = "gpt-oss-120b", NAMED["120b"], dict(CHECKPOINT_FORMATS)
+        resolved = load.resolve_model("random:120b")
     else:
         resolved = load.resolve_model(model)
         name, config = resolved.label, load.config_of(resolved)
@@ -61,13 +67,21 @@ def explain(
     here = torch.cuda.is_available() and arch_of("cuda") == target
     tested = INSIDE_UNTESTED if inside else self_test.describe((spec, chosen, selection), target, here)
     evidence = gather(spec, chosen, target.name, gates) if prove else []
+    siblings = compare(spec, chosen, target.name, gates) if prove else []
+    shapes = [(name, config, load.weight_bytes(resolved, gates))]
+    if model is None:
+        shapes.append(("gpt-oss-20b", NAMED["20b"], load.weight_bytes(load.resolve_model("random:20b"), gates)))
+    cards = [] if inside else [gpu for gpu in GPUS.values() if gpu.arch == target.name]  # vLLM has its own account
+    rooms = [room for gpu in cards for room in rooms_on(gpu, target, shapes, gates)]
     limits = target.limits
     values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
     remarks = notes_inside_vllm(selection, target) if inside else notes(spec, selection, target, gates)
     if json:
         answer = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": remarks}
         answer |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source, "self_test": tested}
-        print_json(answer | {"evidence": [asdict(e) for e in evidence]} if prove else answer)
+        answer |= {"memory": rooms}
+        proof_of = {"evidence": [asdict(e) for e in evidence], "siblings": [asdict(s) for s in siblings]}
+        print_json(answer | proof_of if prove else answer)
         raise typer.Exit(int(any(not e.ok for e in evidence)))
     announce(gates, f"{name} on {target.name}")
     if gates.sinks == "off":
@@ -93,10 +107,14 @@ def explain(
     layouts = ", ".join(f"{role} {layout}" for role, layout in selection.layouts.items())
     out.print(f"\nlayouts  {layouts}")
     out.print(f"tested   {tested}")
+    for room in rooms:
+        out.print(f"memory   {room}")
     for note in remarks:
         out.print(f"NOTE     {note}", markup=False)
     if prove:
         show(evidence)
+        if siblings:
+            out.print(f"{said_of_siblings(siblings, target.name)}")
         raise typer.Exit(int(any(not e.ok for e in evidence)))
 
 
@@ -157,6 +175,52 @@ def notes(spec: Spec, selection: Selection, target: Arch, gates: Gates) -> list[
             f"these kernels are compiled and read for {target.name}, and have run on no such machine yet{ran}."
         )
     return remarks
+
+
+def rooms_on(gpu: Gpu, arch: Arch, shapes: Sequence[tuple[str, ModelConfig, int]], gates: Gates) -> list[str]:
+    """What is left for the KV cache on a GPU of the table, by the account that a start is held to."""
+    size, said = int(gpu.memory), []
+    shared = gpu.name.startswith("GB10")
+    state = MemoryState(
+        total=size, available=size, unified=shared, device_total=None if shared else size,
+        device_free=None if shared else size,
+    )  # fmt: skip
+    for name, config, weights in shapes:
+        options = EngineOptions(gates=gates)
+        account = memory_account(config, options, state, weights=weights)
+        page = page_bytes(config, choose(config, gates, arch)[0])
+        limits = page_limits(config, options, state, page)
+        head = f"{gpu.name} ({gpu.memory / 1e9:.0f} GB), {name}: weights {gib(weights)}"
+        if account.kv_room < limits.least * page:
+            short = limits.least * page - account.kv_room
+            said.append(f"{head}: does not fit, one context of {config.max_context} tokens is {gib(short)} short")
+            continue
+        contexts = (account.kv_room // page - 1) / (limits.least - 1)
+        said.append(
+            f"{head}, workspace {gib(account.workspace)}, reserve {gib(account.reserve)}: {gib(account.kv_room)} are "
+            f"left for KV, {contexts:.1f} contexts of {config.max_context} tokens"
+        )
+    return said
+
+
+def compare(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Sibling]:
+    """The machine code of every chosen phase beside that of the other SM12x."""
+    found: dict[str, Sibling] = {}
+    runs = {(p.name, spec.at(regime).activation): spec.at(regime) for regime, phases in chosen.items() for p in phases}
+    with err.status("comparing") as status:
+        for (name, _), at_regime in runs.items():
+            if arch in proof.SIBLINGS and name in proof.compilable():
+                status.update(f"comparing {name} for {arch} and {proof.SIBLINGS[arch]}")
+                found |= {s.kernel: s for s in proof.compare_siblings(name, arch, at_regime, gates)}
+    return list(found.values())
+
+
+def said_of_siblings(siblings: list[Sibling], arch: str) -> str:
+    other = proof.SIBLINGS[arch]
+    differing = [f"{s.kernel} ({s.difference})" for s in siblings if s.difference]
+    if differing:
+        return f"{arch} and {other} differ in {'; '.join(differing)}"
+    return f"{arch} and {other}: {len(siblings)} kernels are equal, instruction for instruction"
 
 
 def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence]:

@@ -234,8 +234,8 @@ def explain_prediction(p: predict.Prediction) -> None:
     if r:
         least, best = (f"{v / 1e9:.0f}" for v in g.product_reads)
         assumed = (
-            f"bandwidth: others' products are reported to read {least} to {best} GB/s there; low is the least of them, "
-            "high what a reading kernel gets, central half way from the best to that"
+            f"bandwidth: others' products are reported to read {least} to {best} GB/s there; central is their middle, "
+            "high what a reading kernel gets, low as far below as that is above"
             if g.product_reads[0]
             else "bandwidth: low is the share of paper that a GB10 reaches, high an H200's, central half way"
         ) + "; clock and latencies are those of the GPU that rehearsed"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import re
 import sys
@@ -24,8 +25,15 @@ from halfbyte.errors import HalfbyteError, PlanError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.mixed_phase import MixedPhase
 from halfbyte.kernels.cuda.phase import CudaPhase
-from halfbyte.kernels.launch import Build, Program, build_program, nvrtc_version
-from halfbyte.kernels.machine_code import count_instructions, disassemble, matrix_instructions, report_of, resources
+from halfbyte.kernels.launch import Build, Program, build_program, compile_program, nvrtc_version, target_of
+from halfbyte.kernels.machine_code import (
+    INSTRUCTION,
+    count_instructions,
+    disassemble,
+    matrix_instructions,
+    report_of,
+    resources,
+)
 from halfbyte.kernels.triton.call import Call, triton_version
 from halfbyte.kernels.triton.compile import compile_call
 from halfbyte.kernels.triton.phase import TritonPhase
@@ -73,6 +81,49 @@ def prove(phase_name: str, arch: str, spec: Spec | None = None, gates: Gates | N
     calls += phase.proofs(spec, target) if isinstance(phase, TritonPhase) else []
     evidence = [prove_build(phase.name, build, target) for build in builds]
     return evidence + [prove_call(phase.name, call, target) for call in {identity(c): c for c in calls}.values()]
+
+
+# GPUs that differ in size, not in instructions: what is shown on one counts for the other if the machine code is equal.
+SIBLINGS = {"sm120": "sm121", "sm121": "sm120"}
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """One kernel compiled for an architecture and for its sibling. `difference` is empty where every instruction is
+    equal."""
+
+    kernel: str
+    difference: str
+
+
+def compare_siblings(phase_name: str, arch: str, spec: Spec, gates: Gates | None = None) -> list[Sibling]:
+    """Every kernel of a phase, for this architecture and its sibling; nothing where it has none."""
+    if arch not in SIBLINGS:
+        return []
+    targets = ARCHES[arch], ARCHES[SIBLINGS[arch]]
+    phase = phase_named(phase_name)
+    builds = phase.builds(spec, targets[0]) if isinstance(phase, CudaPhase) else []
+    calls = phase.calls(spec, targets[0]) if isinstance(phase, MixedPhase) else []
+    calls += phase.proofs(spec, targets[0]) if isinstance(phase, TritonPhase) else []
+    found = [Sibling(b.name, _difference_of_builds(replace(b.program, entry=""), *targets)) for b in builds]
+    for call in {identity(c): c for c in calls}.values():
+        one, other = (disassemble(compile_call(call, target).asm["cubin"]) for target in targets)
+        found.append(Sibling(call.name, difference(one, other)))
+    return found
+
+
+@functools.lru_cache(64)
+def _difference_of_builds(program: Program, arch: Arch, sibling: Arch) -> str:
+    return difference(*(disassemble(compile_program(program, target_of(target))) for target in (arch, sibling)))
+
+
+def difference(one: str, other: str) -> str:
+    """How two disassemblies differ in what is executed: nothing, or how many instructions and the first of them."""
+    lines = [[line.strip() for line in sass.splitlines() if INSTRUCTION.match(line)] for sass in (one, other)]
+    if lines[0] == lines[1]:
+        return ""
+    unequal = [(a, b) for a, b in itertools.zip_longest(*lines, fillvalue="nothing") if a != b]
+    return f"{len(unequal)} of {max(map(len, lines))} instructions, the first {unequal[0][0]} and {unequal[0][1]}"
 
 
 def identity(call: Call) -> tuple[Any, ...]:

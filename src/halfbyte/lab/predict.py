@@ -13,11 +13,11 @@ Both are read from receipts, never written here. Carried over to another GPU und
 
 A GPU that was rehearsed (bench/experiments/rehearsal.py: its blocks, its ring and its memory's pace on a GPU that is
 here) needs no such assumption: its fixed cost is what the rehearsed step took beyond its bytes at that pace, found at
-several of them. What stays assumed is the bandwidth. high takes all that a reading kernel gets there; low the least
-that others' products are reported to read with; central stands half way, in time, between the best of those, which have
-the ends of their launches in them, and a reading kernel. (The share of lm_head where it was measured says nothing here:
-on an H200 instructions set it.) Clock and latencies stay those of the GPU that rehearsed. The formula's figures stand
-beside them.
+several of them. What stays assumed is the bandwidth. Where others' products are reported, central takes the middle of
+what they read with, high all that a reading kernel gets there, and low is as far below central, in time, as high is
+above; elsewhere central stands half way between the least and the most. (The share of lm_head where it was measured
+says nothing here: on an H200 instructions set it.) Clock and latencies stay those of the GPU that rehearsed. The
+formula's figures stand beside them.
 
 A chip with fewer instructions per weight than the measured one is slowed down by that ratio in low and central. A paper
 bandwidth is taken at the share that the H200 reaches of its own (low: GB10's). Where the very step was measured all
@@ -304,9 +304,14 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
     formula: tuple[Scenario, ...] = ()
     if rehearsed:
         formula = scenarios
-        worst, best = gpu.product_reads if gpu.product_reads[0] else (gpu.read * least, gpu.read * least)
         all_of_it = gpu.read * usual
-        reads = {"low": worst, "central": 2 / (1 / best + 1 / all_of_it), "high": all_of_it}
+        if gpu.product_reads[0]:  # what products get is the middle, and what only reads the top
+            worst, best = gpu.product_reads
+            middle = 2 / (1 / worst + 1 / best)
+            reads = {"low": 1 / (2 / middle - 1 / all_of_it), "central": middle, "high": all_of_it}
+        else:
+            worst = gpu.read * least
+            reads = {"low": worst, "central": 2 / (1 / worst + 1 / all_of_it), "high": all_of_it}
         scenarios = tuple(scenario(name, read, 1.0, rehearsed.fixed(read)) for name, read in reads.items())
     return Prediction(
         gpu, model, formats, context, total, gpu.read / total, scenarios, base, checks(receipts, base),

@@ -115,7 +115,7 @@ def linear_call(
     }  # fmt: skip
     constants = {
         "XF": xf, "WF": wf, "SWAP": tile.swap, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
-        "EVEN": k % tile.bk == 0, "WORDS": tile.words,
+        "EVEN": k % tile.bk == 0,
     }  # fmt: skip
     need, ban = needed_instruction(capability, wf, xf, tile)
     return Call("gemm", "linear_kernel", types, constants, tile.warps, tile.stages, need, ban, tile.options)

@@ -104,7 +104,7 @@ def expert_call(
     }  # fmt: skip
     constants: dict[str, Any] = {
         "XF": xf, "WF": wf, "SWAP": tile.swap, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
-        "EVEN": k % tile.bk == 0, "WORDS": tile.words,
+        "EVEN": k % tile.bk == 0,
     }  # fmt: skip
     if function == "gate_up_kernel":
         types |= {

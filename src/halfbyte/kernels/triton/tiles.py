@@ -25,7 +25,6 @@ class Tile:
     warps: int
     stages: int
     swap: bool = False
-    words: bool = True  # scales of MXFP4 by words, which are copied ahead of their use, or by bytes
 
     @property
     def options(self) -> dict[str, int]:
@@ -42,8 +41,7 @@ def tile_for(capability: tuple[int, int], rows: int, columns: int, wf: str, xf: 
     """`wf`: dense, q8, mxfp4 or split; `xf`: bf16, int8, e4m3, e2m1; `rows`: expected of a matrix of `columns`.
 
     Measured on an H200 (bench/results/triton-gpu-20261115-2.json): long K steps for few rows, where every step waits
-    for memory; 64 rows rather than 128 for many, where widening the weights costs registers; scales by bytes, for by
-    words a product takes three times as long with few rows and is wrong in tiles of 128x128 (Triton 3.6)."""
+    for memory; 64 rows rather than 128 for many, where widening the weights costs registers."""
     sm90, sm100 = capability[0] == 9, capability[0] == 10
     if gate != "auto":
         bm, bn = (int(n) for n in gate.split("x"))
@@ -62,7 +60,7 @@ def tile_for(capability: tuple[int, int], rows: int, columns: int, wf: str, xf: 
     bk = 64 if bm >= 64 and xf == "bf16" else 128
     if wf == "dense" and bm > 16:
         bk = 64
-    return Tile(bm, bn, bk, warps, 4 if bm <= 32 else 3, swap, words=not sm90)
+    return Tile(bm, bn, bk, warps, 4 if bm <= 32 else 3, swap)
 
 
 def refuse_gpu(arch: Arch) -> str | None:

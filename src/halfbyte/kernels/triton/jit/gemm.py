@@ -49,19 +49,6 @@ def _bytes(word, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _scales(ws, first, words, COUNT: tl.constexpr):
-    """[rows, COUNT] int32: the bytes from byte `first` [rows] of ws on, read as words.
-
-    A word is the least that can be copied ahead of its use; bytes would be waited for in every step. Rows of scales
-    begin anywhere, so two words are read and shifted."""
-    at = first >> 2
-    low = tl.load(ws + at).to(tl.uint32, bitcast=True).to(tl.uint64)
-    high = tl.load(ws + at + 1, mask=at + 1 < words, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
-    both = ((high << 32) | low) >> ((first & 3) * 8).to(tl.uint64)
-    return _bytes((both & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), 0, COUNT)
-
-
-@triton.jit
 def _product(a, a_scale, A: tl.constexpr, b, b_scale, B: tl.constexpr, acc, SWAP: tl.constexpr):
     """acc + a @ b.T, a [BM, k], b [BN, k]; scales [rows, k / 32]; acc is transposed where SWAP."""
     if SWAP:
@@ -72,9 +59,9 @@ def _product(a, a_scale, A: tl.constexpr, b, b_scale, B: tl.constexpr, acc, SWAP
 
 @triton.jit
 def accumulate(
-    x, xs, row, x_stride, xs_stride, w, ws, n, w_stride, ws_stride, ws_words, K,
+    x, xs, row, x_stride, xs_stride, w, ws, n, w_stride, ws_stride, K,
     XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """float32 [BM, BN]: rows `row` of x times rows `n` of w. Offsets have 32 bits, so no matrix reaches 2^31."""
     if SWAP:
@@ -136,14 +123,9 @@ def accumulate(
         g = tl.arange(0, GROUPS)
         for k0 in range(0, K, BK):
             b = _load(w_row + (k0 // 2 + j)[None, :], (k0 // 2 + j < K // 2)[None, :], EVEN)
-            if WORDS:
-                b_scale = _scales(ws, n * ws_stride + k0 // 32, ws_words, GROUPS)
-                if not EVEN:
-                    b_scale = tl.where((k0 // 32 + g < K // 32)[None, :], b_scale, 0)
-                b_scale = b_scale.to(tl.uint8)
-            else:
-                at = ws.to(tl.pointer_type(tl.uint8)) + n[:, None] * ws_stride
-                b_scale = _load(at + (k0 // 32 + g)[None, :], (k0 // 32 + g < K // 32)[None, :], EVEN)
+            # By bytes: two words and a shift, which can be copied ahead, gave wrong products (docs/LOG.md).
+            at = ws.to(tl.pointer_type(tl.uint8)) + n[:, None] * ws_stride
+            b_scale = _load(at + (k0 // 32 + g)[None, :], (k0 // 32 + g < K // 32)[None, :], EVEN)
             if XF == "bf16":
                 a = _load(x_row + (k0 + k)[None, :], (k0 + k < K)[None, :], EVEN)
                 if x.dtype.element_ty != tl.bfloat16:
@@ -186,7 +168,7 @@ def accumulate(
 def linear_kernel(
     x, xs, row_scale, w, ws, bias, residual, out, M, N, K, x_stride, xs_stride, w_stride, ws_stride,
     XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """out = x @ w.T + bias + residual, float32."""
     # Eight tiles of rows share each pass over the columns, so that weights stay in the L2.
@@ -203,8 +185,8 @@ def linear_kernel(
     row = tl.minimum(m, M - 1)
     column = tl.minimum(n, N - 1)
     acc = accumulate(
-        x, xs, row, x_stride, xs_stride, w, ws, column, w_stride, ws_stride, N * ws_stride // 4, K,
-        XF, WF, SWAP, BM, BN, BK, EVEN, WORDS,
+        x, xs, row, x_stride, xs_stride, w, ws, column, w_stride, ws_stride, K,
+        XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
         acc *= tl.load(row_scale + row)[:, None]
@@ -222,7 +204,7 @@ def gate_up_kernel(
     x, xs, row_scale, w, ws, bias, order, tile_expert, tile_begin, tile_count, out, out_scales,
     N, K, x_stride, xs_stride, w_stride, ws_stride, w_expert, ws_expert, limit, alpha, WIDTH,
     TOP: tl.constexpr, OUT: tl.constexpr, XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """swiglu(x @ gate_up.T + bias) of one tile of sorted slots, stored at its sorted places in format OUT."""
     tile = tl.program_id(1)
@@ -254,8 +236,8 @@ def gate_up_kernel(
     acc = accumulate(
         x, xs, row, x_stride, xs_stride,
         w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
-        column, w_stride, ws_stride, N * ws_stride // 4, K,
-        XF, WF, SWAP, BM, BN, BK, EVEN, WORDS,
+        column, w_stride, ws_stride, K,
+        XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
         acc *= tl.load(row_scale + row)[:, None]
@@ -299,7 +281,7 @@ def down_kernel(
     x, xs, row_scale, w, ws, bias, weights, order, tile_expert, tile_begin, tile_count, parts,
     N, K, x_stride, xs_stride, w_stride, ws_stride, w_expert, ws_expert,
     XF: tl.constexpr, WF: tl.constexpr, SWAP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, WORDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """weight * (x @ down.T + bias) of one tile of sorted places, stored at its slots."""
     tile = tl.program_id(1)
@@ -316,8 +298,8 @@ def down_kernel(
     acc = accumulate(
         x, xs, place, x_stride, xs_stride,
         w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
-        column, w_stride, ws_stride, N * ws_stride // 4, K,
-        XF, WF, SWAP, BM, BN, BK, EVEN, WORDS,
+        column, w_stride, ws_stride, K,
+        XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
         acc *= tl.load(row_scale + place)[:, None]
