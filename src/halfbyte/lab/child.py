@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfbyte.errors import PeerError
@@ -43,10 +43,10 @@ def run_child(command: Sequence[str], **options: Any) -> int:
         raise
 
 
-def output_of(command: Sequence[str], *, may_fail: bool = False) -> str:
+def output_of(command: Sequence[str], *, may_fail: bool = False, env: Mapping[str, str] | None = None) -> str:
     """What a process printed. One that failed has its last words in the error, unless its output says why itself."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
-        code = run_child(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
+        code = run_child(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=env)
         out.seek(0)
         err.seek(0)
         text = out.read()
