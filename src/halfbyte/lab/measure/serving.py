@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
 import random
 import sys
 import tempfile
 import time
-import urllib.parse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from halfbyte import gates as gates_
 from halfbyte.errors import EngineError
 from halfbyte.lab import environment, receipts
 from halfbyte.lab.entry import finish, line_of, numbers
+from halfbyte.lab.measure.event_stream import exchange, read_blocks
 from halfbyte.lab.measure.http_client import HttpClient, ServeProcess
 from halfbyte.lab.result import Cell, Check, Figure, Result, figure
 from halfbyte.lab.statistics import quantile
@@ -48,30 +48,22 @@ class Stream:
 
     sent: float
     tokens: int  # asked for
-    status: bytes = b""
     blocks: list[tuple[float, bytes]] = field(default_factory=list)
-    arrivals: list[tuple[float, int]] = field(default_factory=list)  # when, how many tokens
+    arrivals: list[tuple[float, float]] = field(default_factory=list)  # when, how many tokens
     error: str = ""
 
     def read(self) -> None:
         """After the measurement, which parsing would disturb."""
-        if not self.status.startswith(b"HTTP/1.1 200"):
-            self.error = (self.status + b"".join(b for _, b in self.blocks))[:400].decode(errors="replace")
+        if self.error:
             return
-        left = b""
-        for at, block in self.blocks:
-            *lines, left = (left + block).split(b"\n")
-            count = 0
-            for line in lines:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    count += sum(len(c["token_ids"]) for c in event.get("choices", ()))
-                    self.error = self.error or str(event.get("error", ""))
-            if count:
-                self.arrivals.append((at, count))
-        total = sum(n for _, n in self.arrivals)
-        if not self.error and total != self.tokens:
-            self.error = f"{total} of {self.tokens} tokens arrived"
+        try:
+            reading = read_blocks(self.blocks)
+        except EngineError as e:
+            self.error = str(e)[:400]
+            return
+        self.arrivals = reading.arrivals
+        if reading.completion_tokens != self.tokens:
+            self.error = f"{reading.completion_tokens} of {self.tokens} tokens arrived"
 
     @property
     def first(self) -> float:
@@ -79,14 +71,12 @@ class Stream:
 
     @property
     def gaps(self) -> list[float]:
-        return [b[0] - a[0] for a, b in zip(self.arrivals, self.arrivals[1:])]
+        return [b[0] - a[0] for a, b in itertools.pairwise(self.arrivals)]
 
 
 class Traffic:
     def __init__(self, url: str, vocab: int, seed: int = 0) -> None:
         self.client, self.random = HttpClient(url), random.Random(seed)
-        parts = urllib.parse.urlsplit(url)
-        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         self.vocab = vocab
         self.begin = time.perf_counter()
         self.streams: list[Stream] = []
@@ -95,26 +85,16 @@ class Traffic:
         return time.perf_counter() - self.begin
 
     async def ask(self, prompt: int, tokens: int, way: dict[str, Any]) -> None:
-        body = {
-            "model": self.client.model, "prompt": [self.random.randrange(self.vocab) for _ in range(prompt)],
-            "max_tokens": tokens, "ignore_eos": True, "stream": True, "return_token_ids": True, **way,
-        }  # fmt: skip
-        data = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
-            f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
-        reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 22)
+        ids = [self.random.randrange(self.vocab) for _ in range(prompt)]
+        body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True, **way}
+        request = self.client.request("/v1/completions", body)
+        link = await self.client.connect()
         stream = Stream(self.now(), tokens)
         self.streams.append(stream)
         try:
-            writer.write(head.encode() + data)
-            await writer.drain()
-            stream.status = await reader.readuntil(b"\r\n\r\n")
-            while block := await reader.read(1 << 16):
-                stream.blocks.append((self.now(), block))
-        finally:
-            writer.close()
+            stream.blocks = await exchange(link, request, self.now)
+        except EngineError as e:
+            stream.error = str(e)[:400]
 
     async def closed_loop(self, streams: int, rounds: int, prompt: int, tokens: int) -> None:
         async def one() -> None:
