@@ -106,7 +106,8 @@ def test_each_fault_is_found_by_its_level(
     assert subject.diagnostics
     for folder in subject.diagnostics:
         assert {"server_log.txt", "exit.json", "causes.md", "requests.jsonl"} <= {p.name for p in folder.iterdir()}
-        assert "scripted engine" in (folder / "server_log.txt").read_text()
+        if fault != "slow start":  # which may have said nothing yet
+            assert "scripted engine" in (folder / "server_log.txt").read_text()
 
 
 def test_what_an_engine_refuses_is_blocked_and_no_failure_of_its(tmp_path: Path) -> None:
