@@ -120,7 +120,7 @@ def summarise(
     """`within`: row -> how its time divides into others, for a kernel that does several; weights, not times."""
     times: dict[Row, float] = {}
     counts: dict[Row, float] = {}
-    for span, us in _own(spans):
+    for span, us in own_time(spans):
         parts = (within or {}).get(span.row, {span.row: 1.0})
         whole = sum(parts.values())
         for row, weight in parts.items():
@@ -205,7 +205,7 @@ def _place(row: Row) -> int:
     return ORDER.index(row.label.split(" + ")[0]) if row.label.split(" + ")[0] in ORDER else len(ORDER)
 
 
-def _own(spans: Sequence[Span]) -> list[tuple[Span, float]]:
+def own_time(spans: Sequence[Span]) -> list[tuple[Span, float]]:
     """Every span and the microseconds that are its own: the time by which it outlasts all that began before it. A
     kernel launched early (programmatic dependent launch) waits for the one in front of it, so the time they share is
     that one's; counted this way, categories add up to the time the device was busy."""

@@ -64,6 +64,7 @@ PARTS = (
     Part("graph", 150, (*BENCH, "--graph", "--pp", "2048", "--tg", "128", "--depth", "128,2048", "--concurrency",
          "1,8,32,64", "--no-check")),
     Part("engine-steps", 120, ("-m", "halfbyte.lab.measure.engine_steps", "random:120b", "--sampled")),
+    Part("mixed-steps", 120, ("-m", "halfbyte.lab.measure.mixed_steps", "random:120b")),
     Part("sustained", 90, (*BENCH, "--pp", "", "--tg", "", "--depth", "128", "--concurrency", "1,8,32,64", "--sustain",
          "3", "--no-check")),
     Part("phases", 120, (*BENCH, "--pp", "", "--tg", "", "--depth", "2048", "--phases", "1,8,64,320,2048",

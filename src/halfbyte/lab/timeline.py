@@ -88,7 +88,7 @@ def prefill_profile(model: GptOss, n: int, runs: int = 3) -> Profile:
         order = launch_order(lambda: run(0))
         host = _host_us(run, runs)
         step_us = _step_us(run, runs)
-        spans = match(order, _kernels(run, runs), runs)
+        spans = match(order, device_kernels(run, runs), runs)
         profile = summarise(what, n, spans, runs, step_us, work, gpu, "the driver's timeline, queued eagerly")
         profile.host_us["eager"] = host
     regime = model.plan.regime(steps[0])
@@ -156,7 +156,7 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
     place()
     step_us = device_us(graph.replay, tokens)
     place()
-    spans = match(order, _kernels(run, tokens), tokens)
+    spans = match(order, device_kernels(run, tokens), tokens)
     assert bool(torch.isfinite(graph.logits).all()), "the logits are not numbers"
     within, notes = None, []
     how = "the driver's timeline, graph replays"
@@ -230,7 +230,7 @@ def launch_order(run: Callable[[], Any]) -> list[tuple[str, Row]]:
     return [(image.name, Row.of(part)) for image, part in order]
 
 
-def _kernels(run: Callable[[int], Any], count: int) -> list[TimedKernel]:
+def device_kernels(run: Callable[[int], Any], count: int) -> list[TimedKernel]:
     """The device's timeline of `count` runs."""
     torch.cuda.synchronize()
     with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as traced:
