@@ -52,6 +52,12 @@ class Batch:
     def rows(self) -> int:
         return int(self.tokens.shape[0])
 
+    @property
+    def singles(self) -> int:
+        """Sequences in front of all others that have one row each."""
+        several = np.flatnonzero(np.diff(self.query_start) != 1)
+        return int(several[0]) if several.size else len(self.slots)
+
     def check(self, config: EngineConfig) -> None:
         """Kernels trust these numbers and would read past the end of a table: once a step, all of them. A negative one
         counts as large."""

@@ -181,5 +181,5 @@ class DeviceRunner:
         return Step(
             tokens=tokens, positions=positions, query_start=query_start, kv_lens=kv_lens, row_sequence=row_sequence,
             block_tables={"sliding": block_tables[0], "full": block_tables[1]}, logit_rows=logit_rows,
-            max_kv_len=batch.max_kv_len,
+            max_kv_len=batch.max_kv_len, singles=batch.singles,
         )  # fmt: skip

@@ -59,6 +59,7 @@ class Step:
     block_tables: Mapping[str, Tensor]  # kind -> int32 [S, blocks]
     logit_rows: Tensor  # int32 [L]: rows whose logits are wanted
     max_kv_len: int  # host-side bound on kv_lens, for grid sizes
+    singles: int = 0  # sequences in front of all others that have one row each, as far as the host says so
     # What a phase may or must leave besides: on a GPU nobody asks.
     best_only: bool = False  # nobody reads more of the logits than the highest: `best` may stand instead of them
     choices: bool = False  # the experts of every layer are read

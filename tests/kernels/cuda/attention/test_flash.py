@@ -164,6 +164,18 @@ def test_a_row_does_not_depend_on_its_tile() -> None:
         assert torch.equal(got, whole[first:])
 
 
+@pytest.mark.parametrize(
+    "lengths", [[(40, 1), (126, 1), (250, 1), (30, 40), (0, 9)], [(i % 5, 1) for i in range(26)] + [(60, 30)]], ids=len
+)
+def test_single_rows_in_front_have_the_same_bits_in_blocks_of_their_own(lengths: Sequence[tuple[int, int]]) -> None:
+    step, pool, q, sinks = case(lengths)
+    together, want = run(FULL, step, pool, q, sinks, 0)
+    for singles in (1, sum(n == 1 for _, n in lengths)):
+        apart, _ = run(FULL, dataclasses.replace(step, singles=singles), pool, q, sinks, 0)
+        assert torch.equal(apart, together)
+    close(together, want)
+
+
 def test_refuses_what_it_cannot_read() -> None:
     from halfbyte.gates import Gates
     from halfbyte.kernels.prove import default_spec
@@ -179,7 +191,7 @@ def test_refuses_what_it_cannot_read() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 128])
 def test_on_a_gpu(window: int) -> None:
-    for lengths in (*CASES, [(0, 1000), (700, 333)]):
+    for lengths in (*CASES, [(0, 1000), (700, 333)], [(900 + 40 * i, 1) for i in range(30)] + [(5, 300)]):
         step, pool, q, sinks = case(lengths)
         want = wanted(step, pool, q, sinks, window)
         there = dataclasses.replace(
@@ -193,3 +205,9 @@ def test_on_a_gpu(window: int) -> None:
             pages = map_pages(gpu(), pool)
             got = attend(gpu(), b, q.cuda(), pool, 1, there, "full", sinks.cuda(), window, pages=pages)
             close(got.float().cpu(), want)
+        singles = next((i for i, (_, n) in enumerate(lengths) if n > 1), len(lengths))
+        apart = dataclasses.replace(there, singles=singles)
+        again = attend(gpu(), FULL, q.cuda(), pool, 1, apart, "full", sinks.cuda(), window, pages=pages)
+        assert torch.equal(
+            again, attend(gpu(), FULL, q.cuda(), pool, 1, there, "full", sinks.cuda(), window, pages=pages)
+        )

@@ -25,11 +25,12 @@ struct alignas(64) Flash {  // mirrored in flash.py
   float scale;               // times log2 e
   int slots;                 // of the packed rows; 0: rows as they are
   int half;                  // packed: the bf16 values as f16, as q8 weights want them
-  int unused[9];
+  int first_tile;            // of the first sequence here: its first row / TOKENS
+  int unused[8];
 };
 
 HB_MIRRORED(Flash, pages, q, out, sinks, table, positions, query_start, sequences, kv_heads, table_stride, tiles, page_rows, first_row,
-            window, sinks_float, scale, slots, half, unused)
+            window, sinks_float, scale, slots, half, first_tile, unused)
 
 struct Shared {
   u8 k[STAGES][PAGE_BYTES], v[STAGES][PAGE_BYTES];
@@ -326,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HB_BLOCKS) flash(const __g
   sync_all();
   wait_for_previous();
   Tile t;
-  if (find_tile(p, p.tiles - 1 - hb_block() / p.kv_heads, t)) {  // the longest rows first
+  if (find_tile(p, p.first_tile + p.tiles - 1 - hb_block() / p.kv_heads, t)) {  // the longest rows first
     // registers: what the feeding warpgroup gives, the others take (512 x 128, 384 x 168 or 2 x 256 x 128 in all)
     if (thread >= GROUPS * 128) {
       fewer_registers<GROUPS == 3 ? 32 : 40>();

@@ -39,8 +39,8 @@ class FlashArgs(ctypes.Structure):
         *fields(INT, "sequences", "kv_heads", "table_stride", "tiles", "page_rows", "first_row", "window"),
         ("sinks_float", INT),
         ("scale", FLOAT),
-        *fields(INT, "slots", "half"),
-        ("unused", INT * 9),  # to a multiple of 64 bytes, as the map in front is aligned
+        *fields(INT, "slots", "half", "first_tile"),
+        ("unused", INT * 8),  # to a multiple of 64 bytes, as the map in front is aligned
     ]
 
 
@@ -101,7 +101,9 @@ def attend(
 ) -> Tensor:
     """bf16 [rows, heads * 64] from rotated queries [rows, heads, 64]; `pages`: map_pages(machine, pool).
 
-    `packed`: the input of a grouped product, to be filled instead: bf16 values as bf16 or f16."""
+    `packed`: the input of a grouped product, to be filled instead: bf16 values as bf16 or f16. Where a block of `shape`
+    takes many tokens, a sequence with a single row would leave most of it idle: those in front go by themselves, in
+    blocks of a few, and get the same bits there."""
     rows, heads, dim = q.shape
     kv_heads, table = pool.shape[3], step.block_tables[kind]
     if packed is None:
@@ -109,16 +111,25 @@ def attend(
     else:
         assert packed.kind in (PACKED["bf16"], PACKED["f16"]), "E4M3 needs the whole row first"
         out, slots = packed.packed, packed.slots
-    args = FlashArgs(
-        pages=pages, q=pointer(q), out=pointer(out), sinks=pointer(sinks), table=pointer(table),
-        positions=pointer(step.positions), query_start=pointer(step.query_start),
-        sequences=step.sequences, kv_heads=kv_heads, table_stride=table.stride(0),
-        tiles=rows // shape.tokens + step.sequences, page_rows=pool.stride(0) // HEAD_DIM,
+    common = FlashArgs(
+        pages=pages, q=pointer(q), out=pointer(out), sinks=pointer(sinks), positions=pointer(step.positions),
+        kv_heads=kv_heads, table_stride=table.stride(0), page_rows=pool.stride(0) // HEAD_DIM,
         first_row=layer * pool.stride(1) // HEAD_DIM, window=window,
         sinks_float=is_float(sinks), scale=dim**-0.5 * math.log2(math.e),
         slots=slots, half=int(packed is not None and packed.kind == PACKED["f16"]),
     )  # fmt: skip
-    machine.run(build_of(shape), args.tiles * args.kv_heads, args)
+    singles = 0 if shape.groups == SLIDING.groups else step.singles
+    for build, first, last, begin, end in (
+        (SLIDING, 0, singles, 0, singles), (shape, singles, step.sequences, singles, rows)
+    ):  # fmt: skip
+        if begin == end:
+            continue
+        args = FlashArgs.from_buffer_copy(common)
+        args.query_start = step.query_start.data_ptr() + 4 * first
+        args.table = table.data_ptr() + 4 * first * table.stride(0)
+        args.sequences, args.first_tile = last - first, begin // build.tokens
+        args.tiles = end // build.tokens - args.first_tile + last - first
+        machine.run(build_of(build), args.tiles * kv_heads, args)
     return out
 
 
