@@ -26,8 +26,8 @@ from halfbyte.kernels.cuda.prefill.products import GroupedProducts, Inputs, Pend
 
 
 def tile_for(rows_each: float) -> str:
-    """The tile that serves so many rows to an expert best (measured; past 24 and 72, too many have over 48 and 88)."""
-    limits = (("m256n64", 4), ("m384n48", 24), ("m384n88", 72))
+    """The tile that serves so many rows to an expert best (measured; past 40 and 72, too many have over 48 and 88)."""
+    limits = (("m256n64", 4), ("m384n48", 40), ("m384n88", 72))
     return next((tile for tile, most in limits if rows_each <= most), "m256n128")
 
 

@@ -163,6 +163,7 @@ HB_DEV Cut cut(const Product& p, int count) {
 HB_CONST_FN int width(int n) {
   if (SHAPE == NARROW) return n <= 32 ? n : (n + 15) & ~15;
   if (SYNC) return (n + 15) & ~15;
+  if (SHAPE == BROAD) return n < 16 ? 16 : n;
   if (!FP8) return n > 48 && n <= 96 ? n : (n + 15) & ~15;
   return n <= 64 || (n > 80 && n <= 144) ? (n + 15) & ~15 : n <= 80 ? n : n > 240 ? 256 : (n + 15) / 32 * 32 + 16;
 }

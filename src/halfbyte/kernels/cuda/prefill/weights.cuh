@@ -20,7 +20,7 @@ template <> struct Raw<MXFP4> {
         const u32 v = words[i];
         a[4 * i] = bf16_mul(widen_e2m1<0>(v), up);
         a[4 * i + 1] = bf16_mul(widen_e2m1<1>(v), low);
-        a[4 * i + 2] = bf16_mul(widen_e2m1<2>(v), up);
+        a[4 * i + 2] = bf16_mul(widen_e2m1<2, true>(v), up);
         a[4 * i + 3] = bf16_mul(widen_e2m1<3>(v), low);
       }
     }
