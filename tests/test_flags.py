@@ -45,6 +45,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "max_context": (["4096"], 4096),
     "max_seqs": (["3"], 3),
     "max_tokens": (["512"], 512),
+    "beside_decode": (["256"], 256),
     "kv_gib": (["1.5"], 1.5),
     "reserve_gib": (["0.25"], 0.25),
     "draft": (["d"], "d"),

@@ -85,6 +85,26 @@ def test_steps_are_launched_before_the_last_is_committed() -> None:
     assert ahead >= 25
 
 
+def test_chunks_beside_decodes_are_launched_ahead_within_the_pages_promised() -> None:
+    """A prompt in chunks that others wait for: the device never waits for the host in between."""
+    core = make(pages=2000, max_context=4096, max_tokens=64, beside_decode=32)
+    core.submit(Request([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), id="short"))
+    core.step()
+    core.submit(Request([7] * 800, SamplingParams(temperature=0, max_tokens=1), id="long"))
+    ahead = mixed = 0
+    while core.has_work:
+        before = core.launched
+        core.step()
+        core.check()
+        for seq in core.scheduler.running:
+            assert seq.scheduled - seq.tables.length <= 64
+        if before is not None and core.launched is not None and core.launched.step.rows == 32:
+            mixed += 1
+            ahead += before.step.ahead
+    assert mixed >= 25
+    assert ahead == mixed
+
+
 def test_a_long_prompt_never_stops_others_from_decoding() -> None:
     core = make(pages=2000, max_context=4096, max_tokens=32)
     core.submit(Request([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), id="short"))
@@ -121,6 +141,22 @@ def test_chunks_are_larger_while_nobody_decodes() -> None:
     drain(core, out)
     assert rows[:3] == [64, 64, 22]
     assert max(rows[5:]) == 16, "a prompt took more than its share beside a sequence that decodes"
+
+
+def test_a_prompt_that_can_be_finished_is_not_halved() -> None:
+    """Two that share every step would both have their first token at the end: one after the other, one has it early."""
+    core = make(pages=2000, max_context=4096, max_seqs=4, max_tokens=64, beside_decode=33)
+    core.submit(Request([5], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), id="decodes"))
+    core.step()
+    for token, name in enumerate("ab", 7):
+        core.submit(Request([token] * 80, SamplingParams(temperature=0, max_tokens=1), id=name))
+    ends: dict[str, int] = {}
+    for step in range(12):
+        for id, delta in core.step():
+            if delta.finish is not None:
+                ends[id] = step
+    # 32 rows of a; half a step each; the 32 that a has left; then two more for b
+    assert ends["b"] - ends["a"] == 2
 
 
 def test_n_choices_share_their_prompt_pages() -> None:

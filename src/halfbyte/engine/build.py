@@ -59,9 +59,9 @@ def core_for(
     on_host = model.device.type == "cpu"
     engine_config = EngineConfig(
         pages=pages, page_size=options.page_size, window=config.window, vocab=config.vocab, max_context=context,
-        eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows, beside_decode=rows_beside_decode(rows, memory),
-        max_waiting=options.max_waiting, run_ahead=options.run_ahead and not on_host,
-        prefix_cache=options.prefix_cache, host_steps=on_host,
+        eos_tokens=eos, max_seqs=options.max_seqs, max_tokens=rows,
+        beside_decode=rows_beside_decode(options, rows, memory), max_waiting=options.max_waiting,
+        run_ahead=options.run_ahead and not on_host, prefix_cache=options.prefix_cache, host_steps=on_host,
     )  # fmt: skip
     runner, sampler = _runner_for(model, options, observer, context, rows)
     core = EngineCore(runner, engine_config, tokenizer, proposer)
@@ -79,6 +79,7 @@ def core_for(
         "sampler": sampler,
         "max_seqs": options.max_seqs,
         "max_tokens_per_step": rows,
+        "max_tokens_beside_decode": engine_config.beside_decode,
     }  # fmt: skip
     info = SourceInfo(label, min(context, core.scheduler.longest), config.vocab, eos, details)
     return core, info, tokenizer

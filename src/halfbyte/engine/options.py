@@ -38,6 +38,10 @@ class EngineOptions:
     max_tokens: int | None = flag(  # while nobody decodes
         None, "--max-tokens-per-step", "Rows of one step: chunk of a long prompt. Default: by the device.", minimum=1
     )
+    beside_decode: int | None = flag(
+        None, "--max-tokens-beside-decode", "The same while others decode, who wait for it. Default: by the device.",
+        minimum=1,
+    )  # fmt: skip
     max_waiting: int = field(default=4096, metadata={"minimum": 1})
     page_size: int = field(default=PAGE_SIZE, metadata={"minimum": 1})
     # Without it: what is free beside the reserve, at most for max_seqs contexts.

@@ -1,15 +1,15 @@
 """The scheduler: which sequences compute how many tokens in the next step. Holds no tensors and launches nothing.
 
 Every step serves every sequence that decodes, then spends what is left of its token budget on prompts, so a long
-prompt slows the others down but never stops them; while nobody decodes, the budget may be larger. Of the prompts,
-the oldest gets at least half and the others share the rest, so a short prompt does not wait for a long one before it
-either.
+prompt slows the others down but never stops them; while nobody decodes, the budget may be larger. Of the prompts, the
+oldest is finished if it can be, else gets at least half; the others share the rest in their order, so that a short
+prompt does not wait for a long one before it either.
 
 A step may be scheduled while the last one still runs ("ahead"): a token that is not known yet is a placeholder which
 the runner fills from the running step. That is done only where the answer cannot change what is scheduled: never for
-a sequence with drafts, grammar or penalties, never for a second chunk of a prompt (it would double the sliding pages
-held), and never when pages are short. Otherwise `schedule` returns None and the caller commits first. So preemption
-meets no running step, and pages are released at commit only.
+a sequence with drafts, grammar or penalties, and never when pages are short. Otherwise `schedule` returns None and the
+caller commits first. So preemption meets no running step, and pages are released at commit only. Chunks of one prompt
+in two steps in flight are together no larger than the one whose sliding pages were promised when it was admitted.
 
 Preempted sequences lose their pages, go back to their place in the queue and are computed again; the prefix cache
 usually still has most of it. The oldest running sequence is never preempted, and a request that would not fit alone
@@ -199,7 +199,7 @@ class Scheduler:
         return prompts
 
     def _add_prompts(self, step: ScheduledStep, prompts: list[Sequence]) -> None:
-        """Spend the rest of the budget: half or more on the oldest prompt, the rest in order of arrival."""
+        """Spend the rest of the budget: what ends the oldest prompt, or half; then on the others, as they arrived."""
         budget = (min(self.row_budget, self.most_rows_beside_decode) if step.rows else self.row_budget) - step.rows
         if budget <= 0 or not (prompts or self.waiting):
             return
@@ -207,8 +207,8 @@ class Scheduler:
         share = 0
         if prompts:
             oldest = prompts[0]
-            others = len(prompts) > 1 or self.waiting
-            share = self._chunk(oldest, budget // 2 if others else budget)
+            halved = (len(prompts) > 1 or self.waiting) and len(oldest.tokens) - oldest.scheduled > budget
+            share = self._chunk(oldest, budget // 2 if halved else budget)
             budget -= share
             for seq in prompts[1:]:
                 budget -= self._add_chunk(step, seq, budget)
@@ -251,9 +251,10 @@ class Scheduler:
         return budget
 
     def _chunk(self, seq: Sequence, most: int) -> int:
-        """How many tokens of a prompt fit in `most` rows and in the pages that are left; takes the pages."""
+        """How many tokens of a prompt fit in `most` rows, beside those of it that are still in flight, and in the pages
+        that are left; takes the pages."""
         start = seq.scheduled
-        count = min(len(seq.tokens) - start, most)
+        count = min(len(seq.tokens) - start, most, seq.tables.length + self.row_budget - start)
         if start + count > seq.capacity and not self._extend(seq, start + count):
             size = self.pages.page_size
             count = min(count, seq.capacity + self.pages.available // 2 * size - start)
@@ -272,7 +273,7 @@ class Scheduler:
             step.samples.append(last)
             step.rows += count
             step.decode_only = step.decode_only and count == 1 and last
-            step.ahead = step.ahead and last and seq.runs_ahead
+            step.ahead = step.ahead and (seq.runs_ahead or not last)
         return count
 
     def _mark_launched(self, step: ScheduledStep) -> ScheduledStep:

@@ -19,6 +19,7 @@ from halfbyte.plan.phase import Arch
 GPU_CONTEXT = 512 * MIB  # the CUDA context and the kernels in it, until they are there and missing from what is free
 LARGE_GPU = 64 * GIB
 CPU_ROWS, CPU_ROWS_BESIDE_DECODE = 256, 64
+LARGE_GPU_ROWS_BESIDE_DECODE = 832  # of 120b on an H200: 32 ms, and gaps of about 35 for clients (docs/LOG.md)
 SCRATCH = 1  # page 0 is nobody's
 
 
@@ -42,9 +43,13 @@ def rows_per_step(options: EngineOptions, memory: MemoryState) -> int:
     return 8192 if not memory.shared and memory.size > LARGE_GPU else 2048
 
 
-def rows_beside_decode(rows: int, memory: MemoryState) -> int:
-    """Of a step in which others decode, who wait for it."""
-    return min(rows, 2048 if memory.on_gpu else CPU_ROWS_BESIDE_DECODE)
+def rows_beside_decode(options: EngineOptions, rows: int, memory: MemoryState) -> int:
+    """Of a step in which others decode, who wait for it: more rows give more tokens a second and longer gaps."""
+    if options.beside_decode is not None:
+        return min(rows, options.beside_decode)
+    if not memory.on_gpu:
+        return min(rows, CPU_ROWS_BESIDE_DECODE)
+    return min(rows, LARGE_GPU_ROWS_BESIDE_DECODE if not memory.shared and memory.size > LARGE_GPU else 2048)
 
 
 def workspace(config: ModelConfig, rows: int) -> int:
