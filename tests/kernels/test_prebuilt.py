@@ -13,6 +13,7 @@ from halfbyte.kernels import launch
 from halfbyte.kernels.cuda.sampling.sampler import BUILDS
 from halfbyte.kernels.launch import compile_program, find_prebuilt, nvrtc_available
 from halfbyte.kernels.prebuilt import prebuild, programs_of
+from halfbyte.kernels.self_test import LATE
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose
 from halfbyte.plan.phase import ARCHES
@@ -26,6 +27,7 @@ def test_every_architecture_has_programs_of_its_own() -> None:
         programs = programs_of([(spec, chosen, ARCHES[name])])
         assert {target for _, target in programs} == {f"sm_{name[2:]}a"}
         assert {"step.cu", "sample.cu", "product.cu"} <= {program.source.name for program, _ in programs}
+        assert {p.entry for p, _ in programs if f"-DHB_DELAYS={LATE}" in p.options} == {"decode_step", "batch_experts"}
 
 
 @needs_nvrtc

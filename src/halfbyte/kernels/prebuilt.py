@@ -15,6 +15,7 @@ from pathlib import Path
 from halfbyte.kernels.cuda.phase import CudaPhase
 from halfbyte.kernels.cuda.sampling.sampler import BUILDS as SAMPLING
 from halfbyte.kernels.launch import Program, build_program, prebuilt_name, target_of
+from halfbyte.kernels.self_test import late_programs
 from halfbyte.plan.phase import Arch, Spec
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import REGIMES
@@ -23,11 +24,12 @@ Report = Callable[[str, int, int], None]  # name, done, of
 
 
 def programs_of(plans: Iterable[tuple[Spec, Chosen, Arch]]) -> set[tuple[Program, str]]:
-    """What the plans launch, and the samplers of their architectures; each with its target."""
+    """What the plans launch, in the self-test as well, and samplers of their architectures; each with its target."""
     wanted: set[tuple[Program, str]] = set()
     for spec, chosen, arch in plans:
         target = target_of(arch)
         wanted |= {(build.program, target) for build in SAMPLING.values()}
+        wanted |= {(program, target) for program in late_programs(spec, chosen, arch)}
         for regime in REGIMES:
             for phase in chosen[regime]:
                 if isinstance(phase, CudaPhase):
