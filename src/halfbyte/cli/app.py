@@ -21,9 +21,9 @@ from halfbyte.errors import HalfbyteError
 # Command, which is also its module here -> function. Only the one that runs is imported: torch takes seconds.
 COMMANDS = {
     "serve": "serve", "chat": "chat", "generate": "generate", "demo": "demo", "bench": "bench", "eval": "evaluate",
-    "check": "check", "compare": "compare", "profile": "profile", "receipts": "receipts", "report": "report",
-    "explain": "explain",
-    "pull": "pull", "quantize": "quantize", "prebuild": "prebuild", "env": "env",
+    "check": "check", "matrix": "matrix", "compare": "compare", "profile": "profile", "receipts": "receipts",
+    "report": "report", "explain": "explain", "pull": "pull", "quantize": "quantize", "prebuild": "prebuild",
+    "env": "env",
 }  # fmt: skip
 
 

@@ -1,0 +1,32 @@
+"""`matrix`: level 6 of `check` alone."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte.cli.check import check
+from halfbyte.cli.options import DeviceOption, JsonOption, ModelArgument
+from halfbyte.gates import Gates
+
+
+def matrix(
+    model: ModelArgument = None,
+    engine: Annotated[str, typer.Option("--engine", help="As of `check`.")] = "halfbyte",
+    full: Annotated[
+        str, typer.Option("--full", help="Axes to combine in full, as moe_kernel,activation; without: pairwise.")
+    ] = "",
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for results and logs.")] = None,
+    device: DeviceOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Every preset and every pair of gate values that can run together, started, compared and timed briefly."""
+    run = inspect.unwrap(check)  # as it is called once its gates are made
+    run(["6"], model=model, engine=engine, full=full, folder=folder, device=device, json=json, gates=Gates())
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(matrix)
