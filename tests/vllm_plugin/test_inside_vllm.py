@@ -159,6 +159,8 @@ compat.register(); compat.register()
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 assert quantization.get_quantization_config("gpt_oss_mxfp4") is compat.config_class()
+import pickle
+assert type(pickle.loads(pickle.dumps(compat.config_class()()))) is compat.config_class()
 class Foreign(GptOssMxfp4Config): pass
 quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG["gpt_oss_mxfp4"] = Foreign
 for change in (lambda: None, lambda: setattr(vllm, "__version__", "0.99.1")):

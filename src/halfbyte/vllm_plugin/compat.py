@@ -199,7 +199,15 @@ def config_class() -> Any:
                         return linear_method()(prefix, operation)
             return super().get_quant_method(layer, prefix)
 
+    HalfbyteConfig.__qualname__ = HalfbyteConfig.__name__  # found by that name in this module, when it is unpickled
     return HalfbyteConfig
+
+
+def __getattr__(name: str) -> Any:
+    """The config as vLLM's other processes unpickle it: classes below vLLM's exist once vLLM is imported."""
+    if name == "HalfbyteConfig":
+        return config_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _experts_layer() -> Any:
