@@ -146,13 +146,15 @@ def test_the_matrix_shows_what_ran_what_was_refused_and_what_is_invalid(tmp_path
 
     results = [
         Result(cell(moe_kernel="triton", kv_dtype="fp8"), (figure("speed", "tok/s", 50.0),)),
-        Result(cell(moe_kernel="cpu", kv_dtype="fp8"), (figure("speed", "tok/s", 100.0),)),
+        Result(
+            cell(moe_kernel="cpu", kv_dtype="fp8"), (figure("prompt", "tok/s", 900.0), figure("decode", "tok/s", 100.0))
+        ),
         Result(cell(moe_kernel="gemv", kv_dtype="fp8"), refused="needs a GPU"),
         Result(cell(moe_kernel="marlin", kv_dtype="bf16"), (figure("speed", "tok/s", 9.0),)).invalidated("wrong path"),
     ]
     made = collected(tmp_path, file("2026-01-01", *results))
-    heat = content.heat_map(content.measurements(made))
-    assert heat is not None
+    (heat,) = content.heat_maps(content.measurements(made))
+    assert heat.title == f"halfbyte, tiny · {H200}"
     assert heat.counts == {"measured": 2, "refused": 1, "INVALID": 1}
     at = {n: i for i, n in enumerate(heat.names)}
 

@@ -209,36 +209,46 @@ def latencies(found: Sequence[Measurement]) -> Iterator[Plot]:
 class Heat:
     """Choices of gates against one another; a cell is (class, text, title)."""
 
+    title: str
     names: Sequence[str]
     rows: Sequence[Sequence[tuple[str, str, str]]]
     counts: Mapping[str, int]
 
 
-def heat_map(found: Sequence[Measurement]) -> Heat | None:
-    """Of cells that say their gates and no preset: for each pair of choices the best speed there, against the best of
-    all, or that every such cell was refused or is INVALID."""
-    cells = [m for m in newest(found) if m.cell.gates and not m.cell.preset]
-    if not cells:
-        return None
+def heat_maps(found: Sequence[Measurement]) -> list[Heat]:
+    """A map for each machine, engine and model: for each pair of choices the best decode speed there, against the best
+    of all, or that every such cell was refused, or that one of them is INVALID."""
+    groups: dict[str, list[Measurement]] = {}
+    for m in newest(found):
+        if m.cell.kind == "matrix":
+            title = f"{m.cell.engine or 'halfbyte'}, {m.model} · {m.entry.machine}"
+            groups.setdefault(title, []).append(m)
+    return [_heat_map(title, cells) for title, cells in sorted(groups.items())]
+
+
+def _heat_map(title: str, cells: Sequence[Measurement]) -> Heat:
     chosen = [({f"{k} {v}" for k, v in m.cell.gates.items()}, m) for m in cells]
     names = sorted(set().union(*(c for c, _ in chosen)))
-    speeds = [m.result.figure("speed").value for m in cells if m.has("speed")]
-    best = max(speeds, default=0.0)
+    best = max((_decode(m) for m in cells), default=0.0)
     rows = [[_heat([m for c, m in chosen if a in c and b in c], best) for b in names] for a in names]
     states = [m.result.state for m in cells]
-    return Heat(names, rows, {s: states.count(s) for s in ("measured", "refused", "INVALID")})
+    return Heat(title, names, rows, {s: states.count(s) for s in ("measured", "refused", "INVALID")})
+
+
+def _decode(m: Measurement) -> float:
+    """Of a cell of the matrix; 0 where it has none."""
+    return next((f.value for f in m.result.figures if f.name in ("decode", "speed")), 0.0)
 
 
 def _heat(here: Sequence[Measurement], best: float) -> tuple[str, str, str]:
     if not here:
         return "none", "", "not in the matrix"
-    invalid = [m for m in here if m.result.state == "INVALID"]
     title = "; ".join(f"{name_of(m.cell)}: {m.result.refused or 'measured'}"[:160] for m in here[:4])
-    if invalid:
+    if any(m.result.state == "INVALID" for m in here):
         return "invalid", "INVALID", title
-    good = [m.result.figure("speed").value for m in here if m.has("speed")]
+    good = max(_decode(m) for m in here)
     if good and best:
-        return f"heat-{round(9 * max(good) / best)}", f"{100 * max(good) / best:.0f}", title
+        return f"heat-{round(9 * good / best)}", f"{100 * good / best:.0f}", title
     if any(m.result.state == "measured" for m in here):
         return "heat-5", "ran", title
     return "refused", "refused", title

@@ -53,7 +53,7 @@ def render(collected: Collected, title: str = "halfbyte: results", made: str = "
         "depth": _plots(content.curves(found, collected.published, "depth"), "depth"),
         "concurrency": _plots(content.curves(found, collected.published, "concurrency"), "streams"),
         "latency": _plots(content.latencies(found), "latency"), "serving": _serving(found),
-        "heat": content.heat_map(found), "kernels": kernels, "kernel_chart": _kernel_chart(kernels),
+        "heats": content.heat_maps(found), "kernels": kernels, "kernel_chart": _kernel_chart(kernels),
         "history": [(h, plots.lines(h.plot, f"history{i}")) for i, h in enumerate(histories[:HISTORIES])],
         "more_history": max(0, len(histories) - HISTORIES), "refusals": content.refusals(found),
         "files": [_file(collected, i) for i in range(len(collected.files) - 1, -1, -1)],
