@@ -73,7 +73,7 @@ ROWS = (
         values=("memcheck", "racecheck", "initcheck", "synccheck")),
     Row("kernel tests clean under memcheck",
         "python -m halfbyte.lab.levels.sanitizer --tools memcheck --tests tests/kernels", "sanitizer", "clean",
-        path="memcheck", shape={"of": "tests"}),
+        path="memcheck", shape={"of": None}),
     Row("decode steps, two passes equal to the last bit", "python -m halfbyte.lab.levels.stress", "stress", "steps",
         path="cuda.decode_step"),
     Row("embedded model's answers, token for token a CPU's: exact / balanced / fast",

@@ -117,7 +117,7 @@ def result_of(tool: str, asked: Sequence[str], rows: list[dict[str, Any]]) -> Re
     clean = sum(row["clean"] for row in ran)
     reasons = sorted({f["reason"] for row in rows for f in row["findings"] if "reason" in f})
     return Result(
-        Cell("sanitizer", path=tool, shape={"of": "tests" if any("::" in case for case in asked) else "plans"}),
+        Cell("sanitizer", path=tool, shape={} if any("::" in case for case in asked) else {"of": "plans"}),
         (figure("clean", "tests", clean, Ceiling(float(len(ran)), "cases that ran")),) if ran else (),
         targets=(
             Check("every case that ran is clean", clean == len(ran) > 0, float(clean), float(len(ran))),
