@@ -1,4 +1,4 @@
-"""A model in vLLM, in a process of its own: prints the tokens of a few prompts and what ran, as JSON in the last line.
+"""A model in vLLM, in a process of its own: prints the tokens of a few prompts and what ran, as JSON in a line.
 
     python run_vllm.py '{"model": …, "gates": {…} or null, "arguments": {…}, "prompts": [[…]], "tokens": 24}'
 

@@ -39,8 +39,8 @@ def attempt(gates: Any, *, model: Path = EMBEDDED, seconds: float = 900, **more:
     done = subprocess.run(
         [sys.executable, str(RUN), json.dumps(asked | more)], capture_output=True, text=True, timeout=seconds
     )
-    lines = done.stdout.strip().splitlines()
-    result = json.loads(lines[-1]) if done.returncode == 0 else None
+    printed = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]  # vLLM's log goes there, too
+    result = json.loads(printed[-1]) if done.returncode == 0 else None
     return done.returncode, done.stdout + done.stderr, result
 
 
