@@ -7,8 +7,10 @@ Says what a file may hold; that a median lies within its spread and below its ce
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -77,5 +79,12 @@ def text() -> str:
     return json.dumps(json_schema(), indent=1) + "\n"
 
 
-if __name__ == "__main__":
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     print(text(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

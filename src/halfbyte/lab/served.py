@@ -22,9 +22,6 @@ from halfbyte.lab.measure.engine_timing import Client, Timing, Work, result_of, 
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.measure.traffic import Limits, measure_traffic
-from halfbyte.lab.peers.engines import engine_named
-from halfbyte.lab.peers.launch import Setup
-from halfbyte.lab.peers.process import PeerProcess
 from halfbyte.lab.result import Cell, Check, Figure, Result, figure, from_json, measure_cell
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from halfbyte.lab.workloads.recording import replay
@@ -69,6 +66,11 @@ def serving(
     if "://" in engine or ":" in engine:
         yield Served(engine, f"server at {engine.rpartition('//')[2].rstrip('/')}")
         return
+    # Not before they are needed: a machine that only measures our engine lacks the packages they talk HTTP with.
+    from halfbyte.lab.peers.engines import engine_named
+    from halfbyte.lab.peers.launch import Setup
+    from halfbyte.lab.peers.process import PeerProcess
+
     peer = engine_named(engine)
     name = "" if peer.name == "halfbyte" else peer.name
     with tempfile.TemporaryDirectory() as folder:
