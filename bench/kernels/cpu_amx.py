@@ -3,10 +3,10 @@
     python -m bench.kernels.cpu_amx --threads 16
     python -m bench.kernels.cpu_amx --layers 4 --sets avx512,avx2    # the same comparison of any two sets
 
-Products are those of `microbench.cpp`, compiled here for either set and run in turn; steps are `cpu_step`'s made-up
-weights met by both libraries in one process, in turn, and their logits compared bit by bit (of sets that round alike).
-Prints a line for each, and JSON last. Ends with 1 where a check fails, with 2 and a sentence where the CPU or the
-compiler cannot do it.
+Products are those of `microbench.cpp`, compiled here for either set (AMX from two rows on) and run in turn; steps are
+`cpu_step`'s made-up weights met by both libraries in one process, in turn, and their logits compared bit by bit (of
+sets that round alike). Prints a line for each, and JSON last. Ends with 1 where a check fails, with 2 and a sentence
+where the CPU or the compiler cannot do it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def compile_programs(folder: Path, sets: Sequence[InstructionSet]) -> None:
 
     def one(job: tuple[InstructionSet, str, Path]) -> None:
         chosen, name, source = job
-        flags = (*COMMON_FLAGS, *chosen.compiler_flags, f"-I{SOURCES}", "-pthread")
+        flags = (*COMMON_FLAGS, *chosen.compiler_flags, "-DHALFBYTE_AMX_ROWS=2", f"-I{SOURCES}", "-pthread")
         parts = (source, SOURCES / "products.cpp", SOURCES / "rows.cpp")
         subprocess.run([compiler(), *flags, *map(str, parts), "-o", str(folder / f"{name}-{chosen.name}")], check=True)
 

@@ -10,6 +10,7 @@
 
 #define __AMX_INT8__ 1
 #define HALFBYTE_EMULATED_AMX 1
+#define HALFBYTE_AMX_ROWS 2  // so that few rows go that way, too
 
 namespace emulated_amx {
 

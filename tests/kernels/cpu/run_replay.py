@@ -1,4 +1,4 @@
-"""Builds the replay program and the pool's stress test for a purpose, writes the reference cases, and runs them.
+"""Builds the replay program, the checks and the pool's stress test for a purpose, writes the reference cases, runs them.
 
     python -m tests.kernels.cpu.run_replay PURPOSE [INSTRUCTION SET]
 
@@ -56,6 +56,16 @@ def compile_program(
     return [str(target)]
 
 
+def packing(
+    folder: Path, chosen: InstructionSet, flags: Sequence[str], *, compiler: str = "g++", emulator: Sequence[str] = ()
+) -> bool:
+    """Weights from files, against plain loops."""
+    parts = ("pack.cpp", "products.cpp", "rows.cpp")
+    target = folder / f"packing-{chosen.name}"
+    program = compile_program(target, "pack_check.cpp", flags, compiler=compiler, parts=parts)
+    return subprocess.run([*emulator, *program]).returncode == 0
+
+
 def products(
     folder: Path, chosen: InstructionSet, flags: Sequence[str], *, compiler: str = "g++", emulator: Sequence[str] = ()
 ) -> bool:
@@ -74,7 +84,7 @@ def sanitizers(folder: Path, cases: Sequence[Path], only: str) -> bool:
     good = True
     for chosen in usable_sets(only):
         flags = (*chosen.compiler_flags, *CHECKS, "-fsanitize=address,undefined", *FEWER)
-        good &= products(folder, chosen, flags)
+        good &= products(folder, chosen, flags) and packing(folder, chosen, flags)
         if chosen.name == "avx512":
             amx = replace(chosen, name="amx")
             good &= products(folder, amx, (*flags, "-include", str(HERE / "emulated_amx.h")))
@@ -97,7 +107,8 @@ def aarch64(folder: Path, cases: Sequence[Path], only: str) -> bool:
             folder / f"replay-{chosen.name}", "replay.cpp", flags, compiler="aarch64-linux-gnu-g++"
         )
         good &= replay([*EMULATOR, *program], cases, (2,))
-        good &= products(folder, chosen, flags, compiler="aarch64-linux-gnu-g++", emulator=EMULATOR)
+        for check in (products, packing):
+            good &= check(folder, chosen, flags, compiler="aarch64-linux-gnu-g++", emulator=EMULATOR)
     return good
 
 
@@ -106,7 +117,8 @@ def plain(folder: Path, cases: Sequence[Path], only: str) -> bool:
     for chosen in usable_sets(only):
         program = compile_program(folder / f"replay-{chosen.name}", "replay.cpp", (*chosen.compiler_flags, "-O3"))
         good &= replay(program, cases, (2, 5))
-        good &= products(folder, chosen, (*chosen.compiler_flags, "-O3"))
+        for check in (products, packing):
+            good &= check(folder, chosen, (*chosen.compiler_flags, "-O3"))
     return good
 
 

@@ -11,9 +11,9 @@ namespace halfbyte::amx {
 
 constexpr int ROWS = 16;
 #ifndef HALFBYTE_AMX_ROWS
-#define HALFBYTE_AMX_ROWS 2
+#define HALFBYTE_AMX_ROWS 128
 #endif
-constexpr int FEWEST_ROWS = HALFBYTE_AMX_ROWS;  // with fewer, dot products of vectors are faster
+constexpr int FEWEST_ROWS = HALFBYTE_AMX_ROWS;  // with fewer, dot products of vectors are faster: measured, docs/LOG.md
 
 // Linux gives a process the tile registers when it asks for them.
 inline bool allowed() {
@@ -27,7 +27,7 @@ inline bool allowed() {
 }
 
 // Tile registers are a thread's from here to the end of the object's life, if wanted. 0 and 1: codes [16][32]; 2 and 3: words
-// [8][64]; 4 to 7: sums [16][16]. Several of each, so that a group need not wait for the group before.
+// [8][64]; 4 and 5: sums [16][16]. Two of each, so that a group's loads need not wait for the group before.
 struct Registers {
     const bool wanted;
     explicit Registers(bool take) : wanted(take) {
@@ -38,8 +38,7 @@ struct Registers {
             std::memcpy(config + 16 + 2 * tile, &bytes, 2);
             config[48 + tile] = rows;
         };
-        for (int i = 0; i < 2; i++) shape(i, ROWS, GROUP), shape(2 + i, 8, 64);
-        for (int i = 4; i < 8; i++) shape(i, ROWS, 64);
+        for (int i = 0; i < 2; i++) shape(i, ROWS, GROUP), shape(2 + i, 8, 64), shape(4 + i, ROWS, 64);
         _tile_loadconfig(config);
     }
     ~Registers() {
@@ -53,7 +52,7 @@ template <int CHUNK>
 struct Scratch {
     int8_t codes[CHUNK][ROWS][GROUP];
     float scales[CHUNK][ROWS];
-    int32_t sums[2][CHUNK][ROWS][16];
+    int32_t sums[2][ROWS][16];
 };
 
 // The words of a group without the offset that makes them unsigned.
@@ -62,24 +61,23 @@ HB_INLINE Words as_signed(Words w) {
     return {_mm512_sub_epi8(w.v, _mm512_set1_epi8(static_cast<char>(F == Format::mxfp4 ? MXFP4_OFFSET : Q8_OFFSET)))};
 }
 
-// The integer sums of 16 rows with group `g` of one tile, into sums[g]. Registers have numbers, so there are four of it.
-HB_INLINE void multiply(int64_t g, const int8_t (*codes)[ROWS][GROUP], const uint8_t* words, int64_t word_bytes,
-                        int32_t (*sums)[ROWS][16]) {
+// The integer sums of 16 rows with one group of one tile. Registers have numbers, so there are two of it.
+template <int TURN>
+HB_INLINE void multiply(const int8_t (*codes)[GROUP], const uint8_t* words, int64_t word_bytes, int32_t (*sums)[16]) {
     asm volatile("" ::: "memory");  // compilers do not know that tile registers are loaded from memory
-#define HB_TURN(a, b, c)              \
-    _tile_zero(c);                    \
-    _tile_loadd(a, codes[g], GROUP);  \
-    _tile_loadd(b, words, word_bytes); \
-    _tile_dpbssd(c, a, b);            \
-    _tile_stored(c, sums[g], 64);     \
-    break;
-    switch (g % 4) {
-        case 0: HB_TURN(0, 2, 4)
-        case 1: HB_TURN(1, 3, 5)
-        case 2: HB_TURN(0, 2, 6)
-        case 3: HB_TURN(1, 3, 7)
+    if constexpr (TURN == 0) {
+        _tile_zero(4);
+        _tile_loadd(0, codes, GROUP);
+        _tile_loadd(2, words, word_bytes);
+        _tile_dpbssd(4, 0, 2);
+        _tile_stored(4, sums, 64);
+    } else {
+        _tile_zero(5);
+        _tile_loadd(1, codes, GROUP);
+        _tile_loadd(3, words, word_bytes);
+        _tile_dpbssd(5, 1, 3);
+        _tile_stored(5, sums, 64);
     }
-#undef HB_TURN
     asm volatile("" ::: "memory");
 }
 
@@ -104,18 +102,20 @@ void chunk_rows(const uint8_t* words, const Floats (*weight_scales)[T], int64_t 
     float* target[ROWS];
     for (int64_t i = 0; i < ROWS; i++) target[i] = out(i < count ? i : 0);
     constexpr int64_t group_bytes = 8 * T * 64, word_bytes = T * 64;
-    // A tile's sums are turned into numbers while the next tile's are made: so long after they were stored that nobody waits.
-    const auto sums_of = [&](int t, int64_t g) HB_LAMBDA {
-        multiply(g, s.codes, words + g * group_bytes + 64 * t, word_bytes, s.sums[t % 2]);
-    };
-    for (int64_t g = 0; g < groups; g++) sums_of(0, g);
     for (int t = 0; t < T; t++) {
         Floats acc[ROWS];
         unroll<ROWS>([&](auto i) HB_LAMBDA { acc[i] = begin ? load_floats(target[i] + 16 * t) : splat(0.0f); });
+        // A group's sums are turned into numbers while the next group's are made.
+        const auto sums_of = [&](int64_t g) HB_LAMBDA {
+            const uint8_t* from = words + g * group_bytes + 64 * t;
+            if (g % 2) multiply<1>(s.codes[g], from, word_bytes, s.sums[1]);
+            else multiply<0>(s.codes[g], from, word_bytes, s.sums[0]);
+        };
+        sums_of(0);
         for (int64_t g = 0; g < groups; g++) {
-            if (t + 1 < T) sums_of(t + 1, g);
+            if (g + 1 < groups) sums_of(g + 1);
             unroll<ROWS>([&](auto i) HB_LAMBDA {
-                const Ints d{_mm512_load_si512(s.sums[t % 2][g][i])};
+                const Ints d{_mm512_load_si512(s.sums[g % 2][i])};
                 acc[i] = fma(to_floats(d), mul(weight_scales[g][t], splat(s.scales[g][i])), acc[i]);
             });
         }
