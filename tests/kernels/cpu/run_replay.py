@@ -1,4 +1,4 @@
-"""Builds the replay program, the checks and the pool's stress test for a purpose, writes the reference cases, runs them.
+"""Builds the replay program, the checks and the pool's stress test for a purpose, writes the cases, and runs them.
 
     python -m tests.kernels.cpu.run_replay PURPOSE [INSTRUCTION SET]
 

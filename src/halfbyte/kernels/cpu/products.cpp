@@ -315,9 +315,9 @@ HB_INLINE void to_dense(const uint8_t* tile, int64_t groups, int64_t g, float* o
     }
 }
 
-// Weights that are numbers already, for one row: not worth a copy.
-template <Format F, int T>
-void dense_for_one_row(const uint8_t* tile, int64_t tile_bytes, int64_t cols, const Block<1>& b) {
+// Weights that are numbers already, for a few rows: not worth a copy.
+template <Format F, int T, int R>
+void dense_for_few_rows(const uint8_t* tile, int64_t tile_bytes, int64_t cols, const Block<R>& b) {
     constexpr int64_t bytes = Element<F>::bytes * TILE_ROWS;
     for (int64_t k = 0; k < cols; k += GROUP) {
         auto weight = [&](int64_t i, int64_t t) HB_LAMBDA {
@@ -354,7 +354,24 @@ void one_row(const Call& c, const uint8_t* tile, float* out) {
     if constexpr (F == Format::mxfp4 || F == Format::q8)
         tiles_for_one_row<F, T>(tile, c.m.tile_bytes(), c.m.groups(), b.coded[0], out);
     else
-        dense_for_one_row<F, T>(tile, c.m.tile_bytes(), c.m.cols, b);
+        dense_for_few_rows<F, T>(tile, c.m.tile_bytes(), c.m.cols, b);
+}
+
+// So many rows are met by weights straight from where they lie, by as many tiles at a time as there are registers for.
+constexpr int FEW_ROWS = BLOCK_TILES > 1 ? 8 : DENSE_ROWS;
+constexpr int few_tiles(int rows) { return rows * BLOCK_TILES <= 16 ? BLOCK_TILES : BLOCK_TILES > 1 ? BLOCK_TILES / 2 : 1; }
+
+// How many tiles were done: 0 where there are too few.
+template <Format F>
+int64_t few_rows(const Call& c, const uint8_t* tile, int64_t tiles, float* out) {
+    int64_t done = 0;
+    unroll<FEW_ROWS>([&](auto r) {
+        constexpr int R = r + 1, T = few_tiles(R);
+        if (R == 1 || c.count != R || tiles < T) return;
+        dense_for_few_rows<F, T>(tile, c.m.tile_bytes(), c.m.cols, Block<R>(c.a, c.token_rows, 0, out, c.out_stride));
+        done = T;
+    });
+    return done;
 }
 
 template <Format F>
@@ -375,8 +392,14 @@ void all_tiles(const Call& c, const uint8_t* tile, int64_t tiles, float* out) {
                 else quantised_tiles<F, 1>(c, tile, done, out);
             }
         } else {
-            if (tiles >= BLOCK_TILES) dense_tiles<F, BLOCK_TILES>(c, tile, out), done = BLOCK_TILES;
-            else dense_tiles<F, 1>(c, tile, out);
+            done = 0;
+            if constexpr (!quantised)
+                if (c.count <= FEW_ROWS) done = few_rows<F>(c, tile, tiles, out);
+            if (!done) {
+                done = tiles >= BLOCK_TILES ? BLOCK_TILES : 1;
+                if (done == 1) dense_tiles<F, 1>(c, tile, out);
+                else dense_tiles<F, BLOCK_TILES>(c, tile, out);
+            }
         }
         tile += done * tile_bytes;
         out += done * TILE_ROWS;
