@@ -51,6 +51,7 @@ def test_padding_changes_no_number() -> None:
 @pytest.mark.gpu
 @pytest.mark.vllm
 def test_on_a_gpu() -> None:
+    pytest.importorskip("vllm")
     spec, g = replace(default_spec(), experts=8), torch.Generator("cuda").manual_seed(0)
 
     def numbers(*shape: int) -> torch.Tensor:

@@ -254,7 +254,7 @@ def test_gates_as_flags() -> None:
 def test_what_halfbytes_plan_refuses_is_refused_without_a_start() -> None:
     peer = engine_named("halfbyte")
     marlin = peer.launch(Setup(None, parse({"moe_kernel": "marlin"}, env={}), "cpu", 1))
-    assert "vLLM" in marlin.refusals[0]
+    assert "borrowed.marlin_moe" in marlin.refusals[0]
     assert not marlin.command
     fine = peer.launch(Setup(None, parse({"attention": "reference"}, env={}), "cpu", 1))
     assert "--attention" in fine.command
