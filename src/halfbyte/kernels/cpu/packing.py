@@ -21,7 +21,7 @@ from halfbyte.formats.stored import Packer, Stored
 from halfbyte.formats.tensor import GEOMETRY, FormatName
 from halfbyte.kernels.cpu import library as native
 
-READERS = 8  # at least: a disk answers several faster than one
+READERS = 4  # at least: a disk answers several faster than one, and eight were no faster (docs/LOG.md)
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
