@@ -27,7 +27,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "a
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     InstructionSet("avx512", "x86_64", ("-march=x86-64-v4", "-mavx512vnni", *_QUIET), _AVX512),
-    # Below avx512, so that it is taken by name only: a step of several rows has been slower with it at every number of them (docs/LOG.md).
+    # Below avx512, so that it is taken by name only: steps of several rows have been slower with it (docs/LOG.md).
     InstructionSet(
         "avx512-amx",
         "x86_64",
