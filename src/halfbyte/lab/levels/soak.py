@@ -144,6 +144,8 @@ async def talk(soak: Soak, clients: Clients, draw: random.Random, seconds: float
         except Exception as e:
             outcome = "lost"
             soak.lost.append(f"at {begun:.1f} s, {kind}: {type(e).__name__}: {e}"[:400])
+        if outcome == "lost":
+            print(f"{soak.at:7.1f} s  lost: {soak.lost[-1]}", flush=True)
         soak.ended(kind, outcome, begun)
         await asyncio.sleep(1.0 if outcome == "told" else draw.random() * 0.3)
 
