@@ -27,7 +27,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_the_exports_are_these():
     assert set(formats.__all__) == {
         "FORMATS", "LAYOUTS", "DenseTiles", "FormatName", "FormatSpec", "MXTensor", "bytes_for", "convert",
-        "dequantize", "format_spec", "quantize",
+        "dequantize", "format_spec", "quantize", "quantize_weight",
     }  # fmt: skip
     assert all(hasattr(formats, name) for name in formats.__all__)
 

@@ -21,12 +21,15 @@ PROVIDERS = ("halfbyte.plan.reference", "halfbyte.kernels.catalog")
 
 # Gate values that belong to engines we lend kernels to, or to kernels that do not exist for an operation.
 ABSENT = {
-    "cpu": "the CPU kernels run a step in one piece: --moe-kernel, --linear-kernel and --attention take cpu or auto",
     "cutlass": "FlashInfer's CUTLASS kernel runs inside vLLM only (serve --engine vllm)",
     "marlin": "Marlin multiplies experts; dense layers run on it inside vLLM only (serve --engine vllm)",
     "flashinfer": "FlashInfer attention runs inside vLLM only (serve --engine vllm)",
     "flash_attn": "FlashAttention runs inside vLLM only (serve --engine vllm)",
     "vllm": "vLLM's own kernels run inside vLLM only (serve --engine vllm)",
+}
+# Backends that cannot be had for a part of a step.
+WHOLE = {
+    "cpu": "the CPU kernels run a step in one piece: --moe-kernel, --linear-kernel and --attention take cpu or auto",
 }
 
 Chosen = dict[Regime, list[Phase]]
@@ -183,7 +186,9 @@ def _explain_failure(
     lines = [f"no kernel on {arch.name} can run {', '.join(missing)} in the {regime} regime as asked:"]
     for axis in dict.fromkeys(AXIS[op] for op in missing if op in AXIS):
         asked = gates.backend(axis, regime)
-        if asked in ABSENT and not any(axis in p.backends and asked in p.answers(axis) for p in candidates):
+        if asked in WHOLE:
+            lines.append(f"  {asked}: {WHOLE[asked]}")
+        elif asked in ABSENT and not any(axis in p.backends and asked in p.answers(axis) for p in candidates):
             lines.append(f"  {asked}: {ABSENT[asked]}")
     wanted = set(missing)
     for r in dict.fromkeys(refusals):
