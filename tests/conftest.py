@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name, package in _left_out.items():
         terminalreporter.write_line(f"not run: {name}, which needs {package}")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`halfbyte` as it is typed: its exit code, and what it printed on either stream."""
+    from halfbyte.cli import main  # needs typer, which a GPU machine may not have
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["halfbyte", *args])
+        code = 0
+        try:
+            main()
+        except SystemExit as e:
+            code = int(e.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call

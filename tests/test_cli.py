@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.cli import main
 from halfbyte.cli.app import COMMANDS, docstring_of
 from halfbyte.lab.result import from_json
 from halfbyte.model import synthetic
@@ -19,21 +18,6 @@ from halfbyte.model.config import NAMED
 from halfbyte.plan.phase import ARCHES
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["halfbyte", *args])
-        code = 0
-        try:
-            main()
-        except SystemExit as e:
-            code = int(e.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")

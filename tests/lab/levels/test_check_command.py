@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from scripted_peer import LIMITS, ScriptedPeer
 
-from halfbyte.cli import main
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.peers.process import PeerProcess
 from halfbyte.lab.result import from_json
@@ -19,18 +18,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["halfbyte", "check", *args])
-        code = 0
-        try:
-            main()
-        except SystemExit as e:
-            code = int(e.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+def run(run: Run) -> Run:
+    return partial(run, "check")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import psutil
 import pytest
 
-from halfbyte.errors import HalfbyteError
 from halfbyte.lab import receipts
 from halfbyte.lab.measure import user_path
 from halfbyte.lab.measure.user_path import PATHS, busy_loop, results_of, speed_of
@@ -23,7 +22,7 @@ def test_ratios_between_paths() -> None:
         "plan beside a busy loop": [900.0],
         "engine beside a busy loop": [500.0],
     }
-    results = {r.cell.path: r for r in results_of(speeds, "tiny", 64)}
+    results = {r.cell.path: r for r in results_of(speeds, {}, "tiny", 64)}
     assert results["plan"].figure("speed").value == 2000.0
     assert not results["plan"].targets
     assert results["engine"].figure("ratio").value == pytest.approx(0.75)
@@ -55,5 +54,12 @@ def test_a_path_without_a_figure_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(user_path, "output_of", bench)
     by_name = {path.name: path for path in PATHS}
     assert speed_of(by_name["engine"], None, 64) == 5.0
-    with pytest.raises(HalfbyteError, match="http has no figure: the server did not start"):
-        speed_of(by_name["http"], None, 64)
+    assert speed_of(by_name["http"], None, 64) == "the server did not start"
+
+
+def test_a_path_without_a_figure_leaves_the_others_theirs() -> None:
+    speeds = {path.name: [1000.0] for path in PATHS} | {"http": []}
+    results = {r.cell.path: r for r in results_of(speeds, {"http": "passes its ceiling"}, "tiny", 64)}
+    assert results["http"].refused == "passes its ceiling"
+    assert results["http, 8 streams"].refused == "http has no figure"
+    assert results["engine beside a busy loop"].figure("ratio").value == 1.0

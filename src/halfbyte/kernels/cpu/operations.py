@@ -16,9 +16,9 @@ from halfbyte.errors import EngineError, NotEnoughMemoryError, PlanError
 from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.gates import Gates
 from halfbyte.kernels.cpu import library as native
-from halfbyte.kernels.cpu.build import Unavailable, existing_file
+from halfbyte.kernels.cpu.build import Unavailable
 from halfbyte.kernels.cpu.cores import threads_for
-from halfbyte.kernels.cpu.phase import ACTIVATIONS
+from halfbyte.kernels.cpu.phase import declared, refusal
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import KernelImage, launched
 from halfbyte.plan.phase import ROLES, Arch, Binding, Launch, Phase, Spec
@@ -33,29 +33,13 @@ class CpuOperation(Phase):
     entry: str  # of the library
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if arch.is_gpu:
-            return "runs on a CPU"
-        if spec.activation not in ACTIVATIONS:
-            return f"multiplies {' or '.join(ACTIVATIONS)} activations, not {spec.activation}"
-        for role in ROLES[self.covers[0]]:
-            if spec.formats[role] not in native.FORMATS:
-                return f"{role} is {spec.formats[role]}, and the layout rows16 holds {', '.join(native.FORMATS)}"
-        try:
-            native.open_library(gates.cpu_instructions)
-        except Unavailable as e:
-            return str(e)
-        return None
+        return refusal(spec, arch, gates, ROLES[self.covers[0]])
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return dict.fromkeys(ROLES[self.covers[0]], "rows16")
 
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
-        files = {instructions.name: existing_file(instructions) for instructions in native.usable_sets()}
-        return [
-            Declared(kernel_name(name, self.entry), frozenset({native.file_hash(path)}))
-            for name, path in files.items()
-            if path is not None
-        ]
+        return declared(lambda instructions: kernel_name(instructions, self.entry))
 
 
 def kernel_name(instructions: str, entry: str) -> str:

@@ -8,7 +8,7 @@ other activation formats, and machines on which the library cannot be had, with 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -47,20 +47,10 @@ class CpuStep(Phase):
     taps = True
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if arch.is_gpu:
-            return "runs on a CPU"
-        if spec.activation not in ACTIVATIONS:
-            return f"multiplies int8 or f32 activations, not {spec.activation}"
-        if spec.kv_dtype not in native.KV_FORMATS:
+        why = refusal(spec, arch, gates, MATRICES)
+        if why is None and spec.kv_dtype not in native.KV_FORMATS:
             return f"keeps keys and values in {', '.join(native.KV_FORMATS)}, not in {spec.kv_dtype}"
-        for role in MATRICES:
-            if spec.formats[role] not in native.FORMATS:
-                return f"{role} is {spec.formats[role]}, and the layout rows16 holds {', '.join(native.FORMATS)}"
-        try:
-            native.open_library(gates.cpu_instructions)
-        except Unavailable as e:
-            return str(e)
-        return None
+        return why
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return {"embed": "plain"} | dict.fromkeys(MATRICES, "rows16")
@@ -72,16 +62,36 @@ class CpuStep(Phase):
             raise PlanError(f"the CPU kernels cannot run here: {e}.") from None
 
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
-        """The libraries that are built, as their files are now."""
-        files = {instructions.name: existing_file(instructions) for instructions in native.usable_sets()}
-        return [
-            Declared(kernel_name(name), frozenset({native.file_hash(path)}))
-            for name, path in files.items()
-            if path is not None
-        ]
+        return declared(kernel_name)
 
     def bind(self, b: Binding) -> Launch:
         return BoundStep(b).launch
+
+
+def refusal(spec: Spec, arch: Arch, gates: Gates, matrices: Iterable[str]) -> str | None:
+    """Why the library cannot multiply these matrices here."""
+    if arch.is_gpu:
+        return "runs on a CPU"
+    if spec.activation not in ACTIVATIONS:
+        return f"multiplies {' or '.join(ACTIVATIONS)} activations, not {spec.activation}"
+    for role in matrices:
+        if spec.formats[role] not in native.FORMATS:
+            return f"{role} is {spec.formats[role]}, and the layout rows16 holds {', '.join(native.FORMATS)}"
+    try:
+        native.open_library(gates.cpu_instructions)
+    except Unavailable as e:
+        return str(e)
+    return None
+
+
+def declared(kernel_name: Callable[[str], str]) -> list[Declared]:
+    """The libraries that are built, as their files are now; `kernel_name`: what is called in one, by its set's name."""
+    files = {instructions.name: existing_file(instructions) for instructions in native.usable_sets()}
+    return [
+        Declared(kernel_name(name), frozenset({native.file_hash(path)}))
+        for name, path in files.items()
+        if path is not None
+    ]
 
 
 def remark(gates: Gates) -> str:

@@ -69,21 +69,26 @@ def busy_loop(wanted: bool) -> Iterator[None]:
         process.wait()
 
 
-def speed_of(path: Way, model: str | None, tokens: int) -> float:
+def speed_of(path: Way, model: str | None, tokens: int) -> float | str:
+    """Tokens a second, or why there is no such figure."""
     command = [sys.executable, "-m", "halfbyte.lab.bench", *([model] if model else []), "--device", "cpu", "--pp", ""]
     command += ["--tg", str(tokens), "--concurrency", str(path.concurrency), *path.flags]
     with busy_loop(path.busy):
         file = from_json_line(output_of(command, may_fail=True))
     (result,) = (r for r in file.results if r.cell.path == path.result)
-    if result.refused:
-        raise HalfbyteError(f"{path.name} has no figure: {result.refused}")
-    return result.figure("speed").value
+    return result.refused or result.figure("speed").value
 
 
-def results_of(speeds: dict[str, list[float]], model: str, tokens: int) -> list[Result]:
+def results_of(speeds: dict[str, list[float]], refused: dict[str, str], model: str, tokens: int) -> list[Result]:
+    """`refused`: paths without a figure in some round, which therefore have none, and the reason."""
     results = []
     for path in PATHS:
         here = speeds[path.name]
+        shape = {"tg": tokens, "concurrency": path.concurrency, "busy_cores": int(path.busy)}
+        cell = Cell("decode", model, path=path.name, shape=shape)
+        if why := refused.get(path.name) or (path.beside in refused and f"{path.beside} has no figure"):
+            results.append(Result(cell, refused=why))
+            continue
         figures, targets = [figure("speed", "tok/s", here)], []
         if path.beside:
             other = speeds[path.beside]
@@ -93,10 +98,7 @@ def results_of(speeds: dict[str, list[float]], model: str, tokens: int) -> list[
                 targets.append(
                     Check(f"at least {path.least:g} of {path.beside}", ratio >= path.least, ratio, path.least)
                 )
-        shape = {"tg": tokens, "concurrency": path.concurrency, "busy_cores": int(path.busy)}
-        results.append(
-            Result(Cell("decode", model, path=path.name, shape=shape), tuple(figures), targets=tuple(targets))
-        )
+        results.append(Result(cell, tuple(figures), targets=tuple(targets)))
     return results
 
 
@@ -108,15 +110,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     speeds: dict[str, list[float]] = {path.name: [] for path in PATHS}
+    refused: dict[str, str] = {}
     try:
         for number in range(args.rounds):
             for path in PATHS if number % 2 == 0 else PATHS[::-1]:
                 print(f"... round {number + 1}: {path.name}", file=sys.stderr, flush=True)
-                speeds[path.name].append(speed_of(path, args.model, args.tokens))
+                speed = speed_of(path, args.model, args.tokens)
+                if isinstance(speed, str):
+                    refused[path.name] = speed
+                else:
+                    speeds[path.name].append(speed)
     except HalfbyteError as e:
         print(e, file=sys.stderr)
         return e.exit_code
-    results = results_of(speeds, Path(args.model).name if args.model else "tiny", args.tokens)
+    results = results_of(speeds, refused, Path(args.model).name if args.model else "tiny", args.tokens)
     for result in results:
         print(line_of(result))
     room = receipts.PACKAGE
