@@ -15,6 +15,6 @@ def fast_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(machine, "measure_read", lambda device, size=0: 1e13)
     monkeypatch.setattr(machine, "_measure_matmul", lambda device: 1e16)
     monkeypatch.setattr(machine, "_measure_int8", lambda device: 1e17)
-    machine.device_roof.cache_clear()
+    machine.forget_roofs()
     yield
-    machine.device_roof.cache_clear()
+    machine.forget_roofs()

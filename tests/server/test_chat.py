@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -397,7 +398,11 @@ def test_strict_tools_are_held_to_their_schema(serve: Serve) -> None:
     assert message.tool_calls[0].function.arguments == '{"place":"Bern"}'
     assert out.choices[0].finish_reason == "tool_calls"
     kinds = [r.constraint and r.constraint.kind for r in live.source.requests]
-    assert kinds == [None, None, None, "json_schema"]
+    assert kinds == ["regex", None, "regex", "json_schema"]  # a header's recipient, a call's arguments
+    offered = live.source.requests[0].constraint
+    assert re.fullmatch(offered.source, "functions.get_weather")
+    assert not re.fullmatch(offered.source, "functions.get_whatever")
+    assert offered.triggers == (tuple(live.source.tokenizer.encode(" to=")),)
     assert json.loads(live.source.requests[-1].constraint.source) == WEATHER["function"]["parameters"]
     made = sum(len(live.source.tokenizer.encode(p, allow_special=True)) for p in plays)
     assert out.usage.completion_tokens == made
@@ -411,7 +416,7 @@ def test_strict_tools_leave_a_plain_answer_alone(serve: Serve) -> None:
     live = serve(ScriptedSource(in_turn("<|channel|>final<|message|>", '{"a":1}<|return|>')))
     out = ask(live, tools=[STRICT], response_format=schema_format())
     assert out.choices[0].message.content == '{"a":1}'
-    assert [r.constraint is not None for r in live.source.requests] == [False, True]
+    assert [r.constraint.kind for r in live.source.requests] == ["regex", "json_schema"]
     # And a model that never begins one is still made to.
     live = serve(ScriptedSource(in_turn("<|return|>", '{"a":2}<|return|>')))
     out = ask(live, tools=[STRICT], response_format=schema_format())

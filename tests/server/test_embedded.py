@@ -97,6 +97,18 @@ def test_a_tool_can_be_required(live: Live, shop: Any) -> None:
     assert out.message.reasoning_content
 
 
+def test_strict_tools_are_called_by_their_names(live: Live, shop: Any) -> None:
+    """However wildly it is drawn, a header that names a function names one that was offered."""
+    functions, question, _, _ = shop
+    tools = [{"type": "function", "function": {**f, "strict": True}} for f in functions]
+    names = []
+    for seed in range(12):
+        out = chat(live, question, tools=tools, temperature=1.6, seed=seed, max_tokens=120).choices[0].message
+        names += [call.function.name for call in out.tool_calls or ()]
+    assert names
+    assert set(names) <= {f["name"] for f in functions}
+
+
 def test_responses_with_previous_id(live: Live, shop: Any) -> None:
     functions, question, result, name = shop
     tools: list[Any] = [{"type": "function", "strict": False, **f} for f in functions]

@@ -26,6 +26,7 @@ from halfbyte.gates import child_environment
 from halfbyte.server.http import doorkeeper
 from halfbyte.server.http.errors import ApiError
 from halfbyte.server.http.host_check import HostCheck
+from halfbyte.server.http.json_body import has_text_beyond
 from halfbyte.server.settings import ServerSettings
 
 Serve = Callable[..., Live]
@@ -313,6 +314,29 @@ def test_a_body_of_many_parts_is_refused(live: Live, http: httpx.Client, body: d
     answer = http.post(f"{live.url}/v1/chat/completions", json=CHAT | body)
     assert answer.status_code in (400, 413)
     assert len(answer.content) < 1000
+    assert live.source.requests == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "beyond"),
+    [
+        (b'{"a":"' + b"x" * 200 + b'"}', True),
+        (b'{"a":"' + b"x" * 90 + b'","b":"' + b"x" * 90 + b'"}', False),
+        (b'{"a":"' + b"\\n" * 100 + b'"}', False),  # a hundred bytes of text, written as two hundred
+        (b'{"a":"' + b"x" * 99 + b'"}', False),
+        (b'{"a":"x"', False),
+        (b"", False),
+    ],
+)
+def test_a_text_beyond_every_context_is_seen_without_parsing(raw: bytes, beyond: bool) -> None:
+    assert has_text_beyond(raw, 99) is beyond
+
+
+def test_a_text_beyond_every_context_is_refused(live: Live, http: httpx.Client) -> None:
+    answer = http.post(f"{live.url}/v1/completions", json={"model": "tiny", "prompt": " " * (22 << 20)})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "shorten it" in answer.json()["error"]["message"]
     assert live.source.requests == []
 
 

@@ -7,7 +7,10 @@ grammar is refused at once from then on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 import weakref
@@ -25,6 +28,7 @@ log = logging.getLogger("halfbyte")
 
 GRACE_S = 0.002
 THREADS = 2  # of each kind
+SLOW_NICENESS = 10  # of the threads for grammars that were slow before: the steps of others go first
 BUDGET_S, BUDGET_PER_TOKEN_S = 5.0, 0.005  # processor time of all masks of a request
 REMEMBERED = 256  # grammars that were refused
 
@@ -82,8 +86,8 @@ class GrammarPace:
     def job(self) -> Future[Turn] | None:
         return self._job
 
-    def start(self, pool: ThreadPoolExecutor, draft: list[int]) -> None:
-        self._job = pool.submit(self._turn, draft)
+    def start(self, quick: ThreadPoolExecutor, slow: ThreadPoolExecutor, draft: list[int]) -> None:
+        self._job = (slow if self.slow else quick).submit(self._turn, draft)
 
     def take(self) -> list[int]:
         """What the job has found; the draft as far as it holds. Raises what ends the request."""
@@ -130,13 +134,14 @@ class GrammarWork:
 
     def __init__(self, vocabulary: Vocabulary, end_tokens: Sequence[int]) -> None:
         self.compiler = GrammarCompiler(vocabulary, end_tokens)
-        self.masks = ThreadPoolExecutor(THREADS, thread_name_prefix="halfbyte-masks")
-        self._compiling = ThreadPoolExecutor(THREADS, thread_name_prefix="halfbyte-grammar")
+        self._masks = ThreadPoolExecutor(THREADS, "halfbyte-masks")
+        self._slow_masks = ThreadPoolExecutor(THREADS, "halfbyte-slow-masks", step_back)
+        self._compiling = ThreadPoolExecutor(THREADS, "halfbyte-grammar", step_back)
         self._refused: OrderedDict[Constraint, str] = OrderedDict()
         self._own = threading.local()
         self._trials: list[Trials] = []
         self._lock = threading.Lock()
-        self.close = weakref.finalize(self, _close, (self.masks, self._compiling), self._trials)
+        self.close = weakref.finalize(self, _close, (self._masks, self._slow_masks, self._compiling), self._trials)
 
     def prepare(self, constraint: Constraint, prompt: Sequence[int]) -> Future[GrammarPace]:
         """The grammar at its start; done already where it is known, or known to be refused."""
@@ -188,7 +193,7 @@ class GrammarWork:
             if seq.grammar is None or seq.inflight:
                 continue
             if seq.grammar.due(seq.draft):
-                seq.grammar.start(self.masks, seq.draft)
+                seq.grammar.start(self._masks, self._slow_masks, seq.draft)
             if seq.grammar.job is not None:
                 pending.append((seq, seq.grammar, seq.grammar.job))
         wait([job for _, grammar, job in pending if not grammar.slow], GRACE_S)
@@ -209,6 +214,14 @@ class GrammarWork:
             if drafted and not draft and seq.pace is not None:
                 seq.pace.nothing()
         return failed
+
+
+def step_back() -> None:
+    """This thread lets others go first. On other systems than Linux that would be said of the whole process."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            me = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + SLOW_NICENESS)
 
 
 def _close(pools: Iterable[ThreadPoolExecutor], trials: list[Trials]) -> None:

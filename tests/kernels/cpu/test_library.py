@@ -8,6 +8,7 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from halfbyte import gates as gates_
@@ -222,3 +223,14 @@ def test_threads_are_a_number_or_auto() -> None:
             gates_.parse({"threads": wrong}, env={})
     with pytest.raises(GateError, match="at most 512"):
         cores.threads_for(Gates(threads="100000"))
+
+
+@pytest.mark.parametrize("words", [0, 1, 131_071, 131_072, 131_073, 1_000_003])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_memory_is_read_whole(words: int, threads: int) -> None:
+    """What a roof is measured with must have read every word once."""
+    data = np.random.default_rng(words).integers(0, 1 << 63, words, dtype=np.uint64)
+    for instructions in library.usable_sets():
+        found = library.open_library(instructions.name)
+        total = library.read_memory(found, cores.Threads(threads, None), data.ctypes.data, words)
+        assert total == int(data.sum(dtype=np.uint64))

@@ -98,6 +98,8 @@ int32_t hb_run_product(hb_pool*, const hb_matrix* m, const float* bias, int32_t 
 
 // 0, or what is wrong with reading: errno, or -1 where a file ends early. `finite`: 0 where a number or a scale is not.
 int32_t hb_pack(const hb_packing*, int32_t* finite);
+// The sum of all 64-bit words of a memory: what this machine's roof is measured with, so it does nothing but read.
+uint64_t hb_read(hb_pool*, const uint64_t* words, int64_t count);
 const char* hb_instruction_set(void);
 int64_t hb_struct_size(int32_t which);  // in the order of their declarations, hb_matrix first: checked against ctypes
 

@@ -201,6 +201,8 @@ def _declare_calls(calls: Any) -> None:
     )  # fmt: skip
     calls.hb_destroy.restype = None
     calls.hb_destroy.argtypes = (ctypes.c_void_p,)
+    calls.hb_read.restype = ctypes.c_uint64
+    calls.hb_read.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
     calls.hb_pack.restype = ctypes.c_int32
     calls.hb_pack.argtypes = (ctypes.POINTER(Packing), ctypes.POINTER(ctypes.c_int32))
     calls.hb_run.restype = ctypes.c_int32
@@ -244,6 +246,11 @@ def pool_of(library: Library, threads: Threads) -> int:
                 raise EngineError(f"{threads.count} threads could not be started; ask for fewer with --threads.")
             _pools[key] = made
         return _pools[key]
+
+
+def read_memory(library: Library, threads: Threads, address: int, words: int) -> int:
+    """The sum, modulo 2^64, of so many 64-bit words, read as fast as the machine can."""
+    return int(library.calls.hb_read(pool_of(library, threads), address, words))
 
 
 class Instance:

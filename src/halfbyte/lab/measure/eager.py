@@ -47,6 +47,7 @@ def measure_eager(
 
 
 def _result(model: GptOss, work: Work, cell: Cell, repeats: int, chunk: int) -> Result:
+    device_roof(model.device, model.weights.nbytes)
     run = partial(_prefill, model, work.prompt) if work.prompt else partial(_decode, model, work.tokens)
     rates = [run(work.depth, chunk, seed) for seed in range(repeats + 1)][1:]
     experts = None if work.prompt else float(model.config.top_k)  # one row always touches as many

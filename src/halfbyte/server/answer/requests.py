@@ -223,14 +223,15 @@ class ChoiceRequests:
     # ---- strict tools, structured answers -----------------------------------------------------
 
     async def _message_by_message(self) -> AsyncIterator[Update]:
-        """Each body under the grammar its header calls for: a strict tool's schema, or the answer's.
+        """Each body under the grammar its header calls for: a strict tool's schema, or the answer's. A header that
+        names a recipient names one that was offered.
 
         The engine wakes one grammar at one set of triggers, so where several may be needed each message is two
         requests: its header, and then, known what it is, its body.
         """
         c = self.harmony.controls
         while True:
-            async for update in self._request(stop_after=(c.message,)):
+            async for update in self._request(stop_after=(c.message,), constraint=self._offered_name()):
                 yield update
             if self.cut or self.tokens[-1] != c.message:
                 break  # it ended, or never wrote a body
@@ -241,6 +242,14 @@ class ChoiceRequests:
                 break
         async for update in self._missing_answer():
             yield update
+
+    def _offered_name(self) -> Constraint:
+        """Asleep until a header says who is called."""
+        c, encode = self.harmony.controls, self.harmony.tokenizer.encode
+        names = "|".join(re.escape(f.recipient) for f in self.prompt.tools.functions)
+        return Constraint(
+            "regex", f"({names}) ?", triggers=(tuple(encode(" to=")),), end_tokens=(c.channel, c.constrain, c.message)
+        )
 
     def _body_constraint(self) -> Constraint | None:
         if self.reader.answer_begins:

@@ -14,6 +14,7 @@ from halfbyte.server.http.model_names import ModelNames
 from halfbyte.server.http.printable import printable
 from halfbyte.server.settings import ServerSettings
 
+MAX_TEXT = 8 << 20  # bytes that are tokenised for whoever only wants to count
 prompt_log = logging.getLogger("halfbyte.prompts")
 
 
@@ -27,6 +28,8 @@ class Service:
         self.admission = Admission(source, settings, self.metrics)
         self.names = ModelNames(source.info, settings)
         self.pacer = Pacer()
+        # No text of a request can be longer: a token stands for so many bytes at the most.
+        self.longest_text = max(MAX_TEXT, source.info.max_context * tokenizer.longest_token)
         if settings.log_prompts:
             prompt_log.setLevel(logging.INFO)
 

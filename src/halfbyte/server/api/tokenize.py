@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from halfbyte.server.answer.conversation import EFFORTS, Conversation
 from halfbyte.server.answer.prompt import make_prompt
-from halfbyte.server.answer.service import Service
+from halfbyte.server.answer.service import MAX_TEXT, Service
 from halfbyte.server.answer.token_budget import TokenBudget
 from halfbyte.server.api.openai_chat import to_toolbox
 from halfbyte.server.api.openai_chat_schema import ChatMessage, ChatTool, EffortName, to_harmony
@@ -19,7 +19,6 @@ from halfbyte.server.http.errors import bad_request
 from halfbyte.server.http.json_body import Route
 from halfbyte.server.http.respond import compute
 
-MAX_TEXT = 8 << 20
 MAX_TOKENS = 1 << 20
 
 
