@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,11 @@ import torch
 from live_server import Live
 
 from halfbyte import Engine
+from halfbyte.engine.request import Constraint, Request, SamplingParams
 from halfbyte.evals import calling, reading
 from halfbyte.model.load import EMBEDDED
+from halfbyte.server.answer.requests import offered_recipient
+from halfbyte.server.answer.tools import Function
 from halfbyte.server.settings import ServerSettings
 
 pytestmark = pytest.mark.skipif(
@@ -98,15 +102,26 @@ def test_a_tool_can_be_required(live: Live, shop: Any) -> None:
 
 
 def test_strict_tools_are_called_by_their_names(live: Live, shop: Any) -> None:
-    """However wildly it is drawn, a header that names a function names one that was offered."""
-    functions, question, _, _ = shop
-    tools = [{"type": "function", "function": {**f, "strict": True}} for f in functions]
-    names = []
-    for seed in range(12):
-        out = chat(live, question, tools=tools, temperature=1.6, seed=seed, max_tokens=120).choices[0].message
-        names += [call.function.name for call in out.tool_calls or ()]
-    assert names
-    assert set(names) <= {f["name"] for f in functions}
+    """A header that is about to name somebody, where no tool fits: the model writes what it likes unless it is held to
+    those that were offered."""
+    functions, question, _, missing = shop
+    harmony = live.app.state.service.harmony
+    header = f"<|start|>user<|message|>{question}<|end|><|start|>assistant<|channel|>commentary to="
+    prompt = harmony.tokenizer.encode(header, allow_special=True)
+    others = [Function(f["name"]) for f in functions if f["name"] != missing]
+
+    def written(constraint: Constraint | None) -> str:
+        end = (harmony.controls.message, harmony.controls.constrain)
+        sampling = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=end)
+        tokens = asyncio.run(collected(Request(list(prompt), sampling, constraint)))
+        return harmony.tokenizer.decode(t for t in tokens if t not in end).strip()
+
+    async def collected(request: Request) -> list[int]:
+        return [token async for delta in live.source.stream(request) for token in delta.tokens]
+
+    recipients = {f.recipient for f in others}
+    assert written(offered_recipient(harmony, others)) in recipients
+    assert written(None) not in recipients
 
 
 def test_responses_with_previous_id(live: Live, shop: Any) -> None:

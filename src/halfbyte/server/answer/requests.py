@@ -19,6 +19,7 @@ from typing import Protocol
 from halfbyte.engine.request import Constraint, Delta, Logprob, Request
 from halfbyte.errors import RequestError
 from halfbyte.server.answer.answer import Update
+from halfbyte.server.answer.harmony_tokens import HarmonyTokens
 from halfbyte.server.answer.prompt import Prompt
 from halfbyte.server.answer.pump import merge
 from halfbyte.server.answer.reader import AnswerReader
@@ -69,6 +70,14 @@ async def single_request(service: Service, request: Request, readers: Sequence[R
             yield update
             if not running and delta.finish is None:
                 return  # closing the engine's stream cancels what nobody waits for
+
+
+def offered_recipient(harmony: HarmonyTokens, functions: Sequence[Function]) -> Constraint:
+    """Holds a header to those who may be called; asleep until it says that somebody is."""
+    c = harmony.controls
+    names = "|".join(re.escape(f.recipient) for f in functions)
+    to = tuple(harmony.tokenizer.encode(" to="))
+    return Constraint("regex", f"({names}) ?", triggers=(to,), end_tokens=(c.channel, c.constrain, c.message))
 
 
 def raise_failure(delta: Delta) -> None:
@@ -230,8 +239,9 @@ class ChoiceRequests:
         requests: its header, and then, known what it is, its body.
         """
         c = self.harmony.controls
+        offered = offered_recipient(self.harmony, self.prompt.tools.functions)
         while True:
-            async for update in self._request(stop_after=(c.message,), constraint=self._offered_name()):
+            async for update in self._request(stop_after=(c.message,), constraint=offered):
                 yield update
             if self.cut or self.tokens[-1] != c.message:
                 break  # it ended, or never wrote a body
@@ -242,14 +252,6 @@ class ChoiceRequests:
                 break
         async for update in self._missing_answer():
             yield update
-
-    def _offered_name(self) -> Constraint:
-        """Asleep until a header says who is called."""
-        c, encode = self.harmony.controls, self.harmony.tokenizer.encode
-        names = "|".join(re.escape(f.recipient) for f in self.prompt.tools.functions)
-        return Constraint(
-            "regex", f"({names}) ?", triggers=(tuple(encode(" to=")),), end_tokens=(c.channel, c.constrain, c.message)
-        )
 
     def _body_constraint(self) -> Constraint | None:
         if self.reader.answer_begins:
