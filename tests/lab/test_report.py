@@ -131,7 +131,8 @@ def test_curves_over_depth_streams_and_latency(tmp_path: Path) -> None:
     streams = [decode(700.0 * c, depth=128, concurrency=c) for c in (1, 2)]
     made = collected(tmp_path, file("2026-01-01", *depths, *streams, serving(1, 100, 50), serving(8, 500, 400)))
     found = content.measurements(made)
-    (over_streams,) = content.curves(found, [], "concurrency")
+    played, over_streams = content.curves(found, [], "concurrency")
+    assert [y for _, y in played.lines[0].points] == [100.0, 500.0]  # a workload's, with the same numbers of streams
     assert [x for x, _ in over_streams.lines[0].points] == [1, 2]
     (depth,) = content.curves(found, [], "depth")
     assert [line.name for line in depth.lines] == ["halfbyte, fast", "ceiling of halfbyte, fast"]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from halfbyte.cli.engine_options import EngineFlagOption, EnginePythonOption, EngineVariableOption
 from halfbyte.cli.options import (
     DeviceOption,
     JsonOption,
@@ -68,6 +69,9 @@ def bench(
     engine: Annotated[
         str, typer.Option("--engine", help="Measure this engine over HTTP: halfbyte, another one by name, an address.")
     ] = "",
+    engine_flag: EngineFlagOption = None,
+    engine_env: EngineVariableOption = None,
+    engine_python: EnginePythonOption = None,
     workload: Annotated[
         str,
         typer.Option(
@@ -136,15 +140,17 @@ def bench(
     """Prompt and generation speed of the engine, each beside what the hardware could do."""
     from halfbyte.lab.bench import BenchOptions, keep, rows_of, run_bench, run_log
     from halfbyte.lab.measure.traffic import Limits
+    from halfbyte.lab.peers.launch import Setup, variables
     from halfbyte.lab.served import Traffic
     from halfbyte.lab.store import Store
     from halfbyte.model import load
 
+    started = Setup(None, flags=tuple(engine_flag or ()), python=engine_python, environment=variables(engine_env or ()))
     options = BenchOptions(
         model=model, gates=gates, device=device, prompts=numbers(pp, "--pp", 1), tokens=numbers(tg, "--tg", 2),
         depths=numbers(depth, "--depth", 0), concurrency=numbers(concurrency, "--concurrency", 1), repeats=repeats,
         eager=eager, graph=graph, phases=numbers(phases, "--phases", 1), sustain=sustain, served=served, url=url,
-        check=check, require_native=require_native, engine=engine, log=run_log(out_file, resume),
+        check=check, require_native=require_native, engine=engine, started=started, log=run_log(out_file, resume),
         traffic=Traffic(workload, rates(rate), sessions, Limits.parse(limits), turns, pace, seed),
     )  # fmt: skip
     loaded = None

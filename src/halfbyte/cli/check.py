@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from halfbyte.cli.engine_options import PANEL, EngineFlagOption, EnginePythonOption, EngineVariableOption
 from halfbyte.cli.options import DeviceOption, JsonOption, check_number, err, out, print_json, with_gates
 from halfbyte.errors import UsageError
 from halfbyte.gates import PRESETS, Gates
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from halfbyte.lab.levels.protocol import Outcome
     from halfbyte.lab.result import ResultFile
 
-Engine = "Engine"
 Stress = "Stress"
 Benchmark = "Benchmark"
 
@@ -36,27 +36,22 @@ def check(
         typer.Option(
             "--engine",
             help="halfbyte, vllm, vllm+halfbyte, sglang, llamacpp, or the address of one that runs.",
-            rich_help_panel=Engine,
+            rich_help_panel=PANEL,
         ),
     ] = "halfbyte",
-    engine_flag: Annotated[
-        list[str] | None,
-        typer.Option("--engine-flag", help="A flag of the engine's own, passed on; repeat it.", rich_help_panel=Engine),
-    ] = None,
-    engine_python: Annotated[
-        str | None,
-        typer.Option("--engine-python", help="Interpreter of vLLM's or SGLang's environment.", rich_help_panel=Engine),
-    ] = None,
+    engine_flag: EngineFlagOption = None,
+    engine_env: EngineVariableOption = None,
+    engine_python: EnginePythonOption = None,
     engine_log: Annotated[
         Path | None,
-        typer.Option("--engine-log", help="Log of an engine that runs already.", rich_help_panel=Engine),
+        typer.Option("--engine-log", help="Log of an engine that runs already.", rich_help_panel=PANEL),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
             "--trace",
             help="A profiler's trace of the engine: torch's JSON or an nsys .sqlite export.",
-            rich_help_panel=Engine,
+            rich_help_panel=PANEL,
         ),
     ] = None,
     baseline: Annotated[str, typer.Option("--baseline", help="Preset that the gates are held against.")] = "exact",
@@ -102,6 +97,9 @@ def check(
     debug: Annotated[
         bool, typer.Option("--debug", help="Blocking launches, C++ stacks and API logs in the engine: slow.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the matrix that --out FOLDER began; other levels run anew.")
+    ] = False,
     folder: Annotated[
         Path | None, typer.Option("--out", help="Folder for results, log and diagnostics.", show_default=False)
     ] = None,
@@ -121,7 +119,7 @@ def check(
     from halfbyte.lab.levels.subject import Subject
     from halfbyte.lab.levels.under_load import Counts
     from halfbyte.lab.peers.engines import engine_named
-    from halfbyte.lab.peers.launch import Setup
+    from halfbyte.lab.peers.launch import Setup, variables
     from halfbyte.lab.peers.process import Limits
 
     if kit is not None:
@@ -134,9 +132,9 @@ def check(
     place = folder or Path(f"check-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     problems = Suite(suite) if suite else None
     with err.status("preparing") as status:
-        setup = peer.prepare(
-            Setup(model, gates, device, flags=tuple(engine_flag or ()), python=engine_python), status.update
-        )
+        started = Setup(model, gates, device, flags=tuple(engine_flag or ()), python=engine_python,
+                        environment=variables(engine_env or ()))  # fmt: skip
+        setup = peer.prepare(started, status.update)
         subject = Subject(
             peer, setup, place, PRESETS[baseline].gates, preset_of(gates), limits, debug, engine_log, trace,
             status.update,
@@ -156,7 +154,15 @@ def check(
             numbers(concurrency, "--concurrency", 1), repeats,
         )  # fmt: skip
         options = CheckOptions(
-            counts, problems, reference, works, targets, prior=words(prior), before=earlier(against), full=words(full)
+            counts,
+            problems,
+            reference,
+            works,
+            targets,
+            prior=words(prior),
+            before=earlier(against),
+            full=words(full),
+            log=matrix_log(folder, resume),
         )
         report = run_levels(subject, wanted, options, lambda o: show(o, json))
         files = finish(report, place)
@@ -197,6 +203,18 @@ def show(o: Outcome, json: bool) -> None:
         out.print(f"level {o.level:4} {o.name:12} {o.verdict:8} {o.seconds:6.1f} s", markup=False)
         for reason in o.reasons:
             out.print(f"    {reason}", markup=False)
+
+
+def matrix_log(folder: Path | None, resume: bool) -> Path | None:
+    """Cells of a matrix as they are measured. Without --resume what an interrupted one left is thrown away."""
+    if folder is None:
+        if resume:
+            raise UsageError("--resume goes on with the matrix of a folder; name it with --out.")
+        return None
+    log = folder / "matrix.runs"
+    if not resume:
+        log.unlink(missing_ok=True)
+    return log
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -20,12 +20,16 @@ def matrix(
         str, typer.Option("--full", help="Axes to combine in full, as moe_kernel,activation; without: pairwise.")
     ] = "",
     folder: Annotated[Path | None, typer.Option("--out", help="Folder for results and logs.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out FOLDER began.")] = False,
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Every preset and every pair of gate values that can run together, started, compared and timed briefly."""
     run = inspect.unwrap(check)  # as it is called once its gates are made
-    run(["6"], model=model, engine=engine, full=full, folder=folder, device=device, json=json, gates=Gates())
+    run(
+        ["6"], model=model, engine=engine, full=full, folder=folder, resume=resume, device=device, json=json,
+        gates=Gates(),
+    )  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:

@@ -37,6 +37,7 @@ from halfbyte.lab.measure.engine_timing import Work, all_work, measure_engine, r
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.measure.traffic import Limits
+from halfbyte.lab.peers.launch import Setup, variables
 from halfbyte.lab.result import Cell, Check, Result, ResultFile, failed_cell
 from halfbyte.lab.served import (
     WORKLOADS,
@@ -75,8 +76,13 @@ class BenchOptions:
     check: bool = True  # compare regimes first, on a GPU
     require_native: bool = False
     engine: str = ""  # measured over HTTP: a name of `lab/peers/engines.py`, or an address
+    started: Setup = field(default_factory=lambda: Setup(None))  # flags, interpreter and variables of that engine
     traffic: Traffic = field(default_factory=Traffic)
     log: Path | None = None  # of runs, so that what was interrupted can go on
+
+    @property
+    def setup(self) -> Setup:
+        return replace(self.started, model=self.model, gates=self.gates, device=self.device)
 
     @property
     def works(self) -> list[Work]:
@@ -258,7 +264,7 @@ def measure_http(options: BenchOptions, progress: Progress, log: RunLog | None) 
     traffic = options.traffic
     works = workloads(traffic, options.prompts, options.tokens, vocab) if traffic.workload else []
     when = arrivals(traffic, options.concurrency)
-    with serving(options.url or options.engine, options.model, options.gates, options.device, progress) as server:
+    with serving(options.url or options.engine, options.setup, progress) as server:
         client = HttpClient(server.url)
         model = client.model if server.startup_s is None else name.label.removeprefix("random:")
         preset = options.preset or preset_of(options.gates)
@@ -273,7 +279,7 @@ def measure_http(options: BenchOptions, progress: Progress, log: RunLog | None) 
 def measure_served(options: BenchOptions, cell: Cell, engine: Sequence[Result], progress: Progress) -> list[Result]:
     """`halfbyte serve` with the same gates, the same work over HTTP, and how it compares."""
     vocab = load.config_of(load.resolve_model(options.model)).vocab
-    with serving("halfbyte", options.model, options.gates, options.device, progress) as server:
+    with serving("halfbyte", options.setup, progress) as server:
         client, cell = HttpClient(server.url), replace(cell, path="http")
         served = measure_client(client, options.works, options.repeats, cell, vocab, progress)
     served = under_ceilings(engine, with_path(served, server))
@@ -328,6 +334,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--served", action="store_true")
     p.add_argument("--url")
     p.add_argument("--engine", default="", help="measure this engine over HTTP: halfbyte, llamacpp, vllm …")
+    p.add_argument("--engine-flag", action="append", default=[], metavar="FLAG", help="of its own, passed on")
+    p.add_argument("--engine-env", action="append", default=[], metavar="NAME=VALUE", help="a variable of its own")
+    p.add_argument("--engine-python", help="interpreter of its environment")
     p.add_argument("--workload", default="", help=", ".join(WORKLOADS))
     p.add_argument("--rate", type=rates, default=(), help="sessions a second, as Poisson arrivals")
     p.add_argument("--sessions", type=int, default=0)
@@ -350,6 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = BenchOptions(
             a.model, gates, a.preset, a.device, a.pp, a.tg, a.depth, a.concurrency, a.repeats, a.eager, a.graph,
             a.phases, a.sustain, a.served, a.url, not a.no_check, a.require_native, a.engine,
+            Setup(None, flags=tuple(a.engine_flag), python=a.engine_python, environment=variables(a.engine_env)),
             Traffic(a.workload, a.rate, a.sessions, Limits.parse(a.limits), a.turns, a.pace, a.seed),
             run_log(a.out, a.resume),
         )  # fmt: skip

@@ -232,6 +232,13 @@ def from_json(raw: object) -> ResultFile:
     return file
 
 
+def read_result(raw: object) -> Result:
+    """One result as a run's log keeps it."""
+    result = _read(Result, raw, "the result")
+    assert isinstance(result, Result)
+    return result
+
+
 def from_json_line(text: str) -> ResultFile:
     """What a tool printed, of which the last line is the file."""
     try:

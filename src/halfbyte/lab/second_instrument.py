@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import HalfbyteError, PeerError, UsageError
-from halfbyte.gates import Gates, child_environment
+from halfbyte.gates import child_environment
 from halfbyte.lab import receipts
 from halfbyte.lab.child import output_of
 from halfbyte.lab.entry import finish, line_of
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.traffic import measure_traffic
+from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Check, Result, figure
 from halfbyte.lab.served import Served, serving
 from halfbyte.lab.workloads.arrivals import ClosedLoop
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     a = parser.parse_args(argv)
     shape = {"pp": a.pp, "tg": a.tg, "runs": a.runs}
-    server = nullcontext(Served(a.url, "")) if a.url else serving("halfbyte", None, Gates(), None, lambda _: None)
+    server = nullcontext(Served(a.url, "")) if a.url else serving("halfbyte", Setup(None), lambda _: None)
     try:
         with server as served:
             cell = Cell("second instrument", "" if a.url else "tiny", shape=shape, engine=served.name)

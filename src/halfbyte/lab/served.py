@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import UsageError
-from halfbyte.gates import Gates
 from halfbyte.lab.measure.engine_timing import Client, Timing, Work, result_of, time_all
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.measure.traffic import Limits, measure_traffic
-from halfbyte.lab.result import Cell, Check, Figure, Result, figure, from_json, measure_cell
+from halfbyte.lab.peers.launch import Setup
+from halfbyte.lab.result import Cell, Check, Figure, Result, figure, measure_cell, read_result
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from halfbyte.lab.workloads.recording import replay
 from halfbyte.lab.workloads.workload import Workload, chat, synthetic
@@ -55,30 +55,28 @@ class Served:
     url: str
     name: str  # empty: halfbyte
     startup_s: float | None = None
+    version: str = ""
     record: dict[str, Any] | None = None
 
 
 @contextlib.contextmanager
-def serving(
-    engine: str, model: str | None, gates: Gates, device: str | None, progress: Progress, flags: Sequence[str] = ()
-) -> Iterator[Served]:
+def serving(engine: str, setup: Setup, progress: Progress) -> Iterator[Served]:
     """`engine` is a name that `lab/peers/engines.py` knows, or the address of a server, which must answer now."""
     if "://" in engine or ":" in engine:
         yield Served(engine, f"server at {engine.rpartition('//')[2].rstrip('/')}")
         return
     # Not before they are needed: a machine that only measures our engine lacks the packages they talk HTTP with.
     from halfbyte.lab.peers.engines import engine_named
-    from halfbyte.lab.peers.launch import Setup
     from halfbyte.lab.peers.process import PeerProcess
 
     peer = engine_named(engine)
     name = "" if peer.name == "halfbyte" else peer.name
     with tempfile.TemporaryDirectory() as folder:
-        setup = peer.prepare(Setup(model, gates, device, folder=Path(folder), flags=tuple(flags)), progress)
+        setup = peer.prepare(replace(setup, folder=Path(folder)), progress)
         progress(f"starting {peer.name}")
         process = PeerProcess(peer, setup, Path(folder))
         with process:
-            served = Served(process.url, name, process.startup.first_token_s)
+            served = Served(process.url, name, process.startup.first_token_s, process.version)
             yield served
         told = process.launch.record
         if told is not None and told.is_file():
@@ -87,7 +85,7 @@ def serving(
 
 def with_path(results: Sequence[Result], served: Served) -> list[Result]:
     """With the kernels that ran; INVALID where they are not the ones that were chosen."""
-    extra = {} if served.startup_s is None else {"startup_s": served.startup_s}
+    extra = {} if served.startup_s is None else {"startup_s": served.startup_s, "version": served.version}
     found = [replace(r, detail={**r.detail, **extra}) for r in results]
     if served.record is None:
         return found
@@ -182,7 +180,7 @@ def measure_workloads(
             each = replace(cell, kind="serving", shape=shape)
             key = each.label
             if log is not None and (told := log.result(key)) is not None:
-                results.append(_read(told))
+                results.append(read_result(told))
                 continue
             progress(f"{each.label} over HTTP")
             play = partial(measure_traffic, client, workload, arrival, each, traffic.limits)
@@ -190,11 +188,6 @@ def measure_workloads(
             if log is not None:
                 log.keep(key, results[-1])
     return results
-
-
-def _read(raw: Any) -> Result:
-    file = {"schema": "halfbyte.result/1", "tool": "", "command": [], "environment": {"time": ""}, "measured": {}}
-    return from_json({**file, "results": [raw]}).results[0]
 
 
 def latency_table(results: Sequence[Result]) -> list[dict[str, str]]:

@@ -11,10 +11,12 @@ from scripted_peer import LIMITS, ScriptedPeer
 from halfbyte.errors import UsageError
 from halfbyte.gates import PRESETS, Gates
 from halfbyte.lab.levels import matrix
-from halfbyte.lab.levels.benchmark import Works
+from halfbyte.lab.levels.benchmark import Measurement, Works
 from halfbyte.lab.levels.matrix import check_matrix, counts, covering, every, gates_of
 from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.peers.launch import Launch, Setup
+from halfbyte.lab.result import Result, read_result
 
 AXES = {
     "moe_kernel": ("auto", "triton", "marlin", "cpu"),
@@ -90,3 +92,34 @@ def test_cells_that_run_are_refused_or_are_invalid(tmp_path: Path, monkeypatch: 
     assert counts(results)["INVALID"] == 1
     assert counts(results)["run"] >= 1
     assert subject.diagnostics
+
+
+def test_cells_of_an_interrupted_matrix_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [(gates_of({"sinks": value}), "") for value in ("auto", "on", "off")]
+    identity = {"question": "x"}
+
+    def run() -> list[Result]:
+        subject = Subject(ScriptedPeer(), Setup(None, device="cpu"), tmp_path, limits=LIMITS)
+        return matrix.run_cells(subject, cells, Works((8,), (4,), repeats=1), None, RunLog(tmp_path / "x", identity))
+
+    timed: list[Gates] = []
+
+    def time(self: Measurement) -> None:
+        if len(timed) == 2:
+            raise KeyboardInterrupt
+        timed.append(self.gates)
+        original(self)
+
+    monkeypatch.setattr(matrix, "side_by_side", lambda subject: 2)
+    original = Measurement.time
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(Measurement, "time", time)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    before = RunLog(tmp_path / "x", identity)
+    results = run()
+    assert [r.cell.gates for r in results] == [{}, {"sinks": "on"}, {"sinks": "off"}]
+    for gates in timed:
+        told = before.result(str(sorted(gates.changes().items())))
+        assert read_result(told) in results
+    assert len(list(tmp_path.glob("*-matrix-cell"))) == 3  # two groups before, and the third cell again as the first

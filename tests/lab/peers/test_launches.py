@@ -11,7 +11,6 @@ from halfbyte.gates import AXES, parse
 from halfbyte.lab.peers.asker import Question, native_body, read_native, read_reply
 from halfbyte.lab.peers.engines import ENGINES, engine_named
 from halfbyte.lab.peers.launch import Launch, Setup
-from halfbyte.model import load
 
 
 def launch(engine: str, **flags: str) -> Launch:
@@ -80,9 +79,9 @@ def test_vllm_alone_and_with_the_plugin() -> None:
 def test_a_vllm_whose_package_has_another_name_is_started_by_its_older_entry() -> None:
     """This environment has no package `vllm` at all, as a CPU build's has not."""
     peer = engine_named("vllm")
-    setup = peer.prepare(Setup(None, port=8123), lambda _: None)
+    setup = peer.prepare(Setup(None, device="cpu", port=8123), lambda _: None)
     words = " ".join(peer.launch(setup).command)
-    assert f"-m vllm.entrypoints.openai.api_server --model {load.EMBEDDED}" in words
+    assert f"-m vllm.entrypoints.openai.api_server --model {setup.file}" in words
     assert " serve " not in words
     with pytest.raises(UsageError, match="--engine-python names an interpreter"):
         peer.prepare(Setup(None, python="/no/such/python"), lambda _: None)

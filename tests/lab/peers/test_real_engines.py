@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from halfbyte.lab.bench import BenchOptions, run_bench
 from halfbyte.lab.levels.answers import Reference, find_reference
+from halfbyte.lab.levels.benchmark import Works
 from halfbyte.lab.levels.protocol import CheckOptions, Report, run_levels
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.under_load import Counts
@@ -20,7 +22,11 @@ from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.peers.process import Limits
 
 SMALL = Counts(sequential=10, together=(4, 8), prefill=1024, generation=128, load=16, at_once=4)
+WORKS = Works((256,), (32,), repeats=3)
 LIMITS = Limits(start_s=1500.0, request_s=900.0)
+# A few streams of short contexts are enough, and leave memory for others.
+VLLM_FLAGS = ("--max-model-len", "4096", "--max-num-seqs", "8", "--enforce-eager")
+VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def checked(engine: str, folder: Path, levels: list[str], setup: Setup) -> Report:
@@ -30,7 +36,7 @@ def checked(engine: str, folder: Path, levels: list[str], setup: Setup) -> Repor
     reference = find_reference(embedded)
     assert reference is not None
     Reference.read(reference)
-    return run_levels(subject, levels, CheckOptions(SMALL, reference=reference))
+    return run_levels(subject, levels, CheckOptions(SMALL, reference=reference, works=WORKS))
 
 
 def assert_passed(report: Report) -> None:
@@ -38,18 +44,34 @@ def assert_passed(report: Report) -> None:
     assert report.ok, json.dumps(said, indent=1)
 
 
+def vllm() -> Setup:
+    python = os.environ.get("VLLM_TEST_PYTHON")  # of another environment; without it vLLM is in this one
+    return Setup(None, device="cpu", flags=VLLM_FLAGS, python=python, environment=VLLM_VARIABLES)
+
+
 @pytest.mark.peers
 @pytest.mark.slow
 def test_llamacpps_own_server(tmp_path: Path) -> None:
-    """The embedded model as GGUF: it starts, answers like the reference, stands, and leaves nothing."""
-    assert_passed(checked("llamacpp", tmp_path, ["1", "2", "3", "4"], Setup(None, device="cpu")))
+    """The embedded model as GGUF: it starts, answers like the reference, stands, has a speed, and leaves nothing."""
+    assert_passed(checked("llamacpp", tmp_path, ["1", "1.5", "2", "3", "4"], Setup(None, device="cpu")))
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_the_bench_of_llamacpps_own_server() -> None:
+    file = run_bench(BenchOptions(device="cpu", engine="llamacpp", prompts=(128,), tokens=(16,), concurrency=(1, 2)))
+    assert [r.cell.label for r in file.results] == ["pp128", "tg16", "pp128, c=2", "tg16, c=2"]
+    assert all(r.cell.engine == "llamacpp" and r.figure("speed").value > 0 for r in file.results)
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_with_the_plugin_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    python = os.environ.get("VLLM_TEST_PYTHON")  # of another environment; without it vLLM is in this one
-    flags = ("--max-model-len", "4096", "--max-num-seqs", "8", "--enforce-eager")
-    assert_passed(checked("vllm+halfbyte", tmp_path, ["1", "1.5", "2"], Setup(None, flags=flags, python=python)))
+def test_vllm_alone_on_a_cpu(tmp_path: Path) -> None:
+    """On a copy of the embedded model in bf16, which has the same numbers: the same answers."""
+    assert_passed(checked("vllm", tmp_path, ["1", "1.5", "2", "4"], vllm()))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_with_the_plugin_on_a_cpu(tmp_path: Path) -> None:
+    assert_passed(checked("vllm+halfbyte", tmp_path, ["1", "1.5", "2"], vllm()))

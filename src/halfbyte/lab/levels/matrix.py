@@ -2,8 +2,9 @@
 
 Values that the engine refuses by themselves, and pairs that it refuses together, are found without a start and listed
 with their reasons; the rest is covered by few cells (a pairwise covering array). A cell is started, asked in every
-regime, held against the reference's shortest answer, and timed briefly. Counted are cells that ran, that were refused
-and that are INVALID.
+regime, held against the reference's shortest answer, and timed briefly. On a CPU as many engines as it has cores are
+started and asked side by side, since most of a start is one thread's work; they are timed one at a time, the others
+idle. Counted are cells that ran, that were refused and that are INVALID.
 """
 
 from __future__ import annotations
@@ -12,27 +13,35 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import psutil
 
 from halfbyte.errors import UsageError
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import AXES, PRESETS, Gates, parse
-from halfbyte.lab.levels.answers import MARGIN, MOST, Reference, first_difference
-from halfbyte.lab.levels.benchmark import Works, measure
+from halfbyte.lab.levels.answers import MARGIN, MOST, Reference, ReferenceAnswer, first_difference
+from halfbyte.lab.levels.benchmark import Measurement, Works
 from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.machine import cores
+from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.peers.asker import Question
 from halfbyte.lab.peers.process import PeerProcess
-from halfbyte.lab.result import Cell, Check, Result
+from halfbyte.lab.result import Cell, Check, Result, read_result
 from halfbyte.model import load
 
 Refuse = Callable[[Gates], str]  # why an engine cannot run these; empty if it can
+Known = tuple[Sequence[int], ReferenceAnswer]  # a prompt, and what the reference answers to it
 # Axes of the matrix. Instruction sets and threads are the host's, and have tests of their own.
 CROSSED = ("moe_kernel", "linear_kernel", "activation", "layers", "tile", "attention", "sinks", "kv_dtype", "speculate",
            "graphs")  # fmt: skip
 LAYERS = ("checkpoint", "q8", "mxfp4", "qkv=q8,o=q8,lm_head=q8")
 SHORT = Works(prompts=(128,), tokens=(16,), repeats=1)
 ANSWERS = 1  # of the reference, in every cell
+SIDE_BY_SIDE = 4  # engines that are started together, at most
+ROOM = 2 << 30  # bytes of memory that one of these needs beside its weights
 
 
 @dataclass
@@ -129,7 +138,11 @@ def _gain(value: Value, row: Mapping[str, str], missing: set[frozenset[Value]]) 
 
 
 def check_matrix(
-    subject: Subject, works: Works = SHORT, reference: Reference | None = None, full: Sequence[str] = ()
+    subject: Subject,
+    works: Works = SHORT,
+    reference: Reference | None = None,
+    full: Sequence[str] = (),
+    log: RunLog | None = None,
 ) -> list[Result]:
     """Presets first, then the covering array, or all combinations of the axes in `full`; refusals without a start
     last."""
@@ -143,14 +156,10 @@ def check_matrix(
         todo.setdefault(preset.gates, name)
     for gates in array.cells:
         todo.setdefault(gates, "")
-    results: list[Result] = []
-    for number, (gates, name) in enumerate(todo.items(), 1):
-        subject.progress(f"matrix, cell {number} of {len(todo)}")
-        why = refuse(gates)
-        if why:
-            results.append(Result(_cell(subject, gates, name), refused=_first_line(why)))
-        else:
-            results.append(run_cell(subject, gates, name, works, reference))
+    refusals = {gates: why for gates in todo if (why := refuse(gates))}
+    started = [(gates, name) for gates, name in todo.items() if gates not in refusals]
+    results = run_cells(subject, started, works, reference, log)
+    results += [Result(_cell(subject, gates, todo[gates]), refused=_first_line(why)) for gates, why in refusals.items()]
     for (axis, value), why in array.refused_values.items():
         results.append(Result(_cell(subject, gates_of({axis: value}), ""), refused=_first_line(why)))
     for pair, why in array.refused_pairs.items():
@@ -179,15 +188,60 @@ def _first_line(why: str) -> str:
     return " ".join(line.strip() for line in lines[:3])[:400]
 
 
-def run_cell(subject: Subject, gates: Gates, name: str, works: Works, reference: Reference | None) -> Result:
-    """One start: its figures in one result."""
-    cell = _cell(subject, gates, name)
+def side_by_side(subject: Subject) -> int:
+    """Engines that can be started together. A GPU's memory is one engine's; so is one that somebody else started."""
+    if subject.peer.launch(subject.setup).url or load.resolve_device(subject.setup.device).type != "cpu":
+        return 1
+    each = ROOM + 2 * load.weight_bytes(subject.model, Gates())
+    return max(1, min(cores(), SIDE_BY_SIDE, int(psutil.virtual_memory().available) // each))
 
+
+def run_cells(
+    subject: Subject,
+    cells: Sequence[tuple[Gates, str]],
+    works: Works,
+    reference: Reference | None,
+    log: RunLog | None = None,
+) -> list[Result]:
+    """One start each: a cell's figures in one result. What an interrupted run measured, its log has."""
+    kept = {gates: told for gates, _ in cells if log is not None and (told := log.result(_key(gates))) is not None}
+    found = {gates: read_result(told) for gates, told in kept.items()}
+    cells, whole = [(gates, name) for gates, name in cells if gates not in found], cells
+    together = side_by_side(subject)
+    known = [] if reference is None else shortest_answers(subject, reference)
+    with ThreadPoolExecutor(together) as pool:  # for all of them: an engine ends with the thread that started it
+        for at in range(0, len(cells), together):
+            group = cells[at : at + together]
+            subject.progress(f"matrix, cells {at + 1} to {at + len(group)} of {len(cells)}")
+            running = [_measurement(subject, gates, name, works, known) for gates, name in group]
+            try:
+                list(pool.map(Measurement.start, running))
+                for each in running:
+                    each.time()
+            finally:
+                list(pool.map(Measurement.end, running))
+            for each, (gates, name) in zip(running, group):
+                found[gates] = _result(subject, each, name)
+                if log is not None and not found[gates].invalid:  # what failed is tried again
+                    log.keep(_key(gates), found[gates])
+    return [found[gates] for gates, _ in whole]
+
+
+def _key(gates: Gates) -> str:
+    return str(sorted(gates.changes().items()))
+
+
+def _measurement(subject: Subject, gates: Gates, name: str, works: Works, known: Sequence[Known]) -> Measurement:
     def first(engine: PeerProcess) -> list[Check]:
-        judged = reference is not None and gates.sinks != "off"  # without sinks the answers are wrong, as they say
-        return short_answers(subject, engine, reference) if judged and reference is not None else []
+        # Without sinks the answers are wrong, as they say.
+        return compare_answers(engine, known) if known and gates.sinks != "off" else []
 
-    parts = measure(subject, gates, works, f"matrix {name or 'cell'}", first)
+    engine = subject.process(f"matrix {name or 'cell'}", gates)
+    return Measurement(subject, gates, works.play(subject), engine, first)
+
+
+def _result(subject: Subject, ended: Measurement, name: str) -> Result:
+    cell, parts = _cell(subject, ended.gates, name), ended.results()
     bad = next((r for r in parts if r.refused), None)
     if bad is not None:
         return replace(bad, cell=cell)
@@ -208,14 +262,19 @@ def counted(results: Sequence[Result]) -> str:
     return ", ".join(f"{found[state]} {state}" for state in ("run", "refused", "INVALID"))
 
 
-def short_answers(subject: Subject, engine: PeerProcess, reference: Reference) -> list[Check]:
-    """The reference's shortest answers: where they first differ, the reference must not have been sure."""
+def shortest_answers(subject: Subject, reference: Reference) -> list[Known]:
+    """Those that cost an engine least."""
     suite = Suite(reference.suite, reference.seed, reference.per_task)
     items = suite.items(load.tokenizer_of(subject.model))
-    shortest = sorted(zip(items, reference.answers), key=lambda pair: len(pair[0].prompt) + 4 * len(pair[1].tokens))
+    known: list[Known] = [(item.prompt, answer) for item, answer in zip(items, reference.answers)]
+    return sorted(known, key=lambda each: len(each[0]) + 4 * len(each[1].tokens))[:ANSWERS]
+
+
+def compare_answers(engine: PeerProcess, known: Sequence[Known]) -> list[Check]:
+    """Where an answer first differs from the reference's, that must not have been sure."""
     worst = 0.0
-    for item, answer in shortest[:ANSWERS]:
-        reply = engine.asker.ask(Question(item.prompt, tokens=MOST))
+    for prompt, answer in known:
+        reply = engine.asker.ask(Question(prompt, tokens=MOST))
         at = first_difference(reply.tokens or (), answer.tokens)
         if at is not None:
             worst = max(worst, answer.margins[at] if at < len(answer.margins) else math.inf)

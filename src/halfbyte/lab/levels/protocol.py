@@ -17,6 +17,7 @@ from typing import Any
 
 from halfbyte.errors import HalfbyteError, PeerDiedError, PeerRefusedError, UsageError
 from halfbyte.evals.suite import Suite
+from halfbyte.lab import environment
 from halfbyte.lab.levels import answers as answers_
 from halfbyte.lab.levels.benchmark import Works, check_benchmark
 from halfbyte.lab.levels.matrix import check_matrix, counted
@@ -25,6 +26,7 @@ from halfbyte.lab.levels.regression import Rounds, check_regression, compare_sto
 from halfbyte.lab.levels.smoke import check_smoke
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.under_load import Counts, check_load
+from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.peers.process import PeerProcess
 from halfbyte.lab.result import Result, ResultFile
 
@@ -46,6 +48,7 @@ class CheckOptions:
     prior: tuple[str, ...] = ()  # presets on top of which the feature is measured, too
     before: ResultFile | None = None  # an earlier run, to hold level 4 against
     full: tuple[str, ...] = ()  # axes of the matrix whose values are all combined; none: pairwise
+    log: Path | None = None  # of the matrix, cell by cell: one that was interrupted goes on
 
 
 @dataclass
@@ -179,8 +182,22 @@ def _regression(subject: Subject, o: Outcome, measured: Outcome | None, options:
 
 
 def _matrix(subject: Subject, o: Outcome, reference: answers_.Reference | None, options: CheckOptions) -> None:
-    o.results = check_matrix(subject, reference=reference, full=options.full)
+    log = None if options.log is None else RunLog(options.log, identity(subject, options))
+    o.results = check_matrix(subject, reference=reference, full=options.full, log=log)
+    if options.log is not None:
+        options.log.unlink(missing_ok=True)  # all of it is in the results now
     o.notes.append(counted(o.results))
+
+
+def identity(subject: Subject, options: CheckOptions) -> dict[str, Any]:
+    """What must be the same for cells before an interruption to count."""
+    setup = subject.setup
+    machine = [g.get("name") for g in environment.gpus()] or environment.cpu_name()
+    return {
+        "engine": subject.peer.name, "model": setup.model, "device": setup.device, "flags": setup.flags,
+        "full": options.full, "reference": options.reference, "machine": machine,
+        "kernels": environment.source_hash(), "sources": environment.source_hash("engine"),
+    }  # fmt: skip
 
 
 def _reference(subject: Subject, options: CheckOptions) -> answers_.Reference | None:

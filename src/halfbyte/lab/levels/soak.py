@@ -32,15 +32,16 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from halfbyte.errors import EngineError, UsageError
-from halfbyte.gates import Gates
+from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.lab import receipts
 from halfbyte.lab.entry import finish, line_of
-from halfbyte.lab.measure.http_client import HttpClient, ServeProcess
+from halfbyte.lab.measure.http_client import HttpClient
+from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Check, Result, figure
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a machine that only measures may lack the packages that these talk HTTP with
     from halfbyte.lab.levels.soak_clients import Clients
+    from halfbyte.lab.peers.process import PeerProcess
 
 MIB = 1 << 20
 HANG_S = 30.0  # what the server has as its default
@@ -219,7 +220,7 @@ def engine_of(server: psutil.Process) -> int | None:
 # ---- one run --------------------------------------------------------------------------------------------------------
 
 
-async def run(server: ServeProcess, seconds: float, count: int, seed: int) -> tuple[Soak, tuple[Check, ...]]:
+async def run(server: PeerProcess, seconds: float, count: int, seed: int) -> tuple[Soak, tuple[Check, ...]]:
     try:
         from halfbyte.lab.levels.soak_clients import Clients
     except ImportError as e:
@@ -291,7 +292,7 @@ def longest_zombies(samples: list[Sample]) -> int:
     return most
 
 
-def verdict(soak: Soak, seconds: float, clients: int, after: tuple[Check, ...], code: int, log: str) -> Result:
+def verdict(soak: Soak, seconds: float, clients: int, after: tuple[Check, ...], code: int | None, log: str) -> Result:
     cell = Cell("soak", "tiny", "exact", path="http", shape={"seconds": round(seconds), "clients": clients})
     warm = min(300.0, seconds / 4)  # caches fill
     front = [s.front for s in soak.samples if s.at > warm]
@@ -337,12 +338,12 @@ def verdict(soak: Soak, seconds: float, clients: int, after: tuple[Check, ...], 
 
 
 @contextlib.contextmanager
-def log_file(keep: Path | None) -> Iterator[Path]:
+def folder_of_run(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         yield keep
         return
     with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder) / "serve.log"
+        yield Path(folder)
 
 
 def main() -> int:
@@ -350,21 +351,27 @@ def main() -> int:
     p.add_argument("--seconds", type=float, default=7200.0, help="how long clients ask; 180 at the least")
     p.add_argument("--clients", type=int, default=6)
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--log", type=Path, help="where the server's log is kept")
+    p.add_argument("--folder", type=Path, help="where the server's log and diagnostics are kept")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
     if a.seconds < 180 or a.clients < 1:
         print("the soak takes 180 seconds and one client at the least.", file=sys.stderr)
         return 2
-    with log_file(a.log) as log:
-        with ServeProcess(None, Gates(), "cpu", log, FLAGS) as server:
-            try:
+    from halfbyte.lab.peers.halfbyte import HalfbytePeer
+    from halfbyte.lab.peers.process import Limits, PeerProcess
+
+    with folder_of_run(a.folder) as folder:
+        setup = Setup(None, device="cpu", flags=FLAGS)
+        server = PeerProcess(HalfbytePeer(), setup, folder, Limits(start_s=600.0, stop_s=60.0))
+        try:
+            with server:
                 soak, after = asyncio.run(run(server, a.seconds, a.clients, a.seed))
-            except (UsageError, EngineError) as e:
-                print(f"soak: {e}", file=sys.stderr)
-                return e.exit_code
-            code = server.stop()
-        result = verdict(soak, a.seconds, a.clients, after, code, log.read_text(encoding="utf-8", errors="replace"))
+                code = server.stop().exit
+        except HalfbyteError as e:
+            print(f"soak: {e}", file=sys.stderr)
+            return e.exit_code
+        log = server.log.read_text(encoding="utf-8", errors="replace")
+        result = verdict(soak, a.seconds, a.clients, after, code, log)
     print(line_of(result), flush=True)
     for check in result.checks:
         print(f"{'ok' if check.ok else 'FAILED':7}{check.what}: {check.value} {check.note}", flush=True)

@@ -1,32 +1,21 @@
 """A client of any server that speaks OpenAI's /v1/completions: the same work as `engine_timing.py`, over HTTP.
 
 Raw sockets, since a client library would be the slowest part. Prompts are token ids; how tokens are counted, which is
-never by chunks, is `event_stream.py`'s to say. `ServeProcess` starts `halfbyte serve` with the same gates on a free
-port and stops it; nothing of the server is imported here."""
+never by chunks, is `event_stream.py`'s to say. Starts nothing: `lab/peers` does."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from halfbyte.errors import EngineError, UsageError
-from halfbyte.gates import AXES, Gates
-from halfbyte.lab.child import start_child
+from halfbyte.errors import UsageError
 from halfbyte.lab.measure.engine_timing import Answer
 from halfbyte.lab.measure.event_stream import LIMIT, Link, Reading, exchange, read_blocks
-
-START_S = 600.0  # a large model is read from disk
-STOP_S = 60.0
 
 
 class HttpClient:
@@ -99,50 +88,3 @@ def answer_of(reading: Reading) -> Answer:
     """Ids that a server does not name are unknown, and only counted."""
     tokens = reading.tokens or [-1] * (reading.completion_tokens or 0)
     return Answer(list(reading.arrivals), tokens, reading.cached)
-
-
-class ServeProcess:
-    """`halfbyte serve` in a process of its own, as a user starts it."""
-
-    def __init__(
-        self, model: str | None, gates: Gates, device: str | None, log: Path, more: Sequence[str] = ()
-    ) -> None:
-        flag_of = {axis.field: axis.flag for axis in AXES}
-        flags = [*more]
-        for name, value in gates.changes().items():
-            flags += ["--enforce-eager"] if name == "graphs" else [flag_of[name], str(value)]
-        command = [sys.executable, "-c", "from halfbyte.cli import main; main()", "serve", *([model] if model else [])]
-        command += ["--port", "0", "--no-page", *flags, *(["--device", device] if device else [])]
-        self._command, self._log = command, log
-        self.url = ""
-
-    def __enter__(self) -> ServeProcess:
-        with self._log.open("w", encoding="utf-8") as log:
-            self._process = start_child(self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        deadline = time.monotonic() + START_S
-        while not self.url:
-            text = self._log.read_text(encoding="utf-8")
-            self.url = next((w for line in text.splitlines() if "serving" in line for w in line.split()[-1:]), "")
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise EngineError(f"`halfbyte serve` did not start: {text[-600:].strip() or 'it said nothing'}")
-            time.sleep(0.1)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
-        self.stop()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def stop(self) -> int:
-        """Asks it to end, then makes it; its exit status."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        return self._process.returncode

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte import gates as gates_
-from halfbyte.errors import EngineError
+from halfbyte.errors import EngineError, HalfbyteError, UsageError
 from halfbyte.lab import environment, receipts
 from halfbyte.lab.entry import finish, line_of, numbers
 from halfbyte.lab.measure.event_stream import exchange, read_blocks
-from halfbyte.lab.measure.http_client import HttpClient, ServeProcess
+from halfbyte.lab.measure.http_client import HttpClient
+from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Check, Figure, Result, figure
 from halfbyte.lab.statistics import quantile
 
@@ -181,12 +182,12 @@ def main() -> int:
     p.add_argument("--tokens", type=int, default=256)
     p.add_argument("--vocab", type=int, default=VOCAB, help="ids that random prompts are made of")
     p.add_argument("--first-minute", type=float, default=0.0, metavar="SECONDS")
-    p.add_argument("--log", type=Path, default=Path(tempfile.gettempdir(), "halfbyte-serve.log"))
+    p.add_argument("--folder", type=Path, help="where the server's log is kept")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
     if a.url is None and a.device != "cpu":
         environment.need_gpu()
-    gates, results = gates_.parse(preset=a.preset), list[Result]()
+    results = list[Result]()
 
     def measure(url: str, ready: float | None) -> None:
         base = Cell("serving", model=a.model or "", preset=a.preset, path="http")
@@ -204,14 +205,25 @@ def main() -> int:
             results.append(steady(cell, traffic, streams, a.rounds, a.tokens))
             print(line_of(results[-1]), flush=True)
 
-    if a.url:
-        measure(a.url, None)
-    else:
-        start = time.perf_counter()
-        with ServeProcess(a.model, gates, a.device, a.log) as server:
-            measure(server.url, time.perf_counter() - start)
-    if not results:
-        raise EngineError("nothing was asked for; give --streams or --first-minute.")
+    if not (a.first_minute or a.streams):
+        print("nothing was asked for; give --streams or --first-minute.", file=sys.stderr)
+        return UsageError.exit_code
+    try:
+        if a.url:
+            measure(a.url, None)
+        else:
+            # Not before they are needed: with --url nothing is started.
+            from halfbyte.lab.peers.halfbyte import HalfbytePeer
+            from halfbyte.lab.peers.process import Limits, PeerProcess
+
+            with tempfile.TemporaryDirectory() as scratch:
+                setup = Setup(a.model, gates_.parse(preset=a.preset), a.device)
+                folder, limits = a.folder or Path(scratch), Limits(start_s=600.0)
+                with PeerProcess(HalfbytePeer(), setup, folder, limits) as server:
+                    measure(server.url, server.startup.healthy_s)
+    except HalfbyteError as e:
+        print(f"serving: {e}", file=sys.stderr)
+        return e.exit_code
     sources = receipts.sources_of([receipts.PACKAGE / "server" / "app.py"], ("server", "engine"))
     return finish("python -m halfbyte.lab.measure.serving", results, receipts.hashes(sources), a.out)
 

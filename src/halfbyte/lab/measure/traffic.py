@@ -203,6 +203,9 @@ def traffic_result(
     }  # fmt: skip
     if workload.note:
         detail["note"] = workload.note
+    ids = [t for a in good for t in a.answer.tokens]
+    if ids:  # answers that go round in circles choose few experts, and a batch of them looks fast
+        detail["distinct_tokens"] = round(len(set(ids)) / len(ids), 4)
     if any(not c.ok for c in checks):
         return power.judge(Result(cell, checks=tuple(checks), detail=detail))
     begin, end = window(good, arrivals)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from halfbyte.errors import UsageError
 from halfbyte.gates import AXES, Gates
 
 Progress = Callable[[str], None]
@@ -40,6 +41,7 @@ class Setup:
     flags: tuple[str, ...] = ()
     file: str | None = None  # the model as this engine reads it, where that is another file
     python: str | None = None  # of an engine that lives in an environment of its own
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables of its own, passed on as they are
 
 
 @dataclass(frozen=True)
@@ -85,3 +87,14 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def variables(words: Iterable[str]) -> dict[str, str]:
+    """`NAME=VALUE` each, as somebody typed them for an engine."""
+    found = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not sign or not name.isidentifier():
+            raise UsageError(f"a variable of an engine looks like NAME=VALUE, not {word!r}.")
+        found[name] = value
+    return found

@@ -140,7 +140,7 @@ class PeerProcess:
         self._environment |= {"PYTHONUNBUFFERED": "1"} | (DEBUG if self.debug else {})
         if self.debug:
             self._environment["FLASHINFER_LOGDEST"] = str(self.folder / API_LOG)
-        self._environment |= self.launch.environment
+        self._environment |= {**self.setup.environment, **self.launch.environment}
         self._status.unlink(missing_ok=True)
         wrapped = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), str(self.limits.stop_s), str(self._status)]
         with self.log.open("ab") as log:
@@ -167,6 +167,15 @@ class PeerProcess:
     def asker(self) -> Asker:
         assert self._asker is not None, "an engine is asked once it was started"
         return self._asker
+
+    @property
+    def pid(self) -> int:
+        """Of the engine itself, not of its keeper."""
+        deadline = time.monotonic() + self.limits.start_s
+        while (pid := self._said().get("pid")) is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        assert pid is not None, "an engine that runs has a process"
+        return int(pid)
 
     @property
     def alive(self) -> bool:

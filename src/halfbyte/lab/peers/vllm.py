@@ -1,6 +1,8 @@
 """vLLM as an engine: alone, or with halfbyte's plugin in it. Its flags are `vllm_plugin/launch.py`'s to know.
 
-vLLM may live in another environment: `Setup.python` is that one's interpreter. Nothing of vLLM is imported.
+vLLM may live in another environment: `Setup.python` is that one's interpreter, or `Setup.environment` has the
+PYTHONPATH. Nothing of vLLM is imported. On a CPU vLLM's own MXFP4 needs AMX, so that vLLM alone is given a copy of the
+embedded model in bf16, which has the very same numbers.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import sys
 from dataclasses import replace
 
 from halfbyte.errors import UsageError
-from halfbyte.gates import AXES, PerRegime
+from halfbyte.gates import AXES, PerRegime, child_environment
 from halfbyte.lab.child import run_child
+from halfbyte.lab.peers.bf16_copy import bf16_copy
 from halfbyte.lab.peers.halfbyte import RECORD
 from halfbyte.lab.peers.launch import Launch, Progress, Setup, refused
 from halfbyte.model import load
@@ -31,17 +34,22 @@ class VllmPeer:
         """vLLM's command line asks for the version of a package `vllm`, which its CPU builds are not called: those are
         started by their older entry."""
         asked = [setup.python or sys.executable, "-c", "import importlib.metadata as m; m.version('vllm')"]
+        environment = child_environment(**setup.environment)
         try:
-            self._older = bool(run_child(asked, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL))
+            self._older = bool(run_child(asked, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=environment))
         except OSError as e:
             raise UsageError(
                 f"{asked[0]} cannot be started ({e.strerror}); --engine-python names an interpreter."
             ) from None
+        on_cpu = load.resolve_device(setup.device).type == "cpu"
+        if not self._plugin and load.resolve_model(setup.model).path == load.EMBEDDED and on_cpu:
+            progress("writing the embedded model in bf16")
+            return replace(setup, file=str(bf16_copy(load.EMBEDDED)))
         return setup
 
     def launch(self, setup: Setup) -> Launch:
         name = load.resolve_model(setup.model)
-        if name.path is None:
+        if name.path is None and setup.file is None:
             return Launch(
                 refusals=(f"{name.text}: vLLM reads a folder or a name on the Hub; write the weights first.",)
             )
@@ -51,8 +59,8 @@ class VllmPeer:
         record = setup.folder / RECORD if self._plugin else None
         serving = Serving(host="127.0.0.1", port=setup.port, record=record)
         made = vllm_command(
-            str(name.path), gates, serving=serving, words=setup.flags, plugin=self._plugin,
-            python=setup.python or sys.executable,
+            setup.file or str(name.path), gates, serving=serving, words=setup.flags, plugin=self._plugin,
+            environment=setup.environment, python=setup.python or sys.executable,
         )  # fmt: skip
         hosts = refused(setup.gates, [a.field for a in AXES if a.field not in HOST], "vLLM")
         command = made.command

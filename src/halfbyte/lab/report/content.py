@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from halfbyte.errors import UsageError
@@ -22,6 +22,7 @@ from halfbyte.lab.store import Entry
 from halfbyte.lab.table import number
 
 PATHS = ("engine", "http")  # what a user gets; bare graphs and phases are no leaderboard's matter
+KINDS = ("prompt", "decode", "serving")
 
 
 @dataclass(frozen=True)
@@ -95,30 +96,37 @@ class Board:
 
 
 def boards(found: Sequence[Measurement], others: Sequence[Published]) -> list[Board]:
-    groups: dict[tuple[str, str, str], list[Place]] = {}
+    groups: dict[tuple[str, str, str], dict[str, Place]] = {}  # the newest of everybody
     for m in newest(found):
-        if m.cell.kind not in ("prompt", "decode") or m.cell.path not in PATHS:
+        if m.cell.kind not in KINDS or m.cell.path not in PATHS:
             continue
-        test = Cell(m.cell.kind, shape=m.cell.shape).label
+        test = test_of(m.cell)
         if m.result.refused:
             place = Place(m.who, None, m.result.refused, file=m.entry.name, how=m.result.state, state=m.result.state)
         else:
             f = m.result.figure("speed")
             ceiling = None if f.ceiling is None else f.ceiling.value
             place = Place(m.who, f.value, spread(f), share(f), ceiling, file=m.entry.name)
-        groups.setdefault((m.entry.machine, m.model, test), []).append(place)
+        groups.setdefault((m.entry.machine, m.model, test), {})[place.who] = place
     for p in others:
         shape: dict[str, Any] = {p.test[:2]: int(p.test[2:]), "depth": p.depth, "concurrency": p.concurrency}
         test = Cell("", shape=shape).label
         place = Place(p.engine, p.value, number(p.value), how=p.label, state="published")
-        groups.setdefault((p.machine, p.model, test), []).append(place)
-    made = [Board(*key, ranked(places)) for key, places in groups.items()]
+        groups.setdefault((p.machine, p.model, test), {})[f"published {place.who} {place.how}"] = place
+    made = [Board(*key, ranked([*places.values()])) for key, places in groups.items()]
     ours = {b.machine for b in made if any(p.state != "published" for p in b.places)}
 
     def order(b: Board) -> tuple[Any, ...]:
         return b.machine not in ours, b.machine, b.model, not b.has_peer, [int(n) for n in re.findall(r"\d+", b.test)]
 
     return sorted(made, key=order)
+
+
+def test_of(cell: Cell) -> str:
+    """What was asked, in words that are the same for every engine and every seed."""
+    shape = {k: v for k, v in cell.shape.items() if k not in ("seed", "workload")}
+    words = str(cell.shape.get("workload", "synthetic"))
+    return ("" if words == "synthetic" else f"{words}, ") + Cell(cell.kind, shape=shape).label
 
 
 def ranked(places: Sequence[Place]) -> list[Place]:
@@ -154,7 +162,7 @@ def curves(found: Sequence[Measurement], others: Sequence[Published], over: str)
     for m in newest(found):
         shape = m.cell.shape
         if (
-            m.cell.kind not in ("prompt", "decode")
+            m.cell.kind not in (KINDS if over == "concurrency" else KINDS[:2])
             or m.cell.path not in PATHS
             or not m.has("speed")
             or over not in shape
@@ -162,7 +170,7 @@ def curves(found: Sequence[Measurement], others: Sequence[Published], over: str)
             continue
         if over == "depth" and shape.get("concurrency", 1) != 1:
             continue
-        test = f"pp{shape['pp']}" if "pp" in shape else f"tg{shape.get('tg')}"
+        test = test_of(replace(m.cell, shape={k: v for k, v in shape.items() if k not in ("depth", "concurrency")}))
         f = m.result.figure("speed")
         group = groups.setdefault((m.entry.machine, m.model, test, shape.get(fixed)), {})
         group.setdefault(m.who, {})[float(shape[over])] = f.value

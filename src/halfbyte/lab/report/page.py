@@ -79,7 +79,8 @@ def _charts(boards: Sequence[Board]) -> Mapping[str, list[str]]:
     charts: dict[str, list[str]] = {b.machine: [] for b in boards}
     for i, b in enumerate(boards):
         rows = [(p.who, p.value, p.ceiling) for p in b.places if p.value is not None]
-        if b.test in BARS and len(rows) > 1 and (b.has_peer or all(p.state == "published" for p in b.places)):
+        drawn = b.test in BARS or " + tg" in b.test  # a workload
+        if drawn and len(rows) > 1 and (b.has_peer or all(p.state == "published" for p in b.places)):
             charts[b.machine].append(plots.bars(f"{b.model} {b.test}", rows, "tokens/s", f"bars{i}"))
     return charts
 

@@ -46,17 +46,19 @@ class Workload:
 # ---- random prompts -------------------------------------------------------------------------------------------------
 
 
-def synthetic(prompt: int, tokens: int, vocab: int, seed: int = 0) -> Workload:
-    """Random token ids, all prompts different: nothing is found in a cache, and nothing helps speculation."""
+def synthetic(prompt: int, tokens: int, vocab: int, seed: int = 0, temperature: float = 0.0) -> Workload:
+    """Random token ids, all prompts different: nothing is found in a cache, and nothing helps speculation. On random
+    weights greedy answers go round in circles, where a temperature keeps tokens, and so the experts, apart."""
     if prompt < 1 or tokens < 1 or vocab < 2:
         raise UsageError("a synthetic prompt needs a token at least, and so does its answer.")
 
     def session(k: int) -> Session:
         draw = random.Random(f"synthetic {seed} {k}")
         ids = [draw.randrange(vocab) for _ in range(prompt)]
-        return Session((Turn(COMPLETIONS, {"prompt": ids}, tokens),))
+        return Session((Turn(COMPLETIONS, {"prompt": ids, "temperature": temperature}, tokens),))
 
-    return Workload("synthetic", session, {"pp": prompt, "tg": tokens})
+    note = f"answers are sampled at temperature {temperature:g}" if temperature else ""
+    return Workload("synthetic", session, {"pp": prompt, "tg": tokens}, note)
 
 
 # ---- chats ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,100 @@
+"""The leaderboard's run: contenders in turn, each with its own kernel path, written down as they end."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from scripted_peer import ScriptedPeer
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from bench import leaderboard
+from bench.leaderboard import CONTENDERS, Run, run_all, setup_of
+from bench.vllm import dummy_model, spread
+from halfbyte.lab.peers.engines import engine_named
+from halfbyte.lab.peers.launch import Launch, Peer, Setup
+from halfbyte.lab.report.content import boards, measurements
+from halfbyte.lab.report.sources import collect
+from halfbyte.lab.result import ResultFile, from_json
+from halfbyte.model.tokenizer import Tokenizer
+
+NAMES = ("halfbyte-fast", "vllm-triton", "vllm-marlin")
+
+
+class Scripted(ScriptedPeer):
+    """In place of an engine whose flags it does not know."""
+
+    def launch(self, setup: Setup) -> Launch:
+        return super().launch(replace(setup, flags=()))
+
+
+def written(folder: Path) -> ResultFile:
+    return from_json(json.loads((folder / "leaderboard.json").read_text()))
+
+
+def small(folder: Path) -> Run:
+    return Run(None, "cpu", folder, streams=(1, 2), prompt=8, tokens=4, depth=0)
+
+
+def test_contenders_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One shows the kernel that was asked for, one another, one crashes; the fourth has no time left."""
+    peers: dict[str, list[Peer]] = {
+        "halfbyte": [Scripted("crash at start")],
+        "vllm": [Scripted(moe="triton"), Scripted(moe="cutlass")],
+    }
+    monkeypatch.setattr(leaderboard, "engine_named", lambda name: peers[name].pop(0))
+    results = run_all(small(tmp_path), NAMES, 300.0)
+    assert written(tmp_path).results == tuple(results)
+    crashed, *others = results
+    assert crashed.invalid
+    assert "SM100 only" in crashed.refused
+    triton, marlin = others[:2], others[2:]
+    assert [r.cell.label for r in triton] == [
+        "pp8 + tg4, workload synthetic, seed 0", "pp8 + tg4, c=2, workload synthetic, seed 0",
+    ]  # fmt: skip
+    assert all(r.figure("speed").value > 0 for r in triton)
+    assert [r.state for r in marlin] == ["INVALID", "INVALID"]
+    assert all("wrong kernel path: moe_kernel marlin ran failed" in r.refused for r in marlin)
+    assert triton[0].cell.gates == {"moe_kernel": "triton"}
+    both = boards(measurements(collect([tmp_path])), [])
+    assert {b.test for b in both} >= {"pp8 + tg4", "pp8 + tg4, c=2"}
+    (late,) = run_all(small(tmp_path), NAMES[:1], 1.0)
+    assert "were left of 1" in late.refused
+
+
+def test_vllm_is_started_with_spread_weights_and_nothing_to_fetch(tmp_path: Path) -> None:
+    run = Run(None, "cpu", tmp_path, vllm_path="/packages/vllm")
+    for name, backend in (("vllm-triton", "triton"), ("vllm-marlin", "marlin")):
+        setup = setup_of(run, CONTENDERS[name])
+        made = engine_named("vllm").launch(setup)
+        assert not made.refusals
+        words = " ".join(made.command)
+        assert f"--moe-backend {backend}" in words
+        assert f"serve {tmp_path / 'model'} " in words
+        assert "--load-format dummy" in words
+        assert made.environment["VLLM_PLUGINS"] == spread.NAME
+        assert "/packages/vllm" in setup.environment["PYTHONPATH"].split(":")
+    (found,) = metadata.distributions(name="halfbyte_spread", path=[str(tmp_path / "plugin")])
+    (point,) = found.entry_points
+    assert (point.group, point.name) == ("vllm.general_plugins", spread.NAME)
+    assert point.load() is spread.register
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert "quantization_config" not in config  # the embedded model's experts in bf16
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_vocabulary_decodes_as_ours(tmp_path: Path) -> None:
+    dummy_model.write("random:120b", tmp_path)
+    ours, theirs = Tokenizer.gpt_oss(), HuggingFaceTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.get_vocab_size() == ours.vocab_size
+    draw = random.Random(0)
+    for _ in range(50):
+        ids = [draw.randrange(ours.vocab_size) for _ in range(20)]
+        assert theirs.decode(ids, skip_special_tokens=False) == ours.decode(ids)
+    assert json.loads((tmp_path / "config.json").read_text())["num_local_experts"] == 128
+    assert (tmp_path / dummy_model.RANKS).stat().st_size > 3_000_000
