@@ -22,7 +22,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 VLLM_STAMP = $(VLLM_VENV)/.vllm-$(VLLM_VERSION)
 
-.PHONY: demo kernels test test-vllm test-vllm-slow test-full test-hostile test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench clean help
+.PHONY: demo kernels test test-vllm test-vllm-slow test-full test-hostile test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench wheel test-wheel clean help
 
 help:
 	@echo "make demo       set up, serve the embedded model, ask it something, print a pp/tg table"
@@ -35,6 +35,8 @@ help:
 	@echo "make test-cpu-sanitizers  the CPU kernels under AddressSanitizer, UBSan and ThreadSanitizer, on reference cases"
 	@echo "make test-cpu-aarch64     the same cases on the CPU kernels' NEON code, under qemu"
 	@echo "make kernels    compile the CPU kernels for this machine (demo and test do it too)"
+	@echo "make wheel      wheels for x86_64 and aarch64 into dist/ (CUDA kernels compiled ahead: minutes the first time)"
+	@echo "make test-wheel the wheels, installed without this checkout, answer"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      pp/tg table of the embedded model"
 
@@ -101,8 +103,16 @@ lint: $(STAMP)
 	@$(BIN)/ruff check --quiet src tests bench training
 	@$(BIN)/mypy --no-error-summary
 
+# Wheels for both machines into dist/; what this machine cannot make (no cross compiler, no NVRTC) is left out and said.
+wheel: $(STAMP)
+	@$(BIN)/python -m bench.packages.wheels
+
+# Of a wheel: in an empty environment without this checkout it answers, here and under qemu-aarch64 (minutes).
+test-wheel: wheel
+	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -s -m slow tests/packages
+
 bench: $(STAMP)
 	@$(BIN)/halfbyte bench
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,11 +1,20 @@
-"""What pyproject.toml cannot say: a wheel carries the CPU kernels, one library per instruction set of its machine.
+"""What pyproject.toml cannot say of a wheel: CPU kernels of its machine inside, the embedded model, its commit, its tag.
 
-An editable install carries none; they are compiled at first use (`halfbyte.kernels.cpu.build`). Where there is no C++
-compiler the wheel has none either, is good for any machine, and `halfbyte explain` says why the reference runs.
+An editable install carries none of it: kernels are compiled at first use (`halfbyte.kernels.cpu.build`), models lie in
+the checkout, git knows the commit. Where there is no C++ compiler the wheel has no CPU kernels either, is good for any
+machine, and `halfbyte explain` says why the reference runs. The libraries are loaded by ctypes, so that one wheel serves
+every Python; its tag names the oldest glibc that its libraries really load with, read out of them.
+
+`make wheel` builds for both machines (`bench/packages/wheels.py`); HALFBYTE_CXX names the compiler, and the machine it
+compiles for is the wheel's.
 """
 
 from __future__ import annotations
 
+import platform
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,17 +22,38 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-sys.path.insert(0, str(Path(__file__).parent / "src"))
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "src"))
 
-from halfbyte.kernels.cpu import build as kernels  # needs the path above, and nothing that is not here
+from halfbyte.installed import commit_of  # needs the path above, and nothing that is not here
+from halfbyte.kernels.cpu import build as kernels
+
+MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}  # what compilers and systems call them otherwise
+OLDEST = {"x86_64": (2, 17), "aarch64": (2, 17)}  # no manylinux tag is older
 
 
-def can_build() -> bool:
+def machine() -> str | None:
+    """What the compiler compiles for; None where there is none."""
     try:
-        kernels.compiler_version(kernels.compiler())
-    except kernels.Unavailable:
-        return False
-    return True
+        program = kernels.compiler()
+        asked = subprocess.run([program, "-dumpmachine"], capture_output=True, text=True, check=True)
+    except (kernels.Unavailable, OSError, subprocess.SubprocessError):
+        return None
+    name = asked.stdout.strip().split("-")[0] or platform.machine()
+    return MACHINES.get(name, name)
+
+
+def needed_glibc(libraries: list[Path]) -> tuple[int, int] | None:
+    """The newest version of a glibc symbol that the libraries ask for; None if nobody can say."""
+    if shutil.which("readelf") is None:
+        return None
+    found = []
+    for path in libraries:
+        told = subprocess.run(["readelf", "--version-info", "--wide", str(path)], capture_output=True, text=True)
+        if told.returncode:
+            return None
+        found += [(int(a), int(b)) for a, b in re.findall(r"Name: GLIBC_(\d+)\.(\d+)", told.stdout)]
+    return max(found, default=None)
 
 
 class BuildPy(build_py):
@@ -31,22 +61,36 @@ class BuildPy(build_py):
         super().run()
         if self.editable_mode:
             return
+        package = Path(self.build_lib, "halfbyte")
         try:
-            kernels.build_into(Path(self.build_lib, "halfbyte", "kernels", "cpu"))
+            kernels.build_into(package / "kernels" / "cpu", machine())
         except kernels.Unavailable as e:
             self.warn(f"this wheel has no CPU kernels: {e}")
+        for model in sorted((ROOT / "models").iterdir()):
+            shutil.copytree(model, package / "data" / "models" / model.name, dirs_exist_ok=True)
+        commit = commit_of(ROOT) if (ROOT / ".git").exists() else None
+        if commit is not None:
+            (package / "data" / "commit").write_text(commit + "\n", encoding="utf-8")
 
 
 class BdistWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        tag = super().get_tag()
-        return tag if self.root_is_pure else ("py3", "none", tag[2])  # no extension module: any Python will do
+        python, abi, _ = super().get_tag()
+        libraries = sorted(Path(self.bdist_dir or "", "halfbyte", "kernels", "cpu").glob("*.so"))
+        if self.root_is_pure:
+            return python, abi, "any"
+        glibc, name = needed_glibc(libraries) if libraries else None, machine()
+        if glibc is None or name is None or platform.system() != "Linux":
+            return "py3", "none", super().get_tag()[2]
+        major, minor = max(glibc, OLDEST.get(name, glibc))
+        return "py3", "none", f"manylinux_{major}_{minor}_{name}"
 
 
 class HalfbyteDistribution(Distribution):
     def has_ext_modules(self) -> bool:
         """What setuptools asks to know whether a wheel is for one kind of machine."""
-        return can_build()
+        return machine() is not None
 
 
-setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel}, distclass=HalfbyteDistribution)
+if __name__ == "__main__":
+    setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel}, distclass=HalfbyteDistribution)

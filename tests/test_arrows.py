@@ -22,6 +22,8 @@ MAY: dict[str, set[str]] = {
     "model": {"errors", "gates", "formats", "ops", "plan"},
     "roofline": {"errors", "gates", "formats", "model"},
     "memory": {"errors", "cgroups"},
+    "installed": {"gates"},
+    "caches": {"errors", "gates", "installed", "kernels", "model", "plan"},
     "kv": {"errors"},
     "harmony": {"errors"},
     "evals": {"errors", "harmony"},
@@ -43,6 +45,7 @@ MAY: dict[str, set[str]] = {
     "vllm_plugin": {"errors", "gates", "formats", "ops", "plan", "kernels"},
     "lab": {
         "errors",
+        "installed",
         "gates",
         "formats",
         "ops",
@@ -57,7 +60,7 @@ MAY: dict[str, set[str]] = {
         "memory",
         "vllm_plugin",
     },
-    "doctor": {"errors", "gates", "model", "roofline"},
+    "doctor": {"errors", "gates", "caches", "installed", "kernels", "memory", "vllm_plugin"},
 }
 # within server: part -> parts it may import from
 SERVER_MAY: dict[str, set[str]] = {

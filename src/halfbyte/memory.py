@@ -17,12 +17,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from halfbyte import cgroups
 from halfbyte.errors import NotEnoughMemoryError
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -134,6 +137,8 @@ class MemoryAccount:
 
 def read_memory(device: torch.device | str = "cpu") -> MemoryState:
     """The machine as it is now, for a model on `device`."""
+    import torch  # here and below: the doctor reads cgroups where torch does not load
+
     device = torch.device(device)
     unified = device.type == "cuda" and is_unified(device.index or 0)
     card = read_card(device.index or 0) if device.type == "cuda" and not unified else None
@@ -156,6 +161,8 @@ def read_memory(device: torch.device | str = "cpu") -> MemoryState:
 @cache
 def is_unified(index: int) -> bool:
     """Does this GPU live in the host's memory? The driver's own word; asking makes no context."""
+    import torch
+
     return bool(getattr(torch.cuda.get_device_properties(index), "is_integrated", False))
 
 
@@ -165,6 +172,8 @@ def read_card(index: int) -> tuple[int, int]:
     Where a container has CUDA but no NVML the CUDA runtime is asked; that makes a context, and its free memory is
     counted without it.
     """
+    import torch
+
     try:
         import pynvml
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from halfbyte import installed
 from halfbyte.cli.app import app
 from halfbyte.lab import environment
 from halfbyte.lab.result import ResultFile
@@ -59,7 +60,7 @@ def test_a_copy_that_is_hidden_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / where / "flashinfer" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path / "second")
     monkeypatch.syspath_prepend(tmp_path / "first")
-    found = environment.imports()["flashinfer"]
+    found = installed.imports()["flashinfer"]
     assert found["path"].endswith("first/flashinfer")
     assert any(path.endswith("second/flashinfer") for path in found["shadows"])
 

@@ -17,13 +17,14 @@ from typer.core import TyperCommand, TyperGroup
 import halfbyte
 from halfbyte.cli.options import err
 from halfbyte.errors import HalfbyteError
+from halfbyte.installed import commit
 
 # Command, which is also its module here -> function. Only the one that runs is imported: torch takes seconds.
 COMMANDS = {
     "serve": "serve", "chat": "chat", "generate": "generate", "demo": "demo", "bench": "bench", "eval": "evaluate",
     "check": "check", "matrix": "matrix", "compare": "compare", "profile": "profile", "receipts": "receipts",
     "report": "report", "explain": "explain", "pull": "pull", "quantize": "quantize", "prebuild": "prebuild",
-    "env": "env",
+    "env": "env", "doctor": "doctor", "cache": "cache",
 }  # fmt: skip
 
 
@@ -72,7 +73,7 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        typer.echo(f"halfbyte {halfbyte.__version__}")
+        typer.echo(f"halfbyte {halfbyte.__version__} (commit {commit() or 'unknown'})")
         raise typer.Exit
 
 

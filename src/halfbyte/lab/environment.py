@@ -11,16 +11,13 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
-import importlib.util
-import json
 import os
 import platform
 import re
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +26,13 @@ import torch
 
 import halfbyte
 from halfbyte.gates import Gates, cache_folder, child_environment
+from halfbyte.installed import commit, container, imports, version
 
 SCHEMA = 2
 PACKAGES = (
     "torch", "triton", "numpy", "safetensors", "tokenizers", "tiktoken", "gguf", "llguidance", "cuda-bindings",
     "nvidia-ml-py", "vllm", "flashinfer-python", "sglang", "transformers", "llama-cpp-python",
 )  # fmt: skip
-IMPORTED = {"halfbyte": "halfbyte", "vllm": "vllm", "flashinfer": "flashinfer-python"}  # module -> distribution
 # Variables that change how an engine runs. Keys and tokens are never among them (`child_environment`).
 VARIABLES = re.compile(
     r"^(HALFBYTE|VLLM|SGLANG|SGL|LLAMA|GGML|FLASHINFER|CUDA|NVIDIA|TORCH|PYTORCH|TRITON|OMP|MKL|NCCL|UCX)_"
@@ -87,32 +84,6 @@ def collect(gates: Gates | None = None) -> dict[str, Any]:
     if failed:
         record["probes_failed"] = failed
     return record
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit() -> str | None:
-    """The checkout's commit, with + if files differ from it; None outside a checkout."""
-    return commit_of(Path(halfbyte.__file__).parents[2])
-
-
-def commit_of(root: Path) -> str | None:
-    try:
-        sha = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True, text=True, timeout=5, check=True,
-        ).stdout.strip()  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return sha + ("+" if dirty else "")
 
 
 def source_hash(room: str = "kernels") -> str:
@@ -223,52 +194,10 @@ def driver() -> dict[str, Any] | None:
 # ---- what is installed, and which copy of it runs -------------------------------------------------------------------
 
 
-def place(path: Path) -> str:
-    """Where a file lies, as far as another reader can use it."""
-    path = path.resolve()
-    roots = {"<checkout>": Path(halfbyte.__file__).parents[2], "<environment>": Path(sys.prefix), "~": Path.home()}
-    for name, root in roots.items():
-        if path.is_relative_to(root.resolve()):
-            return f"{name}/{path.relative_to(root.resolve()).as_posix()}"
-    return f"…/{'/'.join(path.parts[-2:])}"
-
-
 def installed_hash() -> dict[str, Any]:
     """How many distributions there are and a hash of their names and versions: equal hashes, equal environments."""
     names = sorted({f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()})
     return {"count": len(names), "hash": hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]}
-
-
-def imports() -> dict[str, Any]:
-    """Which copy of halfbyte and of the engines an import takes, and which other copies it hides."""
-    found: dict[str, Any] = {}
-    for module, distribution in IMPORTED.items():
-        spec = importlib.util.find_spec(module)
-        if spec is None or spec.origin is None:
-            continue
-        taken = Path(spec.origin).resolve().parent
-        others = sorted({str(c) for c in copies(module, distribution)} - {str(taken)})
-        found[module] = {
-            "path": place(taken),
-            "version": version(distribution),
-            "commit": commit_of(taken),
-            "shadows": [place(Path(other)) for other in others],
-        }
-    return found
-
-
-def copies(module: str, distribution: str) -> Iterator[Path]:
-    """Every folder of that module that an import could take: on the path, or named by an editable installation."""
-    for entry in sys.path:
-        folder = Path(entry or ".") / module
-        if (folder / "__init__.py").is_file():
-            yield folder.resolve()
-    for d in importlib.metadata.distributions(name=distribution):
-        told = d.read_text("direct_url.json")
-        url = json.loads(told) if told else {}
-        if url.get("dir_info", {}).get("editable") and str(url.get("url", "")).startswith("file://"):
-            root = Path(url["url"].removeprefix("file://"))
-            yield from (f.resolve() for f in (root / module, root / "src" / module) if (f / "__init__.py").is_file())
 
 
 def variables() -> dict[str, str]:
@@ -292,21 +221,6 @@ def host() -> dict[str, Any]:
         path = Path(file)
         found[name] = path.read_text(encoding="utf-8").strip() if path.is_file() else None
     return found
-
-
-def container() -> dict[str, str | None] | None:
-    """Which kind, and its image where the container says it; None outside of one."""
-    told = Path("/run/.containerenv")
-    if told.is_file():
-        named = re.search(r'^image="?([^"\n]+)', told.read_text(encoding="utf-8"), re.MULTILINE)
-        return {"kind": "podman", "image": named[1] if named else None}
-    label = Path("/etc/halfbyte-image")  # deploy's images write their own name there: Docker tells none
-    image = label.read_text(encoding="utf-8").strip() if label.is_file() else None
-    if Path("/.dockerenv").exists():
-        return {"kind": "docker", "image": image}
-    if "KUBERNETES_SERVICE_HOST" in child_environment():
-        return {"kind": "kubernetes", "image": image}
-    return None
 
 
 def use() -> dict[str, Any]:

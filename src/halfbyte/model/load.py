@@ -6,7 +6,6 @@ The plan is chosen before anything is read, so that every weight is laid out onc
 from __future__ import annotations
 
 import math
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -29,9 +28,9 @@ RANDOM = "random:"
 
 
 def _embedded() -> Path:
-    """Beside the sources in a checkout, among the data files of an installation."""
+    """Beside the sources in a checkout, among the package's data in an installation."""
     checkout = Path(__file__).parents[3] / "models" / "tiny"
-    return checkout if checkout.exists() else Path(sysconfig.get_path("data"), "share", "halfbyte", "models", "tiny")
+    return checkout if checkout.exists() else Path(__file__).parents[1] / "data" / "models" / "tiny"
 
 
 EMBEDDED = _embedded()

@@ -1,0 +1,140 @@
+"""What the checks read out of a machine's answers: numbers of /proc/meminfo, GPUs of nvidia-smi, versions.
+
+Pure: everything comes from the answers. What nvidia-smi calls [N/A] is None, never zero.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+
+from halfbyte.doctor.machine import Machine
+
+GIB = 1 << 30
+GPU_FIELDS = (
+    "name", "compute_cap", "driver_version", "memory.total", "memory.free", "clocks.sm", "clocks.max.sm",
+    "utilization.gpu", "power.draw", "power.limit", "power.default_limit", "temperature.gpu", "persistence_mode",
+    "compute_mode",
+)  # fmt: skip
+GPU_QUERY = f"nvidia-smi --query-gpu={','.join(GPU_FIELDS)} --format=csv,noheader,nounits"
+REASONS_QUERY = "nvidia-smi --query-gpu=clocks_event_reasons.active --format=csv,noheader"
+OLD_REASONS_QUERY = "nvidia-smi --query-gpu=clocks_throttle_reasons.active --format=csv,noheader"
+CUDA_QUERY = "nvidia-smi -q -d COMPUTE"
+PROCESSES_QUERY = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader,nounits"
+# Published checkpoints, as they lie on disk.
+CHECKPOINTS = {"20b": 13_800_000_000, "120b": 65_300_000_000}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int] | None
+    driver: str
+    total: int | None  # bytes; None on unified memory
+    free: int | None
+    mhz: float | None
+    mhz_most: float | None
+    busy: float | None  # per cent
+    watts: float | None
+    limit_watts: float | None
+    limit_watts_default: float | None
+    celsius: float | None
+    persistence: str
+    compute_mode: str
+    reasons: int  # why its clock is lower than asked, as NVML's bits
+
+    @property
+    def unified(self) -> bool:
+        """It lives in the host's memory: the driver tells no memory of its own."""
+        return self.total is None or "GB10" in self.name
+
+
+def gpus(machine: Machine) -> list[Gpu]:
+    rows = [[cell.strip() for cell in row] for row in csv.reader(machine.output(GPU_QUERY).splitlines())]
+    rows = [row for row in rows if len(row) == len(GPU_FIELDS)]
+    if not rows:
+        return []
+    reasons = (machine.output(REASONS_QUERY) or machine.output(OLD_REASONS_QUERY)).split()
+    found = []
+    for i, row in enumerate(rows):
+        value = dict(zip(GPU_FIELDS, row))
+        capability = re.fullmatch(r"(\d+)\.(\d+)", value["compute_cap"])
+        total, free = number(value["memory.total"]), number(value["memory.free"])
+        bits = reasons[i] if i < len(reasons) else ""
+        found.append(
+            Gpu(
+                name=value["name"].removeprefix("NVIDIA "),
+                capability=(int(capability[1]), int(capability[2])) if capability else None,
+                driver=value["driver_version"],
+                total=None if total is None else int(total * 2**20),
+                free=None if free is None else int(free * 2**20),
+                mhz=number(value["clocks.sm"]),
+                mhz_most=number(value["clocks.max.sm"]),
+                busy=number(value["utilization.gpu"]),
+                watts=number(value["power.draw"]),
+                limit_watts=number(value["power.limit"]),
+                limit_watts_default=number(value["power.default_limit"]),
+                celsius=number(value["temperature.gpu"]),
+                persistence=value["persistence_mode"],
+                compute_mode=value["compute_mode"],
+                reasons=int(bits, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", bits) else 0,
+            )
+        )
+    return found
+
+
+def unified(machine: Machine) -> bool:
+    return any(gpu.unified for gpu in gpus(machine))
+
+
+def number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def meminfo(machine: Machine) -> dict[str, int]:
+    """Bytes, by the kernel's names."""
+    found = {}
+    for line in (machine.file("/proc/meminfo") or "").splitlines():
+        match = re.match(r"(\w+):\s+(\d+) kB", line)
+        if match:
+            found[match[1]] = int(match[2]) * 1024
+    return found
+
+
+def available(machine: Machine) -> int | None:
+    """MemAvailable, or what the tightest cgroup leaves."""
+    host = meminfo(machine).get("MemAvailable")
+    left = [int(group["left"]) for group in machine.ask("cgroup_memory") or ()]
+    known = [n for n in (host, *left) if n is not None]
+    return min(known) if known else None
+
+
+def version(text: str | None) -> tuple[int, ...]:
+    """The numbers at the front: 580.142 is (580, 142); nothing is ()."""
+    match = re.match(r"\d+(?:\.\d+)*", text or "")
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def driver_cuda(machine: Machine) -> tuple[int, ...]:
+    """The newest CUDA that the driver runs."""
+    told = re.search(r"CUDA[^\n:]*Version\s*:\s*([\d.]+)", machine.output(CUDA_QUERY))
+    return version(told[1]) if told else ()
+
+
+def weights(machine: Machine, model: str | None) -> int | None:
+    """Bytes of a model: of its files, or of the published checkpoint that a name means."""
+    if model is None:
+        return None
+    found = machine.ask("model", model)
+    if found is not None:
+        return int(found["bytes"])
+    named = re.search(r"(120b|20b)", model)
+    return CHECKPOINTS[named[1]] if named else None
+
+
+def gib(n: float) -> str:
+    return f"{n / GIB:.1f} GiB"

@@ -1,0 +1,41 @@
+"""Every pinned dependency has a wheel for Linux on aarch64: by a record of the index that fits constraints.txt."""
+
+from __future__ import annotations
+
+import json
+
+from bench.packages import aarch64
+
+RECORD = json.loads(aarch64.RECORD.read_text(encoding="utf-8"))
+# What has none, and why that is no loss on such a machine.
+WITHOUT = {
+    "llama-cpp-python": "comes as sources on every machine; only the comparison with llama.cpp builds it",
+}
+
+
+def test_the_record_is_of_todays_pins() -> None:
+    assert {name: p["version"] for name, p in RECORD["packages"].items()} == aarch64.pins(), (
+        "constraints.txt has changed; run python -m bench.packages.aarch64"
+    )
+    assert RECORD["pythons"] == ["3.11", "3.12", "3.13", "3.14"]
+    assert RECORD["made"] >= "2026-11-16"
+
+
+def test_every_pin_has_a_wheel_for_every_python() -> None:
+    lacking = {name for name, p in RECORD["packages"].items() if None in p["wheels"].values()}
+    assert lacking == set(WITHOUT), {n: RECORD["packages"][n] for n in lacking ^ set(WITHOUT)}
+
+
+def test_a_wheel_is_chosen_as_pip_would() -> None:
+    files = [
+        "numpy-2.4.6-cp311-cp311-manylinux_2_27_aarch64.manylinux_2_28_aarch64.whl",
+        "numpy-2.4.6-cp311-cp311-manylinux_2_28_x86_64.whl",
+        "numpy-2.4.6-cp312-cp312-musllinux_1_2_aarch64.whl",
+        "numpy-2.4.5-cp312-cp312-manylinux_2_28_aarch64.whl",
+        "numpy-2.4.6.tar.gz",
+    ]
+    assert aarch64.choose(files, "2.4.6", (3, 11)) == files[0]
+    assert aarch64.choose(files, "2.4.6", (3, 12)) is None, "x86_64, musl and another version do not count"
+    assert aarch64.choose(["a-1.0-py3-none-any.whl"], "1.0", (3, 14)) == "a-1.0-py3-none-any.whl"
+    assert aarch64.choose(["a-1.0-cp39-abi3-manylinux_2_34_aarch64.whl"], "1.0", (3, 14)) is not None
+    assert aarch64.choose(["a-1.0-cp39-abi3-manylinux_2_40_aarch64.whl"], "1.0", (3, 14)) is None, "too new a glibc"

@@ -1,0 +1,123 @@
+"""What a wheel carries: everything of a checkout that runs, the embedded models, its commit; CPU kernels and an honest
+tag where there is a compiler.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import halfbyte
+from halfbyte import gates, installed
+from halfbyte.kernels.cpu import build
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SKIPPED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", "tests", "bench")
+
+
+def setup_file() -> ModuleType:
+    """setup.py as a module, which builds nothing."""
+    spec = importlib.util.spec_from_file_location("halfbyte_setup", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_file_that_is_not_python_is_package_data() -> None:
+    package = ROOT / "src" / "halfbyte"
+    listed = {f for pattern in PROJECT["tool"]["setuptools"]["package-data"]["halfbyte"] for f in package.glob(pattern)}
+    others = {f for f in package.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+    assert others <= listed, sorted(map(str, others - listed))
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "halfbyte.__version__"}
+
+
+def test_what_is_built_has_the_models_the_commit_and_every_source(tmp_path: Path) -> None:
+    """Without a compiler, which takes seconds; with one, in the slow test below."""
+    env = gates.child_environment(HALFBYTE_CXX="no-such-compiler")
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    built = tmp_path / "lib" / "halfbyte"
+    files = {p.relative_to(built).as_posix() for p in built.rglob("*") if p.is_file()}
+    sources = {p.relative_to(ROOT / "src" / "halfbyte").as_posix() for p in (ROOT / "src" / "halfbyte").rglob("*.*")}
+    missing = {s for s in sources if s.endswith((".py", ".cu", ".cuh", ".h", ".cpp", ".json", ".xz"))} - files
+    assert not missing
+    for model in (ROOT / "models").iterdir():
+        for file in model.iterdir():
+            assert (built / "data" / "models" / model.name / file.name).read_bytes() == file.read_bytes()
+    if (ROOT / ".git").exists():
+        assert (built / "data" / "commit").read_text().strip().rstrip("+") == (installed.commit() or "").rstrip("+")
+    assert not [f for f in files if f.endswith(".so")]
+    assert "this wheel has no CPU kernels" in done.stderr
+
+
+def test_the_tag_is_the_oldest_glibc_that_the_libraries_load_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From readelf's own words, of three symbols."""
+    told = "  0x0010:   Name: GLIBC_2.2.5  Flags: none  Version: 3\n  Name: GLIBC_2.34  Flags\n  Name: GLIBCXX_3.4.30\n"
+    program = tmp_path / "readelf"
+    program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{told}EOF\n")
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert setup_file().needed_glibc([tmp_path / "a.so"]) == (2, 34)
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert setup_file().needed_glibc([tmp_path / "a.so"]) is None
+
+
+def test_the_command_says_version_and_commit(run: object) -> None:
+    code, out, _ = run("--version")  # type: ignore[operator]
+    assert code == 0
+    assert out.strip() == f"halfbyte {halfbyte.__version__} (commit {installed.commit() or 'unknown'})"
+
+
+def test_an_installation_knows_its_commit_and_asks_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the environment lies in the repository of something else."""
+    monkeypatch.setattr(installed, "RECORDED_COMMIT", tmp_path / "commit")
+    monkeypatch.setattr(installed, "CHECKOUT", tmp_path / "somebody" / "else")
+    monkeypatch.setattr(installed, "commit_of", lambda root: "somebody else's")
+    assert installed.commit() is None
+    (tmp_path / "commit").write_text("0123abc\n")
+    assert installed.commit() == "0123abc"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [True, False])
+def test_a_wheel_carries_the_cpu_kernels_where_there_is_a_compiler(tmp_path: Path, compiler: bool) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=SKIPPED)
+    env = gates.child_environment(HALFBYTE_CXX=build.compiler() if compiler else "no-such-compiler")
+    pip = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
+    subprocess.run(pip, cwd=source, env=env, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as z:
+        names = {n for n in z.namelist() if "kernels/cpu/" in n}
+        libraries = {Path(n).name for n in names if n.endswith(".so")}
+        if compiler:
+            manifest = json.loads(z.read(f"halfbyte/kernels/cpu/{build.MANIFEST}"))
+            assert set(manifest["libraries"]) == libraries == {build.library_name(s.name) for s in build.sets_for()}
+            assert wheel.name.startswith(f"halfbyte-{halfbyte.__version__}-py3-none-manylinux_2_")
+        else:
+            assert not libraries
+            assert wheel.name.endswith("py3-none-any.whl")
+    assert "halfbyte/kernels/cpu/halfbyte_cpu.cpp" in names

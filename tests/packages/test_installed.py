@@ -1,0 +1,125 @@
+"""A wheel in an empty environment, without this checkout: it answers. Under qemu-aarch64 as far as one can be had here.
+
+Slow: torch and the rest are installed afresh. Takes the wheel that `make wheel` left in dist/, or builds one without
+cubins.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from halfbyte import gates, installed
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of an environment with the wheel and what it asks for, and nothing of the checkout in reach."""
+    folder = tmp_path_factory.mktemp("empty")
+    made = folder / "dist"
+    build = [sys.executable, "-m", "bench.packages.wheels", "--machines", platform.machine(), "--without-cubins"]
+    subprocess.run([*build, "--to", str(made)], cwd=ROOT, check=True)
+    (wheel,) = made.glob("*.whl")
+    venv.create(folder / "venv", with_pip=True)
+    pip = [str(folder / "venv" / "bin" / "pip"), "install", "-q", "-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*pip, str(wheel)], check=True, cwd=folder)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def clean(folder: Path) -> dict[str, str]:
+    """A user's environment: no PYTHONPATH, a home and caches of its own, no compiler."""
+    kept = {k: v for k, v in gates.child_environment().items() if not k.startswith(("PYTHON", "HALFBYTE", "VIRTUAL"))}
+    (folder / "home").mkdir(exist_ok=True)
+    return {**kept, "HOME": str(folder / "home"), "PATH": str(folder / "venv" / "bin"), "OMP_NUM_THREADS": "1"}
+
+
+def command(folder: Path, *words: str) -> str:
+    program = str(folder / "venv" / "bin" / "halfbyte")
+    done = subprocess.run([program, *words], cwd=folder / "home", env=clean(folder), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_says_its_version_and_commit(environment: Path) -> None:
+    assert command(environment, "--version").strip().rstrip("+)") == (
+        f"halfbyte {installed.version('halfbyte')} (commit {installed.commit()}".rstrip("+")
+    )
+
+
+def test_it_generates_with_its_own_cpu_kernels_and_no_compiler(environment: Path) -> None:
+    told = command(environment, "generate", "--raw", "--prompt", "2 + 2 =", "--max-tokens", "4")
+    assert told.strip()
+    explained = json.loads(command(environment, "explain", "--arch", "cpu", "--json"))
+    assert {p for phases in explained["chosen"].values() for p in phases} == {"cpu.step"}
+    assert not list((environment / "home" / ".cache").rglob("*.so")), "something was compiled"
+
+
+def test_the_doctor_has_no_errors_there(environment: Path) -> None:
+    told = json.loads(command(environment, "doctor", "--port", str(free_port()), "--json"))
+    assert told["counts"]["error"] == 0, told["findings"]
+    assert not [f for f in told["findings"] if f["id"] in ("install.shadowed", "cpu.kernels", "doctor.stumbled")]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def test_it_serves_and_chat_talks_to_it(environment: Path) -> None:
+    port = free_port()
+    program = str(environment / "venv" / "bin" / "halfbyte")
+    log = (environment / "log").open("w")
+    server = subprocess.Popen(
+        [program, "serve", "--port", str(port)],
+        cwd=environment / "home",
+        env=clean(environment),
+        stderr=log,
+        stdout=log,
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 180
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health/ready", timeout=2)
+                break
+            except OSError:
+                assert server.poll() is None, (environment / "log").read_text()
+                assert time.monotonic() < deadline, (environment / "log").read_text()
+                time.sleep(0.5)
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "temperature": 0}
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        answer = json.load(urllib.request.urlopen(request, timeout=120))
+        assert answer["usage"]["completion_tokens"] > 0
+        page = urllib.request.urlopen(url, timeout=10).read().decode()
+        assert re.search("<html", page, re.IGNORECASE), "the chat page is in the wheel"
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+        log.close()
+    typed = subprocess.run(
+        [program, "chat", "--max-tokens", "24"], cwd=environment / "home", env=clean(environment), input="Hello\n",
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert typed.returncode == 0, typed.stderr
+    assert typed.stdout.strip()
