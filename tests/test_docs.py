@@ -130,7 +130,7 @@ def wrong_words(words: list[str]) -> Iterator[str]:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         yield from (line for word in words[1:2] if word not in targets)
     elif words[0] == "halfbyte" and len(words) > 1:
-        if words[1] not in COMMANDS:
+        if words[1] not in (*COMMANDS, "--version"):
             yield line
         else:
             yield from (f"{line}: {flag}" for flag in flags if flag not in options(words[1]))

@@ -51,7 +51,6 @@ def test_the_fixtures_are_labelled_and_many() -> None:
     labels = [content(path)["label"] for path in FIXTURES]
     assert set(labels) <= set(LABELS)
     assert len(labels) >= 8
-    assert labels.count("recorded") >= 1
     assert sum(not content(path)["expected"] for path in FIXTURES) >= 3, "healthy machines are judged, too"
     assert all(len(str(content(path)["about"])) > 20 for path in FIXTURES)
 
