@@ -22,6 +22,9 @@ RECORDS = (ServerSettings, EngineOptions)
 TYPED: dict[str, tuple[list[str], Any]] = {
     "host": (["0.0.0.0"], "0.0.0.0"),
     "port": (["8123"], 8123),
+    "uds": (["/run/halfbyte.sock"], "/run/halfbyte.sock"),
+    "ssl_certfile": (["cert.pem"], "cert.pem"),
+    "ssl_keyfile": (["key.pem"], "key.pem"),
     "model_name": (["m"], "m"),
     "aliases": (["a", "b"], ("a", "b")),
     "any_model": ([], True),
@@ -85,6 +88,20 @@ def test_what_is_typed_reaches_the_record() -> None:
         assert getattr(settings if hasattr(settings, name) else options, name) == value, name
 
 
+@pytest.mark.parametrize(
+    ("typed", "field", "value"),
+    [
+        (["--max-model-len", "4096"], "max_context", 4096),
+        (["--served-model-name", "m"], "model_name", "m"),
+        (["--max-num-seqs", "3"], "max_seqs", 3),
+        (["--max-num-batched-tokens", "512"], "max_tokens", 512),
+    ],
+)
+def test_what_other_servers_call_it_is_taken_too(typed: list[str], field: str, value: object) -> None:
+    settings, options = run(typed)
+    assert getattr(settings if hasattr(settings, field) else options, field) == value
+
+
 def test_serve_takes_every_flag_once() -> None:
     serve = get_command(cli.app).get_command(None, "serve")  # type: ignore[attr-defined]
     names = [name for p in serve.params for name in (*p.opts, *p.secondary_opts)]
@@ -92,7 +109,8 @@ def test_serve_takes_every_flag_once() -> None:
     assert len(names) == len(set(names))
     for record in RECORDS:
         for flag, _ in flags_of(record).values():
-            assert set(flag.name.split("/")) <= set(names), flag
+            assert {*flag.name.split("/"), *flag.spellings} <= set(names), flag
+    assert {"--api-key", "--gpu-memory-utilization", "--tensor-parallel-size"} <= set(names)
 
 
 def test_an_unknown_effort_is_refused_by_name() -> None:

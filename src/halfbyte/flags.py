@@ -16,6 +16,7 @@ from typing import Any
 class Flag:
     name: str  # as typed, "--page/--no-page" for a switch with two ends
     help: str
+    spellings: tuple[str, ...] = ()  # how other servers call it; taken, too
     minimum: float | None = None
     maximum: float | None = None
     unit: int | None = None  # the person types a number of these, the record holds single ones
@@ -27,13 +28,16 @@ def flag(
     name: str,
     help: str,
     *,
+    spellings: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
     unit: int | None = None,
     parse: Callable[[str], Any] | None = None,
 ) -> Any:
     """A dataclass field with its option."""
-    return dataclasses.field(default=default, metadata={"flag": Flag(name, help, minimum, maximum, unit, parse)})
+    return dataclasses.field(
+        default=default, metadata={"flag": Flag(name, help, spellings, minimum, maximum, unit, parse)}
+    )
 
 
 def flags_of(record: type[Any]) -> dict[str, tuple[Flag, Any]]:

@@ -104,7 +104,8 @@ REFUSED: dict[tuple[str, str], str] = {
 SETTINGS: dict[str, str] = {
     "HALFBYTE_PRESET": "preset to start from (as --preset)",
     "HALFBYTE_API_KEY": "API key the server asks for",
-    "HALFBYTE_CACHE_DIR": "where compiled kernels are kept (default: ~/.cache/halfbyte)",
+    "HALFBYTE_CACHE_DIR": "where compiled kernels, the list of running servers and the history of `chat` are kept "
+    "(default: ~/.cache/halfbyte)",
     "HALFBYTE_CXX": "the C++ compiler of the CPU kernels (default: the first of c++, g++, clang++ in PATH)",
     "OMP_NUM_THREADS": "the most threads of the CPU kernels where --threads is auto, as of torch's own operations",
     "HALFBYTE_MODELS_DIR": "where `halfbyte pull` puts models (default: ~/.cache/halfbyte/models)",
@@ -225,6 +226,12 @@ def cache_folder(kind: str) -> Path:
     """Where what is compiled is kept, by kind: cubin, emulator, cpu."""
     base = setting("HALFBYTE_CACHE_DIR")
     return (Path(base).expanduser() if base else Path.home() / ".cache" / "halfbyte") / kind
+
+
+def models_folder() -> Path:
+    """Where `halfbyte pull` puts models and looks for them."""
+    base = setting("HALFBYTE_MODELS_DIR")
+    return Path(base).expanduser() if base else Path.home() / ".cache" / "halfbyte" / "models"
 
 
 _SECRET = re.compile(r"(_KEY|_TOKEN|_SECRET|_PASSWORD|_CREDENTIALS)$")

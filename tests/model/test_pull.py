@@ -254,7 +254,7 @@ def test_a_listing_cannot_write_outside(fake: FakeHub, tmp_path: Path, name: str
 @pytest.mark.parametrize("name", ["", "x", "a/b/c", "../x", "a/..", "http://h/x"])
 def test_names_that_are_no_model(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a model"):
-        pull(name, tmp_path)
+        pull(name, models=tmp_path)
 
 
 def test_environment() -> None:

@@ -1,31 +1,39 @@
-"""The application: registers the commands and turns errors into one sentence and an exit code."""
+"""The application: registers the commands and turns errors into one sentence and an exit code.
+
+Nothing that takes time is imported here: `--help` and the shell's completion answer at once.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.logging import RichHandler
 from typer.core import TyperCommand, TyperGroup
 
 import halfbyte
-from halfbyte.cli.options import err
 from halfbyte.errors import HalfbyteError
 from halfbyte.installed import commit
 
-# Command, which is also its module here -> function. Only the one that runs is imported: torch takes seconds.
-COMMANDS = {
-    "serve": "serve", "chat": "chat", "generate": "generate", "demo": "demo", "bench": "bench", "eval": "evaluate",
-    "check": "check", "matrix": "matrix", "compare": "compare", "profile": "profile", "receipts": "receipts",
-    "report": "report", "explain": "explain", "pull": "pull", "quantize": "quantize", "prebuild": "prebuild",
-    "env": "env", "doctor": "doctor", "cache": "cache",
+# Heading of the help -> command, which is also its module here -> function. Only the one that runs is imported.
+PANELS: dict[str, dict[str, str]] = {
+    "Talk to a model": {"run": "run", "chat": "chat", "generate": "generate", "demo": "demo"},
+    "Serve it": {"serve": "serve", "ps": "ps", "stop": "stop"},
+    "Models on this machine": {"pull": "pull", "list": "list_models", "rm": "rm", "quantize": "quantize"},
+    "Measure": {
+        "bench": "bench", "eval": "evaluate", "profile": "profile", "compare": "compare", "receipts": "receipts",
+        "report": "report",
+    },
+    "Kernels and their proof": {"explain": "explain", "check": "check", "matrix": "matrix", "prebuild": "prebuild"},
+    "This machine": {"doctor": "doctor", "cache": "cache", "env": "env"},
 }  # fmt: skip
+COMMANDS = {command: function for commands in PANELS.values() for command, function in commands.items()}
 
 
 class Commands(TyperGroup):
@@ -40,7 +48,8 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         if self.listing:
-            return TyperCommand(cmd_name, help=docstring_of(cmd_name))
+            panel = next(name for name, commands in PANELS.items() if cmd_name in commands)
+            return TyperCommand(cmd_name, help=docstring_of(cmd_name), rich_help_panel=panel)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         importlib.import_module(f"halfbyte.cli.{cmd_name}").register(alone)
         command = typer.main.get_command(alone)
@@ -48,9 +57,18 @@ class Commands(TyperGroup):
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        with self._list():
+            super().format_help(ctx, formatter)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        with self._list():
+            return super().shell_complete(ctx, incomplete)
+
+    @contextmanager
+    def _list(self) -> Iterator[None]:
         self.listing = True
         try:
-            super().format_help(ctx, formatter)
+            yield
         finally:
             self.listing = False
 
@@ -65,7 +83,6 @@ app = typer.Typer(
     cls=Commands,
     help="Serve gpt-oss from MXFP4 weights on one machine, and prove which kernels ran.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -81,20 +98,25 @@ def _version(value: bool) -> None:
 def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
-    pass
+    """A command is about to run: what is logged goes to the terminal."""
+    import logging
+
+    from rich.logging import RichHandler
+
+    from halfbyte.cli.options import err
+
+    handler = RichHandler(console=err, show_time=False, show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
 
 
 def main() -> None:
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(message)s",
-        handlers=[RichHandler(console=err, show_time=False, show_path=False)],
-    )
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
     except HalfbyteError as e:
+        from halfbyte.cli.options import err
+
         err.print(f"halfbyte: {e}", markup=False)
         sys.exit(e.exit_code)
     except BrokenPipeError:

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.conversation import Effort, MaxTokens, Seed, System, Temperature, conversation, deltas
-from halfbyte.cli.options import DeviceOption, ModelArgument, SelfTestOption, err, open_engine, out, with_gates
-from halfbyte.errors import UsageError
+from halfbyte import gates as gates_
+from halfbyte.cli.conversation import (
+    Answers,
+    Effort,
+    Exchange,
+    Here,
+    Manner,
+    MaxTokens,
+    Seed,
+    System,
+    Temperature,
+    check_effort,
+    open_answers,
+)
+from halfbyte.cli.options import (
+    DeviceOption,
+    ModelArgument,
+    SelfTestOption,
+    check_number,
+    err,
+    out,
+    print_table,
+    with_gates,
+)
+from halfbyte.errors import ContextError, HalfbyteError, UsageError
 from halfbyte.gates import Gates
 
 if TYPE_CHECKING:
-    from halfbyte.harmony.parse import Event
+    from prompt_toolkit import PromptSession
+
+Reasoning = Annotated[bool, typer.Option("--reasoning", help="Show the model's reasoning, too.")]
 
 
 @with_gates
@@ -24,58 +52,191 @@ def chat(
     seed: Seed = None,
     effort: Effort = "medium",
     system: System = None,
+    reasoning: Reasoning = False,
+    here: Here = False,
     device: DeviceOption = None,
     self_test: SelfTestOption = "auto",
     *,
     gates: Gates,
 ) -> None:
-    """Talk to the model. An empty line or end of input ends it; /new starts over, /effort LEVEL switches."""
-    from halfbyte.engine.request import SamplingParams
-    from halfbyte.harmony.messages import Message
-    from halfbyte.harmony.parse import Parser
-    from halfbyte.harmony.render import render_prompt
+    """Talk to a model in the terminal; /help lists what can be done there."""
+    manner = Manner(effort, system, temperature, max_tokens, seed)
+    with open_answers(model, device, gates, here=here, self_test=self_test) as answers:
+        Chat(answers, manner, reasoning).run()
 
-    history = conversation(effort, system)
-    opening = len(history)
-    with open_engine(model, device, gates, self_test=self_test) as engine:
-        while True:
+
+class Chat:
+    """One conversation: what was said, and how to go on."""
+
+    def __init__(self, answers: Answers, manner: Manner, reasoning: bool = False) -> None:
+        self.answers = answers
+        self.manner = manner
+        self.reasoning = reasoning
+        self.exchanges: list[Exchange] = []
+        self.ended = False
+
+    def run(self) -> None:
+        read = prompt_reader() if sys.stdin.isatty() and sys.stdout.isatty() else pipe_reader
+        if read is not pipe_reader:
+            err.print(f"[dim]{self.answers.label} · Enter sends, Alt+Enter breaks the line, Ctrl+C stops an answer, "
+                      "Ctrl+D ends · /help[/dim]")  # fmt: skip
+        while not self.ended:
             try:
-                line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+                line = read()
+            except KeyboardInterrupt:
+                continue  # what was typed is dropped
             except EOFError:
                 break
-            line = line.strip()
-            if not line:
-                break
-            if line == "/new":
-                history = history[:opening]
-                continue
-            if line.startswith("/effort"):
-                try:
-                    history = conversation(line.removeprefix("/effort").strip(), system) + history[opening:]
-                except UsageError as e:
-                    err.print(f"[red]{e}[/red]")
-                continue
-            history.append(Message.user(line))
-            sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-            parser = Parser(engine.tokenizer)
+            if line.strip():
+                self.take(line)
+
+    def take(self, line: str) -> None:
+        word = line.split()[0]
+        if word.startswith("/") and "/" not in word[1:]:
             try:
-                for delta in deltas(engine.iterate(render_prompt(engine.tokenizer, history), sampling)):
-                    _show(parser.feed(delta.tokens))
-            except KeyboardInterrupt:
-                err.print("[dim](stopped)[/dim]")
-            _show(parser.finish())
-            out.print()
-            history += parser.messages
+                self.command(word[1:], line.strip()[len(word) :].strip())
+            except UsageError as e:
+                err.print(str(e), style="red", markup=False)
+        else:
+            self.ask(line)
+
+    def ask(self, question: str) -> None:
+        from halfbyte.cli.screen import show
+
+        said: list[str] = []
+        try:
+            for text in show(self.answers.pieces(self.exchanges, question, self.manner), out, reasoning=self.reasoning):
+                said.append(text)
+        except KeyboardInterrupt:
+            err.print("[dim](stopped)[/dim]")
+        except HalfbyteError as e:
+            more = " /new starts over, /undo takes the last question back." if isinstance(e, ContextError) else ""
+            err.print(f"{e}{more}", style="red", markup=False)
+            return
+        self.exchanges.append(Exchange(question, "".join(said)))
+
+    # ---- what a line with a slash does --------------------------------------------------------
+
+    def command(self, name: str, rest: str) -> None:
+        if name not in COMMANDS:
+            raise UsageError(f"there is no /{name}; /help lists what there is.")
+        COMMANDS[name][0](self, rest)
+
+    def help(self, _: str) -> None:
+        rows = [{"command": f"/{name}", "": text} for name, (_, text) in COMMANDS.items()]
+        print_table(rows, left=2)
+
+    def new(self, _: str) -> None:
+        self.exchanges.clear()
+        err.print("[dim]a new conversation[/dim]")
+
+    def again(self, _: str) -> None:
+        if not self.exchanges:
+            raise UsageError("nothing was asked yet.")
+        self.ask(self.exchanges.pop().question)
+
+    def undo(self, _: str) -> None:
+        if not self.exchanges:
+            raise UsageError("nothing was asked yet.")
+        err.print(f"[dim]taken back:[/dim] {self.exchanges.pop().question}", markup=True)
+
+    def set_effort(self, text: str) -> None:
+        if text:
+            self.manner.effort = check_effort(text)
+        err.print(f"[dim]effort: {self.manner.effort}[/dim]")
+
+    def set_system(self, text: str) -> None:
+        self.manner.system = text or None
+        err.print("[dim]instructions: [/dim]", end="")
+        err.print(text or "none", markup=False)
+
+    def set_temperature(self, text: str) -> None:
+        if text:
+            try:
+                value = check_number(float(text), "the temperature")
+            except ValueError:
+                raise UsageError(f"{text!r} is no temperature; give a number from 0 on.") from None
+            if value < 0:
+                raise UsageError(f"{text!r} is no temperature; give a number from 0 on.")
+            self.manner.temperature = value
+        err.print(f"[dim]temperature: {self.manner.temperature:g}[/dim]")
+
+    def show_reasoning(self, text: str) -> None:
+        if text not in ("", "on", "off"):
+            raise UsageError("/reasoning takes on or off.")
+        self.reasoning = not self.reasoning if not text else text == "on"
+        err.print(f"[dim]reasoning is {'shown' if self.reasoning else 'not shown'}[/dim]")
+
+    def save(self, text: str) -> None:
+        try:
+            words = shlex.split(text)
+        except ValueError:
+            words = []
+        if len(words) != 1:
+            raise UsageError("/save takes the name of one file, for example /save chat.md")
+        path = Path(words[0]).expanduser()
+        parts = [f"**{e.question}**\n\n{e.answer}\n" for e in self.exchanges]
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write("\n".join(parts))
+        except FileExistsError:
+            raise UsageError(f"{path} exists; choose another name.") from None
+        except OSError as e:
+            raise UsageError(f"{path} cannot be written ({e.strerror}); choose another place.") from None
+        err.print(f"[dim]saved {len(parts)} questions and answers in[/dim] {path}")
+
+    def end(self, _: str) -> None:
+        self.ended = True
 
 
-def _show(events: list[Event]) -> None:
-    for e in events:
-        if e.type == "start" and e.header.kind == "call":
-            out.print(f"\n[dim]call {e.header.recipient}[/dim] ", end="")
-        if e.type == "start" and e.header.kind == "content":
-            out.print()
-        if e.text:
-            out.print(e.text, end="", style="dim" if e.header.kind == "reasoning" else None, markup=False)
+COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str]] = {
+    "help": (Chat.help, "this list"),
+    "new": (Chat.new, "start a new conversation"),
+    "again": (Chat.again, "answer the last question again"),
+    "undo": (Chat.undo, "take the last question and its answer back"),
+    "effort": (Chat.set_effort, "low, medium or high: how long the model may reason"),
+    "reasoning": (Chat.show_reasoning, "on or off: show the reasoning"),
+    "system": (Chat.set_system, "instructions for the model; alone: none"),
+    "temperature": (Chat.set_temperature, "0 takes the likeliest token, 1 samples as the model was trained"),
+    "save": (Chat.save, "write the conversation to a file, as markdown"),
+    "exit": (Chat.end, "end; Ctrl+D does, too"),
+}
+
+
+def pipe_reader() -> str:
+    """Each line of what is piped in is a question."""
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def prompt_reader() -> Callable[[], str]:
+    """A line editor with a history that outlives the session; what is pasted may have many lines."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    history: History = InMemoryHistory()
+    with suppress(OSError):  # a home that cannot be written to: the history ends with the session
+        file = gates_.cache_folder("chat") / "history"
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.touch(mode=0o600)
+        history = FileHistory(str(file))
+    commands = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
+    session: PromptSession[str] = PromptSession(
+        "> ", history=history, completer=commands, complete_while_typing=False, key_bindings=keys,
+        auto_suggest=AutoSuggestFromHistory(), prompt_continuation="  ",
+    )  # fmt: skip
+    return session.prompt
 
 
 def register(app: typer.Typer) -> None:

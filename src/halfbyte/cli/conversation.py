@@ -1,42 +1,210 @@
-"""What `chat` and `generate` share: their options, the messages a conversation begins with, and reading a stream."""
+"""What `run`, `chat` and `generate` share: their options, and answers as they arrive, piece by piece.
+
+An answer comes from an engine in this process, or from a server of this machine that has the model loaded already:
+weights are not held twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, cast
 
 import typer
 
-from halfbyte.cli.options import check_number
-from halfbyte.errors import StepError, UsageError
+from halfbyte import gates as gates_
+from halfbyte.cli.options import check_number, err, open_engine
+from halfbyte.errors import AskError, StepError, UsageError
+from halfbyte.gates import Gates
 
 if TYPE_CHECKING:
+    import httpx
+
+    from halfbyte.engine.python_api import Engine
     from halfbyte.engine.request import Delta
     from halfbyte.harmony.messages import Message
+    from halfbyte.harmony.parse import Event
 
 EFFORTS = ("low", "medium", "high")
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="Default: until the model ends.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens", "-n", min=1, help="Most tokens to generate; by default the model decides where to end."
+    ),
+]
 Temperature = Annotated[
     float,
     typer.Option(
-        "--temperature", "-t", min=0.0, help="0 is greedy.", callback=lambda t: check_number(t, "--temperature")
+        "--temperature", "-t", min=0.0, help="Randomness of the sampling; 0 always takes the likeliest token.",
+        callback=lambda t: check_number(t, "--temperature"),
     ),
+]  # fmt: skip
+Seed = Annotated[int | None, typer.Option(help="Seed of the sampling: the same seed gives the same tokens.")]
+Effort = Annotated[
+    str, typer.Option(help="How long the model may reason: low, medium or high.", autocompletion=lambda: EFFORTS)
 ]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same tokens.")]
-Effort = Annotated[str, typer.Option(help="Reasoning effort: low, medium, high.")]
-System = Annotated[str | None, typer.Option("--system", help="Instructions to the model.")]
+System = Annotated[str | None, typer.Option("--system", help="Instructions for the model.")]
+Here = Annotated[bool, typer.Option("--here", help="Load the model here, even if a running server has it.")]
 
 
-def conversation(effort: str, instructions: str | None) -> list[Message]:
-    if effort.lower() not in EFFORTS:
-        raise UsageError(f"there is no effort {effort!r}; use low, medium or high.")
+class Piece(NamedTuple):
+    kind: Literal["reasoning", "content"]
+    text: str
+
+
+class Exchange(NamedTuple):
+    question: str
+    answer: str
+
+
+@dataclass
+class Manner:
+    """How answers are to be; `chat` changes it as it goes."""
+
+    effort: str = "medium"
+    system: str | None = None
+    temperature: float = 0.0
+    max_tokens: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_effort(self.effort)
+
+
+def check_effort(text: str) -> Literal["low", "medium", "high"]:
+    if text.lower() not in EFFORTS:
+        raise UsageError(f"there is no effort {text!r}; use low, medium or high.")
+    return cast(Literal["low", "medium", "high"], text.lower())
+
+
+class Answers(Protocol):
+    label: str
+
+    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
+        """The answer to `question` after what was said before."""
+        ...
+
+
+class EngineAnswers:
+    def __init__(self, engine: Engine, label: str) -> None:
+        self.engine = engine
+        self.label = label
+
+    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
+        from halfbyte.engine.request import SamplingParams
+        from halfbyte.harmony.messages import Message
+        from halfbyte.harmony.parse import Parser
+        from halfbyte.harmony.render import render_prompt
+
+        messages = opening(manner.effort, manner.system)
+        for exchange in before:
+            messages += [Message.user(exchange.question), Message.final(exchange.answer)]
+        prompt = render_prompt(self.engine.tokenizer, [*messages, Message.user(question)])
+        sampling = SamplingParams(temperature=manner.temperature, max_tokens=manner.max_tokens, seed=manner.seed)
+        parser = Parser(self.engine.tokenizer)
+        for delta in deltas(self.engine.iterate(prompt, sampling)):
+            yield from pieces_of(parser.feed(delta.tokens))
+        yield from pieces_of(parser.finish())
+
+
+class ServerAnswers:
+    """By the public API, as every other client does."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url = url
+        self.label = model
+
+    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
+        import httpx
+
+        messages = [{"role": "system", "content": manner.system}] if manner.system else []
+        for exchange in before:
+            messages.append({"role": "user", "content": exchange.question})
+            messages.append({"role": "assistant", "content": exchange.answer})
+        messages.append({"role": "user", "content": question})
+        body = {
+            "model": self.label, "messages": messages, "stream": True, "temperature": manner.temperature,
+            "reasoning_effort": manner.effort.lower(), "max_tokens": manner.max_tokens, "seed": manner.seed,
+        }  # fmt: skip
+        try:
+            with self._client() as client, client.stream("POST", "/v1/chat/completions", json=body) as reply:
+                if reply.status_code != 200:
+                    raise AskError(_refusal(reply))
+                yield from _read(reply)
+        except httpx.HTTPError as e:
+            raise AskError(
+                f"the server at {self.url} did not answer ({type(e).__name__}); is it still there?"
+            ) from None
+
+    def _client(self) -> httpx.Client:
+        import httpx
+
+        key = gates_.setting("HALFBYTE_API_KEY")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        path = self.url.removeprefix("unix:")
+        transport = httpx.HTTPTransport(uds=path) if path != self.url else None
+        base = self.url if transport is None else "http://localhost"
+        timeout = httpx.Timeout(10.0, read=None)
+        return httpx.Client(base_url=base, headers=headers, timeout=timeout, transport=transport)
+
+
+def _refusal(reply: httpx.Response) -> str:
+    reply.read()
+    try:
+        return str(reply.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answers {reply.status_code}."
+
+
+def _read(reply: httpx.Response) -> Iterator[Piece]:
+    for line in reply.iter_lines():
+        if not line.startswith("data:") or line.endswith("[DONE]"):
+            continue
+        chunk: dict[str, Any] = json.loads(line.removeprefix("data:"))
+        if "error" in chunk:
+            raise StepError(str(chunk["error"].get("message", "the server failed on this request.")))
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if text := delta.get("reasoning_content"):
+                yield Piece("reasoning", text)
+            if text := delta.get("content"):
+                yield Piece("content", text)
+
+
+@contextmanager
+def open_answers(
+    model: str | None, device: str | None, gates: Gates, *, here: bool = False, **options: Any
+) -> Iterator[Answers]:
+    """A running server's, where one has this very model and no kernels and no device were chosen; else an engine's."""
+    from halfbyte.cli import servers
+
+    if not here and device is None and not gates.changes():
+        server = next((s for s in servers.running() if s.url and (model or "tiny") in s.names), None)
+        if server is not None and server.url is not None:
+            err.print(f"[dim]{server.model}, asked of the server at {server.url} (--here loads it again)[/dim]")
+            yield ServerAnswers(server.url, server.model)
+            return
+    from halfbyte.model import load
+
+    with open_engine(model, device, gates, **options) as engine:
+        yield EngineAnswers(engine, load.resolve_model(model).label)
+
+
+def opening(effort: str, instructions: str | None) -> list[Message]:
+    """The messages a conversation begins with."""
     from halfbyte.harmony.messages import Message, SystemContent
 
-    level = cast(Literal["low", "medium", "high"], effort.lower())
-    messages = [Message.system(SystemContent(reasoning_effort=level))]
+    messages = [Message.system(SystemContent(reasoning_effort=check_effort(effort)))]
     if instructions:
         messages.append(Message.developer(instructions))
     return messages
+
+
+def pieces_of(events: list[Event]) -> list[Piece]:
+    """Everything that is not reasoning is shown."""
+    return [Piece("reasoning" if e.header.kind == "reasoning" else "content", e.text) for e in events if e.text]
 
 
 def deltas(stream: Iterator[Delta]) -> Iterator[Delta]:

@@ -2,266 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
 from typing import Annotated
 
-import torch
 import typer
 
-from halfbyte.cli.options import JsonOption, ModelArgument, announce, err, out, print_json, with_gates
-from halfbyte.engine.options import EngineOptions
-from halfbyte.engine.sizing import memory_account, page_limits
-from halfbyte.errors import UsageError
-from halfbyte.gates import LAYER_GROUPS, Gates
-from halfbyte.kernels import prove as proof
-from halfbyte.kernels.cpu.phase import remark as cpu_remark
-from halfbyte.kernels.prove import Evidence, Sibling
-from halfbyte.memory import MemoryState, gib
-from halfbyte.model import checkpoint, load, self_test
-from halfbyte.model.config import NAMED, ModelConfig
-from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, SINKS_OFF, arch_of, choose, page_bytes
-from halfbyte.plan.phase import ARCHES, Arch, Spec
-from halfbyte.plan.record import Selection
-from halfbyte.plan.select import Chosen
-from halfbyte.plan.step import REGIMES
-from halfbyte.roofline import GPUS, Gpu
-from halfbyte.vllm_plugin import selection as vllm_selection
-from halfbyte.vllm_plugin.launch import vllm_command
-from halfbyte.vllm_plugin.selection import Shapes
+from halfbyte.cli.models import complete_model
+from halfbyte.cli.options import MODEL, JsonOption, with_gates
+from halfbyte.gates import Gates
 
-INSIDE_UNTESTED = "no: inside vLLM the plugin counts what ran instead (--record)"
+ARCHES = ("cpu", "sm90", "sm100", "sm120", "sm121")  # of plan.phase, which needs torch; a test holds them together
 
 
 @with_gates
 def explain(
-    model: ModelArgument = None,
-    arch: Annotated[str | None, typer.Option(help=f"{', '.join(ARCHES)}; default: this machine.")] = None,
-    prove: Annotated[bool, typer.Option("--prove", help="Compile it and read the machine code.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", show_default=False,
+            help=f"{MODEL}. Without it: gpt-oss-120b as OpenAI publishes it, which need not be here.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help=f"The machine to explain: {', '.join(ARCHES)}. By default this one.", autocompletion=lambda: ARCHES
+        ),
+    ] = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Also compile the kernels for it and read their machine code.")
+    ] = False,
     engine: Annotated[str, typer.Option(help="halfbyte, or vllm: our kernels inside vLLM.")] = "halfbyte",
     json: JsonOption = False,
     *,
     gates: Gates,
-) -> None:
-    """Which kernels would run, per regime, and why every other one is refused."""
-    if engine not in ("halfbyte", "vllm"):
-        raise UsageError(f"--engine is {engine!r}; use halfbyte or vllm.")
-    if arch is not None and arch.lower() not in ARCHES:
-        raise UsageError(f"there is no architecture {arch!r}; use {', '.join(ARCHES)}.")
-    target = ARCHES[arch.lower()] if arch else arch_of(load.resolve_device(None))
-    if model is None:
-        name, config, stored = "gpt-oss-120b", NAMED["120b"], dict(CHECKPOINT_FORMATS)
-        resolved = load.resolve_model("random:120b")
-    else:
-        resolved = load.resolve_model(model)
-        name, config = resolved.label, load.config_of(resolved)
-        stored = dict(CHECKPOINT_FORMATS)
-        if resolved.path is not None:
-            source = checkpoint.open_model(resolved.path)
-            stored = load.formats_of(source)
-            source.close()
-    inside = engine == "vllm"
-    spec, chosen, selection = (
-        choose_inside_vllm(config, gates, target, name) if inside else choose(config, gates, target, stored)
-    )
-    here = torch.cuda.is_available() and arch_of("cuda") == target
-    tested = INSIDE_UNTESTED if inside else self_test.describe((spec, chosen, selection), target, here)
-    evidence = gather(spec, chosen, target.name, gates) if prove else []
-    siblings = compare(spec, chosen, target.name, gates) if prove else []
-    shapes = [(name, config, load.weight_bytes(resolved, gates))]
-    if model is None:
-        shapes.append(("gpt-oss-20b", NAMED["20b"], load.weight_bytes(load.resolve_model("random:20b"), gates)))
-    cards = [] if inside else [gpu for gpu in GPUS.values() if gpu.arch == target.name]  # vLLM has its own account
-    rooms = [room for gpu in cards for room in rooms_on(gpu, target, shapes, gates)]
-    limits = target.limits
-    values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
-    remarks = notes_inside_vllm(selection, target) if inside else notes(spec, selection, target, gates)
-    if json:
-        answer = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": remarks}
-        answer |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source, "self_test": tested}
-        answer |= {"memory": rooms}
-        proof_of = {"evidence": [asdict(e) for e in evidence], "siblings": [asdict(s) for s in siblings]}
-        print_json(answer | proof_of if prove else answer)
-        raise typer.Exit(int(any(not e.ok for e in evidence)))
-    announce(gates, f"{name} on {target.name}")
-    if gates.sinks == "off":
-        out.print(f"[bold red]{SINKS_OFF}[/bold red]")
-    formats = ", ".join(f"{role} {kind}" for role, kind in spec.formats.items())
-    out.print(f"weights  {formats}")
-    out.print(f"values   activations {values}, KV {spec.kv_dtype}, residual {spec.dtype}")
-    out.print(f"regimes  {limits.source}\n")
-    for regime in REGIMES:
-        if regime == "long" and spec.at("long").activation == spec.at("prefill").activation:
-            out.print(f"[bold]long[/bold] ({limits.range(regime)}): as prefill")
-            continue
-        out.print(f"[bold]{regime}[/bold] ({limits.range(regime)})")
-        for phase in selection.chosen[regime]:
-            out.print(f"  runs     {phase}")
-        reasons: dict[str, list[str]] = {}
-        for refusal in selection.refusals:
-            if refusal.regime == regime:
-                reasons.setdefault(refusal.reason, []).append(refusal.phase)
-        for reason, phases in reasons.items():
-            names = ["reference.*"] if all(p.startswith("reference.") for p in phases) else phases
-            out.print(f"  [dim]refused  {', '.join(names)}: {reason}[/dim]")
-    layouts = ", ".join(f"{role} {layout}" for role, layout in selection.layouts.items())
-    out.print(f"\nlayouts  {layouts}")
-    out.print(f"tested   {tested}")
-    for room in rooms:
-        out.print(f"memory   {room}")
-    for note in remarks:
-        out.print(f"NOTE     {note}", markup=False)
-    if prove:
-        show(evidence)
-        if siblings:
-            out.print(f"{said_of_siblings(siblings, target.name)}")
-        raise typer.Exit(int(any(not e.ok for e in evidence)))
+) -> None:  # fmt: skip
+    """Say which kernels would run on a machine, this one or another, and why every other one is refused."""
+    from halfbyte.cli.explanation import explain as explain_
 
-
-def choose_inside_vllm(config: ModelConfig, gates: Gates, target: Arch, name: str) -> tuple[Spec, Chosen, Selection]:
-    """As the plugin chooses in each of vLLM's processes; what vLLM's command line cannot say is refused first."""
-    vllm_command(name, gates).check()
-    c = config
-    shapes = Shapes(
-        c.layers, c.hidden, c.intermediate, c.experts, c.top_k, c.heads, c.kv_heads, c.head_dim, c.vocab, c.window
-    )
-    return vllm_selection.choose(shapes, gates, target)
-
-
-def notes_inside_vllm(selection: Selection, target: Arch) -> list[str]:
-    """The kernel of each layer group in one line; operations that vLLM keeps are named vllm.*."""
-    groups = {}
-    for group in LAYER_GROUPS:
-        names = [n for names in selection.chosen.values() for n in names if covers(n, group)]
-        groups[group] = "/".join(dict.fromkeys(names))
-    remarks = ["layer groups inside vLLM: " + ", ".join(f"{g} {k}" for g, k in groups.items()) + "."]
-    if any(kernel.startswith("vllm.") for kernel in groups.values()):
-        remarks.append("vllm.* runs as vLLM has it; --mxfp4-layers all gives every dense layer to us, in MXFP4.")
-    if target.is_gpu and target.name != "sm90":
-        remarks.append(f"compiled and read for {target.name}, and run on no such machine yet.")
-    return remarks
-
-
-def covers(phase: str, group: str) -> bool:
-    return any(p.name == phase and group in p.covers for p in vllm_selection.PHASES)
-
-
-def notes(spec: Spec, selection: Selection, target: Arch, gates: Gates) -> list[str]:
-    """What whoever has such a machine should know and the lists do not say."""
-    if target.capability is None:
-        said = cpu_remark(gates)
-        return [f"{said}."] if said else []
-    remarks = []
-    decode, prompts = spec.at("decode").activation, spec.at("prefill").activation
-    kernels = {name for names in selection.chosen.values() for name in names}
-    lost = {r.phase: r.reason for r in selection.refusals if r.regime == "decode"}.get("cuda.decode_step", "")
-    if all(name.startswith("triton.") for name in kernels):
-        remarks.append(
-            f"every kernel here is Triton's: cuda.decode_step, which takes one launch for all layers, {lost}."
-        )
-    elif lost and decode != "bf16":
-        remarks.append(
-            f"decode takes many launches a layer: cuda.decode_step, which takes one for all of them, {lost}. "
-            f"--activation prefill={decode} keeps it, and {decode} for prompts."
-        )
-    if target.capability[0] >= 10 and prompts == "bf16" and spec.formats["gate_up"] == "mxfp4":
-        remarks.append(
-            "prompts run on the bf16 tensor cores. --activation prefill=mxfp8 or prefill=mxfp4 takes the block-scaled "
-            "FP4 ones, and rounds activations (docs/numerics.md)."
-        )
-    if target.name != "sm90":
-        ran = "" if target.name == "sm100" else ", but for their bf16 products on an H200 (bench/kernels/sm12x.py)"
-        remarks.append(
-            f"these kernels are compiled and read for {target.name}, and have run on no such machine yet{ran}."
-        )
-    return remarks
-
-
-def rooms_on(gpu: Gpu, arch: Arch, shapes: Sequence[tuple[str, ModelConfig, int]], gates: Gates) -> list[str]:
-    """What is left for the KV cache on a GPU of the table, by the account that a start is held to."""
-    size, said = int(gpu.memory), []
-    shared = gpu.name.startswith("GB10")
-    state = MemoryState(
-        total=size, available=size, unified=shared, device_total=None if shared else size,
-        device_free=None if shared else size,
-    )  # fmt: skip
-    for name, config, weights in shapes:
-        options = EngineOptions(gates=gates)
-        account = memory_account(config, options, state, weights=weights)
-        page = page_bytes(config, choose(config, gates, arch)[0])
-        limits = page_limits(config, options, state, page)
-        head = f"{gpu.name} ({gpu.memory / 1e9:.0f} GB), {name}: weights {gib(weights)}"
-        if account.kv_room < limits.least * page:
-            short = limits.least * page - account.kv_room
-            said.append(f"{head}: does not fit, one context of {config.max_context} tokens is {gib(short)} short")
-            continue
-        contexts = (account.kv_room // page - 1) / (limits.least - 1)
-        said.append(
-            f"{head}, workspace {gib(account.workspace)}, reserve {gib(account.reserve)}: {gib(account.kv_room)} are "
-            f"left for KV, {contexts:.1f} contexts of {config.max_context} tokens"
-        )
-    return said
-
-
-def compare(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Sibling]:
-    """The machine code of every chosen phase beside that of the other SM12x."""
-    found: dict[str, Sibling] = {}
-    runs = {(p.name, spec.at(regime).activation): spec.at(regime) for regime, phases in chosen.items() for p in phases}
-    with err.status("comparing") as status:
-        for (name, _), at_regime in runs.items():
-            if arch in proof.SIBLINGS and name in proof.compilable():
-                status.update(f"comparing {name} for {arch} and {proof.SIBLINGS[arch]}")
-                found |= {s.kernel: s for s in proof.compare_siblings(name, arch, at_regime, gates)}
-    return list(found.values())
-
-
-def said_of_siblings(siblings: list[Sibling], arch: str) -> str:
-    other = proof.SIBLINGS[arch]
-    differing = [f"{s.kernel} ({s.difference})" for s in siblings if s.difference]
-    if differing:
-        return f"{arch} and {other} differ in {'; '.join(differing)}"
-    return f"{arch} and {other}: {len(siblings)} kernels are equal, instruction for instruction"
-
-
-def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence]:
-    """Evidence for every chosen phase that can be compiled at_regime."""
-    evidence: list[Evidence] = []
-    provable = set(proof.compilable(lent=True))
-    runs = {(p.name, spec.at(regime).activation): spec.at(regime) for regime, phases in chosen.items() for p in phases}
-    with err.status("compiling") as status:
-        for (name, _), at_regime in runs.items():
-            if name in provable:
-                status.update(f"compiling {name} for {arch}")
-                evidence += proof.prove(name, arch, at_regime, gates)
-    return evidence
-
-
-def show(evidence: list[Evidence]) -> None:
-    """Kernels that several phases share once."""
-    users: list[tuple[Evidence, list[str]]] = []
-    for e in evidence:
-        phases = next((names for k, names in users if replace(e, phase=k.phase) == k), None)
-        if phases is None:
-            users.append((e, phases := []))
-        phases.append(e.phase)
-    bad = [e.kernel for e, _ in users if not e.ok]
-    verdict = (
-        f"[red]{len(bad)} are not as promised: {', '.join(bad)}[/red]" if bad else "[green]all as promised[/green]"
-    )
-    out.print("\n[bold]proof[/bold] (compiled now, read from the machine code)")
-    for e, phases in users:
-        mma = ", ".join(f"{n} x{c}" for n, c in e.instructions.items()) or "no matrix instruction"
-        promised = "[green]as promised[/green]" if e.ok else f"[red]{'; '.join(e.problems)}[/red]"
-        out.print(f"  {e.kernel}: {e.target}, {mma} [dim]({', '.join(dict.fromkeys(phases))})[/dim]")
-        promise = [f"must show {e.needed}"] if e.needed else []
-        promise += [f"must not show {e.banned}"] if e.banned else []
-        if promise:
-            out.print(f"    {', '.join(promise)}".replace("\\b", "").replace("\\", ""), markup=False)
-        out.print(
-            f"    {e.registers} registers, {proof.spilled(e)} spilled, "
-            f"{e.shared_bytes} of {e.shared_limit} bytes shared memory: {promised}"
-        )
-    out.print(f"{len(users)} kernels: {verdict}")
+    explain_(model, arch, prove, engine, json, gates)
 
 
 def register(app: typer.Typer) -> None:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from halfbyte.cli.conversation import Effort, MaxTokens, Seed, System, Temperature, conversation, deltas
+from halfbyte.cli.conversation import (
+    Effort,
+    MaxTokens,
+    Piece,
+    Seed,
+    System,
+    Temperature,
+    check_effort,
+    deltas,
+    opening,
+    pieces_of,
+)
 from halfbyte.cli.options import (
     DeviceOption,
     JsonOption,
@@ -23,77 +34,94 @@ from halfbyte.cli.options import (
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
-if TYPE_CHECKING:
-    from halfbyte.harmony.parse import Event
-
 
 @with_gates
 def generate(
     model: ModelArgument = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Default: standard input.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat format: continue the text itself.")] = False,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="What to answer; by default it is read from standard input.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text itself, without the chat format around it.")
+    ] = False,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     effort: Effort = "medium",
     system: System = None,
-    reasoning: Annotated[bool, typer.Option("--reasoning", help="Show the model's reasoning too.")] = False,
+    reasoning: Annotated[
+        bool,
+        typer.Option("--reasoning", help="Write the reasoning to standard error; the answer alone is standard output."),
+    ] = False,
     device: DeviceOption = None,
-    allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Even if some weights are no numbers.")] = False,
+    allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Go on even if some weights are not numbers.")] = False,
     self_test: SelfTestOption = "auto",
     json: JsonOption = False,
     *,
     gates: Gates,
 ) -> None:
-    """One answer to one prompt, and stop."""
+    """Answer one prompt and end."""
     from halfbyte.engine.request import SamplingParams
     from halfbyte.harmony.messages import Message
     from halfbyte.harmony.parse import Parser
     from halfbyte.harmony.render import render_prompt
     from halfbyte.model.tokenizer import Detokenizer
 
+    check_effort(effort)
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise UsageError("the prompt is empty; give --prompt or write it to standard input.")
-    messages = conversation(effort, system)
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     with open_engine(model, device, gates, allow_nan=allow_nan, self_test=self_test) as engine:
-        ids = engine.tokenizer.encode(text) if raw else render_prompt(engine.tokenizer, [*messages, Message.user(text)])
+        messages = [*opening(effort, system), Message.user(text)]
+        ids = engine.tokenizer.encode(text) if raw else render_prompt(engine.tokenizer, messages)
         start, first, tokens = time.perf_counter(), 0.0, []
         parser = Parser(engine.tokenizer)
         plain = Detokenizer(engine.tokenizer, skip_special=True)
-        finish, texts = None, {"analysis": "", "final": ""}
+        printer = Printer(silent=json, reasoning=reasoning)
+        finish = None
         for delta in deltas(engine.iterate(ids, sampling)):
             first = first or time.perf_counter()
             tokens += delta.tokens
             finish = delta.finish or finish
-            pieces = [("final", plain.add(delta.tokens))] if raw else _texts(parser.feed(delta.tokens))
-            for kind, piece in pieces:
-                texts[kind] += piece
-                if not json and (kind == "final" or reasoning):
-                    out.print(piece, end="", style="dim" if kind == "analysis" else None, markup=False)
-        tail = [("final", plain.flush())] if raw else _texts(parser.finish())
-        for kind, piece in tail:
-            texts[kind] += piece
-            if not json and (kind == "final" or reasoning):
-                out.print(piece, end="", markup=False)
+            printer.take([Piece("content", plain.add(delta.tokens))] if raw else pieces_of(parser.feed(delta.tokens)))
+        printer.take([Piece("content", plain.flush())] if raw else pieces_of(parser.finish()))
         seconds = time.perf_counter() - first
     speed = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
     if json:
         print_json(
             {
-                "text": texts["final"], "reasoning": texts["analysis"], "tokens": tokens, "finish": finish,
-                "prompt_tokens": len(ids), "ttft_s": first - start, "tokens_per_second": speed,
+                "text": printer.texts["content"], "reasoning": printer.texts["reasoning"], "tokens": tokens,
+                "finish": finish, "prompt_tokens": len(ids), "ttft_s": first - start, "tokens_per_second": speed,
             }
         )  # fmt: skip
         return
     out.print()
-    err.print(f"[dim]{len(ids)} prompt tokens, {len(tokens)} generated, {speed:.1f} t/s, finish {finish}[/dim]")
+    err.print(f"[dim]{len(ids)} prompt tokens, {len(tokens)} generated, {speed:.1f} tokens/s, finish: {finish}[/dim]")
 
 
-def _texts(events: list[Event]) -> list[tuple[str, str]]:
-    """(analysis or final, text): everything that is not reasoning is shown."""
-    return [("analysis" if e.header.kind == "reasoning" else "final", e.text) for e in events if e.text]
+class Printer:
+    """The answer on standard output, the reasoning, if it is asked for, on standard error, with a line between them."""
+
+    def __init__(self, *, silent: bool, reasoning: bool) -> None:
+        self.silent = silent
+        self.reasoning = reasoning
+        self.texts = {"reasoning": "", "content": ""}
+        self.thinking = False
+
+    def take(self, pieces: list[Piece]) -> None:
+        for kind, text in pieces:
+            self.texts[kind] += text
+            if self.silent:
+                continue
+            if kind == "reasoning" and self.reasoning:
+                err.print(text, end="", style="dim", markup=False, emoji=False)
+                self.thinking = True
+            elif kind == "content" and text:
+                if self.thinking:
+                    err.print("\n")
+                    self.thinking = False
+                out.print(text, end="", markup=False, emoji=False)
 
 
 def register(app: typer.Typer) -> None:

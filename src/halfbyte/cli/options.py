@@ -11,18 +11,16 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from halfbyte import gates as gates_
 from halfbyte.errors import UsageError
 from halfbyte.flags import Flag, flags_of
-from halfbyte.gates import AXES, PRESETS, Gates
+from halfbyte.gates import AXES, LAYER_GROUPS, PRESETS, Gates
 
 if TYPE_CHECKING:
     from halfbyte.engine.python_api import Engine
@@ -30,30 +28,56 @@ if TYPE_CHECKING:
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
 
-ModelArgument = Annotated[
+MODEL = "A model that was pulled (20b, openai/gpt-oss-20b), a model folder, a .gguf file, random weights (random:20b)"
+GATES = "Gates: switches that say which kernels and number formats may run"
+
+
+def model_argument(metavar: str, help: str) -> Any:
+    """MODEL of a command: a name the shell completes, and offers to pull where it is not here yet."""
+    return typer.Argument(
+        metavar=metavar, help=help, show_default=False, callback=_pull_if_missing, autocompletion=_model_names
+    )
+
+
+def _pull_if_missing(ctx: typer.Context, text: str | None) -> str | None:
+    if text is None or ctx.resilient_parsing:
+        return text
+    from halfbyte.cli.models import offer_to_pull
+
+    return offer_to_pull(text)
+
+
+def _model_names(incomplete: str) -> list[str]:
+    from halfbyte.cli.models import complete_model
+
+    return complete_model(incomplete)
+
+
+ModelArgument = Annotated[str | None, model_argument("[MODEL]", f"{MODEL}. Without it: the embedded model.")]
+DeviceOption = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[MODEL]",
-        help="A Hugging Face model folder, a .gguf file, or random:20b / random:120b. Without it: the embedded model.",
-        show_default=False,
+    typer.Option(
+        "--device", help="cpu or cuda; by default cuda where there is a GPU.", autocompletion=lambda: ("cpu", "cuda")
     ),
 ]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda; default: cuda if there is one.")]
 SelfTestOption = Annotated[
-    str, typer.Option("--self-test", help="Of the GPU's kernels, before loading: auto, always or off.")
+    str, typer.Option("--self-test", help="Test the GPU's kernels before the model is loaded: auto, always or off.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
 def with_gates(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the command's `gates` parameter with one option per axis, --preset and --mxfp4-layers."""
-    extra = [_option("preset", "--preset", f"{', '.join(PRESETS)}.", "Gates")]
+    named = f"A set of gates by name: {', '.join(PRESETS)}. Each flag below changes one of them (docs/env.md)."
+    extra = [_option("preset", "--preset", named, PRESETS)]
     for axis in AXES:
         if axis.field == "graphs":
-            extra.append(_flag("enforce_eager", "--enforce-eager", "Run without CUDA graphs.", "Gates"))
+            extra.append(_switch("enforce_eager", "--enforce-eager", "Run without CUDA graphs."))
         else:
-            extra.append(_option(axis.field, axis.flag, f"{axis.meaning}: {', '.join(axis.values)}.", "Gates"))
-    extra.append(_option("mxfp4_layers", "--mxfp4-layers", "Short form of --layers: groups to hold in MXFP4.", "Gates"))
+            meaning = f"{axis.meaning[:1].upper()}{axis.meaning[1:]}: {', '.join(axis.values)}."
+            extra.append(_option(axis.field, axis.flag, meaning, axis.values))
+    short = f"Short for --layers: the groups to hold in MXFP4, of {', '.join(LAYER_GROUPS)}, or all."
+    extra.append(_option("mxfp4_layers", "--mxfp4-layers", short, (*LAYER_GROUPS, "all")))
 
     def make(values: dict[str, Any]) -> Gates:
         preset = values.pop("preset")
@@ -103,7 +127,7 @@ def _record_option(name: str, flag: Flag, default: Any, type_: Any) -> inspect.P
         type_ = str
     elif default == ():
         type_, default = list[str] | None, None
-    option = typer.Option(flag.name, help=flag.help, min=flag.minimum, max=flag.maximum)
+    option = typer.Option(flag.name, *flag.spellings, help=flag.help, min=flag.minimum, max=flag.maximum)
     hint = Annotated[type_, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
@@ -125,13 +149,17 @@ def _record_value(value: Any, flag: Flag, default: Any) -> Any:
     return tuple(value or ()) if default == () else value
 
 
-def _option(name: str, flag: str, text: str, panel: str) -> inspect.Parameter:
-    hint = Annotated[str | None, typer.Option(flag, help=text, rich_help_panel=panel, show_default=False)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+def _option(name: str, flag: str, text: str, values: Iterable[str]) -> inspect.Parameter:
+    option = typer.Option(
+        flag, help=text, rich_help_panel=GATES, show_default=False, autocompletion=lambda: list(values)
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+    )
 
 
-def _flag(name: str, flag: str, text: str, panel: str) -> inspect.Parameter:
-    hint = Annotated[bool, typer.Option(flag, help=text, rich_help_panel=panel)]
+def _switch(name: str, flag: str, text: str) -> inspect.Parameter:
+    hint = Annotated[bool, typer.Option(flag, help=text, rich_help_panel=GATES)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
 
 
@@ -154,10 +182,13 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
-def print_table(rows: Sequence[Mapping[str, str]], title: str | None = None) -> None:
+def print_table(rows: Sequence[Mapping[str, str]], title: str | None = None, *, left: int = 1) -> None:
+    """The first `left` columns are words, the others figures."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
     for i, name in enumerate(rows[0] if rows else ()):
-        table.add_column(name, justify="left" if i == 0 else "right")
+        table.add_column(name, justify="left" if i < left else "right")
     for row in rows:
         table.add_row(*row.values())
     out.print(table)
@@ -179,6 +210,15 @@ class LoadingBar:
     """A progress bar for `load`, on stderr and only where a person watches."""
 
     def __init__(self, title: str) -> None:
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -7,38 +7,29 @@ from typing import Annotated
 
 import typer
 
-from halfbyte import gates as gates_
-from halfbyte.cli.options import JsonOption, LoadingBar, err, print_json
+from halfbyte.cli.options import JsonOption, err, print_json
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="As openai/gpt-oss-20b; or 20b, 120b.", show_default=False)],
-    folder: Annotated[Path | None, typer.Option("--to", help="Where to put it.")] = None,
-    revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "main",
-    file: Annotated[str | None, typer.Option(help="One file by name, for GGUF repositories.")] = None,
+    model: Annotated[
+        str, typer.Argument(help="A repository, such as openai/gpt-oss-20b, or 20b, 120b.", show_default=False)
+    ],
+    folder: Annotated[
+        Path | None, typer.Option("--to", help="The folder to put it in; by default one of its own among the models.")
+    ] = None,
+    revision: Annotated[str, typer.Option(help="A branch, tag or commit.")] = "main",
+    file: Annotated[str | None, typer.Option(help="Fetch this file alone; for GGUF repositories.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Fetch a model: only the files it needs, resumed where it stopped, every file checked."""
-    from halfbyte.model import pull as pull_
-    from halfbyte.model.hub import Hub
+    from halfbyte.cli.models import fetch
 
-    environ = gates_.child_environment()
-    gates_.check_environment(environ)
-    root = gates_.setting("HALFBYTE_MODELS_DIR")
-    with LoadingBar(f"pulling {model}") as progress:
-        where = pull_.pull(
-            model,
-            folder,
-            models=Path(root).expanduser() if root else None,
-            hub=Hub.from_environ(environ),
-            revision=revision,
-            file=file,
-            report=lambda p: progress(p.done, p.total, p.file),
-        )
+    where = fetch(model, folder, revision, file)
     if json:
         print_json({"folder": str(where)})
-    else:
-        err.print(f"{model} is in {where}; next: halfbyte serve {where}")
+        return
+    name = model if file is None or "/" not in model else f"{model}/{file}"
+    err.print(f"{model} is in {where}; next: halfbyte serve {name}", markup=False)
 
 
 def register(app: typer.Typer) -> None:

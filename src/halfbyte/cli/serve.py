@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from halfbyte import gates as gates_
 from halfbyte.cli.options import DeviceOption, LoadingBar, ModelArgument, announce, err, with_gates, with_record
-from halfbyte.cli.serve_vllm import VllmChoice, serve_vllm
 from halfbyte.engine.options import EngineOptions
-from halfbyte.engine.process import EngineProcess
-from halfbyte.engine.request import TokenSource
-from halfbyte.engine.sizing import check_start
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
-from halfbyte.memory import read_memory
-from halfbyte.model import checksums, load
-from halfbyte.model.gpt_oss import arch_of
-from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.server import run
 from halfbyte.server.settings import ServerSettings, load_api_keys
+
+if TYPE_CHECKING:
+    from halfbyte.engine.request import TokenSource
+    from halfbyte.memory import MemoryState
+    from halfbyte.model.load import ModelName
+    from halfbyte.model.tokenizer import Tokenizer
+    from halfbyte.server.run import SourceFactory
+
+VLLM = "vLLM: with --engine vllm alone"
 
 
 @with_gates
@@ -31,42 +31,65 @@ from halfbyte.server.settings import ServerSettings, load_api_keys
 @with_record("settings", ServerSettings)
 def serve(
     model: ModelArgument = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="One key per line; HALFBYTE_API_KEY works too.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            help="A key that clients must send; repeat it for more. Others on this machine can read it in the list of "
+            "processes: --api-key-file and HALFBYTE_API_KEY keep it to yourself.",
+        ),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with one key on each line.")] = None,
+    memory_share: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory-utilization", min=0.05, max=1.0,
+            help="The share of the memory that may be used, from 0 to 1, as vLLM has it; --reserve says the rest.",
+        ),
+    ] = None,
     engine: Annotated[str, typer.Option(help="halfbyte, or vllm: vLLM's engine with our kernels in it.")] = "halfbyte",
     tp: Annotated[
-        int, typer.Option("--tp", min=1, help="vLLM: GPUs that share each layer.", rich_help_panel="vLLM")
+        int,
+        typer.Option(
+            "--tp", "--tensor-parallel-size", min=1, help="GPUs that share each layer.", rich_help_panel=VLLM
+        ),
     ] = 1,
     nodes: Annotated[
-        str | None, typer.Option(help="vLLM: machines, as host1,host2; the first one serves.", rich_help_panel="vLLM")
+        str | None,
+        typer.Option(help="The machines, for example host1,host2; the first one serves.", rich_help_panel=VLLM),
     ] = None,
     interface: Annotated[
-        str | None, typer.Option(help="vLLM: network interface between --nodes.", rich_help_panel="vLLM")
+        str | None, typer.Option(help="The network interface between --nodes.", rich_help_panel=VLLM)
     ] = None,
-    vllm: Annotated[str, typer.Option("--vllm", help="vLLM: further flags of its own.", rich_help_panel="vLLM")] = "",
-    ray: Annotated[bool, typer.Option("--ray", help="vLLM: show the launch with Ray.", rich_help_panel="vLLM")] = False,
+    vllm: Annotated[str, typer.Option("--vllm", help="Further flags of vLLM's own.", rich_help_panel=VLLM)] = "",
+    ray: Annotated[bool, typer.Option("--ray", help="Show how to launch it with Ray.", rich_help_panel=VLLM)] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="vLLM: print the commands and run nothing.", rich_help_panel="vLLM")
+        bool, typer.Option("--dry-run", help="Print the commands and run nothing.", rich_help_panel=VLLM)
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="First hash the model's files against the record that `pull` wrote.")
+        bool, typer.Option("--verify", help="First check the model's files against the hashes that `pull` recorded.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="One log line per request.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log one line for each request.")] = False,
     device: DeviceOption = None,
     *,
     settings: ServerSettings,
     options: EngineOptions,
     gates: Gates,
-) -> None:
-    """Serve a model: /v1/chat/completions, /v1/responses, /v1/messages, and a chat page at /."""
+) -> None:  # fmt: skip
+    """Serve a model: OpenAI's and Anthropic's APIs, and a chat page at /."""
+    from halfbyte.cli.serve_vllm import VllmChoice, serve_vllm
+    from halfbyte.model import load
+
     if engine not in ("halfbyte", "vllm"):
         raise UsageError(f"--engine is {engine!r}; use halfbyte or vllm.")
     if verbose:
         logging.getLogger("halfbyte").setLevel(logging.INFO)
+    given = [*(api_key or ()), *filter(None, [gates_.setting("HALFBYTE_API_KEY")])]
+    settings = replace(settings, api_keys=load_api_keys(api_key_file, given))
     choice = VllmChoice(tp, nodes, vllm, interface, ray, dry_run)
     if engine == "vllm":
-        key = gates_.setting("HALFBYTE_API_KEY")
-        settings = replace(settings, api_keys=load_api_keys(api_key_file, [key] if key else []))
-        serve_vllm(model, choice, settings, options, gates)
+        words = vllm if memory_share is None else f"{vllm} --gpu-memory-utilization {memory_share}"
+        serve_vllm(model, replace(choice, words=words), settings, options, gates)
         return
     if choice != VllmChoice():
         raise UsageError(
@@ -76,14 +99,19 @@ def serve(
     where = load.resolve_device(device)
     if verify:
         verify_files(resolved)
-    key = gates_.setting("HALFBYTE_API_KEY")
-    keys = load_api_keys(api_key_file, [key] if key else [])
+    from halfbyte.engine.process import EngineProcess
+    from halfbyte.engine.sizing import check_start
+    from halfbyte.memory import read_memory
+    from halfbyte.model.gpt_oss import arch_of
+
+    memory = read_memory(where)
     options = replace(options, model=model, gates=gates, device=str(where))
+    if memory_share is not None:
+        options = replace(options, reserve_gib=rest_of_memory(memory_share, options, memory))
     announce(gates, f"{resolved.label} on {where}", cpu=where.type == "cpu")
     weights = load.weight_bytes(resolved, gates)
-    account = check_start(load.config_of(resolved), options, read_memory(where), arch_of(where), weights)
-    settings = replace(settings, api_keys=keys, min_available_bytes=account.state.floor(account.reserve))
-    name = settings.model_name or resolved.label
+    account = check_start(load.config_of(resolved), options, memory, arch_of(where), weights)
+    settings = replace(settings, min_available_bytes=account.state.floor(account.reserve))
 
     async def source() -> tuple[TokenSource, Tokenizer]:
         with err.status(f"loading {resolved.label}") as status:
@@ -95,10 +123,38 @@ def serve(
                 resolved
             )
 
-    run.serve(settings, source, started=lambda url: err.print(f"serving [bold]{name}[/bold] at {url}"))
+    run_server(settings, resolved, str(where), source)
 
 
-def verify_files(model: load.ModelName) -> None:
+def run_server(settings: ServerSettings, model: ModelName, device: str, source: SourceFactory) -> None:
+    """Serve until a signal, known to `ps` and `stop` for as long, and under the name it was asked for."""
+    from halfbyte.cli import servers
+    from halfbyte.server import run
+
+    if model.repo is not None:
+        settings = replace(settings, aliases=(*settings.aliases, model.repo))
+    name = settings.model_name or model.label
+    names = {name, model.label, *settings.aliases, *servers.names_of(model.text, model.repo)}
+    path = None if model.path is None else str(model.path.absolute())
+    with servers.listed(name, tuple(sorted(names)), path, device) as listing:
+
+        def started(url: str) -> None:
+            listing.started(url)
+            err.print(f"serving [bold]{name}[/bold] at {url}")
+
+        run.serve(settings, source, started=started)
+
+
+def rest_of_memory(share: float, options: EngineOptions, memory: MemoryState) -> float:
+    """GiB that stay free where only a share of the memory may be used."""
+    if options.reserve_gib is not None:
+        raise UsageError("--gpu-memory-utilization and --reserve say the same thing; give only one of them.")
+    return (1.0 - share) * memory.size / (1 << 30)
+
+
+def verify_files(model: ModelName) -> None:
+    from halfbyte.model import checksums
+
     if model.path is None:
         raise UsageError(f"{model.text} has no files to verify; leave --verify out.")
     with LoadingBar(f"verifying {model.label}") as progress:

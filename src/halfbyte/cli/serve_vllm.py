@@ -15,6 +15,7 @@ import typer
 
 from halfbyte import gates as gates_
 from halfbyte.cli.options import announce, err, out
+from halfbyte.cli.serve import run_server
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.process import EngineProcess
 from halfbyte.engine.request import TokenSource
@@ -23,7 +24,6 @@ from halfbyte.errors import PeerError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.model import load
 from halfbyte.model.tokenizer import Tokenizer
-from halfbyte.server import run
 from halfbyte.server.settings import ServerSettings
 from halfbyte.vllm_plugin import nodes as nodes_
 from halfbyte.vllm_plugin.launch import Launch, Serving, vllm_command
@@ -69,7 +69,6 @@ def serve_vllm(
     if choice.ray:
         raise UsageError("--ray shows the launch and does not run it; add --dry-run, and start it by hand.")
     announce(gates, f"{resolved.label} in vLLM{f' on {len(hosts)} machines' if hosts else ''}")
-    name = settings.model_name or resolved.label
     first = machines[0].launch if machines else launch
     vllm = VllmOptions(
         str(resolved.path), resolved.label, first.command[5:], gates.as_dict(), dict(first.environment), str(record)
@@ -87,7 +86,7 @@ def serve_vllm(
         others.watch(process)
         return process, load.tokenizer_of(resolved)
 
-    run.serve(settings, source, started=lambda url: err.print(f"serving [bold]{name}[/bold] at {url}"))
+    run_server(settings, resolved, "vllm", source)
 
 
 def show(launch: Launch, machines: Sequence[Node], choice: VllmChoice, hosts: Sequence[str]) -> None:

@@ -15,8 +15,7 @@ from halfbyte.engine.checked import WrongValueError, typed
 from halfbyte.errors import UsageError
 from halfbyte.flags import flag
 from halfbyte.gates import Gates
-from halfbyte.model.gpt_oss import PAGE_SIZE
-from halfbyte.model.self_test import way_of
+from halfbyte.model.config import PAGE_SIZE
 
 WARM_UPS = ("fast", "full", "off")
 
@@ -27,38 +26,56 @@ def _warm_up(text: str) -> str:
     return text
 
 
+def _self_test(text: str) -> str:
+    from halfbyte.model.self_test import way_of  # needs torch, which the command line's help can do without
+
+    return way_of(text)
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     model: str | None = None  # a folder, a .gguf file, random:20b; None: the embedded model
     gates: Gates = field(default_factory=Gates)
     device: str | None = None
-    allow_nan: bool = flag(False, "--allow-nan", "Serve a model although some of its weights are no numbers.")
-    max_context: int | None = flag(None, "--max-context", "Tokens of prompt and answer together.", minimum=1)
-    max_seqs: int = flag(64, "--max-seqs", "Requests that run at once; more wait.", minimum=1)
-    max_tokens: int | None = flag(  # while nobody decodes
-        None, "--max-tokens-per-step", "Rows of one step: chunk of a long prompt. Default: by the device.", minimum=1
+    allow_nan: bool = flag(False, "--allow-nan", "Serve the model even if some of its weights are not numbers.")
+    max_context: int | None = flag(
+        None, "--max-context", "Most tokens of a prompt and its answer together; by default all that the model takes.",
+        spellings=("--max-model-len",), minimum=1,
+    )  # fmt: skip
+    max_seqs: int = flag(
+        64, "--max-seqs", "Most requests answered at once; further ones wait.", spellings=("--max-num-seqs",), minimum=1
     )
+    max_tokens: int | None = flag(  # while nobody decodes
+        None, "--max-tokens-per-step", "Most tokens in one step: longer prompts are read in chunks of so many.",
+        spellings=("--max-num-batched-tokens",), minimum=1,
+    )  # fmt: skip
     beside_decode: int | None = flag(
-        None, "--max-tokens-beside-decode", "The same while others decode, who wait for it. Default: by the device.",
+        None, "--max-tokens-beside-decode", "The same for steps in which other requests wait for their next token.",
         minimum=1,
     )  # fmt: skip
     max_waiting: int = field(default=4096, metadata={"minimum": 1})
     page_size: int = field(default=PAGE_SIZE, metadata={"minimum": 1})
     # Without it: what is free beside the reserve, at most for max_seqs contexts.
-    kv_gib: float | None = flag(None, "--kv-memory", "GiB of KV cache; default: what is free.", minimum=0)
-    reserve_gib: float | None = flag(None, "--reserve", "GiB of memory that stays free.", minimum=0)
+    kv_gib: float | None = flag(None, "--kv-memory", "GiB for the KV cache; by default what is free.", minimum=0)
+    reserve_gib: float | None = flag(None, "--reserve", "GiB of memory to leave free.", minimum=0)
     run_ahead: bool = True
     prefix_cache: bool = True
     warm_up: str = flag(  # of an engine that is served; others warm up by what they are asked
-        "full", "--warm-up", "What is compiled and captured before ready: fast, full or off.", parse=_warm_up
+        "full",
+        "--warm-up",
+        "How much is compiled and captured before requests are taken: fast, full or off.",
+        parse=_warm_up,
     )
     self_test: str = flag(
-        "auto", "--self-test", "Of the GPU's kernels, before loading: auto, always or off.", parse=way_of
+        "auto",
+        "--self-test",
+        "Test the GPU's kernels before the model is loaded: auto, always or off.",
+        parse=_self_test,
     )
-    draft: str | None = flag(None, "--draft", "Model or head that --speculate draft or eagle3 uses.")
+    draft: str | None = flag(None, "--draft", "The model or head that --speculate draft or eagle3 takes.")
     max_draft: int = field(default=8, metadata={"minimum": 0})
     record: str | None = flag(  # of an engine in a process of its own
-        None, "--record", "A file that says, once the engine has ended, which kernels ran: for `halfbyte check`."
+        None, "--record", "Write to this file, when the engine ends, which kernels ran; `halfbyte check` reads it."
     )
 
     def __post_init__(self) -> None:

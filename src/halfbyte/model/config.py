@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from halfbyte.errors import CheckpointError
 
+PAGE_SIZE = 64  # tokens of one page of the KV cache, unless somebody says otherwise
 LayerKind = Literal["sliding", "full"]
 
 # Far beyond any gpt-oss, and small enough that what is made per layer or per position stays small: a file that claims

@@ -29,7 +29,7 @@ from torch import Tensor
 from halfbyte.errors import NotEnoughMemoryError, PlanError
 from halfbyte.gates import Gates
 from halfbyte.model.checkpoint import lay_out
-from halfbyte.model.config import ModelConfig
+from halfbyte.model.config import PAGE_SIZE, ModelConfig
 from halfbyte.model.weights import Weights, format_of
 from halfbyte.ops.attention import store_dtype
 from halfbyte.ops.rope import yarn_frequencies
@@ -43,7 +43,6 @@ from halfbyte.plan.values import values_of
 
 log = logging.getLogger("halfbyte")
 
-PAGE_SIZE = 64
 SINKS_OFF = (
     "SINKS ARE OFF: every answer of this run is wrong by design. gpt-oss was trained with attention sinks; "
     "--sinks off exists only to test that dropping them is noticed."

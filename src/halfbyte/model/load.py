@@ -1,4 +1,5 @@
-"""From what a person types to a model that runs: a folder, a GGUF file, the embedded model, or random weights.
+"""From what a person types to a model that runs: a folder, a GGUF file, what `halfbyte pull` fetched by its name, the
+embedded model, or random weights.
 
 The plan is chosen before anything is read, so that every weight is laid out once, on its device, as its kernel wants.
 """
@@ -14,11 +15,11 @@ import torch
 
 from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.formats import FORMATS, bytes_for
-from halfbyte.gates import Gates
-from halfbyte.model import checkpoint, synthetic
+from halfbyte.gates import Gates, models_folder
+from halfbyte.model import checkpoint, pulled, synthetic
 from halfbyte.model import self_test as tests
-from halfbyte.model.config import NAMED, ModelConfig
-from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, PAGE_SIZE, GptOss, arch_of, choose, formats_after
+from halfbyte.model.config import NAMED, PAGE_SIZE, ModelConfig
+from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss, arch_of, choose, formats_after
 from halfbyte.model.plain_file import refusing, shown
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weights import DTYPES, GROUPS, Source, WeightFormat, roles, shape_of
@@ -43,15 +44,19 @@ class ModelName:
     text: str
     path: Path | None = None
     random: str | None = None
+    repo: str | None = None  # where it was pulled from, if it was asked for by that name
 
     @property
     def label(self) -> str:
-        return self.text if self.random else (self.path or EMBEDDED).name
+        if self.random:
+            return self.text
+        path = self.path or EMBEDDED
+        return self.repo.partition("/")[2] if self.repo and path.is_dir() else path.name
 
 
 def resolve_model(text: str | None) -> ModelName:
-    """None: the embedded model. `random:120b`: random weights of a true shape."""
-    if text is None:
+    """None: the embedded model. `random:120b`: random weights of a true shape. A path wins over a name."""
+    if text is None or (text == EMBEDDED.name and not Path(text).exists()):
         if not (EMBEDDED / "config.json").exists():
             raise CheckpointError("the embedded model is not in this installation; name a model folder or GGUF file.")
         return ModelName("embedded", path=EMBEDDED)
@@ -62,11 +67,20 @@ def resolve_model(text: str | None) -> ModelName:
         return ModelName(text, random=shape)
     with refusing(shown(text)):
         path = Path(text).expanduser()
-        if not path.exists():
-            raise CheckpointError(
-                f"{text} does not exist; give a model folder, a .gguf file, or {RANDOM}20b for random weights."
-            )
-    return ModelName(text, path=path)
+        if path.exists():
+            return ModelName(text, path=path)
+    repo = pulled.repository(pulled.named_file(text)[0])
+    if repo is not None and (found := pulled.path_of(text, models_folder())) is not None:
+        return ModelName(text, path=found, repo=repo)
+    if repo is not None:
+        raise CheckpointError(
+            f"{text} does not exist here and has not been pulled; fetch it with `halfbyte pull {text}`, or give a model"
+            " folder or a .gguf file."
+        )
+    raise CheckpointError(
+        f"{text} does not exist; give a model folder, a .gguf file, the name of a model that was pulled, or"
+        f" {RANDOM}20b for random weights."
+    )
 
 
 def resolve_device(text: str | None) -> torch.device:

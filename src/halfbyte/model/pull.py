@@ -16,13 +16,8 @@ from halfbyte.errors import CapacityError, CheckpointError, UsageError
 from halfbyte.model.checksums import FileRecord, PullRecord, read_record, sha256_of, write_record
 from halfbyte.model.download import Download, Progress
 from halfbyte.model.hub import Hub, RemoteFile, Repository, choose
+from halfbyte.model.pulled import NAMES, default_folder, link, opened, repository
 
-NAMES = {
-    "20b": "openai/gpt-oss-20b",
-    "gpt-oss-20b": "openai/gpt-oss-20b",
-    "120b": "openai/gpt-oss-120b",
-    "gpt-oss-120b": "openai/gpt-oss-120b",
-}
 RESERVE = 1 << 30  # left free on the disk
 
 
@@ -114,10 +109,7 @@ class Pull:
         raise CapacityError(f"{problem}; unset it, or copy the folder from a machine that has it.")
 
     def _result(self, paths: list[str]) -> Path:
-        if self.file is not None:
-            return self.folder / self.file
-        gguf = [p for p in paths if p.endswith(".gguf")]
-        return self.folder / gguf[0] if len(gguf) == 1 == len(paths) else self.folder
+        return opened(self.folder, paths, self.file)
 
     def _check_space(self, missing: list[RemoteFile]) -> None:
         need = sum(f.size - self.download.part_size(f) for f in missing)
@@ -136,25 +128,21 @@ def pull(
     model: str,
     folder: Path | None = None,
     *,
+    models: Path,
     hub: Hub | None = None,
     revision: str = "main",
     file: str | None = None,
-    models: Path | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Path:
-    """Fetch a model by repository (`openai/gpt-oss-20b`) or short name (`20b`); returns where it is."""
-    repo = NAMES.get(model.lower(), model)
-    parts = repo.split("/")
-    if len(parts) != 2 or not all(
-        p and p.strip(".") and p.replace("-", "").replace("_", "").replace(".", "").isalnum() for p in parts
-    ):
+    """Fetch a model by repository (`openai/gpt-oss-20b`) or short name (`20b`) into `models`, or into `folder`, which
+    `models` then has a link to; returns where it is."""
+    repo = repository(model)
+    if repo is None:
         raise UsageError(f"{model!r} is not a model; give owner/name as on the hub, or one of {', '.join(NAMES)}.")
-    return Pull(repo, folder or default_folder(repo, models), hub or Hub(), revision, file, report).run()
-
-
-def default_folder(repo: str, models: Path | None = None) -> Path:
-    """Where a model goes; `models` is HALFBYTE_MODELS_DIR, if that is set."""
-    return (models or Path.home() / ".cache" / "halfbyte" / "models") / repo.replace("/", "--")
+    where = Pull(repo, folder or default_folder(repo, models), hub or Hub(), revision, file, report).run()
+    if folder is not None:
+        link(repo, folder, models)
+    return where
 
 
 def _gb(n: int) -> str:

@@ -9,13 +9,17 @@ not an empty shell.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import importlib
 import importlib.util
 import logging
+import os
 import signal
 import socket
+import ssl
+import stat
 from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any
@@ -67,6 +71,10 @@ class Server(uvicorn.Server):
 
 def bind(settings: ServerSettings) -> socket.socket:
     """The listening socket, taken before a model is loaded: a port in use should not cost a minute."""
+    if settings.ssl_certfile is not None:
+        _check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+    if settings.uds is not None:
+        return _bind_path(settings.uds)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,6 +88,62 @@ def bind(settings: ServerSettings) -> socket.socket:
     return sock
 
 
+def _bind_path(path: str) -> socket.socket:
+    """A unix socket for its owner and group. What a server that was killed left there is taken away."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o117)
+    try:
+        if _is_abandoned(path):
+            os.unlink(path)
+        sock.bind(path)
+    except OSError as e:
+        sock.close()
+        raise UsageError(f"cannot listen on {path} ({e.strerror or e}); choose another --uds.") from None
+    finally:
+        os.umask(mask)
+    sock.set_inheritable(True)
+    return sock
+
+
+def _is_abandoned(path: str) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(path)
+    except FileNotFoundError:
+        return False
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def _check_certificate(certificate: str, key: str | None) -> None:
+    """Before a model is loaded, and without asking for the password of a locked key."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or getattr(e, "reason", None) or e
+        named = f"{certificate}{f' and {key}' if key else ''}"
+        raise UsageError(
+            f"{named} cannot be used for TLS ({reason}); give a certificate and its key in PEM, without a password."
+        ) from None
+
+
+def _address(settings: ServerSettings, sock: socket.socket) -> str:
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = sock.getsockname()[:2]
+    return f"http{'s' if settings.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _release(settings: ServerSettings, sock: socket.socket) -> None:
+    sock.close()
+    if settings.uds is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(settings.uds)
+
+
 def config_for(app: Any, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
@@ -91,6 +155,8 @@ def config_for(app: Any, settings: ServerSettings) -> uvicorn.Config:
         timeout_graceful_shutdown=2,  # the drain has already waited
         server_header=False,
         lifespan="on",
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
     )
 
 
@@ -110,8 +176,7 @@ async def serve_source(
     server = Server(config_for(app, settings), service)
     if not settings.local_only and not settings.api_keys:
         log.warning("listening on %s without an API key: whoever reaches this port can use the model", settings.host)
-    host, port = sock.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = _address(settings, sock)
     loop = asyncio.get_running_loop()
     for sig in _SIGNALS:
         loop.add_signal_handler(sig, server.handle_exit, sig, None)
@@ -124,7 +189,7 @@ async def serve_source(
         watch.cancel()
         health = source.health()  # a source that was closed is gone, too
         await source.close()
-        sock.close()
+        _release(settings, sock)
     if health.gone:
         raise EngineDiedError(f"{health.trouble}.")
 
@@ -169,10 +234,10 @@ def serve(
         try:
             source, tokenizer = await loading
         except asyncio.CancelledError:
-            sock.close()
+            _release(settings, sock)
             return False
         except BaseException:
-            sock.close()
+            _release(settings, sock)
             raise
         await serve_source(settings, source, tokenizer, sock=sock, started=started)
         return True

@@ -31,25 +31,34 @@ class ServerSettings:
     """A field with a `flag` is also an option of `halfbyte serve`."""
 
     host: str = flag("127.0.0.1", "--host", "Address to listen on; this machine only by default.")
-    port: int = flag(8000, "--port", "0 picks a free one.", minimum=0, maximum=65535)
-    model_name: str | None = flag(None, "--name", "The name clients see.")  # None: the engine's own
-    aliases: tuple[str, ...] = flag((), "--alias", "Further names for the same model.")
-    # For clients that cannot be configured.
-    any_model: bool = flag(False, "--any-model", "Answer whatever model name a client sends.")
-    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
-    cors_origins: tuple[str, ...] = flag((), "--cors", "Origins that browsers may call from.")  # empty: no CORS headers
-    allow_hosts: tuple[str, ...] = flag(
-        (), "--allow-host", "Further names by which clients may reach this server; * for any."
+    port: int = flag(8000, "--port", "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
+    uds: str | None = flag(None, "--uds", "Listen on this unix socket instead of an address and a port.")
+    ssl_certfile: str | None = flag(None, "--ssl-certfile", "Serve HTTPS with this certificate (PEM).")
+    ssl_keyfile: str | None = flag(None, "--ssl-keyfile", "The certificate's key, unless it is in the same file.")
+    model_name: str | None = flag(  # None: the engine's own
+        None, "--name", "The name that clients see.", spellings=("--served-model-name",)
     )
-    max_body_bytes: int = flag(32 * MiB, "--max-body", "MiB a request body may have.", minimum=0.001, unit=MiB)
+    aliases: tuple[str, ...] = flag((), "--alias", "A further name for the same model; repeat it for more.")
+    # For clients that cannot be configured.
+    any_model: bool = flag(False, "--any-model", "Answer whichever model name a client asks for.")
+    api_keys: tuple[str, ...] = ()  # empty: no key is asked for
+    cors_origins: tuple[str, ...] = flag(
+        (), "--cors", "An origin whose pages may call from a browser."
+    )  # empty: no CORS headers
+    allow_hosts: tuple[str, ...] = flag(
+        (), "--allow-host", "A further host name by which clients may reach this server; * allows any."
+    )
+    max_body_bytes: int = flag(32 * MiB, "--max-body", "Largest request body, in MiB.", minimum=0.001, unit=MiB)
     max_bodies_bytes: int = 256 * MiB  # of all requests that have not ended
-    max_requests: int = flag(256, "--max-requests", "Running and waiting; one more is answered 429.", minimum=1)
+    max_requests: int = flag(
+        256, "--max-requests", "Most requests running and waiting together; further ones get a 429.", minimum=1
+    )
     max_connections: int = flag(
-        1024, "--max-connections", "Connections in all; a few more are kept for health checks.", minimum=1
+        1024, "--max-connections", "Most connections; a few more are kept for health checks.", minimum=1
     )
     # One client may well hold 64 streams; this machine's own clients are not counted.
     max_connections_per_address: int = flag(
-        256, "--max-connections-per-address", "Connections of one remote address.", minimum=1
+        256, "--max-connections-per-address", "Most connections from one remote address.", minimum=1
     )
     max_head_bytes: int = 64 * KiB  # of a request before its body
     max_headers: int = 100
@@ -58,30 +67,35 @@ class ServerSettings:
     body_idle: float = 30.0
     idle_seconds: int = 75  # between two requests of one connection
     write_seconds: float = 60.0  # a client that has read nothing for so long is dropped
-    request_timeout: float | None = flag(None, "--timeout", "Seconds a request may take.")  # in the engine
+    request_timeout: float | None = flag(None, "--timeout", "Most seconds that a request may take.")  # in the engine
     silence_seconds: float = flag(
-        600.0, "--token-timeout", "Seconds without a token after which a request ends; 0: never.", minimum=0.0
+        600.0, "--token-timeout", "End a request after so many seconds without a token; 0: never.", minimum=0.0
     )
     most_unread_tokens: int = 64 * KiB  # tokens kept for a client that does not read its stream
     default_max_tokens: int | None = None  # None: until the context ends
     default_effort: Effort = flag(
-        "medium", "--effort", "Reasoning effort where a request names none.", parse=parse_effort
+        "medium",
+        "--effort",
+        "Reasoning effort of requests that name none: none, low, medium, high.",
+        parse=parse_effort,
     )
     temperature: float = 1.0  # what a request that names none gets
     top_p: float = 1.0
     max_choices: int = 16  # the largest `n`
     stored_responses: int = 512  # how many responses `previous_response_id` can reach back to
     stored_bytes: int = 64 * MiB
-    drain_seconds: float = flag(30.0, "--drain", "Seconds SIGTERM waits for running requests.", minimum=0.0)
+    drain_seconds: float = flag(
+        30.0, "--drain", "On SIGTERM, wait so many seconds for requests that are being answered.", minimum=0.0
+    )
     # Not while it loads, compiles or, on a CPU, computes: then ten minutes.
     hang_seconds: float = flag(
-        30.0, "--hang", "Seconds without a step, while requests wait, until the engine is restarted.", minimum=1.0
+        30.0, "--hang", "Restart the engine after so many seconds without a step while requests wait.", minimum=1.0
     )
     keepalive_seconds: float = 10.0  # between SSE comments while a long prompt is read
     headers_after: float = 1.0  # how long a stream waits for its first token before it answers 200
     min_available_bytes: int = 2 * GiB  # below this much MemAvailable new work is refused
-    log_prompts: bool = flag(False, "--log-prompts", "Write prompts to the log.")
-    page: bool = flag(True, "--page/--no-page", "The chat page at /.")
+    log_prompts: bool = flag(False, "--log-prompts", "Write prompts and answers to the log.")
+    page: bool = flag(True, "--page/--no-page", "Serve the chat page at /.")
     knowledge_cutoff: str = "2024-06"
     conversation_date: str | None = None  # None: today
 
@@ -113,6 +127,8 @@ class ServerSettings:
         ]
         if not 0 <= self.port <= 65535:
             problems.append("port must lie between 0 and 65535")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            problems.append("--ssl-keyfile needs --ssl-certfile beside it")
         if any(not key.strip() for key in self.api_keys):
             problems.append("an API key is empty")
         if problems:
@@ -120,7 +136,7 @@ class ServerSettings:
 
     @property
     def local_only(self) -> bool:
-        return self.host in ("127.0.0.1", "localhost", "::1")
+        return self.uds is not None or self.host in ("127.0.0.1", "localhost", "::1")
 
 
 def load_api_keys(file: Path | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:

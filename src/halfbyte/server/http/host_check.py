@@ -19,7 +19,7 @@ from halfbyte.server.settings import ServerSettings
 class HostCheck:
     def __init__(self, settings: ServerSettings) -> None:
         self.local_only = settings.local_only
-        self.any = "*" in settings.allow_hosts
+        self.any = "*" in settings.allow_hosts or settings.uds is not None  # no browser reaches a unix socket
         self.names = {"localhost", settings.host.lower(), *(host.lower().rstrip(".") for host in settings.allow_hosts)}
         if not self.local_only:
             own = socket.gethostname().lower()
