@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from bench.vllm import compare
-from halfbyte.gates import parse
 from halfbyte.plan.phase import ARCHES
-from halfbyte.vllm_plugin.selection import Shapes, choose
+from halfbyte.vllm_plugin.inside import read_options
+from halfbyte.vllm_plugin.layers import choose
+from halfbyte.vllm_plugin.selection import Shapes
 
 
 @pytest.mark.parametrize("name", ["bench.vllm.compare", "bench.vllm.pack"])
@@ -29,13 +31,24 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_variant_has_a_kernel_on_an_h200(tmp_path: Path) -> None:
     compare.config("120b", tmp_path)
     shapes = Shapes.of(SimpleNamespace(**json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))))
-    for gates, _ in compare.VARIANTS.values():
-        if gates is not None:
-            choose(shapes, parse(gates, env={}), ARCHES["sm90"])
+    units = {}
+    for name, (options, _) in compare.VARIANTS.items():
+        if options is not None:
+            read = read_options({"halfbyte": options})
+            units[name] = choose(shapes, read.gates, ARCHES["sm90"], unit=read.unit).unit
+    assert units == {
+        "plugin-baseline": "operations", "plugin-checkpoint": "layers", "plugin-mxfp4": "layers",
+        "plugin-checkpoint-operations": "operations", "plugin-mxfp4-operations": "operations",
+    }  # fmt: skip
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
-    def run(*_: Any, **__: Any) -> Any:
+ASKED = argparse.Namespace(figures=["pp2048"], probe=False, profile=False, eager=False, seconds=1.0)
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, code: int, result: Any, said: str = "") -> None:
+    def run(command: list[str], **_: Any) -> Any:
+        if result is not None:
+            Path(command[-1]).write_text(json.dumps(result), encoding="utf-8")
         return SimpleNamespace(returncode=code, stdout=said, stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -43,15 +56,33 @@ def answer(monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
 
 def test_another_kernel_than_the_chosen_one_has_no_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     good = {"figures": {"pp2048": 3.0}, "start_seconds": 1.0, "report": {"differences": []}}
-    answer(monkeypatch, 0, "noise\n" + json.dumps(good))
-    assert compare.measure("plugin-mxfp4", tmp_path, True, 1.0)["figures"] == {"pp2048": 3.0}
+    answer(monkeypatch, 1, None, "out of memory")
+    assert compare.measure("shipped", tmp_path, ASKED) == {"reason": "out of memory"}
+    answer(monkeypatch, 0, good)
+    assert compare.measure("plugin-mxfp4", tmp_path, ASKED)["figures"] == {"pp2048": 3.0}
     for report, reason in ((None, "not active"), ({"differences": ["x: never ran"]}, "never ran")):
-        answer(monkeypatch, 0, json.dumps(good | {"report": report}))
-        found = compare.measure("plugin-mxfp4", tmp_path, True, 1.0)
+        answer(monkeypatch, 0, good | {"report": report})
+        found = compare.measure("plugin-mxfp4", tmp_path, ASKED)
         assert "figures" not in found
         assert reason in found["reason"]
-    answer(monkeypatch, 1, "out of memory")
-    assert compare.measure("shipped", tmp_path, True, 1.0) == {"reason": "out of memory"}
+
+
+def test_what_a_variant_had_when_its_time_was_over_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(command: list[str], **_: Any) -> Any:
+        Path(command[-1]).write_text(json.dumps({"figures": {"pp2048": 3.0}}), encoding="utf-8")
+        raise subprocess.TimeoutExpired(command, 1.0, b"loading")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = compare.measure("shipped", tmp_path, ASKED)
+    assert found["figures"] == {"pp2048": 3.0}
+    assert "it said: loading" in found["reason"]
+
+
+def test_where_two_variants_part() -> None:
+    best = [[[7, -0.1], [9, -0.2]], [[8, -1.0], [3, -1.01]]]
+    probes = {"shipped": {"tokens": [[7, 8]], "best": [best]}, "plugin-mxfp4": {"tokens": [[7, 3]], "best": [best]}}
+    results = {name: {"probe": probe} for name, probe in probes.items()} | {"plugin-checkpoint": {"reason": "no"}}
+    assert compare.agreement(results) == {"plugin-mxfp4": [{"equal": 1, "of": 2, "best": -1.0, "ours": -1.01}]}
 
 
 def test_ratios_are_to_the_best_shipped() -> None:

@@ -2,7 +2,7 @@
 
     python run_vllm.py '{"model": …, "gates": {…} or null, "arguments": {…}, "prompts": [[…]], "tokens": 24}'
 
-Gates null: vLLM without a word about halfbyte.
+Gates null: vLLM without a word about halfbyte. "unit": how much of a step is ours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(asked: dict) -> None:  # type: ignore[type-arg]
 
     arguments = {"max_model_len": 512, "max_num_seqs": 4, "enforce_eager": True, "seed": 0} | asked["arguments"]
     if asked["gates"] is not None:
-        arguments["additional_config"] = {"halfbyte": {"gates": asked["gates"]}}
+        arguments["additional_config"] = {"halfbyte": {"gates": asked["gates"], "unit": asked.get("unit", "auto")}}
     llm = LLM(model=asked["model"], skip_tokenizer_init=True, **arguments)
     params = SamplingParams(temperature=0, max_tokens=asked["tokens"], detokenize=False, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in asked["prompts"]], params, use_tqdm=False)

@@ -23,7 +23,7 @@ from halfbyte.model.load import EMBEDDED
 pytestmark = pytest.mark.vllm
 
 RUN = Path(__file__).with_name("run_vllm.py")
-PROMPTS = [[5, 6, 7, 8], list(range(1, 12)), list(range(100, 200))]
+PROMPTS = [[5, 6, 7, 8], list(range(1, 12)), list(range(100, 200)), [i * 7 % 200 for i in range(210)]]
 TOKENS = 24
 TIE = 0.01  # nats between the best two tokens
 
@@ -96,6 +96,33 @@ def test_tokens_are_our_own_engines(gates: dict[str, str]) -> None:
         assert {role: f for each in formats for role, f in each.items()} == dict.fromkeys(
             ("qkv", "o", "gate_up", "down", "lm_head"), "mxfp4"
         )
+
+
+@pytest.mark.parametrize(
+    "gates",
+    [
+        {"layers": "all", "activation": "f32"},
+        {"moe_kernel": "reference", "linear_kernel": "reference", "attention": "reference", "activation": "f32"},
+    ],
+    ids=["products of the CPU", "reference"],
+)
+def test_all_layers_over_vllms_pages(gates: dict[str, str]) -> None:
+    """Our plan between a token and its logits, as on a GPU, by kernels that a CPU has: tokens, tables of both kinds of
+    layer, lengths and pages are vLLM's, several sequences at once, prompts in chunks, windows that give blocks back."""
+    arguments = {"dtype": "float32", "max_num_batched_tokens": 64, "block_size": 64}
+    code, said, result = attempt(gates, unit="layers", arguments=arguments)
+    assert code == 0, said[-3000:]
+    report = result["report"]
+    assert (report["unit"], report["differences"]) == ("layers", [])
+    assert {name.split(".")[0] for name in report["plan"]["decode"]} <= {"cpu", "reference"}
+    assert len(report["record"]["regimes"]["decode"][0]["phases"]) == len(report["plan"]["decode"])
+    assert_equal(result["tokens"], gates)
+
+
+def test_layers_that_cannot_be_had_are_refused() -> None:
+    code, said, _ = attempt({"moe_kernel": "vllm"}, unit="layers")
+    assert code != 0
+    assert "cannot run inside vLLM here: --moe-kernel asks for vllm" in said
 
 
 @pytest.mark.slow

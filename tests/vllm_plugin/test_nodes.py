@@ -80,7 +80,7 @@ def test_dry_run() -> None:
         (("--tp", "2"), "are for --engine vllm"),
         (("--engine", "sglang"), "use halfbyte or vllm"),
         (("random:20b", "--engine", "vllm", "--dry-run"), "reads a Hugging Face model folder"),
-        (("--engine", "vllm", "--moe-kernel", "gemv", "--dry-run"), "whole step"),
+        (("--engine", "vllm", "--sinks", "off", "--dry-run"), "garbage without sinks"),
         (("--engine", "vllm", "--ray"), "add --dry-run"),
         (("--engine", "vllm", "--vllm", "--quantization nvfp4", "--dry-run"), "another format"),
     ],

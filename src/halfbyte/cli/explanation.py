@@ -18,6 +18,7 @@ from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.gates import LAYER_GROUPS, Gates
 from halfbyte.kernels import prove as proof
 from halfbyte.kernels.cpu.phase import remark as cpu_remark
+from halfbyte.kernels.lent import LAYER_PHASES
 from halfbyte.kernels.prove import Evidence, Sibling
 from halfbyte.memory import MemoryState, gib
 from halfbyte.model import checkpoint, load, pulled, self_test
@@ -28,6 +29,7 @@ from halfbyte.plan.record import Selection
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import REGIMES
 from halfbyte.roofline import GPUS, Gpu
+from halfbyte.vllm_plugin import layers as vllm_layers
 from halfbyte.vllm_plugin import selection as vllm_selection
 from halfbyte.vllm_plugin.launch import vllm_command
 from halfbyte.vllm_plugin.selection import Shapes
@@ -146,7 +148,8 @@ def choose_inside_vllm(config: ModelConfig, gates: Gates, target: Arch, name: st
     shapes = Shapes(
         c.layers, c.hidden, c.intermediate, c.experts, c.top_k, c.heads, c.kv_heads, c.head_dim, c.vocab, c.window
     )
-    return vllm_selection.choose(shapes, gates, target)
+    choice = vllm_layers.choose(shapes, gates, target)
+    return choice.spec, choice.chosen, replace(choice.selection, notes=(choice.why,) if choice.why else ())
 
 
 def notes_inside_vllm(selection: Selection, target: Arch) -> list[str]:
@@ -156,6 +159,7 @@ def notes_inside_vllm(selection: Selection, target: Arch) -> list[str]:
         names = [n for names in selection.chosen.values() for n in names if covers(n, group)]
         groups[group] = "/".join(dict.fromkeys(names))
     remarks = ["layer groups inside vLLM: " + ", ".join(f"{g} {k}" for g, k in groups.items()) + "."]
+    remarks += [f"single operations are ours, not whole layers: {why}." for why in selection.notes]
     if any(kernel.startswith("vllm.") for kernel in groups.values()):
         remarks.append("vllm.* runs as vLLM has it; --mxfp4-layers all gives every dense layer to us, in MXFP4.")
     if target.is_gpu and target.name != "sm90":
@@ -164,7 +168,7 @@ def notes_inside_vllm(selection: Selection, target: Arch) -> list[str]:
 
 
 def covers(phase: str, group: str) -> bool:
-    return any(p.name == phase and group in p.covers for p in vllm_selection.PHASES)
+    return any(p.name == phase and group in p.covers for p in (*vllm_selection.PHASES, *LAYER_PHASES))
 
 
 def notes(spec: Spec, selection: Selection, target: Arch, gates: Gates) -> list[str]:

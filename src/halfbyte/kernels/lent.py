@@ -1,18 +1,22 @@
-"""Phases of one operation each, for an engine that runs the rest of a step itself: vLLM, with our plugin in it.
+"""Phases for an engine that runs the rest of a step itself: vLLM, with our plugin in it. One operation each, or layers.
 
 qkv and lm_head come without the norm in front of them, which such an engine has run already; o and the experts are the
-phases that our own engine can take, too. Each refuses what its kernels refuse.
+phases that our own engine can take, too. Where all layers are ours (`LAYER_PHASES`) they are our own engine's, but for
+the step in one piece with its head. Each refuses what its kernels refuse.
 """
 
 from __future__ import annotations
 
 import torch
 
+from halfbyte.kernels.catalog import PHASES as CATALOG
 from halfbyte.kernels.cpu.operations import PHASES as CPU
+from halfbyte.kernels.cuda.decode.layers_phase import PHASES as DECODE_LAYERS
 from halfbyte.kernels.cuda.prefill import fp8, mx, phases, sync
 from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedPhase, GroupedQkv, workspace_of
 from halfbyte.kernels.triton.phases import PHASES as TRITON
 from halfbyte.plan.activations import Activations
+from halfbyte.plan.phase import OPERATIONS as ALL_OPERATIONS
 from halfbyte.plan.phase import Binding, Launch, Phase
 from halfbyte.plan.step import Step
 
@@ -68,3 +72,6 @@ PHASES: tuple[Phase, ...] = (
     *(p for p in TRITON if len(p.covers) == 1 and p.covers[0] in OPERATIONS),
     *CPU,
 )
+LAYER_PHASES: tuple[Phase, ...] = (
+    *DECODE_LAYERS, *(p for p in CATALOG if p.covers != ALL_OPERATIONS and not p.name.startswith("borrowed.")), *CPU,
+)  # fmt: skip

@@ -8,7 +8,7 @@ never falls back, and never reads the environment.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ LAYER = ("attn_norm", "qkv", "rope", "kv_write", "attention", "o", "mlp_norm", "
 EPILOGUE = ("final_norm", "lm_head")
 SEGMENTS = (PROLOGUE, LAYER, EPILOGUE)
 OPERATIONS = PROLOGUE + LAYER + EPILOGUE
+ALL_LAYERS = PROLOGUE + LAYER
 
 # Which axis of the gates chooses the kernel of an operation; operations without one follow their neighbours.
 AXIS = {"qkv": "linear", "o": "linear", "lm_head": "linear", "moe": "moe", "attention": "attention"}
@@ -127,6 +128,7 @@ class Binding:
     kv_pool: Callable[[], Tensor]  # the pool may be made after the phases are bound
     buffers: dict[str, Tensor] = field(default_factory=dict)  # fixed buffers, shared by name over all phases
     layer: int | None = None
+    layer_pools: Callable[[], Sequence[Tensor]] | None = None  # of every layer, where the engine holds them apart
     gates: Gates = field(default_factory=Gates)
 
 
@@ -136,7 +138,8 @@ Launch = Callable[[Step, Activations], None]
 class Phase(ABC):
     """Subclasses set the class attributes. One phase, one file.
 
-    `covers` lies within one segment, or is all of OPERATIONS: a persistent kernel that runs the whole step.
+    `covers` lies within one segment, or is all of OPERATIONS (a persistent kernel that runs the whole step), or
+    ALL_LAYERS (the same without the head).
     """
 
     name: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import OTHER, Part, state
-from halfbyte.plan.phase import OPERATIONS, ROLES, SEGMENTS, Arch, Binding, Launch, Phase, Spec
+from halfbyte.plan.phase import ALL_LAYERS, OPERATIONS, ROLES, SEGMENTS, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Declared, Difference, PhaseRun, Record, Selection
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import Regime, RegimeLimits, Step
@@ -95,6 +95,9 @@ def bind(
     for regime, phases in chosen.items():
         if phases[0].covers == OPERATIONS:
             bound[regime] = [at(phases[0], None, regime)]
+            continue
+        if phases[0].covers == ALL_LAYERS:
+            bound[regime] = [at(p, None, regime) for p in phases]
             continue
         prologue, layer, epilogue = _split(phases)
         bound[regime] = [at(p, None, regime) for p in prologue]

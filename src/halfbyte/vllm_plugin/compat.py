@@ -1,8 +1,8 @@
 """Everything of vLLM's that we touch, for the versions we know; any other version is refused with those names.
 
-The only file that imports vLLM, and only when it is asked. What differs between versions is in `VERSIONS`: one entry a
-range. MoE interfaces change most often, so the experts' method is the smallest that they allow: weights as vLLM loads
-them, and `apply` with the router's choice.
+With `compat_model.py` the only file that imports vLLM, and only when it is asked. What differs between versions is in
+`VERSIONS`: one entry a range. MoE interfaces change most often, so the experts' method is the smallest that they
+allow: weights as vLLM loads them, and `apply` with the router's choice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,12 @@ from halfbyte.vllm_plugin.selection import Shapes
 
 CONFIG = "gpt_oss_mxfp4"
 HEAD = "ParallelLMHead"
+MODEL = "GptOssForCausalLM"
+MODEL_CLASS = "halfbyte.vllm_plugin.compat_model:HalfbyteGptOss"
+TAKEN = (
+    "{what} {name} is taken by {by}: halfbyte is loaded twice, or another plugin replaces the same layer; name the one "
+    "you want in VLLM_PLUGINS."
+)
 # vLLM's names of the kernels that --moe-kernel may ask for, with the activations they have.
 BACKENDS = {
     ("marlin", "bf16"): ("MARLIN", "BATCHED_MARLIN"),
@@ -81,27 +87,34 @@ def version_of(text: str) -> Version:
 
 
 def register() -> None:
-    """Puts our config in the place of vLLM's for gpt-oss, and our head in front of its own. May be called again."""
+    """Puts our config and our model in the place of vLLM's for gpt-oss, and our head in front of its own. May be called
+    again."""
     version()
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers import quantization
+    from vllm.model_executor.models import ModelRegistry
 
     mine = config_class()
-    custom = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
+    custom, models = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG, ModelRegistry.models
     _only_ours("the quantisation config", CONFIG, custom.get(CONFIG), mine)
     _only_ours("the layer", HEAD, op_registry_oot.get(HEAD), head_class())
     if CONFIG not in custom:
         quantization.register_quantization_config(CONFIG)(mine)
     if HEAD not in op_registry_oot:
         op_registry_oot[HEAD] = head_class()
+    there = models.get(MODEL)
+    if not _is_built_in(there) and getattr(there, "module_name", None) != MODEL_CLASS.partition(":")[0]:
+        raise PlanError(TAKEN.format(what="the model", name=MODEL, by=getattr(there, "module_name", there)))
+    ModelRegistry.register_model(MODEL, MODEL_CLASS)
 
 
 def _only_ours(what: str, name: str, there: Any, mine: Any) -> None:
     if there is not None and there is not mine:
-        raise PlanError(
-            f"{what} {name} is taken by {there.__module__}.{there.__qualname__}: halfbyte is loaded twice, or another "
-            "plugin replaces the same layer; name the one you want in VLLM_PLUGINS."
-        )
+        raise PlanError(TAKEN.format(what=what, name=name, by=f"{there.__module__}.{there.__qualname__}"))
+
+
+def _is_built_in(model: Any) -> bool:
+    return model is None or str(getattr(model, "module_name", "")).startswith("vllm.")
 
 
 _inside: Inside | None = None
@@ -113,18 +126,38 @@ def inside() -> Inside:
     from vllm.config import get_current_vllm_config
 
     config = get_current_vllm_config()
-    gates, record = read_options(config.additional_config)
+    options = read_options(config.additional_config)
     parallel, model = config.parallel_config, config.model_config
     if getattr(parallel, "enable_expert_parallel", False):
         raise PlanError("halfbyte's experts are whole on every rank; leave --enable-expert-parallel out.")
     dense = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[model.dtype]
     shapes = Shapes.of(model.hf_config, parallel.tensor_parallel_size, dense)
     arch = arch_here()
-    if _inside is None or (_inside.gates, _inside.shapes, _inside.arch) != (gates, shapes, arch):
-        rank = parallel.rank
-        path = None if record is None else record if rank == 0 else record.with_name(f"{record.name}.rank{rank}")
-        _inside = Inside(gates, arch, shapes, path, f"vllm {vllm_version()}")
+    if parallel.rank and options.record is not None:
+        options = replace(options, record=options.record.with_name(f"{options.record.name}.rank{parallel.rank}"))
+    what = options, arch, shapes
+    if _inside is None or (_inside.options, _inside.arch, _inside.shapes) != what:
+        _inside = Inside(*what, f"vllm {vllm_version()}", obstacle=obstacle(config))
     return _inside
+
+
+def obstacle(config: Any) -> str:
+    """What vLLM was asked for that our layers do not have; empty: nothing."""
+    parallel, model = config.parallel_config, config.model_config
+    kinds = getattr(model.hf_config, "layer_types", None)
+    found = {
+        "each rank holds a part of every layer": parallel.world_size > 1,
+        "context parallelism divides the pages": getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "adapters (LoRA) change the products": config.lora_config is not None,
+        "a drafting model reads hidden states between our layers": config.speculative_config is not None,
+        "a connector moves pages layer by layer": config.kv_transfer_config is not None,
+        f"the cache is {config.cache_config.cache_dtype}": config.cache_config.cache_dtype not in ("auto", "bfloat16"),
+        f"the model runs in {model.dtype}": model.dtype not in (torch.bfloat16, torch.float32),
+        "sliding and full layers do not alternate": kinds is not None
+        and any((kind == "sliding_attention") != (i % 2 == 0) for i, kind in enumerate(kinds)),
+    }
+    return next((why for why, holds in found.items() if holds), "")
 
 
 def active() -> Inside | None:
@@ -254,10 +287,11 @@ def linear_method() -> Any:
                 self.biased, offset = True, bias.data
             else:
                 offset = torch.zeros(self.width, dtype=weight.dtype, device=weight.device)
-            bound = inside_of(layer).bind(
+            bound = inside_of(layer).take(
                 self.operation, layer_of(self.prefix), **{self.operation: weight, f"{self.operation}_bias": offset}
             )
-            custom_ops.keep(self.prefix, bound)
+            if bound is not None:
+                custom_ops.keep(self.prefix, bound)
             _release(layer, "weight")
 
         def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -317,11 +351,12 @@ def experts_method() -> Any:
             return None
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            bound = inside_of(layer).bind(
+            bound = inside_of(layer).take(
                 "moe", layer_of(self.prefix), gate_up=_packed(layer, "w13"), down=_packed(layer, "w2"),
                 gate_up_bias=layer.w13_bias.data, down_bias=layer.w2_bias.data,
             )  # fmt: skip
-            custom_ops.keep(self.prefix, bound)
+            if bound is not None:
+                custom_ops.keep(self.prefix, bound)
             for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"):
                 _release(layer, name)
 

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,27 +27,40 @@ from halfbyte.gates import Gates, parse
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import Part, state
 from halfbyte.plan.phase import ROLES, Arch, Binding, Launch, Phase, Spec
-from halfbyte.plan.record import Declared, Difference, GraphRun, PhaseRun, Record, Runs, Selection
+from halfbyte.plan.plan import Plan
+from halfbyte.plan.record import Difference, GraphRun, PhaseRun, Record, Runs, Selection
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import REGIMES, Regime, Step
-from halfbyte.vllm_plugin.selection import LAYOUT, Shapes, choose, is_ours
+from halfbyte.vllm_plugin.layers import choose
+from halfbyte.vllm_plugin.selection import LAYOUT, Shapes, is_ours
 
 log = logging.getLogger("vllm.halfbyte")  # below vLLM's own, so that it is printed where vLLM's is
 WRITE_S = 5.0  # between two writings of the record
 
 
-def read_options(additional: Any) -> tuple[Gates, Path | None]:
-    """Our part of vLLM's --additional-config: {"gates": …, "record": file}; refused if it holds anything else."""
+@dataclass(frozen=True)
+class Options:
+    """Our part of vLLM's --additional-config."""
+
+    gates: Gates = field(default_factory=Gates)
+    record: Path | None = None  # file for what ran
+    unit: str = "auto"  # layers, or operations: how much of a step is ours
+
+
+def read_options(additional: Any) -> Options:
+    """Refused if it holds anything else."""
     ours = additional.get("halfbyte", {}) if isinstance(additional, Mapping) else {}
-    if not isinstance(ours, Mapping) or set(ours) - {"gates", "record"}:
+    if not isinstance(ours, Mapping) or set(ours) - {"gates", "record", "unit"}:
         raise GateError(
-            'halfbyte\'s part of --additional-config is {"gates": {…}, "record": "FILE"}, and nothing else.'
+            'halfbyte\'s part of --additional-config is {"gates": {…}, "record": "FILE", "unit": "auto"}, and nothing '
+            "else."
         )
     given = ours.get("gates", {})
     if not isinstance(given, Mapping) or not all(isinstance(value, str) for value in given.values()):
         raise GateError('the gates in --additional-config are an object of texts, such as {"moe_kernel": "triton"}.')
     record = ours.get("record")
-    return parse(dict(given), env={}), None if record is None else Path(str(record))
+    path = None if record is None else Path(str(record))
+    return Options(parse(dict(given), env={}), path, str(ours.get("unit", "auto")))
 
 
 class Bound:
@@ -83,22 +97,28 @@ class Inside:
     """What halfbyte is in one process of vLLM."""
 
     def __init__(
-        self, gates: Gates, arch: Arch, shapes: Shapes, record: Path | None = None, engine: str = "vllm"
+        self, options: Options, arch: Arch, shapes: Shapes, engine: str = "vllm", *, obstacle: str = ""
     ) -> None:
-        self.gates, self.arch, self.shapes, self.path, self.engine = gates, arch, shapes, record, engine
-        self.spec: Spec
-        self.chosen: Chosen
-        self.selection: Selection
-        self.spec, self.chosen, self.selection = choose(shapes, gates, arch)
+        """`obstacle`: why all layers of this model cannot be ours (`layers.choose`)."""
+        self.options, self.gates, self.arch, self.shapes = options, options.gates, arch, shapes
+        self.path, self.engine, self.obstacle = options.record, engine, obstacle
+        self.choice = choice = choose(shapes, options.gates, arch, unit=options.unit, obstacle=obstacle)
+        self.spec: Spec = choice.spec
+        self.chosen: Chosen = choice.chosen
+        self.selection: Selection = choice.selection
+        self.held: dict[int | None, dict[str, Any]] = {}  # layer -> role -> weight, where all layers are ours
         self.record = Record()
         self.buffers: dict[str, Tensor] = {}
         self.parts = {p.name: Part(p.category, p.covers) for phases in self.chosen.values() for p in phases}
         self.backend: dict[str, str] = {}  # operation -> what vLLM says it runs, where it is vLLM's
         self._graphs: dict[tuple[Regime, int], GraphRun] = {}
         self._written = 0.0
-        if record is not None:
+        self._said: set[tuple[Regime, tuple[str, ...]]] = set()
+        if self.path is not None:
             atexit.register(self.write)
         log.info("halfbyte %s is active: %s", __version__, self.summary())
+        if choice.why:
+            log.info("halfbyte runs single operations, not whole layers: %s", choice.why)
 
     def summary(self) -> str:
         """What runs each operation, in one line."""
@@ -113,14 +133,26 @@ class Inside:
 
     def takes(self, operation: str) -> bool:
         """Whether ours runs it. All regimes agree: they share one layout."""
-        return is_ours(self.phase(operation, "decode"))
+        return self.layers_are_ours or is_ours(self.phase(operation, "decode"))
+
+    @property
+    def layers_are_ours(self) -> bool:
+        return self.choice.unit == "layers"
 
     # ---- binding ------------------------------------------------------------------------------
 
-    def bind(self, operation: str, layer: int | None, **weights: Any) -> Bound:
-        """`weights`: plain tensors or MXTensors by role, and biases. Packed as the choice says."""
+    def take(self, operation: str, layer: int | None, **weights: Any) -> Bound | None:
+        """`weights`: plain tensors or MXTensors by role, and biases. Packed as the choice says, and bound to the
+        operation; where all layers are ours, held until they are bound."""
         for role in ROLES[operation]:
             weights[role] = self._pack(role, weights[role])
+        if not self.layers_are_ours:
+            return self.bind(operation, layer, **weights)
+        self.held.setdefault(layer, {}).update(weights)
+        return None
+
+    def bind(self, operation: str, layer: int | None, **weights: Any) -> Bound:
+        """To weights that are packed."""
         phases = {regime: self.phase(operation, regime) for regime in REGIMES}
         launches: dict[tuple[str, str], Launch] = {}
         by_regime: dict[Regime, Launch] = {}
@@ -167,6 +199,16 @@ class Inside:
             self.record.graphs.append(graph)
         return self._graphs[key]
 
+    def into(self, plan: Plan, rows: int) -> Runs:
+        """Where a plan's launches count now; its phases are said once in the log."""
+        regime = plan.limits.regime(rows)
+        names = tuple(dict.fromkeys(b.phase.name for b in plan.bound[regime]))
+        if (regime, names) not in self._said:
+            self._said.add((regime, names))
+            self._written = 0.0
+            log.info("halfbyte runs %s (%s)", ", ".join(names), regime)
+        return self.runs(regime, rows)
+
     def first_run(self, into: Runs, phase: Phase, regime: Regime) -> PhaseRun:
         roles = [role for op in phase.covers for role in ROLES.get(op, ())]
         run = PhaseRun(
@@ -180,21 +222,25 @@ class Inside:
 
     def differences(self) -> list[Difference]:
         """Between what ran and what was chosen and declared. An operation of ours that never ran is one."""
-        ran: dict[Regime, tuple[str, ...]] = {
-            regime: tuple(p.name for p in self.chosen[regime] if p.name in self.record.phases(regime))
+        declared = {
+            (phase.name, regime): tuple(phase.declares(self.spec.at(regime), self.arch))
             for regime in REGIMES
+            for phase in self.chosen[regime]
+            if phase.name in self.record.phases(regime)
         }
-        declared: dict[tuple[str, Regime], tuple[Declared, ...]] = {}
-        for regime in REGIMES:
-            for phase in self.chosen[regime]:
-                if phase.name in ran[regime]:
-                    declared[phase.name, regime] = tuple(phase.declares(self.spec.at(regime), self.arch))
-        found = self.record.differences(ran, declared)
+        found: dict[Difference, None] = {}
+        for runs, _ in self.record.ran():  # vLLM captures a part of a step and runs the rest: no way has all phases
+            names = {regime: [name for name, where in runs.phases if where == regime] for regime in REGIMES}
+            for name, regime in runs.phases:
+                if name not in self.selection.chosen[regime]:
+                    found[Difference(regime, name, "ran and was not chosen")] = None
+            one = Record(graphs=[runs]) if isinstance(runs, GraphRun) else Record(eager=runs)
+            found |= dict.fromkeys(one.differences(names, declared))
         for operation in ("moe", "qkv", "o", "lm_head"):
-            names = {self.phase(operation, regime).name for regime in REGIMES}
-            if self.takes(operation) and not names & self.record.phases():
-                found.append(Difference("decode", "/".join(sorted(names)), "was chosen and never ran"))
-        return found
+            phases = {self.phase(operation, regime).name for regime in REGIMES}
+            if self.takes(operation) and not phases & self.record.phases():
+                found[Difference("decode", "/".join(sorted(phases)), "was chosen and never ran")] = None
+        return list(found)
 
     def report(self) -> dict[str, Any]:
         """As our own engine's record file, with what vLLM runs itself beside it."""
@@ -202,6 +248,8 @@ class Inside:
             "engine": self.engine,
             "halfbyte": __version__,
             "gates": self.gates.as_dict(),
+            "unit": self.choice.unit,
+            "why": self.choice.why,
             "plan": {regime: list(names) for regime, names in self.selection.chosen.items()},
             "vllm_backends": dict(self.backend),
             "record": self.record.as_dict(),

@@ -30,12 +30,8 @@ from halfbyte.vllm_plugin.older_names import (
 PLUGIN = "halfbyte"  # its entry point, and the key of our part of --additional-config
 MODULE = "vllm.entrypoints.cli.main"
 
-OURS = ("auto", "reference", "cpu", "cuda", "triton")  # kernels that the plugin answers
+OURS = ("auto", "reference", "cpu", "gemv", "cuda", "triton")  # kernels that the plugin answers
 THEIRS = ("marlin", "cutlass", "vllm")
-WHOLE_STEP = (
-    "the decode step in one kernel (gemv) is a whole step, and inside vLLM the step is vLLM's; "
-    "cuda takes our products for each layer"
-)
 EAGLE_HEADS = {
     "eagle3-short": "nvidia/{base}-Eagle3-short-context",
     "eagle3-long": "nvidia/{base}-Eagle3-long-context",
@@ -154,9 +150,6 @@ def _plugins(allowed: str | None, plugin: bool) -> str:
 
 def _one_kernel(kernels: Sequence[str], flag: str, flags: _Flags) -> str | None:
     """The kernel of all regimes, where it is vLLM's: vLLM holds one for all of them."""
-    if "gemv" in kernels:
-        flags.refusals.append(f"{flag} gemv: {WHOLE_STEP}.")
-        return None
     theirs = [k for k in dict.fromkeys(kernels) if k in THEIRS]
     if theirs and len(set(kernels)) > 1:
         flags.refusals.append(
@@ -211,10 +204,9 @@ def _formats(gates: Gates, flags: _Flags) -> None:
 def _attention(gates: Gates, flags: _Flags) -> None:
     if gates.attention in ATTENTION:
         flags.words += ["--attention-config", json.dumps({"backend": ATTENTION[gates.attention]})]
-    elif gates.attention != "auto":
+    elif gates.attention not in ("auto", "cuda"):
         flags.refusals.append(
-            f"--attention {gates.attention}: ours reads halfbyte's own pages, and inside vLLM the pages are vLLM's; "
-            f"use auto, {', '.join(ATTENTION)}."
+            f"--attention {gates.attention}: it is not made for vLLM's pages; use auto, cuda, {', '.join(ATTENTION)}."
         )
     if gates.sinks == "off":
         flags.refusals.append("--sinks off: vLLM has no such switch, and gpt-oss writes garbage without sinks.")

@@ -39,6 +39,7 @@ class Shapes:
     vocab: int
     window: int
     dense: str = "bf16"  # format of dense weights as vLLM loads them
+    max_context: int = 131072
 
     @classmethod
     def of(cls, config: Any, ranks: int = 1, dense: str = "bf16") -> Shapes:
@@ -49,6 +50,7 @@ class Shapes:
             top_k=config.num_experts_per_tok, heads=config.num_attention_heads // ranks,
             kv_heads=max(1, config.num_key_value_heads // ranks), head_dim=config.head_dim,
             vocab=-(-config.vocab_size // (64 * ranks)) * 64, window=config.sliding_window, dense=dense,
+            max_context=getattr(config, "max_position_embeddings", 131072),
         )  # fmt: skip
 
 

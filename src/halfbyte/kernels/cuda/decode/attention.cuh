@@ -56,8 +56,13 @@ HB_PHASE Unit find_unit(const Shared& sh, int rows, bool sliding, int n) {
 HB_DEV const int* page_table(const Step& p, const Shared& sh, bool sliding, int row) {
   return (sliding ? p.sliding_table : p.full_table) + (size_t)sh.seq[row] * p.max_blocks;
 }
-HB_DEV u8* page_at(const Step& p, int page, int place, int which, int head) {
+// HB_LENT: the pages are another engine's, which holds those of every layer by themselves.
+HB_DEV u8* page_at(const Step& p, const Layer& l, int page, int place, int which, int head) {
+#ifdef HB_LENT
+  return l.pages + (((size_t)page * 2 + which) * KV_HEADS + head) * PAGE_BYTES;
+#else
   return p.pool + ((((size_t)page * p.page_layers + place) * 2 + which) * KV_HEADS + head) * PAGE_BYTES;
+#endif
 }
 
 // Queries are the A operand, high parts in rows 0..7 (heads) and low parts in rows 8..15; so are the weights of tokens. A
@@ -268,7 +273,7 @@ template <int O_FORMAT> HB_DEV void attend(Worker& w, const Layer& layer, int kv
     }
   }
   if (writes >= 0) {
-    u8* slot = page_at(p, page, place, writes, kv_head) + u.position % PAGE * (HEAD_DIM * KV_BYTES);
+    u8* slot = page_at(p, layer, page, place, writes, kv_head) + u.position % PAGE * (HEAD_DIM * KV_BYTES);
     const u32 both = *(const u32*)&sh.fresh[writes][u.row][2 * w.lane];
     if (KV_FP8) ((u16*)slot)[w.lane] = (u16)e4m3_pair(bf16_low(both), bf16_high(both));
     else ((u32*)slot)[w.lane] = both;

@@ -84,6 +84,7 @@ def step(
         h, y = _experts(shape, layer, normed, router, chosen, constants)
         x = mid + y
         layers.append(LayerValues(qkv, key, value, mid, router, chosen, h, x))
+    assert weights.lm_head is not None, "the oracle runs whole steps"
     head = matrix(weights.lm_head, shape.vocab, shape.hidden, shape.lm_head)
     return StepValues(layers, _norm(x, weights.final_norm, constants) @ head.T)
 

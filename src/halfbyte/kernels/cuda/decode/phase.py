@@ -7,7 +7,7 @@ more than they would. An fp8 cache is served when it is asked for by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from halfbyte.plan.step import Step
 LONGEST = 1 << 20  # context: the rope table has 256 bytes for each position
 MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
 BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
+StepFor = Callable[[int], DecodeStep]
 
 
 def shape_of(spec: Spec, arch: Arch, rows: int) -> StepShape:
@@ -48,6 +49,7 @@ class WholeStep(CudaPhase):
     knows = frozenset({"bias", "yarn", "sinks", "window", "gqa", "clamped_swiglu", "interleaved_gate_up"})
     rank = 100
     category = "moe"
+    dense: tuple[str, ...] = ("qkv", "o", "lm_head")  # matrices that may have several formats
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         if arch.name not in BUILT_FOR:
@@ -71,51 +73,61 @@ class WholeStep(CudaPhase):
         for role in ("gate_up", "down"):
             if spec.formats[role] != "mxfp4":
                 return f"reads experts in mxfp4, not in {spec.formats[role]}"
-        for role in ("qkv", "o", "lm_head"):
+        for role in self.dense:
             if spec.formats[role] not in FORMATS:
                 return f"{role} is {spec.formats[role]}, and the layout tile16 holds {', '.join(FORMATS)}"
-        return shape_of(spec, arch, next(r for r in ROW_SIZES if r >= arch.limits.decode)).refuse()
+        return self.shape(spec, arch, next(r for r in ROW_SIZES if r >= arch.limits.decode)).refuse()
+
+    def shape(self, spec: Spec, arch: Arch, rows: int) -> StepShape:
+        return shape_of(spec, arch, rows)
 
     def layouts(self, spec: Spec) -> dict[str, str]:
-        return {"embed": "plain"} | dict.fromkeys(MATRICES, "tile16")
+        return {"embed": "plain"} | dict.fromkeys((*self.dense, "gate_up", "down"), "tile16")
 
     def builds(self, spec: Spec, arch: Arch) -> list[Build]:
         fewer = (0, *ROW_SIZES)  # a build serves what the one before it cannot
         sizes = [rows for last, rows in zip(fewer, ROW_SIZES) if last < arch.limits.decode]
-        return [build_of(shape_of(spec, arch, rows)) for rows in sizes]
+        return [build_of(self.shape(spec, arch, rows)) for rows in sizes]
 
     def bind(self, b: Binding) -> Launch:
-        spec = b.spec
-        weights = step_weights(b)
-        rope = torch.cat(rope_table(*b.rope, torch.arange(spec.max_context)), -1).contiguous().to(weights.embed.device)
-        none = torch.zeros((1, 1), dtype=torch.int32, device=rope.device)  # of tables: every launch names its own
-        arch = current_arch()
-        steps: dict[tuple[int, int], DecodeStep] = {}
-
-        def step_for(rows: int) -> DecodeStep:
-            pool = b.kv_pool()
-            key = (rows, pool.data_ptr())
-            if key not in steps:
-                shape = shape_of(spec, arch, rows)
-                steps[key] = DecodeStep(
-                    shape, weights, gpu(), pool=pool, tables=(none, none), rope=rope,
-                    norm_eps=spec.norm_eps, swiglu_limit=spec.swiglu_limit, swiglu_alpha=spec.swiglu_alpha,
-                )  # fmt: skip
-            return steps[key]
+        step_for = self.steps(b, step_weights(b), lambda: [b.kv_pool()])
 
         def launch(step: Step, acts: Activations) -> None:
-            rows = step.rows
-            kernel = step_for(next(r for r in ROW_SIZES if r >= rows))
-            tables = step.block_tables["sliding"].contiguous(), step.block_tables["full"].contiguous()
-            kernel.read(step.tokens.contiguous(), step.positions.contiguous(), step.row_sequence.contiguous(), tables)
-            kernel.run(rows)
+            kernel, rows = run_step(step_for, step), step.rows
             wanted = step.logit_rows.shape[0]
             acts.logits = kernel.logits[:rows] if wanted == rows else kernel.logits[step.logit_rows.long()]
 
         return launch
 
+    def steps(self, b: Binding, weights: StepWeights, pools: Callable[[], Sequence[Tensor]]) -> StepFor:
+        """The step for so many rows, over the pages as they are now."""
+        spec, arch = b.spec, current_arch()
+        rope = torch.cat(rope_table(*b.rope, torch.arange(spec.max_context)), -1).contiguous().to(weights.embed.device)
+        none = torch.zeros((1, 1), dtype=torch.int32, device=rope.device)  # of tables: every launch names its own
+        made: dict[tuple[int, int], DecodeStep] = {}
 
-def step_weights(b: Binding) -> StepWeights:
+        def step_for(rows: int) -> DecodeStep:
+            pages = pools()
+            key = (rows, pages[0].data_ptr())
+            if key not in made:
+                made[key] = DecodeStep(
+                    self.shape(spec, arch, rows), weights, gpu(), pool=pages, tables=(none, none), rope=rope,
+                    norm_eps=spec.norm_eps, swiglu_limit=spec.swiglu_limit, swiglu_alpha=spec.swiglu_alpha,
+                )  # fmt: skip
+            return made[key]
+
+        return step_for
+
+
+def run_step(step_for: StepFor, step: Step) -> DecodeStep:
+    kernel = step_for(next(r for r in ROW_SIZES if r >= step.rows))
+    tables = step.block_tables["sliding"].contiguous(), step.block_tables["full"].contiguous()
+    kernel.read(step.tokens.contiguous(), step.positions.contiguous(), step.row_sequence.contiguous(), tables)
+    kernel.run(step.rows)
+    return kernel
+
+
+def step_weights(b: Binding, *, head: bool = True) -> StepWeights:
     """The weights of a model as the kernel reads them; every vector must be bf16 without loss."""
     w = b.weights
     layers = []
@@ -128,7 +140,8 @@ def step_weights(b: Binding) -> StepWeights:
         }  # fmt: skip
         matrices = {name: _bytes(getattr(layer, name)) for name in MATRICES[:4]}
         layers.append(StepLayer(**matrices, **vectors, router=tile_router(_bf16("router", layer.router))))
-    return StepWeights(layers, _bf16("embed", w.embed), _bf16("final_norm", w.final_norm), _bytes(w.lm_head))
+    lm_head = _bytes(w.lm_head) if head else None
+    return StepWeights(layers, _bf16("embed", w.embed), _bf16("final_norm", w.final_norm), lm_head)
 
 
 def _bytes(matrix: MXTensor | DenseTiles) -> Tensor:

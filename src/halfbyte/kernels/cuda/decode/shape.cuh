@@ -87,6 +87,9 @@ struct Layer {
   const u16 *attn_norm, *mlp_norm;                        // bf16
   const u16 *router;                                      // bf16 [HIDDEN / 16][EXPERTS][16]
   const u16 *router_bias, *sinks;                         // bf16
+#ifdef HB_LENT
+  u8* pages;  // [pages][2][KV_HEADS][PAGE][HEAD_DIM]: this layer's alone, as another engine holds them
+#endif
 };
 
 struct Boxes {      // words that carry their own validity, see mailbox.cuh
@@ -109,7 +112,7 @@ struct Step {
   const int *sliding_table, *full_table;  // [seqs][max_blocks]
   u8* pool;                            // [pages][layers of a kind][2][KV_HEADS][PAGE][HEAD_DIM]
   const float* rope;                   // [positions][64]: 32 cosines, 32 sines
-  float* logits_out;                   // [ROWS][VOCAB]
+  float* logits_out;                   // [ROWS][VOCAB]; lent: the residual behind the last layer, [ROWS][HIDDEN]
   int* next_tokens;                    // [ROWS]
   Boxes box;
   u32* control;                        // epoch, arrivals
@@ -121,7 +124,11 @@ struct Step {
   int advance;                         // 1: feed the argmax back and move one position on
 };
 
+#ifdef HB_LENT
+HB_MIRRORED(Layer, qkv, o, gate_up, down, qkv_bias, o_bias, gate_up_bias, down_bias, attn_norm, mlp_norm, router, router_bias, sinks, pages)
+#else
 HB_MIRRORED(Layer, qkv, o, gate_up, down, qkv_bias, o_bias, gate_up_bias, down_bias, attn_norm, mlp_norm, router, router_bias, sinks)
+#endif
 HB_MIRRORED(Step, layers, embed, final_norm, head, tokens, positions, row_seq, sliding_table, full_table, pool, rope, logits_out,
             next_tokens, box.x, box.mid, box.logits, box.qkv, box.part, box.h, box.best, box.broken, control, failure, trace, norm_eps,
             swiglu_limit, swiglu_alpha, rows, max_blocks, page_layers, advance)

@@ -60,6 +60,12 @@ class LayerArgs(ctypes.Structure):
     _fields_ = fields(POINTER, *LAYER_FIELDS)
 
 
+class LentLayerArgs(ctypes.Structure):
+    """The same where another engine holds the pages, those of each layer by themselves."""
+
+    _fields_ = fields(POINTER, *LAYER_FIELDS, "pages")
+
+
 BOXES = ("x", "mid", "logits", "qkv", "part", "h", "best", "broken")
 
 
@@ -99,6 +105,7 @@ class StepShape:
     rest: int = 0  # the same of all else
     nap: int = 20  # nanoseconds between two looks into a mailbox
     probe: int = -1  # 1: who waits for a vector looks at a few words of it; 0: at all of them; -1: as was fastest
+    lent: bool = False  # all layers over another engine's pages, and no head: see `step.DecodeStep`
     trace: bool = False
     defines: tuple[str, ...] = ()  # experiments
 
@@ -126,6 +133,10 @@ class StepShape:
             (self.slots >= 6, f"needs a ring of 6 slots beside its tables, {self.shared} bytes leave {self.slots}"),
         )
         return next((reason for ok, reason in checks if not ok), None)
+
+    @property
+    def layer_args(self) -> type[ctypes.Structure]:
+        return LentLayerArgs if self.lent else LayerArgs
 
     @property
     def _tuning(self) -> Tuning:
@@ -158,7 +169,7 @@ class StepShape:
         merge = self.warps // 4 * 4 * 8 * (64 + 4 + 1 + 1) * 4
         routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
         tables = 2 * 8 * 72 * 2 + 2 * 16 * 64 * 2 + self.rows * (2 * 608 * 2 + self.warps * 2 * 16 * 2 + 16 * 4)
-        rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(LayerArgs) * self.layers + 24 * self.rows + 512
+        rest = ctypes.sizeof(StepArgs) + ctypes.sizeof(self.layer_args) * self.layers + 24 * self.rows + 512
         return max(red, merge) + tables + routing + rest
 
     def options(self) -> tuple[str, ...]:
@@ -172,7 +183,7 @@ class StepShape:
             "NAP": self.nap, "PROBE": tuning.probe if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
             "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
         }  # fmt: skip
-        extra = (("-DHB_TRACE",) if self.trace else ()) + tuple(f"-D{d}" for d in self.defines)
+        extra = tuple(f"-D{d}" for d in (*(("HB_TRACE",) * self.trace), *(("HB_LENT",) * self.lent), *self.defines))
         return options(values) + extra
 
     def program(self) -> Program:
@@ -188,8 +199,8 @@ def build_of(shape: StepShape) -> Build:
     """One block to a multiprocessor, all resident: they wait for each other."""
     large = shape.shared >= LARGE_BLOCK
     return Build(
-        f"decode_step rows={shape.rows}", shape.program(), shape.threads, shape.shared_bytes, early=False,
-        cooperative=True, need=(MMA_SYNC, BULK_COPY), ban=WGMMA,
+        f"decode_{'layers' if shape.lent else 'step'} rows={shape.rows}", shape.program(), shape.threads,
+        shape.shared_bytes, early=False, cooperative=True, need=(MMA_SYNC, BULK_COPY), ban=WGMMA,
         known_spills="decode_step|phase_attention" if large else "",  # not in the loops of qkv, experts and lm_head
         spill_limit=192,
     )  # fmt: skip

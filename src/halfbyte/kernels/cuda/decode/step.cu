@@ -13,7 +13,10 @@
 // Results do not depend on timing: floats are added in a fixed order, and what is added in any order is integer.
 #include "decode/output.cuh"
 
-constexpr int F_QKV = HB_FORMAT_QKV, F_O = HB_FORMAT_O, F_HEAD = HB_FORMAT_HEAD;
+constexpr int F_QKV = HB_FORMAT_QKV, F_O = HB_FORMAT_O;
+#ifndef HB_LENT
+constexpr int F_HEAD = HB_FORMAT_HEAD;
+#endif
 constexpr int ADDED_X = TOP_K + 1;  // contributions to x: every expert, and the residual
 constexpr int QKV_TILES = QKV / 16, O_TILES = HIDDEN / 16, UP_TILES = 2 * INTER / 16, DOWN_TILES = HIDDEN / 16, HEAD_TILES = VOCAB / 16;
 
@@ -234,7 +237,7 @@ HB_PHASE void feed() {
           const Unit u = n ? find_unit(sh, rows_of(p), sliding, n) : sh.unit[sliding];
           HB_ROLLED
           for (int page = u.first; page < u.last; page++) {
-            const u8 *keys = page_at(p, page_table(p, sh, sliding, u.row)[page], layer / 2, 0, head), *values = keys + KV_HEADS * PAGE_BYTES;
+            const u8 *keys = page_at(p, l, page_table(p, sh, sliding, u.row)[page], layer / 2, 0, head), *values = keys + KV_HEADS * PAGE_BYTES;
             if (PAGE_WHOLE) { f.open(2 * PAGE_BYTES); f.copy(0, keys, PAGE_BYTES); f.copy(PAGE_BYTES, values, PAGE_BYTES); f.close(); }
             else { f.put(keys, PAGE_BYTES); f.put(values, PAGE_BYTES); }
           }
@@ -268,9 +271,11 @@ HB_PHASE void feed() {
     }
     sync_warp();
   }
+#ifndef HB_LENT
   if (lane == 0)
     HB_ROLLED
     for (int i = block; i < HEAD_TILES; i += grid) f.tile<F_HEAD, HIDDEN>(p.head, i);
+#endif
 }
 
 // ---- the phases, by the working warps -------------------------------------------------------------------------------
@@ -413,6 +418,42 @@ HB_DEV void clear(u64* words, int n, int thread) {
   HB_ROLLED
   for (int i = thread; i < n; i += WORK_THREADS) box_store(words + i, 0);
 }
+// Everyone is done: everything as the next step expects to find it.
+HB_DEV void end_step(Worker& w) {
+  const Step& p = w.p;
+  w.sync();
+  if (w.thread < ROWS) { box_store(p.box.best + w.thread, 0); box_store(p.box.broken + w.thread, 0); }
+  const bool anew = w.sh.epoch + 1 == PERIOD;
+  if (w.thread == 0) { p.control[0] = anew ? 0 : w.sh.epoch + 1; p.control[1] = 0; }
+  if (!anew) return;
+  clear(p.box.qkv, ROWS * QKV, w.thread);
+  clear(p.box.part, ROWS * HEADS * SPLITS * PART_WORDS, w.thread);
+  clear(p.box.h, ROWS * TOP_K * INTER / 2, w.thread);
+}
+// Whether this block is the last to come here: it then sees what all others have left.
+HB_DEV bool last_block(Worker& w) {
+  fence_gpu();
+  w.sync();
+  if (w.thread == 0) w.sh.last = counter_add(w.p.control + 1) == (u32)w.grid - 1;
+  w.sync();
+  if (!w.sh.last) return false;
+  fence_gpu();
+  return true;
+}
+#ifdef HB_LENT
+// The norm and the head are another engine's: the residual as it is.
+HB_PHASE void phase_leave(State state) {
+  Worker w(state, LAYERS, 5);
+  if (!last_block(w)) return;
+  const u64* x = x_after(w.sh, LAYERS - 1);
+  HB_ROLLED
+  for (int i = w.thread; i < w.rows * HIDDEN; i += WORK_THREADS) {
+    const u32 broken = (u32)box_load(w.p.box.broken + i / HIDDEN);
+    w.p.logits_out[i] = broken ? as_float(NOT_A_NUMBER | broken) : summed(box_load(x + i));
+  }
+  end_step(w);
+}
+#else
 HB_PHASE void phase_head(State state) {
   Worker w(state, LAYERS, 5);
   const Step& p = w.p;
@@ -441,13 +482,7 @@ HB_PHASE void phase_head(State state) {
       });
     if (best) box_max(p.box.best + w.thread / 16 % ROWS, best);
   }
-  fence_gpu();
-  w.sync();
-  if (w.thread == 0) w.sh.last = counter_add(p.control + 1) == (u32)w.grid - 1;
-  w.sync();
-  if (!w.sh.last) return;
-  fence_gpu();
-  // everyone is done: the token, and everything as the next step expects to find it
+  if (!last_block(w)) return;
   if (w.thread < w.rows) {
     const int row = w.thread;
     const u64 highest = box_load(p.box.best + row);
@@ -455,15 +490,9 @@ HB_PHASE void phase_head(State state) {
     p.next_tokens[row] = token;
     if (p.advance) { p.tokens[row] = token < 0 ? 0 : token; p.positions[row] += 1; }
   }
-  w.sync();
-  if (w.thread < ROWS) { box_store(p.box.best + w.thread, 0); box_store(p.box.broken + w.thread, 0); }
-  const bool anew = w.sh.epoch + 1 == PERIOD;
-  if (w.thread == 0) { p.control[0] = anew ? 0 : w.sh.epoch + 1; p.control[1] = 0; }
-  if (!anew) return;
-  clear(p.box.qkv, ROWS * QKV, w.thread);
-  clear(p.box.part, ROWS * HEADS * SPLITS * PART_WORDS, w.thread);
-  clear(p.box.h, ROWS * TOP_K * INTER / 2, w.thread);
+  end_step(w);
 }
+#endif
 
 #ifdef HB_EMULATE
 static void decode_step(const Step& p)
@@ -531,7 +560,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
     s = phase_up(s, layer);
     s = phase_down(s, layer);
   }
+#ifdef HB_LENT
+  phase_leave(s);
+#else
   phase_head(s);
+#endif
 }
 
 #ifdef HB_EMULATE

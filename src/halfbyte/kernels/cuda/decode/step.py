@@ -24,12 +24,11 @@ from halfbyte.kernels.cuda.decode.shape import (
     ROUTER_SETS,
     SPLITS,
     TOP_K,
-    LayerArgs,
     StepArgs,
     StepShape,
     build_of,
 )
-from halfbyte.kernels.cuda.device.host import Machine
+from halfbyte.kernels.cuda.device.host import Machine, pointer
 
 
 @dataclass
@@ -56,7 +55,7 @@ class StepWeights:
     layers: Sequence[StepLayer]
     embed: Tensor
     final_norm: Tensor
-    lm_head: Tensor
+    lm_head: Tensor | None  # None: of a lent step
 
 
 def tile_router(router: Tensor) -> Tensor:
@@ -67,7 +66,10 @@ def tile_router(router: Tensor) -> Tensor:
 
 class DecodeStep:
     """Buffers around one compiled step. Its inputs (`tokens`, `positions`, `row_seq`, tables) are device tensors of its
-    own unless `read` names others."""
+    own unless `read` names others.
+
+    A lent step (`StepShape.lent`) runs all layers over another engine's pages, `pool` being those of each layer by
+    themselves, and leaves the residual stream in `residual`; the last norm and the head are that engine's."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class DecodeStep:
         weights: StepWeights,
         machine: Machine,
         *,
-        pool: Tensor,
+        pool: Tensor | Sequence[Tensor],
         tables: tuple[Tensor, Tensor],
         rope: Tensor,
         norm_eps: float = 1e-5,
@@ -90,9 +92,10 @@ class DecodeStep:
             most = MOST_CONTRIBUTIONS // ROUTER_SETS
             raise PlanError(f"the CUDA decode step runs on at most {most} multiprocessors, not {machine.blocks}.")
         self.shape, self.weights, self.machine = shape, weights, machine
-        self._check(weights, pool, tables, rope)
+        pools = [pool] if isinstance(pool, Tensor) else list(pool)
+        self._check(weights, pools, tables, rope)
         machine.load(build_of(shape))
-        device = pool.device
+        device = pools[0].device
         r = shape.rows
 
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -100,7 +103,8 @@ class DecodeStep:
 
         self.tokens, self.positions = zeros(r, dtype=torch.int32), zeros(r, dtype=torch.int32)
         self.row_seq = torch.arange(r, dtype=torch.int32, device=device)
-        self.logits = zeros(r, shape.vocab, dtype=torch.float32)
+        self.logits = zeros(0 if shape.lent else r, shape.vocab, dtype=torch.float32)
+        self.residual = zeros(r if shape.lent else 0, shape.hidden, dtype=torch.float32)
         self.next_tokens = zeros(r, dtype=torch.int32)
         self.control = zeros(2, dtype=torch.int32)
         self.control[0] = 1
@@ -115,21 +119,24 @@ class DecodeStep:
             "best": zeros(r),
             "broken": zeros(r),
         }
-        table = (LayerArgs * shape.layers)()
-        for args, layer in zip(table, weights.layers):
+        table = (shape.layer_args * shape.layers)()
+        for i, (args, layer) in enumerate(zip(table, weights.layers)):
             for name in LAYER_FIELDS:
                 setattr(args, name, getattr(layer, name).data_ptr())
+            if shape.lent:
+                args.pages = pools[i].data_ptr()
         self._layers = torch.frombuffer(bytearray(bytes(table)), dtype=torch.uint8).to(device)
-        self._keep = (pool, tables, rope)
+        self._keep = (pools, tables, rope)
         self.args = StepArgs(
             layers=self._layers.data_ptr(), embed=weights.embed.data_ptr(), final_norm=weights.final_norm.data_ptr(),
-            head=weights.lm_head.data_ptr(), tokens=self.tokens.data_ptr(), positions=self.positions.data_ptr(),
+            head=pointer(weights.lm_head), tokens=self.tokens.data_ptr(), positions=self.positions.data_ptr(),
             row_seq=self.row_seq.data_ptr(), sliding_table=tables[0].data_ptr(), full_table=tables[1].data_ptr(),
-            pool=pool.data_ptr(), rope=rope.data_ptr(), logits_out=self.logits.data_ptr(),
+            pool=None if shape.lent else pools[0].data_ptr(), rope=rope.data_ptr(),
+            logits_out=(self.residual if shape.lent else self.logits).data_ptr(),
             next_tokens=self.next_tokens.data_ptr(), control=self.control.data_ptr(),
             failure=machine.failure.data_ptr(), trace=self.trace.data_ptr() if self.trace is not None else None,
             norm_eps=norm_eps, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, rows=r,
-            max_blocks=tables[0].shape[1], page_layers=pool.shape[1], advance=int(advance),
+            max_blocks=tables[0].shape[1], page_layers=pools[0].shape[1], advance=int(advance),
         )  # fmt: skip
         for name, box in self.boxes.items():
             setattr(self.args, f"box_{name}", box.data_ptr())
@@ -152,15 +159,23 @@ class DecodeStep:
         self.args.rows = self.shape.rows if rows is None else rows
         self.machine.run(build_of(self.shape), self.machine.blocks, self.args)
 
-    def _check(self, weights: StepWeights, pool: Tensor, tables: tuple[Tensor, Tensor], rope: Tensor) -> None:
+    def _check(
+        self, weights: StepWeights, pools: Sequence[Tensor], tables: tuple[Tensor, Tensor], rope: Tensor
+    ) -> None:
         s = self.shape
         want: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
             ("embed", weights.embed, (s.vocab, s.hidden), torch.bfloat16),
             ("final_norm", weights.final_norm, (s.hidden,), torch.bfloat16),
-            ("lm_head", weights.lm_head, tile_shape(s.vocab, s.hidden, s.lm_head), torch.uint8),
             ("rope", rope, (rope.shape[0], 64), torch.float32),
-            ("pool", pool, (*pool.shape[:2], 2, s.kv_heads, PAGE, HEAD_DIM), KV_DTYPES[s.kv]),
         ]
+        assert len(pools) == (s.layers if s.lent else 1), "the pages of every layer, or one pool"
+        if not s.lent:
+            assert weights.lm_head is not None, "only a lent step has no head"
+            want.append(("lm_head", weights.lm_head, tile_shape(s.vocab, s.hidden, s.lm_head), torch.uint8))
+        for i, pool in enumerate(pools):
+            layers = 1 if s.lent else pool.shape[1]
+            form = (pool.shape[0], layers, 2, s.kv_heads, PAGE, HEAD_DIM)
+            want.append((f"pages of layer {i}" if s.lent else "pool", pool, form, KV_DTYPES[s.kv]))
         want += [(f"table {i}", t, (t.shape[0], tables[0].shape[1]), torch.int32) for i, t in enumerate(tables)]
         for i, layer in enumerate(weights.layers):
             sizes = _layer_shapes(s)

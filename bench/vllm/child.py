@@ -1,0 +1,180 @@
+"""One variant of `bench/vllm/compare.py`, in a process of its own: vLLM on random weights, timed, probed or profiled.
+
+    python -m bench.vllm.child ASKED.json RESULT.json
+
+The result is written anew after every figure, so that a process that is ended leaves what it has. Weights are random by
+their names alone: every variant that holds the same numbers is asked the same questions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+PROBES = (20, 300, 2048)  # lengths of prompts
+PROBED = 24  # tokens
+
+
+def fill(model: Any, config: dict[str, Any]) -> None:
+    """Random numbers that behave: wide enough that tokens differ in the experts they choose."""
+    import torch
+
+    experts, inner, hidden = config["num_local_experts"], config["intermediate_size"], config["hidden_size"]
+    whole = {
+        "w13_weight": (experts, 2 * inner, hidden // 2), "w13_weight_scale": (experts, 2 * inner, hidden // 32),
+        "w2_weight": (experts, hidden, inner // 2), "w2_weight_scale": (experts, hidden, inner // 32),
+        "w13_bias": (experts, 2 * inner), "w2_bias": (experts, hidden),
+    }  # fmt: skip
+    for name, p in model.named_parameters():
+        if not p.numel():
+            continue
+        size = whole.get(name.rpartition(".")[2], tuple(p.shape))  # a kernel may want rows beyond the model's
+        seed = torch.Generator(device=p.device).manual_seed(zlib.crc32(name.encode()))
+        x = torch.empty(size, dtype=p.dtype, device=p.device)
+        if p.dtype == torch.uint8:
+            x.random_(112, 120, generator=seed) if "scale" in name else x.random_(0, 256, generator=seed)
+        elif "norm" in name:
+            x.fill_(1.0)
+        elif "embed" in name or "sinks" in name:
+            x.normal_(0, 1, generator=seed)
+        else:
+            x.normal_(0, 0.05 if "router" in name else 0.02, generator=seed)
+        if size != tuple(p.shape):
+            p.data.zero_()
+        p.data[tuple(slice(n) for n in size)].copy_(x)
+
+
+def start(asked: dict[str, Any]) -> tuple[Any, float]:
+    from vllm import LLM
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    config = json.loads((Path(asked["folder"]) / "config.json").read_text(encoding="utf-8"))
+    DummyModelLoader.load_weights = lambda self, model, model_config: fill(model, config)
+    arguments = dict(asked["arguments"])
+    if asked["options"] is not None:
+        arguments["additional_config"] = {"halfbyte": asked["options"]}
+    began = time.time()
+    llm = LLM(
+        model=asked["folder"], load_format="dummy", skip_tokenizer_init=True, max_model_len=34816,
+        max_num_batched_tokens=8192, gpu_memory_utilization=0.9, enable_prefix_caching=False, max_num_seqs=64, seed=0,
+        **arguments,
+    )  # fmt: skip
+    return llm, round(time.time() - began, 1)
+
+
+def generate(llm: Any, prompts: list[list[int]], tokens: int, **sampling: Any) -> list[Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
+    outputs: list[Any] = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    assert all(len(o.outputs[0].token_ids) == tokens for o in outputs)
+    return outputs
+
+
+def probe(llm: Any) -> dict[str, Any]:
+    """Greedy tokens of a few prompts, alone and together, with the best five of every token."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(200000) for _ in range(n)] for n in PROBES]
+    alone = [generate(llm, [p], PROBED, temperature=0.0, logprobs=5)[0] for p in prompts]
+    together = generate(llm, prompts * 3, PROBED, temperature=0.0)
+
+    def best(entry: Any) -> list[list[float]]:
+        ranked = sorted(entry.items(), key=lambda item: -item[1].logprob)
+        return [[token, round(value.logprob, 5)] for token, value in ranked]
+
+    return {
+        "tokens": [list(o.outputs[0].token_ids) for o in alone],
+        "best": [[best(entry) for entry in o.outputs[0].logprobs] for o in alone],
+        "together": [list(o.outputs[0].token_ids) for o in together[:3]],
+        "read_again": [read_again(llm, list(p), list(o.outputs[0].token_ids)) for p, o in zip(prompts, alone)],
+    }
+
+
+def read_again(llm: Any, prompt: list[int], tokens: list[int]) -> list[list[float]]:
+    """The same tokens as a prompt: the log-probability of each that a whole prompt's kernels give. What one token at a
+    time wrote into the pages and read from them must agree with it."""
+    if len(prompt) > 400:
+        return []
+    output = generate(llm, [prompt + tokens], 1, temperature=0.0, prompt_logprobs=1)[0]
+    said = output.prompt_logprobs[len(prompt) :]
+    return [[token, round(entry[token].logprob, 5)] for token, entry in zip(tokens, said)]
+
+
+def profile(llm: Any, streams: int) -> list[str]:
+    """The kernels of 32 decode steps, by their time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    rng = random.Random(2)
+    prompts = [[rng.randrange(200000) for _ in range(2048 if streams == 1 else 128)] for _ in range(streams)]
+    generate(llm, prompts, 4, temperature=1.0)
+    with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        generate(llm, prompts, 33, temperature=1.0)
+    kernels = [e for e in seen.key_averages() if e.device_time_total > 0 and e.self_device_time_total > 0]
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    return [
+        f"{e.self_device_time_total / 32:9.1f} us a step {e.count / 32:7.1f} times  {e.key[:110]}" for e in kernels[:28]
+    ]
+
+
+class Timing:
+    def __init__(self, llm: Any) -> None:
+        self.llm, self.rng = llm, random.Random(0)
+
+    def run(self, prompt: int, generated: int, streams: int) -> float:
+        prompts = [[self.rng.randrange(200000) for _ in range(prompt)] for _ in range(streams)]
+        before = time.perf_counter()
+        generate(self.llm, prompts, generated, temperature=1.0)
+        return time.perf_counter() - before
+
+    def figure(self, name: str) -> float:
+        kind, *rest = name.split()
+        if kind.startswith("pp"):
+            prompt = int(kind[2:])
+            self.run(prompt, 1, 1)
+            return round(prompt / sorted(self.run(prompt, 1, 1) for _ in range(4))[1], 1)
+        if rest[0] == "@":  # one stream behind a prompt
+            prompt = int(rest[1])
+            self.run(prompt, 8, 1)
+            first, whole = (sorted(self.run(prompt, n, 1) for _ in range(3))[1] for n in (1, 129))
+            return round(128 / (whole - first), 2)
+        streams = int(rest[0][1:])
+        self.run(128, 8, streams)
+        first, whole = (min(self.run(128, n, streams) for _ in range(2)) for n in (1, 129))
+        return round(streams * 128 / (whole - first), 1)
+
+
+def main(asked_at: str, result_at: str) -> None:
+    asked = json.loads(Path(asked_at).read_text(encoding="utf-8"))
+    result: dict[str, Any] = {"figures": {}}
+
+    def write(**more: Any) -> None:
+        if asked["options"] is not None:
+            from halfbyte.vllm_plugin import compat
+
+            here = compat.active()
+            result["report"] = None if here is None else here.report()
+        result.update(more)
+        part = Path(f"{result_at}.part")
+        part.write_text(json.dumps(result), encoding="utf-8")
+        part.replace(result_at)
+
+    llm, seconds = start(asked)
+    write(start_seconds=seconds)
+    if asked["probe"]:
+        write(probe=probe(llm))
+    timing = Timing(llm)
+    for name in asked["figures"]:
+        result["figures"][name] = timing.figure(name)
+        write()
+    if asked["profile"]:
+        write(profile={str(streams): profile(llm, streams) for streams in (1, 8)})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
