@@ -13,6 +13,7 @@ ROOT = Path(halfbyte.__file__).parent
 MAY: dict[str, set[str]] = {
     "errors": set(),
     "flags": set(),
+    "log_lines": {"errors"},
     "gates": {"errors"},
     "cgroups": set(),
     "formats": {"errors"},
@@ -24,12 +25,14 @@ MAY: dict[str, set[str]] = {
     "memory": {"errors", "cgroups"},
     "installed": {"gates"},
     "caches": {"errors", "gates", "installed", "kernels", "model", "plan"},
+    "gpu_sensor": set(),
     "kv": {"errors"},
     "harmony": {"errors"},
     "evals": {"errors", "harmony"},
     "engine": {
         "errors",
         "flags",
+        "log_lines",
         "gates",
         "formats",
         "ops",
@@ -41,11 +44,23 @@ MAY: dict[str, set[str]] = {
         "memory",
         "vllm_plugin",
     },
-    "server": {"errors", "flags", "gates", "model", "engine", "harmony", "roofline", "memory"},
+    "server": {
+        "errors",
+        "flags",
+        "log_lines",
+        "gpu_sensor",
+        "gates",
+        "model",
+        "engine",
+        "harmony",
+        "roofline",
+        "memory",
+    },
     "vllm_plugin": {"errors", "gates", "formats", "ops", "plan", "kernels"},
     "lab": {
         "errors",
         "installed",
+        "gpu_sensor",
         "gates",
         "formats",
         "ops",
@@ -70,7 +85,7 @@ SERVER_MAY: dict[str, set[str]] = {
     "answer": {"settings", "http"},
     "api": {"settings", "http", "answer"},
     "app": {"settings", "http", "answer", "api"},
-    "run": {"settings", "http", "answer", "app"},
+    "run": {"settings", "http", "answer", "app", "watchdog"},
 }
 FREE = {"cli", "__init__", "__main__"}
 ENGINES = {"vllm", "sglang", "flashinfer", "llama_cpp", "tensorrt_llm"}

@@ -52,6 +52,8 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "kv_gib": (["1.5"], 1.5),
     "reserve_gib": (["0.25"], 0.25),
     "draft": (["d"], "d"),
+    "log_format": (["json"], "json"),
+    "page_cache": (["drop"], "drop"),
 }
 
 

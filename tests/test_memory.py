@@ -103,6 +103,19 @@ def test_no_reserve_still_leaves_a_watchdog_something_to_watch() -> None:
     assert DISCRETE.floor(0) == 2 * GIB
 
 
+def test_a_server_ends_before_the_machine_swaps_where_that_helps() -> None:
+    assert UNIFIED.last(8 * GIB) == GIB  # half of what it keeps free
+    assert UNIFIED.last(0) == GIB // 8
+    assert DISCRETE.last(8 * GIB) == 0  # the weights are on the card: the host would get little back
+
+
+def test_where_the_page_cache_is_in_the_way() -> None:
+    assert UNIFIED.crowded
+    assert not DISCRETE.crowded
+    assert not MemoryState(total=64 * GIB, available=GIB).crowded
+    assert MemoryState(total=64 * GIB, available=GIB, limited=True).crowded
+
+
 # ---- reading the machine -----------------------------------------------------------------------------------------
 
 
@@ -177,13 +190,25 @@ def test_a_model_on_the_cpu_does_not_care_for_the_card(monkeypatch: pytest.Monke
 # ---- cgroups -----------------------------------------------------------------------------------------------------
 
 
-def group(folder: Path, limit: str, used: int, cache: int, *, version: int) -> None:
+def group(
+    folder: Path, limit: str, used: int, cache: int, *, version: int, active: int = 0, mapped: int = 0, dirty: int = 0
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    key = "inactive_file" if version == 2 else "total_inactive_file"
-    (folder / "memory.stat").write_text(f"anon 5\n{key} {cache}\n")
+    names = {"mapped": "file_mapped", "dirty": "file_dirty", "writeback": "file_writeback"}
+    if version == 1:
+        names = {"mapped": "total_mapped_file", "dirty": "total_dirty", "writeback": "total_writeback"}
+    total = "" if version == 2 else "total_"
+    stat = {
+        f"{total}inactive_file": cache,
+        f"{total}active_file": active,
+        names["mapped"]: mapped,
+        names["dirty"]: dirty,
+    }
+    stat |= {names["writeback"]: 0, "anon": 5}
+    (folder / "memory.stat").write_text("".join(f"{k} {v}\n" for k, v in stat.items()))
 
 
 def test_cgroups_of_version_two_limit_by_every_parent(tmp_path: Path) -> None:
@@ -199,6 +224,18 @@ def test_cgroups_of_version_one_in_a_container(tmp_path: Path) -> None:
     own.write_text("5:cpu:/x\n4:memory:/docker/abc\n")
     group(root / "memory", str(3 * GIB), 2 * GIB, 0, version=1)  # the path itself is the host's and not mounted here
     assert list(cgroup_limits(own, root)) == [(3 * GIB, GIB)]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_page_cache_counts_as_left_but_for_what_is_mapped_or_unwritten(tmp_path: Path, version: int) -> None:
+    """A file that was read twice is "active"; the kernel drops it all the same before it refuses memory."""
+    own, root = tmp_path / "own", tmp_path / "fs"
+    own.write_text("0::/a\n" if version == 2 else "4:memory:/a\n")
+    folder = root / "a" if version == 2 else root / "memory" / "a"
+    group(folder, str(16 * GIB), 14 * GIB, 2 * GIB, version=version, active=10 * GIB)
+    assert list(cgroup_limits(own, root)) == [(16 * GIB, 14 * GIB)]
+    group(folder, str(16 * GIB), 14 * GIB, 2 * GIB, version=version, active=10 * GIB, mapped=3 * GIB, dirty=GIB)
+    assert list(cgroup_limits(own, root)) == [(16 * GIB, 10 * GIB)]
 
 
 def test_no_cgroups(tmp_path: Path) -> None:

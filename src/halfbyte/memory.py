@@ -87,6 +87,17 @@ class MemoryState:
         that fits exactly would refuse everybody; never nothing, or nobody would look."""
         return max(GIB // 4, min(2 * GIB, reserve // 2)) if self.shared else 2 * GIB
 
+    def last(self, reserve: int) -> int:
+        """Below this much available host memory the server ends, before the machine swaps: half the floor. Nothing
+        where a GPU has memory of its own: there the host would get little back."""
+        return self.floor(reserve) // 2 if self.shared else 0
+
+    @property
+    def crowded(self) -> bool:
+        """The page cache takes from the memory that the model needs, and is given back too late or not at all: a GPU in
+        the host's memory, or a cgroup whose limit counts the cache."""
+        return self.unified or self.limited
+
 
 @dataclass(frozen=True)
 class MemoryAccount:
@@ -198,18 +209,23 @@ def read_pressure(path: Path = PRESSURE) -> float | None:
 def cgroup_limits(own: Path = cgroups.OWN, root: Path = cgroups.ROOT) -> Iterator[tuple[int, int]]:
     """(limit, what it leaves) of every cgroup above this process that limits memory.
 
-    Page cache that nothing has touched lately counts as left, as it does in MemAvailable.
+    Page cache counts as left, as it does in MemAvailable, whether it was touched lately or not: the kernel drops it
+    before it refuses memory. What is mapped (programs, a model's own embedding) or still to be written does not.
     """
     for group in cgroups.above("memory", own, root):
         if group.version == 2:
-            limit_name, used_name, cache_key = "memory.max", "memory.current", "inactive_file"
+            limit_name, used_name, total = "memory.max", "memory.current", ""
+            held_names = ("file_mapped", "file_dirty", "file_writeback")
         else:
-            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache_key = "total_inactive_file"
+            limit_name, used_name, total = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+            held_names = ("total_mapped_file", "total_dirty", "total_writeback")
         try:
             limit = int((group.folder / limit_name).read_text())  # "max": no limit
             used = int((group.folder / used_name).read_text())
             stat = dict(entry.split() for entry in (group.folder / "memory.stat").read_text().splitlines())
-            yield limit, max(0, limit - used + int(stat[cache_key]))
+            cached = int(stat[f"{total}inactive_file"]) + int(stat[f"{total}active_file"])
+            held = sum(int(stat[name]) for name in held_names)
+            slab = int(stat.get("slab_reclaimable", 0))  # version one does not say
+            yield limit, max(0, limit - used + max(0, cached - held) + slab)
         except (OSError, ValueError, KeyError):
             continue

@@ -10,6 +10,7 @@ from halfbyte.engine import build
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.sizing import (
     CPU_ROWS,
+    ENGINE_PROCESS,
     GPU_CONTEXT,
     check_start,
     memory_account,
@@ -42,8 +43,9 @@ def less(state: MemoryState, taken: int) -> MemoryState:
 
 
 def loaded(state: MemoryState) -> MemoryState:
-    """The same machine once weights and context are there."""
-    return less(state, WEIGHTS + (GPU_CONTEXT if state.on_gpu else 0))
+    """The same machine once the engine's process, its weights and its context are there."""
+    process = ENGINE_PROCESS if state.shared else 0
+    return less(state, WEIGHTS + process + (GPU_CONTEXT if state.on_gpu else 0))
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -65,7 +67,8 @@ def test_a_start_that_is_let_through_finds_its_pages(machine: str) -> None:
     options = EngineOptions(model="random:120b", max_context=8192)
     page = page_bytes(CONFIG, choose(CONFIG, options.gates, ARCHES[arch])[0])
     need = page_limits(CONFIG, options, state, page).least
-    edge = less(state, memory_account(CONFIG, options, state, weights=WEIGHTS).kv_room - need * page)
+    account = memory_account(CONFIG, options, state, weights=WEIGHTS, own_process=True)
+    edge = less(state, account.kv_room - need * page)
 
     def pages(now: MemoryState) -> int:
         limits = page_limits(CONFIG, options, now, page)

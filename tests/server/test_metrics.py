@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from halfbyte.engine.request import QUEUE_BUCKETS, EngineStats, SourceInfo
+from halfbyte.gpu_sensor import Sample
 from halfbyte.memory import GIB, MemoryState
 from halfbyte.server.http import metrics
-from halfbyte.server.http.metrics import EngineCollector
+from halfbyte.server.http.metrics import EngineCollector, Metrics
 
 
 class Source:
@@ -57,3 +61,60 @@ def test_memory_is_that_of_the_engines_device(state: MemoryState, monkeypatch: p
     assert figure(text, "halfbyte_memory_unified") == state.unified
     assert figure(text, "halfbyte_device_memory_free_bytes") == (None if state.shared else state.free)
     assert figure(text, "halfbyte_device_memory_total_bytes") == (None if state.shared else state.size)
+
+
+# ---- names are an interface: dashboards, rules and `halfbyte top` are built on them ---------------------------------
+
+NAMES = Path(__file__).parent / "data" / "metrics.json"
+
+
+class Everything(Source):
+    """A source of which every metric can be made."""
+
+    info = SourceInfo("m", 1, 1, (0,), {"device_id": "cuda:0"})
+
+    def stats(self) -> EngineStats:
+        return EngineStats(queue_seconds=1.0, queue_counts=(1,) * (len(QUEUE_BUCKETS) + 1))
+
+
+def test_names_types_and_labels_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new metric is added to the committed list; one that is gone or renamed breaks what others have built."""
+    monkeypatch.setattr(metrics, "nvml_sensor", lambda index: (lambda: Sample(0.0, 300.0, 1500, 60), 700.0))
+    state = MemoryState(GIB, GIB, device_total=GIB, device_free=GIB, pressure=0.0)
+    monkeypatch.setattr(metrics, "read_memory", lambda device: state)
+    counts = Metrics(cast(Any, Everything()))
+    counts.http("GET", "/", 200)
+    counts.refused("queue")
+    counts.repairs({"missing_end": 1})
+    counts.finished("chat", "stop", prompt=1, cached=0, completion=1, reasoning=0)
+    counts.latency(0.1, 0.2, 2)
+    found = {
+        family.name: {
+            "type": family.type,
+            "labels": sorted({label for s in family.samples for label in s.labels} - {"le"}),
+        }
+        for family in text_string_to_metric_families(counts.render().decode())
+        if not family.name.endswith("_created")
+    }
+    assert found == json.loads(NAMES.read_text())
+
+
+def test_a_card_whose_driver_says_its_power(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample: Sample | None = Sample(0.0, 312.5, 1980, 61)
+    asked: list[int | None] = []
+
+    def sensor(index: int | None) -> tuple[Any, float]:
+        asked.append(index)
+        return (lambda: sample), 700.0
+
+    monkeypatch.setattr(metrics, "nvml_sensor", sensor)
+    monkeypatch.setattr(metrics, "read_memory", lambda device: MemoryState(GIB, GIB))
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(cast(Any, Source())))
+    text = generate_latest(registry).decode()
+    assert asked == [1]  # the engine's card and no other
+    assert figure(text, "halfbyte_device_power_watts") == 312.5
+    assert figure(text, "halfbyte_device_power_limit_watts") == 700.0
+    assert figure(text, "halfbyte_device_clock_hertz") == 1.98e9
+    sample = None  # the driver lost it
+    assert figure(generate_latest(registry).decode(), "halfbyte_device_power_watts") is None

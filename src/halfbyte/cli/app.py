@@ -24,14 +24,14 @@ from halfbyte.installed import commit
 # Heading of the help -> command, which is also its module here -> function. Only the one that runs is imported.
 PANELS: dict[str, dict[str, str]] = {
     "Talk to a model": {"run": "run", "chat": "chat", "generate": "generate", "demo": "demo"},
-    "Serve it": {"serve": "serve", "ps": "ps", "stop": "stop"},
+    "Serve it": {"serve": "serve", "ps": "ps", "stop": "stop", "top": "top"},
     "Models on this machine": {"pull": "pull", "list": "list_models", "rm": "rm", "quantize": "quantize"},
     "Measure": {
         "bench": "bench", "eval": "evaluate", "profile": "profile", "compare": "compare", "receipts": "receipts",
         "report": "report",
     },
     "Kernels and their proof": {"explain": "explain", "check": "check", "matrix": "matrix", "prebuild": "prebuild"},
-    "This machine": {"doctor": "doctor", "cache": "cache", "env": "env"},
+    "This machine": {"doctor": "doctor", "cache": "cache", "env": "env", "bundle": "bundle"},
 }  # fmt: skip
 COMMANDS = {command: function for commands in PANELS.values() for command, function in commands.items()}
 
@@ -117,7 +117,10 @@ def main() -> None:
     except HalfbyteError as e:
         from halfbyte.cli.options import err
 
-        err.print(f"halfbyte: {e}", markup=False)
+        if err.quiet:  # machines read the log
+            logging.getLogger("halfbyte").error("%s", e)
+        else:
+            err.print(f"halfbyte: {e}", markup=False)
         sys.exit(e.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

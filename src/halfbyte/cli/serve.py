@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte import gates as gates_
+from halfbyte import log_lines
 from halfbyte.cli.options import DeviceOption, LoadingBar, ModelArgument, announce, err, with_gates, with_record
 from halfbyte.engine.options import EngineOptions
 from halfbyte.errors import UsageError
@@ -84,6 +85,9 @@ def serve(
         raise UsageError(f"--engine is {engine!r}; use halfbyte or vllm.")
     if verbose:
         logging.getLogger("halfbyte").setLevel(logging.INFO)
+    if settings.log_format == "json":
+        log_lines.use_json("server")
+        err.quiet = True  # what is said to people would stand between the lines
     given = [*(api_key or ()), *filter(None, [gates_.setting("HALFBYTE_API_KEY")])]
     settings = replace(settings, api_keys=load_api_keys(api_key_file, given))
     choice = VllmChoice(tp, nodes, vllm, interface, ray, dry_run)
@@ -97,14 +101,14 @@ def serve(
         )
     resolved = load.resolve_model(model)
     where = load.resolve_device(device)
-    if verify:
-        verify_files(resolved)
     from halfbyte.engine.process import EngineProcess
-    from halfbyte.engine.sizing import check_start
+    from halfbyte.engine.sizing import check_start, keeps_cached
     from halfbyte.memory import read_memory
     from halfbyte.model.gpt_oss import arch_of
 
     memory = read_memory(where)
+    if verify:
+        verify_files(resolved, keep_cached=keeps_cached(options, memory))
     options = replace(options, model=model, gates=gates, device=str(where))
     if memory_share is not None:
         options = replace(options, reserve_gib=rest_of_memory(memory_share, options, memory))
@@ -112,6 +116,7 @@ def serve(
     weights = load.weight_bytes(resolved, gates)
     account = check_start(load.config_of(resolved), options, memory, arch_of(where), weights)
     settings = replace(settings, min_available_bytes=account.state.floor(account.reserve))
+    settings = replace(settings, last_available_bytes=account.state.last(account.reserve))
 
     async def source() -> tuple[TokenSource, Tokenizer]:
         with err.status(f"loading {resolved.label}") as status:
@@ -119,9 +124,10 @@ def serve(
             def progress(doing: str) -> None:
                 status.update(f"loading {resolved.label}: {doing}")
 
-            return await EngineProcess.start(options, hang=settings.hang_seconds, progress=progress), load.tokenizer_of(
-                resolved
+            engine = await EngineProcess.start(
+                options, hang=settings.hang_seconds, progress=progress, log_format=settings.log_format
             )
+            return engine, load.tokenizer_of(resolved)
 
     run_server(settings, resolved, str(where), source)
 
@@ -152,13 +158,13 @@ def rest_of_memory(share: float, options: EngineOptions, memory: MemoryState) ->
     return (1.0 - share) * memory.size / (1 << 30)
 
 
-def verify_files(model: ModelName) -> None:
+def verify_files(model: ModelName, *, keep_cached: bool) -> None:
     from halfbyte.model import checksums
 
     if model.path is None:
         raise UsageError(f"{model.text} has no files to verify; leave --verify out.")
     with LoadingBar(f"verifying {model.label}") as progress:
-        count = checksums.verify(model.path, progress)
+        count = checksums.verify(model.path, progress, keep_cached=keep_cached)
     err.print(f"[dim]{count} files are as they were pulled[/dim]")
 
 

@@ -76,8 +76,9 @@ def serve_vllm(
 
     async def source() -> tuple[TokenSource, Tokenizer]:
         process = EngineProcess(
-            FACTORY, vllm, hang=settings.hang_seconds, hang_loading=LOADING_S, restarts=0 if hosts else 8
-        )
+            FACTORY, vllm, hang=settings.hang_seconds, hang_loading=LOADING_S, restarts=0 if hosts else 8,
+            log_format=settings.log_format,
+        )  # fmt: skip
         others = Others(machines[1:])
         others.start()
         with err.status(f"loading {resolved.label} in vLLM"):

@@ -15,22 +15,33 @@ from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import SourceInfo
 from halfbyte.engine.runner import HiddenStateObserver, ModelRunner
 from halfbyte.engine.sampling.device import choose_device_sampler
-from halfbyte.engine.sizing import longest_context, memory_account, page_limits, rows_beside_decode, rows_per_step
+from halfbyte.engine.sizing import (
+    check_start,
+    keeps_cached,
+    longest_context,
+    memory_account,
+    page_limits,
+    rows_beside_decode,
+    rows_per_step,
+)
 from halfbyte.engine.speculative.eagle3 import Eagle3Proposer
 from halfbyte.engine.speculative.methods import make_proposer
 from halfbyte.engine.step_buffer import padded_blocks
 from halfbyte.errors import UsageError
 from halfbyte.memory import GIB, read_memory
-from halfbyte.model.gpt_oss import GptOss
-from halfbyte.model.load import load_model, resolve_device, resolve_model, tokenizer_of
+from halfbyte.model.gpt_oss import GptOss, arch_of
+from halfbyte.model.load import config_of, load_model, resolve_device, resolve_model, tokenizer_of, weight_bytes
 from halfbyte.model.tokenizer import Tokenizer
 
 
 def build_core(options: EngineOptions) -> tuple[EngineCore, SourceInfo, Tokenizer]:
-    name = resolve_model(options.model)
+    name, device = resolve_model(options.model), resolve_device(options.device)
+    memory = read_memory(device)
+    weights = weight_bytes(name, options.gates)
+    check_start(config_of(name), options, memory, arch_of(device), weights, own_process=False)
     model = load_model(
-        name, options.gates, device=resolve_device(options.device), page_size=options.page_size,
-        allow_nan=options.allow_nan, self_test=options.self_test,
+        name, options.gates, device=device, page_size=options.page_size, allow_nan=options.allow_nan,
+        self_test=options.self_test, keep_cached=keeps_cached(options, memory),
     )  # fmt: skip
     tokenizer = tokenizer_of(name)
     return core_for(model, tokenizer, options, name.label)

@@ -18,6 +18,7 @@ from halfbyte.gates import Gates
 from halfbyte.model.config import PAGE_SIZE
 
 WARM_UPS = ("fast", "full", "off")
+PAGE_CACHES = ("auto", "keep", "drop")
 
 
 def _warm_up(text: str) -> str:
@@ -30,6 +31,12 @@ def _self_test(text: str) -> str:
     from halfbyte.model.self_test import way_of  # needs torch, which the command line's help can do without
 
     return way_of(text)
+
+
+def _page_cache(text: str) -> str:
+    if text not in PAGE_CACHES:
+        raise UsageError(f"--page-cache is {text!r}; use one of {', '.join(PAGE_CACHES)}.")
+    return text
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,11 @@ class EngineOptions:
     # Without it: what is free beside the reserve, at most for max_seqs contexts.
     kv_gib: float | None = flag(None, "--kv-memory", "GiB for the KV cache; by default what is free.", minimum=0)
     reserve_gib: float | None = flag(None, "--reserve", "GiB of memory to leave free.", minimum=0)
+    page_cache: str = flag(
+        "auto", "--page-cache",
+        "What loading leaves of the model's files in the page cache: keep, drop, or auto: drop where GPU and host "
+        "share one memory, or a cgroup limits it.", parse=_page_cache,
+    )  # fmt: skip
     run_ahead: bool = True
     prefix_cache: bool = True
     warm_up: str = flag(  # of an engine that is served; others warm up by what they are asked
@@ -96,3 +108,4 @@ class EngineOptions:
         except WrongValueError as e:
             raise UsageError(f"this engine cannot be made: {e}.") from None
         _warm_up(self.warm_up)
+        _page_cache(self.page_cache)

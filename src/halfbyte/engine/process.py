@@ -51,12 +51,13 @@ class EngineProcess:
     def __init__(
         self, factory: str, argument: Any, *, hang: float = 30.0, hang_loading: float = 60.0,
         longest: float = 600.0, restarts: int = 8, first_pause: float = 0.25, settled: float = 30.0,
-        progress: Callable[[str], None] | None = None,
+        progress: Callable[[str], None] | None = None, log_format: str = "text",
     ) -> None:  # fmt: skip
         """`settled`: seconds of service after which a death is the first in a row again. `progress` is told what the
-        process does while it loads."""
+        process does while it loads; `log_format` is that of its log lines."""
         self._start = messages.Start(factory, argument)
         self._progress = progress
+        self._log_format = log_format
         self._hang, self._hang_loading, self._longest = hang, hang_loading, longest
         self._restarts, self._first_pause, self._settled = restarts, first_pause, settled
         self._process: subprocess.Popen[bytes] | None = None
@@ -203,7 +204,7 @@ class EngineProcess:
         self._hung = ""
         self._last_step = self._last_sign = time.monotonic()
         try:
-            process, ours = _spawn()
+            process, ours = _spawn(self._log_format)
             self._process = process
             reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         except OSError as e:
@@ -287,13 +288,13 @@ class EngineProcess:
         return f"the engine hung: it made no step for {step:.0f} s while requests waited."
 
 
-def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(log_format: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process and this end of its socket."""
     ours, theirs = socket.socketpair()
     try:
         messages.enlarge_buffers(ours)
         process = subprocess.Popen(
-            [sys.executable, "-m", "halfbyte.engine.worker", str(theirs.fileno())],
+            [sys.executable, "-m", "halfbyte.engine.worker", str(theirs.fileno()), log_format],
             pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=child_environment(PYTHONPATH=_import_path()),
             start_new_session=True,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, page_bytes
 from halfbyte.plan.phase import Arch
 
 GPU_CONTEXT = 512 * MIB  # the CUDA context and the kernels in it, until they are there and missing from what is free
+ENGINE_PROCESS = 384 * MIB  # interpreter, torch and tokenizer of an engine in a process of its own, until it is there
 LARGE_GPU = 64 * GIB
 CPU_ROWS, CPU_ROWS_BESIDE_DECODE = 256, 64
 LARGE_GPU_ROWS_BESIDE_DECODE = 832  # of 120b on an H200: 32 ms, and gaps of about 35 for clients (docs/LOG.md)
@@ -61,14 +62,20 @@ def workspace(config: ModelConfig, rows: int) -> int:
 
 
 def memory_account(
-    config: ModelConfig, options: EngineOptions, memory: MemoryState, *, weights: int | None = None
+    config: ModelConfig,
+    options: EngineOptions,
+    memory: MemoryState,
+    *,
+    weights: int | None = None,
+    own_process: bool = False,
 ) -> MemoryAccount:
-    """`weights`: bytes still to be loaded, into a process that is still to start; None once all of that is there."""
+    """`weights`: bytes still to be loaded, None once they are there; `own_process`: into one that is still to start."""
     context = GPU_CONTEXT if weights is not None and memory.on_gpu else 0
+    process = ENGINE_PROCESS if own_process and memory.shared else 0
     return MemoryAccount(
         memory,
         weights or 0,
-        workspace(config, rows_per_step(options, memory)) + context,
+        workspace(config, rows_per_step(options, memory)) + context + process,
         memory.reserve if options.reserve_gib is None else int(options.reserve_gib * GIB),
     )
 
@@ -88,12 +95,24 @@ def page_limits(config: ModelConfig, options: EngineOptions, memory: MemoryState
     return PageLimits(least, most)
 
 
+def keeps_cached(options: EngineOptions, memory: MemoryState) -> bool:
+    """Whether the model's files may stay in the page cache once they are read."""
+    return options.page_cache == "keep" or (options.page_cache == "auto" and not memory.crowded)
+
+
 def check_start(
-    config: ModelConfig, options: EngineOptions, memory: MemoryState, arch: Arch, weights: int
+    config: ModelConfig,
+    options: EngineOptions,
+    memory: MemoryState,
+    arch: Arch,
+    weights: int,
+    *,
+    own_process: bool = True,
 ) -> MemoryAccount:
     """Refuse a start that would not fit, before anything is loaded. A speculator's own weights are not counted."""
     spec, _, _ = choose(config, options.gates, arch, CHECKPOINT_FORMATS, options.page_size)
-    account, size = memory_account(config, options, memory, weights=weights), page_bytes(config, spec)
+    account = memory_account(config, options, memory, weights=weights, own_process=own_process)
+    size = page_bytes(config, spec)
     limits = page_limits(config, options, memory, size)
     account.check((limits.least if options.kv_gib is None else limits.most) * size)
     return account

@@ -1,4 +1,5 @@
-"""The engine's own process: `python -m halfbyte.engine.worker FD`, with a socket to its parent as file FD.
+"""The engine's own process: `python -m halfbyte.engine.worker FD FORMAT`, with a socket to its parent as file FD, its
+log lines as text or json.
 
 The first message says who builds the core and from what; then requests come in and one message goes
 out per step. When the parent is gone the socket closes and so does this process: it is never an orphan.
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from halfbyte import log_lines
 from halfbyte.engine import messages
 from halfbyte.engine.request import EngineStats, Output, SourceInfo
 from halfbyte.errors import EngineDiedError, EngineError, HalfbyteError
@@ -124,9 +126,12 @@ class Worker:
         EngineLoop(core, self.receive, self.refuse, self.deliver).run()
 
 
-def main(fd: int) -> int:
+def main(fd: int, log_format: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes the socket
-    logging.basicConfig(level=logging.INFO, format="%(name)s[engine] %(levelname)s %(message)s")
+    if log_format == "json":
+        log_lines.use_json("engine")
+    else:
+        logging.basicConfig(level=logging.INFO, format="%(name)s[engine] %(levelname)s %(message)s")
     sock = socket.socket(fileno=fd)
     messages.enlarge_buffers(sock)
     worker = Worker(sock)
@@ -156,4 +161,4 @@ def main(fd: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]))

@@ -70,13 +70,15 @@ def load(
     packer: Packer | None = None,
     progress: Progress | None = None,
     allow_nan: bool = False,
+    keep_cached: bool = True,
 ) -> Weights:
     """The weights of a model folder or GGUF file, on `device`; with `allow_nan` also if some are no numbers.
 
     `layer_formats` maps moe, qkv, o, lm_head to checkpoint, q8 or mxfp4; `layouts` maps roles to the layouts of
     `formats.layouts` that the plan wants; a `packer`, on a CPU, brings what it can from its file into place at once.
+    Without `keep_cached` the page cache is as small after loading as before.
     """
-    reading = Reading(torch.device(device))
+    reading = Reading(torch.device(device), keep_cached=keep_cached)
     source = open_model(path, reading)
     try:
         finite = FiniteSource(source)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from halfbyte.errors import CheckpointError
 from halfbyte.model.json_records import read_json
-from halfbyte.model.plain_file import MIB, open_regular, shown
+from halfbyte.model.plain_file import MIB, drop_cached, open_regular, shown
 
 RECORD = ".halfbyte-pull.json"
 MAX_BYTES = 4 * MIB
@@ -55,17 +55,19 @@ def write_record(folder: Path, record: PullRecord) -> None:
     temporary.replace(folder / RECORD)
 
 
-def sha256_of(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+def sha256_of(path: Path, on_bytes: Callable[[int], None] = lambda count: None, *, keep_cached: bool = True) -> str:
     hasher = hashlib.sha256()
     fd, _ = open_regular(path)
     with os.fdopen(fd, "rb", buffering=0) as file:
         while block := file.read(BLOCK):
             hasher.update(block)
             on_bytes(len(block))
+            if not keep_cached:
+                drop_cached(fd, file.tell() - len(block), len(block))
     return hasher.hexdigest()
 
 
-def _read_by_loading(model: Path) -> set[str]:
+def read_by_loading(model: Path) -> set[str]:
     if model.is_dir():
         return {p.name for pattern in READ_BY_LOADING for p in model.glob(pattern)}
     part = SPLIT.match(model.name)
@@ -74,8 +76,9 @@ def _read_by_loading(model: Path) -> set[str]:
     return {f"{part['stem']}-{i + 1:05}-of-{part['count']}.gguf" for i in range(int(part["count"]))}
 
 
-def verify(model: Path, progress: Progress | None = None) -> int:
-    """Hash what is on disk against the folder's record: how many files were checked, or an error that names one."""
+def verify(model: Path, progress: Progress | None = None, *, keep_cached: bool = True) -> int:
+    """Hash what is on disk against the folder's record: how many files were checked, or an error that names one.
+    Without `keep_cached` the page cache does not grow by what is read."""
     folder = model if model.is_dir() else model.parent
     if not (folder / RECORD).exists():
         raise CheckpointError(
@@ -83,7 +86,7 @@ def verify(model: Path, progress: Progress | None = None) -> int:
             " --verify out."
         )
     files: Mapping[str, FileRecord] = read_record(folder).files
-    needed = _read_by_loading(model)
+    needed = read_by_loading(model)
     unknown = sorted(needed - files.keys())
     if unknown:
         raise CheckpointError(f"{folder / unknown[0]} is not in the record of what was pulled; pull the model again.")
@@ -105,7 +108,7 @@ def verify(model: Path, progress: Progress | None = None) -> int:
                 if progress is not None:
                     progress(done, total, name)
 
-        found = sha256_of(path, count_bytes)
+        found = sha256_of(path, count_bytes, keep_cached=keep_cached)
         if found != file.sha256:
             raise CheckpointError(
                 f"{path} is not the file that was pulled (SHA-256 {found[:12]}…, recorded {file.sha256[:12]}…); pull"

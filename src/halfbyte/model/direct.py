@@ -48,6 +48,7 @@ class DirectReader:
         except EOFError:
             raise CheckpointError(f"{self._origin(layer, role)} is truncated; fetch it again.") from None
         self.source.seen(layer, role, finite=finite)
+        self.source.inner.forget(layer, role)
         return tensor
 
     def _origin(self, layer: int | None, role: str) -> str:

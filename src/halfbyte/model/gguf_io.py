@@ -149,6 +149,10 @@ class GgufSource:
         entry, form = self._entries[name], self._stored_format(name)
         return entry.file.mapped(entry.offset, entry.shape, DTYPES[form]) if form in DTYPES else None
 
+    def forget(self, layer: int | None, role: str) -> None:
+        for entry in (self._entries[name] for name in tensor_names(layer, role)):
+            entry.file.forget(entry.offset, entry.nbytes)
+
     def _check(self, name: str, role: str, shape: tuple[int, ...]) -> None:
         entry = self._entries.get(name)
         if entry is None:

@@ -138,6 +138,7 @@ def load_model(
     progress: checkpoint.Progress | None = None,
     allow_nan: bool = False,
     self_test: str = "auto",
+    keep_cached: bool = True,
 ) -> GptOss:
     """Weights on the device in the plan's layouts, and the plan bound to them; kernels that are new here are tested."""
     gates = gates or Gates()
@@ -165,6 +166,7 @@ def load_model(
         weights = checkpoint.load(
             name.path, device=device, layer_formats=gates.layer_formats, layouts=choice[2].layouts,
             packer=next((p for p in packers if p is not None), None), progress=progress, allow_nan=allow_nan,
+            keep_cached=keep_cached,
         )  # fmt: skip
     compilation.wait()
     model = GptOss(weights, gates, page_size=page_size, choice=choice)

@@ -40,6 +40,9 @@ class FileSource(Source, Protocol):
     def mapped(self, layer: int | None, role: str) -> Tensor | None:
         """The tensor in its file, not read; None where it cannot stay there."""
 
+    def forget(self, layer: int | None, role: str) -> None:
+        """What others read of its files need not stay in the page cache."""
+
 
 @dataclass
 class FiniteSource:

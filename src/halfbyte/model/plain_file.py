@@ -43,6 +43,13 @@ def open_regular(path: Path) -> tuple[int, int]:
     raise CheckpointError(f"{path} is {kind}, not a file; put the model's own file there.")
 
 
+def drop_cached(fd: int, offset: int, count: int) -> None:
+    """Give the page cache's copy of these bytes back; 0 of them: to the end. Pages at both ends that others share stay.
+    No error where the system takes no such hints."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, count, os.POSIX_FADV_DONTNEED)
+
+
 def read_whole(path: Path, limit: int) -> bytes:
     """All bytes of a regular file that must not have more than `limit`."""
     fd, size = open_regular(path)

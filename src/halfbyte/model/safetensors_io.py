@@ -135,6 +135,11 @@ class SafetensorsSource:
         entry = self._entries.get(base)
         return None if entry is None else self._file(entry).mapped(entry.offset, entry.shape, TORCH_DTYPES[entry.dtype])
 
+    def forget(self, layer: int | None, role: str) -> None:
+        for base in base_names(layer, role):
+            for entry in (self._entries[name] for name in self._stored(base)):
+                self._file(entry).forget(entry.offset, entry.nbytes)
+
     def close(self) -> None:
         for file in self._files.values():
             file.close()

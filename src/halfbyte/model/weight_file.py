@@ -1,7 +1,8 @@
 """Bytes between disk and tensors: plain reads into place, and writes that appear whole or not at all.
 
 Reads go through `preadv` into the destination, not through `mmap`: mapped pages count twice against unified memory
-and fault in slowly. What a CPU looks up by rows, and nothing else, may stay in its file (`mapped`). Writes go to a
+and fault in slowly. What a CPU looks up by rows, and nothing else, may stay in its file (`mapped`). Where memory is
+shared with the page cache, pages are given back as soon as they are read (`forget`). Writes go to a
 hidden neighbour that is renamed once it is complete and synced; any failure removes it. Knows no format; refuses to
 replace what is already there.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model.plain_file import LFS_POINTER, lfs_pointer, open_regular, truncated
+from halfbyte.model.plain_file import LFS_POINTER, drop_cached, lfs_pointer, open_regular, truncated
 from halfbyte.model.upload import CudaCopyStream, Uploader
 
 CHUNK = 16 << 20
@@ -39,6 +40,7 @@ class Reading:
 
     device: torch.device
     on_bytes: OnBytes | None = None
+    keep_cached: bool = True  # leave what was read in the page cache, where the next start finds it
     _uploader: Uploader | None = None
     _pool: ThreadPoolExecutor | None = None
 
@@ -73,6 +75,7 @@ class WeightFile:
 
     def close(self) -> None:
         if self._fd >= 0:
+            self.forget(0, 0)  # all of it: a large page that two parts share stays until neither is read
             os.close(self._fd)
             self._fd = -1
 
@@ -95,6 +98,11 @@ class WeightFile:
         """Say that these bytes will be read, so that a disk is asked for many things at once."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_WILLNEED)
+
+    def forget(self, offset: int, count: int) -> None:
+        """These bytes were read and need not stay in the page cache, unless the reading says that they shall."""
+        if not self.reading.keep_cached:
+            drop_cached(self._fd, offset, count)
 
     def mapped(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """The tensor as it lies in the file: pages come in when they are looked at, and writes stay with us. None where
@@ -143,6 +151,7 @@ class WeightFile:
             if got == 0:
                 raise truncated(self.path, offset + len(view), self.size)
             done += got
+        self.forget(offset, len(view))
 
 
 # ---- writing ------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 SIGTERM and SIGINT close the door first (503 with Retry-After, `/health` says so), let running requests end for up to
 `drain_seconds`, then cancel what is left and close the engine. A second signal does not wait, more change nothing.
-An engine that is gone for good ends the server with EngineDiedError, so that whoever supervises it sees a failure and
-not an empty shell.
+An engine that is gone for good ends the server with EngineDiedError, a machine about to swap with NotEnoughMemoryError,
+so that whoever supervises it sees a failure and not an empty shell.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from typing import Any
 import uvicorn
 
 from halfbyte.engine.request import TokenSource
-from halfbyte.errors import EngineDiedError, UsageError
+from halfbyte.errors import EngineDiedError, NotEnoughMemoryError, UsageError
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.answer.service import Service
 from halfbyte.server.app import create_app
 from halfbyte.server.http.doorkeeper import Doorkeeper, GuardedProtocol
 from halfbyte.server.settings import ServerSettings
+from halfbyte.server.watchdog import Watchdog
 
 log = logging.getLogger("halfbyte.server")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -182,14 +183,18 @@ async def serve_source(
         loop.add_signal_handler(sig, server.handle_exit, sig, None)
     announce = asyncio.create_task(_announce(server, url, started))
     watch = asyncio.create_task(_end_with_source(server, source))
+    memory = asyncio.create_task(_end_before_swapping(server, source))
     try:
         await server._serve([sock])
     finally:
         announce.cancel()
         watch.cancel()
+        memory.cancel()
         health = source.health()  # a source that was closed is gone, too
         await source.close()
         _release(settings, sock)
+    if spent := service.admission.watchdog.spent:
+        raise _ended_for_memory(spent)
     if health.gone:
         raise EngineDiedError(f"{health.trouble}.")
 
@@ -199,6 +204,31 @@ async def _end_with_source(server: Server, source: TokenSource) -> None:
         await asyncio.sleep(0.2)
     log.error("the server ends: %s", source.health().trouble)
     server.should_exit = True
+
+
+def _ended_for_memory(spent: str) -> NotEnoughMemoryError:
+    return NotEnoughMemoryError(
+        f"the server ended so that the machine need not swap: {spent}; see what else uses memory."
+    )
+
+
+async def _end_before_swapping(server: Server, source: TokenSource) -> None:
+    """Memory first: the engine gives back what it holds, and with that tells everybody who waits for it."""
+    while not (spent := server.service.admission.watchdog.spent):
+        await asyncio.sleep(0.2)
+    log.error("the server ends: %s", spent)
+    server.service.admission.draining = True
+    await source.close()
+    await asyncio.sleep(0.5)  # for those who are told to hear it
+    server._stop()
+
+
+async def _stop_loading(loading: asyncio.Future[Any], watchdog: Watchdog) -> None:
+    """Loading takes most of the memory that a server ever takes, and others may take theirs at the same time."""
+    while not watchdog.spent:
+        await asyncio.sleep(watchdog.every)
+        watchdog.look()
+    loading.cancel()
 
 
 async def _announce(server: Server, url: str, started: Callable[[str], None] | None) -> None:
@@ -224,6 +254,8 @@ def serve(
         """Whether it came to serve; a signal may have come first."""
         loop = asyncio.get_running_loop()
         loading = asyncio.ensure_future(source_factory())
+        watchdog = Watchdog(settings.min_available_bytes, settings.last_available_bytes)
+        watch = asyncio.create_task(_stop_loading(loading, watchdog))
 
         def stop() -> None:
             if not loading.cancelling():  # a second signal must not disturb what the first has begun to end
@@ -235,10 +267,14 @@ def serve(
             source, tokenizer = await loading
         except asyncio.CancelledError:
             _release(settings, sock)
+            if watchdog.spent:
+                raise _ended_for_memory(watchdog.spent) from None
             return False
         except BaseException:
             _release(settings, sock)
             raise
+        finally:
+            watch.cancel()
         await serve_source(settings, source, tokenizer, sock=sock, started=started)
         return True
 

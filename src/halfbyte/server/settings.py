@@ -12,6 +12,7 @@ from typing import Literal, cast, get_args
 
 from halfbyte.errors import UsageError
 from halfbyte.flags import flag
+from halfbyte.log_lines import parse_format
 
 Effort = Literal["none", "low", "medium", "high"]
 
@@ -94,7 +95,11 @@ class ServerSettings:
     keepalive_seconds: float = 10.0  # between SSE comments while a long prompt is read
     headers_after: float = 1.0  # how long a stream waits for its first token before it answers 200
     min_available_bytes: int = 2 * GiB  # below this much MemAvailable new work is refused
+    last_available_bytes: int = 0  # below this much the server ends, before the machine swaps; 0: never
     log_prompts: bool = flag(False, "--log-prompts", "Write prompts and answers to the log.")
+    log_format: str = flag(
+        "text", "--log-format", "text, or json: one object a line, one line a request, with its id.", parse=parse_format
+    )
     page: bool = flag(True, "--page/--no-page", "Serve the chat page at /.")
     knowledge_cutoff: str = "2024-06"
     conversation_date: str | None = None  # None: today

@@ -9,13 +9,13 @@ from scripted_peer import LIMITS, ScriptedPeer
 
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates, parse
+from halfbyte.gpu_sensor import Sample
 from halfbyte.lab import receipts
 from halfbyte.lab.levels.benchmark import Works, check_benchmark
 from halfbyte.lab.levels.protocol import CheckOptions, run_levels
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.targets import FOLDER, Target, Targets, read_targets, targets_for
 from halfbyte.lab.measure import rounds
-from halfbyte.lab.measure.power import Sample
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Result, figure
 

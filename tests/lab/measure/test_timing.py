@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from halfbyte.gpu_sensor import Sample
 from halfbyte.lab.measure import device_timing, phase_timing
-from halfbyte.lab.measure.power import PowerMeter, Sample
+from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.lab.result import Ceiling, Cell, measure_cell
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from halfbyte.errors import UsageError
-from halfbyte.lab.measure.power import PowerMeter, Sample
+from halfbyte.gpu_sensor import Sample
+from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.lab.measure.traffic import Limits, measure_traffic
 from halfbyte.lab.result import Cell, Result
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson

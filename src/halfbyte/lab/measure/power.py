@@ -14,14 +14,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import torch
-
+from halfbyte.gpu_sensor import Sample, Sensor, nvml_sensor
 from halfbyte.lab.result import Figure, Result, figure
 
 EVERY_S = 0.05
@@ -39,42 +35,6 @@ REASONS = {
 }
 THROTTLED = ("hardware slowdown", "heat (software)", "heat (hardware)", "power brake")
 THROTTLED_SHARE = 0.05  # of the samples
-
-
-@dataclass(frozen=True)
-class Sample:
-    at: float  # seconds of a steady clock
-    watts: float
-    mhz: int
-    celsius: int
-    reasons: int = 0  # bits of REASONS
-
-
-Sensor = Callable[[], Sample | None]  # None: it is gone
-
-
-def nvml_sensor() -> tuple[Sensor, float | None] | None:
-    """Of torch's GPU, and its limit in watts; None where there is no driver, or it is not allowed."""
-    try:
-        import pynvml as nvml
-
-        # torch's: it knows which of the machine's cards its own is (CUDA_VISIBLE_DEVICES)
-        handle = torch.cuda._get_pynvml_handler()
-        limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
-    except Exception:
-        return None
-
-    def take() -> Sample | None:
-        try:
-            watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1e3
-            mhz = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-            degrees = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-        except nvml.NVMLError:
-            return None
-        return Sample(time.monotonic(), watts, mhz, degrees, reasons)
-
-    return take, limit
 
 
 class PowerMeter:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import UsageError
-from halfbyte.lab.measure.power import PowerMeter, Sample, Sensor, nvml_sensor
+from halfbyte.gpu_sensor import Sample, Sensor, nvml_sensor
+from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.lab.result import Result
 from halfbyte.lab.statistics import warm_up
 

@@ -37,7 +37,7 @@ class Admission:
         self.source = source
         self.max_requests = settings.max_requests
         self.metrics = metrics
-        self.watchdog = Watchdog(settings.min_available_bytes)
+        self.watchdog = Watchdog(settings.min_available_bytes, settings.last_available_bytes)
         self.draining = False
         self.active = 0
         self.workroom = Workroom()

@@ -1,7 +1,8 @@
 """What Prometheus reads: latencies from the client's side of the engine, the engine's own counters, memory, repairs.
 
-Gauges of the engine and of memory are read when scraped, never per token. The host's available memory is always
-published, a GPU's only where the engine runs on one that has memory of its own.
+Gauges of the engine, of memory and of the card are read when scraped, never per token. The host's available memory is
+always published, a GPU's only where the engine runs on one that has memory of its own, its power where the driver
+says it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from halfbyte import log_lines
 from halfbyte.engine.request import QUEUE_BUCKETS, EngineStats, TokenSource
+from halfbyte.gpu_sensor import Sample, Sensor, nvml_sensor
 from halfbyte.memory import MemoryState, read_memory
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -27,12 +31,19 @@ class EngineCollector(Collector):
 
     def __init__(self, source: TokenSource) -> None:
         self.source = source
+        self.device: str = source.info.details.get("device_id", "cpu")
+        device = torch.device(self.device)
+        found = nvml_sensor(device.index) if device.type == "cuda" else None
+        self.sensor: Sensor | None = None if found is None else found[0]
+        self.power_limit: float | None = None if found is None else found[1]
 
     def collect(self) -> Iterable[Metric]:
         stats = self.source.stats()
         yield GaugeMetricFamily("halfbyte_ready", "1 while new requests are served.", float(self.source.ready))
         yield from self._engine(stats)
-        yield from self._memory(read_memory(self.source.info.details.get("device_id", "cpu")))
+        yield from self._memory(read_memory(self.device))
+        if self.sensor is not None and (sample := self.sensor()) is not None:
+            yield from self._card(sample)
 
     def _engine(self, s: EngineStats) -> Iterable[Metric]:
         gauges = (
@@ -88,6 +99,13 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily("halfbyte_device_memory_total_bytes", "GPU memory.", float(m.device_total))
             yield GaugeMetricFamily("halfbyte_device_memory_free_bytes", "Free GPU memory.", float(m.device_free))
 
+    def _card(self, s: Sample) -> Iterable[Metric]:
+        yield GaugeMetricFamily("halfbyte_device_power_watts", "What the GPU draws.", s.watts)
+        if self.power_limit is not None:
+            yield GaugeMetricFamily("halfbyte_device_power_limit_watts", "The most it may draw.", self.power_limit)
+        yield GaugeMetricFamily("halfbyte_device_clock_hertz", "Clock of its multiprocessors.", s.mhz * 1e6)
+        yield GaugeMetricFamily("halfbyte_device_temperature_celsius", "Of the GPU.", float(s.celsius))
+
 
 class Metrics:
     """One registry per application, so that tests and several servers in one process do not share counters."""
@@ -116,6 +134,7 @@ class Metrics:
         self._http.labels(method, route, str(status or 499)).inc()
 
     def refused(self, reason: str) -> None:
+        log_lines.note(refused=reason)
         self._refused.labels(reason).inc()
 
     def repairs(self, kinds: dict[str, int]) -> None:
@@ -129,10 +148,15 @@ class Metrics:
         self._completion.inc(completion)
         self._reasoning.inc(reasoning)
         self.size.observe(completion)
+        log_lines.note(
+            api=api, finish=reason, prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion,
+            reasoning_tokens=reasoning,
+        )  # fmt: skip
 
     def latency(self, first: float | None, total: float, tokens: int) -> None:
         self.e2e.observe(total)
         if first is not None:
+            log_lines.note(first_token_ms=round(1000 * first, 1))
             self.ttft.observe(first)
             if tokens > 1:
                 self.itl.observe((total - first) / (tokens - 1))

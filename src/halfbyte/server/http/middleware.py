@@ -11,10 +11,12 @@ import logging
 import re
 import time
 from hashlib import sha256
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from halfbyte import log_lines
 from halfbyte.server.http import sse
 from halfbyte.server.http.errors import ApiError, from_error, is_cancellation, render, wants_anthropic
 from halfbyte.server.http.host_check import HostCheck
@@ -116,10 +118,16 @@ class Middleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        path: str = scope["path"]
         client_id = headers.get("x-request-id", "")
         request_id = client_id if _REQUEST_ID.fullmatch(client_id) else sse.new_id("req_")
         scope.setdefault("state", {})["request_id"] = request_id
+        with log_lines.request(request_id) as facts:
+            await self._answer(scope, receive, send, headers, facts)
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, headers: Headers, facts: dict[str, Any]
+    ) -> None:
+        path, request_id = scope["path"], facts["request_id"]
         start, status = time.perf_counter(), 0
         body = Body(receive, self.bodies)
 
@@ -156,7 +164,12 @@ class Middleware:
             route = getattr(scope.get("route"), "path", "unknown")
             self.metrics.http(scope["method"], route, status)
             shown = printable(path[:_LONGEST_PATH])
-            access.info("%s %s %s %.1f ms %s", scope["method"], shown, status or "aborted", 1000 * seconds, request_id)
+            facts |= {"method": scope["method"], "path": shown, "route": route, "status": status}
+            facts["ms"] = round(1000 * seconds, 1)
+            access.info(
+                "%s %s %s %.1f ms %s", scope["method"], shown, status or "aborted", 1000 * seconds, request_id,
+                extra={"facts": facts},
+            )  # fmt: skip
 
     def _check_head(self, method: str, path: str, headers: Headers) -> str:
         """Whose request it is."""

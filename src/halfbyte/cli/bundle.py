@@ -1,0 +1,190 @@
+"""`bundle`: everything that a machine without a network needs, in one archive: wheels, models, checksums, an installer.
+
+One pass over every file: it is hashed while it is copied. A model that `pull` recorded is held to its record on the
+way. The archive is not compressed: weights do not shrink.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from halfbyte import gates as gates_
+from halfbyte.cli.options import JsonOption, LoadingBar, err, print_json
+from halfbyte.errors import CheckpointError, PeerError, UsageError
+
+ROOT = "halfbyte-bundle"
+MACHINES = ("x86_64", "aarch64")
+# Of the C library, from the oldest that wheels are made for to that of DGX OS and Ubuntu 24.04.
+GLIBC = range(17, 40)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of the bundle, and what it must hash to where that is known."""
+
+    name: str
+    path: Path
+    sha256: str | None = None
+
+
+class HashingFile:
+    """A file that tarfile reads, hashed on the way."""
+
+    def __init__(self, file: IO[bytes], on_bytes: Callable[[int], None]) -> None:
+        self.file = file
+        self.hash = hashlib.sha256()
+        self.on_bytes = on_bytes
+
+    def read(self, size: int = -1) -> bytes:
+        data = self.file.read(size)
+        self.hash.update(data)
+        self.on_bytes(len(data))
+        return data
+
+
+def wheel_members(folder: Path) -> list[Member]:
+    wheels = sorted(folder.glob("*.whl"))
+    if not any(w.name.startswith("halfbyte-") for w in wheels):
+        raise UsageError(
+            f"{folder} has no wheel of halfbyte; make one with `make wheel`, and give its folder with --wheels."
+        )
+    return [Member(f"wheels/{w.name}", w) for w in wheels]
+
+
+def model_members(path: Path) -> Iterator[Member]:
+    """What loading reads, what belongs to it, and the record that `pull` wrote, if it did."""
+    from halfbyte.model import checkpoint, checksums
+
+    checkpoint.read_config(path)  # every header is looked at, so that no broken model travels
+    folder = path if path.is_dir() else path.parent
+    names = checksums.read_by_loading(path)
+    known: dict[str, checksums.FileRecord] = {}
+    if path.is_dir():
+        names |= {n for n in (*checkpoint.COMPANIONS, checksums.RECORD) if (folder / n).exists()}
+    if (folder / checksums.RECORD).exists():
+        known = dict(checksums.read_record(folder).files)
+    label = path.name if path.is_dir() else ""
+    for name in sorted(names):
+        where = "/".join(part for part in ("models", label, name) if part)
+        yield Member(where, folder / name, known[name].sha256 if name in known else None)
+
+
+def fetch(wheels: Path, extra: str | None, machine: str | None, python: str | None) -> None:
+    """Download what our wheel in that folder needs, beside it."""
+    ours = sorted(w for w in wheels.glob("halfbyte-*.whl") if machine is None or machine in w.name or "-any" in w.name)
+    if not ours:
+        raise UsageError(
+            f"{wheels} has no wheel of halfbyte{f' for {machine}' if machine else ''}; `make wheel` makes one."
+        )
+    wanted = f"{ours[-1]}[{extra}]" if extra else str(ours[-1])
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(wheels)]
+    command += ["--only-binary", ":all:"]
+    if machine or python:
+        machine, python = machine or "x86_64", python or f"{sys.version_info.major}.{sys.version_info.minor}"
+        for minor in reversed(GLIBC):
+            command += ["--platform", f"manylinux_2_{minor}_{machine}"]
+        command += [
+            "--platform",
+            f"manylinux2014_{machine}",
+            "--platform",
+            f"linux_{machine}",
+            "--python-version",
+            python,
+        ]
+    done = subprocess.run([*command, wanted], env=gates_.child_environment(), capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        raise PeerError(f"pip could not download what {ours[-1].name} needs: {last}")
+
+
+def write(target: Path, members: list[Member], extra: str | None, progress: Callable[[int, int, str], None]) -> int:
+    """The archive; returns how many files are in it. It appears whole or not at all."""
+    from halfbyte.model.weight_file import write_then_rename
+
+    total, done = sum(m.path.stat().st_size for m in members), 0
+    sums: list[str] = []
+    with write_then_rename(target, folder=False, needs=total) as hidden, tarfile.open(hidden, "w") as archive:
+
+        def add(name: str, size: int, file: IO[bytes], mode: int, expected: str | None = None) -> None:
+            nonlocal done
+
+            def count(read: int) -> None:
+                nonlocal done
+                done += read
+                progress(done, total, name)
+
+            info = tarfile.TarInfo(f"{ROOT}/{name}")
+            info.size, info.mode = size, mode
+            source: Any = HashingFile(file, count)
+            archive.addfile(info, source)
+            found = source.hash.hexdigest()
+            if expected is not None and found != expected:
+                raise CheckpointError(
+                    f"{name} is not the file that was pulled (its SHA-256 differs); pull the model again."
+                )
+            sums.append(f"{found}  {name}\n")
+
+        for member in members:
+            with member.path.open("rb") as file:
+                add(member.name, member.path.stat().st_size, file, 0o644, member.sha256)
+        requirement = f"halfbyte[{extra}]\n" if extra else "halfbyte\n"
+        add("requirement.txt", len(requirement), io.BytesIO(requirement.encode()), 0o644)
+        script = resources.files("halfbyte").joinpath("data/install-bundle.sh").read_bytes()
+        add("install.sh", len(script), io.BytesIO(script), 0o755)
+        listed = "".join(sums).encode()
+        info = tarfile.TarInfo(f"{ROOT}/SHA256SUMS")
+        info.size = len(listed)
+        archive.addfile(info, io.BytesIO(listed))
+    return len(sums) + 1
+
+
+def bundle(
+    target: Annotated[Path, typer.Argument(help="The archive to write, as halfbyte.tar.", show_default=False)],
+    wheels: Annotated[Path, typer.Option(help="Folder with our wheel and those it needs.")] = Path("dist"),
+    model: Annotated[
+        list[Path] | None, typer.Option(help="A model folder or .gguf file; more than once for more.")
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="First fetch with pip what our wheel needs, into --wheels.")
+    ] = False,
+    extra: Annotated[str | None, typer.Option(help="Optional part to install, as gpu.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Of the target, if another: x86_64 or aarch64.")] = None,
+    python: Annotated[str | None, typer.Option(help="Version on the target, if another, as 3.12.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Put wheels, models and their checksums into one archive, for a machine without a network."""
+    if machine is not None and machine not in MACHINES:
+        raise UsageError(f"--machine is {machine!r}; use {' or '.join(MACHINES)}.")
+    if not wheels.is_dir():
+        raise UsageError(f"{wheels} is no folder; make the wheel with `make wheel`, or name its folder with --wheels.")
+    if download:
+        with err.status("pip downloads what halfbyte needs"):
+            fetch(wheels, extra, machine, python)
+    members = wheel_members(wheels)
+    for path in model or []:
+        members += model_members(path)
+    names = [m.name for m in members]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two models would both be {twice} in the bundle; rename one of their folders.")
+    with LoadingBar(f"writing {target}") as progress:
+        count = write(target, members, extra, progress)
+    if json:
+        print_json({"file": str(target), "files": count, "bytes": target.stat().st_size})
+    else:
+        err.print(f"{target} has {count} files; on the other machine: tar xf {target.name}, then sh {ROOT}/install.sh")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(bundle)
