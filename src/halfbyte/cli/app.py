@@ -115,6 +115,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except HalfbyteError as e:
+        import logging
+
         from halfbyte.cli.options import err
 
         if err.quiet:  # machines read the log
