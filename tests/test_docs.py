@@ -129,8 +129,8 @@ def wrong_words(words: list[str]) -> Iterator[str]:
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         yield from (line for word in words[1:2] if word not in targets)
-    elif words[0] == "halfbyte" and len(words) > 1:
-        if words[1] not in (*COMMANDS, "--version"):
+    elif words[0] == "halfbyte" and len(words) > 1 and words[1] != "--version":
+        if words[1] not in COMMANDS:
             yield line
         else:
             yield from (f"{line}: {flag}" for flag in flags if flag not in options(words[1]))
