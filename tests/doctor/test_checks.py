@@ -87,6 +87,7 @@ def test_no_compiler_matters_to_triton_alone() -> None:
         ({"NCCL_SOCKET_IFNAME": "enp1s0f1np1", "GLOO_SOCKET_IFNAME": "eth0"}, ["enp1s0f1np1"], "error", "different"),
         ({"NCCL_SOCKET_IFNAME": "eth7"}, ["enp1s0f1np1", "lo"], "error", "no interface eth7; there are enp1s0f1np1"),
         ({}, ["enp1s0f1np1"], "note", "NCCL_SOCKET_IFNAME is not set"),
+        ({}, ["eth0", "lo"], "warning", "names no other; there are eth0"),
     ],
 )
 def test_interfaces_of_a_cluster(told: dict[str, str], there: list[str], severity: str, said: str) -> None:

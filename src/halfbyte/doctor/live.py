@@ -261,8 +261,17 @@ def cpu_kernels(_: str) -> dict[str, Any]:
         return {"library": here[0] if here else None, "compiler": None, "reason": str(e)}
 
 
-def cache_entries(_: str) -> list[dict[str, Any]]:
-    return [entry.as_dict() for module in caches.MODULES.values() for entry in module.entries()]
+def stale_entries(_: str) -> list[dict[str, Any]]:
+    """By cache and reason: how many, how large, and one of them by name."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for module in caches.MODULES.values():
+        for entry in module.entries():
+            if entry.stale:
+                told = {"module": module.name, "stale": entry.stale, "name": entry.name, "count": 0, "bytes": 0}
+                same = found.setdefault((module.name, entry.stale), told)
+                same["count"] += 1
+                same["bytes"] += entry.bytes
+    return list(found.values())
 
 
 ANSWERS: dict[str, Callable[[str], Answer]] = {
@@ -286,7 +295,7 @@ ANSWERS: dict[str, Callable[[str], Answer]] = {
     "processes": processes,
     "limits": limits,
     "kernel_log": kernel_log,
-    "caches": cache_entries,
+    "caches": stale_entries,
     "cpu_kernels": cpu_kernels,
     "python_headers": lambda _: Path(sysconfig.get_path("include"), "Python.h").is_file(),
     "model": lambda name: look_at(Path(name).expanduser()),

@@ -42,9 +42,10 @@ def interfaces(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         )
     name = interface(machine)
     if name not in there:
+        unsaid = "" if told else ", as on a DGX Spark, and NCCL_SOCKET_IFNAME names no other"
         yield Finding(
-            "error",
-            f"there is no interface {name}; there are {', '.join(there) or 'none'}",
+            "error" if told else "warning",
+            f"there is no interface {name}{unsaid}; there are {', '.join(there) or 'none'}",
             "name the one that the cable is in",
             tuple(f"export {n}={there[0] if there else 'INTERFACE'}" for n in NAMES),
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from typing import Any
 
 from halfbyte.doctor.finding import Finding, Purpose, check
 from halfbyte.doctor.machine import Machine
@@ -124,18 +124,18 @@ def folder(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
 
 @check("cache.stale", "warning", "compiled kernels whose sources, versions or architecture are no longer these")
 def stale(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    by_module: dict[str, list[dict[str, object]]] = {}
-    for entry in machine.ask("caches") or ():
-        if entry["stale"]:
-            by_module.setdefault(entry["module"], []).append(entry)
-    for module, entries in by_module.items():
-        size = sum(int(str(e["bytes"])) for e in entries)
-        wrong = [e for e in entries if re.search("suffix", str(e["stale"]))]
+    by_module: dict[str, list[dict[str, Any]]] = {}
+    for told in machine.ask("caches") or ():
+        by_module.setdefault(told["module"], []).append(told)
+    for module, found in by_module.items():
+        size, count = sum(told["bytes"] for told in found), sum(told["count"] for told in found)
+        worst = next((told for told in found if "suffix" in told["stale"]), found[0])
+        ours = module in ("cpu", "cubin", "emulator", "prebuilt", "peers")  # they only take room
         yield Finding(
-            "warning" if wrong or module not in ("cpu", "cubin", "emulator", "prebuilt") else "note",
-            f"{len(entries)} stale entries ({size / 1e6:.0f} MB) in the cache of {module}, as {entries[0]['name']}: "
-            f"{(wrong or entries)[0]['stale']}",
-            "clear them",
+            "note" if ours else "warning",
+            f"{count} stale {'entry' if count == 1 else 'entries'} ({size / 1e6:.0f} MB) in the cache of {module}, as "
+            f"{worst['name']}: {worst['stale']}",
+            "clear what is stale",
             (f"halfbyte cache clear {module} --stale",),
         )
 
