@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shutil
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=ROOT / "dist")
     asked = parser.parse_args()
     left_out: list[str] = []
-    source = stage(WORK / "source")
+    source = stage(WORK / f"source-{os.getpid()}")
     cubins = [] if asked.without_cubins else make_cubins(left_out)
     if asked.without_cubins:
         left_out.append("cubins: --without-cubins")
@@ -52,6 +53,7 @@ def main() -> None:
     for path in cubins:
         shutil.copy2(path, folder / path.name)
     made = [wheel for m in asked.machines.split(",") if (wheel := build(source, m, asked.to, left_out)) is not None]
+    shutil.rmtree(source)
     for wheel in made:
         print(look_into(wheel, cubins=len(cubins)))
     for line in left_out:
@@ -97,12 +99,12 @@ def build(source: Path, machine: str, to: Path, left_out: list[str]) -> Path | N
         package = f"g++-{machine.replace('_', '-')}-linux-gnu"
         left_out.append(f"the wheel for {machine}: there is no {compiler} here (Debian: apt install {package})")
         return None
-    wrapper = WORK / f"c++-{machine}"  # libstdc++ inside, so that the tag depends on glibc alone
+    wrapper = source / f"c++-{machine}"  # libstdc++ inside, so that the tag depends on glibc alone
     wrapper.write_text(f'#!/bin/sh\nexec {compiler} -static-libstdc++ "$@"\n', encoding="utf-8")
     wrapper.chmod(0o755)
     for stale in (source / "build", *source.glob("src/*.egg-info")):
         shutil.rmtree(stale, ignore_errors=True)
-    fresh = WORK / f"dist-{machine}"
+    fresh = source / "dist"
     shutil.rmtree(fresh, ignore_errors=True)
     print(f"building the wheel for {machine} with {cpu.compiler_version(compiler)}", flush=True)
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-q", "-w", str(fresh)]

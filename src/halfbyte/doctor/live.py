@@ -48,6 +48,10 @@ VARIABLES = re.compile(
 )
 ENGINES = ("halfbyte", "vllm", "sglang", "llama-server", "ollama", "trtllm-serve", "ray::")
 GUARDS = ("earlyoom", "systemd-oomd", "nohang")
+FIRST = (
+    "systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "s6-svscan", "runit", "bash", "sh", "python",
+    "python3", "halfbyte", "vllm",
+)  # fmt: skip
 COMPILERS = ("cicc", "ptxas", "nvcc", "cc1plus", "ninja")
 KERNEL_LOG = re.compile(r"NVRM: Xid|NV_ERR_NO_MEMORY|Out of memory: Killed|oom-kill:")
 TORCH = """
@@ -229,6 +233,12 @@ def processes(_: str) -> list[dict[str, Any]]:
     return found
 
 
+def first_process(_: str) -> str:
+    """By name where it is a usual one: an init, a shell, an engine."""
+    name = (file("/proc/1/comm") or "").strip()
+    return name if name in FIRST else "another"
+
+
 def limits(_: str) -> dict[str, int]:
     """Soft limits; -1: none."""
     return {
@@ -293,6 +303,7 @@ ANSWERS: dict[str, Callable[[str], Answer]] = {
     "read_speed": read_speed,
     "port": port,
     "processes": processes,
+    "first_process": first_process,
     "limits": limits,
     "kernel_log": kernel_log,
     "caches": stale_entries,

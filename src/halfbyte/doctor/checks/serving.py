@@ -62,7 +62,7 @@ def shared_memory(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
 
 @check("container.init", "note", "a first process that reaps the others")
 def init(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    first = (machine.file("/proc/1/comm") or "").strip()
+    first = machine.ask("first_process")
     if machine.ask("container") is not None and first in ("bash", "sh", "python", "python3", "halfbyte", "vllm"):
         yield Finding(
             "note",
