@@ -133,7 +133,7 @@ class HalfbyteGptOss(GptOssForCausalLM):  # type: ignore[misc]
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._ours: LayerModel | None = None
-        self._paged = False  # this step has pages
+        self._lie: list[tuple[int, int]] = []  # address and size of every layer's pages in this step; none: idle
         self._views: list[Tensor] = []
         self._inside: Inside | None = None
         if not isinstance(vllm_config.quant_config, compat.config_class()):
@@ -160,7 +160,7 @@ class HalfbyteGptOss(GptOssForCausalLM):  # type: ignore[misc]
         assert inputs_embeds is None, "our layers begin with tokens"
         ours = self._ours or self._bind(self._inside)
         said = get_forward_context().attn_metadata
-        self._paged = bool(said)
+        self._find_pages(paged=bool(said))
         if not said:
             return ours.run(idle_step(ours, input_ids.shape[0], self._longest))
         names = [attention.layer_name for attention in self._attention[:2]]
@@ -198,13 +198,17 @@ class HalfbyteGptOss(GptOssForCausalLM):  # type: ignore[misc]
         dtype: torch.dtype = self._attention[0].kv_cache_torch_dtype
         return dtype
 
+    def _find_pages(self, *, paged: bool) -> None:
+        """Where they lie in this step: vLLM may give them up and make others, in other places or of another size."""
+        caches = [_tensor(attention.kv_cache) for attention in self._attention] if paged else []
+        lie = [(cache.data_ptr(), cache.numel()) for cache in caches]
+        if lie != self._lie:
+            form = self._idle.shape[1:]
+            self._lie, self._views = lie, [cache.view(-1, *form) for cache in caches]
+
     def _pages(self, layer: int) -> Tensor:
-        """A layer's, as vLLM holds them; one idle page before there are any."""
-        if not self._paged:
-            return self._idle
-        if not self._views or self._views[0].data_ptr() != _tensor(self._attention[0].kv_cache).data_ptr():
-            self._views = [_tensor(a.kv_cache).view(-1, 1, 2, *self._idle.shape[3:]) for a in self._attention]
-        return self._views[layer]
+        """A layer's, as vLLM holds them; one idle page where a step has none."""
+        return self._views[layer] if self._views else self._idle
 
 
 def _tensor(cache: Any) -> Tensor:

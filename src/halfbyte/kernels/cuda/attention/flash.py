@@ -168,14 +168,15 @@ class FlashAttention(CudaPhase):
         window = spec.window if kind == "sliding" else 0
         sinks = b.weights.sinks if "sinks" in spec.features_of(("attention",)) else None
         machine, shape = gpu(), SLIDING if window else FULL
-        maps: dict[int, Map] = {}  # a pool may be replaced
+        maps: dict[tuple[int, int], Map] = {}  # a pool may be replaced, and another size lie where it lay
 
         def run(step: Step, acts: Activations, packed: Inputs | None) -> Tensor:
             pool = b.kv_pool()
-            if pool.data_ptr() not in maps:
+            key = pool.data_ptr(), pool.shape[0]
+            if key not in maps:
                 maps.clear()
-                maps[pool.data_ptr()] = map_pages(machine, pool)
-            pages = maps[pool.data_ptr()]
+                maps[key] = map_pages(machine, pool)
+            pages = maps[key]
             return attend(machine, shape, acts.q, pool, index, step, kind, sinks, window, pages=pages, packed=packed)
 
         return run

@@ -104,11 +104,11 @@ class WholeStep(CudaPhase):
         spec, arch = b.spec, current_arch()
         rope = torch.cat(rope_table(*b.rope, torch.arange(spec.max_context)), -1).contiguous().to(weights.embed.device)
         none = torch.zeros((1, 1), dtype=torch.int32, device=rope.device)  # of tables: every launch names its own
-        made: dict[tuple[int, int], DecodeStep] = {}
+        made: dict[tuple[int, ...], DecodeStep] = {}
 
         def step_for(rows: int) -> DecodeStep:
             pages = pools()
-            key = (rows, pages[0].data_ptr())
+            key = (rows, *(p.data_ptr() for p in pages))
             if key not in made:
                 made[key] = DecodeStep(
                     self.shape(spec, arch, rows), weights, gpu(), pool=pages, tables=(none, none), rope=rope,
