@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 LAYERS = {"120b": (36, 128), "20b": (24, 32)}
@@ -99,6 +100,18 @@ def measure(name: str, folder: Path, asked: argparse.Namespace) -> dict[str, Any
     return result
 
 
+def joined(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
+    """Of all rounds: each figure's median, and what it was in every one. A round without figures has no say."""
+    if before is None or "figures" not in before:
+        return now if "figures" not in now else now | {"rounds": [now["figures"]]}
+    if "figures" not in now:
+        return before | {"reason": now.get("reason", "")}
+    rounds = [*before["rounds"], now["figures"]]
+    names = dict.fromkeys(figure for figures in rounds for figure in figures)
+    each = {name: [figures[name] for figures in rounds if name in figures] for name in names}
+    return before | {"rounds": rounds, "figures": {name: round(median(values), 2) for name, values in each.items()}}
+
+
 def agreement(results: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """How far each variant's greedy tokens are the first one's, and what the first thought of the two at the end."""
     probes = {name: result["probe"] for name, result in results.items() if "probe" in result}
@@ -141,6 +154,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--probe", action="store_true", help="compare greedy tokens, too")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step, too")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, for a quick start")
+    parser.add_argument("--rounds", type=int, default=1, help="all variants in turn, so often; a figure is the median")
     parser.add_argument("--seconds", type=float, default=500, help="for one variant")
     asked = parser.parse_args(words)
     if asked.out is None:
@@ -156,15 +170,11 @@ def main(words: list[str] | None = None) -> None:
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         config(asked.model, Path(folder))
-        for name in chosen:
-            result = results[name] = measure(name, Path(folder), asked)
-            print(
-                name,
-                result.get("start_seconds"),
-                json.dumps(result.get("figures")),
-                result.get("reason", ""),
-                flush=True,
-            )
+        for name in chosen * asked.rounds:
+            result = measure(name, Path(folder), asked)
+            results[name] = joined(results.get(name), result)
+            said = result.get("start_seconds"), json.dumps(result.get("figures")), result.get("reason", "")
+            print(name, *said, flush=True)
             body = {
                 "model": asked.model, "results": results, "ratios": ratios(results), "targets": TARGETS,
                 "agreement": agreement(results),

@@ -78,6 +78,15 @@ def test_what_a_variant_had_when_its_time_was_over_counts(monkeypatch: pytest.Mo
     assert "it said: loading" in found["reason"]
 
 
+def test_rounds_are_joined_by_their_median() -> None:
+    first = compare.joined(None, {"figures": {"a": 3.0}, "report": None})
+    second = compare.joined(first, {"figures": {"a": 5.0, "b": 1.0}})
+    assert second["figures"] == {"a": 4.0, "b": 1.0}
+    assert second["rounds"] == [{"a": 3.0}, {"a": 5.0, "b": 1.0}]
+    assert compare.joined(second, {"reason": "no"})["figures"] == {"a": 4.0, "b": 1.0}
+    assert compare.joined({"reason": "no"}, {"figures": {"a": 2.0}})["figures"] == {"a": 2.0}
+
+
 def test_where_two_variants_part() -> None:
     best = [[[7, -0.1], [9, -0.2]], [[8, -1.0], [3, -1.01]]]
     probes = {"shipped": {"tokens": [[7, 8]], "best": [best]}, "plugin-mxfp4": {"tokens": [[7, 3]], "best": [best]}}
