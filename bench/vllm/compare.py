@@ -1,6 +1,6 @@
 """vLLM as shipped against vLLM with our plugin in it, on gpt-oss shapes with random weights and spread routing.
 
-    python -m bench.vllm.compare 120b OUT.json [--only plugin-mxfp4,shipped] [--figures "tg128 @ 2048,pp8192"]
+    python -m bench.vllm.compare 120b --out OUT.json [--only plugin-mxfp4,shipped] [--figures "tg128 @ 2048,pp8192"]
 
 One process a variant (`child.py`), on one GPU that is held throughout. Each figure of the plugin's is held against the
 best of the shipped backends for that figure. A variant whose record shows another kernel than the chosen one, or one
@@ -17,9 +17,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from bench.vllm.receipt import best_shipped, file_of, results_of
 
 LAYERS = {"120b": (36, 128), "20b": (24, 32)}
 # Name -> (our part of vLLM's --additional-config, or None for vLLM alone; arguments of vLLM's LLM).
@@ -35,7 +38,6 @@ VARIANTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 }
 FIGURES = ("tg128 @ 2048", "tg128 c8", "tg128 c32", "tg128 c64", "pp2048", "pp8192")
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # of CUDA graphs: what the figures meet, so that a start is short
-TARGETS = {"plugin-mxfp4": 1.5, "plugin-checkpoint": 1.25}  # of tg128 @ 2048, over the best shipped
 
 
 def config(name: str, folder: Path) -> None:
@@ -133,11 +135,7 @@ def agreement(results: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, An
 
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Of every figure of the plugin's to the best shipped one."""
-    best: dict[str, float] = {}
-    for name, result in results.items():
-        if name.startswith("shipped"):
-            for figure, value in result.get("figures", {}).items():
-                best[figure] = max(best.get(figure, 0.0), value)
+    best = best_shipped(results)
     return {
         name: {f: round(v / best[f], 3) for f, v in result["figures"].items() if best.get(f)}
         for name, result in results.items()
@@ -145,10 +143,17 @@ def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
+def version() -> str:
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", choices=LAYERS)
-    parser.add_argument("out", nargs="?")
+    parser.add_argument("--out", type=Path, help="write the receipt here, after every variant")
     parser.add_argument("--only", help="variants, by name")
     parser.add_argument("--figures", default=",".join(FIGURES), help=f"some of {', '.join(FIGURES)}, or none")
     parser.add_argument("--probe", action="store_true", help="compare greedy tokens, too")
@@ -157,8 +162,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=1, help="all variants in turn, so often; a figure is the median")
     parser.add_argument("--seconds", type=float, default=500, help="for one variant")
     asked = parser.parse_args(words)
-    if asked.out is None:
-        parser.error("name a model and a file for the result")
+    if asked.model is None:
+        parser.error(f"name a model: {', '.join(LAYERS)}")
     chosen = asked.only.split(",") if asked.only else list(VARIANTS)
     unknown = [name for name in chosen if name not in VARIANTS]
     if unknown:
@@ -175,11 +180,11 @@ def main(words: list[str] | None = None) -> None:
             results[name] = joined(results.get(name), result)
             said = result.get("start_seconds"), json.dumps(result.get("figures")), result.get("reason", "")
             print(name, *said, flush=True)
-            body = {
-                "model": asked.model, "results": results, "ratios": ratios(results), "targets": TARGETS,
-                "agreement": agreement(results),
-            }  # fmt: skip
-            Path(asked.out).write_text(json.dumps(body, indent=1), encoding="utf-8")
+            if asked.out is not None:
+                found = results_of(asked.model, version(), VARIANTS, results, agreement(results))
+                file_of(found).write(asked.out)
+                raw = asked.out.with_name(f"{asked.out.stem}-raw{asked.out.suffix}")
+                raw.write_text(json.dumps(results), encoding="utf-8")
     print(json.dumps(ratios(results)), json.dumps(agreement(results)))
 
 

@@ -4,7 +4,7 @@
 
 That machine has Python 3.12, torch 2.11.0 for CUDA 13, Triton 3.6 and transformers. There, with all pieces in a folder:
 
-    cat piece.* | xz -dc | tar x -C SITE && PYTHONPATH=SITE:src:. python -m bench.vllm.compare 120b OUT.json
+    cat piece.* | xz -dc | tar x -C SITE && PYTHONPATH=SITE:src:. python -m bench.vllm.compare 120b --out OUT.json
 
 Left out, because gpt-oss on an H200 does not need them: FlashAttention 2, FlashMLA, the Rust front end, pictures.
 halfbyte's own entry point is written into SITE, so that vLLM finds the plugin without an installation.

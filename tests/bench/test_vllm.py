@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from bench.vllm import compare
+from bench.vllm.receipt import file_of, results_of
+from halfbyte.lab.result import from_json
 from halfbyte.plan.phase import ARCHES
 from halfbyte.vllm_plugin.inside import read_options
 from halfbyte.vllm_plugin.layers import choose
@@ -103,8 +105,27 @@ def test_ratios_are_to_the_best_shipped() -> None:
     assert compare.ratios(results) == {"plugin-mxfp4": {"a": 1.5, "b": 0.5}}
 
 
+def test_the_receipt_is_of_the_one_schema(tmp_path: Path) -> None:
+    report = {"unit": "layers", "why": "", "plan": {}, "record": {"regimes": {}}, "differences": []}
+    results = {
+        "shipped": {"figures": {"tg128 @ 2048": 200.0, "pp2048": 10.0}, "start_seconds": 1.0},
+        "plugin-mxfp4": {"figures": {"tg128 @ 2048": 500.0, "pp2048": 9.0, "tg128 c8": 7.0}, "report": report},
+        "plugin-checkpoint": {"reason": "out of memory"},
+    }
+    found = results_of("120b", "0.26.0", compare.VARIANTS, results, {"plugin-mxfp4": [{"equal": 24, "of": 24}]})
+    file_of(found).write(tmp_path / "receipt.json")
+    read = from_json(json.loads((tmp_path / "receipt.json").read_text(encoding="utf-8")))
+    cells = {(r.cell.path, r.cell.label): r for r in read.results}
+    single = cells["plugin-mxfp4", "tg128 @ d2048"]
+    assert (single.figure("ratio").value, single.targets[0].ok, single.targets[0].bound) == (2.5, True, 1.5)
+    assert single.detail["greedy_tokens"] == [{"equal": 24, "of": 24}]
+    assert not cells["plugin-mxfp4", "pp2048"].targets[0].ok
+    assert cells["plugin-checkpoint", "decode"].state == "refused"
+    assert any("compat_model.py" in path for path in read.measured)
+
+
 def test_a_variant_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        compare.main(["120b", "out.json", "--only", "nothing"])
+        compare.main(["120b", "--only", "nothing"])
     assert "there is no variant nothing" in capsys.readouterr().err
     assert sys.modules.get("vllm") is None

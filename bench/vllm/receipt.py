@@ -1,0 +1,89 @@
+"""What `compare.py` found as a receipt of the one schema: a cell for each variant and figure, with its ratio.
+
+A plugin's figure is held against the best of the shipped variants that were run. A variant without figures is refused
+with its reason. Starts nothing and times nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from halfbyte.kernels.cuda.decode.layers_phase import AllLayers
+from halfbyte.lab import environment, receipts
+from halfbyte.lab.result import Cell, Check, Result, ResultFile, figure
+
+LAYERS = ("cuda.embed", "cuda.batch_layer_fused", "cuda.batch_norm_lm_head", "cuda.prefill_layer")
+# Of tg128 @ 2048, over the best shipped; elsewhere no less than that.
+TARGETS = {"plugin-mxfp4": 1.5, "plugin-checkpoint": 1.25}
+SINGLE = "tg128 @ 2048"
+
+
+def shape_of(name: str) -> tuple[str, dict[str, int]]:
+    """(kind, shape) of a figure: `pp2048`, `tg128 @ 2048`, `tg128 c8`."""
+    kind, *rest = name.split()
+    if kind.startswith("pp"):
+        return "prompt", {"pp": int(kind[2:])}
+    if rest[0] == "@":
+        return "decode", {"tg": int(kind[2:]), "depth": int(rest[1])}
+    return "decode", {"tg": int(kind[2:]), "depth": 128, "concurrency": int(rest[0][1:])}
+
+
+def best_shipped(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    best: dict[str, float] = {}
+    for name, result in results.items():
+        if name.startswith("shipped"):
+            for each, value in result.get("figures", {}).items():
+                best[each] = max(best.get(each, 0.0), value)
+    return best
+
+
+def results_of(
+    model: str, version: str, variants: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]],
+    agreement: Mapping[str, Any],
+) -> list[Result]:  # fmt: skip
+    found, best = [], best_shipped(results)
+    for name, result in results.items():
+        options = variants[name][0] or {}
+        gates = dict(options.get("gates", {}))
+        engine = f"vllm {version}"
+        detail: dict[str, Any] = {"variant": name, "start_seconds": result.get("start_seconds")}
+        if name in agreement:
+            detail["greedy_tokens"] = agreement[name]
+        report = result.get("report") or {}
+        if report:
+            detail |= {"unit": report["unit"], "why": report["why"], "plan": report["plan"]}
+        if "figures" not in result:
+            cell = Cell("decode", model, gates=gates, path=name, engine=engine)
+            found.append(Result(cell, refused=result.get("reason", "no figures")[-400:], detail=detail))
+            continue
+        for each in result["figures"]:
+            kind, shape = shape_of(each)
+            cell = Cell(kind, model, gates=gates, path=name, shape=shape, engine=engine)
+            values = [figures[each] for figures in result.get("rounds", [result["figures"]]) if each in figures]
+            figures = [figure("speed", "tok/s", values)]
+            targets: tuple[Check, ...] = ()
+            if name.startswith("plugin") and best.get(each):
+                ratio = result["figures"][each] / best[each]
+                figures.append(figure("ratio", "ratio", ratio))
+                bound = TARGETS.get(name, 0.98 if name == "plugin-baseline" else 1.0) if each == SINGLE else 0.98
+                targets = (Check("over vLLM's best", ratio >= bound, round(ratio, 3), bound),)
+            checks = (Check("what ran is what was chosen", not report["differences"]),) if report else ()
+            found.append(
+                Result(cell, tuple(figures), checks, targets, report.get("record") if report else None, detail)
+            )
+            report, detail = {}, {"variant": name}  # once is enough
+    return found
+
+
+def file_of(results: list[Result]) -> ResultFile:
+    """With the machine and every source file behind the figures, as they are now."""
+    plugin = receipts.PACKAGE / "vllm_plugin"
+    measured = receipts.measured([AllLayers(), *LAYERS]) | receipts.hashes(
+        [*plugin.glob("*.py"), Path(__file__).with_name("child.py")]
+    )
+    return ResultFile(
+        "python -m bench.vllm.compare", tuple(sys.argv[1:]), environment.collect(), measured, tuple(results)
+    )
