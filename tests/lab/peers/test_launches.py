@@ -56,13 +56,14 @@ SAME = {("activation", "bf16"), ("sinks", "on"), ("moe_kernel", "vllm"), ("linea
 
 def test_sglang() -> None:
     made = launch(
-        "sglang", moe_kernel="triton", attention="flashinfer", kv_dtype="fp8", graphs="off", speculate="ngram"
+        "sglang", moe_kernel="triton", attention="flash_attn", kv_dtype="fp8", graphs="off", speculate="ngram"
     )
     words = " ".join(made.command)
     assert "-m sglang.launch_server --model-path" in words
-    for flag in ("--moe-runner-backend triton_kernel", "--attention-backend flashinfer", "--kv-cache-dtype fp8_e4m3",
-                 "--disable-cuda-graph", "--speculative-algorithm NGRAM"):  # fmt: skip
+    for flag in ("--moe-runner-backend triton_kernel", "--attention-backend fa3", "--kv-cache-dtype fp8_e4m3",
+                 "--cuda-graph-backend-decode disabled", "--speculative-algorithm NGRAM"):  # fmt: skip
         assert flag in words
+    assert "SGLang has triton, flash_attn" in launch("sglang", attention="flashinfer").refusals[0]
     assert "one for all regimes" in launch("sglang", moe_kernel="decode=triton").refusals[0]
     assert "no such choice" in launch("sglang", layers="q8").refusals[0]
 

@@ -1,7 +1,7 @@
 """SGLang as an engine: gates as its flags, and what it has no flag for refused.
 
-Its names are those of `python -m sglang.launch_server --help` of 2026; a version that does not know one says so when it
-starts, and that is the refusal. Nothing of SGLang is imported.
+Its names, and what it takes for gpt-oss, were read in the sources of SGLang 0.5.23 (PyPI), which has never been started
+from here; a version that does not know one says so when it starts, and that is the refusal. Nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from halfbyte.gates import Gates
 from halfbyte.lab.peers.launch import Launch, Progress, Setup, refused
 from halfbyte.model import load
 
-MOE = {"triton": "triton_kernel", "cutlass": "flashinfer_mxfp4"}
-ATTENTION = {"triton": "triton", "flashinfer": "flashinfer"}
-KV = {"bf16": "auto", "fp8": "fp8_e4m3"}
+MOE = {"triton": "triton_kernel", "cutlass": "flashinfer_mxfp4", "marlin": "marlin"}
+ATTENTION = {"triton": "triton", "flash_attn": "fa3"}  # FlashInfer's has no sinks there, and is refused for gpt-oss
+KV = {"bf16": "bf16", "fp8": "fp8_e4m3"}
+NO_GRAPHS = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
 HEADS = {
     "eagle3-short": "nvidia/gpt-oss-120b-Eagle3-short-context",
     "eagle3-long": "nvidia/gpt-oss-120b-Eagle3-long-context",
@@ -70,7 +71,7 @@ def sglang_flags(gates: Gates) -> tuple[list[str], list[str]]:
     if gates.sinks == "off":
         refusals.append("--sinks off: SGLang has no such switch, and gpt-oss writes garbage without sinks.")
     if gates.graphs == "off":
-        flags.append("--disable-cuda-graph")
+        flags += NO_GRAPHS
     if gates.speculate == "ngram":
         flags += ["--speculative-algorithm", "NGRAM"]
     elif gates.speculate in HEADS:
