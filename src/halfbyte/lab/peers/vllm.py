@@ -42,7 +42,8 @@ class VllmPeer:
                 f"{asked[0]} cannot be started ({e.strerror}); --engine-python names an interpreter."
             ) from None
         on_cpu = load.resolve_device(setup.device).type == "cpu"
-        if not self._plugin and load.resolve_model(setup.model).path == load.EMBEDDED and on_cpu:
+        own = setup.file is None and load.resolve_model(setup.model).path == load.EMBEDDED
+        if own and on_cpu and not self._plugin:
             progress("writing the embedded model in bf16")
             return replace(setup, file=str(bf16_copy(load.EMBEDDED)))
         return setup
