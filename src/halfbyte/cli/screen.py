@@ -31,6 +31,7 @@ def show(pieces: Iterator[Piece], console: Console, *, reasoning: bool = False) 
                 yield piece.text
         console.print()
         return
+    console = Console(file=console.file, highlight=False)  # one that breaks lines between words
     with Thought(console, aloud=reasoning) as thought:
         first = next((p for p in pieces if thought.hears(p)), None)
     if first is None:
@@ -102,7 +103,7 @@ class StreamedMarkdown:
         if whole:
             self._print(self.text[self.printed : self.printed + whole])
             self.printed += whole
-        self.live.update(Tail(self.text[self.printed :]))
+        self.live.update(Blocks(self.text[self.printed :], only_end=True))
 
     def __exit__(self, *_: object) -> None:
         self.live.update("")
@@ -114,18 +115,21 @@ class StreamedMarkdown:
             return
         if self.printed:
             self.console.print()
-        self.console.print(Markdown(text, code_theme=CODE_THEME))
+        self.console.print(Blocks(text), end="")
 
 
-class Tail:
-    """As much of the end of a text as the window has room for."""
+class Blocks:
+    """Markdown without the empty lines around it, or as much of its end as the window has room for."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, only_end: bool = False) -> None:
         self.text = text
+        self.only_end = only_end
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(Markdown(self.text, code_theme=CODE_THEME), options, pad=False)
-        for line in lines[-max(1, console.height - 3) :]:
+        filled = [n for n, line in enumerate(lines) if any(s.text.strip() for s in line)]
+        lines = lines[filled[0] : filled[-1] + 1] if filled else []
+        for line in lines[-max(1, console.height - 3) :] if self.only_end else lines:
             yield from line
             yield Segment.line()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import mimetypes
+from collections.abc import Iterator
 from hashlib import sha256
 from importlib import resources
+from importlib.resources.abc import Traversable
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -13,23 +14,37 @@ from halfbyte.server.http.errors import ApiError
 
 _HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".svg": "image/svg+xml; charset=utf-8",
+    ".woff2": "font/woff2",
+}
+
+
+def _files(folder: Traversable, inside: str = "") -> Iterator[tuple[str, Traversable]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _files(entry, f"{inside}{entry.name}/")
+        else:
+            yield f"{inside}{entry.name}", entry
 
 
 def _load() -> dict[str, tuple[bytes, str, str]]:
+    """Path -> (bytes, type, tag), all of them read now: a request never touches the disk."""
     files = {}
-    for file in resources.files("halfbyte.server").joinpath("static").iterdir():
-        suffix = "." + file.name.rpartition(".")[2]
-        if suffix in _TYPES:
+    for name, file in _files(resources.files("halfbyte.server").joinpath("static")):
+        kind = _TYPES.get("." + name.rpartition(".")[2])
+        if kind is not None:
             body = file.read_bytes()
-            kind = _TYPES.get(suffix) or mimetypes.guess_type(file.name)[0] or "application/octet-stream"
-            files[file.name] = (body, f"{kind}; charset=utf-8", f'"{sha256(body).hexdigest()[:16]}"')
+            files[name] = (body, kind, f'"{sha256(body).hexdigest()[:16]}"')
     return files
 
 
@@ -50,7 +65,7 @@ def router() -> APIRouter:
     async def index(request: Request) -> Response:
         return serve("index.html", request)
 
-    @api.get("/static/{name}")
+    @api.get("/static/{name:path}")
     async def static(name: str, request: Request) -> Response:
         return serve(name, request)
 

@@ -15,15 +15,18 @@ async function check(response) {
   throw new Refusal(response.status, message);
 }
 
+/** Why the server refused the key that it was sent, or that none was. */
+export const keyProblem = () => (settings.key ? "This API key is wrong." : "This server asks for an API key.");
+
 export async function about() {
   const models = await (await check(await fetch("/v1/models", { headers: headers() }))).json();
   return models.data[0];
 }
 
-/** What the server needs to see of a conversation. */
-export function wireMessages(conversation) {
+/** What the server needs to see of the messages of a conversation. */
+export function wireMessages(messages) {
   const out = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
-  for (const m of conversation.messages) {
+  for (const m of messages) {
     if (m.role === "user") out.push({ role: "user", content: m.text });
     if (m.role === "assistant" && !m.error) {
       const calls = (m.calls ?? []).filter((c) => c.result !== undefined);
@@ -41,11 +44,11 @@ export function wireMessages(conversation) {
 }
 
 /** Stream one answer. Yields parsed chunks; throws Refusal for anything the server says no to. */
-export async function* chat(conversation, effort, signal) {
+export async function* chat(model, messages, effort, signal) {
   const tools = settings.tools.trim() ? JSON.parse(settings.tools) : [];
   const body = {
-    model: conversation.model,
-    messages: wireMessages(conversation),
+    model,
+    messages: wireMessages(messages),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     reasoning_effort: effort,

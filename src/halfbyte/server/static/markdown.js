@@ -1,157 +1,89 @@
-// Markdown to DOM nodes. Text from a model only ever becomes text nodes: nothing is parsed as HTML, links go to
-// http, https and mailto alone, images are shown as links. Blocks that did not change since the last call are kept,
-// so a growing answer costs one block per frame.
+// Markdown to DOM nodes: markdown-it reads it, this file makes the nodes, of the kinds listed here and no others. Text from a
+// model only ever becomes text nodes; links go to http, https and mailto alone, images are shown as links. Blocks that did
+// not change since the last call are kept, so a growing answer costs one block per frame. Mathematics is KaTeX's, which is
+// fetched when the first formula appears.
 
-const el = (tag, props = {}, ...children) => {
-  const node = Object.assign(document.createElement(tag), props);
-  node.append(...children.filter((c) => c !== null && c !== undefined));
+import "./vendor/markdown-it/markdown-it.umd.min.js";
+import { copyText, el } from "./dom.js";
+
+const md = globalThis.markdownit({ html: false, linkify: true });
+md.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // readme.md is a file here, not a host in Moldova
+md.validateLink = (url) => /^(https?:\/\/|mailto:)/i.test(url);
+
+// ---- what models write and markdown-it does not know: <br> and mathematics ------------------------------------------
+
+md.inline.ruler.before("autolink", "br", (state, silent) => {
+  const found = /^<br\s*\/?>/i.exec(state.src.slice(state.pos, state.pos + 8));
+  if (!found) return false;
+  if (!silent) state.push("hardbreak", "br", 0);
+  state.pos += found[0].length;
+  return true;
+});
+
+const MATH = [["$$", "$$", true], ["\\[", "\\]", true], ["\\(", "\\)", false], ["$", "$", false]];
+
+md.inline.ruler.before("escape", "math", (state, silent) => {
+  const { src, pos } = state;
+  const found = MATH.find(([open]) => src.startsWith(open, pos));
+  if (!found) return false;
+  const [open, close, display] = found;
+  const end = src.indexOf(close, pos + open.length);
+  if (end < 0 || end >= state.posMax) return false;
+  const tex = src.slice(pos + open.length, end);
+  // $5 and $10 are prices.
+  if (!tex.trim() || (open === "$" && (/^\s|\s$/.test(tex) || /\d/.test(src[end + 1] ?? "") || /\w/.test(src[pos - 1] ?? "")))) return false;
+  if (!silent) Object.assign(state.push("math", "", 0), { content: tex, meta: { display } });
+  state.pos = end + close.length;
+  return true;
+});
+
+md.block.ruler.before("fence", "math", (state, startLine, endLine, silent) => {
+  const line = (n) => state.src.slice(state.bMarks[n] + state.tShift[n], state.eMarks[n]);
+  const found = MATH.find(([open, , display]) => display && line(startLine).startsWith(open));
+  if (!found || state.sCount[startLine] - state.blkIndent >= 4) return false;
+  const close = found[1];
+  const body = [line(startLine).slice(2)];
+  let last = startLine;
+  while (!body.at(-1).trimEnd().endsWith(close)) {
+    if (body.at(-1).includes(close)) return false; // text follows: a formula within a sentence
+    last += 1;
+    if (last >= endLine) {
+      if (body[0].trim()) return false;
+      break; // a formula of several lines that is still being written
+    }
+    body.push(line(last));
+  }
+  if (silent) return true;
+  const closed = last < endLine;
+  const text = body.join("\n").trimEnd();
+  const token = state.push("math", "", 0);
+  Object.assign(token, { content: closed ? text.slice(0, -close.length) : text, meta: { display: true, open: !closed }, map: [startLine, last + 1], block: true });
+  state.line = Math.min(last + 1, endLine);
+  return true;
+}, { alt: ["paragraph", "reference", "blockquote", "list"] });
+
+let loading = null;
+function loadMath() {
+  loading ??= new Promise((resolve) => {
+    document.head.append(el("link", { rel: "stylesheet", href: "/static/vendor/katex/katex.min.css" }));
+    document.head.append(el("script", { src: "/static/vendor/katex/katex.min.js", onload: resolve }));
+  });
+  return loading;
+}
+
+function mathNode({ content, meta }) {
+  const node = el(meta.display ? "div" : "span", { className: meta.display ? "math display" : "math", textContent: content.trim() });
+  const draw = () => {
+    try {
+      globalThis.katex.render(content, node, { displayMode: meta.display, throwOnError: false, strict: "ignore", trust: false, maxSize: 20, maxExpand: 400 });
+    } catch { /* what was written stays */ }
+  };
+  if (meta.open) return node;
+  if (globalThis.katex) draw(); else loadMath().then(draw);
   return node;
-};
-
-const FENCE = /^( {0,3})(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
-const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(\s+|$)(.*)$/;
-const QUOTE = /^ {0,3}>\s?(.*)$/;
-const TABLE_LINE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
-
-/** Cut text into blocks: [{kind, lines, ...}]. Each block also has `raw`, by which an unchanged one is recognised. */
-export function blocks(text) {
-  const lines = text.replace(/\r\n?/g, "\n").split("\n");
-  const out = [];
-  let i = 0;
-  const push = (block, from) => out.push({ ...block, raw: lines.slice(from, i).join("\n") });
-  while (i < lines.length) {
-    const line = lines[i];
-    if (!line.trim()) { i++; continue; }
-    const start = i;
-    const fence = line.match(FENCE);
-    if (fence) {
-      const body = [];
-      i++;
-      while (i < lines.length && !(lines[i].trim().startsWith(fence[2]) && !lines[i].trim().slice(fence[2].length).replaceAll(fence[2][0], ""))) body.push(lines[i++].slice(Math.min(fence[1].length, lines[i - 1].search(/\S|$/))));
-      const closed = i < lines.length;
-      i++;
-      push({ kind: "code", lang: fence[3].trim().split(/\s+/)[0] || "", lines: body, closed }, start);
-      continue;
-    }
-    const heading = line.match(HEADING);
-    if (heading) { i++; push({ kind: "heading", level: heading[1].length, lines: [heading[2]] }, start); continue; }
-    if (RULE.test(line)) { i++; push({ kind: "rule", lines: [] }, start); continue; }
-    if (QUOTE.test(line)) {
-      const body = [];
-      while (i < lines.length && lines[i].trim() && (QUOTE.test(lines[i]) || body.length)) {
-        const quoted = lines[i].match(QUOTE);
-        body.push(quoted ? quoted[1] : lines[i]);
-        i++;
-      }
-      push({ kind: "quote", lines: body }, start);
-      continue;
-    }
-    if (ITEM.test(line)) {
-      const body = [];
-      while (i < lines.length) {
-        if (!lines[i].trim()) {
-          // A blank line ends the list unless what follows still belongs to it.
-          const next = lines[i + 1] ?? "";
-          if (!/^\s{2,}\S/.test(next) && !ITEM.test(next)) break;
-        } else if (!ITEM.test(lines[i]) && !/^\s{2,}/.test(lines[i]) && (FENCE.test(lines[i]) || HEADING.test(lines[i]) || !(lines[i - 1] ?? "").trim())) break;
-        body.push(lines[i++]);
-      }
-      push({ kind: "list", lines: body }, start);
-      continue;
-    }
-    if (line.includes("|") && TABLE_LINE.test(lines[i + 1] ?? "") && (lines[i + 1] ?? "").includes("-")) {
-      const body = [];
-      while (i < lines.length && lines[i].trim() && lines[i].includes("|")) body.push(lines[i++]);
-      push({ kind: "table", lines: body }, start);
-      continue;
-    }
-    const body = [];
-    while (i < lines.length && lines[i].trim() && !(body.length && (FENCE.test(lines[i]) || HEADING.test(lines[i]) || QUOTE.test(lines[i]) || RULE.test(lines[i]) || /^\s*([-*+]|1[.)])\s+\S/.test(lines[i])))) body.push(lines[i++]);
-    push({ kind: "text", lines: body }, start);
-  }
-  return out;
 }
 
-/** Inline spans as an array of nodes and strings. */
-export function inline(text, depth = 0) {
-  const out = [];
-  let plain = "";
-  const flush = () => { if (plain) out.push(plain); plain = ""; };
-  let i = 0;
-  while (i < text.length) {
-    const c = text[i];
-    if (c === "\\" && /[!-/:-@[-`{-~]/.test(text[i + 1] ?? "")) { plain += text[i + 1]; i += 2; continue; }
-    if (c === "`") {
-      const ticks = text.slice(i).match(/^`+/)[0];
-      const end = text.indexOf(ticks, i + ticks.length);
-      if (end > 0) {
-        flush();
-        out.push(el("code", { textContent: text.slice(i + ticks.length, end).replace(/^ (.+) $/, "$1") }));
-        i = end + ticks.length;
-        continue;
-      }
-      plain += ticks; i += ticks.length; continue;
-    }
-    if (depth < 6 && (c === "*" || c === "_" || c === "~")) {
-      const run = text.slice(i).match(/^(\*{1,3}|_{1,3}|~~)/)?.[0];
-      const inside = run && run[0] === "_" && /\w/.test(text[i - 1] ?? ""); // snake_case is no emphasis
-      if (run && !inside && /\S/.test(text[i + run.length] ?? "")) {
-        let end = text.indexOf(run, i + run.length);
-        while (end > 0 && (/\s/.test(text[end - 1]) || (run[0] === "_" && /\w/.test(text[end + run.length] ?? "")) || (run === "*" && text[end + 1] === "*"))) end = text.indexOf(run, end + (run === "*" && text[end + 1] === "*" ? 2 : 1));
-        if (end > 0) {
-          flush();
-          const children = inline(text.slice(i + run.length, end), depth + 1);
-          const tag = run === "~~" ? "del" : run.length === 1 ? "em" : "strong";
-          out.push(run.length === 3 ? el("strong", {}, el("em", {}, ...children)) : el(tag, {}, ...children));
-          i = end + run.length;
-          continue;
-        }
-      }
-      plain += run ?? c; i += (run ?? c).length; continue;
-    }
-    if (c === "[" || (c === "!" && text[i + 1] === "[")) {
-      const match = text.slice(i, i + 2000).match(/^!?\[((?:[^[\]\\]|\\.|\[[^\]]*\])*)\]\(\s*<?([^\s<>()]*(?:\([^\s()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/);
-      const url = match && safeUrl(match[2]);
-      if (match && url) {
-        flush();
-        out.push(link(url, depth < 6 ? inline(match[1] || url, depth + 1) : [match[1]]));
-        i += match[0].length;
-        continue;
-      }
-    }
-    if (c === "<") {
-      const match = text.slice(i, i + 2000).match(/^<(https?:\/\/[^\s<>]+)>/);
-      if (match) { flush(); out.push(link(match[1], [match[1]])); i += match[0].length; continue; }
-      const br = text.slice(i).match(/^<br\s*\/?>/i);
-      if (br) { flush(); out.push(el("br")); i += br[0].length; continue; }
-    }
-    if (c === "h" && (i === 0 || !/\w/.test(text[i - 1]))) {
-      const match = text.slice(i, i + 2000).match(/^https?:\/\/[^\s<>"'`\]]*[^\s<>"'`\].,;:!?)*_]/);
-      if (match) { flush(); out.push(link(match[0], [match[0]])); i += match[0].length; continue; }
-    }
-    if (c === "\n") {
-      if (plain.endsWith("  ")) { plain = plain.trimEnd(); flush(); out.push(el("br")); } else plain += "\n";
-      i++;
-      continue;
-    }
-    plain += c;
-    i++;
-  }
-  flush();
-  return out;
-}
-
-function safeUrl(url) {
-  try {
-    const parsed = new URL(url, "https://relative.invalid");
-    if (parsed.host === "relative.invalid") return null;
-    return ["http:", "https:", "mailto:"].includes(parsed.protocol) ? parsed.href : null;
-  } catch { return null; }
-}
-
-const link = (href, children) => el("a", { href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...children);
+// ---- code --------------------------------------------------------------------------------------------------------
 
 const WORDS = new Set(("abstract and as assert async await begin bool break case catch char class const continue def default defer del delete do double " +
   "elif else end enum except export extends false final finally float fn for from func function go goto if impl import in int interface is " +
@@ -161,6 +93,8 @@ const WORDS = new Set(("abstract and as assert async await begin bool break case
 const HASH = new Set(["python", "py", "sh", "bash", "zsh", "shell", "yaml", "yml", "toml", "ruby", "rb", "r", "perl", "make", "makefile", "dockerfile", "nix", ""]);
 const DASH = new Set(["sql", "lua", "haskell", "hs", "ada", "elm"]);
 const PLAIN = new Set(["text", "txt", "plain", "output", "console", "diff", "markdown", "md"]);
+
+/** A light hand with colours: comments, strings, numbers, common words. One rule for every language. */
 
 /** A light hand with colours: comments, strings, numbers, common words. One rule for every language. */
 function paint(code, lang) {
@@ -180,79 +114,67 @@ function paint(code, lang) {
   return out;
 }
 
-function codeBlock(block) {
-  const text = block.lines.join("\n");
+function codeBlock(text, lang) {
   const copy = el("button", { type: "button", textContent: "Copy" });
   copy.addEventListener("click", async () => {
     await copyText(text);
     copy.textContent = "Copied";
     setTimeout(() => { copy.textContent = "Copy"; }, 1200);
   });
-  return el("div", { className: "code" }, el("header", {}, el("span", { textContent: block.lang || "code" }), copy), el("pre", { tabIndex: 0 }, el("code", {}, ...paint(text, block.lang))));
+  return el("div", { className: "code" }, el("header", {}, el("span", { textContent: lang || "code" }), copy), el("pre", { tabIndex: 0 }, el("code", {}, ...paint(text, lang))));
 }
 
-function listBlock(lines) {
-  const first = lines[0].match(ITEM);
-  const ordered = /\d/.test(first[2]);
-  const list = el(ordered ? "ol" : "ul");
-  if (ordered && parseInt(first[2], 10) !== 1) list.start = parseInt(first[2], 10);
-  const base = first[1].length;
-  let item = null;
-  const close = () => { if (item) list.append(el("li", {}, ...itemNodes(item))); item = null; };
-  for (const line of lines) {
-    const m = line.match(ITEM);
-    if (m && m[1].length <= base + 1) { close(); item = [m[4]]; } else if (item) item.push(line.replace(new RegExp(`^\\s{0,${base + (first[2].length + 1)}}`), ""));
-  }
-  close();
-  return list;
-}
+// ---- tokens to nodes -----------------------------------------------------------------------------------------------
 
-function itemNodes(lines) {
-  const inner = blocks(lines.join("\n"));
-  const loose = lines.some((l, n) => !l.trim() && n < lines.length - 1);
-  return inner.flatMap((b) => (b.kind === "text" && !loose ? inline(b.lines.join("\n")) : [node(b)]));
-}
+const TAGS = new Set(["p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "table", "thead", "tbody", "tr", "th", "td", "em", "strong", "s"]);
+const link = (href, ...children) => el("a", { href, target: "_blank", rel: "noopener noreferrer nofollow" }, ...children);
 
-function tableBlock(lines) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((c) => c.trim().replaceAll("\\|", "|"));
-  const aligns = cells(lines[1] ?? "").map((c) => (c.endsWith(":") ? (c.startsWith(":") ? "center" : "right") : ""));
-  const row = (line, tag) => el("tr", {}, ...cells(line).map((c, n) => { const cell = el(tag, {}, ...inline(c)); if (aligns[n]) cell.style.textAlign = aligns[n]; return cell; }));
-  return el("div", { className: "table" }, el("table", {}, el("thead", {}, row(lines[0], "th")), el("tbody", {}, ...lines.slice(2).map((l) => row(l, "td")))));
-}
-
-function node(block) {
-  switch (block.kind) {
-    case "code": return codeBlock(block);
-    case "heading": return el(`h${block.level}`, {}, ...inline(block.lines[0]));
-    case "rule": return el("hr");
-    case "quote": return el("blockquote", {}, ...blocks(block.lines.join("\n")).map(node));
-    case "list": return listBlock(block.lines);
-    case "table": return tableBlock(block.lines);
-    default: return el("p", {}, ...inline(block.lines.join("\n")));
+/** Append what the tokens say to `root`. */
+function build(root, tokens) {
+  const open = [root];
+  for (const t of tokens) {
+    const top = open.at(-1);
+    if (t.nesting === -1) open.pop();
+    else if (t.nesting === 1) {
+      const node = t.hidden ? top : t.tag === "a" ? link(t.attrGet("href")) : TAGS.has(t.tag) ? el(t.tag) : el("div");
+      if (t.tag === "ol" && t.attrGet("start")) node.start = Number(t.attrGet("start"));
+      if (t.tag === "th" || t.tag === "td") node.style.textAlign = /right|center/.exec(t.attrGet("style") ?? "")?.[0] ?? "";
+      if (node !== top) top.append(t.tag === "table" ? el("div", { className: "table", tabIndex: 0 }, node) : node);
+      open.push(node);
+    } else if (t.type === "inline") build(top, t.children);
+    else if (t.type === "math") top.append(mathNode(t));
+    else if (t.type === "fence" || t.type === "code_block") top.append(codeBlock(t.content.replace(/\n$/, ""), t.info.trim().split(/\s+/)[0]));
+    else if (t.type === "code_inline") top.append(el("code", { textContent: t.content }));
+    else if (t.type === "hardbreak") top.append(el("br"));
+    else if (t.type === "softbreak") top.append("\n");
+    else if (t.type === "hr") top.append(el("hr"));
+    else if (t.type === "image") top.append(link(t.attrGet("src"), t.content || t.attrGet("src")));
+    else top.append(t.content);
   }
 }
 
-/** Show `text` in `root`, touching only the blocks that changed. */
+/** Where each top-level block begins, as line numbers, and its tokens. */
+function blocks(text) {
+  const out = [];
+  for (const t of md.parse(text, {})) {
+    if (t.level === 0 && t.nesting !== -1) out.push({ line: t.map[0], tokens: [] });
+    out.at(-1).tokens.push(t);
+  }
+  return out;
+}
+
+/** Show `text` in `root`. What stands before the last block cannot change while the text only grows, and is kept. */
 export function render(root, text) {
-  const next = blocks(text);
-  const old = root.renderedBlocks ?? [];
-  let same = 0;
-  while (same < next.length && same < old.length && old[same] === next[same].raw) same++;
-  while (root.childNodes.length > same) root.lastChild.remove();
-  for (const block of next.slice(same)) root.append(node(block));
-  root.renderedBlocks = next.map((b) => b.raw);
+  const source = text.replace(/\r\n?/g, "\n");
+  const before = root.rendered ?? { source: "", last: 0, kept: 0 };
+  const grows = source.startsWith(before.source);
+  if (grows && source.length === before.source.length) return;
+  const from = grows ? before.last : 0;
+  const kept = grows ? before.kept : 0;
+  while (root.childNodes.length > kept) root.lastChild.remove();
+  const found = blocks(source.slice(from));
+  for (const block of found) build(root, block.tokens);
+  const line = found.at(-1)?.line ?? 0;
+  const last = from + source.slice(from).split("\n").slice(0, line).reduce((n, l) => n + l.length + 1, 0);
+  root.rendered = { source, last, kept: Math.max(0, root.childNodes.length - 1) };
 }
-
-export async function copyText(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch { // plain http to another host has no clipboard interface
-    const area = el("textarea", { value: text });
-    document.body.append(area);
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-  }
-}
-
-export { el };

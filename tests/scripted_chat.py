@@ -1,0 +1,40 @@
+"""A chat in this terminal whose model plays a script: what `test_chat_terminal.py` runs in a pseudo terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from halfbyte import gates
+from halfbyte.cli.chat import Chat
+from halfbyte.cli.conversation import Exchange, Manner, Piece
+from halfbyte.errors import ContextError
+
+TABLE = "| layer | sees |\n|---|---|\n| even | 128 |"
+MARKDOWN = f"# Windows\n\nA layer sees **128 tokens**.\n\n{TABLE}\n\n```python\nx = 1\n```\n"
+
+
+class Script:
+    label = "scripted"
+
+    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
+        if question == "long":
+            for n in range(10_000):
+                yield Piece("content", f"word{n} ")
+                time.sleep(0.01)
+        if question == "too much":
+            raise ContextError("prompt and answer are longer than the context.")
+        yield Piece("reasoning", f"I was asked {question!r}.")
+        if question == "markdown":
+            while not (gates.cache_folder("chat") / "go").exists():  # the test has seen the spinner
+                time.sleep(0.02)
+            for at in range(0, len(MARKDOWN), 5):
+                yield Piece("content", MARKDOWN[at : at + 5])
+            return
+        told = [e.question for e in before]
+        yield Piece("content", f"lines={question.count(chr(10)) + 1} before={told} effort={manner.effort} [{question}]")
+
+
+if __name__ == "__main__":
+    Chat(Script(), Manner(), reasoning="--reasoning" in sys.argv).run()
