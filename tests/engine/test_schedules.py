@@ -6,11 +6,24 @@ import random
 from collections.abc import Callable
 
 import pytest
-from engine_fakes import EOS, GO, PIECES, VOCAB, ExpertCost, FakeRunner, FakeVocabulary, oracle, random_prompt, text_of
+from engine_fakes import (
+    EOS,
+    GO,
+    PIECES,
+    VOCAB,
+    ExpertCost,
+    FakeRunner,
+    FakeVocabulary,
+    fake_logits,
+    oracle,
+    random_prompt,
+    text_of,
+)
 
 from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.request import Constraint, Delta, Request, SamplingParams
+from halfbyte.engine.sampling.logprobs import logprob_of
 from halfbyte.engine.sequence import Sequence
 from halfbyte.engine.speculative.controller import Controller, Pace
 from halfbyte.engine.speculative.ngram import NgramProposer
@@ -110,6 +123,11 @@ def random_request(rng: random.Random, number: int, shared: list[list[int]]) -> 
         params |= {"logit_bias": {GO: 3.0}}
         constraint = Constraint("regex", REGEX, triggers=rng.choice([(), ((GO,),)]))
         allowed = after_go if constraint.triggers else always
+    scored = random.Random(sum(prompt) + number)
+    if scored.random() < 0.3:
+        params |= {"prompt_logprobs": scored.choice([0, 3]), "prompt_logprobs_from": scored.choice([1, 1, 7, 200])}
+        if constraint is None and not params.get("min_tokens") and scored.random() < 0.3:
+            params |= {"max_tokens": 0}
     timeout = rng.choice([None] * 9 + [rng.uniform(1, 60)])
     return Request(prompt, SamplingParams(**params), constraint, timeout, id=f"r{number}"), allowed
 
@@ -171,6 +189,8 @@ def run_schedule(seed: int) -> dict[str, int]:
 
 
 def verify(request: Request, index: int, deltas: list[Delta], window: int, allowed: Callable | None) -> None:
+    verify_scores(request, index, deltas, window)
+    deltas = [d for d in deltas if d.prompt_logprobs is None]
     tokens = [t for d in deltas for t in d.tokens]
     last = deltas[-1]
     assert last.finish is not None
@@ -178,7 +198,7 @@ def verify(request: Request, index: int, deltas: list[Delta], window: int, allow
     assert last.finish != "error", last.error
     params = request.sampling
     limit = len(request.prompt) + (params.max_tokens or 0)
-    wanted, reason = oracle(request, index, limit, window, allowed)
+    wanted, reason = oracle(request, index, limit, window, allowed) if params.max_tokens else ([], "length")
     if last.finish in ("cancelled", "timeout"):
         assert tokens == wanted[: len(tokens)]
     else:
@@ -198,6 +218,22 @@ def verify(request: Request, index: int, deltas: list[Delta], window: int, allow
             assert text[last.visible_bytes :].startswith(last.stop_match.encode())
         else:
             assert last.visible_bytes == len(text)
+
+
+def verify_scores(request: Request, index: int, deltas: list[Delta], window: int) -> None:
+    """Of the prompt's tokens: each once, in order, as if the prompt had been read alone."""
+    got = [lp for d in deltas for lp in d.prompt_logprobs or []]
+    params, prompt = request.sampling, request.prompt
+    if params.prompt_logprobs is None or index:
+        assert not got
+        return
+    wanted = [
+        logprob_of(fake_logits(prompt[:at], prompt[:at][-window:]), prompt[at], params.prompt_logprobs)
+        for at in range(params.prompt_logprobs_from, len(prompt))
+    ]
+    assert got == wanted[: len(got)]
+    if deltas[-1].finish not in ("cancelled", "timeout"):
+        assert len(got) == len(wanted)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -45,6 +45,9 @@ class Batch:
     drafts: list[list[int]] = field(default_factory=list)  # [S]
     following: dict[int, int] = field(default_factory=dict)  # sequence whose last row is not sampled -> its next token
     histories: dict[int, list[int]] = field(default_factory=dict)  # sampled row -> tokens so far, for penalties
+    # Sequence -> rows before its sampled ones; sampled row -> the token that is known to follow it.
+    scores: dict[int, int] = field(default_factory=dict)
+    targets: dict[int, int] = field(default_factory=dict)
     masks: dict[int, Ints] = field(default_factory=dict)  # sampled row -> allowed tokens, one bit each
     proposals: dict[int, tuple[int, NDArray[np.float64]]] = field(default_factory=dict)  # row -> draft, its q
 
@@ -95,6 +98,8 @@ class BatchBuilder:
         sample_positions: list[int] = []
         histories: dict[int, list[int]] = {}
         following: dict[int, int] = {}
+        scores: dict[int, int] = {}
+        targets: dict[int, int] = {}
         counts_of, owners = self._counts, self._owners
         waits = False
         for i, seq in enumerate(step.seqs):
@@ -120,6 +125,13 @@ class BatchBuilder:
                 waits = True
                 tokens.append(0)
                 froms.append(previous[id(seq)])
+            if step.scores[i]:
+                scorer, scores[i] = seq.scorer, step.scores[i]
+                assert scorer is not None
+                for row in seq.unscored(start, start + step.counts[i]):
+                    targets[len(samplers)] = seq.tokens[row + 1]
+                    samplers.append(scorer)
+                    sample_positions.append(row + 1)
             if step.samples[i]:
                 sampler = seq.sampler
                 assert sampler is not None
@@ -131,9 +143,11 @@ class BatchBuilder:
                     samplers.append(sampler)
                     sample_positions.append(position + j)
             else:
-                following[i] = seq.tokens[start + step.counts[i]]
+                end = start + step.counts[i]
+                following[i] = seq.tokens[end] if end < len(seq.tokens) else 0  # nothing follows: it ends here
         batch = self._pack(step, tokens, froms if waits else None, slots, samplers, sample_positions)
         batch.histories, batch.following, batch.drafts = histories, following, step.drafts
+        batch.scores, batch.targets = scores, targets
         return batch
 
     def _pack(
@@ -158,8 +172,12 @@ class BatchBuilder:
             kv_lens = starts + counts
             wanted: list[int] = []
             for i, samples in enumerate(step.samples):
+                end = int(query_start[i + 1])
+                if step.scores[i]:
+                    rows = step.seqs[i].unscored(step.starts[i], step.starts[i] + step.counts[i])
+                    first = int(query_start[i]) - step.starts[i]
+                    wanted += range(rows.start + first, rows.stop + first)
                 if samples:
-                    end = int(query_start[i + 1])
                     wanted += range(end - 1 - len(step.drafts[i]), end)
             logit_rows = np.array(wanted, np.int32)
             longest = int(kv_lens.max())

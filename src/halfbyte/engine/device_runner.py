@@ -104,7 +104,7 @@ class DeviceRunner:
 
     def _graph_for(self, batch: Batch) -> DecodeGraph | None:
         rows = batch.rows
-        if self.graphs is None or rows != len(batch.samplers):  # a prompt's rows are not all sampled
+        if self.graphs is None or rows != len(batch.samplers) or batch.targets:  # it holds rows of a prompt
             return None
         return self.graphs.find(rows, batch.full.shape[1], self.buffer.memory, self._results)
 

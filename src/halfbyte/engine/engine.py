@@ -31,6 +31,7 @@ from halfbyte.engine.request import (
     Logprob,
     Output,
     Request,
+    SamplingParams,
     Usage,
 )
 from halfbyte.engine.runner import KeepsValues, ModelRunner, StepHandle, StepResult
@@ -181,7 +182,8 @@ class EngineCore:
             batch = self.builder.build(step, previous.rows if previous is not None else {})
             row = 0
             rows: dict[int, int] = {}
-            for seq, draft, samples in zip(step.seqs, step.drafts, step.samples):
+            for seq, draft, samples, scores in zip(step.seqs, step.drafts, step.samples, step.scores):
+                row += scores
                 if samples:
                     rows[id(seq)] = row
                     _constrain(batch, seq, draft, row)
@@ -219,17 +221,22 @@ class EngineCore:
             return
         step, row = launched.step, 0
         for i, seq in enumerate(step.seqs):
-            samples, draft, first = step.samples[i], step.drafts[i], row
+            samples, draft, scores = step.samples[i], step.drafts[i], step.scores[i]
+            first = row = row + scores
             if samples:
                 row += len(draft) + 1
             if not self.scheduler.step_done(seq, samples):
                 continue  # it ended meanwhile: what was computed for it is obsolete
             computed = step.starts[i] + step.counts[i] - len(draft)
-            if not samples:
-                self.scheduler.advance(seq, computed)
-                continue
             try:
-                self._accept(seq, draft, result, first, computed)
+                if scores:
+                    self._score(seq, seq.unscored(step.starts[i], computed), result, first - scores)
+                if samples:
+                    self._accept(seq, draft, result, first, computed)
+                    continue
+                self.scheduler.advance(seq, computed)
+                if computed >= seq.limit:  # no token was asked for
+                    self._emit(seq, [], None, "length")
             except Exception as e:
                 self._fail(seq, e)
         self._good_step()
@@ -269,6 +276,15 @@ class EngineCore:
                 error = self._broken(seq, error)
             raise StepError(f"a token could not be sampled: {error}.")
         self._emit(seq, new, logprobs, reason)
+
+    def _score(self, seq: Sequence, rows: range, result: StepResult, first: int) -> None:
+        """Hand out the logprobs of the prompt's tokens after these rows; their results begin at `first`."""
+        for i in range(first, first + len(rows)):
+            if (error := result.errors.get(i)) is not None:
+                raise StepError(f"the prompt could not be scored: {self._broken(seq, error)}.")
+        logprobs = [result.logprobs[i] for i in range(first, first + len(rows))]
+        seq.scored = rows.stop + 1
+        self._outputs.append((seq.request.id, Delta([], seq.index, prompt_logprobs=logprobs)))
 
     def _ended(self, seq: Sequence, token: int) -> FinishReason | None:
         if token in seq.stop_ids:
@@ -419,6 +435,10 @@ class EngineCore:
             seq = Sequence(request, index, limit, salt=salt)
             seq.stop_ids = stop_ids
             seq.sampler = RowSampler(params, index, seq.prompt, seed, stop_ids)
+            if params.prompt_logprobs is not None and index == 0:
+                scoring = SamplingParams(temperature=0.0, logprobs=params.prompt_logprobs)
+                seq.scorer = RowSampler(scoring, index, seq.prompt, seed, stop_ids)
+                seq.scored = min(params.prompt_logprobs_from, seq.prompt)
             if params.stop:
                 assert self.vocabulary is not None
                 seq.stops = StopMatcher(params.stop, self.vocabulary.token_bytes)

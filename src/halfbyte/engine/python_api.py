@@ -48,6 +48,7 @@ class Completion:
     stop_match: str | None = None
     logprobs: list[Logprob] | None = None
     usage: Usage = field(default_factory=Usage)
+    prompt_logprobs: list[Logprob] | None = None  # the first choice's
 
 
 class Engine:
@@ -125,9 +126,11 @@ class Engine:
         tokens: list[list[int]] = [[] for _ in range(request.sampling.n)]
         logprobs: list[list[Logprob]] = [[] for _ in tokens]
         last: dict[int, Delta] = {}
+        scored: list[Logprob] = []
         for delta in self._source.iterate(request):
             tokens[delta.index] += delta.tokens
             logprobs[delta.index] += delta.logprobs or []
+            scored += delta.prompt_logprobs or []
             if delta.finish is not None:
                 last[delta.index] = delta
         out = []
@@ -146,6 +149,7 @@ class Engine:
                 Completion(
                     data.decode("utf-8", "replace"), ids, end.finish, i, end.stop_match,
                     logprobs[i] if request.sampling.logprobs is not None else None, end.usage or Usage(),
+                    scored if request.sampling.prompt_logprobs is not None and i == 0 else None,
                 )
             )  # fmt: skip
         return out

@@ -28,8 +28,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # None: none; 0: the chosen token's; k: also the top k
+    prompt_logprobs: int | None = None  # the same of the prompt's own tokens, from `prompt_logprobs_from` on
+    prompt_logprobs_from: int = 1  # nothing stands before the token at 0, so it has none
     seed: int | None = None
-    max_tokens: int | None = None  # None: until the context ends
+    max_tokens: int | None = None  # None: until the context ends; 0, with `prompt_logprobs`: nothing is generated
     min_tokens: int = 0
     stop: tuple[str, ...] = ()  # matched on the raw text, across token boundaries; the match is not emitted
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
@@ -89,6 +91,7 @@ class Delta:
     visible_bytes: int | None = None
     error: str | None = None
     usage: Usage | None = None
+    prompt_logprobs: list[Logprob] | None = None  # of the next tokens of the prompt, in order; in the first choice only
 
 
 Output = tuple[str, Delta]  # request id, what one choice gained

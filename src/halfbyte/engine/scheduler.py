@@ -27,6 +27,9 @@ from halfbyte.engine.sequence import Sequence, State
 from halfbyte.errors import ContextError, QueueFullError
 from halfbyte.kv.pages import PagePool
 
+# Of a prompt whose logprobs are wanted, in one step: each row's logits are nearly a megabyte.
+SCORED_ROWS = 64
+
 
 @dataclass(slots=True)
 class ScheduledStep:
@@ -37,6 +40,8 @@ class ScheduledStep:
     counts: list[int] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)  # whether the last row's logits are wanted
+    scores: list[int] = field(default_factory=list)  # rows before the sampled ones whose logits are wanted, too
+    score_room: int = SCORED_ROWS
     rows: int = 0
     ahead: bool = True  # whether the next step may be scheduled before this one is committed
     decode_only: bool = True  # one row each, no drafts
@@ -170,7 +175,7 @@ class Scheduler:
                 continue
             start = seq.scheduled
             uncomputed = len(seq.tokens) + seq.pending - start
-            if uncomputed != 1:
+            if uncomputed != 1 or seq.prompt == seq.limit:  # nothing is sampled of what generates nothing
                 if uncomputed:
                     prompts.append(seq)
                 continue
@@ -195,6 +200,7 @@ class Scheduler:
             counts.append(1 + len(draft))
             drafts.append(draft)
             samples.append(True)
+            step.scores.append(0)
             step.rows += 1 + len(draft)
         return prompts
 
@@ -208,12 +214,16 @@ class Scheduler:
         if prompts:
             oldest = prompts[0]
             halved = (len(prompts) > 1 or self.waiting) and len(oldest.tokens) - oldest.scheduled > budget
-            share = self._chunk(oldest, budget // 2 if halved else budget)
+            share = self._chunk(oldest, budget // 2 if halved else budget, SCORED_ROWS)
             budget -= share
+            if oldest.scored < oldest.prompt:  # half is its own
+                step.score_room -= SCORED_ROWS // 2
             for seq in prompts[1:]:
                 budget -= self._add_chunk(step, seq, budget)
         budget = self._admit(step, budget)
         if oldest is not None:
+            if oldest.scored < oldest.prompt:
+                step.score_room += SCORED_ROWS // 2
             self._add_chunk(step, oldest, share + budget)
 
     def _admit(self, step: ScheduledStep, budget: int) -> int:
@@ -231,7 +241,9 @@ class Scheduler:
             if led or seq.held:
                 i += 1  # its prompt is being computed by its leader, or its first mask is
                 continue
-            hit = self.pages.match(seq.tables, len(seq.tokens) - 1)
+            # A row whose logits are wanted is computed, whatever is cached.
+            wanted = seq.scored if seq.scored < seq.prompt else len(seq.tokens)
+            hit = self.pages.match(seq.tables, wanted - 1)
             need = self.pages.cost(seq.tables, hit, len(seq.tokens) + 1, self.row_budget)
             if self.running and need + max(0, promised) + len(self.running) > self.pages.available:
                 return budget  # strictly in order: nobody overtakes the one that waits for pages
@@ -250,11 +262,14 @@ class Scheduler:
             promised += need
         return budget
 
-    def _chunk(self, seq: Sequence, most: int) -> int:
-        """How many tokens of a prompt fit in `most` rows, beside those of it that are still in flight, and in the pages
-        that are left; takes the pages."""
+    def _chunk(self, seq: Sequence, most: int, score_room: int) -> int:
+        """How many tokens of a prompt fit in `most` rows, `score_room` of them with logits, beside those of it that are
+        still in flight, and in the pages that are left; takes the pages."""
         start = seq.scheduled
         count = min(len(seq.tokens) - start, most, seq.tables.length + self.row_budget - start)
+        wanted = seq.unscored(start, start + count)
+        if len(wanted) > score_room:
+            count = wanted.start + score_room - start
         if start + count > seq.capacity and not self._extend(seq, start + count):
             size = self.pages.page_size
             count = min(count, seq.capacity + self.pages.available // 2 * size - start)
@@ -263,14 +278,18 @@ class Scheduler:
         return max(0, count)
 
     def _add_chunk(self, step: ScheduledStep, seq: Sequence, most: int) -> int:
-        count = self._chunk(seq, most)
+        count = self._chunk(seq, most, step.score_room)
         if count:
-            last = seq.scheduled + count == len(seq.tokens)
+            start, generates = seq.scheduled, seq.prompt < seq.limit
+            last = start + count == len(seq.tokens) and generates
+            scores = len(seq.unscored(start, start + count))
             step.seqs.append(seq)
             step.starts.append(seq.scheduled)
             step.counts.append(count)
             step.drafts.append(_NO_DRAFT)
             step.samples.append(last)
+            step.scores.append(scores)
+            step.score_room -= scores
             step.rows += count
             step.decode_only = step.decode_only and count == 1 and last
             step.ahead = step.ahead and (seq.runs_ahead or not last)
@@ -383,7 +402,7 @@ class Scheduler:
             assert seq.tables.attached
             assert seq.tables.length <= seq.scheduled <= len(seq.tokens) + seq.pending + len(seq.draft)
             assert seq.scheduled <= seq.capacity == len(seq.tables.full) * self.pages.page_size
-            assert len(seq.tokens) < seq.limit, "a sequence at its limit still runs"
+            assert len(seq.tokens) < seq.limit or seq.params.max_tokens == 0, "a sequence at its limit still runs"
             if launched is not None:
                 assert seq.inflight == flying.get(id(seq), 0)
             if seq.inflight == 0:

@@ -32,8 +32,8 @@ class Sequence:
     __slots__ = (
         "accepted", "admission", "arrived", "cached", "capacity", "draft", "drafted", "finish", "grammar", "held",
         "index", "inflight", "leader", "limit", "may_run_ahead", "order", "pace", "params", "pending", "prefilled",
-        "prompt", "proposal", "request", "runs_ahead", "sampler", "scheduled", "slot", "state", "stop_ids", "stops",
-        "tables", "tokens",
+        "prompt", "proposal", "request", "runs_ahead", "sampler", "scheduled", "scored", "scorer", "slot", "state",
+        "stop_ids", "stops", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, limit: int, *, salt: bytes = b"") -> None:
@@ -55,6 +55,7 @@ class Sequence:
         self.capacity = 0  # tokens that fit in the pages held
         self.leader: Sequence | None = None  # of n choices, the one whose prompt pages the others wait for
         self.prefilled = False
+        self.scored = self.prompt  # the prompt's first token whose logprob is wanted and not there yet
         self.draft: list[int] = []
         self.cached = 0  # prompt tokens taken from the prefix cache when first admitted
         self.drafted = 0
@@ -62,6 +63,7 @@ class Sequence:
         self.finish: FinishReason | None = None
         # Attached by the engine; None where a request does not use it.
         self.sampler: RowSampler | None = None
+        self.scorer: RowSampler | None = None  # of rows whose next token is known
         self.stops: StopMatcher | None = None
         self.grammar: GrammarPace | None = None
         self.held = False  # its grammar is not ready: it sits the step out
@@ -76,6 +78,11 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt
+
+    def unscored(self, start: int, end: int) -> range:
+        """Rows among start..end-1 whose next token is the prompt's and wants its logprob: the last of those that are
+        not sampled."""
+        return range(max(start, self.scored - 1), min(end, self.prompt - 1))
 
     def __repr__(self) -> str:
         return (

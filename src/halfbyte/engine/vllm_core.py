@@ -114,6 +114,11 @@ class VllmCore:
                 "structured output is not served with --engine vllm yet; leave response_format out, or use "
                 "--engine halfbyte."
             )
+        if params.prompt_logprobs is not None:
+            raise RequestError(
+                "logprobs of the prompt are not served with --engine vllm yet; leave out echo or logprobs, or use "
+                "--engine halfbyte."
+            )
         room = engine.max_context - len(request.prompt)
         if room < 1 or (params.max_tokens or 0) > room:
             wanted = f" and {params.max_tokens} to generate" if params.max_tokens else ""

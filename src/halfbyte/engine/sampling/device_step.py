@@ -112,6 +112,8 @@ class DeviceStepSampling:
                 rows[i, 0].fill_(result.tokens[0])
                 if result.errors:
                     errors[i] = result.errors[0]
+            if i in batch.targets:
+                rows[i, 0].fill_(batch.targets[i])
             if row_sampler.params.logprobs is not None:
                 logprobs[i] = PendingLogprob.of(logits[i], rows[i, 0], row_sampler.params.logprobs)
         cuda = logits.device.type == "cuda"

@@ -99,6 +99,7 @@ def sample_row_on_host(logits: Tensor, batch: Batch, row: int) -> StepResult:
         replace(
             batch, samplers=[batch.samplers[row]], sample_positions=[batch.sample_positions[row]],
             histories={0: batch.histories[row]} if row in batch.histories else {},
+            targets={0: batch.targets[row]} if row in batch.targets else {},
             masks={0: batch.masks[row]} if row in batch.masks else {},
             proposals={0: batch.proposals[row]} if row in batch.proposals else {},
         ),
@@ -117,6 +118,7 @@ def _sample_row(raw: Row, sampler: RowSampler, row: int, batch: Batch, result: S
             token = _accept_or_resample(logits, proposal, sampler, position)
         else:
             token = sample_token(logits, p, sampler.uniform(position))
+    token = batch.targets.get(row, token)
     if p.logprobs is not None:
         result.logprobs[row] = logprob_of(raw, token, p.logprobs)
     return token

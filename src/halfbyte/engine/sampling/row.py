@@ -31,14 +31,17 @@ def check_params(params: SamplingParams, vocab: int) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         if not -100.0 <= getattr(params, name) <= 100.0:
             problems.append(f"{name} is {getattr(params, name)}, not between -100 and 100")
-    if params.max_tokens is not None and params.max_tokens < 1:
-        problems.append(f"max_tokens is {params.max_tokens}; ask for at least 1")
+    if params.max_tokens is not None and params.max_tokens < (1 if params.prompt_logprobs is None else 0):
+        problems.append(f"max_tokens is {params.max_tokens}; ask for at least 1, or for prompt_logprobs")
     if params.min_tokens < 0 or (params.max_tokens is not None and params.min_tokens > params.max_tokens):
         problems.append(f"min_tokens is {params.min_tokens}, not between 0 and max_tokens")
     if params.n < 1:
         problems.append(f"n is {params.n}; ask for at least 1")
-    if params.logprobs is not None and not 0 <= params.logprobs <= vocab:
-        problems.append(f"logprobs is {params.logprobs}, not between 0 and the vocabulary's {vocab}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(params, name)) is not None and not 0 <= count <= vocab:
+            problems.append(f"{name} is {count}, not between 0 and the vocabulary's {vocab}")
+    if params.prompt_logprobs_from < 1:
+        problems.append(f"prompt_logprobs_from is {params.prompt_logprobs_from}; the first token has none")
     for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         outside = [t for t in ids if not 0 <= t < vocab]
         if outside:

@@ -304,6 +304,7 @@ class Eagle3Proposer:
         self._store(full[rows, positions.long() // self._page], positions, *head.keys_values(entered, positions))
         at, row = [], 0
         for s, draft in enumerate(batch.drafts):
+            row += batch.scores.get(s, 0)
             if s in batch.following:
                 continue
             right = 0
