@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from harmony_fuzz import check, parse
 
 from halfbyte.harmony import Message
+from halfbyte.harmony.repairs import REPAIRS
 from halfbyte.model.tokenizer import Tokenizer
 
 R, C, F = "reasoning", "content", "call"
@@ -420,3 +424,12 @@ def test_half_a_character_at_the_end(tokenizer: Tokenizer) -> None:
     assert parser.messages == [Message.final("a\ufffd")]
     assert parser.repairs == {"half_character": 1}
     assert events[-1].end == "cut"
+
+
+def test_every_repair_has_its_name_and_its_line_in_the_document() -> None:
+    seen = {"half_character"}.union(*(repairs for _, _, repairs in CASES.values()))
+    assert seen <= set(REPAIRS)
+    page = (Path(__file__).parents[2] / "docs" / "harmony.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(REPAIRS)

@@ -8,13 +8,16 @@ from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from halfbyte import __version__
 from halfbyte.engine.request import QUEUE_BUCKETS, EngineStats, SourceInfo
 from halfbyte.gpu_sensor import Sample
+from halfbyte.harmony.repairs import REPAIRS
 from halfbyte.memory import GIB, MemoryState
 from halfbyte.server.http import metrics
-from halfbyte.server.http.metrics import EngineCollector, Metrics
+from halfbyte.server.http.metrics import EngineCollector, Metrics, TokenGaps
 
 
 class Source:
@@ -87,13 +90,14 @@ def test_names_types_and_labels_stay_as_they_are(monkeypatch: pytest.MonkeyPatch
     counts.refused("queue")
     counts.repairs({"missing_end": 1})
     counts.finished("chat", "stop", prompt=1, cached=0, completion=1, reasoning=0)
-    counts.latency(0.1, 0.2, 2)
+    counts.latency(0.1, 0.2)
+    counts.gaps.add(0.1, 1)
     found = {
         family.name: {
             "type": family.type,
             "labels": sorted({label for s in family.samples for label in s.labels} - {"le"}),
         }
-        for family in text_string_to_metric_families(counts.render().decode())
+        for family in text_string_to_metric_families(counts.render()[0].decode())
         if not family.name.endswith("_created")
     }
     assert found == json.loads(NAMES.read_text())
@@ -118,3 +122,59 @@ def test_a_card_whose_driver_says_its_power(monkeypatch: pytest.MonkeyPatch) -> 
     assert figure(text, "halfbyte_device_clock_hertz") == 1.98e9
     sample = None  # the driver lost it
     assert figure(generate_latest(registry).decode(), "halfbyte_device_power_watts") is None
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Metrics:
+    monkeypatch.setattr(metrics, "read_memory", lambda device: MemoryState(total=GIB, available=GIB))
+    return Metrics(cast(Any, Source()))
+
+
+def test_every_token_counts(counts: Metrics) -> None:
+    gaps = TokenGaps()
+    gaps.add(0.004, 1)
+    gaps.add(0.004, 4)  # four that came together
+    gaps.add(5.0, 1)
+    registry = CollectorRegistry()
+    registry.register(gaps)
+    text = generate_latest(registry).decode()
+    assert 'halfbyte_inter_token_seconds_bucket{le="0.001"} 4.0' in text
+    assert 'halfbyte_inter_token_seconds_bucket{le="0.005"} 5.0' in text
+    assert 'halfbyte_inter_token_seconds_bucket{le="1"} 5.0' in text
+    assert "halfbyte_inter_token_seconds_count 6.0" in text
+    assert figure(text, "halfbyte_inter_token_seconds_sum") == pytest.approx(5.008)
+
+
+def test_what_can_be_foreseen_is_there_as_zero(counts: Metrics) -> None:
+    counts.expect("POST", "/v1/chat/completions")
+    text = counts.render()[0].decode()
+    for line in (
+        'halfbyte_requests_finished_total{api="ollama",reason="error"} 0.0',
+        'halfbyte_requests_refused_total{reason="queue"} 0.0',
+        'halfbyte_http_requests_total{method="POST",route="/v1/chat/completions",status="503"} 0.0',
+        "halfbyte_inter_token_seconds_count 0.0",
+    ):
+        assert line in text
+    assert all(f'halfbyte_harmony_repairs_total{{kind="{kind}"}} 0.0' in text for kind in REPAIRS)
+
+
+def test_what_runs_here(counts: Metrics) -> None:
+    text = counts.render()[0].decode()
+    assert f'version="{__version__}"}} 1.0' in text
+    assert 'halfbyte_model_info{device="unknown",max_context="1",model="m"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    "accept",
+    ["application/openmetrics-text; version=1.0.0,text/plain;q=0.5", "a, application/openmetrics-text;version=x"],
+)
+def test_openmetrics_for_those_who_ask(counts: Metrics, accept: str) -> None:
+    page, content_type = counts.render(accept)
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    families = {f.name: f for f in open_metrics_families(page.decode())}
+    assert families["halfbyte_model"].type == "info"
+    assert families["halfbyte_requests_finished"].type == "counter"
+    assert families["halfbyte_inter_token_seconds"].type == "histogram"
+    plain, content_type = counts.render("text/plain, */*")
+    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
+    assert not plain.decode().endswith("# EOF\n")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar
 
 from halfbyte.server.http.connection import auto_close, close_iterator
@@ -32,12 +32,19 @@ class Pump(Generic[P]):
     """Reads a stream as it comes; `take` returns all that arrived since the last call.
 
     Raises ApiError when more than `most_tokens` wait to be taken, or when nothing has come for `silence` seconds.
+    `arrived` is told of each item and of the loop's time when it came.
     """
 
     def __init__(
-        self, items: AsyncIterator[P], *, most_tokens: int | None = None, silence: float | None = None
+        self,
+        items: AsyncIterator[P],
+        *,
+        most_tokens: int | None = None,
+        silence: float | None = None,
+        arrived: Callable[[P, float], None] | None = None,
     ) -> None:
         self._items = items
+        self._arrived = arrived
         self._pending: list[P] = []
         self._pending_tokens = 0
         self._most_tokens = most_tokens
@@ -56,6 +63,8 @@ class Pump(Generic[P]):
                 self._pending.append(item)
                 self._pending_tokens += len(item.tokens)
                 self._last = self._loop.time()
+                if self._arrived is not None:
+                    self._arrived(item, self._last)
                 if self._wake is not None:
                     self._wake_taker()
                 elif self._most_tokens is not None and self._pending_tokens > self._most_tokens:

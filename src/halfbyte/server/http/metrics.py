@@ -2,25 +2,43 @@
 
 Gauges of the engine, of memory and of the card are read when scraped, never per token. The host's available memory is
 always published, a GPU's only where the engine runs on one that has memory of its own, its power where the driver
-says it.
+says it. Every count that can be foreseen is there from the start, as a zero: a rate over a series that appears with its
+first event misses that event.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import platform
 import time
 from collections.abc import Iterable
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics_exposition
 from prometheus_client.registry import Collector
 
-from halfbyte import log_lines
+from halfbyte import __version__, log_lines
 from halfbyte.engine.request import QUEUE_BUCKETS, EngineStats, TokenSource
 from halfbyte.gpu_sensor import Sample, Sensor, nvml_sensor
+from halfbyte.harmony.repairs import REPAIRS
 from halfbyte.memory import MemoryState, read_memory
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS = "application/openmetrics-text"
+APIS = ("chat", "completions", "messages", "ollama", "responses")
+REASONS = ("cancelled", "error", "length", "mixed", "stop", "tool_calls")
+REFUSALS = ("draining", "memory", "not_ready", "queue")
+# Of an answer to a body; the others have their first sample when they happen.
+USUAL_STATUS = (200, 400, 429, 500, 503)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _ITL = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
 _TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
@@ -40,6 +58,15 @@ class EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         stats = self.source.stats()
         yield GaugeMetricFamily("halfbyte_ready", "1 while new requests are served.", float(self.source.ready))
+        info = self.source.info
+        build = {"version": __version__, "python": platform.python_version()}
+        yield InfoMetricFamily("halfbyte_build", "What runs here.", value=build)
+        model = {
+            "model": info.model,
+            "max_context": str(info.max_context),
+            "device": str(info.details.get("device", "unknown")),
+        }
+        yield InfoMetricFamily("halfbyte_model", "What is served.", value=model)
         yield from self._engine(stats)
         yield from self._memory(read_memory(self.device))
         if self.sensor is not None and (sample := self.sensor()) is not None:
@@ -107,6 +134,29 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("halfbyte_device_temperature_celsius", "Of the GPU.", float(s.celsius))
 
 
+class TokenGaps(Collector):
+    """The time between two tokens of one choice, of every token that is not its choice's first.
+
+    Tokens that came together share the time since those before. It is counted by hand: this is the one thing here that
+    happens for every token.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.counts = [0] * (len(_ITL) + 1)
+
+    def add(self, gap: float, tokens: int) -> None:
+        self.seconds += gap
+        self.counts[bisect.bisect_left(_ITL, gap / tokens)] += tokens
+
+    def collect(self) -> Iterable[Metric]:
+        sums = itertools.accumulate(self.counts)
+        yield HistogramMetricFamily(
+            "halfbyte_inter_token_seconds", "From a token to the next of the same choice, for every token.",
+            buckets=[(str(end), float(n)) for end, n in zip((*_ITL, "+Inf"), sums)], sum_value=self.seconds,
+        )  # fmt: skip
+
+
 class Metrics:
     """One registry per application, so that tests and several servers in one process do not share counters."""
 
@@ -122,13 +172,25 @@ class Metrics:
         self._completion = Counter("halfbyte_completion_tokens", "Tokens generated for clients.", registry=r)
         self._reasoning = Counter("halfbyte_reasoning_tokens", "Of these, reasoning.", registry=r)
         self.ttft = Histogram("halfbyte_time_to_first_token_seconds", "TTFT.", buckets=_LATENCY, registry=r)
-        self.itl = Histogram("halfbyte_inter_token_seconds", "Mean ITL per request.", buckets=_ITL, registry=r)
+        self.gaps = TokenGaps()
+        r.register(self.gaps)
         self.e2e = Histogram("halfbyte_request_seconds", "Whole requests.", buckets=_LATENCY, registry=r)
         self.size = Histogram("halfbyte_request_completion_tokens", "Length.", buckets=_TOKENS, registry=r)
         self.active = Gauge("halfbyte_requests_active", "Requests the server has admitted.", registry=r)
         self.started = time.time()
         started = Gauge("halfbyte_start_time_seconds", "When the server started.", registry=r)
         started.set(self.started)
+        for api, reason in itertools.product(APIS, REASONS):
+            self._finished.labels(api, reason)
+        for reason in REFUSALS:
+            self._refused.labels(reason)
+        for kind in REPAIRS:
+            self._repairs.labels(kind)
+
+    def expect(self, method: str, route: str) -> None:
+        """An endpoint that will be asked."""
+        for status in USUAL_STATUS if method == "POST" else USUAL_STATUS[:1]:
+            self._http.labels(method, route, str(status))
 
     def http(self, method: str, route: str, status: int) -> None:
         self._http.labels(method, route, str(status or 499)).inc()
@@ -153,13 +215,15 @@ class Metrics:
             reasoning_tokens=reasoning,
         )  # fmt: skip
 
-    def latency(self, first: float | None, total: float, tokens: int) -> None:
+    def latency(self, first: float | None, total: float) -> None:
         self.e2e.observe(total)
         if first is not None:
             log_lines.note(first_token_ms=round(1000 * first, 1))
             self.ttft.observe(first)
-            if tokens > 1:
-                self.itl.observe((total - first) / (tokens - 1))
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The page and its content type: OpenMetrics for those who ask for it."""
+        if any(part.partition(";")[0].strip() == OPEN_METRICS for part in accept.split(",")):
+            page = openmetrics_exposition.generate_latest(self.registry)  # type: ignore[no-untyped-call]
+            return page, openmetrics_exposition.CONTENT_TYPE_LATEST
+        return generate_latest(self.registry), CONTENT_TYPE
