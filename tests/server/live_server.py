@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import uvicorn
+from recorder import Recorder
 
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.app import create_app
@@ -22,14 +24,15 @@ PATIENCE = 120  # seconds for anything that is going to happen: a busy machine m
 
 
 class Live:
-    """A running server. `url` has no trailing slash."""
+    """A running server. `url` has no trailing slash. `recorder` notes what it is asked."""
 
     def __init__(self, source: Any, settings: ServerSettings, tokenizer: Tokenizer | None = None) -> None:
         self.source = source
-        self.clients: list[openai.OpenAI | anthropic.Anthropic] = []
+        self.clients: list[openai.OpenAI | anthropic.Anthropic | httpx.Client] = []
         self.app = create_app(source, tokenizer or source.tokenizer, settings)
         self.service = self.app.state.service
-        config = config_for(self.app, settings)
+        self.recorder = Recorder(self.app)
+        config = config_for(self.recorder, settings)
         self.doorkeeper: Doorkeeper = config.http.args[0]  # type: ignore[union-attr]
         self.server = uvicorn.Server(config)
         self.sock = bind(replace(settings, port=0))

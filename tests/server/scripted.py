@@ -82,6 +82,10 @@ class ScriptedSource:
             plays = [self._cut(request, self.script(request, i), i) for i in range(request.sampling.n)]
             left = [0] * len(plays)
             done: set[int] = set()
+            if (k := request.sampling.prompt_logprobs) is not None:
+                scored = self._scores(request.prompt[request.sampling.prompt_logprobs_from :], k)
+                for at in range(0, len(scored), 3):
+                    yield Delta([], 0, prompt_logprobs=scored[at : at + 3])
             if plays[0][0].first_delay:
                 await asyncio.sleep(plays[0][0].first_delay)
             while len(done) < len(plays):
@@ -123,9 +127,10 @@ class ScriptedSource:
 
     def _logprobs(self, request: Request, step: list[int]) -> list[Logprob] | None:
         k = request.sampling.logprobs
-        if k is None:
-            return None
-        return [Logprob(t, -0.25, tuple((t + j, -0.25 - j) for j in range(k))) for t in step]
+        return None if k is None else self._scores(step, k)
+
+    def _scores(self, tokens: list[int], k: int) -> list[Logprob]:
+        return [Logprob(t, -0.25, tuple((t + j, -0.25 - j) for j in range(k))) for t in tokens]
 
 
 def always(play: Play | str) -> Script:

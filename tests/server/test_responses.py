@@ -175,6 +175,112 @@ def test_namespaces_and_custom_tools(serve: Serve) -> None:
     assert raw.headers["x-halfbyte-left-out"] == "tools.web_search"
 
 
+SEARCH: dict[str, Any] = {
+    "type": "tool_search",
+    "execution": "client",
+    "description": "Searches for tools.",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+}
+FOUND: dict[str, Any] = {
+    "type": "namespace",
+    "name": "mcp__notes",
+    "description": "Notes.",
+    "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}, "defer_loading": True}],
+}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_tools_that_a_client_searches_for(serve: Serve, stored: bool) -> None:
+    """Codex's way: the model asks for tools, the client finds them, the model calls one of them."""
+    plays = (
+        call("functions.tool_search", '{"query":"notes"}', "I need notes."),
+        call("mcp__notes.add", "{}"),
+        say("ok"),
+    )
+    live = serve(ScriptedSource(in_turn(*plays)))
+    one = ask(live, "Take a note", tools=[SEARCH, WEATHER], store=stored)
+    search = one.output[-1]
+    assert (search.type, search.execution, search.arguments) == ("tool_search_call", "client", {"query": "notes"})
+    found = {
+        "type": "tool_search_output",
+        "call_id": search.call_id,
+        "status": "completed",
+        "execution": "client",
+        "tools": [FOUND],
+    }
+    asked = [{"role": "user", "content": "Take a note"}, *(item.to_dict() for item in one.output)]
+    if stored:
+        two = ask(live, [found], tools=[SEARCH, WEATHER], previous_response_id=one.id)
+    else:
+        two = ask(live, [*asked, found], tools=[SEARCH, WEATHER])
+    made = two.output[-1]
+    assert (made.type, made.namespace, made.name) == ("function_call", "mcp__notes", "add")
+    prompt = live.source.prompts()[1]
+    assert "namespace mcp__notes {" in prompt
+    assert "I need notes." in prompt
+    assert '<|message|>{"query":"notes"}<|call|>' in prompt
+    assert 'functions.tool_search to=assistant<|channel|>commentary<|message|>{"tools":["mcp__notes.add"]}' in prompt
+    result = {"type": "function_call_output", "call_id": made.call_id, "output": "noted"}
+    if stored:
+        three = ask(live, [result], tools=[SEARCH, WEATHER], previous_response_id=two.id)
+    else:
+        three = ask(live, [*asked, found, made.to_dict(), result], tools=[SEARCH, WEATHER])
+    assert three.output_text == "ok"
+    assert "mcp__notes.add to=assistant<|channel|>commentary<|message|>noted<|end|>" in live.source.prompts()[2]
+
+
+def test_a_streamed_search_for_tools(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(call("functions.tool_search", '{"query":"x"}'))))
+    seen = events(live, tools=[SEARCH])
+    assert [e["type"] for e in seen][2:] == [
+        "response.output_item.added",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert seen[3]["item"]["arguments"] == {"query": "x"}
+
+
+def test_tools_in_the_input(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(call("agents.close", "{}"))))
+    more = {"type": "additional_tools", "role": "developer", "tools": [AGENTS, PATCH]}
+    out = ask(live, [more, {"role": "user", "content": "Hi"}, more], tools=[PATCH])
+    assert (out.output[0].namespace, out.output[0].name) == ("agents", "close")
+    prompt = live.source.prompts()[0]
+    assert prompt.count("namespace agents {") == 1
+    assert prompt.count("type apply_patch") == 1
+
+
+def test_a_search_that_openai_would_run_is_left_out(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("x"))))
+    raw = live.openai().responses.with_raw_response.create(
+        model="gpt-oss-test", input="x", tools=[{"type": "tool_search"}, {**WEATHER, "defer_loading": True}]
+    )
+    assert raw.headers["x-halfbyte-left-out"] == "tools.tool_search"
+    assert "type get_weather" in live.source.prompts()[0]  # nothing is deferred
+
+
+def test_a_local_shell(serve: Serve) -> None:
+    run = '{"command":["ls","-l"],"working_directory":"/tmp"}'
+    live = serve(ScriptedSource(in_turn(call("functions.local_shell", run, "Look."), say("Two files."))))
+    one = ask(live, "What is there?", tools=[{"type": "local_shell"}])
+    made = one.output[-1]
+    assert (made.type, made.action.command, made.action.working_directory) == ("local_shell_call", ["ls", "-l"], "/tmp")
+    output = {"type": "local_shell_call_output", "id": made.call_id, "output": "a b"}
+    items = [{"role": "user", "content": "What is there?"}, *(item.to_dict() for item in one.output), output]
+    assert ask(live, items, tools=[{"type": "local_shell"}]).output_text == "Two files."
+    prompt = live.source.prompts()[1]
+    assert '{"command":["ls","-l"],"working_directory":"/tmp"}<|call|>' in prompt
+    assert "functions.local_shell to=assistant<|channel|>commentary<|message|>a b<|end|>" in prompt
+
+
+def test_a_search_of_the_web_that_another_service_made_says_nothing(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("x"))))
+    made = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Found it."}]}
+    ask(live, [{"role": "user", "content": "Hi"}, made, said, {"role": "user", "content": "More"}])
+    assert "Found it.<|end|><|start|>user<|message|>More" in live.source.prompts()[0]
+
+
 def test_streamed_custom_call(serve: Serve) -> None:
     live = serve(ScriptedSource(always(call("functions.apply_patch", '{"input": "abc"}'))))
     seen = events(live, tools=[PATCH])
@@ -244,6 +350,9 @@ def test_input_tokens(serve: Serve) -> None:
         ({"input": []}, "input"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "computer_use_preview"}]}, "tools.0"),
+        ({"input": [{"type": "mcp_call", "id": "x", "name": "y"}]}, "input.0"),
+        ({"input": [{"type": "tool_search_output", "call_id": "no", "tools": []}]}, "input.0.call_id"),
     ],
 )
 def test_what_cannot_be_served_is_named(serve: Serve, more: dict[str, Any], param: str) -> None:

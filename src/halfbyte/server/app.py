@@ -9,14 +9,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from halfbyte import __version__
 from halfbyte.engine.request import TokenSource
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.answer.service import Service
-from halfbyte.server.api import anthropic_messages, openai_chat, openai_completions, openai_responses, tokenize
-from halfbyte.server.http import errors, info, page
+from halfbyte.server.api import (
+    anthropic_messages,
+    ollama,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    tokenize,
+)
+from halfbyte.server.http import errors, info, openapi, page
 from halfbyte.server.http.middleware import Bodies, Middleware
 from halfbyte.server.settings import ServerSettings
 
@@ -38,19 +46,28 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
     app = FastAPI(
         title="halfbyte",
         version=__version__,
-        summary="gpt-oss behind OpenAI's and Anthropic's APIs",
+        summary="gpt-oss behind OpenAI's, Anthropic's and Ollama's APIs",
         lifespan=lifespan,
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
     )
     app.state.service = service
     errors.install(app)
-    for module in (openai_chat, openai_completions, openai_responses, anthropic_messages, tokenize):
-        app.include_router(module.router(service))
     tokenizer_name = tokenizer.name.rpartition("/")[2]
-    app.include_router(info.router(source.info, tokenizer_name, service.names, service.admission, service.metrics))
+    apis = (openai_chat, openai_completions, openai_responses, anthropic_messages, ollama, tokenize)
+    routers = [
+        *(api.router(service) for api in apis),
+        info.router(source.info, tokenizer_name, service.names, service.admission, service.metrics),
+    ]
+    for router in routers:
+        app.include_router(router)
+        for route in router.routes:
+            assert isinstance(route, APIRoute)
+            for method in route.methods or ():
+                service.metrics.expect(method, route.path)
     if settings.page:
         app.include_router(page.router())
+    app.openapi = openapi.describe(app, settings)  # type: ignore[method-assign]
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -85,6 +85,7 @@ class ServerSettings:
     max_choices: int = 16  # the largest `n`
     stored_responses: int = 512  # how many responses `previous_response_id` can reach back to
     stored_bytes: int = 64 * MiB
+    remembered_bytes: int = 16 * MiB  # of reasoning before calls, for clients that do not send it back
     drain_seconds: float = flag(
         30.0, "--drain", "On SIGTERM, wait so many seconds for requests that are being answered.", minimum=0.0
     )
@@ -112,6 +113,7 @@ class ServerSettings:
                 ("max_requests", 1),
                 ("max_choices", 1),
                 ("stored_responses", 0),
+                ("remembered_bytes", 0),
                 ("drain_seconds", 0),
                 ("hang_seconds", 1),
                 ("keepalive_seconds", 0.1),

@@ -65,6 +65,7 @@ class Update:
     stop_match: str | None = None  # the stop string that ended it
     tokens: list[int] = field(default_factory=list)  # as generated, structure included
     logprobs: list[Logprob] = field(default_factory=list)  # of these tokens, where they were asked for
+    prompt_logprobs: list[Logprob] = field(default_factory=list)  # of the prompt's next tokens, the same
     reasoning_tokens: int = 0
     dropped_tokens: int = 0  # generated beside `tokens`, but they stood only for structure
     cached_tokens: int = 0
@@ -77,13 +78,14 @@ class Update:
         self.stop_match = later.stop_match
         self.tokens = self.tokens + later.tokens  # a new list: the old one is the engine's
         self.logprobs = self.logprobs + later.logprobs
+        self.prompt_logprobs = self.prompt_logprobs + later.prompt_logprobs
         self.reasoning_tokens += later.reasoning_tokens
         self.dropped_tokens += later.dropped_tokens
         self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
 
     def __bool__(self) -> bool:
         """Whether it says anything to a client."""
-        return bool(self.pieces or self.finish or self.tokens)
+        return bool(self.pieces or self.finish or self.tokens or self.prompt_logprobs)
 
 
 class Answer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from halfbyte.engine.request import SamplingParams, SourceInfo
 from halfbyte.harmony.messages import Message
@@ -28,20 +29,31 @@ EFFORTS: dict[str, Effort] = {
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """A structured answer: any JSON object (`schema` None) or one that fits a schema (JSON text)."""
+    """What the answer must look like: JSON (`source` is a schema), a regular expression, a grammar."""
 
+    kind: Literal["json_object", "json_schema", "regex", "ebnf"]
+    source: str
     name: str = "json"
-    schema: str | None = None
     description: str | None = None
+    field: str = "response_format"  # what the API that was called has it in: errors name it
 
     @property
-    def source(self) -> str:
-        return self.schema if self.schema is not None else '{"type":"object"}'
+    def is_json(self) -> bool:
+        return self.kind in ("json_object", "json_schema")
+
+
+def json_answer(
+    schema: str | None, name: str = "json", description: str | None = None, *, field: str = "response_format"
+) -> AnswerFormat:
+    """Any JSON object (`schema` None) or one that fits a schema (JSON text)."""
+    if schema is None:
+        return AnswerFormat("json_object", '{"type":"object"}', name, description, field)
+    return AnswerFormat("json_schema", schema, name, description, field)
 
 
 @dataclass
 class Conversation:
-    api: str  # for the metrics: chat, responses, messages
+    api: str  # for the metrics: chat, responses, messages, ollama
     messages: list[Message]
     instructions: str | None = None
     tools: Toolbox = field(default_factory=Toolbox)
@@ -52,6 +64,8 @@ class Conversation:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_strings: tuple[str, ...] = ()
     opening: str | None = None  # what the answer must begin with; the client has that part already
+    identity: str | None = None  # who the model is told it is, where not what it was trained on
+    input_field: str = "messages"  # what the API that was called has them in: errors name it
 
 
 def check_logit_bias(bias: dict[str, float] | None, info: SourceInfo) -> dict[int, float]:

@@ -61,6 +61,8 @@ class Generation(Generic[A]):
         self.streaming = streaming
         self.totals = Totals(prompt=prompt_tokens)
         self.finish: list[str | None] = [None] * len(answers)
+        self._gaps = service.metrics.gaps
+        self._last_token: list[float | None] = [None] * len(answers)
 
     async def batches(self) -> AsyncIterator[list[Update]]:
         async with contextlib.AsyncExitStack() as stack:
@@ -73,6 +75,7 @@ class Generation(Generic[A]):
                 self.updates(),
                 most_tokens=settings.most_unread_tokens if self.streaming else None,
                 silence=settings.silence_seconds or None,
+                arrived=self._arrived,
             )
             reason = "cancelled"
             try:
@@ -90,7 +93,8 @@ class Generation(Generic[A]):
                         if pause > 0:
                             await asyncio.sleep(pause)
                         last_batch = time.perf_counter()
-                reason = ",".join(sorted({str(f) for f in self.finish}))
+                reasons = {str(f) for f in self.finish}
+                reason = reasons.pop() if len(reasons) == 1 else "mixed"
             except BaseException as e:
                 if not is_cancellation(e):
                     reason = "error"
@@ -99,6 +103,13 @@ class Generation(Generic[A]):
                 await pump.close()
                 self.slot.release()
                 self._record(reason, first, time.perf_counter() - start)
+
+    def _arrived(self, update: Update, now: float) -> None:
+        """Something came from the engine, whether or not the client is ready for it."""
+        if update.tokens:
+            last, self._last_token[update.index] = self._last_token[update.index], now
+            if last is not None:
+                self._gaps.add(now - last, len(update.tokens))
 
     def _merge(self, updates: list[Update]) -> list[Update]:
         """What arrived, as one update for each choice that has something to say; answers and totals follow it."""
@@ -109,7 +120,10 @@ class Generation(Generic[A]):
                 earlier.add(update)
         totals = self.totals
         for index, update in by_choice.items():
-            self.answers[index].add(update)
+            answer = self.answers[index]
+            answer.add(update)
+            if update.finish is not None and isinstance(answer, Answer):
+                self.service.calls.keep(answer)
             self.finish[index] = update.finish
             totals.completion += len(update.tokens) + update.dropped_tokens
             totals.reasoning += update.reasoning_tokens
@@ -126,7 +140,7 @@ class Generation(Generic[A]):
             completion=t.completion,
             reasoning=t.reasoning,
         )
-        metrics.latency(first, total, t.completion)
+        metrics.latency(first, total)
         for reader in self.readers:
             metrics.repairs(reader.repairs)
 

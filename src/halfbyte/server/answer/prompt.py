@@ -38,7 +38,7 @@ class Prompt:
 def make_prompt(service: Service, conversation: Conversation) -> Prompt:
     """Render it and check that it fits; what does not is refused with the numbers."""
     harmony = service.harmony
-    budget = TokenBudget(service.tokenizer, service.source.info.max_context)
+    budget = TokenBudget(service.tokenizer, service.source.info.max_context, conversation.input_field)
     tools = conversation.tools.limited_to(conversation.tool_choice)
     try:
         context = render_prompt(budget, _all_messages(conversation, tools, service.settings))
@@ -50,12 +50,13 @@ def make_prompt(service: Service, conversation: Conversation) -> Prompt:
     constraint = None
     if conversation.format is not None:
         constraint = Constraint(
-            "json_object" if conversation.format.schema is None else "json_schema",
+            conversation.format.kind,
             conversation.format.source,
             triggers=harmony.final_headers,
             end_tokens=(harmony.controls.return_,),
         )
-    limit = tokens_left(len(context) + len(prefill), conversation.sampling.max_tokens, service.source.info)
+    length, most = len(context) + len(prefill), conversation.sampling.max_tokens
+    limit = tokens_left(length, most, service.source.info, conversation.input_field)
     sampling = replace(conversation.sampling, stop=(), max_tokens=limit)
     return Prompt(conversation, context, prefill, tools, sampling, constraint)
 
@@ -64,13 +65,14 @@ def _all_messages(conversation: Conversation, tools: Toolbox, settings: ServerSe
     """The messages with harmony's system and developer messages before them."""
     effort: ReasoningEffort = "low" if conversation.effort == "none" else conversation.effort
     system = SystemContent(
+        model_identity=conversation.identity or SystemContent.model_identity,
         reasoning_effort=effort,
         knowledge_cutoff=settings.knowledge_cutoff,
         conversation_start_date=settings.conversation_date or dt.datetime.now(dt.UTC).date().isoformat(),
     )
     out = [Message.system(system)]
     instructions = conversation.instructions or None
-    if (format := conversation.format) is not None:
+    if (format := conversation.format) is not None and format.is_json:
         about = f"// {format.description}\n" if format.description else ""
         section = f"# Response Formats\n\n## {format.name}\n\n{about}{format.source}"
         instructions = f"{instructions}\n\n{section}" if instructions else section
@@ -83,25 +85,26 @@ def _prefill(conversation: Conversation, tools: Toolbox, harmony: HarmonyTokens,
     call_required = conversation.tool_choice.mode == "required"
     if conversation.opening is not None:
         if call_required:
-            raise bad_request("an answer that must begin with given text cannot be a required tool call.", "messages")
+            text = "an answer that must begin with given text cannot be a required tool call."
+            raise bad_request(text, conversation.input_field)
         return [*harmony.final_header, *budget.encode(conversation.opening)]
     if conversation.effort == "none" and not call_required:
         # Without tools the answer begins at once. With them the model must still choose, so it is shown that it
         # has already thought, about nothing.
         if tools:
             return harmony.empty_reasoning
-        return harmony.json_header if conversation.format else harmony.final_header
+        return harmony.json_header if conversation.format and conversation.format.is_json else harmony.final_header
     return []
 
 
-def tokens_left(prompt: int, limit: int | None, info: SourceInfo) -> int:
+def tokens_left(prompt: int, limit: int | None, info: SourceInfo, param: str) -> int:
     """How many tokens may follow. An answer that fits less than it asked for ends with the reason "length"."""
     left = info.max_context - prompt
-    if left < 1:
+    if left < (1 if limit is None else min(limit, 1)):
         raise ApiError(
             400,
             f"The prompt has {prompt} tokens and this model holds {info.max_context} in all; shorten the conversation.",
-            param="messages",
+            param=param,
             code="context_length_exceeded",
         )
     return left if limit is None else min(limit, left)

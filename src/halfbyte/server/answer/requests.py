@@ -52,24 +52,42 @@ def chat_updates(service: Service, prompt: Prompt, readers: list[AnswerReader]) 
     return single_request(service, Request(prompt.tokens, prompt.sampling, None, timeout), readers)
 
 
-async def single_request(service: Service, request: Request, readers: Sequence[Reader]) -> AsyncIterator[Update]:
-    """One engine request that makes all n choices."""
+async def single_request(
+    service: Service, request: Request, readers: Sequence[Reader], grammar_field: str | None = None
+) -> AsyncIterator[Update]:
+    """One engine request that makes all n choices. `grammar_field` is what its constraint came from."""
     running = set(range(len(readers)))
-    async with auto_close(service.source.stream(request)) as deltas:
-        async for delta in deltas:
-            if delta.index not in running:
-                continue
-            raise_failure(delta)
-            reader = readers[delta.index]
-            update = reader.read(delta.tokens, delta.logprobs)
-            if delta.usage is not None:
-                update.cached_tokens = delta.usage.cached_tokens
-            if delta.finish is not None or reader.done:
-                running.discard(delta.index)
-                update.add(reader.end(delta.finish or "stop"))
-            yield update
-            if not running and delta.finish is None:
-                return  # closing the engine's stream cancels what nobody waits for
+    try:
+        async with auto_close(service.source.stream(request)) as deltas:
+            async for delta in deltas:
+                if delta.index not in running:
+                    continue
+                raise_failure(delta)
+                if delta.prompt_logprobs:  # the prompt is the same for all choices
+                    for reader in readers:
+                        scored = reader.read([], None)
+                        scored.prompt_logprobs = delta.prompt_logprobs
+                        yield scored
+                    continue
+                reader = readers[delta.index]
+                update = reader.read(delta.tokens, delta.logprobs)
+                if delta.usage is not None:
+                    update.cached_tokens = delta.usage.cached_tokens
+                if delta.finish is not None or reader.done:
+                    running.discard(delta.index)
+                    update.add(reader.end(delta.finish or "stop"))
+                yield update
+                if not running and delta.finish is None:
+                    return  # closing the engine's stream cancels what nobody waits for
+    except RequestError as e:
+        raise naming(e, grammar_field) from None
+
+
+def naming(error: RequestError, grammar_field: str | None) -> Exception:
+    """The engine's refusal of a grammar, with the field that the grammar came from."""
+    if grammar_field is None or type(error) is not RequestError:  # a context that is too long is another matter
+        return error
+    return ApiError(400, str(error), param=grammar_field)
 
 
 def offered_recipient(harmony: HarmonyTokens, functions: Sequence[Function]) -> Constraint:
@@ -102,17 +120,21 @@ class ChoiceRequests:
         self.cached_tokens: int | None = None
         self.dropped_tokens = 0
         self.last_finish: str | None = None
+        self.grammar_field: str | None = None  # what the last request's constraint came from
         seed = prompt.sampling.seed
         self.sampling = replace(prompt.sampling, n=1, seed=None if seed is None else seed + reader.index)
 
     async def updates(self) -> AsyncIterator[Update]:
-        async with auto_close(self._steps()) as steps:
-            async for update in steps:
-                if self.reader.done:
-                    update.add(self._end("stop"))
+        try:
+            async with auto_close(self._steps()) as steps:
+                async for update in steps:
+                    if self.reader.done:
+                        update.add(self._end("stop"))
+                        yield update
+                        return
                     yield update
-                    return
-                yield update
+        except RequestError as e:
+            raise naming(e, self.grammar_field) from None
         yield self._end("length" if self.cut else "stop")
 
     def _steps(self) -> AsyncIterator[Update]:
@@ -150,6 +172,7 @@ class ChoiceRequests:
         )
         request = Request(self.tokens.copy(), sampling, constraint, self.service.settings.request_timeout)
         self.last_finish = None
+        self.grammar_field = self._field_of(constraint)
         async with auto_close(self.service.source.stream(request)) as deltas:
             async for delta in deltas:
                 raise_failure(delta)
@@ -165,6 +188,12 @@ class ChoiceRequests:
                     self.cached_tokens = delta.usage.cached_tokens  # later requests find this one's own tokens
                 self.last_finish = delta.finish
                 yield self.reader.read(tokens, logprobs)
+
+    def _field_of(self, constraint: Constraint | None) -> str | None:
+        format = self.prompt.conversation.format
+        if constraint is not None and format is not None and constraint.source == format.source:
+            return format.field
+        return None if constraint is None else "tools"
 
     def _force(self, tokens: list[int]) -> Update:
         """Tokens that the server puts into the prompt in the middle of an answer."""
@@ -280,6 +309,7 @@ class ChoiceRequests:
             return
         while self.tokens and self.tokens[-1] in self.harmony.structural:
             self.tokens.pop()
-        yield self._force([*self.harmony.new_message, *self.harmony.json_header])
+        header = self.harmony.json_header if constraint.kind.startswith("json") else self.harmony.final_header
+        yield self._force([*self.harmony.new_message, *header])
         async for update in self._request(constraint=replace(constraint, triggers=())):
             yield update

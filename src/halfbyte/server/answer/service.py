@@ -6,6 +6,7 @@ import logging
 
 from halfbyte.engine.request import TokenSource
 from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.server.answer.call_memory import CallMemory
 from halfbyte.server.answer.harmony_tokens import HarmonyTokens
 from halfbyte.server.answer.pump import Pacer
 from halfbyte.server.http.admission import Admission
@@ -30,6 +31,7 @@ class Service:
         self.pacer = Pacer()
         # No text of a request can be longer: a token stands for so many bytes at the most.
         self.longest_text = max(MAX_TEXT, source.info.max_context * tokenizer.longest_token)
+        self.calls = CallMemory(settings.remembered_bytes)
         if settings.log_prompts:
             prompt_log.setLevel(logging.INFO)
 

@@ -14,7 +14,7 @@ SECONDS = 20.0  # the most that the tokens of one request may take to make
 class TokenBudget:
     """Encodes like its tokenizer until `tokens` have been made in all; one more is a 400."""
 
-    def __init__(self, tokenizer: Tokenizer, tokens: int, param: str = "messages") -> None:
+    def __init__(self, tokenizer: Tokenizer, tokens: int, param: str) -> None:
         self.special = tokenizer.special
         self.token_bytes = tokenizer.token_bytes
         self._tokenizer = tokenizer

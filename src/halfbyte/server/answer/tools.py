@@ -16,6 +16,8 @@ from halfbyte.harmony.messages import FUNCTIONS, Tool, ToolNamespace
 from halfbyte.server.http.errors import bad_request
 
 Mode = Literal["auto", "none", "required"]
+# What a client's tool is called in its API. To the model they are all functions.
+Form = Literal["function", "custom", "tool_search", "local_shell"]
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 # A tool that takes free text ("custom" in OpenAI's terms) is shown to the model as a function of one string.
 CUSTOM_FIELD = "input"
@@ -28,11 +30,15 @@ class Function:
     description: str = ""
     parameters: dict[str, Any] | None = None
     strict: bool = False
-    custom: bool = False
+    form: Form = "function"
 
     @property
     def recipient(self) -> str:
         return f"{self.namespace}.{self.name}"
+
+    @property
+    def custom(self) -> bool:
+        return self.form == "custom"
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -129,6 +135,15 @@ def check_choice(choice: ToolChoice, tools: Toolbox, param: str = "tool_choice")
     if choice.mode == "required" and not tools:
         raise bad_request(f"'{param}' asks for a call, but no tools were given.", param)
     return choice
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """The arguments as an object, where an API wants one; text that is no object is passed on, not lost."""
+    try:
+        value = json.loads(arguments or "{}", strict=False)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"_unparsed": arguments}
 
 
 def custom_input(arguments: str) -> str:

@@ -6,7 +6,6 @@ with reasoning, but no block it did not ask for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,10 +14,12 @@ from starlette.responses import Response
 
 from halfbyte.engine.request import SamplingParams
 from halfbyte.server.answer.answer import Answer, Item, Piece
-from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings
+from halfbyte.server.answer.conversation import EFFORTS, Conversation, check_stop_strings, json_answer
 from halfbyte.server.answer.generate import Generation, Totals, generate
 from halfbyte.server.answer.prompt import Prompt, make_prompt
 from halfbyte.server.answer.service import Service
+from halfbyte.server.answer.tools import arguments_object
+from halfbyte.server.api.answer_schemas import AnthropicMessage, TokenCount
 from halfbyte.server.api.anthropic_messages_schema import (
     CountRequest,
     MessageHistory,
@@ -31,7 +32,8 @@ from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.http.respond import compute, respond
+from halfbyte.server.http.openapi import EVENTS, answers
+from halfbyte.server.http.respond import EventWriter, compute, respond
 from halfbyte.server.settings import Effort
 
 # A thinking budget as the effort that usually stays within it.
@@ -41,7 +43,7 @@ BUDGETS: tuple[tuple[int, Effort], ...] = ((4096, "low"), (16384, "medium"))
 def router(service: Service) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["Anthropic"])
 
-    @api.post("/v1/messages", summary="Message")
+    @api.post("/v1/messages", summary="Message", responses=answers(AnthropicMessage, "The message.", EVENTS))
     async def messages(body: MessagesRequest, http: Request) -> Response:
         name = service.names.check(body.model)
         streaming = bool(body.stream)
@@ -52,7 +54,11 @@ def router(service: Service) -> APIRouter:
 
         return await respond(http, service.admission, service.settings, writer, streaming=streaming)
 
-    @api.post("/v1/messages/count_tokens", summary="How many tokens a message would send to the model")
+    @api.post(
+        "/v1/messages/count_tokens",
+        summary="How many tokens a message would send to the model",
+        responses=answers(TokenCount, "The count."),
+    )
     async def count_tokens(body: CountRequest, http: Request) -> Response:
         service.names.check(body.model)
         return await compute(http, service.admission, lambda: {"input_tokens": _prompt(service, body).length})
@@ -79,7 +85,7 @@ def _effort(service: Service, body: CountRequest) -> Effort:
 
 def _prompt(service: Service, body: CountRequest) -> Prompt:
     settings = service.settings
-    history = MessageHistory.read(body)
+    history = MessageHistory.read(body, service.calls)
     tools = toolbox(body)
     sampling = SamplingParams()
     stop: tuple[str, ...] = ()
@@ -101,7 +107,7 @@ def _prompt(service: Service, body: CountRequest) -> Prompt:
         tool_choice=tool_choice_of(body, tools),
         parallel_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         effort=_effort(service, body),
-        format=AnswerFormat("answer", sse.compact(format.schema_)) if format else None,
+        format=json_answer(sse.compact(format.schema_), "answer", field="output_config.format") if format else None,
         sampling=sampling,
         stop_strings=stop,
         opening=history.opening,
@@ -109,10 +115,8 @@ def _prompt(service: Service, body: CountRequest) -> Prompt:
     return make_prompt(service, conversation)
 
 
-class MessageWriter:
+class MessageWriter(EventWriter):
     """The answer as content blocks, in either form."""
-
-    headers: dict[str, str] | None = None
 
     def __init__(self, generation: Generation[Answer], model: str, *, show_thinking: bool) -> None:
         self.generation = generation
@@ -221,17 +225,8 @@ def _block(item: Item, *, empty: bool = False) -> dict[str, Any]:
     if item.kind == "content":
         return {"type": "text", "text": text, "citations": None}
     assert item.call is not None
-    arguments = {} if empty else _object(item.call.arguments)
+    arguments = {} if empty else arguments_object(item.call.arguments)
     return {"type": "tool_use", "id": item.call.id, "name": item.call.function.name, "input": arguments}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """The arguments as the object this API wants; text that is no object is passed on, not lost."""
-    try:
-        value = json.loads(arguments or "{}", strict=False)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"_unparsed": arguments}
 
 
 def usage(t: Totals) -> dict[str, int]:

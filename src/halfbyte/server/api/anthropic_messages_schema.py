@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from halfbyte.harmony.messages import Message
+from halfbyte.server.answer.call_memory import CallMemory
 from halfbyte.server.answer.tools import Function, Toolbox, ToolChoice, check_choice, check_name
 from halfbyte.server.api.carried_reasoning import decode_reasoning
 from halfbyte.server.api.shared_schema import MESSAGES_HARMLESS, Items, Messages, Share, Strict
@@ -189,7 +190,7 @@ class MessageHistory:
     _calls: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, body: CountRequest) -> MessageHistory:
+    def read(cls, body: CountRequest, memory: CallMemory) -> MessageHistory:
         out = cls(_system(body.system))
         for position, m in enumerate(body.messages):
             where = f"messages.{position}"
@@ -198,7 +199,7 @@ class MessageHistory:
             elif isinstance(m, SystemMessage):
                 out.messages.append(Message.developer(_text(m.content)))
             else:
-                out._assistant(m, last=position == len(body.messages) - 1)
+                out._assistant(m, memory, last=position == len(body.messages) - 1)
         return out
 
     def _user(self, m: UserMessage, where: str) -> None:
@@ -219,9 +220,13 @@ class MessageHistory:
         if texts:
             self.messages.append(Message.user("\n\n".join(texts)))
 
-    def _assistant(self, m: AssistantMessage, *, last: bool) -> None:
+    def _assistant(self, m: AssistantMessage, memory: CallMemory, *, last: bool) -> None:
         blocks = [TextBlock(type="text", text=m.content)] if isinstance(m.content, str) else m.content
-        uses = any(isinstance(b, ToolUseBlock) for b in blocks)
+        uses = [b for b in blocks if isinstance(b, ToolUseBlock)]
+        if uses and not any(isinstance(b, ThinkingBlock) for b in blocks):
+            thought = memory.recall(uses[0].id)
+            if thought:
+                self.messages.append(Message.analysis(thought))
         for position, block in enumerate(blocks):
             if isinstance(block, TextBlock):
                 if last and position == len(blocks) - 1:

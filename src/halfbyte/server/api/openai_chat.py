@@ -12,11 +12,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from halfbyte.server.answer.answer import SEPARATOR, Answer, Piece, TokenLogprob, Update
-from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings
+from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings, json_answer
 from halfbyte.server.answer.generate import Generation, generate
 from halfbyte.server.answer.prompt import make_prompt
 from halfbyte.server.answer.service import Service
 from halfbyte.server.answer.tools import Function, Toolbox, ToolChoice, check_choice, check_name
+from halfbyte.server.api.answer_schemas import ChatCompletion
+from halfbyte.server.api.guidance import guided_format
 from halfbyte.server.api.openai_chat_schema import (
     AllowedToolsChoice,
     ChatRequest,
@@ -24,6 +26,7 @@ from halfbyte.server.api.openai_chat_schema import (
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedTool,
+    TemplateOptions,
     to_harmony,
 )
 from halfbyte.server.api.openai_chunks import ChunkFrame, error_chunk, finish_json, finite
@@ -33,13 +36,16 @@ from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.connection import auto_close
 from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.http.respond import respond
+from halfbyte.server.http.openapi import EVENTS, answers
+from halfbyte.server.http.respond import EventWriter, respond
 
 
 def router(service: Service) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["OpenAI"])
 
-    @api.post("/v1/chat/completions", summary="Chat completion")
+    @api.post(
+        "/v1/chat/completions", summary="Chat completion", responses=answers(ChatCompletion, "The answer.", EVENTS)
+    )
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
         name = service.names.check(body.model)
         streaming = bool(body.stream)
@@ -57,11 +63,14 @@ def router(service: Service) -> APIRouter:
 
 
 def to_conversation(service: Service, body: ChatRequest) -> Conversation:
-    instructions, messages = to_harmony(body.messages)
+    instructions, messages = to_harmony(body.messages, service.calls)
     tools = to_toolbox(body.tools or [])
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-    effort = body.reasoning_effort or (body.reasoning and body.reasoning.effort) or service.settings.default_effort
+    template = body.chat_template_kwargs or TemplateOptions()
+    asked = body.reasoning_effort or (body.reasoning and body.reasoning.effort) or template.effort
+    if body.options is not None:
+        body = body.options.as_defaults(body)
     return Conversation(
         api="chat",
         messages=messages,
@@ -69,8 +78,8 @@ def to_conversation(service: Service, body: ChatRequest) -> Conversation:
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         parallel_calls=body.parallel_tool_calls is not False,
-        effort=EFFORTS[effort],
-        format=_format(body),
+        effort=EFFORTS[asked or service.settings.default_effort],
+        format=guided_format(body, _format(body)),
         sampling=completion_sampling(
             service,
             body,
@@ -78,6 +87,7 @@ def to_conversation(service: Service, body: ChatRequest) -> Conversation:
             max_tokens=body.max_completion_tokens or body.max_tokens,
         ),
         stop_strings=check_stop_strings(body.stop),
+        identity=template.model_identity,
     )
 
 
@@ -111,18 +121,19 @@ def _recipient(tools: Toolbox, tool: NamedTool) -> str:
 def _format(body: ChatRequest) -> AnswerFormat | None:
     format = body.response_format
     if isinstance(format, JsonObjectFormat):
-        return AnswerFormat()
+        return json_answer(None if format.schema_ is None else sse.compact(format.schema_))
     if isinstance(format, JsonSchemaFormat):
         schema = format.json_schema
-        text = None if schema.schema_ is None else sse.compact(schema.schema_)
-        return AnswerFormat(schema.name, text, schema.description)
+        return json_answer(
+            None if schema.schema_ is None else sse.compact(schema.schema_), schema.name, schema.description
+        )
     return None
 
 
 # ---- answer -------------------------------------------------------------------------------------------------------
 
 
-class ChatWriter:
+class ChatWriter(EventWriter):
     """The answer to one request, in either form."""
 
     def __init__(self, generation: Generation[Answer], model: str, body: ChatRequest) -> None:

@@ -7,12 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from halfbyte.harmony.messages import Message
+from halfbyte.server.answer.call_memory import CallMemory
+from halfbyte.server.api.guidance import GuidanceFields
+from halfbyte.server.api.ollama_options import OllamaOptions
 from halfbyte.server.api.shared_schema import (
     CHAT_HARMLESS,
     Items,
     Messages,
     RefusalPart,
     SamplingFields,
+    SomeTokens,
     Strict,
     TextPart,
     text_of,
@@ -123,6 +127,7 @@ class TextFormat(Strict):
 
 class JsonObjectFormat(Strict):
     type: Literal["json_object"]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None  # as llama.cpp and others take it
 
 
 class JsonSchema(Strict):
@@ -145,11 +150,24 @@ class ReasoningOptions(Strict):
     exclude: bool | None = None
 
 
-class ChatRequest(SamplingFields):
+class TemplateOptions(Strict):
+    """What servers that render a template give to gpt-oss's own, and to templates with a switch for reasoning."""
+
+    reasoning_effort: EffortName | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    model_identity: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+
+    @property
+    def effort(self) -> EffortName | None:
+        return "none" if False in (self.enable_thinking, self.thinking) else self.reasoning_effort
+
+
+class ChatRequest(SamplingFields, GuidanceFields):
     harmless: ClassVar[dict[str, str]] = CHAT_HARMLESS
     model: str
     messages: Annotated[Messages[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    max_completion_tokens: SomeTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -162,9 +180,11 @@ class ChatRequest(SamplingFields):
     # extensions
     reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    options: OllamaOptions | None = None
 
 
-def to_harmony(messages: list[Any]) -> tuple[str | None, list[Message]]:
+def to_harmony(messages: list[Any], memory: CallMemory) -> tuple[str | None, list[Message]]:
     """(instructions, messages): the instructions that open the conversation, and everything after them."""
     opening: list[str] = []
     out: list[Message] = []
@@ -180,7 +200,7 @@ def to_harmony(messages: list[Any]) -> tuple[str | None, list[Message]]:
         elif isinstance(m, UserMessage):
             out.append(Message.user(text_of(m.content)))
         elif isinstance(m, AssistantMessage):
-            out += _assistant(m, call_names)
+            out += _assistant(m, call_names, memory)
         else:
             name = call_names.get(m.tool_call_id)
             if name is None:
@@ -192,11 +212,13 @@ def to_harmony(messages: list[Any]) -> tuple[str | None, list[Message]]:
     return "\n\n".join(opening) or None, out
 
 
-def _assistant(m: AssistantMessage, call_names: dict[str, str]) -> list[Message]:
+def _assistant(m: AssistantMessage, call_names: dict[str, str], memory: CallMemory) -> list[Message]:
     out = []
     reasoning = m.reasoning_content or m.reasoning
     text = text_of(m.content) or (m.refusal or "")
     calls = m.tool_calls or []
+    if not reasoning and calls:
+        reasoning = memory.recall(calls[0].id)
     if reasoning:
         out.append(Message.analysis(reasoning))
     if text:

@@ -1,6 +1,7 @@
 """/v1/completions: plain text in, plain text out. No harmony: what the model writes is what the client gets.
 
-`suffix` and prompt log probabilities (`echo` with `logprobs`) are refused: the engine has neither.
+With `echo` the prompt comes first, with its own log probabilities where `logprobs` asks for them; `max_tokens` 0 then
+adds nothing. `suffix` is refused: gpt-oss does not fill in the middle.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
-from halfbyte.engine.request import Logprob
+from halfbyte.engine.request import Constraint, Logprob
 from halfbyte.engine.request import Request as EngineRequest
 from halfbyte.model.tokenizer import Detokenizer, Tokenizer
 from halfbyte.server.answer.answer import Piece, Update
@@ -25,14 +26,17 @@ from halfbyte.server.answer.requests import single_request
 from halfbyte.server.answer.service import Service
 from halfbyte.server.answer.stop_strings import StopMatcher
 from halfbyte.server.answer.token_budget import TokenBudget
+from halfbyte.server.api.answer_schemas import TextCompletion
+from halfbyte.server.api.guidance import GuidanceFields, guided_format
 from halfbyte.server.api.openai_chunks import ChunkFrame, error_chunk, finish_json, finite
 from halfbyte.server.api.openai_sampling import completion_sampling
-from halfbyte.server.api.shared_schema import CHAT_HARMLESS, Items, SamplingFields
+from halfbyte.server.api.shared_schema import CHAT_HARMLESS, Items, Limit, SamplingFields
 from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.http.respond import respond
+from halfbyte.server.http.openapi import EVENTS, answers
+from halfbyte.server.http.respond import EventWriter, respond
 
 MAX_PROMPTS = 256
 TokenId = Annotated[int, Field(ge=0)]
@@ -55,10 +59,11 @@ PromptInput = Annotated[
 ]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, GuidanceFields):
     harmless: ClassVar[dict[str, str]] = CHAT_HARMLESS
     model: str
     prompt: PromptInput
+    max_tokens: Limit | None = None  # 0 with `echo`
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -69,19 +74,19 @@ class CompletionRequest(SamplingFields):
 def router(service: Service) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["OpenAI"])
 
-    @api.post("/v1/completions", summary="Text completion")
+    @api.post("/v1/completions", summary="Text completion", responses=answers(TextCompletion, "The text.", EVENTS))
     async def completions(body: CompletionRequest, http: Request) -> Response:
         name = service.names.check(body.model)
         if body.best_of is not None and body.best_of != (body.n or 1):
             text = "'best_of' other than 'n' is not supported; leave it out."
             raise bad_request(text, "best_of", "unsupported_parameter")
-        if body.echo and body.logprobs is not None:
-            raise bad_request("'logprobs' of an echoed prompt are not available; leave out one of the two.", "echo")
+        if body.max_tokens == 0 and not body.echo:
+            raise bad_request("'max_tokens' of 0 asks for nothing; give at least 1, or 'echo'.", "max_tokens")
         return await respond(
             http,
             service.admission,
             service.settings,
-            lambda slot: TextWriter(_generate(service, body, slot), name, body),
+            lambda slot: TextWriter(generate_text(service, body, slot), name, body),
             streaming=bool(body.stream),
         )
 
@@ -91,34 +96,44 @@ def router(service: Service) -> APIRouter:
 # ---- request ------------------------------------------------------------------------------------------------------
 
 
-def _generate(service: Service, body: CompletionRequest, slot: Slot) -> Generation[TextAnswer]:
+def generate_text(
+    service: Service, body: CompletionRequest, slot: Slot, *, api: str = "completions"
+) -> Generation[TextAnswer]:
     """One engine request for each prompt, all at once."""
     prompts = _prompts(service, body)
     stop = check_stop_strings(body.stop)
-    sampling = completion_sampling(service, body, logprobs=body.logprobs, max_tokens=body.max_tokens)
-    if sampling.max_tokens is None:
-        sampling = replace(sampling, max_tokens=16)  # this endpoint's documented default
+    most = 16 if body.max_tokens is None else body.max_tokens  # this endpoint's documented default
+    sampling = completion_sampling(service, body, logprobs=body.logprobs, max_tokens=most)
+    scored = body.echo and body.logprobs is not None
+    format = guided_format(body)
+    constraint = Constraint(format.kind, format.source) if format else None
     skip = body.skip_special_tokens is not False
     answers: list[TextAnswer] = []
     readers: list[TextReader] = []
     requests: list[EngineRequest] = []
     for ids in prompts:
         service.log_prompt(ids)
-        limit = tokens_left(len(ids), sampling.max_tokens, service.source.info)
-        requests.append(EngineRequest(ids, replace(sampling, max_tokens=limit), None, service.settings.request_timeout))
+        limit = tokens_left(len(ids), sampling.max_tokens, service.source.info, "prompt")
+        of_prompt = replace(sampling, max_tokens=limit)
+        if scored or limit == 0:
+            # An echo without log probabilities needs none, but the engine is asked for nothing else then.
+            first = 1 if scored else len(ids)
+            of_prompt = replace(of_prompt, prompt_logprobs=body.logprobs or 0, prompt_logprobs_from=first)
+        requests.append(EngineRequest(ids, of_prompt, constraint, service.settings.request_timeout))
         echo = service.tokenizer.decode(ids) if body.echo else ""
         for _ in range(sampling.n):
             readers.append(TextReader(service.tokenizer, len(readers), stop, echo, skip))
-            answers.append(TextAnswer(service.tokenizer, len(echo)))
+            answers.append(TextAnswer(service.tokenizer, ids[:1] if scored else [], 0 if scored else len(echo)))
 
     def updates() -> AsyncIterator[Update]:
         n = sampling.n
-        streams = [single_request(service, r, readers[i * n : (i + 1) * n]) for i, r in enumerate(requests)]
+        field = format.field if format else None
+        streams = [single_request(service, r, readers[i * n : (i + 1) * n], field) for i, r in enumerate(requests)]
         return streams[0] if len(streams) == 1 else merge(streams)
 
     return Generation(
         service,
-        "completions",
+        api,
         readers,
         answers,
         updates,
@@ -182,32 +197,46 @@ class TextReader:
 
 
 class TextAnswer:
-    """One completion so far: its text, its tokens, log probabilities in the form of this endpoint."""
+    """One completion so far: its text, its tokens, log probabilities in the form of this endpoint.
 
-    def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
+    `unscored` is the token that an echoed prompt begins with: nothing stands before it, so it has no probability.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, unscored: list[int], offset: int) -> None:
         self.text = ""
         self.finish: str | None = None
         self.ids: list[int] = []
         self._tokenizer = tokenizer
         self._offset = offset
         self._tokens: list[str] = []
-        self._token_logprobs: list[float] = []
-        self._top: list[dict[str, float]] = []
+        self._token_logprobs: list[float | None] = []
+        self._top: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
+        self._taken = 0
+        for token in unscored:
+            self._add(token, None, None)
 
     def add(self, update: Update) -> None:
         self.text += "".join(piece.text for piece in update.pieces)
         self.ids += update.tokens
         self.finish = update.finish
-        for lp in update.logprobs:
-            name = self._tokenizer.decode([lp.token])
-            self._tokens.append(name)
-            self._token_logprobs.append(finite(lp.logprob))
-            self._top.append({self._tokenizer.decode([t]): finite(v) for t, v in lp.top})
-            self._offsets.append(self._offset)
-            self._offset += len(name)
+        for lp in (*update.prompt_logprobs, *update.logprobs):
+            top: dict[str, float] = {}
+            for token, value in lp.top:  # of tokens that read the same, the likeliest
+                top.setdefault(self._tokenizer.decode([token]), finite(value))
+            self._add(lp.token, finite(lp.logprob), top)
 
-    def logprobs(self, start: int = 0) -> dict[str, Any]:
+    def _add(self, token: int, logprob: float | None, top: dict[str, float] | None) -> None:
+        name = self._tokenizer.decode([token])
+        self._tokens.append(name)
+        self._token_logprobs.append(logprob)
+        self._top.append(top)
+        self._offsets.append(self._offset)
+        self._offset += len(name)
+
+    def take_logprobs(self) -> dict[str, Any]:
+        """Those that nobody has taken yet."""
+        start, self._taken = self._taken, len(self._tokens)
         return {
             "tokens": self._tokens[start:],
             "token_logprobs": self._token_logprobs[start:],
@@ -216,7 +245,7 @@ class TextAnswer:
         }
 
 
-class TextWriter:
+class TextWriter(EventWriter):
     """The answer to one request, in either form."""
 
     def __init__(self, generation: Generation[TextAnswer], model: str, body: CompletionRequest) -> None:
@@ -233,7 +262,7 @@ class TextWriter:
         logprobs = b"null"
         if self.logprobs:
             answer = self.generation.answers[update.index]
-            logprobs = sse.dumps(answer.logprobs(len(answer.ids) - len(update.tokens)))
+            logprobs = sse.dumps(answer.take_logprobs())
         text = sse.quote("".join(piece.text for piece in update.pieces))
         ids = b',"token_ids":' + sse.dumps(update.tokens) if self._with_ids else b""
         fields = (update.index, text, logprobs, finish_json(update.finish), ids)
@@ -251,7 +280,7 @@ class TextWriter:
             {
                 "index": i,
                 "text": answer.text,
-                "logprobs": answer.logprobs() if self.logprobs else None,
+                "logprobs": answer.take_logprobs() if self.logprobs else None,
                 "finish_reason": answer.finish,
                 **({"token_ids": answer.ids} if self._with_ids else {}),
             }

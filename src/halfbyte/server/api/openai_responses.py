@@ -15,17 +15,17 @@ from starlette.responses import Response
 
 from halfbyte.harmony.messages import Message
 from halfbyte.server.answer.answer import Answer
-from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings
+from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings, json_answer
 from halfbyte.server.answer.generate import Generation, Totals, generate
 from halfbyte.server.answer.prompt import Prompt, make_prompt
 from halfbyte.server.answer.service import Service
-from halfbyte.server.api.openai_chat_schema import JsonObjectFormat
+from halfbyte.server.api.answer_schemas import DeletedResponse, InputItems, InputTokens, ResponseObject
+from halfbyte.server.api.openai_chat_schema import JsonObjectFormat, TextFormat
 from halfbyte.server.api.openai_chunks import error_chunk
 from halfbyte.server.api.openai_responses_events import ItemWriter
 from halfbyte.server.api.openai_responses_history import History
 from halfbyte.server.api.openai_responses_schema import (
     ResponsesRequest,
-    SchemaFormat,
     tool_choice_of,
     toolbox,
 )
@@ -36,7 +36,8 @@ from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError, bad_request, from_error, is_cancellation
 from halfbyte.server.http.json_body import Route
-from halfbyte.server.http.respond import compute, respond
+from halfbyte.server.http.openapi import EVENTS, answers
+from halfbyte.server.http.respond import EventWriter, compute, respond
 from halfbyte.server.settings import ServerSettings
 
 
@@ -44,7 +45,7 @@ def router(service: Service) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["OpenAI"])
     store = ResponseStore(service.settings.stored_responses, service.settings.stored_bytes)
 
-    @api.post("/v1/responses", summary="Response")
+    @api.post("/v1/responses", summary="Response", responses=answers(ResponseObject, "The response.", EVENTS))
     async def create(body: ResponsesRequest, http: Request) -> Response:
         name = service.names.check(body.model)
         streaming = bool(body.stream)
@@ -59,7 +60,11 @@ def router(service: Service) -> APIRouter:
             http, service.admission, service.settings, writer, streaming=streaming, more_bytes=earlier.size
         )
 
-    @api.post("/v1/responses/input_tokens", summary="How many tokens a request would send to the model")
+    @api.post(
+        "/v1/responses/input_tokens",
+        summary="How many tokens a request would send to the model",
+        responses=answers(InputTokens, "The count."),
+    )
     async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
         earlier = _earlier(store, body, _owner(http))
 
@@ -68,17 +73,29 @@ def router(service: Service) -> APIRouter:
 
         return await compute(http, service.admission, answer, more_bytes=earlier.size)
 
-    @api.get("/v1/responses/{response_id}", summary="A stored response")
+    @api.get(
+        "/v1/responses/{response_id}",
+        summary="A stored response",
+        responses=answers(ResponseObject, "As it was answered."),
+    )
     async def get(response_id: str, http: Request) -> dict[str, Any]:
         return _stored(store, response_id, _owner(http)).body
 
-    @api.delete("/v1/responses/{response_id}", summary="Forget a stored response")
+    @api.delete(
+        "/v1/responses/{response_id}",
+        summary="Forget a stored response",
+        responses=answers(DeletedResponse, "It is gone."),
+    )
     async def delete(response_id: str, http: Request) -> dict[str, Any]:
         _stored(store, response_id, _owner(http))
         store.remove(response_id)
         return {"id": response_id, "object": "response.deleted", "deleted": True}
 
-    @api.get("/v1/responses/{response_id}/input_items", summary="What a stored response was asked")
+    @api.get(
+        "/v1/responses/{response_id}/input_items",
+        summary="What a stored response was asked",
+        responses=answers(InputItems, "The items, the last first."),
+    )
     async def input_items(response_id: str, http: Request) -> dict[str, Any]:
         items = _stored(store, response_id, _owner(http)).input_items
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
@@ -113,8 +130,9 @@ def _earlier(store: ResponseStore, body: ResponsesRequest, owner: str) -> Histor
 
 def _prompt(service: Service, earlier: History, body: ResponsesRequest) -> tuple[Prompt, History, list[str]]:
     """The prompt, the conversation it is part of, and the types of the tools that were left out of it."""
-    tools, left_out = toolbox(body.tools or [])
     history = earlier.copy()
+    history.add_tools(body.input)
+    tools, left_out = toolbox(body.tools or [], history.tools)
     history.add(body.input, tools)
     if not history.messages and not history.opening:
         raise bad_request("'input' is empty; give a text or a list of items.", "input", "missing_required_parameter")
@@ -135,20 +153,21 @@ def _prompt(service: Service, earlier: History, body: ResponsesRequest) -> tuple
         format=_format(body),
         sampling=common_sampling(service, body, logprobs=logprobs, max_tokens=body.max_output_tokens),
         stop_strings=check_stop_strings(body.stop),
+        input_field="input",
     )
     return make_prompt(service, conversation), history, left_out
 
 
 def _format(body: ResponsesRequest) -> AnswerFormat | None:
     format = body.text.format if body.text else None
+    if isinstance(format, TextFormat) or format is None:
+        return None
     if isinstance(format, JsonObjectFormat):
-        return AnswerFormat()
-    if isinstance(format, SchemaFormat):
-        return AnswerFormat(format.name, sse.compact(format.schema_), format.description)
-    return None
+        return json_answer(None if format.schema_ is None else sse.compact(format.schema_), field="text.format")
+    return json_answer(sse.compact(format.schema_), format.name, format.description, field="text.format")
 
 
-class ResponseBodyWriter:
+class ResponseBodyWriter(EventWriter):
     """The answer to one request, in either form; it is stored when it is complete."""
 
     def __init__(

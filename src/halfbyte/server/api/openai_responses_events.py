@@ -9,7 +9,7 @@ from typing import Any
 
 from halfbyte.harmony.messages import FUNCTIONS
 from halfbyte.server.answer.answer import Answer, Call, Item, Piece, TokenLogprob
-from halfbyte.server.answer.tools import custom_input
+from halfbyte.server.answer.tools import arguments_object, custom_input
 from halfbyte.server.api.carried_reasoning import encode_reasoning
 from halfbyte.server.api.openai_chunks import finite
 from halfbyte.server.http import sse
@@ -60,8 +60,8 @@ class ItemWriter:
             entries = [_entry(lp) for lp in piece.logprobs or ()] if self.logprobs else []
             return out + self._delta(b"response.output_text.delta", piece.text, b',"logprobs":' + sse.dumps(entries))
         assert piece.call is not None
-        if piece.call.function.custom:
-            return out  # its text is inside JSON; it is sent whole when it is complete
+        if piece.call.function.form != "function":
+            return out  # what the client wants is inside JSON; it is sent whole when it is complete
         return out + self._delta(b"response.function_call_arguments.delta", piece.text)
 
     def _open(self, piece: Piece) -> bytes:
@@ -96,11 +96,12 @@ class ItemWriter:
         at: dict[str, Any] = {"item_id": id, "output_index": index}
         if item.kind == "call":
             assert item.call is not None
-            if item.call.function.custom:
+            form, out = item.call.function.form, b""
+            if form == "custom":
                 text = custom_input(item.call.arguments)
                 out = self.event("response.custom_tool_call_input.delta", **at, delta=text)
                 out += self.event("response.custom_tool_call_input.done", **at, input=text)
-            else:
+            elif form == "function":
                 name, arguments = item.call.function.name, item.call.arguments
                 out = self.event("response.function_call_arguments.done", **at, name=name, arguments=arguments)
         else:
@@ -145,16 +146,38 @@ class ItemWriter:
 
 def _call_body(call: Call, status: str, id: str | None, empty: bool) -> dict[str, Any]:
     function = call.function
-    body: dict[str, Any] = {"call_id": call.id, "name": function.name, "status": status}
+    arguments = "" if empty else call.arguments
+    body: dict[str, Any] = {"call_id": call.id, "status": status}
+    if function.form == "tool_search":
+        found = {"execution": "client", "arguments": arguments_object(arguments)}
+        return body | {"type": "tool_search_call", "id": id or sse.new_id("tsc_"), **found}
+    if function.form == "local_shell":
+        return body | {"type": "local_shell_call", "id": id or sse.new_id("lsh_"), "action": _shell_action(arguments)}
+    body["name"] = function.name
     if function.custom:
-        text = "" if empty else custom_input(call.arguments)
-        body |= {"type": "custom_tool_call", "id": id or sse.new_id("ctc_"), "input": text}
+        body |= {"type": "custom_tool_call", "id": id or sse.new_id("ctc_"), "input": custom_input(arguments)}
     else:
-        text = "" if empty else call.arguments
-        body |= {"type": "function_call", "id": id or sse.new_id("fc_"), "arguments": text}
+        body |= {"type": "function_call", "id": id or sse.new_id("fc_"), "arguments": arguments}
     if function.namespace != FUNCTIONS:
         body["namespace"] = function.namespace
     return body
+
+
+def _shell_action(arguments: str) -> dict[str, Any]:
+    """What to run. Arguments that are no list of words are the one line of a shell."""
+    given = arguments_object(arguments)
+    command = given.get("command", [])
+    if isinstance(command, str):
+        command = ["bash", "-lc", command]
+    words = [str(word) for word in command] if isinstance(command, list) else [arguments]
+    where, limit = given.get("working_directory"), given.get("timeout_ms")
+    return {
+        "type": "exec",
+        "command": words,
+        "env": {},
+        "working_directory": where if isinstance(where, str) else None,
+        "timeout_ms": int(limit) if isinstance(limit, int | float) else None,
+    }
 
 
 def _entry(lp: TokenLogprob) -> dict[str, Any]:

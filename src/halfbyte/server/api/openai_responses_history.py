@@ -13,12 +13,22 @@ from halfbyte.harmony.messages import COMMENTARY, FUNCTIONS, JSON, Message, Role
 from halfbyte.server.answer.tools import CUSTOM_FIELD, Toolbox
 from halfbyte.server.api.carried_reasoning import decode_reasoning
 from halfbyte.server.api.openai_responses_schema import (
+    AdditionalToolsItem,
     CustomCallItem,
+    CustomOutputItem,
     FunctionCallItem,
+    FunctionOutputItem,
+    LocalShellCallItem,
+    LocalShellOutputItem,
     MessageItem,
     ReasoningItem,
+    ToolSearchCallItem,
+    ToolSearchOutputItem,
+    WebSearchCallItem,
     text_of,
+    toolbox,
 )
+from halfbyte.server.http import sse
 from halfbyte.server.http.errors import bad_request
 
 
@@ -29,6 +39,7 @@ class History:
     opening: list[str] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     calls: dict[str, str] = field(default_factory=dict)
+    tools: list[Any] = field(default_factory=list)  # that came with the input, as they came
 
     @property
     def size(self) -> int:
@@ -36,7 +47,13 @@ class History:
         return sum(map(len, self.opening)) + sum(len(m.text) for m in self.messages)
 
     def copy(self) -> History:
-        return History(list(self.opening), list(self.messages), dict(self.calls))
+        return History(list(self.opening), list(self.messages), dict(self.calls), list(self.tools))
+
+    def add_tools(self, items: str | list[Any] | None) -> None:
+        """Those that the input brings; to be shown before anything in it is read."""
+        if isinstance(items, list):
+            found = [i for i in items if isinstance(i, ToolSearchOutputItem | AdditionalToolsItem)]
+            self.tools += [tool for item in found for tool in item.tools]
 
     def add(self, items: str | list[Any] | None, tools: Toolbox) -> None:
         if items is None:
@@ -58,15 +75,27 @@ class History:
             self.call(self._recipient(item, tools), item.call_id, item.arguments)
         elif isinstance(item, CustomCallItem):
             self.call(self._recipient(item, tools), item.call_id, json.dumps({CUSTOM_FIELD: item.input}))
-        else:
-            recipient = self.calls.get(item.call_id)
-            if recipient is None:
-                raise bad_request(
-                    f"'{where}.call_id' is {item.call_id!r}, but no earlier item made that call.", f"{where}.call_id"
-                )
-            self.messages.append(
-                Message(Role.TOOL, text_of(item.output), COMMENTARY, recipient=Role.ASSISTANT, name=recipient)
-            )
+        elif isinstance(item, ToolSearchCallItem):
+            self.call(f"{FUNCTIONS}.tool_search", item.call_id or item.id or "", sse.compact(item.arguments or {}))
+        elif isinstance(item, LocalShellCallItem):
+            shown = {key: value for key, value in item.action.items() if key != "type" and value}
+            self.call(f"{FUNCTIONS}.local_shell", item.call_id or item.id or "", sse.compact(shown))
+        elif isinstance(item, ToolSearchOutputItem):
+            found = toolbox((), item.tools)[0].functions
+            self._output(item.call_id or item.id, sse.compact({"tools": [f.recipient for f in found]}), where)
+        elif isinstance(item, LocalShellOutputItem):
+            self._output(item.call_id or item.id, item.output, where)
+        elif isinstance(item, FunctionOutputItem | CustomOutputItem):
+            self._output(item.call_id, text_of(item.output), where)
+        else:  # tools, which were shown already, and what another service looked up
+            assert isinstance(item, AdditionalToolsItem | WebSearchCallItem)
+
+    def _output(self, call_id: str | None, text: str, where: str) -> None:
+        recipient = self.calls.get(call_id or "")
+        if recipient is None:
+            at = f"{where}.call_id"
+            raise bad_request(f"'{at}' is {call_id!r}, but no earlier item made that call.", at)
+        self.messages.append(Message(Role.TOOL, text, COMMENTARY, recipient=Role.ASSISTANT, name=recipient))
 
     def _message(self, item: MessageItem) -> None:
         text = text_of(item.content)

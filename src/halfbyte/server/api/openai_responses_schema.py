@@ -1,11 +1,14 @@
 """The body of /v1/responses, its items and its tools.
 
 Tools that run at OpenAI cannot run here. Web search is taken and left out of the prompt, because agents send it whether
-they need it or not, and the answer says so in a header; the others are refused by name.
+they need it or not, and the answer says so in a header; the others are refused by name. A search for tools is the
+client's own (Codex runs it) and reaches the model as a function; one that OpenAI would run is left out as well, because
+every tool is shown from the start.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -26,6 +29,99 @@ from halfbyte.server.api.shared_schema import (
     Table,
     Temperature,
 )
+
+
+def _only(value: Any, known: tuple[str, ...], what: str) -> Any:
+    """Refuses by name what no part of this server could serve; a list of all that it could helps nobody."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in known:
+        raise ValueError(f"{what} of type {kind[:64]!r} needs a service or a model that is not here")
+    return value
+
+
+# ---- tools --------------------------------------------------------------------------------------------------------
+
+
+_SHOWN = {
+    "defer_loading": "every tool is shown to the model from the start",
+    "async": "a call is answered when the client answers it",
+}
+
+
+class FunctionTool(Strict):
+    harmless: ClassVar[dict[str, str]] = {
+        **_SHOWN,
+        "output_schema": "what the tool returns; the model is shown what it takes",
+    }
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
+
+
+class CustomTool(Strict):
+    harmless: ClassVar[dict[str, str]] = _SHOWN
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
+
+
+class NamespaceTool(Strict):
+    harmless: ClassVar[dict[str, str]] = _SHOWN
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: Items[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
+
+
+class WebSearchTool(Strict):
+    harmless: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            "external_web_access",
+            "filters",
+            "search_context_size",
+            "user_location",
+            "search_content_types",
+            "return_token_budget",
+            "indexed_web_access",
+            "index_gated_web_access",
+        ),
+        "web search is left out",
+    )
+    type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
+
+
+class ToolSearchTool(Strict):
+    type: Literal["tool_search"]
+    execution: Literal["client", "server"] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class LocalShellTool(Strict):
+    type: Literal["local_shell"]
+
+
+WEB_SEARCH = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
+_TOOLS = ("function", "custom", "namespace", "tool_search", "local_shell", *WEB_SEARCH)
+
+
+def _known_tool(value: Any) -> Any:
+    return _only(value, _TOOLS, "a tool")
+
+
+ResponseTool = Annotated[
+    Annotated[
+        FunctionTool | CustomTool | NamespaceTool | WebSearchTool | ToolSearchTool | LocalShellTool,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(_known_tool),
+]
+Tools = Annotated[Items[ResponseTool], Field(max_length=1024)]
 
 # ---- input --------------------------------------------------------------------------------------------------------
 
@@ -58,6 +154,20 @@ def text_of(content: str | list[Any] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(p.refusal if isinstance(p, Refusal) else p.text for p in content)
+
+
+_ITEMS = (
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+    "tool_search_call", "tool_search_output", "additional_tools", "web_search_call", "local_shell_call",
+    "local_shell_call_output",
+)  # fmt: skip
+
+
+def _known_item(value: Any) -> Any:
+    """A message may leave out its type."""
+    if isinstance(value, dict) and "type" not in value and "role" in value:
+        return {**value, "type": "message"}
+    return _only(value, _ITEMS, "an item")
 
 
 class _Item(Strict):
@@ -117,68 +227,63 @@ class CustomOutputItem(_OutputItem):
     type: Literal["custom_tool_call_output"]
 
 
-def _message_by_default(value: Any) -> Any:
-    """A message may leave out its type."""
-    if isinstance(value, dict) and "type" not in value and "role" in value:
-        return {**value, "type": "message"}
-    return value
+class ToolSearchCallItem(_Item):
+    type: Literal["tool_search_call"]
+    call_id: str | None = None
+    execution: Literal["client", "server"] | None = None
+    arguments: Any = None
+
+
+class ToolSearchOutputItem(_Item):
+    type: Literal["tool_search_output"]
+    call_id: str | None = None
+    execution: Literal["client", "server"] | None = None
+    tools: Tools
+
+
+class AdditionalToolsItem(_Item):
+    type: Literal["additional_tools"]
+    role: str | None = None
+    tools: Tools
+
+
+class WebSearchCallItem(_Item):
+    """Another service searched; what it found is in what the model then said."""
+
+    type: Literal["web_search_call"]
+    action: dict[str, Any] | None = None
+
+
+class LocalShellCallItem(_Item):
+    type: Literal["local_shell_call"]
+    call_id: str | None = None
+    action: dict[str, Any]
+
+
+class LocalShellOutputItem(_Item):
+    type: Literal["local_shell_call_output"]
+    call_id: str | None = None
+    output: str
 
 
 InputItem = Annotated[
     Annotated[
-        MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem | CustomCallItem | CustomOutputItem,
+        MessageItem
+        | ReasoningItem
+        | FunctionCallItem
+        | FunctionOutputItem
+        | CustomCallItem
+        | CustomOutputItem
+        | ToolSearchCallItem
+        | ToolSearchOutputItem
+        | AdditionalToolsItem
+        | WebSearchCallItem
+        | LocalShellCallItem
+        | LocalShellOutputItem,
         Field(discriminator="type"),
     ],
-    BeforeValidator(_message_by_default),
+    BeforeValidator(_known_item),
 ]
-
-# ---- tools --------------------------------------------------------------------------------------------------------
-
-
-class FunctionTool(Strict):
-    harmless: ClassVar[dict[str, str]] = {"output_schema": "what the tool returns; the model is shown what it takes"}
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    allowed_callers: Items[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
-
-
-class CustomTool(Strict):
-    type: Literal["custom"]
-    name: str
-    description: str | None = None
-    format: dict[str, Any] | None = None
-    allowed_callers: Items[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
-
-
-class NamespaceTool(Strict):
-    type: Literal["namespace"]
-    name: str
-    description: str | None = None
-    tools: Items[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
-
-
-class WebSearchTool(Strict):
-    harmless: ClassVar[dict[str, str]] = dict.fromkeys(
-        (
-            "external_web_access",
-            "filters",
-            "search_context_size",
-            "user_location",
-            "search_content_types",
-            "return_token_budget",
-            "indexed_web_access",
-        ),
-        "web search is left out",
-    )
-    type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
-
-
-ResponseTool = Annotated[FunctionTool | CustomTool | NamespaceTool | WebSearchTool, Field(discriminator="type")]
 
 
 class NamedTool(Strict):
@@ -248,7 +353,7 @@ class ResponsesRequest(Strict):
     top_p: Share | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextOptions | None = None
-    tools: Annotated[Items[ResponseTool], Field(max_length=1024)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
@@ -263,22 +368,43 @@ class ResponsesRequest(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
 
 
-def toolbox(tools: list[Any]) -> tuple[Toolbox, list[str]]:
-    """The tools, and the types of those left out."""
-    functions: list[Function] = []
+# What Codex's older agents and OpenAI's own `local_shell` take.
+_SHELL_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}, "description": "The program and its arguments."},
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "number"},
+    },
+    "required": ["command"],
+}
+
+
+def toolbox(tools: Iterable[Any], more: Iterable[Any] = ()) -> tuple[Toolbox, list[str]]:
+    """The tools, and the types of those left out. `more` came with the input, where a tool may come again: the last
+    definition counts."""
     descriptions: dict[str, str] = {}
     left_out: list[str] = []
-    for tool in tools:
-        if isinstance(tool, NamespaceTool):
-            name = check_name(tool.name, "tools")
-            if tool.description:
-                descriptions[name] = tool.description
-            functions += [_function(member, name) for member in tool.tools]
-        elif isinstance(tool, WebSearchTool):
-            left_out.append(tool.type)
-        else:
-            functions.append(_function(tool, FUNCTIONS))
-    return Toolbox(functions, descriptions), left_out
+    functions = [f for tool in tools for f in _functions(tool, descriptions, left_out)]
+    later = {f.recipient: f for tool in more for f in _functions(tool, descriptions, left_out)}
+    kept = [f for f in functions if f.recipient not in later]
+    return Toolbox([*kept, *later.values()], descriptions), list(dict.fromkeys(left_out))
+
+
+def _functions(tool: Any, descriptions: dict[str, str], left_out: list[str]) -> list[Function]:
+    if isinstance(tool, NamespaceTool):
+        name = check_name(tool.name, "tools")
+        if tool.description:
+            descriptions[name] = tool.description
+        return [_function(member, name) for member in tool.tools]
+    if isinstance(tool, WebSearchTool) or (isinstance(tool, ToolSearchTool) and tool.execution != "client"):
+        left_out.append(tool.type)
+        return []
+    if isinstance(tool, ToolSearchTool):
+        return [Function(tool.type, FUNCTIONS, tool.description or "", tool.parameters, form="tool_search")]
+    if isinstance(tool, LocalShellTool):
+        return [Function(tool.type, FUNCTIONS, "Runs a command on this machine.", _SHELL_SCHEMA, form="local_shell")]
+    return [_function(tool, FUNCTIONS)]
 
 
 def _function(tool: FunctionTool | CustomTool, namespace: str) -> Function:
@@ -289,7 +415,7 @@ def _function(tool: FunctionTool | CustomTool, namespace: str) -> Function:
     syntax = tool.format or {}
     if syntax.get("type") == "grammar" and isinstance(syntax.get("definition"), str):
         description += f"\n\n`{CUSTOM_FIELD}` must follow this {syntax.get('syntax')} grammar:\n{syntax['definition']}"
-    return Function(name, namespace, description.strip(), custom=True)
+    return Function(name, namespace, description.strip(), form="custom")
 
 
 def tool_choice_of(body: ResponsesRequest, tools: Toolbox) -> ToolChoice:

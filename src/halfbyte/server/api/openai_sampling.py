@@ -30,6 +30,10 @@ def common_sampling(
     service: Service, body: SamplingBody, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
     settings = service.settings
+    if max_tokens is None:
+        max_tokens = settings.default_max_tokens
+    elif max_tokens < 0:  # as many as fit
+        max_tokens = None
     top_k = max(0, body.top_k or 0)
     top_p = settings.top_p if body.top_p is None else body.top_p
     if top_p == 0:  # "nothing but the likeliest"
@@ -45,7 +49,7 @@ def common_sampling(
         logit_bias=check_logit_bias(body.logit_bias, service.source.info),
         logprobs=logprobs,
         seed=body.seed,
-        max_tokens=max_tokens or settings.default_max_tokens,
+        max_tokens=max_tokens,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 # Accounting, routing and retention at a hosted service: with one local model there is nothing for them to change.
 HOSTED: dict[str, str] = {
@@ -20,7 +20,14 @@ HOSTED: dict[str, str] = {
     "prompt_cache_retention": "the prefix cache keeps what fits",
     "prompt_cache_options": "the prefix cache keeps what fits",
 }
-CHAT_HARMLESS = {**HOSTED, "store": "chat completions are not stored here"}
+CHAT_HARMLESS = {
+    **HOSTED,
+    "store": "chat completions are not stored here",
+    "prediction": "a guess at the answer, which speeds it up elsewhere and never changes it",
+    "keep_alive": "the model stays loaded",
+    "guided_decoding_backend": "there is one grammar engine",
+    "guided_whitespace_pattern": "what the model writes between values is its own",
+}
 RESPONSES_HARMLESS = {
     **{k: v for k, v in HOSTED.items() if k != "metadata"},
     "client_metadata": "what an agent tells a hosted service about itself",
@@ -118,6 +125,16 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("0 asks for nothing; give at least 1, or -1 for as many as fit")
+    return value
+
+
+Limit = Annotated[int, Field(ge=-1, le=2**31)]  # of tokens; -1: as many as fit, as other servers read it
+SomeTokens = Annotated[Limit, AfterValidator(_not_zero)]
+
+
 class StreamOptions(Strict):
     harmless: ClassVar[dict[str, str]] = {"include_obfuscation": "padding for a public network"}
     include_usage: bool | None = None
@@ -130,7 +147,7 @@ class SamplingFields(Strict):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Table[Bias] | None = None
-    max_tokens: Count | None = None
+    max_tokens: SomeTokens | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Seed | None = None
     stop: str | Items[str] | None = None

@@ -12,11 +12,13 @@ from halfbyte.server.answer.conversation import EFFORTS, Conversation
 from halfbyte.server.answer.prompt import make_prompt
 from halfbyte.server.answer.service import MAX_TEXT, Service
 from halfbyte.server.answer.token_budget import TokenBudget
+from halfbyte.server.api.answer_schemas import Detokenized, Tokens
 from halfbyte.server.api.openai_chat import to_toolbox
 from halfbyte.server.api.openai_chat_schema import ChatMessage, ChatTool, EffortName, to_harmony
 from halfbyte.server.api.shared_schema import Items, Messages, Strict
 from halfbyte.server.http.errors import bad_request
 from halfbyte.server.http.json_body import Route
+from halfbyte.server.http.openapi import answers
 from halfbyte.server.http.respond import compute
 
 MAX_TOKENS = 1 << 20
@@ -44,7 +46,7 @@ class DetokenizeRequest(Strict):
 def router(service: Service) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["server"])
 
-    @api.post("/tokenize", summary="Token ids of a text or a conversation")
+    @api.post("/tokenize", summary="Token ids of a text or a conversation", responses=answers(Tokens, "The ids."))
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
         def answer() -> dict[str, Any]:
             ids = _token_ids(service, body)
@@ -55,7 +57,7 @@ def router(service: Service) -> APIRouter:
 
         return await compute(http, service.admission, answer)
 
-    @api.post("/detokenize", summary="The text of token ids")
+    @api.post("/detokenize", summary="The text of token ids", responses=answers(Detokenized, "The text."))
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
         def answer() -> dict[str, Any]:
             text = service.tokenizer.decode(body.tokens)
@@ -71,7 +73,7 @@ def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
     if len(sources) != 1:
         raise bad_request("give exactly one of 'prompt', 'content' and 'messages'.", "prompt")
     if body.messages is not None:
-        instructions, messages = to_harmony(body.messages)
+        instructions, messages = to_harmony(body.messages, service.calls)
         effort = EFFORTS[body.reasoning_effort or service.settings.default_effort]
         tools = to_toolbox(body.tools or [])
         return make_prompt(service, Conversation("tokenize", messages, instructions, tools, effort=effort)).tokens

@@ -1,4 +1,4 @@
-"""What the server says when it says no: one exception, two shapes of body (OpenAI's and Anthropic's).
+"""What the server says when it says no: one exception, three shapes of body (OpenAI's, Anthropic's and Ollama's).
 
 Every refusal goes through `ApiError`. Text of an exception that is not ours never reaches a client: a bug is logged
 with its traceback and answered with a plain 500.
@@ -64,10 +64,15 @@ class ApiError(Exception):
 
     def anthropic(self) -> dict[str, Any]:
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        message = self.message
-        if self.param and self.param not in message:
-            message = f"{self.param}: {message}"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": kind, "message": self._with_param}}
+
+    def ollama(self) -> dict[str, Any]:
+        return {"error": self._with_param}
+
+    @property
+    def _with_param(self) -> str:
+        """For shapes that have no field for it."""
+        return f"{self.param}: {self.message}" if self.param and self.param not in self.message else self.message
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -135,14 +140,18 @@ def wants_anthropic(path: str, headers: Any) -> bool:
     return path.startswith("/v1/messages") or "anthropic-version" in headers
 
 
-def render(error: ApiError, *, anthropic: bool) -> Response:
-    body = error.anthropic() if anthropic else error.openai()
+def render(error: ApiError, path: str, headers: Any) -> Response:
+    """In the shape of the API that was called."""
+    if path.startswith("/api/"):
+        body = error.ollama()
+    else:
+        body = error.anthropic() if wants_anthropic(path, headers) else error.openai()
     return Response(sse.dumps(body), error.status, {**error.headers}, media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
     def answer(request: Request, error: ApiError) -> Response:
-        return render(error, anthropic=wants_anthropic(request.url.path, request.headers))
+        return render(error, request.url.path, request.headers)
 
     async def api(request: Request, e: Exception) -> Response:
         return answer(request, from_error(e))

@@ -8,36 +8,36 @@ from collections.abc import AsyncIterator, Callable
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from halfbyte.server.http import sse
 from halfbyte.server.http.connection import close_iterator, wait_for_disconnect
 
 
 class EventStream(Response):
-    """A server-sent event answer written straight to ASGI.
+    """A stream of events or lines written straight to ASGI.
 
-    `chunks` yields ready bytes; a comment is sent whenever it is silent for `keepalive` seconds, so that no proxy gives
+    `chunks` yields ready bytes; `keepalive` is sent whenever it is silent for so many seconds, so that no proxy gives
     up during a long prompt. When the client leaves, the iterator is closed, wherever it waits. `on_close` is called
     once, when nothing more will be sent.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
         chunks: AsyncIterator[bytes],
         *,
-        keepalive: float,
+        seconds: float,
+        keepalive: Callable[[], bytes],
+        media_type: str,
         on_close: Callable[[], None],
         headers: dict[str, str] | None = None,
     ) -> None:
         self.chunks = chunks
+        self.seconds = seconds
         self.keepalive = keepalive
         self.on_close = on_close
         self.status_code = 200
         self.background = None
         self.init_headers(
             {
-                "content-type": "text/event-stream; charset=utf-8",
+                "content-type": media_type,
                 "cache-control": "no-cache",
                 "x-accel-buffering": "no",  # nginx would hold the tokens back
                 **(headers or {}),
@@ -72,13 +72,13 @@ class EventStream(Response):
             # Runs only while the writer waits for a chunk: a chunk being sent is life enough.
             nonlocal beat
             idle = loop.time() - last
-            if idle >= self.keepalive:
-                beats.append(asyncio.ensure_future(send(_body(sse.KEEPALIVE))))
+            if idle >= self.seconds:
+                beats.append(asyncio.ensure_future(send(_body(self.keepalive()))))
                 idle = 0.0
-            beat = loop.call_later(self.keepalive - idle, keep_alive)
+            beat = loop.call_later(self.seconds - idle, keep_alive)
 
         beats: list[asyncio.Future[None]] = []
-        beat = loop.call_later(self.keepalive, keep_alive)
+        beat = loop.call_later(self.seconds, keep_alive)
         try:
             async for chunk in self.chunks:
                 if beats:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from halfbyte import log_lines
 from halfbyte.server.http import sse
-from halfbyte.server.http.errors import ApiError, from_error, is_cancellation, render, wants_anthropic
+from halfbyte.server.http.errors import ApiError, from_error, is_cancellation, render
 from halfbyte.server.http.host_check import HostCheck
 from halfbyte.server.http.metrics import Metrics
 from halfbyte.server.http.printable import printable
@@ -154,7 +154,7 @@ class Middleware:
                 if status:  # the answer has begun; all that is left is to end the connection
                     raise
                 error = from_error(e)
-                response = render(error, anthropic=wants_anthropic(path, headers))
+                response = render(error, path, headers)
                 if error.status in (401, 413, 503):
                     response.headers["connection"] = "close"  # the rest of the body is not read
                 await response(scope, receive, send_named)

@@ -13,6 +13,12 @@ class ModelNames:
         self.all = tuple(dict.fromkeys((self.main, info.model, *settings.aliases)))
         self.any_name = settings.any_model
 
+    def check_tagged(self, name: str) -> str:
+        """The same for clients of Ollama, who write `gpt-oss:20b` and `NAME:latest`."""
+        if name.removesuffix(":latest") in self.all or name.replace(":", "-") in self.all:
+            return name
+        return self.check(name)
+
     def check(self, name: str) -> str:
         """The name to answer under: the one that was asked for, if it is one of ours."""
         if self.any_name or name in self.all:

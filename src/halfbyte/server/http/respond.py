@@ -15,6 +15,7 @@ from halfbyte.server.http.admission import Admission, Slot
 from halfbyte.server.http.connection import ClientGone, auto_close, while_connected, with_first
 from halfbyte.server.http.errors import ApiError, from_error, is_cancellation
 from halfbyte.server.http.event_stream import EventStream
+from halfbyte.server.http.openapi import EVENTS
 from halfbyte.server.http.workroom import SMALL
 from halfbyte.server.settings import ServerSettings
 
@@ -28,6 +29,12 @@ class ResponseWriter(Protocol):
     """One answer in the shape of one API, in either form."""
 
     headers: dict[str, str] | None
+    media_type: str  # of a stream
+
+    @property
+    def keepalive(self) -> bytes:
+        """What a stream sends while it has nothing to say."""
+        ...
 
     def stream(self) -> AsyncIterator[bytes]: ...
 
@@ -36,6 +43,14 @@ class ResponseWriter(Protocol):
     def failure(self, error: ApiError) -> bytes:
         """The last event of a stream that broke."""
         ...
+
+
+class EventWriter:
+    """What the writers of server-sent events have in common."""
+
+    headers: dict[str, str] | None = None
+    media_type = f"{EVENTS}; charset=utf-8"
+    keepalive = sse.KEEPALIVE
 
 
 async def respond(
@@ -65,7 +80,9 @@ async def respond(
         stack.pop_all()  # a stream keeps its slot until it has ended
     return EventStream(
         _with_failure(chunks, writer),
-        keepalive=settings.keepalive_seconds,
+        seconds=settings.keepalive_seconds,
+        keepalive=lambda: writer.keepalive,
+        media_type=writer.media_type,
         on_close=slot.release,
         headers=writer.headers,
     )

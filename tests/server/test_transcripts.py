@@ -1,0 +1,65 @@
+"""What real programs sent, sent again: every request is understood, and the model is shown what was said before.
+
+The files in data/ were recorded by test_real_agents.py (`make test-agents`) against the programs that each file names,
+with long texts cut; `editors.json` was written after the requests that its programs' sources make.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+from live_server import Live
+from recorder import DATA, read_fixture
+from scripted import Play, ScriptedSource, always, in_turn, say
+
+Serve = Callable[..., Live]
+RECORDED = sorted(path.name for path in DATA.glob("*.json") if path.name not in ("codex_turn.json", "editors.json"))
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_conversation(serve: Serve, http: httpx.Client, name: str) -> None:
+    fixture = read_fixture(name)
+    answers = fixture["answers"] or [say("x")]
+    model = next((r["body"]["model"] for r in fixture["requests"] if "model" in r["body"]), "gpt-oss-test")
+    live = serve(ScriptedSource(in_turn(*answers), max_context=131072, model=model))
+    for request in fixture["requests"]:
+        answer = http.request(request["method"], live.url + request["path"], json=request["body"])
+        assert answer.status_code == 200, f"{request['path']}: {answer.text}"
+        if "/api/" not in request["path"] or request["body"].get("stream"):
+            assert "error" not in answer.text[:40]
+    made = [r for r in live.source.requests if r.sampling.max_tokens]
+    assert made
+    thoughts = [text for text in map(thought, fixture["answers"]) if text]
+    if thoughts and answers[0].endswith("<|call|>"):
+        # The second request stands in the middle of the turn: it must hold what was thought before the call.
+        assert thought(answers[0]) in live.source.tokenizer.decode(made[1].prompt)
+
+
+def thought(answer: str) -> str:
+    head, _, rest = answer.partition("<|channel|>analysis<|message|>")
+    return rest.partition("<|end|>")[0] if not head else ""
+
+
+@pytest.mark.parametrize("which", [r["program"] for r in read_fixture("editors.json")["requests"]])
+def test_an_editors_request(serve: Serve, http: httpx.Client, which: str) -> None:
+    request = next(r for r in read_fixture("editors.json")["requests"] if r["program"] == which)
+    live = serve(ScriptedSource(always(Play(say("Done.", "hm"), per_step=100))))
+    answer = http.post(live.url + request["path"], json=request["body"])
+    if "refused" in request:
+        assert answer.status_code == 400
+        assert request["refused"] in answer.text
+        return
+    assert answer.status_code == 200, answer.text
+    assert "Done." in answer.text or "raw" in request["program"]
+    prompt = live.source.prompts()[0]
+    for part in request["shown"]:
+        assert part in prompt, f"{part!r} is not in what the model was shown"
+
+
+def test_every_fixture_says_what_made_it() -> None:
+    for name in RECORDED:
+        assert "(npm)" in read_fixture(name)["program"] or "(PyPI)" in read_fixture(name)["program"]
+        assert json.dumps(read_fixture(name)).count("api_key") == 0
