@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parent / "data"
+TRANSCRIPTS = Path(__file__).parent / "data" / "transcripts"
+# Of the machine that it was recorded on.
+PRIVATE = ((r"/tmp/pytest-of-\w+/pytest-\d+/\w+", "/home/user"), (r"OS Version: [^\\\n]*", "OS Version: Linux"))
 LONGEST = 400  # characters of a text in a fixture; Codex's instructions alone are many thousands
 
 
@@ -37,13 +40,17 @@ class Recorder:
         async def note(message: Any) -> None:
             if message["type"] == "http.response.start":
                 entry["status"] = message["status"]
+            elif entry["status"] >= 400:
+                entry["refusal"] = entry.get("refusal", "") + message.get("body", b"").decode()
             await send(message)
 
         await self.app(scope, listen, note)
 
     @property
-    def refused(self) -> list[dict[str, Any]]:
-        return [r for r in self.requests if r["status"] is None or r["status"] >= 400]
+    def refused(self) -> list[str]:
+        """What went wrong, in the server's words."""
+        bad = [r for r in self.requests if r["status"] is None or r["status"] >= 400]
+        return [f"{r['method']} {r['path']}: {r['status']} {r.get('refusal')}" for r in bad]
 
 
 def shortened(value: Any) -> Any:
@@ -63,9 +70,11 @@ def write_fixture(name: str, program: str, requests: list[dict[str, Any]], answe
     asked = [{k: shortened(v) for k, v in r.items() if k != "status"} for r in requests if r["body"] is not None]
     fixture = {"program": program, "answers": answers, "requests": asked}
     text = json.dumps(fixture, ensure_ascii=False, indent=1)
-    (DATA / name).write_text(text + "\n", encoding="utf-8")
+    for said, instead in PRIVATE:
+        text = re.sub(said, instead, text)
+    (TRANSCRIPTS / name).write_text(text + "\n", encoding="utf-8")
 
 
 def read_fixture(name: str) -> dict[str, Any]:
-    out: dict[str, Any] = json.loads((DATA / name).read_text(encoding="utf-8"))
+    out: dict[str, Any] = json.loads((TRANSCRIPTS / name).read_text(encoding="utf-8"))
     return out

@@ -176,3 +176,29 @@ def test_the_fields_that_agents_send(serve: Serve) -> None:
     prompt = live.source.prompts()[0]
     assert "Reasoning: high" in prompt
     assert "Remember the rules." in prompt
+
+
+def test_tools_that_a_client_searches_for(serve: Serve) -> None:
+    """Claude Code's way: most tools are shown only once a search has found them."""
+    live = serve(ScriptedSource(in_turn(call("functions.ToolSearch", '{"query":"notes"}', "I need notes."), say("ok"))))
+    tools: list[Any] = [
+        {"name": "ToolSearch", "input_schema": {"type": "object"}},
+        {"name": "add_note", "input_schema": {"type": "object"}, "defer_loading": True},
+        {"name": "hidden", "input_schema": {"type": "object"}, "defer_loading": True},
+    ]
+    talk: list[Any] = [{"role": "user", "content": "Take a note"}]
+    api = live.anthropic().messages
+    first = api.create(model="gpt-oss-test", max_tokens=400, messages=talk, tools=tools)
+    assert "type ToolSearch" in live.source.prompts()[0]
+    assert "add_note" not in live.source.prompts()[0]
+    found = {"type": "tool_reference", "tool_name": "add_note"}
+    talk += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": [found]}]},
+    ]
+    api.create(model="gpt-oss-test", max_tokens=400, messages=talk, tools=tools)
+    prompt = live.source.prompts()[1]
+    assert "type add_note" in prompt
+    assert "The tool add_note can be called now." in prompt
+    assert "hidden" not in prompt
+    assert "I need notes." in prompt  # although no thinking was asked for, and none sent back

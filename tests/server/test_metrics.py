@@ -127,7 +127,7 @@ def test_a_card_whose_driver_says_its_power(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Metrics:
     monkeypatch.setattr(metrics, "read_memory", lambda device: MemoryState(total=GIB, available=GIB))
-    return Metrics(cast(Any, Source()))
+    return Metrics(cast(Any, Source()), REPAIRS)
 
 
 def test_every_token_counts(counts: Metrics) -> None:

@@ -1,6 +1,6 @@
 """What real programs sent, sent again: every request is understood, and the model is shown what was said before.
 
-The files in data/ were recorded by test_real_agents.py (`make test-agents`) against the programs that each file names,
+The files in data/transcripts were recorded by test_real_agents.py (`make test-agents`) against the programs that each file names,
 with long texts cut; `editors.json` was written after the requests that its programs' sources make.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Callable
 import httpx
 import pytest
 from live_server import Live
-from recorder import DATA, read_fixture
+from recorder import TRANSCRIPTS, read_fixture
 from scripted import Play, ScriptedSource, always, in_turn, say
 
 Serve = Callable[..., Live]
-RECORDED = sorted(path.name for path in DATA.glob("*.json") if path.name not in ("codex_turn.json", "editors.json"))
+RECORDED = sorted(path.name for path in TRANSCRIPTS.glob("*.json") if path.name != "editors.json")
 
 
 @pytest.mark.parametrize("name", RECORDED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from halfbyte.engine.request import TokenSource
+from halfbyte.harmony.repairs import REPAIRS
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.answer.call_memory import CallMemory
 from halfbyte.server.answer.harmony_tokens import HarmonyTokens
@@ -25,7 +26,7 @@ class Service:
         self.tokenizer = tokenizer
         self.settings = settings
         self.harmony = HarmonyTokens(tokenizer)
-        self.metrics = Metrics(source)
+        self.metrics = Metrics(source, REPAIRS)
         self.admission = Admission(source, settings, self.metrics)
         self.names = ModelNames(source.info, settings)
         self.pacer = Pacer()

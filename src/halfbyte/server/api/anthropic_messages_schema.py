@@ -7,6 +7,7 @@ were.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -55,11 +56,28 @@ def _text_only(value: Any) -> Any:
     return value
 
 
+class ToolReferenceBlock(Strict):
+    """What a client's search for tools has found: one of those that were sent with `defer_loading`."""
+
+    harmless: ClassVar[dict[str, str]] = _CACHE
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return f"The tool {self.tool_name} can be called now.\n"
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")], BeforeValidator(_text_only)
+]
+
+
 class ToolResultBlock(Strict):
     harmless: ClassVar[dict[str, str]] = {**_CACHE, "toolset_name": "who ran the tool"}
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Items[Annotated[TextBlock, BeforeValidator(_text_only)]] | None = None
+    content: str | Items[ResultBlock] | None = None
     is_error: bool | None = None
 
 
@@ -106,7 +124,7 @@ class ToolDefinition(Strict):
     input_schema: dict[str, Any]
     strict: bool | None = None
     allowed_callers: Items[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
 
 
 class ToolChoiceParam(Strict):
@@ -154,6 +172,9 @@ class MessagesRequest(CountRequest):
 
 
 def toolbox(body: CountRequest) -> Toolbox:
+    """Without those that a client's search has not found yet."""
+    deferred = any(t.defer_loading for t in body.tools or ())
+    found = set(_found(body)) if deferred else set()
     return Toolbox(
         Function(
             check_name(t.name, "tools"),
@@ -162,7 +183,18 @@ def toolbox(body: CountRequest) -> Toolbox:
             strict=bool(t.strict),
         )
         for t in body.tools or ()
+        if not t.defer_loading or t.name in found
     )
+
+
+def _found(body: CountRequest) -> Iterator[str]:
+    """Names of tools that a search has found or that were called."""
+    for message in body.messages:
+        for block in message.content if isinstance(message.content, list) else ():
+            if isinstance(block, ToolUseBlock):
+                yield block.name
+            elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                yield from (part.tool_name for part in block.content if isinstance(part, ToolReferenceBlock))
 
 
 def tool_choice_of(body: CountRequest, tools: Toolbox) -> ToolChoice:

@@ -29,7 +29,6 @@ from prometheus_client.registry import Collector
 from halfbyte import __version__, log_lines
 from halfbyte.engine.request import QUEUE_BUCKETS, EngineStats, TokenSource
 from halfbyte.gpu_sensor import Sample, Sensor, nvml_sensor
-from halfbyte.harmony.repairs import REPAIRS
 from halfbyte.memory import MemoryState, read_memory
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -160,7 +159,8 @@ class TokenGaps(Collector):
 class Metrics:
     """One registry per application, so that tests and several servers in one process do not share counters."""
 
-    def __init__(self, source: TokenSource) -> None:
+    def __init__(self, source: TokenSource, repairs: Iterable[str] = ()) -> None:
+        """`repairs`: the kinds there are."""
         r = self.registry = CollectorRegistry()
         r.register(EngineCollector(source))
         self._http = Counter("halfbyte_http_requests", "HTTP answers.", ["method", "route", "status"], registry=r)
@@ -184,7 +184,7 @@ class Metrics:
             self._finished.labels(api, reason)
         for reason in REFUSALS:
             self._refused.labels(reason)
-        for kind in REPAIRS:
+        for kind in repairs:
             self._repairs.labels(kind)
 
     def expect(self, method: str, route: str) -> None:
