@@ -1,8 +1,8 @@
 """The programs people use, against our server: Codex, Claude Code, Ollama's clients, @openai/agents, LangChain, LiteLLM
 and lm-eval. `make test-agents` installs them into folders of their own; without them these tests are skipped.
 
-With AGENTS_RECORD=1 what they sent is written to tests/server/data/transcripts, from where the quick suite plays it again
-(test_transcripts.py).
+With AGENTS_RECORD=1 what they sent is written to tests/server/data/transcripts, from where the quick suite plays it
+again (test_transcripts.py).
 """
 
 from __future__ import annotations

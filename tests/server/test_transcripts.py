@@ -1,12 +1,13 @@
 """What real programs sent, sent again: every request is understood, and the model is shown what was said before.
 
-The files in data/transcripts were recorded by test_real_agents.py (`make test-agents`) against the programs that each file names,
-with long texts cut; `editors.json` was written after the requests that its programs' sources make.
+The files in data/transcripts were recorded by test_real_agents.py (`make test-agents`) from the programs that each
+names, with long texts cut; `editors.json` was written after the requests that its programs' sources make.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import httpx
@@ -25,8 +26,14 @@ def test_a_recorded_conversation(serve: Serve, http: httpx.Client, name: str) ->
     answers = fixture["answers"] or [say("x")]
     model = next((r["body"]["model"] for r in fixture["requests"] if "model" in r["body"]), "gpt-oss-test")
     live = serve(ScriptedSource(in_turn(*answers), max_context=131072, model=model))
+    recorded, made_now = ids_in(json.dumps(fixture["requests"])), list[str]()
     for request in fixture["requests"]:
-        answer = http.request(request["method"], live.url + request["path"], json=request["body"])
+        body = json.dumps(request["body"])
+        for then, now in zip(recorded, made_now):
+            body = body.replace(then, now)  # the calls of this run
+        headers = {"content-type": "application/json"}
+        answer = http.request(request["method"], live.url + request["path"], content=body, headers=headers)
+        made_now += [id for id in ids_in(answer.text) if id not in made_now]
         assert answer.status_code == 200, f"{request['path']}: {answer.text}"
         if "/api/" not in request["path"] or request["body"].get("stream"):
             assert "error" not in answer.text[:40]
@@ -36,6 +43,11 @@ def test_a_recorded_conversation(serve: Serve, http: httpx.Client, name: str) ->
     if thoughts and answers[0].endswith("<|call|>"):
         # The second request stands in the middle of the turn: it must hold what was thought before the call.
         assert thought(answers[0]) in live.source.tokenizer.decode(made[1].prompt)
+
+
+def ids_in(text: str) -> list[str]:
+    """Of calls, in the order in which they first appear."""
+    return list(dict.fromkeys(re.findall(r"call_[0-9a-f]{24}", text)))
 
 
 def thought(answer: str) -> str:
