@@ -3,7 +3,7 @@
     python -m bench.vllm.child ASKED.json RESULT.json
 
 The result is written anew after every figure, so that a process that is ended leaves what it has. Weights are random by
-their names alone: every variant that holds the same numbers is asked the same questions.
+their names alone (`spread.py`): variants that hold the same numbers are asked the same questions.
 """
 
 from __future__ import annotations
@@ -12,50 +12,20 @@ import json
 import random
 import sys
 import time
-import zlib
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from bench.vllm import spread
 
 PROBES = (20, 300, 2048)  # lengths of prompts
 PROBED = 24  # tokens
 
 
-def fill(model: Any, config: dict[str, Any]) -> None:
-    """Random numbers that behave: wide enough that tokens differ in the experts they choose."""
-    import torch
-
-    experts, inner, hidden = config["num_local_experts"], config["intermediate_size"], config["hidden_size"]
-    whole = {
-        "w13_weight": (experts, 2 * inner, hidden // 2), "w13_weight_scale": (experts, 2 * inner, hidden // 32),
-        "w2_weight": (experts, hidden, inner // 2), "w2_weight_scale": (experts, hidden, inner // 32),
-        "w13_bias": (experts, 2 * inner), "w2_bias": (experts, hidden),
-    }  # fmt: skip
-    for name, p in model.named_parameters():
-        if not p.numel():
-            continue
-        size = whole.get(name.rpartition(".")[2], tuple(p.shape))  # a kernel may want rows beyond the model's
-        seed = torch.Generator(device=p.device).manual_seed(zlib.crc32(name.encode()))
-        x = torch.empty(size, dtype=p.dtype, device=p.device)
-        if p.dtype == torch.uint8:
-            x.random_(112, 120, generator=seed) if "scale" in name else x.random_(0, 256, generator=seed)
-        elif "norm" in name:
-            x.fill_(1.0)
-        elif "embed" in name or "sinks" in name:
-            x.normal_(0, 1, generator=seed)
-        else:
-            x.normal_(0, 0.05 if "router" in name else 0.02, generator=seed)
-        if size != tuple(p.shape):
-            p.data.zero_()
-        p.data[tuple(slice(n) for n in size)].copy_(x)
-
-
 def start(asked: dict[str, Any]) -> tuple[Any, float]:
     from vllm import LLM
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    config = json.loads((Path(asked["folder"]) / "config.json").read_text(encoding="utf-8"))
-    DummyModelLoader.load_weights = lambda self, model, model_config: fill(model, config)
+    spread.register()
     arguments = dict(asked["arguments"])
     if asked["options"] is not None:
         arguments["additional_config"] = {"halfbyte": asked["options"]}

@@ -7,6 +7,7 @@ vLLM packs them for its kernels. `entry_point` makes a folder for PYTHONPATH by 
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,46 @@ PACKAGE = "halfbyte_spread-1.dist-info"
 def register() -> None:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    from bench.vllm.compare import spread_vllm
-
-    plain = DummyModelLoader.load_weights
-    if getattr(plain, "spreads", False):  # vLLM may ask twice
+    if getattr(DummyModelLoader.load_weights, "spreads", False):  # vLLM may ask twice
         return
 
     def load_weights(self: Any, model: Any, model_config: Any) -> None:
-        plain(self, model, model_config)
-        spread_vllm(model)
+        fill(model, model_config.hf_config)
         print("Using spread weights: tokens differ in their experts", flush=True)
 
     load_weights.spreads = True  # type: ignore[attr-defined]
     DummyModelLoader.load_weights = load_weights  # type: ignore[method-assign]
+
+
+def fill(model: Any, config: Any) -> None:
+    """Random numbers that behave: wide enough that tokens differ in the experts they choose, and by names alone."""
+    import torch
+
+    experts, inner, hidden = config.num_local_experts, config.intermediate_size, config.hidden_size
+    whole = {
+        "w13_weight": (experts, 2 * inner, hidden // 2), "w13_weight_scale": (experts, 2 * inner, hidden // 32),
+        "w2_weight": (experts, hidden, inner // 2), "w2_weight_scale": (experts, hidden, inner // 32),
+        "w13_bias": (experts, 2 * inner), "w2_bias": (experts, hidden),
+    }  # fmt: skip
+    for name, p in model.named_parameters():
+        if not p.numel():
+            continue
+        size = tuple(p.shape)
+        if p.dtype == torch.uint8 or name.endswith("_bias"):  # of experts: a kernel may want rows beyond the model's
+            size = whole.get(name.rpartition(".")[2], size)
+        seed = torch.Generator(device=p.device).manual_seed(zlib.crc32(name.encode()))
+        x = torch.empty(size, dtype=p.dtype, device=p.device)
+        if p.dtype == torch.uint8:
+            x.random_(112, 120, generator=seed) if "scale" in name else x.random_(0, 256, generator=seed)
+        elif "norm" in name:
+            x.fill_(1.0)
+        elif "embed" in name or "sinks" in name:
+            x.normal_(0, 1, generator=seed)
+        else:
+            x.normal_(0, 0.05 if "router" in name else 0.02, generator=seed)
+        if size != tuple(p.shape):
+            p.data.zero_()
+        p.data[tuple(slice(n) for n in size)].copy_(x)
 
 
 def entry_point(folder: Path) -> Path:
