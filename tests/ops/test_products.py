@@ -38,6 +38,7 @@ def test_linear_with_quantised_activations(activation: str) -> None:
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(45, 96, generator=g), quantize(torch.randn(24, 96, generator=g), "mxfp4")
     together = linear(x, w, torch.ones(24), activation=activation)
+    assert linear(x[:0], w, torch.ones(24), activation=activation).shape == (0, 24)  # a step that samples nothing
     assert torch.equal(together[13], linear(x[13:14], w, torch.ones(24), activation=activation)[0])
 
 

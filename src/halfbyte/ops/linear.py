@@ -35,10 +35,11 @@ def round_activation(x: Tensor, activation: str) -> Tensor:
         return x.to(torch.bfloat16).float()
     if activation == "int8":  # group 32, symmetric, scale amax / 127 in float32, round to nearest even
         rows, k = x.shape
-        groups = torch.nn.functional.pad(x.float(), (0, -k % 32)).view(rows, -1, 32)
+        count = -(-k // 32)  # said, because a step may have no rows at all
+        groups = torch.nn.functional.pad(x.float(), (0, -k % 32)).view(rows, count, 32)
         scale = groups.abs().amax(-1, keepdim=True) / 127.0
         codes = torch.where(scale > 0, groups / scale, 0.0).round().clamp(-127, 127)
-        return (codes * scale).view(rows, -1)[:, :k]
+        return (codes * scale).view(rows, 32 * count)[:, :k]
     if activation == "fp8":  # one float32 scale per row, amax / 448
         scale = x.float().abs().amax(-1, keepdim=True) / 448.0
         safe = torch.where(scale > 0, scale, 1.0)

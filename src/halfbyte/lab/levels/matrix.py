@@ -3,8 +3,9 @@
 Values that the engine refuses by themselves, and pairs that it refuses together, are found without a start and listed
 with their reasons; the rest is covered by few cells (a pairwise covering array). A cell is started, asked in every
 regime, held against the reference's shortest answer, and timed briefly. On a CPU as many engines as it has cores are
-started and asked side by side, since most of a start is one thread's work; they are timed one at a time, the others
-idle. Counted are cells that ran, that were refused and that are INVALID.
+started and asked side by side, since most of a start is one thread's work, each with its share of the threads: two that
+both take all cores wait for one another. They are timed one at a time, the others idle. Counted are cells that ran,
+that were refused and that are INVALID.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import psutil
 
 from halfbyte.errors import UsageError
 from halfbyte.evals.suite import Suite
-from halfbyte.gates import AXES, PRESETS, Gates, parse
+from halfbyte.gates import AXES, PRESETS, Gates, inherited, parse
 from halfbyte.lab.levels.answers import MARGIN, MOST, Reference, ReferenceAnswer, first_difference
 from halfbyte.lab.levels.benchmark import Measurement, Works
 from halfbyte.lab.levels.subject import Subject
@@ -41,6 +42,7 @@ LAYERS = ("checkpoint", "q8", "mxfp4", "qkv=q8,o=q8,lm_head=q8")
 SHORT = Works(prompts=(128,), tokens=(16,), repeats=1)
 ANSWERS = 1  # of the reference, in every cell
 SIDE_BY_SIDE = 4  # engines that are started together, at most
+THREADS = "OMP_NUM_THREADS"  # of torch, of halfbyte's CPU kernels and of most other engines
 ROOM = 2 << 30  # bytes of memory that one of these needs beside its weights
 
 
@@ -196,6 +198,13 @@ def side_by_side(subject: Subject) -> int:
     return max(1, min(cores(), SIDE_BY_SIDE, int(psutil.virtual_memory().available) // each))
 
 
+def with_threads(subject: Subject, count: int) -> Subject:
+    """Its engines take so many threads each, unless somebody said otherwise."""
+    environment = {THREADS: str(count), **{k: v for k, v in inherited().items() if k == THREADS}}
+    setup = replace(subject.setup, environment={**environment, **subject.setup.environment})
+    return replace(subject, setup=setup)
+
+
 def run_cells(
     subject: Subject,
     cells: Sequence[tuple[Gates, str]],
@@ -208,6 +217,7 @@ def run_cells(
     found = {gates: read_result(told) for gates, told in kept.items()}
     cells, whole = [(gates, name) for gates, name in cells if gates not in found], cells
     together = side_by_side(subject)
+    subject = with_threads(subject, max(1, cores() // together)) if together > 1 else subject
     known = [] if reference is None else shortest_answers(subject, reference)
     with ThreadPoolExecutor(together) as pool:  # for all of them: an engine ends with the thread that started it
         for at in range(0, len(cells), together):
@@ -250,6 +260,8 @@ def _result(subject: Subject, ended: Measurement, name: str) -> Result:
         speed = r.figure("speed")
         figures.append(replace(speed, name="prompt" if "pp" in r.cell.shape else "decode"))
     detail: dict[str, Any] = {"start_s": parts[0].detail.get("start_s")}
+    if THREADS in subject.setup.environment:
+        detail["threads"] = subject.setup.environment[THREADS]
     return Result(cell, tuple(figures), record=parts[0].record, detail=detail)
 
 
