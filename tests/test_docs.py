@@ -18,12 +18,13 @@ import typer
 from halfbyte.cli.app import COMMANDS, app
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("bench", "docs", "models", "src", "tests", "training")
+FOLDERS = ("bench", "deploy", "docs", "models", "src", "tests", "training")
 LOG = ROOT / "docs" / "LOG.md"
 HISTORY = (LOG, ROOT / "docs" / "BENCHMARK_RESULTS.md")  # they keep the names of their day
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "deploy" / "README.md",
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path not in HISTORY),
     *sorted((ROOT / "models").glob("*/README.md")),
 ]
@@ -132,7 +133,7 @@ def wrong_words(words: list[str]) -> Iterator[str]:
     elif words[0] == "halfbyte" and len(words) > 1 and words[1] != "--version":
         if words[1] not in COMMANDS:
             yield line
-        else:
+        elif words[1] in COMMANDS:
             yield from (f"{line}: {flag}" for flag in flags if flag not in options(words[1]))
     elif words[0] in ("python", "PY"):
         if words[1:2] == ["-m"] and not words[2].split(".")[-1].isupper() and not is_module(words[2]):

@@ -62,10 +62,13 @@ def wheel_members(folder: Path) -> list[Member]:
     return [Member(f"wheels/{w.name}", w) for w in wheels]
 
 
-def model_members(path: Path) -> Iterator[Member]:
+def model_members(model: str) -> Iterator[Member]:
     """What loading reads, what belongs to it, and the record that `pull` wrote, if it did."""
-    from halfbyte.model import checkpoint, checksums
+    from halfbyte.model import checkpoint, checksums, load
 
+    path = load.resolve_model(model).path
+    if path is None:
+        raise UsageError(f"{model} has no files to put into a bundle; name a folder, a .gguf file or what was pulled.")
     checkpoint.read_config(path)  # every header is looked at, so that no broken model travels
     folder = path if path.is_dir() else path.parent
     names = checksums.read_by_loading(path)
@@ -140,7 +143,7 @@ def write(target: Path, members: list[Member], extra: str | None, progress: Call
                 add(member.name, member.path.stat().st_size, file, 0o644, member.sha256)
         requirement = f"halfbyte[{extra}]\n" if extra else "halfbyte\n"
         add("requirement.txt", len(requirement), io.BytesIO(requirement.encode()), 0o644)
-        script = resources.files("halfbyte").joinpath("data/install-bundle.sh").read_bytes()
+        script = resources.files("halfbyte").joinpath("data/install.sh").read_bytes()
         add("install.sh", len(script), io.BytesIO(script), 0o755)
         listed = "".join(sums).encode()
         info = tarfile.TarInfo(f"{ROOT}/SHA256SUMS")
@@ -153,7 +156,7 @@ def bundle(
     target: Annotated[Path, typer.Argument(help="The archive to write, as halfbyte.tar.", show_default=False)],
     wheels: Annotated[Path, typer.Option(help="Folder with our wheel and those it needs.")] = Path("dist"),
     model: Annotated[
-        list[Path] | None, typer.Option(help="A model folder or .gguf file; more than once for more.")
+        list[str] | None, typer.Option(help="A model folder, a .gguf file or what was pulled; more than once for more.")
     ] = None,
     download: Annotated[
         bool, typer.Option("--download", help="First fetch with pip what our wheel needs, into --wheels.")
@@ -172,8 +175,8 @@ def bundle(
         with err.status("pip downloads what halfbyte needs"):
             fetch(wheels, extra, machine, python)
     members = wheel_members(wheels)
-    for path in model or []:
-        members += model_members(path)
+    for name in model or []:
+        members += model_members(name)
     names = [m.name for m in members]
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
