@@ -151,12 +151,13 @@ def test_the_matrix_shows_what_ran_what_was_refused_and_what_is_invalid(tmp_path
             cell(moe_kernel="cpu", kv_dtype="fp8"), (figure("prompt", "tok/s", 900.0), figure("decode", "tok/s", 100.0))
         ),
         Result(cell(moe_kernel="gemv", kv_dtype="fp8"), refused="needs a GPU"),
+        Result(cell(moe_kernel="cpu", kv_dtype="bf16"), refused="not together"),
         Result(cell(moe_kernel="marlin", kv_dtype="bf16"), (figure("speed", "tok/s", 9.0),)).invalidated("wrong path"),
     ]
     made = collected(tmp_path, file("2026-01-01", *results))
     (heat,) = content.heat_maps(content.measurements(made))
     assert heat.title == f"halfbyte, tiny · {H200}"
-    assert heat.counts == {"measured": 2, "refused": 1, "INVALID": 1}
+    assert heat.counts == {"measured": 2, "refused": 2, "INVALID": 1}
     at = {n: i for i, n in enumerate(heat.names)}
 
     def shown(a: str, b: str) -> tuple[str, str]:
@@ -164,7 +165,8 @@ def test_the_matrix_shows_what_ran_what_was_refused_and_what_is_invalid(tmp_path
 
     assert shown("kv_dtype fp8", "moe_kernel triton") == ("heat-4", "50")
     assert shown("kv_dtype fp8", "moe_kernel cpu") == ("heat-9", "100")
-    assert shown("kv_dtype fp8", "moe_kernel gemv") == ("refused", "refused")
+    assert heat.refused == ["moe_kernel gemv"]
+    assert shown("kv_dtype bf16", "moe_kernel cpu") == ("refused", "refused")
     assert shown("kv_dtype bf16", "moe_kernel marlin") == ("invalid", "INVALID")
     assert shown("moe_kernel cpu", "moe_kernel triton") == ("none", "")
     assert "wrong path" in render(made)
@@ -196,6 +198,12 @@ def test_archives_are_read_without_being_unpacked(tmp_path: Path) -> None:
             collect([tmp_path / wrong])
 
 
+def test_what_others_published_elsewhere_is_left_out_of_a_runs_page(tmp_path: Path) -> None:
+    file("2026-01-01", decode(700.0)).write(tmp_path / "a.json")
+    here, everywhere = collect([tmp_path], elsewhere=False).published, collect([tmp_path]).published
+    assert {p.machine for p in here} == {H200} < {p.machine for p in everywhere}
+
+
 def test_published_figures_say_whose_they_are() -> None:
     assert len(published()) > 50
     assert all(p.how and p.source and p.value > 0 for p in published())
@@ -203,9 +211,11 @@ def test_published_figures_say_whose_they_are() -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     file("2026-01-01", decode(700.0)).write(tmp_path / "in" / "a.json")
+    (tmp_path / "in" / "levels.json").write_text("{}")  # as `halfbyte check` leaves it: nothing to complain about
     said = CliRunner().invoke(app, ["report", str(tmp_path / "in"), "-o", str(tmp_path / "out" / "r.html"), "--json"])
     assert said.exit_code == 0, said.output
     assert json.loads(said.stdout)["measured"] == 1
+    assert "cannot be read" not in said.output
     assert (tmp_path / "out" / "r.html").read_text().startswith("<!doctype html>")
 
 

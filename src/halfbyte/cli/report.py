@@ -35,7 +35,7 @@ def report(
     from halfbyte.lab.report.sources import collect
 
     with err.status("reading results"):
-        collected = collect(results or [RESULTS])
+        collected = collect(results or [RESULTS], elsewhere=not results)
     with err.status("drawing"):
         text = render(collected, title, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"))
     page.parent.mkdir(parents=True, exist_ok=True)

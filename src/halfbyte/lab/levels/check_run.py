@@ -8,6 +8,7 @@ from pathlib import Path
 from halfbyte.lab import receipts
 from halfbyte.lab.levels.log_page import log_markdown
 from halfbyte.lab.levels.protocol import Report
+from halfbyte.lab.report.sources import LEVELS
 
 TOOL = "halfbyte check"
 
@@ -20,6 +21,6 @@ def finish(report: Report, folder: Path) -> list[Path]:
     file = receipts.result_file(TOOL, report.results, measured)
     file.write(folder / "results.json")
     levels = {"ok": report.ok, "levels": [o.as_dict() for o in report.outcomes]}
-    (folder / "levels.json").write_text(json.dumps(levels, default=str) + "\n", encoding="utf-8")
+    (folder / LEVELS).write_text(json.dumps(levels, default=str) + "\n", encoding="utf-8")
     (folder / "test_log.md").write_text(log_markdown(report, dict(file.environment)), encoding="utf-8")
-    return [folder / name for name in ("results.json", "levels.json", "test_log.md")]
+    return [folder / name for name in ("results.json", LEVELS, "test_log.md")]

@@ -221,6 +221,7 @@ class Heat:
     names: Sequence[str]
     rows: Sequence[Sequence[tuple[str, str, str]]]
     counts: Mapping[str, int]
+    refused: Sequence[str] = ()  # choices that nothing ran with
 
 
 def heat_maps(found: Sequence[Measurement]) -> list[Heat]:
@@ -236,11 +237,13 @@ def heat_maps(found: Sequence[Measurement]) -> list[Heat]:
 
 def _heat_map(title: str, cells: Sequence[Measurement]) -> Heat:
     chosen = [({f"{k} {v}" for k, v in m.cell.gates.items()}, m) for m in cells]
-    names = sorted(set().union(*(c for c, _ in chosen)))
+    every = sorted(set().union(*(c for c, _ in chosen)))
+    names = [n for n in every if any(n in c and m.result.state != "refused" for c, m in chosen)]
     best = max((_decode(m) for m in cells), default=0.0)
     rows = [[_heat([m for c, m in chosen if a in c and b in c], best) for b in names] for a in names]
     states = [m.result.state for m in cells]
-    return Heat(title, names, rows, {s: states.count(s) for s in ("measured", "refused", "INVALID")})
+    counts = {s: states.count(s) for s in ("measured", "refused", "INVALID")}
+    return Heat(title, names, rows, counts, [n for n in every if n not in names])
 
 
 def _decode(m: Measurement) -> float:

@@ -19,6 +19,7 @@ from halfbyte.lab.result import ResultFile, from_json
 from halfbyte.lab.store import INDEX, Entry, entry_of
 
 PUBLISHED = PACKAGE / "data" / "published.json"
+LEVELS = "levels.json"  # what `halfbyte check` leaves beside its results
 LARGEST = 64 << 20  # bytes of a member
 
 
@@ -52,7 +53,8 @@ def published(path: Path = PUBLISHED) -> list[Published]:
     return [Published(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def collect(paths: Sequence[Path]) -> Collected:
+def collect(paths: Sequence[Path], *, elsewhere: bool = True) -> Collected:
+    """`elsewhere`: also what others published of machines that none of these results is from."""
     found = Collected(published=published())
     seen: set[str] = set()
     for name, data in _members(paths):
@@ -63,13 +65,16 @@ def collect(paths: Sequence[Path]) -> Collected:
             seen.add(entry.hash)
             found.files.append((entry, from_json(json.loads(data))))
     found.files.sort(key=lambda pair: (pair[0].time, pair[0].name))
+    if not elsewhere:
+        machines = {entry.machine for entry, _ in found.files}
+        found.published = [p for p in found.published if p.machine in machines]
     return found
 
 
 def _members(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
     for path in paths:
         if path.is_dir():
-            yield from ((p.stem, p.read_bytes()) for p in sorted(path.glob("*.json")))
+            yield from ((p.stem, p.read_bytes()) for p in sorted(path.glob("*.json")) if _wanted(p.name))
         elif not path.is_file():
             raise UsageError(f"there is no {path}; name a result file, a folder of them, or an archive.")
         elif path.name.endswith((".tar.gz", ".tgz", ".tar")):
@@ -103,4 +108,4 @@ def _zip(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _wanted(name: str) -> bool:
-    return name.endswith(".json") and Path(name).name != INDEX
+    return name.endswith(".json") and Path(name).name not in (INDEX, LEVELS)
