@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from halfbyte.doctor import live
 from halfbyte.doctor.diagnosis import diagnose
 from halfbyte.doctor.finding import Finding, Purpose
 from halfbyte.doctor.live import read_speed
@@ -126,6 +127,26 @@ def test_numbers_of_meminfo_and_versions() -> None:
     machine = changed("file", "/proc/meminfo", "MemTotal:  2 kB\nHugePages_Total:       0\nnonsense\n")
     assert meminfo(machine) == {"MemTotal": 2048}
     assert (version("580.95.05"), version("13"), version(None), version("n/a")) == ((580, 95, 5), (13,), (), ())
+
+
+@pytest.mark.parametrize(
+    ("words", "engine"),
+    [
+        (["/venv/bin/python", "/venv/bin/halfbyte", "serve", "secret"], "halfbyte"),
+        (["python3", "-m", "vllm.entrypoints.cli.main", "serve"], "vllm"),
+        (["VLLM::EngineCore"], "vllm"),
+        (["ray::RayWorker.run", "", ""], "ray"),
+        (["bash", "vllm-notes.sh"], None),
+        (["vim", "/home/x/halfbyte.txt"], None),
+        ([], None),
+    ],
+)
+def test_an_engine_is_known_by_its_program_alone(words: list[str], engine: str | None) -> None:
+    class Process:
+        def cmdline(self) -> list[str]:
+            return words
+
+    assert live._engine(Process()) == engine
 
 
 # ---- a model's files ------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ VARIABLES = re.compile(
     r"^(HALFBYTE_|VLLM_|FLASHINFER_|CUDA_|NVIDIA_|TORCH|PYTORCH_|TRITON_|NCCL_|GLOO_|TP_SOCKET|UCX_|TIKTOKEN_|HF_HOME"
     r"|MAX_JOBS$|NVCC_THREADS$|OMP_NUM_THREADS$|PYTHONPATH$|LD_LIBRARY_PATH$|SAFETENSORS_)"
 )
-ENGINES = ("halfbyte", "vllm", "sglang", "llama-server", "ollama", "trtllm-serve", "ray::")
+ENGINES = ("halfbyte", "vllm", "sglang", "llama-server", "ollama", "trtllm-serve", "ray")
 GUARDS = ("earlyoom", "systemd-oomd", "nohang")
 FIRST = (
     "systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "s6-svscan", "runit", "bash", "sh", "python",
@@ -214,7 +214,12 @@ def _engine(process: psutil.Process) -> str | None:
         words = process.cmdline()[:4]
     except psutil.Error:
         return None
-    return next((e.rstrip(":") for e in ENGINES if any(Path(w).name.startswith(e) for w in words)), None)
+    for before, word in zip(("", *words), words):
+        name = word.split(".")[0] if before == "-m" else Path(word).name
+        if name in ENGINES:
+            return name
+    title = words[0].partition("::")[0].lower() if words and "::" in words[0] else ""  # as Ray and vLLM call theirs
+    return title if title in ENGINES else None
 
 
 def processes(_: str) -> list[dict[str, Any]]:
