@@ -1,9 +1,10 @@
-"""What pyproject.toml cannot say of a wheel: CPU kernels of its machine inside, the embedded model, its commit, its tag.
+"""What pyproject.toml cannot say of a wheel: CPU kernels of its machine, the embedded model, its commit, its tag.
 
 An editable install carries none of it: kernels are compiled at first use (`halfbyte.kernels.cpu.build`), models lie in
 the checkout, git knows the commit. Where there is no C++ compiler the wheel has no CPU kernels either, is good for any
-machine, and `halfbyte explain` says why the reference runs. The libraries are loaded by ctypes, so that one wheel serves
-every Python; its tag names the oldest glibc that its libraries really load with, read out of them.
+machine, and `halfbyte explain` says why the reference runs. The libraries are loaded by ctypes, so one wheel serves
+every Python; its tag names the oldest glibc that its libraries really load with, read out of them. libstdc++ is the
+system's: inside the libraries it would ask for a newer glibc than they do (2.36 instead of 2.34 with Debian's GCC 12).
 
 `make wheel` builds for both machines (`bench/packages/wheels.py`); HALFBYTE_CXX names the compiler, and the machine it
 compiles for is the wheel's.
@@ -29,7 +30,12 @@ from halfbyte.installed import commit_of  # needs the path above, and nothing th
 from halfbyte.kernels.cpu import build as kernels
 
 MACHINES = {"arm64": "aarch64", "amd64": "x86_64"}  # what compilers and systems call them otherwise
-OLDEST = {"x86_64": (2, 17), "aarch64": (2, 17)}  # no manylinux tag is older
+OLDEST = (2, 17)  # no manylinux tag is older
+# The newest libstdc++ symbols that may be asked of a system with such a glibc (PEP 600's policies).
+LIBSTDCXX = {
+    (3, 4, 19): (2, 17), (3, 4, 22): (2, 24), (3, 4, 24): (2, 27), (3, 4, 28): (2, 31), (3, 4, 29): (2, 34),
+    (3, 4, 30): (2, 35), (3, 4, 33): (2, 39),
+}  # fmt: skip
 
 
 def machine() -> str | None:
@@ -44,16 +50,22 @@ def machine() -> str | None:
 
 
 def needed_glibc(libraries: list[Path]) -> tuple[int, int] | None:
-    """The newest version of a glibc symbol that the libraries ask for; None if nobody can say."""
+    """The oldest glibc of a system that has every symbol the libraries ask for; None if nobody can say."""
     if shutil.which("readelf") is None:
         return None
-    found = []
+    found = [OLDEST]
     for path in libraries:
         told = subprocess.run(["readelf", "--version-info", "--wide", str(path)], capture_output=True, text=True)
         if told.returncode:
             return None
         found += [(int(a), int(b)) for a, b in re.findall(r"Name: GLIBC_(\d+)\.(\d+)", told.stdout)]
-    return max(found, default=None)
+        for name in re.findall(r"Name: GLIBCXX_(\d+\.\d+(?:\.\d+)?)", told.stdout):
+            wanted = tuple(map(int, name.split(".")))
+            system = next((glibc for newest, glibc in LIBSTDCXX.items() if wanted <= newest), None)
+            if system is None:
+                return None
+            found.append(system)
+    return max(found)
 
 
 class BuildPy(build_py):
@@ -82,8 +94,7 @@ class BdistWheel(bdist_wheel):
         glibc, name = needed_glibc(libraries) if libraries else None, machine()
         if glibc is None or name is None or platform.system() != "Linux":
             return "py3", "none", super().get_tag()[2]
-        major, minor = max(glibc, OLDEST.get(name, glibc))
-        return "py3", "none", f"manylinux_{major}_{minor}_{name}"
+        return "py3", "none", f"manylinux_{glibc[0]}_{glibc[1]}_{name}"
 
 
 class HalfbyteDistribution(Distribution):

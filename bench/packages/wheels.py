@@ -4,8 +4,8 @@ in it is compiled against Python.
     python -m bench.packages.wheels [--machines x86_64,aarch64] [--without-cubins] [--to dist]
 
 Each is built from a clean copy of the checkout's own files: CPU kernels for every instruction set of its machine by the
-compiler here or Debian's cross compiler, with libstdc++ inside; CUDA kernels compiled ahead for four architectures, the
-same in both; the embedded models; the commit. What cannot be made here is left out, and the last lines say so. Each
+compiler here or Debian's cross compiler; CUDA kernels compiled ahead for four architectures, the same in both; the
+embedded models; the commit. What cannot be made here is left out, and the last lines say so. Each
 wheel is opened again and looked into; one that lacks a library, a model or its commit is an error.
 """
 
@@ -99,16 +99,13 @@ def build(source: Path, machine: str, to: Path, left_out: list[str]) -> Path | N
         package = f"g++-{machine.replace('_', '-')}-linux-gnu"
         left_out.append(f"the wheel for {machine}: there is no {compiler} here (Debian: apt install {package})")
         return None
-    wrapper = source / f"c++-{machine}"  # libstdc++ inside, so that the tag depends on glibc alone
-    wrapper.write_text(f'#!/bin/sh\nexec {compiler} -static-libstdc++ "$@"\n', encoding="utf-8")
-    wrapper.chmod(0o755)
     for stale in (source / "build", *source.glob("src/*.egg-info")):
         shutil.rmtree(stale, ignore_errors=True)
     fresh = source / "dist"
     shutil.rmtree(fresh, ignore_errors=True)
     print(f"building the wheel for {machine} with {cpu.compiler_version(compiler)}", flush=True)
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "-q", "-w", str(fresh)]
-    env = child_environment(HALFBYTE_CXX=str(wrapper), SOURCE_DATE_EPOCH=committed_at())
+    env = child_environment(HALFBYTE_CXX=compiler, SOURCE_DATE_EPOCH=committed_at())
     subprocess.run(command, cwd=source, env=env, check=True)
     (wheel,) = fresh.glob("*.whl")
     to.mkdir(parents=True, exist_ok=True)

@@ -72,13 +72,20 @@ def test_what_is_built_has_the_models_the_commit_and_every_source(tmp_path: Path
 def test_the_tag_is_the_oldest_glibc_that_the_libraries_load_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From readelf's own words, of three symbols."""
-    told = "  0x0010:   Name: GLIBC_2.2.5  Flags: none  Version: 3\n  Name: GLIBC_2.34  Flags\n  Name: GLIBCXX_3.4.30\n"
+    """From what readelf says of their symbols."""
     program = tmp_path / "readelf"
-    program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{told}EOF\n")
-    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+
+    def needed(*symbols: str) -> object:
+        lines = "".join(f"  0x0010:   Name: {symbol}  Flags: none  Version: 3\n" for symbol in symbols)
+        program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{lines}EOF\n")
+        program.chmod(program.stat().st_mode | stat.S_IEXEC)
+        return setup_file().needed_glibc([tmp_path / "a.so"])
+
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert setup_file().needed_glibc([tmp_path / "a.so"]) == (2, 34)
+    assert needed("GLIBC_2.2.5") == (2, 17)
+    assert needed("GLIBC_2.2.5", "GLIBC_2.34", "GLIBCXX_3.4.22", "GLIBC_2.4") == (2, 34)
+    assert needed("GLIBC_2.17", "GLIBCXX_3.4", "GLIBCXX_3.4.30") == (2, 35)
+    assert needed("GLIBCXX_3.4.99") is None, "newer than any policy"
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert setup_file().needed_glibc([tmp_path / "a.so"]) is None
 
