@@ -37,7 +37,12 @@ python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette st
 typing-inspection uvicorn watchfiles websockets xgrammar==0.2.1""".split()  # noqa: SIM905
 FLASHINFER = ["flashinfer-python", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "tabulate", "einops"]
 SKIP = ("_vllm_fa2_C", "vllm-rs", "_flashmla", "_qutlass", "swagger", *(f"cpython-3{n}" for n in (10, 11, 13, 14)))
-ENTRY = "[vllm.general_plugins]\nhalfbyte = halfbyte.vllm_plugin.plugin:register\n"
+ENTRY = """[vllm.general_plugins]
+halfbyte = halfbyte.vllm_plugin.plugin:register
+
+[vllm.endpoint_plugins]
+halfbyte = halfbyte.vllm_plugin.endpoint:KernelsEndpoint
+"""
 
 
 def pip(*words: str) -> None:

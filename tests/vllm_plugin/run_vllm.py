@@ -27,13 +27,14 @@ def main(asked: dict) -> None:  # type: ignore[type-arg]
     llm = LLM(model=asked["model"], skip_tokenizer_init=True, **arguments)
     params = SamplingParams(temperature=0, max_tokens=asked["tokens"], detokenize=False, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": p} for p in asked["prompts"]], params, use_tqdm=False)
-    report = None
+    report, ranks = None, []
     if "halfbyte" in os.environ["VLLM_PLUGINS"]:
         from halfbyte.vllm_plugin import compat
 
         here = compat.active()
         report = None if here is None else here.report()
-    print(json.dumps({"tokens": [list(o.outputs[0].token_ids) for o in outputs], "report": report}))
+        ranks = llm.collective_rpc("halfbyte_report")  # as the route of vLLM's own server asks
+    print(json.dumps({"tokens": [list(o.outputs[0].token_ids) for o in outputs], "report": report, "ranks": ranks}))
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ def test_all_layers_over_vllms_pages(gates: dict[str, str]) -> None:
     assert code == 0, said[-3000:]
     report = result["report"]
     assert (report["unit"], report["differences"]) == ("layers", [])
+    assert result["ranks"] == [report]
     assert {name.split(".")[0] for name in report["plan"]["decode"]} <= {"cpu", "reference"}
     assert len(report["record"]["regimes"]["decode"][0]["phases"]) == len(report["plan"]["decode"])
     assert_equal(result["tokens"], gates)

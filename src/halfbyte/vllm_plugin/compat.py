@@ -19,7 +19,7 @@ from torch import Tensor
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor
 from halfbyte.plan.phase import ARCHES, Arch
-from halfbyte.vllm_plugin import custom_ops
+from halfbyte.vllm_plugin import custom_ops, endpoint
 from halfbyte.vllm_plugin.inside import Inside, read_options
 from halfbyte.vllm_plugin.selection import Shapes
 
@@ -93,6 +93,7 @@ def register() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers import quantization
     from vllm.model_executor.models import ModelRegistry
+    from vllm.v1.worker.worker_base import WorkerBase
 
     mine = config_class()
     custom, models = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG, ModelRegistry.models
@@ -106,6 +107,7 @@ def register() -> None:
     if not _is_built_in(there) and getattr(there, "module_name", None) != MODEL_CLASS.partition(":")[0]:
         raise PlanError(TAKEN.format(what="the model", name=MODEL, by=getattr(there, "module_name", there)))
     ModelRegistry.register_model(MODEL, MODEL_CLASS)
+    setattr(WorkerBase, endpoint.METHOD, lambda worker: report())
 
 
 def _only_ours(what: str, name: str, there: Any, mine: Any) -> None:
@@ -163,6 +165,11 @@ def obstacle(config: Any) -> str:
 def active() -> Inside | None:
     """Ours in this process, if a model was built with it."""
     return _inside
+
+
+def report() -> dict[str, Any] | None:
+    """What ran in this process; None where no model was built with us."""
+    return None if _inside is None else _inside.report()
 
 
 def forget() -> None:

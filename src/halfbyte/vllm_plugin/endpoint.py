@@ -1,0 +1,44 @@
+"""A route of vLLM's own server that tells which of our kernels ran: GET /halfbyte/kernels, a report for every rank.
+
+vLLM loads it where VLLM_PLUGINS names halfbyte (entry point `vllm.endpoint_plugins`); our own server has `/metrics` and
+the record for that. Asks the workers through vLLM's engine client, by the method that `compat.register` gave them, and
+opens no other way to them. Knows no vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+PATH = "/halfbyte/kernels"
+METHOD = "halfbyte_report"  # of every worker
+PATIENCE_S = 30.0
+
+
+class KernelsEndpoint:
+    name = "halfbyte"
+    required_tasks: tuple[str, ...] | None = ("generate",)  # there must be an engine to ask
+
+    def __init__(self) -> None:
+        self.client: Any = None
+
+    def attach_router(self, app: Any) -> None:
+        app.router.routes.append(Route(PATH, self.kernels, methods=["GET"], include_in_schema=False))
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        self.client = engine_client
+
+    async def kernels(self, request: Request) -> JSONResponse:
+        if self.client is None:
+            return JSONResponse({"error": "there is no engine to ask yet."}, 503)
+        try:
+            ranks = await asyncio.wait_for(self.client.collective_rpc(METHOD), PATIENCE_S)
+        except TimeoutError:
+            return JSONResponse({"error": f"the workers did not answer within {PATIENCE_S:.0f} s."}, 503)
+        if any(rank is None for rank in ranks):
+            return JSONResponse({"error": "the plugin is loaded, and no gpt-oss model was built with it."}, 503)
+        return JSONResponse({"ranks": list(ranks)})
