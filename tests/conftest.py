@@ -133,6 +133,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name, package in _left_out.items():
         terminalreporter.write_line(f"not run: {name}, which needs {package}")
+    for report in terminalreporter.getreports(
+        "passed"
+    ):  # a figure that is worth a line in the log, and decides nothing
+        for name, value in report.user_properties:
+            if name == "shown":
+                terminalreporter.write_line(str(value))
 
 
 @pytest.fixture

@@ -131,7 +131,10 @@ def wrong_words(words: list[str]) -> Iterator[str]:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         yield from (line for word in words[1:2] if word not in targets)
     elif words[0] == "halfbyte" and len(words) > 1 and words[1] != "--version":
-        if words[1] not in COMMANDS:
+        if words[1].startswith("-"):
+            own = {o for p in typer.main.get_command(app).params for o in p.opts} | {"--help"}
+            yield from (line for word in words[1:] if word not in own)
+        elif words[1] not in COMMANDS:
             yield line
         elif words[1] in COMMANDS:
             yield from (f"{line}: {flag}" for flag in flags if flag not in options(words[1]))

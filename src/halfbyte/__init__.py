@@ -1,9 +1,9 @@
 """halfbyte: gpt-oss from MXFP4 weights at the speed of the memory it lives in.
 
-from halfbyte import Engine, SamplingParams
+from halfbyte import Engine
 
 with Engine() as engine:                              # no argument: the embedded model
-    print(engine.generate("2 + 2 =", SamplingParams(temperature=0.0, max_tokens=4))[0].text)
+    print(engine.chat("What is 17 + 25?").text)
 """
 
 from __future__ import annotations

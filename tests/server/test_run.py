@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
+import ssl
+import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
-from live_server import PATIENCE, wait_until
+from live_server import PATIENCE, Live, wait_until
+from scripted import ScriptedSource, always, say
 
 from halfbyte.errors import UsageError
-from halfbyte.server.run import bind
+from halfbyte.server.run import _address, bind
 from halfbyte.server.settings import ServerSettings
 
 HERE = Path(__file__).parent
@@ -168,3 +173,62 @@ def test_a_port_in_use_is_said_at_once() -> None:
         taken.listen()
         with pytest.raises(UsageError, match="choose another --host or --port"):
             bind(ServerSettings(port=taken.getsockname()[1]))
+
+
+# ---- other ways to listen ------------------------------------------------------------------------------------------
+
+
+def test_a_unix_socket(tmp_path: Path, serve: Callable[..., Live]) -> None:
+    path = tmp_path / "halfbyte.sock"
+    settings = ServerSettings(min_available_bytes=0, uds=str(path))
+    live = serve(ScriptedSource(always(say("ok"))), settings)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any.name") as client:
+        answer = client.post("/v1/chat/completions", json=CHAT | {"stream": False})
+    assert answer.json()["choices"][0]["message"]["content"] == "ok"
+    with pytest.raises(UsageError, match="cannot listen on"):
+        bind(settings)  # somebody answers there
+    live.server.should_exit = True
+    live.thread.join(PATIENCE)
+    assert path.exists()  # as a server that was killed leaves it
+    bind(settings).close()
+    path.unlink()
+    path.write_text("a file of somebody's own")
+    with pytest.raises(UsageError, match="cannot listen on"):
+        bind(settings)
+    assert path.read_text() == "a file of somebody's own"
+    assert settings.local_only
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_tls(tmp_path: Path, serve: Callable[..., Live]) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    made += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    settings = ServerSettings(min_available_bytes=0, ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    live = serve(ScriptedSource(always(say("ok"))), settings)
+    trusted = ssl.create_default_context(cafile=str(certificate))
+    address = f"https://127.0.0.1:{live.port}/v1/chat/completions"
+    assert "ok" in httpx.post(address, json=CHAT, verify=trusted).text
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"https://127.0.0.1:{live.port}/health")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        assert _address(settings, sock).startswith("https://127.0.0.1:")
+    for wrong in (replace(settings, ssl_certfile="/no/such.pem"), replace(settings, ssl_keyfile=str(certificate))):
+        with pytest.raises(UsageError, match="cannot be used for TLS"):
+            bind(wrong)
+    with pytest.raises(UsageError, match="--ssl-keyfile needs --ssl-certfile"):
+        ServerSettings(ssl_keyfile=str(key))

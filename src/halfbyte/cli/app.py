@@ -111,7 +111,7 @@ def _root(
 
 def main() -> None:
     try:
-        app()
+        app(prog_name="halfbyte")
     except KeyboardInterrupt:
         sys.exit(130)
     except HalfbyteError as e:

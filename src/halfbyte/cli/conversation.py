@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from halfbyte.engine.python_api import Engine
     from halfbyte.engine.request import Delta
-    from halfbyte.harmony.messages import Message
     from halfbyte.harmony.parse import Event
 
 EFFORTS = ("low", "medium", "high")
@@ -94,11 +93,11 @@ class EngineAnswers:
 
     def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
         from halfbyte.engine.request import SamplingParams
-        from halfbyte.harmony.messages import Message
+        from halfbyte.harmony.messages import Message, opening
         from halfbyte.harmony.parse import Parser
         from halfbyte.harmony.render import render_prompt
 
-        messages = opening(manner.effort, manner.system)
+        messages = opening(check_effort(manner.effort), manner.system)
         for exchange in before:
             messages += [Message.user(exchange.question), Message.final(exchange.answer)]
         prompt = render_prompt(self.engine.tokenizer, [*messages, Message.user(question)])
@@ -190,16 +189,6 @@ def open_answers(
 
     with open_engine(model, device, gates, **options) as engine:
         yield EngineAnswers(engine, load.resolve_model(model).label)
-
-
-def opening(effort: str, instructions: str | None) -> list[Message]:
-    """The messages a conversation begins with."""
-    from halfbyte.harmony.messages import Message, SystemContent
-
-    messages = [Message.system(SystemContent(reasoning_effort=check_effort(effort)))]
-    if instructions:
-        messages.append(Message.developer(instructions))
-    return messages
 
 
 def pieces_of(events: list[Event]) -> list[Piece]:

@@ -17,7 +17,6 @@ from halfbyte.cli.conversation import (
     Temperature,
     check_effort,
     deltas,
-    opening,
     pieces_of,
 )
 from halfbyte.cli.options import (
@@ -62,18 +61,18 @@ def generate(
 ) -> None:
     """Answer one prompt and end."""
     from halfbyte.engine.request import SamplingParams
-    from halfbyte.harmony.messages import Message
+    from halfbyte.harmony.messages import Message, opening
     from halfbyte.harmony.parse import Parser
     from halfbyte.harmony.render import render_prompt
     from halfbyte.model.tokenizer import Detokenizer
 
-    check_effort(effort)
+    level = check_effort(effort)
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise UsageError("the prompt is empty; give --prompt or write it to standard input.")
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     with open_engine(model, device, gates, allow_nan=allow_nan, self_test=self_test) as engine:
-        messages = [*opening(effort, system), Message.user(text)]
+        messages = [*opening(level, system), Message.user(text)]
         ids = engine.tokenizer.encode(text) if raw else render_prompt(engine.tokenizer, messages)
         start, first, tokens = time.perf_counter(), 0.0, []
         parser = Parser(engine.tokenizer)

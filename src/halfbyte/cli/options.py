@@ -74,7 +74,7 @@ def with_gates(command: Callable[..., Any]) -> Callable[..., Any]:
         if axis.field == "graphs":
             extra.append(_switch("enforce_eager", "--enforce-eager", "Run without CUDA graphs."))
         else:
-            meaning = f"{axis.meaning[:1].upper()}{axis.meaning[1:]}: {', '.join(axis.values)}."
+            meaning = f"{axis.meaning[:1].upper()}{axis.meaning[1:]}. Values: {', '.join(axis.values)}."
             extra.append(_option(axis.field, axis.flag, meaning, axis.values))
     short = f"Short for --layers: the groups to hold in MXFP4, of {', '.join(LAYER_GROUPS)}, or all."
     extra.append(_option("mxfp4_layers", "--mxfp4-layers", short, (*LAYER_GROUPS, "all")))

@@ -1,16 +1,17 @@
 """The Python API: `from halfbyte import Engine`.
 
     with Engine() as engine:                       # the embedded model
-        print(engine.generate("Once upon a time", SamplingParams(max_tokens=32))[0].text)
+        print(engine.chat("What is 17 + 25?").text)
 
-Prompts are text or token ids, taken as they are: no chat template (the server and `halfbyte chat` render harmony).
+`chat` puts a question into the format that gpt-oss was trained on and takes the answer out of it. `generate`, `iterate`
+and `stream` take prompts, text or token ids, as they are: they continue them, without a chat format.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from types import TracebackType
 from typing import Any
@@ -32,6 +33,9 @@ from halfbyte.engine.request import (
 from halfbyte.engine.thread import EngineThread
 from halfbyte.errors import RequestError, StepError, UsageError
 from halfbyte.gates import Gates
+from halfbyte.harmony.messages import Message, ReasoningEffort, opening
+from halfbyte.harmony.parse import Parser
+from halfbyte.harmony.render import render_prompt
 from halfbyte.model.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -51,11 +55,20 @@ class Completion:
     prompt_logprobs: list[Logprob] | None = None  # the first choice's
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a model said: the answer, and apart from it what it thought before."""
+
+    text: str
+    reasoning: str
+    completion: Completion
+
+
 class Engine:
     """A model, loaded and ready, in this process. Thread-safe; requests from all threads share one batch.
 
-    `model`: a Hugging Face folder, a .gguf file, "random:20b"; None is the embedded model. Further options are
-    those of EngineOptions (max_context, max_seqs, kv_gib, ...).
+    `model`: what `halfbyte pull` fetched ("20b"), a Hugging Face folder, a .gguf file, "random:20b"; None is the
+    embedded model. Further options are those of EngineOptions (max_context, max_seqs, kv_gib, ...).
     """
 
     def __init__(
@@ -102,6 +115,23 @@ class Engine:
             return []
         with ThreadPoolExecutor(max_workers=min(64, len(requests))) as pool:
             return [c for answer in pool.map(self._complete, requests) for c in answer]
+
+    def chat(
+        self,
+        question: str | Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        effort: ReasoningEffort = "medium",
+        instructions: str | None = None,
+    ) -> Answer:
+        """The model's answer to a question, or to a conversation of harmony messages; greedy unless `sampling` says."""
+        asked = [Message.user(question)] if isinstance(question, str) else list(question)
+        prompt = render_prompt(self.tokenizer, [*opening(effort, instructions), *asked])
+        (done,) = self.generate([prompt], replace(sampling or SamplingParams(temperature=0.0), n=1))
+        parser = Parser(self.tokenizer)
+        events = [*parser.feed(done.tokens), *parser.finish()]
+        reasoning = "".join(e.text for e in events if e.header.kind == "reasoning")
+        return Answer("".join(e.text for e in events if e.header.kind == "content"), reasoning, done)
 
     def iterate(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, constraint: Constraint | None = None

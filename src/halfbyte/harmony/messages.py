@@ -124,3 +124,9 @@ class Message:
     def result(cls, function: str, output: str) -> Message:
         """What one of the caller's functions answered."""
         return cls(Role.TOOL, output, channel=COMMENTARY, recipient=Role.ASSISTANT, name=f"{FUNCTIONS}.{function}")
+
+
+def opening(effort: ReasoningEffort | None = "medium", instructions: str | None = None) -> list[Message]:
+    """The messages that a conversation begins with."""
+    system = Message.system(SystemContent(reasoning_effort=effort))
+    return [system, Message.developer(instructions)] if instructions else [system]
