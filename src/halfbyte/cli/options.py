@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
 
-MODEL = "A model that was pulled (20b, openai/gpt-oss-20b), a model folder, a .gguf file, random weights (random:20b)"
+MODEL = (
+    "A model that was pulled (20b, openai/gpt-oss-20b), a model folder, a .gguf file, or random weights (random:20b)"
+)
 GATES = "Gates: switches that say which kernels and number formats may run"
 
 

@@ -7,27 +7,32 @@ from typing import Annotated
 
 import typer
 
-from halfbyte.cli.options import JsonOption, LoadingBar, err, print_json, with_gates
+from halfbyte.cli.options import MODEL, JsonOption, LoadingBar, err, model_argument, print_json, with_gates
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
 
 @with_gates
 def quantize(
-    source: Annotated[Path, typer.Argument(help="A model folder or GGUF file.", show_default=False)],
-    target: Annotated[Path, typer.Argument(help="The folder to make; must not exist.", show_default=False)],
+    source: Annotated[str, model_argument("SOURCE", f"{MODEL}; tiny is the embedded model.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="The folder to write; it must not exist yet.", show_default=False)
+    ],
     json: JsonOption = False,
     *,
     gates: Gates,
 ) -> None:
     """Write a checkpoint with more layers quantised, as --layers or --mxfp4-layers say."""
-    from halfbyte.model import checkpoint
+    from halfbyte.model import checkpoint, load
 
     asked = {g: f for g, f in gates.layer_formats.items() if f != "checkpoint"}
     if not asked:
         raise UsageError("say what to quantise, for example --layers qkv=q8,o=q8,lm_head=q8 or --mxfp4-layers all.")
-    with LoadingBar(f"quantising {source.name}") as progress:
-        checkpoint.quantize_checkpoint(source, target, asked, progress=progress)
+    model = load.resolve_model(source)
+    if model.path is None:
+        raise UsageError(f"{source} has no files to quantise; name a model that has.")
+    with LoadingBar(f"quantising {model.label}") as progress:
+        checkpoint.quantize_checkpoint(model.path, target, asked, progress=progress)
     size = sum(p.stat().st_size for p in target.rglob("*") if p.is_file())
     if json:
         print_json({"folder": str(target), "bytes": size, "layers": gates.layer_formats})

@@ -16,7 +16,7 @@ from halfbyte.gates import Gates
 
 @with_gates
 def run(
-    model: Annotated[str, model_argument("MODEL", f"{MODEL}, or tiny for the embedded model.")],
+    model: Annotated[str, model_argument("MODEL", f"{MODEL}; tiny is the embedded model.")],
     prompt: Annotated[
         list[str] | None,
         typer.Argument(
