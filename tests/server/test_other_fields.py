@@ -123,6 +123,20 @@ def test_reasoning_that_a_client_dropped_is_there_all_the_same(serve: Serve) -> 
     assert "It is about Bern." not in live.source.prompts()[3]
 
 
+def test_a_part_that_carries_its_whole_message(serve: Serve) -> None:
+    """As @openai/agents sends our own answers back: it was once refused as 'messages.2.content.0.text'."""
+    live = serve(ScriptedSource(always(say("Hello.", "hm"))))
+    message = ask(live).choices[0].message.to_dict()
+    part = {"type": "text", "text": message.pop("content"), **message}
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [part]},
+        {"role": "user", "content": "?"},
+    ]
+    ask(live, talk)
+    assert "<|channel|>final<|message|>Hello.<|end|><|start|>user<|message|>?<|end|>" in live.source.prompts()[1]
+
+
 # ---- a prompt's own log probabilities -------------------------------------------------------------
 
 

@@ -19,10 +19,10 @@ import torch
 from fuzzed_answers import FuzzedScript
 from live_server import Live
 from recorder import write_fixture
-from scripted import ScriptedSource, call, in_turn, say
+from scripted import Play, ScriptedSource, call, in_turn, say
 
 from halfbyte.engine.python_api import Engine
-from halfbyte.engine.request import SamplingParams
+from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.model.load import EMBEDDED
 from halfbyte.server.settings import ServerSettings
 
@@ -44,7 +44,7 @@ def run(*command: str | Path, cwd: Path | None = None, **more: str) -> str:
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env={**os.environ, "NO_PROXY": "127.0.0.1,localhost", **more},
+        env={**os.environ, "NO_PROXY": "127.0.0.1,localhost", "LITELLM_LOCAL_MODEL_COST_MAP": "True", **more},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -200,6 +200,33 @@ def test_python_libraries(serve: Serve, seed: int, api: str, library: str) -> No
     fuzz(serve, seed, f"{library}_{api}.json", ", ".join(program.splitlines()) + " (PyPI)", lambda url: (
         PYTHON, HERE / f"{library}_talk.py", url, api, "4"
     ))  # fmt: skip
+
+
+# ---- conformance ----------------------------------------------------------------------------------
+
+
+def obliging(request: Request, index: int) -> Play:
+    """What a model would say to each of llm-comply's questions: a call where one is asked for, else a few words."""
+    if request.constraint is not None:
+        return Play('{"location":"San Francisco"}<|call|>')
+    if len(request.sampling.stop_token_ids) > 2:  # it reasons before a required call
+        return Play("They want the weather.<|end|>")
+    return Play(say("Hello there, friend.", "A greeting."))
+
+
+@needs(PYTHON)
+@pytest.mark.parametrize("api", ["openai-chat", "open-responses", "anthropic"])
+def test_conformance(serve: Serve, api: str) -> None:
+    """Every test of llm-comply but those of pictures, which gpt-oss does not see."""
+    live = serve(ScriptedSource(obliging, max_context=131072))
+    base = f"{live.url}/v1"
+    command = [PYTHON.parent / "llm-comply", "-u", base, "-k", "none", "-m", "gpt-oss-test", "--format", api, "--json"]
+    done = subprocess.run([str(w) for w in command], capture_output=True, text=True, timeout=300, check=False)
+    told = json.loads(done.stdout)
+    results = told["results"] if isinstance(told, dict) else told
+    failed = {r["id"]: r for r in results if r["status"] not in ("passed", "skipped") and "image" not in r["id"]}
+    assert failed == {}
+    assert len(results) > 5
 
 
 # ---- lm-eval --------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ const require = createRequire(`${folder}/package.json`);
 const load = async (name) => import(pathToFileURL(require.resolve(name)).href);
 const agents = await load('@openai/agents');
 const openai = await load('openai');
-const { z } = await load('zod');
 
 agents.setTracingDisabled(true);
 agents.setOpenAIAPI(api);
@@ -18,8 +17,13 @@ const tool = (name) =>
   agents.tool({
     name,
     description: 'Looks something up.',
-    parameters: z.object({ place: z.string() }),
-    strict: false === true,
+    parameters: {
+      type: 'object',
+      properties: { place: { type: 'string' } },
+      required: ['place'],
+      additionalProperties: true,
+    },
+    strict: false,
     execute: async ({ place }) => `found: ${place}`,
   });
 const agent = new agents.Agent({

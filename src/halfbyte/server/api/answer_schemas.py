@@ -163,6 +163,12 @@ class ResponseObject(Described):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    max_tool_calls: None
+    service_tier: str
+    safety_identifier: None
+    prompt_cache_key: None
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     metadata: dict[str, str]

@@ -32,8 +32,23 @@ def _text_only(value: Any) -> Any:
     return value
 
 
+class SpokenText(TextPart):
+    """Of an earlier answer. @openai/agents sends it back with the other fields of the message that it was in."""
+
+    harmless: ClassVar[dict[str, str]] = {
+        **TextPart.harmless,
+        **dict.fromkeys(
+            (
+                "role", "refusal", "tool_calls", "reasoning", "reasoning_content", "annotations", "audio",
+                "function_call", "logprobs",
+            ),
+            "a field of the message, which has its own place",
+        ),
+    }  # fmt: skip
+
+
 UserPart = Annotated[TextPart, BeforeValidator(_text_only)]
-SpokenPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+SpokenPart = Annotated[SpokenText | RefusalPart, Field(discriminator="type")]
 
 
 class CalledFunction(Strict):
@@ -146,6 +161,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class ReasoningOptions(Strict):
+    harmless: ClassVar[dict[str, str]] = {"summary": "the reasoning itself is in the answer"}
     effort: EffortName | None = None
     exclude: bool | None = None
 
