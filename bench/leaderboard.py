@@ -4,10 +4,11 @@
     halfbyte report FOLDER
 
 Every contender is a process as its users start it, and ends before the next begins. It plays a closed loop (prompts of
-1100 tokens, answers of 256, 1 to 64 streams), then prompt and decode speed behind 2048 tokens. vLLM gets random weights
-whose routing spreads (`vllm/spread.py`). A figure is INVALID if the kernel that was asked for is not the one that the
-engine's record or log names, if an answer has another length, or if the card was throttled. Results are written after
-every contender; one for which no time is left is refused, not hurried.
+1100 tokens, answers of 256, 1 to 64 streams), then prompt and decode speed behind 2048 tokens, after a round of each
+that is not measured: kernels that are compiled when a shape first comes are no part of any figure. vLLM gets random
+weights whose routing spreads (`vllm/spread.py`). A figure is INVALID if the kernel that was asked for is not the one
+that the engine's record or log names, if an answer has another length, if the server was not warm, or if the card was
+throttled. Results are written after every contender; one for which no time is left is refused, not hurried.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ TOOL = "bench/leaderboard.py"
 LEAST_S = 45.0  # a contender that has less does not begin
 WAVES = {1: 5.0, 8: 3.0}  # sessions for each stream; two are the least for a steady state
 MORE = 2.5  # of larger numbers of streams
+WARM = 32  # tokens of an answer that is not measured
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,11 @@ def measure(run: Run, name: str, seconds: float) -> list[Result]:
     def play(client: HttpClient, cell: Cell) -> list[Result]:
         results: list[Result] = []
         work = synthetic(run.prompt, run.tokens, vocab, temperature=1.0)
+        warm = synthetic(run.prompt, WARM, vocab, seed=1, temperature=1.0)
+        for arrival in run.arrivals()[::-1]:
+            if time.monotonic() < deadline:
+                streams = ClosedLoop(arrival.streams, arrival.streams) if isinstance(arrival, ClosedLoop) else arrival
+                measure_workloads(client, traffic, [warm], [streams], cell, lambda text: say(f"warming up: {text}"))
         for arrival in run.arrivals():
             if time.monotonic() > deadline:
                 shape = {"workload": work.name, **work.shape, **arrival.shape, "seed": traffic.seed}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from scripted_peer import ScriptedPeer
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
@@ -85,6 +88,27 @@ def test_vllm_is_started_with_spread_weights_and_nothing_to_fetch(tmp_path: Path
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert "quantization_config" not in config  # the embedded model's experts in bf16
     assert (tmp_path / "model" / "tokenizer.json").is_file()
+
+
+def test_the_plugin_finds_all_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a stand-in for vLLM's loader: an import that fails would show here, and not on a GPU."""
+
+    class DummyModelLoader:
+        def load_weights(self, model: object, model_config: object) -> None:
+            raise AssertionError("vLLM's own filling")
+
+    name = "vllm"
+    for part in ("", ".model_executor", ".model_executor.model_loader", ".model_executor.model_loader.dummy_loader"):
+        monkeypatch.setitem(sys.modules, name + part, ModuleType(name + part))
+    monkeypatch.setattr(sys.modules[f"{name}.model_executor.model_loader.dummy_loader"], "DummyModelLoader",
+                        DummyModelLoader, raising=False)  # fmt: skip
+    spread.register()
+    spread.register()
+    config = SimpleNamespace(num_local_experts=2, intermediate_size=64, hidden_size=64)
+    model = torch.nn.Module()
+    model.router = torch.nn.Linear(64, 2)
+    DummyModelLoader().load_weights(model, SimpleNamespace(hf_config=config))
+    assert float(model.router.weight.detach().abs().max()) > 0
 
 
 @pytest.mark.slow

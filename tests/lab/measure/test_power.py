@@ -1,7 +1,7 @@
-"""The power meter on what a driver really said: nvidia-smi's log of an H200, first idle and then under products.
+"""The power meter on what a driver really said: nvidia-smi's log of an H200, first idle and then serving 64 streams.
 
-The log (`recorded/h200-power.csv`: time, watts, MHz, degrees, a row each quarter second) is played through a stand-in
-for the driver's library. It has no reasons for lower clocks; where a test needs some, they are made up and it says so.
+The log (`recorded/h200-power.csv`: time, watts, MHz, degrees, reasons for lower clocks, a row each quarter second) is
+played through a stand-in for the driver's library. That card only ever met its power limit; heat is made up here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from halfbyte.lab.measure import power
-from halfbyte.lab.measure.power import PowerMeter, nvml_sensor
+from halfbyte import gpu_sensor
+from halfbyte.gpu_sensor import nvml_sensor
+from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.lab.result import Cell, Result, figure
 
 LOG = Path(__file__).parent / "recorded" / "h200-power.csv"
@@ -32,14 +33,16 @@ class Row(NamedTuple):
     watts: float
     mhz: int
     celsius: int
+    reasons: int
 
 
 def rows() -> list[Row]:
     found = []
     for line in LOG.read_text(encoding="utf-8").splitlines():
-        when, watts, mhz, celsius = (part.strip() for part in line.split(","))
+        when, watts, mhz, celsius, reasons = (part.strip() for part in line.split(","))
         at = datetime.datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f").timestamp()
-        found.append(Row(at, float(watts.removesuffix(" W")), int(mhz.removesuffix(" MHz")), int(celsius)))
+        found.append(Row(at, float(watts.removesuffix(" W")), int(mhz.removesuffix(" MHz")), int(celsius),
+                         int(reasons, 16)))  # fmt: skip
     return found
 
 
@@ -83,10 +86,10 @@ class Driver(ModuleType):
 
 def watched(monkeypatch: pytest.MonkeyPatch, played: list[Row], reasons: list[int] | None = None) -> PowerMeter:
     """A meter that has seen these rows, by the driver's interface and at the times of the log."""
-    driver = Driver(played, reasons or [0] * len(played))
+    driver = Driver(played, reasons or [r.reasons for r in played])
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda: "the card of torch", raising=False)
-    monkeypatch.setattr(power, "time", SimpleNamespace(monotonic=lambda: driver.now.at))
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda *_: "the card of torch", raising=False)
+    monkeypatch.setattr(gpu_sensor, "time", SimpleNamespace(monotonic=lambda: driver.now.at))
     found = nvml_sensor()
     assert found is not None
     with PowerMeter(*found, every_s=0.0) as meter:
@@ -101,14 +104,16 @@ def judged(meter: PowerMeter) -> Result:
 def test_watts_clocks_and_joules_are_the_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rows()
     meter = watched(monkeypatch, whole)
-    assert [(s.at, s.watts, s.mhz, s.celsius) for s in meter.samples] == [tuple(r) for r in whole]
+    assert [(s.at, s.watts, s.mhz, s.celsius, s.reasons) for s in meter.samples] == [tuple(r) for r in whole]
     late = whole[len(whole) // 2 :]
     said = meter.summary()
     assert said["watts"] == pytest.approx(np.mean([r.watts for r in late]))
     assert said["mhz"] == [min(r.mhz for r in late), np.median([r.mhz for r in late]), max(r.mhz for r in late)]
     assert said["celsius"] == max(r.celsius for r in whole)
     assert said["limit_watts"] == LIMIT
-    assert said["throttled"] == {}
+    limited = sum(r.reasons == 0x4 for r in whole) / len(whole)
+    assert said["throttled"] == {"power limit": limited}  # idling is no reason
+    assert limited > 0.5
     joules = np.trapezoid([r.watts for r in whole], [r.at for r in whole])
     assert meter.joules() == pytest.approx(joules)
     assert max(r.watts for r in whole[:IDLE]) < 100 < said["watts"]  # the log has both
@@ -145,7 +150,7 @@ def test_reasons_made_up_beside_the_log(monkeypatch: pytest.MonkeyPatch, bit: in
 
 
 def test_without_a_driver_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Any:
+    def missing(*_: object) -> Any:
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", missing, raising=False)

@@ -10,8 +10,9 @@ import pytest
 
 from halfbyte.errors import UsageError
 from halfbyte.gpu_sensor import Sample
+from halfbyte.lab.measure.event_stream import Reading
 from halfbyte.lab.measure.power import PowerMeter
-from halfbyte.lab.measure.traffic import Limits, measure_traffic
+from halfbyte.lab.measure.traffic import Asked, Limits, measure_traffic, stall
 from halfbyte.lab.result import Cell, Result
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from halfbyte.lab.workloads.recording import replay
@@ -149,3 +150,23 @@ def test_a_throttled_card_makes_it_invalid_and_its_own_power_limit_does_not() ->
 def test_a_limit_that_is_none(text: str) -> None:
     with pytest.raises(UsageError, match="a limit looks like"):
         Limits.parse(text)
+
+
+def asked_at(*arrivals: list[float]) -> list[Asked]:
+    made = []
+    for times in arrivals:
+        asked = Asked(synthetic(8, 2, 100).session(0).turns[0], 0, 0, 0.0)
+        asked.reading = Reading(arrivals=[(at, 1.0) for at in times])
+        made.append(asked)
+    return made
+
+
+def test_a_server_that_stands_still_now_and_then_was_not_warm() -> None:
+    steady = [0.01 * i for i in range(100)]
+    once = [t if t < 0.5 else t + 3.0 for t in steady]
+    assert stall(asked_at(*[steady] * 8)) == ""
+    assert "1 times nothing came for 3.01 s in all, where 10 ms are usual" in stall(asked_at(*[once] * 8))
+    apart = [[t + 10 * k for t in once] for k in range(8)]  # with every request: so it is with this server
+    assert stall(asked_at(*apart)) == ""
+    slow = [0.5 * i for i in range(8)]
+    assert stall(asked_at(*[[*slow, slow[-1] + 3.0]] * 8)) == ""  # six times the usual

@@ -215,6 +215,12 @@ def traffic_result(
     if seconds <= 0 or not tokens:
         return Result(cell, checks=tuple(checks), detail=detail, refused="too few requests for a steady state.")
     detail |= {"steady_s": seconds, "steady_requests": len(inside)}
+    cold = stall(good)
+    checks.append(Check("the server was warm", not cold, note=cold))
+    if cold:
+        return power.judge(
+            Result(cell, checks=tuple(checks), detail=detail, refused=f"the server was not warm: {cold}")
+        )
     figures = [
         figure("speed", "tok/s", tokens / seconds),
         figure("requests", "requests/s", len([a for a in good if begin < a.answer.last <= end]) / seconds),
@@ -250,6 +256,30 @@ def window(asked: Sequence[Asked], arrivals: Arrivals) -> tuple[float, float]:
     firsts = [min(a.answer.first for a in asked if a.session == k) for k in range(arrivals.sessions)]
     begin, end = max(firsts[: arrivals.streams]), firsts[-1]
     return (begin, end) if end > begin else whole
+
+
+STALL_S, STALL = 1.0, 50.0  # seconds, and times the usual gap: a pause that needs a reason
+ONCE = 4  # requests for each such pause, at least: what belongs to serving comes back with every prompt
+
+
+def stall(asked: Sequence[Asked]) -> str:
+    """What shows that a server was not warm: pauses between two tokens far beyond the usual, of which there are far
+    fewer than requests. Waiting for others' prompts comes back with every one of them. Empty where there are none."""
+    pairs = [(a, b) for each in asked for (a, _), (b, _) in itertools.pairwise(each.answer.arrivals)]
+    if not pairs:
+        return ""
+    usual = quantile([b - a for a, b in pairs], 0.5)
+    long = sorted((a, b) for a, b in pairs if b - a > max(STALL_S, STALL * usual))
+    times: list[tuple[float, float]] = []  # of all streams together
+    for begin, end in long:
+        if times and begin < times[-1][1]:
+            times[-1] = times[-1][0], max(end, times[-1][1])
+        else:
+            times.append((begin, end))
+    if not times or ONCE * len(times) > len(asked):
+        return ""
+    lost = sum(end - begin for begin, end in times)
+    return f"{len(times)} times nothing came for {lost:.3g} s in all, where {1e3 * usual:.3g} ms are usual; warm it up"
 
 
 def _quantiles(name: str, seconds: Sequence[float]) -> list[Figure]:

@@ -24,6 +24,7 @@ from types import FrameType
 
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 0.02
+SETTLE_S = 5.0  # for what ends with an engine
 LAST_S = 5.0  # for what is killed to be gone: a process in a driver's call may take a while
 
 
@@ -60,6 +61,7 @@ class Keeper:
                 _signal_group(engine.pid, signal.SIGKILL)
             if not self.reap(engine.pid):
                 time.sleep(TICK_S)
+        self.settle(engine.pid)
         self.left = [f"{pid} {_command_of(pid)}" for pid in _descendants()]
         self.sweep(engine.pid)
         self.write(pid=engine.pid)
@@ -74,6 +76,14 @@ class Keeper:
         if pid == engine:
             self.exit = os.waitstatus_to_exitcode(status)
         return pid != 0
+
+    def settle(self, engine: int) -> None:
+        """Helpers that end by themselves when the engine has ended (Python's resource tracker) are not left behind."""
+        begun = time.monotonic()
+        while time.monotonic() - begun < SETTLE_S and _descendants():
+            while self.reap(engine):
+                pass
+            time.sleep(TICK_S)
 
     def sweep(self, engine: int) -> None:
         """Ends all that is left: asked first, unless the engine had to be killed."""

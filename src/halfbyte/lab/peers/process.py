@@ -269,7 +269,7 @@ class PeerProcess:
         if process.poll() is None:
             process.terminate()
         try:
-            process.wait(self.limits.stop_s + keeper.LAST_S + 10.0)
+            process.wait(self.limits.stop_s + keeper.SETTLE_S + keeper.LAST_S + 10.0)
         except subprocess.TimeoutExpired:  # the keeper itself is stopped, or its engine cannot be killed
             for each in psutil.Process(process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
