@@ -24,7 +24,7 @@ from types import FrameType
 
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 0.02
-SETTLE_S = 5.0  # for what ends with an engine
+SETTLE_S = 3.0  # for what ends with an engine
 LAST_S = 5.0  # for what is killed to be gone: a process in a driver's call may take a while
 
 
