@@ -67,7 +67,9 @@ def test_serve_ps_run_and_stop(tmp_path: Path) -> None:
     command = [*HALFBYTE, "serve", "--port", "0", "--device", "cpu", "--name", "little"]
     server = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: "serving" in halfbyte("ps"))
+        files = tmp_path / "servers"
+        wait_until(lambda: any('"url": "http' in f.read_text(encoding="utf-8") for f in files.glob("*.json")))
+        assert "serving" in halfbyte("ps")
         (found,) = json.loads(halfbyte("ps", "--json"))["servers"]
         assert (found["pid"], found["model"], found["device"]) == (server.pid, "little", "cpu")
         assert set(found["names"]) >= {"little", "tiny"}

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from halfbyte.cli.engine_options import PANEL, EngineFlagOption, EnginePythonOption, EngineVariableOption
-from halfbyte.cli.options import DeviceOption, JsonOption, check_number, err, out, print_json, with_gates
+from halfbyte.cli.options import (
+    DeviceOption,
+    JsonOption,
+    check_number,
+    err,
+    model_names,
+    out,
+    print_json,
+    pull_if_missing,
+    with_gates,
+)
 from halfbyte.errors import UsageError
 from halfbyte.gates import PRESETS, Gates
 
@@ -29,7 +39,14 @@ def check(
         list[str] | None, typer.Argument(metavar="[LEVEL]…", help="1, 1.5, 2, 3, 4, 5, 6, their names, or all.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="As for `serve`. Without it: the embedded model.", show_default=False)
+        str | None,
+        typer.Option(
+            "--model",
+            help="As for `serve`. Without it: the embedded model.",
+            show_default=False,
+            callback=pull_if_missing,
+            autocompletion=model_names,
+        ),
     ] = None,
     engine: Annotated[
         str,

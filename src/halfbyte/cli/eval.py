@@ -14,14 +14,17 @@ from halfbyte.gates import Gates
 @with_gates
 def evaluate(
     model: ModelArgument = None,
-    suite: Annotated[str, typer.Option(help="Which problems: tiny, or quick (under a minute on 2 cores).")] = "tiny",
+    suite: Annotated[
+        str, typer.Option(help="Which problems to ask: tiny, or quick (under a minute on 2 cores).")
+    ] = "tiny",
     per_task: Annotated[
-        int | None, typer.Option("--per-task", min=1, help="Of each task: 8 of tiny, 2 of quick.")
+        int | None,
+        typer.Option("--per-task", min=1, help="How many problems of each task; by default 8 of tiny, 2 of quick."),
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Only these, with commas between.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the held-out problems.")] = 0,
-    wrong: Annotated[bool, typer.Option("--wrong", help="Print every miss.")] = False,
-    out_file: Annotated[Path | None, typer.Option("--out", help="Also write a receipt here.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Ask only these tasks, for example arithmetic,lists.")] = None,
+    seed: Annotated[int, typer.Option(help="The seed that the problems are drawn with.")] = 0,
+    wrong: Annotated[bool, typer.Option("--wrong", help="Print every problem that was answered wrong.")] = False,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Also write the result to this file.")] = None,
     device: DeviceOption = None,
     json: JsonOption = False,
     *,

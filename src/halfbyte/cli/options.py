@@ -37,11 +37,11 @@ GATES = "Gates: switches that say which kernels and number formats may run"
 def model_argument(metavar: str, help: str) -> Any:
     """MODEL of a command: a name the shell completes, and offers to pull where it is not here yet."""
     return typer.Argument(
-        metavar=metavar, help=help, show_default=False, callback=_pull_if_missing, autocompletion=_model_names
+        metavar=metavar, help=help, show_default=False, callback=pull_if_missing, autocompletion=model_names
     )
 
 
-def _pull_if_missing(ctx: typer.Context, text: str | None) -> str | None:
+def pull_if_missing(ctx: typer.Context, text: str | None) -> str | None:
     if text is None or ctx.resilient_parsing:
         return text
     from halfbyte.cli.models import offer_to_pull
@@ -49,7 +49,7 @@ def _pull_if_missing(ctx: typer.Context, text: str | None) -> str | None:
     return offer_to_pull(text)
 
 
-def _model_names(incomplete: str) -> list[str]:
+def model_names(incomplete: str) -> list[str]:
     from halfbyte.cli.models import complete_model
 
     return complete_model(incomplete)

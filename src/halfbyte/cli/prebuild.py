@@ -14,10 +14,12 @@ from halfbyte.gates import PRESETS
 
 
 def prebuild(
-    arch: Annotated[str, typer.Option(help="Architectures, with commas between them.")] = "sm90,sm100,sm120,sm121",
-    shape: Annotated[str, typer.Option(help="Shapes of models.")] = "20b,120b",
-    preset: Annotated[str, typer.Option(help="Presets.")] = "exact,balanced,fast",
-    to: Annotated[Path | None, typer.Option(help="Folder; default: where kernels are looked for in the cache.")] = None,
+    arch: Annotated[str, typer.Option(help="The architectures to compile for.")] = "sm90,sm100,sm120,sm121",
+    shape: Annotated[str, typer.Option(help="The models to compile for.")] = "20b,120b",
+    preset: Annotated[str, typer.Option(help="The presets to compile for.")] = "exact,balanced,fast",
+    to: Annotated[
+        Path | None, typer.Option(help="The folder to write to; by default where kernels are looked for.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compile the CUDA kernels ahead, without a GPU; machines that have the result need no compiler."""

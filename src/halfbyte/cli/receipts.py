@@ -18,12 +18,16 @@ COLUMNS = ("  cell", "figure", "value", "ceiling", "share")
 
 
 def receipts(
-    folder: Annotated[Path | None, typer.Option("--folder", help="Where they are; default: bench/results.")] = None,
-    table: Annotated[bool, typer.Option("--table", help="README's table of results, as markdown.")] = False,
-    run: Annotated[bool, typer.Option("--run", help="Measure again what is not current; can be resumed.")] = False,
-    part: Annotated[list[str] | None, typer.Option("--part", help="With --run: only this one; again for more.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="The folder they are in; by default bench/results.")
+    ] = None,
+    table: Annotated[bool, typer.Option("--table", help="Print README's table of results, as markdown.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="Measure again whatever is not current; can be resumed.")] = False,
+    part: Annotated[
+        list[str] | None, typer.Option("--part", help="With --run: measure only this part; repeat it for more.")
+    ] = None,
     answers: Annotated[
-        Path | None, typer.Option("--answers", help="With --run: the CPU's answers of the embedded model.")
+        Path | None, typer.Option("--answers", help="With --run: a file with the CPU's answers of the embedded model.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
