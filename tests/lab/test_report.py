@@ -175,7 +175,7 @@ def test_the_matrix_shows_what_ran_what_was_refused_and_what_is_invalid(tmp_path
 def test_a_strangers_text_stays_text(tmp_path: Path) -> None:
     evil = '<script>alert(1)</script>"><img src=x>'
     made = collected(tmp_path, file("2026-01-01", decode(5.0, engine=evil), Result(Cell(evil), refused=evil), gpu=evil))
-    text = render(made, title=evil)
+    text = render(made, title=evil, note=evil)
     assert "<script>" not in text
     assert "<img" not in text
 

@@ -18,6 +18,7 @@ def report(
     ] = None,
     page: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option("--title", help="Its heading.")] = "halfbyte: results",
+    note: Annotated[str, typer.Option("--note", help="What a reader should know first.")] = "",
     docs: Annotated[
         bool,
         typer.Option("--docs", help="Instead write the ledger and the feature matrix of docs/ from bench/results."),
@@ -37,7 +38,8 @@ def report(
     with err.status("reading results"):
         collected = collect(results or [RESULTS], elsewhere=not results)
     with err.status("drawing"):
-        text = render(collected, title, datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"))
+        made = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        text = render(collected, title, made, note)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text, encoding="utf-8")
     states = [r.state for _, f in collected.files for r in f.results]

@@ -34,7 +34,7 @@ FACTS = (
 )  # fmt: skip
 
 
-def render(collected: Collected, title: str = "halfbyte: results", made: str = "") -> str:
+def render(collected: Collected, title: str = "halfbyte: results", made: str = "", note: str = "") -> str:
     try:
         import jinja2
     except ImportError:
@@ -45,7 +45,8 @@ def render(collected: Collected, title: str = "halfbyte: results", made: str = "
     histories = content.histories(found)
     kernels = content.kernels(found)
     values: dict[str, Any] = {
-        "title": title, "made": made, "version": halfbyte.__version__, "sections": SECTIONS, "collected": collected,
+        "title": title, "made": made, "note": note, "version": halfbyte.__version__, "sections": SECTIONS,
+        "collected": collected,
         "style": (HERE / "page.css").read_text(encoding="utf-8"), "span": _span(collected),
         "counts": {s: states.count(s) for s in ("measured", "refused", "INVALID")},
         "transcribed": sorted({p.how for p in collected.published}),
