@@ -109,6 +109,18 @@ def test_events_may_be_cut_anywhere() -> None:
         assert sum(n for _, n in answer.arrivals) == 3
 
 
+def test_usage_that_comes_with_the_last_event_is_spread_over_all() -> None:
+    """As llama.cpp has it: no ids, and the count of all tokens beside the last choice."""
+
+    def piece(text: str, **more: Any) -> bytes:
+        return b"data: " + json.dumps({"choices": [{"index": 0, "text": text}], **more}).encode() + b"\n\n"
+
+    blocks = [(0.1, piece("a")), (0.2, piece("b")), (0.3, piece("c")), (0.4, piece("d"))]
+    answer = read_blocks([*blocks, (0.4, piece("", usage={"completion_tokens": 4, "prompt_tokens": 8}))])
+    assert answer.counted_by == "spread"
+    assert answer.arrivals == [(0.1, 1.0), (0.2, 1.0), (0.3, 1.0), (0.4, 1.0)]
+
+
 def test_what_the_server_says_is_held_against_what_it_sent() -> None:
     with pytest.raises(EngineError, match="counts 4 tokens and sent 3"):
         read_blocks([(1.0, event([1, 2, 3]) + end(4))])

@@ -84,7 +84,8 @@ def read_blocks(blocks: Sequence[tuple[float, bytes]]) -> Reading:
             raise EngineError(f"the server counts {total} tokens and sent {len(reading.tokens)}.")
     elif total is None:
         raise EngineError("the server never said its usage, so it counts None tokens; it must, to be measured.")
-    elif by_usage and sum(n for _, n in by_usage) == total:
+    elif by_usage and sum(n for _, n in by_usage) == total and (len(by_usage) > 1 or not texts):
+        # Said once, with the last event (llama.cpp), it is no running usage.
         reading.counted_by, reading.arrivals = "running usage", _joined(by_usage)
     elif texts:
         reading.counted_by = "spread"
