@@ -213,13 +213,23 @@ class ToolUseBlock(Described):
     id: str
     name: str
     input: dict[str, Any]
+    caller: dict[str, str]
+
+
+class ThinkingTokens(Described):
+    thinking_tokens: int
 
 
 class MessageUsage(Described):
     input_tokens: int
     cache_creation_input_tokens: int
+    cache_creation: None
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: ThinkingTokens
+    server_tool_use: None
+    service_tier: str
+    inference_geo: None
 
 
 class AnthropicMessage(Described):
@@ -230,6 +240,8 @@ class AnthropicMessage(Described):
     content: list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: MessageUsage
 
 

@@ -132,7 +132,7 @@ class MessageWriter(EventWriter):
 
     # ---- one object ---------------------------------------------------------------------------
 
-    def _message(self, content: list[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], used: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "message",
@@ -141,6 +141,8 @@ class MessageWriter(EventWriter):
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
             "usage": used,
         }
 
@@ -226,13 +228,19 @@ def _block(item: Item, *, empty: bool = False) -> dict[str, Any]:
         return {"type": "text", "text": text, "citations": None}
     assert item.call is not None
     arguments = {} if empty else arguments_object(item.call.arguments)
-    return {"type": "tool_use", "id": item.call.id, "name": item.call.function.name, "input": arguments}
+    name, caller = item.call.function.name, {"type": "direct"}
+    return {"type": "tool_use", "id": item.call.id, "name": name, "input": arguments, "caller": caller}
 
 
-def usage(t: Totals) -> dict[str, int]:
+def usage(t: Totals) -> dict[str, Any]:
     return {
         "input_tokens": t.prompt - t.cached,
         "cache_creation_input_tokens": 0,
+        "cache_creation": None,
         "cache_read_input_tokens": t.cached,
         "output_tokens": t.completion,
+        "output_tokens_details": {"thinking_tokens": t.reasoning},
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
     }

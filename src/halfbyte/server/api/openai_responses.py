@@ -81,6 +81,10 @@ def router(service: Service) -> APIRouter:
     async def get(response_id: str, http: Request) -> dict[str, Any]:
         return _stored(store, response_id, _owner(http)).body
 
+    @api.post("/v1/responses/{action}", include_in_schema=False)
+    async def unknown(action: str) -> None:
+        raise ApiError(404, f"There is nothing at POST /v1/responses/{action}.", code="unknown_url")
+
     @api.delete(
         "/v1/responses/{response_id}",
         summary="Forget a stored response",
@@ -204,6 +208,9 @@ class ResponseBodyWriter(EventWriter):
     def body(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
         b, settings = self.request, self.settings
         dump: dict[str, Any] = b.model_dump(include={"tools", "text", "tool_choice"}, by_alias=True, exclude_none=True)
+        for tool in dump.get("tools", ()):
+            if tool["type"] == "function":  # all of its fields are always there
+                tool |= {k: tool.get(k) for k in ("description", "parameters")} | {"strict": bool(tool.get("strict"))}
         return {
             "id": self.id,
             "object": "response",
