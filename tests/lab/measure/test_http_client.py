@@ -112,13 +112,16 @@ def test_events_may_be_cut_anywhere() -> None:
 def test_usage_that_comes_with_the_last_event_is_spread_over_all() -> None:
     """As llama.cpp has it: no ids, and the count of all tokens beside the last choice."""
 
-    def piece(text: str, **more: Any) -> bytes:
-        return b"data: " + json.dumps({"choices": [{"index": 0, "text": text}], **more}).encode() + b"\n\n"
+    def piece(text: str, finish: str | None = None, **more: Any) -> bytes:
+        choice = {"index": 0, "text": text, "finish_reason": finish}
+        return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
 
-    blocks = [(0.1, piece("a")), (0.2, piece("b")), (0.3, piece("c")), (0.4, piece("d"))]
-    answer = read_blocks([*blocks, (0.4, piece("", usage={"completion_tokens": 4, "prompt_tokens": 8}))])
+    blocks = [(0.1, piece("a")), (0.2, piece("b")), (0.3, piece("")), (0.4, piece("d"))]
+    answer = read_blocks([*blocks, (0.4, piece("", "length", usage={"completion_tokens": 4, "prompt_tokens": 8}))])
     assert answer.counted_by == "spread"
-    assert answer.arrivals == [(0.1, 1.0), (0.2, 1.0), (0.3, 1.0), (0.4, 1.0)]
+    assert answer.arrivals == [(0.1, 1.0), (0.2, 1.0), (0.3, 1.0), (0.4, 1.0)]  # the third has no letters
+    with pytest.raises(EngineError, match="40 tokens came in 1 events"):
+        read_blocks([(0.1, piece("a")), (0.2, piece("", "length", usage={"completion_tokens": 40}))])
 
 
 def test_what_the_server_says_is_held_against_what_it_sent() -> None:

@@ -42,6 +42,9 @@ class Reading:
         return self.arrivals[-1][0]
 
 
+FEWEST = 16  # tokens of an event, at most, where nobody says how many there are
+
+
 def read_blocks(blocks: Sequence[tuple[float, bytes]]) -> Reading:
     """An event may be cut anywhere. An error in the stream, or an end without usage, is an EngineError."""
     reading, left = Reading(), b""
@@ -61,7 +64,7 @@ def read_blocks(blocks: Sequence[tuple[float, bytes]]) -> Reading:
                 ids += len(named)
                 reading.finish = choice.get("finish_reason") or reading.finish
                 some, answer = _content(choice)
-                if some:
+                if some or ("text" in choice and not choice.get("finish_reason")):  # a token may have no letters
                     texts.append(at)
                 if reading.usable_at is None and (some or (named and "delta" not in choice)):
                     reading.usable_at = at
@@ -88,6 +91,8 @@ def read_blocks(blocks: Sequence[tuple[float, bytes]]) -> Reading:
         # Said once, with the last event (llama.cpp), it is no running usage.
         reading.counted_by, reading.arrivals = "running usage", _joined(by_usage)
     elif texts:
+        if total > FEWEST * len(texts):
+            raise EngineError(f"{total} tokens came in {len(texts)} events, which says nothing about when.")
         reading.counted_by = "spread"
         reading.arrivals = _joined([(at, total / len(texts)) for at in texts])
     return reading
