@@ -67,7 +67,7 @@ case "${CONTAINER_DOCTOR:-refuse}" in
     ;;
 esac
 
-# Without a model the embedded one is served, which is called tiny. Values of gates have no blanks: their words may be split.
+# Values of gates have no blanks, so the words may be split where they stand.
 # shellcheck disable=SC2086
-halfbyte explain "${model:-tiny}" $gates >&2
+halfbyte explain ${model:+"$model"} ${gates:-} >&2
 exec halfbyte serve "$@"

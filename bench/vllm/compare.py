@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.vllm.receipt import best_shipped, file_of, results_of
+from bench.vllm.receipt import file_of, held_against, results_of
 
 LAYERS = {"120b": (36, 128), "20b": (24, 32)}
 # Name -> (our part of vLLM's --additional-config, or None for vLLM alone; arguments of vLLM's LLM).
@@ -135,12 +135,12 @@ def agreement(results: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, An
 
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Of every figure of the plugin's to the best shipped one."""
-    best = best_shipped(results)
-    return {
-        name: {f: round(v / best[f], 3) for f, v in result["figures"].items() if best.get(f)}
-        for name, result in results.items()
-        if name.startswith("plugin") and "figures" in result
-    }
+    found = {}
+    for name, result in results.items():
+        if name.startswith("plugin") and "figures" in result:
+            best = held_against(results, name)
+            found[name] = {f: round(v / best[f], 3) for f, v in result["figures"].items() if best.get(f)}
+    return found
 
 
 def version() -> str:

@@ -19,6 +19,7 @@ LAYERS = ("cuda.embed", "cuda.batch_layer_fused", "cuda.batch_norm_lm_head", "cu
 # Of tg128 @ 2048, over the best shipped; elsewhere no less than that.
 TARGETS = {"plugin-mxfp4": 1.5, "plugin-checkpoint": 1.25}
 SINGLE = "tg128 @ 2048"
+BASELINE = "plugin-baseline"
 
 
 def shape_of(name: str) -> tuple[str, dict[str, int]]:
@@ -31,10 +32,13 @@ def shape_of(name: str) -> tuple[str, dict[str, int]]:
     return "decode", {"tg": int(kind[2:]), "depth": 128, "concurrency": int(rest[0][1:])}
 
 
-def best_shipped(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def held_against(results: Mapping[str, Mapping[str, Any]], variant: str) -> dict[str, float]:
+    """The best that vLLM's own kernels did: as shipped, or with the plugin beside them that runs nothing; that one is
+    held against the kernel that vLLM takes by itself, on an H200 Triton's."""
+    default = ("shipped",) if "figures" in results.get("shipped", {}) else ("shipped-triton",)
     best: dict[str, float] = {}
     for name, result in results.items():
-        if name.startswith("shipped"):
+        if name in default if variant == BASELINE else name.startswith("shipped") or name == BASELINE:
             for each, value in result.get("figures", {}).items():
                 best[each] = max(best.get(each, 0.0), value)
     return best
@@ -44,8 +48,9 @@ def results_of(
     model: str, version: str, variants: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]],
     agreement: Mapping[str, Any],
 ) -> list[Result]:  # fmt: skip
-    found, best = [], best_shipped(results)
+    found = []
     for name, result in results.items():
+        best = held_against(results, name)
         options = variants[name][0] or {}
         gates = dict(options.get("gates", {}))
         engine = f"vllm {version}"
@@ -68,7 +73,7 @@ def results_of(
             if name.startswith("plugin") and best.get(each):
                 ratio = result["figures"][each] / best[each]
                 figures.append(figure("ratio", "ratio", ratio))
-                bound = TARGETS.get(name, 0.98 if name == "plugin-baseline" else 1.0) if each == SINGLE else 0.98
+                bound = TARGETS.get(name, 0.98 if name == BASELINE else 1.0) if each == SINGLE else 0.98
                 targets = (Check("over vLLM's best", ratio >= bound, round(ratio, 3), bound),)
             checks = (Check("what ran is what was chosen", not report["differences"]),) if report else ()
             found.append(

@@ -100,9 +100,12 @@ def test_ratios_are_to_the_best_shipped() -> None:
     results = {
         "shipped": {"figures": {"a": 2.0, "b": 8.0}}, "shipped-marlin": {"figures": {"a": 4.0}},
         "shipped-triton": {"reason": "no"}, "plugin-mxfp4": {"figures": {"a": 6.0, "b": 4.0}},
-        "plugin-checkpoint": {"reason": "no"},
+        "plugin-checkpoint": {"reason": "no"}, "plugin-baseline": {"figures": {"a": 2.0, "b": 16.0}},
     }  # fmt: skip
-    assert compare.ratios(results) == {"plugin-mxfp4": {"a": 1.5, "b": 0.5}}
+    assert compare.ratios(results) == {
+        "plugin-mxfp4": {"a": 1.5, "b": 0.25},
+        "plugin-baseline": {"a": 1.0, "b": 2.0},  # against the same kernel without the plugin
+    }
 
 
 def test_the_receipt_is_of_the_one_schema(tmp_path: Path) -> None:

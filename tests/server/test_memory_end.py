@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +12,9 @@ import pytest
 from scripted import Play, ScriptedSource, say
 
 from halfbyte.errors import NotEnoughMemoryError
-from halfbyte.memory import GIB, MIB, MemoryState
+from halfbyte.memory import GIB, MemoryState
 from halfbyte.server import run, watchdog
 from halfbyte.server.settings import ServerSettings
-from tests.limited_memory import limited_group
 
 SETTINGS = ServerSettings(port=0, min_available_bytes=4 * GIB, last_available_bytes=2 * GIB)
 ENOUGH = MemoryState(total=100 * GIB, available=50 * GIB)
@@ -74,37 +71,3 @@ def test_loading_ends_too(machine: Callable[[MemoryState], None]) -> None:
         run.serve(SETTINGS, factory)  # type: ignore[arg-type]
     assert closed
     assert time.monotonic() - start < 50
-
-
-SERVE = "import sys; from halfbyte.cli import main; sys.argv[0] = 'halfbyte'; main()"
-# Takes memory in the group until so many bytes of its limit are used, and keeps it.
-BALLAST = """
-import sys, time
-used, until, held = sys.argv[1], int(sys.argv[2]), []
-while int(open(used).read()) < until:
-    held.append(b"x" * (8 << 20))
-    time.sleep(0.005)
-time.sleep(600)
-"""
-
-
-@pytest.mark.slow
-def test_a_real_server_ends_before_its_cgroup_is_full() -> None:
-    """Somebody else takes the memory; the server sheds, then ends by itself, and the kernel kills nobody."""
-    flags = ["--device", "cpu", "--port", "0", "--reserve", "0.5", "--max-context", "1024", "--log-format", "json"]
-    with limited_group() as group:
-        group.limit(1536 * MIB)
-        with group.start([sys.executable, "-c", SERVE, "serve", *flags]) as server:
-            assert server.stderr is not None
-            begin = next(line for line in server.stderr if "serving tiny at" in line)
-            assert server.poll() is None, begin
-            used = group.folder / ("memory.current" if group.version == 2 else "memory.usage_in_bytes")
-            with group.start([sys.executable, "-c", BALLAST, str(used), str((1536 - 100) * MIB)]) as ballast:
-                rest = server.stderr.read()
-                alive = ballast.poll() is None
-                ballast.kill()
-        assert server.returncode == 1, rest
-        assert re.search(r"shedding load: only [\d.]+ GiB of memory are available", rest)
-        assert re.search(r"need not swap: only 0\.\d+ GiB .* less than the last 0\.12 GiB", rest)
-        assert "Traceback" not in rest
-        assert alive, "the kernel had to kill somebody"
