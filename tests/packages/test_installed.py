@@ -105,7 +105,7 @@ def test_it_serves_and_chat_talks_to_it(environment: Path) -> None:
                 assert server.poll() is None, (environment / "log").read_text()
                 assert time.monotonic() < deadline, (environment / "log").read_text()
                 time.sleep(0.5)
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "temperature": 0}
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "temperature": 0}
         request = urllib.request.Request(
             f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
