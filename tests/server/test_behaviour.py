@@ -44,7 +44,7 @@ def live(serve: Serve) -> Live:
         ({"functions": []}, "functions"),
         ({"audio": {}}, "audio"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"prediction": {}}, "prediction"),
+        ({"audio": {"voice": "x"}}, "audio"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0"),
