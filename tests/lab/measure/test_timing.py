@@ -85,7 +85,7 @@ def test_a_gauge_measures_the_settled_half_or_says_nothing() -> None:
 
 
 def test_a_gauge_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> None:
+    def none(index: int | None = None) -> None:
         raise RuntimeError("cuda driver can't be loaded, is cuda enabled?")
 
     monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", none)
@@ -95,7 +95,7 @@ def test_a_gauge_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gauge_reads_torchs_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda: "mine")
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", lambda index=None: "mine")
     nvml = ModuleType("pynvml")
     told = {"EnforcedPowerLimit": 700_000, "PowerUsage": 600_000, "ClockInfo": 1980, "Temperature": 55,
             "CurrentClocksThrottleReasons": 0}  # fmt: skip
@@ -103,8 +103,9 @@ def test_a_gauge_reads_torchs_card(monkeypatch: pytest.MonkeyPatch) -> None:
         setattr(nvml, f"nvmlDeviceGet{name}", lambda handle, *kind, value=value: value * (handle == "mine"))
     nvml.__dict__.update(NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, NVMLError=RuntimeError)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    deadline = time.monotonic() + 60
     with PowerMeter() as gauge:
-        while not gauge.samples:
+        while not gauge.samples and time.monotonic() < deadline:
             time.sleep(0.01)
     assert gauge.summary() == {"watts": 600.0, "limit_watts": 700.0, "mhz": [1980, 1980, 1980], "celsius": 55,
                                "throttled": {}}  # fmt: skip
