@@ -114,6 +114,7 @@ def vllm_command(
     _speculation(gates, serving, read, model, flags)
     if not plugin:
         changes = [c for c in gates.changes() if c in ("linear_kernel", "layers", "tile")]
+        changes += ["attention"] if gates.attention == "cuda" else []
         if changes or any(kernel in OURS and kernel != "auto" for kernel in gates.moe_kernel):
             flags.refusals.append(f"{', '.join(changes) or 'moe_kernel'}: only the plugin can run it; leave it in.")
     command = [python, "-m", MODULE, "serve", read.model or model, *_serving(serving, read), *flags.words]

@@ -28,7 +28,7 @@ def subject_of(peer: ScriptedPeer, folder: Path, gates: Gates | None = None) -> 
 
 
 def test_figures_of_an_engine(tmp_path: Path) -> None:
-    subject = subject_of(ScriptedPeer(), tmp_path, CUTLASS)
+    subject = subject_of(ScriptedPeer(pace=0.002), tmp_path, CUTLASS)
     (outcome,) = run_levels(subject, ["4"], CheckOptions(works=WORKS)).outcomes
     assert outcome.verdict == "PASS", outcome.reasons
     assert [r.cell.label for r in outcome.results] == ["pp8", "tg4"]

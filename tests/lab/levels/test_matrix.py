@@ -75,7 +75,7 @@ class Picky(ScriptedPeer):
             return Launch(refusals=("not here",))
         fault = "crash in request" if gates.graphs == "off" else "none"
         moe = "marlin" if gates.attention == "triton" else "cutlass"
-        return ScriptedPeer.launch(ScriptedPeer(fault, after=1, moe=moe), setup)
+        return ScriptedPeer.launch(ScriptedPeer(fault, after=1, moe=moe, pace=0.002), setup)
 
 
 def test_cells_that_run_are_refused_or_are_invalid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_cells_of_an_interrupted_matrix_are_not_run_again(tmp_path: Path, monkey
     identity = {"question": "x"}
 
     def run() -> list[Result]:
-        subject = Subject(ScriptedPeer(), Setup(None, device="cpu"), tmp_path, limits=LIMITS)
+        subject = Subject(ScriptedPeer(pace=0.002), Setup(None, device="cpu"), tmp_path, limits=LIMITS)
         return matrix.run_cells(subject, cells, Works((8,), (4,), repeats=1), None, RunLog(tmp_path / "x", identity))
 
     timed: list[Gates] = []
