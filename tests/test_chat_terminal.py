@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,8 +34,10 @@ class Terminal:
         self.screen = pyte.Screen(COLUMNS, ROWS)
         self.stream = pyte.ByteStream(self.screen)
         self.child = pexpect.spawn(
-            sys.executable, arguments, env=environment, cwd=str(ROOT), dimensions=(ROWS, COLUMNS), timeout=PATIENCE
-        )
+            sys.executable, arguments, env=environment, cwd=str(ROOT), dimensions=(ROWS, COLUMNS), timeout=PATIENCE,
+            # Tests that run in the background inherit an interrupt that is ignored; a person's terminal has none.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
         self.wait_until(self.is_asking)
 
     @property
@@ -80,7 +83,6 @@ def chat(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
         terminal.child.close(force=True)
 
 
-@pytest.mark.slow  # hangs where the tests have no terminal of their own: to be found
 def test_a_conversation_with_its_keys_and_commands(chat: Callable[..., Terminal], tmp_path: Path) -> None:
     t = chat()
     t.ask("hello", "[hello]")
@@ -112,7 +114,6 @@ def test_a_conversation_with_its_keys_and_commands(chat: Callable[..., Terminal]
     assert (tmp_path / "chat" / "history").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.slow  # hangs where the tests have no terminal of their own: to be found
 def test_an_answer_is_markdown_and_can_be_stopped(chat: Callable[..., Terminal], tmp_path: Path) -> None:
     t = chat()
     t.send("markdown\r")
