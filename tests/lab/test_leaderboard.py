@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -65,8 +66,72 @@ def test_contenders_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert triton[0].cell.gates == {"moe_kernel": "triton"}
     both = boards(measurements(collect([tmp_path])), [])
     assert {b.test for b in both} >= {"pp8 + tg4", "pp8 + tg4, c=2"}
-    (late,) = run_all(small(tmp_path), NAMES[:1], 1.0)
+    assert [r.detail["contender"] for r in results] == ["halfbyte-fast", *2 * ["vllm-triton"], *2 * ["vllm-marlin"]]
+    late, *kept = run_all(small(tmp_path), NAMES[:1], 1.0)
     assert "were left of 1" in late.refused
+    assert kept == others
+
+
+def test_a_second_call_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first call measured stays, in the order of the contenders; what is whole is not asked for again."""
+    peers: list[Peer] = [Scripted(moe="triton"), Scripted(moe="marlin")]
+    asked: list[str] = []
+
+    def engine(name: str) -> Peer:
+        asked.append(name)
+        return peers.pop()
+
+    monkeypatch.setattr(leaderboard, "engine_named", engine)
+    first = run_all(small(tmp_path), ["vllm-marlin"], 300.0)
+    before = written(tmp_path)
+    both = run_all(small(tmp_path), ["vllm-marlin", "vllm-triton"], 300.0, missing=True)
+    assert asked == ["vllm", "vllm"]
+    assert [r.detail["contender"] for r in both] == ["vllm-triton", "vllm-triton", "vllm-marlin", "vllm-marlin"]
+    assert both[2:] == first
+    after = written(tmp_path)
+    assert after.results == tuple(both)
+    assert after.command == (*before.command, "then", *before.command)
+    for result in both:
+        assert result.detail["rounds"] == (5 if result.cell.shape["concurrency"] == 1 else 3)
+        plays = result.detail["warm_up_s"]
+        assert 2 <= len(plays) <= leaderboard.WARM_MOST
+        assert result.detail["requests"] == result.detail["rounds"] * result.cell.shape["concurrency"]
+        assert {f.name for f in result.figures} >= {
+            "speed", "ttft_p50", "ttft_p99", "itl_p99", "ttft_first_wave_p99", "ttft_after_first_wave_p99",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda f: replace(f, measured={**f.measured, "engine/build.py": "0"}), "tree"),
+        (lambda f: replace(f, environment={**f.environment, "sources": "0"}), "tree"),
+        (lambda f: replace(f, environment={**f.environment, "gpus": [{"name": "another"}]}), "GPU"),
+        (lambda f: replace(f, environment={**f.environment, "driver": {"version": "1"}}), "driver"),
+        (lambda f: replace(f, results=(replace(f.results[0], cell=replace(f.results[0].cell, model="20b")),)), "model"),
+    ],
+)
+def test_boards_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[ResultFile], ResultFile], named: str
+) -> None:
+    run_all(small(tmp_path), NAMES[:1], 1.0)
+    change(written(tmp_path)).write(tmp_path / "leaderboard.json")
+    before = (tmp_path / "leaderboard.json").read_bytes()
+    assert leaderboard.main(["--out", str(tmp_path), "--device", "cpu", "--seconds", "1"]) == 2
+    assert f"is of another {named}; name another folder." in capsys.readouterr().err
+    assert (tmp_path / "leaderboard.json").read_bytes() == before
+
+
+def test_a_board_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "leaderboard.json").write_text("{")
+    assert leaderboard.main(["--out", str(tmp_path), "--device", "cpu", "--seconds", "1"]) == 2
+    assert "cannot be gone on with" in capsys.readouterr().err
+
+
+def test_our_own_latencies_at_many_streams_have_their_rounds() -> None:
+    run = Run(None, "cpu", Path())
+    assert [(n.streams, n.sessions) for n in run.loops("halfbyte")] == [(1, 5), (8, 24), (32, 96), (64, 384)]
+    assert run.loops("vllm")[-1].sessions == 192
 
 
 def test_vllm_is_started_with_spread_weights_and_nothing_to_fetch(tmp_path: Path) -> None:

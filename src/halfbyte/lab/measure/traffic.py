@@ -2,6 +2,9 @@
 time.
 
     ttft         from sending a request to the first token that a reader can use
+    ttft_first_wave, ttft_after_first_wave
+                 of a closed loop: the same of the requests that all begin at once, and of every one sent after the last
+                 of these had its first token, to the end of the run
     first_answer the same to the first that is no reasoning, where the server tells them apart
     tpot         of a request: from its first token to its last, divided by the tokens after the first
     itl          between two arrivals of tokens of one request
@@ -216,7 +219,7 @@ def traffic_result(
         return Result(cell, checks=tuple(checks), detail=detail, refused="too few requests for a steady state.")
     detail |= {"steady_s": seconds, "steady_requests": len(inside)}
     cold = stall(good)
-    checks.append(Check("the server was warm", not cold, note=cold))
+    checks.append(Check(WAS_WARM, not cold, note=cold))
     if cold:
         return power.judge(
             Result(cell, checks=tuple(checks), detail=detail, refused=f"the server was not warm: {cold}")
@@ -226,6 +229,9 @@ def traffic_result(
         figure("requests", "requests/s", len([a for a in good if begin < a.answer.last <= end]) / seconds),
     ]
     figures += _quantiles("ttft", [a.ttft for a in inside])
+    if has_waves(arrivals) and begin > min(a.sent for a in good):
+        figures += _quantiles("ttft_first_wave", [a.ttft for a in good if a.sent < begin])
+        figures += _quantiles("ttft_after_first_wave", [a.ttft for a in good if a.sent >= begin])
     answered = [a.answer.answer_at - a.sent for a in inside if a.answer.answer_at is not None]
     if answered and len(answered) == len(inside) and answered != [a.ttft for a in inside]:
         figures += _quantiles("first_answer", answered)
@@ -251,13 +257,19 @@ def window(asked: Sequence[Asked], arrivals: Arrivals) -> tuple[float, float]:
     that began last: whole turns of the loop, prompts as well as answers. Of open arrivals all of it: how they begin and
     end is the traffic itself."""
     whole = min(a.sent for a in asked), max(a.answer.last for a in asked)
-    if isinstance(arrivals, Poisson) or arrivals.sessions < 2 * arrivals.streams:
+    if isinstance(arrivals, Poisson) or not has_waves(arrivals):
         return whole
     firsts = [min(a.answer.first for a in asked if a.session == k) for k in range(arrivals.sessions)]
     begin, end = max(firsts[: arrivals.streams]), firsts[-1]
     return (begin, end) if end > begin else whole
 
 
+def has_waves(arrivals: Arrivals) -> bool:
+    """Whether sessions begin in the place of others."""
+    return isinstance(arrivals, ClosedLoop) and arrivals.sessions >= 2 * arrivals.streams
+
+
+WAS_WARM = "the server was warm"
 STALL_S, STALL = 1.0, 50.0  # seconds, and times the usual gap: a pause that needs a reason
 ONCE = 4  # requests for each such pause, at least: what belongs to serving comes back with every prompt
 
