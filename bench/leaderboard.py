@@ -35,7 +35,7 @@ from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.targets import targets_for
 from halfbyte.lab.measure.engine_timing import Work
 from halfbyte.lab.measure.http_client import HttpClient
-from halfbyte.lab.measure.traffic import WAS_WARM
+from halfbyte.lab.measure.traffic import WAS_WARM, sessions_of
 from halfbyte.lab.peers.engines import engine_named
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.peers.process import Limits, PeerProcess
@@ -152,15 +152,18 @@ class Player:
             self.warm(client, loop.streams, cell, vocab)
         work = synthetic(run.prompt, run.tokens, vocab, temperature=1.0)
         results: list[Result] = []
+        seen = 0  # sessions that the server knows
         for loop in loops:
             if self.late:
                 shape = {"workload": work.name, **work.shape, **loop.shape, "seed": traffic.seed}
                 results.append(Result(replace(cell, kind="serving", shape=shape), refused="no time was left for it"))
                 continue
-            (result,) = measure_workloads(client, traffic, [work], [loop], cell, say)
+            (result,) = measure_workloads(client, traffic, [work], [loop], cell, say, first=seen)
+            seen += sessions_of(loop)
             if was_cold(result) and not self.late:
                 say(f"once more: {result.refused}")
-                (again,) = measure_workloads(client, traffic, [work], [loop], cell, say)
+                (again,) = measure_workloads(client, traffic, [work], [loop], cell, say, first=seen)
+                seen += sessions_of(loop)
                 result = replace(again, detail={**again.detail, "played_before": result.refused})
             told = {"rounds": loop.sessions // loop.streams, "warm_up_s": self.warm_up.get(loop.streams, [])}
             results.append(replace(result, detail={**result.detail, **told}))
@@ -172,7 +175,8 @@ class Player:
         """Two rounds, so that prompts come while others answer; again, until that takes no less time than before."""
         seconds = self.warm_up.setdefault(streams, [])
         while len(seconds) < WARM_MOST and not self.late:
-            work = synthetic(self.run.prompt, WARM, vocab, seed=1 + len(seconds), temperature=1.0)
+            seed = 1 + 100 * streams + len(seconds)  # never a prompt that the server has seen
+            work = synthetic(self.run.prompt, WARM, vocab, seed, temperature=1.0)
             begun = time.monotonic()
             measure_workloads(client, Traffic("synthetic"), [work], [ClosedLoop(streams, 2 * streams)], cell,
                               lambda text: say(f"warming up: {text}"))  # fmt: skip

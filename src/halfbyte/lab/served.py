@@ -20,7 +20,7 @@ from halfbyte.errors import UsageError
 from halfbyte.lab.measure.engine_timing import Client, Timing, Work, result_of, time_all
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.rounds import RunLog
-from halfbyte.lab.measure.traffic import Limits, measure_traffic
+from halfbyte.lab.measure.traffic import Limits, measure_traffic, sessions_of
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Check, Figure, Result, figure, measure_cell, read_result
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson
@@ -172,10 +172,16 @@ def measure_workloads(
     cell: Cell,
     progress: Progress,
     log: RunLog | None = None,
+    first: int = 0,
 ) -> list[Result]:
+    """Every workload with all arrivals, each of them with sessions that the ones before have not played; `first` is the
+    number of those that the server has seen already."""
     results = []
     for workload in works:
+        seen = first
         for arrival in when:
+            fresh = workload.after(seen)
+            seen += sessions_of(arrival)
             shape = {"workload": workload.name, **workload.shape, **arrival.shape, "seed": traffic.seed}
             each = replace(cell, kind="serving", shape=shape)
             key = each.label
@@ -183,7 +189,7 @@ def measure_workloads(
                 results.append(read_result(told))
                 continue
             progress(f"{each.label} over HTTP")
-            play = partial(measure_traffic, client, workload, arrival, each, traffic.limits)
+            play = partial(measure_traffic, client, fresh, arrival, each, traffic.limits)
             results.append(measure_cell(each, play))
             if log is not None:
                 log.keep(key, results[-1])

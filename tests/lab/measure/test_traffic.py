@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from halfbyte.errors import UsageError
 from halfbyte.gpu_sensor import Sample
+from halfbyte.lab import served
 from halfbyte.lab.measure.event_stream import Reading
 from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.lab.measure.traffic import Asked, Limits, measure_traffic, stall
 from halfbyte.lab.result import Cell, Result
+from halfbyte.lab.served import Traffic
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from halfbyte.lab.workloads.recording import replay
 from halfbyte.lab.workloads.workload import Workload, chat, synthetic
@@ -57,6 +60,26 @@ def test_every_figure_of_a_known_server(together: int, ids: bool, running: bool)
         assert found["speed"] == pytest.approx(8 * 65 / whole, rel=WITHIN)
     assert result.detail["completion_tokens"] == 32 * 65
     assert all(len(body["prompt"]) == 64 for path, body in server.bodies[1:])
+
+
+def test_a_prompt_that_the_server_knows_makes_prompts_that_should_all_be_new_invalid() -> None:
+    server = KnownServer(0.1, 0.01)
+    assert play(server, synthetic(64, 9, 1000), ClosedLoop(2, 4)).state == "measured"
+    again = play(server, synthetic(64, 9, 1000), ClosedLoop(2, 4))
+    assert again.state == "INVALID"
+    assert "256 tokens" in next(c.note for c in again.checks if not c.ok)
+
+
+def test_no_cell_of_a_run_asks_what_another_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers of streams, other lengths: the server's cache helps none of them."""
+    server = KnownServer(0.1, 0.01)
+    made.append(server)
+    monkeypatch.setattr(served, "measure_traffic", partial(measure_traffic, run=server.run))
+    works = [synthetic(prompt, tokens, 1000) for prompt in (32, 64) for tokens in (9, 17)]
+    when = [ClosedLoop(1, 2), ClosedLoop(2, 4), ClosedLoop(4, 8)]
+    results = served.measure_workloads(server.client(), Traffic("synthetic"), works, when, Cell("serving"), str)
+    assert [r.state for r in results] == ["measured"] * 12, [r.refused for r in results]
+    assert [r.detail["cached_tokens"] for r in results] == [0] * 12
 
 
 def test_first_usable_token_of_a_chat_is_no_role_and_the_answer_no_reasoning() -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
+from os.path import commonpath
 from typing import Any
 
 from halfbyte.lab.measure.event_stream import LIMIT, Link
 from halfbyte.lab.measure.http_client import HttpClient
+
+PAGE = 4  # tokens that its cache holds together
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -53,7 +56,8 @@ class Pipe:
 
 class KnownServer:
     """`prefill` seconds to the first token, then `pace` a token; `together` tokens a chunk; at most `slots` requests at
-    once, others wait. `ids`, `running`: what it tells of its tokens beside the usage at the end."""
+    once, others wait. `ids`, `running`: what it tells of its tokens beside the usage at the end, which also
+    has how much of a prompt of token ids it has seen before."""
 
     def __init__(
         self, prefill: float, pace: float, together: int = 1, slots: int = 1 << 30, ids: bool = True,
@@ -66,6 +70,7 @@ class KnownServer:
         self.sent: list[float] = []
         self.tasks: list[asyncio.Task[None]] = []
         self._slots = asyncio.Semaphore(slots)
+        self._seen: list[list[int]] = []
 
     def client(self) -> HttpClient:
         return HttpClient("http://known", self.loop.time, self._connect, "known")
@@ -106,7 +111,12 @@ class KnownServer:
             if self.running and body["stream_options"].get("continuous_usage_stats"):
                 event["usage"] = {"prompt_tokens": 9, "completion_tokens": done}
             self._event(reader, event)
-        self._event(reader, {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": count}})
+        usage: dict[str, Any] = {"prompt_tokens": 9, "completion_tokens": count}
+        if isinstance(prompt := body.get("prompt"), list):
+            shared = max((len(commonpath([prompt, old])) for old in self._seen), default=0)
+            self._seen.append(prompt)
+            usage["prompt_tokens_details"] = {"cached_tokens": shared // PAGE * PAGE}
+        self._event(reader, {"choices": [], "usage": usage})
 
     def _event(self, reader: asyncio.StreamReader, event: dict[str, Any]) -> None:
         self._chunk(reader, b"data: " + json.dumps(event).encode() + b"\n\n")

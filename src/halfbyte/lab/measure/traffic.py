@@ -14,8 +14,9 @@ time.
 
 Steady state only: a closed loop leaves out the time in which the first sessions all begin at once and the time after
 the last one has begun. Tokens are the server's usage. A request that failed, or whose answer has another length than
-was asked for, makes the cell INVALID: a server that stops early looks fast. `measure_traffic` can be given a clock and
-a way to connect, so that a test can have a time of its own."""
+was asked for, makes the cell INVALID: a server that stops early looks fast. So does a prompt found in a server's cache
+where all of them are different. `measure_traffic` can be given a clock and a way to connect, so that a test can have a
+time of its own."""
 
 from __future__ import annotations
 
@@ -130,8 +131,8 @@ class Player:
         return self.client.clock() - self._begin
 
     async def play(self, arrivals: Arrivals) -> None:
-        first = self.workload.session(0).turns[0]
-        await self.client.learn(first.path, first.body)
+        other = self.workload.session(sessions_of(arrivals) - 1).turns[0]
+        await self.client.learn(other.path, other.body)
         self._begin = self.client.clock()
         if isinstance(arrivals, ClosedLoop):
             waiting = iter(range(arrivals.sessions))
@@ -197,6 +198,10 @@ def traffic_result(
     wrong = [a for a in good if a.turn.tokens is not None and a.answer.completion_tokens != a.turn.tokens]
     note = "" if not wrong else f"{wrong[0].answer.completion_tokens} tokens instead of {wrong[0].turn.tokens}"
     checks.append(Check("every answer has the length that was asked for", not wrong, len(wrong), 0, note))
+    if workload.all_new:
+        cached = sum(a.answer.cached for a in good)
+        note = "" if not cached else f"{cached} tokens of prompts that are all different were in the server's cache"
+        checks.append(Check("no prompt was in the cache", not cached, cached, 0, note))
     detail: dict[str, Any] = {
         "requests": len(asked), "sessions": len({a.session for a in asked}), "workload": workload.name,
         "counted_by": sorted({a.answer.counted_by for a in good}), "limits_ms": limits.stated,
@@ -250,6 +255,11 @@ def traffic_result(
         targets.append(Check("the server keeps up with the arrivals", not why, note=why))
     figures += power.figures(tokens, seconds)
     return power.judge(Result(cell, tuple(figures), tuple(checks), tuple(targets), detail=detail))
+
+
+def sessions_of(arrivals: Arrivals) -> int:
+    """That a server has seen afterwards: the played ones, and one more, by which the client learnt how it answers."""
+    return arrivals.sessions + 1
 
 
 def window(asked: Sequence[Asked], arrivals: Arrivals) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from halfbyte.errors import UsageError
@@ -41,6 +41,11 @@ class Workload:
     session: Callable[[int], Session]
     shape: Mapping[str, Any] = field(default_factory=dict)  # what a cell says of it
     note: str = ""  # where recorded things come from
+    all_new: bool = False  # no prompt has a beginning that any other one has: a server's cache helps none of them
+
+    def after(self, sessions: int) -> Workload:
+        """The same, begun so many sessions later: what a server has seen already is not asked again."""
+        return replace(self, session=lambda k: self.session(sessions + k))
 
 
 # ---- random prompts -------------------------------------------------------------------------------------------------
@@ -53,12 +58,12 @@ def synthetic(prompt: int, tokens: int, vocab: int, seed: int = 0, temperature: 
         raise UsageError("a synthetic prompt needs a token at least, and so does its answer.")
 
     def session(k: int) -> Session:
-        draw = random.Random(f"synthetic {seed} {k}")
+        draw = random.Random(f"synthetic {seed} {prompt} {tokens} {k}")
         ids = [draw.randrange(vocab) for _ in range(prompt)]
         return Session((Turn(COMPLETIONS, {"prompt": ids, "temperature": temperature}, tokens),))
 
     note = f"answers are sampled at temperature {temperature:g}" if temperature else ""
-    return Workload("synthetic", session, {"pp": prompt, "tg": tokens}, note)
+    return Workload("synthetic", session, {"pp": prompt, "tg": tokens}, note, all_new=True)
 
 
 # ---- chats ----------------------------------------------------------------------------------------------------------
