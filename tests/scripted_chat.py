@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from halfbyte import gates
 from halfbyte.cli.chat import Chat
 from halfbyte.cli.conversation import Exchange, Manner, Piece
-from halfbyte.errors import ContextError
+from halfbyte.errors import ContextError, HalfbyteError, PeerDiedError
 
 TABLE = "| layer | sees |\n|---|---|\n| even | 128 |"
+LIFETIME = 600  # seconds: whatever happens to the test, no process stays behind
 MARKDOWN = f"# Windows\n\nA layer sees **128 tokens**.\n\n{TABLE}\n\n```python\nx = 1\n```\n"
 
 
@@ -23,6 +25,9 @@ class Script:
             for n in range(10_000):
                 yield Piece("content", f"word{n} ")
                 time.sleep(0.01)
+        if question == "gone":
+            yield Piece("content", "half an answer")
+            raise PeerDiedError("the server at http://127.0.0.1:9 does not answer (ConnectError).")
         if question == "too much":
             raise ContextError("prompt and answer are longer than the context.")
         yield Piece("reasoning", f"I was asked {question!r}.")
@@ -37,4 +42,9 @@ class Script:
 
 
 if __name__ == "__main__":
-    Chat(Script(), Manner(), reasoning="--reasoning" in sys.argv).run()
+    signal.alarm(LIFETIME)
+    try:
+        Chat(Script(), Manner(), reasoning="--reasoning" in sys.argv).run()
+    except HalfbyteError as e:
+        sys.stderr.write(f"{e}\n")
+        sys.exit(e.exit_code)

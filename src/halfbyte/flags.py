@@ -1,4 +1,4 @@
-"""A field of a frozen record that a person can set on the command line.
+"""A field of a record that a person can set on the command line.
 
 The record lists an option once: its default, its help and its limits stand beside the field they are for. The command
 line is made from that (`cli/options.py`); the record itself knows nothing of command lines.
@@ -21,6 +21,8 @@ class Flag:
     maximum: float | None = None
     unit: int | None = None  # the person types a number of these, the record holds single ones
     parse: Callable[[str], Any] | None = None  # what is typed is text for this
+    values: tuple[str, ...] = ()  # what the shell offers
+    panel: str | None = None  # the heading it stands under in the help
 
 
 def flag(
@@ -33,11 +35,12 @@ def flag(
     maximum: float | None = None,
     unit: int | None = None,
     parse: Callable[[str], Any] | None = None,
+    values: tuple[str, ...] = (),
+    panel: str | None = None,
 ) -> Any:
     """A dataclass field with its option."""
-    return dataclasses.field(
-        default=default, metadata={"flag": Flag(name, help, spellings, minimum, maximum, unit, parse)}
-    )
+    option = Flag(name, help, spellings, minimum, maximum, unit, parse, values, panel)
+    return dataclasses.field(default=default, metadata={"flag": option})
 
 
 def flags_of(record: type[Any]) -> dict[str, tuple[Flag, Any]]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -36,3 +39,16 @@ def serve() -> Iterator[Callable[..., Live]]:
 def http() -> Iterator[httpx.Client]:
     with httpx.Client(timeout=PATIENCE) as client:
         yield client
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate for a name by which no test reaches the server, signed by nobody else, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    file, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=box"
+    names = ["-addext", "subjectAltName=DNS:box.example,IP:127.0.0.1"]
+    made = [*words.split(), *names, "-keyout", str(key), "-out", str(file)]
+    subprocess.run(made, check=True, capture_output=True)
+    return file, key

@@ -15,7 +15,8 @@ from scripted import ScriptedSource, always, say
 
 from halfbyte import gates
 from halfbyte.cli.conversation import Exchange, Manner, Piece, ServerAnswers
-from halfbyte.errors import AskError
+from halfbyte.cli.top import Server
+from halfbyte.errors import AskError, PeerDiedError, UsageError
 from halfbyte.server.settings import ServerSettings
 
 HALFBYTE = [sys.executable, "-c", "from halfbyte.cli import main; main()"]
@@ -39,14 +40,34 @@ def test_what_a_server_refuses_is_one_sentence(serve: Callable[..., Live], monke
         list(ServerAnswers(live.url, "gpt-oss-test").pieces((), "Hi", Manner()))
     monkeypatch.setenv("HALFBYTE_API_KEY", "sesame")
     assert list(ServerAnswers(live.url, "gpt-oss-test").pieces((), "Hi", Manner())) == [Piece("content", "ok")]
-    with pytest.raises(AskError, match="did not answer"):
+    with pytest.raises(PeerDiedError, match="does not answer"):
         list(ServerAnswers("http://127.0.0.1:9", "gpt-oss-test").pieces((), "Hi", Manner()))
 
 
-def test_over_a_unix_socket(serve: Callable[..., Live], tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    serve(ScriptedSource(always(say("ok"))), ServerSettings(min_available_bytes=0, uds=str(path)))
-    assert list(ServerAnswers(f"unix:{path}", "gpt-oss-test").pieces((), "Hi", Manner())) == [Piece("content", "ok")]
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("over", ["port", "socket"])
+def test_every_address_that_a_server_may_have(
+    over: str, tls: bool, serve: Callable[..., Live], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "s") if over == "socket" else None
+    file, key = request.getfixturevalue("certificate") if tls else (None, None)
+    live = serve(
+        ScriptedSource(always(say("ok"))),
+        ServerSettings(min_available_bytes=0, uds=path, ssl_certfile=file and str(file), ssl_keyfile=key and str(key)),
+    )
+    url = f"unix:{path}" if path else f"http{'s' if tls else ''}://localhost:{live.port}"
+    answers = ServerAnswers(url, "gpt-oss-test", file and str(file))
+    assert list(answers.pieces((), "Hi", Manner())) == [Piece("content", "ok")]
+    with Server(url, certificate=file and str(file)) as seen:
+        assert seen.version()["model"] == "gpt-oss-test"
+    if tls:
+        with pytest.raises(PeerDiedError, match="does not answer"):
+            list(ServerAnswers(url, "gpt-oss-test").pieces((), "Hi", Manner()))
+
+
+def test_a_certificate_that_was_taken_away(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"gone\.pem of the server at https://127.0.0.1:9 cannot be read"):
+        list(ServerAnswers("https://127.0.0.1:9", "m", str(tmp_path / "gone.pem")).pieces((), "Hi", Manner()))
 
 
 @pytest.mark.slow

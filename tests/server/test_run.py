@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import ssl
@@ -200,26 +199,11 @@ def test_a_unix_socket(tmp_path: Path, serve: Callable[..., Live]) -> None:
     assert settings.local_only
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_tls(tmp_path: Path, serve: Callable[..., Live]) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    made = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    made += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([*made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    settings = ServerSettings(min_available_bytes=0, ssl_certfile=str(certificate), ssl_keyfile=str(key))
+def test_tls(certificate: tuple[Path, Path], serve: Callable[..., Live]) -> None:
+    file, key = certificate
+    settings = ServerSettings(min_available_bytes=0, ssl_certfile=str(file), ssl_keyfile=str(key))
     live = serve(ScriptedSource(always(say("ok"))), settings)
-    trusted = ssl.create_default_context(cafile=str(certificate))
+    trusted = ssl.create_default_context(cafile=str(file))
     address = f"https://127.0.0.1:{live.port}/v1/chat/completions"
     assert "ok" in httpx.post(address, json=CHAT, verify=trusted).text
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -227,7 +211,7 @@ def test_tls(tmp_path: Path, serve: Callable[..., Live]) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         assert _address(settings, sock).startswith("https://127.0.0.1:")
-    for wrong in (replace(settings, ssl_certfile="/no/such.pem"), replace(settings, ssl_keyfile=str(certificate))):
+    for wrong in (replace(settings, ssl_certfile="/no/such.pem"), replace(settings, ssl_keyfile=str(file))):
         with pytest.raises(UsageError, match="cannot be used for TLS"):
             bind(wrong)
     with pytest.raises(UsageError, match="--ssl-keyfile needs --ssl-certfile"):

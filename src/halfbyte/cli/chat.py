@@ -7,24 +7,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from halfbyte import gates as gates_
-from halfbyte.cli.conversation import (
-    Answers,
-    Effort,
-    Exchange,
-    Here,
-    Manner,
-    MaxTokens,
-    Seed,
-    System,
-    Temperature,
-    check_effort,
-    open_answers,
-)
+from halfbyte.cli.conversation import Answers, Exchange, Here, Manner, Reasoning, check_effort, open_answers
 from halfbyte.cli.options import (
     DeviceOption,
     ModelArgument,
@@ -34,33 +22,28 @@ from halfbyte.cli.options import (
     out,
     print_table,
     with_gates,
+    with_record,
 )
-from halfbyte.errors import ContextError, HalfbyteError, UsageError
+from halfbyte.errors import ContextError, HalfbyteError, PeerDiedError, UsageError
 from halfbyte.gates import Gates
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
-Reasoning = Annotated[bool, typer.Option("--reasoning", help="Show the model's reasoning, too.")]
-
 
 @with_gates
+@with_record("manner", Manner)
 def chat(
     model: ModelArgument = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    effort: Effort = "medium",
-    system: System = None,
     reasoning: Reasoning = False,
     here: Here = False,
     device: DeviceOption = None,
     self_test: SelfTestOption = "auto",
     *,
+    manner: Manner,
     gates: Gates,
 ) -> None:
     """Talk to a model in the terminal; /help lists what can be done there."""
-    manner = Manner(effort, system, temperature, max_tokens, seed)
     with open_answers(model, device, gates, here=here, self_test=self_test) as answers:
         Chat(answers, manner, reasoning).run()
 
@@ -73,47 +56,59 @@ class Chat:
         self.manner = manner
         self.reasoning = reasoning
         self.exchanges: list[Exchange] = []
+        self.unanswered: str | None = None  # the last question, where nothing was said to it
         self.ended = False
 
     def run(self) -> None:
-        read = prompt_reader() if sys.stdin.isatty() and sys.stdout.isatty() else pipe_reader
-        if read is not pipe_reader:
-            err.print(f"[dim]{self.answers.label} · Enter sends, Alt+Enter breaks the line, Ctrl+C stops an answer, "
-                      "Ctrl+D ends · /help[/dim]")  # fmt: skip
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            for line in sys.stdin:  # what is piped in: each line is a question
+                self.take(line.rstrip("\n"), alone=True)
+                if self.ended:
+                    return
+            return
+        read = prompt_reader()
+        err.print(f"[dim]{self.answers.label} · Enter sends, Alt+Enter starts a new line, Ctrl+C stops an answer, "
+                  "Ctrl+D quits · /help[/dim]")  # fmt: skip
         while not self.ended:
             try:
-                line = read()
+                self.take(read())
             except KeyboardInterrupt:
-                continue  # what was typed is dropped
+                continue  # what was typed is dropped; a second interrupt of one answer loses no conversation
             except EOFError:
                 break
-            if line.strip():
-                self.take(line)
 
-    def take(self, line: str) -> None:
+    def take(self, line: str, *, alone: bool = False) -> None:
+        """A question or a command. A person reads what went wrong and goes on; `alone`, it ends the program."""
+        if not line.strip():
+            return
         word = line.split()[0]
-        if word.startswith("/") and "/" not in word[1:]:
-            try:
+        try:
+            if word.startswith("/") and "/" not in word[1:]:
                 self.command(word[1:], line.strip()[len(word) :].strip())
-            except UsageError as e:
-                err.print(str(e), style="red", markup=False)
-        else:
-            self.ask(line)
+            else:
+                self.ask(line)
+        except HalfbyteError as e:
+            if alone:
+                raise
+            hint = {ContextError: "/new starts over, /undo takes the last question back.",
+                    PeerDiedError: "/again asks once more."}.get(type(e), "")  # fmt: skip
+            err.print(f"{e} {hint}".rstrip(), style="red", markup=False)
 
     def ask(self, question: str) -> None:
         from halfbyte.cli.screen import show
 
         said: list[str] = []
+        self.unanswered = question
         try:
             for text in show(self.answers.pieces(self.exchanges, question, self.manner), out, reasoning=self.reasoning):
                 said.append(text)
         except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
             err.print("[dim](stopped)[/dim]")
-        except HalfbyteError as e:
-            more = " /new starts over, /undo takes the last question back." if isinstance(e, ContextError) else ""
-            err.print(f"{e}{more}", style="red", markup=False)
-            return
-        self.exchanges.append(Exchange(question, "".join(said)))
+        if said:
+            self.exchanges.append(Exchange(question, "".join(said)))
+            self.unanswered = None
 
     # ---- what a line with a slash does --------------------------------------------------------
 
@@ -128,16 +123,18 @@ class Chat:
 
     def new(self, _: str) -> None:
         self.exchanges.clear()
+        self.unanswered = None
         err.print("[dim]a new conversation[/dim]")
 
     def again(self, _: str) -> None:
-        if not self.exchanges:
-            raise UsageError("nothing was asked yet.")
-        self.ask(self.exchanges.pop().question)
+        if self.unanswered is None and not self.exchanges:
+            raise UsageError("there is no question to answer again yet.")
+        self.ask(self.unanswered or self.exchanges.pop().question)
 
     def undo(self, _: str) -> None:
         if not self.exchanges:
-            raise UsageError("nothing was asked yet.")
+            raise UsageError("there is no question to take back yet.")
+        self.unanswered = None
         err.print(f"[dim]taken back:[/dim] {self.exchanges.pop().question}", markup=True)
 
     def set_effort(self, text: str) -> None:
@@ -201,14 +198,6 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str]] = {
     "save": (Chat.save, "write the conversation to a file, as markdown"),
     "exit": (Chat.end, "end; Ctrl+D does, too"),
 }
-
-
-def pipe_reader() -> str:
-    """Each line of what is piped in is a question."""
-    line = sys.stdin.readline()
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
 
 
 def prompt_reader() -> Callable[[], str]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol,
 
 import typer
 
-from halfbyte import gates as gates_
-from halfbyte.cli.options import check_number, err, open_engine
-from halfbyte.errors import AskError, StepError, UsageError
+from halfbyte.cli.options import err, open_engine
+from halfbyte.errors import AskError, ContextError, HalfbyteError, PeerDiedError, StepError, UsageError
+from halfbyte.flags import flag
 from halfbyte.gates import Gates
 
 if TYPE_CHECKING:
@@ -27,25 +27,8 @@ if TYPE_CHECKING:
     from halfbyte.harmony.parse import Event
 
 EFFORTS = ("low", "medium", "high")
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens", "-n", min=1, help="Most tokens to generate; by default the model decides where to end."
-    ),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature", "-t", min=0.0, help="Randomness of the sampling; 0 always takes the likeliest token.",
-        callback=lambda t: check_number(t, "--temperature"),
-    ),
-]  # fmt: skip
-Seed = Annotated[int | None, typer.Option(help="Seed of the sampling: the same seed gives the same tokens.")]
-Effort = Annotated[
-    str, typer.Option(help="How long the model may reason: low, medium or high.", autocompletion=lambda: EFFORTS)
-]
-System = Annotated[str | None, typer.Option("--system", help="Instructions for the model.")]
-Here = Annotated[bool, typer.Option("--here", help="Load the model here, even if a running server has it.")]
+Reasoning = Annotated[bool, typer.Option("--reasoning", help="Show the model's reasoning as well.")]
+Here = Annotated[bool, typer.Option("--here", help="Load the model here even if a running server already has it.")]
 
 
 class Piece(NamedTuple):
@@ -58,24 +41,30 @@ class Exchange(NamedTuple):
     answer: str
 
 
-@dataclass
-class Manner:
-    """How answers are to be; `chat` changes it as it goes."""
-
-    effort: str = "medium"
-    system: str | None = None
-    temperature: float = 0.0
-    max_tokens: int | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_effort(self.effort)
-
-
 def check_effort(text: str) -> Literal["low", "medium", "high"]:
     if text.lower() not in EFFORTS:
         raise UsageError(f"there is no effort {text!r}; use low, medium or high.")
     return cast(Literal["low", "medium", "high"], text.lower())
+
+
+@dataclass
+class Manner:
+    """How answers are to be; `chat` changes it as it goes. Each field is also an option."""
+
+    max_tokens: int | None = flag(
+        None, "--max-tokens", "The longest answer allowed, in tokens; by default the model decides when to stop.",
+        spellings=("-n",), minimum=1,
+    )  # fmt: skip
+    temperature: float = flag(
+        0.0, "--temperature", "How random the choice of each token is; 0 always takes the likeliest.",
+        spellings=("-t",), minimum=0.0,
+    )  # fmt: skip
+    seed: int | None = flag(None, "--seed", "The same seed gives the same answer again.")
+    effort: str = flag(
+        "medium", "--effort", "How hard the model thinks first: low, medium or high.", parse=check_effort,
+        values=EFFORTS,
+    )  # fmt: skip
+    system: str | None = flag(None, "--system", "Instructions for the model.")
 
 
 class Answers(Protocol):
@@ -111,12 +100,15 @@ class EngineAnswers:
 class ServerAnswers:
     """By the public API, as every other client does."""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, certificate: str | None = None) -> None:
         self.url = url
         self.label = model
+        self.certificate = certificate
 
     def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
         import httpx
+
+        from halfbyte.cli.client import open_client
 
         messages = [{"role": "system", "content": manner.system}] if manner.system else []
         for exchange in before:
@@ -128,33 +120,27 @@ class ServerAnswers:
             "reasoning_effort": manner.effort.lower(), "max_tokens": manner.max_tokens, "seed": manner.seed,
         }  # fmt: skip
         try:
-            with self._client() as client, client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            with (
+                open_client(self.url, self.certificate, timeout=10.0, reads_forever=True) as client,
+                client.stream("POST", "/v1/chat/completions", json=body) as reply,
+            ):
                 if reply.status_code != 200:
-                    raise AskError(_refusal(reply))
+                    raise _refusal(reply)
                 yield from _read(reply)
         except httpx.HTTPError as e:
-            raise AskError(
-                f"the server at {self.url} did not answer ({type(e).__name__}); is it still there?"
+            raise PeerDiedError(
+                f"the server at {self.url} does not answer ({type(e).__name__}); `halfbyte ps` lists those that run."
             ) from None
 
-    def _client(self) -> httpx.Client:
-        import httpx
 
-        key = gates_.setting("HALFBYTE_API_KEY")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        path = self.url.removeprefix("unix:")
-        transport = httpx.HTTPTransport(uds=path) if path != self.url else None
-        base = self.url if transport is None else "http://localhost"
-        timeout = httpx.Timeout(10.0, read=None)
-        return httpx.Client(base_url=base, headers=headers, timeout=timeout, transport=transport)
-
-
-def _refusal(reply: httpx.Response) -> str:
+def _refusal(reply: httpx.Response) -> HalfbyteError:
     reply.read()
     try:
-        return str(reply.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answers {reply.status_code}."
+        error = reply.json()["error"]
+        kind = ContextError if error.get("code") == "context_length_exceeded" else AskError
+        return kind(str(error["message"]))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return AskError(f"the server answers {reply.status_code}; is it a halfbyte server?")
 
 
 def _read(reply: httpx.Response) -> Iterator[Piece]:
@@ -183,7 +169,7 @@ def open_answers(
         server = next((s for s in servers.running() if s.url and (model or "tiny") in s.names), None)
         if server is not None and server.url is not None:
             err.print(f"[dim]{server.model}, asked of the server at {server.url} (--here loads it again)[/dim]")
-            yield ServerAnswers(server.url, server.model)
+            yield ServerAnswers(server.url, server.model, server.certificate)
             return
     from halfbyte.model import load
 

@@ -8,17 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfbyte.cli.conversation import (
-    Effort,
-    MaxTokens,
-    Piece,
-    Seed,
-    System,
-    Temperature,
-    check_effort,
-    deltas,
-    pieces_of,
-)
+from halfbyte.cli.conversation import Manner, Piece, check_effort, deltas, pieces_of
 from halfbyte.cli.options import (
     DeviceOption,
     JsonOption,
@@ -29,12 +19,14 @@ from halfbyte.cli.options import (
     out,
     print_json,
     with_gates,
+    with_record,
 )
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
 
 @with_gates
+@with_record("manner", Manner)
 def generate(
     model: ModelArgument = None,
     prompt: Annotated[
@@ -43,11 +35,6 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text itself, without the chat format around it.")
     ] = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    effort: Effort = "medium",
-    system: System = None,
     reasoning: Annotated[
         bool,
         typer.Option("--reasoning", help="Write the reasoning to standard error; the answer alone is standard output."),
@@ -57,6 +44,7 @@ def generate(
     self_test: SelfTestOption = "auto",
     json: JsonOption = False,
     *,
+    manner: Manner,
     gates: Gates,
 ) -> None:
     """Answer one prompt and end."""
@@ -66,13 +54,12 @@ def generate(
     from halfbyte.harmony.render import render_prompt
     from halfbyte.model.tokenizer import Detokenizer
 
-    level = check_effort(effort)
     text = sys.stdin.read() if prompt is None else prompt
     if not text.strip():
         raise UsageError("the prompt is empty; give --prompt or write it to standard input.")
-    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    sampling = SamplingParams(temperature=manner.temperature, max_tokens=manner.max_tokens, seed=manner.seed)
     with open_engine(model, device, gates, allow_nan=allow_nan, self_test=self_test) as engine:
-        messages = [*opening(level, system), Message.user(text)]
+        messages = [*opening(check_effort(manner.effort), manner.system), Message.user(text)]
         ids = engine.tokenizer.encode(text) if raw else render_prompt(engine.tokenizer, messages)
         start, first, tokens = time.perf_counter(), 0.0, []
         parser = Parser(engine.tokenizer)

@@ -129,7 +129,10 @@ def _record_option(name: str, flag: Flag, default: Any, type_: Any) -> inspect.P
         type_ = str
     elif default == ():
         type_, default = list[str] | None, None
-    option = typer.Option(flag.name, *flag.spellings, help=flag.help, min=flag.minimum, max=flag.maximum)
+    option = typer.Option(
+        flag.name, *flag.spellings, help=flag.help, min=flag.minimum, max=flag.maximum, rich_help_panel=flag.panel,
+        autocompletion=(lambda: list(flag.values)) if flag.values else None,
+    )  # fmt: skip
     hint = Annotated[type_, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from halfbyte.cli.chat import Chat, Reasoning
-from halfbyte.cli.conversation import Effort, Here, Manner, MaxTokens, Seed, System, Temperature, open_answers
-from halfbyte.cli.options import MODEL, DeviceOption, SelfTestOption, model_argument, out, with_gates
+from halfbyte.cli.chat import Chat
+from halfbyte.cli.conversation import Here, Manner, Reasoning, open_answers
+from halfbyte.cli.options import MODEL, DeviceOption, SelfTestOption, model_argument, out, with_gates, with_record
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
 
 @with_gates
+@with_record("manner", Manner)
 def run(
     model: Annotated[str, model_argument("MODEL", f"{MODEL}; tiny is the embedded model.")],
     prompt: Annotated[
@@ -25,16 +26,12 @@ def run(
             show_default=False,
         ),
     ] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    effort: Effort = "medium",
-    system: System = None,
     reasoning: Reasoning = False,
     here: Here = False,
     device: DeviceOption = None,
     self_test: SelfTestOption = "auto",
     *,
+    manner: Manner,
     gates: Gates,
 ) -> None:
     """Ask a model one thing, or talk to it if nothing is asked."""
@@ -45,7 +42,6 @@ def run(
         parts += [text] if (text := sys.stdin.read()).strip() else []
         if not parts:
             raise UsageError("the prompt is empty; write it after the model, or pipe it in.")
-    manner = Manner(effort, system, temperature, max_tokens, seed)
     with open_answers(model, device, gates, here=here, self_test=self_test) as answers:
         if not parts:
             Chat(answers, manner, reasoning).run()

@@ -142,7 +142,8 @@ def run_server(settings: ServerSettings, model: ModelName, device: str, source: 
     name = settings.model_name or model.label
     names = {name, model.label, *settings.aliases, *servers.names_of(model.text, model.repo)}
     path = None if model.path is None else str(model.path.absolute())
-    with servers.listed(name, tuple(sorted(names)), path, device) as listing:
+    certificate = None if settings.ssl_certfile is None else str(Path(settings.ssl_certfile).absolute())
+    with servers.listed(name, tuple(sorted(names)), path, device, certificate) as listing:
 
         def started(url: str) -> None:
             listing.started(url)

@@ -34,6 +34,7 @@ class RunningServer:
     device: str
     url: str | None = None  # None while it loads
     since: float = 0.0
+    certificate: str | None = None  # the file that it serves HTTPS with
 
     @property
     def state(self) -> str:
@@ -50,11 +51,13 @@ def folder() -> Path:
 
 
 @contextmanager
-def listed(model: str, names: tuple[str, ...], path: str | None, device: str) -> Iterator[Listing]:
+def listed(
+    model: str, names: tuple[str, ...], path: str | None, device: str, certificate: str | None = None
+) -> Iterator[Listing]:
     """This process is a server until the block ends."""
     own = psutil.Process()
     entry = RunningServer(
-        own.pid, own.create_time(), socket.gethostname(), model, names, path, device, None, time.time()
+        own.pid, own.create_time(), socket.gethostname(), model, names, path, device, None, time.time(), certificate
     )
     listing = Listing(entry)
     listing.write()

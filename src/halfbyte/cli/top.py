@@ -18,7 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from halfbyte import gates as gates_
+from halfbyte.cli import servers
+from halfbyte.cli.client import open_client
 from halfbyte.cli.options import JsonOption, check_number, out, print_json
 from halfbyte.errors import PeerError, UsageError
 from halfbyte.server.settings import load_api_keys
@@ -138,13 +139,9 @@ def view(version: dict[str, Any], before: Scrape, now: Scrape) -> View:
 class Server:
     """The server's side of it: two endpoints, one key."""
 
-    def __init__(self, address: str, key: str | None) -> None:
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    def __init__(self, address: str, key: str | None = None, certificate: str | None = None) -> None:
         self.address = address.rstrip("/")
-        try:
-            self.client = httpx.Client(base_url=self.address, headers=headers, timeout=TIMEOUT_S)
-        except (httpx.InvalidURL, ValueError) as e:
-            raise UsageError(f"{address!r} is no address of a server ({e}); give one like {ADDRESS}.") from None
+        self.client = open_client(self.address, certificate, key, timeout=TIMEOUT_S)
 
     def __enter__(self) -> Server:
         return self
@@ -236,20 +233,41 @@ def lasting(seconds: float) -> str:
 
 
 def top(
-    address: Annotated[str, typer.Argument(help="Of the server.", show_default=True)] = ADDRESS,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="One look, over one interval, and end.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SERVER",
+            help="A model, process number or port, as `halfbyte ps` shows them, or the address of any server. "
+            f"By default the one that runs on this machine, or {ADDRESS}.",
+            show_default=False,
+        ),
+    ] = None,
+    interval: Annotated[float, typer.Option(help="How many seconds to wait between updates.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one reading, taken over one interval, and exit.")] = False,
     json: JsonOption = False,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="The key is its first line; HALFBYTE_API_KEY works too.")
+        Path | None,
+        typer.Option(help="A file whose first line is the server's API key; HALFBYTE_API_KEY works, too."),
     ] = None,
 ) -> None:
-    """Watch a running server: tokens/s, streams, queue, KV cache, acceptance, memory, power. Ctrl-C ends it."""
+    """Watch a running server: tokens/s, streams, queue, KV cache, memory and power. Ctrl+C quits."""
     check_number(interval, "--interval")
-    variable = gates_.setting("HALFBYTE_API_KEY")
-    keys = load_api_keys(api_key_file, [variable] if variable else [])
-    with Server(address, keys[0] if keys else None) as server:
-        look(server, interval, once=once, json=json)
+    keys = () if api_key_file is None else load_api_keys(api_key_file)
+    with meant(server, keys[0] if keys else None) as found:
+        look(found, interval, once=once, json=json)
+
+
+def meant(text: str | None, key: str | None) -> Server:
+    """The server of an address, or one of this machine."""
+    if text is not None and ("://" in text or text.startswith("unix:")):
+        known = next((s for s in servers.running() if s.url == text), None)
+        return Server(text, key, None if known is None else known.certificate)
+    if text is None and not servers.running():
+        return Server(ADDRESS, key)  # one in a container, perhaps
+    chosen = servers.choose(text)
+    if chosen.url is None:
+        raise PeerError(f"{chosen.model} (process {chosen.pid}) is still loading; try again in a moment.")
+    return Server(chosen.url, key, chosen.certificate)
 
 
 def look(server: Server, interval: float, *, once: bool, json: bool) -> None:

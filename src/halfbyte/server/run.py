@@ -133,7 +133,7 @@ def _check_certificate(certificate: str, key: str | None) -> None:
 
 def _address(settings: ServerSettings, sock: socket.socket) -> str:
     if settings.uds is not None:
-        return f"unix:{settings.uds}"
+        return f"unix:{os.path.abspath(settings.uds)}"
     host, port = sock.getsockname()[:2]
     return f"http{'s' if settings.ssl_certfile else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
