@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.vllm import spread
+from bench.vllm import host, spread
 
 PROBES = (20, 300, 2048)  # lengths of prompts
 PROBED = 24  # tokens
@@ -138,12 +138,17 @@ def main(asked_at: str, result_at: str) -> None:
 
     llm, seconds = start(asked)
     write(start_seconds=seconds)
+    write(host=host.facts())
     if asked["probe"]:
         write(probe=probe(llm))
     timing = Timing(llm)
     for name in asked["figures"]:
         result["figures"][name] = timing.figure(name)
         write()
+    if "tg128 @ 2048" in asked["figures"]:
+        with host.Watch().over() as watch:
+            timing.run(2048, 129, 1)
+        write(step_us=watch.medians())
     if asked["profile"]:
         write(profile={str(streams): profile(llm, streams) for streams in (1, 8)})
 

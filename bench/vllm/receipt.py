@@ -57,6 +57,7 @@ def results_of(
         detail: dict[str, Any] = {"variant": name, "start_seconds": result.get("start_seconds")}
         if name in agreement:
             detail["greedy_tokens"] = agreement[name]
+        detail |= {key: result[key] for key in ("host", "step_us") if key in result}
         report = result.get("report") or {}
         if report:
             detail |= {"unit": report["unit"], "why": report["why"], "plan": report["plan"]}

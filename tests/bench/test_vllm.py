@@ -8,12 +8,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from bench.vllm import compare
+from bench.vllm import compare, host
 from bench.vllm.receipt import file_of, results_of
 from halfbyte.lab.result import from_json
 from halfbyte.plan.phase import ARCHES
@@ -111,7 +111,7 @@ def test_ratios_are_to_the_best_shipped() -> None:
 def test_the_receipt_is_of_the_one_schema(tmp_path: Path) -> None:
     report = {"unit": "layers", "why": "", "plan": {}, "record": {"regimes": {}}, "differences": []}
     results = {
-        "shipped": {"figures": {"tg128 @ 2048": 200.0, "pp2048": 10.0}, "start_seconds": 1.0},
+        "shipped": {"figures": {"tg128 @ 2048": 200.0, "pp2048": 10.0}, "start_seconds": 1.0, "host": {"loop_ns": 9.0}},
         "plugin-mxfp4": {"figures": {"tg128 @ 2048": 500.0, "pp2048": 9.0, "tg128 c8": 7.0}, "report": report},
         "plugin-checkpoint": {"reason": "out of memory"},
     }
@@ -123,8 +123,30 @@ def test_the_receipt_is_of_the_one_schema(tmp_path: Path) -> None:
     assert (single.figure("ratio").value, single.targets[0].ok, single.targets[0].bound) == (2.5, True, 1.5)
     assert single.detail["greedy_tokens"] == [{"equal": 24, "of": 24}]
     assert not cells["plugin-mxfp4", "pp2048"].targets[0].ok
+    assert cells["shipped", "tg128 @ d2048"].detail["host"] == {"loop_ns": 9.0}
     assert cells["plugin-checkpoint", "decode"].state == "refused"
     assert any("compat_model.py" in path for path in read.measured)
+
+
+def test_what_the_host_does_is_timed_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Engine:
+        def step(self, n: int) -> int:
+            return n + 1
+
+    module: Any = ModuleType("an_engine")
+    module.Engine = Engine
+    monkeypatch.setitem(sys.modules, "an_engine", module)
+    before = Engine.__dict__["step"]
+    with host.Watch().over(
+        (("an_engine", "Engine", "step"), ("an_engine", "Engine", "gone"), ("no", "X", "y"))
+    ) as seen:
+        assert [Engine().step(n) for n in range(3)] == [1, 2, 3]
+    assert Engine.__dict__["step"] is before
+    assert len(seen.calls["Engine.step"]) == 3
+    assert set(seen.medians()) == {"Engine.step"}
+    facts = host.facts()
+    assert facts["loop_ns"] > 0
+    assert facts["processor"]
 
 
 def test_a_variant_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

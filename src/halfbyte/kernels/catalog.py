@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from halfbyte.kernels.borrowed.vllm import PHASES as VLLM
+from halfbyte.kernels.borrowed.flashinfer_attention import PHASES as FLASHINFER_ATTENTION
+from halfbyte.kernels.borrowed.flashinfer_moe import PHASES as FLASHINFER_MOE
+from halfbyte.kernels.borrowed.vllm import PHASES as MARLIN
 from halfbyte.kernels.cpu.phase import PHASES as CPU
 from halfbyte.kernels.cuda.attention.flash import PHASES as FLASH
 from halfbyte.kernels.cuda.batch.fused_phase import PHASES as BATCH_FUSED
@@ -19,5 +21,5 @@ from halfbyte.plan.phase import Phase
 
 PHASES: tuple[Phase, ...] = (
     *DECODE, *EMBEDDING, *BATCH, *BATCH_FUSED, *PREFILL, *GROUPED, *GROUPED_FP8, *GROUPED_SYNC, *GROUPED_MX, *FLASH,
-    *TRITON, *CPU, *VLLM,
+    *TRITON, *CPU, *MARLIN, *FLASHINFER_MOE, *FLASHINFER_ATTENTION,
 )  # fmt: skip

@@ -21,9 +21,7 @@ PROVIDERS = ("halfbyte.plan.reference", "halfbyte.kernels.catalog")
 
 # Gate values that belong to engines we lend kernels to, or to kernels that do not exist for an operation.
 ABSENT = {
-    "cutlass": "FlashInfer's CUTLASS kernel runs inside vLLM only (serve --engine vllm)",
-    "marlin": "Marlin multiplies experts; dense layers run on it inside vLLM only (serve --engine vllm)",
-    "flashinfer": "FlashInfer attention runs inside vLLM only (serve --engine vllm)",
+    "cutlass": "FlashInfer's CUTLASS kernel multiplies experts, not dense layers",
     "flash_attn": "FlashAttention runs inside vLLM only (serve --engine vllm)",
     "vllm": "vLLM's own kernels run inside vLLM only (serve --engine vllm)",
 }

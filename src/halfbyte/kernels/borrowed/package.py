@@ -1,0 +1,47 @@
+"""A package that kernels are borrowed from: whether it is there, and whether it is one whose calls we know.
+
+Asked about by its name alone: importing such a package takes seconds. A plan for another machine than this one
+(`explain --arch`) cannot know what is installed there, so nothing is asked then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from halfbyte.plan.phase import Arch
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str  # as pip knows it
+    calls: str  # what it is called in a sentence
+    known: tuple[str, ...]  # versions whose functions we call, by their beginnings
+
+    def version(self) -> str | None:
+        """Of the build for GPUs, if it is there."""
+        try:
+            found = metadata.version(self.name)
+        except metadata.PackageNotFoundError:
+            return None
+        return None if "cpu" in found else found
+
+    def refuse(self, arch: Arch) -> str | None:
+        if not is_here(arch):
+            return None
+        found = self.version()
+        if found is None:
+            return f"needs {self.calls} with its CUDA kernels, which is not installed here (pip install {self.name})"
+        if not found.startswith(self.known):
+            return f"knows {self.calls} {' and '.join(v.rstrip('.') for v in self.known)}, and here is {found}"
+        return None
+
+
+def is_here(arch: Arch) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == arch.capability
+
+
+VLLM = Package("vllm", "vLLM", ("0.26.", "0.32."))
+FLASHINFER = Package("flashinfer-python", "FlashInfer", ("0.6.",))
