@@ -8,7 +8,9 @@ import socket
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
+from scripted_peer import ScriptedPeer
 
 from halfbyte.lab import receipts
 from halfbyte.lab.levels import kit as kit_
@@ -50,6 +52,29 @@ def test_versions_are_no_addresses() -> None:
     )
 
 
+def test_a_user_may_be_called_like_a_part_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of the schema's fields stay, and so do longer words that only contain the name."""
+    monkeypatch.setattr(getpass, "getuser", lambda: "cell")
+    folder = filled(tmp_path / "kit")
+    (folder / "facts.txt").write_text("cell wrote /data/cell/x of a cellar")
+    write_archive(folder, tmp_path / "kit.zip")
+    with zipfile.ZipFile(tmp_path / "kit.zip") as made:
+        assert from_json(json.loads(made.read("embedded-results.json"))).results[0].cell.model == "tiny"
+        assert made.read("facts.txt") == b"(user) wrote /data/(user)/x of a cellar"
+
+
+def test_an_engine_is_ended_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A level that hangs does not take longer than the kit may, and gives no verdict."""
+    monkeypatch.setattr(kit_, "HalfbytePeer", lambda: ScriptedPeer("hang", 4))
+    monkeypatch.setattr(Kit, "has_time", lambda kit, *_: kit.left_s > 0)
+    kit = Kit(tmp_path / "kit", budget_s=3.0, device="cpu")
+    monkeypatch.setattr(Kit, "profile", lambda *_: None)
+    make_kit(kit, tmp_path / "kit.zip")
+    assert any("the time was over while it ran" in text for text in kit.left_out), kit.left_out
+    assert -20.0 < kit.left_s <= 0  # an engine has time to end when it is asked
+    assert not [p for p in psutil.Process().children(recursive=True) if "scripted_engine" in " ".join(p.cmdline())]
+
+
 def test_the_report_reads_it(tmp_path: Path) -> None:
     sources = pytest.importorskip("halfbyte.lab.report.sources")
     write_archive(filled(tmp_path / "kit"), tmp_path / "kit.zip")
@@ -61,7 +86,7 @@ def test_the_report_reads_it(tmp_path: Path) -> None:
 def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def levels(subject: object, numbers: list[str], options: object, done: object) -> Report:
+    def levels(subject: object, numbers: list[str], options: object) -> Report:
         ran.extend(numbers)
         kit.begun -= 70.0  # each takes more than a minute
         return Report(subject, [Outcome(numbers[0], [Result(Cell("smoke"), (figure("start", "s", 1.0),))])])  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
 Facts of the machine, the kernels' self-test, levels 1 to 4 on the embedded model; on a GPU then kernel path, benchmark
 and kernel profile of the largest gpt-oss that fits (random weights of its shape: nothing is downloaded). All of it ends
-within a budget of time: what no longer fits is left out and named. The archive holds results that `halfbyte report`
-reads, the test logs, and the engines' logs. Names of the user, of the machine, of folders and addresses are taken out
-of every file first; prompts are the kit's own.
+within a budget of time: what no longer fits, or is not done when it is over, is left out and named. The archive holds
+results that `halfbyte report` reads, the test logs, and the engines' logs. Names of the user, of the machine, of
+folders and addresses are taken out of every file first; prompts are the kit's own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.gates import PRESETS, child_environment
@@ -104,8 +105,14 @@ class Kit:
         for level in levels:
             if not self.has_time(f"level {level} of {what}"):
                 continue
-            subject.limits = replace(Limits(), start_s=min(600.0, self.left_s), request_s=min(120.0, self.left_s))
-            part = run_levels(subject, [level], options, self.done)
+            left, until = self.left_s, self.begun + self.budget_s
+            subject.limits = replace(Limits(), start_s=min(600.0, left), request_s=min(120.0, left), until=until)
+            part = run_levels(subject, [level], options)
+            if self.left_s <= 0:  # its engine was ended in the middle: what it says is no verdict
+                self.left_out.append(f"level {level} of {what}: the time was over while it ran")
+                break
+            for outcome in part.outcomes:
+                self.done(outcome)
             if report is None:
                 report = part
             else:
@@ -171,9 +178,19 @@ _MAIL = re.compile(r"\b[\w.+-]+@[\w-]+\.[\w.]+\b")
 
 
 def without_private(text: str, words: dict[str, str]) -> str:
+    """Whole words only: a user may be called like a part of ours."""
     for word, instead in words.items():
-        text = text.replace(word, instead)
+        text = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", lambda _, instead=instead: instead, text)  # type: ignore[misc]
     return _MAIL.sub("(mail)", _ADDRESS.sub("(address)", text))
+
+
+def values_without_private(raw: Any, words: dict[str, str]) -> Any:
+    """Of a result; the names of its fields are the schema's."""
+    if isinstance(raw, dict):
+        return {key: values_without_private(value, words) for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [values_without_private(value, words) for value in raw]
+    return without_private(raw, words) if isinstance(raw, str) else raw
 
 
 def write_archive(folder: Path, archive: Path) -> list[str]:
@@ -185,9 +202,12 @@ def write_archive(folder: Path, archive: Path) -> list[str]:
             result = path.name in ("results.json", "profile.json")
             if not result and path.suffix not in TEXT:
                 continue
-            text = path.read_bytes()[-KEPT_BYTES:].decode(errors="replace") if not result else path.read_text("utf-8")
             name = without_private(path.relative_to(folder).as_posix().replace("/", "-"), words)
-            made.writestr(name, without_private(text, words))
+            if result:
+                text = json.dumps(values_without_private(json.loads(path.read_text("utf-8")), words)) + "\n"
+            else:
+                text = without_private(path.read_bytes()[-KEPT_BYTES:].decode(errors="replace"), words)
+            made.writestr(name, text)
             names.append(name)
     return names
 

@@ -15,6 +15,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ class Limits:
     start_s: float = 300.0
     request_s: float = 120.0
     stop_s: float = 30.0
+    until: float = float("inf")  # of time.monotonic: then it is ended, whoever still waits for it
 
     def __post_init__(self) -> None:
         if min(self.start_s, self.request_s, self.stop_s) <= 0:
@@ -90,6 +92,7 @@ class PeerProcess:
         self._environment: dict[str, str] = {}
         self._seen: list[str] = []  # its processes, when they were last looked at
         self._asker: Asker | None = None
+        self._end_of_life: threading.Timer | None = None
 
     # ---- start ---------------------------------------------------------------------------------
 
@@ -148,6 +151,11 @@ class PeerProcess:
                 [*wrapped, *self.launch.command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 env=self._environment,
             )  # fmt: skip
+        if self.limits.until < float("inf"):
+            left = max(0.0, self.limits.until - time.monotonic())
+            self._end_of_life = threading.Timer(left, self._keeper.terminate)
+            self._end_of_life.daemon = True
+            self._end_of_life.start()
 
     def _failed_start(self) -> bool:
         """An engine that ended before it was ready: its port was taken, it refused, or it crashed."""
@@ -263,6 +271,8 @@ class PeerProcess:
         """Asks it to end, waits, and makes it; nothing of it is left afterwards."""
         if self._asker is not None:
             self._asker.close()
+        if self._end_of_life is not None:
+            self._end_of_life.cancel()
         process, self._keeper = self._keeper, None
         if process is None:
             return self.ending
