@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 
-from halfbyte.errors import PeerError
+from halfbyte.errors import PeerError, UsageError
+from halfbyte.lab.measure.http_client import HttpClient
+from halfbyte.lab.measure.relay import Relay
+from halfbyte.lab.measure.traffic import measure_traffic
+from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell
-from halfbyte.lab.second_instrument import compare, read_benchy, results_of, workload
+from halfbyte.lab.second_instrument import Seen, compare, read_benchy, read_streams, result_of, workload
+from halfbyte.lab.served import serving
+from halfbyte.lab.workloads.arrivals import ClosedLoop
+from halfbyte.lab.workloads.workload import chat
 from halfbyte.model import load
 from tests.lab.measure.test_http_client import PacedServer, running
 
@@ -65,23 +72,64 @@ class ChatServer(PacedServer):
 @pytest.mark.peers
 @pytest.mark.skipif(importlib.util.find_spec("llama_benchy") is None, reason="llama-benchy is not installed")
 def test_both_instruments_see_the_speed_of_a_known_server() -> None:
-    """10 ms a token in chunks of four, 200 ms to the first."""
-    with running(ChatServer(0.01, 0.2)) as url:
+    """10 ms a token in chunks of four, half a second to the first: more than a busy machine is late."""
+    with running(ChatServer(0.01, 0.5)) as url:
         results = compare(url, load.EMBEDDED, 32, 81, 3, 2, CELL)
-    by_name = {r.cell.path: r for r in results}
-    speed, ttft = by_name["speed"], by_name["ttft"]
-    assert speed.figure("speed").value == pytest.approx(100.0, rel=0.03)
-    assert speed.figure("llama_benchy").value == pytest.approx(100.0, rel=0.03)
-    assert ttft.figure("ttft").value == pytest.approx(200.0, rel=0.03)
-    assert speed.targets[0].ok, speed.targets
-    assert ttft.targets[0].ok or ttft.targets[0].note  # its own includes the connection, and says so
+    by_name = {(r.cell.shape["asked"], r.cell.path): r for r in results}
+    for asked in ("same requests", "in turn"):
+        speed, ttft = by_name[asked, "speed"], by_name[asked, "ttft"]
+        assert speed.figure("speed").value == pytest.approx(100.0, rel=0.03)
+        assert speed.figure("llama_benchy").value == pytest.approx(100.0, rel=0.03)
+        assert ttft.figure("ttft").value == pytest.approx(500.0, rel=0.03)
+        assert speed.targets[0].ok, speed.targets
+        assert ttft.targets[0].ok or ttft.targets[0].note  # its own includes the connection, and says so
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.skipif(importlib.util.find_spec("llama_benchy") is None, reason="llama-benchy is not installed")
+def test_both_instruments_on_the_embedded_model() -> None:
+    """Of the same requests both say the same, however busy the machine is."""
+    with serving("halfbyte", Setup(None, device="cpu"), print) as served:
+        results = compare(served.url, load.EMBEDDED, 64, 48, 3, 2, Cell("second instrument", "tiny"))
+    by_name = {(r.cell.shape["asked"], r.cell.path): r for r in results}
+    assert by_name["same requests", "speed"].targets[0].ok, by_name["same requests", "speed"]
+    assert all(r.targets[0].ok or r.targets[0].note for r in results)
+
+
+def test_a_relay_changes_nothing_and_knows_when_everything_came() -> None:
+    with running(ChatServer(0.01, 0.05)) as url, Relay(url) as relay:
+        client = HttpClient(relay.url)
+        result = measure_traffic(client, chat(1, 9), ClosedLoop(1, 2), CELL)
+        assert client.model == "paced"
+    assert result.figure("speed").value > 0
+    asked, *streams = relay.streams  # the client asks first whether events name their tokens
+    assert len(asked.read().tokens) == 2
+    assert [s.read().tokens for s in streams] == [[7] * 9, [7] * 9]
+    for stream in streams:
+        times = [stream.sent, *(at for at, _ in stream.read().arrivals)]
+        assert times == sorted(times)
+        assert times[1] - times[0] >= 0.05  # the server's clock and ours are one
+    seen = read_streams(streams)
+    assert seen.ttft_ms >= 50.0
+    assert 0 < seen.speed <= 110.0
+    again = workload(streams, 9)  # the same prompts, and none of them in a cache
+    for k, stream in enumerate(streams):
+        (turn,) = again.session(k).turns
+        first, *rest = turn.body["messages"]
+        was, *others = stream.request["messages"]
+        assert (first["content"], rest) == (f"[1] {was['content']}", others)
+    with pytest.raises(UsageError, match="a relay needs an address"):
+        Relay("unix:/socket")
 
 
 def test_instruments_that_disagree_say_why() -> None:
-    close, far = results_of({"speed": [100.0], "ttft": [50.0]}, {"speed": [101.0], "ttft": [60.0]}, CELL)
+    ours, theirs = [Seen(100.0, 50.0)], [Seen(101.0, 60.0)]
+    close, far = (result_of("same requests", name, ours, theirs, CELL) for name in ("speed", "ttft"))
     assert close.targets[0].ok
     assert not far.targets[0].ok
     assert "connection" in far.targets[0].note
+    assert "ran after the other" in result_of("in turn", "ttft", ours, theirs, CELL).targets[0].note
     assert far.figure("ratio").value == pytest.approx(50 / 60)
 
 
@@ -91,8 +139,3 @@ def test_a_result_of_another_form_is_one_sentence() -> None:
     for wrong in ({}, {"benchmarks": []}, {"benchmarks": [{"tg_throughput": None}]}):
         with pytest.raises(PeerError, match="llama-benchy has no figure"):
             read_benchy(wrong)
-
-
-def test_prompts_are_the_same_for_the_same_seed_and_differ_otherwise() -> None:
-    assert workload(64, 8, 1).session(0) == workload(64, 8, 1).session(0)
-    assert workload(64, 8, 1).session(0) != workload(64, 8, 1).session(1) != workload(64, 8, 2).session(1)

@@ -5,9 +5,10 @@
 
 Rounds alternate: some requests of ours, then a run of llama-benchy (PyPI, a process; nothing of it is imported), one
 stream, chat completions, answers of exactly `--tg` tokens. Compared are tokens a second after the first token, and the
-time to the first token that can be read. Within 3 % they agree; where they do not, the result says what is known to
-make the difference: prompts differ (llama-benchy cuts its own from a text), and so do the definitions that are listed
-with it."""
+time to the first token that can be read, twice. On the same requests: llama-benchy asks through a relay that notes when
+each piece of an answer came by, and our reading of these pieces stands beside what llama-benchy says of them, so that
+only the instruments differ. In turn: our client's requests of the same prompts afterwards; there the machine changes
+between the two. Within 3 % they agree; where they do not, the result says what is known to make the difference."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +31,40 @@ from halfbyte.lab import receipts
 from halfbyte.lab.child import output_of
 from halfbyte.lab.entry import finish, line_of
 from halfbyte.lab.measure.http_client import HttpClient
+from halfbyte.lab.measure.relay import Relay, Stream
 from halfbyte.lab.measure.traffic import measure_traffic
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Check, Result, figure
 from halfbyte.lab.served import Served, serving
 from halfbyte.lab.workloads.arrivals import ClosedLoop
-from halfbyte.lab.workloads.workload import CHAT, OPENINGS, Session, Turn, Workload
+from halfbyte.lab.workloads.workload import CHAT, OPENINGS, Session, Turn, Workload, repeated
 from halfbyte.model import load
 
 WITHIN = 0.03
 BOOK = "http://text.of.this.run/book"  # never fetched: it lies in the cache folder that llama-benchy looks into first
-WHY = (
-    "its first token includes aiohttp's connection, ours begins when the connection stands; it counts tokens of chunks "
-    "with text only; its prompts are cut from a text to a length in tokens, ours are chats; a client in Python takes "
-    "part of a small machine; rounds ran one after the other, so what the machine did between them is in the ratio"
-)
+WHY = {
+    "same requests": (
+        "its first token includes writing the request and aiohttp's connection, ours begins when the request has come "
+        "whole; it counts tokens of chunks with text only; its times are taken when Python has come to read, ours a "
+        "process earlier"
+    ),
+    "in turn": (
+        "its own take part of the machine that they measure, as a client in Python does, ours less; one ran after the "
+        "other, so what the machine did meanwhile is in the ratio; its first token includes aiohttp's connection; ours "
+        "are medians, its own are means"
+    ),
+}
 
 
 @dataclass(frozen=True)
-class Benchy:
-    """What one run of llama-benchy said."""
+class Seen:
+    """What an instrument says of some requests, one after the other."""
 
     speed: float  # tokens a second after the first
     ttft_ms: float  # to the first token with text
 
 
-def run_benchy(url: str, model: str, tokenizer: Path, pp: int, tg: int, runs: int) -> Benchy:
+def run_benchy(url: str, model: str, tokenizer: Path, pp: int, tg: int, runs: int) -> Seen:
     if importlib.util.find_spec("llama_benchy") is None:
         raise UsageError("this compares with llama-benchy: pip install llama-benchy.")
     with tempfile.TemporaryDirectory() as home:
@@ -76,10 +85,10 @@ def run_benchy(url: str, model: str, tokenizer: Path, pp: int, tg: int, runs: in
         return read_benchy(json.loads(saved.read_text(encoding="utf-8")), said)
 
 
-def read_benchy(raw: Any, said: str = "") -> Benchy:
+def read_benchy(raw: Any, said: str = "") -> Seen:
     try:
         (run,) = raw["benchmarks"]
-        return Benchy(float(run["tg_throughput"]["mean"]), float(run["e2e_ttft"]["mean"]))
+        return Seen(float(run["tg_throughput"]["mean"]), float(run["e2e_ttft"]["mean"]))
     except (KeyError, TypeError, ValueError) as e:
         raise PeerError(
             f"llama-benchy has no figure ({type(e).__name__}: {e}); it said: {said[-600:].strip()}"
@@ -92,46 +101,54 @@ def _book() -> str:
     return " ".join(draw.choice(OPENINGS) for _ in range(20_000))
 
 
-def workload(pp: int, tg: int, seed: int) -> Workload:
-    """One-turn chats of about as many tokens: the words of the same sentences."""
-
-    def session(k: int) -> Session:
-        draw = random.Random(f"second instrument {seed} {k}")
-        words = " ".join(draw.choice(OPENINGS) for _ in range(pp)).split()[: max(1, int(0.75 * pp))]
-        return Session((Turn(CHAT, {"messages": [{"role": "user", "content": " ".join(words)}]}, tg),))
-
-    return Workload("chat", session)
+def workload(streams: Sequence[Stream], tg: int) -> Workload:
+    """llama-benchy's own prompts, each with a number in front, so that no prefix of them is in the server's cache."""
+    sessions = [Session((Turn(CHAT, {"messages": s.request["messages"]}, tg),)) for s in streams]
+    marked = repeated(sessions, "chat", {})
+    return Workload("chat", lambda k: marked.session(k + len(sessions)))
 
 
 def compare(
     url: str, tokenizer: Path, pp: int, tg: int, runs: int, rounds: int, cell: Cell, client: HttpClient | None = None
 ) -> list[Result]:
     client = client or HttpClient(url)
-    ours: dict[str, list[float]] = {"speed": [], "ttft": []}
-    theirs: dict[str, list[float]] = {"speed": [], "ttft": []}
-    for number in range(rounds):
-        played = measure_traffic(client, workload(pp, tg, number), ClosedLoop(1, runs), cell)
+    theirs: list[Seen] = []
+    ours: dict[str, list[Seen]] = {"same requests": [], "in turn": []}
+    for _ in range(rounds):
+        with Relay(url) as relay:
+            theirs.append(run_benchy(relay.url, client.model, tokenizer, pp, tg, runs))
+        streams = relay.streams[1:]  # the first is its warm-up
+        if len(streams) != runs:
+            raise PeerError(f"llama-benchy was to ask for {runs} streams, and {len(streams)} came by.")
+        ours["same requests"].append(read_streams(streams))
+        played = measure_traffic(client, workload(streams, tg), ClosedLoop(1, runs), cell)
         if played.refused:
             return [played]
-        ours["speed"].append(1e3 / played.figure("tpot_p50").value)
-        ours["ttft"].append(played.figure("ttft_p50").value)
-        told = run_benchy(url, client.model, tokenizer, pp, tg, runs)
-        theirs["speed"].append(told.speed)
-        theirs["ttft"].append(told.ttft_ms)
-    return results_of(ours, theirs, cell)
+        ours["in turn"].append(Seen(1e3 / played.figure("tpot_p50").value, played.figure("ttft_p50").value))
+    return [result_of(how, name, ours[how], theirs, cell) for how in ours for name in ("speed", "ttft")]
 
 
-def results_of(ours: dict[str, list[float]], theirs: dict[str, list[float]], cell: Cell) -> list[Result]:
-    results = []
-    for name, unit in (("speed", "tok/s"), ("ttft", "ms")):
-        a, b = figure(name, unit, ours[name]), figure("llama_benchy", unit, theirs[name])
-        ratio = figure("ratio", "ratio", [x / y for x, y in zip(ours[name], theirs[name])])
-        agree = abs(ratio.value - 1) <= WITHIN
-        spread = f"{ratio.low:.3f} to {ratio.high:.3f} in {ratio.samples} rounds; what differs: {WHY}"
-        target = Check(f"two instruments agree within {WITHIN:.0%}", agree, ratio.value, 1.0, "" if agree else spread)
-        each = Cell("second instrument", cell.model, cell.preset, cell.gates, name, cell.shape, cell.engine)
-        results.append(Result(each, (a, b, ratio), targets=(target,)))
-    return results
+def read_streams(streams: Sequence[Stream]) -> Seen:
+    """What we say of the answers that llama-benchy measured: means over its requests, as its own figures are."""
+    speeds, firsts = [], []
+    for stream in streams:
+        answer = stream.read()
+        assert answer.usable_at is not None
+        speeds.append(sum(n for _, n in answer.arrivals[1:]) / (answer.last - answer.first))
+        firsts.append(1e3 * (answer.usable_at - stream.sent))
+    return Seen(sum(speeds) / len(speeds), sum(firsts) / len(firsts))
+
+
+def result_of(how: str, name: str, ours: Sequence[Seen], theirs: Sequence[Seen], cell: Cell) -> Result:
+    """`how` is one of WHY, `name` speed or ttft."""
+    unit = "tok/s" if name == "speed" else "ms"
+    a, b = ([s.speed if name == "speed" else s.ttft_ms for s in seen] for seen in (ours, theirs))
+    ratio = figure("ratio", "ratio", [x / y for x, y in zip(a, b, strict=True)])
+    agree = abs(ratio.value - 1) <= WITHIN
+    spread = f"{ratio.low:.3f} to {ratio.high:.3f} in {ratio.samples} rounds; what differs: {WHY[how]}"
+    target = Check(f"two instruments agree within {WITHIN:.0%}", agree, ratio.value, 1.0, "" if agree else spread)
+    each = replace(cell, kind="second instrument", path=name, shape={**cell.shape, "asked": how})
+    return Result(each, (figure(name, unit, a), figure("llama_benchy", unit, b), ratio), targets=(target,))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return e.exit_code
     for result in results:
         print(line_of(result), flush=True)
-    client = receipts.sources_of([receipts.PACKAGE / "lab" / "measure" / "traffic.py"], ("lab",))
+    measured = [receipts.PACKAGE / "lab" / "measure" / name for name in ("traffic.py", "relay.py")]
+    client = receipts.sources_of(measured, ("lab",))
     return finish("python -m halfbyte.lab.second_instrument", results, receipts.hashes(client), a.out)
 
 

@@ -69,6 +69,7 @@ def test_an_engine_is_ended_when_the_time_is_over(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Kit, "has_time", lambda kit, *_: kit.left_s > 0)
     kit = Kit(tmp_path / "kit", budget_s=3.0, device="cpu")
     monkeypatch.setattr(Kit, "profile", lambda *_: None)
+    monkeypatch.setattr(Kit, "doctor", lambda _: None)
     make_kit(kit, tmp_path / "kit.zip")
     assert any("the time was over while it ran" in text for text in kit.left_out), kit.left_out
     assert -20.0 < kit.left_s <= 0  # an engine has time to end when it is asked
@@ -92,6 +93,7 @@ def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path, monkeypatch: p
         return Report(subject, [Outcome(numbers[0], [Result(Cell("smoke"), (figure("start", "s", 1.0),))])])  # type: ignore[arg-type]
 
     monkeypatch.setattr(kit_, "run_levels", levels)
+    monkeypatch.setattr(Kit, "doctor", lambda _: None)
     kit = Kit(tmp_path / "kit", budget_s=200.0, device="cpu")
     names = make_kit(kit, tmp_path / "kit.zip")
     assert ran == ["1", "1.5"]

@@ -1,10 +1,10 @@
 """`halfbyte check --kit`: what a machine that we do not have can tell us, in one command and one archive.
 
-Facts of the machine, the kernels' self-test, levels 1 to 4 on the embedded model; on a GPU then kernel path, benchmark
-and kernel profile of the largest gpt-oss that fits (random weights of its shape: nothing is downloaded). All of it ends
-within a budget of time: what no longer fits, or is not done when it is over, is left out and named. The archive holds
-results that `halfbyte report` reads, the test logs, and the engines' logs. Names of the user, of the machine, of
-folders and addresses are taken out of every file first; prompts are the kit's own.
+Facts of the machine, the doctor's word, the kernels' self-test, levels 1 to 4 on the embedded model; on a GPU then
+kernel path, benchmark and kernel profile of the largest gpt-oss that fits (random weights of its shape: nothing is
+downloaded). All of it ends within a budget of time: what no longer fits, or is not done when it is over, is left out
+and named. The archive holds results that `halfbyte report` reads, the test logs, and the engines' logs. Names of the
+user, of the machine, of folders and addresses are taken out of every file first; prompts are the kit's own.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Kit:
     def run(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         gpu = load.resolve_device(self.device).type == "cuda"
+        self.doctor()
         flags = ("--self-test", "always") if gpu else ()
         self.levels("embedded", None, "exact", ("1", "1.5", "2", "3", "4"), Works((512,), (32,), repeats=3), flags)
         shape = largest(self.device) if gpu else None
@@ -125,26 +126,28 @@ class Kit:
         if not self.has_time("kernel profile"):
             return
         self.progress("kernel profile")
-        words = [
-            sys.executable,
-            "-m",
-            "halfbyte.lab.measure.profile",
-            "--models",
-            (model or "").removeprefix("random:"),
-        ]
+        words = ["-m", "halfbyte.lab.measure.profile", "--models", (model or "embedded").removeprefix("random:")]
         words += ["--presets", preset, "--out", str(self.folder / "profile.json")]
         if not gpu:
-            words = [sys.executable, "-c", "from halfbyte.cli import main; main()", "profile", "--device", "cpu"]
-            words += ["--tokens", "8", "--depth", "256", "--pp", "256"]
-        with (self.folder / "profile.txt").open("w", encoding="utf-8") as file:
-            process = start_child(words, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=child_environment())
+            words += ["--device", "cpu", "--tokens", "8", "--depth", "256", "--pp", "256"]
+        if code := self.child(words, "profile.txt", self.left_s):
+            self.left_out.append(f"kernel profile: it ended with {code}")
+
+    def doctor(self) -> None:
+        """Its word on the machine, which is no verdict of the kit's."""
+        self.child(["-c", "from halfbyte.cli import main; main()", "doctor"], "doctor.txt", LEAST_S)
+
+    def child(self, words: Sequence[str], name: str, limit_s: float) -> int:
+        """Python with these words, its output in a file; its exit status."""
+        with (self.folder / name).open("w", encoding="utf-8") as file:
+            process = start_child(
+                [sys.executable, *words], stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=child_environment()
+            )
             try:
-                code = process.wait(max(1.0, self.left_s))
+                return process.wait(max(1.0, limit_s))
             except subprocess.TimeoutExpired:
                 process.kill()
-                code = process.wait()
-        if code:
-            self.left_out.append(f"kernel profile: it ended with {code}")
+                return process.wait()
 
 
 def largest(device: str | None) -> str | None:

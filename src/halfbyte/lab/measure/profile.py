@@ -1,6 +1,7 @@
 """`halfbyte profile` with a receipt: where a token's time goes on this GPU, for true shapes.
 
     python -m halfbyte.lab.measure.profile --models 120b --presets fast,exact --batches 1,8,32 --pp 2048
+    python -m halfbyte.lab.measure.profile --models embedded --device cpu --presets exact --depth 256 --pp 256
 
 Needs no command line packages, so it runs wherever torch and the kernels do. The last line is the receipt.
 """
@@ -51,7 +52,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    environment.need_gpu()
+    if args.device != "cpu":
+        environment.need_gpu()
     results: list[Result] = []
     measured: dict[str, str] = {}
     try:
@@ -82,7 +84,13 @@ def profile_model(
             print(f"{shape} {preset}", end="")
             differences = [str(d) for d in model.plan.differences()]
             show(p, differences)
-            cell = Cell("profile", shape, preset, path="graph" if p.rows <= 64 else "eager", shape={"what": p.what})
+            cell = Cell(
+                "profile",
+                name.label.removeprefix("random:"),
+                preset,
+                path="graph" if p.rows <= 64 else "eager",
+                shape={"what": p.what},
+            )
             figures = (figure("step", "us", p.step_us), figure("speed", "tok/s", p.rows * 1e6 / p.step_us))
             detail = p.as_dict() | {"decisions": [v.sentence for v in decide(p, differences)]}
             results.append(Result(cell, figures, record=model.plan.record.as_dict(), detail=detail))
