@@ -1,10 +1,10 @@
-"""Attention of whole prompts on an SM90 GPU: flash.cu checked against float32, then timed beside the Triton phase.
+"""Attention of whole prompts: both CUDA kernels checked against float32, then timed beside the Triton phase.
 
     python -m bench.kernels.flash_attention [--variants]
 
 gpt-oss-120b's heads (64 queries, 8 keys, 64 dims), sinks, pages in random order, random keys and values; full and
-sliding layers. A case that is out of its bound has no time. Rates count the products of visible pairs only and stand
-beside the chip's measured bf16 rate. The last line is JSON.
+sliding layers. flash.cu runs on SM90, flash_sync.cu (SM12x's) on any GPU. A case that is out of its bound has no time.
+Rates count the products of visible pairs only and stand beside the chip's measured bf16 rate. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from bench.kernels import runner
-from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention, FlashShape, attend, map_pages
+from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention, FlashShape
+from halfbyte.kernels.cuda.attention.flash_sync import TILED, SyncAttention, SyncShape
+from halfbyte.kernels.cuda.attention.prompt import PromptShape, attend
 from halfbyte.kernels.cuda.device.host import gpu
 from halfbyte.kernels.prove import default_spec
 from halfbyte.kernels.triton.attention import PrefillAttention
@@ -67,22 +69,43 @@ def expected_rows(step: Step, pool: Tensor, q: Tensor, sinks: Tensor, window: in
 
 
 def kernels(
-    step: Step, pool: Tensor, q: Tensor, sinks: Tensor, kind: str, builds: list[FlashShape]
+    step: Step, pool: Tensor, q: Tensor, sinks: Tensor, kind: str, shapes: dict[str, PromptShape]
 ) -> dict[str, Callable[[], Tensor]]:
     window = WINDOW if kind == "sliding" else 0
     binding = Binding(default_spec(dense="mxfp4"), SimpleNamespace(sinks=sinks), kind, 1, (sinks, 1.0), lambda: pool)
     launch = PrefillAttention().bind(replace(binding, spec=replace(binding.spec, features=FEATURES)))
-    pages = map_pages(gpu(), pool)
 
     def triton() -> Tensor:
         acts = Activations(q=q)
         launch(step, acts)
         return acts.attn
 
-    def flash(b: FlashShape) -> Callable[[], Tensor]:
+    def cuda(b: PromptShape) -> Callable[[], Tensor]:
+        pages = b.pages(gpu(), pool)
         return lambda: attend(gpu(), b, q, pool, 1, step, kind, sinks, window, pages=pages)
 
-    return {"triton": triton} | {f"flash {b.groups}x{b.stages}x{b.blocks}": flash(b) for b in builds}
+    return {"triton": triton} | {name: cuda(b) for name, b in shapes.items()}
+
+
+def shapes_of(wgmma: bool, variants: bool) -> dict[str, dict[str, PromptShape]]:
+    """Kind of layer -> name -> what is timed."""
+    flash: dict[str, list[PromptShape]] = (
+        {"full": [FULL], "sliding": [SLIDING]} if wgmma else {"full": [], "sliding": []}
+    )
+    sync: list[PromptShape] = [TILED]
+    if variants:
+        if wgmma:
+            flash["full"] += [FlashShape(2, 6, 1), FlashShape(3, 3, 1), FlashShape(1, 4, 2)]
+            flash["sliding"] += [FlashShape(2, 4, 1), FlashShape(3, 4, 1)]
+        sync += [SyncShape(2, 4, 2, 2), SyncShape(1, 4, 3, 3), SyncShape(1, 4, 2, 3), SyncShape(1, 2, 2, 4)]
+    return {kind: {name_of(b): b for b in flash[kind] + sync} for kind in flash}
+
+
+def name_of(b: PromptShape) -> str:
+    if isinstance(b, FlashShape):
+        return f"flash {b.groups}x{b.stages}x{b.blocks}"
+    assert isinstance(b, SyncShape)
+    return f"flash_sync {b.tiles}x{b.warps}x{b.stages}x{b.blocks}"
 
 
 def measure(
@@ -107,17 +130,14 @@ def main() -> int:
     parser = runner.arguments(__doc__, repeats=12)
     parser.add_argument("--variants", action="store_true", help="other builds, too")
     args = runner.begin(parser)
-    builds = {"full": [FULL], "sliding": [SLIDING]}
-    if args.variants:
-        builds["full"] += [FlashShape(2, 6, 1), FlashShape(3, 3, 1), FlashShape(1, 4, 2)]
-        builds["sliding"] += [FlashShape(2, 4, 1), FlashShape(3, 4, 1)]
-    sources = receipts.measured([FlashAttention(), PrefillAttention()])
+    chosen = shapes_of(torch.cuda.get_device_capability() == (9, 0), args.variants)
+    sources = receipts.measured([FlashAttention(), SyncAttention(), PrefillAttention()])
     receipt = runner.Receipt("bench/kernels/flash_attention.py", args.out, sources)
     for new, past in CASES:
         step, pool, q, sinks = make(new, past)
         for kind, window in (("full", 0), ("sliding", WINDOW)):
             expected = expected_rows(step, pool, q, sinks, window)
-            for name, work in kernels(step, pool, q, sinks, kind, builds[kind]).items():
+            for name, work in kernels(step, pool, q, sinks, kind, chosen[kind]).items():
                 cell = Cell("kernel", path=name, shape={"layer": kind, "rows": new, "past": past})
                 receipt.measure(cell, partial(measure, cell, work, step, expected, window, args.repeats))
     return receipt.end()

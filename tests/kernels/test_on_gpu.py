@@ -55,8 +55,12 @@ NUMBERS = ("activation", "kv_dtype")  # the flags that change what is computed, 
 ROOM = 1.5  # times what roundings of bf16 size do to the reference itself
 
 
-def on_device(g: gates.Gates) -> GptOss:
+def on_device(g: gates.Gates, without: tuple[str, ...] = ()) -> GptOss:
+    """`without`: phases that are taken for absent."""
     spec, chosen, selection = choose(SMALL, g, arch_of("cuda"))
+    if without:
+        others = [p for p in select.all_phases() if p.name not in without]
+        chosen, selection = select.select(spec, arch_of("cuda"), g, others)
     moved = synthetic.make(SMALL, 3, layer_formats=g.layer_formats)
     for layer, role, tensor in list(moved.items()):
         assert not isinstance(tensor, checkpoint.DenseTiles)
@@ -148,6 +152,20 @@ def test_logits(preset: str, flags: dict[str, str]) -> None:
     assert found.sure > min(d.sure for d in moved) / ROOM - 0.02  # 2 %: five rows, by chance
     sure = _sure(got, expected)
     assert got.argmax(1)[sure].equal(expected.argmax(1)[sure])
+
+
+def test_attention_of_prompts_as_sm12x_has_it() -> None:
+    """By mma.sync, on any GPU, in a whole plan: as if the kernels of wgmma were not there."""
+    g = gates.parse({"attention": "cuda"}, env={}, preset="fast")
+    mine = on_device(g, ("cuda.attention_flash", "cuda.prefill_layer", "cuda.prefill_layer_fp8"))
+    got = logits(mine)
+    expected, moved = expected_of("fast", ())
+    assert "cuda.attention_flash_sync" in mine.plan.record.phases("prefill")
+    assert [str(d) for d in mine.plan.differences()] == []
+    assert torch.isfinite(got).all()
+    found = Distance.of(got, expected)
+    assert found.whole < ROOM * max(d.whole for d in moved)
+    assert found.median < ROOM * max(d.median for d in moved)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])

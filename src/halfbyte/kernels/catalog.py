@@ -7,6 +7,7 @@ from halfbyte.kernels.borrowed.flashinfer_moe import PHASES as FLASHINFER_MOE
 from halfbyte.kernels.borrowed.vllm import PHASES as MARLIN
 from halfbyte.kernels.cpu.phase import PHASES as CPU
 from halfbyte.kernels.cuda.attention.flash import PHASES as FLASH
+from halfbyte.kernels.cuda.attention.flash_sync import PHASES as FLASH_SYNC
 from halfbyte.kernels.cuda.batch.fused_phase import PHASES as BATCH_FUSED
 from halfbyte.kernels.cuda.batch.phase import PHASES as BATCH
 from halfbyte.kernels.cuda.decode.phase import PHASES as DECODE
@@ -21,5 +22,5 @@ from halfbyte.plan.phase import Phase
 
 PHASES: tuple[Phase, ...] = (
     *DECODE, *EMBEDDING, *BATCH, *BATCH_FUSED, *PREFILL, *GROUPED, *GROUPED_FP8, *GROUPED_SYNC, *GROUPED_MX, *FLASH,
-    *TRITON, *CPU, *MARLIN, *FLASHINFER_MOE, *FLASHINFER_ATTENTION,
+    *FLASH_SYNC, *TRITON, *CPU, *MARLIN, *FLASHINFER_MOE, *FLASHINFER_ATTENTION,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from halfbyte.kernels.cuda.attention import batch as batch_attention
-from halfbyte.kernels.cuda.attention import flash
+from halfbyte.kernels.cuda.attention import flash, flash_sync, prompt
 from halfbyte.kernels.cuda.batch import builds as batch
 from halfbyte.kernels.cuda.decode import shape as decode
 from halfbyte.kernels.cuda.device.emulator import mirror_fields, sizes, struct_fields
@@ -43,7 +43,8 @@ MIRRORS = (
     Mirror(batch.ProductShape("q8", 1088).program(), "Stage", batch.StageArgs),
     Mirror(BATCH_ROWS.program("rows"), "Rows", batch.RowsArgs),
     Mirror(batch_attention.AttentionShape(8, 2).program(), "Attention", batch_attention.AttentionArgs),
-    Mirror(flash.SLIDING.program(), "Flash", flash.FlashArgs),
+    Mirror(flash.SLIDING.program(), "Flash", prompt.FlashArgs),
+    Mirror(flash_sync.SINGLE.program(), "Flash", prompt.FlashArgs),
     Mirror(prefill.GroupedShape("q8", "m256n64", False).program(), "Product", prefill.ProductArgs),
     Mirror(PREFILL_ROWS, "Rows", prefill.RowsArgs),
     Mirror(SAMPLER, "Sampling", sampler.SampleArgs),

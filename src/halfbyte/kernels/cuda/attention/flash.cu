@@ -2,35 +2,11 @@
 // times the 8 query heads of one kv head: 64 rows of the tensor core's product, so a page is read once for all of them.
 // One warp asks the copy engine for pages (64 tokens by 64 dims, swizzled on the way); the warpgroups multiply, and each
 // has the scores of the next page under way while it works out the weights of this one (as FlashAttention-3 does).
-//
-// Softmax runs in base 2. A row keeps an old maximum until a score exceeds it by 2^8 (FlashAttention-4's idea): the sums
-// are right with any reference that does not overflow, and rescaling becomes rare. What a row computes depends on its own
-// position alone, never on the other rows of its tile. The sink joins the denominator once, at the end.
-#include "device/warpgroup.cuh"
+// Softmax, tiles and results: prompt.cuh.
+#include "attention/prompt.cuh"
 
 constexpr int GROUPS = HB_GROUPS, WARPS = GROUPS * 4, THREADS = GROUPS * 128 + 128, TOKENS = GROUPS * 8;
-constexpr int STAGES = HB_STAGES, PAGE = 64, PAGE_BYTES = PAGE * 128, HEAD_DIM = 64, GROUP = 8;
-constexpr float NEVER = -1e30f, SLACK = 8.f, LOG2E = 1.4426950408889634f;
-
-struct alignas(64) Flash {  // mirrored in flash.py
-  u64 pages[16];  // the copy engine's map of the pool as rows of 64 values; it must lie at a multiple of 64
-  const u16 *q;   // bf16 [rows][heads][64], rotated
-  u16 *out;       // bf16, the same shape, or packed as grouped.cuh has it
-  const void *sinks;  // [heads], or null
-  const int *table, *positions, *query_start;
-  int sequences, kv_heads, table_stride, tiles;
-  int page_rows, first_row;  // rows of the map in one page; where this layer's begin there
-  int window;                // 0: none
-  int sinks_float;
-  float scale;               // times log2 e
-  int slots;                 // of the packed rows; 0: rows as they are
-  int half;                  // packed: the bf16 values as f16, as q8 weights want them
-  int first_tile;            // of the first sequence here: its first row / TOKENS
-  int unused[8];
-};
-
-HB_MIRRORED(Flash, pages, q, out, sinks, table, positions, query_start, sequences, kv_heads, table_stride, tiles, page_rows, first_row,
-            window, sinks_float, scale, slots, half, first_tile, unused)
+constexpr int STAGES = HB_STAGES;
 
 struct Shared {
   u8 k[STAGES][PAGE_BYTES], v[STAGES][PAGE_BYTES];
@@ -73,7 +49,6 @@ HB_DEV void product_of_values(float (&d)[32], const u32* a, u64 b) {
   emu::collective<emu::Across&>(x);
 }
 HB_DEV void written_for_products() {}
-HB_DEV float larger_of(float a, float b) { return a > b ? a : b; }
 #else
 HB_DEV void copy_page(u8* to, const Flash& p, int row, u64* bar) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
@@ -94,37 +69,12 @@ HB_DEV void product_of_values(float (&d)[32], const u32* a, u64 b) {
                : HB_O64 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 HB_DEV void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-HB_DEV float larger_of(float a, float b) { return fmaxf(a, b); }
 #endif
 
 HB_DEV void sync_group(int group) {
   if (group == 0) sync_some<1, 128>();
   else if (group == 1) sync_some<2, 128>();
   else sync_some<3, 128>();
-}
-
-struct Tile {  // rows of one sequence, and the blocks of 64 positions that some of them can see
-  int sequence, row, end, begin, last, newest;
-};
-
-// Sequence s owns the tiles from query_start[s] / TOKENS + s on: enough for its rows, found without a list of tiles.
-HB_DEV bool find_tile(const Flash& p, int tile, Tile& t) {
-  int low = 0, high = p.sequences;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (p.query_start[middle] / TOKENS + middle <= tile) low = middle;
-    else high = middle;
-  }
-  const int start = p.query_start[low];
-  t.sequence = low;
-  t.end = p.query_start[low + 1];
-  t.row = start + (tile - (start / TOKENS + low)) * TOKENS;
-  if (t.row >= t.end) return false;
-  const int oldest = p.positions[t.row], past = t.row + TOKENS < t.end ? t.row + TOKENS : t.end;
-  t.newest = p.positions[past - 1];
-  t.last = t.newest / PAGE + 1;
-  t.begin = p.window && oldest >= p.window ? (oldest - p.window + 1) / PAGE : 0;
-  return true;
 }
 
 // ---- pages, by the last warp ----------------------------------------------------------------------------------------
@@ -153,53 +103,6 @@ HB_DEV void feed(const Flash& p, Shared& sh, const Tile& t, int head, int lane) 
 }
 
 // ---- products and softmax, by the warpgroups ------------------------------------------------------------------------
-
-struct Rows {  // this thread's two rows: one head of two neighbouring tokens
-  int position[2];
-  float top[2] = {NEVER, NEVER}, sum[2] = {0.f, 0.f};
-};
-
-HB_DEV void hide(float (&s)[32], const Rows& r, int first, int window, int lane) {
-  HB_UNROLL
-  for (int i = 0; i < 32; i++) {
-    const int key = first + i / 4 * 8 + 2 * (lane & 3) + (i & 1), at = r.position[i >> 1 & 1];
-    if (key > at || (window && key <= at - window)) s[i] = as_float(0xff800000u);
-  }
-}
-
-// Scores become weights (bf16, the A operand of the product with values); o follows where a maximum moved.
-HB_DEV void weigh(float (&s)[32], u32 (&w)[16], float (&o)[32], Rows& r, float scale) {
-  float high[2] = {s[0], s[2]};
-  HB_UNROLL
-  for (int i = 0; i < 32; i++) high[i >> 1 & 1] = larger_of(high[i >> 1 & 1], s[i]);
-  bool grows[2];
-  HB_UNROLL
-  for (int h = 0; h < 2; h++) {
-    high[h] = larger_of(high[h], shfl_xor(high[h], 1));
-    high[h] = larger_of(high[h], shfl_xor(high[h], 2));
-    grows[h] = (high[h] - r.top[h]) * scale > SLACK;
-  }
-  if (warp_ballot(grows[0] || grows[1])) {
-    float fade[2];
-    HB_UNROLL
-    for (int h = 0; h < 2; h++) {
-      const float now = grows[h] ? high[h] : r.top[h];
-      fade[h] = power_of_two((r.top[h] - now) * scale);  // exactly 1 where nothing moved
-      r.top[h] = now;
-      r.sum[h] *= fade[h];
-    }
-    HB_UNROLL
-    for (int i = 0; i < 32; i++) o[i] *= fade[i >> 1 & 1];
-  }
-  const float base[2] = {r.top[0] * scale, r.top[1] * scale};
-  HB_UNROLL
-  for (int i = 0; i < 32; i++) {
-    s[i] = power_of_two(s[i] * scale - base[i >> 1 & 1]);
-    r.sum[i >> 1 & 1] += s[i];
-  }
-  HB_UNROLL
-  for (int i = 0; i < 16; i++) w[i] = bf16_pair(s[2 * i], s[2 * i + 1]);
-}
 
 struct Worker {
   const Flash& p;
@@ -231,7 +134,7 @@ struct Worker {
   template <bool LAST> HB_DEV_MEMBER void turn(float (&now)[32], float (&next)[32], float (&o)[32], Rows& r, int j) {
     const int stage = j % STAGES, block = t.begin + j;
     if constexpr (!LAST) ask(next, j + 1);
-    if ((block + 1) * PAGE > oldest + 1 || (p.window && block * PAGE <= newest - p.window)) hide(now, r, block * PAGE, p.window, lane);
+    if ((block + 1) * PAGE > oldest + 1 || (p.window && block * PAGE <= newest - p.window)) hide(now, r, block * PAGE, p.window, lane, as_float(0xff800000u));
     u32 w[16];
     weigh(now, w, o, r, p.scale);
     wait_for(&sh.v_full[stage], j / STAGES & 1);
@@ -286,31 +189,9 @@ HB_DEV void consume(const Flash& p, Shared& sh, const Tile& t, int head, int thr
 
   HB_UNROLL
   for (int h = 0; h < 2; h++) {
-    float sum = r.sum[h];
-    sum += shfl_xor(sum, 1);
-    sum += shfl_xor(sum, 2);
-    float factor = 0.f;
-    if (p.sinks) {
-      const int q_head = head * GROUP + g;
-      const float sink = (p.sinks_float ? ((const float*)p.sinks)[q_head] : as_float((u32)((const u16*)p.sinks)[q_head] << 16)) * LOG2E;
-      const float top = r.top[h] * p.scale, bound = larger_of(top, sink), fade = power_of_two(top - bound);
-      factor = fade * reciprocal(sum * fade + power_of_two(sink - bound));
-    } else factor = reciprocal(sum);
+    const float factor = factor_of(p, r, h, head * GROUP + g);
     const int row = t.row + warp * 2 + h;
-    if (row >= t.end) continue;
-    u32 word[2][4];
-    HB_UNROLL
-    for (int i = 0; i < 8; i++) word[i / 4][i % 4] = bf16_pair(o[4 * i + 2 * h] * factor, o[4 * i + 2 * h + 1] * factor);
-    if (p.half)
-      HB_UNROLL
-      for (int i = 0; i < 8; i++) word[i / 4][i % 4] = half_pair(bf16_low(word[i / 4][i % 4]), bf16_high(word[i / 4][i % 4]));
-    if (p.slots) {  // a head is a chunk; words (i, lane % 4) of a group of 32 values belong at places (lane % 4, i): side by side
-      u16* to = p.out + ((size_t)(head * GROUP + g) * p.slots + row) * 64;
-      HB_UNROLL
-      for (int i = 0; i < 2; i++) store_words<4>(to + ((i * 4 + (lane & 3)) ^ (row & 7)) * 8, word[i]);
-    } else
-      HB_UNROLL
-      for (int i = 0; i < 8; i++) *(u32*)(p.out + at[h] + i * 8) = word[i / 4][i % 4];
+    if (row < t.end) leave(p, o, h, factor, at[h], row, head * GROUP + g, lane);
   }
 }
 
@@ -327,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, HB_BLOCKS) flash(const __g
   sync_all();
   wait_for_previous();
   Tile t;
-  if (find_tile(p, p.first_tile + p.tiles - 1 - hb_block() / p.kv_heads, t)) {  // the longest rows first
+  if (find_tile<TOKENS>(p, p.first_tile + p.tiles - 1 - hb_block() / p.kv_heads, t)) {  // the longest rows first
     // registers: what the feeding warpgroup gives, the others take (512 x 128, 384 x 168 or 2 x 256 x 128 in all)
     if (thread >= GROUPS * 128) {
       fewer_registers<GROUPS == 3 ? 32 : 40>();
