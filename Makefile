@@ -5,7 +5,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
-PIP     = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# The versions to install: which of the two files of constraints depends on torch (constraints-cpu.txt says why).
+PINS   := $(VENV)/pins.txt
+PIP     = $(BIN)/pip install --quiet --disable-pip-version-check -c $(PINS)
 PYTEST  = $(BIN)/python -m pytest -q -p no:cacheprovider
 # Two test processes share two cores best with one thread each.
 WORKERS ?= 2
@@ -41,10 +43,12 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      pp/tg table of the embedded model"
 
-$(STAMP): pyproject.toml constraints.txt setup.py
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt setup.py
 	@echo "==> setting up $(VENV) (torch and friends: a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "-c ../constraints.txt" > $(PINS)
 	@$(PIP) torch==2.13.0
+	@$(BIN)/python -c 'import torch; print("-c ../constraints%s.txt" % ("" if torch.version.cuda else "-cpu"))' > $(PINS)
 	@$(PIP) -e '.[test]'
 	@touch $@
 

@@ -29,13 +29,15 @@ fi
 [ $# -gt 0 ] && shift
 
 model=
+port=
 gates=
 case "${1:-}" in
   "" | -*) ;;
   *) model=$1 ;;
 esac
 
-# Of the server's flags, `explain` knows the gates and the engine: those change what is selected.
+# Of the server's flags, `explain` knows the gates and the engine: those change what is selected. The doctor asks for the
+# port: another one may be taken.
 all=$#
 while [ "$all" -gt 0 ]; do
   word=$1
@@ -49,14 +51,20 @@ while [ "$all" -gt 0 ]; do
     --moe-kernel=* | --linear-kernel=* | --activation=* | --layers=* | --mxfp4-layers=* | --tile=* | --attention=* | --sinks=* | --kv-dtype=* | --speculate=* | --cpu-instructions=* | --threads=* | --preset=* | --engine=* | --enforce-eager)
       gates="$gates $word"
       ;;
+    --port) port=${1:-} ;;
+    --port=*) port=${word#--port=} ;;
   esac
 done
 
+doctor() {
+  halfbyte doctor ${model:+"$model"} ${port:+--port "$port"} >&2
+}
+
 case "${CONTAINER_DOCTOR:-refuse}" in
   off) ;;
-  warn) halfbyte doctor ${model:+"$model"} >&2 || echo "entrypoint: the doctor found an error; CONTAINER_DOCTOR=warn goes on" >&2 ;;
+  warn) doctor || echo "entrypoint: the doctor found an error; CONTAINER_DOCTOR=warn goes on" >&2 ;;
   refuse)
-    halfbyte doctor ${model:+"$model"} >&2 || {
+    doctor || {
       echo "entrypoint: the doctor found an error, so nothing is served; CONTAINER_DOCTOR=warn serves all the same" >&2
       exit 1
     }

@@ -15,11 +15,16 @@ from halfbyte.cli.app import COMMANDS, PANELS, docstring_of
 from halfbyte.cli.conversation import Piece
 from halfbyte.cli.explain import ARCHES as ARCH_NAMES
 from halfbyte.cli.generate import Printer
+from halfbyte.engine.options import EngineOptions
+from halfbyte.engine.sizing import check_start
+from halfbyte.gates import Gates
 from halfbyte.lab.result import from_json
-from halfbyte.model import synthetic
+from halfbyte.memory import MemoryState, gib
+from halfbyte.model import load, synthetic
 from halfbyte.model.checksums import FileRecord, PullRecord, write_record
 from halfbyte.model.config import NAMED
 from halfbyte.plan.phase import ARCHES
+from halfbyte.roofline import GPUS
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -82,6 +87,18 @@ def test_explain_says_what_fits_on_which_card(run: Run, arch: str, said: list[st
     for pattern in said:
         assert any(re.search(pattern, line) for line in found["memory"]), (pattern, found["memory"])
     assert ("first load there" in found["self_test"]) == (arch != "cpu")
+
+
+def test_explain_leaves_as_much_room_as_serve_would_find(run: Run) -> None:
+    """On unified memory the engine's own process takes from the same plate."""
+    code, out, _ = run("explain", "--arch", "sm121", "--json")
+    assert code == 0
+    (told,) = [line for line in json.loads(out)["memory"] if "gpt-oss-120b" in line]
+    gpu = next(gpu for gpu in GPUS.values() if gpu.arch == "sm121")
+    state = MemoryState(total=int(gpu.memory), available=int(gpu.memory), unified=True)
+    weights = load.weight_bytes(load.resolve_model("random:120b"), Gates())
+    account = check_start(NAMED["120b"], EngineOptions(model="random:120b"), state, ARCHES["sm121"], weights)
+    assert f" {gib(account.kv_room)} are left for KV" in told
 
 
 def test_a_proof_that_fails_says_so_and_exits_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

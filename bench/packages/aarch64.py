@@ -2,36 +2,42 @@
 
     python -m bench.packages.aarch64 [--index https://pypi.org/simple]
 
-Asks the index for the files of every package in constraints.txt (names alone, nothing is downloaded) and writes
-`aarch64.json` beside this file: for each Python that we serve the file that pip would take on a machine like GB10
-(glibc 2.39). A test compares the record with constraints.txt. A package that only comes as sources, or that the index
-does not have in that version, is recorded so.
+Asks the index for the files of every package in constraints.txt and constraints-cpu.txt (nothing but names and torch's
+metadata is downloaded) and writes `aarch64.json` beside this file: for each Python that we serve the file that pip
+would take on a machine like GB10 (glibc 2.39), and what torch itself asks for by exact versions. A test compares the
+record with the pins. A package that only comes as sources, or that the index does not have in that version, is recorded
+so.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import io
 import json
 import re
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx
+from packaging.requirements import Requirement
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 ROOT = Path(__file__).parents[2]
+EVERYWHERE, WITHOUT_CUDA = "constraints.txt", "constraints-cpu.txt"
 RECORD = Path(__file__).with_name("aarch64.json")
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 GLIBC = (2, 39)  # Ubuntu 24.04, which DGX OS 7 is
 JSON = "application/vnd.pypi.simple.v1+json"
 
 
-def pins() -> dict[str, str]:
-    """Of constraints.txt: name -> version."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+def pins(*files: str) -> dict[str, str]:
+    """Of these files: name -> version."""
+    lines = [line for file in files for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
     return dict(m.groups() for line in lines if (m := re.match(r"([\w.-]+)==([\w.+!-]+)$", line.strip())))
 
 
@@ -63,16 +69,59 @@ def choose(files: list[str], version: str, python: tuple[int, int]) -> str | Non
     return best[1] if best else None
 
 
-def files_of(client: httpx.Client, index: str, name: str) -> list[str]:
-    answer = client.get(
-        f"{index.rstrip('/')}/{canonicalize_name(name)}/", headers={"Accept": f"{JSON}, text/html;q=0.1"}
-    )
+def files_of(client: httpx.Client, index: str, name: str) -> dict[str, str]:
+    """File -> where it is."""
+    page = f"{index.rstrip('/')}/{canonicalize_name(name)}/"
+    answer = client.get(page, headers={"Accept": f"{JSON}, text/html;q=0.1"})
     if answer.status_code == 404:
-        return []
+        return {}
     answer.raise_for_status()
     if "json" in answer.headers.get("content-type", ""):
-        return [file["filename"] for file in answer.json()["files"] if not file.get("yanked")]
-    return re.findall(r"<a [^>]*>\s*([^<\s]+)\s*</a>", answer.text)
+        return {file["filename"]: file["url"] for file in answer.json()["files"] if not file.get("yanked")}
+    links = re.findall(r'<a [^>]*href="([^"#]+)[^>]*>\s*([^<\s]+)\s*</a>', answer.text)
+    return {file: urljoin(page, place) for place, file in links}
+
+
+class RemoteFile(io.RawIOBase):
+    """A file behind HTTP, read in parts: of a wheel of half a gigabyte only its metadata is wanted."""
+
+    def __init__(self, client: httpx.Client, place: str) -> None:
+        self.client, self.place, self.at = client, place, 0
+        head = client.head(place)
+        head.raise_for_status()
+        self.size = int(head.headers["content-length"])
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.size}[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        last = min(self.at + len(buffer), self.size) - 1
+        if last < self.at:
+            return 0
+        answer = self.client.get(self.place, headers={"Range": f"bytes={self.at}-{last}"})
+        if answer.status_code != 206:
+            raise SystemExit(f"{self.place}: the index does not give parts of files ({answer.status_code})")
+        buffer[: len(answer.content)] = answer.content
+        self.at += len(answer.content)
+        return len(answer.content)
+
+
+def asked_exactly(client: httpx.Client, wheel: str) -> list[str]:
+    """What a wheel at this place wants in one version and no other on such a machine."""
+    with zipfile.ZipFile(io.BufferedReader(RemoteFile(client, wheel), 1 << 18)) as z:
+        (metadata,) = [name for name in z.namelist() if name.endswith(".dist-info/METADATA")]
+        text = z.read(metadata).decode()
+    wanted = [Requirement(line) for line in re.findall(r"^Requires-Dist: (.*)$", text, re.M)]
+    here = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "aarch64", "extra": ""}
+    kept = [r for r in wanted if r.marker is None or r.marker.evaluate(here)]
+    return sorted(f"{r.name}{r.specifier}" for r in kept if str(r.specifier).startswith("=="))
 
 
 def main() -> None:
@@ -81,16 +130,20 @@ def main() -> None:
     index = parser.parse_args().index
     packages: dict[str, Any] = {}
     with httpx.Client(timeout=60, follow_redirects=True) as client:
-        for name, version in pins().items():
+        torch_asks: list[str] = []
+        for name, version in pins(EVERYWHERE, WITHOUT_CUDA).items():
             files = files_of(client, index, name)
-            wheels = {f"{a}.{b}": choose(files, version, (a, b)) for a, b in PYTHONS}
+            wheels = {f"{a}.{b}": choose(list(files), version, (a, b)) for a, b in PYTHONS}
+            if name == "torch" and wheels["3.12"] is not None:
+                torch_asks = asked_exactly(client, files[wheels["3.12"]])
             known = any(f"-{version}" in file for file in files)
             packages[name] = {"version": version, "wheels": wheels, "in_index": known}
             if None in wheels.values():
                 print(f"{name} {version}: no wheel for {[p for p, w in wheels.items() if w is None]}", file=sys.stderr)
     record = {
         "made": datetime.date.today().isoformat(), "by": "python -m bench.packages.aarch64", "index": index,
-        "glibc": ".".join(map(str, GLIBC)), "pythons": [f"{a}.{b}" for a, b in PYTHONS], "packages": packages,
+        "glibc": ".".join(map(str, GLIBC)), "pythons": [f"{a}.{b}" for a, b in PYTHONS], "torch_asks": torch_asks,
+        "packages": packages,
     }  # fmt: skip
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{len(packages)} packages: {RECORD.relative_to(ROOT)}")

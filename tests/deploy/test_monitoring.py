@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import promql_parser
 import pytest
 import yaml
 
-from tests.deploy.tools import DEPLOY, passes, tool
+from tests.deploy.tools import DEPLOY, passes, services, tool
 
 RULES = DEPLOY / "prometheus" / "rules.yaml"
 NAMES = Path(__file__).parents[1] / "server" / "data" / "metrics.json"
@@ -62,6 +63,18 @@ def test_only_what_is_exported_is_asked_for(where: str, expression: str) -> None
     assert not list(wrong(expression, known()))
 
 
+@pytest.mark.parametrize(("where", "expression"), expressions(), ids=lambda text: text[:40])
+def test_every_expression_is_promql(where: str, expression: str) -> None:
+    """With its types; Grafana's own intervals stand for some duration."""
+    promql_parser.parse(re.sub(r"\$__\w+", "1m", expression))
+
+
+def test_what_is_not_promql_is_noticed() -> None:
+    for expression in ("sum by (a (halfbyte_ready)", "rate(halfbyte_ready)", "halfbyte_ready[5m] > 1"):
+        with pytest.raises(ValueError):
+            promql_parser.parse(expression)
+
+
 def test_what_is_not_exported_is_noticed() -> None:
     assert list(wrong("rate(halfbyte_engine_steps[1m])", known())) == ["halfbyte_engine_steps"]  # a counter has _total
     assert list(wrong('halfbyte_requests_refused_total{why="x"}', known())) == ["why"]
@@ -78,6 +91,36 @@ def test_the_dashboard_can_be_provisioned() -> None:
     assert len(ids) == len(set(ids))
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
     assert len(places) == len(set(places))
+
+
+def test_what_one_file_names_another_one_mounts() -> None:
+    """Prometheus' configuration, Grafana's provisioning and compose.production.yaml know each other by names alone."""
+    found = services(DEPLOY / "compose.production.yaml")
+    mounts = {}
+    for name in ("prometheus", "grafana"):
+        for mount in found[name]["volumes"]:
+            source, target = mount.removesuffix(":ro").split(":")
+            if source.startswith("./"):
+                assert (DEPLOY / source).exists(), source
+                mounts[target] = DEPLOY / source
+
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
+    for named in [*config["rule_files"], found["prometheus"]["command"][0].partition("=")[2]]:
+        assert (mounts["/etc/prometheus"] / Path(named).relative_to("/etc/prometheus")).is_file()
+    (job,) = config["scrape_configs"]
+    assert Path(job["authorization"]["credentials_file"]).name in found["prometheus"]["secrets"]
+    for target in job["static_configs"][0]["targets"]:
+        host, port = target.split(":")
+        assert any(mapping.endswith(f":{port}") for mapping in found[host]["ports"])
+        assert f"--allow-host={host}" in found[host]["command"]
+
+    (provider,) = yaml.safe_load((DEPLOY / "grafana" / "dashboards.yaml").read_text())["providers"]
+    assert mounts[f"{provider['options']['path']}/dashboard.json"] == DASHBOARD
+    home = found["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert mounts[home] == DASHBOARD
+    (source,) = yaml.safe_load((DEPLOY / "grafana" / "datasource.yaml").read_text())["datasources"]
+    host, port = source["url"].removeprefix("http://").split(":")
+    assert any(mapping.endswith(f":{port}") for mapping in found[host]["ports"])
 
 
 def test_every_alert_says_what_to_do() -> None:

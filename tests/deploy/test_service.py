@@ -50,6 +50,7 @@ def test_restarts_are_bounded_and_swap_is_off() -> None:
     text = UNIT.read_text()
     for line in ("StartLimitBurst=5", "Restart=on-failure", "MemorySwapMax=0", "OOMScoreAdjust=500"):
         assert re.search(rf"^{line}$", text, re.M)
+    assert text.count(" --port ${PORT}") == 2  # the doctor's and the server's
     assert "--api-key-file ${CREDENTIALS_DIRECTORY}/api-keys" in text
     variables = set(re.findall(r"^(\w+)=", (DEPLOY / "halfbyte.env").read_text(), re.M))
     assert set(re.findall(r"\$\{?([A-Z]+)\b\}?(?!_)", text)) - {"CREDENTIALS"} <= variables

@@ -1,8 +1,13 @@
-"""Every pinned dependency has a wheel for Linux on aarch64: by a record of the index that fits constraints.txt."""
+"""Every pinned dependency has a wheel for Linux on aarch64, and torch gets what it asks for: by a record of the index
+that fits the pins.
+"""
 
 from __future__ import annotations
 
 import json
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from bench.packages import aarch64
 
@@ -14,9 +19,9 @@ WITHOUT = {
 
 
 def test_the_record_is_of_todays_pins() -> None:
-    assert {name: p["version"] for name, p in RECORD["packages"].items()} == aarch64.pins(), (
-        "constraints.txt has changed; run python -m bench.packages.aarch64"
-    )
+    assert {name: p["version"] for name, p in RECORD["packages"].items()} == aarch64.pins(
+        aarch64.EVERYWHERE, aarch64.WITHOUT_CUDA
+    ), "the pins have changed; run python -m bench.packages.aarch64"
     assert RECORD["pythons"] == ["3.11", "3.12", "3.13", "3.14"]
     assert RECORD["made"] >= "2026-11-16"
 
@@ -24,6 +29,17 @@ def test_the_record_is_of_todays_pins() -> None:
 def test_every_pin_has_a_wheel_for_every_python() -> None:
     lacking = {name for name, p in RECORD["packages"].items() if None in p["wheels"].values()}
     assert lacking == set(WITHOUT), {n: RECORD["packages"][n] for n in lacking ^ set(WITHOUT)}
+
+
+def test_pins_for_every_machine_leave_torch_what_it_asks_for() -> None:
+    """PyPI's torch, which a machine with a GPU takes, wants one version of Triton and of CUDA's libraries."""
+    asks = [Requirement(line) for line in RECORD["torch_asks"]]
+    assert "triton" in {r.name for r in asks}, "a torch of PyPI's brings Triton"
+    everywhere = {canonicalize_name(name): version for name, version in aarch64.pins(aarch64.EVERYWHERE).items()}
+    refused = [str(r) for r in asks if not r.specifier.contains(everywhere.get(canonicalize_name(r.name), "0"), True)
+               and canonicalize_name(r.name) in everywhere]  # fmt: skip
+    assert not refused
+    assert not [name for name in everywhere if name.startswith(("nvidia-", "cuda-"))], "torch's CUDA asks for others"
 
 
 def test_a_wheel_is_chosen_as_pip_would() -> None:

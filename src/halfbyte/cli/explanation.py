@@ -212,7 +212,7 @@ def rooms_on(gpu: Gpu, arch: Arch, shapes: Sequence[tuple[str, ModelConfig, int]
     )  # fmt: skip
     for name, config, weights in shapes:
         options = EngineOptions(gates=gates)
-        account = memory_account(config, options, state, weights=weights)
+        account = memory_account(config, options, state, weights=weights, own_process=True)  # as `serve` asks
         page = page_bytes(config, choose(config, gates, arch)[0])
         limits = page_limits(config, options, state, page)
         head = f"{gpu.name} ({gpu.memory / 1e9:.0f} GB), {name}: weights {gib(weights)}"
@@ -249,7 +249,7 @@ def said_of_siblings(siblings: list[Sibling], arch: str) -> str:
 
 
 def gather(spec: Spec, chosen: Chosen, arch: str, gates: Gates) -> list[Evidence]:
-    """Evidence for every chosen phase that can be compiled at_regime."""
+    """Evidence for every chosen phase that can be compiled here."""
     evidence: list[Evidence] = []
     provable = set(proof.compilable(lent=True))
     runs = {(p.name, spec.at(regime).activation): spec.at(regime) for regime, phases in chosen.items() for p in phases}
