@@ -8,18 +8,22 @@ import pytest
 import torch
 from engine_fakes import EOS, VOCAB, FakeRunner, FakeVocabulary, fake_logits, random_prompt
 
+from halfbyte import gates
 from halfbyte.engine.batch import Batch
+from halfbyte.engine.build import core_for
 from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.cpu_runner import CpuRunner
 from halfbyte.engine.device_runner import DeviceRunner
 from halfbyte.engine.engine import EngineCore
+from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.python_api import Engine
 from halfbyte.engine.request import Delta, Logprob, Request, SamplingParams
 from halfbyte.engine.sampling.device import TorchSampler
 from halfbyte.engine.sampling.logprobs import logprob_of
 from halfbyte.engine.scheduler import SCORED_ROWS
 from halfbyte.errors import RequestError
-from halfbyte.model.load import load_model, resolve_model
+from halfbyte.lab.padded_model import load_padded
+from halfbyte.model.load import load_model, resolve_model, tokenizer_of
 from halfbyte.model.single_sequence import SingleSequence
 from tests.reference import REFERENCE
 
@@ -201,3 +205,49 @@ def test_from_python() -> None:
     assert only.prompt_logprobs is not None
     right = [lp.logprob for lp in alone(prompt, 0)]
     assert [lp.logprob for lp in only.prompt_logprobs] == pytest.approx(right, abs=1e-4)
+
+
+# ---- a trained model, as a server has it --------------------------------------------------------
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+TEXT = [(7 * i * i + 11 * i) % 800 + 100 for i in range(300)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "device"),
+    [("exact", "cpu"), *(pytest.param(p, "cuda", marks=on_gpu) for p in ("exact", "balanced", "fast"))],
+)
+def test_beside_a_neighbour_that_decodes(preset: str, device: str) -> None:
+    """Steps of a prompt's rows whose logits are wanted, with rows that decode and without, graphs and the sampler of
+    the device: what the model says of the same prompt by itself. A step later the cache has the prompt."""
+    g = gates.parse({}, env={}, preset=preset)
+    model = load_padded(g, device)
+    core, _, _ = core_for(
+        model, tokenizer_of(resolve_model(None)),
+        EngineOptions(gates=g, max_context=1024, kv_gib=0.25, reserve_gib=0.0),
+    )  # fmt: skip
+    with torch.inference_mode():
+        logits = SingleSequence(load_padded(g, device), len(TEXT)).feed(TEXT, all_logits=True).float().cpu()
+    right = logits.log_softmax(-1)[torch.arange(len(TEXT) - 1), torch.tensor(TEXT[1:])]
+    try:
+        core.submit(Request(TEXT[:5], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), id="neighbour"))
+        asked = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=3, logprobs=2)
+        late = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, prompt_logprobs_from=200)
+        core.submit(Request(TEXT, asked, id="all"))
+        out = {id: list(deltas) for id, deltas in run(core).items()}
+        core.submit(Request(TEXT, late, id="late"))
+        out |= run(core)
+    finally:
+        core.close()
+    assert not [d.error for deltas in out.values() for d in deltas if d.finish == "error"]
+    for id, first in (("all", 1), ("late", 200)):
+        got = scores(out[id])
+        assert [lp.token for lp in got] == TEXT[first:]
+        off = (torch.tensor([lp.logprob for lp in got]) - right[first - 1 :]).abs()
+        assert float(off.median()) < 0.05, (id, float(off.median()))
+        assert float(off.mean()) < 0.1, (id, float(off.mean()))
+    for lp in scores(out["all"]):
+        assert len(lp.top) == 3
+        assert lp.top[0][1] >= max(lp.logprob, lp.top[1][1], lp.top[2][1])
+    assert len([t for d in out["all"] for t in d.tokens]) == 3
+    assert len([t for d in out["neighbour"] for t in d.tokens]) == 40
