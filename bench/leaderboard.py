@@ -3,14 +3,18 @@
     python -m bench.leaderboard --model random:120b --out FOLDER [--vllm-path DIR] [--vllm-python PYTHON]
     halfbyte report FOLDER
 
-Every contender is a process as its users start it, and ends before the next begins. It plays a closed loop (prompts of
-1100 tokens, answers of 256, 1 to 64 streams), then prompt and decode speed behind 2048 tokens. Before that every number
-of streams is played unmeasured until it gets no faster: kernels that are compiled when a shape first comes are no part
-of any figure. vLLM gets random weights whose routing spreads (`vllm/spread.py`). A figure is INVALID if the kernel that
-was asked for is not the one that the engine's record or log names, if an answer has another length, if the server was
-not warm (such a cell is played once more), or if the card was throttled. Results are written after every contender; one
-for which no time is left is refused, not hurried. A folder that holds a board already is gone on with: contenders that
-are not asked for stay, and a board of another tree, model or machine is refused.
+Every contender is a process as its users start it, and ends before the next begins. It is asked for its prompt and
+decode speed behind 2048 tokens, then plays a closed loop (prompts of 1100 tokens, answers of 256, 1 to 64 streams).
+Before that every number of streams is played unmeasured until it gets no faster: kernels that are compiled when a shape
+first comes are no part of any figure. vLLM gets random weights whose routing spreads (`vllm/spread.py`). A figure is
+INVALID if the kernel that was asked for is not the one that the engine's record or log names, if an answer has another
+length, if the server was not warm (such a cell is played once more), or if the card was throttled. Results are written
+after every contender, with the seconds of each phase; a contender or a cell for which no time is left is refused, not
+hurried. A folder that holds a board already is gone on with: contenders that are not asked for stay, and a board of
+another tree, model or machine is refused.
+
+On an H200 with 120b shapes halfbyte should take 110 s and vLLM 0.26 up to 270 s. All four need `--seconds 760`, or two
+calls: `--seconds 540`, which ends with three of them, then the same with `--missing --seconds 300`.
 """
 
 from __future__ import annotations
@@ -42,18 +46,21 @@ from halfbyte.lab.peers.process import Limits, PeerProcess
 from halfbyte.lab.result import Cell, Result, ResultFile, from_json
 from halfbyte.lab.served import Traffic, measure_client, measure_workloads
 from halfbyte.lab.workloads.arrivals import ClosedLoop
-from halfbyte.lab.workloads.workload import synthetic
+from halfbyte.lab.workloads.workload import Workload, synthetic
 from halfbyte.model import load
 
 ROOT = Path(__file__).parents[1]
 TOOL = "bench/leaderboard.py"
 FILE = "leaderboard.json"
 SAME = {"sources": "tree", "commit": "tree", "driver": "driver", "cpu": "machine", "system": "machine"}
-LEAST_S = 45.0  # a contender that has less does not begin
+LEAST_S = {"halfbyte": 45.0, "vllm": 180.0}  # a contender that has less does not begin
+START_MOST_S = 300.0  # one that is not ready by then leaves the rest to the others
+END_S = 10.0  # that an engine has to end in
 ROUNDS = 3  # sessions for each stream; whole ones, so that prompts and answers count in the proportion they have
 ALONE = 5  # of a single stream
 MANY, LATENCY_ROUNDS = 64, 6  # streams from which our own latencies have a target, which asks for so many rounds
-WARM = 32  # tokens of an answer that is not measured
+WARM = 16  # tokens of an answer that is not measured: as many steps as it takes to read the prompts of 64 streams
+WARM_ROUNDS = 1.5  # of sessions, so that prompts come while others answer
 WARMER, WARM_MOST = 0.9, 4  # of the time of the play before: one more is worth it; and plays at most
 
 
@@ -126,6 +133,10 @@ def setup_of(run: Run, contender: Contender) -> Setup:
     longest = 2 * run.depth + run.prompt + run.tokens + run.decode + 64
     flags = ("--load-format", "dummy", "--max-model-len", str(-(-longest // 1024) * 1024), "--max-num-seqs",
              str(max(run.streams)), "--max-num-batched-tokens", "8192", "--enable-prompt-tokens-details")  # fmt: skip
+    # For gpt-oss vLLM captures graphs of up to 1024 tokens, which took 87 s of its start on an H200. A step that only
+    # decodes has a token for each stream, and one that reads a prompt of 1100 has no graph either way: the sizes up to
+    # the number of streams are vLLM's own choice of sizes (1, 2, 4 and every multiple of 8), ended there.
+    flags += ("--max-cudagraph-capture-size", str(max(run.streams)))
     return replace(
         setup, file=str(model), flags=(*flags, *contender.flags, *run.vllm_flags), environment=environment,
         python=run.vllm_python,
@@ -138,51 +149,72 @@ class Player:
 
     run: Run
     engine: str
-    deadline: float
+    deadline: float  # of time.monotonic: when the last cell must have ended
     warm_up: dict[int, list[float]] = field(default_factory=dict)  # seconds of every play that is left out
+    phases: dict[str, float] = field(default_factory=dict)  # seconds of everything that was done, by name
+    last: tuple[int, float] = (0, 0.0)  # sessions of the last closed loop, and the seconds it took
 
-    @property
-    def late(self) -> bool:
-        return time.monotonic() > self.deadline
+    def late(self, sessions: int = 0) -> bool:
+        """Whether so many sessions would end too late, if each took as long as those of the last loop. With more
+        streams they take less."""
+        before, seconds = self.last
+        expected = seconds * sessions / before if before else 0.0
+        return time.monotonic() + expected > self.deadline
 
     def __call__(self, client: HttpClient, cell: Cell) -> list[Result]:
-        run, traffic, loops = self.run, Traffic("synthetic"), self.run.loops(self.engine)
+        run, loops = self.run, self.run.loops(self.engine)
         vocab = load.config_of(run.name).vocab
         for loop in loops[::-1]:
             self.warm(client, loop.streams, cell, vocab)
+        begun = time.monotonic()
+        results = measure_client(client, run.works(), run.repeats, cell, vocab, say) if run.works() else []
+        if results:
+            self.phases["depth"] = round(time.monotonic() - begun, 3)
         work = synthetic(run.prompt, run.tokens, vocab, temperature=1.0)
-        results: list[Result] = []
         seen = 0  # sessions that the server knows
         for loop in loops:
-            if self.late:
-                shape = {"workload": work.name, **work.shape, **loop.shape, "seed": traffic.seed}
-                results.append(Result(replace(cell, kind="serving", shape=shape), refused="no time was left for it"))
+            if self.late(loop.sessions):
+                results.append(refused_cell(cell, work, loop))
                 continue
-            (result,) = measure_workloads(client, traffic, [work], [loop], cell, say, first=seen)
+            result = self.play(client, work, loop, cell, seen)
             seen += sessions_of(loop)
-            if was_cold(result) and not self.late:
+            if was_cold(result) and not self.late(loop.sessions):
                 say(f"once more: {result.refused}")
-                (again,) = measure_workloads(client, traffic, [work], [loop], cell, say, first=seen)
+                again = self.play(client, work, loop, cell, seen)
                 seen += sessions_of(loop)
                 result = replace(again, detail={**again.detail, "played_before": result.refused})
             told = {"rounds": loop.sessions // loop.streams, "warm_up_s": self.warm_up.get(loop.streams, [])}
             results.append(replace(result, detail={**result.detail, **told}))
-        if not self.late:
-            results += measure_client(client, run.works(), run.repeats, cell, vocab, say)
         return results
 
+    def play(self, client: HttpClient, work: Workload, loop: ClosedLoop, cell: Cell, seen: int) -> Result:
+        begun = time.monotonic()
+        (result,) = measure_workloads(client, Traffic("synthetic"), [work], [loop], cell, say, first=seen)
+        took = time.monotonic() - begun
+        self.last = loop.sessions, took
+        name = f"c={loop.streams}"
+        self.phases[name] = round(self.phases.get(name, 0.0) + took, 3)
+        return result
+
     def warm(self, client: HttpClient, streams: int, cell: Cell, vocab: int) -> None:
-        """Two rounds, so that prompts come while others answer; again, until that takes no less time than before."""
+        """Again, until that takes no less time than before."""
         seconds = self.warm_up.setdefault(streams, [])
-        while len(seconds) < WARM_MOST and not self.late:
+        loop = ClosedLoop(streams, max(2, int(WARM_ROUNDS * streams)))
+        while len(seconds) < WARM_MOST and not self.late():
             seed = 1 + 100 * streams + len(seconds)  # never a prompt that the server has seen
             work = synthetic(self.run.prompt, WARM, vocab, seed, temperature=1.0)
             begun = time.monotonic()
-            measure_workloads(client, Traffic("synthetic"), [work], [ClosedLoop(streams, 2 * streams)], cell,
+            measure_workloads(client, Traffic("synthetic"), [work], [loop], cell,
                               lambda text: say(f"warming up: {text}"))  # fmt: skip
             seconds.append(round(time.monotonic() - begun, 3))
             if len(seconds) > 1 and seconds[-1] > WARMER * seconds[-2]:
                 break
+        self.phases[f"warm-up c={streams}"] = round(sum(seconds), 3)
+
+
+def refused_cell(cell: Cell, work: Workload, loop: ClosedLoop) -> Result:
+    shape = {"workload": work.name, **work.shape, **loop.shape, "seed": 0}
+    return Result(replace(cell, kind="serving", shape=shape), refused="no time was left for it")
 
 
 def was_cold(result: Result) -> bool:
@@ -192,20 +224,26 @@ def was_cold(result: Result) -> bool:
 def measure(run: Run, name: str, seconds: float) -> list[Result]:
     """One contender, from its start to its end."""
     contender = CONTENDERS[name]
+    begun = time.monotonic()
     peer = engine_named(contender.engine)
     setup = peer.prepare(setup_of(run, contender), say)
-    limits = Limits(start_s=seconds, request_s=min(120.0, seconds))
+    limits = Limits(start_s=min(START_MOST_S, seconds), request_s=min(120.0, seconds))
     subject = Subject(peer, replace(setup, gates=contender.gates), run.folder, preset=contender.preset, limits=limits,
                       progress=say)  # fmt: skip
-    play = Player(run, contender.engine, time.monotonic() + seconds)
+    play = Player(run, contender.engine, begun + seconds - END_S)
     engine = PeerProcess(peer, setup, run.folder / name, limits)
     measurement = Measurement(subject, contender.gates, play, engine)
     try:
         measurement.start()
+        play.phases["start"] = round(time.monotonic() - begun, 3)  # preparations and first requests included
         measurement.time()
     finally:
+        ending = time.monotonic()
         measurement.end()
-    results = [named(r, contender, engine.version) for r in measurement.results()]
+        play.phases["end"] = round(time.monotonic() - ending, 3)
+    say(f"{name}: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in play.phases.items()))
+    told = {"phases_s": play.phases}
+    results = [named(replace(r, detail={**r.detail, **told}), contender, engine.version) for r in measurement.results()]
     gpus = environment.gpus()
     targets = targets_for(str(gpus[0]["name"])) if gpus and contender.engine == "halfbyte" else None
     return results if targets is None else targets.judge(results)[0]
@@ -258,21 +296,27 @@ def contender_of(result: Result) -> str:
     return str(result.detail.get("contender", ""))
 
 
+def figures_of(results: Sequence[Result]) -> int:
+    return sum(not r.refused for r in results)
+
+
 def run_all(run: Run, names: Sequence[str], seconds: float, missing: bool = False) -> list[Result]:
     """Every contender in turn, within so many seconds; written down after each. With `missing` those are left as they
-    are of which every figure is there."""
+    are of which every figure is there, those come last of which there is any, and less than there was counts for
+    nothing."""
     before = earlier(run)
     kept = list(before.results) if before is not None else []
     if missing:
-        whole = {contender_of(r) for r in kept} - {contender_of(r) for r in kept if r.refused}
-        names = [n for n in names if n not in whole]
+        some = {contender_of(r) for r in kept if not r.refused}
+        whole = some - {contender_of(r) for r in kept if r.refused}
+        names = sorted((n for n in names if n not in whole), key=lambda n: n in some)
     deadline = time.monotonic() + seconds
     for name in names:
         begun, when = time.monotonic(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         left = deadline - begun
         cell = Cell("serving", run.model_name, CONTENDERS[name].preset, CONTENDERS[name].gates.changes(), "http",
                     {"contender": name}, CONTENDERS[name].engine)  # fmt: skip
-        if left < LEAST_S:
+        if left < LEAST_S[CONTENDERS[name].engine]:
             found = [Result(cell, refused=f"only {left:.0f} s were left of {seconds:.0f}")]
         else:
             try:
@@ -281,6 +325,9 @@ def run_all(run: Run, names: Sequence[str], seconds: float, missing: bool = Fals
                 found = [Result(cell, refused=str(e))]
         told = {"contender": name, "begun": when, "took_s": round(time.monotonic() - begun, 1)}
         found = [replace(r, detail={**r.detail, **told}) for r in found]
+        had = [r for r in kept if contender_of(r) == name]
+        if missing and figures_of(had) > figures_of(found):
+            found = had
         kept = [r for r in kept if contender_of(r) != name] + found
         kept.sort(key=lambda r: list(CONTENDERS).index(contender_of(r)))
         for result in found:

@@ -23,7 +23,7 @@ from halfbyte.lab.peers.engines import engine_named
 from halfbyte.lab.peers.launch import Launch, Peer, Setup
 from halfbyte.lab.report.content import boards, measurements
 from halfbyte.lab.report.sources import collect
-from halfbyte.lab.result import ResultFile, from_json
+from halfbyte.lab.result import Cell, Result, ResultFile, figure, from_json
 from halfbyte.model.tokenizer import Tokenizer
 
 NAMES = ("halfbyte-fast", "vllm-triton", "vllm-marlin")
@@ -128,6 +128,60 @@ def test_a_board_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "cannot be gone on with" in capsys.readouterr().err
 
 
+def test_prompt_and_decode_speed_come_first_and_every_phase_has_its_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaderboard, "engine_named", lambda name: Scripted(moe="triton"))
+    run = replace(small(tmp_path), depth=8, decode=8, repeats=1)
+    results = run_all(run, ["vllm-triton"], 300.0)
+    assert [r.cell.kind for r in results] == ["prompt", "decode", "serving", "serving"]
+    for result in results:
+        phases = result.detail["phases_s"]
+        assert list(phases) == ["start", "warm-up c=2", "warm-up c=1", "depth", "c=1", "c=2", "end"]
+        assert sum(phases.values()) <= result.detail["took_s"] + 0.1
+    assert results[-1].detail["phases_s"]["warm-up c=2"] == pytest.approx(
+        sum(results[-1].detail["warm_up_s"]), abs=0.01
+    )
+
+
+def test_a_cell_that_would_end_too_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five sessions took ten seconds: twenty of them are not begun with thirty left, and fifteen with forty."""
+    now = 100.0
+    monkeypatch.setattr(leaderboard.time, "monotonic", lambda: now)
+    player = leaderboard.Player(small(tmp_path), "vllm", 130.0)
+    assert not player.late(1000)  # nothing is known yet
+    player.last = 5, 10.0
+    assert player.late(20)
+    assert not player.late(10)
+    now = 131.0
+    assert player.late()
+
+
+def test_what_was_never_measured_comes_before_what_is_there_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a second try that gives less than the first does not replace it."""
+    run = small(tmp_path)
+    asked: list[str] = []
+    cell = Cell("serving", run.model_name, shape={"concurrency": 1})
+    good = Result(cell, (figure("speed", "tok/s", 1.0),))
+    found = {
+        "halfbyte-fast": [[good, Result(cell, refused="no time was left for it")], [Result(cell, refused="crashed")]],
+        "vllm-triton": [[Result(cell, refused="crashed")], [good, good]],
+    }
+
+    def measure(run: Run, name: str, seconds: float) -> list[Result]:
+        asked.append(name)
+        return found[name].pop(0)
+
+    monkeypatch.setattr(leaderboard, "measure", measure)
+    first = run_all(run, list(found), 300.0)
+    second = run_all(run, list(found), 300.0, missing=True)
+    assert asked == ["halfbyte-fast", "vllm-triton", "vllm-triton", "halfbyte-fast"]
+    assert second[:2] == first[:2]
+    assert [r.refused for r in second[2:]] == ["", ""]
+
+
 def test_our_own_latencies_at_many_streams_have_their_rounds() -> None:
     run = Run(None, "cpu", Path())
     assert [(n.streams, n.sessions) for n in run.loops("halfbyte")] == [(1, 5), (8, 24), (32, 96), (64, 384)]
@@ -144,6 +198,8 @@ def test_vllm_is_started_with_spread_weights_and_nothing_to_fetch(tmp_path: Path
         assert f"--moe-backend {backend}" in words
         assert f"serve {tmp_path / 'model'} " in words
         assert "--load-format dummy" in words
+        assert "--max-num-seqs 64" in words
+        assert "--max-cudagraph-capture-size 64" in words
         assert made.environment["VLLM_PLUGINS"] == spread.NAME
         assert "/packages/vllm" in setup.environment["PYTHONPATH"].split(":")
     (found,) = metadata.distributions(name="halfbyte_spread", path=[str(tmp_path / "plugin")])
