@@ -21,6 +21,11 @@ from halfbyte.lab.result import Cell, Check, Result, figure, from_json
 CELL = Cell("smoke", "tiny")
 GOOD = Result(CELL, (figure("start", "s", 2.0),), (Check("ready in time", True, 2.0, 300.0),))
 BAD = Result(CELL, checks=(Check("ready in time", False, 400.0, 300.0, "a pipe | in a note"),))
+COMPARED = Result(
+    Cell("regression", "tiny", shape={"against": "baseline", "tg": 64, "depth": 0, "concurrency": 1}),
+    (figure("speed", "tok/s", 94.0), figure("before", "tok/s", 100.0), figure("ratio", "ratio", [0.93, 0.94, 0.95])),
+    targets=(Check("at most 5% slower than baseline", False, 0.06, 0.05, "a regression"),),
+)
 REFUSED = Result(CELL, refused="the script has no tiles")
 
 
@@ -48,7 +53,7 @@ def report_of(folder: Path, *outcomes: Outcome) -> Report:
 
 
 def test_only_a_whole_run_is_ready(tmp_path: Path) -> None:
-    whole = report_of(tmp_path, *(Outcome(level, [GOOD]) for level in LEVELS))
+    whole = report_of(tmp_path, *(Outcome(level, [COMPARED if level == "5" else GOOD]) for level in LEVELS))
     assert whole.ok
     assert "- [x] READY TO MERGE\n" in log_markdown(whole, {})
     part = report_of(tmp_path, Outcome("1", [GOOD]), Outcome("5", skipped="no baseline"))
@@ -71,6 +76,13 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert "- [ ] FAIL\n- Duration: 1m 15s\n" in page
     assert "| ready in time | FAIL | 400 | 300 | a pipe \\| in a note |" in page
     assert "## Level 6: Combinatorial Test\n\n- [ ] not run" in page
+
+
+def test_the_log_has_both_sides_of_a_comparison(tmp_path: Path) -> None:
+    page = log_markdown(report_of(tmp_path, Outcome("5", [COMPARED, REFUSED])), {})
+    row = next(line for line in page.splitlines() if "a regression" in line)
+    assert row.endswith("| baseline | 100 | 94 tok/s | -6.0% (-7.0% to -5.0%) | FAIL | a regression |")
+    assert "| REFUSED | the script has no tiles |" in page
 
 
 def test_first_difference() -> None:

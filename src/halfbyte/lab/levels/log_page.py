@@ -63,6 +63,8 @@ def _level(o: Outcome) -> Iterator[str]:
                 yield f"- Memory {when}: {'not known' if memory is None else f'{memory / 2**30:.2f} GB'}"
     if o.level == "4":
         yield from ("", *_figures(o.results))
+    elif o.level == "5":
+        yield from ("", *_comparisons(o.results))
     elif o.level == "6":
         yield from ("", *_combinations(o.results))
     else:
@@ -91,6 +93,22 @@ def _figures(results: Sequence[Result]) -> Iterator[str]:
         for f in r.figures:
             targets = "; ".join(f"{_state(t)} {t.what}" for t in r.targets)
             yield f"| {r.cell.label} {f.name} | {f.value:.5g} ({f.low:.5g} to {f.high:.5g}) | {f.unit} | {targets} |"
+
+
+def _comparisons(results: Sequence[Result]) -> Iterator[str]:
+    yield "| Metric | Against | Baseline | This Feature | Delta | Status | Notes |"
+    yield "|---|---|---|---|---|---|---|"
+    for r in results:
+        against = r.cell.shape.get("against", "")
+        if r.refused:
+            yield f"| {r.cell.label} | {against} | | | | {INVALID if r.invalid else REFUSED} | {_line(r.refused)} |"
+            continue
+        before, after, ratio = r.figure("before"), r.figure("speed"), r.figure("ratio")
+        delta = f"{ratio.value - 1:+.1%} ({ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})"
+        state = PASS if all(t.ok for t in r.targets) else FAIL
+        notes = "; ".join(_line(t.note) for t in r.targets)
+        speeds = f"{before.value:.5g} | {after.value:.5g} {after.unit}"
+        yield f"| {r.cell.label} | {against} | {speeds} | {delta} | {state} | {notes} |"
 
 
 def _combinations(results: Sequence[Result]) -> Iterator[str]:
