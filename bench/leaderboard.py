@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.vllm import dummy_model, spread
+from bench.vllm import dummy_model, spread, trace
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.gates import PRESETS, Gates, inherited, parse
 from halfbyte.lab import environment, receipts
@@ -37,7 +37,7 @@ from halfbyte.lab.entry import line_of, numbers
 from halfbyte.lab.levels.benchmark import Measurement
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.targets import targets_for
-from halfbyte.lab.measure.engine_timing import Work
+from halfbyte.lab.measure.engine_timing import Work, random_prompts
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.traffic import WAS_WARM, sessions_of
 from halfbyte.lab.peers.engines import engine_named
@@ -60,6 +60,7 @@ ROUNDS = 3  # sessions for each stream; whole ones, so that prompts and answers 
 ALONE = 5  # of a single stream
 MANY, LATENCY_ROUNDS = 64, 6  # streams from which our own latencies have a target, which asks for so many rounds
 WARM = 16  # tokens of an answer that is not measured: as many steps as it takes to read the prompts of 64 streams
+TRACED, TRACE_S = 32, 40.0  # tokens of a trace; seconds that must be left for it
 WARM_ROUNDS = 1.5  # of sessions, so that prompts come while others answer
 WARMER, WARM_MOST = 0.9, 4  # of the time of the play before: one more is worth it; and plays at most
 
@@ -96,6 +97,7 @@ class Run:
     vllm_path: str = ""
     vllm_python: str | None = None
     vllm_flags: tuple[str, ...] = ()
+    trace: bool = False
 
     @property
     def name(self) -> load.ModelName:
@@ -117,7 +119,8 @@ class Run:
         return [Work(prompt=self.depth, depth=self.depth), Work(tokens=self.decode, depth=self.depth)]
 
 
-def setup_of(run: Run, contender: Contender) -> Setup:
+def setup_of(run: Run, contender: Contender, traces: Path | None = None) -> Setup:
+    """`traces`: where vLLM's profiler may write, if it should be there."""
     gates = contender.gates if contender.started is None else contender.started
     setup = Setup(run.model, gates, run.device, flags=contender.flags)
     if contender.engine != "vllm":
@@ -137,6 +140,8 @@ def setup_of(run: Run, contender: Contender) -> Setup:
     # decodes has a token for each stream, and one that reads a prompt of 1100 has no graph either way: the sizes up to
     # the number of streams are vLLM's own choice of sizes (1, 2, 4 and every multiple of 8), ended there.
     flags += ("--max-cudagraph-capture-size", str(max(run.streams)))
+    if traces is not None:
+        flags += trace.flags(traces)
     return replace(
         setup, file=str(model), flags=(*flags, *contender.flags, *run.vllm_flags), environment=environment,
         python=run.vllm_python,
@@ -153,6 +158,7 @@ class Player:
     warm_up: dict[int, list[float]] = field(default_factory=dict)  # seconds of every play that is left out
     phases: dict[str, float] = field(default_factory=dict)  # seconds of everything that was done, by name
     last: tuple[int, float] = (0, 0.0)  # sessions of the last closed loop, and the seconds it took
+    traces: Path | None = None  # where the engine's profiler writes
 
     def late(self, sessions: int = 0) -> bool:
         """Whether so many sessions would end too late, if each took as long as those of the last loop. With more
@@ -185,7 +191,23 @@ class Player:
                 result = replace(again, detail={**again.detail, "played_before": result.refused})
             told = {"rounds": loop.sessions // loop.streams, "warm_up_s": self.warm_up.get(loop.streams, [])}
             results.append(replace(result, detail={**result.detail, **told}))
+        if self.traces is not None and time.monotonic() + TRACE_S < self.deadline:
+            results.append(self.traced(client, cell, vocab, self.traces))
         return results
+
+    def traced(self, client: HttpClient, cell: Cell, vocab: int, folder: Path) -> Result:
+        """Where the time of one stream's tokens goes, behind a prompt that the cache holds. After all that is timed."""
+        begun = time.monotonic()
+        cell = replace(cell, kind=trace.KIND, path="trace", shape=Work(tokens=TRACED, depth=self.run.depth).shape)
+        (prompt,) = random_prompts(vocab, 1, max(1, self.run.depth), 7)
+        try:
+            client.complete([prompt], 1)
+            trace.record(client.base, lambda: client.complete([prompt], TRACED), TRACE_S)
+            return trace.result_of(folder, cell, TRACED)
+        except HalfbyteError as e:
+            return Result(cell, refused=str(e))
+        finally:
+            self.phases["trace"] = round(time.monotonic() - begun, 3)
 
     def play(self, client: HttpClient, work: Workload, loop: ClosedLoop, cell: Cell, seen: int) -> Result:
         begun = time.monotonic()
@@ -226,11 +248,12 @@ def measure(run: Run, name: str, seconds: float) -> list[Result]:
     contender = CONTENDERS[name]
     begun = time.monotonic()
     peer = engine_named(contender.engine)
-    setup = peer.prepare(setup_of(run, contender), say)
+    traces = run.folder / name / "trace" if run.trace and contender.engine == "vllm" else None
+    setup = peer.prepare(setup_of(run, contender, traces), say)
     limits = Limits(start_s=min(START_MOST_S, seconds), request_s=min(120.0, seconds))
     subject = Subject(peer, replace(setup, gates=contender.gates), run.folder, preset=contender.preset, limits=limits,
                       progress=say)  # fmt: skip
-    play = Player(run, contender.engine, begun + seconds - END_S)
+    play = Player(run, contender.engine, begun + seconds - END_S, traces=traces)
     engine = PeerProcess(peer, setup, run.folder / name, limits)
     measurement = Measurement(subject, contender.gates, play, engine)
     try:
@@ -359,12 +382,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--vllm-path", default="", help="folder with vLLM, for its process alone")
     p.add_argument("--vllm-python", help="interpreter of vLLM's environment")
     p.add_argument("--vllm-flag", action="append", default=[])
+    p.add_argument("--trace", action="store_true", help="also a trace of vLLM's kernels, after all that is timed")
     a = p.parse_args(argv)
     names = [n for n in a.contenders.split(",") if n]
     if unknown := [n for n in names if n not in CONTENDERS]:
         p.error(f"there is no contender {unknown[0]}; there are {', '.join(CONTENDERS)}")
     run = Run(a.model, a.device, a.out.resolve(), tuple(a.streams), a.prompt, a.tokens, a.depth, a.decode, a.repeats,
-              a.vllm_path, a.vllm_python, tuple(a.vllm_flag))  # fmt: skip
+              a.vllm_path, a.vllm_python, tuple(a.vllm_flag), a.trace)  # fmt: skip
     try:
         load.resolve_model(run.model)
         results = run_all(run, names, a.seconds, a.missing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +19,17 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from bench import leaderboard
 from bench.leaderboard import CONTENDERS, Run, run_all, setup_of
-from bench.vllm import dummy_model, spread
+from bench.vllm import dummy_model, spread, trace
+from halfbyte.lab import receipts
+from halfbyte.lab.kernel_table import read_trace
 from halfbyte.lab.peers.engines import engine_named
 from halfbyte.lab.peers.launch import Launch, Peer, Setup
-from halfbyte.lab.report.content import boards, measurements
+from halfbyte.lab.report.content import boards, kernels, measurements
 from halfbyte.lab.report.sources import collect
 from halfbyte.lab.result import Cell, Result, ResultFile, figure, from_json
 from halfbyte.model.tokenizer import Tokenizer
 
+TRACE = Path(__file__).parent / "traces" / "torch-cpu-attention-block.json.gz"
 NAMES = ("halfbyte-fast", "vllm-triton", "vllm-marlin")
 
 
@@ -144,6 +148,30 @@ def test_prompt_and_decode_speed_come_first_and_every_phase_has_its_seconds(
     )
 
 
+def test_a_trace_that_an_engine_cannot_make_costs_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaderboard, "engine_named", lambda name: Scripted(moe="triton"))
+    run = replace(small(tmp_path), streams=(1,), trace=True)
+    played, traced = run_all(run, ["vllm-triton"], 300.0)
+    assert not played.refused
+    assert "made no trace" in traced.refused
+    assert (traced.cell.kind, traced.cell.path) == (trace.KIND, "trace")
+
+
+def test_a_trace_becomes_a_table_of_the_report(tmp_path: Path) -> None:
+    """A real trace, of a CPU's operators."""
+    cell = Cell("decode", "120b", path="http", shape={"tg": 32, "depth": 2048, "concurrency": 1}, engine="vllm 0.26.0")
+    assert trace.result_of(tmp_path, cell, 32).refused == "the engine wrote no trace"
+    shutil.copy(TRACE, tmp_path)
+    result = trace.result_of(tmp_path, cell, 3)
+    (out := tmp_path / "out").mkdir()
+    receipts.result_file("bench/leaderboard.py", [result], {}).write(out / "leaderboard.json")
+    found = measurements(collect([out]))
+    (shown,) = kernels(found)
+    assert shown.table.rows == read_trace(TRACE).rows
+    assert "vllm 0.26.0" in shown.title
+    assert not boards(found, [])
+
+
 def test_a_cell_that_would_end_too_late_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five sessions took ten seconds: twenty of them are not begun with thirty left, and fifteen with forty."""
     now = 100.0
@@ -191,13 +219,15 @@ def test_our_own_latencies_at_many_streams_have_their_rounds() -> None:
 def test_vllm_is_started_with_spread_weights_and_nothing_to_fetch(tmp_path: Path) -> None:
     run = Run(None, "cpu", tmp_path, vllm_path="/packages/vllm")
     for name, backend in (("vllm-triton", "triton"), ("vllm-marlin", "marlin")):
-        setup = setup_of(run, CONTENDERS[name])
+        setup = setup_of(run, CONTENDERS[name], tmp_path / "trace")
         made = engine_named("vllm").launch(setup)
         assert not made.refusals
         words = " ".join(made.command)
         assert f"--moe-backend {backend}" in words
         assert f"serve {tmp_path / 'model'} " in words
         assert "--load-format dummy" in words
+        told = json.loads(made.command[made.command.index("--profiler-config") + 1])
+        assert told["torch_profiler_dir"] == str(tmp_path / "trace")
         assert "--max-num-seqs 64" in words
         assert "--max-cudagraph-capture-size 64" in words
         assert made.environment["VLLM_PLUGINS"] == spread.NAME

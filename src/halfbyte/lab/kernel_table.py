@@ -234,6 +234,15 @@ def from_profile(detail: Mapping[str, Any], what: str = "", source: str = "halfb
         raise UsageError(f"{source} is no profile of ours ({type(e).__name__}: {e}).") from None
 
 
+def from_dict(raw: Mapping[str, Any], source: str) -> KernelTable:
+    """What `as_dict` of one gave."""
+    try:
+        rows = [CategoryRow(**{**row, "kernels": tuple(row["kernels"])}) for row in raw["rows"]]
+        return KernelTable(**{**raw, "rows": rows, "threads": [HostThread(**t) for t in raw["threads"]]})
+    except (KeyError, TypeError) as e:
+        raise UsageError(f"{source} has no table of kernels ({type(e).__name__}: {e}).") from None
+
+
 def read_trace(path: Path) -> KernelTable:
     """A trace of torch's profiler (JSON, also gzipped), an nsys export (SQLite), or `halfbyte profile --json`."""
     try:

@@ -32,7 +32,7 @@ class HttpClient:
         if parts.scheme != "http" or not parts.hostname:
             raise UsageError(f"--url takes an address such as http://127.0.0.1:8000, not {url!r}.")
         self._host, self._port = parts.hostname, parts.port or 80
-        self._base = f"http://{self._host}:{self._port}"
+        self.base = f"http://{self._host}:{self._port}"
         self.clock = clock
         self.connect = connect or (lambda: asyncio.open_connection(self._host, self._port, limit=LIMIT))
         self.model = self._first_model() if model is None else model
@@ -40,10 +40,10 @@ class HttpClient:
 
     def _first_model(self) -> str:
         try:
-            with urllib.request.urlopen(f"{self._base}/v1/models", timeout=30) as reply:
+            with urllib.request.urlopen(f"{self.base}/v1/models", timeout=30) as reply:
                 return str(json.load(reply)["data"][0]["id"])
         except (OSError, ValueError, LookupError) as e:
-            raise UsageError(f"{self._base} does not answer /v1/models: {e}.") from None
+            raise UsageError(f"{self.base} does not answer /v1/models: {e}.") from None
 
     def request(self, path: str, body: Mapping[str, Any]) -> bytes:
         """A streamed request, usage at its end, token ids with every event or, where the server has none, the usage so

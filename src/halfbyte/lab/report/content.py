@@ -14,7 +14,7 @@ from typing import Any
 
 from halfbyte.errors import UsageError
 from halfbyte.lab.compare import judge, key_of, name_of
-from halfbyte.lab.kernel_table import KernelTable, from_profile
+from halfbyte.lab.kernel_table import KernelTable, from_dict, from_profile
 from halfbyte.lab.report.plots import Line, Plot
 from halfbyte.lab.report.sources import Collected, Published
 from halfbyte.lab.result import Cell, Figure, Result, ResultFile
@@ -278,13 +278,18 @@ class Kernels:
 def kernels(found: Sequence[Measurement]) -> list[Kernels]:
     made = []
     for m in newest(found):
-        if "lines" in m.result.detail and "busy_us" in m.result.detail:
-            try:
+        try:
+            if "kernel_table" in m.result.detail:  # of somebody else's trace
+                table = from_dict(m.result.detail["kernel_table"], m.entry.name)
+                table = replace(table, what=f"{m.cell.engine or 'halfbyte'} {m.cell.label}")
+            elif "lines" in m.result.detail and "busy_us" in m.result.detail:
                 table = from_profile(m.result.detail, source=m.entry.name)
-            except UsageError:
+            else:
                 continue
-            title = " ".join(t for t in (m.model, m.cell.preset, table.what) if t)
-            made.append(Kernels(f"{title} · {m.entry.machine}", m.entry.name, table))
+        except UsageError:
+            continue
+        title = " ".join(t for t in (m.model, m.cell.preset, table.what) if t)
+        made.append(Kernels(f"{title} · {m.entry.machine}", m.entry.name, table))
     return made
 
 
