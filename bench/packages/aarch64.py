@@ -2,10 +2,10 @@
 
     python -m bench.packages.aarch64 [--index https://pypi.org/simple]
 
-Asks the index for the files of every package in constraints.txt and constraints-cpu.txt (nothing but names and torch's
-metadata is downloaded) and writes `aarch64.json` beside this file: for each Python that we serve the file that pip
-would take on a machine like GB10 (glibc 2.39), and what torch itself asks for by exact versions. A test compares the
-record with the pins. A package that only comes as sources, or that the index does not have in that version, is recorded
+Asks the index for the files of every package in constraints.txt and constraints-cpu.txt and of those that the image of
+vLLM names (nothing but names, torch's and vLLM's metadata is downloaded) and writes `aarch64.json` beside this file: for
+each Python that we serve the file that pip would take on a machine like GB10 (glibc 2.39), what torch itself asks for by
+exact versions, and what vLLM asks for. A test compares the record with the pins. A package that only comes as sources, or that the index does not have in that version, is recorded
 so.
 """
 
@@ -113,15 +113,31 @@ class RemoteFile(io.RawIOBase):
         return len(answer.content)
 
 
-def asked_exactly(client: httpx.Client, wheel: str) -> list[str]:
-    """What a wheel at this place wants in one version and no other on such a machine."""
+def text_in(client: httpx.Client, wheel: str, ending: str) -> str:
+    """Of the one file in a wheel at this place whose name ends so."""
     with zipfile.ZipFile(io.BufferedReader(RemoteFile(client, wheel), 1 << 18)) as z:
-        (metadata,) = [name for name in z.namelist() if name.endswith(".dist-info/METADATA")]
-        text = z.read(metadata).decode()
-    wanted = [Requirement(line) for line in re.findall(r"^Requires-Dist: (.*)$", text, re.M)]
+        (name,) = [name for name in z.namelist() if name.endswith(ending)]
+        return z.read(name).decode()
+
+
+def asked(client: httpx.Client, wheel: str) -> list[Requirement]:
+    """What a wheel at this place wants on such a machine."""
+    wanted = re.findall(r"^Requires-Dist: (.*)$", text_in(client, wheel, ".dist-info/METADATA"), re.M)
     here = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "aarch64", "extra": ""}
-    kept = [r for r in wanted if r.marker is None or r.marker.evaluate(here)]
-    return sorted(f"{r.name}{r.specifier}" for r in kept if str(r.specifier).startswith("=="))
+    return [r for r in map(Requirement, wanted) if r.marker is None or r.marker.evaluate(here)]
+
+
+def asked_exactly(client: httpx.Client, wheel: str) -> list[str]:
+    """In one version and no other."""
+    return sorted(f"{r.name}{r.specifier}" for r in asked(client, wheel) if str(r.specifier).startswith("=="))
+
+
+def image_pins() -> dict[str, str]:
+    """What the image of vLLM names by version: package -> version."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    return {
+        name.lower(): version for name, version in re.findall(r"^ARG (VLLM|FASTSAFETENSORS)_VERSION=(\S+)$", text, re.M)
+    }
 
 
 def main() -> None:
@@ -131,11 +147,16 @@ def main() -> None:
     packages: dict[str, Any] = {}
     with httpx.Client(timeout=60, follow_redirects=True) as client:
         torch_asks: list[str] = []
-        for name, version in pins(EVERYWHERE, WITHOUT_CUDA).items():
+        vllm_asks: list[str] = []
+        for name, version in {**pins(EVERYWHERE, WITHOUT_CUDA), **image_pins()}.items():
             files = files_of(client, index, name)
             wheels = {f"{a}.{b}": choose(list(files), version, (a, b)) for a, b in PYTHONS}
             if name == "torch" and wheels["3.12"] is not None:
                 torch_asks = asked_exactly(client, files[wheels["3.12"]])
+            if name == "vllm" and wheels["3.12"] is not None:
+                vllm_asks = sorted(
+                    f"{r.name}{r.specifier}" for r in asked(client, files[wheels["3.12"]]) if r.specifier
+                )
             known = any(f"-{version}" in file for file in files)
             packages[name] = {"version": version, "wheels": wheels, "in_index": known}
             if None in wheels.values():
@@ -143,7 +164,7 @@ def main() -> None:
     record = {
         "made": datetime.date.today().isoformat(), "by": "python -m bench.packages.aarch64", "index": index,
         "glibc": ".".join(map(str, GLIBC)), "pythons": [f"{a}.{b}" for a, b in PYTHONS], "torch_asks": torch_asks,
-        "packages": packages,
+        "vllm_asks": vllm_asks, "packages": packages,
     }  # fmt: skip
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{len(packages)} packages: {RECORD.relative_to(ROOT)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ from halfbyte.gates import RETIRED, Gates
 from halfbyte.vllm_plugin.compat import version_of
 from halfbyte.vllm_plugin.launch import Serving, vllm_command
 from halfbyte.vllm_plugin.nodes import Network, node_launches
-from tests.deploy.tools import COMPOSE, DEPLOY, DOCKERFILES, ROOT, passes, services, tool
+from tests.deploy.tools import COMPOSE, DEPLOY, DOCKERFILES, ROOT, fails, passes, services, tool
 
 FINAL = ("native", "vllm")
 VARIABLES = {
@@ -46,17 +47,47 @@ def image(name: str) -> str:
 # ---- by compose itself -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", COMPOSE, ids=lambda p: p.name)
-def test_compose_itself_reads_them(path: Path) -> None:
-    docker = shutil.which("docker-compose")
-    command = [docker] if docker else [tool("docker", "Debian's docker-compose"), "compose"]
-    if subprocess.run([*command, "version"], capture_output=True).returncode:
+@functools.cache
+def compose() -> tuple[list[str], str]:
+    """Its command and version: Debian's program, or docker's plugin."""
+    alone = shutil.which("docker-compose")
+    command = [alone] if alone else [tool("docker", "Debian's docker-compose"), "compose"]
+    asked = subprocess.run([*command, "version", "--short"], capture_output=True, text=True)
+    if asked.returncode:
         pytest.skip("docker is here, but not its compose")
+    return command, asked.stdout.strip().removeprefix("v")
+
+
+def readable(path: Path, folder: Path) -> Path:
+    """For this compose: its first version (Debian 12's) does not know two words that came later, and takes the rest."""
+    if not compose()[1].startswith("1."):
+        return path
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    del content["name"]
+    for service in content["services"].values():
+        service.get("build", {}).pop("platforms", None)
+    copy = folder / path.name
+    copy.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return copy
+
+
+def config(path: Path, **variables: str) -> tuple[list[str | Path], dict[str, str]]:
     profiles = [word for name in ("first", "second", "serve", "vllm") for word in ("--profile", name)]
-    passes(
-        [*command, "-f", path, *profiles, "config", "--quiet"],
-        env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", **VARIABLES},
-    )
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", **variables}
+    return [*compose()[0], "-f", path, *profiles, "config", "--quiet"], environment
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda p: p.name)
+def test_compose_itself_reads_them(path: Path, tmp_path: Path) -> None:
+    command, environment = config(readable(path, tmp_path), **VARIABLES)
+    passes(command, env=environment)
+
+
+@pytest.mark.parametrize("variable", ["MODELS", "MODEL", "FIRST"])
+def test_compose_says_which_variable_is_missing(variable: str, tmp_path: Path) -> None:
+    path = readable(DEPLOY / "compose.two-sparks.yaml", tmp_path)
+    command, environment = config(path, **{k: v for k, v in VARIABLES.items() if k != variable})
+    assert variable in fails(command, env=environment)
 
 
 # ---- what this project asks of the images ----------------------------------------------------------------------------

@@ -19,9 +19,10 @@ WITHOUT = {
 
 
 def test_the_record_is_of_todays_pins() -> None:
-    assert {name: p["version"] for name, p in RECORD["packages"].items()} == aarch64.pins(
-        aarch64.EVERYWHERE, aarch64.WITHOUT_CUDA
-    ), "the pins have changed; run python -m bench.packages.aarch64"
+    pins = {**aarch64.pins(aarch64.EVERYWHERE, aarch64.WITHOUT_CUDA), **aarch64.image_pins()}
+    assert {name: p["version"] for name, p in RECORD["packages"].items()} == pins, (
+        "the pins have changed; run python -m bench.packages.aarch64"
+    )
     assert RECORD["pythons"] == ["3.11", "3.12", "3.13", "3.14"]
     assert RECORD["made"] >= "2026-11-16"
 
@@ -40,6 +41,14 @@ def test_pins_for_every_machine_leave_torch_what_it_asks_for() -> None:
                and canonicalize_name(r.name) in everywhere]  # fmt: skip
     assert not refused
     assert not [name for name in everywhere if name.startswith(("nvidia-", "cuda-"))], "torch's CUDA asks for others"
+
+
+def test_the_image_of_vllm_names_versions_that_vllm_takes() -> None:
+    named = aarch64.image_pins()
+    assert set(named) == {"vllm", "fastsafetensors"}
+    asks = {canonicalize_name(r.name): r.specifier for r in map(Requirement, RECORD["vllm_asks"])}
+    assert asks["fastsafetensors"].contains(named["fastsafetensors"])
+    assert asks["torch"].contains(aarch64.pins(aarch64.EVERYWHERE)["torch"])
 
 
 def test_a_wheel_is_chosen_as_pip_would() -> None:
