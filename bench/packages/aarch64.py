@@ -3,10 +3,10 @@
     python -m bench.packages.aarch64 [--index https://pypi.org/simple]
 
 Asks the index for the files of every package in constraints.txt and constraints-cpu.txt and of those that the image of
-vLLM names (nothing but names, torch's and vLLM's metadata is downloaded) and writes `aarch64.json` beside this file: for
-each Python that we serve the file that pip would take on a machine like GB10 (glibc 2.39), what torch itself asks for by
-exact versions, and what vLLM asks for. A test compares the record with the pins. A package that only comes as sources, or that the index does not have in that version, is recorded
-so.
+vLLM names (nothing but names, torch's and vLLM's metadata is downloaded) and writes `aarch64.json` beside this file:
+for each Python that we serve the file that pip would take on a machine like GB10 (glibc 2.39), what torch itself asks
+for by exact versions, and what vLLM asks for. A test compares the record with the pins. A package that only comes as
+sources, or that the index does not have in that version, is recorded so.
 """
 
 from __future__ import annotations
