@@ -89,7 +89,12 @@ SERVER_MAY: dict[str, set[str]] = {
 }
 FREE = {"cli", "__init__", "__main__"}
 ENGINES = {"vllm", "sglang", "flashinfer", "llama_cpp", "tensorrt_llm"}
-ENGINE_ROOMS = ("vllm_plugin/compat.py", "vllm_plugin/compat_model.py", "kernels/borrowed/")
+ENGINE_ROOMS = (
+    "vllm_plugin/compat.py",
+    "vllm_plugin/compat_model.py",
+    "vllm_plugin/compat_engine.py",
+    "kernels/borrowed/",
+)
 NO_TENSORS = ("kv/pages.py", "engine/scheduler.py", "engine/request.py", "gates.py", "errors.py", "harmony/")
 
 

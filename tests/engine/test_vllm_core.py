@@ -10,23 +10,31 @@ from halfbyte.engine.request import Constraint, Delta, Request, SamplingParams
 from halfbyte.engine.vllm_core import VllmCore
 from halfbyte.errors import ContextError, EngineDiedError, PlanError, RequestError
 from halfbyte.vllm_plugin import compat
-from halfbyte.vllm_plugin.compat import Gained
+from halfbyte.vllm_plugin.compat_engine import Gained
 
 EOS = 9
 
 
 class Vocabulary:
+    """a to i, two end tokens, l."""
+
     eos_tokens = (EOS, 10)
+    vocab_size = 12
+    special = {"<end>": EOS, "<stop>": 10}
 
     @staticmethod
     def token_bytes(token: int) -> bytes:
         return {9: b"", 10: b""}.get(token, chr(ord("a") + token).encode())
 
+    @staticmethod
+    def encode(text: str) -> list[int]:
+        return [ord(c) - ord("a") for c in text]
+
 
 class Scripted:
     """Gives each request its tokens, two a step, as vLLM's engine does."""
 
-    max_context, vocab, ranks, max_seqs, eos = 32, 12, 1, 4, (EOS,)
+    max_context, vocab, ranks, max_seqs, eos, masks = 32, 12, 1, 4, (EOS,), True
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.open, self.added, self.aborted = tokens, {}, {}, []  # type: ignore[var-annotated]
@@ -78,12 +86,12 @@ def core(tokens: list[int]) -> tuple[VllmCore, Scripted]:
 
 
 def finish(core: VllmCore) -> list[tuple[str, Delta]]:
-    out = []
-    for _ in range(50):
-        if not core.has_work:
-            return out
+    out, steps = [], 0
+    while core.has_work:
+        steps += not core.waits_for_grammars
+        assert steps < 50, "it goes on and on"
         out += core.step()
-    raise AssertionError("it goes on and on")
+    return out
 
 
 def request(**sampling: Any) -> Request:
@@ -167,10 +175,12 @@ def test_what_can_never_be_served() -> None:
     for bad, sentence in (
         (Request([], SamplingParams()), "the prompt is empty"),
         (Request([12], SamplingParams()), "the vocabulary has 12"),
-        (Request([1], SamplingParams(), constraint=Constraint("json_object", "{}")), "structured output"),
     ):
         with pytest.raises(RequestError, match=sentence):
             c.submit(bad)
+    c.unmasked = "a drafting model runs"
+    with pytest.raises(RequestError, match=r"structured output is not served by this vLLM \(a drafting model runs\)"):
+        c.submit(Request([1], SamplingParams(), constraint=Constraint("json_object", "{}")))
     with pytest.raises(ContextError, match="the context is 32"):
         c.submit(Request([1] * 32, SamplingParams()))
     with pytest.raises(ContextError, match="30 to generate"):
@@ -178,6 +188,72 @@ def test_what_can_never_be_served() -> None:
     c.submit(request(max_tokens=1))
     with pytest.raises(RequestError, match="already running"):
         c.submit(request(max_tokens=1))
+
+
+def constrained(pattern: str) -> Request:
+    return Request([1, 2], SamplingParams(max_tokens=8), Constraint("regex", pattern), id="r")
+
+
+def test_a_grammar_goes_with_its_request_and_the_answer_is_held_against_it() -> None:
+    """Compiled beside the steps; vLLM's processes are told what it is."""
+    for tokens, finish_, error in (
+        ([3, 4, 5, EOS], "stop", None),
+        ([3, 4, 6, EOS], "error", "left the grammar of this request: token 6 is not one that"),
+        ([3, 4, EOS], "error", "left the grammar of this request: token 9 is not one that"),
+    ):
+        c, engine = core(tokens)
+        c.submit(constrained("def"))
+        last = finish(c)[-1][1]
+        assert engine.added["r"]["extra"] == {
+            "kind": "regex", "source": "def", "triggers": [], "end_tokens": [], "ends": [9, 10],
+        }  # fmt: skip
+        assert last.finish == finish_
+        assert (last.error is None) if error is None else (error in (last.error or ""))
+        c.close()
+
+
+def test_a_grammar_that_cannot_be_is_refused_and_one_that_is_prepared_can_be_cancelled() -> None:
+    c, engine = core([3])
+    c.submit(constrained("("))
+    refused: list[Any] = []
+    while c.has_work:
+        assert c.step() == []
+        refused += c.refusals()
+    assert [id for id, _ in refused] == ["r"]
+    assert "the regex of this request cannot be" in str(refused[0][1])
+    assert engine.added == {}
+    c.submit(constrained("de*"))
+    assert c.cancel("r")
+    assert [d.finish for _, d in finish(c)] == ["cancelled"]
+    with pytest.raises(RequestError, match="cannot be"):  # known by now
+        c.submit(constrained("("))
+    c.close()
+
+
+def test_masks_are_proved_before_they_are_promised() -> None:
+    class Held(Scripted):
+        """Answers as its grammar says, or with the same tokens whatever it says."""
+
+        obeys = True
+
+        def add(self, id: str, prompt: list[int], **sampling: Any) -> None:
+            digits = sampling["extra"]["source"].startswith("[0-9]")
+            self.tokens = [*([0] * 4 if digits and self.obeys else [1] * 4), EOS]
+            super().add(id, prompt, logprobs=None, **sampling)
+
+    class Letters(Vocabulary):
+        @staticmethod
+        def token_bytes(token: int) -> bytes:
+            return {0: b"7", 1: b"A"}.get(token, b"")
+
+    engine = Held([])
+    c = VllmCore(engine, Letters())  # type: ignore[arg-type]
+    c.prove_masks()
+    assert c.unmasked == ""
+    engine.obeys = False
+    c.prove_masks()
+    assert c.unmasked == "its logits cannot be held to a grammar"
+    c.close()
 
 
 def test_an_engine_that_dies_says_of_what() -> None:

@@ -12,7 +12,7 @@ import pytest
 from halfbyte.errors import GateError, PlanError
 from halfbyte.gates import AXES, PRESETS, RETIRED, Gates, PerRegime, parse
 from halfbyte.vllm_plugin import older_names
-from halfbyte.vllm_plugin.launch import Launch, Serving, vllm_command
+from halfbyte.vllm_plugin.launch import Launch, Serving, behind_our_server, vllm_command
 
 MODEL = "openai/gpt-oss-120b"
 
@@ -167,6 +167,15 @@ def test_an_older_command_as_it_was_typed() -> None:
         assert launch.command.count(flag) == 1
     assert value(launch, "--max-model-len") == "131072"
     assert "left out" in launch.notes[0]
+
+
+def test_an_older_command_behind_our_own_server() -> None:
+    """What vLLM's server would have been told is ours to do; where ours listens is not for vLLM to say."""
+    launch = behind_our_server(vllm_command("other", Gates(), words=shlex.split(OLDER)))
+    assert not {"--enable-auto-tool-choice", "--tool-call-parser", "openai"} & set(launch.command)
+    assert [note for note in launch.notes if "reads tool calls" in note]
+    assert {r.split()[0] for r in launch.refusals} == {"--host", "--port", "--served-model-name"}
+    assert value(launch, "--max-model-len") == "131072"
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def test_dry_run() -> None:
         (("--engine", "vllm", "--sinks", "off", "--dry-run"), "garbage without sinks"),
         (("--engine", "vllm", "--ray"), "add --dry-run"),
         (("--engine", "vllm", "--vllm", "--quantization nvfp4", "--dry-run"), "another format"),
+        (("--engine", "vllm", "--vllm", "--port 9"), "--port would be for vLLM's own server, and here ours listens"),
+        (("models/tiny", "--engine", "vllm", "--vllm", "vllm serve other"), "name the model other"),
     ],
 )
 def test_refusals(words: tuple[str, ...], sentence: str) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -26,8 +26,9 @@ from halfbyte.model import load
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.settings import ServerSettings
 from halfbyte.vllm_plugin import nodes as nodes_
-from halfbyte.vllm_plugin.launch import Launch, Serving, vllm_command
+from halfbyte.vllm_plugin.launch import Launch, Serving, behind_our_server, vllm_command
 from halfbyte.vllm_plugin.nodes import Network, Node
+from halfbyte.vllm_plugin.older_names import read_words
 
 LOADING_S = 1800.0  # vLLM may compile for minutes without a word
 
@@ -47,7 +48,13 @@ class VllmChoice:
 def serve_vllm(
     model: str | None, choice: VllmChoice, settings: ServerSettings, options: EngineOptions, gates: Gates
 ) -> None:
-    resolved = load.resolve_model(model)
+    words = shlex.split(choice.words)
+    named = read_words(words).model
+    if named is not None and model not in (None, named):
+        raise UsageError(
+            f"the words for vLLM name the model {named}, and serve was told {model}; give only one of them."
+        )
+    resolved = load.resolve_model(model or named)
     if resolved.path is None or not resolved.path.is_dir():
         raise UsageError(f"--engine vllm reads a Hugging Face model folder, and {resolved.text} is none.")
     record = Path(options.record or Path(tempfile.mkdtemp(prefix="halfbyte-vllm-")) / "ran.json").absolute()
@@ -56,9 +63,11 @@ def serve_vllm(
         max_context=options.max_context, max_seqs=options.max_seqs, max_tokens_per_step=options.max_tokens,
         tensor_parallel=choice.tp if choice.tp > 1 else None, draft=options.draft, record=record,
     )  # fmt: skip
-    launch = vllm_command(
-        str(resolved.path), gates, serving=serving, words=shlex.split(choice.words), environment=gates_.inherited()
-    ).check()
+    launch = vllm_command(str(resolved.path), gates, serving=serving, words=words, environment=gates_.inherited())
+    launch = replace(
+        launch, command=(*launch.command[:4], str(resolved.path), *launch.command[5:])
+    )  # a name is a folder
+    launch = (launch if choice.dry_run else behind_our_server(launch)).check()
     for note in launch.notes:
         err.print(f"[dim]{note}[/dim]")
     network = None if choice.interface is None else Network(choice.interface, None)

@@ -1,8 +1,10 @@
 """vLLM's engine behind the calls of our own core, so that one loop, one process and one server serve both.
 
 vLLM schedules, keeps pages and samples; stop strings, deadlines and end tokens are matched here, as our own core does.
-A request that vLLM cannot serve as written is refused before it begins; structured output is one of them today. Reaches
-vLLM through `halfbyte.vllm_plugin.compat` only. Does not run unless our plugin is active in vLLM and has run a kernel.
+A request that vLLM cannot serve as written is refused before it begins. Structured output follows our own grammars
+(`vllm_grammar.py`), and an answer that left its grammar is an error, not an answer. Reaches vLLM through
+`halfbyte.vllm_plugin.compat` and `compat_engine` only. Does not run unless our plugin is active in vLLM and has run a
+kernel.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,26 @@ from typing import Any
 import msgspec
 
 from halfbyte import gates as gates_
-from halfbyte.engine.request import Delta, EngineStats, FinishReason, Logprob, Output, Request, SourceInfo, Usage
+from halfbyte.engine import vllm_grammar
+from halfbyte.engine.grammar import GrammarState
+from halfbyte.engine.grammar_work import GrammarPace, GrammarWork
+from halfbyte.engine.request import (
+    Constraint,
+    Delta,
+    EngineStats,
+    FinishReason,
+    Logprob,
+    Output,
+    Request,
+    SourceInfo,
+    Usage,
+)
 from halfbyte.engine.sampling.row import check_params
 from halfbyte.engine.stops import StopMatcher
 from halfbyte.errors import ContextError, EngineDiedError, HalfbyteError, PlanError, QueueFullError, RequestError
 from halfbyte.model import load
 from halfbyte.vllm_plugin import compat
+from halfbyte.vllm_plugin.compat_engine import Gained, VllmEngine
 from halfbyte.vllm_plugin.launch import PLUGIN
 
 log = logging.getLogger("halfbyte")
@@ -50,11 +67,12 @@ def build(argument: Any, report: Any) -> tuple[VllmCore, SourceInfo]:
     options = msgspec.convert(argument, VllmOptions)
     gates_.export({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **options.environment})
     report("starting vLLM")
-    engine = compat.VllmEngine(options.model, options.words)
+    engine = VllmEngine(options.model, options.words, vllm_grammar.PROCESSOR)
     vocabulary = load.tokenizer_of(load.resolve_model(options.model))
     core = VllmCore(engine, vocabulary)
     report("proving that the plugin runs")
     plan = core.prove(options.record)
+    core.prove_masks()
     details = {"engine": f"vllm {compat.vllm_version()}", "gates": dict(options.gates), "plan": plan,
                "max_seqs": engine.max_seqs}  # fmt: skip
     return core, SourceInfo(options.label, engine.max_context, engine.vocab, core.eos, details)
@@ -63,6 +81,8 @@ def build(argument: Any, report: Any) -> tuple[VllmCore, SourceInfo]:
 @dataclass
 class _Choice:
     stops: StopMatcher | None
+    grammar: GrammarState | None = None  # of a constrained request: at its start
+    tokens: list[int] = field(default_factory=list)  # of a constrained request
     generated: int = 0
     ended: bool = False
 
@@ -79,13 +99,24 @@ class _Open:
         return sum(not choice.ended for choice in self.choices)
 
 
+@dataclass
+class _Preparing:
+    request: Request
+    grammar: Future[GrammarPace]
+    deadline: float | None
+
+
 class VllmCore:
-    def __init__(self, engine: compat.VllmEngine, vocabulary: Any) -> None:
+    def __init__(self, engine: VllmEngine, vocabulary: Any) -> None:
         self.engine, self.vocabulary = engine, vocabulary
         tokens = (*engine.eos, *(t for t in vocabulary.eos_tokens if t < engine.vocab))
         self.eos: tuple[int, ...] = tuple(dict.fromkeys(tokens))
+        self.grammars = GrammarWork(vocabulary, self.eos)
         self.working = False
+        self.unmasked = "" if engine.masks else "a drafting model runs"  # why there is no structured output
         self._open: dict[str, _Open] = {}
+        self._preparing: dict[str, _Preparing] = {}  # requests whose grammar is being compiled
+        self._refusals: list[tuple[str, HalfbyteError]] = []
         self._outputs: list[Output] = []
         self._steps = self._generated = self._prompt = 0
 
@@ -93,11 +124,11 @@ class VllmCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._open or self._outputs) or self.engine.has_work
+        return bool(self._open or self._preparing or self._outputs) or self.engine.has_work
 
     @property
     def waits_for_grammars(self) -> bool:
-        return False
+        return bool(self._preparing)
 
     def submit(self, request: Request) -> None:
         params, engine = request.sampling, self.engine
@@ -106,13 +137,13 @@ class VllmCore:
         outside = [t for t in request.prompt if not 0 <= t < engine.vocab]
         if outside:
             raise RequestError(f"the prompt has token {outside[0]}, but the vocabulary has {engine.vocab}.")
-        if request.id in self._open:
+        if request.id in self._open or request.id in self._preparing:
             raise RequestError(f"a request with the id {request.id!r} is already running; ids must differ.")
         check_params(params, engine.vocab)
-        if request.constraint is not None:
+        if request.constraint is not None and self.unmasked:
             raise RequestError(
-                "structured output is not served with --engine vllm yet; leave response_format out, or use "
-                "--engine halfbyte."
+                f"structured output is not served by this vLLM ({self.unmasked}); leave response_format and forced "
+                "tools out, or use --engine halfbyte."
             )
         if params.prompt_logprobs is not None:
             raise RequestError(
@@ -126,26 +157,56 @@ class VllmCore:
                 f"the prompt has {len(request.prompt)} tokens{wanted}, but the context is {engine.max_context}; "
                 "shorten it, or serve with a larger --max-context."
             )
-        if len(self._open) >= MAX_WAITING:
-            raise QueueFullError(f"{len(self._open)} requests wait already; try again later.")
+        if len(self._open) + len(self._preparing) >= MAX_WAITING:
+            raise QueueFullError(f"{MAX_WAITING} requests wait already; try again later.")
+        deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        grammar = None
+        if request.constraint is not None:
+            prepared = self.grammars.prepare(request.constraint, request.prompt)
+            if not prepared.done():
+                self._preparing[request.id] = _Preparing(request, prepared, deadline)
+                return
+            grammar = prepared.result().state
+        self._begin(request, grammar, deadline)
+
+    def _begin(self, request: Request, grammar: GrammarState | None, deadline: float | None) -> None:
+        params, room = request.sampling, self.engine.max_context - len(request.prompt)
         stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos))
-        engine.add(
+        extra = None if request.constraint is None else vllm_grammar.told(request.constraint, self.eos)
+        self.engine.add(
             request.id, list(request.prompt), n=params.n, temperature=params.temperature, top_k=params.top_k,
             top_p=params.top_p, min_p=params.min_p, repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty, frequency_penalty=params.frequency_penalty,
             logit_bias=dict(params.logit_bias) or None, logprobs=params.logprobs, seed=params.seed,
             max_tokens=params.max_tokens or room, min_tokens=min(params.min_tokens, params.max_tokens or room),
-            stop_token_ids=sorted(stop_ids), ignore_eos=True,
+            stop_token_ids=sorted(stop_ids), ignore_eos=True, extra=extra,
         )  # fmt: skip
-        deadline = None if request.timeout is None else time.monotonic() + request.timeout
-        self._open[request.id] = _Open(request, [_Choice(self._matcher(request)) for _ in range(params.n)], deadline)
+        choices = [_Choice(self._matcher(request), grammar) for _ in range(params.n)]
+        self._open[request.id] = _Open(request, choices, deadline)
         self._prompt += len(request.prompt)
+
+    def _begin_prepared(self) -> None:
+        """Those whose grammar is there; those whose grammar was refused are told."""
+        for id, each in [(id, p) for id, p in self._preparing.items() if p.grammar.done()]:
+            del self._preparing[id]
+            try:
+                self._begin(each.request, each.grammar.result().state, each.deadline)
+            except HalfbyteError as e:
+                self._refusals.append((id, e))
+        if self._preparing and not self.engine.has_work:  # not longer than a newcomer would notice
+            wait([p.grammar for p in self._preparing.values()], 0.01, FIRST_COMPLETED)
 
     def _matcher(self, request: Request) -> StopMatcher | None:
         stop = request.sampling.stop
         return StopMatcher(stop, self.vocabulary.token_bytes) if stop else None
 
     def cancel(self, id: str, reason: FinishReason = "cancelled", error: str | None = None) -> bool:
+        if (each := self._preparing.pop(id, None)) is not None:
+            each.grammar.cancel()
+            usage = Usage(len(each.request.prompt))
+            for index in range(each.request.sampling.n):
+                self._outputs.append((id, Delta([], index, finish=reason, error=error, usage=usage)))
+            return True
         found = self._open.pop(id, None)
         if found is None:
             return False
@@ -159,8 +220,11 @@ class VllmCore:
 
     def step(self) -> list[Output]:
         now = time.monotonic()
-        for id in [id for id, o in self._open.items() if o.deadline is not None and o.deadline <= now]:
+        waiting: dict[str, _Open | _Preparing] = {**self._open, **self._preparing}
+        for id in [id for id, each in waiting.items() if each.deadline is not None and each.deadline <= now]:
             self.cancel(id, "timeout")
+        if self._preparing:
+            self._begin_prepared()
         self.working = True
         try:
             gained = self.engine.step() if self.engine.has_work else []
@@ -177,7 +241,7 @@ class VllmCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _take(self, gained: compat.Gained) -> None:
+    def _take(self, gained: Gained) -> None:
         found = self._open.get(gained.id)
         if found is None or found.choices[gained.index].ended:
             return
@@ -194,6 +258,12 @@ class VllmCore:
                     break
         choice.generated += len(tokens)
         self._generated += len(tokens)
+        error = None
+        if choice.grammar is not None:
+            choice.tokens += tokens
+            if finish == "stop" and not stopped:
+                error = left_the_grammar(choice.grammar, found.request.prompt, choice.tokens)
+                finish = finish if error is None else "error"
         logprobs = None
         if gained.logprobs is not None and found.request.sampling.logprobs is not None:
             top = found.request.sampling.logprobs
@@ -206,7 +276,7 @@ class VllmCore:
                 visible = None if choice.stops is None else choice.stops.visible
                 self._outputs.append((gained.id, Delta(tokens, gained.index, logprobs, visible_bytes=visible)))
             return
-        self._outputs.append((gained.id, self._last(found, gained.index, tokens, logprobs, finish)))
+        self._outputs.append((gained.id, self._last(found, gained.index, tokens, logprobs, finish, error)))
         if found.left == 0:
             del self._open[gained.id]
             if stopped:
@@ -227,7 +297,8 @@ class VllmCore:
         )  # fmt: skip
 
     def refusals(self) -> list[tuple[str, HalfbyteError]]:
-        return []
+        refused, self._refusals = self._refusals, []
+        return refused
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -235,6 +306,7 @@ class VllmCore:
         )
 
     def close(self) -> None:
+        self.grammars.close()
         self.engine.close()
 
     # ---- proof --------------------------------------------------------------------------------
@@ -260,3 +332,36 @@ class VllmCore:
         log.info("inside vLLM: %s", ", ".join(dict.fromkeys(report["plan"]["decode"])))
         plan: dict[str, list[str]] = report["plan"]
         return plan
+
+    def prove_masks(self) -> None:
+        """Two grammars that have no value in common, and the same prompt: answers that follow both were held to them.
+        Without that structured output is refused, and the rest is served."""
+        if self.unmasked:
+            return
+        for kind in ("[0-9]{4}", "[A-Z]{4}"):
+            constraint = Constraint("regex", kind)
+            state = self.grammars.compiler.compile(constraint, [0])
+            extra = vllm_grammar.told(constraint, self.eos)
+            self.engine.add(
+                "halfbyte-masks", [0], max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=list(self.eos),
+                extra=extra,
+            )  # fmt: skip
+            tokens: list[int] = []
+            while self.engine.has_work:
+                tokens += [token for gained in self.engine.step() for token in gained.tokens]
+            if left_the_grammar(state, [0], tokens) is not None:
+                self.unmasked = "its logits cannot be held to a grammar"
+                log.warning("inside vLLM logits cannot be masked: structured output is refused")
+                return
+
+
+def left_the_grammar(fresh: GrammarState, prompt: Sequence[int], tokens: Sequence[int]) -> str | None:
+    """Why an answer that has ended is none of its grammar's; None: it is one."""
+    state, tail = fresh.copy(), list(prompt[-fresh.longest_trigger :])
+    try:
+        for token in tokens:
+            tail = [*tail, token][-fresh.longest_trigger :]
+            state.observe(tail)
+    except HalfbyteError as e:
+        return f"the answer left the grammar of this request: {e}"
+    return None

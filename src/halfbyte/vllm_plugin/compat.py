@@ -1,15 +1,14 @@
 """Everything of vLLM's that we touch, for the versions we know; any other version is refused with those names.
 
-With `compat_model.py` the only file that imports vLLM, and only when it is asked. What differs between versions is in
-`VERSIONS`: one entry a range. MoE interfaces change most often, so the experts' method is the smallest that they
-allow: weights as vLLM loads them, and `apply` with the router's choice.
+With `compat_model.py` and `compat_engine.py` the only file that imports vLLM, and only when it is asked. What differs
+between versions is in `VERSIONS`: one entry a range. MoE interfaces change most often, so the experts' method is the
+smallest that they allow: weights as vLLM loads them, and `apply` with the router's choice.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -400,83 +399,3 @@ def head_class() -> Any:
 
     HalfbyteHead.__name__ = HEAD  # what vLLM's registry of layers goes by
     return HalfbyteHead
-
-
-# ---- vLLM's engine, for a front of ours ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Gained:
-    """What a step of vLLM's gave one choice of one request."""
-
-    id: str
-    index: int
-    tokens: list[int]
-    logprobs: list[list[tuple[int, float]]] | None  # of each token, itself first
-    finish: str | None  # vLLM's word
-    cached: int | None  # tokens of the prompt that were there
-
-
-class VllmEngine:
-    """vLLM's own engine in this process: requests in, tokens out, one step at a time."""
-
-    def __init__(self, model: str, words: Sequence[str]) -> None:
-        version()
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        try:
-            parsed = parser.parse_args(["--model", model, *words, "--skip-tokenizer-init"])
-        except SystemExit:
-            raise PlanError(f"vLLM does not take {' '.join(words)}; its message stands above.") from None
-        self.engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
-        config = self.engine.vllm_config
-        self.max_context: int = config.model_config.max_model_len
-        self.vocab: int = config.model_config.get_vocab_size()
-        self.ranks: int = config.parallel_config.world_size
-        self.max_seqs: int = config.scheduler_config.max_num_seqs
-        eos = getattr(config.model_config.hf_config, "eos_token_id", None)
-        self.eos: tuple[int, ...] = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.engine.has_unfinished_requests())
-
-    def add(self, id: str, prompt: list[int], **sampling: Any) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(**sampling, detokenize=False, output_kind=RequestOutputKind.DELTA)
-        self.engine.add_request(id, {"prompt_token_ids": prompt}, params)
-
-    def abort(self, id: str) -> None:
-        self.engine.abort_request([id])
-
-    def step(self) -> list[Gained]:
-        gained = []
-        for output in self.engine.step():
-            for choice in output.outputs:
-                logprobs = (
-                    None
-                    if choice.logprobs is None
-                    else [_logprobs(*pair) for pair in zip(choice.token_ids, choice.logprobs)]
-                )
-                gained.append(
-                    Gained(
-                        output.request_id, choice.index, list(choice.token_ids), logprobs, choice.finish_reason,
-                        output.num_cached_tokens,
-                    )
-                )  # fmt: skip
-        return gained
-
-    def close(self) -> None:
-        self.engine.engine_core.shutdown()
-
-
-def _logprobs(token: int, by_token: Any) -> list[tuple[int, float]]:
-    """The chosen token's first, the others by rank."""
-    ranked = sorted(by_token.items(), key=lambda item: item[1].rank or 0)
-    others = [(t, float(entry.logprob)) for t, entry in ranked]
-    return [(token, float(by_token[token].logprob)), *others]

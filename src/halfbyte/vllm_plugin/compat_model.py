@@ -1,7 +1,8 @@
 """vLLM's gpt-oss with our layers in it, and the attention backend that hands them vLLM's pages and tables.
 
-vLLM imports this when it builds the model, and nobody else does; with `compat.py` it is all of vLLM's that we touch.
-Where the choice is single operations (`layers.choose`), the model is vLLM's own and runs as it would without us.
+vLLM imports this when it builds the model, and nobody else does; with `compat.py` and `compat_engine.py` it is all of
+vLLM's that we touch. Where the choice is single operations (`layers.choose`), the model is vLLM's own and runs as it
+would without us.
 """
 
 from __future__ import annotations

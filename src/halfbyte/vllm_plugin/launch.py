@@ -146,6 +146,36 @@ def _plugins(allowed: str | None, plugin: bool) -> str:
     return ",".join([*others, PLUGIN] if plugin else others)
 
 
+# Flags of vLLM's own server, which is not there behind ours; True: it takes a value.
+READS_TOOLS = {"--enable-auto-tool-choice": False, "--tool-call-parser": True, "--tool-parser-plugin": True}
+LISTENS = (
+    "--host",
+    "--port",
+    "--uds",
+    "--api-key",
+    "--root-path",
+    "--ssl-keyfile",
+    "--ssl-certfile",
+    "--served-model-name",
+)
+
+
+def behind_our_server(launch: Launch) -> Launch:
+    """The same without what vLLM's own server would be told: ours reads harmony, tools included, and listens."""
+    words, notes, refusals = list(launch.command), list(launch.notes), list(launch.refusals)
+    for flag, takes in READS_TOOLS.items():
+        if flag in words:
+            at = words.index(flag)
+            del words[at : at + 1 + takes]
+            notes.append(f"{flag} is left out: our own server reads tool calls.")
+    refusals += [
+        f"{flag} would be for vLLM's own server, and here ours listens; give it to halfbyte serve, not to vLLM."
+        for flag in LISTENS
+        if flag in words
+    ]
+    return replace(launch, command=tuple(words), notes=tuple(notes), refusals=tuple(refusals))
+
+
 # ---- gates -----------------------------------------------------------------------------------------------------------
 
 
