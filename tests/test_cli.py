@@ -89,6 +89,23 @@ def test_explain_says_what_fits_on_which_card(run: Run, arch: str, said: list[st
     assert ("first load there" in found["self_test"]) == (arch != "cpu")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "model", "arch", "said"),
+    [
+        ("rtx5090", "random:20b", "sm120", "RTX 5090 (32 GB), random:20b: weights"),
+        ("RTX PRO 6000", "random:120b", "sm120", "RTX PRO 6000 (96 GB), random:120b: weights"),
+        ("b200", "random:120b", "sm100", "B200 (180 GB), random:120b: weights"),
+    ],
+)
+def test_explain_takes_a_gpu_by_its_name(run: Run, gpu: str, model: str, arch: str, said: str) -> None:
+    code, out, _ = run("explain", model, "--arch", gpu, "--json")
+    found = json.loads(out)
+    assert (code, found["arch"]) == (0, arch)
+    (room,) = found["memory"]
+    assert room.startswith(said)
+    assert "left for KV" in room
+
+
 def test_explain_leaves_as_much_room_as_serve_would_find(run: Run) -> None:
     """On unified memory the engine's own process takes from the same plate."""
     code, out, _ = run("explain", "--arch", "sm121", "--json")

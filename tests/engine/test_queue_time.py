@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_core import GREEDY, collect, drain, make
+from fake_core import GREEDY, collect, drain, make
 
 from halfbyte.engine.request import QUEUE_BUCKETS, Request
 

@@ -112,7 +112,7 @@ async def test_pace_is_free_for_a_few_and_bounded_for_many() -> None:
     async with pacer.stream():
         assert pacer.interval == 0
         pacer.active = 64
-        assert 0.02 <= pacer.interval <= 0.05
+        assert 0.01 <= pacer.interval < 0.015  # 64 streams of 120b on an H200 have a step in 15.2 ms
         pacer.active = 5000
         assert pacer.interval == Pacer.LONGEST
         pacer.active = 1

@@ -26,7 +26,9 @@ def explain(
     arch: Annotated[
         str | None,
         typer.Option(
-            help=f"The machine to explain: {', '.join(ARCHES)}. By default this one.", autocompletion=lambda: ARCHES
+            help=f"The machine to explain: {', '.join(ARCHES)}, or a GPU (rtx5090, pro6000, b200, gb10, h200). "
+            "By default this one.",
+            autocompletion=lambda: ARCHES,
         ),
     ] = None,
     prove: Annotated[

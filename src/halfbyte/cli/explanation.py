@@ -28,7 +28,7 @@ from halfbyte.plan.phase import ARCHES, Arch, Spec
 from halfbyte.plan.record import Selection
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import REGIMES
-from halfbyte.roofline import GPUS, Gpu
+from halfbyte.roofline import GPUS, Gpu, gpu_named
 from halfbyte.vllm_plugin import layers as vllm_layers
 from halfbyte.vllm_plugin import selection as vllm_selection
 from halfbyte.vllm_plugin.launch import vllm_command
@@ -74,9 +74,7 @@ def model_of(text: str | None) -> Explained:
 def explain(model: str | None, arch: str | None, prove: bool, engine: str, json: bool, gates: Gates) -> None:
     if engine not in ("halfbyte", "vllm"):
         raise UsageError(f"--engine is {engine!r}; use halfbyte or vllm.")
-    if arch is not None and arch.lower() not in ARCHES:
-        raise UsageError(f"there is no architecture {arch!r}; use {', '.join(ARCHES)}.")
-    target = ARCHES[arch.lower()] if arch else arch_of(load.resolve_device(None))
+    target, cards = machine_of(arch) if arch else (arch_of(load.resolve_device(None)), [])
     subject = model_of(model)
     name, config = subject.name, subject.config
     inside = engine == "vllm"
@@ -92,8 +90,10 @@ def explain(model: str | None, arch: str | None, prove: bool, engine: str, json:
     shapes = [(name, config, load.weight_bytes(subject.model, gates))]
     if model is None:
         shapes.append(("gpt-oss-20b", NAMED["20b"], load.weight_bytes(load.resolve_model("random:20b"), gates)))
-    cards = [] if inside else [gpu for gpu in GPUS.values() if gpu.arch == target.name]  # vLLM has its own account
+    cards = cards or [gpu for gpu in GPUS.values() if gpu.arch == target.name]
     rooms = [room for gpu in cards for room in rooms_on(gpu, target, shapes, gates)]
+    if inside:
+        rooms = []  # vLLM has its own account
     limits = target.limits
     values = ", ".join([spec.activation, *(f"{a} in {r}" for r, a in spec.activations.items())])
     remarks = notes_inside_vllm(selection, target) if inside else notes(spec, selection, target, gates)
@@ -200,6 +200,18 @@ def notes(spec: Spec, selection: Selection, target: Arch, gates: Gates) -> list[
             f"these kernels are compiled and read for {target.name}, and have run on no such machine yet{ran}."
         )
     return remarks
+
+
+def machine_of(text: str) -> tuple[Arch, list[Gpu]]:
+    """By an architecture's name, or by a GPU's: then that one alone."""
+    if text.lower() in ARCHES:
+        return ARCHES[text.lower()], []
+    try:
+        gpu = gpu_named(text)
+    except UsageError:
+        known = ", ".join([*ARCHES, *GPUS])
+        raise UsageError(f"there is no architecture and no GPU {text!r}; use one of {known}.") from None
+    return ARCHES[gpu.arch], [gpu]
 
 
 def rooms_on(gpu: Gpu, arch: Arch, shapes: Sequence[tuple[str, ModelConfig, int]], gates: Gates) -> list[str]:

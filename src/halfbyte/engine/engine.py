@@ -8,44 +8,39 @@ load. Only a runner that fails every step is given up, by raising EngineDiedErro
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import logging
-import math
-import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from halfbyte.engine.arrivals import Arrivals, Group
 from halfbyte.engine.batch import Batch, BatchBuilder
 from halfbyte.engine.config import EngineConfig
+from halfbyte.engine.counters import Counters
 from halfbyte.engine.grammar import Vocabulary
-from halfbyte.engine.grammar_work import GrammarPace, GrammarWork
+from halfbyte.engine.grammar_work import GrammarWork
 from halfbyte.engine.request import (
-    QUEUE_BUCKETS,
     Delta,
     EngineStats,
     FinishReason,
     Logprob,
     Output,
     Request,
-    SamplingParams,
     Usage,
 )
 from halfbyte.engine.runner import KeepsValues, ModelRunner, StepHandle, StepResult
 from halfbyte.engine.sampling.host import NOT_NUMBERS
-from halfbyte.engine.sampling.row import RowSampler, check_params
 from halfbyte.engine.scheduler import ScheduledStep, Scheduler
 from halfbyte.engine.sequence import Sequence, State
+from halfbyte.engine.speculative.drafting import learn, propose
 from halfbyte.engine.speculative.proposer import Proposer
-from halfbyte.engine.stops import StopMatcher
 from halfbyte.errors import (
     EngineDiedError,
     HalfbyteError,
     NotEnoughMemoryError,
-    QueueFullError,
     RequestError,
     StepError,
 )
@@ -67,37 +62,6 @@ class LaunchedStep:
     rows: dict[int, int]  # id of a sequence -> its sampled row, for the step that follows
 
 
-@dataclass(slots=True)
-class Group:
-    request: Request
-    seqs: list[Sequence]
-    open: int
-    deadline: float | None = None
-
-
-@dataclass(slots=True)
-class Preparing:
-    request: Request
-    grammar: Future[GrammarPace]
-    deadline: float | None
-
-
-@dataclass(slots=True)
-class Counters:
-    steps: int = 0
-    failed_steps: int = 0
-    generated: int = 0
-    prompt: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    good_steps: int = 0  # since the last failure
-    failures: int = 0  # since the last good step
-    unscheduled: int = 0  # sequences that have never been scheduled
-    queue_seconds: float = 0.0
-    queue: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_BUCKETS) + 1))
-    outputs: list[Output] = field(default_factory=list)
-
-
 class EngineCore:
     def __init__(
         self,
@@ -113,9 +77,8 @@ class EngineCore:
         blocks = -(-self.scheduler.longest // config.page_size) + 1
         in_place = config.host_steps and not config.run_ahead
         self.builder = BatchBuilder(config.max_seqs, blocks, config.page_size, in_place=in_place)
-        self.grammars = None if vocabulary is None else GrammarWork(vocabulary, config.eos_tokens)
+        self.arrivals = Arrivals(config, self.scheduler, vocabulary)
         self.groups: dict[str, Group] = {}
-        self._preparing: dict[str, Preparing] = {}  # requests whose grammar is being compiled
         self._constrained: list[Sequence] = []
         self._refusals: list[tuple[str, HalfbyteError]] = []
         self.launched: LaunchedStep | None = None
@@ -125,20 +88,24 @@ class EngineCore:
         self._count = Counters()
         self._outputs: list[Output] = []
 
+    @property
+    def grammars(self) -> GrammarWork | None:
+        return self.arrivals.grammars
+
     # ---- one step -----------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
         """schedule -> launch -> commit the step before. Returns what the commits added, while the new step runs."""
         self.working = self.config.host_steps
         self._expire()
-        if self._preparing:
+        if self.arrivals.preparing:
             self._queue_prepared()
         previous, self.launched = self.launched, None
         if previous is not None and not previous.step.ahead:
             self._commit(previous)  # its result decides what comes next
             previous = None
         if self.proposer is not None and previous is None:
-            self._propose(self.proposer)
+            propose(self.proposer, self.scheduler.running)
         step = self._schedule(ahead=previous is not None)
         if step is None and previous is not None:
             self._commit(previous)
@@ -147,7 +114,7 @@ class EngineCore:
             self._wait_for_grammars()
         if step is not None:
             if self._count.unscheduled:
-                self._count_queue_time(step)
+                self._count.first_scheduled(step.seqs, self._clock())
             self.launched = self._launch(step, previous)
         if previous is not None:
             self._commit(previous)
@@ -164,17 +131,6 @@ class EngineCore:
                 else:
                     self._fail(seq, error)
         return self.scheduler.schedule(ahead=ahead)
-
-    def _count_queue_time(self, step: ScheduledStep) -> None:
-        """Count how long the sequences waited that are scheduled for the first time."""
-        now, count = self._clock(), self._count
-        for seq in step.seqs:
-            if seq.arrived is not None:
-                waited = now - seq.arrived
-                seq.arrived = None
-                count.unscheduled -= 1
-                count.queue_seconds += waited
-                count.queue[bisect.bisect_left(QUEUE_BUCKETS, waited)] += 1
 
     def _launch(self, step: ScheduledStep, previous: LaunchedStep | None) -> LaunchedStep | None:
         seq: Sequence | None = None
@@ -263,7 +219,8 @@ class EngineCore:
             logprobs = [result.logprobs[row + j] for j in range(len(new))]
         self._count.generated += len(new)
         if draft:
-            self._learn(seq, draft, new, reason)
+            self._count.drafted += len(draft)
+            self._count.accepted += learn(seq, draft, new, ended=reason is not None)
         elif seq.pace is not None:
             seq.pace.rested(len(new))
             seq.runs_ahead = seq.may_run_ahead and seq.pace.resting
@@ -333,135 +290,46 @@ class EngineCore:
             del self.groups[seq.request.id]
         seq.finish = reason
 
-    # ---- speculation --------------------------------------------------------------------------
-
-    def _propose(self, proposer: Proposer) -> None:
-        """Ask for a draft for every sequence that decodes and whose pace says that a draft is worth its cost."""
-        running = self.scheduler.running
-        wants = []
-        rows, context = len(running), sum(s.scheduled for s in running)
-        for seq in running:
-            if seq.grammar is not None and seq.grammar.job is not None:
-                continue  # its draft is being held against its grammar
-            seq.draft, seq.proposal = [], None
-            if seq.pace is None or seq.inflight or len(seq.tokens) - seq.scheduled != 1:
-                continue
-            most = min(seq.pace.length(len(running), rows, context), seq.limit - len(seq.tokens) - 1)
-            seq.runs_ahead = seq.may_run_ahead and seq.pace.resting
-            if most > 0:
-                wants.append((seq, most))
-                rows += most
-        if not wants:
-            return
-        for (seq, most), proposal in zip(wants, proposer.propose(wants)):
-            draft = proposal.tokens[:most]
-            if seq.grammar is not None:
-                draft = seq.grammar.trim(seq.tokens, draft)
-            seq.draft = draft
-            if proposal.probabilities is not None and seq.params.temperature != 0.0:
-                seq.proposal = proposal.probabilities
-            assert seq.pace is not None
-            seq.pace.paid(proposal.cost)
-            if not draft:
-                seq.pace.nothing()
-
-    def _learn(self, seq: Sequence, draft: list[int], new: list[int], reason: FinishReason | None) -> None:
-        accepted = sum(1 for a, b in zip(draft, new) if a == b)
-        seq.drafted += len(draft)
-        seq.accepted += accepted
-        self._count.drafted += len(draft)
-        self._count.accepted += accepted
-        seq.draft, seq.proposal = [], None
-        if seq.pace is not None and reason is None:
-            seq.pace.learned(len(draft), accepted)
-
     # ---- requests -----------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never be served, CapacityError if not now; what it raises
         leaves the core as it was."""
-        params, config = request.sampling, self.config
-        if request.timeout is not None and not 0 < request.timeout < math.inf:
-            raise RequestError(f"the timeout is {request.timeout}; give seconds above 0, or none.")
-        if not request.prompt:
-            raise RequestError("the prompt is empty; give at least one token.")
-        outside = [t for t in request.prompt if not 0 <= t < config.vocab]
-        if outside:
-            raise RequestError(f"the prompt has token {outside[0]}, but the vocabulary has {config.vocab}.")
-        if request.id in self.groups or request.id in self._preparing:
+        self.arrivals.check(request)
+        if request.id in self.groups or request.id in self.arrivals.preparing:
             raise RequestError(f"a request with the id {request.id!r} is already running; ids must differ.")
-        check_params(params, config.vocab)
-        self.scheduler.limit_of(request)
-        if params.n > config.max_waiting:
-            raise RequestError(f"n is {params.n}, but at most {config.max_waiting} sequences may wait.")
-        if (params.stop or request.constraint) and self.vocabulary is None:
-            raise RequestError("stop strings and grammars need the model's vocabulary, which this engine has not.")
         deadline = None if request.timeout is None else self._clock() + request.timeout
-        grammar = None
-        if request.constraint is not None:
-            assert self.grammars is not None
-            if len(self._preparing) >= config.max_waiting:
-                raise QueueFullError(f"{len(self._preparing)} grammars wait to be compiled; try again later.")
-            prepared = self.grammars.prepare(request.constraint, request.prompt)
-            if not prepared.done():
-                self._preparing[request.id] = Preparing(request, prepared, deadline)
-                self._remember_deadline(request.id, deadline)
-                return
-            grammar = prepared.result()
-        self._queue(request, grammar, deadline)
-        self._remember_deadline(request.id, deadline)
-
-    def _remember_deadline(self, id: str, deadline: float | None) -> None:
+        group = self.arrivals.take(request, deadline)
+        if group is not None:
+            self._queue(group)
         if deadline is not None:
-            heapq.heappush(self._deadlines, (deadline, id))
+            heapq.heappush(self._deadlines, (deadline, request.id))
 
     def _queue_prepared(self) -> None:
         """Queue those whose grammar is there; tell those whose grammar was refused."""
-        for id, each in [(id, p) for id, p in self._preparing.items() if p.grammar.done()]:
-            del self._preparing[id]
+        for each in self.arrivals.prepared():
             try:
-                self._queue(each.request, each.grammar.result(), each.deadline)
+                self._queue(self.arrivals.group_of(each.request, each.grammar.result(), each.deadline))
             except HalfbyteError as e:
-                self._refusals.append((id, e))
+                self._refusals.append((each.request.id, e))
 
-    def _queue(self, request: Request, grammar: GrammarPace | None, deadline: float | None) -> None:
-        params, config = request.sampling, self.config
-        limit = self.scheduler.limit_of(request)
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        salt = b"" if config.prefix_cache else request.id.encode() + secrets.token_bytes(8)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else set(config.eos_tokens))
-        seqs = []
-        for index in range(params.n):
-            seq = Sequence(request, index, limit, salt=salt)
-            seq.stop_ids = stop_ids
-            seq.sampler = RowSampler(params, index, seq.prompt, seed, stop_ids)
-            if params.prompt_logprobs is not None and index == 0:
-                scoring = SamplingParams(temperature=0.0, logprobs=params.prompt_logprobs)
-                seq.scorer = RowSampler(scoring, index, seq.prompt, seed, stop_ids)
-                seq.scored = min(params.prompt_logprobs_from, seq.prompt)
-            if params.stop:
-                assert self.vocabulary is not None
-                seq.stops = StopMatcher(params.stop, self.vocabulary.token_bytes)
-            if grammar is not None:
-                seq.grammar = grammar.copy()
-            seq.may_run_ahead = seq.runs_ahead = grammar is None and not seq.sampler.penalised
-            if self.proposer is not None:
+    def _queue(self, group: Group) -> None:
+        if self.proposer is not None:
+            for seq in group.seqs:
                 seq.pace = self.proposer.pace(seq)
-            seqs.append(seq)
-        group = Group(request, seqs, len(seqs), deadline)
-        self.scheduler.add(seqs)  # from here on nothing raises
+        self.scheduler.add(group.seqs)  # from here on nothing raises
         now = self._clock()
-        for seq in seqs:
+        for seq in group.seqs:
             seq.arrived = now
-        if grammar is not None:
-            self._constrained += seqs
-        self._count.unscheduled += len(seqs)
-        self.groups[request.id] = group
-        self._count.prompt += len(request.prompt)
+            if seq.grammar is not None:
+                self._constrained.append(seq)
+        self._count.unscheduled += len(group.seqs)
+        self._count.prompt += len(group.request.prompt)
+        self.groups[group.request.id] = group
 
     def cancel(self, id: str, reason: FinishReason = "cancelled", error: str | None = None) -> bool:
         """End a request; everything it holds is given back now, or when the running step is committed."""
-        if (each := self._preparing.pop(id, None)) is not None:
+        if (each := self.arrivals.preparing.pop(id, None)) is not None:
             each.grammar.cancel()
             usage = Usage(len(each.request.prompt))
             for index in range(each.request.sampling.n):
@@ -477,15 +345,15 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.groups or self._preparing) or self.launched is not None
+        return bool(self.groups or self.arrivals.preparing) or self.launched is not None
 
     @property
     def waits_for_grammars(self) -> bool:
-        return bool(self._preparing) or any(s.held for s in self._constrained)
+        return bool(self.arrivals.preparing) or any(s.held for s in self._constrained)
 
     def _wait_for_grammars(self) -> None:
         """Nothing can run but what waits for a grammar: not longer than a newcomer would notice."""
-        futures: list[Future[Any]] = [p.grammar for p in self._preparing.values()]
+        futures: list[Future[Any]] = [p.grammar for p in self.arrivals.preparing.values()]
         futures += [s.grammar.job for s in self._constrained if s.grammar is not None and s.grammar.job is not None]
         if futures:
             wait(futures, 0.01, FIRST_COMPLETED)
@@ -498,7 +366,7 @@ class EngineCore:
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= self._clock():
             deadline, id = heapq.heappop(self._deadlines)
-            open_request = self.groups.get(id) or self._preparing.get(id)
+            open_request = self.groups.get(id) or self.arrivals.preparing.get(id)
             if open_request is not None and open_request.deadline == deadline:
                 self.cancel(id, "timeout")
 
@@ -578,7 +446,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         pages, count = self.pages.stats(), self._count
         return EngineStats(
-            running=len(self.scheduler.running), waiting=len(self.scheduler.waiting) + len(self._preparing),
+            running=len(self.scheduler.running), waiting=len(self.scheduler.waiting) + len(self.arrivals.preparing),
             kv_pages_total=pages.total,
             kv_pages_used=pages.used, kv_pages_cached=pages.cached, prefix_hit_tokens=pages.hit_tokens,
             prefix_query_tokens=pages.query_tokens, preemptions=self.scheduler.preemptions, steps=count.steps,
@@ -602,7 +470,7 @@ class EngineCore:
         """A core that has served nobody, on the same runner; this one is not used any more."""
         assert not self.has_work
         core = EngineCore(self.runner, self.config, self.vocabulary, self.proposer, self._clock)
-        core.grammars = self.grammars
+        core.arrivals.grammars = self.grammars
         return core
 
     def close(self) -> None:

@@ -88,7 +88,7 @@ class Generation(Generic[A]):
                         first = time.perf_counter() - start
                     if batch := self._merge(updates):
                         yield batch
-                    if self.streaming and (pause := self.service.pacer.interval):
+                    if self.streaming and not all(self.finish) and (pause := self.service.pacer.interval):
                         pause -= time.perf_counter() - last_batch
                         if pause > 0:
                             await asyncio.sleep(pause)
