@@ -29,7 +29,7 @@ BOUND = 2e-3  # on every value of a layer, on the logits, and on what the cache 
 # deviation, so twice that is no accident. Two values that are compared may both be off.
 WORST = 9 * BOUND
 TIE = 2 * WORST
-SUMS = ("x", "mid", "logits", "best")  # mailboxes that are added to: a step leaves them clean for the next
+SUMS = ("x", "mid", "logits", "best", "broken")  # mailboxes that are added to or raised: clean from the step before
 
 
 def at_depth(shape: StepShape, layers: int) -> StepShape:
