@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from bench.vllm.receipt import file_of, held_against, results_of
+from halfbyte.lab import environment
 
 LAYERS = {"120b": (36, 128), "20b": (24, 32)}
 # Name -> (our part of vLLM's --additional-config, or None for vLLM alone; arguments of vLLM's LLM).
@@ -172,6 +173,7 @@ def main(words: list[str] | None = None) -> None:
     unknown = [name for name in asked.figures if name not in FIGURES]
     if unknown:
         parser.error(f"there is no figure {unknown[0]}; the figures are {', '.join(FIGURES)}, or none")
+    environment.need_gpu()
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         config(asked.model, Path(folder))

@@ -6,6 +6,7 @@ Tokens must be those of our own engine with the same gates. A process for each c
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,12 @@ import torch
 
 from halfbyte.engine.python_api import Engine
 from halfbyte.engine.request import Logprob, Request, SamplingParams
-from halfbyte.gates import parse
+from halfbyte.gates import PRESETS, Gates, parse
 from halfbyte.model import checkpoint
 from halfbyte.model.load import EMBEDDED
+from halfbyte.vllm_plugin.launch import vllm_command
+from halfbyte.vllm_plugin.nodes import node_launches
+from tests.vllm_plugin.test_launch import OLDER
 
 pytestmark = pytest.mark.vllm
 
@@ -205,6 +209,29 @@ def test_registered_again_and_by_another() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "is taken by __main__.Foreign: halfbyte is loaded twice, or another plugin" in done.stdout
     assert "and this is 0.99.1" in done.stdout
+
+
+def test_vllm_takes_every_word_that_we_write() -> None:
+    """Flags of older stacks as they are handed on, and every preset's, by vLLM's own reading of its command line."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    parser = make_arg_parser(FlexibleArgumentParser())
+    older = vllm_command("other", Gates(), words=shlex.split(OLDER))
+    nodes = node_launches(vllm_command("m", Gates()), ("a", "b"), 2)
+    for launch in (
+        older,
+        *(n.launch for n in nodes),
+        *(vllm_command("gpt-oss-20b", p.gates) for p in PRESETS.values()),
+    ):
+        try:
+            read = parser.parse_args(list(launch.command[4:]))
+        except SystemExit:
+            raise AssertionError(launch.command) from None
+        assert set(read.additional_config) == {"halfbyte"}
 
 
 def test_the_checkpoint_is_packed() -> None:

@@ -207,6 +207,20 @@ def test_what_ran_is_counted_and_written(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_a_record_finds_its_folder_made_and_a_step_survives_one_that_cannot_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gates = Gates(layers="all", activation="f32")  # type: ignore[arg-type]
+    there = Inside(Options(gates, tmp_path / "new" / "ran.json"), ARCHES["cpu"], SMALL)
+    there.write()
+    assert (tmp_path / "new" / "ran.json").exists()
+    (tmp_path / "file").touch()
+    nowhere = Inside(Options(gates, tmp_path / "file" / "ran.json"), ARCHES["cpu"], SMALL)
+    run_step(random_operations(nowhere), 1)
+    assert "halfbyte cannot write what ran" in caplog.text
+    assert nowhere.differences() == []
+
+
 def test_ours_and_the_reference_agree() -> None:
     results = []
     for kernel in ("cpu", "reference"):
@@ -253,3 +267,20 @@ def test_explain_names_the_kernel_of_each_layer_group() -> None:
     assert result.exit_code == 0, result.output
     answer = json.loads(result.output.strip().splitlines()[-1])
     assert answer["chosen"]["decode"][0] == "cuda.decode_layers"
+
+
+@pytest.mark.slow
+def test_the_proof_shows_block_scaled_instructions_in_every_layer_group() -> None:
+    """Compiles for a GB10: minutes. By default activations are bf16, so the proof goes on to what makes them native."""
+    from typer.testing import CliRunner
+
+    from halfbyte.cli.app import app
+
+    result = CliRunner().invoke(app, ["explain", "--engine", "vllm", "--arch", "sm121", "--prove", "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.output.strip().splitlines()[-1])
+    for group, said in answer["block_scaled"].items():
+        assert "cuda.grouped_mxfp8" in said, group
+        assert "QMMA.SF" in said, group
+    assert set(answer["block_scaled"]) == set(answer["layer_groups"]) == {"moe", "qkv", "o", "lm_head"}
+    assert "marlin" not in json.dumps([answer["block_scaled"], answer["layer_groups"], answer["chosen"]]).lower()

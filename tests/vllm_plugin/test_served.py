@@ -58,7 +58,7 @@ class Server:
         arguments = ["--port", str(self.port), "--max-context", "2048", "--activation", "f32", *words]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "halfbyte", "serve", "--engine", "vllm", *arguments,
+                [str(Path(sys.executable).with_name("halfbyte")), "serve", "--engine", "vllm", *arguments,
                  "--record", str(self.record), "--vllm", "--dtype float32 --enforce-eager --tool-call-parser openai"],
                 stdout=log, stderr=log, env=os.environ | ENVIRONMENT,
             )  # fmt: skip
@@ -84,7 +84,7 @@ class Server:
 
     def close(self) -> None:
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
@@ -219,13 +219,52 @@ def test_the_kernels_were_ours(client: Any, model: str, server: Server) -> None:
     assert "is left out: our own server reads tool calls" in " ".join(server.said().split())
 
 
-def engine_process(server: Server) -> int:
-    """The child that runs vLLM."""
+def test_vllms_own_server_says_which_kernels_ran(tmp_path: Path) -> None:
+    """The command of --dry-run as it stands, and the route that the plugin adds where vLLM has such."""
+    import vllm
+
+    if vllm.__version__.startswith("0.26."):
+        pytest.skip("vLLM 0.26 has no endpoint plugins")
+    port, log = free_port(), tmp_path / "vllm.log"
+    words = ["serve", "--engine", "vllm", "--dry-run", "--mxfp4-layers", "all", "--activation", "f32"]
+    more = f"--dtype float32 --enforce-eager --max-model-len 2048 --port {port}"
+    shown = subprocess.run(
+        [str(Path(sys.executable).with_name("halfbyte")), *words, "--vllm", more],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec env {shown.stdout.strip()}"], stdout=file, stderr=file, env=os.environ | ENVIRONMENT
+        )
+    try:
+        end = time.monotonic() + START_S
+        address = f"http://127.0.0.1:{port}"
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end
+            try:
+                if httpx.get(f"{address}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.5)
+        model = httpx.get(f"{address}/v1/models").json()["data"][0]["id"]
+        asked = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
+        httpx.post(f"{address}/v1/completions", json=asked, timeout=120).raise_for_status()
+        (report,) = httpx.get(f"{address}/halfbyte/kernels", timeout=60).json()["ranks"]
+        assert report["differences"] == []
+        assert {"cpu.moe", "cpu.qkv", "cpu.o", "cpu.lm_head"} <= set(report["plan"]["decode"])
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def child(server: Server, word: str) -> int:
+    """The child of the server whose command has this word."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    for child in map(int, children):
-        words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        if any(b"halfbyte.engine" in word for word in words):
-            return child
+    for each in map(int, children):
+        words = Path(f"/proc/{each}/cmdline").read_bytes().decode().split("\0")
+        if any(word in w for w in words):
+            return each
     raise AssertionError(children)
 
 
@@ -243,7 +282,7 @@ def test_an_engine_that_is_killed(tmp_path: Path) -> None:
         )
         rest = iter(stream)
         next(rest)
-        os.kill(engine_process(server), signal.SIGKILL)
+        os.kill(child(server, "halfbyte.engine.worker"), signal.SIGKILL)
         with pytest.raises(openai.APIError) as ended:
             list(rest)
         assert "engine" in str(ended.value)
@@ -261,3 +300,25 @@ def test_an_engine_that_is_killed(tmp_path: Path) -> None:
         assert server.process.poll() is None
     finally:
         server.close()
+
+
+def test_two_nodes(server: Server, client: Any, model: str, tmp_path: Path) -> None:
+    """vLLM's own launch over two machines, which are both this one: the tokens of one process, and the end of one is
+    the end of both, with a sentence."""
+    import openai
+
+    pair = Server(tmp_path, "--mxfp4-layers", "all", "--nodes", "localhost,localhost", "--tp", "2")
+    try:
+        pair.wait()
+        both = openai.OpenAI(base_url=f"{pair.address}/v1", api_key="none", max_retries=0, timeout=START_S)
+        for prompt in ("1 2 3", "What is 17 + 25?", "The word list is"):
+            asked: Any = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0}
+            asked["extra_body"] = {"ignore_eos": True}
+            one, two = (c.completions.create(**asked).choices[0].text for c in (client, both))
+            assert one == two
+        os.kill(child(pair, "--headless"), signal.SIGKILL)
+        pair.process.wait(120)
+        assert pair.process.returncode != 0
+        assert "vLLM on localhost (node 1) ended with signal 9; the others end, too." in " ".join(pair.said().split())
+    finally:
+        pair.close()

@@ -87,6 +87,12 @@ def explain(model: str | None, arch: str | None, prove: bool, engine: str, json:
     tested = INSIDE_UNTESTED if inside else self_test.describe((spec, chosen, selection), target, here)
     evidence = gather(spec, chosen, target.name, gates) if prove else []
     siblings = compare(spec, chosen, target.name, gates) if prove else []
+    groups = by_group(chosen, evidence)
+    native = block_scaled(gates, target) if inside and prove else None
+    if native is not None:
+        at, taken, _ = choose_inside_vllm(config, native, target, name)
+        more = gather(at, taken, target.name, native)
+        evidence, native_groups = evidence + more, by_group(taken, more)
     shapes = [(name, config, load.weight_bytes(subject.model, gates))]
     if model is None:
         shapes.append(("gpt-oss-20b", NAMED["20b"], load.weight_bytes(load.resolve_model("random:20b"), gates)))
@@ -103,6 +109,7 @@ def explain(model: str | None, arch: str | None, prove: bool, engine: str, json:
         answer |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source, "self_test": tested}
         answer |= {"memory": rooms}
         proof_of = {"evidence": [asdict(e) for e in evidence], "siblings": [asdict(s) for s in siblings]}
+        proof_of |= {"layer_groups": groups} | ({} if native is None else {"block_scaled": native_groups})
         print_json(answer | proof_of if prove else answer)
         raise typer.Exit(int(any(not e.ok for e in evidence)))
     announce(gates, f"{name} on {target.name}")
@@ -138,6 +145,9 @@ def explain(model: str | None, arch: str | None, prove: bool, engine: str, json:
         show(evidence)
         if siblings:
             out.print(f"{said_of_siblings(siblings, target.name)}")
+        show_groups("layer groups", groups)
+        if native is not None:
+            show_groups(f"layer groups with --layers {native.layers} --activation {native.activation}", native_groups)
         raise typer.Exit(int(any(not e.ok for e in evidence)))
 
 
@@ -165,6 +175,31 @@ def notes_inside_vllm(selection: Selection, target: Arch) -> list[str]:
     if target.is_gpu and target.name != "sm90":
         remarks.append(f"compiled and read for {target.name}, and run on no such machine yet.")
     return remarks
+
+
+def block_scaled(gates: Gates, target: Arch) -> Gates | None:
+    """Gates under which every layer group multiplies block-scaled, where a machine has that and nothing was said about
+    activations: the default keeps them in bf16, whose products are not."""
+    if target.name not in proof.SIBLINGS or gates.activation != "auto":
+        return None
+    plain = gates.layers == Gates().layers
+    return replace(gates, layers=Gates(layers="all").layers if plain else gates.layers, activation="mxfp8")  # type: ignore[arg-type]
+
+
+def by_group(chosen: Chosen, evidence: Sequence[Evidence]) -> dict[str, str]:
+    """The kernels of each layer group, with the matrix instructions that were found in them."""
+    groups = {}
+    for group in LAYER_GROUPS:
+        names = dict.fromkeys(p.name for phases in chosen.values() for p in phases if group in p.covers)
+        found = dict.fromkeys(i for e in evidence if e.phase in names for i in e.instructions)
+        groups[group] = f"{'/'.join(names)}: {', '.join(found) or 'no matrix instruction'}"
+    return groups
+
+
+def show_groups(title: str, groups: Mapping[str, str]) -> None:
+    out.print(f"\n[bold]{title}[/bold]")
+    for group, kernels in groups.items():
+        out.print(f"  {group:<8} {kernels}", markup=False)
 
 
 def covers(phase: str, group: str) -> bool:

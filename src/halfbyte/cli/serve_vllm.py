@@ -57,7 +57,9 @@ def serve_vllm(
     resolved = load.resolve_model(model or named)
     if resolved.path is None or not resolved.path.is_dir():
         raise UsageError(f"--engine vllm reads a Hugging Face model folder, and {resolved.text} is none.")
-    record = Path(options.record or Path(tempfile.mkdtemp(prefix="halfbyte-vllm-")) / "ran.json").absolute()
+    record = None if options.record is None else Path(options.record).absolute()
+    if record is None and not choice.dry_run:  # the proof reads it where vLLM's workers are other processes
+        record = Path(tempfile.mkdtemp(prefix="halfbyte-vllm-")) / "ran.json"
     hosts = nodes_.parse_nodes(choice.nodes) if choice.nodes else ()
     serving = Serving(
         max_context=options.max_context, max_seqs=options.max_seqs, max_tokens_per_step=options.max_tokens,
@@ -80,7 +82,12 @@ def serve_vllm(
     announce(gates, f"{resolved.label} in vLLM{f' on {len(hosts)} machines' if hosts else ''}")
     first = machines[0].launch if machines else launch
     vllm = VllmOptions(
-        str(resolved.path), resolved.label, first.command[5:], gates.as_dict(), dict(first.environment), str(record)
+        str(resolved.path),
+        resolved.label,
+        first.command[5:],
+        gates.as_dict(),
+        dict(first.environment),
+        None if record is None else str(record),
     )
 
     async def source() -> tuple[TokenSource, Tokenizer]:
@@ -156,8 +163,8 @@ class Others:
                 break
             await asyncio.sleep(1.0)
         err.print(why)
+        process.end(why)
         self.stop()
-        await process.close()
 
     def stop(self) -> None:
         for process in self.processes:

@@ -165,6 +165,12 @@ class EngineProcess:
                 await self._task
         self._fail_waiting("the engine was shut down")
 
+    def end(self, why: str) -> None:
+        """As if it had died of that: whoever waits is told so, and no other life follows."""
+        self._restarts, self._hung = 0, why
+        if self._process is not None:
+            self._process.kill()
+
     # ---- the process --------------------------------------------------------------------------
 
     def _send(self, message: messages.ToEngine) -> None:

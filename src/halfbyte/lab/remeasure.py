@@ -40,6 +40,7 @@ class Part:
     receipt: bool = True
     needs_answers: bool = False
     gpu: bool = True
+    package: str = ""  # one that is not ours to install
 
 
 PARTS = (
@@ -82,6 +83,7 @@ PARTS = (
     Part("start", 180, ("-m", "halfbyte.lab.measure.load", "--models", "120b", "--presets", "exact", "--written", "4")),
     Part("profile", 120, ("-m", "halfbyte.lab.measure.profile", "--models", "120b", "--presets", "fast,exact",
          "--batches", "1,8,32", "--pp", "2048")),
+    Part("inside-vllm", 1800, ("-m", "bench.vllm.compare", "120b"), package="vllm"),
     Part("host", 120, ("-m", "halfbyte.lab.measure.host"), gpu=False),
     Part("server", 120, ("-m", "halfbyte.lab.measure.server"), gpu=False),
     Part("user-path", 900, ("-m", "halfbyte.lab.measure.user_path"), gpu=False),
@@ -118,6 +120,8 @@ def run_parts(
             report(f"{part.name:20} is current")
         elif part.gpu and not torch.cuda.is_available():
             report(f"{part.name:20} left out: it needs a CUDA GPU, and torch sees none")
+        elif part.package and importlib.util.find_spec(part.package) is None:
+            report(f"{part.name:20} left out: it needs the package {part.package}, which is not installed here")
         elif part.needs_answers and answers is None:
             report(f"{part.name:20} left out: --answers names the CPU's")
         elif not _run(part, folder, answers, report):

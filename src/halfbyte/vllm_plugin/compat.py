@@ -45,10 +45,11 @@ class Version:
     first: tuple[int, int]
     last: tuple[int, int]  # included
     experts: str  # the layer that asks for the experts' method
+    routes_on_cpu: bool = True  # its router has a CPU's kernel
 
 
 VERSIONS = (
-    Version((0, 26), (0, 26), "RoutedExperts"),
+    Version((0, 26), (0, 26), "RoutedExperts", routes_on_cpu=False),
     Version((0, 32), (0, 32), "RoutedExperts"),
 )
 
@@ -333,12 +334,13 @@ def experts_method() -> Any:
             self.experts_cls = None
             self.max_capture_size = getattr(moe, "max_capture_size", 0)
             self.moe_kernel = None
+            self._routes = not version().routes_on_cpu and arch_here() == ARCHES["cpu"]
             if getattr(moe.moe_parallel_config, "use_ep", False):
                 raise PlanError("halfbyte's experts are whole on every rank; leave --enable-expert-parallel out.")
 
         @property
         def is_monolithic(self) -> bool:
-            return False
+            return self._routes
 
         @property
         def topk_indices_dtype(self) -> torch.dtype | None:
@@ -368,6 +370,10 @@ def experts_method() -> Any:
 
         def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
             return torch.ops.halfbyte.experts(x, topk_ids, topk_weights, self.prefix)  # type: ignore[no-any-return]
+
+        def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *_: Any, **__: Any) -> Tensor:
+            scores, ids = torch.topk(router_logits.float(), self.moe.experts_per_token)
+            return self.apply(layer, x, scores.softmax(-1), ids.int())
 
     return HalfbyteExperts
 

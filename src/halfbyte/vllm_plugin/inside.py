@@ -257,11 +257,17 @@ class Inside:
         }
 
     def write(self) -> None:
-        """Whole or not at all."""
-        assert self.path is not None
+        """Whole or not at all. A rank on another machine finds no folder there; no step dies of a file."""
+        if self.path is None:
+            return
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(self.report()), encoding="utf-8")
-        part.replace(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self.report()), encoding="utf-8")
+            part.replace(self.path)
+        except OSError as e:
+            log.error("halfbyte cannot write what ran to %s (%s); it is not written any more.", self.path, e.strerror)
+            self.path = None
 
 
 def _no_pool() -> Tensor:
