@@ -143,12 +143,20 @@ def test_compiled_as_eager() -> None:
 @pytest.mark.slow
 def test_present_and_at_baseline_it_changes_nothing(tmp_path: Path) -> None:
     """vLLM has no MXFP4 experts for this CPU, so what it runs alone is the same model in bf16."""
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     model = AutoModelForCausalLM.from_pretrained(
         EMBEDDED, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
     )
-    model.save_pretrained(tmp_path / "bf16")
+    (tmp_path / "bf16").mkdir()  # save_pretrained gives experts that were dequantised names of its own
+    save_file(
+        {name: weight.contiguous() for name, weight in model.state_dict().items()},
+        tmp_path / "bf16" / "model.safetensors", {"format": "pt"},
+    )  # fmt: skip
+    config = json.loads((EMBEDDED / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config")
+    (tmp_path / "bf16" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}), encoding="utf-8")
     alone = attempt(None, model=tmp_path / "bf16", plugins="", arguments={"dtype": "bfloat16"})
     assert alone[0] == 0, alone[1][-3000:]
     gates = {"moe_kernel": "vllm", "linear_kernel": "vllm"}
