@@ -45,11 +45,11 @@ class Version:
     first: tuple[int, int]
     last: tuple[int, int]  # included
     experts: str  # the layer that asks for the experts' method
-    routes_on_cpu: bool = True  # its router has a CPU's kernel
+    early_cpu: bool = False  # on a CPU its router has no kernel, and its attention takes sinks in bf16 alone
 
 
 VERSIONS = (
-    Version((0, 26), (0, 26), "RoutedExperts", routes_on_cpu=False),
+    Version((0, 26), (0, 26), "RoutedExperts", early_cpu=True),
     Version((0, 32), (0, 32), "RoutedExperts"),
 )
 
@@ -186,6 +186,10 @@ def arch_here() -> Arch:
     if not current_platform.is_cuda():
         raise PlanError(f"halfbyte has kernels for CUDA and CPUs, not for {current_platform.device_name}.")
     return arch_of(tuple(current_platform.get_device_capability()))
+
+
+def is_early_cpu() -> bool:
+    return version().early_cpu and not arch_here().is_gpu
 
 
 def arch_of(capability: tuple[int, ...]) -> Arch:
@@ -334,7 +338,7 @@ def experts_method() -> Any:
             self.experts_cls = None
             self.max_capture_size = getattr(moe, "max_capture_size", 0)
             self.moe_kernel = None
-            self._routes = not version().routes_on_cpu and arch_here() == ARCHES["cpu"]
+            self._routes = is_early_cpu()
             if getattr(moe.moe_parallel_config, "use_ep", False):
                 raise PlanError("halfbyte's experts are whole on every rank; leave --enable-expert-parallel out.")
 

@@ -151,6 +151,13 @@ class HalfbyteGptOss(GptOssForCausalLM):  # type: ignore[misc]
             attention.attn_backend, attention.impl = HalfbyteBackend, HalfbyteAttention()
         self._compiled = Compilation(here.spec, here.chosen, here.arch) if here.arch.is_gpu else None
 
+    def load_weights(self, weights: Any) -> Any:
+        loaded = super().load_weights(weights)
+        if compat.is_early_cpu():
+            for layer in self.model.layers:
+                layer.attn.attn.impl.sinks = layer.attn.sinks.data.to(torch.bfloat16)  # as the checkpoint has them
+        return loaded
+
     def forward(
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None, **_: Any,
