@@ -92,10 +92,10 @@ test-hostile: $(STAMP)
 AGENTS_VENV ?= .venv-agents
 AGENTS_STAMP = $(AGENTS_VENV)/.ready
 
-$(AGENTS_STAMP): tests/server/agents/package.json
+$(AGENTS_STAMP): tests/server/agents/package.json tests/server/agents/requirements.txt
 	@echo "==> setting up $(AGENTS_VENV) with the programs of tests/server/agents (minutes)"
 	@test -x $(AGENTS_VENV)/bin/python || $(PYTHON) -m venv $(AGENTS_VENV)
-	@$(AGENTS_VENV)/bin/pip install --quiet --disable-pip-version-check ollama langchain-openai langchain-anthropic litellm mcp llm-comply transformers 'lm-eval[api]'
+	@$(AGENTS_VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/server/agents/requirements.txt
 	@mkdir -p $(AGENTS_VENV)/node/agents-0.0.15
 	@cp tests/server/agents/package.json $(AGENTS_VENV)/node/ && npm --prefix $(AGENTS_VENV)/node install --silent --no-audit --no-fund
 	@npm --prefix $(AGENTS_VENV)/node/agents-0.0.15 install --silent --no-audit --no-fund @openai/agents@0.0.15 zod@3

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -15,6 +16,9 @@ from scripted import ScriptedSource
 
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from page_driver import Page
 
 
 @pytest.fixture(scope="session")
@@ -52,3 +56,39 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     made = [*words.split(), *names, "-keyout", str(key), "-out", str(file)]
     subprocess.run(made, check=True, capture_output=True)
     return file, key
+
+
+# ---- the chat page ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    import page_driver
+
+    with page_driver.playwright.sync_playwright() as p:
+        chrome = p.chromium.launch(executable_path=page_driver.CHROMIUM, args=page_driver.FLAGS)
+        yield chrome
+        chrome.close()
+
+
+@pytest.fixture
+def live(serve: Callable[..., Live]) -> Live:
+    """The server behind the page."""
+    import page_driver
+
+    return serve(page_driver.talkative())
+
+
+@pytest.fixture
+def open_page(browser: Any, live: Live) -> Iterator[Callable[..., Page]]:
+    import page_driver
+
+    pages: list[Page] = []
+
+    def start(**context: Any) -> Page:
+        pages.append(page_driver.Page(browser, live, **context))
+        return pages[-1]
+
+    yield start
+    for page in pages:
+        page.close()

@@ -183,3 +183,12 @@ test("a growing text is drawn as if it had come at once, and what is finished is
   render(root, "other");
   assert.equal(root.childNodes.map((n) => n.html).join(""), "<p>other</>");
 });
+
+// ---- what is written below an answer ----------------------------------------------------------------------------------
+
+test("a speed is shown only where time was measured", async () => {
+  const { rate } = await import(new URL("views.js", folder));
+  assert.equal(rate({ tokens: 101, first: 1000, last: 2000, atFirst: 1 }), "100.0 tok/s");
+  assert.equal(rate({ tokens: 8, first: 1000, last: 1000.1, atFirst: 6 }), ""); // one packet
+  assert.equal(rate({ tokens: 8, first: 1000 }), "");
+});

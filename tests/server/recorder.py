@@ -9,7 +9,11 @@ from typing import Any
 
 TRANSCRIPTS = Path(__file__).parent / "data" / "transcripts"
 # Of the machine that it was recorded on.
-PRIVATE = ((r"/tmp/pytest-of-\w+/pytest-\d+/\w+", "/home/user"), (r"OS Version: [^\\\n]*", "OS Version: Linux"))
+PRIVATE = (
+    (r"/tmp/pytest-of-\w+/pytest-\d+/\w+", "/home/user"),
+    (r"OS Version: [^\\\n]*", "OS Version: Linux"),
+    (r"((?:device|session|installation)_id\W+)[0-9a-f-]{32,64}", r"\g<1>0"),
+)
 LONGEST = 400  # characters of a text in a fixture; Codex's instructions alone are many thousands
 
 

@@ -225,3 +225,25 @@ def test_errors_name_the_field(serve: Serve, http: httpx.Client, path: str, body
         assert error["message"].startswith(f"{param}: ")
     else:
         assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "said"),
+    [
+        ("chat/completions", {"verbosity": "low"}, "verbosity"),
+        ("chat/completions", {"verbosity": "high", "cache_prompt": False}, "cache_prompt,verbosity"),
+        ("chat/completions", {"verbosity": "medium"}, None),
+        ("responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+        ("responses", {"reasoning": {"context": "all_turns"}, "tools": [{"type": "web_search"}]},
+         "tools.web_search,reasoning.context"),
+        ("responses", {"reasoning": {"context": "current_turn"}, "text": {"verbosity": "medium"}}, None),
+    ],
+)  # fmt: skip
+def test_what_gpt_oss_cannot_do_is_left_out_aloud(
+    serve: Serve, http: httpx.Client, path: str, more: Any, said: str | None
+) -> None:
+    live = serve(ScriptedSource(always(say("ok"))))
+    talk = {"input": "Hi"} if path == "responses" else {"messages": [{"role": "user", "content": "Hi"}]}
+    answer = http.post(f"{live.url}/v1/{path}", json={"model": "gpt-oss-test", **talk, **more})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get("x-halfbyte-left-out") == said

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +70,8 @@ def keep(live: Live, name: str, program: str, answers: list[str]) -> None:
 # ---- Codex ----------------------------------------------------------------------------------------
 
 CODEX = NODE / "node_modules" / ".bin" / "codex"
+PATCH = "*** Begin Patch\n*** Add File: a.txt\n+halfbyte-was-here\n*** End Patch\n"
+RUN_ECHO = 'const done = await tools.exec_command({cmd: "echo halfbyte-was-here"});\ntext(done);\n'
 CODEX_ANSWERS = [
     call("functions.exec_command", '{"cmd":"echo halfbyte-was-here"}', "I should run it.", "Running it now."),
     call("multi_agent_v1.close_agent", '{"target":"nobody"}', "And close the agent."),
@@ -76,14 +79,28 @@ CODEX_ANSWERS = [
 ]
 
 
-def codex(live: Live, folder: Path, *words: str, settings: str = "") -> list[dict[str, Any]]:
+# A model of Codex's own catalogue for which it writes patches as free text and hides tools until it has searched.
+SEARCH_ANSWERS = [
+    call("functions.tool_search", '{"query":"close an agent","limit":8}', "I need a tool.", "Looking for one."),
+    call("multi_agent_v1.close_agent", '{"target":"nobody"}', "There it is."),
+    call("functions.apply_patch", json.dumps({"input": PATCH}), "Now the file."),
+    say("The file is there.", "Both are done."),
+]
+# And one for which all tools come as an item of the input, the program of a code interpreter among them.
+ADDITIONAL_ANSWERS = [
+    call("functions.exec", json.dumps({"input": RUN_ECHO}), "I should run it."),
+    say("It printed `halfbyte-was-here`.", "The command worked."),
+]
+
+
+def codex(live: Live, folder: Path, *words: str) -> list[dict[str, Any]]:
+    """The items that Codex says it completed."""
     home, work = folder / "home", folder / "work"
     home.mkdir()
     work.mkdir()
     (home / "config.toml").write_text(
-        f"""model = "gpt-oss-120b"
+        f"""model = "{live.source.info.model}"
 model_provider = "halfbyte"
-{settings}
 [model_providers.halfbyte]
 name = "halfbyte"
 base_url = "{live.url}/v1"
@@ -98,6 +115,16 @@ stream_max_retries = 0
     return [line["item"] for line in lines if line["type"] == "item.completed"]
 
 
+def sent_back(live: Live, kind: str) -> list[dict[str, Any]]:
+    """Items of a kind in the input of the last request."""
+    asked = [r["body"] for r in live.recorder.requests if r["path"] == "/v1/responses"]
+    return [item for item in asked[-1]["input"] if item["type"] == kind]
+
+
+def last_message(items: list[dict[str, Any]]) -> str:
+    return [i["text"] for i in items if i["type"] == "agent_message"][-1]
+
+
 @needs(CODEX)
 def test_codex(serve: Serve, tmp_path: Path) -> None:
     """A command, then a tool of a namespace: Codex finds both by what our answers carry."""
@@ -105,12 +132,34 @@ def test_codex(serve: Serve, tmp_path: Path) -> None:
     items = codex(live, tmp_path, "Run echo")
     ran = [i for i in items if i["type"] == "command_execution"]
     assert [i["aggregated_output"] for i in ran] == ["halfbyte-was-here\n"]
-    assert [i["text"] for i in items if i["type"] == "agent_message"][-1] == "It printed `halfbyte-was-here`."
-    asked = [r["body"] for r in live.recorder.requests if r["path"] == "/v1/responses"]
-    outputs = [i for i in asked[-1]["input"] if i["type"] == "function_call_output"]
+    assert last_message(items) == "It printed `halfbyte-was-here`."
+    outputs = sent_back(live, "function_call_output")
     assert len(outputs) == 2
     assert "unsupported call" not in str(outputs[-1]["output"])
     keep(live, "codex_namespace.json", version_of("@openai/codex"), CODEX_ANSWERS)
+
+
+@needs(CODEX)
+def test_codex_searches_for_tools_and_writes_a_patch(serve: Serve, tmp_path: Path) -> None:
+    live = serve(ScriptedSource(in_turn(*SEARCH_ANSWERS), max_context=131072, model="gpt-5.5"))
+    items = codex(live, tmp_path, "Close the agent and write the file")
+    assert (tmp_path / "work" / "a.txt").read_text() == "halfbyte-was-here\n"
+    assert last_message(items) == "The file is there."
+    (found,) = sent_back(live, "tool_search_output")
+    assert "close_agent" in [tool["name"] for space in found["tools"] for tool in space["tools"]]
+    assert "unsupported call" not in str(sent_back(live, "function_call_output"))
+    assert "Success" in sent_back(live, "custom_tool_call_output")[0]["output"]
+    keep(live, "codex_tool_search_and_patch.json", version_of("@openai/codex"), SEARCH_ANSWERS)
+
+
+@needs(CODEX)
+def test_codex_sends_its_tools_as_an_item(serve: Serve, tmp_path: Path) -> None:
+    live = serve(ScriptedSource(in_turn(*ADDITIONAL_ANSWERS), max_context=131072, model="gpt-5.6-luna"))
+    items = codex(live, tmp_path, "Run echo")
+    assert last_message(items) == "It printed `halfbyte-was-here`."
+    assert sent_back(live, "additional_tools")
+    assert "halfbyte-was-here" in str(sent_back(live, "custom_tool_call_output")[0]["output"])
+    keep(live, "codex_additional_tools.json", version_of("@openai/codex"), ADDITIONAL_ANSWERS)
 
 
 # ---- Claude Code ----------------------------------------------------------------------------------
@@ -166,13 +215,21 @@ def talk(live: Live, *command: str | Path) -> list[str]:
     return [line["answer"] for line in lines]
 
 
-def fuzz(serve: Serve, seed: int, name: str, program: str, command: Callable[[str], tuple[str | Path, ...]]) -> None:
+Command = Callable[[str], tuple[str | Path, ...]]
+
+
+def fuzz(serve: Serve, seed: int, name: str, program: str, command: Command, ending: str = "final") -> None:
+    """Four questions. `ending` is a channel whose text ends the client's turn besides `final`."""
     script = FuzzedScript(seed)
     live = serve(ScriptedSource(script, max_context=131072))
     answers = talk(live, *command(live.url))
     assert len(answers) == 4
-    finals = [text.rpartition("<|channel|>final<|message|>")[2].removesuffix("<|return|>") for text in script.said]
-    assert [a for a in answers if a not in finals] == []
+    ends = [
+        m
+        for text in script.said
+        for m in re.findall(rf"<\|channel\|>(?:final|{ending})<\|message\|>(.*?)<\|", text, re.S)
+    ]
+    assert [a for a in answers if a not in ends] == []
     if seed == 0:
         keep(live, name, program, script.said)
     assert live.recorder.refused == []
@@ -185,9 +242,11 @@ def fuzz(serve: Serve, seed: int, name: str, program: str, command: Callable[[st
 def test_openai_agents(serve: Serve, seed: int, api: str, folder: str) -> None:
     home = NODE / folder
     name = f"openai_agents_{api}{'_0.0.15' if folder else ''}.json"
+    # The old version reads content or calls, never both: words in front of a call end its turn.
+    ending = "commentary" if folder and api == "chat_completions" else "final"
     fuzz(serve, seed, name, version_of("@openai/agents", home), lambda url: (
         "node", HERE / "openai_agents.mjs", home, url, api, "4"
-    ))  # fmt: skip
+    ), ending)  # fmt: skip
 
 
 @needs(PYTHON)

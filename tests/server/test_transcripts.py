@@ -45,6 +45,32 @@ def test_a_recorded_conversation(serve: Serve, http: httpx.Client, name: str) ->
         assert thought(answers[0]) in live.source.tokenizer.decode(made[1].prompt)
 
 
+def test_codex_sends_back_what_it_was_told(serve: Serve, http: httpx.Client) -> None:
+    """Its second request holds our first answer, item by item, and the model is shown every part of it again."""
+    fixture = read_fixture("codex_namespace.json")
+    live = serve(ScriptedSource(in_turn(*fixture["answers"]), max_context=131072, model="gpt-oss-120b"))
+    first, second = (request["body"] for request in fixture["requests"][:2])
+    answer = http.post(f"{live.url}/v1/responses", json=first)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-halfbyte-left-out"] == "tools.web_search"
+    told = [json.loads(block.split("\ndata: ", 1)[1]) for block in answer.text.split("\n\n") if block.strip()]
+    items = [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    assert [i["type"] for i in items] == ["reasoning", "message", "function_call"]
+    assert told[-1]["type"] == "response.completed"
+    reasoning, message, made = second["input"][-4:-1]
+    assert reasoning["encrypted_content"] == items[0]["encrypted_content"]
+    assert message["content"][0]["text"] == items[1]["content"][0]["text"]
+    assert (made["name"], made["arguments"]) == (items[2]["name"], items[2]["arguments"])
+    assert second["input"][-1]["type"] == "function_call_output"
+    assert http.post(f"{live.url}/v1/responses", json=second).status_code == 200
+    prompt = live.source.prompts()[1]
+    assert "<|channel|>analysis<|message|>I should run it.<|end|>" in prompt
+    assert "<|channel|>commentary<|message|>Running it now.<|end|>" in prompt
+    assert '<|message|>{"cmd":"echo halfbyte-was-here"}<|call|>' in prompt
+    assert "halfbyte-was-here" in prompt.rpartition("functions.exec_command to=assistant")[2]
+    assert "namespace multi_agent_v1 {" in prompt
+
+
 def ids_in(text: str) -> list[str]:
     """Of calls, in the order in which they first appear."""
     return list(dict.fromkeys(re.findall(r"call_[0-9a-f]{24}", text)))

@@ -11,11 +11,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 import halfbyte
 from halfbyte.errors import HalfbyteError
@@ -36,7 +37,38 @@ PANELS: dict[str, dict[str, str]] = {
 COMMANDS = {command: function for commands in PANELS.values() for command, function in commands.items()}
 
 
-class Commands(TyperGroup):
+class PlainTypes:
+    """In the help, a value is N, PATH or TEXT, and a flag has none: `<list[str]>` and `<bool>` are Python's words."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            word = param.metavar if isinstance(param, TyperOption) else ""
+            param.display_type_rich = partial(lambda shown, ctx: shown, plain_type(param) if word is None else word)
+        return params
+
+
+def plain_type(option: TyperOption) -> str:
+    if option.is_flag:
+        return ""
+    kind = getattr(option, "type_descriptor", None)
+    if kind is None:  # an older typer, with TEXT and INTEGER of its own, that does not ask here
+        return "TEXT"
+    return "N" if kind.is_ranged or kind.annotation in (int, float) else "PATH" if kind.is_path else "TEXT"
+
+
+class PlainCommand(PlainTypes, TyperCommand):
+    pass
+
+
+class OneCommand(typer.Typer):
+    """An application of one command, as its module registers it."""
+
+    def command(self, *names: Any, **settings: Any) -> Any:
+        return super().command(*names, **{"cls": PlainCommand, **settings})
+
+
+class Commands(PlainTypes, TyperGroup):
     """Imports a command when it runs. A list of commands shows the first line of each one's docstring, read unrun."""
 
     listing = False
@@ -50,7 +82,7 @@ class Commands(TyperGroup):
         if self.listing:
             panel = next(name for name, commands in PANELS.items() if cmd_name in commands)
             return TyperCommand(cmd_name, help=docstring_of(cmd_name), rich_help_panel=panel)
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone = OneCommand(add_completion=False, pretty_exceptions_enable=False)
         importlib.import_module(f"halfbyte.cli.{cmd_name}").register(alone)
         command = typer.main.get_command(alone)
         command.name = cmd_name

@@ -52,22 +52,22 @@ def rates(text: str) -> tuple[float, ...]:
 @with_gates
 def bench(
     model: ModelArgument = None,
-    pp: Annotated[str, typer.Option("--pp", help="Prompt lengths.")] = "512",
-    tg: Annotated[str, typer.Option("--tg", help="Tokens to generate.")] = "32",
-    depth: Annotated[str, typer.Option("--depth", help="Tokens already in the cache, untimed.")] = "0",
+    pp: Annotated[str, typer.Option("--pp", help="Prompt lengths in tokens, for example 512,2048.")] = "512",
+    tg: Annotated[str, typer.Option("--tg", help="How many tokens to generate.")] = "32",
+    depth: Annotated[str, typer.Option("--depth", help="How many tokens the cache holds already.")] = "0",
     concurrency: Annotated[
-        str, typer.Option("--concurrency", help="Requests at once; speeds are of all together.")
+        str, typer.Option("--concurrency", help="How many requests at once; speeds are their total.")
     ] = "1",
     repeats: Annotated[
-        int, typer.Option("--repeats", "--runs", help="Timed runs of each figure, its warm-up left out.", min=1)
+        int, typer.Option("--repeats", "--runs", help="Timed runs of each figure, after a warm-up.", min=1)
     ] = 3,
-    out_file: Annotated[Path | None, typer.Option("--out", help="Also write a receipt here.")] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Also write a receipt to this file.")] = None,
     served: Annotated[
-        bool, typer.Option("--served", help="Then the same work over HTTP through `halfbyte serve`, and the ratio.")
+        bool, typer.Option("--served", help="Then do the same over HTTP through `halfbyte serve`, and print the ratio.")
     ] = False,
-    url: Annotated[str | None, typer.Option("--url", help="A server that runs already, instead of an engine.")] = None,
+    url: Annotated[str | None, typer.Option("--url", help="Measure the server at this address.")] = None,
     engine: Annotated[
-        str, typer.Option("--engine", help="Measure this engine over HTTP: halfbyte, another one by name, an address.")
+        str, typer.Option("--engine", help="Measure this engine over HTTP: halfbyte, vllm, llamacpp … or an address.")
     ] = "",
     engine_flag: EngineFlagOption = None,
     engine_env: EngineVariableOption = None,
@@ -75,61 +75,76 @@ def bench(
     workload: Annotated[
         str,
         typer.Option(
-            "--workload", help="Play this to a server: synthetic, chat, replay, replay:FILE.", rich_help_panel=Load
+            "--workload", help="What users do: synthetic, chat, replay, or replay:FILE.", rich_help_panel=Load
         ),
     ] = "",
     rate: Annotated[
         str,
         typer.Option(
-            "--rate", help="Sessions a second that begin at random, whatever the server does.", rich_help_panel=Load
+            "--rate",
+            help="How many sessions begin each second, at random, whatever the server does.",
+            rich_help_panel=Load,
         ),
     ] = "",
     sessions: Annotated[
-        int, typer.Option("--sessions", min=0, help="Of each cell; 0: a few.", rich_help_panel=Load)
+        int,
+        typer.Option("--sessions", min=0, help="How many sessions each figure takes; 0: a few.", rich_help_panel=Load),
     ] = 0,
     turns: Annotated[
         int | None,
-        typer.Option("--turns", min=1, help="Of a chat, or the first ones of a recording.", rich_help_panel=Load),
+        typer.Option(
+            "--turns",
+            min=1,
+            help="How many turns a chat has, or how many of a recording to play.",
+            rich_help_panel=Load,
+        ),
     ] = None,
     limits: Annotated[
         str,
         typer.Option(
-            "--limits", help="What counts as in time, in ms: ttft=1000,tpot=50,e2e=20000.", rich_help_panel=Load
+            "--limits",
+            help="What counts as in time, in milliseconds: ttft=1000,tpot=50,e2e=20000.",
+            rich_help_panel=Load,
         ),
     ] = "",
     pace: Annotated[
         float,
         typer.Option(
             "--pace",
-            help="Divides the pauses of a recording.",
+            help="Play a recording this many times as fast: its pauses are divided by it.",
             rich_help_panel=Load,
             callback=lambda n: check_number(n, "--pace"),
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of everything that is drawn.", rich_help_panel=Load)] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out FILE began.")] = False,
+    seed: Annotated[
+        int, typer.Option("--seed", help="The seed of everything that is drawn at random.", rich_help_panel=Load)
+    ] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue what --out FILE began.")] = False,
     store: Annotated[Path | None, typer.Option("--store", help="Also keep the result in this folder.")] = None,
     eager: Annotated[
-        bool, typer.Option("--eager", help="A single sequence without engine or graphs.", rich_help_panel=Other)
+        bool, typer.Option("--eager", help="Time a single sequence, without engine or graphs.", rich_help_panel=Other)
     ] = False,
     graph: Annotated[
-        bool, typer.Option("--graph", help="Bare graph replays: no engine, no sampler.", rich_help_panel=Other)
+        bool,
+        typer.Option("--graph", help="Time graph replays alone, without engine or sampler.", rich_help_panel=Other),
     ] = False,
     phases: Annotated[
-        str, typer.Option("--phases", help="Every phase alone, over so many rows.", rich_help_panel=Other)
+        str, typer.Option("--phases", help="Time every phase alone, over this many rows.", rich_help_panel=Other)
     ] = "",
     sustain: Annotated[
         float,
         typer.Option(
             "--sustain",
-            help="Seconds of decode, with watts and MHz.",
+            help="Decode for this many seconds, and show watts and MHz.",
             rich_help_panel=Other,
             callback=lambda seconds: check_number(seconds, "--sustain"),
         ),
     ] = 0.0,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the regimes first, on a GPU.")] = True,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="On a GPU, first compare the kernels with the reference.")
+    ] = True,
     require_native: Annotated[
-        bool, typer.Option("--require-native", help="Fail where the plan is not the native path.")
+        bool, typer.Option("--require-native", help="Fail unless our own kernels run everywhere.")
     ] = False,
     self_test: SelfTestOption = "auto",
     device: DeviceOption = None,
@@ -137,7 +152,7 @@ def bench(
     *,
     gates: Gates,
 ) -> None:
-    """Prompt and generation speed of the engine, each beside what the hardware could do."""
+    """Measure the speed of prompts and of generation, each beside what the hardware could do."""
     from halfbyte.lab.bench import BenchOptions, keep, rows_of, run_bench, run_log
     from halfbyte.lab.measure.traffic import Limits
     from halfbyte.lab.peers.launch import Setup, variables

@@ -153,17 +153,25 @@ def write(target: Path, members: list[Member], extra: str | None, progress: Call
 
 
 def bundle(
-    target: Annotated[Path, typer.Argument(help="The archive to write, as halfbyte.tar.", show_default=False)],
-    wheels: Annotated[Path, typer.Option(help="Folder with our wheel and those it needs.")] = Path("dist"),
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="TARGET", help="The archive to write, for example halfbyte.tar.", show_default=False),
+    ],
+    wheels: Annotated[Path, typer.Option(help="The folder with our wheel and those it needs.")] = Path("dist"),
     model: Annotated[
-        list[str] | None, typer.Option(help="A model folder, a .gguf file or what was pulled; more than once for more.")
+        list[str] | None,
+        typer.Option(help="A model to include: a folder, a .gguf file or one that was pulled; repeat it for more."),
     ] = None,
     download: Annotated[
-        bool, typer.Option("--download", help="First fetch with pip what our wheel needs, into --wheels.")
+        bool, typer.Option("--download", help="First download what our wheel needs into --wheels, with pip.")
     ] = False,
-    extra: Annotated[str | None, typer.Option(help="Optional part to install, as gpu.")] = None,
-    machine: Annotated[str | None, typer.Option(help="Of the target, if another: x86_64 or aarch64.")] = None,
-    python: Annotated[str | None, typer.Option(help="Version on the target, if another, as 3.12.")] = None,
+    extra: Annotated[str | None, typer.Option(help="An optional part to install, for example gpu.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="The target's processor, if it is another: x86_64 or aarch64.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(help="The target's version of Python, if it is another, for example 3.12.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Put wheels, models and their checksums into one archive, for a machine without a network."""

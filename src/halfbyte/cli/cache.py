@@ -30,15 +30,19 @@ WARMED_ELSEWHERE = {
 
 
 def cache(
-    action: Annotated[str, typer.Argument(help="list, clear or warm.")] = "list",
+    action: Annotated[str, typer.Argument(metavar="ACTION", help="list, clear or warm.")] = "list",
     modules: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODULE[/ENTRY]]...", help="Whose: cpu, cubin, flashinfer, triton, vllm …, or all."),
+        typer.Argument(metavar="MODULE[/ENTRY]", help="Whose cache: cpu, cubin, flashinfer, triton, vllm …, or all."),
     ] = None,
-    stale: Annotated[bool, typer.Option("--stale", help="Only entries whose sources are no longer these.")] = False,
-    older_than: Annotated[float | None, typer.Option(help="Only entries that are so many days old.", min=0)] = None,
-    entries: Annotated[bool, typer.Option("--entries", help="list: every entry, not only every module.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="clear: say what would go and remove nothing.")] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="Only entries whose sources have changed since.")] = False,
+    older_than: Annotated[float | None, typer.Option(help="Only entries older than this many days.", min=0)] = None,
+    entries: Annotated[
+        bool, typer.Option("--entries", help="With list: show every entry, not only every module.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With clear: say what would be removed, and remove nothing.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """List, clear or warm the caches of compiled kernels: ours, FlashInfer's, Triton's, vLLM's."""

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from halfbyte import gates as gates_
-from halfbyte.cli.conversation import Answers, Exchange, Here, Manner, Reasoning, check_effort, open_answers
+from halfbyte.cli.conversation import Answers, Exchange, Manner, Place, Reasoning, check_effort, open_answers
 from halfbyte.cli.options import (
-    DeviceOption,
     ModelArgument,
-    SelfTestOption,
     check_number,
     err,
     out,
@@ -33,18 +31,12 @@ if TYPE_CHECKING:
 
 @with_gates
 @with_record("manner", Manner)
+@with_record("place", Place)
 def chat(
-    model: ModelArgument = None,
-    reasoning: Reasoning = False,
-    here: Here = False,
-    device: DeviceOption = None,
-    self_test: SelfTestOption = "auto",
-    *,
-    manner: Manner,
-    gates: Gates,
+    model: ModelArgument = None, reasoning: Reasoning = False, *, place: Place, manner: Manner, gates: Gates
 ) -> None:
     """Talk to a model in the terminal; /help lists what can be done there."""
-    with open_answers(model, device, gates, here=here, self_test=self_test) as answers:
+    with open_answers(model, place, gates) as answers:
         Chat(answers, manner, reasoning).run()
 
 

@@ -36,13 +36,13 @@ Benchmark = "Benchmark"
 @with_gates
 def check(
     levels: Annotated[
-        list[str] | None, typer.Argument(metavar="[LEVEL]…", help="1, 1.5, 2, 3, 4, 5, 6, their names, or all.")
+        list[str] | None, typer.Argument(metavar="LEVEL", help="1, 1.5, 2, 3, 4, 5, 6, their names, or all.")
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
-            help="As for `serve`. Without it: the embedded model.",
+            help="The model to check, as for `serve`. Without it: the embedded model.",
             show_default=False,
             callback=pull_if_missing,
             autocompletion=model_names,
@@ -52,7 +52,7 @@ def check(
         str,
         typer.Option(
             "--engine",
-            help="halfbyte, vllm, vllm+halfbyte, sglang, llamacpp, or the address of one that runs.",
+            help="halfbyte, vllm, vllm+halfbyte, sglang, llamacpp, or the address of a running one.",
             rich_help_panel=PANEL,
         ),
     ] = "halfbyte",
@@ -61,7 +61,7 @@ def check(
     engine_python: EnginePythonOption = None,
     engine_log: Annotated[
         Path | None,
-        typer.Option("--engine-log", help="Log of an engine that runs already.", rich_help_panel=PANEL),
+        typer.Option("--engine-log", help="The log of an engine that is already running.", rich_help_panel=PANEL),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -71,61 +71,81 @@ def check(
             rich_help_panel=PANEL,
         ),
     ] = None,
-    baseline: Annotated[str, typer.Option("--baseline", help="Preset that the gates are held against.")] = "exact",
+    baseline: Annotated[str, typer.Option("--baseline", help="The preset to compare the gates with.")] = "exact",
     reference: Annotated[
-        Path | None, typer.Option("--reference", help="Answers to compare with; made by --write-reference.")
+        Path | None, typer.Option("--reference", help="The answers to compare with, from --write-reference.")
     ] = None,
     write_reference: Annotated[
-        Path | None, typer.Option("--write-reference", help="Write this engine's answers as a reference, and end.")
+        Path | None, typer.Option("--write-reference", help="Write this engine's answers as a reference, and exit.")
     ] = None,
     suite: Annotated[
-        str | None, typer.Option("--suite", help="Problems of level 2: quick or tiny; default: the reference's.")
+        str | None, typer.Option("--suite", help="The problems of level 2: quick or tiny; by default the reference's.")
     ] = None,
-    pp: Annotated[str, typer.Option("--pp", help="Prompt lengths.", rich_help_panel=Benchmark)] = "2048",
-    tg: Annotated[str, typer.Option("--tg", help="Tokens to generate.", rich_help_panel=Benchmark)] = "32,128",
-    depth: Annotated[str, typer.Option("--depth", help="Tokens in the cache.", rich_help_panel=Benchmark)] = "0",
-    concurrency: Annotated[str, typer.Option("--concurrency", help="At once.", rich_help_panel=Benchmark)] = "1",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, rich_help_panel=Benchmark)] = 5,
+    pp: Annotated[str, typer.Option("--pp", help="Prompt lengths in tokens.", rich_help_panel=Benchmark)] = "2048",
+    tg: Annotated[str, typer.Option("--tg", help="How many tokens to generate.", rich_help_panel=Benchmark)] = "32,128",
+    depth: Annotated[
+        str, typer.Option("--depth", help="How many tokens the cache holds already.", rich_help_panel=Benchmark)
+    ] = "0",
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", help="Requests at once.", rich_help_panel=Benchmark)
+    ] = "1",
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Timed runs of each.", rich_help_panel=Benchmark)
+    ] = 5,
     targets: Annotated[
         Path | None,
-        typer.Option("--targets", help="Success criteria; default: this GPU's.", rich_help_panel=Benchmark),
+        typer.Option("--targets", help="A file of figures to reach; by default this GPU's.", rich_help_panel=Benchmark),
     ] = None,
     prior: Annotated[
-        str, typer.Option("--prior", help="Presets on top of which level 5 measures the gates, too.")
+        str, typer.Option("--prior", help="Presets on top of which level 5 also measures the gates.")
     ] = "",
     against: Annotated[
-        Path | None, typer.Option("--against", help="results.json of an earlier run, for level 5.")
+        Path | None, typer.Option("--against", help="The results.json of an earlier run, for level 5.")
     ] = None,
     full: Annotated[
-        str, typer.Option("--full", help="Axes of the matrix to combine in full, as moe_kernel,activation.")
+        str, typer.Option("--full", help="Gates to combine in full in the matrix, for example moe_kernel,activation.")
     ] = "",
-    sequential: Annotated[int, typer.Option("--sequential", min=1, rich_help_panel=Stress)] = 100,
-    prefill: Annotated[int, typer.Option("--prefill", min=1, help="Tokens.", rich_help_panel=Stress)] = 4096,
-    generation: Annotated[int, typer.Option("--generation", min=1, help="Tokens.", rich_help_panel=Stress)] = 1024,
-    load: Annotated[int, typer.Option("--load", min=1, help="Requests.", rich_help_panel=Stress)] = 200,
-    at_once: Annotated[int, typer.Option("--at-once", min=1, help="Of these.", rich_help_panel=Stress)] = 8,
+    sequential: Annotated[
+        int, typer.Option("--sequential", min=1, help="Requests one by one.", rich_help_panel=Stress)
+    ] = 100,
+    prefill: Annotated[
+        int, typer.Option("--prefill", min=1, help="Tokens of a long prompt.", rich_help_panel=Stress)
+    ] = 4096,
+    generation: Annotated[
+        int, typer.Option("--generation", min=1, help="Tokens of a long answer.", rich_help_panel=Stress)
+    ] = 1024,
+    load: Annotated[int, typer.Option("--load", min=1, help="Requests under load.", rich_help_panel=Stress)] = 200,
+    at_once: Annotated[
+        int, typer.Option("--at-once", min=1, help="How many of these at once.", rich_help_panel=Stress)
+    ] = 8,
     kit: Annotated[
         Path | None,
-        typer.Option("--kit", metavar="FILE.zip", help="Levels 1 to 4, self-test and profile in one archive, for us."),
+        typer.Option(
+            "--kit",
+            metavar="FILE.zip",
+            help="Run levels 1 to 4, self-test and profile, and put it all into one archive to send to us.",
+        ),
     ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", help="That --kit takes at most.")] = 20.0,
-    start_s: Annotated[float, typer.Option("--start-limit", help="Seconds to a first token.")] = 300.0,
-    request_s: Annotated[float, typer.Option("--request-limit", help="Seconds to an answer.")] = 120.0,
+    minutes: Annotated[float, typer.Option("--minutes", help="The most minutes that --kit may take.")] = 20.0,
+    start_s: Annotated[
+        float, typer.Option("--start-limit", help="The most seconds to a first token after the start.")
+    ] = 300.0,
+    request_s: Annotated[float, typer.Option("--request-limit", help="The most seconds to an answer.")] = 120.0,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Blocking launches, C++ stacks and API logs in the engine: slow.")
+        bool, typer.Option("--debug", help="Start the engine with blocking launches, C++ stacks and API logs: slow.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the matrix that --out FOLDER began; other levels run anew.")
+        bool, typer.Option("--resume", help="Continue the matrix that --out FOLDER began; other levels run again.")
     ] = False,
     folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder for results, log and diagnostics.", show_default=False)
+        Path | None, typer.Option("--out", help="The folder for results, log and diagnostics.", show_default=False)
     ] = None,
     device: DeviceOption = None,
     json: JsonOption = False,
     *,
     gates: Gates,
 ) -> None:
-    """The test protocol: smoke, kernel path, correctness, stress, benchmark, regression, matrix."""
+    """Run the test protocol: smoke, kernel path, correctness, stress, benchmark, regression, matrix."""
     from halfbyte.cli.bench import numbers
     from halfbyte.evals.suite import Suite
     from halfbyte.lab.bench import preset_of

@@ -14,19 +14,19 @@ COLORS = {"regression": "red", "improvement": "green", "too few runs": "yellow",
 
 def compare(
     before: Annotated[str, typer.Argument(metavar="A", help="A result file, or a name in the store.")],
-    after: Annotated[str, typer.Argument(metavar="B", help="The one to hold against it; `latest` is the newest.")],
-    store: Annotated[Path | None, typer.Option("--store", help="Folder of results; default: bench/results.")] = None,
+    after: Annotated[str, typer.Argument(metavar="B", help="The one to compare with it; `latest` is the newest.")],
+    store: Annotated[Path | None, typer.Option("--store", help="Where results are; by default bench/results.")] = None,
     threshold: Annotated[
         float,
         typer.Option(
-            "--threshold", min=0.0, help="Percent by which an estimate must be worse to count as a regression.",
+            "--threshold", min=0.0, help="By how many percent a figure must be worse to count as a regression.",
             callback=lambda percent: check_number(percent, "--threshold"),
         ),
     ] = 5.0,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where something became slower.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 1 if something became slower.")] = False,
     json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """What changed between two results: the environment, and every figure that differs by more than its noise."""
+    """Show what changed between two results: the environment, and every figure that differs beyond its noise."""
     from halfbyte.lab.compare import compare_files
     from halfbyte.lab.receipts import RESULTS
     from halfbyte.lab.store import Store

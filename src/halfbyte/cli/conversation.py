@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol,
 
 import typer
 
-from halfbyte.cli.options import err, open_engine
+from halfbyte.cli.options import DEVICE, DEVICES, SELF_TEST, err, open_engine
 from halfbyte.errors import AskError, ContextError, HalfbyteError, PeerDiedError, StepError, UsageError
 from halfbyte.flags import flag
 from halfbyte.gates import Gates
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 EFFORTS = ("low", "medium", "high")
 Reasoning = Annotated[bool, typer.Option("--reasoning", help="Show the model's reasoning as well.")]
-Here = Annotated[bool, typer.Option("--here", help="Load the model here even if a running server already has it.")]
 
 
 class Piece(NamedTuple):
@@ -65,6 +64,15 @@ class Manner:
         values=EFFORTS,
     )  # fmt: skip
     system: str | None = flag(None, "--system", "Instructions for the model.")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the model is that answers. Each field is also an option."""
+
+    here: bool = flag(False, "--here", "Load the model here even if a running server already has it.")
+    device: str | None = flag(None, "--device", DEVICE, values=DEVICES)
+    self_test: str = flag("auto", "--self-test", SELF_TEST)
 
 
 class Answers(Protocol):
@@ -159,13 +167,11 @@ def _read(reply: httpx.Response) -> Iterator[Piece]:
 
 
 @contextmanager
-def open_answers(
-    model: str | None, device: str | None, gates: Gates, *, here: bool = False, **options: Any
-) -> Iterator[Answers]:
+def open_answers(model: str | None, place: Place, gates: Gates) -> Iterator[Answers]:
     """A running server's, where one has this very model and no kernels and no device were chosen; else an engine's."""
     from halfbyte.cli import servers
 
-    if not here and device is None and not gates.changes():
+    if not place.here and place.device is None and not gates.changes():
         server = next((s for s in servers.running() if s.url and (model or "tiny") in s.names), None)
         if server is not None and server.url is not None:
             err.print(f"[dim]{server.model}, asked of the server at {server.url} (--here loads it again)[/dim]")
@@ -173,7 +179,7 @@ def open_answers(
             return
     from halfbyte.model import load
 
-    with open_engine(model, device, gates, **options) as engine:
+    with open_engine(model, place.device, gates, self_test=place.self_test) as engine:
         yield EngineAnswers(engine, load.resolve_model(model).label)
 
 

@@ -59,7 +59,7 @@ def ask(url: str, question: str) -> None:
 
 
 def demo() -> None:
-    """Serve the embedded model, ask it something, print the answer and a table of speeds, stop."""
+    """Serve the embedded model, ask it something, print the answer and a table of speeds, and stop."""
     say("serving the embedded model (halfbyte serve --port 0)")
     server = start_child([*HALFBYTE, "serve", "--port", "0"], stderr=subprocess.PIPE, text=True)
     try:

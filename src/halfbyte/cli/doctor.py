@@ -22,20 +22,29 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 def doctor(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="What shall be served: its files, size and disk are looked at, too."),
+        typer.Argument(metavar="MODEL", help="The model to serve: its files, size and disk are checked as well."),
     ] = None,
     json: JsonOption = False,
-    cluster: Annotated[bool, typer.Option("--cluster", help="What two machines need besides: network, RDMA.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Print the commands that would help; none is run.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Also check what two machines need: network, RDMA.")
+    ] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Print the commands that would help, without running any.")
+    ] = False,
     peer: Annotated[
         list[str] | None,
-        typer.Option("--peer", help="Another machine of the cluster: a record's file, or a host to ask over ssh."),
+        typer.Option(
+            "--peer", help="Another machine of the cluster: the file of its record, or a host to ask over ssh."
+        ),
     ] = None,
-    port: Annotated[int, typer.Option(help="The port that the server would take.", min=1, max=65535)] = 8000,
-    record: Annotated[str | None, typer.Option(help="Write what was asked to this file (-: standard output).")] = None,
-    replay: Annotated[Path | None, typer.Option(help="Judge a record that another machine made.")] = None,
+    port: Annotated[int, typer.Option(help="The port that the server would listen on.", min=1, max=65535)] = 8000,
+    record: Annotated[
+        str | None,
+        typer.Option(help="Write this machine's answers to this file, for --replay elsewhere (-: standard output)."),
+    ] = None,
+    replay: Annotated[Path | None, typer.Option(help="Judge a record of another machine instead of this one.")] = None,
 ) -> None:
-    """What is wrong with this machine, with evidence and the fix; exit status 1 if it would not serve."""
+    """Say what is wrong with this machine, with evidence and the fix; exit status 1 if it could not serve."""
     from halfbyte.doctor.diagnosis import diagnose, exit_status
     from halfbyte.doctor.finding import CHECKS, Purpose
     from halfbyte.doctor.live import this_machine

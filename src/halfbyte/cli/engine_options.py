@@ -10,15 +10,18 @@ PANEL = "Engine"
 
 EngineFlagOption = Annotated[
     list[str] | None,
-    typer.Option("--engine-flag", help="A flag of the engine's own, passed on; repeat it.", rich_help_panel=PANEL),
+    typer.Option("--engine-flag", help="A flag to pass on to the engine; repeat it for more.", rich_help_panel=PANEL),
 ]
 EngineVariableOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--engine-env", metavar="NAME=VALUE", help="A variable of the engine's own; repeat it.", rich_help_panel=PANEL
+        "--engine-env",
+        metavar="NAME=VALUE",
+        help="A variable for the engine's environment; repeat it for more.",
+        rich_help_panel=PANEL,
     ),
 ]
 EnginePythonOption = Annotated[
     str | None,
-    typer.Option("--engine-python", help="Interpreter of vLLM's or SGLang's environment.", rich_help_panel=PANEL),
+    typer.Option("--engine-python", help="The Python that vLLM or SGLang is installed in.", rich_help_panel=PANEL),
 ]

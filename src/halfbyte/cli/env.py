@@ -10,7 +10,7 @@ from halfbyte.gates import Gates
 
 @with_gates
 def env(json: JsonOption = False, *, gates: Gates) -> None:
-    """The reproducibility record of this machine and build."""
+    """Print the record of this machine and build that makes a result reproducible."""
     from halfbyte.lab import environment
 
     record = environment.collect(gates)

@@ -30,7 +30,7 @@ def evaluate(
     *,
     gates: Gates,
 ) -> None:
-    """Accuracy per task on held-out problems, greedy and deterministic."""
+    """Measure accuracy on held-out problems, task by task, greedy and deterministic."""
     from halfbyte.engine.request import SamplingParams
     from halfbyte.evals.suite import Suite
     from halfbyte.lab import environment

@@ -18,7 +18,7 @@ def explain(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", show_default=False,
+            metavar="MODEL", show_default=False,
             help=f"{MODEL}. Without it: gpt-oss-120b as OpenAI publishes it, which need not be here.",
             autocompletion=complete_model,
         ),

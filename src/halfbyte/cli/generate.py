@@ -37,7 +37,9 @@ def generate(
     ] = False,
     reasoning: Annotated[
         bool,
-        typer.Option("--reasoning", help="Write the reasoning to standard error; the answer alone is standard output."),
+        typer.Option(
+            "--reasoning", help="Write the reasoning to standard error; only the answer goes to standard output."
+        ),
     ] = False,
     device: DeviceOption = None,
     allow_nan: Annotated[bool, typer.Option("--allow-nan", help="Go on even if some weights are not numbers.")] = False,
@@ -47,7 +49,7 @@ def generate(
     manner: Manner,
     gates: Gates,
 ) -> None:
-    """Answer one prompt and end."""
+    """Answer one prompt and exit."""
     from halfbyte.engine.request import SamplingParams
     from halfbyte.harmony.messages import Message, opening
     from halfbyte.harmony.parse import Parser

@@ -15,16 +15,19 @@ from halfbyte.gates import Gates
 
 def matrix(
     model: ModelArgument = None,
-    engine: Annotated[str, typer.Option("--engine", help="As of `check`.")] = "halfbyte",
+    engine: Annotated[str, typer.Option("--engine", help="The engine, as for `check`.")] = "halfbyte",
     full: Annotated[
-        str, typer.Option("--full", help="Axes to combine in full, as moe_kernel,activation; without: pairwise.")
+        str,
+        typer.Option(
+            "--full", help="Gates to combine in full, for example moe_kernel,activation; by default in pairs."
+        ),
     ] = "",
-    folder: Annotated[Path | None, typer.Option("--out", help="Folder for results and logs.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --out FOLDER began.")] = False,
+    folder: Annotated[Path | None, typer.Option("--out", help="The folder for results and logs.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue what --out FOLDER began.")] = False,
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Every preset and every pair of gate values that can run together, started, compared and timed briefly."""
+    """Try every preset and every pair of gate values that can run together: start, compare, time briefly."""
     run = inspect.unwrap(check)  # as it is called once its gates are made
     run(
         ["6"], model=model, engine=engine, full=full, folder=folder, resume=resume, device=device, json=json,

@@ -55,16 +55,12 @@ def model_names(incomplete: str) -> list[str]:
     return complete_model(incomplete)
 
 
-ModelArgument = Annotated[str | None, model_argument("[MODEL]", f"{MODEL}. Without it: the embedded model.")]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device", help="cpu or cuda; by default cuda where there is a GPU.", autocompletion=lambda: ("cpu", "cuda")
-    ),
-]
-SelfTestOption = Annotated[
-    str, typer.Option("--self-test", help="Test the GPU's kernels before the model is loaded: auto, always or off.")
-]
+ModelArgument = Annotated[str | None, model_argument("MODEL", f"{MODEL}. Without it: the embedded model.")]
+DEVICE = "cpu or cuda; by default cuda where there is a GPU."
+DEVICES = ("cpu", "cuda")
+SELF_TEST = "Test the GPU's kernels before the model is loaded: auto, always or off."
+DeviceOption = Annotated[str | None, typer.Option("--device", help=DEVICE, autocompletion=lambda: DEVICES)]
+SelfTestOption = Annotated[str, typer.Option("--self-test", help=SELF_TEST)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 

@@ -16,18 +16,19 @@ from halfbyte.gates import Gates
 def profile(
     model: ModelArgument = None,
     tokens: Annotated[int, typer.Option(min=1, help="How many decode steps to look at.")] = 16,
-    depth: Annotated[int, typer.Option(min=1, help="How many tokens are in the cache already.")] = 2048,
+    depth: Annotated[int, typer.Option(min=1, help="How many tokens the cache holds already.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, max=64, help="How many sequences decode together.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", min=0, help="The length of the prompt to look at; 0: none.")] = 512,
+    pp: Annotated[int, typer.Option("--pp", min=0, help="The length of the prompt to look at; 0 leaves it out.")] = 512,
     device: DeviceOption = None,
     predicted: Annotated[
-        str | None, typer.Option("--predict", metavar="GPU[,GPU]", help="Predict decode on these GPUs instead.")
+        str | None,
+        typer.Option("--predict", metavar="GPU[,GPU]", help="Predict the speed of decode on these GPUs instead."),
     ] = None,
     shape: Annotated[str, typer.Option("--model", help="With --predict: 120b or 20b.")] = "120b",
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", help="Read this file instead: a trace by torch (JSON), an export by nsys (SQLite), a profile."
+            "--trace", help="Read this file instead: torch's trace (JSON), an nsys export (SQLite), or a profile."
         ),
     ] = None,
     json: JsonOption = False,

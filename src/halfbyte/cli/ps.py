@@ -11,7 +11,7 @@ from halfbyte.cli.options import JsonOption, err, print_json, print_table
 
 
 def ps(json: JsonOption = False) -> None:
-    """List the servers that run on this machine."""
+    """List the servers running on this machine."""
     from halfbyte.cli.servers import running
 
     servers = running()

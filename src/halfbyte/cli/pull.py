@@ -12,13 +12,16 @@ from halfbyte.cli.options import JsonOption, err, print_json
 
 def pull(
     model: Annotated[
-        str, typer.Argument(help="A repository, such as openai/gpt-oss-20b, or 20b, 120b.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="MODEL", help="20b, 120b, or a repository such as openai/gpt-oss-20b.", show_default=False
+        ),
     ],
     folder: Annotated[
-        Path | None, typer.Option("--to", help="The folder to put it in; by default one of its own among the models.")
+        Path | None, typer.Option("--to", help="The folder to put it in; by default where `halfbyte list` looks.")
     ] = None,
     revision: Annotated[str, typer.Option(help="A branch, tag or commit.")] = "main",
-    file: Annotated[str | None, typer.Option(help="Fetch this file alone; for GGUF repositories.")] = None,
+    file: Annotated[str | None, typer.Option(help="Fetch only this file; for GGUF repositories.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Fetch a model: only the files it needs, resumed where it stopped, every file checked."""

@@ -22,7 +22,7 @@ def quantize(
     *,
     gates: Gates,
 ) -> None:
-    """Write a checkpoint with more layers quantised, as --layers or --mxfp4-layers say."""
+    """Write a checkpoint with more layers quantised: those that --layers or --mxfp4-layers name."""
     from halfbyte.model import checkpoint, load
 
     asked = {g: f for g, f in gates.layer_formats.items() if f != "checkpoint"}

@@ -19,7 +19,7 @@ COLUMNS = ("  cell", "figure", "value", "ceiling", "share")
 
 def receipts(
     folder: Annotated[
-        Path | None, typer.Option("--folder", help="The folder they are in; by default bench/results.")
+        Path | None, typer.Option("--folder", help="The folder that holds them; by default bench/results.")
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print README's table of results, as markdown.")] = False,
     run: Annotated[bool, typer.Option("--run", help="Measure again whatever is not current; can be resumed.")] = False,
@@ -27,11 +27,11 @@ def receipts(
         list[str] | None, typer.Option("--part", help="With --run: measure only this part; repeat it for more.")
     ] = None,
     answers: Annotated[
-        Path | None, typer.Option("--answers", help="With --run: a file with the CPU's answers of the embedded model.")
+        Path | None, typer.Option("--answers", help="With --run: a file with the embedded model's answers on a CPU.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """What was measured before: figures, ceilings, and what is stale; or measure it again."""
+    """Show what was measured: figures, ceilings, and what is stale; or measure it again."""
     from halfbyte.lab.receipts import RESULTS, read_all
 
     if run:

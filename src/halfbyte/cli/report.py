@@ -14,18 +14,18 @@ from halfbyte.cli.options import JsonOption, err, out, print_json
 def report(
     results: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[PATH]...", help="Result files, folders of them, archives; default: bench/results."),
+        typer.Argument(metavar="PATH", help="Result files, folders of them, or archives; by default bench/results."),
     ] = None,
     page: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option("--title", help="Its heading.")] = "halfbyte: results",
-    note: Annotated[str, typer.Option("--note", help="What a reader should know first.")] = "",
+    note: Annotated[str, typer.Option("--note", help="What a reader should know first; stands at the top.")] = "",
     docs: Annotated[
         bool,
-        typer.Option("--docs", help="Instead write the ledger and the feature matrix of docs/ from bench/results."),
+        typer.Option("--docs", help="Write the ledger and the feature matrix in docs/ instead, from bench/results."),
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """One HTML page from results: leaderboard, curves, matrix, kernel times, history, and the metadata behind it."""
+    """Make one HTML page of results: leaderboard, curves, matrix, kernel times, history, and the metadata behind it."""
     if docs:
         from halfbyte.lab import ledger
 

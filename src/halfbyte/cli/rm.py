@@ -16,12 +16,12 @@ from halfbyte.errors import UsageError
 def rm(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="Names as `halfbyte list` shows them.", autocompletion=complete_model),
+        typer.Argument(metavar="MODEL", help="Names as `halfbyte list` shows them.", autocompletion=complete_model),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Remove models that were pulled, and the disk space they take."""
+    """Remove models that were pulled, and free the disk space they take."""
     from halfbyte.cli.servers import running
     from halfbyte.model import pulled
 

@@ -8,29 +8,28 @@ from typing import Annotated
 import typer
 
 from halfbyte.cli.chat import Chat
-from halfbyte.cli.conversation import Here, Manner, Reasoning, open_answers
-from halfbyte.cli.options import MODEL, DeviceOption, SelfTestOption, model_argument, out, with_gates, with_record
+from halfbyte.cli.conversation import Manner, Place, Reasoning, open_answers
+from halfbyte.cli.options import MODEL, model_argument, out, with_gates, with_record
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
 
 @with_gates
 @with_record("manner", Manner)
+@with_record("place", Place)
 def run(
     model: Annotated[str, model_argument("MODEL", f"{MODEL}; tiny is the embedded model.")],
     prompt: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]...",
-            help="What to ask; what is piped in is added to it. Without either: a conversation.",
+            metavar="PROMPT",
+            help="What to ask; whatever is piped in is added. Without either, a conversation starts.",
             show_default=False,
         ),
     ] = None,
     reasoning: Reasoning = False,
-    here: Here = False,
-    device: DeviceOption = None,
-    self_test: SelfTestOption = "auto",
     *,
+    place: Place,
     manner: Manner,
     gates: Gates,
 ) -> None:
@@ -42,7 +41,7 @@ def run(
         parts += [text] if (text := sys.stdin.read()).strip() else []
         if not parts:
             raise UsageError("the prompt is empty; write it after the model, or pipe it in.")
-    with open_answers(model, device, gates, here=here, self_test=self_test) as answers:
+    with open_answers(model, place, gates) as answers:
         if not parts:
             Chat(answers, manner, reasoning).run()
             return

@@ -17,17 +17,17 @@ def stop(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SERVER]",
+            metavar="SERVER",
             help="Its model, process number or port, as `halfbyte ps` shows them. Without it: the only one.",
             show_default=False,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Stop every server of this machine.")] = False,
-    now: Annotated[bool, typer.Option("--now", help="Do not wait for requests that are being answered.")] = False,
-    wait: Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait until it has ended.")] = 60.0,
+    every: Annotated[bool, typer.Option("--all", help="Stop every server on this machine.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for the requests it is answering.")] = False,
+    wait: Annotated[float, typer.Option("--wait", min=0.0, help="How many seconds to wait for it to end.")] = 60.0,
     json: JsonOption = False,
 ) -> None:
-    """Stop a server; requests that are being answered may end first."""
+    """Stop a server, once the requests it is answering have ended."""
     from halfbyte.cli import servers
 
     if every and name is not None:

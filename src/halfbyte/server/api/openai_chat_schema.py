@@ -19,6 +19,7 @@ from halfbyte.server.api.shared_schema import (
     SomeTokens,
     Strict,
     TextPart,
+    Verbosity,
     text_of,
 )
 from halfbyte.server.http.errors import bad_request
@@ -82,6 +83,7 @@ class AssistantMessage(Strict):
         "audio": "gpt-oss does not speak",
         "function_call": "the deprecated form of tool_calls, null in every answer",
         "reasoning_details": "the same reasoning in another router's form",
+        "provider_specific_fields": "LiteLLM's copy of the fields that it does not know, the reasoning among them",
     }
     role: Literal["assistant"]
     content: str | Items[SpokenPart] | None = None
@@ -192,12 +194,16 @@ class ChatRequest(SamplingFields, GuidanceFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: EffortName | None = None
     modalities: Items[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
     # extensions
     reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     options: OllamaOptions | None = None
+
+    @property
+    def left_out(self) -> list[str]:
+        return super().left_out + (["verbosity"] if self.verbosity in ("low", "high") else [])
 
 
 def to_harmony(messages: list[Any], memory: CallMemory) -> tuple[str | None, list[Message]]:

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from halfbyte.server.answer.generate import Totals
-from halfbyte.server.api.shared_schema import SamplingFields
+from halfbyte.server.api.shared_schema import SamplingFields, left_out_header
 from halfbyte.server.http import sse
 from halfbyte.server.http.errors import ApiError
 
@@ -20,7 +20,7 @@ class ChunkFrame:
     """The fields around `choices` in one object and in every chunk of it."""
 
     def __init__(self, prefix: str, object: str, chunk_object: str, model: str, body: SamplingFields) -> None:
-        self.headers = body.left_out
+        self.headers = left_out_header(body.left_out)
         self.fields: dict[str, Any] = {
             "id": sse.new_id(prefix),
             "object": object,

@@ -31,7 +31,7 @@ from halfbyte.server.api.openai_responses_schema import (
 )
 from halfbyte.server.api.openai_sampling import common_sampling
 from halfbyte.server.api.response_store import ResponseStore, StoredResponse
-from halfbyte.server.api.shared_schema import LEFT_OUT_HEADER
+from halfbyte.server.api.shared_schema import left_out_header
 from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError, bad_request, from_error, is_cancellation
@@ -159,7 +159,7 @@ def _prompt(service: Service, earlier: History, body: ResponsesRequest) -> tuple
         stop_strings=check_stop_strings(body.stop),
         input_field="input",
     )
-    return make_prompt(service, conversation), history, left_out
+    return make_prompt(service, conversation), history, left_out + body.left_out
 
 
 def _format(body: ResponsesRequest) -> AnswerFormat | None:
@@ -191,7 +191,7 @@ class ResponseBodyWriter(EventWriter):
         self.generation = generation
         self.request = body
         self.history = history
-        self.headers = {LEFT_OUT_HEADER: ",".join(f"tools.{t}" for t in left_out)} if left_out else None
+        self.headers = left_out_header(left_out)
         self.answer = generation.answers[0]
         include = body.include or []
         logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in include

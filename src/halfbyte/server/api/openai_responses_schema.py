@@ -28,6 +28,7 @@ from halfbyte.server.api.shared_schema import (
     Strict,
     Table,
     Temperature,
+    Verbosity,
 )
 
 
@@ -325,7 +326,7 @@ class SchemaFormat(Strict):
 
 class TextOptions(Strict):
     format: Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class Reasoning(Strict):
@@ -333,7 +334,7 @@ class Reasoning(Strict):
     # The reasoning itself is in the answer; nothing here writes summaries of it.
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    context: Literal["auto", "current_turn"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
 
 
 class ResponsesRequest(Strict):
@@ -367,6 +368,13 @@ class ResponsesRequest(Strict):
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
 
+    @property
+    def left_out(self) -> list[str]:
+        """gpt-oss has no switch for verbosity, and was trained to see no reasoning of earlier turns."""
+        verbose = self.text is not None and self.text.verbosity in ("low", "high")
+        earlier = self.reasoning is not None and self.reasoning.context == "all_turns"
+        return ["text.verbosity"] * verbose + ["reasoning.context"] * earlier
+
 
 # What Codex's older agents and OpenAI's own `local_shell` take.
 _SHELL_SCHEMA: dict[str, Any] = {
@@ -398,7 +406,7 @@ def _functions(tool: Any, descriptions: dict[str, str], left_out: list[str]) -> 
             descriptions[name] = tool.description
         return [_function(member, name) for member in tool.tools]
     if isinstance(tool, WebSearchTool) or (isinstance(tool, ToolSearchTool) and tool.execution != "client"):
-        left_out.append(tool.type)
+        left_out.append(f"tools.{tool.type}")
         return []
     if isinstance(tool, ToolSearchTool):
         return [Function(tool.type, FUNCTIONS, tool.description or "", tool.parameters, form="tool_search")]

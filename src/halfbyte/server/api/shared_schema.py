@@ -44,8 +44,12 @@ MESSAGES_HARMLESS = {
 }
 
 
-# What a request asked for and did not get, although it was served.
-LEFT_OUT_HEADER = "x-halfbyte-left-out"
+Verbosity = Literal["low", "medium", "high"]  # gpt-oss knows no such switch; the answer says that it was left out
+
+
+def left_out_header(fields: list[str]) -> dict[str, str] | None:
+    """What a request asked for and did not get, although it was served."""
+    return {"x-halfbyte-left-out": ",".join(fields)} if fields else None
 
 
 T = TypeVar("T")
@@ -166,5 +170,5 @@ class SamplingFields(Strict):
     cache_prompt: bool | None = None  # false cannot be honoured for one request; the answer says so in a header
 
     @property
-    def left_out(self) -> dict[str, str] | None:
-        return {LEFT_OUT_HEADER: "cache_prompt"} if self.cache_prompt is False else None
+    def left_out(self) -> list[str]:
+        return ["cache_prompt"] if self.cache_prompt is False else []

@@ -4,8 +4,9 @@ import { button, copyText, el, icon } from "./dom.js";
 import { render } from "./markdown.js";
 
 export function seconds(s) { return s < 1 ? `${Math.round(s * 1000)} ms` : s < 10 ? `${s.toFixed(1)} s` : `${Math.round(s)} s`; }
+const SHORTEST = 20; // ms: what arrives within less came in one packet, and its time says nothing of the model's speed
 export function rate(stats) {
-  if (!stats?.tokens || !stats.last || stats.last <= stats.first) return "";
+  if (!stats?.tokens || !stats.last || stats.last - stats.first < SHORTEST) return "";
   return `${((stats.tokens - (stats.atFirst ?? 1)) / (stats.last - stats.first) * 1000).toFixed(1)} tok/s`;
 }
 function statLine(m) {
