@@ -27,7 +27,7 @@ def matrix(
     device: DeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Try every preset and every pair of gate values that can run together: start, compare, time briefly."""
+    """Try every preset, and gates (switches for kernels and formats) in pairs: start, compare, time briefly."""
     run = inspect.unwrap(check)  # as it is called once its gates are made
     run(
         ["6"], model=model, engine=engine, full=full, folder=folder, resume=resume, device=device, json=json,

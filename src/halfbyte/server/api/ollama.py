@@ -64,6 +64,8 @@ def router(service: Service) -> APIRouter:
         http: Request, body: ChatBody | GenerateBody, made: Callable[[Slot, bool], Generation[Any]], field: str
     ) -> Response:
         name = service.names.check_tagged(body.model)
+        if not (body.messages if isinstance(body, ChatBody) else body.prompt):
+            return _loaded(name, field)
         streaming = body.stream is not False
 
         def writer(slot: Slot) -> LineWriter:
@@ -81,8 +83,6 @@ def router(service: Service) -> APIRouter:
             prompt = make_prompt(service, _conversation(service, body, messages, instructions, tools))
             return generate(service, prompt, slot, streaming=streaming)
 
-        if not body.messages:
-            return _loaded(service.names.check_tagged(body.model), "message")
         return await answer(http, body, made, "message")
 
     @api.post(
@@ -98,8 +98,6 @@ def router(service: Service) -> APIRouter:
             conversation = _conversation(service, body, messages, body.system or None, Toolbox())
             return generate(service, make_prompt(service, conversation), slot, streaming=streaming)
 
-        if not body.prompt:
-            return _loaded(service.names.check_tagged(body.model), "response")
         return await answer(http, body, made, "response")
 
     @api.get(
@@ -164,9 +162,18 @@ def _stamp(seconds: float) -> str:
 
 def _loaded(name: str, field: str) -> Response:
     """A request without a prompt only asks that the model be loaded, which it is."""
-    empty: Any = {"role": "assistant", "content": ""} if field == "message" else ""
-    body = {"model": name, "created_at": _stamp(time.time()), field: empty, "done": True, "done_reason": "load"}
+    body = _frame(name, field, "", "", []) | {"done": True, "done_reason": "load"}
     return Response(sse.dumps(body), media_type="application/json")
+
+
+def _frame(model: str, field: str, content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is around every piece of an answer, in the form of the endpoint whose answers are in `field`."""
+    out: dict[str, Any] = {"model": model, "created_at": _stamp(time.time())}
+    thought = {"thinking": thinking} if thinking else {}
+    if field == "response":
+        return out | {"response": content} | thought
+    message: dict[str, Any] = {"role": "assistant", "content": content} | thought
+    return out | {"message": message | ({"tool_calls": calls} if calls else {})}
 
 
 # ---- request ------------------------------------------------------------------------------------------------------
@@ -222,6 +229,9 @@ def _raw(body: GenerateBody, streaming: bool) -> CompletionRequest:
 # ---- answer -------------------------------------------------------------------------------------------------------
 
 
+Part = tuple[str, str, list[dict[str, Any]]]  # content, thinking, calls
+
+
 class LineWriter:
     """The answer as lines of JSON, or as the one object they add up to. `field` is what holds the text."""
 
@@ -261,22 +271,20 @@ class LineWriter:
         self._unsent()
         return self._frame(self.content, self.thinking, self.calls) | self._end()
 
-    def _parts(self, update: Update) -> list[tuple[str, str, list[dict[str, Any]]]]:
-        """(content, thinking, calls) of each line that an update makes."""
+    def _parts(self, update: Update) -> list[Part]:
+        """Of each line that an update makes."""
         if self._first is None and update.tokens:
             self._first = time.perf_counter_ns()
-        out: list[tuple[str, str, list[dict[str, Any]]]] = []
+        out: list[Part] = []
         for piece in update.pieces:
             if piece.kind not in ("content", "reasoning") or (piece.kind == "reasoning" and not self.show_thinking):
                 continue
             last, self._last[piece.kind] = self._last.get(piece.kind), piece.item
             text = piece.text if last in (None, piece.item) else SEPARATOR + piece.text
-            if piece.kind == "content":
-                self.content += text
-                out.append((text, "", []))
-            else:
-                self.thinking += text
-                out.append(("", text, []))
+            content, thinking = (text, "") if piece.kind == "content" else ("", text)
+            self.content += content
+            self.thinking += thinking
+            out.append((content, thinking, []))
         for number in update.complete_items:
             call = self.generation.answers[0].items[number].call
             if call is not None and call.index not in self._sent:
@@ -300,15 +308,7 @@ class LineWriter:
         return [self._call(call) for call in calls if call.index not in self._sent]
 
     def _frame(self, content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        out: dict[str, Any] = {"model": self.model, "created_at": _stamp(time.time())}
-        if self.field == "response":
-            return out | {"response": content} | ({"thinking": thinking} if thinking else {})
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if thinking:
-            message["thinking"] = thinking
-        if calls:
-            message["tool_calls"] = calls
-        return out | {"message": message}
+        return _frame(self.model, self.field, content, thinking, calls)
 
     def _line(self, content: str, thinking: str, calls: list[dict[str, Any]]) -> bytes:
         return sse.dumps(self._frame(content, thinking, calls) | {"done": False}) + b"\n"
