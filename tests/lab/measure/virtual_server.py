@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
-from os.path import commonpath
+from itertools import takewhile
 from typing import Any
 
 from halfbyte.lab.measure.event_stream import LIMIT, Link
@@ -54,6 +54,11 @@ class Pipe:
     def close(self) -> None: ...
 
 
+def alike(a: list[int], b: list[int]) -> int:
+    """Tokens that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
+
+
 class KnownServer:
     """`prefill` seconds to the first token, then `pace` a token; `together` tokens a chunk; at most `slots` requests at
     once, others wait. `ids`, `running`: what it tells of its tokens beside the usage at the end, which also
@@ -87,7 +92,11 @@ class KnownServer:
         self.sent.append(self.loop.time())
         reader.feed_data(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         async with self._slots:
-            await self._tokens(path, body, reader)
+            try:
+                await self._tokens(path, body, reader)
+            except Exception as e:  # its client would wait for ever
+                reader.set_exception(e)
+                raise
         self._chunk(reader, b"data: [DONE]\n\n")
         reader.feed_data(b"0\r\n\r\n")
         reader.feed_eof()
@@ -113,7 +122,7 @@ class KnownServer:
             self._event(reader, event)
         usage: dict[str, Any] = {"prompt_tokens": 9, "completion_tokens": count}
         if isinstance(prompt := body.get("prompt"), list):
-            shared = max((len(commonpath([prompt, old])) for old in self._seen), default=0)
+            shared = max((alike(prompt, old) for old in self._seen), default=0)
             self._seen.append(prompt)
             usage["prompt_tokens_details"] = {"cached_tokens": shared // PAGE * PAGE}
         self._event(reader, {"choices": [], "usage": usage})
