@@ -75,13 +75,13 @@ class Picky(ScriptedPeer):
             return Launch(refusals=("not here",))
         fault = "crash in request" if gates.graphs == "off" else "none"
         moe = "marlin" if gates.attention == "triton" else "cutlass"
-        return ScriptedPeer.launch(ScriptedPeer(fault, after=1, moe=moe, pace=0.002), setup)
+        return ScriptedPeer.launch(ScriptedPeer(fault, after=1, moe=moe, pace=0.01), setup)
 
 
 def test_cells_that_run_are_refused_or_are_invalid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "covering", lambda refuse: covering(refuse, {"graphs": ("on", "off")}))
     subject = Subject(Picky(), Setup(None), tmp_path, limits=LIMITS)
-    results = check_matrix(subject, Works((8,), (4,), repeats=1))
+    results = check_matrix(subject, Works((8,), (32,), repeats=1))
     by_preset = {r.cell.preset: r for r in results}
     assert by_preset["baseline"].refused == by_preset["a"].refused == "not here"
     assert {f.name for f in by_preset["exact"].figures} == {"prompt", "decode"}
@@ -99,8 +99,8 @@ def test_cells_of_an_interrupted_matrix_are_not_run_again(tmp_path: Path, monkey
     identity = {"question": "x"}
 
     def run() -> list[Result]:
-        subject = Subject(ScriptedPeer(pace=0.002), Setup(None, device="cpu"), tmp_path, limits=LIMITS)
-        return matrix.run_cells(subject, cells, Works((8,), (4,), repeats=1), None, RunLog(tmp_path / "x", identity))
+        subject = Subject(ScriptedPeer(pace=0.01), Setup(None, device="cpu"), tmp_path, limits=LIMITS)
+        return matrix.run_cells(subject, cells, Works((8,), (32,), repeats=1), None, RunLog(tmp_path / "x", identity))
 
     timed: list[Gates] = []
 
