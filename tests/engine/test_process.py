@@ -157,6 +157,20 @@ async def test_a_dead_engine_is_started_again_after_growing_pauses_and_given_up_
         await source.close()
 
 
+async def test_an_engine_that_was_ended_from_outside_is_gone_with_that_reason() -> None:
+    source = await opened({"slow_on": POISON}, restarts=8)
+    try:
+        waiting = asyncio.ensure_future(whole(source, Request([POISON], greedy())))
+        await until(lambda: source.stats().running == 1 or bool(source._waiting))
+        source.end("another machine is gone.")
+        with pytest.raises(EngineDiedError, match="another machine is gone; this request was lost"):
+            await waiting
+        await until(lambda: source.health().gone)
+        assert "another machine is gone" in str(source.health().trouble)
+    finally:
+        await source.close()
+
+
 async def test_a_device_that_failed_is_had_again_by_a_new_process() -> None:
     source = await opened({"trap_on": POISON}, restarts=1, first_pause=0.05)
     try:
