@@ -18,6 +18,8 @@ import torch
 from halfbyte import gates
 from halfbyte.errors import PlanError, UsageError
 from halfbyte.kernels import self_test as kernels
+from halfbyte.kernels.cuda.attention import prompt
+from halfbyte.kernels.cuda.attention.flash_sync import SyncAttention
 from halfbyte.kernels.cuda.decode import phase
 from halfbyte.kernels.cuda.device.emulator import Emulator
 from halfbyte.kernels.launch import INCLUDES, Build, Program
@@ -26,8 +28,9 @@ from halfbyte.model import load, self_test, twin
 from halfbyte.model.config import ModelConfig, Yarn
 from halfbyte.model.gpt_oss import choose
 from halfbyte.plan import reference, select
-from halfbyte.plan.phase import ARCHES
-from halfbyte.plan.step import REGIMES
+from halfbyte.plan.activations import Activations
+from halfbyte.plan.phase import ARCHES, Binding, Launch
+from halfbyte.plan.step import REGIMES, Step
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(
@@ -71,6 +74,8 @@ def choice_of(preset: str, arch: str = "sm121") -> tuple[self_test.Choice, gates
 def machine(monkeypatch: pytest.MonkeyPatch) -> type[Changed]:
     monkeypatch.setattr(phase, "gpu", lambda: Changed(2))
     monkeypatch.setattr(phase, "current_arch", lambda: ARCHES["sm121"])
+    # A model on the CPU has the CPU's regimes, which give the decode step more rows than it has on SM12x.
+    monkeypatch.setitem(ARCHES, "cpu", replace(ARCHES["cpu"], limits=ARCHES["sm121"].limits))
     monkeypatch.setattr(Changed, "root", None)
     return Changed
 
@@ -134,6 +139,40 @@ def test_everything_in_decode(preset: str) -> None:
     report = self_test.run(SMALL, choice, g, CPU, regimes=["decode"], columns=4)
     assert report.problems == ()
     assert list(report.asked) == [*PROBES, "two layers", "late hand-overs"]
+
+
+class RoundedAttention(SyncAttention):
+    """Between the reference's phases, whose queries are not rounded."""
+
+    def bind(self, b: Binding) -> Launch:
+        launch = super().bind(b)
+
+        def run(step: Step, acts: Activations) -> None:
+            acts.q = acts.q.bfloat16().contiguous()
+            launch(step, acts)
+
+        return run
+
+
+@needs_emulator
+@pytest.mark.parametrize("wrong", [False, True])
+def test_attention_of_prompts_over_more_pages_than_are_in_flight(
+    wrong: bool, tmp_path: Path, machine: type[Changed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SM12x has it, the rest by the reference: a kernel that is wrong from its fourth page on is found."""
+    monkeypatch.setattr(prompt, "gpu", lambda: Changed(2))
+    if wrong:
+        was, now = "next = pages.find(j + STAGES);", "next = pages.find(j + STAGES - 1);"
+        machine.root = change(tmp_path, "attention/flash_sync.cu", was, now)
+    (spec, _, _), g = choice_of("exact")
+    plain, selection = select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
+    phases = [RoundedAttention() if p.covers == ("attention",) else p for p in plain["prefill"]]
+    assert any(isinstance(p, SyncAttention) for p in phases)
+    choice = (replace(spec, max_context=self_test.CONTEXT), plain | {"prefill": phases}, selection)
+    found = self_test.compare_twin(SMALL, choice, g, CPU, ["prefill"], late=False)
+    assert len(found) == wrong
+    if wrong:
+        assert "two layers, step of 300: logits are" in found[0]
 
 
 @pytest.mark.slow
