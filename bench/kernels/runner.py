@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from halfbyte.formats import MXTensor
 from halfbyte.kernels.launch import Program, compile_program
-from halfbyte.lab import environment
+from halfbyte.lab import environment, receipts
 from halfbyte.lab.entry import line_of
 from halfbyte.lab.entry import numbers as numbers  # spelled alike everywhere
 from halfbyte.lab.levels.decode_case import random_matrix
@@ -67,9 +67,9 @@ class Receipt:
     """Results as they come, and the file that holds them."""
 
     def __init__(self, tool: str, out: Path | None, measured: Mapping[str, str]) -> None:
-        self.tool, self.out, self.measured = tool, out, dict(measured)
-        self.environment = environment.collect()
+        self.out, self.measured = out, dict(measured)
         self.results: list[Result] = []
+        self._empty = receipts.result_file(tool, (), {})
 
     def add(self, result: Result) -> Result:
         self.results.append(result)
@@ -84,7 +84,7 @@ class Receipt:
         return self.add(measure_cell(cell, work))
 
     def file(self) -> ResultFile:
-        return ResultFile(self.tool, tuple(sys.argv[1:]), self.environment, self.measured, tuple(self.results))
+        return replace(self._empty, measured=self.measured, results=tuple(self.results))
 
     def end(self) -> int:
         print(json.dumps(self.file().as_json(), default=str))
