@@ -10,7 +10,7 @@ from halfbyte.engine.request import Constraint, Delta, Request, SamplingParams
 from halfbyte.engine.vllm_core import VllmCore
 from halfbyte.errors import ContextError, EngineDiedError, PlanError, RequestError
 from halfbyte.vllm_plugin import compat
-from halfbyte.vllm_plugin.compat_engine import Gained
+from halfbyte.vllm_plugin.compat_engine import Gained, Load
 
 EOS = 9
 
@@ -47,6 +47,9 @@ class Scripted:
     def add(self, id: str, prompt: list[int], **sampling: Any) -> None:
         self.added[id] = sampling
         self.open[id] = [0] * sampling.get("n", 1)
+
+    def load(self) -> Load:
+        return Load(len(self.open), 0, 10, 2 * len(self.open))
 
     def abort(self, id: str) -> None:
         self.aborted.append(id)
@@ -101,6 +104,7 @@ def request(**sampling: Any) -> Request:
 def test_tokens_come_out_as_they_are() -> None:
     c, engine = core([4, 5, 6, 7, 8])
     c.submit(request(max_tokens=5, logprobs=1))
+    assert (c.stats().running, c.stats().waiting, c.stats().kv_pages_used, c.stats().kv_pages_total) == (1, 0, 2, 10)
     deltas = [d for _, d in finish(c)]
     assert [t for d in deltas for t in d.tokens] == [4, 5, 6, 7, 8]
     assert [d.finish for d in deltas] == [None, None, "length"]
@@ -114,7 +118,8 @@ def test_tokens_come_out_as_they_are() -> None:
     assert (deltas[0].logprobs[0].token, deltas[0].logprobs[0].top) == (4, ((4, -0.5),))
     assert engine.added["r"]["ignore_eos"] is True
     assert set(engine.added["r"]["stop_token_ids"]) == {9, 10}
-    assert c.stats().generated_tokens == 5
+    stats = c.stats()
+    assert (stats.running, stats.generated_tokens, stats.prefix_hit_tokens, stats.prefix_query_tokens) == (0, 5, 1, 3)
 
 
 def test_an_end_token_ends_and_ignore_eos_does_not() -> None:

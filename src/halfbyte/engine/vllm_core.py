@@ -118,7 +118,7 @@ class VllmCore:
         self._preparing: dict[str, _Preparing] = {}  # requests whose grammar is being compiled
         self._refusals: list[tuple[str, HalfbyteError]] = []
         self._outputs: list[Output] = []
-        self._steps = self._generated = self._prompt = 0
+        self._steps = self._generated = self._prompt = self._cached = 0
 
     # ---- requests -----------------------------------------------------------------------------
 
@@ -246,7 +246,9 @@ class VllmCore:
         if found is None or found.choices[gained.index].ended:
             return
         choice, tokens = found.choices[gained.index], gained.tokens
-        found.cached = gained.cached or found.cached
+        if gained.cached and not found.cached:
+            found.cached = gained.cached
+            self._cached += gained.cached
         finish = FINISH.get(gained.finish, "error") if gained.finish else None
         stopped = False
         if choice.stops is not None:
@@ -301,9 +303,12 @@ class VllmCore:
         return refused
 
     def stats(self) -> EngineStats:
+        load = self.engine.load()
         return EngineStats(
-            running=len(self._open), steps=self._steps, generated_tokens=self._generated, prompt_tokens=self._prompt
-        )
+            running=load.running, waiting=load.waiting + len(self._preparing), kv_pages_total=load.pages,
+            kv_pages_used=load.pages_used, prefix_hit_tokens=self._cached, prefix_query_tokens=self._prompt,
+            steps=self._steps, generated_tokens=self._generated, prompt_tokens=self._prompt,
+        )  # fmt: skip
 
     def close(self) -> None:
         self.grammars.close()

@@ -32,6 +32,16 @@ class Gained:
     cached: int | None  # tokens of the prompt that were there
 
 
+@dataclass(frozen=True)
+class Load:
+    """What vLLM's scheduler holds now."""
+
+    running: int
+    waiting: int
+    pages: int
+    pages_used: int
+
+
 class VllmEngine:
     """vLLM's own engine in this process: requests in, tokens out, one step at a time."""
 
@@ -93,6 +103,12 @@ class VllmEngine:
                     )
                 )  # fmt: skip
         return gained
+
+    def load(self) -> Load:
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        running, waiting = scheduler.get_request_counts()
+        pages = int(self.engine.vllm_config.cache_config.num_gpu_blocks or 0)
+        return Load(running, waiting, pages, round(scheduler.kv_cache_manager.usage * pages))
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
