@@ -1,9 +1,10 @@
 """Compile ahead the module by which Triton launches kernels, the one thing that it needs a C compiler for at run time.
 
-    TRITON_CACHE_DIR=/seed/triton python seed_triton.py FOLDER_WITH_A_STUB_OF_LIBCUDA
+    TRITON_CACHE_DIR=/seed/triton TRITON_LIBCUDA_PATH=/opt/libcuda python seed_triton.py FOLDER_WITH_A_STUB_OF_LIBCUDA
 
 Runs where an image is built, without a GPU: the driver's stub stands in for the driver. The cache's key is made from
-the sources and the platform, so the same packages find it again. Does nothing, and says so, where there is no Triton.
+the sources, the platform and the folder that the driver was linked from, so TRITON_LIBCUDA_PATH must be the same when
+the module is looked for; the folder need not be there then. Does nothing, and says so, where there is no Triton.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 
@@ -22,15 +23,17 @@ def main(stubs: Path) -> int:
     if importlib.util.find_spec("triton") is None:
         print("there is no Triton here, so there is nothing to compile")
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        stub = Path(folder, "libcuda.so.1")
+    folder = Path(os.environ["TRITON_LIBCUDA_PATH"])
+    folder.mkdir(parents=True)
+    try:
+        stub = folder / "libcuda.so.1"
         stub.symlink_to(stubs.absolute() / "libcuda.so")
-        Path(folder, "libcuda.so").symlink_to(stub)
         ctypes.CDLL(str(stub), mode=ctypes.RTLD_GLOBAL)  # found by its name when the module is loaded
-        os.environ["TRITON_LIBCUDA_PATH"] = folder
         from triton.backends.nvidia.driver import CudaUtils
 
         CudaUtils()
+    finally:
+        shutil.rmtree(folder)
     made = sorted(cache.rglob("*.so"))
     print("\n".join(str(path) for path in made))
     return 0 if made else 1

@@ -128,6 +128,13 @@ def test_every_cache_is_on_the_volume(name: str) -> None:
         assert re.search(rf"\b{variable}=/var/cache/halfbyte\b", stage), variable
 
 
+def test_tritons_module_is_made_under_the_key_that_it_is_looked_for_by() -> None:
+    """The folder of the driver is a part of it."""
+    places = {name: re.findall(r"TRITON_LIBCUDA_PATH=(\S+)", stage) for name, stage in stages().items()}
+    assert {name for name, found in places.items() if found} == {"final", "native-kernels", "vllm-kernels"}
+    assert len({place for found in places.values() for place in found}) == 1
+
+
 def test_what_the_vllm_image_is_made_of() -> None:
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     version = re.search(r"^ARG VLLM_VERSION=(\S+)$", text, re.M)

@@ -138,6 +138,48 @@ def test_the_health_check(tmp_path: Path) -> None:
     assert fails([*check, "no port"])
 
 
+def test_mounted_sources_are_installed_where_something_else_would_be_imported(tmp_path: Path) -> None:
+    """The development container with three sources: one in its place, one hidden by a wheel, one not checked out."""
+    work, bin = tmp_path / "workspace", tmp_path / "bin"
+    for name in ("halfbyte", "vllm"):
+        (work / name).mkdir(parents=True)
+        (work / name / "pyproject.toml").touch()
+    script = tmp_path / "dev-entrypoint.sh"
+    script.write_text((DEPLOY / "dev-entrypoint.sh").read_text().replace("/workspace", str(work)))
+    bin.mkdir()
+    calls = tmp_path / "calls"
+    written = f'echo "$(basename "$0") $*" >> {calls}\n'
+    found = f"""case "$*" in *find_spec*halfbyte*) echo {work}/halfbyte/src/halfbyte/__init__.py ;;
+    *find_spec*) echo /usr/lib/python3/dist-packages/vllm/__init__.py ;; *) {written} ;; esac"""
+    for name, body in (("python3", found), ("uv", written), ("halfbyte", f"{written}exit 1\n")):
+        (bin / name).write_text(f"#!/bin/sh\n{body}")
+        (bin / name).chmod(0o755)
+    said = passes(["sh", script, "echo", "at the keyboard"], env={"PATH": f"{bin}{os.pathsep}{os.defpath}"})
+    assert calls.read_text().splitlines() == [
+        "python3 use_existing_torch.py",
+        "uv pip install --system -r requirements/build.txt",
+        f"uv pip install --system --no-build-isolation --no-deps --editable {work}/vllm",
+        "halfbyte doctor",
+    ]
+    assert "halfbyte runs from" in said
+    assert "vllm would be imported from /usr/lib/python3/dist-packages" in said
+    assert said.splitlines()[-1] == "at the keyboard"
+
+
+def test_the_development_images_vocabulary(tmp_path: Path) -> None:
+    """The command of the image, as it stands there, with other folders."""
+    text = (DEPLOY / "Dockerfile.dev").read_text().replace("\\\n", " ")
+    command = next(line.removeprefix("RUN ") for line in text.splitlines() if "tiktoken && " in line)
+    source = re.search(r"^COPY (\S+\.xz) /tmp/$", text, re.M)
+    assert source is not None
+    (tmp_path / "tmp").mkdir()
+    packed = tmp_path / "tmp" / Path(source.group(1)).name
+    packed.write_bytes((DEPLOY.parent / source.group(1)).read_bytes())
+    passes(["sh", "-c", command.replace("/tmp/", f"{tmp_path}/tmp/").replace("/opt/tiktoken", f"{tmp_path}/tiktoken")])
+    assert len((tmp_path / "tiktoken" / "o200k_base.tiktoken").read_bytes().splitlines()) == 199998
+    assert not packed.exists()
+
+
 def test_bases_are_pinned_by_asking_the_registry(tmp_path: Path) -> None:
     """With a docker that knows one digest for everything."""
     for name in ("Dockerfile", "Dockerfile.dev", "compose.production.yaml", "pin-bases.sh"):

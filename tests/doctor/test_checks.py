@@ -77,9 +77,19 @@ def test_no_compiler_matters_to_triton_alone() -> None:
     machine.answers["program"] |= {"gcc": None, "clang": None}
     (found,) = only(machine, "triton.compiler")
     assert "a C compiler" in found.evidence
+    machine.answers["triton_module"] = {"": True}
+    assert not only(machine, "triton.compiler"), "an image brings it compiled"
     machine = changed("program", "cc", None)
     machine.answers["program"] |= {"gcc": None, "clang": "clang"}
     assert not only(machine, "triton.compiler")
+
+
+def test_tritons_module_is_looked_for_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "KEY").mkdir()
+    assert not live.triton_module()
+    (tmp_path / "KEY" / "cuda_utils.cpython-312-aarch64-linux-gnu.so").touch()
+    assert live.triton_module()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""A wheel in an empty environment, without this checkout: it answers. Under qemu-aarch64 as far as one can be had here.
+"""A wheel in an empty environment, without this checkout and without a compiler: it serves, answers and has its cubins.
 
-Slow: torch and the rest are installed afresh. Takes the wheel that `make wheel` left in dist/, or builds one without
-cubins.
+Slow: torch and the rest are installed afresh. Takes the wheel of this commit that `make wheel` left in dist/, or builds
+one without cubins.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.request
 import venv
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,14 +29,25 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
+def of_this_commit() -> Path | None:
+    """What `make wheel` made for this machine, if nothing was committed since."""
+    for wheel in (ROOT / "dist").glob(f"halfbyte-*_{platform.machine()}.whl"):
+        with zipfile.ZipFile(wheel) as z:
+            if z.read("halfbyte/data/commit").decode().strip().rstrip("+") == (installed.commit() or "").rstrip("+"):
+                return wheel
+    return None
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of an environment with the wheel and what it asks for, and nothing of the checkout in reach."""
     folder = tmp_path_factory.mktemp("empty")
-    made = folder / "dist"
-    build = [sys.executable, "-m", "bench.packages.wheels", "--machines", platform.machine(), "--without-cubins"]
-    subprocess.run([*build, "--to", str(made)], cwd=ROOT, check=True)
-    (wheel,) = made.glob("*.whl")
+    wheel = of_this_commit()
+    if wheel is None:
+        build = [sys.executable, "-m", "bench.packages.wheels", "--machines", platform.machine(), "--without-cubins"]
+        subprocess.run([*build, "--to", str(folder / "dist")], cwd=ROOT, check=True)
+        (wheel,) = (folder / "dist").glob("*.whl")
+    print(f"the wheel: {wheel}")
     venv.create(folder / "venv", with_pip=True)
     pip = [str(folder / "venv" / "bin" / "pip"), "install", "-q", "-c", str(ROOT / "constraints.txt")]
     subprocess.run([*pip, str(wheel)], check=True, cwd=folder)
@@ -69,6 +81,29 @@ def test_it_generates_with_its_own_cpu_kernels_and_no_compiler(environment: Path
     explained = json.loads(command(environment, "explain", "--arch", "cpu", "--json"))
     assert {p for phases in explained["chosen"].values() for p in phases} == {"cpu.step"}
     assert not list((environment / "home" / ".cache").rglob("*.so")), "something was compiled"
+
+
+# Every program that the presets launch, and whether the package has its cubin.
+CUBINS = """
+from halfbyte.caches import preset_plans
+from halfbyte.kernels.launch import PREBUILT, prebuilt_name
+from halfbyte.kernels.prebuilt import programs_of
+from halfbyte.plan.phase import ARCHES
+programs = programs_of(preset_plans([a for a in ARCHES.values() if a.is_gpu], ("20b", "120b")))
+names = {prebuilt_name(*p) for p in programs}
+print(len(names), len(names - {p.name for p in PREBUILT.glob("*.cubin")}), len(list(PREBUILT.glob("*.cubin"))))
+"""
+
+
+def test_no_kernel_of_a_preset_needs_a_compiler(environment: Path) -> None:
+    if of_this_commit() is None:
+        pytest.skip("a wheel without cubins; run make wheel")
+    python = str(environment / "venv" / "bin" / "python")
+    done = subprocess.run([python, "-c", CUBINS], cwd=environment / "home", env=clean(environment), capture_output=True,
+                          text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    wanted, missing, there = map(int, done.stdout.split())
+    assert (wanted > 100, missing, there) == (True, 0, wanted)
 
 
 def test_the_doctor_has_no_errors_there(environment: Path) -> None:

@@ -238,6 +238,12 @@ def processes(_: str) -> list[dict[str, Any]]:
     return found
 
 
+def triton_module() -> bool:
+    """Whether the one module that Triton needs a C compiler for lies compiled in its cache."""
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache").expanduser()
+    return any(cache.glob("*/cuda_utils*.so"))
+
+
 def first_process(_: str) -> str:
     """By name where it is a usual one: an init, a shell, an engine."""
     name = (file("/proc/1/comm") or "").strip()
@@ -313,6 +319,7 @@ ANSWERS: dict[str, Callable[[str], Answer]] = {
     "kernel_log": kernel_log,
     "caches": stale_entries,
     "cpu_kernels": cpu_kernels,
+    "triton_module": lambda _: triton_module(),
     "python_headers": lambda _: Path(sysconfig.get_path("include"), "Python.h").is_file(),
     "model": lambda name: look_at(Path(name).expanduser()),
 }

@@ -86,7 +86,7 @@ def governor(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-@check("triton.compiler", "warning", "a C compiler and Python's headers, which Triton needs at its first launch")
+@check("triton.compiler", "warning", "Triton's launcher in its cache, or a C compiler and Python's headers to build it")
 def triton_compiler(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     if not gpus(machine) or "triton" not in machine.packages():
         return
@@ -95,7 +95,7 @@ def triton_compiler(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         missing.append("a C compiler")
     if machine.ask("python_headers") is False:
         missing.append("Python.h")
-    if missing:
+    if missing and not machine.ask("triton_module"):
         yield Finding(
             "warning",
             f"{' and '.join(missing)} is not here: Triton's launcher cannot be built, so only kernels in CUDA run",
