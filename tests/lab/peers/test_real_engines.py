@@ -22,7 +22,7 @@ from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.peers.process import Limits
 
 SMALL = Counts(sequential=10, together=(4, 8), prefill=1024, generation=128, load=16, at_once=4)
-WORKS = Works((256,), (32,), repeats=3)
+WORKS = Works((256,), (128,), repeats=3)
 LIMITS = Limits(start_s=1500.0, request_s=900.0)
 # A few streams of short contexts are enough, and leave memory for others.
 VLLM_FLAGS = ("--max-model-len", "4096", "--max-num-seqs", "8", "--enforce-eager")
