@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from typer.testing import CliRunner
 
 from halfbyte.cli.app import app
+from halfbyte.cli.serve_vllm import Others
+from halfbyte.engine.request import SourceHealth
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
-from halfbyte.vllm_plugin.launch import Serving, vllm_command
-from halfbyte.vllm_plugin.nodes import Network, node_launches, parse_nodes, ray_lines
+from halfbyte.vllm_plugin.launch import Launch, Serving, vllm_command
+from halfbyte.vllm_plugin.nodes import Network, Node, node_launches, parse_nodes, ray_lines
 
 LAUNCH = vllm_command("m", Gates(), serving=Serving(tensor_parallel=2), python="python")
 
@@ -91,3 +96,30 @@ def test_refusals(words: tuple[str, ...], sentence: str) -> None:
     code, said = serve(*words)
     assert code != 0
     assert sentence in said
+
+
+async def test_a_machine_that_ends_ends_the_engine_with_a_sentence() -> None:
+    ended: list[str] = []
+    engine: Any = SimpleNamespace(end=ended.append, health=lambda: SourceHealth())
+    stays, goes = (Node("localhost", r, Launch(("sh", "-c", c), {})) for r, c in ((1, "sleep 600"), (2, "exit 3")))
+    others = Others([stays, goes])
+    others.start()
+    try:
+        await others._until_one_ends(engine)
+        assert ended == ["vLLM on localhost (node 2) ended with exit status 3; the others end, too."]
+        assert all(process.poll() is not None for process in others.processes)
+    finally:
+        others.stop()
+
+
+async def test_an_engine_that_is_gone_ends_the_other_machines() -> None:
+    ended: list[str] = []
+    engine: Any = SimpleNamespace(end=ended.append, health=lambda: SourceHealth("it died", gone=True))
+    others = Others([Node("localhost", 1, Launch(("sleep", "600"), {}))])
+    others.start()
+    try:
+        await others._until_one_ends(engine)
+        assert ended == ["vLLM's first node is gone: it died."]
+        assert others.processes[0].poll() is not None
+    finally:
+        others.stop()
