@@ -1,6 +1,6 @@
 """One table of kernel categories from three sources: a profile of ours, a torch trace, an nsys export.
 
-The torch trace was made by torch's profiler on a CPU (tests/lab/traces/README.md); the profile is the H200's receipt.
+Two torch traces were made on a CPU (tests/lab/traces/README.md), one of them of vLLM; the profile is the H200's receipt.
 The nsys export and the trace of a GPU are composed here, from the documented tables and fields, and say so.
 """
 
@@ -131,6 +131,23 @@ def test_a_real_trace_of_torch_on_a_cpu() -> None:
     assert "Composed" not in table.note
     assert table.busy_us + table.idle_us == pytest.approx(sum(found.values()) + table.idle_us, rel=1e-3)
     assert len(table.threads) >= 1
+
+
+def test_a_real_trace_of_vllm_on_a_cpu() -> None:
+    """What lies between its operators is Python, and no operator of any kind."""
+    table = read_trace(TRACES / "vllm-cpu-decode-step.json.gz")
+    found = us(table)
+    kernels = {row.category: " ".join(row.kernels) for row in table.rows}
+    assert "cpu_fused_moe" in kernels["MoE"]
+    assert "onednn_mm" in kernels["dense"]
+    assert "unified_attention_with_output" in kernels["attention"]
+    assert "unified_kv_cache_update" in kernels["attention"]
+    assert not any("execute_context" in names for names in kernels.values())
+    assert table.busy_us + table.idle_us == pytest.approx(6115, rel=0.01)
+    assert table.idle_us == pytest.approx(3228, rel=0.01)
+    (thread,) = table.threads
+    assert thread.while_idle_us == pytest.approx(table.idle_us, rel=0.01)
+    assert max(found, key=lambda c: found[c] if c != "other" else 0.0) == "MoE"
 
 
 def test_a_real_profile_of_an_h200() -> None:

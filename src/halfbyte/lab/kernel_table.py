@@ -33,7 +33,11 @@ PATTERNS = tuple(
     (category, re.compile(pattern, re.IGNORECASE))
     for category, pattern in (
         ("MoE", r"moe|expert|grouped_?gemm|matmul_ogs|routing|topk_?(softmax|gating)"),
-        ("attention", r"attn|attention|fmha|flash_|mha_|paged_?kv|merge_state|rope|rotary|reshape_and_cache|kv_?write"),
+        (
+            "attention",
+            r"attn|attention|fmha|flash_|mha_|paged_?kv|kv_?(cache|write)|reshape_and_cache|merge_state|"
+            r"rope|rotary",
+        ),
         ("norm", r"norm"),
         ("quantise", r"quant|mxfp8|nvfp4|scaled_fp|cvt_fp|pack_"),
         ("dense", r"gemm|gemv|matmul|\bmm\b|_mm|addmm|linear|cutlass|cublas|nvjet|splitk|wgmma|\bbmm\b|\bdot\b"),
@@ -98,6 +102,7 @@ class Trace:
 
     device: list[Interval] = field(default_factory=list)
     host: dict[str, list[Interval]] = field(default_factory=dict)  # thread -> calls, outermost and inner ones
+    operators: dict[str, list[Interval]] = field(default_factory=dict)  # those of them that compute
 
 
 def table_of(trace: Trace, what: str, source: str, note: str = "") -> KernelTable:
@@ -105,9 +110,11 @@ def table_of(trace: Trace, what: str, source: str, note: str = "") -> KernelTabl
     if not device:
         if not any(trace.host.values()):
             raise UsageError(f"{source} holds neither kernels nor operators; nothing can be said of it.")
-        busiest = max(trace.host, key=lambda t: sum(i.end - i.start for i in outermost(trace.host[t])))
-        device = own_time(trace.host[busiest])
-        note = f"{note} No kernels: the operators of thread {busiest}, by their own time.".strip()
+        calls_of = trace.operators or trace.host
+        busiest = max(calls_of, key=lambda t: sum(i.end - i.start for i in outermost(calls_of[t])))
+        device = own_time(calls_of[busiest])
+        name = busiest if busiest.startswith("thread") else f"thread {busiest}"
+        note = f"{note} No kernels: the operators of {name}, by their own time.".strip()
     device = sorted(device, key=lambda i: (i.start, i.end))
     times: dict[str, dict[str, float]] = {}
     calls: dict[str, int] = {}
@@ -283,6 +290,8 @@ def from_torch(raw: Any, source: str) -> KernelTable:
         elif kind in ("cpu_op", "cuda_runtime", "cuda_driver", "python_function", "user_annotation", "operator"):
             thread = names.get((e.get("pid"), e.get("tid")), f"thread {e.get('tid')}")
             trace.host.setdefault(thread, []).append(interval)
+            if kind in ("cpu_op", "operator"):  # what stands around them is Python: a gap between operators
+                trace.operators.setdefault(thread, []).append(interval)
     note = str(raw.get("composed", "")) if isinstance(raw, dict) else ""
     return table_of(trace, source, "torch trace", f"Composed: {note}" if note else "")
 

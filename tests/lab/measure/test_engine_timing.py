@@ -101,6 +101,23 @@ def test_only_the_time_in_which_all_decode_counts() -> None:
         time_work(Late(), Work(tokens=10, concurrency=2), 1000, repeats=1)  # type: ignore[arg-type]
 
 
+def test_a_client_that_slept_is_asked_again_and_not_for_ever() -> None:
+    class Sleepy:
+        """Reads all tokens at once the first `times`, then as they come: one a second."""
+
+        def __init__(self, times: int) -> None:
+            self.times = times
+
+        def complete(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
+            self.times -= 1
+            pace = 0.0 if self.times >= 0 else 1.0
+            return [Answer([(pace * i, 1) for i in range(tokens)], [7] * tokens) for _ in prompts]
+
+    assert time_work(Sleepy(2), Work(tokens=8), 1000, repeats=1).rates == [1.0]  # type: ignore[arg-type]
+    with pytest.raises(StepError, match="the tokens came at once"):
+        time_work(Sleepy(3), Work(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
+
+
 def test_a_request_that_ends_early_is_no_figure() -> None:
     class Short:
         def complete(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
