@@ -1,7 +1,7 @@
 """One table of kernel categories from three sources: a profile of ours, a torch trace, an nsys export.
 
-Two torch traces were made on a CPU (tests/lab/traces/README.md), one of them of vLLM; the profile is the H200's receipt.
-The nsys export and the trace of a GPU are composed here, from the documented tables and fields, and say so.
+Two torch traces were made on a CPU (traces/README.md), one of them of vLLM; the profile is the H200's receipt. The nsys
+export and the trace of a GPU are composed here, from the documented tables and fields, and say so.
 """
 
 from __future__ import annotations

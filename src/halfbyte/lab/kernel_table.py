@@ -35,8 +35,7 @@ PATTERNS = tuple(
         ("MoE", r"moe|expert|grouped_?gemm|matmul_ogs|routing|topk_?(softmax|gating)"),
         (
             "attention",
-            r"attn|attention|fmha|flash_|mha_|paged_?kv|kv_?(cache|write)|reshape_and_cache|merge_state|"
-            r"rope|rotary",
+            r"attn|attention|fmha|flash_|mha_|paged_?kv|kv_?(cache|write)|_and_cache|merge_state|rope|rotary",
         ),
         ("norm", r"norm"),
         ("quantise", r"quant|mxfp8|nvfp4|scaled_fp|cvt_fp|pack_"),
