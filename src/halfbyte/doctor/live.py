@@ -240,7 +240,7 @@ def processes(_: str) -> list[dict[str, Any]]:
 
 def triton_module() -> bool:
     """Whether the one module that Triton needs a C compiler for lies compiled in its cache."""
-    cache = Path(os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache").expanduser()
+    cache = Path(child_environment().get("TRITON_CACHE_DIR") or "~/.triton/cache").expanduser()
     return any(cache.glob("*/cuda_utils*.so"))
 
 
