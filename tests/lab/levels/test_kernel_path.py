@@ -68,6 +68,16 @@ def test_a_log_is_believed_in_what_it_uses_and_not_in_what_it_could(tmp_path: Pa
     assert "must not be seen" in failed(evidence, gates(graphs="off"))["graphs off ran"]
 
 
+def test_the_cache_that_llamacpps_log_tells_of(tmp_path: Path) -> None:
+    """Lines of the real server, started with `-ctk bf16 -ctv bf16 -lv 4`."""
+    line = "0.01.564.432 I llama_kv_cache: size =    8.00 MiB (  2048 cells,   4 layers,  2/2 seqs), K ({}):    4.00 MiB, V ({}):    4.00 MiB"  # noqa: E501
+    evidence = log(tmp_path, "\n".join([line.format("bf16", "bf16"), "I llama_kv_cache: attn_rot_k = 0"]))
+    assert not failed(evidence, gates(kv_dtype="bf16"))
+    assert "must not be seen" in failed(evidence, gates(kv_dtype="f32"))["kv_dtype f32 ran"]
+    mixed = log(tmp_path, "\n".join([line.format("f32", "f32"), line.format("f32", "f16")]))
+    assert failed(mixed, gates(kv_dtype="f32"))
+
+
 def test_a_gate_that_nothing_speaks_of_is_not_proven(tmp_path: Path) -> None:
     evidence = log(tmp_path, "Using 'MARLIN' Mxfp4 MoE backend\n")
     assert failed(evidence, gates(activation="mxfp8")) == {"activation mxfp8 ran": "nothing shows mxfp8"}

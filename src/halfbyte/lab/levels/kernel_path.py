@@ -65,7 +65,9 @@ def _names(phase: Mapping[str, Any]) -> str:
 # ---- reading witnesses -----------------------------------------------------------------------------------------------
 
 # Only what a line says it uses; what follows "out of" is what it might have used.
-_SAYS = re.compile(r"\b(using|selected|enabled|will use|chose|capturing|captured|running with)\b", re.IGNORECASE)
+_SAYS = re.compile(
+    r"\b(using|selected|enabled|will use|chose|capturing|captured|running with|llama_kv_cache: size)\b", re.IGNORECASE
+)
 _MIGHT = re.compile(
     r"\bout of\b|\bpotential\b|\bavailable\b|\bsupported\b.*:|\bcandidates?\b|\bnot using\b", re.IGNORECASE
 )
@@ -140,6 +142,8 @@ RULES: tuple[Rule, ...] = (
     Rule("attention", "triton", r"triton", r"flashinfer|flash_attn", _ATTENTION),
     Rule("attention", "flashinfer", r"flashinfer", r"triton_attn|flash_attn", _ATTENTION),
     Rule("kv_dtype", "fp8", r"fp8", "", r"kv|cache"),
+    Rule("kv_dtype", "bf16", r"\bk \(bf16\).* v \(bf16\)", r"\b[kv] \((?!bf16)", r"llama_kv_cache"),
+    Rule("kv_dtype", "f32", r"\bk \(f32\).* v \(f32\)", r"\b[kv] \((?!f32)", r"llama_kv_cache"),
     Rule("speculate", "ngram", r"n-?gram", "", r"specul|draft|n-?gram"),
     Rule("speculate", "eagle3", r"eagle", "", r"specul|draft|eagle"),
     Rule("graphs", "off", "", r"capturing.*graph|graph.*captur", ""),

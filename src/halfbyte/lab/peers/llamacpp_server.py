@@ -58,7 +58,7 @@ class LlamaCppPeer:
         command += ["--port", str(setup.port), "-t", threads, "--parallel", str(SLOTS), "--kv-unified"]
         command += ["-c", str(min(context, 8192) * 2), "--no-webui", "--metrics"]
         if gates.kv_dtype in KV:
-            command += ["-ctk", KV[gates.kv_dtype], "-ctv", KV[gates.kv_dtype]]
+            command += ["-ctk", KV[gates.kv_dtype], "-ctv", KV[gates.kv_dtype], "-lv", "4"]  # so that its log tells
         if setup.device == "cpu":
             command += ["-ngl", "0"]
         environment = {"GGML_CUDA_DISABLE_GRAPHS": "1"} if gates.graphs == "off" else {}
