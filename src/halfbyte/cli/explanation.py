@@ -108,9 +108,10 @@ def explain(model: str | None, arch: str | None, prove: bool, engine: str, json:
         answer = selection.as_dict() | {"model": name, "gates": gates.as_dict(), "activation": values, "notes": remarks}
         answer |= {"rows": {r: limits.range(r) for r in REGIMES}, "limits": limits.source, "self_test": tested}
         answer |= {"memory": rooms}
-        proof_of = {"evidence": [asdict(e) for e in evidence], "siblings": [asdict(s) for s in siblings]}
-        proof_of |= {"layer_groups": groups} | ({} if native is None else {"block_scaled": native_groups})
-        print_json(answer | proof_of if prove else answer)
+        if prove:
+            answer |= {"evidence": [asdict(e) for e in evidence], "siblings": [asdict(s) for s in siblings]}
+            answer |= {"layer_groups": groups} | ({} if native is None else {"block_scaled": native_groups})
+        print_json(answer)
         raise typer.Exit(int(any(not e.ok for e in evidence)))
     announce(gates, f"{name} on {target.name}")
     if gates.sinks == "off":

@@ -109,14 +109,20 @@ def formats_of(source: Source) -> dict[str, str]:
     return {role: source.formats(None if role in ("lm_head", "embed") else 0, role)[0] for role in (*GROUPS, "embed")}
 
 
+def stored_formats(name: ModelName) -> dict[str, str]:
+    """Role -> the format that a model's file holds it in; random weights are made as gpt-oss's checkpoints are."""
+    if name.path is None:
+        return dict(CHECKPOINT_FORMATS)
+    source = checkpoint.open_model(name.path)
+    try:
+        return formats_of(source)
+    finally:
+        source.close()
+
+
 def weight_bytes(name: ModelName, gates: Gates) -> int:
     """What the weights will take once loaded as the gates say."""
-    config, stored = config_of(name), dict(CHECKPOINT_FORMATS)
-    if name.path is not None:
-        source = checkpoint.open_model(name.path)
-        stored = formats_of(source)
-        source.close()
-    formats = formats_after(gates, stored)
+    config, formats = config_of(name), formats_after(gates, stored_formats(name))
     total = 0
     for _, role in roles(config):
         format = formats.get(role, "bf16")

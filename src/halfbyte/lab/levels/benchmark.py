@@ -1,8 +1,8 @@
 """Level 4: how fast is it? The bench's one measuring path, over HTTP, on an engine that this run started.
 
 A figure counts only if the kernels ran that were asked for, which is known when the engine has ended; if the answers
-had their length, which the client sees to; and if nothing held the card's clocks down, which the bench's power meter
-says. Otherwise it is INVALID, with the reason. Targets of this GPU give verdicts.
+had their length, which the client sees to; if nothing held the card's clocks down, which the bench's power meter says;
+and if it is no more than the card can do. Otherwise it is INVALID, with the reason. Targets of this GPU give verdicts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from halfbyte.errors import HalfbyteError, PeerDiedError, PeerRefusedError
 from halfbyte.gates import Gates
 from halfbyte.lab import environment
+from halfbyte.lab.ceilings import Ceilings, beside, ceilings_for
 from halfbyte.lab.levels.path_level import exercise, path_checks
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.targets import targets_for
@@ -99,6 +100,13 @@ class Measurement:
     def end(self) -> None:
         self.engine.stop()
 
+    def ceilings(self) -> Ceilings | None:
+        """Of an engine that computes on this machine's GPU."""
+        gpus, setup = environment.gpus(), self.subject.setup
+        if self.engine.launch.url or setup.device == "cpu" or not gpus:
+            return None
+        return ceilings_for(self.subject.model, self.gates, str(gpus[0]["name"]))
+
     def results(self) -> list[Result]:
         """Of an engine that has ended."""
         if self.failed is not None:
@@ -109,6 +117,8 @@ class Measurement:
         bad = [f"{c.what} failed: {c.note or c.value}" for c in self.seen if not c.ok]
         start, record = {"start_s": engine.startup.first_token_s}, (evidence.record or {}).get("record")
         results = [replace(r, record=record, detail={**r.detail, **start}) for r in self.timed]
+        if ceilings := self.ceilings():
+            results = [beside(r, ceilings) for r in results]
         if wrong:
             results = [r.invalidated(f"wrong kernel path: {'; '.join(wrong)}") for r in results]
         if bad:

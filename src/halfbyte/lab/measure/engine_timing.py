@@ -27,6 +27,7 @@ from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.errors import StepError, UsageError
+from halfbyte.lab.ceilings import ceilings_of
 from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.device_timing import choices_of, fill, prefill_step
 from halfbyte.lab.measure.power import PowerMeter
@@ -36,7 +37,7 @@ from halfbyte.lab.statistics import median
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.activations import Activations
-from halfbyte.roofline import Gpu, decode_ceiling, decode_traffic, prefill_ceiling
+from halfbyte.roofline import Gpu
 
 SHORTEST_S = 5e-4  # that tokens come in: less is a client that was not there when they came
 ATTEMPTS = 3  # of a busy machine's client to be there
@@ -272,21 +273,10 @@ def _choices(model: GptOss, ids: Tensor, steps: int) -> Tensor | None:
 
 def speed_ceiling(gpu: Gpu, model: GptOss, work: Work, experts: float | None = None) -> Ceiling:
     """Tokens per second of all requests together, if memory or arithmetic were never waited for."""
-    config, formats, c = model.config, model.spec.formats, work.concurrency
+    ceilings = ceilings_of(model, gpu)
     if work.tokens:
-        context = work.depth + work.tokens // 2
-        best = decode_ceiling(gpu, config, formats, context, c, model.spec.kv_dtype, experts).tokens_per_second
-    else:
-        best = c * work.prompt / _prompt_seconds(gpu, model, work.prompt, work.depth, c)
-    return Ceiling(best, f"{gpu.name}: {gpu.note}")
-
-
-def _prompt_seconds(gpu: Gpu, model: GptOss, prompt: int, depth: int, count: int) -> float:
-    """Every operation at the matrix rate, or every weight that so many rows need read once."""
-    config, formats = model.config, model.spec.formats
-    flops = prefill_ceiling(gpu, config, formats, prompt, depth).flops * prompt * count
-    traffic = decode_traffic(config, formats, 0, prompt * count)
-    return max(flops / gpu.bf16, (traffic.experts + traffic.attention + traffic.lm_head) / gpu.read)
+        return ceilings.decode(work.tokens, work.depth, work.concurrency, experts)
+    return ceilings.prompts(work.prompt, work.depth, work.concurrency)
 
 
 def result_of(timing: Timing, cell: Cell, model: GptOss | None, experts: float | None = None) -> Result:
@@ -297,7 +287,7 @@ def result_of(timing: Timing, cell: Cell, model: GptOss | None, experts: float |
         gpu = device_roof(model.device, model.weights.nbytes)
         ceiling = speed_ceiling(gpu, model, work, experts)
         if work.prompt:
-            floor = Ceiling(1e3 * _prompt_seconds(gpu, model, work.prompt, work.depth, 1), ceiling.source)
+            floor = ceilings_of(model, gpu).first_token(work.prompt, work.depth)
     figures: list[Figure] = [figure("speed", "tok/s", timing.rates, ceiling)]
     if work.prompt:
         figures.append(figure("ttft", "ms", [1e3 * s for s in timing.first], floor))

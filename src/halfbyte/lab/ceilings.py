@@ -1,0 +1,114 @@
+"""What a machine's memory and arithmetic allow at most for some work, whoever does it.
+
+An engine in this process says which experts its steps touched. Of one behind HTTP nobody knows: random weights spread
+their routing evenly, so that the expected number counts; of all others no fewer are read than one token chooses. A
+closed loop may overlap one stream's prompt with another's answer, but not with its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from halfbyte import roofline
+from halfbyte.errors import UsageError
+from halfbyte.gates import Gates
+from halfbyte.lab.result import Ceiling, Result, measure_cell
+from halfbyte.model import load
+from halfbyte.model.config import ModelConfig
+from halfbyte.model.gpt_oss import GptOss, formats_after
+from halfbyte.roofline import Gpu, decode_traffic, prefill_ceiling
+
+KV = {"auto": "bf16"}  # on a GPU
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    gpu: Gpu
+    config: ModelConfig
+    formats: Mapping[str, str]
+    kv_dtype: str = "bf16"
+    even: bool = True  # every expert is chosen as often as any other
+
+    def step_seconds(self, context: int, streams: int, experts: float | None = None) -> float:
+        """Of a token for every stream, each with so many tokens behind it."""
+        touched = self._experts() if experts is None else experts
+        traffic = decode_traffic(self.config, self.formats, context, streams, self.kv_dtype, touched)
+        return traffic.total / self.gpu.read
+
+    def prompt_seconds(self, prompt: int, depth: int = 0, count: int = 1) -> float:
+        """Every operation at the matrix rate, or every weight that so many rows need read once."""
+        flops = prefill_ceiling(self.gpu, self.config, self.formats, prompt, depth).flops * prompt * count
+        traffic = decode_traffic(self.config, self.formats, 0, prompt * count, experts_touched=self._experts())
+        weights = traffic.experts + traffic.attention + traffic.lm_head
+        return max(flops / self.gpu.bf16, weights / self.gpu.read)
+
+    def _experts(self) -> float | None:
+        return None if self.even else float(self.config.top_k)
+
+    # ---- of what is measured, in tokens per second of all requests together ----
+
+    def decode(self, tokens: int, depth: int, streams: int, experts: float | None = None) -> Ceiling:
+        return self._named(streams / self.step_seconds(depth + tokens // 2, streams, experts))
+
+    def prompts(self, prompt: int, depth: int, count: int) -> Ceiling:
+        return self._named(count * prompt / self.prompt_seconds(prompt, depth, count))
+
+    def first_token(self, prompt: int, depth: int) -> Ceiling:
+        """In milliseconds, the least."""
+        return self._named(1e3 * self.prompt_seconds(prompt, depth))
+
+    def closed_loop(self, prompt: int, tokens: int, streams: int) -> Ceiling:
+        """Streams that ask again as soon as they are answered: a round of it takes no less than all prompts, than all
+        decode steps with every stream in them, and than one stream's own prompt and answer with nobody beside it."""
+        context, steps = prompt + tokens // 2, tokens - 1
+        alone = self.prompt_seconds(prompt) + steps * self.step_seconds(context, 1)
+        together = steps * self.step_seconds(context, streams)
+        return self._named(streams * tokens / max(alone, together, streams * self.prompt_seconds(prompt)))
+
+    def _named(self, value: float) -> Ceiling:
+        return Ceiling(value, f"{self.gpu.name}: {self.gpu.note}")
+
+
+def ceilings_of(model: GptOss, gpu: Gpu) -> Ceilings:
+    return Ceilings(gpu, model.config, model.spec.formats, model.spec.kv_dtype)
+
+
+def ceilings_for(model: load.ModelName, gates: Gates, gpu_name: str) -> Ceilings | None:
+    """Of an engine on a GPU of that name; None where nobody knows its rates, and for steps that verify drafts, which
+    read less per token. A CPU's rates are measured, by the process that computes."""
+    if gates.speculate != "off":
+        return None
+    with contextlib.suppress(UsageError):
+        formats = formats_after(gates, load.stored_formats(model))
+        kv_dtype = KV.get(gates.kv_dtype, gates.kv_dtype)
+        return Ceilings(
+            roofline.gpu_named(gpu_name), load.config_of(model), formats, kv_dtype, even=model.random is not None
+        )
+    return None
+
+
+def beside(result: Result, ceilings: Ceilings) -> Result:
+    """The result with the ceilings that its cell has; INVALID if it passes one."""
+    return measure_cell(result.cell, partial(_beside, result, ceilings))
+
+
+def _beside(result: Result, ceilings: Ceilings) -> Result:
+    found = _of_cell(result, ceilings)
+    return replace(result, figures=tuple(replace(f, ceiling=found.get(f.name, f.ceiling)) for f in result.figures))
+
+
+def _of_cell(result: Result, ceilings: Ceilings) -> dict[str, Ceiling]:
+    """By the figure's name. Only what has one length for all prompts and one for all answers can be counted."""
+    shape, kind = result.cell.shape, result.cell.kind
+    prompt, tokens, depth = (int(shape.get(n, 0)) for n in ("pp", "tg", "depth"))
+    streams = int(shape.get("concurrency", 1))
+    if kind == "prompt" and prompt:
+        return {"speed": ceilings.prompts(prompt, depth, streams), "ttft": ceilings.first_token(prompt, depth)}
+    if kind == "decode" and tokens:
+        return {"speed": ceilings.decode(tokens, depth, streams)}
+    if kind == "serving" and shape.get("workload") == "synthetic" and "rate" not in shape and prompt and tokens:
+        return {"speed": ceilings.closed_loop(prompt, tokens, streams)}
+    return {}
