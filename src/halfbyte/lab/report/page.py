@@ -76,12 +76,13 @@ def _grouped(boards: Sequence[Board]) -> list[tuple[str, list[tuple[str, list[Bo
 
 
 def _charts(boards: Sequence[Board]) -> Mapping[str, list[str]]:
-    """Bars of the boards on which somebody else stands, too."""
+    """Bars of the boards on which somebody else stands, too; what was only published, where nothing was measured."""
     charts: dict[str, list[str]] = {b.machine: [] for b in boards}
+    measured = {b.machine for b in boards if any(p.state != "published" for p in b.places)}
     for i, b in enumerate(boards):
         rows = [(p.who, p.value, p.ceiling) for p in b.places if p.value is not None]
         drawn = b.test in BARS or " + tg" in b.test  # a workload
-        if drawn and len(rows) > 1 and (b.has_peer or all(p.state == "published" for p in b.places)):
+        if drawn and len(rows) > 1 and (b.has_peer or b.machine not in measured):
             charts[b.machine].append(plots.bars(f"{b.model} {b.test}", rows, "tokens/s", f"bars{i}"))
     return charts
 
