@@ -202,6 +202,7 @@ def open_engine(model: str | None, device: str | None, gates: Gates, **options: 
 
     name = load.resolve_model(model)
     where = load.resolve_device(device)
+    load.config_of(name)  # what is no model is refused before kernels are compiled for it
     announce(gates, f"{name.label} on {where}", cpu=where.type == "cpu")
     with err.status(f"loading {name.label}"):
         return Engine(model, gates=gates, device=str(where), **options)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfbyte.cli.options import JsonOption, err, out, print_json, print_table
+from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
     from halfbyte.lab.receipts import Receipt
@@ -42,6 +43,8 @@ def receipts(
             err.print(f"failed: {', '.join(failed)}; their logs are in {folder or RESULTS}", markup=False)
             raise typer.Exit(1)
         return
+    if part or answers:
+        raise UsageError("--part and --answers are for --run; add it, or leave them out.")
     known = read_all(folder)
     if json:
         print_json({"receipts": [r.as_dict() for r in known]})

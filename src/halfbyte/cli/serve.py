@@ -105,6 +105,7 @@ def serve(
     from halfbyte.engine.sizing import check_start, keeps_cached
     from halfbyte.memory import read_memory
     from halfbyte.model.gpt_oss import arch_of
+    from halfbyte.server import run
 
     memory = read_memory(where)
     if verify:
@@ -112,11 +113,13 @@ def serve(
     options = replace(options, model=model, gates=gates, device=str(where))
     if memory_share is not None:
         options = replace(options, reserve_gib=rest_of_memory(memory_share, options, memory))
-    announce(gates, f"{resolved.label} on {where}", cpu=where.type == "cpu")
     weights = load.weight_bytes(resolved, gates)
     account = check_start(load.config_of(resolved), options, memory, arch_of(where), weights)
     settings = replace(settings, min_available_bytes=account.state.floor(account.reserve))
     settings = replace(settings, last_available_bytes=account.state.last(account.reserve))
+    if settings.uds is None:
+        run.bind(settings).close()  # a port in use is said before kernels are compiled, as a first start does
+    announce(gates, f"{resolved.label} on {where}", cpu=where.type == "cpu")
 
     async def source() -> tuple[TokenSource, Tokenizer]:
         with err.status(f"loading {resolved.label}") as status:
