@@ -16,7 +16,7 @@ from halfbyte.lab.levels.matrix import check_matrix, counts, covering, every, ga
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.peers.launch import Launch, Setup
-from halfbyte.lab.result import Result, read_result
+from halfbyte.lab.result import Cell, Result, read_result
 
 AXES = {
     "moe_kernel": ("auto", "triton", "marlin", "cpu"),
@@ -92,6 +92,17 @@ def test_cells_that_run_are_refused_or_are_invalid(tmp_path: Path, monkeypatch: 
     assert counts(results)["INVALID"] == 1
     assert counts(results)["run"] >= 1
     assert subject.diagnostics
+
+
+def test_a_cell_that_ran_and_has_no_figure_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(*_: object) -> list[Result]:
+        return [Result(Cell("decode", "tiny"), refused="the tokens came at once")]
+
+    monkeypatch.setattr(Works, "play", lambda works, subject: at_once)
+    subject = Subject(ScriptedPeer(), Setup(None, device="cpu"), tmp_path, limits=LIMITS)
+    (result,) = matrix.run_cells(subject, [(Gates(), "exact")], Works((8,), (4,), repeats=1), None)
+    assert result.invalid
+    assert result.refused == "the tokens came at once; it ran and could not be measured"
 
 
 def test_cells_of_an_interrupted_matrix_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

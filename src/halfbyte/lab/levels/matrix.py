@@ -253,6 +253,8 @@ def _measurement(subject: Subject, gates: Gates, name: str, works: Works, known:
 def _result(subject: Subject, ended: Measurement, name: str) -> Result:
     cell, parts = _cell(subject, ended.gates, name), ended.results()
     bad = next((r for r in parts if r.refused), None)
+    if bad is not None and ended.failed is None and not bad.invalid:  # it ran: nobody refused anything
+        bad = bad.invalidated("it ran and could not be measured")
     if bad is not None:
         return replace(bad, cell=cell)
     figures = []
