@@ -49,6 +49,7 @@ class VllmEngine:
         """`processor`: where vLLM's processes find what masks logits (`processor_class`), as module:name."""
         version()
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -62,7 +63,8 @@ class VllmEngine:
         self.masks = processor is not None and not arguments.speculative_config
         if self.masks:
             arguments.logits_processors = [*(arguments.logits_processors or ()), processor]
-        self.engine = LLMEngine.from_engine_args(arguments)
+        # The defaults of `vllm serve`, which the other nodes of a launch run: a step of theirs has as many tokens.
+        self.engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
         config = self.engine.vllm_config
         self.max_context: int = config.model_config.max_model_len
         self.vocab: int = config.model_config.get_vocab_size()
