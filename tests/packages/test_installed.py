@@ -57,17 +57,25 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     print(f"the wheel: {wheel}")
     venv.create(folder / "venv", with_pip=True)
     pip = [str(folder / "venv" / "bin" / "pip"), "install", "-q", "-c", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, str(wheel)], check=True, cwd=folder)
+    subprocess.run([*pip, str(wheel)], check=True, cwd=folder, env=without_python())  # or it finds the checkout's
     (folder / "commit").write_text(commit_in(wheel))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def without_python() -> dict[str, str]:
+    return {k: v for k, v in gates.child_environment().items() if not k.startswith(("PYTHON", "HALFBYTE", "VIRTUAL"))}
+
+
 def clean(folder: Path) -> dict[str, str]:
     """A user's environment: no PYTHONPATH, a home and caches of its own, no compiler."""
-    kept = {k: v for k, v in gates.child_environment().items() if not k.startswith(("PYTHON", "HALFBYTE", "VIRTUAL"))}
     (folder / "home").mkdir(exist_ok=True)
-    return {**kept, "HOME": str(folder / "home"), "PATH": str(folder / "venv" / "bin"), "OMP_NUM_THREADS": "1"}
+    return {
+        **without_python(),
+        "HOME": str(folder / "home"),
+        "PATH": str(folder / "venv" / "bin"),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def command(folder: Path, *words: str) -> str:
