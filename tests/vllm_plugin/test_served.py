@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -316,9 +317,13 @@ def test_two_nodes(server: Server, client: Any, model: str, tmp_path: Path) -> N
             asked["extra_body"] = {"ignore_eos": True}
             one, two = (c.completions.create(**asked).choices[0].text for c in (client, both))
             assert one == two
+        started = psutil.Process(pair.process.pid).children(recursive=True)
+        assert len(started) > 2
         os.kill(child(pair, "--headless"), signal.SIGKILL)
         pair.process.wait(120)
         assert pair.process.returncode != 0
+        _, left = psutil.wait_procs(started, 60)  # the worker of the node that was killed, above all
+        assert not left
         assert "vLLM on localhost (node 1) ended with signal 9; the others end, too." in " ".join(pair.said().split())
     finally:
         pair.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    from halfbyte.vllm_plugin import compat
+    from halfbyte.vllm_plugin import compat, orphans
 
+    orphans.end_with_parent()
     compat.register()
