@@ -57,6 +57,12 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.screen.display).rstrip()
 
+    @property
+    def unwrapped(self) -> str:
+        """Lines that fill the screen joined with what follows: where a narrow one breaks depends on how words come."""
+        lines = self.screen.display
+        return "".join(line if line[-1] != " " else line.rstrip() + "\n" for line in lines).rstrip()
+
     def is_asking(self) -> bool:
         """The cursor stands behind an empty prompt."""
         return self.screen.cursor.x == 2 and bool(self.screen.display[self.screen.cursor.y].rstrip() == ">")
@@ -82,9 +88,9 @@ class Terminal:
 
     def ask(self, keys: str, answer: str) -> None:
         """Type a line and wait for its answer, which may have stood there before, and for the next question."""
-        before = self.text.count(answer) + keys.count(answer)
+        before = self.unwrapped.count(answer) + keys.count(answer)
         self.send(f"{keys}\r")
-        self.wait_until(lambda: self.text.count(answer) > before and self.is_asking())
+        self.wait_until(lambda: self.unwrapped.count(answer) > before and self.is_asking())
 
     def stop_an_answer(self, line: str, once_shown: str) -> None:
         """The interrupt goes out when the new answer is on the screen, never while the line editor still reads: what
