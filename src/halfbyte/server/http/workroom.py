@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from halfbyte.server.http.errors import ApiError
+
 T = TypeVar("T")
 
 SMALL = 8 * 1024  # bytes of a request that are read on the loop
@@ -31,7 +33,11 @@ class Workroom:
         """The result of `work`, done where `size` bytes of it belong."""
         if size <= SMALL:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._large if size < HUGE else self._huge, work)
+        pool = self._large if size < HUGE else self._huge
+        result = await asyncio.get_running_loop().run_in_executor(pool, _refused_or_done, work)
+        if isinstance(result, ApiError):
+            raise result
+        return result
 
     def trim_later(self) -> None:
         """What a huge request took goes back to the system, and not only to this process's allocator."""
@@ -47,6 +53,16 @@ class Workroom:
             self._trim.cancel()
         for pool in (self._large, self._huge):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _refused_or_done(work: Callable[[], T]) -> T | ApiError:
+    """A refusal as a value, without the frames it was raised in and what it was raised for: they hold the body, and
+    whoever keeps a refusal, were it a cycle that nobody has collected yet, would keep them."""
+    try:
+        return work()
+    except ApiError as e:
+        e.__context__ = e.__cause__ = None
+        return e.with_traceback(None)
 
 
 def _give_back_memory() -> None:
