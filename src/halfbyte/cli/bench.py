@@ -67,7 +67,7 @@ def bench(
     ] = False,
     url: Annotated[str | None, typer.Option("--url", help="Measure the server at this address.")] = None,
     engine: Annotated[
-        str, typer.Option("--engine", help="Measure this engine over HTTP: halfbyte, vllm, llamacpp … or an address.")
+        str, typer.Option("--engine", help="Measure this engine over HTTP: halfbyte, vllm, llama.cpp … or an address.")
     ] = "",
     engine_flag: EngineFlagOption = None,
     engine_env: EngineVariableOption = None,

@@ -52,7 +52,7 @@ def check(
         str,
         typer.Option(
             "--engine",
-            help="halfbyte, vllm, vllm+halfbyte, sglang, llamacpp, or the address of a running one.",
+            help="halfbyte, vllm, vllm+halfbyte, sglang, llama.cpp, or the address of a running one.",
             rich_help_panel=PANEL,
         ),
     ] = "halfbyte",

@@ -18,7 +18,7 @@ def launch(engine: str, **flags: str) -> Launch:
     return engine_named(engine).launch(Setup(model, parse(flags, env={}), "cpu", 8123, Path("run"), ("--own", "1")))
 
 
-@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "llamacpp"])
+@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "llama.cpp"])
 def test_the_default_starts_everywhere(engine: str) -> None:
     made = launch(engine)
     assert not made.refusals

@@ -239,6 +239,7 @@ def test_an_engine_elsewhere_is_asked_and_not_stopped(tmp_path: Path) -> None:
 
 def test_names_of_engines() -> None:
     assert engine_named("HalfByte").name == "halfbyte"
+    assert engine_named("llama.cpp").name == engine_named("llamacpp").name
     with pytest.raises(UsageError, match="there is no engine 'ollama'"):
         engine_named("ollama")
     with pytest.raises(UsageError, match="no address"):

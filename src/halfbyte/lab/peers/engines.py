@@ -17,15 +17,17 @@ ENGINES: dict[str, Callable[[], Peer]] = {
     "vllm": lambda: VllmPeer(plugin=False),
     "vllm+halfbyte": lambda: VllmPeer(plugin=True),
     "sglang": SglangPeer,
-    "llamacpp": LlamaCppPeer,
+    "llama.cpp": LlamaCppPeer,
 }
+SPELLINGS = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "llama-server": "llama.cpp"}
 
 
 def engine_named(text: str) -> Peer:
     """An engine by its name, or one that runs already by its address."""
     if "://" in text:
         return UrlPeer(text)
-    if text.lower() not in ENGINES:
+    name = SPELLINGS.get(text.lower(), text.lower())
+    if name not in ENGINES:
         names = ", ".join(ENGINES)
         raise UsageError(f"there is no engine {text!r}; use {names}, or an address such as http://host:8000.")
-    return ENGINES[text.lower()]()
+    return ENGINES[name]()
