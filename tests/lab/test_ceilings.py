@@ -66,6 +66,7 @@ def test_a_figure_above_its_ceiling_is_invalid_whoever_measured_it() -> None:
     assert above.invalid
     assert not above.figures
     assert "passes its ceiling" in above.refused
+    assert above.detail["not_believed"][0]["name"] == "speed"
     decode = beside(speed("decode", {"tg": 128, "depth": 2048, "concurrency": 1}, 1e4), c)
     assert decode.invalid
 

@@ -12,11 +12,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from halfbyte.kernels.cpu.build import sets_for
+from tests.packages.served import ask, free_port, wait_until_ready
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -137,12 +135,6 @@ def test_the_command_and_the_doctor_run(folder: Path) -> None:
     assert not [f for f in told["findings"] if f["id"] in ("install.shadowed", "cpu.kernels", "doctor.stumbled")]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def test_it_serves_and_answers_with_neon(folder: Path) -> None:
     port = free_port()
     log = (folder / "log").open("w")
@@ -154,19 +146,8 @@ def test_it_serves_and_answers_with_neon(folder: Path) -> None:
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 900
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health/ready", timeout=5)
-                break
-            except OSError:
-                assert server.poll() is None, (folder / "log").read_text()
-                assert time.monotonic() < deadline, (folder / "log").read_text()
-                time.sleep(2)
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
-        head = {"content-type": "application/json"}
-        asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), head)
-        answer = json.load(urllib.request.urlopen(asked, timeout=600))
+        wait_until_ready(server, url, folder / "log", 900)
+        answer = ask(url, "What is 17 + 25?", 600)
         assert answer["choices"][0]["message"]["content"] == "17 + 25 = 42."
         assert "CPU kernels with neon-i8mm" in (folder / "log").read_text()
     finally:

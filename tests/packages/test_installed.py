@@ -11,10 +11,8 @@ import platform
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 import venv
 import zipfile
@@ -25,6 +23,7 @@ import pytest
 
 import halfbyte
 from halfbyte import gates
+from tests.packages.served import ask, free_port, wait_until_ready
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -127,12 +126,6 @@ def test_the_doctor_has_no_errors_there(environment: Path) -> None:
     assert not [f for f in told["findings"] if f["id"] in ("install.shadowed", "cpu.kernels", "doctor.stumbled")]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def test_it_serves_and_chat_talks_to_it(environment: Path) -> None:
     port = free_port()
     program = str(environment / "venv" / "bin" / "halfbyte")
@@ -146,20 +139,8 @@ def test_it_serves_and_chat_talks_to_it(environment: Path) -> None:
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 180
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health/ready", timeout=2)
-                break
-            except OSError:
-                assert server.poll() is None, (environment / "log").read_text()
-                assert time.monotonic() < deadline, (environment / "log").read_text()
-                time.sleep(0.5)
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16, "temperature": 0}
-        request = urllib.request.Request(
-            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        answer = json.load(urllib.request.urlopen(request, timeout=120))
+        wait_until_ready(server, url, environment / "log", 180)
+        answer = ask(url, "Hello", 120, max_tokens=16)
         assert answer["usage"]["completion_tokens"] > 0
         page = urllib.request.urlopen(url, timeout=10).read().decode()
         assert re.search("<html", page, re.IGNORECASE), "the chat page is in the wheel"

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 from halfbyte import roofline
-from halfbyte.errors import UsageError
+from halfbyte.errors import InvalidFigureError, UsageError
 from halfbyte.gates import Gates
-from halfbyte.lab.result import Ceiling, Result, measure_cell
+from halfbyte.lab.result import Ceiling, Result
 from halfbyte.model import load
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss, formats_after
@@ -90,14 +89,18 @@ def ceilings_for(model: load.ModelName, gates: Gates, gpu_name: str) -> Ceilings
     return None
 
 
+def under(result: Result, ceilings: Mapping[str, Ceiling | None]) -> Result:
+    """With a ceiling for each figure that has one here; INVALID if a figure passes it, and what it showed is kept."""
+    try:
+        figures = tuple(replace(f, ceiling=ceilings.get(f.name, f.ceiling)) for f in result.figures)
+    except InvalidFigureError as e:
+        return result.invalidated(str(e))
+    return replace(result, figures=figures)
+
+
 def beside(result: Result, ceilings: Ceilings) -> Result:
-    """The result with the ceilings that its cell has; INVALID if it passes one."""
-    return measure_cell(result.cell, partial(_beside, result, ceilings))
-
-
-def _beside(result: Result, ceilings: Ceilings) -> Result:
-    found = _of_cell(result, ceilings)
-    return replace(result, figures=tuple(replace(f, ceiling=found.get(f.name, f.ceiling)) for f in result.figures))
+    """The result under the ceilings that its cell has."""
+    return under(result, _of_cell(result, ceilings))
 
 
 def _of_cell(result: Result, ceilings: Ceilings) -> dict[str, Ceiling]:

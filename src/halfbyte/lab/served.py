@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import UsageError
+from halfbyte.lab.ceilings import under
 from halfbyte.lab.measure.engine_timing import Client, Timing, Work, result_of, time_all
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.measure.traffic import Limits, measure_traffic, sessions_of
 from halfbyte.lab.peers.launch import Setup
-from halfbyte.lab.result import Cell, Check, Figure, Result, figure, measure_cell, read_result
+from halfbyte.lab.result import Cell, Check, Result, figure, measure_cell, read_result
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from halfbyte.lab.workloads.recording import replay
 from halfbyte.lab.workloads.workload import Workload, chat, synthetic
@@ -135,13 +136,7 @@ def compare_served(engine: Result, served: Result) -> Result:
 
 def under_ceilings(engine: Sequence[Result], served: Sequence[Result]) -> list[Result]:
     """The same work on the same machine has the same ceiling, whoever carries the tokens."""
-    return [measure_cell(s.cell, partial(_under, e, s)) for e, s in zip(engine, served, strict=True)]
-
-
-def _under(engine: Result, served: Result) -> Result:
-    ceilings = {f.name: f.ceiling for f in engine.figures}
-    figures: tuple[Figure, ...] = tuple(replace(f, ceiling=ceilings.get(f.name)) for f in served.figures)
-    return replace(served, figures=figures)
+    return [under(s, {f.name: f.ceiling for f in e.figures}) for e, s in zip(engine, served, strict=True)]
 
 
 # ---- workloads ------------------------------------------------------------------------------------------------------

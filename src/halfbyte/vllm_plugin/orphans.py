@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from multiprocessing.connection import wait
@@ -29,4 +30,8 @@ def end_with_parent(grace_s: float = GRACE_S) -> None:
 def _watch(parent: BaseProcess, grace_s: float) -> None:
     wait([parent.sentinel])
     time.sleep(grace_s)
+    print(
+        f"halfbyte: the process that started process {os.getpid()} of vLLM's is gone, so this one ends.",
+        file=sys.stderr,
+    )
     os._exit(1)
