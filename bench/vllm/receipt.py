@@ -6,13 +6,12 @@ with its reason. Starts nothing and times nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from halfbyte.kernels.cuda.decode.layers_phase import AllLayers
-from halfbyte.lab import environment, receipts
+from halfbyte.lab import receipts
 from halfbyte.lab.result import Cell, Check, Result, ResultFile, figure
 
 LAYERS = ("cuda.embed", "cuda.batch_layer_fused", "cuda.batch_norm_lm_head", "cuda.prefill_layer")
@@ -90,6 +89,4 @@ def file_of(results: list[Result]) -> ResultFile:
     measured = receipts.measured([AllLayers(), *LAYERS]) | receipts.hashes(
         [*plugin.glob("*.py"), Path(__file__).with_name("child.py")]
     )
-    return ResultFile(
-        "python -m bench.vllm.compare", tuple(sys.argv[1:]), environment.collect(), measured, tuple(results)
-    )
+    return receipts.result_file("python -m bench.vllm.compare", results, measured)

@@ -22,28 +22,14 @@ from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.counters import Counters
 from halfbyte.engine.grammar import Vocabulary
 from halfbyte.engine.grammar_work import GrammarWork
-from halfbyte.engine.request import (
-    Delta,
-    EngineStats,
-    FinishReason,
-    Logprob,
-    Output,
-    Request,
-    Usage,
-)
+from halfbyte.engine.request import Delta, EngineStats, FinishReason, Logprob, Output, Request, Usage
 from halfbyte.engine.runner import KeepsValues, ModelRunner, StepHandle, StepResult
 from halfbyte.engine.sampling.host import NOT_NUMBERS
 from halfbyte.engine.scheduler import ScheduledStep, Scheduler
 from halfbyte.engine.sequence import Sequence, State
 from halfbyte.engine.speculative.drafting import learn, propose
 from halfbyte.engine.speculative.proposer import Proposer
-from halfbyte.errors import (
-    EngineDiedError,
-    HalfbyteError,
-    NotEnoughMemoryError,
-    RequestError,
-    StepError,
-)
+from halfbyte.errors import EngineDiedError, HalfbyteError, NotEnoughMemoryError, RequestError, StepError
 from halfbyte.kv.pages import PagePool
 
 log = logging.getLogger("halfbyte")

@@ -20,7 +20,7 @@ GPU_CONTEXT = 512 * MIB  # the CUDA context and the kernels in it, until they ar
 ENGINE_PROCESS = 384 * MIB  # interpreter, torch and tokenizer of an engine in a process of its own, until it is there
 LARGE_GPU = 64 * GIB
 CPU_ROWS, CPU_ROWS_BESIDE_DECODE = 256, 64
-LARGE_GPU_ROWS_BESIDE_DECODE = 832  # of 120b on an H200: 32 ms, and gaps of about 35 for clients (docs/LOG.md)
+LARGE_GPU_ROWS_BESIDE_DECODE = 704  # of 120b on an H200: 30 ms, and gaps of about 35 for clients (docs/LOG.md)
 SCRATCH = 1  # page 0 is nobody's
 
 

@@ -397,7 +397,8 @@ HB_DEV u32 e4m3_pair(float lo, float hi) { return e4m3_round(lo) | e4m3_round(hi
 HB_DEV u64 lds64(const void* p) { u64 v; memcpy(&v, p, 8); return v; }
 HB_DEV float half_value(u32 bits) {
   int e = bits >> 10 & 31, m = bits & 1023;
-  float v = e ? std::ldexp(1.f + m / 1024.f, e - 15) : std::ldexp((float)m, -24);
+  if (e == 31 && m) return as_float(0x7fffffffu);
+  float v = e == 31 ? INFINITY : e ? std::ldexp(1.f + m / 1024.f, e - 15) : std::ldexp((float)m, -24);
   return bits & 0x8000 ? -v : v;
 }
 HB_DEV u32 half_round(float v) {
