@@ -289,8 +289,8 @@ def named(result: Result, contender: Contender, version: str) -> Result:
 
 def board_of(run: Run, results: Sequence[Result], before: ResultFile | None) -> ResultFile:
     """With this machine's record as it is now; the commands that led here, one after the other."""
-    served = receipts.sources_of([receipts.PACKAGE / "engine" / "build.py"], ("engine",))
-    file = receipts.result_file(TOOL, results, receipts.hashes(served))
+    ours = [c.gates for c in CONTENDERS.values() if c.engine == "halfbyte"]
+    file = receipts.result_file(TOOL, results, receipts.served(run.model, ours, run.device))
     return file if before is None else replace(file, command=(*before.command, "then", *file.command))
 
 

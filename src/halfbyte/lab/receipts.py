@@ -20,9 +20,12 @@ from typing import Any
 
 import halfbyte
 from halfbyte.errors import UsageError
+from halfbyte.gates import Gates
 from halfbyte.kernels.launch import INCLUDES
 from halfbyte.lab import environment
 from halfbyte.lab.result import Result, ResultFile, from_json
+from halfbyte.model import load
+from halfbyte.model.gpt_oss import arch_of, choose
 from halfbyte.plan.phase import Phase
 from halfbyte.plan.select import all_phases
 
@@ -82,6 +85,16 @@ def measured(phases: Iterable[Phase | str]) -> dict[str, str]:
         each = by_name[phase] if isinstance(phase, str) else phase
         starts.append(PACKAGE.joinpath(*type(each).__module__.split(".")[1:]).with_suffix(".py"))
     return hashes(sources_of(starts))
+
+
+def served(model: str | None, gates: Iterable[Gates], device: str | None = None) -> dict[str, str]:
+    """File -> hash, for everything behind a server's answers: itself, its engine, and the phases of each plan here."""
+    name, arch = load.resolve_model(model), arch_of(load.resolve_device(device))
+    config, formats = load.config_of(name), load.stored_formats(name)
+    plans = [choose(config, each, arch, formats)[1] for each in gates]
+    starts = [PACKAGE / "server" / "app.py", PACKAGE / "engine" / "build.py"]
+    phases = {phase.name for plan in plans for chosen in plan.values() for phase in chosen}
+    return hashes(sources_of(starts, ("server", "engine"))) | measured(phases)
 
 
 def hashes(paths: Iterable[Path]) -> dict[str, str]:

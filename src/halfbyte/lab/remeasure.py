@@ -137,13 +137,13 @@ def _run(part: Part, folder: Path, answers: Path | None, report: Callable[[str],
         command += ["--out", str((folder / f"{part.name}.json").resolve())]
     if part.needs_answers:
         command += ["--answers", str(answers)]
-    extra = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    environ = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1")
+    paths = [str(ROOT / "src"), *filter(None, [environ.get("PYTHONPATH")])]  # where packages lie in a folder, that too
+    environ["PYTHONPATH"] = os.pathsep.join(paths)
     log = folder / f"{part.name}.log"
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=child_environment() | extra, stdin=subprocess.DEVNULL, stdout=file, stderr=file
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
         try:
             status = process.wait(part.seconds)
         except subprocess.TimeoutExpired:

@@ -27,12 +27,14 @@ from typing import Any
 from halfbyte import gates as gates_
 from halfbyte.errors import EngineError, HalfbyteError, UsageError
 from halfbyte.lab import environment, receipts
+from halfbyte.lab.ceilings import ceilings_for, under
 from halfbyte.lab.entry import finish, line_of, numbers
 from halfbyte.lab.measure.event_stream import exchange, read_blocks
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Check, Figure, Result, figure
 from halfbyte.lab.statistics import quantile
+from halfbyte.model import load
 
 VOCAB = 190_000  # of random prompts: no special token of gpt-oss
 WAYS: tuple[dict[str, Any], ...] = (
@@ -187,7 +189,9 @@ def main() -> int:
     a = p.parse_args()
     if a.url is None and a.device != "cpu":
         environment.need_gpu()
-    results = list[Result]()
+    results, gates = list[Result](), gates_.parse(preset=a.preset)
+    gpus = environment.gpus() if a.url is None and a.device != "cpu" else []
+    ceilings = ceilings_for(load.resolve_model(a.model), gates, str(gpus[0]["name"])) if gpus else None
 
     def measure(url: str, ready: float | None) -> None:
         base = Cell("serving", model=a.model or "", preset=a.preset, path="http")
@@ -202,7 +206,9 @@ def main() -> int:
             asyncio.run(traffic.closed_loop(streams, a.rounds, a.prompt, a.tokens))
             shape = {"pp": a.prompt, "tg": a.tokens, "concurrency": streams}
             cell = Cell("serving", base.model, base.preset, path="http", shape=shape)
-            results.append(steady(cell, traffic, streams, a.rounds, a.tokens))
+            result = steady(cell, traffic, streams, a.rounds, a.tokens)
+            limits = {"speed": ceilings.closed_loop(a.prompt, a.tokens, streams)} if ceilings else {}
+            results.append(under(result, limits))
             print(line_of(results[-1]), flush=True)
 
     if not (a.first_minute or a.streams):
@@ -217,15 +223,15 @@ def main() -> int:
             from halfbyte.lab.peers.process import Limits, PeerProcess
 
             with tempfile.TemporaryDirectory() as scratch:
-                setup = Setup(a.model, gates_.parse(preset=a.preset), a.device)
+                setup = Setup(a.model, gates, a.device)
                 folder, limits = a.folder or Path(scratch), Limits(start_s=600.0)
                 with PeerProcess(HalfbytePeer(), setup, folder, limits) as server:
                     measure(server.url, server.startup.healthy_s)
     except HalfbyteError as e:
         print(f"serving: {e}", file=sys.stderr)
         return e.exit_code
-    sources = receipts.sources_of([receipts.PACKAGE / "server" / "app.py"], ("server", "engine"))
-    return finish("python -m halfbyte.lab.measure.serving", results, receipts.hashes(sources), a.out)
+    sources = receipts.served(a.model, [] if a.url else [gates], a.device)
+    return finish("python -m halfbyte.lab.measure.serving", results, sources, a.out)
 
 
 if __name__ == "__main__":
