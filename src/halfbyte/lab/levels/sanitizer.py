@@ -164,7 +164,8 @@ def main() -> int:
                 if not pending.cancelled():
                     rows[tool].append(pending.result())
     results = [result_of(tool, cases, rows[tool]) for tool in tools]
-    return finish("python -m halfbyte.lab.levels.sanitizer", results, receipts.measured(PHASES), args.out)
+    ours = [phase for phase in PHASES if not phase.name.startswith("borrowed.")]
+    return finish("python -m halfbyte.lab.levels.sanitizer", results, receipts.measured(ours), args.out)
 
 
 if __name__ == "__main__":
