@@ -1,6 +1,7 @@
 """vLLM 0.26.0 from PyPI in pieces that an offline GPU machine can be given, for `bench/vllm/compare.py` there.
 
-    python -m bench.vllm.pack OUT [--flashinfer]      writes OUT/part1 … OUT/partN, each under 58 MiB
+    python -m bench.vllm.pack OUT                   writes OUT/part1 … OUT/partN, each under 58 MiB
+    python -m bench.vllm.pack OUT --flashinfer      FlashInfer alone: OUT/flashinfer.tar.xz, with its kernels compiled
 
 That machine has Python 3.12, torch 2.11.0 for CUDA 13, Triton 3.6 and transformers. There, with all pieces in a folder:
 
@@ -8,17 +9,27 @@ That machine has Python 3.12, torch 2.11.0 for CUDA 13, Triton 3.6 and transform
 
 Left out, because gpt-oss on an H200 does not need them: FlashAttention 2, FlashMLA, the Rust front end, pictures.
 halfbyte's own entry point is written into SITE, so that vLLM finds the plugin without an installation.
+
+FlashInfer compiles its kernels where they are first called. Packed are those that `kernels/borrowed/` calls on an H200,
+compiled here with nvcc and ninja: attention with sinks, and of the experts the product of bf16 rows with MXFP4 weights
+in the tiles that are taken without its autotuner (two of 29; all of them, and the other number formats, would take
+hours). Whatever else is called there says so. OUT/build keeps what was compiled, so a second run goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 VERSION = "0.26.0"
 PIECE = "57M"
@@ -35,7 +46,10 @@ openai-harmony outlines_core==0.2.14 partial-json-parser prometheus-fastapi-inst
 pydantic==2.14.3 pydantic-core==2.50.4 pydantic-extra-types pydantic-settings pyjwt python-dotenv python-json-logger
 python-multipart pyzmq referencing rpds-py setproctitle sniffio sse-starlette starlette supervisor truststore
 typing-inspection uvicorn watchfiles websockets xgrammar==0.2.1""".split()  # noqa: SIM905
-FLASHINFER = ["flashinfer-python", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "tabulate", "einops"]
+FLASHINFER = "flashinfer-python==0.6.18.post1"
+FLASHINFER_NEEDS = ["apache-tvm-ffi==0.1.11", "nvidia-ml-py", "tabulate", "requests", "certifi", "idna", "urllib3"]
+FLASHINFER_NEEDS += ["charset-normalizer"]
+HEADERS = ["nvidia-cublas==13.1.*", "nvidia-curand==10.4.*", "nvidia-cuda-nvrtc==13.0.*"]  # a compiler of PyPI has none
 SKIP = ("_vllm_fa2_C", "vllm-rs", "_flashmla", "_qutlass", "swagger", *(f"cpython-3{n}" for n in (10, 11, 13, 14)))
 ENTRY = """[vllm.general_plugins]
 halfbyte = halfbyte.vllm_plugin.plugin:register
@@ -52,14 +66,16 @@ def pip(*words: str) -> None:
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--flashinfer", action="store_true", help="with FlashInfer, for kernels/borrowed/")
+    parser.add_argument("--flashinfer", action="store_true", help="FlashInfer instead of vLLM, for kernels/borrowed/")
     asked = parser.parse_args(words)
+    if asked.flashinfer:
+        return pack_flashinfer(asked.out)
     with tempfile.TemporaryDirectory() as folder:
         tmp, site = Path(folder), Path(folder) / "site"
         pip("download", *TARGET, "-d", folder, f"vllm=={VERSION}")
         with zipfile.ZipFile(next(tmp.glob("vllm-*.whl"))) as wheel:
             wheel.extractall(site, [n for n in wheel.namelist() if not any(s in n for s in SKIP)])
-        pip("install", *TARGET, "--target", str(site), *NEEDS, *(FLASHINFER if asked.flashinfer else ()))
+        pip("install", *TARGET, "--target", str(site), *NEEDS)
         info = site / "halfbyte-0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halfbyte\nVersion: 0\n", encoding="utf-8")
@@ -76,6 +92,114 @@ def main(words: list[str] | None = None) -> None:
             part.mkdir(parents=True, exist_ok=True)
             shutil.move(piece, part / piece.name)
             print(part / piece.name, (part / piece.name).stat().st_size >> 20, "MiB")
+
+
+# ---- FlashInfer ------------------------------------------------------------------------------------------------------
+
+WINDOWS = (-1, 127)  # attention over everything, and within a window
+TILES = {(64, 16, 128): "Pingpong", (128, 64, 256): "Cooperative"}  # what runs, and what is asked for its workspace
+RUNNER = """#include "cutlass_fused_moe_kernels.cuh"
+#include "moe_kernels.h"
+
+namespace tensorrt_llm::kernels::cutlass_kernels {
+template class CutlassMoeFCRunner<__nv_bfloat16, Fp4Type>;
+INSTANTIATE_FINALIZE_MOE_ROUTING(__nv_bfloat16, __nv_bfloat16, __nv_bfloat16);
+}
+"""
+MISSING = """#include <stdexcept>
+extern "C" void halfbyte_not_packed() {
+  throw std::runtime_error("this pack holds FlashInfer's experts of bf16 rows and MXFP4 weights, in its first tile");
+}
+"""
+
+
+def pack_flashinfer(out: Path) -> None:
+    build = (out / "build").resolve()
+    here, site = build / "here", build / "site"  # for the Python that runs this, and for the one that will
+    if not here.exists():
+        pip("install", "--target", str(here), "--no-deps", FLASHINFER, *FLASHINFER_NEEDS, *HEADERS)
+    shutil.rmtree(site, ignore_errors=True)
+    pip("install", *TARGET, "--target", str(site), FLASHINFER, *FLASHINFER_NEEDS)
+    for dead in (*site.rglob("__pycache__"), *site.glob("bin"),
+                 *(site / "flashinfer/data" / name for name in ("cccl", "cutlass", "include", "spdlog"))):  # fmt: skip
+        shutil.rmtree(dead)
+    for library in compiled(here, build):
+        at = site / "flashinfer/data/aot" / library.stem / library.name
+        at.parent.mkdir(parents=True)
+        subprocess.run(["strip", "-o", str(at), str(library)], check=True)
+    packed = out / "flashinfer.tar.xz"
+    subprocess.run(f"tar c -C {site} . | xz -T0 -6 > {packed}", shell=True, check=True)
+    print(packed, packed.stat().st_size >> 20, "MiB")
+
+
+def compiled(here: Path, build: Path) -> list[Path]:
+    """The libraries of the modules that our calls ask FlashInfer for."""
+    driver = build / "driver"  # a name to link with where no driver is installed
+    driver.mkdir(exist_ok=True)
+    stub = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(driver / "libcuda.so"), "-x", "c", os.devnull]
+    subprocess.run(stub, check=True)
+    headers = f"-isystem {here / 'nvidia/cu13/include'}"
+    os.environ |= {
+        "FLASHINFER_WORKSPACE_BASE": str(build), "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
+        "FLASHINFER_EXTRA_CFLAGS": headers, "FLASHINFER_EXTRA_CUDAFLAGS": headers,
+        "FLASHINFER_EXTRA_LDFLAGS": f"-L{driver}",
+    }  # fmt: skip
+    sys.path.insert(0, str(here))
+    core, flashinfer = (importlib.import_module(name) for name in ("flashinfer.jit.core", "flashinfer"))
+    experts = importlib.import_module("flashinfer.fused_moe.core")
+    import torch
+
+    specs: list[Any] = []
+
+    class Asked(Exception):
+        pass
+
+    def record(spec: Any) -> None:
+        specs.append(spec)
+        raise Asked
+
+    core.JitSpec.build_and_load = record
+    with contextlib.suppress(Asked):
+        experts.get_cutlass_fused_moe_module("90")
+    for window in WINDOWS:
+        with contextlib.suppress(Asked):
+            flashinfer.BatchAttentionWithAttentionSinkWrapper(
+                torch.zeros(1024, dtype=torch.uint8), kv_layout="HND", backend="fa2", head_dim_qk=64, head_dim_vo=64,
+                window_left=window,
+            )  # fmt: skip
+    for spec in specs:
+        if spec.name.startswith("fused_moe"):
+            build_experts(spec, build)
+        else:
+            spec.build(verbose=True)
+    return [spec.jit_library_path for spec in specs]
+
+
+def build_experts(spec: Any, build: Path) -> None:
+    """Of FlashInfer's 247 sources those that our call reaches; what they name of the others throws when called."""
+    ours = build / "experts"
+    ours.mkdir(exist_ok=True)
+    rest = [s for s in spec.sources if not s.name.endswith(".generated.cu")]
+    for source in (s for s in spec.sources if s not in rest):
+        text = source.read_text(encoding="utf-8")
+        for launcher in re.findall(r"template void .*?;\n", text, re.DOTALL):
+            tile = tuple(int(n) for n in re.findall(r"Int<(\d+)>", launcher))
+            schedule = re.findall(r"KernelTmaWarpSpecialized(\w+)", launcher)
+            if "<__nv_bfloat16, SafeFP4," in launcher and [TILES.get(tile[:3])] == schedule and tile[3:] == (1, 1, 1):
+                head, tail = text.partition("template ")[0], text[text.rindex("} // namespace cutlass_kernels_oss") :]
+                name = "x".join(map(str, tile[:3])) + ".cu"
+                (ours / name).write_text(f"{head}\n{launcher}\n{tail}", encoding="utf-8")
+    (ours / "runner.cu").write_text(RUNNER, encoding="utf-8")
+    (ours / "missing.cpp").write_text(MISSING, encoding="utf-8")
+    other = re.compile(r"moe_gemm_kernels_(?!bf16_fp4)|cutlass_fused_moe_instantiation|fp8_blockscale_gemm")
+    spec.sources = [s for s in rest if not other.match(s.name)] + sorted(ours.glob("*.c*"))
+    spec.extra_ldflags = []
+    spec.build(verbose=True)
+    named = subprocess.run(["nm", "-D", "-u", spec.jit_library_path], capture_output=True, text=True, check=True).stdout
+    missing = [word for word in named.split() if re.search("tensorrt_llm|deep_gemm|nvrtc", word)]
+    (ours / "missing.ld").write_text("".join(f"--defsym={word}=halfbyte_not_packed\n" for word in missing))
+    spec.extra_ldflags = [f"-Wl,@{ours / 'missing.ld'}", "-Wl,-z,now"]
+    spec.build(verbose=True)
 
 
 if __name__ == "__main__":

@@ -80,12 +80,15 @@ class Wrapper:
         Wrapper.plans += 1
         assert sizes == (HEADS, KV_HEADS, DIM, PAGE)
         assert how["causal"]
+        assert {t.dtype for t in (starts, pages_at, pages, last)} == {torch.int32}  # read as such, unasked
         self.table, self.window = (
             (starts.tolist(), pages_at.tolist(), pages.tolist(), last.tolist()),
             how["window_left"],
         )
 
     def run(self, q: Tensor, kv: tuple[Tensor, Tensor], sinks: Tensor, scale: float) -> Tensor:
+        assert (q.dtype, sinks.dtype, type(scale)) == (torch.bfloat16, torch.float32, float)  # read as such, unasked
+        assert all(part.dtype == torch.bfloat16 and part.stride(-1) == 1 for part in kv)
         starts, pages_at, pages, last = self.table
         out = torch.empty_like(q)
         for s in range(len(last)):
@@ -202,7 +205,11 @@ def cutlass_fused_moe(x: Tensor, ids: Tensor, scales: Tensor, **given: Any) -> N
         for w, s in zip((given["fc1_expert_weights"], given["fc2_expert_weights"]), given["quant_scales"], strict=True)
     )
     assert given["use_w4_group_scaling"]
-    assert ids.dtype == torch.int32
+    assert (x.dtype, ids.dtype, scales.dtype) == (torch.bfloat16, torch.int32, torch.float32)
+    assert {given[f"fc{n}_expert_biases"].dtype for n in (1, 2)} == {torch.bfloat16} == {given["output_dtype"]}
+    assert {given[f"swiglu_{name}"].dtype for name in ("alpha", "beta", "limit")} == {torch.float32}
+    assert rows == 4 * given["fc2_expert_weights"].shape[2]
+    assert given["output"].shape == x.shape
     for row in range(x.shape[0]):
         total = torch.zeros(x.shape[1])
         for e, scale in zip(ids[row].tolist(), scales[row].tolist(), strict=True):
@@ -214,13 +221,28 @@ def cutlass_fused_moe(x: Tensor, ids: Tensor, scales: Tensor, **given: Any) -> N
         given["output"][row] = total.to(torch.bfloat16)
 
 
+def interleave_weights(w: Tensor, kind: str) -> Tensor:
+    """What FlashInfer's kernel asks of them; its order of bytes stands aside."""
+    assert (kind, w.dtype, w.dim()) == ("fp4", torch.uint8, 3)
+    assert w.shape[1] % 16 == 0
+    assert w.shape[2] % 32 == 0
+    return w
+
+
+def interleave_scales(s: Tensor) -> Tensor:
+    assert (s.dtype, s.dim()) == (torch.uint8, 3)
+    assert s.shape[1] % 64 == 0
+    assert s.shape[2] % 4 == 0
+    return s
+
+
 def test_experts_are_called_as_flashinfer_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widths that must be padded; the interleaving is FlashInfer's own and stands aside."""
+    """Widths that must be padded."""
     parent, module = ModuleType("flashinfer"), ModuleType("flashinfer.fused_moe")
     vars(module).update(
         cutlass_fused_moe=cutlass_fused_moe,
-        interleave_moe_weights_for_sm90_mixed_gemm=lambda w, kind: w,
-        interleave_moe_scales_for_sm90_mixed_gemm=lambda s: s,
+        interleave_moe_weights_for_sm90_mixed_gemm=interleave_weights,
+        interleave_moe_scales_for_sm90_mixed_gemm=interleave_scales,
     )
     monkeypatch.setitem(sys.modules, "flashinfer", parent)
     monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", module)

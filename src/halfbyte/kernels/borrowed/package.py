@@ -44,4 +44,4 @@ def is_here(arch: Arch) -> bool:
 
 
 VLLM = Package("vllm", "vLLM", ("0.26.", "0.32."))
-FLASHINFER = Package("flashinfer-python", "FlashInfer", ("0.6.",))
+FLASHINFER = Package("flashinfer-python", "FlashInfer", ("0.6.14", "0.6.18", "0.7."))  # vLLM 0.26's, and vLLM 0.32's
