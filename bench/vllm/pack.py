@@ -98,7 +98,7 @@ def main(words: list[str] | None = None) -> None:
 
 WINDOWS = (-1, 127)  # attention over everything, and within a window
 TILES = {(64, 16, 128): "Pingpong", (128, 64, 256): "Cooperative"}  # what runs, and what is asked for its workspace
-RUNNER = """#include "cutlass_fused_moe_kernels.cuh"
+RUNNER = """#include "fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh"
 #include "moe_kernels.h"
 
 namespace tensorrt_llm::kernels::cutlass_kernels {
@@ -177,8 +177,7 @@ def compiled(here: Path, build: Path) -> list[Path]:
 
 def build_experts(spec: Any, build: Path) -> None:
     """Of FlashInfer's 247 sources those that our call reaches; what they name of the others throws when called."""
-    ours = build / "experts"
-    ours.mkdir(exist_ok=True)
+    ours = {"runner.cu": RUNNER, "missing.cpp": MISSING}
     rest = [s for s in spec.sources if not s.name.endswith(".generated.cu")]
     for source in (s for s in spec.sources if s not in rest):
         text = source.read_text(encoding="utf-8")
@@ -187,18 +186,22 @@ def build_experts(spec: Any, build: Path) -> None:
             schedule = re.findall(r"KernelTmaWarpSpecialized(\w+)", launcher)
             if "<__nv_bfloat16, SafeFP4," in launcher and [TILES.get(tile[:3])] == schedule and tile[3:] == (1, 1, 1):
                 head, tail = text.partition("template ")[0], text[text.rindex("} // namespace cutlass_kernels_oss") :]
-                name = "x".join(map(str, tile[:3])) + ".cu"
-                (ours / name).write_text(f"{head}\n{launcher}\n{tail}", encoding="utf-8")
-    (ours / "runner.cu").write_text(RUNNER, encoding="utf-8")
-    (ours / "missing.cpp").write_text(MISSING, encoding="utf-8")
+                ours["x".join(map(str, tile[:3])) + ".cu"] = f"{head}\n{launcher}\n{tail}"
+    folder = build / "experts"
+    folder.mkdir(exist_ok=True)
+    for name, text in ours.items():
+        if (
+            not (folder / name).exists() or (folder / name).read_text(encoding="utf-8") != text
+        ):  # or it is compiled anew
+            (folder / name).write_text(text, encoding="utf-8")
     other = re.compile(r"moe_gemm_kernels_(?!bf16_fp4)|cutlass_fused_moe_instantiation|fp8_blockscale_gemm")
-    spec.sources = [s for s in rest if not other.match(s.name)] + sorted(ours.glob("*.c*"))
+    spec.sources = [s for s in rest if not other.match(s.name)] + [folder / name for name in ours]
     spec.extra_ldflags = []
     spec.build(verbose=True)
     named = subprocess.run(["nm", "-D", "-u", spec.jit_library_path], capture_output=True, text=True, check=True).stdout
     missing = [word for word in named.split() if re.search("tensorrt_llm|deep_gemm|nvrtc", word)]
-    (ours / "missing.ld").write_text("".join(f"--defsym={word}=halfbyte_not_packed\n" for word in missing))
-    spec.extra_ldflags = [f"-Wl,@{ours / 'missing.ld'}", "-Wl,-z,now"]
+    (folder / "missing.ld").write_text("".join(f"--defsym={word}=halfbyte_not_packed\n" for word in missing))
+    spec.extra_ldflags = [f"-Wl,@{folder / 'missing.ld'}", "-Wl,-z,now"]
     spec.build(verbose=True)
 
 
