@@ -6,9 +6,9 @@
 Held-out problems through `EngineCore` and the plan of this GPU, for every preset and activation format, with graphs and
 without. A case named `padded` has idle heads and experts added (the same function), which is the shape the CUDA decode
 kernel wants, and answers four problems at a time, so that this kernel decodes all of them. Answers are compared with
-those of a CPU at the same gates, by the kernels that serve there; where one differs, the margin between the two tokens at the first
-difference is computed on the CPU. Then some are asked again with torch's synchronisation checks as errors around
-`launch`. The last line is the receipt.
+those of a CPU at the same gates, by the kernels that serve there; where one differs, the margin between the two tokens
+at the first difference is computed on the CPU. Then some are asked again with torch's synchronisation checks as errors
+around `launch`. The last line is the receipt.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def check_embedded(gates: Gates, device: torch.device) -> tuple[list[Verdict], G
     """Every comparison of the embedded model at these gates, and the model that was compared."""
     name = load.resolve_model(None)
     model = load.load_model(name, gates, device=device)
-    # What rounds on the GPU rounds on the CPU: its own kernels would take int8, and one rounding moves single logits far.
+    # The same roundings on both sides: a CPU's own kernels would take int8, and one rounding moves single logits far.
     same = gates if gates.activation != "auto" else replace(gates, activation=model.spec.activation)
     cpu = load.load_model(name, replace(same, kv_dtype=model.spec.kv_dtype))
     tokens = load.tokenizer_of(name).encode(TEXT * 12)[:ROWS]
