@@ -20,6 +20,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.2}, {"min_p": 0.05},
 )  # fmt: skip
 LENGTHS = (20, 200, 1100, 1100, 4000, 12000)
+PREPARED = 20  # requests for each second of the first minute; what is asked beyond them is made on the way
 LEVELS = (1, 2, 4, 8, 3, 16, 6, 32, 12, 64, 5, 24)  # streams at once, in turn
 
 
@@ -77,44 +79,62 @@ class Stream:
         return [b[0] - a[0] for a, b in itertools.pairwise(self.arrivals)]
 
 
+# ---- what is asked; made before the server starts, because a client that makes prompts sees no token arrive ---------
+
+
+def body_of(draw: random.Random, vocab: int, prompt: int, tokens: int, way: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": draw.choices(range(vocab), k=prompt), "max_tokens": tokens, "ignore_eos": True, **way}
+
+
+def loops_of(vocab: int, streams: int, rounds: int, prompt: int, tokens: int) -> list[list[dict[str, Any]]]:
+    """For each stream what it asks, one after the other."""
+    draw = random.Random(streams)
+    return [[body_of(draw, vocab, prompt, tokens, {"temperature": 0}) for _ in range(rounds)] for _ in range(streams)]
+
+
+def mixture(vocab: int) -> Iterator[dict[str, Any]]:
+    """Without an end: prompt lengths and ways of sampling by turns."""
+    draw = random.Random(0)
+    for way in itertools.cycle(WAYS):
+        yield body_of(draw, vocab, draw.choice(LENGTHS), draw.choice((16, 64, 160)), way)
+
+
+# ---- asking ---------------------------------------------------------------------------------------------------------
+
+
 class Traffic:
-    def __init__(self, url: str, vocab: int, seed: int = 0) -> None:
-        self.client, self.random = HttpClient(url), random.Random(seed)
-        self.vocab = vocab
+    def __init__(self, url: str) -> None:
+        self.client = HttpClient(url)
         self.begin = time.perf_counter()
         self.streams: list[Stream] = []
 
     def now(self) -> float:
         return time.perf_counter() - self.begin
 
-    async def ask(self, prompt: int, tokens: int, way: dict[str, Any]) -> None:
-        ids = [self.random.randrange(self.vocab) for _ in range(prompt)]
-        body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True, **way}
+    async def ask(self, body: dict[str, Any]) -> None:
         request = self.client.request("/v1/completions", body)
         link = await self.client.connect()
-        stream = Stream(self.now(), tokens)
+        stream = Stream(self.now(), body["max_tokens"])
         self.streams.append(stream)
         try:
             stream.blocks = await exchange(link, request, self.now)
         except EngineError as e:
             stream.error = str(e)[:400]
 
-    async def closed_loop(self, streams: int, rounds: int, prompt: int, tokens: int) -> None:
-        async def one() -> None:
-            for _ in range(rounds):
-                await self.ask(prompt, tokens, {"temperature": 0})
+    async def closed_loop(self, loops: list[list[dict[str, Any]]]) -> None:
+        async def one(bodies: list[dict[str, Any]]) -> None:
+            for body in bodies:
+                await self.ask(body)
 
-        await asyncio.gather(*(one() for _ in range(streams)))
+        await asyncio.gather(*map(one, loops))
 
-    async def mixed(self, seconds: float) -> None:
+    async def mixed(self, seconds: float, bodies: Iterator[dict[str, Any]]) -> None:
         """Streams come and go so that every level of LEVELS is reached in turn."""
         tasks: set[asyncio.Task[None]] = set()
-        each, turn = seconds / len(LEVELS), 0
+        each = seconds / len(LEVELS)
         while self.now() < seconds:
             while len(tasks) < LEVELS[min(int(self.now() / each), len(LEVELS) - 1)]:
-                way, length = WAYS[turn % len(WAYS)], LENGTHS[self.random.randrange(len(LENGTHS))]
-                tasks.add(asyncio.create_task(self.ask(length, self.random.choice((16, 64, 160)), way)))
-                turn += 1
+                tasks.add(asyncio.create_task(self.ask(next(bodies))))
             done, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -193,17 +213,22 @@ def main() -> int:
     gpus = environment.gpus() if a.url is None and a.device != "cpu" else []
     ceilings = ceilings_for(load.resolve_model(a.model), gates, str(gpus[0]["name"])) if gpus else None
 
+    loops = {n: loops_of(a.vocab, n, a.rounds, a.prompt, a.tokens) for n in numbers(a.streams)}
+    endless = mixture(a.vocab)
+    made = list(itertools.islice(endless, int(a.first_minute * PREPARED)))
+    mixed = itertools.chain(made, endless)
+
     def measure(url: str, ready: float | None) -> None:
         base = Cell("serving", model=a.model or "", preset=a.preset, path="http")
         if a.first_minute:
-            traffic = Traffic(url, a.vocab)
-            asyncio.run(traffic.mixed(a.first_minute))
+            traffic = Traffic(url)
+            asyncio.run(traffic.mixed(a.first_minute, mixed))
             cell = Cell("first minute", base.model, base.preset, path="http", shape={"seconds": a.first_minute})
             results.append(first_minute(cell, traffic, ready))
             print(line_of(results[-1]), flush=True)
-        for streams in numbers(a.streams):
-            traffic = Traffic(url, a.vocab, seed=streams)
-            asyncio.run(traffic.closed_loop(streams, a.rounds, a.prompt, a.tokens))
+        for streams, asked in loops.items():
+            traffic = Traffic(url)
+            asyncio.run(traffic.closed_loop(asked))
             shape = {"pp": a.prompt, "tg": a.tokens, "concurrency": streams}
             cell = Cell("serving", base.model, base.preset, path="http", shape=shape)
             result = steady(cell, traffic, streams, a.rounds, a.tokens)
