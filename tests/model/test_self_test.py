@@ -208,6 +208,8 @@ def test_a_wrong_matrix_is_found_by_its_probe(wrong: str, monkeypatch: pytest.Mo
     (said,) = self_test.ask(probe, SMALL, choice, g, ["decode"])
     row = int(said.partition(f"{name} row ")[2].partition(",")[0])
     assert row % 16 in (1, 9) if wrong != "gate_up" else row % 8 in (0, 4)
+    report = self_test.run(SMALL, (spec, *plain), g, CPU, columns=4)
+    assert f"{name} row" in self_test.refusal(ARCHES["sm121"], report), "whichever probe differs first"
 
 
 def test_a_wrong_code_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -157,23 +158,26 @@ def run(
     spec, chosen, selection = choice
     choice = (replace(spec, max_context=CONTEXT), chosen, selection)
     asked: list[str] = []
-    problems: list[str] = []
+    found: list[
+        list[str]
+    ] = []  # of each probe that differs; a matrix that another one's probe passes through shows there
     with torch.inference_mode():
         for probe in probes(config, spec.formats, device, columns):
             if skipped(probe.name, spec):
                 continue
             asked.append(probe.name)
-            problems += ask(probe, config, choice, gates, regimes)
-            if problems:
-                break  # later probes go through the same kernels
-        if not problems:
+            found.append(ask(probe, config, choice, gates, regimes))
+        if not any(found):
             asked += ["two layers", *(["late hand-overs"] if late else [])]
-            problems += compare_twin(config, choice, gates, device, regimes, late=late)
+            found.append(compare_twin(config, choice, gates, device, regimes, late=late))
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the weights come next
-    return Report(tuple(asked), tuple(problems), time.perf_counter() - began)
+    by_probe = [
+        said for of_one in zip_longest(*found) for said in of_one if said is not None
+    ]  # the first of each, first
+    return Report(tuple(asked), tuple(by_probe), time.perf_counter() - began)
 
 
 def skipped(probe: str, spec: Spec) -> bool:
