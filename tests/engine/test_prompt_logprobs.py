@@ -244,8 +244,12 @@ def test_beside_a_neighbour_that_decodes(preset: str, device: str) -> None:
         got = scores(out[id])
         assert [lp.token for lp in got] == TEXT[first:]
         off = (torch.tensor([lp.logprob for lp in got]) - right[first - 1 :]).abs()
+        # Not the mean: steps of other sizes run other kernels, and where two experts are nearly equal that may take the
+        # other one, which moves what is said of a token that nobody would expect by nats (4 and 6 on an H200).
         assert float(off.median()) < 0.05, (id, float(off.median()))
-        assert float(off.mean()) < 0.1, (id, float(off.mean()))
+        assert float(off.quantile(0.75)) < 0.1, (id, off.tolist())
+    beside = (right[1:] - right[:-1]).abs()  # a row too far
+    assert float(beside.median()) > 1
     for lp in scores(out["all"]):
         assert len(lp.top) == 3
         assert lp.top[0][1] >= max(lp.logprob, lp.top[1][1], lp.top[2][1])

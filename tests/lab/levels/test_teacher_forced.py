@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from halfbyte.lab.levels.correctness import trace
 from halfbyte.lab.levels.teacher_forced import compare_logits
 from halfbyte.model import synthetic
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss
+from halfbyte.model.single_sequence import SingleSequence
 from tests.reference import REFERENCE
 
 CONFIG = ModelConfig(
@@ -44,3 +47,22 @@ def test_one_logit_of_many_is_found(model: GptOss) -> None:
     wrong = GptOss(replace(model.weights, lm_head=head), REFERENCE)
     verdict = compare_logits("test", wrong, model, TOKENS, [80])
     assert any("worst logit" in w for w in verdict.wrong)
+
+
+def test_a_tie_may_fall_either_way_and_a_wrong_expert_may_not(model: GptOss) -> None:
+    def with_router(change: float, roll: int = 0) -> GptOss:
+        layers = list(model.weights.layers)
+        bias = layers[0].router_bias.float() + change * torch.tensor([1.0, -1.0]).repeat(CONFIG.experts // 2)
+        layers[0] = replace(layers[0], router=layers[0].router.roll(roll, 0), router_bias=bias)
+        return GptOss(replace(model.weights, layers=layers), REFERENCE)
+
+    moved = with_router(1e-2)
+    chosen = [
+        trace(m, SingleSequence(m, len(TOKENS)).step(TOKENS, all_logits=True)).experts[0].sort(-1).values
+        for m in (model, moved)
+    ]
+    assert 0 < int((chosen[0] != chosen[1]).any(-1).sum()) < len(TOKENS) // 2, "some rows, at ties"
+    verdict = compare_logits("test", moved, model, TOKENS, [80])
+    assert verdict.ok, verdict.wrong
+    verdict = compare_logits("test", with_router(0.0, roll=1), model, TOKENS, [80])
+    assert any("choice of experts" in w for w in verdict.wrong)

@@ -22,7 +22,8 @@ from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.gates import Gates
 from halfbyte.lab import environment, receipts
 from halfbyte.lab.entry import finish, line_of
-from halfbyte.lab.levels.verdict import Verdict, rms
+from halfbyte.lab.levels.correctness import reference_of, trace, trace_reference
+from halfbyte.lab.levels.verdict import Verdict, choice_gap, rms
 from halfbyte.lab.result import Cell, Result
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
@@ -37,26 +38,31 @@ DECODED, PROMPT = 32, 100
 
 
 def compare_logits(name: str, model: GptOss, other: GptOss, tokens: Sequence[int], chunks: Sequence[int]) -> Verdict:
-    """The same tokens through both; wherever the other's two highest logits are further apart than both errors could
-    be, the highest is the same."""
+    """The same tokens through both, the reference with the experts that the plan chose: of two that are nearly equal
+    either may be taken, which moves every logit behind it. That they are a right choice is a comparison of its own.
+    Wherever the reference's two highest logits are further apart than both errors could be, the highest is the same."""
     verdict = Verdict(f"logits of a text, {name}")
     mine, theirs = SingleSequence(model, len(tokens)), SingleSequence(other, len(tokens))
-    start, actual, expected = 0, [], []
+    start, actual, expected, gaps = 0, [], [], [0.0]
     for count in chunks:
         part = tokens[start : start + count]
-        actual.append(mine.feed(part, all_logits=True).float().cpu())
-        expected.append(theirs.feed(part, all_logits=True).float().cpu())
+        seen = trace(model, mine.step(part, all_logits=True))
+        chosen = [ids.to(other.device) for ids in seen.experts]
+        wanted = trace_reference(other, theirs.step(part, all_logits=True), chosen)
+        actual.append(seen.logits.cpu())
+        expected.append(wanted.logits.float().cpu())
+        gaps += [choice_gap(router, ids) / float(router.std()) for router, ids in zip(wanted.router, chosen)]
         start += count
     x, y = torch.cat(actual), torch.cat(expected)
     verdict.compare("all logits", x, y, BOUND)
     noise = float((x - y).abs().max())
     verdict.add("worst logit", noise / rms(y), WORST)
+    verdict.add("choice of experts beyond a tie", max(gaps), WORST)
     highest = y.topk(2).values
     clear = highest[:, 0] - highest[:, 1] > 2 * noise
     same = x.argmax(-1) == y.argmax(-1)
     verdict.require("tokens with a clear margin are the same", bool(same[clear].all()))
     verdict.facts |= {"clear": float(clear.float().mean()), "same": float(same.float().mean())}
-    verdict.facts |= {"all": rms(x - y) / rms(y), "worst": noise / rms(y)}
     return verdict
 
 
@@ -89,7 +95,7 @@ def check_embedded(gates: Gates, device: torch.device) -> tuple[list[Verdict], G
     model = load.load_model(name, gates, device=device)
     # The same roundings on both sides: a CPU's own kernels would take int8, and one rounding moves single logits far.
     same = gates if gates.activation != "auto" else replace(gates, activation=model.spec.activation)
-    cpu = load.load_model(name, replace(same, kv_dtype=model.spec.kv_dtype))
+    cpu = reference_of(load.load_model(name, replace(same, kv_dtype=model.spec.kv_dtype)))
     tokens = load.tokenizer_of(name).encode(TEXT * 12)[:ROWS]
     verdicts = [compare_logits(label, model, cpu, tokens, chunks) for label, chunks in CHUNKS.items()]
     if device.type == "cuda":
