@@ -19,17 +19,13 @@ hours). Whatever else is called there says so. OUT/build keeps what was compiled
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 VERSION = "0.26.0"
 PIECE = "57M"
@@ -96,22 +92,6 @@ def main(words: list[str] | None = None) -> None:
 
 # ---- FlashInfer ------------------------------------------------------------------------------------------------------
 
-WINDOWS = (-1, 127)  # attention over everything, and within a window
-TILES = {(64, 16, 128): "Pingpong", (128, 64, 256): "Cooperative"}  # what runs, and what is asked for its workspace
-RUNNER = """#include "fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh"
-#include "moe_kernels.h"
-
-namespace tensorrt_llm::kernels::cutlass_kernels {
-template class CutlassMoeFCRunner<__nv_bfloat16, Fp4Type>;
-INSTANTIATE_FINALIZE_MOE_ROUTING(__nv_bfloat16, __nv_bfloat16, __nv_bfloat16);
-}
-"""
-MISSING = """#include <stdexcept>
-extern "C" void halfbyte_not_packed() {
-  throw std::runtime_error("this pack holds FlashInfer's experts of bf16 rows and MXFP4 weights, in its first tile");
-}
-"""
-
 
 def pack_flashinfer(out: Path) -> None:
     build = (out / "build").resolve()
@@ -133,76 +113,21 @@ def pack_flashinfer(out: Path) -> None:
 
 
 def compiled(here: Path, build: Path) -> list[Path]:
-    """The libraries of the modules that our calls ask FlashInfer for."""
+    """The libraries of the modules that our calls ask FlashInfer for, from a process that finds it."""
     driver = build / "driver"  # a name to link with where no driver is installed
     driver.mkdir(exist_ok=True)
     stub = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(driver / "libcuda.so"), "-x", "c", os.devnull]
     subprocess.run(stub, check=True)
     headers = f"-isystem {here / 'nvidia/cu13/include'}"
-    os.environ |= {
+    environ = os.environ | {
         "FLASHINFER_WORKSPACE_BASE": str(build), "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
         "FLASHINFER_EXTRA_CFLAGS": headers, "FLASHINFER_EXTRA_CUDAFLAGS": headers,
         "FLASHINFER_EXTRA_LDFLAGS": f"-L{driver}",
+        "PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
-    sys.path.insert(0, str(here))
-    core, flashinfer = (importlib.import_module(name) for name in ("flashinfer.jit.core", "flashinfer"))
-    experts = importlib.import_module("flashinfer.fused_moe.core")
-    import torch
-
-    specs: list[Any] = []
-
-    class Asked(Exception):
-        pass
-
-    def record(spec: Any) -> None:
-        specs.append(spec)
-        raise Asked
-
-    core.JitSpec.build_and_load = record
-    with contextlib.suppress(Asked):
-        experts.get_cutlass_fused_moe_module("90")
-    for window in WINDOWS:
-        with contextlib.suppress(Asked):
-            flashinfer.BatchAttentionWithAttentionSinkWrapper(
-                torch.zeros(1024, dtype=torch.uint8), kv_layout="HND", backend="fa2", head_dim_qk=64, head_dim_vo=64,
-                window_left=window,
-            )  # fmt: skip
-    for spec in specs:
-        if spec.name.startswith("fused_moe"):
-            build_experts(spec, build)
-        else:
-            spec.build(verbose=True)
-    return [spec.jit_library_path for spec in specs]
-
-
-def build_experts(spec: Any, build: Path) -> None:
-    """Of FlashInfer's 247 sources those that our call reaches; what they name of the others throws when called."""
-    ours = {"runner.cu": RUNNER, "missing.cpp": MISSING}
-    rest = [s for s in spec.sources if not s.name.endswith(".generated.cu")]
-    for source in (s for s in spec.sources if s not in rest):
-        text = source.read_text(encoding="utf-8")
-        for launcher in re.findall(r"template void .*?;\n", text, re.DOTALL):
-            tile = tuple(int(n) for n in re.findall(r"Int<(\d+)>", launcher))
-            schedule = re.findall(r"KernelTmaWarpSpecialized(\w+)", launcher)
-            if "<__nv_bfloat16, SafeFP4," in launcher and [TILES.get(tile[:3])] == schedule and tile[3:] == (1, 1, 1):
-                head, tail = text.partition("template ")[0], text[text.rindex("} // namespace cutlass_kernels_oss") :]
-                ours["x".join(map(str, tile[:3])) + ".cu"] = f"{head}\n{launcher}\n{tail}"
-    folder = build / "experts"
-    folder.mkdir(exist_ok=True)
-    for name, text in ours.items():
-        if (
-            not (folder / name).exists() or (folder / name).read_text(encoding="utf-8") != text
-        ):  # or it is compiled anew
-            (folder / name).write_text(text, encoding="utf-8")
-    other = re.compile(r"moe_gemm_kernels_(?!bf16_fp4)|cutlass_fused_moe_instantiation|fp8_blockscale_gemm")
-    spec.sources = [s for s in rest if not other.match(s.name)] + [folder / name for name in ours]
-    spec.extra_ldflags = []
-    spec.build(verbose=True)
-    named = subprocess.run(["nm", "-D", "-u", spec.jit_library_path], capture_output=True, text=True, check=True).stdout
-    missing = [word for word in named.split() if re.search("tensorrt_llm|deep_gemm|nvrtc", word)]
-    (folder / "missing.ld").write_text("".join(f"--defsym={word}=halfbyte_not_packed\n" for word in missing))
-    spec.extra_ldflags = [f"-Wl,@{folder / 'missing.ld'}", "-Wl,-z,now"]
-    spec.build(verbose=True)
+    command = [sys.executable, "-m", "bench.vllm.flashinfer_modules", str(build)]
+    subprocess.run(command, env=environ, check=True)
+    return [Path(line) for line in (build / "libraries.txt").read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

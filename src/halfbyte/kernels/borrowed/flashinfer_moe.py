@@ -3,7 +3,7 @@
 bf16 activations on SM90, where weights and scales are interleaved for its mixed product; mxfp8 activations on SM12x,
 block-scaled. Weights are padded and laid out once, when they are bound: a second copy of the experts. FlashInfer
 compiles the kernel when it is first asked for it, which takes many minutes, unless flashinfer-jit-cache brings it.
-Taken only where `--moe-kernel cutlass` asks for it. Has not run on a GPU here yet.
+Taken only where `--moe-kernel cutlass` asks for it. Right on an H200 (bf16); mxfp8 has run nowhere yet.
 """
 
 from __future__ import annotations
