@@ -137,7 +137,9 @@ def _run(part: Part, folder: Path, answers: Path | None, report: Callable[[str],
         command += ["--out", str((folder / f"{part.name}.json").resolve())]
     if part.needs_answers:
         command += ["--answers", str(answers)]
-    environ = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS="1")
+    environ = child_environment(PYTHONUNBUFFERED="1")
+    if part.gpu:  # many processes at once; what computes on a CPU has all of its cores, as a user's has
+        environ["OMP_NUM_THREADS"] = "1"
     paths = [str(ROOT / "src"), *filter(None, [environ.get("PYTHONPATH")])]  # where packages lie in a folder, that too
     environ["PYTHONPATH"] = os.pathsep.join(paths)
     log = folder / f"{part.name}.log"
