@@ -3,6 +3,7 @@ minute after a cold start.
 
     python -m halfbyte.lab.measure.serving random:120b --preset fast --streams 1,8,32,64 [--out receipt.json]
     python -m halfbyte.lab.measure.serving random:120b --preset fast --first-minute 60
+    python -m halfbyte.lab.measure.serving random:120b --streams 64 --flags="--max-tokens-beside-decode 2048"
     python -m halfbyte.lab.measure.serving --device cpu --streams 1,8 --vocab 1900
 
 Starts `halfbyte serve` as a user does (or takes `--url`). Prompts are random and all different, so nothing is found in
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import itertools
 import random
+import shlex
 import sys
 import tempfile
 import time
@@ -205,6 +207,7 @@ def main() -> int:
     p.add_argument("--vocab", type=int, default=VOCAB, help="ids that random prompts are made of")
     p.add_argument("--first-minute", type=float, default=0.0, metavar="SECONDS")
     p.add_argument("--folder", type=Path, help="where the server's log is kept")
+    p.add_argument("--flags", default="", help="more flags for halfbyte serve, as one word")
     p.add_argument("--out", type=Path)
     a = p.parse_args()
     if a.url is None and a.device != "cpu":
@@ -248,7 +251,7 @@ def main() -> int:
             from halfbyte.lab.peers.process import Limits, PeerProcess
 
             with tempfile.TemporaryDirectory() as scratch:
-                setup = Setup(a.model, gates, a.device)
+                setup = Setup(a.model, gates, a.device, flags=tuple(shlex.split(a.flags)))
                 folder, limits = a.folder or Path(scratch), Limits(start_s=600.0)
                 with PeerProcess(HalfbytePeer(), setup, folder, limits) as server:
                     measure(server.url, server.startup.healthy_s)
