@@ -49,7 +49,7 @@ CHUNKS = (130, 20, 1, 3, 300)
 # A code differs from its neighbours by a sixth or more. What is between may be rounded once or twice, as the
 # activations are: relative, and in units of the group's scale (or of the row).
 TOLERANCE = {"f32": 0.01, "bf16": 0.01, "int8": 0.03, "fp8": 0.09, "mxfp8": 0.09}
-# Of the logits of two layers; the same as `lab/levels/correctness.py` allows (docs/numerics.md).
+# Of the logits of two layers; no more than `lab/levels/correctness.py` allows (docs/numerics.md).
 TWIN = {"f32": 2e-4, "bf16": 2e-2, "int8": 4e-2, "fp8": 8e-2, "mxfp8": 8e-2, "mxfp4": 0.4}
 
 Choice = tuple[Spec, Chosen, Selection]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from halfbyte import gates
 from halfbyte.lab.levels import correctness
 from halfbyte.lab.levels.correctness import admissible, compare, compare_regimes, compare_step, random_caches
 from halfbyte.lab.levels.verdict import Verdict, choice_gap, error_beyond_rounding
@@ -100,6 +101,32 @@ def test_a_build_that_was_timed_and_not_compared_is_named(model: GptOss) -> None
     check = comparison.covers(wrong.plan.record.as_dict())
     assert not check.ok
     assert "grouped feedbeef" in check.note
+
+
+@pytest.mark.parametrize("activation", ["bf16", "int8", "fp8", "mxfp8", "mxfp4"])
+def test_bounds_are_what_a_format_does_to_itself(activation: str) -> None:
+    """The reference beside itself, what enters the first layer off by a thousandth, as rounding to bf16 makes it: few
+    codes in front of the first product change, most of those behind it. A layer that adds a half too much is found."""
+    kernels = dict.fromkeys(("moe_kernel", "linear_kernel", "attention"), "reference")
+    g = gates.parse({"activation": activation, "kv_dtype": "bf16", "layers": "all", **kernels}, env={})
+    model = GptOss(synthetic.make(CONFIG, 0, layer_formats=g.layer_formats), g)
+    assert model.spec.at("prefill").activation == activation
+
+    def off(step: Step, acts: Activations) -> None:
+        noise = torch.randn(acts.x.shape, generator=torch.Generator().manual_seed(0))
+        acts.x = acts.x * (1 + 1e-3 * noise)
+
+    def more(step: Step, acts: Activations) -> None:
+        acts.x = acts.x + 0.5 * (acts.x - kept.pop()) if more.layer == 1 else acts.x  # type: ignore[attr-defined]
+
+    kept: list[torch.Tensor] = []
+    verdict = prompt(planted(model, changed(named("embed"), off)))
+    assert verdict.ok, verdict.wrong
+    errors = {c.what: (c.value or 0.0) / (c.bound or 1.0) for c in verdict.checks}
+    assert all(errors[f"layer {i}, all rows"] > 0.4 for i in (1, 2)), errors
+    keep = changed(named("mlp_norm"), lambda step, acts: kept.append(acts.x))
+    verdict = prompt(planted(model, keep, changed(named("moe"), more)))
+    assert any("layer 2, all rows" in w for w in verdict.wrong), verdict
 
 
 def test_a_layer_that_is_off_is_found(model: GptOss) -> None:

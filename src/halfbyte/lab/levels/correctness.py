@@ -44,8 +44,10 @@ BATCH_CONTEXT = 128
 # bf16 pays for a rounding of 2^-9 in front of each of four products and in the softmax weights. A narrower format pays
 # for values on the edge between two codes that fall the other way: their number grows with what is above, and each
 # costs a step. The second layer has the first one's error in its input as well.
-BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "int8": 2e-2, "fp8": 4e-2, "mxfp8": 4e-2, "mxfp4": 0.2}
-CACHE_BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "fp8": 4e-2}  # of keys and values: an edge costs a step here, too
+# A test holds them against what rounding a layer's input to bf16 does to the reference itself.
+BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "int8": 2e-2, "fp8": 6e-2, "mxfp8": 6e-2, "mxfp4": 0.2}
+# Of keys and values: an edge costs a step of the cache, and half of what a layer may be off comes with the activations.
+CACHE_BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "fp8": 4e-2}
 WORST = 5  # times the bound: the largest of a million normal errors is 4.9 of their deviation
 TIE = 2 * WORST  # two values that are compared may both be off
 DECODE_STEP = "decode_step"
@@ -250,7 +252,7 @@ def compare_step(name: str, model: GptOss, other: GptOss, step: Step) -> Verdict
     else:
         expected = trace_reference(other, step, actual.experts)
         judge_layers(verdict, actual, expected, bound)
-    judge_cache(verdict, model, other, step, CACHE_BOUNDS[model.spec.kv_dtype])
+    judge_cache(verdict, model, other, step, max(CACHE_BOUNDS[model.spec.kv_dtype], bound / 2))
     judge_logits(verdict, actual.logits, expected.logits, bound * model.config.layers)
     touched = [torch.unique(e).numel() for e in expected.experts]
     verdict.facts |= {"experts_per_layer": sum(touched) / len(touched), "rows": step.rows}
