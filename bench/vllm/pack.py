@@ -27,6 +27,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from bench.vllm.flashinfer_modules import LIBRARIES
+
 VERSION = "0.26.0"
 PIECE = "57M"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 34, 31, 28, 27, 24, 17, 12, 5)] + [
@@ -127,7 +129,7 @@ def compiled(here: Path, build: Path) -> list[Path]:
     }  # fmt: skip
     command = [sys.executable, "-m", "bench.vllm.flashinfer_modules", str(build)]
     subprocess.run(command, env=environ, check=True)
-    return [Path(line) for line in (build / "libraries.txt").read_text(encoding="utf-8").splitlines()]
+    return [Path(line) for line in (build / LIBRARIES).read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.python_api import Engine
 from halfbyte.engine.request import Delta, Logprob, Request, SamplingParams
+from halfbyte.engine.runner import StepHandle
 from halfbyte.engine.sampling.device import TorchSampler
 from halfbyte.engine.sampling.logprobs import logprob_of
 from halfbyte.engine.scheduler import SCORED_ROWS
@@ -226,30 +228,39 @@ def test_beside_a_neighbour_that_decodes(preset: str, device: str) -> None:
         model, tokenizer_of(resolve_model(None)),
         EngineOptions(gates=g, max_context=1024, kv_gib=0.25, reserve_gib=0.0),
     )  # fmt: skip
-    with torch.inference_mode():
-        logits = SingleSequence(load_padded(g, device), len(TEXT)).feed(TEXT, all_logits=True).float().cpu()
-    right = logits.log_softmax(-1)[torch.arange(len(TEXT) - 1), torch.tensor(TEXT[1:])]
+    steps: list[int] = []  # rows of each
+    launch = core.runner.launch
+
+    def counted(batch: Batch) -> StepHandle:
+        steps.append(batch.rows)
+        return launch(batch)
+
+    core.runner.launch = counted  # type: ignore[method-assign]
     try:
         core.submit(Request(TEXT[:5], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), id="neighbour"))
         asked = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=3, logprobs=2)
         late = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, prompt_logprobs_from=200)
         core.submit(Request(TEXT, asked, id="all"))
         out = {id: list(deltas) for id, deltas in run(core).items()}
+        steps.clear()
         core.submit(Request(TEXT, late, id="late"))
         out |= run(core)
     finally:
         core.close()
     assert not [d.error for deltas in out.values() for d in deltas if d.finish == "error"]
-    for id, first in (("all", 1), ("late", 200)):
+    # Steps of other sizes run other kernels, and a tie of two experts then moves all that follows: the same steps here.
+    for id, first, sizes in (("all", 1, [len(TEXT)]), ("late", 200, steps)):
+        sizes = [n for n in (len(TEXT) - sum(sizes), *sizes) if n]  # what the cache had, first
+        whole = SingleSequence(load_padded(g, device), len(TEXT))
+        with torch.inference_mode():
+            parts = [whole.feed(TEXT[end - n : end], all_logits=True) for n, end in zip(sizes, accumulate(sizes))]
+        logits = torch.cat(parts).float().cpu()
+        right = logits.log_softmax(-1)[torch.arange(len(TEXT) - 1), torch.tensor(TEXT[1:])]
         got = scores(out[id])
         assert [lp.token for lp in got] == TEXT[first:]
         off = (torch.tensor([lp.logprob for lp in got]) - right[first - 1 :]).abs()
-        # Not the mean: steps of other sizes run other kernels, and where two experts are nearly equal that may take the
-        # other one, which moves what is said of a token that nobody would expect by nats (4 and 6 on an H200).
         assert float(off.median()) < 0.05, (id, float(off.median()))
-        assert float(off.quantile(0.75)) < 0.1, (id, off.tolist())
-    beside = (right[1:] - right[:-1]).abs()  # a row too far
-    assert float(beside.median()) > 1
+        assert float(off.mean()) < 0.1, (id, off.tolist())
     for lp in scores(out["all"]):
         assert len(lp.top) == 3
         assert lp.top[0][1] >= max(lp.logprob, lp.top[1][1], lp.top[2][1])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from halfbyte import roofline
 from halfbyte.errors import InvalidFigureError, UsageError
 from halfbyte.gates import Gates
+from halfbyte.lab import environment
 from halfbyte.lab.result import Ceiling, Result
 from halfbyte.model import load
 from halfbyte.model.config import ModelConfig
@@ -87,6 +88,12 @@ def ceilings_for(model: load.ModelName, gates: Gates, gpu_name: str) -> Ceilings
             roofline.gpu_named(gpu_name), load.config_of(model), formats, kv_dtype, even=model.random is not None
         )
     return None
+
+
+def ceilings_here(model: load.ModelName, gates: Gates, device: str | None) -> Ceilings | None:
+    """Of an engine on this machine's GPU; None on a CPU."""
+    gpus = [] if device == "cpu" else environment.gpus()
+    return ceilings_for(model, gates, str(gpus[0]["name"])) if gpus else None
 
 
 def under(result: Result, ceilings: Mapping[str, Ceiling | None]) -> Result:

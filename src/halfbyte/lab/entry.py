@@ -14,6 +14,7 @@ from halfbyte.lab.result import Result
 
 
 def numbers(text: str) -> list[int]:
+    """Of an argument: `1,8,32`. What is no number argparse refuses."""
     return [int(n) for n in text.split(",") if n.strip()]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from halfbyte.errors import HalfbyteError, PeerDiedError, PeerRefusedError
 from halfbyte.gates import Gates
 from halfbyte.lab import environment
-from halfbyte.lab.ceilings import Ceilings, beside, ceilings_for
+from halfbyte.lab.ceilings import Ceilings, beside, ceilings_here
 from halfbyte.lab.levels.path_level import exercise, path_checks
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.targets import targets_for
@@ -102,10 +102,9 @@ class Measurement:
 
     def ceilings(self) -> Ceilings | None:
         """Of an engine that computes on this machine's GPU."""
-        gpus, setup = environment.gpus(), self.subject.setup
-        if self.engine.launch.url or setup.device == "cpu" or not gpus:
+        if self.engine.launch.url:
             return None
-        return ceilings_for(self.subject.model, self.gates, str(gpus[0]["name"]))
+        return ceilings_here(self.subject.model, self.gates, self.subject.setup.device)
 
     def results(self) -> list[Result]:
         """Of an engine that has ended."""

@@ -47,8 +47,8 @@ def main() -> int:
     parser.add_argument("--presets", default="fast")
     parser.add_argument("--depth", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--batches", default="1")
-    parser.add_argument("--pp", default="2048")
+    parser.add_argument("--batches", type=numbers, default="1")
+    parser.add_argument("--pp", type=numbers, default="2048")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -75,9 +75,9 @@ def profile_model(
     model = load.load_model(name, gates_.PRESETS[preset].gates, device=args.device)
     measured |= receipts.measured({b.phase for bound in model.plan.bound.values() for b in bound})
     work: list[Callable[[], Profile]] = [
-        partial(timeline.decode_profile, model, args.tokens, args.depth, b) for b in numbers(args.batches)
+        partial(timeline.decode_profile, model, args.tokens, args.depth, b) for b in args.batches
     ]
-    work += [partial(timeline.prefill_profile, model, n) for n in numbers(args.pp)]
+    work += [partial(timeline.prefill_profile, model, n) for n in args.pp]
     with torch.inference_mode():
         for take in work:
             p = take()

@@ -30,7 +30,7 @@ from typing import Any
 from halfbyte import gates as gates_
 from halfbyte.errors import EngineError, HalfbyteError, UsageError
 from halfbyte.lab import environment, receipts
-from halfbyte.lab.ceilings import ceilings_for, under
+from halfbyte.lab.ceilings import Ceilings, ceilings_here, under
 from halfbyte.lab.entry import finish, line_of, numbers
 from halfbyte.lab.measure.event_stream import exchange, read_blocks
 from halfbyte.lab.measure.http_client import HttpClient
@@ -200,7 +200,7 @@ def main() -> int:
     p.add_argument("--preset", default="exact")
     p.add_argument("--device")
     p.add_argument("--url")
-    p.add_argument("--streams", default="")
+    p.add_argument("--streams", type=numbers, default=[])
     p.add_argument("--rounds", type=int, default=6)
     p.add_argument("--prompt", type=int, default=1100)
     p.add_argument("--tokens", type=int, default=256)
@@ -212,27 +212,25 @@ def main() -> int:
     a = p.parse_args()
     if a.url is None and a.device != "cpu":
         environment.need_gpu()
-    results, gates = list[Result](), gates_.parse(preset=a.preset)
-    gpus = environment.gpus() if a.url is None and a.device != "cpu" else []
-    ceilings = ceilings_for(load.resolve_model(a.model), gates, str(gpus[0]["name"])) if gpus else None
-
-    loops = {n: loops_of(a.vocab, n, a.rounds, a.prompt, a.tokens) for n in numbers(a.streams)}
+    results = list[Result]()
+    loops = {n: loops_of(a.vocab, n, a.rounds, a.prompt, a.tokens) for n in a.streams}
+    flags = {"flags": a.flags} if a.flags else {}
     endless = mixture(a.vocab)
     made = list(itertools.islice(endless, int(a.first_minute * PREPARED)))
     mixed = itertools.chain(made, endless)
 
-    def measure(url: str, ready: float | None) -> None:
+    def measure(url: str, ready: float | None, ceilings: Ceilings | None = None) -> None:
         base = Cell("serving", model=a.model or "", preset=a.preset, path="http")
         if a.first_minute:
             traffic = Traffic(url)
             asyncio.run(traffic.mixed(a.first_minute, mixed))
-            cell = Cell("first minute", base.model, base.preset, path="http", shape={"seconds": a.first_minute})
+            cell = Cell("first minute", base.model, base.preset, path="http", shape={"seconds": a.first_minute} | flags)
             results.append(first_minute(cell, traffic, ready))
             print(line_of(results[-1]), flush=True)
         for streams, asked in loops.items():
             traffic = Traffic(url)
             asyncio.run(traffic.closed_loop(asked))
-            shape = {"pp": a.prompt, "tg": a.tokens, "concurrency": streams}
+            shape = {"pp": a.prompt, "tg": a.tokens, "concurrency": streams} | flags
             cell = Cell("serving", base.model, base.preset, path="http", shape=shape)
             result = steady(cell, traffic, streams, a.rounds, a.tokens)
             limits = {"speed": ceilings.closed_loop(a.prompt, a.tokens, streams)} if ceilings else {}
@@ -242,6 +240,7 @@ def main() -> int:
     if not (a.first_minute or a.streams):
         print("nothing was asked for; give --streams or --first-minute.", file=sys.stderr)
         return UsageError.exit_code
+    sources: dict[str, str] = {}  # of a server that runs elsewhere nobody knows them
     try:
         if a.url:
             measure(a.url, None)
@@ -250,15 +249,17 @@ def main() -> int:
             from halfbyte.lab.peers.halfbyte import HalfbytePeer
             from halfbyte.lab.peers.process import Limits, PeerProcess
 
+            gates = gates_.parse(preset=a.preset)
+            sources = receipts.served(a.model, [gates], a.device)
+            ceilings = ceilings_here(load.resolve_model(a.model), gates, a.device)
             with tempfile.TemporaryDirectory() as scratch:
                 setup = Setup(a.model, gates, a.device, flags=tuple(shlex.split(a.flags)))
                 folder, limits = a.folder or Path(scratch), Limits(start_s=600.0)
                 with PeerProcess(HalfbytePeer(), setup, folder, limits) as server:
-                    measure(server.url, server.startup.healthy_s)
+                    measure(server.url, server.startup.healthy_s, ceilings)
     except HalfbyteError as e:
         print(f"serving: {e}", file=sys.stderr)
         return e.exit_code
-    sources = receipts.served(a.model, [] if a.url else [gates], a.device)
     return finish("python -m halfbyte.lab.measure.serving", results, sources, a.out)
 
 
