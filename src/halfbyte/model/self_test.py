@@ -158,9 +158,7 @@ def run(
     spec, chosen, selection = choice
     choice = (replace(spec, max_context=CONTEXT), chosen, selection)
     asked: list[str] = []
-    found: list[
-        list[str]
-    ] = []  # of each probe that differs; a matrix that another one's probe passes through shows there
+    found: list[list[str]] = []  # of each probe: what passes through a wrong matrix differs as well as its own
     with torch.inference_mode():
         for probe in probes(config, spec.formats, device, columns):
             if skipped(probe.name, spec):
@@ -174,10 +172,8 @@ def run(
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the weights come next
-    by_probe = [
-        said for of_one in zip_longest(*found) for said in of_one if said is not None
-    ]  # the first of each, first
-    return Report(tuple(asked), tuple(by_probe), time.perf_counter() - began)
+    first_of_each = [said for regime in zip_longest(*found) for said in regime if said is not None]
+    return Report(tuple(asked), tuple(first_of_each), time.perf_counter() - began)
 
 
 def skipped(probe: str, spec: Spec) -> bool:
