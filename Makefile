@@ -4,7 +4,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.ready
+# What runs halfbyte is installed apart from what tests it: the demo needs no linters.
+READY  := $(VENV)/.ready
+STAMP  := $(VENV)/.ready-to-test
+BUILDER := $(VENV)/.ready-to-build
 # The versions to install: which of the two files of constraints depends on torch (constraints-cpu.txt says why).
 PINS   := $(VENV)/pins.txt
 PIP     = $(BIN)/pip install --quiet --disable-pip-version-check -c $(PINS)
@@ -43,21 +46,31 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      pp/tg table of the embedded model"
 
-$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt setup.py
+$(READY): pyproject.toml constraints.txt constraints-cpu.txt setup.py
 	@echo "==> setting up $(VENV) (torch and friends: a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "-c ../constraints.txt" > $(PINS)
 	@$(PIP) torch==2.13.0
 	@$(BIN)/python -c 'import torch; print("-c ../constraints%s.txt" % ("" if torch.version.cuda else "-cpu"))' > $(PINS)
+	@$(PIP) -e .
+	@touch $@
+
+$(STAMP): $(READY)
+	@echo "==> installing what the tests need (a minute or two)"
 	@$(PIP) -e '.[test]'
+	@touch $@
+
+$(BUILDER): $(READY)
+	@echo "==> installing what builds wheels (NVRTC compiles the CUDA kernels)"
+	@$(PIP) -e '.[prove]' 'setuptools>=77'
 	@touch $@
 
 # The CPU kernels of this machine, into the cache; made again when a source of theirs has changed. Without a compiler
 # everything runs through the reference, and this says so.
-kernels: $(STAMP)
+kernels: $(READY)
 	@$(BIN)/python -m halfbyte.kernels.cpu
 
-demo: $(STAMP) kernels
+demo: $(READY) kernels
 	@$(BIN)/halfbyte demo
 
 test: $(STAMP) kernels lint
@@ -125,15 +138,16 @@ lint: $(STAMP)
 	@$(BIN)/ruff check --quiet src tests bench training
 	@$(BIN)/mypy --no-error-summary
 
-# Wheels for both machines into dist/; what this machine cannot make (no cross compiler, no NVRTC) is left out and said.
-wheel: $(STAMP)
-	@$(BIN)/python -m bench.packages.wheels
+# Wheels for both machines into dist/, or as WHEEL says ("--machines aarch64 --archs sm121": one for a GB10). What this
+# machine cannot make (no cross compiler, no NVRTC) is left out, and the last lines say so.
+wheel: $(BUILDER)
+	@$(BIN)/python -m bench.packages.wheels $(WHEEL)
 
 # Of a wheel: in an empty environment without this checkout it answers, here and under qemu-aarch64 (minutes).
-test-wheel: wheel
+test-wheel: $(STAMP) wheel
 	@OMP_NUM_THREADS=$(THREADS) $(PYTEST) -s -m slow tests/packages
 
-bench: $(STAMP)
+bench: $(READY)
 	@$(BIN)/halfbyte bench
 
 clean:

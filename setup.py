@@ -1,4 +1,5 @@
-"""What pyproject.toml cannot say of a wheel: CPU kernels of its machine, the embedded model, its commit, its tag.
+"""What pyproject.toml cannot say of a wheel: CPU kernels of its machine, the embedded model, this
+project's receipts, its commit, its tag.
 
 An editable install carries none of it: kernels are compiled at first use (`halfbyte.kernels.cpu.build`), models lie in
 the checkout, git knows the commit. Where there is no C++ compiler the wheel has no CPU kernels either, is good for any
@@ -12,6 +13,8 @@ compiles for is the wheel's.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 import re
 import shutil
@@ -68,6 +71,13 @@ def needed_glibc(libraries: list[Path]) -> tuple[int, int] | None:
     return max(found)
 
 
+def measured_elsewhere(results: Path) -> dict[str, str]:
+    """The hash of every file outside of the package that a receipt measured: the wheel does not carry these files."""
+    names = {name for path in results.glob("*.json") for name in json.loads(path.read_text("utf-8"))["measured"]}
+    files = {name: ROOT / name.removeprefix("../../") for name in sorted(names) if name.startswith("../../")}
+    return {n: hashlib.sha256(f.read_bytes()).hexdigest()[:12] for n, f in files.items() if f.is_file()}
+
+
 class BuildPy(build_py):
     def run(self) -> None:
         super().run()
@@ -80,6 +90,12 @@ class BuildPy(build_py):
             self.warn(f"this wheel has no CPU kernels: {e}")
         for model in sorted((ROOT / "models").iterdir()):
             shutil.copytree(model, package / "data" / "models" / model.name, dirs_exist_ok=True)
+        results = ROOT / "bench" / "results"  # what `receipts`, `report`, `compare` and `profile --predict` read
+        (package / "data" / "results").mkdir(parents=True, exist_ok=True)
+        for path in (*results.glob("*.json"), results / "index.jsonl"):
+            shutil.copy2(path, package / "data" / "results" / path.name)
+        elsewhere = json.dumps(measured_elsewhere(results), indent=1)
+        (package / "data" / "measured.json").write_text(elsewhere + "\n", encoding="utf-8")
         commit = commit_of(ROOT) if (ROOT / ".git").exists() else None
         if commit is not None:
             (package / "data" / "commit").write_text(commit + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """halfbyte and vLLM over HTTP on one machine, in turn: the same client, the same work, random weights of one shape.
 
-    python -m bench.leaderboard --model random:120b --out FOLDER [--vllm-path DIR] [--vllm-python PYTHON]
+    python -m bench run leaderboard --set folder=FOLDER --set vllm_path=DIR --set vllm_python=PYTHON
     halfbyte report FOLDER
 
 Every contender is a process as its users start it, and ends before the next begins. It is asked for its prompt and
@@ -14,44 +14,45 @@ refused, not hurried. A folder that holds a board already is gone on with: conte
 board of another tree, model or machine is refused.
 
 On an H200 with 120b shapes halfbyte took 107 and 114 s, vLLM 0.26 232 s (Marlin) and 338 s (Triton, two cells of which
-were played twice). All four need `--seconds 840`, or two calls: `--seconds 580`, which ends with three of them, then
-the same with `--missing --seconds 300`.
+were played twice). All four need `seconds=840`, or two calls: `seconds=580`, which ends with three of them, then
+the same with `missing=yes` and `seconds=300`.
 """
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.measurement import ROOT, Run, line_of, measurement, option
 from bench.vllm import dummy_model, spread, trace
 from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.gates import PRESETS, Gates, inherited, parse
 from halfbyte.lab import environment, receipts
-from halfbyte.lab.entry import line_of, numbers
-from halfbyte.lab.levels.benchmark import Measurement
+from halfbyte.lab.levels.benchmark import Measurement, answer_problem
+from halfbyte.lab.levels.scores import OTHER_ENGINE
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.targets import targets_for
-from halfbyte.lab.measure.engine_timing import Work, random_prompts
+from halfbyte.lab.measure.engine_timing import Work, measure_client, random_prompts
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.traffic import WAS_WARM, sessions_of
+from halfbyte.lab.options import WorkloadOptions
 from halfbyte.lab.peers.engines import engine_named
 from halfbyte.lab.peers.launch import Setup
-from halfbyte.lab.peers.process import Limits, PeerProcess
+from halfbyte.lab.peers.process import PeerProcess, TimeLimits
 from halfbyte.lab.result import Cell, Result, ResultFile, from_json
-from halfbyte.lab.served import Traffic, measure_client, measure_workloads
+from halfbyte.lab.served import measure_workloads
 from halfbyte.lab.workloads.arrivals import ClosedLoop
 from halfbyte.lab.workloads.workload import Workload, synthetic
 from halfbyte.model import load
 
-ROOT = Path(__file__).parents[1]
-TOOL = "bench/leaderboard.py"
+TOOL = "python -m bench"
 FILE = "leaderboard.json"
 SAME = {"sources": "tree", "commit": "tree", "driver": "driver", "cpu": "machine", "system": "machine"}
 LEAST_S = {"halfbyte": 45.0, "vllm": 180.0}  # a contender that has less does not begin
@@ -86,7 +87,7 @@ CONTENDERS = {
 
 
 @dataclass(frozen=True)
-class Run:
+class Leaderboard:
     model: str | None
     device: str | None
     folder: Path
@@ -107,7 +108,7 @@ class Run:
 
     @property
     def model_name(self) -> str:
-        return self.name.label.removeprefix("random:")
+        return self.name.shape_name
 
     def loops(self, engine: str) -> list[ClosedLoop]:
         def rounds(n: int) -> int:
@@ -121,7 +122,7 @@ class Run:
         return [Work(prompt=self.depth, depth=self.depth), Work(tokens=self.decode, depth=self.depth)]
 
 
-def setup_of(run: Run, contender: Contender, traces: Path | None = None) -> Setup:
+def setup_of(run: Leaderboard, contender: Contender, traces: Path | None = None) -> Setup:
     """`traces`: where vLLM's profiler may write, if it should be there."""
     gates = contender.gates if contender.started is None else contender.started
     setup = Setup(run.model, gates, run.device, flags=contender.flags)
@@ -151,10 +152,10 @@ def setup_of(run: Run, contender: Contender, traces: Path | None = None) -> Setu
 
 
 @dataclass
-class Player:
+class ServerRun:
     """What is played to a server that runs: first until it is warm, then what counts."""
 
-    run: Run
+    run: Leaderboard
     engine: str
     deadline: float  # of time.monotonic: when the last cell must have ended
     warm_up: dict[int, list[float]] = field(default_factory=dict)  # seconds of every play that is left out
@@ -169,13 +170,15 @@ class Player:
         expected = seconds * sessions / before if before else 0.0
         return time.monotonic() + expected > self.deadline
 
-    def __call__(self, client: HttpClient, cell: Cell) -> list[Result]:
+    def __call__(self, engine: PeerProcess, cell: Cell) -> list[Result]:
         run, loops = self.run, self.run.loops(self.engine)
+        client = HttpClient(engine.url, tokenizer=load.tokenizer_of(run.name))
         vocab = load.config_of(run.name).vocab
         for loop in loops[::-1]:
             self.warm(client, loop.streams, cell, vocab)
         begun = time.monotonic()
-        results = measure_client(client, run.works(), run.repeats, cell, vocab, say) if run.works() else []
+        own = partial(answer_problem, engine.asker, 2 * OTHER_ENGINE)
+        results = measure_client(client, run.works(), run.repeats, cell, vocab, say, judge=own) if run.works() else []
         if results:
             self.phases["depth"] = round(time.monotonic() - begun, 3)
         work = synthetic(run.prompt, run.tokens, vocab, temperature=1.0)
@@ -194,8 +197,8 @@ class Player:
                 seen += sessions_of(loop)
             if cold:
                 result = replace(result, detail={**result.detail, "played_before": cold})
-            told = {"rounds": loop.sessions // loop.streams, "warm_up_s": self.warm_up.get(loop.streams, [])}
-            results.append(replace(result, detail={**result.detail, **told}))
+            detail = {"rounds": loop.sessions // loop.streams, "warm_up_s": self.warm_up.get(loop.streams, [])}
+            results.append(replace(result, detail={**result.detail, **detail}))
         if self.traces is not None and time.monotonic() + TRACE_S < self.deadline:
             results.append(self.traced(client, cell, vocab, self.traces))
         return results
@@ -216,7 +219,7 @@ class Player:
 
     def play(self, client: HttpClient, work: Workload, loop: ClosedLoop, cell: Cell, seen: int) -> Result:
         begun = time.monotonic()
-        (result,) = measure_workloads(client, Traffic("synthetic"), [work], [loop], cell, say, first=seen)
+        (result,) = measure_workloads(client, WorkloadOptions("synthetic"), [work], [loop], cell, say, first=seen)
         took = time.monotonic() - begun
         self.last = loop.sessions, took
         name = f"c={loop.streams}"
@@ -231,7 +234,7 @@ class Player:
             seed = 1 + 100 * streams + len(seconds)  # never a prompt that the server has seen
             work = synthetic(self.run.prompt, WARM, vocab, seed, temperature=1.0)
             begun = time.monotonic()
-            measure_workloads(client, Traffic("synthetic"), [work], [loop], cell,
+            measure_workloads(client, WorkloadOptions("synthetic"), [work], [loop], cell,
                               lambda text: say(f"warming up: {text}"))  # fmt: skip
             seconds.append(round(time.monotonic() - begun, 3))
             if len(seconds) > 1 and seconds[-1] > WARMER * seconds[-2]:
@@ -240,7 +243,7 @@ class Player:
 
 
 def refused_cell(cell: Cell, work: Workload, loop: ClosedLoop) -> Result:
-    shape = {"workload": work.name, **work.shape, **loop.shape, "seed": 0}
+    shape = {"workload": work.name, **work.shape, **loop.shape}
     return Result(replace(cell, kind="serving", shape=shape), refused="no time was left for it")
 
 
@@ -248,17 +251,17 @@ def was_cold(result: Result) -> bool:
     return any(c.what == WAS_WARM and not c.ok for c in result.checks)
 
 
-def measure(run: Run, name: str, seconds: float) -> list[Result]:
+def measure(run: Leaderboard, name: str, seconds: float) -> list[Result]:
     """One contender, from its start to its end."""
     contender = CONTENDERS[name]
     begun = time.monotonic()
     peer = engine_named(contender.engine)
     traces = run.folder / name / "trace" if run.trace and contender.engine == "vllm" else None
     setup = peer.prepare(setup_of(run, contender, traces), say)
-    limits = Limits(start_s=min(START_MOST_S, seconds), request_s=min(120.0, seconds))
+    limits = TimeLimits(start_s=min(START_MOST_S, seconds), request_s=min(120.0, seconds))
     subject = Subject(peer, replace(setup, gates=contender.gates), run.folder, preset=contender.preset, limits=limits,
                       progress=say)  # fmt: skip
-    play = Player(run, contender.engine, begun + seconds - END_S, traces=traces)
+    play = ServerRun(run, contender.engine, begun + seconds - END_S, traces=traces)
     engine = PeerProcess(peer, setup, run.folder / name, limits)
     measurement = Measurement(subject, contender.gates, play, engine)
     try:
@@ -270,8 +273,8 @@ def measure(run: Run, name: str, seconds: float) -> list[Result]:
         measurement.end()
         play.phases["end"] = round(time.monotonic() - ending, 3)
     say(f"{name}: " + ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in play.phases.items()))
-    told = {"phases_s": play.phases}
-    results = [named(replace(r, detail={**r.detail, **told}), contender, engine.version) for r in measurement.results()]
+    detail = {"phases_s": play.phases}
+    results = [named(replace(r, detail=r.detail | detail), contender, engine.version) for r in measurement.results()]
     gpus = environment.gpus()
     targets = targets_for(str(gpus[0]["name"])) if gpus and contender.engine == "halfbyte" else None
     return results if targets is None else targets.judge(results)[0]
@@ -287,14 +290,14 @@ def named(result: Result, contender: Contender, version: str) -> Result:
 # ---- the board ------------------------------------------------------------------------------------------------------
 
 
-def board_of(run: Run, results: Sequence[Result], before: ResultFile | None) -> ResultFile:
+def board_of(run: Leaderboard, results: Sequence[Result], before: ResultFile | None) -> ResultFile:
     """With this machine's record as it is now; the commands that led here, one after the other."""
-    ours = [c.gates for c in CONTENDERS.values() if c.engine == "halfbyte"]
-    file = receipts.result_file(TOOL, results, receipts.served(run.model, ours, run.device))
+    gate_sets = [c.gates for c in CONTENDERS.values() if c.engine == "halfbyte"]
+    file = receipts.result_file(TOOL, results, receipts.served(run.model, gate_sets, run.device))
     return file if before is None else replace(file, command=(*before.command, "then", *file.command))
 
 
-def earlier(run: Run) -> ResultFile | None:
+def earlier(run: Leaderboard) -> ResultFile | None:
     """The board that the folder holds, if it is of this tree, this model and this machine; None where there is none."""
     path = run.folder / FILE
     if not path.is_file():
@@ -328,16 +331,16 @@ def figures_of(results: Sequence[Result]) -> int:
     return sum(not r.refused for r in results)
 
 
-def run_all(run: Run, names: Sequence[str], seconds: float, missing: bool = False) -> list[Result]:
+def run_all(run: Leaderboard, names: Sequence[str], seconds: float, missing: bool = False) -> list[Result]:
     """Every contender in turn, within so many seconds; written down after each. With `missing` those are left as they
     are of which every figure is there, those come last of which there is any, and less than there was counts for
     nothing."""
     before = earlier(run)
-    kept = list(before.results) if before is not None else []
+    stored = list(before.results) if before is not None else []
     if missing:
-        some = {contender_of(r) for r in kept if not r.refused}
-        whole = some - {contender_of(r) for r in kept if r.refused}
-        names = sorted((n for n in names if n not in whole), key=lambda n: n in some)
+        some = {contender_of(r) for r in stored if not r.refused}
+        complete = some - {contender_of(r) for r in stored if r.refused}
+        names = sorted((n for n in names if n not in complete), key=lambda n: n in some)
     deadline = time.monotonic() + seconds
     for name in names:
         begun, when = time.monotonic(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -345,63 +348,64 @@ def run_all(run: Run, names: Sequence[str], seconds: float, missing: bool = Fals
         cell = Cell("serving", run.model_name, CONTENDERS[name].preset, CONTENDERS[name].gates.changes(), "http",
                     {"contender": name}, CONTENDERS[name].engine)  # fmt: skip
         if left < LEAST_S[CONTENDERS[name].engine]:
-            found = [Result(cell, refused=f"only {left:.0f} s were left of {seconds:.0f}")]
+            results = [Result(cell, refused=f"only {left:.0f} s were left of {seconds:.0f}")]
         else:
             try:
-                found = measure(run, name, left)
+                results = measure(run, name, left)
             except HalfbyteError as e:
-                found = [Result(cell, refused=str(e))]
-        told = {"contender": name, "begun": when, "took_s": round(time.monotonic() - begun, 1)}
-        found = [replace(r, detail={**r.detail, **told}) for r in found]
-        had = [r for r in kept if contender_of(r) == name]
-        if missing and figures_of(had) > figures_of(found):
-            found = had
-        kept = [r for r in kept if contender_of(r) != name] + found
-        kept.sort(key=lambda r: list(CONTENDERS).index(contender_of(r)))
-        for result in found:
+                results = [Result(cell, refused=str(e))]
+        detail = {"contender": name, "begun": when, "took_s": round(time.monotonic() - begun, 1)}
+        results = [replace(r, detail={**r.detail, **detail}) for r in results]
+        had = [r for r in stored if contender_of(r) == name]
+        if missing and figures_of(had) > figures_of(results):
+            results = had
+        stored = [r for r in stored if contender_of(r) != name] + results
+        stored.sort(key=lambda r: list(CONTENDERS).index(contender_of(r)))
+        for result in results:
             print(f"{name}: {line_of(result)}", flush=True)
         print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
-        board_of(run, kept, before).write(run.folder / FILE)
-    return kept
+        board_of(run, stored, before).write(run.folder / FILE)
+    return stored
 
 
 def say(text: str) -> None:
     print(f"... {text}", file=sys.stderr, flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", help="random:120b, or a folder; without it the embedded model")
-    p.add_argument("--device", help="cpu or cuda")
-    p.add_argument("--out", type=Path, required=True, help="folder of results and logs")
-    p.add_argument("--contenders", default="halfbyte-fast,vllm-triton,halfbyte-exact,vllm-marlin",
-                   help=", ".join(CONTENDERS))  # fmt: skip
-    p.add_argument("--missing", action="store_true", help="leave contenders as they are that the folder has whole")
-    p.add_argument("--streams", type=numbers, default=[1, 8, 32, 64])
-    p.add_argument("--prompt", type=int, default=1100)
-    p.add_argument("--tokens", type=int, default=256)
-    p.add_argument("--depth", type=int, default=2048, help="of prompt and decode speed; 0: without them")
-    p.add_argument("--decode", type=int, default=128, help="tokens of decode speed")
-    p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--seconds", type=float, default=540.0, help="for all contenders together")
-    p.add_argument("--vllm-path", default="", help="folder with vLLM, for its process alone")
-    p.add_argument("--vllm-python", help="interpreter of vLLM's environment")
-    p.add_argument("--vllm-flag", action="append", default=[])
-    p.add_argument("--trace", action="store_true", help="also a trace of vLLM's kernels, after all that is timed")
-    a = p.parse_args(argv)
-    names = [n for n in a.contenders.split(",") if n]
-    if unknown := [n for n in names if n not in CONTENDERS]:
-        p.error(f"there is no contender {unknown[0]}; there are {', '.join(CONTENDERS)}")
-    run = Run(a.model, a.device, a.out.resolve(), tuple(a.streams), a.prompt, a.tokens, a.depth, a.decode, a.repeats,
-              a.vllm_path, a.vllm_python, tuple(a.vllm_flag), a.trace)  # fmt: skip
-    try:
-        load.resolve_model(run.model)
-        results = run_all(run, names, a.seconds, a.missing)
-    except UsageError as e:
-        print(f"leaderboard: {e}", file=sys.stderr)
-        return e.exit_code
-    return 1 if any(r.refused for r in results if contender_of(r) in names) else 0
+@dataclass(frozen=True)
+class Options:
+    model: str | None = option("random:120b", "a shape or a folder; empty: the embedded model")
+    device: str | None = option(None, "cpu or cuda")
+    folder: Path = option(ROOT / "build" / "leaderboard", "results and logs")
+    contenders: tuple[str, ...] = option(
+        ("halfbyte-fast", "vllm-triton", "halfbyte-exact", "vllm-marlin"), ", ".join(CONTENDERS)
+    )
+    missing: bool = option(False, "leave contenders as they are that the folder has whole")
+    streams: tuple[int, ...] = (1, 8, 32, 64)
+    prompt: int = 1100
+    tokens: int = 256
+    depth: int = option(2048, "of prompt and decode speed; 0: without them")
+    decode: int = option(128, "tokens of decode speed")
+    repeats: int = 3
+    seconds: float = option(540.0, "for all contenders together")
+    vllm_path: str = option("", "folder with vLLM, for its process alone")
+    vllm_python: str | None = option(None, "interpreter of vLLM's environment")
+    vllm_flags: tuple[str, ...] = ()
+    trace: bool = option(False, "also a trace of vLLM's kernels, after all that is timed")
+
+    def __post_init__(self) -> None:
+        if unknown := [n for n in self.contenders if n not in CONTENDERS]:
+            raise UsageError(f"there is no contender {unknown[0]!r}; there are {', '.join(CONTENDERS)}.")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@measurement("leaderboard", seconds=900, receipt=False, routine=False)
+def leaderboard(run: Run, options: Options) -> None:
+    names = list(options.contenders)
+    board = Leaderboard(
+        options.model, options.device, options.folder.resolve(), options.streams, options.prompt, options.tokens,
+        options.depth, options.decode, options.repeats, options.vllm_path, options.vllm_python, options.vllm_flags,
+        options.trace,
+    )  # fmt: skip
+    load.resolve_model(board.model)
+    results = run_all(board, names, options.seconds, options.missing)
+    run.status = int(any(r.refused for r in results if contender_of(r) in names))

@@ -9,7 +9,7 @@
 set -eu
 
 seed_caches() {
-  # A volume hides what the image has in its place, so what was compiled ahead is brought in from beside it.
+  # A volume hides the image's own folder, so kernels that were compiled ahead are copied into it.
   if [ -n "${CONTAINER_SEED:-}" ] && [ -d "$CONTAINER_SEED" ]; then
     (cd "$CONTAINER_SEED" && find . -type f) | while IFS= read -r file; do
       target="${CONTAINER_CACHE:-/var/cache/halfbyte}/$file"
@@ -48,7 +48,7 @@ while [ "$all" -gt 0 ]; do
     --moe-kernel | --linear-kernel | --activation | --layers | --mxfp4-layers | --tile | --attention | --sinks | --kv-dtype | --speculate | --cpu-instructions | --threads | --preset | --engine)
       gates="$gates $word ${1:-}"
       ;;
-    --moe-kernel=* | --linear-kernel=* | --activation=* | --layers=* | --mxfp4-layers=* | --tile=* | --attention=* | --sinks=* | --kv-dtype=* | --speculate=* | --cpu-instructions=* | --threads=* | --preset=* | --engine=* | --enforce-eager)
+    --moe-kernel=* | --linear-kernel=* | --activation=* | --layers=* | --mxfp4-layers=* | --tile=* | --attention=* | --sinks=* | --kv-dtype=* | --speculate=* | --cpu-instructions=* | --threads=* | --preset=* | --engine=* | --enforce-eager | --deterministic)
       gates="$gates $word"
       ;;
     --port) port=${1:-} ;;

@@ -1,8 +1,7 @@
-"""Orders of summing for exact tests; what lets `pytest -m gpu tests` run on a machine that has a GPU and little else.
+"""Orders of summing for exact tests, and what `pytest -m gpu tests` needs on a machine that is lent for minutes.
 
-Only files with GPU tests are collected then, so that the packages of the others (HTTP clients, peers, hypothesis) need
-not be there; a GPU file that does need a missing package is left out, and the summary says so. A failure is told when
-it happens: such runs have a time limit, and what ends them early must not take the tracebacks with it.
+Only files with GPU tests are collected then. A failure is printed when it happens: such runs have a time limit, and
+ending early must not lose the tracebacks.
 
 Tests marked `exact` (bits or tokens are equal across shapes, batches or threads) run with
 products that add up in another order for every shape and for every other row; in the full run with the library's, too.
@@ -10,33 +9,11 @@ products that add up in another order for every shape and for every other row; i
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-NOT_EVERYWHERE = {
-    "anthropic",
-    "fastapi",
-    "gguf",
-    "hypothesis",
-    "httpx",
-    "llguidance",
-    "ml_dtypes",
-    "msgspec",
-    "openai",
-    "transformers",
-    "typer",
-}
-_left_out: dict[str, str] = {}
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    if importlib.util.find_spec("pytest_asyncio") is None:
-        parser.addini("asyncio_mode", "of pytest-asyncio, which is not installed here: tests that need it cannot run")
 
 
 class TellAtOnce:
@@ -64,31 +41,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None if any(_has_gpu_tests(p) for p in collection_path.rglob("test_*.py")) else True
     if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
         return None
-    if not _has_gpu_tests(collection_path):
-        return True
-    missing = _missing(collection_path.read_text(encoding="utf-8"))
-    if missing is not None:
-        _left_out[collection_path.name] = missing
-        return True
-    return None
+    return None if _has_gpu_tests(collection_path) else True
 
 
 def _has_gpu_tests(path: Path) -> bool:
     return "mark.gpu" in path.read_text(encoding="utf-8")
-
-
-def _missing(text: str) -> str | None:
-    """A package that a file imports when it is loaded, and that is not installed."""
-    for node in ast.parse(text).body:
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [a.name for a in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [node.module or ""]
-        for top in (name.split(".")[0] for name in names):
-            if top in NOT_EVERYWHERE and importlib.util.find_spec(top) is None:
-                return top
-    return None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -131,11 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for name, package in _left_out.items():
-        terminalreporter.write_line(f"not run: {name}, which needs {package}")
-    for report in terminalreporter.getreports(
-        "passed"
-    ):  # a figure that is worth a line in the log, and decides nothing
+    for report in terminalreporter.getreports("passed"):  # figures that are worth a line in the log, and decide nothing
         for name, value in report.user_properties:
             if name == "shown":
                 terminalreporter.write_line(str(value))
@@ -144,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`halfbyte` as it is typed: its exit code, and what it printed on either stream."""
-    from halfbyte.cli import main  # needs typer, which a GPU machine may not have
+    from halfbyte.cli import main
 
     def call(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["halfbyte", *args])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from halfbyte import gates
 from halfbyte.cli.chat import Chat
-from halfbyte.cli.conversation import Exchange, Manner, Piece
+from halfbyte.cli.conversation import AnswerText, Exchange, Manner
 from halfbyte.errors import ContextError, HalfbyteError, PeerDiedError
 
 TABLE = "| layer | sees |\n|---|---|\n| even | 128 |"
@@ -20,25 +20,27 @@ MARKDOWN = f"# Windows\n\nA layer sees **128 tokens**.\n\n{TABLE}\n\n```python\n
 class Script:
     label = "scripted"
 
-    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
+    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[AnswerText]:
         if question == "long":
             for n in range(10_000):
-                yield Piece("content", f"word{n} ")
+                yield AnswerText("content", f"word{n} ")
                 time.sleep(0.01)
         if question == "gone":
-            yield Piece("content", "half an answer")
+            yield AnswerText("content", "half an answer")
             raise PeerDiedError("the server at http://127.0.0.1:9 does not answer (ConnectError).")
         if question == "too much":
             raise ContextError("prompt and answer are longer than the context.")
-        yield Piece("reasoning", f"I was asked {question!r}.")
+        yield AnswerText("reasoning", f"I was asked {question!r}.")
         if question == "markdown":
             while not (gates.cache_folder("chat") / "go").exists():  # the test has seen the spinner
                 time.sleep(0.02)
             for at in range(0, len(MARKDOWN), 5):
-                yield Piece("content", MARKDOWN[at : at + 5])
+                yield AnswerText("content", MARKDOWN[at : at + 5])
             return
         told = [e.question for e in before]
-        yield Piece("content", f"lines={question.count(chr(10)) + 1} before={told} effort={manner.effort} [{question}]")
+        yield AnswerText(
+            "content", f"lines={question.count(chr(10)) + 1} before={told} effort={manner.effort} [{question}]"
+        )
 
 
 if __name__ == "__main__":

@@ -12,26 +12,31 @@ ROOT = Path(halfbyte.__file__).parent
 # room -> rooms it may import from
 MAY: dict[str, set[str]] = {
     "errors": set(),
+    "architectures": {"errors"},
+    "byte_cache": set(),
     "flags": set(),
+    "records": set(),
     "log_lines": {"errors"},
     "gates": {"errors"},
     "cgroups": set(),
     "formats": {"errors"},
     "ops": {"errors", "formats"},
-    "plan": {"errors", "gates", "formats", "ops"},
-    "kernels": {"errors", "gates", "cgroups", "formats", "ops", "plan"},
-    "model": {"errors", "gates", "formats", "ops", "plan"},
-    "roofline": {"errors", "gates", "formats", "model"},
+    "plan": {"errors", "architectures", "gates", "formats", "ops"},
+    "kernels": {"errors", "architectures", "gates", "cgroups", "formats", "ops", "plan"},
+    "model": {"errors", "architectures", "records", "gates", "formats", "ops", "plan"},
+    "roofline": {"errors", "architectures", "gates", "formats", "model"},
     "memory": {"errors", "cgroups"},
     "installed": {"gates"},
-    "caches": {"errors", "gates", "installed", "kernels", "model", "plan"},
+    "caches": {"errors", "architectures", "gates", "installed", "kernels", "model", "plan"},
     "gpu_sensor": set(),
     "kv": {"errors"},
     "harmony": {"errors"},
     "evals": {"errors", "harmony"},
     "engine": {
         "errors",
+        "byte_cache",
         "flags",
+        "records",
         "log_lines",
         "gates",
         "formats",
@@ -46,6 +51,7 @@ MAY: dict[str, set[str]] = {
     },
     "server": {
         "errors",
+        "byte_cache",
         "flags",
         "log_lines",
         "gpu_sensor",
@@ -56,9 +62,11 @@ MAY: dict[str, set[str]] = {
         "roofline",
         "memory",
     },
-    "vllm_plugin": {"errors", "gates", "formats", "ops", "plan", "kernels"},
+    "vllm_plugin": {"errors", "architectures", "gates", "formats", "ops", "plan", "kernels"},
     "lab": {
         "errors",
+        "records",
+        "flags",
         "installed",
         "gpu_sensor",
         "gates",
@@ -75,7 +83,30 @@ MAY: dict[str, set[str]] = {
         "memory",
         "vllm_plugin",
     },
-    "doctor": {"errors", "gates", "caches", "installed", "kernels", "memory", "vllm_plugin"},
+    "explanation": {
+        "errors",
+        "formats",
+        "gates",
+        "plan",
+        "kernels",
+        "model",
+        "engine",
+        "memory",
+        "roofline",
+        "vllm_plugin",
+    },
+    "inspection": {"errors", "gates", "formats", "model", "roofline"},
+    "doctor": {
+        "errors",
+        "architectures",
+        "gates",
+        "caches",
+        "harmony",
+        "installed",
+        "kernels",
+        "memory",
+        "vllm_plugin",
+    },
 }
 # within server: part -> parts it may import from
 SERVER_MAY: dict[str, set[str]] = {
@@ -95,7 +126,15 @@ ENGINE_ROOMS = (
     "vllm_plugin/compat_engine.py",
     "kernels/borrowed/",
 )
-NO_TENSORS = ("kv/pages.py", "engine/scheduler.py", "engine/request.py", "gates.py", "errors.py", "harmony/")
+NO_TENSORS = (
+    "kv/pages.py",
+    "engine/scheduler.py",
+    "engine/request.py",
+    "gates.py",
+    "errors.py",
+    "architectures.py",
+    "harmony/",
+)
 
 
 def imports(path: Path) -> set[str]:

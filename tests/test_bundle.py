@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,14 @@ import pytest
 from halfbyte.cli import bundle as bundle_
 from halfbyte.model import checksums, load
 
+METADATA = """Metadata-Version: 2.4
+Name: halfbyte
+Version: 0.1.0
+Requires-Dist: torch>=2.11
+Requires-Dist: uvloop>=0.21; platform_system != "Windows"
+Provides-Extra: gpu
+Requires-Dist: nvidia-ml-py>=12; extra == "gpu"
+"""
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -23,9 +32,22 @@ Run = Callable[..., tuple[int, str, str]]
 def wheels(tmp_path: Path) -> Path:
     folder = tmp_path / "dist"
     folder.mkdir()
-    (folder / "halfbyte-0.1.0-py3-none-any.whl").write_bytes(b"ours")
+    with zipfile.ZipFile(folder / "halfbyte-0.1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("halfbyte-0.1.0.dist-info/METADATA", METADATA)
     (folder / "torch-9-py3-none-any.whl").write_bytes(b"theirs")
+    (folder / "nvidia_ml_py-9-py3-none-any.whl").write_bytes(b"theirs")
     return folder
+
+
+def test_wheels_that_cannot_install_are_refused(run: Run, wheels: Path, tmp_path: Path) -> None:
+    (wheels / "nvidia_ml_py-9-py3-none-any.whl").unlink()
+    assert run("bundle", str(tmp_path / "plain.tar"), "--wheels", str(wheels))[0] == 0
+    code, _, err = run("bundle", str(tmp_path / "b.tar"), "--wheels", str(wheels), "--extra", "gpu")
+    assert (code, "nvidia-ml-py" in err, "--download" in err) == (2, True, True), err
+    (wheels / "torch-9-py3-none-any.whl").unlink()
+    code, _, err = run("bundle", str(tmp_path / "b.tar"), "--wheels", str(wheels))
+    assert (code, "torch" in err, "uvloop" in err) == (2, True, False), err
+    assert not (tmp_path / "b.tar").exists()
 
 
 def test_everything_is_in_it_with_its_checksum(run: Run, wheels: Path, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from halfbyte import caches
 from halfbyte.errors import UsageError
 from halfbyte.kernels.cuda.sampling.sampler import BUILDS
 from halfbyte.kernels.launch import compile_program, nvrtc_available, nvrtc_version
+from halfbyte.kv.prefix_store import PrefixStore
+from halfbyte.kv.segments import PageLayout
 
 GIB = 1 << 30
 OLD, NEW = "A" * 52, "B" * 52  # as Triton names them
@@ -66,11 +68,11 @@ def stale(module: str) -> dict[str, str]:
 
 def test_what_is_stale_and_why(filled: Path) -> None:
     assert stale("flashinfer") == {
-        "0.5.3/121a/cached_ops/fused_moe_120": "FlashInfer 0.5.3 made it, 0.6.17 is installed",
+        "0.5.3/121a/cached_ops/fused_moe_120": "built by FlashInfer 0.5.3, but 0.6.17 is installed",
         "0.6.17/121/cached_ops/fp4_gemm": "compiled for 121 without the suffix that FP4 instructions need",
     }
-    assert stale("triton") == {OLD: "Triton 3.6.0 made it, 3.9.0 is installed"}
-    assert stale("cpu") == {"0123456789abcdef": "made of other sources or by another compiler"}
+    assert stale("triton") == {OLD: "built by Triton 3.6.0, but 3.9.0 is installed"}
+    assert stale("cpu") == {"0123456789abcdef": "built from other sources or by another compiler, or damaged"}
     assert list(stale("peers")) == ["20b-q8.gguf"]
     assert stale("vllm") == {}
 
@@ -165,7 +167,7 @@ def test_a_variable_that_names_no_cache_loses_nothing(run: Run, home: Path, monk
     fill(home / "home" / "letters" / "to-mother.txt")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(home / "home"))
     code, _, err = run("cache", "clear", "triton")
-    assert (code, "no cache" in err) == (2, True)
+    assert (code, "nothing is removed" in err) == (2, True)
     (home / "work" / ".git").mkdir(parents=True)
     fill(home / "work" / "src" / "a.py")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(home / "work"))
@@ -191,7 +193,7 @@ def test_a_link_is_removed_and_what_it_leads_to_is_not(home: Path) -> None:
 def test_an_entry_outside_its_folder_is_refused(home: Path) -> None:
     precious = fill(home / "home" / "x")
     (home / "home" / ".triton" / "cache").mkdir(parents=True)
-    entry = caches.Entry("triton", "../../x", home / "home" / ".triton" / "cache" / ".." / ".." / "x", 1, 1, 0.0)
+    entry = caches.CacheEntry("triton", "../../x", home / "home" / ".triton" / "cache" / ".." / ".." / "x", 1, 1, 0.0)
     with pytest.raises(UsageError, match="not inside"):
         caches.remove(entry)
     assert precious.exists()
@@ -214,3 +216,43 @@ def test_warming_compiles_the_cpu_kernels_or_says_why_not(run: Run, monkeypatch:
     monkeypatch.setattr(library, "open_library", unavailable)
     code, _, err = run("cache", "warm", "cpu")
     assert (code, "no C++ compiler was found" in err) == (2, True)
+
+
+# ---- a folder of prefixes -------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_folder_is_listed_verified_and_cleared(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "prefixes"
+    store = PrefixStore(folder, PageLayout(b"a model's pages!", 1000, 64), 1 << 20)
+    for i in range(3):
+        assert store.write(bytes([i]) * 17, bytes([i]) * 1000)
+    store.flush()
+    option = ("--prefix-folder", str(folder), "--json")
+    code, out, _ = run("cache", *option)
+    (part,) = json.loads(out)["parts"]
+    assert (code, part["pages"], part["tokens"], part["identity"]) == (0, 3, 192, b"a model's pages!".hex())
+    code, _, error = run("cache", "clear", *option)
+    assert code == 2, "a program writes to it"
+    assert str(folder) in error
+    store.close()
+    code, out, _ = run("cache", "verify", *option)
+    assert (code, json.loads(out)["damaged"]) == (0, 0)
+    (path,) = folder.glob("*.prefix")
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+    code, out, _ = run("cache", "verify", *option)
+    assert (code, json.loads(out)["intact"], json.loads(out)["damaged"]) == (1, 2, 1)
+    assert json.loads(run("cache", "clear", "--dry-run", *option)[1])["removed"] == 0
+    assert path.exists()
+    assert json.loads(run("cache", "clear", *option)[1])["removed"] == len(data)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["verify"], ["warm", "--prefix-folder", "x"], ["list", "--prefix-folder", "nowhere"]]
+)
+def test_a_prefix_folder_asked_for_in_a_wrong_way_is_one_sentence(run: Run, words: list[str]) -> None:
+    code, _, error = run("cache", *words)
+    assert code == 2
+    assert "prefix" in error

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
 
-from halfbyte.cli.app import COMMANDS, PANELS, docstring_of
-from halfbyte.cli.conversation import Piece
-from halfbyte.cli.explain import ARCHES as ARCH_NAMES
+from halfbyte.cli.app import COMMANDS, MAIN_OPTIONS, PANELS, app, docstring_of
+from halfbyte.cli.conversation import AnswerText
 from halfbyte.cli.generate import Printer
+from halfbyte.cli.options import Activity
 from halfbyte.engine.options import EngineOptions
+from halfbyte.engine.python_api import Engine
 from halfbyte.engine.sizing import check_start
 from halfbyte.gates import Gates
+from halfbyte.kernels import prebuilt
 from halfbyte.lab.result import from_json
 from halfbyte.memory import MemoryState, gib
 from halfbyte.model import load, synthetic
@@ -55,10 +63,15 @@ def test_explain_says_what_runs_and_why_not_for_every_architecture(run: Run) -> 
     ("arch", "more", "said"),
     [
         ("sm90", ["--preset", "fast"], []),
-        ("sm121", ["--preset", "fast"], ["bf16 tensor cores", "run on no such machine"]),
-        ("sm121", ["--preset", "fast", "--activation", "mxfp8"], ["--activation prefill=mxfp8 keeps it", "no such"]),
-        ("sm120", ["--preset", "fast", "--activation", "prefill=mxfp4"], ["run on no such machine"]),
-        ("sm100", ["--preset", "fast"], ["every kernel here is Triton's", "bf16 tensor cores", "no such machine"]),
+        ("sm121", ["--preset", "fast"], ["bf16 tensor cores", "not run on such"]),
+        (
+            "sm121",
+            ["--preset", "fast", "--activation", "mxfp8"],
+            ["--activation prefill=mxfp8 keeps it", "not run on such"],
+        ),
+        ("sm120", ["--preset", "fast", "--activation", "prefill=mxfp4"], ["not run on such"]),
+        ("sm103", ["--preset", "fast"], ["every kernel here is Triton's", "bf16 tensor cores", "not run on such"]),
+        ("sm100", ["--preset", "fast"], ["every kernel here is Triton's", "bf16 tensor cores", "not run on such"]),
     ],
 )
 def test_explain_notes_what_an_owner_should_know(run: Run, arch: str, more: list[str], said: list[str]) -> None:
@@ -72,9 +85,11 @@ def test_explain_notes_what_an_owner_should_know(run: Run, arch: str, more: list
 @pytest.mark.parametrize(
     ("arch", "said"),
     [
-        ("sm120", [r"RTX 5090 \(32 GB\), gpt-oss-120b: .* does not fit", r"RTX 5090 .* gpt-oss-20b: .* left for KV",
+        ("sm120", [r"RTX 5090 \(32 GB\), gpt-oss-120b: experts of \d+ of 36 layers in host memory .* left for KV",
+                   r"RTX 5090 .* gpt-oss-20b: .* left for KV",
                    r"RTX PRO 6000 \(96 GB\), gpt-oss-120b: .* GiB are left for KV"]),
         ("sm121", [r"GB10 .* gpt-oss-120b: .* GiB are left for KV"]),
+        ("sm103", [r"B300 \(288 GB\), gpt-oss-120b: .* GiB are left for KV"]),
         ("sm100", [r"B200 \(180 GB\), gpt-oss-120b: .* GiB are left for KV"]),
         ("cpu", []),
     ],
@@ -95,6 +110,7 @@ def test_explain_says_what_fits_on_which_card(run: Run, arch: str, said: list[st
         ("rtx5090", "random:20b", "sm120", "RTX 5090 (32 GB), random:20b: weights"),
         ("RTX PRO 6000", "random:120b", "sm120", "RTX PRO 6000 (96 GB), random:120b: weights"),
         ("b200", "random:120b", "sm100", "B200 (180 GB), random:120b: weights"),
+        ("NVIDIA B300 SXM6 AC", "random:120b", "sm103", "B300 (288 GB), random:120b: weights"),
     ],
 )
 def test_explain_takes_a_gpu_by_its_name(run: Run, gpu: str, model: str, arch: str, said: str) -> None:
@@ -113,7 +129,7 @@ def test_explain_leaves_as_much_room_as_serve_would_find(run: Run) -> None:
     (told,) = [line for line in json.loads(out)["memory"] if "gpt-oss-120b" in line]
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == "sm121")
     state = MemoryState(total=int(gpu.memory), available=int(gpu.memory), unified=True)
-    weights = load.weight_bytes(load.resolve_model("random:120b"), Gates())
+    weights = load.weight_bytes(load.resolve_model("random:120b"), Gates(), ARCHES["sm121"])
     account = check_start(NAMED["120b"], EngineOptions(model="random:120b"), state, ARCHES["sm121"], weights)
     assert f" {gib(account.kv_room)} are left for KV" in told
 
@@ -259,24 +275,161 @@ def test_explain_begins_with_what_runs(run: Run) -> None:
     code, out, _ = run("explain", "--arch", "sm121")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0] == "What runs"
-    assert [line.split()[0] for line in lines[1:5]] == ["decode", "batch", "prefill", "long"]
-    assert "cuda.decode_step" in lines[1]
-    assert out.index("Why nothing else") > out.index("weights ")
-    assert tuple(ARCHES) == ARCH_NAMES
+    assert re.match(r"gpt-oss-120b fits GB10.*about \d+ tokens/s", lines[0])
+    assert lines[1].startswith("gpt-oss-20b fits GB10")
+    assert lines[2:4] == ["", "What runs"]
+    assert [line.split()[0] for line in lines[4:8]] == ["decode", "batch", "prefill", "long"]
+    assert "cuda.decode_step" in lines[4]
+    assert "cuda.batch_layer:" not in out
+    code, long, _ = run("explain", "--arch", "sm121", "--why")
+    assert long.index("Why nothing else") > long.index("weights ")
+    assert "reference.*: the reference is never chosen" in long
+    code, out, _ = run("explain", "120b", "--arch", "rtx5090")
+    assert re.match(
+        r"gpt-oss-120b fits RTX 5090 \(32 GB\) with experts of \d+ of 36 layers in host", out.splitlines()[0]
+    )
+    code, out, _ = run("explain", "120b", "--arch", "rtx5090", "--experts-in-host", "0")
+    assert out.splitlines()[0] == "gpt-oss-120b does not fit RTX 5090 (32 GB)"
+    code, out, _ = run("explain", "tiny")
+    assert out.startswith("tiny fits this machine")
     code, out, _ = run("explain", "--help")
     assert "Without it: gpt-oss-120b" in " ".join(out.replace("│", " ").split())
 
 
 def test_gates_are_explained_where_they_are_first_met(run: Run) -> None:
-    _, out, _ = run("chat", "--help")
+    _, out, _ = run("chat", "--help-all")
     assert "Gates: switches that say which kernels and number formats may run" in out
+
+
+@pytest.mark.parametrize("command", MAIN_OPTIONS)
+def test_help_is_short_and_cuts_no_name(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    group = typer.main.get_command(app)
+    options = [p for p in group.get_command(None, command).params if p.opts[0].startswith("-")]  # type: ignore[attr-defined]
+    _, brief, _ = run(command, "--help")
+    _, full, _ = run(command, "--help-all")
+    assert len(brief.splitlines()) <= 35
+    shown = re.findall(r"^  (--[a-z0-9-]+)", brief.partition("\nOptions:")[2], re.M)
+    assert shown == list(MAIN_OPTIONS[command])
+    assert len(MAIN_OPTIONS[command]) <= 10
+    assert "--help-all" in brief
+    for option in options:
+        for name in (*option.opts, *option.secondary_opts):
+            assert re.search(rf"{name}(?![\w-])", full), name
+    assert max(map(len, [*brief.splitlines(), *full.splitlines()])) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_help_is_longer_than_a_screen(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(command, "--help")
+    assert len(out.splitlines()) <= 35
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_question_where_the_model_should_be(run: Run) -> None:
+    """It is told what to write, without waiting for more."""
+    code, _, err = run("run", "What is 17 + 25?")
+    assert code == 2
+    assert "halfbyte run tiny 'What is 17 + 25?'" in " ".join(err.split())
+
+
+def test_one_line_says_what_runs_in_plain_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    _, _, err = run("run", "tiny", "What is 17 + 25?", "--here", "--device", "cpu")
+    assert len(err.strip().splitlines()) == 1, err
+    assert "tiny on cpu" in err
+    assert "nats" not in err
+    _, _, err = run("run", "tiny", "What is 17 + 25?", "--here", "--device", "cpu", "--verbose")
+    assert "nats" in err
+
+
+def test_work_says_what_it_does_when_piped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("halfbyte.cli.options.time.monotonic", lambda: clock[0])
+    with Activity("compiling") as activity:
+        activity.update("compiling, 1 of 9")
+        clock[0] = 11.0
+        activity.update("compiling, 2 of 9")
+        activity.update("compiling, 3 of 9")
+    assert capsys.readouterr().err.splitlines() == ["compiling", "compiling, 2 of 9"]
+
+
+def test_short_work_says_nothing_when_piped_and_long_work_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with Activity("short", after=60) as activity:
+        activity.update("still short")
+    assert capsys.readouterr().err == ""
+    with Activity("long", after=0.01) as activity:
+        said = ""
+        while not said:
+            said = capsys.readouterr().err
+    assert said == "long\n"
+
+
+INTERRUPTED = """
+import threading, time
+import halfbyte.cli.app as cli
+def command(**_):
+    threading.Thread(target=time.sleep, args=(600,)).start()  # as a compiler that cannot be interrupted
+    raise KeyboardInterrupt
+cli.app = command
+cli.main()
+"""
+
+
+def test_an_interrupted_command_waits_for_no_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_an_interrupted_engine_is_not_waited_for() -> None:
+    waits: list[bool] = []
+    engine = Engine.__new__(Engine)
+    engine._source = SimpleNamespace(shutdown=lambda *, wait: waits.append(wait))  # type: ignore[assignment]
+    engine.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    engine.__exit__(ValueError, ValueError(), None)
+    engine.__exit__(None, None, None)
+    assert waits == [False, True, True]
+
+
+def test_an_interrupted_prebuild_waits_for_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, begun, left = threading.Event(), threading.Event(), []
+
+    def build(program: str, target: str) -> tuple[bytes, str]:
+        if program == "b":
+            begun.set()
+            left.append(end.wait(60))
+        return b"", ""
+
+    def report(name: str, done: int, of: int) -> None:
+        begun.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prebuilt, "build_program", build)
+    monkeypatch.setattr(prebuilt, "prebuilt_name", lambda program, target: program)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    programs: Any = [("a", "sm90"), ("b", "sm90"), ("c", "sm90")]
+    with pytest.raises(KeyboardInterrupt):
+        prebuilt.prebuild(programs, tmp_path, report)
+    assert left == [], "the compilation that ran was waited for"
+    end.set()
+
+
+def test_no_more_cores_are_busy_than_there_are() -> None:
+    code = "import json; from halfbyte.lab import environment; print(json.dumps(environment.use()))"
+    use = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert 0 < use["cores_busy"] <= (os.cpu_count() or 1)
 
 
 def test_reasoning_and_answer_are_apart(capsys: pytest.CaptureFixture[str]) -> None:
     printer = Printer(silent=False, reasoning=True)
     printer.take(
-        [Piece("reasoning", "Adding"), Piece("reasoning", " up."), Piece("content", "4"), Piece("content", "2")]
+        [
+            AnswerText("reasoning", "Adding"),
+            AnswerText("reasoning", " up."),
+            AnswerText("content", "4"),
+            AnswerText("content", "2"),
+        ]
     )
     out, err = capsys.readouterr()
     assert out == "42"
@@ -328,7 +481,7 @@ def test_bench_prints_figures_beside_their_ceiling(run: Run, tmp_path: Path) -> 
         share = result.figure("speed").share
         assert share is not None
         assert 0 < share < 1
-        assert (result.cell.path, result.cell.model, result.cell.preset) == ("engine", "small", "exact")
+        assert (result.cell.path, result.cell.model, result.cell.preset) == ("engine", "small", "int8")
         assert result.record is not None
         assert "decode" in result.record["regimes"]
     assert "ops/moe.py" in file.measured or any(name.startswith("engine/") for name in file.measured)

@@ -12,6 +12,15 @@ COPIES = {
     "model/test_checkpoint.py", "model/test_synthetic.py", "plan/test_activations.py", "model/test_upload.py",
     "lab/test_load.py", "lab/measure/test_load.py", "ops/test_attention.py::test_pages_give_back_what_was_written",
     "engine/test_device_runner.py::test_what_is_sent_arrives_aligned_and_typed",
+    # Elementwise operations, and weights as they are stored and read back.
+    "ops/test_folding.py", "ops/test_rope.py", "lab/test_kept_logits.py",
+    "engine/test_speculative.py::test_a_borrowed_output_layer_has_no_norm_in_it",
+    "model/test_published_files.py::test_vectors_and_routers_keep_their_bits",
+    "model/test_published_files.py::test_a_quantised_embedding_keeps_its_precision_on_a_cpu",
+    "model/test_variants.py::test_quantised_matrices_do_not_depend_on_how_a_norm_and_its_matrix_share_a_factor",
+    "vllm_plugin/test_selection.py::test_norms_move_into_what_is_quantised_inside_vllm",
+    # One plan on the same numbers in the same shapes.
+    "model/test_published_files.py::test_a_folder_is_served", "model/test_published_files.py::test_a_gguf_is_served",
 }  # fmt: skip
 EQUAL = {"equal", "array_equal"}
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from halfbyte import memory
-from halfbyte.errors import NotEnoughMemoryError
-from halfbyte.memory import GIB, MemoryAccount, MemoryState, cgroup_limits, read_memory, read_pressure
+from halfbyte.errors import NotEnoughMemoryError, UsageError
+from halfbyte.memory import GIB, MemoryAccount, MemoryState, cgroup_limits, parse_size, read_memory, read_pressure
 
 UNIFIED = MemoryState(total=119 * GIB, available=70 * GIB, unified=True)
 DISCRETE = MemoryState(total=64 * GIB, available=8 * GIB, device_total=96 * GIB, device_free=90 * GIB)
@@ -251,3 +251,25 @@ def test_a_cgroup_below_the_machine_is_what_counts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory, "cgroup_limits", lambda: [(1 << 62, 1 << 61)])  # version one's way to say "no limit"
     state = read_memory()
     assert (state.total, state.limited) == (whole.total, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 << 30),
+        ("0", 0),
+        ("1.5 gib", 3 << 29),
+        ("500MB", 500_000_000),
+        ("2g", 2 << 30),
+        ("0.0", 0),
+        (None, None),
+    ],
+)
+def test_a_size_as_a_person_types_it(text: str | None, size: int | None) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "8", "-1GiB", "8 apples", "GiB", "nan", "1e9GiB"])
+def test_what_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="GiB"):
+        parse_size(text)

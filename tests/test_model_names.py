@@ -45,6 +45,7 @@ def test_every_spelling_finds_what_was_pulled(home: Path, name: str) -> None:
 def test_a_path_wins_over_a_name(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "20b").mkdir()
+    (tmp_path / "20b" / "config.json").write_text("{}")
     assert load.resolve_model("20b").path == Path("20b")
     assert load.resolve_model("tiny").path == load.EMBEDDED
 
@@ -130,7 +131,7 @@ def test_commands_take_a_name(run: Run, home: Path) -> None:
     assert json.loads(out)["model"] == "gpt-oss-20b"
     code, out, _ = run("explain", "120b", "--arch", "sm121", "--json")  # not pulled: its published shape
     assert code == 0
-    assert "are not here" in json.loads(out)["notes"][0]
+    assert "are not on this machine" in json.loads(out)["notes"][0]
     code, _, err = run("bench", "120b")
     assert code == 2
     assert "halfbyte pull 120b" in err
@@ -164,3 +165,14 @@ def test_a_person_is_offered_to_pull(home: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_hub_gets_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     assert models.hub().token == "hf_x"
+
+
+def test_the_doctor_looks_at_what_a_name_means(home: Path, run: Run) -> None:
+    config = home / "openai--gpt-oss-20b" / "config.json"
+    config.unlink()
+    code, out, _ = run("doctor", "20b", "--json")
+    assert code == 1
+    assert [f["id"] for f in json.loads(out)["findings"] if f["severity"] == "error"] == ["model.complete"]
+    code, _, err = run("doctor", "no-such-model")
+    assert (code, "does not exist" in err) == (2, True)
+    assert "has not been pulled" in run("doctor", "120b")[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from halfbyte.formats.matrices import Formats
 from halfbyte.model.config import NAMED
 from halfbyte.plan.phase import OPERATIONS
 from halfbyte.roofline import (
@@ -34,6 +35,12 @@ MXFP4 = dict.fromkeys(CHECKPOINT, "mxfp4")
 )
 def test_bytes_of_a_token(shape: str, formats: dict[str, str], context: int, gigabytes: float) -> None:
     assert decode_traffic(NAMED[shape], formats, context).total / 1e9 == pytest.approx(gigabytes, abs=0.015)
+
+
+def test_formats_that_differ_from_layer_to_layer_count_by_layer() -> None:
+    mixed = Formats(MXFP4, {"qkv": ["mxfp4", "q8"] * 18})
+    more = decode_traffic(NAMED["120b"], mixed, 2048).total - decode_traffic(NAMED["120b"], MXFP4, 2048).total
+    assert more == pytest.approx(18 * 5120 * 2880 * (8.5 - 4.25) / 8)
 
 
 def test_parts_by_hand() -> None:

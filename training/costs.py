@@ -35,7 +35,7 @@ from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.plan.step import Step
 
 REFERENCE = PerRegime("reference", "reference", "reference")
-EXACT = Gates(moe_kernel=REFERENCE, linear_kernel=REFERENCE, attention="reference")
+EXACT = Gates(moe_kernel=REFERENCE, linear_kernel=REFERENCE, attention="reference", layers=Layers())
 CPU_KERNELS = "a CPU's default: its kernels, KV cache in bf16, activations in int8"
 DENSE = ("qkv", "o", "lm_head")
 STEP = 4096  # tokens

@@ -1,29 +1,31 @@
 """Tokens per verification of the embedded model's EAGLE-3 head through the engine, on held-out prompts.
 
-    python -m bench.experiments.eagle_acceptance --device cuda --presets fast,exact
-    python -m bench.experiments.eagle_acceptance --device cpu --presets exact --per-task 2
+    python -m bench run eagle-acceptance --set presets=fast,exact
+    python -m bench run eagle-acceptance --set device=cpu --set presets=exact --set per_task=2
 
 Three tokens are always drafted, so that the figure is the head's and not the controller's. The model is padded to
 gpt-oss' proportions, so that on a GPU its prompts run through the kernels of gpt-oss; only prompts of more than a
-batch's rows are taken, because those are what a prompt's kernels see. The last line is JSON. Times nothing.
+batch's rows are taken, because those are what a prompt's kernels see. Times nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bench.measurement import Run, measurement
+from bench.padded_model import load_padded
 from halfbyte import gates
 from halfbyte.engine.build import core_for
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.evals.suite import Suite
-from halfbyte.lab import environment
-from halfbyte.lab.padded_model import load_padded
+from halfbyte.lab import receipts
+from halfbyte.lab.result import Cell, Result, figure
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import arch_of
 
@@ -39,6 +41,7 @@ def acceptance(device: str, preset: str, graphs: str, prompts: list[list[int]]) 
     proposer: Any = core.proposer
     controller = proposer.controller
     controller.tokens, controller.draft_cost, controller.cost = 10**9, 0.0, lambda rows, context: 1.0
+    controller.ledger = None
     propose, verified = proposer.propose, []
 
     def counted(wants: Any) -> Any:
@@ -68,28 +71,27 @@ def acceptance(device: str, preset: str, graphs: str, prompts: list[list[int]]) 
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--presets", default="fast,exact")
-    parser.add_argument("--graphs", default="on,off")
-    parser.add_argument("--per-task", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=2000)
-    args = parser.parse_args()
-    if args.device != "cpu":
-        environment.need_gpu()
+@dataclass(frozen=True)
+class Options:
+    device: str = "cuda"
+    presets: tuple[str, ...] = ("fast", "exact")
+    graphs: tuple[str, ...] = ("on", "off")
+    per_task: int = 6
+    seed: int = 2000
+
+
+@measurement("eagle-acceptance", needs=("gpu",), seconds=300, routine=False)
+def eagle_acceptance(run: Run, options: Options) -> None:
     torch.set_grad_enabled(False)
     tokenizer = load.tokenizer_of(load.resolve_model(None))
-    items = Suite("tiny", args.seed, args.per_task).items(tokenizer)
-    least = arch_of(args.device).limits.batch
+    items = Suite("tiny", options.seed, options.per_task).items(tokenizer)
+    least = arch_of(options.device).limits.batch
     prompts = [item.prompt for item in items if least < len(item.prompt) < 600]
-    results = []
-    for preset in args.presets.split(","):
-        for graphs in args.graphs.split(","):
-            results.append(acceptance(args.device, preset, graphs, prompts))
-            print(results[-1], flush=True)
-    print(json.dumps({"bench": "eagle_acceptance", "results": results}))
-
-
-if __name__ == "__main__":
-    main()
+    sources = receipts.sources_of([receipts.PACKAGE / "engine" / "build.py"], ("engine",))
+    run.sources |= receipts.hashes(sources) | receipts.weights(load.EMBEDDED, load.EMBEDDED.parent / "tiny-eagle3")
+    for preset in options.presets:
+        for graphs in options.graphs:
+            counts = acceptance(options.device, preset, graphs, prompts)
+            cell = Cell("acceptance", "tiny", preset, {"graphs": graphs}, "eagle3", {"conversations": len(prompts)})
+            per = figure("tokens_per_verification", "tokens", counts["tokens_per_verification"])
+            run.add(Result(cell, (per,), detail=counts))

@@ -1,10 +1,10 @@
 """The products of a batch (kernels/cuda/batch) on a GPU at true shapes: compared with float32 torch, then timed.
 
-    python -m bench.kernels.batch --rows 2,8,16,32,64
+    python -m bench run batch-kernels --set rows=2,8,16,32,64
 
 Layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is what the router chooses, the
 experts of timed steps are counted. A size whose output is wrong is not timed. Times are of graphs that run every
-layer's product once, beside what the memory could do; `experts` is gate_up and down. `--seconds`: the experts for so
+layer's product once, beside what the memory could do; `experts` is gate_up and down. `seconds`: the experts for so
 long, at first and at last, with what the card draws: at its power limit it lowers its clocks, which milliseconds do not
 show.
 """
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import copy
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels import runner
+from bench.kernels import timing
+from bench.measurement import Run, measurement, option
 from halfbyte import formats
 from halfbyte.formats import MXTensor, tile16
 from halfbyte.kernels.cuda.batch import layer as batch_layer
 from halfbyte.kernels.cuda.batch.builds import RowShape
-from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Layer
-from halfbyte.kernels.cuda.batch.products import Matrix
+from halfbyte.kernels.cuda.batch.layer import BatchBuffers, LayerKernels
+from halfbyte.kernels.cuda.batch.products import BatchMatrix
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
 from halfbyte.lab import receipts
 from halfbyte.lab.levels.verdict import Verdict, choice_gap
@@ -46,16 +47,16 @@ PARTS = ("qkv", "o, router", "experts", "choose", "sums")
 MARKS = ("start", "x wanted", "all asked for", "end")
 
 
-class Case:
+class RandomLayer:
     """One layer of a model with random weights."""
 
     def __init__(self, model: str, shared: dict[str, Tensor]) -> None:
         c = self.config = NAMED[model]
         width = (c.heads + 2 * c.kv_heads) * c.head_dim
         self.w = {
-            "qkv": runner.random_mxfp4(width, c.hidden), "o": runner.random_mxfp4(c.hidden, c.heads * c.head_dim),
-            "gate_up": runner.random_mxfp4(c.experts, 2 * c.intermediate, c.hidden),
-            "down": runner.random_mxfp4(c.experts, c.hidden, c.intermediate),
+            "qkv": timing.random_mxfp4(width, c.hidden), "o": timing.random_mxfp4(c.hidden, c.heads * c.head_dim),
+            "gate_up": timing.random_mxfp4(c.experts, 2 * c.intermediate, c.hidden),
+            "down": timing.random_mxfp4(c.experts, c.hidden, c.intermediate),
         }  # fmt: skip
         self.v = {f"{n}_bias": self.vector(*w.shape[:-1]) for n, w in self.w.items()}
         self.v |= {"attn_norm": self.vector(c.hidden), "mlp_norm": self.vector(c.hidden)}
@@ -64,11 +65,13 @@ class Case:
             "router_bias": self.vector(c.experts) / 8,
         }
         more = {"gate_up": {"swiglu": True}, "o": {"router": c.experts}}
-        matrices = {n: Matrix(w, self.v[f"{n}_bias"], n, **more.get(n, {})) for n, w in self.w.items()}
+        matrices = {n: BatchMatrix(w, self.v[f"{n}_bias"], n, **more.get(n, {})) for n, w in self.w.items()}
         workspace = Workspace(gpu(), shared, torch.device("cuda"))
         buffers = BatchBuffers(workspace, RowShape(c.hidden, c.experts, c.top_k), c.intermediate)
         vectors = {n: self.v[n] for n in ("attn_norm", "mlp_norm", "router", "router_bias")}
-        self.layer = Layer(buffers, **matrices, **vectors, eps=c.norm_eps, limit=c.swiglu_limit, alpha=c.swiglu_alpha)
+        self.layer = LayerKernels(
+            buffers, **matrices, **vectors, eps=c.norm_eps, limit=c.swiglu_limit, alpha=c.swiglu_alpha
+        )
 
     @staticmethod
     def vector(*size: int) -> Tensor:
@@ -116,11 +119,11 @@ def dense(w: MXTensor) -> Tensor:
 class Timing:
     """All layers one after the other, part by part."""
 
-    def __init__(self, cases: list[Case], rows: int) -> None:
+    def __init__(self, cases: list[RandomLayer], rows: int) -> None:
         c = cases[0].config
         self.cases, self.rows = cases, rows
         self.xs = [torch.randn((rows, c.hidden), device="cuda") for _ in cases]
-        self.attn = Case.vector(rows, c.heads * c.head_dim)
+        self.attn = RandomLayer.vector(rows, c.heads * c.head_dim)
         self.qkv = torch.empty((rows, cases[0].w["qkv"].shape[0]), device="cuda")
         self.choices: list[Tensor] = []
         for case, x in zip(cases, self.xs):
@@ -142,9 +145,9 @@ class Timing:
     @property
     def bytes_of(self) -> dict[str, float]:
         """What a part must read of weights in one layer."""
-        each = {n: w.data[0].nbytes if w.data.ndim == 4 else w.data.nbytes for n, w in self.cases[0].w.items()}
-        experts = self.experts * (each["gate_up"] + each["down"])
-        return {"qkv": each["qkv"], "o, router": each["o"], "experts": experts}
+        sizes = {n: w.data[0].nbytes if w.data.ndim == 4 else w.data.nbytes for n, w in self.cases[0].w.items()}
+        experts = self.experts * (sizes["gate_up"] + sizes["down"])
+        return {"qkv": sizes["qkv"], "o, router": sizes["o"], "experts": experts}
 
     def run(self, part: str, trace: Tensor | None = None) -> None:
         self.used.zero_()
@@ -182,7 +185,7 @@ class Timing:
 
 def sustained(work: Callable[[], object], seconds: float, layers: int) -> dict[str, Any]:
     """Microseconds of a layer in graphs of `work`: the first twenty, and the second half of so many seconds."""
-    graph, samples = runner.captured(work), []
+    graph, samples = timing.captured(work), []
     with PowerMeter() as meter:
         start = time.perf_counter()
         while time.perf_counter() - start < seconds:
@@ -190,22 +193,22 @@ def sustained(work: Callable[[], object], seconds: float, layers: int) -> dict[s
     return {"first_us": samples[0], "late_us": statistics.fmean(samples[len(samples) // 2 :])} | meter.summary()
 
 
-def measure(cell: Cell, cases: list[Case], rows: int, part: str, repeats: int, seconds: float) -> Result:
-    timing, count = Timing(cases, rows), len(cases)
+def measure(cell: Cell, cases: list[RandomLayer], rows: int, part: str, repeats: int, seconds: float) -> Result:
+    products, count = Timing(cases, rows), len(cases)
     if part == "layer without attention":
-        samples = runner.graph_us(timing.layers, repeats, count)
-        floor = sum(timing.bytes_of.values()) / runner.roof().read * 1e6
+        samples = timing.graph_us(products.layers, repeats, count)
+        floor = sum(products.bytes_of.values()) / timing.roof().read * 1e6
         return Result(cell, (figure("time", "us", samples),), detail={"floor_us": floor})
-    samples = runner.graph_us(partial(timing.run, part), repeats, count)
+    samples = timing.graph_us(partial(products.run, part), repeats, count)
     figures = [figure("time", "us", samples)]
     detail: dict[str, Any] = {}
-    if part in timing.bytes_of:
-        rates = [timing.bytes_of[part] / us / 1e6 for us in samples]
-        figures.append(figure("read", "TB/s", rates, runner.read_ceiling()))
-        figures.append(figure("experts of a layer", "experts", timing.experts))
-        detail["trace"] = timing.marks(part)
+    if part in products.bytes_of:
+        rates = [products.bytes_of[part] / us / 1e6 for us in samples]
+        figures.append(figure("read", "TB/s", rates, timing.read_ceiling()))
+        figures.append(figure("experts of a layer", "experts", products.experts))
+        detail["trace"] = products.marks(part)
     if part == "experts" and seconds:
-        detail["sustained"] = sustained(partial(timing.run, part), seconds, count)
+        detail["sustained"] = sustained(partial(products.run, part), seconds, count)
     return Result(cell, tuple(figures), detail=detail)
 
 
@@ -218,29 +221,27 @@ def checked(cell: Cell, verdict: Verdict, work: Callable[[], Result]) -> Result:
     return Result(cell, result.figures, (check,), detail=result.detail)
 
 
-def main() -> int:
-    parser = runner.arguments(__doc__, models="120b", repeats=7)
-    parser.add_argument("--rows", type=runner.numbers, default=[2, 8, 16, 32, 64])
-    parser.add_argument("--layers", type=int, default=4, help="with weights of their own, one after the other")
-    parser.add_argument(
-        "--seconds", type=float, default=0.0, help="the experts' product for so long, with watts and MHz"
-    )
-    args = runner.begin(parser)
-    sources = receipts.hashes(receipts.sources_of([Path(batch_layer.__file__)]))
-    receipt = runner.Receipt("bench/kernels/batch.py", args.out, sources)
-    for model in args.models:
+@dataclass(frozen=True)
+class Options:
+    models: tuple[str, ...] = ("120b",)
+    rows: tuple[int, ...] = (8, 32, 64)
+    layers: int = option(4, "with weights of their own, one after the other")
+    seconds: float = option(0.0, "the experts' product for so long, with watts and MHz")
+    repeats: int = 7
+
+
+@measurement("batch-kernels", needs=("gpu",), seconds=60)
+def batch_kernels(run: Run, options: Options) -> None:
+    timing.begin()
+    run.sources |= receipts.hashes(receipts.sources_of([Path(batch_layer.__file__)]))
+    for model in options.models:
         shared: dict[str, Tensor] = {}
-        cases = [Case(model, shared) for _ in range(args.layers)]
-        for rows in args.rows:
+        cases = [RandomLayer(model, shared) for _ in range(options.layers)]
+        for rows in options.rows:
             verdict = cases[0].check(rows)
             for part in (*PARTS, "layer without attention"):
                 cell = Cell("kernel", model, path=f"batch: {part}", shape={"rows": rows})
-                work = partial(measure, cell, cases, rows, part, args.repeats, args.seconds)
-                receipt.measure(cell, partial(checked, cell, verdict, work))
+                work = partial(measure, cell, cases, rows, part, options.repeats, options.seconds)
+                run.measure(cell, partial(checked, cell, verdict, work))
         del cases
         torch.cuda.empty_cache()
-    return receipt.end()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

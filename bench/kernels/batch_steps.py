@@ -1,9 +1,9 @@
 """Whole steps of a batch through the GPU plan, in several ways over the same weights, and a layer's timeline.
 
-    python -m bench.kernels.batch_steps --rows 8,32 --ways auto,triton --profile 8
+    python -m bench run batch-steps --set rows=8,32 --set ways=auto,triton --set profile=8
 
 A way is an attention gate with switches behind it: `cuda+decode=1` takes the batch kernels from two rows on. Every way
-is compared with the reference (halfbyte.lab.levels.correctness) before it is timed, and its logits must have the same
+is compared with the reference (halfbyte.lab.plan_comparison) before it is timed, and its logits must have the same
 bits as those of the first way with the same attention and regime. Times are of bare graph replays, other tokens in each
 run; experts are counted on the tokens of the timed runs. The timeline is what the profiler saw of two layers in the
 middle, start to end.
@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import collections
 import statistics
-import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.kernels import runner
+from bench.kernels import timing
+from bench.measurement import Run, measurement, option
 from halfbyte import gates as gates_
 from halfbyte.engine.graphs import DecodeGraph
 from halfbyte.lab import receipts
-from halfbyte.lab.levels.correctness import compare
 from halfbyte.lab.measure.device_timing import device_us, experts_touched, fill, random_tokens
+from halfbyte.lab.plan_comparison import compare
 from halfbyte.lab.result import Ceiling, Cell, Check, Result, figure
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
@@ -125,7 +125,7 @@ def measure(cell: Cell, model: GptOss, repeats: int, first: dict[str, Tensor], p
     if not checks[-1].ok:
         return Result(cell, checks=tuple(checks))
     experts, tokens = experts_of_runs(graph, context, count, repeats)
-    gpu, spec = runner.roof(), model.spec
+    gpu, spec = timing.roof(), model.spec
     best = decode_ceiling(gpu, model.config, spec.formats, context + count // 2, rows, spec.kv_dtype, experts)
     ceiling = Ceiling(best.tokens_per_second, f"{gpu.name}: read bandwidth in roofline.py")
     figures = (
@@ -139,41 +139,40 @@ def measure(cell: Cell, model: GptOss, repeats: int, first: dict[str, Tensor], p
     return Result(cell, figures, tuple(checks), detail=detail)
 
 
-def main() -> int:
-    parser = runner.arguments(__doc__, models="120b", repeats=3)
-    parser.add_argument("--preset", default="fast")
-    parser.add_argument("--rows", type=runner.numbers, default=[8, 32, 64])
-    parser.add_argument("--context", type=int, default=128, help="tokens in every sequence at the start of a run")
-    parser.add_argument("--ways", type=runner.words, default=["auto"], help="for example triton,auto,auto+decode=1")
-    parser.add_argument("--count", type=int, default=32, help="tokens of a run")
-    parser.add_argument("--profile", type=runner.numbers, default=[], help="rows whose last way is taken apart")
-    args = runner.begin(parser)
-    gates = gates_.PRESETS[args.preset].gates
-    receipt = runner.Receipt("bench/kernels/batch_steps.py", args.out, {})
-    for name in args.models:
+@dataclass(frozen=True)
+class Options:
+    models: tuple[str, ...] = ("120b",)
+    preset: str = "fast"
+    rows: tuple[int, ...] = (8, 32, 64)
+    context: int = option(128, "tokens in every sequence at the start of a run")
+    ways: tuple[str, ...] = option(("auto",), "for example triton,auto,auto+decode=1")
+    count: int = option(32, "tokens of a run")
+    profile: tuple[int, ...] = option((), "rows whose last way is taken apart")
+    repeats: int = 3
+
+
+@measurement("batch-steps", needs=("gpu",), seconds=180, routine=False)
+def batch_steps(run: Run, options: Options) -> None:
+    timing.begin()
+    gates = gates_.PRESETS[options.preset].gates
+    for name in options.models:
         loaded = load.load_model(load.resolve_model(f"random:{name}"), gates, device=torch.device("cuda"))
         models: dict[str, GptOss] = {"auto": loaded}
-        for rows in args.rows:
+        for rows in options.rows:
             first: dict[str, Tensor] = {}
-            for way in args.ways:
+            for way in options.ways:
                 attention, *switches = way.split("+")
                 if attention not in models:
                     models[attention] = GptOss(loaded.weights, replace(gates, attention=attention))
                 model = models[attention]
-                phases = {b.phase for r in ("decode", "batch") for b in model.plan.bound[r]}
-                receipt.measured |= receipts.measured(phases)
+                run.sources |= receipts.measured({b.phase for r in ("decode", "batch") for b in model.plan.bound[r]})
                 moved: dict[str, Any] = {k: int(v) for k, v in (s.split("=") for s in switches) if k in SWITCHES}
                 model.plan.limits = replace(model.arch.limits, **moved)
-                shape = {"tg": args.count, "depth": args.context, "concurrency": rows, "way": way}
-                cell = Cell("decode", name, args.preset, gates.changes(), "graph", shape)
-                profile = rows in args.profile and way == args.ways[-1]
-                receipt.measure(cell, partial(measure, cell, model, args.repeats, first, profile))
+                shape = {"tg": options.count, "depth": options.context, "concurrency": rows, "way": way}
+                cell = Cell("decode", name, options.preset, gates.changes(), "graph", shape)
+                profile = rows in options.profile and way == options.ways[-1]
+                run.measure(cell, partial(measure, cell, model, options.repeats, first, profile))
                 model.release_kv()
         models.clear()
         del loaded
         torch.cuda.empty_cache()
-    return receipt.end()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,35 +1,37 @@
 """AMX against AVX-512 on a Xeon that has both: products checked and timed by rows, then whole steps of the 20b's shape.
 
-    python -m bench.kernels.cpu_amx --threads 16
-    python -m bench.kernels.cpu_amx --layers 4 --sets avx512,avx2    # the same comparison of any two sets
+    python -m bench run cpu-amx --set threads=16
+    python -m bench run cpu-amx --set layers=4 --set sets=avx512,avx2    # the same comparison of any two sets
 
 Products are those of `microbench.cpp`, compiled here for either set (AMX from two rows on) and run in turn; steps are
 `cpu_step`'s made-up weights met by both libraries in one process, in turn, and their logits compared bit by bit (of
-sets that round alike). Prints a line for each, and JSON last. Ends with 1 where a check fails, with 2 and a sentence
-where the CPU or the compiler cannot do it.
+sets that round alike). A CPU or a compiler that cannot do it is an error of one
+sentence.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.kernels.cpu_step import SHAPES, Made
+from bench.kernels.cpu_step import SHAPES, RandomModel
+from bench.measurement import Run, measurement, option
+from halfbyte.errors import UsageError
 from halfbyte.kernels.cpu.build import SOURCES, Unavailable, compiler
 from halfbyte.kernels.cpu.instruction_sets import COMMON_FLAGS, InstructionSet
-from halfbyte.kernels.cpu.library import Instance, Step, open_library, usable_sets
+from halfbyte.kernels.cpu.library import Instance, StepStruct, open_library, usable_sets
+from halfbyte.lab import receipts
+from halfbyte.lab.result import Cell, Check, Result
 
 CHECK = Path(__file__).parents[2] / "tests" / "kernels" / "cpu" / "products_check.cpp"
 LINE = re.compile(r"^(mxfp4|q8) +(\d+) rows +([\d.]+) GB/s.*?([\d.]+) GMAC/s", re.MULTILINE)
@@ -63,25 +65,25 @@ def time_products(folder: Path, sets: Sequence[InstructionSet], threads: int, se
     return best
 
 
-def with_logits(made: Made, step: Step) -> torch.Tensor:
+def with_logits(model: RandomModel, step: StepStruct) -> torch.Tensor:
     """The step's logits, from now on, in memory of their own."""
-    logits = torch.zeros((step.logit_count, made.config.vocab))
-    step.logits = made.keep(logits)
+    logits = torch.zeros((step.logit_count, model.config.vocab))
+    step.logits = model.keep(logits)
     return logits
 
 
 def time_steps(
-    made: Made, sets: Sequence[InstructionSet], threads: int, seconds: float
+    model: RandomModel, sets: Sequence[InstructionSet], threads: int, seconds: float
 ) -> tuple[dict[str, list[float]], bool]:
     """{rows: [median seconds of each set]}, and whether the sets' logits had the same bits."""
     libraries = [open_library(s.name) for s in sets]
     pools = [library.calls.hb_pool_create(threads, None) for library in libraries]
-    instances = [Instance(lib, made.model, pool, max(ROWS)) for lib, pool in zip(libraries, pools, strict=True)]
+    instances = [Instance(lib, model.model, pool, max(ROWS)) for lib, pool in zip(libraries, pools, strict=True)]
     medians: dict[str, list[float]] = {}
     alike = True
     for rows in ROWS:
-        step = made.step(rows, 0)
-        logits, seen = with_logits(made, step), list[torch.Tensor]()
+        step = model.step(rows, 0)
+        logits, seen = with_logits(model, step), list[torch.Tensor]()
         for instance in instances:
             instance.run(step)
             seen.append(logits.clone())
@@ -100,33 +102,35 @@ def time_steps(
     return medians, alike
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", default="avx512,avx512-amx", help="two instruction sets")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--layers", type=int, default=24, help="of the 20b's shape; 24 need 13 GB of memory")
-    parser.add_argument("--seconds", type=float, default=0.2, help="for each product, and ten times that for each step")
-    a = parser.parse_args()
+@dataclass(frozen=True)
+class Options:
+    sets: tuple[str, ...] = option(("avx512", "avx512-amx"), "two instruction sets")
+    threads: int = len(os.sched_getaffinity(0))
+    layers: int = option(24, "of the 20b's shape; 24 need 13 GB of memory")
+    seconds: float = option(0.2, "for each product, and ten times that for each step")
+
+
+@measurement("cpu-amx", needs=("compiler",), seconds=900, routine=False)
+def cpu_amx(run: Run, options: Options) -> None:
     try:
-        sets = [usable_sets(name)[0] for name in a.sets.split(",")]
+        sets = [usable_sets(name)[0] for name in options.sets]
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             compile_programs(folder, sets)
             checks = {s.name: subprocess.run([str(folder / f"check-{s.name}")]).returncode == 0 for s in sets}
-            products = {str(n): time_products(folder, sets, n, a.seconds) for n in sorted({1, a.threads})}
+            threads = sorted({1, options.threads})
+            products = {str(n): time_products(folder, sets, n, options.seconds) for n in threads}
     except (Unavailable, subprocess.CalledProcessError) as e:
-        print(f"not measured: {e}.", file=sys.stderr)
-        return 2
-    for threads, kinds in products.items():
+        raise UsageError(f"not measured: {e}.") from None
+    for count, kinds in products.items():
         for kind, by_rows in kinds.items():
             for rows, figures in by_rows.items():
                 text = ", ".join(f"{s.name} {f:.1f}" for s, f in zip(sets, figures, strict=True))
-                print(f"{threads} threads, {kind}, {rows} rows, GMAC/s a thread: {text}")
-    config = SHAPES["20b"].with_(layers=a.layers, layer_kinds=())
-    steps, alike = time_steps(Made(config, "q8"), sets, a.threads, 10 * a.seconds)
-    print(json.dumps({**vars(a), "checks": checks, "products": products, "steps_s": steps, "same_bits": alike}))
-    return 0 if all(checks.values()) and alike else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+                print(f"{count} threads, {kind}, {rows} rows, GMAC/s a thread: {text}")
+    config = SHAPES["20b"].with_(layers=options.layers, layer_kinds=())
+    steps, alike = time_steps(RandomModel(config, "q8"), sets, options.threads, 10 * options.seconds)
+    run.sources |= receipts.hashes((receipts.PACKAGE / "kernels" / "cpu").glob("*.[ch]*"))
+    cell = Cell("kernel", "20b", path=" / ".join(options.sets), shape={"layers": options.layers})
+    right = [Check(f"products of {name} are right", ok) for name, ok in checks.items()]
+    right.append(Check("logits of both sets have the same bits", alike))
+    run.add(Result(cell, checks=tuple(right), detail={"products": products, "steps_s": steps}))

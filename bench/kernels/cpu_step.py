@@ -1,24 +1,35 @@
 """One step of the CPU kernels alone, on made-up weights of a shape: no engine, no tokenizer, no file.
 
-    python -m bench.kernels.cpu_step tiny --threads 2 --rows 1 --depth 64
-    python -m bench.kernels.cpu_step 20b --layers 3 --rows 256
+    python -m bench run cpu-step --set threads=2 --set rows=1 --set depth=64
+    python -m bench run cpu-step --set shape=20b --set layers=3 --set rows=256
 
-`tiny` is the embedded model's shape, `20b` gpt-oss-20b's with as many layers as are asked for. Prints the median, the
-best tenth and the mean of steps over some seconds, the bytes of weights that a step of one row reads, and JSON last.
+`tiny` is the embedded model's shape, `20b` gpt-oss-20b's with as many layers as are asked for. Figures are of the
+steps of some seconds; `read` counts the bytes of weights that a step of one row reads.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bench.measurement import Run, measurement, option
+from halfbyte.errors import UsageError
 from halfbyte.formats import rows16
-from halfbyte.kernels.cpu.library import FORMATS, Instance, Layer, Matrix, Model, Step, open_library
+from halfbyte.kernels.cpu.library import (
+    FORMATS,
+    Instance,
+    LayerStruct,
+    MatrixStruct,
+    ModelStruct,
+    StepStruct,
+    open_library,
+)
+from halfbyte.lab import receipts
+from halfbyte.lab.result import Cell, Result, figure
 from halfbyte.model.config import ModelConfig
 
 SHAPES = {
@@ -32,16 +43,16 @@ SHAPES = {
 PAGE, TOKENS = 64, 1024
 
 
-class Made:
+class RandomModel:
     """Weights that are numbers of a sensible size, and whatever else a step points to."""
 
     def __init__(self, config: ModelConfig, dense: str, seed: int = 1) -> None:
-        self.config, self.dense, self.kept = config, dense, list[object]()
+        self.config, self.dense, self.buffers = config, dense, list[object]()
         self.gen = torch.Generator().manual_seed(seed)
         c = config
-        self.layers = (Layer * c.layers)(*(self._layer(i) for i in range(c.layers)))
+        self.layers = (LayerStruct * c.layers)(*(self._layer(i) for i in range(c.layers)))
         embed = torch.randn((TOKENS, c.hidden), generator=self.gen).bfloat16()  # tokens past it are never asked for
-        self.model = Model(
+        self.model = ModelStruct(
             1, c.layers, c.hidden, c.intermediate, c.experts, c.top_k, c.heads, c.kv_heads, c.head_dim, c.vocab,
             c.window, PAGE, c.layers_per_page, FORMATS["bf16"], FORMATS["bf16"], 1, c.norm_eps, c.swiglu_limit,
             c.swiglu_alpha, self.keep(150000.0 ** (-torch.arange(c.head_dim // 2) / (c.head_dim // 2))), 1.1,
@@ -49,7 +60,7 @@ class Made:
         )  # fmt: skip
 
     def keep(self, t: Tensor) -> int:
-        self.kept.append(t)
+        self.buffers.append(t)
         return t.data_ptr()
 
     def ints(self, values: Tensor) -> int:
@@ -58,7 +69,7 @@ class Made:
     def _numbers(self, *shape: int, std: float = 0.1, mean: float = 0.0) -> int:
         return self.keep(torch.randn(shape, generator=self.gen) * std + mean)
 
-    def _matrix(self, kind: str, rows: int, cols: int, stack: int = 1) -> Matrix:
+    def _matrix(self, kind: str, rows: int, cols: int, stack: int = 1) -> MatrixStruct:
         tiles, size, groups = stack * -(-rows // 16), rows16.tile_bytes(kind, cols), -(-cols // 32)
         room = torch.empty(tiles * size + 64, dtype=torch.uint8)
         start = -room.data_ptr() % 64
@@ -71,12 +82,12 @@ class Made:
         else:
             data[0].view(torch.bfloat16)[:] = torch.randn(size // 2, generator=self.gen) * 0.06
         data[1:] = data[0]
-        self.kept.append(room)
-        return Matrix(FORMATS[kind], 0, rows, cols, data.data_ptr())
+        self.buffers.append(room)
+        return MatrixStruct(FORMATS[kind], 0, rows, cols, data.data_ptr())
 
-    def _layer(self, i: int) -> Layer:
+    def _layer(self, i: int) -> LayerStruct:
         c = self.config
-        return Layer(
+        return LayerStruct(
             self._numbers(c.hidden, mean=1.0), self._matrix(self.dense, c.qkv_dim, c.hidden), self._numbers(c.qkv_dim),
             self._numbers(c.heads), self._matrix(self.dense, c.hidden, c.q_dim), self._numbers(c.hidden),
             self._numbers(c.hidden, mean=1.0), self._numbers(c.experts, c.hidden, std=1.5 / c.hidden**0.5),
@@ -85,13 +96,13 @@ class Made:
             self._numbers(c.experts, c.hidden), int(c.layer_kinds[i] == "sliding"), c.kind_index(i),
         )  # fmt: skip
 
-    def step(self, rows: int, depth: int) -> Step:
+    def step(self, rows: int, depth: int) -> StepStruct:
         """One sequence: `rows` tokens behind `depth`; only the best token of the last is wanted."""
         c, length = self.config, depth + rows
         blocks = -(-length // PAGE)
         pages = torch.arange(1, 1 + 2 * blocks)
         pool = torch.randn((1 + 2 * blocks, c.layers_per_page, 2, c.kv_heads, PAGE, c.head_dim)).bfloat16()
-        return Step(
+        return StepStruct(
             rows, 1, 1, length, self.ints(torch.randint(0, TOKENS, (rows,), generator=self.gen)),
             self.ints(torch.arange(depth, length)), self.ints(torch.tensor([0, rows])),
             self.ints(torch.tensor([length])), self.ints(torch.zeros(rows)), self.ints(pages[:blocks]),
@@ -100,7 +111,7 @@ class Made:
         )  # fmt: skip
 
     def bytes_of_a_row(self) -> int:
-        """Of weights, for one token."""
+        """Bytes of weights that one token reads."""
         c = self.config
         tile = rows16.tile_bytes
         dense = (c.qkv_dim * tile(self.dense, c.hidden) + c.hidden * tile(self.dense, c.q_dim)) // 16
@@ -109,42 +120,44 @@ class Made:
         return c.layers * (dense + c.top_k * expert + router) + c.vocab * tile(self.dense, c.hidden) // 16
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--layers", type=int, help="fewer than the shape has")
-    parser.add_argument("--dense", choices=("bf16", "q8", "mxfp4"), help="qkv, o and head (tiny: bf16, 20b: q8)")
-    parser.add_argument("--instructions", default="auto")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--depth", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    a = parser.parse_args()
-    config = SHAPES[a.shape]
-    if a.layers:
-        config = config.with_(layers=a.layers, layer_kinds=())
-    made = Made(config, a.dense or ("bf16" if a.shape == "tiny" else "q8"))
-    library = open_library(a.instructions)
-    pool = library.calls.hb_pool_create(a.threads, None)
-    instance, step = Instance(library, made.model, pool, 512), made.step(a.rows, a.depth)
+@dataclass(frozen=True)
+class Options:
+    shape: str = option("tiny", " or ".join(SHAPES))
+    layers: int | None = option(None, "fewer than the shape has")
+    dense: str | None = option(None, "bf16, q8 or mxfp4 for qkv, o and head; empty: bf16 for tiny, q8 for 20b")
+    instructions: str = "auto"
+    threads: int = 2
+    rows: int = 1
+    depth: int = 0
+    seconds: float = 3.0
+
+
+@measurement("cpu-step", seconds=60, routine=False)
+def cpu_step(run: Run, options: Options) -> None:
+    if options.shape not in SHAPES:
+        raise UsageError(f"there is no shape {options.shape!r}; use {' or '.join(SHAPES)}.")
+    config = SHAPES[options.shape]
+    if options.layers:
+        config = config.with_(layers=options.layers, layer_kinds=())
+    model = RandomModel(config, options.dense or ("bf16" if options.shape == "tiny" else "q8"))
+    library = open_library(options.instructions)
+    pool = library.calls.hb_pool_create(options.threads, None)
+    instance, step = Instance(library, model.model, pool, 512), model.step(options.rows, options.depth)
     instance.run(step)
-    times, end = [], time.perf_counter() + a.seconds
+    times, end = [], time.perf_counter() + options.seconds
     while time.perf_counter() < end or len(times) < 3:
         start = time.perf_counter()
         instance.run(step)
         times.append(time.perf_counter() - start)
-    times.sort()
-    median, mean = times[len(times) // 2], sum(times) / len(times)
-    size = made.bytes_of_a_row()
-    print(
-        f"{a.shape}, {config.layers} layers, {made.dense}, {library.instructions}, {a.threads} threads, {a.rows} rows "
-        f"behind {a.depth}: median {median * 1e6:.0f} us, best tenth {times[len(times) // 10] * 1e6:.0f}, "
-        f"mean {mean * 1e6:.0f} of {len(times)} steps; {a.rows / median:.1f} tokens/s; "
-        f"{size / 1e6:.1f} MB of weights a token, {size / median / 1e9:.1f} GB/s at one row"
-    )
-    print(json.dumps({**vars(a), "median_s": median, "mean_s": mean, "steps": len(times), "bytes_a_token": size}))
     library.calls.hb_pool_destroy(ctypes.c_void_p(pool))
-
-
-if __name__ == "__main__":
-    main()
+    times.sort()
+    median, size = times[len(times) // 2], model.bytes_of_a_row()
+    shape = {"layers": config.layers, "dense": model.dense, "threads": options.threads, "rows": options.rows,
+             "depth": options.depth}  # fmt: skip
+    figures = (
+        figure("step", "us", [1e6 * t for t in times]), figure("best_tenth", "us", 1e6 * times[len(times) // 10]),
+        figure("speed", "tok/s", options.rows / median), figure("read", "GB/s", size / median / 1e9),
+    )  # fmt: skip
+    run.sources |= receipts.hashes((receipts.PACKAGE / "kernels" / "cpu").glob("*.[ch]*"))
+    cell = Cell("kernel", options.shape, path=library.instructions, shape=shape)
+    run.add(Result(cell, figures, detail={"steps": len(times), "bytes_a_token": size}))

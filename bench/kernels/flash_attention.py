@@ -1,26 +1,26 @@
 """Attention of whole prompts: both CUDA kernels checked against float32, then timed beside the Triton phase.
 
-    python -m bench.kernels.flash_attention [--variants]
+    python -m bench run flash-attention --set variants=yes
 
 gpt-oss-120b's heads (64 queries, 8 keys, 64 dims), sinks, pages in random order, random keys and values; full and
 sliding layers. flash.cu runs on SM90, flash_sync.cu (SM12x's) on any GPU. A case that is out of its bound has no time.
-Rates count the products of visible pairs only and stand beside the chip's measured bf16 rate. The last line is JSON.
+Rates count the products of visible pairs only and stand beside the chip's measured bf16 rate.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from bench.kernels import runner
+from bench.kernels import timing
+from bench.measurement import Run, measurement, option
 from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention, FlashShape
-from halfbyte.kernels.cuda.attention.flash_sync import TILED, SyncAttention, SyncShape
+from halfbyte.kernels.cuda.attention.flash_sync import TILED, SyncAttention, SyncAttentionShape
 from halfbyte.kernels.cuda.attention.prompt import PromptShape, attend
 from halfbyte.kernels.cuda.device.host import gpu
 from halfbyte.kernels.prove import default_spec
@@ -97,14 +97,19 @@ def shapes_of(wgmma: bool, variants: bool) -> dict[str, dict[str, PromptShape]]:
         if wgmma:
             flash["full"] += [FlashShape(2, 6, 1), FlashShape(3, 3, 1), FlashShape(1, 4, 2)]
             flash["sliding"] += [FlashShape(2, 4, 1), FlashShape(3, 4, 1)]
-        sync += [SyncShape(2, 4, 2, 2), SyncShape(1, 4, 3, 3), SyncShape(1, 4, 2, 3), SyncShape(1, 2, 2, 4)]
+        sync += [
+            SyncAttentionShape(2, 4, 2, 2),
+            SyncAttentionShape(1, 4, 3, 3),
+            SyncAttentionShape(1, 4, 2, 3),
+            SyncAttentionShape(1, 2, 2, 4),
+        ]
     return {kind: {name_of(b): b for b in flash[kind] + sync} for kind in flash}
 
 
 def name_of(b: PromptShape) -> str:
     if isinstance(b, FlashShape):
         return f"flash {b.groups}x{b.stages}x{b.blocks}"
-    assert isinstance(b, SyncShape)
+    assert isinstance(b, SyncAttentionShape)
     return f"flash_sync {b.tiles}x{b.warps}x{b.stages}x{b.blocks}"
 
 
@@ -120,28 +125,27 @@ def measure(
         return Result(cell, checks=(check,))
     visible = step.positions.long() + 1
     pairs = float((visible.clamp(max=window) if window else visible).sum()) * HEADS
-    samples = runner.event_us(work, repeats, calls=4)  # a prompt's attention is launched eagerly
+    samples = timing.event_us(work, repeats, calls=4)  # a prompt's attention is launched eagerly
     rates = [pairs * 4 * DIM / us / 1e6 for us in samples]
-    figures = (figure("time", "us", samples), figure("rate", "TFLOP/s", rates, runner.flop_ceiling()))
+    figures = (figure("time", "us", samples), figure("rate", "TFLOP/s", rates, timing.flop_ceiling()))
     return Result(cell, figures, (check,))
 
 
-def main() -> int:
-    parser = runner.arguments(__doc__, repeats=12)
-    parser.add_argument("--variants", action="store_true", help="other builds, too")
-    args = runner.begin(parser)
-    chosen = shapes_of(torch.cuda.get_device_capability() == (9, 0), args.variants)
-    sources = receipts.measured([FlashAttention(), SyncAttention(), PrefillAttention()])
-    receipt = runner.Receipt("bench/kernels/flash_attention.py", args.out, sources)
+@dataclass(frozen=True)
+class Options:
+    variants: bool = option(False, "other builds, too")
+    repeats: int = 12
+
+
+@measurement("flash-attention", needs=("gpu",), seconds=60)
+def flash_attention(run: Run, options: Options) -> None:
+    timing.begin()
+    chosen = shapes_of(torch.cuda.get_device_capability() == (9, 0), options.variants)
+    run.sources |= receipts.measured([FlashAttention(), SyncAttention(), PrefillAttention()])
     for new, past in CASES:
         step, pool, q, sinks = make(new, past)
         for kind, window in (("full", 0), ("sliding", WINDOW)):
             expected = expected_rows(step, pool, q, sinks, window)
             for name, work in kernels(step, pool, q, sinks, kind, chosen[kind]).items():
                 cell = Cell("kernel", path=name, shape={"layer": kind, "rows": new, "past": past})
-                receipt.measure(cell, partial(measure, cell, work, step, expected, window, args.repeats))
-    return receipt.end()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+                run.measure(cell, partial(measure, cell, work, step, expected, window, options.repeats))

@@ -1,7 +1,7 @@
 """A stack of prompt layers on a GPU (`cuda.prefill_layer`): where a layer's time goes, kernel by kernel.
 
-    python -m bench.kernels.prefill_layers --tokens 512,2048 --layers 6
-    python -m bench.kernels.prefill_layers --fp8 --tokens 4096,8192
+    python -m bench run prefill-layers --set tokens=512,2048 --set layers=6
+    python -m bench run prefill-layers --set fp8=yes --set tokens=4096,8192
 
 Random weights of the true shapes. At every size a layer is first compared with its phases run one by one, with the
 experts that the layer chose: all rows, and what the cache holds. A layer that differs is not timed. Then the stack is
@@ -11,10 +11,9 @@ that graph says how long after the kernel before it each kernel ended.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,7 +23,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from bench.kernels import runner
+from bench.kernels import timing
+from bench.measurement import Run, measurement, option
 from halfbyte.gates import Gates, Layers
 from halfbyte.kernels.cuda.attention.flash import FlashAttention
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
@@ -54,9 +54,9 @@ def layer_weights(s: Spec) -> SimpleNamespace:
 
     width = (s.heads + 2 * s.kv_heads) * s.head_dim
     return SimpleNamespace(
-        qkv=runner.random_mxfp4(width, s.hidden), o=runner.random_mxfp4(s.hidden, s.heads * s.head_dim),
-        gate_up=runner.random_mxfp4(s.experts, 2 * s.intermediate, s.hidden),
-        down=runner.random_mxfp4(s.experts, s.hidden, s.intermediate), qkv_bias=vector(width), o_bias=vector(s.hidden),
+        qkv=timing.random_mxfp4(width, s.hidden), o=timing.random_mxfp4(s.hidden, s.heads * s.head_dim),
+        gate_up=timing.random_mxfp4(s.experts, 2 * s.intermediate, s.hidden),
+        down=timing.random_mxfp4(s.experts, s.hidden, s.intermediate), qkv_bias=vector(width), o_bias=vector(s.hidden),
         gate_up_bias=vector(s.experts, 2 * s.intermediate), down_bias=vector(s.experts, s.hidden),
         attn_norm=vector(s.hidden, shift=1.0), mlp_norm=vector(s.hidden, shift=1.0),
         router=vector(s.experts, s.hidden, scale=s.hidden**-0.5), router_bias=vector(s.experts),
@@ -121,8 +121,8 @@ def compare(s: Spec, weights: SimpleNamespace, pool: Tensor, step: Step, x: Tens
     verdict.add("worst row", float((off.norm(dim=-1) / added.norm(dim=-1)).max()), WORST * bound)
     verdict.add("rows with other experts", 1 - float(same), 1 - SAME_EXPERTS)
     written = (pools[1] != pool).any(dim=(1, 2, 3, 5))  # [pages, slots]: cells of this layer's rows
-    ours, theirs = (p.transpose(1, 4)[written].double() for p in pools)
-    verdict.add("keys and values", float((ours - theirs).norm() / theirs.norm()), bound)
+    actual, expected = (p.transpose(1, 4)[written].double() for p in pools)
+    verdict.add("keys and values", float((actual - expected).norm() / expected.norm()), bound)
     elsewhere = (pools[0] != pool).any(dim=(1, 2, 3, 5)) & ~written
     verdict.require("nothing else in the cache changed", not bool(elsewhere.any()))
     return verdict
@@ -167,7 +167,7 @@ def measure(cell: Cell, s: Spec, weights: list[SimpleNamespace], tokens: int, fp
     start = time.perf_counter()
     eager()
     host = (time.perf_counter() - start) * 1e6 / count
-    graph = runner.captured(eager)
+    graph = timing.captured(eager)
     figures = (
         figure("eager", "us", host_us(eager, repeats, count)),
         figure("graph", "us", host_us(graph.replay, repeats, count)),
@@ -179,35 +179,38 @@ def measure(cell: Cell, s: Spec, weights: list[SimpleNamespace], tokens: int, fp
 
 
 def host_us(work: Callable[[], object], repeats: int, layers: int) -> list[float]:
-    """Of a layer; each call begins when the one before has ended, as a prompt does."""
+    """Host time of a layer. Each call begins when the one before has ended, as in a prompt."""
     samples = []
-    for _ in range(repeats + runner.WARM_UP):
+    for _ in range(repeats + timing.WARM_UP):
         torch.cuda.synchronize()
         start = time.perf_counter()
         work()
         torch.cuda.synchronize()
         samples.append((time.perf_counter() - start) * 1e6 / layers)
-    return samples[runner.WARM_UP :]
+    return samples[timing.WARM_UP :]
 
 
-def main() -> int:
-    parser = runner.arguments(__doc__)
-    parser.add_argument("--tokens", type=runner.numbers, default=[512, 2048])
-    parser.add_argument("--layers", type=int, default=6, help="an even number")
-    parser.add_argument("--fp8", action="store_true", help="fp8 activations")
-    args = runner.begin(parser)
-    gates = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"), activation="fp8" if args.fp8 else "auto")
+@dataclass(frozen=True)
+class Options:
+    tokens: tuple[int, ...] = (512, 2048)
+    layers: int = option(6, "an even number")
+    fp8: bool = option(False, "fp8 activations")
+    repeats: int = timing.REPEATS
+
+
+@measurement("prefill-layers", needs=("gpu",), seconds=120, routine=False)
+def prefill_layers(run: Run, options: Options) -> None:
+    timing.begin()
+    gates = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"), activation="fp8" if options.fp8 else "auto")
     arch = ARCHES["sm90"]
-    s = replace(spec_of(NAMED["120b"], gates, arch, formats_after(gates, CHECKPOINT_FORMATS)), layers=args.layers)
-    fused = Fp8PrefillLayer() if args.fp8 else PrefillLayer()
-    runner.compile_all(build.program for build in fused.builds(s, arch))
-    weights = [layer_weights(s) for _ in range(args.layers)]
-    receipt = runner.Receipt("bench/kernels/prefill_layers.py", args.out, receipts.measured([fused]))
-    for tokens in args.tokens:
-        cell = Cell("kernel", "120b", path=fused.name, shape={"rows": tokens, "layers": args.layers})
-        receipt.measure(cell, partial(measure, cell, s, weights, tokens, args.fp8, args.repeats))
-    return receipt.end()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    s = replace(
+        spec_of(NAMED["120b"], gates, arch, formats_after(NAMED["120b"], gates, CHECKPOINT_FORMATS)),
+        layers=options.layers,
+    )
+    fused = Fp8PrefillLayer() if options.fp8 else PrefillLayer()
+    timing.compile_all(build.program for build in fused.builds(s, arch))
+    weights = [layer_weights(s) for _ in range(options.layers)]
+    run.sources |= receipts.measured([fused])
+    for tokens in options.tokens:
+        cell = Cell("kernel", "120b", path=fused.name, shape={"rows": tokens, "layers": options.layers})
+        run.measure(cell, partial(measure, cell, s, weights, tokens, options.fp8, options.repeats))

@@ -1,9 +1,9 @@
 """The grouped products of prompts (kernels/cuda/prefill) on a GPU: compared with float32 torch, then timed.
 
-    python -m bench.kernels.prefill_products --tokens 16,32,64,512,2048,8192
-    python -m bench.kernels.prefill_products --compare m256n128,m384n88,m256n128+pair --tokens 2048,8192
-    python -m bench.kernels.prefill_products --options=-DHB_PIN=1                # another build (also HB_ALONE)
-    python -m bench.kernels.prefill_products --fp8 --tokens 512,2048,8192        # fp8 activations
+    python -m bench run prefill-kernels --set tokens=16,32,64,512,2048,8192
+    python -m bench run prefill-kernels --set compare=m256n128,m384n88,m256n128+pair --set tokens=2048,8192
+    python -m bench run prefill-kernels --set options=-DHB_PIN=1         # another build (also HB_ALONE)
+    python -m bench run prefill-kernels-fp8                              # fp8 activations
 
 Experts of a few layers with distinct random weights in turn, so nothing sits in the L2 cache; routing is random, and
 distinct experts are counted. Every cell is compared in its own size and build before it is timed, on poisoned buffers;
@@ -12,25 +12,24 @@ one that is wrong is not timed. Figures stand beside what the memory and the ten
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import itertools
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from bench.kernels import runner
+from bench.kernels import timing
+from bench.measurement import Run, measurement, option
 from halfbyte import formats
 from halfbyte.formats import MXTensor, tile16
-from halfbyte.kernels.cuda.device.host import Gpu, Workspace
-from halfbyte.kernels.cuda.prefill.builds import FP8_TILE, TILES, GroupedShape, ProductArgs, build_of, rows_build
-from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.device.host import CudaMachine, Workspace
+from halfbyte.kernels.cuda.prefill.builds import FP8_TILE, TILES, GroupedProductArgs, GroupedShape, build_of, rows_build
+from halfbyte.kernels.cuda.prefill.experts import GroupedExperts
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts, Fp8Moe
 from halfbyte.kernels.cuda.prefill.phases import GroupedMoe
 from halfbyte.kernels.cuda.prefill.products import Dense
@@ -57,7 +56,7 @@ def dequantized(w: MXTensor) -> Tensor:
     return torch.stack([formats.dequantize(tile16.unpack(w.select(e)), torch.float32) for e in range(w.shape[0])])
 
 
-class OtherOptions(Gpu):
+class OtherOptions(CudaMachine):
     """The products with more options than they are shipped with."""
 
     def __init__(self, options: tuple[str, ...]) -> None:
@@ -73,11 +72,11 @@ class Layer:
     def __init__(self, workspace: Workspace, model: str, fp8: bool) -> None:
         c = NAMED[model]
         self.config, self.activation = c, "fp8" if fp8 else "bf16"
-        self.gate_up = runner.random_mxfp4(c.experts, 2 * c.intermediate, c.hidden)
-        self.down = runner.random_mxfp4(c.experts, c.hidden, c.intermediate)
+        self.gate_up = timing.random_mxfp4(c.experts, 2 * c.intermediate, c.hidden)
+        self.down = timing.random_mxfp4(c.experts, c.hidden, c.intermediate)
         self.gate_up_bias = torch.randn(c.experts, 2 * c.intermediate, device="cuda").bfloat16()
         self.down_bias = torch.randn(c.experts, c.hidden, device="cuda").bfloat16()
-        kind = Fp8Experts if fp8 else Experts
+        kind = Fp8Experts if fp8 else GroupedExperts
         self.experts = kind(
             workspace, self.gate_up, self.gate_up_bias, self.down, self.down_bias, limit=c.swiglu_limit,
             alpha=c.swiglu_alpha,
@@ -155,14 +154,14 @@ def load_kernels(gpu: OtherOptions, fp8: bool, compared: list[Compared]) -> None
     for c in compared:
         with built(gpu, c):
             programs += [gpu.program(build_of(GroupedShape("mxfp4", c.tile, s))) for s in (False, True)]
-    runner.compile_all(programs, gpu.arch)
+    timing.compile_all(programs, gpu.arch)
 
 
 class Spy:
     """A machine that runs everything and remembers the last arguments, so that one kernel can be timed alone."""
 
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu, self.blocks = gpu, gpu.blocks
+    def __init__(self, gpu: CudaMachine) -> None:
+        self.gpu, self.blocks, self.failure = gpu, gpu.blocks, gpu.failure
         self.launches: dict[str, tuple[Build, int, ctypes.Structure]] = {}
 
     def load(self, build: Build) -> Kernel:
@@ -176,7 +175,7 @@ class Spy:
 
     def run(self, build: Build, grid: int, args: ctypes.Structure) -> None:
         name = build.program.entry
-        if isinstance(args, ProductArgs):  # the first of both writes its results packed
+        if isinstance(args, GroupedProductArgs):  # the first of both writes its results packed
             name = "gate_up" if args.packed else "down"
         self.launches[name] = (build, grid, args)
         self.gpu.run(build, grid, args)
@@ -206,7 +205,7 @@ class Bench:
         h, ids, weights, x = self.inputs(rows)
         runs = []
         for _ in range(2):
-            runner.poison(self.buffers.values())
+            timing.poison(self.buffers.values())
             runs.append(layer.experts.run(h, ids, weights, x).clone())
         expected = layer.reference(self.dense, h, ids, weights, x) - x
         verdict.compare("what experts add", runs[0] - x, expected, FP8_BOUND if self.fp8 else BOUND)
@@ -231,10 +230,10 @@ class Bench:
             figures.append(figure(part, "us", samples))
             figures += self.rate(part, rows, experts, samples)
 
-        def whole(i: int) -> Tensor:
+        def all_experts(i: int) -> Tensor:
             return self.layers[i % len(self.layers)].experts.run(h, ids, weights, x)
 
-        figures.append(figure("all experts", "us", sustained_us(whole, repeats)))
+        figures.append(figure("all experts", "us", sustained_us(all_experts, repeats)))
         detail = {"build": launches[0]["down"][0].name} | ({"ablation": check.note} if ablation else {})
         return Result(cell, tuple(figures), () if ablation else (check,), detail=detail)
 
@@ -246,7 +245,7 @@ class Bench:
             return []
         n, k = sizes[part]
         read, operations = experts * n * k * 17 / 32, 2.0 * rows * c.top_k * n * k
-        memory, arithmetic = runner.read_ceiling(), runner.flop_ceiling(self.fp8)
+        memory, arithmetic = timing.read_ceiling(), timing.flop_ceiling(self.fp8)
         if read / memory.value > operations / arithmetic.value:
             return [figure(f"{part} read", "TB/s", [read / us / 1e6 for us in samples], memory)]
         return [figure(f"{part} rate", "TFLOP/s", [operations / us / 1e6 for us in samples], arithmetic)]
@@ -256,7 +255,7 @@ class Bench:
         n, k = (
             ((c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden) if role == "qkv" else (c.hidden, c.heads * c.head_dim)
         )
-        stack = [runner.random_mxfp4(n, k) for _ in range(STACK)]
+        stack = [timing.random_mxfp4(n, k) for _ in range(STACK)]
         x = torch.randn(rows, k, device="cuda").bfloat16()
         matrices = [
             Fp8Dense(self.workspace, w, None, role) if self.fp8 else Dense(self.workspace, w, None, role, tile)
@@ -270,75 +269,71 @@ class Bench:
             return Result(cell, checks=(check,))
         samples = sustained_us(lambda i: matrices[i % STACK].run(x), repeats, 0.0)
         rates = [2.0 * rows * n * k / us / 1e6 for us in samples]
-        figures = (figure("time", "us", samples), figure("rate", "TFLOP/s", rates, runner.flop_ceiling(self.fp8)))
+        figures = (figure("time", "us", samples), figure("rate", "TFLOP/s", rates, timing.flop_ceiling(self.fp8)))
         return Result(cell, figures, (check,))
 
 
-def main() -> int:
-    parser = runner.arguments(__doc__, models="120b", repeats=12)
-    parser.add_argument("--tokens", type=runner.numbers, default=[16, 32, 64, 512, 2048, 8192])
-    parser.add_argument("--layers", type=int, default=3, help="with weights of their own, in turn")
-    parser.add_argument("--options", default="", help="for the compiler, separated by blanks")
-    parser.add_argument("--fp8", action="store_true", help="fp8 activations")
-    parser.add_argument("--compare", default="", help="to time at every size: tile[+alone|+pair][:options]")
-    parser.add_argument("--tiles", action="store_true", help="time the tiles that a size does not take by itself, too")
-    parser.add_argument("--ablation", action="store_true", help="builds that leave work out: timed though wrong")
-    parser.add_argument("--brief", action="store_true", help="experts of --tokens only, without qkv, o and odd sizes")
-    args = runner.begin(parser)
-    gpu = OtherOptions(tuple(args.options.split()))
-    compared = [Compared.parse(name) for name in runner.words(args.compare)]
-    load_kernels(gpu, args.fp8, compared)
-    phases = [Fp8Moe()] if args.fp8 else [GroupedMoe()]
-    receipt = runner.Receipt("bench/kernels/prefill_products.py", args.out, receipts.measured(phases))
-    for model in args.models:
-        measure_model(receipt, Bench(model, args.layers, args.fp8, gpu), model, args, compared, gpu)
-        torch.cuda.empty_cache()
-    return receipt.end()
-
-
 def measure_model(
-    receipt: runner.Receipt,
-    bench: Bench,
-    model: str,
-    args: argparse.Namespace,
-    compared: list[Compared],
-    gpu: OtherOptions,
+    run: Run, bench: Bench, model: str, options: Options, compared: list[Compared], gpu: OtherOptions
 ) -> None:
-    activation = "fp8" if args.fp8 else "bf16"
+    activation = "fp8" if options.fp8 else "bf16"
 
-    def cell(what: str, rows: int, **more: str) -> Cell:
-        return Cell("kernel", model, path=f"grouped {what}", shape={"rows": rows, "activation": activation} | more)
+    def cell(kernel: str, rows: int, **more: str) -> Cell:
+        return Cell("kernel", model, path=f"grouped {kernel}", shape={"rows": rows, "activation": activation} | more)
 
     def experts(rows: int, tile: str | None, even: bool = False, **more: str) -> None:
         where = cell(
             "experts", rows, **({"tile": tile} if tile else {}), **({"routing": "even"} if even else {}), **more
         )
-        receipt.measure(where, partial(bench.measure, where, rows, even, tile, args.repeats, args.ablation))
+        run.measure(where, partial(bench.measure, where, rows, even, tile, options.repeats, options.ablation))
 
-    for rows in () if args.brief else ODD_SIZES:
-        receipt.add(Result(cell("experts", rows), checks=(bench.check(rows, None),)))
-    for rows in args.tokens:
+    for rows in () if options.brief else ODD_SIZES:
+        run.add(Result(cell("experts", rows), checks=(bench.check(rows, None),)))
+    for rows in options.tokens:
         experts(rows, None)
     for other in compared:
         with built(gpu, other):
-            for rows in args.tokens:
+            for rows in options.tokens:
                 experts(rows, other.tile, build=other.name)
-    if args.tiles and not args.fp8:
+    if options.tiles and not options.fp8:
         for rows, tile in (
             (128, "m256n64"),
             (256, "m256n64"),
-            *itertools.product(args.tokens, ("m256n128", "m384n88")),
+            *itertools.product(options.tokens, ("m256n128", "m384n88")),
         ):
             experts(rows, tile)
         for tile in ("m256n128", "m384n88"):
             experts(2048, tile, even=True)
-    others = ("m256n128", "m384n88") if (args.tiles or compared) and not args.fp8 else ()
+    others = ("m256n128", "m384n88") if (options.tiles or compared) and not options.fp8 else ()
     for role, rows, tile in (
-        () if args.brief else itertools.product(("qkv", "o"), (128, 512, 2048, 8192), (None, *others))
+        () if options.brief else itertools.product(("qkv", "o"), (128, 512, 2048, 8192), (None, *others))
     ):
         where = cell(role, rows, **({"tile": tile} if tile else {}))
-        receipt.measure(where, partial(bench.measure_dense, where, role, rows, tile, args.repeats))
+        run.measure(where, partial(bench.measure_dense, where, role, rows, tile, options.repeats))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@dataclass(frozen=True)
+class Options:
+    models: tuple[str, ...] = ("120b",)
+    tokens: tuple[int, ...] = (512, 2048, 8192)
+    layers: int = option(3, "with weights of their own, in turn")
+    options: str = option("", "for the compiler, separated by blanks")
+    fp8: bool = option(False, "fp8 activations")
+    compare: tuple[str, ...] = option((), "to time at every size: tile[+alone|+pair][:options]")
+    tiles: bool = option(False, "time the tiles that a size does not take by itself, too")
+    ablation: bool = option(False, "builds that leave work out: timed though wrong")
+    brief: bool = option(False, "experts of `tokens` only, without qkv, o and odd sizes")
+    repeats: int = 12
+
+
+@measurement("prefill-kernels-fp8", needs=("gpu",), seconds=60, fp8=True, tokens=(2048, 4096, 8192))
+@measurement("prefill-kernels", needs=("gpu",), seconds=60)
+def prefill_kernels(run: Run, options: Options) -> None:
+    timing.begin()
+    gpu = OtherOptions(tuple(options.options.split()))
+    compared = [Compared.parse(name) for name in options.compare]
+    load_kernels(gpu, options.fp8, compared)
+    run.sources |= receipts.measured([Fp8Moe()] if options.fp8 else [GroupedMoe()])
+    for model in options.models:
+        measure_model(run, Bench(model, options.layers, options.fp8, gpu), model, options, compared, gpu)
+        torch.cuda.empty_cache()

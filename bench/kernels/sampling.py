@@ -1,33 +1,36 @@
 """Sampling a token on a GPU (cuda/sampling): compared with the sampler in torch token by token, then timed beside it.
 
-    python -m bench.kernels.sampling --rows 1,8,32,64
+    python -m bench run sampling --set rows=1,8,32,64
 
 Logits of gpt-oss's vocabulary, steep (a trained model's: few tokens hold most of the mass) and flat (random weights': a
-top-p of 0.9 keeps half of the vocabulary). Every sample is a replay of a graph of `--launches` launches, over logits
+top-p of 0.9 keeps half of the vocabulary). Every sample is a replay of a graph of `launches` launches, over logits
 that lie in L2, as they do behind the output layer. One token that is not torch's refuses the figure.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench.kernels import runner
+from bench.kernels import timing
+from bench.measurement import Run, measurement, option
 from halfbyte.engine.sampling.race import sample_rows
 from halfbyte.kernels.cuda.sampling import sampler
 from halfbyte.lab import receipts
 from halfbyte.lab.result import Cell, Check, Result, figure
+from halfbyte.ops.sampling_settings import SamplingSettings, is_filtered, row_of
 
 VOCAB = 201_088
 GREEDY = "greedy"
-SETTINGS = {  # temperature, top-k, top-p, min-p
-    "temperature 1": (1.0, 0, 1.0, 0.0), "top-p 0.9": (1.0, 0, 0.9, 0.0), "top-k 40": (1.0, 40, 1.0, 0.0),
-    "min-p 0.05": (1.0, 0, 1.0, 0.05), "top-k 50, top-p 0.8": (0.8, 50, 0.8, 0.0),
+SETTINGS = {
+    "temperature 1": SamplingSettings(), "top-p 0.9": SamplingSettings(top_p=0.9),
+    "top-k 40": SamplingSettings(top_k=40), "min-p 0.05": SamplingSettings(min_p=0.05),
+    "top-k 50, top-p 0.8": SamplingSettings(0.8, 50, 0.8),
 }  # fmt: skip
 DEVIATION = {"steep": 3.0, "flat": 0.5}  # of the logits
 TORCH_LAUNCHES = 2
@@ -39,16 +42,16 @@ def argmax_in_torch(logits: Tensor, results: Tensor) -> None:
     results.view(torch.float32)[:, 1].copy_(value)
 
 
-class Inputs:
+class SamplingInputs:
     """Fresh logits and keys, and results that hold no token yet."""
 
     def __init__(self, rows: int, logits: str, setting: str) -> None:
         self.logits = torch.randn((rows, VOCAB), device="cuda") * DEVIATION[logits]
         self.keys = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
         self.results = torch.full((rows, 2), -1, dtype=torch.int32, device="cuda")
-        values = SETTINGS.get(setting, (0.0, 0, 1.0, 0.0))
-        self.filtered = values[1:] != (0, 1.0, 0.0)
-        self.settings = torch.tensor(values, device="cuda").expand(rows, 4).contiguous()
+        values = SETTINGS.get(setting, SamplingSettings(temperature=0.0))
+        self.filtered = is_filtered(values)
+        self.settings = torch.tensor(row_of(values), device="cuda").expand(rows, -1).contiguous()
 
     def expected(self, setting: str) -> Tensor:
         if setting == GREEDY:
@@ -57,7 +60,7 @@ class Inputs:
 
 
 def measure(cell: Cell, rows: int, logits: str, setting: str, launches: int, repeats: int) -> Result:
-    on_device, inputs = sampler.make(rows, VOCAB, torch.device("cuda")), Inputs(rows, logits, setting)
+    on_device, inputs = sampler.make(rows, VOCAB, torch.device("cuda")), SamplingInputs(rows, logits, setting)
     if setting == GREEDY:
         work = partial(on_device.argmax, inputs.logits, inputs.results)
     else:
@@ -75,7 +78,7 @@ def measure(cell: Cell, rows: int, logits: str, setting: str, launches: int, rep
 
 def measure_torch(cell: Cell, rows: int, setting: str, repeats: int) -> Result:
     """What the same takes in torch, for comparison."""
-    inputs = Inputs(rows, "steep", setting)
+    inputs = SamplingInputs(rows, "steep", setting)
     work: Callable[[], object]
     if setting == GREEDY:
         work = partial(argmax_in_torch, inputs.logits, inputs.results)
@@ -89,27 +92,26 @@ def repeated_us(work: Callable[[], object], launches: int, repeats: int) -> list
         for _ in range(launches):
             work()
 
-    return runner.graph_us(several, repeats, launches)
+    return timing.graph_us(several, repeats, launches)
 
 
-def main() -> int:
-    parser = runner.arguments(__doc__)
-    parser.add_argument("--rows", type=runner.numbers, default=[1, 8, 32, 64])
-    parser.add_argument("--launches", type=int, default=20, help="in one graph")
-    args = runner.begin(parser)
-    sources = receipts.hashes(receipts.sources_of([Path(sampler.__file__)]))
-    receipt = runner.Receipt("bench/kernels/sampling.py", args.out, sources)
-    for rows in args.rows:
+@dataclass(frozen=True)
+class Options:
+    rows: tuple[int, ...] = (1, 8, 32, 64)
+    launches: int = option(20, "in one graph")
+    repeats: int = timing.REPEATS
+
+
+@measurement("sampling", needs=("gpu",), seconds=60)
+def sampling(run: Run, options: Options) -> None:
+    timing.begin()
+    run.sources |= receipts.hashes(receipts.sources_of([Path(sampler.__file__)]))
+    for rows in options.rows:
         for logits in DEVIATION:
             for setting in (GREEDY, *SETTINGS):
                 cell = Cell("kernel", path="cuda sampler", shape={"rows": rows, "logits": logits, "setting": setting})
-                receipt.measure(cell, partial(measure, cell, rows, logits, setting, args.launches, args.repeats))
-    for rows in args.rows:  # last, so that nothing above is lost where torch cannot be captured
+                run.measure(cell, partial(measure, cell, rows, logits, setting, options.launches, options.repeats))
+    for rows in options.rows:  # last, so that nothing above is lost where torch cannot be captured
         for setting in (GREEDY, "temperature 1", "top-p 0.9"):
             cell = Cell("kernel", path="torch", shape={"rows": rows, "logits": "steep", "setting": setting})
-            receipt.measure(cell, partial(measure_torch, cell, rows, setting, args.repeats))
-    return receipt.end()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            run.measure(cell, partial(measure_torch, cell, rows, setting, options.repeats))

@@ -1,6 +1,6 @@
 """What SM12x would run, on a GPU that is here: compared at the true shapes of gpt-oss, timed for information only.
 
-    python -m bench.kernels.sm12x
+    python -m bench run sm12x
 
 The grouped products with mma.sync (grouped_sync.cu; experts, and qkv and o in three formats), and the batch layer, its
 lm_head and the decode step with the rings that fit in 101,376 bytes of shared memory: each against float32 torch. On an
@@ -11,29 +11,30 @@ SM12x machine the block-scaled products are compared as well.
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.kernels import batch, prefill_products, runner
+from bench.checks import decode_case
+from bench.checks.decode_check import DEPTH, at_depth, check_decode
+from bench.kernels import batch, prefill_products, timing
+from bench.measurement import Run, measurement, option
 from halfbyte import formats
 from halfbyte.formats import layouts, tile16
 from halfbyte.kernels.cuda.batch.builds import ROW_THREADS, ProductShape, RowShape
 from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Head
-from halfbyte.kernels.cuda.batch.products import Matrix
+from halfbyte.kernels.cuda.batch.products import BatchMatrix
 from halfbyte.kernels.cuda.decode.shape import StepShape
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
 from halfbyte.kernels.cuda.prefill.builds import rows_build
 from halfbyte.kernels.cuda.prefill.mx import Mxfp4Dense, Mxfp8Dense
-from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, SyncShape
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, SyncProductShape
 from halfbyte.kernels.launch import Program
 from halfbyte.lab import receipts
-from halfbyte.lab.levels import decode_case
-from halfbyte.lab.levels.decode_check import DEPTH, at_depth, check_decode
 from halfbyte.lab.levels.verdict import Verdict
 from halfbyte.lab.result import Cell, Result, figure
 from halfbyte.model.config import NAMED
@@ -58,8 +59,8 @@ def steps() -> list[StepShape]:
 
 def programs() -> Iterator[Program]:
     c = CONFIG
-    yield from (SyncShape("mxfp4", tile, swiglu).program() for tile in COLUMNS for swiglu in (False, True))
-    yield from (SyncShape(form, tile, False).program() for form in ("q8", "bf16") for tile in COLUMNS)
+    yield from (SyncProductShape("mxfp4", tile, swiglu).program() for tile in COLUMNS for swiglu in (False, True))
+    yield from (SyncProductShape(form, tile, False).program() for form in ("q8", "bf16") for tile in COLUMNS)
     yield from (rows_build(entry).program for entry in ROW_KERNELS)
     yield from (RowShape(c.hidden, c.experts, c.top_k).program(entry) for entry in ROW_THREADS)
     shapes = (
@@ -90,7 +91,7 @@ def experts_cases(sizes: list[int]) -> Iterator[Case]:
             workspace, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias, limit=c.swiglu_limit,
             alpha=c.swiglu_alpha, tile=tile,
         )  # fmt: skip
-        runner.poison(buffers.values())
+        timing.poison(buffers.values())
         run = partial(experts.run, h, ids, weights, x)
         verdict = Verdict("against float32")
         expected = layer.reference(dense, h, ids, weights, x) - x
@@ -132,7 +133,7 @@ def dense_cases() -> Iterator[Case]:
 
 
 def batch_cases() -> Iterator[Case]:
-    case = batch.Case("120b", {})
+    case = batch.RandomLayer("120b", {})
     layer = case.layer
     for matrix in (layer.qkv, layer.o):
         matrix.shape = matrix.shape.within(SMALL)
@@ -153,7 +154,9 @@ def head_cases() -> Iterator[Case]:
 
     def compare(form: str, rows: int) -> tuple[Verdict, Callable[[], object]]:
         quantized = formats.quantize(w, "mxfp4" if form == "mxfp4" else "q8")
-        head = Head(buffers, Matrix(layouts.convert(quantized, "tile16"), None, "lm_head", shared=SMALL), norm, 1e-5)
+        head = Head(
+            buffers, BatchMatrix(layouts.convert(quantized, "tile16"), None, "lm_head", shared=SMALL), norm, 1e-5
+        )
         x, select = torch.randn((11, c.hidden), device="cuda"), torch.randperm(11, device="cuda")[:rows].int()
         verdict = Verdict("against float32")
         h = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-5) * norm.float()
@@ -179,27 +182,29 @@ def measure(cell: Cell, case: Case, repeats: int) -> Result:
     check = verdict.as_check()
     if not check.ok or work is None:
         return Result(cell, checks=(check,))
-    return Result(cell, (figure("time", "us", runner.event_us(work, repeats)),), (check,))
+    return Result(cell, (figure("time", "us", timing.event_us(work, repeats)),), (check,))
 
 
-def main() -> int:
-    parser = runner.arguments(__doc__)
-    parser.add_argument("--tokens", type=runner.numbers, default=[9, 65, 512, 2048], help="rows of the experts")
-    parts: dict[str, Callable[[], Iterator[Case]]] = {
-        "decode": decode_cases, "head": head_cases, "batch": batch_cases, "dense": dense_cases,
-        "experts": lambda: experts_cases(args.tokens),
-    }  # fmt: skip
-    parser.add_argument("--parts", type=runner.words, default=list(parts), help="some of them, in this order")
-    args = runner.begin(parser)
-    runner.compile_all(programs())
-    receipt = runner.Receipt("bench/kernels/sm12x.py", args.out, receipts.measured(PHASES))
-    for part in args.parts:
-        for case in parts[part]():
+CASES: dict[str, Callable[[Sequence[int]], Iterator[Case]]] = {
+    "decode": lambda _: decode_cases(), "head": lambda _: head_cases(), "batch": lambda _: batch_cases(),
+    "dense": lambda _: dense_cases(), "experts": lambda tokens: experts_cases(list(tokens)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    tokens: tuple[int, ...] = option((9, 65, 512, 2048), "rows of the experts")
+    parts: tuple[str, ...] = option(tuple(CASES), "some of them, in this order")
+    repeats: int = timing.REPEATS
+
+
+@measurement("sm12x", needs=("gpu",), seconds=60)
+def sm12x(run: Run, options: Options) -> None:
+    timing.begin()
+    timing.compile_all(programs())
+    run.sources |= receipts.measured(PHASES)
+    for part in options.parts:
+        for case in CASES[part](options.tokens):
             cell = Cell("kernel", "120b", path="what SM12x runs", shape={"case": case[0]})
-            receipt.measure(cell, partial(measure, cell, case, args.repeats))
+            run.measure(cell, partial(measure, cell, case, options.repeats))
         torch.cuda.empty_cache()
-    return receipt.end()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """The Triton phases on this GPU at gpt-oss-120b's shapes: every one checked against the reference, then timed.
 
-    python -m bench.kernels.triton_phases [--quick] [--only moe]
+    python -m bench run triton --set quick=yes --set only=moe
 
 Checks run first, in a few processes at once so that compiling does not take the day; then one process times, inside a
 CUDA graph, over more weights than the L2 holds. A phase that is out of its bound has no time. Each time stands beside
@@ -9,14 +9,13 @@ its ceiling: measured read bandwidth for few rows, the chip's bf16 rate for many
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels import runner
-from bench.kernels.triton_cases import Case, cases, sweep
+from bench.kernels import timing
+from bench.kernels.triton_cases import Trial, cases, sweep
+from bench.measurement import Run, child_command, last_line, measurement, option
 from halfbyte.formats import MXTensor, convert
 from halfbyte.kernels.prove import default_spec
 from halfbyte.kernels.triton import attention, linear, moe, tiles
@@ -47,11 +47,11 @@ FEATURES = {
 }  # fmt: skip
 
 
-def tuned(case: Case) -> None:
+def tuned(case: Trial) -> None:
     """Put the case's tile in place of the chosen one, for this process."""
     t = case.tune
     if case.phase in ("triton.moe", "triton.qkv"):
-        tile = tiles.Tile(t["bm"], t["bn"], t["bk"], t["warps"], t["stages"]) if t else None
+        tile = tiles.TritonTile(t["bm"], t["bn"], t["bk"], t["warps"], t["stages"]) if t else None
         for module in (linear, moe):
             module.tile_for = (lambda *a: tile) if tile else tiles.tile_for  # type: ignore[assignment]
         linear.linear_call.cache_clear()
@@ -63,7 +63,7 @@ def tuned(case: Case) -> None:
             return replace(original(*a), **change)
 
         setattr(attention, name, changed)
-    attention.prefill_rows = lambda capability: t.get("bm", ROWS(capability))  # type: ignore[assignment]
+    attention.prefill_rows = lambda arch: t.get("bm", ROWS(arch))  # type: ignore[assignment]
 
 
 ROWS = attention.prefill_rows
@@ -73,10 +73,10 @@ ATTENTION = {"prefill_call": attention.prefill_call, "decode_call": attention.de
 # Making a case ------------------------------------------------------------------------------------------------------
 
 
-class Bench:
+class BoundCase:
     """One case bound on the GPU, with `copies` of its weights so that no replay finds them in the L2."""
 
-    def __init__(self, case: Case, copies: int) -> None:
+    def __init__(self, case: Trial, copies: int) -> None:
         self.case = case
         tuned(case)
         self.phase: Phase = next(p for p in PHASES if p.name == case.phase)
@@ -185,25 +185,25 @@ class Bench:
 
     def check(self) -> float:
         """Largest relative error over what the phase leaves behind; NaN never passes."""
-        mine, theirs = self.acts[0].copy(), self.acts[0].copy()
+        mine, expected = self.acts[0].copy(), self.acts[0].copy()
         pools = [None if self.pool is None else self.pool.clone() for _ in range(2)]
         for launch in self.bind([self.phase], self.weights[0], pools[0]):
             launch(self.step, mine)
         oracle = [p for op in self.phase.covers for p in reference.PHASES if p.covers == (op,)]
         for launch in self.bind(oracle, self.weights[0], pools[1]):
-            launch(self.step, theirs)
+            launch(self.step, expected)
         worst = 0.0
         for name in {"embed": ["x"], "rope": ["q"], "qkv": ["q", "k", "v"], "attention": ["attn"], "o": ["x"],
                      "attn_norm": ["h"], "final_norm": ["h"], "mlp_norm": ["h"], "moe": ["x"],
                      "lm_head": ["logits"]}[self.phase.covers[0]]:  # fmt: skip
-            a, b = getattr(mine, name).double(), getattr(theirs, name).double()
+            a, b = getattr(mine, name).double(), getattr(expected, name).double()
             if self.phase.covers == ("moe",):
                 a, b = a - self.acts[0].x.double(), b - self.acts[0].x.double()
             worst = max(worst, float((a - b).norm() / b.norm())) if torch.isfinite(a).all() else math.nan
         if "router" in self.phase.covers:
-            same = (mine.topk_ids.long() == theirs.topk_ids.long()).all(1)
+            same = (mine.topk_ids.long() == expected.topk_ids.long()).all(1)
             assert float(same.float().mean()) > 0.999, "routing differs"
-            w = (mine.topk_weights - theirs.topk_weights)[same]
+            w = (mine.topk_weights - expected.topk_weights)[same]
             assert float(w.abs().max()) < 1e-3, "routing weights differ"
         if pools[0] is not None and "kv_write" in self.phase.covers:
             assert pools[1] is not None
@@ -223,7 +223,7 @@ class Bench:
             for i in range(count):
                 launches[i % len(launches)](self.step, self.acts[i % len(self.acts)].copy())
 
-        return runner.graph_us(all_copies, repeats, count)
+        return timing.graph_us(all_copies, repeats, count)
 
     def cost(self) -> tuple[float, float]:
         """(bytes of weights and cache read, multiply-adds x 2) of one launch."""
@@ -246,14 +246,20 @@ class Bench:
         return 0.0, 0.0
 
 
-def copies_for(case: Case) -> int:
+def copies_for(case: Trial) -> int:
     return {"triton.qkv": 6, "triton.o": 6, "triton.lm_head": 1}.get(case.phase, 1)
 
 
-def check_shard(chosen: list[Case]) -> Iterator[dict[str, Any]]:
+def check_shard(only: Sequence[str], quick: bool, swept: bool, index: int, count: int) -> list[dict[str, Any]]:
+    """The `index`-th of `count` parts of these cases, in a process of its own."""
+    timing.begin()
+    return list(check_cases(chosen_cases(only, quick, swept)[index::count]))
+
+
+def check_cases(chosen: list[Trial]) -> Iterator[dict[str, Any]]:
     for case in chosen:
         try:
-            error = Bench(case, 1).check()
+            error = BoundCase(case, 1).check()
             yield {"name": case.name, "error": error if math.isfinite(error) else None, "ok": error <= case.bound}
         except Exception as e:  # reported in the table, and the run fails
             note = f"{type(e).__name__}: {str(e).strip()[-300:]}"
@@ -261,79 +267,68 @@ def check_shard(chosen: list[Case]) -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
 
 
-def check_all(chosen: list[Case], options: list[str], workers: int) -> dict[str, Check]:
+def check_all(chosen: list[Trial], filters: tuple[Sequence[str], bool, bool], workers: int) -> dict[str, Check]:
     """Several processes, each with its part of the cases: most of the time is compiling."""
     count = max(1, min(workers, len(chosen)))
-    command = [sys.executable, "-m", "bench.kernels.triton_phases", *options]
-    shards = [
-        subprocess.Popen(
-            [*command, "--shard", f"{i}/{count}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for i in range(count)
-    ]
+    commands = [child_command(check_shard, *filters, i, count) for i in range(count)]
+    shards = [subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
     bounds = {case.name: case.bound for case in chosen}
     checks: dict[str, Check] = {}
     for shard in shards:
         out, err = shard.communicate()
-        for line in out.splitlines():
-            if line.startswith("{"):
-                row = json.loads(line)
-                name = row["name"]
-                checks[name] = Check(
-                    "against the reference", row["ok"], row["error"], bounds[name], row.get("note", "")
-                )
-        if shard.returncode:
+        if shard.returncode:  # its cases have no check, and say that their process died
             print(err[-2000:], file=sys.stderr)
+            continue
+        for row in last_line(out):
+            name, note = row["name"], row.get("note", "")
+            checks[name] = Check("against the reference", row["ok"], row["error"], bounds[name], note)
     return checks
 
 
-def measure(cell: Cell, case: Case, check: Check, repeats: int) -> Result:
+def measure(cell: Cell, case: Trial, check: Check, repeats: int) -> Result:
     if not check.ok:
         return Result(cell, checks=(check,))
-    bench = Bench(case, copies_for(case))
+    bench = BoundCase(case, copies_for(case))
     samples = bench.time(repeats)
     read, operations = bench.cost()
     figures = [figure("time", "us", samples)]
     if case.work == "bytes":
-        figures.append(figure("read", "TB/s", [read / us / 1e6 for us in samples], runner.read_ceiling()))
+        figures.append(figure("read", "TB/s", [read / us / 1e6 for us in samples], timing.read_ceiling()))
     elif case.work == "flops":
-        figures.append(figure("rate", "TFLOP/s", [operations / us / 1e6 for us in samples], runner.flop_ceiling()))
+        figures.append(figure("rate", "TFLOP/s", [operations / us / 1e6 for us in samples], timing.flop_ceiling()))
     del bench
     torch.cuda.empty_cache()
     return Result(cell, tuple(figures), (check,))
 
 
-def main() -> int:
-    parser = runner.arguments(__doc__)
-    parser.add_argument("--only", default="", help="cases whose name contains one of these, with commas between")
-    parser.add_argument("--quick", action="store_true", help="a few cases")
-    parser.add_argument("--sweep", action="store_true", help="other tiles, too")
-    parser.add_argument("--workers", type=int, default=8, help="processes that check")
-    parser.add_argument("--seconds", type=float, default=600, help="no new timing after this")
-    parser.add_argument("--shard", help="internal: check the I-th of N parts and print lines of JSON")
-    args = runner.begin(parser)
+@dataclass(frozen=True)
+class Options:
+    only: tuple[str, ...] = option((), "cases whose name contains one of these; empty: all")
+    quick: bool = option(False, "a few cases")
+    sweep: bool = option(False, "other tiles, too")
+    workers: int = option(8, "processes that check")
+    seconds: float = option(600.0, "no new timing after this")
+    repeats: int = timing.REPEATS
+
+
+def chosen_cases(only: Sequence[str], quick: bool, swept: bool) -> list[Trial]:
+    chosen = [c for c in cases() + (sweep() if swept else []) if not only or any(part in c.name for part in only)]
+    return [c for c in chosen if c.quick or not quick]
+
+
+@measurement("triton", needs=("gpu",), seconds=150)
+def triton(run: Run, options: Options) -> None:
+    timing.begin()
     start = time.monotonic()
-    asked = args.only.split(",")
-    chosen = [c for c in cases() + (sweep() if args.sweep else []) if any(part in c.name for part in asked)]
-    chosen = [c for c in chosen if c.quick or not args.quick]
-    if args.shard:
-        index, count = (int(n) for n in args.shard.split("/"))
-        for line in check_shard(chosen[index::count]):
-            print(json.dumps(line), flush=True)
-        return 0
-    options = ["--only", args.only, *(["--quick"] if args.quick else []), *(["--sweep"] if args.sweep else [])]
-    checks = check_all(chosen, options, args.workers)
+    filters = options.only, options.quick, options.sweep
+    chosen = chosen_cases(*filters)
+    checks = check_all(chosen, filters, options.workers)
     print(f"checked {len(checks)} of {len(chosen)} cases in {time.monotonic() - start:.0f} s", flush=True)
-    receipt = runner.Receipt("bench/kernels/triton_phases.py", args.out, receipts.measured(PHASES))
+    run.sources |= receipts.measured(PHASES)
     for case in chosen:
         cell = Cell("kernel", "120b", path=case.phase, shape={"case": case.name})
         check = checks.get(case.name, Check("against the reference", False, note="its process died"))
-        if check.ok and time.monotonic() - start > args.seconds:
-            receipt.add(Result(cell, checks=(check,), refused=f"not timed: {args.seconds:.0f} s were over"))
+        if check.ok and time.monotonic() - start > options.seconds:
+            run.add(Result(cell, checks=(check,), refused=f"not timed: {options.seconds:.0f} s were over"))
             continue
-        receipt.measure(cell, partial(measure, cell, case, check, args.repeats))
-    return receipt.end()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        run.measure(cell, partial(measure, cell, case, check, options.repeats))

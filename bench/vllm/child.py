@@ -1,7 +1,5 @@
 """One variant of `bench/vllm/compare.py`, in a process of its own: vLLM on random weights, timed, probed or profiled.
 
-    python -m bench.vllm.child ASKED.json RESULT.json
-
 The result is written anew after every figure, so that a process that is ended leaves what it has. Weights are random by
 their names alone (`spread.py`): variants that hold the same numbers are asked the same questions.
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -22,16 +19,16 @@ PROBES = (20, 300, 2048)  # lengths of prompts
 PROBED = 24  # tokens
 
 
-def start(asked: dict[str, Any]) -> tuple[Any, float]:
+def start(case: dict[str, Any]) -> tuple[Any, float]:
     from vllm import LLM
 
     spread.register()
-    arguments = dict(asked["arguments"])
-    if asked["options"] is not None:
-        arguments["additional_config"] = {"halfbyte": asked["options"]}
+    arguments = dict(case["arguments"])
+    if case["options"] is not None:
+        arguments["additional_config"] = {"halfbyte": case["options"]}
     began = time.time()
     llm = LLM(
-        model=asked["folder"], load_format="dummy", skip_tokenizer_init=True, max_model_len=34816,
+        model=case["folder"], load_format="dummy", skip_tokenizer_init=True, max_model_len=34816,
         max_num_batched_tokens=8192, gpu_memory_utilization=0.9, enable_prefix_caching=False, max_num_seqs=64, seed=0,
         **arguments,
     )  # fmt: skip
@@ -67,13 +64,13 @@ def probe(llm: Any) -> dict[str, Any]:
 
 
 def read_again(llm: Any, prompt: list[int], tokens: list[int]) -> list[list[float]]:
-    """The same tokens as a prompt: the log-probability of each that a whole prompt's kernels give. What one token at a
-    time wrote into the pages and read from them must agree with it."""
+    """The log-probability of each token when a prompt's kernels read all of them: what decoding wrote into the pages
+    and read from them must agree with it."""
     if len(prompt) > 400:
         return []
     output = generate(llm, [prompt + tokens], 1, temperature=0.0, prompt_logprobs=1)[0]
-    said = output.prompt_logprobs[len(prompt) :]
-    return [[token, round(entry[token].logprob, 5)] for token, entry in zip(tokens, said)]
+    logprobs = output.prompt_logprobs[len(prompt) :]
+    return [[token, round(entry[token].logprob, 5)] for token, entry in zip(tokens, logprobs)]
 
 
 def profile(llm: Any, streams: int) -> list[str]:
@@ -93,7 +90,7 @@ def profile(llm: Any, streams: int) -> list[str]:
     ]
 
 
-class Timing:
+class VllmTiming:
     def __init__(self, llm: Any) -> None:
         self.llm, self.rng = llm, random.Random(0)
 
@@ -113,20 +110,20 @@ class Timing:
         if rest[0] == "@":  # one stream behind a prompt
             prompt = int(rest[1])
             self.run(prompt, 8, 1)
-            first, whole = (median(self.run(prompt, n, 1) for _ in range(3)) for n in (1, 129))
-            return round(128 / (whole - first), 2)
+            first, full = (median(self.run(prompt, n, 1) for _ in range(3)) for n in (1, 129))
+            return round(128 / (full - first), 2)
         streams = int(rest[0][1:])
         self.run(128, 8, streams)
-        first, whole = (min(self.run(128, n, streams) for _ in range(2)) for n in (1, 129))
-        return round(streams * 128 / (whole - first), 1)
+        first, full = (min(self.run(128, n, streams) for _ in range(2)) for n in (1, 129))
+        return round(streams * 128 / (full - first), 1)
 
 
-def main(asked_at: str, result_at: str) -> None:
-    asked = json.loads(Path(asked_at).read_text(encoding="utf-8"))
+def run_variant(asked_at: str, result_at: str) -> None:
+    case = json.loads(Path(asked_at).read_text(encoding="utf-8"))
     result: dict[str, Any] = {"figures": {}}
 
     def write(**more: Any) -> None:
-        if asked["options"] is not None:
+        if case["options"] is not None:
             from halfbyte.vllm_plugin import compat
 
             here = compat.active()
@@ -136,22 +133,18 @@ def main(asked_at: str, result_at: str) -> None:
         part.write_text(json.dumps(result), encoding="utf-8")
         part.replace(result_at)
 
-    llm, seconds = start(asked)
+    llm, seconds = start(case)
     write(start_seconds=seconds)
     write(host=host.facts())
-    if asked["probe"]:
+    if case["probe"]:
         write(probe=probe(llm))
-    timing = Timing(llm)
-    for name in asked["figures"]:
+    timing = VllmTiming(llm)
+    for name in case["figures"]:
         result["figures"][name] = timing.figure(name)
         write()
-    if "tg128 @ 2048" in asked["figures"]:
-        with host.Watch().over() as watch:
+    if "tg128 @ 2048" in case["figures"]:
+        with host.CallTimes().over() as watch:
             timing.run(2048, 129, 1)
         write(step_us=watch.medians())
-    if asked["profile"]:
+    if case["profile"]:
         write(profile={str(streams): profile(llm, streams) for streams in (1, 8)})
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

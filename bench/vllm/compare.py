@@ -1,29 +1,30 @@
 """vLLM as shipped against vLLM with our plugin in it, on gpt-oss shapes with random weights and spread routing.
 
-    python -m bench.vllm.compare 120b --out OUT.json [--only plugin-mxfp4,shipped] [--figures "tg128 @ 2048,pp8192"]
+    python -m bench run inside-vllm --set only=plugin-mxfp4,shipped --set "figures=tg128 @ 2048,pp8192"
 
 One process a variant (`child.py`), on one GPU that is held throughout. Each figure of the plugin's is held against the
 best of the shipped backends for that figure. A variant whose record shows another kernel than the chosen one, or one
-that did not start, has no figures and a reason; one that ran out of time keeps those it has. `--probe` asks every
+that did not start, has no figures and a reason; one that ran out of time keeps those it has. `probe=yes` asks every
 variant for greedy tokens of the same weights and says where they leave those of the first variant, and by how little.
 Nothing here needs a checkpoint.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.vllm.receipt import file_of, held_against, results_of
-from halfbyte.lab import environment
+from bench.measurement import Run, child_command, measurement, option
+from bench.vllm import child
+from bench.vllm.receipt import held_against, results_of, sources
+from halfbyte.errors import UsageError
 
 LAYERS = {"120b": (36, 128), "20b": (24, 32)}
 # Name -> (our part of vLLM's --additional-config, or None for vLLM alone; arguments of vLLM's LLM).
@@ -67,36 +68,36 @@ def config(name: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(body), encoding="utf-8")
 
 
-def measure(name: str, folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    options, arguments = VARIANTS[name]
-    plugins = "" if options is None else "halfbyte"
+def measure(name: str, folder: Path, options: Options) -> dict[str, Any]:
+    gates, arguments = VARIANTS[name]
+    plugins = "" if gates is None else "halfbyte"
     env = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": plugins, "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }  # fmt: skip
     arguments = {"compilation_config": {"cudagraph_capture_sizes": list(SIZES)}} | arguments
-    if asked.eager:
+    if options.eager:
         arguments = arguments | {"enforce_eager": True}
     question, answer = folder / f"{name}.asked.json", folder / f"{name}.json"
     body = {
-        "folder": str(folder), "options": options, "arguments": arguments, "figures": asked.figures,
-        "probe": asked.probe, "profile": asked.profile,
+        "folder": str(folder), "options": gates, "arguments": arguments, "figures": options.figures,
+        "probe": options.probe, "profile": options.profile,
     }  # fmt: skip
     question.write_text(json.dumps(body), encoding="utf-8")
-    command = [sys.executable, "-m", "bench.vllm.child", str(question), str(answer)]
+    command = child_command(child.run_variant, question, answer)
     reason = ""
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=asked.seconds)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=options.seconds)
         if done.returncode:
             reason = (done.stdout + done.stderr)[-6000:]
     except subprocess.TimeoutExpired as e:
-        said = b"".join(text if isinstance(text, bytes) else b"" for text in (e.stdout, e.stderr))
-        reason = f"took longer than {asked.seconds:.0f} s; it said: {said.decode(errors='replace')[-3000:]}"
+        output = b"".join(text if isinstance(text, bytes) else b"" for text in (e.stdout, e.stderr))
+        reason = f"took longer than {options.seconds:.0f} s; it said: {output.decode(errors='replace')[-3000:]}"
     result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
     if reason:
         result["reason"] = reason
     report = result.get("report")
-    if options is not None and result.get("figures") is not None and (report is None or report["differences"]):
+    if gates is not None and result.get("figures") is not None and (report is None or report["differences"]):
         why = "the plugin was not active" if report is None else "; ".join(report["differences"])
         figures = result.pop("figures")  # of another kernel than the chosen one: no figures
         return result | {"reason": why, "refused": figures}
@@ -104,15 +105,15 @@ def measure(name: str, folder: Path, asked: argparse.Namespace) -> dict[str, Any
 
 
 def joined(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any]:
-    """Of all rounds: each figure's median, and what it was in every one. A round without figures has no say."""
+    """Each figure's median over all rounds, and its value in every one. A round without figures does not count."""
     if before is None or "figures" not in before:
         return now if "figures" not in now else now | {"rounds": [now["figures"]]}
     if "figures" not in now:
         return before | {"reason": now.get("reason", "")}
     rounds = [*before["rounds"], now["figures"]]
     names = dict.fromkeys(figure for figures in rounds for figure in figures)
-    each = {name: [figures[name] for figures in rounds if name in figures] for name in names}
-    return before | {"rounds": rounds, "figures": {name: round(median(values), 2) for name, values in each.items()}}
+    samples = {name: [figures[name] for figures in rounds if name in figures] for name in names}
+    return before | {"rounds": rounds, "figures": {name: round(median(values), 2) for name, values in samples.items()}}
 
 
 def agreement(results: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -124,24 +125,24 @@ def agreement(results: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, An
     out: dict[str, list[dict[str, Any]]] = {}
     for name in others:
         out[name] = []
-        for mine, theirs, best in zip(probes[name]["tokens"], probes[first]["tokens"], probes[first]["best"]):
-            equal = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), len(theirs))
-            said: dict[str, Any] = {"equal": equal, "of": len(theirs)}
-            if equal < len(theirs):
+        for mine, reference, best in zip(probes[name]["tokens"], probes[first]["tokens"], probes[first]["best"]):
+            equal = next((i for i, (a, b) in enumerate(zip(mine, reference)) if a != b), len(reference))
+            row: dict[str, Any] = {"equal": equal, "of": len(reference)}
+            if equal < len(reference):
                 thought = dict(map(tuple, best[equal]))
-                said |= {"best": best[equal][0][1], "ours": thought.get(mine[equal])}
-            out[name].append(said)
+                row |= {"best": best[equal][0][1], "ours": thought.get(mine[equal])}
+            out[name].append(row)
     return out
 
 
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of every figure of the plugin's to the best shipped one."""
-    found = {}
+    """The ratio of every figure of the plugin to the best shipped one."""
+    ratios = {}
     for name, result in results.items():
         if name.startswith("plugin") and "figures" in result:
             best = held_against(results, name)
-            found[name] = {f: round(v / best[f], 3) for f, v in result["figures"].items() if best.get(f)}
-    return found
+            ratios[name] = {f: round(v / best[f], 3) for f, v in result["figures"].items() if best.get(f)}
+    return ratios
 
 
 def version() -> str:
@@ -151,44 +152,38 @@ def version() -> str:
         return "unknown"
 
 
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", choices=LAYERS)
-    parser.add_argument("--out", type=Path, help="write the receipt here, after every variant")
-    parser.add_argument("--only", help="variants, by name")
-    parser.add_argument("--figures", default=",".join(FIGURES), help=f"some of {', '.join(FIGURES)}, or none")
-    parser.add_argument("--probe", action="store_true", help="compare greedy tokens, too")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step, too")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs, for a quick start")
-    parser.add_argument("--rounds", type=int, default=1, help="all variants in turn, so often; a figure is the median")
-    parser.add_argument("--seconds", type=float, default=500, help="for one variant")
-    asked = parser.parse_args(words)
-    if asked.model is None:
-        parser.error(f"name a model: {', '.join(LAYERS)}")
-    chosen = asked.only.split(",") if asked.only else list(VARIANTS)
-    unknown = [name for name in chosen if name not in VARIANTS]
-    if unknown:
-        parser.error(f"there is no variant {unknown[0]}; the variants are {', '.join(VARIANTS)}")
-    asked.figures = [] if asked.figures == "none" else asked.figures.split(",")
-    unknown = [name for name in asked.figures if name not in FIGURES]
-    if unknown:
-        parser.error(f"there is no figure {unknown[0]}; the figures are {', '.join(FIGURES)}, or none")
-    environment.need_gpu()
+@dataclass(frozen=True)
+class Options:
+    model: str = option("120b", " or ".join(LAYERS))
+    only: tuple[str, ...] = option(tuple(VARIANTS), "variants, by name")
+    figures: tuple[str, ...] = option(FIGURES, "some of these, or nothing")
+    probe: bool = option(False, "compare greedy tokens, too")
+    profile: bool = option(False, "list the kernels of a decode step, too")
+    eager: bool = option(False, "without CUDA graphs, for a quick start")
+    rounds: int = option(1, "all variants in turn, so often; a figure is the median")
+    seconds: float = option(500.0, "for one variant")
+
+    def __post_init__(self) -> None:
+        for kind, values, choices in (
+            ("model", (self.model,), LAYERS), ("variant", self.only, VARIANTS), ("figure", self.figures, FIGURES)
+        ):  # fmt: skip
+            if unknown := [v for v in values if v not in choices]:
+                raise UsageError(f"there is no {kind} {unknown[0]!r}; there are {', '.join(choices)}.")
+
+
+@measurement("inside-vllm", needs=("gpu", "vllm"), seconds=1800)
+def inside_vllm(run: Run, options: Options) -> None:
     results: dict[str, dict[str, Any]] = {}
+    run.sources |= sources()
     with tempfile.TemporaryDirectory() as folder:
-        config(asked.model, Path(folder))
-        for name in chosen * asked.rounds:
-            result = measure(name, Path(folder), asked)
+        config(options.model, Path(folder))
+        for name in options.only * options.rounds:
+            result = measure(name, Path(folder), options)
             results[name] = joined(results.get(name), result)
-            said = result.get("start_seconds"), json.dumps(result.get("figures")), result.get("reason", "")
-            print(name, *said, flush=True)
-            if asked.out is not None:
-                found = results_of(asked.model, version(), VARIANTS, results, agreement(results))
-                file_of(found).write(asked.out)
-                raw = asked.out.with_name(f"{asked.out.stem}-raw{asked.out.suffix}")
+            print(name, result.get("start_seconds"), json.dumps(result.get("figures")), result.get("reason", ""))
+            run.results = results_of(options.model, version(), VARIANTS, results, agreement(results))
+            if run.out is not None:  # after every variant: a run that is stopped keeps what it has
+                run.file().write(run.out)
+                raw = run.out.with_name(f"{run.out.stem}-raw{run.out.suffix}")
                 raw.write_text(json.dumps(results), encoding="utf-8")
     print(json.dumps(ratios(results)), json.dumps(agreement(results)))
-
-
-if __name__ == "__main__":
-    main()

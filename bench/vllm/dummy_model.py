@@ -50,8 +50,8 @@ def write_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
         "model": {"type": "BPE", "vocab": vocab, "merges": [], "ignore_merges": False},
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(body), encoding="utf-8")
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|return|>", "model_max_length": 131072}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said), encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|return|>", "model_max_length": 131072}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     (folder / RANKS).write_bytes(o200k_file())
 
 

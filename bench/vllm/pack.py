@@ -1,11 +1,12 @@
 """vLLM 0.26.0 from PyPI in pieces that an offline GPU machine can be given, for `bench/vllm/compare.py` there.
 
-    python -m bench.vllm.pack OUT                   writes OUT/part1 … OUT/partN, each under 58 MiB
-    python -m bench.vllm.pack OUT --flashinfer      FlashInfer alone: OUT/flashinfer.tar.xz, with its kernels compiled
+    python -m bench run vllm-pack --set to=OUT       writes OUT/part1 … OUT/partN, each under 58 MiB
+    python -m bench run vllm-pack --set to=OUT --set flashinfer=yes
+                                                     FlashInfer alone: OUT/flashinfer.tar.xz, its kernels compiled
 
 That machine has Python 3.12, torch 2.11.0 for CUDA 13, Triton 3.6 and transformers. There, with all pieces in a folder:
 
-    cat piece.* | xz -dc | tar x -C SITE && PYTHONPATH=SITE:src:. python -m bench.vllm.compare 120b --out OUT.json
+    cat piece.* | xz -dc | tar x -C SITE && PYTHONPATH=SITE:src:. python -m bench run inside-vllm --out OUT.json
 
 Left out, because gpt-oss on an H200 does not need them: FlashAttention 2, FlashMLA, the Rust front end, pictures.
 halfbyte's own entry point is written into SITE, so that vLLM finds the plugin without an installation.
@@ -18,16 +19,17 @@ hours). Whatever else is called there says so. OUT/build keeps what was compiled
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.vllm.flashinfer_modules import LIBRARIES
+from bench.measurement import ROOT, Run, child_command, measurement, option
+from bench.vllm.flashinfer_modules import LIBRARIES, compile_modules
 
 VERSION = "0.26.0"
 PIECE = "57M"
@@ -57,39 +59,8 @@ halfbyte = halfbyte.vllm_plugin.endpoint:KernelsEndpoint
 """
 
 
-def pip(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *words], check=True)
-
-
-def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--flashinfer", action="store_true", help="FlashInfer instead of vLLM, for kernels/borrowed/")
-    asked = parser.parse_args(words)
-    if asked.flashinfer:
-        return pack_flashinfer(asked.out)
-    with tempfile.TemporaryDirectory() as folder:
-        tmp, site = Path(folder), Path(folder) / "site"
-        pip("download", *TARGET, "-d", folder, f"vllm=={VERSION}")
-        with zipfile.ZipFile(next(tmp.glob("vllm-*.whl"))) as wheel:
-            wheel.extractall(site, [n for n in wheel.namelist() if not any(s in n for s in SKIP)])
-        pip("install", *TARGET, "--target", str(site), *NEEDS)
-        info = site / "halfbyte-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halfbyte\nVersion: 0\n", encoding="utf-8")
-        (info / "entry_points.txt").write_text(ENTRY, encoding="utf-8")
-        for dead in (*site.rglob("__pycache__"), *site.glob("bin"), *site.glob("pycountry/locales"),
-                     *site.glob("mistral_common/data"), *site.glob("xgrammar/lib")):  # fmt: skip
-            shutil.rmtree(dead, ignore_errors=True)
-        for library in site.glob("xgrammar/*.so"):
-            subprocess.run(["strip", "--strip-debug", str(library)], check=True)
-        packed = f"tar c -C {site} . | xz -T0 -3 | split -b {PIECE} -d - {tmp}/piece."
-        subprocess.run(packed, shell=True, check=True)
-        for i, piece in enumerate(sorted(tmp.glob("piece.*")), 1):
-            part = asked.out / f"part{i}"
-            part.mkdir(parents=True, exist_ok=True)
-            shutil.move(piece, part / piece.name)
-            print(part / piece.name, (part / piece.name).stat().st_size >> 20, "MiB")
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
 
 
 # ---- FlashInfer ------------------------------------------------------------------------------------------------------
@@ -127,10 +98,40 @@ def compiled(here: Path, build: Path) -> list[Path]:
         "FLASHINFER_EXTRA_LDFLAGS": f"-L{driver}",
         "PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
-    command = [sys.executable, "-m", "bench.vllm.flashinfer_modules", str(build)]
+    command = child_command(compile_modules, build)
     subprocess.run(command, env=environ, check=True)
     return [Path(line) for line in (build / LIBRARIES).read_text(encoding="utf-8").splitlines()]
 
 
-if __name__ == "__main__":
-    main()
+@dataclass(frozen=True)
+class Options:
+    to: Path = option(ROOT / "build" / "vllm-pack", "folder of the pieces")
+    flashinfer: bool = option(False, "FlashInfer instead of vLLM, for kernels/borrowed/")
+
+
+@measurement("vllm-pack", needs=("network",), seconds=7200, receipt=False, routine=False)
+def vllm_pack(run: Run, options: Options) -> None:
+    if options.flashinfer:
+        return pack_flashinfer(options.to)
+    with tempfile.TemporaryDirectory() as folder:
+        tmp, site = Path(folder), Path(folder) / "site"
+        pip("download", *TARGET, "-d", folder, f"vllm=={VERSION}")
+        with zipfile.ZipFile(next(tmp.glob("vllm-*.whl"))) as wheel:
+            wheel.extractall(site, [n for n in wheel.namelist() if not any(s in n for s in SKIP)])
+        pip("install", *TARGET, "--target", str(site), *NEEDS)
+        info = site / "halfbyte-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halfbyte\nVersion: 0\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(ENTRY, encoding="utf-8")
+        for dead in (*site.rglob("__pycache__"), *site.glob("bin"), *site.glob("pycountry/locales"),
+                     *site.glob("mistral_common/data"), *site.glob("xgrammar/lib")):  # fmt: skip
+            shutil.rmtree(dead, ignore_errors=True)
+        for library in site.glob("xgrammar/*.so"):
+            subprocess.run(["strip", "--strip-debug", str(library)], check=True)
+        packed = f"tar c -C {site} . | xz -T0 -3 | split -b {PIECE} -d - {tmp}/piece."
+        subprocess.run(packed, shell=True, check=True)
+        for i, piece in enumerate(sorted(tmp.glob("piece.*")), 1):
+            part = options.to / f"part{i}"
+            part.mkdir(parents=True, exist_ok=True)
+            shutil.move(piece, part / piece.name)
+            print(part / piece.name, (part / piece.name).stat().st_size >> 20, "MiB")

@@ -1,4 +1,4 @@
-"""What `compare.py` found as a receipt of the one schema: a cell for each variant and figure, with its ratio.
+"""What `compare.py` rows as a receipt of the one schema: a cell for label variant and figure, with its ratio.
 
 A plugin's figure is held against the best of the shipped variants that were run. A variant without figures is refused
 with its reason. Starts nothing and times nothing.
@@ -12,7 +12,7 @@ from typing import Any
 
 from halfbyte.kernels.cuda.decode.layers_phase import AllLayers
 from halfbyte.lab import receipts
-from halfbyte.lab.result import Cell, Check, Result, ResultFile, figure
+from halfbyte.lab.result import Cell, Check, Result, figure
 
 LAYERS = ("cuda.embed", "cuda.batch_layer_fused", "cuda.batch_norm_lm_head", "cuda.prefill_layer")
 # Of tg128 @ 2048, over the best shipped; elsewhere no less than that.
@@ -38,8 +38,8 @@ def held_against(results: Mapping[str, Mapping[str, Any]], variant: str) -> dict
     best: dict[str, float] = {}
     for name, result in results.items():
         if name in default if variant == BASELINE else name.startswith("shipped") or name == BASELINE:
-            for each, value in result.get("figures", {}).items():
-                best[each] = max(best.get(each, 0.0), value)
+            for label, value in result.get("figures", {}).items():
+                best[label] = max(best.get(label, 0.0), value)
     return best
 
 
@@ -47,7 +47,7 @@ def results_of(
     model: str, version: str, variants: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]],
     agreement: Mapping[str, Any],
 ) -> list[Result]:  # fmt: skip
-    found = []
+    rows = []
     for name, result in results.items():
         best = held_against(results, name)
         options = variants[name][0] or {}
@@ -62,31 +62,27 @@ def results_of(
             detail |= {"unit": report["unit"], "why": report["why"], "plan": report["plan"]}
         if "figures" not in result:
             cell = Cell("decode", model, gates=gates, path=name, engine=engine)
-            found.append(Result(cell, refused=result.get("reason", "no figures")[-400:], detail=detail))
+            rows.append(Result(cell, refused=result.get("reason", "no figures")[-400:], detail=detail))
             continue
-        for each in result["figures"]:
-            kind, shape = shape_of(each)
+        for label in result["figures"]:
+            kind, shape = shape_of(label)
             cell = Cell(kind, model, gates=gates, path=name, shape=shape, engine=engine)
-            values = [figures[each] for figures in result.get("rounds", [result["figures"]]) if each in figures]
+            values = [figures[label] for figures in result.get("rounds", [result["figures"]]) if label in figures]
             figures = [figure("speed", "tok/s", values)]
             targets: tuple[Check, ...] = ()
-            if name.startswith("plugin") and best.get(each):
-                ratio = result["figures"][each] / best[each]
+            if name.startswith("plugin") and best.get(label):
+                ratio = result["figures"][label] / best[label]
                 figures.append(figure("ratio", "ratio", ratio))
-                bound = TARGETS.get(name, 0.98 if name == BASELINE else 1.0) if each == SINGLE else 0.98
+                bound = TARGETS.get(name, 0.98 if name == BASELINE else 1.0) if label == SINGLE else 0.98
                 targets = (Check("over vLLM's best", ratio >= bound, round(ratio, 3), bound),)
             checks = (Check("what ran is what was chosen", not report["differences"]),) if report else ()
-            found.append(
-                Result(cell, tuple(figures), checks, targets, report.get("record") if report else None, detail)
-            )
+            rows.append(Result(cell, tuple(figures), checks, targets, report.get("record") if report else None, detail))
             report, detail = {}, {"variant": name}  # once is enough
-    return found
+    return rows
 
 
-def file_of(results: list[Result]) -> ResultFile:
-    """With the machine and every source file behind the figures, as they are now."""
+def sources() -> dict[str, str]:
+    """File -> hash, for every source file behind the figures."""
     plugin = receipts.PACKAGE / "vllm_plugin"
-    measured = receipts.measured([AllLayers(), *LAYERS]) | receipts.hashes(
-        [*plugin.glob("*.py"), Path(__file__).with_name("child.py")]
-    )
-    return receipts.result_file("python -m bench.vllm.compare", results, measured)
+    files = [*plugin.glob("*.py"), Path(__file__).with_name("child.py")]
+    return receipts.measured([AllLayers(), *LAYERS]) | receipts.hashes(files)

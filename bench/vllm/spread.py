@@ -34,7 +34,7 @@ def fill(model: Any, config: Any) -> None:
     import torch
 
     experts, inner, hidden = config.num_local_experts, config.intermediate_size, config.hidden_size
-    whole = {
+    routing = {
         "w13_weight": (experts, 2 * inner, hidden // 2), "w13_weight_scale": (experts, 2 * inner, hidden // 32),
         "w2_weight": (experts, hidden, inner // 2), "w2_weight_scale": (experts, hidden, inner // 32),
         "w13_bias": (experts, 2 * inner), "w2_bias": (experts, hidden),
@@ -44,7 +44,7 @@ def fill(model: Any, config: Any) -> None:
             continue
         size = tuple(p.shape)
         if p.dtype == torch.uint8 or name.endswith("_bias"):  # of experts: a kernel may want rows beyond the model's
-            size = whole.get(name.rpartition(".")[2], size)
+            size = routing.get(name.rpartition(".")[2], size)
         seed = torch.Generator(device=p.device).manual_seed(zlib.crc32(name.encode()))
         x = torch.empty(size, dtype=p.dtype, device=p.device)
         if p.dtype == torch.uint8:

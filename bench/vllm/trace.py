@@ -14,18 +14,18 @@ from pathlib import Path
 import httpx
 
 from halfbyte.errors import AskError
-from halfbyte.lab.kernel_table import read_trace
+from halfbyte.lab.kernel_table import read_table
 from halfbyte.lab.result import Cell, Result, figure
 
 KIND = "kernel time"
 
 
 def flags(folder: Path) -> tuple[str, ...]:
-    told = {
+    entry = {
         "profiler": "torch", "torch_profiler_dir": str(folder.resolve()), "torch_profiler_with_stack": False,
         "torch_profiler_dump_cuda_time_total": False, "ignore_frontend": True,
     }  # fmt: skip
-    return "--profiler-config", json.dumps(told)
+    return "--profiler-config", json.dumps(entry)
 
 
 def record(url: str, work: Callable[[], object], timeout_s: float) -> None:
@@ -46,6 +46,6 @@ def result_of(folder: Path, cell: Cell, tokens: int) -> Result:
     written = sorted(folder.glob("*.json*"), key=lambda p: p.stat().st_mtime)
     if not written:
         return Result(cell, refused="the engine wrote no trace")
-    table = read_trace(written[-1])
+    table = read_table(written[-1])
     figures = (figure("busy", "us", table.busy_us / tokens), figure("idle", "us", table.idle_us / tokens))
     return Result(cell, figures, detail={"kernel_table": table.as_dict(), "tokens": tokens})

@@ -1,9 +1,9 @@
-"""What was compiled and is kept, whoever keeps it: halfbyte's own caches, FlashInfer's, Triton's, vLLM's, torch's.
+"""Caches of compiled code: halfbyte's own, FlashInfer's, Triton's, vLLM's and torch's.
 
-A module is one kind of cache in one folder, an entry the least part of it that can be made again alone. An entry is
-stale when what it was made of is no longer here: by hash of sources where the owner keeps one (ours), by version and
-architecture where not (FlashInfer, Triton). What cannot be known is not called stale. Removes entries of these folders
-and nothing else: an entry that leads out of its folder, or a folder that is somebody's home, is refused.
+A module is one kind of cache in one folder, an entry its smallest part that can be rebuilt alone. An entry is stale if
+its inputs have changed: by the hash of sources where the owner keeps one (halfbyte), else by version and architecture
+(FlashInfer, Triton). An entry without such evidence is not called stale. Only entries of these folders are removed: an
+entry that leads out of its folder, or a folder that is a home directory, is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfbyte.architectures import GPU_ARCHES
 from halfbyte.errors import UsageError
 from halfbyte.gates import cache_folder, inherited
 from halfbyte.installed import version
@@ -42,29 +43,33 @@ def max_jobs(available: int, cores: int) -> int:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     module: str
     name: str  # within its module
     path: Path
     bytes: int
     files: int
     modified: float  # the newest file's, seconds since 1970
-    stale: str = ""  # why; empty: it is not, or nobody can know
+    stale: str = ""  # the reason; empty if it is current or unknown
 
     def age_days(self, now: float | None = None) -> float:
         return max(0.0, ((time.time() if now is None else now) - self.modified) / 86400)
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "module": self.module, "name": self.name, "bytes": self.bytes, "files": self.files,
-            "age_days": round(self.age_days(), 1), "stale": self.stale,
-        }  # fmt: skip
+            "module": self.module,
+            "name": self.name,
+            "bytes": self.bytes,
+            "files": self.files,
+            "age_days": round(self.age_days(), 1),
+            "stale": self.stale,
+        }
 
 
 Judge = Callable[[Path], str]
 
 
-def nobody_knows(path: Path) -> str:
+def never_stale(path: Path) -> str:
     return ""
 
 
@@ -74,34 +79,39 @@ class Module:
     owner: str
     holds: str
     folder: Callable[[Mapping[str, str]], Path]
-    patterns: tuple[str, ...]  # globs under the folder, each match of which is an entry,
-    named: str  # if its own name is of this kind: whatever else lies there is nobody's to remove
-    judge: Judge = nobody_knows
+    patterns: tuple[str, ...]  # globs under the folder, each match of which is an entry
+    name_pattern: str  # what an entry's name must match; other files in the folder are never removed
+    judge: Judge = never_stale
     deep_judge: Callable[[list[Path]], Mapping[Path, str]] | None = None  # one that loads torch
 
-    def place(self) -> Path:
+    def location(self) -> Path:
         return self.folder(inherited()).expanduser()
 
-    def entries(self, *, deep: bool = False) -> list[Entry]:
-        """With `deep`, staleness that only the plans can tell, too: seconds, because torch is loaded."""
-        base = self.place()
-        found = {p for pattern in self.patterns for p in base.glob(pattern)} if base.is_dir() else set()
-        paths = sorted(p for p in found if re.fullmatch(self.named, p.name))
+    def entries(self, *, deep: bool = False) -> list[CacheEntry]:
+        """All entries. `deep` also compares them with the plans, which loads torch and takes seconds."""
+        base = self.location()
+        matches = {p for pattern in self.patterns for p in base.glob(pattern)} if base.is_dir() else set()
+        paths = sorted(p for p in matches if re.fullmatch(self.name_pattern, p.name))
         deeply = self.deep_judge(paths) if deep and self.deep_judge is not None and paths else {}
         return [self._entry(base, path, deeply.get(path, "") or self.judge(path)) for path in paths]
 
-    def _entry(self, base: Path, path: Path, stale: str) -> Entry:
+    def _entry(self, base: Path, path: Path, stale: str) -> CacheEntry:
         stats = list(_stats(path))
-        return Entry(
-            self.name, path.relative_to(base).as_posix(), path, sum(s.st_size for s in stats), len(stats),
-            max((s.st_mtime for s in stats), default=0.0), stale,
-        )  # fmt: skip
+        return CacheEntry(
+            self.name,
+            path.relative_to(base).as_posix(),
+            path,
+            sum(s.st_size for s in stats),
+            len(stats),
+            max((s.st_mtime for s in stats), default=0.0),
+            stale,
+        )
 
 
 def _stats(path: Path) -> Iterator[os.stat_result]:
-    """Of every file, links not followed; one that vanishes meanwhile is left out."""
-    found = [path] if path.is_symlink() or not path.is_dir() else list(path.rglob("*"))
-    for p in found:
+    """The stat of every file under a path. Links are not followed; files that vanish meanwhile are skipped."""
+    paths = [path] if path.is_symlink() or not path.is_dir() else list(path.rglob("*"))
+    for p in paths:
         try:
             if p.is_symlink() or p.is_file():
                 yield p.lstat()
@@ -109,10 +119,10 @@ def _stats(path: Path) -> Iterator[os.stat_result]:
             continue
 
 
-# ---- whose, and where -----------------------------------------------------------------------------------------------
+# ---- folders --------------------------------------------------------------------------------------------------------
 
 
-def _ours(kind: str) -> Callable[[Mapping[str, str]], Path]:
+def _own(kind: str) -> Callable[[Mapping[str, str]], Path]:
     return lambda env: cache_folder(kind)
 
 
@@ -141,31 +151,30 @@ def _extensions(env: Mapping[str, str]) -> Path:
     return Path(env.get("TORCH_EXTENSIONS_DIR") or _cache_home(env) / "torch_extensions")
 
 
-# ---- what is stale --------------------------------------------------------------------------------------------------
+# ---- staleness ------------------------------------------------------------------------------------------------------
 
 
 def judge_cpu(path: Path) -> str:
     """The folder's name is the hash of sources, flags and compiler."""
     from halfbyte.kernels.cpu import build
 
-    current = {found.parent for s in build.sets_for() if (found := build.existing_file(s)) is not None}
-    return "" if path in current else "made of other sources or by another compiler"
+    current = {file.parent for s in build.sets_for() if (file := build.existing_file(s)) is not None}
+    return "" if path in current else "built from other sources or by another compiler, or damaged"
 
 
 def judge_cubins(paths: list[Path]) -> dict[Path, str]:
-    """Against the names that the plans of every preset and shape would give with today's sources and compiler."""
-    known = cubin_names({m[1] for p in paths if (m := re.search(r"-(sm_\w+?)-", p.name))})
-    return {p: "" if p.name in known else "no preset's plan launches it with today's sources" for p in paths}
+    """Compare cubins with the names that the plans of all presets and shapes give for the present sources."""
+    names = cubin_names({m[1] for p in paths if (m := re.search(r"-(sm_\w+?)-", p.name))})
+    return {p: "" if p.name in names else "no preset's plan launches it with the present sources" for p in paths}
 
 
 def cubin_names(targets: set[str]) -> set[str]:
-    """Of whatever the presets launch on these (sm_90a …), as the cache and as `halfbyte prebuild` name it."""
-    from halfbyte.kernels.launch import nvrtc_available, nvrtc_version, prebuilt_name, target_of
+    """File names of all cubins that the presets launch on these targets (sm_90a …), in the cache and prebuilt."""
+    from halfbyte.kernels.launch import nvrtc_available, nvrtc_version, prebuilt_name
     from halfbyte.kernels.prebuilt import programs_of
     from halfbyte.model.config import NAMED
-    from halfbyte.plan.phase import ARCHES
 
-    archs = [arch for arch in ARCHES.values() if arch.is_gpu and target_of(arch) in targets]
+    archs = [arch for arch in GPU_ARCHES.values() if arch.target in targets]
     compiler = nvrtc_version() if nvrtc_available() is None else None
     names = set()
     for program, target in programs_of(preset_plans(archs, NAMED)):
@@ -176,7 +185,7 @@ def cubin_names(targets: set[str]) -> set[str]:
 
 
 def preset_plans(archs: Iterable[Arch], shapes: Iterable[str]) -> list[tuple[Spec, Chosen, Arch]]:
-    """What the three presets choose; a plan that cannot run there launches nothing there."""
+    """The plans of the three presets; a preset that cannot run on an architecture is skipped."""
     from halfbyte.errors import PlanError
     from halfbyte.gates import PRESETS
     from halfbyte.model.config import NAMED
@@ -185,13 +194,13 @@ def preset_plans(archs: Iterable[Arch], shapes: Iterable[str]) -> list[tuple[Spe
     plans = []
     for arch, preset, shape in itertools.product(archs, ("exact", "balanced", "fast"), shapes):
         with contextlib.suppress(PlanError):
-            spec, chosen, _ = choose(NAMED[shape], PRESETS[preset].gates, arch)
-            plans.append((spec, chosen, arch))
+            choice = choose(NAMED[shape], PRESETS[preset].gates, arch)
+            plans.append((choice.spec, choice.chosen, arch))
     return plans
 
 
 def cubin_name(program: Program, target: str, compiler: str) -> str:
-    """As `compile_program` names it; a test holds the two together."""
+    """The cubin's name in the cache, as `compile_program` gives it; a test compares the two."""
     from halfbyte.kernels.launch import _options
 
     key = hashlib.sha256("\0".join((program.hash(), compiler, *_options(program, target))).encode()).hexdigest()[:32]
@@ -200,10 +209,10 @@ def cubin_name(program: Program, target: str, compiler: str) -> str:
 
 def judge_flashinfer(path: Path) -> str:
     """version/architecture/cached_ops/module."""
-    made, arch = path.parts[-4], path.parts[-3]
+    builder, arch = path.parts[-4], path.parts[-3]
     here = version("flashinfer-python")
-    if here is not None and made != here:
-        return f"FlashInfer {made} made it, {here} is installed"
+    if here is not None and builder != here:
+        return f"built by FlashInfer {builder}, but {here} is installed"
     if re.fullmatch(r"1[012]\d", arch):
         return f"compiled for {arch} without the suffix that FP4 instructions need"
     return ""
@@ -213,17 +222,17 @@ def judge_triton(path: Path) -> str:
     here = version("triton")
     for file in path.glob("*.json"):
         try:
-            made = json.loads(file.read_text(encoding="utf-8")).get("triton_version")
+            builder = json.loads(file.read_text(encoding="utf-8")).get("triton_version")
         except (OSError, ValueError, AttributeError):
             continue
-        if here is not None and made is not None and made != here:
-            return f"Triton {made} made it, {here} is installed"
+        if here is not None and builder is not None and builder != here:
+            return f"built by Triton {builder}, but {here} is installed"
     return ""
 
 
 def judge_peers(path: Path) -> str:
-    """Synthetic files have the hash of their maker in their names; older halfbytes gave none."""
-    return "an older halfbyte made it" if re.fullmatch(r"(20|120)b-\w+\.gguf", path.name) else ""
+    """Synthetic files carry the hash of their generator in the name; a name without one is from an older halfbyte."""
+    return "built by an older halfbyte" if re.fullmatch(r"(20|120)b-\w+\.gguf", path.name) else ""
 
 
 _CUBIN = r".+-sm_\w+-[0-9a-f]{32}\.cubin"
@@ -231,17 +240,21 @@ _ANY = r"[^.].*"
 MODULES: dict[str, Module] = {
     m.name: m
     for m in (
-        Module("cpu", "halfbyte", "CPU kernels, compiled at first use", _ours("cpu"), ("*",), r"[0-9a-f]{16}",
+        Module("cpu", "halfbyte", "CPU kernels, compiled at first use", _own("cpu"), ("*",), r"[0-9a-f]{16}",
                judge_cpu),
-        Module("cubin", "halfbyte", "CUDA kernels, compiled at first use", _ours("cubin"), ("*",), _CUBIN,
+        Module("cubin", "halfbyte", "CUDA kernels, compiled at first use", _own("cubin"), ("*",), _CUBIN,
                deep_judge=judge_cubins),
-        Module("prebuilt", "halfbyte", "CUDA kernels from halfbyte prebuild", _ours("prebuilt"), ("*",), _CUBIN,
+        Module("prebuilt", "halfbyte", "CUDA kernels from halfbyte prebuild", _own("prebuilt"), ("*",), _CUBIN,
                deep_judge=judge_cubins),
-        Module("emulator", "halfbyte", "CUDA kernels for the emulator of the tests", _ours("emulator"), ("*",),
+        Module("emulator", "halfbyte", "CUDA kernels for the emulator of the tests", _own("emulator"), ("*",),
                r".+-[0-9a-f]{32}\.so"),
-        Module("self-test", "halfbyte", "GPUs and plans that passed the self-test", _ours("self-test"), ("*",),
+        Module("self-test", "halfbyte", "GPUs and plans that passed the self-test", _own("self-test"), ("*",),
                r"[0-9a-f]{24}\.json"),
-        Module("peers", "halfbyte", "other engines and the files they are compared on", _ours("peers"), ("*",),
+        Module("scales", "halfbyte", "scale codes of the models that were inspected", _own("scales"), ("*",),
+               r"[0-9a-f]{24}\.json"),
+        Module("quality", "halfbyte", "what check quality measured, and where it stopped", _own("quality"), ("*",),
+               r"[0-9a-f]{24}(\.json)?"),
+        Module("peers", "halfbyte", "other engines and the files they are compared on", _own("peers"), ("*",),
                r".+\.gguf|llama\.cpp-.+", judge_peers),
         Module("flashinfer", "FlashInfer", "kernels that FlashInfer compiled", _flashinfer, ("*/*/cached_ops/*",), _ANY,
                judge_flashinfer),
@@ -259,13 +272,13 @@ MODULES: dict[str, Module] = {
 # ---- removing -------------------------------------------------------------------------------------------------------
 
 
-def remove(entry: Entry) -> None:
-    """The entry's files. Refuses what is not strictly inside a cache folder that is nothing else."""
-    folder = MODULES[entry.module].place()
+def remove(entry: CacheEntry) -> None:
+    """Remove an entry's files; UsageError unless they are strictly inside a folder that is only a cache."""
+    folder = MODULES[entry.module].location()
     check_folder(folder)
     inside = entry.path.parent.resolve() / entry.path.name  # a link is removed, not what it leads to
     if not inside.is_relative_to(folder.resolve()) or inside == folder.resolve():
-        raise UsageError(f"{entry.path} is not inside {folder}, so it is left alone.")
+        raise UsageError(f"{entry.path} is not inside {folder}; it is not removed.")
     if inside.is_symlink() or not inside.is_dir():
         inside.unlink(missing_ok=True)
     else:
@@ -273,10 +286,10 @@ def remove(entry: Entry) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """A variable that names a folder of another kind must not become a way to lose it."""
+    """Refuse a folder that cannot be a cache, in case an environment variable points to it by mistake."""
     real, home = folder.resolve(), Path.home().resolve()
     above = [*home.parents, home, *Path.cwd().resolve().parents, Path.cwd().resolve()]
     if real in above:
-        raise UsageError(f"{folder} is above or at a home or working folder and no cache; nothing is removed there.")
+        raise UsageError(f"{folder} is or contains a home or working folder, so it is not a cache; nothing is removed.")
     if (real / ".git").exists():
-        raise UsageError(f"{folder} is a repository and no cache; nothing is removed there.")
+        raise UsageError(f"{folder} is a repository, not a cache; nothing is removed.")

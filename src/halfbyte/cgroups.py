@@ -1,6 +1,6 @@
-"""The control groups above this process: where the limits of a container are written, in both versions of cgroups.
+"""Lists the control groups above this process, which hold a container's limits, for both versions of cgroups.
 
-Reads the list of groups, not their limits: `memory` and `kernels.cpu.cores` know what the files of a controller mean.
+Only the groups are listed; `memory` and `kernels.cpu.cores` read the limits from a controller's files.
 """
 
 from __future__ import annotations

@@ -53,6 +53,10 @@ class InvalidFigureError(UsageError):
     pass
 
 
+class DisturbedError(InvalidFigureError):
+    """A figure was taken while the machine did other work."""
+
+
 class CheckpointError(UsageError):
     pass
 

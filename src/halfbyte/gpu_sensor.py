@@ -1,7 +1,7 @@
-"""What the driver says of a GPU at this moment: watts, clock, degrees, and why the clock is lower than it could be.
+"""Reads a GPU's power, clock, temperature and clock-limiting reasons from the driver.
 
-Asks NVML, which takes no memory of the card and makes no context. Where nobody can say there is no sensor; nothing here
-keeps a history or judges (`lab.measure.power` does).
+NVML uses no memory on the card and creates no context. Without NVML there is no sensor. This module keeps no history
+and judges nothing; `lab.measure.power` does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Sensor = Callable[[], Sample | None]  # None: it is gone
 
 
 def nvml_sensor(index: int | None = None) -> tuple[Sensor, float | None] | None:
-    """Of torch's GPU of that number, and its limit in watts; None where there is no driver, or it is not allowed."""
+    """The sensor of torch's GPU `index` and its power limit in watts; None without NVML or without permission."""
     try:
         import pynvml as nvml
 

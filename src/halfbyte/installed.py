@@ -1,8 +1,7 @@
-"""What is installed here: versions, which copy of a package an import takes, which others it hides, and of which commit
-this copy of halfbyte is.
+"""Installed packages: their versions, which copy an import loads, which copies it shadows, and halfbyte's own commit.
 
-A wheel's build records its commit (`setup.py`); a checkout asks git. Where things lie is told as far as another reader
-can use it (in the checkout, in the environment, at home), not as a path of this machine. Imports nothing it looks for.
+A wheel's build records its commit (`setup.py`); a checkout asks git. Paths are reported relative to the checkout, the
+environment or the home folder, not as paths of this machine. The packages themselves are not imported.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Of this copy, with + if files differ from it; None where nobody knows.
+    """The commit of this copy, with + if files differ from it; None if it is unknown.
 
-    An environment may lie inside the repository of something else, so git is asked in a checkout of ours alone."""
+    An environment may lie inside another project's repository, so git is only asked in a checkout of halfbyte."""
     try:
         return RECORDED_COMMIT.read_text(encoding="utf-8").strip() or None
     except OSError:
@@ -43,22 +42,25 @@ def commit() -> str | None:
 
 
 def commit_of(root: Path) -> str | None:
-    """Of the repository that a folder is in."""
+    """The commit of the repository that contains a folder, with + if files differ from it."""
     try:
         sha = subprocess.run(
             ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
         ).stdout.strip()
         dirty = subprocess.run(
             ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True, text=True, timeout=5, check=True,
-        ).stdout.strip()  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
     return sha + ("+" if dirty else "")
 
 
-def place(path: Path) -> str:
-    """Where a file lies, as far as another reader can use it."""
+def portable_path(path: Path) -> str:
+    """A path relative to the checkout, the environment or the home folder."""
     path = path.resolve()
     roots = {"<checkout>": CHECKOUT, "<environment>": Path(sys.prefix), "~": Path.home()}
     for name, root in roots.items():
@@ -68,44 +70,44 @@ def place(path: Path) -> str:
 
 
 def imports() -> dict[str, Any]:
-    """Which copy of halfbyte and of the engines an import takes, and which other copies it hides."""
-    found: dict[str, Any] = {}
+    """The copy of halfbyte and of each engine that an import loads, and the copies that it shadows."""
+    packages: dict[str, Any] = {}
     for module, distribution in IMPORTED.items():
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
             continue
-        taken = Path(spec.origin).resolve().parent
-        others = sorted({str(c) for c in copies(module, distribution)} - {str(taken)})
-        found[module] = {
-            "path": place(taken),
+        package = Path(spec.origin).resolve().parent
+        others = sorted({str(c) for c in copies(module, distribution)} - {str(package)})
+        packages[module] = {
+            "path": portable_path(package),
             "version": version(distribution),
-            "commit": commit() if taken == PACKAGE.resolve() else commit_of(taken),
-            "shadows": [place(Path(other)) for other in others],
+            "commit": commit() if package == PACKAGE.resolve() else commit_of(package),
+            "shadows": [portable_path(Path(other)) for other in others],
         }
-    return found
+    return packages
 
 
 def copies(module: str, distribution: str) -> Iterator[Path]:
-    """Every folder of that module that an import could take: on the path, or named by an editable installation."""
+    """Every folder from which the module could be imported: on the path, or of an editable installation."""
     for entry in sys.path:
         folder = Path(entry or ".") / module
         if (folder / "__init__.py").is_file():
             yield folder.resolve()
     for d in importlib.metadata.distributions(name=distribution):
-        told = d.read_text("direct_url.json")
-        url = json.loads(told) if told else {}
+        text = d.read_text("direct_url.json")
+        url = json.loads(text) if text else {}
         if url.get("dir_info", {}).get("editable") and str(url.get("url", "")).startswith("file://"):
             root = Path(url["url"].removeprefix("file://"))
             yield from (f.resolve() for f in (root / module, root / "src" / module) if (f / "__init__.py").is_file())
 
 
 def container() -> dict[str, str | None] | None:
-    """Which kind, and its image where the container says it; None outside of one."""
-    told = Path("/run/.containerenv")
-    if told.is_file():
-        named = re.search(r'^image="?([^"\n]+)', told.read_text(encoding="utf-8"), re.MULTILINE)
-        return {"kind": "podman", "image": named[1] if named else None}
-    label = Path("/etc/halfbyte-image")  # deploy's images write their own name there: Docker tells none
+    """The container's kind, and its image if the container records it; None outside a container."""
+    podman = Path("/run/.containerenv")
+    if podman.is_file():
+        match = re.search(r'^image="?([^"\n]+)', podman.read_text(encoding="utf-8"), re.MULTILINE)
+        return {"kind": "podman", "image": match[1] if match else None}
+    label = Path("/etc/halfbyte-image")  # our images write their name there, because Docker does not reveal it
     image = label.read_text(encoding="utf-8").strip() if label.is_file() else None
     if Path("/.dockerenv").exists():
         return {"kind": "docker", "image": image}

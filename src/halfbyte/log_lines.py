@@ -1,7 +1,7 @@
-"""Log lines for machines: one JSON object a line, with the id of the request that it belongs to.
+"""Log lines for machines: one JSON object per line, with the id of its request.
 
-What is learnt about a request while it runs is noted beside it and written once, with the line that ends it. Nothing
-here knows prompts or answers: those who note give numbers and names. Text for people is logging's own affair.
+Facts about a running request are collected and written once, with its last line. They are numbers and names, never
+prompts or answers. Text logs for people use Python's logging unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def parse_format(text: str) -> str:
 
 @contextmanager
 def request(id: str) -> Iterator[dict[str, Any]]:
-    """Everything logged inside, and in tasks begun inside, carries this id; yields what is noted of the request."""
+    """Give this id to all lines logged within the context and by tasks started in it; yields the request's facts."""
     facts: dict[str, Any] = {"request_id": id}
     token = _request.set(facts)
     try:
@@ -40,13 +40,13 @@ def request(id: str) -> Iterator[dict[str, Any]]:
 
 def note(**facts: Any) -> None:
     """Keep facts for the line that ends the request, if there is one."""
-    known = _request.get()
-    if known is not None:
-        known.update(facts)
+    request = _request.get()
+    if request is not None:
+        request.update(facts)
 
 
 class JsonLines(logging.Formatter):
-    """`facts` of a record (`extra={"facts": ...}`) become fields of their own. ASCII only: what is not printable is
+    """Writes the `facts` of a record (`extra={"facts": ...}`) as fields. The output is ASCII: other characters are
     escaped, so that no text from outside can begin a line."""
 
     def __init__(self, process: str) -> None:
@@ -62,9 +62,9 @@ class JsonLines(logging.Formatter):
             "process": self.process,
             "message": record.getMessage(),
         }
-        known = _request.get()
-        if known is not None:
-            line["request_id"] = known["request_id"]
+        request = _request.get()
+        if request is not None:
+            line["request_id"] = request["request_id"]
         line |= getattr(record, "facts", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -72,7 +72,7 @@ class JsonLines(logging.Formatter):
 
 
 def use_json(process: str) -> None:
-    """From here on every logger of this process writes JSON to stderr, ours with a line for each request."""
+    """Make every logger of this process write JSON to stderr, with a line for each request from halfbyte's."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

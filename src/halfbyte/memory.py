@@ -1,20 +1,21 @@
-"""The one account of memory: what a machine has, what a start takes from it, and what stays free.
+"""The only account of memory: what a machine has, what a start takes from it, and what stays free.
 
-`serve` asks before anything is loaded, the engine when it sizes its KV pages, metrics and the watchdog while it runs;
-they all ask here, so their numbers agree. On a discrete GPU the driver knows what is free. On a CPU, and on unified
-memory (GB10 and its kin), where GPU and host eat from one plate, the driver's figure counts the page cache as used and
-knows nothing of the rest of the machine: there it is the kernel's MemAvailable, or what a cgroup's limit leaves if that
-is less. A reserve is never planned for: it keeps the host alive.
+`serve` checks it before anything is loaded, the engine when it sizes its KV pages, metrics and the watchdog at run
+time; all of them use this module, so their numbers agree. On a discrete GPU the driver reports the free memory. On a
+CPU, and on unified memory (GB10), which GPU and host share, the driver's figure counts the page cache as used and
+ignores the rest of the machine; there the free memory is the kernel's MemAvailable, or what a cgroup's limit leaves if
+that is less. A reserve is always kept free for the host.
 
-Refuses a plan that does not fit, with the numbers and the flag to change. Allocates nothing and ends nothing.
+A plan that does not fit is refused, with the numbers and the flag to change. Nothing is allocated or ended here.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +23,29 @@ from typing import TYPE_CHECKING
 import psutil
 
 from halfbyte import cgroups
-from halfbyte.errors import NotEnoughMemoryError
+from halfbyte.errors import NotEnoughMemoryError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
 MIB = 1 << 20
 GIB = 1 << 30
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS |= {"k": 1 << 10, "m": MIB, "g": GIB, "t": 1 << 40, "kib": 1 << 10, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 PRESSURE = Path("/proc/pressure/memory")
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes of a size as a person types it: 8GiB, 500MB, 0. None is None."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = None if match is None else UNITS.get(match[2].lower())
+    if match is None or unit is None:
+        raise UsageError(f"{text!r} is not a size; give a number and a unit, for example 8GiB, 500MB or 0.")
+    if not match[2] and float(match[1]) > 0:
+        raise UsageError(f"the size {text!r} has no unit; give one, for example {text.strip()}GiB.")
+    return int(float(match[1]) * unit)
 
 
 def gib(n: int) -> str:
@@ -38,7 +54,7 @@ def gib(n: int) -> str:
 
 @dataclass(frozen=True)
 class MemoryState:
-    """What a machine has at this moment, seen from one device of it."""
+    """A machine's memory at one moment, for one of its devices."""
 
     total: int  # of the host, or of the cgroup that limits it
     available: int  # MemAvailable, or what the cgroup leaves
@@ -52,7 +68,7 @@ class MemoryState:
 
     @property
     def shared(self) -> bool:
-        """The model takes from the memory that everything else on the machine lives in."""
+        """Whether the model shares its memory with everything else on the machine."""
         return self.device_free is None
 
     @property
@@ -61,7 +77,7 @@ class MemoryState:
 
     @property
     def free(self) -> int:
-        """What a device allocation can really have."""
+        """The bytes available to device allocations."""
         return self.available if self.device_free is None else self.device_free
 
     @property
@@ -78,30 +94,39 @@ class MemoryState:
 
     @property
     def reserve(self) -> int:
-        """Left alone unless a person says otherwise: for fragmentation on a GPU of its own, for the whole machine where
-        memory is shared."""
+        """The default reserve: for fragmentation on a discrete GPU, for the rest of the machine on shared memory."""
         return max(2 * GIB, self.size // 16) if self.shared else max(GIB, self.size // 40)
 
     def floor(self, reserve: int) -> int:
-        """Below this much available host memory no new work is taken. Less than what a start leaves free, or a server
-        that fits exactly would refuse everybody; never nothing, or nobody would look."""
+        """Below this much available host memory, new work is refused. It is less than a start leaves free, so that a
+        server that fits exactly still accepts work, and never zero, so that the check has an effect."""
         return max(GIB // 4, min(2 * GIB, reserve // 2)) if self.shared else 2 * GIB
 
     def last(self, reserve: int) -> int:
-        """Below this much available host memory the server ends, before the machine swaps: half the floor. Nothing
-        where a GPU has memory of its own: there the host would get little back."""
+        """Below this much available host memory the server ends, before the machine swaps: half the floor. Zero on a
+        discrete GPU, where ending would return little to the host."""
         return self.floor(reserve) // 2 if self.shared else 0
+
+    def limited_to(self, size: int | None, used: int = 0) -> MemoryState:
+        """This state on a GPU of which only `size` bytes may be used, `used` of them already by this process."""
+        if size is None:
+            return self
+        if self.device_total is None or self.device_free is None:
+            raise UsageError("--gpu-memory is for a GPU with a memory of its own; leave it out, or use --kv-memory.")
+        return replace(
+            self, device_total=min(self.device_total, size), device_free=max(0, min(self.device_free, size - used))
+        )
 
     @property
     def crowded(self) -> bool:
-        """The page cache takes from the memory that the model needs, and is given back too late or not at all: a GPU in
-        the host's memory, or a cgroup whose limit counts the cache."""
+        """Whether the page cache competes with the model and is freed too late or not at all: on unified memory, or in
+        a cgroup whose limit counts the cache."""
         return self.unified or self.limited
 
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """What a start takes from a machine, in bytes. `weights` are those still to be loaded: none once they are there."""
+    """The memory of a start, in bytes. `weights` counts those still to be loaded: zero once they are loaded."""
 
     state: MemoryState
     weights: int
@@ -110,7 +135,7 @@ class MemoryAccount:
 
     @property
     def kv_room(self) -> int:
-        """What is left for the KV cache; negative if nothing is."""
+        """Bytes left for the KV cache; negative if the rest does not fit."""
         return self.state.free - self.weights - self.workspace - self.reserve
 
     def table(self, kv: int) -> str:
@@ -121,18 +146,18 @@ class MemoryAccount:
         )
 
     def check(self, kv: int) -> None:
-        """Refuse a start with this much KV cache if it would take more than there is; say which flag makes it fit."""
+        """Refuse a start whose KV cache does not fit, and name the flag that makes it fit."""
         if kv <= self.kv_room:
             return
         if self.kv_room >= kv // 16 and self.kv_room > 0:
             fits = math.floor(10 * self.kv_room / GIB) / 10
-            advice = f"start with --kv-memory {fits:.1f} (GiB) or less, or close what else uses memory"
+            advice = f"start with --kv-memory {fits:.1f} (GiB) or less, or stop other programs that use memory"
         else:
             advice = "choose a smaller model or free memory first; even a small KV cache would not fit"
         raise NotEnoughMemoryError(f"not enough memory: {self.table(kv)}, {gib(kv - self.kv_room)} short; {advice}.")
 
     def pages(self, page_bytes: int, *, least: int, most: int) -> int:
-        """KV pages to make: as many as fit, at most `most`; refuses below `least`."""
+        """The number of KV pages: as many as fit, at most `most`; NotEnoughMemoryError below `least`."""
         fit = max(0, self.kv_room) // page_bytes
         if fit < least:
             raise NotEnoughMemoryError(
@@ -147,7 +172,7 @@ class MemoryAccount:
 
 
 def read_memory(device: torch.device | str = "cpu") -> MemoryState:
-    """The machine as it is now, for a model on `device`."""
+    """The present state of memory, for a model on `device`."""
     import torch  # here and below: the doctor reads cgroups where torch does not load
 
     device = torch.device(device)
@@ -171,17 +196,17 @@ def read_memory(device: torch.device | str = "cpu") -> MemoryState:
 
 @cache
 def is_unified(index: int) -> bool:
-    """Does this GPU live in the host's memory? The driver's own word; asking makes no context."""
+    """Whether this GPU uses the host's memory, according to the driver. The query creates no context."""
     import torch
 
     return bool(getattr(torch.cuda.get_device_properties(index), "is_integrated", False))
 
 
 def read_card(index: int) -> tuple[int, int]:
-    """(total, free) of a discrete GPU, from NVML, which takes no memory to ask.
+    """(total, free) of a discrete GPU, from NVML, which uses no memory on the card.
 
-    Where a container has CUDA but no NVML the CUDA runtime is asked; that makes a context, and its free memory is
-    counted without it.
+    In a container with CUDA but without NVML, the CUDA runtime is used; it creates a context, whose memory no longer
+    counts as free.
     """
     import torch
 
@@ -224,8 +249,8 @@ def cgroup_limits(own: Path = cgroups.OWN, root: Path = cgroups.ROOT) -> Iterato
             used = int((group.folder / used_name).read_text())
             stat = dict(entry.split() for entry in (group.folder / "memory.stat").read_text().splitlines())
             cached = int(stat[f"{total}inactive_file"]) + int(stat[f"{total}active_file"])
-            held = sum(int(stat[name]) for name in held_names)
+            pinned = sum(int(stat[name]) for name in held_names)
             slab = int(stat.get("slab_reclaimable", 0))  # version one does not say
-            yield limit, max(0, limit - used + max(0, cached - held) + slab)
+            yield limit, max(0, limit - used + max(0, cached - pinned) + slab)
         except (OSError, ValueError, KeyError):
             continue

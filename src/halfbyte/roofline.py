@@ -10,74 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from halfbyte.errors import UsageError
+from halfbyte.architectures import GPUS as GPUS
+from halfbyte.architectures import Gpu as Gpu
+from halfbyte.architectures import gpu_named as gpu_named
 from halfbyte.formats import FORMATS
+from halfbyte.formats.matrices import Formats
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.weights import GROUPS, shape_of
 
 _DENSE_BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
 KV_BYTES = {"f32": 4, "bf16": 2, "fp8": 1}
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """`read` is bytes/s: measured where `measured` says so, else the vendor's figure. FLOP/s are dense."""
-
-    name: str
-    arch: str
-    read: float
-    measured: bool
-    bf16: float
-    fp8: float
-    memory: float
-    note: str = ""
-    paper_read: float = 0.0  # the vendor's bytes/s
-    multiprocessors: int = 0
-    ghz: float = 0.0  # clock under load, as published
-    cache: float = 0.0  # bytes of L2
-    cache_read: float = 0.0  # bytes/s of L2
-    product_reads: tuple[float, float] = (0.0, 0.0)  # bytes/s of others' matrix products, least and best; 0: no report
-
-
-# Read bandwidths and matrix rates; `note` says where each comes from.
-GPUS: dict[str, Gpu] = {
-    "h200": Gpu(
-        "H200", "sm90", 4.5e12, True, 790e12, 1580e12, 141e9, "reads measured, 4.8 TB/s on paper", 4.8e12, 132, 1.98
-    ),
-    "h100": Gpu(
-        "H100 SXM", "sm90", 3.35e12, False, 790e12, 1580e12, 80e9, "paper bandwidth, H200's matrix rate", 3.35e12, 132,
-        1.98,
-    ),
-    "gb10": Gpu(
-        "GB10 (DGX Spark)", "sm121", 232e9, True, 92e12, 184e12, 120e9,
-        "reads (231-234 GB/s) and bf16 products as reported, 273 GB/s on paper; 24 MB of L2", 273e9, 48, 2.14,
-        24e6, 1.0e12, (201e9, 214e9),
-    ),
-    "rtx5090": Gpu(
-        "RTX 5090", "sm120", 1.792e12, False, 210e12, 419e12, 32e9, "paper; 96 MB of L2", 1.792e12, 170, 2.41,
-        96e6, 7.9e12,
-    ),
-    "pro6000": Gpu(
-        "RTX PRO 6000", "sm120", 1.792e12, False, 504e12, 1008e12, 96e9, "paper; 128 MB of L2", 1.792e12, 188, 2.62,
-        128e6, 8.7e12,
-    ),
-    "b200": Gpu("B200", "sm100", 8.0e12, False, 2250e12, 4500e12, 180e9, "paper", 8.0e12, 148, 1.97),
-}  # fmt: skip
-# What people and drivers call them. Variants with another memory (laptops, PCIe, NVL, D) are none of these.
-ALIASES = {
-    "spark": "gb10", "dgxspark": "gb10", "gb10dgxspark": "gb10", "5090": "rtx5090", "6000": "pro6000",
-    "rtxpro6000": "pro6000", "rtxpro6000blackwell": "pro6000", "rtxpro6000blackwellworkstationedition": "pro6000",
-    "rtxpro6000blackwellserveredition": "pro6000", "h100sxm": "h100", "h100sxm5": "h100", "h10080gbhbm3": "h100",
-}  # fmt: skip
-
-
-def gpu_named(text: str) -> Gpu:
-    """A GPU of the table by any usual name."""
-    key = "".join(c for c in text.lower() if c.isalnum()).removeprefix("nvidia").removeprefix("geforce")
-    key = ALIASES.get(key, key)
-    if key not in GPUS:
-        raise UsageError(f"there is no GPU {text!r} in the table; use one of {', '.join(GPUS)}.")
-    return GPUS[key]
 
 
 def bytes_per_weight(format: str) -> float:
@@ -243,6 +185,18 @@ def decode_ceiling(
     return Ceiling(batch * gpu.read / traffic.total, "memory", traffic.total, 0.0)
 
 
+HOST_READ = 60e9  # bytes a second of a desktop's memory: two channels of DDR5-5600, two thirds of their peak
+
+
+def divided_ceiling(
+    gpu: Gpu, config: ModelConfig, formats: Mapping[str, str], context: int, host_layers: int, host_read: float
+) -> float:
+    """Tokens per second of one request whose first layers' experts are in host memory: the GPU reads, then the host."""
+    traffic = decode_traffic(config, formats, context)
+    host = traffic.experts * host_layers / config.layers
+    return 1 / ((traffic.total - host) / gpu.read + host / host_read)
+
+
 def prefill_ceiling(gpu: Gpu, config: ModelConfig, formats: Mapping[str, str], prompt: int, depth: int = 0) -> Ceiling:
     """bf16 tensor cores against reading every weight once per prompt."""
     c = config
@@ -256,5 +210,6 @@ def prefill_ceiling(gpu: Gpu, config: ModelConfig, formats: Mapping[str, str], p
 
 
 def _role_bytes(config: ModelConfig, formats: Mapping[str, str], role: str) -> float:
-    """Of one layer's tensor, or of the model's."""
-    return math.prod(shape_of(config, role)) * bytes_per_weight(formats[role])
+    """The bytes of one layer's tensor, in the mean of the layers, or of the model's."""
+    names = Formats(formats).per_layer(role)
+    return math.prod(shape_of(config, role)) * sum(map(bytes_per_weight, names)) / len(names)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from bench.checks import decode_case
 from bench.experiments import rehearsal
 from halfbyte.kernels.launch import build_program, nvrtc_available
-from halfbyte.lab.levels import decode_case
 from halfbyte.lab.predict import formats_of
 from halfbyte.model.config import NAMED
 from halfbyte.roofline import GPUS, decode_traffic

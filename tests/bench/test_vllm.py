@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import subprocess
 import sys
@@ -13,21 +11,15 @@ from typing import Any
 
 import pytest
 
+from bench.measurement import MEASUREMENTS, Run
 from bench.vllm import compare, host
-from bench.vllm.receipt import file_of, results_of
+from bench.vllm.receipt import results_of, sources
+from halfbyte.errors import UsageError
 from halfbyte.lab.result import from_json
 from halfbyte.plan.phase import ARCHES
 from halfbyte.vllm_plugin.inside import read_options
 from halfbyte.vllm_plugin.layers import choose
 from halfbyte.vllm_plugin.selection import Shapes
-
-
-@pytest.mark.parametrize("name", ["bench.vllm.compare", "bench.vllm.pack"])
-def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(name).main(["--help"])
-    assert ended.value.code == 0
-    assert f"python -m {name}" in capsys.readouterr().out
 
 
 def test_every_variant_has_a_kernel_on_an_h200(tmp_path: Path) -> None:
@@ -44,13 +36,13 @@ def test_every_variant_has_a_kernel_on_an_h200(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-ASKED = argparse.Namespace(figures=["pp2048"], probe=False, profile=False, eager=False, seconds=1.0)
+ASKED = compare.Options(figures=("pp2048",), seconds=1.0)
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, code: int, result: Any, said: str = "") -> None:
     def run(command: list[str], **_: Any) -> Any:
         if result is not None:
-            Path(command[-1]).write_text(json.dumps(result), encoding="utf-8")
+            Path(json.loads(command[-1])[1]).write_text(json.dumps(result), encoding="utf-8")
         return SimpleNamespace(returncode=code, stdout=said, stderr="")
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -71,7 +63,7 @@ def test_another_kernel_than_the_chosen_one_has_no_figure(monkeypatch: pytest.Mo
 
 def test_what_a_variant_had_when_its_time_was_over_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(command: list[str], **_: Any) -> Any:
-        Path(command[-1]).write_text(json.dumps({"figures": {"pp2048": 3.0}}), encoding="utf-8")
+        Path(json.loads(command[-1])[1]).write_text(json.dumps({"figures": {"pp2048": 3.0}}), encoding="utf-8")
         raise subprocess.TimeoutExpired(command, 1.0, b"loading")
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -116,7 +108,9 @@ def test_the_receipt_is_of_the_one_schema(tmp_path: Path) -> None:
         "plugin-checkpoint": {"reason": "out of memory"},
     }
     found = results_of("120b", "0.26.0", compare.VARIANTS, results, {"plugin-mxfp4": [{"equal": 24, "of": 24}]})
-    file_of(found).write(tmp_path / "receipt.json")
+    run = Run(MEASUREMENTS["inside-vllm"], tmp_path / "receipt.json")
+    run.sources |= sources()
+    run.add(*found)
     read = from_json(json.loads((tmp_path / "receipt.json").read_text(encoding="utf-8")))
     cells = {(r.cell.path, r.cell.label): r for r in read.results}
     single = cells["plugin-mxfp4", "tg128 @ d2048"]
@@ -137,7 +131,7 @@ def test_what_the_host_does_is_timed_and_left_as_it_was(monkeypatch: pytest.Monk
     module.Engine = Engine
     monkeypatch.setitem(sys.modules, "an_engine", module)
     before = Engine.__dict__["step"]
-    with host.Watch().over(
+    with host.CallTimes().over(
         (("an_engine", "Engine", "step"), ("an_engine", "Engine", "gone"), ("no", "X", "y"))
     ) as seen:
         assert [Engine().step(n) for n in range(3)] == [1, 2, 3]
@@ -149,8 +143,7 @@ def test_what_the_host_does_is_timed_and_left_as_it_was(monkeypatch: pytest.Monk
     assert facts["processor"]
 
 
-def test_a_variant_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare.main(["120b", "--only", "nothing"])
-    assert "there is no variant nothing" in capsys.readouterr().err
+def test_a_variant_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="nothing"):
+        MEASUREMENTS["inside-vllm"].parse(["only=nothing"])
     assert sys.modules.get("vllm") is None

@@ -122,11 +122,11 @@ def test_caches_are_seeded_once(container: Container, tmp_path: Path) -> None:
 
 def test_the_entrypoint_knows_every_gate() -> None:
     text = ENTRYPOINT.read_text()
-    both = {axis.flag for axis in AXES if axis.field != "graphs"} | {"--preset", "--mxfp4-layers", "--engine"}
+    both = {axis.flag for axis in AXES if not axis.switch} | {"--preset", "--mxfp4-layers", "--engine"}
     with_value = next(line for line in text.splitlines() if line.strip().startswith("--moe-kernel |"))
     assert set(re.findall(r"--[a-z0-9-]+", with_value)) == both
     joined = next(line for line in text.splitlines() if line.strip().startswith("--moe-kernel=*"))
-    assert set(re.findall(r"--[a-z0-9-]+", joined)) == both | {"--enforce-eager"}
+    assert set(re.findall(r"--[a-z0-9-]+", joined)) == both | {axis.flag for axis in AXES if axis.switch}
 
 
 # ---- the others ------------------------------------------------------------------------------------------------------

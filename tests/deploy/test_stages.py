@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.packages.aarch64 import asked, files_of, text_in
+from bench.packages.aarch64 import files_of, requirements_of, text_in
 from tests.deploy.stages import Builder, Image, inside, parsed
 from tests.deploy.tools import DEPLOY, ROOT, passes
 
@@ -208,7 +208,7 @@ def test_flashinfers_build_has_the_flags_that_the_image_uses(tmp_path: Path) -> 
     with httpx.Client(timeout=60, follow_redirects=True) as client:
         wheels = files_of(client, PYPI, "vllm")
         vllm = next(place for name, place in wheels.items() if name.startswith(f"vllm-{pins['VLLM_VERSION']}-cp"))
-        wanted = next(r for r in asked(client, vllm) if r.name == "flashinfer-python")
+        wanted = next(r for r in requirements_of(client, vllm) if r.name == "flashinfer-python")
         wheels = files_of(client, PYPI, wanted.name)
         (place,) = [p for n, p in wheels.items() if n.endswith(".whl") and n.split("-")[1] == str(wanted.specifier)[2:]]
         known = set(re.findall(r"\"(--[a-z0-9-]+)\"", text_in(client, place, "flashinfer/aot.py")))

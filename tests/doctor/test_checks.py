@@ -38,7 +38,9 @@ def gpu(capability: str = "12.1", driver: str = "580.142", mhz: int = 208, busy:
 @pytest.mark.parametrize(
     ("id", "change", "severity", "said"),
     [
-        ("gpu.architecture", gpu(capability="8.9"), "error", "compute capability 8.9"),
+        ("gpu.architecture", gpu(capability="8.7"), "error", "compute capability 8.7: halfbyte has kernels for sm80"),
+        ("gpu.architecture", gpu(capability="7.0"), "error", "llama.cpp or LMDeploy serve"),
+        ("wsl.version", ("system", "", {"kernel": "4.4.0-19041-Microsoft", "python": "3.12.3"}), "error", "WSL1"),
         ("gpu.mode", gpu(mode="Prohibited"), "error", "Prohibited"),
         ("cuda.driver", gpu(driver="570.12"), "error", "needs the 580 series"),
         ("cuda.known-bad", gpu(driver="590.44.01"), "warning", "CUDA graphs"),
@@ -53,7 +55,7 @@ def gpu(capability: str = "12.1", driver: str = "580.142", mhz: int = 208, busy:
                                                    "bytes": 9 << 30}]), "note", "9.0 GiB"),
         ("install.variables", ("variables", "", {"HALFBYTE_MOE_KERNAL": "triton"}), "error", "did you mean"),
         ("cache.folder", ("disk", "~/.cache/halfbyte", {"total": 9**15, "free": 9**14, "kind": "ext4",
-                                                       "writable": False}), "warning", "cannot be written"),
+                                                       "writable": False}), "warning", "not writable"),
         ("memory.cgroup", ("cgroup_memory", "", [{"limit": 2 << 30, "left": 1 << 30}]), "warning", "embedded model"),
     ],
 )  # fmt: skip
@@ -96,9 +98,14 @@ def test_tritons_module_is_looked_for_in_its_cache(tmp_path: Path, monkeypatch: 
     ("told", "there", "severity", "said"),
     [
         ({"NCCL_SOCKET_IFNAME": "enp1s0f1np1", "GLOO_SOCKET_IFNAME": "eth0"}, ["enp1s0f1np1"], "error", "different"),
-        ({"NCCL_SOCKET_IFNAME": "eth7"}, ["enp1s0f1np1", "lo"], "error", "no interface eth7; there are enp1s0f1np1"),
+        (
+            {"NCCL_SOCKET_IFNAME": "eth7"},
+            ["enp1s0f1np1", "lo"],
+            "error",
+            "no interface eth7; the interfaces are enp1s0f1np1",
+        ),
         ({}, ["enp1s0f1np1"], "note", "NCCL_SOCKET_IFNAME is not set"),
-        ({}, ["eth0", "lo"], "warning", "names no other; there are eth0"),
+        ({}, ["eth0", "lo"], "warning", "NCCL_SOCKET_IFNAME is not set); the interfaces are eth0"),
     ],
 )
 def test_interfaces_of_a_cluster(told: dict[str, str], there: list[str], severity: str, said: str) -> None:
@@ -175,7 +182,7 @@ def test_a_folder_is_looked_at_without_torch(tmp_path: Path) -> None:
     found = look_at(tmp_path)
     assert found is not None
     assert found["missing"] == ["model-00002-of-00002.safetensors"]
-    assert (found["cut_off"], found["config"], found["vocabulary"]) == ([], True, False)
+    assert (found["kind"], found["cut_off"], found["vocabulary"]) == ("safetensors", [], False)
     shard(tmp_path / "model-00002-of-00002.safetensors", 64)
     whole = (tmp_path / "model-00002-of-00002.safetensors").read_bytes()
     (tmp_path / "model-00002-of-00002.safetensors").write_bytes(whole[:-1])
@@ -194,6 +201,7 @@ def test_gguf_and_nothing(tmp_path: Path) -> None:
     assert look_at(tmp_path / "a.gguf") == {"kind": "gguf", "bytes": 16, "largest": "a.gguf"}
     assert look_at(tmp_path / "b.gguf")["kind"] == "unknown"  # type: ignore[index]
     assert look_at(tmp_path / "none") is None
+    assert look_at(tmp_path) == {"kind": "folder", "bytes": 32, "largest": "a.gguf"}
 
 
 def test_a_disk_is_read_and_a_small_file_tells_nothing(tmp_path: Path) -> None:

@@ -91,6 +91,16 @@ class FakeRunner:
         self.launches += 1
         return handle
 
+    def read_page(self, page: int) -> memoryview:
+        return memoryview(self.store[page].copy()).cast("B")
+
+    def stage_page(self, content: memoryview) -> memoryview:
+        return content
+
+    def write_pages(self, pages: list[int], contents: list[memoryview]) -> None:
+        for page, content in zip(pages, contents, strict=True):
+            self.store[page] = np.frombuffer(content, np.int64)
+
     def close(self) -> None:
         pass
 
@@ -104,23 +114,27 @@ class FakeRunner:
                     tokens[r] = self.last[source]
         size = self.page_size
         self.computed_rows += batch.rows
-        for kind, table in enumerate((batch.full, batch.sliding)):
+        for kind, table in enumerate((batch.full_table, batch.sliding_table)):
             pages = table[batch.row_sequence, batch.positions // size]
             assert (pages != 0).all(), "a real row would be written to the scratch page"
-            self.store[pages, batch.positions % size] = tokens * 2 + kind
+            self.store[pages, batch.positions % size] = self.stored(tokens, batch) * 2 + kind
         logits = np.stack([self._read(batch, r) for r in batch.logit_rows.tolist()]) if len(batch.logit_rows) else None
         result = StepResult([]) if logits is None else sample_on_host(torch.from_numpy(logits), batch)
         self.last = result.tokens
         return result
+
+    def stored(self, tokens: np.ndarray, batch: Batch) -> np.ndarray:
+        """What stands in the pages for these tokens."""
+        return tokens
 
     def _read(self, batch: Batch, row: int) -> np.ndarray:
         s, p, size = int(batch.row_sequence[row]), int(batch.positions[row]), self.page_size
         assert batch.query_start[s] <= row < batch.query_start[s + 1]
         assert batch.kv_lens[s] == batch.positions[batch.query_start[s + 1] - 1] + 1
         at = np.arange(p + 1)
-        prefix = self.store[batch.full[s, at // size], at % size]
+        prefix = self.store[batch.full_table[s, at // size], at % size]
         at = at[max(0, p - self.window + 1) :]
-        window = self.store[batch.sliding[s, at // size], at % size]
+        window = self.store[batch.sliding_table[s, at // size], at % size]
         assert min(prefix.min(), window.min()) >= 0, "read a slot that was never written"
         assert not (prefix % 2).any(), "read a page of the other kind"
         assert (window % 2).all(), "read a page of the other kind"
@@ -182,8 +196,9 @@ def one_row(sampler: RowSampler, position: int, history: list[int]) -> Batch:
     zero = np.zeros(1, np.int32)
     table = np.zeros((1, 1), np.int32)
     return Batch(
-        tokens=zero, positions=zero, query_start=zero, kv_lens=zero, row_sequence=zero, full=table, sliding=table,
-        logit_rows=zero, token_from=None, max_kv_len=1, samplers=[sampler], sample_positions=[position], slots=[0],
+        tokens=zero, positions=zero, query_start=zero, kv_lens=zero, row_sequence=zero,
+        full_table=table, sliding_table=table, logit_rows=zero, token_from=None, max_kv_len=1, samplers=[sampler],
+        sample_positions=[position], slots=[0],
         histories={0: list(history)},
     )  # fmt: skip
 

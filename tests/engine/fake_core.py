@@ -14,7 +14,7 @@ Got = dict[tuple[str, int], list[Delta]]
 
 
 def make(pages: int = 200, page_size: int = 4, window: int = 8, fault=None, clock=None, **kw) -> EngineCore:
-    settings = {"max_seqs": 8, "max_tokens": 32, "max_context": 512, **kw}
+    settings = {"max_seqs": 8, "max_rows_per_step": 32, "max_context": 512, **kw}
     config = EngineConfig(pages=pages, page_size=page_size, window=window, vocab=VOCAB, eos_tokens=(EOS,), **settings)
     runner = FakeRunner(pages, page_size, window, fault=fault, on_host=config.host_steps)
     return EngineCore(runner, config, FakeVocabulary(), **({"clock": clock} if clock else {}))

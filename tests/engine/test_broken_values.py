@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bench.padded_model import load_padded
 from halfbyte import gates
 from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Delta, Request, SamplingParams
 from halfbyte.formats import DenseTiles
-from halfbyte.lab.padded_model import load_padded
 from halfbyte.model import load
 from halfbyte.model.diagnose import find_broken
 from halfbyte.model.gpt_oss import GptOss
@@ -156,6 +156,6 @@ def test_the_search_names_what_it_finds() -> None:
     model.kv_pool()[2, 0, 0, 0, 3, 0] = NAN  # token 19 of layer 1, the first full one
     assert find_broken(model, [1, 2], [3, 4], 20) == "layer 0 behind its keys and values, or layer 1 in front of them"
     model.weights.layers[0].down_bias[1, 2] = INF
-    assert find_broken(model, [1, 2], [3, 4], 20) == "layer 0, whose down_bias has values that are no numbers"
+    assert find_broken(model, [1, 2], [3, 4], 20) == "layer 0, whose down_bias has values that are not finite"
     dense = model.weights.layers[0].qkv
     assert isinstance(dense, torch.Tensor | DenseTiles) or dense.scales.numel()

@@ -37,10 +37,10 @@ class ScriptedModel(FakeRunner):
     def _read(self, batch: Batch, row: int) -> np.ndarray:
         s, p, size = int(batch.row_sequence[row]), int(batch.positions[row]), self.page_size
         at = np.arange(p + 1)
-        prefix = self.store[batch.full[s, at // size], at % size] // 2
+        prefix = self.store[batch.full_table[s, at // size], at % size] // 2
         assert prefix.tolist() == self.script[: p + 1], "the cache gave another prefix than the prompt's"
         at = at[max(0, p - self.window + 1) :]
-        window = self.store[batch.sliding[s, at // size], at % size] // 2
+        window = self.store[batch.sliding_table[s, at // size], at % size] // 2
         assert window.tolist() == self.script[at[0] : p + 1], "the cache gave another window than the prompt's"
         logits = np.zeros(self.vocab, np.float32)
         logits[self.script[p + 1]] = 9.0
@@ -100,7 +100,7 @@ def common(a: list[int], b: list[int]) -> int:
 def play(requests: list[tuple[list[int], list[int]]], vocab: int, eos: tuple[int, ...], cache: bool):
     pages = 700
     config = EngineConfig(
-        pages=pages, page_size=64, window=128, vocab=vocab, eos_tokens=eos, max_tokens=2048, prefix_cache=cache
+        pages=pages, page_size=64, window=128, vocab=vocab, eos_tokens=eos, max_rows_per_step=2048, prefix_cache=cache
     )
     model = ScriptedModel(pages, 64, 128, vocab=vocab)
     core = EngineCore(model, config)

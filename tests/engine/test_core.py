@@ -19,7 +19,7 @@ from halfbyte.engine.request import Request, SamplingParams
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_a_request_gives_the_same_tokens_in_any_batch(batch: int, run_ahead: bool) -> None:
     rng = random.Random(batch)
-    core = make(pages=3000, max_seqs=64, max_tokens=100, run_ahead=run_ahead)
+    core = make(pages=3000, max_seqs=64, max_rows_per_step=100, run_ahead=run_ahead)
     requests = [
         Request(random_prompt(rng, 1, 60), SamplingParams(seed=i, max_tokens=12, top_p=(1.0, 0.9)[i % 2]), id=f"q{i}")
         for i in range(batch)
@@ -41,13 +41,13 @@ def test_steps_are_launched_before_the_last_is_committed() -> None:
         core.step()
         if before is not None and core.launched is not None and before.step.ahead:
             ahead += 1
-            assert all(s.pending <= 1 for s in core.scheduler.running)
+            assert all(s.num_pending_tokens <= 1 for s in core.scheduler.running)
     assert ahead >= 25
 
 
 def test_chunks_beside_decodes_are_launched_ahead_within_the_pages_promised() -> None:
     """A prompt in chunks that others wait for: the device never waits for the host in between."""
-    core = make(pages=2000, max_context=4096, max_tokens=64, beside_decode=32)
+    core = make(pages=2000, max_context=4096, max_rows_per_step=64, max_rows_with_decode=32)
     core.submit(Request([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), id="short"))
     core.step()
     core.submit(Request([7] * 800, SamplingParams(temperature=0, max_tokens=1), id="long"))
@@ -57,7 +57,7 @@ def test_chunks_beside_decodes_are_launched_ahead_within_the_pages_promised() ->
         core.step()
         core.check()
         for seq in core.scheduler.running:
-            assert seq.scheduled - seq.tables.length <= 64
+            assert seq.num_scheduled_tokens - seq.tables.length <= 64
         if before is not None and core.launched is not None and core.launched.step.rows == 32:
             mixed += 1
             ahead += before.step.ahead
@@ -66,7 +66,7 @@ def test_chunks_beside_decodes_are_launched_ahead_within_the_pages_promised() ->
 
 
 def test_a_long_prompt_never_stops_others_from_decoding() -> None:
-    core = make(pages=2000, max_context=4096, max_tokens=32)
+    core = make(pages=2000, max_context=4096, max_rows_per_step=32)
     core.submit(Request([5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), id="short"))
     out: Got = {}
     collect(core.step(), out)
@@ -91,7 +91,12 @@ def test_a_long_prompt_never_stops_others_from_decoding() -> None:
 def test_chunks_are_larger_while_nobody_decodes() -> None:
     rows: list[int] = []
     core = make(
-        pages=2000, max_context=4096, max_seqs=4, max_tokens=64, beside_decode=16, fault=lambda b: rows.append(b.rows)
+        pages=2000,
+        max_context=4096,
+        max_seqs=4,
+        max_rows_per_step=64,
+        max_rows_with_decode=16,
+        fault=lambda b: rows.append(b.rows),
     )
     core.submit(Request([7] * 150, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), id="long"))
     out: Got = {}
@@ -105,7 +110,7 @@ def test_chunks_are_larger_while_nobody_decodes() -> None:
 
 def test_a_prompt_that_can_be_finished_is_not_halved() -> None:
     """Two that share every step would both have their first token at the end: one after the other, one has it early."""
-    core = make(pages=2000, max_context=4096, max_seqs=4, max_tokens=64, beside_decode=33)
+    core = make(pages=2000, max_context=4096, max_seqs=4, max_rows_per_step=64, max_rows_with_decode=33)
     core.submit(Request([5], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), id="decodes"))
     core.step()
     for token, name in enumerate("ab", 7):
@@ -170,7 +175,7 @@ def test_peak_of_a_32k_request_through_the_scheduler_is_at_most_55_percent() -> 
 
         def close(self) -> None: ...
 
-    config = EngineConfig(pages=2000, max_tokens=2048, vocab=1000, eos_tokens=(1,))
+    config = EngineConfig(pages=2000, max_rows_per_step=2048, vocab=1000, eos_tokens=(1,))
     core = EngineCore(Nothing(), config)
     core.submit(Request([5] * (32768 - 64), SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)))
     while core.has_work:

@@ -12,9 +12,9 @@ from halfbyte.errors import ContextError, QueueFullError, RequestError
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     core = make(pages=40, max_context=512)
-    with pytest.raises(ContextError, match=r"500 prompt tokens \+ max_tokens 30 = 530 tokens, but the context is 512"):
+    with pytest.raises(ContextError, match=r"\b500\b.*\b30\b.*\b530\b.*\b512\b"):
         core.submit(Request([5] * 500, GREEDY))
-    with pytest.raises(ContextError, match=r"430 tokens need \d+ KV pages of 4 tokens at once, but the cache has 39"):
+    with pytest.raises(ContextError, match=r"\b430\b.*\b39\b"):
         core.submit(Request([5] * 400, GREEDY))
     longest = core.scheduler.longest
     request = Request([5] * (longest - 30), GREEDY, id="fits")

@@ -47,7 +47,7 @@ def test_a_step_without_memory_sheds_load_and_survives() -> None:
         if batch.rows > limit[0]:
             raise MemoryError("no memory")
 
-    core = make(pages=2000, max_tokens=256, max_context=1000, fault=fault)
+    core = make(pages=2000, max_rows_per_step=256, max_context=1000, fault=fault)
     requests = [Request([5 + i] * 300, GREEDY, id=f"m{i}") for i in range(4)]
     for r in requests:
         core.submit(r)
@@ -117,18 +117,18 @@ def test_a_dead_device_ends_the_engine_at_the_first_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "name"),
     [
         ("tokens", VOCAB, "token"),
         ("tokens", -1, "token -1"),
         ("positions", 1 << 20, "position"),
-        ("full", 1 << 20, "page"),
-        ("sliding", -7, "page -7"),
+        ("full_table", 1 << 20, "page"),
+        ("sliding_table", -7, "page -7"),
         ("row_sequence", 3, "sequence"),
         ("kv_lens", 1 << 20, "length"),
     ],
 )
-def test_numbers_that_kernels_trust_are_looked_at_every_step(field: str, value: int, said: str) -> None:
+def test_numbers_that_kernels_trust_are_looked_at_every_step(field: str, value: int, name: str) -> None:
     core = make()
     build = core.builder.build
 
@@ -143,4 +143,4 @@ def test_numbers_that_kernels_trust_are_looked_at_every_step(field: str, value: 
     core.submit(Request([5, 6, 7], GREEDY, id="a"))
     out = drain(core)
     assert out["a", 0][-1].finish == "error"
-    assert f"a step has the {said}" in (out["a", 0][-1].error or "")
+    assert name in (out["a", 0][-1].error or "")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from engine_heads import write_head
 
+from bench.padded_model import load_padded
 from halfbyte import gates
 from halfbyte.engine import graphs as graphs_
 from halfbyte.engine.batch import Batch
@@ -36,7 +37,6 @@ from halfbyte.engine.step_buffer import ALIGN, StepBuffer
 from halfbyte.engine.warm_up import warm_up
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates
-from halfbyte.lab.padded_model import load_padded
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss, choose
 from halfbyte.model.single_sequence import SingleSequence
@@ -47,14 +47,6 @@ from halfbyte.plan.step import RegimeLimits, Step
 from tests.reference import REFERENCE
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_what_is_sent_arrives_aligned_and_typed() -> None:
@@ -98,15 +90,15 @@ class Stand(DecodeGraph):
 
 
 def core_of(model: GptOss, graphs: bool, **options: object) -> EngineCore:
-    small = EngineOptions(max_context=512, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, **options)  # type: ignore[arg-type]
+    small = EngineOptions(max_context=512, max_rows_per_step=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, **options)  # type: ignore[arg-type]
     core, _, _ = core_for(model, Tokenizer.gpt_oss(), small)
     core.runner.close()
     observer = core.proposer if isinstance(core.proposer, Eagle3Proposer) else None
     captured = Graphs(model, 32, TorchSampler(), None if observer is None else observer.tap) if graphs else None
     core.runner = DeviceRunner(model, TorchSampler(), observer, captured, rows=256, blocks=32)
     if core.proposer is not None:  # draft from the first token on, whatever it costs
-        controller = core.proposer.controller  # type: ignore[attr-defined]
-        controller.tokens, controller.draft_cost = 10**9, 0.0
+        controller = core.proposer.controller
+        controller.tokens, controller.draft_cost, controller.ledger = 10**9, 0.0, None
     return core
 
 
@@ -158,7 +150,7 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(monkeypatch: pytest.
     core = core_of(model, False)
     runner = core.runner
     assert isinstance(runner, DeviceRunner)
-    runner.buffer.words = 4  # nothing fits: every step has a buffer of its own
+    runner.buffer.num_words = 4  # nothing fits: every step has a buffer of its own
     assert answers(core, 11) == eager
 
 
@@ -198,7 +190,7 @@ class Turns:
         proposals = []
         for seq, most in wants:
             self.asked += 1
-            done = len(seq.tokens) - seq.prompt
+            done = len(seq.tokens) - seq.num_prompt_tokens
             right = self.wanted[seq.request.id][done:][: self.asked % 4]
             proposals.append(Proposal([*right, *[7] * (self.asked % 3)][:most]))
         return proposals
@@ -249,7 +241,7 @@ def test_drafts_are_verified_by_graphs_with_the_tokens_of_eager_steps(monkeypatc
         def noted(batch: Batch, launch: Callable[[Batch], StepHandle] = launch, graphs: bool = graphs) -> StepHandle:
             before = Stand.replays
             handle = launch(batch)
-            if any(batch.drafts):
+            if any(c.draft for c in batch.chunks):
                 assert (Stand.replays > before) == (graphs and batch.rows == len(batch.samplers))
                 shapes.add((batch.rows, len(batch.slots)))
             return handle
@@ -349,14 +341,15 @@ def test_padding_a_model_changes_its_shape_and_nothing_else() -> None:
     from halfbyte.model.single_sequence import SingleSequence
 
     name = load.resolve_model(None)
-    plain, padded = load.load_model(name), load_padded(gates.PRESETS["exact"].gates, "cpu")
+    exact = gates.PRESETS["exact"].gates
+    plain, padded = load.load_model(name, exact), load_padded(exact, "cpu")
     assert (padded.config.heads, padded.config.experts) == (16, 32)
     ids = load.tokenizer_of(name).encode("Tom has 12 apples. Then 7 more come. How many are there?")
     assert torch.equal(
         SingleSequence(padded, 128).feed(ids, all_logits=True), SingleSequence(plain, 128).feed(ids, all_logits=True)
     )
     for preset in ("exact", "balanced", "fast"):
-        _, _, selection = choose(padded.config, gates.PRESETS[preset].gates, ARCHES["sm90"])
+        selection = choose(padded.config, gates.PRESETS[preset].gates, ARCHES["sm90"]).selection
         assert selection.chosen["decode"] == ("cuda.decode_step",)
         assert "cuda.prefill_layer" in selection.chosen["prefill"]
 
@@ -438,7 +431,7 @@ def test_drafts_on_a_gpu(method: str) -> None:
         options = EngineOptions(gates=g, max_context=1024, kv_gib=0.25, reserve_gib=0.0, max_draft=3)
         core, _, _ = core_for(model, tokenizer, options)
         assert core.proposer is not None
-        core.proposer.controller.tokens = 10**9  # type: ignore[attr-defined]
+        core.proposer.controller.tokens, core.proposer.controller.ledger = 10**9, None
         tokens, stats = told(core, prompts), core.stats()
         outcomes.append((tokens, stats.drafted_tokens, stats.accepted_tokens))
         core.close()

@@ -36,7 +36,7 @@ extern "C" __global__ void stop(unsigned* failure) {
 
 def build(settings: dict[str, Any], report: Callable[[str], None]) -> tuple[EngineCore, SourceInfo]:
     """Runs in the engine's process: the embedded model in the kernels' shape; some tokens are fatal."""
-    from halfbyte.lab.padded_model import load_padded
+    from bench.padded_model import load_padded
 
     g = gates.parse({}, env={}, preset="fast")
     options = EngineOptions(gates=g, max_context=1024, kv_gib=0.25, reserve_gib=0.0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine_fakes import EOS, GO, PIECES, VOCAB, FakeVocabulary, text_of
 
-from halfbyte.engine.grammar import GrammarCompiler, GrammarState
+from halfbyte.engine.grammar import LEAST_BYTES, GrammarCompiler, GrammarState
 from halfbyte.engine.request import Constraint
 from halfbyte.errors import RequestError, StepError
 
@@ -20,7 +20,7 @@ SCHEMA = (
 
 @pytest.fixture
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(FakeVocabulary(), (EOS,), cache=2)
+    return GrammarCompiler(FakeVocabulary(), (EOS,), cache_bytes=2 * LEAST_BYTES)
 
 
 def allowed(state: GrammarState) -> list[int]:
@@ -122,7 +122,7 @@ def test_choices_do_not_share_their_place(compiler: GrammarCompiler) -> None:
 
 def test_a_token_outside_the_grammar_is_an_error_not_a_crash(compiler: GrammarCompiler) -> None:
     state = compiler.compile(Constraint("regex", "12"), [5])
-    with pytest.raises(StepError, match="token 40 is not one that the grammar"):
+    with pytest.raises(StepError, match="token 40"):
         state.observe([40])
 
 

@@ -54,7 +54,7 @@ weights = load.weight_bytes(name, options.gates)
 try:
     account = sizing.check_start(config, options, memory, arch_of("cpu"), weights)  # as `serve` does
     if act == "account":
-        spec = sizing.choose(config, options.gates, arch_of("cpu"), sizing.CHECKPOINT_FORMATS, options.page_size)[0]
+        spec = sizing.choose(config, options.gates, arch_of("cpu"), sizing.CHECKPOINT_FORMATS, options.page_size).spec
         page = sizing.page_bytes(config, spec)
         kv = sizing.page_limits(config, options, memory, page).least * page
         limit, left = next(cgroup_limits())

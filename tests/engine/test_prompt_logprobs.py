@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_fakes import EOS, VOCAB, FakeRunner, FakeVocabulary, fake_logits, random_prompt
 
+from bench.padded_model import load_padded
 from halfbyte import gates
 from halfbyte.engine.batch import Batch
 from halfbyte.engine.build import core_for
@@ -24,7 +25,6 @@ from halfbyte.engine.sampling.device import TorchSampler
 from halfbyte.engine.sampling.logprobs import logprob_of
 from halfbyte.engine.scheduler import SCORED_ROWS
 from halfbyte.errors import RequestError
-from halfbyte.lab.padded_model import load_padded
 from halfbyte.model.load import load_model, resolve_model, tokenizer_of
 from halfbyte.model.single_sequence import SingleSequence
 from tests.reference import REFERENCE
@@ -34,7 +34,7 @@ ONLY = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=2)
 
 
 def make(pages: int = 400, fault=None, **kw) -> EngineCore:
-    settings = {"max_seqs": 8, "max_tokens": 200, "max_context": 1024, **kw}
+    settings = {"max_seqs": 8, "max_rows_per_step": 200, "max_context": 1024, **kw}
     config = EngineConfig(pages=pages, page_size=4, window=WINDOW, vocab=VOCAB, eos_tokens=(EOS,), **settings)
     return EngineCore(FakeRunner(pages, 4, WINDOW, fault=fault), config, FakeVocabulary())
 
@@ -123,7 +123,7 @@ def test_choices_share_one_account_of_the_prompt() -> None:
 
 
 def test_many_at_once_none_starves() -> None:
-    core = make(pages=2000, max_seqs=8, max_tokens=64)
+    core = make(pages=2000, max_seqs=8, max_rows_per_step=64)
     rng = random.Random(5)
     prompts = {f"q{i}": random_prompt(rng, 60, 200) for i in range(12)}
     for id, prompt in prompts.items():
@@ -134,7 +134,7 @@ def test_many_at_once_none_starves() -> None:
 
 
 def test_too_few_pages_for_all_of_them() -> None:
-    core = make(pages=90, max_seqs=4, max_tokens=64)
+    core = make(pages=90, max_seqs=4, max_rows_per_step=64)
     rng = random.Random(6)
     prompts = {f"q{i}": random_prompt(rng, 60, 90) for i in range(6)}
     more = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, prompt_logprobs=2)
@@ -182,7 +182,8 @@ def test_a_real_model(on_device: bool) -> None:
     model.allocate_kv(64)
     config = EngineConfig(
         pages=64, page_size=16, window=model.config.window, vocab=model.config.vocab, max_context=256,
-        eos_tokens=model.config.eos_tokens, max_seqs=4, max_tokens=32, host_steps=not on_device, run_ahead=on_device,
+        eos_tokens=model.config.eos_tokens, max_seqs=4, max_rows_per_step=32,
+        host_steps=not on_device, run_ahead=on_device,
     )  # fmt: skip
     runner = DeviceRunner(model, TorchSampler(), rows=64, sequences=4, blocks=16) if on_device else CpuRunner(model)
     core = EngineCore(runner, config)

@@ -26,15 +26,6 @@ pytestmark = pytest.mark.exact
 VOCAB = 1024
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small matrices: threads cost more than they bring, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def model_for(page_size: int = 64) -> GptOss:
     return load_model(resolve_model("random:small"), Gates(), page_size=page_size)
 
@@ -73,7 +64,7 @@ def test_tokens_are_those_of_one_at_a_time(batch: int, page_size: int, speculate
     checked = asked if batch < 10 else asked[::16]
     wanted = [expected(alone, r) for r in checked]
     options = EngineOptions(
-        gates=Gates(speculate=speculate), max_context=512, max_tokens=128, page_size=page_size, kv_gib=0.05,
+        gates=Gates(speculate=speculate), max_context=512, max_rows_per_step=128, page_size=page_size, kv_gib=0.05,
         reserve_gib=0.0,
     )  # fmt: skip
     core, _, _ = core_for(model_for(page_size), Tokenizer.gpt_oss(), options)
@@ -113,7 +104,7 @@ def test_generate_takes_texts_and_ids(engine: Engine) -> None:
 def test_refusals_reach_the_caller(engine: Engine) -> None:
     with pytest.raises(RequestError, match="vocabulary"):
         engine.generate([[5000]])
-    with pytest.raises(UsageError, match="Engine takes model"):
+    with pytest.raises(UsageError, match="Engine takes preset, model"):
         Engine("random:small", nonsense=1)
 
 
@@ -136,7 +127,7 @@ def test_whatever_submitting_raises_ends_that_request_only(engine: Engine, monke
 
     core = engine.source._core
     with monkeypatch.context() as patch:
-        patch.setattr(core.scheduler, "limit_of", bug)
+        patch.setattr(core.scheduler, "max_length_of", bug)
         with pytest.raises(EngineError, match="could not take this request") as e:
             engine.generate([[5]])
     assert "secret" not in str(e.value)

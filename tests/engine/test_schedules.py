@@ -96,6 +96,9 @@ def make_proposer(name: str, rng: random.Random) -> Proposer | None:
     return makers[name]()
 
 
+RequestMaker = Callable[[random.Random, int, list[list[int]]], tuple[Request, Callable | None]]
+
+
 def random_request(rng: random.Random, number: int, shared: list[list[int]]) -> tuple[Request, Callable | None]:
     base = rng.choice(shared)
     prompt = base[: rng.choice([1, 5, rng.randint(1, len(base))])] + random_prompt(rng, 0, 12)
@@ -106,6 +109,7 @@ def random_request(rng: random.Random, number: int, shared: list[list[int]]) -> 
         "top_k": rng.choice([0, 0, 3]),
         "top_p": rng.choice([1.0, 0.8]),
         "min_p": rng.choice([0.0, 0.05]),
+        "top_n_sigma": rng.choice([0.0, 0.0, 2.0]),
         "logprobs": rng.choice([None, None, 0, 2]),
         "n": rng.choice([1, 1, 1, 3]),
         "ignore_eos": rng.random() < 0.6,
@@ -129,10 +133,13 @@ def random_request(rng: random.Random, number: int, shared: list[list[int]]) -> 
         if constraint is None and not params.get("min_tokens") and scored.random() < 0.3:
             params |= {"max_tokens": 0}
     timeout = rng.choice([None] * 9 + [rng.uniform(1, 60)])
-    return Request(prompt, SamplingParams(**params), constraint, timeout, id=f"r{number}"), allowed
+    client = scored.choice(["", "", "a", "b"])
+    return Request(prompt, SamplingParams(**params), constraint, timeout, id=f"r{number}", client=client), allowed
 
 
-def run_schedule(seed: int) -> dict[str, int]:
+def run_schedule(
+    seed: int, vocabulary: FakeVocabulary | None = None, make_request: RequestMaker = random_request
+) -> dict[str, int]:
     rng = random.Random(seed)
     page_size, window = rng.choice([1, 2, 4, 8, 16]), rng.choice([1, 3, 8, 20])
     longest = 170
@@ -145,11 +152,11 @@ def run_schedule(seed: int) -> dict[str, int]:
         FakeRunner(pages, page_size, window, on_host=on_host),
         EngineConfig(
             pages=pages, page_size=page_size, window=window, vocab=VOCAB, max_context=longest, eos_tokens=(EOS,),
-            max_seqs=max_seqs, max_tokens=max(max_seqs, rng.choice([8, 16, 64])),
+            max_seqs=max_seqs, max_rows_per_step=max(max_seqs, rng.choice([8, 16, 64])),
             run_ahead=not on_host and rng.random() < 0.7, prefix_cache=rng.random() < 0.8,
-            beside_decode=rng.choice([4, 2048]), host_steps=on_host,
+            max_rows_with_decode=rng.choice([4, 2048]), host_steps=on_host,
         ),
-        FakeVocabulary(),
+        vocabulary or FakeVocabulary(),
         make_proposer(method, rng),
         clock=lambda: now[0],
     )  # fmt: skip
@@ -157,7 +164,7 @@ def run_schedule(seed: int) -> dict[str, int]:
     core.grammars.compiler.matcher(Constraint("regex", REGEX))  # known: no schedule depends on how long that takes
     shared = [random_prompt(rng, 10, 80) for _ in range(2)]
     hurry = rng.choice([0.1, 0.3, 0.9])
-    todo = [random_request(rng, i, shared) for i in range(rng.randint(4, 14))]
+    todo = [make_request(rng, i, shared) for i in range(rng.randint(4, 14))]
     got: dict[tuple[str, int], list[Delta]] = {}
     sent: list[tuple[Request, Callable | None]] = []
     while todo or core.has_work:

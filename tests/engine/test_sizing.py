@@ -13,10 +13,11 @@ from halfbyte.engine.sizing import (
     ENGINE_PROCESS,
     GPU_CONTEXT,
     check_start,
+    host_tier,
     memory_account,
     page_limits,
-    rows_beside_decode,
     rows_per_step,
+    rows_with_decode,
     workspace,
 )
 from halfbyte.errors import NotEnoughMemoryError, UsageError
@@ -65,7 +66,7 @@ def test_a_start_that_is_let_through_finds_its_pages(machine: str) -> None:
     """At the edge: what `serve` refuses by a byte the engine would refuse too, and the other way round."""
     arch, state = MACHINES[machine]
     options = EngineOptions(model="random:120b", max_context=8192)
-    page = page_bytes(CONFIG, choose(CONFIG, options.gates, ARCHES[arch])[0])
+    page = page_bytes(CONFIG, choose(CONFIG, options.gates, ARCHES[arch]).spec)
     need = page_limits(CONFIG, options, state, page).least
     account = memory_account(CONFIG, options, state, weights=WEIGHTS, own_process=True)
     edge = less(state, account.kv_room - need * page)
@@ -92,7 +93,7 @@ def test_a_kv_memory_that_a_person_names() -> None:
     state = MACHINES["discrete"][1]
     limits = page_limits(CONFIG, EngineOptions(kv_gib=1.0), state, PAGE)
     assert limits.least == limits.most == GIB // PAGE
-    with pytest.raises(UsageError, match=r"--kv-memory 0\.001 GiB holds no page of 2\.2 MiB"):
+    with pytest.raises(UsageError, match=r"--kv-memory 0\.001.* 2\.2 MiB"):
         page_limits(CONFIG, EngineOptions(kv_gib=0.001), state, PAGE)
     with pytest.raises(NotEnoughMemoryError, match=r"KV cache 100\.00 GiB"):
         check_start(CONFIG, EngineOptions(kv_gib=100.0), state, ARCHES["sm90"], WEIGHTS)
@@ -101,12 +102,12 @@ def test_a_kv_memory_that_a_person_names() -> None:
 def test_large_steps_only_where_there_is_room() -> None:
     rows = {name: rows_per_step(EngineOptions(), state) for name, (_, state) in MACHINES.items()}
     assert rows == {"discrete": 8192, "unified": 2048, "cpu": 256}
-    assert rows_per_step(EngineOptions(max_tokens=77), MACHINES["cpu"][1]) == 77
-    beside = {name: rows_beside_decode(EngineOptions(), rows[name], state) for name, (_, state) in MACHINES.items()}
+    assert rows_per_step(EngineOptions(max_rows_per_step=77), MACHINES["cpu"][1]) == 77
+    beside = {name: rows_with_decode(EngineOptions(), rows[name], state) for name, (_, state) in MACHINES.items()}
     assert beside == {"discrete": 704, "unified": 2048, "cpu": 64}
-    assert rows_beside_decode(EngineOptions(), 7, MACHINES["cpu"][1]) == 7
-    assert rows_beside_decode(EngineOptions(beside_decode=2048), 8192, MACHINES["discrete"][1]) == 2048
-    assert rows_beside_decode(EngineOptions(beside_decode=2048), 256, MACHINES["cpu"][1]) == 256
+    assert rows_with_decode(EngineOptions(), 7, MACHINES["cpu"][1]) == 7
+    assert rows_with_decode(EngineOptions(max_rows_with_decode=2048), 8192, MACHINES["discrete"][1]) == 2048
+    assert rows_with_decode(EngineOptions(max_rows_with_decode=2048), 256, MACHINES["cpu"][1]) == 256
     assert workspace(CONFIG, 8192) / GIB == pytest.approx(2.0, abs=0.1)
 
 
@@ -123,3 +124,19 @@ def test_the_engine_makes_the_pages_that_the_account_says(monkeypatch: pytest.Mo
     assert info.details["kv"]["pages"] == min(limits.least + 3, expected.most)
     assert core.stats().kv_pages_total == info.details["kv"]["pages"] - 1
     assert info.details["device_id"] == "cpu"
+
+
+def test_prefix_memory_is_pages_on_a_cpu_and_copies_on_a_gpu() -> None:
+    cpu, gpu, unified = MemoryState(total=64 * GIB, available=32 * GIB), MACHINES["discrete"][1], MACHINES["unified"][1]
+    default, named, off = EngineOptions(), EngineOptions(prefix_memory=GIB), EngineOptions(prefix_memory=0)
+    pages = {options.prefix_memory: page_limits(CONFIG, options, cpu, PAGE).most for options in (default, named, off)}
+    assert (pages[None] - pages[0], pages[GIB] - pages[0]) == (8 * GIB // PAGE, GIB // PAGE)
+    assert page_limits(CONFIG, named, cpu, PAGE).least == page_limits(CONFIG, off, cpu, PAGE).least
+    assert [host_tier(o, cpu) for o in (default, named, off)] == [0, 0, 0]
+    assert [host_tier(o, gpu) for o in (named, off)] == [GIB, 0]
+    assert 0 < host_tier(default, gpu) <= min(8 * GIB, gpu.available // 4)
+    assert host_tier(named, unified) == 0, "the pages take what is free there"
+    fixed = EngineOptions(kv_gib=1.0, prefix_memory=GIB)
+    assert (page_limits(CONFIG, fixed, cpu, PAGE).most, host_tier(fixed, cpu)) == (GIB // PAGE, GIB)
+    assert host_tier(EngineOptions(kv_gib=1.0), cpu) == 0
+    assert host_tier(EngineOptions(prefix_cache=False, prefix_memory=GIB), gpu) == 0

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from engine_fakes import ExpertCost
+from engine_fakes import VOCAB, ExpertCost
 from engine_heads import write_head
+from fake_core import drain, make
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from halfbyte.engine.batch import Batch
 from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
 from halfbyte.engine.sequence import Sequence
-from halfbyte.engine.speculative.controller import Controller
+from halfbyte.engine.speculative.controller import LARGEST_CREDIT, PLAIN_STEPS, Controller, Pace, TimeLedger
 from halfbyte.engine.speculative.draft import DraftModelProposer
 from halfbyte.engine.speculative.eagle3 import Eagle3Head, Eagle3Proposer
 from halfbyte.engine.speculative.methods import BytesRead, find_head, make_proposer
 from halfbyte.engine.speculative.ngram import NgramProposer
+from halfbyte.engine.speculative.proposer import Proposal
 from halfbyte.engine.speculative.suffix import SuffixProposer
 from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.gates import Gates
+from halfbyte.model import checkpoint
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, GptOss
 from halfbyte.model.load import load_model, resolve_model
@@ -34,14 +39,6 @@ from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.roofline import decode_traffic
 
 COST = ExpertCost(dense=3.1, expert=0.0132, experts=128, top_k=4, layers=36, kv_token=0.0)  # about gpt-oss-120b's GB
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def seq_of(tokens: list[int]) -> Sequence:
@@ -158,6 +155,98 @@ def test_bytes_read_grow_with_rows_and_context() -> None:
     assert cost(1, 1000) > cost(1, 0)
 
 
+class Timed:
+    """Drafts of the cycle that the fake model mostly follows, which take time that no estimate knows of."""
+
+    def __init__(self, now: list[float], seconds: float, right: float, ledger: TimeLedger | None) -> None:
+        self.now, self.seconds, self.right, self.rng = now, seconds, right, random.Random(0)
+        self.controller = Controller(lambda rows, context: 1.0, longest=4, ledger=ledger)
+        self.controller.tokens = 10**9  # so that counts alone allow every draft
+
+    def propose(self, wants: list[tuple[Sequence, int]]) -> list[Proposal]:
+        out = []
+        for seq, most in wants:
+            tokens = list(seq.tokens)
+            for _ in range(most):
+                self.now[0] += self.seconds
+                right = self.rng.random() < self.right
+                tokens.append((tokens[-1] * 5 + 3) % VOCAB if right else self.rng.randrange(VOCAB))
+            out.append(Proposal(tokens[len(seq.tokens) :]))
+        return out
+
+    def observe(self, seq: Sequence, new: int) -> None: ...
+
+    def forget(self, seq: Sequence) -> None: ...
+
+    def pace(self, seq: Sequence) -> Pace:
+        return self.controller.pace()
+
+
+def seconds_on_fake_core(streams: int, seconds: float, right: float, ledger: TimeLedger | None, tokens: int) -> float:
+    """How long `streams` answers take if a step takes 10 ms and 1 ms a row, and a drafted token `seconds`."""
+    now = [0.0]
+
+    def step(batch: Batch) -> None:
+        now[0] += 0.01 + 0.001 * batch.rows
+
+    core = make(pages=4000, fault=step, clock=lambda: now[0], host_steps=True, run_ahead=False, max_context=2048)
+    core.proposer = Timed(now, seconds, right, ledger)
+    for i in range(streams):
+        core.submit(Request([5 + i], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), id=f"{i}"))
+    drain(core)
+    return now[0]
+
+
+@pytest.mark.parametrize("streams", [1, 3, 8])
+@pytest.mark.parametrize("seconds", [0.01, 0.2])
+def test_drafts_that_take_long_cost_at_most_the_allowance(streams: int, seconds: float) -> None:
+    """However cheap the estimate says they are: without the ledger this is up to a hundred times slower."""
+    tokens = 400
+    plain = tokens * (0.01 + 0.001 * streams)
+    without = seconds_on_fake_core(streams, seconds, 0.6, None, 60) / 60 * tokens
+    held = seconds_on_fake_core(streams, seconds, 0.6, TimeLedger(), tokens)
+    one_step = 4 * streams * (seconds + 0.001)
+    assert without > 1.3 * plain, "nothing was there to lose"
+    assert held <= 1.02 * plain + LARGEST_CREDIT + 2 * one_step
+
+
+def test_drafts_that_pay_are_not_suspended() -> None:
+    for streams in (1, 2):
+        plain = 400 * (0.01 + 0.001 * streams)
+        assert seconds_on_fake_core(streams, 0.0001, 1.0, TimeLedger(), 400) < 0.75 * plain
+
+
+def test_speculation_comes_back_when_its_cost_falls() -> None:
+    ledger = TimeLedger()
+    for _ in range(10):
+        ledger.add(4, 4, 0.01, drafted=False, suspended=ledger.suspended)
+    assert not ledger.suspended
+    while not ledger.suspended:
+        ledger.add(4, 4, 0.2, drafted=True, suspended=False)
+    steps = 0
+    while ledger.suspended:
+        ledger.add(4, 4, 0.01, drafted=False, suspended=True)
+        steps += 1
+    assert 50 <= steps <= 2000
+    for _ in range(200):
+        ledger.add(4, 9, 0.012, drafted=True, suspended=False)
+        assert not ledger.suspended
+
+
+def test_an_unknown_number_of_sequences_is_timed_without_speculation_first() -> None:
+    ledger = TimeLedger(follows=True)
+    assert ledger.suspended
+    for _ in range(PLAIN_STEPS):
+        assert ledger.suspended
+        ledger.add(1, 1, 0.01, drafted=False, suspended=True)
+    assert not ledger.suspended
+    ledger.add(64, 64, 5.0, drafted=True, suspended=False)  # not known: neither counted as lost nor continued
+    assert ledger.suspended
+    for _ in range(PLAIN_STEPS):
+        ledger.add(64, 64, 0.1, drafted=False, suspended=True)
+    assert not ledger.suspended
+
+
 # ---- models that draft --------------------------------------------------------------------------
 
 
@@ -191,13 +280,14 @@ def requests(count: int = 3, tokens: int = 14, temperature: float = 0.0) -> list
 
 
 def core_with(model: GptOss, **kw) -> EngineCore:
-    options = EngineOptions(max_context=256, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, **kw)
+    options = EngineOptions(max_context=256, max_rows_per_step=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, **kw)
     return core_for(model, Tokenizer.gpt_oss(), options)[0]
 
 
 def eager(controller: Controller) -> None:
     """Draft from the first token on, whatever it costs."""
     controller.tokens = 10**9
+    controller.ledger = None
 
 
 @pytest.mark.exact
@@ -231,6 +321,26 @@ def test_a_sampled_draft_equal_to_the_target_is_always_accepted() -> None:
     run(core, requests(2, 10, temperature=1.0))
     assert core.stats().drafted_tokens >= 8
     assert core.stats().accepted_tokens == core.stats().drafted_tokens  # p == q: nothing is ever rejected
+    core.close()
+
+
+@pytest.mark.exact
+def test_a_head_that_missed_a_step_is_not_asked_for_that_sequence(tmp_path: Path) -> None:
+    model = small()
+    wanted = run(core_with(model), requests(4, 12))
+    head = write_head(tmp_path / "head", model)
+    core = core_with(model, gates=Gates(speculate="eagle3"), draft=str(head), max_draft=3)
+    proposer = core.proposer
+    assert isinstance(proposer, Eagle3Proposer)
+    proposer.controller.tokens, proposer.controller.draft_cost = 10**9, 0.0
+    ledger = proposer.controller.ledger = TimeLedger(allowance=math.inf, follows=True)
+    first, *others = requests(4, 12)
+    assert run(core, [first]) == wanted[:1]
+    assert core.stats().drafted_tokens == 0, "it guessed for a sequence whose prompt it had not followed"
+    ledger.suspended = False
+    ledger.add = lambda *_, **__: None  # type: ignore[method-assign]
+    assert run(core, others) == wanted[1:]
+    assert core.stats().drafted_tokens > 5
     core.close()
 
 
@@ -334,6 +444,18 @@ def test_eagle3_guesses_what_the_paper_says(tmp_path: Path) -> None:
         with torch.inference_mode():
             _, taps = proposer.tap(step)
             assert guesses == naive_guesses(proposer.head, taps.float(), tokens, len(guesses))
+
+
+def test_a_borrowed_output_layer_has_no_norm_in_it(tmp_path: Path) -> None:
+    """Quantising moves the final norm into the model's head; a draft head has a norm of its own in front of it."""
+    plain = small()
+    quantised = GptOss(checkpoint.assemble(checkpoint.MemorySource(plain.weights), layer_formats={"lm_head": "q8"}))
+    assert bool((quantised.weights.final_norm == 1).all())
+    folder = write_head(tmp_path / "h", plain, aux=False, own_vocab=None)
+    theirs, ours = Eagle3Head(folder, plain), Eagle3Head(folder, quantised)
+    assert (ours._lm_head - theirs._lm_head).norm() < 0.01 * theirs._lm_head.norm()
+    x = torch.randn(3, plain.config.hidden, generator=torch.Generator().manual_seed(0))
+    assert ours.features(x).equal(theirs.features(x))
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from halfbyte.engine.stops import StopMatcher
+from halfbyte.engine.stops import ByteStopMatcher
 
 
-def feed(pieces: list[bytes], stops: tuple[str, ...]) -> tuple[StopMatcher, int, list[int]]:
+def feed(pieces: list[bytes], stops: tuple[str, ...]) -> tuple[ByteStopMatcher, int, list[int]]:
     """-> matcher, tokens read, what was visible after each."""
-    matcher = StopMatcher(stops, lambda i: pieces[i])
+    matcher = ByteStopMatcher(stops, lambda i: pieces[i])
     shown = []
     for i in range(len(pieces)):
         done = matcher.add(i)
@@ -52,7 +52,7 @@ def test_against_a_search_in_the_whole_text(seed: int) -> None:
 
 
 def test_what_could_become_a_match_is_held_back_and_nothing_else() -> None:
-    matcher = StopMatcher(("END",), lambda i: [b"aE", b"N", b"x", b"E"][i])
+    matcher = ByteStopMatcher(("END",), lambda i: [b"aE", b"N", b"x", b"E"][i])
     visible = []
     for i in range(4):
         assert not matcher.add(i)
@@ -74,7 +74,7 @@ def test_the_longer_of_two_that_begin_together_wins() -> None:
 
 
 def test_unarmed_nothing_matches_and_nothing_before_counts() -> None:
-    matcher = StopMatcher(("ab",), lambda i: [b"a", b"b", b"ab"][i])
+    matcher = ByteStopMatcher(("ab",), lambda i: [b"a", b"b", b"ab"][i])
     assert not matcher.add(0, armed=False)
     assert not matcher.add(1)
     assert matcher.add(2)

@@ -172,7 +172,7 @@ def test_a_request_that_vllm_forgot_is_told() -> None:
     c, engine = core([1, 2])
     c.submit(request(max_tokens=2))
     engine.open.clear()
-    assert [(d.finish, d.error) for _, d in finish(c)] == [("error", "vLLM dropped this request.")]
+    assert [(d.finish, bool(d.error)) for _, d in finish(c)] == [("error", True)]
 
 
 def test_what_can_never_be_served() -> None:
@@ -184,8 +184,10 @@ def test_what_can_never_be_served() -> None:
         with pytest.raises(RequestError, match=sentence):
             c.submit(bad)
     c.unmasked = "a drafting model runs"
-    with pytest.raises(RequestError, match=r"structured output is not served by this vLLM \(a drafting model runs\)"):
+    with pytest.raises(RequestError, match=c.unmasked):
         c.submit(Request([1], SamplingParams(), constraint=Constraint("json_object", "{}")))
+    with pytest.raises(RequestError, match=r"top_n_sigma is 1\.5.*--engine halfbyte"):
+        c.submit(request(top_n_sigma=1.5))
     with pytest.raises(ContextError, match="the context is 32"):
         c.submit(Request([1] * 32, SamplingParams()))
     with pytest.raises(ContextError, match="30 to generate"):
@@ -200,11 +202,11 @@ def constrained(pattern: str) -> Request:
 
 
 def test_a_grammar_goes_with_its_request_and_the_answer_is_held_against_it() -> None:
-    """Compiled beside the steps; vLLM's processes are told what it is."""
+    """It is compiled in parallel with the steps and sent to vLLM's processes."""
     for tokens, finish_, error in (
         ([3, 4, 5, EOS], "stop", None),
-        ([3, 4, 6, EOS], "error", "left the grammar of this request: token 6 is not one that"),
-        ([3, 4, EOS], "error", "left the grammar of this request: token 9 is not one that"),
+        ([3, 4, 6, EOS], "error", "token 6"),
+        ([3, 4, EOS], "error", "token 9"),
     ):
         c, engine = core(tokens)
         c.submit(constrained("def"))
@@ -257,7 +259,7 @@ def test_masks_are_proved_before_they_are_promised() -> None:
     assert c.unmasked == ""
     engine.obeys = False
     c.prove_masks()
-    assert c.unmasked == "its logits cannot be held to a grammar"
+    assert "masked" in c.unmasked
     c.close()
 
 
@@ -265,7 +267,7 @@ def test_an_engine_that_dies_says_of_what() -> None:
     c, engine = core([1, 2, 3])
     c.submit(request(max_tokens=3))
     engine.dies = True
-    with pytest.raises(EngineDiedError, match="vLLM's engine died of RuntimeError: CUDA error"):
+    with pytest.raises(EngineDiedError, match="RuntimeError: CUDA error"):
         c.step()
 
 
@@ -274,7 +276,7 @@ def test_without_the_plugin_nothing_is_served(monkeypatch: pytest.MonkeyPatch, t
     engine.step = lambda: engine.open.clear() or []  # type: ignore[method-assign, func-returns-value]
     c = VllmCore(engine, Vocabulary())  # type: ignore[arg-type]
     monkeypatch.setattr(compat, "_inside", None)
-    with pytest.raises(PlanError, match="without halfbyte's plugin"):
+    with pytest.raises(PlanError, match="VLLM_PLUGINS"):
         c.prove(str(tmp_path / "none.json"))
     (tmp_path / "ran.json").write_text('{"differences": ["cpu.moe (decode): was chosen and never ran"], "plan": {}}')
     with pytest.raises(PlanError, match=r"inside vLLM cpu\.moe"):

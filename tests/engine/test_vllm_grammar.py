@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from halfbyte.engine import vllm_grammar
-from halfbyte.engine.request import Constraint
-from halfbyte.engine.vllm_grammar import Followed, Grammars, told
+from halfbyte.engine.request import Constraint, ReasoningLimit, Request
+from halfbyte.engine.vllm_grammar import Followed, Grammars, constraint_record, request_record
+from halfbyte.harmony.triggers import final_triggers, reasoning_closings
 from halfbyte.model import load
 from halfbyte.vllm_plugin.compat_engine import unpacked
 
@@ -24,7 +25,7 @@ PROMPT = TOKENIZER.encode("Value:")
 
 
 def followed(constraint: Constraint) -> Followed:
-    return Grammars(str(load.EMBEDDED)).follow(told(constraint, ENDS), PROMPT)
+    return Grammars(str(load.EMBEDDED)).follow(constraint_record(constraint, ENDS), PROMPT)
 
 
 def allowed(follower: Any, tokens: Sequence[int]) -> set[int] | None:
@@ -65,6 +66,24 @@ def test_a_grammar_that_fails_allows_an_end_and_nothing_else(monkeypatch: pytest
     assert allowed(costly, []) == set(ENDS)
 
 
+def test_reasoning_ends_at_its_limit_and_the_grammar_of_the_answer_follows() -> None:
+    special = TOKENIZER.special
+    limit = ReasoningLimit(2, reasoning_closings(TOKENIZER, tools=False))
+    constraint = Constraint("regex", "yes|no", final_triggers(TOKENIZER), (special["<|return|>"],))
+    prompt = TOKENIZER.encode("<|start|>assistant<|channel|>analysis<|message|>", allow_special=True)
+    for grammar in (None, constraint):
+        record = request_record(Request(prompt, constraint=grammar, reasoning=limit), ENDS)
+        assert record is not None
+        follower = Grammars(str(load.EMBEDDED)).follow(record, prompt)
+        tokens = TOKENIZER.encode("on")[:1] * 2
+        assert allowed(follower, tokens[:1]) is None
+        for token in limit.closings[0]:
+            assert allowed(follower, tokens) == {token}
+            tokens.append(token)
+        after = allowed(follower, tokens)
+        assert after is None if grammar is None else {TOKENIZER.token_bytes(t)[:1] for t in after or ()} == {b"y", b"n"}
+
+
 class Direction(Enum):
     UNIDIRECTIONAL = 1
     SWAP = 2
@@ -91,7 +110,7 @@ CONFIG = SimpleNamespace(model_config=SimpleNamespace(model=str(load.EMBEDDED)))
 
 
 def params(pattern: str | None) -> Any:
-    extra = None if pattern is None else {"halfbyte": told(Constraint("regex", pattern), ENDS)}
+    extra = None if pattern is None else {"halfbyte": constraint_record(Constraint("regex", pattern), ENDS)}
     return SimpleNamespace(extra_args=extra)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from halfbyte.engine.python_api import Engine
 from halfbyte.engine.request import SamplingParams
-from halfbyte.evals.suite import MAX_TOKENS, Reply, Suite, read_reply
+from halfbyte.evals.suite import MAX_TOKENS, ParsedReply, Suite, read_reply
 from halfbyte.evals.tasks import TASKS
 from halfbyte.model import checkpoint
 from halfbyte.model.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ SAME = 0.99
 Answer = tuple[str | None, tuple[str, str] | None, str | None]
 
 
-def answer(reply: Reply) -> Answer:
+def answer(reply: ParsedReply) -> Answer:
     return reply.final, reply.call, reply.fault
 
 

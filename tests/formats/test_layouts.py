@@ -35,8 +35,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int = 0) -> MXTensor:
     scales = torch.randint(0, 256, (*shape[:-1], groups), generator=generator, dtype=torch.uint8)
     if geometry.scale_dtype == torch.float16:
         scales = (scales.float() / 7).half()
-    tensor_scale = torch.tensor(0.37) if name == "nvfp4" else None
-    return MXTensor(data.view(geometry.data_dtype), scales, shape, name, "plain", tensor_scale)
+    return MXTensor(data.view(geometry.data_dtype), scales, shape, name)
 
 
 def assert_same(a: MXTensor, b: MXTensor) -> None:
@@ -45,7 +44,6 @@ def assert_same(a: MXTensor, b: MXTensor) -> None:
     assert torch.equal(a.data, b.data)
     assert a.scales.dtype == b.scales.dtype
     assert torch.equal(a.scales, b.scales)
-    assert (a.tensor_scale is None) == (b.tensor_scale is None)
 
 
 @st.composite
@@ -180,7 +178,7 @@ def test_from_gguf_checks_its_bytes():
     with pytest.raises(FormatError, match="whole blocks of 17 bytes"):
         layouts.from_gguf(torch.zeros(2, 18, dtype=torch.uint8), "mxfp4")
     with pytest.raises(FormatError, match="'gguf' holds"):
-        layouts.from_gguf(torch.zeros(2, 34, dtype=torch.uint8), "nvfp4")
+        layouts.from_gguf(torch.zeros(2, 34, dtype=torch.uint8), "mxfp8")
 
 
 def test_w4a8_split_by_hand():
@@ -260,8 +258,6 @@ def test_gate_and_up_refusals():
         layouts.deinterleave(quantize(torch.ones(64), "mxfp4"))
     with pytest.raises(FormatError, match="agree"):
         layouts.interleave(t, quantize(torch.ones(4, 64), "mxfp4"))
-    with pytest.raises(FormatError, match="tensor scales"):
-        layouts.interleave(quantize(torch.ones(6, 64), "nvfp4"), quantize(2 * torch.ones(6, 64), "nvfp4"))
 
 
 def test_select_needs_a_stack():

@@ -16,7 +16,7 @@ from functools import cache
 from harmony_conversations import Writer
 
 from halfbyte.harmony.messages import Message
-from halfbyte.harmony.parse import Event, Parser, Trace
+from halfbyte.harmony.parse import Event, Parser, ParserTrace
 from halfbyte.harmony.render import render_conversation_for_completion, render_conversation_for_training
 from halfbyte.model.tokenizer import Tokenizer
 
@@ -109,8 +109,8 @@ def in_chunks(stream: Sequence[int], seed: int) -> list[Sequence[int]]:
 
 def parse(
     stream: Sequence[int], chunks: Sequence[Sequence[int]] | None = None
-) -> tuple[Parser, list[Event], list[Trace]]:
-    trace: list[Trace] = []
+) -> tuple[Parser, list[Event], list[ParserTrace]]:
+    trace: list[ParserTrace] = []
     parser = Parser(Tokenizer.gpt_oss(), trace=trace)
     events = [event for chunk in ([stream] if chunks is None else chunks) for event in parser.feed(chunk)]
     return parser, events + parser.finish(), trace
@@ -123,7 +123,7 @@ def check(stream: Sequence[int], seed: int = 0) -> Counter[str]:
 
     # Every token is counted, and every byte is somewhere, in order.
     assert parser.account.tokens == len(stream)
-    assert b"".join(t.data for t in trace if t.place != "stray") == b"".join(map(token_bytes, stream))
+    assert b"".join(t.data for t in trace if t.destination != "stray") == b"".join(map(token_bytes, stream))
 
     # What went to text is what the events say, message by message.
     texts: dict[int, str] = {}
@@ -131,7 +131,7 @@ def check(stream: Sequence[int], seed: int = 0) -> Counter[str]:
     for event in events:
         texts[event.message] = texts.get(event.message, "") + event.text
     for piece in trace:
-        if piece.place in ("text", "stray"):
+        if piece.destination in ("text", "stray"):
             raw[piece.message] = raw.get(piece.message, b"") + piece.data
     assert {n: data.decode("utf-8", "replace") for n, data in raw.items()} == {n: t for n, t in texts.items() if t}
     assert [m.text for m in parser.messages] == [texts[n] for n in range(len(parser.messages))]
@@ -166,7 +166,7 @@ def check_order(events: Sequence[Event], messages: Sequence[Message]) -> None:
     ]
 
 
-def check_headers(parser: Parser, events: Sequence[Event], trace: Sequence[Trace]) -> None:
+def check_headers(parser: Parser, events: Sequence[Event], trace: Sequence[ParserTrace]) -> None:
     """Each word that vanished into a header is a field of some message, or a word the format knows."""
     known = {
         "to=",
@@ -186,9 +186,11 @@ def check_headers(parser: Parser, events: Sequence[Event], trace: Sequence[Trace
     for header in [event.header for event in events if event.type == "start"] + parser.abandoned:
         fields = (header.channel, header.recipient, header.content_type, header.name, *header.discarded)
         explained |= {part for field in fields if field for part in (field, field.removeprefix("<|constrain|>"))}
-    explained |= {word for t in trace if t.place == "stray" for word in t.data.decode("utf-8", "replace").split(" ")}
+    explained |= {
+        word for t in trace if t.destination == "stray" for word in t.data.decode("utf-8", "replace").split(" ")
+    }
     for piece in trace:
-        if piece.place == "header":
+        if piece.destination == "header":
             for data in piece.data.split():  # at ASCII blanks, as the format does
                 word = data.decode("utf-8", "replace")
                 half = "cut_header" in parser.repairs and any(name.startswith(word) for name in known)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from harmony_fuzz import check, mutated, parse, run, valid_streams
 
-from halfbyte.harmony.parse import Parser, Trace
+from halfbyte.harmony.parse import Parser, ParserTrace
 from halfbyte.model.tokenizer import Tokenizer
 
 SHORT, LONG = 20_000, 1_000_000
@@ -99,7 +99,7 @@ def test_the_account_notices_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Parser, token: int) -> None:
         if self._trace is not None:
-            self._trace.append(Trace("header", self._bytes(token)))
+            self._trace.append(ParserTrace("header", self._bytes(token)))
 
     with monkeypatch.context() as patch:
         patch.setattr(Parser, "_text", forgetful)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from harmony_conversations import BROWSER, PYTHON, conversation, to_package
 
-from halfbyte.errors import RequestError
+from halfbyte.errors import CheckpointError, RequestError
 from halfbyte.harmony import (
     DeveloperContent,
     Message,
@@ -176,3 +177,21 @@ def test_content_in_the_wrong_message_is_a_request_error(tokenizer: Tokenizer) -
     ):
         with pytest.raises(RequestError):
             render_message(tokenizer, message)
+
+
+class PlainVocabulary:
+    """A vocabulary without control tokens."""
+
+    special: Mapping[str, int] = {}
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, id: int, /) -> bytes:
+        return bytes([id])
+
+
+@pytest.mark.parametrize("render", [render_prompt, render_conversation, render_conversation_for_completion])
+def test_a_vocabulary_without_control_tokens_is_refused_by_name(render: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"<\|start\|>, <\|channel\|>"):
+        render(PlainVocabulary(), [A])

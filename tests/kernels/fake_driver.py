@@ -14,11 +14,13 @@ import torch
 from halfbyte.kernels import launch
 
 OK = (0,)
-KERNEL, CHILD, COPY = 1, 2, 3
+KERNEL, CHILD, COPY, HOST = 1, 2, 3, 4
 
 
 class FakeDriver:
-    CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL=KERNEL, CU_GRAPH_NODE_TYPE_GRAPH=CHILD)
+    CUgraphNodeType = SimpleNamespace(
+        CU_GRAPH_NODE_TYPE_KERNEL=KERNEL, CU_GRAPH_NODE_TYPE_GRAPH=CHILD, CU_GRAPH_NODE_TYPE_HOST=HOST
+    )
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUlaunchAttributeID = SimpleNamespace(
         CU_LAUNCH_ATTRIBUTE_COOPERATIVE=1, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=2
@@ -94,6 +96,9 @@ class FakeDriver:
         if node[1] in self.libraries:
             return 0, SimpleNamespace(func=0, kern=node[1])
         return 0, SimpleNamespace(func=node[1], kern=0)
+
+    def cuGraphHostNodeGetParams(self, node: tuple[int, int]) -> tuple[int, SimpleNamespace]:
+        return 0, SimpleNamespace(fn=node[1])
 
     def cuKernelGetFunction(self, kernel: int) -> tuple[int, int]:
         return 0, self.libraries[kernel]

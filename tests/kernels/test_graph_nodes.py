@@ -21,9 +21,10 @@ from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, OPERATIONS, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Declared, NodeKernel
+from halfbyte.plan.select import PlanChoice
 from halfbyte.plan.step import Step
 from halfbyte.roofline import GPUS, Work
-from tests.kernels.fake_driver import CHILD, COPY, KERNEL, Argument, FakeDriver, install
+from tests.kernels.fake_driver import CHILD, COPY, HOST, KERNEL, Argument, FakeDriver, install
 from tests.reference import REFERENCE
 
 SMALL = NAMED["small"]
@@ -69,7 +70,9 @@ def model_with(moe: Phase) -> GptOss:
     plain = GptOss(synthetic.make(SMALL, seed=0), REFERENCE)
     chosen = {r: [moe if p.covers == ("moe",) else p for p in ps] for r, ps in _chosen(plain).items()}
     names = {r: tuple(p.name for p in ps) for r, ps in chosen.items()}
-    return GptOss(plain.weights, REFERENCE, choice=(plain.spec, chosen, replace(plain.plan.selection, chosen=names)))  # type: ignore[arg-type]
+    return GptOss(
+        plain.weights, REFERENCE, choice=PlanChoice(plain.spec, chosen, replace(plain.plan.selection, chosen=names))
+    )  # type: ignore[arg-type]
 
 
 def _chosen(model: GptOss) -> dict[str, list[Phase]]:
@@ -130,14 +133,16 @@ def test_a_node_that_was_exchanged_is_named(driver: FakeDriver) -> None:
     assert any(module_hash(WRONG) in text and "stands 1 times, launched 0 times" in text for text in said), said
 
 
-def test_nodes_of_every_kind(driver: FakeDriver) -> None:
+def test_nodes_of_every_kind(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(launch.host_functions, 4711, NodeKernel("hb_run_expert_job", "of the library"))
     ours = Kernel(RIGHT, "experts", 0)
     copy = driver.foreign("vectorized_copy")
     driver.libraries[7] = driver.foreign("of a library")
-    driver.graphs[1] = [(KERNEL, ours._function), (COPY, 0), (CHILD, 2), (KERNEL, 7)]
+    driver.graphs[1] = [(KERNEL, ours._function), (COPY, 0), (CHILD, 2), (KERNEL, 7), (HOST, 4711), (HOST, 12)]
     driver.graphs[2] = [(KERNEL, copy)]
     assert graph_nodes.kernels(1) == [
-        ("experts", module_hash(RIGHT)), ("vectorized_copy", ""), ("of a library", "")
+        ("experts", module_hash(RIGHT)), ("vectorized_copy", ""), ("of a library", ""),
+        ("hb_run_expert_job", "of the library"), ("host function at 0xc", ""),
     ]  # fmt: skip
     launch.loaded_modules.clear()  # a driver that has other handles for modules
     assert graph_nodes.kernels(1)[0] == ("experts", module_hash(RIGHT))

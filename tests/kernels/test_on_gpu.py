@@ -27,6 +27,7 @@ from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, Launch
+from halfbyte.plan.select import PlanChoice
 from halfbyte.plan.step import Step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -57,7 +58,8 @@ ROOM = 1.5  # times what roundings of bf16 size do to the reference itself
 
 def on_device(g: gates.Gates, without: tuple[str, ...] = ()) -> GptOss:
     """`without`: phases that are taken for absent."""
-    spec, chosen, selection = choose(SMALL, g, arch_of("cuda"))
+    choice = choose(SMALL, g, arch_of("cuda"))
+    spec, chosen, selection = choice.spec, choice.chosen, choice.selection
     if without:
         others = [p for p in select.all_phases() if p.name not in without]
         chosen, selection = select.select(spec, arch_of("cuda"), g, others)
@@ -66,15 +68,15 @@ def on_device(g: gates.Gates, without: tuple[str, ...] = ()) -> GptOss:
         assert not isinstance(tensor, checkpoint.DenseTiles)
         setattr(moved if layer is None else moved.layers[layer], role, tensor.to("cuda"))
     mine = checkpoint.assemble(checkpoint.MemorySource(moved), layouts=selection.layouts)
-    return GptOss(mine, g, choice=(spec, chosen, selection))
+    return GptOss(mine, g, choice=PlanChoice(spec, chosen, selection))
 
 
 def reference_of(g: gates.Gates, noise: int | None = None) -> GptOss:
     """The reference with the quantisation points of `g`. With `noise`, a seed: queries and attention's result, which
     every kernel here rounds to bf16 and the reference keeps in float32, are off by as much as that rounding."""
-    spec, _, _ = choose(SMALL, g, ARCHES["sm90"])
+    spec = choose(SMALL, g, ARCHES["sm90"]).spec
     oracle = select.select(spec, ARCHES["cpu"], gates.parse({"layers": str(g.layers)}, env={}), reference.PHASES)
-    model = GptOss(synthetic.make(SMALL, 3, layer_formats=g.layer_formats), g, choice=(spec, *oracle))
+    model = GptOss(synthetic.make(SMALL, 3, layer_formats=g.layer_formats), g, choice=PlanChoice(spec, *oracle))
     if noise is not None:
         random = torch.Generator().manual_seed(noise)
         for bound in model.plan.bound.values():
@@ -194,9 +196,9 @@ def test_a_planted_build_is_named(captured: bool, monkeypatch: pytest.MonkeyPatc
         pytest.skip("written for the plan of SM90")
     assert difference(on_device(g)) == []
     host.gpu.cache_clear()
-    plain = host.Gpu.program
+    plain = host.CudaMachine.program
     monkeypatch.setattr(
-        host.Gpu, "program",
+        host.CudaMachine, "program",
         lambda self, build: replace(p := plain(self, build), options=(*p.options, "--generate-line-info")),
     )  # fmt: skip
     try:

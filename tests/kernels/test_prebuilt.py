@@ -22,10 +22,11 @@ needs_nvrtc = pytest.mark.skipif(nvrtc_available() is not None, reason="needs NV
 
 
 def test_every_architecture_has_programs_of_its_own() -> None:
-    for name in ("sm90", "sm120", "sm121"):
-        spec, chosen, _ = choose(NAMED["20b"], PRESETS["fast"].gates, ARCHES[name])
+    for name in ("sm80", "sm86", "sm89", "sm90", "sm120", "sm121"):
+        choice = choose(NAMED["20b"], PRESETS["fast"].gates, ARCHES[name])
+        spec, chosen = choice.spec, choice.chosen
         programs = programs_of([(spec, chosen, ARCHES[name])])
-        assert {target for _, target in programs} == {f"sm_{name[2:]}a"}
+        assert {target for _, target in programs} == {ARCHES[name].target}
         assert {"step.cu", "sample.cu", "product.cu"} <= {program.source.name for program, _ in programs}
         assert {p.entry for p, _ in programs if f"-DHB_DELAYS={LATE}" in p.options} == {"decode_step", "batch_experts"}
 

@@ -1,4 +1,4 @@
-"""Machine code without the hardware: what each phase promises, compiled for SM90, SM100, SM120 and SM121 and read back.
+"""Machine code without the hardware: what each phase promises, compiled for the table's architectures and read back.
 
 `make test` compiles the kernels that carry the promises; `make test-full` compiles every kernel of every phase with
 every activation format, and again under the oldest Triton that halfbyte supports.
@@ -16,13 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from halfbyte.architectures import GPU_ARCHES
 from halfbyte.errors import PlanError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.kernels import prove
+from halfbyte.kernels.cuda.phase import CudaPhase
 from halfbyte.kernels.cuda.prefill.builds import rows_build
 from halfbyte.kernels.launch import Build, nvrtc_available
 from halfbyte.kernels.machine_code import report_of
-from halfbyte.kernels.triton.call import Call
+from halfbyte.kernels.triton.call import TritonCall
 from halfbyte.kernels.triton.linear import linear_call
 from halfbyte.plan.phase import ARCHES
 
@@ -40,14 +42,14 @@ OLDEST_SPILLS = {
 SOURCE = Path(prove.__file__).parents[2]
 
 
-def calls(phase: str, arch: str, function: str = "", **spec: str) -> Iterator[Call]:
+def calls(phase: str, arch: str, function: str = "", **spec: str) -> Iterator[TritonCall]:
     owner = prove.phase_named(phase)
     for call in owner.proofs(prove.default_spec(owner, **spec), ARCHES[arch]):  # type: ignore[attr-defined]
         if call.function.startswith(function):
             yield call
 
 
-def hold(phase: str, call: Call, arch: str) -> prove.Evidence:
+def hold(phase: str, call: TritonCall, arch: str) -> prove.Evidence:
     evidence = prove.prove_call(phase, call, ARCHES[arch])
     assert evidence.ok, prove.show(evidence)
     return evidence
@@ -55,18 +57,18 @@ def hold(phase: str, call: Call, arch: str) -> prove.Evidence:
 
 # (phase, kernel, rows in a tile, spec, architectures): the promises of the README and of docs/numerics.md.
 PROMISES = [
-    ("triton.moe", "gate_up_kernel", 16, {"activation": "mxfp4"}, ("sm120", "sm121", "sm100")),
+    ("triton.moe", "gate_up_kernel", 16, {"activation": "mxfp4"}, ("sm120", "sm121", "sm100", "sm103")),
     ("triton.moe", "down_kernel", 128, {"activation": "mxfp4"}, ("sm121",)),
     ("triton.moe_split", "gate_up_kernel", 128, {}, ("sm120", "sm121")),
     ("triton.moe_split", "down_kernel", 16, {}, ("sm121",)),
-    ("triton.moe", "gate_up_kernel", 128, {"activation": "mxfp8"}, ("sm100",)),
-    ("triton.moe", "gate_up_kernel", 16, {}, ("sm90", "sm100", "sm121")),
+    ("triton.moe", "gate_up_kernel", 128, {"activation": "mxfp8"}, ("sm100", "sm103")),
+    ("triton.moe", "gate_up_kernel", 16, {}, ("sm86", "sm90", "sm100", "sm121")),
     ("triton.moe", "gate_up_kernel", 64, {}, ("sm90",)),
     ("triton.moe", "gate_up_kernel", 128, {"tile": "128x128"}, ("sm90",)),
     ("triton.moe", "gate_up_kernel", 16, {"activation": "int8"}, ("sm90", "sm121")),
     ("triton.attention_flash", "prefill_kernel", 64, {}, ("sm90",)),
-    ("triton.attention_flash", "prefill_kernel", 128, {}, ("sm100", "sm121")),
-    ("triton.attention_split", "decode_kernel", 16, {"kv": "fp8"}, ("sm90", "sm121")),
+    ("triton.attention_flash", "prefill_kernel", 128, {}, ("sm89", "sm100", "sm121")),
+    ("triton.attention_split", "decode_kernel", 16, {"kv": "fp8"}, ("sm80", "sm90", "sm121")),
     ("triton.qkv", "linear_kernel", 16, {"dense": "q8"}, ("sm90",)),
     ("triton.o", "linear_kernel", 128, {}, ("sm90", "sm121")),
 ]
@@ -86,10 +88,25 @@ def test_small_kernels_on_gb10() -> None:
     assert all(e.ok for e in prove.prove("triton.mlp_norm_router", "sm121"))
 
 
+@pytest.mark.parametrize("arch", ["sm90", "sm121"])
+def test_what_fine_tunes_need(arch: str) -> None:
+    """A float32 router, and experts in bf16 and q8."""
+    router, moe = prove.phase_named("triton.mlp_norm_router"), prove.phase_named("triton.moe")
+    wide = replace(prove.default_spec(router), wide=frozenset({"router"}))
+    calls = [c for c in router.proofs(wide, ARCHES[arch]) if c.function == "router_kernel"]  # type: ignore[attr-defined]
+    for kind in ("bf16", "q8"):
+        spec = prove.default_spec(moe)
+        spec = replace(spec, formats={**spec.formats, "gate_up": kind, "down": kind})
+        calls += [c for c in moe.proofs(spec, ARCHES[arch]) if c.constants.get("BM") == 64]  # type: ignore[attr-defined]
+    assert {c.function for c in calls} >= {"router_kernel", "gate_up_kernel", "down_kernel"}
+    for call in calls:
+        hold("triton", call, arch)
+
+
 def test_a_fallback_is_called_one() -> None:
     """E4M3 x E2M1 from the plain layout compiles on SM120, to bf16 arithmetic: the proof must say so."""
     call = linear_call(
-        (12, 0), 64, 2880, "mxfp4", "e4m3", x="*u8", scale=True, row_scale=False, bias=None, residual=None,
+        ARCHES["sm120"], 64, 2880, "mxfp4", "e4m3", x="*u8", scale=True, row_scale=False, bias=None, residual=None,
         strides=(2880, 90, 1440, 90), n=5120,
     )  # fmt: skip
     native = next(c for c in calls("triton.qkv_split", "sm120", "linear_kernel"))
@@ -108,7 +125,7 @@ def test_shared_memory_past_the_limit_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("phase", "arch", "kind", "text"),
     [
-        ("triton.moe", "cpu", UsageError, "nothing to compile"),
+        ("triton.moe", "cpu", UsageError, "not a GPU architecture"),
         ("triton.nothing", "sm90", UsageError, "no phase"),
         ("triton.moe_split", "sm90", PlanError, "is for SM12x"),
     ],
@@ -132,7 +149,7 @@ PROVED: set[tuple[object, ...]] = set()  # by an earlier spec
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", prove.gpus())
+@pytest.mark.parametrize("arch", list(GPU_ARCHES))
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: " ".join(s.values()) or "exact")
 def test_everything(spec: dict[str, str], arch: str) -> None:
     target, kernels, bad = ARCHES[arch], 0, []
@@ -212,7 +229,7 @@ def test_known_spills_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(nvrtc_available() is not None, reason="needs NVRTC")
-@pytest.mark.parametrize("arch", ["sm90", "sm120", "sm121"])
+@pytest.mark.parametrize("arch", [arch.name for arch in GPU_ARCHES.values() if arch.family in CudaPhase.families])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -238,11 +255,12 @@ def test_every_cuda_phase(spec: dict[str, str], arch: str) -> None:
             bad += [] if evidence.ok else [prove.show(evidence)]
     assert not bad, "\n".join(bad)
     triton_alone = {("sm90", "mxfp8"), ("sm90", "mxfp4"), ("sm120", "fp8"), ("sm121", "fp8")}
+    triton_alone |= {(a.name, x) for a in GPU_ARCHES.values() if a.family == "sm8x" for x in ("fp8", "mxfp8", "mxfp4")}
     assert (kernels == 0) == ((arch, spec.get("activation")) in triton_alone), kernels
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", prove.gpus())
+@pytest.mark.parametrize("arch", list(GPU_ARCHES))
 @pytest.mark.parametrize("options", [[], ["--activation", "mxfp4", "--dense", "mxfp4"]], ids=["exact", "mxfp4"])
 def test_oldest_triton(arch: str, options: list[str], oldest_triton: Path, tmp_path: Path) -> None:
     done = subprocess.run(
@@ -305,7 +323,8 @@ def test_sm120_and_sm121_run_the_same_machine_code(preset: str) -> None:
     from halfbyte.model.gpt_oss import choose
 
     gates = PRESETS[preset].gates if preset in PRESETS else Gates(layers="mxfp4", activation=f"prefill={preset}")  # type: ignore[arg-type]
-    spec, chosen, _ = choose(NAMED["120b"], gates, ARCHES["sm121"])
+    choice = choose(NAMED["120b"], gates, ARCHES["sm121"])
+    spec, chosen = choice.spec, choice.chosen
     runs = {(p.name, spec.at(r).activation): spec.at(r) for r, phases in chosen.items() for p in phases}
     found = [s for (name, _), at in runs.items() for s in prove.compare_siblings(name, "sm121", at, gates)]
     assert len(found) > 10

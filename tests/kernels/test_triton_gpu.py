@@ -13,7 +13,7 @@ import torch
 
 from halfbyte import gates
 from halfbyte.gates import Gates
-from halfbyte.kernels.triton.moe import Moe
+from halfbyte.kernels.triton.moe import TritonMoe
 from halfbyte.model import checkpoint, synthetic
 from halfbyte.model.gpt_oss import GptOss, arch_of, choose
 from halfbyte.model.single_sequence import SingleSequence
@@ -36,7 +36,7 @@ HIDDEN, INNER, EXPERTS = 2880, 1440, 6
 @pytest.mark.parametrize("tile", ["auto", "64x128", "128x128"])
 @pytest.mark.parametrize("activation", list(BOUNDS))
 def test_experts(activation: str, tile: str, rows: int) -> None:
-    phase = Moe()
+    phase = TritonMoe()
     spec = make_spec(activation=activation, tile=tile, hidden=HIDDEN, intermediate=INNER, experts=EXPERTS)
     if reason := phase.refuse(spec, arch_of("cuda"), Gates()):
         pytest.skip(reason)
@@ -79,7 +79,9 @@ def planted(role: str, value: float, preset: str) -> list[torch.Tensor]:
         tensor.scales[...] = value
     for layer, name, held in list(weights.items()):
         setattr(weights if layer is None else weights.layers[layer], name, held.to("cuda"))  # type: ignore[union-attr]
-    model = GptOss(checkpoint.assemble(checkpoint.MemorySource(weights), layouts=choice[2].layouts), g, choice=choice)
+    model = GptOss(
+        checkpoint.assemble(checkpoint.MemorySource(weights), layouts=choice.selection.layouts), g, choice=choice
+    )
     sequence = SingleSequence(model, 128)
     with torch.inference_mode():
         return [sequence.feed(list(range(n)), all_logits=True).cpu() for n in (70, 20, 1)]

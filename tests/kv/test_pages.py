@@ -225,3 +225,20 @@ def test_a_sequence_that_is_forgotten_is_found_by_nobody() -> None:
     shadow.pool.release(second)
     shadow.pool.check()
     assert shadow.pool.stats().used == 0
+
+
+def test_pages_behind_a_boundary_are_found_by_sequences_with_that_boundary_alone() -> None:
+    tokens = list(range(40))
+    pool = PagePool(40, 4, 8)
+
+    def hashes(boundary: int | None) -> list[bytes]:
+        tables = Tables(boundary=boundary)
+        pool.hash_blocks(tables, tokens, 40)
+        return tables.hashes
+
+    plain, early, late = hashes(None), hashes(13), hashes(20)
+    assert early[:3] == plain[:3] == late[:3]  # the page of position 13 is the fourth
+    assert late[:5] == plain[:5]
+    assert not set(early[3:]) & {*plain, *late}
+    assert not set(late[5:]) & {*plain, *early}
+    assert early == hashes(13)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from halfbyte.lab.bench import with_record
+from halfbyte.lab.bench import disturbed, with_record
 from halfbyte.lab.result import Cell, Result, figure
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED
@@ -28,6 +28,15 @@ def test_a_result_says_which_kernels_ran() -> None:
     (way,) = json.loads(json.dumps(result.record))["regimes"]["decode"]
     moe = next(phase for phase in way["phases"] if phase["phase"] == "reference.moe")
     assert [(k["name"], k["launches"]) for k in moe["kernels"]] == [("torch: reference.moe", model.config.layers)]
+
+
+def test_figures_beside_other_work_say_so() -> None:
+    result = Result(Cell("decode"), (figure("speed", "tok/s", 5.0),))
+    assert disturbed([result], "") == [result]
+    (marked,) = disturbed([result], "other processes used 79% of this machine's 2 cores")
+    assert marked.figures == result.figures
+    assert not marked.targets[-1].ok
+    assert "used 79%" in marked.targets[-1].note
 
 
 def test_a_result_of_other_kernels_has_no_number() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 from typer.testing import CliRunner
 
 from halfbyte.cli.app import app
+from halfbyte.gates import PRESETS
 from halfbyte.lab.compare import compare_files
 from halfbyte.lab.result import Cell, Result, ResultFile, figure
+from halfbyte.model import load
 
 CELL = Cell("decode", "120b", "fast", path="engine", shape={"tg": 32})
 
@@ -73,3 +76,51 @@ def test_the_command_prints_it_and_can_fail(tmp_path: Path) -> None:
     assert strict.exit_code == 1
     assert json.loads(strict.stdout)["changes"][0]["verdict"] == "regression"
     assert runner.invoke(app, ["compare", "a", "a", "--store", str(tmp_path), "--strict"]).exit_code == 0
+
+
+def test_only_what_changed_has_a_line(tmp_path: Path) -> None:
+    def named(speed: float, **single: float) -> ResultFile:
+        others = [
+            Result(Cell("start", "120b", shape={"case": k}), (figure("start", "s", v),)) for k, v in single.items()
+        ]
+        return file(speeds(speed, 0), *others)
+
+    named(100, cold=3.0, warm=1.0).write(tmp_path / "a.json")
+    named(100, cold=3.01, warm=2.0).write(tmp_path / "b.json")
+    lines = CliRunner().invoke(app, ["compare", "a", "b", "--store", str(tmp_path)]).stdout.splitlines()
+    text = " ".join(" ".join(lines).split())
+    assert "case warm, start: 1 → 2 s" in text
+    assert "case cold" not in text
+    assert "3 figures: 1 no samples, 2 as before" in text
+    named(100, **{f"case{k}": 1.0 for k in range(12)}).write(tmp_path / "c.json")
+    text = " ".join(CliRunner().invoke(app, ["compare", "a", "c", "--store", str(tmp_path)]).stdout.split())
+    assert text.count("only in the") == 8
+    assert "and 6 more cells that cannot be compared" in text
+
+
+def test_a_preset_is_one_cell_however_a_file_spells_its_gates() -> None:
+    def named(preset: str, **gates: str) -> ResultFile:
+        return file(replace(speeds(100, 0), cell=replace(CELL, preset=preset, gates=gates)))
+
+    layers = str(PRESETS["balanced"].gates.layers)
+    for one, other in (
+        (named("exact"), named("exact", activation="float", layers="checkpoint")),
+        (named("balanced"), named("balanced", layers=layers)),
+    ):
+        assert not compare_files(one, other).only
+    for one, other in (
+        (named("exact"), named("balanced")),
+        (named("balanced"), named("balanced", activation="int8")),
+        (named("balanced"), named("balanced", layers=layers, kv_dtype="fp8")),
+    ):
+        assert len(compare_files(one, other).only) == 2
+
+
+def test_random_weights_of_a_shape_are_one_model_however_a_file_names_them() -> None:
+    def named(model: str) -> ResultFile:
+        return file(replace(speeds(100, 0), cell=replace(CELL, model=model)))
+
+    found = compare_files(named("random:120b"), named("120b"))
+    assert not found.only
+    assert [c.figure for c in found.changes] == ["speed"]
+    assert load.resolve_model("random:20b").shape_name == Cell("decode", "random:20b").model == "20b"

@@ -20,15 +20,14 @@ from halfbyte.errors import UsageError
 from halfbyte.lab import kernel_table
 from halfbyte.lab.kernel_table import (
     CATEGORIES,
-    Interval,
     KernelTable,
-    Trace,
     from_profile,
     own_time,
-    read_trace,
+    read_table,
     table_of,
 )
 from halfbyte.lab.receipts import RESULTS
+from halfbyte.lab.trace import Interval, Trace
 
 TRACES = Path(__file__).parent / "traces"
 KERNELS = [
@@ -98,7 +97,7 @@ def test_a_torch_trace_and_an_nsys_export_give_the_same_table(tmp_path: Path) ->
     packed = tmp_path / "t.json.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     for path in (plain, packed, nsys_export(tmp_path / "n.sqlite")):
-        table = read_trace(path)
+        table = read_table(path)
         expect(table)
         assert "Composed" in table.note
         (thread,) = table.threads
@@ -106,8 +105,8 @@ def test_a_torch_trace_and_an_nsys_export_give_the_same_table(tmp_path: Path) ->
 
 
 def test_kernels_that_overlap_count_once() -> None:
-    overlapping = Trace([Interval("gemm_a", 0, 10), Interval("moe_b", 5, 12), Interval("norm_c", 6, 8)])
-    table = table_of(overlapping, "x", "y")
+    overlapping = Trace(device=[Interval("gemm_a", 0, 10), Interval("moe_b", 5, 12), Interval("norm_c", 6, 8)])
+    table = table_of(overlapping, "x")
     assert us(table) == {"MoE": 2.0, "dense": 10.0, "norm": 0.0}
     assert table.busy_us == 12
 
@@ -121,7 +120,7 @@ def test_own_time_leaves_out_what_was_called() -> None:
 
 
 def test_a_real_trace_of_torch_on_a_cpu() -> None:
-    table = read_trace(TRACES / "torch-cpu-attention-block.json.gz")
+    table = read_table(TRACES / "torch-cpu-attention-block.json.gz")
     found = us(table)
     assert found["dense"] > 0
     assert found["attention"] > 0
@@ -135,7 +134,7 @@ def test_a_real_trace_of_torch_on_a_cpu() -> None:
 
 def test_a_real_trace_of_vllm_on_a_cpu() -> None:
     """What lies between its operators is Python, and no operator of any kind."""
-    table = read_trace(TRACES / "vllm-cpu-decode-step.json.gz")
+    table = read_table(TRACES / "vllm-cpu-decode-step.json.gz")
     found = us(table)
     kernels = {row.category: " ".join(row.kernels) for row in table.rows}
     assert "cpu_fused_moe" in kernels["MoE"]
@@ -176,9 +175,9 @@ def test_what_is_no_trace_is_one_sentence(tmp_path: Path) -> None:
     for name, data in (("a", b"hello"), ("b", b"[]"), ("c", b'{"x": 1}'), ("d", b"SQLite format 3\x00 and no more")):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(UsageError):
-            read_trace(tmp_path / name)
+            read_table(tmp_path / name)
     with pytest.raises(UsageError, match="cannot be read"):
-        read_trace(tmp_path / "nothing")
+        read_table(tmp_path / "nothing")
 
 
 def test_the_command_shows_it(tmp_path: Path) -> None:

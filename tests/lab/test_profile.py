@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from halfbyte.errors import AccountError
 from halfbyte.lab import timeline
 from halfbyte.lab.profile import LABELS, Profile, Row, Span, decide, summarise
-from halfbyte.lab.timeline import TimedKernel, match
+from halfbyte.lab.timeline import match
+from halfbyte.lab.trace import Interval
 from halfbyte.model import load
 from halfbyte.plan.launches import OTHER, PACKING, SAMPLING
 from halfbyte.plan.phase import LAYER, OPERATIONS
@@ -148,6 +151,16 @@ def test_a_kernel_nobody_asked_for_is_named() -> None:
     assert not {v.rule: v for v in decide(profile_of({"MoE": 1}), ())}[rule].applies
 
 
+def test_one_kernel_for_a_whole_step_is_not_divided() -> None:
+    """Nobody measured its parts, so that none of them takes 0 %."""
+    p = profile_of({"MoE": 1})
+    whole = replace(p.lines[0], operations=("attention", "moe", "lm_head"))
+    sentences = [v.sentence for v in decide(replace(p, lines=[whole]), ())]
+    assert len(sentences) == 2
+    assert "what its parts take was not measured" in sentences[0]
+    assert not any("%" in s for s in sentences)
+
+
 def test_the_next_bottleneck_is_the_time_above_the_floor() -> None:
     """lm_head is slower against its ceiling, but MoE loses more."""
     work = NONE | {"moe": Work(bytes=450e6), "lm_head": Work(bytes=4.5e6)}
@@ -161,10 +174,10 @@ def test_the_next_bottleneck_is_the_time_above_the_floor() -> None:
 def test_kernels_are_matched_by_name_and_order() -> None:
     order = [("gemm", ROWS["qkv"]), ("pack", ROWS["packing"]), ("gemm", ROWS["o"])]
     names = ["gemm", "pack", "gemm", "torch_copy"] * 2
-    matched = match(order, [TimedKernel(n, i, i + 1) for i, n in enumerate(names)], 2)
+    matched = match(order, [Interval(n, i, i + 1) for i, n in enumerate(names)], 2)
     assert [s.row.label for s in matched] == ["qkv", "packing", "o", "other"] * 2
     # one gemm too many: nobody can say whose it is
-    odd = match(order, [TimedKernel(n, i, i + 1) for i, n in enumerate([*names, "gemm"])], 2)
+    odd = match(order, [Interval(n, i, i + 1) for i, n in enumerate([*names, "gemm"])], 2)
     assert {s.row.label for s in odd if s.name == "gemm"} == {"other"}
     assert {s.row.label for s in odd if s.name == "pack"} == {"packing"}
 

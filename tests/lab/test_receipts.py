@@ -76,7 +76,7 @@ def test_reading(tmp_path: Path) -> None:
     a, b, c, d = receipts.read_all(tmp_path)
     assert (a.state, a.why) == ("unreadable", "the file is empty")
     assert b.state == c.state == "unreadable"
-    assert "not know: bench" in c.why
+    assert "schema: expected str" in c.why
     assert (d.state, d.why) == ("STALE", "changed since: gone.cu")
     assert d.results == (result,)
     assert d.file is not None
@@ -94,6 +94,20 @@ def test_the_command_lists_every_receipt() -> None:
     shown = CliRunner().invoke(app, ["receipts"])
     assert shown.exit_code == 0
     assert all(r["name"] in shown.stdout for r in listed)
+    assert len(shown.stdout.splitlines()) == len(listed) + 1  # a line each: one screen
+
+
+def test_a_named_receipt_shows_its_figures_and_what_differs() -> None:
+    shown = CliRunner().invoke(app, ["receipts", "engine-depths"])
+    assert shown.exit_code == 0, shown.output
+    head, columns, *rows = shown.stdout.splitlines()
+    assert head.startswith("engine-depths: ")
+    assert columns.split()[:2] == ["cell", "figure"]
+    assert rows
+    assert "120b" in head  # all cells share it
+    assert not any("120b" in row for row in rows)
+    missing = CliRunner().invoke(app, ["receipts", "nothing"])
+    assert missing.exit_code != 0
 
 
 def test_a_receipt_names_no_folder_of_the_machine() -> None:

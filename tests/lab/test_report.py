@@ -8,6 +8,7 @@ import shutil
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -166,10 +167,46 @@ def test_the_matrix_shows_what_ran_what_was_refused_and_what_is_invalid(tmp_path
     assert shown("kv_dtype fp8", "moe_kernel triton") == ("heat-4", "50")
     assert shown("kv_dtype fp8", "moe_kernel cpu") == ("heat-9", "100")
     assert heat.refused == ["moe_kernel gemv"]
-    assert shown("kv_dtype bf16", "moe_kernel cpu") == ("refused", "refused")
-    assert shown("kv_dtype bf16", "moe_kernel marlin") == ("invalid", "INVALID")
+    assert shown("kv_dtype bf16", "moe_kernel cpu") == ("refused", "–")
+    assert shown("kv_dtype bf16", "moe_kernel marlin") == ("invalid", "×")
+    choices = {c.name: c for c in heat.choices}
+    assert (choices["kv_dtype fp8"].run, choices["kv_dtype fp8"].refused) == (2, 1)
+    assert (choices["moe_kernel cpu"].speed, choices["moe_kernel cpu"].share) == ("100", 100)
+    assert choices["moe_kernel marlin"].invalid == 1
     assert shown("moe_kernel cpu", "moe_kernel triton") == ("none", "")
     assert "wrong path" in render(made)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("moe=q8,qkv=q8,o=q8,lm_head=q8", "layers q8"),
+        ("moe=mxfp4,qkv=mxfp4,o=mxfp4,lm_head=mxfp4,qkv.full=q8", "layers mxfp4, qkv.full=q8"),
+        ("qkv=q8,o=q8,lm_head=q8", "layers qkv=q8,o=q8,lm_head=q8"),
+        ("checkpoint", "layers checkpoint"),
+    ],
+)
+def test_a_format_of_all_layers_is_written_once(value: str, name: str) -> None:
+    assert content.choice_name("layers", value) == name
+
+
+def test_reasons_that_differ_in_numbers_alone_are_one(tmp_path: Path) -> None:
+    cells = [Result(Cell("matrix", "tiny", gates={"sinks": v}), refused=f"used {n}%", invalid=True)
+             for v, n in (("on", 70), ("off", 81))]  # fmt: skip
+    other = Result(Cell("matrix", "tiny", gates={"tile": "64x128"}), refused="no tiles here")
+    made = collected(tmp_path, file("2026-01-01", *cells, other))
+    busy, refused = content.refusals(content.measurements(made))
+    assert (busy.state, len(busy.cells)) == ("INVALID", 2)
+    assert (refused.why, len(refused.cells)) == ("no tiles here", 1)
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for folder, speed in (("a", 800.0), ("b", 801.0)):
+        (tmp_path / folder).mkdir()
+        file("2026-01-01", decode(speed)).write(tmp_path / folder / "bench.json")
+    found = collect([tmp_path / "a" / "bench.json", tmp_path / "b" / "bench.json"])
+    assert sorted(e.name for e, _ in found.files) == ["bench", "bench-2"]
+    whole(render(found))
 
 
 def test_a_strangers_text_stays_text(tmp_path: Path) -> None:
@@ -248,3 +285,57 @@ def test_a_browser_shows_it_light_dark_and_on_paper(browser: Any, tmp_path: Path
         assert len(page.pdf()) > 20_000
         page.close()
     assert len(colors) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_large_matrix_fits_a_screen_and_a_phone(browser: Any, tmp_path: Path, width: int) -> None:
+    every = {"layers": "moe=mxfp4,qkv=mxfp4,o=mxfp4,lm_head=mxfp4,qkv.full=q8", "kv_dtype": "fp8", "sinks": "on"}
+    many = [{f"moe_kernel{k}": "reference", "activation": f"format{k}", **every} for k in range(12)]
+    results = [Result(Cell("matrix", "tiny", gates=g, path="http"), (figure("decode", "tok/s", 9.0),)) for g in many]
+    refused = Result(Cell("matrix", "tiny", gates=every), refused="no kernel " + "runs_this_and_" * 40)
+    (tmp_path / "r.html").write_text(render(collected(tmp_path, file("2026-01-01", *results, refused))))
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(f"file://{tmp_path}/r.html")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    speeds = page.locator(".choices td:nth-child(5)").first.bounding_box()
+    assert speeds is not None
+    assert speeds["x"] + speeds["width"] <= width  # what a choice is worth is seen without scrolling
+    page.close()
+
+
+def test_a_run_that_failed_is_shown_and_not_ranked(tmp_path: Path) -> None:
+    def run(folder: str, verdict: str, speed: float) -> Path:
+        result = decode(speed, engine=folder)
+        file("2026-11-16T00:00:00", result).write(tmp_path / folder / "results.json")
+        levels = [
+            {"level": n, "name": "x", "verdict": "PASS", "sentence": "", "results": []} for n in ("1", "1.5", "3")
+        ]
+        wrong = {"level": "2", "name": "correctness", "verdict": verdict, "sentence": "<worst>", "results": []}
+        timed = {"level": "4", "name": "benchmark", "verdict": "PASS", "sentence": "", "results": [asdict(result)]}
+        document = {"ok": False, "levels": [*levels, wrong, timed]}
+        (tmp_path / folder / "levels.json").write_text(json.dumps(document))
+        return tmp_path / folder
+
+    unchecked = file("2026-11-16T00:00:01", decode(1432.0, engine="unchecked"), decode(190.0, engine="honest"))
+    unchecked.write(tmp_path / "unchecked.json")
+    folders = [run("liar", "FAIL", 1234.0), run("honest", "PASS", 200.0), tmp_path / "unchecked.json"]
+    found = collect(folders)
+    (board,) = content.boards(content.measurements(found), [], found.verdicts)
+    assert [(p.who.split(",")[0], p.state, p.checked) for p in board.places] == [
+        ("honest", "measured", True),  # its newer figure, which the protocol did not take, counts as its own
+        ("unchecked", "measured", False),
+        ("liar", "not ranked", False),
+    ]
+    page = render(found)
+    whole(page)
+    assert [e.name for e, _ in found.files] == ["honest", "liar", "unchecked"]  # by their folders
+    assert "· not checked" in page
+    assert page.index('id="verdicts"') < page.index('id="lead"') < page.index('id="boards"')
+    page = render(collect(folders[:2]))
+    assert page.index("Verdicts") < page.index("Leaderboard")
+    assert "not ranked: level 2 FAIL" in page
+    assert "&lt;worst&gt;" in page
+    assert not re.search(r'class="n">1\d{3} \(', page)  # the liar's speed
+    assert "Latency over throughput" not in page  # an empty section

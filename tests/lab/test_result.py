@@ -59,7 +59,7 @@ def test_a_figure_above_its_ceiling_does_not_exist(unit: str, value: float, ceil
     ("arguments", "why"),
     [
         (("x", "furlongs", 1.0, 1.0, 1.0), "unit"),
-        (("x", "us", float("nan"), 1.0, 1.0), "no number"),
+        (("x", "us", float("nan"), 1.0, 1.0), "x is not finite"),
         (("x", "us", 5.0, 1.0, 2.0), "spread"),
         (("x", "us", 1.0, 1.0, 1.0, 0), "0 times"),
     ],
@@ -115,19 +115,19 @@ def _with(value: Any, *path: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        ([1], "not an object"),
+        ([1], "expected object, got array"),
         (_without("schema"), "has no schema"),
-        (_without("measured"), "has no measured"),
-        (_without("results", 0, "cell", "kind"), r"results\[0\].cell has no kind"),
-        (_with(2, "schema"), "not of type str"),
+        (_without("measured"), "missing required field measured"),
+        (_without("results", 0, "cell", "kind"), r"results\[0\].cell: .*field kind"),
+        (_with(2, "schema"), "schema: expected str, got int"),
         (_with("halfbyte.result/9", "schema"), "only 'halfbyte.result/1' is read"),
-        (_with({}, "environment"), "says no time"),
-        (_with("fast", "results", 0, "figures", 0, "value"), r"figures\[0\].value is 'fast'"),
-        (_with(True, "results", 0, "figures", 0, "samples"), "not of type int"),
+        (_with({}, "environment"), "no `time`"),
+        (_with("fast", "results", 0, "figures", 0, "value"), r"results\[0\].figures\[0\].value: expected float"),
+        (_with(True, "results", 0, "figures", 0, "samples"), r"figures\[0\].samples: expected int, got bool"),
         (_with(2000.0, "results", 0, "figures", 0, "value"), "outside of its own spread"),
-        (_with(1, "results", 0, "speed"), "does not know: speed"),
-        (_with({}, "results"), "not a list"),
-        (_with(3, "measured", "x.cu"), "measured.x.cu is 3"),
+        (_with(1, "results", 0, "speed"), r"does not know: results\[0\].speed"),
+        (_with({}, "results"), "results: expected array"),
+        (_with(3, "measured", "x.cu"), "measured.*: expected str, got int"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_sentence(raw: Any, why: str) -> None:

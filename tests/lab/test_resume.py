@@ -42,7 +42,7 @@ def test_a_killed_bench(tmp_path: Path) -> None:
     out = tmp_path / "r.json"
     log = tmp_path / "r.json.runs"
     with running(PacedServer(0.02, 0.05)) as url:
-        command = [sys.executable, "-m", "halfbyte.lab.bench", "--url", url, "--pp", "16", "--tg", "4,8"]
+        command = [sys.executable, "-m", "halfbyte", "bench", "--url", url, "--pp", "16", "--tg", "4,8"]
         command += ["--repeats", "4", "--out", str(out)]
         before = killed_after(command, log, 6)
         assert not out.exists()
@@ -64,7 +64,7 @@ def test_a_killed_bench(tmp_path: Path) -> None:
 
 def test_a_killed_matrix(tmp_path: Path) -> None:
     """halfbyte itself, some cells: those that were measured are not started again."""
-    command = [sys.executable, "-c", "from halfbyte.cli import main; main()", "matrix", "--full", "graphs"]
+    command = [sys.executable, "-m", "halfbyte", "matrix", "--full", "graphs"]
     command += ["--device", "cpu", "--out", str(tmp_path)]
     before = killed_after(command, tmp_path / "matrix.runs", 3)[1:]
     starts = len(list(tmp_path.glob("*-matrix-*")))

@@ -46,11 +46,35 @@ def test_what_grows_may_be_better_or_worse() -> None:
     assert "+" in verdict.sentence
 
 
-def test_a_large_difference_within_wide_noise_is_none() -> None:
+def test_a_large_difference_within_wide_noise_is_not_decided() -> None:
     before, after = [50.0, 150.0, 60.0, 140.0, 100.0, 99.0, 101.0], [55.0, 140.0, 90.0, 50.0, 145.0, 93.0, 94.0]
     verdict = st.compare(before, after)
-    assert verdict.change == "no difference"
+    assert verdict.change == "inconclusive"
     assert not verdict.significant
+
+
+def test_identical_runs_are_equal() -> None:
+    """In at least 95 of 100 pairs, one after the other and in turn."""
+    for paired in (False, True):
+        pairs = [(runs(2 * seed, 8, 100.0, 0.015), runs(2 * seed + 1, 8, 100.0, 0.015)) for seed in range(200)]
+        equal = sum(st.compare(a, b, paired=paired).change == "no difference" for a, b in pairs)
+        assert equal >= 190
+
+
+def test_no_sentence_contradicts_its_interval() -> None:
+    for seed in range(60):
+        for level, noise in ((97.0, 0.004), (100.0, 0.004), (93.0, 0.03), (99.0, 0.08)):
+            verdict = st.compare(runs(seed, 8, 100.0, noise), runs(900 + seed, 8, level, noise))
+            low, high = verdict.ratio.low, verdict.ratio.high
+            if verdict.sentence.startswith("no difference"):
+                assert 0.95 <= low <= 1.0 <= high <= 1.05
+            elif verdict.sentence.startswith("less than 5%"):
+                assert 0.95 <= low <= high <= 1.05
+                assert verdict.ratio.excludes(1.0)
+            elif verdict.change == "regression":
+                assert high < 1.0
+            else:
+                assert verdict.change in ("inconclusive", "improvement")
 
 
 def test_few_runs_cannot_tell() -> None:
@@ -64,7 +88,7 @@ def test_pairs_see_through_what_slowed_both() -> None:
     weather = np.linspace(1.0, 0.5, 12)
     noise = np.random.default_rng(0).standard_normal((2, 12)) * 0.005
     before, after = 100 * weather * (1 + noise[0]), 92 * weather * (1 + noise[1])
-    assert st.compare(before.tolist(), after.tolist()).change == "no difference"
+    assert st.compare(before.tolist(), after.tolist()).change == "inconclusive"
     assert st.compare(before.tolist(), after.tolist(), paired=True).change == "regression"
     with pytest.raises(UsageError, match="no pairs"):
         st.ratio([1.0, 2.0], [1.0], paired=True)

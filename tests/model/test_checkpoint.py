@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from halfbyte import formats
-from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.errors import CheckpointError, FormatError, GateError
 from halfbyte.formats.tensor import MXTensor
-from halfbyte.model import checkpoint, synthetic, weight_file
+from halfbyte.gates import Gates, format_of_layer
+from halfbyte.model import checkpoint, load, synthetic, weight_file
 from halfbyte.model.config import NAMED, ModelConfig, Yarn
 from halfbyte.model.config_json import to_config_json
 from halfbyte.model.gpt_oss import GptOss
@@ -27,6 +28,7 @@ from tests.reference import REFERENCE
 SMALL = NAMED["small"].with_(pad_token=2)
 ALL_Q8 = {"moe": "q8", "qkv": "q8", "o": "q8", "lm_head": "q8"}
 MIXED = {"qkv": "mxfp4", "o": "q8", "lm_head": "mxfp4"}
+BY_LAYER = {"qkv": "mxfp4", "qkv.full": "q8", "qkv.0": "checkpoint", "o": "q8", "moe.1": "q8"}
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +171,9 @@ def test_the_gguf_package_reads_our_file(file: Path, small_model: Weights) -> No
 # ---- formats -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer_formats", [ALL_Q8, MIXED, {"moe": "checkpoint"}], ids=["q8", "mixed", "checkpoint"])
+@pytest.mark.parametrize(
+    "layer_formats", [ALL_Q8, MIXED, {"moe": "checkpoint"}, BY_LAYER], ids=["q8", "mixed", "checkpoint", "by layer"]
+)
 @pytest.mark.parametrize("target", ["folder", "file.gguf"])
 def test_quantising_to_disk_equals_quantising_at_load(
     folder: Path, file: Path, tmp_path: Path, layer_formats: dict[str, str], target: str
@@ -182,8 +186,9 @@ def test_quantising_to_disk_equals_quantising_at_load(
         assert_same(at_load, checkpoint.load(dst))
         if dst.is_dir():
             assert (dst / "tokenizer_config.json").exists() == (src == folder)
-    for _, role, w in at_load.items():
-        target = layer_formats.get(GROUPS.get(role, ""), "checkpoint")
+    for layer, role, w in at_load.items():
+        kind = None if layer is None else SMALL.layer_kinds[layer]
+        target = format_of_layer(layer_formats, GROUPS.get(role, ""), layer, kind)
         assert target in ("checkpoint", format_of(w))
 
 
@@ -199,18 +204,75 @@ def test_a_quantised_folder_says_so_and_is_believed_only_if_true(folder: Path, t
         checkpoint.load(dst)
 
 
+def test_a_folder_whose_layers_differ_says_so(folder: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "q"
+    checkpoint.quantize_checkpoint(folder, dst, {"qkv": "mxfp4", "qkv.full": "q8"})
+    raw = json.loads((dst / "config.json").read_text())
+    assert raw["halfbyte"]["formats"]["qkv"] == "mxfp4"
+    assert raw["halfbyte"]["formats"]["qkv.1"] == "q8"
+    name = load.resolve_model(str(dst))
+    model = load.load_model(name)
+    assert model.weights.formats().per_layer("qkv") == ("mxfp4", "q8") * (SMALL.layers // 2)
+    assert load.read_facts(name).formats == model.weights.formats() | {"embed": "bf16"}
+    assert load.weight_bytes(name, Gates()) == checkpoint.load(dst).nbytes
+    assert "q8 in layers 1, 3" in model.plan.selection.formats["qkv"]
+    raw["halfbyte"]["formats"]["qkv.1"] = "mxfp4"
+    (dst / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"says qkv is mxfp4, but .*layers\.1\..* is q8"):
+        checkpoint.load(dst)
+
+
 def test_requantised_weights_are_close_and_untouched_ones_equal(small_model: Weights, folder: Path) -> None:
     loaded = checkpoint.load(folder, layer_formats={"qkv": "q8", "moe": "q8"})
     for ours, original in zip(loaded.layers, small_model.layers):
         assert isinstance(ours.qkv, MXTensor)
         assert isinstance(original.qkv, torch.Tensor)
-        error = formats.dequantize(ours.qkv) - original.qkv.float()
-        assert error.norm() / original.qkv.float().norm() < 0.01
+        folded = original.qkv.float() * original.attn_norm.float()
+        assert (formats.dequantize(ours.qkv) - folded).norm() / folded.norm() < 0.01
         assert isinstance(ours.down, MXTensor)
         assert isinstance(original.down, MXTensor)
         exact = formats.dequantize(original.down)
         assert (formats.dequantize(ours.down) - exact).norm() / exact.norm() < 0.01
         assert same(ours.o, original.o)
+
+
+def test_a_norm_moves_into_the_matrix_that_is_quantised_behind_it(small_model: Weights, folder: Path) -> None:
+    """The columns are multiplied in float32: the product of two bf16 numbers is none."""
+    loaded = checkpoint.load(folder, layer_formats={"qkv": "mxfp4", "lm_head": "q8"})
+    for ours, original in zip(loaded.layers, small_model.layers):
+        assert isinstance(original.qkv, torch.Tensor)
+        assert ours.attn_norm.equal(torch.ones_like(original.attn_norm))
+        assert same(ours.qkv, formats.quantize_weight(original.qkv.float() * original.attn_norm.float(), "mxfp4"))
+        assert ours.mlp_norm.equal(original.mlp_norm)
+    assert isinstance(small_model.lm_head, torch.Tensor)
+    folded = small_model.lm_head.float() * small_model.final_norm.float()
+    assert same(loaded.lm_head, formats.quantize_weight(folded, "q8"))
+    assert loaded.final_norm.equal(torch.ones_like(small_model.final_norm))
+    assert loaded.output_norm.equal(small_model.final_norm)
+    assert (loaded.output_head() - small_model.lm_head.float()).norm() < 0.01 * small_model.lm_head.float().norm()
+    again = checkpoint.assemble(checkpoint.MemorySource(loaded), layouts={"qkv": "tile16"})
+    assert again.output_norm.equal(small_model.final_norm)
+
+
+@pytest.mark.parametrize("groups", [{}, {"o": "q8", "moe": "q8"}])
+def test_norms_stay_in_front_of_matrices_that_are_not_quantised(
+    small_model: Weights, folder: Path, groups: dict[str, str]
+) -> None:
+    loaded = checkpoint.load(folder, layer_formats=groups)
+    assert loaded.folded_norm is None
+    assert loaded.final_norm.equal(small_model.final_norm)
+    assert [a.attn_norm.equal(b.attn_norm) for a, b in zip(loaded.layers, small_model.layers)] == [True] * SMALL.layers
+
+
+def test_a_matrix_that_the_file_holds_quantised_stays_as_it_is(small_model: Weights, tmp_path: Path) -> None:
+    checkpoint.save_gguf(small_model, tmp_path / "m.gguf", dense="q8")
+    stored, loaded = (
+        checkpoint.load(tmp_path / "m.gguf", layer_formats=f) for f in ({}, dict.fromkeys(("qkv", "lm_head"), "q8"))
+    )
+    assert_same(stored, loaded)
+    assert loaded.final_norm.equal(small_model.final_norm)
+    narrower = checkpoint.load(tmp_path / "m.gguf", layer_formats={"qkv": "mxfp4"})  # quantised again: folded
+    assert narrower.layers[0].attn_norm.equal(torch.ones_like(small_model.layers[0].attn_norm))
 
 
 def test_layouts_are_applied_at_load(folder: Path, small_model: Weights) -> None:
@@ -247,10 +309,15 @@ def test_every_format_of_a_dense_layer_takes_the_layout_of_the_cuda_kernels(smal
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
-    [({"attention": "q8"}, "no layer group 'attention'"), ({"qkv": "nvfp4"}, "qkv cannot be 'nvfp4'")],
+    [
+        ({"attention": "q8"}, "no layer group 'attention'"),
+        ({"qkv": "nvfp4"}, "qkv cannot be 'nvfp4'"),
+        ({"qkv.full": "nvfp4"}, "qkv.full cannot be 'nvfp4'"),
+        ({"qkv.99": "q8"}, r"qkv\.99, but the model has"),
+    ],
 )
 def test_unknown_layer_formats_are_errors(folder: Path, wrong: dict[str, str], sentence: str) -> None:
-    with pytest.raises(FormatError, match=sentence):
+    with pytest.raises((FormatError, GateError), match=sentence):
         checkpoint.load(folder, layer_formats=wrong)
 
 
@@ -258,16 +325,50 @@ def test_unknown_layer_formats_are_errors(folder: Path, wrong: dict[str, str], s
 def test_dense_types_of_a_gguf(small_model: Weights, tmp_path: Path, dense: str) -> None:
     checkpoint.save_gguf(small_model, tmp_path / "m.gguf", dense=dense)  # type: ignore[arg-type]
     loaded = checkpoint.load(tmp_path / "m.gguf")
-    assert format_of(loaded.lm_head) == dense
-    assert format_of(loaded.layers[3].o) == dense
-    assert format_of(loaded.embed) == ("bf16" if dense == "q8" else dense)
+    narrow = "q8" if dense == "q8" else "bf16"  # F16 and F32 made from bf16 are read back as bf16
+    assert format_of(loaded.lm_head) == narrow
+    assert format_of(loaded.layers[3].o) == narrow
+    assert format_of(loaded.embed) == "bf16"
     assert format_of(loaded.layers[0].router) == "bf16"
-    limit = {"bf16": 0.0, "f32": 0.0, "f16": 1e-3, "q8": 0.01}[dense]
+    limit = 0.01 if dense == "q8" else 1e-6  # float16 loses what is below 2^-24
     for role in ("embed", "lm_head"):
         a, b = getattr(loaded, role), getattr(small_model, role).float()
         a = formats.dequantize(a) if isinstance(a, MXTensor) else a.float()
         assert (a - b).norm() / b.norm() <= limit
     assert same(loaded.layers[0].gate_up, small_model.layers[0].gate_up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["gguf", "folder"])
+def test_a_matrix_with_more_bits_than_bf16_keeps_them(
+    small_model: Weights, tmp_path: Path, dtype: torch.dtype, kind: str
+) -> None:
+    """One number of one layer is enough, and other roles are narrowed all the same."""
+    layers = [dataclasses.replace(layer, o=layer.o.to(dtype), qkv=layer.qkv.to(dtype)) for layer in small_model.layers]
+    layers[3].o = layers[3].o.clone()
+    layers[3].o[-1, -1] = 1.0 + 2**-9
+    fine = dataclasses.replace(small_model, layers=layers)
+    if kind == "gguf":
+        checkpoint.save_gguf(fine, tmp_path / "m.gguf")
+    else:
+        checkpoint.save_safetensors(fine, tmp_path / "m.gguf")
+    loaded = checkpoint.load(tmp_path / "m.gguf")
+    assert loaded.layers[0].o.dtype == loaded.layers[3].o.dtype == dtype
+    assert loaded.layers[3].o.equal(layers[3].o)
+    assert format_of(loaded.layers[0].qkv) == "bf16"
+
+
+def test_float16_vectors_are_read(small_model: Weights, tmp_path: Path) -> None:
+    """Kernels take bf16 and float32: float16 becomes bf16 where that is exact, else float32."""
+    layers = [
+        dataclasses.replace(layer, sinks=layer.sinks.half() * 1.003, o_bias=torch.ones_like(layer.o_bias).half())
+        for layer in small_model.layers
+    ]
+    checkpoint.save_safetensors(dataclasses.replace(small_model, layers=layers), tmp_path / "m")
+    loaded = checkpoint.load(tmp_path / "m")
+    assert loaded.layers[1].sinks.dtype == torch.float32
+    assert loaded.layers[1].sinks.equal(layers[1].sinks.float())
+    assert loaded.layers[1].o_bias.dtype == torch.bfloat16
 
 
 def test_float32_that_was_never_bf16_stays_float32(small_model: Weights, tmp_path: Path) -> None:
@@ -290,10 +391,12 @@ def test_a_group_of_different_types_needs_a_choice(file: Path, tmp_path: Path, w
         return tensor.data, tensor.tensor_type
 
     rewrite(file, tmp_path / "mixed.gguf", some_q8)
-    with pytest.raises(CheckpointError, match=r"has qkv in bf16 and q8; give the group qkv one format"):
+    with pytest.raises(CheckpointError, match=r"qkv of layer \d in bf16 and q8; give the group qkv one format"):
         checkpoint.load(tmp_path / "mixed.gguf")
     loaded = checkpoint.load(tmp_path / "mixed.gguf", layer_formats={"qkv": "q8"})
     assert loaded.formats()["qkv"] == "q8"
+    ones = [bool((layer.attn_norm == 1).all()) for layer in loaded.layers]
+    assert ones == [which != "attn_v.weight" and i != 2 for i in range(SMALL.layers)]  # part of the matrix stays
 
 
 # ---- GGUF files as others write them -------------------------------------------------------------------------------

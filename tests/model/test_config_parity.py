@@ -188,6 +188,7 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
     "tied embeddings": ({"tie_word_embeddings": True}, "refused"),
     "no biases": ({"attention_bias": False}, "refused"),
     "code of its own": ({"auto_map": {"AutoModel": "x.Y"}}, "refused"),
+    "no method of quantising": ({"quantization_config": {}}, "refused"),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "refused"),
     "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "refused"),
     "mxfp4-pack-quantized": (

@@ -7,9 +7,11 @@ are in test_nonfinite.py.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -20,8 +22,8 @@ from typing import Any
 import pytest
 
 from halfbyte.cli import main
-from halfbyte.errors import CheckpointError
-from halfbyte.model import plain_file
+from halfbyte.errors import CapacityError, CheckpointError
+from halfbyte.model import pattern_trial, plain_file
 from halfbyte.model.load import load_model, resolve_model, tokenizer_of
 from tests.model.file_mutator import load_all, make_models, no_hang, problem_of
 
@@ -104,12 +106,23 @@ def test_a_tensor_too_many(folder: Path) -> None:
 
     def add(header: dict[str, Any]) -> None:
         end = max(item["data_offsets"][1] for name, item in header.items() if name != "__metadata__")
-        header["model.rotary_emb.inv_freq"] = {"dtype": "F32", "shape": [2], "data_offsets": [end, end + 8]}
+        header["model.rotary_emb.scale"] = {"dtype": "F32", "shape": [2], "data_offsets": [end, end + 8]}
 
     edit_header(path, add)
     with path.open("ab") as f:
         f.write(bytes(8))
-    refused(folder, path.name, "'model.rotary_emb.inv_freq' is not part of a model")
+    refused(folder, path.name, "'model.rotary_emb.scale' is not part of a model")
+
+
+def test_half_a_surrogate_pair_in_a_header(folder: Path) -> None:
+    """JSON may hold one, and no text encoding does."""
+    path = shard(folder)
+
+    def spoil(header: dict[str, Any]) -> None:
+        header[next(name for name in header if name != "__metadata__")]["shape"] = "\ud800"
+
+    edit_header(path, spoil)
+    refused(folder, path.name)
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 5, 2**40])
@@ -124,9 +137,9 @@ OFFSETS: dict[str, tuple[Offsets, str]] = {
     "behind a gap": (lambda o: [o[0] + 2, o[1] + 2], "leaves a gap"),
     "negative": (lambda o: [-2, o[1] - o[0] - 2], "below zero"),
     "turned around": (lambda o: [o[1], o[0]], "below zero"),
-    "fractional": (lambda o: [o[0] + 0.5, o[1] + 0.5], "data_offsets[0]: expected a whole number"),
-    "one": (lambda o: [o[0]], "expected 2 entries, got 1"),
-    "as text": (lambda o: [str(o[0]), o[1]], "expected a whole number, got a string"),
+    "fractional": (lambda o: [o[0] + 0.5, o[1] + 0.5], "data_offsets[0]: expected int"),
+    "one": (lambda o: [o[0]], "data_offsets: expected array of length 2, got 1"),
+    "as text": (lambda o: [str(o[0]), o[1]], "data_offsets[0]: expected int, got str"),
     "past the end": (lambda o: [o[0], o[1] + 2**40], "does not fit its own shape"),
     "beyond 64 bits": (lambda o: [o[0] + 2**70, o[1] + 2**70], "leaves a gap"),
 }  # fmt: skip
@@ -231,8 +244,8 @@ def test_gguf_blocks_without_bound(file: Path, count: int) -> None:
 
 
 GGUF_COUNTS: dict[str, tuple[bytes, bytes, str]] = {
-    "tensors": (b"GGUF\3\0\0\0", struct.pack("<Q", 2**63), "tensors; halfbyte reads at most"),
-    "keys": (b"GGUF\3\0\0\0", struct.pack("<QQ", 30, 2**62), "metadata keys; halfbyte reads at most"),
+    "tensors": (b"GGUF\3\0\0\0", struct.pack("<Q", 2**63), "tensors"),
+    "keys": (b"GGUF\3\0\0\0", struct.pack("<QQ", 30, 2**62), "metadata keys"),
     "a key's length": (b"GGUF\3\0\0\0", struct.pack("<QQQ", 30, 30, 2**62), "is truncated"),
     "a string's length": (b"general.name" + struct.pack("<I", 8), struct.pack("<Q", 2**40), "is truncated"),
     "an array": (b"tokenizer.ggml.tokens" + struct.pack("<II", 9, 8), struct.pack("<Q", 2**60), "is truncated"),
@@ -268,6 +281,50 @@ def test_a_pattern_without_bound(folder: Path) -> None:
 
     edit_json(folder / "tokenizer.json", nest)
     refused(folder, "tokenizer.json: pre_tokenizer repeats its pattern")
+
+
+def set_pattern(folder: Path, pattern: str) -> None:
+    def change(raw: dict[str, Any]) -> None:
+        raw["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+
+    edit_json(folder / "tokenizer.json", change)
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+$|.", r"(\w+\s?)+$|\s", "(q+q+)+y|.", "(a"])
+def test_a_pattern_that_backtracks(folder: Path, pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
+    set_pattern(folder, pattern)
+    refused(folder, "tokenizer.json", repr(pattern))
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_a_pattern_that_takes_long(folder: Path) -> None:
+    """Each match stays below the engine's limit, and there is one match for every character."""
+    set_pattern(folder, r"\w*\w*#|.")
+    refused(folder, "tokenizer.json", f"more than {pattern_trial.CPU_SECONDS} s")
+
+
+def test_an_own_pattern_that_does_not_backtrack(folder: Path) -> None:
+    set_pattern(folder, r"\p{L}+|\p{N}{1,2}|\s+|.")
+    tokenizer = tokenizer_of(resolve_model(str(folder)))
+    assert tokenizer.decode(tokenizer.encode("the text 123")) == "the text 123"
+
+
+def test_a_panic_at_a_later_text_is_a_refusal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_pattern(folder, r"(a+)+$|.")
+    monkeypatch.setattr("halfbyte.model.tokenizer.try_patterns", lambda *_, **__: None)
+    tokenizer = tokenizer_of(resolve_model(str(folder)))
+    for allow_special in (False, True):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json") as caught:
+            tokenizer.encode("a" * 40 + "b", allow_special=allow_special)
+        assert problem_of(caught.value) is None
+
+
+def test_a_trial_that_something_else_ended_is_no_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_pattern(folder, r"\w+|.")
+    ended = subprocess.CompletedProcess([], -signal.SIGKILL, b"", b"")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(CapacityError):
+        tokenizer_of(resolve_model(str(folder)))
 
 
 @pytest.mark.parametrize("model", [{"dropout": 0.5}, {"type": "Unigram"}])
@@ -391,6 +448,23 @@ def test_the_command_says_one_sentence(
     assert said[-1].startswith("halfbyte: ")
     assert name in said[-1]
     assert not any("Traceback" in line for line in said)
+
+
+@pytest.mark.parametrize("command", [["generate", "-p", "x"], ["run", "x"], ["chat"], ["serve"], ["eval"]])
+def test_a_backtracking_pattern_ends_a_command_with_one_sentence(
+    folder: Path, command: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_pattern(folder, r"(a+)+$|.")
+    verb, *rest = command
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # `run` reads what is piped in
+    monkeypatch.setattr(sys, "argv", ["halfbyte", verb, str(folder), *rest])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert caught.value.code == 2
+    assert lines[-1].startswith("halfbyte: ")
+    assert "tokenizer.json" in lines[-1]
+    assert not any("Traceback" in line or "panicked" in line for line in lines)
 
 
 def test_whatever_a_reader_raises_is_one_sentence(tmp_path: Path) -> None:

@@ -1,22 +1,29 @@
-"""Weights that are no numbers are found while a model is loaded, named with file, tensor and count; or allowed."""
+"""Weights that are no numbers, and matrices of zeros, are named while a model is loaded, with file and tensor."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.tensor import MXTensor
-from halfbyte.model import checkpoint, synthetic
+from halfbyte.kernels.cpu.library import open_library
+from halfbyte.kernels.cpu.packing import packer_of
+from halfbyte.model import checkpoint, synthetic, weight_file
 from halfbyte.model.config import NAMED
 
 CONFIG = NAMED["small"].with_(layers=2, layer_kinds=(), pad_token=2)
+ROWS16 = dict.fromkeys(("qkv", "o", "gate_up", "down", "lm_head"), "rows16")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -100,3 +107,85 @@ def test_a_gguf_with_a_nan(originals: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"model\.gguf: tensor .*'{name}' has 1 value that"):
             checkpoint.load(path)
         shutil.copy(originals / "model.gguf", path)
+
+
+# ---- zeros ---------------------------------------------------------------------------------------------------------
+
+
+def change(folder: Path, values: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    values(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("model.embed_tokens.weight", ""),
+        ("lm_head.weight", ""),
+        ("model.norm.weight", ""),
+        ("model.layers.1.input_layernorm.weight", ""),
+        ("model.layers.0.self_attn.v_proj.weight", ""),
+        ("model.layers.1.self_attn.o_proj.weight", ""),
+        ("model.layers.0.mlp.router.weight", ""),
+        ("model.layers.0.mlp.experts.gate_up_proj_scales", ""),
+        ("model.layers.1.mlp.experts.down_proj_blocks", "model.layers.1.mlp.experts.down_proj_scales"),
+    ],
+)
+def test_a_matrix_of_zeros(
+    folder: Path, name: str, label: str, packed: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    change(folder, lambda tensors: tensors[name].zero_())
+    options: dict[str, Any] = {"layouts": ROWS16, "packer": packer_of(open_library(), 2)} if packed else {}
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor '{label or name}' .*zeros") as caught:
+        checkpoint.load(folder, **options)
+    assert "--allow-nan" in str(caught.value)
+    with caplog.at_level(logging.WARNING, logger="halfbyte"):
+        checkpoint.load(folder, allow_nan=True, **options)
+    assert f"tensor '{label or name}'" in caplog.text
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_zeros_that_a_model_may_have(folder: Path, packed: bool) -> None:
+    """Biases, sinks, single experts, rows of the vocabulary."""
+
+    def zero(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith(("bias", "sinks")):
+                tensor.zero_()
+            elif "experts" in name:
+                tensor[1:].zero_()
+            elif name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+                tensor[:-1].zero_()
+
+    change(folder, zero)
+    options: dict[str, Any] = {"layouts": ROWS16, "packer": packer_of(open_library(), 2)} if packed else {}
+    checkpoint.load(folder, **options)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gguf_whose_gates_are_zeros(originals: Path, tmp_path: Path, packed: bool) -> None:
+    path = Path(shutil.copy(originals / "model.gguf", tmp_path / "model.gguf"))
+    tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.ffn_gate_exps.weight")
+    body = bytearray(path.read_bytes())
+    body[tensor.data_offset : tensor.data_offset + tensor.n_bytes] = bytes(tensor.n_bytes)
+    path.write_bytes(body)
+    options: dict[str, Any] = {"layouts": ROWS16, "packer": packer_of(open_library(), 2)} if packed else {}
+    with pytest.raises(CheckpointError, match=r"model\.gguf: tensor 'blk.1.ffn_gate_exps.weight'.*zeros.*gate"):
+        checkpoint.load(path, **options)
+
+
+def test_a_shard_that_ends_with_zeros(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No matrix is all zeros, but the last part of the file never arrived."""
+    path = folder / "model.safetensors"
+    size, missing = path.stat().st_size, 100_000
+    os.truncate(path, size - missing)
+    os.truncate(path, size)
+    monkeypatch.setattr(weight_file, "ZERO_TAIL", missing)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors ends with .* zeros.*--allow-nan"):
+        checkpoint.load(folder)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors ends with .* zeros"):
+        checkpoint.quantize_checkpoint(folder, tmp_path / "out", {"qkv": "q8"})
+    monkeypatch.setattr(weight_file, "ZERO_TAIL", missing + 5000)
+    assert not checkpoint.open_model(folder).reading.zero_tails, "other bytes come first"

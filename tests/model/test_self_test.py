@@ -21,7 +21,6 @@ from halfbyte.kernels import self_test as kernels
 from halfbyte.kernels.cuda.attention import prompt
 from halfbyte.kernels.cuda.attention.flash_sync import SyncAttention
 from halfbyte.kernels.cuda.decode import phase
-from halfbyte.kernels.cuda.device.emulator import Emulator
 from halfbyte.kernels.launch import INCLUDES, Build, Program
 from halfbyte.lab import receipts
 from halfbyte.model import load, self_test, twin
@@ -30,7 +29,9 @@ from halfbyte.model.gpt_oss import choose
 from halfbyte.plan import reference, select
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, Binding, Launch
+from halfbyte.plan.select import PlanChoice
 from halfbyte.plan.step import REGIMES, Step
+from tests.kernels.cuda.emulator import HEADER, Emulator
 
 CPU = torch.device("cpu")
 SMALL = ModelConfig(
@@ -55,19 +56,20 @@ class Changed(Emulator):
 def change(folder: Path, name: str, was: str, now: str) -> Path:
     root = folder / "cuda"
     shutil.copytree(INCLUDES, root)
+    shutil.copy(HEADER, root)
     text = (root / name).read_text(encoding="utf-8")
     assert was in text, f"{name} has changed: plant the fault elsewhere"
     (root / name).write_text(text.replace(was, now), encoding="utf-8")
     return root
 
 
-def choice_of(preset: str, arch: str = "sm121") -> tuple[self_test.Choice, gates.Gates]:
+def choice_of(preset: str, arch: str = "sm121") -> tuple[PlanChoice, gates.Gates]:
     """Decode by the CUDA kernel, everything else by the reference."""
     g = gates.PRESETS[preset].gates
-    spec, chosen, selection = choose(SMALL, g, ARCHES[arch])
-    assert selection.chosen["decode"] == ("cuda.decode_step",)
-    plain, _ = select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
-    return (spec, plain | {"decode": chosen["decode"]}, selection), g
+    choice = choose(SMALL, g, ARCHES[arch])
+    assert choice.selection.chosen["decode"] == ("cuda.decode_step",)
+    plain, _ = select.select(choice.spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
+    return replace(choice, chosen=plain | {"decode": choice.chosen["decode"]}), g
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> type[Changed]:
 
 def first_probe(columns: int = 3) -> twin.Probe:
     choice, _ = choice_of("fast")
-    return next(iter(twin.probes(SMALL, choice[0].formats, CPU, columns)))
+    return next(iter(twin.probes(SMALL, choice.spec.formats, CPU, columns)))
 
 
 @needs_emulator
@@ -90,13 +92,13 @@ def first_probe(columns: int = 3) -> twin.Probe:
 @pytest.mark.usefixtures("machine")
 def test_a_right_kernel_passes() -> None:
     choice, g = choice_of("fast")
-    choice = (replace(choice[0], max_context=self_test.CONTEXT), *choice[1:])
+    choice = replace(choice, spec=replace(choice.spec, max_context=self_test.CONTEXT))
     assert self_test.ask(first_probe(), SMALL, choice, g, ["decode"]) == []
 
 
 FAULTS = {
     "subnormals are flushed": (
-        "device/emulator.h", "  emu::Mma m{{a0, a1, a2, a3}, {b0, b1}, {}};",
+        "emulator.h", "  emu::Mma m{{a0, a1, a2, a3}, {b0, b1}, {}};",
         "  auto f = [](u32 v) { return v & (v & 0x7f80u ? ~0u : ~0x7fu) & (v & 0x7f800000u ? ~0u : ~0x7f0000u); };\n"
         "  emu::Mma m{{f(a0), f(a1), f(a2), f(a3)}, {b0, b1}, {}};",
         r"lm_head row \d+, column \d+, code .001 \(-?0.5\) x 2\^-?\d+, gave -?0 instead of .* "
@@ -108,7 +110,7 @@ FAULTS = {
         r"code .101 \(-?3\) x .* gave .* all of code",
     ),
     "rows g and g + 8 are exchanged": (
-        "device/emulator.h", "  emu::Mma m{{a0, a1, a2, a3}, {b0, b1}, {}};",
+        "emulator.h", "  emu::Mma m{{a0, a1, a2, a3}, {b0, b1}, {}};",
         "  emu::Mma m{{a1, a0, a3, a2}, {b0, b1}, {}};", r"lm_head row \d+, column \d+, code \d{4} .* differ",
     ),
 }  # fmt: skip
@@ -121,7 +123,7 @@ def test_a_planted_fault_is_named(fault: str, tmp_path: Path, machine: type[Chan
     name, was, now, says = FAULTS[fault]
     machine.root = change(tmp_path, name, was, now)
     choice, g = choice_of("fast")
-    choice = (replace(choice[0], max_context=self_test.CONTEXT), *choice[1:])
+    choice = replace(choice, spec=replace(choice.spec, max_context=self_test.CONTEXT))
     (said,) = self_test.ask(first_probe(), SMALL, choice, g, ["decode"])
     assert said.startswith("decode (cuda.decode_step), step of 1: ")
     report = self_test.Report(("lm_head",), (said,), 1.0)
@@ -138,7 +140,7 @@ def test_everything_in_decode(preset: str) -> None:
     choice, g = choice_of(preset)
     report = self_test.run(SMALL, choice, g, CPU, regimes=["decode"], columns=4)
     assert report.problems == ()
-    assert list(report.asked) == [*PROBES, "two layers", "late hand-overs"]
+    assert list(report.checks) == [*PROBES, "two layers", "late hand-overs"]
 
 
 class RoundedAttention(SyncAttention):
@@ -164,11 +166,12 @@ def test_attention_of_prompts_over_more_pages_than_are_in_flight(
     if wrong:
         was, now = "next = pages.find(j + STAGES);", "next = pages.find(j + STAGES - 1);"
         machine.root = change(tmp_path, "attention/flash_sync.cu", was, now)
-    (spec, _, _), g = choice_of("exact")
+    cuda, g = choice_of("exact")
+    spec = cuda.spec
     plain, selection = select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
     phases = [RoundedAttention() if p.covers == ("attention",) else p for p in plain["prefill"]]
     assert any(isinstance(p, SyncAttention) for p in phases)
-    choice = (replace(spec, max_context=self_test.CONTEXT), plain | {"prefill": phases}, selection)
+    choice = PlanChoice(replace(spec, max_context=self_test.CONTEXT), plain | {"prefill": phases}, selection)
     found = self_test.compare_twin(SMALL, choice, g, CPU, ["prefill"], late=False)
     assert len(found) == wrong
     if wrong:
@@ -179,19 +182,21 @@ def test_attention_of_prompts_over_more_pages_than_are_in_flight(
 @pytest.mark.parametrize("preset", ["fast", "balanced", "exact"])
 def test_the_reference_passes_in_every_regime(preset: str) -> None:
     """So what is asked for is what the operations mean."""
-    (spec, _, _), g = choice_of(preset)
+    cuda, g = choice_of(preset)
+    spec = cuda.spec
     plain = select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
-    report = self_test.run(SMALL, (spec, *plain), g, CPU, columns=4)
+    report = self_test.run(SMALL, PlanChoice(spec, *plain), g, CPU, columns=4)
     assert report.problems == ()
-    assert report.asked[:6] == tuple(PROBES)
+    assert report.checks[:6] == tuple(PROBES)
 
 
 @pytest.mark.parametrize("wrong", ["gate_up", "down", "o", "qkv"])
 def test_a_wrong_matrix_is_found_by_its_probe(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference over weights of which one row of sixteen has moved, as a wrong lane would move it."""
-    (spec, _, _), g = choice_of("fast")
+    cuda, g = choice_of("fast")
+    spec = cuda.spec
     plain = select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
-    choice = (replace(spec, max_context=self_test.CONTEXT), *plain)
+    choice = PlanChoice(replace(spec, max_context=self_test.CONTEXT), *plain)
     whole = twin.enlarge
 
     def moved(*args: Any) -> Any:
@@ -208,15 +213,16 @@ def test_a_wrong_matrix_is_found_by_its_probe(wrong: str, monkeypatch: pytest.Mo
     (said,) = self_test.ask(probe, SMALL, choice, g, ["decode"])
     row = int(said.partition(f"{name} row ")[2].partition(",")[0])
     assert row % 16 in (1, 9) if wrong != "gate_up" else row % 8 in (0, 4)
-    report = self_test.run(SMALL, (spec, *plain), g, CPU, columns=4)
+    report = self_test.run(SMALL, PlanChoice(spec, *plain), g, CPU, columns=4)
     assert f"{name} row" in self_test.refusal(ARCHES["sm121"], report), "whichever probe differs first"
 
 
 def test_a_wrong_code_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference over weights in which one code has become another."""
-    (spec, _, _), g = choice_of("fast")
+    cuda, g = choice_of("fast")
+    spec = cuda.spec
     plain = select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
-    choice = (replace(spec, max_context=self_test.CONTEXT), *plain)
+    choice = PlanChoice(replace(spec, max_context=self_test.CONTEXT), *plain)
     whole = twin.enlarge
 
     def changed(*args: Any) -> Any:
@@ -276,7 +282,12 @@ def test_a_pass_is_remembered_for_what_it_is_true_of(
         assert load_again() == before + 1
     assert load_again(chosen=choice_of("balanced")[0]) == 6, "another plan"
     on_another_gpu["gpu"] = self_test.MEASURED[0]
-    assert load_again() == 6
+    own, restricted = (choice_of("fast", arch)[0] for arch in ("sm90", "sm80"))
+    assert load_again(chosen=own) == 6, "its receipts are here"
+    assert "none needed" in self_test.describe(own, ARCHES["sm90"], True)
+    assert "not passed" in self_test.describe(restricted, ARCHES["sm80"], True)
+    assert load_again(chosen=restricted) == 7, "the kernels of an older architecture, which have never run"
+    assert load_again(chosen=restricted) == 7
 
 
 def test_a_failure_refuses_and_is_not_remembered(
@@ -318,8 +329,8 @@ def test_gpus_that_need_none_are_those_with_receipts() -> None:
 
 def test_late_builds_are_those_whose_blocks_wait() -> None:
     g = gates.PRESETS["fast"].gates
-    spec, chosen, _ = choose(load.NAMED["120b"], g, ARCHES["sm121"])
-    programs = kernels.late_programs(spec, chosen, ARCHES["sm121"])
+    choice = choose(load.NAMED["120b"], g, ARCHES["sm121"])
+    programs = kernels.late_programs(choice.spec, choice.chosen, ARCHES["sm121"])
     assert {p.entry for p in programs} == {"decode_step", "batch_experts"}
     assert all(f"-DHB_DELAYS={kernels.LATE}" in p.options for p in programs)
 
@@ -346,19 +357,19 @@ def test_the_hash_follows_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_on_this_gpu(preset: str) -> None:
     """The true shape of 20b through every regime, as a load would ask."""
     from halfbyte.model.gpt_oss import arch_of
-    from halfbyte.plan.compilation import Compilation
+    from halfbyte.plan.plan import Compilation
 
     flags = {"moe_kernel": "triton", "linear_kernel": "triton", "attention": "triton"} if preset == "triton" else {}
     g = gates.parse(flags, env={}, preset="fast" if preset == "triton" else preset)
     config, arch = load.NAMED["20b"], arch_of("cuda")
     choice = choose(config, g, arch)
-    Compilation(choice[0], choice[1], arch, kernels.compilations(choice[0], choice[1], arch)).wait()
+    Compilation(choice.spec, choice.chosen, arch, kernels.compilations(choice.spec, choice.chosen, arch)).wait()
     first = self_test.run(config, choice, g, CUDA)
     report = self_test.run(config, choice, g, CUDA)
     print(f"{preset}: {first.seconds:.2f} s, then {report.seconds:.2f} s: {', '.join(report.asked)}")
     assert report.problems == ()
-    assert list(report.asked) == [*PROBES, "two layers", "late hand-overs"]
-    assert set(choice[2].chosen) == set(REGIMES)
+    assert list(report.checks) == [*PROBES, "two layers", "late hand-overs"]
+    assert set(choice.selection.chosen) == set(REGIMES)
 
 
 @pytest.mark.gpu

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from halfbyte import formats
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.formats.tensor import MXTensor
-from halfbyte.model import synthetic
+from halfbyte.model import load, synthetic
 from halfbyte.model.config import NAMED, ModelConfig
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
@@ -44,14 +44,18 @@ class Watched(Activations):
 @pytest.fixture(scope="module", params=["small", "deep"])
 def run(request: pytest.FixtureRequest) -> tuple[ModelConfig, dict[str, list[Tensor]]]:
     config = {"small": NAMED["small"], "deep": DEEP}[request.param]
-    model = GptOss(synthetic.make(config, 0), REFERENCE)
+    return config, activations(config, synthetic.TAME)
+
+
+def activations(config: ModelConfig, character: synthetic.Character) -> dict[str, list[Tensor]]:
+    model = GptOss(synthetic.make(config, 0, character=character), REFERENCE)
     watched = Watched()
     tokens = torch.randint(0, config.vocab, (TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
     plain: Any = model
     plain.forward = lambda step: model.plan.run(step, watched).logits
     SingleSequence(model, TOKENS).feed(tokens, all_logits=True)
     assert len(watched.seen["topk_ids"]) == config.layers
-    return config, watched.seen
+    return watched.seen
 
 
 def rms(x: Tensor) -> float:
@@ -229,3 +233,106 @@ def test_on_a_gpu_the_same_seed_gives_the_same_numbers() -> None:
     assert isinstance(down, MXTensor)
     assert len(torch.unique(down.data)) == 256
     assert formats.dequantize(down).sum(-1).abs().max() == 0
+
+
+# ---- what is known of real weights ---------------------------------------------------------------------------------
+
+
+WIDE = DEEP.with_(layers=4, layer_kinds=DEEP.layer_kinds[:4], hidden=768, intermediate=128, vocab=512)
+
+
+@pytest.fixture(scope="module")
+def real_run() -> dict[str, list[Tensor]]:
+    return activations(WIDE, synthetic.Character(real=True))
+
+
+def test_real_weights_hold_what_is_known_of_them() -> None:
+    source = synthetic.SyntheticSource(NAMED["small"], 0, character=synthetic.Character(real=True))
+    for far in (False, True):
+        draw = synthetic._Draw("many", source.device)
+        many = synthetic._wide_mxfp4(draw, (512, 32 * 1024), 2.0**-8, balanced=False, far=far)
+        codes = many.scales
+        counts = torch.bincount(codes.flatten().long(), minlength=256)
+        assert int(counts[0]) == int((many.data.view(*codes.shape, 16) == 0).all(-1).sum()) > 0  # groups of zeros
+        common = counts.sort(descending=True).indices[:9]
+        assert counts[common].sum() > 0.999 * codes.numel()
+        used = codes[codes > 0]
+        spread = int(used.max()) - int(used.min())
+        assert spread >= 18 if far else 14 <= spread <= 16
+    late = NAMED["small"].layers - 1
+    down = source.make(late, "down")
+    assert isinstance(down, MXTensor)
+    assert int(down.scales.max()) == 127 + 10
+    sinks = source.make(0, "sinks")
+    norm = source.make(0, "attn_norm")
+    assert isinstance(sinks, Tensor)
+    assert isinstance(norm, Tensor)
+    assert float(sinks.min()) >= -5
+    assert float(sinks.max()) <= 10
+    assert float(norm.max() / norm.median()) > 2
+
+
+def test_some_tensors_of_real_weights_are_too_wide_for_fp8() -> None:
+    """As 5 of the 72 of gpt-oss-120b are: loud channels included, every other row is within 16 octaves."""
+    config = NAMED["small"].with_(layers=14, layer_kinds=("sliding", "full") * 7, hidden=2048, intermediate=1024)
+    source = synthetic.SyntheticSource(config, 0, character=synthetic.Character(real=True))
+    wide = []
+    for layer in range(config.layers):
+        for role in ("gate_up", "down"):
+            matrix = source.make(layer, role)
+            assert isinstance(matrix, MXTensor)
+            codes = matrix.scales.int()
+            low = torch.where(codes == 0, 255, codes).amin(-1)
+            if int((codes.amax(-1) - low).max()) > 16:
+                wide.append((layer, role))
+    assert wide == [(6, "down"), (13, "down")]
+
+
+def test_real_weights_make_a_network_with_two_loud_channels(real_run: dict[str, list[Tensor]]) -> None:
+    loud = list(synthetic.SyntheticSource(WIDE, 0).loud_channels)
+    last = real_run["x"][-1].float()
+    others = last.clone()
+    others[:, loud] = 0
+    assert 1e4 < float(last[:, loud].abs().max()) < 1e6
+    assert 2**12 < rms(others) < 2**14
+    assert rms(last[:, loud]) > 4 * rms(others)
+    assert torch.isfinite(real_run["logits"][0]).all()
+    assert 0.5 < float(real_run["logits"][0].std()) < 5
+
+
+def test_real_weights_route_as_evenly_as_tame_ones(real_run: dict[str, list[Tensor]]) -> None:
+    """98 % of the experts that uniform routing would touch, over a batch of 16 and all layers."""
+    generator = torch.Generator().manual_seed(1)
+    uniform = WIDE.experts * (1 - (1 - WIDE.top_k / WIDE.experts) ** 16)
+    touched = [
+        len(torch.unique(ids[torch.randperm(TOKENS, generator=generator)[:16]]))
+        for ids in real_run["topk_ids"]
+        for _ in range(50)
+    ]
+    assert sum(touched) / len(touched) >= 0.98 * uniform
+
+
+def test_skew_favours_some_experts() -> None:
+    config = NAMED["small"]
+    even, skewed = (
+        torch.bincount(torch.cat(activations(config, synthetic.Character(skew=skew))["topk_ids"]).flatten().long())
+        for skew in (0.0, 1.0)
+    )
+    assert float(even.max()) < 1.3 * float(even.min())
+    assert float(skewed.max()) > 2 * float(skewed.min())
+
+
+@pytest.mark.parametrize("options", ["weights=tame2", "skew=x", "seed=3", "skew=9"])
+def test_options_of_random_weights_are_checked(options: str) -> None:
+    with pytest.raises(UsageError, match="not an option of random weights"):
+        load.resolve_model(f"random:small?{options}")
+
+
+def test_options_of_random_weights() -> None:
+    name = load.resolve_model("random:small?skew=0.6&weights=real")
+    assert name.character == synthetic.Character(real=True, skew=0.6)
+    assert load.resolve_model("random:small").character == synthetic.TAME
+    model = load.load_model(name)
+    assert int(model.weights.layers[-1].down.data.numel()) > 0
+    plain = load.load_model(load.resolve_model("random:small"))
+    assert not torch.equal(model.weights.layers[0].sinks, plain.weights.layers[0].sinks)

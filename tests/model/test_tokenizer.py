@@ -121,6 +121,17 @@ def test_a_million_blanks_do_not_end_the_process(gpt_oss: Tokenizer) -> None:
         assert gpt_oss.decode(gpt_oss.encode(text, allow_special=True)) == text
 
 
+@pytest.mark.parametrize("text", ["7" * 300, "ab" + "12345678" * 40, "٣٤" * 150, "x" * 21 + "9" * 211, "Ⅷ9" * 99])
+@pytest.mark.parametrize("part", [20, 21, 22])
+def test_digits_without_end_keep_their_groups_of_three(
+    gpt_oss: Tokenizer, monkeypatch: pytest.MonkeyPatch, text: str, part: int
+) -> None:
+    whole = gpt_oss.encode(text)
+    monkeypatch.setattr(module, "PART", part)
+    assert len(list(gpt_oss.encode_parts(text))) > 1
+    assert gpt_oss.encode(text) == whole
+
+
 def test_a_long_text_is_cut_where_the_pattern_cuts(
     gpt_oss: Tokenizer, small: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +266,51 @@ def test_from_gguf(small: Tokenizer, small_json: Path, tmp_path: Path, gpt_oss: 
     whole += [gpt_oss.token_bytes(id).decode() for id in range(199998, gpt_oss.vocab_size)]
     write_gguf(tmp_path / "whole.gguf", whole, [1] * len(whole), [])
     assert Tokenizer.for_model(tmp_path / "whole.gguf") is gpt_oss
+
+
+def test_added_tokens_of_a_fine_tune_are_the_file_s(gpt_oss: Tokenizer, tmp_path: Path) -> None:
+    """`<think>` as plain text becomes its token, as in transformers; a control token only where it is allowed."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {module._spell(gpt_oss.token_bytes(id)): id for id in range(199998)}
+    names = {id: gpt_oss.token_bytes(id).decode() for id in range(199998, 200018)} | {200018: "<|endofprompt|>"}
+    cut = {"type": "Split", "pattern": {"Regex": O200K_PATTERN}, "behavior": "Isolated", "invert": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    raw: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [{"id": id, "content": name, "special": True} | flags for id, name in names.items()],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [cut, module._byte_level(use_regex=False)]},
+        "decoder": module._byte_level(use_regex=True),
+        "model": {"type": "BPE", "vocab": vocab, "merges": [], "ignore_merges": True},
+    }
+    (tmp_path / "config.json").write_text('{"vocab_size": 201088}')
+    own = tmp_path / "tokenizer.json"
+    own.write_text(json.dumps(raw))
+    assert Tokenizer.for_model(tmp_path) is gpt_oss  # harmony's names alone
+    raw["added_tokens"] += [
+        {"id": 200019, "content": "<think>", "special": False} | flags,
+        {"id": 200020, "content": "<|tool|>", "special": True} | flags,
+    ]
+    own.write_text(json.dumps(raw))
+    ours, theirs = Tokenizer.for_model(tmp_path), PreTrainedTokenizerFast(tokenizer_file=str(own))
+    text = "Hello <think>world<|end|><|tool|>"
+    assert ours.encode(text, allow_special=True) == theirs.encode(text, add_special_tokens=False)
+    assert 200019 in ours.encode(text)
+    assert not {200007, 200020} & set(ours.encode(text))
+    assert (
+        ours.decode([200019, 200020, 200006]) == theirs.decode([200019, 200020, 200006]) == "<think><|tool|><|start|>"
+    )
+    assert ours.eos_tokens == gpt_oss.eos_tokens
+
+    tokens = [*read_tokenizer_json(own).tokens(), *(f"[PAD{id}]" for id in range(200021, 201088))]
+    types = [1] * 199998 + [3] * 21 + [4, 3] + [5] * 1067
+    write_gguf(tmp_path / "added.gguf", tokens, types, [])
+    from_gguf = Tokenizer.for_model(tmp_path / "added.gguf")
+    assert from_gguf.decode([200019, 200020]) == "<think><|tool|>"
+    types[200019:200021] = [5, 5]
+    tokens[200019:200021] = ["[PAD200019]", "[PAD200020]"]  # as llama.cpp's converter fills the vocabulary up
+    write_gguf(tmp_path / "padded.gguf", tokens, types, [])
+    assert Tokenizer.for_model(tmp_path / "padded.gguf") is gpt_oss
 
 
 # ---- streaming ----------------------------------------------------------------------------------

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.formats import quantize
+from halfbyte.formats import dequantize, quantize
 from halfbyte.ops.linear import ACTIVATIONS, linear
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
-from halfbyte.ops.products import matmul
+from halfbyte.ops.products import FixedPoint, matmul
 from halfbyte.ops.router import route
 
 pytestmark = pytest.mark.exact
@@ -88,3 +88,46 @@ def test_what_is_not_a_number_stays_visible(value: float) -> None:
     assert matmul(x, w).isfinite().all(1).tolist() == [True, False, True]
     x[1, 3], w[2, 1] = 0.5, value
     assert matmul(x, w).isfinite().all(0).tolist() == [True, True, False, True, True]
+
+
+def spread(shape: tuple[int, ...], octaves: int, seed: int) -> torch.Tensor:
+    """Powers of two from 2^-octaves to 2^octaves."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(-octaves, octaves + 1, shape, generator=g).float().exp2()
+
+
+@pytest.mark.parametrize("octaves", [3, 8, 12, 40])
+def test_a_power_of_two_moved_between_norm_and_matrix_changes_no_bit(octaves: int) -> None:
+    g = torch.Generator().manual_seed(octaves)
+    x, norm, w = (
+        torch.randn(5, 2880, generator=g),
+        torch.rand(2880, generator=g) + 0.5,
+        torch.randn(48, 2880, generator=g),
+    )
+    w = w.bfloat16().float()
+    moved = spread((2880,), octaves, octaves)
+    plain = matmul(rms_norm(x, norm, 1e-5), w)
+    assert torch.equal(matmul(rms_norm(x, norm * moved, 1e-5), w / moved), plain)
+
+
+@pytest.mark.parametrize("octaves", [8, 12, 60])
+def test_a_row_whose_scales_spread_loses_nothing(octaves: int) -> None:
+    """Each output hangs on every group of its row, however small its scale: the activations make up for it."""
+    g = torch.Generator().manual_seed(octaves)
+    w = quantize(torch.randn(6, 2880, generator=g), "mxfp4")
+    scales = spread((6, 90), octaves, octaves).repeat_interleave(32, 1)
+    wide = dequantize(w, torch.float32) * scales
+    for i in range(6):
+        x = torch.randn(2880, generator=g) / scales[i]
+        exact = (x.double() * wide[i].double()).sum()
+        size = (x.double() * wide[i].double()).abs().sum()
+        assert abs(matmul(x[None], wide)[0, i] - exact) / size < 2.0**-24
+
+
+def test_a_stack_of_matrices_has_the_products_of_its_members() -> None:
+    g = torch.Generator().manual_seed(5)
+    stack, x = torch.randn(4, 12, 96, generator=g), torch.randn(3, 96, generator=g)
+    stack[2] = stack[2].bfloat16().float()  # fewer bits: other rows have a second slice
+    fixed = FixedPoint.of_weights(stack)
+    for i in range(4):
+        assert torch.equal(matmul(x, fixed[i]), matmul(x, stack[i]))

@@ -1,5 +1,5 @@
-"""What a wheel carries: everything of a checkout that runs, the embedded models, its commit; CPU kernels and an honest
-tag where there is a compiler.
+"""What a wheel carries: everything of a checkout that runs, the embedded models, this project's receipts, its commit;
+CPU kernels and an honest tag where there is a compiler. It carries no workshop.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import pytest
 import halfbyte
 from halfbyte import gates, installed
 from halfbyte.kernels.cpu import build
+from halfbyte.lab import receipts
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-SKIPPED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", "tests", "bench")
+SKIPPED = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", "tests")
 
 
 def setup_file() -> ModuleType:
@@ -49,13 +50,21 @@ def test_the_version_stands_in_one_place() -> None:
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "halfbyte.__version__"}
 
 
-def test_what_is_built_has_the_models_the_commit_and_every_source(tmp_path: Path) -> None:
-    """Without a compiler, which takes seconds; with one, in the slow test below."""
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What goes into a wheel, built without a compiler, which takes seconds; and what the build said."""
+    folder = tmp_path_factory.mktemp("built")
     env = gates.child_environment(HALFBYTE_CXX="no-such-compiler")
-    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    built = tmp_path / "lib" / "halfbyte"
+    return folder, done.stderr
+
+
+def test_what_is_built_has_the_models_the_commit_and_every_source(unpacked: tuple[Path, str]) -> None:
+    folder, said = unpacked
+    assert [p.name for p in folder.iterdir()] == ["halfbyte"], "the workshop and the tests stay in the checkout"
+    built = folder / "halfbyte"
     files = {p.relative_to(built).as_posix() for p in built.rglob("*") if p.is_file()}
     sources = {p.relative_to(ROOT / "src" / "halfbyte").as_posix() for p in (ROOT / "src" / "halfbyte").rglob("*.*")}
     missing = {s for s in sources if s.endswith((".py", ".cu", ".cuh", ".h", ".cpp", ".json", ".xz"))} - files
@@ -63,10 +72,34 @@ def test_what_is_built_has_the_models_the_commit_and_every_source(tmp_path: Path
     for model in (ROOT / "models").iterdir():
         for file in model.iterdir():
             assert (built / "data" / "models" / model.name / file.name).read_bytes() == file.read_bytes()
+    results = {p.name for p in (ROOT / "bench" / "results").iterdir() if p.suffix in (".json", ".jsonl")}
+    assert results
+    assert results == {p.name for p in (built / "data" / "results").iterdir()}
     if (ROOT / ".git").exists():
         assert (built / "data" / "commit").read_text().strip().rstrip("+") == (installed.commit() or "").rstrip("+")
     assert not [f for f in files if f.endswith(".so")]
-    assert "this wheel has no CPU kernels" in done.stderr
+    assert "this wheel has no CPU kernels" in said
+
+
+def test_commands_that_read_receipts_work_without_a_checkout(unpacked: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = unpacked
+    env = gates.child_environment(PYTHONPATH=str(folder), HALFBYTE_CACHE_DIR=str(tmp_path))
+
+    def halfbyte_(*words: str) -> str:
+        command = [sys.executable, "-c", "from halfbyte.cli import main; main()", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    here = {r.name: r for r in receipts.read_all()}
+    there = json.loads(halfbyte_("receipts", "--json"))["receipts"]
+    assert {r["name"]: r["state"] for r in there} == {r.name: r.state for r in here.values()}
+    (prediction,) = json.loads(halfbyte_("profile", "--predict", "gb10", "--preset", "fast", "--json"))["predictions"]
+    assert prediction["tokens_per_second"] > 0
+    compared = json.loads(halfbyte_("compare", "engine", "engine", "--json"))
+    assert compared["changes"]
+    halfbyte_("report", "--out", str(tmp_path / "report.html"))
+    assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
 def test_the_tag_is_the_oldest_glibc_that_the_libraries_load_with(

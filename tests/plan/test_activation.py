@@ -52,15 +52,18 @@ def test_one_copy_of_the_weights_serves_both() -> None:
     """fp8 prefill beside the decode step, which takes bf16: both read tile16."""
     kernels = PerRegime(prefill="cuda")
     gates = Gates(layers=MXFP4, activation="prefill=fp8", moe_kernel=kernels, linear_kernel=kernels)
-    _, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
+    found = choose(NAMED["120b"], gates, ARCHES["sm90"]).selection
     assert "cuda.prefill_layer_fp8" in found.chosen["prefill"]
-    assert found.chosen["decode"] == choose(NAMED["120b"], Gates(layers=MXFP4), ARCHES["sm90"])[2].chosen["decode"]
+    assert (
+        found.chosen["decode"] == choose(NAMED["120b"], Gates(layers=MXFP4), ARCHES["sm90"]).selection.chosen["decode"]
+    )
 
 
 def test_long_prompts_take_fp8_and_shorter_ones_bf16() -> None:
     gates = Gates(layers=MXFP4, activation="long=fp8")
-    spec, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
-    plain = choose(NAMED["120b"], Gates(layers=MXFP4), ARCHES["sm90"])[2]
+    choice = choose(NAMED["120b"], gates, ARCHES["sm90"])
+    spec, found = choice.spec, choice.selection
+    plain = choose(NAMED["120b"], Gates(layers=MXFP4), ARCHES["sm90"]).selection
     for regime in ("decode", "batch", "prefill"):
         assert found.chosen[regime] == plain.chosen[regime]
     assert plain.chosen["long"] == plain.chosen["prefill"]

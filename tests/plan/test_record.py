@@ -107,7 +107,7 @@ def test_a_phase_that_launches_nothing_or_never_runs_is_named() -> None:
 
     bound[:] = [replace(b, launch=from_x) if b.phase.name == "reference.qkv" else b for b in bound]
     SingleSequence(model, 128).feed([5])
-    said = {d.phase: d.what for d in model.plan.differences()}
+    said = {d.phase: d.problem for d in model.plan.differences()}
     assert said == {
         "reference.final_norm": "ran without a kernel on record",
         "reference.attn_norm": "was chosen and never ran",

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from halfbyte import formats, gates
-from halfbyte.errors import FormatError, PlanError
+from halfbyte.errors import FormatError, GateError, PlanError
 from halfbyte.gates import Gates, PerRegime
+from halfbyte.kernels.cuda.decode import phase as decode_phase
 from halfbyte.model import synthetic
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import GptOss, choose, spec_of
@@ -89,6 +90,35 @@ def test_auto_prefers_rank_and_says_why_the_other_lost() -> None:
     assert "reference.qkv" in selection.chosen["prefill"]
     assert reasons(selection, "test.fused_front") == dict.fromkeys(("prefill", "long"), "serves decode, batch only")
     assert "test.fused_front is preferred" in reasons(selection, "reference.qkv")["decode"]
+
+
+def test_layers_of_a_group_with_different_formats_are_planned_for_or_refused_by_name() -> None:
+    mixed = gates.parse({}, env={}, preset="mixed")
+    choice = choose(NAMED["120b"], mixed, ARCHES["sm90"])
+    each = choice.spec.matrices.per_layer("qkv")
+    assert each == ("mxfp4", "q8") * 18
+    assert choice.selection.chosen["decode"] == ("cuda.decode_step",)
+    several = gates.parse({"layers": "qkv=mxfp4,qkv.full=q8,qkv.0=checkpoint"}, env={})
+    choice = choose(NAMED["120b"], several, ARCHES["sm90"])
+    assert "two formats at most" in reasons(choice.selection, "cuda.decode_step")["decode"]
+    experts = gates.parse({"layers": "moe.3=q8", "moe_kernel": "gemv"}, env={})
+    with pytest.raises(PlanError, match="q8 in layers 3") as refused:
+        choose(NAMED["120b"], experts, ARCHES["sm90"])
+    flags = str(refused.value).splitlines()[-1]
+    assert flags.startswith("Use --")
+    with pytest.raises(GateError, match=r"qkv\.36, but the model has 36 layers"):
+        choose(NAMED["120b"], gates.parse({"layers": "qkv.36=q8"}, env={}), ARCHES["sm90"])
+
+
+def test_a_phase_over_all_layers_that_takes_one_format_refuses_several() -> None:
+    class OneFormat(decode_phase.WholeStep):
+        name, mixes = "test.one_format", False
+
+    mixed = gates.parse({}, env={}, preset="mixed")
+    spec = choose(NAMED["120b"], mixed, ARCHES["sm90"]).spec
+    phases = [*select.all_phases(), OneFormat()]
+    _, selection = select.select(spec, ARCHES["sm90"], mixed, phases)
+    assert "reads qkv in one format in all layers" in reasons(selection, "test.one_format")["decode"]
 
 
 @pytest.mark.exact
@@ -202,12 +232,10 @@ def test_sinks_off_needs_the_word_off() -> None:
         assert preset.gates.sinks != "off"
 
 
-def test_nvfp4_can_never_serve_an_mxfp4_model() -> None:
-    assert all("nvfp4" not in axis.values for axis in gates.AXES)
+def test_a_layer_in_another_format_is_refused() -> None:
     weights = synthetic.make(SMALL, seed=0)
-    nv = formats.quantize(torch.randn(SMALL.qkv_dim, SMALL.hidden), "nvfp4")
-    weights.layers[0].qkv = nv
-    with pytest.raises(FormatError, match="nvfp4"):
+    weights.layers[0].qkv = formats.quantize(torch.randn(SMALL.qkv_dim, SMALL.hidden), "mxfp8")
+    with pytest.raises(FormatError, match="mxfp8"):
         GptOss(weights)
 
 
@@ -241,7 +269,7 @@ def test_every_kernel_gate_is_reached_or_refused_with_a_reason(axis: str, arch: 
     for value in values:
         g = gates.parse({axis: value}, env={})
         try:
-            _, chosen, _ = choose(NAMED["20b"], g, ARCHES[arch])
+            chosen = choose(NAMED["20b"], g, ARCHES[arch]).chosen
         except PlanError as e:
             assert len(str(e).splitlines()) >= 2, f"{axis}={value} on {arch} is refused without a reason"
             continue
@@ -256,9 +284,9 @@ def test_every_kernel_gate_is_reached_or_refused_with_a_reason(axis: str, arch: 
 
 def test_layers_that_do_not_alternate_are_a_feature_of_their_own() -> None:
     g, odd = gates.PRESETS["fast"].gates, NAMED["20b"].with_(layer_kinds=("full",) * 24)
-    _, _, even = choose(NAMED["20b"], g, ARCHES["sm90"])
+    even = choose(NAMED["20b"], g, ARCHES["sm90"]).selection
     assert even.chosen["decode"] == ("cuda.decode_step",)
-    _, _, selection = choose(odd, g, ARCHES["sm90"])
+    selection = choose(odd, g, ARCHES["sm90"]).selection
     assert reasons(selection, "cuda.decode_step")["decode"] == "does not know uneven_layers"
     assert "cuda.batch_layer_fused" in selection.chosen["decode"]
 
@@ -268,7 +296,8 @@ def test_sm90_runs_every_preset_through_the_cuda_kernels(preset: str) -> None:
     """One physical layout for the weights of all three formats, so that the same kernels serve them."""
     base = gates.PRESETS[preset].gates
     for flags in ({}, {"moe_kernel": "cuda", "linear_kernel": "cuda"}):
-        _, chosen, selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset=preset), ARCHES["sm90"])
+        choice = choose(NAMED["120b"], gates.parse(flags, env={}, preset=preset), ARCHES["sm90"])
+        chosen, selection = choice.chosen, choice.selection
         assert selection.chosen["decode"] == ("cuda.decode_step",)
         for phases in chosen.values():
             for operation in ("qkv", "o", "moe", "lm_head"):
@@ -280,7 +309,7 @@ def test_sm90_runs_every_preset_through_the_cuda_kernels(preset: str) -> None:
         ({"moe_kernel": "decode=gemv"}, True),
         ({"moe_kernel": "cuda", "attention": "triton"}, False),
     ):
-        _, _, selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset=preset), ARCHES["sm90"])
+        selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset=preset), ARCHES["sm90"]).selection
         assert (selection.chosen["decode"] == ("cuda.decode_step",)) == decode
         assert decode or "cuda.batch_layer" in selection.chosen["decode"]
     with pytest.raises(PlanError, match="written for sm90"):
@@ -291,7 +320,8 @@ def test_sm90_runs_every_preset_through_the_cuda_kernels(preset: str) -> None:
 @pytest.mark.parametrize("arch", ["sm120", "sm121"])
 @pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])
 def test_cuda_serves_every_regime_on_sm12x(preset: str, arch: str) -> None:
-    _, chosen, selection = choose(NAMED["120b"], gates.parse({}, env={}, preset=preset), ARCHES[arch])
+    choice = choose(NAMED["120b"], gates.parse({}, env={}, preset=preset), ARCHES[arch])
+    chosen, selection = choice.chosen, choice.selection
     assert selection.chosen["decode"] == ("cuda.decode_step",)
     for phases in chosen.values():
         for operation in ("qkv", "o", "moe", "lm_head"):
@@ -307,9 +337,39 @@ def test_cuda_serves_every_regime_on_sm12x(preset: str, arch: str) -> None:
     assert "wgmma" in {r.phase: r.reason for r in selection.refusals if r.regime == "prefill"}["cuda.attention_flash"]
     # block-scaled activations in prompts alone: decode and batches stay exact
     flags = {"activation": "prefill=mxfp8"}
-    _, _, selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset="fast"), ARCHES[arch])
+    selection = choose(NAMED["120b"], gates.parse(flags, env={}, preset="fast"), ARCHES[arch]).selection
     assert selection.chosen["decode"] == ("cuda.decode_step",)
     assert {"cuda.grouped_mxfp8_moe", "cuda.grouped_mxfp8_o"} <= set(selection.chosen["prefill"])
+
+
+@pytest.mark.parametrize("model", ["20b", "120b"])
+@pytest.mark.parametrize("arch", [a.name for a in ARCHES.values() if a.family == "sm8x"])
+@pytest.mark.parametrize("preset", ["exact", "balanced", "mixed", "fast"])
+def test_cuda_serves_every_regime_on_sm8x(preset: str, arch: str, model: str) -> None:
+    """A100, RTX 30 and RTX 40: products, attention of prompts and the decode step are ours, in one layout."""
+    choice = choose(NAMED[model], gates.parse({}, env={}, preset=preset), ARCHES[arch])
+    selection = choice.selection
+    assert selection.chosen["decode"] == ("cuda.decode_step",)
+    for phases in choice.chosen.values():
+        for operation in ("qkv", "o", "moe", "lm_head"):
+            (phase,) = [p for p in phases if operation in p.covers]
+            assert phase.name.startswith("cuda."), (operation, phase.name)
+    assert "cuda.attention_flash_sync" in selection.chosen["prefill"]
+    assert {selection.layouts[r] for r in ("qkv", "o", "gate_up", "down", "lm_head")} == {"tile16"}
+    fused = "cuda.batch_layer_fused" in selection.chosen["batch"]
+    assert fused == (preset != "exact" or ARCHES[arch].shared_memory > 120_000)  # a tile of bf16 needs so much
+
+
+@pytest.mark.parametrize("arch", [a.name for a in ARCHES.values() if a.family == "sm8x"])
+def test_an_fp8_cache_and_triton_alone_have_plans_on_sm8x(arch: str) -> None:
+    """Where the GPU cannot convert E4M3, kernels make it of integers."""
+    selection = choose(NAMED["20b"], gates.parse({"kv_dtype": "fp8"}, env={}), ARCHES[arch]).selection
+    assert "triton.attention_flash" in selection.chosen["prefill"]
+    asked = gates.parse({"kv_dtype": "fp8", "moe_kernel": "decode=gemv"}, env={})
+    assert choose(NAMED["20b"], asked, ARCHES[arch]).selection.chosen["decode"] == ("cuda.decode_step",)
+    flags = {"moe_kernel": "triton", "linear_kernel": "triton", "attention": "triton"}
+    chosen = choose(NAMED["20b"], gates.parse(flags, env={}), ARCHES[arch]).selection.chosen
+    assert all(name.startswith("triton.") for names in chosen.values() for name in names)
 
 
 ACTIVATIONS = ("bf16", "int8", "fp8", "mxfp8", "mxfp4")
@@ -318,14 +378,21 @@ ACTIVATIONS = ("bf16", "int8", "fp8", "mxfp8", "mxfp4")
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])
 def test_every_activation_format_is_reached_or_refused(preset: str, arch: str) -> None:
-    """The table of docs/numerics.md: all formats on all machines, but for q8 matrices on GPUs."""
+    """The table of docs/numerics.md: all formats on all machines, but for q8 matrices on GPUs, and what SM8x cannot
+    multiply."""
+    older = ARCHES[arch].family == "sm8x"
     for activation in ACTIVATIONS:
         g = gates.parse({"activation": activation}, env={}, preset=preset)
+        if older and activation in ("fp8", "mxfp8", "mxfp4"):
+            with pytest.raises(PlanError, match="would only round what is multiplied"):
+                choose(NAMED["120b"], g, ARCHES[arch])
+            continue
         if preset == "balanced" and arch != "cpu" and activation in ("fp8", "mxfp8", "mxfp4"):
             with pytest.raises(PlanError, match="takes bf16 or int8 activations"):
                 choose(NAMED["120b"], g, ARCHES[arch])
             continue
-        spec, chosen, selection = choose(NAMED["120b"], g, ARCHES[arch])
+        choice = choose(NAMED["120b"], g, ARCHES[arch])
+        spec, chosen, selection = choice.spec, choice.chosen, choice.selection
         assert spec.activation == activation
         if arch == "cpu":
             continue
@@ -333,7 +400,7 @@ def test_every_activation_format_is_reached_or_refused(preset: str, arch: str) -
             (moe,) = [p for p in phases if "moe" in p.covers]
             small = arch in ("sm120", "sm121")
             assert (moe.name == "triton.moe_split") == (small and activation == "fp8")
-            cuda = {"bf16", "mxfp8", "mxfp4"} if small else {"bf16"} if arch == "sm90" else set()
+            cuda = {"bf16", "mxfp8", "mxfp4"} if small else {"bf16"} if arch == "sm90" or older else set()
             assert moe.name.startswith("cuda.") == (activation in cuda)
         if arch == "sm90" and preset == "exact":  # a dense matrix takes bf16 whatever the gate says
             assert (
@@ -347,5 +414,5 @@ def test_a_tile_that_nothing_cuts_is_refused() -> None:
         PlanError, match=r"--tile 64x128 would have no effect on cpu: cpu\.step cuts no such tiles; leave it out"
     ):
         choose(SMALL, Gates(tile="64x128"), ARCHES["cpu"])
-    sm90 = choose(NAMED["120b"], Gates(tile="64x128"), ARCHES["sm90"])[1]
+    sm90 = choose(NAMED["120b"], Gates(tile="64x128"), ARCHES["sm90"]).chosen
     assert any("64x128" in phase.tiles for phase in sm90["prefill"])

@@ -61,7 +61,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 # ---- the chat page ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it lives, no coroutine of another file could run in this thread
 def browser() -> Iterator[Any]:
     import page_driver
 

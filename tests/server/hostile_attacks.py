@@ -6,6 +6,7 @@ on two cores they cost the server's processor time and not their own.
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import sys
@@ -114,8 +115,36 @@ ATTACKS: dict[str, tuple[int, Callable[[], Callable[[int], None]]]] = {
 }
 
 
+def completion(prompt: Any, **more: Any) -> bytes:
+    return request("/v1/completions", {"model": MODEL, "prompt": prompt, "ignore_eos": True, **more})
+
+
+def new_prompts(length: int) -> Callable[[int], None]:
+    """Long prompts that no prefix cache has seen."""
+    numbers = itertools.count(1)
+
+    def once(port: int) -> None:
+        number = next(numbers)
+        post(completion([100 + (i * number) % 900 for i in range(length)], max_tokens=1))(port)
+
+    return once
+
+
+# Clients that ask for what is allowed, and for much of it.
+GREEDY: dict[str, tuple[int, Callable[[], Callable[[int], None]]]] = {
+    "as many sequences as a request may have": (
+        2, lambda: post(completion([[100, i] for i in range(8)], n=16, max_tokens=2000))
+    ),
+    "more sequences than a request may have": (
+        2, lambda: post(completion([[100, i] for i in range(256)], n=16, max_tokens=2000))
+    ),
+    "answers that fill the pages": (1, lambda: post(completion([100, 200], n=16, max_tokens=8000))),
+    "two long prompts at once": (2, lambda: new_prompts(7500)),
+}  # fmt: skip
+
+
 def main(name: str, port: int, seconds: float) -> None:
-    clients, make = ATTACKS[name]
+    clients, make = {**ATTACKS, **GREEDY}[name]
     once = make()
     end = time.monotonic() + seconds
     done = [0] * clients

@@ -5,6 +5,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { pathToFileURL } from "node:url";
 
+delete globalThis.BroadcastChannel; // it would keep this process alive
 const folder = pathToFileURL(`${process.argv[2]}/`);
 const tree = await import(new URL("tree.js", folder));
 
@@ -105,6 +106,180 @@ test("a tree that is broken in storage does not hang the page", () => {
   assert.deepEqual(tree.path(c), []);
 });
 
+test("a name that a person chose survives what another tab does at the same time", () => {
+  const one = asked("a");
+  const two = copy(one);
+  tree.rename(one, "  My \n name ", 50);
+  tree.add(two, two.leaf, { role: "user", text: "more" }, 60);
+  tree.touch(two, {}, 70);
+  const [before1, before2] = [copy(one), copy(two)];
+  tree.merge(one, before2);
+  tree.merge(two, before1);
+  assert.deepEqual([one.title, two.title], ["My name", "My name"]);
+  assert.deepEqual(texts(one), texts(two));
+  tree.rename(one, " ");
+  assert.equal(one.title, "a");
+  assert.equal(tree.titleOf({ text: " \n", files: [{ name: "notes.txt" }] }), "notes.txt");
+  assert.equal(tree.titleOf({ text: "", files: [{ name: "Pasted", text: "\n first\nsecond", pasted: true }] }), "first");
+});
+
+test("an answer can be continued if it ended early and has a beginning", () => {
+  const answer = (fields) => tree.isCut({ role: "assistant", text: "", ...fields });
+  for (const finish of ["length", "stopped", "interrupted"]) assert.ok(answer({ text: "x", finish }), finish);
+  assert.ok(answer({ reasoning: "hm", finish: "length" }));
+  assert.ok(answer({ text: "x", error: "The connection ended." }));
+  assert.ok(answer({ text: "x", live: 1 }));
+  for (const fields of [{ text: "x", finish: "stop" }, { finish: "length" }, { error: "gone" }, { text: "x", finish: "length", calls: [{}] }, { role: "user", text: "x", finish: "length" }]) assert.ok(!answer(fields), JSON.stringify(fields));
+});
+
+// ---- files that go with a message ------------------------------------------------------------------------------------
+
+const files = await import(new URL("attachments.js", folder));
+const bytes = (text) => new TextEncoder().encode(text);
+
+test("text is taken, in the encodings that editors write", () => {
+  assert.equal(files.readText("a.txt", bytes("\ufeffgrüße\r\nzwei\rdrei")), "grüße\nzwei\ndrei");
+  assert.equal(files.readText("a.txt", new Uint8Array([0xff, 0xfe, 0x68, 0, 0x69, 0])), "hi");
+  assert.equal(files.readText("a.txt", new Uint8Array([0x67, 0x72, 0xfc, 0xdf, 0x65])), "grüße"); // windows-1252
+  assert.equal(files.readText("log", bytes("\x1b[31mred\x1b[0m\tend")), "\x1b[31mred\x1b[0m\tend");
+});
+
+test("what is not text is refused by its content, with its name", () => {
+  const png = new Uint8Array([0x89, 0x50, 0x4e, 0x47, 13, 10, 26, 10, 0, 0]);
+  const others = [png, bytes("%PDF-1.7 and text"), new Uint8Array([0x50, 0x4b, 3, 4, 20]), new Uint8Array([1, 2, 3, 250]), bytes("nul\0nul"), new Uint8Array([0xff, 0xfe, 0x00, 0xd8]), new Uint8Array(0), bytes(" \n ")];
+  for (const data of others) assert.throws(() => files.readText("notes.txt", data), (e) => e instanceof files.Unreadable && e.message.includes("notes.txt"), String(data));
+});
+
+test("limits of one file, of all files, and of their number", () => {
+  const file = (n) => ({ name: "f", text: "x".repeat(n) });
+  assert.equal(files.refusal([], "a", files.MOST_BYTES), "");
+  assert.match(files.refusal([], "a", files.MOST_BYTES + 1), /“a” is larger than 1\.0 MB/);
+  assert.match(files.refusal([file(9e5), file(9e5)], "b", 3e5), /“b”.*2\.0 MB together/);
+  assert.match(files.refusal(Array.from({ length: files.MOST_FILES }, () => file(1)), "c", 1), /“c”.*10 files/);
+});
+
+test("the model reads files under their names, pastes as they are, and the question last", () => {
+  const message = { text: "Why?", files: [{ name: "a`b\n.py", text: "x = `1`\n```\n" }, { name: "Pasted", text: "plain", pasted: true }] };
+  assert.equal(files.messageText(message), "File: a b .py\n````py\nx = `1`\n```\n````\n\nplain\n\nWhy?");
+  assert.equal(files.messageText({ text: "only" }), "only");
+  assert.equal(files.messageText({ text: " ", files: message.files.slice(1) }), "plain");
+});
+
+// ---- conversations as files ------------------------------------------------------------------------------------------
+
+const transfer = await import(new URL("transfer.js", folder));
+function rich() {
+  const c = asked("a");
+  c.title = "Straße & Co";
+  tree.add(c, c.leaf, { role: "user", text: "with a file", files: [{ name: "n.txt", text: "t" }] }, 20);
+  tree.add(c, c.leaf, { role: "assistant", text: "half", reasoning: "**hm**", finish: "length", calls: [{ id: "1", name: "f", args: "{}", result: "r" }], stats: { start: 0, first: 5, last: 9, tokens: 3, used: 40 } }, 21);
+  tree.add(c, tree.path(c)[0].id, { role: "assistant", text: "another branch" }, 22);
+  return c;
+}
+
+test("what is exported comes back as it was, and importing twice is as once", () => {
+  const c = rich();
+  const [back] = transfer.fromJson(transfer.toJson([c]));
+  assert.deepEqual(JSON.parse(JSON.stringify(back)), JSON.parse(JSON.stringify(c)));
+  const mine = copy(c);
+  assert.ok(!tree.merge(mine, back));
+  assert.deepEqual(mine, c);
+  assert.deepEqual(transfer.fromJson(`\ufeff${transfer.toJson([c, rich()])}`).length, 2);
+});
+
+test("an answer that is being written is exported as one that was cut", () => {
+  const c = rich();
+  Object.assign(tree.path(c).at(-1), { live: 99, stats: { start: 1000, first: 1200, last: 1500 } });
+  const node = tree.path(transfer.fromJson(transfer.toJson([c]))[0]).at(-1);
+  assert.deepEqual([node.live, node.finish, node.stats], [0, "interrupted", { start: 0, first: 200, last: 500 }]);
+  assert.equal(tree.path(c).at(-1).live, 99);
+});
+
+test("a damaged or foreign file is refused with one sentence, and unknown fields stay outside", () => {
+  const good = JSON.parse(transfer.toJson([rich()]));
+  const changed = (work) => { const raw = structuredClone(good); work(raw, raw.conversations[0], Object.values(raw.conversations[0].nodes)[0]); return JSON.stringify(raw); };
+  const bad = {
+    cut: JSON.stringify(good).slice(0, -20), empty: "", text: "hello", list: "[]", nothing: "null", foreign: '[{"title": "x", "mapping": {}}]',
+    none: changed((raw) => { raw.conversations = []; }), version: changed((raw) => { raw.version = 2; }), shape: changed((raw) => { raw.conversations = {}; }),
+    node: changed((raw, c) => { c.nodes.x = 7; }), role: changed((raw, c, n) => { n.role = "system"; }), number: changed((raw, c, n) => { n.text = 7; }),
+    id: changed((raw, c, n) => { n.id = "other"; }), title: changed((raw, c) => { c.title = {}; }), forever: changed((raw, c) => { c.v = 1e300; }), loop: changed((raw, c, n) => { n.parent = Object.keys(c.nodes)[1]; }),
+    files: changed((raw, c, n) => { n.files = [{ name: "x" }]; }), calls: changed((raw, c, n) => { n.calls = "x"; }), time: changed((raw, c) => { c.at = "now"; }),
+    proto: JSON.stringify(good).replace('"nodes":{', '"nodes":{"__proto__":{"id":"__proto__","v":1,"at":1,"role":"user","text":"x"},'),
+    inherited: JSON.stringify(good).replace('"nodes":{', '"nodes":{"constructor":{"id":"constructor","v":1,"at":1,"role":"user","text":"x"},'),
+  };
+  for (const [name, text] of Object.entries(bad)) assert.throws(() => transfer.fromJson(text), (e) => e instanceof files.Unreadable && /^This file .*[.]$/.test(e.message), name);
+  assert.match((() => { try { transfer.fromJson(bad.version); } catch (e) { return e.message; } return ""; })(), /newer/);
+  const [c] = transfer.fromJson(changed((raw, conversation, node) => { conversation.extra = 1; node.innerHTML = "<b>"; conversation.leaf = "gone"; }));
+  assert.ok(!("extra" in c) && Object.values(c.nodes).every((n) => !("innerHTML" in n)));
+  assert.ok(tree.path(c).length > 0);
+});
+
+test("markdown has the branch on screen, with files, reasoning and calls", () => {
+  const c = rich();
+  c.leaf = tree.newestEnd(c, tree.path(c)[0]) && Object.values(c.nodes).find((n) => n.finish === "length").id;
+  const text = transfer.toMarkdown(c);
+  for (const part of ["# Straße & Co", "## You\n\na\n", "File: n.txt\n```txt\nt\n```", "## Assistant\n\na!", "<summary>Reasoning</summary>\n\n**hm**", "Call of `f`", "half"]) assert.ok(text.includes(part), part);
+  assert.ok(!text.includes("another branch"));
+  assert.equal(transfer.fileName("Ünïcode / ../x?", "md", new Date(0)), "Unicode-x-1970-01-01.md");
+  assert.equal(transfer.fileName("", "json", new Date(0)), "conversation-1970-01-01.json");
+});
+
+// ---- looking for a conversation, its address, and the room that is left -------------------------------------------------
+
+test("search finds every word, whatever the accents, in titles, messages and files", async () => {
+  const { search, snippet } = await import(new URL("search.js", folder));
+  const [one, two] = [asked("Wie groß ist Zürich?"), rich()];
+  one.title = "Cities";
+  const hits = (query) => search([one, two], query).map((r) => r.conversation);
+  assert.deepEqual(hits(""), [one, two]);
+  assert.deepEqual(hits("ZURICH cities"), [one]);
+  assert.deepEqual(hits("n.txt"), [two]);
+  assert.deepEqual(hits("another"), [two]);
+  assert.deepEqual(hits("zurich nothing"), []);
+  assert.equal(search([one], "zürich")[0].message.text.slice(0, 3), "Wie");
+  assert.deepEqual(snippet("Wie groß ist\nZürich?", "zurich"), [["Wie groß ist ", false], ["Zürich", true], ["?", false]]);
+  const [first, , match] = snippet(`${"x ".repeat(100)}Ziel ${"y ".repeat(100)}`, "ziel");
+  assert.deepEqual([first[0], match], ["…", ["Ziel", true]]);
+  tree.change(tree.path(one)[0], { text: "changed" });
+  assert.deepEqual(hits("changed"), [one]);
+});
+
+test("an address names a conversation, a new one, or nothing", async () => {
+  const { addressOf, readAddress } = await import(new URL("address.js", folder));
+  const c = asked("a");
+  assert.deepEqual(readAddress(addressOf(c)), { id: c.id });
+  assert.deepEqual(readAddress(addressOf({ ...c, id: "a/b c" })), { id: "a/b c" });
+  assert.deepEqual(readAddress(addressOf(tree.create())), { fresh: true });
+  assert.deepEqual([readAddress(""), readAddress("#prompt"), readAddress("#/c/")], [{}, {}, {}]);
+  assert.deepEqual(readAddress("#/c/%"), { id: "%" });
+});
+
+test("the context meter takes the server's count, and adds what came since", async () => {
+  const { standing, reading, NEAR } = await import(new URL("meter.js", folder));
+  const c = asked("a", "b");
+  const messages = tree.path(c);
+  assert.deepEqual(standing(messages), { used: 0, rest: ["a", "a!", "b", "b!"] });
+  messages[1].stats = { used: 120 };
+  assert.deepEqual(standing(messages), { used: 120, rest: ["b", "b!"] });
+  messages[3].stats = { used: 150 };
+  assert.deepEqual(standing(messages), { used: 150, rest: [] });
+  assert.deepEqual([reading(10, 1000).level, reading(1000 * NEAR, 1000).level, reading(1001, 1000).level], ["calm", "near", "over"]);
+  assert.equal(reading(10, 1000).warning, "");
+  assert.match(reading(900, 1000).warning, /90 %.*1,000/);
+  assert.match(reading(1500, 1000).warning, /500/);
+  assert.equal(reading(1234, 131072).label, "1,234 of 131,072 tokens");
+});
+
+test("the server sees files, and the answer that it shall continue", async () => {
+  const { wireMessages } = await import(new URL("api.js", folder));
+  const half = { role: "assistant", text: "", reasoning: "hm" };
+  const messages = [{ role: "user", text: "q", files: [{ name: "p", text: "pasted", pasted: true }] }, half];
+  assert.deepEqual(wireMessages(messages), [{ role: "user", content: "pasted\n\nq" }]);
+  assert.deepEqual(wireMessages(messages, half)[1], { role: "assistant", content: null, reasoning_content: "hm" });
+  const lost = { role: "assistant", text: "so far", error: "The connection ended." };
+  assert.deepEqual(wireMessages([lost]), [{ role: "assistant", content: "so far" }]);
+});
+
 // ---- markdown, on the few parts of a document that it touches --------------------------------------------------------
 
 class FakeNode {
@@ -139,6 +314,15 @@ test("blocks", () => {
   assert.match(html("|a|b|\n|:-|-:|\n|1|2|"), /<div \.table><table>.*<th right>b<\/>.*<td right>2<\/>/);
   assert.match(html("```py\nx = 1\n```"), /<div \.code>.*py.*Copy.*<pre>/);
   assert.equal(html("one<br>two"), "<p>one<br></>two</>");
+});
+
+test("task lists", () => {
+  const root = new FakeNode("root");
+  render(root, "- [ ] open\n- [x] *done*\n- [link](https://h/a)\n- [y] none\n\n1. [X] loose\n\n   more\n\n[ ] no list");
+  const items = root.childNodes.filter((n) => n.tag === "ul" || n.tag === "ol").flatMap((n) => n.childNodes);
+  assert.deepEqual(items.map((li) => li.childNodes[0].type === "checkbox" && [li.className, li.childNodes[0].checked, li.childNodes[0].disabled]), [["task", false, true], ["task", true, true], false, false, ["task", true, true]]);
+  assert.deepEqual(items.map((li) => li.text.trim()), ["open", "done", "link", "[y] none", "loosemore"]);
+  assert.equal(root.childNodes.at(-1).text, "[ ] no list");
 });
 
 test("nothing that a model writes becomes anything but text and the links that are allowed", () => {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ It costs $5, or $6 with a sink.
 | attention | \(QK^T/\sqrt{d}\) and its softmax | cuda.flash_attention_with_sinks_and_a_long_name |
 | misunderstanding | unbelievable | triton.attention |
 """
+TASKS = """To do:
+
+- [x] write it
+- [ ] *test* it
+"""
+MARKED_THOUGHT = "First **bold** steps:\n\n- one\n- two\n\n" + "More. " * 400
 THOUGHT = "The user asks about attention in gpt-oss. Even layers slide over 128 tokens; mention sinks and give code."
 
 
@@ -64,6 +71,16 @@ def talkative() -> ScriptedSource:
         last = source.tokenizer.decode(request.prompt).rpartition("<|start|>user<|message|>")[2]
         if "to=assistant<|channel|>commentary<|message|>" in last:
             return Play(say("It is **21 °C** and sunny in Bern."), delay=0.002)
+        if "<|channel|>final<|message|>" in last:  # an answer that was cut
+            return Play(" and the rest.<|return|>", delay=0.002)
+        if "<|channel|>analysis<|message|>" in last:
+            return Play(" so it goes on.<|end|><|start|>assistant" + say("At last."), delay=0.002)
+        if "breaks" in last:
+            return Play(say("half of it is here, but not more", "Hm."), delay=0.002, fails_after=16)
+        if "ponder" in last:
+            return Play(say("Done.", MARKED_THOUGHT), delay=0.01)
+        if "tasks" in last:
+            return Play(say(TASKS), delay=0.002)
         if "weather" in last:
             return Play(call("functions.get_weather", '{"place": "Bern"}', "I need the weather."), delay=0.002)
         if "long" in last:
@@ -106,6 +123,32 @@ class Page:
 
     def answered(self, count: int = 1) -> None:
         expect(self.page.locator(".turn.assistant .acts:not([hidden])")).to_have_count(count, timeout=1000 * PATIENCE)
+
+    def menu(self, title: str, entry: str) -> None:
+        self.page.locator(".item", has_text=title).hover()
+        self.page.click(f"[aria-label='More for {title}']")
+        self.page.click(f"#more >> text={entry}")
+
+    def download(self, click: Callable[[], None]) -> tuple[str, str]:
+        """(name, text) of the file that a click gives."""
+        with self.page.expect_download() as start:
+            click()
+        return start.value.suggested_filename, Path(start.value.path()).read_text(encoding="utf-8")
+
+    def drop(self, *files: tuple[str, bytes], on: str = "#scroll", event: str = "drop") -> None:
+        """Files that a person drops on the page (`event` "paste": pastes into the box)."""
+        data = [{"name": name, "bytes": list(body)} for name, body in files]
+        self.page.evaluate(
+            """([files, on, event]) => {
+                 const moved = new DataTransfer();
+                 for (const f of files) moved.items.add(new File([new Uint8Array(f.bytes)], f.name));
+                 const extra = event === "paste" ? { clipboardData: moved } : { dataTransfer: moved };
+                 const Kind = event === "paste" ? ClipboardEvent : DragEvent;
+                 const target = document.querySelector(on);
+                 target.dispatchEvent(new Kind(event, { bubbles: true, cancelable: true, ...extra }));
+               }""",
+            [data, on, event],
+        )
 
     def shot(self, name: str) -> None:
         shoot(self.page, name)

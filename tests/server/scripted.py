@@ -6,7 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from halfbyte.engine.reasoning import ReasoningState
 from halfbyte.engine.request import Delta, EngineStats, FinishReason, Logprob, Request, SourceHealth, SourceInfo, Usage
+from halfbyte.engine.sampling.row import check_params
+from halfbyte.errors import ContextError
 from halfbyte.model.tokenizer import Tokenizer
 
 
@@ -20,7 +26,11 @@ class Play:
     first_delay: float = 0.0
     fails_after: int | None = None  # tokens after which the engine reports an error
     cached: int = 0
+    from_memory: int = 0  # of the cached tokens
+    from_disk: int = 0
     finish: FinishReason | None = None  # instead of what would follow from the tokens
+    # What the model writes after reasoning that the request's limit has ended; None: what follows that reasoning.
+    after_limit: str | None = None
 
 
 Script = Callable[[Request, int], Play]
@@ -76,6 +86,7 @@ class ScriptedSource:
         self.requests.append(request)
         if self.refuse is not None:
             raise self.refuse
+        self._check_limits(request)
         self.active += 1
         whole = False
         try:
@@ -89,7 +100,7 @@ class ScriptedSource:
             if plays[0][0].first_delay:
                 await asyncio.sleep(plays[0][0].first_delay)
             while len(done) < len(plays):
-                for i, (play, ids, finish) in enumerate(plays):
+                for i, (play, ids, finish, limit) in enumerate(plays):
                     if i in done:
                         continue
                     step = ids[left[i] : left[i] + play.per_step]
@@ -99,8 +110,13 @@ class ScriptedSource:
                         done.add(i)
                         continue
                     last = left[i] >= len(ids)
-                    usage = Usage(len(request.prompt), play.cached, len(ids)) if last else None
-                    yield Delta(step, i, self._logprobs(request, step), finish if last else None, usage=usage)
+                    first = left[i] == len(step)
+                    usage = None
+                    if first or last:
+                        tiers = {"memory_tokens": play.from_memory, "disk_tokens": play.from_disk}
+                        usage = Usage(len(request.prompt), play.cached, left[i], **tiers)
+                    logprobs, cut = self._logprobs(request, step), limit is not None and left[i] >= limit
+                    yield Delta(step, i, logprobs, finish if last else None, usage=usage, reasoning_cut=cut)
                     if last:
                         done.add(i)
                 # A real engine answers from another process: even at full speed every step is a turn of the loop.
@@ -110,8 +126,17 @@ class ScriptedSource:
             self.active -= 1
             (self.finished if whole else self.cancelled).append(request.id)
 
-    def _cut(self, request: Request, play: Play, index: int) -> tuple[Play, list[int], FinishReason]:
+    def _check_limits(self, request: Request) -> None:
+        """Refuses what the engine refuses."""
+        prompt, limit = len(request.prompt), request.sampling.max_tokens
+        if prompt + (1 if limit is None else limit) > self.max_context:
+            raise ContextError(f"{prompt} prompt tokens + max_tokens {limit}, but the context is {self.max_context}.")
+        check_params(request.sampling, self.info.vocab)
+
+    def _cut(self, request: Request, play: Play, index: int) -> tuple[Play, list[int], FinishReason, int | None]:
+        """The play, its tokens, how they end, and after how many the limit on reasoning was reached."""
         ids = self.tokenizer.encode(play.text, allow_special=True) if isinstance(play.text, str) else list(play.text)
+        ids, reached = self._limited(request, play, ids)
         ends = set(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             ends |= set(self.info.eos_tokens)
@@ -123,7 +148,27 @@ class ScriptedSource:
         limit = request.sampling.max_tokens
         if limit is not None and len(ids) > limit:
             ids, finish = ids[:limit], "length"
-        return play, ids, play.finish or finish
+        return play, ids, play.finish or finish, None if reached is None or reached > len(ids) else reached
+
+    def _limited(self, request: Request, play: Play, ids: list[int]) -> tuple[list[int], int | None]:
+        """The tokens as far as the request's limit on reasoning allows them, the closing, and what follows it."""
+        if request.reasoning is None:
+            return ids, None
+        state = ReasoningState(request.reasoning, self.tokenizer, request.prompt, self.info.vocab)
+        out: list[int] = []
+        reached: int | None = None
+        while ids:
+            mask = state.mask()
+            if mask is not None and (reached is None or ids[0] not in tokens_of(mask)):
+                reached = len(out) if reached is None else reached
+                end = self.tokenizer.special["<|end|>"]
+                rest = ids[ids.index(end) :] if end in ids else []
+                if play.after_limit is not None:
+                    rest = self.tokenizer.encode(f"<|end|><|start|>assistant{play.after_limit}", allow_special=True)
+                ids = rest if rest and rest[0] in tokens_of(mask) else [min(tokens_of(mask)), *rest]
+            out.append(ids.pop(0))
+            state.observe(out[-1])
+        return out, reached
 
     def _logprobs(self, request: Request, step: list[int]) -> list[Logprob] | None:
         k = request.sampling.logprobs
@@ -131,6 +176,10 @@ class ScriptedSource:
 
     def _scores(self, tokens: list[int], k: int) -> list[Logprob]:
         return [Logprob(t, -0.25, tuple((t + j, -0.25 - j) for j in range(k))) for t in tokens]
+
+
+def tokens_of(mask: NDArray[np.int32]) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def always(play: Play | str) -> Script:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import concurrent.futures
+import gzip
 import json
 import logging
 import random
@@ -58,6 +60,8 @@ def live(serve: Serve) -> Live:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"999999999": 1}}, "logit_bias"),
         ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 1025}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
@@ -80,6 +84,35 @@ def test_a_bad_parameter_is_named(live: Live, http: httpx.Client, change: dict[s
 def test_hosted_service_fields_are_accepted(live: Live, http: httpx.Client) -> None:
     extra = {"user": "u", "metadata": {}, "store": True, "service_tier": "auto", "prompt_cache_key": "k", "seed": None}
     assert http.post(f"{live.url}/v1/chat/completions", json=CHAT | extra).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/octet-stream"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"model": "gpt-oss-test", "prompt": "Hi"}),
+        ("/v1/responses", {"model": "gpt-oss-test", "input": "Hi"}),
+        ("/v1/messages", CHAT | {"max_tokens": 9}),
+        ("/api/chat", CHAT),
+        ("/api/generate", {"model": "gpt-oss-test", "prompt": "Hi"}),
+        ("/tokenize", {"model": "gpt-oss-test", "prompt": "Hi"}),
+    ],
+)
+def test_a_json_body_needs_no_content_type(
+    live: Live, http: httpx.Client, path: str, body: dict[str, Any], kind: str | None
+) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    answer = http.post(live.url + path, content=json.dumps(body).encode(), headers=headers)
+    assert answer.status_code == 200, answer.text
+    marked = http.post(live.url + path, content=codecs.BOM_UTF8 + json.dumps(body).encode(), headers=headers)
+    assert marked.status_code == 200, marked.text
+    packed = headers | {"content-encoding": "gzip"}
+    refused = http.post(live.url + path, content=gzip.compress(json.dumps(body).encode()), headers=packed)
+    assert (refused.status_code, "gzip" in refused.text) == (415, True)
+    wrong = http.post(live.url + path, content=b"model=gpt-oss-test&prompt=Hi", headers=headers)
+    assert wrong.status_code == 400
+    assert "JSON" in wrong.text
 
 
 @pytest.mark.parametrize(

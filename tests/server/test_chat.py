@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from live_server import Live
 from scripted import Play, ScriptedSource, always, call, in_turn, say
+
+from halfbyte.ops.sampling_settings import FILTERS
+from halfbyte.server.settings import ServerSettings
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -41,6 +45,17 @@ def test_answer_and_reasoning_are_apart(serve: Serve) -> None:
     assert out.usage.prompt_tokens == len(live.source.requests[0].prompt)
     assert out.usage.prompt_tokens_details.cached_tokens == 3
     assert out.usage.completion_tokens_details.reasoning_tokens == len(live.source.tokenizer.encode("A greeting."))
+
+
+def test_answers_carry_the_fingerprint_of_what_runs(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ScriptedSource(always(Play(say("Hi."))))
+    info = replace(source.info, details={"fingerprint": "fp_0123"})
+    monkeypatch.setattr(ScriptedSource, "info", info)
+    live = serve(source)
+    assert ask(live).system_fingerprint == "fp_0123"
+    assert {chunk.system_fingerprint for chunk in ask(live, stream=True)} == {"fp_0123"}
+    text = live.openai().completions.create(model="gpt-oss-test", prompt="Hi")
+    assert text.system_fingerprint == "fp_0123"
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 100])
@@ -284,6 +299,44 @@ def test_length(serve: Serve) -> None:
     assert ask(live, max_tokens=2).choices[0].message.content == ""
 
 
+def test_a_cut_answer_is_continued(serve: Serve) -> None:
+    rest = " 42.<|return|>"
+    live = serve(ScriptedSource(in_turn(rest, f" so 42.<|end|><|start|>assistant{say('It is 42.')}")))
+    user = {"role": "user", "content": "Sum?"}
+    cut = {"role": "assistant", "content": "It is", "reasoning_content": "17 + 25"}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    out = ask(live, messages=[user, cut], extra_body=more)
+    assert (out.choices[0].message.content, out.choices[0].finish_reason) == (" 42.", "stop")
+    thought = "<|channel|>analysis<|message|>17 + 25"
+    assert live.source.prompts()[-1].endswith(
+        f"<|start|>assistant{thought}<|end|><|start|>assistant<|channel|>final<|message|>It is"
+    )
+    out = ask(live, messages=[user, {**cut, "content": ""}], extra_body=more)
+    assert (out.choices[0].message.reasoning_content, out.choices[0].message.content) == (" so 42.", "It is 42.")
+    assert live.source.prompts()[-1].endswith(f"<|start|>assistant{thought}")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "messages"),
+        ({"add_generation_prompt": True}, "add_generation_prompt"),
+        ({"continue_final_message": False, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_choice": ["a", "b"]}, "guided_choice"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(
+    serve: Serve, http: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
+    live = serve(ScriptedSource(always("x")))
+    messages = [{"role": "assistant", "content": "It"}]
+    body = {"model": "gpt-oss-test", "messages": messages, "continue_final_message": True, **fields}
+    out = http.post(f"{live.url}/v1/chat/completions", json=body)
+    assert (out.status_code, out.json()["error"]["param"]) == (400, param)
+
+
 def test_n_choices(serve: Serve) -> None:
     live = serve(ScriptedSource(lambda r, i: Play(say(f"answer {i}"))))
     out = ask(live, n=3)
@@ -317,12 +370,40 @@ def test_sampling_parameters_reach_the_engine(serve: Serve) -> None:
         seed=7,
         logit_bias={"100": -5},
         max_tokens=50,
-        extra_body={"top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 3},
-    )
+        extra_body={
+            "top_k": 40, "min_p": 0.05, "top_n_sigma": 1.5, "repetition_penalty": 1.1, "ignore_eos": True,
+            "min_tokens": 3,
+        },
+    )  # fmt: skip
     s = live.source.requests[0].sampling
     assert (s.temperature, s.top_p, s.presence_penalty, s.frequency_penalty) == (0.5, 0.9, 0.1, 0.2)
     assert (s.seed, s.logit_bias, s.max_tokens, s.top_k) == (7, {100: -5.0}, 50, 40)
     assert (s.min_p, s.repetition_penalty, s.ignore_eos, s.min_tokens) == (0.05, 1.1, True, 3)
+    assert s.top_n_sigma == 1.5
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_every_api_with_extensions_takes_every_filter(serve: Serve, http: httpx.Client, name: str) -> None:
+    """A setting of the table that an API's body lacks would be refused as unknown."""
+    live = serve(ScriptedSource(always(say("ok"))))
+    value = 0.25 if name != "top_k" else 3
+    message = [{"role": "user", "content": "x"}]
+    bodies = {
+        "/v1/chat/completions": {"messages": message, name: value},
+        "/v1/completions": {"prompt": "x", name: value},
+        "/v1/responses": {"input": "x", name: value},
+        "/api/chat": {"messages": message, "stream": False, "options": {name: value}},
+    }
+    for path, body in bodies.items():
+        answer = http.post(f"{live.url}{path}", json={"model": "gpt-oss-test", **body})
+        assert answer.status_code == 200, answer.text
+        assert getattr(live.source.requests[-1].sampling, name) == value, path
+
+
+def test_minus_one_turns_a_filter_off_as_in_other_servers(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("ok"))))
+    ask(live, extra_body={"top_k": -1, "top_n_sigma": -1})
+    assert (live.source.requests[0].sampling.top_k, live.source.requests[0].sampling.top_n_sigma) == (0, 0.0)
 
 
 def test_text_completions(serve: Serve) -> None:
@@ -387,8 +468,7 @@ STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True
 def test_strict_tools_are_held_to_their_schema(serve: Serve) -> None:
     plays = (
         "<|channel|>analysis<|message|>",
-        "Need it.<|end|>",
-        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
+        "Need it.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
         '{"place":"Bern"}<|call|>',
     )
     live = serve(ScriptedSource(in_turn(*plays)))
@@ -398,11 +478,12 @@ def test_strict_tools_are_held_to_their_schema(serve: Serve) -> None:
     assert message.tool_calls[0].function.arguments == '{"place":"Bern"}'
     assert out.choices[0].finish_reason == "tool_calls"
     kinds = [r.constraint and r.constraint.kind for r in live.source.requests]
-    assert kinds == ["regex", None, "regex", "json_schema"]  # a header's recipient, a call's arguments
+    assert kinds == ["regex", "regex", "json_schema"]  # a header's recipient, a call's arguments
     offered = live.source.requests[0].constraint
-    assert re.fullmatch(offered.source, "functions.get_weather")
-    assert not re.fullmatch(offered.source, "functions.get_whatever")
-    assert offered.triggers == (tuple(live.source.tokenizer.encode(" to=")),)
+    assert re.fullmatch(offered.source, "=functions.get_weather")
+    assert not re.fullmatch(offered.source, "=functions.get_whatever")
+    for header in ("<|start|>assistant to", "<|channel|>commentary to"):
+        assert tuple(live.source.tokenizer.encode(header, allow_special=True)) in offered.triggers
     assert json.loads(live.source.requests[-1].constraint.source) == WEATHER["function"]["parameters"]
     made = sum(len(live.source.tokenizer.encode(p, allow_special=True)) for p in plays)
     assert out.usage.completion_tokens == made
@@ -423,8 +504,39 @@ def test_strict_tools_leave_a_plain_answer_alone(serve: Serve) -> None:
     assert out.choices[0].message.content == '{"a":2}'
 
 
+HEADERS = (
+    "<|start|>assistant<|channel|>commentary to",
+    "<|start|>assistant<|channel|>analysis to",
+    "<|start|>assistant to",
+    "<|start|>assistant<|channel|>commentary<|constrain|>json to",
+    "<|start|>assistant<|channel|>commentaryto",
+)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize("more", [{}, {"response_format": {"type": "json_object"}}, {"n": 2}])
+def test_a_call_is_bound_to_the_offer_unless_switched_off(serve: Serve, bound: bool, more: dict[str, Any]) -> None:
+    live = serve(ScriptedSource(always(say("{}"))), ServerSettings(min_available_bytes=0, bind_tools=bound))
+    ask(live, tools=[WEATHER, TIME], **more)
+    first = live.source.requests[0].constraint
+    regex = "" if first is None or first.kind != "regex" else first.source
+    assert bool(regex) == bound
+    if bound:
+        assert re.fullmatch(regex, "=functions.get_weather")
+        assert not re.fullmatch(regex, "=functions.get_whatever")
+        for header in HEADERS:
+            ids = tuple(live.source.tokenizer.encode(header, allow_special=True))
+            assert any(ids[-len(trigger) :] == trigger for trigger in first.triggers), header
+
+
 def test_a_call_is_an_answer_where_json_was_asked_for(serve: Serve) -> None:
-    live = serve(ScriptedSource(always(call("functions.get_weather", '{"place":"B"}', "hm"))))
+    plays = (
+        "<|channel|>analysis<|message|>",
+        "hm<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
+        '{"place":"B"}<|call|>',
+    )
+    live = serve(ScriptedSource(in_turn(*plays)))
     out = ask(live, tools=[WEATHER], response_format=schema_format())
     assert out.choices[0].finish_reason == "tool_calls"
-    assert len(live.source.requests) == 1
+    assert out.choices[0].message.tool_calls[0].function.arguments == '{"place":"B"}'
+    assert len(live.source.requests) == 3

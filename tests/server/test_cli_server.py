@@ -14,8 +14,8 @@ from live_server import PATIENCE, Live, wait_until
 from scripted import ScriptedSource, always, say
 
 from halfbyte import gates
-from halfbyte.cli.conversation import Exchange, Manner, Piece, ServerAnswers
-from halfbyte.cli.top import Server
+from halfbyte.cli.conversation import AnswerText, Exchange, Manner, ServerAnswers
+from halfbyte.cli.top import WatchedServer
 from halfbyte.errors import AskError, PeerDiedError, UsageError
 from halfbyte.server.settings import ServerSettings
 
@@ -39,7 +39,7 @@ def test_what_a_server_refuses_is_one_sentence(serve: Callable[..., Live], monke
     with pytest.raises(AskError, match="API key is missing or wrong"):
         list(ServerAnswers(live.url, "gpt-oss-test").pieces((), "Hi", Manner()))
     monkeypatch.setenv("HALFBYTE_API_KEY", "sesame")
-    assert list(ServerAnswers(live.url, "gpt-oss-test").pieces((), "Hi", Manner())) == [Piece("content", "ok")]
+    assert list(ServerAnswers(live.url, "gpt-oss-test").pieces((), "Hi", Manner())) == [AnswerText("content", "ok")]
     with pytest.raises(PeerDiedError, match="does not answer"):
         list(ServerAnswers("http://127.0.0.1:9", "gpt-oss-test").pieces((), "Hi", Manner()))
 
@@ -57,8 +57,8 @@ def test_every_address_that_a_server_may_have(
     )
     url = f"unix:{path}" if path else f"http{'s' if tls else ''}://localhost:{live.port}"
     answers = ServerAnswers(url, "gpt-oss-test", file and str(file))
-    assert list(answers.pieces((), "Hi", Manner())) == [Piece("content", "ok")]
-    with Server(url, certificate=file and str(file)) as seen:
+    assert list(answers.pieces((), "Hi", Manner())) == [AnswerText("content", "ok")]
+    with WatchedServer(url, certificate=file and str(file)) as seen:
         assert seen.version()["model"] == "gpt-oss-test"
     if tls:
         with pytest.raises(PeerDiedError, match="does not answer"):

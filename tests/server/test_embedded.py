@@ -14,10 +14,10 @@ import torch
 from live_server import Live
 
 from halfbyte import Engine
+from halfbyte.engine.offered_functions import offered_recipient
 from halfbyte.engine.request import Constraint, Request, SamplingParams
 from halfbyte.evals import calling, reading
 from halfbyte.model.load import EMBEDDED
-from halfbyte.server.answer.requests import offered_recipient
 from halfbyte.server.answer.tools import Function
 from halfbyte.server.settings import ServerSettings
 
@@ -46,6 +46,20 @@ def chat(live: Live, messages: Any, **more: Any) -> Any:
     return live.openai().chat.completions.create(**body)
 
 
+def test_reasoning_that_never_ends_is_ended_and_answered(live: Live) -> None:
+    special = live.service.tokenizer.special
+    bias = {str(special[name]): -100 for name in ("<|end|>", "<|call|>")}
+    endless = chat(live, SUM, reasoning_effort="high", logit_bias=bias, max_tokens=100)
+    assert (endless.choices[0].message.content, endless.choices[0].finish_reason) == ("", "length")
+    for choices in (1, 3):
+        body = {"reasoning": {"max_tokens": 61}}
+        out = chat(live, SUM, reasoning_effort="high", logit_bias=bias, max_tokens=100, n=choices, extra_body=body)
+        assert [c.message.content for c in out.choices] == ["17 + 25 = 42."] * choices
+        assert {c.finish_reason for c in out.choices} == {"stop"}
+        assert out.usage.completion_tokens_details.reasoning_tokens == 61 * choices
+        assert out.usage.reasoning_cut
+
+
 def test_chat_and_stream(live: Live) -> None:
     whole = chat(live, SUM)
     message = whole.choices[0].message
@@ -58,6 +72,20 @@ def test_chat_and_stream(live: Live) -> None:
     assert "".join(getattr(d, "reasoning", None) or "" for d in deltas) == message.reasoning
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens > 0
+
+
+def test_an_answer_that_is_cut_and_continued_is_the_whole_one(live: Live) -> None:
+    whole = chat(live, SUM)
+    total = whole.usage.completion_tokens
+    for limit in (total // 4, total // 2, total - 3):
+        cut = chat(live, SUM, max_tokens=limit)
+        assert cut.choices[0].finish_reason == "length"
+        half = cut.choices[0].message
+        begun = {"role": "assistant", "content": half.content, "reasoning_content": getattr(half, "reasoning", None)}
+        question = {"role": "user", "content": SUM}
+        rest = chat(live, [question, begun], extra_body={"continue_final_message": True}).choices[0]
+        assert rest.finish_reason == "stop"
+        assert (half.content or "") + rest.message.content == whole.choices[0].message.content
 
 
 @pytest.fixture(scope="module")
@@ -101,27 +129,64 @@ def test_a_tool_can_be_required(live: Live, shop: Any) -> None:
     assert out.message.reasoning_content
 
 
-def test_strict_tools_are_called_by_their_names(live: Live, shop: Any) -> None:
-    """A header that is about to name somebody, where no tool fits: the model writes what it likes unless it is held to
-    those that were offered."""
+def test_a_required_tool_needs_no_limit(live: Live, shop: Any) -> None:
+    functions, _, _, _ = shop
+    names = {f["name"] for f in functions}
+    messages: list[Any] = [{"role": "user", "content": "Hello!"}]
+    tools = [{"type": "function", "function": f} for f in functions]
+    said = chat(live, messages, tools=tools, tool_choice="required", max_tokens=None, temperature=0)
+    assert said.choices[0].message.tool_calls[0].function.name in names
+    flat: list[Any] = [{"type": "function", "strict": False, **f} for f in functions]
+    response = live.openai().responses.create(
+        model=MODEL, input="Hello!", tools=flat, tool_choice="required", temperature=0
+    )
+    assert {item.name for item in response.output if item.type == "function_call"} <= names
+    assert "function_call" in [item.type for item in response.output]
+    own: list[Any] = [{"name": f["name"], "input_schema": f["parameters"]} for f in functions]
+    message = live.anthropic().messages.create(
+        model=MODEL,
+        messages=messages,
+        tools=own,
+        tool_choice={"type": "any"},
+        extra_body={"temperature": 0},
+        max_tokens=live.source.info.max_context,
+    )
+    assert message.stop_reason == "tool_use"
+    assert message.content[-1].name in names
+
+
+def test_only_offered_tools_are_called(live: Live, shop: Any) -> None:
+    """In a header that is about to name a recipient, the model names any function unless it is bound to the offer."""
     functions, question, _, missing = shop
     harmony = live.app.state.service.harmony
-    header = f"<|start|>user<|message|>{question}<|end|><|start|>assistant<|channel|>commentary to="
+    header = f"<|start|>user<|message|>{question}<|end|><|start|>assistant<|channel|>commentary to"
     prompt = harmony.tokenizer.encode(header, allow_special=True)
     others = [Function(f["name"]) for f in functions if f["name"] != missing]
 
     def written(constraint: Constraint | None) -> str:
-        end = (harmony.controls.message, harmony.controls.constrain)
+        end = (harmony.controls.message, harmony.controls.constrain, harmony.controls.channel)
         sampling = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=end)
         tokens = asyncio.run(collected(Request(list(prompt), sampling, constraint)))
-        return harmony.tokenizer.decode(t for t in tokens if t not in end).strip()
+        return harmony.tokenizer.decode(t for t in tokens if t not in end).strip().removeprefix("=")
 
     async def collected(request: Request) -> list[int]:
         return [token async for delta in live.source.stream(request) for token in delta.tokens]
 
     recipients = {f.recipient for f in others}
-    assert written(offered_recipient(harmony, others)) in recipients
+    assert written(offered_recipient(harmony.tokenizer, sorted(recipients))) in recipients
     assert written(None) not in recipients
+
+
+@pytest.mark.parametrize("form", ["text", "json_object", "json_schema"])
+def test_only_offered_tools_are_called_whatever_the_answer_must_look_like(live: Live, form: str) -> None:
+    """Asked for a function that is not there, this model calls it unless it is bound."""
+    others = [{"name": "book_table", "description": "Book a table.", "parameters": {"type": "object"}}]
+    question = "Call the function get_weather for Rome."
+    schema = {"json_schema": {"name": "thing", "schema": {"type": "object"}}} if form == "json_schema" else {}
+    tools = [{"type": "function", "function": f} for f in others]
+    choice = chat(live, question, tools=tools, response_format={"type": form, **schema}).choices[0]
+    called = [call.function.name for call in choice.message.tool_calls or ()]
+    assert set(called) == {"book_table"}
 
 
 def test_responses_with_previous_id(live: Live, shop: Any) -> None:

@@ -56,7 +56,7 @@ def live() -> Iterator[Live]:
         name="noise",
     )
     model = GptOss(synthetic.make(config, 0), Gates())
-    options = EngineOptions(max_context=4096, max_seqs=16, max_tokens=512, kv_gib=0.2, reserve_gib=0.0)
+    options = EngineOptions(max_context=4096, max_seqs=16, max_rows_per_step=512, kv_gib=0.2, reserve_gib=0.0)
     core, info, _ = core_for(model, tokenizer, options, "noise")
     engine = EngineThread(core, info)
     server = Live(engine, ServerSettings(min_available_bytes=0), tokenizer)
@@ -173,6 +173,36 @@ def test_a_hostile_schema_is_a_400_in_a_sentence(live: Live, http: httpx.Client,
     assert "of this request" in error["message"]
     assert len(error["message"]) < 300
     assert not any(word in error["message"] for word in ("state", "Parser", "rows", "panic", "And (And"))
+
+
+LOOP = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+CYCLE = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": LOOP, "required": ["a"]}
+LATE: dict[str, dict[str, Any]] = {
+    "a pattern that costs too much under way": {"guided_regex": "((a){50,100}){50,100}"},
+    "bounds within bounds": {"guided_regex": "(a{1,1000}){1,50}b"},
+    "a choice of a megabyte": {"guided_choice": ["a" * 1_000_000, "b"]},
+    "a cycle in an answer": {"response_format": {"type": "json_schema", "json_schema": {"name": "t", "schema": CYCLE}}},
+    "a cycle in a tool": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": CYCLE}}], "tool_choice": "required",
+    },
+    "a cycle in a strict tool": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": CYCLE, "strict": True}}],
+        "tool_choice": "required",
+    },
+    "a bias for a token of 5,000 digits": {"logit_bias": {"1" * 5000: 1}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_what_turns_out_to_be_wrong_under_way_is_a_400(live: Live, http: httpx.Client, what: str) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    body = {"model": "noise", "messages": messages, "max_tokens": 300, "reasoning_effort": "none", "temperature": 0}
+    answer = http.post(f"{live.url}/v1/chat/completions", json=body | LATE[what])
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == ("tools" if "tools" in LATE[what] else next(iter(LATE[what])))
+    assert len(error["message"]) < 300
 
 
 def test_leaving_frees_the_engine(live: Live) -> None:

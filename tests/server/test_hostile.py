@@ -8,63 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import os
-import socket
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
+from hostile_requests import CHAT, Serve, chat_bytes, connect, head, read_all, settings, status_of
 from live_server import PATIENCE, Live, wait_until
 from scripted import Play, ScriptedSource, always, say
-from starlette.datastructures import Headers
 
-from halfbyte.cli.options import check_number
-from halfbyte.errors import UsageError
-from halfbyte.gates import child_environment
 from halfbyte.server.http import doorkeeper
-from halfbyte.server.http.errors import ApiError
-from halfbyte.server.http.host_check import HostCheck
 from halfbyte.server.http.json_body import has_text_beyond
 from halfbyte.server.settings import ServerSettings
-
-Serve = Callable[..., Live]
-CHAT = {"model": "gpt-oss-test", "messages": [{"role": "user", "content": "Hi"}]}
-
-
-def settings(**more: Any) -> ServerSettings:
-    return ServerSettings(**{"min_available_bytes": 0, **more})
-
-
-def connect(live: Live) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", live.port), PATIENCE)
-
-
-def read_all(sock: socket.socket) -> bytes:
-    data = b""
-    while True:
-        try:
-            block = sock.recv(1 << 16)
-        except ConnectionResetError:
-            return data
-        if not block:
-            return data
-        data += block
-
-
-def status_of(answer: bytes) -> int:
-    return int(answer.split(b" ", 2)[1]) if answer else 0
-
-
-def head(path: str = "/v1/chat/completions", length: int = 0, **headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", f"Content-Length: {length}"]
-    return "\r\n".join((*lines, *(f"{k.replace('_', '-')}: {v}" for k, v in headers.items()), "", "")).encode()
-
-
-def chat_bytes(**more: Any) -> bytes:
-    body = json.dumps(CHAT | more).encode()
-    return head(length=len(body)) + body
 
 
 @pytest.fixture
@@ -183,18 +137,67 @@ def test_connections_are_limited_and_health_checks_still_answered(
     assert httpx.post(f"{live.url}/v1/chat/completions", json=CHAT).status_code == 200
 
 
+def test_silent_connections_do_not_keep_health_checks_out(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(say("x"))), settings(max_connections=3))
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 + 2 * doorkeeper.HEALTH_CONNECTIONS):
+            stack.enter_context(connect(live))
+        wait_until(lambda: live.doorkeeper.count == 3 + doorkeeper.HEALTH_CONNECTIONS)
+        for path in doorkeeper.HEALTH_PATHS:
+            assert httpx.get(live.url + path).status_code == 200
+        assert live.doorkeeper.count <= 3 + doorkeeper.HEALTH_CONNECTIONS
+    wait_until(lambda: live.doorkeeper.count == 0)
+
+
+@pytest.mark.parametrize("later", ["body that stalls", "head without end", "no request"])
+def test_a_pipelined_request_writes_nothing_into_the_answer_before_it(serve: Serve, later: str) -> None:
+    live = serve(
+        ScriptedSource(always(Play(say("word " * 20), delay=0.05))),  # longer than `body_idle`
+        settings(body_idle=0.2, head_seconds=3.0, max_head_bytes=2000),
+    )
+    rest = {
+        "body that stalls": head(length=100) + b"{",
+        "head without end": b"GET /" + b"a" * 4000,
+        "no request": b"\0\r\n\r\n",
+    }
+    with connect(live) as sock:
+        sock.sendall(chat_bytes(stream=True) + rest[later])
+        answer, end, after = read_all(sock).partition(b"\r\n0\r\n\r\n")
+    assert end
+    assert answer.count(b"HTTP/1.1 ") == 1, answer[-600:]
+    assert status_of(answer) == 200
+    assert answer.rstrip().endswith(b"data: [DONE]")
+    assert not after or status_of(after) in (400, 408, 431)  # an answer to the later request, in its turn
+    wait_until(lambda: live.doorkeeper.count == 0)
+
+
+def test_pipelined_requests_are_answered_in_turn_and_all_end_with_their_client(serve: Serve) -> None:
+    live = serve(ScriptedSource(always(Play(say("word " * 20), delay=0.001))))
+    body = json.dumps(CHAT).encode()
+    with connect(live) as sock:
+        sock.sendall(chat_bytes() + head(length=len(body)))
+        wait_until(lambda: len(live.source.finished + live.source.cancelled) == 1)
+        sock.sendall(body + b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        assert read_all(sock).count(b"HTTP/1.1 200 OK") == 3
+    live.source.cancelled.clear()
+    live.source.script = always(Play(say("word " * 4000), delay=0.01))
+    with connect(live) as sock:
+        sock.sendall(chat_bytes() + chat_bytes())
+        wait_until(lambda: live.source.active == 1)
+    wait_until(lambda: live.source.active == 0)
+    assert len(live.source.cancelled) == 1
+
+
 def test_connections_of_one_address_are_limited_but_not_this_machines(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert (
-        doorkeeper._home_of("127.0.0.1") == doorkeeper._home_of("::1") == doorkeeper._home_of("::ffff:127.0.0.5") == ""
-    )
-    assert doorkeeper._home_of("2001:db8::1") == doorkeeper._home_of("2001:db8::2") == "2001:db8::/64"
+    assert doorkeeper.home_of("127.0.0.1") == doorkeeper.home_of("::1") == doorkeeper.home_of("::ffff:127.0.0.5") == ""
+    assert doorkeeper.home_of("2001:db8::1") == doorkeeper.home_of("2001:db8::2") == "2001:db8::/64"
     assert ServerSettings().max_connections_per_address >= 256
     live = serve(ScriptedSource(always(say("x"))), settings(max_connections_per_address=2))
     with connect(live), connect(live), connect(live):
         wait_until(lambda: live.doorkeeper.count == 3)
-    monkeypatch.setattr(doorkeeper, "_home_of", lambda address: "192.0.2.7")
+    monkeypatch.setattr(doorkeeper, "home_of", lambda address: "192.0.2.7")
     live = serve(ScriptedSource(always(say("x"))), settings(max_connections_per_address=2))
     with connect(live) as one, connect(live), connect(live) as third:
         assert read_all(third) == b""
@@ -344,11 +347,11 @@ def test_large_bodies_in_all_are_bounded(serve: Serve, http: httpx.Client) -> No
     live = serve(ScriptedSource(always(say("x"))), settings(max_body_bytes=1 << 20, max_bodies_bytes=1 << 20))
     with connect(live) as sock:
         sock.sendall(head(length=1 << 20) + b" " * 900_000)
-        wait_until(lambda: live.app.state.bodies.held == 900_000)
+        wait_until(lambda: live.app.state.bodies.total == 900_000)
         large = CHAT | {"messages": [{"role": "user", "content": "x" * 300_000}]}
         assert http.post(f"{live.url}/v1/chat/completions", json=large).status_code == 503
         assert http.post(f"{live.url}/v1/chat/completions", json=CHAT).status_code == 200
-    wait_until(lambda: live.app.state.bodies.held == 0)
+    wait_until(lambda: live.app.state.bodies.total == 0)
     assert http.post(f"{live.url}/v1/chat/completions", json=large).status_code == 400, "too long for the context"
 
 
@@ -369,99 +372,3 @@ def test_long_prompts_are_tokenised_as_they_were(live: Live, http: httpx.Client)
     ids = http.post(f"{live.url}/tokenize", json={"prompt": text}).json()["tokens"]
     assert ids == live.service.tokenizer._plain(text)
     assert http.post(f"{live.url}/detokenize", json={"tokens": ids}).json()["prompt"] == text
-
-
-# ---- who asks ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("bound", "allowed", "host", "status"),
-    [
-        ("127.0.0.1", (), "127.0.0.1:8000", 200),
-        ("127.0.0.1", (), "LocalHost", 200),
-        ("127.0.0.1", (), "[::1]:8000", 200),
-        ("127.0.0.1", (), "app.localhost", 200),
-        ("127.0.0.1", (), "evil.example", 403),
-        ("127.0.0.1", (), "127.0.0.1.evil.example", 403),
-        ("127.0.0.1", (), "192.0.2.1", 403),
-        ("127.0.0.1", (), "", 403),
-        ("127.0.0.1", ("proxy.example",), "proxy.example:443", 200),
-        ("127.0.0.1", ("*",), "anything", 200),
-        ("0.0.0.0", (), "192.0.2.1:8000", 200),
-        ("0.0.0.0", (), socket.gethostname(), 200),
-        ("0.0.0.0", (), "evil.example", 403),
-    ],
-)
-def test_the_host_must_be_this_machine(bound: str, allowed: tuple[str, ...], host: str, status: int) -> None:
-    check = HostCheck(settings(host=bound, allow_hosts=allowed))
-    headers = Headers({"host": host})
-    if status == 200:
-        check.check(headers)
-    else:
-        with pytest.raises(ApiError) as refused:
-            check.check(headers)
-        assert refused.value.status == status
-
-
-def test_a_rebound_name_reaches_nothing(live: Live, http: httpx.Client) -> None:
-    for path in ("/", "/health", "/v1/models", "/v1/chat/completions"):
-        answer = http.get(live.url + path, headers={"host": "evil.example"})
-        assert answer.status_code == 403
-        assert "--allow-host" in answer.json()["error"]["message"]
-    with connect(live) as sock:
-        sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-        assert status_of(read_all(sock)) == 200  # a probe without the header
-
-
-def test_responses_belong_to_a_key(serve: Serve, http: httpx.Client) -> None:
-    live = serve(ScriptedSource(always(say("mine"))), settings(api_keys=("alpha", "beta")))
-    url, body = f"{live.url}/v1/responses", {"model": "gpt-oss-test", "input": "Hi"}
-    mine, other = ({"authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
-    id = http.post(url, json=body, headers=mine).json()["id"]
-    for method, path in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
-        assert http.request(method, f"{url}/{id}{path}", headers=other).status_code == 404
-    again = body | {"previous_response_id": id}
-    assert http.post(url, json=again, headers=other).status_code == 400
-    assert http.post(url, json=again, headers=mine).status_code == 200
-    assert http.post(f"{url}/input_tokens", json=again, headers=other).status_code == 400
-    assert http.get(f"{url}/{id}", headers={"x-api-key": "alpha"}).status_code == 200
-    assert http.delete(f"{url}/{id}", headers=mine).status_code == 200
-
-
-def test_the_engine_has_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HALFBYTE_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "DB_PASSWORD"):
-        monkeypatch.setenv(name, "secret-marker")
-    environment = child_environment(EXTRA="1")
-    assert "secret-marker" not in environment.values()
-    assert environment["EXTRA"] == "1"
-    assert environment["PATH"] == os.environ["PATH"]
-
-
-def test_logs_have_no_control_characters(serve: Serve, http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "halfbyte")
-    live = serve(ScriptedSource(always(say("x"))), settings(log_prompts=True))
-    http.get(f"{live.url}/a%0Aforged%1B[2J%C2%85%E2%80%A8line")
-    body = CHAT | {"messages": [{"role": "user", "content": "one\ntwo\x1b[2J"}]}
-    http.post(f"{live.url}/v1/chat/completions", json=body)
-    wait_until(lambda: sum(r.name == "halfbyte.access" for r in caplog.records) == 2)
-    lines = [r.getMessage() for r in caplog.records if r.name in ("halfbyte.access", "halfbyte.prompts")]
-    assert len(lines) == 3
-    assert all(line.isprintable() for line in lines)
-    assert "/a\\nforged\\x1b[2J\\x85\\u2028line" in lines[0]
-
-
-@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
-@pytest.mark.parametrize("value", ["NaN", '"nan"', "Infinity", '"inf"', "1e999"])
-def test_what_is_no_number_is_refused(live: Live, http: httpx.Client, field: str, value: str) -> None:
-    body = json.dumps(CHAT)[:-1] + f', "{field}": {value}}}'
-    answer = http.post(f"{live.url}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    assert live.source.requests == []
-
-
-def test_nan_is_no_setting() -> None:
-    for name in ("drain_seconds", "silence_seconds", "head_seconds"):
-        with pytest.raises(UsageError, match=name):
-            settings(**{name: math.nan})
-    with pytest.raises(UsageError, match="not a number"):
-        check_number(math.nan, "--timeout")

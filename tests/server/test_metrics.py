@@ -147,6 +147,7 @@ def test_every_token_counts(counts: Metrics) -> None:
 
 def test_what_can_be_foreseen_is_there_as_zero(counts: Metrics) -> None:
     counts.expect("POST", "/v1/chat/completions")
+    counts.expect_api("ollama")
     text = counts.render()[0].decode()
     for line in (
         'halfbyte_requests_finished_total{api="ollama",reason="error"} 0.0',

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte.engine.request import Delta
+from halfbyte.engine.stops import PartialMatches, TextStopMatcher
 from halfbyte.server.answer.pump import Pacer, Pump
-from halfbyte.server.answer.stop_strings import StopMatcher
 from halfbyte.server.http import sse
 from halfbyte.server.http.connection import with_first
 
@@ -21,7 +22,7 @@ LETTERS = st.text("abc", max_size=30)
 
 @given(LETTERS, st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.lists(st.integers(0, 30), max_size=6))
 def test_stop_matcher_equals_a_plain_search(text: str, stops: list[str], cuts: list[int]) -> None:
-    matcher = StopMatcher(tuple(stops))
+    matcher = TextStopMatcher(tuple(stops))
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     shown = ""
     for a, b in itertools.pairwise(edges):
@@ -40,6 +41,25 @@ def test_stop_matcher_equals_a_plain_search(text: str, stops: list[str], cuts: l
         assert matcher.matched in stops
         assert text.startswith(shown + matcher.matched)
         assert not any(s in shown for s in stops)
+
+
+def test_what_is_held_back_costs_the_same_however_long_a_stop_string_is() -> None:
+    """Counted in characters that are compared, not in seconds."""
+    compared = 0
+
+    class Counted(str):
+        def __getitem__(self, at: Any) -> str:
+            nonlocal compared
+            compared += 1
+            return super().__getitem__(at)
+
+    for size in (10, 1000, 100_000):
+        partial = PartialMatches([Counted("ab" * size + "c"), Counted("b" * size)])
+        compared = 0
+        for _ in range(2000):
+            partial.feed("ab")
+        assert compared < 4 * 2 * 2 * 2000
+        assert partial.feed("a") == min(4001, 2 * size - 1)
 
 
 async def deltas(count: int, pause: float = 0) -> AsyncIterator[Delta]:

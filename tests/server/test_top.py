@@ -13,7 +13,7 @@ from live_server import Live
 from rich.console import Console
 from scripted import Play, ScriptedSource, say
 
-from halfbyte.cli.top import Scrape, Server, View, lasting, picture, view
+from halfbyte.cli.top import Scrape, View, WatchedServer, lasting, picture, view
 from halfbyte.engine.request import EngineStats
 from halfbyte.errors import PeerError
 from halfbyte.server.settings import ServerSettings
@@ -150,7 +150,7 @@ def test_a_key_is_asked_for_and_given(run: Run, serve: Callable[..., Live], tmp_
 
 
 def test_another_server_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Server("http://x", None) as server:
+    with WatchedServer("http://x", None) as server:
         monkeypatch.setattr(server.client, "get", lambda path: httpx.Response(200, text="<html>"))
         with pytest.raises(PeerError, match="does not answer as a halfbyte server"):
             server.version()

@@ -47,7 +47,7 @@ def test_every_rank_reports() -> None:
 
 def test_what_there_is_to_say_without_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "PATIENCE_S", 0.01)
-    for client, why in ((None, "no engine"), (Client([None]), "no gpt-oss model"), (Client(None), "did not answer")):
+    for client, why in ((None, "not ready"), (Client([None]), "no gpt-oss model"), (Client(None), "did not answer")):
         code, body = ask(client)
         assert code == 503
         assert why in body["error"]

@@ -218,8 +218,8 @@ for change in (lambda: None, lambda: setattr(vllm, "__version__", "0.99.1")):
 def test_registered_again_and_by_another() -> None:
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "is taken by __main__.Foreign: halfbyte is loaded twice, or another plugin" in done.stdout
-    assert "and this is 0.99.1" in done.stdout
+    assert "registered by __main__.Foreign: " in done.stdout
+    assert "0.99.1 is installed" in done.stdout
 
 
 UNKNOWN = """
@@ -236,7 +236,7 @@ def test_a_version_that_nobody_has_looked_at_does_not_start() -> None:
     code = f"MODEL = {str(EMBEDDED)!r}\n{UNKNOWN}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
-    assert "halfbyte's plugin knows vLLM 0.26, 0.32, and this is 0.99.1" in done.stderr
+    assert "vLLM 0.26, 0.32, but 0.99.1 is installed" in done.stderr
 
 
 def test_vllm_takes_every_word_that_we_write() -> None:
@@ -248,7 +248,7 @@ def test_vllm_takes_every_word_that_we_write() -> None:
     except ImportError:
         from vllm.entrypoints.openai.cli_args import make_arg_parser
     parser = make_arg_parser(FlexibleArgumentParser())
-    older = vllm_command("other", Gates(), words=shlex.split(OLDER))
+    older = vllm_command("other", Gates(), arguments=shlex.split(OLDER))
     nodes = node_launches(vllm_command("m", Gates()), ("a", "b"), 2)
     for launch in (
         older,

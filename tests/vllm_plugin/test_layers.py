@@ -19,7 +19,7 @@ from halfbyte.plan.phase import ARCHES
 from halfbyte.plan.record import Record
 from halfbyte.plan.step import Step
 from halfbyte.vllm_plugin import layers
-from halfbyte.vllm_plugin.layers import Batch, Choice, LayerModel, choose, idle_step, step_of
+from halfbyte.vllm_plugin.layers import Choice, LayerModel, VllmBatch, choose, idle_step, step_of
 from halfbyte.vllm_plugin.selection import Shapes
 
 BIG = Shapes(36, 2880, 2880, 128, 4, 64, 8, 64, 201088, 128)
@@ -41,7 +41,7 @@ def test_the_unit_is_the_largest_that_can_be_had() -> None:
         found = choose(BIG, gates, sm90)
         assert (found.unit, found.why) == ("operations", why)
     assert choose(BIG, Gates(), cpu).unit == "operations"
-    assert choose(BIG, Gates(), sm90, unit="operations").why == "single operations were asked for"
+    assert choose(BIG, Gates(), sm90, unit="operations").why == "the unit is set to operations"
 
 
 def test_a_unit_that_cannot_be_had_is_refused() -> None:
@@ -49,7 +49,7 @@ def test_a_unit_that_cannot_be_had_is_refused() -> None:
         choose(BIG, Gates(moe_kernel="marlin"), ARCHES["sm90"], unit="layers")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="no kernel on sm90 can run"):
         choose(BIG, Gates(moe_kernel="cpu"), ARCHES["sm90"], unit="layers")  # type: ignore[arg-type]
-    with pytest.raises(GateError, match="one of auto, layers, operations, not 'step'"):
+    with pytest.raises(GateError, match="'step'; use one of auto, layers, operations"):
         choose(BIG, Gates(), ARCHES["sm90"], unit="step")
 
 
@@ -101,7 +101,7 @@ class Both:
         positions = torch.tensor([a + i for a, r in zip(at, rows) for i in range(len(r))])
         lengths = torch.tensor([a + n for a, n in zip(at, counts)]).int()
         batches = {
-            kind: Batch(table, starts, starts, lengths, len(tokens), max(counts), int(lengths.max()))
+            kind: VllmBatch(table, starts, starts, lengths, len(tokens), max(counts), int(lengths.max()))
             for kind, table in self.tables.items()
         }
         step = step_of(self.ours, tokens, positions, batches)
@@ -128,11 +128,11 @@ def test_logits_are_our_own_engines_to_the_bit() -> None:
 
 
 def test_padding_rows_are_sequences_of_no_length() -> None:
-    model = SimpleNamespace(each=lambda n: torch.arange(n, dtype=torch.int32))
+    model = SimpleNamespace(indices=lambda n: torch.arange(n, dtype=torch.int32))
     table = torch.zeros((4, 2), dtype=torch.int32)
     starts = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
     lengths = torch.tensor([7, 130, 0, 0], dtype=torch.int32)
-    batch = Batch(table, starts, starts, lengths, 4, 1, 512)
+    batch = VllmBatch(table, starts, starts, lengths, 4, 1, 512)
     step = step_of(model, torch.arange(9), torch.full((9,), 99), {"sliding": batch, "full": batch})  # type: ignore[arg-type]
     assert step.positions.tolist() == [6, 129, 0, 0]
     assert step.query_start.tolist() == [0, 1, 2, 3, 4]
@@ -141,16 +141,16 @@ def test_padding_rows_are_sequences_of_no_length() -> None:
 
 
 def test_sequences_of_one_row_stand_in_front() -> None:
-    model = SimpleNamespace(each=lambda n: torch.arange(n, dtype=torch.int32))
+    model = SimpleNamespace(indices=lambda n: torch.arange(n, dtype=torch.int32))
     starts = torch.tensor([0, 1, 2, 6], dtype=torch.int32)
-    batch = Batch(torch.zeros((3, 2), dtype=torch.int32), starts, starts, torch.tensor([5, 9, 4]).int(), 6, 4, 9)
+    batch = VllmBatch(torch.zeros((3, 2), dtype=torch.int32), starts, starts, torch.tensor([5, 9, 4]).int(), 6, 4, 9)
     step = step_of(model, torch.arange(8), torch.arange(8), {"sliding": batch, "full": batch})  # type: ignore[arg-type]
     assert step.row_sequence.tolist() == [0, 1, 2, 2, 2, 2]
     assert (step.rows, step.singles) == (6, 2)
 
 
 def test_an_idle_step_is_prompts_on_the_first_page() -> None:
-    model = SimpleNamespace(each=lambda n: torch.arange(n, dtype=torch.int32))
+    model = SimpleNamespace(indices=lambda n: torch.arange(n, dtype=torch.int32))
     step = idle_step(model, 130, 100)  # type: ignore[arg-type]
     assert step.query_start.tolist() == [0, 100, 130]
     assert int(step.positions.max()) == 99

@@ -14,12 +14,13 @@ import torch
 from halfbyte import formats
 from halfbyte.errors import GateError, PlanError
 from halfbyte.gates import PRESETS, Gates
+from halfbyte.model import checkpoint
 from halfbyte.model.config import NAMED
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES
 from halfbyte.plan.step import REGIMES
 from halfbyte.vllm_plugin import compat
-from halfbyte.vllm_plugin.inside import Inside, Options, read_options, rejoined
+from halfbyte.vllm_plugin.inside import Inside, PluginOptions, read_options, rejoined
 from halfbyte.vllm_plugin.selection import Shapes, choose
 
 BIG = Shapes(36, 2880, 2880, 128, 4, 64, 8, 64, 201088, 128)
@@ -85,7 +86,7 @@ def test_versions_that_are_known(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["0.25.9", "0.27.0", "0.33.0", "1.0", "dev"])
 def test_versions_that_are_not(text: str) -> None:
-    with pytest.raises(PlanError, match=r"knows vLLM 0\.26, 0\.32, and this is"):
+    with pytest.raises(PlanError, match=r"vLLM 0\.26, 0\.32, but .* is installed"):
         compat.version_of(text)
 
 
@@ -105,7 +106,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, version: str, capability: tuple[i
 
 def test_register_refuses_an_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(monkeypatch, "0.99.0")
-    with pytest.raises(PlanError, match=r"this is 0\.99\.0"):
+    with pytest.raises(PlanError, match=r"0\.99\.0 is installed"):
         compat.register()
 
 
@@ -130,7 +131,7 @@ def test_a_layer_that_somebody_else_replaced(monkeypatch: pytest.MonkeyPatch) ->
     class Other:
         pass
 
-    with pytest.raises(PlanError, match=r"is taken by .*Other: halfbyte is loaded twice, or another"):
+    with pytest.raises(PlanError, match=r"registered by .*Other: "):
         compat._only_ours("the layer", "ParallelLMHead", Other, object)
     compat._only_ours("the layer", "ParallelLMHead", Other, Other)
     compat._only_ours("the layer", "ParallelLMHead", None, Other)
@@ -140,8 +141,8 @@ def test_a_layer_that_somebody_else_replaced(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_options() -> None:
-    assert read_options({}) == Options()
-    assert read_options(None) == Options()
+    assert read_options({}) == PluginOptions()
+    assert read_options(None) == PluginOptions()
     options = read_options({"halfbyte": {"gates": {"moe_kernel": "triton"}, "record": "x.json"}, "other": 1})
     assert (options.gates.moe_kernel.decode, options.record) == ("triton", Path("x.json"))
     assert read_options({"halfbyte": {"unit": "operations"}}).unit == "operations"
@@ -187,7 +188,7 @@ def run_step(bound: dict[str, Any], rows: int) -> dict[str, torch.Tensor]:
 
 def test_what_ran_is_counted_and_written(tmp_path: Path) -> None:
     gates = Gates(layers="all", activation="f32")  # type: ignore[arg-type]
-    inside = Inside(Options(gates, tmp_path / "ran.json"), ARCHES["cpu"], SMALL)
+    inside = Inside(PluginOptions(gates, tmp_path / "ran.json"), ARCHES["cpu"], SMALL)
     bound = random_operations(inside)
     assert [str(d) for d in inside.differences()] == [
         f"cpu.{operation} (decode): was chosen and never ran" for operation in ("moe", "qkv", "o", "lm_head")
@@ -211,13 +212,13 @@ def test_a_record_finds_its_folder_made_and_a_step_survives_one_that_cannot_be(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gates = Gates(layers="all", activation="f32")  # type: ignore[arg-type]
-    there = Inside(Options(gates, tmp_path / "new" / "ran.json"), ARCHES["cpu"], SMALL)
+    there = Inside(PluginOptions(gates, tmp_path / "new" / "ran.json"), ARCHES["cpu"], SMALL)
     there.write()
     assert (tmp_path / "new" / "ran.json").exists()
     (tmp_path / "file").touch()
-    nowhere = Inside(Options(gates, tmp_path / "file" / "ran.json"), ARCHES["cpu"], SMALL)
+    nowhere = Inside(PluginOptions(gates, tmp_path / "file" / "ran.json"), ARCHES["cpu"], SMALL)
     run_step(random_operations(nowhere), 1)
-    assert "halfbyte cannot write what ran" in caplog.text
+    assert "halfbyte cannot write the record to" in caplog.text
     assert nowhere.differences() == []
 
 
@@ -225,17 +226,39 @@ def test_ours_and_the_reference_agree() -> None:
     results = []
     for kernel in ("cpu", "reference"):
         gates = Gates(layers="all", activation="f32", moe_kernel=kernel, linear_kernel=kernel)  # type: ignore[arg-type]
-        results.append(run_step(random_operations(Inside(Options(gates), ARCHES["cpu"], SMALL)), 5))
+        results.append(run_step(random_operations(Inside(PluginOptions(gates), ARCHES["cpu"], SMALL)), 5))
     for operation, ours in results[0].items():
         reference = results[1][operation]
         assert (ours - reference).norm() <= 1e-5 * reference.norm(), operation
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "q8"])
+def test_norms_move_into_what_is_quantised_inside_vllm(kind: str) -> None:
+    """The matrices are those of our own engine; a norm in front of a matrix in the checkpoint's format stays."""
+    inside = Inside(PluginOptions(Gates(layers=f"qkv={kind}", activation="f32")), ARCHES["cpu"], SMALL)  # type: ignore[arg-type]
+    g = torch.Generator().manual_seed(0)
+    norm, head_norm = (torch.rand(SMALL.hidden, generator=g).bfloat16() + 0.5 for _ in range(2))
+    was, head_was = norm.clone(), head_norm.clone()
+    inside.fold("qkv", 0, norm)
+    inside.fold("lm_head", None, head_norm)
+    rows = (SMALL.heads + 2 * SMALL.kv_heads) * SMALL.head_dim
+    matrix = torch.randn(rows, SMALL.hidden, generator=g).bfloat16()
+    bound = inside.take("qkv", 0, qkv=matrix, qkv_bias=torch.zeros(rows))
+    assert bound is not None
+    assert not inside.norms
+    assert norm.equal(torch.ones_like(was))
+    assert head_norm.equal(head_was)
+    h = torch.randn(4, SMALL.hidden, generator=g)
+    got = rejoined(bound.run(4, Activations(h=h)), rows)
+    expected = h @ formats.dequantize(checkpoint.requantise(matrix, kind, was.float())).T  # type: ignore[arg-type]
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_a_gate_without_a_kernel_is_refused_with_every_reason() -> None:
     with pytest.raises(PlanError, match=r"vllm\.moe_marlin: runs on a GPU"):
-        Inside(Options(PRESETS["baseline"].gates), ARCHES["cpu"], SMALL)
+        Inside(PluginOptions(PRESETS["baseline"].gates), ARCHES["cpu"], SMALL)
     with pytest.raises(PlanError, match="is written for sm90"):
-        Inside(Options(Gates(moe_kernel="cuda")), ARCHES["sm100"], BIG)  # type: ignore[arg-type]
+        Inside(PluginOptions(Gates(moe_kernel="cuda")), ARCHES["sm100"], BIG)  # type: ignore[arg-type]
 
 
 def test_explain_names_the_kernel_of_each_layer_group() -> None:

@@ -217,7 +217,7 @@ def test_the_kernels_were_ours(client: Any, model: str, server: Server) -> None:
     record = json.loads(server.record.read_text(encoding="utf-8"))
     assert record["differences"] == []
     assert {"cpu.moe", "cpu.qkv", "cpu.o", "cpu.lm_head"} <= set(record["plan"]["decode"])
-    assert "is left out: our own server reads tool calls" in " ".join(server.said().split())
+    assert "tool-call-parser is ignored" in " ".join(server.said().split())
 
 
 def test_vllms_own_server_says_which_kernels_ran(tmp_path: Path) -> None:

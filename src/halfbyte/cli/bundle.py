@@ -6,11 +6,14 @@ way. The archive is not compressed: weights do not shrink.
 
 from __future__ import annotations
 
+import email
 import hashlib
 import io
+import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -20,7 +23,7 @@ from typing import IO, Annotated, Any
 import typer
 
 from halfbyte import gates as gates_
-from halfbyte.cli.options import JsonOption, LoadingBar, err, print_json
+from halfbyte.cli.options import Activity, JsonOption, LoadingBar, err, print_json
 from halfbyte.errors import CheckpointError, PeerError, UsageError
 
 ROOT = "halfbyte-bundle"
@@ -62,6 +65,49 @@ def wheel_members(folder: Path) -> list[Member]:
     return [Member(f"wheels/{w.name}", w) for w in wheels]
 
 
+def check_complete(folder: Path, extra: str | None, machine: str | None) -> None:
+    """Refuse wheels that cannot install alone: what our wheel names as needed must lie beside it."""
+    names = {_plain(w.name.split("-")[0]) for w in folder.glob("*.whl")}
+    missing = sorted(requirements_of(own_wheel(folder, machine), extra) - names)
+    if missing:
+        raise UsageError(
+            f"{folder} lacks {len(missing)} packages that halfbyte needs ({', '.join(missing[:5])}"
+            f"{', …' if len(missing) > 5 else ''}), so the bundle could not be installed; add --download."
+        )
+
+
+def requirements_of(wheel: Path, extra: str | None) -> set[str]:
+    """Names of the packages that a wheel always needs, or for `extra`. Those for some platforms alone are left out."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+            metadata = email.message_from_bytes(archive.read(name))
+    except (OSError, zipfile.BadZipFile, StopIteration):
+        raise UsageError(f"{wheel} is no wheel; make it again with `make wheel`.") from None
+    names = set()
+    for line in metadata.get_all("Requires-Dist", []):
+        requirement, _, marker = (part.strip() for part in line.partition(";"))
+        if not marker or (extra is not None and re.fullmatch(rf"extra == ['\"]{re.escape(extra)}['\"]", marker)):
+            names.add(_plain(re.split(r"[\s<>=!~\[(]", requirement, maxsplit=1)[0]))
+    return names
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def own_wheel(folder: Path, machine: str | None) -> Path:
+    """The newest wheel of halfbyte in a folder, for a machine where one is named."""
+    wheels = sorted(
+        w for w in folder.glob("halfbyte-*.whl") if machine is None or machine in w.name or "-any" in w.name
+    )
+    if not wheels:
+        raise UsageError(
+            f"{folder} has no wheel of halfbyte{f' for {machine}' if machine else ''}; `make wheel` makes one."
+        )
+    return wheels[-1]
+
+
 def model_members(model: str) -> Iterator[Member]:
     """What loading reads, what belongs to it, and the record that `pull` wrote, if it did."""
     from halfbyte.model import checkpoint, checksums, load
@@ -72,25 +118,21 @@ def model_members(model: str) -> Iterator[Member]:
     checkpoint.read_config(path)  # every header is looked at, so that no broken model travels
     folder = path if path.is_dir() else path.parent
     names = checksums.read_by_loading(path)
-    known: dict[str, checksums.FileRecord] = {}
+    records: dict[str, checksums.FileRecord] = {}
     if path.is_dir():
         names |= {n for n in (*checkpoint.COMPANIONS, checksums.RECORD) if (folder / n).exists()}
     if (folder / checksums.RECORD).exists():
-        known = dict(checksums.read_record(folder).files)
+        records = dict(checksums.read_record(folder).files)
     label = path.name if path.is_dir() else ""
     for name in sorted(names):
         where = "/".join(part for part in ("models", label, name) if part)
-        yield Member(where, folder / name, known[name].sha256 if name in known else None)
+        yield Member(where, folder / name, records[name].sha256 if name in records else None)
 
 
 def fetch(wheels: Path, extra: str | None, machine: str | None, python: str | None) -> None:
     """Download what our wheel in that folder needs, beside it."""
-    ours = sorted(w for w in wheels.glob("halfbyte-*.whl") if machine is None or machine in w.name or "-any" in w.name)
-    if not ours:
-        raise UsageError(
-            f"{wheels} has no wheel of halfbyte{f' for {machine}' if machine else ''}; `make wheel` makes one."
-        )
-    wanted = f"{ours[-1]}[{extra}]" if extra else str(ours[-1])
+    wheel = own_wheel(wheels, machine)
+    requirement = f"{wheel}[{extra}]" if extra else str(wheel)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--dest", str(wheels)]
     command += ["--only-binary", ":all:"]
     if machine or python:
@@ -105,10 +147,10 @@ def fetch(wheels: Path, extra: str | None, machine: str | None, python: str | No
             "--python-version",
             python,
         ]
-    done = subprocess.run([*command, wanted], env=gates_.child_environment(), capture_output=True, text=True)
+    done = subprocess.run([*command, requirement], env=gates_.child_environment(), capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-        raise PeerError(f"pip could not download what {ours[-1].name} needs: {last}")
+        raise PeerError(f"pip could not download what {wheel.name} needs: {last}")
 
 
 def write(target: Path, members: list[Member], extra: str | None, progress: Callable[[int, int, str], None]) -> int:
@@ -131,12 +173,12 @@ def write(target: Path, members: list[Member], extra: str | None, progress: Call
             info.size, info.mode = size, mode
             source: Any = HashingFile(file, count)
             archive.addfile(info, source)
-            found = source.hash.hexdigest()
-            if expected is not None and found != expected:
+            digest = source.hash.hexdigest()
+            if expected is not None and digest != expected:
                 raise CheckpointError(
                     f"{name} is not the file that was pulled (its SHA-256 differs); pull the model again."
                 )
-            sums.append(f"{found}  {name}\n")
+            sums.append(f"{digest}  {name}\n")
 
         for member in members:
             with member.path.open("rb") as file:
@@ -180,9 +222,10 @@ def bundle(
     if not wheels.is_dir():
         raise UsageError(f"{wheels} is no folder; make the wheel with `make wheel`, or name its folder with --wheels.")
     if download:
-        with err.status("pip downloads what halfbyte needs"):
+        with Activity("pip downloads what halfbyte needs"):
             fetch(wheels, extra, machine, python)
     members = wheel_members(wheels)
+    check_complete(wheels, extra, machine)
     for name in model or []:
         members += model_members(name)
     names = [m.name for m in members]

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import typer
 
 from halfbyte import gates as gates_
-from halfbyte.cli.conversation import Answers, Exchange, Manner, Place, Reasoning, check_effort, open_answers
-from halfbyte.cli.options import (
-    ModelArgument,
-    check_number,
-    err,
-    out,
-    print_table,
-    with_gates,
-    with_record,
+from halfbyte.cli.conversation import (
+    PREFIX_OPTIONS,
+    Answers,
+    EngineChoice,
+    Exchange,
+    Manner,
+    Reasoning,
+    check_effort,
+    open_answers,
 )
+from halfbyte.cli.options import ModelArgument, check_number, err, out, print_table, with_gates, with_record
+from halfbyte.engine.options import EngineOptions
 from halfbyte.errors import ContextError, HalfbyteError, PeerDiedError, UsageError
 from halfbyte.gates import Gates
 
@@ -31,12 +33,19 @@ if TYPE_CHECKING:
 
 @with_gates
 @with_record("manner", Manner)
-@with_record("place", Place)
+@with_record("choice", EngineChoice)
+@with_record("options", EngineOptions, only=PREFIX_OPTIONS)
 def chat(
-    model: ModelArgument = None, reasoning: Reasoning = False, *, place: Place, manner: Manner, gates: Gates
+    model: ModelArgument = None,
+    reasoning: Reasoning = False,
+    *,
+    choice: EngineChoice,
+    manner: Manner,
+    options: EngineOptions,
+    gates: Gates,
 ) -> None:
     """Talk to a model in the terminal; /help lists what can be done there."""
-    with open_answers(model, place, gates) as answers:
+    with open_answers(model, choice, gates, options) as answers:
         Chat(answers, manner, reasoning).run()
 
 
@@ -89,17 +98,17 @@ class Chat:
     def ask(self, question: str) -> None:
         from halfbyte.cli.screen import show
 
-        said: list[str] = []
+        parts: list[str] = []
         self.unanswered = question
         try:
             for text in show(self.answers.pieces(self.exchanges, question, self.manner), out, reasoning=self.reasoning):
-                said.append(text)
+                parts.append(text)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
             err.print("[dim](stopped)[/dim]")
-        if said:
-            self.exchanges.append(Exchange(question, "".join(said)))
+        if parts:
+            self.exchanges.append(Exchange(question, "".join(parts)))
             self.unanswered = None
 
     # ---- what a line with a slash does --------------------------------------------------------
@@ -158,12 +167,12 @@ class Chat:
 
     def save(self, text: str) -> None:
         try:
-            words = shlex.split(text)
+            names = shlex.split(text)
         except ValueError:
-            words = []
-        if len(words) != 1:
+            names = []
+        if len(names) != 1:
             raise UsageError("/save takes the name of one file, for example /save chat.md")
-        path = Path(words[0]).expanduser()
+        path = Path(names[0]).expanduser()
         parts = [f"**{e.question}**\n\n{e.answer}\n" for e in self.exchanges]
         try:
             with path.open("x", encoding="utf-8") as file:

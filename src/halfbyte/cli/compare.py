@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -9,13 +10,19 @@ import typer
 
 from halfbyte.cli.options import JsonOption, check_number, err, out, print_json, print_table
 
-COLORS = {"regression": "red", "improvement": "green", "too few runs": "yellow", "no samples": "dim"}
+ONLY = 8  # cells of one file alone that are named
+COLORS = {
+    "regression": "red", "improvement": "green", "too few runs": "yellow", "inconclusive": "yellow",
+    "no samples": "dim",
+}  # fmt: skip
 
 
 def compare(
     before: Annotated[str, typer.Argument(metavar="A", help="A result file, or a name in the store.")],
     after: Annotated[str, typer.Argument(metavar="B", help="The one to compare with it; `latest` is the newest.")],
-    store: Annotated[Path | None, typer.Option("--store", help="Where results are; by default bench/results.")] = None,
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Where results are; by default this project's receipts.")
+    ] = None,
     threshold: Annotated[
         float,
         typer.Option(
@@ -32,23 +39,32 @@ def compare(
     from halfbyte.lab.store import Store
 
     folder = Store(store or RESULTS)
-    found = compare_files(folder.read(before), folder.read(after), threshold / 100)
+    comparison = compare_files(folder.read(before), folder.read(after), threshold / 100)
     if json:
-        print_json(found.as_dict())
+        print_json(comparison.as_dict())
     else:
-        if found.environment:
-            rows = [dict(zip(("environment", before, after), change)) for change in found.environment]
+        if comparison.environment:
+            rows = [dict(zip(("environment", before, after), change)) for change in comparison.environment]
             print_table([{k: str(v) for k, v in row.items()} for row in rows])
         else:
             out.print("the environment is the same", markup=False)
-        for c in found.changes:
+        for c in (c for c in comparison.changes if c.shows):
             text = f"{c.cell}, {c.figure}: {c.before:.4g} → {c.after:.4g} {c.unit}, {c.sentence}"
             out.print(text, style=COLORS.get(c.verdict), markup=False)
-        for text in found.only:
+        for text in comparison.only[:ONLY]:
             out.print(text, style="yellow", markup=False)
-        if not found.changes:
+        if len(comparison.only) > ONLY:
+            more = len(comparison.only) - ONLY
+            out.print(
+                f"… and {more} more cells that cannot be compared (--json has them)", style="yellow", markup=False
+            )
+        if comparison.changes:
+            kinds = Counter(c.verdict if c.shows else "as before" for c in comparison.changes)
+            counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items(), key=lambda k: k[0] == "as before"))
+            out.print(f"{len(comparison.changes)} figures: {counts}", markup=False)
+        else:
             err.print("the two have no figure in common", markup=False)
-    if strict and found.regressions:
+    if strict and comparison.regressions:
         raise typer.Exit(1)
 
 

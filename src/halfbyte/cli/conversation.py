@@ -7,8 +7,9 @@ weights are not held twice.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, cast
 
@@ -17,20 +18,22 @@ import typer
 from halfbyte.cli.options import DEVICE, DEVICES, SELF_TEST, err, open_engine
 from halfbyte.errors import AskError, ContextError, HalfbyteError, PeerDiedError, StepError, UsageError
 from halfbyte.flags import flag
-from halfbyte.gates import Gates
+from halfbyte.gates import Gates, cache_folder
 
 if TYPE_CHECKING:
     import httpx
 
+    from halfbyte.engine.options import EngineOptions
     from halfbyte.engine.python_api import Engine
     from halfbyte.engine.request import Delta
     from halfbyte.harmony.parse import Event
 
 EFFORTS = ("low", "medium", "high")
+PREFIX_OPTIONS = ("prefix_memory", "prefix_folder", "prefix_disk")
 Reasoning = Annotated[bool, typer.Option("--reasoning", help="Show the model's reasoning as well.")]
 
 
-class Piece(NamedTuple):
+class AnswerText(NamedTuple):
     kind: Literal["reasoning", "content"]
     text: str
 
@@ -63,22 +66,34 @@ class Manner:
         "medium", "--effort", "How hard the model thinks first: low, medium or high.", parse=check_effort,
         values=EFFORTS,
     )  # fmt: skip
+    max_reasoning_tokens: int | None = flag(
+        None, "--max-reasoning-tokens", "End the reasoning after so many tokens and go on to the answer.",
+        spellings=("--reasoning-budget",), minimum=0,
+    )  # fmt: skip
     system: str | None = flag(None, "--system", "Instructions for the model.")
 
 
 @dataclass(frozen=True)
-class Place:
+class EngineChoice:
     """Where the model is that answers. Each field is also an option."""
 
     here: bool = flag(False, "--here", "Load the model here even if a running server already has it.")
     device: str | None = flag(None, "--device", DEVICE, values=DEVICES)
     self_test: str = flag("auto", "--self-test", SELF_TEST)
+    verbose: bool = flag(False, "--verbose", "Say more about what runs, and what its rounding costs.")
+
+
+def chat_messages(before: Sequence[Exchange], question: str) -> list[dict[str, str]]:
+    out: list[dict[str, str]] = []
+    for exchange in before:
+        out += [{"role": "user", "content": exchange.question}, {"role": "assistant", "content": exchange.answer}]
+    return [*out, {"role": "user", "content": question}]
 
 
 class Answers(Protocol):
     label: str
 
-    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
+    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[AnswerText]:
         """The answer to `question` after what was said before."""
         ...
 
@@ -88,45 +103,38 @@ class EngineAnswers:
         self.engine = engine
         self.label = label
 
-    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
-        from halfbyte.engine.request import SamplingParams
-        from halfbyte.harmony.messages import Message, opening
-        from halfbyte.harmony.parse import Parser
-        from halfbyte.harmony.render import render_prompt
-
-        messages = opening(check_effort(manner.effort), manner.system)
-        for exchange in before:
-            messages += [Message.user(exchange.question), Message.final(exchange.answer)]
-        prompt = render_prompt(self.engine.tokenizer, [*messages, Message.user(question)])
-        sampling = SamplingParams(temperature=manner.temperature, max_tokens=manner.max_tokens, seed=manner.seed)
-        parser = Parser(self.engine.tokenizer)
-        for delta in deltas(self.engine.iterate(prompt, sampling)):
-            yield from pieces_of(parser.feed(delta.tokens))
-        yield from pieces_of(parser.finish())
+    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[AnswerText]:
+        stream = self.engine.chat(
+            chat_messages(before, question), stream=True, temperature=manner.temperature, max_tokens=manner.max_tokens,
+            seed=manner.seed, effort=check_effort(manner.effort), instructions=manner.system,
+            max_reasoning_tokens=manner.max_reasoning_tokens,
+        )  # fmt: skip
+        for piece in stream:
+            if piece.kind != "call":  # without tools there is none
+                yield AnswerText(piece.kind, piece.text)
 
 
 class ServerAnswers:
-    """By the public API, as every other client does."""
+    """Answers of a running server, through its public API as every other client uses it."""
 
     def __init__(self, url: str, model: str, certificate: str | None = None) -> None:
         self.url = url
         self.label = model
         self.certificate = certificate
 
-    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[Piece]:
+    def pieces(self, before: Sequence[Exchange], question: str, manner: Manner) -> Iterator[AnswerText]:
         import httpx
 
         from halfbyte.cli.client import open_client
 
         messages = [{"role": "system", "content": manner.system}] if manner.system else []
-        for exchange in before:
-            messages.append({"role": "user", "content": exchange.question})
-            messages.append({"role": "assistant", "content": exchange.answer})
-        messages.append({"role": "user", "content": question})
-        body = {
+        messages += chat_messages(before, question)
+        body: dict[str, Any] = {
             "model": self.label, "messages": messages, "stream": True, "temperature": manner.temperature,
             "reasoning_effort": manner.effort.lower(), "max_tokens": manner.max_tokens, "seed": manner.seed,
         }  # fmt: skip
+        if manner.max_reasoning_tokens is not None:
+            body["reasoning"] = {"max_tokens": manner.max_reasoning_tokens}
         try:
             with (
                 open_client(self.url, self.certificate, timeout=10.0, reads_forever=True) as client,
@@ -151,7 +159,7 @@ def _refusal(reply: httpx.Response) -> HalfbyteError:
         return AskError(f"the server answers {reply.status_code}; is it a halfbyte server?")
 
 
-def _read(reply: httpx.Response) -> Iterator[Piece]:
+def _read(reply: httpx.Response) -> Iterator[AnswerText]:
     for line in reply.iter_lines():
         if not line.startswith("data:") or line.endswith("[DONE]"):
             continue
@@ -161,17 +169,21 @@ def _read(reply: httpx.Response) -> Iterator[Piece]:
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if text := delta.get("reasoning_content"):
-                yield Piece("reasoning", text)
+                yield AnswerText("reasoning", text)
             if text := delta.get("content"):
-                yield Piece("content", text)
+                yield AnswerText("content", text)
 
 
 @contextmanager
-def open_answers(model: str | None, place: Place, gates: Gates) -> Iterator[Answers]:
-    """A running server's, where one has this very model and no kernels and no device were chosen; else an engine's."""
+def open_answers(
+    model: str | None, choice: EngineChoice, gates: Gates, options: EngineOptions | None = None
+) -> Iterator[Answers]:
+    """A running server's, where one has this very model and neither kernels, a device nor a place for prefixes were
+    chosen; else an engine's."""
     from halfbyte.cli import servers
 
-    if not place.here and place.device is None and not gates.changes():
+    prefixes = {name: getattr(options, name) for name in PREFIX_OPTIONS} if options is not None else {}
+    if not choice.here and choice.device is None and not gates.changes() and not any(prefixes.values()):
         server = next((s for s in servers.running() if s.url and (model or "tiny") in s.names), None)
         if server is not None and server.url is not None:
             err.print(f"[dim]{server.model}, asked of the server at {server.url} (--here loads it again)[/dim]")
@@ -179,13 +191,30 @@ def open_answers(model: str | None, place: Place, gates: Gates) -> Iterator[Answ
             return
     from halfbyte.model import load
 
-    with open_engine(model, place.device, gates, self_test=place.self_test) as engine:
+    self_test = choice.self_test
+    with open_engine(model, choice.device, gates, verbose=choice.verbose, self_test=self_test, **prefixes) as engine:
         yield EngineAnswers(engine, load.resolve_model(model).label)
+    if not prefixes.get("prefix_folder"):
+        suggest_prefix_folder()
 
 
-def pieces_of(events: list[Event]) -> list[Piece]:
+def suggest_prefix_folder() -> None:
+    """Mention --prefix-folder, once on this machine and to a person only."""
+    if not sys.stderr.isatty():
+        return
+    marker = cache_folder("chat") / "prefix-folder"
+    with suppress(OSError):
+        marker.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        marker.touch(mode=0o600, exist_ok=False)  # raises if it was mentioned before
+        err.print(
+            "[dim]--prefix-folder DIR keeps the beginnings of prompts on disk, for their owner alone, so that a long "
+            "prompt starts at once the next time (docs/server.md)[/dim]"
+        )
+
+
+def pieces_of(events: list[Event]) -> list[AnswerText]:
     """Everything that is not reasoning is shown."""
-    return [Piece("reasoning" if e.header.kind == "reasoning" else "content", e.text) for e in events if e.text]
+    return [AnswerText("reasoning" if e.header.kind == "reasoning" else "content", e.text) for e in events if e.text]
 
 
 def deltas(stream: Iterator[Delta]) -> Iterator[Delta]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import typer
 
@@ -14,7 +17,7 @@ from halfbyte.errors import EngineError
 from halfbyte.lab.child import start_child
 
 QUESTIONS = ("What is 17 + 25?", "Sort these numbers from smallest to largest: 31, 4, 15.")
-HALFBYTE = (sys.executable, "-c", "from halfbyte.cli import main; main()")
+HALFBYTE = (sys.executable, "-m", "halfbyte")
 
 
 def say(text: str) -> None:
@@ -58,6 +61,18 @@ def ask(url: str, question: str) -> None:
     print(f"\n           ({tokens} tokens in {seconds:.1f} s, first after {1000 * (first - start):.0f} ms)")
 
 
+def shell_command() -> str:
+    """The words that run halfbyte from a shell in this folder; its name alone where PATH leads to this installation."""
+    script = Path(sys.executable).parent / "halfbyte"
+    on_path = shutil.which("halfbyte")
+    if on_path is not None and Path(on_path).resolve() == script.resolve():
+        return "halfbyte"
+    if not script.is_file():
+        return shlex.join([sys.executable, "-m", "halfbyte"])
+    here = Path.cwd()
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
+
+
 def demo() -> None:
     """Serve the embedded model, ask it something, print the answer and a table of speeds, and stop."""
     say("serving the embedded model (halfbyte serve --port 0)")
@@ -73,7 +88,8 @@ def demo() -> None:
     say(f"server stopped (exit code {code})")
     say("speed on this machine, beside what its memory could do (halfbyte bench)")
     subprocess.run([*HALFBYTE, "bench", "--pp", "256", "--tg", "32", "--repeats", "2"], check=True)
-    say("next: halfbyte chat · halfbyte serve MODEL · halfbyte explain --arch sm121")
+    command = shell_command()
+    say(f"next: {command} chat · {command} serve MODEL · {command} explain --arch sm121")
 
 
 def register(app: typer.Typer) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfbyte.cli.options import JsonOption, err, out, print_json
+from halfbyte.cli.options import SHORT_SECONDS, Activity, JsonOption, err, out, print_json
 from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ def doctor(
         ),
     ] = None,
     port: Annotated[int, typer.Option(help="The port that the server would listen on.", min=1, max=65535)] = 8000,
+    max_context: Annotated[
+        int | None, typer.Option(help="The context that the server would have, checked against the model's.", min=1)
+    ] = None,
     record: Annotated[
         str | None,
         typer.Option(help="Write this machine's answers to this file, for --replay elsewhere (-: standard output)."),
@@ -52,12 +55,12 @@ def doctor(
 
     if peer and not cluster:
         raise UsageError("--peer compares the machines of a cluster; add --cluster.")
-    if model is not None and (model.startswith(("/", ".", "~")) or Path(model).exists()):
-        _exists(model)
+    if model is not None and replay is None:
+        model = _place_of(model)
     machine, *others = [this_machine()] if replay is None else read_records(replay)
     peers = (*others, *(_ask_peer(name) for name in peer or ()))
-    purpose = Purpose(model, port, cluster, peers)
-    with err.status("looking at this machine"):
+    purpose = Purpose(model, port, cluster, max_context, peers)
+    with Activity("looking at this machine", after=SHORT_SECONDS):
         findings = diagnose(machine, purpose)
     if record is not None:
         _write(machine, record)
@@ -74,16 +77,38 @@ def doctor(
         for f in findings:
             out.print(f"[{COLOURS[f.severity]}]{f.severity:<8}[/] [bold]{f.id}[/bold]  ", end="")
             out.print(f"{f.evidence}\n         → {f.fix}", markup=False)
-        said = ", ".join(f"{n} {s}{'s' if n != 1 else ''}" for s, n in counts.items() if n) or "nothing to complain of"
+        summary = (
+            ", ".join(f"{n} {s}{'s' if n != 1 else ''}" for s, n in counts.items() if n) or "nothing to complain of"
+        )
         out.print(
-            f"{len(CHECKS)} checks: {said}" + ("; --fix prints commands" if any(f.commands for f in findings) else "")
+            f"{len(CHECKS)} checks: {summary}"
+            + ("; --fix prints commands" if any(f.commands for f in findings) else "")
         )
     raise typer.Exit(exit_status(findings))
 
 
-def _exists(model: str) -> None:
-    if not Path(model).expanduser().exists():
-        raise UsageError(f"{model} does not exist; give a model folder or a .gguf file, or leave it out.")
+def _place_of(model: str) -> str:
+    """The model's folder or file; its name where only its size is known."""
+    if Path(model).expanduser().exists() or model.startswith("random:"):
+        return model
+    if model == "tiny":
+        from halfbyte.model.load import EMBEDDED
+
+        return str(EMBEDDED)
+    from halfbyte.gates import models_folder
+    from halfbyte.model import pulled
+
+    repo = pulled.repository(pulled.named_file(model)[0])
+    if repo is None or model.startswith((".", "~")):
+        raise UsageError(
+            f"{model} does not exist; give a model folder, a .gguf file or the name of a model that was pulled, or "
+            "leave it out."
+        )
+    path = pulled.path_of(model, models_folder()) or pulled.default_folder(repo, models_folder())
+    if path.exists():  # whole or not
+        return str(path)
+    err.print(f"{model} has not been pulled: its files are not checked (`halfbyte pull {model}`)", markup=False)
+    return model
 
 
 def _ask_peer(name: str) -> Machine:
@@ -97,13 +122,13 @@ def _ask_peer(name: str) -> Machine:
     command = ["ssh", "-o", "BatchMode=yes", name, "halfbyte doctor --cluster --record -"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
-        told: dict[str, Any] = json_.loads(done.stdout)
+        report: dict[str, Any] = json_.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         raise UsageError(
             f"--peer {name} is no file, and `ssh {name} halfbyte doctor --cluster --record -` gave no record; make one "
             "there with --record FILE and name the file."
         ) from None
-    return from_record(told, where=f"the record of {name}")
+    return from_record(report, where=f"the record of {name}")
 
 
 def _write(machine: Machine, record: str) -> None:

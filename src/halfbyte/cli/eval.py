@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from halfbyte.cli.options import DeviceOption, JsonOption, ModelArgument, err, open_engine, out, print_json, with_gates
+from halfbyte.cli.options import (
+    Activity,
+    DeviceOption,
+    JsonOption,
+    ModelArgument,
+    open_engine,
+    out,
+    print_json,
+    with_gates,
+)
 from halfbyte.gates import Gates
 
 
@@ -15,7 +24,10 @@ from halfbyte.gates import Gates
 def evaluate(
     model: ModelArgument = None,
     suite: Annotated[
-        str, typer.Option(help="Which problems to ask: tiny, or quick (under a minute on 2 cores).")
+        str,
+        typer.Option(
+            help="Which problems to ask: tiny, quick (under a minute on 2 cores), or natural (100 written by hand)."
+        ),
     ] = "tiny",
     per_task: Annotated[
         int | None,
@@ -37,6 +49,7 @@ def evaluate(
     from halfbyte.lab import receipts as receipts_
     from halfbyte.lab.machine import limit_threads
     from halfbyte.lab.measure.accuracy import accuracy_result
+    from halfbyte.lab.options import preset_of
     from halfbyte.lab.result import Cell
     from halfbyte.model import load
 
@@ -48,14 +61,16 @@ def evaluate(
             answers = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
             return [c.tokens for c in answers]
 
-        with err.status("evaluating") as status:
+        with Activity("evaluating") as status:
             report = problems.run(
                 engine.tokenizer, answer, progress=lambda t, s: status.update(f"evaluated {t}: {s.right}/{s.problems}")
             )
     name = load.resolve_model(model)
     if out_file is not None:
         shape = {"suite": suite, "seed": seed, "per_task": report.per_task}
-        cell = Cell("accuracy", name.label, gates=gates.changes(), path="engine", shape=shape)
+        facts, gpu = load.read_facts(name), load.resolve_device(device).type != "cpu"
+        preset = preset_of(gates, gpu=gpu, stored=facts.formats.coarsest())
+        cell = Cell("accuracy", name.label, preset, gates.changes(), "engine", shape)
         measured = {} if name.path is None else receipts_.weights(name.path)
         receipts_.result_file("halfbyte eval", [accuracy_result(report.to_json(), cell)], measured).write(out_file)
     if json:

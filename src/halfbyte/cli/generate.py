@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from halfbyte.cli.conversation import Manner, Piece, check_effort, deltas, pieces_of
+from halfbyte.cli.conversation import AnswerText, Manner, check_effort, deltas, pieces_of
 from halfbyte.cli.options import (
     DeviceOption,
     JsonOption,
@@ -68,12 +68,16 @@ def generate(
         plain = Detokenizer(engine.tokenizer, skip_special=True)
         printer = Printer(silent=json, reasoning=reasoning)
         finish = None
-        for delta in deltas(engine.iterate(ids, sampling)):
+        most = None if raw else manner.max_reasoning_tokens
+        limit = None if most is None else engine.reasoning_limit(most)
+        for delta in deltas(engine.iterate(ids, sampling, reasoning=limit)):
             first = first or time.perf_counter()
             tokens += delta.tokens
             finish = delta.finish or finish
-            printer.take([Piece("content", plain.add(delta.tokens))] if raw else pieces_of(parser.feed(delta.tokens)))
-        printer.take([Piece("content", plain.flush())] if raw else pieces_of(parser.finish()))
+            printer.take(
+                [AnswerText("content", plain.add(delta.tokens))] if raw else pieces_of(parser.feed(delta.tokens))
+            )
+        printer.take([AnswerText("content", plain.flush())] if raw else pieces_of(parser.finish()))
         seconds = time.perf_counter() - first
     speed = (len(tokens) - 1) / seconds if len(tokens) > 1 else 0.0
     if json:
@@ -97,7 +101,7 @@ class Printer:
         self.texts = {"reasoning": "", "content": ""}
         self.thinking = False
 
-    def take(self, pieces: list[Piece]) -> None:
+    def take(self, pieces: list[AnswerText]) -> None:
         for kind, text in pieces:
             self.texts[kind] += text
             if self.silent:

@@ -44,7 +44,7 @@ def short_name(repo: str) -> str:
     """The shortest name that the command line takes for a repository."""
     from halfbyte.model.pulled import NAMES
 
-    return min((name for name, known in NAMES.items() if known == repo), key=len, default="")
+    return min((name for name, target in NAMES.items() if target == repo), key=len, default="")
 
 
 def register(app: typer.Typer) -> None:

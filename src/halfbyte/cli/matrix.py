@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from pathlib import Path
-from typing import Annotated
+from dataclasses import replace
 
 import typer
 
-from halfbyte.cli.check import check
-from halfbyte.cli.options import DeviceOption, JsonOption, ModelArgument
-from halfbyte.gates import Gates
+from halfbyte.cli.check import run_levels
+from halfbyte.cli.options import DeviceOption, JsonOption, ModelArgument, with_record
+from halfbyte.lab.options import CheckOptions
 
 
+@with_record("options", CheckOptions, only=("engine", "full", "out", "resume"))
 def matrix(
-    model: ModelArgument = None,
-    engine: Annotated[str, typer.Option("--engine", help="The engine, as for `check`.")] = "halfbyte",
-    full: Annotated[
-        str,
-        typer.Option(
-            "--full", help="Gates to combine in full, for example moe_kernel,activation; by default in pairs."
-        ),
-    ] = "",
-    folder: Annotated[Path | None, typer.Option("--out", help="The folder for results and logs.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue what --out FOLDER began.")] = False,
-    device: DeviceOption = None,
-    json: JsonOption = False,
+    model: ModelArgument = None, device: DeviceOption = None, json: JsonOption = False, *, options: CheckOptions
 ) -> None:
     """Try every preset, and gates (switches for kernels and formats) in pairs: start, compare, time briefly."""
-    run = inspect.unwrap(check)  # as it is called once its gates are made
-    run(
-        ["6"], model=model, engine=engine, full=full, folder=folder, resume=resume, device=device, json=json,
-        gates=Gates(),
-    )  # fmt: skip
+    run_levels(["6"], replace(options, model=model, device=device), json)
 
 
 def register(app: typer.Typer) -> None:

@@ -11,19 +11,25 @@ import inspect
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 
 from halfbyte import gates as gates_
-from halfbyte.errors import UsageError
+from halfbyte.errors import GateError, UsageError
 from halfbyte.flags import Flag, flags_of
 from halfbyte.gates import AXES, LAYER_GROUPS, PRESETS, Gates
 
 if TYPE_CHECKING:
+    import torch
+
     from halfbyte.engine.python_api import Engine
+    from halfbyte.model.load import CheckpointFacts
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 out = Console(highlight=False, soft_wrap=True)
@@ -31,6 +37,8 @@ out = Console(highlight=False, soft_wrap=True)
 MODEL = (
     "A model that was pulled (20b, openai/gpt-oss-20b), a model folder, a .gguf file, or random weights (random:20b)"
 )
+LINE_SECONDS = 10.0  # between two lines that say what a command is busy with
+SHORT_SECONDS = 2.0  # of work that need not be named
 GATES = "Gates: switches that say which kernels and number formats may run"
 
 
@@ -66,29 +74,50 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as on
 
 def with_gates(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the command's `gates` parameter with one option per axis, --preset and --mxfp4-layers."""
-    named = f"A set of gates by name: {', '.join(PRESETS)}. Each flag below changes one of them (docs/env.md)."
+    named = (
+        f"A set of gates by name: {', '.join(PRESETS)}; by default {gates_.DEFAULT_ON_GPU} on a GPU and "
+        f"{gates_.DEFAULT_ON_CPU} on a CPU. docs/env.md explains them."
+    )
     extra = [_option("preset", "--preset", named, PRESETS)]
     for axis in AXES:
         if axis.field == "graphs":
             extra.append(_switch("enforce_eager", "--enforce-eager", "Run without CUDA graphs."))
+            continue
+        meaning = f"{axis.meaning[:1].upper()}{axis.meaning[1:]}."
+        if axis.switch:
+            extra.append(_switch(axis.field, axis.flag, meaning))
         else:
-            meaning = f"{axis.meaning[:1].upper()}{axis.meaning[1:]}. Values: {', '.join(axis.values)}."
-            extra.append(_option(axis.field, axis.flag, meaning, axis.values))
+            meaning += f" Values: {', '.join(axis.values)}."
+            extra.append(_option(axis.field, axis.flag, meaning, axis.values, *axis.spellings))
     short = f"Short for --layers: the groups to hold in MXFP4, of {', '.join(LAYER_GROUPS)}, or all."
     extra.append(_option("mxfp4_layers", "--mxfp4-layers", short, (*LAYER_GROUPS, "all")))
 
+    extra.append(_switch("cpu_moe", "--cpu-moe", "Short for --experts-in-host all."))
+
     def make(values: dict[str, Any]) -> Gates:
         preset = values.pop("preset")
+        if values.pop("cpu_moe"):
+            if values["experts_in_host"] is not None:
+                raise GateError("--cpu-moe and --experts-in-host set the same option; use only one of them.")
+            values["experts_in_host"] = "all"
         values["graphs"] = "off" if values.pop("enforce_eager") else None
+        values["deterministic"] = "on" if values["deterministic"] else None
         return gates_.parse(values, preset=preset)
 
     return _replace_parameter(command, "gates", extra, make)
 
 
-def with_record(parameter: str, record: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replace the command's `parameter`, of type `record`, with one option for each of the record's flags."""
-    types, flags = get_type_hints(record), flags_of(record)
-    extra = [_record_option(name, flag, default, types[name]) for name, (flag, default) in flags.items()]
+def with_record(
+    parameter: str, record: type[Any], only: Sequence[str] = (), *, panel: str | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace the command's `parameter`, of type `record`, with one option for each of the record's flags, or of `only`
+    those fields that are named. `panel` is the heading of those that have none."""
+    types = get_type_hints(record)
+    flags = {name: flag for name, flag in flags_of(record).items() if not only or name in only}
+    extra = [
+        _record_option(name, replace(flag, panel=flag.panel or panel), default, types[name])
+        for name, (flag, default) in flags.items()
+    ]
 
     def make(values: dict[str, Any]) -> Any:
         return record(**{name: _record_value(value, *flags[name]) for name, value in values.items()})
@@ -97,10 +126,7 @@ def with_record(parameter: str, record: type[Any]) -> Callable[[Callable[..., An
 
 
 def _replace_parameter(
-    command: Callable[..., Any],
-    parameter: str,
-    options: list[inspect.Parameter],
-    make: Callable[[dict[str, Any]], Any],
+    command: Callable[..., Any], parameter: str, options: list[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
 ) -> Callable[..., Any]:
     """The command with `options` in place of one parameter, which is made from their values."""
     names = [option.name for option in options]
@@ -122,12 +148,12 @@ def _record_option(name: str, flag: Flag, default: Any, type_: Any) -> inspect.P
     if flag.unit is not None:
         type_, default = float, default / flag.unit
     elif flag.parse is not None:
-        type_ = str
+        type_, default = str, ",".join(map(str, default)) if isinstance(default, tuple) else default
     elif default == ():
         type_, default = list[str] | None, None
     option = typer.Option(
         flag.name, *flag.spellings, help=flag.help, min=flag.minimum, max=flag.maximum, rich_help_panel=flag.panel,
-        autocompletion=(lambda: list(flag.values)) if flag.values else None,
+        metavar=flag.metavar, autocompletion=(lambda: list(flag.values)) if flag.values else None,
     )  # fmt: skip
     hint = Annotated[type_, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
@@ -150,9 +176,9 @@ def _record_value(value: Any, flag: Flag, default: Any) -> Any:
     return tuple(value or ()) if default == () else value
 
 
-def _option(name: str, flag: str, text: str, values: Iterable[str]) -> inspect.Parameter:
+def _option(name: str, flag: str, text: str, values: Iterable[str], *spellings: str) -> inspect.Parameter:
     option = typer.Option(
-        flag, help=text, rich_help_panel=GATES, show_default=False, autocompletion=lambda: list(values)
+        flag, *spellings, help=text, rich_help_panel=GATES, show_default=False, autocompletion=lambda: list(values)
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
@@ -164,18 +190,110 @@ def _switch(name: str, flag: str, text: str) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
 
 
-def announce(gates: Gates, text: str, *, cpu: bool = False) -> None:
-    """What will run and what the gates change against `exact`, on stderr; on a CPU, with which kernels."""
-    changes = gates.changes()
-    listed = ", ".join(f"{k} {v}" for k, v in changes.items())
-    err.print(f"[dim]{text}{f' · against exact: {listed}' if listed else ''}[/dim]")
+def announce(
+    gates: Gates,
+    text: str,
+    *,
+    cpu: bool = False,
+    verbose: bool = False,
+    stored: Mapping[str, str] | None = None,
+    quality: str = "",
+) -> None:
+    """What will run, in one line on stderr: the preset, or the gates that were set; on a CPU, its kernels as well.
+
+    `stored` are the formats in the file, on which the default depends; `quality` is what was measured of these gates.
+    """
+    parts = [text]
     if cpu:
         from halfbyte.kernels.cpu.phase import remark
 
-        with err.status("looking for the CPU kernels"):  # compiled now, where they never were
-            said = remark(gates)
-        if said:
-            err.print(f"[dim]{said}[/dim]")
+        with Activity("looking for the CPU kernels", after=SHORT_SECONDS):  # compiled now, where they never were
+            parts.append(remark(gates, verbose=verbose))
+    name = gates_.preset_name(gates, gpu=not cpu, stored=stored)
+    changes = gates.changes()
+    if name:
+        default = not {"activation", "layers", "kv_dtype"} & set(changes)
+        parts.append(f"preset {name}{', the default here' if default else ''}: {PRESETS[name].meaning}")
+        if default and name == gates_.DEFAULT_ON_GPU:
+            parts.append("--preset exact keeps every weight as the file has it")
+    else:
+        values = {"activation": "int8"} if cpu else {}  # what auto is there
+        values |= {"layers": str(gates_.layers_on(gates, gpu=not cpu, stored=stored))}
+        values = {name: value for name, value in (values | changes).items() if value != "checkpoint"}
+        parts.append(", ".join(f"{k} {v}" for k, v in values.items()))
+    if name and gates.deterministic == "on":
+        parts.append("deterministic")
+    parts.append(quality)
+    err.print(f"[dim]{' · '.join(filter(None, parts))}[/dim]")
+
+
+def announce_model(facts: CheckpointFacts, gates: Gates, device: torch.device, *, verbose: bool = False) -> None:
+    """`announce` for a model that is open, with the verdict on these gates."""
+    quality = measured_quality(facts, gates, device, verbose=verbose)
+    text, cpu = f"{facts.name.label} on {device}", device.type == "cpu"
+    announce(gates, text, cpu=cpu, verbose=verbose, stored=facts.formats.coarsest(), quality=quality)
+
+
+class Activity:
+    """What a command is busy with: a spinner on a terminal; elsewhere, and with `spinner` off, a line for each change.
+
+    The lines come ten seconds apart at least, the first one `after` so many seconds: work that is usually short says
+    nothing. A command turns the spinner off while another process writes to the same terminal: their output would share
+    a line with it.
+    """
+
+    def __init__(self, text: str, *, spinner: bool = True, after: float = 0.0) -> None:
+        self.text = text
+        self._status = err.status(text) if spinner and err.is_terminal else None
+        self._due = 0.0
+        self._first = threading.Timer(after, self._show) if self._status is None and after else None
+        self._after = after
+
+    def update(self, text: str) -> None:
+        if text != self.text:
+            self.text = text
+            self._show()
+
+    def _show(self) -> None:
+        if self._status is not None:
+            self._status.update(self.text)
+        elif time.monotonic() >= self._due:
+            self._due = time.monotonic() + LINE_SECONDS
+            err.print(self.text, style="dim", markup=False)
+
+    def __enter__(self) -> Activity:
+        if self._status is not None:
+            self._status.start()
+        if self._first is not None:
+            self._due = time.monotonic() + self._after
+            self._first.daemon = True
+            self._first.start()
+        else:
+            self._show()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+        if self._first is not None:
+            self._first.cancel()
+
+
+def measured_quality(facts: CheckpointFacts, gates: Gates, device: torch.device, *, verbose: bool = False) -> str:
+    """The verdict of `halfbyte check quality` on these gates for this very model, with its figures if `verbose`. Where
+    none is stored: how to get one, unless these gates are `exact` or the default."""
+    from halfbyte.model import quality_record
+    from halfbyte.model.gpt_oss import arch_of, choose
+
+    arch, path = arch_of(device), facts.name.path
+    entry = quality_record.find(path, choose(facts.config, gates, arch, facts.formats).spec, arch)
+    if entry is not None:
+        return f"{entry.label} {entry.sentence() if verbose else entry.summary()}"
+    plans = (choose(facts.config, g, arch, facts.formats).spec for g in (gates, PRESETS["exact"].gates, Gates()))
+    own, *others = (quality_record.numerics(spec, arch) for spec in plans)
+    return (
+        "" if path is None or own in others else f"not measured on this model: halfbyte check quality {facts.name.text}"
+    )
 
 
 def print_json(value: Any) -> None:
@@ -195,21 +313,23 @@ def print_table(rows: Sequence[Mapping[str, str]], title: str | None = None, *, 
     out.print(table)
 
 
-def open_engine(model: str | None, device: str | None, gates: Gates, **options: Any) -> Engine:
+def open_engine(
+    model: str | None, device: str | None, gates: Gates, *, verbose: bool = False, **options: Any
+) -> Engine:
     """The engine in this process, and a line that says what was opened."""
     from halfbyte.engine.python_api import Engine
     from halfbyte.model import load
 
     name = load.resolve_model(model)
     where = load.resolve_device(device)
-    load.config_of(name)  # what is no model is refused before kernels are compiled for it
-    announce(gates, f"{name.label} on {where}", cpu=where.type == "cpu")
-    with err.status(f"loading {name.label}"):
-        return Engine(model, gates=gates, device=str(where), **options)
+    checkpoint = load.OpenCheckpoint(name)  # a damaged model is refused before kernels are compiled for it
+    announce_model(checkpoint.facts, gates, where, verbose=verbose)
+    with Activity(f"loading {name.label}", after=SHORT_SECONDS):
+        return Engine(model, gates=gates, device=str(where), checkpoint=checkpoint, **options)
 
 
 class LoadingBar:
-    """A progress bar for `load`, on stderr and only where a person watches."""
+    """A progress bar for `load`, on stderr; where no terminal is, a line now and then."""
 
     def __init__(self, title: str) -> None:
         from rich.progress import (
@@ -232,10 +352,20 @@ class LoadingBar:
             disable=not sys.stderr.isatty(),
         )
         self.task = self.bar.add_task(title, total=None)
+        self.title = title
+        self.lines = None if sys.stderr.isatty() else Activity(title, spinner=False)
 
     def __enter__(self) -> Callable[[int, int, str], None]:
+        if self.lines is not None:
+            self.lines.__enter__()
         self.bar.start()
-        return lambda done, total, _: self.bar.update(self.task, completed=done, total=total)
+        return self.update
+
+    def update(self, done: int, total: int, _: str) -> None:
+        if self.lines is not None:
+            self.lines.update(f"{self.title}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+        else:
+            self.bar.update(self.task, completed=done, total=total)
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from halfbyte.cli.options import JsonOption, err, print_json
+from halfbyte.architectures import GPU_ARCHES
+from halfbyte.cli.options import Activity, JsonOption, err, print_json
 from halfbyte.errors import PlanError, UsageError
 from halfbyte.gates import PRESETS
 
 
 def prebuild(
-    arch: Annotated[str, typer.Option(help="The architectures to compile for.")] = "sm90,sm100,sm120,sm121",
+    arch: Annotated[str, typer.Option(help="The architectures to compile for.")] = ",".join(GPU_ARCHES),
     shape: Annotated[str, typer.Option(help="The models to compile for.")] = "20b,120b",
     preset: Annotated[str, typer.Option(help="The presets to compile for.")] = "exact,balanced,fast",
     to: Annotated[
@@ -28,22 +30,23 @@ def prebuild(
     from halfbyte.kernels.prebuilt import programs_of
     from halfbyte.model.config import NAMED
     from halfbyte.model.gpt_oss import choose
-    from halfbyte.plan.phase import ARCHES
 
-    gpus = {name: a for name, a in ARCHES.items() if a.is_gpu}
-    archs, shapes = _names("--arch", arch, gpus), _names("--shape", shape, NAMED)
+    archs, shapes = _names("--arch", arch, GPU_ARCHES), _names("--shape", shape, NAMED)
     plans = []
     for name in _names("--preset", preset, PRESETS):
         for a in archs:
             for s in shapes:
                 try:
-                    spec, chosen, _ = choose(NAMED[s], PRESETS[name].gates, gpus[a])
+                    choice = choose(NAMED[s], PRESETS[name].gates, GPU_ARCHES[a])
                 except PlanError as e:
                     raise UsageError(f"{name} cannot run {s} on {a}; leave one of them out. {e}") from None
-                plans.append((spec, chosen, gpus[a]))
+                plans.append((choice.spec, choice.chosen, GPU_ARCHES[a]))
     programs = programs_of(plans)
     folder = to or cache_folder("prebuilt")
-    with err.status("compiling") as status:
+    # NVRTC holds the interpreter while it compiles: Python would see Ctrl-C a minute later, so the system ends the
+    # process. For the same reason no spinner would turn.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with Activity("compiling", spinner=False) as status:
         paths = build(programs, folder, lambda name, done, of: status.update(f"compiling, {done} of {of}: {name}"))
     size = sum(p.stat().st_size for p in paths)
     if json:
@@ -52,11 +55,11 @@ def prebuild(
         err.print(f"{len(paths)} cubins, {size / 2**20:.1f} MiB, are in {folder}")
 
 
-def _names(flag: str, text: str, known: Mapping[str, object]) -> list[str]:
+def _names(flag: str, text: str, choices: Mapping[str, object]) -> list[str]:
     names = [n.strip() for n in text.split(",") if n.strip()]
-    unknown = [n for n in names if n not in known]
+    unknown = [n for n in names if n not in choices]
     if unknown or not names:
-        raise UsageError(f"{flag} names {', '.join(unknown) or 'nothing'}; use {', '.join(known)}.")
+        raise UsageError(f"{flag} names {', '.join(unknown) or 'nothing'}; use {', '.join(choices)}.")
     return names
 
 

@@ -31,6 +31,7 @@ def profile(
             "--trace", help="Read this file instead: torch's trace (JSON), an nsys export (SQLite), or a profile."
         ),
     ] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Also write a receipt to this file.")] = None,
     json: JsonOption = False,
     *,
     gates: Gates,
@@ -39,13 +40,13 @@ def profile(
     from halfbyte.cli import profiling
 
     if trace is not None:
-        profiling.profile_trace(trace, json)
+        profiling.show_trace(trace, json)
     elif predicted is not None:
         if model is not None:
             raise UsageError("--predict takes its shape from --model 120b or 20b, not a model to load.")
         profiling.show_predictions(predicted, shape, gates, depth, json)
     else:
-        profiling.profile_model(model, tokens, depth, batch, pp, device, json, gates)
+        profiling.show_model(model, tokens, depth, batch, pp, device, out_file, json, gates)
 
 
 def register(app: typer.Typer) -> None:

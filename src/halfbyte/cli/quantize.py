@@ -25,14 +25,14 @@ def quantize(
     """Write a checkpoint with more layers quantised: those that --layers or --mxfp4-layers name."""
     from halfbyte.model import checkpoint, load
 
-    asked = {g: f for g, f in gates.layer_formats.items() if f != "checkpoint"}
-    if not asked:
+    formats = {g: f for g, f in gates.layer_formats.items() if f != "checkpoint"}
+    if not formats:
         raise UsageError("say what to quantise, for example --layers qkv=q8,o=q8,lm_head=q8 or --mxfp4-layers all.")
     model = load.resolve_model(source)
     if model.path is None:
         raise UsageError(f"{source} has no files to quantise; name a model that has.")
     with LoadingBar(f"quantising {model.label}") as progress:
-        checkpoint.quantize_checkpoint(model.path, target, asked, progress=progress)
+        checkpoint.quantize_checkpoint(model.path, target, formats, progress=progress)
     size = sum(p.stat().st_size for p in target.rglob("*") if p.is_file())
     if json:
         print_json({"folder": str(target), "bytes": size, "layers": gates.layer_formats})

@@ -1,4 +1,4 @@
-"""`receipts`: what was measured before, each figure beside its ceiling, and which receipts are stale."""
+"""`receipts`: what was measured before, which receipts are stale, and the figures of one beside their ceilings."""
 
 from __future__ import annotations
 
@@ -8,80 +8,79 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfbyte.cli.options import JsonOption, err, out, print_json, print_table
+from halfbyte.cli.options import JsonOption, out, print_json, print_table
 from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
     from halfbyte.lab.receipts import Receipt
+    from halfbyte.lab.result import Result
 
 COLORS = {"current": "green", "STALE": "red", "unreadable": "red"}
-COLUMNS = ("  cell", "figure", "value", "ceiling", "share")
+COLUMNS = ("cell", "figure", "value", "ceiling", "share")
 
 
 def receipts(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Show every figure of these; without one: a list.")
+    ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--folder", help="The folder that holds them; by default bench/results.")
-    ] = None,
-    table: Annotated[bool, typer.Option("--table", help="Print README's table of results, as markdown.")] = False,
-    run: Annotated[bool, typer.Option("--run", help="Measure again whatever is not current; can be resumed.")] = False,
-    part: Annotated[
-        list[str] | None, typer.Option("--part", help="With --run: measure only this part; repeat it for more.")
-    ] = None,
-    answers: Annotated[
-        Path | None, typer.Option("--answers", help="With --run: a file with the embedded model's answers on a CPU.")
+        Path | None, typer.Option("--folder", help="The folder that holds them; by default this project's own.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show what was measured: figures, ceilings, and what is stale; or measure it again."""
-    from halfbyte.lab.receipts import RESULTS, read_all
+    """Show what was measured, and which receipts are stale; with a NAME every figure of it beside its ceiling."""
+    from halfbyte.lab.receipts import read_all
 
-    if run:
-        from halfbyte.lab import remeasure
-
-        failed = remeasure.run_parts(folder or RESULTS, part or (), answers, lambda text: out.print(text, markup=False))
-        if failed:
-            err.print(f"failed: {', '.join(failed)}; their logs are in {folder or RESULTS}", markup=False)
-            raise typer.Exit(1)
-        return
-    if part or answers:
-        raise UsageError("--part and --answers are for --run; add it, or leave them out.")
-    known = read_all(folder)
+    stored = read_all(folder)
+    if missing := [name for name in names or () if name not in {r.name for r in stored}]:
+        raise UsageError(f"there is no receipt {missing[0]!r}; `halfbyte receipts` lists them.")
+    chosen = [r for r in stored if not names or r.name in names]
     if json:
-        print_json({"receipts": [r.as_dict() for r in known]})
-    elif table:
-        from halfbyte.lab.table import markdown
-
-        for line in markdown(known):
-            out.print(line, markup=False)
+        print_json({"receipts": [r.as_dict() for r in chosen]})
+    elif names:
+        for receipt in chosen:
+            show_figures(receipt)
     else:
-        _show(known)
+        show_list(chosen)
 
 
-def _show(known: Sequence[Receipt]) -> None:
-    for r in known:
-        color = COLORS.get(r.state, "yellow")
-        where = " · ".join(t for t in (r.gpu, r.date) if t)
-        out.print(f"[bold]{r.name}[/bold]  [{color}]{r.state}[/{color}]  {r.why or ''}[dim]  {where}[/dim]")
-        rows: list[Mapping[str, str]] = []
-        for result in r.results:
-            cell = result.cell
-            label = " ".join(t for t in (cell.model, cell.preset, cell.label) if t)
-            if result.refused:
-                rows.append(
-                    {
-                        "  cell": f"  {label}",
-                        "figure": "REFUSED",
-                        "value": result.refused[:60],
-                        "ceiling": "",
-                        "share": "",
-                    }
-                )
-            for f in result.figures:
-                ceiling = "" if f.ceiling is None else f"{f.ceiling.value:.4g}"
-                share = "" if f.share is None else f"{f.share:.0%}"
-                rows.append(dict(zip(COLUMNS, (f"  {label}", f.name, f"{f.value:.4g} {f.unit}", ceiling, share))))
-        if rows:
-            print_table(rows)
+def show_list(chosen: Sequence[Receipt]) -> None:
+    """A line for each receipt, cut at the edge of the screen; stale ones behind the current ones."""
+    width = max((len(r.name) for r in chosen), default=0)
+    for r in sorted(chosen, key=lambda r: r.state == "STALE"):
+        color, count = COLORS.get(r.state, "yellow"), sum(len(x.figures) for x in r.results)
+        facts = " · ".join(text for text in (r.date, f"{count} figures", r.gpu.removeprefix("NVIDIA "), r.why) if text)
+        line = f"{r.name:{width}}  [{color}]{r.state:8}[/{color}]  [dim]{facts}[/dim]"
+        out.print(line, overflow="ellipsis", no_wrap=True)
+    stale = sum(r.state == "STALE" for r in chosen)
+    out.print(
+        f"{len(chosen)} receipts, {stale} stale; `halfbyte receipts NAME` shows the figures of one.", markup=False
+    )
+
+
+def show_figures(r: Receipt) -> None:
+    """What all cells of a receipt have in common stands above; the rows have what differs."""
+    common, labels = split_labels(r.results)
+    facts = " · ".join(text for text in (r.state, r.why, r.gpu, r.date, common) if text)
+    out.print(f"{r.name}: {facts}", markup=False)
+    rows: list[Mapping[str, str]] = []
+    for label, result in zip(labels, r.results):
+        if result.refused:
+            rows.append(dict(zip(COLUMNS, (label, result.state, result.refused[:60], "", ""))))
+        for f in result.figures:
+            ceiling = "" if f.ceiling is None else f"{f.ceiling.value:.4g}"
+            share = "" if f.share is None else f"{f.share:.0%}"
+            rows.append(dict(zip(COLUMNS, (label, f.name, f"{f.value:.4g} {f.unit}", ceiling, share))))
+    if rows:
+        print_table(rows, left=2)
+
+
+def split_labels(results: Sequence[Result]) -> tuple[str, list[str]]:
+    """(parts that the labels of all cells have, the rest of each label)."""
+    labels = [[part for part in (r.cell.model, r.cell.preset, *r.cell.label.split(", ")) if part] for r in results]
+    shared = [part for part in labels[0] if all(part in parts for parts in labels)] if len(labels) > 1 else []
+    rests = [", ".join(part for part in parts if part not in shared) for parts in labels]
+    return ", ".join(shared), rests
 
 
 def register(app: typer.Typer) -> None:

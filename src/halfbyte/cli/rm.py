@@ -26,7 +26,7 @@ def rm(
     from halfbyte.model import pulled
 
     folder = gates_.models_folder()
-    found = []
+    pulled_models = []
     for name in dict.fromkeys(models):
         model = pulled.find(name, folder)
         if model is None:
@@ -35,22 +35,22 @@ def rm(
         for server in running():
             if server.path and any(server.path == p or server.path.startswith(f"{p}/") for p in places):
                 raise UsageError(f"{name} is being served (process {server.pid}); stop it first: halfbyte stop {name}")
-        if model not in found:
-            found.append(model)
-    size = sum(m.size for m in found)
+        if model not in pulled_models:
+            pulled_models.append(model)
+    size = sum(m.size for m in pulled_models)
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError("nobody is here to ask; add --yes to remove without asking.")
-        names = ", ".join(m.repo for m in found)
+            raise UsageError("stdin is not a terminal; pass --yes to remove without confirmation.")
+        names = ", ".join(m.repo for m in pulled_models)
         if not typer.confirm(f"Remove {names} ({size / 1e9:.1f} GB)?", err=True):
             raise typer.Exit(1)
-    kept = [path for m in found for path in pulled.remove(m)]
+    leftovers = [path for m in pulled_models for path in pulled.remove(m)]
     if json:
-        print_json({"removed": [m.repo for m in found], "bytes": size, "kept": [str(p) for p in kept]})
+        print_json({"removed": [m.repo for m in pulled_models], "bytes": size, "kept": [str(p) for p in leftovers]})
         return
-    for m in found:
+    for m in pulled_models:
         err.print(f"removed {m.repo} ({m.size / 1e9:.1f} GB)", markup=False)
-    for path in kept:
+    for path in leftovers:
         err.print(f"left {path}, which no pull had put there", markup=False)
 
 

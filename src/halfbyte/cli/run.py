@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from halfbyte.cli.chat import Chat
-from halfbyte.cli.conversation import Manner, Place, Reasoning, open_answers
+from halfbyte.cli.conversation import PREFIX_OPTIONS, EngineChoice, Manner, Reasoning, open_answers
 from halfbyte.cli.options import MODEL, model_argument, out, with_gates, with_record
+from halfbyte.engine.options import EngineOptions
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
 
 
 @with_gates
 @with_record("manner", Manner)
-@with_record("place", Place)
+@with_record("choice", EngineChoice)
+@with_record("options", EngineOptions, only=PREFIX_OPTIONS)
 def run(
     model: Annotated[str, model_argument("MODEL", f"{MODEL}; tiny is the embedded model.")],
     prompt: Annotated[
@@ -29,19 +33,26 @@ def run(
     ] = None,
     reasoning: Reasoning = False,
     *,
-    place: Place,
+    choice: EngineChoice,
     manner: Manner,
+    options: EngineOptions,
     gates: Gates,
 ) -> None:
     """Ask a model one thing, or talk to it if nothing is asked."""
     from halfbyte.cli.screen import show
 
+    if " " in model and not prompt and not Path(model).exists():
+        question = shlex.quote(model)
+        raise UsageError(
+            f"{question:.60} is no model; write one before the question: `halfbyte run tiny {question}` asks the "
+            "embedded one."
+        )
     parts = [" ".join(prompt)] if prompt else []
     if not sys.stdin.isatty():
         parts += [text] if (text := sys.stdin.read()).strip() else []
         if not parts:
             raise UsageError("the prompt is empty; write it after the model, or pipe it in.")
-    with open_answers(model, place, gates) as answers:
+    with open_answers(model, choice, gates, options) as answers:
         if not parts:
             Chat(answers, manner, reasoning).run()
             return

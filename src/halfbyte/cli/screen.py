@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.text import Text
 
-from halfbyte.cli.conversation import Piece
+from halfbyte.cli.conversation import AnswerText
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
@@ -22,7 +22,7 @@ CODE_THEME = "ansi_dark"  # the terminal's own colours, on its own background
 REFRESH = 12  # times a second
 
 
-def show(pieces: Iterator[Piece], console: Console, *, reasoning: bool = False) -> Iterator[str]:
+def show(pieces: Iterator[AnswerText], console: Console, *, reasoning: bool = False) -> Iterator[str]:
     """Print an answer while it arrives; yields each piece of what was said, so that an interrupted one is known."""
     if not console.is_terminal:
         for piece in pieces:
@@ -60,7 +60,7 @@ class Thought:
         self.live.start()
         return self
 
-    def hears(self, piece: Piece) -> bool:
+    def hears(self, piece: AnswerText) -> bool:
         """Whether the answer begins here."""
         if piece.kind == "content":
             return True
@@ -68,9 +68,9 @@ class Thought:
             self.live.stop()
             self.console.print(piece.text, end="", style="dim", markup=False, emoji=False)
         self.text += piece.text
-        words = " ".join(self.text[-400:].split())
+        tail = " ".join(self.text[-400:].split())
         room = max(10, self.console.width - 14)
-        self.spinner.update(text=Text(f"thinking  {words[-room:]}", style="dim", no_wrap=True, overflow="crop"))
+        self.spinner.update(text=Text(f"thinking  {tail[-room:]}", style="dim", no_wrap=True, overflow="crop"))
         return False
 
     def __exit__(self, *_: object) -> None:
@@ -99,10 +99,10 @@ class StreamedMarkdown:
 
     def add(self, piece: str) -> None:
         self.text += piece
-        whole = last_block(self.text[self.printed :])
-        if whole:
-            self._print(self.text[self.printed : self.printed + whole])
-            self.printed += whole
+        block = last_block(self.text[self.printed :])
+        if block:
+            self._print(self.text[self.printed : self.printed + block])
+            self.printed += block
         self.live.update(Blocks(self.text[self.printed :], only_end=True))
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,16 @@ import typer
 
 from halfbyte import gates as gates_
 from halfbyte import log_lines
-from halfbyte.cli.options import DeviceOption, LoadingBar, ModelArgument, announce, err, with_gates, with_record
+from halfbyte.cli.options import (
+    Activity,
+    DeviceOption,
+    LoadingBar,
+    ModelArgument,
+    announce_model,
+    err,
+    with_gates,
+    with_record,
+)
 from halfbyte.engine.options import EngineOptions
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates
@@ -24,12 +33,12 @@ if TYPE_CHECKING:
     from halfbyte.model.tokenizer import Tokenizer
     from halfbyte.server.run import SourceFactory
 
-VLLM = "vLLM: with --engine vllm alone"
+VLLM = "With --engine vllm alone"
 
 
 @with_gates
-@with_record("options", EngineOptions)
-@with_record("settings", ServerSettings)
+@with_record("options", EngineOptions, panel="Engine")
+@with_record("settings", ServerSettings, panel="Server")
 def serve(
     model: ModelArgument = None,
     api_key: Annotated[
@@ -70,7 +79,9 @@ def serve(
     verify: Annotated[
         bool, typer.Option("--verify", help="First check the model's files against the hashes that `pull` recorded.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log one line for each request.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log one line for each request, and say more about what runs.")
+    ] = False,
     device: DeviceOption = None,
     *,
     settings: ServerSettings,
@@ -88,12 +99,12 @@ def serve(
     if settings.log_format == "json":
         log_lines.use_json("server")
         err.quiet = True  # what is said to people would stand between the lines
-    given = [*(api_key or ()), *filter(None, [gates_.setting("HALFBYTE_API_KEY")])]
-    settings = replace(settings, api_keys=load_api_keys(api_key_file, given))
+    keys = [*(api_key or ()), *filter(None, [gates_.setting("HALFBYTE_API_KEY")])]
+    settings = replace(settings, api_keys=load_api_keys(api_key_file, keys))
     choice = VllmChoice(tp, nodes, vllm, interface, ray, dry_run)
     if engine == "vllm":
-        words = vllm if memory_share is None else f"{vllm} --gpu-memory-utilization {memory_share}"
-        serve_vllm(model, replace(choice, words=words), settings, options, gates)
+        flags = vllm if memory_share is None else f"{vllm} --gpu-memory-utilization {memory_share}"
+        serve_vllm(model, replace(choice, flags=flags), settings, options, gates)
         return
     if choice != VllmChoice():
         raise UsageError(
@@ -101,28 +112,34 @@ def serve(
         )
     resolved = load.resolve_model(model)
     where = load.resolve_device(device)
+    from halfbyte.engine.placement import place
     from halfbyte.engine.process import EngineProcess
     from halfbyte.engine.sizing import check_start, keeps_cached
     from halfbyte.memory import read_memory
     from halfbyte.model.gpt_oss import arch_of
     from halfbyte.server import run
 
-    memory = read_memory(where)
+    memory = read_memory(where).limited_to(options.gpu_memory)
     if verify:
         verify_files(resolved, keep_cached=keeps_cached(options, memory))
     options = replace(options, model=model, gates=gates, device=str(where))
     if memory_share is not None:
         options = replace(options, reserve_gib=rest_of_memory(memory_share, options, memory))
-    weights = load.weight_bytes(resolved, gates)
-    account = check_start(load.config_of(resolved), options, memory, arch_of(where), weights)
+    checkpoint = load.OpenCheckpoint(resolved)
+    facts = checkpoint.facts
+    placement = place(facts, options, memory, arch_of(where))
+    options = replace(options, gates=placement.gates)
+    account = check_start(facts.config, options, memory, arch_of(where), placement.device_bytes)
     settings = replace(settings, min_available_bytes=account.state.floor(account.reserve))
     settings = replace(settings, last_available_bytes=account.state.last(account.reserve))
     if settings.uds is None:
         run.bind(settings).close()  # a port in use is said before kernels are compiled, as a first start does
-    announce(gates, f"{resolved.label} on {where}", cpu=where.type == "cpu")
+    announce_model(facts, gates, where, verbose=verbose)
+    if placement.line:
+        err.print(placement.line, highlight=False)
 
     async def source() -> tuple[TokenSource, Tokenizer]:
-        with err.status(f"loading {resolved.label}") as status:
+        with Activity(f"loading {resolved.label}", spinner=False) as status:  # the engine's process logs beside it
 
             def progress(doing: str) -> None:
                 status.update(f"loading {resolved.label}: {doing}")
@@ -130,7 +147,8 @@ def serve(
             engine = await EngineProcess.start(
                 options, hang=settings.hang_seconds, progress=progress, log_format=settings.log_format
             )
-            return engine, load.tokenizer_of(resolved)
+            with checkpoint:
+                return engine, checkpoint.tokenizer()
 
     run_server(settings, resolved, str(where), source)
 

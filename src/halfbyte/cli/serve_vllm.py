@@ -14,32 +14,32 @@ from pathlib import Path
 import typer
 
 from halfbyte import gates as gates_
-from halfbyte.cli.options import announce, err, out
+from halfbyte.cli.options import Activity, announce, err, out
 from halfbyte.cli.serve import run_server
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.process import EngineProcess
 from halfbyte.engine.request import TokenSource
 from halfbyte.engine.vllm_core import FACTORY, VllmOptions
 from halfbyte.errors import PeerError, UsageError
-from halfbyte.gates import Gates
+from halfbyte.gates import Gates, as_stored
 from halfbyte.model import load
 from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.server.settings import ServerSettings
 from halfbyte.vllm_plugin import nodes as nodes_
-from halfbyte.vllm_plugin.launch import Launch, Serving, behind_our_server, vllm_command
+from halfbyte.vllm_plugin.launch import Serving, VllmLaunch, behind_our_server, vllm_command
 from halfbyte.vllm_plugin.nodes import Network, Node
-from halfbyte.vllm_plugin.older_names import read_words
+from halfbyte.vllm_plugin.older_names import read_arguments
 
 LOADING_S = 1800.0  # vLLM may compile for minutes without a word
 
 
 @dataclass(frozen=True)
 class VllmChoice:
-    """What `serve` was told for vLLM alone."""
+    """Options of `serve` that only vLLM takes."""
 
     tp: int = 1
     nodes: str | None = None
-    words: str = ""  # further flags of vLLM's own
+    flags: str = ""  # further flags of vLLM's own
     interface: str | None = None
     ray: bool = False
     dry_run: bool = False
@@ -48,24 +48,26 @@ class VllmChoice:
 def serve_vllm(
     model: str | None, choice: VllmChoice, settings: ServerSettings, options: EngineOptions, gates: Gates
 ) -> None:
-    words = shlex.split(choice.words)
-    named = read_words(words).model
+    flags = shlex.split(choice.flags)
+    named = read_arguments(flags).model
     if named is not None and model not in (None, named):
         raise UsageError(
-            f"the words for vLLM name the model {named}, and serve was told {model}; give only one of them."
+            f"the flags for vLLM name the model {named}, and the command names {model}; give only one of them."
         )
     resolved = load.resolve_model(model or named)
     if resolved.path is None or not resolved.path.is_dir():
         raise UsageError(f"--engine vllm reads a Hugging Face model folder, and {resolved.text} is none.")
+    if options.prefix_memory is not None or options.prefix_folder is not None:
+        raise UsageError("--prefix-memory and --prefix-folder are for halfbyte's own engine; leave them out with vLLM.")
     record = None if options.record is None else Path(options.record).absolute()
     if record is None and not choice.dry_run:  # the proof reads it where vLLM's workers are other processes
         record = Path(tempfile.mkdtemp(prefix="halfbyte-vllm-")) / "ran.json"
     hosts = nodes_.parse_nodes(choice.nodes) if choice.nodes else ()
     serving = Serving(
-        max_context=options.max_context, max_seqs=options.max_seqs, max_tokens_per_step=options.max_tokens,
+        max_context=options.max_context, max_seqs=options.max_seqs, max_tokens_per_step=options.max_rows_per_step,
         tensor_parallel=choice.tp if choice.tp > 1 else None, draft=options.draft, record=record,
     )  # fmt: skip
-    launch = vllm_command(str(resolved.path), gates, serving=serving, words=words, environment=gates_.inherited())
+    launch = vllm_command(str(resolved.path), gates, serving=serving, arguments=flags, environment=gates_.inherited())
     launch = replace(
         launch, command=(*launch.command[:4], str(resolved.path), *launch.command[5:])
     )  # a name is a folder
@@ -79,7 +81,7 @@ def serve_vllm(
         raise typer.Exit
     if choice.ray:
         raise UsageError("--ray shows the launch and does not run it; add --dry-run, and start it by hand.")
-    announce(gates, f"{resolved.label} in vLLM{f' on {len(hosts)} machines' if hosts else ''}")
+    announce(as_stored(gates), f"{resolved.label} in vLLM{f' on {len(hosts)} machines' if hosts else ''}")
     first = machines[0].launch if machines else launch
     vllm = VllmOptions(
         str(resolved.path),
@@ -97,21 +99,23 @@ def serve_vllm(
         )  # fmt: skip
         others = Others(machines[1:])
         others.start()
-        with err.status(f"loading {resolved.label} in vLLM"):
+        with Activity(f"loading {resolved.label} in vLLM", spinner=False):
             opening = asyncio.ensure_future(process.open())
             await others.until(opening)
         others.watch(process)
         return process, load.tokenizer_of(resolved)
 
+    if options.draft is not None:  # vLLM makes no masks beside a draft model
+        settings = replace(settings, bind_tools=False)
     run_server(settings, resolved, "vllm", source)
 
 
-def show(launch: Launch, machines: Sequence[Node], choice: VllmChoice, hosts: Sequence[str]) -> None:
+def show(launch: VllmLaunch, machines: Sequence[Node], choice: VllmChoice, hosts: Sequence[str]) -> None:
     """What would run, as lines for terminals."""
     if choice.ray:
         lines = nodes_.ray_lines(launch, hosts or ("localhost",), choice.tp)
     else:
-        lines = nodes_.shown(machines) if machines else [launch.shell()]
+        lines = nodes_.lines(machines) if machines else [launch.shell()]
     for line in lines:
         out.print(line, markup=False)
 

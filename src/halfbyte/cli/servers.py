@@ -89,12 +89,12 @@ class Listing:
 
 def names_of(text: str, repo: str | None) -> set[str]:
     """What a person may call a model: as it was typed, its repository, and that one's short names."""
-    return {text, *([repo] if repo else ()), *(name for name, known in NAMES.items() if known == repo)}
+    return {text, *([repo] if repo else ()), *(name for name, target in NAMES.items() if target == repo)}
 
 
 def running() -> list[RunningServer]:
     """The servers of this machine, oldest first."""
-    found = []
+    matches = []
     for file in folder().glob("*.json"):
         server = _read(file)
         if server is not None and server.host != socket.gethostname():
@@ -103,8 +103,8 @@ def running() -> list[RunningServer]:
             with suppress(OSError):
                 file.unlink(missing_ok=True)
             continue
-        found.append(server)
-    return sorted(found, key=lambda s: s.since)
+        matches.append(server)
+    return sorted(matches, key=lambda s: s.since)
 
 
 def is_alive(server: RunningServer) -> bool:

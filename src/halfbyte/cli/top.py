@@ -38,7 +38,7 @@ class Scrape:
     def get(self, name: str) -> float | None:
         return self.values.get(f"halfbyte_{name}")
 
-    def known(self, name: str) -> float:
+    def value_of(self, name: str) -> float:
         return self.get(name) or 0.0
 
 
@@ -89,18 +89,18 @@ def view(version: dict[str, Any], before: Scrape, now: Scrape) -> View:
     seconds = max(now.at - before.at, 1e-9)
 
     def grown(name: str) -> float:
-        return max(0.0, now.known(name) - before.known(name))
+        return max(0.0, now.value_of(name) - before.value_of(name))
 
-    def share(part: str, whole: str) -> float | None:
-        """Of what happened in between, or of the server's whole life where nothing did."""
-        if grown(whole):
-            return grown(part) / grown(whole)
-        return now.known(part) / now.known(whole) if now.known(whole) else None
+    def share(part: str, total: str) -> float | None:
+        """The share in what happened in between, or in the server's lifetime if nothing did."""
+        if grown(total):
+            return grown(part) / grown(total)
+        return now.value_of(part) / now.value_of(total) if now.value_of(total) else None
 
     def mean(name: str) -> float | None:
         return grown(f"{name}_sum") / grown(f"{name}_count") if grown(f"{name}_count") else None
 
-    def whole(name: str) -> int | None:
+    def count(name: str) -> int | None:
         value = now.get(name)
         return None if value is None else int(value)
 
@@ -108,27 +108,27 @@ def view(version: dict[str, Any], before: Scrape, now: Scrape) -> View:
     return View(
         model=str(version.get("model", "?")),
         version=str(version.get("version", "?")),
-        ready=now.known("ready") == 1,
-        up_seconds=max(0.0, time.time() - now.known("start_time_seconds")),
+        ready=now.value_of("ready") == 1,
+        up_seconds=max(0.0, time.time() - now.value_of("start_time_seconds")),
         tokens_per_second=grown("engine_generated_tokens_total") / seconds,
         prompt_tokens_per_second=grown("engine_prompt_tokens_total") / seconds,
-        streams=int(now.known("requests_running")),
-        waiting=int(now.known("requests_waiting")),
-        admitted=int(now.known("requests_active")),
-        kv_use=now.known("kv_use_ratio"),
-        kv_pages=int(now.known("kv_pages")),
+        streams=int(now.value_of("requests_running")),
+        waiting=int(now.value_of("requests_waiting")),
+        admitted=int(now.value_of("requests_active")),
+        kv_use=now.value_of("kv_use_ratio"),
+        kv_pages=int(now.value_of("kv_pages")),
         prefix_hits=share("prefix_hit_tokens_total", "prefix_query_tokens_total"),
         acceptance=share("accepted_tokens_total", "drafted_tokens_total"),
         first_token_seconds=mean("time_to_first_token_seconds"),
         queue_seconds=mean("queue_time_seconds"),
         refused_per_second=grown("requests_refused_total") / seconds,
-        memory_available=int(now.known("memory_available_bytes")),
-        memory_total=int(now.known("memory_total_bytes")),
-        unified=now.known("memory_unified") == 1,
+        memory_available=int(now.value_of("memory_available_bytes")),
+        memory_total=int(now.value_of("memory_total_bytes")),
+        unified=now.value_of("memory_unified") == 1,
         pressure=now.get("memory_pressure_ratio"),
-        swap_used=int(now.known("swap_used_bytes")),
-        device_memory_free=whole("device_memory_free_bytes"),
-        device_memory_total=whole("device_memory_total_bytes"),
+        swap_used=int(now.value_of("swap_used_bytes")),
+        device_memory_free=count("device_memory_free_bytes"),
+        device_memory_total=count("device_memory_total_bytes"),
         watts=now.get("device_power_watts"),
         watts_limit=now.get("device_power_limit_watts"),
         mhz=None if clock is None else clock / 1e6,
@@ -136,14 +136,14 @@ def view(version: dict[str, Any], before: Scrape, now: Scrape) -> View:
     )
 
 
-class Server:
+class WatchedServer:
     """The server's side of it: two endpoints, one key."""
 
     def __init__(self, address: str, key: str | None = None, certificate: str | None = None) -> None:
         self.address = address.rstrip("/")
         self.client = open_client(self.address, certificate, key, timeout=TIMEOUT_S)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> WatchedServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -164,12 +164,12 @@ class Server:
 
     def version(self) -> dict[str, Any]:
         try:
-            found = self.get("/version").json()
+            version = self.get("/version").json()
         except ValueError:
-            found = None
-        if not isinstance(found, dict) or "model" not in found:
+            version = None
+        if not isinstance(version, dict) or "model" not in version:
             raise PeerError(f"{self.address} does not answer as a halfbyte server does; check the address.")
-        return found
+        return version
 
     def scrape(self) -> Scrape:
         text = self.get("/metrics").text
@@ -209,8 +209,8 @@ def picture(v: View, address: str) -> RenderableType:
     stalls = "" if v.pressure is None else f", stalls {percent(v.pressure)}"
     rows.add_row(kind, bar(used), f"{gib(v.memory_available)} of {gib(v.memory_total)} available{swap}{stalls}")
     if v.device_memory_total and v.device_memory_free is not None:
-        taken = 1 - v.device_memory_free / v.device_memory_total
-        rows.add_row("GPU memory", bar(taken), f"{gib(v.device_memory_free)} of {gib(v.device_memory_total)} free")
+        share = 1 - v.device_memory_free / v.device_memory_total
+        rows.add_row("GPU memory", bar(share), f"{gib(v.device_memory_free)} of {gib(v.device_memory_total)} free")
     if v.watts is not None:
         limit = "" if v.watts_limit is None else f" of {v.watts_limit:.0f}"
         clock = "" if v.mhz is None else f"{v.mhz:.0f} MHz"
@@ -246,31 +246,30 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one reading, taken over one interval, and exit.")] = False,
     json: JsonOption = False,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(help="A file whose first line is the server's API key; HALFBYTE_API_KEY works, too."),
+        Path | None, typer.Option(help="A file whose first line is the server's API key; HALFBYTE_API_KEY works, too.")
     ] = None,
 ) -> None:
     """Watch a running server: tokens/s, streams, queue, KV cache, memory and power. Ctrl+C quits."""
     check_number(interval, "--interval")
     keys = () if api_key_file is None else load_api_keys(api_key_file)
-    with meant(server, keys[0] if keys else None) as found:
-        look(found, interval, once=once, json=json)
+    with meant(server, keys[0] if keys else None) as source:
+        look(source, interval, once=once, json=json)
 
 
-def meant(text: str | None, key: str | None) -> Server:
+def meant(text: str | None, key: str | None) -> WatchedServer:
     """The server of an address, or one of this machine."""
     if text is not None and ("://" in text or text.startswith("unix:")):
-        known = next((s for s in servers.running() if s.url == text), None)
-        return Server(text, key, None if known is None else known.certificate)
+        running = next((s for s in servers.running() if s.url == text), None)
+        return WatchedServer(text, key, None if running is None else running.certificate)
     if text is None and not servers.running():
-        return Server(ADDRESS, key)  # one in a container, perhaps
+        return WatchedServer(ADDRESS, key)  # one in a container, perhaps
     chosen = servers.choose(text)
     if chosen.url is None:
         raise PeerError(f"{chosen.model} (process {chosen.pid}) is still loading; try again in a moment.")
-    return Server(chosen.url, key, chosen.certificate)
+    return WatchedServer(chosen.url, key, chosen.certificate)
 
 
-def look(server: Server, interval: float, *, once: bool, json: bool) -> None:
+def look(server: WatchedServer, interval: float, *, once: bool, json: bool) -> None:
     version, before = server.version(), server.scrape()
 
     def next_view() -> View:

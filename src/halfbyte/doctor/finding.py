@@ -20,7 +20,7 @@ class Finding:
     evidence: str  # what was seen, with numbers
     fix: str  # one sentence
     commands: tuple[str, ...] = ()  # for --fix to print; never run
-    id: str = ""  # the check's, set by whoever runs it
+    id: str = ""  # the check's; `diagnose` sets it
 
     def __post_init__(self) -> None:
         assert self.severity in SEVERITIES, self.severity
@@ -28,11 +28,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Purpose:
-    """What the machine is wanted for."""
+    """What the machine will be used for."""
 
     model: str | None = None
     port: int = 8000
     cluster: bool = False
+    max_context: int | None = None
     peers: tuple[Machine, ...] = field(default=())  # the other machines of the cluster
 
 
@@ -40,7 +41,7 @@ Judge = Callable[[Machine, Purpose], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
-class Check:
+class MachineCheck:
     id: str
     worst: str  # the worst severity that it can have
     looks_at: str
@@ -48,7 +49,7 @@ class Check:
     cluster: bool = False  # only with --cluster
 
 
-CHECKS: dict[str, Check] = {}
+CHECKS: dict[str, MachineCheck] = {}
 
 
 def check(id: str, worst: str, looks_at: str, *, cluster: bool = False) -> Callable[[Judge], Judge]:
@@ -56,7 +57,7 @@ def check(id: str, worst: str, looks_at: str, *, cluster: bool = False) -> Calla
     assert id not in CHECKS, id
 
     def register(judge: Judge) -> Judge:
-        CHECKS[id] = Check(id, worst, looks_at, judge, cluster)
+        CHECKS[id] = MachineCheck(id, worst, looks_at, judge, cluster)
         return judge
 
     return register

@@ -1,6 +1,6 @@
-"""What the checks read out of a machine's answers: numbers of /proc/meminfo, GPUs of nvidia-smi, versions.
+"""Parses a machine's answers for the checks: /proc/meminfo, nvidia-smi's GPUs, versions.
 
-Pure: everything comes from the answers. What nvidia-smi calls [N/A] is None, never zero.
+All functions are pure: everything comes from the answers. nvidia-smi's [N/A] becomes None, never zero.
 """
 
 from __future__ import annotations
@@ -13,10 +13,21 @@ from halfbyte.doctor.machine import Machine
 
 GIB = 1 << 30
 GPU_FIELDS = (
-    "name", "compute_cap", "driver_version", "memory.total", "memory.free", "clocks.sm", "clocks.max.sm",
-    "utilization.gpu", "power.draw", "power.limit", "power.default_limit", "temperature.gpu", "persistence_mode",
+    "name",
+    "compute_cap",
+    "driver_version",
+    "memory.total",
+    "memory.free",
+    "clocks.sm",
+    "clocks.max.sm",
+    "utilization.gpu",
+    "power.draw",
+    "power.limit",
+    "power.default_limit",
+    "temperature.gpu",
+    "persistence_mode",
     "compute_mode",
-)  # fmt: skip
+)
 GPU_QUERY = f"nvidia-smi --query-gpu={','.join(GPU_FIELDS)} --format=csv,noheader,nounits"
 REASONS_QUERY = "nvidia-smi --query-gpu=clocks_event_reasons.active --format=csv,noheader"
 OLD_REASONS_QUERY = "nvidia-smi --query-gpu=clocks_throttle_reasons.active --format=csv,noheader"
@@ -27,7 +38,7 @@ CHECKPOINTS = {"20b": 13_800_000_000, "120b": 65_300_000_000}
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuState:
     name: str
     capability: tuple[int, int] | None
     driver: str
@@ -42,28 +53,28 @@ class Gpu:
     celsius: float | None
     persistence: str
     compute_mode: str
-    reasons: int  # why its clock is lower than asked, as NVML's bits
+    reasons: int  # why its clock is lower than requested, as NVML's bits
 
     @property
     def unified(self) -> bool:
-        """It lives in the host's memory: the driver tells no memory of its own."""
+        """Whether the GPU uses the host's memory: the driver then reports no memory of its own."""
         return self.total is None or "GB10" in self.name
 
 
-def gpus(machine: Machine) -> list[Gpu]:
+def gpus(machine: Machine) -> list[GpuState]:
     rows = [[cell.strip() for cell in row] for row in csv.reader(machine.output(GPU_QUERY).splitlines())]
     rows = [row for row in rows if len(row) == len(GPU_FIELDS)]
     if not rows:
         return []
     reasons = (machine.output(REASONS_QUERY) or machine.output(OLD_REASONS_QUERY)).split()
-    found = []
+    cards = []
     for i, row in enumerate(rows):
         value = dict(zip(GPU_FIELDS, row))
         capability = re.fullmatch(r"(\d+)\.(\d+)", value["compute_cap"])
         total, free = number(value["memory.total"]), number(value["memory.free"])
         bits = reasons[i] if i < len(reasons) else ""
-        found.append(
-            Gpu(
+        cards.append(
+            GpuState(
                 name=value["name"].removeprefix("NVIDIA "),
                 capability=(int(capability[1]), int(capability[2])) if capability else None,
                 driver=value["driver_version"],
@@ -81,7 +92,7 @@ def gpus(machine: Machine) -> list[Gpu]:
                 reasons=int(bits, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", bits) else 0,
             )
         )
-    return found
+    return cards
 
 
 def unified(machine: Machine) -> bool:
@@ -96,44 +107,44 @@ def number(text: str) -> float | None:
 
 
 def meminfo(machine: Machine) -> dict[str, int]:
-    """Bytes, by the kernel's names."""
-    found = {}
+    """The counters of /proc/meminfo in bytes, by the kernel's names."""
+    counters = {}
     for line in (machine.file("/proc/meminfo") or "").splitlines():
         match = re.match(r"(\w+):\s+(\d+) kB", line)
         if match:
-            found[match[1]] = int(match[2]) * 1024
-    return found
+            counters[match[1]] = int(match[2]) * 1024
+    return counters
 
 
 def available(machine: Machine) -> int | None:
     """MemAvailable, or what the tightest cgroup leaves."""
     host = meminfo(machine).get("MemAvailable")
     left = [int(group["left"]) for group in machine.ask("cgroup_memory") or ()]
-    known = [n for n in (host, *left) if n is not None]
-    return min(known) if known else None
+    limits = [n for n in (host, *left) if n is not None]
+    return min(limits) if limits else None
 
 
 def version(text: str | None) -> tuple[int, ...]:
-    """The numbers at the front: 580.142 is (580, 142); nothing is ()."""
+    """The leading numbers of a version: 580.142 gives (580, 142), no text gives ()."""
     match = re.match(r"\d+(?:\.\d+)*", text or "")
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def driver_cuda(machine: Machine) -> tuple[int, ...]:
     """The newest CUDA that the driver runs."""
-    told = re.search(r"CUDA[^\n:]*Version\s*:\s*([\d.]+)", machine.output(CUDA_QUERY))
-    return version(told[1]) if told else ()
+    match = re.search(r"CUDA[^\n:]*Version\s*:\s*([\d.]+)", machine.output(CUDA_QUERY))
+    return version(match[1]) if match else ()
 
 
 def weights(machine: Machine, model: str | None) -> int | None:
-    """Bytes of a model: of its files, or of the published checkpoint that a name means."""
+    """A model's size in bytes: that of its files, or of the published checkpoint with that name."""
     if model is None:
         return None
-    found = machine.ask("model", model)
-    if found is not None:
-        return int(found["bytes"])
-    named = re.search(r"(120b|20b)", model)
-    return CHECKPOINTS[named[1]] if named else None
+    files = machine.ask("model", model)
+    if files is not None:
+        return int(files["bytes"])
+    size = re.search(r"(120b|20b)", model)
+    return CHECKPOINTS[size[1]] if size else None
 
 
 def gib(n: float) -> str:

@@ -1,83 +1,36 @@
-"""The types of values, checked where a request or an engine's options come in, so that nothing behind has to wonder.
+"""Type-checks requests where they enter an engine.
 
-Only types, and that there is a choice to wait for: which values are good is for the core to say, who knows the model.
-Written by hand, because the engine in this process runs on a machine with torch and little else.
+A request is checked as it would travel to the engine's process: written as MessagePack and read back as its declared
+types. Whether its values suit the model is for the core to decide.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
+import msgspec
 
 from halfbyte.engine.request import Request
 from halfbyte.errors import RequestError
+from halfbyte.records import mismatch
 
-LARGEST = 1 << 63  # what travels to another process has 64 bits
+
+def _plain(value: object) -> object:
+    """The Python number behind a numpy scalar."""
+    item = getattr(value, "item", None)
+    if item is None:
+        raise TypeError(f"{type(value).__name__} is not a type that a request can hold")
+    return item()
 
 
-class WrongValueError(Exception):
-    """A value that is not what was declared, as a clause that names it."""
-
-    def __init__(self, where: str, what: str) -> None:
-        super().__init__(f"{where} {what}")
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_decoder = msgspec.msgpack.Decoder(Request)
 
 
 def checked(request: Request) -> Request:
-    """The same request with every value of its declared type, or RequestError that names the one which is not."""
+    """A copy of the request with plain values of the declared types; RequestError names a value that does not fit."""
     try:
-        out: Request = typed(request, Request, "the request")
-        if out.sampling.n < 1:
-            raise WrongValueError("sampling.n", f"is {out.sampling.n}; ask for at least 1")
-    except WrongValueError as e:
-        raise RequestError(f"this request cannot be served: {e}.") from None
-    return out
-
-
-def typed(value: Any, kind: Any, where: str) -> Any:
-    """The value as a plain one of the declared type; WrongValueError where it is another."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        return None if value is None else typed(value, inner[0], where)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(value, kind):
-            raise WrongValueError(where, f"is {_name(value)}, not {kind.__name__}")
-        prefix = "" if kind is Request else f"{where}."
-        return kind(**{name: typed(getattr(value, name), k, prefix + name) for name, k in _fields(kind)})
-    if origin in (list, tuple):
-        if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-            raise WrongValueError(where, f"is {_name(value)}, not a {origin.__name__}")
-        if inner[0] is int and all(type(v) is int and -LARGEST <= v < LARGEST for v in value):
-            return origin(value)  # a prompt may have a hundred thousand
-        return origin(typed(v, inner[0], f"{where}[{i}]") for i, v in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise WrongValueError(where, f"is {_name(value)}, not a dict")
-        key, item = inner
-        return {typed(k, key, f"a key of {where}"): typed(v, item, f"{where}[{k!r}]") for k, v in value.items()}
-    if origin is typing.Literal:
-        if value not in inner:
-            raise WrongValueError(where, f"is {str(value)[:40]!r}, not known; use {', '.join(map(str, inner))}")
-        return value
-    wanted = (int, float) if kind is float else (kind,)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
-        raise WrongValueError(where, f"is {_name(value)}, not {kind.__name__}")
-    if kind is int and not -LARGEST <= value < LARGEST:
-        raise WrongValueError(where, "is a number of more than 64 bits")
-    try:
-        return kind(value)  # subclasses, such as numpy's float64, become the plain type
-    except OverflowError:
-        raise WrongValueError(where, "is too large a number") from None
-
-
-@cache
-def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
-    return tuple(typing.get_type_hints(kind).items())
-
-
-def _name(value: object) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+        copy = _decoder.decode(_encoder.encode(request))
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as e:
+        raise RequestError(f"this request cannot be served: {mismatch(e)}.") from None
+    if copy.sampling.n < 1:
+        raise RequestError(f"this request cannot be served: sampling.n is {copy.sampling.n}; ask for at least 1.")
+    return copy

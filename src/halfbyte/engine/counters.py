@@ -1,4 +1,4 @@
-"""What a core counts: steps, tokens, and how long sequences waited before they first ran."""
+"""Counters of a core: steps, tokens, and how long sequences waited before they first ran."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Counters:
     queue: list[int] = field(default_factory=lambda: [0] * (len(QUEUE_BUCKETS) + 1))
 
     def first_scheduled(self, seqs: Iterable[Sequence], now: float) -> None:
-        """Count how long those waited that are scheduled for the first time."""
+        """Count the queue time of sequences that are scheduled for the first time."""
         for seq in seqs:
-            if seq.arrived is not None:
-                waited = now - seq.arrived
-                seq.arrived = None
+            if seq.arrival_time is not None:
+                waited = now - seq.arrival_time
+                seq.arrival_time = None
                 self.unscheduled -= 1
                 self.queue_seconds += waited
                 self.queue[bisect.bisect_left(QUEUE_BUCKETS, waited)] += 1

@@ -1,8 +1,8 @@
-"""Runs batches on a CPU, in the thread that asks for the result: the kernels' threads have every core anyway, so a step
-that ran beside the engine's own work would only take turns with it, and pay for the turns.
+"""Runs batches on a CPU, in the thread that asks for the result: the kernels' threads use every core anyway, so a step
+that ran in parallel with the engine's own work would only compete with it.
 
-A launched step runs when its result is asked for. Tokens that the step before has sampled are filled in then. Where
-every row wants its highest logit and nothing else, no logits are made.
+A launched step runs when its result is requested. Tokens that the previous step sampled are filled in then. If every
+row needs only the token of its highest logit, no logits are written.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ import numpy as np
 import torch
 
 from halfbyte.engine.batch import Batch, Ints
-from halfbyte.engine.runner import HiddenStateObserver, Model, StepResult
+from halfbyte.engine.page_memory import PageMemory
+from halfbyte.engine.runner import HiddenStateObserver, RunnerModel, StepResult
 from halfbyte.engine.sampling.host import sample_on_host, take_best
 from halfbyte.model.diagnose import clear_pages, find_broken
 from halfbyte.plan.step import Step
 
 
 class CpuRunner:
-    def __init__(self, model: Model, observer: HiddenStateObserver | None = None) -> None:
-        self.model, self.observer = model, observer
+    def __init__(
+        self, model: RunnerModel, observer: HiddenStateObserver | None = None, memory: PageMemory | None = None
+    ) -> None:
+        self.model, self.observer, self.memory = model, observer, memory
         self._last: list[int] = []  # sampled by the last step that ran
         self._launches = 0
-        self._to_clear: list[tuple[int, list[int]]] = []  # behind which launch, pages
+        self._to_clear: list[tuple[int, list[int]]] = []  # number of a launch, pages to clear after it
 
     def launch(self, batch: Batch) -> LaunchedOnCpu:
         self._launches += 1
@@ -40,6 +43,18 @@ class CpuRunner:
     def clear(self, pages: list[int]) -> None:
         self._to_clear.append((self._launches, pages))
 
+    def read_page(self, page: int) -> memoryview:
+        assert self.memory is not None
+        return self.memory.read(page)
+
+    def stage_page(self, content: memoryview) -> memoryview:
+        return content
+
+    def write_pages(self, pages: list[int], contents: list[memoryview]) -> None:
+        assert self.memory is not None
+        self._to_clear = [(number, [p for p in cleared if p not in pages]) for number, cleared in self._to_clear]
+        self.memory.write(pages, contents)
+
     def _clear_behind(self, number: int) -> None:
         while self._to_clear and self._to_clear[0][0] <= number:
             clear_pages(self.model, self._to_clear.pop(0)[1])
@@ -52,7 +67,9 @@ class CpuRunner:
         self._last = []
         with torch.inference_mode():
             step = _step_of(batch, tokens)
-            if self.observer is None:
+            if self.observer is None or self.observer.suspended:
+                if self.observer is not None:
+                    self.observer.skip(batch)
                 if batch.masks or not all(sampler.simple for sampler in batch.samplers):
                     result = sample_on_host(self.model.forward(step), batch)
                 else:
@@ -69,7 +86,7 @@ class CpuRunner:
 
 
 class LaunchedOnCpu:
-    """A step that runs when its result is asked for, once; one that nobody asks for never runs."""
+    """A step that runs once, when its result is requested; without a request it never runs."""
 
     __slots__ = ("_batch", "_number", "_runner")
 
@@ -81,11 +98,11 @@ class LaunchedOnCpu:
 
 
 def _step_of(batch: Batch, tokens: Ints) -> Step:
-    """The arrays themselves, as tensors."""
+    """The batch as tensors that share its memory."""
     tensor = torch.from_numpy
     return Step(
         tokens=tensor(tokens), positions=tensor(batch.positions), query_start=tensor(batch.query_start),
         kv_lens=tensor(batch.kv_lens), row_sequence=tensor(batch.row_sequence),
-        block_tables={"sliding": tensor(batch.sliding), "full": tensor(batch.full)},
-        logit_rows=tensor(batch.logit_rows), max_kv_len=batch.max_kv_len,
+        block_tables={"sliding": tensor(batch.sliding_table), "full": tensor(batch.full_table)},
+        logit_rows=tensor(batch.logit_rows), max_kv_len=batch.max_kv_len, regime=batch.regime,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Whether a device can still be used after an error of a step.
+"""Tells an error of one step from a dead device.
 
-An error of a kernel (a trap, an access outside of memory) ends the process's context on the GPU: from then on every
-call fails, and only a new process has a GPU again. That is told from an error of one step here, at the first one.
+An error of a kernel (a trap, an access outside of memory) destroys the process's context on the GPU: from then on every
+call fails, and only a new process can use the GPU again. The first error of a step is the moment to find out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from halfbyte.plan.stopped import stop_reason
 
 
 def raise_if_dead(device: torch.device, error: BaseException) -> None:
-    """EngineDiedError where the device answers no more; else nothing, and `error` is the step's own."""
+    """Raise EngineDiedError if the device no longer responds; otherwise `error` concerns only its step."""
     if device.type != "cuda" or isinstance(error, EngineDiedError):
         return
     try:

@@ -1,60 +1,50 @@
-"""Structured output: which tokens a constraint allows next. The parsing is llguidance's.
+"""Structured output: which tokens a constraint allows next. llguidance does the parsing.
 
 A constraint may sleep until the generated tokens end with one of its triggers, so a harmony model reasons freely and
-is held to the grammar from where its final or tool message begins. Once the value is complete only end tokens are
+has to follow the grammar from where its final or tool message begins. Once the value is complete only end tokens are
 allowed; after one of them the constraint sleeps again. Whitespace between the parts of a JSON value is bounded.
 
-What cannot be used is a RequestError in a sentence, whatever the parser says of its own state. How long any of this
-takes is not looked at here (`grammar_work.py` does).
+An unusable grammar is a RequestError of one sentence, whatever the parser reports. `grammar_work.py` bounds the time
+that all of this takes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from halfbyte.byte_cache import ByteCache
 from halfbyte.engine.request import Constraint
 from halfbyte.errors import RequestError, StepError
+from halfbyte.harmony.vocabulary import Vocabulary
 
 Bits = NDArray[np.int32]
 _ANY_OBJECT = '{"type": "object"}'
-# Enough for a value that is laid out over lines, a dozen levels deep; without a bound a model may write nothing else.
+# Enough for an indented value a dozen levels deep; without a bound a model may write nothing but whitespace.
 _JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+CACHE_BYTES = 128 << 20  # of compiled grammars
+LEAST_BYTES = 128 << 10  # a compiled grammar takes
+_BYTES_PER_CHARACTER = 32  # of a source, where nobody has measured what its grammar takes
 _TOO_COSTLY = ("ParserTooComplex", "LexerTooComplex")
 
 
-class Vocabulary(Protocol):
-    """What is needed of a tokenizer (`halfbyte.model.tokenizer.Tokenizer` has it)."""
+class GrammarVocabulary(Vocabulary, Protocol):
+    """The part of a tokenizer that grammars need (see `halfbyte.model.tokenizer.Tokenizer`)."""
 
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def special(self) -> dict[str, int]: ...
-    def token_bytes(self, id: int) -> bytes: ...
-    def encode(self, text: str) -> list[int]: ...
-
-
-def _llguidance() -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise RequestError(
-            "structured output needs the package llguidance, which is not installed here; pip install llguidance, or "
-            "send the request without a schema or grammar."
-        ) from None
-    return llguidance
 
 
 class _Wrapper:
-    """A vocabulary in the shape llguidance asks for."""
+    """A vocabulary in the form that llguidance requires."""
 
-    def __init__(self, vocabulary: Vocabulary, eos: int) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, eos: int) -> None:
         self.eos_token_id, self.bos_token_id = eos, None
         self.tokens = [vocabulary.token_bytes(i) for i in range(vocabulary.vocab_size)]
         self.special_token_ids = sorted(set(vocabulary.special.values()) | {eos})
@@ -72,54 +62,56 @@ def too_costly(kind: str) -> RequestError:
 
 
 class GrammarCompiler:
-    """Compiles constraints, keeping the last `cache` grammars; a request gets a copy of the fresh matcher.
+    """Compiles constraints and keeps grammars of `cache_bytes`; a request gets a copy of the fresh matcher.
 
-    May be asked by several threads."""
+    Thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary, end_tokens: Sequence[int], *, cache: int = 128) -> None:
+    def __init__(
+        self, vocabulary: GrammarVocabulary, end_tokens: Sequence[int], *, cache_bytes: int = CACHE_BYTES
+    ) -> None:
         self.vocabulary = vocabulary
         self.end_tokens = tuple(t for t in end_tokens if t < vocabulary.vocab_size)
         self.hits = self.misses = 0
-        self._cache: OrderedDict[tuple[str, str], Any] = OrderedDict()
-        self._size = cache
+        self._cache: ByteCache[bytes, Any] = ByteCache(cache_bytes)
         self._tokenizer: Any = None
         self._lock = threading.Lock()
 
     def _ll_tokenizer(self) -> Any:
+        import llguidance  # here and below: it takes 0.2 s, and few engines meet a grammar
+
         with self._lock:
-            if self._tokenizer is None:  # takes about a second for gpt-oss's vocabulary, so only if somebody asks
-                llguidance = _llguidance()
+            if self._tokenizer is None:  # takes about a second for gpt-oss's vocabulary, so only when needed
                 ends = list(self.end_tokens) or [self.vocabulary.vocab_size - 1]
                 wrapper = llguidance.TokenizerWrapper(_Wrapper(self.vocabulary, ends[0]))
                 self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=self.vocabulary.vocab_size, eos_token=ends)
             return self._tokenizer
 
-    def known(self, constraint: Constraint) -> bool:
-        """Whether it is compiled already."""
-        return _key(constraint) in self._cache
+    def has(self, constraint: Constraint) -> bool:
+        """True if the constraint is compiled already."""
+        return grammar_key(constraint) in self._cache
 
-    def matcher(self, constraint: Constraint) -> Any:
-        """At the grammar's start, one mask computed: a grammar that allows nothing at all is found here."""
-        key = kind, source = _key(constraint)
+    def matcher(self, constraint: Constraint, size: int | None = None) -> Any:
+        """A matcher at the start of the grammar. Computes one mask, to refuse a grammar that allows nothing at all.
+        `size` is the memory that the grammar takes, if that was measured."""
+        key, kind, source = grammar_key(constraint), constraint.kind, constraint.source
         with self._lock:
             compiled = self._cache.get(key)
             if compiled is not None:
                 self.hits += 1
-                self._cache.move_to_end(key)
                 return compiled.deep_copy()
             self.misses += 1
         try:
             matcher = self._compile(kind, source)
         except ValueError as e:
             raise RequestError(f"the {kind} of this request cannot be read: {_one_line(str(e))}.") from None
+        size = _BYTES_PER_CHARACTER * len(source) if size is None else size
         with self._lock:
-            self._cache[key] = matcher
-            if len(self._cache) > self._size:
-                self._cache.popitem(last=False)
+            self._cache.put(key, matcher, max(size, LEAST_BYTES))
         return matcher.deep_copy()
 
     def _compile(self, kind: str, source: str) -> Any:
-        llguidance = _llguidance()
+        import llguidance
+
         if kind in ("json_object", "json_schema"):
             text = _ANY_OBJECT if kind == "json_object" else source
             grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
@@ -135,25 +127,27 @@ class GrammarCompiler:
             if first.is_error():
                 matcher = first
         if matcher.is_error():
-            if matcher.stop_reason() in _TOO_COSTLY:
-                raise too_costly(kind)
-            text = _one_line(matcher.get_error())
-            if "NoExtension" in text:
-                text = "there is no value that it allows"
-            raise RequestError(f"the {kind} of this request cannot be used: {text}.")
+            raise _failure(matcher, kind)
         return matcher
 
-    def compile(self, constraint: Constraint, prompt: Sequence[int]) -> GrammarState:
+    def compile(self, constraint: Constraint, prompt: Sequence[int], size: int | None = None) -> GrammarState:
         ends = constraint.end_tokens or self.end_tokens
         return GrammarState(
-            self.matcher(constraint), constraint.triggers, ends, self.end_tokens, prompt, self.vocabulary.vocab_size
+            self.matcher(constraint, size),
+            constraint.triggers,
+            ends,
+            self.end_tokens,
+            prompt,
+            self.vocabulary.vocab_size,
         )
 
 
 class GrammarState:
-    """One sequence's place in its grammar. `fresh` stays at the grammar's start, to wake up from."""
+    """The position of one sequence in its grammar. `fresh` stays at the start of the grammar, for the next trigger."""
 
-    __slots__ = ("_clear", "_fresh", "_matcher", "_set", "_triggers", "_vocab", "_width", "ends")
+    __slots__ = (
+        "_clear", "_fresh", "_last_tokens", "_late_tokens", "_matcher", "_set", "_triggers", "_vocab", "_width", "ends",
+    )  # fmt: skip
 
     def __init__(
         self, fresh: Any, triggers: tuple[tuple[int, ...], ...], ends: Sequence[int], llguidance_ends: Sequence[int],
@@ -161,10 +155,15 @@ class GrammarState:
     ) -> None:  # fmt: skip
         self._fresh = fresh
         self._triggers = triggers
+        # Almost every token is ruled out by one look: it neither ends a trigger nor stands one or two before its end.
+        # None: a trigger is so short that any token may stand there.
+        self._last_tokens = frozenset(t[-1] for t in triggers if t)
+        any_token = any(0 < len(t) <= 2 for t in triggers)
+        self._late_tokens = None if any_token else frozenset(t[-n] for t in triggers if t for n in (2, 3))
         self.ends = frozenset(ends)
         self._vocab = vocab
         self._width = (vocab + 31) // 32
-        self._clear, self._set = _bits(llguidance_ends, self._width), _bits(self.ends, self._width)
+        self._clear, self._set = token_bits(llguidance_ends, self._width), token_bits(self.ends, self._width)
         awake = not triggers or _ends_with(prompt, triggers)
         self._matcher: Any = fresh.deep_copy() if awake else None
 
@@ -173,15 +172,21 @@ class GrammarState:
         return self._matcher is not None
 
     def wakes(self, tokens: Sequence[int]) -> bool:
-        """Whether a constraint that sleeps would be woken by the last of these."""
-        return bool(self._triggers) and _ends_with(tokens, self._triggers)
+        """True if the last of these tokens completes a trigger."""
+        return tokens[-1] in self._last_tokens and _ends_with(tokens, self._triggers)
+
+    def may_wake_soon(self, tokens: Sequence[int]) -> bool:
+        """True if one of the next two tokens could complete a trigger."""
+        if self._late_tokens is not None and tokens[-1] not in self._late_tokens:
+            return False
+        return any(len(t) <= n or _ends_with(tokens, (t[:-n],)) for t in self._triggers for n in (1, 2))
 
     @property
     def longest_trigger(self) -> int:
         return max((len(t) for t in self._triggers), default=1)
 
     def copy(self) -> GrammarState:
-        """The same place for another choice of the request."""
+        """A copy at this position, for another choice of the request."""
         new = object.__new__(GrammarState)
         for name in self.__slots__:
             setattr(new, name, getattr(self, name))
@@ -189,33 +194,33 @@ class GrammarState:
         return new
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """`tokens` ends with one newly committed token."""
+        """Advance by one committed token, the last of `tokens`."""
         token = tokens[-1]
         if self._matcher is not None:
             if token in self.ends and self._matcher.is_accepting():
                 self._matcher = None
             elif not self._matcher.consume_token(token):
-                raise StepError(f"token {token} is not one that the grammar of this request allows.")
-        if self._matcher is None and self._triggers and _ends_with(tokens, self._triggers):
+                if _is_costly(self._matcher):
+                    raise too_costly("grammar")
+                raise StepError(f"the grammar of this request does not allow token {token}.")
+        if self._matcher is None and self.wakes(tokens):
             self._matcher = self._fresh.deep_copy()
 
     def mask(self) -> Bits | None:
-        """One bit per token that may come next; None: all may."""
+        """One bit for each token that may come next; None if all may."""
         if self._matcher is None:
             return None
         bits = np.zeros(self._width, np.int32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
-            if self._matcher.stop_reason() in _TOO_COSTLY:
-                raise too_costly("schema")
-            raise StepError("the grammar of this request allows no further token.")
+            raise _failure(self._matcher, "grammar")
         bits &= ~self._clear  # llguidance ends with its own end tokens, we with the constraint's
         if self._matcher.is_accepting():
             bits |= self._set
         return bits
 
     def trim(self, tokens: Sequence[int], draft: list[int]) -> list[int]:
-        """As much of a draft as stays inside the grammar; a trigger is never drafted, because a mask follows it."""
+        """Cut a draft where it leaves the grammar, or before it completes a trigger, because a mask follows that."""
         if self._matcher is not None:
             for i, token in enumerate(draft):
                 if token in self.ends:
@@ -231,7 +236,7 @@ class GrammarState:
         return draft
 
     def masks(self, draft: list[int]) -> list[Bits | None]:
-        """Masks of the next token and of the token after each of `draft`, which `trim` has passed."""
+        """Masks for the next token and for the token after each token of `draft`, which `trim` has returned."""
         out: list[Bits | None] = [self.mask()]
         if self._matcher is None:
             return out + [None] * len(draft)
@@ -243,22 +248,39 @@ class GrammarState:
         return out
 
 
-def _key(constraint: Constraint) -> tuple[str, str]:
-    return constraint.kind, "" if constraint.kind == "json_object" else constraint.source
+def grammar_key(constraint: Constraint) -> bytes:
+    """What tells one grammar from another, in a few bytes: a source may have megabytes."""
+    source = "" if constraint.kind == "json_object" else constraint.source
+    return hashlib.blake2b(f"{constraint.kind}\0{source}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def _ends_with(tokens: Sequence[int], triggers: tuple[tuple[int, ...], ...]) -> bool:
     return any(len(tokens) >= len(t) and tuple(tokens[len(tokens) - len(t) :]) == t for t in triggers if t)
 
 
-def _bits(tokens: Sequence[int] | frozenset[int], width: int) -> Bits:
+def token_bits(tokens: Iterable[int], width: int) -> Bits:
+    """A mask of `width` words with one bit for each of the tokens."""
     bits = np.zeros(width * 32, np.uint8)
     bits[[t for t in tokens if t < width * 32]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def _failure(matcher: Any, kind: str) -> RequestError:
+    """Why a grammar cannot be followed, at its start or at a point that an answer has reached."""
+    if _is_costly(matcher):
+        return too_costly(kind)
+    text = _one_line(matcher.get_error())
+    if "NoExtension" in text:
+        text = "there is no value that it allows"
+    return RequestError(f"the {kind} of this request cannot be used: {text}.")
+
+
+def _is_costly(matcher: Any) -> bool:
+    return matcher.stop_reason() in _TOO_COSTLY or "lexer error: too many" in matcher.get_error()
+
+
 def _one_line(text: str) -> str:
-    """The reason alone: without the parser's state and its own notation, and not longer than a sentence."""
+    """The reason as one short line, without the parser's state and notation."""
     if "panic" in text:
         return "the parser failed on it"
     if reason := re.search(r"^error: (.+)$", text, re.MULTILINE):  # after a drawing of the expression

@@ -1,8 +1,8 @@
-"""Grammars beside the steps: compiled and asked for masks on threads of their own, within a budget for each request.
+"""Grammars in parallel with the steps: threads compile them and compute masks, within a budget for each request.
 
 A step never waits for a grammar longer than GRACE_S, and not at all for one that was slow before: a sequence whose mask
-is not there sits the step out. A request whose grammar takes more than its budget ends with RequestError, and the same
-grammar is refused at once from then on.
+is not ready sits the step out. A request whose grammar exceeds its budget ends with RequestError, and that grammar is
+refused at once from then on.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
-from halfbyte.engine.grammar import Bits, GrammarCompiler, GrammarState, Vocabulary, too_costly
+from halfbyte.byte_cache import ByteCache
+from halfbyte.engine.grammar import Bits, GrammarCompiler, GrammarState, GrammarVocabulary, grammar_key, too_costly
 from halfbyte.engine.grammar_trial import Trials
 from halfbyte.engine.request import Constraint
 from halfbyte.engine.sequence import Sequence as Seq
-from halfbyte.errors import HalfbyteError, RequestError, StepError
+from halfbyte.engine.worker_threads import WorkerThreads
+from halfbyte.errors import HalfbyteError, RequestError
 
 log = logging.getLogger("halfbyte")
 
 GRACE_S = 0.002
-THREADS = 2  # of each kind
-SLOW_NICENESS = 10  # of the threads for grammars that were slow before: the steps of others go first
-BUDGET_S, BUDGET_PER_TOKEN_S = 5.0, 0.005  # processor time of all masks of a request
-REMEMBERED = 256  # grammars that were refused
+THREADS = 2  # in each pool
+SLOW_NICENESS = 10  # of the threads for grammars that were slow before: steps go first
+BUDGET_S, BUDGET_PER_TOKEN_S = 5.0, 0.005  # processor time for all masks of a request
+REFUSED_BYTES = 1 << 20  # for the digests and reasons of refused grammars
 
 
 class Budget:
-    """What the masks of one request may still cost, over all of its choices."""
+    """The processor time of the masks of one request, over all of its choices."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.constraint = constraint
@@ -46,19 +47,20 @@ class Budget:
         return self.spent > BUDGET_S + BUDGET_PER_TOKEN_S * self.tokens
 
 
-Turn = tuple[list[int], list[Bits | None]]  # as much of a draft as the grammar allows, and the masks
+Turn = tuple[list[int], list[Bits | None]]  # the part of a draft that the grammar allows, and the masks
 
 
 class GrammarPace:
-    """One sequence's grammar and where its next masks are: not due, under way, or there."""
+    """The grammar of one sequence and the state of its next masks: not due, under way, or ready."""
 
-    __slots__ = ("_behind", "_draft", "_job", "_masks", "budget", "slow", "state")
+    __slots__ = ("_behind", "_draft", "_job", "_masks", "asleep", "budget", "slow", "state")
 
     def __init__(self, state: GrammarState, budget: Budget) -> None:
         self.state, self.budget = state, budget
         self.slow = False
-        self._behind: list[list[int]] = []  # for each token that the state has not seen: what a trigger may end with
-        self._draft: list[int] = []  # what the masks are for
+        self.asleep = not state.awake  # no mask is due
+        self._behind: list[list[int]] = []  # for each unread token: the tokens that may complete a trigger
+        self._draft: list[int] = []  # the draft that the masks are for
         self._masks: list[Bits | None] | None = None  # None: not computed
         self._job: Future[Turn] | None = None
 
@@ -66,42 +68,45 @@ class GrammarPace:
         return GrammarPace(self.state.copy(), self.budget)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """`tokens` ends with one newly committed token. Costs nothing: the parser sees it when its turn comes."""
+        """Note one committed token, the last of `tokens`. Cheap: the parser reads it in the next job."""
         self.budget.tokens += 1
-        if self.state.awake or self._behind or self.state.wakes(tokens):
+        if not self.asleep or self.state.wakes(tokens):
             self._behind.append(list(tokens[-self.state.longest_trigger :]))
             self._masks = None
+            self.asleep = False
 
     def due(self, draft: list[int]) -> bool:
-        """Whether masks are needed that are neither there nor under way."""
+        """True if masks are needed that are neither ready nor under way."""
         if self._job is not None or self.asleep:
             return False
         return self._masks is None or (bool(draft) and draft != self._draft)
 
-    @property
-    def asleep(self) -> bool:
-        return not (self.state.awake or self._behind)
+    def allows_run_ahead(self, tokens: Sequence[int]) -> bool:
+        """True if the next step may be scheduled before the last token is known: no mask can be due by then."""
+        return self.asleep and not self.state.may_wake_soon(tokens)
 
     @property
     def job(self) -> Future[Turn] | None:
         return self._job
 
-    def start(self, quick: ThreadPoolExecutor, slow: ThreadPoolExecutor, draft: list[int]) -> None:
+    def start(self, quick: WorkerThreads, slow: WorkerThreads, draft: list[int]) -> None:
         self._job = (slow if self.slow else quick).submit(self._turn, draft)
 
     def take(self) -> list[int]:
-        """What the job has found; the draft as far as it holds. Raises what ends the request."""
+        """Take the masks of the finished job and return the draft as far as the grammar allows it. Raises an error that
+        ends the request."""
         job, self._job = self._job, None
         assert job is not None
         self._draft, self._masks = job.result()
+        self.asleep = not self.state.awake
         return self._draft
 
     def trim(self, tokens: Sequence[int], draft: list[int]) -> list[int]:
-        """A draft of a constraint that sleeps; else it is the job's to trim."""
+        """Cut a draft where a sleeping constraint would wake up. An awake one leaves that to its job."""
         return self.state.trim(tokens, draft) if self.asleep else draft
 
     def masks(self, count: int) -> list[Bits | None]:
-        """Of the next token and of those after `count` drafted ones."""
+        """Masks for the next token and for those after `count` drafted ones."""
         if self.asleep:
             return [None] * (count + 1)
         assert self._masks is not None, "a sequence was scheduled before its masks were there"
@@ -122,7 +127,7 @@ class GrammarPace:
             raise
         except BaseException as e:  # native code panics past Exception
             log.error("a grammar failed", exc_info=e)
-            raise StepError("the grammar of this request failed.") from None
+            raise RequestError(f"the {self.budget.constraint.kind} of this request cannot be used.") from None
         finally:
             took = time.thread_time() - began
             self.budget.spent += took
@@ -130,46 +135,53 @@ class GrammarPace:
 
 
 class GrammarWork:
-    """The threads, the trials and what is known of grammars so far."""
+    """The threads, the trial processes and the list of refused grammars."""
 
-    def __init__(self, vocabulary: Vocabulary, end_tokens: Sequence[int]) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, end_tokens: Sequence[int]) -> None:
         self.compiler = GrammarCompiler(vocabulary, end_tokens)
-        self._masks = ThreadPoolExecutor(THREADS, "halfbyte-masks")
-        self._slow_masks = ThreadPoolExecutor(THREADS, "halfbyte-slow-masks", step_back)
-        self._compiling = ThreadPoolExecutor(THREADS, "halfbyte-grammar", step_back)
-        self._refused: OrderedDict[Constraint, str] = OrderedDict()
+        self._masks = WorkerThreads(THREADS, "halfbyte-masks")
+        self._slow_masks = WorkerThreads(THREADS, "halfbyte-slow-masks", step_back)
+        self._compiling = WorkerThreads(THREADS, "halfbyte-grammar", step_back)
+        self._refused: ByteCache[bytes, str] = ByteCache(REFUSED_BYTES)  # why, by the grammar's key
         self._own = threading.local()
         self._trials: list[Trials] = []
         self._lock = threading.Lock()
-        self.close = weakref.finalize(self, _close, (self._masks, self._slow_masks, self._compiling), self._trials)
+        self._threads = self._masks, self._slow_masks, self._compiling
+        self._end = weakref.finalize(self, _end, self._threads, self._trials)
+
+    def close(self) -> None:
+        """Returns once no thread of it runs any more."""
+        self._end()
+        for threads in self._threads:
+            threads.join()
 
     def prepare(self, constraint: Constraint, prompt: Sequence[int]) -> Future[GrammarPace]:
-        """The grammar at its start; done already where it is known, or known to be refused."""
-        known: Future[GrammarPace] = Future()
+        """The grammar at its start. The future is done already if the grammar is compiled or was refused before."""
+        future: Future[GrammarPace] = Future()
         with self._lock:
-            refused = self._refused.get(_bare(constraint))
+            refused = self._refused.get(grammar_key(constraint))
         if refused is not None:
-            known.set_exception(RequestError(refused))
-            return known
-        if not self.compiler.known(constraint):
+            future.set_exception(RequestError(refused))
+            return future
+        if not self.compiler.has(constraint):
             return self._compiling.submit(self._prepare, constraint, prompt)
         try:
-            known.set_result(self._pace(constraint, prompt))
+            future.set_result(self._pace(constraint, prompt))
         except HalfbyteError as e:
-            known.set_exception(e)
-        return known
+            future.set_exception(e)
+        return future
 
-    def _pace(self, constraint: Constraint, prompt: Sequence[int]) -> GrammarPace:
-        return GrammarPace(self.compiler.compile(constraint, prompt), Budget(constraint))
+    def _pace(self, constraint: Constraint, prompt: Sequence[int], size: int | None = None) -> GrammarPace:
+        return GrammarPace(self.compiler.compile(constraint, prompt, size), Budget(constraint))
 
     def _prepare(self, constraint: Constraint, prompt: Sequence[int]) -> GrammarPace:
         try:
             if not hasattr(self._own, "trials"):
                 self._own.trials = Trials(self.compiler.vocabulary, self.compiler.end_tokens)
                 self._trials.append(self._own.trials)
-            if not self.compiler.known(constraint):
-                self._own.trials.check(_bare(constraint))
-            return self._pace(constraint, prompt)
+            compiled = self.compiler.has(constraint)
+            size = None if compiled else self._own.trials.check(Constraint(constraint.kind, constraint.source))
+            return self._pace(constraint, prompt, size)
         except HalfbyteError as e:
             if isinstance(e, RequestError):
                 self.refuse(constraint, e)
@@ -179,28 +191,29 @@ class GrammarWork:
             raise RequestError(f"the {constraint.kind} of this request cannot be used.") from None
 
     def refuse(self, constraint: Constraint, error: RequestError) -> None:
-        """From now on."""
+        """Refuse this grammar from now on."""
         with self._lock:
-            self._refused[_bare(constraint)] = str(error)
-            if len(self._refused) > REMEMBERED:
-                self._refused.popitem(last=False)
+            key, text = grammar_key(constraint), str(error)
+            self._refused.put(key, text, len(key) + 4 * len(text))
 
     def turn(self, seqs: Iterable[Seq]) -> list[tuple[Seq, BaseException]]:
-        """Sees to the masks of every sequence whose last token is known: asks for those that are due, takes what is
-        there, and holds back who has to wait. Returns those that cannot go on."""
+        """Start the masks that are due, take those that are ready and hold back the sequences that have to wait. Skips
+        sequences whose last token is not known yet. Returns the sequences that failed, with their errors."""
         pending = []
         for seq in seqs:
-            if seq.grammar is None or seq.inflight:
+            if seq.grammar is None or seq.grammar.asleep or seq.num_steps_in_flight:
                 continue
             if seq.grammar.due(seq.draft):
                 seq.grammar.start(self._masks, self._slow_masks, seq.draft)
             if seq.grammar.job is not None:
                 pending.append((seq, seq.grammar, seq.grammar.job))
+        if not pending:
+            return []
         wait([job for _, grammar, job in pending if not grammar.slow], GRACE_S)
         failed: list[tuple[Seq, BaseException]] = []
         for seq, grammar, job in pending:
-            seq.held = not job.done()
-            if seq.held:
+            seq.waits_for_grammar = not job.done()
+            if seq.waits_for_grammar:
                 continue
             drafted = bool(seq.draft)
             try:
@@ -217,20 +230,15 @@ class GrammarWork:
 
 
 def step_back() -> None:
-    """This thread lets others go first. On other systems than Linux that would be said of the whole process."""
+    """Lower the priority of this thread. Only on Linux: elsewhere that would lower the whole process."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             me = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + SLOW_NICENESS)
 
 
-def _close(pools: Iterable[ThreadPoolExecutor], trials: list[Trials]) -> None:
+def _end(pools: Iterable[WorkerThreads], trials: list[Trials]) -> None:
     for pool in pools:
-        pool.shutdown(wait=False, cancel_futures=True)
-    for each in trials:
-        each.close()
-
-
-def _bare(constraint: Constraint) -> Constraint:
-    """The grammar alone."""
-    return Constraint(constraint.kind, "" if constraint.kind == "json_object" else constraint.source)
+        pool.end()
+    for trial in trials:
+        trial.close()

@@ -1,9 +1,9 @@
 """Whole-step CUDA graphs: a step of few rows is captured once per number of rows and replayed.
 
-Captured only when first needed, at the batch sizes people run. Which sequence a row belongs to is read from a buffer,
-so one graph decodes eight sequences and verifies the drafts of two. Steps that mix prompts in, or that are larger, run
-eagerly through the same plan, so both ways give the same tokens. A graph reads fixed buffers; rows that pad a batch up
-to its graph's size belong to the scratch page and nobody reads what they produce.
+Captured when first needed, at common batch sizes. Which sequence a row belongs to is read from a buffer, so one graph
+decodes eight sequences and verifies the drafts of two. Steps with prompts and larger steps run eagerly through the same
+plan, so both ways give the same tokens. A graph reads fixed buffers; the rows that pad a batch up to its graph's size
+belong to the scratch page, and their results are not read.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from halfbyte.engine.sampling.device import DeviceSampler, choose_device_sampler
 from halfbyte.engine.step_buffer import aligned
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.plan.record import GraphRun
-from halfbyte.plan.step import RegimeLimits, Step
+from halfbyte.plan.step import Regime, RegimeLimits, Step
 
-USUAL_SIZES = (1, 2, 4, 5, 8, 10, 16, 32, 64)  # the numbers of rows people run
+USUAL_SIZES = (1, 2, 4, 5, 8, 10, 16, 32, 64)  # common numbers of rows
 SHORT = 4096  # tokens of the shorter of two captures: grids over the cache are sized by the longest it may hold
-# What changes every step, in the order of the buffer.
+# The fields that change every step, in the order of the buffer.
 FIELDS = ("tokens", "positions", "kv_lens", "source", "row_sequence", "query_start")
 
 Tap = Callable[[Step], tuple[Tensor, Tensor]]  # runs a step: (logits, hidden states)
 
 
 def graph_sizes(limits: RegimeLimits) -> tuple[int, ...]:
-    """The usual sizes and the last row of every regime: padded into another, a step would meet other kernels, whose
-    roundings are not those of the eager step."""
+    """The usual sizes and the largest size of every regime: a step padded into another regime would run other kernels,
+    which round differently from the eager step."""
     return tuple(sorted({s for s in USUAL_SIZES if s <= limits.batch} | {limits.decode, limits.batch}))
 
 
 class DecodeGraph:
     """One step of `rows` rows over fixed buffers: as many sequences of one row each, or fewer with drafts to verify.
-    Every row's logits are wanted, which is what tells such a step from a prompt's.
+    The logits of every row are used, unlike those of a prompt.
 
-    With `feed_back` the graph also picks the highest logit, puts it in as the next token and moves one position on: a
-    greedy decode that needs the host for nothing but the launch. With `memory` (int32, shared by all graphs of an
-    engine; see `DeviceRunner`) a row's token is the word that its `source` names: one of this step's tokens, or one of
-    `results`, which the step before has left there and where `sampler` puts this step's highest logits. With `tap` the
-    step's hidden states are kept as well.
+    With `feed_back` the graph also picks the highest logit, stores it as the next token and moves one position on: a
+    greedy decode that needs the host only for the launch. With `memory` (int32, shared by all graphs of an engine; see
+    `DeviceRunner`) a row's token is the word that its `source` names: one of this step's tokens, or one of `results`,
+    which the previous step has left there and where `sampler` puts this step's highest logits. With `tap` the graph
+    also keeps the step's hidden states.
     """
 
     def __init__(
         self, model: GptOss, rows: int, blocks: int, *, feed_back: bool = False, memory: Tensor | None = None,
         results: Tensor | None = None, tap: Tap | None = None, sampler: DeviceSampler | None = None,
+        regime: Regime | None = None,
     ) -> None:  # fmt: skip
         device = model.device
 
@@ -62,7 +63,7 @@ class DecodeGraph:
         self.fields = {
             name: self.memory[i * self.width :][: rows + (name == "query_start")] for i, name in enumerate(FIELDS)
         }
-        self.each = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.indices = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self.model, self.feed_back, self.tap = model, feed_back, tap
         self.sources = results is not None
         self.results = ints(rows, 2) if results is None else results
@@ -74,24 +75,25 @@ class DecodeGraph:
             kv_lens=self.fields["kv_lens"],
             row_sequence=self.fields["row_sequence"],
             block_tables={"sliding": ints(rows, blocks), "full": ints(rows, blocks)},
-            logit_rows=self.each[:rows].clone(),
+            logit_rows=self.indices[:rows].clone(),
             max_kv_len=blocks * model.spec.page_size,
+            regime=regime,
         )
-        self.host_tables: dict[str, NDArray[np.int32]] = {}  # what the tables hold, as far as the host knows
+        self.host_tables: dict[str, NDArray[np.int32]] = {}  # contents of the tables on the device
         self.idle()
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.captured = GraphRun()  # what the graph holds, in the record of what ran
+        self.captured = GraphRun()  # the kernels in the graph, for the plan's record
         self.logits = self.hidden = self.tokens = torch.empty(0)  # of the last replay
 
     def idle(self) -> None:
-        """Every row a sequence of its own, on the scratch page."""
+        """Make every row a sequence of its own, on the scratch page."""
         for name in FIELDS[:4]:
             self.fields[name].fill_(int(name == "kv_lens"))
         for name in FIELDS[4:]:
-            self.fields[name].copy_(self.each[: self.fields[name].shape[0]])
+            self.fields[name].copy_(self.indices[: self.fields[name].shape[0]])
 
     def run(self) -> Tensor:
-        """What is captured."""
+        """The work that is captured."""
         step = self.step
         if self.sources:
             step = replace(step, tokens=self.memory.index_select(0, self.fields["source"]))
@@ -135,7 +137,7 @@ class DecodeGraph:
         )
 
     def set_tables(self, sliding: Tensor, full: Tensor) -> None:
-        """Those of the first sequences; the others are sent to the scratch page."""
+        """Set the tables of the first sequences; the others use the scratch page."""
         for kind, table in (("sliding", sliding), ("full", full)):
             tables = self.step.block_tables[kind]
             tables[: table.shape[0], : table.shape[1]].copy_(table)
@@ -150,17 +152,21 @@ class DecodeGraph:
 
 
 class Graphs:
-    """The graphs of one engine, captured as they are needed. All read their inputs from the head of one buffer."""
+    """The graphs of one engine, captured as they are needed. All read their inputs from the head of one buffer.
 
-    def __init__(self, model: GptOss, blocks: int, sampler: DeviceSampler, tap: Tap | None = None) -> None:
-        self.model, self.blocks, self.sampler, self.tap = model, blocks, sampler, tap
+    `regime`: whose kernels they hold; None: by the rows of each."""
+
+    def __init__(
+        self, model: GptOss, blocks: int, sampler: DeviceSampler, tap: Tap | None = None, regime: Regime | None = None
+    ) -> None:
+        self.model, self.blocks, self.sampler, self.tap, self.regime = model, blocks, sampler, tap, regime
         self.sizes = graph_sizes(model.plan.limits)
         self.captured: dict[tuple[int, int], DecodeGraph] = {}
         self._pool: Any = None
 
     def shapes(self, rows: int, width: int, *, full: bool) -> list[tuple[int, int]]:
-        """(rows, table width) of a step for each graph that steps of up to `rows` rows can meet, the largest first; not
-        `full`: those of the shorter of two captures."""
+        """(rows, table width) of a step for each graph that steps of up to `rows` rows can use, the largest first;
+        without `full` only the shorter of two captures."""
         most = next((s for s in self.sizes if s >= rows), self.sizes[-1])
         widths = {min(width, self.blocks, SHORT // self.model.spec.page_size)} | (
             {min(width, self.blocks)} if full else set()
@@ -177,8 +183,9 @@ class Graphs:
         key = (size, blocks)
         if key not in self.captured:
             graph = DecodeGraph(
-                self.model, size, blocks, memory=memory, results=results, tap=self.tap, sampler=self.sampler
-            )
+                self.model, size, blocks, memory=memory, results=results, tap=self.tap, sampler=self.sampler,
+                regime=self.regime,
+            )  # fmt: skip
             graph.capture(self._pool)  # one for all: the graphs of an engine never run at the same time
             if graph.graph is not None:
                 self._pool = graph.graph.pool()

@@ -1,7 +1,7 @@
-"""The loop around a core: take what clients ask, step, hand out what the step gave. The same in a thread or a process.
+"""The loop around a core, in a thread or in a process: take requests, step, deliver the outputs of the step.
 
-Whatever submitting a request raises ends that request alone: a core changes nothing before it has taken it. An
-exception that leaves a step ends the loop, because then the core's state cannot be trusted any more.
+An exception while a request is submitted ends only that request, because a core changes nothing before it has accepted
+it. An exception that leaves a step ends the loop, because the state of the core is then unknown.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from halfbyte.errors import EngineError, HalfbyteError
 
 log = logging.getLogger("halfbyte")
 
-STATS_S = (
-    0.05  # counters go out this often, and whenever a request ends: a small model steps thousands of times a second
-)
+STATS_S = 0.05  # seconds between counters, which are also sent when a request ends; not every step, for small models
 
 Ask = Request | str | None  # a request, the id of one to cancel, or None to stop
 
 
 class Core(Protocol):
-    """What a loop turns: our own engine's core, or another engine behind the same calls (`vllm_core.py`)."""
+    """A core that the loop can run: EngineCore, or vLLM's engine with the same interface (`vllm_core.py`)."""
 
-    working: bool  # busy with a step; not while it waits for a GPU's
+    working: bool  # busy with a step; False while it waits for a GPU
 
     @property
     def has_work(self) -> bool: ...
@@ -55,9 +53,9 @@ class EngineLoop:
         refuse: Callable[[str, HalfbyteError], None],
         deliver: Callable[[list[Output], EngineStats | None], None],
     ) -> None:
-        """`receive(wait)` returns what was asked since; with `wait` it may sleep until something is."""
+        """`receive(wait)` returns what has arrived; with `wait` it may sleep until something arrives."""
         self._core, self._receive, self._refuse, self._deliver = core, receive, refuse, deliver
-        self._counted = 0.0  # when counters went out last
+        self._counted = 0.0  # time of the last counters
 
     def run(self) -> None:
         core = self._core
@@ -72,7 +70,7 @@ class EngineLoop:
                     try:
                         core.submit(ask)
                     except HalfbyteError as e:
-                        self._refuse(ask.id, e)
+                        self._refuse(ask.id, e.with_traceback(None))
                     except Exception as e:
                         log.exception("a request could not be submitted")
                         text = f"the engine could not take this request ({type(e).__name__}); its log has the details."
@@ -81,7 +79,8 @@ class EngineLoop:
                     outputs, refused = core.step(), core.refusals()
                     self._deliver(outputs, self._stats(outputs, bool(refused)))
                     for id, error in refused:
-                        self._refuse(id, error)
+                        # Frames of its traceback hold the request, and with it megabytes of a schema.
+                        self._refuse(id, error.with_traceback(None))
         finally:
             core.close()
 

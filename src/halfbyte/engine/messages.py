@@ -1,6 +1,6 @@
 """Messages between a client and the engine's process: MessagePack frames on a socket, one per step.
 
-Errors travel as the name of their class and their sentence, and come out as the same class.
+Errors travel as class name and message, and become an error of that class again on the other side.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HEADER = struct.Struct("<I")
 
 
 class Start(msgspec.Struct, tag="start"):
-    """The first message: who builds the core ("module:function"), and from what (EngineOptions, as they are)."""
+    """The first message: the function that builds the core ("module:function") and its argument (EngineOptions)."""
 
     factory: str
     argument: Any
@@ -43,7 +43,7 @@ class Ready(msgspec.Struct, tag="ready"):
 class Working(msgspec.Struct, tag="working"):
     """A sign of life while the model loads or a step takes long."""
 
-    doing: str = ""  # while it loads: what, for people
+    doing: str = ""  # while it loads: a description of the current work
 
 
 class Refused(msgspec.Struct, tag="refused"):
@@ -54,7 +54,7 @@ class Refused(msgspec.Struct, tag="refused"):
 
 class Stepped(msgspec.Struct, tag="step"):
     outputs: list[Output]
-    stats: EngineStats | None = None  # now and then
+    stats: EngineStats | None = None  # not in every message
 
 
 class Died(msgspec.Struct, tag="died"):

@@ -1,8 +1,8 @@
-"""Everything an engine is made from, in one frozen record of plain values.
+"""EngineOptions: everything that a caller can choose about an engine, in one frozen record of plain values.
 
-Whoever starts an engine (`halfbyte serve`, the Python API, a benchmark) makes it once; it travels unchanged to where
-the engine is built, also into another process. A value of another type than its field's, or out of its range, is
-refused when the record is made. What a field means for memory and kernels is decided in `halfbyte.engine.build`.
+`halfbyte serve`, the Python API or a benchmark makes it once; it is passed unchanged to where the engine is built, also
+into another process. The record refuses a value of the wrong type or out of range. `halfbyte.engine.build` decides what
+a field means for memory and kernels.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import get_type_hints
 
-from halfbyte.engine.checked import WrongValueError, typed
 from halfbyte.errors import UsageError
 from halfbyte.flags import flag
 from halfbyte.gates import Gates
+from halfbyte.memory import GIB, parse_size
 from halfbyte.model.config import PAGE_SIZE
+from halfbyte.records import MismatchError, convert
 
 WARM_UPS = ("fast", "full", "off")
 PAGE_CACHES = ("auto", "keep", "drop")
+PREFIX_MEMORY, PREFIX_DISK = 8 * GIB, 32 * GIB
+LARGEST = 1 << 63  # options travel to the engine's process as 64-bit integers
 
 
 def _warm_up(text: str) -> str:
@@ -44,38 +47,58 @@ class EngineOptions:
     model: str | None = None  # a folder, a .gguf file, random:20b; None: the embedded model
     gates: Gates = field(default_factory=Gates)
     device: str | None = None
-    allow_nan: bool = flag(False, "--allow-nan", "Serve the model even if some of its weights are not numbers.")
+    allow_nan: bool = flag(
+        False, "--allow-nan", "Serve the model even if some of its weights are not numbers or all zeros."
+    )
     max_context: int | None = flag(
-        None, "--max-context", "Most tokens of a prompt and its answer together; by default all that the model takes.",
+        None, "--max-context", "Most tokens of a prompt and its answer together; default: the model's limit.",
         spellings=("--max-model-len",), minimum=1,
     )  # fmt: skip
     max_seqs: int = flag(
         64, "--max-seqs", "Most requests answered at once; further ones wait.", spellings=("--max-num-seqs",), minimum=1
     )
-    max_tokens: int | None = flag(  # while nobody decodes
-        None, "--max-tokens-per-step", "Most tokens in one step: longer prompts are read in chunks of so many.",
+    max_rows_per_step: int | None = flag(  # while no sequence decodes
+        None, "--max-tokens-per-step", "Most tokens in one step; longer prompts are read in chunks of this size.",
         spellings=("--max-num-batched-tokens",), minimum=1,
     )  # fmt: skip
-    beside_decode: int | None = flag(
-        None, "--max-tokens-beside-decode", "The same for steps in which other requests wait for their next token.",
-        minimum=1,
+    max_rows_with_decode: int | None = flag(
+        None, "--max-tokens-with-decode", "Most tokens in a step in which other requests wait for their next token.",
+        spellings=("--max-tokens-beside-decode",), minimum=1,
     )  # fmt: skip
     max_waiting: int = field(default=4096, metadata={"minimum": 1})
     page_size: int = field(default=PAGE_SIZE, metadata={"minimum": 1})
-    # Without it: what is free beside the reserve, at most for max_seqs contexts.
-    kv_gib: float | None = flag(None, "--kv-memory", "GiB for the KV cache; by default what is free.", minimum=0)
+    # None: what is free minus the reserve, at most enough for max_seqs contexts.
+    kv_gib: float | None = flag(None, "--kv-memory", "GiB for the KV cache; default: all free memory.", minimum=0)
+    gpu_memory: int | None = flag(
+        None, "--gpu-memory", "Most memory to use on the GPU, for example 24GiB; experts that do not fit stay in host "
+        "memory.", parse=parse_size, minimum=1, metavar="SIZE",
+    )  # fmt: skip
     reserve_gib: float | None = flag(None, "--reserve", "GiB of memory to leave free.", minimum=0)
     page_cache: str = flag(
         "auto", "--page-cache",
-        "What loading leaves of the model's files in the page cache: keep, drop, or auto: drop where GPU and host "
-        "share one memory, or a cgroup limits it.", parse=_page_cache,
+        "Whether the model's files stay in the page cache after loading: keep, drop or auto, which drops them where "
+        "GPU and host share one memory or a cgroup limits it.", parse=_page_cache,
     )  # fmt: skip
     run_ahead: bool = True
     prefix_cache: bool = True
-    warm_up: str = flag(  # of an engine that is served; others warm up by what they are asked
+    prefix_memory: int | None = flag(  # None: a quarter of what is available, at most 8 GiB
+        None, "--prefix-memory",
+        "Host memory for the beginnings of prompts, for example 8GiB; default: a quarter of the free memory, at most "
+        "8GiB; 0 switches it off.", parse=parse_size, minimum=0, metavar="SIZE",
+    )  # fmt: skip
+    prefix_folder: str | None = flag(
+        None, "--prefix-folder",
+        "Keep the beginnings of prompts in this folder, so that they outlive the program. Prompts can be reconstructed "
+        "from it; only its owner can read it.", metavar="DIR",
+    )  # fmt: skip
+    prefix_disk: int | None = flag(  # None: PREFIX_DISK
+        None, "--prefix-disk", "Most that --prefix-folder may hold; default: 32GiB.", parse=parse_size, minimum=0,
+        metavar="SIZE",
+    )  # fmt: skip
+    warm_up: str = flag(  # only of an engine that is served
         "full",
         "--warm-up",
-        "How much is compiled and captured before requests are taken: fast, full or off.",
+        "How much to compile and capture before the first request: fast, full or off.",
         parse=_warm_up,
     )
     self_test: str = flag(
@@ -86,26 +109,29 @@ class EngineOptions:
     )
     draft: str | None = flag(None, "--draft", "The model or head that --speculate draft or eagle3 takes.")
     max_draft: int = field(default=8, metadata={"minimum": 0})
-    record: str | None = flag(  # of an engine in a process of its own
+    record: str | None = flag(  # only of an engine in its own process
         None, "--record", "Write to this file, when the engine ends, which kernels ran; `halfbyte check` reads it."
     )
 
     def __post_init__(self) -> None:
         if not isinstance(self.gates, Gates):
-            raise UsageError(f"an engine's gates are {type(self.gates).__name__}, not Gates; make them by gates.parse.")
+            raise UsageError(f"gates is a {type(self.gates).__name__}; use gates.parse to make Gates.")
         hints = get_type_hints(EngineOptions)
-        try:
-            for f in fields(self):
-                if f.name == "gates":
-                    continue
-                value = typed(getattr(self, f.name), hints[f.name], f.name)
-                object.__setattr__(self, f.name, value)
-                least = f.metadata["flag"].minimum if "flag" in f.metadata else f.metadata.get("minimum")
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise WrongValueError(f.name, f"is {value}, which is not a number")
-                if least is not None and value is not None and value < least:
-                    raise WrongValueError(f.name, f"is {value}; give at least {least}")
-        except WrongValueError as e:
-            raise UsageError(f"this engine cannot be made: {e}.") from None
+        for f in fields(self):
+            if f.name == "gates":
+                continue
+            value = getattr(self, f.name)
+            least = f.metadata["flag"].minimum if "flag" in f.metadata else f.metadata.get("minimum")
+            try:
+                value = convert(float(value) if isinstance(value, float) else value, hints[f.name])
+            except MismatchError as e:
+                raise UsageError(f"the engine cannot be built: {f.name}: {e}.") from None
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"the engine cannot be built: {f.name} is {value}, which is not a finite number.")
+            if isinstance(value, int) and value >= LARGEST:
+                raise UsageError(f"the engine cannot be built: {f.name} is a number of more than 64 bits.")
+            if least is not None and value is not None and value < least:
+                raise UsageError(f"the engine cannot be built: {f.name} is {value}; give at least {least}.")
+            object.__setattr__(self, f.name, value)
         _warm_up(self.warm_up)
         _page_cache(self.page_cache)

@@ -1,13 +1,13 @@
-"""The engine in a process of its own, as a TokenSource. Whatever happens to it, every waiting request is told.
+"""The engine in a process of its own, as a TokenSource. Whatever happens to it, every waiting request gets an answer.
 
-A process that dies or hangs fails the requests it had with EngineDiedError and is started again, after pauses that grow
-as long as no life of it lasts. After `restarts` such lives in a row the source is gone: it says why, and whoever serves
-it should end. A process that dies before it was ever ready is not restarted: it would only die again.
+If the process dies or hangs, its requests fail with EngineDiedError and it is started again, after pauses that grow
+until one process has served for a while. After `restarts` deaths in a row the source is gone for good: `health` says
+why, and the server should exit. A process that dies before it was ever ready is not restarted: it would die again.
 
-Hung is a process that, while requests wait, gives no sign of life for `hang` seconds. A step is one; so is the word,
-every second, that the process itself works: loads, compiles, captures or, on a CPU, computes. That alone is believed
-for `longest` seconds; loading has `hang_loading` between two signs, because imports come before the first. Time in
-which this process did not run either does not count.
+A process hangs if it gives no sign of life for `hang` seconds while requests wait. A sign of life is a step, or a
+message, sent every second, that the process is busy: loading, compiling, capturing or, on a CPU, computing. Without a
+step such messages count for `longest` seconds at most. While it loads, `hang_loading` seconds may pass between two
+signs, because the imports come before the first. Time in which this process did not run either does not count.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class EngineProcess:
         longest: float = 600.0, restarts: int = 8, first_pause: float = 0.25, settled: float = 30.0,
         progress: Callable[[str], None] | None = None, log_format: str = "text",
     ) -> None:  # fmt: skip
-        """`settled`: seconds of service after which a death is the first in a row again. `progress` is told what the
-        process does while it loads; `log_format` is that of its log lines."""
+        """`settled`: seconds of service after which deaths are counted from one again. `progress` receives descriptions
+        of the process's work while it loads. `log_format` is the format of its log lines."""
         self._start = messages.Start(factory, argument)
         self._progress = progress
         self._log_format = log_format
@@ -63,15 +63,15 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._hang_watch: asyncio.Task[None] | None = None
         self._waiting: dict[str, _Waiting] = {}
         self._info: SourceInfo | None = None
         self._stats = EngineStats()
-        self._ready_at: float | None = None  # since when requests are taken
+        self._ready_at: float | None = None  # since when it accepts requests
         self._trouble = "the engine is still loading"
         self._gone = False
         self._closing = asyncio.Event()
-        self._hung = ""  # why the watchdog killed the process
+        self._kill_reason = ""  # why this side killed the process
         self._last_step = self._last_sign = time.monotonic()
         self._started: asyncio.Future[None] | None = None
         self.deaths = 0
@@ -79,7 +79,7 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, options: EngineOptions, **bounds: Any) -> EngineProcess:
-        """Spawns the process and returns once the model is loaded, or raises what loading raised."""
+        """Start the process and return once the model is loaded. Raises the error that loading raised."""
         self = cls(DEFAULT_FACTORY, options, **bounds)
         await self.open()
         return self
@@ -87,7 +87,7 @@ class EngineProcess:
     async def open(self) -> None:
         self._started = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="halfbyte-engine-process")
-        self._watch = asyncio.create_task(self._watchdog(), name="halfbyte-engine-watchdog")
+        self._hang_watch = asyncio.create_task(self._watch_for_hangs(), name="halfbyte-engine-hang-watch")
         try:
             await self._started
         except BaseException:
@@ -146,13 +146,13 @@ class EngineProcess:
                 self._send(messages.Cancel([request.id]))
 
     async def close(self) -> None:
-        """Stop the process, tell whoever still waits, and leave nothing behind."""
+        """Stop the process and fail the requests that still wait."""
         self._closing.set()
         if not self._gone:
             self._trouble = "the engine is shutting down"
         self._send(messages.Stop())
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._hang_watch is not None:
+            self._hang_watch.cancel()
         if self._process is not None:
             for _ in range(100):
                 if self._process.poll() is not None:
@@ -166,8 +166,8 @@ class EngineProcess:
         self._fail_waiting("the engine was shut down")
 
     def end(self, why: str) -> None:
-        """As if it had died of that: whoever waits is told so, and no other life follows."""
-        self._restarts, self._hung = 0, why
+        """Kill the engine for good: fail every waiting request with this reason and do not restart."""
+        self._restarts, self._kill_reason = 0, why
         if self._process is not None:
             self._process.kill()
 
@@ -178,7 +178,7 @@ class EngineProcess:
             self._writer.write(messages.frame(message))
 
     async def _run(self) -> None:
-        """One round per life of the process."""
+        """Start the process again and again, until it dies too often or is closed."""
         while True:
             error = await self._run_once()
             ready_at, self._ready_at = self._ready_at, None
@@ -206,13 +206,13 @@ class EngineProcess:
                 return
 
     async def _run_once(self) -> HalfbyteError:
-        """Start the process and read what it says until it is gone; returns why it went."""
-        self._hung = ""
+        """Start the process and read its messages until it is gone; returns the reason."""
+        self._kill_reason = ""
         self._last_step = self._last_sign = time.monotonic()
         try:
-            process, ours = _spawn(self._log_format)
+            process, parent_socket = _spawn(self._log_format)
             self._process = process
-            reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            reader, self._writer = await asyncio.open_unix_connection(sock=parent_socket)
         except OSError as e:
             return EngineDiedError(f"the engine's process could not be started ({e}).")
         self._writer.write(messages.frame(self._start))
@@ -229,7 +229,7 @@ class EngineProcess:
             self._writer = None
         code = await _reap(process)
         end = f"signal {-code}" if code < 0 else f"exit status {code}"
-        return died or EngineDiedError(self._hung or f"the engine process ended unexpectedly ({end}).")
+        return died or EngineDiedError(self._kill_reason or f"the engine process ended unexpectedly ({end}).")
 
     def _handle(self, message: messages.FromEngine) -> HalfbyteError | None:
         self._last_sign = time.monotonic()
@@ -260,65 +260,67 @@ class EngineProcess:
         return None
 
     def _fail_waiting(self, why: str) -> None:
-        """Fail everyone who waits. A typed death (out of memory, say) reaches them as an engine that died."""
+        """Fail every waiting request. Whatever error ended the process, they get EngineDiedError."""
         error = EngineDiedError(f"{why}; this request was lost.")
         for waiting in self._waiting.values():
             waiting.queue.put_nowait(error)
         self._waiting.clear()
         self._stats = EngineStats()
 
-    async def _watchdog(self) -> None:
+    async def _watch_for_hangs(self) -> None:
         tick = min(1.0, self._hang / 4)
         while True:
             before = time.monotonic()
             await asyncio.sleep(tick)
             now = time.monotonic()
-            if now - before > 2 * tick:  # nobody ran, or this loop was kept from it: nothing is known of the engine
+            if now - before > 2 * tick:  # this process did not run either: that says nothing about the engine
                 self._last_step += now - before
                 self._last_sign += now - before
                 continue
             if (why := self._stands_still(now)) and self._process is not None:
-                self._hung = why
+                self._kill_reason = why
                 self._process.kill()
                 self._last_step = self._last_sign = now
 
     def _stands_still(self, now: float) -> str:
-        """Why the process counts as hung; empty if it does not."""
+        """The reason why the process counts as hung; empty if it does not."""
         silent, step = now - self._last_sign, now - self._last_step
         if self._process is None or self._writer is None:
             return ""
         if self._ready_at is None:
-            return f"the engine stood still for {silent:.0f} s while it loaded." if silent > self._hang_loading else ""
+            if silent <= self._hang_loading:
+                return ""
+            return f"the engine hung: it gave no sign of life for {silent:.0f} s while it loaded."
         if not self._waiting or (silent <= self._hang and step <= self._longest):
             return ""
         return f"the engine hung: it made no step for {step:.0f} s while requests waited."
 
 
 def _spawn(log_format: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process and this end of its socket."""
-    ours, theirs = socket.socketpair()
+    """Start the process; returns it and the parent's end of its socket."""
+    parent, child = socket.socketpair()
     try:
-        messages.enlarge_buffers(ours)
+        messages.enlarge_buffers(parent)
         process = subprocess.Popen(
-            [sys.executable, "-m", "halfbyte.engine.worker", str(theirs.fileno()), log_format],
-            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=child_environment(PYTHONPATH=_import_path()),
+            [sys.executable, "-m", "halfbyte.engine.worker", str(child.fileno()), log_format],
+            pass_fds=(child.fileno(),), stdin=subprocess.DEVNULL, env=child_environment(PYTHONPATH=_import_path()),
             start_new_session=True,
         )  # fmt: skip
     except BaseException:
-        ours.close()
+        parent.close()
         raise
     finally:
-        theirs.close()
-    return process, ours
+        child.close()
+    return process, parent
 
 
 def _import_path() -> str:
-    """Where this package was imported from, first, so that the process runs the same code."""
+    """The import path of this process, so that the child runs the same code."""
     return os.pathsep.join(p for p in [*sys.path] if p)
 
 
 async def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end; a process whose socket is closed but which does not end is killed."""
+    """Wait for the process to end; kill it if it does not, because its socket is closed."""
     for _ in range(200):
         code = process.poll()
         if code is not None:

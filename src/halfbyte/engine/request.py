@@ -11,21 +11,17 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from halfbyte.ops.sampling_settings import SETTINGS as SETTINGS
+from halfbyte.ops.sampling_settings import SamplingSettings
+
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 _ids = itertools.count()
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen. `temperature` 0 is greedy. Defaults leave the distribution untouched."""
+class SamplingParams(SamplingSettings):
+    """How tokens are chosen: the table of `ops/sampling_settings.py`, and what a request says besides."""
 
-    temperature: float = 1.0
-    top_k: int = 0  # 0: no limit
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # None: none; 0: the chosen token's; k: also the top k
     prompt_logprobs: int | None = None  # the same of the prompt's own tokens, from `prompt_logprobs_from` on
@@ -34,7 +30,7 @@ class SamplingParams:
     max_tokens: int | None = None  # None: until the context ends; 0, with `prompt_logprobs`: nothing is generated
     min_tokens: int = 0
     stop: tuple[str, ...] = ()  # matched on the raw text, across token boundaries; the match is not emitted
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end tokens
     ignore_eos: bool = False
     n: int = 1
 
@@ -53,6 +49,18 @@ class Constraint:
     end_tokens: tuple[int, ...] = ()  # what may follow a complete value; empty: the model's end tokens
 
 
+@dataclass(frozen=True)
+class ReasoningLimit:
+    """How many tokens the reasoning messages of an answer may have together.
+
+    At the limit the engine forces one of `closings`: runs of token ids, none of which begins another. Where they
+    differ the model chooses. The tokens count as generated ones.
+    """
+
+    tokens: int
+    closings: tuple[tuple[int, ...], ...]
+
+
 @dataclass
 class Request:
     prompt: list[int]
@@ -60,6 +68,9 @@ class Request:
     constraint: Constraint | None = None
     timeout: float | None = None  # seconds from submission
     id: str = field(default_factory=lambda: f"r{next(_ids)}")
+    scope: str = ""  # requests of different scopes find none of each other's prefixes
+    client: str = ""  # whose request it is; the engine shares its steps and pages among clients (`clients.py`)
+    reasoning: ReasoningLimit | None = None  # only for prompts in the harmony format
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,14 @@ class Usage:
     completion_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    memory_tokens: int = 0  # of the cached ones, brought up from host memory
+    disk_tokens: int = 0  # of the cached ones, brought up from the disk
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one choice of one request. The last has `finish` set."""
+    """What one step added to one choice of one request. The last has `finish` set, and the first and the last have
+    `usage`, so far."""
 
     tokens: list[int]
     index: int = 0  # which of n
@@ -92,6 +106,7 @@ class Delta:
     error: str | None = None
     usage: Usage | None = None
     prompt_logprobs: list[Logprob] | None = None  # of the next tokens of the prompt, in order; in the first choice only
+    reasoning_cut: bool = False  # the request's limit has ended the reasoning, in this delta or before
 
 
 Output = tuple[str, Delta]  # request id, what one choice gained
@@ -127,15 +142,23 @@ class EngineStats:
     accepted_tokens: int = 0
     queue_seconds: float = 0.0  # from arrival to first being scheduled, summed over choices
     queue_counts: tuple[int, ...] = (0,) * (len(QUEUE_BUCKETS) + 1)  # choices by bucket of that time
+    prefix_memory_tokens: int = 0  # brought up into pages from host memory
+    prefix_disk_tokens: int = 0  # brought up into pages from the disk
+    prefix_memory_bytes: int = 0  # held in host memory
+    prefix_disk_bytes: int = 0  # in the prefix folder, other models' included
+    prefix_skipped_pages: int = 0  # not stored, for want of time
+    prefix_damaged: int = 0  # pages and segments on the disk that could not be read
+    kv_checked_values: int = 0  # of an fp8 cache, in pages that were filled
+    kv_saturated_values: int = 0  # of these, at the end of the format's range
 
 
 @dataclass(frozen=True)
 class SourceHealth:
-    """How a source is. Nothing is wrong while `trouble` is empty."""
+    """The health of a source. Nothing is wrong while `trouble` is empty."""
 
-    trouble: str = ""  # why it takes no request now, as a part of a sentence
-    gone: bool = False  # for good: whoever serves it ends
-    since_step: float | None = None  # seconds since it last made a step; None while nothing is asked of it
+    trouble: str = ""  # why it accepts no request now, as a part of a sentence
+    gone: bool = False  # for good: the server should exit
+    since_step: float | None = None  # seconds since its last step; None while it has no requests
 
 
 class TokenSource(Protocol):

@@ -1,4 +1,4 @@
-"""The protocols of whoever runs batches: what the engine needs of a runner, and a runner of a model.
+"""Protocols: what the engine needs from a runner of batches, and a runner from a model.
 
 `cpu_runner` and `device_runner` implement them on a GptOss model; tests implement them without one.
 """
@@ -22,16 +22,16 @@ from halfbyte.plan.step import Step
 
 @dataclass(slots=True)
 class StepResult:
-    """What a launched batch produced, one entry per sampled row."""
+    """The results of a launched batch, one entry for each row with logits."""
 
     tokens: list[int]
     logprobs: dict[int, Logprob] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)  # rows that could not be sampled, and why
+    errors: dict[int, str] = field(default_factory=dict)  # row that could not be sampled -> reason
 
 
 class StepHandle(Protocol):
     def result(self) -> StepResult:
-        """Waits for the step. Raises what the step raised."""
+        """Wait for the step. Raises the error of the step."""
         ...
 
 
@@ -45,19 +45,38 @@ class ModelRunner(Protocol):
 
 @runtime_checkable
 class KeepsValues(Protocol):
-    """A runner that can look at what its model has stored of a sequence (the engine's own; those of tests need not)."""
+    """A runner that can read what its model has stored for a sequence. Runners in tests need not."""
 
     def find_broken(self, full: list[int], sliding: list[int], length: int) -> str:
-        """Where the sequence with these pages met values that are no numbers. Waits for what was launched."""
+        """Where the sequence with these pages first had NaN or Inf. Waits for the launched steps."""
         ...
 
     def clear(self, pages: list[int]) -> None:
-        """Zeros, after all that was launched and before all that will be: a masked slot must hold a number."""
+        """Fill the pages with zeros after all launched steps and before the next: a masked slot must hold a number."""
         ...
 
 
-class Model(Protocol):
-    """What is needed of `halfbyte.model.gpt_oss.GptOss`."""
+@runtime_checkable
+class MovesPages(Protocol):
+    """A runner whose KV pages can be copied to host memory and back."""
+
+    def read_page(self, page: int) -> memoryview:
+        """A copy of what a page holds, in host memory; may be called in any thread. The page may be handed out while
+        it is read, so the caller checks afterwards whether it was."""
+        ...
+
+    def stage_page(self, content: memoryview) -> memoryview:
+        """Copy the bytes to where `write_pages` takes them from without delay, if they are not there; in any thread."""
+        ...
+
+    def write_pages(self, pages: list[int], contents: list[memoryview]) -> None:
+        """Fill pages that no launched step uses with staged contents, before the next step; called in the thread of the
+        steps."""
+        ...
+
+
+class RunnerModel(Protocol):
+    """The part of `halfbyte.model.gpt_oss.GptOss` that runners use."""
 
     @property
     def device(self) -> torch.device: ...
@@ -73,8 +92,16 @@ class Model(Protocol):
 
 
 class HiddenStateObserver(Protocol):
-    """Whoever needs the hidden states of every step (`speculative.eagle3.Eagle3Proposer`)."""
+    """Receives the hidden states of every step (`speculative.eagle3.Eagle3Proposer`)."""
+
+    @property
+    def suspended(self) -> bool:
+        """Whether steps run without it for now; it is told of each by `skip`."""
+        ...
+
+    def skip(self, batch: Batch) -> None: ...
 
     @property
     def tap(self) -> Callable[[Step], tuple[Tensor, Tensor]]: ...
+    def pool(self) -> Tensor: ...  # its part of every KV page
     def absorb(self, batch: Batch, tokens: Ints, hidden: Tensor, result: StepResult) -> None: ...

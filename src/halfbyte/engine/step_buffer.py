@@ -1,9 +1,9 @@
 """One step's numbers on their way to the device: packed into one pinned buffer, sent by one copy, read as views.
 
-Every view begins at a multiple of 16 bytes, so that kernels compiled for aligned pointers serve all of them. The device
-side is one fixed buffer: steps run in the order of one stream, so the next copy cannot overtake whoever still reads it,
-and a captured graph can read its inputs from the buffer's beginning. On the host a few pinned buffers take turns, each
-reused once its copy has been made. On a CPU the packed buffer is the device's.
+Every view begins at a multiple of 16 bytes, so that kernels compiled for aligned pointers can read all of them. The
+device side is one fixed buffer: steps run in the order of one stream, so the next copy cannot overtake a kernel that
+still reads it, and a captured graph can read its inputs from the beginning of the buffer. On the host a few pinned
+buffers take turns, each reused once its copy is complete. On a CPU the packed buffer is the device's buffer.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ ALIGN = 4  # words
 DEPTH = 4  # steps whose copies may be pending
 
 
-def aligned(words: int) -> int:
-    return -(-words // ALIGN) * ALIGN
+def aligned(num_words: int) -> int:
+    return -(-num_words // ALIGN) * ALIGN
 
 
 def padded_blocks(blocks: int) -> int:
-    """Blocks of a table as it is sent: whole 64 bytes, so that kernels meet one kind of stride."""
+    """Blocks of a table as it is sent: a multiple of 64 bytes, so that strides are always aligned."""
     return -(-blocks // 16) * 16
 
 
 class StepBuffer:
-    def __init__(self, device: torch.device, words: int, more: int = 0) -> None:
-        """`words` can be sent at once; `more` words of `memory` behind them are the caller's: nothing is sent there."""
+    def __init__(self, device: torch.device, num_words: int, more: int = 0) -> None:
+        """`num_words` 32-bit words fit in one copy; the `more` words of `memory` after them belong to the caller."""
         self.device = device
         self.cuda = device.type == "cuda"
-        self.words = words = aligned(max(words, 1024))
-        self.memory = torch.zeros(words + more, dtype=torch.int32, device=device)
+        self.num_words = num_words = aligned(max(num_words, 1024))
+        self.memory = torch.zeros(num_words + more, dtype=torch.int32, device=device)
         self._pinned = (
-            [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)] if self.cuda else []
+            [torch.zeros(num_words, dtype=torch.int32, pin_memory=True) for _ in range(DEPTH)] if self.cuda else []
         )
         self._host: list[NDArray[np.int32]] = [p.numpy() for p in self._pinned]
         self._sent: list[torch.cuda.Event | None] = [None] * DEPTH
         self._turn = 0
 
     def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
-        """Views of int32, float32 or int64 arrays on the device, in their shapes."""
-        words = sum(aligned(a.nbytes // 4) for a in arrays)
-        if words > self.words:  # more than was planned for: a buffer of its own, kept alive by the allocators
-            large = torch.zeros(words, dtype=torch.int32, pin_memory=self.cuda)
+        """Copy int32, float32 or int64 arrays to the device; returns views of them there."""
+        num_words = sum(aligned(a.nbytes // 4) for a in arrays)
+        if num_words > self.num_words:  # too large: a buffer of its own, kept alive by the allocators
+            large = torch.zeros(num_words, dtype=torch.int32, pin_memory=self.cuda)
             self._pack(arrays, large.numpy())
             return self._views(arrays, large.to(self.device, non_blocking=True))
         if not self.cuda:
@@ -61,7 +61,7 @@ class StepBuffer:
         else:
             last.synchronize()
         self._pack(arrays, self._host[turn])
-        self.memory[:words].copy_(self._pinned[turn][:words], non_blocking=True)
+        self.memory[:num_words].copy_(self._pinned[turn][:num_words], non_blocking=True)
         last.record()
         return self._views(arrays, self.memory)
 
@@ -77,12 +77,12 @@ class StepBuffer:
     def _views(arrays: Sequence[NDArray[Any]], buffer: Tensor) -> list[Tensor]:
         out, at = [], 0
         for a in arrays:
-            words = a.nbytes // 4
-            view = buffer[at : at + words]
+            num_words = a.nbytes // 4
+            view = buffer[at : at + num_words]
             if a.dtype != np.int32:
                 view = view.view(_TYPES[a.dtype.name])
             out.append(view.view(a.shape))
-            at += aligned(words)
+            at += aligned(num_words)
         return out
 
 

@@ -1,17 +1,24 @@
 """An engine in a thread of this process, as a TokenSource: for the Python API, the terminal and tests.
 
-Callers come from any thread or event loop; each gets its deltas where it waits. What a crash would mean for them is
-what it means for the whole program: use EngineProcess where that matters.
+Callers may use any thread or event loop; each gets its deltas where it waits. A crash of the engine is a crash of the
+whole program: use EngineProcess where that matters.
+
+The thread ends before the interpreter does, even if it was never closed: a thread that Python stops inside native code
+aborts the process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from halfbyte.engine.checked import checked
 from halfbyte.engine.engine import EngineCore
@@ -20,6 +27,8 @@ from halfbyte.engine.request import Delta, EngineStats, Output, Request, SourceH
 from halfbyte.errors import CapacityError, EngineDiedError, HalfbyteError
 
 Item = Delta | HalfbyteError
+AT_ONCE = 64  # requests of one call that the engine has at a time
+EXIT_SECONDS = 60.0  # the most that the end of the program waits for the step that runs
 
 
 @dataclass
@@ -40,6 +49,10 @@ class _Caller:
         return len(self.closed) == self.choices
 
 
+def _put_numbered(items: queue.SimpleQueue[tuple[int, Item]], number: int, item: Item) -> None:
+    items.put((number, item))
+
+
 class EngineThread:
     def __init__(self, core: EngineCore, info: SourceInfo) -> None:
         self._core, self._info = core, info
@@ -51,6 +64,7 @@ class EngineThread:
         self._last_step = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="halfbyte-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._end_with_program)
 
     # ---- TokenSource --------------------------------------------------------------------------
 
@@ -75,7 +89,8 @@ class EngineThread:
         items: asyncio.Queue[Item] = asyncio.Queue()
 
         def put(item: Item) -> None:
-            loop.call_soon_threadsafe(items.put_nowait, item)
+            with suppress(RuntimeError):  # the loop was closed, and with it ended whoever waited
+                loop.call_soon_threadsafe(items.put_nowait, item)
 
         caller = self._enter(request, put)
         try:
@@ -90,18 +105,46 @@ class EngineThread:
     # ---- without an event loop ----------------------------------------------------------------
 
     def iterate(self, request: Request) -> Iterator[Delta]:
-        """As `stream`, for plain code."""
-        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        caller = self._enter(request, items.put)
-        try:
-            while not caller.ended:
-                yield caller.take(items.get())
-        finally:
-            self._leave(request, caller)
+        """Deltas of one request, like `stream`, for code without an event loop."""
+        for _, delta in self.iterate_all([request]):
+            yield delta
 
-    def shutdown(self) -> None:
+    def iterate_all(self, requests: Sequence[Request]) -> Iterator[tuple[int, Delta]]:
+        """Deltas of many requests as they come, each with the number of its request. The first that fails ends all."""
+        items: queue.SimpleQueue[tuple[int, Item]] = queue.SimpleQueue()
+        waiting = deque(enumerate(requests))
+        callers: dict[int, _Caller] = {}
+        try:
+            while waiting or callers:
+                while waiting and len(callers) < AT_ONCE:
+                    number, request = waiting.popleft()
+                    callers[number] = self._enter(request, partial(_put_numbered, items, number))
+                number, item = items.get()
+                caller = callers[number]
+                delta = caller.take(item)
+                if caller.ended:
+                    self._leave(requests[number], callers.pop(number))
+                yield number, delta
+        finally:
+            for number, caller in callers.items():
+                self._leave(requests[number], caller)
+
+    def shutdown(self, *, wait: bool = True) -> None:
+        """The engine ends after the step that runs; with `wait`, it has ended when this returns."""
         self._asks.put(None)
+        if not wait:
+            return
         self._thread.join()
+        atexit.unregister(self._end_with_program)
+
+    def _end_with_program(self) -> None:
+        """Nobody is told: whoever still waits is a daemon thread, which ends with the program as it is."""
+        if not self._thread.is_alive():  # also in a fork of the process that had it
+            return
+        with self._lock:
+            self._callers = {}
+        self._asks.put(None)
+        self._thread.join(EXIT_SECONDS)
 
     # ---- both sides of the queue --------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""Structured output inside vLLM: its rows are held to our grammars by a logits processor, in whichever process samples.
+"""Structured output and limits on reasoning inside vLLM: a logits processor masks its rows in the process that samples.
 
-The same grammars as our own engine's, compiled again where they are used; `vllm_core.py` has tried each before, and
-holds every answer against its grammar once more when it ends. A grammar that fails or grows too costly under way allows
-nothing but an end, and that second look says so. Unlike our own engine's, a mask is computed while the step waits.
+The grammars are those of halfbyte's own engine, compiled again where they are used. `vllm_core.py` has tried each of
+them before, and checks every complete answer against its grammar once more. A grammar that fails or becomes too costly
+allows only end tokens from then on, and that last check reports it. Unlike in halfbyte's own engine, the step waits
+while a mask is computed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from halfbyte.engine.grammar import Bits, GrammarCompiler, GrammarState, too_costly
+from halfbyte.engine.grammar import Bits, GrammarCompiler, GrammarState, GrammarVocabulary, token_bits, too_costly
 from halfbyte.engine.grammar_work import Budget
-from halfbyte.engine.request import Constraint
+from halfbyte.engine.reasoning import ReasoningState
+from halfbyte.engine.request import Constraint, ReasoningLimit, Request
 from halfbyte.model import load
 from halfbyte.vllm_plugin import compat_engine
+from halfbyte.vllm_plugin.compat_engine import Follower
 
 log = logging.getLogger("vllm.halfbyte")
 
@@ -26,14 +27,24 @@ PROCESSOR = f"{__name__}:Processor"
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM asks for the processor by name, in processes where it is imported."""
+    """Make the processor when vLLM imports it by name, in its own processes."""
     if name == "Processor":
         return compat_engine.processor_class(Grammars)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def told(constraint: Constraint, ends: Sequence[int]) -> dict[str, Any]:
-    """A constraint as it travels with a request. `ends`: the model's end tokens."""
+def request_record(request: Request, ends: Sequence[int]) -> dict[str, Any] | None:
+    """What a request's masks need, as a plain dict to send with it. `ends`: the model's end tokens."""
+    record: dict[str, Any] = {}
+    if request.constraint is not None:
+        record = constraint_record(request.constraint, ends)
+    if request.reasoning is not None:
+        record["reasoning"] = [request.reasoning.tokens, [list(c) for c in request.reasoning.closings]]
+    return record or None
+
+
+def constraint_record(constraint: Constraint, ends: Sequence[int]) -> dict[str, Any]:
+    """A constraint as a plain dict to send with a request. `ends`: the model's end tokens."""
     return {
         "kind": constraint.kind, "source": constraint.source, "triggers": [list(t) for t in constraint.triggers],
         "end_tokens": list(constraint.end_tokens), "ends": list(ends),
@@ -41,32 +52,61 @@ def told(constraint: Constraint, ends: Sequence[int]) -> dict[str, Any]:
 
 
 class Grammars:
-    """One process's."""
+    """The grammars of one process."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._compiler: GrammarCompiler | None = None
+        self._vocabulary: GrammarVocabulary | None = None
 
-    def follow(self, extra: Mapping[str, Any], prompt: Sequence[int]) -> Followed:
+    def follow(self, extra: Mapping[str, Any], prompt: Sequence[int]) -> Follower:
+        if self._vocabulary is None:  # only when needed
+            self._vocabulary = load.tokenizer_of(load.resolve_model(self._model))
+        grammar = self._grammar(self._vocabulary, extra, prompt) if "kind" in extra else None
+        if "reasoning" not in extra:
+            assert grammar is not None
+            return grammar
+        tokens, closings = extra["reasoning"]
+        limit = ReasoningLimit(tokens, tuple(tuple(c) for c in closings))
+        return FollowedReasoning(limit, self._vocabulary, prompt, grammar)
+
+    def _grammar(self, vocabulary: GrammarVocabulary, extra: Mapping[str, Any], prompt: Sequence[int]) -> Followed:
         constraint = Constraint(
             extra["kind"], extra["source"], tuple(tuple(t) for t in extra["triggers"]), tuple(extra["end_tokens"])
         )
-        if self._compiler is None:  # only if somebody asks
-            self._compiler = GrammarCompiler(load.tokenizer_of(load.resolve_model(self._model)), extra["ends"])
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(vocabulary, extra["ends"])
         return Followed(constraint, self._compiler, prompt)
 
 
+class FollowedReasoning:
+    """The reasoning of one choice, and the grammar of its answer, which sleeps meanwhile."""
+
+    def __init__(
+        self, limit: ReasoningLimit, vocabulary: GrammarVocabulary, prompt: Sequence[int], grammar: Followed | None
+    ) -> None:
+        self._state = ReasoningState(limit, vocabulary, prompt, vocabulary.vocab_size)
+        self._grammar = grammar
+        self._seen = 0
+
+    def allowed(self, tokens: Sequence[int]) -> Bits | None:
+        for token in tokens[self._seen :]:
+            self._state.observe(token)
+        self._seen = len(tokens)
+        mask = self._state.mask()
+        return self._grammar.allowed(tokens) if mask is None and self._grammar is not None else mask
+
+
 class Followed:
-    """One choice's place in its grammar, brought up to date when its mask is asked for."""
+    """The position of one choice in its grammar, brought up to date when its mask is needed."""
 
     def __init__(self, constraint: Constraint, compiler: GrammarCompiler, prompt: Sequence[int]) -> None:
         self._budget = Budget(constraint)
-        self._tail: list[int] = []  # what a trigger may end with
+        self._tail: list[int] = []  # the tokens that may complete a trigger
         self._seen = 0
         self._state: GrammarState | None = None  # None: it failed
-        ends = np.zeros(-(-compiler.vocabulary.vocab_size // 32) * 32, np.uint8)
-        ends[list(constraint.end_tokens or compiler.end_tokens)] = 1
-        self._ends: Bits = np.packbits(ends, bitorder="little").view(np.int32)
+        width = -(-compiler.vocabulary.vocab_size // 32)
+        self._ends = token_bits(constraint.end_tokens or compiler.end_tokens, width)
         try:
             self._state = compiler.compile(constraint, prompt)
             self._tail = list(prompt[-self._state.longest_trigger :])

@@ -1,8 +1,8 @@
 """The engine's own process: `python -m halfbyte.engine.worker FD FORMAT`, with a socket to its parent as file FD, its
 log lines as text or json.
 
-The first message says who builds the core and from what; then requests come in and one message goes
-out per step. When the parent is gone the socket closes and so does this process: it is never an orphan.
+The first message names the function that builds the core and its argument; then requests come in, and one message
+goes out per step. When the parent is gone the socket closes and this process ends: it never becomes an orphan.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ from halfbyte.engine import messages
 from halfbyte.engine.request import EngineStats, Output, SourceInfo
 from halfbyte.errors import EngineDiedError, EngineError, HalfbyteError
 
-if TYPE_CHECKING:  # they bring torch, which takes long: signs of life come first
+if TYPE_CHECKING:  # they import torch, which takes long: signs of life come first
     from halfbyte.engine.loop import Ask, Core
 
 log = logging.getLogger("halfbyte")
 
-PULSE_S = 1.0  # between two signs of life while there is no other
+PULSE_S = 1.0  # seconds between two signs of life
 
-Report = Callable[[str], None]  # takes what is being done, for people
+Report = Callable[[str], None]  # receives a description of the current work
 CoreFactory = Callable[[Any, Report], "tuple[Core, SourceInfo]"]
 
 
 def build(argument: Any, report: Report) -> tuple[Core, SourceInfo]:
-    """A core that has met everything that traffic can ask of it (`warm_up.py`), as the options say."""
-    from halfbyte.engine.build import build_core  # here, because it brings torch and the model
+    """Build a core and warm it up (`warm_up.py`), as the options say."""
+    from halfbyte.engine.build import build_core  # here, because it imports torch and the model
     from halfbyte.engine.options import EngineOptions
     from halfbyte.engine.warm_up import warm_up
 
     options = msgspec.convert(argument, EngineOptions)
     core, info, _ = build_core(options)
     seconds = warm_up(core, options.warm_up, lambda name, done, of: report(f"warming up, {done} of {of}: {name}"))
+    core = core.anew()
     if options.record is not None:
         from halfbyte.engine.record_file import write_record
 
         atexit.register(write_record, core, info, options.record)  # however the loop ends
     info.details["warm_up"] = {"level": options.warm_up, "seconds": round(sum(seconds.values()), 1)}
     log.info("warm-up %s took %.1f s", options.warm_up, sum(seconds.values()))
-    return core.anew(), info
+    return core, info
 
 
 class Worker:
@@ -70,8 +71,8 @@ class Worker:
             self.sock.sendall(messages.frame(message))
 
     def pulse(self) -> None:
-        """A sign of life now and then while the model is loaded and while this process works on a step: it may take
-        long. Waiting for a GPU is no sign of life."""
+        """Send signs of life while the model loads and while this process works on a step, which may take long. None is
+        sent while it waits for a GPU."""
         wait = threading.Event()
         while not wait.wait(PULSE_S):
             if self._core is None or self._core.working or self._core.waits_for_grammars:
@@ -121,7 +122,7 @@ class Worker:
 
         self._core = core
         gc.collect()
-        gc.freeze()  # what loading left lives as long as this process: no collection between steps looks at it again
+        gc.freeze()  # what loading left lives as long as this process, so collections between steps can skip it
         self.send(messages.Ready(info))
         EngineLoop(core, self.receive, self.refuse, self.deliver).run()
 
@@ -154,7 +155,7 @@ def main(fd: int, log_format: str) -> int:
             worker.send(messages.Died(name, text))
         except OSError:
             log.error("%s", text)
-        if isinstance(e, EngineDiedError):  # what is left of a dead GPU cannot be taken down in order
+        if isinstance(e, EngineDiedError):  # a dead GPU's context cannot be shut down in order
             sys.stderr.flush()
             os._exit(1)
         return 1

@@ -36,7 +36,7 @@ ABILITIES: dict[str, Ability] = {
         ("get_weather", "weather_now", "get_current_weather"), "Get the weather in a city.",
         {"city": (("city", "location", "place"), "string")},
         ("What is the weather in {city}?", "How is the weather in {city} today?", "Is it warm in {city}?"),
-        lambda r: {"city": words.place(r)},
+        lambda r: {"city": words.city(r)},
         lambda r: {"temperature": r.randint(1, 35), "sky": r.choice(("sunny", "cloudy", "rainy", "windy"))},
         "In {city} it is {sky} and {temperature} degrees.", "the weather in {city}",
     ),
@@ -44,7 +44,7 @@ ABILITIES: dict[str, Ability] = {
         ("get_time", "clock", "local_time"), "Get the time of day in a city.",
         {"city": (("city", "zone", "place"), "string")},
         ("What time is it in {city}?", "Tell me the time in {city}."),
-        lambda r: {"city": words.place(r)}, lambda r: {"time": f"{r.randint(1, 23)}:{r.randint(10, 59)}"},
+        lambda r: {"city": words.city(r)}, lambda r: {"time": f"{r.randint(1, 23)}:{r.randint(10, 59)}"},
         "In {city} it is {time}.", "the time in {city}",
     ),
     "price": Ability(
@@ -145,6 +145,10 @@ def _answer_thought(frame: Frame, function: str) -> str:
     )[EFFORTS.index(frame.effort or "medium")]
 
 
+def _tags(offered: list[Offer]) -> tuple[str, ...]:
+    return (f"{len(offered)} function{'s' * (len(offered) > 1)}",)
+
+
 def tool_call(rng: Random, frame: Frame, offered: list[Offer]) -> Problem:
     """Choose the function and fill its arguments. The reply holds the call alone."""
     offer = rng.choice(offered)
@@ -152,10 +156,15 @@ def tool_call(rng: Random, frame: Frame, offered: list[Offer]) -> Problem:
     arguments = {offer.slots[slot]: value for slot, value in values.items()}
     name = offer.tool.name
     return Problem(
-        "tool_call", (user(rng.choice(offer.ability.asks).format(**values)),),
+        "tool_call",
+        (user(rng.choice(offer.ability.asks).format(**values)),),
         (think(_call_thought(frame, name, offer.ability.purpose.format(**values))), call(name, arguments)),
-        "call", (name,), arguments, frame,
-    )  # fmt: skip
+        "call",
+        (name,),
+        arguments,
+        frame,
+        tags=_tags(offered),
+    )
 
 
 def tool_answer(rng: Random, frame: Frame, offered: list[Offer]) -> Problem:
@@ -172,7 +181,14 @@ def tool_answer(rng: Random, frame: Frame, offered: list[Offer]) -> Problem:
         result(name, outcome),
     )
     return Problem(
-        "tool_answer", turns, (think(_answer_thought(frame, name)), final(text)), "text", (text,), None, frame
+        "tool_answer",
+        turns,
+        (think(_answer_thought(frame, name)), final(text)),
+        "text",
+        (text,),
+        None,
+        frame,
+        tags=_tags(offered),
     )
 
 
@@ -188,4 +204,5 @@ def tool_none(rng: Random, frame: Frame, offered: list[Offer]) -> Problem:
         f"The user wants {ability.purpose.format(**values)}. I look at the functions. No function fits, so I say so.",
     )[EFFORTS.index(frame.effort or "medium")]
     question = rng.choice(ability.asks).format(**values)
-    return Problem("tool_none", (user(question),), (think(thought), final(text)), "text", (text,), None, frame)
+    reply = (think(thought), final(text))
+    return Problem("tool_none", (user(question),), reply, "text", (text,), None, frame, tags=_tags(offered))

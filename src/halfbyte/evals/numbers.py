@@ -7,10 +7,11 @@ writes the bare steps, medium names them, high also checks the result.
 # ruff: noqa: E501  (a table of sentences reads best with one per line)
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from halfbyte.evals import words
-from halfbyte.evals.problem import Frame, Problem, answered
+from halfbyte.evals.problem import Frame, Problem, answered, name_tag
 
 _PLACES = ("Ones", "Tens", "Hundreds", "Thousands", "Ten thousands")
 
@@ -27,10 +28,10 @@ def add_steps(a: int, b: int) -> tuple[str, str]:
     columns = _columns(a, b)
     for i, (x, y) in enumerate(columns):
         total = x + y + carry
-        shown = f"{x} + {y}" + (f" + {carry}" if carry else "") + f" = {total}"
+        step = f"{x} + {y}" + (f" + {carry}" if carry else "") + f" = {total}"
         carry = total // 10 if i + 1 < len(columns) else 0
-        bare.append(shown)
-        named.append(f"{_PLACES[i]}: {shown}" + (f", write {total % 10}, carry 1." if carry else "."))
+        bare.append(step)
+        named.append(f"{_PLACES[i]}: {step}" + (f", write {total % 10}, carry 1." if carry else "."))
     return ", ".join(bare) + f", so {a + b}.", " ".join(named) + f" So {a} + {b} = {a + b}."
 
 
@@ -42,10 +43,10 @@ def subtract_steps(a: int, b: int) -> tuple[str, str]:
         minuend = f"{x} - {borrow}" if borrow else f"{x}"
         needed = top < y
         value = top - y + (10 if needed else 0)
-        shown = f"{'10 + ' if needed else ''}{minuend} - {y} = {value}"
+        step = f"{'10 + ' if needed else ''}{minuend} - {y} = {value}"
         borrow = 1 if needed else 0
-        bare.append(shown)
-        named.append(f"{_PLACES[i]}: {shown}" + (", borrow 1." if borrow else "."))
+        bare.append(step)
+        named.append(f"{_PLACES[i]}: {step}" + (", borrow 1." if borrow else "."))
     return ", ".join(bare) + f", so {a - b}.", " ".join(named) + f" So {a} - {b} = {a - b}."
 
 
@@ -56,10 +57,10 @@ def multiply_steps(a: int, b: int) -> tuple[str, str]:
     for i, d in enumerate(digits):
         product = int(d) * b
         total = product + carry
-        shown = f"{d} * {b} = {product}" + (f", plus {carry} = {total}" if carry else "")
+        step = f"{d} * {b} = {product}" + (f", plus {carry} = {total}" if carry else "")
         carry = total // 10 if i + 1 < len(digits) else 0
-        bare.append(shown)
-        named.append(f"{_PLACES[i]}: {shown}" + (f", write {total % 10}, carry {carry}." if carry else "."))
+        bare.append(step)
+        named.append(f"{_PLACES[i]}: {step}" + (f", write {total % 10}, carry {carry}." if carry else "."))
     return ", ".join(bare) + f", so {a * b}.", " ".join(named) + f" So {a} * {b} = {a * b}."
 
 
@@ -99,6 +100,17 @@ def _worked(op: str, a: int, b: int) -> tuple[tuple[str, str, str], int]:
     return (bare, named, f"{named} {check}"), value
 
 
+def arithmetic_tag(op: str, a: int, b: int) -> str:
+    """Operation, digits of the longer number, and whether a column carries or borrows."""
+    digits = max(len(str(a)), len(str(b)))
+    low, carry, moves = _columns(a, b), 0, False
+    for x, y in low if op != "*" else [(int(d), b) for d in str(a)[::-1]]:
+        column = {"+": x + y + carry, "-": x - y - carry, "*": x * y + carry}[op]
+        carry = int(column < 0) if op == "-" else column // 10
+        moves = moves or carry > 0
+    return f"{op} {digits} digit{'s' * (digits > 1)}, {'' if moves else 'no '}{'borrow' if op == '-' else 'carry'}"
+
+
 def arithmetic(rng: Random, frame: Frame) -> Problem:
     """Sums and differences of up to three digits, products with one digit."""
     op = rng.choice("++--*")
@@ -110,7 +122,8 @@ def arithmetic(rng: Random, frame: Frame) -> Problem:
     thoughts, value = _worked(op, a, b)
     templates = {"+": _ADD, "-": _SUBTRACT, "*": _MULTIPLY}[op]
     question = rng.choice(templates).format(a=a, b=b)
-    return answered("arithmetic", question, frame, thoughts, f"{a} {op} {b} = {value}.", str(value))
+    tags = (arithmetic_tag(op, a, b),)
+    return answered("arithmetic", question, frame, thoughts, f"{a} {op} {b} = {value}.", str(value), tags)
 
 
 _STORIES = (
@@ -140,7 +153,8 @@ def story(rng: Random, frame: Frame) -> Problem:
     filled = {"n": n, "m": m, "a": a, "b": b, "v": value, "i": item, "d": day, "r": room}
     named = f"This is {a} {op} {b}."
     thoughts = (f"{named} {thoughts[0]}", f"{named} {thoughts[1]}", f"{named} {thoughts[2]}")
-    return answered("story", question.format(**filled), frame, thoughts, answer.format(**filled), str(value))
+    tags = op, name_tag([name for key, name in (("{n}", n), ("{m}", m)) if key in question], words.NAMES)
+    return answered("story", question.format(**filled), frame, thoughts, answer.format(**filled), str(value), tags)
 
 
 def insertion_steps(values: list[str], down: bool) -> str:
@@ -152,22 +166,26 @@ def insertion_steps(values: list[str], down: bool) -> str:
     return ", ".join(trail)
 
 
-def lists(rng: Random, frame: Frame, what: str | None = None) -> Problem:
-    """Sort, reverse, count, largest, smallest, the n-th item, running sum; `what` names one of them."""
-    what = what or rng.choice(("sort", "sort", "reverse", "count", "largest", "smallest", "nth", "sum"))
-    if what in ("sort", "largest", "smallest"):
+def lists(rng: Random, frame: Frame, operation: str | None = None) -> Problem:
+    """Sort, reverse, count, largest, smallest, the n-th item, running sum; `operation` names one of them."""
+    operation = operation or rng.choice(("sort", "sort", "reverse", "count", "largest", "smallest", "nth", "sum"))
+    return replace(_list(rng, frame, operation), tags=(operation,))
+
+
+def _list(rng: Random, frame: Frame, operation: str) -> Problem:
+    if operation in ("sort", "largest", "smallest"):
         values = [str(v) for v in rng.sample(range(1, 100), rng.randint(3, 7))]
-    elif what == "sum":
+    elif operation == "sum":
         values = [str(rng.randint(1, 20)) for _ in range(rng.randint(3, 5))]
     else:
         values = rng.sample(words.THINGS + words.ITEMS, rng.randint(3, 8))
-    shown = ", ".join(values)
-    if what == "sort":
+    listing = ", ".join(values)
+    if operation == "sort":
         down = rng.random() < 0.4
         ordered = sorted(values, key=int, reverse=down)
         order = "largest to smallest" if down else "smallest to largest"
         question = rng.choice(
-            (f"Sort these numbers from {order}: {shown}", f"Put these numbers in order from {order}: {shown}.")
+            (f"Sort these numbers from {order}: {listing}", f"Put these numbers in order from {order}: {listing}.")
         )
         trace = insertion_steps(values, down)
         text = ", ".join(ordered)
@@ -177,57 +195,57 @@ def lists(rng: Random, frame: Frame, what: str | None = None) -> Problem:
             f"Insert one by one: {trace}. That is {len(values)} numbers.",
         )
         return answered("lists", question, frame, thoughts, f"Sorted: {text}.", text)
-    if what == "reverse":
+    if operation == "reverse":
         text = ", ".join(reversed(values))
         question = rng.choice(
             (
-                f"Reverse this list: {shown}",
-                f"Give this list in reverse order: {shown}.",
-                f"Say these words backwards, last first: {shown}.",
+                f"Reverse this list: {listing}",
+                f"Give this list in reverse order: {listing}.",
+                f"Say these words backwards, last first: {listing}.",
             )
         )
         thoughts = (
             "Start from the end.",
             f"The last is {values[-1]}, the first is {values[0]}.",
-            f"The list is {shown}. The last is {values[-1]}, the first is {values[0]}.",
+            f"The list is {listing}. The last is {values[-1]}, the first is {values[0]}.",
         )
         return answered("lists", question, frame, thoughts, f"Reversed: {text}.", text)
-    if what == "count":
+    if operation == "count":
         counted = ", ".join(f"{i} {v}" for i, v in enumerate(values, 1))
-        question = rng.choice((f"How many words are in this list: {shown}?", f"Count the items: {shown}."))
+        question = rng.choice((f"How many words are in this list: {listing}?", f"Count the items: {listing}."))
         return answered(
             "lists",
             question,
             frame,
-            (f"{counted}.", f"I count: {counted}.", f"The list is {shown}. I count: {counted}."),
+            (f"{counted}.", f"I count: {counted}.", f"The list is {listing}. I count: {counted}."),
             f"There are {len(values)} items.",
             str(len(values)),
         )
-    if what in ("largest", "smallest"):
-        best = (max if what == "largest" else min)(values, key=int)
-        other = "biggest" if what == "largest" else "lowest"
+    if operation in ("largest", "smallest"):
+        best = (max if operation == "largest" else min)(values, key=int)
+        other = "biggest" if operation == "largest" else "lowest"
         question = rng.choice(
-            (f"What is the {what} of these numbers: {shown}?", f"Which number is the {other}: {shown}?")
+            (f"What is the {operation} of these numbers: {listing}?", f"Which number is the {other}: {listing}?")
         )
         running, trail = values[0], [f"start with {values[0]}"]
         for v in values[1:]:
-            running = (max if what == "largest" else min)(running, v, key=int)
+            running = (max if operation == "largest" else min)(running, v, key=int)
             trail.append(f"{v}: {running}")
         trace = ", ".join(trail)
         return answered(
             "lists",
             question,
             frame,
-            (f"{trace}.", f"Keep the {what}: {trace}.", f"Keep the {what}: {trace}. So it is {best}."),
-            f"The {what} number is {best}.",
+            (f"{trace}.", f"Keep the {operation}: {trace}.", f"Keep the {operation}: {trace}. So it is {best}."),
+            f"The {operation} number is {best}.",
             best,
         )
-    if what == "nth":
+    if operation == "nth":
         n = rng.randrange(len(values))
         question = rng.choice(
             (
-                f"What is the {words.ORDINALS[n]} item of this list: {shown}?",
-                f"Which word comes {words.ORDINALS[n]} in this list: {shown}?",
+                f"What is the {words.ORDINALS[n]} item of this list: {listing}?",
+                f"Which word comes {words.ORDINALS[n]} in this list: {listing}?",
             )
         )
         counted = ", ".join(f"{i} {v}" for i, v in enumerate(values[: n + 1], 1))
@@ -235,7 +253,7 @@ def lists(rng: Random, frame: Frame, what: str | None = None) -> Problem:
             "lists",
             question,
             frame,
-            (f"{counted}.", f"I count: {counted}.", f"The list is {shown}. I count: {counted}."),
+            (f"{counted}.", f"I count: {counted}.", f"The list is {listing}. I count: {counted}."),
             f"The {words.ORDINALS[n]} item is {values[n]}.",
             values[n],
         )
@@ -243,7 +261,7 @@ def lists(rng: Random, frame: Frame, what: str | None = None) -> Problem:
     for v in values[1:]:
         sums.append(f"{total} + {v} = {total + int(v)}")
         total += int(v)
-    question = rng.choice((f"Add up these numbers: {shown}", f"What is the sum of this list: {shown}?"))
+    question = rng.choice((f"Add up these numbers: {listing}", f"What is the sum of this list: {listing}?"))
     trace = ", ".join(sums)
     return answered(
         "lists",
@@ -257,8 +275,12 @@ def lists(rng: Random, frame: Frame, what: str | None = None) -> Problem:
 
 def letters(rng: Random, frame: Frame) -> Problem:
     """Spell a word, reverse letters, count one letter."""
-    what = rng.choice(("spell", "reverse", "reverse", "count", "count"))
-    if what == "spell":
+    exercise = rng.choice(("spell", "reverse", "reverse", "count", "count"))
+    return replace(_letters(rng, frame, exercise), tags=(exercise,))
+
+
+def _letters(rng: Random, frame: Frame, exercise: str) -> Problem:
+    if exercise == "spell":
         word = rng.choice(words.THINGS + words.ITEMS)
         spelled = "-".join(word)
         question = rng.choice(
@@ -266,31 +288,31 @@ def letters(rng: Random, frame: Frame) -> Problem:
         )
         thoughts = ("Letter by letter.", f"The word is {word}.", f"The word is {word}, with {len(word)} letters.")
         return answered("letters", question, frame, thoughts, f"{word} is spelled {spelled}.", spelled)
-    if what == "reverse":
+    if exercise == "reverse":
         sequence = [rng.choice(words.ALPHABET) for _ in range(rng.randint(3, 9))]
-        shown, backwards = "-".join(sequence), "-".join(reversed(sequence))
+        text, backwards = "-".join(sequence), "-".join(reversed(sequence))
         question = rng.choice(
-            (f"Reverse the letters {shown}.", f"Write {shown} backwards.", f"What is {shown} in reverse?")
+            (f"Reverse the letters {text}.", f"Write {text} backwards.", f"What is {text} in reverse?")
         )
         thoughts = (
             "Start from the end.",
             f"The last letter is {sequence[-1]}.",
-            f"The letters are {shown}. The last letter is {sequence[-1]}.",
+            f"The letters are {text}. The last letter is {sequence[-1]}.",
         )
         return answered("letters", question, frame, thoughts, f"Backwards it is {backwards}.", backwards)
     few = rng.sample(words.ALPHABET, rng.randint(2, 4))
     sequence = [rng.choice(few) for _ in range(rng.randint(3, 9))]
     target = rng.choice(few)
-    shown, count, steps = "-".join(sequence), 0, []
+    text, count, steps = "-".join(sequence), 0, []
     for letter in sequence:
         count += letter == target
         steps.append(f"{letter} {count}")
     trace = ", ".join(steps)
     question = rng.choice(
         (
-            f"How often does {target} appear in {shown}?",
-            f"Count the letter {target} in {shown}.",
-            f"How many times is the letter {target} in {shown}?",
+            f"How often does {target} appear in {text}?",
+            f"Count the letter {target} in {text}.",
+            f"How many times is the letter {target} in {text}?",
         )
     )
     times = "1 time" if count == 1 else f"{count} times"

@@ -7,9 +7,11 @@ the final channel or the call alone; the analysis is free.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from halfbyte.evals.grading import Grade, refuses
 from halfbyte.harmony.messages import DeveloperContent, Message, SystemContent, Tool
 
 Effort = Literal["low", "medium", "high"]
@@ -65,17 +67,30 @@ class Frame:
 class Problem:
     """`reply` is what training shows; `answer` is what judging wants.
 
-    kind "text": the final message is one of `accept`. "json": it parses to `value`. "call": the reply ends in a call
-    of the function `accept[0]` with the arguments `value`.
+    kind "text": the final message is one of `accept`. "free": `grade` accepts it. "json": it parses to `value`.
+    "call": the reply ends in a call of the function `accept[0]` with the arguments `value`. `tags` name the subtypes
+    of its task that it belongs to.
     """
 
     task: str
     turns: tuple[Say, ...]
     reply: tuple[Say, ...]
-    kind: Literal["text", "json", "call"] = "text"
+    kind: Literal["text", "free", "json", "call"] = "text"
     accept: tuple[str, ...] = ()
     value: Any = None
     frame: Frame = field(default_factory=Frame)
+    grade: Grade | None = None
+    tags: tuple[str, ...] = ()
+
+    @property
+    def subtypes(self) -> tuple[str, ...]:
+        turn = sum(say.kind == "user" for say in self.turns)
+        return tuple(f"{self.task}: {tag}" for tag in (*self.tags, f"turn {turn}"))
+
+    @property
+    def wants_refusal(self) -> bool:
+        """True if the right answer says that the model cannot answer."""
+        return refuses(self.reply[-1].text) if self.grade is None else self.grade.refusal
 
     def prompt(self) -> list[Message]:
         return [*self.frame.messages(), *(say.message() for say in self.turns)]
@@ -90,6 +105,9 @@ class Problem:
             return call is not None and call[0] == self.accept[0] and _parsed(call[1]) == self.value
         if final is None or call is not None:
             return False
+        if self.kind == "free":
+            assert self.grade is not None
+            return self.grade.accepts("\n".join(say.text for say in self.turns), final)
         if self.kind == "json":
             return bool(_parsed(final) == self.value)
         return final.strip() in self.accept
@@ -125,8 +143,16 @@ def result(function: str, value: dict[str, Any]) -> Say:
     return Say("result", json.dumps(value), function)
 
 
-def answered(task: str, question: str, frame: Frame, thoughts: tuple[str, str, str], full: str, bare: str) -> Problem:
+def name_tag(names: Iterable[str], vocabulary: Iterable[str]) -> str:
+    return "listed names" if set(names) <= set(vocabulary) else "new names"
+
+
+def answered(
+    task: str, question: str, frame: Frame, thoughts: tuple[str, str, str], full: str, bare: str,
+    tags: tuple[str, ...] = (),
+) -> Problem:  # fmt: skip
     """The common case: one question, one analysis per effort, a full or a bare answer as the frame asks."""
     answer = bare if frame.brief else full
     thought = thoughts[EFFORTS.index(frame.effort or "medium")]
-    return Problem(task, (user(question),), (think(thought), final(answer)), "text", (answer,), frame=frame)
+    reply = (think(thought), final(answer))
+    return Problem(task, (user(question),), reply, "text", (answer,), frame=frame, tags=tags)

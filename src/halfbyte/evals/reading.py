@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from halfbyte.evals import words
-from halfbyte.evals.problem import Frame, Problem, answered, final, think, user
+from halfbyte.evals.problem import Frame, Problem, answered, final, name_tag, think, user
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def _of(pool: list[str]) -> Callable[[Random], str]:
 
 
 RELATIONS: dict[str, Relation] = {
-    "city": Relation("{n} lives in {v}.", ("Where does {n} live?", "In which city does {n} live?"), "Who lives in {v}?", "where {n} lives", words.place),
+    "city": Relation("{n} lives in {v}.", ("Where does {n} live?", "In which city does {n} live?"), "Who lives in {v}?", "where {n} lives", words.city),
     "job": Relation("{n} works as {v}.", ("What is {n}'s job?", "What does {n} work as?"), "Who works as {v}?", "what {n} works as", lambda r: words.a(r.choice(words.JOBS))),
     "food": Relation("{n} likes to eat {v}.", ("What does {n} like to eat?",), "Who likes to eat {v}?", "what {n} likes to eat", _of(words.FOODS)),
     "color": Relation("{n}'s favorite color is {v}.", ("What is {n}'s favorite color?", "Which color does {n} like best?"), "Whose favorite color is {v}?", "what {n}'s favorite color is", _of(words.COLORS)),
@@ -122,7 +122,8 @@ def ask(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str) ->
         f"The text says: {sentence}",
         f"I look for {n} in the text. The text says: {sentence} So it is {v}.",
     )
-    return answered(task, s.text + question, frame, thoughts, sentence, bare)
+    tags = ("value", name_tag([n], words.NAMES))
+    return answered(task, s.text + question, frame, thoughts, sentence, bare, tags)
 
 
 def ask_who(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str) -> Problem:
@@ -132,28 +133,29 @@ def ask_who(rng: Random, s: Scene, key: tuple[str, str], frame: Frame, task: str
     sentence = RELATIONS[kind].fact.format(n=n, v=v)
     question = RELATIONS[kind].who.format(v=v)
     # A name stands before its value, so a small network cannot look it up: it reads along until the value comes by.
-    place = s.sentences.index(sentence)
-    read = " ".join(s.sentences[: place + 1])
+    index = s.sentences.index(sentence)
+    read = " ".join(s.sentences[: index + 1])
     thoughts = (
         f"Read: {read} It is {n}.",
         f"I read the text: {read} It is {n}.",
         f"I read the text until I find {v}: {read} It is {n}. So the answer is {n}.",
     )
-    return answered(task, s.text + question, frame, thoughts, sentence, n)
+    return answered(task, s.text + question, frame, thoughts, sentence, n, ("person", name_tag([n], words.NAMES)))
 
 
 def ask_missing(rng: Random, s: Scene, key: tuple[str, str], frame: Frame) -> Problem:
     """Ask for a fact that is not there."""
     n, kind = key
     relation = CODE if kind == "code" else RELATIONS[kind]
-    what = relation.missing.format(n=n)
+    topic = relation.missing.format(n=n)
     question = rng.choice(relation.ask).format(n=n)
     thoughts = (
         "It does not say.",
-        f"The text does not say {what}.",
-        f"I look for {n} in the text. The text does not say {what}. I must not guess.",
+        f"The text does not say {topic}.",
+        f"I look for {n} in the text. The text does not say {topic}. I must not guess.",
     )
-    return answered("unknown", s.text + question, frame, thoughts, f"The text does not say {what}.", "unknown")
+    tags = (name_tag([n], words.NAMES),)
+    return answered("unknown", s.text + question, frame, thoughts, f"The text does not say {topic}.", "unknown", tags)
 
 
 def questions(
@@ -181,9 +183,9 @@ def questions(
 def missing_key(rng: Random, s: Scene) -> tuple[str, str]:
     """A person and a relation the scene does not join: mostly someone it mentions, sometimes a stranger."""
     kinds = list(RELATIONS) + (["code"] if any(k == "code" for _, k in s.facts) else [])
-    known = sorted({n for n, _ in s.facts})
+    people = sorted({n for n, _ in s.facts})
     while True:
-        n = rng.choice(known) if rng.random() < 0.7 else words.person(rng)
+        n = rng.choice(people) if rng.random() < 0.7 else words.person(rng)
         kind = rng.choice(kinds)
         if (n, kind) not in s.facts:
             return n, kind
@@ -235,9 +237,13 @@ def extract(rng: Random, frame: Frame) -> Problem:
     assert frame.response_format is not None
     names = list(json.loads(frame.response_format[1])["properties"])
     values: dict[str, str | int] = {
-        "name": words.person(rng), "city": words.place(rng), "quantity": rng.randint(2, 60),
-        "item": rng.choice(words.ITEMS[:18]), "price": rng.randint(5, 999), "day": rng.choice(words.DAYS),
-    }  # fmt: skip
+        "name": words.person(rng),
+        "city": words.city(rng),
+        "quantity": rng.randint(2, 60),
+        "item": rng.choice(words.ITEMS[:18]),
+        "price": rng.randint(5, 999),
+        "day": rng.choice(words.DAYS),
+    }
     lead = rng.choice(("Extract the data: ", "Fill in the format from this text: ", "", "Turn this into JSON: "))
     question = lead + rng.choice(_ORDERS).format(**values)
     value = {f: values[f] for f in names}
@@ -248,4 +254,7 @@ def extract(rng: Random, frame: Frame) -> Problem:
         "medium": f"The fields are {fields}.",
         "high": f"The fields are {fields}. " + " ".join(f"The {f} is {values[f]}." for f in names),
     }[frame.effort or "medium"]
-    return Problem("extract", (user(question),), (think(thought), final(text)), "json", (text,), value, frame)
+    tags = (f"{len(names)} fields", name_tag([str(values["name"]), str(values["city"])], words.NAMES + words.CITIES))
+    return Problem(
+        "extract", (user(question),), (think(thought), final(text)), "json", (text,), value, frame, tags=tags
+    )

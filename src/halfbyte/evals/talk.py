@@ -6,7 +6,7 @@ from __future__ import annotations
 from random import Random
 
 from halfbyte.evals import words
-from halfbyte.evals.problem import EFFORTS, Frame, Problem, Say, answered, final, think, user
+from halfbyte.evals.problem import EFFORTS, Frame, Problem, Say, answered, final, name_tag, think, user
 
 SMALL_TALK: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("Hello", "Hello!", "Hi", "hi", "Hi there!", "hello", "Hey", "Good morning", "Good evening!", "Hello, model!"),
@@ -49,7 +49,7 @@ def chat(rng: Random, frame: Frame) -> Problem:
             f"The user asks about {topic}. I reply.",
             f"The user asks about {topic}. This needs no calculation. I reply in a friendly way.",
         )
-    return answered("chat", rng.choice(asks), frame, thoughts, reply, reply)  # fmt: skip
+    return answered("chat", rng.choice(asks), frame, thoughts, reply, reply)
 
 
 _ABOUT: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str]] = {
@@ -67,7 +67,7 @@ def _value(rng: Random, key: str) -> str:
     if key == "name":
         return words.person(rng)
     if key == "city":
-        return words.place(rng)
+        return words.city(rng)
     if key == "number":
         return words.digits(rng, 2, 6)
     return rng.choice({"color": words.COLORS, "pet": words.PETS, "food": words.FOODS}[key])
@@ -94,7 +94,9 @@ def memory(rng: Random, frame: Frame, between: list[Problem]) -> Problem:
     longer = f"I look back at the conversation. {thought}"
     solved = answered("memory", question, frame, (thought, thought, longer), answer, bare)
     turns = tuple(say for block in blocks for say in block) + solved.turns
-    return Problem("memory", turns, solved.reply, "text", solved.accept, None, frame)
+    vocabulary = (*words.NAMES, *words.CITIES, *(v for key, v in facts.items() if key not in ("name", "city")))
+    tags = ("told" if topic in facts else "not told", name_tag(facts.values(), vocabulary))
+    return Problem("memory", turns, solved.reply, "text", solved.accept, None, frame, tags=tags)
 
 
 def remark(rng: Random, frame: Frame) -> Problem:
@@ -108,4 +110,12 @@ def remark(rng: Random, frame: Frame) -> Problem:
         "The user tells me something. I take note of it for later.",
     )
     statement = user(rng.choice(_ABOUT[key][0]).format(v=v))
-    return Problem("chat", (statement,), (think(thought[EFFORTS.index(frame.effort or "medium")]), final(reply)), "text", (reply,), None, frame)  # fmt: skip
+    return Problem(
+        "chat",
+        (statement,),
+        (think(thought[EFFORTS.index(frame.effort or "medium")]), final(reply)),
+        "text",
+        (reply,),
+        None,
+        frame,
+    )

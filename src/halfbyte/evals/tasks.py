@@ -16,9 +16,12 @@ from halfbyte.evals import calling, numbers, reading, talk
 from halfbyte.evals.problem import Effort, Frame, Problem
 
 _NEUTRAL = (
-    "You are a helpful assistant.", "Be friendly and correct.", "Answer the user's questions.", "Help the user.",
+    "You are a helpful assistant.",
+    "Be friendly and correct.",
+    "Answer the user's questions.",
+    "Help the user.",
     "You are a careful assistant. Answer in English.",
-)  # fmt: skip
+)
 _BRIEF = (
     "Answer with the bare result, no sentence.",
     "Give only the answer and nothing else.",
@@ -97,9 +100,17 @@ def problem(task: str, seed: int, index: int, *, quick: bool = False) -> Problem
 
 MIXTURE: Mapping[str, float] = {"short": 0.50, "scene": 0.14, "haystack": 0.04, "extract": 0.10, "tools": 0.22}
 _SHORT_WEIGHTS = {
-    "arithmetic": 6, "story": 3, "lists": 4, "sort": 2, "letters": 3, "repeat": 2, "echo": 1, "chat": 2,
-    "remark": 0.7, "memory": 3,
-}  # fmt: skip
+    "arithmetic": 6,
+    "story": 3,
+    "lists": 4,
+    "sort": 2,
+    "letters": 3,
+    "repeat": 2,
+    "echo": 1,
+    "chat": 2,
+    "remark": 0.7,
+    "memory": 3,
+}
 # Short problems by the name training weighs them under: the tasks, and the hard parts of some on their own.
 _DRAWN: dict[str, Callable[[Random, Frame], Problem]] = {
     **SHORT,

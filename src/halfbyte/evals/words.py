@@ -47,7 +47,7 @@ _CODAS = ["", "", "n", "r", "l", "s", "m", "k", "x", "nd", "rt"]
 
 
 def invented(rng: Random) -> str:
-    """A name nobody has: two or three syllables, so that it must be copied and cannot be guessed."""
+    """An invented name of two or three syllables, which must be copied and cannot be guessed."""
     syllables = [rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((2, 2, 3)))]
     return "".join(syllables).capitalize()
 
@@ -64,7 +64,7 @@ def people(rng: Random, count: int) -> list[str]:
     return list(people)
 
 
-def place(rng: Random) -> str:
+def city(rng: Random) -> str:
     return invented(rng) if rng.random() < 0.15 else rng.choice(CITIES)
 
 

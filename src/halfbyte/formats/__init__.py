@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from halfbyte.errors import FormatError
-from halfbyte.formats import mxfp4, mxfp8, nvfp4, q8
+from halfbyte.formats import mxfp4, mxfp8, q8
 from halfbyte.formats.dense import DenseTiles
 from halfbyte.formats.layouts import LAYOUTS, convert
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
@@ -55,7 +55,6 @@ def _spec(name: FormatName, module: Any, rules: Sequence[str]) -> FormatSpec:
 FORMATS: dict[str, FormatSpec] = {
     "mxfp4": _spec("mxfp4", mxfp4, ("ocp", "mse")),
     "mxfp8": _spec("mxfp8", mxfp8, ("ocp", "mse")),
-    "nvfp4": _spec("nvfp4", nvfp4, nvfp4.RULES),
     "q8": _spec("q8", q8, q8.RULES),
 }
 
@@ -71,11 +70,11 @@ def quantize(x: torch.Tensor, format: str, rule: str = "ocp") -> MXTensor:
     return format_spec(format).quantize(x, rule=rule)
 
 
-WEIGHT_RULES = {"mxfp4": "mse"}  # a weight is quantised once and read forever: spend the time on the better scale
+WEIGHT_RULES = {"mxfp4": "mse", "q8": "rounded"}  # a weight is quantised once and read forever: take the better rule
 
 
 def quantize_weight(x: torch.Tensor, format: str) -> MXTensor:
-    """A weight in the named format, as `--layers` makes it: the same wherever it is made."""
+    """A weight in the named format, as `--layers` quantises it."""
     return quantize(x, format, WEIGHT_RULES.get(format, "ocp"))
 
 
@@ -91,5 +90,4 @@ def bytes_for(shape: Sequence[int], format: str) -> int:
         raise FormatError(f"a {format} tensor needs at least one dimension to group along")
     geometry = GEOMETRY[format]
     groups = math.prod(shape[:-1]) * (geometry.padded(shape[-1]) // geometry.group)
-    extra = torch.float32.itemsize if format == "nvfp4" else 0
-    return groups * (geometry.group_bytes + geometry.scale_dtype.itemsize) + extra
+    return groups * (geometry.group_bytes + geometry.scale_dtype.itemsize)

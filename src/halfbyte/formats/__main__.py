@@ -15,7 +15,7 @@ from halfbyte.formats import FORMATS, dequantize, quantize
 ROWS, K, SEED = 1024, 2880, 0
 
 
-class Row(NamedTuple):
+class FormatCost(NamedTuple):
     format: str
     rule: str
     bits: float
@@ -27,7 +27,7 @@ class Row(NamedTuple):
         return -20 * math.log10(self.relative)
 
 
-def measure() -> list[Row]:
+def measure() -> list[FormatCost]:
     x = torch.randn(ROWS, K, generator=torch.Generator().manual_seed(SEED))
     rows = []
     for spec in FORMATS.values():
@@ -36,11 +36,11 @@ def measure() -> list[Row]:
             error = dequantize(quantize(x, spec.name, rule)) - x
             relative = float(error.norm() / x.norm())
             worst = float((error.view(-1, spec.group).abs() / amax).max())
-            rows.append(Row(spec.name, rule, spec.bits_per_weight, relative, worst))
+            rows.append(FormatCost(spec.name, rule, spec.bits_per_weight, relative, worst))
     return rows
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[FormatCost]) -> str:
     lines = [
         "| format | rule | bits per weight | ‖error‖ / ‖x‖ | SNR, dB | worst element / group amax |",
         "|---|---|---|---|---|---|",

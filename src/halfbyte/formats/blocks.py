@@ -48,9 +48,7 @@ def float_groups(x: torch.Tensor, group: int) -> Iterator[tuple[int, torch.Tenso
         yield start * per_row, chunk.reshape(-1, group)
 
 
-def quantize_plain(
-    x: torch.Tensor, name: FormatName, quantizer: Quantizer, tensor_scale: torch.Tensor | None = None
-) -> MXTensor:
+def quantize_plain(x: torch.Tensor, name: FormatName, quantizer: Quantizer) -> MXTensor:
     """A plain MXTensor; `quantizer` maps float32 groups [n, group] to (bytes [n, group_bytes], scales [n])."""
     geometry = GEOMETRY[name]
     *lead, k = x.shape
@@ -61,7 +59,7 @@ def quantize_plain(
     for first, groups in float_groups(x, geometry.group):
         data[first : first + len(groups)], scales[first : first + len(groups)] = quantizer(groups)
     data, scales = data.view(*lead, per_row * geometry.group_bytes), scales.view(*lead, per_row)
-    return MXTensor(data, scales, tuple(x.shape), name, "plain", tensor_scale)
+    return MXTensor(data, scales, tuple(x.shape), name)
 
 
 def dequantize_plain(t: MXTensor, dtype: torch.dtype, dequantizer: Dequantizer) -> torch.Tensor:
@@ -88,7 +86,7 @@ def dequantize_plain(t: MXTensor, dtype: torch.dtype, dequantizer: Dequantizer) 
 
 
 def slices(count: int, elements_each: int, device: torch.device) -> list[slice]:
-    """`count` things of so many elements each, cut into slices that keep temporaries small."""
+    """Slices of `count` items with `elements_each` elements, small enough to keep temporaries small."""
     if elements_each == 0:
         return []
     step = max(1, chunk_elements(device) // elements_each)

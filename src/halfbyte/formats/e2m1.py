@@ -1,4 +1,4 @@
-"""E2M1, the 4-bit element of MXFP4 and NVFP4: one sign bit, two exponent bits, one mantissa bit, bias 1.
+"""E2M1, the 4-bit element of MXFP4: one sign bit, two exponent bits, one mantissa bit, bias 1.
 
     code      0   1   2   3   4   5   6   7      8 .. 15 are the same with the sign set (8 is -0)
     value     0  .5   1  1.5  2   3   4   6

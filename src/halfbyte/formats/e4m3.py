@@ -1,5 +1,4 @@
-"""E4M3, the 8-bit element of MXFP8 and the group scale of NVFP4: 4 exponent bits (bias 7), 3 mantissa bits, no
-infinity.
+"""E4M3, the 8-bit element of MXFP8: 4 exponent bits (bias 7), 3 mantissa bits, no infinity.
 
 Codes are held as uint8 (the bits of `torch.float8_e4m3fn`). Encoding rounds to nearest, ties to even, and saturates at
 ±448, infinities included; NaN stays NaN and keeps its sign (0x7F or 0xFF). Subnormals go down to 2^-9.

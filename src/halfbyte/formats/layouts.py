@@ -2,7 +2,7 @@
 
 Every layout is lossless: `convert` goes from any layout to any other through "plain" and changes no code and no scale.
 It never changes a number format, and a layout that cannot hold a format refuses it. Work goes tile by tile, so a
-gigabyte of experts is repacked with a few megabytes beside source and result.
+gigabyte of experts is repacked with a few megabytes in addition to source and result.
 
 | layout       | formats    | `data`                                              | `scales`       |
 |--------------|------------|-----------------------------------------------------|----------------|
@@ -104,8 +104,6 @@ def interleave(gate: MXTensor, up: MXTensor) -> MXTensor:
         raise FormatError(
             f"gate and up must agree in format and shape, not {gate.format} {gate.shape} with {up.format} {up.shape}"
         )
-    if gate.tensor_scale is not None and up.tensor_scale is not None and not gate.tensor_scale.equal(up.tensor_scale):
-        raise FormatError("gate and up have different nvfp4 tensor scales: quantise them as one tensor")
     return replace(
         gate,
         data=torch.stack((gate.data, up.data), dim=-2).flatten(-3, -2),
@@ -226,7 +224,7 @@ def _split_unpack(t: MXTensor) -> MXTensor:
 
 
 def _fresh(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of `x` in a row of their own, so that they may be viewed as words wherever `x` began."""
+    """A contiguous, aligned copy of `x`, so that its bytes can be viewed as words."""
     return x.clone(memory_format=torch.contiguous_format).view(-1)
 
 
@@ -237,7 +235,7 @@ def _same(t: MXTensor) -> MXTensor:
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        Layout("plain", ("mxfp4", "mxfp8", "nvfp4", "q8"), _same, _same),
+        Layout("plain", ("mxfp4", "mxfp8", "q8"), _same, _same),
         Layout("gguf", ("mxfp4", "q8"), _gguf_pack, _gguf_unpack),
         Layout("tile16", ("mxfp4", "q8"), tile16.pack, tile16.unpack),
         Layout("rows16", ("mxfp4", "q8"), rows16.pack, rows16.unpack),

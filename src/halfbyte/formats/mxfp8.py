@@ -1,6 +1,6 @@
 """MXFP8 (OCP MX v1.0) with E4M3 elements: groups of 32 under one UE8M0 scale, 8.25 bits per weight.
 
-The same scale rules and special groups as MXFP4. A NaN makes its whole group NaN here too, although E4M3 could hold it
+Scale rules and special groups are those of MXFP4. A NaN makes its whole group NaN here too, although E4M3 could hold it
 in place: the meaning of a broken group then does not depend on the element format.
 """
 

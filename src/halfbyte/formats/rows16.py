@@ -2,7 +2,9 @@
 
 Rows in tiles of 16 whose words are interleaved, so that one lane of a vector belongs to one row. Data is uint8
 [..., ceil(N/16), tile bytes]; a tile is its codes, then its scales, each padded with zeros to whole lines of 64 bytes.
-Rows past N and elements past K, up to whole groups of 32, are zero bytes.
+Rows past N and elements past K, up to whole groups of 32, are zero.
+A group of zeros whose UE8M0 byte is 0 or 1 gets the byte 127 (scale 1): the numbers are the same, and the kernels'
+vector code need not leave for the subnormal scales that those bytes mean.
 
 | format         | codes                                              | scales                 |
 |----------------|----------------------------------------------------|------------------------|
@@ -27,6 +29,7 @@ from halfbyte.formats.blocks import check_data, no_scales
 from halfbyte.formats.tensor import GEOMETRY, MXTensor
 
 ROWS, GROUP, LINE = 16, 32, 64
+ONE = 127  # the UE8M0 byte of scale 1
 DENSE = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -37,20 +40,32 @@ def pack(t: MXTensor) -> MXTensor:
     codes, scales = _part_bytes(t.format, groups)
     out = torch.empty((stack, tiles, codes + scales), dtype=torch.uint8, device=t.device)
     words = groups * geometry.group_bytes // 4
-    _transpose(_words(t.data, torch.int32).view(stack, n, words), _columns(out, 0, words, torch.int32))
+    _transpose(_view_as(t.data, torch.int32).view(stack, n, words), _columns(out, 0, words, torch.int32))
     dtype = geometry.scale_dtype
-    _transpose(_words(t.scales, dtype).view(stack, n, groups), _columns(out, codes, groups, dtype))
+    _transpose(_view_as(t.scales, dtype).view(stack, n, groups), _columns(out, codes, groups, dtype))
     out[..., codes + groups * ROWS * dtype.itemsize :] = 0
+    if t.format == "mxfp4":
+        _name_zero_groups(out, codes, groups)
     return replace(t, data=out.view(*lead, tiles, codes + scales), scales=no_scales(out), layout="rows16")
 
 
+def _name_zero_groups(out: Tensor, codes: int, groups: int) -> None:
+    """Give groups of zeros an ordinary scale."""
+    scales = out[..., codes : codes + groups * ROWS]
+    subnormal = scales < 2
+    if bool(subnormal.any()):
+        words = out[..., : groups * GROUP // 2 * ROWS].view(torch.int32)
+        zeros = ((words.view(*words.shape[:-1], groups, 4, ROWS) & 0x77777777) == 0).all(-2)
+        scales.masked_fill_(subnormal & zeros.flatten(-2), ONE)
+
+
 def unpack(t: MXTensor) -> MXTensor:
-    """The plain tensor again, equal to the last byte."""
+    """The plain tensor again, equal to the last byte but for the scales of groups of zeros."""
     *lead, n, k = _matrix(t.shape)
     geometry, stack, tiles, groups = GEOMETRY[t.format], math.prod(lead), -(-n // ROWS), -(-k // GROUP)
     codes, scales = _part_bytes(t.format, groups)
     check_data(t, (*lead, tiles, codes + scales))
-    tile_bytes = _words(t.data, torch.int32).view(torch.uint8).view(stack, tiles, codes + scales)
+    tile_bytes = _view_as(t.data, torch.int32).view(torch.uint8).view(stack, tiles, codes + scales)
     words, dtype = groups * geometry.group_bytes // 4, geometry.scale_dtype
     data = _rows(_columns(tile_bytes, 0, words, torch.int32), n)
     return replace(
@@ -81,7 +96,7 @@ def unpack_dense(data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
 
 def tile_bytes(format: str, k: int) -> int:
-    """Of one tile of a matrix with K columns; format as of a weight: mxfp4, q8, f32, f16, bf16."""
+    """Bytes of one tile of a matrix with K columns in a weight format: mxfp4, q8, f32, f16 or bf16."""
     groups = -(-k // GROUP)
     if format in GEOMETRY:
         return sum(_part_bytes(format, groups))
@@ -129,8 +144,8 @@ def _rows(columns: Tensor, n: int) -> Tensor:
     return rows
 
 
-def _words(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes as `dtype`; copied where they do not begin at a whole one."""
+def _view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bytes of `x` as `dtype`; copied where they are not aligned to it."""
     flat = x.contiguous().view(-1)
     if flat.storage_offset() * flat.dtype.itemsize % dtype.itemsize or flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()

@@ -1,6 +1,6 @@
-"""Where the rows of a matrix lie in open files, for those that lay it out while they read it.
+"""Where the rows of a matrix lie in open files, for packers that lay it out while they read it.
 
-Offsets and sizes are checked by whoever makes a `Stored` (the readers of headers); nothing here reads, and nothing here
+The readers of headers, which make a `Stored`, check its offsets and sizes; nothing here reads, and nothing here
 keeps a file open.
 """
 
@@ -41,10 +41,11 @@ class Stored:
 
 
 class Packer(NamedTuple):
-    """Ways from files into place, without a copy in between. Each also says whether every number and scale is finite.
-    An OSError says that a file cannot be read, an EOFError that it ends early."""
+    """Ways from files into place, without a copy in between. Each also says whether the weights are sound:
+    every number and scale is finite, and no part is all zeros. An OSError says that a file cannot be read, an EOFError
+    that it ends early."""
 
     layout: str  # that `pack` makes
     pack: Callable[[Stored], tuple[MXTensor | DenseTiles, bool]]
-    widen: Callable[[Stored], tuple[Tensor, bool]]  # GGUF's blocks as bfloat16, row by row
+    widen: Callable[[Stored], tuple[Tensor, bool]]  # GGUF's blocks as float32, row by row
     look: Callable[[Stored], bool]  # keeps nothing

@@ -4,8 +4,8 @@ The format says what the numbers are; the layout says where the bytes lie. Only 
 nothing changes the format after quantisation. An operation that is handed the wrong format raises FormatError; it
 never converts in silence.
 
-A plain tensor is checked against its format when it is made, so relabelling one format as another (MXFP4 as NVFP4, say)
-is an error on the spot. The geometry of every other layout is checked by `layouts.py` when it is unpacked.
+A plain tensor is checked against its format when it is made, so relabelling one format as another is an error
+immediately. The geometry of every other layout is checked by `layouts.py` when it is unpacked.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 from halfbyte.errors import FormatError
 
-FormatName = Literal["mxfp4", "mxfp8", "nvfp4", "q8"]
+FormatName = Literal["mxfp4", "mxfp8", "q8"]
 
 
 class Geometry(NamedTuple):
-    """What one group of a format looks like in the layout "plain"."""
+    """The shape of one group of a format in the layout "plain"."""
 
     group: int
     element_bits: int
@@ -41,7 +41,6 @@ class Geometry(NamedTuple):
 GEOMETRY: dict[str, Geometry] = {
     "mxfp4": Geometry(32, 4, torch.uint8, torch.uint8),
     "mxfp8": Geometry(32, 8, torch.uint8, torch.uint8),
-    "nvfp4": Geometry(16, 4, torch.uint8, torch.uint8),
     "q8": Geometry(32, 8, torch.int8, torch.float16),
 }
 assert set(GEOMETRY) == set(get_args(FormatName))
@@ -52,9 +51,9 @@ class MXTensor:
     """`shape` is the logical shape; the last dimension is K, the one that is grouped.
 
     In the layout "plain": `data` is uint8 [..., K/2] for 4-bit formats (low nibble first) or one byte per element
-    (uint8 E4M3 bits for mxfp8, int8 for q8), and `scales` is [..., K/group] (uint8 UE8M0 for mxfp4 and mxfp8, uint8
-    E4M3 bits for nvfp4, float16 for q8). Where K is not a multiple of the group both are as long as K rounded up to
-    whole groups, and the extra elements are zero. `tensor_scale` (float32 scalar) is nvfp4's alone.
+    (uint8 E4M3 bits for mxfp8, int8 for q8), and `scales` is [..., K/group] (uint8 UE8M0 for mxfp4 and mxfp8,
+    float16 for q8). Where K is not a multiple of the group both are as long as K rounded up to whole groups, and the
+    extra elements are zero.
     """
 
     data: torch.Tensor
@@ -62,18 +61,12 @@ class MXTensor:
     shape: tuple[int, ...]
     format: FormatName
     layout: str = "plain"
-    tensor_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.format not in GEOMETRY:
             raise FormatError(f"unknown number format {self.format!r}: use one of {', '.join(GEOMETRY)}")
         if not self.shape:
             raise FormatError(f"a {self.format} tensor needs at least one dimension to group along")
-        if (self.tensor_scale is not None) != (self.format == "nvfp4"):
-            raise FormatError(
-                f"{self.format} {'has' if self.format == 'nvfp4' else 'has no'} tensor scale: these bytes belong to "
-                "another format, and formats are never mixed"
-            )
         if self.layout == "plain":
             self._check_plain()
 
@@ -83,20 +76,19 @@ class MXTensor:
         padded = geometry.padded(k)
         data_shape = (*lead, padded * geometry.element_bits // 8)
         scale_shape = (*lead, padded // geometry.group)
-        for what, tensor, shape, dtype in (
+        for part, tensor, shape, dtype in (
             ("data", self.data, data_shape, geometry.data_dtype),
             ("scales", self.scales, scale_shape, geometry.scale_dtype),
         ):
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise FormatError(
-                    f"the {what} of a plain {self.format} tensor of shape {tuple(self.shape)} must be {dtype} of shape "
+                    f"the {part} of a plain {self.format} tensor of shape {tuple(self.shape)} must be {dtype} of shape "
                     f"{shape}, not {tensor.dtype} of shape {tuple(tensor.shape)}"
                 )
 
     @property
     def nbytes(self) -> int:
-        extra = self.tensor_scale.nbytes if self.tensor_scale is not None else 0
-        return self.data.nbytes + self.scales.nbytes + extra
+        return self.data.nbytes + self.scales.nbytes
 
     @property
     def device(self) -> torch.device:
@@ -111,9 +103,6 @@ class MXTensor:
             self,
             data=self.data.to(device, non_blocking=non_blocking),
             scales=self.scales.to(device, non_blocking=non_blocking),
-            tensor_scale=(
-                self.tensor_scale.to(device, non_blocking=non_blocking) if self.tensor_scale is not None else None
-            ),
         )
 
     def select(self, index: int) -> MXTensor:

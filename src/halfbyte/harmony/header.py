@@ -1,8 +1,8 @@
-"""What stands before `<|message|>`: role, recipient, channel and content type, in whatever order a model wrote them.
+"""Parses the header before `<|message|>`: role, recipient, channel and content type, in any order.
 
-`Draft.resolve` reads a header that `<|message|>` closed; `Draft.salvage` one that was never closed, where only known
-words count as header and everything else is what the model wanted to say. Neither ever raises, and neither loses a
-word: what no field explains is handed back to be shown.
+`Draft.resolve` reads a header that `<|message|>` closed. `Draft.salvage` reads one that was never closed: there, only
+known words belong to the header and everything else is content. Neither raises, and neither loses a word: words that
+belong to no field are returned, so that they can be shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Marker = Literal["role", "channel", "constrain"]
 CHANNELS = (ANALYSIS.encode(), COMMENTARY.encode(), FINAL.encode())
 ROLES = {role.value.encode(): role for role in Role}
 FORMATS = (b"json", b"code", b"text")
-_NOBODY = (None, "all", "user", "assistant")  # recipients that are not tools
+_NOT_TOOLS = (None, "all", "user", "assistant")  # recipients that are not tools
 _BUILTIN = (b"python", b"browser")
 
 # A header that grows past this is not a header: the longest true one is a role, a recipient and a content type.
@@ -38,7 +38,7 @@ _TOOL_NAME = re.compile(rb"(?:[\w-]+\.)+[\w-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class MessageHeader:
     role: Role
     channel: str | None = None
     recipient: str | None = None
@@ -70,7 +70,7 @@ class Draft:
         """Whether the text since the last marker can no longer be part of a header."""
         text = self.segments[-1][1]
         if any(b"to=" in segment for _, segment in self.segments):
-            # What follows a recipient is shown to a program, so be sure: either arguments have begun, or wait longer.
+            # What follows a recipient is shown to a program, so be sure: either arguments have begun, or wait.
             return _ARGUMENTS.search(text.strip()) is not None or len(text) > _MOST_BEFORE_ARGUMENTS
         if len(text) > _MOST_BYTES:
             return True
@@ -79,8 +79,8 @@ class Draft:
         line = text.rpartition(b"\n")[2].strip() if b"\n" in text else b""
         return not b"to=".startswith(line) or len(text.split()) > _MOST_WORDS
 
-    def resolve(self, repairs: Counter[str]) -> tuple[Header, bytes]:
-        """The header that `<|message|>` closed, and the words of it that nothing explains."""
+    def resolve(self, repairs: Counter[str]) -> tuple[MessageHeader, bytes]:
+        """The header that `<|message|>` closed, and the words that belong to no field."""
         fields = _Fields(self.role, repairs)
         bare: list[bytes] = []
         for marker, text in self.segments:
@@ -98,7 +98,7 @@ class Draft:
         bare = fields.take_bare(bare)
         return fields.header(), b" ".join(bare)
 
-    def salvage(self, repairs: Counter[str], *, cut: bool = False) -> tuple[Header, bytes, bytes]:
+    def salvage(self, repairs: Counter[str], *, cut: bool = False) -> tuple[MessageHeader, bytes, bytes]:
         """A header that was never closed: its known words, then the stray words of earlier parts, then its text.
 
         `cut`: the stream ended here, so the last word may be half of a known one.
@@ -123,7 +123,7 @@ class _Fields:
         self.role = role
         self.repairs = repairs
         self.name: bytes | None = None
-        self.stranger: bytes | None = None  # a role nobody has heard of
+        self.stranger: bytes | None = None  # an unknown role
         self.values: dict[str, bytes] = {}
         self.discarded: list[bytes] = []
 
@@ -159,12 +159,12 @@ class _Fields:
         if word is None:
             self.repairs["empty_channel"] += 1
             return
-        for known in CHANNELS:
-            tail = word.removeprefix(known)
+        for channel in CHANNELS:
+            tail = word.removeprefix(channel)
             if tail and tail != word and (_TO.match(tail) or _TOOL_NAME.fullmatch(tail) or tail in FORMATS):
                 self.repairs["glued_channel"] += 1
                 words.insert(0, tail)
-                word = known
+                word = channel
         if word not in CHANNELS and (clean := _EDGES.sub(b"", word).lower()) in CHANNELS:
             self.repairs["unclean_channel"] += 1  # `commentary?`, `Analysis`: seen in the wild
             self.discarded.append(word)
@@ -174,7 +174,7 @@ class _Fields:
         elif word in FORMATS:
             self.set("content_type", word)
         else:
-            self.repairs["doubled_channel"] += 1  # a channel nobody knows does not overrule one
+            self.repairs["doubled_channel"] += 1  # an unknown channel does not overrule a known one
             self.discarded.append(word)
 
     def take_format(self, words: list[bytes]) -> None:
@@ -269,15 +269,15 @@ class _Fields:
 
     def _known_channel(self, text: bytes, *, cut: bool) -> bytes:
         stripped = text.lstrip()
-        for known in CHANNELS:
-            if stripped.startswith(known):
-                self.set("channel", known)
-                return stripped[len(known) :]
+        for channel in CHANNELS:
+            if stripped.startswith(channel):
+                self.set("channel", channel)
+                return stripped[len(channel) :]
         return b"" if cut and _is_half(text, CHANNELS) else text
 
     # ---- the outcome --------------------------------------------------------------------------
 
-    def header(self) -> Header:
+    def header(self) -> MessageHeader:
         role, name, recipient = self.role, self.name, self.values.get("recipient")
         if self.stranger is not None:
             word = self.stranger
@@ -292,11 +292,11 @@ class _Fields:
         if channel is not None and channel.encode() not in CHANNELS:
             self.repairs["unknown_channel"] += 1
         kind: Kind = "content"
-        if role is Role.ASSISTANT and to not in _NOBODY:
+        if role is Role.ASSISTANT and to not in _NOT_TOOLS:
             kind = "call"
         elif channel is not None and channel.lower() == ANALYSIS:
             kind = "reasoning"
-        return Header(
+        return MessageHeader(
             role=role,
             channel=channel,
             recipient=to,
@@ -308,7 +308,7 @@ class _Fields:
 
 
 def _pop_word(words: list[bytes]) -> bytes | None:
-    """The word a marker introduces; a recipient is never it."""
+    """Remove and return the word that a marker introduces, unless it is a recipient."""
     return words.pop(0) if words and not words[0].startswith(b"to=") else None
 
 
@@ -318,6 +318,6 @@ def _glued(word: bytes, front: bytes, tails: tuple[bytes, ...]) -> bytes | None:
     return tail if tail != word and tail in tails else None
 
 
-def _is_half(text: bytes, known: tuple[bytes, ...]) -> bool:
+def _is_half(text: bytes, candidates: tuple[bytes, ...]) -> bool:
     word = text.strip()
-    return any(whole.startswith(word) for whole in known)
+    return any(candidate.startswith(word) for candidate in candidates)

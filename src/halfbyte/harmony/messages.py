@@ -5,6 +5,7 @@ Nothing here knows tokens. Field names follow OpenAI's harmony package, so that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +15,7 @@ ReasoningEffort = Literal["low", "medium", "high"]
 
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 FUNCTIONS = "functions"  # the namespace of the caller's own tools
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 JSON = "<|constrain|>json"  # the content type of a tool call's arguments
 
 
@@ -126,7 +128,19 @@ class Message:
         return cls(Role.TOOL, output, channel=COMMENTARY, recipient=Role.ASSISTANT, name=f"{FUNCTIONS}.{function}")
 
 
-def opening(effort: ReasoningEffort | None = "medium", instructions: str | None = None) -> list[Message]:
+def opening(
+    effort: ReasoningEffort | None = "medium", instructions: str | None = None, functions: Sequence[Tool] = ()
+) -> list[Message]:
     """The messages that a conversation begins with."""
     system = Message.system(SystemContent(reasoning_effort=effort))
-    return [system, Message.developer(instructions)] if instructions else [system]
+    if not instructions and not functions:
+        return [system]
+    return [system, Message.developer(DeveloperContent.with_functions(instructions or None, functions))]
+
+
+def assistant_turn(text: str, reasoning: str | None = None, calls: Sequence[tuple[str, str]] = ()) -> list[Message]:
+    """One answer of the assistant as the messages it consisted of. `calls` are pairs of name and JSON arguments."""
+    out = [Message.analysis(reasoning)] if reasoning else []
+    if text:
+        out.append(Message.preamble(text) if calls else Message.final(text))
+    return out + [Message.call(name, arguments) for name, arguments in calls]

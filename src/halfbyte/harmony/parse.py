@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from halfbyte.harmony.header import Draft, Header, Kind
+from halfbyte.harmony.header import Draft, Kind, MessageHeader
 from halfbyte.harmony.messages import Message, Role
 from halfbyte.harmony.vocabulary import Controls, Vocabulary
 
-__all__ = ["Account", "End", "Event", "Header", "Kind", "Parser", "Trace"]
+__all__ = ["Account", "End", "Event", "Kind", "MessageHeader", "Parser", "ParserTrace"]
 
 End = Literal["end", "return", "call", "endoftext", "implicit", "cut"]
 
@@ -33,26 +33,29 @@ class Event(NamedTuple):
 
     type: Literal["start", "delta", "end"]
     message: int
-    header: Header
+    header: MessageHeader
     text: str = ""
     end: End | None = None
 
 
-class Trace(NamedTuple):
+class ParserTrace(NamedTuple):
     """Where one run of tokens went, for tests: the bytes of all entries but `stray` are the bytes of the stream."""
 
-    place: Literal["control", "header", "text", "stray"]  # stray: header words shown again as a message of their own
+    destination: Literal[
+        "control", "header", "text", "stray"
+    ]  # stray: header words shown again as a message of their own
     data: bytes
     message: int = -1  # its number, for text
 
 
 @dataclass
 class Account:
-    """Every token is counted once, under what became of it."""
+    """Token counts by destination. Every token is counted once."""
 
     control_tokens: int = 0
     header_tokens: int = 0  # text tokens that arrived inside a header, wherever their text went
     text_tokens: int = 0
+    reasoning_tokens: int = 0  # of these, text of reasoning messages
 
     @property
     def tokens(self) -> int:
@@ -79,7 +82,7 @@ class Parser:
         *,
         role: Role | None = Role.ASSISTANT,
         prefix: Sequence[int] = (),
-        trace: list[Trace] | None = None,
+        trace: list[ParserTrace] | None = None,
     ) -> None:
         controls = Controls.of(vocabulary)
         self._bytes = vocabulary.token_bytes
@@ -102,14 +105,14 @@ class Parser:
         self._state = _BETWEEN if role is None else _HEADER
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._half = False  # whether the decoder holds part of a character
-        self._header = Header(Role.ASSISTANT)
+        self._header = MessageHeader(Role.ASSISTANT)
         self._started = False  # whether the open message's start has been reported
         self._salvaged = False  # whether the open message began without <|message|>
         self._parts: list[str] = []
         self._index = 0
         self._events: list[Event] = []
         self.messages: list[Message] = []
-        self.abandoned: list[Header] = []  # headers that never became a message
+        self.abandoned: list[MessageHeader] = []  # headers that never became a message
         self.repairs: Counter[str] = Counter()
         self.account = Account()
         if prefix:
@@ -117,12 +120,17 @@ class Parser:
             self._forget()
 
     @property
-    def open(self) -> Header | None:
+    def open(self) -> MessageHeader | None:
         """The header of the message that is being written, once its `<|message|>` has been followed by something."""
         return self._header if self._state == _BODY else None
 
     @property
-    def header(self) -> Header | None:
+    def in_text(self) -> bool:
+        """True if a plain token that came now would be text of a message and not part of a header."""
+        return self._state in (_OPENED, _BODY)
+
+    @property
+    def header(self) -> MessageHeader | None:
         """The header of the message that is being written, as it would be understood if its text began now."""
         if self._state in (_HEADER, _OPENED):
             return self._draft.resolve(Counter())[0]  # not final, so its repairs are not counted
@@ -139,7 +147,7 @@ class Parser:
                 while stop < count and tokens[stop] not in special:
                     stop += 1
                 if stop > at:
-                    self.account.text_tokens += stop - at
+                    self._count_text(stop - at)
                     self._write(b"".join(map(self._bytes, tokens[at:stop])))
                     at = stop
                     continue
@@ -153,7 +161,7 @@ class Parser:
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """The end of the stream, wherever it is. Calling it again does nothing."""
+        """End the stream in any state. Further calls do nothing."""
         if self._state == _HEADER:
             if not self._draft.blank:
                 self.repairs["cut_header"] += 1
@@ -179,7 +187,7 @@ class Parser:
         elif self._state == _OPENED:
             self._open()
         if self._state == _BODY:
-            self.account.text_tokens += 1
+            self._count_text(1)
             self._write(data)
             return
         self.account.header_tokens += 1
@@ -187,6 +195,11 @@ class Parser:
         if self._draft.hopeless:
             self.repairs["missing_message"] += 1
             self._salvage(None)
+
+    def _count_text(self, tokens: int) -> None:
+        self.account.text_tokens += tokens
+        if self._header.kind == "reasoning":
+            self.account.reasoning_tokens += tokens
 
     def _control(self, control: _Control, token: int) -> None:
         if self._state == _BODY and (control == "constrain" or (control == "message" and not self._salvaged)):
@@ -202,7 +215,7 @@ class Parser:
         else:
             self._mark(_MARKS[control])
         if self._trace is not None:
-            self._trace.append(Trace("control", self._bytes(token)))
+            self._trace.append(ParserTrace("control", self._bytes(token)))
 
     def _start(self) -> None:
         if self._state == _HEADER:
@@ -265,7 +278,7 @@ class Parser:
         """The trace keeps the order of the stream, so a segment is noted before the marker that follows it."""
         if self._trace is not None:
             for _, text in self._draft.segments[self._noted :]:
-                self._trace.append(Trace("header", bytes(text)))
+                self._trace.append(ParserTrace("header", bytes(text)))
         self._noted = len(self._draft.segments)
 
     def _open(self) -> None:
@@ -295,31 +308,31 @@ class Parser:
                 self._close(end)
         else:
             if self._trace is not None and rest:
-                self._trace.append(Trace("header", rest))
+                self._trace.append(ParserTrace("header", rest))
             self.abandoned.append(header)
             self._state = _BETWEEN
 
     def _note_salvaged(self, rest: bytes) -> None:
         assert self._trace is not None
         for _, text in self._draft.segments[self._noted : -1]:
-            self._trace.append(Trace("header", bytes(text)))
+            self._trace.append(ParserTrace("header", bytes(text)))
         last = bytes(self._draft.segments[-1][1])
         assert last.endswith(rest)
-        self._trace.append(Trace("header", last[: len(last) - len(rest)]))
+        self._trace.append(ParserTrace("header", last[: len(last) - len(rest)]))
         self._noted = len(self._draft.segments)
 
     def _stray(self, words: bytes) -> None:
-        """Words of a header that are no header: shown, as a message of their own, before the message they stood in."""
+        """Show header words that belong to no field as a separate message, before the message of that header."""
         if not words:
             return
         self.repairs["stray_words"] += 1
         if self._trace is not None:
-            self._trace.append(Trace("stray", words, self._index))
-        self._enter(Header(Role.ASSISTANT))
+            self._trace.append(ParserTrace("stray", words, self._index))
+        self._enter(MessageHeader(Role.ASSISTANT))
         self._report(words.decode("utf-8", "replace"))
         self._close("implicit", stray=True)
 
-    def _enter(self, header: Header) -> None:
+    def _enter(self, header: MessageHeader) -> None:
         if self._generating and header.role is not Role.ASSISTANT:
             self.repairs["foreign_role"] += 1
         self._header = header
@@ -332,7 +345,7 @@ class Parser:
 
     def _write(self, data: bytes) -> None:
         if self._trace is not None:
-            self._trace.append(Trace("text", data, self._index))
+            self._trace.append(ParserTrace("text", data, self._index))
         if not self._half:
             try:
                 self._report(data.decode())
@@ -377,7 +390,7 @@ class Parser:
         return events
 
     def _forget(self) -> None:
-        """After a prefix: keep the state, not what led to it."""
+        """Forget the results of a prefix and keep the state."""
         self._parts = []
         self._started = False
         self._index = 0

@@ -22,7 +22,7 @@ from halfbyte.harmony.messages import (
     SystemContent,
 )
 from halfbyte.harmony.typescript import tools_section
-from halfbyte.harmony.vocabulary import Vocabulary
+from halfbyte.harmony.vocabulary import Controls, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ _MESSAGE, _END, _CALL, _RETURN = (Control(n) for n in (names.MESSAGE, names.END,
 
 
 def render_prompt(vocabulary: Vocabulary, messages: Sequence[Message]) -> list[int]:
-    """What a server sends to the model: reasoning of finished turns dropped, `<|start|>assistant` at the end."""
+    """The prompt for a model: without the reasoning of finished turns, with `<|start|>assistant` at the end."""
     return render_conversation_for_completion(vocabulary, drop_stale_analysis(messages), drop_analysis=False)
 
 
@@ -120,6 +120,8 @@ def _ids(vocabulary: Vocabulary, pieces: Iterator[Piece] | Sequence[Piece]) -> l
     out: list[int] = []
     for piece in pieces:
         if isinstance(piece, Control):
+            if piece.name not in special:
+                Controls.of(vocabulary)  # says which are missing
             out.append(special[piece.name])
         else:
             out += encode(piece)

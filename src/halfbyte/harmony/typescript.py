@@ -89,7 +89,7 @@ def _property(name: str, value: Any, indent: str) -> str:
 
 
 def _union_property(name: str, schema: Mapping[str, Any], about: str | None, indent: str) -> str:
-    """A property with `oneOf`: one line per variant. A description the first variant repeats is not told at all."""
+    """A property with `oneOf`: one line per variant. A description that the first variant repeats is omitted."""
     variants = _list(schema["oneOf"])
     first = variants[0].get("description") if variants and isinstance(variants[0], Mapping) else None
     told_above = about is not None and about != first

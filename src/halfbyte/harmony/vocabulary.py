@@ -37,14 +37,14 @@ class Controls:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary) -> Controls:
-        missing = [name for name in _NAMES if name not in vocabulary.special]
+        missing = [name for name in CONTROL_NAMES if name not in vocabulary.special]
         if missing:
             raise CheckpointError(
                 f"this vocabulary has no {', '.join(missing)}; chat needs a model trained on the harmony format."
             )
-        return cls(*(vocabulary.special[name] for name in _NAMES))
+        return cls(*(vocabulary.special[name] for name in CONTROL_NAMES))
 
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
-_NAMES = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)  # in the order of Controls' fields
+CONTROL_NAMES = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)  # in the order of Controls' fields

@@ -17,10 +17,26 @@ from halfbyte.kernels.cuda.prefill.layer import PHASES as PREFILL
 from halfbyte.kernels.cuda.prefill.mx import PHASES as GROUPED_MX
 from halfbyte.kernels.cuda.prefill.phases import PHASES as GROUPED
 from halfbyte.kernels.cuda.prefill.sync import PHASES as GROUPED_SYNC
+from halfbyte.kernels.hybrid.moe import PHASES as HYBRID
 from halfbyte.kernels.triton.phases import PHASES as TRITON
 from halfbyte.plan.phase import Phase
 
 PHASES: tuple[Phase, ...] = (
-    *DECODE, *EMBEDDING, *BATCH, *BATCH_FUSED, *PREFILL, *GROUPED, *GROUPED_FP8, *GROUPED_SYNC, *GROUPED_MX, *FLASH,
-    *FLASH_SYNC, *TRITON, *CPU, *MARLIN, *FLASHINFER_MOE, *FLASHINFER_ATTENTION,
-)  # fmt: skip
+    *DECODE,
+    *EMBEDDING,
+    *BATCH,
+    *BATCH_FUSED,
+    *PREFILL,
+    *GROUPED,
+    *GROUPED_FP8,
+    *GROUPED_SYNC,
+    *GROUPED_MX,
+    *FLASH,
+    *FLASH_SYNC,
+    *TRITON,
+    *HYBRID,
+    *CPU,
+    *MARLIN,
+    *FLASHINFER_MOE,
+    *FLASHINFER_ATTENTION,
+)

@@ -1,7 +1,7 @@
-"""The kernels of a captured CUDA graph, as the driver holds them: what a replay runs, whoever put it there.
+"""Lists the kernels of a captured CUDA graph from the driver: what a replay really runs.
 
-A node names a function; the function lies in a module, and the hash of that module's binary is known where it was
-loaded here (`launch.remember_loaded`). Kernels of modules that nobody here loaded are torch's own. Needs cuda-bindings.
+A node names a function, the function belongs to a module, and the hash of that module's binary is known if this process
+loaded it (`launch.remember_loaded`). Kernels of other modules are torch's own. Needs cuda-bindings.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from halfbyte.kernels.launch import _driver, _ok, loaded_functions, loaded_modules
+from halfbyte.kernels.launch import _driver, _ok, host_functions, loaded_functions, loaded_modules
 from halfbyte.plan.record import NodeKernel
 
 
@@ -30,6 +30,10 @@ def _kernels(driver: Any, graph: Any) -> Iterator[NodeKernel]:
             yield from _kernels(driver, child)
         elif kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
             yield _kernel(driver, node)
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_HOST:
+            parameters = _ok(driver.cuGraphHostNodeGetParams(node), "read a host function's node")[0]
+            address = int(parameters.fn)
+            yield host_functions.get(address, NodeKernel(f"host function at {address:#x}", ""))
 
 
 def _kernel(driver: Any, node: Any) -> NodeKernel:
@@ -39,7 +43,7 @@ def _kernel(driver: Any, node: Any) -> NodeKernel:
         function = _ok(driver.cuKernelGetFunction(parameters.kern), "find a kernel's function")[0]
     name = _ok(driver.cuFuncGetName(function), "ask for a kernel's name")[0]
     status, module = driver.cuFuncGetModule(function)
-    known = None if int(status) else loaded_modules.get(int(module))
-    if known is None:
-        known = loaded_functions.get(int(function), "")
-    return NodeKernel(name.decode() if isinstance(name, bytes) else str(name), known)
+    module_hash = None if int(status) else loaded_modules.get(int(module))
+    if module_hash is None:
+        module_hash = loaded_functions.get(int(function), "")
+    return NodeKernel(name.decode() if isinstance(name, bytes) else str(name), module_hash)

@@ -3,8 +3,8 @@
 Compiling needs cuda-bindings and NVRTC but no GPU; launching needs a GPU, and goes to torch's current stream, so a
 launch can be captured in a torch CUDA graph. A cubin is cached under the hash of every source it was made from, its
 options, its architecture and the compiler's version; one that was shipped for the same sources, options and
-architecture (`prebuilt.py`) is taken as it is and needs no compiler. What is missing is an error that says what to
-install; nothing falls back to anything.
+architecture (`prebuilt.py`) is used as it is and needs no compiler. A missing package is an error that says what to
+install; there is no fallback.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from typing import Any
 
 import torch
 
+from halfbyte.architectures import GPU_ARCHES, Arch
 from halfbyte.errors import EngineError, PlanError, UsageError
 from halfbyte.gates import cache_folder
 from halfbyte.plan.launches import KernelImage, Part, launched
-from halfbyte.plan.phase import ARCHES, Arch
-from halfbyte.plan.record import Declared
+from halfbyte.plan.machine import arch_of_gpu
+from halfbyte.plan.record import Declared, NodeKernel
 
 INCLUDES = Path(__file__).parent / "cuda"  # sources name what they include from here
 PREBUILT = Path(__file__).parent / "prebuilt"  # cubins that came with the package
+SM80 = "-DHB_SM80"  # the instructions that every GPU from SM80 on has: targets without a letter (`Arch.target`)
 INSTALL = "install halfbyte[gpu] (it brings cuda-bindings and NVRTC)"
 
 
@@ -44,7 +46,7 @@ class Program:
     root: Path = INCLUDES
 
     def files(self) -> list[Path]:
-        """The source and what it includes by name, whatever the options leave out of it."""
+        """The source and all files that it includes, regardless of the options."""
         files, unread = {self.source}, [self.source]
         while unread:
             for name in re.findall(r'^\s*#include "([^"]+)"', unread.pop().read_text(encoding="utf-8"), re.MULTILINE):
@@ -55,14 +57,14 @@ class Program:
         return sorted(files)
 
     def hash(self) -> str:
-        """Of the sources alone: what a receipt carries."""
+        """The hash of the sources alone, as receipts carry it."""
         digest = hashlib.sha256()
         for path in self.files():
             digest.update(self.include_name(path).encode() + b"\0" + path.read_bytes() + b"\0")
         return digest.hexdigest()[:16]
 
     def include_name(self, path: Path) -> str:
-        """As an #include spells it."""
+        """A file's name as #include spells it."""
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
 
 
@@ -70,7 +72,7 @@ class Program:
 class Build:
     """One kernel exactly as it is compiled, launched and proved, so that the three cannot drift apart.
 
-    Compared by identity, because a launch looks its kernel up by it: whoever makes builds keeps them."""
+    Compared by identity, because a launch looks its kernel up by it: the caller must keep its builds."""
 
     name: str  # in a proof
     program: Program
@@ -83,11 +85,12 @@ class Build:
     ban: str = ""  # and one it must not
     known_spills: str = ""  # functions, with | between, whose spills are known and said, not held against it,
     spill_limit: int = 0  # up to so many bytes together
+    spills_on_sm80: int = 0  # bytes of any of its functions that are known where it has SM80's instructions alone
     part: Part | None = None  # what it is for, where that is the same in every phase
 
 
 def compile_program(program: Program, arch: str, *, cache: Path | None = None) -> bytes:
-    """The cubin of `program` for `arch` (sm_90a, sm_100a, sm_120a, sm_121a): shipped, cached, or compiled now."""
+    """The cubin of `program` for `arch` (`Arch.target`, such as sm_90a): shipped, cached, or compiled now."""
     shipped = find_prebuilt(program, arch)
     if shipped is not None:
         cubin = shipped.read_bytes()
@@ -109,13 +112,13 @@ def compile_program(program: Program, arch: str, *, cache: Path | None = None) -
 
 
 def prebuilt_name(program: Program, arch: str) -> str:
-    """Of a cubin that is shipped. Its sources and options name it, whichever compiler made it."""
+    """The file name of a shipped cubin. It depends on sources and options, not on the compiler."""
     key = hashlib.sha256("\0".join((program.hash(), *_options(program, arch))).encode()).hexdigest()[:32]
     return f"{program.source.stem}-{arch}-{key}.cubin"
 
 
 def find_prebuilt(program: Program, arch: str) -> Path | None:
-    """Among those of the package and those that `halfbyte prebuild` left in the cache."""
+    """A prebuilt cubin from the package or from the cache of `halfbyte prebuild`; None if there is none."""
     name = prebuilt_name(program, arch)
     return next((folder / name for folder in (PREBUILT, cache_folder("prebuilt")) if (folder / name).is_file()), None)
 
@@ -152,7 +155,8 @@ def nvrtc_version() -> str:
 
 
 def _options(program: Program, arch: str) -> tuple[str, ...]:
-    own = ("-DHB_SHARED_CTA",) if arch.startswith("sm_12") else ()  # what _for_arch did, for the cache's key
+    own = ("-DHB_SHARED_CTA",) if _names_shared_cta(arch) else ()  # what _for_arch did, for the cache's key
+    own += (SM80,) if not arch.endswith("a") else ()
     return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *own, *program.options)
 
 
@@ -162,9 +166,13 @@ def _for_arch(text: bytes, arch: str) -> bytes:
     Kernels name the target of a copy shared::cluster, of which shared::cta is a part: older compilers know no other
     name. To SM90 both are the same instruction. For SM12x the compiler calls a routine of the driver around every copy
     to shared::cluster, and the driver sets gigabytes aside for it (seen on RTX 5090: tilelang #2052)."""
-    if not arch.startswith("sm_12"):
+    if not _names_shared_cta(arch):
         return text
     return re.sub(rb"shared::cluster\.global(?![^\n]*multicast)", b"shared::cta.global", text)
+
+
+def _names_shared_cta(target: str) -> bool:
+    return any(arch.target == target and "shared_cta_copies" in arch.features for arch in GPU_ARCHES.values())
 
 
 def _buffer(size: int) -> bytes:
@@ -173,7 +181,7 @@ def _buffer(size: int) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, whoever else writes it; a cache that cannot be written is only slower."""
+    """Write a file atomically. A cache that cannot be written only costs time, so errors are ignored."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
@@ -184,33 +192,29 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def module_hash(binary: bytes) -> str:
-    """What the record knows a loaded binary by: names of entries alone cannot tell two builds apart."""
+    """The hash that identifies a loaded binary in the record: entry names alone cannot tell two builds apart."""
     return hashlib.sha256(binary).hexdigest()[:16]
 
 
 # Handle -> hash of every binary that was loaded here, ours and Triton's; by module and by function.
 loaded_modules: dict[int, str] = {}
 loaded_functions: dict[int, str] = {}
+host_functions: dict[int, NodeKernel] = {}  # by address: native code that a stream calls on the host
 _compiled: dict[tuple[Program, str], str] = {}  # program and architecture -> hash of what the compiler gave
 
 
 def remember_loaded(image: KernelImage, module: int, function: int) -> None:
-    """So that a graph's nodes can be told apart. Modules stay loaded, so their handles are nobody else's."""
+    """Remember the handles of a binary, to identify graph nodes. Modules stay loaded, so handles stay unique."""
     loaded_modules[module] = loaded_functions[function] = image.module
 
 
 def declared_kernels(programs: Iterable[Program], arch: Arch) -> list[Declared]:
-    """The entries of these programs with the hashes of what was compiled of them here, whoever loaded it."""
-    target = target_of(arch)
+    """The entries of these programs with the hashes of their binaries compiled in this process."""
+    target = arch.target
     hashes: dict[str, set[str]] = {}
     for program in programs:
         hashes.setdefault(program.entry, set()).update(filter(None, (_compiled.get((program, target)),)))
     return [Declared(entry, frozenset(modules)) for entry, modules in hashes.items()]
-
-
-def target_of(arch: Arch) -> str:
-    """As compilers spell it, with the instructions of this architecture alone."""
-    return "sm_" + arch.name.removeprefix("sm") + "a"
 
 
 _Pointers = ctypes.c_void_p * 1
@@ -235,8 +239,8 @@ class Kernel:
     def blocks_at_once(self, threads: int) -> int:
         """How many of its blocks one multiprocessor can hold."""
         driver = _driver()
-        asked = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, threads, self._shared)
-        return int(_ok(asked, f"ask how many blocks of {self._entry} a multiprocessor holds")[0])
+        occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, threads, self._shared)
+        return int(_ok(occupancy, f"ask how many blocks of {self._entry} a multiprocessor holds")[0])
 
     def launch(
         self, grid: int, block: int, argument: ctypes.Structure, *, cooperative: bool = False, early: bool = False
@@ -280,7 +284,7 @@ class Kernel:
 
 
 def driver_version() -> str:
-    """As nvidia-smi says it where NVML is there; else the CUDA version that the driver knows."""
+    """The driver's version from NVML, as nvidia-smi prints it; without NVML, the CUDA version that it supports."""
     try:
         import pynvml
 
@@ -300,8 +304,7 @@ def shared_by_mps() -> bool:
 
 def current_arch() -> Arch:
     """The GPU that kernels are bound for."""
-    major, minor = torch.cuda.get_device_capability()
-    return ARCHES[f"sm{major}{minor}"]
+    return arch_of_gpu(torch.cuda.get_device_capability())
 
 
 Map = ctypes.Array[ctypes.c_uint64]  # the copy engine's view of a matrix, in the first bytes of a kernel's argument
@@ -313,7 +316,7 @@ def tensor_map(rows: torch.Tensor, box: tuple[int, int]) -> Map:
 
 
 def byte_map(data: torch.Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
-    """The same for bytes as they lie, in rows of `row_bytes`; `box`: (rows, bytes). What lies past a row reads as 0."""
+    """A map of plain bytes in rows of `row_bytes`; `box`: (rows, bytes). Bytes past the end of a row read as 0."""
     assert row_bytes % 16 == 0
     assert data.is_contiguous()
     rows = data.numel() * data.element_size() // row_bytes
@@ -323,23 +326,27 @@ def byte_map(data: torch.Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
 def _encode(kind: str, address: int, size: tuple[int, int], stride: int, box: tuple[int, int], swizzle: str) -> Map:
     driver = _driver()
     encoded = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"), 2, address,
-        [driver.cuuint64_t(size[1]), driver.cuuint64_t(size[0])], [driver.cuuint64_t(stride)],
-        [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])], [driver.cuuint32_t(1)] * 2,
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+        2,
+        address,
+        [driver.cuuint64_t(size[1]), driver.cuuint64_t(size[0])],
+        [driver.cuuint64_t(stride)],
+        [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])],
+        [driver.cuuint32_t(1)] * 2,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
+    )
     view = (ctypes.c_uint64 * 16)()
     ctypes.memmove(view, _ok(encoded, "map a matrix for the copy engine")[0].getPtr(), 128)
     return view
 
 
-def _ok(result: Sequence[Any], what: str) -> tuple[Any, ...]:
+def _ok(result: Sequence[Any], action: str) -> tuple[Any, ...]:
     status, *values = result
     if int(status):
-        raise EngineError(f"CUDA could not {what}: {status.name if hasattr(status, 'name') else status}.")
+        raise EngineError(f"CUDA could not {action}: {status.name if hasattr(status, 'name') else status}.")
     return tuple(values)
 
 
@@ -366,7 +373,7 @@ def _driver() -> Any:
 
 
 def nvrtc_available() -> str | None:
-    """None, or why nothing can be compiled here."""
+    """None, or the reason why nothing can be compiled here."""
     try:
         _nvrtc()
     except (PlanError, UsageError) as e:

@@ -13,7 +13,7 @@ from halfbyte.kernels.catalog import PHASES as CATALOG
 from halfbyte.kernels.cpu.operations import PHASES as CPU
 from halfbyte.kernels.cuda.decode.layers_phase import PHASES as DECODE_LAYERS
 from halfbyte.kernels.cuda.prefill import fp8, mx, phases, sync
-from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedPhase, GroupedQkv, workspace_of
+from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedPhase, GroupedQkv
 from halfbyte.kernels.triton.phases import PHASES as TRITON
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import OPERATIONS as ALL_OPERATIONS
@@ -29,7 +29,7 @@ class BareQkv(GroupedQkv):
 
     def bind(self, b: Binding) -> Launch:
         s = b.spec
-        dense = self.dense(workspace_of(b), b.weights.qkv, b.weights.qkv_bias, "qkv")
+        dense = self.bind_dense(b, "qkv")
         heads = [s.heads, s.kv_heads, s.kv_heads]
 
         def launch(step: Step, acts: Activations) -> None:
@@ -44,7 +44,7 @@ class BareHead(GroupedHead):
     covers = ("lm_head",)  # type: ignore[assignment]
 
     def bind(self, b: Binding) -> Launch:
-        dense = self.dense(workspace_of(b), b.weights.lm_head, None, "lm_head")
+        dense = self.bind_dense(b, "lm_head")
 
         def launch(step: Step, acts: Activations) -> None:
             acts.logits = dense.run(acts.h)
@@ -53,10 +53,10 @@ class BareHead(GroupedHead):
 
 
 def _bare(kind: type[GroupedPhase]) -> Phase:
-    """The same products, without the norm in front."""
+    """A phase of grouped products without the norm in front."""
     base = BareQkv if issubclass(kind, GroupedQkv) else BareHead
-    made = type(f"Bare{kind.__name__}", (base, kind), {"name": kind.name.replace("norm_", "")})
-    phase: Phase = made()
+    bare = type(f"Bare{kind.__name__}", (base, kind), {"name": kind.name.replace("norm_", "")})
+    phase: Phase = bare()
     return phase
 
 
@@ -73,5 +73,7 @@ PHASES: tuple[Phase, ...] = (
     *CPU,
 )
 LAYER_PHASES: tuple[Phase, ...] = (
-    *DECODE_LAYERS, *(p for p in CATALOG if p.covers != ALL_OPERATIONS and not p.name.startswith("borrowed.")), *CPU,
-)  # fmt: skip
+    *DECODE_LAYERS,
+    *(p for p in CATALOG if p.covers != ALL_OPERATIONS and not p.name.startswith("borrowed.")),
+    *CPU,
+)

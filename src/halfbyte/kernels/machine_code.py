@@ -23,7 +23,7 @@ MMA = re.compile(r"\b([A-Z]+MMA(?:\.[A-Z0-9_]+)*)\b")
 
 
 def matrix_instructions(sass: str) -> dict[str, int]:
-    """How often each stands there, the most frequent first."""
+    """The count of each matrix instruction, the most frequent first."""
     return dict(collections.Counter(MMA.findall(sass)).most_common())
 
 
@@ -33,7 +33,7 @@ def count_instructions(sass: str) -> int:
 
 @functools.cache
 def _nvdisasm() -> str:
-    """PyPI's, else the toolkit's, else the one inside Triton, which in older versions cannot read SM121."""
+    """The path of nvdisasm: PyPI's, else the toolkit's, else Triton's, whose older versions cannot read SM121."""
     import triton
 
     for folder in (*site.getsitepackages(), site.getusersitepackages(), *sys.path):

@@ -1,8 +1,8 @@
-"""Cubins made ahead, without a GPU, for machines that shall need no compiler: every program that the plans of some
+"""Compiles cubins ahead of time, without a GPU, for machines without a compiler: every program that the plans of given
 shapes, presets and architectures launch.
 
 `launch.compile_program` finds them by the hash of their sources and options, so cubins of older sources are never
-taken. Covers the kernels in CUDA C++; phases in Triton bring Triton's own compiler and are only counted.
+used. Only kernels in CUDA C++ are covered; Triton phases use Triton's own compiler and are only counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from halfbyte.kernels.cuda.phase import CudaPhase
 from halfbyte.kernels.cuda.sampling.sampler import BUILDS as SAMPLING
-from halfbyte.kernels.launch import Program, build_program, prebuilt_name, target_of
+from halfbyte.kernels.launch import Program, build_program, prebuilt_name
 from halfbyte.kernels.self_test import late_programs
 from halfbyte.plan.phase import Arch, Spec
 from halfbyte.plan.select import Chosen
@@ -24,17 +24,17 @@ Report = Callable[[str, int, int], None]  # name, done, of
 
 
 def programs_of(plans: Iterable[tuple[Spec, Chosen, Arch]]) -> set[tuple[Program, str]]:
-    """What the plans launch, in the self-test as well, and samplers of their architectures; each with its target."""
-    wanted: set[tuple[Program, str]] = set()
+    """(program, target) of everything the plans and their self-tests launch, and of the samplers."""
+    programs: set[tuple[Program, str]] = set()
     for spec, chosen, arch in plans:
-        target = target_of(arch)
-        wanted |= {(build.program, target) for build in SAMPLING.values()}
-        wanted |= {(program, target) for program in late_programs(spec, chosen, arch)}
+        target = arch.target
+        programs |= {(build.program, target) for build in SAMPLING.values()}
+        programs |= {(program, target) for program in late_programs(spec, chosen, arch)}
         for regime in REGIMES:
             for phase in chosen[regime]:
                 if isinstance(phase, CudaPhase):
-                    wanted |= {(build.program, target) for build in phase.builds(spec.at(regime), arch)}
-    return wanted
+                    programs |= {(build.program, target) for build in phase.builds(spec.at(regime), arch)}
+    return programs
 
 
 def prebuild(programs: Iterable[tuple[Program, str]], folder: Path, report: Report) -> list[Path]:
@@ -51,8 +51,11 @@ def prebuild(programs: Iterable[tuple[Program, str]], folder: Path, report: Repo
         return path
 
     paths: list[Path] = []
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+    pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1)
+    try:
         for future in as_completed([pool.submit(build, name) for name in sorted(missing)]):
             paths.append(future.result())
             report(paths[-1].name, len(paths), len(missing))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a compilation takes minutes and cannot be interrupted
     return sorted(paths)

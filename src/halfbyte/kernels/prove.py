@@ -21,11 +21,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from halfbyte.architectures import ARCHES, GPU_ARCHES
 from halfbyte.errors import HalfbyteError, PlanError, UsageError
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.mixed_phase import MixedPhase
-from halfbyte.kernels.cuda.phase import CudaPhase
-from halfbyte.kernels.launch import Build, Program, build_program, compile_program, nvrtc_version, target_of
+from halfbyte.kernels.cuda.phase import CudaPhase, promises
+from halfbyte.kernels.launch import Build, Program, build_program, compile_program, nvrtc_version
 from halfbyte.kernels.machine_code import (
     INSTRUCTION,
     count_instructions,
@@ -34,11 +35,11 @@ from halfbyte.kernels.machine_code import (
     report_of,
     resources,
 )
-from halfbyte.kernels.triton.call import Call, triton_version
+from halfbyte.kernels.triton.call import TritonCall, triton_version
 from halfbyte.kernels.triton.compile import compile_call
 from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import OPERAND
-from halfbyte.plan.phase import ARCHES, Arch, Phase, Spec
+from halfbyte.plan.phase import Arch, Phase, Spec
 
 
 @dataclass(frozen=True)
@@ -70,21 +71,16 @@ def prove(phase_name: str, arch: str, spec: Spec | None = None, gates: Gates | N
     """Evidence for every kernel of a phase; `spec` defaults to gpt-oss-120b as the phase would first meet it."""
     target = ARCHES.get(arch.lower())
     if target is None or not target.is_gpu:
-        raise UsageError(f"there is nothing to compile for {arch!r}; use one of {', '.join(gpus())}.")
+        raise UsageError(f"{arch!r} is not a GPU architecture; use one of {', '.join(GPU_ARCHES)}.")
     phase = phase_named(phase_name)
     spec = spec or default_spec(phase)
-    reason = phase.refuse(spec, target, gates or Gates())
+    views = spec.views(phase.covers)
+    reason = next((r for view in views if (r := phase.refuse(view, target, gates or Gates()))), None)
     if reason is not None:
         raise PlanError(f"{phase_name} does not run on {target.name}: {reason}.")
-    builds = phase.builds(spec, target) if isinstance(phase, CudaPhase) else []
-    calls = phase.calls(spec, target) if isinstance(phase, MixedPhase) else []
-    calls += phase.proofs(spec, target) if isinstance(phase, TritonPhase) else []
+    builds, calls = _kernels_of(phase, views, target)
     evidence = [prove_build(phase.name, build, target) for build in builds]
     return evidence + [prove_call(phase.name, call, target) for call in {identity(c): c for c in calls}.values()]
-
-
-# GPUs that differ in size, not in instructions: what is shown on one counts for the other if the machine code is equal.
-SIBLINGS = {"sm120": "sm121", "sm121": "sm120"}
 
 
 @dataclass(frozen=True)
@@ -96,25 +92,35 @@ class Sibling:
     difference: str
 
 
+def _kernels_of(phase: Phase, views: Iterable[Spec], target: Arch) -> tuple[list[Build], list[TritonCall]]:
+    """Every kernel of a phase over all formats of its layers."""
+    builds: list[Build] = []
+    calls: list[TritonCall] = []
+    for view in views:
+        if isinstance(phase, CudaPhase):
+            builds += [build for build in phase.builds(view, target) if build not in builds]
+        calls += phase.calls(view, target) if isinstance(phase, MixedPhase) else []
+        calls += phase.proofs(view, target) if isinstance(phase, TritonPhase) else []
+    return builds, calls
+
+
 def compare_siblings(phase_name: str, arch: str, spec: Spec, gates: Gates | None = None) -> list[Sibling]:
     """Every kernel of a phase, for this architecture and its sibling; nothing where it has none."""
-    if arch not in SIBLINGS:
+    if not ARCHES[arch].sibling:
         return []
-    targets = ARCHES[arch], ARCHES[SIBLINGS[arch]]
+    targets = ARCHES[arch], ARCHES[ARCHES[arch].sibling]
     phase = phase_named(phase_name)
-    builds = phase.builds(spec, targets[0]) if isinstance(phase, CudaPhase) else []
-    calls = phase.calls(spec, targets[0]) if isinstance(phase, MixedPhase) else []
-    calls += phase.proofs(spec, targets[0]) if isinstance(phase, TritonPhase) else []
-    found = [Sibling(b.name, _difference_of_builds(replace(b.program, entry=""), *targets)) for b in builds]
+    builds, calls = _kernels_of(phase, spec.views(phase.covers), targets[0])
+    siblings = [Sibling(b.name, _difference_of_builds(replace(b.program, entry=""), *targets)) for b in builds]
     for call in {identity(c): c for c in calls}.values():
         one, other = (disassemble(compile_call(call, target).asm["cubin"]) for target in targets)
-        found.append(Sibling(call.name, difference(one, other)))
-    return found
+        siblings.append(Sibling(call.name, difference(one, other)))
+    return siblings
 
 
 @functools.lru_cache(64)
 def _difference_of_builds(program: Program, arch: Arch, sibling: Arch) -> str:
-    return difference(*(disassemble(compile_program(program, target_of(target))) for target in (arch, sibling)))
+    return difference(*(disassemble(compile_program(program, target.target)) for target in (arch, sibling)))
 
 
 def difference(one: str, other: str) -> str:
@@ -126,13 +132,9 @@ def difference(one: str, other: str) -> str:
     return f"{len(unequal)} of {max(map(len, lines))} instructions, the first {unequal[0][0]} and {unequal[0][1]}"
 
 
-def identity(call: Call) -> tuple[Any, ...]:
+def identity(call: TritonCall) -> tuple[Any, ...]:
     """Equal for calls that compile to the same kernel."""
     return (call.function, *call.types.items(), *call.constants.items(), call.warps, call.stages)
-
-
-def gpus() -> list[str]:
-    return [name for name, arch in ARCHES.items() if arch.is_gpu]
 
 
 def provable() -> list[str]:
@@ -141,9 +143,9 @@ def provable() -> list[str]:
 
 
 def compilable(*, lent: bool = False) -> list[str]:
-    """Those, and the phases in CUDA C++: they have one body each, and registers and shared memory to keep within.
+    """Names of all phases whose kernels can be compiled: those in Triton and those in CUDA C++.
 
-    `lent`: also those that only another engine takes, whose kernels are the same ones."""
+    `lent`: also the phases that only another engine runs, which share their kernels."""
     return [p.name for p in _phases(lent)]
 
 
@@ -165,70 +167,112 @@ def phase_named(name: str) -> Phase:
 
 
 def default_spec(
-    phase: Phase | None = None, *, activation: str | None = None, dense: str | None = None, kv: str = "bf16",
+    phase: Phase | None = None,
+    *,
+    activation: str | None = None,
+    dense: str | None = None,
+    kv: str = "bf16",
     tile: str = "auto",
-) -> Spec:  # fmt: skip
-    """gpt-oss-120b; a phase that exists for fp8 activations is asked with MXFP4 weights and mxfp8."""
+) -> Spec:
+    """gpt-oss-120b; for a phase that exists for fp8 activations, with MXFP4 weights and mxfp8."""
     split = bool(getattr(phase, "split", False))
     kind = dense or ("mxfp4" if split else "bf16")
     return Spec(
-        layers=36, hidden=2880, intermediate=2880, experts=128, top_k=4, heads=64, kv_heads=8, head_dim=64,
-        vocab=201088, window=128, norm_eps=1e-5, swiglu_limit=7.0, swiglu_alpha=1.702,
+        layers=36,
+        hidden=2880,
+        intermediate=2880,
+        experts=128,
+        top_k=4,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        vocab=201088,
+        window=128,
+        norm_eps=1e-5,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
         formats={"qkv": kind, "o": kind, "gate_up": "mxfp4", "down": "mxfp4", "lm_head": kind, "embed": "bf16"},
         features={"attention": frozenset({"sinks", "window", "gqa"})},
-        dtype="bf16", activation=activation or ("mxfp8" if split else "bf16"), kv_dtype=kv, page_size=64,
+        dtype="bf16",
+        activation=activation or ("mxfp8" if split else "bf16"),
+        kv_dtype=kv,
+        page_size=64,
         tile=tile,
-    )  # fmt: skip
+    )
 
 
 # One kernel ---------------------------------------------------------------------------------------------------------
 
 
-def prove_call(phase: str, call: Call, arch: Arch) -> Evidence:
+def prove_call(phase: str, call: TritonCall, arch: Arch) -> Evidence:
     assert arch.capability is not None
     compiled = compile_call(call, arch)
     ptx: str = compiled.asm["ptx"]
-    named = re.search(r"\.target\s+(\S+)", ptx)
-    target = named[1].rstrip(",") if named else "?"
+    match = re.search(r"\.target\s+(\S+)", ptx)
+    target = match[1].rstrip(",") if match else "?"
     sass = disassemble(compiled.asm["cubin"])
     registers, spilled = resources(ptx, target)
     shared = int(compiled.metadata.shared)
     problems = []
-    wanted = "sm_" + arch.name.removeprefix("sm")
-    if not target.startswith(wanted):
-        problems.append(f"the target is {target}, not {wanted}")
+    if target != arch.target:
+        problems.append(f"the target is {target}, not {arch.target}")
     if call.need and not re.search(call.need, sass):
         problems.append(f"no instruction matches {call.need}")
     problems += _problems(sass, call.ban, spilled, shared, arch)
     return Evidence(
-        phase=phase, kernel=call.name, arch=arch.name, target=target,
+        phase=phase,
+        kernel=call.name,
+        arch=arch.name,
+        target=target,
         compiler="triton " + ".".join(map(str, triton_version())),
-        instructions=matrix_instructions(sass), total_instructions=count_instructions(sass),
-        registers=registers, spilled_bytes=spilled, known_spills="", shared_bytes=shared,
-        shared_limit=arch.shared_memory, needed=call.need, banned=call.ban, problems=tuple(problems),
-    )  # fmt: skip
+        instructions=matrix_instructions(sass),
+        total_instructions=count_instructions(sass),
+        registers=registers,
+        spilled_bytes=spilled,
+        known_spills="",
+        shared_bytes=shared,
+        shared_limit=arch.shared_memory,
+        needed=call.need,
+        banned=call.ban,
+        problems=tuple(problems),
+    )
 
 
 def prove_build(phase: str, build: Build, arch: Arch) -> Evidence:
     """A kernel in CUDA C++: built by NVRTC for the architecture's own instructions."""
-    target = "sm_" + arch.name.removeprefix("sm") + "a"
+    target = arch.target
     sass, log = _built(replace(build.program, entry=""), target)  # a source's entries are in one binary
     registers, spilled = report_of(log)
-    unknown = report_of(log, build.known_spills)[1]
-    problems = [f"no instruction matches {p}" for p in build.need if not re.search(p, sass)]
-    problems += _problems(sass, build.ban, unknown, build.shared, arch)
-    if spilled - unknown > build.spill_limit:
-        problems.append(f"{spilled - unknown} bytes of registers are spilled where {build.spill_limit} are known")
-    if arch.capability is not None and arch.capability[0] == 12 and "CALL.ABS" in sass:
+    functions, limit = build.known_spills, build.spill_limit
+    if "bulk_copies" not in arch.features and build.spills_on_sm80:
+        functions, limit = ".", build.spills_on_sm80  # any
+    unknown = report_of(log, functions)[1]
+    need, ban = promises(build, arch)
+    problems = [f"no instruction matches {p}" for p in need if not re.search(p, sass)]
+    problems += _problems(sass, ban, unknown, build.shared, arch)
+    if spilled - unknown > limit:
+        problems.append(f"{spilled - unknown} bytes of registers are spilled where {limit} are known")
+    if "shared_cta_copies" in arch.features and "CALL.ABS" in sass:
         problems.append("copies go through a routine of the driver")
     if "serialized" in log:  # ptxas' word for products that wait for each other
         problems.append("ptxas serialises the asynchronous products")
     return Evidence(
-        phase=phase, kernel=build.name, arch=arch.name, target=target, compiler=f"NVRTC {nvrtc_version()}",
-        instructions=matrix_instructions(sass), total_instructions=count_instructions(sass), registers=registers,
-        spilled_bytes=spilled, known_spills=build.known_spills if spilled > unknown else "", shared_bytes=build.shared,
-        shared_limit=arch.shared_memory, needed=" and ".join(build.need), banned=build.ban, problems=tuple(problems),
-    )  # fmt: skip
+        phase=phase,
+        kernel=build.name,
+        arch=arch.name,
+        target=target,
+        compiler=f"NVRTC {nvrtc_version()}",
+        instructions=matrix_instructions(sass),
+        total_instructions=count_instructions(sass),
+        registers=registers,
+        spilled_bytes=spilled,
+        known_spills=(build.known_spills or build.program.entry) if spilled > unknown else "",
+        shared_bytes=build.shared,
+        shared_limit=arch.shared_memory,
+        needed=" and ".join(need),
+        banned=ban,
+        problems=tuple(problems),
+    )
 
 
 @functools.lru_cache(64)  # phases share kernels
@@ -252,7 +296,7 @@ def _problems(sass: str, ban: str, spilled: int, shared: int, arch: Arch) -> lis
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m halfbyte.kernels.prove", description=__doc__.splitlines()[0])
     parser.add_argument("phase", help=f"{', '.join(compilable())}, or all")
-    parser.add_argument("arch", choices=gpus())
+    parser.add_argument("arch", choices=tuple(GPU_ARCHES))
     parser.add_argument("--activation", choices=tuple(OPERAND))
     parser.add_argument("--dense", choices=("bf16", "q8", "mxfp4"), help="format of qkv, o and lm_head")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
@@ -279,8 +323,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def spilled(e: Evidence) -> str:
-    known = f" (known, in {e.known_spills.replace('|', ' and ')})" if e.known_spills else ""
-    return f"{e.spilled_bytes} bytes{known}"
+    remark = f" (known, in {e.known_spills.replace('|', ' and ')})" if e.known_spills else ""
+    return f"{e.spilled_bytes} bytes{remark}"
 
 
 def show(e: Evidence) -> str:

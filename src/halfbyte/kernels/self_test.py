@@ -1,5 +1,6 @@
-"""What a self-test must know of kernels: whose they are, and how to make their hand-overs late. Found by name
-(`model/self_test.py`), because only a GPU's plans have any.
+"""What the self-test needs from GPU kernels: their identity, and builds with delayed hand-overs.
+
+`model/self_test.py` imports this module by name, because only plans for a GPU need it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from halfbyte.kernels.cuda.device.host import gpu, late_program
 from halfbyte.kernels.cuda.phase import CudaPhase
-from halfbyte.kernels.launch import Program, compile_program, driver_version, target_of
+from halfbyte.kernels.launch import Program, compile_program, driver_version
 from halfbyte.plan.phase import Arch, Spec
 from halfbyte.plan.select import Chosen
 from halfbyte.plan.step import REGIMES
@@ -27,7 +28,7 @@ COMPILERS = ("torch", "triton", "cuda-bindings", "nvidia-cuda-nvrtc")  # what el
 
 
 def identity() -> dict[str, str]:
-    """Whatever a pass depends on beside the plan: another one has to be shown again."""
+    """Everything besides the plan that a passed self-test depends on; if it changes, the test runs again."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "capability": "{}.{}".format(*torch.cuda.get_device_capability()),
@@ -38,7 +39,7 @@ def identity() -> dict[str, str]:
 
 @functools.cache
 def source_hash() -> str:
-    """Of everything that is compiled or launches it, and of the compilers."""
+    """The hash of all kernel sources, of the code that launches them, and of the compilers' versions."""
     digest = hashlib.sha256()
     for path in sorted(p for p in KERNELS.rglob("*") if p.suffix in SUFFIXES and "cpu" not in p.parts[-2:]):
         digest.update(path.relative_to(KERNELS).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -49,7 +50,7 @@ def source_hash() -> str:
 
 
 def late_programs(spec: Spec, chosen: Chosen, arch: Arch) -> list[Program]:
-    """The builds whose blocks wait for each other, as `late_hand_overs` will want them."""
+    """Programs with delayed hand-overs for the builds whose blocks wait for each other."""
     builds = [
         build
         for regime in REGIMES
@@ -61,11 +62,11 @@ def late_programs(spec: Spec, chosen: Chosen, arch: Arch) -> list[Program]:
 
 
 def compilations(spec: Spec, chosen: Chosen, arch: Arch) -> list[Callable[[], object]]:
-    return [functools.partial(compile_program, p, target_of(arch)) for p in late_programs(spec, chosen, arch)]
+    return [functools.partial(compile_program, p, arch.target) for p in late_programs(spec, chosen, arch)]
 
 
 @contextlib.contextmanager
 def late_hand_overs() -> Iterator[None]:
-    """What is launched eagerly meanwhile hands over late, now and then."""
+    """Within the context, eager launches delay some of their hand-overs."""
     with gpu().late(LATE):
         yield

@@ -19,6 +19,7 @@ from halfbyte.lab.result import Ceiling, Result
 from halfbyte.model import load
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss, formats_after
+from halfbyte.plan.phase import ARCHES
 from halfbyte.roofline import Gpu, decode_traffic, prefill_ceiling
 
 KV = {"auto": "bf16"}  # on a GPU
@@ -33,7 +34,7 @@ class Ceilings:
     even: bool = True  # every expert is chosen as often as any other
 
     def step_seconds(self, context: int, streams: int, experts: float | None = None) -> float:
-        """Of a token for every stream, each with so many tokens behind it."""
+        """Ceiling of a token for every stream, each with so many tokens behind it."""
         touched = self._experts() if experts is None else experts
         traffic = decode_traffic(self.config, self.formats, context, streams, self.kv_dtype, touched)
         return traffic.total / self.gpu.read
@@ -77,21 +78,23 @@ def ceilings_of(model: GptOss, gpu: Gpu) -> Ceilings:
 
 
 def ceilings_for(model: load.ModelName, gates: Gates, gpu_name: str) -> Ceilings | None:
-    """Of an engine on a GPU of that name; None where nobody knows its rates, and for steps that verify drafts, which
+    """Ceilings on a GPU of that name; None where its rates are unknown, and for steps that verify drafts, which
     read less per token. A CPU's rates are measured, by the process that computes."""
     if gates.speculate != "off":
         return None
     with contextlib.suppress(UsageError):
-        formats = formats_after(gates, load.stored_formats(model))
+        facts = load.read_facts(model)
+        gpu = roofline.gpu_named(gpu_name)
+        formats = formats_after(facts.config, gates, facts.formats, ARCHES[gpu.arch])
         kv_dtype = KV.get(gates.kv_dtype, gates.kv_dtype)
         return Ceilings(
-            roofline.gpu_named(gpu_name), load.config_of(model), formats, kv_dtype, even=model.random is not None
+            gpu, facts.config, formats, kv_dtype, even=model.random is not None and not model.character.skew
         )
     return None
 
 
 def ceilings_here(model: load.ModelName, gates: Gates, device: str | None) -> Ceilings | None:
-    """Of an engine on this machine's GPU; None on a CPU."""
+    """Ceilings of an engine on this machine's GPU; None on a CPU."""
     gpus = [] if device == "cpu" else environment.gpus()
     return ceilings_for(model, gates, str(gpus[0]["name"])) if gpus else None
 
@@ -111,7 +114,7 @@ def beside(result: Result, ceilings: Ceilings) -> Result:
 
 
 def _of_cell(result: Result, ceilings: Ceilings) -> dict[str, Ceiling]:
-    """By the figure's name. Only what has one length for all prompts and one for all answers can be counted."""
+    """Ceilings by the figure's name, of work with one length for all prompts and one for all answers."""
     shape, kind = result.cell.shape, result.cell.kind
     prompt, tokens, depth = (int(shape.get(n, 0)) for n in ("pp", "tg", "depth"))
     streams = int(shape.get("concurrency", 1))

@@ -5,19 +5,21 @@ The kernel sends the signal (Linux). Elsewhere a parent that is killed leaves it
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
+import json
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import PeerError
+from halfbyte.lab.peers import keeper
 
 PR_SET_PDEATHSIG = 1
+GRACE_S = 0.5  # that a process has between being asked to end and being killed
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -27,20 +29,27 @@ def _end_with_parent() -> None:
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-    """As `subprocess.Popen`. Start it from a thread that lives as long as it should."""
+    """Start a child like `subprocess.Popen`. Start it from a thread that lives as long as it should."""
     return subprocess.Popen(command, preexec_fn=_end_with_parent if _LIBC is not None else None, **options)
 
 
 def run_child(command: Sequence[str], **options: Any) -> int:
-    """Its exit status; one that is interrupted is killed with all that it started, a build with its compilers."""
-    process = start_child(command, start_new_session=True, **options)
-    try:
-        return process.wait()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+    """Its exit status. It ends with all that it started, a build with its compilers, when this process is interrupted,
+    and also when this process is killed: the keeper between them sees to that."""
+    with tempfile.TemporaryDirectory(prefix="halfbyte-child-") as folder:
+        status = Path(folder, "status")
+        words = [sys.executable, str(keeper.__file__), str(GRACE_S), str(status), *map(str, command)]
+        process = start_child(words, start_new_session=True, **options)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        error = json.loads(status.read_text(encoding="utf-8"))["error"] if status.exists() else ""
+    if error:
+        raise PeerError(f"{error}.")
+    return code
 
 
 def output_of(command: Sequence[str], *, may_fail: bool = False, env: Mapping[str, str] | None = None) -> str:

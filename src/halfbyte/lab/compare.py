@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from halfbyte.gates import PRESETS
 from halfbyte.lab import statistics
 from halfbyte.lab.result import LESS, Cell, Figure, Result, ResultFile
 
@@ -19,6 +20,7 @@ from halfbyte.lab.result import LESS, Cell, Figure, Result, ResultFile
 PASSING = frozenset({
     "time", "memory_available_bytes", "use", "host.load", "host.steal_share", "host.swap_used_bytes", "schema",
 })  # fmt: skip
+SMALL = 0.01  # a change of a single value that is not shown
 # Units of which more or less is neither better nor worse.
 NEUTRAL = frozenset({"experts", "tokens", "W", "MHz", "ratio", "B"})
 
@@ -39,9 +41,16 @@ class Change:
     def share(self) -> float | None:
         return self.after / self.before - 1 if self.before else None
 
+    @property
+    def shows(self) -> bool:
+        """Whether a reader must see it: it changed, or nobody can tell whether it did."""
+        if self.verdict in ("no samples", "too few runs"):
+            return abs(self.share or 0.0) > SMALL or (self.before == 0) != (self.after == 0)
+        return self.verdict != "no difference"
+
 
 @dataclass(frozen=True)
-class Comparison:
+class FileComparison:
     environment: tuple[tuple[str, str, str], ...]  # what, before, after
     changes: tuple[Change, ...]
     only: tuple[str, ...]  # cells that cannot be compared, and why
@@ -54,7 +63,7 @@ class Comparison:
         return asdict(self)
 
 
-def compare_files(before: ResultFile, after: ResultFile, threshold: float = statistics.THRESHOLD) -> Comparison:
+def compare_files(before: ResultFile, after: ResultFile, threshold: float = statistics.THRESHOLD) -> FileComparison:
     old, new = ({key_of(r.cell): r for r in file.results} for file in (before, after))
     changes: list[Change] = []
     only: list[str] = []
@@ -69,7 +78,7 @@ def compare_files(before: ResultFile, after: ResultFile, threshold: float = stat
         else:
             changes += _figures(name, result, other, threshold)
     only += [f"{name_of(r.cell)}: only in the second" for key, r in new.items() if key not in old]
-    return Comparison(tuple(environment_changes(before, after)), tuple(changes), tuple(only))
+    return FileComparison(tuple(environment_changes(before, after)), tuple(changes), tuple(only))
 
 
 def _figures(name: str, before: Result, after: Result, threshold: float) -> Iterator[Change]:
@@ -92,7 +101,10 @@ def judge(before: Figure, after: Figure, threshold: float = statistics.THRESHOLD
 
 
 def key_of(cell: Cell) -> str:
-    return json.dumps(asdict(cell), sort_keys=True, default=str)
+    """Gates that the cell's preset sets are left out: a result may name them or not."""
+    preset = PRESETS[cell.preset].gates.changes() if cell.preset in PRESETS else {}
+    own = {name: value for name, value in cell.gates.items() if preset.get(name) != value}
+    return json.dumps(asdict(replace(cell, gates=own)), sort_keys=True, default=str)
 
 
 def name_of(cell: Cell) -> str:

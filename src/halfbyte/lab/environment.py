@@ -42,7 +42,6 @@ HOST_FILES = {
     "turbo_off": "/sys/devices/system/cpu/intel_pstate/no_turbo",
     "huge_pages": "/sys/kernel/mm/transparent_hugepage/enabled",
 }
-_BEGAN = time.monotonic()
 
 
 def collect(gates: Gates | None = None) -> dict[str, Any]:
@@ -122,13 +121,6 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def need_gpu() -> None:
-    """Ends a script that measures a GPU where there is none: one sentence, exit status 2."""
-    if not torch.cuda.is_available():
-        print("this measures a CUDA GPU, and torch sees none: run it on a machine that has one.", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def gpus() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
@@ -176,7 +168,7 @@ def gpu_settings(index: int) -> dict[str, Any]:
 
 
 def driver() -> dict[str, Any] | None:
-    """Of the GPU; None where there is none."""
+    """Versions of the GPU's driver and libraries; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     import pynvml as nvml
@@ -227,7 +219,7 @@ def use() -> dict[str, Any]:
     """What this process and the ones it started took so far: memory at its peak, and cores on average."""
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     scale = 1 if sys.platform == "darwin" else 1024
-    seconds = time.monotonic() - _BEGAN
+    seconds = time.time() - psutil.Process().create_time()  # with the start of the interpreter, as its CPU time is
     cpu = own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
     found: dict[str, Any] = {
         "peak_memory_bytes": own.ru_maxrss * scale,

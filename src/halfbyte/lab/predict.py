@@ -76,8 +76,8 @@ class Basis:
 
 
 @dataclass(frozen=True)
-class Check:
-    """The same share and fixed cost, asked for another measurement of the same receipt."""
+class CrossCheck:
+    """This share and fixed cost, applied to another measurement of the same receipt."""
 
     what: str
     predicted_us: float
@@ -127,7 +127,7 @@ class Prediction:
     ceiling: float  # at the table's bandwidth, nothing lost
     scenarios: tuple[Scenario, ...]  # low, central, high
     basis: Basis
-    checks: tuple[Check, ...]
+    checks: tuple[CrossCheck, ...]
     warnings: tuple[str, ...]
     formula: tuple[Scenario, ...] = ()  # with a rehearsal: what it gives without
     rehearsal: Rehearsal | None = None
@@ -181,7 +181,7 @@ def basis(receipts: Sequence[Receipt], model: str, formats: str, context: int) -
     )  # fmt: skip
 
 
-def checks(receipts: Sequence[Receipt], b: Basis) -> tuple[Check, ...]:
+def checks(receipts: Sequence[Receipt], b: Basis) -> tuple[CrossCheck, ...]:
     """What the basis gives for the other models and formats that its receipt measured at the same context."""
     gpu = gpu_named(b.gpu)
     others = []
@@ -191,7 +191,7 @@ def checks(receipts: Sequence[Receipt], b: Basis) -> tuple[Check, ...]:
             config = NAMED[step.model]
             total = decode_traffic(config, formats_of(step.formats), b.context).total
             us = total / (gpu.read * b.streaming) * 1e6 + config.layers * b.fixed_us
-            others.append(Check(f"{step.model} {step.formats}", us, step.us))
+            others.append(CrossCheck(f"{step.model} {step.formats}", us, step.us))
     return tuple(others)
 
 
@@ -274,8 +274,9 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
     if model not in NAMED:
         raise UsageError(f"there is no shape {model!r}; use {' or '.join(NAMED)}.")
     gpu = gpu_named(name)
-    config, formats = NAMED[model], formats_after(gates)
-    dense = {formats[role] for role in ("qkv", "o", "lm_head")}
+    config = NAMED[model]
+    formats = formats_after(config, gates, arch=ARCHES[gpu.arch])
+    dense = {form for role in ("qkv", "o", "lm_head") for form in formats.kinds(role)}
     if len(dense) != 1 or not dense <= set(LABELS):
         raise UsageError("receipts measure qkv, o and lm_head in one format; use --preset exact, balanced or fast.")
     kv = "bf16" if gates.kv_dtype == "auto" else gates.kv_dtype
@@ -315,7 +316,7 @@ def predict(name: str, model: str, gates: Gates, context: int, receipts: Sequenc
         scenarios = tuple(scenario(name, read, 1.0, rehearsed.fixed(read)) for name, read in reads.items())
     return Prediction(
         gpu, model, formats, context, total, gpu.read / total, scenarios, base, checks(receipts, base),
-        tuple(_warnings(model, base, rehearsed)), formula, rehearsed, _void(gpu, model, gates),
+        tuple(_warnings(gpu, model, base, rehearsed)), formula, rehearsed, _void(gpu, model, gates),
     )  # fmt: skip
 
 
@@ -324,8 +325,12 @@ def _hidden(base: Basis, slower: float) -> float:
     return max(min(base.fixed_us, base.router_us), base.fixed_us * slower)
 
 
-def _warnings(model: str, base: Basis, rehearsed: Rehearsal | None) -> list[str]:
+def _warnings(gpu: Gpu, model: str, base: Basis, rehearsed: Rehearsal | None) -> list[str]:
     warnings = []
+    if "bulk_copies" not in ARCHES[gpu.arch].features:
+        warnings.append(
+            f"{gpu.arch} has no copy engine: there threads feed the step, which no receipt has measured yet"
+        )
     if rehearsed and rehearsed.state != "current":
         warnings.append(f"the rehearsal {rehearsed.receipt} is {rehearsed.state}: its kernel has changed since")
     if base.state != "current":
@@ -337,14 +342,14 @@ def _warnings(model: str, base: Basis, rehearsed: Rehearsal | None) -> list[str]
 
 def _void(gpu: Gpu, model: str, gates: Gates) -> str:
     """Why no figure holds there."""
-    need = _weights(model, gates)
+    need = _weights(model, gates, gpu)
     if gpu.memory < need:
-        smaller = next((m for m in NAMED if _weights(m, gates) < gpu.memory), "")
-        return f"{model} needs {need / 1e9:.0f} GB and does not fit in {gpu.memory / 1e9:.0f} GB" + (
+        smaller = next((m for m in NAMED if _weights(m, gates, gpu) < gpu.memory), "")
+        return f"{model} needs {need / 1e9:.0f} GB and does not fit in {gpu.memory_text}" + (
             f"; --model {smaller} does" if smaller else ""
         )
     try:
-        _, _, selection = choose(NAMED[model], gates, ARCHES[gpu.arch])
+        selection = choose(NAMED[model], gates, ARCHES[gpu.arch]).selection
     except PlanError as e:
         return f"today's plan on {gpu.arch} refuses these gates: {str(e).splitlines()[0]}"
     chosen = selection.chosen["decode"]
@@ -355,7 +360,7 @@ def _void(gpu: Gpu, model: str, gates: Gates) -> str:
     return f"{gpu.arch} decodes with {kinds} kernels, which nobody has measured: {KERNEL} {why}"
 
 
-def _weights(model: str, gates: Gates) -> float:
+def _weights(model: str, gates: Gates, gpu: Gpu) -> float:
     from halfbyte.model.load import resolve_model, weight_bytes
 
-    return weight_bytes(resolve_model(f"random:{model}"), gates)
+    return weight_bytes(resolve_model(f"random:{model}"), gates, ARCHES[gpu.arch])

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from halfbyte.errors import AccountError
+from halfbyte.lab.result import Cell, Result, figure
+from halfbyte.lab.trace import GAP_US, own_times
 from halfbyte.plan.launches import OTHER, PACKING, SAMPLING, Part
 from halfbyte.roofline import Gpu, Work
 
@@ -58,10 +60,6 @@ class Span:
     start: float  # microseconds
     end: float
 
-    @property
-    def us(self) -> float:
-        return self.end - self.start
-
 
 @dataclass(frozen=True)
 class Line:
@@ -103,9 +101,6 @@ class Profile:
         return asdict(self) | {"host_us_per_token": self.host_us_per_token}
 
 
-GAP_US = 0.5
-
-
 def summarise(
     what: str,
     rows: int,
@@ -120,7 +115,8 @@ def summarise(
     """`within`: row -> how its time divides into others, for a kernel that does several; weights, not times."""
     times: dict[Row, float] = {}
     counts: dict[Row, float] = {}
-    for span, us in own_time(spans):
+    own, gaps = own_times(spans)
+    for span, us in own:
         parts = (within or {}).get(span.row, {span.row: 1.0})
         whole = sum(parts.values())
         for row, weight in parts.items():
@@ -130,7 +126,8 @@ def summarise(
     _gather(times, counts)
     _join(times, counts, divided, work, gpu)
     _check(what, times, work, gpu)
-    busy, idle, gaps, longest = _gaps(spans, steps)
+    waits = [b - a for a, b in gaps]
+    busy, idle = sum(us for _, us in own) / steps, sum(waits) / steps
     total = busy + idle
     lines = []
     for row in sorted(times, key=_place):
@@ -143,7 +140,8 @@ def summarise(
                 floor.bytes / seconds / 1e9, floor.flops / seconds / 1e12, floor.seconds(gpu) / seconds,
             )  # fmt: skip
         lines.append(line)
-    return Profile(what, rows, step_us, how, lines, len(spans) / steps, busy, idle, gaps, longest)
+    gap_count, longest = sum(w > GAP_US for w in waits) / steps, max(waits, default=0.0)
+    return Profile(what, rows, step_us, how, lines, len(spans) / steps, busy, idle, gap_count, longest)
 
 
 def _gather(times: dict[Row, float], counts: dict[Row, float]) -> None:
@@ -205,46 +203,17 @@ def _place(row: Row) -> int:
     return ORDER.index(row.label.split(" + ")[0]) if row.label.split(" + ")[0] in ORDER else len(ORDER)
 
 
-def own_time(spans: Sequence[Span]) -> list[tuple[Span, float]]:
-    """Every span and the microseconds that are its own: the time by which it outlasts all that began before it. A
-    kernel launched early (programmatic dependent launch) waits for the one in front of it, so the time they share is
-    that one's; counted this way, categories add up to the time the device was busy."""
-    own, until = [], float("-inf")
-    for span in sorted(spans, key=lambda s: s.start):
-        own.append((span, max(0.0, span.end - max(until, span.start))))
-        until = max(until, span.end)
-    return own
-
-
-def _gaps(spans: Sequence[Span], steps: int) -> tuple[float, float, float, float]:
-    """Per step: busy and idle microseconds, gaps; and the longest gap of all. Spans may overlap."""
-    busy = idle = longest = 0.0
-    gaps = 0
-    until: float | None = None
-    for span in sorted(spans, key=lambda s: s.start):
-        if until is None:
-            until = span.start
-        wait = span.start - until
-        if wait > 0:
-            idle += wait
-            longest = max(longest, wait)
-            gaps += wait > GAP_US
-        busy += max(0.0, span.end - max(until, span.start))
-        until = max(until, span.end)
-    return busy / steps, idle / steps, gaps / steps, longest
-
-
 # ---- what follows from it -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     rule: str
     applies: bool
     sentence: str
 
 
-def decide(p: Profile, differences: Sequence[str]) -> list[Verdict]:
+def decide(p: Profile, differences: Sequence[str]) -> list[Decision]:
     """The first plan's decision gate, rule by rule, and where the most time could be won. `differences`: what the
     record says ran otherwise than it was chosen."""
 
@@ -260,18 +229,19 @@ def decide(p: Profile, differences: Sequence[str]) -> list[Verdict]:
         ),
     )  # fmt: skip
     verdicts = []
+    joined = [line for line in p.lines if {"moe", "attention"} <= set(line.operations)]
+    if joined:  # what its parts take is not known, and 0 % of a part would be wrong
+        text = f"one kernel runs the whole step ({joined[0].us:.0f} us): what its parts take was not measured."
+        return [Decision("one kernel", False, text), _as_planned(differences)]
     for category, limit, label, then, otherwise in rules:
         part = share(category)
         text = f"{label} takes {part:.0%} of the step (rule: > {limit:.0%}): {then if part > limit else otherwise}."
-        verdicts.append(Verdict(f"{label} > {limit:.0%}", part > limit, text))
+        verdicts.append(Decision(f"{label} > {limit:.0%}", part > limit, text))
     idle = p.idle_us / (p.busy_us + p.idle_us) if p.busy_us + p.idle_us else 0.0
     then = "launches and the host come first" if idle > 0.1 else "launches and the host are hidden"
     text = f"the device idles {idle:.0%} of the time in {p.gaps:.0f} gaps a step (rule: > 10%): {then}."
-    verdicts.append(Verdict("idle > 10%", idle > 0.1, text))
-    text = "the chosen kernels ran."
-    if differences:
-        text = f"the record differs from the plan: {'; '.join(differences)}."
-    verdicts.append(Verdict("another kernel than the one asked for", bool(differences), text))
+    verdicts.append(Decision("idle > 10%", idle > 0.1, text))
+    verdicts.append(_as_planned(differences))
     known = [line for line in p.lines if line.of_ceiling is not None]
     if known:
         worst = max(known, key=lambda line: line.us * (1 - min(1.0, line.of_ceiling or 0.0)))
@@ -280,5 +250,22 @@ def decide(p: Profile, differences: Sequence[str]) -> list[Verdict]:
             f"most is to be won in {worst.label}: {worst.us:.0f} us at {worst.of_ceiling:.0%} of its ceiling, "
             f"{lost:.0f} us above it."
         )
-        verdicts.append(Verdict("next", True, text))
+        verdicts.append(Decision("next", True, text))
     return verdicts
+
+
+def _as_planned(differences: Sequence[str]) -> Decision:
+    text = "the chosen kernels ran."
+    if differences:
+        text = f"the record differs from the plan: {'; '.join(differences)}."
+    return Decision("another kernel than the one asked for", bool(differences), text)
+
+
+def profile_result(
+    p: Profile, model: str, preset: str, record: Mapping[str, Any], differences: Sequence[str] = ()
+) -> Result:
+    """A profile as a result; the lines of its table are the detail."""
+    cell = Cell("profile", model, preset, path="graph" if p.rows <= 64 else "eager", shape={"what": p.what})
+    figures = (figure("step", "us", p.step_us), figure("speed", "tok/s", p.rows * 1e6 / p.step_us))
+    detail = p.as_dict() | {"decisions": [v.sentence for v in decide(p, differences)]}
+    return Result(cell, figures, record=record, detail=detail)

@@ -1,8 +1,10 @@
-"""Receipts: result files in bench/results, each with the hash of every source file it measured, and which are stale.
+"""Receipts: result files with the hash of every source file they measured, and which of them are stale.
 
 `measured` finds the files behind some phases: their modules, the kernels these import, the CUDA files they name and
 what those include. When one of them has changed since, the receipt is stale and names it. A file that is not of the
-schema is shown as unreadable, with the reason. Nothing here measures.
+schema is shown as unreadable, with the reason. A checkout has this project's receipts in bench/results, a wheel in its
+data (`setup.py` copies them), with the hashes that files outside of the package had when it was built.
+Nothing here measures.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from halfbyte.plan.phase import Phase
 from halfbyte.plan.select import all_phases
 
 PACKAGE = Path(halfbyte.__file__).parent
-RESULTS = PACKAGE.parents[1] / "bench" / "results"
+CHECKOUT = PACKAGE.parents[1]
+INSTALLED = PACKAGE / "data" / "results"  # of a wheel
+ELSEWHERE = PACKAGE / "data" / "measured.json"
+RESULTS = INSTALLED if INSTALLED.is_dir() else CHECKOUT / "bench" / "results"
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 # Says which kernels a phase declares, Triton's among them; a phase that launches one of these imports it itself.
 DECLARING = (PACKAGE / "kernels" / "cuda" / "phase.py",)
@@ -90,8 +95,8 @@ def measured(phases: Iterable[Phase | str]) -> dict[str, str]:
 def served(model: str | None, gates: Iterable[Gates], device: str | None = None) -> dict[str, str]:
     """File -> hash, for everything behind a server's answers: itself, its engine, and the phases of each plan here."""
     name, arch = load.resolve_model(model), arch_of(load.resolve_device(device))
-    config, formats = load.config_of(name), load.stored_formats(name)
-    plans = [choose(config, each, arch, formats)[1] for each in gates]
+    facts = load.read_facts(name)
+    plans = [choose(facts.config, each, arch, facts.formats).chosen for each in gates]
     starts = [PACKAGE / "server" / "app.py", PACKAGE / "engine" / "build.py"]
     phases = {phase.name for plan in plans for chosen in plan.values() for phase in chosen}
     return hashes(sources_of(starts, ("server", "engine"))) | measured(phases)
@@ -161,7 +166,7 @@ class Receipt:
 def read_all(folder: Path | None = None) -> list[Receipt]:
     folder = RESULTS if folder is None else folder
     if not folder.is_dir():
-        raise UsageError(f"there are no receipts in {folder}; run from a checkout, or name a folder of results.")
+        raise UsageError(f"there are no receipts in {folder}; name a folder of results.")
     return [read(p) for p in sorted(folder.glob("*.json"))]
 
 
@@ -178,11 +183,20 @@ def read(path: Path) -> Receipt:
 def freshness(measured: Mapping[str, str]) -> tuple[str, str]:
     if not measured:
         return "unhashed", "carries no hash of what it measured"
-    changed = [name for name, was in measured.items() if not _same(PACKAGE / name, was)]
+    elsewhere = _hashes_elsewhere()
+    changed = [name for name, was in measured.items() if elsewhere.get(name) != was and not _same(PACKAGE / name, was)]
     if not changed:
         return "current", ""
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return "STALE", f"changed since: {', '.join(sorted(changed)[:3])}{more}"
+
+
+def _hashes_elsewhere() -> dict[str, str]:
+    """File -> hash, for files of the checkout that a wheel was built from and does not carry."""
+    try:
+        return dict(json.loads(ELSEWHERE.read_text(encoding="utf-8")))
+    except OSError:
+        return {}
 
 
 def _same(path: Path, was: str) -> bool:

@@ -1,11 +1,10 @@
-"""The one schema of all that is measured: what, how fast, beside which ceiling, compared with what, by which code.
+"""The one schema of all measurements: the cell, its figures, their ceilings, the checks, and the code behind them.
 
-A `ResultFile` is what a tool leaves behind: its command, the machine, the hash of every source file behind the figures,
-and one `Result` per cell. A cell that could not run is refused. One that ran and cannot be believed (it failed a
-comparison, its figure lies above what the hardware can do, the card was throttled, the answers had another length) is
-INVALID. Either says why and has no number; what an INVALID one showed is kept in its detail, where no table looks.
-`from_json` takes nothing that does not fit, and says in a sentence what does not.
-Needs neither torch nor the command line's packages. Which files are stale is for `receipts.py` to say.
+A `ResultFile` is the output of a tool: its command, the machine, the hash of every source file behind the figures, and
+one `Result` per cell. A cell that could not run is refused. One that ran and cannot be trusted (it failed a comparison,
+its figure exceeds what the hardware can do, the card was throttled, the answers had another length) is INVALID. Either
+has a reason and no figure; the figures of an INVALID cell are kept in its detail, which no table reads. `from_json`
+refuses what does not fit with a sentence that names the field. `receipts.py` decides which files are stale.
 """
 
 from __future__ import annotations
@@ -13,14 +12,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from halfbyte.errors import InvalidFigureError, UsageError
+import msgspec
+
+from halfbyte import records
+from halfbyte.errors import DisturbedError, InvalidFigureError, UsageError
 from halfbyte.lab.statistics import LEAST, interval, median
 
 SCHEMA = "halfbyte.result/1"
@@ -30,6 +30,8 @@ UNITS = LESS | {
     "tok/s", "GB/s", "TB/s", "TFLOP/s", "%", "tokens", "tests", "requests", "faults", "steps", "ratio", "experts", "W",
     "MHz", "requests/s",
 }  # fmt: skip
+T = TypeVar("T")
+DISTURBED = "disturbed"  # in a result's detail: it is INVALID because the machine did other work
 KEPT = 500  # samples of a figure that are written with it
 
 
@@ -38,12 +40,15 @@ class Cell:
     """What was measured. `kind` is a noun: prompt, decode, start, accuracy, kernel."""
 
     kind: str
-    model: str = ""  # 120b, tiny, random:20b
+    model: str = ""  # 120b, tiny; random weights of a shape are named after the shape
     preset: str = ""
-    gates: Mapping[str, Any] = field(default_factory=dict)  # what differs from preset exact
+    gates: Mapping[str, Any] = field(default_factory=dict)  # what was set, by name or by a preset
     path: str = ""  # what ran it: engine, http, eager, graph, or a kernel's name
     shape: Mapping[str, Any] = field(default_factory=dict)  # pp, tg, depth, concurrency, context, rows, task, case
     engine: str = ""  # whose program answered: vllm 0.26.0, llama.cpp b7941; empty is halfbyte's own
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model.removeprefix("random:"))
 
     @property
     def label(self) -> str:
@@ -81,7 +86,7 @@ class Figure:
         if self.unit not in UNITS:
             raise UsageError(f"{self.name} has the unit {self.unit!r}; the schema knows {', '.join(sorted(UNITS))}.")
         if not all(map(math.isfinite, (self.value, self.low, self.high))):
-            raise UsageError(f"{self.name} is no number.")
+            raise UsageError(f"{self.name} is not finite.")
         if not self.low <= self.value <= self.high:
             raise UsageError(f"{self.name}: {self.value} lies outside of its own spread, {self.low} to {self.high}.")
         if self.samples < 1:
@@ -95,7 +100,7 @@ class Figure:
 
     @property
     def share(self) -> float | None:
-        """Of the ceiling that is reached."""
+        """Fraction of the ceiling reached."""
         if self.ceiling is None or not self.value or not self.ceiling.value:
             return None
         ratio = self.value / self.ceiling.value
@@ -103,11 +108,11 @@ class Figure:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """In which the true median lies, at 95 %; None where too few samples were kept to say."""
+        """95 % confidence interval of the median; None where there are too few samples."""
         if len(self.values) < LEAST:
             return None
-        found = interval(self.values)
-        return found.low, found.high
+        bounds = interval(self.values)
+        return bounds.low, bounds.high
 
 
 def figure(name: str, unit: str, samples: float | Iterable[float], ceiling: Ceiling | None = None) -> Figure:
@@ -116,9 +121,9 @@ def figure(name: str, unit: str, samples: float | Iterable[float], ceiling: Ceil
     if not values:
         raise UsageError(f"{name} was never measured.")
     if not all(map(math.isfinite, values)):
-        raise UsageError(f"{name} is no number.")
-    kept = tuple(values) if 1 < len(values) <= KEPT else ()
-    return Figure(name, unit, median(values), min(values), max(values), len(values), ceiling, kept)
+        raise UsageError(f"{name} is not finite.")
+    samples_written = tuple(values) if 1 < len(values) <= KEPT else ()
+    return Figure(name, unit, median(values), min(values), max(values), len(values), ceiling, samples_written)
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,19 @@ class Check:
     value: float | None = None
     bound: float | None = None
     note: str = ""
+
+
+def worst_check(checks: Iterable[Check]) -> Check | None:
+    """The failed check that is furthest from its bound; the first one where none has a bound."""
+
+    def distance(check: Check) -> float:
+        if check.value is None or check.bound is None:
+            return 1.0
+        if not check.bound or not check.value:
+            return 1.0 + abs(check.value - check.bound)
+        return max(abs(check.value / check.bound), abs(check.bound / check.value))
+
+    return max((c for c in checks if not c.ok), key=distance, default=None)
 
 
 @dataclass(frozen=True)
@@ -162,9 +180,9 @@ class Result:
         return "INVALID" if self.invalid else "refused" if self.refused else "measured"
 
     def invalidated(self, why: str) -> Result:
-        """Without its figures, which are kept where they can be looked into and not be mistaken for figures."""
-        shown = [{"name": f.name, "unit": f.unit, "value": f.value} for f in self.figures]
-        detail = dict(self.detail) | ({"not_believed": shown} if shown else {})
+        """This result as INVALID: its figures move into the detail, where they cannot be mistaken for figures."""
+        figures = [{"name": f.name, "unit": f.unit, "value": f.value} for f in self.figures]
+        detail = dict(self.detail) | ({"not_believed": figures} if figures else {})
         reason = f"{self.refused}; {why}" if self.refused else why
         return dataclasses.replace(self, figures=(), detail=detail, refused=reason, invalid=True)
 
@@ -172,8 +190,8 @@ class Result:
         for f in self.figures:
             if f.name == name:
                 return f
-        known = ", ".join(f.name for f in self.figures) or self.refused or "none"
-        raise UsageError(f"{self.cell.label} has no figure {name}; it has: {known}.")
+        names = ", ".join(f.name for f in self.figures) or self.refused or "none"
+        raise UsageError(f"{self.cell.label} has no figure {name}; it has: {names}.")
 
 
 @dataclass(frozen=True)
@@ -189,7 +207,7 @@ class ResultFile:
         if self.schema != SCHEMA:
             raise UsageError(f"this is schema {self.schema!r}, and only {SCHEMA!r} is read; measure it again.")
         if not isinstance(self.environment.get("time"), str):
-            raise UsageError("the environment says no time.")
+            raise UsageError("the environment record has no `time`.")
 
     @property
     def gpu(self) -> str:
@@ -211,7 +229,7 @@ class ResultFile:
         part.replace(path)
 
 
-def measure_cell(cell: Cell, work: typing.Callable[[], Result]) -> Result:
+def measure_cell(cell: Cell, work: Callable[[], Result]) -> Result:
     """The cell's result, or what became of it: one cell that fails must not cost the others."""
     try:
         return work()
@@ -222,70 +240,46 @@ def measure_cell(cell: Cell, work: typing.Callable[[], Result]) -> Result:
 def failed_cell(cell: Cell, e: Exception) -> Result:
     """INVALID where it ran and showed what cannot be, refused otherwise."""
     if isinstance(e, InvalidFigureError):
-        return Result(cell, refused=str(e), invalid=True)
+        detail = {DISTURBED: True} if isinstance(e, DisturbedError) else {}
+        return Result(cell, refused=str(e), invalid=True, detail=detail)
     return Result(cell, refused=f"{type(e).__name__}: {e}"[:400])
 
 
 def from_json(raw: object) -> ResultFile:
-    file = _read(ResultFile, raw, "the file")
-    assert isinstance(file, ResultFile)
-    return file
+    if isinstance(raw, Mapping) and "schema" not in raw:
+        raise UsageError("the file has no schema.")
+    return _read(ResultFile, raw, "the file")
 
 
 def read_result(raw: object) -> Result:
     """One result as a run's log keeps it."""
-    result = _read(Result, raw, "the result")
-    assert isinstance(result, Result)
-    return result
+    return _read(Result, raw, "the result")
 
 
-def from_json_line(text: str) -> ResultFile:
-    """What a tool printed, of which the last line is the file."""
+def _read(kind: type[T], raw: object, where: str) -> T:
+    """`raw` as a record, which must hold every field of `raw`."""
     try:
-        return from_json(json.loads(text.strip().rpartition("\n")[2]))
-    except ValueError:
-        raise UsageError(f"there is no receipt in what was printed: {text[-300:]!r}") from None
-
-
-def _read(kind: Any, raw: object, where: str) -> Any:
-    """`raw` as what the annotation says; dataclasses field by field, JSON objects as they are."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return None if raw is None else _read(next(k for k in inner if k is not type(None)), raw, where)
-    if dataclasses.is_dataclass(kind):
-        assert isinstance(kind, type)
-        return _read_fields(kind, raw, where)
-    if origin is tuple:
-        if not isinstance(raw, Sequence) or isinstance(raw, str):
-            raise UsageError(f"{where} is not a list.")
-        return tuple(_read(inner[0], item, f"{where}[{i}]") for i, item in enumerate(raw))
-    if origin is not None:  # a mapping
-        if not isinstance(raw, Mapping):
-            raise UsageError(f"{where} is not an object.")
-        return {str(k): _read(inner[1], v, f"{where}.{k}") for k, v in raw.items()}
-    if kind is Any:
-        return raw
-    wanted = {float: (int, float), int: (int,), str: (str,), bool: (bool,)}[kind]
-    if not isinstance(raw, wanted) or (kind is not bool and isinstance(raw, bool)):
-        raise UsageError(f"{where} is {raw!r}, which is not of type {kind.__name__}.")
-    return raw
-
-
-def _read_fields(kind: type, raw: object, where: str) -> Any:
-    if not isinstance(raw, Mapping):
-        raise UsageError(f"{where} is not an object.")
-    hints = typing.get_type_hints(kind)
-    names = {f.name: f for f in dataclasses.fields(kind)}
-    if unknown := sorted(set(raw) - set(names)):
-        raise UsageError(f"{where} has fields that the schema does not know: {', '.join(map(str, unknown))}.")
-    values = {}
-    for name, f in names.items():
-        optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
-        if name in raw:
-            values[name] = _read(hints[name], raw[name], f"{where}.{name}")
-        elif not optional or name == "schema":
-            raise UsageError(f"{where} has no {name}.")
-    try:
-        return kind(**values)
+        record = records.convert(raw, kind)
+    except records.MismatchError as e:
+        raise UsageError(f"{where} cannot be read ({e}).") from None
     except UsageError as e:
-        raise UsageError(f"{where}: {e}") from None
+        raise UsageError(f"{where} cannot be read: {e}") from None
+    if unknown := _unknown(raw, msgspec.to_builtins(record), ""):
+        raise UsageError(f"{where} has fields that the schema does not know: {unknown}.")
+    return record
+
+
+def _unknown(raw: Any, record: Any, path: str) -> str:
+    """The path of a field of `raw` that `record` does not have, or nothing."""
+    if isinstance(raw, Mapping):
+        for key, value in raw.items():
+            field = f"{path}.{key}" if path else str(key)
+            if key not in record:
+                return field
+            if unknown := _unknown(value, record[key], field):
+                return unknown
+    elif isinstance(raw, list):
+        for i, (value, item) in enumerate(zip(raw, record)):
+            if unknown := _unknown(value, item, f"{path}[{i}]"):
+                return unknown
+    return ""

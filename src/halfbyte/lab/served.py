@@ -11,18 +11,20 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import UsageError
 from halfbyte.lab.ceilings import under
-from halfbyte.lab.measure.engine_timing import Client, Timing, Work, result_of, time_all
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.rounds import RunLog
 from halfbyte.lab.measure.traffic import Limits, measure_traffic, sessions_of
+from halfbyte.lab.options import WorkloadOptions
+from halfbyte.lab.peers.engines import engine_named
 from halfbyte.lab.peers.launch import Setup
+from halfbyte.lab.peers.process import PeerProcess
 from halfbyte.lab.result import Cell, Check, Result, figure, measure_cell, read_result
 from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson
 from halfbyte.lab.workloads.recording import replay
@@ -33,44 +35,27 @@ Progress = Callable[[str], None]
 WORKLOADS = ("synthetic", "chat", "replay", "replay:FILE")
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Workloads and when their sessions begin. Without a rate they are a closed loop of `concurrency` streams."""
-
-    workload: str = ""
-    rates: tuple[float, ...] = ()  # sessions a second
-    sessions: int = 0  # of each cell; 0: four for each stream, sixteen for each rate
-    limits: Limits = field(default_factory=Limits)
-    turns: int | None = None
-    pace: float = 1.0  # divides the pauses of a recording
-    seed: int = 0
-
-
 # ---- who answers ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Served:
-    """A server while it runs, and afterwards what it said of the kernels that ran."""
+    """A server while it runs, and afterwards the kernels that it says it ran."""
 
     url: str
     name: str  # empty: halfbyte
-    startup_s: float | None = None
+    startup_s: float | None = None  # None: this run did not start it
     version: str = ""
     record: dict[str, Any] | None = None
 
 
 @contextlib.contextmanager
 def serving(engine: str, setup: Setup, progress: Progress) -> Iterator[Served]:
-    """`engine` is a name that `lab/peers/engines.py` knows, or the address of a server, which must answer now."""
-    if "://" in engine or ":" in engine:
-        yield Served(engine, f"server at {engine.rpartition('//')[2].rstrip('/')}")
-        return
-    # Not before they are needed: a machine that only measures our engine lacks the packages they talk HTTP with.
-    from halfbyte.lab.peers.engines import engine_named
-    from halfbyte.lab.peers.process import PeerProcess
-
+    """`engine` is a name or an address, as `lab/peers/engines.py` reads it. A server at an address must answer now."""
     peer = engine_named(engine)
+    if url := peer.launch(setup).url:
+        yield Served(url, f"server at {peer.name}")
+        return
     name = "" if peer.name == "halfbyte" else peer.name
     with tempfile.TemporaryDirectory() as folder:
         setup = peer.prepare(replace(setup, folder=Path(folder)), progress)
@@ -79,9 +64,9 @@ def serving(engine: str, setup: Setup, progress: Progress) -> Iterator[Served]:
         with process:
             served = Served(process.url, name, process.startup.first_token_s, process.version)
             yield served
-        told = process.launch.record
-        if told is not None and told.is_file():
-            served.record = json.loads(told.read_text(encoding="utf-8"))
+        record = process.launch.record
+        if record is not None and record.is_file():
+            served.record = json.loads(record.read_text(encoding="utf-8"))
 
 
 def with_path(results: Sequence[Result], served: Served) -> list[Result]:
@@ -100,29 +85,7 @@ def with_path(results: Sequence[Result], served: Served) -> list[Result]:
     return kept
 
 
-# ---- prompt and decode speed ----------------------------------------------------------------------------------------
-
-
-def measure_client(
-    client: Client,
-    works: Sequence[Work],
-    repeats: int,
-    cell: Cell,
-    vocab: int,
-    progress: Progress,
-    log: RunLog | None = None,
-) -> list[Result]:
-    cells = [replace(cell, kind="prompt" if work.prompt else "decode", shape=work.shape) for work in works]
-    timings = time_all(
-        client, works, vocab, repeats, log=log, progress=lambda i: progress(f"{cells[i].label} over HTTP")
-    )
-    return [measure_cell(each, partial(_result, timing, each)) for each, timing in zip(cells, timings)]
-
-
-def _result(timing: Timing | Exception, cell: Cell) -> Result:
-    if isinstance(timing, Exception):
-        raise timing
-    return result_of(timing, cell, None)
+# ---- beside the engine in this process ------------------------------------------------------------------------------
 
 
 def compare_served(engine: Result, served: Result) -> Result:
@@ -135,33 +98,34 @@ def compare_served(engine: Result, served: Result) -> Result:
 
 
 def under_ceilings(engine: Sequence[Result], served: Sequence[Result]) -> list[Result]:
-    """The same work on the same machine has the same ceiling, whoever carries the tokens."""
+    """Work on one machine has one ceiling, whoever carries the tokens."""
     return [under(s, {f.name: f.ceiling for f in e.figures}) for e, s in zip(engine, served, strict=True)]
 
 
 # ---- workloads ------------------------------------------------------------------------------------------------------
 
 
-def workloads(traffic: Traffic, prompts: Sequence[int], tokens: Sequence[int], vocab: int) -> list[Workload]:
+def workloads(traffic: WorkloadOptions, prompts: Sequence[int], tokens: Sequence[int], vocab: int) -> list[Workload]:
+    seed = traffic.seed or 0
     name, _, file = traffic.workload.partition(":")
     if name == "synthetic" and not file:
-        return [synthetic(p, t, vocab, traffic.seed) for p in prompts for t in tokens]
+        return [synthetic(p, t, vocab, seed) for p in prompts for t in tokens]
     if name == "chat" and not file:
-        return [chat(traffic.turns or 4, t, seed=traffic.seed) for t in tokens]
+        return [chat(traffic.turns or 4, t, seed=seed) for t in tokens]
     if name == "replay":
         return [replay(Path(file) if file else None, traffic.pace, traffic.turns)]
     raise UsageError(f"there is no workload {traffic.workload!r}; there are {', '.join(WORKLOADS)}.")
 
 
-def arrivals(traffic: Traffic, concurrency: Sequence[int]) -> list[Arrivals]:
+def arrivals(traffic: WorkloadOptions, concurrency: Sequence[int]) -> list[Arrivals]:
     if traffic.rates:
-        return [Poisson(rate, traffic.sessions or 16, traffic.seed) for rate in traffic.rates]
+        return [Poisson(rate, traffic.sessions or 16, traffic.seed or 0) for rate in traffic.rates]
     return [ClosedLoop(c, traffic.sessions or 4 * c) for c in concurrency]
 
 
 def measure_workloads(
     client: HttpClient,
-    traffic: Traffic,
+    traffic: WorkloadOptions,
     works: Sequence[Workload],
     when: Sequence[Arrivals],
     cell: Cell,
@@ -172,20 +136,22 @@ def measure_workloads(
     """Every workload with all arrivals, each of them with sessions that the ones before have not played; `first` is the
     number of those that the server has seen already."""
     results = []
+    limits = Limits.parse(traffic.limits)
     for workload in works:
         seen = first
         for arrival in when:
             fresh = workload.after(seen)
             seen += sessions_of(arrival)
-            shape = {"workload": workload.name, **workload.shape, **arrival.shape, "seed": traffic.seed}
+            shape = {"workload": workload.name, **workload.shape, **arrival.shape}
             each = replace(cell, kind="serving", shape=shape)
             key = each.label
             if log is not None and (told := log.result(key)) is not None:
                 results.append(read_result(told))
                 continue
             progress(f"{each.label} over HTTP")
-            play = partial(measure_traffic, client, fresh, arrival, each, traffic.limits)
-            results.append(measure_cell(each, play))
+            play = partial(measure_traffic, client, fresh, arrival, each, limits)
+            result = measure_cell(each, play)
+            results.append(replace(result, detail={**result.detail, "seed": traffic.seed}))
             if log is not None:
                 log.keep(key, results[-1])
     return results

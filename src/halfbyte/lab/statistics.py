@@ -26,11 +26,11 @@ WARM_SIGMAS, WARM_SHARE = 4.0, 0.02
 TREND_SIGMAS = 1.96  # 95 %
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
-Change = Literal["regression", "improvement", "no difference", "too few runs"]
+Change = Literal["regression", "improvement", "no difference", "inconclusive", "too few runs"]
 
 
 @dataclass(frozen=True)
-class Interval:
+class Estimate:
     """An estimate and where the true value lies, at that level."""
 
     value: float
@@ -57,7 +57,7 @@ def median(samples: Sequence[float]) -> float:
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """Of what was seen: a p99 of ten samples is the largest, never a number between two."""
+    """A quantile of the samples: a p99 of ten samples is the largest, never a number between two."""
     values = np.sort(_checked(samples))
     return float(values[min(len(values) - 1, int(share * len(values)))])
 
@@ -67,22 +67,33 @@ def _medians(values: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     return np.asarray(np.median(values[chosen], axis=1))
 
 
-def _ends(value: float, resampled: np.ndarray, samples: int, level: float) -> Interval:
+def _ends(value: float, resampled: np.ndarray, samples: int, level: float) -> Estimate:
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(value, min(float(low), value), max(float(high), value), samples, level)
+    return Estimate(value, min(float(low), value), max(float(high), value), samples, level)
 
 
-def interval(samples: Sequence[float], level: float = LEVEL, seed: int = 0) -> Interval:
-    """Of the median. One sample has an interval of no width, which says nothing; `samples` is there to see it."""
+def interval(samples: Sequence[float], level: float = LEVEL, seed: int = 0) -> Estimate:
+    """The interval of the median. One sample has an interval of no width; `samples` shows it."""
     values = _checked(samples)
     return _ends(float(np.median(values)), _medians(values, np.random.default_rng(seed)), len(values), level)
 
 
+def block_mean(sums: Sequence[float], counts: Sequence[int], level: float = LEVEL, seed: int = 0) -> Estimate:
+    """The mean over all positions of some blocks, with a bootstrap over blocks: positions of one block depend on each
+    other. Each block is given as the sum over its positions and their number."""
+    values, weights = _checked(sums, "blocks"), _checked(counts, "blocks")
+    if len(values) != len(weights) or (weights <= 0).any():
+        raise UsageError("every block has a sum and at least one position.")
+    chosen = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
+    resampled = values[chosen].sum(axis=1) / weights[chosen].sum(axis=1)
+    return _ends(float(values.sum() / weights.sum()), resampled, len(values), level)
+
+
 def ratio(
     after: Sequence[float], before: Sequence[float], *, paired: bool = False, level: float = LEVEL, seed: int = 0
-) -> Interval:
-    """Of the medians, after / before. `paired`: the k-th of both ran one after the other, so what slowed one slowed the
-    other too, and the median of the ratios is what counts."""
+) -> Estimate:
+    """The ratio of the medians, after / before. `paired`: the k-th of both ran one after the other, so
+    that what slowed one slowed the other too, and the median of the ratios counts."""
     a, b = _checked(after), _checked(before)
     if (a <= 0).any() or (b <= 0).any():
         raise UsageError("a ratio of medians needs samples above 0.")
@@ -100,9 +111,9 @@ def ratio(
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ChangeVerdict:
     change: Change
-    ratio: Interval  # after / before, as measured
+    ratio: Estimate  # after / before, as measured
     worse: float  # share by which it became worse; below 0 it became better
     sentence: str
 
@@ -120,8 +131,9 @@ def compare(
     paired: bool = False,
     threshold: float = THRESHOLD,
     seed: int = 0,
-) -> Verdict:
-    """A regression is an estimate more than `threshold` worse whose interval excludes no change; likewise better."""
+) -> ChangeVerdict:
+    """A regression is an estimate more than `threshold` worse whose interval excludes no change; likewise better. No
+    difference is an interval within the threshold on both sides; a wider one is inconclusive."""
     found = ratio(after, before, paired=paired, seed=seed)
     worse = found.value - 1 if less_is_better else 1 - found.value
     change: Change = "no difference"
@@ -129,13 +141,15 @@ def compare(
         change = "too few runs"
     elif abs(worse) > threshold and found.excludes(1.0):
         change = "regression" if worse > 0 else "improvement"
-    text = (
-        f"{change}: {found.value - 1:+.1%} ({found.level:.0%} interval {found.low - 1:+.1%} to {found.high - 1:+.1%}, "
-        f"{found.samples} runs each)"
-    )
+    elif not 1 - threshold <= found.low <= found.high <= 1 + threshold:
+        change = "inconclusive"
+    small = change == "no difference" and found.excludes(1.0)  # that word would contradict the interval
+    interval_text = f"{found.level:.0%} interval {found.low - 1:+.1%} to {found.high - 1:+.1%}"
+    label = f"less than {threshold:.0%}" if small else change
+    text = f"{label}: {found.value - 1:+.1%} ({interval_text}, {found.samples} runs each)"
     if change == "too few runs":
         text += f"; {LEAST} are the least that can tell"
-    return Verdict(change, found, worse, text)
+    return ChangeVerdict(change, found, worse, text)
 
 
 # ---- where a warm-up ends -------------------------------------------------------------------------------------------
@@ -187,3 +201,12 @@ def _drifts(values: np.ndarray) -> bool:
         return True
     rising = float(np.sign(values[None, :] - values[:, None])[np.triu_indices(n, 1)].sum())
     return (abs(rising) - 1) / math.sqrt(n * (n - 1) * (2 * n + 5) / 18) > TREND_SIGMAS
+
+
+def number(value: float) -> str:
+    """19.9k, 844, 17.7, 0.067: three figures are what a person reads."""
+    if value >= 10_000:
+        return f"{value / 1000:.1f}k"
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if 1 <= value < 10 else f"{value:.3g}"

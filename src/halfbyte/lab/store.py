@@ -73,7 +73,7 @@ class Store:
     # ---- the index -----------------------------------------------------------------------------------------------
 
     def index(self) -> list[Entry]:
-        """Of every file, oldest first; what the index file lacks is read, and nothing is written."""
+        """An entry for every file, oldest first; what the index file lacks is read, and nothing is written."""
         known = self._indexed()
         entries = []
         for path in self._files():

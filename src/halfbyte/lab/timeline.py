@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from halfbyte.lab.measure.device_timing import (
     random_tokens,
 )
 from halfbyte.lab.profile import LABELS, Profile, Row, Span, summarise
+from halfbyte.lab.trace import Interval
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.ops.sampling import greedy
 from halfbyte.plan.activations import Activations
@@ -42,15 +42,6 @@ from halfbyte.plan.step import Step
 from halfbyte.roofline import Work, step_work
 
 CATEGORIES = {"MoE": "moe", "attention": "attention", "router": "router", "other": "other"}  # else linear
-
-
-@dataclass(frozen=True)
-class TimedKernel:
-    """One entry of the device's timeline."""
-
-    name: str
-    start: float
-    end: float
 
 
 def decode_profile(model: GptOss, tokens: int, depth: int, batch: int) -> Profile:
@@ -179,7 +170,7 @@ def _decode_on_gpu(model: GptOss, step: Step, cache: Cache, tokens: int, what: s
 
 
 def row_labelled(label: str) -> Row:
-    """Of a part of the kernel that runs a whole step."""
+    """The category of a part of the kernel that runs a whole step."""
     operations = tuple(op for name in label.split(" + ") for op in LABELS.get(name, ()))
     return Row(CATEGORIES.get(label, "linear"), operations)
 
@@ -204,7 +195,7 @@ def _step_us(run: Callable[[int], Any], count: int) -> float:
     return (time.perf_counter() - start) * 1e6 / count
 
 
-def match(order: Sequence[tuple[str, Row]], kernels: Sequence[TimedKernel], steps: int) -> list[Span]:
+def match(order: Sequence[tuple[str, Row]], kernels: Sequence[Interval], steps: int) -> list[Span]:
     """Spans of some equal steps: the k-th kernel of a name does what the k-th launch of that name was for."""
     queues: dict[str, deque[Row]] = {}
     for name, row in order:
@@ -230,7 +221,7 @@ def launch_order(run: Callable[[], Any]) -> list[tuple[str, Row]]:
     return [(image.name, Row.of(part)) for image, part in order]
 
 
-def device_kernels(run: Callable[[int], Any], count: int) -> list[TimedKernel]:
+def device_kernels(run: Callable[[int], Any], count: int) -> list[Interval]:
     """The device's timeline of `count` runs."""
     torch.cuda.synchronize()
     with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as traced:
@@ -238,7 +229,7 @@ def device_kernels(run: Callable[[int], Any], count: int) -> list[TimedKernel]:
             run(i)
         torch.cuda.synchronize()
     kernels = [
-        TimedKernel(event.name.split("(")[0], float(event.time_range.start), float(event.time_range.end))
+        Interval(event.name.split("(")[0], float(event.time_range.start), float(event.time_range.end))
         for event in traced.events()
         if event.device_type.name == "CUDA"
     ]

@@ -3,34 +3,43 @@
 A model is a Hugging Face folder (`safetensors_io.py`) or a GGUF file (`gguf_io.py`). Everything is streamed one role of
 one layer at a time; MXFP4 stays packed from disk to the layout asked for. Numbers change only where `layer_formats`
 asks for it, by group of layers; a folder or file appears whole or not at all and never replaces another.
+
+Where qkv or lm_head is quantised here, the norm in front of it moves into its columns first (`ops/folding.py`).
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from halfbyte import formats
 from halfbyte.errors import CheckpointError, FormatError
-from halfbyte.formats import DenseTiles
+from halfbyte.formats import DenseTiles, blocks
 from halfbyte.formats.stored import Packer
 from halfbyte.formats.tensor import GEOMETRY, FormatName, MXTensor
+from halfbyte.gates import check_layer_names, format_of_layer
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.direct import DirectReader
-from halfbyte.model.nonfinite import FileSource, FiniteSource
+from halfbyte.model.direct import HOST_LAYOUT, DirectReader, HostExperts
+from halfbyte.model.half_rows import HALF_ROW_ROLES, HalfRowSource
+from halfbyte.model.head_scales import SCALED_ROLES, HeadScaledSource
+from halfbyte.model.model_files import ANY_MODEL, model_path
+from halfbyte.model.nonfinite import FileSource, FiniteSource, check_tails
 from halfbyte.model.plain_file import MIB, read_whole, refusing
 from halfbyte.model.safetensors_io import SafetensorsSource
 from halfbyte.model.safetensors_writer import write_folder
+from halfbyte.model.tokenizer import Tokenizer
 from halfbyte.model.weight_file import Reading
 from halfbyte.model.weights import (
+    DTYPES,
     GROUPS,
+    NORM_OF,
     LayerWeights,
     Matrix,
     Source,
@@ -43,12 +52,14 @@ from halfbyte.model.weights import (
     shape_of,
     slice_rows,
 )
+from halfbyte.ops.folding import column_maxima, fold_norm
+from halfbyte.ops.linear import dense
 
 Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, what)
 
 TARGETS: dict[str, FormatName] = {"q8": "q8", "mxfp4": "mxfp4"}
-REQUANTISE_ELEMENTS = 1 << 22
-# What belongs to a model beside its weights, and travels with them.
+MATRIX_BEHIND = {norm: matrix for matrix, norm in NORM_OF.items()}
+# The files of a model other than its weights, copied with them.
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -62,7 +73,7 @@ MAX_COMPANION = 64 * MIB
 
 
 def load(
-    path: str | Path,
+    model: str | Path | CheckpointSource,
     *,
     device: torch.device | str = "cpu",
     layer_formats: Mapping[str, str] | None = None,
@@ -71,74 +82,68 @@ def load(
     progress: Progress | None = None,
     allow_nan: bool = False,
     keep_cached: bool = True,
+    scale_heads: bool = False,
+    half_rows: bool = False,
+    host: HostExperts | None = None,
 ) -> Weights:
-    """The weights of a model folder or GGUF file, on `device`; with `allow_nan` also if some are no numbers.
+    """The weights of a model folder, a GGUF file or an open one, on `device`; with `allow_nan` also if some are not
+    finite or matrices are all zeros. A model that was open before stays open.
 
-    `layer_formats` maps moe, qkv, o, lm_head to checkpoint, q8 or mxfp4; `layouts` maps roles to the layouts of
-    `formats.layouts` that the plan wants; a `packer`, on a CPU, brings what it can from its file into place at once.
-    Without `keep_cached` the page cache is as small after loading as before.
+    `layer_formats` maps moe, qkv, o, lm_head, or some layers of a group (qkv.full, qkv.0), to checkpoint, q8 or mxfp4,
+    and embed to what a block-scaled token embedding becomes (bf16, if it is not named); `layouts` maps roles to the
+    layouts of `formats.layouts` that the plan wants; a `packer`, on a CPU, brings what it can from its file into place
+    at once; `host` names experts that stay in host memory. Without `keep_cached` the page cache is as small after
+    loading as before.
     """
-    reading = Reading(torch.device(device), keep_cached=keep_cached)
-    source = open_model(path, reading)
-    try:
-        finite = FiniteSource(source)
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, str | Path):
+            model = stack.enter_context(contextlib.closing(open_model(model)))
+        reading = model.reading
+        reading.device, reading.keep_cached = torch.device(device), keep_cached
+        check_tails(reading.zero_tails, allowed=allow_nan)
+        finite = FiniteSource(model)
         direct = None if packer is None else DirectReader(finite, packer, layouts or {})
         weights = assemble(
-            finite, layer_formats=layer_formats, layouts=layouts, direct=direct, progress=progress, reading=reading
-        )
-        reading.on_bytes = None  # what is read again is no progress
+            finite, layer_formats=layer_formats, layouts=layouts, direct=direct, progress=progress, reading=reading,
+            scale_heads=scale_heads, half_rows=half_rows, host=host,
+            host_direct=None if host is None else host.reader(finite),
+        )  # fmt: skip
+        reading.on_bytes = None  # tensors that are read a second time are not counted
         finite.finish(allowed=allow_nan)
         return weights
-    finally:
-        source.close()
 
 
-class Model(FileSource, Protocol):
+class CheckpointSource(FileSource, Protocol):
     """A source that holds files open."""
+
+    reading: Reading
+
+    def tokenizer(self) -> Tokenizer: ...
 
     def close(self) -> None: ...
 
 
-def open_model(path: str | Path, reading: Reading | None = None) -> Model:
+def open_model(path: str | Path) -> CheckpointSource:
     """The source of a path; its files are open and checked, and no tensor is read yet."""
     path = Path(path).expanduser()
-    reading = reading or Reading(torch.device("cpu"))
+    reading = Reading(torch.device("cpu"))
     with refusing(path):
+        path = model_path(path)
         if path.is_dir():
-            files = sorted(path.glob("*.gguf"))
-            if files and not (path / "config.json").exists():
-                raise CheckpointError(
-                    f"{path} is a folder of GGUF files; give one of them, for example {files[0].name}."
-                )
             return SafetensorsSource(path, reading)
         if not path.exists():
-            raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder, or a .gguf file.")
+            raise CheckpointError(f"{path} does not exist; {ANY_MODEL}.")
         if path.suffix in (".safetensors", ".json"):
             raise CheckpointError(f"{path} is one file of a model folder; give the folder {path.parent}.")
-        source: Model = gguf_module("gguf_io").GgufSource(path, reading)
-        return source
+        from halfbyte.model.gguf_io import GgufSource  # here: the gguf package takes a quarter of a second
 
-
-def gguf_module(name: str) -> Any:
-    """A module of this room that needs the gguf package: imported late (it takes a quarter of a second), and an error
-    that says what to do where the package is missing."""
-    try:
-        return importlib.import_module(f"halfbyte.model.{name}")
-    except ModuleNotFoundError as e:
-        if e.name != "gguf":
-            raise
-        raise CheckpointError(
-            "GGUF files need the package gguf, which is not installed here; pip install gguf, or use a model folder."
-        ) from None
+        return GgufSource(path, reading)
 
 
 def read_config(path: str | Path) -> ModelConfig:
     """The configuration of a model, with its files checked but no tensor read."""
-    source = open_model(path)
-    try:
+    with contextlib.closing(open_model(path)) as source:
         return source.config
-    finally:
-        source.close()
 
 
 def assemble(
@@ -149,23 +154,32 @@ def assemble(
     direct: DirectReader | None = None,
     progress: Progress | None = None,
     reading: Reading | None = None,
+    scale_heads: bool = False,
+    half_rows: bool = False,
+    host: HostExperts | None = None,
+    host_direct: DirectReader | None = None,
 ) -> Weights:
-    """Every tensor of a source, requantised and laid out as asked."""
+    """Every tensor of a source, requantised and laid out as the arguments say; with `scale_heads`, keys and values have
+    the size that an fp8 cache holds (`head_scales.py`); with `half_rows`, norms and values one that float16 holds in
+    front of q8 (`half_rows.py`); with `host`, the experts of the first layers are in host memory."""
     layouts = layouts or {}
     requantised = RequantisedSource(source, layer_formats or {})
+    supply: Source = HeadScaledSource(requantised) if scale_heads else requantised
+    supply = HalfRowSource(supply) if half_rows else supply
     everything = list(roles(source.config))
     unknown = set(layouts) - {role for _, role in everything}
     if unknown:
         raise FormatError(f"there is no weight called {sorted(unknown)[0]!r} to lay out.")
-    for role, group in GROUPS.items():
-        stored_formats = {f for layer, r in everything if r == role for f in requantised.formats(layer, r)}
+    for layer, role in everything:
+        stored_formats = set(requantised.formats(layer, role)) if role in GROUPS else set()
         if len(stored_formats) > 1:
+            group = GROUPS[role]
             raise CheckpointError(
-                f"this model has {role} in {' and '.join(sorted(stored_formats))}; give the group {group} one format, "
-                f"for example --layers {group}=q8."
+                f"this model has {role} of layer {layer} in {' and '.join(sorted(stored_formats))}; give the group "
+                f"{group} one format, for example --layers {group}=q8."
             )
     total = sum(source.nbytes(layer, role) for layer, role in everything)
-    done, name = 0, ""
+    done, expected, name = 0, 0, ""
 
     def count_bytes(count: int) -> None:
         nonlocal done
@@ -179,32 +193,76 @@ def assemble(
     layers: list[dict[str, WeightTensor]] = [{} for _ in range(source.config.layers)]
     for layer, role in everything:
         name = role if layer is None else f"layer {layer} {role}"
-        before = done
+        expected += source.nbytes(layer, role)
         tensor: WeightTensor | None = None
-        if direct is not None and requantised.formats(layer, role) == source.formats(layer, role):
+        widened = role == "embed" and requantised.embedding == "f32"  # which the reader does, too
+        unchanged = requantised.formats(layer, role) == source.formats(layer, role)
+        unchanged &= not scale_heads or role not in SCALED_ROLES
+        unchanged &= not half_rows or role not in HALF_ROW_ROLES
+        if host is not None and host.holds(layer, role):
+            if host_direct is not None and unchanged:
+                tensor = host_direct.read(layer, role)
+            if tensor is None:
+                tensor = _in_host_memory(supply, layer, role, reading)
+        elif direct is not None and (widened or unchanged):
             tensor = direct.read(layer, role)
         if tensor is None:
-            tensor = _in_layout(join_rows(requantised.parts(layer, role)), role, layouts.get(role, "plain"))
+            tensor = _in_layout(join_rows(supply.parts(layer, role)), role, layouts.get(role, "plain"))
         assert tuple(tensor.shape) == shape_of(source.config, role), (name, tensor.shape)
         (outside if layer is None else layers[layer])[role] = tensor
-        if done == before:  # a source that makes its tensors instead of reading them
-            count_bytes(source.nbytes(layer, role))
+        if done < expected:  # a source that makes its tensors instead of reading them
+            count_bytes(expected - done)
+    folded_norm = requantised.folded_norm
+    if folded_norm is None and isinstance(supply, HalfRowSource):
+        folded_norm = supply.unmoved_norm
     # Any: roles that are never block-scaled are plain tensors, and the fields' types say which.
     inside: list[Any] = layers
     top: Any = outside
-    return Weights(config=source.config, layers=[LayerWeights(**fields) for fields in inside], **top)
+    return Weights(
+        config=source.config,
+        layers=[LayerWeights(**fields) for fields in inside],
+        folded_norm=folded_norm,
+        expert_error=requantised.expert_error,
+        **top,
+    )
+
+
+def _in_host_memory(source: Source, layer: int | None, role: str, reading: Reading | None) -> WeightTensor:
+    """Read a matrix into host memory, and lay it out for the CPU kernels."""
+    device = None if reading is None else reading.device
+    if reading is not None:
+        reading.device = torch.device("cpu")
+    try:
+        matrix = join_rows(source.parts(layer, role))
+    finally:
+        if reading is not None and device is not None:
+            reading.device = device
+    return _in_layout(matrix.to("cpu"), role, HOST_LAYOUT)
+
+
+def place_experts(weights: Weights, layers: int) -> Weights:
+    """A copy of weights with the experts of the first layers in host memory; everything else is shared."""
+
+    def on_host(m: WeightTensor, role: str) -> WeightTensor:
+        return _in_layout(_plain(m).to("cpu"), role, HOST_LAYOUT)
+
+    moved = [
+        replace(layer, gate_up=on_host(layer.gate_up, "gate_up"), down=on_host(layer.down, "down"))
+        for layer in weights.layers[:layers]
+    ]
+    return replace(weights, layers=[*moved, *weights.layers[layers:]])
 
 
 def lay_out(weights: Weights, layouts: Mapping[str, str]) -> Weights:
-    """The same weights with their matrices in these layouts; tensors that are there already are shared, not copied."""
+    """A copy of the weights with matrices in these layouts; tensors that have theirs already are shared."""
 
-    def in_place(owner: Any) -> dict[str, Any]:
-        found = {role: getattr(owner, role) for role in layouts if hasattr(owner, role)}
-        return {role: _in_layout(_plain(m), role, layouts[role]) for role, m in found.items()
+    def converted(owner: Any) -> dict[str, Any]:
+        matrices = {role: getattr(owner, role) for role in layouts if hasattr(owner, role)}
+        return {role: _in_layout(_plain(m), role, layouts[role]) for role, m in matrices.items()
                 if getattr(m, "layout", "plain") != layouts[role]}  # fmt: skip
 
-    inside = [replace(layer, **in_place(layer)) for layer in weights.layers]
-    return replace(weights, layers=inside, **in_place(weights))
+    inside = [replace(layer, **converted(layer)) for layer in weights.layers]
+    return replace(weights, layers=inside, **converted(weights))
 
 
 def _plain(m: WeightTensor) -> Matrix:
@@ -226,32 +284,97 @@ def _in_layout(m: Matrix, role: str, layout: str) -> WeightTensor:
 # ---- sources that wrap --------------------------------------------------------------------------
 
 
+class _Fold(NamedTuple):
+    """A matrix as the file has it, the factors of its columns, and the norm that stays in front of it."""
+
+    parts: Sequence[Matrix]
+    columns: Tensor
+    norm: Tensor
+
+
 class RequantisedSource:
-    """A source with some groups of layers in other formats."""
+    """A source with some groups of layers in other formats, norms folded into the matrices that are quantised here."""
 
     def __init__(self, inner: Source, layer_formats: Mapping[str, str]):
         self.inner = inner
+        self.folded_norm = inner.weights.folded_norm if isinstance(inner, MemorySource) else None
+        self._fold: tuple[tuple[int | None, str], _Fold] | None = None  # of the matrix whose norm was read last
+        self._lost = self._size = 0.0  # squares of the experts' errors, and of their weights
         self.layer_formats = dict(layer_formats)
         for group, target in self.layer_formats.items():
-            if group not in GROUPS.values():
+            if group == "embed" and target in DTYPES:
+                continue
+            if group.partition(".")[0] not in GROUPS.values():
                 raise FormatError(f"there is no layer group {group!r}; the groups are moe, qkv, o and lm_head.")
             if target not in ("checkpoint", *TARGETS):
                 raise FormatError(f"{group} cannot be {target!r}; use checkpoint, q8 or mxfp4.")
+        check_layer_names(self.layer_formats, inner.config.layers)
 
     @property
     def config(self) -> ModelConfig:
         return self.inner.config
 
-    def target(self, role: str) -> FormatName | None:
-        return TARGETS.get(self.layer_formats.get(GROUPS.get(role, ""), "checkpoint"))
+    @property
+    def embedding(self) -> WeightFormat:
+        """What a block-scaled token embedding becomes, since steps look up rows of numbers in it."""
+        return cast(WeightFormat, self.layer_formats.get("embed", "bf16"))
+
+    def target(self, layer: int | None, role: str) -> FormatName | None:
+        kind = None if layer is None else self.config.layer_kinds[layer]
+        return TARGETS.get(format_of_layer(self.layer_formats, GROUPS.get(role, ""), layer, kind))
 
     def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
-        stored_formats, target = self.inner.formats(layer, role), self.target(role)
+        stored_formats, target = self.inner.formats(layer, role), self.target(layer, role)
+        if role == "embed" and stored_formats[0] not in DTYPES:
+            return (self.embedding,)
         return stored_formats if target is None else tuple("q8" if target == "q8" else "mxfp4" for _ in stored_formats)
 
+    def folds(self, layer: int | None, role: str) -> bool:
+        """Whether the norm in front of this matrix moves into it: all of it is quantised here, not in the file."""
+        target = self.target(layer, role)
+        return role in NORM_OF and target is not None and target not in self.inner.formats(layer, role)
+
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
-        parts, target = self.inner.parts(layer, role), self.target(role)
-        return parts if target is None else [requantise(p, target) for p in parts]
+        matrix, target = MATRIX_BEHIND.get(role), self.target(layer, role)
+        if role == "embed":
+            parts = self.inner.parts(layer, role)
+            return [_dense_rows(p, DTYPES[self.embedding]) if isinstance(p, MXTensor) else p for p in parts]
+        if matrix is not None and self.folds(layer, matrix):
+            self._fold = (layer, matrix), (fold := self._folded(layer, matrix))
+            return [fold.norm]
+        if target is None:
+            return self.inner.parts(layer, role)
+        if not self.folds(layer, role):
+            parts = self.inner.parts(layer, role)
+            made = [requantise(p, target) for p in parts]
+            if GROUPS[role] == "moe":
+                self._add_error(parts, made)
+            return made
+        last, self._fold = self._fold, None
+        folded = last[1] if last is not None and last[0] == (layer, role) else self._folded(layer, role)
+        return [requantise(p, target, folded.columns) for p in folded.parts]
+
+    @property
+    def expert_error(self) -> float | None:
+        """Relative rms error of the experts that were requantised, by the first expert of each layer."""
+        return math.sqrt(self._lost / self._size) if self._size else None
+
+    def _add_error(self, parts: Sequence[Matrix], made: Sequence[Matrix]) -> None:
+        for before, after in zip(parts, made):
+            if after is not before:
+                exact, rounded = (dense(slice_rows(m, 0, 1)) for m in (before, after))
+                self._lost += float((rounded - exact).norm()) ** 2
+                self._size += float(exact.norm()) ** 2
+
+    def _folded(self, layer: int | None, role: str) -> _Fold:
+        """A matrix that is quantised here, and what its norm becomes."""
+        norm, parts = join_rows(self.inner.parts(layer, NORM_OF[role])), self.inner.parts(layer, role)
+        assert isinstance(norm, Tensor)
+        if role == "lm_head":
+            self.folded_norm = norm
+        all_rows = (rows for part in parts for rows in row_blocks(part))
+        largest = torch.stack([column_maxima(r if isinstance(r, Tensor) else dense(r)) for r in all_rows]).amax(0)
+        return _Fold(parts, *fold_norm(norm, largest))
 
     def nbytes(self, layer: int | None, role: str) -> int:
         return self.inner.nbytes(layer, role)
@@ -281,23 +404,44 @@ class MemorySource:
         return self._get(layer, role).nbytes
 
 
-def requantise(m: Matrix, target: FormatName) -> MXTensor:
-    """A matrix in another format, through float32 and some leading rows at a time; unchanged if it is there already."""
-    if isinstance(m, Tensor):
+def row_blocks(m: Matrix) -> Iterator[Matrix]:
+    """Some leading rows at a time, few enough to be held in float32."""
+    step = max(1, blocks.chunk_elements(m.device) // math.prod(m.shape[1:]))
+    for start in range(0, m.shape[0], step):
+        yield slice_rows(m, start, min(m.shape[0], start + step))
+
+
+def requantise(m: Matrix, target: FormatName, columns: Tensor | None = None) -> MXTensor:
+    """A matrix, its columns times `columns`, in another format: through float32 and some rows at a time. Unchanged
+    where it has that format already. `columns` is float32, and so is the product."""
+    if isinstance(m, Tensor) and columns is None:
         return formats.quantize_weight(m, target)
-    if m.format == target:
+    if isinstance(m, MXTensor) and m.format == target:
+        assert columns is None, "a matrix that the file holds quantised takes no norm in"
         return m
     geometry = GEOMETRY[target]
     groups = geometry.padded(m.shape[-1]) // geometry.group
     data = torch.empty((*m.shape[:-1], groups * geometry.group_bytes), dtype=geometry.data_dtype, device=m.device)
     scales = torch.empty((*m.shape[:-1], groups), dtype=geometry.scale_dtype, device=m.device)
-    step = max(1, REQUANTISE_ELEMENTS // math.prod(m.shape[1:]))
+    at = 0
+    for rows in row_blocks(m):
+        values = rows if isinstance(rows, Tensor) else dense(rows)
+        piece = formats.quantize_weight(values if columns is None else values * columns, target)
+        end = at + rows.shape[0]
+        data[at:end], scales[at:end] = piece.data, piece.scales
+        at = end
+    return MXTensor(data=data, scales=scales, shape=m.shape, format=target)
+
+
+def _dense_rows(m: MXTensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of a table, some rows at a time."""
+    out = torch.empty(m.shape, dtype=dtype, device=m.device)
+    step = max(1, blocks.chunk_elements(m.device) // m.shape[-1])
     for start in range(0, m.shape[0], step):
         rows = slice_rows(m, start, min(m.shape[0], start + step))
         assert isinstance(rows, MXTensor)
-        piece = requantise(formats.dequantize(rows, torch.float32), target)
-        data[start : start + step], scales[start : start + step] = piece.data, piece.scales
-    return MXTensor(data=data, scales=scales, shape=m.shape, format=target)
+        out[start : start + step] = formats.dequantize(rows, dtype)
+    return out
 
 
 # ---- writing ------------------------------------------------------------------------------------
@@ -319,10 +463,12 @@ def save_gguf(
     progress: Progress | None = None,
 ) -> None:
     """A new GGUF file that llama.cpp runs. `dense` (bf16, f16, f32, q8) is the type of unquantised matrices; None
-    keeps what they are. `tokenizer` is a `tokenizer.json`; without one the vocabulary is a placeholder."""
+    keeps their own type. `tokenizer` is a `tokenizer.json`; without one the vocabulary is a placeholder."""
+    from halfbyte.model import gguf_writer
+
     tokenizer = Path(tokenizer) if tokenizer is not None else None
     source = MemorySource(weights)
-    gguf_module("gguf_writer").write_file(source, Path(file), dense=dense, tokenizer=tokenizer, progress=progress)
+    gguf_writer.write_file(source, Path(file), dense=dense, tokenizer=tokenizer, progress=progress)
 
 
 def quantize_checkpoint(
@@ -338,17 +484,17 @@ def quantize_checkpoint(
 
     The tokenizer and chat template beside the source come along. See `safetensors_io.py` for how folders store it.
     """
-    src, dst = Path(src).expanduser(), Path(dst).expanduser()
-    inner = open_model(src, Reading(torch.device(device)))
-    try:
+    src, dst = model_path(Path(src).expanduser()), Path(dst).expanduser()
+    with contextlib.closing(open_model(src)) as inner:
+        inner.reading.device = torch.device(device)
+        check_tails(inner.reading.zero_tails, allowed=False)
         source = RequantisedSource(FiniteSource(inner, at_once=True), layer_formats)
         if dst.suffix == ".gguf":
             tokenizer = src / "tokenizer.json" if src.is_dir() else src
-            writer = gguf_module("gguf_writer")
-            writer.write_file(source, dst, tokenizer=tokenizer if tokenizer.exists() else None, progress=progress)
+            from halfbyte.model import gguf_writer
+
+            gguf_writer.write_file(source, dst, tokenizer=tokenizer if tokenizer.exists() else None, progress=progress)
             return
-        beside = src if src.is_dir() else src.parent
-        copies = {name: read_whole(beside / name, MAX_COMPANION) for name in COMPANIONS if (beside / name).is_file()}
+        folder = src if src.is_dir() else src.parent
+        copies = {name: read_whole(folder / name, MAX_COMPANION) for name in COMPANIONS if (folder / name).is_file()}
         write_folder(source, dst, max_shard_bytes=max_shard_bytes, copies=copies, progress=progress)
-    finally:
-        inner.close()

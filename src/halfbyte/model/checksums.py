@@ -1,7 +1,7 @@
 """What a pulled folder must hold: the record that `pull` writes into it, and the check that `serve --verify` makes.
 
-The record is as trustworthy as the folder it is in: it finds damage, and files that were exchanged by somebody who did
-not rewrite the record. Nothing here repairs or fetches anything.
+The record is as trustworthy as the folder it is in: it finds damage, and files that were exchanged
+without a new record. Nothing here repairs or fetches anything.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +16,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from halfbyte.errors import CheckpointError
+from halfbyte.model.gguf_metadata import SPLIT
 from halfbyte.model.json_records import read_json
-from halfbyte.model.plain_file import MIB, drop_cached, open_regular, shown
+from halfbyte.model.plain_file import MIB, drop_cached, open_regular, quote
 
 RECORD = ".halfbyte-pull.json"
 MAX_BYTES = 4 * MIB
 READ_BY_LOADING = ("config.json", "model.safetensors.index.json", "tokenizer.json", "*.safetensors")
-SPLIT = re.compile(r"^(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf$")
 BLOCK = 4 * MIB
 WORKERS = 4
 
@@ -77,8 +76,8 @@ def read_by_loading(model: Path) -> set[str]:
 
 
 def verify(model: Path, progress: Progress | None = None, *, keep_cached: bool = True) -> int:
-    """Hash what is on disk against the folder's record: how many files were checked, or an error that names one.
-    Without `keep_cached` the page cache does not grow by what is read."""
+    """Compare the files on disk with the folder's record by hash: the number of files, or an error that names one.
+    Without `keep_cached` reading leaves nothing in the page cache."""
     folder = model if model.is_dir() else model.parent
     if not (folder / RECORD).exists():
         raise CheckpointError(
@@ -97,7 +96,7 @@ def verify(model: Path, progress: Progress | None = None, *, keep_cached: bool =
         nonlocal done
         path = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{folder / RECORD} names {shown(name)}, which is not in its folder.")
+            raise CheckpointError(f"{folder / RECORD} names {quote(name)}, which is not in its folder.")
         if file.sha256 is None:
             raise CheckpointError(f"{folder / RECORD} has no SHA-256 of {name}; pull the model again.")
 
@@ -108,10 +107,10 @@ def verify(model: Path, progress: Progress | None = None, *, keep_cached: bool =
                 if progress is not None:
                     progress(done, total, name)
 
-        found = sha256_of(path, count_bytes, keep_cached=keep_cached)
-        if found != file.sha256:
+        digest = sha256_of(path, count_bytes, keep_cached=keep_cached)
+        if digest != file.sha256:
             raise CheckpointError(
-                f"{path} is not the file that was pulled (SHA-256 {found[:12]}…, recorded {file.sha256[:12]}…); pull"
+                f"{path} is not the file that was pulled (SHA-256 {digest[:12]}…, recorded {file.sha256[:12]}…); pull"
                 " the model again."
             )
 

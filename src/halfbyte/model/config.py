@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from halfbyte.errors import CheckpointError
 
-PAGE_SIZE = 64  # tokens of one page of the KV cache, unless somebody says otherwise
+PAGE_SIZE = 64  # tokens of one page of the KV cache, by default
 LayerKind = Literal["sliding", "full"]
 
 # Far beyond any gpt-oss, and small enough that what is made per layer or per position stays small: a file that claims
@@ -36,16 +36,16 @@ class Yarn:
         return self.factor == 1.0 and self.attention_factor in (None, 1.0)
 
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         numbers = {"factor": self.factor, "beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
         if self.attention_factor is not None:
             numbers["attention_factor"] = self.attention_factor
         for name, value in numbers.items():
             if not (math.isfinite(value) and value > 0):
-                found.append(f"the rope's {name} is {value}")
+                problems.append(f"the rope's {name} is {value}")
         if not 1 <= self.original_context <= MOST_POSITIONS:
-            found.append(f"the rope's original context is {self.original_context}")
-        return found
+            problems.append(f"the rope's original context is {self.original_context}")
+        return problems
 
 
 @dataclass(frozen=True)
@@ -83,30 +83,30 @@ class ModelConfig:
 
     def _bad_numbers(self) -> list[str]:
         sizes = ("layers", "hidden", "intermediate", "experts", "top_k", "heads", "kv_heads", "head_dim", "vocab")
-        found = [f"{name} is {n}" for name in (*sizes, "window", "max_context") if (n := getattr(self, name)) < 1]
+        problems = [f"{name} is {n}" for name in (*sizes, "window", "max_context") if (n := getattr(self, name)) < 1]
         for name, most in (("layers", MOST_LAYERS), ("max_context", MOST_POSITIONS)):
             if getattr(self, name) > most:
-                found.append(f"{name} is {getattr(self, name)}, more than {most}")
+                problems.append(f"{name} is {getattr(self, name)}, more than {most}")
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
-            found.append(f"rope_theta is {self.rope_theta}")
+            problems.append(f"rope_theta is {self.rope_theta}")
         for name in ("norm_eps", "swiglu_limit"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                found.append(f"{name} is {getattr(self, name)}")
+                problems.append(f"{name} is {getattr(self, name)}")
         if not math.isfinite(self.swiglu_alpha):
-            found.append(f"swiglu_alpha is {self.swiglu_alpha}")
-        return found + self.yarn.problems()
+            problems.append(f"swiglu_alpha is {self.swiglu_alpha}")
+        return problems + self.yarn.problems()
 
     def _bad_relations(self) -> list[str]:
-        found = []
+        problems = []
         if len(self.layer_kinds) != self.layers:
-            found.append(f"layer_types has {len(self.layer_kinds)} entries for {self.layers} layers")
+            problems.append(f"layer_types has {len(self.layer_kinds)} entries for {self.layers} layers")
         if self.heads % self.kv_heads:
-            found.append(f"{self.heads} query heads do not divide over {self.kv_heads} kv heads")
+            problems.append(f"{self.heads} query heads do not divide over {self.kv_heads} kv heads")
         if self.top_k > self.experts:
-            found.append(f"top-{self.top_k} of {self.experts} experts")
+            problems.append(f"top-{self.top_k} of {self.experts} experts")
         if self.head_dim % 2:
-            found.append(f"head_dim {self.head_dim} is odd")
-        return found
+            problems.append(f"head_dim {self.head_dim} is odd")
+        return problems
 
     @property
     def q_dim(self) -> int:

@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET, Struct, UnsetType
+
 from halfbyte.errors import CheckpointError
 from halfbyte.model.config import LayerKind, ModelConfig, Yarn, default_ends
-from halfbyte.model.json_records import UNSET, Unset, convert, keys_of, read_json
-from halfbyte.model.plain_file import MIB, shown
+from halfbyte.model.json_records import convert, keys_of, read_json
+from halfbyte.model.model_files import not_gpt_oss
+from halfbyte.model.plain_file import MIB, quote
 
 NAME = "config.json"
 MAX_BYTES = MIB
@@ -27,15 +30,14 @@ MAX_BYTES = MIB
 log = logging.getLogger("halfbyte")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeJson:
+class RopeJson(Struct, frozen=True, kw_only=True):
     """`rope_parameters`, or `rope_scaling` as it was called before."""
 
-    rope_type: str | Unset = UNSET
-    type: str | Unset = UNSET
-    rope_theta: float | Unset = UNSET
-    factor: float | Unset = UNSET
-    original_max_position_embeddings: int | Unset = UNSET
+    rope_type: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    rope_theta: float | UnsetType = UNSET
+    factor: float | UnsetType = UNSET
+    original_max_position_embeddings: int | UnsetType = UNSET
     beta_fast: float | None = None
     beta_slow: float | None = None
     truncate: bool | None = True
@@ -44,28 +46,26 @@ class RopeJson:
     mscale_all_dim: float | None = None
 
 
-@dataclass(frozen=True)
-class WrittenByHalfbyte:
-    formats: dict[str, str] = field(default_factory=dict)
+class WrittenByHalfbyte(Struct, frozen=True):
+    formats: dict[str, str] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigJson:
+class ConfigJson(Struct, frozen=True, kw_only=True, rename={"name": "_name_or_path"}):
     model_type: str
     num_hidden_layers: int
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
     vocab_size: int
-    num_local_experts: int | Unset = UNSET
-    num_experts: int | Unset = UNSET
+    num_local_experts: int | UnsetType = UNSET
+    num_experts: int | UnsetType = UNSET
     num_experts_per_tok: int = 4
     experts_per_token: int | None = None
     num_key_value_heads: int | None = 8
     head_dim: int | None = 64
     sliding_window: int | None = 128
     max_position_embeddings: int = 131072
-    original_max_position_embeddings: int | Unset = UNSET
+    original_max_position_embeddings: int | UnsetType = UNSET
     initial_context_length: int | None = None
     rms_norm_eps: float = 1e-5
     swiglu_limit: float = 7.0
@@ -73,12 +73,13 @@ class ConfigJson:
     layer_types: list[str] | None = None
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
-    rope_theta: float | Unset = UNSET
+    rope_theta: float | UnsetType = UNSET
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     quantization_config: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = None  # MLX's name for it
     halfbyte: WrittenByHalfbyte | None = None
-    name: str = field(default="", metadata={"key": "_name_or_path"})
+    name: str = ""
 
 
 USED = keys_of(ConfigJson)
@@ -133,7 +134,7 @@ KINDS: dict[str, LayerKind] = {"sliding_attention": "sliding", "full_attention":
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a config.json says of a model, and of the files beside it."""
+    """The contents of a config.json: the model, and the formats of the files in its folder."""
 
     config: ModelConfig
     formats: dict[str, str] = field(default_factory=dict)  # layer group -> format, in folders that halfbyte wrote
@@ -141,15 +142,12 @@ class ConfigFile:
 
 def read_config_json(folder: Path) -> ConfigFile:
     path = folder / NAME
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder, or a .gguf file.")
     return parse_config(read_json(path, dict[str, Any], MAX_BYTES), where=str(path))
 
 
 def parse_config(raw: Mapping[str, Any], *, where: str = NAME) -> ConfigFile:
     if raw.get("model_type") != "gpt_oss":
-        kind = shown(str(raw.get("model_type")))
-        raise CheckpointError(f"{where}: model_type is {kind}, but halfbyte serves gpt_oss models only.")
+        raise not_gpt_oss(where, dict(raw))
     check_keys(raw, USED, HARMLESS, REFUSED, where)
     j = convert(raw, ConfigJson, where)
     experts = _agree(where, num_local_experts=j.num_local_experts, num_experts=j.num_experts)
@@ -160,7 +158,7 @@ def parse_config(raw: Mapping[str, Any], *, where: str = NAME) -> ConfigFile:
         raise CheckpointError(f"{where}: sliding_window is null, but gpt-oss has layers with a window.")
     for kind in j.layer_types or ():
         if kind not in KINDS:
-            raise CheckpointError(f"{where}: layer type {shown(kind)} is not gpt-oss's ({', '.join(KINDS)}).")
+            raise CheckpointError(f"{where}: layer type {quote(kind)} is not gpt-oss's ({', '.join(KINDS)}).")
     theta, yarn = _rope(j, where)
     eos = j.eos_token_id
     ends = default_ends(j.vocab_size) if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
@@ -192,7 +190,7 @@ def parse_config(raw: Mapping[str, Any], *, where: str = NAME) -> ConfigFile:
         )
     except CheckpointError as e:
         raise CheckpointError(f"{where}: {e}") from None
-    _check_quantization(j.quantization_config, where)
+    _check_quantization(j.quantization if j.quantization_config is None else j.quantization_config, where)
     return ConfigFile(config, j.halfbyte.formats if j.halfbyte is not None else {})
 
 
@@ -203,39 +201,39 @@ def check_keys(
     refused: Mapping[str, tuple[tuple[Any, ...], str]],
     where: str,
 ) -> None:
-    """Refuse what would be ignored, and say what is not known."""
+    """Refuse keys that halfbyte would have to ignore, and warn of unknown ones."""
     for key in sorted(refused.keys() & raw.keys()):
         allowed, reason = refused[key]
         if raw[key] not in allowed:
-            raise CheckpointError(f"{where}: {key} {shown(str(raw[key]))} {reason}, so halfbyte cannot serve it.")
+            raise CheckpointError(f"{where}: {key} {quote(str(raw[key]))} {reason}, so halfbyte cannot serve it.")
     unknown = sorted(raw.keys() - used - harmless - refused.keys())
     if unknown:
         more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-        _warn_once(f"{where}: halfbyte does not know and ignores {', '.join(map(shown, unknown[:8]))}{more}.")
+        _warn_once(f"{where}: halfbyte does not know and ignores {', '.join(map(quote, unknown[:8]))}{more}.")
 
 
-@functools.cache  # a model is opened several times before it runs
+@functools.cache  # a comparison opens the same model for each of its engines
 def _warn_once(text: str) -> None:
     log.warning(text)
 
 
 def _agree(where: str, **values: Any) -> Any:
-    """The one value that keys for the same thing have, or UNSET."""
-    given = [(name, value) for name, value in values.items() if value is not UNSET and value is not None]
-    for name, value in given:
-        if value != given[0][1]:
-            raise CheckpointError(f"{where} contradicts itself: {given[0][0]} is {given[0][1]}, but {name} is {value}.")
-    return given[0][1] if given else UNSET
+    """The one value of several keys with the same meaning, or UNSET."""
+    pairs = [(name, value) for name, value in values.items() if value is not UNSET and value is not None]
+    for name, value in pairs:
+        if value != pairs[0][1]:
+            raise CheckpointError(f"{where} contradicts itself: {pairs[0][0]} is {pairs[0][1]}, but {name} is {value}.")
+    return pairs[0][1] if pairs else UNSET
 
 
 def _rope(j: ConfigJson, where: str) -> tuple[float, Yarn]:
-    given = {name: getattr(j, name) for name in ("rope_parameters", "rope_scaling") if getattr(j, name) is not None}
-    if not given.get("rope_scaling", True):
-        del given["rope_scaling"]  # {} means none
-    found = {name: _one_rope(raw, j, f"{where}: {name}") for name, raw in (given or {"rope": ROPE_DEFAULT}).items()}
-    if len(set(found.values())) > 1:
+    raw_ropes = {name: getattr(j, name) for name in ("rope_parameters", "rope_scaling") if getattr(j, name) is not None}
+    if not raw_ropes.get("rope_scaling", True):
+        del raw_ropes["rope_scaling"]  # {} means none
+    ropes = {name: _one_rope(raw, j, f"{where}: {name}") for name, raw in (raw_ropes or {"rope": ROPE_DEFAULT}).items()}
+    if len(set(ropes.values())) > 1:
         raise CheckpointError(f"{where} contradicts itself: rope_scaling and rope_parameters differ.")
-    return next(iter(found.values()))
+    return next(iter(ropes.values()))
 
 
 def _one_rope(raw: dict[str, Any], j: ConfigJson, where: str) -> tuple[float, Yarn]:
@@ -247,7 +245,7 @@ def _one_rope(raw: dict[str, Any], j: ConfigJson, where: str) -> tuple[float, Ya
     if kind in (UNSET, "default"):
         return theta, Yarn(factor=1.0)
     if kind != "yarn":
-        raise CheckpointError(f"{where}: rope type {shown(kind)} is not supported; gpt-oss uses yarn.")
+        raise CheckpointError(f"{where}: rope type {quote(kind)} is not supported; gpt-oss uses yarn.")
     if r.factor is UNSET:
         raise CheckpointError(f"{where}: the field 'factor' is missing; fetch it again.")
     original = _agree(
@@ -259,7 +257,7 @@ def _one_rope(raw: dict[str, Any], j: ConfigJson, where: str) -> tuple[float, Ya
         original is UNSET
     ):  # transformers then takes the whole context; OpenAI's own code would take initial_context_length
         original = _agree(
-            f"{where} says no original_max_position_embeddings, and the rest",
+            f"{where} has no original_max_position_embeddings, and the rest",
             max_position_embeddings=j.max_position_embeddings,
             initial_context_length=j.initial_context_length,
         )
@@ -286,8 +284,18 @@ def _check_quantization(raw: dict[str, Any] | None, where: str) -> None:
     if raw is None:
         return
     method = raw.get("quant_method")
+    if method is None and "group_size" in raw:
+        raise CheckpointError(
+            f"{where}: the weights are quantised by MLX ({raw.get('bits')} bits in groups of {raw['group_size']}), but"
+            " halfbyte reads OpenAI's mxfp4 and GGUF files; get the model that this one was converted from."
+        )
+    if method is None:
+        raise CheckpointError(
+            f"{where}: quantization_config has no quant_method; set it to mxfp4 for OpenAI's formats, or remove"
+            " quantization_config if the weights are not quantised."
+        )
     if method not in QUANT_METHODS:
-        named = shown(str(method)) + (f" ({shown(str(raw['format']))})" if "format" in raw else "")
+        named = quote(str(method)) + (f" ({quote(str(raw['format']))})" if "format" in raw else "")
         raise CheckpointError(
             f"{where}: the weights are quantised by {named}, but halfbyte reads OpenAI's mxfp4, GGUF files, and what"
             " `halfbyte quantize` writes; get one of those."
@@ -295,7 +303,7 @@ def _check_quantization(raw: dict[str, Any] | None, where: str) -> None:
 
 
 def to_config_json(config: ModelConfig) -> dict[str, Any]:
-    """What transformers, and `parse_config`, read as this configuration."""
+    """The config.json that transformers and `parse_config` read as this configuration."""
     rope: dict[str, Any] = {"rope_type": "default"}  # null would be transformers' default, which is yarn
     if not config.yarn.is_plain:
         rope = {

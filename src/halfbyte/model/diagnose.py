@@ -1,8 +1,8 @@
-"""Where a sequence's values stopped being numbers, looked for when its logits are none.
+"""Locates the layer in which a sequence's values stopped being finite, once its logits have NaN or Inf.
 
-Every token leaves its keys and values in every layer, so the first layer that holds some that are no numbers is behind
-the place, and the layer before it, whose keys and values are right, in front; then the weights around it are looked
-at. Takes its time and waits for the device: it is asked for a request that has failed already, and changes nothing.
+Every token leaves its keys and values in every layer, so the fault lies between the first layer whose keys and values
+are not finite and the layer before it; then the weights in between are checked. This is slow and waits for the device:
+it runs for a request that has failed already, and changes nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BEFORE_KV = ("attn_norm", "qkv", "qkv_bias")
 AFTER_KV = tuple(role for role in LAYER_ROLES if role not in BEFORE_KV)
 
 
-class Stored(Protocol):
-    """What is needed of a model (`halfbyte.model.gpt_oss.GptOss`)."""
+class StoredModel(Protocol):
+    """The part of a model (`halfbyte.model.gpt_oss.GptOss`) that is used here."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -34,13 +34,15 @@ class Stored(Protocol):
     def kv_pool(self) -> Tensor: ...
 
 
-def find_broken(model: Stored, full: Sequence[int], sliding: Sequence[int], length: int) -> str:
-    """`full`, `sliding`: the sequence's pages, 0 where it has none any more; `length`: of its tokens in them."""
+def find_broken(model: StoredModel, full: Sequence[int], sliding: Sequence[int], length: int) -> str:
+    """The part of the network that produced a sequence's first NaN or Inf.
+
+    `full` and `sliding` are the sequence's pages, 0 where one was given back; `length` counts its tokens in them."""
     layers = model.config.layers
     first = next((i for i in range(layers) if not _finite_kv(model, i, full, sliding, length)), layers)
-    for place, role, weight in _suspects(model, first):
+    for part, role, weight in _suspects(model, first):
         if not finite_weight(weight):
-            return f"{place}, whose {role} has values that are no numbers"
+            return f"{part}, whose {role} has values that are not finite"
     if first == 0:
         return "the embedding or layer 0's keys and values"
     if first == layers:
@@ -48,12 +50,12 @@ def find_broken(model: Stored, full: Sequence[int], sliding: Sequence[int], leng
     return f"layer {first - 1} behind its keys and values, or layer {first} in front of them"
 
 
-def clear_pages(model: Stored, pages: Sequence[int]) -> None:
+def clear_pages(model: StoredModel, pages: Sequence[int]) -> None:
     pool = model.kv_pool()
     pool.view(torch.uint8)[torch.tensor(pages, dtype=torch.int64, device=pool.device)] = 0
 
 
-def _suspects(model: Stored, first: int) -> Iterator[tuple[str, str, WeightTensor]]:
+def _suspects(model: StoredModel, first: int) -> Iterator[tuple[str, str, WeightTensor]]:
     weights, layers = model.weights, model.config.layers
     if first == 0:
         yield "the embedding", "table", weights.embed
@@ -66,14 +68,14 @@ def _suspects(model: Stored, first: int) -> Iterator[tuple[str, str, WeightTenso
         yield "the output layer", "lm_head", weights.lm_head
 
 
-def _finite_kv(model: Stored, layer: int, full: Sequence[int], sliding: Sequence[int], length: int) -> bool:
+def _finite_kv(model: StoredModel, layer: int, full: Sequence[int], sliding: Sequence[int], length: int) -> bool:
     pool, size = model.kv_pool(), model.spec.page_size
     table = sliding if model.config.layer_kinds[layer] == "sliding" else full
-    held = [(i, page) for i, page in enumerate(table) if page and i * size < length]
-    if not held:
+    blocks = [(i, page) for i, page in enumerate(table) if page and i * size < length]
+    if not blocks:
         return True
-    pages = torch.tensor([page for _, page in held], device=pool.device)
-    block = torch.tensor([i for i, _ in held], device=pool.device)
+    pages = torch.tensor([page for _, page in blocks], device=pool.device)
+    block = torch.tensor([i for i, _ in blocks], device=pool.device)
     stored = pool[:, model.config.kind_index(layer)]
     values = stored.view(torch.uint8)[pages].view(pool.dtype).float()  # [pages, 2, heads, tokens, 64]
     written = (block[:, None] * size + torch.arange(size, device=pool.device))[:, None, None, :, None] < length

@@ -1,8 +1,8 @@
 """Weights straight from their files into the layout of the kernels that read them, where a phase brings a packer.
 
 One pass over the file, one copy in memory: no tensor is read first and laid out afterwards. The token embedding, of
-which steps look up rows, stays in its file where it is made of numbers. What does not lie in rows, and what is
-quantised anew while it is loaded, goes the way of every other device (`checkpoint.assemble`).
+which steps look up rows, stays in its file where it is dense. Tensors that are not stored in rows, and those that are
+requantised while they are loaded, are assembled as for every other device (`checkpoint.assemble`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from halfbyte.formats.stored import Packer
 from halfbyte.model.nonfinite import FiniteSource
 from halfbyte.model.weights import WeightTensor
 
+HOST_ROLES = ("gate_up", "down")
+HOST_LAYOUT = "rows16"  # the CPU kernels'
+
 
 @dataclass(frozen=True)
 class DirectReader:
@@ -23,33 +26,49 @@ class DirectReader:
     layouts: Mapping[str, str]
 
     def read(self, layer: int | None, role: str) -> WeightTensor | None:
-        """The tensor in its layout, looked at on the way; None where it has to be read before it is laid out."""
-        wanted = self.layouts.get(role, "plain")
-        if wanted != self.packer.layout and role != "embed":
+        """The tensor in its layout, scanned on the way; None where it has to be read before it is laid out."""
+        layout = self.layouts.get(role, "plain")
+        if layout != self.packer.layout and role != "embed":
             return None
         stored = self.source.inner.stored(layer, role)
         if stored is None:
             return None
         tensor: WeightTensor | None
         try:
-            if wanted == self.packer.layout:
-                tensor, finite = self.packer.pack(stored)
+            if layout == self.packer.layout:
+                tensor, sound = self.packer.pack(stored)
             elif stored.gguf:
-                tensor, finite = self.packer.widen(stored)
+                tensor, sound = self.packer.widen(stored)
             else:
                 tensor = self.source.inner.mapped(layer, role)
                 if tensor is None:
                     return None
-                finite = self.packer.look(stored)
+                sound = self.packer.look(stored)
         except OSError as e:
             raise CheckpointError(
                 f"{self._origin(layer, role)} cannot be read ({e.strerror}); check the disk."
             ) from None
         except EOFError:
             raise CheckpointError(f"{self._origin(layer, role)} is truncated; fetch it again.") from None
-        self.source.seen(layer, role, finite=finite)
+        self.source.record_scan(layer, role, sound=sound)
         self.source.inner.forget(layer, role)
         return tensor
 
     def _origin(self, layer: int | None, role: str) -> str:
         return self.source.inner.origins(layer, role)[0]
+
+
+@dataclass(frozen=True)
+class HostExperts:
+    """The experts of the first layers, which stay in host memory in the CPU kernels' layout."""
+
+    layers: int
+    packer: Packer | None = None  # brings them from their files into place
+
+    def holds(self, layer: int | None, role: str) -> bool:
+        return layer is not None and layer < self.layers and role in HOST_ROLES
+
+    def reader(self, source: FiniteSource) -> DirectReader | None:
+        if self.packer is None:
+            return None
+        return DirectReader(source, self.packer, dict.fromkeys(HOST_ROLES, HOST_LAYOUT))

@@ -38,7 +38,7 @@ class Download:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def fetch(self, repository: Repository, commit: str, files: list[RemoteFile]) -> None:
-        """All of `files`, whole and checked, or an error that says which was not to be had."""
+        """Download all of `files` and check them; the error names the file that failed."""
         if not files:
             return
         with ThreadPoolExecutor(self.workers) as pool:
@@ -53,8 +53,7 @@ class Download:
                 raise
 
     def part(self, f: RemoteFile) -> Path:
-        """Where a file is while it is not whole. The digest is in the name, so half of another revision's file is never
-        continued."""
+        """The path of a partial download. Its name has the digest, so a part of another revision is never continued."""
         return self.folder / f"{f.path}.{(f.digest or 'unknown')[:12]}.part"
 
     def part_size(self, f: RemoteFile) -> int:
@@ -99,7 +98,7 @@ class Download:
                 )
 
     def _stream(self, repository: Repository, url: str, f: RemoteFile, part: Path) -> str:
-        """Append what is missing to `part`; returns the digest of the whole."""
+        """Append the missing bytes to `part`; returns the digest of the complete file."""
         size_before = self.part_size(f)
         hasher = f.hasher()
         headers = {"range": f"bytes={size_before}-"} if 0 < size_before < f.size else {}

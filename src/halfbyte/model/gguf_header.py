@@ -7,7 +7,6 @@ harmless or refused, as `config_json.py` does for folders. The vocabulary is `gg
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,22 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model.config import ModelConfig, Yarn, default_ends
+from halfbyte.model.config import LayerKind, ModelConfig, Yarn, default_ends
 from halfbyte.model.config_json import check_keys
-from halfbyte.model.gguf_metadata import MAX_TENSORS, walk
-from halfbyte.model.plain_file import shown, truncated
+from halfbyte.model.gguf_metadata import MAX_TENSORS, SPLIT, walk
+from halfbyte.model.plain_file import quote, truncated
 from halfbyte.model.weight_file import Reading, WeightFile
 
 ARCH = "gpt-oss"
-SPLIT = re.compile(r"^(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 # Our own key: GGUF has none for it, and llama.cpp always rounds the yarn ramp outwards. Absent means OpenAI's value.
 TRUNCATE_KEY = "halfbyte.rope.yarn_truncate"
 MAX_RANK = 4  # ggml's own limit
 ALIGNMENTS = tuple(1 << i for i in range(17))
 
+PATTERN = "attention.sliding_window_pattern"
 USED = frozenset(f"{ARCH}.{name}" for name in (
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window", "block_count", "context_length", "embedding_length", "expert_count",
+    "attention.sliding_window", PATTERN, "block_count", "context_length", "embedding_length", "expert_count",
     "expert_feed_forward_length", "expert_used_count", "rope.freq_base", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
@@ -46,7 +45,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "attention.clamp_kqv": (0.0,),
         "attention.max_alibi_bias": (0.0,),
         "attention.scale": (0.0,),
-        "attention.sliding_window_pattern": (2,),
         "attn_logit_softcapping": (0.0,),
         "embedding_scale": (0.0, 1.0),
         "expert_gating_func": (0, 3),  # none named, or a softmax over the chosen
@@ -68,7 +66,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class GgufEntry:
     file: WeightFile
     type: int
     shape: tuple[int, ...]  # outermost first
@@ -79,39 +77,40 @@ class Entry:
 @dataclass
 class Header:
     path: Path
+    file: WeightFile  # of the metadata
     metadata: dict[str, Any]  # arrays of strings (the vocabulary) are skipped
-    tensors: dict[str, Entry]
+    tensors: dict[str, GgufEntry]
 
 
 def read_header(path: Path, reading: Reading | None = None) -> Header:
     weights = WeightFile(path, reading)
-    with walk(path) as cursor:
+    with walk(path, weights.descriptor) as cursor:
         tensor_count = cursor.count(MAX_TENSORS, "tensors")
         metadata = cursor.metadata(keep="")
         infos = []
         for _ in range(tensor_count):
             name, rank = cursor.string(), cursor.u32()
             if rank > MAX_RANK:
-                raise CheckpointError(f"{path}: tensor {shown(name)} has {rank} dimensions; fetch it again.")
+                raise CheckpointError(f"{path}: tensor {quote(name)} has {rank} dimensions; fetch it again.")
             dims = [cursor.u64() for _ in range(rank)]
             infos.append((name, tuple(reversed(dims)), cursor.u32(), cursor.u64()))
         alignment = metadata.get("general.alignment", 32)
         if alignment not in ALIGNMENTS:
-            raise CheckpointError(f"{path}: general.alignment is {shown(str(alignment))}; fetch it again.")
+            raise CheckpointError(f"{path}: general.alignment is {quote(str(alignment))}; fetch it again.")
         start = -(-cursor.at // alignment) * alignment
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, GgufEntry] = {}
     for name, shape, kind, offset in infos:
         if name in tensors:
-            raise CheckpointError(f"{path} has the tensor {shown(name)} twice; fetch it again.")
-        tensors[name] = Entry(weights, kind, shape, start + offset, _nbytes(path, name, shape, kind))
+            raise CheckpointError(f"{path} has the tensor {quote(name)} twice; fetch it again.")
+        tensors[name] = GgufEntry(weights, kind, shape, start + offset, _nbytes(path, name, shape, kind))
         if start + offset + tensors[name].nbytes > weights.size:
             raise truncated(path, start + offset + tensors[name].nbytes, weights.size)
     last, before = start, ""
     for name, entry in sorted(tensors.items(), key=lambda e: (e[1].offset, e[1].nbytes)):
         if entry.offset < last:
-            raise CheckpointError(f"{path}: tensor {shown(name)} overlaps tensor {shown(before)}; fetch it again.")
+            raise CheckpointError(f"{path}: tensor {quote(name)} overlaps tensor {quote(before)}; fetch it again.")
         last, before = entry.offset + entry.nbytes, name
-    return Header(path, metadata, tensors)
+    return Header(path, weights, metadata, tensors)
 
 
 def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
@@ -120,7 +119,7 @@ def _nbytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
     except (ValueError, KeyError):
         return 0  # refused by name, if the model asks for it
     if not shape or shape[-1] % int(block):
-        raise CheckpointError(f"{path}: rows of tensor {shown(name)} are not whole blocks of {block}; fetch it again.")
+        raise CheckpointError(f"{path}: rows of tensor {quote(name)} are not whole blocks of {block}; fetch it again.")
     return math.prod(shape) // int(block) * int(size)
 
 
@@ -140,13 +139,13 @@ def read_all(path: Path, reading: Reading | None = None) -> Header:
         if not part.exists():
             raise CheckpointError(f"{part} is not there; a split GGUF needs all {count} parts, so fetch it.")
     headers = [read_header(part, reading) for part in parts]
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, GgufEntry] = {}
     for h in headers:
         doubled = sorted(tensors.keys() & h.tensors.keys())
         if doubled:
-            raise CheckpointError(f"{h.path}: tensor {shown(doubled[0])} is in an earlier part, too; fetch it again.")
+            raise CheckpointError(f"{h.path}: tensor {quote(doubled[0])} is in an earlier part, too; fetch it again.")
         tensors |= h.tensors
-    return Header(parts[0], headers[0].metadata, tensors)
+    return Header(parts[0], headers[0].file, headers[0].metadata, tensors)
 
 
 def config_from(header: Header) -> ModelConfig:
@@ -160,14 +159,14 @@ def config_from(header: Header) -> ModelConfig:
         raise CheckpointError(f"{path} holds the architecture {arch!r}, but halfbyte serves gpt-oss models only.")
 
     def value(name: str, kinds: tuple[type, ...], default: Any) -> Any:
-        found = meta.get(f"{ARCH}.{name}", default)
-        if found is None:
-            raise CheckpointError(f"{path} does not say {ARCH}.{name}; convert the model again.")
-        if type(found) not in kinds:
-            raise CheckpointError(f"{path}: {ARCH}.{name} is {shown(str(found))}; convert the model again.")
-        return found
+        entry = meta.get(f"{ARCH}.{name}", default)
+        if entry is None:
+            raise CheckpointError(f"{path} has no key {ARCH}.{name}; convert the model again.")
+        if type(entry) not in kinds:
+            raise CheckpointError(f"{path}: {ARCH}.{name} is {quote(str(entry))}; convert the model again.")
+        return entry
 
-    def whole(name: str, default: int | None = None) -> int:
+    def integer(name: str, default: int | None = None) -> int:
         return int(value(name, (int,), default))
 
     def number(name: str, default: float | None = None) -> float:
@@ -175,12 +174,12 @@ def config_from(header: Header) -> ModelConfig:
 
     scaling = value("rope.scaling.type", (str,), "none")
     if scaling not in ("yarn", "none"):
-        raise CheckpointError(f"{path}: rope scaling {shown(scaling)} is not supported; gpt-oss uses yarn.")
+        raise CheckpointError(f"{path}: rope scaling {quote(scaling)} is not supported; gpt-oss uses yarn.")
     yarn = Yarn(factor=1.0)
     if scaling == "yarn":
         yarn = Yarn(
             factor=number("rope.scaling.factor"),
-            original_context=whole("rope.scaling.original_context_length"),
+            original_context=integer("rope.scaling.original_context_length"),
             beta_fast=number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=number("rope.scaling.yarn_beta_slow", 1.0),
             truncate=bool(meta.get(TRUNCATE_KEY, False)),
@@ -190,8 +189,8 @@ def config_from(header: Header) -> ModelConfig:
     embed = header.tensors.get("token_embd.weight")
     if embed is None or not embed.shape:
         raise CheckpointError(f"{path} has no tensor 'token_embd.weight'; fetch it again.")
-    heads, hidden = whole("attention.head_count"), whole("embedding_length")
-    head_dim = whole("attention.key_length", hidden // max(1, heads))
+    heads, hidden = integer("attention.head_count"), integer("embedding_length")
+    head_dim = integer("attention.key_length", hidden // max(1, heads))
     refused = REFUSED | {f"{ARCH}.{name}": ((head_dim,), "cuts heads otherwise") for name in HEAD_SIZES}
     check_keys({k: v for k, v in meta.items() if k.startswith(f"{ARCH}.")}, USED, HARMLESS, refused, str(path))
     eos, pad = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "padding"))
@@ -199,24 +198,37 @@ def config_from(header: Header) -> ModelConfig:
         raise CheckpointError(f"{path}: the end token is {eos}, but the vocabulary has {embed.shape[0]} tokens.")
     try:
         return ModelConfig(
-            layers=whole("block_count"),
+            layers=integer("block_count"),
             hidden=hidden,
-            intermediate=whole("expert_feed_forward_length"),
-            experts=whole("expert_count"),
-            top_k=whole("expert_used_count"),
+            intermediate=integer("expert_feed_forward_length"),
+            experts=integer("expert_count"),
+            top_k=integer("expert_used_count"),
             heads=heads,
-            kv_heads=whole("attention.head_count_kv", heads),
+            kv_heads=integer("attention.head_count_kv", heads),
             head_dim=head_dim,
             vocab=embed.shape[0],
-            window=whole("attention.sliding_window"),
-            max_context=whole("context_length"),
+            window=integer("attention.sliding_window"),
+            max_context=integer("context_length"),
             rope_theta=round(number("rope.freq_base"), 3),  # stored as float32
             yarn=yarn,
             # float32 again: 1e-5, not 9.9999e-6
             norm_eps=float(f"{number('attention.layer_norm_rms_epsilon'):.6g}"),
+            layer_kinds=_layer_kinds(meta.get(f"{ARCH}.{PATTERN}", 2), integer("block_count"), path),
             eos_tokens=(eos,) if isinstance(eos, int) else default_ends(embed.shape[0]),
             pad_token=pad if isinstance(pad, int) else ModelConfig.pad_token,
             name=str(meta.get("general.name") or path.stem),
         )
     except CheckpointError as e:
         raise CheckpointError(f"{path}: {e}") from None
+
+
+def _layer_kinds(pattern: Any, layers: int, path: Path) -> tuple[LayerKind, ...]:
+    """Sliding or full for each layer: from a list that says which slide, or from n: the last of every n is full."""
+    if isinstance(pattern, list) and len(pattern) == layers and all(type(slides) is bool for slides in pattern):
+        return tuple("sliding" if slides else "full" for slides in pattern)
+    if type(pattern) is not int or pattern != 2:
+        raise CheckpointError(
+            f"{path}: {ARCH}.{PATTERN} {quote(str(pattern))} makes it another network than gpt-oss, so halfbyte cannot"
+            " serve it."
+        )
+    return ()  # alternating, sliding first

@@ -1,29 +1,33 @@
 """GGUF files of the architecture `gpt-oss`, as llama.cpp users have them, whole or split into `-00001-of-0000N`.
 
 MXFP4 and Q8_0 stay packed and only change their layout; gate and up, which GGUF keeps apart, are interleaved again.
-llama.cpp's converter widens norms, biases, sinks and the router to F32: where that widening added nothing in any layer
-they are read back as the bf16 they were. A quantised token embedding is the one thing dequantised (to bf16), since the
-network looks rows up in it. Every other ggml type is refused, and so is Ollama's own `gptoss` dialect.
+Other block types are read as q8 (`gguf_blocks.py`). Converters widen bf16 to F32 and F16: where that added nothing in
+any layer, numbers are read back as the bf16 they were (`narrowing.py`). Types without weights in them are refused, and
+so is Ollama's own `gptoss` dialect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from halfbyte import formats
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.stored import Stored, StoredRows
 from halfbyte.formats.tensor import FormatName, MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.gguf_header import config_from, read_all
-from halfbyte.model.plain_file import shown
-from halfbyte.model.weight_file import CHUNK, Reading
+from halfbyte.model.gguf_blocks import READ_AS_Q8, to_q8
+from halfbyte.model.gguf_header import GgufEntry, config_from, read_all
+from halfbyte.model.gguf_vocab import vocab_in
+from halfbyte.model.narrowing import Narrowing, StoredNumbers
+from halfbyte.model.plain_file import quote, refusing
+from halfbyte.model.tokenizer import Tokenizer
+from halfbyte.model.weight_file import CHUNK, READERS, Reading
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, WeightFormat, part_rows, roles, shape_of
 
 FORMAT_OF_TYPE: dict[GGMLQuantizationType, WeightFormat] = {
@@ -33,6 +37,7 @@ FORMAT_OF_TYPE: dict[GGMLQuantizationType, WeightFormat] = {
     GGMLQuantizationType.Q8_0: "q8",
     GGMLQuantizationType.MXFP4: "mxfp4",
 }
+READ_TYPES: dict[GGMLQuantizationType, WeightFormat] = FORMAT_OF_TYPE | dict.fromkeys(READ_AS_Q8, "q8")
 
 _LAYER_NAMES: dict[str, tuple[str, ...]] = {
     "attn_norm": ("attn_norm.weight",),
@@ -73,12 +78,12 @@ class GgufSource:
 
     def __init__(self, path: Path, reading: Reading):
         self.reading = reading
-        self.device = reading.device
         header = read_all(path, reading)
         self.path = header.path
+        self._first_file = header.file
         self._entries = header.tensors
-        self._was_bf16: dict[str, bool] = {}
         self.config = config_from(header)
+        self._narrowing = Narrowing(self.config, self._numbers)
         for layer, role in roles(self.config):
             for name, shape in zip(tensor_names(layer, role), stored_shapes(self.config, role)):
                 self._check(name, role, shape)
@@ -90,38 +95,32 @@ class GgufSource:
                 )
         self._check_rest({name for layer, role in roles(self.config) for name in tensor_names(layer, role)})
 
+    def tokenizer(self) -> Tokenizer:
+        with refusing(self.path):
+            return Tokenizer.from_gguf(vocab_in(self.path, self._first_file.descriptor), str(self.path))
+
     def close(self) -> None:
-        for entry in self._entries.values():
-            entry.file.close()
+        for file in (self._first_file, *(entry.file for entry in self._entries.values())):
+            file.close()
         self.reading.close()
 
     def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
-        if role == "embed":
-            stored_format = self._stored_format("token_embd.weight")
-            return (stored_format if stored_format in DTYPES else "bf16",)
         names = tensor_names(layer, role)
-        if role not in GROUPS and self._narrow(role):
-            narrowed: WeightFormat = "bf16"
-            return (narrowed,) * (1 if role in INTERLEAVED else len(names))
-        return tuple(self._stored_format(n) for n in (names[:1] if role in INTERLEAVED else names))
+        stored = (self._stored_format(n) for n in (names[:1] if role in INTERLEAVED else names))
+        return self._narrowing.formats(role, stored)
 
     def nbytes(self, layer: int | None, role: str) -> int:
         return sum(self._entries[name].nbytes for name in tensor_names(layer, role))
 
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
         names = tensor_names(layer, role)
-        if role == "embed":
-            (embed,) = (self._read(name) for name in names)
-            return [formats.dequantize(embed, torch.bfloat16) if isinstance(embed, MXTensor) else embed]
         if role == "gate_up":
             return [self._experts(*names)]
         tensors = [self._read(name) for name in names]
         if role == "gate_up_bias":
             gate, up = (t for t in tensors if isinstance(t, Tensor))
             tensors = [torch.stack((gate, up), dim=-1).flatten(-2)]
-        if role not in GROUPS and self._narrow(role):
-            return [t.to(torch.bfloat16) for t in tensors if isinstance(t, Tensor)]
-        return tensors
+        return self._narrowing.parts(role, tensors)
 
     def origins(self, layer: int | None, role: str) -> Sequence[str]:
         names = tensor_names(layer, role)
@@ -132,7 +131,9 @@ class GgufSource:
     def stored(self, layer: int | None, role: str) -> Stored | None:
         names = tensor_names(layer, role)
         entries, stored_formats = [self._entries[n] for n in names], {self._stored_format(n) for n in names}
-        if len(stored_formats) > 1 or len(entries[0].shape) < 2:
+        if len(stored_formats) > 1 or len(entries[0].shape) < 2 or self._narrowing.applies(role):
+            return None
+        if any(entry.type in READ_AS_Q8 for entry in entries):
             return None
         (form,) = stored_formats
         interleaved = role in INTERLEAVED
@@ -147,7 +148,9 @@ class GgufSource:
     def mapped(self, layer: int | None, role: str) -> Tensor | None:
         (name,) = tensor_names(layer, role)
         entry, form = self._entries[name], self._stored_format(name)
-        return entry.file.mapped(entry.offset, entry.shape, DTYPES[form]) if form in DTYPES else None
+        if form not in DTYPES or self._narrowing.applies(role):
+            return None
+        return entry.file.mapped(entry.offset, entry.shape, DTYPES[form])
 
     def forget(self, layer: int | None, role: str) -> None:
         for entry in (self._entries[name] for name in tensor_names(layer, role)):
@@ -157,11 +160,11 @@ class GgufSource:
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; fetch it again.")
-        allowed = [t for t, k in FORMAT_OF_TYPE.items() if k in DTYPES or role in GROUPS or role == "embed"]
+        allowed = [t for t, k in READ_TYPES.items() if k in DTYPES or role in GROUPS or role == "embed"]
         if entry.type not in [int(t) for t in allowed]:
             raise CheckpointError(
                 f"{entry.file.path}: tensor {name!r} has type {_type_name(entry.type)}, but halfbyte reads it as "
-                f"{', '.join(t.name for t in allowed)}."
+                f"{', '.join(t.name for t in allowed)}; get a file with one of those, such as ggml-org's MXFP4."
             )
         if entry.shape != shape:
             raise CheckpointError(
@@ -170,34 +173,21 @@ class GgufSource:
             )
 
     def _check_rest(self, expected: set[str]) -> None:
-        """A tensor that nobody asks for means that the metadata are another model's."""
+        """Refuse tensors that the model does not use: the metadata are another model's."""
         rest = sorted(self._entries.keys() - expected)
         if rest:
             raise CheckpointError(
-                f"{self._entries[rest[0]].file.path}: tensor {shown(rest[0])} is not part of a model with"
+                f"{self._entries[rest[0]].file.path}: tensor {quote(rest[0])} is not part of a model with"
                 f" {self.config.layers} blocks as its metadata describe it ({len(rest)} such tensors in all); fetch it"
                 " again."
             )
 
     def _stored_format(self, name: str) -> WeightFormat:
-        return FORMAT_OF_TYPE[GGMLQuantizationType(self._entries[name].type)]
+        return READ_TYPES[GGMLQuantizationType(self._entries[name].type)]
 
-    def _narrow(self, role: str) -> bool:
-        """Whether every layer's tensor of this role is F32 that was bf16 before: its low 16 bits are zero."""
-        if role not in self._was_bf16:
-            names = [n for layer, r in roles(self.config) if r == role for n in tensor_names(layer, r)]
-            for entry in (self._entries[n] for n in names):
-                entry.file.announce(entry.offset, entry.nbytes)
-            self._was_bf16[role] = all(
-                self._stored_format(n) == "f32" and not bool((self._peek(n).view(torch.int32) & 0xFFFF).any())
-                for n in names
-            )
-        return self._was_bf16[role]
-
-    def _peek(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        raw = bytearray(entry.file.bytes_at(entry.offset, entry.nbytes))
-        return torch.frombuffer(raw, dtype=torch.float32)
+    def _numbers(self, layer: int | None, role: str) -> list[StoredNumbers]:
+        entries = [(self._entries[name], self._stored_format(name)) for name in tensor_names(layer, role)]
+        return [StoredNumbers(entry.file, entry.offset, entry.nbytes, form) for entry, form in entries]
 
     def _read(self, name: str) -> Matrix:
         entry, stored_format = self._entries[name], self._stored_format(name)
@@ -210,8 +200,8 @@ class GgufSource:
         if stored_format not in DTYPES:
             return self._packed([gate, up])
         experts, rows, k = entry.shape
-        dest = torch.empty((experts, rows, 2, k), dtype=DTYPES[stored_format], device=self.device)
-        expert = torch.empty((rows, k), dtype=dest.dtype, device=self.device)
+        dest = torch.empty((experts, rows, 2, k), dtype=DTYPES[stored_format], device=self.reading.device)
+        expert = torch.empty((rows, k), dtype=dest.dtype, device=self.reading.device)
         for e in range(experts):
             for i, name in enumerate((gate, up)):
                 source = self._entries[name]
@@ -220,24 +210,16 @@ class GgufSource:
 
     def _packed(self, names: Sequence[str]) -> MXTensor:
         """One tensor, or gate and up interleaved, from GGUF blocks to "plain", some leading rows at a time."""
-        entry, stored_format = self._entries[names[0]], self._stored_format(names[0])
-        assert stored_format in ("mxfp4", "q8")
-        format: FormatName = "mxfp4" if stored_format == "mxfp4" else "q8"
-        lead = entry.shape[0]
-        per_lead = entry.nbytes // lead
-        row_bytes = entry.shape[-1] // 32 * layouts.GGUF_BLOCK_BYTES[format]
-        step = max(1, CHUNK // 4 // (per_lead * len(names)))  # a piece is held about five times while it is repacked
+        entries = [self._entries[name] for name in names]
+        lead = entries[0].shape[0]
+        row = max(math.prod(entry.shape[1:]) for entry in entries) * len(names)
+        step = max(1, CHUNK // 4 // row)  # a piece is held about five times while it is repacked
         data: Tensor | None = None
         scales: Tensor | None = None
-        shape = entry.shape
-        for start in range(0, lead, step):
-            count = min(step, lead - start)
-            pieces = []
-            for name in names:
-                source = self._entries[name]
-                raw_shape = (count, *entry.shape[1:-1], row_bytes)
-                raw = source.file.new(source.offset + start * per_lead, raw_shape, torch.uint8)
-                pieces.append(layouts.convert(layouts.from_gguf(raw, format), "plain"))
+        shape = entries[0].shape
+        ranges = [(start, min(step, lead - start)) for start in range(0, lead, step)]
+        iterators = [self._pieces(entry, ranges) for entry in entries]
+        for (start, count), *pieces in zip(ranges, *iterators):
             piece = pieces[0] if len(pieces) == 1 else layouts.interleave(*pieces)
             if data is None or scales is None:
                 data = piece.data.new_empty((lead, *piece.data.shape[1:]))
@@ -247,7 +229,26 @@ class GgufSource:
             scales[start : start + count] = piece.scales
         assert data is not None
         assert scales is not None
-        return MXTensor(data=data, scales=scales, shape=shape, format=format)
+        return MXTensor(data=data, scales=scales, shape=shape, format=piece.format)
+
+    def _pieces(self, entry: GgufEntry, ranges: Sequence[tuple[int, int]]) -> Iterator[MXTensor]:
+        """Ranges (start, count) of leading rows of a tensor in blocks."""
+        kind, per_lead = GGMLQuantizationType(entry.type), entry.nbytes // entry.shape[0]
+        if kind in READ_AS_Q8:
+            for some in (ranges[i : i + READERS] for i in range(0, len(ranges), READERS)):  # read here, computed there
+                raw = [torch.empty(count * per_lead, dtype=torch.uint8) for _, count in some]
+                for (start, _), dest in zip(some, raw):
+                    entry.file.read(entry.offset + start * per_lead, dest)
+                shapes = [(count, *entry.shape[1:]) for _, count in some]
+                for piece in self.reading.pool().map(to_q8, raw, [kind] * len(some), shapes):
+                    yield piece.to(self.reading.device)
+            return
+        format: FormatName = "mxfp4" if kind == GGMLQuantizationType.MXFP4 else "q8"
+        row_bytes = entry.shape[-1] // 32 * layouts.GGUF_BLOCK_BYTES[format]
+        for start, count in ranges:
+            shape = (count, *entry.shape[1:-1], row_bytes)
+            blocks = entry.file.new(entry.offset + start * per_lead, shape, torch.uint8)
+            yield layouts.convert(layouts.from_gguf(blocks, format), "plain")
 
 
 def _type_name(kind: int) -> str:

@@ -1,14 +1,15 @@
 """The front of a GGUF file, walked once: its counts, its metadata, and where the list of tensors begins.
 
-Every length is held against the file before anything is made for it. Strings of vocabularies are kept only for who
-asks. The `gguf` package is not used: its reader maps the file as numpy views, twenty seconds for the 650,000 strings of
-a gpt-oss vocabulary where this takes half a second, and cannot say where a truncated file ends.
+Every length is checked against the file before memory is allocated for it. Strings of vocabularies are kept on demand.
+The `gguf` package is not used: its reader maps the file as numpy views, twenty seconds for the 650,000 strings of a
+gpt-oss vocabulary where this takes half a second, and cannot say where a truncated file ends.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import CheckpointError
-from halfbyte.model.plain_file import LFS_POINTER, MIB, lfs_pointer, open_regular, shown, truncated
+from halfbyte.model.plain_file import LFS_POINTER, MIB, lfs_pointer, quote, truncated
 
 _SCALARS = {
     kind: struct.Struct(code)
@@ -28,27 +29,24 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 _STRING, _ARRAY = 8, 9
 MAX_KEYS = MAX_TENSORS = 1 << 16
 MAX_STRING = 16 * MIB
-MAX_VOCABULARY = 1 << 20  # entries of an array that somebody keeps
-KEPT_NUMBERS = 1024  # a longer array of numbers is skipped, unless somebody asked for it
+SPLIT = re.compile(r"^(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf$")  # the name of one part of a model
+MAX_VOCABULARY = 1 << 20  # entries of an array that is kept
+KEPT_NUMBERS = 1024  # a longer array of numbers is skipped, unless the caller wants it
 
 
 @contextmanager
-def walk(path: Path) -> Iterator[Cursor]:
-    """The file behind its magic and version."""
-    fd, size = open_regular(path)
-    try:
-        if os.pread(fd, 4, 0) != b"GGUF":
-            if os.pread(fd, len(LFS_POINTER), 0) == LFS_POINTER:
-                raise lfs_pointer(path)
-            raise CheckpointError(f"{path} is not a GGUF file; give a Hugging Face model folder, or a .gguf file.")
-        with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:
-            cursor = Cursor(path, data)
-            version = cursor.u32()
-            if version not in (2, 3):
-                raise CheckpointError(f"{path} is GGUF version {version}, but halfbyte reads 2 and 3, little endian.")
-            yield cursor
-    finally:
-        os.close(fd)
+def walk(path: Path, descriptor: int) -> Iterator[Cursor]:
+    """A cursor behind the magic and the version of an open file."""
+    if os.pread(descriptor, 4, 0) != b"GGUF":
+        if os.pread(descriptor, len(LFS_POINTER), 0) == LFS_POINTER:
+            raise lfs_pointer(path)
+        raise CheckpointError(f"{path} is not a GGUF file; give a Hugging Face model folder, or a .gguf file.")
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
+        cursor = Cursor(path, data)
+        version = cursor.u32()
+        if version not in (2, 3):
+            raise CheckpointError(f"{path} is GGUF version {version}, but halfbyte reads 2 and 3, little endian.")
+        yield cursor
 
 
 class Cursor:
@@ -63,10 +61,10 @@ class Cursor:
     def u64(self) -> int:
         return int(self._number(_U64))
 
-    def count(self, most: int, what: str) -> int:
+    def count(self, most: int, noun: str) -> int:
         n = self.u64()
         if n > most:
-            raise CheckpointError(f"{self.path} says that it has {n} {what}; halfbyte reads at most {most}.")
+            raise CheckpointError(f"{self.path} claims {n} {noun}, but halfbyte reads at most {most}.")
         return n
 
     def string(self) -> str:
@@ -79,13 +77,13 @@ class Cursor:
 
     def metadata(self, keep: str) -> dict[str, Any]:
         """Key -> number, string, or list. Lists of strings are kept for keys that begin with `keep`, else None."""
-        found: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for _ in range(self.count(MAX_KEYS, "metadata keys")):
             key = self.string()
-            if key in found:
-                raise CheckpointError(f"{self.path} has the key {shown(key)} twice; fetch it again.")
-            found[key] = self._value(key, bool(keep) and key.startswith(keep))
-        return found
+            if key in metadata:
+                raise CheckpointError(f"{self.path} has the key {quote(key)} twice; fetch it again.")
+            metadata[key] = self._value(key, bool(keep) and key.startswith(keep))
+        return metadata
 
     def _need(self, count: int) -> None:
         if self.at + count > self.size:
@@ -105,9 +103,9 @@ class Cursor:
             return self.string()
         inner, count = (self.u32(), self.u64()) if kind == _ARRAY else (kind, 0)
         if kind != _ARRAY or inner not in (_STRING, *_SCALARS):
-            raise CheckpointError(f"{self.path}: {shown(key)} has a type {inner} that halfbyte does not read.")
+            raise CheckpointError(f"{self.path}: {quote(key)} has a type {inner} that halfbyte does not read.")
         if keep and count > MAX_VOCABULARY:
-            raise CheckpointError(f"{self.path}: {shown(key)} has {count} entries; halfbyte reads {MAX_VOCABULARY}.")
+            raise CheckpointError(f"{self.path}: {quote(key)} has {count} entries; halfbyte reads {MAX_VOCABULARY}.")
         return self._strings(count, keep) if inner == _STRING else self._numbers(_SCALARS[inner], count, keep)
 
     def _numbers(self, code: struct.Struct, count: int, keep: bool) -> list[Any] | None:

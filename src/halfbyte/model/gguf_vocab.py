@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import CheckpointError
 from halfbyte.model.gguf_metadata import MAX_TENSORS, walk
+from halfbyte.model.plain_file import open_regular
 
 PREFIX = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
@@ -23,7 +25,16 @@ class GGUFVocab:
 
 
 def read_gguf_vocab(path: Path) -> GGUFVocab:
-    with walk(path) as cursor:
+    descriptor, _ = open_regular(path)
+    try:
+        return vocab_in(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def vocab_in(path: Path, descriptor: int) -> GGUFVocab:
+    """The vocabulary of a file that is open."""
+    with walk(path, descriptor) as cursor:
         cursor.count(MAX_TENSORS, "tensors")
         metadata = cursor.metadata(keep=PREFIX)
 

@@ -2,7 +2,7 @@
 
 Block-scaled tensors keep their numbers (MXFP4 as MXFP4, q8 as Q8_0); norms, biases, sinks and the router become F32,
 as llama.cpp wants them; dense matrices take the type asked for. What llama.cpp would compute differently (another
-layer pattern, other clamps, other yarn betas) is refused: GGUF cannot say it and nobody would notice.
+layer pattern, other clamps, other yarn betas) is refused: GGUF has no key for it, and the loss would go unnoticed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gguf_header import ARCH, TRUNCATE_KEY
 from halfbyte.model.gguf_io import FORMAT_OF_TYPE, INTERLEAVED, stored_shapes, tensor_names
-from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, read_gguf_vocab
+from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, GGUFVocab, read_gguf_vocab
 from halfbyte.model.plain_file import refusing
+from halfbyte.model.tokenizer import SPELLING
 from halfbyte.model.tokenizer_json import read_tokenizer_json
 from halfbyte.model.weight_file import CHUNK, write_tensor, write_then_rename
 from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, roles, slice_rows, split_parts
 
 TYPES: dict[WeightFormat, GGMLQuantizationType] = {kind: t for t, kind in FORMAT_OF_TYPE.items()}
-NORMAL, UNUSED = 1, 5  # of tokenizer.ggml.token_type, beside the two of gguf_vocab.py
+NORMAL, UNUSED = 1, 5  # of tokenizer.ggml.token_type, with the two of gguf_vocab.py
 
 
 @dataclass(frozen=True)
-class OutputTensor:
+class GgufOutputTensor:
     name: str
     format: WeightFormat
     shape: tuple[int, ...]
@@ -98,7 +99,7 @@ def _refuse(config: ModelConfig) -> None:
         raise CheckpointError(f"GGUF cannot say how this model differs from gpt-oss: {', '.join(problems)}.")
 
 
-def _outputs(source: Source, dense: WeightFormat | None) -> Iterator[OutputTensor]:
+def _outputs(source: Source, dense: WeightFormat | None) -> Iterator[GgufOutputTensor]:
     for layer, role in roles(source.config):
         stored_formats = source.formats(layer, role)
         names, shapes = tensor_names(layer, role), stored_shapes(source.config, role)
@@ -110,10 +111,10 @@ def _outputs(source: Source, dense: WeightFormat | None) -> Iterator[OutputTenso
                 format = dense
             if format not in DTYPES and shape[-1] % 32:
                 raise CheckpointError(f"{name} cannot be {format}: its rows of {shape[-1]} are not whole groups of 32.")
-            yield OutputTensor(name, format, shape, layer, role, i)
+            yield GgufOutputTensor(name, format, shape, layer, role, i)
 
 
-def _encode(parts: Sequence[Matrix], p: OutputTensor) -> Iterator[Tensor]:
+def _encode(parts: Sequence[Matrix], p: GgufOutputTensor) -> Iterator[Tensor]:
     """The bytes of one GGUF tensor, some leading rows at a time."""
     matrix = parts[0] if p.role in INTERLEAVED else parts[p.part]
     rows = matrix.shape[0]
@@ -136,7 +137,7 @@ def _encode(parts: Sequence[Matrix], p: OutputTensor) -> Iterator[Tensor]:
 # ---- metadata -----------------------------------------------------------------------------------
 
 
-def _write_header(path: Path, config: ModelConfig, outputs: Sequence[OutputTensor], tokenizer: Path | None) -> None:
+def _write_header(path: Path, config: ModelConfig, outputs: Sequence[GgufOutputTensor], tokenizer: Path | None) -> None:
     w = gguf.GGUFWriter(path, ARCH)
     w.add_type(gguf.GGUFType.MODEL)
     w.add_name(config.name)
@@ -178,24 +179,15 @@ def _write_header(path: Path, config: ModelConfig, outputs: Sequence[OutputTenso
         w.close()
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    tokens: list[str]
-    types: list[int]
-    merges: list[str]
-    pre: str = "gpt-4o"  # llama.cpp's name for how text is cut before merging
-
-
 def _add_vocabulary(w: Any, config: ModelConfig, tokenizer: Path | None) -> None:
     """A byte-level BPE vocabulary, or a placeholder of the right size for models without one."""
     if tokenizer is None:
         v = _placeholder(config.vocab)
     elif tokenizer.suffix == ".gguf":
-        stored = read_gguf_vocab(tokenizer)
-        v = Vocabulary(stored.tokens, stored.types, stored.merges, stored.pre)
+        v = read_gguf_vocab(tokenizer)
     else:
         v = read_tokenizer(tokenizer, config.vocab)
-    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_model(v.model)
     w.add_tokenizer_pre(v.pre)
     w.add_token_list(v.tokens)
     w.add_token_types(v.types)
@@ -211,19 +203,15 @@ def _add_vocabulary(w: Any, config: ModelConfig, tokenizer: Path | None) -> None
         w.add_chat_template(template.read_text(encoding="utf-8"))
 
 
-def _placeholder(vocab: int) -> Vocabulary:
+def _placeholder(vocab: int) -> GGUFVocab:
     """The 256 byte tokens as far as they fit, the one merge that readers insist on, then names no text produces."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    shown = {b: chr(b) for b in printable} | {
-        b: chr(256 + i) for i, b in enumerate(x for x in range(256) if x not in printable)
-    }
-    tokens = [shown[i] if i < 256 else f"<unused{i}>" for i in range(vocab)]
+    tokens = [SPELLING[i] if i < 256 else f"<unused{i}>" for i in range(vocab)]
     types = [NORMAL if i <= 256 else UNUSED for i in range(vocab)]
     tokens[min(256, vocab - 1)] = tokens[0] * 2
-    return Vocabulary(tokens, types, [f"{tokens[0]} {tokens[0]}"])
+    return GGUFVocab("gpt2", "gpt-4o", tokens, types, [f"{tokens[0]} {tokens[0]}"])
 
 
-def read_tokenizer(path: Path, vocab: int) -> Vocabulary:
+def read_tokenizer(path: Path, vocab: int) -> GGUFVocab:
     """A byte-level BPE `tokenizer.json`; ids that it leaves out become unused tokens."""
     raw = read_tokenizer_json(path)
     tokens = [f"<unused{i}>" for i in range(vocab)]
@@ -236,11 +224,11 @@ def read_tokenizer(path: Path, vocab: int) -> Vocabulary:
         tokens[id], types[id] = token, kind
     with refusing(path):
         merges = [m if isinstance(m, str) else " ".join(m) for m in raw.model.merges]
-        return Vocabulary(tokens, types, merges, _pre_tokenizer(raw.pre_tokenizer, path))
+        return GGUFVocab("gpt2", _pre_tokenizer(raw.pre_tokenizer, path), tokens, types, merges)
 
 
 def _pre_tokenizer(raw: Any, path: Path) -> str:
-    """llama.cpp knows ways of cutting text by name; ours must be one of the two that gpt-oss vocabularies use."""
+    """The name that llama.cpp has for this way of cutting text: one of the two that gpt-oss vocabularies use."""
     steps = raw["pretokenizers"] if raw is not None and raw["type"] == "Sequence" else [raw]
     patterns = [str(s["pattern"].get("Regex")) for s in steps if s is not None and s["type"] == "Split"]
     if any(r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}" in p and r"\p{N}{1,3}" in p for p in patterns):

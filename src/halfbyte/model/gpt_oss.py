@@ -22,24 +22,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from halfbyte.errors import NotEnoughMemoryError, PlanError
-from halfbyte.gates import Gates
+from halfbyte.formats import FORMATS
+from halfbyte.formats.matrices import Formats
+from halfbyte.gates import Gates, check_layer_names, format_of_layer, layers_on
 from halfbyte.model.checkpoint import lay_out
 from halfbyte.model.config import PAGE_SIZE, ModelConfig
 from halfbyte.model.weights import Weights, format_of
 from halfbyte.ops.attention import store_dtype
 from halfbyte.ops.rope import yarn_frequencies
 from halfbyte.ops.sampling import best_of
+from halfbyte.plan.alternatives import alternatives
+from halfbyte.plan.machine import arch_of_gpu
 from halfbyte.plan.phase import ARCHES, GROUP, Arch, Binding, Spec
 from halfbyte.plan.plan import Plan, bind
-from halfbyte.plan.record import Selection
-from halfbyte.plan.select import Chosen, select
-from halfbyte.plan.step import Step
-from halfbyte.plan.values import values_of
+from halfbyte.plan.select import PlanChoice, select, values_of
+from halfbyte.plan.step import RegimeLimits, Step
 
 log = logging.getLogger("halfbyte")
 
@@ -57,26 +61,48 @@ CHECKPOINT_FORMATS = {
 }
 
 
+LAYER_MATRICES = ("qkv", "o", "gate_up", "down")  # matrices that every layer has
+
+
 def arch_of(device: torch.device | str) -> Arch:
     device = torch.device(device)
     if device.type == "cpu":
         return ARCHES["cpu"]
     if device.type != "cuda":
         raise PlanError(f"halfbyte runs on cpu and cuda devices, not on {device.type!r}.")
-    major, minor = torch.cuda.get_device_capability(device)
-    name = f"sm{major}{minor}"
-    if name not in ARCHES:
-        raise PlanError(f"this GPU is {name}; halfbyte has kernels for {', '.join(a for a in ARCHES if a != 'cpu')}.")
-    return ARCHES[name]
+    return arch_of_gpu(torch.cuda.get_device_capability(device))
 
 
-def formats_after(gates: Gates, stored: Mapping[str, str] = CHECKPOINT_FORMATS) -> dict[str, str]:
-    """Role -> format once --layers is applied to weights found in these formats."""
+def resolved(gates: Gates, stored: Mapping[str, str], arch: Arch | None) -> Gates:
+    """Gates with the formats that `auto` means for dense layers stored in these; without a machine, as on a CPU."""
+    return replace(
+        gates, layers=layers_on(gates, gpu=arch is not None and arch.is_gpu, stored=Formats(stored).coarsest())
+    )
+
+
+def formats_after(
+    config: ModelConfig, gates: Gates, stored: Mapping[str, str] = CHECKPOINT_FORMATS, arch: Arch | None = None
+) -> Formats:
+    """The format of every matrix once --layers is applied to weights found in these formats, on a machine of this
+    architecture.
+
+    A block-scaled token embedding becomes float32 on a CPU, which is exact, and bf16 on a GPU, as its kernels read it.
+    """
+    on_gpu = arch is not None and arch.is_gpu
+    gates = resolved(gates, stored, arch)
     targets = gates.layer_formats
-    return {
-        role: targets[GROUP[role]] if role in GROUP and targets[GROUP[role]] != "checkpoint" else format
-        for role, format in stored.items()
-    }
+    if on_gpu and gates.layers.moe == "auto":
+        targets["moe"] = "mxfp4"
+    check_layer_names(targets, config.layers)
+    before = Formats(stored)
+    after: dict[str, list[str]] = {}
+    for role in before:
+        places = list(enumerate(config.layer_kinds)) if role in LAYER_MATRICES else [(None, None)]
+        named = [format_of_layer(targets, GROUP.get(role, ""), layer, kind) for layer, kind in places]
+        after[role] = [before.of(role, i) if form == "checkpoint" else form for (i, _), form in zip(places, named)]
+    if after.get("embed", [""])[0] in FORMATS:
+        after["embed"] = ["f32" if arch is not None and not on_gpu else "bf16"]
+    return Formats({}, after)
 
 
 def spec_of(
@@ -88,7 +114,7 @@ def spec_of(
     *,
     reference: bool = False,
 ) -> Spec:
-    """`reference`: what `auto` means where the reference runs on a CPU: nothing is rounded."""
+    """Where the `reference` runs on a CPU, `auto` rounds nothing."""
     attention = {"window"}
     if config.heads != config.kv_heads:
         attention.add("gqa")
@@ -112,7 +138,8 @@ def spec_of(
         norm_eps=config.norm_eps,
         swiglu_limit=config.swiglu_limit,
         swiglu_alpha=config.swiglu_alpha,
-        formats=dict(formats),
+        formats=Formats(formats).only(CHECKPOINT_FORMATS),
+        wide=frozenset(r for r in formats if r not in CHECKPOINT_FORMATS and formats[r] != "bf16"),
         features={
             "qkv": frozenset({"bias"}),
             "o": frozenset({"bias"}),
@@ -127,7 +154,23 @@ def spec_of(
         kv_dtype=values.kv_dtype,
         page_size=page_size,
         tile=gates.tile,
+        host_layers=host_layers(config, gates, arch),
+        host_activation="f32" if gates.activation in ("float", "f32") else "int8",
     )
+
+
+def host_layers(config: ModelConfig, gates: Gates, arch: Arch) -> int:
+    """The number of layers whose experts --experts-in-host keeps in host memory. `auto` is resolved by the account of
+    memory (`engine/placement.py`) before a plan is made, and means none here."""
+    text = gates.experts_in_host
+    if text == "auto" or not int(config.layers if text == "all" else text):
+        return 0
+    if not arch.is_gpu:
+        raise PlanError("--experts-in-host has no effect on a CPU, where every weight is in host memory; leave it out.")
+    count = config.layers if text == "all" else int(text)
+    if count > config.layers:
+        raise PlanError(f"--experts-in-host is {count}, but the model has {config.layers} layers; give at most that.")
+    return count
 
 
 def choose(
@@ -136,26 +179,45 @@ def choose(
     arch: Arch,
     formats: Mapping[str, str] = CHECKPOINT_FORMATS,
     page_size: int = PAGE_SIZE,
-) -> tuple[Spec, Chosen, Selection]:
-    """Spec, phases and reasons for a model whose weights are found in these formats; needs no GPU and no weights."""
-    formats = formats_after(gates, formats)
+) -> PlanChoice:
+    """Spec, phases and reasons for a model whose weights are found in these formats; needs no GPU and no weights.
+
+    A failure ends with the flag that would work, which was tried."""
+    try:
+        return _choose(config, gates, arch, formats, page_size)
+    except PlanError as e:
+
+        def works(other: Gates) -> bool:
+            try:
+                _choose(config, other, arch, formats, page_size)
+            except PlanError:
+                return False
+            return True
+
+        near = alternatives(resolved(gates, formats, arch), formats)
+        hint = next((flags for flags, other in near if works(other)), None)
+        raise PlanError(f"{e}\n{f'Use {hint}.' if hint else f'No flag makes it run on {arch.name}.'}") from None
+
+
+def _choose(config: ModelConfig, gates: Gates, arch: Arch, stored: Mapping[str, str], page_size: int) -> PlanChoice:
+    formats = formats_after(config, gates, stored, arch)
     spec = spec_of(config, gates, arch, formats, page_size)
     chosen, selection = select(spec, arch, gates)
     if not arch.is_gpu and any(phase.reference for phases in chosen.values() for phase in phases):
         spec = spec_of(config, gates, arch, formats, page_size, reference=True)
         chosen, selection = select(spec, arch, gates)
-    return spec, chosen, selection
+    return PlanChoice(spec, chosen, selection)
 
 
 def page_bytes(config: ModelConfig, spec: Spec) -> int:
-    """Of one KV page: keys and values of all layers of one kind."""
+    """Bytes of one KV page: keys and values of all layers of one kind."""
     return config.layers_per_page * 2 * config.kv_dim * store_dtype(spec.kv_dtype).itemsize * spec.page_size
 
 
 class GptOss:
     """A model ready to run steps: weights, a plan bound to them, and a KV pool once `allocate_kv` was called.
 
-    Without a `choice` the plan is chosen here, and weights that it wants in another layout are laid out anew."""
+    Without a `choice` the plan is chosen here, and weights are converted to the layouts that it needs."""
 
     def __init__(
         self,
@@ -163,7 +225,8 @@ class GptOss:
         gates: Gates | None = None,
         *,
         page_size: int = PAGE_SIZE,
-        choice: tuple[Spec, Chosen, Selection] | None = None,
+        choice: PlanChoice | None = None,
+        limits: RegimeLimits | None = None,
     ) -> None:
         self.config = config = weights.config
         self.weights = weights
@@ -171,12 +234,17 @@ class GptOss:
         self.device = weights.embed.device
         self.arch = arch_of(self.device)
         stored = weights.formats() | {"embed": format_of(weights.embed)}
-        spec, chosen, selection = choice or choose(config, self.gates, self.arch, stored, page_size)
-        if choice is None:  # else they were laid out as the plan says when they were loaded
-            self.weights = weights = lay_out(weights, selection.layouts)
-        for role, format in spec.formats.items():
-            if stored[role] != format:
-                raise PlanError(f"the plan was made for {role} in {format}, but the weights hold it in {stored[role]}.")
+        if choice is None:  # else the weights were laid out as the plan says when they were loaded
+            self.gates = resolved(self.gates, stored, None)  # these weights stay in the formats that they have
+            choice = choose(config, self.gates, self.arch, stored | weights.wide(), page_size)
+            self.weights = weights = lay_out(weights, choice.selection.layouts)
+        spec = choice.spec
+        for role in spec.formats:
+            if spec.matrices.text(role) != stored.text(role):
+                raise PlanError(
+                    f"the plan was made for {role} in {spec.matrices.text(role)}, but the weights hold it in "
+                    f"{stored.text(role)}."
+                )
         self.spec = spec
         if self.gates.sinks == "off":
             log.warning(SINKS_OFF)
@@ -186,11 +254,12 @@ class GptOss:
             y.attention_factor,
         )  # fmt: skip
         self._buffers: dict[str, Tensor] = {}
+        self._state: dict[str, Any] = {}
         self._pool: Tensor | None = None
-        self.plan: Plan = bind(chosen, selection, spec, self.arch, self.binding)
+        self.plan: Plan = bind(choice.chosen, choice.selection, spec, self.arch, self.binding, limits)
 
     def binding(self, layer: int | None) -> Binding:
-        """What a phase is bound to: one layer of this model, or what lies outside of the layers."""
+        """The binding of a phase: one layer of this model, or None for what lies outside of the layers."""
         return Binding(
             spec=self.spec,
             weights=self.weights if layer is None else self.weights.layers[layer],
@@ -201,6 +270,7 @@ class GptOss:
             buffers=self._buffers,
             layer=layer,
             gates=self.gates,
+            state=self._state,
         )
 
     # ---- KV pool ------------------------------------------------------------------------------
@@ -214,8 +284,12 @@ class GptOss:
         c, s = self.config, self.spec
         shape = (pages, c.layers_per_page, 2, c.kv_heads, s.page_size, c.head_dim)
         try:
-            self._pool = torch.zeros(shape, dtype=store_dtype(s.kv_dtype), device=self.device)
-        except (RuntimeError, torch.cuda.OutOfMemoryError):
+            if self.device.type == "cpu":  # NumPy's zeros take memory when they are first written, torch's at once
+                size = pages * self.page_bytes
+                self._pool = torch.from_numpy(np.zeros(size, np.uint8)).view(store_dtype(s.kv_dtype)).view(shape)
+            else:
+                self._pool = torch.zeros(shape, dtype=store_dtype(s.kv_dtype), device=self.device)
+        except (RuntimeError, MemoryError, torch.cuda.OutOfMemoryError):
             gib = pages * self.page_bytes / 2**30
             raise NotEnoughMemoryError(
                 f"{pages} KV pages ({gib:.2f} GiB) do not fit on {self.device}; ask for fewer."
@@ -233,7 +307,7 @@ class GptOss:
     # ---- running ------------------------------------------------------------------------------
 
     def forward(self, step: Step) -> Tensor:
-        """Logits float32 [L, vocab] of the rows asked for."""
+        """Logits float32 [L, vocab] of the requested rows."""
         return self.plan.run(step).logits
 
     def best(self, step: Step) -> tuple[Tensor, Tensor]:

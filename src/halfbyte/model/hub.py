@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -34,15 +34,16 @@ COMPANIONS = frozenset(
         "README.md",
     }
 )
+ENDPOINT = "https://huggingface.co"
 CHUNK = 1 << 20
 TRIES = 6
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Where to pull from, and whether at all."""
+    """The address of the hub, the token, and whether to stay offline."""
 
-    endpoint: str = field(default_factory=lambda: _endpoint())
+    endpoint: str = ENDPOINT
     token: str | None = None
     offline: bool = False
 
@@ -50,7 +51,7 @@ class Hub:
     def from_environ(cls, environ: Mapping[str, str]) -> Hub:
         """HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE, as Hugging Face's own tools read them."""
         offline = environ.get("HF_HUB_OFFLINE", "").strip().lower() in ("1", "true", "yes", "on")
-        endpoint = environ.get("HF_ENDPOINT", "").strip().rstrip("/") or _endpoint()
+        endpoint = environ.get("HF_ENDPOINT", "").strip().rstrip("/") or ENDPOINT
         if not endpoint.startswith(("http://", "https://")):
             raise UsageError(f"HF_ENDPOINT is {endpoint!r}; it must begin with http:// or https://.")
         return cls(endpoint, environ.get("HF_TOKEN", "").strip() or None, offline)
@@ -61,16 +62,16 @@ class Hub:
             headers["authorization"] = f"Bearer {self.token}"  # httpx drops it where a redirect leaves the host
         return httpx.Client(headers=headers, follow_redirects=True, timeout=httpx.Timeout(30.0, connect=10.0))
 
-    def check_status(self, status: int, what: str, revision: str) -> None:
+    def check_status(self, status: int, subject: str, revision: str) -> None:
         if status in (401, 403):
-            raise CheckpointError(f"{what} needs permission; accept its terms on the hub and set HF_TOKEN.")
+            raise CheckpointError(f"{subject} needs permission; accept its terms on the hub and set HF_TOKEN.")
         if status == 404:
             raise CheckpointError(
-                f"{what} does not exist at {self.endpoint} (revision {revision}); check the name, or set"
+                f"{subject} does not exist at {self.endpoint} (revision {revision}); check the name, or set"
                 " HF_TOKEN if it is private."
             )
         if status >= 400:
-            raise CheckpointError(f"{self.endpoint} answers {status} for {what}.")
+            raise CheckpointError(f"{self.endpoint} answers {status} for {subject}.")
 
     def unreachable(self, e: Exception, folder: Path) -> CapacityError:
         return CapacityError(
@@ -106,7 +107,7 @@ class RemoteFile:
         return hashlib.sha1(b"blob %d\0" % self.size)
 
     def digest_of(self, path: Path) -> str:
-        """The digest of what is on disk, by this file's kind of hash."""
+        """The digest of the file on disk, by the kind of hash that the hub has for it."""
         hasher = self.hasher()
         with path.open("rb") as file:
             while block := file.read(CHUNK):
@@ -141,8 +142,8 @@ class Repository:
     def url(self, commit: str, file: RemoteFile) -> str:
         return f"{self.hub.endpoint}/{quote(self.name)}/resolve/{quote(commit, safe='')}/{quote(file.path)}"
 
-    def check_status(self, status: int, what: str) -> None:
-        self.hub.check_status(status, what, self.revision)
+    def check_status(self, status: int, subject: str) -> None:
+        self.hub.check_status(status, subject, self.revision)
 
     def unreachable(self, e: Exception) -> CapacityError:
         return self.hub.unreachable(e, self.folder)
@@ -185,14 +186,7 @@ def choose(files: list[RemoteFile], repo: str, name: str | None) -> list[RemoteF
     if gguf:
         names = _first_names(f.path for f in gguf)
         raise CheckpointError(f"{repo} has several GGUF files; name one of {names} with --file.")
-    raise CheckpointError(f"{repo} has no safetensors and no GGUF file, so it is no model halfbyte can serve.")
-
-
-def _endpoint() -> str:
-    """The hub's address, as its own client knows it."""
-    from huggingface_hub import constants
-
-    return str(constants.ENDPOINT)
+    raise CheckpointError(f"{repo} has no safetensors and no GGUF file, so halfbyte cannot serve it.")
 
 
 def _first_names(names: Iterable[str]) -> str:

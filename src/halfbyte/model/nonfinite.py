@@ -1,8 +1,11 @@
-"""Weights that are no numbers, found while a model is loaded and named with their file.
+"""NaN, Inf and matrices of zeros among the weights, detected while a model is loaded and reported with tensor and file.
 
 One pass over each dense tensor and over the scales of each block-scaled one, where the tensor already is; nothing waits
-for the result until all are read. Only what was found is read a second time, to count it. The codes of block formats
-hold no NaN, so they are not looked at.
+for the result until all are read. Only suspect tensors are read a second time, to count the values or to confirm the
+zeros. The codes of block formats hold no NaN, so only some of their rows are read, for zeros.
+
+A matrix of zeros is what a download leaves that was cut short in a file of the full size. Biases, sinks and single
+experts of zeros are legitimate.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -19,11 +23,16 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.stored import Stored
 from halfbyte.formats.tensor import MXTensor
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.weights import Matrix, Source, WeightFormat
+from halfbyte.model.plain_file import MIB
+from halfbyte.model.weight_file import ZERO_TAIL
+from halfbyte.model.weights import LAYER_ROLES, Matrix, Source, WeightFormat
 
 NAN_SCALE = 0xFF  # of UE8M0
 COUNTED = 2  # more are only mentioned
 PIECE = 1 << 20
+CODES = "belongs to codes that are all zeros"
+SAMPLED_ROWS = 16  # of each block-scaled matrix, looked at for zeros
+MAY_BE_ZERO = ("sinks", *(role for role in LAYER_ROLES if role.endswith("_bias")))
 
 log = logging.getLogger("halfbyte")
 
@@ -35,22 +44,22 @@ class FileSource(Source, Protocol):
         """For each of `parts`: "FILE: tensor 'NAME'", the one with the scales if it is block-scaled."""
 
     def stored(self, layer: int | None, role: str) -> Stored | None:
-        """Where its rows lie; None where they do not lie in rows."""
+        """The location of its rows; None where it is not stored in rows."""
 
     def mapped(self, layer: int | None, role: str) -> Tensor | None:
         """The tensor in its file, not read; None where it cannot stay there."""
 
     def forget(self, layer: int | None, role: str) -> None:
-        """What others read of its files need not stay in the page cache."""
+        """Drop what other readers read of its files from the page cache."""
 
 
 @dataclass
 class FiniteSource:
-    """A source whose parts are looked at as they pass. `at_once`: refuse before the next is handed out."""
+    """A source whose parts are scanned as they are read. With `at_once` a bad part is refused at once."""
 
     inner: FileSource
     at_once: bool = False
-    _bad: list[tuple[int | None, str, Tensor]] = field(default_factory=list)
+    _suspects: list[tuple[int | None, str, Tensor]] = field(default_factory=list)
 
     @property
     def config(self) -> ModelConfig:
@@ -64,46 +73,97 @@ class FiniteSource:
 
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
         parts = self.inner.parts(layer, role)
-        self._bad.append((layer, role, torch.stack([_is_bad(part) for part in parts]).any()))
+        self._suspects.append((layer, role, torch.stack([_is_suspect(part, role) for part in parts]).any()))
         if self.at_once:
             self.finish(allowed=False)
         return parts
 
-    def seen(self, layer: int | None, role: str, *, finite: bool) -> None:
-        """Of a tensor that somebody else read and looked at."""
-        self._bad.append((layer, role, torch.tensor(not finite)))
+    def record_scan(self, layer: int | None, role: str, *, sound: bool) -> None:
+        """Record the result for a tensor that another reader has already scanned."""
+        self._suspects.append((layer, role, torch.tensor(not sound)))
 
     def finish(self, *, allowed: bool) -> None:
-        """Refuse what was found since the last time, or only warn."""
-        seen, self._bad = self._bad, []
-        if not seen or not bool(torch.stack([bad for _, _, bad in seen]).any()):
-            return
-        found = [(layer, role) for layer, role, bad in seen if bool(bad)]
-        texts = [text for layer, role in found[:COUNTED] for text in self._counts(layer, role)]
-        more = f"; and {len(found) - COUNTED} further weights" if len(found) > COUNTED else ""
-        problem = f"{'; '.join(texts)}{more}"
-        if not allowed:
-            raise CheckpointError(
-                f"{problem}; fetch the model again, or look at what it says with `halfbyte generate --allow-nan`."
-            )
-        log.warning("%s. Answers that they reach are no answers.", problem)
+        """Refuse, or where `allowed` warn of, the values that were detected since the last call."""
+        if problem := self.problem():
+            refuse(problem, allowed=allowed)
 
-    def _counts(self, layer: int | None, role: str) -> list[str]:
-        parts, origins = self.inner.parts(layer, role), self.inner.origins(layer, role)
-        counts = zip(origins, [_count(part) for part in parts])
-        return [
-            f"{origin} has {n} {'value that is' if n == 1 else 'values that are'} no finite number"
-            for origin, n in counts
-            if n
-        ]
+    def problem(self) -> str:
+        """The values that were detected since the last call, as a clause; empty if there are none."""
+        scans, self._suspects = self._suspects, []
+        if not scans or not bool(torch.stack([suspect for _, _, suspect in scans]).any()):
+            return ""
+        suspects = [(layer, role) for layer, role, suspect in scans if bool(suspect)]
+        texts: list[str] = []
+        weights = 0
+        while suspects and weights < COUNTED:
+            problems = self._problems(*suspects.pop(0))
+            texts += problems
+            weights += bool(problems)
+        more = f"; and {len(suspects)} further weights" if suspects else ""
+        return f"{'; '.join(texts)}{more}"
+
+    def _problems(self, layer: int | None, role: str) -> list[str]:
+        problems = []
+        for origin, part in zip(self.inner.origins(layer, role), self.inner.parts(layer, role)):
+            n = _count(part)
+            if n:
+                problems.append(f"{origin} has {n} {'value that is' if n == 1 else 'values that are'} not finite")
+            elif role not in MAY_BE_ZERO and (zeros := _zeros(part, role)):
+                problems.append(f"{origin} {zeros}")
+        return problems
 
 
-def _is_bad(m: Matrix) -> Tensor:
+def refuse(problem: str, *, allowed: bool) -> None:
+    """Raise an error that names the problem and the flag that loads the model all the same; warn where `allowed`."""
+    if not allowed:
+        raise CheckpointError(
+            f"{problem}; fetch the model again, or try it as it is with `halfbyte generate --allow-nan`."
+        )
+    log.warning("%s. Answers computed from them are meaningless.", problem)
+
+
+def check_tails(paths: Sequence[Path], *, allowed: bool) -> None:
+    """Refuse, or where `allowed` warn of, files that end with many MiB of zeros."""
+    if problem := tail_problem(paths):
+        refuse(problem, allowed=allowed)
+
+
+def tail_problem(paths: Sequence[Path]) -> str:
+    more = f", and so do {len(paths) - 1} further files" if len(paths) > 1 else ""
+    return f"{paths[0]} ends with more than {ZERO_TAIL // MIB} MiB of zeros{more}" if paths else ""
+
+
+def _is_suspect(m: Matrix, role: str) -> Tensor:
     """A scalar on the tensor's device. Minimum and maximum of numbers with a NaN are NaN, so one reduction tells."""
-    if isinstance(m, MXTensor) and m.scales.dtype == torch.uint8:
-        return m.scales.amax() == NAN_SCALE
     low, high = torch.aminmax(m.scales if isinstance(m, MXTensor) else m)
-    return ~(torch.isfinite(low) & torch.isfinite(high))
+    if low.dtype == torch.uint8:
+        suspect = high == NAN_SCALE
+    else:
+        suspect = ~(torch.isfinite(low) & torch.isfinite(high))
+    if role in MAY_BE_ZERO:
+        return suspect
+    suspect = suspect | ((low == 0) & (high == 0))
+    if isinstance(m, MXTensor) or role == "gate_up":
+        matrices = _matrices(m.data if isinstance(m, MXTensor) else m, role)
+        samples = [rows[..., :: max(1, rows.shape[-2] // SAMPLED_ROWS), :] for rows in matrices]
+        suspect = suspect | ~torch.stack([sample.any() for sample in samples]).all()
+    return suspect
+
+
+def _matrices(rows: Tensor, role: str) -> list[Tensor]:
+    """The matrices that are stored as one: gate and up, whose rows alternate."""
+    return [rows[..., 0::2, :], rows[..., 1::2, :]] if role == "gate_up" else [rows]
+
+
+def _zeros(m: Matrix, role: str) -> str:
+    """What is zero in a weight, as the predicate of its name; empty if it has other values."""
+    tensors = {"is all zeros": m} if isinstance(m, Tensor) else {"is all zeros": m.scales, CODES: m.data}
+    for text, tensor in tensors.items():
+        zeros = [not bool(matrix.any()) for matrix in _matrices(tensor, role)]
+        if any(zeros):
+            half = "" if all(zeros) else f" in the rows of {'gate' if zeros[0] else 'up'}"
+            return f"{text}{half}"
+    return ""
 
 
 def _count(m: Matrix) -> int:

@@ -70,27 +70,27 @@ def lfs_pointer(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} is a Git LFS pointer, not weights; run `git lfs pull` in its folder.")
 
 
-def shown(text: str, most: int = 80) -> str:
+def quote(text: str, most: int = 80) -> str:
     """A name out of a file as an error shows it: quoted, without control characters, not without end."""
     return repr(text) if len(text) <= most else f"{text[:most]!r}…"
 
 
 def one_line(e: BaseException, most: int = 200) -> str:
-    """What an exception says, fit for a sentence."""
+    """The text of an exception as one line."""
     text = " ".join("".join(c if c.isprintable() else " " for c in str(e)[: 4 * most]).split()) or type(e).__name__
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def is_failure(e: BaseException) -> bool:
-    """An Exception, or a panic of native code, which is none. What ends a program or a wait is not."""
+    """True for an Exception and for a panic of native code; False for what ends a program or a wait."""
     return isinstance(e, Exception) or type(e).__name__ == "PanicException"
 
 
 @contextmanager
 def refusing(path: Path | str) -> Iterator[None]:
-    """Whatever reading a model's headers raises is about its files, not about us: one sentence that names the file.
+    """Turn any error of reading a model's headers into one sentence that names the file.
 
-    The readers say more, and earlier, of what they know can be wrong; what gets here was foreseen by none of them.
+    The readers refuse the problems that they know with better sentences; this is for the rest.
     """
     try:
         yield

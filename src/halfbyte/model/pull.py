@@ -63,7 +63,7 @@ class Pull:
         return self._result([f.path for f in needed])
 
     def _read_record(self) -> PullRecord:
-        """What was checked before; a record that cannot be read is as none, and everything is checked again."""
+        """The record of an earlier pull; an unreadable record counts as missing, and everything is checked again."""
         try:
             return read_record(self.folder)
         except CheckpointError:
@@ -75,13 +75,13 @@ class Pull:
         for f in files:
             path = self.folder / f.path
             mtime = path.stat().st_mtime_ns
-            known = entries.get(f.path)
-            sha256 = f.sha256 or (known.sha256 if known is not None and known.mtime == mtime else None)
+            entry = entries.get(f.path)
+            sha256 = f.sha256 or (entry.sha256 if entry is not None and entry.mtime == mtime else None)
             entries[f.path] = FileRecord(f.size, f.digest, sha256 or sha256_of(path), mtime)
         write_record(self.folder, PullRecord(self.repo, commit, entries))
 
     def _have(self, f: RemoteFile, record: PullRecord) -> bool:
-        """On disk and right. A file that was checked before and not touched since is not read again."""
+        """Whether the file is on disk and right. One that was checked and not modified since is not read again."""
         path = self.folder / f.path
         try:
             stat = path.stat()
@@ -89,8 +89,8 @@ class Pull:
             return False
         if stat.st_size != f.size:
             return False
-        known = record.files.get(f.path)
-        if known is not None and known.digest == f.digest and known.mtime == stat.st_mtime_ns:
+        entry = record.files.get(f.path)
+        if entry is not None and entry.digest == f.digest and entry.mtime == stat.st_mtime_ns:
             return True
         self.download.advance(0, f.path)
         return f.digest_of(path) == f.digest if f.digest else True

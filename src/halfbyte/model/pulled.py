@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte.errors import CheckpointError, UsageError
-from halfbyte.model.checksums import RECORD, SPLIT, PullRecord, read_record
+from halfbyte.model.checksums import RECORD, PullRecord, read_record
+from halfbyte.model.gguf_metadata import SPLIT
 
 NAMES = {
     "20b": "openai/gpt-oss-20b",
@@ -42,18 +43,18 @@ def named_file(text: str) -> tuple[str, str | None]:
 
 
 def default_folder(repo: str, models: Path) -> Path:
-    """Where a repository's files are, or a link to where they are."""
+    """The folder of a repository's files, or a link to it."""
     return models / repo.replace("/", "--")
 
 
 def link(repo: str, folder: Path, models: Path) -> None:
-    """Make a model that was pulled to `folder` known by its name, unless that name has files of its own."""
-    place = default_folder(repo, models)
-    if place.is_symlink():
-        place.unlink()
-    if not place.exists() and place != folder:
+    """Link a model that was pulled to `folder` into `models` under its name, unless files of its own are there."""
+    target = default_folder(repo, models)
+    if target.is_symlink():
+        target.unlink()
+    if not target.exists() and target != folder:
         models.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(folder.absolute(), target_is_directory=True)
+        target.symlink_to(folder.absolute(), target_is_directory=True)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def pulled_models(models: Path) -> list[PulledModel]:
     if not models.is_dir():
         return []
     folders = sorted(p for p in models.iterdir() if "--" in p.name and p.is_dir())
-    return [found for folder in folders if (found := _look(folder)) is not None]
+    return [model for folder in folders if (model := _look(folder)) is not None]
 
 
 def find(text: str, models: Path) -> PulledModel | None:
@@ -87,7 +88,7 @@ def find(text: str, models: Path) -> PulledModel | None:
 
 
 def path_of(text: str, models: Path) -> Path | None:
-    """What to open for a name: a folder or a GGUF file; None where it was not pulled, or not to its end."""
+    """The path to open for a name, a folder or a GGUF file; None where it was not pulled completely."""
     model, (_, file) = find(text, models), named_file(text)
     if model is None or not model.complete or (file is not None and file not in model.record.files):
         return None
@@ -95,33 +96,33 @@ def path_of(text: str, models: Path) -> Path | None:
 
 
 def opened(folder: Path, files: Sequence[str], file: str | None = None) -> Path:
-    """What of a pulled folder is opened: the folder, or the one GGUF file in it."""
+    """The path to open in a pulled folder: the folder, or its one GGUF file."""
     if file is not None:
         return folder / file
     gguf = [f for f in files if f.endswith(".gguf")]
     if not gguf or len(gguf) < len(files):
         return folder
-    whole = {m["stem"] if (m := SPLIT.match(f)) else f: f for f in sorted(gguf, reverse=True)}
-    if len(whole) > 1:
+    models_by_stem = {m["stem"] if (m := SPLIT.match(f)) else f: f for f in sorted(gguf, reverse=True)}
+    if len(models_by_stem) > 1:
         raise CheckpointError(f"{folder} holds several models; add the name of one: {', '.join(sorted(gguf))}.")
-    return folder / next(iter(whole.values()))
+    return folder / next(iter(models_by_stem.values()))
 
 
 def remove(model: PulledModel) -> list[Path]:
-    """Delete a model's files; returns what was left there because no pull had put it there."""
+    """Delete a model's files; returns the files that stay because no pull had written them."""
     if not model.folder.is_symlink():
         shutil.rmtree(model.folder)
         return []
-    place = model.folder.resolve()
+    target = model.folder.resolve()
     for name in (*model.record.files, RECORD):
-        path = place / name
+        path = target / name
         if ".." in Path(name).parts or Path(name).is_absolute():
-            raise UsageError(f"{place / RECORD} names {name!r}, which is not in its folder; remove {place} by hand.")
+            raise UsageError(f"{target / RECORD} names {name!r}, which is not in its folder; remove {target} by hand.")
         path.unlink(missing_ok=True)
     model.folder.unlink()
-    left = [p for p in place.rglob("*") if p.is_file()]
+    left = [p for p in target.rglob("*") if p.is_file()]
     if not left:
-        shutil.rmtree(place)
+        shutil.rmtree(target)
     return left
 
 
@@ -135,8 +136,8 @@ def _look(folder: Path) -> PulledModel | None:
     files = [p for p in folder.rglob("*") if p.is_file()]
     if not record.files and not any(p.suffix == ".part" for p in files):
         return None
-    whole = bool(record.files) and all(_has(folder / n, f.size) for n, f in record.files.items())
-    return PulledModel(f"{owner}/{name}", folder, record, sum(p.stat().st_size for p in files), whole)
+    complete = bool(record.files) and all(_has(folder / n, f.size) for n, f in record.files.items())
+    return PulledModel(f"{owner}/{name}", folder, record, sum(p.stat().st_size for p in files), complete)
 
 
 def _has(path: Path, size: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,11 @@ from torch import Tensor
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import layouts
 from halfbyte.formats.tensor import MXTensor
+from halfbyte.gates import LAYER_GROUPS
 from halfbyte.model.config_json import to_config_json
 from halfbyte.model.safetensors_io import INDEX, SINGLE, TORCH_DTYPES, base_names, is_experts, transposed
 from halfbyte.model.weight_file import write_tensor, write_then_rename
-from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, WeightFormat, part_rows, roles, shape_of, split_parts
+from halfbyte.model.weights import DTYPES, GROUPS, Matrix, Source, part_rows, roles, shape_of, split_parts
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -52,7 +54,7 @@ def write_folder(
     copies: Mapping[str, bytes] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
-    """Stream a source into a new folder, one role in memory at a time. `copies` are small files to put beside."""
+    """Stream a source into a new folder, one role in memory at a time. `copies` are small files to add."""
     tensors = list(output_tensors(source))
     shards: list[list[OutputTensor]] = [[]]
     for p in tensors:
@@ -90,7 +92,7 @@ def write_folder(
 
 
 def output_tensors(source: Source) -> Iterator[OutputTensor]:
-    """What a folder of this source holds, in the order of its files."""
+    """The tensors of a folder with this source's weights, in the order of its files."""
     for layer, role in roles(source.config):
         names, rows = base_names(layer, role), part_rows(source.config, role)
         stored_formats = source.formats(layer, role)
@@ -153,16 +155,9 @@ def folder_config(source: Source) -> dict[str, Any]:
     """config.json, with the formats that are not OpenAI's."""
     raw = to_config_json(source.config)
     raw["torch_dtype"] = str(DTYPES[source.formats(None, "embed")[0]]).removeprefix("torch.")
-    by_group: dict[str, WeightFormat] = {}
-    for layer, role in roles(source.config):
-        if role in GROUPS:
-            for format in source.formats(layer, role):
-                if by_group.setdefault(GROUPS[role], format) != format:
-                    raise CheckpointError(
-                        f"layer group {GROUPS[role]} mixes {by_group[GROUPS[role]]} and {format}; give it one format."
-                    )
+    by_group = _formats_by_group(source)
     dense = [g for g, format in by_group.items() if format in DTYPES]
-    if by_group["moe"] == "mxfp4" and set(dense) == {"qkv", "o", "lm_head"}:
+    if by_group["moe"] == "mxfp4" and set(dense) == {"qkv", "o", "lm_head"} and len(by_group) == len(LAYER_GROUPS):
         return raw  # exactly OpenAI's layout
     if len(dense) == len(by_group):
         raw.pop("quantization_config")  # a plain transformers folder
@@ -170,3 +165,23 @@ def folder_config(source: Source) -> dict[str, Any]:
     raw["quantization_config"] = {"quant_method": "halfbyte"}
     raw["halfbyte"] = {"formats": by_group}
     return raw
+
+
+def _formats_by_group(source: Source) -> dict[str, str]:
+    """The format of each group, and by its number (qkv.3) of each layer that has another."""
+    by_layer: dict[str, dict[int | None, str]] = {}
+    for layer, role in roles(source.config):
+        for format in source.formats(layer, role) if role in GROUPS else ():
+            if by_layer.setdefault(GROUPS[role], {}).setdefault(layer, format) != format:
+                raise CheckpointError(
+                    f"layer group {GROUPS[role]} mixes {by_layer[GROUPS[role]][layer]} and {format} in layer {layer}; "
+                    "give it one format."
+                )
+    groups = {group: Counter(layers.values()).most_common(1)[0][0] for group, layers in by_layer.items()}
+    others = {
+        f"{group}.{layer}": format
+        for group, layers in by_layer.items()
+        for layer, format in layers.items()
+        if format != groups[group]
+    }
+    return groups | others

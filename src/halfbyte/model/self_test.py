@@ -1,10 +1,10 @@
-"""The kernels that are about to serve, asked on this machine about numbers that are known; refused where one is wrong.
+"""Checks the kernels that are about to serve against known answers on this machine; a wrong one is not served.
 
-Compiled machine code that nobody has run on such a GPU may be wrong in ways that no compiler shows: a lane that holds
-another row, a code that is flushed to zero, a hand-over that comes too early. Before weights are loaded the plan's own
-binaries run on small models inside of the model's shapes (`twin.py`): every code under many scales through each matrix
-alone, in every regime; two random layers beside the reference; and the same again with hand-overs that are late. What
-differs is named, and the model is not served. A pass is remembered for this GPU, driver, plan and these kernels
+Machine code that has never run on such a GPU may be wrong in ways that no compiler shows: a lane that holds another
+row, a code that is flushed to zero, a hand-over that comes too early. Before weights are loaded the plan's own binaries
+run on small models in the model's shapes (`twin.py`): every code under many scales through each matrix alone, in every
+regime; two random layers compared with the reference; and those again with late hand-overs. Any difference is named,
+and the model is not served. A pass is remembered for this GPU, driver, plan and these kernels
 (`cache_folder("self-test")`); GPUs that receipts were measured on need none. Needs a GPU; says nothing about speed.
 """
 
@@ -26,15 +26,16 @@ from torch import Tensor
 
 from halfbyte.errors import EngineError, PlanError, UsageError
 from halfbyte.gates import Gates, cache_folder
+from halfbyte.model.checkpoint import place_experts
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.model.twin import Probe, enlarge, probes, random_twin
+from halfbyte.model.weights import Weights
 from halfbyte.plan import reference
-from halfbyte.plan.compilation import Compilation
 from halfbyte.plan.phase import ARCHES, Arch, Spec
-from halfbyte.plan.record import Selection
-from halfbyte.plan.select import Chosen, select
+from halfbyte.plan.plan import Compilation
+from halfbyte.plan.select import PlanChoice, select
 from halfbyte.plan.step import Regime, Step
 
 WAYS = ("auto", "always", "off")
@@ -49,22 +50,20 @@ CHUNKS = (130, 20, 1, 3, 300)
 # A code differs from its neighbours by a sixth or more. What is between may be rounded once or twice, as the
 # activations are: relative, and in units of the group's scale (or of the row).
 TOLERANCE = {"f32": 0.01, "bf16": 0.01, "int8": 0.03, "fp8": 0.09, "mxfp8": 0.09}
-# Of the logits of two layers; no more than `lab/levels/correctness.py` allows (docs/numerics.md).
+# Of the logits of two layers; no more than `lab/plan_comparison.py` allows (docs/numerics.md).
 TWIN = {"f32": 2e-4, "bf16": 2e-2, "int8": 4e-2, "fp8": 8e-2, "mxfp8": 8e-2, "mxfp4": 0.4}
-
-Choice = tuple[Spec, Chosen, Selection]
 
 
 @dataclass(frozen=True)
 class Report:
     """`problems` is empty where everything is right."""
 
-    asked: tuple[str, ...]
+    checks: tuple[str, ...]
     problems: tuple[str, ...]
     seconds: float
 
 
-# ---- whether, and what is remembered --------------------------------------------------------------------------------
+# ---- when it runs, and its record -----------------------------------------------------------------------------------
 
 
 def way_of(text: str) -> str:
@@ -73,111 +72,121 @@ def way_of(text: str) -> str:
     return text
 
 
-def ensure(config: ModelConfig, choice: Choice, arch: Arch, gates: Gates, device: torch.device, way: str) -> None:
-    """Runs the self-test where it is due; a PlanError says what differed. What it launches is compiled before."""
+def ensure(config: ModelConfig, choice: PlanChoice, arch: Arch, gates: Gates, device: torch.device, way: str) -> None:
+    """Run the self-test where it is due; a PlanError names the differences. Its kernels are compiled first."""
     if not is_due(choice, device, way_of(way)):
         return
-    Compilation(choice[0], choice[1], arch, importlib.import_module(KERNELS).compilations(*choice[:2], arch)).wait()
+    kernels = importlib.import_module(KERNELS)
+    Compilation(choice.spec, choice.chosen, arch, kernels.compilations(choice.spec, choice.chosen, arch)).wait()
     report = run(config, choice, gates, device)
     if report.problems:
         raise PlanError(refusal(arch, report))
     remember(choice, report)
 
 
-def is_due(choice: Choice, device: torch.device, way: str) -> bool:
+def is_due(choice: PlanChoice, device: torch.device, way: str) -> bool:
     if device.type != "cuda" or way == "off":
         return False
     if way == "always":
         return True
-    return torch.cuda.get_device_name(device) not in MEASURED and passed(choice) is None
+    return not _is_measured(choice, torch.cuda.get_device_name(device)) and passed(choice) is None
+
+
+def _is_measured(choice: PlanChoice, gpu: str) -> bool:
+    """Whether this plan's kernels have been compared on such a GPU: its own, not those of an older architecture that
+    HALFBYTE_GPU_INSTRUCTIONS restricts it to."""
+    return gpu in MEASURED and ARCHES[choice.selection.arch].has_run
 
 
 def refusal(arch: Arch, report: Report) -> str:
-    found = "; ".join(report.problems[:4])
+    problems = "; ".join(report.problems[:4])
     return (
-        f"the self-test failed on this {arch.name} GPU, so nothing is served: {found}. Please report it; "
+        f"the self-test failed on this {arch.name} GPU, so nothing is served: {problems}. Please report it; "
         "--moe-kernel triton --linear-kernel triton --attention triton asks for other kernels, and --self-test off "
         "serves wrong answers."
     )
 
 
-def _path(choice: Choice) -> Any:
-    spec, _, selection = choice
-    known = importlib.import_module(KERNELS).identity()
-    plan = [known, selection.chosen, dict(selection.layouts), dict(spec.formats), spec.activation, spec.kv_dtype,
+def _path(choice: PlanChoice) -> Any:
+    spec, selection = choice.spec, choice.selection
+    identity = importlib.import_module(KERNELS).identity()
+    plan = [identity, selection.chosen, dict(selection.layouts), spec.matrices.texts(), spec.activation, spec.kv_dtype,
             spec.hidden, spec.intermediate, spec.experts, spec.heads, spec.layers, spec.vocab]  # fmt: skip
+    if spec.host_layers:
+        plan.append([spec.host_layers, spec.host_activation])
     key = hashlib.sha256(json.dumps(plan, sort_keys=True, default=list).encode()).hexdigest()[:24]
-    return cache_folder("self-test") / f"{key}.json", known
+    return cache_folder("self-test") / f"{key}.json", identity
 
 
-def passed(choice: Choice) -> dict[str, Any] | None:
-    """What is remembered of this plan on this GPU, with this driver and these kernels."""
+def passed(choice: PlanChoice) -> dict[str, Any] | None:
+    """The record of an earlier pass of this plan on this GPU, with this driver and these kernels."""
     path, _ = _path(choice)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
-def remember(choice: Choice, report: Report) -> None:
-    """A cache that cannot be written only means that the next load asks again."""
-    path, known = _path(choice)
-    what = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seconds": round(report.seconds, 2)}
+def remember(choice: PlanChoice, report: Report) -> None:
+    """Record the pass; if the cache cannot be written, the next load tests again."""
+    path, identity = _path(choice)
+    summary = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seconds": round(report.seconds, 2)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(known | what | {"asked": report.asked}), encoding="utf-8")
+        path.write_text(json.dumps(identity | summary | {"checks": report.checks}), encoding="utf-8")
     except OSError:
         return
 
 
-def describe(choice: Choice, arch: Arch, here: bool) -> str:
-    """One clause for people: `explain` shows it. `here`: this machine is what it is about."""
+def describe(choice: PlanChoice, arch: Arch, here: bool) -> str:
+    """One clause for `explain`; `here` means that the plan is for this machine."""
     if not arch.is_gpu:
         return "none: the tests run these very kernels"
     if not here:
         where = f"none on a {' or '.join(MEASURED)}, on others " if arch.name == "sm90" else ""
         return f"{where}at the first load there (--self-test auto)"
-    if (name := torch.cuda.get_device_name()) in MEASURED:
+    if _is_measured(choice, name := torch.cuda.get_device_name()):
         return f"none needed: receipts were measured on a {name} (--self-test always runs it)"
-    found = passed(choice)
-    if found is None:
+    record = passed(choice)
+    if record is None:
         return "at the next load: this GPU, driver, plan and these kernels have not passed it yet"
-    return f"passed at {found['time']} in {found['seconds']} s, with driver {found['driver']}"
+    return f"passed at {record['time']} in {record['seconds']} s, with driver {record['driver']}"
 
 
 # ---- running it -----------------------------------------------------------------------------------------------------
 
 
 def run(
-    config: ModelConfig, choice: Choice, gates: Gates, device: torch.device, *, regimes: Sequence[Regime] = REGIMES,
+    config: ModelConfig, choice: PlanChoice, gates: Gates, device: torch.device, *, regimes: Sequence[Regime] = REGIMES,
     columns: int = 64, late: bool = True,
 ) -> Report:  # fmt: skip
-    """Everything, on the plan's own kernels."""
+    """Run all checks on the plan's own kernels."""
     began = time.perf_counter()
-    spec, chosen, selection = choice
-    choice = (replace(spec, max_context=CONTEXT), chosen, selection)
-    asked: list[str] = []
-    found: list[list[str]] = []  # of each probe: what passes through a wrong matrix differs as well as its own
+    spec = choice.spec
+    # One layer's experts in host memory are enough: the next layer's are then on the GPU, and both ways are tested.
+    choice = replace(choice, spec=replace(spec, max_context=CONTEXT, host_layers=min(1, spec.host_layers)))
+    checks: list[str] = []
+    problems: list[list[str]] = []  # by probe: a wrong matrix also spoils the probes whose values pass through it
     with torch.inference_mode():
-        for probe in probes(config, spec.formats, device, columns):
+        for probe in probes(config, spec.matrices.in_layer(0), device, columns):
             if skipped(probe.name, spec):
                 continue
-            asked.append(probe.name)
-            found.append(ask(probe, config, choice, gates, regimes))
-        if not any(found):
-            asked += ["two layers", *(["late hand-overs"] if late else [])]
-            found.append(compare_twin(config, choice, gates, device, regimes, late=late))
+            checks.append(probe.name)
+            problems.append(ask(probe, config, choice, gates, regimes))
+        if not any(problems):
+            checks += ["two layers", *(["late hand-overs"] if late else [])]
+            problems.append(compare_twin(config, choice, gates, device, regimes, late=late))
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the weights come next
-    first_of_each = [said for regime in zip_longest(*found) for said in regime if said is not None]
-    return Report(tuple(asked), tuple(first_of_each), time.perf_counter() - began)
+    first_of_each = [problem for regime in zip_longest(*problems) for problem in regime if problem is not None]
+    return Report(tuple(checks), tuple(first_of_each), time.perf_counter() - began)
 
 
 def skipped(probe: str, spec: Spec) -> bool:
-    """Four-bit activations round what comes out of a layer to a quarter of itself: only the head can be read then."""
+    """Four-bit activations round a layer's output to a quarter of itself, so that only the head can be tested."""
     narrow = any(spec.at(r).activation not in TOLERANCE for r in REGIMES)
     return narrow and probe != "lm_head"
 
@@ -207,9 +216,14 @@ def batches(count: int, model: GptOss, regimes: Sequence[Regime]) -> Iterator[tu
             yield regime, (rows * -(-fewest // len(rows)))[: max(fewest, len(rows))]
 
 
-def ask(probe: Probe, config: ModelConfig, choice: Choice, gates: Gates, regimes: Sequence[Regime]) -> list[str]:
-    """What came out otherwise, in every regime."""
-    model = GptOss(enlarge(probe.small, config, choice[2].layouts), gates, page_size=choice[0].page_size, choice=choice)
+def ask(probe: Probe, config: ModelConfig, choice: PlanChoice, gates: Gates, regimes: Sequence[Regime]) -> list[str]:
+    """The differences from the probe's expected logits, one per regime at most."""
+    model = GptOss(
+        enlarged(probe.small, config, choice),
+        gates,
+        page_size=choice.spec.page_size,
+        choice=choice,
+    )
     most = max(model.plan.limits.batch + 1, len(probe.tokens))
     model.allocate_kv(1 + 2 * most)
     problems: dict[Regime, str] = {}
@@ -217,15 +231,23 @@ def ask(probe: Probe, config: ModelConfig, choice: Choice, gates: Gates, regimes
         if regime in problems:
             continue
         got = model.forward(step_of(probe.tokens[rows], model.device)).double()
-        said = judge(probe, rows, got[:, : probe.want.shape[1]], TOLERANCE.get(choice[0].at(regime).activation, 0.09))
-        if said is not None:
-            names = ", ".join(choice[2].chosen[regime])
-            problems[regime] = f"{regime} ({names}), step of {len(rows)}: {said}"
+        problem = judge(
+            probe, rows, got[:, : probe.want.shape[1]], TOLERANCE.get(choice.spec.at(regime).activation, 0.09)
+        )
+        if problem is not None:
+            names = ", ".join(choice.selection.chosen[regime])
+            problems[regime] = f"{regime} ({names}), step of {len(rows)}: {problem}"
     return list(problems.values())
 
 
+def enlarged(small: Weights, config: ModelConfig, choice: PlanChoice) -> Weights:
+    """A small model in the shapes of a large one, laid out and placed as a plan has it."""
+    weights = enlarge(small, config, choice.selection.layouts, choice.spec.matrices)
+    return place_experts(weights, choice.spec.host_layers)
+
+
 def judge(probe: Probe, rows: Sequence[int], got: Tensor, tolerance: float) -> str | None:
-    """None, or which elements are wrong, as precisely as it can be said."""
+    """The wrong elements, described as precisely as possible, or None."""
     want, unit = probe.want[rows], probe.unit[rows]
     wrong = ~((got - want).abs() <= tolerance * (want.abs() + unit / 4))  # NaN is wrong as well
     if not bool(wrong.any()):
@@ -233,25 +255,35 @@ def judge(probe: Probe, rows: Sequence[int], got: Tensor, tolerance: float) -> s
     places = wrong.nonzero()
     worst = int(((got - want).abs() / unit)[wrong].nan_to_num(torch.inf).argmax())
     at, out = places[worst].tolist()
-    row, column = probe.place(int(probe.tokens[rows[at]]), out)
-    said = f"{probe.name} row {row}, column {column}, {probe.drawn.say(row, column)}, gave {float(got[at, out]):.5g} "
-    said += f"instead of {float(want[at, out]):.5g}; {len(places)} of {wrong.numel()} differ"
+    row, column = probe.element(int(probe.tokens[rows[at]]), out)
+    problem = (
+        f"{probe.name} row {row}, column {column}, {probe.drawn.say(row, column)}, gave {float(got[at, out]):.5g} "
+    )
+    problem += f"instead of {float(want[at, out]):.5g}; {len(places)} of {wrong.numel()} differ"
     some = places[torch.linspace(0, len(places) - 1, min(64, len(places))).long()].tolist()
-    codes = {probe.drawn.say(*probe.place(int(probe.tokens[rows[a]]), o)).partition(" x ")[0] for a, o in some}
-    return f"{said}, all of {' or '.join(sorted(codes))}" if len(codes) <= 2 < len(some) else said
+    codes = {probe.drawn.say(*probe.element(int(probe.tokens[rows[a]]), o)).partition(" x ")[0] for a, o in some}
+    return f"{problem}, all of {' or '.join(sorted(codes))}" if len(codes) <= 2 < len(some) else problem
 
 
 def compare_twin(
-    config: ModelConfig, choice: Choice, gates: Gates, device: torch.device, regimes: Sequence[Regime], *, late: bool
+    config: ModelConfig,
+    choice: PlanChoice,
+    gates: Gates,
+    device: torch.device,
+    regimes: Sequence[Regime],
+    *,
+    late: bool,
 ) -> list[str]:
-    """Two random layers: beside the reference, and the same bits where hand-overs are late."""
-    spec, _, selection = choice
-    small = random_twin(config, spec.formats, device, VOCAB)
-    model = GptOss(enlarge(small, config, selection.layouts), gates, page_size=spec.page_size, choice=choice)
-    few = replace(spec, layers=small.config.layers, experts=small.config.experts, vocab=small.config.vocab)
+    """Compare two random layers with the reference, and with themselves (bit by bit) where hand-overs are late."""
+    spec, selection = choice.spec, choice.selection
+    small = random_twin(config, spec.matrices, device, VOCAB)
+    model = GptOss(enlarged(small, config, choice), gates, page_size=spec.page_size, choice=choice)
+    few = replace(
+        spec, layers=small.config.layers, experts=small.config.experts, vocab=small.config.vocab, host_layers=0
+    )
     plain = select(few, ARCHES["cpu"], Gates(), reference.PHASES)
-    other = GptOss(small, gates, page_size=spec.page_size, choice=(few, *plain))
-    other.plan.limits = model.plan.limits
+    choice = PlanChoice(few, *plain)
+    other = GptOss(small, gates, page_size=spec.page_size, choice=choice, limits=model.plan.limits)
     random = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, small.config.vocab, (sum(CHUNKS),), generator=random).tolist()
     expected = feed(other, tokens)
@@ -282,8 +314,8 @@ def compare_twin(
 def _late(device: torch.device) -> AbstractContextManager[None]:
     if device.type != "cuda":
         return nullcontext()
-    made: AbstractContextManager[None] = importlib.import_module(KERNELS).late_hand_overs()
-    return made
+    context: AbstractContextManager[None] = importlib.import_module(KERNELS).late_hand_overs()
+    return context
 
 
 def feed(model: GptOss, tokens: Sequence[int]) -> list[Tensor]:

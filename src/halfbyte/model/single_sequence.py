@@ -1,4 +1,4 @@
-"""One sequence on its own, over pages in a straight line: the oracle of the engine, and all that a first look needs.
+"""One sequence on its own, over pages in a straight line: the oracle of the engine's tests, and a model's simplest use.
 
 No batching, no prefix cache, no sampling beyond what a caller does with the logits.
 """

@@ -13,6 +13,7 @@ import functools
 import itertools
 import lzma
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -22,7 +23,9 @@ from halfbyte.errors import CheckpointError
 from halfbyte.model.config_json import MAX_BYTES
 from halfbyte.model.gguf_vocab import CONTROL, USER_DEFINED, GGUFVocab, read_gguf_vocab
 from halfbyte.model.json_records import read_json
-from halfbyte.model.plain_file import is_failure, one_line, refusing, shown
+from halfbyte.model.model_files import model_path
+from halfbyte.model.pattern_trial import try_patterns
+from halfbyte.model.plain_file import is_failure, one_line, quote, refusing
 from halfbyte.model.tokenizer_json import (
     TokenizerJson,
     check_merges,
@@ -47,6 +50,7 @@ O200K_PATTERN = "|".join(
     ]
 )
 
+TOKENIZER_JSON = "tokenizer.json"
 _HARMONY_NAMED = {
     "<|startoftext|>": 199998,
     "<|endoftext|>": 199999,
@@ -65,8 +69,8 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
 # Text longer than this is encoded part by part. A cut is made where the pattern above always cuts: between a letter or
 # digit and a blank or a mark that no word ends with, or between letters and digits. Text that has no such place for as
-# long again is cut where it stands: an encoder's time grows faster than the length of one word, and tiktoken's regular
-# expressions panic on a million blanks.
+# long again is cut where it stands, digits between groups of three, as the pattern takes them: an encoder's time grows
+# faster than the length of one word, and tiktoken's regular expressions panic on a million blanks.
 PART = 64 * 1024
 _CUT = re.compile(r"(?<=[^\W_])(?=[ \n\r\t、。，！？：；（）])|(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z])")
 
@@ -110,12 +114,12 @@ class Tokenizer:
         return list(itertools.chain.from_iterable(self.encode_parts(text, allow_special=allow_special)))
 
     def encode_parts(self, text: str, *, allow_special: bool = False) -> Iterator[list[int]]:
-        """The ids of `text`, a part at a time, for whoever may want to stop: no part takes long."""
+        """The ids of `text`, a part at a time, so that the caller may stop in between: no part takes long."""
         encode = self._with_special if allow_special else self._plain
         start = 0
         while len(text) - start > PART:
             cut = _CUT.search(text, start + PART, start + 2 * PART)
-            end = cut.end() if cut else start + 2 * PART
+            end = cut.end() if cut else _between_digits(text, start, start + 2 * PART)
             yield encode(text[start:end])
             start = end
         yield encode(text[start:])
@@ -153,17 +157,46 @@ class Tokenizer:
         """The tokenizer of a model folder or a .gguf file; gpt-oss's own wherever the vocabulary is gpt-oss's."""
         path = Path(path)
         with refusing(path):
+            if not (path / TOKENIZER_JSON).exists():
+                path = model_path(path)
             if path.is_dir():
-                own = path / "tokenizer.json"
-                if not own.exists():
-                    _require_o200k_size(path / "config.json")
-                    return cls.gpt_oss()
-                raw = read_tokenizer_json(own)
-                return cls.gpt_oss() if _is_o200k(raw.tokens()) else _from_json(raw, str(own))
+                return cls.of_folder(path)
             if path.suffix == ".gguf" and path.is_file():
-                vocab = read_gguf_vocab(path)
-                return cls.gpt_oss() if _is_o200k(vocab.tokens) else _from_gguf(vocab, str(path))
+                return cls.from_gguf(read_gguf_vocab(path), str(path))
         raise CheckpointError(f"{path} is neither a model folder nor a .gguf file, so it has no tokenizer.")
+
+    @classmethod
+    def of_folder(cls, folder: Path, vocab_size: int | None = None) -> Tokenizer:
+        """A folder without a tokenizer.json must have gpt-oss's vocabulary: `vocab_size`, or what config.json says."""
+        own = folder / TOKENIZER_JSON
+        with refusing(own):
+            if own.exists():
+                raw = read_tokenizer_json(own)
+                added = {token.content: token.id for token in raw.added_tokens}
+                return cls.gpt_oss() if _is_gpt_oss(raw.tokens(), added) else _from_json(raw, str(own))
+            if vocab_size is None:
+                vocab_size = read_json(folder / "config.json", dict[str, Any], MAX_BYTES).get("vocab_size")
+        if vocab_size != O200K_HARMONY_VOCAB:
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json and its vocabulary of {quote(str(vocab_size))} tokens is not "
+                "gpt-oss's; put the model's tokenizer.json beside its config.json."
+            )
+        return cls.gpt_oss()
+
+    @classmethod
+    def from_gguf(cls, vocab: GGUFVocab, where: str) -> Tokenizer:
+        added = {vocab.tokens[id]: id for id in _added(vocab)}
+        return cls.gpt_oss() if _is_gpt_oss(vocab.tokens, added) else _from_gguf(vocab, where)
+
+
+def _between_digits(text: str, start: int, end: int) -> int:
+    """`end`, or up to two characters less: a whole number of groups of three after the first digit of its run."""
+    if end >= len(text):
+        return end
+    first = end
+    while first > start and unicodedata.category(text[first - 1]).startswith("N"):
+        first -= 1
+    return end - (end - first) % 3
 
 
 class Detokenizer:
@@ -185,7 +218,7 @@ class Detokenizer:
         return self._decoder.getstate()[0]
 
     def flush(self) -> str:
-        """The end of the stream: what is left of a character becomes U+FFFD."""
+        """End the stream: an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -229,19 +262,11 @@ def _gpt_oss() -> Tokenizer:
     )
 
 
-def _is_o200k(tokens: Sequence[str]) -> bool:
-    if len(tokens) < O200K_TOKENS:
+def _is_gpt_oss(tokens: Sequence[str], added: Mapping[str, int]) -> bool:
+    """True for o200k with no other added tokens than harmony's; a fine-tune may have its own behind them."""
+    if len(tokens) < O200K_TOKENS or not added.items() <= harmony_special_tokens().items():
         return False
     return all(tokens[rank] == _spell(token) for token, rank in _o200k_ranks().items())
-
-
-def _require_o200k_size(config: Path) -> None:
-    size = read_json(config, dict[str, Any], MAX_BYTES).get("vocab_size")
-    if size != O200K_HARMONY_VOCAB:
-        raise CheckpointError(
-            f"{config.parent} has no tokenizer.json and its vocabulary of {shown(str(size))} tokens is not gpt-oss's; "
-            "put the model's tokenizer.json beside its config.json."
-        )
 
 
 # ---- other byte-level vocabularies --------------------------------------------------------------
@@ -249,17 +274,17 @@ def _require_o200k_size(config: Path) -> None:
 
 def _printable_bytes() -> dict[int, str]:
     """The spelling of bytes in byte-level vocabularies: printable ones as themselves, the others from U+0100 on."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [b for b in range(256) if b not in set(shown)]
-    return {b: chr(b) for b in shown} | {b: chr(0x100 + i) for i, b in enumerate(hidden)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [b for b in range(256) if b not in set(printable)]
+    return {b: chr(b) for b in printable} | {b: chr(0x100 + i) for i, b in enumerate(hidden)}
 
 
-_SPELLING = _printable_bytes()
-_UNSPELLING = {ord(char): byte for byte, char in _SPELLING.items()}
+SPELLING = _printable_bytes()
+_UNSPELLING = {ord(char): byte for byte, char in SPELLING.items()}
 
 
 def _spell(token: bytes) -> str:
-    return token.decode("latin-1").translate(_SPELLING)
+    return token.decode("latin-1").translate(SPELLING)
 
 
 def _unspell(token: str, where: str) -> bytes:
@@ -267,7 +292,7 @@ def _unspell(token: str, where: str) -> bytes:
         return bytes(_UNSPELLING[ord(char)] for char in token)
     except KeyError:
         raise CheckpointError(
-            f"{where}: the token {shown(token)} is not spelled in byte-level BPE, the only kind halfbyte reads."
+            f"{where}: the token {quote(token)} is not spelled in byte-level BPE, the only kind halfbyte reads."
         ) from None
 
 
@@ -276,6 +301,7 @@ def _from_json(raw: TokenizerJson, where: str) -> Tokenizer:
 
     added = raw.added_tokens
     check_merges(raw, where)
+    try_patterns(raw.raw, where, trusted=O200K_PATTERN)
     try:
         text = for_package(raw)
         plain = tokenizers.Tokenizer.from_str(text)
@@ -291,14 +317,26 @@ def _from_json(raw: TokenizerJson, where: str) -> Tokenizer:
         name=where,
         table=table,
         special={token.content: token.id for token in added if token.special or token.content.startswith("<|")},
-        # A batch of one: unlike `encode` it lets other threads run, and it keeps no offsets.
-        plain=lambda text: list(plain.encode_batch_fast([_whole(text)], add_special_tokens=False)[0].ids),
-        with_special=lambda text: list(with_special.encode_batch_fast([_whole(text)], add_special_tokens=False)[0].ids),
+        plain=functools.partial(_encode, plain, where),
+        with_special=functools.partial(_encode, with_special, where),
     )
 
 
-def _whole(text: str) -> str:
-    """Half of a surrogate pair, which JSON can carry, is no character: it becomes U+FFFD, as tiktoken does."""
+def _encode(package: Any, where: str, text: str) -> list[int]:
+    try:
+        # A batch of one: unlike `encode` it lets other threads run, and it keeps no offsets.
+        return list(package.encode_batch_fast([_valid(text)], add_special_tokens=False)[0].ids)
+    except BaseException as e:  # a pattern may pass its trial and still backtrack on another text
+        if not is_failure(e):
+            raise
+        raise CheckpointError(
+            f"{where} cannot encode this text ({one_line(e)}); replace the file with the tokenizer.json that was "
+            "published with the model."
+        ) from None
+
+
+def _valid(text: str) -> str:
+    """`text` with U+FFFD for half surrogate pairs, which JSON can carry; tiktoken replaces them, too."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -309,7 +347,7 @@ def _whole(text: str) -> str:
 def _from_gguf(vocab: GGUFVocab, where: str) -> Tokenizer:
     """Rewrites the GGUF vocabulary as a tokenizer.json, so that one path builds both."""
     if vocab.model != "gpt2":
-        raise CheckpointError(f"{where}: tokenizer model {shown(vocab.model)} is not byte-level BPE ('gpt2').")
+        raise CheckpointError(f"{where}: tokenizer model {quote(vocab.model)} is not byte-level BPE ('gpt2').")
     if vocab.pre == "gpt-4o":
         cut: dict[str, Any] = {"type": "Split", "pattern": {"Regex": O200K_PATTERN}, "behavior": "Isolated"}
         cut["invert"] = False
@@ -317,15 +355,13 @@ def _from_gguf(vocab: GGUFVocab, where: str) -> Tokenizer:
     elif vocab.pre in ("gpt-2", "default"):
         steps = [_byte_level(use_regex=True)]
     else:
-        raise CheckpointError(f"{where}: pre-tokenizer {shown(vocab.pre)} is not known (gpt-4o, gpt-2).")
-    kinds = dict(enumerate(vocab.types))
+        raise CheckpointError(f"{where}: pre-tokenizer {quote(vocab.pre)} is not known (gpt-4o, gpt-2).")
+    names = set(_added(vocab))
     added = [
-        {"id": id, "content": token, "special": kinds.get(id) == CONTROL, "single_word": False, "lstrip": False}
-        | {"rstrip": False, "normalized": False}
-        for id, token in enumerate(vocab.tokens)
-        if kinds.get(id) in (CONTROL, USER_DEFINED)
+        {"id": id, "content": vocab.tokens[id], "special": vocab.types[id] == CONTROL, "single_word": False}
+        | {"lstrip": False, "rstrip": False, "normalized": False}
+        for id in sorted(names)
     ]
-    names = {int(str(token["id"])) for token in added}
     raw: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": added,
@@ -338,6 +374,11 @@ def _from_gguf(vocab: GGUFVocab, where: str) -> Tokenizer:
         },
     }
     return _from_json(check_tokenizer_json(raw, where), where)
+
+
+def _added(vocab: GGUFVocab) -> list[int]:
+    """Ids of tokens that are names, not runs of bytes."""
+    return [id for id, (_, kind) in enumerate(zip(vocab.tokens, vocab.types)) if kind in (CONTROL, USER_DEFINED)]
 
 
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:

@@ -10,42 +10,41 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from halfbyte.errors import CheckpointError
 from halfbyte.model.json_records import convert, parse_json
-from halfbyte.model.plain_file import MIB, read_whole, shown
+from halfbyte.model.plain_file import MIB, quote, read_whole
 
 MAX_BYTES = 64 * MIB  # gpt-oss's has 28 MB
 MAX_REPEATS = 100_000  # of a pattern, nested ones multiplied; what the regular expression engine unrolls
 REPEAT = re.compile(r"\{(\d{1,9})(?:,(\d{0,9}))?\}")
 
 
-@dataclass(frozen=True)
-class AddedToken:
+class AddedToken(Struct, frozen=True):
     id: int
     content: str
     special: bool = False
 
 
-@dataclass(frozen=True)
-class BPE:
-    vocab: dict[str, int] = field(default_factory=dict)
-    merges: list[Any] = field(default_factory=list)
+class BPE(Struct, frozen=True):
+    vocab: dict[str, int] = {}
+    merges: list[Any] = []
     type: str = "BPE"
     dropout: float | None = None
 
 
-@dataclass(frozen=True)
-class TokenizerJson:
+class TokenizerJson(Struct, frozen=True):
     model: BPE
-    added_tokens: list[AddedToken] = field(default_factory=list)
+    added_tokens: list[AddedToken] = []
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
     decoder: dict[str, Any] | None = None
-    raw: dict[str, Any] = field(default_factory=dict)  # all of it
+    raw: dict[str, Any] = {}  # all of it
 
     def tokens(self) -> list[str]:
         """Tokens in order of id, added ones included; an id that has none is empty."""
@@ -63,25 +62,25 @@ def parse_tokenizer_json(raw: bytes, where: str) -> TokenizerJson:
 
 
 def check_tokenizer_json(raw: dict[str, Any], where: str) -> TokenizerJson:
-    found = replace(convert(raw, TokenizerJson, where), raw=raw)
-    vocab, added = found.model.vocab, found.added_tokens
-    if found.model.type != "BPE":
-        raise CheckpointError(f"{where} is a {shown(found.model.type)} tokenizer, but gpt-oss uses byte-level BPE.")
+    tokenizer = replace(convert(raw, TokenizerJson, where), raw=raw)
+    vocab, added = tokenizer.model.vocab, tokenizer.added_tokens
+    if tokenizer.model.type != "BPE":
+        raise CheckpointError(f"{where} is a {quote(tokenizer.model.type)} tokenizer, but gpt-oss uses byte-level BPE.")
     if not vocab:
         raise CheckpointError(f"{where} holds no BPE vocabulary, the only kind halfbyte reads.")
-    if found.model.dropout:
+    if tokenizer.model.dropout:
         raise CheckpointError(f"{where}: model.dropout would give the same text other tokens every time.")
     by_id: dict[int, str] = {}
     for id, token in [*((id, token) for token, id in vocab.items()), *((a.id, a.content) for a in added)]:
         if by_id.setdefault(id, token) != token:
-            raise CheckpointError(f"{where} gives the id {id} to {shown(by_id[id])} and to {shown(token)}.")
+            raise CheckpointError(f"{where} gives the id {id} to {quote(by_id[id])} and to {quote(token)}.")
     lowest, highest = min(by_id), max(by_id)
     if lowest < 0 or highest >= 4 * len(by_id) + 65536:
         problem = lowest if lowest < 0 else highest
         raise CheckpointError(f"{where} has the id {problem} among {len(by_id)} tokens; fetch it again.")
     for name in ("normalizer", "pre_tokenizer", "decoder"):
-        _check_patterns(json.dumps(getattr(found, name)), f"{where}: {name}")
-    return found
+        _check_patterns(json.dumps(getattr(tokenizer, name)), f"{where}: {name}")
+    return tokenizer
 
 
 def _check_patterns(text: str, where: str) -> None:
@@ -92,19 +91,19 @@ def _check_patterns(text: str, where: str) -> None:
 
 
 def check_merges(tokenizer: TokenizerJson, where: str) -> None:
-    """Both parts and what they become are in the vocabulary; the tokenizers package panics over one that is not."""
+    """Refuse merges whose parts or result are not in the vocabulary; the tokenizers package panics over them."""
     vocab = tokenizer.model.vocab
     for merge in tokenizer.model.merges:
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
-            raise CheckpointError(f"{where}: the merge {shown(str(merge))} is not a pair of tokens; fetch it again.")
+            raise CheckpointError(f"{where}: the merge {quote(str(merge))} is not a pair of tokens; fetch it again.")
         for token in (*parts, "".join(parts)):
             if token not in vocab:
-                raise CheckpointError(f"{where} merges {shown(token)}, which its vocabulary has not; fetch it again.")
+                raise CheckpointError(f"{where} merges {quote(token)}, which its vocabulary has not; fetch it again.")
 
 
 def for_package(tokenizer: TokenizerJson) -> str:
-    """For the tokenizers package: text that looks like a control token is no control token, and nothing is cut off."""
+    """The file for the tokenizers package: control tokens are special, and nothing is truncated or padded."""
     added = [
         a | {"special": True} if a["content"].startswith("<|") else a for a in tokenizer.raw.get("added_tokens", [])
     ]

@@ -1,6 +1,5 @@
-"""Small models inside of large ones: weights of a model's own shapes in which a few experts and the first layers say
-something and everything else is nothing, so that the kernels that will serve it can be asked about numbers that are
-known.
+"""A small known model embedded in a large one's shapes (all other layers and experts are zero), so that the production
+kernels can be checked against known answers.
 
 `enlarge` puts a small model (some layers, some experts, the first rows of the vocabulary) where the large one has its
 own: further layers leave the residual as it is, further experts are never chosen. Binaries are those of the large
@@ -12,16 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats import DenseTiles, MXTensor, dequantize, e2m1, quantize
 from halfbyte.formats.layouts import interleave
+from halfbyte.formats.matrices import Formats
 from halfbyte.model.checkpoint import lay_out
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.synthetic import SyntheticSource
+from halfbyte.model.synthetic import LOUD_FROM_LAYER, Character, SyntheticSource
 from halfbyte.model.weights import (
     DTYPES,
     LAYER_ROLES,
@@ -33,10 +33,11 @@ from halfbyte.model.weights import (
     format_of,
 )
 
+MATRICES = ("qkv", "o", "gate_up", "down")
 T = TypeVar("T", Tensor, MXTensor, DenseTiles, WeightTensor)
 EXPERTS = 8  # of the random twin
 NEVER = -30_000.0  # the router's bias of an expert that is not there
-AMPLITUDE = 16.0  # of a token's one value: the norm's epsilon does not matter beside it
+AMPLITUDE = 16.0  # of a token's one value: large enough that the norm's epsilon does not matter
 SHUT = 10_000.0  # a sink that takes all of a head's attention; negative: none of it
 
 
@@ -50,24 +51,37 @@ def in_format(m: Matrix, format: str) -> Matrix:
     return quantize(dense, format) if format in ("mxfp4", "q8") else dense.to(DTYPES[cast(WeightFormat, format)])
 
 
-def enlarge(small: Weights, config: ModelConfig, layouts: Mapping[str, str]) -> Weights:
-    """`small` in the shapes of `config` and in these layouts."""
-    laid = lay_out(small, layouts)
+def enlarge(small: Weights, config: ModelConfig, layouts: Mapping[str, str], formats: Formats) -> Weights:
+    """`small` in the shapes of `config`, in these layouts, its further layers in these formats."""
     experts, vocab = config.experts, config.vocab
+    laid = lay_out(small, layouts)
     layers = [_with_experts(layer, experts) for layer in laid.layers]
-    still = replace(layers[0], **{role: _nothing(getattr(layers[0], role)) for role in ("o", "o_bias", "down",
-                                                                                        "down_bias")})  # fmt: skip
-    layers += [still] * (config.layers - len(layers))
+    still: dict[tuple[str, ...], LayerWeights] = {}  # by the formats of a layer
+    for index in range(len(layers), config.layers):
+        kinds = tuple(formats.of(role, index) for role in MATRICES)
+        if kinds not in still:
+            still[kinds] = _still(small, kinds, layouts, experts)
+        layers.append(still[kinds])
     return Weights(
-        config, _grown(laid.embed, vocab, laid.config.vocab), layers, laid.final_norm,
-        _grown(laid.lm_head, vocab, laid.config.vocab),
+        config, _enlarged(laid.embed, vocab, laid.config.vocab), layers, laid.final_norm,
+        _enlarged(laid.lm_head, vocab, laid.config.vocab),
     )  # fmt: skip
+
+
+def _still(small: Weights, kinds: tuple[str, ...], layouts: Mapping[str, str], experts: int) -> LayerWeights:
+    """A layer in these formats that leaves the residual as it is."""
+    first = small.layers[0]
+    matrices: dict[str, Any] = {role: in_format(getattr(first, role), kind) for role, kind in zip(MATRICES, kinds)}
+    config = shrunk(small.config, 1, small.config.experts, small.config.vocab)
+    one = lay_out(replace(small, config=config, layers=[replace(first, **matrices)]), layouts).layers[0]
+    still = {role: _zero(getattr(one, role)) for role in ("o", "o_bias", "down", "down_bias")}
+    return _with_experts(replace(one, **still), experts)
 
 
 def _with_experts(layer: LayerWeights, experts: int) -> LayerWeights:
     have = layer.router.shape[0]
     grown = {
-        role: _grown(getattr(layer, role), experts, have)
+        role: _enlarged(getattr(layer, role), experts, have)
         for role in ("router", "gate_up", "gate_up_bias", "down", "down_bias")
     }
     bias = torch.full((experts,), NEVER, dtype=layer.router_bias.dtype, device=layer.router_bias.device)
@@ -75,27 +89,27 @@ def _with_experts(layer: LayerWeights, experts: int) -> LayerWeights:
     return replace(layer, **grown, router_bias=bias)
 
 
-def _grown(m: T, size: int, have: int) -> T:
-    """With a first dimension that stands for `size` instead of `have`, and zeros where there was nothing."""
+def _enlarged(m: T, size: int, have: int) -> T:
+    """`m` with its first dimension enlarged from `have` to `size`, filled with zeros."""
     if size == have:
         return m
     if isinstance(m, Tensor):
-        return _more(m, size, have)
+        return _padded(m, size, have)
     shape = (size, *m.shape[1:])
     if isinstance(m, DenseTiles):
-        return replace(m, data=_more(m.data, size, have), shape=shape)
-    scales = _more(m.scales, size, have) if m.scales.ndim > 1 else m.scales
-    return replace(m, data=_more(m.data, size, have), scales=scales, shape=shape)
+        return replace(m, data=_padded(m.data, size, have), shape=shape)
+    scales = _padded(m.scales, size, have) if m.scales.ndim > 1 else m.scales
+    return replace(m, data=_padded(m.data, size, have), scales=scales, shape=shape)
 
 
-def _more(t: Tensor, size: int, have: int) -> Tensor:
+def _padded(t: Tensor, size: int, have: int) -> Tensor:
     assert t.shape[0] * size % have == 0, "whole tiles"
     out = torch.zeros((t.shape[0] * size // have, *t.shape[1:]), dtype=t.dtype, device=t.device)
     out[: t.shape[0]] = t
     return out
 
 
-def _nothing(m: T) -> T:
+def _zero(m: T) -> T:
     if isinstance(m, Tensor):
         return torch.zeros_like(m)
     return replace(m, data=torch.zeros_like(m.data))
@@ -105,21 +119,21 @@ def shrunk(config: ModelConfig, layers: int, experts: int, vocab: int) -> ModelC
     return config.with_(layers=layers, layer_kinds=config.layer_kinds[:layers], experts=experts, vocab=vocab)
 
 
-def random_twin(config: ModelConfig, formats: Mapping[str, str], device: torch.device, vocab: int) -> Weights:
-    """Two layers, one of each kind of attention, healthy random numbers in these formats."""
+def random_twin(config: ModelConfig, formats: Formats, device: torch.device, vocab: int) -> Weights:
+    """Two layers, one of each kind of attention, random numbers like those of real checkpoints, in these formats."""
     small = shrunk(config, min(2, config.layers), min(EXPERTS, config.experts), min(vocab, config.vocab))
-    source = SyntheticSource(small, 1, device)
+    source = SyntheticSource(small, 1, device, Character(real=True))
 
     def make(layer: int | None, role: str) -> Matrix:
-        drawn = source.make(layer, role)
-        return in_format(drawn, formats[role]) if role in formats else drawn
+        drawn = source.make(None if layer is None else layer + LOUD_FROM_LAYER, role)
+        return in_format(drawn, formats.of(role, layer)) if role in formats else drawn
 
     layers = [LayerWeights(*(make(i, role) for role in LAYER_ROLES)) for i in range(small.layers)]  # type: ignore[arg-type]
     return Weights(small, cast(Tensor, make(None, "embed")), layers, cast(Tensor, make(None, "final_norm")),
                    make(None, "lm_head"))  # fmt: skip
 
 
-# ---- numbers that are known -----------------------------------------------------------------------------------------
+# ---- known numbers --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,7 +155,7 @@ class Drawn:
         return m.data[:, columns].T.double() * scales.double(), scales.double() * 8
 
     def codes(self, columns: Tensor) -> Tensor:
-        """[C, N]: the codes of MXFP4, or what lies there as whole numbers."""
+        """[C, N]: the codes of MXFP4, or the stored integers."""
         m = self.matrix
         if isinstance(m, Tensor):
             return torch.zeros((len(columns), m.shape[0]), dtype=torch.int64, device=m.device)
@@ -182,14 +196,14 @@ def diagonal(format: str, n: int, k: int, value: float, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Probe:
-    """A small model, and what its logits must be: [tokens, outputs] with a unit for each."""
+    """A small model and its expected logits, [tokens, outputs], with a unit for each."""
 
-    name: str  # the matrix that is asked about
+    name: str  # the matrix under test
     small: Weights
     tokens: Tensor  # int64
     want: Tensor
     unit: Tensor
-    place: Callable[[int, int], tuple[int, int]]  # (token, output) -> row and column of the matrix
+    element: Callable[[int, int], tuple[int, int]]  # (token, output) -> row and column of the matrix
     drawn: Drawn
 
 
@@ -219,7 +233,7 @@ def probes(config: ModelConfig, formats: Mapping[str, str], device: torch.device
     norms = torch.full((c.hidden,), float(scale), dtype=torch.bfloat16, device=device)
 
     def still(**changes: WeightTensor) -> LayerWeights:
-        """A layer that adds nothing but what the changes say."""
+        """A layer that adds nothing except through the changes."""
         empty = {role: in_format(zeros(*size), formats[role]) for role, size in (
             ("qkv", (c.qkv_dim, c.hidden)), ("o", (c.hidden, c.q_dim)), ("gate_up", (2 * c.intermediate, c.hidden)),
             ("down", (c.hidden, c.intermediate)),
@@ -235,23 +249,24 @@ def probes(config: ModelConfig, formats: Mapping[str, str], device: torch.device
     ones = torch.ones(c.hidden, dtype=torch.bfloat16, device=device)
 
     def model(layer: LayerWeights, lm_head: Matrix, rows: int) -> Weights:
-        table = embed if rows == vocab else _grown(embed, rows, vocab)
+        table = embed if rows == vocab else _enlarged(embed, rows, vocab)
         return Weights(shrunk(c, 1, c.top_k, rows), table, [layer], ones, lm_head)
 
-    def behind(name: str, layer: LayerWeights, added: Tensor, place: Callable[[int, int], tuple[int, int]],
+    def behind(name: str, layer: LayerWeights, added: Tensor, element: Callable[[int, int], tuple[int, int]],
                drawn: Drawn, first: int = 0) -> Probe:  # fmt: skip
-        """What a layer adds, seen through the last norm and a diagonal head; `added` [tokens, hidden]."""
+        """A probe of what a layer adds, through the last norm and a diagonal head; `added` is [tokens, hidden]."""
         tokens = torch.arange(first, first + len(added))
         total = embed[tokens].double() + added
         want = total / (total.square().mean(1, keepdim=True) + c.norm_eps).sqrt()
         unit = want.square().mean(1, keepdim=True).sqrt().expand_as(want)
         head = eye("lm_head", vocab, c.hidden)
-        return Probe(name, model(layer, head, vocab), tokens, want, unit, place, drawn)
+        return Probe(name, model(layer, head, vocab), tokens, want, unit, element, drawn)
 
     both = torch.cat((torch.ones(count), -torch.ones(count))).to(device).double()[:, None]
     col = at.tolist()
 
-    wide = (-14, 1) if formats["lm_head"] == "mxfp4" else (-3, 1)  # grouped products hold scales up to 2^1
+    # Within the 16 octaves that fp8 products hold in a row, and past 2^1, where grouped products shift every scale.
+    wide = (-4, 11) if formats["lm_head"] == "mxfp4" else (-3, 1)
     drawn = draw(formats["lm_head"], c.vocab, c.hidden, *wide, device, 1)
     value, unit = drawn.column(at)
     raw = AMPLITUDE / rms
@@ -307,19 +322,19 @@ def probes(config: ModelConfig, formats: Mapping[str, str], device: torch.device
     rows = c.q_dim + c.kv_dim + of_head // c.head_dim // group * c.head_dim + of_head % c.head_dim
     added = torch.zeros((count, c.hidden), dtype=torch.float64, device=device)
     added[:, : len(rows)] = h * drawn.column(at)[0][:, rows]
-    listed = rows.tolist()
+    row_list = rows.tolist()
     yield behind("values of qkv", still(qkv=drawn.matrix, o=eye("o", c.hidden, c.q_dim)), added,
-                 lambda token, out: (listed[min(out, len(listed) - 1)], col[token]), drawn)  # fmt: skip
+                 lambda token, out: (row_list[min(out, len(row_list) - 1)], col[token]), drawn)  # fmt: skip
 
 
 def _spread(width: int, columns: int) -> list[int]:
     """Places below `width`: another one of a chunk of 64 each, over many chunks."""
-    whole = width // 64 * 64 or width
-    return sorted({(i * 7 * 64 + i) % whole for i in range(columns)})
+    width_in_chunks = width // 64 * 64 or width
+    return sorted({(i * 7 * 64 + i) % width_in_chunks for i in range(columns)})
 
 
 def _stacked(m: WeightTensor, count: int) -> WeightTensor:
-    """The same matrix for so many experts."""
+    """A stack with a copy of the matrix for each of `count` experts."""
     if isinstance(m, Tensor):
         return m.expand(count, *m.shape).contiguous()
     assert isinstance(m, MXTensor)

@@ -1,6 +1,6 @@
 """Bytes from files to a device: readers fill pinned buffers ahead while earlier ones are still being copied.
 
-A buffer is filled again only when its copy is done, and the copies run on a stream of their own; whoever allocated the
+A buffer is filled again only when its copy is done, and the copies run on a stream of their own; the owner of the
 destination finds it complete, in stream order, without the host having waited. Knows no files: a caller says how to
 fill a buffer. Errors of a reader are raised to the caller once every other reader has stopped.
 """
@@ -27,7 +27,7 @@ class CopyEvent(Protocol):
 
 
 class CopyStream(Protocol):
-    """How copies run beside everything else."""
+    """How copies run concurrently with other work."""
 
     def buffer(self) -> Tensor: ...
 

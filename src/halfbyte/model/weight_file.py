@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,17 +30,19 @@ from halfbyte.model.upload import CudaCopyStream, Uploader
 
 CHUNK = 16 << 20
 READERS, MIN_READ = 4, 1 << 20
+ZERO_TAIL = 64 << 20  # bytes of zeros at a file's end that no weights have, not even an expert of zeros
 
 OnBytes = Callable[[int], None]
 
 
 @dataclass
 class Reading:
-    """What the files of one model share while they are read: the device, who hears of progress, buffers on the way."""
+    """State that the files of one model share while they are read: the device, progress, threads and buffers."""
 
     device: torch.device
     on_bytes: OnBytes | None = None
     keep_cached: bool = True  # leave what was read in the page cache, where the next start finds it
+    zero_tails: list[Path] = field(default_factory=list)  # files that end with ZERO_TAIL bytes of zeros
     _uploader: Uploader | None = None
     _pool: ThreadPoolExecutor | None = None
 
@@ -72,6 +74,18 @@ class WeightFile:
         self._fd, self.size = open_regular(path)
         if self.bytes_at(0, min(self.size, len(LFS_POINTER))) == LFS_POINTER:
             raise lfs_pointer(path)
+        if path not in self.reading.zero_tails and self._has_zero_tail():
+            self.reading.zero_tails.append(path)
+
+    def _has_zero_tail(self) -> bool:
+        """True if the last ZERO_TAIL bytes are zeros. One page is read of a file that has other bytes in it."""
+        if self.size < ZERO_TAIL:
+            return False
+        last = self.size - mmap.PAGESIZE
+        if self.bytes_at(last, mmap.PAGESIZE).strip(b"\0"):
+            return False
+        starts = range(self.size - ZERO_TAIL, last, CHUNK)
+        return not any(self.bytes_at(start, min(CHUNK, last - start)).strip(b"\0") for start in starts)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -95,18 +109,18 @@ class WeightFile:
         return self._fd
 
     def announce(self, offset: int, count: int) -> None:
-        """Say that these bytes will be read, so that a disk is asked for many things at once."""
+        """Announce bytes that will be read, so that the disk gets many requests at once."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_WILLNEED)
 
     def forget(self, offset: int, count: int) -> None:
-        """These bytes were read and need not stay in the page cache, unless the reading says that they shall."""
+        """Drop bytes that were read from the page cache, unless the reading keeps it."""
         if not self.reading.keep_cached:
             drop_cached(self._fd, offset, count)
 
     def mapped(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """The tensor as it lies in the file: pages come in when they are looked at, and writes stay with us. None where
-        it does not begin at a whole number."""
+        """The tensor mapped from the file: pages are read on first use, and writes are private. None where it is not
+        aligned to its dtype."""
         if offset % dtype.itemsize or not self.size:
             return None
         start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY

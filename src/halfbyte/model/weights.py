@@ -1,7 +1,7 @@
 """The weights of a gpt-oss model as the network and every phase consume them, and the sources they come from.
 
 A `Source` hands out one role of one layer at a time, so that loading, writing and requantising never hold more than
-one tensor beside the result. Nothing here reads a file, quantises or changes a layout: `checkpoint.py` does.
+one tensor in addition to the result. Nothing here reads a file, quantises or changes a layout: `checkpoint.py` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from halfbyte.errors import FormatError
 from halfbyte.formats import DenseTiles, MXTensor
+from halfbyte.formats.matrices import Formats
 from halfbyte.model.config import ModelConfig
+from halfbyte.ops.linear import dense
 from halfbyte.plan.phase import GROUP
 
 Matrix = Tensor | MXTensor  # as sources hand it out
@@ -32,6 +34,8 @@ LAYER_ROLES = (
 HEAD_ROLES = ("embed",)  # before the layers in files, as checkpoints have them
 TAIL_ROLES = ("final_norm", "lm_head")
 GROUPS = GROUP  # the roles that may be block-scaled, and the group of `--layers` each belongs to
+# Matrices whose input is a norm's output and nothing else reads it: the norm's weight can move into their columns.
+NORM_OF = {"qkv": "attn_norm", "lm_head": "final_norm"}
 
 
 @dataclass
@@ -60,6 +64,8 @@ class Weights:
     layers: list[LayerWeights]
     final_norm: Tensor  # [hidden]
     lm_head: WeightTensor  # [vocab, hidden]
+    folded_norm: Tensor | None = None  # the file's final_norm, where lm_head was folded (`ops/folding.py`)
+    expert_error: float | None = None  # relative rms error of experts that loading requantised
 
     def items(self) -> Iterator[tuple[int | None, str, WeightTensor]]:
         """(layer, role, tensor) in the order of `roles`."""
@@ -70,14 +76,44 @@ class Weights:
     def nbytes(self) -> int:
         return sum(t.nbytes for _, _, t in self.items())
 
-    def formats(self) -> dict[str, WeightFormat]:
-        """Role -> what its numbers are; the layers of one model agree, or this is not one model."""
-        by_role: dict[str, WeightFormat] = {}
-        for layer, role, tensor in self.items():
-            form = format_of(tensor)
-            if role in GROUPS and by_role.setdefault(role, form) != form:
-                raise AssertionError(f"{role} is {by_role[role]} in one layer and {form} in layer {layer}")
-        return by_role
+    def formats(self) -> Formats:
+        """The number format of every matrix."""
+        by_role: dict[str, list[str]] = {}
+        for _, role, tensor in self.items():
+            if role in GROUPS:
+                by_role.setdefault(role, []).append(format_of(tensor))
+        return Formats({}, by_role)
+
+    @property
+    def output_norm(self) -> Tensor:
+        """The final norm as the file has it."""
+        return self.final_norm if self.folded_norm is None else self.folded_norm
+
+    def output_head(self) -> Tensor:
+        """The head in float32 without a norm in it, for draft heads, which have a norm of their own in front of it.
+        The columns of a folded head whose norm is 0 are lost, and stay 0."""
+        head = dense(self.lm_head)
+        if self.folded_norm is None:
+            return head
+        norm = self.folded_norm.float()
+        return head.mul_(self.final_norm.float() / norm.masked_fill(norm == 0, 1.0))
+
+    def wide(self) -> dict[str, WeightFormat]:
+        """Role -> f32 for vectors and routers that hold more bits than bf16 has, in any layer."""
+        vectors = [(role, t) for _, role, t in self.items() if role not in (*GROUPS, *HEAD_ROLES)]
+        return {role: "f32" for role, t in vectors if isinstance(t, Tensor) and not fits_bf16(t)}
+
+
+def fits_bf16(values: Tensor) -> bool:
+    """True if rounding to bf16 changes no number. NaN is not compared: the scan for such values names it."""
+    if values.dtype == torch.bfloat16:
+        return True
+    bits, beyond = (
+        (values.view(torch.int16), 7) if values.dtype == torch.float16 else (values.view(torch.int32), 0xFFFF)
+    )
+    rest = values[(bits & beyond) != 0]  # of float16: numbers below 2^-14 may still fit
+    changed = rest.to(torch.bfloat16).to(rest.dtype) != rest
+    return not bool((changed & ~rest.isnan()).any())
 
 
 assert tuple(f.name for f in fields(LayerWeights)) == LAYER_ROLES
@@ -129,13 +165,13 @@ def part_rows(config: ModelConfig, role: str) -> tuple[int, ...]:
 
 
 class Source(Protocol):
-    """Where tensors come from, one (layer, role) at a time."""
+    """A supply of tensors, one (layer, role) at a time."""
 
     @property
     def config(self) -> ModelConfig: ...
 
     def formats(self, layer: int | None, role: str) -> tuple[WeightFormat, ...]:
-        """What `parts` will return, without making it."""
+        """The formats of `parts`, without reading them."""
 
     def parts(self, layer: int | None, role: str) -> Sequence[Matrix]:
         """The tensor, as the parts of `part_rows` or as one; block-scaled parts are in the layout "plain"."""

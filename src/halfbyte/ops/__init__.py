@@ -1,7 +1,7 @@
 """What each operation of the network means: plain torch, one file per operation. This is the specification.
 
 Every function here is **bitwise independent of batch composition**: a row's result is the same alone and among any
-others (see `rows.py` for how). Speed is not a goal; kernels have that.
+others (see `products.py`). Speed is not a goal; kernels have that.
 
 Names used everywhere (R rows of the step, S sequences):
 

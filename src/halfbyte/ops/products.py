@@ -5,9 +5,13 @@ another shape, another instruction set, even another row of the same call takes 
 nothing to round. Both operands become whole numbers in float64, in units of a power of two of their own row, small
 enough that every sum of theirs stays below 2^53 and is exact in any order:
 
-    weights   one slice of WEIGHT_BITS bits below the row's largest value, a second where that would lose something
-    rows      two slices below their largest value: 34 bits where float32 has 24, for sums of up to TERMS
+    weights   slices of WEIGHT_BITS bits below the row's largest value
+    rows      slices of 17 bits below their largest value, for sums of up to TERMS
 
+A product with weights takes as many slices of both as hold every bit, whatever the spread of a row's values: a small
+weight that meets a large activation counts as much as a large one that meets a small one. Before that, each column of
+the matrix gives its power of two to the rows that it multiplies, so that a factor of two moved between a norm's weight
+and the matrix behind it changes no bit. Attention takes one slice of each key and value and two of each query.
 What is lost is smaller than what a float32 product loses. A row with NaN or infinity in it comes out as NaN.
 Sums are trees of our own. Exponentials go through float64, because vector units and their scalar tails may differ in
 the last float32 bit.
@@ -16,6 +20,7 @@ the last float32 bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,64 +29,117 @@ from torch.nn import functional as F
 EXACT_BITS = 53  # of a float64
 WEIGHT_BITS = 24
 TERMS = 4096  # of a sum; longer ones have fewer bits. Not the real number: zeros beside a row must change nothing
-OUTLIER = 16.0  # a row of a matrix whose largest value is that many times its root mean square has a second slice
+
+
+class LowerSlice(NamedTuple):
+    """The next WEIGHT_BITS bits of those rows of a matrix that have any."""
+
+    rows: Tensor  # int64 [M]: which of the rows, counted through a whole stack of matrices
+    values: Tensor  # float64 [M, K]
 
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """A matrix [..., N, K] as whole numbers: a value is the sum of slices[i] * unit * 2^(-i * WEIGHT_BITS)."""
+    """A matrix [..., N, K] as whole numbers: values * unit * column_unit, and what `lower` adds to some rows."""
 
-    slices: tuple[Tensor, ...]  # float64 [..., N, K]
+    values: Tensor  # float64 [..., N, K]
     unit: Tensor  # float64 [..., N]: a power of two for every row
+    column_unit: Tensor | None = None  # float64 [..., K]: a power of two for every column
+    lower: tuple[LowerSlice, ...] = ()
 
     @classmethod
     def of(cls, matrix: Tensor) -> FixedPoint:
+        """One slice, each row on its own: for keys and values, whose neighbours a query may not see."""
         matrix = matrix.float()
         unit = _unit(matrix, WEIGHT_BITS)
-        exact = matrix.double() / unit[..., None]
-        first = exact.round()
-        if matrix.shape[-1] <= OUTLIER**2:  # no row can have one
-            return cls((first,), unit)
-        outlier = (matrix.abs().amax(-1) ** 2).double() > OUTLIER**2 / matrix.shape[-1] * sum_rows(matrix * matrix)
-        if not bool(outlier.any()):
-            return cls((first,), unit)
-        rest = torch.where(outlier[..., None], ((exact - first) * 2.0**WEIGHT_BITS).round_(), 0.0)
-        return cls((first, rest), unit)
+        return cls((matrix.double() / unit[..., None]).round_(), unit)
+
+    @classmethod
+    def of_weights(cls, matrix: Tensor) -> FixedPoint:
+        """All bits of every weight."""
+        matrix = matrix.double()
+        column_unit = _unit(matrix.nan_to_num(0.0, 0.0, 0.0).transpose(-1, -2), 0)
+        exact = matrix / column_unit[..., None, :]
+        unit = _unit(exact, WEIGHT_BITS)
+        exact /= unit[..., None]
+        values = exact.round()
+        rest = exact.sub_(values).flatten(0, -2)
+        rows = torch.arange(rest.shape[0], device=rest.device)
+        lower = []
+        while bool((lossy := (rest.abs() > 0).any(-1)).any()):  # NaN is not lossy
+            rest, rows = rest[lossy] * 2.0**WEIGHT_BITS, rows[lossy]
+            lower.append(LowerSlice(rows, rest.round()))
+            rest = rest - lower[-1].values
+        return cls(values, unit, column_unit, tuple(lower))
 
     def columns(self) -> tuple[FixedPoint, Tensor]:
         """The matrix transposed, without the units of what are columns now, and those units."""
-        ones = self.unit.new_ones(self.slices[0].shape[:-2] + self.slices[0].shape[-1:])
-        return FixedPoint(tuple(s.transpose(-1, -2) for s in self.slices), ones), self.unit
+        assert self.column_unit is None, "only a matrix without column units has rows that can become columns"
+        ones = self.unit.new_ones(self.values.shape[:-2] + self.values.shape[-1:])
+        return FixedPoint(self.values.transpose(-1, -2), ones), self.unit
 
     def __getitem__(self, index: int) -> FixedPoint:
         """One matrix of a stack."""
-        return FixedPoint(tuple(s[index] for s in self.slices), self.unit[index])
+        count = self.values.shape[-2]
+        lower = []
+        for rows, values in self.lower:
+            here = rows // count == index
+            if bool(here.any()):
+                lower.append(LowerSlice(rows[here] % count, values[here]))
+        column_unit = None if self.column_unit is None else self.column_unit[index]
+        return FixedPoint(self.values[index], self.unit[index], column_unit, tuple(lower))
+
+    def times(self, rows: Tensor) -> Tensor:
+        """rows [..., R, K] of whole numbers times the matrix transposed, without its units; exact in each slice."""
+        total = torch.matmul(rows, self.values.transpose(-1, -2))
+        for i, lower in enumerate(self.lower, 1):
+            total[:, lower.rows] += torch.matmul(rows, lower.values.T) * 2.0 ** (-i * WEIGHT_BITS)
+        return total
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + sum(part.values.nbytes for part in self.lower)
 
     @staticmethod
     def bytes_for(count: int) -> int:
-        """Of one slice of `count` values: what a matrix takes unless it has outliers."""
+        """Bytes of the first slice of `count` values; most weights have no more."""
         return 8 * count
 
 
 def matmul(x: Tensor, matrix: Tensor | FixedPoint, *, terms: int = TERMS, fine: bool = True) -> Tensor:
-    """x [..., R, K] times matrix [..., N, K] transposed, in float32. Not `fine`: rows have one slice."""
+    """x [..., R, K] times matrix [..., N, K] transposed, in float32. Not `fine`: rows have one slice.
+
+    With weights, x and the matrix have two dimensions."""
     if isinstance(matrix, Tensor):
-        matrix = FixedPoint.of(matrix)
+        matrix = FixedPoint.of_weights(matrix)
     bits = EXACT_BITS - WEIGHT_BITS - (max(x.shape[-1], terms) - 1).bit_length()
-    unit = _unit(x, bits)
-    exact = x.double() / unit[..., None]
-    rows = exact.round()
-    if fine:
-        rows = torch.cat((rows, exact.sub_(rows).mul_(2.0**bits).round_()), -2)
-    total: Tensor | None = None
-    for i, part in enumerate(matrix.slices):
-        term = torch.matmul(rows, part.transpose(-1, -2))
-        if fine:
-            high, low = term.chunk(2, -2)
-            term = high.add_(low, alpha=2.0**-bits)
-        total = term if total is None else total.add_(term, alpha=2.0 ** (-i * WEIGHT_BITS))
-    assert total is not None
+    rest = x.double()
+    if matrix.column_unit is not None:
+        rest = rest * matrix.column_unit
+    unit = _unit(rest, bits)
+    rest = rest / unit[..., None]
+    rows = rest.round()
+    if not fine:
+        total = matrix.times(rows)
+    else:
+        rest.sub_(rows).mul_(2.0**bits)
+        low = rest.round()
+        rest.sub_(low)
+        total, term = matrix.times(torch.cat((rows, low), -2)).chunk(2, -2)
+        total.add_(term, alpha=2.0**-bits)
+        if matrix.column_unit is not None:
+            _add_lower_bits(total, rest, matrix, bits)
     return total.mul_(unit[..., :, None]).mul_(matrix.unit[..., None, :]).float()
+
+
+def _add_lower_bits(total: Tensor, rest: Tensor, matrix: FixedPoint, bits: int) -> None:
+    """Add what two slices of `bits` bits left over of each row, to the last bit."""
+    at, scale = torch.arange(rest.shape[0], device=rest.device), 2.0**-bits
+    while bool((lossy := (rest.abs() > 0).any(-1)).any()):  # NaN is not lossy
+        rest, at, scale = rest[lossy] * 2.0**bits, at[lossy], scale * 2.0**-bits
+        rows = rest.round()
+        total[at] += matrix.times(rows) * scale
+        rest = rest - rows
 
 
 def sum_rows(x: Tensor) -> Tensor:
@@ -105,7 +163,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def _unit(x: Tensor, bits: int) -> Tensor:
-    """Of each row, the power of two in which its values are below 2^bits; of a row of zeros any."""
+    """The power of two in which each row's values are below 2^bits; any for a row of zeros."""
     largest: Tensor = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
     exponent = torch.frexp(largest).exponent.long() - bits
     return ((exponent + 1023) << 52).view(torch.float64)  # the bits of 2^exponent: pow need not be exact

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from halfbyte.ops.products import exp, matmul
+from halfbyte.ops.products import FixedPoint, exp, matmul
 
 
-def route(h: Tensor, weight: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def route(h: Tensor, weight: Tensor | FixedPoint, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """(ids int64 [R, top_k] in order of falling weight, weights float32 [R, top_k])."""
     logits = matmul(h, weight) + bias.float()
     values, ids = logits.sort(dim=-1, descending=True, stable=True)

@@ -1,6 +1,8 @@
-"""Sampling: what temperature, top-k, top-p and min-p mean, and how one uniform number picks a token.
+"""Sampling: what temperature, top-n-sigma, top-k, top-p and min-p mean, and how one uniform number picks a token.
 
-The order is that of Hugging Face and vLLM: temperature, then top-k, top-p, min-p on what is left. A row is filtered on
+The order is that of Hugging Face and vLLM: temperature, then top-k, top-p, min-p on what is left. Top-n-sigma comes
+before top-k, as in llama.cpp: it keeps the logits within n standard deviations of the highest one. Tokens that may
+not be chosen (-infinity) do not count towards the deviation. A row is filtered on
 its own, so a batch never changes its tokens. Greedy is temperature 0: the highest logit, ties to the lower id.
 """
 
@@ -10,6 +12,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from halfbyte.ops.sampling_settings import SamplingSettings
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -36,17 +40,22 @@ def penalise(
     return logits
 
 
-def distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor]:
+def distribution(logits: Tensor, s: SamplingSettings) -> tuple[Tensor, Tensor]:
     """One row [vocab] -> (probabilities float64 in falling order, their ids). Only the tokens that may be sampled."""
-    values, ids = (logits.double() / temperature).sort(descending=True, stable=True)
-    if 0 < top_k < values.shape[0]:
-        values, ids = values[:top_k], ids[:top_k]
+    values, ids = (logits.double() / s.temperature).sort(descending=True, stable=True)
+    if s.top_n_sigma > 0.0:
+        deviation = values[values > -math.inf].std(correction=0)
+        keep = values >= values[0] - s.top_n_sigma * deviation
+        keep[0] = True
+        values, ids = values[keep], ids[keep]
+    if 0 < s.top_k < values.shape[0]:
+        values, ids = values[: s.top_k], ids[: s.top_k]
     p = torch.softmax(values, -1)
     keep = p > 0
-    if top_p < 1.0:
-        keep &= (p.cumsum(-1) - p) < top_p
-    if min_p > 0.0:
-        keep &= p >= min_p * p[0]
+    if s.top_p < 1.0:
+        keep &= (p.cumsum(-1) - p) < s.top_p
+    if s.min_p > 0.0:
+        keep &= p >= s.min_p * p[0]
     keep[0] = True
     p, ids = p[keep], ids[keep]
     return p / p.sum(), ids

@@ -2,8 +2,8 @@
 
 Names are those of `halfbyte.ops`. A field exists once a phase has written it; reading one before is an error that names
 it. The residual stream is complete or pending, never both: a phase that leaves work to the next layer hands over a
-`PendingResidual` (`leave`), and `x` cannot be read until the next phase of its kind has taken it (`take`). Whoever only
-looks on, such as the tap of EAGLE-3, asks for `complete_x`, which is right whichever phases ran. Nothing here computes.
+`PendingResidual` (`leave`), and `x` cannot be read until the next phase of its kind has taken it (`take`). An
+observer, such as the tap of EAGLE-3, reads `complete_x`, which is right whichever phases ran. Nothing here computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PendingResidual(Protocol):
     """The residual stream with experts' results that are not added yet."""
 
     def complete(self) -> Tensor:
-        """All of x, in a tensor of its own. Changes nothing, so the next layer may still add what is pending."""
+        """The complete x in a new tensor. Nothing changes, so the next layer may still add the pending part."""
         ...
 
 
@@ -70,22 +70,22 @@ class Activations:
         return name in self.__dict__
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that exist, by name."""
+        """The tensors that exist, by name."""
         return {name: self.__dict__[name] for name in TENSORS if name in self.__dict__}
 
     def copy(self) -> Activations:
-        """A record of its own of the same tensors."""
+        """A shallow copy: another record with these tensors."""
         other = copy.copy(self)
         other.kv_cells = dict(self.kv_cells)
         return other
 
     def leave(self, pending: PendingResidual) -> None:
-        """Instead of x."""
+        """Hand `pending` to the next layer in place of x."""
         self.residual = pending
         self.__dict__.pop("x", None)
 
     def take(self, kind: type[P]) -> P | None:
-        """What the layer before has left to this one; None: x is complete."""
+        """The residual that the previous layer left pending, or None where x is complete."""
         pending, self.residual = self.residual, None
         if pending is None:
             return None

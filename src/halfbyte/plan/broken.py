@@ -1,8 +1,8 @@
-"""Where a row first met a value that is no number, as a NaN can carry it from a kernel to the host.
+"""Where a row first met a NaN or an Inf, as a NaN carries it from a kernel to the host.
 
-A kernel that knows the place makes every logit of the row a NaN with the place in its lower 16 bits
-(decode/mailbox.cuh); the sampler hands the bits on beside the token. A NaN without a place says only that there is one
-(0 and 0xffff are what arithmetic itself leaves): who wants to know more looks for it.
+A kernel that knows where a value stopped being finite makes every logit of the row a NaN with that location in its
+lower 16 bits (decode/mailbox.cuh); the sampler returns the bits with the token. A NaN without a location (0 and 0xffff
+are what arithmetic itself leaves) has to be searched for.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ NOT_A_NUMBER = 0x7FC00000
 _FIRST = 0xFFFE
 
 
-def place_code(layer: int, place: int) -> int:
-    """The first place of all is the largest, so that a maximum keeps it."""
-    return _FIRST - (layer * PLACES_OF_A_LAYER + place)
+def place_code(layer: int, index: int) -> int:
+    """The code of a location; the first one of a step has the largest, so that a maximum keeps it."""
+    return _FIRST - (layer * PLACES_OF_A_LAYER + index)
 
 
 def broken_place(bits: int) -> str | None:
-    """What the bits of a logit that is no number say about its origin, or None."""
+    """The location in the bits of a logit that is not finite, or None."""
     bits &= 0xFFFFFFFF
     code = bits & 0xFFFF
     if bits >> 16 != NOT_A_NUMBER >> 16 or not 0 < code <= _FIRST:
         return None
-    layer, place = divmod(_FIRST - code, PLACES_OF_A_LAYER)
-    return f"layer {layer}, {PLACES[place]}" if place < len(PLACES) else None
+    layer, index = divmod(_FIRST - code, PLACES_OF_A_LAYER)
+    return f"layer {layer}, {PLACES[index]}" if index < len(PLACES) else None

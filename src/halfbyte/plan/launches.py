@@ -1,8 +1,8 @@
-"""Launches: which kernel runs on the device, and for whom.
+"""Launches: which kernel runs on the device, and for which phase.
 
-Whoever launches a kernel says so with `launched`; the plan says whose it is by setting the thread's sink and part, and
-a phase that does several things one after another says which one begins with `begin`. With no sink nothing is kept.
-A launch that was seen before costs an addition. Knows no driver: what was loaded is hashed where it is loaded.
+Code that launches a kernel calls `launched`; the plan attributes launches by setting the thread's sink and part, and a
+phase with several parts marks the start of each with `begin`. Without a sink nothing is counted. Counting a kernel
+again costs one addition. No driver is known here: binaries are hashed where they are loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a kernel does for a step: the category of its time, and the operations whose work it is.
+    """A kernel's purpose in a step: the category of its time, and the operations whose work it is.
 
     No operations: it serves another kernel (packing), or comes behind the plan (sampling)."""
 
@@ -43,8 +43,8 @@ class Counts(dict[tuple[KernelImage, Part], int]):
 Order = list[tuple[KernelImage, Part]]  # every launch, as they come
 
 
-class State:
-    """For whom a thread launches. A plan asks for it once a step, because finding a thread's own takes time."""
+class LaunchState:
+    """The sink and part of a thread's launches. A plan fetches it once a step: thread-local state is slow to find."""
 
     __slots__ = ("order", "part", "sink")
 
@@ -56,13 +56,13 @@ class State:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.state = State()
+        self.state = LaunchState()
 
 
 _thread = _Thread()
 
 
-def state() -> State:
+def state() -> LaunchState:
     """This thread's."""
     return _thread.state
 
@@ -79,13 +79,13 @@ def launched(image: KernelImage) -> None:
 
 
 def begin(part: Part) -> None:
-    """What is launched from here on is for `part`, until the phase ends or another begins."""
+    """Count launches for `part` from here on, until the phase ends or another part begins."""
     _thread.state.part = part
 
 
 @contextmanager
 def ordered() -> Iterator[Order]:
-    """This thread's launches in the order they come, whoever counts them."""
+    """This thread's launches in order, whichever sink counts them."""
     now = _thread.state
     order: Order = []
     now.order = order

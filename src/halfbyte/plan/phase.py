@@ -14,11 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
+from halfbyte.architectures import ARCHES as ARCHES
+from halfbyte.architectures import Arch as Arch
+from halfbyte.formats.matrices import Formats
 from halfbyte.formats.stored import Packer
 from halfbyte.gates import Gates
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.record import Declared
-from halfbyte.plan.step import REGIMES, Regime, RegimeLimits, Step
+from halfbyte.plan.step import REGIMES, Regime, Step
 
 PROLOGUE = ("embed",)
 LAYER = ("attn_norm", "qkv", "rope", "kv_write", "attention", "o", "mlp_norm", "router", "moe")
@@ -42,40 +45,6 @@ GROUP = {"qkv": "qkv", "o": "o", "gate_up": "moe", "down": "moe", "lm_head": "lm
 
 
 @dataclass(frozen=True)
-class Arch:
-    """A machine to run on. `capability` is None on a CPU."""
-
-    name: str  # cpu, sm90, sm100, sm120, sm121
-    capability: tuple[int, int] | None = None
-    shared_memory: int = 0  # bytes one block may use
-    limits: RegimeLimits = field(kw_only=True)
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.capability is not None
-
-
-_H200 = RegimeLimits(
-    decode=3, batch=64, long=3072,
-    source="measured on an H200: up to 3 rows the decode step is faster than the batch kernels; from 3072 rows on fp8 "
-    "activations are 11 % faster, at 2048 rows 2 % slower (docs/LOG.md)",
-)  # fmt: skip
-_CARRIED_OVER = replace(_H200, source="an H200's, carried over: not measured on this architecture")
-_CPU = RegimeLimits(
-    decode=8, batch=64, long=4096,
-    source="names only: on a CPU one call runs a step of any number of rows",
-)  # fmt: skip
-
-ARCHES: dict[str, Arch] = {
-    "cpu": Arch("cpu", limits=_CPU),
-    "sm90": Arch("sm90", (9, 0), 232_448, limits=_H200),
-    "sm100": Arch("sm100", (10, 0), 232_448, limits=_CARRIED_OVER),
-    "sm120": Arch("sm120", (12, 0), 101_376, limits=_CARRIED_OVER),
-    "sm121": Arch("sm121", (12, 1), 101_376, limits=_CARRIED_OVER),
-}
-
-
-@dataclass(frozen=True)
 class Spec:
     """Everything about the model and the gates that changes what an operation computes.
 
@@ -96,7 +65,7 @@ class Spec:
     norm_eps: float
     swiglu_limit: float
     swiglu_alpha: float
-    formats: Mapping[str, str]  # role -> bf16, f16, f32, q8, mxfp4: what the weights are
+    formats: Mapping[str, str]  # role -> bf16, f16, f32, q8, mxfp4; held as `Formats`, since layers may differ
     features: Mapping[str, frozenset[str]]  # operation -> features
     dtype: str  # residual stream and dense activations: f32 or bf16
     activation: str  # quantisation point in front of quantised matrices
@@ -105,12 +74,42 @@ class Spec:
     max_context: int = 131072  # positions go up to here: tables over them end there
     tile: str = "auto"
     activations: Mapping[str, str] = field(default_factory=dict)  # regime -> activation, where it is another one
+    host_layers: int = 0  # layers, from the first on, whose experts are in host memory although a GPU runs the step
+    host_activation: str = "int8"  # in front of those experts
+    wide: frozenset[str] = frozenset()  # norms, biases, sinks and the router that hold more bits than bf16 has
 
     def at(self, regime: str) -> Spec:
         """What holds in one regime: the spec that a phase is asked about, and bound with, there."""
         if not self.activations:
             return self
         return replace(self, activation=self.activations.get(regime, self.activation), activations={})
+
+    def views(self, covers: tuple[str, ...]) -> tuple[Spec, ...]:
+        """The specs that a phase with these operations is asked about: this one if it runs all layers in one piece,
+        else one for each set of formats that a layer has."""
+        if not self.matrices.by_layer or covers in (OPERATIONS, ALL_LAYERS):
+            return (self,)
+        different: list[Formats] = []
+        for layer in range(self.layers):
+            formats = self.matrices.in_layer(layer)
+            if formats not in different:
+                different.append(formats)
+        return tuple(replace(self, formats=formats) for formats in different)
+
+    def in_layer(self, covers: tuple[str, ...], layer: int | None) -> Spec:
+        """The spec that a phase with these operations is bound with in one layer, or outside the layers."""
+        if not self.matrices.by_layer or covers in (OPERATIONS, ALL_LAYERS):
+            return self
+        return replace(self, formats=self.matrices.in_layer(layer or 0))
+
+    @property
+    def matrices(self) -> Formats:
+        """`formats` by role and layer."""
+        assert isinstance(self.formats, Formats)
+        return self.formats
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "formats", Formats(self.formats))
 
     def features_of(self, covers: tuple[str, ...]) -> frozenset[str]:
         return frozenset().union(*(self.features.get(op, frozenset()) for op in covers))
@@ -130,6 +129,7 @@ class Binding:
     layer: int | None = None
     layer_pools: Callable[[], Sequence[Tensor]] | None = None  # of every layer, where the engine holds them apart
     gates: Gates = field(default_factory=Gates)
+    state: dict[str, Any] = field(default_factory=dict)  # what the layers of one model share, by name
 
 
 Launch = Callable[[Step, Activations], None]
@@ -150,6 +150,10 @@ class Phase(ABC):
     rank: int = 0  # auto prefers the higher
     reference: bool = False  # never taken by auto on a GPU
     tiles: tuple[str, ...] = ("auto",)  # values of --tile that it follows
+    row_invariant: bool = False  # in a step with a fixed regime a row's bits depend on no other row and on no count
+    mixes: bool = False  # runs all layers in one piece, and takes other formats in other layers
+    host_experts: bool = False  # multiplies experts of which some are in host memory; others refuse those
+    row_octaves: int | None = None  # between the MXFP4 scales of a row that it holds; None: any
     taps: bool = False  # runs all layers in one piece, and leaves what a step's `taps` and `choices` ask for
     category: str = "other"  # of its time in a profile: moe, linear, attention, norm, router, quantise, sample, other
 
@@ -169,6 +173,10 @@ class Phase(ABC):
     def packer(self, gates: Gates) -> Packer | None:
         """What brings weights from files into its layout while they are read; None: they are read, then laid out."""
         return None
+
+    def thread_counts(self) -> list[int]:
+        """The number of threads of each pool that this process has started for it."""
+        return []
 
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
         """Every kernel it may launch there, with the hashes of their binaries as the compiler gave them. The record of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from halfbyte.plan.activations import Activations
@@ -10,7 +12,7 @@ from halfbyte.plan.launches import OTHER, Part, state
 from halfbyte.plan.phase import ALL_LAYERS, OPERATIONS, ROLES, SEGMENTS, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Declared, Difference, PhaseRun, Record, Selection
 from halfbyte.plan.select import Chosen
-from halfbyte.plan.step import Regime, RegimeLimits, Step
+from halfbyte.plan.step import REGIMES, Regime, RegimeLimits, Step
 
 
 @dataclass
@@ -31,17 +33,17 @@ class Plan:
     record: Record = field(default_factory=Record)
 
     def regime(self, step: Step) -> Regime:
-        return self.limits.regime(step.rows)
+        return step.regime or self.limits.regime(step.rows)
 
     def run(self, step: Step, acts: Activations | None = None) -> Activations:
-        """All launches of the step's regime. Returns the activations; `logits` is the result."""
+        """Run all launches of the step's regime. Returns the activations; `logits` is the result."""
         acts = Activations() if acts is None else acts
         for _ in self.walk(step, acts):
             pass
         return acts
 
     def walk(self, step: Step, acts: Activations) -> Iterator[Bound]:
-        """The same, phase by phase, for whoever looks on between them. Every launch of a plan is recorded here."""
+        """Run the step and stop after each phase, for observers. Every launch of a plan is recorded here."""
         regime, rows, into, now = self.regime(step), step.rows, self.record.into, state()
         for b in self.bound[regime]:
             run = into.phases.get((b.phase.name, regime)) or self._first_run(b, regime)
@@ -63,11 +65,12 @@ class Plan:
         return run
 
     def differences(self) -> list[Difference]:
-        """Between what ran and what the chosen phases declare."""
+        """The differences between the kernels that ran and those that the chosen phases declare."""
         declared: dict[tuple[str, Regime], tuple[Declared, ...]] = {}
         for regime, bound in self.bound.items():
             for phase in dict.fromkeys(b.phase for b in bound):
-                declared[phase.name, regime] = tuple(phase.declares(self.spec.at(regime), self.arch))
+                views = self.spec.at(regime).views(phase.covers)
+                declared[phase.name, regime] = tuple(d for view in views for d in phase.declares(view, self.arch))
         return self.record.differences(self.selection.chosen, declared)
 
 
@@ -77,18 +80,19 @@ def bind(
     spec: Spec,
     arch: Arch,
     binding_of: Callable[[int | None], Binding],
+    limits: RegimeLimits | None = None,
 ) -> Plan:
     """Bind every chosen phase once per layer. A phase that serves several regimes alike is bound once and shared."""
     cache: dict[tuple[int, int | None, str], Bound] = {}
     parts = {phase: Part(phase.category, phase.covers) for phases in chosen.values() for phase in phases}
 
     def at(phase: Phase, layer: int | None, regime: Regime) -> Bound:
-        regime_spec = spec.at(regime)
+        regime_spec = spec.at(regime).in_layer(phase.covers, layer)
         key = (id(phase), layer, regime_spec.activation)
         if key not in cache:
             roles = [r for op in phase.covers for r in ROLES.get(op, ())]
             launch = phase.bind(replace(binding_of(layer), spec=regime_spec))
-            cache[key] = Bound(phase, launch, {r: spec.formats[r] for r in roles}, parts[phase])
+            cache[key] = Bound(phase, launch, {r: spec.matrices.text(r) for r in roles}, parts[phase])
         return cache[key]
 
     bound: dict[Regime, list[Bound]] = {}
@@ -104,7 +108,7 @@ def bind(
         for index in range(spec.layers):
             bound[regime] += [at(p, index, regime) for p in layer]
         bound[regime] += [at(p, None, regime) for p in epilogue]
-    return Plan(spec, selection, bound, arch, arch.limits)
+    return Plan(spec, selection, bound, arch, limits or arch.limits)
 
 
 def _split(phases: list[Phase]) -> list[list[Phase]]:
@@ -119,3 +123,27 @@ def _split(phases: list[Phase]) -> list[list[Phase]]:
         assert left == 0, f"{part[-1].name} crosses a segment boundary"
         parts.append(part)
     return parts
+
+
+class Compilation:
+    """Compiles what chosen phases will launch, on all cores, while the weights are loaded.
+
+    It starts when it is made; `wait` raises the first error. Binaries go to the cache on disk, where binding and
+    launching find them. Each phase names its own work (`Phase.compilations`)."""
+
+    def __init__(self, spec: Spec, chosen: Chosen, arch: Arch, more: Iterable[Callable[[], object]] = ()) -> None:
+        jobs: dict[object, Callable[[], object]] = {getattr(job, "args", job): job for job in more}
+        for regime in REGIMES:
+            for phase in dict.fromkeys(chosen[regime]):
+                for view in spec.at(regime).views(phase.covers):
+                    for job in phase.compilations(view, arch):
+                        jobs.setdefault(getattr(job, "args", job), job)  # two phases may share a program
+        self._pool = ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1), thread_name_prefix="halfbyte-compile")
+        self._futures: list[Future[object]] = [self._pool.submit(job) for job in jobs.values()]
+
+    def wait(self) -> None:
+        try:
+            for future in self._futures:
+                future.result()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)

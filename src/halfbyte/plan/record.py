@@ -3,7 +3,7 @@
 The record holds kernels, not intentions: every launch counts under the name and the hash of the binary that was loaded,
 for the phase and the regime it ran in. A captured graph is asked for its nodes, so that what a replay runs is what the
 driver holds; each replay adds one to a number. `differences` holds the record against what the chosen phases declare
-and names everything that is otherwise. Nothing here launches, and nothing is corrected.
+and names every difference. Nothing here launches or corrects anything.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class NodeKernel(NamedTuple):
     """A kernel of a captured graph, as the driver names it."""
 
     name: str
-    module: str  # hash of its binary; empty: nobody here loaded it, so it is torch's own
+    module: str  # hash of its binary; empty for torch's own kernels, which halfbyte did not load
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A kernel that a phase may launch, said by the phase and not by its launches."""
+    """A kernel that a phase declares that it may launch."""
 
     name: str
     modules: frozenset[str]  # hashes of the binaries that its compiler gave; empty: none was compiled here
@@ -101,7 +101,7 @@ class Runs:
 
 @dataclass
 class GraphRun(Runs):
-    """What one captured graph holds, and how often it was replayed."""
+    """The kernels of one captured graph, and how often it was replayed."""
 
     regime: Regime = "decode"
     rows: int = 0
@@ -110,7 +110,7 @@ class GraphRun(Runs):
     unread: str = ""  # why
 
     def read(self, graph: int) -> None:
-        """Its kernels, from the driver. A driver that cannot tell leaves a reason, which the record shows."""
+        """Read the kernels from the driver. If that fails, the record shows the reason."""
         try:
             self.nodes = Counter(importlib.import_module(GRAPH_READER).kernels(graph))
         except Exception as e:  # a record must not cost the step that it describes
@@ -118,25 +118,25 @@ class GraphRun(Runs):
 
     @property
     def others(self) -> Counter[NodeKernel]:
-        """Nodes of kernels that nobody here loaded: torch's own."""
+        """Nodes of kernels that halfbyte did not load: torch's own."""
         return Counter({node: n for node, n in (self.nodes or {}).items() if not node.module})
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that ran otherwise than was declared."""
+    """A kernel that ran and was not declared, or the reverse."""
 
     regime: Regime
     phase: str  # empty: of no phase
-    what: str
+    problem: str
 
     def __str__(self) -> str:
-        return f"{self.phase or 'outside of the phases'} ({self.regime}): {self.what}"
+        return f"{self.phase or 'outside of the phases'} ({self.regime}): {self.problem}"
 
 
 @dataclass
 class Record:
-    """What ran: eagerly, and in graphs."""
+    """The kernels that ran, eagerly and in graphs."""
 
     eager: Runs = field(default_factory=Runs)
     graphs: list[GraphRun] = field(default_factory=list)
@@ -147,7 +147,7 @@ class Record:
 
     @contextmanager
     def capturing(self, regime: Regime, rows: int) -> Iterator[GraphRun]:
-        """Launches go into a graph and are not run: they count for it."""
+        """Count launches for a graph while it is captured: they do not run."""
         graph = GraphRun(regime=regime, rows=rows)
         self.into = graph
         now = state()
@@ -160,12 +160,12 @@ class Record:
         self.graphs.append(graph)
 
     def step_done(self) -> None:
-        """What this thread launches now is sampling, until the next step."""
+        """Count this thread's launches as sampling until the next step."""
         now = state()
         now.sink, now.part = self.into.outside, SAMPLING
 
     def ran(self) -> Iterator[tuple[Runs, int]]:
-        """Every way that ran at all, and how often."""
+        """The eager runs and each graph that was replayed, with the number of replays."""
         yield self.eager, 1
         for graph in self.graphs:
             if graph.replays:
@@ -175,7 +175,7 @@ class Record:
         return {name for runs, _ in self.ran() for name, where in runs.phases if regime in (None, where)}
 
     def runs(self, regime: Regime | None = None) -> list[PhaseRun]:
-        """Of every way; a graph's are those of one replay."""
+        """Phase runs over eager and graph execution; a graph counts one replay."""
         return [run for runs, _ in self.ran() for run in runs.phases.values() if regime in (None, run.regime)]
 
     def launches(self, regime: Regime | None = None) -> Counter[NodeKernel]:
@@ -205,7 +205,7 @@ class Record:
     def differences(
         self, chosen: Mapping[Regime, Sequence[str]], declared: Mapping[tuple[str, Regime], Iterable[Declared]]
     ) -> list[Difference]:
-        """What ran otherwise than the chosen phases declare; empty where the record says that they ran."""
+        """The differences from what the chosen phases declare; empty where exactly those ran."""
         named: dict[Difference, None] = {}
         for runs, _ in self.ran():
             for regime in dict.fromkeys(where for _, where in runs.phases):
@@ -215,23 +215,23 @@ class Record:
             for (name, regime), run in runs.phases.items():
                 if name not in chosen[regime]:
                     named[Difference(regime, name, "ran and was not chosen")] = None
-                known: dict[str, frozenset[str]] = {}
+                modules: dict[str, frozenset[str]] = {}
                 for d in declared.get((name, regime), ()):
-                    known[d.name] = known.get(d.name, frozenset()) | d.modules
-                named |= dict.fromkeys(Difference(regime, name, text) for text in _undeclared(run, known))
+                    modules[d.name] = modules.get(d.name, frozenset()) | d.modules
+                named |= dict.fromkeys(Difference(regime, name, text) for text in _undeclared(run, modules))
             if isinstance(runs, GraphRun):
                 named |= dict.fromkeys(_graph_differences(runs))
         return list(named)
 
 
-def _undeclared(run: PhaseRun, known: Mapping[str, frozenset[str]]) -> Iterator[str]:
+def _undeclared(run: PhaseRun, modules: Mapping[str, frozenset[str]]) -> Iterator[str]:
     if not run.kernels:
         yield "ran without a kernel on record"
     for image in dict.fromkeys(image for image, _ in run.kernels):
-        if image.name not in known:
+        if image.name not in modules:
             yield f"launched {image.name} ({image.module}), which it does not declare"
-        elif image.module not in known[image.name]:
-            built = ", ".join(sorted(known[image.name])) or "none was compiled here"
+        elif image.module not in modules[image.name]:
+            built = ", ".join(sorted(modules[image.name])) or "none was compiled here"
             yield f"launched another build of {image.name} ({image.module}; declared: {built})"
 
 

@@ -1,7 +1,7 @@
 """The reference plan: each operation of `ops/` wrapped in a phase of its own, so there is one execution path.
 
 Also the oracle of every other phase: it honours the gates' quantisation points (activation, KV format, sinks).
-Weights stay as they are; a copy as whole numbers is kept beside them only while all copies together stay small.
+Weights stay as they are; a second copy as whole numbers is kept only while all copies together stay small.
 """
 
 from __future__ import annotations
@@ -41,26 +41,25 @@ class _FixedMatrix:
         global _copy_bytes
         self.matrix = matrix
         self._copy: FixedPoint | None = None
-        size = FixedPoint.bytes_for(math.prod(matrix.shape))
-        if _copy_bytes + size <= COPY_BYTES:
-            _copy_bytes += size
-            weakref.finalize(self, _give_back, size)
-            self._copy = FixedPoint.of(dense(matrix))
+        if _copy_bytes + FixedPoint.bytes_for(math.prod(matrix.shape)) <= COPY_BYTES:
+            self._copy = FixedPoint.of_weights(dense(matrix))
+            _copy_bytes += self._copy.nbytes
+            weakref.finalize(self, _give_back, self._copy.nbytes)
 
     @property
     def quantised(self) -> bool:
         return isinstance(self.matrix, MXTensor)
 
     def all_rows(self) -> FixedPoint:
-        return self._copy or FixedPoint.of(dense(self.matrix))
+        return self._copy or FixedPoint.of_weights(dense(self.matrix))
 
     def expert(self, index: int) -> FixedPoint:
         if self._copy is not None:
             return self._copy[index]
         m = self.matrix
         if isinstance(m, MXTensor):
-            return FixedPoint.of(dense(m.select(index)))
-        return FixedPoint.of(m[index])
+            return FixedPoint.of_weights(dense(m.select(index)))
+        return FixedPoint.of_weights(m[index])
 
 
 def _give_back(size: int) -> None:
@@ -72,6 +71,7 @@ class _Reference(Phase):
     """Records its operation as if it were a kernel, so that there is one record for every plan."""
 
     reference = True
+    row_invariant = True
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         return None
@@ -241,10 +241,10 @@ class Router(_Reference):
     knows = frozenset({"bias"})
 
     def operation(self, b: Binding) -> Launch:
-        weight, bias, top_k = b.weights.router, b.weights.router_bias, b.spec.top_k
+        weight, bias, top_k = _FixedMatrix(b.weights.router), b.weights.router_bias, b.spec.top_k
 
         def launch(step: Step, acts: Activations) -> None:
-            acts.topk_ids, acts.topk_weights = route(acts.h, weight, bias, top_k)
+            acts.topk_ids, acts.topk_weights = route(acts.h, weight.all_rows(), bias, top_k)
 
         return launch
 

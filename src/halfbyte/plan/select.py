@@ -1,4 +1,4 @@
-"""Choosing phases: every regime's sequence of operations covered, one physical layout per weight, reasons kept.
+"""Choosing phases: every regime's operations covered, one physical layout per weight, a reason for each refusal.
 
 `auto` takes the phase of highest rank that does not refuse; an explicit gate runs exactly what it names or fails with
 every reason. The reference is never taken by `auto` on a GPU. Kernels are found by module name and imported lazily,
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from halfbyte.errors import PlanError
 from halfbyte.gates import Gates
-from halfbyte.plan.phase import AXIS, OPERATIONS, Arch, Phase, Spec
+from halfbyte.plan.phase import ALL_LAYERS, AXIS, OPERATIONS, Arch, Phase, Spec
 from halfbyte.plan.record import Refusal, Selection
 from halfbyte.plan.step import REGIMES, Regime, kernels_of
 
@@ -26,11 +28,20 @@ ABSENT = {
     "vllm": "vLLM's own kernels run inside vLLM only (serve --engine vllm)",
 }
 # Backends that cannot be had for a part of a step.
-WHOLE = {
+INDIVISIBLE = {
     "cpu": "the CPU kernels run a step in one piece: --moe-kernel, --linear-kernel and --attention take cpu or auto",
 }
 
 Chosen = dict[Regime, list[Phase]]
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """How a model will run: its spec, the phases of every regime, and the reasons for them."""
+
+    spec: Spec
+    chosen: Chosen
+    selection: Selection
 
 
 def all_phases() -> list[Phase]:
@@ -43,6 +54,7 @@ def all_phases() -> list[Phase]:
 def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None = None) -> tuple[Chosen, Selection]:
     """The phases of every regime in running order (a layer's phases stand once), and the reasons."""
     candidates = list(all_phases() if phases is None else phases)
+    _check_deterministic(spec, arch, gates)
     refusals: list[Refusal] = []
     usable: dict[Regime, list[Phase]] = {}
     for regime in REGIMES:
@@ -63,8 +75,8 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
             f"--tile {spec.tile} would have no effect on {arch.name}: {moe} cuts no such tiles; leave it out."
         )
     if gates.cpu_instructions != "auto" and not any(_for_cpu(p) for phases_of in chosen.values() for p in phases_of):
-        ours = [p.name for p in candidates if _for_cpu(p)]
-        why = dict.fromkeys(f"{r.phase}: {r.reason}" for r in refusals if r.phase in ours)
+        cpu_phases = [p.name for p in candidates if _for_cpu(p)]
+        why = dict.fromkeys(f"{r.phase}: {r.reason}" for r in refusals if r.phase in cpu_phases)
         raise PlanError(
             f"--cpu-instructions {gates.cpu_instructions} would have no effect on {arch.name} ({'; '.join(why)}); "
             f"leave it out."
@@ -72,7 +84,7 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
     layouts: dict[str, str] = {}
     for regime, phases_of in chosen.items():
         for phase in phases_of:
-            layouts |= phase.layouts(spec.at(regime))
+            layouts |= layouts_of(phase, spec.at(regime))
     for regime in REGIMES:
         names = {p.name for p in chosen[regime]}
         for phase in usable[regime]:
@@ -82,9 +94,23 @@ def select(spec: Spec, arch: Arch, gates: Gates, phases: Iterable[Phase] | None 
         arch=arch.name,
         chosen={r: tuple(p.name for p in chosen[r]) for r in REGIMES},
         layouts=layouts,
-        formats=dict(spec.formats),
+        formats=spec.matrices.texts(),
         refusals=tuple(refusals),
     )
+
+
+def _check_deterministic(spec: Spec, arch: Arch, gates: Gates) -> None:
+    """--deterministic has one set of kernels and formats for prompts and one for answers: refuse gates with more."""
+    if gates.deterministic == "off" or not arch.is_gpu:
+        return
+    for one, other in (("decode", "batch"), ("long", "prefill")):
+        axes = [axis for axis in ("moe", "linear") if gates.backend(axis, one) != gates.backend(axis, other)]
+        if spec.at(one).activation != spec.at(other).activation or axes:
+            flag = f"--{axes[0]}-kernel" if axes else "--activation"
+            raise PlanError(
+                f"{flag} has other values for {one} than for {other}, but --deterministic runs both with the kernels "
+                f"and formats of {other}; give {flag} one value for both."
+            )
 
 
 def _for_cpu(phase: Phase) -> bool:
@@ -94,18 +120,44 @@ def _for_cpu(phase: Phase) -> bool:
 def _refusal(phase: Phase, spec: Spec, arch: Arch, gates: Gates, regime: Regime) -> str | None:
     if kernels_of(regime) not in phase.regimes:
         return f"serves {', '.join(r for r in REGIMES if r in phase.regimes)} only"
+    if gates.deterministic == "on":
+        if not phase.row_invariant:
+            return "adds in an order that depends on the number of rows (--deterministic)"
+        if regime == "decode" and "batch" not in phase.regimes:
+            return "--deterministic decodes with the kernels of batches, however many rows there are"
     for axis in phase.backends:
-        asked = gates.backend(axis, regime)
-        if asked not in ("auto", *phase.answers(axis)):
-            return f"--{'attention' if axis == 'attention' else axis + '-kernel'} asks for {asked}"
+        backend = gates.backend(axis, regime)
+        if backend not in ("auto", *phase.answers(axis)):
+            return f"--{'attention' if axis == 'attention' else axis + '-kernel'} asks for {backend}"
     if arch.is_gpu and phase.reference:
         axes = phase.backends or dict.fromkeys(AXIS.values())  # a phase without an axis follows any of them
         if "reference" not in [gates.backend(axis, regime) for axis in axes]:
             return "the reference is never chosen by auto on a GPU"
+    if "moe" in phase.covers and phase.host_experts != bool(spec.host_layers):
+        if phase.host_experts:
+            return "no expert is in host memory"
+        return f"reads experts on the GPU, and those of {spec.host_layers} layers are in host memory"
     unknown = spec.features_of(phase.covers) - phase.knows
     if unknown:
         return f"does not know {', '.join(sorted(unknown))}"
-    return phase.refuse(spec, arch, gates)
+    mixed = spec.matrices.by_layer
+    if mixed and phase.covers in (OPERATIONS, ALL_LAYERS) and not phase.mixes:
+        role = next(iter(mixed))
+        return f"reads {role} in one format in all layers, not in {spec.matrices.text(role)}"
+    views = spec.views(phase.covers)
+    layouts = [phase.layouts(view) for view in views]
+    for view, layout in zip(views, layouts):
+        if reason := phase.refuse(view, arch, gates):
+            return reason
+        if layout != layouts[0]:
+            role = next(role for role in layout if layout[role] != layouts[0].get(role))
+            return f"needs {role} in another layout for another format: {spec.matrices.text(role)}"
+    return None
+
+
+def layouts_of(phase: Phase, spec: Spec) -> dict[str, str]:
+    """The layouts that a phase needs; it has refused formats whose layouts differ."""
+    return phase.layouts(spec.views(phase.covers)[0])
 
 
 def _cover(usable: Mapping[Regime, list[Phase]], spec: Spec, conflicts: list[Refusal]) -> Chosen | None:
@@ -118,7 +170,7 @@ def _cover(usable: Mapping[Regime, list[Phase]], spec: Spec, conflicts: list[Ref
     specs = {regime: spec.at(regime) for regime in REGIMES}
 
     def layout_conflict(phase: Phase, regime: Regime, layouts: Mapping[str, tuple[str, str]]) -> str | None:
-        for role, layout in phase.layouts(specs[regime]).items():
+        for role, layout in layouts_of(phase, specs[regime]).items():
             if role in layouts and layouts[role][0] != layout:
                 other, owner = layouts[role]
                 return f"needs {role} in layout {layout}, but {owner} holds it in {other}"
@@ -127,8 +179,8 @@ def _cover(usable: Mapping[Regime, list[Phase]], spec: Spec, conflicts: list[Ref
     def search(regime_at: int, position: int, layouts: dict[str, tuple[str, str]], so_far: Chosen) -> Chosen | None:
         if regime_at == len(REGIMES):
             return {r: list(p) for r, p in so_far.items()}
-        place = (regime_at, position, frozenset((role, layout) for role, (layout, _) in layouts.items()))
-        if place in dead:
+        state = (regime_at, position, frozenset((role, layout) for role, (layout, _) in layouts.items()))
+        if state in dead:
             return None
         regime = REGIMES[regime_at]
         if position == len(OPERATIONS):
@@ -139,14 +191,14 @@ def _cover(usable: Mapping[Regime, list[Phase]], spec: Spec, conflicts: list[Ref
             if reason is not None:
                 conflicts.append(Refusal(phase.name, regime, reason))
                 continue
-            wanted = phase.layouts(specs[regime])
-            mine = {role: (layout, phase.name) for role, layout in wanted.items() if role not in layouts}
+            needs = layouts_of(phase, specs[regime])
+            mine = {role: (layout, phase.name) for role, layout in needs.items() if role not in layouts}
             so_far[regime].append(phase)
             complete = search(regime_at, position + len(phase.covers), layouts | mine, so_far)
             if complete is not None:
                 return complete
             so_far[regime].pop()
-        dead.add(place)
+        dead.add(state)
         return None
 
     return search(0, 0, {}, {r: [] for r in REGIMES})
@@ -156,10 +208,12 @@ def _why_not(phase: Phase, chosen: Chosen, regime: Regime, spec: Spec) -> str:
     """Why a phase that refuses nothing was left out: its layout does not suit another regime, or a better one ran."""
     for other_regime in REGIMES:
         for other in chosen[other_regime]:
-            theirs = other.layouts(spec.at(other_regime))
-            for role, layout in phase.layouts(spec.at(regime)).items():
-                if theirs.get(role, layout) != layout:
-                    return f"needs {role} in layout {layout}, but {other.name} ({other_regime}) in {theirs[role]}"
+            other_layouts = layouts_of(other, spec.at(other_regime))
+            for role, layout in layouts_of(phase, spec.at(regime)).items():
+                if other_layouts.get(role, layout) != layout:
+                    return (
+                        f"needs {role} in layout {layout}, but {other.name} ({other_regime}) in {other_layouts[role]}"
+                    )
     better = [p.name for p in chosen[regime] if set(p.covers) & set(phase.covers)]
     return f"not needed: {', '.join(dict.fromkeys(better))} is preferred"
 
@@ -183,16 +237,44 @@ def _explain_failure(
         return "\n".join(lines + [f"  {c.phase} ({c.regime}): {c.reason}" for c in dict.fromkeys(conflicts)])
     lines = [f"no kernel on {arch.name} can run {', '.join(missing)} in the {regime} regime as asked:"]
     for axis in dict.fromkeys(AXIS[op] for op in missing if op in AXIS):
-        asked = gates.backend(axis, regime)
-        if asked in WHOLE:
-            lines.append(f"  {asked}: {WHOLE[asked]}")
-        elif asked in ABSENT and not any(axis in p.backends and asked in p.answers(axis) for p in candidates):
-            lines.append(f"  {asked}: {ABSENT[asked]}")
-    wanted = set(missing)
+        backend = gates.backend(axis, regime)
+        if backend in INDIVISIBLE:
+            lines.append(f"  {backend}: {INDIVISIBLE[backend]}")
+        elif backend in ABSENT and not any(axis in p.backends and backend in p.answers(axis) for p in candidates):
+            lines.append(f"  {backend}: {ABSENT[backend]}")
+    uncovered = set(missing)
     for r in dict.fromkeys(refusals):
         phase = next(p for p in candidates if p.name == r.phase)
-        if r.regime == regime and wanted & set(phase.covers):
+        if r.regime == regime and uncovered & set(phase.covers):
             lines.append(f"  {r.phase}: {r.reason}")
     if len(lines) == 1:
         lines.append("  no phase of this version covers it")
     return "\n".join(lines)
+
+
+# ---- the number formats inside a step -------------------------------------------------------------------------------
+
+
+class Values(NamedTuple):
+    """The formats of numbers inside a step, as the gates choose them."""
+
+    dtype: str  # residual stream and dense activations
+    activation: str  # at decode
+    activations: dict[str, str]  # regime -> activation, where it is another one
+    kv_dtype: str
+
+
+def values_of(gates: Gates, arch: Arch, *, reference: bool = False) -> Values:
+    """`float` rounds nothing that the checkpoint does not; nor does `auto` where the `reference` runs on a CPU."""
+    plain = "bf16" if arch.is_gpu else "f32"
+    auto, auto_kv = (plain, plain) if arch.is_gpu or reference else ("int8", "bf16")
+    if gates.activation == "float":
+        auto_kv = plain
+    meaning = {"auto": auto, "float": plain}
+    activations = {r: meaning.get(a := gates.activation_in(r), a) for r in REGIMES}
+    return Values(
+        dtype=plain,
+        activation=activations["decode"],
+        activations={r: a for r, a in activations.items() if a != activations["decode"]},
+        kv_dtype=auto_kv if gates.kv_dtype == "auto" else gates.kv_dtype,
+    )

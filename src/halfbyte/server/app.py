@@ -52,11 +52,14 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
         redoc_url=None,
     )
     app.state.service = service
+    app.state.endpoints = []  # (path, shape of its errors)
     errors.install(app)
     tokenizer_name = tokenizer.name.rpartition("/")[2]
-    apis = (openai_chat, openai_completions, openai_responses, anthropic_messages, ollama, tokenize)
+    apis = (openai_chat, openai_completions, openai_responses, anthropic_messages, ollama)  # they generate answers
+    for api in apis:
+        service.metrics.expect_api(api.API)
     routers = [
-        *(api.router(service) for api in apis),
+        *(api.router(service) for api in (*apis, tokenize)),
         info.router(source.info, tokenizer_name, service.names, service.admission, service.metrics),
     ]
     for router in routers:
@@ -65,6 +68,7 @@ def create_app(source: TokenSource, tokenizer: Tokenizer, settings: ServerSettin
             assert isinstance(route, APIRoute)
             for method in route.methods or ():
                 service.metrics.expect(method, route.path)
+            app.state.endpoints.append((route.path, errors.shape_with(map(str, route.tags))))
     if settings.page:
         app.include_router(page.router())
     app.openapi = openapi.describe(app, settings)  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ Reads a key file when asked to; never reads the environment on its own: the call
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,13 @@ class ServerSettings:
     max_requests: int = flag(
         256, "--max-requests", "Most requests running and waiting together; further ones get a 429.", minimum=1
     )
+    # A request's prompts times its choices. One client must not fill `max_requests`.
+    max_sequences_per_request: int = flag(
+        128, "--max-sequences-per-request", "Most sequences (prompts times n) of one request.", minimum=1
+    )
+    max_sequences_per_client: int = flag(
+        192, "--max-sequences-per-client", "Most sequences of one key or address, running and waiting.", minimum=1
+    )
     max_connections: int = flag(
         1024, "--max-connections", "Most connections; a few more are kept for health checks.", minimum=1
     )
@@ -80,8 +88,18 @@ class ServerSettings:
         "Reasoning effort of requests that name none: none, low, medium, high.",
         parse=parse_effort,
     )
+    max_reasoning_tokens: int | None = flag(
+        None,
+        "--max-reasoning-tokens",
+        "End the reasoning after so many tokens and go on to the answer, where a request sets no limit of its own.",
+        spellings=("--reasoning-budget",),
+        minimum=0,
+    )
     temperature: float = 1.0  # what a request that names none gets
     top_p: float = 1.0
+    bind_tools: bool = flag(
+        True, "--bind-tools/--no-bind-tools", "Let the model call only the functions that a request offers."
+    )
     max_choices: int = 16  # the largest `n`
     stored_responses: int = 512  # how many responses `previous_response_id` can reach back to
     stored_bytes: int = 64 * MiB
@@ -101,6 +119,11 @@ class ServerSettings:
     log_format: str = flag(
         "text", "--log-format", "text, or json: one object a line, one line a request, with its id.", parse=parse_format
     )
+    prefix_shared: bool = flag(
+        False, "--prefix-shared",
+        "Let all API keys use each other's cached prefixes; the time to a first token then tells one key what another "
+        "has sent.",
+    )  # fmt: skip
     page: bool = flag(True, "--page/--no-page", "Serve the chat page at /.")
     knowledge_cutoff: str = "2024-06"
     conversation_date: str | None = None  # None: today
@@ -112,6 +135,8 @@ class ServerSettings:
                 ("max_body_bytes", 1024),
                 ("max_requests", 1),
                 ("max_choices", 1),
+                ("max_sequences_per_request", 1),
+                ("max_sequences_per_client", 1),
                 ("stored_responses", 0),
                 ("remembered_bytes", 0),
                 ("drain_seconds", 0),
@@ -140,6 +165,14 @@ class ServerSettings:
             problems.append("an API key is empty")
         if problems:
             raise UsageError(f"server settings: {'; '.join(problems)}.")
+
+    def prefix_scope(self, client: str) -> str:
+        """Whose cached prefixes a client's requests may find: its key's, or everybody's without keys. Depends on the
+        key alone, so that it is the same after a restart and tells nothing of the key."""
+        number = client.removeprefix("key ")
+        if self.prefix_shared or not self.api_keys or not number.isdecimal():
+            return ""
+        return hashlib.sha256(b"halfbyte prefix scope\0" + self.api_keys[int(number)].encode()).hexdigest()
 
     @property
     def local_only(self) -> bool:

@@ -1,4 +1,4 @@
-"""halfbyte inside vLLM: its config, its layers and its custom operations, with our kernels behind them.
+"""halfbyte inside vLLM: a quantisation config, layers and custom operations that run our kernels.
 
-`launch` needs no vLLM: it says how vLLM is started for our gates. The `compat` files alone import vLLM.
+`launch` builds vLLM's command line from our gates and needs no vLLM. Only the `compat` files import vLLM.
 """

@@ -1,8 +1,8 @@
-"""Everything of vLLM's that we touch, for the versions we know; any other version is refused with those names.
+"""The vLLM interfaces that the plugin uses, for the tested versions; any other version is refused.
 
-With `compat_model.py` and `compat_engine.py` the only file that imports vLLM, and only when it is asked. What differs
-between versions is in `VERSIONS`: one entry a range. MoE interfaces change most often, so the experts' method is the
-smallest that they allow: weights as vLLM loads them, and `apply` with the router's choice.
+Only this file, `compat_model.py` and `compat_engine.py` import vLLM, and only inside functions here. Differences
+between versions are in `VERSIONS`, one entry for each range. vLLM's MoE interfaces change most often, so the experts'
+method implements the minimum: weights as vLLM loads them, and `apply` with the router's choice.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfbyte.architectures import ARCHES, Arch
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor
-from halfbyte.plan.phase import ARCHES, Arch
+from halfbyte.plan.machine import arch_of_gpu
 from halfbyte.vllm_plugin import custom_ops, endpoint
 from halfbyte.vllm_plugin.inside import Inside, read_options
 from halfbyte.vllm_plugin.selection import Shapes
@@ -26,11 +27,11 @@ CONFIG = "gpt_oss_mxfp4"
 HEAD = "ParallelLMHead"
 MODEL = "GptOssForCausalLM"
 MODEL_CLASS = "halfbyte.vllm_plugin.compat_model:HalfbyteGptOss"
-TAKEN = (
-    "{what} {name} is taken by {by}: halfbyte is loaded twice, or another plugin replaces the same layer; name the one "
-    "you want in VLLM_PLUGINS."
+NAME_IN_USE = (
+    "{kind} {name} is already registered by {by}: halfbyte is loaded twice, or another plugin replaces the same layer; "
+    "list only the plugin you want in VLLM_PLUGINS."
 )
-# vLLM's names of the kernels that --moe-kernel may ask for, with the activations they have.
+# vLLM's names of the kernels that --moe-kernel can select, by kernel and activation format.
 BACKENDS = {
     ("marlin", "bf16"): ("MARLIN", "BATCHED_MARLIN"),
     ("cutlass", "bf16"): ("FLASHINFER_CUTLASS_MXFP4_BF16",),
@@ -39,7 +40,7 @@ BACKENDS = {
 
 
 @dataclass(frozen=True)
-class Version:
+class VllmVersion:
     """A range of vLLM's versions, and what is special about it."""
 
     first: tuple[int, int]
@@ -49,8 +50,8 @@ class Version:
 
 
 VERSIONS = (
-    Version((0, 26), (0, 26), "RoutedExperts", early_cpu=True),
-    Version((0, 32), (0, 32), "RoutedExperts"),
+    VllmVersion((0, 26), (0, 26), "RoutedExperts", early_cpu=True),
+    VllmVersion((0, 32), (0, 32), "RoutedExperts"),
 )
 
 
@@ -64,22 +65,22 @@ def vllm_version() -> str:
     return str(vllm.__version__)
 
 
-def version() -> Version:
-    """Ours for the vLLM that is installed; a PlanError for one that nobody has looked at."""
+def version() -> VllmVersion:
+    """The compatibility entry of the installed vLLM; PlanError for an untested version."""
     return version_of(vllm_version())
 
 
-def version_of(text: str) -> Version:
-    found = re.match(r"(\d+)\.(\d+)", text)
-    if found:
-        number = int(found[1]), int(found[2])
-        for known in VERSIONS:
-            if known.first <= number <= known.last:
-                return known
+def version_of(text: str) -> VllmVersion:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match:
+        number = int(match[1]), int(match[2])
+        for entry in VERSIONS:
+            if entry.first <= number <= entry.last:
+                return entry
     ranges = ", ".join(f"{v.first[0]}.{v.first[1]}" for v in VERSIONS)
     raise PlanError(
-        f"halfbyte's plugin knows vLLM {ranges}, and this is {text}; install one of those, or leave the plugin out "
-        "with VLLM_PLUGINS=''."
+        f"halfbyte's plugin supports vLLM {ranges}, but {text} is installed; install a supported version, or disable "
+        "the plugin with VLLM_PLUGINS=''."
     )
 
 
@@ -87,8 +88,7 @@ def version_of(text: str) -> Version:
 
 
 def register() -> None:
-    """Puts our config and our model in the place of vLLM's for gpt-oss, and our head in front of its own. May be called
-    again."""
+    """Replace vLLM's config, model and LM head of gpt-oss by ours. Further calls do nothing."""
     version()
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers import quantization
@@ -105,14 +105,14 @@ def register() -> None:
         op_registry_oot[HEAD] = head_class()
     there = models.get(MODEL)
     if not _is_built_in(there) and getattr(there, "module_name", None) != MODEL_CLASS.partition(":")[0]:
-        raise PlanError(TAKEN.format(what="the model", name=MODEL, by=getattr(there, "module_name", there)))
+        raise PlanError(NAME_IN_USE.format(kind="the model", name=MODEL, by=getattr(there, "module_name", there)))
     ModelRegistry.register_model(MODEL, MODEL_CLASS)
     setattr(WorkerBase, endpoint.METHOD, lambda worker: report())
 
 
-def _only_ours(what: str, name: str, there: Any, mine: Any) -> None:
+def _only_ours(kind: str, name: str, there: Any, mine: Any) -> None:
     if there is not None and there is not mine:
-        raise PlanError(TAKEN.format(what=what, name=name, by=f"{there.__module__}.{there.__qualname__}"))
+        raise PlanError(NAME_IN_USE.format(kind=kind, name=name, by=f"{there.__module__}.{there.__qualname__}"))
 
 
 def _is_built_in(model: Any) -> bool:
@@ -123,7 +123,7 @@ _inside: Inside | None = None
 
 
 def inside() -> Inside:
-    """Ours in this process, made when the model is first asked for a method."""
+    """This process's `Inside`, created when vLLM first asks the config for a method."""
     global _inside
     from vllm.config import get_current_vllm_config
 
@@ -137,17 +137,17 @@ def inside() -> Inside:
     arch = arch_here()
     if parallel.rank and options.record is not None:
         options = replace(options, record=options.record.with_name(f"{options.record.name}.rank{parallel.rank}"))
-    what = options, arch, shapes
-    if _inside is None or (_inside.options, _inside.arch, _inside.shapes) != what:
-        _inside = Inside(*what, f"vllm {vllm_version()}", obstacle=obstacle(config))
+    context = options, arch, shapes
+    if _inside is None or (_inside.options, _inside.arch, _inside.shapes) != context:
+        _inside = Inside(*context, f"vllm {vllm_version()}", obstacle=obstacle(config))
     return _inside
 
 
 def obstacle(config: Any) -> str:
-    """What vLLM was asked for that our layers do not have; empty: nothing."""
+    """The first setting of vLLM that our layers do not support; an empty string if they support all."""
     parallel, model = config.parallel_config, config.model_config
     kinds = getattr(model.hf_config, "layer_types", None)
-    found = {
+    obstacles = {
         "each rank holds a part of every layer": parallel.world_size > 1,
         "context parallelism divides the pages": getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
@@ -159,21 +159,21 @@ def obstacle(config: Any) -> str:
         "sliding and full layers do not alternate": kinds is not None
         and any((kind == "sliding_attention") != (i % 2 == 0) for i, kind in enumerate(kinds)),
     }
-    return next((why for why, holds in found.items() if holds), "")
+    return next((why for why, holds in obstacles.items() if holds), "")
 
 
 def active() -> Inside | None:
-    """Ours in this process, if a model was built with it."""
+    """This process's `Inside`, if a model was built with it."""
     return _inside
 
 
 def report() -> dict[str, Any] | None:
-    """What ran in this process; None where no model was built with us."""
+    """What ran in this process; None if no model was built with the plugin."""
     return None if _inside is None else _inside.report()
 
 
 def forget() -> None:
-    """For whoever builds another model in the same process."""
+    """Drop this process's `Inside`, so that another model can be built."""
     global _inside
     _inside = None
 
@@ -185,24 +185,16 @@ def arch_here() -> Arch:
         return ARCHES["cpu"]
     if not current_platform.is_cuda():
         raise PlanError(f"halfbyte has kernels for CUDA and CPUs, not for {current_platform.device_name}.")
-    return arch_of(tuple(current_platform.get_device_capability()))
+    return arch_of_gpu(tuple(current_platform.get_device_capability()))
 
 
 def is_early_cpu() -> bool:
     return version().early_cpu and not arch_here().is_gpu
 
 
-def arch_of(capability: tuple[int, ...]) -> Arch:
-    for arch in ARCHES.values():
-        if arch.capability == capability:
-            return arch
-    name = "".join(map(str, capability))
-    raise PlanError(f"this GPU is sm{name}; halfbyte has kernels for {', '.join(a for a in ARCHES if a != 'cpu')}.")
-
-
 def layer_of(prefix: str) -> int | None:
-    found = re.search(r"layers\.(\d+)\.", prefix)
-    return int(found[1]) if found else None
+    match = re.search(r"layers\.(\d+)\.", prefix)
+    return int(match[1]) if match else None
 
 
 # ---- the config ------------------------------------------------------------------------------------------------------
@@ -243,12 +235,12 @@ def config_class() -> Any:
                         return linear_method()(prefix, operation)
             return super().get_quant_method(layer, prefix)
 
-    HalfbyteConfig.__qualname__ = HalfbyteConfig.__name__  # found by that name in this module, when it is unpickled
+    HalfbyteConfig.__qualname__ = HalfbyteConfig.__name__  # pickle looks it up in this module by that name
     return HalfbyteConfig
 
 
 def __getattr__(name: str) -> Any:
-    """The config as vLLM's other processes unpickle it: classes below vLLM's exist once vLLM is imported."""
+    """Let vLLM's other processes unpickle the config, whose class exists only after vLLM is imported."""
     if name == "HalfbyteConfig":
         return config_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -261,14 +253,14 @@ def _experts_layer() -> Any:
 
 
 def _check_backend(here: Inside, method: Any) -> None:
-    """vLLM falls back by itself; what was asked for by name must be what it took."""
+    """Refuse a silent fallback: a kernel selected by name must be the one that vLLM chose."""
     backend = getattr(method, "mxfp4_backend", None)
     name = str(getattr(backend, "name", backend))
-    asked = here.gates.moe_kernel.decode
-    known = BACKENDS.get((asked, here.spec.activation))
-    if known is not None and name not in known:
+    kernel = here.gates.moe_kernel.decode
+    expected = BACKENDS.get((kernel, here.spec.activation))
+    if expected is not None and name not in expected:
         raise PlanError(
-            f"--moe-kernel {asked} with {here.spec.activation} activations was asked for, and vLLM took {name}."
+            f"--moe-kernel {kernel} with {here.spec.activation} activations is not available: vLLM chose {name}."
         )
     here.backend["moe"] = name
 
@@ -315,7 +307,7 @@ def linear_method() -> Any:
 
 
 def inside_of(layer: Any) -> Inside:
-    """The one that the layer's method was chosen by: after loading there may be no current config any more."""
+    """The `Inside` that chose the layer's method: after loading, vLLM may have no current config."""
     here = active()
     assert here is not None, "a method of ours exists"
     return here
@@ -364,9 +356,13 @@ def experts_method() -> Any:
 
         def process_weights_after_loading(self, layer: Any) -> None:
             bound = inside_of(layer).take(
-                "moe", layer_of(self.prefix), gate_up=_packed(layer, "w13"), down=_packed(layer, "w2"),
-                gate_up_bias=layer.w13_bias.data, down_bias=layer.w2_bias.data,
-            )  # fmt: skip
+                "moe",
+                layer_of(self.prefix),
+                gate_up=_packed(layer, "w13"),
+                down=_packed(layer, "w2"),
+                gate_up_bias=layer.w13_bias.data,
+                down_bias=layer.w2_bias.data,
+            )
             if bound is not None:
                 custom_ops.keep(self.prefix, bound)
             for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"):
@@ -388,7 +384,7 @@ def _packed(layer: Any, name: str) -> MXTensor:
 
 
 def _release(layer: Any, name: str) -> None:
-    """vLLM's copy of a weight is given back; its name stays, because vLLM looks for it."""
+    """Free vLLM's copy of a weight and keep an empty parameter, because vLLM looks for the name."""
     old = getattr(layer, name)
     layer.register_parameter(name, torch.nn.Parameter(old.data.new_empty(0), requires_grad=False))
 
@@ -399,7 +395,7 @@ def head_class() -> Any:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     class HalfbyteHead(ParallelLMHead):  # type: ignore[misc]
-        """gpt-oss builds its head without a quantisation config; with ours, it gets it. Others are left alone."""
+        """An LM head that receives our quantisation config, which gpt-oss does not pass. Other models are unchanged."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             config = get_current_vllm_config().quant_config
@@ -407,5 +403,5 @@ def head_class() -> Any:
                 kwargs["quant_config"] = config
             super().__init__(*args, **kwargs)
 
-    HalfbyteHead.__name__ = HEAD  # what vLLM's registry of layers goes by
+    HalfbyteHead.__name__ = HEAD  # the key of vLLM's registry of layers
     return HalfbyteHead

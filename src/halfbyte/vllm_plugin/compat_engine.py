@@ -1,6 +1,7 @@
-"""vLLM's engine for a front of ours: requests in, tokens out, and masks of ours over its logits.
+"""vLLM's engine behind our server: requests in, tokens out, and our grammar masks over its logits.
 
-With `compat.py` and `compat_model.py` all of vLLM's that we touch. Which tokens a mask allows is not decided here.
+With `compat.py` and `compat_model.py`, this file holds every use of vLLM's interfaces. It does not decide which tokens
+a mask allows.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ EXTRA = "halfbyte"  # our part of a request's extra arguments, which vLLM hands 
 
 @dataclass(frozen=True)
 class Gained:
-    """What a step of vLLM's gave one choice of one request."""
+    """The result of one vLLM step for one choice of one request."""
 
     id: str
     index: int
     tokens: list[int]
     logprobs: list[list[tuple[int, float]]] | None  # of each token, itself first
-    finish: str | None  # vLLM's word
-    cached: int | None  # tokens of the prompt that were there
+    finish: str | None  # vLLM's finish reason
+    cached: int | None  # prompt tokens that came from the prefix cache
 
 
 @dataclass(frozen=True)
 class Load:
-    """What vLLM's scheduler holds now."""
+    """The present load of vLLM's scheduler."""
 
     running: int
     waiting: int
@@ -45,8 +46,8 @@ class Load:
 class VllmEngine:
     """vLLM's own engine in this process: requests in, tokens out, one step at a time."""
 
-    def __init__(self, model: str, words: Sequence[str], processor: str | None = None) -> None:
-        """`processor`: where vLLM's processes find what masks logits (`processor_class`), as module:name."""
+    def __init__(self, model: str, arguments: Sequence[str], processor: str | None = None) -> None:
+        """`processor`: the logits processor for vLLM's processes (`processor_class`), as module:name."""
         version()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
@@ -55,16 +56,16 @@ class VllmEngine:
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
         try:
-            parsed = parser.parse_args(["--model", model, *words, "--skip-tokenizer-init"])
+            parsed = parser.parse_args(["--model", model, *arguments, "--skip-tokenizer-init"])
         except SystemExit:
-            raise PlanError(f"vLLM does not take {' '.join(words)}; its message stands above.") from None
-        arguments = EngineArgs.from_cli_args(parsed)
-        # Beside a drafting model a row is a drafted token, which the processor does not follow.
-        self.masks = processor is not None and not arguments.speculative_config
+            raise PlanError(f"vLLM rejected {' '.join(arguments)}; see its message above.") from None
+        engine_arguments = EngineArgs.from_cli_args(parsed)
+        # With a drafting model a row is a drafted token, which the processor does not follow.
+        self.masks = processor is not None and not engine_arguments.speculative_config
         if self.masks:
-            arguments.logits_processors = [*(arguments.logits_processors or ()), processor]
+            engine_arguments.logits_processors = [*(engine_arguments.logits_processors or ()), processor]
         # The defaults of `vllm serve`, which the other nodes of a launch run: a step of theirs has as many tokens.
-        self.engine = LLMEngine.from_engine_args(arguments, UsageContext.OPENAI_API_SERVER)
+        self.engine = LLMEngine.from_engine_args(engine_arguments, UsageContext.OPENAI_API_SERVER)
         config = self.engine.vllm_config
         self.max_context: int = config.model_config.max_model_len
         self.vocab: int = config.model_config.get_vocab_size()
@@ -78,12 +79,14 @@ class VllmEngine:
         return bool(self.engine.has_unfinished_requests())
 
     def add(self, id: str, prompt: list[int], *, extra: Mapping[str, Any] | None = None, **sampling: Any) -> None:
-        """`extra`: what our processor is told of it."""
+        """Add a request. `extra` is passed to our logits processor."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        told = None if extra is None else {EXTRA: dict(extra)}
-        params = SamplingParams(**sampling, detokenize=False, output_kind=RequestOutputKind.DELTA, extra_args=told)
+        extra_args = None if extra is None else {EXTRA: dict(extra)}
+        params = SamplingParams(
+            **sampling, detokenize=False, output_kind=RequestOutputKind.DELTA, extra_args=extra_args
+        )
         self.engine.add_request(id, {"prompt_token_ids": prompt}, params)
 
     def abort(self, id: str) -> None:
@@ -100,10 +103,14 @@ class VllmEngine:
                 )
                 gained.append(
                     Gained(
-                        output.request_id, choice.index, list(choice.token_ids), logprobs, choice.finish_reason,
+                        output.request_id,
+                        choice.index,
+                        list(choice.token_ids),
+                        logprobs,
+                        choice.finish_reason,
                         output.num_cached_tokens,
                     )
-                )  # fmt: skip
+                )
         return gained
 
     def load(self) -> Load:
@@ -117,7 +124,7 @@ class VllmEngine:
 
 
 def _logprobs(token: int, by_token: Any) -> list[tuple[int, float]]:
-    """The chosen token's first, the others by rank."""
+    """Logprobs of the chosen token first, then of the others by rank."""
     ranked = sorted(by_token.items(), key=lambda item: item[1].rank or 0)
     others = [(t, float(entry.logprob)) for t, entry in ranked]
     return [(token, float(by_token[token].logprob)), *others]
@@ -127,14 +134,14 @@ def _logprobs(token: int, by_token: Any) -> list[tuple[int, float]]:
 
 
 class Follower(Protocol):
-    """Follows one choice of a request. Must not raise: vLLM gives up its engine if a processor does."""
+    """Follows one choice of a request. It must not raise: an exception in a processor ends vLLM's engine."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.int32] | None:
-        """One bit for each token that may follow what was generated so far; None: all may."""
+        """One bit for each token that may follow the generated tokens; None allows all of them."""
 
 
 class Followers(Protocol):
-    """One in each process that samples."""
+    """Creates the followers of one sampling process."""
 
     def __init__(self, model: str) -> None: ...
 
@@ -142,8 +149,10 @@ class Followers(Protocol):
 
 
 def processor_class(followers: type[Followers]) -> type:
-    """A logits processor of vLLM's. Its two model runners ask for different things: the first tells which rows move,
-    the second gives requests a slot and every step's rows; newer versions have both, and one class serves them."""
+    """A logits processor class for vLLM.
+
+    vLLM's two model runners have different interfaces: the first reports which rows move, the second assigns requests
+    a slot and passes the rows of every step. Newer versions have both, so one class implements both."""
     from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
     try:
@@ -156,8 +165,8 @@ def processor_class(followers: type[Followers]) -> type:
     class HalfbyteMasks(*bases):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, device_or_slots: Any, is_pin_memory: bool | None = None) -> None:
             self._followers = followers(vllm_config.model_config.model)
-            self._rows: dict[int, tuple[Follower, list[int]]] = {}  # with what was generated; the list is vLLM's
-            self._slots: dict[int, Mapping[str, Any] | Follower] = {}  # told, or followed once its prompt is there
+            self._rows: dict[int, tuple[Follower, list[int]]] = {}  # with the generated tokens, in vLLM's own list
+            self._slots: dict[int, Mapping[str, Any] | Follower] = {}  # `extra` until the prompt is there
             self._state = device_or_slots
 
         def is_argmax_invariant(self) -> bool:
@@ -191,20 +200,20 @@ def processor_class(followers: type[Followers]) -> type:
             return slot in self._slots
 
         def _slot_rows(self, context: Any) -> dict[int, tuple[Follower, list[int]]]:
-            found = {}
+            rows = {}
             for row, slot in enumerate(context.idx_mapping_np.tolist()):
-                held = self._slots.get(slot)
-                if held is None:
+                entry = self._slots.get(slot)
+                if entry is None:
                     continue
                 length = int(context.seq_lens_upper_bound_np[row])  # of nothing drafted: exact
                 prompt = int(self._state.prompt_len.np[slot])
                 if length < prompt:
                     continue  # a part of its prompt: nothing is drawn
                 tokens = self._state.all_token_ids.gpu[slot, :length].tolist()
-                if isinstance(held, Mapping):
-                    held = self._slots[slot] = self._followers.follow(held, tokens[:prompt])
-                found[row] = held, tokens[prompt:]
-            return found
+                if isinstance(entry, Mapping):
+                    entry = self._slots[slot] = self._followers.follow(entry, tokens[:prompt])
+                rows[row] = entry, tokens[prompt:]
+            return rows
 
         # ---- both
 
@@ -219,8 +228,8 @@ def processor_class(followers: type[Followers]) -> type:
 
 
 def unpacked(bits: NDArray[np.int32], width: int) -> Tensor:
-    """Bools, one a token; tokens that the bits do not have are not allowed."""
-    found = np.zeros(width, np.bool_)
-    known = np.unpackbits(bits.view(np.uint8), bitorder="little")[:width]
-    found[: known.size] = known
-    return torch.from_numpy(found)
+    """One bool for each token. Tokens beyond the bits are not allowed."""
+    mask = np.zeros(width, np.bool_)
+    bools = np.unpackbits(bits.view(np.uint8), bitorder="little")[:width]
+    mask[: bools.size] = bools
+    return torch.from_numpy(mask)

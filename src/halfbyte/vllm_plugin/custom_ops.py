@@ -1,7 +1,7 @@
-"""Our operations as torch custom operations: what vLLM's compiled graph calls, and cannot look into.
+"""Our operations as torch custom operations, which vLLM's compiled graph calls and does not trace into.
 
-A layer is found by its name in vLLM's model, so that the graph holds a text and no object. Shapes for tracing follow
-from the arguments alone.
+A layer is identified by its name in vLLM's model, so that the graph holds a string and no object. Output shapes for
+tracing follow from the arguments alone.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from halfbyte.plan.activations import Activations
-from halfbyte.vllm_plugin.inside import Bound, rejoined
+from halfbyte.vllm_plugin.inside import BoundOperation, rejoined
 
-_bound: dict[str, Bound] = {}
+_bound: dict[str, BoundOperation] = {}
 _library: Any = torch.library.Library("halfbyte", "DEF")  # type: ignore[no-untyped-call]
 _library.define("linear(Tensor x, str layer, int width) -> Tensor")
 _library.define("experts(Tensor x, Tensor ids, Tensor shares, str layer) -> Tensor")
 
 
-def keep(layer: str, bound: Bound) -> None:
-    """The operation of a layer of vLLM's, from now on."""
+def keep(layer: str, bound: BoundOperation) -> None:
+    """Register the operation of a vLLM layer."""
     _bound[layer] = bound
 
 

@@ -1,8 +1,8 @@
-"""A route of vLLM's own server that tells which of our kernels ran: GET /halfbyte/kernels, a report for every rank.
+"""A route of vLLM's own server that reports which of our kernels ran: GET /halfbyte/kernels, one report per rank.
 
-vLLM loads it where VLLM_PLUGINS names halfbyte (entry point `vllm.endpoint_plugins`); our own server has `/metrics` and
-the record for that. Asks the workers through vLLM's engine client, by the method that `compat.register` gave them, and
-opens no other way to them. Knows no vLLM.
+vLLM loads it if VLLM_PLUGINS lists halfbyte (entry point `vllm.endpoint_plugins`); our own server has `/metrics` and
+the record instead. The route calls the method that `compat.register` added to the workers, through vLLM's engine
+client, and opens no other access to them. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class KernelsEndpoint:
 
     async def kernels(self, request: Request) -> JSONResponse:
         if self.client is None:
-            return JSONResponse({"error": "there is no engine to ask yet."}, 503)
+            return JSONResponse({"error": "the engine is not ready yet; retry later."}, 503)
         try:
             ranks = await asyncio.wait_for(self.client.collective_rpc(METHOD), PATIENCE_S)
         except TimeoutError:
             return JSONResponse({"error": f"the workers did not answer within {PATIENCE_S:.0f} s."}, 503)
         if any(rank is None for rank in ranks):
-            return JSONResponse({"error": "the plugin is loaded, and no gpt-oss model was built with it."}, 503)
+            return JSONResponse({"error": "the plugin is loaded, but no gpt-oss model was built with it."}, 503)
         return JSONResponse({"ranks": list(ranks)})

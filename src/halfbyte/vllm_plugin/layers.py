@@ -1,8 +1,9 @@
-"""Our own plan inside vLLM: every layer of a step by our kernels, over vLLM's own pages; then the head.
+"""Our plan inside vLLM: our kernels run every layer of a step over vLLM's pages, then the LM head.
 
-vLLM schedules, keeps the pages and samples; between a token and its logits everything is ours, as in our own engine:
-the decode step in one launch, the batch's and the prompt's layers. What vLLM holds apart (the pages of each layer, the
-head behind the hidden states) is bound as such. Knows no vLLM: `compat_model.py` hands in weights, pages and tables.
+vLLM schedules, owns the pages and samples. Everything between a token and its logits is ours, as in our own engine:
+the decode step in one launch, the layers of batches and of prompts. vLLM keeps the pages of each layer apart and calls
+the head separately, and the plan is bound accordingly. This module does not import vLLM: `compat_model.py` passes in
+weights, pages and tables.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ from halfbyte.vllm_plugin.selection import Shapes
 PAGE = 64
 Unit = Literal["layers", "operations"]
 UNITS = ("auto", "layers", "operations")
-THEIRS = ("vllm", "marlin", "cutlass")  # kernels of the step's operations that are vLLM's to run
-THEIR_ATTENTION = ("triton", "flashinfer", "flash_attn")
+VLLM_KERNELS = ("vllm", "marlin", "cutlass")  # kernels that vLLM runs
+VLLM_ATTENTION = ("triton", "flashinfer", "flash_attn")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs inside vLLM, and why it is no larger part of a step."""
+    """What runs inside vLLM, and why it is not all layers."""
 
     unit: Unit
     spec: Spec
     chosen: Chosen
     selection: Selection
-    why: str = ""  # the layers are not ours
+    why: str = ""  # why the layers are not ours
 
 
 def choose(shapes: Shapes, gates: Gates, arch: Arch, *, unit: str = "auto", obstacle: str = "") -> Choice:
-    """The largest unit that can be had: all layers, or single operations. `obstacle`: what vLLM was asked for that our
-    layers do not have. A unit that was asked for by name is taken, or a PlanError says why it cannot be."""
+    """The largest unit that can run: all layers, or single operations. `obstacle`: a setting of vLLM that our layers do
+    not support. A unit selected by name is used, or a PlanError says why it cannot be."""
     if unit not in UNITS:
-        raise GateError(f"the unit in --additional-config is one of {', '.join(UNITS)}, not {unit!r}.")
-    why = obstacle or _theirs(gates)
+        raise GateError(f"the unit in --additional-config is {unit!r}; use one of {', '.join(UNITS)}.")
+    why = obstacle or _vllm_kernel_in(gates)
     if not why and unit == "auto" and not arch.is_gpu:
         why = "a CPU has no kernels for whole layers over vLLM's pages"
     if unit == "operations":
-        why = "single operations were asked for"
+        why = "the unit is set to operations"
     elif unit == "layers" and why:
-        raise PlanError(f"our layers cannot run inside vLLM here: {why}; leave the unit at auto.")
+        raise PlanError(f"halfbyte's layers cannot run inside vLLM here: {why}; leave the unit at auto.")
     if not why:
         try:
             return Choice("layers", *choose_layers(shapes, gates, arch))
@@ -68,12 +69,12 @@ def choose(shapes: Shapes, gates: Gates, arch: Arch, *, unit: str = "auto", obst
     return Choice("operations", *operations.choose(shapes, gates, arch), why)
 
 
-def _theirs(gates: Gates) -> str:
+def _vllm_kernel_in(gates: Gates) -> str:
     for flag, kernels in (("--moe-kernel", gates.moe_kernel), ("--linear-kernel", gates.linear_kernel)):
         for kernel in kernels:
-            if kernel in THEIRS:
+            if kernel in VLLM_KERNELS:
                 return f"{flag} asks for {kernel}, which is vLLM's"
-    if gates.attention in THEIR_ATTENTION:
+    if gates.attention in VLLM_ATTENTION:
         return f"--attention asks for {gates.attention}, which is vLLM's"
     return ""
 
@@ -100,8 +101,8 @@ class LayerModel:
         record: Record,
         into: Callable[[Plan, int], Runs],
     ) -> None:
-        """`pages`: those of a layer, [pages, 1, 2, kv_heads, 64, head_dim]. `into`: where launches of a plan with so
-        many rows count, in `record`."""
+        """`pages(layer)`: its pages, [pages, 1, 2, kv_heads, 64, head_dim]. `into(plan, rows)`: the counters in
+        `record` for the launches of a plan with that many rows."""
         self.record, self.into = record, into
         self.spec, self.weights, self.rope, self.pages = choice.spec, weights, rope, pages
         self.gates, self.arch = gates, arch
@@ -111,21 +112,27 @@ class LayerModel:
         body = {regime: bound[: len(bound) - len(head[regime])] for regime, bound in plan.bound.items()}
         self.body, self.head = (replace(plan, bound=part, record=record) for part in (body, head))
         device = weights.embed.device
-        self._each = torch.arange(1, dtype=torch.int32, device=device)
+        self._indices = torch.arange(1, dtype=torch.int32, device=device)
 
     def _binding(self, layer: int | None) -> Binding:
         return Binding(
-            spec=self.spec, weights=self.weights if layer is None else self.weights.layers[layer],
-            kind=None if layer is None else kind_of(layer), kind_index=0, rope=self.rope,
-            kv_pool=_no_pool if layer is None else lambda: self.pages(layer), buffers=self.buffers, layer=layer,
-            layer_pools=lambda: [self.pages(i) for i in range(self.spec.layers)], gates=self.gates,
-        )  # fmt: skip
+            spec=self.spec,
+            weights=self.weights if layer is None else self.weights.layers[layer],
+            kind=None if layer is None else kind_of(layer),
+            kind_index=0,
+            rope=self.rope,
+            kv_pool=_no_pool if layer is None else lambda: self.pages(layer),
+            buffers=self.buffers,
+            layer=layer,
+            layer_pools=lambda: [self.pages(i) for i in range(self.spec.layers)],
+            gates=self.gates,
+        )
 
-    def each(self, count: int) -> Tensor:
-        """0, 1, 2 … as int32, in memory that stays."""
-        if self._each.shape[0] < count:
-            self._each = torch.arange(max(count, 1024), dtype=torch.int32, device=self._each.device)
-        return self._each[:count]
+    def indices(self, count: int) -> Tensor:
+        """0, 1, 2 … as int32, at a stable address."""
+        if self._indices.shape[0] < count:
+            self._indices = torch.arange(max(count, 1024), dtype=torch.int32, device=self._indices.device)
+        return self._indices[:count]
 
     def run(self, step: Step) -> Tensor:
         """The residual stream behind the last layer, float32 [rows, hidden]."""
@@ -135,8 +142,8 @@ class LayerModel:
     def logits(self, x: Tensor) -> Tensor:
         """float32 [rows, vocab], of rows of the residual stream."""
         rows = x.shape[0]
-        each = self.each(rows)
-        step = Step(each, each, each, each, each, {}, each, max_kv_len=0)
+        indices = self.indices(rows)
+        step = Step(indices, indices, indices, indices, indices, {}, indices, max_kv_len=0)
         self.record.into = self.into(self.head, rows)
         return self.head.run(step, Activations(x=x)).logits
 
@@ -150,7 +157,7 @@ def kind_of(layer: int) -> str:
 
 
 def layers_of(by_layer: Mapping[int | None, Mapping[str, Any]], count: int) -> Any:
-    """The weights as phases read them, from what was handed in layer by layer."""
+    """The weights in the form that phases read, from weights by layer and role."""
     layers = [SimpleNamespace(**by_layer[i]) for i in range(count)]
     return SimpleNamespace(layers=layers, **by_layer[None])
 
@@ -159,52 +166,70 @@ def layers_of(by_layer: Mapping[int | None, Mapping[str, Any]], count: int) -> A
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What vLLM says about one kind of layer in a step."""
+class VllmBatch:
+    """vLLM's description of a step for one kind of layer."""
 
     table: Tensor  # int32 [sequences, blocks]
     query_start: Tensor  # int32 [sequences + 1]
-    query_start_host: Tensor  # the same on the host
+    query_start_host: Tensor  # `query_start` on the host
     lengths: Tensor  # int32 [sequences], this step's tokens included; 0: padding
     rows: int
     longest_query: int
     longest: int  # the host's bound on `lengths`
 
 
-def step_of(model: LayerModel, tokens: Tensor, positions: Tensor, batches: Mapping[str, Batch]) -> Step:
-    """A step of ours. Padding rows are sequences of length 0 on vLLM's null block, which is page 0."""
+def step_of(model: LayerModel, tokens: Tensor, positions: Tensor, batches: Mapping[str, VllmBatch]) -> Step:
+    """vLLM's batches as our `Step`. Padding rows are sequences of length 0 on vLLM's null block, page 0."""
     full = batches["full"]
     rows, sequences = full.rows, full.lengths.shape[0]
     tables = {kind: b.table for kind, b in batches.items()}
     if full.longest_query == 1 and rows == sequences:  # every row a sequence: nothing here depends on the host
-        each = model.each(rows + 1)
+        indices = model.indices(rows + 1)
         at = (full.lengths - 1).clamp_min_(0)
         return Step(
-            tokens=tokens[:rows].int(), positions=at, query_start=each, kv_lens=full.lengths, row_sequence=each[:rows],
-            block_tables=tables, logit_rows=each[:rows], max_kv_len=full.longest, singles=rows,
-        )  # fmt: skip
-    row_sequence = torch.bucketize(model.each(rows), full.query_start[1:], right=True, out_int32=True)
+            tokens=tokens[:rows].int(),
+            positions=at,
+            query_start=indices,
+            kv_lens=full.lengths,
+            row_sequence=indices[:rows],
+            block_tables=tables,
+            logit_rows=indices[:rows],
+            max_kv_len=full.longest,
+            singles=rows,
+        )
+    row_sequence = torch.bucketize(model.indices(rows), full.query_start[1:], right=True, out_int32=True)
     counts = full.query_start_host.diff()
     more = (counts != 1).nonzero()
     singles = int(more[0]) if more.numel() else sequences
     return Step(
-        tokens=tokens[:rows].int(), positions=positions[:rows].int(), query_start=full.query_start,
-        kv_lens=full.lengths, row_sequence=row_sequence, block_tables=tables, logit_rows=model.each(rows),
-        max_kv_len=full.longest, singles=singles,
-    )  # fmt: skip
+        tokens=tokens[:rows].int(),
+        positions=positions[:rows].int(),
+        query_start=full.query_start,
+        kv_lens=full.lengths,
+        row_sequence=row_sequence,
+        block_tables=tables,
+        logit_rows=model.indices(rows),
+        max_kv_len=full.longest,
+        singles=singles,
+    )
 
 
 def idle_step(model: LayerModel, rows: int, longest: int) -> Step:
-    """What vLLM runs to see how much memory a step takes, before there are pages: prompts on page 0."""
-    each = model.each(rows + 1)
+    """The step that vLLM runs to measure memory before there are pages: prompts on page 0."""
+    indices = model.indices(rows + 1)
     count = max(1, min(rows, longest))
     starts = torch.arange(0, rows, count)
     ends = torch.cat([starts, torch.tensor([rows])]).int()
-    start = ends.to(each.device)
-    row_sequence = torch.bucketize(each[:rows], start[1:], right=True, out_int32=True)
-    table = torch.zeros((len(starts), -(-count // PAGE)), dtype=torch.int32, device=each.device)
+    start = ends.to(indices.device)
+    row_sequence = torch.bucketize(indices[:rows], start[1:], right=True, out_int32=True)
+    table = torch.zeros((len(starts), -(-count // PAGE)), dtype=torch.int32, device=indices.device)
     return Step(
-        tokens=torch.zeros_like(each[:rows]), positions=each[:rows] % count, query_start=start,
-        kv_lens=start.diff(), row_sequence=row_sequence, block_tables={"sliding": table, "full": table},
-        logit_rows=each[:rows], max_kv_len=count,
-    )  # fmt: skip
+        tokens=torch.zeros_like(indices[:rows]),
+        positions=indices[:rows] % count,
+        query_start=start,
+        kv_lens=start.diff(),
+        row_sequence=row_sequence,
+        block_tables={"sliding": table, "full": table},
+        logit_rows=indices[:rows],
+        max_kv_len=count,
+    )

@@ -1,7 +1,7 @@
-"""Names that older MXFP4-on-vLLM stacks used, and what each is today: variables, and flags of `vllm serve`.
+"""Variables and `vllm serve` flags of older MXFP4-on-vLLM stacks, with the present equivalent of each.
 
-Every name is accepted, handed on, or refused with its equivalent; none is dropped in silence. What a name means is not
-decided here: flags become values of our gates (`halfbyte.gates`) or words for vLLM (`launch.py`).
+Every name is accepted, passed on to vLLM, or refused with its equivalent; none is dropped silently. Accepted flags
+become values of our gates (`halfbyte.gates`) or arguments for vLLM (`launch.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from halfbyte.gates import AXES, RETIRED, Gates, parse
 
-# Read by FlashInfer, torch, NCCL or the tokenizer, today as then.
+# Read by FlashInfer, torch, NCCL or the tokenizer.
 HANDED_ON = {
     "FLASHINFER_CUDA_ARCH_LIST": "architectures that FlashInfer compiles for (12.1a for GB10)",
     "FLASHINFER_NVCC_THREADS": "threads of one nvcc",
@@ -27,7 +27,7 @@ HANDED_ON = {
     "TORCH_SHOW_CPP_STACKTRACES": "for finding a fault",
     "TIKTOKEN_ENCODINGS_BASE": "folder of the vocabulary; halfbyte brings its own",
 }
-# Another name today.
+# Old name -> present name.
 RENAMED = {"NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 # Read as gates, by `halfbyte.gates`.
 GATES = {name: axis.flag for axis in AXES for name in axis.variables if not name.startswith("HALFBYTE_")}
@@ -38,17 +38,28 @@ KV_CACHE = {"bf16": "bfloat16", "fp8": "fp8"}
 MOE_BACKENDS = {"marlin": "marlin", "cutlass": "flashinfer_cutlass"}
 SPECULATION = ("ngram", "suffix", "eagle3", "draft_model")
 
-# Flags of `vllm serve` that older stacks used and that mean today what they meant: (flag, takes a value).
+# Flags of `vllm serve` whose meaning has not changed. Value: whether the flag takes a value.
 UNCHANGED = {
-    "--host": True, "--port": True, "--served-model-name": True, "--tensor-parallel-size": True, "-tp": True,
-    "--gpu-memory-utilization": True, "--max-model-len": True, "--max-num-seqs": True, "--max-num-batched-tokens": True,
-    "--load-format": True, "--tool-call-parser": True, "--reasoning-parser": True, "--enable-prefix-caching": False,
-    "--async-scheduling": False, "--enable-auto-tool-choice": False,
-}  # fmt: skip
+    "--host": True,
+    "--port": True,
+    "--served-model-name": True,
+    "--tensor-parallel-size": True,
+    "-tp": True,
+    "--gpu-memory-utilization": True,
+    "--max-model-len": True,
+    "--max-num-seqs": True,
+    "--max-num-batched-tokens": True,
+    "--load-format": True,
+    "--tool-call-parser": True,
+    "--reasoning-parser": True,
+    "--enable-prefix-caching": False,
+    "--async-scheduling": False,
+    "--enable-auto-tool-choice": False,
+}
 
 
 def todays_name(name: str) -> str | None:
-    """What a variable of an older stack is today, in a few words; None: it was none of theirs."""
+    """A short description of a variable's present equivalent; None if no older stack used it."""
     if name in GATES:
         return f"read as {GATES[name]}"
     if name in HANDED_ON:
@@ -59,172 +70,179 @@ def todays_name(name: str) -> str | None:
 
 
 def renamed_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables whose name is another one today, under that name."""
+    """Renamed variables that are set, under their present names."""
     return {new: env[old] for old, new in RENAMED.items() if old in env and new not in env}
 
 
 @dataclass
-class Read:
-    """Words for vLLM as somebody typed them, taken apart."""
+class ParsedArguments:
+    """The user's arguments for vLLM, split into gates and the rest."""
 
-    words: list[str] = field(default_factory=list)  # handed on
-    gates: dict[str, str] = field(default_factory=dict)  # field -> value, said by a flag
+    arguments: list[str] = field(default_factory=list)  # passed on to vLLM
+    gates: dict[str, str] = field(default_factory=dict)  # field -> value of a flag that is a gate
     model: str | None = None
     refusals: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def value_of(self, *flags: str) -> str | None:
-        """Of a flag that is handed on."""
-        for i, word in enumerate(self.words[:-1]):
+        """The value of a flag that is passed on to vLLM; None if it is absent."""
+        for i, word in enumerate(self.arguments[:-1]):
             if word in flags:
-                return self.words[i + 1]
+                return self.arguments[i + 1]
         return None
 
 
-def read_words(words: Sequence[str]) -> Read:
-    """The arguments of an older `vllm serve`, or of today's: what they say about gates, and the rest."""
-    read = Read()
-    for flag, value in _pairs(words):
+def read_arguments(arguments: Sequence[str]) -> ParsedArguments:
+    """Parse the arguments of `vllm serve`, older names included."""
+    parsed = ParsedArguments()
+    for flag, value in _pairs(arguments):
         if not flag.startswith("-"):
-            if read.model is None and value is None:
-                read.model = flag
+            if parsed.model is None and value is None:
+                parsed.model = flag
             else:
-                read.words.append(flag)
+                parsed.arguments.append(flag)
             continue
         handler = _HANDLERS.get(flag.partition(".")[0])
         if handler is not None:
-            handler(read, flag, value)
+            handler(parsed, flag, value)
         else:
-            read.words += [flag] if value is None else [flag, value]
-    return read
+            parsed.arguments += [flag] if value is None else [flag, value]
+    return parsed
 
 
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """(flag, value) of each; a word that belongs to no flag comes alone."""
-    rest = list(words)
+def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(flag, value) pairs; a positional argument comes as (argument, None)."""
+    rest = list(arguments)
     if rest[:2] == ["vllm", "serve"]:
         rest = rest[2:]
     while rest:
-        word = rest.pop(0)
-        name, sign, value = word.partition("=")
-        if word.startswith("-") and sign:
+        argument = rest.pop(0)
+        name, sign, value = argument.partition("=")
+        if argument.startswith("-") and sign:
             yield name, value
-        elif word.startswith("-") and word not in _SWITCHES and rest and not rest[0].startswith("-"):
-            yield word, rest.pop(0)
+        elif argument.startswith("-") and argument not in _SWITCHES and rest and not rest[0].startswith("-"):
+            yield argument, rest.pop(0)
         else:
-            yield word, None
+            yield argument, None
 
 
 _SWITCHES = {"--enforce-eager", "--headless", *(flag for flag, takes in UNCHANGED.items() if not takes)}
 
 
-def _model(read: Read, flag: str, value: str | None) -> None:
-    read.model = value
+def _model(parsed: ParsedArguments, flag: str, value: str | None) -> None:
+    parsed.model = value
 
 
-def _quantization(read: Read, flag: str, value: str | None) -> None:
+def _quantization(parsed: ParsedArguments, flag: str, value: str | None) -> None:
     if value in ("mxfp4", "gpt_oss_mxfp4"):
-        read.notes.append(f"{flag} {value} is left out: a gpt-oss checkpoint says it itself.")
+        parsed.notes.append(f"{flag} {value} is ignored: the format is read from the gpt-oss checkpoint.")
     else:
-        read.refusals.append(f"{flag} {value} is another format than gpt-oss's MXFP4; leave it out.")
+        parsed.refusals.append(f"{flag} {value} is not gpt-oss's format, MXFP4; remove the flag.")
 
 
-def _layers(read: Read, flag: str, value: str | None) -> None:
-    read.gates["layers"] = value or ""
+def _layers(parsed: ParsedArguments, flag: str, value: str | None) -> None:
+    parsed.gates["layers"] = value or ""
 
 
-def _eager(read: Read, flag: str, value: str | None) -> None:
-    read.gates["graphs"] = "off"
+def _eager(parsed: ParsedArguments, flag: str, value: str | None) -> None:
+    parsed.gates["graphs"] = "off"
 
 
-def _attention_backend(read: Read, flag: str, value: str | None) -> None:
-    names = {theirs: ours for ours, theirs in ATTENTION.items()}
+def _attention_backend(parsed: ParsedArguments, flag: str, value: str | None) -> None:
+    names = {vllm_name: name for name, vllm_name in ATTENTION.items()}
     if (value or "").upper() in names:
-        read.gates["attention"] = names[(value or "").upper()]
+        parsed.gates["attention"] = names[(value or "").upper()]
     else:
-        read.words += [flag, value or ""]
+        parsed.arguments += [flag, value or ""]
 
 
-def _attention_config(read: Read, flag: str, value: str | None) -> None:
-    """As JSON, or one key as --attention-config.backend=NAME."""
+def _attention_config(parsed: ParsedArguments, flag: str, value: str | None) -> None:
+    """--attention-config as JSON, or one key of it as --attention-config.backend=NAME."""
     _, dot, key = flag.partition(".")
     if dot:
         if key == "backend":
-            _attention_backend(read, flag, value)
+            _attention_backend(parsed, flag, value)
         else:
-            read.words += [f"{flag}={value}"]
+            parsed.arguments += [f"{flag}={value}"]
         return
-    given = _json(read, flag, value)
-    if given is None:
+    config = _json(parsed, flag, value)
+    if config is None:
         return
-    backend = given.pop("backend", None)
+    backend = config.pop("backend", None)
     if isinstance(backend, str):
-        _attention_backend(read, f"{flag}.backend", backend)
-    for key, part in given.items():
-        read.words.append(f"{flag}.{key}={part if isinstance(part, str) else json.dumps(part)}")
+        _attention_backend(parsed, f"{flag}.backend", backend)
+    for key, part in config.items():
+        parsed.arguments.append(f"{flag}.{key}={part if isinstance(part, str) else json.dumps(part)}")
 
 
-def _kv_cache(read: Read, flag: str, value: str | None) -> None:
-    names = {theirs: ours for ours, theirs in KV_CACHE.items()} | {"fp8_e4m3": "fp8", "auto": "auto"}
+def _kv_cache(parsed: ParsedArguments, flag: str, value: str | None) -> None:
+    names = {vllm_name: name for name, vllm_name in KV_CACHE.items()} | {"fp8_e4m3": "fp8", "auto": "auto"}
     if value in names:
-        read.gates["kv_dtype"] = names[value]
+        parsed.gates["kv_dtype"] = names[value]
     else:
-        read.refusals.append(f"{flag} {value}: halfbyte checks bfloat16 and fp8; use --kv-dtype bf16 or fp8.")
+        parsed.refusals.append(f"{flag} {value} is not supported; use --kv-dtype bf16 or fp8.")
 
 
-def _moe_backend(read: Read, flag: str, value: str | None) -> None:
-    names = {theirs: ours for ours, theirs in MOE_BACKENDS.items()}
+def _moe_backend(parsed: ParsedArguments, flag: str, value: str | None) -> None:
+    names = {vllm_name: gate_value for gate_value, vllm_name in MOE_BACKENDS.items()}
     name = (value or "").lower().replace("-", "_")
     if name in names:
-        read.gates["moe_kernel"] = names[name]
+        parsed.gates["moe_kernel"] = names[name]
     elif name != "auto":
-        read.gates["moe_kernel"] = "vllm"
-        read.words += [flag, name]
+        parsed.gates["moe_kernel"] = "vllm"
+        parsed.arguments += [flag, name]
 
 
-def _speculation(read: Read, flag: str, value: str | None) -> None:
+def _speculation(parsed: ParsedArguments, flag: str, value: str | None) -> None:
     _, dot, key = flag.partition(".")
     if dot:
         method = value if key == "method" else None
-        read.words.append(f"{flag}={value}")
+        parsed.arguments.append(f"{flag}={value}")
     else:
-        given = _json(read, flag, value)
-        if given is None:
+        config = _json(parsed, flag, value)
+        if config is None:
             return
-        method = given.get("method")
-        read.words += [flag, json.dumps(given)]
+        method = config.get("method")
+        parsed.arguments += [flag, json.dumps(config)]
     if method is not None and method not in SPECULATION:
-        read.refusals.append(f"{flag} names the method {method!r}; gpt-oss has {', '.join(SPECULATION)}.")
+        parsed.refusals.append(f"{flag} names the method {method!r}; gpt-oss has {', '.join(SPECULATION)}.")
 
 
-def _json(read: Read, flag: str, value: str | None) -> dict[str, Any] | None:
+def _json(parsed: ParsedArguments, flag: str, value: str | None) -> dict[str, Any] | None:
     try:
-        given = json.loads(value or "")
+        config = json.loads(value or "")
     except ValueError:
-        given = None
-    if isinstance(given, dict):
-        return given
-    read.refusals.append(f'{flag} {value or ""} is no JSON object; write it as \'{{"key": "value"}}\'.')
+        config = None
+    if isinstance(config, dict):
+        return config
+    parsed.refusals.append(f'{flag} {value or ""} is not a JSON object; write it as \'{{"key": "value"}}\'.')
     return None
 
 
 _HANDLERS = {
-    "--model": _model, "--quantization": _quantization, "-q": _quantization, "--mxfp4-layers": _layers,
-    "--enforce-eager": _eager, "--attention-backend": _attention_backend, "--attention-config": _attention_config,
-    "--kv-cache-dtype": _kv_cache, "--moe-backend": _moe_backend, "--speculative-config": _speculation,
-}  # fmt: skip
+    "--model": _model,
+    "--quantization": _quantization,
+    "-q": _quantization,
+    "--mxfp4-layers": _layers,
+    "--enforce-eager": _eager,
+    "--attention-backend": _attention_backend,
+    "--attention-config": _attention_config,
+    "--kv-cache-dtype": _kv_cache,
+    "--moe-backend": _moe_backend,
+    "--speculative-config": _speculation,
+}
 
 # Every flag of `vllm serve` that older stacks used.
 FLAGS = (*UNCHANGED, *_HANDLERS)
 
 
-def conflicts(gates: Gates, said: Mapping[str, str], base: Gates) -> list[str]:
-    """Flags for vLLM that say something else than a gate which somebody set."""
+def conflicts(gates: Gates, values: Mapping[str, str], base: Gates) -> list[str]:
+    """Messages about vLLM flags that contradict a gate the user set."""
     flags = {axis.field: axis.flag for axis in AXES}
     mine, default = gates.as_dict(), base.as_dict()
     out = []
-    for name, value in said.items():
-        wanted = parse({name: value}, env={}).as_dict()[name]
-        if mine[name] not in (default[name], wanted):
-            out.append(f"the words for vLLM say {value} where {flags[name]} says {mine[name]}; give only one of them.")
+    for name, value in values.items():
+        gate_value = parse({name: value}, env={}).as_dict()[name]
+        if mine[name] not in (default[name], gate_value):
+            out.append(f"a vLLM flag sets {value}, but {flags[name]} is {mine[name]}; use only one of them.")
     return out

@@ -1,7 +1,7 @@
-"""A process that vLLM started ends with the one that started it.
+"""Ends a vLLM process when its parent process is gone.
 
-vLLM's workers have a thread that asks them to stop when their parent is gone. One that waits in a collective operation
-for a node that is gone as well never hears it, and keeps its memory, on a GPU too. Needs no vLLM.
+vLLM's workers have a thread that asks them to stop when their parent is gone. A worker that waits in a collective
+operation for a lost node never handles that request and keeps its GPU memory. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-GRACE_S = 10.0  # for vLLM's own way to end
+GRACE_S = 10.0  # for vLLM's own shutdown
 _watched: list[threading.Thread] = []
 
 
 def end_with_parent(grace_s: float = GRACE_S) -> None:
-    """Once in a process, however often it is called; nothing in one that multiprocessing did not start."""
+    """Start the watching thread once per process, and only in a process that multiprocessing started."""
     parent = multiprocessing.parent_process()
     if parent is None or _watched:
         return
@@ -31,7 +31,7 @@ def _watch(parent: BaseProcess, grace_s: float) -> None:
     wait([parent.sentinel])
     time.sleep(grace_s)
     print(
-        f"halfbyte: the process that started process {os.getpid()} of vLLM's is gone, so this one ends.",
+        f"halfbyte: the parent of vLLM process {os.getpid()} is gone; ending this process.",
         file=sys.stderr,
     )
     os._exit(1)

@@ -1,4 +1,4 @@
-"""vLLM's entry point: called in every process of vLLM's, sometimes more than once. What cannot be, stops vLLM here."""
+"""The plugin's entry point, which vLLM calls in each of its processes, sometimes repeatedly. Errors here stop vLLM."""
 
 from __future__ import annotations
 

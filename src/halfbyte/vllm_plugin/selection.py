@@ -1,8 +1,8 @@
-"""Which kernel runs each operation inside vLLM: vLLM's own or one of ours, chosen as every plan is.
+"""Chooses the kernel of each operation inside vLLM: vLLM's own or one of ours.
 
-vLLM's operations stand beside ours as phases, so that choice, refusals and reasons come from `plan.select` alone. auto
-takes ours for the experts and for dense layers that --layers quantises; dense layers in the checkpoint's format stay
-vLLM's, which multiplies them as well as anybody. The reference is taken where it is asked for. Needs no vLLM.
+vLLM's operations are phases, like ours, so that choices, refusals and reasons come from `plan.select` alone. auto
+selects ours for the experts and for dense layers that --layers quantises; dense layers in the checkpoint's format stay
+with vLLM, which is as fast there. The reference runs only if it is selected. This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from halfbyte.errors import PlanError
 from halfbyte.gates import Gates
 from halfbyte.kernels.cpu.library import cpu_flags
 from halfbyte.kernels.lent import OPERATIONS as LENT_OPERATIONS
@@ -17,8 +18,7 @@ from halfbyte.kernels.lent import PHASES as LENT
 from halfbyte.plan.phase import GROUP, OPERATIONS, ROLES, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.record import Selection
 from halfbyte.plan.reference import PHASES as REFERENCE
-from halfbyte.plan.select import Chosen, select
-from halfbyte.plan.values import values_of
+from halfbyte.plan.select import Chosen, select, values_of
 
 LAYOUT = "vllm"  # a weight that stays as vLLM holds it
 DENSE = ("bf16", "f16", "f32")
@@ -26,7 +26,7 @@ DENSE = ("bf16", "f16", "f32")
 
 @dataclass(frozen=True)
 class Shapes:
-    """A gpt-oss model as one process of vLLM holds it: heads, experts' widths and vocabulary are its share of them."""
+    """The shapes of a gpt-oss model in one vLLM process: its share of the heads, expert widths and vocabulary."""
 
     layers: int
     hidden: int
@@ -45,32 +45,59 @@ class Shapes:
     def of(cls, config: Any, ranks: int = 1, dense: str = "bf16") -> Shapes:
         """From a Hugging Face config of gpt-oss."""
         return cls(
-            layers=config.num_hidden_layers, hidden=config.hidden_size,
-            intermediate=-(-(config.intermediate_size // 32) // ranks) * 32, experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok, heads=config.num_attention_heads // ranks,
-            kv_heads=max(1, config.num_key_value_heads // ranks), head_dim=config.head_dim,
-            vocab=-(-config.vocab_size // (64 * ranks)) * 64, window=config.sliding_window, dense=dense,
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=-(-(config.intermediate_size // 32) // ranks) * 32,
+            experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            heads=config.num_attention_heads // ranks,
+            kv_heads=max(1, config.num_key_value_heads // ranks),
+            head_dim=config.head_dim,
+            vocab=-(-config.vocab_size // (64 * ranks)) * 64,
+            window=config.sliding_window,
+            dense=dense,
             max_context=getattr(config, "max_position_embeddings", 131072),
-        )  # fmt: skip
+        )
 
 
 def spec_of(shapes: Shapes, gates: Gates, arch: Arch) -> Spec:
     s, values, targets = shapes, values_of(gates, arch, reference=wants_reference(gates)), gates.layer_formats
+    if gates.layers.exceptions:
+        same = gates.layers._replace(exceptions=())
+        raise PlanError(f"inside vLLM all layers of a group have one format; use --layers {same}.")
     stored = {"qkv": s.dense, "o": s.dense, "lm_head": s.dense, "gate_up": "mxfp4", "down": "mxfp4"}
     formats = {r: f if targets[GROUP[r]] == "checkpoint" else targets[GROUP[r]] for r, f in stored.items()}
     bias = frozenset({"bias"})
     return Spec(
-        layers=s.layers, hidden=s.hidden, intermediate=s.intermediate, experts=s.experts, top_k=s.top_k, heads=s.heads,
-        kv_heads=s.kv_heads, head_dim=s.head_dim, vocab=s.vocab, window=s.window, norm_eps=1e-5, swiglu_limit=7.0,
-        swiglu_alpha=1.702, formats=formats | {"embed": s.dense},
+        layers=s.layers,
+        hidden=s.hidden,
+        intermediate=s.intermediate,
+        experts=s.experts,
+        top_k=s.top_k,
+        heads=s.heads,
+        kv_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        vocab=s.vocab,
+        window=s.window,
+        norm_eps=1e-5,
+        swiglu_limit=7.0,
+        swiglu_alpha=1.702,
+        formats=formats | {"embed": s.dense},
         features={
-            "qkv": bias, "o": bias, "rope": frozenset({"yarn"}), "router": bias,
+            "qkv": bias,
+            "o": bias,
+            "rope": frozenset({"yarn"}),
+            "router": bias,
             "attention": frozenset({"window", "gqa", "sinks"}),
             "moe": frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"}),
         },
-        dtype=values.dtype, activation=values.activation, activations=values.activations, kv_dtype=values.kv_dtype,
-        page_size=16, tile=gates.tile,
-    )  # fmt: skip
+        dtype=values.dtype,
+        activation=values.activation,
+        activations=values.activations,
+        kv_dtype=values.kv_dtype,
+        page_size=16,
+        tile=gates.tile,
+    )
 
 
 def wants_reference(gates: Gates) -> bool:
@@ -78,7 +105,7 @@ def wants_reference(gates: Gates) -> bool:
 
 
 def choose(shapes: Shapes, gates: Gates, arch: Arch) -> tuple[Spec, Chosen, Selection]:
-    """Phases of every regime, vLLM's and ours, and every reason."""
+    """The phases of every regime, vLLM's and ours, with the reasons for each refusal."""
     spec = spec_of(shapes, gates, arch)
     chosen, selection = select(spec, arch, gates, PHASES)
     return spec, chosen, selection
@@ -89,7 +116,7 @@ def is_ours(phase: Phase) -> bool:
 
 
 class VllmOperation(Phase):
-    """An operation that vLLM runs itself. Never bound: vLLM does."""
+    """An operation that vLLM runs itself. It is never bound."""
 
     knows = frozenset(
         {"bias", "yarn", "sinks", "window", "gqa", "clamped_swiglu", "interleaved_gate_up", "uneven_layers"}
@@ -171,10 +198,12 @@ class VllmCutlass(VllmExperts):
             return "is taken where --moe-kernel asks for it alone"
         if not arch.is_gpu:
             return "runs on a GPU"
-        if spec.activation == "bf16" and arch.name != "sm90":
+        if spec.activation == "bf16" and "wgmma" not in arch.features:
             return f"its product with bf16 activations is written for sm90, not {arch.name}; use --activation mxfp8"
-        if spec.activation == "mxfp8" and arch.name == "sm90":
-            return "its product with mxfp8 activations is block-scaled, which sm90 has not; use --activation bf16"
+        if spec.activation == "mxfp8" and "block_scaled" not in arch.features:
+            return (
+                f"its product with mxfp8 activations is block-scaled, which {arch.name} has not; use --activation bf16"
+            )
         return super().refuse(spec, arch, gates)
 
 
@@ -185,6 +214,9 @@ def _vllm_operation(operation: str) -> VllmOperation:
 
 
 PHASES: tuple[Phase, ...] = (
-    *(_vllm_operation(operation) for operation in OPERATIONS), VllmMarlin(), VllmCutlass(), *LENT,
+    *(_vllm_operation(operation) for operation in OPERATIONS),
+    VllmMarlin(),
+    VllmCutlass(),
+    *LENT,
     *(p for p in REFERENCE if p.covers[0] in LENT_OPERATIONS),
-)  # fmt: skip
+)

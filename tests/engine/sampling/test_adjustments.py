@@ -34,7 +34,8 @@ def batch_of(kinds: list[SamplingParams], rng: np.random.Generator, masked: froz
     histories = {i: rng.integers(0, 60, 30).tolist() for i, s in enumerate(samplers) if s.penalised}
     return Batch(
         tokens=one, positions=one, query_start=np.arange(count + 1, dtype=np.int32), kv_lens=one + 1, row_sequence=one,
-        full=one[:, None], sliding=one[:, None], logit_rows=np.arange(count, dtype=np.int32), token_from=None,
+        full_table=one[:, None], sliding_table=one[:, None],
+        logit_rows=np.arange(count, dtype=np.int32), token_from=None,
         max_kv_len=1, samplers=samplers, sample_positions=[30] * count, slots=list(range(count)), masks=masks,
         histories=histories,
     )  # fmt: skip

@@ -29,14 +29,6 @@ DEVICES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def samplers(count: int, **kw) -> list[RowSampler]:
     return [RowSampler(SamplingParams(**kw), 0, 0, seed, frozenset()) for seed in range(count)]
 
@@ -47,7 +39,15 @@ def noise(seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "params", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2, "top_p": 0.9, "temperature": 1.7}]
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"top_n_sigma": 1.2},
+        {"min_p": 0.2, "top_p": 0.9, "temperature": 1.7},
+    ],
 )
 def test_the_race_draws_from_the_distribution(params: dict, device: str) -> None:
     count = 40_000
@@ -57,11 +57,12 @@ def test_the_race_draws_from_the_distribution(params: dict, device: str) -> None
     settings = torch.from_numpy(row_settings(some)).to(device)
     keys = torch.from_numpy(random_keys(some, list(range(count))).copy()).to(device)
     rows = logits.to(device).expand(count, V)
-    filtered = bool(p.top_k or p.top_p < 1 or p.min_p)
+    filtered = some[0].filtered
+    assert filtered == bool(set(params) - {"temperature"})
     drawn = sample_rows(rows, settings, keys, filtered=filtered).cpu().numpy()
     seen = np.bincount(drawn, minlength=V)
     want = np.zeros(V)
-    q, ids = distribution(logits, p.temperature, p.top_k, p.top_p, p.min_p)
+    q, ids = distribution(logits, p)
     want[ids.numpy()] = q.numpy() * count
     assert seen[want == 0].sum() == 0, "a token was drawn that the filters exclude"
     possible = want >= 5
@@ -76,11 +77,11 @@ def test_edges_keep_what_the_specification_keeps() -> None:
         logits = torch.from_numpy(rng.standard_normal(V).astype(np.float32) * 3)
         params = SamplingParams(
             top_k=int(rng.choice([0, 1, 7])), top_p=float(rng.choice([1.0, 0.9, 0.3])),
-            min_p=float(rng.choice([0.0, 0.1])),
+            min_p=float(rng.choice([0.0, 0.1])), top_n_sigma=float(rng.choice([0.0, 0.5, 2.0])),
         )  # fmt: skip
         sampler = RowSampler(params, 0, 0, 0, frozenset())
         edge = float(edges(logits[None], torch.from_numpy(row_settings([sampler])))[0, 0])
-        _, ids = distribution(logits, 1.0, params.top_k, params.top_p, params.min_p)
+        _, ids = distribution(logits, params)
         assert set((logits >= edge).nonzero().flatten().tolist()) == set(ids.tolist())
 
 
@@ -110,7 +111,7 @@ def engine_tokens(run_ahead: bool, together: bool) -> dict[str, list[int]]:
     """Through the engine with the device runner (on whatever device there is)."""
     model = load_model(resolve_model("random:small"), page_size=16)
     options = EngineOptions(
-        max_context=256, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, run_ahead=run_ahead
+        max_context=256, max_rows_per_step=64, page_size=16, kv_gib=0.05, reserve_gib=0.0, run_ahead=run_ahead
     )
     core, _, _ = core_for(model, Tokenizer.gpt_oss(), options)
     core.runner.close()
@@ -148,7 +149,7 @@ def test_tokens_do_not_depend_on_batch_or_timing() -> None:
 
 def test_grammar_on_the_device_runner() -> None:
     model = load_model(resolve_model("random:small"), page_size=16)
-    options = EngineOptions(max_context=256, max_tokens=64, page_size=16, kv_gib=0.05, reserve_gib=0.0)
+    options = EngineOptions(max_context=256, max_rows_per_step=64, page_size=16, kv_gib=0.05, reserve_gib=0.0)
     tokenizer = Tokenizer.gpt_oss()
     core, _, _ = core_for(model, tokenizer, options)
     core.runner.close()

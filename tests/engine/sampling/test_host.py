@@ -72,6 +72,8 @@ def test_filters_remove_exactly_what_they_say() -> None:
     assert set(np.nonzero(histogram(logits, 1500, top_p=0.7))[0]) <= nucleus
     likely = {i for i in range(V) if p[i] >= 0.2 * p.max()}
     assert set(np.nonzero(histogram(logits, 1500, min_p=0.2))[0]) <= likely
+    within = {i for i, v in enumerate(logits.tolist()) if v >= logits.max() - 0.8 * float(np.std(logits.numpy()))}
+    assert set(np.nonzero(histogram(logits, 1500, top_n_sigma=0.8))[0]) <= within
 
 
 def test_the_same_seed_and_place_give_the_same_token_whatever_is_beside_it() -> None:
@@ -146,9 +148,10 @@ def test_drawing_without_a_full_sort_is_the_specification(vocab: int) -> None:
         params = SamplingParams(
             temperature=float(rng.choice([0.3, 1.0, 3.0])), top_k=int(rng.choice([0, 1, 5, 70, 600])),
             top_p=float(rng.choice([1.0, 0.99, 0.5, 0.05])), min_p=float(rng.choice([0.0, 0.001, 0.5])),
+            top_n_sigma=float(rng.choice([0.0, 0.7, 2.0])),
         )  # fmt: skip
         row = torch.from_numpy(logits)
-        expected = distribution(row, params.temperature, params.top_k, params.top_p, params.min_p)
+        expected = distribution(row, params)
         for uniform in (0.0, 0.3, 0.77, 0.999999, float(rng.random())):
             assert sample_token(logits, params, uniform) == sample(*expected, uniform)
 
@@ -157,7 +160,7 @@ def test_drawing_without_a_full_sort_is_the_specification(vocab: int) -> None:
 def test_rejection_sampling_keeps_the_distribution(temperature: float, top_k: int) -> None:
     """Drafts from another distribution q: what comes out is distributed as p; sum(min(p, q)) of them are kept."""
     logits, other = noise(1), noise(2)
-    probabilities, ids = distribution(logits, temperature, top_k, 1.0, 0.0)
+    probabilities, ids = distribution(logits, SamplingParams(temperature, top_k))
     p = np.zeros(V)
     p[ids.numpy()] = probabilities.numpy()
     q = torch.softmax(other.double(), -1).numpy()

@@ -33,13 +33,13 @@ def test_what_is_missing_unknown_or_for_cpus(monkeypatch: pytest.MonkeyPatch) ->
     installed(monkeypatch, {"vllm": "0.32.0+cpu"})
     assert "with its CUDA kernels" in str(VLLM.refuse(ARCHES["sm90"]))
     installed(monkeypatch, {"vllm": "0.27.1", "flashinfer-python": "0.6.14"})
-    assert VLLM.refuse(ARCHES["sm90"]) == "knows vLLM 0.26 and 0.32, and here is 0.27.1"
+    assert VLLM.refuse(ARCHES["sm90"]) == "supports vLLM 0.26 and 0.32, not 0.27.1"
     assert FLASHINFER.refuse(ARCHES["sm90"]) is None
     for version in ("0.6.18.post1", "0.7.0.post1"):
         installed(monkeypatch, {"flashinfer-python": version})
         assert FLASHINFER.refuse(ARCHES["sm90"]) is None
     installed(monkeypatch, {"flashinfer-python": "0.6.9"})  # has no layout of weights for the mixed product
-    assert FLASHINFER.refuse(ARCHES["sm90"]) == "knows FlashInfer 0.6.14 and 0.6.18 and 0.7, and here is 0.6.9"
+    assert FLASHINFER.refuse(ARCHES["sm90"]) == "supports FlashInfer 0.6.14 and 0.6.18 and 0.7, not 0.6.9"
 
 
 def test_presets_of_the_comparison_in_our_own_engine() -> None:

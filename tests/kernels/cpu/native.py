@@ -13,8 +13,8 @@ from torch import Tensor
 from halfbyte import formats
 from halfbyte.formats import MXTensor, rows16
 from halfbyte.gates import Gates, PerRegime
-from halfbyte.kernels.cpu.library import Layer, Matrix, Model
-from halfbyte.kernels.cpu.library import Step as RawStep
+from halfbyte.kernels.cpu.library import LayerStruct, MatrixStruct, ModelStruct
+from halfbyte.kernels.cpu.library import StepStruct as RawStep
 from halfbyte.model.config import ModelConfig
 from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.weights import LayerWeights, Weights, format_of
@@ -74,15 +74,15 @@ class Native:
     def _floats(self, t: Tensor) -> int | None:
         return self.keep(t.float().contiguous())
 
-    def _matrix(self, w: Any) -> Matrix:
+    def _matrix(self, w: Any) -> MatrixStruct:
         rows, cols = w.shape[-2:]
         data = rows16.pack(w).data if isinstance(w, MXTensor) else rows16.pack_dense(w)
-        return Matrix(FORMATS[format_of(w)], 0, rows, cols, self.keep(aligned(data)))
+        return MatrixStruct(FORMATS[format_of(w)], 0, rows, cols, self.keep(aligned(data)))
 
-    def _model(self, model: GptOss, int8: bool) -> Model:
+    def _model(self, model: GptOss, int8: bool) -> ModelStruct:
         c, s, w = model.config, model.spec, model.weights
         sinks = "sinks" in s.features_of(("attention",))
-        layers = (Layer * c.layers)()
+        layers = (LayerStruct * c.layers)()
         for i, layer in enumerate(w.layers):
             for role in (
                 "attn_norm",
@@ -101,7 +101,7 @@ class Native:
             layers[i].sliding = int(c.layer_kinds[i] == "sliding")
             layers[i].kind_index = c.kind_index(i)
         inverse, temperature = model.binding(None).rope
-        return Model(
+        return ModelStruct(
             1, c.layers, c.hidden, c.intermediate, c.experts, c.top_k, c.heads, c.kv_heads, c.head_dim, c.vocab,
             c.window, s.page_size, c.layers_per_page, FORMATS[s.kv_dtype], FORMATS[format_of(w.embed)], int(int8),
             c.norm_eps, c.swiglu_limit, c.swiglu_alpha, self._floats(inverse), temperature,

@@ -43,9 +43,10 @@ def step_of(model: GptOss, tokens: list[int]) -> Step:
 # ---- where it is taken -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])
+@pytest.mark.parametrize("preset", ["int8", "balanced", "fast"])
 def test_auto_takes_it_on_a_cpu_and_rounds_as_llama_cpp_does(preset: str) -> None:
-    spec, _, selection = choose(NAMED["20b"], PRESETS[preset].gates, CPU)
+    choice = choose(NAMED["20b"], PRESETS[preset].gates, CPU)
+    spec, selection = choice.spec, choice.selection
     assert selection.chosen == OURS
     assert (spec.activation, spec.activations, spec.kv_dtype, spec.dtype) == ("int8", {}, "bf16", "f32")
     matrices = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -53,17 +54,20 @@ def test_auto_takes_it_on_a_cpu_and_rounds_as_llama_cpp_does(preset: str) -> Non
 
 
 def test_the_exact_form_is_asked_for_by_name() -> None:
-    spec, _, selection = choose(SMALL, EXACT_FORM, CPU)
+    choice = choose(SMALL, EXACT_FORM, CPU)
+    spec, selection = choice.spec, choice.selection
     assert selection.chosen == OURS
     assert (spec.activation, spec.kv_dtype) == ("f32", "f32")
-    spec, _, selection = choose(SMALL, Gates(activation="decode=f32", kv_dtype="fp8"), CPU)
+    choice = choose(SMALL, Gates(activation="decode=f32", kv_dtype="fp8"), CPU)
+    spec, selection = choice.spec, choice.selection
     assert selection.chosen == OURS
     assert [spec.at(r).activation for r in REGIMES] == ["f32", "int8", "int8", "int8"]
 
 
 def test_the_reference_rounds_nothing_by_itself() -> None:
     for gates in (REFERENCE, Gates(attention="reference"), Gates(moe_kernel=REFERENCE.moe_kernel)):
-        spec, chosen, _ = choose(SMALL, gates, CPU)
+        choice = choose(SMALL, gates, CPU)
+        spec, chosen = choice.spec, choice.chosen
         assert all(phase.reference for phases in chosen.values() for phase in phases)
         assert (spec.activation, spec.kv_dtype) == ("f32", "f32")
 
@@ -71,7 +75,7 @@ def test_the_reference_rounds_nothing_by_itself() -> None:
 def test_the_value_cpu_asks_for_it_on_any_axis() -> None:
     every = PerRegime("cpu", "cpu", "cpu")
     for gates in (Gates(moe_kernel=every), Gates(linear_kernel=every), Gates(attention="cpu")):
-        assert choose(SMALL, gates, CPU)[2].chosen == OURS
+        assert choose(SMALL, gates, CPU).selection.chosen == OURS
 
 
 def test_a_part_of_it_cannot_be_had() -> None:
@@ -89,7 +93,8 @@ def test_a_part_of_it_cannot_be_had() -> None:
 
 
 def test_other_activation_formats_run_through_the_reference() -> None:
-    spec, chosen, selection = choose(SMALL, Gates(activation="mxfp8"), CPU)
+    choice = choose(SMALL, Gates(activation="mxfp8"), CPU)
+    spec, chosen, selection = choice.spec, choice.chosen, choice.selection
     assert all(phase.reference for phases in chosen.values() for phase in phases)
     assert (spec.activation, spec.kv_dtype) == ("mxfp8", "f32")
     reasons = {r.reason for r in selection.refusals if r.phase == "cpu.step"}
@@ -99,13 +104,21 @@ def test_other_activation_formats_run_through_the_reference() -> None:
 # ---- what it computes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["exact", "balanced", "fast"])
+@pytest.mark.parametrize("preset", ["exact", "balanced", "mixed", "fast"])
 def test_the_exact_form_is_the_reference(weights, preset: str) -> None:
     layers = PRESETS[preset].gates.layers
-    plain = synthetic.make(SMALL, 0, layer_formats=layers._asdict())
+    plain = synthetic.make(SMALL, 0, layer_formats=PRESETS[preset].gates.layer_formats)
     ours = SingleSequence(GptOss(plain, replace(EXACT_FORM, layers=layers)), 128).feed(TOKENS, all_logits=True)
     theirs = SingleSequence(GptOss(plain, replace(REFERENCE, layers=layers)), 128).feed(TOKENS, all_logits=True)
     assert (ours - theirs).norm() / theirs.norm() < 1e-6
+
+
+def test_the_preset_exact_rounds_nothing(weights) -> None:
+    presets = PRESETS["exact"].gates, PRESETS["int8"].gates, Gates(), REFERENCE
+    exact, int8, auto, theirs = (SingleSequence(GptOss(weights, g), 128).feed(TOKENS, all_logits=True) for g in presets)
+    assert (exact - theirs).norm() / theirs.norm() < 1e-6
+    assert torch.equal(auto, int8)
+    assert not torch.equal(int8, exact)
 
 
 def test_rounding_is_the_references_rounding(weights) -> None:
@@ -188,12 +201,10 @@ def test_another_library_than_the_declared_one_is_noticed(weights, monkeypatch: 
 
 
 def test_what_a_person_reads() -> None:
-    said = remark(Gates(threads="1"))
-    assert said.startswith(
-        f"CPU kernels with {library.open_library('auto').instructions}, threads: 1; activations int8"
-    )
-    assert "embedded model" in said
-    assert "activations" not in remark(EXACT_FORM)
+    kernels = f"CPU kernels with {library.open_library('auto').instructions}, 1 thread"
+    assert remark(Gates(threads="1")) == kernels
+    assert remark(Gates(threads="1"), verbose=True).startswith(f"{kernels}; activations int8")
+    assert "activations" not in remark(EXACT_FORM, verbose=True)
     assert remark(REFERENCE) == ""
 
 
@@ -216,10 +227,10 @@ def test_without_a_compiler_the_reference_runs_and_says_so(
     model = GptOss(weights)
     assert model.spec.activation == "f32"
     reasons = {r.reason for r in model.plan.selection.refusals if r.phase == "cpu.step"}
-    assert reasons == {"no C++ compiler was found to build it with (install g++ or clang++)"}
+    assert reasons == {"there is no C++ compiler to build it (install g++ or clang++)"}
     assert SingleSequence(model, 64).feed([5]).shape == (1, SMALL.vocab)
-    assert "far slower: no C++ compiler was found" in remark(Gates())
-    with pytest.raises(PlanError, match=r"no C\+\+ compiler was found"):
+    assert "far slower: there is no C++ compiler" in remark(Gates())
+    with pytest.raises(PlanError, match=r"no C\+\+ compiler"):
         GptOss(weights, Gates(attention="cpu"))
 
 
@@ -230,13 +241,13 @@ def test_a_compiler_that_fails_is_a_reason(nothing_built, monkeypatch: pytest.Mo
     )
     program.chmod(0o755)
     monkeypatch.setenv("HALFBYTE_CXX", str(program))
-    _, _, selection = choose(SMALL, Gates(), CPU)
+    selection = choose(SMALL, Gates(), CPU).selection
     (reason,) = {r.reason for r in selection.refusals if r.phase == "cpu.step"}
     assert reason.startswith("oldcc 1.0 cannot compile ")
     assert "error: no C++17" in reason
     monkeypatch.setenv("HALFBYTE_CXX", "no-such-compiler")
     library._library_or_reason.cache_clear()
-    _, _, selection = choose(SMALL, Gates(), CPU)
-    assert {"HALFBYTE_CXX names no-such-compiler, which is not a program here"} == {
+    selection = choose(SMALL, Gates(), CPU).selection
+    assert {"HALFBYTE_CXX is no-such-compiler, which is not an installed program"} == {
         r.reason for r in selection.refusals if r.phase == "cpu.step"
     }

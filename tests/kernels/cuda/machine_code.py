@@ -65,7 +65,7 @@ def freed_too_early(
             waiting = {j: r for j, r in waiting.items() if not r & set(range(first, first + 4))}
             waiting[i] = set(range(first, first + 4))
             continue
-        if op.startswith("SYNCS.ARRIVE") and re.search(arrivals, op) and waiting:
+        if op.startswith(("SYNCS.ARRIVE", "ATOMS.ARRIVE")) and re.search(arrivals, op) and waiting:
             early.append(line.strip())
         sources = operands if op.startswith(("ST", "RED")) else operands[1:]
         for place, operand in enumerate(sources):

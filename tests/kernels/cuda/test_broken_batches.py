@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cuda.attention.batch import AttentionShape, BatchAttention
-from halfbyte.kernels.cuda.device.emulator import Emulator
-from halfbyte.kernels.cuda.device.host import Machine, Workspace, gpu
-from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.device.host import KernelMachine, Workspace, gpu
+from halfbyte.kernels.cuda.prefill.experts import GroupedExperts
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Experts
 from halfbyte.kernels.cuda.prefill.mx import Mxfp4Experts, Mxfp8Experts
 from tests.kernels.cuda.attention.test_batch import a_step
 from tests.kernels.cuda.batch.test_products import make_layer
+from tests.kernels.cuda.emulator import Emulator
 from tests.kernels.cuda.prefill.test_products import mxfp4
 
 NAN, INF = float("nan"), float("inf")
@@ -25,7 +25,7 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 WHERE = ["cpu", pytest.param("cuda", marks=needs_gpu)]
 
 
-def machine_on(device: str) -> Machine:
+def machine_on(device: str) -> KernelMachine:
     return gpu() if device == "cuda" else Emulator(3)
 
 
@@ -117,10 +117,11 @@ def test_keys_and_values_of_a_batch(device: str, cached: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize(
-    "kind", [Experts, Fp8Experts, *(pytest.param(k, marks=pytest.mark.slow) for k in (Mxfp8Experts, Mxfp4Experts))]
+    "kind",
+    [GroupedExperts, Fp8Experts, *(pytest.param(k, marks=pytest.mark.slow) for k in (Mxfp8Experts, Mxfp4Experts))],
 )
 @pytest.mark.parametrize("device", WHERE)
-def test_experts_of_a_prompt(device: str, kind: type[Experts]) -> None:
+def test_experts_of_a_prompt(device: str, kind: type[GroupedExperts]) -> None:
     if device == "cuda" and kind in (Mxfp8Experts, Mxfp4Experts) and torch.cuda.get_device_capability()[0] != 12:
         pytest.skip("block-scaled products need SM12x")
     rows, experts, hidden, inner = 40, 4, 128, 128

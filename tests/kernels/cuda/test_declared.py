@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from halfbyte import gates
+from halfbyte.formats import MXTensor
 from halfbyte.kernels import launch
 from halfbyte.kernels.cuda.batch import phase as batch_phase
 from halfbyte.kernels.cuda.decode import phase as decode_phase
 from halfbyte.kernels.cuda.device import host
-from halfbyte.kernels.cuda.prefill import layer, phases
+from halfbyte.kernels.cuda.prefill import phases
 from halfbyte.kernels.launch import Build, Map
 from halfbyte.kernels.triton import call
-from halfbyte.kernels.triton.call import Call
+from halfbyte.kernels.triton.call import TritonCall
 from halfbyte.lab import timeline
 from halfbyte.lab.profile import Span, summarise
 from halfbyte.model import checkpoint, synthetic
@@ -60,7 +61,7 @@ class Nothing:
     blocks, failure = 132, torch.zeros(2, dtype=torch.int32)
 
     def __init__(self, arch: Arch) -> None:
-        self.target = launch.target_of(arch)
+        self.target = arch.target
         self._images: dict[Build, KernelImage] = {}
 
     def load(self, build: Build) -> KernelImage:
@@ -87,22 +88,24 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     machine = Nothing(arch)
     monkeypatch.setattr(launch, "_compiled", {})
     monkeypatch.setattr(call, "_compiled", {})
-    monkeypatch.setattr(host, "Gpu", lambda: machine)  # what gpu() makes, whoever asks
+    monkeypatch.setattr(host, "CudaMachine", lambda: machine)  # what gpu() makes, whoever asks
     host.gpu.cache_clear()
     for module in (batch_phase, decode_phase):
         monkeypatch.setattr(module, "current_arch", lambda: arch)
-    for module in (phases, layer):
-        monkeypatch.setattr(module, "workspace_of", lambda b: host.Workspace(machine, b.buffers, torch.device("cpu")))
+    monkeypatch.setattr(phases, "workspace_of", lambda b: host.Workspace(machine, b.buffers, torch.device("cpu")))
 
-    def triton(self: Call, grid: tuple[int, ...], device: torch.device, **_: Any) -> None:
+    def triton(self: TritonCall, grid: tuple[int, ...], device: torch.device, **_: Any) -> None:
         call._compiled.setdefault(self.function, set()).add("none")
         launched(KernelImage(self.function, "none", part=self.part))
 
-    monkeypatch.setattr(Call, "launch", triton)
+    monkeypatch.setattr(TritonCall, "launch", triton)
     g = gates.parse(flags, env={}, preset=preset)
     choice = choose(SMALL, g, arch)
-    source = checkpoint.MemorySource(synthetic.make(SMALL, 3, layer_formats=g.layer_formats))
-    model = GptOss(checkpoint.assemble(source, layouts=choice[2].layouts), g, choice=choice)
+    weights = synthetic.make(SMALL, 3, layer_formats=g.layer_formats)
+    assert isinstance(weights.layers[1].down, MXTensor)
+    weights.layers[1].down.scales[0, 0, 0] += 20  # so that fp8 products cannot hold this layer's experts
+    source = checkpoint.MemorySource(weights)
+    model = GptOss(checkpoint.assemble(source, layouts=choice.selection.layouts), g, choice=choice)
     model.plan.arch, model.plan.limits = arch, arch.limits
     yield model
     host.gpu.cache_clear()

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from halfbyte.errors import PlanError
 from halfbyte.kernels.cuda.decode.shape import build_of
-from halfbyte.kernels.cuda.device.emulator import Emulator
-from halfbyte.kernels.cuda.device.host import Gpu, Machine, check_resident, given_up, gpu
+from halfbyte.kernels.cuda.device.host import CudaMachine, KernelMachine, check_resident, given_up, gpu
 from halfbyte.kernels.launch import Build, Program
 from tests.kernels.cuda.batch.test_products import check_layer, make_layer
 from tests.kernels.cuda.decode.decode_models import Case, small
+from tests.kernels.cuda.emulator import Emulator
 
 DELAYS = "-DHB_DELAYS=4000"  # nanoseconds at most
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -30,7 +30,7 @@ def with_delays(build: Build) -> Program:
     return replace(build.program, options=(*build.program.options, DELAYS))
 
 
-class LateGpu(Gpu):
+class LateGpu(CudaMachine):
     """A GPU of so many multiprocessors, where hand-overs are late."""
 
     def __init__(self, blocks: int) -> None:
@@ -49,7 +49,7 @@ class LateEmulator(Emulator):
 POSITIONS = [650, 3, 131, 70]
 
 
-def logits_of(machine: Machine, device: str, steps: int = 1, rows: int = 4) -> Tensor:
+def logits_of(machine: KernelMachine, device: str, steps: int = 1, rows: int = 4) -> Tensor:
     case = Case(small(rows), machine, 4, 12, device)
     seen = []
     for i in range(steps):
@@ -136,4 +136,4 @@ def test_mps_is_refused_with_a_sentence(machine: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("P", (), {"multi_processor_count": 132}))
     with pytest.raises(PlanError, match=r"MPS.*nvidia-cuda-mps-control"):
-        Gpu()
+        CudaMachine()

@@ -15,11 +15,11 @@ from halfbyte.kernels.cuda.attention import batch as batch_attention
 from halfbyte.kernels.cuda.attention import flash, flash_sync, prompt
 from halfbyte.kernels.cuda.batch import builds as batch
 from halfbyte.kernels.cuda.decode import shape as decode
-from halfbyte.kernels.cuda.device.emulator import mirror_fields, sizes, struct_fields
 from halfbyte.kernels.cuda.prefill import builds as prefill
 from halfbyte.kernels.cuda.sampling import sampler
 from halfbyte.kernels.launch import Program
 from tests.kernels.cuda.decode.decode_models import small
+from tests.kernels.cuda.emulator import mirror_fields, sizes, struct_fields
 
 STEP = decode.StepShape(128, 128, 2, 32, 8, 1, 256, ring=12, slot=8_704)
 LENT = replace(small(4), lent=True)  # as test_lent.py runs it
@@ -39,14 +39,14 @@ MIRRORS = (
     Mirror(STEP.program(), "Step", decode.StepArgs),
     Mirror(STEP.program(), "Layer", decode.LayerArgs),
     Mirror(LENT.program(), "Layer", decode.LentLayerArgs),
-    Mirror(batch.ProductShape("q8", 1088).program(), "Product", batch.ProductArgs),
+    Mirror(batch.ProductShape("q8", 1088).program(), "Product", batch.BatchProductArgs),
     Mirror(batch.ProductShape("q8", 1088).program(), "Stage", batch.StageArgs),
-    Mirror(BATCH_ROWS.program("rows"), "Rows", batch.RowsArgs),
+    Mirror(BATCH_ROWS.program("rows"), "Rows", batch.BatchRowsArgs),
     Mirror(batch_attention.AttentionShape(8, 2).program(), "Attention", batch_attention.AttentionArgs),
     Mirror(flash.SLIDING.program(), "Flash", prompt.FlashArgs),
     Mirror(flash_sync.SINGLE.program(), "Flash", prompt.FlashArgs),
-    Mirror(prefill.GroupedShape("q8", "m256n64", False).program(), "Product", prefill.ProductArgs),
-    Mirror(PREFILL_ROWS, "Rows", prefill.RowsArgs),
+    Mirror(prefill.GroupedShape("q8", "m256n64", False).program(), "Product", prefill.GroupedProductArgs),
+    Mirror(PREFILL_ROWS, "Rows", prefill.GroupedRowsArgs),
     Mirror(SAMPLER, "Sampling", sampler.SampleArgs),
 )
 

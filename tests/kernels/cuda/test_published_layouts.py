@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from halfbyte.formats import e2m1
-from halfbyte.kernels.cuda.device.emulator import library
 from halfbyte.kernels.launch import INCLUDES, Program
+from tests.kernels.cuda.emulator import library
 
 PROBE = Program(Path(__file__).parent / "mma_probe.cu", "probe")
 Mode = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides, the fastest first

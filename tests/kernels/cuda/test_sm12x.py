@@ -11,17 +11,17 @@ import torch
 from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, layouts
-from halfbyte.gates import Gates, Layers
-from halfbyte.kernels.cuda.batch.builds import ProductArgs, ProductShape
-from halfbyte.kernels.cuda.batch.products import Matrix
+from halfbyte.gates import PRESETS, Gates, Layers
+from halfbyte.kernels.cuda.batch.builds import BatchProductArgs, ProductShape
+from halfbyte.kernels.cuda.batch.products import BatchMatrix
 from halfbyte.kernels.cuda.decode.shape import StepShape
-from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
-from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncShape
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncProductShape
 from halfbyte.kernels.launch import Program, _for_arch, compile_program, nvrtc_available
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose
 from halfbyte.plan.phase import ARCHES
 from tests.kernels.cuda.decode.decode_models import Case, compare
+from tests.kernels.cuda.emulator import Emulator, sizes
 from tests.kernels.cuda.machine_code import freed_too_early, products_with_weights
 
 SMALL = ARCHES["sm121"].shared_memory
@@ -54,13 +54,15 @@ def test_lm_head_of_a_batch() -> None:
     for dense, head in (("mxfp4", "batch_sync"), ("q8", "batch_sync"), ("checkpoint", "grouped_sync")):
         gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
         for arch in ("sm120", "sm121"):
-            _, _, found = choose(NAMED["120b"], gates, ARCHES[arch])
+            found = choose(NAMED["120b"], gates, ARCHES[arch]).selection
             assert found.chosen["batch"][-1] == f"cuda.{head}_norm_lm_head"
             assert found.chosen["prefill"][-1] == "cuda.grouped_sync_norm_lm_head"
-        _, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        found = choose(NAMED["120b"], gates, ARCHES["sm90"]).selection
         assert found.chosen["batch"][-1] == "cuda.batch_norm_lm_head"
     said = {
-        r.phase: r.reason for r in choose(NAMED["120b"], Gates(), ARCHES["sm121"])[2].refusals if r.regime == "batch"
+        r.phase: r.reason
+        for r in choose(NAMED["120b"], PRESETS["exact"].gates, ARCHES["sm121"]).selection.refusals
+        if r.regime == "batch"
     }
     assert "tile of lm_head in bf16" in said["cuda.batch_sync_norm_lm_head"]
     assert "sm121 has 101376" in said["cuda.batch_sync_norm_lm_head"]
@@ -69,7 +71,7 @@ def test_lm_head_of_a_batch() -> None:
 def test_a_tile_that_does_not_fit_is_refused() -> None:
     w = DenseTiles.of(torch.zeros((16, 2880), dtype=torch.bfloat16), "tile16")
     with pytest.raises(PlanError, match="does not fit in 101376 bytes"):
-        Matrix(w, None, "qkv", shared=SMALL)
+        BatchMatrix(w, None, "qkv", shared=SMALL)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +80,10 @@ def test_a_tile_that_does_not_fit_is_refused() -> None:
 def test_a_batch_product_with_the_small_ring(form: str, k: int) -> None:
     g = torch.Generator().manual_seed(k)
     plain = formats.quantize(torch.randn((80, k), generator=g) / k**0.5, "q8" if form == "q8" else "mxfp4")
-    matrix = Matrix(layouts.convert(plain, "tile16"), None, "o", shared=SMALL)
+    matrix = BatchMatrix(layouts.convert(plain, "tile16"), None, "o", shared=SMALL)
     x, out = torch.randn((11, k), generator=g).bfloat16(), torch.full((11, 80), float("nan"))
     shape = matrix.shape
-    assert sizes(shape.program(), 3) == [ctypes.sizeof(ProductArgs), shape.shared_bytes, shape.threads]
+    assert sizes(shape.program(), 3) == [ctypes.sizeof(BatchProductArgs), shape.shared_bytes, shape.threads]
     matrix.run(Emulator(3), x, out, 11)
     want = x.double() @ formats.dequantize(plain, torch.float32).double().T
     assert float((out.double() - want).norm() / want.norm()) < 1e-6
@@ -107,9 +109,9 @@ BATCH = [
         ProductShape("q8", 4096, router=128),
     )
 ]
-SYNC = [SyncShape("mxfp4", "64x128", False), SyncShape("mxfp4", "64x128", False, "mxfp8")]
-MORE = [SyncShape(f, t, s) for f in ("mxfp4", "q8", "bf16") for t in COLUMNS for s in (False, True)]
-MORE += [SyncShape("mxfp4", t, s, mx) for mx in ("mxfp8", "mxfp4") for t in COLUMNS for s in (False, True)]
+SYNC = [SyncProductShape("mxfp4", "64x128", False), SyncProductShape("mxfp4", "64x128", False, "mxfp8")]
+MORE = [SyncProductShape(f, t, s) for f in ("mxfp4", "q8", "bf16") for t in COLUMNS for s in (False, True)]
+MORE += [SyncProductShape("mxfp4", t, s, mx) for mx in ("mxfp8", "mxfp4") for t in COLUMNS for s in (False, True)]
 no_nvrtc = nvrtc_available()
 needs_nvrtc = pytest.mark.skipif(no_nvrtc is not None, reason=no_nvrtc or "")
 
@@ -132,7 +134,7 @@ def test_copies_name_the_memory_of_their_block() -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_121a", pytest.param("sm_120a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("v", [*SYNC, *(pytest.param(v, marks=pytest.mark.slow) for v in MORE)], ids=str)
-def test_a_stage_is_freed_after_it_was_read(v: SyncShape, arch: str, tmp_path: Path) -> None:
+def test_a_stage_is_freed_after_it_was_read(v: SyncProductShape, arch: str, tmp_path: Path) -> None:
     """ptxas moves an arrival in front of products, volatile or not: see `release` in grouped_sync.cu."""
     sass = disassembled(v.program(), arch, tmp_path)
     assert sass.count("SYNCS.ARRIVE") > v.columns // 16

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.triton.attention import DecodeAttention, PrefillAttention
-from halfbyte.kernels.triton.linear import LmHead, OutProjection, Qkv
-from halfbyte.kernels.triton.moe import Moe, MoeSplit
-from halfbyte.kernels.triton.norm import AttnNorm
+from halfbyte.kernels.triton.linear import TritonHead, TritonOut, TritonQkv
+from halfbyte.kernels.triton.moe import TritonMoe, TritonMoeSplit
+from halfbyte.kernels.triton.norm import TritonAttnNorm
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.kernels.triton.router import NormAndRouter
 from halfbyte.plan.activations import Activations
@@ -41,7 +41,7 @@ def test_norms(value: float) -> None:
     x = stream(3, spec.hidden)
     x[1, 5] = value
     step, weights = make_step(spec, [(0, 3)]), make_weights(spec)
-    for phase in (AttnNorm(), NormAndRouter()):
+    for phase in (TritonAttnNorm(), NormAndRouter()):
         acts = Activations(x=x.clone())
         for launch in bind_all([phase], spec, weights, None, "full", 1):
             launch(step, acts)
@@ -70,11 +70,11 @@ def test_the_router(role: str, value: float) -> None:
         assert int(acts.topk_ids.max()) < spec.experts
 
 
-MOES = [*((Moe(), a) for a in ("bf16", "int8", "fp8", "mxfp8", "mxfp4")), (MoeSplit(), "mxfp8")]
+MOES = [*((TritonMoe(), a) for a in ("bf16", "int8", "fp8", "mxfp8", "mxfp4")), (TritonMoeSplit(), "mxfp8")]
 
 
 def test_clamps() -> None:
-    check_experts(Moe(), "bf16", all_plants=False)
+    check_experts(TritonMoe(), "bf16", all_plants=False)
 
 
 @pytest.mark.slow
@@ -183,8 +183,8 @@ def test_projections(dense: str, activation: str) -> None:
     roles = make_spec().formats | {"qkv": dense, "o": dense, "lm_head": dense}
     spec = make_spec(activation=activation, formats=roles, hidden=192)
     step = make_step(spec, [(0, 3)], logit_rows=[0, 1, 2])
-    for phase, role, width in ((Qkv(), "qkv", spec.hidden), (OutProjection(), "o", spec.heads * spec.head_dim),
-                               (LmHead(), "lm_head", spec.hidden)):  # fmt: skip
+    for phase, role, width in ((TritonQkv(), "qkv", spec.hidden), (TritonOut(), "o", spec.heads * spec.head_dim),
+                               (TritonHead(), "lm_head", spec.hidden)):  # fmt: skip
         for value in VALUES:
             for planted in ("input", "bias", "weight"):
                 weights = make_weights(spec)

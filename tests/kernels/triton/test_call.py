@@ -11,7 +11,7 @@ import torch
 
 from halfbyte.kernels.launch import loaded_functions, loaded_modules, module_hash
 from halfbyte.kernels.triton import call as call_
-from halfbyte.kernels.triton.call import Call, Loaded, declared_calls
+from halfbyte.kernels.triton.call import Loaded, TritonCall, declared_calls
 from halfbyte.plan.launches import PACKING, Counts, KernelImage, state
 
 CUDA = torch.device("cuda", 0)
@@ -55,7 +55,7 @@ def test_a_kernel_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_, "_function", lambda module, function: fn)
     monkeypatch.setattr(call_, "target_options", lambda device: {})
     types = {"x": "*fp32", "out": "*bf16", "M": "i32:16", "eps": "fp32"}
-    made = Call("rows", "any", types, {"BM": 64}, warps=2)
+    made = TritonCall("rows", "any", types, {"BM": 64}, warps=2)
     x, out = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
 
     def launch(x: torch.Tensor = x, rows: int = 32, eps: float = 1e-5) -> tuple[int, int]:
@@ -86,7 +86,7 @@ def test_launches_are_counted_by_the_binary_that_runs(monkeypatch: pytest.Monkey
     monkeypatch.setattr(call_, "target_options", lambda device: {})
     monkeypatch.setattr(call_, "_compiled", {})
     types = {"x": "*fp32", "out": "*fp32", "M": "i32:16", "eps": "fp32"}
-    kept, x = Call("rows", "any", types, {"BM": 64}, part=PACKING), torch.zeros(64)
+    kept, x = TritonCall("rows", "any", types, {"BM": 64}, part=PACKING), torch.zeros(64)
     now, counts = state(), Counts()
     now.sink = counts
     try:

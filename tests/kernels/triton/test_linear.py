@@ -7,7 +7,7 @@ import torch
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.triton import linear
-from halfbyte.kernels.triton.linear import LmHead, OutProjection, OutProjectionSplit, Qkv, QkvSplit
+from halfbyte.kernels.triton.linear import TritonHead, TritonOut, TritonOutSplit, TritonQkv, TritonQkvSplit
 from halfbyte.plan.phase import ARCHES, Phase
 from tests.kernels.triton.triton_cases import close, make_spec, make_step, make_weights, run_both
 
@@ -32,14 +32,14 @@ PAIRS = [
 def test_qkv(kind: str, activation: str, rows: int) -> None:
     hidden = 192 if kind == "q8" else 160  # q8 is read two groups at a time
     spec = make_spec(activation=activation, hidden=hidden, formats=make_spec().formats | {"qkv": kind})
-    assert Qkv().refuse(spec, ARCHES["sm90"], Gates()) is None
+    assert TritonQkv().refuse(spec, ARCHES["sm90"], Gates()) is None
     step = make_step(spec, [(0, rows)])
-    mine, theirs, _, _ = run_both(Qkv(), spec, make_weights(spec), step, {"h": inputs(rows, spec.hidden)})
+    mine, theirs, _, _ = run_both(TritonQkv(), spec, make_weights(spec), step, {"h": inputs(rows, spec.hidden)})
     for name in ("q", "k", "v"):
         close(getattr(mine, name), getattr(theirs, name), BOUND)
 
 
-@pytest.mark.parametrize("phase", [OutProjection(), OutProjectionSplit()])
+@pytest.mark.parametrize("phase", [TritonOut(), TritonOutSplit()])
 @pytest.mark.parametrize("activation", ["fp8", "mxfp8"])
 def test_o_adds_to_the_stream(phase: Phase, activation: str) -> None:
     spec = make_spec(activation=activation, head_dim=64, formats=make_spec().formats | {"o": "mxfp4"})
@@ -57,7 +57,7 @@ def test_split_layout_with_k_that_is_no_whole_tile(activation: str, rows: int) -
     spec = make_spec(activation=activation, formats=make_spec().formats | {"qkv": "mxfp4"})
     step = make_step(spec, [(0, rows)])
     weights = make_weights(spec, layout="w4a8_split")
-    mine, theirs, _, _ = run_both(QkvSplit(), spec, weights, step, {"h": inputs(rows, spec.hidden)})
+    mine, theirs, _, _ = run_both(TritonQkvSplit(), spec, weights, step, {"h": inputs(rows, spec.hidden)})
     close(mine.q, theirs.q, BOUND)
 
 
@@ -66,7 +66,7 @@ def test_a_broken_weight_group_stays_broken_when_widened() -> None:
     spec = make_spec(activation="mxfp8", formats=make_spec().formats | {"qkv": "mxfp4"})
     weights = make_weights(spec, layout="w4a8_split")
     weights.qkv.scales[3, 1] = 255
-    mine, _, _, _ = run_both(QkvSplit(), spec, weights, make_step(spec, [(0, 2)]), {"h": inputs(2, spec.hidden)})
+    mine, _, _, _ = run_both(TritonQkvSplit(), spec, weights, make_step(spec, [(0, 2)]), {"h": inputs(2, spec.hidden)})
     column = mine.q.flatten(1)[:, :8]
     assert column[:, 3].isnan().all()
     assert column[:, [0, 1, 2, 4, 5, 6, 7]].isfinite().all()
@@ -77,23 +77,23 @@ def test_bf16_rows_need_no_second_rounding() -> None:
     step = make_step(spec, [(0, 5)])
     h = inputs(5, spec.hidden)
     weights = make_weights(spec)
-    wide, _, _, _ = run_both(Qkv(), spec, weights, step, {"h": h})
-    narrow, _, _, _ = run_both(Qkv(), spec, weights, step, {"h": h.bfloat16()})
+    wide, _, _, _ = run_both(TritonQkv(), spec, weights, step, {"h": h})
+    narrow, _, _, _ = run_both(TritonQkv(), spec, weights, step, {"h": h.bfloat16()})
     assert wide.q.equal(narrow.q)
 
 
 def test_weights_as_the_m_operand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "capability_of", lambda device: (10, 0))
+    monkeypatch.setattr(linear, "arch_of", lambda device: ARCHES["sm100"])
     spec = make_spec()
     step = make_step(spec, [(0, 3)])
-    mine, theirs, _, _ = run_both(Qkv(), spec, make_weights(spec), step, {"h": inputs(3, spec.hidden)})
+    mine, theirs, _, _ = run_both(TritonQkv(), spec, make_weights(spec), step, {"h": inputs(3, spec.hidden)})
     close(mine.q, theirs.q, BOUND)
 
 
 def test_lm_head() -> None:
     spec = make_spec()
     step = make_step(spec, [(0, 3)], logit_rows=[0, 2])
-    mine, theirs, _, _ = run_both(LmHead(), spec, make_weights(spec), step, {"h": inputs(2, spec.hidden)})
+    mine, theirs, _, _ = run_both(TritonHead(), spec, make_weights(spec), step, {"h": inputs(2, spec.hidden)})
     close(mine.logits, theirs.logits, BOUND)
 
 
@@ -101,23 +101,23 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     spec = make_spec(formats=make_spec().formats | {"qkv": "mxfp4"})
     weights = make_weights(spec)
     h = inputs(9, spec.hidden)
-    many, _, _, _ = run_both(Qkv(), spec, weights, make_step(spec, [(0, 9)]), {"h": h})
-    one, _, _, _ = run_both(Qkv(), spec, weights, make_step(spec, [(0, 1)]), {"h": h[4:5].contiguous()})
+    many, _, _, _ = run_both(TritonQkv(), spec, weights, make_step(spec, [(0, 9)]), {"h": h})
+    one, _, _, _ = run_both(TritonQkv(), spec, weights, make_step(spec, [(0, 1)]), {"h": h[4:5].contiguous()})
     close(one.q, many.q[4:5], 1e-6)
 
 
 REFUSALS = [
-    (Qkv(), "cpu", {}, "needs an NVIDIA GPU"),
-    (Qkv(), "sm120", {"formats": {"qkv": "f32"}}, "qkv is f32"),
-    (Qkv(), "sm120", {"formats": {"qkv": "q8"}, "activation": "mxfp8"}, "takes bf16 or int8 activations"),
-    (Qkv(), "sm120", {"formats": {"qkv": "mxfp4"}, "activation": "int4"}, "has no int4"),
-    (Qkv(), "sm121", {"formats": {"qkv": "mxfp4"}, "activation": "mxfp8"}, "w4a8_split"),
-    (QkvSplit(), "sm90", {"formats": {"qkv": "mxfp4"}, "activation": "mxfp8"}, "is for SM12x"),
-    (QkvSplit(), "sm120", {"formats": {"qkv": "mxfp4"}}, "not for bf16"),
-    (QkvSplit(), "sm120", {}, "holds mxfp4"),
-    (Qkv(), "sm90", {"hidden": 100}, "whole groups of 32"),
-    (Qkv(), "sm90", {"formats": {"qkv": "q8"}}, "in pairs"),
-    (LmHead(), "sm90", {"formats": {"lm_head": "mxfp4"}, "vocab": 97}, "no whole number"),
+    (TritonQkv(), "cpu", {}, "needs an NVIDIA GPU"),
+    (TritonQkv(), "sm120", {"formats": {"qkv": "f32"}}, "qkv is f32"),
+    (TritonQkv(), "sm120", {"formats": {"qkv": "q8"}, "activation": "mxfp8"}, "takes bf16 or int8 activations"),
+    (TritonQkv(), "sm120", {"formats": {"qkv": "mxfp4"}, "activation": "int4"}, "has no int4"),
+    (TritonQkv(), "sm121", {"formats": {"qkv": "mxfp4"}, "activation": "mxfp8"}, "w4a8_split"),
+    (TritonQkvSplit(), "sm90", {"formats": {"qkv": "mxfp4"}, "activation": "mxfp8"}, "is for SM12x"),
+    (TritonQkvSplit(), "sm120", {"formats": {"qkv": "mxfp4"}}, "not for bf16"),
+    (TritonQkvSplit(), "sm120", {}, "holds mxfp4"),
+    (TritonQkv(), "sm90", {"hidden": 100}, "multiple of 32"),
+    (TritonQkv(), "sm90", {"formats": {"qkv": "q8"}}, "in pairs"),
+    (TritonHead(), "sm90", {"formats": {"lm_head": "mxfp4"}, "vocab": 97}, "no whole number"),
 ]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from halfbyte.gates import Gates
 from halfbyte.kernels.triton import moe
-from halfbyte.kernels.triton.moe import Moe, MoeSplit
-from halfbyte.plan.phase import Phase
+from halfbyte.kernels.triton.moe import TritonMoe, TritonMoeSplit
+from halfbyte.plan.phase import ARCHES, Phase
 from tests.kernels.triton.triton_cases import close, make_spec, make_step, make_weights, run_both
 
 # bf16, mxfp8 and mxfp4 round again between the two products: a last-bit difference in swiglu may move a value to the
@@ -39,13 +40,13 @@ def check(
 @pytest.mark.parametrize(
     ("phase", "activation"),
     [
-        (Moe(), "bf16"),
-        (Moe(), "int8"),
-        (Moe(), "fp8"),
-        (Moe(), "mxfp8"),
-        (Moe(), "mxfp4"),
-        (MoeSplit(), "fp8"),
-        (MoeSplit(), "mxfp8"),
+        (TritonMoe(), "bf16"),
+        (TritonMoe(), "int8"),
+        (TritonMoe(), "fp8"),
+        (TritonMoe(), "mxfp8"),
+        (TritonMoe(), "mxfp4"),
+        (TritonMoeSplit(), "fp8"),
+        (TritonMoeSplit(), "mxfp8"),
     ],
 )
 @pytest.mark.parametrize("rows", [1, 5])
@@ -62,15 +63,34 @@ def test_moe(phase: Phase, activation: str, rows: int) -> None:
     check(phase, activation, 5, acts, experts=5, top_k=2)
 
 
+@pytest.mark.parametrize(("kind", "activation"), [("bf16", "bf16"), ("bf16", "mxfp8"), ("q8", "bf16"), ("q8", "int8")])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_experts_as_fine_tunes_have_them(kind: str, activation: str, rows: int) -> None:
+    held = make_spec().formats | {"gate_up": kind, "down": kind}
+    check(TritonMoe(), activation, rows, formats=held, hidden=192, intermediate=128)
+
+
+def test_refused_experts() -> None:
+    formats, sm90 = make_spec().formats, ARCHES["sm90"]
+    mixed = make_spec(formats=formats | {"down": "q8"})
+    assert "mxfp4 and q8" in (TritonMoe().refuse(mixed, sm90, Gates()) or "")
+    narrow = make_spec(formats=formats | {"gate_up": "q8", "down": "q8"}, hidden=192, intermediate=96)
+    assert "96" in (TritonMoe().refuse(narrow, sm90, Gates()) or "")
+    half = make_spec(formats=formats | {"gate_up": "f16", "down": "f16"})
+    assert "f16" in (TritonMoe().refuse(half, sm90, Gates()) or "")
+
+
 @pytest.mark.parametrize("activation", ["bf16", "mxfp4"])
 def test_all_tokens_on_one_expert(activation: str) -> None:
     acts = activations(20, 160, 8, 4)
     acts["topk_ids"][:] = torch.tensor([5, 5, 5, 5])  # a router cannot say this; a broken row may
-    check(Moe(), activation, 20, acts)
+    check(TritonMoe(), activation, 20, acts)
 
 
 @pytest.mark.parametrize("tile", [pytest.param("64x128", marks=pytest.mark.slow), "128x128"])
-@pytest.mark.parametrize(("phase", "activation"), [(Moe(), "bf16"), (MoeSplit(), "mxfp8"), (Moe(), "mxfp4")])
+@pytest.mark.parametrize(
+    ("phase", "activation"), [(TritonMoe(), "bf16"), (TritonMoeSplit(), "mxfp8"), (TritonMoe(), "mxfp4")]
+)
 def test_tiles(phase: Phase, activation: str, tile: str) -> None:
     check(phase, activation, 6, tile=tile, experts=4)
 
@@ -78,21 +98,21 @@ def test_tiles(phase: Phase, activation: str, tile: str) -> None:
 @pytest.mark.parametrize("activation", ["bf16", "mxfp8", "mxfp4"])
 def test_weights_as_the_m_operand(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on SM100, whose MMA wants 128 rows there."""
-    monkeypatch.setattr(moe, "capability_of", lambda device: (10, 0))
-    check(Moe(), activation, 3)
+    monkeypatch.setattr(moe, "arch_of", lambda device: ARCHES["sm100"])
+    check(TritonMoe(), activation, 3)
 
 
 @pytest.mark.parametrize(("activation", "rows"), [("bf16", 3), ("mxfp8", 3), ("bf16", 40)])
 def test_scales_by_bytes(activation: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on SM90."""
-    monkeypatch.setattr(moe, "capability_of", lambda device: (9, 0))
-    check(Moe(), activation, rows, experts=4)
+    monkeypatch.setattr(moe, "arch_of", lambda device: ARCHES["sm90"])
+    check(TritonMoe(), activation, rows, experts=4)
 
 
 def test_large_values_meet_the_clamp() -> None:
     acts = activations(5, 160, 8, 4)
     acts["h"] *= 30
-    check(Moe(), "bf16", 5, acts)
+    check(TritonMoe(), "bf16", 5, acts)
 
 
 def test_a_row_of_nan_harms_itself_only() -> None:
@@ -100,9 +120,9 @@ def test_a_row_of_nan_harms_itself_only() -> None:
     step = make_step(spec, [(0, 6)])
     acts = activations(6, spec.hidden, spec.experts, spec.top_k)
     weights = make_weights(spec)
-    clean, _, _, _ = run_both(Moe(), spec, weights, step, acts)
+    clean, _, _, _ = run_both(TritonMoe(), spec, weights, step, acts)
     broken = dict(acts) | {"h": acts["h"].clone()}
     broken["h"][2] = float("nan")
-    mine, _, _, _ = run_both(Moe(), spec, weights, step, broken)
+    mine, _, _, _ = run_both(TritonMoe(), spec, weights, step, broken)
     others = [0, 1, 3, 4, 5]
     assert mine.x[others].equal(clean.x[others])

@@ -11,11 +11,12 @@ from halfbyte.errors import UsageError
 from halfbyte.gates import Gates, parse
 from halfbyte.gpu_sensor import Sample
 from halfbyte.lab import receipts
-from halfbyte.lab.levels.benchmark import Works, check_benchmark
-from halfbyte.lab.levels.protocol import CheckOptions, run_levels
+from halfbyte.lab.levels.benchmark import check_benchmark
+from halfbyte.lab.levels.protocol import run_levels
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.levels.targets import FOLDER, Target, Targets, read_targets, targets_for
 from halfbyte.lab.measure import rounds
+from halfbyte.lab.options import CheckOptions, Works
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Result, figure
 
@@ -40,9 +41,17 @@ def test_the_wrong_kernel_leaves_no_figure(tmp_path: Path) -> None:
     subject = subject_of(ScriptedPeer("wrong kernel"), tmp_path, CUTLASS)
     results, _ = check_benchmark(subject, WORKS)
     assert all(r.invalid and not r.figures for r in results)
-    assert "wrong kernel path: moe_kernel cutlass ran failed: must not be seen: Using marlin" in results[0].refused
+    assert "wrong kernel path: moe_kernel cutlass: must not be seen: Using marlin" in results[0].refused
     assert results[0].detail["not_believed"]
     assert subject.diagnostics
+
+
+def test_canned_streams_leave_no_figure(tmp_path: Path) -> None:
+    """Asked again without a stream, the engine gives its own answer, and another one than was timed."""
+    subject = subject_of(ScriptedPeer("canned streams", pace=0.02), tmp_path)
+    (outcome,) = run_levels(subject, ["4"], CheckOptions(works=WORKS)).outcomes
+    assert outcome.verdict == "INVALID"
+    assert [r.refused[:46] for r in outcome.results] == ["the timed answer is not the engine's own: asked"[:46]] * 2
 
 
 def test_a_throttled_clock_leaves_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

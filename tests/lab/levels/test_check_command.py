@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from scripted_peer import LIMITS, ScriptedPeer
 
+from halfbyte.cli.check import show
+from halfbyte.lab.levels.protocol import Outcome
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.peers.process import PeerProcess
-from halfbyte.lab.result import from_json
+from halfbyte.lab.result import Cell, Check, Result, figure, from_json
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -44,6 +46,23 @@ def test_mistakes_are_one_sentence(run: Run, tmp_path: Path, args: list[str], sa
     assert code == 2
     assert said in err
     assert "Traceback" not in err
+
+
+def test_a_level_is_shown_with_its_reasons_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = [Cell("decode", "tiny", shape={"tg": n}) for n in range(1, 8)]
+    bad = [Result(cell, refused="it was throttled", invalid=True) for cell in cells]
+    show(Outcome("4", bad, 1.5), json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "level 4 benchmark INVALID 1.5 s 0 of 7 cells have figures."
+    assert [line.strip() for line in lines[1:6]] == [
+        *(f"tg{n}: it was throttled." for n in range(1, 5)), "… and 3 more, in test_log.md.",
+    ]  # fmt: skip
+    assert lines[6].strip() == "What to do: Remove the cause, and measure again."
+    fast = Result(cells[0], (figure("speed", "tok/s", 812.0),), detail={"acceptance": 0.62})
+    show(Outcome("4", [fast]), json=False)
+    assert capsys.readouterr().out.splitlines()[1].strip() == "tg1: speed 812 tok/s, 62% of drafts accepted"
+    show(Outcome("1", [Result(cells[0], checks=(Check("it answers", True),))], 2.0), json=False)
+    assert " ".join(capsys.readouterr().out.split()) == "level 1 smoke PASS 2.0 s 1 of 1 checks hold."
 
 
 def test_an_engine_that_runs_already(run: Run, tmp_path: Path) -> None:

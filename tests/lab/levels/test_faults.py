@@ -12,13 +12,15 @@ from scripted_peer import LIMITS, ScriptedPeer
 
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import Gates, parse
-from halfbyte.lab.levels.answers import Reference, make_reference
-from halfbyte.lab.levels.protocol import CheckOptions, Report, run_levels
+from halfbyte.lab.levels.correctness import Reference, make_reference
+from halfbyte.lab.levels.protocol import Report, run_levels
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.levels.under_load import Counts
+from halfbyte.lab.options import CheckOptions, StressCounts
 from halfbyte.lab.peers.launch import Setup
 
-SMALL = Counts(sequential=8, together=(2, 4), prefill=40, generation=20, load=12, at_once=4, tokens=4, settle_s=0.1)
+SMALL = StressCounts(
+    sequential=8, together=(2, 4), prefill=40, generation=20, load=12, at_once=4, tokens=4, settle_s=0.1
+)
 CUTLASS = parse({"moe_kernel": "cutlass"}, env={})
 
 
@@ -52,11 +54,13 @@ def verdicts(report: Report) -> dict[str, str]:
 
 def test_an_engine_without_a_fault_passes(tmp_path: Path, reference: Path) -> None:
     subject = subject_of(ScriptedPeer(), tmp_path, CUTLASS)
-    report = run_levels(subject, ["1", "1.5", "2", "3"], CheckOptions(SMALL, reference=reference))
-    assert verdicts(report) == {"1": "PASS", "1.5": "PASS", "2": "PASS", "3": "PASS"}, [
+    report = run_levels(subject, ["1", "1.5", "2", "3"], CheckOptions(counts=SMALL, reference=reference))
+    # It scores no prompts, so that its log probabilities are not measured, which is no PASS; every check holds.
+    assert verdicts(report) == {"1": "PASS", "1.5": "PASS", "2": "NOT PROVEN", "3": "PASS"}, [
         o.reasons for o in report.outcomes
     ]
-    assert report.ok
+    assert all(c.ok for r in report.results for c in r.checks)
+    assert not report.ok
     assert not subject.diagnostics
     smoke = report.outcomes[0].results
     assert [r.cell.shape["case"] for r in smoke] == ["with the feature", "baseline"]
@@ -80,6 +84,15 @@ FOUND = (
     ("stops answering", 16, "3", "FAIL", "no answer within 3 s"),
     ("leaks memory", 0, "3", "FAIL", "memory growth failed"),
     ("zombies", 0, "3", "FAIL", "no zombies failed"),
+    ("falls back", 0, "1.5", "INVALID", "falling back to Marlin"),
+    ("ignores filters", 0, "2", "FAIL", "tokens lie outside of it"),
+    ("logprobs times 1.5", 0, "2", "FAIL", "sampling by its distribution: temperature 1"),
+    ("loses letters", 0, "2", "FAIL", "texts are their tokens"),
+    ("mixed streams", 0, "3", "FAIL", "a stream began"),
+    ("cut streams", 0, "3", "FAIL", "without its end"),
+    ("streams lose letters", 0, "2", "FAIL", "streams are their answers"),
+    ("streams lose letters", 8, "3", "FAIL", "came as"),
+    ("one answer", 0, "2", "FAIL", "1 answers, 1 of them different"),
 )
 
 
@@ -97,7 +110,8 @@ def test_each_fault_is_found_by_its_level(
     deaf = {"stop_s": 0.5} if fault == "ignores SIGTERM" else {}
     subject = subject_of(ScriptedPeer(fault, after=after), tmp_path, CUTLASS, **deaf, **slow, **silent)
     subject.baseline = CUTLASS
-    report = run_levels(subject, [level], CheckOptions(SMALL, reference=reference))
+    counts = replace(SMALL, sequential=100) if fault == "cut streams" else SMALL  # 2 % of them
+    report = run_levels(subject, [level], CheckOptions(counts=counts, reference=reference))
     (outcome,) = report.outcomes
     assert outcome.verdict == verdict
     assert not report.ok
@@ -110,9 +124,17 @@ def test_each_fault_is_found_by_its_level(
             assert "scripted engine" in (folder / "server_log.txt").read_text()
 
 
+def test_an_engine_without_a_reference_is_never_passed(tmp_path: Path) -> None:
+    """Random weights: whatever it answers, nothing shows that it is right."""
+    subject = Subject(ScriptedPeer(), Setup("random:20b"), tmp_path, limits=LIMITS)
+    (outcome,) = run_levels(subject, ["2"], CheckOptions()).outcomes
+    assert outcome.verdict in ("NOT PROVEN", "FAIL")
+    assert outcome.not_proven
+
+
 def test_what_an_engine_refuses_is_blocked_and_no_failure_of_its(tmp_path: Path) -> None:
     subject = subject_of(ScriptedPeer(), tmp_path, parse({"tile": "64x128"}, env={}))
-    report = run_levels(subject, ["1.5", "2"], CheckOptions(SMALL))
+    report = run_levels(subject, ["1.5", "2"], CheckOptions(counts=SMALL))
     assert verdicts(report) == {"1.5": "REFUSED", "2": "REFUSED"}
     assert not report.ok
     assert not subject.diagnostics

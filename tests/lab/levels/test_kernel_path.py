@@ -12,7 +12,9 @@ import pytest
 
 from halfbyte.errors import UsageError
 from halfbyte.gates import Gates, parse
-from halfbyte.lab.levels.kernel_path import RULES, Evidence, judge, read_log, read_record, read_trace
+from halfbyte.lab.levels.kernel_path import MOST_DRAFTED, RULES, Evidence, exercise, judge, read_log, read_record
+from halfbyte.lab.peers.asker import Asker, Question, Reply
+from halfbyte.lab.trace import read_trace
 
 ALL = ("embed", "qkv", "attention", "o", "moe", "lm_head")
 
@@ -103,6 +105,28 @@ def test_the_seeds_table_of_kernels(value: str, right: str, wrong: str) -> None:
         assert failed(Evidence(kernels=(right, wrong)), asked)
 
 
+# Kernels of a real profile: vLLM with Marlin's experts, FlashInfer's attention, dense products of cuBLAS and CUTLASS.
+PROFILE = (
+    "gemvx::kernel", "cutlass_80_tensorop_bf16_s16816gemm_bf16_64x64_32x6_tn_align8", "marlin_moe_wna16::Marlin",
+    "elementwise_kernel", "CatArrayBatchedCopy", "swigluoai", "fused_add_rms_norm", "marlin_repack",
+    "topkGatingSoftmax", "BatchPrefillWithPagedKVCacheKernel", "triton_red_fused_add_moe_forward_mul_rsqrt_0",
+)  # fmt: skip
+
+
+def test_dense_kernels_are_not_taken_for_experts() -> None:
+    ran = Evidence(kernels=PROFILE)
+    assert not failed(ran, gates(moe_kernel="marlin", attention="flashinfer"))
+    for value in ("cutlass", "triton"):
+        assert "must not be seen: marlin_moe" in failed(ran, gates(moe_kernel=value))[f"moe_kernel {value} ran"]
+    assert failed(ran, gates(attention="triton"))
+    dense = Evidence(kernels=tuple(k for k in PROFILE if "marlin_moe" not in k))
+    for value in ("gemv", "cutlass", "triton", "marlin"):  # each of them has a dense namesake there
+        assert failed(dense, gates(moe_kernel=value)) == {f"moe_kernel {value} ran": f"nothing shows {value}"}
+    assert failed(Evidence(kernels=("marlin_moe_wna16::Marlin", "marlin_repack")), gates(linear_kernel="marlin"))
+    assert not failed(Evidence(kernels=("marlin::Marlin<bf16>",)), gates(linear_kernel="marlin"))
+    assert failed(Evidence(statements=("Using 'MARLIN' Mxfp4 MoE backend",)), gates(linear_kernel="marlin"))
+
+
 def test_traces_of_both_kinds(tmp_path: Path) -> None:
     events = [{"cat": "kernel", "name": "marlin_moe"}, {"cat": "cpu_op", "name": "aten::mm"}]
     plain, packed, nsys = tmp_path / "t.json", tmp_path / "t.json.gz", tmp_path / "t.sqlite"
@@ -110,14 +134,14 @@ def test_traces_of_both_kinds(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     with sqlite3.connect(nsys) as db:
         db.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
-        db.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (demangledName INTEGER)")
+        db.execute("CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start, end, demangledName INTEGER, shortName INTEGER)")
         db.executemany("INSERT INTO StringIds VALUES (?, ?)", [(1, "marlin_moe"), (2, "not a kernel")])
-        db.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?)", [(1,), (1,)])
+        db.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (0, 9, ?, 2)", [(1,), (1,)])
     db.close()
     for path in (plain, packed, nsys):
-        assert read_trace(path) == ("marlin_moe",)
+        assert read_trace(path).kernels == ("marlin_moe",)
     plain.write_text("{")
-    with pytest.raises(UsageError, match="neither torch's trace"):
+    with pytest.raises(UsageError, match="neither JSON nor SQLite"):
         read_trace(plain)
 
 
@@ -154,6 +178,63 @@ def test_formats_instructions_and_graphs_of_a_record() -> None:
     assert not failed(ran, gates(graphs="off"))
     replayed = record({"decode": [phase("cuda.decode_step")]}, way="graph of 1 rows")
     assert failed(replayed, gates(graphs="off")) == {"no graph was replayed": "graph of 1 rows"}
+
+
+def with_values(**values: Any) -> Evidence:
+    evidence = record({"decode": [phase("cpu.step")]})
+    assert evidence.record is not None
+    return Evidence({**evidence.record, "values": values})
+
+
+def speculation(proposer: str, drafted: int) -> dict[str, Any]:
+    return {"proposer": proposer, "drafted": drafted, "accepted": drafted // 2}
+
+
+def test_gates_that_choose_no_kernel_have_a_witness_in_the_record() -> None:
+    ran = with_values(kv_dtype="bf16", sinks="on", threads=[2], speculate=speculation("NgramProposer", 8))
+    assert not failed(ran, gates(kv_dtype="bf16", sinks="on", threads="2", speculate="ngram"))
+    assert failed(ran, gates(kv_dtype="fp8")) == {"kv_dtype fp8 ran": "the engine had bf16"}
+    assert failed(ran, gates(sinks="off")) == {"sinks off ran": "the engine had on"}
+    assert failed(ran, gates(threads="1")) == {"threads 1 ran": "pools of 2 threads"}
+    assert failed(ran, gates(speculate="suffix")) == {"speculate suffix ran": "ran instead: NgramProposer"}
+    assert (
+        "no speculation"
+        in failed(with_values(speculate=speculation("", 0)), gates(speculate="ngram"))["speculate ngram ran"]
+    )
+
+
+def test_a_gate_without_a_witness_is_not_proven() -> None:
+    idle = with_values(speculate=speculation("Eagle3Proposer", 0))
+    assert failed(idle, gates(speculate="eagle3-long"))["speculate eagle3-long ran"].startswith("nothing shows")
+    plugin = record({"prefill": [phase("vllm.moe")]})  # its record has no values, and no log speaks of them
+    for axis, value in (("kv_dtype", "fp8"), ("speculate", "ngram"), ("tile", "64x128"), ("threads", "2")):
+        (note,) = failed(plugin, gates(**{axis: value})).values()
+        assert note.startswith("nothing shows"), (axis, note)
+    assert plugin.record is not None
+    log = Evidence(plugin.record, statements=("Using fp8 data type to store kv cache.",))
+    assert not failed(log, gates(kv_dtype="fp8"))
+
+
+@pytest.mark.parametrize(("drafts_after", "answers"), [(0, 3), (5, 5), (999, MOST_DRAFTED)])
+def test_an_engine_is_asked_until_it_drafts(drafts_after: int, answers: int) -> None:
+    class Counting(Asker):
+        asked = 0
+
+        def __init__(self) -> None: ...
+
+        def ask(self, question: Question) -> Reply:
+            self.asked += question.tokens > 4
+            return Reply("", "length", 1, question.tokens, None)
+
+        def metric(self, name: str) -> float:
+            return float(self.asked >= drafts_after)
+
+    asker = Counting()
+    exercise(asker, gates(speculate="eagle3"))
+    assert asker.asked == answers
+    quiet = Counting()
+    exercise(quiet, Gates())
+    assert quiet.asked == 0
 
 
 def test_a_difference_fails_whatever_was_asked() -> None:

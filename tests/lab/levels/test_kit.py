@@ -76,6 +76,32 @@ def test_an_engine_is_ended_when_the_time_is_over(tmp_path: Path, monkeypatch: p
     assert not [p for p in psutil.Process().children(recursive=True) if "scripted_engine" in " ".join(p.cmdline())]
 
 
+def test_a_named_model_is_inspected_without_any_text_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands that run, and that what they print is in the archive; one that fails is named."""
+    commands: list[list[str]] = []
+
+    def child(kit: Kit, words: list[str], name: str, limit_s: float) -> int:
+        commands.append(words)
+        (kit.folder / name).write_text('{"schema": "x"}')
+        return 1 if "quality" in words else 2 if "fails" in words else 0
+
+    monkeypatch.setattr(Kit, "child", child)
+    kit = Kit(tmp_path / "kit", device="cpu", model="m")
+    kit.folder.mkdir()
+    kit.inspection()
+    assert [words[2:] for words in commands] == [
+        ["inspect", "m", "--device", "cpu", "--json"],
+        ["check", "quality", "m", "--device", "cpu", "--lengths", "2048", "--json"],
+    ]
+    assert kit.left_out == []
+    assert write_archive(kit.folder, tmp_path / "kit.zip") == ["inspect.txt", "quality.txt"]
+    kit.model = "fails"
+    kit.inspection()
+    assert [text.split(":")[0] for text in kit.left_out] == ["inspection"]
+
+
 def test_the_report_reads_it(tmp_path: Path) -> None:
     sources = pytest.importorskip("halfbyte.lab.report.sources")
     write_archive(filled(tmp_path / "kit"), tmp_path / "kit.zip")
@@ -98,7 +124,7 @@ def test_what_does_not_fit_into_the_time_is_named(tmp_path: Path, monkeypatch: p
     names = make_kit(kit, tmp_path / "kit.zip")
     assert ran == ["1", "1.5"]
     assert [text.split(":")[0] for text in kit.left_out] == [
-        "level 2 of embedded", "level 3 of embedded", "level 4 of embedded", "kernel profile",
+        "level 2 of embedded", "level 3 of embedded", "level 4 of embedded", "inspection", "quality", "kernel profile",
     ]  # fmt: skip
     assert {"facts.txt", "embedded-results.json", "embedded-test_log.md"} <= set(names)
     with zipfile.ZipFile(tmp_path / "kit.zip") as made:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from scripted_peer import LIMITS, ScriptedPeer
 
-from halfbyte.errors import UsageError
+from halfbyte.errors import DisturbedError, UsageError
 from halfbyte.gates import PRESETS, Gates
 from halfbyte.lab.levels import matrix
-from halfbyte.lab.levels.benchmark import Measurement, Works
+from halfbyte.lab.levels.benchmark import Measurement
 from halfbyte.lab.levels.matrix import check_matrix, counts, covering, every, gates_of
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.measure.rounds import RunLog
+from halfbyte.lab.options import Works
 from halfbyte.lab.peers.launch import Launch, Setup
-from halfbyte.lab.result import Cell, Result, read_result
+from halfbyte.lab.result import Cell, Result, failed_cell, read_result
 
 AXES = {
     "moe_kernel": ("auto", "triton", "marlin", "cpu"),
@@ -71,7 +73,8 @@ class Picky(ScriptedPeer):
 
     def launch(self, setup: Setup) -> Launch:
         gates = setup.gates
-        if gates.moe_kernel.decode not in ("auto", "cutlass") or gates.activation != "auto" or gates.speculate != "off":
+        plain = gates.activation in ("auto", "float")
+        if gates.moe_kernel.decode not in ("auto", "cutlass") or not plain or gates.speculate != "off":
             return Launch(refusals=("not here",))
         fault = "crash in request" if gates.graphs == "off" else "none"
         moe = "marlin" if gates.attention == "triton" else "cutlass"
@@ -89,7 +92,10 @@ def test_cells_that_run_are_refused_or_are_invalid(tmp_path: Path, monkeypatch: 
     assert crashed.invalid
     assert "outside of its memory" in crashed.refused
     assert set(PRESETS) <= set(by_preset)
-    assert counts(results)["INVALID"] == 1
+    unproven = [r for r in results if r.invalid and r is not crashed]  # dense formats leave no line in a log
+    assert {r.cell.preset for r in unproven} == {"balanced", "mixed", "fast"}
+    assert all("kernel path not proven: layers" in r.refused for r in unproven)
+    assert counts(results)["INVALID"] == 1 + len(unproven)
     assert counts(results)["run"] >= 1
     assert subject.diagnostics
 
@@ -98,11 +104,30 @@ def test_a_cell_that_ran_and_has_no_figure_is_no_refusal(tmp_path: Path, monkeyp
     def at_once(*_: object) -> list[Result]:
         return [Result(Cell("decode", "tiny"), refused="the tokens came at once")]
 
-    monkeypatch.setattr(Works, "play", lambda works, subject: at_once)
+    monkeypatch.setattr(matrix, "play_works", lambda works, subject: at_once)
     subject = Subject(ScriptedPeer(), Setup(None, device="cpu"), tmp_path, limits=LIMITS)
     (result,) = matrix.run_cells(subject, [(Gates(), "exact")], Works((8,), (4,), repeats=1), None)
     assert result.invalid
     assert result.refused == "the tokens came at once; it ran and could not be measured"
+
+
+def test_a_cell_beside_other_work_ran_and_has_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disturbed(*_: object) -> list[Result]:
+        return [failed_cell(Cell("decode", "tiny"), DisturbedError("4 of 4 runs were disturbed"))]
+
+    monkeypatch.setattr(matrix, "play_works", lambda works, subject: disturbed)
+    subject = Subject(ScriptedPeer(), Setup(None, device="cpu"), tmp_path, limits=LIMITS)
+    works = Works((8,), (4,), repeats=1)
+    log = RunLog(tmp_path / "x", {})
+    (result,) = matrix.run_cells(subject, [(Gates(), "exact")], works, None, log)
+    assert result.state == "measured"
+    assert not result.figures
+    assert "disturbed" in result.detail[matrix.NOT_TIMED]
+    assert log.result(str([])) is None  # so that --resume times it
+    wrong = replace(subject, setup=replace(subject.setup, gates=gates_of({"moe_kernel": "marlin"})))
+    (result,) = matrix.run_cells(wrong, [(wrong.gates, "")], works, None)
+    assert result.invalid
+    assert "wrong kernel path" in result.refused
 
 
 def test_cells_of_an_interrupted_matrix_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,15 @@ import pytest
 from scripted_peer import ScriptedPeer
 
 from halfbyte.errors import UsageError
-from halfbyte.lab.levels.answers import Reference, first_difference
-from halfbyte.lab.levels.check_run import finish
-from halfbyte.lab.levels.log_page import TITLES, log_markdown
+from halfbyte.lab.levels.correctness import Reference, first_difference
+from halfbyte.lab.levels.kernel_path import UNPROVEN
+from halfbyte.lab.levels.log_page import TITLES, log_markdown, write_files
+from halfbyte.lab.levels.matrix import NOT_TIMED
 from halfbyte.lab.levels.protocol import LEVELS, Outcome, Report, level_numbers
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.levels.under_load import Counts
+from halfbyte.lab.options import StressCounts
 from halfbyte.lab.peers.launch import Setup
-from halfbyte.lab.result import Cell, Check, Result, figure, from_json
+from halfbyte.lab.result import Cell, Check, Result, figure, from_json, worst_check
 
 CELL = Cell("smoke", "tiny")
 GOOD = Result(CELL, (figure("start", "s", 2.0),), (Check("ready in time", True, 2.0, 300.0),))
@@ -45,7 +46,37 @@ def test_verdicts() -> None:
     assert Outcome("6", [GOOD, BAD]).verdict == "FAIL"
     assert Outcome("2").verdict == "FAIL"  # a level without a result has shown nothing
     assert Outcome("4", [GOOD], failures=["slower"]).verdict == "FAIL"
-    assert Outcome("5", skipped="no baseline").verdict == "SKIPPED"
+    assert Outcome("5", [GOOD], inconclusive=["wavers"]).verdict == "INCONCLUSIVE"
+    assert Outcome("1.5", [GOOD], not_proven=["no witness"]).verdict == "NOT PROVEN"
+    assert Outcome("5", [BAD], inconclusive=["wavers"]).verdict == "INVALID"  # the worst is said
+    assert "1 of 2 checks hold" in Outcome("1", [GOOD, BAD]).sentence
+
+
+def test_a_matrix_fails_by_its_engine_alone() -> None:
+    """Nothing shows a kernel: NOT PROVEN. The machine did other work: the cell ran, and has no figures."""
+    cell = Cell("matrix", "tiny", gates={"speculate": "ngram"})
+    unproven = Result(cell, refused="kernel path not proven: x", invalid=True, detail={UNPROVEN: ["x"]})
+    busy = Result(cell, detail={NOT_TIMED: "4 of 4 runs were disturbed"})
+    assert Outcome("6", [GOOD, busy]).verdict == "PASS"
+    assert "2 run, 0 refused, 0 INVALID; 1 were not timed" in Outcome("6", [GOOD, busy]).sentence
+    assert Outcome("6", [GOOD, unproven], not_proven=["x"]).verdict == "NOT PROVEN"
+    assert Outcome("6", [GOOD, unproven, BAD], not_proven=["x"]).verdict == "FAIL"
+    assert Outcome("4", [GOOD, unproven]).verdict == "INVALID"
+
+
+def test_the_sentence_names_the_worst_check() -> None:
+    near, far = Check("near", False, 0.3, 0.2), Check("far", False, 5.0, 0.2)
+    assert worst_check([near, far, Check("fine", True, 9.0, 1.0)]) is far
+    assert worst_check([Check("none is right", False, 0.0, 7.0), near]).what == "none is right"
+    assert worst_check([Check("first", False), Check("second", False)]).what == "first"
+    assert worst_check([Check("fine", True)]) is None
+
+
+def test_reasons_are_sentences_with_their_cells() -> None:
+    cell = Cell("decode", "tiny", shape={"tg": 32})
+    outcome = Outcome("4", [GOOD, Result(cell, refused="it was throttled", invalid=True)])
+    assert outcome.reasons == ["tg32: it was throttled."]
+    assert outcome.sentence == "1 of 1 checks hold. tg32: it was throttled. Remove the cause, and measure again."
 
 
 def report_of(folder: Path, *outcomes: Outcome) -> Report:
@@ -56,10 +87,11 @@ def test_only_a_whole_run_is_ready(tmp_path: Path) -> None:
     whole = report_of(tmp_path, *(Outcome(level, [COMPARED if level == "5" else GOOD]) for level in LEVELS))
     assert whole.ok
     assert "- [x] READY TO MERGE\n" in log_markdown(whole, {})
-    part = report_of(tmp_path, Outcome("1", [GOOD]), Outcome("5", skipped="no baseline"))
+    part = report_of(tmp_path, Outcome("1", [GOOD]), Outcome("5", [COMPARED]))
     assert part.ok
-    assert "- [ ] READY TO MERGE (not yet: level 1.5, 2, 3, 4, 6, 5 did not run)" in log_markdown(part, {})
-    assert not report_of(tmp_path, Outcome("5", skipped="no baseline")).ok
+    assert "- [ ] READY TO MERGE (not yet: level 1.5, 2, 3, 4, 6 did not run)" in log_markdown(part, {})
+    for outcome in (Outcome("5", [GOOD], inconclusive=["wavers"]), Outcome("2", [GOOD], not_proven=["no reference"])):
+        assert not report_of(tmp_path, outcome).ok
     broken = report_of(tmp_path, Outcome("1", [BAD]))
     assert not broken.ok
     assert "- [x] NEEDS FIXES (level 1 FAIL" in log_markdown(broken, {})
@@ -68,12 +100,13 @@ def test_only_a_whole_run_is_ready(tmp_path: Path) -> None:
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:
     report = report_of(tmp_path, Outcome("1", [GOOD, BAD], 75.0))
-    files = finish(report, tmp_path / "out")
+    files = write_files(report, tmp_path / "out")
     assert [f.name for f in files] == ["results.json", "levels.json", "test_log.md"]
     assert from_json(json.loads(files[0].read_text())).results[0].cell == CELL
     assert json.loads(files[1].read_text())["levels"][0]["verdict"] == "FAIL"
     page = files[2].read_text()
-    assert "- [ ] FAIL\n- Duration: 1m 15s\n" in page
+    assert "- [ ] FAIL: 1 of 2 checks hold. failed in front of the timing: ready in time. Read the diagnostics" in page
+    assert "- Duration: 1m 15s\n" in page
     assert "| ready in time | FAIL | 400 | 300 | a pipe \\| in a note |" in page
     assert "## Level 6: Combinatorial Test\n\n- [ ] not run" in page
 
@@ -93,7 +126,7 @@ def test_first_difference() -> None:
 
 def test_bad_input_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least 1"):
-        Counts(load=0)
+        StressCounts(load=0)
     path = tmp_path / "reference.json"
     for text in ("{", '{"schema": "other/1"}', '{"schema": "halfbyte.reference/1", "answers": [{}]}'):
         path.write_text(text)

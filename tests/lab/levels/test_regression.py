@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,19 @@ from scripted_peer import LIMITS, ScriptedPeer
 
 from halfbyte.errors import UsageError
 from halfbyte.gates import PRESETS, Gates, parse
-from halfbyte.lab.levels.regression import Pair, Rounds, compare_clients, compare_pair, compare_stored, pairs_of
+from halfbyte.lab.levels.protocol import run_levels
+from halfbyte.lab.levels.regression import (
+    Pair,
+    Rounds,
+    compare_clients,
+    compare_pair,
+    compare_stored,
+    pairs_of,
+    sentences,
+)
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.measure.engine_timing import Answer, Work
+from halfbyte.lab.options import CheckOptions, Works
 from halfbyte.lab.peers.launch import Setup
 from halfbyte.lab.result import Cell, Result, ResultFile, figure
 from tests.lab.measure.virtual_server import KnownServer
@@ -77,8 +88,8 @@ def test_a_planted_slowdown(slowdown: float, expected: bool, client: type[Waveri
 
 def test_rounds_end_when_nothing_is_left_to_decide() -> None:
     clear = compare_clients(WaveringClient(1.0, 1), WaveringClient(1.5, 2), Rounds(WORKS), 100)
-    assert {len(v) for v in clear.after.values()} == {Rounds().least}
-    with pytest.raises(UsageError, match="at the least"):
+    assert {len(clear.timed(work)[0]) for work in WORKS} == {Rounds().least}
+    with pytest.raises(UsageError, match="between"):
         Rounds(least=3)
 
 
@@ -102,23 +113,46 @@ def file_of(*speeds: float) -> ResultFile:
 def test_an_earlier_run() -> None:
     old = file_of(*[100.0 + i % 3 for i in range(12)])
     same, slow = file_of(*[100.0 + i % 3 for i in range(12)]), file_of(*[90.0 + i % 3 for i in range(12)])
-    (judged,), said = compare_stored(same.results, old)
+    (judged,) = compare_stored(same.results, old)
     assert judged.targets[0].ok
-    assert not said
-    (judged,), said = compare_stored(slow.results, old)
+    (judged,) = compare_stored(slow.results, old)
     assert not judged.targets[0].ok
-    assert "regression: -9." in said[0]
+    assert "regression: -9." in sentences([judged], "regression")[0]
     other = Result(Cell("decode", "120b"), (figure("speed", "tok/s", [1.0, 2.0]),))
-    assert compare_stored([other], old) == ([other], [])
+    assert compare_stored([other], old) == []
+    (few,) = compare_stored(file_of(80.0, 80.1, 80.2).results, old)
+    assert sentences([few], "inconclusive")
+    wide = file_of(*[70.0 + 12 * (i % 6) for i in range(12)])
+    assert sentences(compare_stored(wide.results, old), "inconclusive")
+
+
+def test_an_address_is_no_part_of_a_cell() -> None:
+    def at(engine: str) -> ResultFile:
+        old = file_of(*[100.0 + i % 3 for i in range(12)])
+        return replace(old, results=tuple(replace(r, cell=replace(r.cell, engine=engine)) for r in old.results))
+
+    assert compare_stored(at("127.0.0.1:8000").results, at("127.0.0.1:41873"))
+    assert compare_stored(at("server at spark:8000").results, at("server at localhost:9"))
+    assert not compare_stored(at("vllm").results, at("127.0.0.1:8000"))
 
 
 def test_two_real_processes_are_compared(tmp_path: Path) -> None:
     """Real HTTP, real processes, side by side; how fast they are is not for this test to say."""
-    subject = Subject(ScriptedPeer(), Setup(None, parse({"graphs": "off"}, env={})), tmp_path, limits=LIMITS)
+    subject = Subject(ScriptedPeer(pace=0.005), Setup(None, parse({"graphs": "off"}, env={})), tmp_path, limits=LIMITS)
     pair = Pair("baseline", Gates(), subject.gates)
     (result,) = compare_pair(subject, pair, Rounds((Work(tokens=8),), least=6, most=6))
     assert not result.refused
-    assert result.figure("speed").samples == result.figure("before").samples == 6
+    assert result.figure("speed").samples == result.figure("before").samples >= 6
     assert result.cell.shape["against"] == "baseline"
     assert "interval" in result.targets[0].note
     assert len(list(tmp_path.glob("*/server.log"))) == 2
+
+
+def test_an_earlier_run_without_a_cell_in_common_fails(tmp_path: Path) -> None:
+    other = Result(Cell("decode", "120b", path="http", shape={"tg": 32}), (figure("speed", "tok/s", [1.0] * 8),))
+    replace(file_of(1.0), results=(other,)).write(tmp_path / "earlier.json")
+    subject = Subject(ScriptedPeer(pace=0.005), Setup(None), tmp_path / "run", limits=LIMITS)
+    options = CheckOptions(works=Works((8,), (8,), repeats=6), against=tmp_path / "earlier.json")
+    outcome = run_levels(subject, ["4", "5"], options, rounds=Rounds((Work(tokens=8),), least=6, most=6)).outcomes[1]
+    assert outcome.verdict == "FAIL"
+    assert "nothing was compared" in outcome.reasons[0]

@@ -12,9 +12,10 @@ from halfbyte.engine.config import EngineConfig
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.runner import StepResult
-from halfbyte.errors import StepError, UsageError
+from halfbyte.errors import InvalidFigureError, UsageError
 from halfbyte.lab.measure import engine_timing
 from halfbyte.lab.measure.engine_timing import Answer, CoreClient, Work, all_work, measure_engine, time_work
+from halfbyte.lab.measure.rounds import Measured, Runs
 from halfbyte.lab.result import Cell, Check
 from halfbyte.model import load
 from halfbyte.model.gpt_oss import GptOss
@@ -52,8 +53,8 @@ class Pending:
         return StepResult([7] * self.rows)
 
 
-def client_of(machine: Machine, max_tokens: int = 8192) -> CoreClient:
-    config = EngineConfig(pages=50_000, max_seqs=64, vocab=1000, max_tokens=max_tokens)
+def client_of(machine: Machine, rows: int = 8192) -> CoreClient:
+    config = EngineConfig(pages=50_000, max_seqs=64, vocab=1000, max_rows_per_step=rows)
     return CoreClient(EngineCore(machine, config), machine.clock)
 
 
@@ -86,7 +87,7 @@ def test_a_prefix_in_the_cache_is_not_counted() -> None:
 def test_only_the_time_in_which_all_decode_counts() -> None:
     """The first of two prompts begins to decode while the second is still read: that is no decode speed of both."""
     machine = Machine(0.010, 1e-4)
-    timing = time_work(client_of(machine, max_tokens=600), Work(tokens=64, depth=0, concurrency=2), 1000, repeats=1)
+    timing = time_work(client_of(machine, rows=600), Work(tokens=64, depth=0, concurrency=2), 1000, repeats=1)
     assert timing.rates == pytest.approx([2 / 0.0102])
 
     class Late:
@@ -97,7 +98,7 @@ def test_only_the_time_in_which_all_decode_counts() -> None:
 
     timing = time_work(Late(), Work(tokens=30, concurrency=2), 1000, repeats=1)  # type: ignore[arg-type]
     assert timing.rates == [2.0]
-    with pytest.raises(StepError, match="before another had its first"):
+    with pytest.raises(InvalidFigureError, match="before another had its first"):
         time_work(Late(), Work(tokens=10, concurrency=2), 1000, repeats=1)  # type: ignore[arg-type]
 
 
@@ -114,7 +115,7 @@ def test_a_client_that_slept_is_asked_again_and_not_for_ever() -> None:
             return [Answer([(pace * i, 1) for i in range(tokens)], [7] * tokens) for _ in prompts]
 
     assert time_work(Sleepy(2), Work(tokens=8), 1000, repeats=1).rates == [1.0]  # type: ignore[arg-type]
-    with pytest.raises(StepError, match="the tokens came at once"):
+    with pytest.raises(InvalidFigureError, match="the tokens came at once"):
         time_work(Sleepy(3), Work(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
 
 
@@ -123,7 +124,7 @@ def test_a_request_that_ends_early_is_no_figure() -> None:
         def complete(self, prompts: list[list[int]], tokens: int) -> list[Answer]:
             return [Answer([(1.0, 1)], [7]) for _ in prompts]
 
-    with pytest.raises(StepError, match="1 tokens instead of 8"):
+    with pytest.raises(InvalidFigureError, match="1 tokens instead of 8"):
         time_work(Short(), Work(tokens=8), 1000, repeats=1)  # type: ignore[arg-type]
 
 
@@ -187,7 +188,7 @@ def test_what_is_refused(model: GptOss) -> None:
 
 
 def test_a_speed_above_the_ceiling_is_refused(model: GptOss) -> None:
-    timing = engine_timing.Timing(Work(tokens=4), [1e12], [0.1], [0], [[1, 2, 3]], 1.0)
+    work, runs = Work(tokens=4), Runs([Measured(1e12, 1.0, (0.1,), (0,), [[1, 2, 3]])] * 2)
     with pytest.raises(UsageError, match="passes its ceiling"):
-        engine_timing.result_of(timing, replace(TINY, kind="decode"), model, 4.0)
-    assert engine_timing.result_of(timing, TINY, None).figure("speed").ceiling is None
+        engine_timing.result_of(work, runs, replace(TINY, kind="decode"), model, 4.0)
+    assert engine_timing.result_of(work, runs, TINY, None).figure("speed").ceiling is None

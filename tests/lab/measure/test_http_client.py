@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from halfbyte.errors import EngineError, UsageError
+from halfbyte.errors import EngineError, InvalidFigureError, UsageError
 from halfbyte.lab.measure.engine_timing import Work, time_work
 from halfbyte.lab.measure.event_stream import read_blocks
 from halfbyte.lab.measure.http_client import HttpClient
@@ -125,7 +125,7 @@ def test_usage_that_comes_with_the_last_event_is_spread_over_all() -> None:
 
 
 def test_what_the_server_says_is_held_against_what_it_sent() -> None:
-    with pytest.raises(EngineError, match="counts 4 tokens and sent 3"):
+    with pytest.raises(InvalidFigureError, match="counts 4 tokens and sent 3"):
         read_blocks([(1.0, event([1, 2, 3]) + end(4))])
     with pytest.raises(EngineError, match="counts None"):
         read_blocks([(1.0, event([1]))])

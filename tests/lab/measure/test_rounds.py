@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.errors import UsageError
+from halfbyte.errors import InvalidFigureError, UsageError
+from halfbyte.lab.measure.disturbance import DisturbanceMeter, MachineReading
 from halfbyte.lab.measure.rounds import Measured, RunLog, in_rounds, most_runs
 from halfbyte.lab.result import Cell, Result, figure
 
@@ -89,3 +90,69 @@ def test_runs_of_another_measurement_are_refused_and_results_are_kept(tmp_path: 
     (tmp_path / "x.runs").write_text('{"measurement": {}}\nbroken\n{}\n')
     with pytest.raises(UsageError, match="line 2 is damaged"):
         RunLog(tmp_path / "x.runs", {})
+
+
+class ScriptedMeter(DisturbanceMeter):
+    """Two cores; `others` are the CPU seconds of other processes during each run of one second."""
+
+    def __init__(self, others: list[float], **more: float) -> None:
+        self.others, self.more, self.reads, self.busy = iter(others), more, 0, 0.0
+
+    def read(self) -> MachineReading:
+        self.reads += 1
+        ended = self.reads % 2 == 0
+        self.busy += next(self.others, 0.0) if ended else 0.0
+        at = float(self.reads // 2)  # a run takes a second
+        sums = {"stolen": 0.0, "throttled": 0.0} | {k: v * self.reads for k, v in self.more.items()}
+        return MachineReading(at, 2, self.busy, own=0.0, mhz=None, **sums)
+
+
+def test_a_run_beside_other_work_is_repeated() -> None:
+    (runs,) = in_rounds("a", lambda _, n: measured(100.0), 4, meter=ScriptedMeter([0.0, 1.0, 0.0, 1.9]))
+    assert len(runs.disturbed) == 2
+    assert len(runs.timed) >= 4
+    assert runs.error is None
+    assert max(d.share for d in runs.load) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("meter", "reason"),
+    [
+        (ScriptedMeter([1.0] * 99), "other processes used 50% of this machine's 2 cores"),
+        (ScriptedMeter([], stolen=0.2), "a hypervisor took"),
+        (ScriptedMeter([], throttled=1.0), "throttled"),
+    ],
+    ids=["busy", "stolen", "throttled"],
+)
+def test_a_machine_that_stays_busy_has_no_figure(meter: ScriptedMeter, reason: str) -> None:
+    (runs,) = in_rounds("a", lambda _, n: measured(100.0), 8, meter=meter)
+    assert isinstance(runs.error, InvalidFigureError)
+    assert reason in str(runs.error)
+    assert not runs.all
+
+
+def test_what_contradicts_itself_beside_other_work_is_repeated() -> None:
+    """A burst may be the machine's doing; where it is quiet, it is the engine's."""
+
+    def run(_: int, number: int) -> Measured:
+        if number == 1:
+            raise InvalidFigureError("sent in a burst")
+        return measured(100.0)
+
+    (excused,) = in_rounds("a", run, 4, meter=ScriptedMeter([0.0, 1.0, 0.0]))
+    assert excused.error is None
+    assert len(excused.disturbed) == 1
+    (liar,) = in_rounds("a", run, 4, meter=ScriptedMeter([]))
+    assert "burst" in str(liar.error)
+
+
+def test_own_work_is_no_disturbance() -> None:
+    meter = DisturbanceMeter()
+    before = meter.read()
+    sum(i * i for i in range(2_000_000))
+    disturbance = meter.read().since(before)
+    assert disturbance.seconds > 0
+    own = meter.read().own - before.own
+    assert own > 0
+    busy = MachineReading(1.0, 2, 5.0, 0.0, 3.0, 0.0, None).since(MachineReading(0.0, 2, 4.0, 0.0, 2.0, 0.0, None))
+    assert busy.others == 0.0

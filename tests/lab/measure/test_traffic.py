@@ -15,11 +15,12 @@ from halfbyte.lab import served
 from halfbyte.lab.measure.event_stream import Reading
 from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.lab.measure.traffic import Asked, Limits, measure_traffic, stall
+from halfbyte.lab.options import WorkloadOptions
 from halfbyte.lab.result import Cell, Result
-from halfbyte.lab.served import Traffic
-from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson
+from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson, Staircase
 from halfbyte.lab.workloads.recording import replay
 from halfbyte.lab.workloads.workload import Workload, chat, synthetic
+from halfbyte.model import load
 from tests.lab.measure.virtual_server import KnownServer
 
 WITHIN = 0.03
@@ -33,7 +34,7 @@ def _closed() -> Iterator[None]:
         made.pop().close()
 
 
-def play(server: KnownServer, workload: Workload, when: Arrivals, limits: str = "", **more: Any) -> Result:
+def play(server: KnownServer, workload: Workload, when: Arrivals | Staircase, limits: str = "", **more: Any) -> Result:
     made.append(server)
     return measure_traffic(server.client(), workload, when, Cell("serving"), Limits.parse(limits), server.run, **more)
 
@@ -41,6 +42,25 @@ def play(server: KnownServer, workload: Workload, when: Arrivals, limits: str = 
 def figures(result: Result) -> dict[str, float]:
     assert result.state == "measured", result.refused
     return {f.name: f.value for f in result.figures}
+
+
+@pytest.mark.parametrize(
+    ("server", "says"),
+    [
+        (KnownServer(0.1, 0.01, ids=False, spells=0.34), "and their texts are"),
+        (KnownServer(0.1, 0.01, spells=0.1), "every request was answered"),
+        (KnownServer(0.1, 0.01, reads=32), "read 32 of a prompt's 64 tokens"),
+    ],
+    ids=["a third", "ids without text", "cut prompts"],
+)
+def test_liars_under_load_have_no_figures(server: KnownServer, says: str) -> None:
+    made.append(server)
+    client = server.client(load.tokenizer_of(load.resolve_model(None)))
+    workload = synthetic(64, 65, 1000)
+    result = measure_traffic(client, workload, ClosedLoop(4, 8), Cell("serving"), Limits(), server.run)
+    assert result.invalid
+    assert not result.figures
+    assert says in result.refused + "".join(c.note for c in result.checks if not c.ok)
 
 
 @pytest.mark.parametrize("together", [1, 3, 8])
@@ -51,7 +71,8 @@ def test_every_figure_of_a_known_server(together: int, ids: bool, running: bool)
     result = play(server, synthetic(64, 65, 1000), ClosedLoop(8, 32))
     found = figures(result)
     whole = 0.1 + 64 * 0.01
-    assert result.detail["counted_by"] == ["ids" if ids else "running usage" if running else "spread"]
+    counted = "ids" if ids else "running usage, unverified" if running else "spread, unverified"
+    assert result.detail["counted_by"] == [counted]
     assert found["ttft_p50"] == pytest.approx(100, rel=WITHIN)
     assert found["e2e_p99"] == pytest.approx(1e3 * whole, rel=WITHIN)
     assert found["itl_p50"] == pytest.approx(10 * together, rel=WITHIN)
@@ -60,6 +81,31 @@ def test_every_figure_of_a_known_server(together: int, ids: bool, running: bool)
         assert found["speed"] == pytest.approx(8 * 65 / whole, rel=WITHIN)
     assert result.detail["completion_tokens"] == 32 * 65
     assert all(len(body["prompt"]) == 64 for path, body in server.bodies[1:])
+
+
+def test_the_longest_gap_and_when_it_was() -> None:
+    server = KnownServer(0.1, 0.01, pauses=[(2.0, 0.3)])
+    result = play(server, synthetic(64, 65, 1000), ClosedLoop(2, 8))
+    assert figures(result)["gap_longest"] == pytest.approx(310, rel=WITHIN)
+    assert result.detail["longest_gaps"][0] == {
+        "ms": pytest.approx(310, rel=WITHIN),
+        "at_s": pytest.approx(2.0, abs=0.15),
+    }
+
+
+def test_a_staircase_reaches_every_level_and_measures_from_the_first_request() -> None:
+    """Levels of 1, 4 and 2 sessions, two seconds each; a stall of seconds is a figure here, not a cold server."""
+    server = KnownServer(0.1, 0.01, pauses=[(1.0, 1.5)])
+    result = play(server, synthetic(8, 21, 1000), Staircase((1, 4, 2), 6.0))
+    found = figures(result)
+    assert found["gap_longest"] == pytest.approx(1510, rel=WITHIN)
+    assert server.sent[0] == 0.0  # no request came before
+    assert result.detail["requests"] == len(server.bodies)
+    each = 0.1 + 20 * 0.01
+    under_way = [sum(s <= at < s + each for s in server.sent) for at in (0.5, 3.5, 5.5)]
+    assert under_way == [1, 4, 2]
+    with pytest.raises(UsageError, match="staircase"):
+        Staircase((), 1.0)
 
 
 def test_a_prompt_that_the_server_knows_makes_prompts_that_should_all_be_new_invalid() -> None:
@@ -77,7 +123,7 @@ def test_no_cell_of_a_run_asks_what_another_one_did(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(served, "measure_traffic", partial(measure_traffic, run=server.run))
     works = [synthetic(prompt, tokens, 1000) for prompt in (32, 64) for tokens in (9, 17)]
     when = [ClosedLoop(1, 2), ClosedLoop(2, 4), ClosedLoop(4, 8)]
-    results = served.measure_workloads(server.client(), Traffic("synthetic"), works, when, Cell("serving"), str)
+    results = served.measure_workloads(server.client(), WorkloadOptions("synthetic"), works, when, Cell("serving"), str)
     assert [r.state for r in results] == ["measured"] * 12, [r.refused for r in results]
     assert [r.detail["cached_tokens"] for r in results] == [0] * 12
 

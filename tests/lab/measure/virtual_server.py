@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from itertools import takewhile
 from typing import Any
 
 from halfbyte.lab.measure.event_stream import LIMIT, Link
 from halfbyte.lab.measure.http_client import HttpClient
+from halfbyte.model.tokenizer import Tokenizer
 
 PAGE = 4  # tokens that its cache holds together
 
@@ -61,15 +62,23 @@ def alike(a: list[int], b: list[int]) -> int:
 
 class KnownServer:
     """`prefill` seconds to the first token, then `pace` a token; `together` tokens a chunk; at most `slots` requests at
-    once, others wait. `ids`, `running`: what it tells of its tokens beside the usage at the end, which also
-    has how much of a prompt of token ids it has seen before."""
+    once, others wait. `pauses`: when it stands still before a token, once each, and for how long. `ids`, `running`:
+    what it tells of its tokens beside the usage at the end, which also has how much of a prompt of token ids it has
+    seen before. `holds`: all tokens are kept back and sent in a burst; `spells`: the share of tokens that have text.
+    `waits`: so many seconds pass before every answer, in which tokens are computed that are then sent in a burst;
+    `greets`: an event without text comes at once, which claims a token; `reads`: the most tokens of a prompt that it
+    reads; `claims`: times its tokens that the usage at the end says."""
 
     def __init__(
         self, prefill: float, pace: float, together: int = 1, slots: int = 1 << 30, ids: bool = True,
-        running: bool = False, thinks: int = 0, short_by: int = 0,
+        running: bool = False, thinks: int = 0, short_by: int = 0, pauses: Sequence[tuple[float, float]] = (),
+        holds: bool = False, spells: float = 1.0, waits: float = 0.0, reads: int = 1 << 30, claims: float = 1.0,
+        greets: bool = False,
     ) -> None:  # fmt: skip
         self.prefill, self.pace, self.together, self.ids, self.running = prefill, pace, together, ids, running
-        self.thinks, self.short_by = thinks, short_by
+        self.thinks, self.short_by, self.pauses = thinks, short_by, list(pauses)
+        self.holds, self.spells, self.waits, self.reads, self.claims = holds, spells, waits, reads, claims
+        self.greets = greets
         self.loop = VirtualLoop()
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.sent: list[float] = []
@@ -77,8 +86,8 @@ class KnownServer:
         self._slots = asyncio.Semaphore(slots)
         self._seen: list[list[int]] = []
 
-    def client(self) -> HttpClient:
-        return HttpClient("http://known", self.loop.time, self._connect, "known")
+    def client(self, tokenizer: Tokenizer | None = None) -> HttpClient:
+        return HttpClient("http://known", self.loop.time, self._connect, "known", tokenizer)
 
     async def _connect(self) -> Link:
         reader = asyncio.StreamReader(LIMIT)
@@ -105,27 +114,38 @@ class KnownServer:
         chat, count = "chat" in path, body["max_tokens"] - self.short_by
         if chat:
             self._event(reader, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
-        await asyncio.sleep(self.prefill)
-        done = 0
+        if self.greets:
+            usage = {"prompt_tokens": 9, "completion_tokens": 1}
+            self._event(reader, {"choices": [{"index": 0, "text": ""}], **({"usage": usage} if self.running else {})})
+        await asyncio.sleep(self.prefill + self.waits + (count * self.pace if self.holds else 0.0))
+        done, ready = 0, int(self.waits / self.pace) if self.waits else 0
         while done < count:
             n = min(1 if not done else self.together, count - done)
             if done:
-                await asyncio.sleep(n * self.pace)
+                quick = self.holds or done < ready
+                await asyncio.sleep(n * (self.pace / 200 if quick else self.pace) + self._pause())
             done += n
             field = "reasoning_content" if done <= self.thinks else "content"
-            choice: dict[str, Any] = {"index": 0, "delta": {field: "a" * n}} if chat else {"index": 0, "text": "a" * n}
+            text = " a" * sum(int(k * self.spells) < int((k + 1) * self.spells) for k in range(done - n, done))
+            choice: dict[str, Any] = {"index": 0, "delta": {field: text}} if chat else {"index": 0, "text": text}
             if self.ids and body.get("return_token_ids"):
                 choice["token_ids"] = [7] * n
             event: dict[str, Any] = {"choices": [choice]}
             if self.running and body["stream_options"].get("continuous_usage_stats"):
                 event["usage"] = {"prompt_tokens": 9, "completion_tokens": done}
             self._event(reader, event)
-        usage: dict[str, Any] = {"prompt_tokens": 9, "completion_tokens": count}
+        usage: dict[str, Any] = {"prompt_tokens": 9, "completion_tokens": int(self.claims * count)}
         if isinstance(prompt := body.get("prompt"), list):
+            usage["prompt_tokens"] = min(len(prompt), self.reads)
             shared = max((alike(prompt, old) for old in self._seen), default=0)
             self._seen.append(prompt)
             usage["prompt_tokens_details"] = {"cached_tokens": shared // PAGE * PAGE}
         self._event(reader, {"choices": [], "usage": usage})
+
+    def _pause(self) -> float:
+        """Of those whose time has come, the first."""
+        due = self.pauses and self.pauses[0][0] <= self.loop.time()
+        return self.pauses.pop(0)[1] if due else 0.0
 
     def _event(self, reader: asyncio.StreamReader, event: dict[str, Any]) -> None:
         self._chunk(reader, b"data: " + json.dumps(event).encode() + b"\n\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import signal
@@ -24,19 +25,45 @@ from typing import Any
 FAULTS = (
     "none", "crash at start", "crash in request", "hang", "stops answering", "ignores SIGTERM", "leaves children",
     "leaks memory", "wrong kernel", "slow start", "rambles", "throttled", "zombies", "nan logprobs", "truncates",
-    "no determinism", "first token never", "refuses", "half answer",
+    "no determinism", "first token never", "refuses", "half answer", "ignores filters", "logprobs times 1.5",
+    "loses letters", "mixed streams", "cut streams", "falls back", "canned streams", "streams lose letters",
+    "one answer",
 )  # fmt: skip
 CHILD = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep({seconds})"
 leaked: list[bytearray] = []
 lock = threading.Lock()
 served = 0
+streamed = 0
 
 
-def answer(prompt: Any, seed: int, temperature: float, count: int) -> list[int]:
-    """Token ids that depend on the prompt alone, or on the seed, too, if it is sampled."""
-    text = json.dumps(prompt) + (f"/{seed}" if temperature else "")
-    draw = random.Random(hashlib.sha256(text.encode()).digest())
-    return [draw.randrange(1000) for _ in range(count)]
+BEST = 0.7  # the probability of the first of two tokens
+vocabulary: dict[int, str] = {i: f" w{i}" for i in range(1000)}
+
+
+def pairs(prompt: Any, count: int) -> list[tuple[int, int]]:
+    """The two tokens that may come at each place."""
+    draw = random.Random(hashlib.sha256(json.dumps(prompt).encode()).digest())
+    ids = sorted(vocabulary)
+    return [(ids[(k := draw.randrange(len(ids)))], ids[k - 1]) for _ in range(count)]
+
+
+def answer(prompt: Any, asked: dict[str, Any], count: int, filters: bool = True) -> list[int]:
+    """The better token of each pair; if it is sampled, by the seed, the other in three of ten cases. Bias and penalties
+    move the two logits first."""
+    sampled = asked.get("temperature", 1.0) > 0
+    if filters and (asked.get("top_p", 1) < BEST or asked.get("top_k", 2) == 1 or asked.get("min_p", 0) > 3 / 7):
+        sampled = False
+    draw = random.Random(f"{json.dumps(prompt)}/{asked.get('seed', 0)}")
+    bias, ids = asked.get("logit_bias", {}) if filters else {}, []
+    for pair in pairs(prompt, count):
+        logits = []
+        for token, share in zip(pair, (BEST, 1 - BEST)):
+            seen = ids.count(token) if filters else 0
+            lost = asked.get("presence_penalty", 0.0) * (seen > 0) + asked.get("frequency_penalty", 0.0) * seen
+            logits.append(math.log(share) + bias.get(str(token), 0.0) - lost)
+        share = 1 / (1 + math.exp((logits[1] - logits[0]) / (asked.get("temperature") or 1.0)))
+        ids.append(pair[draw.random() > share if sampled else logits[1] > logits[0]])
+    return ids
 
 
 def length_of(prompt: Any) -> int:
@@ -47,6 +74,7 @@ def length_of(prompt: Any) -> int:
 class Engine(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = False
+    request_queue_size = 128
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -80,6 +108,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         global served
+        if self.path != "/v1/completions":
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.reply({"error": "no such API"}, 404)
+            return
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with lock:
             served += 1
@@ -101,30 +133,54 @@ class Handler(BaseHTTPRequestHandler):
 
     def complete(self, asked: dict[str, Any], fault: str) -> None:
         prompt, most = asked["prompt"], asked["max_tokens"]
-        seed = random.randrange(1 << 30) if fault == "no determinism" else asked.get("seed", 0)
+        if fault == "no determinism":
+            asked = {**asked, "seed": random.randrange(1 << 30), "temperature": 1.0}
+        if fault == "canned streams" and asked.get("stream"):
+            prompt = "canned"
+        if fault == "mixed streams" and asked.get("stream"):
+            prompt = [*prompt, 1] if isinstance(prompt, list) else f"{prompt}?"
         whole = length_of(prompt) * (6 if fault == "rambles" else 1)
         count = most if asked.get("ignore_eos") else min(most, whole)
-        ids = answer(prompt, seed, 1.0 if fault == "no determinism" else asked.get("temperature", 1.0), count)
+        ids = answer(prompt, asked, count, fault != "ignores filters")
         if fault == "truncates" and len(ids) > 2:
             ids = ids[: len(ids) // 2]
-        finish = "length" if count == most and whole != most else "stop"
+        finish = "length" if count == most and (asked.get("ignore_eos") or whole != most) else "stop"
         pace = self.server.options.pace * (4 if fault == "throttled" else 1)
-        prompt_tokens = len(prompt) if isinstance(prompt, list) else max(1, len(prompt) // 4)
+        sent = asked["prompt"]
+        prompt_tokens = len(sent) if isinstance(sent, list) else max(1, len(sent) // 4)
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count if fault == "truncates" else len(ids)}
         if asked.get("stream"):
             self.stream(ids, usage, finish, pace, fault)
             return
         time.sleep(self.server.options.first + pace * max(0, len(ids) - 1))
-        choice: dict[str, Any] = {"index": 0, "text": "".join(f" w{i}" for i in ids), "finish_reason": finish}
+        text = "".join(vocabulary[i] for i in ids)
+        if fault == "loses letters":
+            text = text[:3] + text[4:]
+        ends = [text.index(stop) for stop in asked.get("stop", []) if stop in text and fault != "ignores filters"]
+        if ends:
+            text, finish = text[: min(ends)], "stop"
+        choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": finish}
         choice["token_ids"] = ids
         if asked.get("logprobs") is not None:
-            bad = float("nan") if fault == "nan logprobs" else None
-            values = [(-0.2 - 0.01 * (i % 7)) if bad is None else bad for i in ids]
-            top = [{f" w{i}": v, f" w{i + 1}": v - 2.0} for i, v in zip(ids, values)]
-            choice["logprobs"] = {"tokens": [f" w{i}" for i in ids], "token_logprobs": values, "top_logprobs": top}
-        self.reply({"choices": [choice], "usage": usage})
+            scale = {"nan logprobs": float("nan"), "logprobs times 1.5": 1.5}.get(fault, 1.0)
+            both = pairs(prompt, len(ids))
+            best, other = scale * math.log(BEST), scale * math.log(1 - BEST)
+            values = [best if i == pair[0] else other for i, pair in zip(ids, both)]
+            top = [{vocabulary[a]: best, vocabulary[b]: other} for a, b in both]
+            names = [vocabulary[i] for i in ids]
+            choice["logprobs"] = {"tokens": names, "token_logprobs": values, "top_logprobs": top}
+        choices = [choice]
+        for k in range(1, 1 if fault == "one answer" else asked.get("n", 1)):
+            more = answer(prompt, {**asked, "seed": asked.get("seed", 0) + k}, count)
+            choices.append({"index": k, "text": "".join(vocabulary[i] for i in more), "finish_reason": finish})
+            usage["completion_tokens"] += len(more)
+        self.reply({"choices": choices, "usage": usage})
 
     def stream(self, ids: list[int], usage: dict[str, int], finish: str, pace: float, fault: str) -> None:
+        global streamed
+        with lock:
+            streamed += 1
+            cut = fault == "cut streams" and streamed % 50 == 0
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
@@ -138,9 +194,14 @@ class Handler(BaseHTTPRequestHandler):
 
         for n, i in enumerate(ids):
             time.sleep(max(0.0, begun + self.server.options.first + n * pace - time.perf_counter()))
-            event({"choices": [{"index": 0, "text": f" w{i}", "token_ids": [i], "finish_reason": None}]})
+            text = vocabulary[i] if fault != "streams lose letters" or n != 3 else vocabulary[i][:-1]
+            event({"choices": [{"index": 0, "text": text, "token_ids": [i], "finish_reason": None}]})
+            if cut and n >= len(ids) // 2:
+                self.wfile.write(b"0\r\n\r\n")
+                return
             if fault == "half answer" and n >= len(ids) // 2:
                 os._exit(1)
+        event({"choices": [{"index": 0, "text": "", "token_ids": [], "finish_reason": finish}]})
         event({"choices": [], "usage": usage})
         event("[DONE]")
         self.wfile.write(b"0\r\n\r\n")
@@ -154,7 +215,14 @@ def main() -> int:
     p.add_argument("--pace", type=float, default=0.0, help="seconds a token")
     p.add_argument("--first", type=float, default=0.0, help="seconds to the first token")
     p.add_argument("--moe", default="cutlass", help="the MoE kernel that its log names")
+    p.add_argument("--vocab", help="a JSON file: id -> text")
     a = p.parse_args()
+    if a.vocab:
+        with open(a.vocab, encoding="utf-8") as file:
+            vocabulary.clear()
+            vocabulary.update({int(k): v for k, v in json.load(file).items()})
+    if a.fault == "falls back":
+        print("WARNING mxfp4.py:88] CUTLASS is not available here, falling back to Marlin.", flush=True)
     print(f"scripted engine, pid {os.getpid()}", flush=True)
     print(f"clock: {600 if a.fault == 'throttled' else 2100} of 2100 MHz", flush=True)
     print(f"Using {'marlin' if a.fault == 'wrong kernel' else a.moe} backend for the MoE", flush=True)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
+import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte.lab.peers.launch import Launch, Progress, Setup
-from halfbyte.lab.peers.process import Limits
+from halfbyte.lab.peers.process import TimeLimits
+from halfbyte.model import load
 
 PROGRAM = Path(__file__).with_name("scripted_engine.py")
 # Generous where something is waited for that happens, short where it is waited for what never does.
-LIMITS = Limits(start_s=120.0, request_s=60.0, stop_s=30.0)
+LIMITS = TimeLimits(start_s=120.0, request_s=60.0, stop_s=30.0)
+
+
+@functools.cache
+def vocabulary() -> Path:
+    """Tokens of the embedded model that are words, as the program reads them."""
+    tokenizer = load.tokenizer_of(load.resolve_model(None))
+    words = {i: tokenizer.decode([i]) for i in range(300, 1500)}
+    file = Path(tempfile.mkdtemp(prefix="scripted-")) / "vocabulary.json"
+    file.write_text(json.dumps({i: w for i, w in words.items() if w.strip().isalpha() and w.isascii()}))
+    atexit.register(shutil.rmtree, file.parent, ignore_errors=True)
+    return file
 
 
 @dataclass(frozen=True)
@@ -31,4 +48,5 @@ class ScriptedPeer:
             return Launch(refusals=(f"--tile {setup.gates.tile}: the script has no tiles.",))
         command = [sys.executable, "-S", str(PROGRAM), "--port", str(setup.port), "--fault", self.fault]
         command += ["--after", str(self.after), "--pace", str(self.pace), "--first", str(self.first), "--moe", self.moe]
+        command += ["--vocab", str(vocabulary())]
         return Launch((*command, *setup.flags))

@@ -40,8 +40,10 @@ def test_no_gate_is_dropped_in_silence(engine: str) -> None:
                 continue
             if axis.field == "cpu_instructions" and engine == "halfbyte":
                 continue  # asking compiles them
-            if engine == "llamacpp" and axis.field in ("kv_dtype", "graphs", "threads"):
-                continue  # these become flags, beside a file that is not there
+            if engine == "llamacpp" and (
+                axis.field in ("kv_dtype", "graphs", "threads") or (axis.field, value) in SAME
+            ):
+                continue  # these become flags, or need none, beside a file that is not there
             made = launch(engine, **{axis.field: value})
             assert (
                 made.refusals
@@ -51,7 +53,14 @@ def test_no_gate_is_dropped_in_silence(engine: str) -> None:
 
 
 # What these engines do anyway, so that no flag is needed.
-SAME = {("activation", "bf16"), ("sinks", "on"), ("moe_kernel", "vllm"), ("linear_kernel", "vllm")}
+SAME = {
+    ("activation", "bf16"),
+    ("activation", "float"),
+    ("layers", "checkpoint"),
+    ("sinks", "on"),
+    ("moe_kernel", "vllm"),
+    ("linear_kernel", "vllm"),
+}
 
 
 def test_sglang() -> None:
@@ -73,7 +82,7 @@ def test_vllm_alone_and_with_the_plugin() -> None:
     assert "--moe-backend" in alone.command
     assert alone.record is None
     assert ours.record == Path("run/kernels.json")
-    assert "only the plugin" in launch("vllm", layers="qkv=q8").refusals[0]
+    assert "needs the plugin" in launch("vllm", layers="qkv=q8").refusals[0]
     assert "Hub" in engine_named("vllm").launch(Setup("random:20b")).refusals[0]
 
 

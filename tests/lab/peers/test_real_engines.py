@@ -11,19 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.lab.bench import BenchOptions, run_bench
-from halfbyte.lab.levels.answers import Reference, find_reference
-from halfbyte.lab.levels.benchmark import Works
-from halfbyte.lab.levels.protocol import CheckOptions, Report, run_levels
+from halfbyte.lab.bench import run_bench
+from halfbyte.lab.levels.correctness import Reference, find_reference
+from halfbyte.lab.levels.protocol import Report, run_levels
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.levels.under_load import Counts
+from halfbyte.lab.options import BenchOptions, CheckOptions, StressCounts, Works
 from halfbyte.lab.peers.engines import engine_named
 from halfbyte.lab.peers.launch import Setup
-from halfbyte.lab.peers.process import Limits
+from halfbyte.lab.peers.process import TimeLimits
 
-SMALL = Counts(sequential=10, together=(4, 8), prefill=1024, generation=128, load=16, at_once=4)
+SMALL = StressCounts(sequential=10, together=(4, 8), prefill=1024, generation=128, load=16, at_once=4)
 WORKS = Works((256,), (128,), repeats=3)
-LIMITS = Limits(start_s=1500.0, request_s=900.0)
+LIMITS = TimeLimits(start_s=1500.0, request_s=900.0)
 # A few streams of short contexts are enough, and leave memory for others.
 VLLM_FLAGS = ("--max-model-len", "4096", "--max-num-seqs", "8", "--enforce-eager")
 VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -36,12 +35,17 @@ def checked(engine: str, folder: Path, levels: list[str], setup: Setup) -> Repor
     reference = find_reference(embedded)
     assert reference is not None
     Reference.read(reference)
-    return run_levels(subject, levels, CheckOptions(SMALL, reference=reference, works=WORKS))
+    return run_levels(subject, levels, CheckOptions(counts=SMALL, reference=reference, works=WORKS))
 
 
 def assert_passed(report: Report) -> None:
-    said = {o.level: (o.verdict, o.reasons) for o in report.outcomes}
-    assert report.ok, json.dumps(said, indent=1)
+    """Every level is a PASS, or NOT PROVEN at level 2: these engines do not score prompts, or cannot render a chat of
+    the embedded model. Every check that was made holds."""
+    reasons = {o.level: (o.verdict, o.reasons) for o in report.outcomes}
+    verdicts = {o.level: o.verdict for o in report.outcomes}
+    assert verdicts.pop("2", "NOT PROVEN") == "NOT PROVEN", json.dumps(reasons, indent=1)
+    assert set(verdicts.values()) == {"PASS"}, json.dumps(reasons, indent=1)
+    assert all(c.ok for r in report.results for c in r.checks)
 
 
 def vllm() -> Setup:

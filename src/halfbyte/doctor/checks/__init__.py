@@ -1,5 +1,5 @@
-"""The checks, by what they look at. Importing this registers them all, in the order of docs/doctor.md."""
+"""The checks, grouped by what they examine. Importing this package registers them in the order of docs/doctor.md."""
 
-from halfbyte.doctor.checks import cluster, gpu, memory, serving, software, storage
+from halfbyte.doctor.checks import cluster, gpu, memory, serving, software, storage, wsl
 
-__all__ = ["cluster", "gpu", "memory", "serving", "software", "storage"]
+__all__ = ["cluster", "gpu", "memory", "serving", "software", "storage", "wsl"]

@@ -1,7 +1,7 @@
 """The GPU, its driver and the CUDA that torch and Triton bring.
 
-Read from nvidia-smi, which every driver installs, and from a torch in a process of its own. A clock is judged only
-while the GPU works: an idle one is slow on purpose.
+The facts come from nvidia-smi, which every driver installs, and from torch in a child process. A clock is judged only
+while the GPU is busy: an idle GPU lowers its clock on purpose.
 """
 
 from __future__ import annotations
@@ -9,23 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from halfbyte.architectures import GPU_ARCHES, refusal_of
 from halfbyte.doctor.finding import Finding, Purpose, check
 from halfbyte.doctor.known_bad import KNOWN_BAD
 from halfbyte.doctor.machine import Machine
-from halfbyte.doctor.reading import (
-    GPU_QUERY,
-    PROCESSES_QUERY,
-    driver_cuda,
-    gib,
-    gpus,
-    number,
-    version,
-)
+from halfbyte.doctor.reading import GPU_QUERY, PROCESSES_QUERY, driver_cuda, gib, gpus, number, version
 
-CAPABILITIES = {(9, 0): "sm90", (10, 0): "sm100", (12, 0): "sm120", (12, 1): "sm121"}
-BUSY = 50  # per cent of utilisation from which a clock says something
-# NVML's bits for a clock that is lower than it was asked to be. Idle (1), applications' clocks (2), the power cap (4)
-# and sync boost (0x10) are no defects.
+TRITONS_PTXAS = (12, 8)  # every Triton that halfbyte runs with brings this one or a later one
+ARCHES_BY_CAPABILITY = {arch.capability: arch for arch in GPU_ARCHES.values() if arch.capability is not None}
+BUSY = 50  # per cent of utilisation above which the clock is meaningful
+# NVML's bits for a clock that is lower than requested. Idle (1), application clocks (2), the power cap (4) and sync
+# boost (0x10) are not defects.
 SLOWDOWNS = {
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -34,55 +28,54 @@ SLOWDOWNS = {
 }
 DEVICES = "/proc/driver/nvidia/gpus"
 MODULE = "/proc/driver/nvidia/version"
-OLDEST_PTXAS = (12, 9)  # the first that knows sm_121a
 
 
-@check("gpu.visible", "error", "a GPU that the kernel has and nvidia-smi or this container does not see")
+@check("gpu.visible", "error", "a GPU that the kernel knows but nvidia-smi or this container does not see")
 def visible(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     if gpus(machine):
         return
-    asked, there = machine.command(GPU_QUERY), machine.folder(DEVICES)
-    if asked is not None and asked["status"] != 0:
-        first = next(iter(str(asked["output"]).strip().splitlines()), "no message")
+    answer, there = machine.command(GPU_QUERY), machine.folder(DEVICES)
+    if answer is not None and answer["status"] != 0:
+        first = next(iter(str(answer["output"]).strip().splitlines()), "no message")
         yield Finding(
             "error",
-            f"nvidia-smi ends with {asked['status']}: {first}",
-            "the driver's module and its libraries do not fit each other or it is not loaded: reboot, or install the "
-            "driver again",
+            f"nvidia-smi ends with {answer['status']}: {first}",
+            "the driver's kernel module is not loaded or does not match its libraries: reboot, or reinstall the driver",
             ("sudo modprobe nvidia", "sudo dmesg | grep -i nvrm | tail"),
         )
     elif there:
         yield Finding(
             "error",
-            f"the kernel has {len(there)} NVIDIA GPU and nvidia-smi is not here: this container was started without it",
+            f"the kernel knows {len(there)} NVIDIA GPU(s), but nvidia-smi is missing: this container was started "
+            "without the GPU",
             "start the container with the GPU",
             ("docker run --gpus all …",),
         )
     else:
-        yield Finding("note", "no NVIDIA GPU: the CPU kernels serve", "nothing, if that is what you want")
+        yield Finding("note", "no NVIDIA GPU: the CPU kernels will serve", "nothing to do if this is intended")
 
 
-@check("gpu.architecture", "error", "the compute capability, against those that have kernels here")
+@check("gpu.architecture", "error", "whether halfbyte has kernels for the compute capability")
 def architecture(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     for gpu in gpus(machine):
-        if gpu.capability is not None and gpu.capability not in CAPABILITIES:
+        reason = None if gpu.capability is None else refusal_of(gpu.capability)
+        if gpu.capability is not None and reason is not None:
             yield Finding(
                 "error",
-                f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}; kernels are here for "
-                f"{', '.join(f'{a}.{b}' for a, b in CAPABILITIES)}",
+                f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}: {reason}",
                 "serve from the CPU with --device cpu, or use another GPU",
             )
 
 
 @check("gpu.modules", "error", "the open kernel modules, which Blackwell needs")
 def modules(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    told = machine.file(MODULE) or ""
+    version_line = machine.file(MODULE) or ""
     blackwell = [g for g in gpus(machine) if g.capability is not None and g.capability >= (10, 0)]
-    if blackwell and "NVRM" in told and "Open Kernel Module" not in told:
+    if blackwell and "NVRM" in version_line and "Open Kernel Module" not in version_line:
         yield Finding(
             "error",
-            f"{blackwell[0].name} runs on the proprietary kernel modules ({told.splitlines()[0].strip()}); Blackwell "
-            "is supported by the open ones only",
+            f"{blackwell[0].name} runs on the proprietary kernel modules ({version_line.splitlines()[0].strip()}); "
+            "Blackwell is supported by the open ones only",
             "install the open modules of the same driver",
             (f"sudo apt install nvidia-driver-{blackwell[0].driver.split('.')[0]}-open && sudo reboot",),
         )
@@ -98,15 +91,15 @@ def clocks(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
             "error",
             f"{gpu.name} is {gpu.busy:.0f} % busy at {gpu.mhz:.0f} of {gpu.mhz_most:.0f} MHz"
             + ("" if gpu.watts is None else f" and {gpu.watts:.0f} W"),
-            "shut down, take the power cord out for a minute, and use the supply that came with it: a restart alone "
-            "does not end this state of GB10"
+            "shut down, unplug the power cord for a minute, and use the original power supply: a restart alone does "
+            "not end this state of GB10"
             if spark
-            else "look for a locked clock, heat or a power cable that is not in",
+            else "check for a locked clock, heat or an unplugged power cable",
             ("sudo nvidia-smi -rgc", "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER"),
         )
 
 
-@check("gpu.throttled", "warning", "the driver's own word that heat or power holds the clock down")
+@check("gpu.throttled", "warning", "whether the driver reports that heat or power lowers the clock")
 def throttled(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     for gpu in gpus(machine):
         reasons = [text for bit, text in SLOWDOWNS.items() if gpu.reasons & bit]
@@ -115,7 +108,7 @@ def throttled(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 f"{gpu.name} is slowed down{heat}: {', '.join(reasons)}",
-                "give it air, look at fan and power cable; a lower clock that holds is faster than one that falls",
+                "improve the cooling, check the fan and the power cable; a lower stable clock beats one that drops",
                 ("nvidia-smi -q -d PERFORMANCE,TEMPERATURE",),
             )
 
@@ -126,13 +119,13 @@ def power_limit(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         if gpu.limit_watts and gpu.limit_watts_default and gpu.limit_watts < 0.98 * gpu.limit_watts_default:
             yield Finding(
                 "warning",
-                f"{gpu.name} may take {gpu.limit_watts:.0f} W of {gpu.limit_watts_default:.0f} W",
-                "set the default again, unless somebody lowered it on purpose",
+                f"{gpu.name} is limited to {gpu.limit_watts:.0f} W; its default is {gpu.limit_watts_default:.0f} W",
+                "restore the default, unless the limit was lowered on purpose",
                 (f"sudo nvidia-smi -pl {gpu.limit_watts_default:.0f}",),
             )
 
 
-@check("gpu.mode", "error", "a compute mode that lets nobody in, persistence that is off")
+@check("gpu.mode", "error", "a compute mode that prohibits computing, persistence mode that is off")
 def mode(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     for gpu in gpus(machine):
         if gpu.compute_mode == "Prohibited":
@@ -142,13 +135,13 @@ def mode(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         if gpu.persistence == "Disabled":
             yield Finding(
                 "note",
-                f"{gpu.name} is not in persistence mode: the first start after idling takes seconds longer",
+                f"{gpu.name} is not in persistence mode: the first start after an idle period takes seconds longer",
                 "switch it on",
                 ("sudo nvidia-smi -pm 1",),
             )
 
 
-@check("gpu.others", "warning", "other processes on the GPU, and orphans of engines that ended")
+@check("gpu.others", "warning", "other processes on the GPU, and orphaned engine processes")
 def others(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     rows = [line.split(",") for line in machine.output(PROCESSES_QUERY).splitlines() if "," in line]
     engines = {p["pid"]: p for p in machine.ask("processes") or () if not p["zombie"]}
@@ -160,34 +153,34 @@ def others(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 f"{process['name']} (pid {pid.strip()}) holds the GPU{memory} and its parent is gone",
-                "end it if nobody uses it",
+                "end it if it is not in use",
                 (f"kill {pid.strip()}",),
             )
         elif process is None or process["name"] != "halfbyte":
             name = process["name"] if process else "a process"
             yield Finding(
-                "note", f"{name} (pid {pid.strip()}) is on the GPU{memory}", "end it if the memory is missing", ()
+                "note", f"{name} (pid {pid.strip()}) is on the GPU{memory}", "end it if its memory is needed", ()
             )
 
 
 @check("gpu.xid", "warning", "the driver's errors (Xid) in the kernel's log")
 def xid(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    told = [line for line in machine.ask("kernel_log") or () if "Xid" in line]
-    if told:
+    lines = [line for line in machine.ask("kernel_log") or () if "Xid" in line]
+    if lines:
         yield Finding(
             "warning",
-            f"{len(told)} Xid errors since the start, the last: {told[-1].strip()}",
+            f"{len(lines)} Xid errors since boot, the last: {lines[-1].strip()}",
             "look the number up in NVIDIA's list of Xid errors; after 48, 79, 94 or 95 restart the machine",
             ("sudo dmesg -T | grep Xid",),
         )
 
 
-@check("cuda.driver", "error", "the driver, against the CUDA that torch was built with and what the GPU needs")
+@check("cuda.driver", "error", "whether the driver is new enough for the GPU and for torch's CUDA")
 def driver(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    found, torch = gpus(machine), machine.ask("torch") or {}
-    if not found:
+    cards, torch = gpus(machine), machine.ask("torch") or {}
+    if not cards:
         return
-    gpu, most, built = found[0], driver_cuda(machine), version(torch.get("cuda"))
+    gpu, most, built = cards[0], driver_cuda(machine), version(torch.get("cuda"))
     if most and built and built[0] > most[0]:
         yield Finding(
             "error",
@@ -196,18 +189,22 @@ def driver(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
             "install a newer driver, or a torch for this one",
             ("sudo apt install nvidia-driver-580-open && sudo reboot",),
         )
-    if gpu.capability == (12, 1) and version(gpu.driver)[:1] < (580,):
+    arch = ARCHES_BY_CAPABILITY.get(gpu.capability) if gpu.capability is not None else None
+    if arch is None:
+        return
+    if version(gpu.driver)[:1] < (arch.oldest_driver,):
         yield Finding(
             "error",
-            f"{gpu.name} has driver {gpu.driver}; it needs the 580 series or a later one",
+            f"{gpu.name} has driver {gpu.driver}; it needs the {arch.oldest_driver} series or a later one",
             "install it",
-            ("sudo apt install nvidia-driver-580-open && sudo reboot",),
+            (f"sudo apt install nvidia-driver-{arch.oldest_driver}-open && sudo reboot",),
         )
-    if gpu.capability is not None and gpu.capability >= (12, 0) and built and built < (12, 8):
+    if built and built < arch.oldest_torch_cuda:
+        needed = _dotted(arch.oldest_torch_cuda)
         yield Finding(
             "error",
             f"torch {torch['version']} was built with CUDA {torch['cuda']}, which has no code for {gpu.name}",
-            "install a torch that was built with CUDA 12.8 or later (13.0 for GB10)",
+            f"install a torch that was built with CUDA {needed} or later",
             ("pip install --upgrade torch",),
         )
 
@@ -221,7 +218,8 @@ def known_bad(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
             if bad.applies(gpu.name, versions):
                 yield Finding(
                     "warning",
-                    f"{bad.what} {versions[bad.what]} on {gpu.name}: others report {bad.symptom} ({bad.source})",
+                    f"{bad.component} {versions[bad.component]} on {gpu.name}: others report {bad.symptom} "
+                    f"({bad.source})",
                     bad.fix,
                     bad.commands,
                 )
@@ -229,20 +227,20 @@ def known_bad(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
 
 @check("cuda.torch", "error", "a torch that does not load, or that does not see the GPU")
 def torch(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    told = machine.ask("torch") or {}
-    if "error" in told:
-        yield Finding("error", f"torch does not load: {told['error']}", "install it again", ("pip install torch",))
-    elif gpus(machine) and not told.get("available"):
-        built = f"for CUDA {told['cuda']}" if told.get("cuda") else "without CUDA"
+    build = machine.ask("torch") or {}
+    if "error" in build:
+        yield Finding("error", f"torch does not load: {build['error']}", "install it again", ("pip install torch",))
+    elif gpus(machine) and not build.get("available"):
+        built = f"for CUDA {build['cuda']}" if build.get("cuda") else "without CUDA"
         yield Finding(
             "error",
-            f"nvidia-smi sees {gpus(machine)[0].name}, but torch {told.get('version')} (built {built}) sees no GPU",
+            f"nvidia-smi sees {gpus(machine)[0].name}, but torch {build.get('version')} (built {built}) sees no GPU",
             "install a torch with CUDA, or start the container with the GPU",
             ("pip install --force-reinstall torch",),
         )
 
 
-@check("cuda.packages", "error", "packages that launching on a GPU needs")
+@check("cuda.packages", "error", "the packages that GPU kernels need")
 def packages(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     missing = [name for name in ("cuda-bindings", "triton") if name not in machine.packages()]
     if gpus(machine) and missing:
@@ -251,25 +249,27 @@ def packages(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         )
 
 
-@check("cuda.ptxas", "error", "the ptxas that Triton or FlashInfer would call: sm_121a needs 12.9")
+@check("cuda.ptxas", "error", "whether the ptxas that Triton or FlashInfer calls knows this GPU")
 def ptxas(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    if not any(gpu.capability == (12, 1) for gpu in gpus(machine)):
+    archs = [ARCHES_BY_CAPABILITY[gpu.capability] for gpu in gpus(machine) if gpu.capability in ARCHES_BY_CAPABILITY]
+    arch = max(archs, key=lambda arch: arch.oldest_ptxas, default=None)
+    if arch is None or arch.oldest_ptxas <= TRITONS_PTXAS:
         return
-    found = {"Triton's ptxas": machine.ask("ptxas")}
+    releases = {"Triton's ptxas": machine.ask("ptxas")}
     if "flashinfer-python" in machine.packages():
-        told = re.search(r"release (\d+\.\d+)", machine.output("nvcc --version"))
-        found["nvcc, which FlashInfer calls,"] = told[1] if told else None
-    for name, release in found.items():
-        if release is not None and version(release) < OLDEST_PTXAS:
+        release_line = re.search(r"release (\d+\.\d+)", machine.output("nvcc --version"))
+        releases["nvcc, which FlashInfer calls,"] = release_line[1] if release_line else None
+    for name, release in releases.items():
+        if release is not None and version(release) < arch.oldest_ptxas:
             yield Finding(
                 "error",
-                f"{name} is {release} and does not know sm_121a",
-                "install CUDA 13's and name it",
+                f"{name} is {release} and does not know {arch.target}, which needs {_dotted(arch.oldest_ptxas)}",
+                "install the ptxas of CUDA 13 and set its path",
                 ("export TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas",),
             )
 
 
-@check("cuda.suffix", "error", "architectures in variables that lack the a or f which FP4 instructions need")
+@check("cuda.suffix", "error", "variables whose architectures lack the suffix (a or f) that FP4 instructions need")
 def suffix(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     for name in ("FLASHINFER_CUDA_ARCH_LIST", "TORCH_CUDA_ARCH_LIST"):
         listed = re.split(r"[\s;,]+", machine.variables().get(name, ""))

@@ -1,8 +1,8 @@
-"""Memory: whether the model fits, and what freezes a host whose GPU lives in its memory (GB10).
+"""Memory: whether the model fits, and what freezes a host that shares its memory with the GPU (GB10).
 
-On unified memory weights, KV cache and page cache share one pool, swap makes every step wait for the disk, and the
-kernel's OOM killer comes too late: the host stops answering first. `halfbyte serve` does the exact account before it
-loads anything (`memory.py`); these checks say beforehand what stands in its way.
+On unified memory the weights, the KV cache and the page cache share one pool. Swap makes every step wait for the disk,
+and the kernel's OOM killer acts too late: the host stops responding first. `halfbyte serve` makes the exact account
+before it loads anything (`memory.py`); these checks report beforehand what would stop it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOM = 4 * GIB  # for the KV cache, workspace and the rest of a start
 DROP_CACHES = "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches"
 
 
-@check("memory.fits", "error", "whether the weights and 4 GiB more fit what is available, on the device that will run")
+@check("memory.fits", "error", "whether the weights and 4 GiB more fit into the available memory of the device")
 def fits(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     size = weights(machine, purpose.model)
     if size is None:
@@ -48,7 +48,7 @@ def fits(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         )
 
 
-@check("memory.cgroup", "error", "memory limits of the container or service that this runs in, against the model")
+@check("memory.cgroup", "error", "whether the model fits the memory limit of this container or service")
 def cgroup(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     limits = [int(group["limit"]) for group in machine.ask("cgroup_memory") or ()]
     total = meminfo(machine).get("MemTotal", 0)
@@ -72,47 +72,47 @@ def cgroup(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         )
 
 
-@check("memory.swap", "error", "swap: switched on where memory is unified, or in use")
+@check("memory.swap", "error", "swap that is enabled on unified memory, or in use")
 def swap(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    found = meminfo(machine)
-    total, used = found.get("SwapTotal", 0), found.get("SwapTotal", 0) - found.get("SwapFree", 0)
+    counters = meminfo(machine)
+    total, used = counters.get("SwapTotal", 0), counters.get("SwapTotal", 0) - counters.get("SwapFree", 0)
     if total == 0:
         return
     if unified(machine):
         severity = "error" if used > GIB else "warning"
         yield Finding(
             severity,
-            f"{gib(total)} of swap are on and {gib(used)} in use; on unified memory the GPU's pages push the rest of "
-            "the host into it, and the machine stops answering before anything is killed",
-            "switch swap off, now and at the next boot",
+            f"{gib(total)} of swap are enabled and {gib(used)} in use; on unified memory the GPU's pages push the rest "
+            "of the host into swap, and the machine stops responding before any process is killed",
+            "disable swap, now and at the next boot",
             ("sudo swapoff -a", r"sudo sed -i.bak '/\sswap\s/s/^/#/' /etc/fstab"),
         )
     elif used > GIB and used > total // 4:
         yield Finding(
             "warning",
-            f"{gib(used)} of {gib(total)} swap are in use: what serves may have to wait for the disk",
-            "stop what takes the memory, then empty the swap",
+            f"{gib(used)} of {gib(total)} swap are in use: the server may have to wait for the disk",
+            "stop the processes that use the memory, then empty the swap",
             ("sudo swapoff -a && sudo swapon -a",),
         )
 
 
-@check("memory.page-cache", "warning", "page cache that a CUDA allocation on unified memory would have to push out")
+@check("memory.page-cache", "warning", "page cache that a CUDA allocation on unified memory would have to evict")
 def page_cache(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    found, size = meminfo(machine), weights(machine, purpose.model)
-    free, cached = found.get("MemFree"), found.get("Cached", 0) + found.get("Buffers", 0)
+    counters, size = meminfo(machine), weights(machine, purpose.model)
+    free, cached = counters.get("MemFree"), counters.get("Cached", 0) + counters.get("Buffers", 0)
     if not unified(machine) or free is None:
         return
     if free < (size or 8 * GIB) + ROOM and cached > 8 * GIB:
         yield Finding(
             "warning",
-            f"{gib(cached)} are page cache and {gib(free)} are free: CUDA counts the cache as used, and engines that "
-            "ask it refuse to start or take too little (halfbyte counts MemAvailable)",
+            f"{gib(cached)} are page cache and {gib(free)} are free: CUDA counts the cache as used, so engines that "
+            "rely on CUDA refuse to start or take too little (halfbyte uses MemAvailable)",
             "drop the page cache before the model is loaded",
             (DROP_CACHES,),
         )
 
 
-@check("memory.pressure", "error", "PSI: how long tasks wait for memory")
+@check("memory.pressure", "error", "how long tasks wait for memory (PSI)")
 def pressure(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     text = machine.file("/proc/pressure/memory") or ""
     shares = {m[1]: float(m[2]) for m in re.finditer(r"^(some|full) avg10=([\d.]+)", text, re.MULTILINE)}
@@ -121,12 +121,12 @@ def pressure(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         yield Finding(
             "error" if full >= 10 else "warning",
             f"in the last ten seconds some task waited for memory {some:.0f} % of the time, all of them {full:.0f} %",
-            "stop what takes the memory before anything is loaded",
+            "stop the processes that use the memory before loading a model",
             ("ps -eo pid,rss,comm --sort=-rss | head",),
         )
 
 
-@check("memory.guard", "warning", "a guard (earlyoom, systemd-oomd, nohang) where memory is unified")
+@check("memory.guard", "warning", "an out-of-memory guard (earlyoom, systemd-oomd, nohang) on unified memory")
 def guard(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     if not unified(machine) or machine.ask("container") is not None:  # a container does not see its host's services
         return
@@ -134,17 +134,19 @@ def guard(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     if not running & {"earlyoom", "systemd-oomd", "nohang"}:
         yield Finding(
             "warning",
-            "no earlyoom, systemd-oomd or nohang is running; the kernel's own OOM killer comes after a host with "
-            "unified memory has stopped answering",
+            "no earlyoom, systemd-oomd or nohang is running; the kernel's own OOM killer acts only after a host with "
+            "unified memory has stopped responding",
             "install a guard that acts while there is memory left (halfbyte's server has a watchdog of its own)",
             ("sudo apt install earlyoom", "sudo systemctl enable --now earlyoom"),
         )
 
 
-@check("memory.cma", "warning", "pages that the kernel keeps for contiguous allocations and the GPU cannot pin (KHO)")
+@check(
+    "memory.cma", "warning", "pages that the kernel reserves for contiguous allocations (KHO) and the GPU cannot pin"
+)
 def cma(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    found = meminfo(machine)
-    extra = found.get("CmaFree", 0) - found.get("CmaTotal", 0)
+    counters = meminfo(machine)
+    extra = counters.get("CmaFree", 0) - counters.get("CmaTotal", 0)
     if unified(machine) and extra > GIB:
         kernel = (machine.ask("system") or {}).get("kernel", "this kernel")
         yield Finding(
@@ -159,32 +161,32 @@ def cma(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
         )
 
 
-@check("memory.killed", "warning", "the kernel's log: processes killed for memory, allocations that the driver lost")
+@check("memory.killed", "warning", "processes killed for memory and failed driver allocations in the kernel's log")
 def killed(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     lines = machine.ask("kernel_log") or ()
-    told = [line for line in lines if "Xid" not in line]
-    if told:
+    failures = [line for line in lines if "Xid" not in line]
+    if failures:
         yield Finding(
             "warning",
-            f"the kernel's log has {len(told)} such lines, the last: {told[-1].strip()}",
-            "find out what took the memory; give the server a smaller --kv-memory or a larger --reserve",
+            f"the kernel's log has {len(failures)} out-of-memory lines, the last: {failures[-1].strip()}",
+            "find out what used the memory; start the server with a smaller --kv-memory or a larger --reserve",
             ("dmesg -T | grep -E 'Out of memory|oom-kill|NV_ERR_NO_MEMORY'",),
         )
 
 
-@check("memory.jobs", "warning", "MAX_JOBS of kernels that FlashInfer and vLLM compile, against available memory")
+@check("memory.jobs", "warning", "whether MAX_JOBS compilers of FlashInfer and vLLM fit into the available memory")
 def jobs(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     installed, left = machine.packages(), available(machine)
     if left is None or not {"vllm", "flashinfer-python"} & set(installed):
         return
     cores = int((machine.ask("cores") or {}).get("usable", 1))
-    best, asked = max_jobs(left, cores), machine.variables().get("MAX_JOBS")
-    jobs_now = int(asked) if asked and asked.isdigit() else cores
+    best, setting = max_jobs(left, cores), machine.variables().get("MAX_JOBS")
+    jobs_now = int(setting) if setting and setting.isdigit() else cores
     if jobs_now > best:
         yield Finding(
             "warning",
-            f"MAX_JOBS is {asked or f'not set, so {cores} compilers run at once'}, each of which may take 8 GiB; "
+            f"MAX_JOBS is {setting or f'not set, so {cores} compilers run at once'}, each of which may take 8 GiB; "
             f"{gib(left)} are available",
-            "limit the compilers before anything is compiled",
+            "limit the number of compilers before anything is compiled",
             (f"export MAX_JOBS={best}",),
         )

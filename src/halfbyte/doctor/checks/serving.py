@@ -1,4 +1,4 @@
-"""What a server needs of its host: its port, file descriptors, shared memory, somebody who reaps its children."""
+"""What a server needs from its host: a port, file descriptors, shared memory, an init that reaps its children."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from halfbyte.doctor.finding import Finding, Purpose, check
 from halfbyte.doctor.machine import Machine
 from halfbyte.doctor.reading import GIB, gib
 
-FILES = 1024  # two for each of the most connections, and then some
-SHARED = GIB  # NCCL and vLLM's processes hand tensors over in /dev/shm
+FILES = 1024  # two for each connection at the maximum, and a margin
+SHARED = GIB  # NCCL and vLLM's processes exchange tensors in /dev/shm
 MANY_ZOMBIES = 3
 
 
 @check("port.free", "error", "the port that the server would listen on")
 def port(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    taken = machine.ask("port", str(purpose.port))
-    if taken is None:
+    listener = machine.ask("port", str(purpose.port))
+    if listener is None:
         return
-    if taken["program"] == "halfbyte":
+    if listener["program"] == "halfbyte":
         yield Finding(
             "note",
-            f"a halfbyte server (pid {taken['pid']}) listens on port {purpose.port} already",
+            f"a halfbyte server (pid {listener['pid']}) already listens on port {purpose.port}",
             "start another one on another port",
             (f"halfbyte serve --port {purpose.port + 1}",),
         )
         return
-    who = f"{taken['program']} (pid {taken['pid']})" if taken["pid"] else "another process"
+    who = f"{listener['program']} (pid {listener['pid']})" if listener["pid"] else "another process"
     yield Finding(
         "error",
-        f"port {purpose.port} is taken by {who}",
-        "serve on another port, or end what has it",
+        f"port {purpose.port} is in use by {who}",
+        "serve on another port, or stop that process",
         (f"ss -ltnp 'sport = :{purpose.port}'", f"halfbyte serve --port {purpose.port + 1}"),
     )
 
@@ -50,42 +50,43 @@ def files(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
 @check("container.shm", "warning", "the size of /dev/shm where vLLM or a cluster needs it")
 def shared_memory(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     disk = machine.ask("disk", "/dev/shm") or {}
-    wanted = purpose.cluster or "vllm" in machine.packages()
-    if wanted and disk and disk["total"] < SHARED:
+    needed = purpose.cluster or "vllm" in machine.packages()
+    if needed and disk and disk["total"] < SHARED:
         yield Finding(
             "warning",
-            f"/dev/shm has {disk['total'] / 2**20:.0f} MiB; NCCL and vLLM's processes hand tensors over there",
-            "start the container with more",
+            f"/dev/shm has {disk['total'] / 2**20:.0f} MiB; NCCL and vLLM's processes exchange tensors there",
+            "start the container with a larger one",
             ("docker run --shm-size 1g …",),
         )
 
 
-@check("container.init", "note", "a first process that reaps the others")
+@check("container.init", "note", "an init process that reaps zombies in the container")
 def init(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     first = machine.ask("first_process")
     if machine.ask("container") is not None and first in ("bash", "sh", "python", "python3", "halfbyte", "vllm"):
         yield Finding(
             "note",
-            f"the container's first process is {first}, which leaves processes that ended behind as zombies",
+            f"the container's first process is {first}, which does not reap ended processes: they remain as zombies",
             "start the container with an init",
             ("docker run --init …",),
         )
 
 
-@check("processes.zombies", "warning", "processes that ended and that nobody reaped")
+@check("processes.zombies", "warning", "ended processes that were never reaped")
 def zombies(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    found = [p for p in machine.ask("processes") or () if p["zombie"]]
-    if len(found) >= MANY_ZOMBIES:
-        parents = sorted({p["parent"] for p in found})
+    unreaped = [p for p in machine.ask("processes") or () if p["zombie"]]
+    if len(unreaped) >= MANY_ZOMBIES:
+        parents = sorted({p["parent"] for p in unreaped})
         yield Finding(
             "warning",
-            f"{len(found)} zombies, such as {found[0]['name']} (pid {found[0]['pid']}), of {parents[0]}",
-            "restart their parent, or the container with --init",
+            f"{len(unreaped)} zombies, such as {unreaped[0]['name']} (pid {unreaped[0]['pid']}), children of "
+            f"{parents[0]}",
+            "restart their parent, or restart the container with --init",
             (f"ps -o pid,comm -p {parents[0]}",),
         )
 
 
-@check("processes.orphans", "warning", "engines whose starter is gone and that still hold memory")
+@check("processes.orphans", "warning", "engines without a parent process that still hold memory")
 def orphans(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
     for p in machine.ask("processes") or ():
         holds = not p["zombie"] and p["parent"] == 1 and p["bytes"] > GIB
@@ -98,11 +99,11 @@ def orphans(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
             )
 
 
-@check("processes.compilers", "note", "compilers at work, whose memory a start would have to share")
+@check("processes.compilers", "note", "running compilers, which share the memory with a starting server")
 def compilers(machine: Machine, purpose: Purpose) -> Iterator[Finding]:
-    found = [p for p in machine.ask("processes") or () if p["name"] in ("cicc", "nvcc", "ptxas", "cc1plus")]
-    size = sum(p["bytes"] for p in found)
+    running = [p for p in machine.ask("processes") or () if p["name"] in ("cicc", "nvcc", "ptxas", "cc1plus")]
+    size = sum(p["bytes"] for p in running)
     if size > 4 * GIB:
         yield Finding(
-            "note", f"{len(found)} compilers hold {gib(size)}", "wait for them, or lower MAX_JOBS", ("top -o %MEM",)
+            "note", f"{len(running)} compilers hold {gib(size)}", "wait for them, or lower MAX_JOBS", ("top -o %MEM",)
         )

@@ -20,7 +20,7 @@ from halfbyte.engine.batch import Batch
 
 
 class Adjustments:
-    """Of the given rows of a batch, which need some."""
+    """Penalties, bias and masks for the rows that need them."""
 
     def __init__(self, batch: Batch, rows: list[int], vocab: int, device: torch.device) -> None:
         self.rows, self.vocab, self.device = rows, vocab, device
@@ -49,10 +49,10 @@ class Adjustments:
         out = logits.index_select(0, self._index).float()
         flat = out.view(-1)
         if self._penalties is not None:
-            place, (repetition, frequency, presence) = self._penalties[0].long(), self._penalties[1:].float()
-            x = flat.index_select(0, place)
+            index, (repetition, frequency, presence) = self._penalties[0].long(), self._penalties[1:].float()
+            x = flat.index_select(0, index)
             x = torch.where(x > 0, x / repetition, x * repetition)
-            flat.index_copy_(0, place, x - frequency - presence)
+            flat.index_copy_(0, index, x - frequency - presence)
         if self._bias is not None:
             flat.index_add_(0, self._bias[0].long(), self._bias[1].float())
         if self._masked is not None:

@@ -30,8 +30,7 @@ class DeviceSampler(Protocol):
     def sample(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
         """Replaces the tokens of rows that are not greedy; `results` is as `argmax` left it.
 
-        `settings` and `keys` are those of `halfbyte.engine.sampling.race`; `filtered`: some row has top-k, top-p or
-        min-p.
+        `settings` and `keys` are those of `halfbyte.engine.sampling.race`; `filtered`: some row has a filter.
         """
         ...
 

@@ -63,12 +63,11 @@ class DeviceStepSampling:
         self.arrays: list[NDArray[Any]] = []  # to be sent to the device with the step
         self._settings = self._keys = torch.empty(0)  # those arrays, there
         if not self.greedy:
-            settings = row_settings(samplers)
-            self.filtered = bool(((settings[:, 1] > 0) | (settings[:, 2] < 1) | (settings[:, 3] > 0)).any())
-            self.arrays = [settings, random_keys(samplers, batch.sample_positions)]
+            self.filtered = any(sampler.filtered for sampler in samplers)
+            self.arrays = [row_settings(samplers), random_keys(samplers, batch.sample_positions)]
 
     def take(self, views: list[Tensor]) -> None:
-        """`arrays`, as they have arrived on the device; further views are somebody else's."""
+        """Take the views of `arrays` on the device, which come first among `views`."""
         if not self.greedy:
             self._settings, self._keys = views[:2]
 

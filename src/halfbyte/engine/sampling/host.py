@@ -34,8 +34,8 @@ SPREAD = 10.0  # below the best logit: what lies further down has less than 1/20
 
 def not_numbers(bits: int) -> str:
     """Why a row has no token; `bits` are those of a logit of it, which may say where it went wrong."""
-    place = broken_place(bits)
-    return NOT_NUMBERS + (f" since {place}" if place else "")
+    layer = broken_place(bits)
+    return NOT_NUMBERS + (f" since {layer}" if layer else "")
 
 
 def adjust(
@@ -84,7 +84,7 @@ def sample_on_host(logits: Tensor, batch: Batch) -> StepResult:
 
 
 def take_best(best: Tensor, logit: Tensor) -> StepResult:
-    """Tokens of rows of which nothing but the highest logit is asked: its token, -1 where a logit is no number."""
+    """Tokens of rows that need only the highest logit; `best` is -1 where a logit is NaN or Inf."""
     result = StepResult(best.tolist())
     for i, (token, value) in enumerate(zip(result.tokens, logit.tolist())):
         if token < 0 or not math.isfinite(value):
@@ -125,14 +125,16 @@ def _sample_row(raw: Row, sampler: RowSampler, row: int, batch: Batch, result: S
 
 
 def sample_token(logits: Row, p: SamplingParams, uniform: float) -> int:
-    """As `distribution` and `sample` of halfbyte.ops.sampling, without sorting a whole vocabulary where it can be.
+    """Like `distribution` and `sample` of halfbyte.ops.sampling, but avoids sorting the entire vocabulary.
 
-    Only the likeliest candidates are sorted; if what was asked for reaches past them, all are.
+    Sorts only the likeliest candidates; if the parameters reach past them, all tokens.
     """
     vocab = logits.shape[0]
     limited = 0 < p.top_k < vocab
     x = logits.astype(np.float64)
     x /= p.temperature
+    if p.top_n_sigma > 0.0:
+        x[x < x.max() - p.top_n_sigma * x[x > -math.inf].std()] = -math.inf
     if limited:
         ids = _likeliest(x, max(64, p.top_k))
     else:
@@ -157,16 +159,16 @@ def _likeliest(x: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 def _sample_among(
     x: NDArray[np.float64], ids: NDArray[np.int64], p: SamplingParams, limited: bool, uniform: float
 ) -> int | None:
-    """A sample that needs none but these tokens, which are the likeliest; None if it needs more."""
-    whole = ids.shape[0] == x.shape[0]
+    """A sample from these tokens, which are the likeliest; None if the others are needed as well."""
+    all_tokens = ids.shape[0] == x.shape[0]
     chosen = x[ids]
     order = np.argsort(-chosen, kind="stable")
     ids, chosen = ids[order], chosen[order]
     if limited:
         ids, chosen = ids[: p.top_k], chosen[: p.top_k]
     weights = np.exp(chosen - chosen[0])
-    weights /= weights.sum() if limited or whole else np.exp(x - chosen[0]).sum()
-    if p.top_p >= 1.0 and p.min_p <= 0.0 and not limited and not whole:  # the usual request: nothing is cut off
+    weights /= weights.sum() if limited or all_tokens else np.exp(x - chosen[0]).sum()
+    if p.top_p >= 1.0 and p.min_p <= 0.0 and not limited and not all_tokens:  # the usual request: nothing is cut off
         at = int(weights.cumsum().searchsorted(uniform, side="right"))
         return int(ids[at]) if at < ids.shape[0] else None
     keep = weights > 0
@@ -176,7 +178,9 @@ def _sample_among(
         keep &= weights >= p.min_p * weights[0]
     keep[0] = True
     probabilities, ids = weights[keep], ids[keep]
-    closed = limited or whole or probabilities.shape[0] < keep.shape[0]  # nothing beyond the candidates may be sampled
+    closed = (
+        limited or all_tokens or probabilities.shape[0] < keep.shape[0]
+    )  # nothing beyond the candidates may be sampled
     if not closed:
         return None
     probabilities = probabilities / probabilities.sum()
@@ -190,7 +194,7 @@ def _accept_or_resample(
     """Rejection sampling (Leviathan et al., Chen et al.): keep x ~ q with min(1, p/q), else draw from max(p - q, 0)."""
     draft, q_row = proposal
     s = sampler.params
-    p, ids = distribution(torch.from_numpy(logits), s.temperature, s.top_k, s.top_p, s.min_p)
+    p, ids = distribution(torch.from_numpy(logits), s)
     target = np.zeros(logits.shape[0])
     target[ids.numpy()] = p.numpy()
     q = np.zeros(logits.shape[0])

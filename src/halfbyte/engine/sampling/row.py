@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 from halfbyte.engine.request import SamplingParams
 from halfbyte.errors import RequestError
+from halfbyte.ops.sampling_settings import SETTINGS, is_filtered, row_of
 
 SAMPLE, ACCEPT, PROPOSE = 0, 1, 2  # streams of randomness at one position
 
@@ -18,19 +19,9 @@ SAMPLE, ACCEPT, PROPOSE = 0, 1, 2  # streams of randomness at one position
 def check_params(params: SamplingParams, vocab: int) -> None:
     """Refuses what can never be served, before the request is queued."""
     problems = []
-    if not 0.0 <= params.temperature <= 100.0:
-        problems.append(f"temperature is {params.temperature}, not between 0 and 100")
-    if params.top_k < 0:
-        problems.append(f"top_k is {params.top_k}; 0 means no limit")
-    if not 0.0 < params.top_p <= 1.0:
-        problems.append(f"top_p is {params.top_p}, not in (0, 1]")
-    if not 0.0 <= params.min_p <= 1.0:
-        problems.append(f"min_p is {params.min_p}, not in [0, 1]")
-    if not 0.0 < params.repetition_penalty <= 100.0:
-        problems.append(f"repetition_penalty is {params.repetition_penalty}, not in (0, 100]")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -100.0 <= getattr(params, name) <= 100.0:
-            problems.append(f"{name} is {getattr(params, name)}, not between -100 and 100")
+    for name, setting in SETTINGS.items():
+        if not setting.allows(value := getattr(params, name)):
+            problems.append(f"{name} is {value}; it must be {setting.range}")
     if params.max_tokens is not None and params.max_tokens < (1 if params.prompt_logprobs is None else 0):
         problems.append(f"max_tokens is {params.max_tokens}; ask for at least 1, or for prompt_logprobs")
     if params.min_tokens < 0 or (params.max_tokens is not None and params.min_tokens > params.max_tokens):
@@ -42,10 +33,10 @@ def check_params(params: SamplingParams, vocab: int) -> None:
             problems.append(f"{name} is {count}, not between 0 and the vocabulary's {vocab}")
     if params.prompt_logprobs_from < 1:
         problems.append(f"prompt_logprobs_from is {params.prompt_logprobs_from}; the first token has none")
-    for what, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    for field, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         outside = [t for t in ids if not 0 <= t < vocab]
         if outside:
-            problems.append(f"{what} names token {outside[0]}, but the vocabulary has {vocab}")
+            problems.append(f"{field} names token {outside[0]}, but the vocabulary has {vocab}")
     if any(not math.isfinite(b) and b != -math.inf for b in params.logit_bias.values()):
         problems.append("a logit_bias is not a number")
     if "" in params.stop:
@@ -58,13 +49,16 @@ class RowSampler:
     """Made once for each choice of a request; read at every step."""
 
     __slots__ = (
-        "adjusted", "bias", "forced_until", "greedy", "key", "params", "penalised", "prompt", "simple", "stops",
+        "adjusted", "bias", "filtered", "forced_until", "greedy", "key", "params", "penalised", "prompt", "settings",
+        "simple", "stops",
     )  # fmt: skip
 
     def __init__(self, params: SamplingParams, index: int, prompt: int, seed: int, stop_ids: frozenset[int]) -> None:
         self.params = params
         self.prompt = prompt
         self.key = f"{seed & 0xFFFFFFFFFFFFFFFF}/{index}/".encode()
+        self.settings = row_of(params)  # what a device reads
+        self.filtered = is_filtered(params)
         self.greedy = params.temperature == 0.0
         self.penalised = bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
         self.bias = tuple(params.logit_bias.items())

@@ -1,8 +1,8 @@
 """Guess with a smaller model of the same vocabulary.
 
 The draft model has KV pages of its own, in a pool of its own, with its own prefix cache; it catches up with a
-sequence when it is asked, so nothing is spent on a sequence whose drafts do not pay. What it computed for tokens that
-were then rejected is computed over. When its pages run out it forgets sequences that were not asked about.
+sequence when a draft is requested, so nothing is spent on a sequence whose drafts do not pay. Keys and values of
+rejected tokens are overwritten. When its pages run out it forgets sequences that do not need a draft now.
 
 Drafts are its likeliest tokens, so the output is token for token that of no speculation. With `sampled`, and for
 requests that sample, it draws from its own distribution and hands that over for rejection sampling: more is accepted,
@@ -48,17 +48,17 @@ class DraftModelProposer:
         self.model, self.controller, self.sampled, self.chunk = model, controller, sampled, chunk
         self.pool = PagePool(pages, model.spec.page_size, model.config.window)
         self._cost, self._target_cost = cost, target_cost
-        self._progress: dict[int, _Progress] = {}  # by id of the sequence; the least recently asked first
+        self._progress: dict[int, _Progress] = {}  # by id of the sequence; the least recently used first
 
     # ---- proposing ----------------------------------------------------------------------------
 
     def propose(self, wants: list[tuple[Sequence, int]]) -> list[Proposal]:
         proposals = [Proposal([], [] if self._samples(seq) else None) for seq, _ in wants]
-        asked = {id(seq) for seq, _ in wants}
+        active = {id(seq) for seq, _ in wants}
         ready = []
         spent = 0.0
         for i, (seq, most) in enumerate(wants):
-            progress = self._catch_up(seq, most, asked)
+            progress = self._catch_up(seq, most, active)
             if progress is not None:
                 ready.append((i, seq, most, progress))
         rows = [(seq.tokens[progress.computed :], progress.computed, progress.tables) for _, seq, _, progress in ready]
@@ -93,7 +93,7 @@ class DraftModelProposer:
             return int(row.argmax())
         p, sampler = seq.params, seq.sampler
         assert sampler is not None
-        q, ids = distribution(row.cpu(), p.temperature, p.top_k, p.top_p, p.min_p)
+        q, ids = distribution(row.cpu(), p)
         dense: NDArray[np.float64] = np.zeros(row.shape[0])
         dense[ids.numpy()] = q.numpy()
         proposal.probabilities.append(dense)
@@ -101,19 +101,19 @@ class DraftModelProposer:
 
     # ---- its own cache ------------------------------------------------------------------------
 
-    def _catch_up(self, seq: Sequence, most: int, asked: set[int]) -> _Progress | None:
+    def _catch_up(self, seq: Sequence, most: int, active: set[int]) -> _Progress | None:
         """Bring the cache to all but the last token of `seq`, with room for the draft; None if there is no room."""
         progress = self._progress.pop(id(seq), None)
         tokens = seq.tokens
         if progress is None:
             progress = _Progress(Tables(salt=seq.tables.salt))
             self.pool.hash_blocks(progress.tables, tokens, len(tokens) - 1)
-            self.pool.attach(progress.tables, self.pool.match(progress.tables, len(tokens) - 1), seq.prompt)
+            self.pool.attach(progress.tables, self.pool.match(progress.tables, len(tokens) - 1), seq.num_prompt_tokens)
             progress.computed = progress.tables.length
         self._progress[id(seq)] = progress
         right = 0
-        for ours, theirs in zip(progress.guessed, tokens[progress.guessed_at :]):
-            if ours != theirs:
+        for guess, token in zip(progress.guessed, tokens[progress.guessed_at :]):
+            if guess != token:
                 break
             right += 1
         if progress.guessed:
@@ -122,25 +122,25 @@ class DraftModelProposer:
         progress.guessed = []
         self.pool.commit(progress.tables, tokens, max(progress.tables.length, progress.computed))
         while progress.computed < len(tokens) - 1 - self.chunk:
-            if not self._make_room(progress, progress.computed + self.chunk, asked):
+            if not self._make_room(progress, progress.computed + self.chunk, active):
                 return None
             self._forward(
                 [(tokens[progress.computed : progress.computed + self.chunk], progress.computed, progress.tables)]
             )
             progress.computed += self.chunk
             self.pool.commit(progress.tables, tokens, progress.computed)
-        return progress if self._make_room(progress, len(tokens) + most, asked) else None
+        return progress if self._make_room(progress, len(tokens) + most, active) else None
 
-    def _make_room(self, progress: _Progress, length: int, asked: set[int]) -> bool:
+    def _make_room(self, progress: _Progress, length: int, active: set[int]) -> bool:
         while not self.pool.extend(progress.tables, length):
-            victim = next((k for k in self._progress if k not in asked), None)
+            victim = next((k for k in self._progress if k not in active), None)
             if victim is None:
                 return False
             self.pool.release(self._progress.pop(victim).tables)
         return True
 
     def _forward(self, rows: list[tuple[list[int], int, Tables]]) -> torch.Tensor:
-        """Logits of the last row of each."""
+        """Logits of the last row of each sequence."""
         device, page = self.model.device, self.pool.page_size
 
         def ints(values: list[int]) -> torch.Tensor:

@@ -1,11 +1,11 @@
 """EAGLE-3: one small decoder layer that guesses from the target's own hidden states (Li et al.).
 
 The head reads what public gpt-oss heads ship. For position i it takes the target's hidden states at a few layer
-boundaries, joined by `fc`, beside the embedding of token i + 1, and guesses token i + 2; further guesses feed on its
+boundaries, joined by `fc`, and the embedding of token i + 1, and guesses token i + 2; further guesses feed on its
 own output. Its attention is a plain Llama layer's: no sinks, no window, its own head counts. Boundary b is what
 enters layer b; the number of layers is what leaves the last one, before the final norm.
 
-What heads differ in, all of it read from their config and tensors, none of it assumed:
+Heads differ in the following, all of it read from their config and tensors:
   eagle_config.eagle_aux_hidden_state_layer_ids   the boundaries; default 2, N/2, N-3
   eagle_config.use_aux_hidden_state false         the target's final hidden state after its norm, no fc
   eagle_config.norm_before_fc, input_norm         a norm over the joined states
@@ -13,8 +13,8 @@ What heads differ in, all of it read from their config and tensors, none of it a
   no embed_tokens                                 the target's embedding
   midlayer.* or layers.0.*                        two names for the one layer
 
-Its keys and values live beside the target's, in the pages of the full kind: the same tables, prefix cache and
-preemption serve both. (The last slot of a shared prefix was computed with another next token. That costs a guess at
+Its keys and values share the pages of the target's full kind: the same tables, prefix cache and preemption serve
+both. (The last slot of a shared prefix was computed with another next token. That costs a guess at
 worst.) Refuses heads of another hidden size, with more than one layer, or with tensors it does not know.
 """
 
@@ -40,7 +40,6 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.json_records import read_json
 from halfbyte.model.plain_file import refusing
 from halfbyte.model.safetensors_io import read_header
-from halfbyte.ops.linear import dense
 from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
 from halfbyte.plan.activations import Activations
@@ -120,7 +119,7 @@ class Eagle3Head:
         if not files:
             raise CheckpointError(f"{folder} has no .safetensors file; is the download complete?")
         for f in files:
-            read_header(f)  # refuses what is no safetensors file, before it is mapped
+            read_header(f)  # refuses a file that is not safetensors before it is mapped
         raw = {name.removeprefix("model."): t for f in files for name, t in load_file(f).items()}
         layer, outer = {}, {}
         for name, tensor in raw.items():
@@ -154,14 +153,14 @@ class Eagle3Head:
         own = outer.get("embed_tokens.weight")
         self._embed = target.weights.embed if own is None else put(own)
         lm_head = outer.get("lm_head.weight")
-        self._lm_head = put(dense(target.weights.lm_head)) if lm_head is None else put(lm_head)
+        self._lm_head = put(target.weights.output_head()) if lm_head is None else put(lm_head)
         offsets = outer.get("d2t")
         self._ids = None if offsets is None else (torch.arange(offsets.shape[0]) + offsets.long()).to(self.device)
         if self._ids is None and self._lm_head.shape[0] != target.config.vocab:
             raise CheckpointError(f"{folder} has its own vocabulary of {self._lm_head.shape[0]} but no d2t to map it.")
         if self._ids is not None and not 0 <= int(self._ids.min()) <= int(self._ids.max()) < target.config.vocab:
             raise CheckpointError(f"{folder}: d2t names tokens past the model's vocabulary of {target.config.vocab}.")
-        self._final = (target.weights.final_norm, target.config.norm_eps)
+        self._final = (target.weights.output_norm, target.config.norm_eps)
 
     def features(self, hidden: Tensor) -> Tensor:
         """Joined hidden states [R, n * H] -> [R, H]."""
@@ -172,7 +171,7 @@ class Eagle3Head:
         return F.linear(hidden.to(self.dtype), self._fc)
 
     def enter(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """What attention sees [R, 2H]: the embedding of the next token beside the features."""
+        """Input of attention [R, 2H]: the embedding of the next token, then the features."""
         w, eps = self._w, self.config.eps
         embedded = F.embedding(tokens.long(), self._embed).to(self.dtype)
         if "input_layernorm.weight" in w:
@@ -200,7 +199,7 @@ class Eagle3Head:
         return torch.einsum("kgl,lkd->kgd", scores.softmax(-1), v.float()).reshape(-1).to(self.dtype)
 
     def leave(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Residual stream [R, H] after attention and MLP, before the final norm: what a next guess feeds on."""
+        """Residual stream [R, H] after attention and MLP, before the final norm: the input of the next guess."""
         w = self._w
         h = hidden + self._linear(attended, "self_attn.o_proj")
         x = rms_norm(h, w["post_attention_layernorm.weight"], self.config.eps).to(self.dtype)
@@ -218,7 +217,7 @@ class Eagle3Head:
 
 
 class HiddenTap:
-    """Runs a step of the target and keeps what passes the boundaries the head wants."""
+    """Runs a step of the target and returns the hidden states at the boundaries that the head needs."""
 
     def __init__(self, target: GptOss, boundaries: tuple[int, ...]) -> None:
         self.target = target
@@ -237,7 +236,7 @@ class HiddenTap:
             acts = self.target.plan.run(replace(step, taps=self.boundaries))
             return acts.logits, torch.cat(acts.taps.unbind(), dim=-1)
         acts = Activations()
-        kept: dict[int, Tensor] = {}
+        states: dict[int, Tensor] = {}
         layer = -1
         for b in self.target.plan.walk(step, acts):
             if layer < 0 and b.phase.covers[-1] == "embed":
@@ -247,8 +246,8 @@ class HiddenTap:
             else:
                 continue
             if layer in self.boundaries:
-                kept[layer] = acts.complete_x()
-        return acts.logits, torch.cat([kept[b] for b in self.boundaries], dim=-1)
+                states[layer] = acts.complete_x()
+        return acts.logits, torch.cat([states[b] for b in self.boundaries], dim=-1)
 
 
 class Eagle3Proposer:
@@ -260,6 +259,7 @@ class Eagle3Proposer:
         self._page = target.spec.page_size
         self._pool: Tensor | None = None
         self._last: dict[int, tuple[int, Tensor]] = {}  # slot -> position of its last hidden state, and that state
+        self._gaps: dict[int, int] = {}  # slot -> admission of the sequence there, if the head missed a step of it
 
     # ---- its part of the pages ----------------------------------------------------------------
 
@@ -272,6 +272,10 @@ class Eagle3Proposer:
         c = self.head.config
         shape = (pages, 2, self._page, c.kv_heads, c.head_dim)
         self._pool = torch.zeros(shape, dtype=self.head.dtype, device=self.head.device)
+
+    def pool(self) -> Tensor:
+        assert self._pool is not None, "allocate comes first"
+        return self._pool
 
     def _store(self, page: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
         assert self._pool is not None
@@ -287,8 +291,20 @@ class Eagle3Proposer:
 
     # ---- following the target -----------------------------------------------------------------
 
+    @property
+    def suspended(self) -> bool:
+        return self.controller.suspended
+
+    def skip(self, batch: Batch) -> None:
+        """A step ran without the head: its sequences lack keys and values, so none of them is guessed for again."""
+        for chunk in batch.chunks:
+            self._gaps[chunk.sequence.slot] = chunk.sequence.admission
+
+    def _has_gap(self, seq: Sequence) -> bool:
+        return self._gaps.get(seq.slot) == seq.admission
+
     def absorb(self, batch: Batch, tokens: Ints, hidden: Tensor, result: StepResult) -> None:
-        """Keys and values for every row; the last hidden state of every sequence that has a next token."""
+        """Store keys and values of every row, and the last hidden state of every sequence that has a next token."""
         head, device = self.head, self.head.device
         following = np.empty_like(tokens)
         following[:-1] = tokens[1:]
@@ -299,19 +315,17 @@ class Eagle3Proposer:
         x = head.features(hidden)
         positions = torch.from_numpy(batch.positions).to(device)
         entered = head.enter(x, torch.from_numpy(following).to(device))
-        full = torch.from_numpy(batch.full).to(device)
+        full = torch.from_numpy(batch.full_table).to(device)
         rows = torch.from_numpy(batch.row_sequence).to(device).long()
         self._store(full[rows, positions.long() // self._page], positions, *head.keys_values(entered, positions))
-        at, row = [], 0
-        for s, draft in enumerate(batch.drafts):
-            row += batch.scores.get(s, 0)
-            if s in batch.following:
+        at = []
+        for s, chunk in enumerate(batch.chunks):
+            if not chunk.samples or self._has_gap(chunk.sequence):
                 continue
-            right = 0
+            draft, row, right = chunk.draft, chunk.first_sampled, 0
             while right < len(draft) and result.tokens[row + right] == draft[right]:
                 right += 1
             at.append((s, int(batch.logit_rows[row + right])))
-            row += len(draft) + 1
         if not at:
             return
         picked = torch.tensor([r for _, r in at], device=device)
@@ -329,7 +343,7 @@ class Eagle3Proposer:
         live, states, caches = [], [], {}
         for i, (seq, most) in enumerate(wants):
             position, state = self._last.get(seq.slot, (-1, None))
-            if state is not None and position + 2 == len(seq.tokens):
+            if state is not None and position + 2 == len(seq.tokens) and not self._has_gap(seq):
                 live.append((i, most, position))
                 states.append(state)
                 caches[i] = self._read(torch.tensor(seq.tables.full, device=device), position + 1)

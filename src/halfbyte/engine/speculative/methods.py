@@ -1,10 +1,10 @@
-"""From the name of a method (`--speculate`) to a proposer for a model, and where heads and draft models are found."""
+"""From the name of a method (`--speculate`) to a proposer for a model, and the search for heads and draft models."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from halfbyte.engine.speculative.controller import Controller
+from halfbyte.engine.speculative.controller import Controller, TimeLedger
 from halfbyte.engine.speculative.draft import DraftModelProposer
 from halfbyte.engine.speculative.eagle3 import Eagle3Head, Eagle3Proposer
 from halfbyte.engine.speculative.ngram import NgramProposer
@@ -17,7 +17,7 @@ from halfbyte.model.gpt_oss import GptOss
 from halfbyte.model.load import EMBEDDED, load_model, resolve_model
 from halfbyte.roofline import decode_traffic
 
-# Heads by use: the ends of the names they are published under, best first. {base} is gpt-oss-120b or gpt-oss-20b.
+# Heads by use: ends of their published names, best first. {base} is gpt-oss-120b or gpt-oss-20b.
 HEADS = {
     "eagle3": ("{base}-Eagle3-v3", "{base}-Eagle3-v2", "{base}-Eagle3"),
     "eagle3-short": ("{base}-Eagle3-short-context",),
@@ -28,7 +28,7 @@ _BASES = {36: "gpt-oss-120b", 24: "gpt-oss-20b"}
 
 
 class BytesRead:
-    """What a step costs: the bytes it reads, by the roofline's count, for this model in its formats."""
+    """Cost of a step: the bytes it reads by the roofline's count, for this model in its formats."""
 
     def __init__(self, model: GptOss) -> None:
         self._config, self._formats, self._kv = model.config, model.spec.formats, model.spec.kv_dtype
@@ -77,18 +77,19 @@ def find_head(method: str, layers: int, draft: str | None, models: Path | None =
 def make_proposer(
     method: str, model: GptOss, draft: str | None, longest: int, max_seqs: int, context: int
 ) -> Proposer | None:
-    """A proposer with all it needs but, for EAGLE-3, its part of the pages: `allocate` comes once they are sized."""
+    """Make a proposer. For EAGLE-3, call `allocate` once the number of pages is known."""
     if method == "off":
         return None
     cost = BytesRead(model)
     if method == "ngram":
-        return NgramProposer(Controller(cost, longest=longest))
+        return NgramProposer(Controller(cost, longest=longest, ledger=TimeLedger()))
     if method == "suffix":
-        return SuffixProposer(Controller(cost, longest=longest))
+        return SuffixProposer(Controller(cost, longest=longest, ledger=TimeLedger()))
     if method in HEADS:
         head = Eagle3Head(find_head(method, model.config.layers, draft), model)
         share = head.nbytes / cost(1, 0)
-        return Eagle3Proposer(head, model, Controller(cost, longest=longest, draft_cost=share), share)
+        ledger = TimeLedger(follows=True)
+        return Eagle3Proposer(head, model, Controller(cost, longest=longest, draft_cost=share, ledger=ledger), share)
     if method == "draft":
         name = resolve_model(draft or _own_draft())
         small = load_model(name, Gates(), device=model.device, page_size=model.spec.page_size)
@@ -101,7 +102,8 @@ def make_proposer(
         pages = 1 + per_context * max(1, min(max_seqs, 4))
         small.allocate_kv(pages)
         small_cost = BytesRead(small)
-        controller = Controller(cost, longest=longest, draft_cost=small_cost(1, 0) / cost(1, 0))
+        share = small_cost(1, 0) / cost(1, 0)
+        controller = Controller(cost, longest=longest, draft_cost=share, ledger=TimeLedger())
         return DraftModelProposer(small, controller, pages, cost=small_cost, target_cost=cost)
     raise UsageError(f"--speculate {method} is not known; use off, ngram, suffix, draft, {', '.join(HEADS)}.")
 

@@ -59,6 +59,6 @@ class NgramProposer:
 
 
 def _follow(tokens: list[int], start: int, most: int) -> list[int]:
-    """`most` tokens from `start`; a run that reaches the end repeats itself."""
+    """The `most` tokens from `start` on; a run that reaches the end repeats itself."""
     period = len(tokens) - start
     return [tokens[start + i % period] for i in range(most)]

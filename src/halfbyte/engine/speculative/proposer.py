@@ -1,4 +1,4 @@
-"""Proposer: whoever guesses the next tokens of a sequence, and what the engine asks of it."""
+"""Proposer: guesses the next tokens of a sequence. This is the interface that the engine uses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from halfbyte.engine.sequence import Sequence
-    from halfbyte.engine.speculative.controller import Pace
+    from halfbyte.engine.speculative.controller import Controller, Pace
 
 
 @dataclass(slots=True)
 class Proposal:
     """A draft. `probabilities[i]` is the distribution token i was drawn from; None: the draft is a plain guess.
 
-    `cost` is what making it cost, as a share of what one token costs without speculation.
+    `cost` is the cost of making it, as a share of the cost of one token without speculation.
     """
 
     tokens: list[int]
@@ -26,8 +26,13 @@ class Proposal:
 
 
 class Proposer(Protocol):
+    @property
+    def controller(self) -> Controller:
+        """What all its sequences share."""
+        ...
+
     def propose(self, wants: list[tuple[Sequence, int]]) -> list[Proposal]:
-        """A draft of at most that many tokens for each sequence, possibly empty. All their tokens are known."""
+        """A draft for each sequence of at most that many tokens, possibly empty. All their tokens are known."""
         ...
 
     def observe(self, seq: Sequence, new: int) -> None:
@@ -39,5 +44,5 @@ class Proposer(Protocol):
         ...
 
     def pace(self, seq: Sequence) -> Pace:
-        """How far ahead to guess for this sequence; one object for its life."""
+        """The object that decides how far ahead to guess for this sequence, for all its life."""
         ...

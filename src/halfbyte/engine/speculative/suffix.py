@@ -2,7 +2,7 @@
 
 The longest end of the sequence that the trie knows is followed along its most frequent continuation, for as long as
 that continuation is the likely one. Agents that write the same tool calls and boilerplate again and again gain most.
-Memory is bounded: when the trie is full it becomes the old one and a new one is begun, and both are asked.
+Memory is bounded: when the trie is full it becomes the old one and a new one is begun; both are searched.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Kernels of other engines as phases of ours, where those are installed. Taken only where they are asked for."""
+"""Kernels of other engines as phases of ours, if those engines are installed. They run only when selected by a gate."""

@@ -77,9 +77,15 @@ class Planner:
         self.spec, self.kind = spec, kind
         self.window = spec.window - 1 if kind == "sliding" else -1  # without the row itself
         self.wrapper: Any = BatchAttentionWithAttentionSinkWrapper(
-            workspace, kv_layout="HND", backend="fa2", q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-            head_dim_qk=spec.head_dim, head_dim_vo=spec.head_dim, window_left=self.window,
-        )  # fmt: skip
+            workspace,
+            kv_layout="HND",
+            backend="fa2",
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+            head_dim_qk=spec.head_dim,
+            head_dim_vo=spec.head_dim,
+            window_left=self.window,
+        )
         self._step: weakref.ref[Activations] | None = None  # one record of activations is one step
 
     def of(self, step: Step, acts: Activations) -> Any:
@@ -88,9 +94,19 @@ class Planner:
             s = self.spec
             starts, pages, last = table_of(step, self.kind, s.page_size)
             self.wrapper.plan(
-                step.query_start, starts, pages, last, s.heads, s.kv_heads, s.head_dim, s.page_size, causal=True,
-                window_left=self.window, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-            )  # fmt: skip
+                step.query_start,
+                starts,
+                pages,
+                last,
+                s.heads,
+                s.kv_heads,
+                s.head_dim,
+                s.page_size,
+                causal=True,
+                window_left=self.window,
+                q_data_type=torch.bfloat16,
+                kv_data_type=torch.bfloat16,
+            )
         return self.wrapper
 
 
@@ -100,8 +116,8 @@ def table_of(step: Step, kind: str, page: int) -> tuple[Tensor, Tensor, Tensor]:
     counts = (lens + page - 1) // page
     starts = torch.zeros(counts.shape[0] + 1, dtype=torch.int32, device=lens.device)
     starts[1:] = counts.cumsum(0)
-    held = torch.arange(table.shape[1], device=table.device) < counts[:, None]
-    return starts, table[held].int(), lens - (counts - 1) * page
+    used = torch.arange(table.shape[1], device=table.device) < counts[:, None]
+    return starts, table[used].int(), lens - (counts - 1) * page
 
 
 _planners: Any = WeakIdKeyDictionary()  # workspace -> its planner: all layers of a kind share both

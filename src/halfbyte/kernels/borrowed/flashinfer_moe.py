@@ -44,10 +44,12 @@ class CutlassMoe(Phase):
                 return f"multiplies mxfp4 weights, and {role} is {spec.formats[role]}"
         if spec.activation not in ("bf16", "mxfp8"):
             return f"multiplies bf16 or mxfp8 activations, not {spec.activation}"
-        if spec.activation == "bf16" and arch.name != "sm90":
+        if spec.activation == "bf16" and "wgmma" not in arch.features:
             return f"its product with bf16 activations is written for sm90, not {arch.name}; use --activation mxfp8"
-        if spec.activation == "mxfp8" and arch.name == "sm90":
-            return "its product with mxfp8 activations is block-scaled, which sm90 has not; use --activation bf16"
+        if spec.activation == "mxfp8" and "block_scaled" not in arch.features:
+            return (
+                f"its product with mxfp8 activations is block-scaled, which {arch.name} has not; use --activation bf16"
+            )
         if spec.tile != "auto":
             return f"chooses its tiles itself, not as --tile {spec.tile} says"
         return FLASHINFER.refuse(arch)
@@ -64,15 +66,18 @@ class CutlassMoe(Phase):
         down = padded(w.down, w.down_bias, hidden, inner)
         device = gate_up[0].device
 
-        def each(value: float) -> Tensor:
+        def per_expert(value: float) -> Tensor:
             return torch.full((s.experts,), value, dtype=torch.float32, device=device)
 
         common: dict[str, Any] = {
-            "fc1_expert_biases": gate_up[2].to(torch.bfloat16), "fc2_expert_biases": down[2].to(torch.bfloat16),
-            "swiglu_alpha": each(s.swiglu_alpha), "swiglu_beta": each(1.0), "swiglu_limit": each(s.swiglu_limit),
-        }  # fmt: skip
+            "fc1_expert_biases": gate_up[2].to(torch.bfloat16),
+            "fc2_expert_biases": down[2].to(torch.bfloat16),
+            "swiglu_alpha": per_expert(s.swiglu_alpha),
+            "swiglu_beta": per_expert(1.0),
+            "swiglu_limit": per_expert(s.swiglu_limit),
+        }
         mixed = s.activation == "bf16"
-        common |= mixed_weights(gate_up, down) if mixed else block_scaled_weights(gate_up, down, each(1.0))
+        common |= mixed_weights(gate_up, down) if mixed else block_scaled_weights(gate_up, down, per_expert(1.0))
         image = KernelImage(KERNEL, FLASHINFER.version() or "", loaded=False)
 
         def launch(step: Step, acts: Activations) -> None:
@@ -85,9 +90,14 @@ class CutlassMoe(Phase):
 
                 x, scales = mxfp8_quantize(x, True, 32)
             cutlass_fused_moe(
-                x, acts.topk_ids.int(), acts.topk_weights.float(), output_dtype=torch.bfloat16, input_sf=scales,
-                output=out, **common,
-            )  # fmt: skip
+                x,
+                acts.topk_ids.int(),
+                acts.topk_weights.float(),
+                output_dtype=torch.bfloat16,
+                input_sf=scales,
+                output=out,
+                **common,
+            )
             acts.x = acts.x + out[:, : s.hidden].float()
 
         return launch
@@ -123,9 +133,11 @@ def block_scaled_weights(gate_up: tuple[Tensor, ...], down: tuple[Tensor, ...], 
 
     s1, s2 = (block_scale_interleave(part[1]).reshape(part[1].shape).view(torch.int32) for part in (gate_up, down))
     return {
-        "fc1_expert_weights": gate_up[0].view(torch.long), "fc2_expert_weights": down[0].view(torch.long),
-        "quant_scales": [s1, ones, s2, ones], "use_mxfp8_act_scaling": True,
-    }  # fmt: skip
+        "fc1_expert_weights": gate_up[0].view(torch.long),
+        "fc2_expert_weights": down[0].view(torch.long),
+        "quant_scales": [s1, ones, s2, ones],
+        "use_mxfp8_act_scaling": True,
+    }
 
 
 PHASES: tuple[Phase, ...] = (CutlassMoe(),)

@@ -1,7 +1,7 @@
-"""A package that kernels are borrowed from: whether it is there, and whether it is one whose calls we know.
+"""A package that kernels are borrowed from: whether it is installed, and whether its version is tested.
 
-Asked about by its name alone: importing such a package takes seconds. A plan for another machine than this one
-(`explain --arch`) cannot know what is installed there, so nothing is asked then.
+Only the metadata is read, because importing such a package takes seconds. A plan for another machine (`explain --arch`)
+cannot know what is installed there, so nothing is checked then.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from halfbyte.plan.phase import Arch
 class Package:
     name: str  # as pip knows it
     calls: str  # what it is called in a sentence
-    known: tuple[str, ...]  # versions whose functions we call, by their beginnings
+    tested: tuple[str, ...]  # versions whose functions we call, by their beginnings
 
     def version(self) -> str | None:
-        """Of the build for GPUs, if it is there."""
+        """The version of the installed GPU build; None if there is none."""
         try:
-            found = metadata.version(self.name)
+            version = metadata.version(self.name)
         except metadata.PackageNotFoundError:
             return None
-        return None if "cpu" in found else found
+        return None if "cpu" in version else version
 
     def refuse(self, arch: Arch) -> str | None:
         if not is_here(arch):
             return None
-        found = self.version()
-        if found is None:
+        version = self.version()
+        if version is None:
             return f"needs {self.calls} with its CUDA kernels, which is not installed here (pip install {self.name})"
-        if not found.startswith(self.known):
-            return f"knows {self.calls} {' and '.join(v.rstrip('.') for v in self.known)}, and here is {found}"
+        if not version.startswith(self.tested):
+            return f"supports {self.calls} {' and '.join(v.rstrip('.') for v in self.tested)}, not {version}"
         return None
 
 

@@ -28,9 +28,9 @@ HIDDEN, INNER = 256, 128  # multiples that the experts' tiles need
 MOE, LINEAR = "vllm: fused_marlin_moe", "vllm: marlin_gemm"
 
 
-def refuse_marlin(phase: Phase, spec: Spec, arch: Arch, asked: bool, flag: str) -> str | None:
+def refuse_marlin(phase: Phase, spec: Spec, arch: Arch, selected: bool, flag: str) -> str | None:
     """What both kernels refuse."""
-    if not asked:
+    if not selected:
         return f"is taken where {flag} asks for it"
     if not arch.is_gpu:
         return "runs on a GPU"
@@ -77,10 +77,19 @@ class MarlinMoe(Phase):
         def launch(step: Step, acts: Activations) -> None:
             launched(image)
             y = fused_marlin_moe(
-                pad(acts.h.to(torch.bfloat16), (0, hidden - s.hidden)), w13, w2, bias13, bias2, s13, s2,
-                acts.topk_weights.float(), acts.topk_ids.int(), quant_type_id=scalar_types.float4_e2m1f.id,
-                global_num_experts=s.experts, activation=MoEActivation.SWIGLUOAI,
-            )  # fmt: skip
+                pad(acts.h.to(torch.bfloat16), (0, hidden - s.hidden)),
+                w13,
+                w2,
+                bias13,
+                bias2,
+                s13,
+                s2,
+                acts.topk_weights.float(),
+                acts.topk_ids.int(),
+                quant_type_id=scalar_types.float4_e2m1f.id,
+                global_num_experts=s.experts,
+                activation=MoEActivation.SWIGLUOAI,
+            )
             acts.x = acts.x + y[:, : s.hidden].float()
 
         return launch
@@ -145,9 +154,13 @@ def marlin_product(matrix: MXTensor, bias: Tensor | None) -> Callable[[Tensor], 
 
     n, k = matrix.shape
     layer: Any = SimpleNamespace(
-        output_size_per_partition=n, input_size_per_partition=k, params_dtype=torch.bfloat16, weight=matrix.data,
-        weight_scale=matrix.scales, bias=None if bias is None else bias.to(torch.bfloat16),
-    )  # fmt: skip
+        output_size_per_partition=n,
+        input_size_per_partition=k,
+        params_dtype=torch.bfloat16,
+        weight=matrix.data,
+        weight_scale=matrix.scales,
+        bias=None if bias is None else bias.to(torch.bfloat16),
+    )
     prepare_fp4_layer_for_marlin(layer)
     image = KernelImage(LINEAR, VLLM.version() or "", loaded=False)
 

@@ -1,6 +1,6 @@
-"""`python -m halfbyte.kernels.cpu`: build what this machine takes, ahead of its first use; `--list`: the sets it has.
+"""`python -m halfbyte.kernels.cpu`: build this machine's library ahead of its first use; `--list`: list its sets.
 
-A machine on which it cannot be built is no error here: everything runs through the reference, and this says so.
+If the library cannot be built, the command says so and succeeds: the reference runs instead.
 """
 
 from __future__ import annotations

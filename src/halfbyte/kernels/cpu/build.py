@@ -42,13 +42,13 @@ def library_name(name: str) -> str:
 
 
 def library_file(instructions: InstructionSet) -> Path:
-    """The library of an instruction set: the package's own, or one that is compiled now if it was not before."""
+    """The library of an instruction set: the package's own, or one from the cache, compiled now if necessary."""
     path = existing_file(instructions)
     return _compile_into_cache(instructions) if path is None else path
 
 
 def existing_file(instructions: InstructionSet) -> Path | None:
-    """The same, where nothing has to be compiled for it."""
+    """The library of an instruction set if it exists already; None if it would have to be compiled."""
     packaged = _packaged(instructions)
     if packaged is not None:
         return packaged
@@ -56,40 +56,40 @@ def existing_file(instructions: InstructionSet) -> Path | None:
         path = _cached(instructions)
     except Unavailable:
         return None
-    return path if path.is_file() else None
+    return path if _is_intact(path) else None
 
 
 def sets_for(machine: str | None = None) -> tuple[InstructionSet, ...]:
-    """Those that are made for a kind of machine, the best first."""
+    """The instruction sets for a machine type, the best first."""
     machine = machine or platform.machine()
     return tuple(s for s in INSTRUCTION_SETS if s.machine in ("", machine))
 
 
 def build_into(folder: Path, machine: str | None = None) -> list[Path]:
-    """Every library of this kind of machine, for a wheel. One that the compiler cannot make is left out, with a line
-    that says so; none at all is an Unavailable."""
+    """Build every library of this machine type for a wheel. A library that the compiler cannot build is skipped with a
+    warning; Unavailable if none can be built."""
     folder.mkdir(parents=True, exist_ok=True)
-    made, failures = [], []
+    libraries, failures = [], []
     for instructions in sets_for(machine):
         path = folder / library_name(instructions.name)
         try:
             compile_library(instructions, path)
-            made.append(path)
+            libraries.append(path)
         except Unavailable as e:
             failures.append(f"{instructions.name}: {e}")
             log.warning("the CPU kernels are left out for %s", failures[-1])
-    if not made:
+    if not libraries:
         raise Unavailable("; ".join(failures))
-    digests = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in made}
+    digests = {p.name: _digest(p) for p in libraries}
     manifest = {"sources": sources_hash(), "compiler": compiler_version(compiler()), "libraries": digests}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    return made
+    return libraries
 
 
 def sources() -> list[Path]:
     """What a library is made of: every .cpp here that is not a program of its own."""
-    found = sorted(SOURCES.glob("*.cpp"))
-    return [p for p in found if not re.search(r"^int main\(", p.read_text(encoding="utf-8"), re.MULTILINE)]
+    files = sorted(SOURCES.glob("*.cpp"))
+    return [p for p in files if not re.search(r"^int main\(", p.read_text(encoding="utf-8"), re.MULTILINE)]
 
 
 @functools.cache
@@ -101,36 +101,36 @@ def sources_hash() -> str:
 
 
 def compiler() -> str:
-    asked = gates.setting("HALFBYTE_CXX")
-    if asked is not None:
-        if shutil.which(asked) is None:
-            raise Unavailable(f"HALFBYTE_CXX names {asked}, which is not a program here")
-        return asked
+    program = gates.setting("HALFBYTE_CXX")
+    if program is not None:
+        if shutil.which(program) is None:
+            raise Unavailable(f"HALFBYTE_CXX is {program}, which is not an installed program")
+        return program
     for name in COMPILERS:
         if shutil.which(name) is not None:
             return name
-    raise Unavailable("no C++ compiler was found to build it with (install g++ or clang++)")
+    raise Unavailable("there is no C++ compiler to build it (install g++ or clang++)")
 
 
 @functools.cache
 def compiler_version(program: str) -> str:
     try:
-        asked = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        result = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as e:
         raise Unavailable(f"the compiler {program} does not run ({e})") from None
-    return asked.stdout.splitlines()[0].strip() if asked.stdout.strip() else program
+    return result.stdout.splitlines()[0].strip() if result.stdout.strip() else program
 
 
 def compile_library(instructions: InstructionSet, target: Path) -> None:
-    """All sources with that set's flags, as many at a time as there are cores; `target` appears whole or not at all."""
+    """Compile all sources with that set's flags in parallel; `target` is replaced atomically."""
     program = compiler()
     flags = (*COMMON_FLAGS, *instructions.compiler_flags)
     with tempfile.TemporaryDirectory(prefix="halfbyte-cpu-") as scratch:
 
         def compile_one(source: Path) -> str:
-            made = str(Path(scratch, f"{source.stem}.o"))
-            _run([program, *flags, "-c", str(source), "-o", made], source.name)
-            return made
+            object_file = str(Path(scratch, f"{source.stem}.o"))
+            _run([program, *flags, "-c", str(source), "-o", object_file], source.name)
+            return object_file
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             objects = list(pool.map(compile_one, sources()))
@@ -141,30 +141,47 @@ def compile_library(instructions: InstructionSet, target: Path) -> None:
         os.replace(hidden, target)
 
 
-def _run(command: list[str], what: str) -> None:
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _record_of(path: Path) -> Path:
+    """What says how a library of the cache must look."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _is_intact(path: Path) -> bool:
+    """Whether a library of the cache is the one that was compiled: a damaged one ends the process that runs it."""
+    try:
+        return _record_of(path).read_text(encoding="ascii").strip() == _digest(path)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _run(command: list[str], target: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as e:
-        raise Unavailable(f"{command[0]} could not compile {what} ({e})") from None
+        raise Unavailable(f"{command[0]} could not compile {target} ({e})") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
         first = (errors or done.stderr.splitlines() or ["no message"])[0].strip()
-        raise Unavailable(f"{compiler_version(command[0])} cannot compile {what}: {first}")
+        raise Unavailable(f"{compiler_version(command[0])} cannot compile {target}: {first}")
 
 
 def _packaged(instructions: InstructionSet) -> Path | None:
-    """A wheel's library, where it was made from the sources that are here."""
+    """The wheel's library, if it was built from the present sources."""
     try:
         manifest = json.loads((SOURCES / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     path = SOURCES / library_name(instructions.name)
-    fits = manifest.get("sources") == sources_hash() and path.name in manifest.get("libraries", {})
-    return path if fits and path.is_file() else None
+    digest = manifest.get("libraries", {}).get(path.name) if manifest.get("sources") == sources_hash() else None
+    return path if digest is not None and path.is_file() and digest == _digest(path) else None
 
 
 def _cached(instructions: InstructionSet) -> Path:
-    """Where in the cache it belongs."""
+    """The library's path in the cache."""
     program = compiler()
     flags = " ".join((*COMMON_FLAGS, *instructions.compiler_flags))
     key = hashlib.sha256("\0".join((sources_hash(), compiler_version(program), flags)).encode()).hexdigest()[:16]
@@ -178,9 +195,12 @@ def _compile_into_cache(instructions: InstructionSet) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".lock", "w") as lock:  # two processes that start at once compile once
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.is_file():
+            if not _is_intact(path):
                 log.warning("compiling the CPU kernels for %s (once)", instructions.name)
+                record = _record_of(path)
+                record.unlink(missing_ok=True)
                 compile_library(instructions, path)
+                record.write_text(_digest(path), encoding="ascii")
     except OSError as e:
         raise Unavailable(f"the cache folder {folder} cannot be written ({e.strerror})") from None
     return path

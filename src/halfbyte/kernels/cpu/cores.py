@@ -26,19 +26,25 @@ class Threads:
 
 
 def threads_for(gates: Gates) -> Threads:
-    """As the gates say, or as many as there are cores to use."""
+    """The number of threads that the gates set, or one for each usable core."""
     cores = physical_cores(allowed_processors())
     if gates.threads != "auto":
         count = int(gates.threads)
         if count > MOST:
-            raise GateError(f"--threads is {count}; at most {MOST} are made.")
+            raise GateError(f"--threads is {count}; use at most {MOST}.")
         return Threads(count, tuple(cores) if count == len(cores) else None)
     limits = [len(cores), share_of_time()]
-    asked = setting("OMP_NUM_THREADS")
-    if asked is not None and asked.split(",")[0].strip().isdigit():
-        limits.append(int(asked.split(",")[0]))
+    limit = setting("OMP_NUM_THREADS")
+    if limit is not None and limit.split(",")[0].strip().isdigit():
+        limits.append(int(limit.split(",")[0]))
     count = max(1, min(n for n in limits if n is not None))
     return Threads(count, tuple(cores) if count == len(cores) else None)
+
+
+def threads_beside_gpu(gates: Gates) -> Threads:
+    """The threads that multiply experts in host memory: two cores stay free for the engine and the server."""
+    threads = threads_for(gates)
+    return threads if gates.threads != "auto" else Threads(max(1, threads.count - 2), None)
 
 
 def allowed_processors() -> list[int]:

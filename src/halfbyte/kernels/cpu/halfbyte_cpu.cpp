@@ -1,7 +1,9 @@
 // The C interface: every call ends with a number or a sentence, never with an exception.
 #include "halfbyte_cpu.h"
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
 #include <new>
 #include <system_error>
 
@@ -85,6 +87,14 @@ int32_t hb_run_experts(hb_scratch* scratch, const hb_experts* experts, int32_t r
     return 0;
 }
 
+void hb_run_expert_job(void* address) {
+    hb_expert_job& job = *static_cast<hb_expert_job*>(address);
+    char error[256];
+    if (!hb_run_experts(job.scratch, job.experts, job.rows, job.h, job.ids, job.shares, job.out, error, sizeof error)) return;
+    ++job.failures;
+    std::fill_n(job.out, static_cast<int64_t>(job.rows) * job.experts->hidden, std::numeric_limits<float>::quiet_NaN());
+}
+
 int32_t hb_run_product(hb_pool* pool, const hb_matrix* m, const float* bias, int32_t int8_activations, int32_t rows,
                        const float* x, float* out, char* error, int64_t error_size) {
     if (!halfbyte::check_product(*m, rows, error, error_size)) return 1;
@@ -129,8 +139,8 @@ const char* hb_instruction_set(void) { return halfbyte::instruction_set(); }
 
 int64_t hb_struct_size(int32_t which) {
     const int64_t sizes[] = {sizeof(hb_matrix),  sizeof(hb_layer),       sizeof(hb_model),  sizeof(hb_step),
-                             sizeof(hb_experts), sizeof(hb_stored_rows), sizeof(hb_packing)};
-    return which >= 0 && which < 7 ? sizes[which] : -1;
+                             sizeof(hb_experts), sizeof(hb_stored_rows), sizeof(hb_packing), sizeof(hb_expert_job)};
+    return which >= 0 && which < 8 ? sizes[which] : -1;
 }
 
 }  // extern "C"

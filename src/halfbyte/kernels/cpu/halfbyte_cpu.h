@@ -65,17 +65,24 @@ struct hb_stored_rows { int32_t file, scale_file; int64_t offset, scale_offset, 
 
 struct hb_packing {
     int32_t format, gguf;         // what the numbers are; 1: in GGUF's blocks of scale and codes
-    int32_t widen;                // 1: not rows16, but rows of bfloat16, from GGUF's blocks
+    int32_t widen;                // 1: not rows16, but rows of float32, from GGUF's blocks
     int32_t threads;
     int64_t stack, rows, cols;    // matrices, and the size of each
     int32_t part_count;
     const hb_stored_rows* parts;
-    void* out;                    // null: only look whether all numbers are finite
+    void* out;                    // null: only look whether the numbers are sound
 };
 
 struct hb_pool;       // worker threads
 struct hb_instance;   // a model bound to a pool, with its scratch memory
 struct hb_scratch;    // scratch memory of experts alone: of all layers of one shape
+
+// The arguments of hb_run_experts in one record, for a caller that can pass only one address: a GPU's stream.
+struct hb_expert_job {
+    hb_scratch* scratch; const hb_experts* experts;
+    const float* h; const int32_t* ids; const float* shares; float* out;
+    int32_t rows, failures;       // failures counts jobs that were refused; their rows are NaN
+};
 
 hb_pool* hb_pool_create(int32_t threads, const int32_t* cores /* or null: not pinned */);
 void hb_pool_destroy(hb_pool*);
@@ -92,12 +99,16 @@ void hb_scratch_destroy(hb_scratch*);
 // out[r] = sum over k of shares[r][k] * expert ids[r][k] of h[r]; float32 rows, one behind the other. 0, or a code.
 int32_t hb_run_experts(hb_scratch*, const hb_experts*, int32_t rows, const float* h, const int32_t* ids, const float* shares,
                        float* out, char* error, int64_t error_size);
+// hb_run_experts for an hb_expert_job. Has the signature of CUDA's host functions, calls no CUDA and reports no error: rows of a
+// job that is refused are NaN.
+void hb_run_expert_job(void* job);
 // out[r] = m x[r] + bias; bias may be null.
 int32_t hb_run_product(hb_pool*, const hb_matrix* m, const float* bias, int32_t int8_activations, int32_t rows,
                        const float* x, float* out, char* error, int64_t error_size);
 
-// 0, or what is wrong with reading: errno, or -1 where a file ends early. `finite`: 0 where a number or a scale is not.
-int32_t hb_pack(const hb_packing*, int32_t* finite);
+// 0, or what is wrong with reading: errno, or -1 where a file ends early. `sound`: 0 where a number or a scale
+// is not finite, or where all numbers or all scales of a part are zero.
+int32_t hb_pack(const hb_packing*, int32_t* sound);
 // The sum of all 64-bit words of a memory: what this machine's roof is measured with, so it does nothing but read.
 uint64_t hb_read(hb_pool*, const uint64_t* words, int64_t count);
 const char* hb_instruction_set(void);

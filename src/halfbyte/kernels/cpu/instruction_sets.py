@@ -1,4 +1,4 @@
-"""The instruction sets the CPU kernels are compiled for, best first: what the compiler is told, what a CPU must have.
+"""The instruction sets the CPU kernels are compiled for, best first: compiler flags and required CPU features.
 
 Each set becomes one library from the same sources; `vector.h` sees the flags and takes the matching vector layer. This
 file chooses nothing and compiles nothing.
@@ -27,7 +27,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "a
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
     InstructionSet("avx512", "x86_64", ("-march=x86-64-v4", "-mavx512vnni", *_QUIET), _AVX512),
-    # Below avx512, so that it is taken by name only: steps of several rows have been slower with it (docs/LOG.md).
+    # Below avx512, so that it is only used by name: steps of several rows were slower with it (docs/LOG.md).
     InstructionSet(
         "avx512-amx",
         "x86_64",

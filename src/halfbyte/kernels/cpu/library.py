@@ -1,8 +1,8 @@
 """The CPU kernels' library in this process: which instruction set it was built for, and its structs as ctypes see them.
 
-`open_library` takes the best set that this CPU has, or the one that is asked for; a library whose structs have other
-sizes than these mirrors, or that was built for another set than its name says, is not used. Memory stays the caller's:
-whoever makes a struct keeps what it points to.
+`open_library` selects the best instruction set of this CPU, or the one named. A library whose structs differ in size
+from these mirrors, or that was built for another set than its name says, is not used. The caller owns all memory: it
+must keep alive whatever a struct points to.
 """
 
 from __future__ import annotations
@@ -31,70 +31,144 @@ CPUINFO = Path("/proc/cpuinfo")
 _Ints, _Floats = ctypes.c_void_p, ctypes.c_void_p  # pointers, as numbers that torch and numpy give
 
 
-class Matrix(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     _fields_ = [
-        ("format", ctypes.c_int32), ("reserved", ctypes.c_int32), ("rows", ctypes.c_int64), ("cols", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
         ("data", ctypes.c_void_p),
-    ]  # fmt: skip
+    ]
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     _fields_ = [
-        ("attn_norm", _Floats), ("qkv", Matrix), ("qkv_bias", _Floats), ("sinks", _Floats), ("o", Matrix),
-        ("o_bias", _Floats), ("mlp_norm", _Floats), ("router", _Floats), ("router_bias", _Floats),
-        ("gate_up", Matrix), ("gate_up_bias", _Floats), ("down", Matrix), ("down_bias", _Floats),
-        ("sliding", ctypes.c_int32), ("kind_index", ctypes.c_int32),
-    ]  # fmt: skip
+        ("attn_norm", _Floats),
+        ("qkv", MatrixStruct),
+        ("qkv_bias", _Floats),
+        ("sinks", _Floats),
+        ("o", MatrixStruct),
+        ("o_bias", _Floats),
+        ("mlp_norm", _Floats),
+        ("router", _Floats),
+        ("router_bias", _Floats),
+        ("gate_up", MatrixStruct),
+        ("gate_up_bias", _Floats),
+        ("down", MatrixStruct),
+        ("down_bias", _Floats),
+        ("sliding", ctypes.c_int32),
+        ("kind_index", ctypes.c_int32),
+    ]
 
 
-class Model(ctypes.Structure):
+class ModelStruct(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in (
-            "abi", "layers", "hidden", "intermediate", "experts", "top_k", "heads", "kv_heads", "head_dim", "vocab",
-            "window", "page_size", "layers_per_page", "kv_format", "embed_format", "int8_activations",
-        )),
-        ("norm_eps", ctypes.c_float), ("swiglu_limit", ctypes.c_float), ("swiglu_alpha", ctypes.c_float),
-        ("rope_inverse", _Floats), ("rope_temperature", ctypes.c_float), ("embed", ctypes.c_void_p),
-        ("layer", ctypes.POINTER(Layer)), ("final_norm", _Floats), ("lm_head", Matrix),
-    ]  # fmt: skip
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "abi",
+                "layers",
+                "hidden",
+                "intermediate",
+                "experts",
+                "top_k",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "vocab",
+                "window",
+                "page_size",
+                "layers_per_page",
+                "kv_format",
+                "embed_format",
+                "int8_activations",
+            )
+        ),
+        ("norm_eps", ctypes.c_float),
+        ("swiglu_limit", ctypes.c_float),
+        ("swiglu_alpha", ctypes.c_float),
+        ("rope_inverse", _Floats),
+        ("rope_temperature", ctypes.c_float),
+        ("embed", ctypes.c_void_p),
+        ("layer", ctypes.POINTER(LayerStruct)),
+        ("final_norm", _Floats),
+        ("lm_head", MatrixStruct),
+    ]
 
 
-class Step(ctypes.Structure):
+class StepStruct(ctypes.Structure):
     _fields_ = [
-        ("rows", ctypes.c_int32), ("sequences", ctypes.c_int32), ("logit_count", ctypes.c_int32),
-        ("max_kv_len", ctypes.c_int32), ("tokens", _Ints), ("positions", _Ints), ("query_start", _Ints),
-        ("kv_lens", _Ints), ("row_sequence", _Ints), ("sliding_table", _Ints), ("full_table", _Ints),
-        ("table_stride", ctypes.c_int64), ("logit_rows", _Ints), ("kv_pool", ctypes.c_void_p),
-        ("pages", ctypes.c_int64), ("logits", _Floats), ("best", _Ints), ("best_logit", _Floats),
-        ("tap_layers", _Ints), ("tap_count", ctypes.c_int32), ("taps", _Floats),
+        ("rows", ctypes.c_int32),
+        ("sequences", ctypes.c_int32),
+        ("logit_count", ctypes.c_int32),
+        ("max_kv_len", ctypes.c_int32),
+        ("tokens", _Ints),
+        ("positions", _Ints),
+        ("query_start", _Ints),
+        ("kv_lens", _Ints),
+        ("row_sequence", _Ints),
+        ("sliding_table", _Ints),
+        ("full_table", _Ints),
+        ("table_stride", ctypes.c_int64),
+        ("logit_rows", _Ints),
+        ("kv_pool", ctypes.c_void_p),
+        ("pages", ctypes.c_int64),
+        ("logits", _Floats),
+        ("best", _Ints),
+        ("best_logit", _Floats),
+        ("tap_layers", _Ints),
+        ("tap_count", ctypes.c_int32),
+        ("taps", _Floats),
         ("chosen", _Ints),
-    ]  # fmt: skip
+    ]
 
 
-class Experts(ctypes.Structure):
+class ExpertsStruct(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("hidden", "intermediate", "experts", "top_k", "int8_activations")),
-        ("swiglu_limit", ctypes.c_float), ("swiglu_alpha", ctypes.c_float), ("gate_up", Matrix),
-        ("gate_up_bias", _Floats), ("down", Matrix), ("down_bias", _Floats),
-    ]  # fmt: skip
+        ("swiglu_limit", ctypes.c_float),
+        ("swiglu_alpha", ctypes.c_float),
+        ("gate_up", MatrixStruct),
+        ("gate_up_bias", _Floats),
+        ("down", MatrixStruct),
+        ("down_bias", _Floats),
+    ]
 
 
-class StoredRows(ctypes.Structure):
+class ExpertJobStruct(ctypes.Structure):
     _fields_ = [
-        ("file", ctypes.c_int32), ("scale_file", ctypes.c_int32),
+        ("scratch", ctypes.c_void_p),
+        ("experts", ctypes.POINTER(ExpertsStruct)),
+        ("h", _Floats),
+        ("ids", _Ints),
+        ("shares", _Floats),
+        ("out", _Floats),
+        ("rows", ctypes.c_int32),
+        ("failures", ctypes.c_int32),
+    ]
+
+
+class StoredRowsStruct(ctypes.Structure):
+    _fields_ = [
+        ("file", ctypes.c_int32),
+        ("scale_file", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in ("offset", "scale_offset", "rows", "first", "step")),
-    ]  # fmt: skip
+    ]
 
 
-class Packing(ctypes.Structure):
+class PackingStruct(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("format", "gguf", "widen", "threads")),
         *((name, ctypes.c_int64) for name in ("stack", "rows", "cols")),
-        ("part_count", ctypes.c_int32), ("parts", ctypes.POINTER(StoredRows)), ("out", ctypes.c_void_p),
-    ]  # fmt: skip
+        ("part_count", ctypes.c_int32),
+        ("parts", ctypes.POINTER(StoredRowsStruct)),
+        ("out", ctypes.c_void_p),
+    ]
 
 
-STRUCTS = (Matrix, Layer, Model, Step, Experts, StoredRows, Packing)
+STRUCTS = (
+    MatrixStruct, LayerStruct, ModelStruct, StepStruct, ExpertsStruct, StoredRowsStruct, PackingStruct, ExpertJobStruct,
+)  # fmt: skip
 
 
 # ---- which library ---------------------------------------------------------------------------------------------------
@@ -109,7 +183,7 @@ class Library:
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """What the CPU can do, in Linux's words; macOS's own are translated where a set asks for them."""
+    """The CPU's features by Linux's names; on macOS, the ones that an instruction set needs, translated."""
     try:
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -118,45 +192,45 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     except OSError:
         pass
     if platform.system() == "Darwin":
-        words = {"hw.optional.arm.FEAT_DotProd": "asimddp", "hw.optional.arm.FEAT_I8MM": "i8mm"}
-        return frozenset(flag for name, flag in words.items() if _sysctl(name) == "1")
+        flags_by_name = {"hw.optional.arm.FEAT_DotProd": "asimddp", "hw.optional.arm.FEAT_I8MM": "i8mm"}
+        return frozenset(flag for name, flag in flags_by_name.items() if _sysctl(name) == "1")
     return frozenset()
 
 
 def _sysctl(name: str) -> str:
     try:
-        asked = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=10)
+        result = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return asked.stdout.strip()
+    return result.stdout.strip()
 
 
-def usable_sets(asked: str = "auto") -> list[InstructionSet]:
-    """Those that this CPU has, the best first; the one asked for, alone. Unavailable, if that is none."""
+def usable_sets(name: str = "auto") -> list[InstructionSet]:
+    """The instruction sets of this CPU, the best first, or only the one named; Unavailable if the CPU lacks it."""
     sets, flags = sets_for(), cpu_flags()
-    if asked == "auto":
+    if name == "auto":
         return [s for s in sets if s.cpu_flags <= flags]
-    wanted = next((s for s in sets if s.name == asked), None)
-    if wanted is None:
-        raise Unavailable(f"--cpu-instructions {asked} is not for this machine ({platform.machine()})")
-    missing = sorted(wanted.cpu_flags - flags)
+    requested = next((s for s in sets if s.name == name), None)
+    if requested is None:
+        raise Unavailable(f"--cpu-instructions {name} is not for this machine ({platform.machine()})")
+    missing = sorted(requested.cpu_flags - flags)
     if missing:
-        raise Unavailable(f"--cpu-instructions {asked} needs {', '.join(missing)}, which this CPU has not")
-    return [wanted]
+        raise Unavailable(f"--cpu-instructions {name} needs {', '.join(missing)}, which this CPU lacks")
+    return [requested]
 
 
-def open_library(asked: str = "auto") -> Library:
-    """Built if it was not; Unavailable, with every reason, where none can be."""
-    found = _library_or_reason(asked)
-    if isinstance(found, str):
-        raise Unavailable(found)
-    return found
+def open_library(name: str = "auto") -> Library:
+    """The loaded library, built first if necessary; Unavailable, with every reason, if there can be none."""
+    result = _library_or_reason(name)
+    if isinstance(result, str):
+        raise Unavailable(result)
+    return result
 
 
 @functools.cache  # a compiler that fails once is not asked again in this process
-def _library_or_reason(asked: str) -> Library | str:
+def _library_or_reason(name: str) -> Library | str:
     try:
-        sets = usable_sets(asked)
+        sets = usable_sets(name)
     except Unavailable as e:
         return str(e)
     reasons: dict[str, None] = {}
@@ -197,32 +271,56 @@ def _declare_calls(calls: Any) -> None:
     calls.hb_pool_create.argtypes = (ctypes.c_int32, ctypes.c_void_p)
     calls.hb_create.restype = ctypes.c_void_p
     calls.hb_create.argtypes = (
-        ctypes.POINTER(Model), ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int64,
-    )  # fmt: skip
+        ctypes.POINTER(ModelStruct),
+        ctypes.c_void_p,
+        ctypes.c_int32,
+        ctypes.c_char_p,
+        ctypes.c_int64,
+    )
     calls.hb_destroy.restype = None
     calls.hb_destroy.argtypes = (ctypes.c_void_p,)
     calls.hb_read.restype = ctypes.c_uint64
     calls.hb_read.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
     calls.hb_pack.restype = ctypes.c_int32
-    calls.hb_pack.argtypes = (ctypes.POINTER(Packing), ctypes.POINTER(ctypes.c_int32))
+    calls.hb_pack.argtypes = (ctypes.POINTER(PackingStruct), ctypes.POINTER(ctypes.c_int32))
     calls.hb_run.restype = ctypes.c_int32
-    calls.hb_run.argtypes = (ctypes.c_void_p, ctypes.POINTER(Step), ctypes.c_char_p, ctypes.c_int64)
+    calls.hb_run.argtypes = (ctypes.c_void_p, ctypes.POINTER(StepStruct), ctypes.c_char_p, ctypes.c_int64)
     calls.hb_scratch_create.restype = ctypes.c_void_p
     calls.hb_scratch_create.argtypes = (
-        ctypes.POINTER(Experts), ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int64,
-    )  # fmt: skip
+        ctypes.POINTER(ExpertsStruct),
+        ctypes.c_void_p,
+        ctypes.c_int32,
+        ctypes.c_char_p,
+        ctypes.c_int64,
+    )
     calls.hb_scratch_destroy.restype = None
     calls.hb_scratch_destroy.argtypes = (ctypes.c_void_p,)
     calls.hb_run_experts.restype = ctypes.c_int32
     calls.hb_run_experts.argtypes = (
-        ctypes.c_void_p, ctypes.POINTER(Experts), ctypes.c_int32, _Floats, _Ints, _Floats, _Floats, ctypes.c_char_p,
+        ctypes.c_void_p,
+        ctypes.POINTER(ExpertsStruct),
+        ctypes.c_int32,
+        _Floats,
+        _Ints,
+        _Floats,
+        _Floats,
+        ctypes.c_char_p,
         ctypes.c_int64,
-    )  # fmt: skip
+    )
+    calls.hb_run_expert_job.restype = None
+    calls.hb_run_expert_job.argtypes = (ctypes.POINTER(ExpertJobStruct),)
     calls.hb_run_product.restype = ctypes.c_int32
     calls.hb_run_product.argtypes = (
-        ctypes.c_void_p, ctypes.POINTER(Matrix), _Floats, ctypes.c_int32, ctypes.c_int32, _Floats, _Floats,
-        ctypes.c_char_p, ctypes.c_int64,
-    )  # fmt: skip
+        ctypes.c_void_p,
+        ctypes.POINTER(MatrixStruct),
+        _Floats,
+        ctypes.c_int32,
+        ctypes.c_int32,
+        _Floats,
+        _Floats,
+        ctypes.c_char_p,
+        ctypes.c_int64,
+    )
 
 
 def file_hash(path: Path) -> str:
@@ -241,22 +339,28 @@ def pool_of(library: Library, threads: Threads) -> int:
         key = library.module, threads
         if key not in _pools:
             cores = None if threads.cores is None else (ctypes.c_int32 * threads.count)(*threads.cores)
-            made = library.calls.hb_pool_create(threads.count, cores)
-            if not made:
-                raise EngineError(f"{threads.count} threads could not be started; ask for fewer with --threads.")
-            _pools[key] = made
+            handle = library.calls.hb_pool_create(threads.count, cores)
+            if not handle:
+                raise EngineError(f"{threads.count} threads could not be started; set fewer with --threads.")
+            _pools[key] = handle
         return _pools[key]
 
 
-def read_memory(library: Library, threads: Threads, address: int, words: int) -> int:
-    """The sum, modulo 2^64, of so many 64-bit words, read as fast as the machine can."""
-    return int(library.calls.hb_read(pool_of(library, threads), address, words))
+def pool_sizes() -> list[int]:
+    """The number of threads of each pool that this process has started."""
+    with _pools_lock:
+        return [threads.count for _, threads in _pools]
+
+
+def read_memory(library: Library, threads: Threads, address: int, count: int) -> int:
+    """The sum, modulo 2^64, of `count` 64-bit words, read as fast as the machine can."""
+    return int(library.calls.hb_read(pool_of(library, threads), address, count))
 
 
 class Instance:
     """A model bound to a pool, with memory for steps of `most_rows` rows."""
 
-    def __init__(self, library: Library, model: Model, pool: int, most_rows: int) -> None:
+    def __init__(self, library: Library, model: ModelStruct, pool: int, most_rows: int) -> None:
         self.most_rows = most_rows
         self._calls = library.calls
         self._error = ctypes.create_string_buffer(ERROR_BYTES)
@@ -268,7 +372,7 @@ class Instance:
             kind = NotEnoughMemoryError if "no memory" in text else PlanError
             raise kind(f"the CPU kernels cannot take this model: {text}")
 
-    def run(self, step: Step) -> None:
+    def run(self, step: StepStruct) -> None:
         """Waits for the step, without the interpreter's lock."""
         if self._calls.hb_run(self._handle, step, self._error, ERROR_BYTES):
             raise EngineError(f"the CPU kernels refused a step: {self._error.value.decode(errors='replace')}")

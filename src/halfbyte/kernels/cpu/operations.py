@@ -17,7 +17,7 @@ from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.gates import Gates
 from halfbyte.kernels.cpu import library as native
 from halfbyte.kernels.cpu.build import Unavailable
-from halfbyte.kernels.cpu.cores import threads_for
+from halfbyte.kernels.cpu.cores import Threads, threads_for
 from halfbyte.kernels.cpu.phase import declared, refusal
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import KernelImage, launched
@@ -38,6 +38,9 @@ class CpuOperation(Phase):
     def layouts(self, spec: Spec) -> dict[str, str]:
         return dict.fromkeys(ROLES[self.covers[0]], "rows16")
 
+    def thread_counts(self) -> list[int]:
+        return native.pool_sizes()
+
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
         return declared(lambda instructions: kernel_name(instructions, self.entry))
 
@@ -47,14 +50,14 @@ def kernel_name(instructions: str, entry: str) -> str:
 
 
 class Caller:
-    """The library of a binding, its threads, and what a call has to say."""
+    """The library of a binding, its threads, and the error text of its calls."""
 
-    def __init__(self, b: Binding, entry: str) -> None:
+    def __init__(self, b: Binding, entry: str, threads: Threads | None = None) -> None:
         try:
             self.library = native.open_library(b.gates.cpu_instructions)
         except Unavailable as e:
             raise PlanError(f"the CPU kernels cannot run here: {e}.") from None
-        self.pool = native.pool_of(self.library, threads_for(b.gates))
+        self.pool = native.pool_of(self.library, threads or threads_for(b.gates))
         self.image = KernelImage(kernel_name(self.library.instructions, entry), self.library.module)
         self.call = getattr(self.library.calls, entry)
         self.error = ctypes.create_string_buffer(native.ERROR_BYTES)
@@ -65,12 +68,12 @@ class Caller:
         if self.call(*arguments, self.error, native.ERROR_BYTES):
             raise EngineError(f"the CPU kernels refused rows: {self.error.value.decode(errors='replace')}")
 
-    def matrix(self, m: MXTensor | DenseTiles | Tensor, role: str) -> native.Matrix:
+    def matrix(self, m: MXTensor | DenseTiles | Tensor, role: str) -> native.MatrixStruct:
         if isinstance(m, Tensor) or m.layout != "rows16":
             raise PlanError(f"the CPU kernels need {role} in the layout rows16.")
         assert m.data.is_contiguous(), f"{role} is not whole"
         form = native.FORMATS[self.spec.formats[role]]
-        return native.Matrix(format=form, rows=m.shape[-2], cols=m.shape[-1], data=m.data.data_ptr())
+        return native.MatrixStruct(format=form, rows=m.shape[-2], cols=m.shape[-1], data=m.data.data_ptr())
 
 
 def product_of(b: Binding, role: str, bias: Tensor | None) -> Project:
@@ -83,9 +86,14 @@ def product_of(b: Binding, role: str, bias: Tensor | None) -> Project:
         x = x.float().contiguous()
         out = torch.empty((x.shape[0], n))
         caller.run(
-            caller.pool, matrix, None if offset is None else offset.data_ptr(), int8, x.shape[0], x.data_ptr(),
+            caller.pool,
+            matrix,
+            None if offset is None else offset.data_ptr(),
+            int8,
+            x.shape[0],
+            x.data_ptr(),
             out.data_ptr(),
-        )  # fmt: skip
+        )
         return out
 
     return project
@@ -141,14 +149,9 @@ class CpuMoe(CpuOperation):
     knows = frozenset({"bias", "clamped_swiglu", "interleaved_gate_up"})
 
     def bind(self, b: Binding) -> Launch:
-        s, w, caller = b.spec, b.weights, Caller(b, self.entry)
+        w, caller = b.weights, Caller(b, self.entry)
         biases = w.gate_up_bias.float().contiguous(), w.down_bias.float().contiguous()
-        experts = native.Experts(
-            hidden=s.hidden, intermediate=s.intermediate, experts=s.experts, top_k=s.top_k,
-            int8_activations=int(s.activation == "int8"), swiglu_limit=s.swiglu_limit, swiglu_alpha=s.swiglu_alpha,
-            gate_up=caller.matrix(w.gate_up, "gate_up"), gate_up_bias=biases[0].data_ptr(),
-            down=caller.matrix(w.down, "down"), down_bias=biases[1].data_ptr(),
-        )  # fmt: skip
+        experts = experts_struct(caller, w.gate_up, w.down, biases, int8=b.spec.activation == "int8")
 
         def launch(step: Step, acts: Activations) -> None:
             assert len(biases) == 2 and w.gate_up.data.numel(), "kept alive with the launch"  # noqa: PT018
@@ -156,19 +159,49 @@ class CpuMoe(CpuOperation):
             scratch = _scratch_for(caller, experts, h.shape[0])
             out = torch.empty_like(h)
             caller.run(
-                scratch, experts, h.shape[0], h.data_ptr(), ids.contiguous().data_ptr(),
-                shares.contiguous().data_ptr(), out.data_ptr(),
-            )  # fmt: skip
+                scratch,
+                experts,
+                h.shape[0],
+                h.data_ptr(),
+                ids.contiguous().data_ptr(),
+                shares.contiguous().data_ptr(),
+                out.data_ptr(),
+            )
             acts.x = out if acts.x is None else acts.x + out
 
         return launch
 
 
+def experts_struct(
+    caller: Caller,
+    gate_up: MXTensor | DenseTiles,
+    down: MXTensor | DenseTiles,
+    biases: tuple[Tensor, Tensor],
+    *,
+    int8: bool,
+) -> native.ExpertsStruct:
+    """The experts of one layer for the library. The caller keeps the matrices and the biases, float32, alive."""
+    s = caller.spec
+    return native.ExpertsStruct(
+        hidden=s.hidden,
+        intermediate=s.intermediate,
+        experts=s.experts,
+        top_k=s.top_k,
+        int8_activations=int(int8),
+        swiglu_limit=s.swiglu_limit,
+        swiglu_alpha=s.swiglu_alpha,
+        gate_up=caller.matrix(gate_up, "gate_up"),
+        gate_up_bias=biases[0].data_ptr(),
+        down=caller.matrix(down, "down"),
+        down_bias=biases[1].data_ptr(),
+    )
+
+
 _scratches: dict[tuple[object, ...], tuple[int, int]] = {}  # shape -> (rows, address); all layers of it share one
 
 
-def _scratch_for(caller: Caller, e: native.Experts, rows: int) -> int:
-    """Memory for so many rows at least. It lives as long as the process."""
+def _scratch_for(caller: Caller, e: native.ExpertsStruct, rows: int) -> int:
+    """Scratch memory for at least `rows` rows. It lives as long as the process."""
     key = (
         caller.library.module,
         caller.pool,
@@ -182,12 +215,12 @@ def _scratch_for(caller: Caller, e: native.Experts, rows: int) -> int:
     room, address = _scratches.get(key, (0, 0))
     if rows > room or not address:
         room = max(64, 1 << max(0, rows - 1).bit_length())
-        made = caller.library.calls.hb_scratch_create(e, caller.pool, room, caller.error, native.ERROR_BYTES)
-        if not made:
+        handle = caller.library.calls.hb_scratch_create(e, caller.pool, room, caller.error, native.ERROR_BYTES)
+        if not handle:
             raise NotEnoughMemoryError(f"the CPU kernels have no memory: {caller.error.value.decode(errors='replace')}")
         if address:
             caller.library.calls.hb_scratch_destroy(address)
-        address = made
+        address = handle
         _scratches[key] = room, address
     return address
 

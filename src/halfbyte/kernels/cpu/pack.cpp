@@ -1,7 +1,7 @@
 // Weights from files into the layout rows16: rows are read where a GGUF file or a safetensors folder has them, some tiles at
 // a time, turned in memory that stays in a cache, and written once to where they stay. Nothing else of a file is ever
-// in this process's memory, and a scale or a number that is not finite is noticed on the way. Knows no headers: offsets
-// come checked. A file that ends early or cannot be read is said, never mapped: it cannot stop the process.
+// in this process's memory, and a scale or a number that is not finite, or a part of zeros, is noticed on the way. Knows no
+// headers: offsets come checked. A file that ends early or cannot be read is said, never mapped: it cannot stop the process.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -85,8 +85,11 @@ bool pack_mxfp4(const Shape& s, const Row* rows, uint8_t* tile) {
             for (int i = 0; i < 4; i++) {
                 const uint8_t* from = rows[r + i].data + g * block;
                 v[i] = GGUF ? in_order(load(from + skip)) : load(from);
-                scales[r + i] = GGUF ? *from : rows[r + i].scales[g];
-                worst = scales[r + i] > worst ? scales[r + i] : worst;
+                const uint8_t scale = GGUF ? *from : rows[r + i].scales[g];
+                const Quad elements = v[i] & 0x77777777u;
+                const bool zeros = !(elements[0] | elements[1] | elements[2] | elements[3]);
+                scales[r + i] = scale < 2 && zeros ? 127 : scale;  // of zeros any scale is right: see rows16.py
+                worst = scale > worst ? scale : worst;
             }
             turn(v[0], v[1], v[2], v[3], tile + 4 * r);
         }
@@ -158,7 +161,7 @@ bool pack_tile(const Shape& s, const hb_packing& p, const Row* rows, uint8_t* ti
 }
 
 // The numbers of one row of GGUF's blocks.
-bool widen_row(const Shape& s, const uint8_t* from, uint16_t* to) {
+bool widen_row(const Shape& s, const uint8_t* from, float* to) {
     static const int8_t doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     bool finite = true;
     for (int64_t g = 0; g < s.groups; g++, to += GROUP) {
@@ -167,7 +170,7 @@ bool widen_row(const Shape& s, const uint8_t* from, uint16_t* to) {
             std::memcpy(&half, from, 2);
             const float scale = from_f16(half);
             finite &= finite_f16(half);
-            for (int i = 0; i < GROUP; i++) to[i] = to_bf16(scale * static_cast<float>(static_cast<int8_t>(from[2 + i])));
+            for (int i = 0; i < GROUP; i++) to[i] = scale * static_cast<float>(static_cast<int8_t>(from[2 + i]));
             from += 34;
             continue;
         }
@@ -179,7 +182,7 @@ bool widen_row(const Shape& s, const uint8_t* from, uint16_t* to) {
         for (int i = 0; i < GROUP; i++) {
             const int code = i < 16 ? from[1 + i] & 15 : from[1 + i - 16] >> 4;
             const float element = static_cast<float>(doubled[code]) * 0.5f;
-            to[i] = to_bf16((code == 8 ? -0.0f : element) * scale);
+            to[i] = (code == 8 ? -0.0f : element) * scale;
         }
         from += 17;
     }
@@ -188,13 +191,15 @@ bool widen_row(const Shape& s, const uint8_t* from, uint16_t* to) {
 
 class Packing {
    public:
-    explicit Packing(const hb_packing& job) : p(job), s(job) {
+    explicit Packing(const hb_packing& job)
+        : p(job), s(job), has_data(static_cast<size_t>(job.part_count)), has_scales(static_cast<size_t>(job.part_count)) {
         const int64_t tiles = (p.rows + TILE_ROWS - 1) / TILE_ROWS, row = s.row_bytes + s.scale_row_bytes;
         item_tiles = ITEM_BYTES / (row * TILE_ROWS);
         if (item_tiles < 1) item_tiles = 1;
         if (item_tiles > tiles) item_tiles = tiles;
         items_each = (tiles + item_tiles - 1) / item_tiles;
         items = items_each * p.stack;
+        for (int32_t i = 0; i < p.part_count; i++) has_scales[static_cast<size_t>(i)] = !s.scale_row_bytes;
     }
 
     int32_t run() {
@@ -209,7 +214,11 @@ class Packing {
         return failure;
     }
 
-    bool finite() const { return !bad; }
+    bool sound() const {
+        bool filled = true;
+        for (int32_t i = 0; i < p.part_count; i++) filled &= has_data[static_cast<size_t>(i)] && has_scales[static_cast<size_t>(i)];
+        return !bad && filled;
+    }
 
    private:
     void work() {
@@ -225,6 +234,9 @@ class Packing {
                 each_part(item, [&](const hb_stored_rows& part, int64_t from, int64_t count, int64_t first) {
                     fill(part.file, part.offset + from * s.row_bytes, to, count * s.row_bytes);
                     fill(part.scale_file, part.scale_offset + from * s.scale_row_bytes, scales_to, count * s.scale_row_bytes);
+                    const size_t index = static_cast<size_t>(&part - p.parts);
+                    note_bytes(has_data[index], to, count * s.row_bytes);
+                    note_bytes(has_scales[index], scales_to, count * s.scale_row_bytes);
                     if (!s.blocks && !finite_numbers(s.format, to, count * p.cols)) bad = true;
                     for (int64_t i = 0; i < count; i++, to += s.row_bytes, scales_to += s.scale_row_bytes)
                         row[static_cast<size_t>(first + i * part.step)] = {to, scales_to};
@@ -234,6 +246,14 @@ class Packing {
         } catch (const std::bad_alloc&) {
             failure = ENOMEM;
         }
+    }
+
+    // Looks no further than the first byte that is not zero, and not at all once a part has one.
+    static void note_bytes(std::atomic<bool>& filled, const uint8_t* from, int64_t bytes) {
+        if (filled.load(std::memory_order_relaxed)) return;
+        int64_t i = 0;
+        while (i < bytes && !from[i]) i++;
+        if (i < bytes) filled.store(true, std::memory_order_relaxed);
     }
 
     // f(part, its first row, how many rows, place of the first in the item) for what an item needs.
@@ -276,7 +296,7 @@ class Packing {
         bool good = true;
         if (p.widen) {
             for (int64_t r = first * TILE_ROWS, i = 0; r < p.rows && i < item_tiles * TILE_ROWS; r++, i++)
-                good &= widen_row(s, row[i].data, static_cast<uint16_t*>(p.out) + (matrix * p.rows + r) * s.groups * GROUP);
+                good &= widen_row(s, row[i].data, static_cast<float*>(p.out) + (matrix * p.rows + r) * s.groups * GROUP);
         } else {
             const int64_t tiles = (p.rows + TILE_ROWS - 1) / TILE_ROWS;
             for (int64_t t = 0; t < item_tiles && first + t < tiles; t++)
@@ -292,14 +312,15 @@ class Packing {
     std::atomic<int64_t> next{0};
     std::atomic<int32_t> failure{0};
     std::atomic<bool> bad{false};
+    std::vector<std::atomic<bool>> has_data, has_scales;  // of each part: whether a byte is not zero
 };
 
 }  // namespace
 }  // namespace halfbyte
 
-extern "C" int32_t hb_pack(const hb_packing* packing, int32_t* finite) {
+extern "C" int32_t hb_pack(const hb_packing* packing, int32_t* sound) {
     halfbyte::Packing work(*packing);
     const int32_t failure = work.run();
-    *finite = work.finite();
+    *sound = work.sound();
     return failure;
 }

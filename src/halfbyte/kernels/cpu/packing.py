@@ -1,7 +1,7 @@
-"""Weights from files into the layout rows16 by the CPU kernels' library: one pass, in threads enough for a disk.
+"""Packs weights from files into the layout rows16 with the CPU kernels' library, in one pass of parallel reads.
 
-The result has the bits of `formats.rows16.pack`; beside it a thread holds half a megabyte of the file. Nothing here
-reads a header, and a file that cannot be read is an error, never a crash.
+The result has the bits of `formats.rows16.pack`; each thread also holds half a megabyte of the file. Nothing here reads
+a header. A file that cannot be read is an error, never a crash.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def packer_of(library: native.Library, threads: int) -> Packer:
     def pack(stored: Stored) -> tuple[MXTensor | DenseTiles, bool]:
         *lead, n, k = stored.shape
         out = torch.empty((*lead, -(-n // ROWS), tile_bytes(stored.format, k)), dtype=torch.uint8)
-        finite = _run(library, stored, readers, out)
+        sound = _run(library, stored, readers, out)
         if stored.format not in GEOMETRY:
-            return DenseTiles(out, stored.shape, DTYPES[stored.format], "rows16"), finite
+            return DenseTiles(out, stored.shape, DTYPES[stored.format], "rows16"), sound
         form = cast(FormatName, stored.format)
-        return MXTensor(out, no_scales(out), stored.shape, form, "rows16"), finite
+        return MXTensor(out, no_scales(out), stored.shape, form, "rows16"), sound
 
     def widen(stored: Stored) -> tuple[Tensor, bool]:
         assert stored.gguf
-        out = torch.empty(stored.shape, dtype=torch.bfloat16)
+        out = torch.empty(stored.shape, dtype=torch.float32)
         return out, _run(library, stored, readers, out)
 
     return Packer("rows16", pack, widen, lambda stored: _run(library, stored, readers, None))
@@ -47,20 +47,28 @@ def packer_of(library: native.Library, threads: int) -> Packer:
 
 def _run(library: native.Library, stored: Stored, threads: int, out: Tensor | None) -> bool:
     *lead, rows, cols = stored.shape
-    parts = (native.StoredRows * len(stored.parts))(
+    parts = (native.StoredRowsStruct * len(stored.parts))(
         *(
-            native.StoredRows(p.file, p.scale_file, p.offset, p.scale_offset, p.rows, p.first, p.step)
+            native.StoredRowsStruct(p.file, p.scale_file, p.offset, p.scale_offset, p.rows, p.first, p.step)
             for p in stored.parts
         )
     )
-    packing = native.Packing(
-        native.FORMATS[stored.format], int(stored.gguf), int(out is not None and out.dtype == torch.bfloat16), threads,
-        math.prod(lead), rows, cols, len(parts), parts, None if out is None else out.data_ptr(),
-    )  # fmt: skip
-    finite = ctypes.c_int32()
-    failure = library.calls.hb_pack(ctypes.byref(packing), ctypes.byref(finite))
+    packing = native.PackingStruct(
+        native.FORMATS[stored.format],
+        int(stored.gguf),
+        int(out is not None and out.dtype == torch.float32),
+        threads,
+        math.prod(lead),
+        rows,
+        cols,
+        len(parts),
+        parts,
+        None if out is None else out.data_ptr(),
+    )
+    sound = ctypes.c_int32()
+    failure = library.calls.hb_pack(ctypes.byref(packing), ctypes.byref(sound))
     if failure > 0:
         raise OSError(failure, os.strerror(failure))
     if failure < 0:
         raise EOFError
-    return bool(finite.value)
+    return bool(sound.value)

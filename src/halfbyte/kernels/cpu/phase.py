@@ -16,7 +16,7 @@ from torch import Tensor
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.formats.stored import Packer
-from halfbyte.gates import Gates
+from halfbyte.gates import Gates, preset_name
 from halfbyte.kernels.cpu import library as native
 from halfbyte.kernels.cpu.build import Unavailable, existing_file
 from halfbyte.kernels.cpu.cores import threads_for
@@ -45,6 +45,8 @@ class CpuStep(Phase):
     rank = 100
     category = "other"  # all of them at once
     taps = True
+    row_invariant = True
+    mixes = True
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         why = refusal(spec, arch, gates, MATRICES)
@@ -61,6 +63,9 @@ class CpuStep(Phase):
         except Unavailable as e:
             raise PlanError(f"the CPU kernels cannot run here: {e}.") from None
 
+    def thread_counts(self) -> list[int]:
+        return native.pool_sizes()
+
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:
         return declared(kernel_name)
 
@@ -75,8 +80,8 @@ def refusal(spec: Spec, arch: Arch, gates: Gates, matrices: Iterable[str]) -> st
     if spec.activation not in ACTIVATIONS:
         return f"multiplies {' or '.join(ACTIVATIONS)} activations, not {spec.activation}"
     for role in matrices:
-        if spec.formats[role] not in native.FORMATS:
-            return f"{role} is {spec.formats[role]}, and the layout rows16 holds {', '.join(native.FORMATS)}"
+        if not native.FORMATS.keys() >= set(spec.matrices.kinds(role)):
+            return f"{role} is {spec.matrices.text(role)}, and the layout rows16 holds {', '.join(native.FORMATS)}"
     try:
         native.open_library(gates.cpu_instructions)
     except Unavailable as e:
@@ -94,19 +99,19 @@ def declared(kernel_name: Callable[[str], str]) -> list[Declared]:
     ]
 
 
-def remark(gates: Gates) -> str:
-    """What a person should know of a plan for a CPU, in one clause; empty where the reference was asked for."""
+def remark(gates: Gates, *, verbose: bool = False) -> str:
+    """The CPU kernels of a plan, in one clause; empty where the reference was chosen. `verbose` adds the cost of
+    rounding."""
     if "reference" in (gates.attention, *gates.moe_kernel, *gates.linear_kernel):
         return ""
     try:
         library = native.open_library(gates.cpu_instructions)
     except Unavailable as e:
         return f"without the CPU kernels, through the reference, which is far slower: {e}"
-    text = f"CPU kernels with {library.instructions}, threads: {threads_for(gates).count}"
-    rounded = [name for name, value in (("activations int8", gates.activation), ("KV bf16", gates.kv_dtype))
-               if value == "auto"]  # fmt: skip
-    if rounded:
-        text += f"; {' and '.join(rounded)} by default, {ROUNDING_COST} (f32 keeps every bit)"
+    count = threads_for(gates).count
+    text = f"CPU kernels with {library.instructions}, {count} thread{'s' if count != 1 else ''}"
+    if verbose and preset_name(gates, gpu=False) == "int8":
+        text += f"; activations int8 and KV bf16, {ROUNDING_COST} (--preset exact keeps every bit)"
     return text
 
 
@@ -126,51 +131,78 @@ class BoundStep:
         self._image = KernelImage(kernel_name(self._library.instructions), self._library.module)
         self._keep: list[Tensor] = []
         self._spec, self._kv_pool, self._kv_dtype = b.spec, b.kv_pool, store_dtype(b.spec.kv_dtype)
-        self._layers = (native.Layer * b.spec.layers)(*(self._layer(b, i) for i in range(b.spec.layers)))
+        self._layers = (native.LayerStruct * b.spec.layers)(*(self._layer(b, i) for i in range(b.spec.layers)))
         self._model = self._make_model(b)
         self._instance = self._instance_for(ROWS)
-        self._step = native.Step()
+        self._step = native.StepStruct()
         self._taps: dict[tuple[int, ...], Tensor] = {}
 
     # ---- the model ----------------------------------------------------------------------------
 
-    def _make_model(self, b: Binding) -> native.Model:
+    def _make_model(self, b: Binding) -> native.ModelStruct:
         s, weights = b.spec, b.weights
         embed = weights.embed.contiguous()
         self._keep.append(embed)
         config = weights.config
-        model = native.Model(
-            abi=native.ABI, layers=s.layers, hidden=s.hidden, intermediate=s.intermediate, experts=s.experts,
-            top_k=s.top_k, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, vocab=s.vocab, window=s.window,
-            page_size=s.page_size, layers_per_page=config.layers_per_page, kv_format=native.KV_FORMATS[s.kv_dtype],
-            embed_format=native.FORMATS[s.formats["embed"]], int8_activations=int(s.activation == "int8"),
-            norm_eps=s.norm_eps, swiglu_limit=s.swiglu_limit, swiglu_alpha=s.swiglu_alpha,
-            rope_inverse=self._floats(b.rope[0]), rope_temperature=b.rope[1], embed=embed.data_ptr(),
-            final_norm=self._floats(weights.final_norm), lm_head=self._matrix(weights.lm_head, "lm_head"),
-        )  # fmt: skip
-        model.layer = ctypes.cast(self._layers, ctypes.POINTER(native.Layer))
+        model = native.ModelStruct(
+            abi=native.ABI,
+            layers=s.layers,
+            hidden=s.hidden,
+            intermediate=s.intermediate,
+            experts=s.experts,
+            top_k=s.top_k,
+            heads=s.heads,
+            kv_heads=s.kv_heads,
+            head_dim=s.head_dim,
+            vocab=s.vocab,
+            window=s.window,
+            page_size=s.page_size,
+            layers_per_page=config.layers_per_page,
+            kv_format=native.KV_FORMATS[s.kv_dtype],
+            embed_format=native.FORMATS[s.formats["embed"]],
+            int8_activations=int(s.activation == "int8"),
+            norm_eps=s.norm_eps,
+            swiglu_limit=s.swiglu_limit,
+            swiglu_alpha=s.swiglu_alpha,
+            rope_inverse=self._floats(b.rope[0]),
+            rope_temperature=b.rope[1],
+            embed=embed.data_ptr(),
+            final_norm=self._floats(weights.final_norm),
+            lm_head=self._matrix(weights.lm_head, "lm_head"),
+        )
+        model.layer = ctypes.cast(self._layers, ctypes.POINTER(native.LayerStruct))
         return model
 
-    def _layer(self, b: Binding, index: int) -> native.Layer:
+    def _layer(self, b: Binding, index: int) -> native.LayerStruct:
         w, config = b.weights.layers[index], b.weights.config
         sinks = "sinks" in b.spec.features_of(("attention",))
-        return native.Layer(
-            attn_norm=self._floats(w.attn_norm), qkv=self._matrix(w.qkv, "qkv"), qkv_bias=self._floats(w.qkv_bias),
-            sinks=self._floats(w.sinks) if sinks else None, o=self._matrix(w.o, "o"), o_bias=self._floats(w.o_bias),
-            mlp_norm=self._floats(w.mlp_norm), router=self._floats(w.router),
-            router_bias=self._floats(w.router_bias), gate_up=self._matrix(w.gate_up, "gate_up"),
-            gate_up_bias=self._floats(w.gate_up_bias), down=self._matrix(w.down, "down"),
-            down_bias=self._floats(w.down_bias), sliding=int(config.layer_kinds[index] == "sliding"),
+        return native.LayerStruct(
+            attn_norm=self._floats(w.attn_norm),
+            qkv=self._matrix(w.qkv, "qkv", index),
+            qkv_bias=self._floats(w.qkv_bias),
+            sinks=self._floats(w.sinks) if sinks else None,
+            o=self._matrix(w.o, "o", index),
+            o_bias=self._floats(w.o_bias),
+            mlp_norm=self._floats(w.mlp_norm),
+            router=self._floats(w.router),
+            router_bias=self._floats(w.router_bias),
+            gate_up=self._matrix(w.gate_up, "gate_up", index),
+            gate_up_bias=self._floats(w.gate_up_bias),
+            down=self._matrix(w.down, "down", index),
+            down_bias=self._floats(w.down_bias),
+            sliding=int(config.layer_kinds[index] == "sliding"),
             kind_index=config.kind_index(index),
-        )  # fmt: skip
+        )
 
-    def _matrix(self, m: MXTensor | DenseTiles | Tensor, role: str) -> native.Matrix:
+    def _matrix(self, m: MXTensor | DenseTiles | Tensor, role: str, layer: int | None = None) -> native.MatrixStruct:
         if isinstance(m, Tensor) or m.layout != "rows16":
             raise PlanError(f"the CPU kernels need {role} in the layout rows16.")
-        form = self._spec.formats[role]
+        form = self._spec.matrices.of(role, layer)
         self._keep.append(m.data)
         assert m.data.is_contiguous()
-        return native.Matrix(format=native.FORMATS[form], rows=m.shape[-2], cols=m.shape[-1], data=m.data.data_ptr())
+        return native.MatrixStruct(
+            format=native.FORMATS[form], rows=m.shape[-2], cols=m.shape[-1], data=m.data.data_ptr()
+        )
 
     def _floats(self, t: Tensor) -> int:
         t = t.float().contiguous()
@@ -190,8 +222,8 @@ class BoundStep:
         sliding, full, pool = step.block_tables["sliding"], step.block_tables["full"], self._kv_pool()
         assert pool.dtype == self._kv_dtype
         assert sliding.stride() == full.stride() and full.stride(1) == 1  # noqa: PT018
-        wanted = step.logit_rows.shape[0]
-        s.rows, s.sequences, s.logit_count, s.max_kv_len = rows, step.sequences, wanted, step.max_kv_len
+        logit_count = step.logit_rows.shape[0]
+        s.rows, s.sequences, s.logit_count, s.max_kv_len = rows, step.sequences, logit_count, step.max_kv_len
         s.tokens, s.positions = step.tokens.data_ptr(), step.positions.data_ptr()
         s.query_start, s.kv_lens = step.query_start.data_ptr(), step.kv_lens.data_ptr()
         s.row_sequence, s.logit_rows = step.row_sequence.data_ptr(), step.logit_rows.data_ptr()
@@ -200,11 +232,11 @@ class BoundStep:
         s.logits = s.best = s.best_logit = s.taps = s.tap_layers = s.chosen = None
         s.tap_count = 0
         if step.best_only:
-            acts.best = torch.empty(wanted, dtype=torch.int32)
-            acts.best_logit = torch.empty(wanted)
+            acts.best = torch.empty(logit_count, dtype=torch.int32)
+            acts.best_logit = torch.empty(logit_count)
             s.best, s.best_logit = acts.best.data_ptr(), acts.best_logit.data_ptr()
         else:
-            acts.logits = torch.empty((wanted, self._spec.vocab))
+            acts.logits = torch.empty((logit_count, self._spec.vocab))
             s.logits = acts.logits.data_ptr()
         if step.taps:
             layers = self._taps.setdefault(step.taps, torch.tensor(step.taps, dtype=torch.int32))

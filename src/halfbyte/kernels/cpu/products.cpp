@@ -20,18 +20,11 @@ constexpr int64_t round64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 constexpr int64_t CHUNK = 8;        // groups unpacked at a time
 constexpr int64_t PREFETCH = 2048;  // bytes ahead of a pass over weights that come from memory
 
-// Half of what 16 E8M0 bytes mean where load_half_e8m0 cannot tell: 0 and 1 are subnormal, 255 is NaN. A weight row whose
-// elements are all zero here gets scale 0 instead of a subnormal one: the product is the same, and CPUs on which
-// subnormal numbers are slow do not stumble over every group of zeros (whose scale byte is 0 by OCP's rule).
-__attribute__((noinline, cold)) void special_scales(const uint8_t* codes, const uint8_t* bytes, float* out) {
+// Half of what 16 E8M0 bytes mean where load_half_e8m0 cannot tell: 0 and 1 are subnormal, 255 is NaN. Groups of zeros
+// do not come here: rows16 gives them an ordinary scale.
+__attribute__((noinline, cold)) void special_scales(const uint8_t* bytes, float* out) {
     for (int r = 0; r < TILE_ROWS; r++) {
-        uint32_t any = 0;
-        for (int j = 0; j < 4; j++) {
-            uint32_t word;
-            std::memcpy(&word, codes + 64 * j + 4 * r, 4);
-            any |= word & 0x77777777u;
-        }
-        uint32_t e = bytes[r], bits = e == 255 ? 0x7fc00000u : e >= 2 ? (e - 1) << 23 : any ? 0x00200000u << e : 0;
+        uint32_t e = bytes[r], bits = e == 255 ? 0x7fc00000u : e >= 2 ? (e - 1) << 23 : 0x00200000u << e;
         std::memcpy(out + r, &bits, 4);
     }
 }
@@ -53,10 +46,10 @@ struct Group<Format::mxfp4> {
         });
     }
     // Half the scale, because the elements come doubled.
-    static HB_INLINE Floats scales(const uint8_t* codes, const uint8_t* p) {
+    static HB_INLINE Floats scales(const uint8_t* p) {
         if (__builtin_expect(any_special(p), 0)) {
             alignas(64) float special[TILE_ROWS];
-            special_scales(codes, p, special);
+            special_scales(p, special);
             return load_floats(special);
         }
         return load_half_e8m0(p);
@@ -64,7 +57,7 @@ struct Group<Format::mxfp4> {
     // The elements of a group as float32, 16 T apart.
     template <int T>
     static HB_INLINE void dequantize(const uint8_t* codes, const uint8_t* scale, float* out) {
-        Floats s = scales(codes, scale), offset_floats = splat(static_cast<float>(MXFP4_OFFSET));
+        Floats s = scales(scale), offset_floats = splat(static_cast<float>(MXFP4_OFFSET));
         for (int j = 0; j < 4; j++) {
             Words low, high;
             unpack_e2m1(load_words(codes + 64 * j), low, high);
@@ -83,10 +76,10 @@ struct Group<Format::q8> {
     static HB_INLINE void unpack(const uint8_t* codes, F&& f) {
         unroll<8>([&](auto j) HB_LAMBDA { f(j, offset_q8(load_words(codes + 64 * j))); });
     }
-    static HB_INLINE Floats scales(const uint8_t*, const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
+    static HB_INLINE Floats scales(const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
     template <int T>
     static HB_INLINE void dequantize(const uint8_t* codes, const uint8_t* scale, float* out) {
-        Floats s = scales(codes, scale);
+        Floats s = scales(scale);
         for (int j = 0; j < 8; j++) {
             Words w = load_words(codes + 64 * j);
             unroll<4>([&](auto b) HB_LAMBDA { store(out + (4 * j + b) * 16 * T, mul(to_floats(byte_of<b>(w)), s)); });
@@ -125,7 +118,7 @@ void tiles_for_one_row(const uint8_t* tile, int64_t tile_bytes, int64_t groups, 
             __builtin_prefetch(tile + t * tile_bytes + scales + g * Group<F>::scale_bytes + PREFETCH / 8);
             Dot<F> dot(a);
             Group<F>::unpack(codes, [&](auto j, Words w) HB_LAMBDA { dot.template add<j>(w); });
-            Floats weight_scales = Group<F>::scales(codes, tile + t * tile_bytes + scales + g * Group<F>::scale_bytes);
+            Floats weight_scales = Group<F>::scales(tile + t * tile_bytes + scales + g * Group<F>::scale_bytes);
             acc[t] = fma(to_floats(dot.sum()), mul(weight_scales, scale), acc[t]);
         });
     }
@@ -154,7 +147,7 @@ HB_INLINE void unpack_chunk(const uint8_t* tile, int64_t tile_bytes, int64_t gro
 #endif
             arrange(w);
             unroll<8>([&](auto j) HB_LAMBDA { chunk.words[g - begin][j][t] = w[j]; });
-            chunk.scales[g - begin][t] = Group<F>::scales(codes, scales + g * Group<F>::scale_bytes);
+            chunk.scales[g - begin][t] = Group<F>::scales(scales + g * Group<F>::scale_bytes);
         }
     }
 }

@@ -9,14 +9,14 @@ from abc import abstractmethod
 from collections.abc import Iterable
 
 from halfbyte.kernels.cuda.phase import CudaPhase
-from halfbyte.kernels.triton.call import Call, declared_calls
+from halfbyte.kernels.triton.call import TritonCall, declared_calls
 from halfbyte.plan.phase import Arch, Spec
 from halfbyte.plan.record import Declared
 
 
 class MixedPhase(CudaPhase):
     @abstractmethod
-    def calls(self, spec: Spec, arch: Arch) -> list[Call]:
+    def calls(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         """Every kernel in Triton that it launches between those of `builds`."""
 
     def declares(self, spec: Spec, arch: Arch) -> Iterable[Declared]:

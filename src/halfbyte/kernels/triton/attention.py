@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.triton.call import Call, capability_of, multiple, type_of
+from halfbyte.kernels.triton.call import TritonCall, arch_of, multiple, type_of
 from halfbyte.kernels.triton.norm import stored
 from halfbyte.kernels.triton.phase import TritonPhase
-from halfbyte.kernels.triton.rope import KV_TYPES, as_stored, refuse_cache
+from halfbyte.kernels.triton.rope import KV_TYPES, as_stored, cache_format, refuse_cache
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Spec
@@ -36,55 +36,90 @@ def parts_bound(max_kv_len: int, page: int) -> int:
 
 def _types(spec: Spec, sinks: torch.dtype | None, out: torch.dtype, table_stride: int) -> dict[str, str | None]:
     return {
-        "q": "*bf16", "out": type_of(out), "keys": type_of(KV_TYPES[spec.kv_dtype]), "table": "*i32",
-        "sinks": None if sinks is None else type_of(sinks), "positions": "*i32", "heads": multiple(spec.heads),
-        "table_stride": multiple(table_stride), "page_stride": "i32:16", "value_offset": "i32:16", "scale": "fp32",
-    }  # fmt: skip
+        "q": "*bf16",
+        "out": type_of(out),
+        "keys": type_of(KV_TYPES[spec.kv_dtype]),
+        "table": "*i32",
+        "sinks": None if sinks is None else type_of(sinks),
+        "positions": "*i32",
+        "heads": multiple(spec.heads),
+        "table_stride": multiple(table_stride),
+        "page_stride": "i32:16",
+        "value_offset": "i32:16",
+        "scale": "fp32",
+    }
 
 
 def decode_call(
-    spec: Spec, window: int, sinks: torch.dtype | None, out: torch.dtype, table_stride: int, splits: int
-) -> Call:
+    spec: Spec,
+    arch: Arch,
+    window: int,
+    sinks: torch.dtype | None,
+    out: torch.dtype,
+    table_stride: int,
+    splits: int,
+) -> TritonCall:
     split = window == 0
     types = _types(spec, sinks, out, table_stride) | {
-        "sequence_of": "*i32", "splits": multiple(splits), "sums": "*fp32" if split else None,
+        "sequence_of": "*i32",
+        "splits": multiple(splits),
+        "sums": "*fp32" if split else None,
         "stats": "*fp32" if split else None,
-    }  # fmt: skip
+    }
     constants = {
-        "KV": spec.kv_dtype, "WINDOW": window, "SPLIT": split, "GROUP": spec.heads // spec.kv_heads,
-        "D": spec.head_dim, "PAGE": spec.page_size, "BM": 16,
-    }  # fmt: skip
-    return Call("attention", "decode_kernel", types, constants, warps=4, stages=3, need=r"\bHMMA")
+        "KV": cache_format(spec, arch),
+        "WINDOW": window,
+        "SPLIT": split,
+        "GROUP": spec.heads // spec.kv_heads,
+        "D": spec.head_dim,
+        "PAGE": spec.page_size,
+        "BM": 16,
+    }
+    return TritonCall("attention", "decode_kernel", types, constants, warps=4, stages=3, need=r"\bHMMA")
 
 
-def merge_call(spec: Spec, sinks: torch.dtype | None, out: torch.dtype, splits: int) -> Call:
+def merge_call(spec: Spec, sinks: torch.dtype | None, out: torch.dtype, splits: int) -> TritonCall:
     types = {
-        "sums": "*fp32", "stats": "*fp32", "sinks": None if sinks is None else type_of(sinks), "positions": "*i32",
-        "out": type_of(out), "heads": multiple(spec.heads), "splits": multiple(splits),
-    }  # fmt: skip
-    return Call(
+        "sums": "*fp32",
+        "stats": "*fp32",
+        "sinks": None if sinks is None else type_of(sinks),
+        "positions": "*i32",
+        "out": type_of(out),
+        "heads": multiple(spec.heads),
+        "splits": multiple(splits),
+    }
+    return TritonCall(
         "attention", "merge_kernel", types, {"CHUNK": MERGE, "D": spec.head_dim, "PAGE": spec.page_size}, warps=1
     )
 
 
 def prefill_call(
-    spec: Spec, capability: tuple[int, int], window: int, sinks: torch.dtype | None, out: torch.dtype,
-    table_stride: int, sequences: int,
-) -> Call:  # fmt: skip
+    spec: Spec,
+    arch: Arch,
+    window: int,
+    sinks: torch.dtype | None,
+    out: torch.dtype,
+    table_stride: int,
+    sequences: int,
+) -> TritonCall:
     types = _types(spec, sinks, out, table_stride) | {"query_start": "*i32", "sequences": multiple(sequences)}
     constants = {
-        "KV": spec.kv_dtype, "WINDOW": window, "GROUP": spec.heads // spec.kv_heads, "D": spec.head_dim,
-        "PAGE": spec.page_size, "BM": prefill_rows(capability),
-    }  # fmt: skip
-    need = {9: r"\bHGMMA", 10: r"\bUTCHMMA"}.get(capability[0], r"\bHMMA")
-    return Call(
-        "attention", "prefill_kernel", types, constants, warps=prefill_rows(capability) // 16, stages=3, need=need
+        "KV": cache_format(spec, arch),
+        "WINDOW": window,
+        "GROUP": spec.heads // spec.kv_heads,
+        "D": spec.head_dim,
+        "PAGE": spec.page_size,
+        "BM": prefill_rows(arch),
+    }
+    need = {"sm90": r"\bHGMMA", "sm10x": r"\bUTCHMMA"}.get(arch.family, r"\bHMMA")
+    return TritonCall(
+        "attention", "prefill_kernel", types, constants, warps=prefill_rows(arch) // 16, stages=3, need=need
     )
 
 
-def prefill_rows(capability: tuple[int, int]) -> int:
+def prefill_rows(arch: Arch) -> int:
     """Query rows in a tile. SM90: 64 ran at 338 TFLOP/s where 128 ran at 234; SM100's MMA wants 128."""
-    return 64 if capability[0] == 9 else 128
+    return 64 if "wgmma" in arch.features else 128
 
 
 class _Attention(TritonPhase):
@@ -125,29 +160,50 @@ class DecodeAttention(_Attention):
                 sums = torch.empty((rows, spec.heads, splits, spec.head_dim), dtype=torch.float32, device=device)
                 stats = torch.empty((rows, spec.heads, splits, 2), dtype=torch.float32, device=device)
             sink_type = None if sinks is None else sinks.dtype
-            call = decode_call(spec, window, sink_type, dtype, table.stride(0), splits)
+            call = decode_call(spec, arch_of(device), window, sink_type, dtype, table.stride(0), splits)
             call.launch(
-                (rows, spec.kv_heads, splits), device, q=q, out=out, sums=sums, stats=stats,
-                keys=pool[0, index], table=table, sinks=sinks, positions=step.positions,
-                sequence_of=step.row_sequence, heads=spec.heads, splits=splits, table_stride=table.stride(0),
-                page_stride=pool.stride(0), value_offset=pool.stride(2), scale=scale,
-            )  # fmt: skip
+                (rows, spec.kv_heads, splits),
+                device,
+                q=q,
+                out=out,
+                sums=sums,
+                stats=stats,
+                keys=pool[0, index],
+                table=table,
+                sinks=sinks,
+                positions=step.positions,
+                sequence_of=step.row_sequence,
+                heads=spec.heads,
+                splits=splits,
+                table_stride=table.stride(0),
+                page_stride=pool.stride(0),
+                value_offset=pool.stride(2),
+                scale=scale,
+            )
             if not window:
                 merge_call(spec, sink_type, dtype, splits).launch(
-                    (rows, spec.heads), device, sums=sums, stats=stats, sinks=sinks, positions=step.positions,
-                    out=out, heads=spec.heads, splits=splits,
-                )  # fmt: skip
+                    (rows, spec.heads),
+                    device,
+                    sums=sums,
+                    stats=stats,
+                    sinks=sinks,
+                    positions=step.positions,
+                    out=out,
+                    heads=spec.heads,
+                    splits=splits,
+                )
             acts.attn = out
 
         return launch
 
-    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+    def proofs(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         out = stored(spec, "o")
         sinks = torch.bfloat16
         return [
-            decode_call(spec, 0, sinks, out, 16, 16), decode_call(spec, spec.window, sinks, out, 16, 1),
+            decode_call(spec, arch, 0, sinks, out, 16, 16),
+            decode_call(spec, arch, spec.window, sinks, out, 16, 1),
             merge_call(spec, sinks, out, 16),
-        ]  # fmt: skip
+        ]
 
 
 class PrefillAttention(_Attention):
@@ -158,8 +214,8 @@ class PrefillAttention(_Attention):
         spec, kind, index = b.spec, b.kind or "full", b.kind_index
         window, sinks, dtype = self._facts(b)
         scale = spec.head_dim**-0.5
-        capability = capability_of(b.weights.sinks.device)
-        tokens = prefill_rows(capability) // (spec.heads // spec.kv_heads)
+        arch = arch_of(b.weights.sinks.device)
+        tokens = prefill_rows(arch) // (spec.heads // spec.kv_heads)
 
         def launch(step: Step, acts: Activations) -> None:
             q, rows, table = acts.q, step.rows, step.block_tables[kind]
@@ -167,20 +223,35 @@ class PrefillAttention(_Attention):
             pool = as_stored(b.kv_pool())
             out = torch.empty((rows, spec.heads * spec.head_dim), dtype=dtype, device=device)
             call = prefill_call(
-                spec, capability, window, None if sinks is None else sinks.dtype, dtype, table.stride(0),
+                spec,
+                arch,
+                window,
+                None if sinks is None else sinks.dtype,
+                dtype,
+                table.stride(0),
                 step.sequences,
-            )  # fmt: skip
+            )
             call.launch(
-                (rows // tokens + step.sequences, spec.kv_heads), device, q=q, out=out, keys=pool[0, index],
-                table=table, sinks=sinks, positions=step.positions, query_start=step.query_start,
-                sequences=step.sequences, heads=spec.heads, table_stride=table.stride(0),
-                page_stride=pool.stride(0), value_offset=pool.stride(2), scale=scale,
-            )  # fmt: skip
+                (rows // tokens + step.sequences, spec.kv_heads),
+                device,
+                q=q,
+                out=out,
+                keys=pool[0, index],
+                table=table,
+                sinks=sinks,
+                positions=step.positions,
+                query_start=step.query_start,
+                sequences=step.sequences,
+                heads=spec.heads,
+                table_stride=table.stride(0),
+                page_stride=pool.stride(0),
+                value_offset=pool.stride(2),
+                scale=scale,
+            )
             acts.attn = out
 
         return launch
 
-    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
-        assert arch.capability is not None
+    def proofs(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         out = stored(spec, "o")
-        return [prefill_call(spec, arch.capability, window, torch.bfloat16, out, 16, 1) for window in (0, spec.window)]
+        return [prefill_call(spec, arch, window, torch.bfloat16, out, 16, 1) for window in (0, spec.window)]

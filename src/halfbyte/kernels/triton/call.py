@@ -16,16 +16,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.architectures import ARCHES, Arch
 from halfbyte.kernels.launch import module_hash, remember_loaded
 from halfbyte.plan.launches import KernelImage, Part, launched
+from halfbyte.plan.machine import arch_of_gpu, instruction_set
 from halfbyte.plan.record import Declared
 
 PACKAGE = "halfbyte.kernels.triton.jit"
+INTERPRETED = instruction_set() or ARCHES["sm120"]  # whose tiles run under the interpreter, on a CPU
 
 _TYPES = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
-    torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 
 
 class Loaded(NamedTuple):
@@ -36,7 +45,7 @@ class Loaded(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Any, part: Part | None) -> Loaded:
-        """Of what Triton returned from a launch. Hashed once: calls that nobody keeps come here at every launch."""
+        """The kernel that Triton returned from a launch. Each is hashed once, even if its call is not kept."""
         handle = int(kernel.module)
         if handle not in _loaded:
             image = KernelImage(kernel.name, module_hash(kernel.asm["cubin"]), part=part)
@@ -56,14 +65,14 @@ def _interpreted(function: str, part: Part | None) -> KernelImage:
     return KernelImage(function, "interpreted", part=part)
 
 
-def declared_calls(calls: Iterable[Call]) -> list[Declared]:
-    """Their functions with the hashes of what Triton compiled of them here, for whatever shapes."""
+def declared_calls(calls: Iterable[TritonCall]) -> list[Declared]:
+    """The functions of these calls with the hashes of all binaries that Triton compiled here, for any shapes."""
     functions = dict.fromkeys(c.function for c in calls)
     return [Declared(_names.get(f, f), frozenset(_compiled.get(f, ()))) for f in functions]
 
 
 @dataclass(frozen=True)
-class Call:
+class TritonCall:
     """`types`: argument -> Triton type; `i32:16` is an integer known to be a multiple of 16, None an absent pointer."""
 
     module: str
@@ -86,7 +95,7 @@ class Call:
         return _function(self.module, self.function)
 
     def launch(self, grid: tuple[int, ...], device: torch.device, **args: Any) -> None:
-        """Whoever keeps the call saves Triton's search for the kernel, which takes longer than a launch."""
+        """Launch the kernel. A call that is kept saves Triton's lookup, which takes longer than a launch."""
         if 0 in grid:
             return
         fn = self.resolve()
@@ -157,22 +166,24 @@ def triton_version() -> tuple[int, int]:
 
 
 @functools.cache
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Of a CPU, under the interpreter: that of SM120, whose shapes are the tightest."""
-    return (12, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+def arch_of(device: torch.device) -> Arch:
+    """The architecture to choose tiles for. The interpreter takes those of SM120, or of what it is restricted to."""
+    return INTERPRETED if device.type == "cpu" else arch_of_gpu(torch.cuda.get_device_capability(device))
 
 
 @functools.cache
 def target_options(device: torch.device) -> dict[str, Any]:
-    return {} if device.type == "cpu" else compile_options(capability_of(device))
+    return {} if device.type == "cpu" else compile_options(arch_of(device))
 
 
-def compile_options(capability: tuple[int, int]) -> dict[str, Any]:
-    """Before 3.8 Triton finds no block-scaled MMA on SM121 unless it is called SM120; the target stays sm_121a.
+def compile_options(arch: Arch) -> dict[str, Any]:
+    """The name that an older Triton needs, or that an older instruction set on a newer GPU has, changes which products
+    and copies it finds; the target stays the GPU's own.
 
     Multiply-add fusion is asked for by name, because the default differs between versions."""
-    named = {"arch": "sm120"} if capability == (12, 1) and triton_version() < (3, 8) else {}
-    return {"enable_fp_fusion": True} | named
+    old_triton = arch.name_for_old_triton if triton_version() < (3, 8) else ""
+    name = arch.name if arch.compiled_for else old_triton
+    return {"enable_fp_fusion": True} | ({"arch": name} if name else {})
 
 
 def type_of(dtype: torch.dtype) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from halfbyte.errors import PlanError
-from halfbyte.kernels.triton.call import Call, compile_options
+from halfbyte.kernels.triton.call import TritonCall, compile_options
 from halfbyte.plan.phase import Arch
 
 
@@ -19,7 +19,7 @@ class _Driver:
         return self._target
 
 
-def compile_call(call: Call, arch: Arch) -> Any:
+def compile_call(call: TritonCall, arch: Arch) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -27,7 +27,8 @@ def compile_call(call: Call, arch: Arch) -> Any:
     if triton.knobs.runtime.interpret:
         raise PlanError("TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it.")
     assert arch.capability is not None
-    target = GPUTarget("cuda", arch.capability[0] * 10 + arch.capability[1], 32)
+    number = int(arch.target.removeprefix("sm_").rstrip("a"))
+    target = GPUTarget("cuda", number, 32)
     fn = call.resolve()
     names: list[str] = fn.arg_names
     signature, constants, attributes = {}, {}, {}
@@ -49,8 +50,11 @@ def compile_call(call: Call, arch: Arch) -> Any:
             ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes),
             target=target,
             options={
-                "num_warps": call.warps, "num_stages": call.stages, **call.options, **compile_options(arch.capability),
+                "num_warps": call.warps,
+                "num_stages": call.stages,
+                **call.options,
+                **compile_options(arch),
             },
-        )  # fmt: skip
+        )
     finally:
         state.update(before)

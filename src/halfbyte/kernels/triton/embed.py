@@ -7,7 +7,7 @@ import math
 import torch
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.triton.call import Call, multiple, type_of
+from halfbyte.kernels.triton.call import TritonCall, multiple, type_of
 from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
@@ -17,12 +17,12 @@ from halfbyte.plan.step import Step
 BLOCK = 1024
 
 
-def embed_call(table: torch.dtype, hidden: int) -> Call:
+def embed_call(table: torch.dtype, hidden: int) -> TritonCall:
     types = {"tokens": "*i32", "table": type_of(table), "x": "*fp32", "H": multiple(hidden)}
-    return Call("rows", "embed_kernel", types, {"BH": BLOCK})
+    return TritonCall("rows", "embed_kernel", types, {"BH": BLOCK})
 
 
-class Embed(TritonPhase):
+class TritonEmbed(TritonPhase):
     name, covers, category, rank = "triton.embed", ("embed",), "other", 10
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
@@ -41,5 +41,5 @@ class Embed(TritonPhase):
 
         return launch
 
-    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+    def proofs(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         return [embed_call(torch.bfloat16, spec.hidden)]

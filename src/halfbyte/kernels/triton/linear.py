@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halfbyte.formats import MXTensor
 from halfbyte.gates import Gates
-from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.call import TritonCall, arch_of, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import OPERAND, needed_instruction, refuse_product, tile_for
 from halfbyte.plan.activations import Activations
@@ -26,6 +26,7 @@ from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
 
 PROVED_ROWS = (1, 64, 2048)
+WEIGHT_TYPES = {"dense": "*bf16", "q8": "*i8", "mxfp4": "*u8", "split": "*u8"}
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,13 @@ def round_activations(x: Tensor, activation: str, width: int | None = None) -> R
 
 
 @functools.cache
-def quantize_call(dtype: torch.dtype, k: int, width: int, activation: str) -> Call:
+def quantize_call(dtype: torch.dtype, k: int, width: int, activation: str) -> TritonCall:
     scales = "*fp32" if activation in ("fp8", "int8") else "*u8"
     codes = "*i8" if activation == "int8" else "*u8"
     types = {"x": type_of(dtype), "codes": codes, "scales": scales, "K": multiple(k), "WIDTH": multiple(width)}
-    return Call("quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(width)}, part=PACKING)
+    return TritonCall(
+        "quantize", "quantize_kernel", types, {"FORMAT": activation, "BK": power_of_two(width)}, part=PACKING
+    )
 
 
 def scale_stride(wf: str, groups: int) -> int:
@@ -101,35 +104,51 @@ def width_for(k: int, activation: str) -> int:
 
 @functools.cache
 def linear_call(
-    capability: tuple[int, int], rows: int, k: int, wf: str, xf: str,
-    *, x: str, scale: bool, row_scale: bool, bias: str | None, residual: str | None, strides: tuple[int, int, int, int],
-    n: int, gate: str = "auto",
-) -> Call:  # fmt: skip
-    tile = tile_for(capability, rows, n, wf, xf, gate)
-    weight = {"dense": "*bf16", "q8": "*i8", "mxfp4": "*u8", "split": "*u8"}[wf]
+    arch: Arch,
+    rows: int,
+    k: int,
+    wf: str,
+    xf: str,
+    *,
+    x: str,
+    scale: bool,
+    row_scale: bool,
+    bias: str | None,
+    residual: str | None,
+    strides: tuple[int, int, int, int],
+    n: int,
+    gate: str = "auto",
+    tile_rows: int | None = None,
+) -> TritonCall:
+    tile = tile_for(arch, tile_rows or rows, n, wf, xf, gate)
     types = {
         "x": x, "xs": None if not scale else "*fp32" if xf == "int8" else "*i32",
-        "row_scale": "*fp32" if row_scale else None, "w": weight, "ws": None if wf == "dense" else "*i32", "bias": bias,
-        "residual": residual, "out": "*fp32", "M": multiple(rows), "N": multiple(n),
+        "row_scale": "*fp32" if row_scale else None, "w": WEIGHT_TYPES[wf], "ws": None if wf == "dense" else "*i32",
+        "bias": bias, "residual": residual, "out": "*fp32", "M": multiple(rows), "N": multiple(n),
         "K": multiple(k), **dict(zip(("x_stride", "xs_stride", "w_stride", "ws_stride"), map(multiple, strides))),
     }  # fmt: skip
     constants = {
-        "XF": xf, "WF": wf, "SWAP": tile.swap, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
+        "XF": xf,
+        "WF": wf,
+        "SWAP": tile.swap,
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "BK": tile.bk,
         "EVEN": k % tile.bk == 0,
-    }  # fmt: skip
-    need, ban = needed_instruction(capability, wf, xf, tile)
-    return Call("gemm", "linear_kernel", types, constants, tile.warps, tile.stages, need, ban, tile.options)
+    }
+    need, ban = needed_instruction(arch, wf, xf, tile)
+    return TritonCall("gemm", "linear_kernel", types, constants, tile.warps, tile.stages, need, ban, tile.options)
 
 
 def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Callable[..., Tensor]:
-    """A function (x [R, K], residual) -> float32 [R, N]."""
+    """A function (x [R, K], residual, rows that the tile is chosen by) -> float32 [R, N]."""
     operands = Operands.of(matrix)
     n, k = matrix.shape
-    capability = capability_of(matrix.device)
+    arch = arch_of(matrix.device)
     activation = "bf16" if operands.wf == "dense" else spec.activation
     width = width_for(k, activation)
 
-    def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def run(x: Tensor, residual: Tensor | None = None, tile_rows: int | None = None) -> Tensor:
         rounded = round_activations(x, activation, width)
         rows = x.shape[0]
         assert rows * max(n, width) < 2**31, "32-bit offsets"
@@ -137,23 +156,47 @@ def project(matrix: Tensor | MXTensor, bias: Tensor | None, spec: Spec) -> Calla
         codes, xs = rounded.x, rounded.scale_words
         strides = (codes.stride(0), 0 if xs is None else xs.stride(0), operands.w_stride, operands.ws_stride)
         call = linear_call(
-            capability, rows, k, operands.wf, rounded.xf, x=type_of(codes.dtype), scale=xs is not None,
-            row_scale=rounded.row_scale is not None, bias=None if bias is None else type_of(bias.dtype),
-            residual=None if residual is None else type_of(residual.dtype), strides=strides, n=n, gate="auto",
-        )  # fmt: skip
+            arch,
+            rows,
+            k,
+            operands.wf,
+            rounded.xf,
+            x=type_of(codes.dtype),
+            scale=xs is not None,
+            row_scale=rounded.row_scale is not None,
+            bias=None if bias is None else type_of(bias.dtype),
+            residual=None if residual is None else type_of(residual.dtype),
+            strides=strides,
+            n=n,
+            gate="auto",
+            tile_rows=tile_rows,
+        )
         bm, bn = call.constants["BM"], call.constants["BN"]
         call.launch(
-            (math.ceil(rows / bm) * math.ceil(n / bn),), x.device,
-            x=codes, xs=xs, row_scale=rounded.row_scale, w=operands.w, ws=operands.ws, bias=bias,
-            residual=residual, out=out, M=rows, N=n, K=k,
-            x_stride=strides[0], xs_stride=strides[1], w_stride=strides[2], ws_stride=strides[3],
-        )  # fmt: skip
+            (math.ceil(rows / bm) * math.ceil(n / bn),),
+            x.device,
+            x=codes,
+            xs=xs,
+            row_scale=rounded.row_scale,
+            w=operands.w,
+            ws=operands.ws,
+            bias=bias,
+            residual=residual,
+            out=out,
+            M=rows,
+            N=n,
+            K=k,
+            x_stride=strides[0],
+            xs_stride=strides[1],
+            w_stride=strides[2],
+            ws_stride=strides[3],
+        )
         return out
 
     return run
 
 
-class _Linear(TritonPhase):
+class TritonLinear(TritonPhase):
     category = "linear"
     backends = {"linear": "triton"}
     rank = 10
@@ -166,14 +209,14 @@ class _Linear(TritonPhase):
     def layouts(self, spec: Spec) -> dict[str, str]:
         return {self.role: "w4a8_split" if self.split else "plain"}
 
-    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+    def proofs(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         """The kernels of every regime, as `project` launches them."""
-        assert arch.capability is not None
         q = spec.heads * spec.head_dim
         n, k = {
-            "qkv": (q + 2 * spec.kv_heads * spec.head_dim, spec.hidden), "o": (spec.hidden, q),
+            "qkv": (q + 2 * spec.kv_heads * spec.head_dim, spec.hidden),
+            "o": (spec.hidden, q),
             "lm_head": (spec.vocab, spec.hidden),
-        }[self.role]  # fmt: skip
+        }[self.role]
         kind = spec.formats[self.role]
         wf = "split" if self.split else "dense" if kind == "bf16" else kind
         activation = "bf16" if wf == "dense" else spec.activation
@@ -184,20 +227,28 @@ class _Linear(TritonPhase):
         strides = (bytes_in_row, scale_stride(wf, (width if wf == "split" else k) // 32))
         grouped = activation in ("int8", "mxfp8", "mxfp4")
         per_word = 32 if activation == "int8" else 128
-        calls: list[Call] = [] if activation == "bf16" else [quantize_call(torch.float32, k, width, activation)]
+        calls: list[TritonCall] = [] if activation == "bf16" else [quantize_call(torch.float32, k, width, activation)]
         rows = PROVED_ROWS[:2] if self.role == "lm_head" else PROVED_ROWS
         return calls + [
             linear_call(
-                arch.capability, r, k, wf, xf, x=x, scale=grouped,
-                row_scale=activation == "fp8", bias=None if self.role == "lm_head" else "*bf16",
-                residual="*fp32" if self.role == "o" else None, n=n,
+                arch,
+                r,
+                k,
+                wf,
+                xf,
+                x=x,
+                scale=grouped,
+                row_scale=activation == "fp8",
+                bias=None if self.role == "lm_head" else "*bf16",
+                residual="*fp32" if self.role == "o" else None,
+                n=n,
                 strides=(width // 2 if xf == "e2m1" else width, width // per_word if grouped else 0, *strides),
             )
             for r in rows
-        ]  # fmt: skip
+        ]
 
 
-class Qkv(_Linear):
+class TritonQkv(TritonLinear):
     name, covers, role = "triton.qkv", ("qkv",), "qkv"
     knows = frozenset({"bias"})
 
@@ -207,13 +258,13 @@ class Qkv(_Linear):
         heads = [s.heads, s.kv_heads, s.kv_heads]
 
         def launch(step: Step, acts: Activations) -> None:
-            y = run(acts.h).view(step.rows, sum(heads), s.head_dim)
+            y = run(acts.h, tile_rows=step.tile_rows).view(step.rows, sum(heads), s.head_dim)
             acts.q, acts.k, acts.v = torch.split(y, heads, dim=1)
 
         return launch
 
 
-class OutProjection(_Linear):
+class TritonOut(TritonLinear):
     name, covers, role = "triton.o", ("o",), "o"
     knows = frozenset({"bias"})
 
@@ -221,30 +272,30 @@ class OutProjection(_Linear):
         run = project(b.weights.o, b.weights.o_bias, b.spec)
 
         def launch(step: Step, acts: Activations) -> None:
-            acts.x = run(acts.attn, acts.x)
+            acts.x = run(acts.attn, acts.x, step.tile_rows)
 
         return launch
 
 
-class LmHead(_Linear):
+class TritonHead(TritonLinear):
     name, covers, role = "triton.lm_head", ("lm_head",), "lm_head"
 
     def bind(self, b: Binding) -> Launch:
         run = project(b.weights.lm_head, None, b.spec)
 
         def launch(step: Step, acts: Activations) -> None:
-            acts.logits = run(acts.h)
+            acts.logits = run(acts.h, tile_rows=step.tile_rows)
 
         return launch
 
 
-class QkvSplit(Qkv):
+class TritonQkvSplit(TritonQkv):
     name, split, rank = "triton.qkv_split", True, 11
 
 
-class OutProjectionSplit(OutProjection):
+class TritonOutSplit(TritonOut):
     name, split, rank = "triton.o_split", True, 11
 
 
-class LmHeadSplit(LmHead):
+class TritonHeadSplit(TritonHead):
     name, split, rank = "triton.lm_head_split", True, 11

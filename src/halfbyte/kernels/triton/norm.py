@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.call import TritonCall, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
@@ -20,15 +20,19 @@ def stored(spec: Spec, role: str) -> torch.dtype:
     return torch.bfloat16 if rounds else torch.float32
 
 
-def norm_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, hidden: int, rows: bool) -> Call:
+def norm_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, hidden: int, rows: bool) -> TritonCall:
     types = {
-        "x": type_of(x), "weight": type_of(weight), "h": type_of(h), "rows": "*i32" if rows else None,
-        "H": multiple(hidden), "eps": "fp32",
-    }  # fmt: skip
-    return Call("rows", "norm_kernel", types, {"BH": power_of_two(hidden)}, warps=8)
+        "x": type_of(x),
+        "weight": type_of(weight),
+        "h": type_of(h),
+        "rows": "*i32" if rows else None,
+        "H": multiple(hidden),
+        "eps": "fp32",
+    }
+    return TritonCall("rows", "norm_kernel", types, {"BH": power_of_two(hidden)}, warps=8)
 
 
-class _Norm(TritonPhase):
+class TritonNorm(TritonPhase):
     category, rank = "norm", 10
     role: str  # of the weight
     reader: str  # the projection that reads the result
@@ -52,14 +56,14 @@ class _Norm(TritonPhase):
 
         return launch
 
-    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+    def proofs(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         return [norm_call(torch.float32, torch.bfloat16, stored(spec, self.reader), spec.hidden, self.some_rows)]
 
 
-class AttnNorm(_Norm):
+class TritonAttnNorm(TritonNorm):
     name, covers, role, reader = "triton.attn_norm", ("attn_norm",), "attn_norm", "qkv"
 
 
-class FinalNorm(_Norm):
+class TritonFinalNorm(TritonNorm):
     name, covers, role, reader = "triton.final_norm", ("final_norm",), "final_norm", "lm_head"
     some_rows = True

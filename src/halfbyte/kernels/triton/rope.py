@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.triton.call import Call, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.call import TritonCall, arch_of, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.phase import TritonPhase
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
@@ -36,25 +36,46 @@ def as_stored(pool: Tensor) -> Tensor:
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
-def angles_call(half: int) -> Call:
+def angles_call(half: int) -> TritonCall:
     types = {"positions": "*i32", "inverse": "*fp32", "cos": "*fp32", "sin": "*fp32", "temperature": "fp32"}
-    return Call("rows", "angles_kernel", types, {"HALF": half}, warps=1, part=OTHER)
+    return TritonCall("rows", "angles_kernel", types, {"HALF": half}, warps=1, part=OTHER)
 
 
-def rope_call(spec: Spec, q: torch.dtype, strides: tuple[int, int], table_stride: int) -> Call:
+def cache_format(spec: Spec, arch: Arch) -> str:
+    """The format of the cache as kernels name it: fp8_bits is fp8 where E4M3 has to be made of integers."""
+    return "fp8_bits" if spec.kv_dtype == "fp8" and "e4m3" not in arch.features else spec.kv_dtype
+
+
+def rope_call(spec: Spec, arch: Arch, q: torch.dtype, strides: tuple[int, int], table_stride: int) -> TritonCall:
     group, d = spec.heads // spec.kv_heads, spec.head_dim
     pool = type_of(KV_TYPES[spec.kv_dtype])
     types = {
-        "q": type_of(q), "k": type_of(q), "v": type_of(q), "cos": "*fp32", "sin": "*fp32", "positions": "*i32",
-        "sequence_of": "*i32", "table": "*i32", "pool": pool, "rotated": "*bf16",
-        "q_stride": multiple(strides[0]), "k_stride": multiple(strides[1]), "v_stride": multiple(strides[1]),
-        "table_stride": multiple(table_stride), "page_stride": "i32:16", "layer_offset": "i32:16",
+        "q": type_of(q),
+        "k": type_of(q),
+        "v": type_of(q),
+        "cos": "*fp32",
+        "sin": "*fp32",
+        "positions": "*i32",
+        "sequence_of": "*i32",
+        "table": "*i32",
+        "pool": pool,
+        "rotated": "*bf16",
+        "q_stride": multiple(strides[0]),
+        "k_stride": multiple(strides[1]),
+        "v_stride": multiple(strides[1]),
+        "table_stride": multiple(table_stride),
+        "page_stride": "i32:16",
+        "layer_offset": "i32:16",
         "value_offset": "i32:16",
-    }  # fmt: skip
+    }
     constants = {
-        "KV": spec.kv_dtype, "GROUP": group, "GROUP_P2": power_of_two(group), "HALF": d // 2, "PAGE": spec.page_size,
-    }  # fmt: skip
-    return Call("rows", "rope_kernel", types, constants, warps=1)
+        "KV": cache_format(spec, arch),
+        "GROUP": group,
+        "GROUP_P2": power_of_two(group),
+        "HALF": d // 2,
+        "PAGE": spec.page_size,
+    }
+    return TritonCall("rows", "rope_kernel", types, constants, warps=1)
 
 
 class RopeAndWrite(TritonPhase):
@@ -79,22 +100,42 @@ class RopeAndWrite(TritonPhase):
             if not acts.has("rope_cos"):
                 acts.rope_cos, acts.rope_sin = torch.empty((2, rows, half), dtype=torch.float32, device=device)
                 angles.launch(
-                    (rows,), device, positions=step.positions, inverse=inverse, cos=acts.rope_cos,
-                    sin=acts.rope_sin, temperature=temperature,
-                )  # fmt: skip
+                    (rows,),
+                    device,
+                    positions=step.positions,
+                    inverse=inverse,
+                    cos=acts.rope_cos,
+                    sin=acts.rope_sin,
+                    temperature=temperature,
+                )
             pool, table = as_stored(b.kv_pool()), step.block_tables[kind]
             rotated = torch.empty((rows, spec.heads, d), dtype=torch.bfloat16, device=device)
-            call = rope_call(spec, q.dtype, (q.stride(0), k.stride(0)), table.stride(0))
+            call = rope_call(spec, arch_of(device), q.dtype, (q.stride(0), k.stride(0)), table.stride(0))
             call.launch(
-                (rows, spec.kv_heads), device, q=q, k=k, v=v, cos=acts.rope_cos, sin=acts.rope_sin,
-                positions=step.positions, sequence_of=step.row_sequence, table=table, pool=pool, rotated=rotated,
-                q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0), table_stride=table.stride(0),
-                page_stride=pool.stride(0), layer_offset=index * pool.stride(1), value_offset=pool.stride(2),
-            )  # fmt: skip
+                (rows, spec.kv_heads),
+                device,
+                q=q,
+                k=k,
+                v=v,
+                cos=acts.rope_cos,
+                sin=acts.rope_sin,
+                positions=step.positions,
+                sequence_of=step.row_sequence,
+                table=table,
+                pool=pool,
+                rotated=rotated,
+                q_stride=q.stride(0),
+                k_stride=k.stride(0),
+                v_stride=v.stride(0),
+                table_stride=table.stride(0),
+                page_stride=pool.stride(0),
+                layer_offset=index * pool.stride(1),
+                value_offset=pool.stride(2),
+            )
             acts.q = rotated
 
         return launch
 
-    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
+    def proofs(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         stride = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        return [angles_call(spec.head_dim // 2), rope_call(spec, torch.float32, (stride, stride), 16)]
+        return [angles_call(spec.head_dim // 2), rope_call(spec, arch, torch.float32, (stride, stride), 16)]

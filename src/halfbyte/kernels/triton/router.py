@@ -1,7 +1,8 @@
 """The second norm and the router in Triton: two launches, because the norm is one number per row.
 
 The first multiplies x * norm weight into the router's rows, cut along K over many blocks; the second knows the row's
-scale, adds the parts in order, chooses (ties to the lower expert), and writes the normalised row for the experts.
+scale, adds the parts in order, chooses (ties to the lower expert), and writes the normalised row for the experts. A
+float32 router, as fine-tunes have it, is multiplied as a sum of two bf16.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import math
 import torch
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.triton.call import Call, capability_of, multiple, power_of_two, type_of
+from halfbyte.kernels.triton.call import TritonCall, arch_of, multiple, power_of_two, type_of
 from halfbyte.kernels.triton.norm import stored
 from halfbyte.kernels.triton.phase import TritonPhase
-from halfbyte.kernels.triton.tiles import refuse_gpu
+from halfbyte.kernels.triton.tiles import MMA_SYNC, refuse_gpu
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Spec
 from halfbyte.plan.step import Step
@@ -28,15 +29,17 @@ PARTS = 9  # of K: five steps each at 2880, because with few rows every step wai
 def parts_of(rows: int, hidden: int) -> tuple[int, int]:
     """(parts of K, elements in each). Always the same for one model, so that a choice depends on the row alone."""
     steps = math.ceil(hidden / BK)
-    each = math.ceil(steps / PARTS)
-    return math.ceil(steps / each), each * BK
+    steps_per_part = math.ceil(steps / PARTS)
+    return math.ceil(steps / steps_per_part), steps_per_part * BK
 
 
-def rows_step(rows: int, capability: tuple[int, int]) -> int:
+def rows_step(rows: int, arch: Arch, weight: torch.dtype) -> int:
     """Rows of a block: with many, the router's weights are read less often. The sums are the same bits either way.
 
-    64 need a warpgroup's product; SM12x has none, and spills."""
-    return 16 if rows < 1024 else 64 if capability[0] < 12 else 32
+    64 need a warpgroup's product; SM8x and SM12x have none, and spill, with float32 weights already from 32 on."""
+    if arch.family in MMA_SYNC:
+        return 16 if rows < 1024 or weight == torch.float32 else 32
+    return 16 if rows < 1024 else 64
 
 
 def experts_step(rows: int) -> int:
@@ -45,18 +48,23 @@ def experts_step(rows: int) -> int:
 
 
 def router_call(
-    x: torch.dtype, weight: torch.dtype, rows: int, hidden: int, experts: int, capability: tuple[int, int]
-) -> Call:
-    return _router_call(x, weight, multiple(rows), hidden, experts, rows_step(rows, capability), experts_step(rows))
+    x: torch.dtype, norm: torch.dtype, weight: torch.dtype, rows: int, hidden: int, experts: int, arch: Arch,
+    tile_rows: int | None = None,
+) -> TritonCall:  # fmt: skip
+    tile_rows = tile_rows or rows
+    bm, be = rows_step(tile_rows, arch, weight), experts_step(tile_rows)
+    return _router_call(x, norm, weight, multiple(rows), hidden, experts, bm, be)
 
 
 @functools.cache  # kept, so that a launch need not look for its kernel
-def _router_call(x: torch.dtype, weight: torch.dtype, rows: str, hidden: int, experts: int, bm: int, be: int) -> Call:
+def _router_call(
+    x: torch.dtype, norm: torch.dtype, weight: torch.dtype, rows: str, hidden: int, experts: int, bm: int, be: int
+) -> TritonCall:
     types = {
-        "x": type_of(x), "norm": type_of(weight), "weight": "*bf16", "partial": "*fp32", "M": rows,
+        "x": type_of(x), "norm": type_of(norm), "weight": type_of(weight), "partial": "*fp32", "M": rows,
         "H": multiple(hidden), "E": multiple(experts), "CHUNK": multiple(parts_of(1, hidden)[1]),
     }  # fmt: skip
-    return Call(
+    return TritonCall(
         "rows",
         "router_kernel",
         types,
@@ -67,24 +75,30 @@ def _router_call(x: torch.dtype, weight: torch.dtype, rows: str, hidden: int, ex
     )
 
 
-def choose_call(x: torch.dtype, weight: torch.dtype, h: torch.dtype, rows: int, spec: Spec) -> Call:
+def choose_call(
+    x: torch.dtype, norm: torch.dtype, bias: torch.dtype, h: torch.dtype, rows: int, spec: Spec
+) -> TritonCall:
     warps = 8 if rows <= FEW_ROWS else 2  # many hide their waits
-    return _choose_call(x, weight, h, warps, spec.hidden, spec.experts, spec.top_k)
+    return _choose_call(x, norm, bias, h, warps, spec.hidden, spec.experts, spec.top_k)
 
 
 @functools.cache
 def _choose_call(
-    x: torch.dtype, weight: torch.dtype, h: torch.dtype, warps: int, hidden: int, experts: int, top_k: int
-) -> Call:
+    x: torch.dtype, norm: torch.dtype, bias: torch.dtype, h: torch.dtype, warps: int, hidden: int, experts: int,
+    top_k: int,
+) -> TritonCall:  # fmt: skip
     types = {
-        "x": type_of(x), "norm": type_of(weight), "bias": type_of(weight), "partial": "*fp32", "h": type_of(h),
+        "x": type_of(x), "norm": type_of(norm), "bias": type_of(bias), "partial": "*fp32", "h": type_of(h),
         "ids": "*i32", "weights": "*fp32", "H": multiple(hidden), "E": multiple(experts), "eps": "fp32",
     }  # fmt: skip
     constants = {
-        "PARTS": parts_of(1, hidden)[0], "TOP": top_k, "TOP_P2": power_of_two(top_k),
-        "BH": power_of_two(hidden), "BE": power_of_two(experts),
-    }  # fmt: skip
-    return Call("rows", "choose_kernel", types, constants, warps=warps)
+        "PARTS": parts_of(1, hidden)[0],
+        "TOP": top_k,
+        "TOP_P2": power_of_two(top_k),
+        "BH": power_of_two(hidden),
+        "BE": power_of_two(experts),
+    }
+    return TritonCall("rows", "choose_kernel", types, constants, warps=warps)
 
 
 class NormAndRouter(TritonPhase):
@@ -100,21 +114,26 @@ class NormAndRouter(TritonPhase):
         spec, w = b.spec, b.weights
         dtype = stored(spec, "gate_up")
         parts, chunk = parts_of(1, spec.hidden)
-        capability = capability_of(w.router.device)
+        arch = arch_of(w.router.device)
 
         def launch(step: Step, acts: Activations) -> None:
             x, rows = acts.x, step.rows
             device = x.device
             partial = torch.empty((rows, parts, spec.experts), dtype=torch.float32, device=device)
-            grid = (math.ceil(rows / rows_step(rows, capability)), math.ceil(spec.experts / experts_step(rows)), parts)
-            router_call(x.dtype, w.mlp_norm.dtype, rows, spec.hidden, spec.experts, capability).launch(
-                grid, device, x=x, norm=w.mlp_norm, weight=w.router, partial=partial,
+            call = router_call(
+                x.dtype, w.mlp_norm.dtype, w.router.dtype, rows, spec.hidden, spec.experts, arch, step.tile_rows
+            )
+            bm, be = call.constants["BM"], call.constants["BE"]
+            call.launch(
+                (math.ceil(rows / bm), math.ceil(spec.experts / be), parts), device,
+                x=x, norm=w.mlp_norm, weight=w.router, partial=partial,
                 M=rows, H=spec.hidden, E=spec.experts, CHUNK=chunk,
             )  # fmt: skip
             h = torch.empty((rows, spec.hidden), dtype=dtype, device=device)
             ids = torch.empty((rows, spec.top_k), dtype=torch.int32, device=device)
             weights = torch.empty((rows, spec.top_k), dtype=torch.float32, device=device)
-            choose_call(x.dtype, w.mlp_norm.dtype, dtype, rows, spec).launch(
+            tile_rows = step.tile_rows or rows
+            choose_call(x.dtype, w.mlp_norm.dtype, w.router_bias.dtype, dtype, tile_rows, spec).launch(
                 (rows,), device, x=x, norm=w.mlp_norm, bias=w.router_bias, partial=partial, h=h, ids=ids,
                 weights=weights, H=spec.hidden, E=spec.experts, eps=spec.norm_eps,
             )  # fmt: skip
@@ -122,11 +141,13 @@ class NormAndRouter(TritonPhase):
 
         return launch
 
-    def proofs(self, spec: Spec, arch: Arch) -> list[Call]:
-        assert arch.capability is not None
-        bf16, f32 = torch.bfloat16, torch.float32
+    def proofs(self, spec: Spec, arch: Arch) -> list[TritonCall]:
+        f32 = torch.float32
+        norm, weight, bias = (
+            f32 if role in spec.wide else torch.bfloat16 for role in ("mlp_norm", "router", "router_bias")
+        )
         return [
-            *(router_call(f32, bf16, rows, spec.hidden, spec.experts, arch.capability) for rows in (16, 2048)),
-            choose_call(f32, bf16, stored(spec, "gate_up"), 16, spec),
-            choose_call(f32, bf16, stored(spec, "gate_up"), 2048, spec),
+            *(router_call(f32, norm, weight, rows, spec.hidden, spec.experts, arch) for rows in (16, 2048)),
+            choose_call(f32, norm, bias, stored(spec, "gate_up"), 16, spec),
+            choose_call(f32, norm, bias, stored(spec, "gate_up"), 2048, spec),
         ]

@@ -1,353 +1,382 @@
-"""A model's plan against the reference, regime by regime: what must hold before its figures mean anything.
+"""Level 2: are the answers right? Log probabilities, sampling, accuracy, token counts, determinism, texts and streams.
 
-Two layers of the model, one of each kind of attention, and its head: in 36 random layers one rounding that falls the
-other way chooses other experts, and two right kernels differ by a third. The reference runs on the same device, on the
-same weights, with the same quantisation points and with the experts that the plan chose; that those are a right choice
-is a comparison of its own. Compared are all rows of every layer, what the cache holds, the logits and the token. Every
-case must hold: there is no median over seeds and no second try. Bounds are in docs/numerics.md.
-
-A phase that runs a whole step keeps its layers to itself. Then the reference is replayed with every near tie of the
-experts, and one must fit; the layers of such a phase are compared by `decode_check`.
+Log probabilities of fixed prompts are compared with a table of the reference's, and samples with their distribution
+(`scores.py`). An engine also answers a suite of problems greedily. Its answers are judged, and compared with those of a
+reference token by token: where the first difference lies, how sure the reference was there (its margin between the two
+best tokens), and whether the answers have the same length, because a broken kernel often shows as rambling. Further
+checks are of exact counts, of log probabilities that fit together, of seeds, of texts and of streams. What cannot be
+judged is NOT PROVEN.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from halfbyte.errors import AskError, UsageError
+from halfbyte.evals.suite import Suite
+from halfbyte.lab import receipts
+from halfbyte.lab.levels.conversations import conversation_checks
+from halfbyte.lab.levels.kernel_path import UNPROVEN
+from halfbyte.lab.levels.sampling import sampling_checks
+from halfbyte.lab.levels.scores import (
+    decode_checks,
+    find_table,
+    make_prompts,
+    margin_of,
+    preemption_check,
+    score,
+    table_checks,
+)
+from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.peers.asker import Asker, Question, Reply
+from halfbyte.lab.peers.process import PeerProcess
+from halfbyte.lab.result import Check, Result, figure
+from halfbyte.model import load
+from halfbyte.model.tokenizer import Tokenizer
 
-from halfbyte.lab.levels.decode_case import DecodeCase
-from halfbyte.lab.levels.decode_check import at_depth, check_decode
-from halfbyte.lab.levels.verdict import Verdict, choice_gap, relative_error, rms, token_gap
-from halfbyte.lab.measure.device_timing import Cache, decode_step, prefill_step, random_tokens
-from halfbyte.lab.result import Check
-from halfbyte.model.gpt_oss import GptOss
-from halfbyte.ops.attention import gather_kv
-from halfbyte.ops.products import matmul
-from halfbyte.ops.rope import rope_table
-from halfbyte.plan import reference
-from halfbyte.plan.activations import Activations
-from halfbyte.plan.record import NodeKernel
-from halfbyte.plan.step import REGIMES, Step
-
-LAYERS = 2
-PROMPTS = {161: 3, 2048: 1, 8192: 1}  # rows -> seeds; each row of a long prompt is a sample of its own
-BATCHES = (8, 32, 64)
-CONTEXTS = (512, 2048, 8192, 32768)
-BATCH_CONTEXT = 128
-
-# On what a layer adds to the residual, over all rows, by the format of activations. Weights are exact everywhere, so
-# bf16 pays for a rounding of 2^-9 in front of each of four products and in the softmax weights. A narrower format pays
-# for values on the edge between two codes that fall the other way: their number grows with what is above, and each
-# costs a step. The second layer has the first one's error in its input as well.
-# A test holds them against what rounding a layer's input to bf16 does to the reference itself.
-BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "int8": 2e-2, "fp8": 6e-2, "mxfp8": 6e-2, "mxfp4": 0.2}
-# Of keys and values: an edge costs a step of the cache, and half of what a layer may be off comes with the activations.
-CACHE_BOUNDS = {"f32": 1e-4, "bf16": 1e-2, "fp8": 4e-2}
-WORST = 5  # times the bound: the largest of a million normal errors is 4.9 of their deviation
-TIE = 2 * WORST  # two values that are compared may both be off
-DECODE_STEP = "decode_step"
-
-
-@dataclass
-class StepTrace:
-    """What a step left behind, layer by layer."""
-
-    x: list[Tensor] = field(
-        default_factory=list
-    )  # [rows, hidden] after each layer; the reference: before the first, too
-    experts: list[Tensor] = field(default_factory=list)  # [rows, top_k] of each layer
-    router: list[Tensor] = field(default_factory=list)  # [rows, experts]: logits; of the reference alone
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    @property
-    def whole(self) -> bool:
-        """One phase ran everything, and shows its logits only."""
-        return not self.x
-
-
-# ---- the two sides --------------------------------------------------------------------------------------------------
-
-
-def first_layers(model: GptOss, layers: int = LAYERS) -> GptOss:
-    """The model cut after so many layers, with the same kernels."""
-    w, c = model.weights, model.config
-    if c.layers <= layers:
-        return model
-    short = replace(w, config=c.with_(layers=layers, layer_kinds=c.layer_kinds[:layers]), layers=w.layers[:layers])
-    cut = GptOss(short, model.gates, page_size=model.spec.page_size)
-    cut.plan.limits = model.plan.limits  # an experiment may have moved them
-    return cut
-
-
-def reference_of(model: GptOss) -> GptOss:
-    """The same weights and quantisation points through the reference plan, on the same device."""
-    names = tuple(p.name for p in reference.PHASES)
-    selection = replace(model.plan.selection, chosen=dict.fromkeys(REGIMES, names), refusals=(), notes=())
-    chosen = {regime: list(reference.PHASES) for regime in REGIMES}
-    other = GptOss(model.weights, model.gates, page_size=model.spec.page_size, choice=(model.spec, chosen, selection))
-    other.plan.limits = model.plan.limits
-    return other
-
-
-def trace(model: GptOss, step: Step) -> StepTrace:
-    """The plan's own step."""
-    out, acts = StepTrace(), Activations()
-    for bound in model.plan.walk(step, acts):
-        if bound.phase.covers[-1] == "moe":
-            out.x.append(acts.complete_x().float())
-            out.experts.append(acts.topk_ids.long().clone())
-    out.logits = acts.logits.float()
-    return out
-
-
-def trace_reference(model: GptOss, step: Step, experts: Sequence[Tensor | None]) -> StepTrace:
-    """The reference's step, with these experts in each layer; None: those of its own router."""
-    out, acts = StepTrace(), Activations()
-    for bound in model.plan.walk(step, acts):
-        operation = bound.phase.covers[-1]
-        if operation in ("embed", "moe"):
-            out.x.append(acts.x)
-        elif operation == "router":
-            layer = len(out.router)
-            w = model.weights.layers[layer]
-            logits = matmul(acts.h, w.router) + w.router_bias.float()
-            chosen = experts[layer] if layer < len(experts) else None
-            if chosen is not None:
-                acts.topk_ids = chosen
-                acts.topk_weights = torch.softmax(logits.gather(1, chosen), -1)
-            out.router.append(logits)
-            out.experts.append(acts.topk_ids.long())
-    out.logits = acts.logits
-    return out
+SCHEMA = "halfbyte.reference/1"
+REFERENCES = Path(__file__).parent / "references"
+MOST = 320  # tokens of an answer
+COUNTS, LENGTHS = (1, 7, 33), (7, 65, 300)  # tokens of answers, and of prompts
+SEEDS = (1, 2, 3)
+LENGTH = 0.10  # by which the mean length may differ
+MARGIN = 1.0  # nats: where the reference is surer than this, its token is the only right one
+MATCH = 0.7  # of the tokens, at least, come before the first difference
+LOST = 2  # right answers that may be lost: one in fourteen, where two near ties fall the other way
+AT_ONCE, STREAMS = 16, 8
+BEGINNINGS = (
+    "The three primary colours are",
+    "To boil an egg, you first",
+    "In 1969, the first people",
+    "A list of the months: January, February,",
+)
+DISTINCT = 0.25  # share of runs of four tokens, at least; a loop of ten tokens has 0.16 of 64
+SURE = -3.0  # nats: the mean log probability of greedy tokens, which random weights do not reach
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The outcome of every case, and the kernels that ran in them."""
+class ReferenceAnswer:
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]  # at each token, between the best and the next
 
-    checks: tuple[Check, ...]
-    kernels: frozenset[NodeKernel]
+
+@dataclass(frozen=True)
+class Reference:
+    """Answers to compare with, and by whom."""
+
+    model: str
+    weights: dict[str, str]  # file -> hash; empty for weights that are not files
+    suite: str
+    seed: int
+    per_task: int
+    gates: dict[str, str]
+    right: int
+    answers: tuple[ReferenceAnswer, ...]
+    schema: str = SCHEMA
 
     @property
-    def ok(self) -> bool:
-        return bool(self.checks) and all(c.ok for c in self.checks)
+    def mean_length(self) -> float:
+        return statistics.mean(len(a.tokens) for a in self.answers)
 
-    def covers(self, timed: Mapping[str, Any]) -> Check:
-        """Whether every build of a result's record is one that was compared. Not asked of Triton's kernels, which are
-        built anew for other sizes, nor of the decode step, whose builds differ in their number of layers:
-        `decode_check` compares it with all other options alike."""
-        runs = [p for ways in timed["regimes"].values() for way in ways for p in way["phases"]]
-        kernels = {NodeKernel(k["name"], k["module"]) for p in runs for k in p["kernels"]}
-        ran = {k for k in kernels if not k.name.endswith("_kernel") and k.name not in (DECODE_STEP, "")}
-        others = sorted(f"{k.name} {k.module[:12]}" for k in ran - self.kernels)
-        note = f"timed and never compared: {', '.join(others)}" if others else f"{len(ran)} kernels"
-        return Check("every kernel that was timed was compared", not others, note=note)
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
 
-
-def compare(
-    model: GptOss,
-    prompts: Sequence[int] = tuple(PROMPTS),
-    batches: Sequence[int] = BATCHES,
-    contexts: Sequence[int] = CONTEXTS,
-    batch_context: int = BATCH_CONTEXT,
-) -> Comparison:
-    """Every case of this model. Replaces its KV pool and leaves none."""
-    model.release_kv()
-    short = first_layers(model)
-    seeds = {rows: PROMPTS.get(rows, 1) for rows in prompts}
-    cases = compare_regimes(short, prompts=seeds, batches=batches, contexts=contexts, batch_context=batch_context)
-    verdicts = [*cases, *compare_whole_steps(model, contexts)]
-    return Comparison(tuple(v.as_check() for v in verdicts), frozenset(short.plan.record.launches()))
+    @classmethod
+    def read(cls, path: Path) -> Reference:
+        try:
+            raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if raw["schema"] != SCHEMA:
+                raise UsageError(
+                    f"{path.name} is of schema {raw['schema']!r}, and only {SCHEMA!r} is read; write it anew."
+                )
+            answers = tuple(ReferenceAnswer(tuple(a["tokens"]), tuple(a["margins"])) for a in raw.pop("answers"))
+            return cls(answers=answers, **raw)
+        except (OSError, ValueError, LookupError, TypeError) as e:
+            raise UsageError(f"{path} is no reference of answers ({type(e).__name__}: {e}).") from None
 
 
-def compare_whole_steps(model: GptOss, contexts: Sequence[int]) -> Iterator[Verdict]:
-    """The CUDA decode step, where the plan decodes with it: the build of this model, layer by layer on its weights."""
-    phase = model.plan.bound["decode"][0].phase
-    if phase.name != f"cuda.{DECODE_STEP}":
-        return
-    from halfbyte.kernels.cuda.decode.phase import shape_of, step_weights  # only where that kernel runs
+@dataclass(frozen=True)
+class Answers:
+    """What an engine said to a suite."""
 
-    binding = first_layers(model).binding(None)
-    shape, weights = shape_of(model.spec, model.arch, 1), step_weights(binding)
-    for context in contexts:
-        case = DecodeCase.make(at_depth(shape, len(weights.layers)), weights, context, 1)
-        positions = torch.arange(case.rope.shape[0])
-        case.rope = torch.cat(rope_table(*binding.rope, positions), -1).contiguous().to(model.device)
-        yield check_decode(shape, case, context)
+    replies: tuple[Reply, ...]
+    right: int
+    well_formed: float
+    accuracy: float
+    report: dict[str, Any]
 
 
-# ---- cases ----------------------------------------------------------------------------------------------------------
+def find_reference(subject: Subject) -> Path | None:
+    """The one that comes with halfbyte, for a model that has one."""
+    path = REFERENCES / f"{subject.model.label}.json"
+    return path if subject.model.path == load.EMBEDDED and path.is_file() else None
 
 
-def compare_regimes(
-    model: GptOss,
-    *,
-    prompts: dict[int, int] | None = None,
-    batches: Sequence[int] = BATCHES,
-    contexts: Sequence[int] = CONTEXTS,
-    batch_context: int = BATCH_CONTEXT,
-) -> Iterator[Verdict]:
-    """Prompts of so many rows (with so many seeds each), batches of so many sequences, and one row at each context."""
-    short = first_layers(model)
-    other = reference_of(short)
-    for rows, seeds in (PROMPTS if prompts is None else prompts).items():
-        for seed in range(seeds):
-            cache = random_caches((short, other), 1, rows)
-            step = prefill_step(short, cache, random_tokens(short, rows, seed), 0)
-            yield compare_or_fail(f"prompt of {rows} rows, seed {seed}", short, other, step)
-    for sequences, context in (*((b, batch_context) for b in batches), *((1, c) for c in contexts)):
-        cache = random_caches((short, other), sequences, context + 1)
-        step = decode_step(short, cache, context, seed=sequences)
-        name = f"batch of {sequences}" if sequences > 1 else "decode"
-        yield compare_or_fail(f"{name} at {context}", short, other, step)
-    short.release_kv()
-    other.release_kv()
+def ask_suite(asker: Asker, suite: Suite, tokenizer: Tokenizer, logprobs: int | None = None) -> Answers:
+    prompts = [item.prompt for item in suite.items(tokenizer)]
+    replies: list[Reply] = []
+    for reply in asker.ask_all([Question(p, tokens=MOST, logprobs=logprobs) for p in prompts], AT_ONCE):
+        if isinstance(reply, AskError):
+            raise reply
+        if reply.tokens is None:
+            raise AskError("this engine gives no token ids, without which answers cannot be compared token by token")
+        replies.append(reply)
+    given = iter(replies)
+    report = suite.run(tokenizer, lambda some, _: [list(next(given).tokens or ()) for _ in some])
+    right = sum(t.right for t in report.tasks.values())
+    return Answers(tuple(replies), right, report.well_formed, report.accuracy, report.to_json())
 
 
-def random_caches(models: Sequence[GptOss], sequences: int, tokens: int) -> Cache:
-    """The same random pages for all models, and tables that name them out of order."""
-    first = models[0]
-    blocks = -(-tokens // first.spec.page_size)
-    count = 2 * sequences * blocks
-    g = torch.Generator(device=first.device).manual_seed(0)
-    filled: Tensor | None = None
-    for model in models:
-        pool = model.allocate_kv(1 + count)
-        if filled is None:
-            filled = pool
-            for part in torch.split(pool, 64):
-                part.copy_((torch.randn(part.shape, generator=g, device=first.device) * 0.5).to(part.dtype))
-        else:
-            pool.copy_(filled)
-    pages = (torch.randperm(count, generator=g, device=first.device).int() + 1).view(2, sequences, blocks)
-    return Cache(pages[0].contiguous(), pages[1].contiguous())
+def make_reference(subject: Subject, asker: Asker, suite: Suite) -> Reference:
+    """From an engine that is trusted: halfbyte's reference plan, or the one that a new feature is held against."""
+    answers = ask_suite(asker, suite, load.tokenizer_of(subject.model), logprobs=2)
+    kept = []
+    for reply in answers.replies:
+        margins = tuple(round(margin_of(top), 3) for top in reply.top)
+        assert reply.tokens is not None
+        kept.append(ReferenceAnswer(reply.tokens, margins))
+    name = subject.model
+    hashes = {} if name.path is None or not name.path.is_dir() else _hashes(name.path)
+    return Reference(
+        name.label, hashes, suite.name, suite.seed, suite.per_task, subject.gates.changes(), answers.right, tuple(kept)
+    )
 
 
-# ---- comparing ------------------------------------------------------------------------------------------------------
+def _hashes(folder: Path) -> dict[str, str]:
+    return {p.name: receipts.file_hash(p) for p in sorted(folder.glob("*.safetensors")) if p.stat().st_size < 1 << 30}
 
 
-def compare_or_fail(name: str, model: GptOss, other: GptOss, step: Step) -> Verdict:
-    """`compare_step`; a case that raises has failed with that reason, and the others go on."""
+# ---- the level -------------------------------------------------------------------------------------------------------
+
+
+def check_correctness(
+    subject: Subject, engine: PeerProcess, reference: Reference | None, suite: Suite | None = None
+) -> Result:
+    """The result of an engine that runs. Without a suite: that of the reference; without both, counts and numbers
+    alone."""
+    if suite is None and reference is not None:
+        suite = Suite(reference.suite, reference.seed, reference.per_task)
+    cell = subject.cell("correctness", suite=suite.name if suite else "none")
+    tokenizer = load.tokenizer_of(subject.model)
+    checks: list[Check] = []
+    detail: dict[str, Any] = {}
+    figures = []
     try:
-        return compare_step(name, model, other, step)
-    except Exception as e:
-        verdict = Verdict(name)
-        verdict.require(f"{type(e).__name__}: {e}"[:300], False)
-        return verdict
-
-
-def compare_step(name: str, model: GptOss, other: GptOss, step: Step) -> Verdict:
-    """One step of both, over caches that are alike before it."""
-    regime = model.plan.regime(step)
-    verdict = Verdict(f"{name} ({regime})")
-    bound = BOUNDS[model.spec.at(regime).activation]
-    actual = trace(model, step)
-    if actual.whole:
-        expected = closest_replay(model, other, step, actual.logits)
-    else:
-        expected = trace_reference(other, step, actual.experts)
-        judge_layers(verdict, actual, expected, bound)
-    judge_cache(verdict, model, other, step, max(CACHE_BOUNDS[model.spec.kv_dtype], bound / 2))
-    judge_logits(verdict, actual.logits, expected.logits, bound * model.config.layers)
-    touched = [torch.unique(e).numel() for e in expected.experts]
-    verdict.facts |= {"experts_per_layer": sum(touched) / len(touched), "rows": step.rows}
-    return verdict
-
-
-def judge_layers(verdict: Verdict, actual: StepTrace, expected: StepTrace, bound: float) -> None:
-    """All rows of every layer, in what the layer adds to the residual; and the choice of experts."""
-    for i, (x, ids, router) in enumerate(zip(actual.x, actual.experts, expected.router)):
-        layer, allowed = i + 1, bound * (i + 1)
-        added, off = expected.x[i + 1] - expected.x[i], x - expected.x[i + 1]
-        verdict.add(f"layer {layer}, all rows", float(off.double().norm() / added.double().norm()), allowed)
-        rows = off.double().norm(dim=-1) / added.double().norm(dim=-1)
-        verdict.add(f"layer {layer}, worst row", float(rows.max()), WORST * allowed)
-        gap = max(choice_gap(router, ids), 0.0)
-        verdict.add(f"layer {layer}, choice of experts beyond a tie", gap / float(router.std()), TIE * allowed)
-    verdict.require("every layer was seen", len(actual.x) == len(expected.router) == len(expected.x) - 1)
-
-
-def judge_logits(verdict: Verdict, actual: Tensor, expected: Tensor, bound: float) -> None:
-    verdict.compare("logits", actual, expected, bound)
-    gap = token_gap(expected, actual.argmax(-1)) / rms(expected)
-    verdict.add("token below the reference's highest, beyond a tie", gap, TIE * bound)
-
-
-def judge_cache(verdict: Verdict, model: GptOss, other: GptOss, step: Step, bound: float) -> None:
-    """Keys and values of this step's rows; every other cell is as it was, which is as the other one has it."""
-    pools = [m.kv_pool().view(torch.uint8).clone() for m in (model, other)]
-    for layer, kind in enumerate(model.config.layer_kinds):
-        index = model.config.kind_index(layer)
-        for part, name in ((0, "keys"), (1, "values")):
-            mine, theirs = (rows_of(m.kv_pool(), index, part, kind, step) for m in (model, other))
-            verdict.compare(f"cached {name} of layer {layer + 1}", mine, theirs, bound * (layer + 1))
-        page, slot = cells_of(model, kind, step)
-        for pool in pools:
-            pool[page, index, :, :, slot] = 0
-    pools = [p[1:] for p in pools]  # page 0 is scratch
-    verdict.require("the rest of the cache is as it was", torch.equal(*pools))
-
-
-def cells_of(model: GptOss, kind: str, step: Step) -> tuple[Tensor, Tensor]:
-    """(page, slot) of every row."""
-    size = model.spec.page_size
-    table = step.block_tables[kind][step.row_sequence.long()]
-    page = table.gather(1, (step.positions // size).long()[:, None])[:, 0]
-    return page.long(), (step.positions % size).long()
-
-
-def rows_of(pool: Tensor, index: int, part: int, kind: str, step: Step) -> Tensor:
-    """Float32 [rows, kv_heads, head_dim] as the cache holds them."""
-    out = []
-    starts = step.query_start.tolist()
-    for s, length in enumerate(step.kv_lens.tolist()):
-        both = gather_kv(pool, index, step.block_tables[kind][s], length)[part]  # [kv_heads, length, head_dim]
-        out.append(both[:, length - (starts[s + 1] - starts[s]) :].transpose(0, 1))
-    return torch.cat(out)
-
-
-# ---- phases that keep their choices to themselves -------------------------------------------------------------------
-
-
-def admissible(logits: Tensor, top_k: int, tolerance: float) -> list[list[int]]:
-    """Every choice of experts of one row that is a top-k of logits which are each off by half the tolerance."""
-    values, order = logits.sort(descending=True, stable=True)
-    certain = int((values > values[top_k] + tolerance).sum())
-    near = [int(e) for e, v in zip(order.tolist(), values.tolist()) if v >= float(values[top_k - 1]) - tolerance]
-    choices = [
-        order[:certain].tolist() + list(more) for more in itertools.combinations(near[certain:], top_k - certain)
-    ]
-    row = logits[None]
-    return [c for c in choices if choice_gap(row, torch.tensor([c], device=logits.device)) <= tolerance]
-
-
-def closest_replay(model: GptOss, other: GptOss, step: Step, logits: Tensor) -> StepTrace:
-    """The reference with that near tie of one row's experts which fits best, layer by layer: what follows a layer shows
-    in the next one's keys, behind the last one in the logits. Leaves the other's cache as this replay wrote it."""
-    if step.rows != 1:
-        raise AssertionError("a whole step of several rows is compared by decode_check")
-    config = model.config
-    tolerance = TIE * BOUNDS[other.spec.at(other.plan.regime(step)).activation]
-    experts: list[Tensor | None] = []
-    replay = trace_reference(other, step, experts)
-    for layer in range(config.layers):
-        router = replay.router[layer][0]
-        best = float("inf")
-        for choice in admissible(router, config.top_k, tolerance * (layer + 1) * float(router.std())):
-            ids = torch.tensor([choice], device=router.device)
-            candidate = trace_reference(other, step, [*experts, ids])
-            if layer + 1 < config.layers:
-                kind, index = config.layer_kinds[layer + 1], config.kind_index(layer + 1)
-                error = relative_error(*(rows_of(m.kv_pool(), index, 0, kind, step) for m in (model, other)))
+        checks += count_checks(engine.asker)
+        checks += logprob_checks(engine.asker)
+        checks += seed_checks(engine.asker)
+        gaps: list[str] = []
+        checks += sampling_checks(engine.asker, make_prompts(subject, (65, 129)), gaps, lambda t: tokenizer.decode([t]))
+        subject.progress("correctness: conversations")
+        if engine.launch.renders_chat:
+            checks += conversation_checks(engine.asker, gaps, judged=subject.model.path is not None)
+        else:
+            gaps.append("this engine cannot render conversations of this model, so that they were not judged.")
+        for sentence in gaps:
+            unproven(detail, sentence)
+        checks += score_checks(subject, engine, detail)
+        if suite is not None:
+            answers = ask_suite(engine.asker, suite, tokenizer)
+            checks.append(text_check(answers.replies, tokenizer))
+            checks.append(stream_check(engine.asker, suite, tokenizer))
+            detail["report"] = {k: answers.report[k] for k in ("accuracy", "worst", "well_formed", "tasks", "wrong")}
+            figures.append(figure("accuracy", "%", 100 * answers.accuracy))
+            figures.append(
+                figure("mean_length", "tokens", statistics.mean(r.completion_tokens for r in answers.replies))
+            )
+            if reference is None:
+                unproven(detail, "no reference for this model: accuracy is reported and not judged")
             else:
-                error = relative_error(logits, candidate.logits)
-            if error < best:
-                best, closest = error, ids
-        experts.append(closest)
-        replay = trace_reference(other, step, experts)
-    return replay
+                checks += reference_checks(subject, answers, reference, detail)
+        else:
+            unproven(detail, "no suite and no reference for this model: its answers were not judged")
+    except AskError as e:
+        return subject.failed(cell, engine, engine.failure(f"{subject.peer.name} did not answer: {e}"), checks)
+    return subject.judged(cell, engine, checks, figures, detail)
+
+
+def unproven(detail: dict[str, Any], sentence: str) -> None:
+    detail[UNPROVEN] = [*detail.get(UNPROVEN, ()), sentence]
+
+
+def score_checks(subject: Subject, engine: PeerProcess, detail: dict[str, Any]) -> list[Check]:
+    """Log probabilities against the reference's, where the engine scores prompts and a reference is to be had."""
+    try:
+        score(engine.asker, [5, 6, 7, 8])
+    except AskError as e:
+        unproven(detail, f"this engine scores no prompts, so that its log probabilities were not measured ({e}).")
+        return []
+    if subject.gates.sinks == "off":
+        unproven(detail, "without sinks the log probabilities are wrong, and were not measured.")
+        return []
+    checks = decode_checks(subject, engine.asker)
+    if (preempted := preemption_check(subject)) is not None:
+        checks.append(preempted)
+    table = find_table(subject, REFERENCES)
+    if table is None:
+        unproven(detail, "there is no reference of this model's log probabilities, or no room to compute it.")
+        return [*checks, coherence_check(engine.asker)] if subject.model.path is not None else checks
+    return [*checks, *table_checks(subject, engine.asker, table, detail)]
+
+
+def coherence_check(asker: Asker) -> Check:
+    """Without a reference: answers that neither repeat themselves nor guess. Finds a broken model, not a wrong one."""
+    replies = [asker.ask(Question(text, tokens=64, logprobs=1, exactly=True)) for text in BEGINNINGS]
+    problems = [problem for reply in replies if (problem := incoherence(reply))]
+    allowed = len(BEGINNINGS) // 2
+    return Check("coherent answers", len(problems) <= allowed, len(problems), allowed, "; ".join(problems[:2]))
+
+
+def incoherence(reply: Reply) -> str:
+    """Why an answer is no text that a trained model writes; empty if nothing speaks against it."""
+    tokens: Sequence[object] = reply.tokens or reply.text.split()
+    runs = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+    if runs and len(set(runs)) < DISTINCT * len(runs):
+        return f"{reply.text[:40]!r} repeats itself: {len(set(runs))} of {len(runs)} runs of four tokens are distinct"
+    if reply.logprobs and (mean := statistics.fmean(reply.logprobs)) < SURE:
+        return f"{reply.text[:40]!r} is a guess: its best tokens have {mean:.1f} nats on average"
+    return ""
+
+
+def text_check(replies: Sequence[Reply], tokenizer: Tokenizer) -> Check:
+    """The text of an answer is its tokens, decoded here; control tokens may stand in it or not."""
+    wrong = [problem for reply in replies if (problem := text_problem(reply, tokenizer))]
+    return Check("texts are their tokens", not wrong, len(replies) - len(wrong), len(replies), "; ".join(wrong[:2]))
+
+
+def text_problem(reply: Reply, tokenizer: Tokenizer) -> str:
+    """How a text is not its tokens; empty where it is, or where no ids were sent. The token that ended it may be left
+    out."""
+    if reply.tokens is None:
+        return ""
+    ids = list(reply.tokens)
+    plain = [t for t in ids if tokenizer.special_name(t) is None]
+    ended = ids[:-1] if ids and ids[-1] not in plain[-1:] else ids
+    if _bare(reply.text) in (_bare(tokenizer.decode(part)) for part in (ids, plain, ended)):
+        return ""
+    return f"{tokenizer.decode(plain)[:40]!r} came as {reply.text[:40]!r}"
+
+
+def _bare(text: str) -> str:
+    """Without what may be missing at its ends: space, and a letter of which only some bytes came."""
+    return text.strip().rstrip("\ufffd").rstrip()
+
+
+def stream_check(asker: Asker, suite: Suite, tokenizer: Tokenizer) -> Check:
+    """Streamed answers against the same ones in one piece: token by token as far as a margin decides, and each text
+    against its tokens."""
+    prompts = [item.prompt for item in suite.items(tokenizer)][:STREAMS]
+    wrong = []
+    for prompt in prompts:
+        complete = asker.ask(Question(prompt, tokens=MOST, logprobs=2))
+        try:
+            stream = asker.ask(Question(prompt, tokens=MOST, stream=True))
+        except AskError as e:
+            wrong.append(str(e))
+            continue
+        at = None if stream.tokens is None else first_difference(stream.tokens, complete.tokens or ())
+        margin = 0.0 if at is None else math.inf if at >= len(complete.top) else margin_of(complete.top[at])
+        if problem := text_problem(stream, tokenizer):
+            wrong.append(problem)
+        elif margin > MARGIN or not stream.text:
+            wrong.append(f"{stream.text[:40]!r} instead of {complete.text[:40]!r}, from token {at} on")
+    return Check("streams are their answers", not wrong, len(prompts) - len(wrong), len(prompts), "; ".join(wrong[:2]))
+
+
+def count_checks(asker: Asker) -> list[Check]:
+    """Tokens of answers and prompts, and the reason why an answer of a fixed length ends."""
+    wrong, ends, read = [], [], []
+    for count in COUNTS:
+        reply = asker.ask(Question("Count: 1, 2, 3,", tokens=count, exactly=True))
+        sent = len(reply.tokens) if reply.tokens is not None else reply.completion_tokens
+        if reply.completion_tokens != count or sent != count:
+            wrong.append(f"{count} asked for, {reply.completion_tokens} counted, {sent} sent")
+        if reply.finish != "length":
+            ends.append(f"an answer of {count} tokens ended with {reply.finish!r}")
+    for length in LENGTHS:
+        counted = asker.ask(Question([5 + j % 190 for j in range(length)], tokens=1, exactly=True)).prompt_tokens
+        if counted != length:
+            read.append(f"a prompt of {length} tokens counts as {counted}")
+    return [
+        Check("as many tokens as asked for", not wrong, note="; ".join(wrong)),
+        Check("an answer that is cut off says so", not ends, note="; ".join(ends)),
+        Check("prompts have as many tokens as were sent", not read, note="; ".join(read)),
+    ]
+
+
+def logprob_checks(asker: Asker) -> list[Check]:
+    reply = asker.ask(Question("The weather today is", tokens=16, logprobs=3, exactly=True))
+    if not reply.logprobs:
+        return [Check("log probabilities", False, note="the engine sent none")]
+    broken = [v for v in reply.logprobs if not math.isfinite(v)]
+    checks = [Check("no NaN or infinity in log probabilities", not broken, len(broken), 0)]
+    if broken:
+        return checks
+    too_much = [sum(map(math.exp, top.values())) for top in reply.top]
+    not_best = [p for p, v, top in zip(reply.pieces, reply.logprobs, reply.top) if top and v < max(top.values()) - 1e-3]
+    largest = max([*too_much, 0.0])
+    checks.append(Check("log probabilities are at most 0", max(reply.logprobs) <= 1e-6, max(reply.logprobs), 0.0))
+    checks.append(Check("they add up to at most 1", largest <= 1.001, round(largest, 6), 1.001))
+    checks.append(Check("greedy takes the best", not not_best, len(not_best), 0))
+    return checks
+
+
+def seed_checks(asker: Asker) -> list[Check]:
+    def said(seed: int, temperature: float) -> tuple[object, ...]:
+        reply = asker.ask(Question("Once upon a time", tokens=24, temperature=temperature, seed=seed, exactly=True))
+        return reply.tokens or (reply.text,)
+
+    first, again = said(SEEDS[0], 1.0), said(SEEDS[0], 1.0)
+    others = [said(seed, 1.0) for seed in SEEDS[1:]]
+    greedy = said(SEEDS[0], 0.0), said(SEEDS[1], 0.0)
+    return [
+        Check("the same seed gives the same tokens", first == again),
+        Check("other seeds give others", any(o != first for o in others)),
+        Check("greedy gives the same tokens twice", greedy[0] == greedy[1]),
+    ]
+
+
+def reference_checks(subject: Subject, answers: Answers, reference: Reference, detail: dict[str, Any]) -> list[Check]:
+    if len(answers.replies) != len(reference.answers):
+        raise UsageError(
+            f"the reference has {len(reference.answers)} answers, the suite {len(answers.replies)} problems."
+        )
+    if reference.weights and subject.model.path is not None and _hashes(subject.model.path) != reference.weights:
+        raise UsageError("the reference was written for other weights of this model; write it anew.")
+    matched = total = 0
+    differences = []
+    for i, (reply, other) in enumerate(zip(answers.replies, reference.answers)):
+        at = first_difference(reply.tokens or (), other.tokens)
+        total += len(other.tokens)
+        matched += len(other.tokens) if at is None else min(at, len(other.tokens))
+        if at is not None:
+            margin = other.margins[at] if at < len(other.margins) else math.inf
+            differences.append({"answer": i, "at": at, "of": len(other.tokens), "margin": margin})
+    worst = max((d["margin"] for d in differences), default=0.0)
+    rate = matched / max(1, total)
+    mean = statistics.mean(r.completion_tokens for r in answers.replies)
+    off = mean / reference.mean_length - 1
+    detail["differences"] = sorted(differences, key=lambda d: -d["margin"])[:20]
+    detail["match_rate"] = rate
+    return [
+        Check("right answers", answers.right >= reference.right - LOST, answers.right, reference.right - LOST,
+              f"the reference has {reference.right} of {len(reference.answers)}"),
+        Check("tokens before the first difference", rate >= MATCH, round(rate, 4), MATCH, f"{len(differences)} differ"),
+        Check("margin at the first difference", worst <= MARGIN, round(worst, 3), MARGIN,
+              "nats by which the reference preferred its own token"),
+        Check("mean length", abs(off) <= LENGTH, round(off, 4), LENGTH,
+              f"{mean:.1f} tokens, the reference {reference.mean_length:.1f}"),
+    ]  # fmt: skip
+
+
+def first_difference(tokens: Sequence[int], other: Sequence[int]) -> int | None:
+    for at, (x, y) in enumerate(zip(tokens, other)):
+        if x != y:
+            return at
+    return None if len(tokens) == len(other) else min(len(tokens), len(other))

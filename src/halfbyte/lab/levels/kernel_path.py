@@ -1,29 +1,40 @@
-"""Level 1.5: did the kernels run that the gates ask for? Must-see and must-not-see, by gate, from what an engine shows.
+"""Level 1.5: did the kernels run that the gates ask for? Must-see and must-not-see rules, by gate.
 
-Three witnesses, the best that there is: the record that halfbyte or its plugin writes when it ends (which phases,
-kernels, formats and activations ran, and everything that ran otherwise than chosen), the names of kernels in a
-profiler's trace (torch's JSON, or an nsys export), and the lines of an engine's log that say what it uses. Of a list of
-what it could have used nothing is believed. A gate that is asked for and that no witness speaks of is not proven, and
-counts as failed: a figure of such a cell is INVALID. Nothing is started here.
+`check_path` gives an engine work of every regime, ends it, and compares what it ran with its gates. There are three
+sources of evidence, the best one first: the record that halfbyte or its plugin writes when it ends (which phases,
+kernels, formats and activations ran, and every difference from the plan), kernel names in a profiler's trace
+(`lab/trace.py`), and the lines of an engine's log that say what it uses; lines that only list candidate backends are
+ignored. Without evidence a gate is not proven: the level says NOT PROVEN, and a figure of such a cell is INVALID.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import UsageError
-from halfbyte.gates import LAYER_GROUPS, Gates
-from halfbyte.lab.result import Check
+from halfbyte.formats.matrices import kinds_in
+from halfbyte.gates import Gates
+from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.peers.asker import Asker, Question
+from halfbyte.lab.peers.process import PeerProcess
+from halfbyte.lab.result import Check, Result
+from halfbyte.lab.trace import read_trace
 from halfbyte.plan.phase import AXIS, GROUP, Phase
 from halfbyte.plan.select import all_phases
 
+# Rows of a step: a prompt of so many tokens is batch or prefill on every architecture, and each further token decode.
+REGIMES = {"batch": 24, "prefill": 300}
+TRAFFIC = ("decode", *REGIMES)
+TOKENS, DRAFTED = 4, 64  # of an answer; of one whose tokens can be drafted
+LEAST_DRAFTED, MOST_DRAFTED = 3, 16  # such answers
+DRAFTS = "(?:halfbyte_drafted_tokens|vllm:spec_decode_num_draft_tokens)"  # counters of metrics
+UNPROVEN = "not_proven"  # in a result's detail: sentences
+NOTHING = "nothing shows"  # how the note of a check begins that had no evidence
 KERNEL_AXES = {"moe_kernel": "moe", "linear_kernel": "linear", "attention": "attention"}
 
 
@@ -43,7 +54,7 @@ class Evidence:
     def observed(self) -> list[str]:
         """For people: what ran, once each."""
         names = [k for _, phase in self.phases() for k in (f"{phase['phase']}: {_names(phase)}",)]
-        return list(dict.fromkeys([*names, *self.kernels, *self.statements]))
+        return list(dict.fromkeys([*names, *self.kernels, *(self.statements if self.record is None else ())]))
 
     def phases(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         """(regime, phase that ran in it) of the record."""
@@ -62,7 +73,86 @@ def _names(phase: Mapping[str, Any]) -> str:
     return ", ".join(dict.fromkeys(str(k["name"]) for k in phase["kernels"]))
 
 
-# ---- reading witnesses -----------------------------------------------------------------------------------------------
+# ---- the level ------------------------------------------------------------------------------------------------------
+
+
+def exercise(asker: Asker, gates: Gates) -> None:
+    """Work of every regime, and repeated text for an engine that should draft tokens: until it has, if it counts them.
+    A controller that weighs what drafts cost begins with none."""
+    for i, rows in enumerate(REGIMES.values()):
+        asker.ask(Question([5 + (i + 7 * j) % 200 for j in range(rows)], tokens=TOKENS, exactly=True))
+    if gates.speculate != "off":
+        for i in range(MOST_DRAFTED):
+            if i >= LEAST_DRAFTED and asker.metric(DRAFTS) > 0:
+                break
+            asker.ask(Question([5 + (i + 7 * (j % 12)) % 200 for j in range(96)], tokens=DRAFTED, exactly=True))
+
+
+def check_path(subject: Subject, gates: Gates | None = None) -> Result:
+    gates = subject.gates if gates is None else gates
+    cell = subject.cell("kernel path", gates)
+    engine = subject.process("kernel path", gates)
+
+    def start_and_exercise() -> None:
+        with engine:
+            exercise(engine.asker, gates)
+
+    if failure := subject.attempt(cell, engine, start_and_exercise):
+        return failure
+    checks, evidence = path_checks(subject, engine, gates)
+    detail: dict[str, Any] = {"observed": evidence.observed[:60], "witness": witness(evidence)}
+    unproven = [c for c in checks if not c.ok and c.note.startswith(NOTHING)]
+    if evidence.silent:
+        detail[UNPROVEN] = ["nothing says which kernels ran: neither a record, nor a log, nor a trace."]
+    elif unproven:
+        detail[UNPROVEN] = [f"{c.what}: {c.note}" for c in unproven]
+    record = (evidence.record or {}).get("record")
+    return subject.judged(cell, engine, [c for c in checks if c not in unproven], detail=detail, record=record)
+
+
+def path_checks(subject: Subject, ended: PeerProcess, gates: Gates) -> tuple[list[Check], Evidence]:
+    """Checks of an engine that has ended, and the evidence for them."""
+    evidence = evidence_of(subject, ended)
+    if ended.launch.record is not None and evidence.record is None:
+        return [
+            Check("it says which kernels ran", False, note="the engine left no record: it did not end well")
+        ], evidence
+    traffic = TRAFFIC if evidence.record is not None and subject.peer.name == "halfbyte" else ()
+    return judge(gates, evidence, traffic), evidence
+
+
+def path_problem(checks: Sequence[Check], prefix: str = "") -> str:
+    """Why figures of an engine with these checks are INVALID, or an empty text."""
+    failed = [c for c in checks if not c.ok]
+    if not failed:
+        return ""
+    texts = [f"{prefix}{c.what.removesuffix(' ran')}: {c.note}" for c in failed]
+    return f"{'kernel path not proven' if path_unproven(checks) else 'wrong kernel path'}: {'; '.join(texts)}"
+
+
+def path_unproven(checks: Sequence[Check]) -> bool:
+    """Whether nothing speaks against the kernels but that nothing shows them."""
+    return all(c.ok or c.note.startswith(NOTHING) for c in checks)
+
+
+def evidence_of(subject: Subject, ended: PeerProcess) -> Evidence:
+    """What shows which kernels an engine ran that has ended."""
+    record = read_record(ended.launch.record)
+    log = subject.log or (ended.log if ended.log.is_file() else None)
+    return Evidence(
+        record,
+        read_log(log) if log is not None else (),
+        read_trace(subject.trace).kernels if subject.trace is not None else (),
+    )
+
+
+def witness(evidence: Evidence) -> str:
+    if evidence.record is not None:
+        return "record"
+    return "trace" if evidence.kernels else "log" if evidence.statements else "none"
+
+
+# ---- reading evidence ------------------------------------------------------------------------------------------------
 
 # Only what a line says it uses; what follows "out of" is what it might have used.
 _SAYS = re.compile(
@@ -73,6 +163,14 @@ _MIGHT = re.compile(
 )
 
 
+# What an engine says when it takes another kernel than the one that was chosen. vLLM, SGLang, FlashInfer, llama.cpp.
+FALLBACK = re.compile(
+    r"\b(?:fall(?:ing|s|en)?[ -]?back|fell back|revert(?:ing|s|ed)?|switch(?:ing|es|ed)?|default(?:ing|s|ed)?)"
+    r"(?: \w+)? to\b|\bleveraging the\b|\bwill be ignored\b|\binstead of\b|\boffloaded 0/",
+    re.IGNORECASE,
+)
+
+
 def read_log(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -80,8 +178,8 @@ def read_log(path: Path) -> tuple[str, ...]:
         raise UsageError(f"the log {path} cannot be read ({e.strerror or e}).") from None
     said = []
     for line in lines:
-        kept = _MIGHT.split(line)[0]
-        if _SAYS.search(kept):
+        kept = line if FALLBACK.search(line) else _MIGHT.split(line)[0]
+        if FALLBACK.search(kept) or _SAYS.search(kept):
             said.append(kept.strip()[:300])
     return tuple(dict.fromkeys(said))
 
@@ -99,23 +197,6 @@ def read_record(path: Path | None) -> Mapping[str, Any] | None:
     return body
 
 
-def read_trace(path: Path) -> tuple[str, ...]:
-    """Names of the kernels in a torch trace (.json, .json.gz) or an nsys export (.sqlite)."""
-    try:
-        if path.suffix == ".sqlite":
-            with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
-                rows = db.execute(
-                    "SELECT DISTINCT s.value FROM CUPTI_ACTIVITY_KIND_KERNEL k "
-                    "JOIN StringIds s ON s.id = k.demangledName"
-                )
-                return tuple(str(row[0]) for row in rows)
-        raw = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
-        events = raw["traceEvents"] if isinstance(raw, dict) else raw
-        return tuple(dict.fromkeys(str(e["name"]) for e in events if e.get("cat") == "kernel"))
-    except (OSError, ValueError, LookupError, TypeError, sqlite3.Error) as e:
-        raise UsageError(f"{path} is neither torch's trace nor an nsys export ({type(e).__name__}: {e}).") from None
-
-
 # ---- rules for names and lines ---------------------------------------------------------------------------------------
 
 
@@ -127,20 +208,27 @@ class Rule:
     value: str
     must: str = ""
     must_not: str = ""
-    about: str = ""  # only statements that speak of this; names of kernels speak for themselves
+    about: str = ""  # only statements that speak of this
+    names: str = ""  # only kernels with such names: a dense product says nothing about the experts
 
 
 _MOE, _ATTENTION = r"moe|expert|mxfp4", r"attention|attn"
+# Names of kernels. What Inductor fuses around experts or attention has their names in its own, and is neither.
+_FUSED = r"^(?!.*\btriton_(?:poi|red|per|tem)_)"
+_EXPERTS = _FUSED + r".*(?:moe|expert|group|matmul_ogs|fp4|e2m1|decode_step)"
+_ATTENDS = _FUSED + r".*(?:attn|attention|fmha|flash_|flashinfer|Batch(?:Prefill|Decode)With)"
+_FLASHINFER = r"flashinfer|Batch(?:Prefill|Decode)With"  # or one of its kernels
+_DENSE = r"^(?!.*(?:moe|expert|repack))"
 RULES: tuple[Rule, ...] = (
-    Rule("moe_kernel", "marlin", r"marlin", r"cutlass|triton|trtllm", _MOE),
-    Rule("moe_kernel", "cutlass", r"cutlass", r"marlin|triton", _MOE),
-    Rule("moe_kernel", "triton", r"triton|matmul_ogs", r"marlin|cutlass", _MOE),
-    Rule("moe_kernel", "gemv", r"gemv|gemm fallback|decode_step", "", _MOE),
-    Rule("linear_kernel", "marlin", r"marlin", "", r"linear|qkv|dense|mxfp4"),
+    Rule("moe_kernel", "marlin", r"marlin", r"cutlass|triton|trtllm", _MOE, _EXPERTS),
+    Rule("moe_kernel", "cutlass", r"cutlass", r"marlin|triton", _MOE, _EXPERTS),
+    Rule("moe_kernel", "triton", r"triton|matmul_ogs", r"marlin|cutlass", _MOE, _EXPERTS),
+    Rule("moe_kernel", "gemv", r"gemv|gemm fallback|decode_step", "", _MOE, _EXPERTS),
+    Rule("linear_kernel", "marlin", r"marlin", "", _DENSE + r".*(?:linear|qkv|dense|mxfp4)", _DENSE),
     Rule("activation", "mxfp8", r"mxfp8", "", r"quant|activation|moe|mxfp"),
     Rule("activation", "fp8", r"fp8|e4m3", "", r"quant|activation|moe"),
-    Rule("attention", "triton", r"triton", r"flashinfer|flash_attn", _ATTENTION),
-    Rule("attention", "flashinfer", r"flashinfer", r"triton_attn|flash_attn", _ATTENTION),
+    Rule("attention", "triton", r"triton|kernel_unified_attention", _FLASHINFER + r"|flash_", _ATTENTION, _ATTENDS),
+    Rule("attention", "flashinfer", _FLASHINFER, r"triton|kernel_unified_attention|flash_", _ATTENTION, _ATTENDS),
     Rule("kv_dtype", "fp8", r"fp8", "", r"kv|cache"),
     Rule("kv_dtype", "bf16", r"\bk \(bf16\).* v \(bf16\)", r"\b[kv] \((?!bf16)", r"llama_kv_cache"),
     Rule("kv_dtype", "f32", r"\bk \(f32\).* v \(f32\)", r"\b[kv] \((?!f32)", r"llama_kv_cache"),
@@ -148,44 +236,59 @@ RULES: tuple[Rule, ...] = (
     Rule("speculate", "eagle3", r"eagle", "", r"specul|draft|eagle"),
     Rule("graphs", "off", "", r"capturing.*graph|graph.*captur", ""),
 )
-# Gates whose effect no kernel's name shows: they are the model's or the host's affair, and level 2 and 3 judge them.
-UNSEEN = ("sinks", "threads", "tile", "layers", "cpu_instructions")
+# Gate -> how the name of its proposer begins, in the record.
+PROPOSERS = {"ngram": "Ngram", "suffix": "Suffix", "draft": "DraftModel", "eagle3": "Eagle3"}
 
 
 def judge(gates: Gates, evidence: Evidence, traffic: Sequence[str] = ("decode", "prefill")) -> list[Check]:
-    """A check for every gate that was asked for. Without a witness of any kind there is one, and it fails."""
-    asked = {name: value for name, value in gates.changes().items() if value not in ("auto", "checkpoint")}
+    """A check for every gate that is not at its default. Where nothing shows a gate's effect its check fails, with a
+    note that begins with NOTHING."""
+    defaults = ("auto", "checkpoint") if evidence.record is not None else ("auto", "checkpoint", "float", "on")
+    requests = {name: value for name, value in gates.changes().items() if value not in defaults}
     if evidence.record is not None:
-        return [*_by_record(gates, asked, evidence, traffic)]
+        return [*_by_record(gates, requests, evidence, traffic)]
     if evidence.silent:
-        if not asked:
+        if not requests:
             return []
-        return [Check("something says which kernels ran", False, note="neither a record, nor a log, nor a trace does")]
-    return [*_by_names(asked, evidence)]
+        return [Check("the requested kernels ran", False, note=f"{NOTHING} them: no record, log or trace")]
+    return [*_by_names(requests, evidence)]
 
 
-def _by_names(asked: Mapping[str, str], evidence: Evidence) -> Iterable[Check]:
-    for axis, value in asked.items():
+def _by_names(requests: Mapping[str, str], evidence: Evidence) -> Iterable[Check]:
+    for axis, value in requests.items():
         rules = [r for r in RULES if r.axis == axis and (r.value == value or value.startswith(f"{r.value}-"))]
         if not rules:
-            if axis not in UNSEEN:
-                yield Check(f"{axis} {value} ran", False, note="no rule says what it would show in a log or a trace")
+            yield Check(f"{axis} {value} ran", False, note=f"{NOTHING} it: no rule says what a log would have")
             continue
         for rule in rules:
             lines = [s for s in evidence.statements if not rule.about or re.search(rule.about, s, re.IGNORECASE)]
-            seen = [*evidence.kernels, *lines]
-            wrong = [s for s in seen if rule.must_not and re.search(rule.must_not, s, re.IGNORECASE)]
-            right = [s for s in seen if rule.must and re.search(rule.must, s, re.IGNORECASE)]
+            names = [k for k in evidence.kernels if not rule.names or re.search(rule.names, k, re.IGNORECASE)]
+            seen = [*names, *lines]
+            fallen = [s for s in evidence.statements if _fallback(s, rule)]
+            wrong = [s for s in seen if rule.must_not and re.search(rule.must_not, s, re.IGNORECASE)] + fallen
+            right = [s for s in seen if rule.must and s not in fallen and re.search(rule.must, s, re.IGNORECASE)]
             note = f"must not be seen: {wrong[0]}" if wrong else f"seen: {right[0]}" if right else ""
             if rule.must and not right and not wrong:
-                note = f"nothing shows {rule.must}"
+                note = f"{NOTHING} {rule.value}"
             yield Check(f"{axis} {value} ran", not wrong and (bool(right) or not rule.must), note=note[:300])
+
+
+def _fallback(statement: str, rule: Rule) -> bool:
+    """Whether a line says that something else runs than this rule asks for. Naming no layer, it is about experts."""
+    found = FALLBACK.search(statement)
+    if found is None or not rule.must or re.search(rule.must, statement[found.end() :], re.IGNORECASE):
+        return False
+    about = re.search(rule.about, statement, re.IGNORECASE) if rule.about else None
+    other = re.search(r"attention|attn|linear|dense|sampler|tokenizer", statement, re.IGNORECASE)
+    return bool(about and not (rule.axis == "moe_kernel" and other)) or (rule.axis == "moe_kernel" and not other)
 
 
 # ---- our own record --------------------------------------------------------------------------------------------------
 
 
-def _by_record(gates: Gates, asked: Mapping[str, str], evidence: Evidence, traffic: Sequence[str]) -> Iterable[Check]:
+def _by_record(
+    gates: Gates, requests: Mapping[str, str], evidence: Evidence, traffic: Sequence[str]
+) -> Iterable[Check]:
     assert evidence.record is not None
     ran = list(evidence.phases())
     differences = [str(d) for d in evidence.record.get("differences", ())]
@@ -193,28 +296,60 @@ def _by_record(gates: Gates, asked: Mapping[str, str], evidence: Evidence, traff
         "the chosen kernels ran", not differences and bool(ran), note="; ".join(differences)[:400] or _summary(ran)
     )
     for regime in traffic:
-        yield Check(f"something ran in {regime}", any(r == regime for r, _ in ran))
+        fixed = "batch" if regime == "decode" and gates.deterministic == "on" else regime  # on a GPU
+        yield Check(f"something ran in {regime}", any(r in (regime, fixed) for r, _ in ran))
     known = {p.name: p for p in all_phases()}
     for name, axis in KERNEL_AXES.items():
-        if name in asked:
+        if name in requests:
             yield _kernel_check(gates, name, axis, ran, known)
-    if "activation" in asked:
+    if "activation" in requests:
         wrong = [
             f"{phase['phase']} ({regime}) took {phase['activation']}"
             for regime, phase in ran
-            if gates.activation_in(regime) not in ("auto", phase["activation"])
+            if phase["activation"]
+            not in {"auto": (phase["activation"],), "float": ("bf16", "f32")}.get(
+                activation := gates.activation_in(regime), (activation,)
+            )
         ]
         yield Check(f"activation {gates.activation} ran", not wrong, note="; ".join(wrong)[:300])
-    if "layers" in asked:
+    if "layers" in requests:
         yield _format_check(gates, ran)
-    if "cpu_instructions" in asked:
+    if "cpu_instructions" in requests:
         wanted = f"halfbyte_cpu.{gates.cpu_instructions}:"
         names = [k["name"] for _, phase in ran for k in phase["kernels"] if str(k["name"]).startswith("halfbyte_cpu.")]
         bad = [n for n in names if not n.startswith(wanted)]
         yield Check(f"instructions {gates.cpu_instructions} ran", bool(names) and not bad, note=", ".join(bad)[:300])
-    if "graphs" in asked:
+    if "graphs" in requests:
         graphs = [w for regime in ("decode", "batch") for w in evidence.ways(regime) if w.startswith("graph")]
         yield Check("no graph was replayed", not graphs, note=", ".join(graphs)[:300])
+    values, others = evidence.record.get("values") or {}, {}
+    for name, value in requests.items():
+        if name in values:
+            yield _value_check(name, value, values[name])
+        elif name == "tile":
+            names = [str(k["name"]) for _, phase in ran for k in phase["kernels"]]
+            sizes = [n for n in names if re.search(value.replace("x", "[x_]"), n)]
+            yield Check(f"tile {value} ran", bool(sizes), note=", ".join(sizes)[:300] or f"{NOTHING} it")
+        elif name not in (*KERNEL_AXES, "activation", "layers", "cpu_instructions", "graphs"):
+            others[name] = value
+    yield from _by_names(others, evidence)  # the plugin's record has no values: vLLM's log speaks of them
+
+
+def _value_check(name: str, value: str, observed: Any) -> Check:
+    """A gate that chooses no kernel against the state that the engine recorded when it ended."""
+    what = f"{name} {value} ran"
+    if name == "speculate":
+        proposer, drafted, accepted = observed["proposer"], observed["drafted"], observed["accepted"]
+        if not proposer.startswith(PROPOSERS[value.partition("-")[0]]):
+            return Check(what, False, note=f"ran instead: {proposer or 'no speculation'}")
+        note = f"{accepted} of {drafted} drafted tokens were accepted"
+        return Check(what, drafted > 0, note=note if drafted else f"{NOTHING} it: no token was drafted")
+    if name == "threads":
+        note = f"pools of {', '.join(map(str, observed))} threads" if observed else "the CPU kernels did not run"
+        return Check(what, observed in ([], [int(value)]), note=note)
+    if name == "experts_in_host" and value == "all":
+        return Check(what, observed != "0", note=f"{observed} layers had their experts in host memory")
+    return Check(what, value == observed, note=f"the engine had {observed}")
 
 
 def _kernel_check(
@@ -243,15 +378,23 @@ def _own_words(phase: Mapping[str, Any], axis: str) -> tuple[str, ...]:
 
 
 def _format_check(gates: Gates, ran: Sequence[tuple[str, Mapping[str, Any]]]) -> Check:
-    wanted = {group: f for group, f in zip(LAYER_GROUPS, gates.layers) if f != "checkpoint"}
+    named: dict[str, set[str]] = {}  # group -> its formats, in whichever of its layers
+    for name, form in gates.layer_formats.items():
+        named.setdefault(name.partition(".")[0], set()).add(form)
+    wanted = {group: forms for group, forms in named.items() if forms != {"checkpoint"}}
     wrong, seen = [], set()
     for regime, phase in ran:
-        for role, found in phase["formats"].items():
+        for role, text in phase["formats"].items():
             group = GROUP.get(role)
             if group in wanted:
                 seen.add(group)
-                if found != wanted[group]:
-                    wrong.append(f"{role} ({regime}) was {found}")
+                forms = kinds_in(text)
+                if "checkpoint" in wanted[group]:  # some layers have the file's format, whichever that is
+                    right = wanted[group] - {"checkpoint"} <= forms
+                else:
+                    right = wanted[group] == forms
+                if not right:
+                    wrong.append(f"{role} ({regime}) was {text}")
     missing = [g for g in wanted if g not in seen]
     note = "; ".join([*dict.fromkeys(wrong), *(f"{g} was never read" for g in missing)])
     return Check(f"layers {gates.layers} ran", not wrong and not missing, note=note[:300])

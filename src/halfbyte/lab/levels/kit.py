@@ -1,10 +1,11 @@
 """`halfbyte check --kit`: what a machine that we do not have can tell us, in one command and one archive.
 
-Facts of the machine, the doctor's word, the kernels' self-test, levels 1 to 4 on the embedded model; on a GPU then
-kernel path, benchmark and kernel profile of the largest gpt-oss that fits (random weights of its shape: nothing is
-downloaded). All of it ends within a budget of time: what no longer fits, or is not done when it is over, is left out
-and named. The archive holds results that `halfbyte report` reads, the test logs, and the engines' logs. Names of the
-user, of the machine, of folders and addresses are taken out of every file first; prompts are the kit's own.
+Facts of the machine, the doctor's word, the kernels' self-test, levels 1 to 4 on the embedded model; the inspection of
+a model and the cost of its presets (the embedded one, unless another is named); on a GPU then kernel path, benchmark
+and kernel profile of the largest gpt-oss that fits (random weights of its shape: nothing is downloaded). All of it ends
+within a budget of time: what no longer fits, or is not done when it is over, is left out and named. The archive holds
+results that `halfbyte report` reads, the test logs, and the engines' logs. Names of the user, of the machine, of
+folders and addresses are taken out of every file first; prompts are the kit's own.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.gates import PRESETS, child_environment
 from halfbyte.lab import environment
 from halfbyte.lab.child import start_child
-from halfbyte.lab.levels.benchmark import Works
-from halfbyte.lab.levels.check_run import finish
-from halfbyte.lab.levels.protocol import CheckOptions, Outcome, run_levels
+from halfbyte.lab.levels.log_page import write_files
+from halfbyte.lab.levels.protocol import Outcome, run_levels
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.levels.under_load import Counts
+from halfbyte.lab.options import CheckOptions, StressCounts, Works
 from halfbyte.lab.peers.halfbyte import HalfbytePeer
 from halfbyte.lab.peers.launch import Setup
-from halfbyte.lab.peers.process import Limits
+from halfbyte.lab.peers.process import TimeLimits
 from halfbyte.memory import read_memory
 from halfbyte.model import load
 
@@ -43,11 +43,12 @@ BUDGET_S = 20 * 60.0
 SHAPES = ("120b", "20b")  # the largest first
 PRESETS_MEASURED = ("fast", "exact")
 ROOM = 1.15  # times the weights: KV cache and workspace beside them
+QUALITY_S = 5 * 60.0
 LEAST_S = 60.0  # a step that has less is not begun
 KEPT_BYTES = 2 << 20  # of a log: its end
 # What the archive takes; JSON is results alone, since `report` reads every JSON file in it.
 TEXT = (".md", ".log", ".txt")
-SHORT = Counts(sequential=30, load=60)
+SHORT = StressCounts(sequential=30, load=60)
 
 Progress = Callable[[str], None]
 
@@ -61,7 +62,8 @@ class Kit:
     device: str | None = None
     progress: Progress = lambda _: None
     done: Callable[[Outcome], None] = lambda _: None
-    counts: Counts = SHORT
+    counts: StressCounts = SHORT
+    model: str | None = None  # that is inspected, and whose presets are compared; None: the embedded one
     begun: float = field(default_factory=time.monotonic)
     left_out: list[str] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -83,6 +85,7 @@ class Kit:
         self.doctor()
         flags = ("--self-test", "always") if gpu else ()
         self.levels("embedded", None, "exact", ("1", "1.5", "2", "3", "4"), Works((512,), (32,), repeats=3), flags)
+        self.inspection()
         shape = largest(self.device) if gpu else None
         for preset in PRESETS_MEASURED if shape else ():
             what = f"{shape} {preset}"
@@ -101,13 +104,13 @@ class Kit:
         place = self.folder / re.sub(r"[^a-z0-9]+", "-", what)
         setup = Setup(model, PRESETS[preset].gates, self.device, flags=flags)
         subject = Subject(HalfbytePeer(), setup, place, preset=preset, baseline=setup.gates, progress=self.progress)
-        options = CheckOptions(self.counts, works=works)
+        options = CheckOptions(counts=self.counts, works=works)
         report = None
         for level in levels:
             if not self.has_time(f"level {level} of {what}"):
                 continue
             left, until = self.left_s, self.begun + self.budget_s
-            subject.limits = replace(Limits(), start_s=min(600.0, left), request_s=min(120.0, left), until=until)
+            subject.limits = replace(TimeLimits(), start_s=min(600.0, left), request_s=min(120.0, left), until=until)
             part = run_levels(subject, [level], options)
             if self.left_s <= 0:  # its engine was ended in the middle: what it says is no verdict
                 self.left_out.append(f"level {level} of {what}: the time was over while it ran")
@@ -119,23 +122,37 @@ class Kit:
             else:
                 report.outcomes += part.outcomes
         if report is not None:
-            finish(report, place)
+            write_files(report, place)
             self.outcomes += report.outcomes
 
     def profile(self, model: str | None, preset: str, gpu: bool) -> None:
         if not self.has_time("kernel profile"):
             return
         self.progress("kernel profile")
-        words = ["-m", "halfbyte.lab.measure.profile", "--models", (model or "embedded").removeprefix("random:")]
-        words += ["--presets", preset, "--out", str(self.folder / "profile.json")]
+        words = ["-m", "halfbyte", "profile", *([model] if model else []), "--preset", preset]
+        words += ["--out", str(self.folder / "profile.json"), "--pp", "2048" if gpu else "256"]
         if not gpu:
-            words += ["--device", "cpu", "--tokens", "8", "--depth", "256", "--pp", "256"]
+            words += ["--device", "cpu", "--tokens", "8", "--depth", "256"]
         if code := self.child(words, "profile.txt", self.left_s):
             self.left_out.append(f"kernel profile: it ended with {code}")
 
+    def inspection(self) -> None:
+        """What the model holds, and what its presets cost. The texts are the kit's own."""
+        words = [*([self.model] if self.model else []), *(["--device", self.device] if self.device else [])]
+        for what, name, command in (
+            ("inspection", "inspect.txt", ["inspect", *words]),
+            ("quality", "quality.txt", ["check", "quality", *words, "--lengths", "2048"]),
+        ):
+            if not self.has_time(what):
+                continue
+            self.progress(what)
+            code = self.child(["-m", "halfbyte", *command, "--json"], name, min(QUALITY_S, self.left_s))
+            if code not in (0, 1):  # 1: a preset did not pass, which is a result
+                self.left_out.append(f"{what}: it ended with {code}")
+
     def doctor(self) -> None:
         """Its word on the machine, which is no verdict of the kit's."""
-        self.child(["-c", "from halfbyte.cli import main; main()", "doctor"], "doctor.txt", LEAST_S)
+        self.child(["-m", "halfbyte", "doctor"], "doctor.txt", LEAST_S)
 
     def child(self, words: Sequence[str], name: str, limit_s: float) -> int:
         """Python with these words, its output in a file; its exit status."""
@@ -188,7 +205,7 @@ def without_private(text: str, words: dict[str, str]) -> str:
 
 
 def values_without_private(raw: Any, words: dict[str, str]) -> Any:
-    """Of a result; the names of its fields are the schema's."""
+    """The row of a result; the names of its fields are the schema's."""
     if isinstance(raw, dict):
         return {key: values_without_private(value, words) for key, value in raw.items()}
     if isinstance(raw, list):

@@ -1,25 +1,50 @@
-"""The test log: one Markdown page per run, by the template that the protocol came with.
+"""The files of a run of the protocol: results in the one schema, the levels' verdicts, and the test log.
 
-Written from results alone; nothing in it is typed by hand, and it says nothing that the JSON beside it does not.
+The log is a Markdown page by the template that the protocol came with. It is written from the results alone and says
+nothing that the JSON does not.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from halfbyte.lab.levels.protocol import FAIL, INVALID, LEVELS, PASS, REFUSED, SKIPPED, Outcome, Report
+from halfbyte.lab import receipts
+from halfbyte.lab.levels.matrix import NOT_TIMED
+from halfbyte.lab.levels.protocol import FAIL, INCONCLUSIVE, INVALID, LEVELS, PASS, REFUSED, Outcome, Report
+from halfbyte.lab.report.sources import LEVELS as LEVELS_FILE
+from halfbyte.lab.report.sources import RESULTS
 from halfbyte.lab.result import Check, Result
 
+TOOL = "halfbyte check"
 TITLES = {
     "1": "Smoke Test", "1.5": "Kernel Path Validation", "2": "Correctness Test", "3": "Stress Test",
     "4": "Performance Benchmark", "5": "Regression Test", "6": "Combinatorial Test",
 }  # fmt: skip
 
 
+def write_files(report: Report, folder: Path) -> list[Path]:
+    """Writes results.json, levels.json and test_log.md into the folder, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = receipts.sources_of([receipts.PACKAGE / "engine" / "build.py"], ("engine",))
+    measured = receipts.hashes(sources) if report.subject.peer.name == "halfbyte" else {}
+    file = receipts.result_file(TOOL, report.results, measured)
+    file.write(folder / RESULTS)
+    levels = {"ok": report.ok, "levels": [o.as_dict() for o in report.outcomes]}
+    texts = {LEVELS_FILE: json.dumps(levels, default=str) + "\n"}
+    texts["test_log.md"] = log_markdown(report, dict(file.environment))
+    for name, text in texts.items():
+        part = folder / f"{name}.part"
+        part.write_text(text, encoding="utf-8")
+        part.replace(folder / name)
+    return [folder / name for name in (RESULTS, LEVELS_FILE, "test_log.md")]
+
+
 def log_markdown(report: Report, environment: dict[str, object]) -> str:
     """The whole page."""
     subject = report.subject
-    changes = ", ".join(f"{k}={v}" for k, v in subject.gates.changes().items()) or "exact"
+    changes = ", ".join(f"{k}={v}" for k, v in subject.gates.changes().items()) or "all at their defaults"
     lines = [
         f"# Test Log: {subject.preset or changes}",
         "",
@@ -45,9 +70,9 @@ def _gpus(environment: dict[str, object]) -> str:
 
 
 def _level(o: Outcome) -> Iterator[str]:
-    yield f"- [{'x' if o.verdict == PASS else ' '}] {o.verdict}"
+    yield f"- [{'x' if o.verdict == PASS else ' '}] {o.verdict}: {_line(o.sentence)}"
     yield f"- Duration: {int(o.seconds // 60)}m {o.seconds % 60:.0f}s"
-    for reason in o.reasons:
+    for reason in o.reasons[1:]:
         yield f"- {o.verdict}: {_line(reason)}"
     for note in o.notes:
         yield f"- Note: {_line(note)}"
@@ -85,14 +110,46 @@ def _checks(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _figures(results: Sequence[Result]) -> Iterator[str]:
-    yield "| Metric | This Feature | Unit | Targets |"
-    yield "|---|---|---|---|"
+    for r in results[:1]:
+        if command := r.detail.get("command"):
+            yield f"- Engine version: {r.detail.get('version') or 'not known'}; command: `{_line(' '.join(command))}`"
+            yield ""
+    yield "| Metric | Baseline | This Feature | Difference | TTFT p50 / p99 | Peak memory | Acceptance | Targets |"
+    yield "|---|---|---|---|---|---|---|---|"
     for r in results:
         if r.refused:
-            yield f"| {r.cell.label} | {INVALID if r.invalid else REFUSED} | | {_line(r.refused)} |"
-        for f in r.figures:
-            targets = "; ".join(f"{_state(t)} {t.what}" for t in r.targets)
-            yield f"| {r.cell.label} {f.name} | {f.value:.5g} ({f.low:.5g} to {f.high:.5g}) | {f.unit} | {targets} |"
+            yield f"| {r.cell.label} | | {INVALID if r.invalid else REFUSED} | | | | | {_line(r.refused)} |"
+        speed = next((f for f in r.figures if f.name == "speed"), None)
+        if speed is None:
+            continue
+        targets = "; ".join(f"{_state(t)} {t.what}" for t in r.targets)
+        columns = (
+            r.cell.label, *baseline_columns(r, f"{speed.value:.5g} ({speed.low:.5g} to {speed.high:.5g}) {speed.unit}"),
+            first_tokens(r), memory_text(r.detail.get("peak_bytes")), acceptance_text(r), targets,
+        )  # fmt: skip
+        yield f"| {' | '.join(columns)} |"
+
+
+def baseline_columns(r: Result, speed: str) -> tuple[str, str, str]:
+    """The baseline's speed, this one's, and the difference with its interval."""
+    b = r.detail.get("baseline") or {}
+    if "ratio" not in b:
+        return ("the same" if not b else f"REFUSED: {_line(b['refused'])}" if b["refused"] else "", speed, "")
+    return f"{b['speed']:.5g}", speed, f"{b['ratio'] - 1:+.1%} ({b['low'] - 1:+.1%} to {b['high'] - 1:+.1%})"
+
+
+def first_tokens(r: Result) -> str:
+    t = r.detail.get("ttft_ms")
+    return f"{t['p50']:.4g} / {t['p99']:.4g} ms" if t else ""
+
+
+def memory_text(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**30:.2f} GiB"
+
+
+def acceptance_text(r: Result) -> str:
+    share = r.detail.get("acceptance")
+    return "" if share is None else f"{share:.0%} of drafts"
 
 
 def _comparisons(results: Sequence[Result]) -> Iterator[str]:
@@ -106,6 +163,8 @@ def _comparisons(results: Sequence[Result]) -> Iterator[str]:
         before, after, ratio = r.figure("before"), r.figure("speed"), r.figure("ratio")
         delta = f"{ratio.value - 1:+.1%} ({ratio.low - 1:+.1%} to {ratio.high - 1:+.1%})"
         state = PASS if all(t.ok for t in r.targets) else FAIL
+        if r.detail.get("change") == INCONCLUSIVE.lower():
+            state = INCONCLUSIVE
         notes = "; ".join(_line(t.note) for t in r.targets)
         speeds = f"{before.value:.5g} | {after.value:.5g} {after.unit}"
         yield f"| {r.cell.label} | {against} | {speeds} | {delta} | {state} | {notes} |"
@@ -115,19 +174,19 @@ def _combinations(results: Sequence[Result]) -> Iterator[str]:
     yield "| Combination | Status | Notes |"
     yield "|---|---|---|"
     for r in results:
-        gates = ", ".join(f"{k}={v}" for k, v in r.cell.gates.items()) or "exact"
+        gates = ", ".join(f"{k}={v}" for k, v in r.cell.gates.items()) or "no gates"
         state = INVALID if r.invalid else REFUSED if r.refused else "run"
         speeds = ", ".join(f"{f.name} {f.value:.4g} {f.unit}" for f in r.figures)
-        yield f"| {r.cell.preset or gates} | {state} | {_line(r.refused or speeds)} |"
+        notes = "; ".join(filter(None, (r.refused, speeds, r.detail.get(NOT_TIMED, ""))))
+        yield f"| {r.cell.preset or gates} | {state} | {_line(notes)} |"
 
 
 def _overall(report: Report) -> Iterator[str]:
-    bad = [o for o in report.outcomes if o.verdict not in (PASS, SKIPPED)]
+    bad = [o for o in report.outcomes if o.verdict != PASS]
     blocked = [o for o in bad if o.verdict == REFUSED]
     missing = [level for level in LEVELS if report.outcome(level) is None]
-    skipped = [o.level for o in report.outcomes if o.verdict == SKIPPED]
-    whole = report.ok and not missing and not skipped
-    part = f" (not yet: level {', '.join([*missing, *skipped])} did not run)" if report.ok and not whole else ""
+    whole = report.ok and not missing
+    part = f" (not yet: level {', '.join(missing)} did not run)" if report.ok and not whole else ""
     yield f"- [{'x' if whole else ' '}] READY TO MERGE{part}"
     issues = "; ".join(f"level {o.level} {o.verdict}: {_line((o.reasons or ['a check failed'])[0])}" for o in bad)
     yield f"- [{'x' if bad and not blocked else ' '}] NEEDS FIXES{f' ({issues})' if bad and not blocked else ''}"

@@ -23,14 +23,15 @@ import psutil
 from halfbyte.errors import UsageError
 from halfbyte.evals.suite import Suite
 from halfbyte.gates import AXES, PRESETS, Gates, inherited, parse
-from halfbyte.lab.levels.answers import MARGIN, MOST, Reference, ReferenceAnswer, first_difference
-from halfbyte.lab.levels.benchmark import Measurement, Works
+from halfbyte.lab.levels.benchmark import Measurement, play_works
+from halfbyte.lab.levels.correctness import MARGIN, MOST, Reference, ReferenceAnswer, first_difference
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.machine import cores
 from halfbyte.lab.measure.rounds import RunLog
+from halfbyte.lab.options import Works
 from halfbyte.lab.peers.asker import Question
 from halfbyte.lab.peers.process import PeerProcess
-from halfbyte.lab.result import Cell, Check, Result, read_result
+from halfbyte.lab.result import DISTURBED, Cell, Check, Result, read_result
 from halfbyte.model import load
 
 Refuse = Callable[[Gates], str]  # why an engine cannot run these; empty if it can
@@ -43,6 +44,7 @@ SHORT = Works(prompts=(128,), tokens=(16,), repeats=1)
 ANSWERS = 1  # of the reference, in every cell
 SIDE_BY_SIDE = 4  # engines that are started together, at most
 THREADS = "OMP_NUM_THREADS"  # of torch, of halfbyte's CPU kernels and of most other engines
+NOT_TIMED = "not_timed"  # in a result's detail: why a cell that ran has no figures
 ROOM = 2 << 30  # bytes of memory that one of these needs beside its weights
 
 
@@ -232,7 +234,7 @@ def run_cells(
                 list(pool.map(Measurement.end, running))
             for each, (gates, name) in zip(running, group):
                 found[gates] = _result(subject, each, name)
-                if log is not None and not found[gates].invalid:  # what failed is tried again
+                if log is not None and found[gates].figures:  # what failed, or was not timed, is tried again
                     log.keep(_key(gates), found[gates])
     return [found[gates] for gates, _ in whole]
 
@@ -247,11 +249,13 @@ def _measurement(subject: Subject, gates: Gates, name: str, works: Works, known:
         return compare_answers(engine, known) if known and gates.sinks != "off" else []
 
     engine = subject.process(f"matrix {name or 'cell'}", gates)
-    return Measurement(subject, gates, works.play(subject), engine, first)
+    return Measurement(subject, gates, play_works(works, subject), engine, first)
 
 
 def _result(subject: Subject, ended: Measurement, name: str) -> Result:
     cell, parts = _cell(subject, ended.gates, name), ended.results()
+    busy = [r for r in parts if r.detail.get(DISTURBED)]
+    parts = [r for r in parts if r not in busy]
     bad = next((r for r in parts if r.refused), None)
     if bad is not None and ended.failed is None and not bad.invalid:  # it ran: nobody refused anything
         bad = bad.invalidated("it ran and could not be measured")
@@ -261,10 +265,13 @@ def _result(subject: Subject, ended: Measurement, name: str) -> Result:
     for r in parts:
         speed = r.figure("speed")
         figures.append(replace(speed, name="prompt" if "pp" in r.cell.shape else "decode"))
-    detail: dict[str, Any] = {"start_s": parts[0].detail.get("start_s")}
+    record, first = (parts or busy)[0].record, (parts or busy)[0].detail
+    detail: dict[str, Any] = {"start_s": first.get("start_s")}
+    if busy:  # started, asked and right, which is what a matrix is about
+        detail[NOT_TIMED] = busy[0].refused
     if THREADS in subject.setup.environment:
         detail["threads"] = subject.setup.environment[THREADS]
-    return Result(cell, tuple(figures), record=parts[0].record, detail=detail)
+    return Result(cell, tuple(figures), record=record, detail=detail)
 
 
 def counts(results: Sequence[Result]) -> Counter[str]:
@@ -272,12 +279,13 @@ def counts(results: Sequence[Result]) -> Counter[str]:
 
 
 def counted(results: Sequence[Result]) -> str:
-    found = counts(results)
-    return ", ".join(f"{found[state]} {state}" for state in ("run", "refused", "INVALID"))
+    states, busy = counts(results), sum(NOT_TIMED in r.detail for r in results)
+    text = ", ".join(f"{states[state]} {state}" for state in ("run", "refused", "INVALID"))
+    return f"{text}; {busy} were not timed, because the machine did other work" if busy else text
 
 
 def shortest_answers(subject: Subject, reference: Reference) -> list[Known]:
-    """Those that cost an engine least."""
+    """The values that cost an engine least."""
     suite = Suite(reference.suite, reference.seed, reference.per_task)
     items = suite.items(load.tokenizer_of(subject.model))
     known: list[Known] = [(item.prompt, answer) for item, answer in zip(items, reference.answers)]

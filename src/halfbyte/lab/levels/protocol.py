@@ -3,8 +3,14 @@
     1 smoke   1.5 kernel path   2 correctness   3 stress   4 benchmark   5 regression   6 matrix
 
 A level that fails does not stop the next: one run says all that is wrong. Levels 4 to 6 look at the kernel path of
-every engine that they start themselves. A level that cannot run says why. This file orders and judges; what a level
-does stands in its own file.
+every engine that they start themselves. This file orders and judges; what a level does stands in its own file.
+
+    PASS           every check of the level was made and holds
+    FAIL           a check shows that the engine is wrong, falls, or became slower
+    INVALID        it ran, and what was measured cannot be believed
+    REFUSED        the engine does not run these gates, and says so
+    INCONCLUSIVE   the samples waver too much to tell a regression from none
+    NOT PROVEN     nothing shows whether it holds: no witness, no reference
 """
 
 from __future__ import annotations
@@ -15,40 +21,38 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfbyte.errors import HalfbyteError, PeerDiedError, PeerRefusedError, UsageError
+from halfbyte.errors import HalfbyteError, UsageError
 from halfbyte.evals.suite import Suite
 from halfbyte.lab import environment
-from halfbyte.lab.levels import answers as answers_
-from halfbyte.lab.levels.benchmark import Works, check_benchmark
+from halfbyte.lab.levels.benchmark import check_benchmark
+from halfbyte.lab.levels.correctness import Reference, check_correctness, find_reference
+from halfbyte.lab.levels.kernel_path import UNPROVEN, check_path
 from halfbyte.lab.levels.matrix import check_matrix, counted
-from halfbyte.lab.levels.path_level import check_path
-from halfbyte.lab.levels.regression import Rounds, check_regression, compare_stored, pairs_of
+from halfbyte.lab.levels.regression import Rounds, check_regression, compare_stored, pairs_of, sentences
 from halfbyte.lab.levels.smoke import check_smoke
+from halfbyte.lab.levels.stress import check_stress
 from halfbyte.lab.levels.subject import Subject
-from halfbyte.lab.levels.under_load import Counts, check_load
 from halfbyte.lab.measure.rounds import RunLog
+from halfbyte.lab.options import CheckOptions, StressCounts, run_log
 from halfbyte.lab.peers.process import PeerProcess
 from halfbyte.lab.result import Result, ResultFile
+from halfbyte.lab.store import read_file
 
 LEVELS = {
     "1": "smoke", "1.5": "kernel path", "2": "correctness", "3": "stress", "4": "benchmark", "5": "regression",
     "6": "matrix",
 }  # fmt: skip
-PASS, FAIL, INVALID, REFUSED, SKIPPED = "PASS", "FAIL", "INVALID", "REFUSED", "SKIPPED"
+PASS, FAIL, INVALID, REFUSED = "PASS", "FAIL", "INVALID", "REFUSED"
+INCONCLUSIVE, NOT_PROVEN = "INCONCLUSIVE", "NOT PROVEN"
 
 
-@dataclass(frozen=True)
-class CheckOptions:
-    counts: Counts = field(default_factory=Counts)
-    suite: Suite | None = None  # None: the reference's
-    reference: Path | None = None  # None: the one that comes with halfbyte, for a model that has one
-    works: Works = field(default_factory=Works)
-    targets: Path | None = None  # None: those of this machine's GPU, if there are any
-    rounds: Rounds = field(default_factory=Rounds)
-    prior: tuple[str, ...] = ()  # presets on top of which the feature is measured, too
-    before: ResultFile | None = None  # an earlier run, to hold level 4 against
-    full: tuple[str, ...] = ()  # axes of the matrix whose values are all combined; none: pairwise
-    log: Path | None = None  # of the matrix, cell by cell: one that was interrupted goes on
+ADVICE = {
+    FAIL: "Read the diagnostics, or run this level alone.",
+    INVALID: "Remove the cause, and measure again.",
+    REFUSED: "Choose other gates.",
+    INCONCLUSIVE: "Measure again on a quieter machine, or with more --repeats.",
+    NOT_PROVEN: "Give a witness (--engine-log, --trace) or a reference (--reference), if there is one.",
+}
 
 
 @dataclass
@@ -59,8 +63,9 @@ class Outcome:
     results: list[Result] = field(default_factory=list)
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)  # beside what the results say themselves
+    inconclusive: list[str] = field(default_factory=list)  # comparisons that no number of samples has decided
+    not_proven: list[str] = field(default_factory=list)  # what nothing shows
     notes: list[str] = field(default_factory=list)
-    skipped: str = ""
 
     @property
     def name(self) -> str:
@@ -68,27 +73,67 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        if self.skipped:
-            return SKIPPED
-        if self.level == "6":  # cells that an engine refuses are what a matrix is there to find
-            return FAIL if self.failures or any(r.invalid for r in self.results) or not self.results else PASS
-        if any(r.invalid for r in self.results):
+        """The worst that its results say."""
+        if any(r.invalid and not (self.level == "6" and UNPROVEN in r.detail) for r in self.results):
             return INVALID if self.level in ("1.5", "4", "5") else FAIL
-        if any(r.refused for r in self.results):
+        if self.failures or not self.results:
+            return FAIL
+        if any(r.refused for r in self.results) and self.level != "6":  # a matrix is there to find refusals
             return REFUSED
-        return FAIL if self.failures or not self.results else PASS
+        return INCONCLUSIVE if self.inconclusive else NOT_PROVEN if self.not_proven else PASS
 
     @property
     def reasons(self) -> list[str]:
-        """Why it is not a PASS, one sentence each."""
-        refused = [r.refused for r in self.results if r.refused and (r.invalid or self.level != "6")]
-        return [*([self.skipped] if self.skipped else []), *self.failures, *refused]
+        """Why it is not a PASS, one sentence each, with the cell where a level has several."""
+        refused = [
+            f"{name_of(r, self.level)}{r.refused}"
+            for r in self.results
+            if r.refused and (r.invalid or self.level != "6") and not (self.level == "6" and UNPROVEN in r.detail)
+        ]
+        return [as_sentence(s) for s in (*self.failures, *refused, *self.inconclusive, *self.not_proven)]
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one line: the worst check, how many of how many, and what to do."""
+        if self.verdict == PASS:
+            return f"{self.count}."
+        return f"{self.count}. {(self.reasons or ['Nothing was measured.'])[0]} {self.advice}"
+
+    @property
+    def count(self) -> str:
+        """How many of how many hold."""
+        checks = [c for r in self.results for c in (*r.checks, *r.targets)]
+        if self.level == "6":
+            return f"cells: {counted(self.results)}"
+        if checks:
+            return f"{sum(c.ok for c in checks)} of {len(checks)} checks hold"
+        if self.level == "4":
+            return f"{sum(bool(r.figures) for r in self.results)} of {len(self.results)} cells have figures"
+        return "no gate was asked for, so that none was checked" if self.level == "1.5" else "no check was made"
+
+    @property
+    def advice(self) -> str:
+        """What to do; empty for a PASS."""
+        return "" if self.verdict == PASS else ADVICE[self.verdict]
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "level": self.level, "name": self.name, "verdict": self.verdict, "seconds": round(self.seconds, 1),
-            "reasons": self.reasons, "notes": self.notes, "results": [asdict(r) for r in self.results],
+            "sentence": self.sentence, "reasons": self.reasons, "notes": self.notes,
+            "results": [asdict(r) for r in self.results],
         }  # fmt: skip
+
+
+def as_sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def name_of(result: Result, level: str) -> str:
+    """A cell's name in front of its reason, where a level has several cells."""
+    if level == "6":
+        gates = ", ".join(f"{k}={v}" for k, v in result.cell.gates.items())
+        return f"{result.cell.preset or gates or 'no gates'}: "
+    return f"{result.cell.label}: " if level in ("4", "5") else ""
 
 
 @dataclass
@@ -103,8 +148,7 @@ class Report:
     @property
     def ok(self) -> bool:
         """Every level that ran is a PASS, and one did."""
-        verdicts = [o.verdict for o in self.outcomes]
-        return PASS in verdicts and set(verdicts) <= {PASS, SKIPPED}
+        return {o.verdict for o in self.outcomes} == {PASS}
 
     def outcome(self, level: str) -> Outcome | None:
         return next((o for o in self.outcomes if o.level == level), None)
@@ -126,12 +170,18 @@ def level_numbers(words: Sequence[str]) -> list[str]:
 
 
 def run_levels(
-    subject: Subject, levels: Sequence[str], options: CheckOptions, done: Callable[[Outcome], None] = lambda _: None
+    subject: Subject,
+    levels: Sequence[str],
+    options: CheckOptions,
+    done: Callable[[Outcome], None] = lambda _: None,
+    rounds: Rounds | None = None,
 ) -> Report:
-    """`done` is told of every level as it ends."""
+    """Runs the levels in order; `done` gets each outcome as its level ends. Every file is read before a start."""
     report = Report(subject)
-    needs = {"2", "6"} & set(levels)
-    reference = _reference(subject, options) if needs else None  # read before anything is started
+    reference = _reference(subject, options) if {"2", "6"} & set(levels) else None
+    suite = Suite(options.suite) if options.suite else None
+    before = None if options.against is None else _earlier(options.against)
+    log = run_log(options.out and options.out / "matrix.runs", options.resume, "FOLDER")
 
     def run(level: str, work: Callable[[Outcome], None]) -> None:
         outcome = Outcome(level)
@@ -147,11 +197,11 @@ def run_levels(
     if "1" in levels:
         run("1", lambda o: o.results.extend(check_smoke(subject)))
     if "1.5" in levels:
-        run("1.5", lambda o: o.results.append(check_path(subject)))
+        run("1.5", lambda o: _path(subject, o))
     shared = _Shared(subject)
     try:
         if "2" in levels:
-            run("2", lambda o: _correctness(shared, o, reference, options.suite))
+            run("2", lambda o: _correctness(shared, o, reference, suite))
         if "3" in levels:
             run("3", lambda o: _stress(shared, o, options.counts))
     finally:
@@ -159,34 +209,59 @@ def run_levels(
     if "4" in levels:
         run("4", lambda o: _benchmark(subject, o, options))
     if "5" in levels:
-        run("5", lambda o: _regression(subject, o, report.outcome("4"), options))
+        run("5", lambda o: _regression(subject, o, report.outcome("4"), options.prior, before, rounds or Rounds()))
     if "6" in levels:
-        run("6", lambda o: _matrix(subject, o, reference, options))
+        run("6", lambda o: _matrix(subject, o, reference, options, log))
     return report
+
+
+def _path(subject: Subject, o: Outcome) -> None:
+    o.results.append(check_path(subject))
+    o.not_proven += o.results[-1].detail.get(UNPROVEN, ())
 
 
 def _benchmark(subject: Subject, o: Outcome, options: CheckOptions) -> None:
     o.results, o.failures = check_benchmark(subject, options.works, options.targets)
 
 
-def _regression(subject: Subject, o: Outcome, measured: Outcome | None, options: CheckOptions) -> None:
+def _regression(
+    subject: Subject,
+    o: Outcome,
+    measured: Outcome | None,
+    prior: Sequence[str],
+    before: ResultFile | None,
+    rounds: Rounds,
+) -> None:
     """Pairs in turn; and what level 4 measured against an earlier run."""
-    pairs = pairs_of(subject.gates, subject.baseline, options.prior)
-    o.results, o.failures = check_regression(subject, pairs, options.rounds)
-    if options.before is not None:
+    o.results = check_regression(subject, pairs_of(subject.gates, subject.baseline, prior), rounds)
+    if before is not None:
         if measured is None:
-            raise UsageError("an earlier run is held against level 4; run that, too.")
-        _, flagged = compare_stored(measured.results, options.before)
-        o.failures += flagged
-        o.notes.append(f"held against a run of {options.before.date}: {len(flagged)} regressions")
+            raise UsageError("an earlier run is compared with level 4; run that, too.")
+        compared = compare_stored(measured.results, before)
+        o.results += compared
+        if not compared:
+            o.failures.append(f"none of level 4's cells is in the run of {before.date}: nothing was compared.")
+        o.notes.append(f"compared with a run of {before.date}: {len(compared)} cells")
+    o.failures += sentences(o.results, "regression")
+    o.inconclusive += sentences(o.results, INCONCLUSIVE.lower())
 
 
-def _matrix(subject: Subject, o: Outcome, reference: answers_.Reference | None, options: CheckOptions) -> None:
-    log = None if options.log is None else RunLog(options.log, identity(subject, options))
+def _matrix(
+    subject: Subject, o: Outcome, reference: Reference | None, options: CheckOptions, path: Path | None
+) -> None:
+    log = None if path is None else RunLog(path, identity(subject, options))
     o.results = check_matrix(subject, reference=reference, full=options.full, log=log)
-    if options.log is not None:
-        options.log.unlink(missing_ok=True)  # all of it is in the results now
-    o.notes.append(counted(o.results))
+    o.not_proven += [f"{name_of(r, '6')}{r.refused}" for r in o.results if UNPROVEN in r.detail]
+    if path is not None:
+        path.unlink(missing_ok=True)  # all of it is in the results now
+
+
+def _earlier(path: Path) -> ResultFile:
+    """The results of an earlier run."""
+    try:
+        return read_file(path)
+    except UsageError as e:
+        raise UsageError(f"{path} holds no results ({e}).") from None
 
 
 def identity(subject: Subject, options: CheckOptions) -> dict[str, Any]:
@@ -200,23 +275,22 @@ def identity(subject: Subject, options: CheckOptions) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _reference(subject: Subject, options: CheckOptions) -> answers_.Reference | None:
-    path = options.reference or answers_.find_reference(subject)
-    return None if path is None else answers_.Reference.read(path)
+def _reference(subject: Subject, options: CheckOptions) -> Reference | None:
+    path = options.reference or find_reference(subject)
+    return None if path is None else Reference.read(path)
 
 
-def _correctness(shared: _Shared, o: Outcome, reference: answers_.Reference | None, suite: Suite | None) -> None:
+def _correctness(shared: _Shared, o: Outcome, reference: Reference | None, suite: Suite | None) -> None:
     engine = shared.engine(o)
     if engine is not None:
-        o.results.append(answers_.check_answers(shared.subject, engine, reference, suite))
-        if note := o.results[-1].detail.get("note"):
-            o.notes.append(str(note))
+        o.results.append(check_correctness(shared.subject, engine, reference, suite))
+        o.not_proven += o.results[-1].detail.get(UNPROVEN, ())
 
 
-def _stress(shared: _Shared, o: Outcome, counts: Counts) -> None:
+def _stress(shared: _Shared, o: Outcome, counts: StressCounts) -> None:
     engine = shared.engine(o)
     if engine is not None:
-        o.results.append(check_load(shared.subject, engine, counts))
+        o.results.append(check_stress(shared.subject, engine, counts))
 
 
 class _Shared:
@@ -232,14 +306,11 @@ class _Shared:
             return self._engine
         self.close()
         engine = self.subject.process(outcome.name)
-        cell = self.subject.cell(outcome.name)
-        try:
-            self._engine = engine.__enter__()
-        except PeerRefusedError as e:
-            outcome.results.append(Result(cell, refused=str(e)))
-        except PeerDiedError as e:
-            outcome.results.append(self.subject.failed(cell, engine, e))
-        return self._engine
+        if failure := self.subject.attempt(self.subject.cell(outcome.name), engine, engine.__enter__):
+            outcome.results.append(failure)
+            return None
+        self._engine = engine
+        return engine
 
     def close(self) -> None:
         engine, self._engine = self._engine, None

@@ -6,7 +6,6 @@ leave no process. Whether the answers are right is level 2's.
 
 from __future__ import annotations
 
-from halfbyte.errors import AskError, PeerDiedError, PeerRefusedError
 from halfbyte.gates import Gates
 from halfbyte.lab.levels.subject import Subject
 from halfbyte.lab.peers import signatures
@@ -29,26 +28,23 @@ def smoke(subject: Subject, gates: Gates, side: str) -> Result:
     cell = subject.cell("smoke", gates, case=side)
     engine = subject.process(f"smoke, {side}", gates)
     checks: list[Check] = []
-    try:
+
+    def start_and_ask() -> None:
         with engine:
-            limit = subject.limits.start_s
-            first = engine.startup.first_token_s
+            first, limit = engine.startup.first_token_s, subject.limits.start_s
             checks.append(Check("ready in time", first <= limit, round(first, 2), limit, "seconds to a first token"))
             reply = engine.asker.ask(Question(PROMPT, tokens=TOKENS, exactly=True))
             checks.append(Check("it answers", bool(reply.text), reply.completion_tokens, note=repr(reply.text)[:120]))
-    except PeerRefusedError as e:
-        return Result(cell, refused=str(e))
-    except PeerDiedError as e:
-        return subject.failed(cell, engine, e, checks)
-    except AskError as e:
-        return subject.failed(cell, engine, engine.failure(f"{subject.peer.name} did not answer: {e}"), checks)
+
+    if failure := subject.attempt(cell, engine, start_and_ask, checks):
+        return failure
     checks += ending_checks(engine)
     detail = {"log": str(engine.log), "healthy_s": engine.startup.healthy_s, "version": engine.version}
     return subject.judged(cell, engine, checks, [figure("start", "s", engine.startup.first_token_s)], detail)
 
 
 def ending_checks(engine: PeerProcess) -> list[Check]:
-    """Of an engine that we started and asked to end."""
+    """Checks of an engine that we started and asked to end."""
     if engine.launch.url:
         return []
     e = engine.ending

@@ -1,91 +1,116 @@
-"""The decode step, many times over: does it ever hang, and does it always say the same?
+"""Level 3: does the engine stand? Many requests, one after another and at once, long prompts and long answers.
 
-    python -m halfbyte.lab.levels.stress --steps 10000
-    compute-sanitizer --tool memcheck python -m halfbyte.lab.levels.stress --small --steps 4
-
-Sequences of many lengths are decoded step after step, greedily, each token fed back; then everything once more. Both
-passes must agree in every token, and in the last logits of every sequence to the last bit. The last line is
-the receipt.
+Every request must be answered, with the text of its tokens, streams to their end and with the content of the same
+answer in one piece; the engine must live and be healthy afterwards, its memory must not grow and it must leave no
+zombies. Each kind of work runs once before memory is first looked at: what is made when it is first needed is no leak.
+Nothing is timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
-import torch
-from torch import Tensor
+from halfbyte.errors import AskError
+from halfbyte.lab.levels.correctness import text_problem
+from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.options import StressCounts
+from halfbyte.lab.peers.asker import Question, Reply
+from halfbyte.lab.peers.process import PeerProcess
+from halfbyte.lab.result import Check, Result, figure
+from halfbyte.model import load
 
-from halfbyte.kernels.cuda.decode.shape import StepShape
-from halfbyte.kernels.cuda.decode.step import DecodeStep
-from halfbyte.lab import environment, receipts
-from halfbyte.lab.entry import finish, line_of
-from halfbyte.lab.levels.decode_case import DecodeCase, place, random_weights, shape_of
-from halfbyte.lab.result import Cell, Check, Result, figure
-from halfbyte.plan.stopped import stop_reason
-
-CONTEXTS = (0, 1, 60, 127, 128, 500, 513, 2000, 2047, 4000, 8000)
-
-
-def decode(d: DecodeStep, pool: Tensor, fresh: Tensor, steps: int, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """Tokens of all sequences, and the last logits of each."""
-    torch.manual_seed(seed)
-    pool.copy_(fresh)
-    each = -(-steps // len(CONTEXTS))
-    tokens = torch.full((len(CONTEXTS), each, d.shape.rows), -1, dtype=torch.int32, device="cuda")
-    logits = []
-    for i, context in enumerate(CONTEXTS):
-        place(d, context)
-        for j in range(each):
-            d.run()
-            tokens[i, j].copy_(d.next_tokens)
-        logits.append(d.logits.clone())
-    torch.cuda.synchronize()
-    return tokens.cpu(), logits
+GROWTH = 0.10
+WORDS = range(300, 1500)  # token ids
+MIXED = 0.1  # of the streams may begin otherwise than their answer in one piece: a near tie falls either way
+SLACK = 16 << 20  # bytes: an allocator's grain, which is more than a tenth of a very small engine
 
 
-def check_stress(shape: StepShape, steps: int) -> Result:
-    torch.manual_seed(0)
-    case = DecodeCase.make(shape, random_weights(shape), max(CONTEXTS) + steps // len(CONTEXTS) + 64, shape.rows)
-    d = case.step(shape)
-    fresh = case.pool.clone()
-    cell = Cell("stress", path="cuda.decode_step", shape={"rows": shape.rows, "layers": shape.layers})
-    start = time.perf_counter()
-    try:
-        first, last = decode(d, case.pool, fresh, steps, 1)
-        again, last_again = decode(d, case.pool, fresh, steps, 1)
-    except Exception as e:
-        return Result(cell, refused=f"{type(e).__name__}: {e}; given up: {stop_reason()}"[:400])
-    checks = (
-        Check("tokens of both passes are equal", bool(first.equal(again))),
-        Check("last logits of both passes are equal", all(x.equal(y) for x, y in zip(last, last_again))),
-        Check("every step gave a token", int(first.min()) >= 0),
+@dataclass
+class Tally:
+    """What became of the requests of one kind."""
+
+    asked: int = 0
+    errors: tuple[str, ...] = ()
+    mixed: tuple[str, ...] = ()  # streams whose content is not that of the same answer in one piece
+
+    def check(self, what: str) -> Check:
+        mixed = self.mixed if len(self.mixed) > MIXED * self.asked else ()
+        wrong = (*self.errors, *mixed)
+        return Check(what, not wrong, self.asked - len(wrong), self.asked, "; ".join(wrong[:3])[:400])
+
+
+def ids(length: int, seed: int) -> list[int]:
+    """A prompt of words that no other seed begins alike. The first 256 tokens of a vocabulary are bytes, and behind
+    half a letter vLLM's answer begins with the rest of its prompt."""
+    return [WORDS.start + (seed * 31 + j * 7 + (j * j + seed) % 11) % len(WORDS) for j in range(length)]
+
+
+def _alike(a: Reply, b: Reply) -> bool:
+    """Whether two answers begin alike: a batch may move a near tie further on."""
+    if a.tokens and b.tokens:
+        return a.tokens[0] == b.tokens[0]
+    return a.text[:4] == b.text[:4]
+
+
+def check_stress(subject: Subject, engine: PeerProcess, counts: StressCounts) -> Result:
+    cell = subject.cell(
+        "stress", sequential=counts.sequential, load=counts.load, at_once=counts.at_once, tokens=counts.tokens
     )
-    if not all(c.ok for c in checks):
-        return Result(cell, checks=checks)
-    detail = {"distinct_tokens": len(set(first.flatten().tolist())), "seconds": time.perf_counter() - start}
-    return Result(cell, (figure("steps", "steps", 2 * int(first.numel())),), checks, detail=detail)
+    seeds = iter(range(1_000_000))
+    tokenizer = load.tokenizer_of(subject.model)
+    checks: list[Check] = []
 
+    def ask(many: int, at_once: int, tokens: int, length: int = 24) -> Tally:
+        prompts = [ids(length, next(seeds)) for _ in range((many + 1) // 2)]
+        pairs = [(prompt, stream) for prompt in prompts for stream in (False, True)][:many]
+        questions = [Question(prompt, tokens=tokens, exactly=True, stream=stream) for prompt, stream in pairs]
+        replies = engine.asker.ask_all(questions, at_once)
+        errors = [str(r) for r in replies if isinstance(r, AskError)]
+        short = [r for r in replies if isinstance(r, Reply) and r.completion_tokens != tokens]
+        errors += [f"{r.completion_tokens} tokens instead of {tokens}" for r in short]
+        errors += [problem for r in replies if isinstance(r, Reply) and (problem := text_problem(r, tokenizer))]
+        mixed = [
+            f"a stream began {b.text[:24]!r}, its answer in one piece {a.text[:24]!r}"
+            for a, b in zip(replies[::2], replies[1::2])
+            if isinstance(a, Reply) and isinstance(b, Reply) and not _alike(a, b)
+        ]
+        return Tally(many, tuple(errors), tuple(mixed))
 
-def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=10000)
-    p.add_argument("--layers", type=int, default=12)
-    p.add_argument("--rows", type=int, default=1)
-    p.add_argument("--small", action="store_true", help="a model of a few megabytes, for the sanitizer")
-    p.add_argument("--out", type=Path)
-    a = p.parse_args()
-    environment.need_gpu()
-    shape = replace(shape_of("120b", "mxfp4", a.rows), layers=a.layers)
-    if a.small:
-        shape = StepShape(192, 128, 3, 32, 16, 2, 512, rows=a.rows)
-    result = check_stress(shape, a.steps)
-    print(line_of(result), flush=True)
-    return finish("python -m halfbyte.lab.levels.stress", [result], receipts.measured(["cuda.decode_step"]), a.out)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    work: dict[str, Callable[[], Tally]] = {
+        f"{counts.sequential} requests one after another": lambda: ask(counts.sequential, 1, counts.tokens),
+        **{f"{n} requests at once": partial(ask, n, n, counts.tokens) for n in counts.together},
+        f"a prompt of {counts.prefill} tokens": lambda: ask(1, 1, counts.tokens, counts.prefill),
+        f"an answer of {counts.generation} tokens": lambda: ask(1, 1, counts.generation),
+        f"{counts.load} requests, {counts.at_once} at once": lambda: ask(counts.load, counts.at_once, counts.tokens),
+    }
+    subject.progress("stress: every kind once")
+    first = (
+        ask(1, 1, counts.generation),
+        ask(1, 1, counts.tokens, counts.prefill),
+        ask(counts.at_once, counts.at_once, 4),
+    )
+    if any(t.errors for t in first):
+        checks.append(next(t for t in first if t.errors).check("every kind of request once"))
+        return subject.judged(cell, engine, checks)
+    time.sleep(counts.settle_s)
+    before = engine.memory_bytes()
+    for what, job in work.items():
+        subject.progress(f"stress: {what}")
+        checks += [job().check(what), Check("it lives", engine.alive)]
+        if not all(c.ok for c in checks[-2:]):
+            return subject.judged(cell, engine, checks)
+        checks.pop()
+    time.sleep(counts.settle_s)
+    after, zombies = engine.memory_bytes(), engine.zombies()
+    checks.append(Check("healthy afterwards", engine.asker.healthy(engine.launch.health, subject.limits.request_s)))
+    checks.append(Check("no zombies", not zombies, len(zombies), 0, "; ".join(zombies)[:300]))
+    detail = {"memory_before": before, "memory_after": after}
+    if before is not None and after is not None:
+        grown = after / before - 1
+        ok = grown <= GROWTH or after - before <= SLACK
+        checks.append(Check("memory growth", ok, round(grown, 4), GROWTH, f"{before >> 20} to {after >> 20} MiB"))
+    requests = figure("requests", "requests", counts.sequential + sum(counts.together) + counts.load + 2)
+    return subject.judged(cell, engine, checks, [requests], detail)

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from halfbyte.errors import HalfbyteError, PeerDiedError, PeerRefusedError
 from halfbyte.gates import Gates
-from halfbyte.lab.levels import kernel_path
-from halfbyte.lab.levels.kernel_path import Evidence
+from halfbyte.lab.measure.disturbance import DisturbanceMeter
+from halfbyte.lab.measure.engine_timing import new_seed
+from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.peers.launch import Peer, Setup
-from halfbyte.lab.peers.process import Limits, PeerProcess
-from halfbyte.lab.result import Cell, Check, Figure, Result
+from halfbyte.lab.peers.process import PeerProcess, TimeLimits
+from halfbyte.lab.result import Cell, Check, Figure, Result, worst_check
 from halfbyte.model import load
 
 Progress = Callable[[str], None]
@@ -30,10 +32,12 @@ class Subject:
     folder: Path
     baseline: Gates = field(default_factory=Gates)
     preset: str = ""
-    limits: Limits = field(default_factory=Limits)
+    limits: TimeLimits = field(default_factory=TimeLimits)
     debug: bool = False
     log: Path | None = None  # of an engine that somebody else started
     trace: Path | None = None  # by a profiler
+    seed: int = field(default_factory=new_seed)  # of the prompts that are timed
+    meter: DisturbanceMeter | None = None  # of the machine while something is timed; None: nothing is held against it
     progress: Progress = lambda _: None
     diagnostics: list[Path] = field(default_factory=list)
     _starts: Any = field(default_factory=lambda: itertools.count(1))
@@ -50,7 +54,11 @@ class Subject:
         gates = self.gates if gates is None else gates
         preset = self.preset if gates == self.gates else ""
         engine = "" if self.peer.name == "halfbyte" else self.peer.name
-        return Cell(kind, self.model.label.removeprefix("random:"), preset, gates.changes(), "http", shape, engine)
+        return Cell(kind, self.model.shape_name, preset, gates.changes(), "http", shape, engine)
+
+    def client(self, url: str) -> HttpClient:
+        """For timing, with the model's own tokenizer."""
+        return HttpClient(url, tokenizer=load.tokenizer_of(self.model))
 
     def process(self, what: str, gates: Gates | None = None) -> PeerProcess:
         """An engine that is not started yet, with a folder of its own."""
@@ -60,15 +68,25 @@ class Subject:
         self.progress(f"{self.peer.name}: {what}")
         return PeerProcess(self.peer, setup, folder, self.limits, debug=self.debug)
 
-    def evidence(self, ended: PeerProcess) -> Evidence:
-        """What says which kernels an engine ran that has ended."""
-        record = kernel_path.read_record(ended.launch.record)
-        log = self.log or (ended.log if ended.log.is_file() else None)
-        return Evidence(
-            record,
-            kernel_path.read_log(log) if log is not None and record is None else (),
-            kernel_path.read_trace(self.trace) if self.trace is not None else (),
-        )
+    def attempt(
+        self,
+        cell: Cell,
+        engine: PeerProcess,
+        work: Callable[[], object],
+        checks: Sequence[Check] = (),
+        trouble: str = "did not answer",
+    ) -> Result | None:
+        """Does some work with an engine; the cell's result if the engine refuses, dies or is in trouble."""
+        try:
+            work()
+        except PeerRefusedError as e:
+            return Result(cell, refused=str(e))
+        except PeerDiedError as e:
+            return self.failed(cell, engine, e, checks)
+        except HalfbyteError as e:
+            engine.stop()  # so that the diagnostics have its exit status
+            return self.failed(cell, engine, engine.failure(f"{self.peer.name} {trouble}: {e}"), checks)
+        return None
 
     def judged(
         self,
@@ -80,10 +98,11 @@ class Subject:
         record: Mapping[str, Any] | None = None,
     ) -> Result:
         """A cell's result; one that failed a check has diagnostics instead of figures."""
-        wrong = next((c for c in checks if not c.ok), None)
+        wrong = worst_check(checks)
         if wrong is None:
             return Result(cell, tuple(figures), tuple(checks), record=record, detail=detail or {})
-        error = engine.failure(f"{cell.kind}: {wrong.what} failed: {wrong.note or wrong.value}")
+        reason = wrong.note or ("" if wrong.value is None else f"{wrong.value:.6g}")
+        error = engine.failure(f"{cell.kind}: {wrong.what} failed{f': {reason}' if reason else ''}")
         return replace(self.failed(cell, engine, error, checks, detail), record=record)
 
     def failed(

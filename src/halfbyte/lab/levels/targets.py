@@ -107,7 +107,7 @@ def _from_receipts(raw: Mapping[str, Any]) -> Iterator[Target]:
 
 
 def targets_for(gpu: str, file: Path | None = None) -> Targets | None:
-    """Of a GPU by its name, or of the file that is named; None where nobody has set any."""
+    """The targets of a GPU by its name, or those of a file; None where there are none."""
     if file is not None:
         return read_targets(file)
     for path in sorted(FOLDER.glob("*.toml")):

@@ -6,7 +6,6 @@ Nothing here runs a kernel. A figure that is not a number never holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,12 +78,6 @@ def _sentence(check: Check) -> str:
     return f"{check.what}: {check.value:.2e}, bound {check.bound:.2e}"
 
 
-def all_ok(verdicts: Iterable[Verdict]) -> bool:
-    """Every one must hold, and there must be one."""
-    verdicts = list(verdicts)
-    return bool(verdicts) and all(v.ok for v in verdicts)
-
-
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """‖actual − expected‖ / ‖expected‖, in pieces: a cache in double precision may not fit beside the weights."""
     if actual.shape != expected.shape:
@@ -116,7 +109,7 @@ def error_beyond_rounding(stored: Tensor, exact: Tensor) -> float:
 
 
 def choice_gap(logits: Tensor, chosen: Tensor) -> float:
-    """By how much the best expert that was left out exceeds the worst that was chosen, over all rows: a choice is a
+    """How much the best expert that was left out exceeds the worst that was chosen, over all rows: a choice is a
     valid top-k of these logits if this is not positive, and a near tie of them if it is small. Infinite where a row
     chose an expert twice."""
     ids = chosen.long()
@@ -129,7 +122,7 @@ def choice_gap(logits: Tensor, chosen: Tensor) -> float:
 
 
 def token_gap(logits: Tensor, tokens: Tensor) -> float:
-    """By how much the highest logit exceeds that of the token taken, over all rows: zero where both are the same."""
+    """How much the highest logit exceeds that of the token taken, over all rows: zero where both are the same."""
     return float((logits.max(-1).values - logits.gather(1, tokens.long()[:, None])[:, 0]).max())
 
 

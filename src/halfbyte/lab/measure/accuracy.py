@@ -11,8 +11,8 @@ ALL = Ceiling(100.0, "every answer")
 
 
 def accuracy_result(report: Mapping[str, Any], cell: Cell) -> Result:
-    """`report` is what `evals.suite.Report.to_json` gives; misses and counts go into the detail."""
+    """`report` is what `evals.suite.SuiteReport.to_json` gives; misses and counts go into the detail."""
     scores = {task: score["accuracy"] for task, score in report["tasks"].items()}
     scores |= {"mean": report["accuracy"], "worst": report["worst"], "well_formed": report["well_formed"]}
-    detail = {k: report[k] for k in ("suite", "seed", "per_task", "tasks", "wrong")}
+    detail = {k: report[k] for k in ("suite", "seed", "per_task", "tasks", "subtypes", "wrong") if k in report}
     return Result(cell, tuple(figure(name, "%", 100 * share, ALL) for name, share in scores.items()), detail=detail)

@@ -81,7 +81,7 @@ def _prefill(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> float:
 
 
 def _decode(model: GptOss, n: int, depth: int, chunk: int, seed: int) -> float:
-    """As llama-bench counts: `n` steps of one random token each, none of them sampled."""
+    """`n` steps, counted like llama-bench's, of one random token each, none of them sampled."""
     sequence = SingleSequence(model, depth + n)
     _run(model, _steps(model, sequence, depth, chunk, seed))
     return n / _run(model, _steps(model, sequence, n, 1, seed + 1000))

@@ -2,17 +2,20 @@
 
 The same work for every client: an `EngineCore` in this process (scheduler, pages, graphs, device sampling; no HTTP in
 the way), a server over HTTP (`http_client.py`), or a fake of known speed. Prompts are random tokens, different in every
-run; answers are greedy and nothing stops early. Cells run in rounds, without their warm-up (`rounds.py`).
+run and in every invocation (the seed is in the result); a prompt that a cache held all the same makes its cell INVALID.
+Answers are greedy and nothing stops early. Cells run in rounds, without their warm-up (`rounds.py`).
 
     ppN @ dD, c=C   C prompts of N tokens behind D that the prefix cache holds, until the last has its first token
     tgN @ dD, c=C   N tokens each for C requests of D tokens; only while all of them decode
 
 Each figure stands beside its ceiling. Experts are counted on the tokens of the timed steps, by the router that sees
-them again afterwards: a kernel that runs a whole step keeps its choices to itself. Nothing is compared here.
+them again afterwards: a kernel that runs a whole step keeps its choices to itself. A decode speed is compared with the
+time of the whole answer: an engine that holds tokens back and sends them in a burst has no decode speed (`check_pace`).
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +29,12 @@ from halfbyte.engine.build import core_for
 from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.options import EngineOptions
 from halfbyte.engine.request import Request, SamplingParams
-from halfbyte.errors import StepError, UsageError
+from halfbyte.errors import EngineError, InvalidFigureError, StepError, UsageError
 from halfbyte.lab.ceilings import ceilings_of
 from halfbyte.lab.machine import device_roof
 from halfbyte.lab.measure.device_timing import choices_of, fill, prefill_step
-from halfbyte.lab.measure.power import PowerMeter
+from halfbyte.lab.measure.disturbance import DisturbanceMeter
+from halfbyte.lab.measure.event_stream import check_claims
 from halfbyte.lab.measure.rounds import Measured, RunLog, Runs, in_rounds
 from halfbyte.lab.result import Ceiling, Cell, Check, Figure, Result, figure, measure_cell
 from halfbyte.lab.statistics import median
@@ -41,6 +45,11 @@ from halfbyte.roofline import Gpu
 
 SHORTEST_S = 5e-4  # that tokens come in: less is a client that was not there when they came
 ATTEMPTS = 3  # of a busy machine's client to be there
+BURST = 1.5  # times the speed of the whole answer that the speed of its decode may be, prompt left out
+HICCUP_S = 0.02  # seconds that a busy machine may cost
+HIDDEN = 0.5  # times the rest of an answer that its first token may take before a longer answer is asked for
+LONGER = 4  # times as many tokens of that one
+LONGEST_FIRST = 9.0  # times the rest of an answer that the first token behind a prompt of one token may take
 CHUNK = 2048  # rows of a step that only counts experts
 LEAST = 128  # rows of the last one: a step of very few may be one kernel, which shows no choices
 
@@ -88,6 +97,10 @@ class Answer:
     arrivals: list[tuple[float, float]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # tokens of the prompt that the prefix cache held
+    counted_by: str = "ids"  # what the number of tokens rests on (`event_stream.py`)
+    prompt_tokens: int | None = None  # that the engine says it read
+    text: str = ""
+    spelled: int | None = None  # tokens of the text, encoded again, where no ids were sent
 
     @property
     def first(self) -> float:
@@ -133,31 +146,20 @@ class CoreClient:
 # ---- one cell --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Timing:
-    """The samples of one cell, without its warm-up."""
-
-    work: Work
-    rates: list[float]
-    first: list[float]  # seconds to the first token, of every request
-    cached: list[int]
-    sequences: list[list[int]]  # of the last run: prompt and answer, whose experts can be counted
-    seconds: float  # of the timed part of all runs
-    warm_up: int = 1  # runs that were left out
-    settled: bool = True
-    power: PowerMeter = field(default_factory=PowerMeter)
-
-
 def random_prompts(vocab: int, count: int, length: int, seed: int) -> list[list[int]]:
     g = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (count, length), generator=g).tolist()
 
 
-def time_work(client: Client, work: Work, vocab: int, repeats: int, seed: int = 0) -> Timing:
-    (timing,) = time_all(client, [work], vocab, repeats, seed)
-    if isinstance(timing, Exception):
-        raise timing
-    return timing
+def new_seed() -> int:
+    return secrets.randbelow(1 << 31)
+
+
+def time_work(client: Client, work: Work, vocab: int, repeats: int, seed: int = 0) -> Runs:
+    (runs,) = time_all(client, [work], vocab, repeats, seed)
+    if runs.error is not None:
+        raise runs.error
+    return runs
 
 
 def time_all(
@@ -168,23 +170,37 @@ def time_all(
     seed: int = 0,
     log: RunLog | None = None,
     progress: Callable[[int], None] = lambda _: None,
-) -> list[Timing | Exception]:
-    """Every cell in rounds; what a cell failed with stands in its place."""
+    meter: DisturbanceMeter | None = None,
+) -> list[Runs]:
+    """Every cell in rounds; a cell that failed has its error."""
 
     def run(i: int, number: int) -> Measured:
         return run_work(client, works[i], vocab, 1000 * (seed + i) + number)
 
-    keys = [str(work) for work in works]
-    return [r.error or _timing(work, r) for work, r in zip(works, in_rounds(keys, run, repeats, log, progress))]
+    return in_rounds([str(work) for work in works], run, repeats, log, progress, meter)
 
 
-def _timing(work: Work, runs: Runs) -> Timing:
-    timed = runs.timed
-    return Timing(
-        work, [m.rate for m in timed], [s for m in timed for s in m.first], [n for m in timed for n in m.cached],
-        [list(s) for s in runs.all[-1].sequences], sum(m.seconds for m in timed), runs.skipped, runs.settled,
-        runs.power,
-    )  # fmt: skip
+def measure_client(
+    client: Client,
+    works: Sequence[Work],
+    repeats: int,
+    cell: Cell,
+    vocab: int,
+    progress: Callable[[str], None],
+    log: RunLog | None = None,
+    seed: int | None = None,
+    meter: DisturbanceMeter | None = None,
+    judge: Callable[[Runs], str] = lambda _: "",
+) -> list[Result]:
+    """Every cell of a client whose model is not in this process: speeds without ceilings. `judge` says why the timed
+    answers of a cell cannot be believed, or nothing."""
+    cells = [cell_of(cell, work) for work in works]
+    seed = new_seed() if seed is None else seed
+    runs = time_all(client, works, vocab, repeats, seed, log, lambda i: progress(f"{cells[i].label} over HTTP"), meter)
+    results = [measure_cell(c, partial(result_of, w, r, c, None)) for w, r, c in zip(works, runs, cells)]
+    results = [replace(r, detail={**r.detail, "seed": seed}) for r in results]
+    problems = ["" if result.refused else judge(run) for result, run in zip(results, runs)]
+    return [r.invalidated(problem) if problem else r for r, problem in zip(results, problems)]
 
 
 def run_work(client: Client, work: Work, vocab: int, seed: int) -> Measured:
@@ -195,30 +211,124 @@ def run_work(client: Client, work: Work, vocab: int, seed: int) -> Measured:
         new = random_prompts(vocab, work.concurrency, work.prompt, 2 * seed + 1)
         prompts = [prefix + tail for prefix, tail in zip(prefixes, new)]
         answers = _answered(client.complete(prompts, 1), 1)
+        _check_new(answers, work.depth)
+        _check_read(answers, prompts)
         seconds = max(a.first for a in answers)
         computed = sum(len(p) - a.cached for p, a in zip(prompts, answers))
-        return _measured(computed / seconds, seconds, answers, prompts)
-    prompts = prefixes if work.depth else random_prompts(vocab, work.concurrency, 1, 2 * seed)
-    for _ in range(ATTEMPTS):
+        sequences = [p + a.tokens for p, a in zip(prompts, answers)]
+        return _measured(computed / seconds, seconds, answers, sequences)
+    trouble = ""
+    for attempt in range(ATTEMPTS):
+        prompts = prefixes if work.depth else random_prompts(vocab, work.concurrency, 1, ATTEMPTS * seed + attempt)
         answers = _answered(client.complete(prompts, work.tokens), work.tokens)
+        _check_read(answers, prompts)
         start, end = max(a.first for a in answers), min(a.last for a in answers)
-        if end - start >= SHORTEST_S:
+        at_once = end - start < SHORTEST_S
+        # Of several requests one may have ended before another began; a single one that came at once was held back.
+        trouble = "" if at_once and work.concurrency > 1 else check_pace(client, prompts, answers, work)
+        if not trouble and not at_once:
             break
     else:
-        raise StepError("the tokens came at once, or one request's before another had its first: ask for more (--tg).")
+        raise InvalidFigureError(
+            trouble or "the tokens came at once, or one request's before another had its first: ask for more (--tg)."
+        )
     generated = sum(n for a in answers for at, n in a.arrivals if start < at <= end)
     sequences = [p + a.tokens for p, a in zip(prompts, answers)]
     return _measured(generated / (end - start), end - start, answers, sequences)
 
 
+def _check_new(answers: Sequence[Answer], depth: int) -> None:
+    """Prompts are new, so that no cache may hold more of them than the prefix that was put there."""
+    most = max(a.cached for a in answers)
+    if most > depth:
+        raise InvalidFigureError(
+            f"{most} tokens of a prompt were in the server's cache, where at most {depth} were sent before; "
+            "measure again without --seed, or restart the server."
+        )
+
+
+def _check_read(answers: Sequence[Answer], prompts: Sequence[Sequence[int]]) -> None:
+    """An engine that says that it read less than a prompt has answered another one."""
+    for answer, prompt in zip(answers, prompts):
+        read = answer.prompt_tokens
+        if read and read < len(prompt):
+            raise InvalidFigureError(f"the server read {read} of a prompt's {len(prompt)} tokens.")
+
+
+def check_pace(client: Client, prompts: Sequence[list[int]], answers: Sequence[Answer], work: Work) -> str:
+    """Why the parts of these answers contradict each other; empty where they do not.
+
+    A decode speed is that of the tokens after the first. Where the whole answer took much longer than that speed
+    explains, the prompts are answered again with one token each: what the prompt itself takes is no contradiction. An
+    engine may wait in front of every answer and compute meanwhile, so that a first token which takes much of the time
+    is held against longer answers: their further tokens must come at the decode speed, too.
+    """
+
+    def contradiction(firsts: Sequence[float]) -> float:
+        """How many times as long as the decode speed explains; 0 where the difference is a machine's hiccup."""
+        pace = work.tokens / (work.tokens - 1)
+        spans = [(a.last - first, pace * (a.last - a.first)) for a, first in zip(answers, firsts)]
+        return median(
+            [whole / max(SHORTEST_S, decode) if whole - decode > HICCUP_S else 0.0 for whole, decode in spans]
+        )
+
+    if contradiction([0.0] * len(answers)) <= BURST:
+        return ""
+    share = contradiction([a.first for a in _answered(client.complete(prompts, 1), 1)])
+    if share > BURST:
+        return (
+            f"the decode speed is {share:.3g} times what the whole answer allows: tokens were held back and sent in a "
+            "burst."
+        )
+    share = median([a.first / max(SHORTEST_S, a.last - a.first) for a in answers])
+    if not work.depth and work.concurrency == 1 and share > LONGEST_FIRST:
+        return (
+            f"the first token behind a prompt of one token took {share:.3g} times as long as the other "
+            f"{work.tokens - 1}: when they were computed is not known; ask for more tokens (--tg)."
+        )
+    if share > HIDDEN and (slower := marginal_pace(client, prompts, answers, work)) > BURST:
+        return (
+            f"answers of {LONGER} times as many tokens take {slower:.3g} times as long for each further token as the "
+            "decode speed says: tokens were computed before the first was sent."
+        )
+    return ""
+
+
+def check_texts(work: Work, runs: Runs) -> None:
+    """Texts without ids have about as many tokens as the engine claims, over all runs of a cell."""
+    counts = [m.spelled for m in runs.timed if m.spelled is not None]
+    answers = work.concurrency * len(counts)
+    if work.tokens:
+        check_claims(work.tokens * answers, sum(counts), answers)
+
+
+def marginal_pace(client: Client, prompts: Sequence[list[int]], answers: Sequence[Answer], work: Work) -> float:
+    """Seconds for each token that a longer answer has more, in those of the answers' own decode. Behind a deep prompt
+    the context may have no room for one."""
+    try:
+        longer = _answered(client.complete(prompts, LONGER * work.tokens), LONGER * work.tokens)
+    except EngineError:
+        if work.depth:
+            return 0.0
+        raise
+    further = median([b.last - a.last - HICCUP_S for a, b in zip(answers, longer)]) / ((LONGER - 1) * work.tokens)
+    own = median([max(SHORTEST_S, a.last - a.first) for a in answers]) / (work.tokens - 1)
+    return further / own
+
+
 def _measured(rate: float, seconds: float, answers: Sequence[Answer], sequences: list[list[int]]) -> Measured:
-    return Measured(rate, seconds, tuple(a.first for a in answers), tuple(a.cached for a in answers), sequences)
+    firsts, lasts = tuple(a.first for a in answers), tuple(a.last for a in answers)
+    counts = [a.spelled for a in answers if a.spelled is not None]
+    return Measured(
+        rate, seconds, firsts, tuple(a.cached for a in answers), sequences, lasts, answers[0].counted_by,
+        tuple(a.text for a in answers), sum(counts) if len(counts) == len(answers) else None, len(answers[0].tokens),
+    )  # fmt: skip
 
 
 def _answered(answers: list[Answer], tokens: int) -> list[Answer]:
     for answer in answers:
         if len(answer.tokens) != tokens or not answer.arrivals:
-            raise StepError(f"a request got {len(answer.tokens)} tokens instead of {tokens}.")
+            raise InvalidFigureError(f"a request got {len(answer.tokens)} tokens instead of {tokens}.")
     return answers
 
 
@@ -279,31 +389,37 @@ def speed_ceiling(gpu: Gpu, model: GptOss, work: Work, experts: float | None = N
     return ceilings.prompts(work.prompt, work.depth, work.concurrency)
 
 
-def result_of(timing: Timing, cell: Cell, model: GptOss | None, experts: float | None = None) -> Result:
-    """A cell's figures beside their ceilings; without a model nobody knows these."""
-    work = timing.work
+def result_of(work: Work, runs: Runs, cell: Cell, model: GptOss | None, experts: float | None = None) -> Result:
+    """A cell's figures with their ceilings, which are known only with a model."""
+    if runs.error is not None:
+        raise runs.error
     ceiling = floor = None
     if model is not None and model.gates.speculate == "off":  # a step that verifies drafts reads less per token
         gpu = device_roof(model.device, model.weights.nbytes)
         ceiling = speed_ceiling(gpu, model, work, experts)
         if work.prompt:
             floor = ceilings_of(model, gpu).first_token(work.prompt, work.depth)
-    figures: list[Figure] = [figure("speed", "tok/s", timing.rates, ceiling)]
-    if work.prompt:
-        figures.append(figure("ttft", "ms", [1e3 * s for s in timing.first], floor))
+    check_texts(work, runs)
+    figures: list[Figure] = [figure("speed", "tok/s", runs.rates, ceiling)]
+    figures.append(figure("ttft", "ms", [1e3 * s for s in runs.first], floor))
+    if work.tokens and (total := [s for m in runs.timed for s in m.last]):
+        figures.append(figure("e2e", "ms", [1e3 * s for s in total]))
     checks = []
     page = 64 if model is None else model.spec.page_size
     if work.depth and work.prompt:
-        least = min(timing.cached)
+        least = min(runs.cached)
         checks.append(Check("the prefix was in the cache", least > work.depth - 2 * page, float(least)))
-    detail: dict[str, Any] = {"timed_s": timing.seconds, "warm_up_runs": timing.warm_up}
+    detail: dict[str, Any] = {"timed_s": runs.seconds, "warm_up_runs": runs.skipped, "counted_by": runs.counted_by}
     if experts is not None:
         detail["experts_per_layer"] = experts
+    if runs.load:
+        shares = [d.share for d in runs.load]
+        detail["machine"] = {"others": max(shares), "disturbed_runs": len(runs.disturbed), "mhz": runs.load[-1].mhz}
     if work.tokens:
-        figures += timing.power.figures(1.0, 1.0 / median(timing.rates))
-    targets = () if timing.settled else (Check("the runs settled", False, note=f"{timing.rates} tok/s"[:200]),)
+        figures += runs.power.figures(1.0, 1.0 / median(runs.rates))
+    targets = () if runs.settled else (Check("the runs settled", False, note=f"{runs.rates} tok/s"[:200]),)
     failed = any(not c.ok for c in checks)
-    return timing.power.judge(Result(cell, () if failed else tuple(figures), tuple(checks), targets, detail=detail))
+    return runs.power.judge(Result(cell, () if failed else tuple(figures), tuple(checks), targets, detail=detail))
 
 
 # ---- all cells of a model --------------------------------------------------------------------------------------------
@@ -320,21 +436,23 @@ def measure_engine(
     options: EngineOptions | None = None,
     progress: Callable[[str], None] = lambda _: None,
     log: RunLog | None = None,
+    seed: int | None = None,
+    gpu_memory: int | None = None,
 ) -> list[Result]:
     """Every cell through one engine, made as `halfbyte serve` makes it; one that fails says why and costs no other."""
-    cells = [_cell_of(cell, work) for work in works]
+    cells = [cell_of(cell, work) for work in works]
     longest = max((work.length for work in works), default=0)
     if longest > model.config.max_context:
         raise UsageError(f"{longest} tokens are more than this model's context of {model.config.max_context}.")
     if any(not c.ok for c in checks):
         return [Result(c, checks=checks) for c in cells]
     most = max((work.concurrency for work in works), default=1)
-    options = options or EngineOptions(gates=model.gates, max_seqs=max(64, most))
+    options = options or EngineOptions(gates=model.gates, max_seqs=max(64, most), gpu_memory=gpu_memory)
     core, _, _ = core_for(model, tokenizer, options)
     try:
-        timings = time_all(
-            CoreClient(core), works, model.config.vocab, repeats, log=log, progress=lambda i: progress(cells[i].label)
-        )
+        seed = new_seed() if seed is None else seed
+        vocab = model.config.vocab
+        runs = time_all(CoreClient(core), works, vocab, repeats, seed, log, lambda i: progress(cells[i].label))
         core.check()
     finally:
         core.close()
@@ -342,11 +460,13 @@ def measure_engine(
     del core
     model.release_kv()
     results = []
-    for each, timing in zip(cells, timings):
+    for work, each, these in zip(works, cells, runs):
         progress(f"experts of {each.label}")
-        result = measure_cell(each, partial(_judged, timing, each, model))
+        result = measure_cell(each, partial(_with_experts, work, these, each, model))
         figures = result.figures if ran.ok else ()
-        results.append(replace(result, figures=figures, checks=(*checks, ran, *result.checks), record=record))
+        detail = {**result.detail, "seed": seed}
+        every = (*checks, ran, *result.checks)
+        results.append(replace(result, figures=figures, checks=every, record=record, detail=detail))
     model.release_kv()
     return results
 
@@ -357,15 +477,13 @@ def record_check(model: GptOss) -> Check:
     return Check("the chosen kernels ran", not differences, note="; ".join(differences)[:400])
 
 
-def _cell_of(cell: Cell, work: Work) -> Cell:
-    return Cell("prompt" if work.prompt else "decode", cell.model, cell.preset, cell.gates, cell.path, work.shape)
+def cell_of(cell: Cell, work: Work) -> Cell:
+    return replace(cell, kind="prompt" if work.prompt else "decode", shape=work.shape)
 
 
-def _judged(timing: Timing | Exception, cell: Cell, model: GptOss) -> Result:
-    if isinstance(timing, Exception):
-        raise timing
-    tokens = timing.work.tokens
-    return result_of(timing, cell, model, count_experts(model, timing.sequences, tokens) if tokens else None)
+def _with_experts(work: Work, runs: Runs, cell: Cell, model: GptOss) -> Result:
+    counted = work.tokens and runs.error is None
+    return result_of(work, runs, cell, model, count_experts(model, runs.sequences, work.tokens) if counted else None)
 
 
 def table(results: Sequence[Result]) -> list[dict[str, str]]:

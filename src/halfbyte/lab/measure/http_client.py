@@ -15,11 +15,13 @@ from typing import Any
 
 from halfbyte.errors import UsageError
 from halfbyte.lab.measure.engine_timing import Answer
-from halfbyte.lab.measure.event_stream import LIMIT, Link, Reading, exchange, read_blocks
+from halfbyte.lab.measure.event_stream import LIMIT, Link, Reading, exchange, read_blocks, verify
+from halfbyte.model.tokenizer import Tokenizer
 
 
 class HttpClient:
-    """`clock` and `connect` are the machine's own, unless a test brings a server with a time of its own."""
+    """`clock` and `connect` are the machine's own, unless a test brings a server with a time of its own. With the
+    model's tokenizer the text of every answer is compared with its tokens."""
 
     def __init__(
         self,
@@ -27,13 +29,14 @@ class HttpClient:
         clock: Callable[[], float] = time.perf_counter,
         connect: Callable[[], Awaitable[Link]] | None = None,
         model: str | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname:
             raise UsageError(f"--url takes an address such as http://127.0.0.1:8000, not {url!r}.")
         self._host, self._port = parts.hostname, parts.port or 80
         self.base = f"http://{self._host}:{self._port}"
-        self.clock = clock
+        self.clock, self.tokenizer = clock, tokenizer
         self.connect = connect or (lambda: asyncio.open_connection(self._host, self._port, limit=LIMIT))
         self.model = self._first_model() if model is None else model
         self._names_ids: dict[str, bool] = {}  # path -> whether its events carry token ids
@@ -81,10 +84,16 @@ class HttpClient:
         start = self.clock()
         since = lambda: self.clock() - start  # noqa: E731
         streams = await asyncio.gather(*(exchange(link, r, since) for link, r in zip(links, requests)))
-        return [answer_of(read_blocks(blocks)) for blocks in streams]
+        readings = [read_blocks(blocks) for blocks in streams]
+        for reading in readings:
+            verify(reading, self.tokenizer)
+        return [answer_of(reading) for reading in readings]
 
 
 def answer_of(reading: Reading) -> Answer:
     """Ids that a server does not name are unknown, and only counted."""
     tokens = reading.tokens or [-1] * (reading.completion_tokens or 0)
-    return Answer(list(reading.arrivals), tokens, reading.cached)
+    return Answer(
+        list(reading.arrivals), tokens, reading.cached, reading.counted_by, reading.prompt_tokens, reading.text,
+        reading.spelled,
+    )  # fmt: skip

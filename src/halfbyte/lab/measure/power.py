@@ -86,7 +86,7 @@ class PowerMeter:
         }  # fmt: skip
 
     def joules(self) -> float | None:
-        """Of the whole time it watched, by the trapezoids between samples."""
+        """Energy over the sampling period (trapezoidal rule)."""
         if len(self.samples) < 2:
             return None
         pairs = zip(self.samples, self.samples[1:])

@@ -1,10 +1,12 @@
 """Cells measured in rounds: each once a round, forwards and backwards in turn, so that what drifts drifts for all
 alike.
 
-A cell's first run is spare. How many more belong to its warm-up is detected (`statistics.warm_up`), and rounds go on
-until enough runs are left, within bounds; a cell that never settles says so. Given a `RunLog`, every run is written
-down as it ends, and a measurement that was interrupted goes on where it was. A cell that fails is not tried again. What
-a run does is the caller's; nothing here knows engines."""
+The one warm-up policy of every measurement over a client, in process or HTTP, is `Runs.skipped`: the first run never
+counts, and how many more belong to the warm-up is detected (`statistics.warm_up`). Rounds go on until enough runs are
+left, within bounds; a cell that never settles says so. Given a `RunLog`, every run is written
+down as it ends, and a measurement that was interrupted goes on where it was. A cell that fails is not tried again.
+Given a `DisturbanceMeter`, a run beside other work does not count and is repeated; where most runs are disturbed, the
+cell is INVALID. What a run does is the caller's; nothing here knows engines."""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfbyte.errors import UsageError
+from halfbyte.errors import DisturbedError, InvalidFigureError, UsageError
 from halfbyte.gpu_sensor import Sample, Sensor, nvml_sensor
+from halfbyte.lab.measure.disturbance import Disturbance, DisturbanceMeter
 from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.lab.result import Result
 from halfbyte.lab.statistics import warm_up
+
+DISTURBED = 4  # runs that may be disturbed before it matters whether most of them are
 
 
 def most_runs(repeats: int) -> int:
@@ -34,9 +39,17 @@ class Measured:
     first: tuple[float, ...] = ()  # seconds to the first token, of every request
     cached: tuple[int, ...] = ()  # prompt tokens of every request that a cache held
     sequences: Sequence[Sequence[int]] = ()  # prompts and answers; not written down
+    last: tuple[float, ...] = ()  # seconds to the last token, of every request
+    counted_by: str = ""  # what the number of tokens rests on
+    texts: Sequence[str] = ()  # of every answer; not written down
+    spelled: int | None = None  # tokens that these have when they are encoded again; None where ids were sent
+    answer_tokens: int = 1  # of every answer
 
     def as_dict(self) -> dict[str, Any]:
-        return {"rate": self.rate, "seconds": self.seconds, "first": self.first, "cached": self.cached}
+        return {
+            "rate": self.rate, "seconds": self.seconds, "first": self.first, "cached": self.cached, "last": self.last,
+            "counted_by": self.counted_by, "spelled": self.spelled,
+        }  # fmt: skip
 
 
 @dataclass
@@ -47,6 +60,8 @@ class Runs:
     samples: list[Sample] = field(default_factory=list)  # of the power meter
     limit: float | None = None  # watts
     error: Exception | None = None
+    disturbed: list[Disturbance] = field(default_factory=list)  # of runs that do not count
+    load: list[Disturbance] = field(default_factory=list)  # of runs that count
 
     @property
     def skipped(self) -> int:
@@ -62,6 +77,33 @@ class Runs:
     @property
     def timed(self) -> list[Measured]:
         return self.all[self.skipped :]
+
+    @property
+    def rates(self) -> list[float]:
+        return [m.rate for m in self.timed]
+
+    @property
+    def first(self) -> list[float]:
+        """Seconds to the first token, of every request."""
+        return [s for m in self.timed for s in m.first]
+
+    @property
+    def cached(self) -> list[int]:
+        return [n for m in self.timed for n in m.cached]
+
+    @property
+    def counted_by(self) -> str:
+        return ", ".join(sorted({m.counted_by for m in self.timed if m.counted_by}))
+
+    @property
+    def seconds(self) -> float:
+        """The timed part of all runs."""
+        return sum(m.seconds for m in self.timed)
+
+    @property
+    def sequences(self) -> Sequence[Sequence[int]]:
+        """Prompts and answers of the last run, whose experts can be counted."""
+        return self.all[-1].sequences
 
     def enough(self, repeats: int) -> bool:
         if self.error is not None or len(self.all) >= most_runs(repeats):
@@ -81,6 +123,7 @@ def in_rounds(
     repeats: int,
     log: RunLog | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    meter: DisturbanceMeter | None = None,
 ) -> list[Runs]:
     """`run(cell, number)` for every cell, round by round. An error ends its cell and no other."""
     found = [Runs(log.runs(key) if log else []) for key in keys]
@@ -92,11 +135,36 @@ def in_rounds(
             if found[i].enough(repeats):
                 continue
             progress(i)
-            _run(found[i], sensor, limit, lambda i=i: run(i, len(found[i].all)))  # type: ignore[misc]
-            if log and found[i].error is None:
+            before, count = None if meter is None else meter.read(), len(found[i].all)
+            attempt = count + len(found[i].disturbed)
+            _run(found[i], sensor, limit, lambda i=i, n=attempt: run(i, n))  # type: ignore[misc]
+            if meter is not None and before is not None:
+                _leave_disturbed(found[i], meter.read().since(before), repeats)
+            if log and found[i].error is None and len(found[i].all) > count:
                 log.add(keys[i], found[i].all[-1])
         number += 1
     return found
+
+
+def _leave_disturbed(runs: Runs, disturbance: Disturbance, repeats: int) -> None:
+    """Take back the last run if the machine did other work meanwhile; too many of these make the cell INVALID. What
+    contradicts itself beside other work, such as tokens that come in bursts, may be that work's doing, too."""
+    if runs.error is not None and not isinstance(runs.error, InvalidFigureError):
+        return
+    if not disturbance.problem:
+        if runs.error is None:
+            runs.load.append(disturbance)
+        return
+    if runs.error is None:
+        runs.all.pop()
+    runs.error = None
+    runs.disturbed.append(disturbance)
+    if len(runs.disturbed) >= max(DISTURBED, repeats // 2) and len(runs.disturbed) > len(runs.all):
+        count = len(runs.disturbed) + len(runs.all)
+        runs.error = DisturbedError(
+            f"{len(runs.disturbed)} of {count} runs were disturbed, the last one: {disturbance.problem}; measure again "
+            "on a quiet machine."
+        )
 
 
 def _run(runs: Runs, sensor: Sensor | None, limit: float | None, work: Callable[[], Measured]) -> None:
@@ -154,7 +222,15 @@ class RunLog:
             else:
                 told = line["run"]
                 self._runs.setdefault(line["cell"], []).append(
-                    Measured(told["rate"], told["seconds"], tuple(told["first"]), tuple(told["cached"]))
+                    Measured(
+                        told["rate"],
+                        told["seconds"],
+                        tuple(told["first"]),
+                        tuple(told["cached"]),
+                        last=tuple(told.get("last", ())),
+                        counted_by=told.get("counted_by", ""),
+                        spelled=told.get("spelled"),
+                    )
                 )
 
     def runs(self, key: str) -> list[Measured]:

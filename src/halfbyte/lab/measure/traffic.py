@@ -8,6 +8,7 @@ time.
     first_answer the same to the first that is no reasoning, where the server tells them apart
     tpot         of a request: from its first token to its last, divided by the tokens after the first
     itl          between two arrivals of tokens of one request
+    gap_longest  the longest of these; the detail says when
     e2e          from sending a request to its last token
     goodput      requests a second that kept every stated limit; `in_time` is their share
     speed        tokens a second of all together, prompts not counted
@@ -26,14 +27,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from halfbyte.errors import EngineError, UsageError
-from halfbyte.lab.measure.event_stream import Reading, exchange, read_blocks
+from halfbyte.errors import EngineError, InvalidFigureError, UsageError
+from halfbyte.lab.measure.event_stream import (
+    HEADER_SLACK,
+    HEADER_TOKENS,
+    SLACK,
+    Reading,
+    check_claims,
+    exchange,
+    read_blocks,
+    verify,
+)
 from halfbyte.lab.measure.http_client import HttpClient
 from halfbyte.lab.measure.power import PowerMeter
 from halfbyte.lab.result import KEPT, Cell, Check, Figure, Result, figure
 from halfbyte.lab.statistics import quantile
-from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson, saturation
+from halfbyte.lab.workloads.arrivals import Arrivals, ClosedLoop, Poisson, Staircase, saturation
 from halfbyte.lab.workloads.workload import Session, Turn, Workload
+from halfbyte.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -76,16 +87,17 @@ class Asked:
     reading: Reading | None = None
     error: str = ""
 
-    def read(self) -> None:
+    def read(self, tokenizer: Tokenizer | None) -> None:
         """After the measurement, which parsing would disturb."""
         if self.error:
             return
         try:
             self.reading = read_blocks(self.blocks)
             self.blocks = []
+            verify(self.reading, tokenizer, HEADER_SLACK if "chat" in self.turn.path else SLACK)
             if not self.reading.arrivals or self.reading.usable_at is None:
                 self.error = "an answer without a token"
-        except EngineError as e:
+        except (EngineError, InvalidFigureError) as e:
             self.error = str(e)
 
     @property
@@ -130,30 +142,47 @@ class Player:
     def now(self) -> float:
         return self.client.clock() - self._begin
 
-    async def play(self, arrivals: Arrivals) -> None:
-        other = self.workload.session(sessions_of(arrivals) - 1).turns[0]
-        await self.client.learn(other.path, other.body)
-        self._begin = self.client.clock()
-        if isinstance(arrivals, ClosedLoop):
-            waiting = iter(range(arrivals.sessions))
-
-            async def stream() -> None:
-                for k in waiting:
-                    await self._session(k)
-
-            await asyncio.gather(*(stream() for _ in range(arrivals.streams)))
+    async def play(self, arrivals: Arrivals | Staircase) -> None:
+        if isinstance(arrivals, Staircase):  # its first request is the server's first
+            await self._climb(arrivals)
         else:
+            other = self.workload.session(sessions_of(arrivals) - 1).turns[0]
+            await self.client.learn(other.path, other.body)
+            # drawn before the clock runs: a client that draws a prompt sees no token arrive
+            sessions = [self.workload.session(k) for k in range(arrivals.sessions)]
+            self._begin = self.client.clock()
+            if isinstance(arrivals, ClosedLoop):
+                waiting = iter(enumerate(sessions))
 
-            async def due(k: int, at: float) -> None:
-                await asyncio.sleep(max(0.0, at - self.now()))
-                await self._session(k)
+                async def stream() -> None:
+                    for k, session in waiting:
+                        await self._session(k, session)
 
-            await asyncio.gather(*(due(k, at) for k, at in enumerate(arrivals.times())))
+                await asyncio.gather(*(stream() for _ in range(arrivals.streams)))
+            else:
+
+                async def due(k: int, at: float) -> None:
+                    await asyncio.sleep(max(0.0, at - self.now()))
+                    await self._session(k, sessions[k])
+
+                await asyncio.gather(*(due(k, at) for k, at in enumerate(arrivals.times())))
         for asked in self.asked:
-            asked.read()
+            asked.read(self.client.tokenizer)
 
-    async def _session(self, k: int) -> None:
-        session: Session = self.workload.session(k)
+    async def _climb(self, stairs: Staircase) -> None:
+        self._begin = self.client.clock()
+        tasks: set[asyncio.Task[None]] = set()
+        numbers = itertools.count()
+        while self.now() < stairs.seconds:
+            while len(tasks) < stairs.level(self.now()):
+                k = next(numbers)
+                tasks.add(asyncio.create_task(self._session(k, self.workload.session(k))))
+            done, tasks = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        await asyncio.gather(*tasks)
+
+    async def _session(self, k: int, session: Session) -> None:
         for number, turn in enumerate(session.turns):
             if turn.think_s:
                 await asyncio.sleep(turn.think_s)
@@ -177,7 +206,7 @@ class Player:
 def measure_traffic(
     client: HttpClient,
     workload: Workload,
-    arrivals: Arrivals,
+    arrivals: Arrivals | Staircase,
     cell: Cell,
     limits: Limits | None = None,
     run: Callable[[Any], Any] = asyncio.run,
@@ -190,14 +219,17 @@ def measure_traffic(
 
 
 def traffic_result(
-    asked: Sequence[Asked], workload: Workload, arrivals: Arrivals, cell: Cell, limits: Limits, power: PowerMeter
-) -> Result:
+    asked: Sequence[Asked], workload: Workload, arrivals: Arrivals | Staircase, cell: Cell, limits: Limits,
+    power: PowerMeter,
+) -> Result:  # fmt: skip
     errors = [a.error for a in asked if a.error]
     checks = [Check("every request was answered", not errors, len(errors), 0, errors[0] if errors else "")]
     good = [a for a in asked if not a.error]
     wrong = [a for a in good if a.turn.tokens is not None and a.answer.completion_tokens != a.turn.tokens]
     note = "" if not wrong else f"{wrong[0].answer.completion_tokens} tokens instead of {wrong[0].turn.tokens}"
     checks.append(Check("every answer has the length that was asked for", not wrong, len(wrong), 0, note))
+    if note := _too_short(good):
+        checks.append(Check("texts and prompts are as long as they are said to be", False, note=note))
     if workload.all_new:
         cached = sum(a.answer.cached for a in good)
         note = "" if not cached else f"{cached} tokens of prompts that are all different were in the server's cache"
@@ -223,8 +255,10 @@ def traffic_result(
     if seconds <= 0 or not tokens:
         return Result(cell, checks=tuple(checks), detail=detail, refused="too few requests for a steady state.")
     detail |= {"steady_s": seconds, "steady_requests": len(inside)}
-    cold = stall(good)
-    checks.append(Check(WAS_WARM, not cold, note=cold))
+    cold = ""
+    if not isinstance(arrivals, Staircase):  # which looks for what happens while a server warms up
+        cold = stall(good)
+        checks.append(Check(WAS_WARM, not cold, note=cold))
     if cold:
         return power.judge(
             Result(cell, checks=tuple(checks), detail=detail, refused=f"the server was not warm: {cold}")
@@ -242,6 +276,10 @@ def traffic_result(
         figures += _quantiles("first_answer", answered)
     figures += _quantiles("tpot", [t for a in inside if (t := a.tpot) is not None])
     figures += _quantiles("itl", [g for a in inside for g in a.gaps])
+    gaps = sorted((g, at) for a in inside for g, (at, _) in zip(a.gaps, a.answer.arrivals))
+    if gaps:
+        figures.append(figure("gap_longest", "ms", 1e3 * gaps[-1][0]))
+        detail["longest_gaps"] = [{"ms": round(1e3 * g, 1), "at_s": round(at, 2)} for g, at in gaps[:-9:-1]]
     figures += _quantiles("e2e", [a.e2e for a in inside])
     if limits.stated:
         kept = [a for a in inside if a.keeps(limits)]
@@ -257,24 +295,40 @@ def traffic_result(
     return power.judge(Result(cell, tuple(figures), tuple(checks), tuple(targets), detail=detail))
 
 
+def _too_short(requests: Sequence[Asked]) -> str:
+    """Why texts are too short for their tokens, or a prompt was not read to its end; empty where neither is so."""
+    for a in requests:
+        prompt, read = a.turn.body.get("prompt"), a.answer.prompt_tokens
+        if isinstance(prompt, list) and read and read < len(prompt):
+            return f"the server read {read} of a prompt's {len(prompt)} tokens"
+    counted = [a.answer for a in requests if a.answer.spelled is not None]
+    try:
+        claimed = sum(answer.completion_tokens or 0 for answer in counted)
+        slack = HEADER_TOKENS if any("chat" in a.turn.path for a in requests) else 0
+        check_claims(claimed, sum(answer.spelled or 0 for answer in counted), len(counted), slack)
+    except InvalidFigureError as e:
+        return str(e)
+    return ""
+
+
 def sessions_of(arrivals: Arrivals) -> int:
     """That a server has seen afterwards: the played ones, and one more, by which the client learnt how it answers."""
     return arrivals.sessions + 1
 
 
-def window(asked: Sequence[Asked], arrivals: Arrivals) -> tuple[float, float]:
-    """Of a closed loop from the last first token of the sessions that began together to the first token of the session
+def window(asked: Sequence[Asked], arrivals: Arrivals | Staircase) -> tuple[float, float]:
+    """From the last first token of the sessions that began together to the first token of the session
     that began last: whole turns of the loop, prompts as well as answers. Of open arrivals all of it: how they begin and
     end is the traffic itself."""
     whole = min(a.sent for a in asked), max(a.answer.last for a in asked)
-    if isinstance(arrivals, Poisson) or not has_waves(arrivals):
+    if not isinstance(arrivals, ClosedLoop) or not has_waves(arrivals):
         return whole
     firsts = [min(a.answer.first for a in asked if a.session == k) for k in range(arrivals.sessions)]
     begin, end = max(firsts[: arrivals.streams]), firsts[-1]
     return (begin, end) if end > begin else whole
 
 
-def has_waves(arrivals: Arrivals) -> bool:
+def has_waves(arrivals: Arrivals | Staircase) -> bool:
     """Whether sessions begin in the place of others."""
     return isinstance(arrivals, ClosedLoop) and arrivals.sessions >= 2 * arrivals.streams
 

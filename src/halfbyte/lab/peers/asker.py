@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from halfbyte.errors import AskError
+from halfbyte.errors import AskError, EngineError, InvalidFigureError
+from halfbyte.lab.measure.event_stream import read_blocks
 
 KEPT = 50  # of the last requests
+Logprobs = tuple[tuple[str, ...], tuple[float, ...], tuple[Mapping[str, float], ...]]  # pieces, values, best ones
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,19 @@ class Question:
     seed: int | None = None
     logprobs: int | None = None
     exactly: bool = False  # nothing stops it early
+    echo: bool = False  # the prompt comes first, with its own log probabilities
+    stream: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further ones, by their names in OpenAI's API
 
     def body(self, model: str) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": model, "prompt": self.prompt if isinstance(self.prompt, str) else list(self.prompt),
-            "max_tokens": self.tokens, "temperature": self.temperature, "stream": False,
+            "max_tokens": self.tokens, "temperature": self.temperature, "stream": self.stream, **self.settings,
         }  # fmt: skip
+        if self.stream:
+            body["stream_options"] = {"include_usage": True}
+        if self.echo:
+            body["echo"] = True
         if self.seed is not None:
             body["seed"] = self.seed
         if self.logprobs is not None:
@@ -60,7 +70,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PastRequest:
     """One of the last requests, for diagnostics."""
 
     at: float  # seconds since the epoch
@@ -75,7 +85,7 @@ class Asker:
 
     def __init__(self, url: str, *, timeout_s: float = 120.0, dialect: str = "openai") -> None:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
-        self.last: deque[Asked] = deque(maxlen=KEPT)
+        self.last: deque[PastRequest] = deque(maxlen=KEPT)
         self._native = dialect == "llama.cpp"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # an engine may die between two
         self._http = httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits, trust_env=False)
@@ -83,6 +93,11 @@ class Asker:
 
     def close(self) -> None:
         self._http.close()
+
+    @property
+    def native(self) -> bool:
+        """Whether questions go to llama.cpp's own API."""
+        return self._native
 
     @property
     def model(self) -> str:
@@ -110,6 +125,29 @@ class Asker:
         except (httpx.HTTPError, ValueError) as e:
             raise AskError(f"{self.url}{path}: {_said(e)}.") from None
 
+    def metric(self, name: str) -> float:
+        """The sum of a counter's samples on the engine's page of metrics; 0 where it has none."""
+        try:
+            text = self._http.get("/metrics").text
+        except httpx.HTTPError as e:
+            raise AskError(f"{self.url}/metrics: {_said(e)}.") from None
+        rows = [line.rsplit(" ", 1) for line in text.splitlines() if re.match(rf"{name}(_total)?[ {{]", line)]
+        return sum(float(value) for _, value in rows)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answer to a JSON body, or the text of an event stream; an AskError names any other status."""
+        begin, at, outcome = time.perf_counter(), time.time(), "no answer"
+        try:
+            answer = self._http.post(path, json=body)
+            outcome = f"HTTP {answer.status_code}"
+            if answer.status_code != 200:
+                raise AskError(f"{outcome}: {answer.text[:300].strip() or 'empty body'}")
+            return answer.text if body.get("stream") else answer.json()
+        except (httpx.HTTPError, ValueError) as e:
+            raise AskError(f"{self.url}{path}: {_said(e)}.") from None
+        finally:
+            self.last.append(PastRequest(at, str(body)[:200], 0, outcome, time.perf_counter() - begin))
+
     def ask(self, question: Question) -> Reply:
         body = native_body(question) if self._native else question.body(self.model) | {"return_token_ids": True}
         begun, at = time.perf_counter(), time.time()
@@ -123,7 +161,7 @@ class Asker:
             raise
         finally:
             prompt = question.prompt if isinstance(question.prompt, str) else f"{len(question.prompt)} token ids"
-            self.last.append(Asked(at, prompt[:200], question.tokens, outcome, time.perf_counter() - begun))
+            self.last.append(PastRequest(at, prompt[:200], question.tokens, outcome, time.perf_counter() - begun))
 
     def ask_all(self, questions: Sequence[Question], at_once: int) -> list[Reply | AskError]:
         """Each question's reply, or why it has none; `at_once` of them under way together."""
@@ -147,10 +185,15 @@ class Asker:
             raise AskError(f"the connection failed ({_said(e)})") from None
         seconds = time.perf_counter() - begun
         if answer.status_code != 200:
-            raise AskError(f"HTTP {answer.status_code}: {answer.text[:300].strip() or 'without a word'}")
+            raise AskError(f"HTTP {answer.status_code}: {answer.text[:300].strip() or 'empty body'}")
         try:
+            if body.get("stream"):
+                read_events = read_native_stream if self._native else read_streamed
+                return read_events(answer.content, seconds)
             read = read_native if self._native else read_reply
             return read(json.loads(answer.text), seconds)
+        except (EngineError, InvalidFigureError) as e:
+            raise AskError(str(e)) from None
         except (ValueError, LookupError, TypeError) as e:
             raise AskError(f"not an answer of /v1/completions ({_said(e)}): {answer.text[:200]!r}") from None
 
@@ -159,31 +202,48 @@ def read_reply(raw: Any, seconds: float) -> Reply:
     choice, usage = raw["choices"][0], raw["usage"]
     ids = choice.get("token_ids")
     logprobs = choice.get("logprobs") or {}
-    pieces: tuple[str, ...] = ()
-    values: tuple[float, ...] = ()
-    top: tuple[Mapping[str, float], ...] = ()
+    parts: Logprobs = ((), (), ())
     if "content" in logprobs:  # llama.cpp answers in the form of chat completions
-        rows = logprobs["content"] or []
-        pieces = tuple(str(r["token"]) for r in rows)
-        values = tuple(_number(r["logprob"]) for r in rows)
-        top = tuple({str(t["token"]): _number(t["logprob"]) for t in r.get("top_logprobs") or []} for r in rows)
+        parts = _chat_logprobs(logprobs["content"] or [])
     elif logprobs:
-        pieces = tuple(map(str, logprobs["tokens"]))
-        values = tuple(_number(v) for v in logprobs["token_logprobs"])
         top = tuple({k: _number(v) for k, v in (t or {}).items()} for t in logprobs.get("top_logprobs") or [])
+        parts = tuple(map(str, logprobs["tokens"])), tuple(map(_number, logprobs["token_logprobs"])), top
     return Reply(
         str(choice["text"]), str(choice.get("finish_reason") or ""), int(usage["prompt_tokens"]),
-        int(usage["completion_tokens"]), None if ids is None else tuple(map(int, ids)), pieces, values, top, seconds,
+        int(usage["completion_tokens"]), None if ids is None else tuple(map(int, ids)), *parts, seconds,
     )  # fmt: skip
 
 
+def read_streamed(body: bytes, seconds: float) -> Reply:
+    """An answer that came as events. One without its end is an AskError."""
+    if b"data: [DONE]" not in body:
+        raise AskError("the stream ended without its end ([DONE])")
+    reading = read_blocks([(0.0, body)])
+    if not reading.finish:
+        raise AskError("the stream ended without a finish_reason")
+    ids = tuple(reading.tokens) or None
+    return Reply(
+        reading.text, reading.finish, reading.prompt_tokens or 0, reading.completion_tokens or 0, ids, seconds=seconds
+    )
+
+
+def _chat_logprobs(rows: Sequence[Mapping[str, Any]]) -> Logprobs:
+    top = ({str(t["token"]): _number(t["logprob"]) for t in r.get("top_logprobs") or []} for r in rows)
+    return tuple(str(r["token"]) for r in rows), tuple(_number(r["logprob"]) for r in rows), tuple(top)
+
+
 def native_body(question: Question) -> dict[str, Any]:
-    """The same question for llama.cpp. Its samplers are switched off but for temperature, as the others have it."""
+    """The question in llama.cpp's own API. Its samplers are switched off but for temperature, as the others have it."""
     body: dict[str, Any] = {
         "prompt": question.prompt if isinstance(question.prompt, str) else list(question.prompt),
         "n_predict": question.tokens, "temperature": question.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-        "repeat_penalty": 1.0, "return_tokens": True, "cache_prompt": True, "stream": False,
+        "repeat_penalty": 1.0, "return_tokens": True, "cache_prompt": True, "stream": question.stream,
+        **question.settings,
     }  # fmt: skip
+    if bias := question.settings.get("logit_bias"):
+        body["logit_bias"] = [[int(token), value] for token, value in bias.items()]
+    if question.echo:
+        raise AskError("llama.cpp's server scores no prompts")
     if question.seed is not None:
         body["seed"] = question.seed
     if question.logprobs is not None:
@@ -194,14 +254,21 @@ def native_body(question: Question) -> dict[str, Any]:
 
 
 def read_native(raw: Any, seconds: float) -> Reply:
-    rows = raw.get("completion_probabilities") or []
-    ids = tuple(map(int, raw["tokens"]))
     return Reply(
         str(raw["content"]), "length" if raw.get("stop_type") == "limit" else "stop", int(raw["tokens_evaluated"]),
-        int(raw["tokens_predicted"]), ids, tuple(str(r["token"]) for r in rows),
-        tuple(_number(r["logprob"]) for r in rows),
-        tuple({str(t["token"]): _number(t["logprob"]) for t in r.get("top_logprobs") or []} for r in rows), seconds,
+        int(raw["tokens_predicted"]), tuple(map(int, raw["tokens"])),
+        *_chat_logprobs(raw.get("completion_probabilities") or []), seconds,
     )  # fmt: skip
+
+
+def read_native_stream(body: bytes, seconds: float) -> Reply:
+    """Events of llama.cpp's own API; the last one has the counts. Without it the stream has no end: an AskError."""
+    events = [json.loads(line[5:]) for line in body.splitlines() if line.startswith(b"data:")]
+    if not events or not events[-1].get("stop"):
+        raise AskError("the stream ended without its last event")
+    text = "".join(str(e.get("content", "")) for e in events)
+    tokens = [int(t) for e in events for t in e.get("tokens") or ()]
+    return read_native({**events[-1], "content": text, "tokens": tokens}, seconds)
 
 
 def _number(value: Any) -> float:

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from halfbyte.lab.peers import signatures
-from halfbyte.lab.peers.asker import Asked
+from halfbyte.lab.peers.asker import PastRequest
 from halfbyte.lab.peers.signatures import Finding
 
 COMMAND_S = 10.0
@@ -43,7 +43,7 @@ class Case:
     environment: Mapping[str, str]
     ending: Mapping[str, Any] = field(default_factory=dict)
     processes: Sequence[str] = ()  # as last seen
-    requests: Iterable[Asked] = ()
+    requests: Iterable[PastRequest] = ()
     api_log: Path | None = None
 
 

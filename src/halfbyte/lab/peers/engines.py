@@ -24,7 +24,7 @@ SPELLINGS = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "llama-server": 
 
 def engine_named(text: str) -> Peer:
     """An engine by its name, or one that runs already by its address."""
-    if "://" in text:
+    if ":" in text:
         return UrlPeer(text)
     name = SPELLINGS.get(text.lower(), text.lower())
     if name not in ENGINES:

@@ -10,11 +10,12 @@ import sys
 
 from halfbyte.engine.speculative.methods import HEADS, find_head
 from halfbyte.errors import HalfbyteError, PlanError, UsageError
+from halfbyte.formats.matrices import Formats
 from halfbyte.gates import AXES, Gates
 from halfbyte.lab.peers.launch import Launch, Progress, Setup
-from halfbyte.model import checkpoint, load
+from halfbyte.model import load
 from halfbyte.model.config import ModelConfig
-from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, arch_of, choose
+from halfbyte.model.gpt_oss import arch_of, choose
 from halfbyte.plan.phase import Arch
 
 RECORD = "kernels.json"
@@ -34,7 +35,7 @@ class HalfbytePeer:
         if refusal:
             return Launch(refusals=(refusal,))
         record = setup.folder / RECORD
-        command = [sys.executable, "-c", "from halfbyte.cli import main; main()", "serve"]
+        command = [sys.executable, "-m", "halfbyte", "serve"]
         command += [*([setup.model] if setup.model else []), "--port", str(setup.port), "--no-page"]
         command += ["--record", str(record), *gate_flags(setup.gates), *setup.flags]
         command += ["--device", setup.device] if setup.device else []
@@ -42,11 +43,11 @@ class HalfbytePeer:
 
 
 def gate_flags(gates: Gates) -> list[str]:
-    """The flags that make these gates out of preset `exact`."""
-    flag_of = {axis.field: axis.flag for axis in AXES}
+    """The flags that make these gates out of the default."""
+    axes = {axis.field: axis for axis in AXES}
     flags = []
     for name, value in gates.changes().items():
-        flags += ["--enforce-eager"] if name == "graphs" else [flag_of[name], str(value)]
+        flags += [axes[name].flag] if axes[name].switch else [axes[name].flag, str(value)]
     return flags
 
 
@@ -74,13 +75,7 @@ def head_refusal(model: str | None, gates: Gates) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _facts(model: str | None, device: str | None) -> tuple[ModelConfig, dict[str, str], Arch]:
+def _facts(model: str | None, device: str | None) -> tuple[ModelConfig, Formats, Arch]:
     name = load.resolve_model(model)
-    stored = dict(CHECKPOINT_FORMATS)
-    if name.path is not None:
-        source = checkpoint.open_model(name.path)
-        try:
-            stored = load.formats_of(source)
-        finally:
-            source.close()
-    return load.config_of(name), stored, arch_of(load.resolve_device(device))
+    facts = load.read_facts(name)
+    return facts.config, facts.formats, arch_of(load.resolve_device(device))

@@ -51,6 +51,7 @@ class Launch:
     refusals: tuple[str, ...] = ()
     health: str = "/health"
     record: Path | None = None  # where the engine says which kernels ran, once it has ended
+    renders_chat: bool = True  # False: it cannot render conversations of this model (no template, another vocabulary)
     dialect: str = "openai"  # how it is asked; llama.cpp names tokens by an API of its own
     url: str = ""  # of an engine that runs already: nothing is started then
 
@@ -76,7 +77,7 @@ def refused(gates: Gates, known: Iterable[str], engine: str, reasons: Mapping[st
     known = set(known)
     sentences = []
     for name, value in gates.changes().items():
-        if name not in known:
+        if name not in known and (name, value) != ("layers", "checkpoint"):  # other engines hold what the file has
             why = (reasons or {}).get(name, f"{engine} has no such choice")
             sentences.append(f"{flags[name]} {value}: {why}.")
     return sentences

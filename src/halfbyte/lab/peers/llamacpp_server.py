@@ -24,6 +24,7 @@ REASONS = {
     "layers": "llama.cpp runs the formats that are in the file; give a GGUF that has these",
     "sinks": "llama.cpp runs the model's sinks, always",
     "speculate": "name llama.cpp's draft model with its own flags (--engine-flag=-md --engine-flag FILE)",
+    "experts_in_host": "name the layers with llama.cpp's own flag (--engine-flag=--n-cpu-moe --engine-flag N)",
     "cpu_instructions": "llama.cpp was built for every instruction of this processor",
 }
 KNOWN = ("threads", "kv_dtype", "graphs")
@@ -57,9 +58,13 @@ class LlamaCppPeer:
         command = [str(llamacpp.built() / "llama-server"), "-m", str(file), "--host", "127.0.0.1"]
         command += ["--port", str(setup.port), "-t", threads, "--parallel", str(SLOTS), "--kv-unified"]
         command += ["-c", str(min(context, 8192) * 2), "--no-webui", "--metrics"]
+        command += ["--cache-ram", "0"]  # else it keeps every prompt in memory, which looks like a leak
         if gates.kv_dtype in KV:
             command += ["-ctk", KV[gates.kv_dtype], "-ctv", KV[gates.kv_dtype], "-lv", "4"]  # so that its log tells
         if setup.device == "cpu":
             command += ["-ngl", "0"]
         environment = {"GGML_CUDA_DISABLE_GRAPHS": "1"} if gates.graphs == "off" else {}
-        return Launch((*command, *setup.flags), environment, dialect="llama.cpp")
+        own = (
+            setup.file is not None
+        )  # a GGUF of the embedded model, which `shared_weights.py` writes without a template
+        return Launch((*command, *setup.flags), environment, dialect="llama.cpp", renders_chat=not own)

@@ -40,7 +40,7 @@ _GATES = {"HALFBYTE_PRESET", *(name for axis in AXES for name in axis.variables)
 
 
 @dataclass(frozen=True)
-class Limits:
+class TimeLimits:
     """Seconds that an engine has."""
 
     start_s: float = 300.0
@@ -78,10 +78,10 @@ class Ending:
 
 class PeerProcess:
     def __init__(
-        self, peer: Peer, setup: Setup, folder: Path, limits: Limits | None = None, *, debug: bool = False
+        self, peer: Peer, setup: Setup, folder: Path, limits: TimeLimits | None = None, *, debug: bool = False
     ) -> None:
         self.peer, self.setup, self.folder = peer, replace(setup, folder=folder), folder
-        self.limits, self.debug = limits or Limits(), debug
+        self.limits, self.debug = limits or TimeLimits(), debug
         self.log, self._status = folder / "server.log", folder / "keeper.json"
         self.launch = Launch()
         self.startup, self.ending = Startup(), Ending()
@@ -146,7 +146,9 @@ class PeerProcess:
         self._environment |= {**self.setup.environment, **self.launch.environment}
         self._status.unlink(missing_ok=True)
         wrapped = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), str(self.limits.stop_s), str(self._status)]
-        with self.log.open("ab") as log:
+        if self.launch.record is not None:
+            self.launch.record.unlink(missing_ok=True)  # of an earlier run in this folder
+        with self.log.open("wb") as log:
             self._keeper = start_child(
                 [*wrapped, *self.launch.command], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 env=self._environment,
@@ -178,7 +180,7 @@ class PeerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the engine itself, not of its keeper."""
+        """The process id of the engine itself, not of its keeper."""
         deadline = time.monotonic() + self.limits.start_s
         while (pid := self._said().get("pid")) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -187,7 +189,7 @@ class PeerProcess:
 
     @property
     def alive(self) -> bool:
-        """Of a URL nobody knows more than whether it answers."""
+        """Whether it runs; an engine at a URL counts as alive."""
         if self._keeper is None:
             return bool(self.launch.url)
         if self._keeper.poll() is not None:
@@ -223,7 +225,7 @@ class PeerProcess:
         return lines
 
     def memory_bytes(self) -> int | None:
-        """Of all its processes, what they share counted once where the kernel says; None of an engine elsewhere."""
+        """Memory of its processes, shared pages once where the kernel says; None of an engine elsewhere."""
         if self._keeper is None:
             return None
         total = 0
@@ -232,6 +234,16 @@ class PeerProcess:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     total += _proportional(process)
         return total
+
+    def peak_bytes(self) -> int | None:
+        """The most memory that each of its processes has had, added up; None of an engine elsewhere, or where the
+        kernel does not say."""
+        peaks = []
+        for process in self._tree() if self._keeper is not None else ():
+            with contextlib.suppress(OSError, ValueError, psutil.Error):
+                status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+                peaks += [1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")]
+        return sum(peaks) or None
 
     def zombies(self) -> list[str]:
         """Processes of the engine that ended and that it does not take note of."""

@@ -56,7 +56,7 @@ def sglang_flags(gates: Gates) -> tuple[list[str], list[str]]:
             refusals.append(f"--moe-kernel {kernel}: of these SGLang has {', '.join(MOE)} for MXFP4.")
         else:
             flags += ["--moe-runner-backend", MOE[kernel]]
-    if gates.activation not in ("auto", "bf16"):
+    if gates.activation not in ("auto", "float", "bf16"):
         refusals.append(f"--activation {gates.activation}: SGLang's MXFP4 kernels choose their own; use auto or bf16.")
     if gates.attention != "auto":
         if gates.attention in ATTENTION:

@@ -14,10 +14,10 @@ from halfbyte.lab.peers.launch import Launch, Progress, Setup
 
 class UrlPeer:
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"{url!r} is no address of an engine; one looks like http://127.0.0.1:8000.")
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = parts.geturl().rstrip("/").removesuffix("/v1")
         self.name = parts.netloc
 
     def prepare(self, setup: Setup, progress: Progress) -> Setup:

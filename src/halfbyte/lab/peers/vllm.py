@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
-from halfbyte.errors import UsageError
+from halfbyte.errors import PeerError, UsageError
 from halfbyte.gates import AXES, PerRegime, child_environment
 from halfbyte.lab.child import run_child
 from halfbyte.lab.peers.bf16_copy import bf16_copy
@@ -37,10 +37,8 @@ class VllmPeer:
         environment = child_environment(**setup.environment)
         try:
             self._older = bool(run_child(asked, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=environment))
-        except OSError as e:
-            raise UsageError(
-                f"{asked[0]} cannot be started ({e.strerror}); --engine-python names an interpreter."
-            ) from None
+        except PeerError as e:
+            raise UsageError(f"{asked[0]} cannot be started ({e}) --engine-python names an interpreter.") from None
         on_cpu = load.resolve_device(setup.device).type == "cpu"
         own = setup.file is None and load.resolve_model(setup.model).path == load.EMBEDDED
         if own and on_cpu and not self._plugin:
@@ -60,7 +58,7 @@ class VllmPeer:
         record = setup.folder / RECORD if self._plugin else None
         serving = Serving(host="127.0.0.1", port=setup.port, record=record)
         made = vllm_command(
-            setup.file or str(name.path), gates, serving=serving, words=setup.flags, plugin=self._plugin,
+            setup.file or str(name.path), gates, serving=serving, arguments=setup.flags, plugin=self._plugin,
             environment=setup.environment, python=setup.python or sys.executable,
         )  # fmt: skip
         hosts = refused(setup.gates, [a.field for a in AXES if a.field not in HOST], "vLLM")
@@ -68,4 +66,7 @@ class VllmPeer:
         if self._older:
             at = command.index("serve")
             command = (*command[: at - 1], OLDER_ENTRY, "--model", *command[at + 1 :])
-        return Launch(command, made.environment, (*made.refusals, *hosts), record=record)
+        chat = (
+            name.path != load.EMBEDDED
+        )  # vLLM renders gpt-oss with OpenAI's vocabulary, which the embedded model has not
+        return Launch(command, made.environment, (*made.refusals, *hosts), record=record, renders_chat=chat)

@@ -15,18 +15,18 @@ from typing import Any
 from halfbyte.errors import UsageError
 from halfbyte.lab.compare import judge, key_of, name_of
 from halfbyte.lab.kernel_table import KernelTable, from_dict, from_profile
-from halfbyte.lab.report.plots import Line, Plot
-from halfbyte.lab.report.sources import Collected, Published
+from halfbyte.lab.report.plots import Plot, Series
+from halfbyte.lab.report.sources import Collected, EngineVerdicts, Published
 from halfbyte.lab.result import Cell, Figure, Result, ResultFile
+from halfbyte.lab.statistics import number
 from halfbyte.lab.store import Entry
-from halfbyte.lab.table import number
 
 PATHS = ("engine", "http")  # what a user gets; bare graphs and phases are no leaderboard's matter
 KINDS = ("prompt", "decode", "serving")
 
 
 @dataclass(frozen=True)
-class Measurement:
+class FiledResult:
     """A result with the file it came from."""
 
     entry: Entry
@@ -39,7 +39,7 @@ class Measurement:
 
     @property
     def model(self) -> str:
-        return self.cell.model.removeprefix("random:")
+        return self.cell.model
 
     @property
     def who(self) -> str:
@@ -52,14 +52,14 @@ class Measurement:
         return any(f.name == name for f in self.result.figures)
 
 
-def measurements(collected: Collected) -> list[Measurement]:
+def measurements(collected: Collected) -> list[FiledResult]:
     """Oldest first."""
-    return [Measurement(entry, file, r) for entry, file in collected.files for r in file.results]
+    return [FiledResult(entry, file, r) for entry, file in collected.files for r in file.results]
 
 
-def newest(found: Iterable[Measurement]) -> list[Measurement]:
+def newest(found: Iterable[FiledResult]) -> list[FiledResult]:
     """The last of every cell and machine, and refusals only where nothing newer was measured."""
-    kept: dict[tuple[str, str], Measurement] = {}
+    kept: dict[tuple[str, str], FiledResult] = {}
     for m in found:
         kept[m.entry.machine, key_of(m.cell)] = m
     return list(kept.values())
@@ -81,6 +81,7 @@ class Place:
     file: str = ""  # where its metadata is
     how: str = "measured"
     state: str = "measured"
+    checked: bool = False  # its engine passed levels 1 to 3 of the protocol
 
 
 @dataclass(frozen=True)
@@ -95,18 +96,46 @@ class Board:
         return len({p.who.startswith("halfbyte") for p in self.places}) > 1
 
 
-def boards(found: Sequence[Measurement], others: Sequence[Published]) -> list[Board]:
+class Standings:
+    """Which engines went through the protocol: by the file of a run, or as the same engine with the same model and
+    gates on the same machine."""
+
+    def __init__(self, results: Sequence[FiledResult], verdicts: Mapping[str, EngineVerdicts]) -> None:
+        self._of_file = verdicts
+        runs = [(m, verdicts[m.entry.hash]) for m in results if m.entry.hash in verdicts]
+        self._of_engine = {self._engine(m): run for m, run in runs}
+
+    def _engine(self, m: FiledResult) -> tuple[str, ...]:
+        return (m.entry.machine, m.who, m.model)
+
+    def run_of(self, m: FiledResult) -> EngineVerdicts | None:
+        return self._of_file.get(m.entry.hash) or self._of_engine.get(self._engine(m))
+
+    def believed(self, results: Sequence[FiledResult]) -> list[FiledResult]:
+        """Without engines that did not pass levels 1 to 3."""
+        return [m for m in results if (run := self.run_of(m)) is None or not run.unranked]
+
+
+def boards(
+    found: Sequence[FiledResult], others: Sequence[Published], verdicts: Mapping[str, EngineVerdicts] | None = None
+) -> list[Board]:
+    """An engine whose run of the protocol did not pass levels 1 to 3 is listed and has no place; one that had no such
+    run stands behind all that passed."""
+    standings = Standings(found, verdicts or {})
     groups: dict[tuple[str, str, str], dict[str, Place]] = {}  # the newest of everybody
     for m in newest(found):
         if m.cell.kind not in KINDS or m.cell.path not in PATHS:
             continue
         test = test_of(m.cell)
-        if m.result.refused:
+        run = standings.run_of(m)
+        if run is not None and run.unranked:
+            place = Place(m.who, None, run.unranked, file=m.entry.name, how="not ranked", state="not ranked")
+        elif m.result.refused:
             place = Place(m.who, None, m.result.refused, file=m.entry.name, how=m.result.state, state=m.result.state)
         else:
             f = m.result.figure("speed")
             ceiling = None if f.ceiling is None else f.ceiling.value
-            place = Place(m.who, f.value, spread(f), share(f), ceiling, file=m.entry.name)
+            place = Place(m.who, f.value, spread(f), share(f), ceiling, file=m.entry.name, checked=run is not None)
         groups.setdefault((m.entry.machine, m.model, test), {})[place.who] = place
     for p in others:
         shape: dict[str, Any] = {p.test[:2]: int(p.test[2:]), "depth": p.depth, "concurrency": p.concurrency}
@@ -130,11 +159,18 @@ def test_of(cell: Cell) -> str:
 
 
 def ranked(places: Sequence[Place]) -> list[Place]:
-    peers = [p.value for p in places if p.value is not None and not p.who.startswith("halfbyte")]
+    some = any(p.checked for p in places)  # else the order is by speed alone, and every place says that
+    peers = [
+        p.value
+        for p in places
+        if p.value is not None
+        and not p.who.startswith("halfbyte")
+        and (p.checked or p.state == "published" or not some)
+    ]
     best = max(peers, default=None)
     made = []
-    for p in sorted(places, key=lambda p: -(p.value or 0.0)):
-        ours = p.who.startswith("halfbyte") and p.value is not None and best
+    for p in sorted(places, key=lambda p: (p.value is None, some and not p.checked, -(p.value or 0.0))):
+        ours = p.who.startswith("halfbyte") and p.value is not None and best and (p.checked or not some)
         made.append(Place(**(vars(p) | {"against": f"{p.value / best:.2f}x" if ours and p.value and best else ""})))
     return made
 
@@ -153,7 +189,7 @@ def share(f: Figure) -> str:
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
 
-def curves(found: Sequence[Measurement], others: Sequence[Published], over: str) -> Iterator[Plot]:
+def curves(found: Sequence[FiledResult], others: Sequence[Published], over: str) -> Iterator[Plot]:
     """Speed over `depth` (of one stream) or over `concurrency` (of one depth), a plot for each machine, model and
     test."""
     fixed = "concurrency" if over == "depth" else "depth"
@@ -184,7 +220,9 @@ def curves(found: Sequence[Measurement], others: Sequence[Published], over: str)
         if key in groups or over == "concurrency":
             groups.setdefault(key, {}).setdefault(p.engine, {})[float(at[over])] = p.value
     for (machine, model, test, held), series in sorted(groups.items(), key=str):
-        lines = [Line(who, sorted(points.items()), who in dashed) for who, points in series.items() if len(points) > 1]
+        lines = [
+            Series(who, sorted(points.items()), who in dashed) for who, points in series.items() if len(points) > 1
+        ]
         if any(not line.dashed for line in lines):
             lines.sort(key=lambda line: (line.dashed, not line.name.startswith("halfbyte")))
             behind = f", d{held}" if over == "concurrency" and held else ""
@@ -192,7 +230,7 @@ def curves(found: Sequence[Measurement], others: Sequence[Published], over: str)
             yield Plot(f"{model} {test}{behind} · {machine}", words, "tokens/s", lines, log_x=True)
 
 
-def latencies(found: Sequence[Measurement]) -> Iterator[Plot]:
+def latencies(found: Sequence[FiledResult]) -> Iterator[Plot]:
     """First-token latency over throughput, a line for each engine, workload and way of arrival."""
     groups: dict[tuple[str, str, str], dict[str, list[tuple[float, float]]]] = {}
     for m in newest(found):
@@ -206,11 +244,23 @@ def latencies(found: Sequence[Measurement]) -> Iterator[Plot]:
         point = m.result.figure("speed").value, m.result.figure(name).value
         groups.setdefault((m.entry.machine, m.model, work), {}).setdefault(m.who + way, []).append(point)
     for (machine, model, work), series in sorted(groups.items()):
-        lines = [Line(who, points) for who, points in series.items()]
+        lines = [Series(who, points) for who, points in series.items()]
         yield Plot(f"{model}, {work} · {machine}", "tokens/s of all streams", "first token, p99, ms", lines, log_y=True)
 
 
 # ---- the matrix -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GateChoice:
+    """One value of a gate, over all cells that have it."""
+
+    name: str
+    run: int
+    invalid: int
+    refused: int
+    speed: str  # the best decode speed
+    share: int  # of the best of all, in percent
 
 
 @dataclass(frozen=True)
@@ -222,12 +272,14 @@ class Heat:
     rows: Sequence[Sequence[tuple[str, str, str]]]
     counts: Mapping[str, int]
     refused: Sequence[str] = ()  # choices that nothing ran with
+    choices: Sequence[GateChoice] = ()
+    not_timed: int = 0  # cells that ran beside other work
 
 
-def heat_maps(found: Sequence[Measurement]) -> list[Heat]:
+def heat_maps(found: Sequence[FiledResult]) -> list[Heat]:
     """A map for each machine, engine and model: for each pair of choices the best decode speed there, against the best
     of all, or that every such cell was refused, or that one of them is INVALID."""
-    groups: dict[str, list[Measurement]] = {}
+    groups: dict[str, list[FiledResult]] = {}
     for m in newest(found):
         if m.cell.kind == "matrix":
             title = f"{m.cell.engine or 'halfbyte'}, {m.model} · {m.entry.machine}"
@@ -235,34 +287,54 @@ def heat_maps(found: Sequence[Measurement]) -> list[Heat]:
     return [_heat_map(title, cells) for title, cells in sorted(groups.items())]
 
 
-def _heat_map(title: str, cells: Sequence[Measurement]) -> Heat:
-    chosen = [({f"{k} {v}" for k, v in m.cell.gates.items()}, m) for m in cells]
+def _heat_map(title: str, cells: Sequence[FiledResult]) -> Heat:
+    chosen = [({choice_name(k, str(v)) for k, v in m.cell.gates.items()}, m) for m in cells]
     every = sorted(set().union(*(c for c, _ in chosen)))
     names = [n for n in every if any(n in c and m.result.state != "refused" for c, m in chosen)]
     best = max((_decode(m) for m in cells), default=0.0)
     rows = [[_heat([m for c, m in chosen if a in c and b in c], best) for b in names] for a in names]
     states = [m.result.state for m in cells]
     counts = {s: states.count(s) for s in ("measured", "refused", "INVALID")}
-    return Heat(title, names, rows, counts, [n for n in every if n not in names])
+    choices = [_choice(n, [m for c, m in chosen if n in c], best) for n in names]
+    not_timed = sum("not_timed" in m.result.detail for m in cells)
+    return Heat(title, names, rows, counts, [n for n in every if n not in names], choices, not_timed)
 
 
-def _decode(m: Measurement) -> float:
-    """Of a cell of the matrix; 0 where it has none."""
+def choice_name(axis: str, value: str) -> str:
+    """A gate and its value; one format of all groups of layers is written once."""
+    parts = dict(part.partition("=")[::2] for part in value.split(",")) if axis == "layers" and "=" in value else {}
+    groups = {name: form for name, form in parts.items() if "." not in name}
+    if len(groups) > 3 and len(set(groups.values())) == 1:
+        value = ", ".join([*dict.fromkeys(groups.values()), *(f"{k}={v}" for k, v in parts.items() if "." in k)])
+    return f"{axis} {value}"
+
+
+def _choice(name: str, here: Sequence[FiledResult], best: float) -> GateChoice:
+    states = [m.result.state for m in here]
+    speed = max((_decode(m) for m in here), default=0.0)
+    return GateChoice(
+        name, states.count("measured"), states.count("INVALID"), states.count("refused"),
+        number(speed) if speed else "", round(100 * speed / best) if best else 0,
+    )  # fmt: skip
+
+
+def _decode(m: FiledResult) -> float:
+    """The speed of a cell of the matrix; 0 where it has none."""
     return next((f.value for f in m.result.figures if f.name in ("decode", "speed")), 0.0)
 
 
-def _heat(here: Sequence[Measurement], best: float) -> tuple[str, str, str]:
+def _heat(here: Sequence[FiledResult], best: float) -> tuple[str, str, str]:
     if not here:
         return "none", "", "not in the matrix"
     title = "; ".join(f"{name_of(m.cell)}: {m.result.refused or 'measured'}"[:160] for m in here[:4])
     if any(m.result.state == "INVALID" for m in here):
-        return "invalid", "INVALID", title
+        return "invalid", "×", title
     good = max(_decode(m) for m in here)
     if good and best:
         return f"heat-{round(9 * good / best)}", f"{100 * good / best:.0f}", title
     if any(m.result.state == "measured" for m in here):
-        return "heat-5", "ran", title
-    return "refused", "refused", title
+        return "heat-5", "+", title
+    return "refused", "–", title
 
 
 # ---- kernels, history, refusals ------------------------------------------------------------------------------------
@@ -275,7 +347,7 @@ class Kernels:
     table: KernelTable
 
 
-def kernels(found: Sequence[Measurement]) -> list[Kernels]:
+def kernels(found: Sequence[FiledResult]) -> list[Kernels]:
     made = []
     for m in newest(found):
         try:
@@ -309,14 +381,14 @@ class History:
     @property
     def plot(self) -> Plot:
         points = list(enumerate(self.values))
-        line = Line(
+        line = Series(
             "", [(float(i), v) for i, v in points], marked=[(float(i), self.values[i]) for i in self.regressions]
         )
         return Plot(self.title, "", self.unit, [line], ticks=list(self.when))
 
 
-def histories(found: Sequence[Measurement], figures: Sequence[str] = ("speed", "ttft", "ttft_p99")) -> list[History]:
-    series: dict[tuple[str, str, str], list[tuple[Measurement, Figure]]] = {}
+def histories(found: Sequence[FiledResult], figures: Sequence[str] = ("speed", "ttft", "ttft_p99")) -> list[History]:
+    series: dict[tuple[str, str, str], list[tuple[FiledResult, Figure]]] = {}
     for m in found:
         for f in m.result.figures:
             if f.name in figures:
@@ -336,18 +408,26 @@ def histories(found: Sequence[Measurement], figures: Sequence[str] = ("speed", "
 
 @dataclass(frozen=True)
 class Refusal:
+    """One reason, and every cell that has it."""
+
     state: str
-    name: str
     why: str
     file: str
-    shown: str  # what an INVALID cell had shown
+    cells: Sequence[tuple[str, str]]  # name; what an INVALID cell had shown
 
 
-def refusals(found: Sequence[Measurement]) -> list[Refusal]:
-    made = []
+def refusals(found: Sequence[FiledResult]) -> list[Refusal]:
+    """INVALID ones first; reasons that differ in numbers alone are one."""
+    groups: dict[tuple[str, str, str], list[tuple[str, str, str]]] = {}
     for m in newest(found):
         if m.result.refused:
             shown = ", ".join(f"{f['name']} {number(f['value'])} {f['unit']}"
                               for f in m.result.detail.get("not_believed", ())[:4])  # fmt: skip
-            made.append(Refusal(m.result.state, name_of(m.cell), m.result.refused, m.entry.name, shown))
-    return sorted(made, key=lambda r: (r.state != "INVALID", r.name))
+            alike = re.sub(r"\d+(\.\d+)?", "0", m.result.refused)
+            row = name_of(m.cell), shown, m.result.refused
+            groups.setdefault((m.result.state, m.entry.name, alike), []).append(row)
+    made = [
+        Refusal(state, rows[0][2], file, [(name, shown) for name, shown, _ in sorted(rows)])
+        for (state, file, _), rows in groups.items()
+    ]
+    return sorted(made, key=lambda r: (r.state != "INVALID", -len(r.cells), r.why))

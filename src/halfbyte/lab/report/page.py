@@ -16,14 +16,16 @@ from halfbyte.errors import UsageError
 from halfbyte.lab.compare import flat
 from halfbyte.lab.kernel_table import CATEGORIES
 from halfbyte.lab.report import content, plots
-from halfbyte.lab.report.content import Board, Measurement
+from halfbyte.lab.report.content import Board, FiledResult
 from halfbyte.lab.report.sources import Collected
 
 HERE = Path(__file__).parent
 SECTIONS = (
-    ("boards", "Leaderboard"), ("depth", "Depth"), ("concurrency", "Concurrency"), ("latency", "Latency"),
-    ("matrix", "Matrix"), ("kernels", "Kernels"), ("history", "History"), ("refused", "INVALID"), ("files", "Metadata"),
+    ("verdicts", "Verdicts"), ("boards", "Leaderboard"), ("depth", "Depth"), ("concurrency", "Concurrency"),
+    ("latency", "Latency"), ("matrix", "Matrix"), ("kernels", "Kernels"), ("history", "History"),
+    ("refused", "INVALID"), ("files", "Metadata"),
 )  # fmt: skip
+LEAD = 8  # tests in the first drawing, where one engine stands alone
 HISTORIES = 12  # drawn; the others are counted
 BARS = ("pp2048", "tg128 @ d2048", "tg32")  # tests whose boards are drawn, in this order
 FACTS = (
@@ -40,25 +42,33 @@ def render(collected: Collected, title: str = "halfbyte: results", made: str = "
     except ImportError:
         raise UsageError("the report needs jinja2: pip install 'halfbyte[report]'.") from None
     found = content.measurements(collected)
+    believed = content.Standings(found, collected.verdicts).believed(found)
     states = [m.result.state for m in found]
-    boards = content.boards(found, collected.published)
+    boards = content.boards(found, collected.published, collected.verdicts)
     histories = content.histories(found)
     kernels = content.kernels(found)
     values: dict[str, Any] = {
-        "title": title, "made": made, "note": note, "version": halfbyte.__version__, "sections": SECTIONS,
+        "title": title, "made": made, "note": note, "version": halfbyte.__version__, 
         "collected": collected,
         "style": (HERE / "page.css").read_text(encoding="utf-8"), "span": _span(collected),
         "counts": {s: states.count(s) for s in ("measured", "refused", "INVALID")},
         "transcribed": sorted({p.how for p in collected.published}),
         "boards": _grouped(boards), "charts": _charts(boards),
-        "depth": _plots(content.curves(found, collected.published, "depth"), "depth"),
-        "concurrency": _plots(content.curves(found, collected.published, "concurrency"), "streams"),
-        "latency": _plots(content.latencies(found), "latency"), "serving": _serving(found),
+        "lead": _lead(boards),
+        "depth": _plots(content.curves(believed, collected.published, "depth"), "depth"),
+        "concurrency": _plots(content.curves(believed, collected.published, "concurrency"), "streams"),
+        "latency": _plots(content.latencies(believed), "latency"), "serving": _serving(believed),
         "heats": content.heat_maps(found), "kernels": kernels, "kernel_chart": _kernel_chart(kernels),
         "history": [(h, plots.lines(h.plot, f"history{i}")) for i, h in enumerate(histories[:HISTORIES])],
         "more_history": max(0, len(histories) - HISTORIES), "refusals": content.refusals(found),
         "files": [_file(collected, i) for i in range(len(collected.files) - 1, -1, -1)],
     }  # fmt: skip
+    shown = {"refused": values["refusals"] or collected.unreadable, "matrix": values["heats"]}
+    runs = [(e, collected.verdicts[e.hash]) for e, _ in collected.files if e.hash in collected.verdicts]
+    values["verdicts"] = runs
+    shown |= {"latency": values["latency"] or values["serving"]}
+    values["shown"] = {id for id, _ in SECTIONS if shown.get(id, values.get(id))}
+    values["sections"] = [(id, name) for id, name in SECTIONS if id in values["shown"]]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string((HERE / "page.html").read_text(encoding="utf-8")).render(values)
 
@@ -87,6 +97,22 @@ def _charts(boards: Sequence[Board]) -> Mapping[str, list[str]]:
     return charts
 
 
+def _lead(boards: Sequence[Board]) -> str:
+    """The page's first drawing: a decode test in which most engines stand; of a single engine all that it was asked."""
+    rows = {id(b): [p for p in b.places if p.value is not None and p.state == "measured"] for b in boards}
+    boards = [b for b in boards if rows[id(b)]]
+    if not boards:
+        return ""
+    best = max(boards, key=lambda b: (len(rows[id(b)]), "tg" in b.test, b.test in BARS))
+    if len(rows[id(best)]) > 1:
+        bars = [(p.who, p.value or 0.0, p.ceiling) for p in rows[id(best)]]
+        return plots.bars(f"{best.model} {best.test} · {best.machine}", bars, "tokens/s", "lead")
+    same = [b for b in boards if (b.machine, b.model) == (best.machine, best.model) and "pp" not in b.test][:LEAD]
+    bars = [(b.test, rows[id(b)][0].value or 0.0, rows[id(b)][0].ceiling) for b in same or [best]]
+    who = rows[id(best)][0].who
+    return plots.bars(f"{best.model} · {best.machine} · {who}", bars, "tokens/s", "lead")
+
+
 def _plots(found: Any, salt: str) -> list[str]:
     return [plots.lines(plot, f"{salt}{i}") for i, plot in enumerate(found)]
 
@@ -100,7 +126,7 @@ def _kernel_chart(kernels: Sequence[content.Kernels]) -> str:
     return plots.stacked("Time by category", rows, (*CATEGORIES, "idle"), "kernels") if rows else ""
 
 
-def _serving(found: Sequence[Measurement]) -> list[dict[str, str]]:
+def _serving(found: Sequence[FiledResult]) -> list[dict[str, str]]:
     rows = []
     for m in content.newest(found):
         if m.cell.kind != "serving" or m.result.refused:

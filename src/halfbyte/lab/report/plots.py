@@ -19,7 +19,7 @@ MARKERS = "osD^vPX"
 
 
 @dataclass(frozen=True)
-class Line:
+class Series:
     name: str
     points: Sequence[tuple[float, float]]
     dashed: bool = False  # a ceiling, or somebody else's published figures
@@ -31,7 +31,7 @@ class Plot:
     title: str
     x: str
     y: str
-    lines: Sequence[Line]
+    lines: Sequence[Series]
     log_x: bool = False
     log_y: bool = False
     ticks: Sequence[str] = field(default_factory=list)  # of a history: names of the points

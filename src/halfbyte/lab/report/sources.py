@@ -6,11 +6,12 @@ is too large or no result file is listed as unreadable. Published figures are ke
 
 from __future__ import annotations
 
+import itertools
 import json
 import tarfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from halfbyte.errors import UsageError
@@ -19,7 +20,7 @@ from halfbyte.lab.result import ResultFile, from_json
 from halfbyte.lab.store import INDEX, Entry, entry_of
 
 PUBLISHED = PACKAGE / "data" / "published.json"
-LEVELS = "levels.json"  # what `halfbyte check` leaves beside its results
+RESULTS, LEVELS = "results.json", "levels.json"  # what `halfbyte check` leaves
 LARGEST = 64 << 20  # bytes of a member
 
 
@@ -42,11 +43,40 @@ class Published:
         return f"published: {self.source}" if self.how.startswith("published") else "measured here, transcribed"
 
 
+@dataclass(frozen=True)
+class LevelVerdict:
+    """What a level of the protocol said of one engine."""
+
+    level: str
+    name: str
+    verdict: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class EngineVerdicts:
+    """One run of the protocol; `cells` are its results' cells, by which it belongs to a result file."""
+
+    cells: str
+    levels: tuple[LevelVerdict, ...]
+
+    @property
+    def unranked(self) -> str:
+        """Why its figures take no place among others; empty for an engine that passed levels 1 to 3."""
+        verdicts = {v.level: v.verdict for v in self.levels}
+        missing = [f"level {n} {verdicts.get(n, 'did not run')}" for n in RANKED if verdicts.get(n) != "PASS"]
+        return f"not ranked: {', '.join(missing)}" if missing else ""
+
+
+RANKED = ("1", "1.5", "2", "3")  # levels that an engine must have passed
+
+
 @dataclass
 class Collected:
     files: list[tuple[Entry, ResultFile]] = field(default_factory=list)  # oldest first
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     published: list[Published] = field(default_factory=list)
+    verdicts: dict[str, EngineVerdicts] = field(default_factory=dict)  # by the hash of the result file
 
 
 def published(path: Path = PUBLISHED) -> list[Published]:
@@ -57,13 +87,22 @@ def collect(paths: Sequence[Path], *, elsewhere: bool = True) -> Collected:
     """`elsewhere`: also what others published of machines that none of these results is from."""
     found = Collected(published=published())
     seen: set[str] = set()
+    runs: list[EngineVerdicts] = []
+    names: set[str] = set()
     for name, data in _members(paths):
-        entry = entry_of(name, data)
+        if name == Path(LEVELS).stem:
+            runs += read_verdicts(data)
+            continue
+        entry = entry_of(unique(name, names), data)
         if entry.unreadable:
             found.unreadable.append((name, entry.unreadable))
         elif entry.hash not in seen:
             seen.add(entry.hash)
             found.files.append((entry, from_json(json.loads(data))))
+    for entry, file in found.files:
+        cells = _cells([asdict(r.cell) for r in file.results])
+        if run := next((r for r in runs if r.cells == cells), None):
+            found.verdicts[entry.hash] = run
     found.files.sort(key=lambda pair: (pair[0].time, pair[0].name))
     if not elsewhere:
         machines = {entry.machine for entry, _ in found.files}
@@ -71,10 +110,35 @@ def collect(paths: Sequence[Path], *, elsewhere: bool = True) -> Collected:
     return found
 
 
+def unique(name: str, names: set[str]) -> str:
+    """The name, with a number where another file has it: links of a page lead to it."""
+    numbered = (f"{name}-{k}" for k in itertools.count(2))
+    chosen = next(n for n in itertools.chain([name], numbered) if n not in names)
+    names.add(chosen)
+    return chosen
+
+
+def read_verdicts(data: bytes) -> list[EngineVerdicts]:
+    """The verdicts of a levels.json; empty for another file."""
+    try:
+        levels = json.loads(data)["levels"]
+        cells = _cells([r["cell"] for level in levels for r in level["results"]])
+        fields = ("level", "name", "verdict", "sentence")
+        return [EngineVerdicts(cells, tuple(LevelVerdict(*(str(o.get(f, "")) for f in fields)) for o in levels))]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def _cells(cells: Sequence[object]) -> str:
+    return json.dumps(cells, sort_keys=True, default=str)
+
+
 def _members(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
     for path in paths:
         if path.is_dir():
-            yield from ((p.stem, p.read_bytes()) for p in sorted(path.glob("*.json")) if _wanted(p.name))
+            # Every run of the protocol has its results under the same name: the folder's says more.
+            files = [p for p in sorted(path.glob("*.json")) if _wanted(p.name)]
+            yield from ((path.resolve().name if p.name == RESULTS else p.stem, p.read_bytes()) for p in files)
         elif not path.is_file():
             raise UsageError(f"there is no {path}; name a result file, a folder of them, or an archive.")
         elif path.name.endswith((".tar.gz", ".tgz", ".tar")):
@@ -108,4 +172,4 @@ def _zip(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _wanted(name: str) -> bool:
-    return name.endswith(".json") and Path(name).name not in (INDEX, LEVELS)
+    return name.endswith(".json") and Path(name).name != INDEX

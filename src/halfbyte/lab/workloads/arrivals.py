@@ -1,4 +1,5 @@
-"""When sessions begin: some at a time, each followed by the next (closed loop), or by themselves at a rate (Poisson).
+"""When sessions begin: some at a time, each followed by the next (closed loop), by themselves at a rate (Poisson), or
+with a number under way that goes up and down (staircase).
 
 An open arrival does not wait for a server, so a server that is too slow has a queue that grows for as long as anybody
 measures, and its latencies say how long that was. `saturation` notices it.
@@ -56,7 +57,27 @@ class Poisson:
         return times
 
 
-Arrivals = ClosedLoop | Poisson
+@dataclass(frozen=True)
+class Staircase:
+    """So many sessions at once as each of `levels` says in turn, for `seconds` in all."""
+
+    levels: tuple[int, ...]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.levels or min(self.levels) < 1 or not 0 < self.seconds < float("inf"):
+            raise UsageError("a staircase needs levels of at least one session and a time above 0 seconds.")
+
+    @property
+    def shape(self) -> dict[str, float]:
+        return {"seconds": self.seconds}
+
+    def level(self, at: float) -> int:
+        """Sessions at once, `at` seconds after the beginning."""
+        return self.levels[min(int(at / self.seconds * len(self.levels)), len(self.levels) - 1)]
+
+
+Arrivals = ClosedLoop | Poisson  # of a known number of sessions
 
 
 def saturation(begins: Sequence[float], ends: Sequence[float]) -> str:

@@ -44,7 +44,7 @@ class Workload:
     all_new: bool = False  # no prompt has a beginning that any other one has: a server's cache helps none of them
 
     def after(self, sessions: int) -> Workload:
-        """The same, begun so many sessions later: what a server has seen already is not asked again."""
+        """This workload, begun so many sessions later: what a server has seen already is not asked again."""
         return replace(self, session=lambda k: self.session(sessions + k))
 
 

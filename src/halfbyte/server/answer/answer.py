@@ -67,8 +67,11 @@ class Update:
     logprobs: list[Logprob] = field(default_factory=list)  # of these tokens, where they were asked for
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of the prompt's next tokens, the same
     reasoning_tokens: int = 0
+    reasoning_cut: bool = False  # the request's limit has ended the reasoning
     dropped_tokens: int = 0  # generated beside `tokens`, but they stood only for structure
     cached_tokens: int = 0
+    memory_tokens: int = 0  # of the cached ones, from host memory
+    disk_tokens: int = 0  # of the cached ones, from the disk
 
     def add(self, later: Update) -> None:
         self.pieces += later.pieces
@@ -80,8 +83,11 @@ class Update:
         self.logprobs = self.logprobs + later.logprobs
         self.prompt_logprobs = self.prompt_logprobs + later.prompt_logprobs
         self.reasoning_tokens += later.reasoning_tokens
+        self.reasoning_cut = self.reasoning_cut or later.reasoning_cut
         self.dropped_tokens += later.dropped_tokens
         self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
+        self.memory_tokens = max(self.memory_tokens, later.memory_tokens)
+        self.disk_tokens = max(self.disk_tokens, later.disk_tokens)
 
     def __bool__(self) -> bool:
         """Whether it says anything to a client."""

@@ -1,22 +1,29 @@
 """What the model thought before each of its calls, for clients that send the call back without it.
 
 gpt-oss has to see, between the calls of one turn, what it was thinking; most clients drop that, because their API has
-no field for it. Kept in memory under the call's own id, which nobody can guess; the oldest go first. Reasoning that a
-client does send back counts, whatever is kept here.
+no field for it. Kept in memory under the call's own id, for the key that the answer was made with; the oldest go first.
+Reasoning that a client does send back counts, whatever is kept here.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
+from halfbyte.byte_cache import ByteCache
 from halfbyte.server.answer.answer import Answer
 
 
 class CallMemory:
     def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self.bytes = 0
-        self._thoughts: OrderedDict[str, str] = OrderedDict()
+        self._thoughts: ByteCache[tuple[str, str], str] = ByteCache(most_bytes)  # by owner and id of the call
+
+    def of(self, owner: str) -> OwnCalls:
+        return OwnCalls(self._thoughts, owner)
+
+
+class OwnCalls:
+    """The part of the memory that belongs to one key."""
+
+    def __init__(self, thoughts: ByteCache[tuple[str, str], str], owner: str) -> None:
+        self._thoughts, self._owner = thoughts, owner
 
     def keep(self, answer: Answer) -> None:
         """Of a whole answer: what was thought since the call before."""
@@ -25,18 +32,10 @@ class CallMemory:
             if item.kind == "reasoning":
                 thought.append(item.text)
             elif item.call is not None and thought:
-                self._put(item.call.id, "\n\n".join(thought))
+                text = "\n\n".join(thought)
+                size = len(item.call.id) + 4 * len(text)  # at most: a character is four bytes
+                self._thoughts.put((self._owner, item.call.id), text, size)
                 thought = []
 
     def recall(self, call_id: str) -> str | None:
-        return self._thoughts.get(call_id)
-
-    def _put(self, call_id: str, thought: str) -> None:
-        self._thoughts[call_id] = thought
-        self.bytes += _size(call_id, thought)
-        while self.bytes > self.most_bytes:
-            self.bytes -= _size(*self._thoughts.popitem(last=False))
-
-
-def _size(call_id: str, thought: str) -> int:
-    return len(call_id) + 4 * len(thought)  # at most: a character is four bytes
+        return self._thoughts.get((self._owner, call_id))

@@ -13,7 +13,7 @@ from halfbyte.engine.request import SamplingParams, SourceInfo
 from halfbyte.harmony.messages import Message
 from halfbyte.server.answer.tools import Toolbox, ToolChoice
 from halfbyte.server.http.errors import bad_request
-from halfbyte.server.settings import Effort
+from halfbyte.server.settings import Effort, ServerSettings
 
 # Every effort a client may ask for, and what the model was trained on. "none" also skips the reasoning message.
 EFFORTS: dict[str, Effort] = {
@@ -25,6 +25,9 @@ EFFORTS: dict[str, Effort] = {
     "xhigh": "high",
     "max": "high",
 }
+
+
+MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings of a request, characters of each
 
 
 @dataclass(frozen=True)
@@ -60,27 +63,45 @@ class Conversation:
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_calls: bool = True
     effort: Effort = "medium"
+    max_reasoning_tokens: int | None = None  # None: as many as the model writes
     format: AnswerFormat | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_strings: tuple[str, ...] = ()
     opening: str | None = None  # what the answer must begin with; the client has that part already
+    opens_with_reasoning: bool = False  # the opening is reasoning, not yet the answer
     identity: str | None = None  # who the model is told it is, where not what it was trained on
+    owner: str = ""  # whose key the request came with
     input_field: str = "messages"  # what the API that was called has them in: errors name it
+
+    @property
+    def reasoning_limit(self) -> int | None:
+        """The most tokens of reasoning; None: no limit."""
+        return 0 if self.effort == "none" else self.max_reasoning_tokens
 
 
 def check_logit_bias(bias: dict[str, float] | None, info: SourceInfo) -> dict[int, float]:
     out: dict[int, float] = {}
     for key, value in (bias or {}).items():
-        if not (key.isascii() and key.isdigit()) or int(key) >= info.vocab:
-            raise bad_request(f"{key!r} is not a token id of this model (0 to {info.vocab - 1}).", "logit_bias")
+        # Longer ones than any id are not even read as numbers: Python refuses that beyond 4,300 digits.
+        if not (key.isascii() and key.isdigit()) or len(key) > 10 or int(key) >= info.vocab:
+            shown = key if len(key) <= 20 else f"{key[:20]}..."
+            raise bad_request(f"{shown!r} is not a token id of this model (0 to {info.vocab - 1}).", "logit_bias")
         out[int(key)] = value
     return out
 
 
-def check_stop_strings(stop: str | Sequence[str] | None, param: str = "stop", most: int = 16) -> tuple[str, ...]:
+def reasoning_limit(settings: ServerSettings, *limits: int | None) -> int | None:
+    """The first of a request's limits on reasoning that is set, else the server's. None, in a request -1: no limit."""
+    limit = next((tokens for tokens in limits if tokens is not None), settings.max_reasoning_tokens)
+    return None if limit == -1 else limit
+
+
+def check_stop_strings(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if len(strings) > most:
-        raise bad_request(f"at most {most} stop strings are taken.", param)
+    if len(strings) > MOST_STOPS:
+        raise bad_request(f"at most {MOST_STOPS} stop strings are taken.", param)
+    if any(len(s) > LONGEST_STOP for s in strings):
+        raise bad_request(f"a stop string has more than {LONGEST_STOP} characters; shorten it.", param)
     if any(not s for s in strings):
         raise bad_request("a stop string cannot be empty.", param)
     return tuple(dict.fromkeys(strings))

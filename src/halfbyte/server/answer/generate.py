@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from halfbyte.server.answer.answer import Answer, Update
+from halfbyte.server.answer.call_memory import OwnCalls
 from halfbyte.server.answer.prompt import Prompt
 from halfbyte.server.answer.pump import Pump
 from halfbyte.server.answer.reader import AnswerReader
@@ -24,8 +25,11 @@ from halfbyte.server.http.errors import ApiError, is_cancellation
 class Totals:
     prompt: int = 0
     cached: int = 0
+    from_memory: int = 0  # of the cached ones
+    from_disk: int = 0  # of the cached ones
     completion: int = 0
     reasoning: int = 0
+    reasoning_cut: bool = False  # the request's limit has ended the reasoning of a choice
 
 
 class UpdateSink(Protocol):
@@ -51,6 +55,7 @@ class Generation(Generic[A]):
         slot: Slot,
         prompt_tokens: int,
         streaming: bool,
+        calls: OwnCalls | None = None,
     ) -> None:
         self.service = service
         self.api = api
@@ -59,6 +64,7 @@ class Generation(Generic[A]):
         self.updates = updates
         self.slot = slot
         self.streaming = streaming
+        self.calls = calls
         self.totals = Totals(prompt=prompt_tokens)
         self.finish: list[str | None] = [None] * len(answers)
         self._gaps = service.metrics.gaps
@@ -122,12 +128,15 @@ class Generation(Generic[A]):
         for index, update in by_choice.items():
             answer = self.answers[index]
             answer.add(update)
-            if update.finish is not None and isinstance(answer, Answer):
-                self.service.calls.keep(answer)
+            if update.finish is not None and self.calls is not None and isinstance(answer, Answer):
+                self.calls.keep(answer)
             self.finish[index] = update.finish
             totals.completion += len(update.tokens) + update.dropped_tokens
             totals.reasoning += update.reasoning_tokens
+            totals.reasoning_cut = totals.reasoning_cut or update.reasoning_cut
             totals.cached = max(totals.cached, update.cached_tokens)
+            totals.from_memory = max(totals.from_memory, update.memory_tokens)
+            totals.from_disk = max(totals.from_disk, update.disk_tokens)
         return [update for update in by_choice.values() if update]
 
     def _record(self, reason: str, first: float | None, total: float) -> None:
@@ -139,6 +148,7 @@ class Generation(Generic[A]):
             cached=t.cached,
             completion=t.completion,
             reasoning=t.reasoning,
+            reasoning_cut=t.reasoning_cut,
         )
         metrics.latency(first, total)
         for reader in self.readers:
@@ -154,14 +164,16 @@ class Generation(Generic[A]):
 def generate(service: Service, prompt: Prompt, slot: Slot, *, streaming: bool) -> Generation[Answer]:
     """The answers to a conversation, not yet begun: the first batch asked for starts the engine."""
     service.log_prompt(prompt.tokens)
+    slot.hold(prompt.sampling.n)
     readers = [AnswerReader(service.harmony, prompt, i) for i in range(prompt.sampling.n)]
     return Generation(
         service,
         prompt.conversation.api,
         readers,
         [Answer() for _ in readers],
-        lambda: chat_updates(service, prompt, readers),
+        lambda: chat_updates(service, prompt, readers, slot.client),
         slot=slot,
         prompt_tokens=prompt.length,
         streaming=streaming,
+        calls=service.calls.of(prompt.conversation.owner),
     )

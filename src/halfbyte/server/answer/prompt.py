@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime as dt
 from dataclasses import dataclass, replace
 
-from halfbyte.engine.request import Constraint, SamplingParams, SourceInfo
+from halfbyte.engine.request import Constraint, ReasoningLimit, SamplingParams, SourceInfo
 from halfbyte.harmony.messages import DeveloperContent, Message, ReasoningEffort, SystemContent
 from halfbyte.harmony.render import render_prompt
+from halfbyte.harmony.triggers import reasoning_closings
 from halfbyte.server.answer.conversation import Conversation
 from halfbyte.server.answer.harmony_tokens import HarmonyTokens
 from halfbyte.server.answer.service import Service
@@ -25,6 +26,7 @@ class Prompt:
     tools: Toolbox  # those the model was shown
     sampling: SamplingParams  # max_tokens within the context, no stop strings
     constraint: Constraint | None
+    reasoning: ReasoningLimit | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -55,10 +57,13 @@ def make_prompt(service: Service, conversation: Conversation) -> Prompt:
             triggers=harmony.final_headers,
             end_tokens=(harmony.controls.return_,),
         )
-    length, most = len(context) + len(prefill), conversation.sampling.max_tokens
-    limit = tokens_left(length, most, service.source.info, conversation.input_field)
-    sampling = replace(conversation.sampling, stop=(), max_tokens=limit)
-    return Prompt(conversation, context, prefill, tools, sampling, constraint)
+    length = len(context) + len(prefill)
+    sampling = within_context(conversation.sampling, length, service.source.info, conversation.input_field)
+    reasoning = None
+    if (limit := conversation.reasoning_limit) is not None:
+        is_json = conversation.format is not None and conversation.format.is_json
+        reasoning = ReasoningLimit(limit, reasoning_closings(service.tokenizer, tools=bool(tools), json=is_json))
+    return Prompt(conversation, context, prefill, tools, replace(sampling, stop=()), constraint, reasoning)
 
 
 def _all_messages(conversation: Conversation, tools: Toolbox, settings: ServerSettings) -> list[Message]:
@@ -87,8 +92,9 @@ def _prefill(conversation: Conversation, tools: Toolbox, harmony: HarmonyTokens,
         if call_required:
             text = "an answer that must begin with given text cannot be a required tool call."
             raise bad_request(text, conversation.input_field)
-        return [*harmony.final_header, *budget.encode(conversation.opening)]
-    if conversation.effort == "none" and not call_required:
+        header = harmony.analysis_header if conversation.opens_with_reasoning else harmony.final_header
+        return [*header, *budget.encode(conversation.opening)]
+    if conversation.reasoning_limit == 0 and not call_required:
         # Without tools the answer begins at once. With them the model must still choose, so it is shown that it
         # has already thought, about nothing.
         if tools:
@@ -97,9 +103,9 @@ def _prefill(conversation: Conversation, tools: Toolbox, harmony: HarmonyTokens,
     return []
 
 
-def tokens_left(prompt: int, limit: int | None, info: SourceInfo, param: str) -> int:
-    """How many tokens may follow. An answer that fits less than it asked for ends with the reason "length"."""
-    left = info.max_context - prompt
+def within_context(sampling: SamplingParams, prompt: int, info: SourceInfo, param: str) -> SamplingParams:
+    """Limits that fit behind a prompt of so many tokens. An answer that they cut ends with the reason "length"."""
+    limit, left = sampling.max_tokens, info.max_context - prompt
     if left < (1 if limit is None else min(limit, 1)):
         raise ApiError(
             400,
@@ -107,4 +113,8 @@ def tokens_left(prompt: int, limit: int | None, info: SourceInfo, param: str) ->
             param=param,
             code="context_length_exceeded",
         )
-    return left if limit is None else min(limit, left)
+    return replace(
+        sampling,
+        max_tokens=left if limit is None else min(limit, left),
+        min_tokens=min(sampling.min_tokens, left),
+    )

@@ -8,13 +8,13 @@ of an answer is content, and where content must be JSON it is reasoning.
 from __future__ import annotations
 
 from halfbyte.engine.request import Logprob
-from halfbyte.harmony.header import Header
+from halfbyte.engine.stops import TextStopMatcher
+from halfbyte.harmony.header import MessageHeader
 from halfbyte.harmony.messages import COMMENTARY
 from halfbyte.harmony.parse import Event, Parser
 from halfbyte.server.answer.answer import Call, Item, Piece, TokenLogprob, Update
 from halfbyte.server.answer.harmony_tokens import HarmonyTokens
 from halfbyte.server.answer.prompt import Prompt
-from halfbyte.server.answer.stop_strings import StopMatcher
 
 
 class AnswerReader:
@@ -27,7 +27,7 @@ class AnswerReader:
         self._tools = prompt.tools
         self._parallel_calls = prompt.conversation.parallel_calls
         self._parser = Parser(harmony.tokenizer, prefix=prompt.prefill)
-        self._stop = StopMatcher(prompt.conversation.stop_strings)
+        self._stop = TextStopMatcher(prompt.conversation.stop_strings)
         self._update = Update(index)
         self._item_count = 0
         self._open: tuple[int, int, Item] | None = None  # the parser's message, the number of its item, the item
@@ -45,7 +45,7 @@ class AnswerReader:
     # ---- what the next request depends on -----------------------------------------------------
 
     @property
-    def header(self) -> Header | None:
+    def header(self) -> MessageHeader | None:
         """The header of the message that is being written, as far as it has been read."""
         return self._parser.header
 
@@ -61,19 +61,30 @@ class AnswerReader:
     # ---- tokens -------------------------------------------------------------------------------
 
     def read(self, tokens: list[int], logprobs: list[Logprob] | None, *, forced: bool = False) -> Update:
-        """`forced` tokens were put into the prompt by the server; the client never pays for them."""
-        if tokens and not self.done:
-            self._read(tokens, logprobs, forced)
+        """`forced` tokens were put into the prompt by the server; the client never pays for them. Nor does it for what
+        follows the token that ends the answer, so that the count does not depend on how many a step brings."""
+        count = len(tokens)
+        if self.done:
+            count = 0
+        elif self._stop.stops:
+            for at in range(count):
+                self._read(tokens[at : at + 1], None if logprobs is None else logprobs[at : at + 1], forced)
+                if self.done:
+                    count = at + 1
+                    break
+        elif tokens:
+            count = self._read(tokens, logprobs, forced)
         update, self._update = self._update, Update(self.index)
         if not forced:
-            update.tokens = tokens
+            update.tokens = tokens[:count]
         return update
 
-    def _read(self, tokens: list[int], logprobs: list[Logprob] | None, forced: bool) -> None:
+    def _read(self, tokens: list[int], logprobs: list[Logprob] | None, forced: bool) -> int:
+        """Read the tokens; returns how many, since nothing after the one that ends the answer is read."""
         structural = self._harmony.structural
         if logprobs is None and structural.isdisjoint(tokens):
             self._text(tokens, forced)
-            return
+            return len(tokens)
         start = 0
         for at, token in enumerate(tokens):
             # With log probabilities every token travels alone, so that it is known which message it was for.
@@ -87,9 +98,10 @@ class AnswerReader:
                     self._text([token], forced, logprobs[at] if logprobs else None)
                 start = at + 1
             if self.done:
-                return
+                return at + 1
         if start < len(tokens):
             self._text(tokens[start:], forced)
+        return len(tokens)
 
     def _text(self, tokens: list[int], forced: bool, logprob: Logprob | None = None) -> None:
         """Tokens without structure: they all belong to one message, or to a header."""

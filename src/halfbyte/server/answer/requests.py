@@ -5,7 +5,9 @@ reasons until its message ends, then the name of a tool is generated among those
 schema. The prefix cache makes the later steps cheap. A structured answer runs in one request under a trigger; if the
 model ended without ever beginning its answer, one more request begins it.
 
-Every token goes through the choice's reader as it arrives, and what to ask next is read off that reader.
+Every token goes through the choice's reader as it arrives, and what to ask next is read off that reader. Tokens that
+the server writes in the middle of an answer take room of the context as generated ones do; only generated ones count
+against `max_tokens`. An answer that runs out of either ends with the reason "length".
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from halfbyte.engine.request import Constraint, Delta, Logprob, Request
+from halfbyte.engine.offered_functions import offered_recipient
+from halfbyte.engine.request import Constraint, Delta, Logprob, ReasoningLimit, Request, Usage
 from halfbyte.errors import RequestError
 from halfbyte.server.answer.answer import Update
-from halfbyte.server.answer.harmony_tokens import HarmonyTokens
 from halfbyte.server.answer.prompt import Prompt
 from halfbyte.server.answer.pump import merge
 from halfbyte.server.answer.reader import AnswerReader
@@ -42,14 +44,23 @@ class Reader(Protocol):
     def end(self, reason: str) -> Update: ...
 
 
-def chat_updates(service: Service, prompt: Prompt, readers: list[AnswerReader]) -> AsyncIterator[Update]:
+def chat_updates(service: Service, prompt: Prompt, readers: list[AnswerReader], client: str) -> AsyncIterator[Update]:
     """All choices of a conversation, in as few engine requests as what it owes the client allows."""
-    strict = any(f.strict and f.parameters is not None for f in prompt.tools.functions)
-    if prompt.conversation.tool_choice.mode == "required" or strict or prompt.constraint is not None:
-        streams = [ChoiceRequests(service, prompt, reader).updates() for reader in readers]
+    required = prompt.conversation.tool_choice.mode == "required"
+    if required or prompt.tools.strict or prompt.constraint is not None:
+        streams = [ChoiceRequests(service, prompt, reader, client).updates() for reader in readers]
         return streams[0] if len(streams) == 1 else merge(streams)
+    bound = bool(prompt.tools) and service.settings.bind_tools
+    constraint = offered_recipient(service.tokenizer, prompt.tools.recipients) if bound else None
     timeout = service.settings.request_timeout
-    return single_request(service, Request(prompt.tokens, prompt.sampling, None, timeout), readers)
+    request = Request(prompt.tokens, prompt.sampling, constraint, timeout, client=client, reasoning=prompt.reasoning)
+    request.scope = service.settings.prefix_scope(client)
+    return single_request(service, request, readers, "tools" if bound else None)
+
+
+def count_cached(update: Update, usage: Usage) -> None:
+    update.cached_tokens, update.memory_tokens = usage.cached_tokens, usage.memory_tokens
+    update.disk_tokens = usage.disk_tokens
 
 
 async def single_request(
@@ -71,8 +82,9 @@ async def single_request(
                     continue
                 reader = readers[delta.index]
                 update = reader.read(delta.tokens, delta.logprobs)
+                update.reasoning_cut = delta.reasoning_cut
                 if delta.usage is not None:
-                    update.cached_tokens = delta.usage.cached_tokens
+                    count_cached(update, delta.usage)
                 if delta.finish is not None or reader.done:
                     running.discard(delta.index)
                     update.add(reader.end(delta.finish or "stop"))
@@ -90,14 +102,6 @@ def naming(error: RequestError, grammar_field: str | None) -> Exception:
     return ApiError(400, str(error), param=grammar_field)
 
 
-def offered_recipient(harmony: HarmonyTokens, functions: Sequence[Function]) -> Constraint:
-    """Holds a header to those who may be called; asleep until it says that somebody is."""
-    c = harmony.controls
-    names = "|".join(re.escape(f.recipient) for f in functions)
-    to = tuple(harmony.tokenizer.encode(" to="))
-    return Constraint("regex", f"({names}) ?", triggers=(to,), end_tokens=(c.channel, c.constrain, c.message))
-
-
 def raise_failure(delta: Delta) -> None:
     if delta.finish == "timeout":
         raise ApiError(504, "The request took longer than the server allows.", code="timeout")
@@ -107,18 +111,24 @@ def raise_failure(delta: Delta) -> None:
         raise ApiError(500, delta.error or "The engine failed on this request.", code="engine_error")
 
 
+class _OutOfTokensError(Exception):
+    """Neither the context nor `max_tokens` leaves a token for the next step of an answer."""
+
+
 class ChoiceRequests:
     """The engine requests of one choice, one after the other, as one stream of updates."""
 
-    def __init__(self, service: Service, prompt: Prompt, reader: AnswerReader) -> None:
+    def __init__(self, service: Service, prompt: Prompt, reader: AnswerReader, client: str) -> None:
         self.service = service
+        self.client = client
         self.harmony = service.harmony
         self.prompt = prompt
         self.reader = reader
         self.tokens = prompt.tokens
-        self.tokens_left = prompt.sampling.max_tokens or 0
-        self.cached_tokens: int | None = None
-        self.dropped_tokens = 0
+        self.limit_left = prompt.sampling.max_tokens or 0  # tokens that may still be generated for the client
+        self.context_left = service.source.info.max_context - len(self.tokens)  # tokens that still fit
+        self.first_usage: Usage | None = None
+        self.generated_tokens = self.dropped_tokens = self.reasoning_tokens = 0
         self.last_finish: str | None = None
         self.grammar_field: str | None = None  # what the last request's constraint came from
         seed = prompt.sampling.seed
@@ -135,22 +145,24 @@ class ChoiceRequests:
                     yield update
         except RequestError as e:
             raise naming(e, self.grammar_field) from None
+        except _OutOfTokensError:
+            self.last_finish = "length"
         yield self._end("length" if self.cut else "stop")
 
     def _steps(self) -> AsyncIterator[Update]:
         if self.prompt.conversation.tool_choice.mode == "required":
             return self._required_call()
-        if any(f.strict and f.parameters is not None for f in self.prompt.tools.functions):
-            return self._message_by_message()
-        return self._structured()
+        bound = bool(self.prompt.tools) and self.service.settings.bind_tools
+        return self._message_by_message() if bound or self.prompt.tools.strict else self._structured()
 
     @property
     def cut(self) -> bool:
-        return self.last_finish == "length" or self.tokens_left <= 0
+        return self.last_finish == "length"
 
     def _end(self, reason: str) -> Update:
         update = self.reader.end(reason)
-        update.cached_tokens, update.dropped_tokens = self.cached_tokens or 0, self.dropped_tokens
+        count_cached(update, self.first_usage or Usage())
+        update.dropped_tokens = self.dropped_tokens
         return update
 
     async def _request(
@@ -159,35 +171,55 @@ class ChoiceRequests:
         until: frozenset[int] = frozenset(),
         stop_after: tuple[int, ...] = (),
         constraint: Constraint | None = None,
+        closings: tuple[tuple[int, ...], ...] = (),
     ) -> AsyncIterator[Update]:
         """One engine request from where the tokens stand.
 
-        It ends at a token of `until`, which is not passed on, or of `stop_after`, which is.
+        It ends at a token of `until`, which is not passed on, or of `stop_after`, which is. `closings` replace those
+        of the prompt's limit on reasoning.
         """
+        max_tokens = min(self.limit_left, self.context_left)
+        if max_tokens < 1:
+            raise _OutOfTokensError
+        min_tokens = 0 if until or stop_after else self.sampling.min_tokens - self.generated_tokens
         sampling = replace(
             self.sampling,
-            max_tokens=self.tokens_left,
-            min_tokens=0 if until or stop_after else self.sampling.min_tokens,
+            max_tokens=max_tokens,
+            min_tokens=max(0, min(min_tokens, self.context_left)),
             stop_token_ids=(*self.sampling.stop_token_ids, *until, *stop_after),
         )
-        request = Request(self.tokens.copy(), sampling, constraint, self.service.settings.request_timeout)
+        timeout = self.service.settings.request_timeout
+        reasoning = self.prompt.reasoning
+        if reasoning is not None:
+            left = max(0, reasoning.tokens - self.reasoning_tokens)
+            reasoning = ReasoningLimit(left, closings or reasoning.closings)
+        request = Request(self.tokens.copy(), sampling, constraint, timeout, client=self.client, reasoning=reasoning)
+        request.scope = self.service.settings.prefix_scope(self.client)
         self.last_finish = None
         self.grammar_field = self._field_of(constraint)
         async with auto_close(self.service.source.stream(request)) as deltas:
             async for delta in deltas:
                 raise_failure(delta)
                 tokens, logprobs = delta.tokens, delta.logprobs
-                self.tokens_left -= len(tokens)
+                self.generated_tokens += len(tokens)
+                self.limit_left -= len(tokens)
+                self.context_left -= len(tokens)
+                dropped = 0
                 if not until.isdisjoint(tokens):
                     positions = [at for at, token in enumerate(tokens) if token not in until]
-                    self.dropped_tokens += len(tokens) - len(positions)
+                    dropped = len(tokens) - len(positions)
                     logprobs = None if logprobs is None else [logprobs[at] for at in positions]
                     tokens = [tokens[at] for at in positions]
                 self.tokens += tokens
-                if delta.usage is not None and self.cached_tokens is None:
-                    self.cached_tokens = delta.usage.cached_tokens  # later requests find this one's own tokens
+                if delta.usage is not None and self.first_usage is None:
+                    self.first_usage = delta.usage  # later requests find this one's own tokens
                 self.last_finish = delta.finish
-                yield self.reader.read(tokens, logprobs)
+                update = self.reader.read(tokens, logprobs)
+                update.reasoning_cut = delta.reasoning_cut
+                self.reasoning_tokens += update.reasoning_tokens
+                if not self.reader.done:  # else the answer ended before them
+                    self.dropped_tokens += dropped
+                yield update
 
     def _field_of(self, constraint: Constraint | None) -> str | None:
         format = self.prompt.conversation.format
@@ -196,7 +228,10 @@ class ChoiceRequests:
         return None if constraint is None else "tools"
 
     def _force(self, tokens: list[int]) -> Update:
-        """Tokens that the server puts into the prompt in the middle of an answer."""
+        """Tokens that the server puts into the prompt in the middle of an answer that the model can still continue."""
+        if self.limit_left < 1 or len(tokens) >= self.context_left:
+            raise _OutOfTokensError
+        self.context_left -= len(tokens)
         self.tokens += tokens
         return self.reader.read(list(tokens), None, forced=True)
 
@@ -205,30 +240,30 @@ class ChoiceRequests:
     async def _required_call(self) -> AsyncIterator[Update]:
         """Reason, then call one of the allowed tools, whatever the model would rather do."""
         harmony, functions = self.harmony, self.prompt.tools.functions
-        if self.prompt.conversation.effort != "none":
+        if self.prompt.conversation.reasoning_limit != 0:
             yield self._force(harmony.analysis_header)
-            async for update in self._request(until=harmony.structural):
+            async for update in self._request(until=harmony.structural, closings=((harmony.controls.end,),)):
                 yield update
             if self.cut:
                 return
             yield self._force(harmony.new_message)
-        function: Function | None = functions[0]
+        function = functions[0]
         if len(functions) == 1:
-            yield self._force(harmony.call_header(functions[0].recipient))
+            yield self._force(harmony.call_header(function.recipient))
         else:
             async for update in self._name(functions):
                 yield update
             recipient = self.reader.header.recipient if self.reader.header else None
-            function = next((f for f in functions if f.recipient == recipient), None)
-            if function is not None:
-                yield self._force(harmony.call_format)
-        if function is None:  # cut off within the name
-            self.last_finish = "length"
-            return
+            named = next((f for f in functions if f.recipient == recipient), None)
+            if self.cut or named is None:  # cut off within the name
+                self.last_finish = "length"
+                return
+            function = named
+            yield self._force(harmony.call_format)
         async for update in self._arguments(function):
             yield update
         if not self.cut:
-            yield self._force([harmony.controls.call])
+            yield self.reader.read([harmony.controls.call], None, forced=True)  # no request follows that would need it
 
     async def _name(self, functions: Sequence[Function]) -> AsyncIterator[Update]:
         # The dot often shares a token with what follows, so it is left to the model.
@@ -264,18 +299,19 @@ class ChoiceRequests:
         """Each body under the grammar its header calls for: a strict tool's schema, or the answer's. A header that
         names a recipient names one that was offered.
 
-        The engine wakes one grammar at one set of triggers, so where several may be needed each message is two
-        requests: its header, and then, known what it is, its body.
+        The engine wakes one grammar at one set of triggers, so where several may be needed a request ends before each
+        body, and the next one has the grammar of that body.
         """
         c = self.harmony.controls
-        offered = offered_recipient(self.harmony, self.prompt.tools.functions)
+        offered = offered_recipient(self.service.tokenizer, self.prompt.tools.recipients)
         while True:
             async for update in self._request(stop_after=(c.message,), constraint=offered):
                 yield update
             if self.cut or self.tokens[-1] != c.message:
-                break  # it ended, or never wrote a body
-            constraint = self._body_constraint()
-            async for update in self._request(stop_after=() if constraint else (c.end,), constraint=constraint):
+                break  # it ended
+            if (constraint := self._body_constraint()) is None:
+                continue
+            async for update in self._request(constraint=constraint):
                 yield update
             if self.cut or self.tokens[-1] != c.end:
                 break

@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from halfbyte.harmony.messages import FUNCTIONS, Tool, ToolNamespace
+from halfbyte.harmony.messages import FUNCTION_NAME, FUNCTIONS, Tool, ToolNamespace
 from halfbyte.server.http.errors import bad_request
 
 Mode = Literal["auto", "none", "required"]
 # What a client's tool is called in its API. To the model they are all functions.
 Form = Literal["function", "custom", "tool_search", "local_shell"]
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 # A tool that takes free text ("custom" in OpenAI's terms) is shown to the model as a function of one string.
 CUSTOM_FIELD = "input"
 
@@ -79,6 +78,15 @@ class Toolbox:
     def __bool__(self) -> bool:
         return bool(self.functions)
 
+    @property
+    def recipients(self) -> tuple[str, ...]:
+        return tuple(f.recipient for f in self.functions)
+
+    @property
+    def strict(self) -> bool:
+        """Whether the arguments of some tool must follow its schema."""
+        return any(f.strict and f.parameters is not None for f in self.functions)
+
     def limited_to(self, choice: ToolChoice) -> Toolbox:
         """Only what the model may call now, which is all it is shown."""
         if choice.mode == "none":
@@ -124,7 +132,7 @@ class Toolbox:
 
 
 def check_name(name: str, param: str) -> str:
-    if not _NAME.fullmatch(name):
+    if not FUNCTION_NAME.fullmatch(name):
         raise bad_request(
             f"the tool name {name!r} may hold only letters, digits, '_', '-' and '.' (at most 128).", param
         )

@@ -16,6 +16,12 @@ from halfbyte.server.http.openapi import Described
 Finish = Literal["stop", "length", "tool_calls"]
 
 
+class CachedTokensByTier(Described):
+    pages: int
+    memory: int
+    disk: int
+
+
 class CachedTokens(Described):
     cached_tokens: int
 
@@ -24,7 +30,14 @@ class ReasoningTokens(Described):
     reasoning_tokens: int
 
 
-class CompletionUsage(Described):
+class UsageExtensions(Described):
+    """What OpenAI's usage has no field for. Its details hold numbers alone: clients refuse anything else in them."""
+
+    cached_tokens_by_tier: CachedTokensByTier
+    reasoning_cut: Literal[True] | None = None  # there only where the request's limit has ended the reasoning
+
+
+class CompletionUsage(UsageExtensions):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -127,7 +140,7 @@ class InputDetails(Described):
     cache_write_tokens: int
 
 
-class ResponseUsage(Described):
+class ResponseUsage(UsageExtensions):
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -230,6 +243,7 @@ class MessageUsage(Described):
     server_tool_use: None
     service_tier: str
     inference_geo: None
+    thinking_cut: Literal[True] | None = None  # there only where the request's limit has ended the thinking
 
 
 class AnthropicMessage(Described):

@@ -14,7 +14,13 @@ from starlette.responses import Response
 
 from halfbyte.engine.request import SamplingParams
 from halfbyte.server.answer.answer import Answer, Item, Piece
-from halfbyte.server.answer.conversation import EFFORTS, Conversation, check_stop_strings, json_answer
+from halfbyte.server.answer.conversation import (
+    EFFORTS,
+    Conversation,
+    check_stop_strings,
+    json_answer,
+    reasoning_limit,
+)
 from halfbyte.server.answer.generate import Generation, Totals, generate
 from halfbyte.server.answer.prompt import Prompt, make_prompt
 from halfbyte.server.answer.service import Service
@@ -32,9 +38,12 @@ from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError
 from halfbyte.server.http.json_body import Route
+from halfbyte.server.http.middleware import owner_of
 from halfbyte.server.http.openapi import EVENTS, answers
 from halfbyte.server.http.respond import EventWriter, compute, respond
 from halfbyte.server.settings import Effort
+
+API = "messages"  # in metrics
 
 # A thinking budget as the effort that usually stays within it.
 BUDGETS: tuple[tuple[int, Effort], ...] = ((4096, "low"), (16384, "medium"))
@@ -49,7 +58,7 @@ def router(service: Service) -> APIRouter:
         streaming = bool(body.stream)
 
         def writer(slot: Slot) -> MessageWriter:
-            generation = generate(service, _prompt(service, body), slot, streaming=streaming)
+            generation = generate(service, _prompt(service, body, owner_of(http)), slot, streaming=streaming)
             return MessageWriter(generation, name, show_thinking=_shows_thinking(body))
 
         return await respond(http, service.admission, service.settings, writer, streaming=streaming)
@@ -61,7 +70,8 @@ def router(service: Service) -> APIRouter:
     )
     async def count_tokens(body: CountRequest, http: Request) -> Response:
         service.names.check(body.model)
-        return await compute(http, service.admission, lambda: {"input_tokens": _prompt(service, body).length})
+        owner = owner_of(http)
+        return await compute(http, service.admission, lambda: {"input_tokens": _prompt(service, body, owner).length})
 
     return api
 
@@ -83,9 +93,9 @@ def _effort(service: Service, body: CountRequest) -> Effort:
     return service.settings.default_effort
 
 
-def _prompt(service: Service, body: CountRequest) -> Prompt:
+def _prompt(service: Service, body: CountRequest, owner: str) -> Prompt:
     settings = service.settings
-    history = MessageHistory.read(body, service.calls)
+    history = MessageHistory.read(body, service.calls.of(owner))
     tools = toolbox(body)
     sampling = SamplingParams()
     stop: tuple[str, ...] = ()
@@ -100,13 +110,15 @@ def _prompt(service: Service, body: CountRequest) -> Prompt:
         stop = check_stop_strings(body.stop_sequences, "stop_sequences")
     format = body.output_config.format if body.output_config else None
     conversation = Conversation(
-        api="messages",
+        api=API,
+        owner=owner,
         messages=history.messages,
         instructions=history.instructions,
         tools=tools,
         tool_choice=tool_choice_of(body, tools),
         parallel_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         effort=_effort(service, body),
+        max_reasoning_tokens=reasoning_limit(settings, None if body.thinking is None else body.thinking.budget_tokens),
         format=json_answer(sse.compact(format.schema_), "answer", field="output_config.format") if format else None,
         sampling=sampling,
         stop_strings=stop,
@@ -146,12 +158,12 @@ class MessageWriter(EventWriter):
             "usage": used,
         }
 
-    async def whole(self) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
         await self.generation.finish_all()
-        content = [_block(item) for item in self.answer.items if self._shown(item)]
+        content = [_block(item) for item in self.answer.items if self._is_visible(item)]
         return {**self._message(content, usage(self.generation.totals)), **self._stop()}
 
-    def _shown(self, item: Item) -> bool:
+    def _is_visible(self, item: Item) -> bool:
         return item.kind != "reasoning" or self.show_thinking
 
     def _stop(self) -> dict[str, Any]:
@@ -174,7 +186,7 @@ class MessageWriter(EventWriter):
                 out.append(_event("ping"))
             for update in updates:
                 for piece in update.pieces:
-                    if self._shown(self.answer.items[piece.item]):
+                    if self._is_visible(self.answer.items[piece.item]):
                         out.append(self._piece(piece))
             if out:
                 yield b"".join(out)
@@ -233,6 +245,7 @@ def _block(item: Item, *, empty: bool = False) -> dict[str, Any]:
 
 
 def usage(t: Totals) -> dict[str, Any]:
+    cut = {"thinking_cut": True} if t.reasoning_cut else {}
     return {
         "input_tokens": t.prompt - t.cached,
         "cache_creation_input_tokens": 0,
@@ -243,4 +256,5 @@ def usage(t: Totals) -> dict[str, Any]:
         "server_tool_use": None,
         "service_tier": "standard",
         "inference_geo": None,
+        **cut,
     }

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from halfbyte.harmony.messages import Message
-from halfbyte.server.answer.call_memory import CallMemory
+from halfbyte.server.answer.call_memory import OwnCalls
 from halfbyte.server.answer.tools import Function, Toolbox, ToolChoice, check_choice, check_name
 from halfbyte.server.api.carried_reasoning import decode_reasoning
 from halfbyte.server.api.shared_schema import MESSAGES_HARMLESS, Items, Messages, Share, Strict
@@ -174,7 +174,7 @@ class MessagesRequest(CountRequest):
 def toolbox(body: CountRequest) -> Toolbox:
     """Without those that a client's search has not found yet."""
     deferred = any(t.defer_loading for t in body.tools or ())
-    found = set(_found(body)) if deferred else set()
+    loaded = set(_loaded_tools(body)) if deferred else set()
     return Toolbox(
         Function(
             check_name(t.name, "tools"),
@@ -183,11 +183,11 @@ def toolbox(body: CountRequest) -> Toolbox:
             strict=bool(t.strict),
         )
         for t in body.tools or ()
-        if not t.defer_loading or t.name in found
+        if not t.defer_loading or t.name in loaded
     )
 
 
-def _found(body: CountRequest) -> Iterator[str]:
+def _loaded_tools(body: CountRequest) -> Iterator[str]:
     """Names of tools that a search has found or that were called."""
     for message in body.messages:
         for block in message.content if isinstance(message.content, list) else ():
@@ -222,7 +222,7 @@ class MessageHistory:
     _calls: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, body: CountRequest, memory: CallMemory) -> MessageHistory:
+    def read(cls, body: CountRequest, memory: OwnCalls) -> MessageHistory:
         out = cls(_system(body.system))
         for position, m in enumerate(body.messages):
             where = f"messages.{position}"
@@ -252,7 +252,7 @@ class MessageHistory:
         if texts:
             self.messages.append(Message.user("\n\n".join(texts)))
 
-    def _assistant(self, m: AssistantMessage, memory: CallMemory, *, last: bool) -> None:
+    def _assistant(self, m: AssistantMessage, memory: OwnCalls, *, last: bool) -> None:
         blocks = [TextBlock(type="text", text=m.content)] if isinstance(m.content, str) else m.content
         uses = [b for b in blocks if isinstance(b, ToolUseBlock)]
         if uses and not any(isinstance(b, ThinkingBlock) for b in blocks):

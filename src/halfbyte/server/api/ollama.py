@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -18,7 +19,13 @@ from starlette.responses import Response
 from halfbyte import __version__
 from halfbyte.harmony.messages import Message
 from halfbyte.server.answer.answer import SEPARATOR, Call, Update
-from halfbyte.server.answer.conversation import AnswerFormat, Conversation, check_stop_strings, json_answer
+from halfbyte.server.answer.conversation import (
+    AnswerFormat,
+    Conversation,
+    check_stop_strings,
+    json_answer,
+    reasoning_limit,
+)
 from halfbyte.server.answer.generate import Generation, generate
 from halfbyte.server.answer.prompt import make_prompt
 from halfbyte.server.answer.service import Service
@@ -40,9 +47,12 @@ from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.http.json_body import Route
+from halfbyte.server.http.middleware import owner_of
 from halfbyte.server.http.openapi import JSON_LINES, answers
 from halfbyte.server.http.respond import respond
 from halfbyte.server.settings import Effort
+
+API = "ollama"  # in metrics
 
 # Of the Ollama whose API this follows: clients look at it before they use what came with a version.
 API_VERSION = "0.12.6"
@@ -61,7 +71,7 @@ def router(service: Service) -> APIRouter:
     api = APIRouter(route_class=Route, tags=["Ollama"])
 
     async def answer(
-        http: Request, body: ChatBody | GenerateBody, made: Callable[[Slot, bool], Generation[Any]], field: str
+        http: Request, body: ChatBody | GenerateBody, start: Callable[[Slot, bool], Generation[Any]], field: str
     ) -> Response:
         name = service.names.check_tagged(body.model)
         if not (body.messages if isinstance(body, ChatBody) else body.prompt):
@@ -69,7 +79,7 @@ def router(service: Service) -> APIRouter:
         streaming = body.stream is not False
 
         def writer(slot: Slot) -> LineWriter:
-            return LineWriter(made(slot, streaming), name, field, show_thinking=body.think is not False)
+            return LineWriter(start(slot, streaming), name, field, show_thinking=body.think is not False)
 
         return await respond(http, service.admission, service.settings, writer, streaming=streaming)
 
@@ -77,13 +87,15 @@ def router(service: Service) -> APIRouter:
         "/api/chat", summary="Chat, as Ollama's clients ask", responses=answers(OllamaChat, "The answer.", JSON_LINES)
     )
     async def chat(body: ChatBody, http: Request) -> Response:
-        def made(slot: Slot, streaming: bool) -> Generation[Any]:
-            instructions, messages = to_harmony(body.messages, service.calls)
-            tools = to_toolbox(body.tools or [])
-            prompt = make_prompt(service, _conversation(service, body, messages, instructions, tools))
-            return generate(service, prompt, slot, streaming=streaming)
+        owner = owner_of(http)
 
-        return await answer(http, body, made, "message")
+        def start(slot: Slot, streaming: bool) -> Generation[Any]:
+            instructions, messages = to_harmony(body.messages, service.calls.of(owner))
+            tools = to_toolbox(body.tools or [])
+            conversation = replace(_conversation(service, body, messages, instructions, tools), owner=owner)
+            return generate(service, make_prompt(service, conversation), slot, streaming=streaming)
+
+        return await answer(http, body, start, "message")
 
     @api.post(
         "/api/generate",
@@ -91,14 +103,14 @@ def router(service: Service) -> APIRouter:
         responses=answers(OllamaGenerated, "The answer.", JSON_LINES),
     )
     async def generate_(body: GenerateBody, http: Request) -> Response:
-        def made(slot: Slot, streaming: bool) -> Generation[Any]:
+        def start(slot: Slot, streaming: bool) -> Generation[Any]:
             if body.raw:
-                return generate_text(service, _raw(body, streaming), slot, api="ollama")
+                return generate_text(service, _raw(body, streaming), slot, api=API)
             messages = [Message.user(body.prompt or "")]
             conversation = _conversation(service, body, messages, body.system or None, Toolbox())
             return generate(service, make_prompt(service, conversation), slot, streaming=streaming)
 
-        return await answer(http, body, made, "response")
+        return await answer(http, body, start, "response")
 
     @api.get(
         "/api/tags",
@@ -197,11 +209,12 @@ def _conversation(
     options = body.options or OllamaOptions()
     fields = options.as_defaults(SamplingFields())
     return Conversation(
-        api="ollama",
+        api=API,
         messages=messages,
         instructions=instructions,
         tools=tools,
         effort=_effort(service, body.think),
+        max_reasoning_tokens=reasoning_limit(service.settings),
         format=_format(body),
         sampling=completion_sampling(service, fields, logprobs=None, max_tokens=fields.max_tokens),
         stop_strings=check_stop_strings(fields.stop, "options.stop"),
@@ -221,8 +234,8 @@ def _raw(body: GenerateBody, streaming: bool) -> CompletionRequest:
         if getattr(body, field):
             raise bad_request(f"'{field}' cannot be used with 'raw'; leave one of the two out.", field)
     options = body.options or OllamaOptions()
-    asked = CompletionRequest(model=body.model, prompt=body.prompt or "", stream=streaming)
-    filled = options.as_defaults(asked)
+    request = CompletionRequest(model=body.model, prompt=body.prompt or "", stream=streaming)
+    filled = options.as_defaults(request)
     return filled if filled.max_tokens is not None else filled.model_copy(update={"max_tokens": -1})
 
 
@@ -264,7 +277,7 @@ class LineWriter:
         rest = [self._line("", "", [call]) for call in self._unsent()]
         yield b"".join(rest) + sse.dumps(self._frame("", "", []) | self._end()) + b"\n"
 
-    async def whole(self) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
         async for updates in self.generation.batches():
             for update in updates:
                 self._parts(update)
@@ -272,7 +285,7 @@ class LineWriter:
         return self._frame(self.content, self.thinking, self.calls) | self._end()
 
     def _parts(self, update: Update) -> list[Part]:
-        """Of each line that an update makes."""
+        """The parts of each line that an update makes."""
         if self._first is None and update.tokens:
             self._first = time.perf_counter_ns()
         out: list[Part] = []

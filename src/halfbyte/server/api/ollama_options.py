@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
-from halfbyte.server.api.shared_schema import Items, Penalty, SamplingFields, Seed, Share, Strict, Temperature
+from halfbyte.server.api.shared_schema import RepetitionPenalty, SamplerFields, SamplingFields
 
 B = TypeVar("B", bound=SamplingFields)
 
@@ -26,18 +26,10 @@ OPTIONS_HARMLESS = {
 _NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
 
-class OllamaOptions(Strict):
+class OllamaOptions(SamplerFields):
     harmless: ClassVar[dict[str, str]] = OPTIONS_HARMLESS
     num_predict: Annotated[int, Field(ge=-2, le=2**31)] | None = None  # -1 and -2: as many as fit
-    temperature: Temperature | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    seed: Seed | None = None
-    stop: str | Items[str] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     repeat_last_n: Literal[-1] | None = None  # penalties look at everything so far
     typical_p: Literal[1] | None = None
     tfs_z: Literal[1] | None = None
@@ -48,10 +40,7 @@ class OllamaOptions(Strict):
     def as_defaults(self, body: B) -> B:
         """The body, with what these options say of fields it leaves open."""
         values: dict[str, Any] = {}
-        for option in (
-            "num_predict", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "repeat_penalty",
-            "presence_penalty", "frequency_penalty",
-        ):  # fmt: skip
+        for option in (*SamplerFields.model_fields, *_NAMES):
             field = _NAMES.get(option, option)
             value = getattr(self, option)
             if value is not None and getattr(body, field) is None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from halfbyte.harmony.messages import Message
-from halfbyte.server.answer.call_memory import CallMemory
+from halfbyte.server.answer.call_memory import OwnCalls
 from halfbyte.server.api.ollama_options import OllamaOptions
 from halfbyte.server.api.openai_chat_schema import ChatTool
 from halfbyte.server.api.shared_schema import Items, Messages, Strict
@@ -96,7 +96,7 @@ class ShowBody(Strict):
     verbose: bool | None = None
 
 
-def to_harmony(messages: list[OllamaMessage], memory: CallMemory) -> tuple[str | None, list[Message]]:
+def to_harmony(messages: list[OllamaMessage], memory: OwnCalls) -> tuple[str | None, list[Message]]:
     """(instructions, messages). A tool's result belongs to the call it names, or else to the first one unanswered."""
     opening: list[str] = []
     out: list[Message] = []
@@ -129,14 +129,14 @@ def to_harmony(messages: list[OllamaMessage], memory: CallMemory) -> tuple[str |
 
 def _answered(m: OllamaMessage, waiting: list[tuple[str | None, str]], position: int) -> str:
     name = m.tool_name or m.name
-    for each in waiting:
-        if m.tool_call_id is not None and each[0] is not None:
-            right = each[0] == m.tool_call_id
+    for call in waiting:
+        if m.tool_call_id is not None and call[0] is not None:
+            right = call[0] == m.tool_call_id
         else:
-            right = name is None or each[1] == name
+            right = name is None or call[1] == name
         if right:
-            waiting.remove(each)
-            return each[1]
+            waiting.remove(call)
+            return call[1]
     if name is not None:
         return name
     at = f"messages.{position}"

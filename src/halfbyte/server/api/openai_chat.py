@@ -12,7 +12,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from halfbyte.server.answer.answer import SEPARATOR, Answer, Piece, TokenLogprob, Update
-from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings, json_answer
+from halfbyte.server.answer.conversation import (
+    EFFORTS,
+    AnswerFormat,
+    Conversation,
+    check_stop_strings,
+    json_answer,
+    reasoning_limit,
+)
 from halfbyte.server.answer.generate import Generation, generate
 from halfbyte.server.answer.prompt import make_prompt
 from halfbyte.server.answer.service import Service
@@ -26,7 +33,7 @@ from halfbyte.server.api.openai_chat_schema import (
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedTool,
-    TemplateOptions,
+    read_opening,
     to_harmony,
 )
 from halfbyte.server.api.openai_chunks import ChunkFrame, error_chunk, finish_json, finite
@@ -36,8 +43,11 @@ from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.connection import auto_close
 from halfbyte.server.http.errors import ApiError, bad_request
 from halfbyte.server.http.json_body import Route
+from halfbyte.server.http.middleware import owner_of
 from halfbyte.server.http.openapi import EVENTS, answers
 from halfbyte.server.http.respond import EventWriter, respond
+
+API = "chat"  # in metrics
 
 
 def router(service: Service) -> APIRouter:
@@ -51,7 +61,7 @@ def router(service: Service) -> APIRouter:
         streaming = bool(body.stream)
 
         def writer(slot: Slot) -> ChatWriter:
-            prompt = make_prompt(service, to_conversation(service, body))
+            prompt = make_prompt(service, to_conversation(service, body, owner_of(http)))
             return ChatWriter(generate(service, prompt, slot, streaming=streaming), name, body)
 
         return await respond(http, service.admission, service.settings, writer, streaming=streaming)
@@ -62,24 +72,27 @@ def router(service: Service) -> APIRouter:
 # ---- request ------------------------------------------------------------------------------------------------------
 
 
-def to_conversation(service: Service, body: ChatRequest) -> Conversation:
-    instructions, messages = to_harmony(body.messages, service.calls)
+def to_conversation(service: Service, body: ChatRequest, owner: str) -> Conversation:
+    opening = read_opening(body)
+    instructions, messages = to_harmony(body.messages[:-1] if opening else body.messages, service.calls.of(owner))
+    format = guided_format(body, _format(body))
+    if opening and format:
+        raise bad_request(f"'continue_final_message' cannot be combined with '{format.field}'.", format.field)
     tools = to_toolbox(body.tools or [])
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-    template = body.chat_template_kwargs or TemplateOptions()
-    asked = body.reasoning_effort or (body.reasoning and body.reasoning.effort) or template.effort
     if body.options is not None:
         body = body.options.as_defaults(body)
     return Conversation(
-        api="chat",
-        messages=messages,
+        api=API,
+        messages=messages + opening.messages if opening else messages,
         instructions=instructions,
         tools=tools,
         tool_choice=_tool_choice(body, tools),
         parallel_calls=body.parallel_tool_calls is not False,
-        effort=EFFORTS[asked or service.settings.default_effort],
-        format=guided_format(body, _format(body)),
+        effort=EFFORTS[body.effort or service.settings.default_effort],
+        max_reasoning_tokens=reasoning_limit(service.settings, *body.reasoning_limits),
+        format=format,
         sampling=completion_sampling(
             service,
             body,
@@ -87,7 +100,10 @@ def to_conversation(service: Service, body: ChatRequest) -> Conversation:
             max_tokens=body.max_completion_tokens or body.max_tokens,
         ),
         stop_strings=check_stop_strings(body.stop),
-        identity=template.model_identity,
+        opening=opening.text if opening else None,
+        opens_with_reasoning=bool(opening and opening.is_reasoning),
+        identity=None if body.chat_template_kwargs is None else body.chat_template_kwargs.model_identity,
+        owner=owner,
     )
 
 
@@ -138,7 +154,9 @@ class ChatWriter(EventWriter):
 
     def __init__(self, generation: Generation[Answer], model: str, body: ChatRequest) -> None:
         self.generation = generation
-        self.frame = ChunkFrame("chatcmpl-", "chat.completion", "chat.completion.chunk", model, body)
+        self.frame = ChunkFrame(
+            "chatcmpl-", "chat.completion", "chat.completion.chunk", model, body, generation.service.source.info
+        )
         self.headers = self.frame.headers
         self.logprobs = bool(body.logprobs)
         hide = body.include_reasoning is False or bool(body.reasoning and body.reasoning.exclude)
@@ -195,13 +213,13 @@ class ChatWriter(EventWriter):
             out.append(self._chunk(update.index, _delta(piece), None, logprobs))
         return out
 
-    async def whole(self) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
         async with auto_close(self.generation.batches()) as batches:
             async for updates in batches:
                 for update in updates:
                     self._keep_ids(update)
         choices = [self._choice(i, answer) for i, answer in enumerate(self.generation.answers)]
-        return self.frame.whole(choices, self.generation.totals)
+        return self.frame.body(choices, self.generation.totals)
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from halfbyte.harmony.messages import Message
-from halfbyte.server.answer.call_memory import CallMemory
+from halfbyte.harmony.messages import Message, assistant_turn
+from halfbyte.server.answer.call_memory import OwnCalls
 from halfbyte.server.api.guidance import GuidanceFields
 from halfbyte.server.api.ollama_options import OllamaOptions
 from halfbyte.server.api.shared_schema import (
     CHAT_HARMLESS,
     Items,
+    Limit,
     Messages,
     RefusalPart,
     SamplingFields,
@@ -34,7 +35,7 @@ def _text_only(value: Any) -> Any:
 
 
 class SpokenText(TextPart):
-    """Of an earlier answer. @openai/agents sends it back with the other fields of the message that it was in."""
+    """Text of an earlier answer. @openai/agents sends it back with the other fields of its message."""
 
     harmless: ClassVar[dict[str, str]] = {
         **TextPart.harmless,
@@ -165,6 +166,8 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class ReasoningOptions(Strict):
     harmless: ClassVar[dict[str, str]] = {"summary": "the reasoning itself is in the answer"}
     effort: EffortName | None = None
+    max_tokens: Limit | None = None
+    enabled: bool | None = None
     exclude: bool | None = None
 
 
@@ -174,6 +177,7 @@ class TemplateOptions(Strict):
     reasoning_effort: EffortName | None = None
     enable_thinking: bool | None = None
     thinking: bool | None = None
+    thinking_budget: Limit | None = None
     model_identity: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
 
     @property
@@ -197,16 +201,41 @@ class ChatRequest(SamplingFields, GuidanceFields):
     verbosity: Verbosity | None = None
     # extensions
     reasoning: ReasoningOptions | None = None
+    # Other servers' names of reasoning.max_tokens.
+    thinking_token_budget: Limit | None = None
+    thinking_budget_tokens: Limit | None = None
+    thinking_budget: Limit | None = None
+    reasoning_budget: Limit | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     options: OllamaOptions | None = None
+    continue_final_message: bool | None = None  # vLLM's name: go on with the assistant message that stands last
+    add_generation_prompt: bool | None = None  # its opposite, which vLLM's clients send along
+
+    @property
+    def effort(self) -> EffortName | None:
+        reasoning, template = self.reasoning or ReasoningOptions(), self.chat_template_kwargs or TemplateOptions()
+        off: EffortName | None = "none" if reasoning.enabled is False else None
+        return self.reasoning_effort or reasoning.effort or off or template.effort
+
+    @property
+    def reasoning_limits(self) -> tuple[int | None, ...]:
+        """Each field that may hold the limit, in order of precedence."""
+        return (
+            None if self.reasoning is None else self.reasoning.max_tokens,
+            self.thinking_token_budget,
+            self.thinking_budget_tokens,
+            self.thinking_budget,
+            self.reasoning_budget,
+            None if self.chat_template_kwargs is None else self.chat_template_kwargs.thinking_budget,
+        )
 
     @property
     def left_out(self) -> list[str]:
         return super().left_out + (["verbosity"] if self.verbosity in ("low", "high") else [])
 
 
-def to_harmony(messages: list[Any], memory: CallMemory) -> tuple[str | None, list[Message]]:
+def to_harmony(messages: list[Any], memory: OwnCalls) -> tuple[str | None, list[Message]]:
     """(instructions, messages): the instructions that open the conversation, and everything after them."""
     opening: list[str] = []
     out: list[Message] = []
@@ -234,18 +263,41 @@ def to_harmony(messages: list[Any], memory: CallMemory) -> tuple[str | None, lis
     return "\n\n".join(opening) or None, out
 
 
-def _assistant(m: AssistantMessage, call_names: dict[str, str], memory: CallMemory) -> list[Message]:
-    out = []
+class Opening(NamedTuple):
+    """An unfinished answer that the model continues."""
+
+    messages: list[Message]  # what stands between the conversation and the text
+    text: str
+    is_reasoning: bool
+
+
+def read_opening(body: ChatRequest) -> Opening | None:
+    """The last message, where the request asks to continue it."""
+    if not body.continue_final_message:
+        if body.add_generation_prompt is False:
+            text = "'add_generation_prompt' may be false only where 'continue_final_message' is true."
+            raise bad_request(text, "add_generation_prompt")
+        return None
+    if body.add_generation_prompt:
+        text = "'add_generation_prompt' and 'continue_final_message' exclude each other; send one of them."
+        raise bad_request(text, "add_generation_prompt")
+    last = body.messages[-1]
+    if not isinstance(last, AssistantMessage) or last.tool_calls:
+        text = "'continue_final_message' needs an assistant message without tool calls at the end of 'messages'."
+        raise bad_request(text, "messages")
+    reasoning, content = last.reasoning_content or last.reasoning, text_of(last.content)
+    if not content and not reasoning:
+        raise bad_request("'continue_final_message' needs text or reasoning to continue.", "messages")
+    if content:
+        return Opening(assistant_turn("", reasoning), content, is_reasoning=False)
+    return Opening([], reasoning or "", is_reasoning=True)
+
+
+def _assistant(m: AssistantMessage, call_names: dict[str, str], memory: OwnCalls) -> list[Message]:
     reasoning = m.reasoning_content or m.reasoning
     text = text_of(m.content) or (m.refusal or "")
     calls = m.tool_calls or []
     if not reasoning and calls:
         reasoning = memory.recall(calls[0].id)
-    if reasoning:
-        out.append(Message.analysis(reasoning))
-    if text:
-        out.append(Message.preamble(text) if calls else Message.final(text))
-    for call in calls:
-        call_names[call.id] = call.function.name
-        out.append(Message.call(call.function.name, call.function.arguments))
-    return out
+    call_names |= {call.id: call.function.name for call in calls}
+    return assistant_turn(text, reasoning, [(call.function.name, call.function.arguments) for call in calls])

@@ -16,15 +16,15 @@ from starlette.responses import Response
 
 from halfbyte.engine.request import Constraint, Logprob
 from halfbyte.engine.request import Request as EngineRequest
+from halfbyte.engine.stops import TextStopMatcher
 from halfbyte.model.tokenizer import Detokenizer, Tokenizer
 from halfbyte.server.answer.answer import Piece, Update
 from halfbyte.server.answer.conversation import check_stop_strings
 from halfbyte.server.answer.generate import Generation
-from halfbyte.server.answer.prompt import tokens_left
+from halfbyte.server.answer.prompt import within_context
 from halfbyte.server.answer.pump import merge
 from halfbyte.server.answer.requests import single_request
 from halfbyte.server.answer.service import Service
-from halfbyte.server.answer.stop_strings import StopMatcher
 from halfbyte.server.answer.token_budget import TokenBudget
 from halfbyte.server.api.answer_schemas import TextCompletion
 from halfbyte.server.api.guidance import GuidanceFields, guided_format
@@ -38,12 +38,14 @@ from halfbyte.server.http.json_body import Route
 from halfbyte.server.http.openapi import EVENTS, answers
 from halfbyte.server.http.respond import EventWriter, respond
 
+API = "completions"  # in metrics
+
 MAX_PROMPTS = 256
 TokenId = Annotated[int, Field(ge=0)]
 
 
 def _prompt_kind(value: Any) -> str:
-    """By the first item: trying every kind would note an error for each of a long prompt's token ids."""
+    """The kind that the first item has. Trying every kind would note an error for each token id of a long prompt."""
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else ""
@@ -96,14 +98,13 @@ def router(service: Service) -> APIRouter:
 # ---- request ------------------------------------------------------------------------------------------------------
 
 
-def generate_text(
-    service: Service, body: CompletionRequest, slot: Slot, *, api: str = "completions"
-) -> Generation[TextAnswer]:
+def generate_text(service: Service, body: CompletionRequest, slot: Slot, *, api: str = API) -> Generation[TextAnswer]:
     """One engine request for each prompt, all at once."""
-    prompts = _prompts(service, body)
     stop = check_stop_strings(body.stop)
     most = 16 if body.max_tokens is None else body.max_tokens  # this endpoint's documented default
     sampling = completion_sampling(service, body, logprobs=body.logprobs, max_tokens=most)
+    prompts = _listed(body)
+    slot.hold(len(prompts) * sampling.n, "prompt")
     scored = body.echo and body.logprobs is not None
     format = guided_format(body)
     constraint = Constraint(format.kind, format.source) if format else None
@@ -111,15 +112,16 @@ def generate_text(
     answers: list[TextAnswer] = []
     readers: list[TextReader] = []
     requests: list[EngineRequest] = []
-    for ids in prompts:
+    all_ids = _encoded(service, prompts)
+    for ids in all_ids:
         service.log_prompt(ids)
-        limit = tokens_left(len(ids), sampling.max_tokens, service.source.info, "prompt")
-        of_prompt = replace(sampling, max_tokens=limit)
-        if scored or limit == 0:
+        of_prompt = within_context(sampling, len(ids), service.source.info, "prompt")
+        if scored or of_prompt.max_tokens == 0:
             # An echo without log probabilities needs none, but the engine is asked for nothing else then.
             first = 1 if scored else len(ids)
             of_prompt = replace(of_prompt, prompt_logprobs=body.logprobs or 0, prompt_logprobs_from=first)
-        requests.append(EngineRequest(ids, of_prompt, constraint, service.settings.request_timeout))
+        requests.append(EngineRequest(ids, of_prompt, constraint, service.settings.request_timeout, client=slot.client))
+        requests[-1].scope = service.settings.prefix_scope(slot.client)
         echo = service.tokenizer.decode(ids) if body.echo else ""
         for _ in range(sampling.n):
             readers.append(TextReader(service.tokenizer, len(readers), stop, echo, skip))
@@ -138,18 +140,23 @@ def generate_text(
         answers,
         updates,
         slot=slot,
-        prompt_tokens=sum(len(ids) for ids in prompts),
+        prompt_tokens=sum(len(ids) for ids in all_ids),
         streaming=bool(body.stream),
     )
 
 
-def _prompts(service: Service, body: CompletionRequest) -> list[list[int]]:
+def _listed(body: CompletionRequest) -> list[Any]:
+    """The prompts, as texts or token ids."""
     prompt = body.prompt
-    vocab = service.source.info.vocab
     single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     prompts: list[Any] = [prompt] if single else list(prompt)
     if not prompts or len(prompts) > MAX_PROMPTS:
         raise bad_request(f"give between 1 and {MAX_PROMPTS} prompts.", "prompt")
+    return prompts
+
+
+def _encoded(service: Service, prompts: list[Any]) -> list[list[int]]:
+    vocab = service.source.info.vocab
     out = []
     for text in prompts:
         budget = TokenBudget(service.tokenizer, service.source.info.max_context, "prompt")
@@ -173,7 +180,7 @@ class TextReader:
         self.done = False
         self._echo = echo
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
-        self._stop = StopMatcher(stop)
+        self._stop = TextStopMatcher(stop)
 
     @property
     def repairs(self) -> dict[str, int]:
@@ -181,8 +188,17 @@ class TextReader:
 
     def read(self, tokens: list[int], logprobs: list[Logprob] | None, *, forced: bool = False) -> Update:
         assert not forced, "a completion has no structure to put in"
-        update = self._show(self._stop.feed(self._detokenizer.add(tokens)) if tokens else "")
-        update.tokens, update.logprobs = tokens, logprobs or []
+        text, count = "", len(tokens)
+        if self._stop.stops:
+            for at in range(count):  # one by one: what follows the token that ends the answer is not charged
+                text += self._stop.feed(self._detokenizer.add(tokens[at : at + 1]))
+                if self._stop.matched is not None:
+                    count = at + 1
+                    break
+        elif tokens:
+            text = self._detokenizer.add(tokens)
+        update = self._show(text)
+        update.tokens, update.logprobs = tokens[:count], (logprobs or [])[:count]
         return update
 
     def end(self, reason: str) -> Update:
@@ -212,7 +228,7 @@ class TextAnswer:
         self._token_logprobs: list[float | None] = []
         self._top: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
-        self._taken = 0
+        self._position = 0
         for token in unscored:
             self._add(token, None, None)
 
@@ -235,8 +251,8 @@ class TextAnswer:
         self._offset += len(name)
 
     def take_logprobs(self) -> dict[str, Any]:
-        """Those that nobody has taken yet."""
-        start, self._taken = self._taken, len(self._tokens)
+        """The logprobs since the last call."""
+        start, self._position = self._position, len(self._tokens)
         return {
             "tokens": self._tokens[start:],
             "token_logprobs": self._token_logprobs[start:],
@@ -250,7 +266,9 @@ class TextWriter(EventWriter):
 
     def __init__(self, generation: Generation[TextAnswer], model: str, body: CompletionRequest) -> None:
         self.generation = generation
-        self.frame = ChunkFrame("cmpl-", "text_completion", "text_completion", model, body)
+        self.frame = ChunkFrame(
+            "cmpl-", "text_completion", "text_completion", model, body, generation.service.source.info
+        )
         self.headers = self.frame.headers
         self.logprobs = body.logprobs is not None
         self._with_ids = bool(body.return_token_ids)
@@ -274,7 +292,7 @@ class TextWriter(EventWriter):
             yield b"".join(self._chunk(update) for update in updates)
         yield self.frame.end(self.generation.totals)
 
-    async def whole(self) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
         await self.generation.finish_all()
         choices = [
             {
@@ -286,4 +304,4 @@ class TextWriter(EventWriter):
             }
             for i, answer in enumerate(self.generation.answers)
         ]
-        return self.frame.whole(choices, self.generation.totals)
+        return self.frame.body(choices, self.generation.totals)

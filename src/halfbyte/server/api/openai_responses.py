@@ -15,13 +15,20 @@ from starlette.responses import Response
 
 from halfbyte.harmony.messages import Message
 from halfbyte.server.answer.answer import Answer
-from halfbyte.server.answer.conversation import EFFORTS, AnswerFormat, Conversation, check_stop_strings, json_answer
+from halfbyte.server.answer.conversation import (
+    EFFORTS,
+    AnswerFormat,
+    Conversation,
+    check_stop_strings,
+    json_answer,
+    reasoning_limit,
+)
 from halfbyte.server.answer.generate import Generation, Totals, generate
 from halfbyte.server.answer.prompt import Prompt, make_prompt
 from halfbyte.server.answer.service import Service
 from halfbyte.server.api.answer_schemas import DeletedResponse, InputItems, InputTokens, ResponseObject
 from halfbyte.server.api.openai_chat_schema import JsonObjectFormat, TextFormat
-from halfbyte.server.api.openai_chunks import error_chunk
+from halfbyte.server.api.openai_chunks import error_chunk, usage_extensions
 from halfbyte.server.api.openai_responses_events import ItemWriter
 from halfbyte.server.api.openai_responses_history import History
 from halfbyte.server.api.openai_responses_schema import (
@@ -36,9 +43,12 @@ from halfbyte.server.http import sse
 from halfbyte.server.http.admission import Slot
 from halfbyte.server.http.errors import ApiError, bad_request, from_error, is_cancellation
 from halfbyte.server.http.json_body import Route
+from halfbyte.server.http.middleware import owner_of
 from halfbyte.server.http.openapi import EVENTS, answers
 from halfbyte.server.http.respond import EventWriter, compute, respond
 from halfbyte.server.settings import ServerSettings
+
+API = "responses"  # in metrics
 
 
 def router(service: Service) -> APIRouter:
@@ -49,12 +59,13 @@ def router(service: Service) -> APIRouter:
     async def create(body: ResponsesRequest, http: Request) -> Response:
         name = service.names.check(body.model)
         streaming = bool(body.stream)
-        earlier = _earlier(store, body, _owner(http))
+        owner = owner_of(http)
+        earlier = _earlier(store, body, owner)
 
         def writer(slot: Slot) -> ResponseBodyWriter:
-            prompt, history, left_out = _prompt(service, earlier, body)
+            prompt, history, left_out = _prompt(service, earlier, body, owner)
             generation = generate(service, prompt, slot, streaming=streaming)
-            return ResponseBodyWriter(service.settings, store, _owner(http), generation, name, body, history, left_out)
+            return ResponseBodyWriter(service.settings, store, owner, generation, name, body, history, left_out)
 
         return await respond(
             http, service.admission, service.settings, writer, streaming=streaming, more_bytes=earlier.size
@@ -66,10 +77,11 @@ def router(service: Service) -> APIRouter:
         responses=answers(InputTokens, "The count."),
     )
     async def input_tokens(body: ResponsesRequest, http: Request) -> Response:
-        earlier = _earlier(store, body, _owner(http))
+        owner = owner_of(http)
+        earlier = _earlier(store, body, owner)
 
         def answer() -> dict[str, Any]:
-            return {"object": "response.input_tokens", "input_tokens": _prompt(service, earlier, body)[0].length}
+            return {"object": "response.input_tokens", "input_tokens": _prompt(service, earlier, body, owner)[0].length}
 
         return await compute(http, service.admission, answer, more_bytes=earlier.size)
 
@@ -79,7 +91,7 @@ def router(service: Service) -> APIRouter:
         responses=answers(ResponseObject, "As it was answered."),
     )
     async def get(response_id: str, http: Request) -> dict[str, Any]:
-        return _stored(store, response_id, _owner(http)).body
+        return _stored(store, response_id, owner_of(http)).body
 
     @api.post("/v1/responses/{action}", include_in_schema=False)
     async def unknown(action: str) -> None:
@@ -91,7 +103,7 @@ def router(service: Service) -> APIRouter:
         responses=answers(DeletedResponse, "It is gone."),
     )
     async def delete(response_id: str, http: Request) -> dict[str, Any]:
-        _stored(store, response_id, _owner(http))
+        _stored(store, response_id, owner_of(http))
         store.remove(response_id)
         return {"id": response_id, "object": "response.deleted", "deleted": True}
 
@@ -101,16 +113,11 @@ def router(service: Service) -> APIRouter:
         responses=answers(InputItems, "The items, the last first."),
     )
     async def input_items(response_id: str, http: Request) -> dict[str, Any]:
-        items = _stored(store, response_id, _owner(http)).input_items
+        items = _stored(store, response_id, owner_of(http)).input_items
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
         return {"object": "list", "data": list(reversed(items)), "has_more": False, **ends}
 
     return api
-
-
-def _owner(http: Request) -> str:
-    """Whose key the request came with; there is one owner where no keys are asked for."""
-    return str(http.scope["state"]["owner"])
 
 
 def _stored(store: ResponseStore, id: str, owner: str, param: str | None = None) -> StoredResponse:
@@ -132,7 +139,9 @@ def _earlier(store: ResponseStore, body: ResponsesRequest, owner: str) -> Histor
     return _stored(store, body.previous_response_id, owner, "previous_response_id").history
 
 
-def _prompt(service: Service, earlier: History, body: ResponsesRequest) -> tuple[Prompt, History, list[str]]:
+def _prompt(
+    service: Service, earlier: History, body: ResponsesRequest, owner: str
+) -> tuple[Prompt, History, list[str]]:
     """The prompt, the conversation it is part of, and the types of the tools that were left out of it."""
     history = earlier.copy()
     history.add_tools(body.input)
@@ -146,14 +155,17 @@ def _prompt(service: Service, earlier: History, body: ResponsesRequest) -> tuple
     if logprobs is None and "message.output_text.logprobs" in include:
         logprobs = 0
     effort = (body.reasoning and body.reasoning.effort) or service.settings.default_effort
+    limit = None if body.reasoning is None else body.reasoning.max_tokens
     conversation = Conversation(
-        api="responses",
+        api=API,
+        owner=owner,
         messages=history.messages,
         instructions="\n\n".join(opening) or None,
         tools=tools,
         tool_choice=tool_choice_of(body, tools),
         parallel_calls=body.parallel_tool_calls is not False,
         effort=EFFORTS[effort],
+        max_reasoning_tokens=reasoning_limit(service.settings, limit),
         format=_format(body),
         sampling=common_sampling(service, body, logprobs=logprobs, max_tokens=body.max_output_tokens),
         stop_strings=check_stop_strings(body.stop),
@@ -205,7 +217,7 @@ class ResponseBodyWriter(EventWriter):
     def failure(self, error: ApiError) -> bytes:
         return error_chunk(error)
 
-    def body(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
+    def response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
         b, settings = self.request, self.settings
         dump: dict[str, Any] = b.model_dump(include={"tools", "text", "tool_choice"}, by_alias=True, exclude_none=True)
         for tool in dump.get("tools", ()):
@@ -253,7 +265,7 @@ class ResponseBodyWriter(EventWriter):
                 out = []
                 if not opened:
                     opened = True
-                    body = self.body("in_progress")
+                    body = self.response("in_progress")
                     out.append(writer.event("response.created", response=body))
                     out.append(writer.event("response.in_progress", response=body))
                 out += [writer.add(piece) for update in updates for piece in update.pieces]
@@ -265,20 +277,20 @@ class ResponseBodyWriter(EventWriter):
             error = from_error(e)
             code = "rate_limit_exceeded" if error.status == 429 else "server_error"
             tail = writer.close(failed=True)
-            failed = self.body("failed", {"code": code, "message": error.message})
+            failed = self.response("failed", {"code": code, "message": error.message})
             yield tail + writer.event("response.failed", response=failed)
             return
         tail = writer.close()
         status = self._finish()
-        yield tail + writer.event(f"response.{status}", response=self.body(status))
+        yield tail + writer.event(f"response.{status}", response=self.response(status))
 
-    async def whole(self) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
         async for updates in self.generation.batches():
             for update in updates:
                 for piece in update.pieces:
                     self.writer.add(piece)
         self.writer.close()
-        return self.body(self._finish())
+        return self.response(self._finish())
 
     def _finish(self) -> str:
         status = "incomplete" if self.answer.finish == "length" else "completed"
@@ -294,7 +306,7 @@ class ResponseBodyWriter(EventWriter):
             elif item.text:
                 write = Message.analysis if item.kind == "reasoning" else Message.final
                 history.messages.append(Message.preamble(item.text) if item.preamble else write(item.text))
-        body = self.body(status)
+        body = self.response(status)
         input = self.request.input
         items: list[dict[str, Any]] = []
         if isinstance(input, str):
@@ -315,4 +327,5 @@ def usage(t: Totals) -> dict[str, Any]:
         "output_tokens": t.completion,
         "output_tokens_details": {"reasoning_tokens": t.reasoning},
         "total_tokens": t.prompt + t.completion,
+        **usage_extensions(t),
     }

@@ -149,8 +149,8 @@ def _call_body(call: Call, status: str, id: str | None, empty: bool) -> dict[str
     arguments = "" if empty else call.arguments
     body: dict[str, Any] = {"call_id": call.id, "status": status}
     if function.form == "tool_search":
-        found = {"execution": "client", "arguments": arguments_object(arguments)}
-        return body | {"type": "tool_search_call", "id": id or sse.new_id("tsc_"), **found}
+        fields = {"execution": "client", "arguments": arguments_object(arguments)}
+        return body | {"type": "tool_search_call", "id": id or sse.new_id("tsc_"), **fields}
     if function.form == "local_shell":
         return body | {"type": "local_shell_call", "id": id or sse.new_id("lsh_"), "action": _shell_action(arguments)}
     body["name"] = function.name
@@ -165,15 +165,15 @@ def _call_body(call: Call, status: str, id: str | None, empty: bool) -> dict[str
 
 def _shell_action(arguments: str) -> dict[str, Any]:
     """What to run. Arguments that are no list of words are the one line of a shell."""
-    given = arguments_object(arguments)
-    command = given.get("command", [])
+    values = arguments_object(arguments)
+    command = values.get("command", [])
     if isinstance(command, str):
         command = ["bash", "-lc", command]
-    words = [str(word) for word in command] if isinstance(command, list) else [arguments]
-    where, limit = given.get("working_directory"), given.get("timeout_ms")
+    parts = [str(word) for word in command] if isinstance(command, list) else [arguments]
+    where, limit = values.get("working_directory"), values.get("timeout_ms")
     return {
         "type": "exec",
-        "command": words,
+        "command": parts,
         "env": {},
         "working_directory": where if isinstance(where, str) else None,
         "timeout_ms": int(limit) if isinstance(limit, int | float) else None,

@@ -50,10 +50,10 @@ class History:
         return History(list(self.opening), list(self.messages), dict(self.calls), list(self.tools))
 
     def add_tools(self, items: str | list[Any] | None) -> None:
-        """Those that the input brings; to be shown before anything in it is read."""
+        """Adds the tools that the input brings; call it before anything else in the input is read."""
         if isinstance(items, list):
-            found = [i for i in items if isinstance(i, ToolSearchOutputItem | AdditionalToolsItem)]
-            self.tools += [tool for item in found for tool in item.tools]
+            carriers = [i for i in items if isinstance(i, ToolSearchOutputItem | AdditionalToolsItem)]
+            self.tools += [tool for item in carriers for tool in item.tools]
 
     def add(self, items: str | list[Any] | None, tools: Toolbox) -> None:
         if items is None:
@@ -78,11 +78,11 @@ class History:
         elif isinstance(item, ToolSearchCallItem):
             self.call(f"{FUNCTIONS}.tool_search", item.call_id or item.id or "", sse.compact(item.arguments or {}))
         elif isinstance(item, LocalShellCallItem):
-            shown = {key: value for key, value in item.action.items() if key != "type" and value}
-            self.call(f"{FUNCTIONS}.local_shell", item.call_id or item.id or "", sse.compact(shown))
+            fields = {key: value for key, value in item.action.items() if key != "type" and value}
+            self.call(f"{FUNCTIONS}.local_shell", item.call_id or item.id or "", sse.compact(fields))
         elif isinstance(item, ToolSearchOutputItem):
-            found = toolbox((), item.tools)[0].functions
-            self._output(item.call_id or item.id, sse.compact({"tools": [f.recipient for f in found]}), where)
+            functions = toolbox((), item.tools)[0].functions
+            self._output(item.call_id or item.id, sse.compact({"tools": [f.recipient for f in functions]}), where)
         elif isinstance(item, LocalShellOutputItem):
             self._output(item.call_id or item.id, item.output, where)
         elif isinstance(item, FunctionOutputItem | CustomOutputItem):
@@ -110,8 +110,8 @@ class History:
             self.messages.append(Message.preamble(text) if item.phase == "commentary" else Message.final(text))
 
     def _recipient(self, item: FunctionCallItem | CustomCallItem, tools: Toolbox) -> str:
-        known = tools.by_name(item.name, item.namespace)
-        return known.recipient if known else f"{item.namespace or FUNCTIONS}.{item.name}"
+        tool = tools.by_name(item.name, item.namespace)
+        return tool.recipient if tool else f"{item.namespace or FUNCTIONS}.{item.name}"
 
     def call(self, recipient: str, call_id: str, arguments: str) -> None:
         self.calls[call_id] = recipient

@@ -18,32 +18,29 @@ from halfbyte.server.answer.tools import CUSTOM_FIELD, Function, Toolbox, ToolCh
 from halfbyte.server.api.openai_chat_schema import EffortName, JsonObjectFormat, TextFormat
 from halfbyte.server.api.shared_schema import (
     RESPONSES_HARMLESS,
-    Bias,
     Count,
     Items,
+    Limit,
     Messages,
-    Penalty,
-    Seed,
-    Share,
+    OpenAISamplerFields,
     Strict,
     Table,
-    Temperature,
     Verbosity,
 )
 
 
-def _only(value: Any, known: tuple[str, ...], what: str) -> Any:
+def _only(value: Any, values: tuple[str, ...], name: str) -> Any:
     """Refuses by name what no part of this server could serve; a list of all that it could helps nobody."""
     kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in known:
-        raise ValueError(f"{what} of type {kind[:64]!r} needs a service or a model that is not here")
+    if isinstance(kind, str) and kind not in values:
+        raise ValueError(f"{name} of type {kind[:64]!r} needs a service or a model that is not here")
     return value
 
 
 # ---- tools --------------------------------------------------------------------------------------------------------
 
 
-_SHOWN = {
+_VISIBLE = {
     "defer_loading": "every tool is shown to the model from the start",
     "async": "a call is answered when the client answers it",
 }
@@ -51,7 +48,7 @@ _SHOWN = {
 
 class FunctionTool(Strict):
     harmless: ClassVar[dict[str, str]] = {
-        **_SHOWN,
+        **_VISIBLE,
         "output_schema": "what the tool returns; the model is shown what it takes",
     }
     type: Literal["function"]
@@ -63,7 +60,7 @@ class FunctionTool(Strict):
 
 
 class CustomTool(Strict):
-    harmless: ClassVar[dict[str, str]] = _SHOWN
+    harmless: ClassVar[dict[str, str]] = _VISIBLE
     type: Literal["custom"]
     name: str
     description: str | None = None
@@ -72,7 +69,7 @@ class CustomTool(Strict):
 
 
 class NamespaceTool(Strict):
-    harmless: ClassVar[dict[str, str]] = _SHOWN
+    harmless: ClassVar[dict[str, str]] = _VISIBLE
     type: Literal["namespace"]
     name: str
     description: str | None = None
@@ -331,13 +328,14 @@ class TextOptions(Strict):
 
 class Reasoning(Strict):
     effort: EffortName | None = None
+    max_tokens: Limit | None = None  # an extension
     # The reasoning itself is in the answer; nothing here writes summaries of it.
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(OpenAISamplerFields):
     harmless: ClassVar[dict[str, str]] = {**RESPONSES_HARMLESS, "max_tool_calls": "it counts hosted tools only"}
     model: str
     input: str | Messages[InputItem] | None = None
@@ -350,23 +348,12 @@ class ResponsesRequest(Strict):
     max_output_tokens: Count | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextOptions | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    # extensions
-    seed: Seed | None = None
-    stop: str | Items[str] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: Table[Bias] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
 
     @property
     def left_out(self) -> list[str]:
@@ -395,8 +382,8 @@ def toolbox(tools: Iterable[Any], more: Iterable[Any] = ()) -> tuple[Toolbox, li
     left_out: list[str] = []
     functions = [f for tool in tools for f in _functions(tool, descriptions, left_out)]
     later = {f.recipient: f for tool in more for f in _functions(tool, descriptions, left_out)}
-    kept = [f for f in functions if f.recipient not in later]
-    return Toolbox([*kept, *later.values()], descriptions), list(dict.fromkeys(left_out))
+    earlier = [f for f in functions if f.recipient not in later]
+    return Toolbox([*earlier, *later.values()], descriptions), list(dict.fromkeys(left_out))
 
 
 def _functions(tool: Any, descriptions: dict[str, str], left_out: list[str]) -> list[Function]:

@@ -3,49 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
-from halfbyte.engine.request import SamplingParams
+from halfbyte.engine.request import SETTINGS, SamplingParams
 from halfbyte.server.answer.conversation import check_logit_bias
 from halfbyte.server.answer.service import Service
-from halfbyte.server.api.shared_schema import SamplingFields
+from halfbyte.server.api.shared_schema import OpenAISamplerFields, SamplingFields
 from halfbyte.server.http.errors import bad_request
 
 
-class SamplingBody(Protocol):
-    """What chat completions, completions and responses have in common."""
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: dict[str, float] | None
-    seed: int | None
-
-
 def common_sampling(
-    service: Service, body: SamplingBody, *, logprobs: int | None, max_tokens: int | None
+    service: Service, body: OpenAISamplerFields, *, logprobs: int | None, max_tokens: int | None
 ) -> SamplingParams:
+    """What chat completions, completions and responses have in common: every setting of the table, by its name."""
     settings = service.settings
     if max_tokens is None:
         max_tokens = settings.default_max_tokens
     elif max_tokens < 0:  # as many as fit
         max_tokens = None
-    top_k = max(0, body.top_k or 0)
-    top_p = settings.top_p if body.top_p is None else body.top_p
-    if top_p == 0:  # "nothing but the likeliest"
-        top_k, top_p = 1, 1.0
+    values: dict[str, Any] = {}
+    for name, setting in SETTINGS.items():
+        value: Any = getattr(body, name, None)
+        if value is None:
+            value = getattr(settings, name, setting.default)
+        values[name] = max(value, setting.least)  # other servers take -1 for "off", which is the least here
+    if values["top_p"] == 0:  # "nothing but the likeliest"
+        values |= {"top_k": 1, "top_p": 1.0}
     return SamplingParams(
-        temperature=settings.temperature if body.temperature is None else body.temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
+        **values,
         logit_bias=check_logit_bias(body.logit_bias, service.source.info),
         logprobs=logprobs,
         seed=body.seed,

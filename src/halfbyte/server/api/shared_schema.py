@@ -123,6 +123,7 @@ def text_of(content: str | list[Any] | None) -> str:
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -145,24 +146,37 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None  # extension: usage in every chunk
 
 
-class SamplingFields(Strict):
-    """The knobs of /v1/chat/completions and /v1/completions, extensions last."""
+class SamplerFields(Strict):
+    """How tokens are chosen, as OpenAI's APIs, Ollama's options and other servers' extensions spell it alike.
 
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: Table[Bias] | None = None
-    max_tokens: SomeTokens | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    seed: Seed | None = None
-    stop: str | Items[str] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    The ranges are those of the APIs, at most as wide as the engine's (`ops/sampling_settings.py`)."""
+
     temperature: Temperature | None = None
     top_p: Share | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    seed: Seed | None = None
+    stop: str | Items[str] | None = None
     # extensions, under the names other servers use
-    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None  # -1: no limit
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=100, allow_inf_nan=False)] | None = None  # 0 and less: no limit
+
+
+class OpenAISamplerFields(SamplerFields):
+    """`SamplerFields` of OpenAI's APIs."""
+
+    logit_bias: Table[Bias] | None = None
+    repetition_penalty: RepetitionPenalty | None = None  # an extension
+
+
+class SamplingFields(OpenAISamplerFields):
+    """The knobs of /v1/chat/completions and /v1/completions, extensions last."""
+
+    max_tokens: SomeTokens | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[Items[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None

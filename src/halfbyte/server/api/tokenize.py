@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from halfbyte.server.answer.conversation import EFFORTS, Conversation
+from halfbyte.server.answer.conversation import EFFORTS, Conversation, reasoning_limit
 from halfbyte.server.answer.prompt import make_prompt
 from halfbyte.server.answer.service import MAX_TEXT, Service
 from halfbyte.server.answer.token_budget import TokenBudget
@@ -18,6 +18,7 @@ from halfbyte.server.api.openai_chat_schema import ChatMessage, ChatTool, Effort
 from halfbyte.server.api.shared_schema import Items, Messages, Strict
 from halfbyte.server.http.errors import bad_request
 from halfbyte.server.http.json_body import Route
+from halfbyte.server.http.middleware import owner_of
 from halfbyte.server.http.openapi import answers
 from halfbyte.server.http.respond import compute
 
@@ -48,8 +49,10 @@ def router(service: Service) -> APIRouter:
 
     @api.post("/tokenize", summary="Token ids of a text or a conversation", responses=answers(Tokens, "The ids."))
     async def tokenize(body: TokenizeRequest, http: Request) -> Response:
+        owner = owner_of(http)
+
         def answer() -> dict[str, Any]:
-            ids = _token_ids(service, body)
+            ids = _token_ids(service, body, owner)
             out: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": service.source.info.max_context}
             if body.return_token_strs:
                 out["token_strs"] = [service.tokenizer.decode([id]) for id in ids]
@@ -68,15 +71,17 @@ def router(service: Service) -> APIRouter:
     return api
 
 
-def _token_ids(service: Service, body: TokenizeRequest) -> list[int]:
+def _token_ids(service: Service, body: TokenizeRequest, owner: str) -> list[int]:
     sources = [f for f in ("prompt", "content", "messages") if getattr(body, f) is not None]
     if len(sources) != 1:
         raise bad_request("give exactly one of 'prompt', 'content' and 'messages'.", "prompt")
     if body.messages is not None:
-        instructions, messages = to_harmony(body.messages, service.calls)
+        instructions, messages = to_harmony(body.messages, service.calls.of(owner))
         effort = EFFORTS[body.reasoning_effort or service.settings.default_effort]
         tools = to_toolbox(body.tools or [])
-        return make_prompt(service, Conversation("tokenize", messages, instructions, tools, effort=effort)).tokens
+        conversation = Conversation("tokenize", messages, instructions, tools, effort=effort)
+        conversation.max_reasoning_tokens = reasoning_limit(service.settings)
+        return make_prompt(service, conversation).tokens
     text = body.prompt if body.prompt is not None else body.content
     assert text is not None
     budget = TokenBudget(service.tokenizer, MAX_TOKENS, "prompt")

@@ -2,7 +2,8 @@
 
 `Doorkeeper` counts connections and looks at each of them once a second; `GuardedProtocol` is uvicorn's HTTP protocol
 with those bounds. All of it happens before a key is checked, so none of it may cost more than the client's own bytes.
-A few connections beyond the limit are let in for health checks alone. Nothing here looks into a body.
+A few connections beyond the limit are let in for health checks alone; of these the one that has been silent longest
+makes room for the next. Nothing here looks into a body.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import Counter
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from halfbyte.server.http import sse
 from halfbyte.server.http.errors import ApiError
@@ -51,6 +52,7 @@ class Doorkeeper:
                 self.most,
             )
         self._open: set[GuardedProtocol] = set()
+        self._reserve: dict[GuardedProtocol, None] = {}  # those beyond the limit, the oldest first
         self._by_address: Counter[str] = Counter()
         self._homes: dict[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -83,9 +85,10 @@ class Doorkeeper:
                     len(self._open),
                     HEALTH_CONNECTIONS,
                 )
-            if len(self._open) >= self.most + HEALTH_CONNECTIONS:
+            if len(self._open) >= self.most + HEALTH_CONNECTIONS and not self._make_room():
                 return False
             connection.health_only = True
+            self._reserve[connection] = None
         self._open.add(connection)
         if home:
             self._by_address[home] += 1
@@ -93,10 +96,20 @@ class Doorkeeper:
             self._timer = connection.loop.call_later(_SWEEP_SECONDS, self._sweep, connection.loop)
         return True
 
+    def _make_room(self) -> bool:
+        """Ends the reserved connection that has waited longest without sending a request; False if all have sent."""
+        silent = next((connection for connection in self._reserve if connection.silent), None)
+        if silent is None:
+            return False
+        silent.transport.abort()
+        self.leave(silent)
+        return True
+
     def leave(self, connection: GuardedProtocol) -> None:
         if connection not in self._open:
             return
         self._open.discard(connection)
+        self._reserve.pop(connection, None)
         if home := connection.home:
             self._by_address[home] -= 1
             if not self._by_address[home]:
@@ -119,11 +132,11 @@ class Doorkeeper:
         if (home := self._homes.get(address)) is None:
             if len(self._homes) >= _MOST_ADDRESSES:
                 self._homes.clear()
-            home = self._homes[address] = _home_of(address)
+            home = self._homes[address] = home_of(address)
         return home
 
 
-def _home_of(address: str) -> str:
+def home_of(address: str) -> str:
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -142,10 +155,10 @@ def _file_room() -> int:
     except ImportError:  # not POSIX
         return 1 << 16
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 1 << 16 if hard == resource.RLIM_INFINITY else hard
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = 1 << 16 if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     room = (1 << 16) if soft == resource.RLIM_INFINITY else soft
     return max(1, room - OTHER_FILES - HEALTH_CONNECTIONS)
@@ -169,6 +182,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unwanted_bytes = 0
         self._last_data = 0.0
         self._stalled_since = math.inf  # the client reads nothing since then
+        self._active: RequestResponseCycle | None = None  # the request that is being answered; `cycle` is the last
+        self._last_answer = False  # the connection ends with the answer that is being written
+
+    @property
+    def silent(self) -> bool:
+        """Whether no request has come so far."""
+        return self._head_since != math.inf
 
     # ---- connections --------------------------------------------------------------------------
 
@@ -182,6 +202,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.doorkeeper.leave(self)
         super().connection_lost(exc)
+        if self._active is not None and not self._active.response_complete:  # uvicorn tells only the last
+            self._active.disconnected = True
+            self._active.message_event.set()
 
     # ---- bytes --------------------------------------------------------------------------------
 
@@ -220,10 +243,12 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self.health_only and not self._is_health_check():
             text = "The server holds as many connections as it takes; try again in a moment."
-            self._refuse(ApiError(503, text, code="overloaded", retry_after=5))
+            self._refuse(ApiError(503, text, code="overloaded", retry_after=5), head=True)
             return
         self._body_since = self._last_data
         super().on_headers_complete()
+        if not self.pipeline:
+            self._active = self.cycle
         if self.health_only and self.cycle is not None:
             self.cycle.keep_alive = False
 
@@ -240,7 +265,13 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._active = self.pipeline[-1][0]  # the next
         super().on_response_complete()
+        if self._last_answer:
+            self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            return  # the next has begun to arrive already
         if self._body_since != math.inf:
             self._unwanted_since = self.loop.time()
         elif self._head_since == math.inf and not self.pipeline:
@@ -284,7 +315,7 @@ class GuardedProtocol(HttpToolsProtocol):
         elif not self._idle and self._head_since != math.inf:
             allowed = HEALTH_SECONDS if self.health_only else settings.head_seconds
             if now - self._head_since > allowed:
-                self._refuse(ApiError(408, "The request was not sent in time.", code="request_timeout"))
+                self._refuse(ApiError(408, "The request was not sent in time.", code="request_timeout"), head=True)
 
     # ---- refusals -----------------------------------------------------------------------------
 
@@ -294,13 +325,19 @@ class GuardedProtocol(HttpToolsProtocol):
             f"The request's head is larger than this server takes ({settings.max_headers} headers, "
             f"{settings.max_head_bytes} bytes); send less."
         )
-        self._refuse(ApiError(431, text, code="headers_too_large"))
+        self._refuse(ApiError(431, text, code="headers_too_large"), head=True)
 
-    def _refuse(self, error: ApiError) -> None:
-        """Answer, if an answer has not begun, and read no more from this client."""
+    def _refuse(self, error: ApiError, *, head: bool = False) -> None:
+        """Answer, if an answer has not begun, and read no more from this client. `head`: it is no request yet."""
         if self._refused:
             return
         self._refused = True
+        active = self._active
+        if active is not None and not active.response_complete and (head or self.cycle is not active):
+            # The answer to an earlier request is being written; nothing may stand within it.
+            self.pipeline.clear()
+            self._last_answer = True
+            return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
             body = sse.dumps(error.openai())
             lines = [
@@ -318,4 +355,5 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "This is not a valid HTTP request.", code="invalid_http"))
+        error = ApiError(400, "This is not a valid HTTP request.", code="invalid_http")
+        self._refuse(error, head=self._head_since != math.inf)

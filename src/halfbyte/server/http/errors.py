@@ -1,7 +1,8 @@
 """What the server says when it says no: one exception, three shapes of body (OpenAI's, Anthropic's and Ollama's).
 
-Every refusal goes through `ApiError`. Text of an exception that is not ours never reaches a client: a bug is logged
-with its traceback and answered with a plain 500.
+The tag of an endpoint's router names the API, and the API has a shape (`SHAPES`): its body here and its schema in
+/openapi.json. Every refusal goes through `ApiError`. The text of a foreign exception never reaches a client: a bug
+is logged with its traceback and answered with a plain 500.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -106,8 +110,8 @@ def from_validation(errors: list[dict[str, Any]], body: Any = None) -> ApiError:
         text = f"Unsupported parameter: '{param}'. This server does not know it; leave it out."
         return bad_request(text, param, "unsupported_parameter")
     if kind == "missing":
-        what = f"Missing required parameter: '{param}'." if param else "The request has no body; send a JSON object."
-        return bad_request(what, param, "missing_required_parameter")
+        message = f"Missing required parameter: '{param}'." if param else "The request has no body; send a JSON object."
+        return bad_request(message, param, "missing_required_parameter")
     if kind == "json_invalid":
         return bad_request("The body is not valid JSON; send one JSON object in UTF-8.", None, "invalid_json")
     text = str(error["msg"]).removeprefix("Value error, ")
@@ -136,22 +140,85 @@ def _path(error: dict[str, Any], body: Any) -> list[str | int]:
     return out
 
 
-def wants_anthropic(path: str, headers: Any) -> bool:
-    return path.startswith("/v1/messages") or "anthropic-version" in headers
+@dataclass(frozen=True)
+class ErrorShape:
+    """How one API writes an error, and how /openapi.json describes that."""
+
+    name: str  # of its schema
+    body: Callable[[ApiError], dict[str, Any]]
+    schema: dict[str, Any]
 
 
-def render(error: ApiError, path: str, headers: Any) -> Response:
+_TEXT = {"type": "string"}
+OPENAI = ErrorShape("OpenAIError", ApiError.openai, {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": {"anyOf": [_TEXT, {"type": "null"}], "description": "The field at fault."},
+                "code": {"anyOf": [_TEXT, {"type": "null"}]},
+            },
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": False,
+        }
+    },
+    "required": ["error"],
+})  # fmt: skip
+ANTHROPIC = ErrorShape("AnthropicError", ApiError.anthropic, {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": _TEXT, "message": _TEXT},
+            "required": ["type", "message"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "error"],
+})  # fmt: skip
+OLLAMA = ErrorShape("OllamaError", ApiError.ollama, {
+    "type": "object", "properties": {"error": _TEXT}, "required": ["error"], "additionalProperties": False
+})  # fmt: skip
+SHAPES = {"OpenAI": OPENAI, "Anthropic": ANTHROPIC, "Ollama": OLLAMA, "server": OPENAI}  # by the tag of a router
+
+
+def wants_anthropic(headers: Any) -> bool:
+    """For what both OpenAI's and Anthropic's clients ask."""
+    return "anthropic-version" in headers
+
+
+def shape_with(tags: Iterable[str]) -> ErrorShape:
+    return next((SHAPES[tag] for tag in tags if tag in SHAPES), OPENAI)
+
+
+def shape_for(scope: Mapping[str, Any]) -> ErrorShape:
+    """The shape of the endpoint that was called; before routing, and where nothing is, of those nearest to the path."""
+    if (route := scope.get("route")) is not None:
+        return shape_with(getattr(route, "tags", ()))
+    parts = scope["path"].split("/")
+    nearest: dict[int, list[ErrorShape]] = {}
+    for path, shape in scope["app"].state.endpoints:
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(parts, path.split("/")))
+        nearest.setdefault(len(list(shared)), []).append(shape)
+    first, *others = nearest[max(nearest)]
+    return first if all(shape is first for shape in others) else OPENAI
+
+
+def render(error: ApiError, scope: Mapping[str, Any], headers: Any) -> Response:
     """In the shape of the API that was called."""
-    if path.startswith("/api/"):
-        body = error.ollama()
-    else:
-        body = error.anthropic() if wants_anthropic(path, headers) else error.openai()
-    return Response(sse.dumps(body), error.status, {**error.headers}, media_type="application/json")
+    shape = shape_for(scope)
+    if shape is OPENAI and wants_anthropic(headers):
+        shape = ANTHROPIC
+    return Response(sse.dumps(shape.body(error)), error.status, {**error.headers}, media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
     def answer(request: Request, error: ApiError) -> Response:
-        return render(error, request.url.path, request.headers)
+        return render(error, request.scope, request.headers)
 
     async def api(request: Request, e: Exception) -> Response:
         return answer(request, from_error(e))

@@ -1,8 +1,12 @@
-"""The `Host` a request names must be one of this machine's: a web page whose own name was made to point here (DNS
-rebinding) is a stranger, though the browser believes it has the same origin as the server.
+"""Requests that a web page of a stranger makes a browser send are refused by the headers that the browser adds.
 
-On loopback the names of loopback pass; bound beyond it, any IP address and the machine's own names. `--allow-host`
-widens the list, `*` opens it. A request without the header comes from no browser and passes.
+The `Host` a request names must be one of this machine's: a web page whose own name was made to point here (DNS
+rebinding) is a stranger, though the browser believes it has the same origin as the server. On loopback the names of
+loopback pass; bound beyond it, any IP address and the machine's own names. `--allow-host` widens the list, `*` opens
+it. A request without the header comes from no browser and passes.
+
+The `Origin` of a body that is not declared as JSON must be the server's own or one of `--cors`: a browser sends such a
+body to any server without asking it first. For a declared JSON body it asks, and is told what `--cors` allows.
 """
 
 from __future__ import annotations
@@ -27,17 +31,17 @@ class HostCheck:
 
     def check(self, headers: Headers) -> None:
         """Raises the refusal of a host that is not ours."""
-        given = headers.getlist("host")
-        if self.any or not given:
+        names = headers.getlist("host")
+        if self.any or not names:
             return
-        if len(given) > 1 or not self._known(_without_port(given[0].strip().lower())):
+        if len(names) > 1 or not self._is_allowed(_without_port(names[0].strip().lower())):
             raise ApiError(
                 403,
-                f"This server does not answer for the host {given[0]!r}; name it with --allow-host if it should.",
+                f"This server does not answer for the host {names[0]!r}; name it with --allow-host if it should.",
                 code="host_not_allowed",
             )
 
-    def _known(self, host: str) -> bool:
+    def _is_allowed(self, host: str) -> bool:
         if host in self.names or host.endswith(".localhost"):
             return True
         try:
@@ -49,6 +53,30 @@ class HostCheck:
 
 def _without_port(host: str) -> str:
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        address, closed, rest = host[1:].partition("]")
+        return address if closed and (not rest or (rest[0] == ":" and rest[1:].isdigit())) else host
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).rstrip(".")
+
+
+class OriginCheck:
+    def __init__(self, settings: ServerSettings) -> None:
+        self.allowed = frozenset(settings.cors_origins)
+
+    def check(self, method: str, headers: Headers) -> None:
+        """Raises the refusal of a body from a page of another origin that its browser sent without asking."""
+        origin = headers.get("origin")
+        if origin is None or method in ("GET", "HEAD", "OPTIONS") or _declares_json(headers):
+            return
+        own = origin.lower().partition("://")[2] == headers.get("host", "").strip().lower()
+        if not (own or origin in self.allowed or "*" in self.allowed):
+            raise ApiError(
+                403,
+                f"Pages of {origin!r} may not call this server; name their origin with --cors if they should.",
+                code="origin_not_allowed",
+            )
+
+
+def _declares_json(headers: Headers) -> bool:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

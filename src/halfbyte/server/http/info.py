@@ -102,7 +102,7 @@ def router(info: SourceInfo, tokenizer: str, names: ModelNames, admission: Admis
 
     @api.get("/v1/models", summary="The model under each of its names", responses=answers(AnyList, "The names."))
     async def models(request: Request) -> dict[str, Any]:
-        if wants_anthropic(request.url.path, request.headers):
+        if wants_anthropic(request.headers):
             cards = [anthropic_card(name) for name in names.all]
             return {"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
         return {"object": "list", "data": [model_card(name) for name in names.all]}
@@ -110,7 +110,7 @@ def router(info: SourceInfo, tokenizer: str, names: ModelNames, admission: Admis
     @api.get("/v1/models/{name:path}", summary="One model", responses=answers(AnyCard, "Its card."))
     async def model(name: str, request: Request) -> dict[str, Any]:
         names.check(name)
-        card = anthropic_card if wants_anthropic(request.url.path, request.headers) else model_card
+        card = anthropic_card if wants_anthropic(request.headers) else model_card
         return card(name)
 
     def health() -> Response:
@@ -122,11 +122,13 @@ def router(info: SourceInfo, tokenizer: str, names: ModelNames, admission: Admis
             body["seconds_since_step"] = round(since, 3)
         return Response(sse.dumps(body), media_type="application/json")
 
-    @api.get("/health", summary="200 while new requests are taken", responses=answers(Health, "Ready."))
+    @api.get("/health", summary="200 while new requests are taken", responses=answers(Health, "Ready.") | {503: {}})
     async def health_any() -> Response:
         return health()
 
-    @api.get("/health/ready", summary="200 while new requests are taken", responses=answers(Health, "Ready."))
+    @api.get(
+        "/health/ready", summary="200 while new requests are taken", responses=answers(Health, "Ready.") | {503: {}}
+    )
     async def health_ready() -> Response:
         return health()
 

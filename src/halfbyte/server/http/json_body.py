@@ -1,8 +1,13 @@
 """Bodies are parsed and checked here, strictly: what JSON allows but no tokenizer or schema could take is a 400, never
-a crash. A large one is parsed off the event loop, and one of too many small parts is not parsed at all."""
+a crash. A large one is parsed off the event loop, and one of too many small parts is not parsed at all.
+
+Every body is read as JSON, whatever its content type: curl and some clients send another one, or none. What a content
+type protects against, a web page of another origin, `host_check.py` refuses.
+"""
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -11,6 +16,7 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 
 from halfbyte.server.http.admission import Admission
 from halfbyte.server.http.errors import ApiError, from_validation
@@ -33,7 +39,19 @@ class StrictJsonRequest(Request):
     longest_text = 0  # bytes that a text of the body may have
     _raw = b""
 
+    @property
+    def headers(self) -> Headers:
+        """FastAPI parses a body as JSON only where its content type says that it is JSON."""
+        others = [(name, value) for name, value in self.scope["headers"] if name != b"content-type"]
+        return Headers(raw=[*others, (b"content-type", b"application/json")])
+
     async def body(self) -> bytes:
+        coding = super().headers.get("content-encoding", "identity").lower()
+        if coding != "identity":
+            text = (
+                f"The body has the content encoding {coding!r:.40}, which this server does not read; send it as it is."
+            )
+            raise ApiError(415, text, code="unsupported_content_encoding")
         self._raw = await super().body()
         self._body = b""
         self.scope["state"]["body_bytes"] = len(self._raw)
@@ -49,6 +67,7 @@ class StrictJsonRequest(Request):
 
 
 def parse(raw: bytes) -> Any:
+    raw = raw.removeprefix(codecs.BOM_UTF8)  # some shells write it
     for signs, most in MOST_PARTS.items():
         if len(raw) > most and sum(raw.count(sign) for sign in signs) > most:
             text = f"The body has more than {most} times {' or '.join(map(repr, signs.decode()))}; split the request."

@@ -33,9 +33,8 @@ from halfbyte.memory import MemoryState, read_memory
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text"
-APIS = ("chat", "completions", "messages", "ollama", "responses")
 REASONS = ("cancelled", "error", "length", "mixed", "stop", "tool_calls")
-REFUSALS = ("draining", "memory", "not_ready", "queue")
+REFUSALS = ("client", "draining", "memory", "not_ready", "queue")
 # Of an answer to a body; the others have their first sample when they happen.
 USUAL_STATUS = (200, 400, 429, 500, 503)
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -50,9 +49,9 @@ class EngineCollector(Collector):
         self.source = source
         self.device: str = source.info.details.get("device_id", "cpu")
         device = torch.device(self.device)
-        found = nvml_sensor(device.index) if device.type == "cuda" else None
-        self.sensor: Sensor | None = None if found is None else found[0]
-        self.power_limit: float | None = None if found is None else found[1]
+        sensor = nvml_sensor(device.index) if device.type == "cuda" else None
+        self.sensor: Sensor | None = None if sensor is None else sensor[0]
+        self.power_limit: float | None = None if sensor is None else sensor[1]
 
     def collect(self) -> Iterable[Metric]:
         stats = self.source.stats()
@@ -89,12 +88,18 @@ class EngineCollector(Collector):
                 "Accepted over drafted tokens.",
                 s.accepted_tokens / max(1, s.drafted_tokens),
             ),
+            ("halfbyte_prefix_memory_bytes", "Prefixes held in host memory.", s.prefix_memory_bytes),
+            ("halfbyte_prefix_disk_bytes", "Prefixes held in the prefix folder.", s.prefix_disk_bytes),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(name, text, float(value))
         counters = (
             ("halfbyte_prefix_hit_tokens", "Prompt tokens taken from the prefix cache.", s.prefix_hit_tokens),
             ("halfbyte_prefix_query_tokens", "Prompt tokens looked up in the prefix cache.", s.prefix_query_tokens),
+            ("halfbyte_prefix_skipped_pages", "Pages that were not stored, for want of time.", s.prefix_skipped_pages),
+            ("halfbyte_prefix_damaged", "Pages and files of the prefix folder found damaged.", s.prefix_damaged),
+            ("halfbyte_kv_checked_values", "Keys and values of an fp8 cache in filled pages.", s.kv_checked_values),
+            ("halfbyte_kv_saturated_values", "Those of them at the end of fp8's range, 448.", s.kv_saturated_values),
             ("halfbyte_preemptions", "Requests put back for want of pages.", s.preemptions),
             ("halfbyte_engine_steps", "Steps of the engine.", s.steps),
             ("halfbyte_engine_generated_tokens", "Tokens the engine generated.", s.generated_tokens),
@@ -104,7 +109,12 @@ class EngineCollector(Collector):
         )
         for name, text, value in counters:
             yield CounterMetricFamily(name, text, float(value))
-
+        restored = CounterMetricFamily(
+            "halfbyte_prefix_restored_tokens", "Tokens brought up into KV pages, by tier.", labels=["tier"]
+        )
+        restored.add_metric(["memory"], float(s.prefix_memory_tokens))
+        restored.add_metric(["disk"], float(s.prefix_disk_tokens))
+        yield restored
         sums = [sum(s.queue_counts[: i + 1]) for i in range(len(s.queue_counts))]
         yield HistogramMetricFamily(
             "halfbyte_queue_time_seconds", "From a choice's arrival in the engine to its first being scheduled.",
@@ -171,6 +181,9 @@ class Metrics:
         self._cached = Counter("halfbyte_cached_prompt_tokens", "Of these, from the prefix cache.", registry=r)
         self._completion = Counter("halfbyte_completion_tokens", "Tokens generated for clients.", registry=r)
         self._reasoning = Counter("halfbyte_reasoning_tokens", "Of these, reasoning.", registry=r)
+        self._reasoning_cuts = Counter(
+            "halfbyte_reasoning_cuts", "Requests whose reasoning was ended by its limit.", registry=r
+        )
         self.ttft = Histogram("halfbyte_time_to_first_token_seconds", "TTFT.", buckets=_LATENCY, registry=r)
         self.gaps = TokenGaps()
         r.register(self.gaps)
@@ -180,8 +193,6 @@ class Metrics:
         self.started = time.time()
         started = Gauge("halfbyte_start_time_seconds", "When the server started.", registry=r)
         started.set(self.started)
-        for api, reason in itertools.product(APIS, REASONS):
-            self._finished.labels(api, reason)
         for reason in REFUSALS:
             self._refused.labels(reason)
         for kind in repairs:
@@ -191,6 +202,11 @@ class Metrics:
         """An endpoint that will be asked."""
         for status in USUAL_STATUS if method == "POST" else USUAL_STATUS[:1]:
             self._http.labels(method, route, str(status))
+
+    def expect_api(self, api: str) -> None:
+        """An API that will generate answers."""
+        for reason in REASONS:
+            self._finished.labels(api, reason)
 
     def http(self, method: str, route: str, status: int) -> None:
         self._http.labels(method, route, str(status or 499)).inc()
@@ -203,17 +219,23 @@ class Metrics:
         for kind, count in kinds.items():
             self._repairs.labels(kind).inc(count)
 
-    def finished(self, api: str, reason: str, *, prompt: int, cached: int, completion: int, reasoning: int) -> None:
+    def finished(
+        self, api: str, reason: str, *, prompt: int, cached: int, completion: int, reasoning: int,
+        reasoning_cut: bool = False,
+    ) -> None:  # fmt: skip
         self._finished.labels(api, reason).inc()
         self._prompt.inc(prompt)
         self._cached.inc(cached)
         self._completion.inc(completion)
         self._reasoning.inc(reasoning)
+        self._reasoning_cuts.inc(reasoning_cut)
         self.size.observe(completion)
         log_lines.note(
             api=api, finish=reason, prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion,
             reasoning_tokens=reasoning,
         )  # fmt: skip
+        if reasoning_cut:
+            log_lines.note(reasoning_cut=True)
 
     def latency(self, first: float | None, total: float) -> None:
         self.e2e.observe(total)

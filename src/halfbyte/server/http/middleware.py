@@ -1,6 +1,6 @@
 """One plain ASGI layer before every endpoint.
 
-Checks the host and the key, bounds the body, names the request, writes the access log and turns what escapes
+Checks host, origin and key, bounds the body, names the request, writes the access log and turns what escapes
 into a proper answer. It never looks into a body and never logs one.
 """
 
@@ -14,12 +14,14 @@ from hashlib import sha256
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from halfbyte import log_lines
 from halfbyte.server.http import sse
+from halfbyte.server.http.doorkeeper import home_of
 from halfbyte.server.http.errors import ApiError, from_error, is_cancellation, render
-from halfbyte.server.http.host_check import HostCheck
+from halfbyte.server.http.host_check import HostCheck, OriginCheck
 from halfbyte.server.http.metrics import Metrics
 from halfbyte.server.http.printable import printable
 from halfbyte.server.http.workroom import HUGE, Workroom
@@ -31,6 +33,11 @@ access = logging.getLogger("halfbyte.access")
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/favicon.ico"})
 _LONGEST_PATH = 500  # of what the access log shows
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._\-]{1,64}")
+
+
+def owner_of(http: HTTPConnection) -> str:
+    """Whose key the request came with; there is one owner where no keys are asked for."""
+    return str(http.scope["state"]["owner"])
 
 
 class BodyTooLarge(ApiError):
@@ -49,7 +56,7 @@ class Bodies:
         self.workroom = workroom
         self.most_each = settings.max_body_bytes
         self.most_in_all = max(settings.max_bodies_bytes, settings.max_body_bytes)
-        self.held = 0
+        self.total = 0
 
 
 class Body:
@@ -67,10 +74,10 @@ class Body:
         if message["type"] == "http.request":
             bodies, size = self._bodies, len(message.get("body", b""))
             self._size += size
-            bodies.held += size
+            bodies.total += size
             if self._size > bodies.most_each:
                 raise BodyTooLarge(bodies.most_each)
-            if bodies.held > bodies.most_in_all and self._size > self.FREE:
+            if bodies.total > bodies.most_in_all and self._size > self.FREE:
                 text = "The server holds as many large requests as it takes at once; try again in a moment."
                 raise ApiError(503, text, code="overloaded", retry_after=5)
         return message
@@ -78,7 +85,7 @@ class Body:
     def forget(self) -> None:
         if self._size >= HUGE:
             self._bodies.workroom.trim_later()
-        self._bodies.held -= self._size
+        self._bodies.total -= self._size
         self._size = 0
 
 
@@ -98,8 +105,8 @@ class KeyCheck:
         owner = None
         for offer in offers:
             digest = sha256(offer.encode("utf-8", "surrogateescape")).digest()
-            for number, known in enumerate(self._digests):
-                if hmac.compare_digest(digest, known):
+            for number, key in enumerate(self._digests):
+                if hmac.compare_digest(digest, key):
                     owner = f"key {number}"
         return owner
 
@@ -111,6 +118,7 @@ class Middleware:
         self.metrics = metrics
         self.keys = KeyCheck(settings.api_keys)
         self.hosts = HostCheck(settings)
+        self.origins = OriginCheck(settings)
         self.bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,7 +154,9 @@ class Middleware:
         try:
             try:
                 self.hosts.check(headers)
-                scope["state"]["owner"] = self._check_head(scope["method"], path, headers)
+                self.origins.check(scope["method"], headers)
+                owner = scope["state"]["owner"] = self._check_head(scope["method"], path, headers)
+                scope["state"]["client"] = owner or _client_at(scope)
                 await self.app(scope, body.receive, send_named)
             except BaseException as e:
                 if is_cancellation(e):
@@ -154,7 +164,7 @@ class Middleware:
                 if status:  # the answer has begun; all that is left is to end the connection
                     raise
                 error = from_error(e)
-                response = render(error, path, headers)
+                response = render(error, scope, headers)
                 if error.status in (401, 413, 503):
                     response.headers["connection"] = "close"  # the rest of the body is not read
                 await response(scope, receive, send_named)
@@ -163,11 +173,11 @@ class Middleware:
             seconds = time.perf_counter() - start
             route = getattr(scope.get("route"), "path", "unknown")
             self.metrics.http(scope["method"], route, status)
-            shown = printable(path[:_LONGEST_PATH])
-            facts |= {"method": scope["method"], "path": shown, "route": route, "status": status}
+            text = printable(path[:_LONGEST_PATH])
+            facts |= {"method": scope["method"], "path": text, "route": route, "status": status}
             facts["ms"] = round(1000 * seconds, 1)
             access.info(
-                "%s %s %s %.1f ms %s", scope["method"], shown, status or "aborted", 1000 * seconds, request_id,
+                "%s %s %s %.1f ms %s", scope["method"], text, status or "aborted", 1000 * seconds, request_id,
                 extra={"facts": facts},
             )  # fmt: skip
 
@@ -188,3 +198,13 @@ class Middleware:
         if length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise BodyTooLarge(self.settings.max_body_bytes)
         return owner or ""
+
+
+def _client_at(scope: Scope) -> str:
+    """The client of a request that came without a key: its address, an IPv6 network of 64 bits being one. Many programs
+    share this machine's own addresses, so there it is the connection; over a unix socket it is the request."""
+    peer = scope.get("client")
+    if not peer:
+        return sse.new_id("client_")
+    address, port = peer
+    return home_of(address) or f"{address} {port}"

@@ -14,7 +14,7 @@ class ModelNames:
         self.any_name = settings.any_model
 
     def check_tagged(self, name: str) -> str:
-        """The same for clients of Ollama, who write `gpt-oss:20b` and `NAME:latest`."""
+        """Like `check`, for clients of Ollama, who write `gpt-oss:20b` and `NAME:latest`."""
         if name.removesuffix(":latest") in self.all or name.replace(":", "-") in self.all:
             return name
         return self.check(name)
@@ -23,7 +23,7 @@ class ModelNames:
         """The name to answer under: the one that was asked for, if it is one of ours."""
         if self.any_name or name in self.all:
             return name
-        known = ", ".join(repr(n) for n in self.all)
+        names = ", ".join(repr(n) for n in self.all)
         raise ApiError(
-            404, f"The model {name!r} is not served here; ask for {known}.", param="model", code="model_not_found"
+            404, f"The model {name!r} is not served here; ask for {names}.", param="model", code="model_not_found"
         )

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 
+from halfbyte.server.http.errors import SHAPES, shape_with
 from halfbyte.server.http.middleware import OPEN_PATHS
 from halfbyte.server.settings import ServerSettings
 
@@ -31,39 +32,6 @@ def answers(model: type[BaseModel], text: str, stream: str | None = None) -> dic
         described["content"] = {stream: {"schema": {"type": "string"}}}
     return {200: described}
 
-
-_TEXT = {"type": "string"}
-_OPENAI = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": _TEXT,
-                "type": _TEXT,
-                "param": {"anyOf": [_TEXT, {"type": "null"}], "description": "The field at fault."},
-                "code": {"anyOf": [_TEXT, {"type": "null"}]},
-            },
-            "required": ["message", "type", "param", "code"],
-            "additionalProperties": False,
-        }
-    },
-    "required": ["error"],
-}
-_ANTHROPIC = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "properties": {"type": _TEXT, "message": _TEXT},
-            "required": ["type", "message"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "error"],
-}
-_OLLAMA = {"type": "object", "properties": {"error": _TEXT}, "required": ["error"], "additionalProperties": False}
 
 _SENTENCES = {
     400: "The request cannot be served as written; the error names the field.",
@@ -100,7 +68,7 @@ def _amended(schema: dict[str, Any], keys: bool) -> dict[str, Any]:
         "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     schemas = components.setdefault("schemas", {})
-    schemas |= {"OpenAIError": _OPENAI, "AnthropicError": _ANTHROPIC, "OllamaError": _OLLAMA}
+    schemas |= {shape.name: shape.schema for shape in SHAPES.values()}
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     schema["security"] = [{"bearer": []}, {"header": []}] if keys else [{}, {"bearer": []}, {"header": []}]
@@ -116,7 +84,7 @@ def _amend(operation: dict[str, Any], path: str, keys: bool) -> None:
     for content in responses.get("200", {}).get("content", {}).values():
         if "$ref" in content["schema"]:  # FastAPI's own guess stands beside what was said
             content["schema"] = {"$ref": content["schema"]["$ref"]}
-    codes = {403}
+    codes = {403, *(int(code) for code in responses if code != "200")}
     if path in OPEN_PATHS:
         operation["security"] = []
     elif keys:
@@ -125,11 +93,8 @@ def _amend(operation: dict[str, Any], path: str, keys: bool) -> None:
         codes.update(_OF_BODIES)
     if "{" in path:
         codes.add(404)
-    if path in ("/health", "/health/ready"):
-        codes.add(503)
-    anthropic = path.startswith("/v1/messages")
-    name = "OllamaError" if path.startswith("/api/") else "AnthropicError" if anthropic else "OpenAIError"
-    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    shape = shape_with(operation.get("tags", ()))
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{shape.name}"}}}
     for code in sorted(codes):
         responses[str(code)] = {"description": _SENTENCES[code], "content": error}
         if code in _WITH_RETRY:

@@ -38,7 +38,7 @@ class ResponseWriter(Protocol):
 
     def stream(self) -> AsyncIterator[bytes]: ...
 
-    async def whole(self) -> dict[str, Any]: ...
+    async def body(self) -> dict[str, Any]: ...
 
     def failure(self, error: ApiError) -> bytes:
         """The last event of a stream that broke."""
@@ -67,12 +67,12 @@ async def respond(
     `more_bytes` is what the prompt has beside the body: an earlier conversation.
     """
     with contextlib.ExitStack() as stack:
-        slot = admission.take_slot()
+        slot = admission.take_slot(http.scope["state"]["client"])
         stack.callback(slot.release)
         try:
             writer = await _work(http, admission, more_bytes, lambda: make_writer(slot))
             if not streaming:
-                body = await while_connected(http, writer.whole())
+                body = await while_connected(http, writer.body())
                 return Response(sse.dumps(body), headers=writer.headers, media_type="application/json")
             chunks = await while_connected(http, with_first(writer.stream(), settings.headers_after))
         except ClientGone:
@@ -92,7 +92,7 @@ async def compute(
     http: Request, admission: Admission, make_answer: Callable[[], dict[str, Any]], *, more_bytes: int = 0
 ) -> Response:
     """The answer of an endpoint that asks no engine: it takes a slot for as long as it computes."""
-    slot = admission.take_slot()
+    slot = admission.take_slot(http.scope["state"]["client"])
     try:
         body = await _work(http, admission, more_bytes, lambda: sse.dumps(make_answer()))
         return Response(body, media_type="application/json")

@@ -1,5 +1,6 @@
 // The page's only way to the server: the same public endpoints every other client uses.
 
+import { messageText } from "./attachments.js";
 import { settings } from "./store.js";
 
 export class Refusal extends Error {
@@ -23,14 +24,20 @@ export async function about() {
   return models.data[0];
 }
 
-/** What the server needs to see of the messages of a conversation. */
-export function wireMessages(messages) {
+/** How many tokens a text has. */
+export async function countTokens(text) {
+  const body = JSON.stringify({ content: text });
+  return (await (await check(await fetch("/tokenize", { method: "POST", headers: headers(), body }))).json()).count;
+}
+
+/** What the server needs to see of the messages of a conversation. `unfinished`: the last one, if the model shall go on with it. */
+export function wireMessages(messages, unfinished = null) {
   const out = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
   for (const m of messages) {
-    if (m.role === "user") out.push({ role: "user", content: m.text });
-    if (m.role === "assistant" && !m.error) {
+    if (m.role === "user") out.push({ role: "user", content: messageText(m) });
+    if (m.role === "assistant") {
       const calls = (m.calls ?? []).filter((c) => c.result !== undefined);
-      if (!m.text && !calls.length) continue;
+      if (!m.text && !calls.length && m !== unfinished) continue;
       out.push({
         role: "assistant",
         content: m.text || null,
@@ -43,18 +50,19 @@ export function wireMessages(messages) {
   return out;
 }
 
-/** Stream one answer. Yields parsed chunks; throws Refusal for anything the server says no to. */
-export async function* chat(model, messages, effort, signal) {
+/** Stream one answer, or the rest of an `unfinished` one. Yields parsed chunks; throws Refusal for anything the server says no to. */
+export async function* chat(model, messages, effort, signal, unfinished = null) {
   const tools = settings.tools.trim() ? JSON.parse(settings.tools) : [];
   const body = {
     model,
-    messages: wireMessages(messages),
+    messages: wireMessages(messages, unfinished),
     stream: true,
     stream_options: { include_usage: true, continuous_usage_stats: true },
     reasoning_effort: effort,
     ...(settings.temperature !== "" ? { temperature: Number(settings.temperature) } : {}),
     ...(settings.max !== "" ? { max_completion_tokens: Number(settings.max) } : {}),
     ...(tools.length ? { tools } : {}),
+    ...(unfinished ? { continue_final_message: true } : {}),
   };
   const response = await check(await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(body), signal }));
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -20,6 +20,18 @@ md.inline.ruler.before("autolink", "br", (state, silent) => {
   return true;
 });
 
+// "- [x] done": the box becomes a part of the list item.
+md.core.ruler.after("inline", "task", ({ tokens }) => {
+  tokens.forEach((token, n) => {
+    const text = token.children?.[0];
+    if (tokens[n - 2]?.type !== "list_item_open" || text?.type !== "text") return;
+    const box = /^\[([ xX])\](?:\s|$)/.exec(text.content);
+    if (!box) return;
+    tokens[n - 2].meta = { task: box[1] === " " ? "open" : "done" };
+    text.content = text.content.slice(box[0].length);
+  });
+});
+
 const MATH = [["$$", "$$", true], ["\\[", "\\]", true], ["\\(", "\\)", false], ["$", "$", false]];
 
 md.inline.ruler.before("escape", "math", (state, silent) => {
@@ -95,8 +107,6 @@ const DASH = new Set(["sql", "lua", "haskell", "hs", "ada", "elm"]);
 const PLAIN = new Set(["text", "txt", "plain", "output", "console", "diff", "markdown", "md"]);
 
 /** A light hand with colours: comments, strings, numbers, common words. One rule for every language. */
-
-/** A light hand with colours: comments, strings, numbers, common words. One rule for every language. */
 function paint(code, lang) {
   const name = lang.toLowerCase();
   if (PLAIN.has(name) || code.length > 60000) return [code];
@@ -140,6 +150,11 @@ function build(root, tokens) {
       if (t.tag === "ol" && t.attrGet("start")) node.start = Number(t.attrGet("start"));
       if (t.tag === "th" || t.tag === "td") node.style.textAlign = /right|center/.exec(t.attrGet("style") ?? "")?.[0] ?? "";
       if (node !== top) top.append(t.tag === "table" ? el("div", { className: "table", tabIndex: 0 }, node) : node);
+      if (t.meta?.task) {
+        node.className = "task";
+        const box = el("input", { type: "checkbox", disabled: true, checked: t.meta.task === "done", ariaLabel: t.meta.task === "done" ? "Done" : "Not done" });
+        node.append(box, " ");
+      }
       open.push(node);
     } else if (t.type === "inline") build(top, t.children);
     else if (t.type === "math") top.append(mathNode(t));

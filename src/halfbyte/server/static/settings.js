@@ -1,7 +1,9 @@
 // The sheet of settings, the list of keys, and the theme.
 
-import { el } from "./dom.js";
+import { Unreadable } from "./attachments.js";
+import { download, el } from "./dom.js";
 import * as store from "./store.js";
+import { fileName, fromJson, MOST_IMPORT_BYTES, toJson } from "./transfer.js";
 
 const $ = (id) => document.getElementById(id);
 const { settings } = store;
@@ -21,8 +23,8 @@ export const openKeys = () => $("keys").showModal();
 /** `problem`: what is wrong with the key, if that is why the sheet opens. */
 export function openSettings(problem = "") {
   for (const [id, name] of Object.entries(FIELDS)) $(id).value = settings[name];
-  $("s-bad").textContent = problem;
-  $("s-bad").hidden = !problem;
+  report(problem);
+  $("s-export").disabled = !store.conversations().length;
   drawBin();
   $("s-bin").open = false;
   if (!sheet.open) sheet.showModal();
@@ -35,13 +37,35 @@ function drawBin() {
   const gone = store.deleted();
   $("s-bin").hidden = !gone.length;
   $("s-bin-list").replaceChildren(...gone.map((c) => {
-    const back = el("button", { type: "button", className: "link", textContent: "Restore", onclick: () => { store.restore(c); drawBin(); actions.restored(); } });
+    const back = el("button", { type: "button", className: "link", textContent: "Restore", onclick: () => { store.restore(c); drawBin(); actions.changed(); } });
     const purge = el("button", { type: "button", className: "link danger", textContent: "Delete for good", onclick: async () => { await store.purge(c.id); drawBin(); } });
     return el("li", {}, el("span", { className: "grow", textContent: c.title || "Conversation" }), back, purge);
   }));
 }
 
-/** `given`: {hello, discard, restored, wipe}, what chat.js does. */
+/** Say in the sheet what is wrong, or what is done. */
+function report(problem, result = "") {
+  for (const [id, text] of [["s-bad", problem], ["s-done", result]]) {
+    $(id).textContent = text;
+    $(id).hidden = !text;
+  }
+}
+
+async function importFile(file) {
+  try {
+    if (file.size > MOST_IMPORT_BYTES) throw new Unreadable("This file is larger than any export: choose a .json file that was saved with “Export”.");
+    const { added, changed, same } = await store.take(fromJson(await file.text()));
+    const parts = [[added, "new"], [changed, "with news"], [same, "already here"]].filter(([n]) => n).map(([n, words]) => `${n} ${words}`);
+    report("", `Imported: ${parts.join(", ")}.`);
+    actions.changed();
+    drawBin();
+    $("s-export").disabled = false;
+  } catch (e) {
+    report(e instanceof Unreadable ? e.message : `${store.problemOf(e)} Nothing was imported.`);
+  }
+}
+
+/** `given`: {hello, discard, changed, wipe}, what chat.js does. */
 export function startSettings(given) {
   actions = given;
   $("sheet-form").addEventListener("submit", (e) => {
@@ -51,8 +75,7 @@ export function startSettings(given) {
       if (tools && !Array.isArray(JSON.parse(tools))) throw new Error("give a list");
     } catch (error) {
       e.preventDefault();
-      $("s-bad").textContent = `The tools are not a JSON list (${error.message}).`;
-      $("s-bad").hidden = false;
+      report(`The tools are not a JSON list (${error.message}).`);
       return;
     }
     for (const [id, name] of Object.entries(FIELDS)) settings[name] = $(id).value;
@@ -60,6 +83,13 @@ export function startSettings(given) {
     actions.hello();
   });
   $("s-example").addEventListener("click", () => { $("s-tools").value = JSON.stringify(EXAMPLE, null, 2); });
+  $("s-export").addEventListener("click", () => download(fileName("halfbyte conversations", "json"), "application/json", toJson(store.conversations())));
+  $("s-import").addEventListener("click", () => $("s-file").click());
+  $("s-file").addEventListener("change", async () => {
+    const [file] = $("s-file").files;
+    if (file) await importFile(file);
+    $("s-file").value = "";
+  });
   $("s-wipe").addEventListener("click", () => { sheet.close(); actions.wipe(); });
   $("theme").addEventListener("click", () => {
     const order = ["system", "light", "dark"];

@@ -2,7 +2,7 @@
 // with what this tab knows and puts the result back in one transaction, so that no tab undoes another's work; other tabs
 // are told and join it, too. Nothing is thrown away to make room: where there is none, the page says so.
 
-import { change, count, create, fromList, merge, touch } from "./tree.js";
+import { count, create, fromList, merge, touch } from "./tree.js";
 
 const SETTINGS = "halfbyte.settings";
 const RESCUED = "halfbyte.rescued.";
@@ -47,7 +47,7 @@ function transact(mode, work) {
     const transaction = base.transaction("conversations", mode);
     let result;
     transaction.oncomplete = () => resolve(result);
-    transaction.onerror = transaction.onabort = () => reject(transaction.error);
+    transaction.onerror = transaction.onabort = (e) => reject(transaction.error ?? e.target.error);
     work(transaction.objectStore("conversations"), (value) => { result = value; });
   });
 }
@@ -115,7 +115,7 @@ export async function save(conversation) {
       others?.postMessage({ id });
     } while (writes.get(id) === "again");
   } catch (e) {
-    failed(e?.name === "QuotaExceededError" ? "This browser has no room left: what is written now is lost with this tab. Delete conversations for good to make room." : `This browser does not keep the conversation (${e?.name ?? e}).`);
+    failed(`${problemOf(e)} What is written now is lost with this tab: export it, or delete other conversations for good (Settings).`);
   } finally {
     writes.delete(id);
   }
@@ -127,6 +127,32 @@ export function saveSoon(conversation) {
   if (timers.has(conversation.id)) return;
   timers.set(conversation.id, setTimeout(() => { timers.delete(conversation.id); save(conversation); }, 400));
 }
+
+/** Merge imported conversations, all or none of them. Returns how many were new, changed, or already here. */
+export async function take(conversations) {
+  const result = { added: 0, changed: 0, same: 0 };
+  const work = (existing, incoming) => {
+    if (!existing) { result.added += 1; return incoming; }
+    const news = merge(existing, incoming);
+    const back = Boolean(existing.deleted); // what a person imports is meant to be seen
+    if (back) touch(existing, { deleted: 0 }, existing.at);
+    result[news || back ? "changed" : "same"] += 1;
+    return existing;
+  };
+  if (base) {
+    const merged = [];
+    await transact("readwrite", (s) => {
+      for (const incoming of conversations) {
+        s.get(incoming.id).onsuccess = (e) => { const c = work(e.target.result, structuredClone(incoming)); merged.push(c); s.put(c); };
+      }
+    });
+    for (const c of merged) { join(c); others?.postMessage({ id: c.id }); }
+  } else for (const incoming of conversations) known.set(incoming.id, work(known.get(incoming.id), incoming));
+  return result;
+}
+
+/** Why something could not be kept, in a sentence. */
+export const problemOf = (e) => (e?.name === "QuotaExceededError" ? "This browser has no room left." : `This browser does not keep it (${e?.name ?? e}).`);
 
 function keep(conversation) { known.set(conversation.id, conversation); save(conversation); }
 
@@ -164,5 +190,3 @@ function recover() {
     save(known.get(half.id));
   }
 }
-
-export { change, touch };

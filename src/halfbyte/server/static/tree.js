@@ -2,12 +2,13 @@
 // Two copies of a conversation, from two tabs, always join to the same one: messages are never removed, and of a message
 // that both have the one with the higher version wins. No storage and no page here.
 //
-// conversation: { id, v, at, title, model, leaf, deleted, nodes: { id: { id, v, at, parent, role, text, ... } } }
+// conversation: { id, v, at, title, renamed, model, leaf, deleted, nodes: { id: { id, v, at, parent, role, text, ... } } }
+// A user's message may have `files`: [{ name, text, pasted }].
 
 export const newId = () => globalThis.crypto?.randomUUID?.() ?? `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
 
 export function create(now = Date.now()) {
-  return { id: newId(), v: 0, at: now, title: "", model: "", leaf: null, deleted: 0, nodes: {} };
+  return { id: newId(), v: 0, at: now, title: "", renamed: 0, model: "", leaf: null, deleted: 0, nodes: {} };
 }
 
 /** A change of the conversation itself: its title, its branch on screen, whether it is deleted. */
@@ -15,6 +16,18 @@ export function touch(conversation, changes = {}, now = Date.now()) {
   Object.assign(conversation, changes);
   conversation.v += 1;
   conversation.at = now;
+}
+
+/** Give a conversation a title. Changes that another tab makes meanwhile do not undo it. An empty title restores the default. */
+export function rename(conversation, title, now = Date.now()) {
+  const text = title.trim().replace(/\s+/g, " ").slice(0, 200);
+  touch(conversation, { title: text || titleOf(path(conversation)[0]), renamed: now }, conversation.at);
+}
+
+/** The default title of a conversation that begins with this message. */
+export function titleOf({ text = "", files = [] } = {}) {
+  const [file] = files;
+  return (text.trim() || (file?.pasted ? file.text.trim() : file?.name) || "").split("\n")[0].slice(0, 60);
 }
 
 /** A change of one message. */
@@ -59,6 +72,10 @@ export function newestEnd(conversation, node) {
   return at.id;
 }
 
+const CUT = new Set(["length", "stopped", "interrupted"]);
+/** Whether an answer ended before it was complete, with something that the model can go on from. */
+export const isCut = (node) => node.role === "assistant" && Boolean(node.text || node.reasoning) && !node.calls?.length && Boolean(node.error || CUT.has(node.finish) || node.live);
+
 const isBefore = (conversation, ancestor, leaf) => !ancestor || path(conversation, leaf).some((n) => n.id === ancestor);
 
 /** Join `theirs` into `mine`, which is changed; says whether anything was new. The branch on screen stays, unless theirs goes on from it. */
@@ -72,11 +89,11 @@ export function merge(mine, theirs) {
     }
   }
   const leaf = mine.leaf;
-  if (theirs.v > mine.v || (theirs.v === mine.v && theirs.at > mine.at)) {
-    for (const key of ["v", "at", "title", "model", "deleted", "leaf"]) {
-      if (mine[key] !== theirs[key]) { mine[key] = theirs[key]; news = true; }
-    }
-  }
+  const newer = theirs.v > mine.v || (theirs.v === mine.v && theirs.at > mine.at);
+  const renamed = (theirs.renamed ?? 0) - (mine.renamed ?? 0);
+  const take = (keys) => { for (const key of keys) if (mine[key] !== theirs[key]) { mine[key] = theirs[key]; news = true; } };
+  if (renamed > 0 || (renamed === 0 && newer)) take(["title", "renamed"]);
+  if (newer) take(["v", "at", "model", "deleted", "leaf"]);
   if (leaf && mine.nodes[leaf] && !isBefore(mine, leaf, mine.leaf)) mine.leaf = leaf;
   return news;
 }

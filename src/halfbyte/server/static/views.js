@@ -1,7 +1,9 @@
 // How a message looks. Views change nothing: what a person does goes to `actions`, which chat.js gives.
 
+import { bytesOf, lineCount, sizeText } from "./attachments.js";
 import { button, copyText, el, icon } from "./dom.js";
 import { render } from "./markdown.js";
+import { isCut } from "./tree.js";
 
 export function seconds(s) { return s < 1 ? `${Math.round(s * 1000)} ms` : s < 10 ? `${s.toFixed(1)} s` : `${Math.round(s)} s`; }
 const SHORTEST = 20; // ms: what arrives within less came in one packet, and its time says nothing of the model's speed
@@ -12,13 +14,15 @@ export function rate(stats) {
 function statLine(m) {
   const s = m.stats;
   if (!s?.first) return "";
-  return [rate(s), `TTFT ${seconds((s.first - s.start) / 1000)}`, s.tokens ? `${s.tokens} tokens` : "", s.cached ? `${s.cached} cached` : ""].filter(Boolean).join(" · ");
+  return [rate(s), `TTFT ${seconds((s.first - s.start) / 1000)}`, s.tokens ? `${(s.earlier ?? 0) + s.tokens} tokens` : "", s.cached ? `${s.cached} cached` : ""].filter(Boolean).join(" · ");
 }
 const NOTES = {
   length: "The answer was cut off at its token limit.",
   stopped: "Stopped.",
   interrupted: "Cut off: the page was closed while this was being written.",
 };
+
+const openStates = new Map(); // message id -> whether a person unfolded or folded it; kept when the page is drawn again
 
 /** "2 / 3" with arrows, where a message has others in its place. */
 function branches(turn, actions) {
@@ -31,12 +35,45 @@ function branches(turn, actions) {
   return el("span", { className: "branches" }, back, el("span", { textContent: `${index + 1} / ${total}` }), next);
 }
 
-/** `turn`: {message, index, total, live, elsewhere}. `live`: it is being written here; `elsewhere`: in another tab. */
+/** A file or a paste with its size; `...buttons` stand behind it. */
+export const chip = (file, ...buttons) => el("span", { className: "chip" }, icon("file"), el("span", { className: "name", textContent: file.name }), el("span", { className: "size", textContent: sizeText(bytesOf(file)) }), ...buttons);
+
+function fileView(file, key) {
+  const body = el("pre", { tabIndex: 0 });
+  const details = el("details", { className: "file" }, el("summary", { title: "Show what is in it" }, chip(file)), body);
+  details.addEventListener("toggle", () => {
+    openStates.set(key, details.open);
+    if (details.open) body.textContent = file.text;
+  });
+  details.open = openStates.get(key) ?? false;
+  return details;
+}
+
+const FOLD = { characters: 1600, lines: 16 };
+/** A long message shows its beginning and a button for the rest. */
+function bubbleView(message) {
+  const { id, text } = message;
+  if (text.length <= FOLD.characters && lineCount(text) <= FOLD.lines) return el("div", { className: "bubble", textContent: text });
+  const all = el("button", { type: "button", className: "link" });
+  const bubble = el("div", { className: "bubble long" }, el("div", { className: "text", textContent: text }), all);
+  const draw = () => {
+    const open = openStates.get(id) ?? false;
+    bubble.classList.toggle("open", open);
+    all.textContent = open ? "Show less" : `Show all (${lineCount(text).toLocaleString("en")} lines, ${sizeText(bytesOf({ text }))})`;
+    all.setAttribute("aria-expanded", String(open));
+  };
+  all.addEventListener("click", () => { openStates.set(id, !openStates.get(id)); draw(); });
+  draw();
+  return bubble;
+}
+
+/** `turn`: {message, index, total, last, live, elsewhere}. `live`: it is being written here; `elsewhere`: in another tab. */
 export function userView(turn, actions) {
   const { message } = turn;
-  const bubble = el("div", { className: "bubble", textContent: message.text });
+  const files = message.files?.length ? el("div", { className: "files" }, ...message.files.map((f, n) => fileView(f, `${message.id}/${n}`))) : null;
+  const bubble = message.text ? bubbleView(message) : null;
   const acts = el("div", { className: "acts" }, branches(turn, actions), button("copy", "Copy", () => copyText(message.text)), button("pen", "Edit", () => actions.edit(message)));
-  return el("article", { className: "turn user" }, bubble, acts);
+  return el("article", { className: "turn user", ariaLabel: "You" }, files, bubble, acts);
 }
 
 export function editView(message, actions) {
@@ -44,8 +81,12 @@ export function editView(message, actions) {
   area.setAttribute("aria-label", "Edit the message");
   const done = el("button", { type: "submit", className: "solid", textContent: "Send" });
   const cancel = el("button", { type: "button", className: "plain", textContent: "Cancel", onclick: () => actions.draw() });
-  const form = el("form", { className: "turn" }, area, el("div", { className: "row" }, el("span", { className: "grow" }), cancel, done));
-  form.addEventListener("submit", (e) => { e.preventDefault(); if (area.value.trim()) actions.sayInstead(message, area.value); });
+  const files = [...(message.files ?? [])];
+  const chips = el("div", { className: "chips" });
+  const drawChips = () => chips.replaceChildren(...files.map((f, n) => chip(f, button("x", `Remove ${f.name}`, () => { files.splice(n, 1); drawChips(); area.focus(); }))));
+  drawChips();
+  const form = el("form", { className: "turn" }, chips, area, el("div", { className: "row" }, el("span", { className: "grow" }), cancel, done));
+  form.addEventListener("submit", (e) => { e.preventDefault(); if (area.value.trim() || files.length) actions.sayInstead(message, area.value, files); });
   area.addEventListener("keydown", (e) => {
     if (e.key === "Escape") { e.stopPropagation(); actions.draw(); }
     if (e.key === "Enter" && !e.shiftKey && !e.isComposing) { e.preventDefault(); form.requestSubmit(); }
@@ -60,9 +101,11 @@ export class AnswerView {
     this.message = turn.message;
     this.actions = actions;
     this.thoughtLabel = el("span", { className: "label" });
-    this.thoughtBody = el("div", { className: "body" });
-    this.thought = el("details", { className: "thought", hidden: true }, el("summary", {}, icon("chev", "chev"), this.thoughtLabel), this.thoughtBody);
-    this.md = el("div", { className: "md" });
+    this.thoughtBody = el("div", { className: "body prose", tabIndex: 0, role: "region", ariaLabel: "Reasoning" });
+    const summary = el("summary", {}, icon("chev", "chev"), this.thoughtLabel);
+    summary.addEventListener("click", () => openStates.set(this.message.id, !this.thought.open));
+    this.thought = el("details", { className: "thought", hidden: true }, summary, this.thoughtBody);
+    this.md = el("div", { className: "md prose" });
     this.calls = el("div");
     this.note = el("div", { hidden: true });
     this.stat = el("span", { className: "stat" });
@@ -70,10 +113,11 @@ export class AnswerView {
       branches(turn, actions),
       button("copy", "Copy", () => copyText(this.message.text)),
       button("again", "Regenerate", () => actions.regenerate(this.message)),
+      turn.last && isCut(this.message) ? el("button", { type: "button", className: "go-on", title: "Go on with this answer", onclick: () => actions.goOn(this.message) }, icon("on"), "Continue") : null,
       this.stat);
     this.wait = el("span", { className: "wait" });
     this.wait.setAttribute("aria-label", "Waiting for the first token");
-    this.root = el("article", { className: "turn assistant" }, this.thought, this.md, this.calls, this.wait, this.note, this.acts);
+    this.root = el("article", { className: "turn assistant", ariaLabel: "Answer" }, this.thought, this.md, this.calls, this.wait, this.note, this.acts);
     this.shownCalls = [];
     this.draw();
   }
@@ -82,27 +126,33 @@ export class AnswerView {
     const m = this.message;
     const { elsewhere } = this.turn;
     const live = this.turn.live || elsewhere;
-    this.thought.hidden = !m.reasoning;
-    if (m.reasoning) {
-      const thinking = live && !m.text && !(m.calls ?? []).length;
-      this.thought.classList.toggle("thinking", thinking);
-      this.thoughtLabel.textContent = thinking ? "Thinking" : m.stats?.thought ? `Thought for ${seconds(m.stats.thought / 1000)}` : "Reasoning";
-      if (this.thoughtBody.textContent !== m.reasoning) {
-        // Appending keeps the reader's place in a long thought.
-        if (m.reasoning.startsWith(this.thoughtBody.textContent)) this.thoughtBody.append(m.reasoning.slice(this.thoughtBody.textContent.length));
-        else this.thoughtBody.textContent = m.reasoning;
-      }
-    }
+    this.drawThought(live);
     render(this.md, m.text ?? "");
     this.drawCalls(live);
     this.wait.hidden = !live || Boolean(m.reasoning || m.text || (m.calls ?? []).length);
     this.acts.hidden = live;
     this.stat.textContent = live ? "" : statLine(m);
-    const note = m.error ?? (elsewhere ? "Being written in another tab." : live ? "" : NOTES[m.finish ?? (m.live ? "interrupted" : "")] ?? "");
+    const note = m.error || (elsewhere ? "Being written in another tab." : live ? "" : NOTES[m.finish || (m.live ? "interrupted" : "")] ?? "");
     this.note.hidden = !note;
     this.note.className = m.error ? "note" : "note mild";
     this.note.textContent = note;
     if (m.error) this.note.setAttribute("role", "alert");
+  }
+
+  /** Reasoning is open while it is written and folded once the answer begins, unless a person chose otherwise. */
+  drawThought(live) {
+    const m = this.message;
+    this.thought.hidden = !m.reasoning;
+    if (!m.reasoning) return;
+    const thinking = live && !m.text && !m.calls?.length;
+    this.thought.classList.toggle("thinking", thinking);
+    this.thoughtLabel.textContent = thinking ? "Thinking" : m.stats?.thought ? `Thought for ${seconds(m.stats.thought / 1000)}` : "Reasoning";
+    const open = openStates.get(m.id) ?? thinking;
+    if (this.thought.open !== open) this.thought.open = open;
+    const body = this.thoughtBody;
+    const atEnd = body.scrollHeight - body.scrollTop - body.clientHeight < 40; // a reader who scrolled up stays there
+    render(body, m.reasoning);
+    if (thinking && atEnd) body.scrollTop = body.scrollHeight;
   }
 
   drawCalls(live) {

@@ -17,11 +17,11 @@ from halfbyte.kernels.cuda.attention.batch import (
     BatchAttention,
     parts_bound,
 )
-from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
-from halfbyte.kernels.cuda.device.host import Machine, Workspace, gpu
+from halfbyte.kernels.cuda.device.host import KernelMachine, Workspace, gpu
 from halfbyte.ops.attention import attend, gather_kv, write_kv
 from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
 from halfbyte.plan.step import Step
+from tests.kernels.cuda.emulator import Emulator, sizes
 
 
 def test_mirrored_structs() -> None:
@@ -62,7 +62,7 @@ def test_on_a_gpu() -> None:
             check(gpu(), "cuda", sequences, group, window)
 
 
-def check(machine: Machine, device: str, sequences: list[tuple[int, int]], group: int, window: int) -> None:
+def check(machine: KernelMachine, device: str, sequences: list[tuple[int, int]], group: int, window: int) -> None:
     torch.manual_seed(len(sequences) + group)
     kv_heads, layers, layer = 2, 3, 1
     heads = group * kv_heads

@@ -16,9 +16,8 @@ from halfbyte.formats import layouts
 from halfbyte.gates import Gates
 from halfbyte.kernels import prove
 from halfbyte.kernels.cuda.attention.flash import FULL, SLIDING, FlashAttention, FlashShape
-from halfbyte.kernels.cuda.attention.flash_sync import SINGLE, TILED, SyncAttention, SyncShape
+from halfbyte.kernels.cuda.attention.flash_sync import SINGLE, TILED, SyncAttention, SyncAttentionShape
 from halfbyte.kernels.cuda.attention.prompt import FlashArgs, PromptShape, attend
-from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
 from halfbyte.kernels.cuda.prefill.products import Dense
 from halfbyte.kernels.launch import nvrtc_available
@@ -27,6 +26,7 @@ from halfbyte.model.gpt_oss import choose
 from halfbyte.ops import attention as reference
 from halfbyte.plan.phase import ARCHES
 from halfbyte.plan.step import Step
+from tests.kernels.cuda.emulator import Emulator, sizes
 
 SHAPES: list[PromptShape] = [FULL, SLIDING, FlashShape(2, 2, 1), TILED, SINGLE]
 HEADS, KV_HEADS, DIM, PAGE = 16, 2, 64, 64
@@ -84,10 +84,10 @@ def close(got: torch.Tensor, want: torch.Tensor, bound: float = BOUND) -> None:
 
 
 @pytest.mark.parametrize("b", SHAPES, ids=str)
-def test_mirrored_structs(b: FlashShape | SyncShape) -> None:
+def test_mirrored_structs(b: FlashShape | SyncAttentionShape) -> None:
     assert sizes(b.program(), 3) == [ctypes.sizeof(FlashArgs), b.shared_bytes, b.threads]
     # of a multiprocessor: a kilobyte of it is taken for each block
-    assert (b.shared_bytes + 1024) * b.blocks <= (102_400 if isinstance(b, SyncShape) else 233_472)
+    assert (b.shared_bytes + 1024) * b.blocks <= (102_400 if isinstance(b, SyncAttentionShape) else 233_472)
 
 
 CASES = [
@@ -175,7 +175,9 @@ def test_maxima_that_grow_late_and_far(b: PromptShape) -> None:
     close(*run(b, step, pool, q, sinks, 0))
 
 
-@pytest.mark.parametrize(("b", "other"), [(FULL, SLIDING), (TILED, SINGLE), (TILED, SyncShape(1, 4, 2, 3))], ids=str)
+@pytest.mark.parametrize(
+    ("b", "other"), [(FULL, SLIDING), (TILED, SINGLE), (TILED, SyncAttentionShape(1, 4, 2, 3))], ids=str
+)
 def test_a_row_does_not_depend_on_its_tile(b: PromptShape, other: PromptShape) -> None:
     """The same sequence in one chunk, in two, and beside others: the same bits."""
     step, pool, q, sinks = case([(0, 90)])
@@ -260,7 +262,7 @@ def test_refuses_what_it_cannot_read() -> None:
 def test_where_auto_takes_it(arch: str, flags: dict[str, str], taken: str) -> None:
     for activation in ("auto", "prefill=mxfp8") if arch.startswith("sm12") else ("auto",):
         asked = gates.parse(flags | {"activation": activation}, env={})
-        _, _, found = choose(NAMED["120b"], asked, ARCHES[arch])
+        found = choose(NAMED["120b"], asked, ARCHES[arch]).selection
         assert taken in found.chosen["prefill"]
         assert taken in found.chosen["long"]
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from halfbyte.gates import Gates, Layers
+from halfbyte.kernels.cuda.attention.batch import LONGEST, PARTS_MAX, parts_bound
 from halfbyte.kernels.cuda.batch.fused_phase import PHASES as FUSED_PHASES
-from halfbyte.kernels.cuda.batch.phase import PHASES, PendingExperts
+from halfbyte.kernels.cuda.batch.phase import PHASES, PendingBatchExperts
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import CHECKPOINT_FORMATS, choose, formats_after, spec_of
 from halfbyte.plan.phase import ARCHES, Spec
@@ -19,7 +20,7 @@ ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
 
 
 def spec(gates: Gates = ALL, **changes: object) -> Spec:
-    base = spec_of(NAMED["120b"], gates, ARCHES["sm90"], formats_after(gates, CHECKPOINT_FORMATS))
+    base = spec_of(NAMED["120b"], gates, ARCHES["sm90"], formats_after(NAMED["120b"], gates, CHECKPOINT_FORMATS))
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -27,7 +28,7 @@ def spec(gates: Gates = ALL, **changes: object) -> Spec:
 @pytest.mark.parametrize("dense", ["mxfp4", "q8", "checkpoint"])
 def test_a_plan_takes_it_for_batches(model: str, dense: str) -> None:
     gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
-    _, _, selection = choose(NAMED[model], gates, ARCHES["sm90"])
+    selection = choose(NAMED[model], gates, ARCHES["sm90"]).selection
     assert selection.chosen["batch"] == ("cuda.embed", "cuda.batch_layer_fused", "cuda.batch_norm_lm_head")
     assert selection.chosen["decode"] == ("cuda.decode_step",)
     assert not [name for name in selection.chosen["prefill"] if "batch" in name]
@@ -40,7 +41,7 @@ def test_knows_every_feature() -> None:
 @pytest.mark.parametrize(
     ("arch", "changes", "reason"),
     [
-        ("sm100", {}, "is built for sm90, sm120, sm121"),
+        ("sm100", {}, "is written for sm8x, sm90 and sm12x"),
         ("sm90", {"activation": "mxfp8"}, "bf16 activations"),
         ("sm90", {"intermediate": 2912}, "multiples of 64"),
         ("sm90", {"hidden": 4160}, "up to 4096"),
@@ -63,7 +64,7 @@ def test_the_attention_of_a_batch_follows_its_gates() -> None:
         (replace(ALL, attention="triton"), "cuda.batch_layer"),
         (replace(ALL, kv_dtype="fp8"), "cuda.batch_layer"),
     ):
-        _, _, selection = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        selection = choose(NAMED["120b"], gates, ARCHES["sm90"]).selection
         assert phase in selection.chosen["batch"]
 
 
@@ -75,7 +76,12 @@ def test_the_head_refuses_what_its_rows_cannot_be() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [({"head_dim": 128}, "heads of 64"), ({"page_size": 16}, "pages of 64"), ({"kv_heads": 4}, "8 query heads")],
+    [
+        ({"head_dim": 128}, "heads of 64"),
+        ({"page_size": 16}, "pages of 64"),
+        ({"kv_heads": 4}, "8 query heads"),
+        ({"max_context": 131073}, "131073"),
+    ],
 )
 def test_refusals_of_the_fused_attention(changes: dict[str, object], reason: str) -> None:
     refusal = FUSED.refuse(spec(**changes), ARCHES["sm90"], replace(ALL, attention="cuda"))
@@ -83,13 +89,19 @@ def test_refusals_of_the_fused_attention(changes: dict[str, object], reason: str
     assert reason in refusal
 
 
+def test_contexts_that_are_not_refused_fit_the_parts() -> None:
+    assert FUSED.refuse(spec(max_context=LONGEST), ARCHES["sm90"], replace(ALL, attention="cuda")) is None
+    assert all(parts_bound(length, window) <= PARTS_MAX for length in (1, 4096, 32769, LONGEST) for window in (0, 128))
+    assert parts_bound(LONGEST + 1, 0) > PARTS_MAX
+
+
 def test_the_whole_of_x_has_the_experts_of_its_row() -> None:
     x, weights, parts = torch.randn(3, 8), torch.rand(3, 4), torch.randn(64 * 4, 8)
     expected = torch.stack([x[r] + sum(weights[r, k] * parts[4 * r + k] for k in range(4)) for r in range(3)])
-    assert torch.allclose(PendingExperts(x, weights, parts).complete(), expected)
+    assert torch.allclose(PendingBatchExperts(x, weights, parts).complete(), expected)
 
 
 def test_eagle3_gets_layers_one_by_one() -> None:
-    _, _, selection = choose(NAMED["120b"], replace(ALL, speculate="eagle3"), ARCHES["sm90"])
+    selection = choose(NAMED["120b"], replace(ALL, speculate="eagle3"), ARCHES["sm90"]).selection
     assert "cuda.batch_layer_fused" in selection.chosen["decode"]
     assert any("EAGLE-3" in r.reason for r in selection.refusals if r.phase == "cuda.decode_step")

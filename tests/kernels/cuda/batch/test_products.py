@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,15 +11,15 @@ import torch
 from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.batch.builds import ROW_THREADS, ProductArgs, ProductShape, RowsArgs, RowShape
-from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Head, Layer
-from halfbyte.kernels.cuda.batch.products import Matrix
-from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
-from halfbyte.kernels.cuda.device.host import Machine, Workspace, gpu
+from halfbyte.kernels.cuda.batch.builds import ROW_THREADS, BatchProductArgs, BatchRowsArgs, ProductShape, RowShape
+from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Head, LayerKernels
+from halfbyte.kernels.cuda.batch.products import BatchMatrix
+from halfbyte.kernels.cuda.device.host import KernelMachine, Workspace, gpu
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.router import route
+from tests.kernels.cuda.emulator import Emulator, sizes
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -37,14 +38,14 @@ def weights(form: str, shape: tuple[int, ...], seed: int) -> tuple[MXTensor | De
 
 @pytest.mark.parametrize("shape", [ProductShape("mxfp4", 2880, True), ProductShape("q8", 1088)])
 def test_mirrored_structs(shape: ProductShape) -> None:
-    assert sizes(shape.program(), 3) == [ctypes.sizeof(ProductArgs), shape.shared_bytes, shape.threads]
+    assert sizes(shape.program(), 3) == [ctypes.sizeof(BatchProductArgs), shape.shared_bytes, shape.threads]
     assert shape.shared_bytes <= 232_448
     assert shape.threads <= 640
 
 
 @pytest.mark.parametrize("shape", [RowShape(2880, 128, 4)])
 def test_mirrored_rows(shape: RowShape) -> None:
-    assert sizes(shape.program("rows"), 4) == [ctypes.sizeof(RowsArgs), shape.parts, *ROW_THREADS.values()]
+    assert sizes(shape.program("rows"), 4) == [ctypes.sizeof(BatchRowsArgs), shape.parts, *ROW_THREADS.values()]
 
 
 @pytest.mark.parametrize(
@@ -59,10 +60,10 @@ def test_dense(form: str, rows: int, n: int, k: int, blocks: int) -> None:
     residual = torch.randn((rows, n), generator=g)
     want = x.double() @ dense.double().T
     out = torch.full((rows, n), float("nan"))
-    Matrix(w, None, "qkv").run(Emulator(blocks), x, out, rows)
+    BatchMatrix(w, None, "qkv").run(Emulator(blocks), x, out, rows)
     assert error(out, want) < 1e-6
     again = residual.clone()  # in place, another order of events, a ring of one tile
-    matrix = Matrix(w, bias.bfloat16(), "o")
+    matrix = BatchMatrix(w, bias.bfloat16(), "o")
     if form == "mxfp4":
         matrix.shape = ProductShape(form, k, ring=matrix.shape.slots[0] * matrix.shape.slots[1])
     matrix.run(Emulator(blocks + 1, seed=7), x, again, rows, residual=again)
@@ -70,11 +71,31 @@ def test_dense(form: str, rows: int, n: int, k: int, blocks: int) -> None:
     assert torch.equal(again, out + bias.bfloat16() + residual)
 
 
+@pytest.mark.parametrize("octaves", [-60, 12, 40])
+def test_scales_of_any_size(octaves: int) -> None:
+    """Weights times a power of two give sums times that, to the last bit; groups of zeros may carry any scale."""
+    g = torch.Generator().manual_seed(octaves)
+    w = torch.randn((48, 1088), generator=g) / 33
+    w[:, 64:96], w[5] = 0.0, 0.0
+    plain = formats.quantize(w, "mxfp4")
+    zeros = (plain.data.view(48, 34, 16) & 0x77).eq(0).all(-1)
+    x = torch.randn((20, 1088), generator=g).bfloat16()
+    sums = []
+    for up, scale in ((0, 120), (octaves, 0), (octaves, 254)):
+        scales = torch.where(zeros, scale, plain.scales + up).to(torch.uint8)
+        out = torch.full((20, 48), float("nan"))
+        BatchMatrix(layouts.convert(replace(plain, scales=scales), "tile16"), None, "qkv").run(Emulator(3), x, out, 20)
+        sums.append(out * 2.0**-up)
+    assert torch.isfinite(sums[0]).all()
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+
+
 def test_a_column_does_not_depend_on_the_others() -> None:
     w, _ = weights("mxfp4", (48, 1088), 0)
     x = torch.randn((20, 1088)).bfloat16()
     together, alone = torch.empty((20, 48)), torch.empty((20, 48))
-    matrix = Matrix(w, None, "qkv")
+    matrix = BatchMatrix(w, None, "qkv")
     matrix.run(Emulator(3), x, together, 20)
     for i in range(20):
         matrix.run(Emulator(2), x[i : i + 1].contiguous(), alone[i : i + 1], 1)
@@ -86,7 +107,7 @@ def test_an_experts_column_does_not_depend_on_how_many_share_it(k: int) -> None:
     """Up to four columns are multiplied two groups at a time, five to eight one by one: to the same bits."""
     w, dense = weights("mxfp4", (2, 32, k), k)
     x = torch.randn((13, k)).bfloat16()
-    matrix = Matrix(w, None, "down")
+    matrix = BatchMatrix(w, None, "down")
     found = {}
     for parts in ((13,), (7, 6), (1, 4, 2, 3, 3), (5, 8)):
         out, at = torch.full((13, 32), float("nan")), 0
@@ -101,8 +122,8 @@ def test_an_experts_column_does_not_depend_on_how_many_share_it(k: int) -> None:
 
 
 def make_layer(
-    hidden: int, inner: int, experts: int, top_k: int, dense: str, machine: Machine, device: str = "cpu"
-) -> tuple[Layer, dict[str, torch.Tensor]]:
+    hidden: int, inner: int, experts: int, top_k: int, dense: str, machine: KernelMachine, device: str = "cpu"
+) -> tuple[LayerKernels, dict[str, torch.Tensor]]:
     g = torch.Generator().manual_seed(hidden)
 
     def vector(*shape: int) -> torch.Tensor:
@@ -119,9 +140,9 @@ def make_layer(
     plain |= {"router": vector(experts, hidden).bfloat16(), "router_bias": vector(experts)}
     plain = {name: w.to(device) for name, w in plain.items()}
     more = {"gate_up": {"swiglu": True}, "o": {"router": experts}}
-    matrices = {n: Matrix(w.to(device), plain[f"{n}_bias"], n, **more.get(n, {})) for n, (w, _) in made.items()}
+    matrices = {n: BatchMatrix(w.to(device), plain[f"{n}_bias"], n, **more.get(n, {})) for n, (w, _) in made.items()}
     workspace = Workspace(machine, {}, torch.device(device))
-    layer = Layer(
+    layer = LayerKernels(
         BatchBuffers(workspace, RowShape(hidden, experts, top_k), inner), **matrices, eps=1e-5,
         limit=7.0, alpha=1.702, **{n: plain[n] for n in ("attn_norm", "mlp_norm", "router", "router_bias")},
     )  # fmt: skip
@@ -136,7 +157,7 @@ def test_a_layer(rows: int, hidden: int, inner: int, experts: int, top_k: int, d
     check_layer(*make_layer(hidden, inner, experts, top_k, dense, Emulator(4)), rows, skew)
 
 
-def check_layer(layer: Layer, w: dict[str, torch.Tensor], rows: int, skew: float) -> None:
+def check_layer(layer: LayerKernels, w: dict[str, torch.Tensor], rows: int, skew: float) -> None:
     experts, hidden = w["router"].shape
     device, top_k = w["router"].device, layer.buffers.shape.top_k
     w["router_bias"] += skew * torch.arange(experts, device=device)  # some experts of more than eight rows
@@ -176,7 +197,7 @@ def test_every_tile_is_somebodys(blocks: int) -> None:
     w, dense = weights("mxfp4", (experts, 112, 64), 0)
     ids = torch.randint(0, experts, (columns,), dtype=torch.int32)
     x = torch.randn((columns // 2, 64)).bfloat16()
-    matrix = Matrix(w, None, "down")
+    matrix = BatchMatrix(w, None, "down")
     want = torch.stack([dense[e].double() @ x[c // 2].double() for c, e in enumerate(ids.tolist())])
     for tickets in (None, torch.zeros(1, dtype=torch.int32)):
         out = torch.full((columns, 112), float("nan"))
@@ -190,7 +211,7 @@ def test_the_head_norms_the_rows_it_is_asked_for() -> None:
     buffers = BatchBuffers(Workspace(Emulator(3), {}, torch.device("cpu")), RowShape(128, 16, 4), 64)
     buffers.tickets.fill_(5)
     x, norm, rows = torch.randn((9, 128)), torch.randn(128), torch.tensor([7, 2, 2], dtype=torch.int32)
-    logits = Head(buffers, Matrix(w, None, "lm_head"), norm, 1e-5).run(x, rows)
+    logits = Head(buffers, BatchMatrix(w, None, "lm_head"), norm, 1e-5).run(x, rows)
     h = round_activation(rms_norm(x[rows.long()], norm, 1e-5), "bf16")
     assert error(logits, h @ dense.T) < 1e-3
 
@@ -207,9 +228,9 @@ def test_ties_go_to_the_lower_expert() -> None:
 def test_refuses_what_it_cannot_read() -> None:
     plain = formats.quantize(torch.randn(64, 64), "mxfp4")
     with pytest.raises(PlanError, match="tile16"):
-        Matrix(plain, None, "qkv")
+        BatchMatrix(plain, None, "qkv")
     with pytest.raises(PlanError, match="multiples"):
-        Matrix(layouts.convert(formats.quantize(torch.randn(72, 64), "mxfp4"), "tile16"), None, "qkv")
+        BatchMatrix(layouts.convert(formats.quantize(torch.randn(72, 64), "mxfp4"), "tile16"), None, "qkv")
 
 
 @pytest.mark.gpu
@@ -226,7 +247,7 @@ def test_experts_on_a_gpu_again_and_again() -> None:
     data = torch.randint(0, 256, (experts, *tile16.tile_shape(n, k, "mxfp4")), dtype=torch.uint8, device="cuda")
     data[..., 512:] = torch.randint(119, 122, data[..., 512:].shape, dtype=torch.uint8, device="cuda")
     w = MXTensor(data, torch.empty(0, dtype=torch.uint8, device="cuda"), (experts, n, k), "mxfp4", "tile16")
-    matrix = Matrix(w, None, "down")
+    matrix = BatchMatrix(w, None, "down")
     logits = torch.randn((rows, experts), device="cuda") + 1.5 * torch.randn(experts, device="cuda")
     ids = logits.topk(top_k).indices.int().flatten()
     assert int(ids.bincount().max()) > 24

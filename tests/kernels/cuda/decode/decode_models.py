@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bench.checks import decode_oracle as oracle
 from halfbyte import formats
 from halfbyte.formats import tile16
-from halfbyte.kernels.cuda.decode import oracle
 from halfbyte.kernels.cuda.decode.shape import KV_DTYPES, StepShape
 from halfbyte.kernels.cuda.decode.step import DecodeStep, StepLayer, StepWeights, tile_router
-from halfbyte.kernels.cuda.device.host import Machine
+from halfbyte.kernels.cuda.device.host import KernelMachine
 from halfbyte.ops.rope import rope_table, yarn_frequencies
 
 # Split activations keep 16 bits of mantissa, so each phase is within a few 1e-6 of float32. A cached key that rounds to
@@ -34,8 +34,8 @@ def make_weights(s: StepShape, seed: int = 0) -> StepWeights:
 
     layers = [
         StepLayer(
-            qkv=make_matrix(g, s.qkv_dim, s.hidden, format=s.qkv),
-            o=make_matrix(g, s.hidden, s.q_dim, format=s.o),
+            qkv=make_matrix(g, s.qkv_dim, s.hidden, format=s.format_of("qkv", index)),
+            o=make_matrix(g, s.hidden, s.q_dim, format=s.format_of("o", index)),
             gate_up=make_matrix(g, s.experts, 2 * s.intermediate, s.hidden, format="mxfp4"),
             down=make_matrix(g, s.experts, s.hidden, s.intermediate, format="mxfp4"),
             qkv_bias=vector(s.qkv_dim), o_bias=vector(s.hidden), gate_up_bias=vector(s.experts, 2 * s.intermediate),
@@ -43,7 +43,7 @@ def make_weights(s: StepShape, seed: int = 0) -> StepWeights:
             mlp_norm=vector(s.hidden, shift=1.0), router=tile_router(vector(s.experts, s.hidden, scale=s.hidden**-0.5)),
             router_bias=vector(s.experts), sinks=vector(s.heads, scale=1.0),
         )
-        for _ in range(s.layers)
+        for index in range(s.layers)
     ]  # fmt: skip
     return StepWeights(
         layers, vector(s.vocab, s.hidden, scale=1.0), vector(s.hidden, shift=1.0),
@@ -82,7 +82,9 @@ def small(rows: int, formats: tuple[str, str, str] = ("mxfp4",) * 3) -> StepShap
 class Case:
     """One model with its cache, twice: one for the kernel, one for the oracle."""
 
-    def __init__(self, shape: StepShape, machine: Machine, sequences: int, blocks: int, device: str = "cpu") -> None:
+    def __init__(
+        self, shape: StepShape, machine: KernelMachine, sequences: int, blocks: int, device: str = "cpu"
+    ) -> None:
         self.shape, self.device = shape, device
         weights = make_weights(shape)
         pool, tables = make_cache(shape, sequences, blocks)

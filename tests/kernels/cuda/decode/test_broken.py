@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cuda.decode.shape import StepShape
-from halfbyte.kernels.cuda.device.emulator import Emulator
-from halfbyte.kernels.cuda.device.host import Machine, gpu
+from halfbyte.kernels.cuda.device.host import KernelMachine, gpu
 from halfbyte.plan.broken import PLACES, broken_place, place_code
 from tests.kernels.cuda.decode.decode_models import Case, small
+from tests.kernels.cuda.emulator import Emulator
 
 QKV, ATTENTION, O, ROUTER, GATE_UP, DOWN = PLACES
 LAYER = 1  # the one with full attention
@@ -39,7 +39,7 @@ class Model:
     """Two rows of two sequences."""
 
     def __init__(
-        self, shape: StepShape, machine: Machine, positions: tuple[int, int] = SHORT, device: str = "cpu"
+        self, shape: StepShape, machine: KernelMachine, positions: tuple[int, int] = SHORT, device: str = "cpu"
     ) -> None:
         self.case = Case(shape, machine, 2, 12, device)
         self.positions, self.shape = positions, shape
@@ -192,3 +192,18 @@ def test_what_is_large_is_a_number_still() -> None:
     case.step.tokens[0], case.step.positions[0] = 17, 70
     case.step.run(1)
     assert torch.isfinite(case.step.logits).all()
+
+
+@pytest.mark.parametrize(("size", "broken"), [(2.0**28, False), (2.0**34, True)])
+def test_router_logits_are_bounded_by_their_sum_and_not_by_their_parts(size: float, broken: bool) -> None:
+    """Two parts beyond what a block may add, of opposite signs and added up by one set of warps, leave no trace."""
+    shape = replace(tiny(), hidden=256)
+    model = model_on("cuda", shape)
+    layer = model.layers[0]
+    values, scales = CHUNK["mxfp4"]
+    layer.o.view(-1, values + scales)[:, values:] = 0  # the stream is still the embedding where the router reads it
+    for channel, sign in ((0, 1.0), (48, -1.0)):  # of tiles 0 and 3: three sets of warps take the tiles in turn
+        model.case.step.weights.embed[:, channel] = 1.0
+        layer.o_bias[channel], layer.mlp_norm[channel] = 0.0, 1.0
+        layer.router[channel // 16, :, channel % 16] = sign * size
+    assert model.places() == ([at(ROUTER, 0)] * 2 if broken else [None] * 2)

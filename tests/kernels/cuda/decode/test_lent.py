@@ -12,9 +12,9 @@ from torch import Tensor
 from halfbyte.errors import PlanError
 from halfbyte.kernels.cuda.decode.shape import StepShape
 from halfbyte.kernels.cuda.decode.step import DecodeStep
-from halfbyte.kernels.cuda.device.emulator import Emulator
 from halfbyte.kernels.cuda.device.host import gpu
 from tests.kernels.cuda.decode.decode_models import TIGHT, Case, relative, small
+from tests.kernels.cuda.emulator import Emulator
 
 
 def apart(pool: Tensor, layers: int) -> list[Tensor]:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from halfbyte.errors import PlanError
-from halfbyte.kernels.cuda.decode.shape import LayerArgs, StepArgs, StepShape
+from halfbyte.kernels.cuda.decode.shape import LayerArgs, OtherFormat, StepArgs, StepShape
 from halfbyte.kernels.cuda.decode.step import DecodeStep
-from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
 from halfbyte.kernels.cuda.device.host import gpu
 from tests.kernels.cuda.decode.decode_models import (
     LOOSE,
@@ -24,6 +23,7 @@ from tests.kernels.cuda.decode.decode_models import (
     relative,
     small,
 )
+from tests.kernels.cuda.emulator import Emulator, sizes
 
 CASES = {
     "window crossing, one page boundary": (1, [127, 128], None, 4),
@@ -47,6 +47,27 @@ def test_against_the_oracle(name: str) -> None:
         compare(case, tokens, at, row_seq, LOOSE if min(at) < 40 else TIGHT)
 
 
+def test_scales_of_any_size() -> None:
+    """A factor of 2^30 moved from the norms into MXFP4 matrices and the router is the same function, bit for bit."""
+    shape = small(1)
+    plain, moved = (Case(shape, Emulator(4), 1, 4) for _ in range(2))
+    weights = moved.step.weights
+    for layer in weights.layers:
+        layer.attn_norm *= 2.0**-30
+        layer.mlp_norm *= 2.0**-30
+        layer.router.view(torch.bfloat16).mul_(2.0**30)
+        for data in (layer.qkv, layer.gate_up):
+            data[..., 512:] += 30
+    weights.final_norm *= 2.0**-30
+    weights.lm_head[..., 512:] += 30
+    logits = []
+    for case in (plain, moved):
+        case.run([37], [100], [0])
+        logits.append(case.step.logits[:1].clone())
+    assert torch.isfinite(logits[0]).all()
+    assert torch.equal(*logits)
+
+
 @pytest.mark.parametrize(
     "formats", [("q8", "bf16", "q8"), pytest.param(("bf16", "q8", "bf16"), marks=pytest.mark.slow)]
 )
@@ -54,6 +75,23 @@ def test_formats(formats: tuple[str, str, str]) -> None:
     """With a ring so small that it goes round many times in every phase."""
     shape = replace(small(2, formats), ring=6)
     compare(Case(shape, Emulator(3), 2, 12), [17, 18], [150, 700], [0, 1], TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("rows", "change"),
+    [
+        (1, {"other_qkv": OtherFormat("q8", frozenset({1}))}),
+        pytest.param(
+            2,
+            {"other_qkv": OtherFormat("bf16", frozenset({0, 2})), "other_o": OtherFormat("q8", frozenset({1}))},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_layers_of_several_formats(rows: int, change: dict[str, OtherFormat]) -> None:
+    """Each layer is read in its own format."""
+    shape = replace(small(rows), **change)  # type: ignore[arg-type]
+    compare(Case(shape, Emulator(4), 2, 12), [17, 18][:rows], [700, 150][:rows], [0, 1][:rows], TIGHT)
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.padded_model import PaddedSource
 from halfbyte import gates
 from halfbyte.evals.suite import Suite, read_reply
 from halfbyte.kernels.cuda.decode import phase
-from halfbyte.kernels.cuda.device.emulator import Emulator
-from halfbyte.lab.padded_model import PaddedSource
 from halfbyte.model import checkpoint, load
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import GptOss, choose
 from halfbyte.model.single_sequence import SingleSequence
 from halfbyte.plan import reference, select
 from halfbyte.plan.phase import ARCHES
+from halfbyte.plan.select import PlanChoice
+from tests.kernels.cuda.emulator import Emulator
 
 pytestmark = [
     pytest.mark.slow,  # seconds a step
@@ -51,7 +52,8 @@ def pair(preset: str) -> tuple[GptOss, GptOss]:
     source = checkpoint.open_model(load.EMBEDDED)
     try:
         padded = PaddedSource(source)
-        spec, chosen, selection = choose(padded.config, g, ARCHES["sm90"])
+        choice = choose(padded.config, g, ARCHES["sm90"])
+        spec, chosen, selection = choice.spec, choice.chosen, choice.selection
         assert selection.chosen["decode"] == ("cuda.decode_step",)
         weights = checkpoint.assemble(padded, layer_formats=g.layer_formats, layouts=selection.layouts)
     finally:
@@ -59,7 +61,9 @@ def pair(preset: str) -> tuple[GptOss, GptOss]:
     spec = replace(spec, dtype="f32", activation="f32")
     plain, _ = select.select(spec, ARCHES["cpu"], gates.Gates(), reference.PHASES)
     mixed = plain | {"decode": chosen["decode"]}
-    return GptOss(weights, g, choice=(spec, mixed, selection)), GptOss(weights, g, choice=(spec, plain, selection))
+    return GptOss(weights, g, choice=PlanChoice(spec, mixed, selection)), GptOss(
+        weights, g, choice=PlanChoice(spec, plain, selection)
+    )
 
 
 @pytest.mark.parametrize(("preset", "tokens"), [("exact", 96), ("balanced", 6), ("fast", 6)])
@@ -94,7 +98,8 @@ def test_the_rope_table_covers_the_longest_context() -> None:
     """However long the checkpoint says it is; what no table holds is refused."""
     config = replace(NAMED["20b"], max_context=phase.LONGEST)
     g = gates.PRESETS["exact"].gates
-    spec, _, selection = choose(config, g, ARCHES["sm90"])
+    choice = choose(config, g, ARCHES["sm90"])
+    spec, selection = choice.spec, choice.selection
     assert spec.max_context == phase.LONGEST
     assert selection.chosen["decode"] == ("cuda.decode_step",)
     longer = replace(spec.at("decode"), max_context=phase.LONGEST + 1)

@@ -9,21 +9,22 @@ import pytest
 import torch
 
 from halfbyte import gates
+from halfbyte.architectures import GPU_ARCHES
 from halfbyte.gates import Gates
 from halfbyte.kernels import prove
-from halfbyte.kernels.cuda.device.emulator import Emulator, mirror_fields, sizes, struct_fields
-from halfbyte.kernels.cuda.device.host import Machine, gpu
-from halfbyte.kernels.cuda.embedding.phase import BUILT_FOR, Embed, EmbedArgs, embed_build, gather_rows
+from halfbyte.kernels.cuda.device.host import KernelMachine, gpu
+from halfbyte.kernels.cuda.embedding.phase import CudaEmbed, EmbedArgs, embed_build, gather_rows
 from halfbyte.kernels.launch import nvrtc_available
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose
 from halfbyte.ops.embedding import embed
 from halfbyte.plan.phase import ARCHES
+from tests.kernels.cuda.emulator import Emulator, mirror_fields, sizes, struct_fields
 
 SPEC = prove.default_spec()
 
 
-def check(machine: Machine, device: str, rows: int, hidden: int) -> None:
+def check(machine: KernelMachine, device: str, rows: int, hidden: int) -> None:
     g = torch.Generator().manual_seed(rows)
     table = torch.randn((50, hidden), generator=g).bfloat16()
     table[7, :4] = torch.tensor([float("inf"), float("nan"), -0.0, 1e-39])
@@ -53,26 +54,26 @@ def test_mirrored_structs() -> None:
     [({"hidden": 2884}, "eight values"), ({"formats": SPEC.formats | {"embed": "f32"}}, "bf16, not in f32")],
 )
 def test_refusals(changes: dict[str, object], reason: str) -> None:
-    assert Embed().refuse(SPEC, ARCHES["sm90"], Gates()) is None
-    assert reason in str(Embed().refuse(replace(SPEC, **changes), ARCHES["sm90"], Gates()))  # type: ignore[arg-type]
-    assert "not for cpu" in str(Embed().refuse(SPEC, ARCHES["cpu"], Gates()))
+    assert CudaEmbed().refuse(SPEC, ARCHES["sm90"], Gates()) is None
+    assert reason in str(CudaEmbed().refuse(replace(SPEC, **changes), ARCHES["sm90"], Gates()))  # type: ignore[arg-type]
+    assert "not for cpu" in str(CudaEmbed().refuse(SPEC, ARCHES["cpu"], Gates()))
 
 
-@pytest.mark.parametrize("arch", BUILT_FOR)
+@pytest.mark.parametrize("arch", [a.name for a in GPU_ARCHES.values() if a.family in CudaEmbed.families])
 def test_prompts_and_batches_take_it(arch: str) -> None:
-    _, _, selection = choose(NAMED["120b"], Gates(), ARCHES[arch])
+    selection = choose(NAMED["120b"], Gates(), ARCHES[arch]).selection
     assert selection.chosen["prefill"][0] == selection.chosen["batch"][0] == "cuda.embed"
-    _, _, selection = choose(NAMED["120b"], gates.parse({"linear_kernel": "triton"}, env={}), ARCHES[arch])
+    selection = choose(NAMED["120b"], gates.parse({"linear_kernel": "triton"}, env={}), ARCHES[arch]).selection
     assert selection.chosen["prefill"][0] == "triton.embed"
 
 
 @pytest.mark.skipif(nvrtc_available() is not None, reason="needs NVRTC")
-@pytest.mark.parametrize("arch", ["sm90", "sm100", "sm120", "sm121"])
+@pytest.mark.parametrize("arch", GPU_ARCHES)
 def test_compiles(arch: str) -> None:
     pytest.importorskip("triton")
     evidence = prove.prove_build("cuda.embed", embed_build(), ARCHES[arch])
     assert evidence.ok, prove.show(evidence)
-    assert (evidence.spilled_bytes, evidence.target) == (0, f"sm_{arch[2:]}a")
+    assert (evidence.spilled_bytes, evidence.target) == (0, ARCHES[arch].target)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ import torch
 
 from halfbyte import formats
 from halfbyte.formats import layouts
-from halfbyte.kernels.cuda.device.emulator import Emulator
 from halfbyte.kernels.cuda.device.host import Workspace
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out
 from halfbyte.kernels.cuda.prefill.layer import Fp8PrefillLayer, PrefillLayer
@@ -20,6 +19,7 @@ from halfbyte.kernels.cuda.prefill.sync import SyncMoe, SyncOut
 from halfbyte.kernels.launch import Build, Program
 from halfbyte.kernels.prove import default_spec
 from halfbyte.plan.phase import ARCHES
+from tests.kernels.cuda.emulator import Emulator
 
 
 class Recorder(Emulator):

@@ -12,9 +12,8 @@ from halfbyte import formats
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts, tile16
 from halfbyte.gates import Gates, Layers, PerRegime
-from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
 from halfbyte.kernels.cuda.device.host import Workspace
-from halfbyte.kernels.cuda.prefill.builds import FP8_TILE, GroupedShape, ProductArgs
+from halfbyte.kernels.cuda.prefill.builds import FP8_TILE, GroupedProductArgs, GroupedShape
 from halfbyte.kernels.cuda.prefill.fp8 import PHASES, Fp8Dense, Fp8Experts, row_max_scale
 from halfbyte.model.config import NAMED
 from halfbyte.model.gpt_oss import choose
@@ -22,6 +21,7 @@ from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
 from halfbyte.plan.phase import ARCHES
+from tests.kernels.cuda.emulator import Emulator, sizes
 
 
 def close(got: torch.Tensor, want: torch.Tensor, bound: float) -> None:
@@ -42,7 +42,7 @@ def mxfp4(shape: tuple[int, ...], seed: int, octaves: float = 4.0) -> tuple[MXTe
 @pytest.mark.parametrize("swiglu", [False, True])
 def test_mirrored_structs(swiglu: bool) -> None:
     v = GroupedShape("mxfp4", FP8_TILE, swiglu)
-    assert sizes(v.program(), 3) == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
+    assert sizes(v.program(), 3) == [ctypes.sizeof(GroupedProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= 232_448
 
 
@@ -136,7 +136,7 @@ def test_refuses_scales_that_do_not_fit() -> None:
     with pytest.raises(PlanError, match="q8"):
         Fp8Dense(workspace, layouts.convert(formats.quantize(torch.ones(64, 64), "q8"), "tile16"), None, "qkv")
     plain.scales[3, 1] += 1
-    tops = row_max_scale(layouts.convert(plain, "tile16").data, "mxfp4", "qkv")
+    tops = row_max_scale(layouts.convert(plain, "tile16").data)
     assert torch.equal(tops, plain.scales.amax(1))
 
 
@@ -169,19 +169,20 @@ def test_fp8_in_prefill_takes_them_and_leaves_the_rest_alone() -> None:
     all_mxfp4 = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
     for kernels in (PerRegime(), PerRegime(prefill="cuda")):
         gates = replace(all_mxfp4, activation="prefill=fp8", moe_kernel=kernels, linear_kernel=kernels)
-        spec, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        choice = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        spec, found = choice.spec, choice.selection
         assert {"cuda.prefill_layer_fp8", "cuda.grouped_fp8_norm_lm_head"} <= set(found.chosen["prefill"])
-        plain = choose(NAMED["120b"], all_mxfp4, ARCHES["sm90"])[2]
+        plain = choose(NAMED["120b"], all_mxfp4, ARCHES["sm90"]).selection
         assert [found.chosen[r] for r in ("decode", "batch")] == [plain.chosen[r] for r in ("decode", "batch")]
     for phase in PHASES:
         assert "sm90" in str(phase.refuse(spec.at("prefill"), ARCHES["sm100"], gates))
         assert "fp8" in str(phase.refuse(spec.at("decode"), ARCHES["sm90"], gates))
-    _, _, exact = choose(NAMED["120b"], Gates(activation="prefill=fp8"), ARCHES["sm90"])  # dense matrices take bf16
+    exact = choose(NAMED["120b"], Gates(activation="prefill=fp8"), ARCHES["sm90"]).selection  # dense matrices take bf16
     assert {"cuda.grouped_fp8_moe", "cuda.grouped_norm_qkv", "cuda.grouped_o"} <= set(exact.chosen["prefill"])
 
 
 def test_fp8_everywhere_goes_to_triton() -> None:
     gates = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"), activation="fp8")
-    _, _, found = choose(NAMED["120b"], gates, ARCHES["sm90"])
+    found = choose(NAMED["120b"], gates, ARCHES["sm90"]).selection
     assert {p.name for p in PHASES}.isdisjoint(found.chosen["prefill"])
     assert "triton.moe" in found.chosen["decode"]

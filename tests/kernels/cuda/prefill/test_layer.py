@@ -15,13 +15,12 @@ from halfbyte.engine.speculative.eagle3 import HiddenTap
 from halfbyte.formats import layouts, tile16
 from halfbyte.gates import Gates, Layers
 from halfbyte.kernels.cuda.attention.flash import FlashAttention
-from halfbyte.kernels.cuda.device.emulator import Emulator
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
-from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.prefill.experts import GroupedExperts
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
 from halfbyte.kernels.cuda.prefill.layer import Fp8PrefillLayer, PrefillLayer
 from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedQkv
-from halfbyte.kernels.cuda.prefill.products import PendingExperts
+from halfbyte.kernels.cuda.prefill.products import PendingGroupedExperts
 from halfbyte.kernels.launch import compile_program
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.kernels.triton.router import NormAndRouter
@@ -35,6 +34,7 @@ from halfbyte.plan import reference
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import ARCHES, LAYER, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
+from tests.kernels.cuda.emulator import Emulator
 
 ALL = Gates(layers=Layers("mxfp4", "mxfp4", "mxfp4", "mxfp4"))
 BF16: tuple[Phase, ...] = (
@@ -44,21 +44,21 @@ FP8: tuple[Phase, ...] = (Fp8Qkv(), RopeAndWrite(), FlashAttention(), Fp8Out(), 
 
 
 def spec(gates: Gates = ALL, **changes: object) -> Spec:
-    made = spec_of(NAMED["120b"], gates, ARCHES["sm90"], formats_after(gates, CHECKPOINT_FORMATS))
+    made = spec_of(NAMED["120b"], gates, ARCHES["sm90"], formats_after(NAMED["120b"], gates, CHECKPOINT_FORMATS))
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def test_prompts_take_it_whatever_the_dense_layers_are() -> None:
     for dense in ("mxfp4", "q8", "checkpoint"):
         gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
-        _, _, selection = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        selection = choose(NAMED["120b"], gates, ARCHES["sm90"]).selection
         assert selection.chosen["prefill"][1] == "cuda.prefill_layer", dense
         assert selection.chosen["decode"] == ("cuda.decode_step",)
 
 
 def test_another_attention_leaves_the_phases_one_by_one() -> None:
     gates = replace(ALL, attention="triton")
-    _, _, selection = choose(NAMED["120b"], gates, ARCHES["sm90"])
+    selection = choose(NAMED["120b"], gates, ARCHES["sm90"]).selection
     assert {"cuda.grouped_norm_qkv", "triton.attention_flash", "cuda.grouped_moe"} <= set(selection.chosen["prefill"])
 
 
@@ -89,7 +89,7 @@ class LeavingMoe(reference.Moe):
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
-        experts = Experts(
+        experts = GroupedExperts(
             Workspace(Emulator(4), b.buffers, torch.device("cpu")), layouts.convert(w.gate_up, "tile16"),
             w.gate_up_bias, layouts.convert(w.down, "tile16"), w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha,
         )  # fmt: skip
@@ -112,7 +112,7 @@ class AddingNorm(reference.AttnNorm):
         norm = super().bind(b)
 
         def launch(step: Step, acts: Activations) -> None:
-            if pending := acts.take(PendingExperts):
+            if pending := acts.take(PendingGroupedExperts):
                 acts.x = pending.complete()
             norm(step, acts)
 
@@ -123,14 +123,11 @@ def test_hidden_states_between_layers_have_the_experts_that_wait() -> None:
     """EAGLE-3 reads x between layers, where a prompt's fused layer has not added its experts yet."""
     weights = synthetic.make(TINY, 0, layer_formats=ALL.layer_formats)
     gates = Gates(activation="bf16", layers=ALL.layers)
-    spec, chosen, selection = choose(
-        TINY, gates, ARCHES["cpu"], weights.formats() | {"embed": format_of(weights.embed)}
-    )
-    plain = GptOss(weights, gates, choice=(spec, chosen, selection))
+    choice = choose(TINY, gates, ARCHES["cpu"], weights.formats() | {"embed": format_of(weights.embed)})
+    plain = GptOss(weights, gates, choice=choice)
     other: dict[str, Phase] = {"reference.moe": LeavingMoe(), "reference.attn_norm": AddingNorm()}
-    leaving = GptOss(
-        weights, gates, choice=(spec, {r: [other.get(p.name, p) for p in ps] for r, ps in chosen.items()}, selection)
-    )
+    phases = {r: [other.get(p.name, p) for p in ps] for r, ps in choice.chosen.items()}
+    leaving = GptOss(weights, gates, choice=replace(choice, chosen=phases))
     ids = torch.randint(0, TINY.vocab, (70,), generator=torch.Generator().manual_seed(1)).tolist()
     tapped = []
     for model in (plain, leaving):

@@ -26,7 +26,7 @@ BY_NAME = {p.name: p for p in PHASES}
 
 
 def spec(gates: Gates = ALL, arch: str = "sm90", **changes: object) -> Spec:
-    base = spec_of(NAMED["120b"], gates, ARCHES[arch], formats_after(gates, CHECKPOINT_FORMATS))
+    base = spec_of(NAMED["120b"], gates, ARCHES[arch], formats_after(NAMED["120b"], gates, CHECKPOINT_FORMATS))
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -59,7 +59,8 @@ def test_refusals(name: str, arch: str, changes: dict[str, object], reason: str)
 def test_a_plan_takes_them_beside_the_decode_step() -> None:
     for dense in ("mxfp4", "q8", "checkpoint"):
         gates = Gates(layers=Layers("mxfp4", dense, dense, dense))
-        _, chosen, selection = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        choice = choose(NAMED["120b"], gates, ARCHES["sm90"])
+        chosen, selection = choice.chosen, choice.selection
         assert {p.name for p in chosen["decode"]} == {"cuda.decode_step"}
         assert {"cuda.prefill_layer", "cuda.grouped_norm_lm_head"} <= set(selection.chosen["prefill"]), dense
         assert {selection.layouts[r] for r in ("qkv", "o", "gate_up", "down", "lm_head")} == {"tile16"}

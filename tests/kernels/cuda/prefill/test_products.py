@@ -10,16 +10,23 @@ import torch
 from halfbyte import formats, ops
 from halfbyte.errors import PlanError
 from halfbyte.formats import MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
 from halfbyte.kernels.cuda.device.host import Workspace
-from halfbyte.kernels.cuda.prefill.builds import FP8_TILE, TILES, GroupedShape, ProductArgs, RowsArgs, rows_build
-from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.prefill.builds import (
+    FP8_TILE,
+    TILES,
+    GroupedProductArgs,
+    GroupedRowsArgs,
+    GroupedShape,
+    rows_build,
+)
+from halfbyte.kernels.cuda.prefill.experts import GroupedExperts
 from halfbyte.kernels.cuda.prefill.fp8 import Fp8Dense, Fp8Experts
 from halfbyte.kernels.cuda.prefill.products import Dense, Rotation, columns_cap
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.rope import rope, rope_table, yarn_frequencies
+from tests.kernels.cuda.emulator import Emulator, sizes
 
 assert ops
 
@@ -43,9 +50,9 @@ def mxfp4(shape: tuple[int, ...], seed: int) -> tuple[MXTensor, torch.Tensor]:
 )
 def test_mirrored_structs(form: str, shape: str, swiglu: bool) -> None:
     v = GroupedShape(form, shape, swiglu)
-    assert sizes(v.program(), 3) == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
+    assert sizes(v.program(), 3) == [ctypes.sizeof(GroupedProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= 232_448
-    assert sizes(rows_build("pack_rows").program, 1) == [ctypes.sizeof(RowsArgs)]
+    assert sizes(rows_build("pack_rows").program, 1) == [ctypes.sizeof(GroupedRowsArgs)]
 
 
 def made(w: torch.Tensor, form: str) -> tuple[torch.Tensor | MXTensor, torch.Tensor]:
@@ -107,7 +114,7 @@ def test_experts(
     h = (h if wide_ids else h.to(torch.bfloat16)) * 3
     x = torch.randn((rows, hidden), generator=g)
     workspace = Workspace(Emulator(5, seed=rows), {}, torch.device("cpu"))
-    layer = Experts(workspace, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702, tile=shape)
+    layer = GroupedExperts(workspace, gate_up, gate_up_bias, down, down_bias, limit=7.0, alpha=1.702, tile=shape)
     got = layer.run(h, ids if wide_ids else ids.to(torch.int32), weights.contiguous(), x)
 
     def project(dense: torch.Tensor, bias: torch.Tensor, e: int, y: torch.Tensor) -> torch.Tensor:
@@ -124,7 +131,7 @@ def test_experts(
 @pytest.mark.parametrize(
     ("form", "rows", "k", "activation"),
     [("mxfp4", 150, 192, "bf16"), ("q8", 70, 64, "bf16"), ("bf16", 70, 128, "bf16"), ("mxfp4", 150, 128, "fp8"),
-     ("mxfp4", 70, 64, "fp8")],
+     ("mxfp4", 70, 64, "fp8"), ("mxfp4", 9, 64, "bf16")],
 )  # fmt: skip
 def test_rotation_and_pages(form: str, rows: int, k: int, activation: str) -> None:
     """Queries as rotated rows, keys and values in their pages, and nothing else in the pool touched."""
@@ -161,7 +168,7 @@ def test_sums_packed_in_one_pass_are_those_of_two(fp8: bool) -> None:
         mxfp4(size, 3)[0] for size in ((experts, 2 * inner, hidden), (experts, hidden, inner), (192, hidden))
     )
     bias = torch.randn((experts, 2 * inner), generator=g), torch.randn((experts, hidden), generator=g)
-    moe = (Fp8Experts if fp8 else Experts)(workspace, gate_up, bias[0], down, bias[1], limit=7.0, alpha=1.702)
+    moe = (Fp8Experts if fp8 else GroupedExperts)(workspace, gate_up, bias[0], down, bias[1], limit=7.0, alpha=1.702)
     dense = (Fp8Dense if fp8 else Dense)(workspace, qkv, None, "qkv")
     weights, ids = torch.randn((rows, experts), generator=g).softmax(-1).topk(3)
     h, x = torch.randn((rows, hidden), generator=g).bfloat16(), torch.randn((rows, hidden), generator=g)
@@ -180,7 +187,7 @@ def test_experts_are_taken_by_their_rows() -> None:
     down, _ = mxfp4((6, 64, 64), 2)
     ids = torch.tensor([[2, 5], [5, 1], [2, 5], [4, 1], [5, 0]], dtype=torch.int32)
     buffers: dict[str, torch.Tensor] = {}
-    layer = Experts(
+    layer = GroupedExperts(
         Workspace(Emulator(2), buffers, torch.device("cpu")), gate_up, torch.zeros(6, 128), down, torch.zeros(6, 64),
         limit=7.0, alpha=1.702,
     )  # fmt: skip
@@ -198,11 +205,8 @@ def test_columns_cap_is_a_width_the_kernel_has() -> None:
                 assert columns_cap(rows, m_tiles, 132, shape) <= shape.columns
 
 
-def test_refuses_other_layouts_and_scales() -> None:
+def test_refuses_other_layouts() -> None:
     workspace = Workspace(Emulator(1), {}, torch.device("cpu"))
     plain = formats.quantize(torch.randn(64, 64), "mxfp4")
     with pytest.raises(PlanError, match="tile16"):
         Dense(workspace, plain, None, "qkv")
-    plain.scales[3, 1] = 129
-    with pytest.raises(PlanError, match="scales"):
-        Dense(workspace, layouts.convert(plain, "tile16"), None, "qkv")

@@ -9,19 +9,19 @@ import torch
 
 from halfbyte import formats
 from halfbyte.formats import MXTensor, layouts, tile16
-from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
-from halfbyte.kernels.cuda.prefill.builds import ProductArgs, RowsArgs, rows_build
-from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.prefill.builds import GroupedProductArgs, GroupedRowsArgs, rows_build
+from halfbyte.kernels.cuda.prefill.experts import GroupedExperts
 from halfbyte.kernels.cuda.prefill.mx import BYTES, KINDS, Mxfp4Dense, Mxfp4Experts, Mxfp8Dense, Mxfp8Experts, padded
 from halfbyte.kernels.cuda.prefill.products import Dense
-from halfbyte.kernels.cuda.prefill.sync import COLUMNS, MX, SHARED, SyncDense, SyncExperts, SyncShape, tile_for
+from halfbyte.kernels.cuda.prefill.sync import COLUMNS, MX, SHARED, SyncDense, SyncExperts, SyncProductShape, tile_for
 from halfbyte.ops.linear import round_activation
 from halfbyte.ops.moe import moe
 from halfbyte.ops.norm import rms_norm
+from tests.kernels.cuda.emulator import Emulator, sizes
 
 DENSE: dict[str, type[Dense]] = {"bf16": SyncDense, "mxfp8": Mxfp8Dense, "mxfp4": Mxfp4Dense}
-EXPERTS: dict[str, type[Experts]] = {"bf16": SyncExperts, "mxfp8": Mxfp8Experts, "mxfp4": Mxfp4Experts}
+EXPERTS: dict[str, type[GroupedExperts]] = {"bf16": SyncExperts, "mxfp8": Mxfp8Experts, "mxfp4": Mxfp4Experts}
 FORMATS = ("mxfp4", "q8", "bf16")
 
 
@@ -43,18 +43,18 @@ def weights(form: str, shape: tuple[int, ...], seed: int) -> tuple[MXTensor | to
     return layouts.convert(plain, "tile16"), formats.dequantize(plain, torch.float32)
 
 
-VARIANTS = [SyncShape(f, s, False) for f in FORMATS for s in COLUMNS]
-VARIANTS += [SyncShape("mxfp4", s, w, mx) for s in COLUMNS for w in (False, True) for mx in MX]
+VARIANTS = [SyncProductShape(f, s, False) for f in FORMATS for s in COLUMNS]
+VARIANTS += [SyncProductShape("mxfp4", s, w, mx) for s in COLUMNS for w in (False, True) for mx in MX]
 
 
 @pytest.mark.parametrize(
     "v", [v if v.mx and v.columns == 64 else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS], ids=str
 )
-def test_mirrored_structs(v: SyncShape) -> None:
-    assert sizes(v.program(), 3) == [ctypes.sizeof(ProductArgs), v.shared_bytes, v.threads]
+def test_mirrored_structs(v: SyncProductShape) -> None:
+    assert sizes(v.program(), 3) == [ctypes.sizeof(GroupedProductArgs), v.shared_bytes, v.threads]
     assert v.shared_bytes <= SHARED
     assert v.stage[1] >= 3
-    assert sizes(rows_build("pack_rows").program, 1) == [ctypes.sizeof(RowsArgs)]
+    assert sizes(rows_build("pack_rows").program, 1) == [ctypes.sizeof(GroupedRowsArgs)]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_packing_is_the_format(activation: str) -> None:
         return torch.zeros(parts * slots * each, dtype=torch.uint8), torch.zeros(parts * slots, dtype=torch.int32)
 
     packed, scales = fresh()
-    args = RowsArgs(
+    args = GroupedRowsArgs(
         source=x.data_ptr(), packed=packed.data_ptr(), scales=scales.data_ptr(), stride=k, rows=rows, width=k,
         slots=slots, source_float=1, kind=KINDS[activation],
     )  # fmt: skip
@@ -135,7 +135,7 @@ def test_packing_is_the_format(activation: str) -> None:
             for i in range(4):
                 wide[group // 2, row, (group % 2 * 4 + i) ^ (row & 7)] = words[i]
     packed, scales = fresh()
-    args = RowsArgs(
+    args = GroupedRowsArgs(
         hidden=wide.data_ptr(), packed=packed.data_ptr(), scales=scales.data_ptr(), width=k, slots=slots,
         kind=KINDS[activation],
     )  # fmt: skip

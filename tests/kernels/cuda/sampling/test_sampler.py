@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from halfbyte.architectures import GPU_ARCHES
 from halfbyte.engine.sampling.race import sample_rows
 from halfbyte.errors import PlanError
-from halfbyte.kernels.cuda.device.emulator import Emulator, sizes
 from halfbyte.kernels.cuda.device.host import gpu
 from halfbyte.kernels.cuda.sampling.sampler import BUILDS, SHARED, THREADS, VOCAB_MAX, CudaSampler, SampleArgs
 from halfbyte.kernels.launch import build_program, nvrtc_available
 from halfbyte.ops.sampling import distribution, greedy
+from halfbyte.ops.sampling_settings import SamplingSettings, is_filtered, row_of
 from halfbyte.plan.broken import broken_place
+from tests.kernels.cuda.emulator import Emulator, sizes
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
@@ -53,16 +56,28 @@ def logits_like(kind: str, rows: int, vocab: int, rng: np.random.Generator) -> t
     return torch.from_numpy(x.astype(np.float32))
 
 
-FILTERS = [(0, 1.0, 0.0), (1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.3, 0.0), (0, 1.0, 0.1), (50, 0.8, 0.02)]
+FILTERS = [
+    SamplingSettings(top_k=k, top_p=p, min_p=m, top_n_sigma=n)
+    for k, p, m, n in (
+        (0, 1.0, 0.0, 0.0), (1, 1.0, 0.0, 0.0), (7, 1.0, 0.0, 0.0), (0, 0.9, 0.0, 0.0), (0, 0.3, 0.0, 0.0),
+        (0, 1.0, 0.1, 0.0), (50, 0.8, 0.02, 0.0), (0, 1.0, 0.0, 1.5), (0, 0.5, 0.0, 2.0), (9, 1.0, 0.0, 2.5),
+        (50, 0.9, 0.001, 1.0),
+    )
+]  # fmt: skip
 
 
-def allowed(logits: torch.Tensor, t: float, k: int, p: float, m: float, slack: float) -> tuple[set[int], set[int]]:
+def rows_of(*settings: SamplingSettings) -> torch.Tensor:
+    return torch.tensor([row_of(s) for s in settings], dtype=torch.float32)
+
+
+def allowed(logits: torch.Tensor, s: SamplingSettings, slack: float) -> tuple[set[int], set[int]]:
     """(tokens that must be kept, tokens that may be): the specification with limits a little lower and higher. Ties at
     an edge are kept, all of them."""
     found = []
     for sign in (-1, 1):
-        limit = (min(1.0, p * (1 + sign * slack)) if p < 1 else 1.0, min(1.0, m * (1 - sign * slack)))
-        _, ids = distribution(logits, t, k, *limit)
+        top_p = min(1.0, s.top_p * (1 + sign * slack)) if s.top_p < 1 else 1.0
+        others = {"min_p": min(1.0, s.min_p * (1 - sign * slack)), "top_n_sigma": s.top_n_sigma * (1 + sign * slack)}
+        _, ids = distribution(logits, replace(s, top_p=top_p, **others))
         found.append(set((logits >= logits[ids].min()).nonzero().flatten().tolist()))
     return found[0], found[1]
 
@@ -77,18 +92,19 @@ def test_edges_are_the_specifications(kind: str, device: str, shared: bool) -> N
     rows = len(FILTERS)
     logits = logits_like(kind, rows, vocab, rng)
     temperature = rng.uniform(0.5, 1.5, rows).astype(np.float32)
-    settings = torch.tensor([(t, *f) for t, f in zip(temperature.tolist(), FILTERS)], dtype=torch.float32)
+    filters = [replace(f, temperature=t) for t, f in zip(temperature.tolist(), FILTERS)]
+    settings = rows_of(*filters)
     sampler = sampler_on(device, rows, vocab)
     sampler.cutoff_least = 100 if shared else vocab
     args = [t.to(device) for t in (logits, settings, keys_for(rows), noted(logits))]
     sampler.sample(*args, filtered=True)
     edges = sampler._cutoffs.cpu()
-    for r, (k, p, m) in enumerate(FILTERS):
-        if (k, p, m) == (0, 1.0, 0.0):
+    for r, s in enumerate(filters):
+        if not is_filtered(s):
             assert edges[r] == -torch.inf
             continue
-        kept = set((logits[r] / settings[r, 0] >= edges[r]).nonzero().flatten().tolist())
-        must, may = allowed(logits[r], float(settings[r, 0]), k, p, m, 2e-6)
+        kept = set((logits[r] / temperature[r] >= edges[r]).nonzero().flatten().tolist())
+        must, may = allowed(logits[r], s, 2e-6)
         assert must <= kept <= may, f"{FILTERS[r]}: {len(must)}, {len(kept)}, {len(may)}"
         assert int(args[3][r, 0]) in kept
     assert not sampler._bins.any()
@@ -100,12 +116,11 @@ def test_more_equals_than_shared_memory_holds(device: str) -> None:
     vocab = 17_000
     logits = torch.zeros(2, vocab)
     logits[:, :50] = 0.25
-    settings = torch.tensor([[1.0, 30, 1.0, 0.0], [1.0, 60, 0.5, 0.0]])
+    settings = rows_of(SamplingSettings(top_k=30), SamplingSettings(top_k=60, top_p=0.5))
     sampler = sampler_on(device, 2, vocab)
     sampler.sample(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
     assert sampler._cutoffs.tolist() == [0.25, 0.25]
-    settings[:, 1] = 51
-    settings[1, 2] = 0.999
+    settings = rows_of(SamplingSettings(top_k=51), SamplingSettings(top_k=51, top_p=0.999))
     sampler.sample(*(t.to(device) for t in (logits, settings, keys_for(2), noted(logits))), filtered=True)
     assert sampler._cutoffs.tolist() == [0.0, 0.0]
 
@@ -118,12 +133,16 @@ def test_tokens_are_those_of_the_sampler_in_torch(filtered: bool, device: str) -
     sampler = sampler_on(device, rows, vocab)
     for turn in range(2 if device == "cpu" else 20):
         logits = logits_like("normal", rows, vocab, rng).to(device)
-        settings = np.zeros((rows, 4), np.float32)
-        settings[:, 0], settings[:, 2] = rng.choice([0.0, 0.7, 1.0, 1.3], rows), 1.0
+        some = [SamplingSettings(temperature=t) for t in rng.choice([0.0, 0.7, 1.0, 1.3], rows).tolist()]
         if filtered:
-            settings[:, 1], settings[:, 2] = rng.choice([0, 1, 40], rows), rng.choice([1.0, 0.95, 0.5], rows)
-            settings[:, 3] = rng.choice([0.0, 0.05], rows)
-        given, keys = torch.from_numpy(settings).to(device), keys_for(rows, turn).to(device)
+            some = [
+                replace(
+                    s, top_k=int(rng.choice([0, 1, 40])), top_p=float(rng.choice([1.0, 0.95, 0.5])),
+                    min_p=float(rng.choice([0.0, 0.05])), top_n_sigma=float(rng.choice([0.0, 1.5])),
+                )
+                for s in some
+            ]  # fmt: skip
+        given, keys = rows_of(*some).to(device), keys_for(rows, turn).to(device)
         results = noted(logits)
         before = results.clone()
         sampler.sample(logits, given, keys, results, filtered=filtered)
@@ -144,7 +163,7 @@ def test_the_token_at_the_edge_is_drawn_too(device: str) -> None:
     rows, vocab = 40, 64
     logits = torch.zeros(rows, vocab)
     logits[:, 9], logits[:, 30] = 2.0, 1.5
-    settings = torch.tensor([1.0, 2, 1.0, 0.0]).expand(rows, 4).contiguous()
+    settings = rows_of(*[SamplingSettings(top_k=2)] * rows)
     given = [t.to(device) for t in (logits, settings, keys_for(rows), noted(logits))]
     sampler_on(device, rows, vocab).sample(*given, filtered=True)
     seen = given[3][:, 0].tolist()
@@ -193,14 +212,14 @@ def test_the_distribution_on_a_gpu(device: str) -> None:
     """Chi squared over 40,000 draws, with every filter."""
     count, vocab = 40_000, 60
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 2
-    for k, p, m in FILTERS:
+    for s in (replace(f, temperature=1.3) for f in FILTERS):
         rows = logits.to(device).expand(count, vocab).contiguous()
-        settings = torch.tensor([1.3, k, p, m], device=device).expand(count, 4).contiguous()
+        settings = rows_of(s).to(device).expand(count, -1).contiguous()
         results = noted(rows)
         sampler_on(device, count, vocab).sample(rows, settings, keys_for(count).to(device), results, filtered=True)
         seen = np.bincount(results[:, 0].cpu().numpy(), minlength=vocab)
         want = np.zeros(vocab)
-        q, ids = distribution(logits, 1.3, k, p, m)
+        q, ids = distribution(logits, s)
         want[ids.numpy()] = q.numpy() * count
         assert seen[want == 0].sum() == 0, "a token was drawn that the filters exclude"
         possible = want >= 5
@@ -210,13 +229,13 @@ def test_the_distribution_on_a_gpu(device: str) -> None:
 
 
 @pytest.mark.skipif(nvrtc_available() is not None, reason="no NVRTC")
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a", "sm_121a"])
+@pytest.mark.parametrize("arch", [arch.target for arch in GPU_ARCHES.values()])
 def test_compiles_without_spills(arch: str) -> None:
     _, log = build_program(BUILDS["sample_race"].program, arch, "--ptxas-options=-v")
     spills = [line for line in log.splitlines() if "spill stores" in line]
     assert len(spills) == len(THREADS)
     assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
-    assert max(SHARED.values()) <= 101_376  # what a block of SM12x may have
+    assert max(SHARED.values()) <= min(arch.shared_memory for arch in GPU_ARCHES.values())
 
 
 def test_what_python_says_of_the_kernel_is_so() -> None:

@@ -33,6 +33,7 @@ from halfbyte.plan.step import Step
 FOLDER = Path(__file__).parent
 PAGE, DIM, PART_WIDTH, THREADS, SHARED = 64, 64, 68, 256, 20996  # as batch.cu has them
 PARTS_MAX = 16
+LONGEST = PARTS_MAX * 128 * PAGE  # tokens of a context: parts have up to 128 pages
 
 
 class AttentionArgs(ctypes.Structure):
@@ -69,6 +70,8 @@ def refuse(spec: Spec) -> str | None:
         return f"needs heads of {DIM} and pages of {PAGE} tokens in bf16, not {sizes}"
     if spec.heads // spec.kv_heads > 8:
         return f"packs up to 8 query heads of a kv head, not {spec.heads // spec.kv_heads}"
+    if spec.max_context > LONGEST:
+        return f"attends to up to {LONGEST} tokens, and the context may have {spec.max_context}"
     return None
 
 
@@ -109,16 +112,30 @@ class BatchAttention:
         rows, table = step.rows, step.block_tables[kind]
         parts = parts_bound(step.max_kv_len, self.window)
         assert rows <= ROWS_MAX, "too many rows"
-        assert parts <= PARTS_MAX, "contexts of up to 131072 tokens"
+        assert parts <= PARTS_MAX, "the phase refuses longer contexts"
         assert (qkv.dtype, pool.dtype) == (torch.float32, torch.bfloat16), "qkv in float32, the cache in bf16"
         assert pool[0, layer].is_contiguous(), "a layer's keys and values lie together"
         args = AttentionArgs(
-            qkv=pointer(qkv), pool=pool.data_ptr() + 2 * layer * pool.stride(1), table=pointer(table),
-            positions=pointer(step.positions), sequence_of=pointer(step.row_sequence),
-            query_start=pointer(step.query_start), cosines=pointer(cos), sines=pointer(sin), sinks=pointer(self.sinks),
-            out=pointer(self.out), sums=pointer(self.sums), arrivals=pointer(self.arrivals),
-            page_stride=pool.stride(0), value_offset=pool.stride(2), rows=rows, table_stride=table.stride(0),
-            parts=parts, window=self.window, sinks_float=is_float_vector(self.sinks), scale=self.scale,
-        )  # fmt: skip
+            qkv=pointer(qkv),
+            pool=pool.data_ptr() + 2 * layer * pool.stride(1),
+            table=pointer(table),
+            positions=pointer(step.positions),
+            sequence_of=pointer(step.row_sequence),
+            query_start=pointer(step.query_start),
+            cosines=pointer(cos),
+            sines=pointer(sin),
+            sinks=pointer(self.sinks),
+            out=pointer(self.out),
+            sums=pointer(self.sums),
+            arrivals=pointer(self.arrivals),
+            page_stride=pool.stride(0),
+            value_offset=pool.stride(2),
+            rows=rows,
+            table_stride=table.stride(0),
+            parts=parts,
+            window=self.window,
+            sinks_float=is_float_vector(self.sinks),
+            scale=self.scale,
+        )
         self.machine.run(build_of(self.shape), rows * self.shape.kv_heads * parts, args)
         return self.out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.attention.prompt import FOLDER, HEAD_DIM, PAGE, PromptAttention, PromptShape
-from halfbyte.kernels.cuda.device.host import Machine, options
+from halfbyte.kernels.cuda.device.host import KernelMachine, options
 from halfbyte.kernels.cuda.phase import ATTENTION, WGMMA
 from halfbyte.kernels.launch import Build, Map, Program
 from halfbyte.plan.phase import Arch, Phase, Spec
@@ -51,7 +51,7 @@ class FlashShape(PromptShape):
             name, self.program(), self.threads, self.shared_bytes, need=(WGMMA,), ban=r"\bHMMA", part=ATTENTION
         )
 
-    def pages(self, machine: Machine, pool: Tensor) -> Map:
+    def pages(self, machine: KernelMachine, pool: Tensor) -> Map:
         """Rows of one head's 64 values, fetched a page of one head at a time, swizzled as wgmma reads it."""
         return machine.row_map(pool.view(-1, HEAD_DIM), (PAGE, HEAD_DIM))
 
@@ -64,10 +64,11 @@ FULL, SLIDING = FlashShape(3, 6, 1), FlashShape(1, 4, 2)
 class FlashAttention(PromptAttention):
     name, rank = "cuda.attention_flash", 20
     full, sliding = FULL, SLIDING
+    families, instruction = ("sm90",), "wgmma"
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if arch.name != "sm90":
-            return f"is written for sm90 (wgmma), not {arch.name}"
+        if reason := self.refuse_family(arch):
+            return reason
         quantised = spec.formats["o"] in ("mxfp4", "q8")
         if (spec.activation if quantised else spec.dtype) not in ("bf16", "fp8"):  # fp8 is rounded from bf16
             return "gives bf16, and o takes its input in another format"

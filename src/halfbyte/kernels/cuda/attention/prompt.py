@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.device.host import FLOAT, INT, POINTER, Machine, fields, gpu, is_float, pointer
+from halfbyte.kernels.cuda.device.host import FLOAT, INT, POINTER, KernelMachine, fields, gpu, is_float, pointer
 from halfbyte.kernels.cuda.phase import CudaPhase
 from halfbyte.kernels.cuda.prefill.builds import PACKED
-from halfbyte.kernels.cuda.prefill.products import Inputs
+from halfbyte.kernels.cuda.prefill.products import ProductInputs
 from halfbyte.kernels.launch import Build, Map, Program
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Spec
@@ -65,7 +65,7 @@ class PromptShape:
 
     @property
     def for_single_rows(self) -> PromptShape | None:
-        """What takes a sequence with a single row, which would leave most of a block idle; with the same bits."""
+        """The shape for sequences with a single row, which would leave most of a block idle. Its bits are equal."""
         return None
 
     @abstractmethod
@@ -73,9 +73,9 @@ class PromptShape:
 
     @abstractmethod
     def describe(self) -> Build:
-        """What `build_of` keeps."""
+        """The build, which `build_of` caches."""
 
-    def pages(self, machine: Machine, pool: Tensor) -> Map | None:
+    def pages(self, machine: KernelMachine, pool: Tensor) -> Map | None:
         """The copy engine's map of the pool, if the kernel reads through one."""
         return None
 
@@ -86,7 +86,7 @@ def build_of(shape: PromptShape) -> Build:
 
 
 def attend(
-    machine: Machine,
+    machine: KernelMachine,
     shape: PromptShape,
     q: Tensor,
     pool: Tensor,
@@ -97,7 +97,7 @@ def attend(
     window: int,
     *,
     pages: Map | None,
-    packed: Inputs | None = None,
+    packed: ProductInputs | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """[rows, heads * 64] from rotated queries [rows, heads, 64]; `pages`: shape.pages(machine, pool); `dtype`: bf16, or
@@ -113,20 +113,30 @@ def attend(
         assert packed.kind in (PACKED["bf16"], PACKED["f16"]), "E4M3 needs the whole row first"
         out, slots = packed.packed, packed.slots
     common = FlashArgs(
-        q=pointer(q), out=pointer(out), sinks=pointer(sinks), positions=pointer(step.positions),
-        kv_heads=kv_heads, table_stride=table.stride(0), page_rows=pool.stride(0) // HEAD_DIM,
-        first_row=layer * pool.stride(1) // HEAD_DIM, window=window,
-        sinks_float=is_float(sinks), scale=dim**-0.5 * math.log2(math.e),
-        slots=slots, half=int(packed is not None and packed.kind == PACKED["f16"]),
-        pool=pointer(pool), wide=int(dtype == torch.float32),
-    )  # fmt: skip
+        q=pointer(q),
+        out=pointer(out),
+        sinks=pointer(sinks),
+        positions=pointer(step.positions),
+        kv_heads=kv_heads,
+        table_stride=table.stride(0),
+        page_rows=pool.stride(0) // HEAD_DIM,
+        first_row=layer * pool.stride(1) // HEAD_DIM,
+        window=window,
+        sinks_float=is_float(sinks),
+        scale=dim**-0.5 * math.log2(math.e),
+        slots=slots,
+        half=int(packed is not None and packed.kind == PACKED["f16"]),
+        pool=pointer(pool),
+        wide=int(dtype == torch.float32),
+    )
     if pages is not None:
         common.pages = pages
     single = shape.for_single_rows
     singles = 0 if single is None else step.singles
     for build, first, last, begin, end in (
-        (single or shape, 0, singles, 0, singles), (shape, singles, step.sequences, singles, rows)
-    ):  # fmt: skip
+        (single or shape, 0, singles, 0, singles),
+        (shape, singles, step.sequences, singles, rows),
+    ):
         if begin == end:
             continue
         args = FlashArgs.from_buffer_copy(common)
@@ -158,7 +168,7 @@ class PromptAttention(CudaPhase):
         return list(dict.fromkeys(map(build_of, shapes)))
 
     def result(self, spec: Spec) -> torch.dtype:
-        """Of what it leaves for o."""
+        """The type of the result that o reads."""
         return torch.bfloat16
 
     def bind(self, b: Binding) -> Launch:
@@ -169,7 +179,7 @@ class PromptAttention(CudaPhase):
 
         return launch
 
-    def bind_into(self, b: Binding) -> Callable[[Step, Activations, Inputs | None], Tensor]:
+    def bind_into(self, b: Binding) -> Callable[[Step, Activations, ProductInputs | None], Tensor]:
         """acts.q and where packed rows go, if they are wanted (see `attend`) -> the result."""
         spec, kind, index, dtype = b.spec, b.kind or "full", b.kind_index, self.result(b.spec)
         window = spec.window if kind == "sliding" else 0
@@ -177,15 +187,25 @@ class PromptAttention(CudaPhase):
         machine, shape = gpu(), self.sliding if window else self.full
         maps: dict[tuple[int, int], Map | None] = {}  # a pool may be replaced, and another size lie where it lay
 
-        def run(step: Step, acts: Activations, packed: Inputs | None) -> Tensor:
+        def run(step: Step, acts: Activations, packed: ProductInputs | None) -> Tensor:
             pool = b.kv_pool()
             key = pool.data_ptr(), pool.shape[0]
             if key not in maps:
                 maps.clear()
                 maps[key] = shape.pages(machine, pool)
             return attend(
-                machine, shape, acts.q, pool, index, step, kind, sinks, window, pages=maps[key], packed=packed,
+                machine,
+                shape,
+                acts.q,
+                pool,
+                index,
+                step,
+                kind,
+                sinks,
+                window,
+                pages=maps[key],
+                packed=packed,
                 dtype=dtype,
-            )  # fmt: skip
+            )
 
         return run

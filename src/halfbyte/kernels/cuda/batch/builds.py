@@ -19,6 +19,7 @@ from halfbyte.plan.launches import PACKING
 FOLDER = Path(__file__).parent
 COLUMNS, ROWS_MAX, COLUMNS_MAX, EXPERTS_MAX, TOP_MAX = 8, 128, 512, 512, 8
 RING, QUEUE = 190_000, 4
+MEDIUM_BLOCK = 150_000  # bytes of shared memory: SM80 has more, SM86 and SM12x have less
 ROW_THREADS = {"batch_finish": 256, "batch_choose": 512}
 ROW_SHARED = {"batch_finish": 32, "batch_choose": 64 + 4 * EXPERTS_MAX + 16 * 512}  # at most
 
@@ -30,7 +31,7 @@ class StageArgs(ctypes.Structure):
     ]
 
 
-class ProductArgs(ctypes.Structure):
+class BatchProductArgs(ctypes.Structure):
     _fields_ = [
         ("stage", StageArgs * 2),
         *fields(POINTER, "residual", "ids", "tickets", "done", "router", "norm", "logits", "trace", "failure"),
@@ -39,7 +40,7 @@ class ProductArgs(ctypes.Structure):
     ]
 
 
-class RowsArgs(ctypes.Structure):
+class BatchRowsArgs(ctypes.Structure):
     _fields_ = [
         *fields(POINTER, "x", "parts", "weights", "ids", "norm", "h", "router_bias", "logits"),
         *fields(POINTER, "select", "tickets", "done"),
@@ -62,11 +63,13 @@ class ProductShape:
     fewer: bool = False  # warps that sum, to leave shared memory to the ring
 
     def within(self, shared: int) -> ProductShape:
-        """This one for blocks of so much shared memory: a ring of two tiles if fewer summing warps allow it."""
+        """This one for blocks of so much shared memory: a ring of two tiles if fewer summing warps allow it, of up to
+        four in a block of SM80."""
         if self.shared_bytes <= shared:
             return self
         parts, slot = self.slots
-        tries = [replace(self, ring=tiles * parts * slot, fewer=f) for tiles in (2, 1) for f in (False, True)]
+        most = (4, 3, 2, 1) if shared > MEDIUM_BLOCK else (2, 1)
+        tries = [replace(self, ring=tiles * parts * slot, fewer=f) for tiles in most for f in (False, True)]
         return next((shape for shape in tries if shape.shared_bytes <= shared), tries[-1])
 
     @property
@@ -87,9 +90,9 @@ class ProductShape:
     @property
     def slots(self) -> tuple[int, int]:
         """(slots of a tile in the ring, bytes of one)."""
-        workers, each = self.workers
+        workers, chunks = self.workers
         parts = (workers + 4) // 5
-        return parts, -(-workers // parts) * each * CHUNK_BYTES[self.format]
+        return parts, -(-workers // parts) * chunks * CHUNK_BYTES[self.format]
 
     @property
     def shared_bytes(self) -> int:
@@ -121,7 +124,7 @@ class RowShape:
 
     @property
     def parts(self) -> int:
-        """Of the router's products: one for each tile of o."""
+        """Parts of the router's products: one for each tile of o."""
         return self.hidden // 16
 
     def program(self, entry: str) -> Program:
@@ -136,7 +139,15 @@ def product_build(shape: ProductShape) -> Build:
     need = (MMA_SYNC, BULK_COPY)
     part = OUT_AND_ROUTER if shape.router else EXPERTS if shape.ids else None
     return Build(
-        name, shape.program(), shape.threads, shape.shared_bytes, resident=shape.both, need=need, ban=WGMMA, part=part
+        name,
+        shape.program(),
+        shape.threads,
+        shape.shared_bytes,
+        resident=shape.both,
+        need=need,
+        ban=WGMMA,
+        part=part,
+        spills_on_sm80=48 if shape.router else 0,  # of the summing warps
     )
 
 

@@ -14,7 +14,7 @@ from halfbyte.kernels.cuda.attention.batch import AttentionShape, BatchAttention
 from halfbyte.kernels.cuda.batch.phase import Attend, BatchLayer
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
 from halfbyte.kernels.launch import Build
-from halfbyte.kernels.triton.call import Call
+from halfbyte.kernels.triton.call import TritonCall
 from halfbyte.kernels.triton.rope import angles_call
 from halfbyte.kernels.triton.tiles import refuse_gpu
 from halfbyte.plan.activations import Activations
@@ -37,7 +37,7 @@ class FusedBatchLayer(BatchLayer):
     def builds(self, spec: Spec, arch: Arch) -> list[Build]:
         return [*super().builds(spec, arch), batch.build_of(attention_shape(spec))]
 
-    def calls(self, spec: Spec, arch: Arch) -> list[Call]:
+    def calls(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         return [angles_call(spec.head_dim // 2)]
 
     def bind_attention(self, b: Binding) -> Attend:
@@ -46,9 +46,12 @@ class FusedBatchLayer(BatchLayer):
         device = b.weights.qkv_bias.device
         sinks = b.weights.sinks if "sinks" in s.features_of(("attention",)) else None
         attention = BatchAttention(
-            Workspace(gpu(), b.buffers, device), attention_shape(s), window=s.window if kind == "sliding" else 0,
-            sinks=sinks, scale=s.head_dim**-0.5,
-        )  # fmt: skip
+            Workspace(gpu(), b.buffers, device),
+            attention_shape(s),
+            window=s.window if kind == "sliding" else 0,
+            sinks=sinks,
+            scale=s.head_dim**-0.5,
+        )
         if "rope_inverse" not in b.buffers:
             b.buffers["rope_inverse"] = inverse.to(device)
         inverse = b.buffers["rope_inverse"]
@@ -58,9 +61,14 @@ class FusedBatchLayer(BatchLayer):
             if not acts.has("rope_cos"):  # once a step, for every layer
                 acts.rope_cos, acts.rope_sin = torch.empty((2, step.rows, half), device=device)
                 angles_call(half).launch(
-                    (step.rows,), device, positions=step.positions, inverse=inverse, cos=acts.rope_cos,
-                    sin=acts.rope_sin, temperature=temperature,
-                )  # fmt: skip
+                    (step.rows,),
+                    device,
+                    positions=step.positions,
+                    inverse=inverse,
+                    cos=acts.rope_cos,
+                    sin=acts.rope_sin,
+                    temperature=temperature,
+                )
             return attention.run(step, kind, qkv, b.kv_pool(), index, acts.rope_cos, acts.rope_sin)
 
         return attend

@@ -14,26 +14,26 @@ from torch import Tensor
 from halfbyte.kernels.cuda.batch.builds import (
     COLUMNS_MAX,
     ROWS_MAX,
-    ProductArgs,
-    RowsArgs,
+    BatchProductArgs,
+    BatchRowsArgs,
     RowShape,
     StageArgs,
     product_build,
     rows_build,
 )
-from halfbyte.kernels.cuda.batch.products import Matrix, Router, tile_router
-from halfbyte.kernels.cuda.device.host import Machine, Workspace, is_float_vector, pointer
+from halfbyte.kernels.cuda.batch.products import BatchMatrix, RouterParts, tile_router
+from halfbyte.kernels.cuda.device.host import KernelMachine, Workspace, is_float_vector, pointer
 
 
-class Experts:
+class BatchExperts:
     """gate_up and down of all experts. One launch where both are as deep (gpt-oss), else two."""
 
-    def __init__(self, gate_up: Matrix, down: Matrix, limit: float, alpha: float) -> None:
+    def __init__(self, gate_up: BatchMatrix, down: BatchMatrix, limit: float, alpha: float) -> None:
         self.gate_up, self.down, self.limit, self.alpha = gate_up, down, limit, alpha
         one, other = gate_up.shape, down.shape
         self.both = replace(one, both=True) if (one.format, one.k) == (other.format, other.k) else None
 
-    def run(self, machine: Machine, buffers: BatchBuffers, rows: int, *, trace: Tensor | None = None) -> None:
+    def run(self, machine: KernelMachine, buffers: BatchBuffers, rows: int, *, trace: Tensor | None = None) -> None:
         """buffers.h through the experts of buffers.ids into buffers.hidden and buffers.parts."""
         share = buffers.shape.top_k
         columns = rows * share
@@ -41,19 +41,35 @@ class Experts:
         tickets = buffers.tickets.data_ptr()
         if self.both is None:
             self.gate_up.run(
-                machine, buffers.h, buffers.hidden, columns, ids=buffers.ids, tickets=tickets, share=share, early=False,
-                limit=self.limit, alpha=self.alpha, trace=trace,
-            )  # fmt: skip
+                machine,
+                buffers.h,
+                buffers.hidden,
+                columns,
+                ids=buffers.ids,
+                tickets=tickets,
+                share=share,
+                early=False,
+                limit=self.limit,
+                alpha=self.alpha,
+                trace=trace,
+            )
             self.down.run(
                 machine, buffers.hidden, buffers.parts, columns, ids=buffers.ids, tickets=tickets + 4, trace=trace
             )
             return
         stages = self.gate_up.stage(buffers.h, buffers.hidden, share), self.down.stage(buffers.hidden, buffers.parts, 1)
-        args = ProductArgs(
-            stage=(StageArgs * 2)(*stages), ids=pointer(buffers.ids), tickets=tickets, done=pointer(buffers.done),
-            failure=pointer(machine.failure), trace=pointer(trace), columns=columns, experts=self.down.experts,
-            limit=self.limit, alpha=self.alpha,
-        )  # fmt: skip
+        args = BatchProductArgs(
+            stage=(StageArgs * 2)(*stages),
+            ids=pointer(buffers.ids),
+            tickets=tickets,
+            done=pointer(buffers.done),
+            failure=pointer(machine.failure),
+            trace=pointer(trace),
+            columns=columns,
+            experts=self.down.experts,
+            limit=self.limit,
+            alpha=self.alpha,
+        )
         machine.run(product_build(self.both), machine.blocks, args)
 
 
@@ -76,22 +92,22 @@ class BatchBuffers:
         self.tickets = get("tickets", 2, dtype=torch.int32)
         self.done = get("done", choices, dtype=torch.int32)
 
-    def run(self, entry: str, args: RowsArgs) -> None:
+    def run(self, entry: str, args: BatchRowsArgs) -> None:
         """One of the kernels between the products."""
         self.machine.run(rows_build(self.shape, entry), args.rows, args)
 
 
-class Layer:
+class LayerKernels:
     """One layer but for attention: `enter` gives q, k and v of all rows, `leave` takes what attention made of them."""
 
     def __init__(
         self,
         buffers: BatchBuffers,
         *,
-        qkv: Matrix,
-        o: Matrix,
-        gate_up: Matrix,
-        down: Matrix,
+        qkv: BatchMatrix,
+        o: BatchMatrix,
+        gate_up: BatchMatrix,
+        down: BatchMatrix,
         attn_norm: Tensor,
         mlp_norm: Tensor,
         router: Tensor,
@@ -101,20 +117,26 @@ class Layer:
         alpha: float,
     ) -> None:
         self.machine, self.buffers = buffers.machine, buffers
-        self.qkv, self.o, self.experts = qkv, o, Experts(gate_up, down, limit, alpha)
-        self.router = Router(tile_router(router), mlp_norm, buffers.logits)
+        self.qkv, self.o, self.experts = qkv, o, BatchExperts(gate_up, down, limit, alpha)
+        self.router = RouterParts(tile_router(router), mlp_norm, buffers.logits)
         self.attn_norm, self.router_bias, self.eps = attn_norm, router_bias, eps
         for vector in (attn_norm, mlp_norm, router_bias):
             is_float_vector(vector)
 
-    def _rows(self, x: Tensor, norm: Tensor | None) -> RowsArgs:
+    def _rows(self, x: Tensor, norm: Tensor | None) -> BatchRowsArgs:
         assert x.dtype == torch.float32, "the residual is float32"
         assert x.is_contiguous(), "rows of the residual are whole"
         r = self.buffers
-        return RowsArgs(
-            x=pointer(x), weights=pointer(r.weights), ids=pointer(r.ids), norm=pointer(norm), h=pointer(r.h),
-            rows=x.shape[0], norm_float=is_float_vector(norm), eps=self.eps,
-        )  # fmt: skip
+        return BatchRowsArgs(
+            x=pointer(x),
+            weights=pointer(r.weights),
+            ids=pointer(r.ids),
+            norm=pointer(norm),
+            h=pointer(r.h),
+            rows=x.shape[0],
+            norm_float=is_float_vector(norm),
+            eps=self.eps,
+        )
 
     def sum_up(self, x: Tensor, norm: Tensor | None, *, pending: bool) -> None:
         """The experts' results of the layer before into x, in place, and the norm of that."""
@@ -148,17 +170,23 @@ class Layer:
 class Head:
     """The last norm and lm_head, for up to eight rows."""
 
-    def __init__(self, buffers: BatchBuffers, lm_head: Matrix, norm: Tensor, eps: float) -> None:
+    def __init__(self, buffers: BatchBuffers, lm_head: BatchMatrix, norm: Tensor, eps: float) -> None:
         self.buffers, self.lm_head, self.norm, self.eps = buffers, lm_head, norm, eps
 
     def run(self, x: Tensor, select: Tensor) -> Tensor:
         """Logits float32 of the rows of x that `select` names."""
         assert (x.dtype, select.dtype) == (torch.float32, torch.int32), "the residual is float32, rows are int32"
         r, rows = self.buffers, select.shape[0]
-        args = RowsArgs(
-            x=pointer(x), norm=pointer(self.norm), h=pointer(r.h), select=pointer(select), tickets=pointer(r.tickets),
-            rows=rows, norm_float=is_float_vector(self.norm), eps=self.eps,
-        )  # fmt: skip
+        args = BatchRowsArgs(
+            x=pointer(x),
+            norm=pointer(self.norm),
+            h=pointer(r.h),
+            select=pointer(select),
+            tickets=pointer(r.tickets),
+            rows=rows,
+            norm_float=is_float_vector(self.norm),
+            eps=self.eps,
+        )
         r.run("batch_finish", args)
         out = torch.empty((rows, self.lm_head.n), dtype=torch.float32, device=x.device)
         self.lm_head.run(r.machine, r.h, out, rows, tickets=r.tickets.data_ptr())

@@ -1,4 +1,5 @@
-"""A whole layer for a batch on SM90 and SM12x: products at the speed of the memory (product.cu), little between them.
+"""A whole layer for a batch on SM80 to SM90 and SM12x: products at the speed of the memory (product.cu), and little
+between them.
 
 Covers a layer from norm to experts, so that what one operation leaves another need not read in a form of its own: norms
 are made where rows are summed, experts' results are added where the next layer begins, and every launch starts while
@@ -25,8 +26,8 @@ from halfbyte.kernels.cuda.batch.builds import (
     product_build,
     rows_build,
 )
-from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Head, Layer
-from halfbyte.kernels.cuda.batch.products import Matrix
+from halfbyte.kernels.cuda.batch.layer import BatchBuffers, Head, LayerKernels
+from halfbyte.kernels.cuda.batch.products import BatchMatrix
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
 from halfbyte.kernels.cuda.mixed_phase import MixedPhase
 from halfbyte.kernels.cuda.phase import ATTENTION, QKV, ROPE
@@ -34,7 +35,7 @@ from halfbyte.kernels.cuda.prefill.phases import GroupedHead
 from halfbyte.kernels.cuda.prefill.sync import SyncHead
 from halfbyte.kernels.launch import Build, current_arch
 from halfbyte.kernels.triton.attention import DecodeAttention
-from halfbyte.kernels.triton.call import Call
+from halfbyte.kernels.triton.call import TritonCall
 from halfbyte.kernels.triton.rope import RopeAndWrite
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.launches import begin
@@ -42,7 +43,6 @@ from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
 MATRICES = ("qkv", "o", "gate_up", "down")
-BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
 Attend = Callable[[Step, Activations, Tensor], Tensor]  # qkv float32 [rows, heads * head_dim] -> bf16
 
 
@@ -93,17 +93,18 @@ class BatchLayer(MixedPhase):
     rank = 30
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if arch.name not in BUILT_FOR:
-            return f"is built for {', '.join(BUILT_FOR)}, not for {arch.name}"
+        if reason := self.refuse_family(arch):
+            return reason
         if spec.activation != "bf16" or spec.dtype != "bf16":
             return f"multiplies bf16 activations, not {spec.activation} beside {spec.dtype}"
-        reason = refuse_shape(spec)
-        if reason is not None:
+        if reason := refuse_shape(spec):
             return reason
         if arch.limits.batch * spec.top_k > 512:
             return f"groups 512 choices, not {spec.top_k} of each of {arch.limits.batch} rows"
         if spec.tile != "auto":
             return f"has one tile, not {spec.tile}"
+        if "router" in spec.wide:
+            return "reads the router in bf16, and this one holds more bits"
         for role in MATRICES:
             kinds = ("mxfp4", "q8", "bf16") if role in ("qkv", "o") else ("mxfp4",)
             if spec.formats[role] not in kinds:
@@ -123,7 +124,7 @@ class BatchLayer(MixedPhase):
         rows = [rows_build(row_shape(spec), entry) for entry in ROW_THREADS]
         return [*rows, *map(product_build, product_shapes(spec, arch).values())]
 
-    def calls(self, spec: Spec, arch: Arch) -> list[Call]:
+    def calls(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         return [*RopeAndWrite().proofs(spec, arch), *DecodeAttention().proofs(spec, arch)]
 
     def bind(self, b: Binding) -> Launch:
@@ -131,20 +132,26 @@ class BatchLayer(MixedPhase):
         device = w.qkv_bias.device
         buffers = buffers_of(b, device)
         shared = current_arch().shared_memory
-        layer = Layer(
-            buffers, qkv=Matrix(w.qkv, w.qkv_bias, "qkv", shared=shared),
-            o=Matrix(w.o, w.o_bias, "o", router=s.experts, shared=shared),
-            gate_up=Matrix(w.gate_up, w.gate_up_bias, "gate_up", swiglu=True, shared=shared),
-            down=Matrix(w.down, w.down_bias, "down", shared=shared),
-            attn_norm=w.attn_norm, mlp_norm=w.mlp_norm, router=w.router, router_bias=w.router_bias, eps=s.norm_eps,
-            limit=s.swiglu_limit, alpha=s.swiglu_alpha,
-        )  # fmt: skip
+        layer = LayerKernels(
+            buffers,
+            qkv=BatchMatrix(w.qkv, w.qkv_bias, "qkv", shared=shared),
+            o=BatchMatrix(w.o, w.o_bias, "o", router=s.experts, shared=shared),
+            gate_up=BatchMatrix(w.gate_up, w.gate_up_bias, "gate_up", swiglu=True, shared=shared),
+            down=BatchMatrix(w.down, w.down_bias, "down", shared=shared),
+            attn_norm=w.attn_norm,
+            mlp_norm=w.mlp_norm,
+            router=w.router,
+            router_bias=w.router_bias,
+            eps=s.norm_eps,
+            limit=s.swiglu_limit,
+            alpha=s.swiglu_alpha,
+        )
         attend = self.bind_attention(b)
         width = (s.heads + 2 * s.kv_heads) * s.head_dim
         last = b.layer == s.layers - 1
 
         def launch(step: Step, acts: Activations) -> None:
-            pending, rows = acts.take(PendingExperts), step.rows
+            pending, rows = acts.take(PendingBatchExperts), step.rows
             x = acts.x if pending is None else pending.x
             qkv = torch.empty((rows, width), dtype=torch.float32, device=device)
             begin(QKV)
@@ -155,7 +162,7 @@ class BatchLayer(MixedPhase):
                 layer.finish(x)
                 acts.x = x
             else:
-                acts.leave(PendingExperts(x, buffers.weights[:rows], buffers.parts))
+                acts.leave(PendingBatchExperts(x, buffers.weights[:rows], buffers.parts))
 
         return launch
 
@@ -175,7 +182,7 @@ class BatchLayer(MixedPhase):
         return attend
 
 
-class PendingExperts(NamedTuple):
+class PendingBatchExperts(NamedTuple):
     """The residual stream and the experts' results that the next layer adds to it (a `PendingResidual`)."""
 
     x: Tensor
@@ -184,8 +191,8 @@ class PendingExperts(NamedTuple):
 
     def complete(self) -> Tensor:
         rows, choices = self.weights.shape
-        each = self.parts[: rows * choices].view(rows, choices, -1)
-        return self.x + (self.weights[:, :, None] * each).sum(1)
+        results = self.parts[: rows * choices].view(rows, choices, -1)
+        return self.x + (self.weights[:, :, None] * results).sum(1)
 
 
 class BatchHead(GroupedHead):
@@ -209,11 +216,11 @@ class BatchHead(GroupedHead):
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
         buffers = buffers_of(b, w.final_norm.device)
-        lm_head = Matrix(w.lm_head, None, "lm_head", shared=current_arch().shared_memory)
+        lm_head = BatchMatrix(w.lm_head, None, "lm_head", shared=current_arch().shared_memory)
         few, many = Head(buffers, lm_head, w.final_norm, s.norm_eps), super().bind(b)
 
         def launch(step: Step, acts: Activations) -> None:
-            if step.logit_rows.shape[0] > COLUMNS:
+            if step.regime is not None or step.logit_rows.shape[0] > COLUMNS:  # a fixed regime has one kernel
                 many(step, acts)
             else:
                 acts.logits = few.run(acts.x, step.logit_rows)
@@ -222,7 +229,7 @@ class BatchHead(GroupedHead):
 
 
 class SyncBatchHead(BatchHead, SyncHead):
-    """The same on SM12x, where a block has 99 KB and the grouped product is that of mma.sync."""
+    """`BatchHead` where a block has less and the grouped product uses mma.sync: SM80 to SM89 and SM12x."""
 
     name = "cuda.batch_sync_norm_lm_head"
 

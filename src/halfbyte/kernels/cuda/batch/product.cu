@@ -4,8 +4,8 @@
 // mma.m16n8k16 has. The tiles (16 rows, all of K) of all groups form one line, which is cut into a run for each block; the
 // end of the line is left to whoever comes first, in pieces, because multiprocessors see unequal bandwidth.
 //
-// One block per multiprocessor. One warp feeds: it asks the copy engine for the block's tiles, as far ahead as the ring in
-// shared memory is deep, and cuts runs into items at the borders of groups. WORKERS warps multiply: each holds its part of
+// One block per multiprocessor. One warp feeds: it asks the copy engine for the block's tiles (or copies them, see feeding.cuh), as
+// far ahead as the ring in shared memory is deep, and cuts runs into items at the borders of groups. WORKERS warps multiply: each holds its part of
 // K of the group's columns in registers for as long as the group lasts, and multiplies its chunks of every tile. SUMMERS
 // warps add the workers' sums in order and store: one tile each in turn, so that no worker ever waits for another.
 //
@@ -87,18 +87,21 @@ HB_DEV void group_columns(const Product& p, Shared& sh, int thread, int warp) {
 
 // ---- the feeding warp -----------------------------------------------------------------------------------------------
 
-struct Feeder {  // one lane
+struct Feeder {  // a lane that feeds
   const Product& p;
   Shared& sh;
   u64 policy;
+  int lane;
   int slot = 0, turn = 0;
   u32 phase = 0;
 
   HB_DEV_MEMBER void publish(int stage, int group, int tile, int count) {
     const int q = turn % QUEUE;
     wait_for(&sh.item_empty[q], (u32)(turn / QUEUE & 1) ^ 1);
-    sh.item[q] = Item{group, tile, count, stage};
-    bar_arrive(&sh.item_full[q], 1);
+    if (leads(lane)) {
+      sh.item[q] = Item{group, tile, count, stage};
+      bar_arrive(&sh.item_full[q], 1);
+    }
     turn++;
   }
   HB_DEV_MEMBER void run(int stage, int at, int end) {  // tiles of the line
@@ -114,13 +117,19 @@ struct Feeder {  // one lane
         for (int part = 0; part < PARTS; part++) {
           const int bytes = part_bytes(part);
           wait_for(&sh.empty[slot], phase ^ 1);
-          bar_expect(&sh.full[slot], bytes);
-          bulk_copy(sh.ring[slot], from, bytes, &sh.full[slot], policy);
+          begin_copies(&sh.full[slot], bytes);
+          copy_bytes(sh.ring[slot], from, bytes, &sh.full[slot], policy, lane);
+          end_copies(&sh.full[slot]);
           from += bytes;
           if (++slot == SLOTS) { slot = 0; phase ^= 1; }
         }
       at += count;
     }
+  }
+  // The next number of a counter, for all lanes that feed.
+  HB_DEV_MEMBER int draw(u32* counter) const {
+    if (COPIERS == 1) return (int)counter_add(counter);
+    return (int)shfl(lane == 0 ? counter_add(counter) : 0, 0);
   }
 };
 
@@ -129,8 +138,8 @@ HB_DEV void mark(const Product& p, int i) { if (p.trace) p.trace[hb_block() * 4 
 // Seven eighths of the line are cut into even runs. Of the rest, three quarters go in pieces of PIECE tiles to whoever asks
 // first, and the last in single tiles, so that all blocks end together. Runs of the second stage are of groups whose first
 // stage was cut into runs as well, so it is stored long before they come, and what was dealt out last comes last again.
-HB_DEV void feed(const Product& p, Shared& sh) {
-  Feeder f{p, sh, IDS ? streaming_policy() : ordinary_policy()};  // kept in L2, the experts' stream is 14 % slower
+HB_DEV void feed(const Product& p, Shared& sh, int lane) {
+  Feeder f{p, sh, IDS ? streaming_policy() : ordinary_policy(), lane};  // kept in L2, the experts' stream is 14 % slower
   const int block = hb_block(), grid = hb_grid(), groups = groups_of(p, sh);
   HB_ROLLED
   for (int stage = 0; stage < (BOTH ? 2 : 1); stage++) {
@@ -140,14 +149,15 @@ HB_DEV void feed(const Product& p, Shared& sh) {
     if (p.tickets) {
       if (p.early) wait_for_previous();  // which may have zeroed them
       for (;;) {
-        const int t = (int)counter_add(p.tickets + stage), at = fixed + (t < pieces ? t * PIECE : pieces * (PIECE - 1) + t);
+        const int t = f.draw(p.tickets + stage), at = fixed + (t < pieces ? t * PIECE : pieces * (PIECE - 1) + t);
         if (at >= all) break;
         f.run(stage, at, t < pieces ? at + PIECE : at + 1);
       }
     }
   }
-  mark(p, 2);
+  if (leads(lane)) mark(p, 2);
   f.publish(0, 0, 0, 0);
+  finish_copies();
 }
 
 // ---- items, for workers and summers ---------------------------------------------------------------------------------
@@ -402,7 +412,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) batch_product(const __grid_con
   if (warp == 0) {  // one warp, so that few threads pay for the fence
     HB_ROLLED
     for (int s = lane; s < SLOTS; s += 32) {
-      bar_init(&sh.full[s], 1);
+      bar_init(&sh.full[s], COPIERS);
       bar_init(&sh.empty[s], s % PARTS < PARTS - 1 ? TEAM : WORKERS - TEAM * (PARTS - 1));
     }
     if (lane < SUMMERS) { bar_init(&sh.red_full[lane], WORKERS); bar_init(&sh.red_empty[lane], 1); }
@@ -420,7 +430,7 @@ extern "C" __global__ void __maxnreg__(REGISTERS) batch_product(const __grid_con
   if (IDS) group_columns(p, sh, thread, warp);
   if (warp < WORKERS) multiply(p, sh, warp, lane);
   else if (warp > WORKERS) sum_up(p, sh, warp - WORKERS - 1, lane);
-  else if (lane == 0) feed(p, sh);
+  else if (feeds(lane)) feed(p, sh, lane);
   if (thread == 0) mark(p, 3);
 }
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.formats.tile16 import tile_shape
-from halfbyte.kernels.cuda.batch.builds import COLUMNS_MAX, ProductArgs, ProductShape, StageArgs, product_build
-from halfbyte.kernels.cuda.device.host import FORMATS, Machine, is_float_vector, pointer
+from halfbyte.kernels.cuda.batch.builds import COLUMNS_MAX, BatchProductArgs, ProductShape, StageArgs, product_build
+from halfbyte.kernels.cuda.device.host import FORMATS, KernelMachine, is_float_vector, pointer
 
 
 @dataclass(frozen=True)
-class Router:
+class RouterParts:
     """What o's product leaves of the router: parts of its products with norm weight times the new residual."""
 
     weight: Tensor  # as `tile_router` makes it
@@ -35,7 +35,7 @@ def tile_router(w: Tensor) -> Tensor:
     return w.view(experts // 16, 2, 8, hidden // 16, 4, 4).permute(3, 0, 2, 4, 1, 5).contiguous()
 
 
-class Matrix:
+class BatchMatrix:
     """One matrix, or a stack of experts', with its bias."""
 
     def __init__(
@@ -67,13 +67,18 @@ class Matrix:
         assert x.dtype == torch.bfloat16, "activations are bf16"
         assert x.is_contiguous(), "rows of x are whole"
         return StageArgs(
-            weights=pointer(self.data), bias=pointer(self.bias), x=pointer(x), out=pointer(out), tiles=self.n // 16,
-            share=share, bias_float=self._bias_float,
-        )  # fmt: skip
+            weights=pointer(self.data),
+            bias=pointer(self.bias),
+            x=pointer(x),
+            out=pointer(out),
+            tiles=self.n // 16,
+            share=share,
+            bias_float=self._bias_float,
+        )
 
     def run(
         self,
-        machine: Machine,
+        machine: KernelMachine,
         x: Tensor,
         out: Tensor,
         columns: int,
@@ -82,7 +87,7 @@ class Matrix:
         ids: Tensor | None = None,
         tickets: int | None = None,
         share: int = 1,
-        router: Router | None = None,
+        router: RouterParts | None = None,
         early: bool = True,
         limit: float = 0.0,
         alpha: float = 0.0,
@@ -91,11 +96,18 @@ class Matrix:
         """out[c] = W x[c / share] + bias (+ residual[c]), W that of expert ids[c]."""
         assert columns <= COLUMNS_MAX, "too many columns"
         assert (ids is not None) == self.shape.ids, "columns choose among a stack of matrices"
-        args = ProductArgs(
-            stage=(StageArgs * 2)(self.stage(x, out, share)), residual=pointer(residual), ids=pointer(ids),
-            tickets=tickets, trace=pointer(trace), columns=columns, experts=self.experts, early=int(early), limit=limit,
+        args = BatchProductArgs(
+            stage=(StageArgs * 2)(self.stage(x, out, share)),
+            residual=pointer(residual),
+            ids=pointer(ids),
+            tickets=tickets,
+            trace=pointer(trace),
+            columns=columns,
+            experts=self.experts,
+            early=int(early),
+            limit=limit,
             alpha=alpha,
-        )  # fmt: skip
+        )
         assert (router.weight.shape[1] * 16 if router else 0) == self.shape.router, "the router it was made for"
         if router:
             args.router, args.norm, args.logits = map(pointer, (router.weight, router.norm, router.logits))

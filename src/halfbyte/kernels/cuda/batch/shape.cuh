@@ -1,6 +1,7 @@
 // Products for batches of 2 to 128 rows: shapes, arguments and shared memory of product.cu, and the instructions that only
 // the batch kernels use. See product.cu for the whole picture.
 #pragma once
+#include "device/feeding.cuh"
 #include "device/widen.cuh"
 
 #ifdef HB_EMULATE

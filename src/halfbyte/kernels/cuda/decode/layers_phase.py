@@ -22,7 +22,7 @@ class AllLayers(WholeStep):
 
     def shape(self, spec: Spec, arch: Arch, rows: int) -> StepShape:
         """The format of a head that it does not have is the others', so that it changes nothing."""
-        return replace(super().shape(spec, arch, rows), lent=True, lm_head=spec.formats["qkv"])
+        return replace(shape := super().shape(spec, arch, rows), lent=True, lm_head=shape.qkv)
 
     def bind(self, b: Binding) -> Launch:
         assert b.layer_pools is not None, "an engine that lends its pages says where those of each layer are"

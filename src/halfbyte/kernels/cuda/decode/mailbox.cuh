@@ -89,8 +89,10 @@ HB_DEV void break_row(int row, int place) {  // of the layer that this warp is i
 HB_DEV bool below(float v, float limit) { return fabsf(v) < limit; }
 constexpr float FINITE = 1e30f;  // of what passes as a float: squares and products of two are finite as well
 // Of sums in fixed point, 31 bits before the point. The residual enters mid through one contribution, so it is below LIMIT,
-// mid below KV_HEADS and x below KV_HEADS + TOP_K times that.
-constexpr float LIMIT = (float)(1u << 31) / (KV_HEADS + TOP_K), ROUTER_LIMIT = (float)(1u << 31) / (KV_HEADS * (HIDDEN / 16));
+// mid below KV_HEADS and x below KV_HEADS + TOP_K times that. A tile's part of a router logit only has to leave its block's sum,
+// of HIDDEN / 16 parts at most, within 64 bits; that sum is what blocks add up, and what router_limit() bounds.
+constexpr float LIMIT = (float)(1u << 31) / (KV_HEADS + TOP_K), ROUTER_PART = (float)(1u << 31);
+static_assert(HIDDEN / 16 < 1 << 10, "the parts of a block's router sums fit 64 bits");
 
 constexpr int COUNT = 9, LOGIT_COUNT = 11;
 static_assert(KV_HEADS < 1 << COUNT && TOP_K + 1 < 1 << COUNT, "contributions to mid and to x are counted in COUNT bits");

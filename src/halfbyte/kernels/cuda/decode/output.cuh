@@ -73,6 +73,11 @@ template <int FORMAT> HB_DEV void multiply_piece(const Worker& w, Cursor at, int
   }
 }
 
+// So many contributions to every logit: one from every set of every block and kv head.
+HB_DEV u32 router_contributions(int grid) { return (u32)((grid > KV_HEADS ? grid : KV_HEADS) * ROUTER_SETS); }
+// In fixed point: where every contribution is below it, their sum has at most 31 bits before the point.
+HB_DEV i64 router_limit(int grid) { return (i64)((1u << 31) / router_contributions(grid)) << (32 - LOGIT_COUNT); }
+
 // Tiles from sh.o_first to sh.o_last of one kv head, and its part of the logits. `before`, `after`: the residual that comes
 // in (or rows of the embedding), and goes on.
 template <int FORMAT> HB_DEV void project(Worker& w, const Layer& l, int kv_head, const u64* before, u64* after, u64* logits) {
@@ -140,7 +145,7 @@ template <int FORMAT> HB_DEV void project(Worker& w, const Layer& l, int kv_head
               const u64 x = r * 4 + g / 2 < ROWS ? lds64(&sh.xs[i][r * 4 + g / 2][g & 1][4 * t]) : 0;
               mma(c, (u32)a, (u32)b, (u32)(a >> 32), (u32)(b >> 32), (u32)x, (u32)(x >> 32));
               const float low = c[0] + c[1], high = c[2] + c[3];
-              if (!(below(low, ROUTER_LIMIT) && below(high, ROUTER_LIMIT))) wrong |= 1u << r;
+              if (!(below(low, ROUTER_PART) && below(high, ROUTER_PART))) wrong |= 1u << r;
               total[r][n][0] += fixed_point<LOGIT_COUNT>(low);
               total[r][n][1] += fixed_point<LOGIT_COUNT>(high);
             }
@@ -162,9 +167,10 @@ template <int FORMAT> HB_DEV void project(Worker& w, const Layer& l, int kv_head
       const int row = i / ROUTER_EACH * 4 + t, tile = which + i % ROUTER_EACH * ROUTER_WARPS;
       if (row < w.rows && tile < EXPERTS / 16)
         HB_UNROLL
-        for (int j = 0; j < 2; j++)
-          box_add(logits + ((size_t)row * ROUTER_COPIES + w.block % ROUTER_COPIES) * EXPERTS + tile * 16 + g + 8 * j, contribution<LOGIT_COUNT>(total[i / ROUTER_EACH][i % ROUTER_EACH][j]));
+        for (int j = 0; j < 2; j++) {
+          const i64 sum = total[i / ROUTER_EACH][i % ROUTER_EACH][j];
+          if (sum >= router_limit(w.grid) || sum <= -router_limit(w.grid)) break_row(row, AT_ROUTER);
+          box_add(logits + ((size_t)row * ROUTER_COPIES + w.block % ROUTER_COPIES) * EXPERTS + tile * 16 + g + 8 * j, contribution<LOGIT_COUNT>(sum));
+        }
     }
 }
-// So many contributions to every logit: one from every set of every block and kv head.
-HB_DEV u32 router_contributions(int grid) { return (u32)((grid > KV_HEADS ? grid : KV_HEADS) * ROUTER_SETS); }

@@ -15,7 +15,7 @@ from torch import Tensor
 from halfbyte.errors import PlanError
 from halfbyte.formats import DenseTiles, MXTensor
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.decode.shape import KV_DTYPES, PAGE, ROW_SIZES, StepShape, build_of
+from halfbyte.kernels.cuda.decode.shape import KV_DTYPES, PAGE, ROW_SIZES, OtherFormat, StepShape, build_of
 from halfbyte.kernels.cuda.decode.step import DecodeStep, StepLayer, StepWeights, tile_router
 from halfbyte.kernels.cuda.device.host import FORMATS, gpu
 from halfbyte.kernels.cuda.phase import CudaPhase
@@ -27,33 +27,60 @@ from halfbyte.plan.step import Step
 
 LONGEST = 1 << 20  # context: the rope table has 256 bytes for each position
 MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
-BUILT_FOR = ("sm90", "sm120", "sm121")  # SM12x: compiled and proved, its ring run on an H200 (docs/LOG.md)
 StepFor = Callable[[int], DecodeStep]
 
 
+def usual_and_other(spec: Spec, role: str) -> tuple[str, OtherFormat | None]:
+    """The format of most layers' matrix, and of the others; the phase has refused three formats."""
+    usual, *others = spec.matrices.kinds(role)
+    if not others:
+        return usual, None
+    return usual, OtherFormat(
+        others[0], frozenset(i for i, form in enumerate(spec.matrices.per_layer(role)) if form == others[0])
+    )
+
+
 def shape_of(spec: Spec, arch: Arch, rows: int) -> StepShape:
+    (qkv, other_qkv), (o, other_o) = usual_and_other(spec, "qkv"), usual_and_other(spec, "o")
     return StepShape(
-        hidden=spec.hidden, intermediate=spec.intermediate, layers=spec.layers, experts=spec.experts, heads=spec.heads,
-        kv_heads=spec.kv_heads, vocab=spec.vocab, window=spec.window, rows=rows, qkv=spec.formats["qkv"],
-        o=spec.formats["o"], lm_head=spec.formats["lm_head"], kv=spec.kv_dtype, shared=arch.shared_memory,
-    )  # fmt: skip
+        hidden=spec.hidden,
+        intermediate=spec.intermediate,
+        layers=spec.layers,
+        experts=spec.experts,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        vocab=spec.vocab,
+        window=spec.window,
+        rows=rows,
+        qkv=qkv,
+        o=o,
+        lm_head=spec.formats["lm_head"],
+        other_qkv=other_qkv,
+        other_o=other_o,
+        kv=spec.kv_dtype,
+        shared=arch.shared_memory,
+        units="bulk_copies" not in arch.features,
+    )
 
 
 class WholeStep(CudaPhase):
     name = "cuda.decode_step"
     covers = OPERATIONS
     backends: Mapping[str, str | tuple[str, ...]] = {
-        "moe": ("gemv", "cuda"), "linear": ("gemv", "cuda"), "attention": "cuda"
-    }  # fmt: skip
+        "moe": ("gemv", "cuda"),
+        "linear": ("gemv", "cuda"),
+        "attention": "cuda",
+    }
     regimes = frozenset({"decode"})
     knows = frozenset({"bias", "yarn", "sinks", "window", "gqa", "clamped_swiglu", "interleaved_gate_up"})
     rank = 100
     category = "moe"
+    mixes = True
     dense: tuple[str, ...] = ("qkv", "o", "lm_head")  # matrices that may have several formats
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if arch.name not in BUILT_FOR:
-            return f"is built for {', '.join(BUILT_FOR)}, not for {arch.name}"
+        if reason := self.refuse_family(arch):
+            return reason
         if gates.speculate.startswith("eagle3"):
             return "runs all layers in one piece, and EAGLE-3 reads hidden states between them"
         if spec.head_dim != 64 or spec.top_k != 4:
@@ -71,11 +98,16 @@ class WholeStep(CudaPhase):
         if "sinks" not in spec.features_of(("attention",)):
             return "always counts the sinks"
         for role in ("gate_up", "down"):
-            if spec.formats[role] != "mxfp4":
-                return f"reads experts in mxfp4, not in {spec.formats[role]}"
+            if spec.matrices.kinds(role) != ("mxfp4",):
+                return f"reads experts in mxfp4, not in {spec.matrices.text(role)}"
         for role in self.dense:
-            if spec.formats[role] not in FORMATS:
-                return f"{role} is {spec.formats[role]}, and the layout tile16 holds {', '.join(FORMATS)}"
+            if not FORMATS.keys() >= set(spec.matrices.kinds(role)):
+                return f"{role} is {spec.matrices.text(role)}, and the layout tile16 holds {', '.join(FORMATS)}"
+            if len(spec.matrices.kinds(role)) > 2:
+                return f"reads {role} in two formats at most, not in {spec.matrices.text(role)}"
+        if spec.wide or spec.formats["embed"] != "bf16":
+            names = sorted(spec.wide) or ["embed"]
+            return f"reads vectors, router and embedding in bf16, and {', '.join(names)} hold more bits"
         return self.shape(spec, arch, next(r for r in ROW_SIZES if r >= arch.limits.decode)).refuse()
 
     def shape(self, spec: Spec, arch: Arch, rows: int) -> StepShape:
@@ -94,8 +126,8 @@ class WholeStep(CudaPhase):
 
         def launch(step: Step, acts: Activations) -> None:
             kernel, rows = run_step(step_for, step), step.rows
-            wanted = step.logit_rows.shape[0]
-            acts.logits = kernel.logits[:rows] if wanted == rows else kernel.logits[step.logit_rows.long()]
+            logit_count = step.logit_rows.shape[0]
+            acts.logits = kernel.logits[:rows] if logit_count == rows else kernel.logits[step.logit_rows.long()]
 
         return launch
 
@@ -104,17 +136,24 @@ class WholeStep(CudaPhase):
         spec, arch = b.spec, current_arch()
         rope = torch.cat(rope_table(*b.rope, torch.arange(spec.max_context)), -1).contiguous().to(weights.embed.device)
         none = torch.zeros((1, 1), dtype=torch.int32, device=rope.device)  # of tables: every launch names its own
-        made: dict[tuple[int, ...], DecodeStep] = {}
+        steps: dict[tuple[int, ...], DecodeStep] = {}
 
         def step_for(rows: int) -> DecodeStep:
             pages = pools()
             key = (rows, *(p.data_ptr() for p in pages))
-            if key not in made:
-                made[key] = DecodeStep(
-                    self.shape(spec, arch, rows), weights, gpu(), pool=pages, tables=(none, none), rope=rope,
-                    norm_eps=spec.norm_eps, swiglu_limit=spec.swiglu_limit, swiglu_alpha=spec.swiglu_alpha,
-                )  # fmt: skip
-            return made[key]
+            if key not in steps:
+                steps[key] = DecodeStep(
+                    self.shape(spec, arch, rows),
+                    weights,
+                    gpu(),
+                    pool=pages,
+                    tables=(none, none),
+                    rope=rope,
+                    norm_eps=spec.norm_eps,
+                    swiglu_limit=spec.swiglu_limit,
+                    swiglu_alpha=spec.swiglu_alpha,
+                )
+            return steps[key]
 
         return step_for
 
@@ -135,9 +174,16 @@ def step_weights(b: Binding, *, head: bool = True) -> StepWeights:
         vectors = {
             name: _bf16(name, getattr(layer, name))
             for name in (
-                "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "attn_norm", "mlp_norm", "router_bias", "sinks",
+                "qkv_bias",
+                "o_bias",
+                "gate_up_bias",
+                "down_bias",
+                "attn_norm",
+                "mlp_norm",
+                "router_bias",
+                "sinks",
             )
-        }  # fmt: skip
+        }
         matrices = {name: _bytes(getattr(layer, name)) for name in MATRICES[:4]}
         layers.append(StepLayer(**matrices, **vectors, router=tile_router(_bf16("router", layer.router))))
     lm_head = _bytes(w.lm_head) if head else None
@@ -153,9 +199,7 @@ def _bf16(name: str, t: Tensor) -> Tensor:
     """The tensor in bf16, which must lose nothing."""
     out = t.to(torch.bfloat16).contiguous()
     if t.dtype != torch.bfloat16 and not torch.equal(out.to(t.dtype), t):
-        raise PlanError(
-            f"the CUDA decode step needs {name} in bf16, and this checkpoint has more bits; use --linear-kernel triton."
-        )
+        raise PlanError(f"the CUDA decode step was planned for {name} in bf16, but it holds more bits.")
     return out
 
 

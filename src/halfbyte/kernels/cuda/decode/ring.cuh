@@ -1,7 +1,9 @@
 // The stream of weights and pages through shared memory. One lane of the feeding warp asks the copy engine for what the
-// block will read, in the order it will be read, as far ahead as the ring is deep and whatever the other blocks do.
+// block will read, in the order it will be read, as far ahead as the ring is deep and whatever the other blocks do; where there
+// is no copy engine all of its lanes copy (feeding.cuh).
 #pragma once
 #include "decode/mailbox.cuh"
+#include "device/feeding.cuh"
 
 struct Cursor {
   int slot = 0;
@@ -51,16 +53,17 @@ HB_DEV void open_here(int slot, u32 phase, int filled, int window, u32 bytes) {
     wait_bar(&sh.empty[c.slot], c.phase, 0x101);
   }
   if (filled == SLOTS) wait_bar(&sh.empty[slot], phase ^ 1, 0x100);
-  bar_expect(&sh.full[slot], bytes);
+  begin_copies(&sh.full[slot], bytes);
 }
 // The same as a function of its own, for the same reason; not with small slots.
 HB_PHASE void open_slot(int slot, u32 phase, int filled, int window, u32 bytes) { open_here(slot, phase, filled, window, bytes); }
 
-struct Feeder {  // the feeding warp's lane 0
+struct Feeder {  // a lane of the feeding warp that feeds
   Shared& sh;
   u64 policy;
   Cursor at;
-  int window, filled = 0;  // slots
+  int window, lane;  // slots asked for at most; of the warp
+  int filled = 0;    // slots
 
   // A slot for so many bytes; then copies into it, which come to that.
   HB_DEV_MEMBER void open(u32 bytes) {
@@ -68,8 +71,8 @@ struct Feeder {  // the feeding warp's lane 0
     else open_slot(at.slot, at.phase, filled, window, bytes);
     if (filled < SLOTS) filled++;
   }
-  HB_DEV_MEMBER void copy(u32 to, const void* src, u32 bytes) { bulk_copy(sh.ring[at.slot] + to, src, bytes, &sh.full[at.slot], policy); }
-  HB_DEV_MEMBER void close() { at.advance(1); }
+  HB_DEV_MEMBER void copy(u32 to, const void* src, u32 bytes) { copy_bytes(sh.ring[at.slot] + to, src, bytes, &sh.full[at.slot], policy, lane); }
+  HB_DEV_MEMBER void close() { end_copies(&sh.full[at.slot]); at.advance(1); }
   HB_DEV_MEMBER void put(const void* src, u32 bytes) { open(bytes); copy(0, src, bytes); close(); }
   template <int FORMAT, int K> HB_DEV_MEMBER void tile(const u8* weights, size_t index) {
     using T = Tile<FORMAT, K>;

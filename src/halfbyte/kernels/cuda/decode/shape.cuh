@@ -39,7 +39,7 @@ constexpr int ROUTER_BYTES = EXPERTS * 32, ROUTER_FIT = SLOT_BYTES / ROUTER_BYTE
 static_assert(ROUTER_WARPS >= 1 && ROUTER_FIT >= 1, "a slot for 16 columns of all experts");
 // Sums of so many tiles (of one row) are kept before they are added up. Warps that meet less often drift apart, and hold slots
 // that the copies then lack.
-constexpr int RED_TILES = ROWS == 1 ? 3 : 16;
+constexpr int RED_TILES = ROWS == 1 ? 3 : WORKERS < 8 ? 2 * WORKERS : 16;  // a thread of the working warps for each sum
 HB_CONST_FN int larger(int a, int b) { return a > b ? a : b; }
 
 // How the chunks of a tile (16 rows, all of K) are shared out to warps and slots. Quantised tiles: a warp takes EACH

@@ -48,12 +48,26 @@ SEVERAL_ROWS = Tuning(15, 8_704)
 # sm_12x: ten warps with the feeding one, because with thirteen or more 128 registers are left to a thread and some are
 # spilled; four rows need eight for the sake of six slots, eight rows do not fit.
 SMALL_BLOCK, SMALL_BLOCK_OF_ROWS = Tuning(9, 8_704), Tuning(8, 8_704)
+# Without a copy engine, by the compiler's account of registers alone: one row spills some outside of its products, and
+# several rows need the 255 that a thread has where a scheduler has two warps.
+UNITS, UNITS_OF_ROWS = Tuning(9, 8_704), Tuning(7, 8_704)
 
 
 LAYER_FIELDS = (
-    "qkv", "o", "gate_up", "down", "qkv_bias", "o_bias", "gate_up_bias", "down_bias", "attn_norm", "mlp_norm",
-    "router", "router_bias", "sinks",
-)  # fmt: skip
+    "qkv",
+    "o",
+    "gate_up",
+    "down",
+    "qkv_bias",
+    "o_bias",
+    "gate_up_bias",
+    "down_bias",
+    "attn_norm",
+    "mlp_norm",
+    "router",
+    "router_bias",
+    "sinks",
+)
 
 
 class LayerArgs(ctypes.Structure):
@@ -61,7 +75,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class LentLayerArgs(ctypes.Structure):
-    """The same where another engine holds the pages, those of each layer by themselves."""
+    """The tuning for another engine's pages, which are separate for each layer."""
 
     _fields_ = fields(POINTER, *LAYER_FIELDS, "pages")
 
@@ -81,6 +95,14 @@ class StepArgs(ctypes.Structure):
 
 
 @dataclass(frozen=True)
+class OtherFormat:
+    """The layers whose matrix has another format than the rest."""
+
+    format: str
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class StepShape:
     """Everything the kernel is compiled for."""
 
@@ -96,8 +118,11 @@ class StepShape:
     qkv: str = "mxfp4"
     o: str = "mxfp4"
     lm_head: str = "mxfp4"
+    other_qkv: OtherFormat | None = None
+    other_o: OtherFormat | None = None
     kv: str = "bf16"  # or fp8
     shared: int = 232_448  # bytes a block may have
+    units: bool = False  # for a GPU without a copy engine: all lanes of the feeding warp copy (feeding.cuh)
     ring: int = 64  # slots at most; fewer in tests
     workers: int = 0  # warps that multiply; 0, here and below: as was fastest
     slot: int = 0  # bytes of a slot of the ring
@@ -117,7 +142,14 @@ class StepShape:
     def qkv_dim(self) -> int:
         return (self.heads + 2 * self.kv_heads) * HEAD_DIM
 
+    def format_of(self, role: str, layer: int) -> str:
+        """The format of qkv or o in a layer."""
+        usual, other = (self.qkv, self.other_qkv) if role == "qkv" else (self.o, self.other_o)
+        return other.format if other is not None and layer in other.layers else usual
+
     def refuse(self) -> str | None:
+        dense = {self.lm_head, *(self.format_of(role, i) for role in ("qkv", "o") for i in range(self.layers))}
+        mixed = self.other_qkv is not None or self.other_o is not None
         checks = (
             (self.heads == 8 * self.kv_heads, f"needs 8 query heads per kv head, not {self.heads}/{self.kv_heads}"),
             (self.hidden % 64 == 0 and self.intermediate % 64 == 0, "needs hidden and intermediate in multiples of 64"),
@@ -128,7 +160,8 @@ class StepShape:
                 f"needs hidden of {ROUTER_COPIES} times the experts or more",
             ),
             (self.rows in ROW_SIZES, f"is built for 1, 2, 4 or 8 rows, not {self.rows}"),
-            (all(f in FORMATS for f in (self.qkv, self.o, self.lm_head)), "reads mxfp4, q8 and bf16 matrices only"),
+            (dense <= FORMATS.keys(), "reads mxfp4, q8 and bf16 matrices only"),
+            (not mixed or self.layers <= 64, f"dispatches on the formats of 64 layers, not of {self.layers}"),
             (self.kv in KV_DTYPES, f"keeps keys and values in {' or '.join(KV_DTYPES)}, not in {self.kv}"),
             (self.slots >= 6, f"needs a ring of 6 slots beside its tables, {self.shared} bytes leave {self.slots}"),
         )
@@ -140,6 +173,8 @@ class StepShape:
 
     @property
     def _tuning(self) -> Tuning:
+        if self.units:
+            return UNITS if self.rows == 1 else UNITS_OF_ROWS
         if self.shared < LARGE_BLOCK:
             return SMALL_BLOCK if self.rows < 4 else SMALL_BLOCK_OF_ROWS
         one = self.rows == 1 and self.qkv == self.o == self.lm_head
@@ -155,7 +190,7 @@ class StepShape:
 
     @property
     def slots(self) -> int:
-        """As many as shared memory holds beside everything else."""
+        """Ring slots: as many as fit into shared memory with everything else."""
         return min(self.ring, (self.shared - self._fixed) // (self.slot_bytes + 16))
 
     @property
@@ -165,7 +200,7 @@ class StepShape:
     @property
     def _fixed(self) -> int:
         """Shared memory without the ring, at most (mirrors struct Shared; tests compare)."""
-        red = 2 * (3 if self.rows == 1 else 16) * self.warps * 16 * 4
+        red = 2 * (3 if self.rows == 1 else min(16, 2 * self.warps)) * self.warps * 16 * 4
         merge = self.warps // 4 * 4 * 8 * (64 + 4 + 1 + 1) * 4
         routing = 2 * (4 + 4 * 4 * self.rows * 3 + 4 * self.rows)
         tables = 2 * 8 * 72 * 2 + 2 * 16 * 64 * 2 + self.rows * (2 * 608 * 2 + self.warps * 2 * 16 * 2 + 16 * 4)
@@ -176,13 +211,31 @@ class StepShape:
         tuning = self._tuning
         ahead, rest = self.ahead or tuning.ahead, self.rest or tuning.rest  # 0: the whole ring
         values = {
-            "HIDDEN": self.hidden, "INTER": self.intermediate, "LAYERS": self.layers, "EXPERTS": self.experts,
-            "HEADS": self.heads, "KV_HEADS": self.kv_heads, "VOCAB": self.vocab, "WINDOW": self.window,
-            "ROWS": self.rows, "SLOTS": self.slots, "SLOT_BYTES": self.slot_bytes, "WORKERS": self.warps,
-            "AHEAD": min(ahead or self.slots, self.slots), "AHEAD_REST": min(rest or self.slots, self.slots),
-            "NAP": self.nap, "PROBE": tuning.probe if self.probe < 0 else self.probe, "KV_FP8": int(self.kv == "fp8"),
-            "FORMAT_QKV": FORMATS[self.qkv], "FORMAT_O": FORMATS[self.o], "FORMAT_HEAD": FORMATS[self.lm_head],
-        }  # fmt: skip
+            "HIDDEN": self.hidden,
+            "INTER": self.intermediate,
+            "LAYERS": self.layers,
+            "EXPERTS": self.experts,
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "VOCAB": self.vocab,
+            "WINDOW": self.window,
+            "ROWS": self.rows,
+            "SLOTS": self.slots,
+            "SLOT_BYTES": self.slot_bytes,
+            "WORKERS": self.warps,
+            "AHEAD": min(ahead or self.slots, self.slots),
+            "AHEAD_REST": min(rest or self.slots, self.slots),
+            "NAP": self.nap,
+            "PROBE": tuning.probe if self.probe < 0 else self.probe,
+            "KV_FP8": int(self.kv == "fp8"),
+            "FORMAT_QKV": FORMATS[self.qkv],
+            "FORMAT_O": FORMATS[self.o],
+            "FORMAT_HEAD": FORMATS[self.lm_head],
+        }
+        for name, other in (("QKV", self.other_qkv), ("O", self.other_o)):
+            if other is not None:
+                layers = sum(1 << layer for layer in other.layers)
+                values |= {f"FORMAT_OTHER_{name}": FORMATS[other.format], f"OTHER_{name}": layers}
         extra = tuple(f"-D{d}" for d in (*(("HB_TRACE",) * self.trace), *(("HB_LENT",) * self.lent), *self.defines))
         return options(values) + extra
 
@@ -199,8 +252,15 @@ def build_of(shape: StepShape) -> Build:
     """One block to a multiprocessor, all resident: they wait for each other."""
     large = shape.shared >= LARGE_BLOCK
     return Build(
-        f"decode_{'layers' if shape.lent else 'step'} rows={shape.rows}", shape.program(), shape.threads,
-        shape.shared_bytes, early=False, cooperative=True, need=(MMA_SYNC, BULK_COPY), ban=WGMMA,
+        f"decode_{'layers' if shape.lent else 'step'} rows={shape.rows}",
+        shape.program(),
+        shape.threads,
+        shape.shared_bytes,
+        early=False,
+        cooperative=True,
+        need=(MMA_SYNC, BULK_COPY),
+        ban=WGMMA,
         known_spills="decode_step|phase_attention" if large else "",  # not in the loops of qkv, experts and lm_head
         spill_limit=192,
-    )  # fmt: skip
+        spills_on_sm80=136,  # the same functions; four rows beside bf16 spill a word in phase_up as well
+    )

@@ -14,6 +14,22 @@
 #include "decode/output.cuh"
 
 constexpr int F_QKV = HB_FORMAT_QKV, F_O = HB_FORMAT_O;
+// Layers, as bits, whose qkv or o has a second format: both loops are compiled where there are any.
+#ifdef HB_OTHER_QKV
+constexpr int F_QKV_OTHER = HB_FORMAT_OTHER_QKV;
+constexpr u64 OTHER_QKV = HB_OTHER_QKV;
+#else
+constexpr int F_QKV_OTHER = F_QKV;
+constexpr u64 OTHER_QKV = 0;
+#endif
+#ifdef HB_OTHER_O
+constexpr int F_O_OTHER = HB_FORMAT_OTHER_O;
+constexpr u64 OTHER_O = HB_OTHER_O;
+#else
+constexpr int F_O_OTHER = F_O;
+constexpr u64 OTHER_O = 0;
+#endif
+HB_DEV bool has_bit(u64 layers, int layer) { return layers && (layers >> layer & 1); }
 #ifndef HB_LENT
 constexpr int F_HEAD = HB_FORMAT_HEAD;
 #endif
@@ -54,6 +70,20 @@ HB_DEV u32 half_of(const Shared& sh, int layer) { return (sh.epoch * LAYERS + (u
 HB_DEV u64* x_after(const Shared& sh, int layer) { return sh.step.box.x + (size_t)half_of(sh, layer) * ROWS * HIDDEN; }
 HB_DEV u64* mid_of(const Shared& sh, int layer) { return sh.step.box.mid + (size_t)half_of(sh, layer) * ROWS * HIDDEN; }
 HB_DEV u64* logits_of(const Shared& sh, int layer) { return sh.step.box.logits + (size_t)half_of(sh, layer) * ROWS * ROUTER_COPIES * EXPERTS; }
+
+// The logits of the chosen become their weights: nobody needs these before down, so the first experts are asked for first, and
+// the barriers of later slots hand them over. Not where copies alone arrive there: then the arrival at `routed` has to.
+constexpr bool WEIGHED_LATE = COPIERS == 1;
+HB_DEV void weigh(Routing& r, int rows) {
+  HB_ROLLED
+  for (int row = 0; row < rows; row++) {
+    float weight[TOP_K], total = 0.f;
+    HB_UNROLL
+    for (int k = 0; k < TOP_K; k++) { weight[k] = exp2_fast((r.weight[row][k] - r.weight[row][0]) * LOG2E); total += weight[k]; }
+    HB_UNROLL
+    for (int k = 0; k < TOP_K; k++) r.weight[row][k] = divide(weight[k], total);
+  }
+}
 
 HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, int lane, int grid) {
   constexpr int PER_LANE = EXPERTS / 32;
@@ -151,21 +181,10 @@ HB_DEV void route(Shared& sh, const Step& p, const Layer& weights, int layer, in
       if (!known) out.list[n++] = e;
     }
     out.count = n;
+    if (!WEIGHED_LATE) weigh(out, rows_of(p));
     bar_arrive(&sh.routed, 1);
   }
   sync_warp();
-}
-
-// The logits of the chosen become their weights: nobody needs these before down, so the first experts are asked for first.
-HB_DEV void weigh(Routing& r, int rows) {
-  HB_ROLLED
-  for (int row = 0; row < rows; row++) {
-    float weight[TOP_K], total = 0.f;
-    HB_UNROLL
-    for (int k = 0; k < TOP_K; k++) { weight[k] = exp2_fast((r.weight[row][k] - r.weight[row][0]) * LOG2E); total += weight[k]; }
-    HB_UNROLL
-    for (int k = 0; k < TOP_K; k++) r.weight[row][k] = divide(weight[k], total);
-  }
 }
 
 // The small vectors of a layer are read where nothing hides their latency: have them in L2 a layer ahead, all blocks
@@ -193,8 +212,8 @@ HB_DEV void pass_on(const Shared& sh, const Step& p, int layer, int i, int n) {
 }
 
 // One kv head's pieces of this block's tiles of o, then the router's columns for the same tiles.
-HB_DEV void feed_o(Feeder& f, const Layer& l, int head) {
-  using P = Piece<F_O>;
+template <int FORMAT> HB_DEV void feed_o(Feeder& f, const Layer& l, int head) {
+  using P = Piece<FORMAT>;
   HB_ROLLED
   for (int first = f.sh.o_first; first < f.sh.o_last; first += P::MOST) {
     const int end = f.sh.o_last - first < P::MOST ? f.sh.o_last : first + P::MOST;
@@ -222,14 +241,19 @@ HB_PHASE void feed() {
   Shared& sh = *(Shared*)hb_shared();
   const Step& p = sh.step;
   const int lane = hb_thread() % 32, block = hb_block(), grid = hb_grid();
-  Feeder f{sh, streaming_policy(), Cursor(), AHEAD_REST};
+  Feeder f{sh, streaming_policy(), Cursor(), AHEAD_REST, lane};
   for (int layer = 0; layer < LAYERS; layer++) {
     const Layer& l = sh.layers[layer];
     const bool sliding = layer % 2 == 0;
-    if (lane == 0) {
+    if (feeds(lane)) {
       sh.layer_of[WORKERS] = layer;
-      HB_ROLLED
-      for (int i = block; i < QKV_TILES; i += grid) f.tile<F_QKV, HIDDEN>(l.qkv, i);
+      if (has_bit(OTHER_QKV, layer)) {
+        HB_ROLLED
+        for (int i = block; i < QKV_TILES; i += grid) f.tile<F_QKV_OTHER, HIDDEN>(l.qkv, i);
+      } else {
+        HB_ROLLED
+        for (int i = block; i < QKV_TILES; i += grid) f.tile<F_QKV, HIDDEN>(l.qkv, i);
+      }
       HB_ROLLED
       for (int turn = 0, head = sh.seat.head; turn < sh.turns; turn++, head += grid) {
         HB_ROLLED
@@ -242,40 +266,42 @@ HB_PHASE void feed() {
             else { f.put(keys, PAGE_BYTES); f.put(values, PAGE_BYTES); }
           }
         }
-        feed_o(f, l, head);
+        if (has_bit(OTHER_O, layer)) feed_o<F_O_OTHER>(f, l, head);
+        else feed_o<F_O>(f, l, head);
       }
     }
     sync_warp();
     if (lane == 0) stamp(p, block, layer, 24);
     if (layer + 1 < LAYERS) warm(sh.layers[layer + 1], lane, block, grid);
     route(sh, p, l, layer, lane, grid);
-    if (lane == 0) {
-      stamp(p, block, layer, 26);
+    if (feeds(lane)) {
+      if (leads(lane)) stamp(p, block, layer, 26);
       Routing& r = sh.routing[layer & 1];
       f.window = AHEAD;
       const int count = ROWS == 1 ? TOP_K : r.count;
       HB_ROLLED
       for (int i = block; i < count * UP_TILES; i += grid) {
         f.tile<MXFP4, HIDDEN>(l.gate_up, (size_t)r.list[i / UP_TILES] * UP_TILES + i % UP_TILES);
-        if (i == block) weigh(r, rows_of(p));
+        if (WEIGHED_LATE && i == block) weigh(r, rows_of(p));
       }
-      if (block >= count * UP_TILES) weigh(r, rows_of(p));
-      stamp(p, block, layer, 27);
+      if (WEIGHED_LATE && block >= count * UP_TILES) weigh(r, rows_of(p));
+      if (leads(lane)) stamp(p, block, layer, 27);
       int first, last;
       down_share(sh, count, block, grid, first, last);
       HB_ROLLED
       for (int i = first; i < last; i++)
         f.tile<MXFP4, INTER>(l.down, (size_t)r.list[i / DOWN_TILES] * DOWN_TILES + i % DOWN_TILES);
-      stamp(p, block, layer, 28);
+      if (leads(lane)) stamp(p, block, layer, 28);
       f.window = AHEAD_REST;
     }
     sync_warp();
   }
 #ifndef HB_LENT
-  if (lane == 0)
+  if (feeds(lane))
     HB_ROLLED
     for (int i = block; i < HEAD_TILES; i += grid) f.tile<F_HEAD, HIDDEN>(p.head, i);
 #endif
+  finish_copies();
 }
 
 // ---- the phases, by the working warps -------------------------------------------------------------------------------
@@ -286,16 +312,16 @@ template <int FORMAT, int ADDED> HB_DEV FromResidual<FORMAT, ADDED> residual(con
   s.embed = w.p.embed; s.token = w.sh.token; s.norm = norm;
   return s;
 }
-template <bool FIRST> HB_PHASE State phase_qkv(State state, int layer) {
+template <bool FIRST, int FORMAT> HB_PHASE State phase_qkv(State state, int layer) {
   Worker w(state, layer, 0);
   const Layer& l = w.sh.layers[layer];
   const int tiles = w.sh.qkv_tiles;
   if (!tiles) return state;
-  Operand<F_QKV, HIDDEN> x;
-  gemv<F_QKV, HIDDEN, 1>(w, x, tiles,
+  Operand<FORMAT, HIDDEN> x;
+  gemv<FORMAT, HIDDEN, 1>(w, x, tiles,
     [&](int tile, int, int m) { return Early{l.qkv_bias[(w.block + tile * w.grid) * 16 + m]}; },
     [&] {
-      auto source = residual<F_QKV, FIRST ? 0 : ADDED_X>(w, x_after(w.sh, layer - 1), l.attn_norm);
+      auto source = residual<FORMAT, FIRST ? 0 : ADDED_X>(w, x_after(w.sh, layer - 1), l.attn_norm);
       load_operand(w, x, source);
     },
     [&](int tile, int row, int m, const float (&sum)[1], Early bias) {
@@ -307,23 +333,23 @@ template <bool FIRST> HB_PHASE State phase_qkv(State state, int layer) {
   return w.state();
 }
 
-HB_PHASE State phase_attention(State state, int layer) {  // and o
+template <int FORMAT> HB_PHASE State phase_attention(State state, int layer) {  // and o
   Worker w(state, layer, 1);
   const Layer& l = w.sh.layers[layer];
   const bool sliding = layer % 2 == 0;
   HB_ROLLED
   for (int turn = 0, head = w.sh.seat.head; turn < w.sh.turns; turn++, head += w.grid) {
     HB_ROLLED
-    for (int n = 0; n < w.sh.units[sliding]; n++) attend<F_O>(w, l, head, layer / 2, sliding, n ? find_unit(w.sh, w.rows, sliding, n) : w.sh.unit[sliding]);
+    for (int n = 0; n < w.sh.units[sliding]; n++) attend<FORMAT>(w, l, head, layer / 2, sliding, n ? find_unit(w.sh, w.rows, sliding, n) : w.sh.unit[sliding]);
     for (int i = w.warp; i < w.rows * GROUP; i += WORKERS) {
       const int parts = w.sh.parts[sliding][i / GROUP];
-      if (!ALONE || parts > 1) merge_head<F_O>(w, l, head, i / GROUP, i % GROUP, parts);
+      if (!ALONE || parts > 1) merge_head<FORMAT>(w, l, head, i / GROUP, i % GROUP, parts);
     }
     w.mark(3);
     w.sync();
     w.phase = 2;
     w.mark(0);
-    project<F_O>(w, l, head, layer ? x_after(w.sh, layer - 1) : nullptr, mid_of(w.sh, layer), logits_of(w.sh, layer));
+    project<FORMAT>(w, l, head, layer ? x_after(w.sh, layer - 1) : nullptr, mid_of(w.sh, layer), logits_of(w.sh, layer));
     w.mark(3);
     if (turn + 1 < w.sh.turns) w.sync();
   }
@@ -503,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
   Shared& sh = *(Shared*)hb_shared();
   const int thread = hb_thread(), warp = thread / 32;
   if (thread == 0) {
-    for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], 1); bar_init(&sh.empty[i], ARRIVALS); }
+    for (int i = 0; i < SLOTS; i++) { bar_init(&sh.full[i], COPIERS); bar_init(&sh.empty[i], ARRIVALS); }
     bar_init(&sh.routed, 1);
     bar_init(&sh.squared, WORKERS);
     bar_init(&sh.attended, 1);
@@ -555,8 +581,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_step(const __gri
   State s = 0;
   HB_ROLLED
   for (int layer = 0; layer < LAYERS; layer++) {
-    s = layer ? phase_qkv<false>(s, layer) : phase_qkv<true>(s, layer);
-    s = phase_attention(s, layer);
+    if (has_bit(OTHER_QKV, layer)) s = layer ? phase_qkv<false, F_QKV_OTHER>(s, layer) : phase_qkv<true, F_QKV_OTHER>(s, layer);
+    else s = layer ? phase_qkv<false, F_QKV>(s, layer) : phase_qkv<true, F_QKV>(s, layer);
+    if (has_bit(OTHER_O, layer)) s = phase_attention<F_O_OTHER>(s, layer);
+    else s = phase_attention<F_O>(s, layer);
     s = phase_up(s, layer);
     s = phase_down(s, layer);
   }

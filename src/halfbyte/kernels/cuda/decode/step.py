@@ -28,7 +28,7 @@ from halfbyte.kernels.cuda.decode.shape import (
     StepShape,
     build_of,
 )
-from halfbyte.kernels.cuda.device.host import Machine, pointer
+from halfbyte.kernels.cuda.device.host import KernelMachine, pointer
 
 
 @dataclass
@@ -75,7 +75,7 @@ class DecodeStep:
         self,
         shape: StepShape,
         weights: StepWeights,
-        machine: Machine,
+        machine: KernelMachine,
         *,
         pool: Tensor | Sequence[Tensor],
         tables: tuple[Tensor, Tensor],
@@ -128,16 +128,30 @@ class DecodeStep:
         self._layers = torch.frombuffer(bytearray(bytes(table)), dtype=torch.uint8).to(device)
         self._keep = (pools, tables, rope)
         self.args = StepArgs(
-            layers=self._layers.data_ptr(), embed=weights.embed.data_ptr(), final_norm=weights.final_norm.data_ptr(),
-            head=pointer(weights.lm_head), tokens=self.tokens.data_ptr(), positions=self.positions.data_ptr(),
-            row_seq=self.row_seq.data_ptr(), sliding_table=tables[0].data_ptr(), full_table=tables[1].data_ptr(),
-            pool=None if shape.lent else pools[0].data_ptr(), rope=rope.data_ptr(),
+            layers=self._layers.data_ptr(),
+            embed=weights.embed.data_ptr(),
+            final_norm=weights.final_norm.data_ptr(),
+            head=pointer(weights.lm_head),
+            tokens=self.tokens.data_ptr(),
+            positions=self.positions.data_ptr(),
+            row_seq=self.row_seq.data_ptr(),
+            sliding_table=tables[0].data_ptr(),
+            full_table=tables[1].data_ptr(),
+            pool=None if shape.lent else pools[0].data_ptr(),
+            rope=rope.data_ptr(),
             logits_out=(self.residual if shape.lent else self.logits).data_ptr(),
-            next_tokens=self.next_tokens.data_ptr(), control=self.control.data_ptr(),
-            failure=machine.failure.data_ptr(), trace=self.trace.data_ptr() if self.trace is not None else None,
-            norm_eps=norm_eps, swiglu_limit=swiglu_limit, swiglu_alpha=swiglu_alpha, rows=r,
-            max_blocks=tables[0].shape[1], page_layers=pools[0].shape[1], advance=int(advance),
-        )  # fmt: skip
+            next_tokens=self.next_tokens.data_ptr(),
+            control=self.control.data_ptr(),
+            failure=machine.failure.data_ptr(),
+            trace=self.trace.data_ptr() if self.trace is not None else None,
+            norm_eps=norm_eps,
+            swiglu_limit=swiglu_limit,
+            swiglu_alpha=swiglu_alpha,
+            rows=r,
+            max_blocks=tables[0].shape[1],
+            page_layers=pools[0].shape[1],
+            advance=int(advance),
+        )
         for name, box in self.boxes.items():
             setattr(self.args, f"box_{name}", box.data_ptr())
 
@@ -178,7 +192,7 @@ class DecodeStep:
             want.append((f"pages of layer {i}" if s.lent else "pool", pool, form, KV_DTYPES[s.kv]))
         want += [(f"table {i}", t, (t.shape[0], tables[0].shape[1]), torch.int32) for i, t in enumerate(tables)]
         for i, layer in enumerate(weights.layers):
-            sizes = _layer_shapes(s)
+            sizes = _layer_shapes(s, i)
             want += [(f"layer {i} {n}", getattr(layer, n), *sizes[n]) for n in LAYER_FIELDS]
         for name, tensor, size, dtype in want:
             if tuple(tensor.shape) != size or tensor.dtype != dtype or not tensor.is_contiguous():
@@ -188,11 +202,11 @@ class DecodeStep:
                 )
 
 
-def _layer_shapes(s: StepShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _layer_shapes(s: StepShape, layer: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     b, u = torch.bfloat16, torch.uint8
     return {
-        "qkv": (tile_shape(s.qkv_dim, s.hidden, s.qkv), u),
-        "o": (tile_shape(s.hidden, s.q_dim, s.o), u),
+        "qkv": (tile_shape(s.qkv_dim, s.hidden, s.format_of("qkv", layer)), u),
+        "o": (tile_shape(s.hidden, s.q_dim, s.format_of("o", layer)), u),
         "gate_up": ((s.experts, *tile_shape(2 * s.intermediate, s.hidden, "mxfp4")), u),
         "down": ((s.experts, *tile_shape(s.hidden, s.intermediate, "mxfp4")), u),
         "qkv_bias": ((s.qkv_dim,), b),

@@ -1,8 +1,9 @@
-"""The host's side that all CUDA kernels share: what runs them, their arguments and the buffers they share.
+"""Host code that all CUDA kernels share: the machine that runs them, their arguments and their buffers.
 
-A kernel is described once, as a `Build`; a `Machine` runs it: `Gpu` on the current CUDA device, or the emulator on a
-CPU (`emulator.py`). Nothing here knows a kernel. A launch allocates nothing, waits for nothing and looks at no device
-data, so that it can be captured in a CUDA graph; buffers that a captured graph may hold are never replaced.
+A kernel is described once, as a `Build`. A `KernelMachine` runs it: `CudaMachine` on the current CUDA device, or the
+tests' emulator on a CPU (`tests/kernels/cuda/emulator.py`). Nothing here depends on a particular kernel. A launch
+allocates nothing, waits for nothing and reads no device data, so that it can be captured in a CUDA graph; buffers that
+a captured graph may hold are never replaced.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import PlanError
-from halfbyte.kernels.launch import Build, Kernel, Map, Program, byte_map, compile_program, shared_by_mps, tensor_map
+from halfbyte.kernels.cuda.phase import NEWER_PRODUCTS
+from halfbyte.kernels.launch import (
+    Build,
+    Kernel,
+    Map,
+    Program,
+    byte_map,
+    compile_program,
+    current_arch,
+    shared_by_mps,
+    tensor_map,
+)
 from halfbyte.plan.phase import ARCHES
 from halfbyte.plan.stopped import report_stops
 
@@ -27,12 +39,12 @@ GRAPH_ROWS = max(arch.limits.batch for arch in ARCHES.values())  # steps of up t
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 
 
-class Machine(Protocol):
+class KernelMachine(Protocol):
     blocks: int  # multiprocessors: a persistent kernel has a block on each
     failure: Tensor  # int32 [2], the host's: the wait that a kernel gave up before it stopped itself, and who waited
 
     def load(self, build: Build) -> object:
-        """Compiles and loads it, so that its first run may be captured."""
+        """Compile and load a kernel, so that its first run may be captured."""
         ...
 
     def run(self, build: Build, grid: int, args: ctypes.Structure) -> None:
@@ -48,12 +60,13 @@ class Machine(Protocol):
         ...
 
 
-class Gpu:
+class CudaMachine:
     """The current CUDA device. A kernel is compiled and loaded when it is first run, unless `load` came before."""
 
     def __init__(self) -> None:
-        major, minor = torch.cuda.get_device_capability()
-        self.arch = f"sm_{major}{minor}a"
+        arch = current_arch()
+        self.arch = arch.target
+        self._engine, self._early = "bulk_copies" in arch.features, "early_launches" in arch.features
         self.blocks = torch.cuda.get_device_properties().multi_processor_count
         self._kernels: dict[tuple[Build, int], Kernel] = {}
         self._late = 0
@@ -65,6 +78,8 @@ class Gpu:
     def load(self, build: Build) -> Kernel:
         kernel = self._kernels.get((build, self._late))
         if kernel is None:
+            if not self._engine:
+                refuse_old(build)
             program = late_program(build, self._late) if self._late else self.program(build)
             cubin = compile_program(program, self.arch)
             kernel = Kernel(cubin, build.program.entry, build.shared, build.part)
@@ -75,7 +90,7 @@ class Gpu:
 
     @contextlib.contextmanager
     def late(self, nanoseconds: int) -> Iterator[None]:
-        """Meanwhile, kernels whose blocks wait for each other hand over late now and then, by up to so much."""
+        """Within the context, kernels whose blocks wait for each other delay some hand-overs by up to this time."""
         self._late = nanoseconds
         try:
             yield
@@ -87,18 +102,33 @@ class Gpu:
         return build.program
 
     def run(self, build: Build, grid: int, args: ctypes.Structure) -> None:
-        self.load(build).launch(grid, build.threads, args, cooperative=build.cooperative, early=build.early)
+        early = build.early and self._early
+        self.load(build).launch(grid, build.threads, args, cooperative=build.cooperative, early=early)
 
     def byte_map(self, data: Tensor, row_bytes: int, box: tuple[int, int]) -> Map:
-        return byte_map(data, row_bytes, box)
+        return byte_map(data, row_bytes, box) if self._engine else plain_map(data, row_bytes)
 
     def row_map(self, rows: Tensor, box: tuple[int, int]) -> Map:
         return tensor_map(rows, box)
 
 
+def plain_map(data: Tensor, row_bytes: int) -> Map:
+    """What a kernel reads in place of the copy engine's map where there is none: address, bytes and number of rows."""
+    return (ctypes.c_uint64 * 16)(data.data_ptr(), row_bytes, data.numel() * data.element_size() // row_bytes)
+
+
+def refuse_old(build: Build) -> None:
+    """Refuse a kernel whose instructions begin with SM90. No plan for an older GPU takes one; a test may ask for it."""
+    if set(build.need) & set(NEWER_PRODUCTS):
+        raise PlanError(f"{build.name} {NEWER}.")
+
+
+NEWER = "multiplies with instructions that no GPU before SM90 has"
+
+
 @functools.cache
-def gpu() -> Gpu:
-    return Gpu()
+def gpu() -> CudaMachine:
+    return CudaMachine()
 
 
 MPS = (
@@ -116,7 +146,7 @@ def late_program(build: Build, nanoseconds: int) -> Program:
 
 
 def check_resident(build: Build, at_once: int) -> None:
-    """Blocks that wait for each other must all be there: one on each multiprocessor."""
+    """Check that blocks that wait for each other can all be resident: one on each multiprocessor."""
     if at_once < 1:
         raise PlanError(
             f"{build.name} needs a block of {build.threads} threads and {build.shared} bytes of shared memory on every "
@@ -125,13 +155,13 @@ def check_resident(build: Build, at_once: int) -> None:
 
 
 def given_up(failure: Tensor) -> str | None:
-    """Where a wait inside a kernel was given up (the launch then fails)."""
-    where, place = (int(v) & 0xFFFFFFFF for v in failure)
-    return f"wait {where:#x} was given up in block {place >> 16}, thread {place & 0xFFFF}" if where else None
+    """The wait inside a kernel that timed out, after which the launch fails; None if there was none."""
+    where, waiter = (int(v) & 0xFFFFFFFF for v in failure)
+    return f"wait {where:#x} was given up in block {waiter >> 16}, thread {waiter & 0xFFFF}" if where else None
 
 
 def options(values: Mapping[str, int]) -> tuple[str, ...]:
-    """As a program takes them: -DHB_NAME=value."""
+    """Compiler options of a program: -DHB_NAME=value."""
     return tuple(f"-DHB_{name}={value}" for name, value in values.items())
 
 
@@ -154,16 +184,16 @@ def is_float(t: Tensor | None) -> int:
 
 
 def is_float_vector(t: Tensor | None) -> int:
-    """The same of a vector, which must be contiguous."""
+    """Like `is_float`, and requires a contiguous vector."""
     if t is not None and not t.is_contiguous():
-        raise PlanError("the CUDA kernels read contiguous vectors, and this one is a view.")
+        raise PlanError("the CUDA kernels read contiguous vectors, but this one is a strided view.")
     return is_float(t)
 
 
 class Workspace:
-    """A machine and its buffers by name, shared by all layers: one layer is done with them before the next begins."""
+    """A machine and its named buffers, shared by all layers, which run one after the other."""
 
-    def __init__(self, machine: Machine, buffers: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(self, machine: KernelMachine, buffers: dict[str, Tensor], device: torch.device) -> None:
         self.machine, self._buffers, self.device = machine, buffers, device
 
     def fixed(self, name: str, *size: int, dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,12 @@
 // The instructions that all CUDA kernels are written in, by name. Compiled by NVRTC they are inline PTX that exists on
-// sm_90, sm_100, sm_120 and sm_121 alike (mma.sync, bulk copies, mbarriers; nothing architecture-specific). With
+// sm_90, sm_100, sm_120 and sm_121 alike (mma.sync, bulk copies, mbarriers; nothing architecture-specific). With HB_SM80 they
+// are those that exist from sm_80 on: there is no copy engine (feeding.cuh), an mbarrier has neither bytes nor a wait that
+// sleeps, launches do not overlap, and some conversions are made of several instructions, with the same bits. With
 // HB_EMULATE the same names come from emulator.h and a kernel runs on a CPU, one fiber per thread.
 // Words of the house (seat, box, ring, slot, tile, chunk, ...) are explained in docs/glossary.md.
 #pragma once
 #ifdef HB_EMULATE
-#include "device/emulator.h"
+#include <emulator.h>  // tests/kernels/cuda
 #else
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -50,6 +52,23 @@ HB_DEV void dawdle() {}
 
 // ---- barriers --------------------------------------------------------------------------------------------------
 HB_DEV void bar_init(u64* b, int n) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem(b)), "r"(n) : "memory"); }
+#ifdef HB_SM80
+HB_DEV void bar_init_done() { __threadfence_block(); }  // and a barrier of the block follows
+// An arrival for several, which must not be the one that completes the phase, and then an ordinary one. Its address is made
+// of `n`, in a bit that is never set, so that it stays behind the loads that a kernel has made `n` of.
+HB_DEV void bar_arrive(u32 b, u32 n) {
+  dawdle();
+  if (n != 1) asm volatile("{ .reg .b64 s; mbarrier.arrive.noComplete.shared.b64 s, [%0], %1; }" ::"r"(b), "r"(n - 1) : "memory");
+  asm volatile("{ .reg .b64 s; mbarrier.arrive.shared.b64 s, [%0]; }" ::"r"(b + (n & 0x800u)) : "memory");
+}
+HB_DEV void bar_arrive(u64* b, u32 n) { bar_arrive(smem(b), n); }
+HB_DEV bool bar_try(u32 b, u32 parity) {
+  u32 ok;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(ok) : "r"(b), "r"(parity) : "memory");
+  return ok;
+}
+HB_DEV bool bar_try(u64* b, u32 parity) { return bar_try(smem(b), parity); }
+#else
 HB_DEV void bar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 HB_DEV void bar_arrive(u64* b, u32 n) { dawdle(); asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem(b)), "r"(n) : "memory"); }
 HB_DEV void bar_expect(u64* b, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(b)), "r"(bytes) : "memory"); }
@@ -64,6 +83,7 @@ HB_DEV bool bar_try(u32 b, u32 parity) {
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" : "=r"(ok) : "r"(b), "r"(parity) : "memory");
   return ok;
 }
+#endif
 template <int ID, int N> HB_DEV void sync_some() { asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(N) : "memory"); }
 HB_DEV void wait_a_bit() {}  // between two looks at a barrier: the emulator lets others run
 HB_DEV void sync_all() { __syncthreads(); }
@@ -72,16 +92,23 @@ HB_DEV void sync_warp() { __syncwarp(); }
 // Programmatic dependent launch: wait until the kernel before this one is complete; let the next one start. Kernels let the
 // next one start with themselves, so before it waits a kernel may only read what no kernel of the step writes: weights, and
 // pages of earlier steps. (A product with ids that reads them early needs one in front that waits first.)
+#ifdef HB_SM80
+HB_DEV void wait_for_previous() {}  // launches follow each other
+HB_DEV void release_next() {}
+#else
 HB_DEV void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 HB_DEV void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#endif
 
 // ---- memory ----------------------------------------------------------------------------------------------------
 HB_DEV u64 streaming_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(p)); return p; }
 HB_DEV u64 ordinary_policy() { u64 p; asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
+#ifndef HB_SM80
 HB_DEV void bulk_copy(void* dst, const void* src, u32 bytes, u64* bar, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                ::"r"(smem(dst)), "l"(src), "r"(bytes), "r"(smem(bar)), "l"(policy) : "memory");
 }
+#endif
 HB_DEV u32x4 lds128(const void* p) {
   u32x4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(smem(p)));
@@ -143,9 +170,13 @@ HB_DEV u32 permute(u32 a, u32 b, u32 s) { return __byte_perm(a, b, s); }
 HB_DEV float as_float(u32 v) { return __uint_as_float(v); }
 HB_DEV u32 as_bits(float v) { return __float_as_uint(v); }
 HB_DEV u32 bf16_pair(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
+#ifdef HB_SM80
+HB_DEV u32 bf16_fma(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+#else
 HB_DEV u32 bf16_sub(u32 a, u32 b) { u32 r; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV u32 bf16_mul(u32 a, u32 b) { u32 r; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 HB_DEV u32 e4m3_pair(float lo, float hi) { u16 r; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo)); return r; }
+#endif
 HB_DEV u64 lds64(const void* p) { u64 v; asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(smem(p))); return v; }
 HB_DEV float half_value(u32 bits) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"((u16)bits)); return r; }
 HB_DEV u32 half_pair(float lo, float hi) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
@@ -162,6 +193,17 @@ HB_DEV u32 multiprocessor() { u32 v; asm volatile("mov.u32 %0, %smid;" : "=r"(v)
 HB_DEV u64 clock_now() { u64 t; asm volatile("mov.u64 %0, %clock64;" : "=l"(t)); return t; }
 HB_DEV void nap(u32 ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 HB_DEV void hb_trap() { asm volatile("trap;"); }
+#endif
+
+#ifdef HB_SM80  // what a multiply-add rounds once, and a conversion made of integers: the bits of the instructions that came later
+HB_DEV u32 bf16_sub(u32 a, u32 b) { return bf16_fma(b, 0xbf80bf80u, a); }
+HB_DEV u32 bf16_mul(u32 a, u32 b) { return bf16_fma(a, b, 0x80008000u); }
+HB_DEV u32 to_e4m3(float v) {  // nearest, ties to even, saturating; NaN stays NaN
+  const u32 bits = as_bits(v), m = as_bits(fminf(fabsf(v), 448.f));
+  const u32 normal = ((m + 0x7ffffu + (m >> 20 & 1u)) >> 20) - 960u, small = as_bits(as_float(m) + 16384.f) - 0x46800000u;
+  return v != v ? 0x7fu : (m < 0x3c800000u ? small : normal) | (bits >> 24 & 0x80u);
+}
+HB_DEV u32 e4m3_pair(float lo, float hi) { return to_e4m3(lo) | to_e4m3(hi) << 8; }
 #endif
 
 // A wait that never ends is a bug, or a neighbour on the GPU that keeps blocks of this kernel from starting: say where (in the

@@ -74,9 +74,11 @@ HB_DEV void cluster_sync() {
   while (n.epoch == e) emu::yield();
 }
 HB_DEV void bar_arrive_in(int rank, u64* bar) { bar_arrive(emu::in_block(rank, bar), 1); }
+#ifndef HB_SM80
 HB_DEV void bulk_copy_to_both(void* dst, const void* src, u32 bytes, u64* bar) {
   for (int r = 0; r < 2; r++) bulk_copy(emu::in_block(r, (u8*)dst), src, bytes, emu::in_block(r, bar), 0);
 }
+#endif
 #else
 // Descriptor of B: rows of 128 bytes, eight to a swizzle atom of 1024. Only the low word moves.
 // A reduction leaves its result in a uniform register, where the tensor core wants it: no move per product.

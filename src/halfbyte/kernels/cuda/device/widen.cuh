@@ -13,8 +13,8 @@
 //
 // What differs between the kernels is only where the scale comes in. Decode and batch leave 2^-126 in the operand and scale the
 // sums: x comes in times 2^100 and the sum goes out times 2^26, so that nothing leaves float's range. Prefill multiplies
-// the operand by 2^(e - 1), e being the scale's byte (at most 128, which is checked when weights are bound), and has the exact
-// weight. For fp8 that product is made in f16, relative to the row's largest scale, and its upper byte is kept. The block-scaled
+// the operand by the scale, relative to a power of two that the matrix has for all its scales (prefill/weights.cuh), and has
+// the exact weight times that. For fp8 that product is made in f16, relative to the row's largest scale, and its upper byte is kept. The block-scaled
 // products of SM12x take codes and scales as they are.
 #pragma once
 #include "device/instructions.cuh"

@@ -1,7 +1,7 @@
 """Token embedding in CUDA C++ (embed.cu): a row of the bf16 table as float32, exactly.
 
-Preferred to Triton's for prompts and batches, whose other kernels on SM90 and SM12x are CUDA C++ too: the first layer's
-norm may then start while it ends. Refuses tables in another format; converts nothing.
+Preferred to Triton's for prompts and batches, whose other kernels on SM80 to SM90 and SM12x are CUDA C++ too: from SM90
+on the first layer's norm may then start while it ends. Refuses tables in another format; converts nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import Tensor
 
 from halfbyte.errors import PlanError
 from halfbyte.gates import Gates
-from halfbyte.kernels.cuda.device.host import INT, POINTER, Machine, fields, gpu, pointer
+from halfbyte.kernels.cuda.device.host import INT, POINTER, KernelMachine, fields, gpu, pointer
 from halfbyte.kernels.cuda.phase import CudaPhase
 from halfbyte.kernels.launch import Build, Program
 from halfbyte.plan.activations import Activations
 from halfbyte.plan.phase import Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
-BUILT_FOR = ("sm90", "sm120", "sm121")  # it compiles for SM100 too, where every other kernel is Triton's
 THREADS = 192
 
 
@@ -35,7 +34,7 @@ def embed_build() -> Build:
     return Build("embed", Program(Path(__file__).parent / "embed.cu", "embed"), THREADS, shared=0, early=False)
 
 
-def gather_rows(machine: Machine, tokens: Tensor, table: Tensor) -> Tensor:
+def gather_rows(machine: KernelMachine, tokens: Tensor, table: Tensor) -> Tensor:
     """float32 [rows, hidden] of int32 tokens [rows]."""
     assert tokens.dtype == torch.int32, "tokens are int32"
     assert tokens.is_contiguous(), "tokens lie together"
@@ -47,13 +46,13 @@ def gather_rows(machine: Machine, tokens: Tensor, table: Tensor) -> Tensor:
     return x
 
 
-class Embed(CudaPhase):
+class CudaEmbed(CudaPhase):
     name, covers, category, rank = "cuda.embed", ("embed",), "other", 15
     backends = {"linear": "cuda"}
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if arch.name not in BUILT_FOR:
-            return f"is built for {', '.join(BUILT_FOR)}, not for {arch.name}"
+        if reason := self.refuse_family(arch):
+            return reason
         if spec.formats["embed"] != "bf16":
             return f"reads a table in bf16, not in {spec.formats['embed']}"
         if spec.hidden % 8:
@@ -74,4 +73,4 @@ class Embed(CudaPhase):
         return launch
 
 
-PHASES: tuple[Phase, ...] = (Embed(),)
+PHASES: tuple[Phase, ...] = (CudaEmbed(),)

@@ -27,7 +27,7 @@ ROW_ENTRIES = ("pack_rows", "sum_pack_rows", "group_rows", "requantize", "mx_req
 SUM_WIDTH = 8 * 3 * ROW_THREADS  # of a row that is summed and packed in one pass
 
 
-class ProductArgs(ctypes.Structure):
+class GroupedProductArgs(ctypes.Structure):
     _fields_ = [
         ("map", ctypes.c_uint64 * 16),
         *fields(POINTER, "bias", "x", "starts", "counts", "packed", "out", "residual", "row_max_scale", "x_scale"),
@@ -38,11 +38,12 @@ class ProductArgs(ctypes.Structure):
         ("value_offset", LONG),
         *fields(INT, "heads", "kv_heads", "out_bf16"),
         ("order", POINTER),
-        ("unused", INT * 2),  # to a multiple of 64 bytes, as the map in front is aligned
+        ("scale_offset", ctypes.c_uint),
+        ("sum_scale", FLOAT),  # in all a multiple of 64 bytes, as the map in front is aligned
     ]
 
 
-class RowsArgs(ctypes.Structure):
+class GroupedRowsArgs(ctypes.Structure):
     _fields_ = [
         *fields(POINTER, "source", "norm", "select", "packed", "ids", "weights", "starts"),
         *fields(POINTER, "counts", "place", "parts", "residual", "out"),
@@ -55,7 +56,7 @@ class RowsArgs(ctypes.Structure):
     ]
 
 
-class Tile(NamedTuple):
+class GroupedTile(NamedTuple):
     """What a block of grouped.cu multiplies at once, as grouped.cuh has it."""
 
     number: int  # HB_SHAPE
@@ -68,11 +69,11 @@ class Tile(NamedTuple):
 
 # By rows of weights and columns of activations. m256n64 is for batches that memory bounds, the others for prompts.
 TILES = {
-    "m256n64": Tile(0, 4, 1, 64),
-    "m256n128": Tile(1, 2, 2, 128),
-    "m384n88": Tile(2, 3, 2, 88),
-    "m128n256x2": Tile(3, 2, 1, 256, pair=2, fp8=True),
-    "m384n48": Tile(2, 3, 2, 48),  # m384n88's code, for fewer columns
+    "m256n64": GroupedTile(0, 4, 1, 64),
+    "m256n128": GroupedTile(1, 2, 2, 128),
+    "m384n88": GroupedTile(2, 3, 2, 88),
+    "m128n256x2": GroupedTile(3, 2, 1, 256, pair=2, fp8=True),
+    "m384n48": GroupedTile(2, 3, 2, 48),  # m384n88's code, for fewer columns
 }
 FP8_TILE = "m128n256x2"
 
@@ -97,12 +98,12 @@ class GroupedShape:
 
     @property
     def columns(self) -> int:
-        """Of an item, at most."""
+        """The most columns of an item."""
         return TILES[self.tile].columns
 
     @property
     def chunks(self) -> int:
-        """Of 64 k, in a stage."""
+        """Chunks of 64 k in a stage."""
         return 2 if self.format == "mxfp4" else 1
 
     @property
@@ -136,7 +137,7 @@ class GroupedShape:
         return Program(FOLDER / "grouped.cu", "grouped", options(values))
 
     def describe(self) -> Build:
-        """What `build_of` keeps."""
+        """The build, which `build_of` caches."""
         kind = "fp8" if self.fp8 else f"{self.format} {self.tile}"
         name = f"grouped {kind}{' swiglu' if self.swiglu else ' rope' if self.rope else ''}"
         need, ban = (WGMMA_FP8, r"\bHG?MMA") if self.fp8 else (WGMMA, r"\bHMMA")
@@ -150,7 +151,7 @@ def build_of(shape: GroupedShape) -> Build:
 
 @functools.cache
 def rows_build(entry: str) -> Build:
-    """Of the kernels around the products."""
+    """The build of a kernel around the products."""
     assert entry in ROW_ENTRIES
     threads = GROUP_THREADS if entry == "group_rows" else ROW_THREADS
     return Build(f"grouped {entry}", Program(FOLDER / "rows.cu", entry), threads, ROW_SHARED, part=PACKING)

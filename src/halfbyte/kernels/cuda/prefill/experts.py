@@ -18,11 +18,18 @@ from halfbyte.kernels.cuda.prefill.builds import (
     PACKED,
     PAD,
     TILE,
-    ProductArgs,
-    RowsArgs,
+    GroupedProductArgs,
+    GroupedRowsArgs,
     rows_build,
 )
-from halfbyte.kernels.cuda.prefill.products import GroupedProducts, Inputs, PendingExperts, map_of, multiply, weights_of
+from halfbyte.kernels.cuda.prefill.products import (
+    GroupedProducts,
+    PendingGroupedExperts,
+    ProductInputs,
+    map_of,
+    multiply,
+    weights_of,
+)
 
 
 def tile_for(rows_each: float) -> str:
@@ -31,7 +38,7 @@ def tile_for(rows_each: float) -> str:
     return next((tile for tile, most in limits if rows_each <= most), "m256n128")
 
 
-class Experts(GroupedProducts):
+class GroupedExperts(GroupedProducts):
     """x + the weighted sum of the chosen experts' MLPs of h."""
 
     tiles: tuple[str, ...] = ("m256n64", "m384n48", "m384n88", "m256n128")
@@ -50,17 +57,19 @@ class Experts(GroupedProducts):
         limit: float,
         alpha: float,
         tile: str | None = None,
+        layer: str = "",
     ) -> None:
+        """`layer`: stands in front of the names of the matrices in messages."""
         self.workspace, self.limit, self.alpha, self.tile = workspace, limit, alpha, tile
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
-        self.format, self.gate_up, self.inner, self.hidden = weights_of(gate_up, "gate_up")
-        form, self.down, n, k = weights_of(down, "down")
+        self.format, self.gate_up, self.inner, self.hidden = weights_of(gate_up, f"{layer}gate_up")
+        form, self.down, n, k = weights_of(down, f"{layer}down")
         shape = self.product(self.format, self._tile(1.0), False)
         self.maps = [map_of(workspace.machine, data, shape) for data in (self.gate_up, self.down)]
         self.experts = self.gate_up.shape[0]
-        self.row_max_scale = (
-            self.find_row_max_scale(self.gate_up, self.format, "gate_up"),
-            self.find_row_max_scale(self.down, form, "down"),
+        self.scalings = (
+            self.find_scaling(self.gate_up, self.format, f"{layer}gate_up"),
+            self.find_scaling(self.down, form, f"{layer}down"),
         )
         if form != self.format or (n, 2 * k) != (self.hidden, self.inner) or self.experts > EXPERTS_MAX:
             raise PlanError(
@@ -70,15 +79,15 @@ class Experts(GroupedProducts):
     def _slots(self, rows: int, top_k: int) -> int:
         return rows * top_k + 7 * min(self.experts, rows * top_k) + self.pad
 
-    def _inputs(self, rows: int, top_k: int) -> Inputs:
+    def _inputs(self, rows: int, top_k: int) -> ProductInputs:
         packed = self.workspace.growing(
             "grouped.slots", rows, lambda r: self._slots(r, top_k) * self.hidden, torch.bfloat16
         )
-        return Inputs(packed, self._slots(rows, top_k), PACKED["bf16"])
+        return ProductInputs(packed, self._slots(rows, top_k), PACKED["bf16"])
 
-    def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Inputs:
+    def _middle(self, hidden: Tensor, rows: int, top_k: int, x: ProductInputs) -> ProductInputs:
         """What gate_up left, as down reads it."""
-        return Inputs(hidden, x.slots, x.kind)
+        return ProductInputs(hidden, x.slots, x.kind)
 
     def _tile(self, rows_each: float) -> str:
         return self.tile or tile_for(rows_each)
@@ -87,7 +96,7 @@ class Experts(GroupedProducts):
         """h [rows, hidden] bf16 or float32, ids and weights [rows, top_k] as the router left them, x float32."""
         return self.leave(h, ids, weights, x).complete() if len(ids) else torch.empty_like(x)
 
-    def leave(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> PendingExperts:
+    def leave(self, h: Tensor, ids: Tensor, weights: Tensor, x: Tensor) -> PendingGroupedExperts:
         """Both products; nothing is summed yet."""
         workspace, machine = self.workspace, self.workspace.machine
         rows, top_k = ids.shape
@@ -101,35 +110,76 @@ class Experts(GroupedProducts):
         get, prefix = workspace.growing, f"grouped.{self.prefix}"
         hidden = get(f"{prefix}hidden", rows, lambda r: self._slots(r, top_k) * half, torch.bfloat16)
         parts = get(f"{prefix}parts", rows, lambda r: self._slots(r, top_k) * self.hidden, self.results)
-        place = get("grouped.place", rows, lambda r: r * top_k, torch.int32)
+        positions = get("grouped.place", rows, lambda r: r * top_k, torch.int32)
         table = get("grouped.table", rows, lambda r: 3 * self.experts, torch.int32)
         starts, counts, order = (table.data_ptr() + 4 * self.experts * i for i in range(3))
         tile = self._tile(rows * top_k / self.experts)
-        common = RowsArgs(
-            source=pointer(h), packed=pointer(inputs.packed), ids=pointer(ids), weights=pointer(weights), starts=starts,
-            counts=counts, place=pointer(place), parts=pointer(parts), residual=pointer(x), stride=h.stride(0),
-            rows=rows, width=self.hidden, slots=slots, experts=self.experts, top_k=top_k, source_float=is_float(h),
-            ids_wide=int(ids.dtype == torch.int64), kind=inputs.kind, scales=scales, parts_float=is_float(parts),
+        common = GroupedRowsArgs(
+            source=pointer(h),
+            packed=pointer(inputs.packed),
+            ids=pointer(ids),
+            weights=pointer(weights),
+            starts=starts,
+            counts=counts,
+            place=pointer(positions),
+            parts=pointer(parts),
+            residual=pointer(x),
+            stride=h.stride(0),
+            rows=rows,
+            width=self.hidden,
+            slots=slots,
+            experts=self.experts,
+            top_k=top_k,
+            source_float=is_float(h),
+            ids_wide=int(ids.dtype == torch.int64),
+            kind=inputs.kind,
+            scales=scales,
+            parts_float=is_float(parts),
             order=order,
-        )  # fmt: skip
+        )
         machine.run(rows_build("group_rows"), self.experts, common)
         machine.run(rows_build("pack_rows"), rows, common)
         up, down = (self.product(self.format, tile, swiglu) for swiglu in (True, False))
-        first = ProductArgs(
-            map=self.maps[0], bias=pointer(self.gate_up_bias), bias_float=is_float(self.gate_up_bias),
-            x=pointer(inputs.packed), starts=starts, counts=counts, order=order, packed=pointer(hidden),
-            experts=self.experts, m_tiles=self.inner // TILE, chunks=self.hidden // CHUNK, x_slots=slots,
-            packed_slots=slots, n_cap=up.columns, limit=self.limit, alpha=self.alpha,
-            row_max_scale=pointer(self.row_max_scale[0]), x_scale=scales,
-        )  # fmt: skip
+        first = GroupedProductArgs(
+            map=self.maps[0],
+            bias=pointer(self.gate_up_bias),
+            bias_float=is_float(self.gate_up_bias),
+            x=pointer(inputs.packed),
+            starts=starts,
+            counts=counts,
+            order=order,
+            packed=pointer(hidden),
+            experts=self.experts,
+            m_tiles=self.inner // TILE,
+            chunks=self.hidden // CHUNK,
+            x_slots=slots,
+            packed_slots=slots,
+            n_cap=up.columns,
+            limit=self.limit,
+            alpha=self.alpha,
+            x_scale=scales,
+            **self.scalings[0].arguments,
+        )
         multiply(machine, up, first)
         middle = self._middle(hidden, rows, top_k, inputs)
-        second = ProductArgs(
-            map=self.maps[1], bias=pointer(self.down_bias), bias_float=is_float(self.down_bias),
-            x=pointer(middle.packed), starts=starts, counts=counts, order=order, out=pointer(parts),
-            out_stride=self.hidden, experts=self.experts, m_tiles=self.hidden // TILE, chunks=half // CHUNK,
-            x_slots=slots, n_cap=up.columns,
-            row_max_scale=pointer(self.row_max_scale[1]), x_scale=pointer(middle.scales), out_bf16=1 - is_float(parts),
-        )  # fmt: skip
+        second = GroupedProductArgs(
+            map=self.maps[1],
+            bias=pointer(self.down_bias),
+            bias_float=is_float(self.down_bias),
+            x=pointer(middle.packed),
+            starts=starts,
+            counts=counts,
+            order=order,
+            out=pointer(parts),
+            out_stride=self.hidden,
+            experts=self.experts,
+            m_tiles=self.hidden // TILE,
+            chunks=half // CHUNK,
+            x_slots=slots,
+            n_cap=up.columns,
+            x_scale=pointer(middle.scales),
+            out_bf16=1 - is_float(parts),
+            **self.scalings[1].arguments,
+        )
         multiply(machine, down, second)
-        return PendingExperts(machine, common, x, (ids, weights, x))
+        return PendingGroupedExperts(machine, common, x, (ids, weights, x))

@@ -2,7 +2,7 @@
 //
 // E5M2 is the upper byte of f16, and E2M1 times a power of two fits it exactly: codes are moved to where f16 has exponent and
 // mantissa, multiplied by 2^(e - top + 15) (top: the row's largest scale), and the upper bytes are gathered. Exact while a
-// row's scales lie within 16 octaves, which is checked when weights are bound. The sum is multiplied by 2^(top - 128) and
+// row's scales lie within 16 octaves; others are multiplied in bf16 (fp8.py). The sum is multiplied by 2^(top - 128) and
 // by the column's own scale at the end.
 //
 // A chunk is two products of 32 k. Lane (g, t) has rows g and g + 8 and eight neighbouring values t of each group of 32, so a

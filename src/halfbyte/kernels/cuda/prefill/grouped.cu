@@ -28,7 +28,7 @@ template <int N, int MT> HB_DEV void multiply_deep(Consumer& c, const Item& it) 
     HB_UNROLL
     for (int mt = 0; mt < MT; mt++) raw[mt].load(c.sh.ring[c.at.slot] + weights + (mt * APART * KS + in_stage) * CHUNK, c.lane);
     HB_UNROLL
-    for (int mt = 0; mt < MT; mt++) raw[mt].widen(to[mt]);
+    for (int mt = 0; mt < MT; mt++) raw[mt].widen(to[mt], c.p.scale_offset);
     wgmma_fence();
   };
   auto issue = [&](int in_stage, const u32 (&w)[MT][16]) {
@@ -92,7 +92,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
   HB_UNROLL
   for (int mt = 0; mt < MT; mt++) wgmma_clear(acc[mt]);
   wait_for(&c.sh.full[c.at.slot], c.at.phase);
-  fetch(0, 0).widen(a[0]);
+  fetch(0, 0).widen(a[0], c.p.scale_offset);
   if (PIN) wgmma_fence();
   int k = 0;  // chunk in the stage
   if constexpr (MT == 1) {
@@ -103,7 +103,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       if (--left == 0) { wgmma_wait<0, 1>(); break; }
       if (KS == 1) { c.at.next(); wait_for(&c.sh.full[c.at.slot], c.at.phase); }
       else k++;
-      fetch(k, 0).widen(a[1]);
+      fetch(k, 0).widen(a[1], c.p.scale_offset);
       if (PIN) wgmma_fence();
       issue(k, acc[0], a[1]);
       const int there = c.at.slot;
@@ -114,7 +114,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       auto raw = fetch(k, 0);
       if (FORMAT != BF16) wgmma_wait<1>();
       if (KS == 1) c.release(here);
-      raw.widen(a[0]);
+      raw.widen(a[0], c.p.scale_offset);
       if (PIN) wgmma_fence();
       wgmma_wait<0>();
       if (leave) c.release(there);
@@ -126,12 +126,12 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       const int here = c.at.slot;
       issue(0, acc[0], a[0]);
       auto raw = fetch(1, 0);  // past the last k: zeros
-      other.widen(a[1]);
+      other.widen(a[1], c.p.scale_offset);
       issue(0, acc[1], a[1]);
       if (--left == 0) { wgmma_wait<0>(); break; }
       other = fetch(1, 1);
       wgmma_wait<1>();
-      raw.widen(a[0]);
+      raw.widen(a[0], c.p.scale_offset);
       issue(1, acc[0], a[0]);
       const auto columns = b_low(c.sh.ring[here] + N * 128);
       if (left > 1) {
@@ -140,12 +140,12 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
         raw = fetch(0, 0);
       }
       wgmma_wait<1>();
-      other.widen(a[1]);
+      other.widen(a[1], c.p.scale_offset);
       issue_at(columns, acc[1], a[1]);
       if (--left == 0) { wgmma_wait<0, 1>(); break; }
       other = fetch(0, 1);
       wgmma_wait<1>();
-      raw.widen(a[0]);
+      raw.widen(a[0], c.p.scale_offset);
       wgmma_wait<0>();
       c.release(here);
     }
@@ -159,7 +159,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
           if (FORMAT == BF16) wgmma_wait<1>();  // its loads go straight into the registers of the product
           auto raw = fetch(k, mt + 1);
           if (FORMAT != BF16) wgmma_wait<1>();
-          raw.widen(a[~mt & 1]);
+          raw.widen(a[~mt & 1], c.p.scale_offset);
           if (PIN) wgmma_fence();
         }
       }
@@ -170,7 +170,7 @@ template <int N, int MT> HB_DEV void multiply(Consumer& c, const Item& it) {
       if (FORMAT == BF16) wgmma_wait<1>();
       auto raw = fetch(k, 0);
       if (FORMAT != BF16) wgmma_wait<1>();
-      raw.widen(a[0]);
+      raw.widen(a[0], c.p.scale_offset);
       if (PIN) wgmma_fence();
       wgmma_wait<0>();
       if (leave) c.release(here);
@@ -274,9 +274,10 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
     if constexpr (!FP8) ask_biases<MT>(c, it);
     if (c.group * MT < it.tiles) dispatch(c, it);
     else c.pass();
+    if constexpr (TURN_IN_ITEM) c.turn = it.more;
     sync_warp();
-    if (c.lane == 0) bar_arrive(&sh.item_empty[anew(c.turn) & 1], 1);
-    c.turn++;
+    if (c.lane == 0) bar_arrive(&sh.item_empty[(TURN_IN_ITEM ? ~c.turn : anew(c.turn)) & 1], 1);
+    if constexpr (!TURN_IN_ITEM) c.turn++;
   }
 }
 

@@ -2,8 +2,8 @@
 //
 // Weights are the A operand of wgmma, from registers: a warp's fragment for 16 rows x 16 k is the one of mma.m16n8k16, so
 // the decode layout ("tile16") serves here unchanged. A chunk (16 rows x 64 k, scales included) comes through shared
-// memory by bulk copy, is widened to bf16 with its scale multiplied in (exact: E2M1 times a power of two), and multiplies
-// 64 k of up to 128 activations in shared memory.
+// memory by bulk copy, is widened to bf16 with its scale multiplied in (exact: E2M1 times a power of two, see weights.cuh),
+// and multiplies 64 k of up to 128 activations in shared memory.
 //
 // Activations are kept *packed*: [K / 64][slots][64] bf16. Within a group of 32 values the words (pairs of values) stand in
 // tile16's order, word (t, i) at place (i, t), four by four; then the sixteen-byte units of slot s are permuted by XOR with
@@ -15,6 +15,7 @@
 // warpgroup in the order of k.
 #pragma once
 #define HB_HALF (HB_FORMAT == 1)  // q8 times its float16 scale keeps more bits in f16
+#include "device/feeding.cuh"
 #include "device/warpgroup.cuh"
 #include "device/widen.cuh"
 
@@ -100,17 +101,25 @@ struct alignas(64) Product {     // mirrored in builds.py
   int heads, kv_heads;           // ROPE: of 64 rows each: queries, then keys, then values
   int out_bf16;                  // FP8: `out` is rows of bf16 instead, and nothing is added
   const int* order;              // those with the most columns first: items of one width, whose code is one, follow each other
-  int unused[2];
+  u32 scale_offset;              // MXFP4: a weight is held times a power of two (weights.cuh),
+  float sum_scale;               // and its sums are multiplied by this one, which undoes it
 };
 HB_MIRRORED(Product, map, bias, x, starts, counts, packed, out, residual, row_max_scale, x_scale, out_stride, experts, m_tiles, chunks, columns,
             x_slots, packed_slots, n_cap, bias_float, limit, alpha, angles, cells, q, pool, value_offset, heads, kv_heads, out_bf16,
-            order, unused)
+            order, scale_offset, sum_scale)
 static_assert(sizeof(Product) % 64 == 0, "the map must lie at a multiple of 64");
 
 // What the copy engine fetches at once: a stage's part of 64 rows, as words of 8 bytes.
 constexpr int TILE_BYTES = 4 * KS * CHUNK;
-#ifdef HB_EMULATE
-HB_DEV void copy_tile(u8* to, const u64* map, int word, int row, u64* bar) {  // map: address, bytes and number of rows
+#ifdef HB_SM80
+static_assert(KS == 1, "a stage ends with the row");
+HB_DEV void copy_tile(u8* to, const u64* map, int word, int row, u64*, int lane) {  // map: address and bytes of a row
+  const u8* from = (const u8*)map[0] + (size_t)row * map[1] + word * 8;
+  HB_UNROLL_4
+  for (int i = lane; i < TILE_BYTES / 16; i += 32) copy_unit(to + i * 16, from + (size_t)(i / (CHUNK / 16)) * map[1] + i % (CHUNK / 16) * 16, 16);
+}
+#elif defined(HB_EMULATE)
+HB_DEV void copy_tile(u8* to, const u64* map, int word, int row, u64* bar, int) {  // map: address, bytes and number of rows
   static u8 zeros[16];
   for (int r = 0; r < 4; r++)
     for (int b = 0; b < KS * CHUNK; b += 16) {
@@ -120,16 +129,18 @@ HB_DEV void copy_tile(u8* to, const u64* map, int word, int row, u64* bar) {  //
     }
 }
 #else
-HB_DEV void copy_tile(u8* to, const u64* map, int word, int row, u64* bar) {
+HB_DEV void copy_tile(u8* to, const u64* map, int word, int row, u64* bar, int) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                ::"r"(smem(to)), "l"(map), "r"(word), "r"(row), "r"(smem(bar)) : "memory");
 }
 #endif
 
+// Those who multiply count items. BROAD and SM80 have no register for that while they do, and read the count in the item.
+constexpr bool TURN_IN_ITEM = SHAPE == BROAD || COPIERS > 1;
 struct Item {
   int expert, first, tiles;      // `tiles` of 64 rows, from tile `first`
   int slot, n, valid;            // columns: n computed, the first `valid` kept
-  int more;
+  int more;                      // 0: there is no item; TURN_IN_ITEM: the next turn of those who multiply
 };
 
 template <bool SMALL> struct Counted { using type = int; };
@@ -251,7 +262,7 @@ struct Place {
 // One lane of each feeding warp: every fourth tile of 64 rows, and every fourth chunk of the columns. The copy engine takes
 // some 50 cycles for a copy however short it is, and sixteen rows of a stage are only a kilobyte: so it is given 64 rows at
 // once, by a map of the weights.
-HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at, int feeder) {
+HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at, int feeder, int lane) {
   const int row = (it.expert * p.m_tiles + it.first) * 4;  // of 16-row tiles
   const int n = it.n, tiles = it.tiles, mine = (tiles - feeder + FEEDERS - 1) / FEEDERS, other = FEEDERS - 1 - feeder;
   const int own = n / PAIR * (PAIR == 1 ? 0 : cluster_rank());  // the first column that this block fetches
@@ -263,21 +274,24 @@ HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at,
     u64* full = &sh.full[at.slot];
     const bool columns = other < (NARROW_X ? 1 : k);
     constexpr int EACH = COLUMN < 128 ? COLUMN : 128, MORE = MX ? 4 : 0;  // bytes of a column in a copy
-    bar_expect(full, mine * TILE_BYTES + (columns ? n * (EACH + MORE) : 0));  // past the last k the engine fills in zeros
+    begin_copies(full, mine * TILE_BYTES + (columns ? n * (EACH + MORE) : 0));  // past the last k the engine fills in zeros
     u8* to = stage + n * COLUMN + feeder * TILE_BYTES;
     HB_ROLLED  // addresses made ahead would not fit the feeding warps' registers
-    for (int i = feeder; i < tiles; i += FEEDERS, to += FEEDERS * TILE_BYTES) copy_tile(to, p.map, c * (CHUNK / 8), row + 4 * i, full);
+    for (int i = feeder; i < tiles; i += FEEDERS, to += FEEDERS * TILE_BYTES) copy_tile(to, p.map, c * (CHUNK / 8), row + 4 * i, full, lane);
     if (columns) {
       u8* there = stage + (other * n + own) * EACH;
       const u16* from = x + (size_t)(NARROW_X ? c / 2 : c + other) * p.x_slots * (EACH / 2);
-      if constexpr (MX != 0) bulk_copy(stage + X_SCALES, p.x_scale + (size_t)(c / 2) * p.x_slots + it.slot, n * 4, full, ordinary_policy());
-#ifdef HB_ALONE  // pairs that share nothing, for comparison
-      bulk_copy(stage + other * n * 128, x - (size_t)own * 64 + (size_t)(c + other) * p.x_slots * 64, n * 128, full, ordinary_policy());
+      if constexpr (MX != 0) copy_bytes(stage + X_SCALES, p.x_scale + (size_t)(c / 2) * p.x_slots + it.slot, n * 4, full, ordinary_policy(), lane);
+#ifdef HB_SM80
+      copy_bytes(there, from, n * EACH, full, ordinary_policy(), lane);
+#elif defined(HB_ALONE)  // pairs that share nothing, for comparison
+      copy_bytes(stage + other * n * 128, x - (size_t)own * 64 + (size_t)(c + other) * p.x_slots * 64, n * 128, full, ordinary_policy(), lane);
 #else
-      if constexpr (PAIR == 1) bulk_copy(there, from, n * EACH, full, ordinary_policy());
+      if constexpr (PAIR == 1) copy_bytes(there, from, n * EACH, full, ordinary_policy(), lane);
       else bulk_copy_to_both(there, from, n * 64, full);
 #endif
     }
+    end_copies(full);
     at.next();
   }
 }
@@ -286,7 +300,7 @@ HB_DEV void stream_item(const Product& p, Shared& sh, const Item& it, Place& at,
 HB_DEV void feed(const Product& p, Shared& sh, int lane) {
   const Work work{p, sh};
   work.survey(lane);
-  if (lane != 0) return;
+  if (!feeds(lane)) return;
   Place at;
   i64 next = hb_block() / PAIR, end = 0;
   if (STRIPES) {
@@ -298,13 +312,24 @@ HB_DEV void feed(const Product& p, Shared& sh, int lane) {
     const int q = turn & 1;
     Item& it = sh.item[q];
     wait_for(&sh.item_empty[q], (u32)(turn >> 1 & 1) ^ 1);
+#ifdef HB_SM80  // every lane works it out, one publishes it
+    Item mine = work.next((int)next, 0);
+    if (mine.more) mine.more = turn + 1;
+    if (leads(lane)) { it = mine; bar_arrive(&sh.item_full[q], 1); }
+    if (!mine.more) break;
+    next += hb_grid();
+    stream_item(p, sh, mine, at, 0, lane);
+#else
     if constexpr (STRIPES) it = work.next(next, end);
     else it = work.next((int)next, PAIR == 1 ? 0 : cluster_rank());
+    if (TURN_IN_ITEM && it.more) it.more = turn + 1;
     bar_arrive(&sh.item_full[q], 1);
     if (!it.more) break;
     next += STRIPES ? it.tiles : hb_grid() / PAIR;
-    stream_item(p, sh, it, at, 0);
+    stream_item(p, sh, it, at, 0, lane);
+#endif
   }
+  finish_copies();
 }
 
 HB_DEV void help_feed(const Product& p, Shared& sh, int feeder) {  // one lane
@@ -315,6 +340,6 @@ HB_DEV void help_feed(const Product& p, Shared& sh, int feeder) {  // one lane
     const Item it = sh.item[q];
     bar_arrive(&sh.item_empty[q], 1);
     if (!it.more) return;
-    stream_item(p, sh, it, at, feeder);
+    stream_item(p, sh, it, at, feeder, 0);
   }
 }

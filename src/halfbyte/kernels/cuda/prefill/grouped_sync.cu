@@ -1,6 +1,6 @@
-// The grouped product where there is no wgmma: SM120 and SM121 (DGX Spark, RTX 50), with mma.sync, within 99 KB of shared
-// memory. The same arguments, items, layout "tile16" and epilogues as grouped.cu (see grouped.cuh); SM90 runs
-// it, too, which is how it was tested.
+// The grouped product where there is no wgmma: SM120 and SM121 (DGX Spark, RTX 50), SM80 to SM89 (A100, RTX 30 and 40), with
+// mma.sync, within 99 KB of shared memory. The same arguments, items, layout "tile16" and epilogues as grouped.cu (see
+// grouped.cuh); SM90 runs it, too, which is how it was tested.
 //
 // One warp feeds, eight multiply, sixteen rows each of an item's 128, by up to 64 or 128 columns. A tensor core of SM12x takes 32 cycles
 // for m16n8k16 in bf16, so that a warp's 64 k of 128 columns are 2048 cycles of products beside 60 instructions that widen
@@ -49,7 +49,7 @@ template <int N> HB_DEV void multiply_wide(float* acc, const u8* stage, const u3
   load(0);
   HB_UNROLL
   for (int turn = 0; turn < N / 8; turn++) {
-    if (FORMAT == BF16 && turn % 2) sync_warp();  // with nothing to widen, all loads would come first, into too many registers
+    if ((FORMAT == BF16 || COPIERS > 1) && turn % 2) sync_warp();  // else all loads may come first, into too many registers
     if (turn + 1 < N / 8) load(turn + 1);
     HB_UNROLL
     for (int i = 0; i < 2; i++)
@@ -111,7 +111,9 @@ template <int N> HB_DEV void multiply(Consumer& c, const Item& it) {
   float acc[1][N / 2];
   HB_UNROLL
   for (int i = 0; i < N / 2; i++) acc[0][i] = 0.f;
-  const int tile = c.group * 4 + c.warp;  // of 16 rows, within the item
+  // SM80: worked out anew for every item, or the places of all widths are kept through all items, in too many registers
+  const int lane = COPIERS > 1 ? anew(c.lane) : c.lane, warp = COPIERS > 1 ? anew(c.warp) : c.warp;
+  const int tile = c.group * 4 + warp;  // of 16 rows, within the item
   HB_ROLLED
   for (int k = 0; k < c.p.chunks; k += KS) {
     wait_for(&c.sh.full[c.at.slot], c.at.phase);
@@ -119,20 +121,20 @@ template <int N> HB_DEV void multiply(Consumer& c, const Item& it) {
     if constexpr (MX != 0) {
       Native w[2];
       HB_UNROLL
-      for (int i = 0; i < 2; i++) w[i].load(weights + i * CHUNK, c.lane);
-      multiply_native<N>(acc[0], stage, w, k + 1 < c.p.chunks, c.lane);
+      for (int i = 0; i < 2; i++) w[i].load(weights + i * CHUNK, lane);
+      multiply_native<N>(acc[0], stage, w, k + 1 < c.p.chunks, lane);
     } else {
       Raw<FORMAT> raw;
       u32 a[16];
-      raw.load(weights, c.lane);
-      raw.widen(a);
-      multiply_wide<N>(acc[0], stage, a, c.lane);
+      raw.load(weights, lane);
+      raw.widen(a, c.p.scale_offset);
+      multiply_wide<N>(acc[0], stage, a, lane);
     }
     release(c, acc[0], zero);
     c.at.next();
   }
   Bias<1> bias;
-  bias.load(c.p, it, it.first * 4 + tile, c.lane);
+  bias.load(c.p, it, it.first * 4 + tile, lane);
   store<N, 1>(c, it, it.first * 4 + tile, acc, bias);
 }
 
@@ -152,9 +154,9 @@ HB_DEV void consume(const Product& p, Shared& sh, int thread) {
 #endif
 #undef HB_CASE
     }
-    c.turn++;
+    c.turn = TURN_IN_ITEM ? it.more : c.turn + 1;
     sync_warp();
-    if (c.lane == 0) bar_arrive(&sh.item_empty[q], 1);
+    if (c.lane == 0) bar_arrive(&sh.item_empty[TURN_IN_ITEM ? c.turn - 1 & 1 : q], 1);
   }
 }
 
@@ -162,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped(const __grid_co
   Shared& sh = *(Shared*)hb_shared();
   const int thread = hb_thread();
   if (thread == 0) {
-    for (int s = 0; s < STAGES; s++) { bar_init(&sh.full[s], FEEDERS); bar_init(&sh.empty[s], WARPS); }
+    for (int s = 0; s < STAGES; s++) { bar_init(&sh.full[s], FEEDERS * COPIERS); bar_init(&sh.empty[s], WARPS); }
     for (int q = 0; q < 2; q++) { bar_init(&sh.item_full[q], 1); bar_init(&sh.item_empty[q], WARPS + FEEDERS - 1); }
     bar_init_done();
   }

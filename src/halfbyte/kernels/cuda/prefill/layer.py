@@ -20,11 +20,11 @@ from halfbyte.kernels.cuda.attention.flash import FlashAttention
 from halfbyte.kernels.cuda.mixed_phase import MixedPhase
 from halfbyte.kernels.cuda.phase import EXPERTS, OUT, QKV_AND_ROPE, ROUTER
 from halfbyte.kernels.cuda.prefill.builds import SUM_WIDTH, build_of, rows_build
-from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv
-from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedPhase, GroupedQkv, workspace_of
-from halfbyte.kernels.cuda.prefill.products import Dense, Inputs, PendingExperts, Rotation
+from halfbyte.kernels.cuda.prefill.fp8 import Fp8Moe, Fp8Out, Fp8Qkv, Fp8Weights
+from halfbyte.kernels.cuda.prefill.phases import GroupedMoe, GroupedOut, GroupedPhase, GroupedQkv
+from halfbyte.kernels.cuda.prefill.products import Dense, PendingGroupedExperts, ProductInputs, Rotation
 from halfbyte.kernels.launch import Build
-from halfbyte.kernels.triton.call import Call
+from halfbyte.kernels.triton.call import TritonCall
 from halfbyte.kernels.triton.rope import RopeAndWrite, angles_call
 from halfbyte.kernels.triton.router import NormAndRouter
 from halfbyte.plan.activations import Activations
@@ -32,8 +32,10 @@ from halfbyte.plan.launches import begin
 from halfbyte.plan.phase import LAYER, Arch, Binding, Launch, Phase, Spec
 from halfbyte.plan.step import Step
 
-Qkv = Callable[[Step, Activations, Inputs], None]  # leaves rotated queries in acts.q, keys and values in the cache
-Attend = Callable[[Step, Activations], Inputs]  # acts.q -> the input of o
+Qkv = Callable[
+    [Step, Activations, ProductInputs], None
+]  # leaves rotated queries in acts.q, keys and values in the cache
+Attend = Callable[[Step, Activations], ProductInputs]  # acts.q -> the input of o
 
 
 def kv_cells(step: Step, acts: Activations, kind: str, pool: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ class PrefillLayer(GroupedPhase, MixedPhase):
         rotating = replace(self.dense.product(spec.formats["qkv"], self.dense.tiles[-1], False), rope=True)
         return list({b.program: b for b in (*builds, rows_build("sum_pack_rows"), build_of(rotating))}.values())
 
-    def calls(self, spec: Spec, arch: Arch) -> list[Call]:
+    def calls(self, spec: Spec, arch: Arch) -> list[TritonCall]:
         return [angles_call(spec.head_dim // 2), *NormAndRouter().proofs(self.router_spec(spec), arch)]
 
     def router_spec(self, spec: Spec) -> Spec:
@@ -77,18 +79,13 @@ class PrefillLayer(GroupedPhase, MixedPhase):
         return spec
 
     def bind(self, b: Binding) -> Launch:
-        w, s, workspace = b.weights, b.spec, workspace_of(b)
-        dense = {
-            role: self.dense(workspace, getattr(w, role), getattr(w, f"{role}_bias"), role) for role in ("qkv", "o")
-        }
-        experts = self.experts(
-            workspace, w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha
-        )
+        w, s = b.weights, b.spec
+        dense, experts = {role: self.bind_dense(b, role) for role in ("qkv", "o")}, self.bind_experts(b)
         qkv, attend, route = self.bind_qkv(b, dense["qkv"]), self.bind_attention(b, dense["o"]), self.bind_router(b)
         last = b.layer == s.layers - 1
 
         def launch(step: Step, acts: Activations) -> None:
-            pending = acts.take(PendingExperts)
+            pending = acts.take(PendingGroupedExperts)
             begin(QKV_AND_ROPE)
             if pending is None:
                 x, packed = acts.x, dense["qkv"].pack(acts.x, norm=w.attn_norm, eps=s.norm_eps)
@@ -120,29 +117,39 @@ class PrefillLayer(GroupedPhase, MixedPhase):
             b.buffers["rope_inverse"] = inverse.to(device)
         inverse = b.buffers["rope_inverse"]
 
-        def qkv(step: Step, acts: Activations, x: Inputs) -> None:
+        def qkv(step: Step, acts: Activations, x: ProductInputs) -> None:
             if not acts.has("rope_pairs"):  # once a step, for every layer
                 cos, sin = torch.empty((2, step.rows, half), dtype=torch.float32, device=device)
                 angles_call(half).launch(
-                    (step.rows,), device, positions=step.positions, inverse=inverse, cos=cos, sin=sin,
+                    (step.rows,),
+                    device,
+                    positions=step.positions,
+                    inverse=inverse,
+                    cos=cos,
+                    sin=sin,
                     temperature=temperature,
-                )  # fmt: skip
+                )
                 acts.rope_pairs = torch.stack((cos, sin), -1)
             pool = b.kv_pool()
             acts.q = dense.rotate(
-                x, step.rows,
+                x,
+                step.rows,
                 Rotation(
-                    acts.rope_pairs, kv_cells(step, acts, kind, pool),
-                    pool.data_ptr() + index * pool.stride(1) * pool.element_size(), pool.stride(2), s.heads, s.kv_heads,
+                    acts.rope_pairs,
+                    kv_cells(step, acts, kind, pool),
+                    pool.data_ptr() + index * pool.stride(1) * pool.element_size(),
+                    pool.stride(2),
+                    s.heads,
+                    s.kv_heads,
                 ),
-            )  # fmt: skip
+            )
 
         return qkv
 
     def bind_attention(self, b: Binding, o: Dense) -> Attend:
         attention = FlashAttention().bind_into(b)
 
-        def attend(step: Step, acts: Activations) -> Inputs:
+        def attend(step: Step, acts: Activations) -> ProductInputs:
             x = o.inputs(step.rows)
             attention(step, acts, x)
             return x
@@ -150,12 +157,11 @@ class PrefillLayer(GroupedPhase, MixedPhase):
         return attend
 
 
-class Fp8PrefillLayer(PrefillLayer):
+class Fp8PrefillLayer(Fp8Weights, PrefillLayer):
     """E4M3 needs the largest value of a whole row first, so rows come as bf16 and are packed on their own."""
 
     name = "cuda.prefill_layer_fp8"
-    parts = (Fp8Qkv(), Fp8Out(), Fp8Moe())
-    kinds, dense, experts = Fp8Qkv.kinds, Fp8Qkv.dense, Fp8Moe.experts
+    parts, plain = (Fp8Qkv(), Fp8Out(), Fp8Moe()), PrefillLayer()
 
     def router_spec(self, spec: Spec) -> Spec:
         return replace(spec, activation="bf16")
@@ -163,7 +169,7 @@ class Fp8PrefillLayer(PrefillLayer):
     def bind_attention(self, b: Binding, o: Dense) -> Attend:
         attention = FlashAttention().bind_into(b)
 
-        def attend(step: Step, acts: Activations) -> Inputs:
+        def attend(step: Step, acts: Activations) -> ProductInputs:
             return o.pack(attention(step, acts, None))
 
         return attend

@@ -17,9 +17,9 @@ from torch import Tensor
 from halfbyte.errors import PlanError
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.device.host import Workspace, pointer
-from halfbyte.kernels.cuda.prefill.builds import PAD, ROW_THREADS, RowsArgs, rows_build
+from halfbyte.kernels.cuda.prefill.builds import PAD, ROW_THREADS, GroupedRowsArgs, rows_build
 from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedMoe, GroupedOut, GroupedQkv
-from halfbyte.kernels.cuda.prefill.products import Inputs
+from halfbyte.kernels.cuda.prefill.products import ProductInputs, Scaling
 from halfbyte.kernels.cuda.prefill.sync import COLUMNS, SyncDense, SyncExperts, SyncPhase, SyncProducts
 from halfbyte.plan.phase import Arch, Phase, Spec
 
@@ -28,7 +28,7 @@ BYTES = {"mxfp8": 128, "mxfp4": 64}  # of 128 values
 
 
 def padded(slots: int) -> int:
-    """So many that a row of scales is a multiple of sixteen bytes."""
+    """Slots rounded up so that a row of scales is a multiple of sixteen bytes."""
     return -(-slots // 8) * 8
 
 
@@ -38,20 +38,23 @@ class MxProducts(SyncProducts):
     workspace: Workspace
     format: str
 
-    def packed(self, name: str, k: int, rows: int, slots: Callable[[int], int]) -> Inputs:
+    def find_scaling(self, data: Tensor, form: str, role: str) -> Scaling:
+        return Scaling()  # scales go into the product as they are, and any of them does
+
+    def packed(self, name: str, k: int, rows: int, slots: Callable[[int], int]) -> ProductInputs:
         """Buffers for k values in each of slots(rows) slots, and for their scales."""
         if self.format != "mxfp4":
             raise PlanError(f"block-scaled products are for MXFP4 weights, not {self.format}; use --activation bf16.")
-        each, n, get = BYTES[self.mx], -(-k // 128), self.workspace.growing
-        packed = get(f"grouped.{self.mx}.{name}", rows, lambda r: slots(r) * n * each, torch.uint8)
+        line_bytes, n, get = BYTES[self.mx], -(-k // 128), self.workspace.growing
+        packed = get(f"grouped.{self.mx}.{name}", rows, lambda r: slots(r) * n * line_bytes, torch.uint8)
         scales = get(f"grouped.{self.mx}.{name}.scales", rows, lambda r: slots(r) * n, torch.int32)
-        return Inputs(packed, slots(rows), KINDS[self.mx], scales)
+        return ProductInputs(packed, slots(rows), KINDS[self.mx], scales)
 
 
 class MxDense(MxProducts, SyncDense):
     """y = W x + bias, or residual + that, with x in MXFP8 or MXFP4."""
 
-    def inputs(self, rows: int) -> Inputs:
+    def inputs(self, rows: int) -> ProductInputs:
         return self.packed(str(self.k), self.k, rows, lambda r: padded(r + PAD))
 
 
@@ -63,15 +66,19 @@ class MxExperts(MxProducts, SyncExperts):
     def _slots(self, rows: int, top_k: int) -> int:
         return padded(super()._slots(rows, top_k))
 
-    def _inputs(self, rows: int, top_k: int) -> Inputs:
+    def _inputs(self, rows: int, top_k: int) -> ProductInputs:
         return self.packed("slots", self.hidden, rows, lambda r: self._slots(r, top_k))
 
-    def _middle(self, hidden: Tensor, rows: int, top_k: int, x: Inputs) -> Inputs:
+    def _middle(self, hidden: Tensor, rows: int, top_k: int, x: ProductInputs) -> ProductInputs:
         middle = self.packed("middle", self.inner // 2, rows, lambda r: self._slots(r, top_k))
-        args = RowsArgs(
-            hidden=pointer(hidden), packed=pointer(middle.packed), scales=pointer(middle.scales), width=self.inner // 2,
-            slots=x.slots, kind=middle.kind,
-        )  # fmt: skip
+        args = GroupedRowsArgs(
+            hidden=pointer(hidden),
+            packed=pointer(middle.packed),
+            scales=pointer(middle.scales),
+            width=self.inner // 2,
+            slots=x.slots,
+            kind=middle.kind,
+        )
         self.workspace.machine.run(rows_build("mx_requantize"), -(-x.slots // (ROW_THREADS // 32)), args)
         return middle
 
@@ -100,7 +107,7 @@ class MxPhase(SyncPhase):
 
     kinds = ("mxfp4",)
     activation = ""
-    instruction = "block-scaled mma.sync"
+    families, instruction = ("sm12x",), "block-scaled mma.sync"
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
         if spec.activation != self.activation:
@@ -149,5 +156,12 @@ class Mxfp4Head(Mxfp4Phase, GroupedHead):
 
 
 PHASES: tuple[Phase, ...] = (
-    Mxfp8Qkv(), Mxfp8Out(), Mxfp8Moe(), Mxfp8Head(), Mxfp4Qkv(), Mxfp4Out(), Mxfp4Moe(), Mxfp4Head(),
-)  # fmt: skip
+    Mxfp8Qkv(),
+    Mxfp8Out(),
+    Mxfp8Moe(),
+    Mxfp8Head(),
+    Mxfp4Qkv(),
+    Mxfp4Out(),
+    Mxfp4Moe(),
+    Mxfp4Head(),
+)

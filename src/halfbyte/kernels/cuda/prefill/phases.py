@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from halfbyte.architectures import Family
 from halfbyte.gates import Gates
 from halfbyte.kernels.cuda.device.host import Workspace, gpu
 from halfbyte.kernels.cuda.phase import CudaPhase
@@ -21,7 +22,7 @@ from halfbyte.kernels.cuda.prefill.builds import (
     build_of,
     rows_build,
 )
-from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.prefill.experts import GroupedExperts
 from halfbyte.kernels.cuda.prefill.products import Dense
 from halfbyte.kernels.launch import Build
 from halfbyte.plan.activations import Activations
@@ -45,16 +46,21 @@ def workspace_of(b: Binding) -> Workspace:
     return Workspace(gpu(), b.buffers, torch.device("cuda", torch.cuda.current_device()))
 
 
+def layer_name(b: Binding) -> str:
+    """Stands in front of the name of a matrix in messages."""
+    return "" if b.layer is None else f"layer {b.layer} "
+
+
 class GroupedPhase(CudaPhase):
     """What all phases of grouped products share. A phase for other activations or another instruction names its own
     `dense` and `experts`."""
 
     rank = 20
-    arches: tuple[str, ...] = ("sm90",)
+    families: tuple[Family, ...] = ("sm90",)
     instruction = "wgmma"
     kinds: tuple[str, ...] = ("mxfp4", "q8", "bf16")
     dense: type[Dense] = Dense
-    experts: type[Experts] = Experts
+    experts: type[GroupedExperts] = GroupedExperts
 
     def layouts(self, spec: Spec) -> dict[str, str]:
         return dict.fromkeys(self.shapes(spec), "tile16")
@@ -63,13 +69,36 @@ class GroupedPhase(CudaPhase):
         raise NotImplementedError
 
     def refuse(self, spec: Spec, arch: Arch, gates: Gates) -> str | None:
-        if arch.name not in self.arches:
-            return f"is written for {' and '.join(self.arches)} ({self.instruction}), not {arch.name}"
-        return refuse_weights(spec, self.shapes(spec), self.kinds)
+        return self.refuse_family(arch) or refuse_weights(spec, self.shapes(spec), self.kinds)
 
     def builds(self, spec: Spec, arch: Arch) -> list[Build]:
         kind = self.experts if "moe" in self.covers else self.dense
         return [*map(rows_build, kind.entries), *map(build_of, self.products(spec))]
+
+    def bind_dense(self, b: Binding, role: str) -> Dense:
+        """A matrix of the bound weights."""
+        return self.dense_with(self.dense, b, role)
+
+    def bind_experts(self, b: Binding) -> GroupedExperts:
+        return self.experts_with(self.experts, b)
+
+    def dense_with(self, kind: type[Dense], b: Binding, role: str) -> Dense:
+        w = b.weights
+        return kind(workspace_of(b), getattr(w, role), getattr(w, f"{role}_bias", None), layer_name(b) + role)
+
+    def experts_with(self, kind: type[GroupedExperts], b: Binding) -> GroupedExperts:
+        w, s = b.weights, b.spec
+        return kind(
+            workspace_of(b),
+            w.gate_up,
+            w.gate_up_bias,
+            w.down,
+            w.down_bias,
+            limit=s.swiglu_limit,
+            alpha=s.swiglu_alpha,
+            tile=None if s.tile == "auto" else s.tile,
+            layer=layer_name(b),
+        )
 
     def products(self, spec: Spec) -> list[GroupedShape]:
         """Every product it may multiply with."""
@@ -96,16 +125,8 @@ class GroupedMoe(GroupedPhase):
             return f"cuts its tiles by the rows of each expert, not as --tile {spec.tile} says"
         return super().refuse(spec, arch, gates)
 
-    def forced(self, spec: Spec) -> dict[str, str]:
-        """What the gates say about the product."""
-        return {} if spec.tile == "auto" else {"tile": spec.tile}
-
     def bind(self, b: Binding) -> Launch:
-        w, s = b.weights, b.spec
-        experts = self.experts(
-            workspace_of(b), w.gate_up, w.gate_up_bias, w.down, w.down_bias, limit=s.swiglu_limit, alpha=s.swiglu_alpha,
-            **self.forced(s),
-        )  # fmt: skip
+        experts = self.bind_experts(b)
 
         def launch(step: Step, acts: Activations) -> None:
             acts.x = experts.run(acts.h, acts.topk_ids, acts.topk_weights, acts.x)
@@ -123,7 +144,7 @@ class GroupedQkv(GroupedPhase):
 
     def bind(self, b: Binding) -> Launch:
         w, s = b.weights, b.spec
-        dense = self.dense(workspace_of(b), w.qkv, w.qkv_bias, "qkv")
+        dense = self.bind_dense(b, "qkv")
         heads = [s.heads, s.kv_heads, s.kv_heads]
 
         def launch(step: Step, acts: Activations) -> None:
@@ -142,7 +163,7 @@ class GroupedOut(GroupedPhase):
         return {"o": (spec.hidden, spec.heads * spec.head_dim)}
 
     def bind(self, b: Binding) -> Launch:
-        dense = self.dense(workspace_of(b), b.weights.o, b.weights.o_bias, "o")
+        dense = self.bind_dense(b, "o")
 
         def launch(step: Step, acts: Activations) -> None:
             acts.x = dense.run(acts.attn, residual=acts.x)
@@ -159,7 +180,7 @@ class GroupedHead(GroupedPhase):
 
     def bind(self, b: Binding) -> Launch:
         w, eps = b.weights, b.spec.norm_eps
-        dense = self.dense(workspace_of(b), w.lm_head, None, "lm_head")
+        dense = self.bind_dense(b, "lm_head")
 
         def launch(step: Step, acts: Activations) -> None:
             acts.logits = dense.run(acts.x, norm=w.final_norm, eps=eps, select=step.logit_rows)

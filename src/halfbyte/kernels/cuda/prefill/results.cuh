@@ -83,6 +83,11 @@ template <int MT> HB_DEV_MEMBER void Bias<MT>::take(const Consumer& c) {
 
 // ---- what becomes of 64 rows x N columns in a warpgroup's registers -------------------------------------------------
 
+// A row's result: the product with a power of two is exact, so one multiply-add rounds as the addition alone would.
+HB_DEV float plus_bias(const Product& p, float sum, float bias) {
+  return FORMAT == MXFP4 && !MX ? sum * p.sum_scale + bias : sum + bias;
+}
+
 HB_DEV float swiglu(const Product& p, float gate_in, float up_in) {
   const float gate = fminf(gate_in, p.limit), up = fminf(fmaxf(up_in, -p.limit), p.limit);
   return keep_broken((up + 1.f) * gate * reciprocal(1.f + power_of_two(gate * (p.alpha * -1.4426950408889634f))), gate_in, up_in);
@@ -103,7 +108,7 @@ template <int N, int MT> HB_DEV u32 hidden_pair(const Product& p, const float (&
   for (int h = 0; h < 2; h++) {
     const float a = acc[4 * j + 2 * h], b = acc[4 * j + 2 * h + 1];
     const float own = odd ? b : a, got = shfl_xor(odd ? a : b, 4);
-    y[h] = swiglu(p, (odd ? got : own) + bias.v[4 * mt + 2 * h], (odd ? own : got) + bias.v[4 * mt + 2 * h + 1]);
+    y[h] = swiglu(p, plus_bias(p, odd ? got : own, bias.v[4 * mt + 2 * h]), plus_bias(p, odd ? own : got, bias.v[4 * mt + 2 * h + 1]));
   }
   return bf16_pair(y[0], y[1]);
 }
@@ -177,7 +182,7 @@ template <int N, int MT> HB_DEV void store_rows(const Consumer& c, const Item& i
         HB_UNROLL
         for (int e = 0; e < 2; e++) {
           const int j = step * BLOCKS + block;
-          if (j < N / 8) put32(buffer + (block * 8 + 2 * t + e) * LINE + (8 * i + g) * 4, as_bits(acc[i / 2][4 * j + 2 * (i & 1) + e] + bias.v[i]));
+          if (j < N / 8) put32(buffer + (block * 8 + 2 * t + e) * LINE + (8 * i + g) * 4, as_bits(plus_bias(p, acc[i / 2][4 * j + 2 * (i & 1) + e], bias.v[i])));
         }
     sync_warp();
     if (!AHEAD) ask(step);
@@ -217,8 +222,8 @@ template <int N, int MT> HB_DEV void store_rotated(const Consumer& c, const Item
         float x[2][2];  // [lower and upper][column]
         HB_UNROLL
         for (int e = 0; e < 2; e++) {
-          x[0][e] = acc[0][4 * j + 2 * h + e] + bias.v[h];
-          x[1][e] = acc[1][4 * j + 2 * h + e] + bias.v[2 + h];
+          x[0][e] = plus_bias(p, acc[0][4 * j + 2 * h + e], bias.v[h]);
+          x[1][e] = plus_bias(p, acc[1][4 * j + 2 * h + e], bias.v[2 + h]);
           if (rotate) {
             const int column = 8 * j + 2 * t + e, slot = from + (column < valid ? column : 0);
             const Pair a = *(const Pair*)(p.angles + ((size_t)slot * 32 + d + 8 * h + g) * 2);
@@ -306,7 +311,7 @@ template <int N, int MT> HB_DEV void store_rows_directly(const Consumer& c, cons
       const size_t at = (size_t)(8 * j + e) * p.out_stride;
       HB_UNROLL
       for (int i = 0; i < 2 * MT; i++) {
-        float v = acc[i / 2][4 * j + 2 * (i & 1) + e] + bias.v[i];
+        float v = plus_bias(p, acc[i / 2][4 * j + 2 * (i & 1) + e], bias.v[i]);
         if (residual) v += residual[at + 8 * i];
         out[at + 8 * i] = v;
       }

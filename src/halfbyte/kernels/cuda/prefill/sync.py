@@ -1,9 +1,10 @@
-"""Grouped products on SM120 and SM121 (grouped_sync.cu): experts and dense projections with mma.sync, and their phases.
+"""Grouped products with mma.sync (grouped_sync.cu) on SM80 to SM89, SM120 and SM121: experts and dense projections, and
+their phases.
 
 The same layout "tile16", rows, buffers and meaning as the grouped products of SM90, within 101,376 bytes of shared
 memory: exact W4A16, q8 or bf16 weights with bf16 activations, in tiles of 128 rows of weights by 64 or 128 columns (as
-`--tile` says, or by the rows that come). Compiled and proved for SM12x, run on an H200, on no SM12x machine yet.
-Refuses SM90, which has wgmma for this, and SM100.
+`--tile` says, or by the rows that come). Compiled and proved for these architectures, run on an H200 as SM12x has them,
+on no such machine yet. Refuses SM90, which has wgmma for this, and SM100.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from halfbyte.architectures import Family
 from halfbyte.formats.tile16 import CHUNK_BYTES
 from halfbyte.kernels.cuda.device.host import FORMATS, options
-from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, TENSOR_COPY, WGMMA
+from halfbyte.kernels.cuda.phase import BULK_COPY, MMA_SYNC, MXFP4_SYNC, MXFP8_SYNC, TENSOR_COPY, WGMMA
 from halfbyte.kernels.cuda.prefill.builds import EXPERTS_MAX, FOLDER, TILE, GroupedShape
-from halfbyte.kernels.cuda.prefill.experts import Experts
+from halfbyte.kernels.cuda.prefill.experts import GroupedExperts
 from halfbyte.kernels.cuda.prefill.phases import GroupedHead, GroupedMoe, GroupedOut, GroupedPhase, GroupedQkv
 from halfbyte.kernels.cuda.prefill.products import Dense, GroupedProducts
 from halfbyte.kernels.launch import Build, Program
@@ -26,11 +28,11 @@ MX = {"": 0, "mxfp8": 1, "mxfp4": 2}
 STAGES_BYTES = 98_304  # of all stages together
 SHARED = 101_376
 # What a product shows, by the format of its activations; the others betray a fallback.
-INSTRUCTION = {"": MMA_SYNC, "mxfp8": r"\bQMMA\.SF\.16832\.F32\.E2M1\.E4M3", "mxfp4": r"\bOMMA\.SF\.16864"}
+INSTRUCTION = {"": MMA_SYNC, "mxfp8": MXFP8_SYNC, "mxfp4": MXFP4_SYNC}
 
 
 @dataclass(frozen=True)
-class SyncShape(GroupedShape):
+class SyncProductShape(GroupedShape):
     """A build of grouped_sync.cu; `mx`: activations with scales of their own (mx.py)."""
 
     mx: str = ""
@@ -64,21 +66,31 @@ class SyncShape(GroupedShape):
 
     def program(self) -> Program:
         values = {
-            "FORMAT": FORMATS[self.format], "SHAPE": 4 + (self.columns == 128), "SWIGLU": int(self.swiglu),
+            "FORMAT": FORMATS[self.format],
+            "SHAPE": 4 + (self.columns == 128),
+            "SWIGLU": int(self.swiglu),
             "MX": MX[self.mx],
-        }  # fmt: skip
+        }
         return Program(FOLDER / "grouped_sync.cu", "grouped", options(values))
 
     def describe(self) -> Build:
         name = f"grouped_sync {self.format} {self.mx or 'bf16'} {self.tile}{' swiglu' if self.swiglu else ''}"
         ban = "|".join(pattern for mx, pattern in INSTRUCTION.items() if mx != self.mx) + f"|{WGMMA}"
         # 100 bytes; on an H200 it takes no longer than bf16's product, which spills none (sync-gpu-20261115-3)
-        known = "grouped" if (self.format, self.tile) == ("q8", "128x128") else ""
+        known_spills = "grouped" if (self.format, self.tile) == ("q8", "128x128") else ""
         need = (INSTRUCTION[self.mx], BULK_COPY, TENSOR_COPY)
         return Build(
-            name, self.program(), self.threads, self.shared_bytes, need=need, ban=ban, known_spills=known,
+            name,
+            self.program(),
+            self.threads,
+            self.shared_bytes,
+            need=need,
+            ban=ban,
+            known_spills=known_spills,
             spill_limit=100,
-        )  # fmt: skip
+            # between items, and of the widest products one word a stage
+            spills_on_sm80=200 if (self.format, self.tile, self.swiglu) == ("mxfp4", "128x128", True) else 0,
+        )
 
 
 def tile_for(rows: int, m_tiles: int, blocks: int) -> tuple[str, int]:
@@ -102,7 +114,7 @@ class SyncProducts(GroupedProducts):
 
     @classmethod
     def product(cls, form: str, tile: str, swiglu: bool) -> GroupedShape:
-        return SyncShape(form, tile, swiglu, cls.mx)
+        return SyncProductShape(form, tile, swiglu, cls.mx)
 
 
 class SyncDense(SyncProducts, Dense):
@@ -113,7 +125,7 @@ class SyncDense(SyncProducts, Dense):
         return self.product(self.format, tile, False), min(cap, COLUMNS[tile])
 
 
-class SyncExperts(SyncProducts, Experts):
+class SyncExperts(SyncProducts, GroupedExperts):
     def _tile(self, rows_each: float) -> str:
         return self.tile or ("64x128" if rows_each <= 32 else "128x128")  # measured on an H200 (docs/LOG.md)
 
@@ -122,7 +134,8 @@ class SyncExperts(SyncProducts, Experts):
 
 
 class SyncPhase(GroupedPhase):
-    arches, instruction = ("sm120", "sm121"), "mma.sync within 99 KB"
+    families: tuple[Family, ...] = ("sm8x", "sm12x")
+    instruction = "mma.sync within 99 KB"
     dense: type[SyncDense] = SyncDense
     experts: type[SyncExperts] = SyncExperts
 

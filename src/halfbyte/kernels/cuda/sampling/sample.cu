@@ -2,7 +2,7 @@
 //
 // `sample_argmax`   a row's highest logit, in one pass, with many blocks to a row.
 // `sample_race`     an exponential race among the row's tokens, likewise.
-// `sample_cutoffs`  for rows with top-k, top-p or min-p only: the lowest scaled logit that may still be drawn, by a histogram
+// `sample_cutoffs`  for rows with a filter (top-n-sigma, top-k, top-p, min-p) only: the lowest scaled logit that may still be drawn, by a histogram
 //                   over the distance from the highest and a bisection inside the one bin that holds the cutoff; no sort.
 //
 // Sums are of whole numbers, so that neither the order of threads nor a neighbour's row can change a cutoff or a token.
@@ -17,6 +17,7 @@ HB_DEV float log_exact(float v) { return std::log(v); }
 HB_DEV float log1p_exact(float v) { return std::log1p(v); }
 HB_DEV float exp_exact(float v) { return std::exp(v); }
 HB_DEV double exp_double(double v) { return std::exp(v); }
+HB_DEV double sqrt_double(double v) { return std::sqrt(v); }
 HB_DEV u32 round_u32(float v) { return (u32)std::llrint((double)v); }
 #else
 HB_DEV u32 shared_add(u32* p, u32 v) { return atomicAdd(p, v); }
@@ -27,6 +28,7 @@ HB_DEV float log_exact(float v) { return logf(v); }
 HB_DEV float log1p_exact(float v) { return log1pf(v); }
 HB_DEV float exp_exact(float v) { return expf(v); }
 HB_DEV double exp_double(double v) { return exp(v); }
+HB_DEV double sqrt_double(double v) { return sqrt(v); }
 HB_DEV u32 round_u32(float v) { return __float2uint_rn(v); }
 #endif
 
@@ -38,7 +40,7 @@ constexpr int MASS_BITS = 28, HALF_BITS = 14;  // a mass within its bin in whole
 
 struct Sampling {         // mirrored by the ctypes structure in sampler.py
   const float* logits;    // [rows][stride]
-  const float* settings;  // [rows][4]: temperature, top_k, top_p, min_p
+  const float* settings;  // [rows][HB_COLUMNS], a setting at HB_TEMPERATURE, HB_TOP_K …: ops/sampling_settings.py
   const u64* keys;        // [rows]
   float* cutoffs;         // [rows]
   u64* best;              // [rows], zero between launches
@@ -108,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(RACE_THREADS) sample_argmax(const _
 
 extern "C" __global__ void __launch_bounds__(RACE_THREADS) sample_race(const __grid_constant__ Sampling d) {
   const Part p = part_of(d);
-  const float temperature = d.settings[p.row * 4];
+  const float temperature = d.settings[p.row * HB_COLUMNS + HB_TEMPERATURE];
   if (!(temperature > 0.f)) return;  // greedy: the result is there already
   const float cutoff = d.filtered ? d.cutoffs[p.row] : -HB_INFINITY;
   const u64 key = d.keys[p.row];
@@ -317,26 +319,70 @@ HB_DEV Cutoff cutoff_of(const Row& row, Shared& sh, double limit, int which, int
   return e;
 }
 
+// What lies at or above a place in order.
+HB_DEV Cutoff within(const Row& row, Shared& sh, u32 key, int& turn) {
+  const int b = row.bin(from_orderable(key));
+  Bin bin{row, sh, b, (int)sh.count[b]};
+  bin.gather();
+  const Sums s = bin.above(key - 1, turn++);
+  return {key, (double)sh.high[b] + (double)s.count, sh.mass_above[b] + join(s.high, s.low) * weight_of(b), 0.};
+}
+
+// The lowest place in order within so many standard deviations of the highest logit, of those that may be chosen. One block
+// reads the whole row in an order that depends on nothing else, so that the sums are the same bits whoever shares the launch.
+HB_DEV u32 lowest_within(const Row& row, Shared& sh, float sigmas) {
+  double sum = 0., squares = 0.;
+  u32 count = 0;
+  row.each(0, row.vocab, [&](float x, bool there) {
+    if (!there || x == -HB_INFINITY) return;
+    const double d = (double)x - (double)row.top;  // from the highest: small numbers where they matter
+    sum += d; squares += d * d; count++;
+  });
+  for (int m = 16; m; m >>= 1) {
+    const int other = (hb_thread() % 32) ^ m;
+    sum += shfl(sum, other); squares += shfl(squares, other); count += shfl(count, other);
+  }
+  double* warps = (double*)sh.held;  // [3][32]; nothing is held yet
+  if (hb_thread() % 32 == 0) { double* mine = warps + hb_thread() / 32; mine[0] = sum; mine[32] = squares; mine[64] = (double)count; }
+  sync_all();
+  if (hb_thread() == 0) {
+    for (int w = 1; w < 32; w++) { warps[0] += warps[w]; warps[32] += warps[32 + w]; warps[64] += warps[64 + w]; }
+    const double mean = warps[0] / warps[64], variance = warps[32] / warps[64] - mean * mean;
+    sh.last = orderable((float)((double)row.top - (double)sigmas * sqrt_double(variance > 0. ? variance : 0.)));
+  }
+  sync_all();
+  return sh.last;
+}
+
 extern "C" __global__ void __launch_bounds__(CUTOFF_THREADS) sample_cutoffs(const __grid_constant__ Sampling d) {
   Shared& sh = *(Shared*)hb_shared();
   const int r = hb_block() / d.cutoff_parts, part = hb_block() % d.cutoff_parts;
-  const float* settings = d.settings + r * 4;
-  const float temperature = settings[0], top_k = settings[1], top_p = settings[2], min_p = settings[3];
+  const float* settings = d.settings + r * HB_COLUMNS;
+  const float temperature = settings[HB_TEMPERATURE], top_k = settings[HB_TOP_K], top_p = settings[HB_TOP_P], min_p = settings[HB_MIN_P], sigmas = settings[HB_TOP_N_SIGMA];
   if (!(temperature > 0.f)) return;
-  const bool by_count = top_k > 0.f && top_k < (float)d.vocab, by_mass = top_p < 1.f;
+  const bool by_count = top_k > 0.f && top_k < (float)d.vocab, by_mass = top_p < 1.f, by_sigma = sigmas > 0.f;
   const float top = as_float(d.results[r * 2 + 1]) / temperature;
   u32 key = min_p > 0.f ? orderable(top + log_exact(min_p)) : 0u;
-  if ((by_count || by_mass) && top - top == 0.f) {  // a row whose highest logit is no number has no cutoff
+  if ((by_count || by_mass || by_sigma) && top - top == 0.f) {  // a row whose highest logit is no number has no cutoff
     const Row row{d.logits + r * d.stride, temperature, top, d.vocab};
-    if (!fill_bins(d, row, sh, r, part)) return;
+    if (by_count || by_mass ? !fill_bins(d, row, sh, r, part) : part != 0) return;
     int turn = 0;
-    double whole = 0.;
-    if (by_count) {
+    bool counted = by_count;
+    if (by_sigma) {
+      const u32 lowest = lowest_within(row, sh, sigmas);
+      key = lowest > key ? lowest : key;
+      if (by_count || by_mass) {
+        const Cutoff e = within(row, sh, lowest, turn);
+        counted = by_count && (double)top_k < e.tokens;
+        if (hb_thread() == 0) sh.whole = e.mass;
+        sync_all();
+      }
+    }
+    double whole = by_mass ? sh.whole : 0.;
+    if (counted) {
       const Cutoff e = cutoff_of(row, sh, (double)top_k, 0, turn);
       key = e.key > key ? e.key : key;
       whole = e.mass + ((double)top_k - e.tokens) * e.one;  // of the k likeliest: of the last one's equals, what is left
-    } else {
-      whole = sh.whole;
     }
     if (by_mass) {
       const Cutoff e = cutoff_of(row, sh, (double)top_p * whole, 1, turn);

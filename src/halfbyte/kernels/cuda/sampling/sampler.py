@@ -1,5 +1,5 @@
 """Tokens sampled on a GPU (sample.cu): the highest logit in one launch, a sample in one more, or in two more where
-top-k, top-p or min-p cut the distribution.
+a filter (top-n-sigma, top-k, top-p, min-p) cuts the distribution.
 
 The sample is that of `halfbyte.engine.sampling.race`, number for number: the same keys give the same tokens, but for
 ties within the rounding of a logarithm. Greedy rows are left as they are. Allocates nothing in a step, waits for
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import PlanError
-from halfbyte.kernels.cuda.device.host import INT, LONG, POINTER, Machine, fields, gpu, pointer
+from halfbyte.kernels.cuda.device.host import INT, LONG, POINTER, KernelMachine, fields, gpu, options, pointer
 from halfbyte.kernels.launch import Build, Program, find_prebuilt, nvrtc_available
+from halfbyte.ops.sampling_settings import COLUMNS
 from halfbyte.plan.launches import SAMPLING
 
 SOURCE = Path(__file__).parent / "sample.cu"
@@ -26,8 +27,12 @@ VOCAB_MAX = (1 << 18) - 1
 BLOCKS, LEAST = 512, 1024  # blocks of a race over all rows; tokens a block should have at least
 CUTOFF_BLOCKS, CUTOFF_PARTS, CUTOFF_LEAST = 64, 16, 8192  # the same for cutoffs; at most so many blocks to a row
 BINS = 3 * 2048
+# -DHB_TOP_K=1 …: the column of each setting in a row, and how many there are.
+OPTIONS = options({"COLUMNS": len(COLUMNS)} | {name.upper(): at for at, name in enumerate(COLUMNS)})
 BUILDS = {  # all in one cubin
-    entry: Build(f"sampler {entry}", Program(SOURCE, entry), threads, SHARED[entry], early=False, part=SAMPLING)
+    entry: Build(
+        f"sampler {entry}", Program(SOURCE, entry, OPTIONS), threads, SHARED[entry], early=False, part=SAMPLING
+    )
     for entry, threads in THREADS.items()
 }
 
@@ -46,7 +51,7 @@ class CudaSampler:
     name = "cuda.sampler"
     cutoff_least = CUTOFF_LEAST  # tokens to a block, at least, where several count a row
 
-    def __init__(self, machine: Machine, rows: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, machine: KernelMachine, rows: int, vocab: int, device: torch.device) -> None:
         if vocab > VOCAB_MAX:
             raise PlanError(f"the CUDA sampler {_too_many(vocab)}.")
         self.machine = machine
@@ -67,13 +72,14 @@ class CudaSampler:
 
     def sample(self, logits: Tensor, settings: Tensor, keys: Tensor, results: Tensor, *, filtered: bool) -> None:
         """`results` int32 [L, 2]: tokens of the rows that are sampled are replaced; the second word, the bits of the
-        row's highest logit, is read. `filtered`: some row has top-k, top-p or min-p."""
+        row's highest logit, is read. `filtered`: some row has a filter."""
         rows, vocab = logits.shape
         logits = logits.float()
         for inputs, dtype in ((settings, torch.float32), (keys, torch.int64)):
             assert inputs.is_contiguous()
             assert inputs.dtype == dtype
             assert inputs.shape[0] == rows
+        assert settings.shape == (rows, len(COLUMNS))
         args = self._args(logits, results)
         args.settings, args.keys, args.filtered = settings.data_ptr(), keys.data_ptr(), int(filtered)
         if filtered:
@@ -89,10 +95,16 @@ class CudaSampler:
         assert results.dtype == torch.int32
         assert results.shape == (rows, 2)
         return SampleArgs(
-            logits=pointer(logits), cutoffs=pointer(self._cutoffs), best=pointer(self._best),
-            tickets=pointer(self._tickets), bins=pointer(self._bins), results=pointer(results),
-            stride=logits.stride(0), vocab=vocab, parts=max(1, min(BLOCKS // rows, -(-vocab // LEAST))),
-        )  # fmt: skip
+            logits=pointer(logits),
+            cutoffs=pointer(self._cutoffs),
+            best=pointer(self._best),
+            tickets=pointer(self._tickets),
+            bins=pointer(self._bins),
+            results=pointer(results),
+            stride=logits.stride(0),
+            vocab=vocab,
+            parts=max(1, min(BLOCKS // rows, -(-vocab // LEAST))),
+        )
 
 
 def _too_many(vocab: int) -> str:

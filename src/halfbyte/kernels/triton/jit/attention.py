@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.triton.jit.numbers import dot, e4m3_to_bf16, keep_broken, round_to, to_bf16
+from halfbyte.kernels.triton.jit.numbers import cache_value, dot, keep_broken, round_to, to_bf16
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -20,8 +20,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _load_block(pointer, KV: tl.constexpr):
     value = tl.load(pointer)
-    if KV == "fp8":
-        value = e4m3_to_bf16(value)
+    if KV != "bf16":
+        value = cache_value(value, KV)
     return value
 
 
@@ -183,10 +183,10 @@ def decode_kernel(
             KV, WINDOW, True, PAGE, D,
         )  # fmt: skip
     if SPLIT:
-        place = cell * splits + part
-        tl.store(sums + place[:, None] * D + d[None, :], acc, mask=mine[:, None])
-        tl.store(stats + place * 2, top, mask=mine)
-        tl.store(stats + place * 2 + 1, total, mask=mine)
+        index = cell * splits + part
+        tl.store(sums + index[:, None] * D + d[None, :], acc, mask=mine[:, None])
+        tl.store(stats + index * 2, top, mask=mine)
+        tl.store(stats + index * 2 + 1, total, mask=mine)
     else:
         sink = None
         if sinks is not None:

@@ -215,27 +215,28 @@ def gate_up_kernel(
     count = tl.load(tile_count + tile)
     m = tl.arange(0, BM)
     i = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
-    place = begin + m
+    position = begin + m
     keep = (m < count)[:, None]
     if tl.program_id(0) * BN >= N:
         # A tile of nothing but padding (see below).
         if OUT != "plain":
             PACK: tl.constexpr = 2 if OUT == "mxfp4" else 1
             j = tl.program_id(0) * (BN // 2 // PACK) + tl.arange(0, BN // 2 // PACK)
-            at = place[:, None] * (WIDTH // PACK) + j[None, :]
+            at = position[:, None] * (WIDTH // PACK) + j[None, :]
             none = tl.zeros((BM, BN // 2 // PACK), tl.uint8)
             tl.store(out + at, none, mask=keep & (j < WIDTH // PACK)[None, :])
             g = tl.program_id(0) * (BN // 64) + tl.arange(0, BN // 64)
-            at = place[:, None] * (WIDTH // 32) + g[None, :]
+            at = position[:, None] * (WIDTH // 32) + g[None, :]
             tl.store(out_scales + at, tl.zeros((BM, BN // 64), tl.uint8), mask=keep & (g * 32 < WIDTH)[None, :])
         return
     slot = tl.load(order + begin + tl.minimum(m, count - 1))
     row = slot // TOP
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.minimum(n, N - 1)
+    if ws is not None:
+        ws += expert.to(tl.int64) * ws_expert
     acc = accumulate(
-        x, xs, row, x_stride, xs_stride,
-        w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
+        x, xs, row, x_stride, xs_stride, w + expert.to(tl.int64) * w_expert, ws,
         column, w_stride, ws_stride, K,
         XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
@@ -251,21 +252,21 @@ def gate_up_kernel(
     # Columns past the last are zeros up to WIDTH, the whole K tiles of the next product.
     value = tl.where((i < N // 2)[None, :], value, 0.0)
     if OUT == "plain":
-        at = place[:, None] * WIDTH + i[None, :]
+        at = position[:, None] * WIDTH + i[None, :]
         tl.store(out + at, round_to(value, out.dtype.element_ty), mask=keep & (i < WIDTH)[None, :])
     else:
         GROUPS: tl.constexpr = BN // 64
         code, scale = mx_codes(tl.reshape(value, (BM, GROUPS, 32)), OUT)
         g = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-        at = place[:, None] * (WIDTH // 32) + g[None, :]
+        at = position[:, None] * (WIDTH // 32) + g[None, :]
         tl.store(out_scales + at, scale, mask=keep & (g * 32 < WIDTH)[None, :])
         if OUT == "mxfp8":
-            at = place[:, None] * WIDTH + i[None, :]
+            at = position[:, None] * WIDTH + i[None, :]
             tl.store(out + at, tl.reshape(code, (BM, BN // 2)), mask=keep & (i < WIDTH)[None, :])
         else:
             low, high = tl.split(tl.reshape(code, (BM, BN // 4, 2)))
             j = tl.program_id(0) * (BN // 4) + tl.arange(0, BN // 4)
-            at = place[:, None] * (WIDTH // 2) + j[None, :]
+            at = position[:, None] * (WIDTH // 2) + j[None, :]
             tl.store(out + at, (low | (high << 4)).to(tl.uint8), mask=keep & (j < WIDTH // 2)[None, :])
 
 
@@ -291,18 +292,19 @@ def down_kernel(
     begin = tl.load(tile_begin + tile)
     count = tl.load(tile_count + tile)
     m = tl.arange(0, BM)
-    place = begin + tl.minimum(m, count - 1)
-    slot = tl.load(order + place)
+    position = begin + tl.minimum(m, count - 1)
+    slot = tl.load(order + position)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.minimum(n, N - 1)
+    if ws is not None:
+        ws += expert.to(tl.int64) * ws_expert
     acc = accumulate(
-        x, xs, place, x_stride, xs_stride,
-        w + expert.to(tl.int64) * w_expert, ws + expert.to(tl.int64) * ws_expert,
+        x, xs, position, x_stride, xs_stride, w + expert.to(tl.int64) * w_expert, ws,
         column, w_stride, ws_stride, K,
         XF, WF, SWAP, BM, BN, BK, EVEN,
     )  # fmt: skip
     if row_scale is not None:
-        acc *= tl.load(row_scale + place)[:, None]
+        acc *= tl.load(row_scale + position)[:, None]
     weight = tl.load(weights + slot)
     keep = m < count
     if BM * BN > 64 * 128:

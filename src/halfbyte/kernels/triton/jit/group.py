@@ -47,8 +47,8 @@ def _tiles(total, tile_expert, tile_begin, tile_count, tiles, BM: tl.constexpr, 
 
 
 @triton.jit
-def _scatter(ids, order, slots, first, last, place, BE: tl.constexpr):
-    """`place` [BE]: where the next slot of each expert goes."""
+def _scatter(ids, order, slots, first, last, position, BE: tl.constexpr):
+    """`position` [BE]: where the next slot of each expert goes."""
     e = tl.arange(0, BE)
     for at in range(first, last, SUB):
         i = at + tl.arange(0, SUB)
@@ -57,9 +57,9 @@ def _scatter(ids, order, slots, first, last, place, BE: tl.constexpr):
         earlier = tl.arange(0, SUB)[None, :] < tl.arange(0, SUB)[:, None]
         rank = tl.sum(((expert[:, None] == again[None, :]) & earlier).to(tl.int32), axis=1)
         mine = expert[:, None] == e[None, :]
-        to = tl.sum(tl.where(mine, place[None, :], 0), axis=1) + rank
+        to = tl.sum(tl.where(mine, position[None, :], 0), axis=1) + rank
         tl.store(order + to, i, mask=i < slots)
-        place += tl.sum(mine.to(tl.int32), axis=0)
+        position += tl.sum(mine.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -84,15 +84,15 @@ def tiles_kernel(counts, tile_expert, tile_begin, tile_count, chunks, tiles, BM:
     total = tl.zeros((BE,), tl.int32)
     for chunk in range(0, chunks):
         total += tl.load(counts + chunk * BE + e)
-    place = _tiles(total, tile_expert, tile_begin, tile_count, tiles, BM, BE)
+    position = _tiles(total, tile_expert, tile_begin, tile_count, tiles, BM, BE)
     for chunk in range(0, chunks):
         count = tl.load(counts + chunk * BE + e)
-        tl.store(counts + chunk * BE + e, place)
-        place += count
+        tl.store(counts + chunk * BE + e, position)
+        position += count
 
 
 @triton.jit
 def scatter_kernel(ids, counts, order, slots, chunk, BE: tl.constexpr):
     first = tl.program_id(0) * chunk
-    place = tl.load(counts + tl.program_id(0) * BE + tl.arange(0, BE))
-    _scatter(ids, order, slots, first, tl.minimum(first + chunk, slots), place, BE)
+    position = tl.load(counts + tl.program_id(0) * BE + tl.arange(0, BE))
+    _scatter(ids, order, slots, first, tl.minimum(first + chunk, slots), position, BE)

@@ -31,21 +31,11 @@ if INTERPRET:
 
     @triton.jit
     def e4m3_bits(x):
-        bits = x.to(tl.uint32, bitcast=True)
-        magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
-        m = magnitude.to(tl.uint32, bitcast=True)
-        normal = ((m + 0x7FFFF + ((m >> 20) & 1)) >> 20) - 960
-        small = (magnitude + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
-        code = tl.where(magnitude < 0.015625, small, normal)
-        code = tl.where(x != x, 0x7F, code)
-        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+        return plain_e4m3_bits(x)
 
     @triton.jit
     def e4m3_to_bf16(bits):
-        wide = bits.to(tl.uint16)
-        half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        value = half.to(tl.float32) * 256.0
-        return to_bf16(tl.where((wide & 0x7F) == 0x7F, float("nan"), value))
+        return plain_e4m3_to_bf16(bits)
 
     @triton.jit
     def e2m1_to_e4m3(packed):
@@ -101,6 +91,46 @@ else:
             is_pure=True,
             pack=4,
         )
+
+
+# E4M3 without the conversions that begin with SM89, and under the interpreter.
+
+
+@triton.jit
+def plain_e4m3_bits(x):
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)
+    m = magnitude.to(tl.uint32, bitcast=True)
+    normal = ((m + 0x7FFFF + ((m >> 20) & 1)) >> 20) - 960
+    small = (magnitude + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0.015625, small, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def plain_e4m3_to_bf16(bits):
+    wide = bits.to(tl.uint16)
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    value = half.to(tl.float32) * 256.0
+    return to_bf16(tl.where((wide & 0x7F) == 0x7F, float("nan"), value))
+
+
+@triton.jit
+def cache_bits(x, KV: tl.constexpr):
+    """A value of an fp8 cache as its bits; KV is fp8, or fp8_bits where the GPU cannot convert."""
+    if KV == "fp8":
+        return e4m3_bits(x)
+    else:
+        return plain_e4m3_bits(x)
+
+
+@triton.jit
+def cache_value(bits, KV: tl.constexpr):
+    if KV == "fp8":
+        return e4m3_to_bf16(bits)
+    else:
+        return plain_e4m3_to_bf16(bits)
 
 
 @triton.jit

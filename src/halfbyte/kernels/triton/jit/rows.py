@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.triton.jit.numbers import dot, e4m3_bits, keep_broken, norm_scale, round_to, to_bf16
+from halfbyte.kernels.triton.jit.numbers import cache_bits, dot, keep_broken, norm_scale, round_to, to_bf16
 
 
 @triton.jit
@@ -78,13 +78,13 @@ def rope_kernel(
     at_v = row.to(tl.int64) * v_stride + head * D + i
     lower = tl.load(v + at_v).to(tl.float32)
     upper = tl.load(v + at_v + HALF).to(tl.float32)
-    if KV == "fp8":  # E4M3 has no infinity: it becomes NaN, not 448
+    if KV != "bf16":  # E4M3 has no infinity: it becomes NaN, not 448
         first = a * c - b * s
         second = b * c + a * s
-        tl.store(cell + i, e4m3_bits(keep_broken(first, first)))
-        tl.store(cell + i + HALF, e4m3_bits(keep_broken(second, second)))
-        tl.store(cell + value_offset + i, e4m3_bits(keep_broken(lower, lower)))
-        tl.store(cell + value_offset + i + HALF, e4m3_bits(keep_broken(upper, upper)))
+        tl.store(cell + i, cache_bits(keep_broken(first, first), KV))
+        tl.store(cell + i + HALF, cache_bits(keep_broken(second, second), KV))
+        tl.store(cell + value_offset + i, cache_bits(keep_broken(lower, lower), KV))
+        tl.store(cell + value_offset + i + HALF, cache_bits(keep_broken(upper, upper), KV))
     else:
         tl.store(cell + i, to_bf16(a * c - b * s))
         tl.store(cell + i + HALF, to_bf16(b * c + a * s))
@@ -99,7 +99,8 @@ def router_kernel(
 ):  # fmt: skip
     """Products of (x * norm weight) with the router's rows over one part of K; the norm's scalar comes later.
 
-    Activations go in as a sum of two bf16, so that a choice between experts is made with 16 bits and not with 8."""
+    Activations go in as a sum of two bf16, so that a choice between experts is made with 16 bits and not with 8. So do
+    the rows of a float32 router; the product of both low parts is below what float32 keeps, and is left out."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     part = tl.program_id(2)
@@ -114,6 +115,10 @@ def router_kernel(
         w = tl.load(weight + expert[None, :] * H + k[:, None], mask=inside[:, None], other=0.0)
         high = to_bf16(value)
         low = to_bf16(value - high.to(tl.float32))
+        if weight.dtype.element_ty == tl.float32:
+            coarse = to_bf16(w)
+            acc = dot(high, to_bf16(w - coarse.to(tl.float32)), acc)
+            w = coarse
         acc = dot(low, w, acc)
         acc = dot(high, w, acc)
     at = (m[:, None].to(tl.int64) * tl.num_programs(2) + part) * E + e[None, :]

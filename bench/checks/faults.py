@@ -1,0 +1,126 @@
+"""Does the protocol find faults? Each is planted into a real `halfbyte serve`, and its level must not pass it.
+
+    python -m bench run faults --set names=window
+
+Faults of code are patched into the server's processes (`planted/sitecustomize.py`), those of numbers are another
+`config.json` beside the same weights. The engine without a fault is the control, which must pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.checks.planted import sitecustomize
+from bench.measurement import Run, measurement, option
+from halfbyte.gates import parse
+from halfbyte.lab import receipts
+from halfbyte.lab.levels.protocol import FAIL, INVALID, PASS, Outcome, run_levels
+from halfbyte.lab.levels.subject import Subject
+from halfbyte.lab.options import CheckOptions, Works
+from halfbyte.lab.peers.halfbyte import HalfbytePeer
+from halfbyte.lab.peers.launch import Launch, Setup
+from halfbyte.lab.result import Cell, Check, Result, figure
+from halfbyte.model import load
+
+CONTROL = "none"
+NUMBERS: Mapping[str, Mapping[str, Any]] = {
+    "the window is off by one": {"sliding_window": 129},
+    "the rope base is off by 1 %": {"rope_theta": 151500.0},
+    "the rope base is off by 10 %": {"rope_theta": 165000.0},
+    "three experts instead of four": {"num_experts_per_tok": 3, "experts_per_token": 3},
+    "the limit of SwiGLU is 2": {"swiglu_limit": 2.0},
+    "the epsilon of the norms is 0.01": {"rms_norm_eps": 0.01},
+    "the window is one page larger": {"sliding_window": 192},
+}
+# Faults of a gate: only level 1.5 can see that it was ignored.
+GATES: Mapping[str, Mapping[str, str]] = {
+    "--kv-dtype is ignored": {"kv_dtype": "fp8"},
+    "--speculate is ignored": {"speculate": "ngram"},
+}
+# Faults that only a timed answer shows.
+TIMED = ("streamed tokens are made up", "streams are held back")
+WORKS = Works((256,), (128,), repeats=2)
+FAULTS = (CONTROL, *NUMBERS, *sitecustomize.PATCHES)
+
+
+@dataclass(frozen=True)
+class FaultyPeer:
+    """`halfbyte serve` with a fault; for the lab it is halfbyte with the embedded model."""
+
+    fault: str
+    folder: Path  # of another config.json, where the fault is one of numbers
+    name: str = "halfbyte"
+
+    def prepare(self, setup: Setup, progress: Any) -> Setup:
+        return setup
+
+    def launch(self, setup: Setup) -> Launch:
+        launch = HalfbytePeer().launch(setup)
+        if self.fault in NUMBERS:
+            at = launch.command.index("serve") + 1
+            return Launch((*launch.command[:at], str(self.folder), *launch.command[at:]), record=launch.record)
+        path = os.pathsep.join([str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH", "")])
+        return Launch(launch.command, {"PLANTED_FAULT": self.fault, "PYTHONPATH": path}, record=launch.record)
+
+
+@contextmanager
+def faulty_subject(fault: str) -> Iterator[Subject]:
+    with tempfile.TemporaryDirectory(prefix="halfbyte-fault-") as scratch:
+        model = Path(scratch) / "model"
+        if fault in NUMBERS:
+            model.mkdir()
+            for file in load.EMBEDDED.iterdir():
+                (model / file.name).symlink_to(file)
+            config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+            (model / "config.json").unlink()
+            changes = {k: v for k, v in NUMBERS[fault].items() if k in config}
+            assert changes, f"{fault}: config.json has none of {', '.join(NUMBERS[fault])}"
+            (model / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+        gates = parse(GATES.get(fault, {}), env={})
+        yield Subject(FaultyPeer(fault, model), Setup(None, gates), Path(scratch) / "run")
+
+
+def levels_of(fault: str) -> list[str]:
+    """The level that must see a fault; every one of these levels must pass the control."""
+    return ["1.5", "2", "4"] if fault == CONTROL else ["1.5" if fault in GATES else "4" if fault in TIMED else "2"]
+
+
+def outcomes_of(fault: str) -> list[Outcome]:
+    with faulty_subject(fault) as subject:
+        return run_levels(subject, levels_of(fault), CheckOptions(works=WORKS)).outcomes
+
+
+def expected_verdict(fault: str) -> str:
+    return PASS if fault == CONTROL else INVALID if fault in GATES or fault in TIMED else FAIL
+
+
+def measure(cell: Cell, fault: str) -> Result:
+    outcomes, verdict = outcomes_of(fault), expected_verdict(fault)
+    checks = [
+        Check(f"level {o.level} says {verdict}", o.verdict == verdict, note=f"{o.verdict}: {o.sentence}"[:400])
+        for o in outcomes
+    ]
+    figures = (figure("faults", "faults", int(fault != CONTROL)),) if all(c.ok for c in checks) else ()
+    return Result(cell, figures, tuple(checks), detail={"seconds": sum(o.seconds for o in outcomes)})
+
+
+@dataclass(frozen=True)
+class Options:
+    names: tuple[str, ...] = option((), "words of the names of faults; by default all of them and the control")
+
+
+@measurement("faults", seconds=1800)
+def faults(run: Run, options: Options) -> None:
+    run.sources |= receipts.hashes(receipts.sources_of([receipts.PACKAGE / "engine" / "build.py"], ("engine",)))
+    for fault in FAULTS:
+        if not options.names or any(word in fault for word in options.names):
+            cell = Cell("fault", "tiny", path="http", shape={"case": fault})
+            run.measure(cell, partial(measure, cell, fault))

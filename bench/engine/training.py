@@ -1,0 +1,24 @@
+"""How right the embedded model is: commands of training/, which print their receipt or write it beside the weights, and
+`halfbyte eval`."""
+
+from __future__ import annotations
+
+from bench.measurement import Row, commands
+
+command = commands(__name__)
+
+command(
+    "eval-trained", "python training/train.py --stage evaluate", seconds=7200, receipt=False, routine=False,
+    rows=(Row("embedded model, 4200 problems of an unseen seed: mean", "accuracy", "mean", path="training's network",
+              model="tiny", shape={"seed": 4242}),),
+)  # fmt: skip
+command(
+    "eval-cpu", "halfbyte eval --seed 31415 --per-task 40 --device cpu", seconds=3600,
+    rows=(Row("embedded model through the engine on a CPU: mean", "accuracy", "mean", model="tiny",
+              shape={"seed": 31415}, command="halfbyte eval --seed 31415 --per-task 40"),),
+)  # fmt: skip
+command(
+    "acceptance", "python training/acceptance.py", seconds=7200, receipt=False, routine=False,
+    rows=(Row("tokens per verification, EAGLE-3 / draft model", "acceptance", "tokens_per_verification", model="tiny",
+              shape={"conversations": 156}, over="path", values=("eagle3", "draft")),),
+)  # fmt: skip
