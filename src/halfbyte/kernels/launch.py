@@ -155,7 +155,7 @@ def nvrtc_version() -> str:
 
 
 def _options(program: Program, arch: str) -> tuple[str, ...]:
-    own = ("-DHB_SHARED_CTA",) if _names_shared_cta(arch) else ()  # what _for_arch did, for the cache's key
+    own: tuple[str, ...] = ("-DHB_SHARED_CTA",) if _names_shared_cta(arch) else ()  # what _for_arch did, for the cache's key
     own += (SM80,) if not arch.endswith("a") else ()
     return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *own, *program.options)
 
