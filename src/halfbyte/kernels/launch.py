@@ -155,9 +155,9 @@ def nvrtc_version() -> str:
 
 
 def _options(program: Program, arch: str) -> tuple[str, ...]:
-    own: tuple[str, ...] = ("-DHB_SHARED_CTA",) if _names_shared_cta(arch) else ()  # what _for_arch did, for the cache's key
-    own += (SM80,) if not arch.endswith("a") else ()
-    return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *own, *program.options)
+    shared_cta = ("-DHB_SHARED_CTA",) if _names_shared_cta(arch) else ()  # what _for_arch did, for the cache's key
+    sm80 = () if arch.endswith("a") else (SM80,)
+    return (f"--gpu-architecture={arch}", "--std=c++17", "-default-device", *shared_cta, *sm80, *program.options)
 
 
 def _for_arch(text: bytes, arch: str) -> bytes:
