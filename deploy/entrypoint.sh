@@ -45,10 +45,10 @@ while [ "$all" -gt 0 ]; do
   all=$((all - 1))
   set -- "$@" "$word"
   case "$word" in
-    --moe-kernel | --linear-kernel | --activation | --layers | --mxfp4-layers | --tile | --attention | --sinks | --kv-dtype | --speculate | --cpu-instructions | --threads | --preset | --engine)
+    --moe-kernel | --linear-kernel | --activation | --layers | --mxfp4-layers | --tile | --attention | --sinks | --kv-dtype | --speculate | --cpu-instructions | --threads | --experts-in-host | --preset | --engine)
       gates="$gates $word ${1:-}"
       ;;
-    --moe-kernel=* | --linear-kernel=* | --activation=* | --layers=* | --mxfp4-layers=* | --tile=* | --attention=* | --sinks=* | --kv-dtype=* | --speculate=* | --cpu-instructions=* | --threads=* | --preset=* | --engine=* | --enforce-eager | --deterministic)
+    --moe-kernel=* | --linear-kernel=* | --activation=* | --layers=* | --mxfp4-layers=* | --tile=* | --attention=* | --sinks=* | --kv-dtype=* | --speculate=* | --cpu-instructions=* | --threads=* | --experts-in-host=* | --preset=* | --engine=* | --enforce-eager | --deterministic)
       gates="$gates $word"
       ;;
     --port) port=${1:-} ;;

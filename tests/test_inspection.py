@@ -188,6 +188,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert word in result.stdout
 
 
+@pytest.mark.exact  # maxima, and one sum by one function on both sides
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bits_say_what_numbers_say(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(4)

@@ -172,7 +172,9 @@ def test_the_doctor_looks_at_what_a_name_means(home: Path, run: Run) -> None:
     config.unlink()
     code, out, _ = run("doctor", "20b", "--json")
     assert code == 1
-    assert [f["id"] for f in json.loads(out)["findings"] if f["severity"] == "error"] == ["model.complete"]
+    (finding,) = [f for f in json.loads(out)["findings"] if f["severity"] == "error"]
+    assert finding["id"] == "model.headers"
+    assert "config.json" in finding["evidence"]
     code, _, err = run("doctor", "no-such-model")
     assert (code, "does not exist" in err) == (2, True)
     assert "has not been pulled" in run("doctor", "120b")[2]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from halfbyte.engine.options import EngineOptions
-from halfbyte.engine.placement import Placement, place
+from halfbyte.engine.placement import Placement, find_placement
 from halfbyte.engine.sizing import memory_account, page_limits
 from halfbyte.errors import CheckpointError, NotEnoughMemoryError, UsageError
 from halfbyte.formats.matrices import Formats
@@ -338,7 +338,7 @@ def rooms_in(
     for name, facts in shapes:
         config = facts.config
         try:
-            placement = place(facts, EngineOptions(gates=gates), state, arch)
+            placement = find_placement(facts, EngineOptions(gates=gates), state, arch)
         except NotEnoughMemoryError as e:  # neither memory has room
             nowhere = Placement(gates, config.layers, 0, facts.weight_bytes(gates, arch), 0)
             rooms.append(Room(machine, gpu, name, 0.0, config.max_context, f"{machine}, {name}: {e}", nowhere))
@@ -400,7 +400,7 @@ def memory_table(arch: Arch) -> list[str]:
         cells = [" / ".join(f"{tokens:,}" if tokens else "none" for tokens in longest)]
         for facts in (small, large):
             options = EngineOptions(gates=PRESETS["balanced"].gates)
-            placement = place(facts, options, state, arch)
+            placement = find_placement(facts, options, state, arch)
             options = replace(options, gates=placement.gates)
             if not fits(facts, options, state, arch, placement.device_bytes):
                 cells.append("does not fit")

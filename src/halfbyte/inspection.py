@@ -282,8 +282,8 @@ def _piece_of_numbers(piece: Matrix) -> _Piece:
 
 
 def _piece_of_bits(piece: Matrix) -> _Piece | None:
-    """The same of a dense matrix of 16-bit numbers, several times as fast: their bits without the sign have the order
-    of the magnitudes. None for other tensors, and where a number is not finite."""
+    """Like `_piece_of_numbers`, several times as fast, for a dense matrix of 16-bit numbers: without the sign, their
+    bits are ordered as their magnitudes. None for other tensors, and where a number is not finite."""
     if not isinstance(piece, Tensor) or piece.element_size() != 2 or piece.dim() != 2:
         return None
     bits = piece.contiguous().view(torch.int16) & 0x7FFF

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from halfbyte.engine.options import EngineOptions
-from halfbyte.engine.placement import HOST_RESERVE, Placement, place
+from halfbyte.engine.placement import HOST_RESERVE, Placement, find_placement
 from halfbyte.engine.sizing import check_start, rows_per_step
 from halfbyte.errors import NotEnoughMemoryError, UsageError
 from halfbyte.explanation import explain
@@ -29,7 +29,7 @@ def machine(gpu: float, host: float = 64) -> MemoryState:
 
 def placed(model: str, memory: MemoryState, context: int = 32768, **flags: str) -> tuple[Placement, EngineOptions]:
     options = EngineOptions(gates=parse(flags, env={}), max_context=context)
-    placement = place(FACTS[model], options, memory, SM90)
+    placement = find_placement(FACTS[model], options, memory, SM90)
     return placement, replace(options, gates=placement.gates)
 
 
@@ -45,7 +45,7 @@ def test_as_few_layers_as_fit(gpu: int) -> None:
         assert placement.host_layers == 0
         return
     fewer = replace(options, gates=replace(options.gates, experts_in_host=str(placement.host_layers - 1)))
-    less = place(FACTS["120b"], fewer, memory, SM90)
+    less = find_placement(FACTS["120b"], fewer, memory, SM90)
     with pytest.raises(NotEnoughMemoryError):
         check_start(FACTS["120b"].config, fewer, memory, SM90, less.device_bytes, own_process=False)
 
@@ -93,7 +93,7 @@ def test_one_memory_has_no_choice() -> None:
     host = MemoryState(total=128 * GIB, available=120 * GIB)
     options = EngineOptions(gates=parse({"experts_in_host": "all"}, env={}))
     with pytest.raises(UsageError, match="leave it out"):
-        place(FACTS["20b"], options, host, ARCHES["cpu"])
+        find_placement(FACTS["20b"], options, host, ARCHES["cpu"])
 
 
 def test_a_part_of_a_large_gpu() -> None:

@@ -123,7 +123,9 @@ def test_the_selection_with_a_faked_gb10(monkeypatch: pytest.MonkeyPatch) -> Non
     _, chosen, _ = choose(BIG, Gates(layers="all", activation="mxfp8"), arch)  # type: ignore[arg-type]
     assert [p.name for p in chosen["decode"] if "moe" in p.covers] == ["cuda.grouped_mxfp8_moe"]
     fake_vllm(monkeypatch, "0.32.0", (8, 9))
-    with pytest.raises(PlanError, match="this GPU is sm89"):
+    assert compat.arch_here().name == "sm89"
+    fake_vllm(monkeypatch, "0.32.0", (7, 5))
+    with pytest.raises(PlanError, match="sm75"):
         compat.arch_here()
 
 

@@ -112,7 +112,7 @@ def serve(
         )
     resolved = load.resolve_model(model)
     where = load.resolve_device(device)
-    from halfbyte.engine.placement import place
+    from halfbyte.engine.placement import find_placement
     from halfbyte.engine.process import EngineProcess
     from halfbyte.engine.sizing import check_start, keeps_cached
     from halfbyte.memory import read_memory
@@ -127,7 +127,7 @@ def serve(
         options = replace(options, reserve_gib=rest_of_memory(memory_share, options, memory))
     checkpoint = load.OpenCheckpoint(resolved)
     facts = checkpoint.facts
-    placement = place(facts, options, memory, arch_of(where))
+    placement = find_placement(facts, options, memory, arch_of(where))
     options = replace(options, gates=placement.gates)
     account = check_start(facts.config, options, memory, arch_of(where), placement.device_bytes)
     settings = replace(settings, min_available_bytes=account.state.floor(account.reserve))

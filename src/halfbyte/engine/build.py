@@ -15,7 +15,7 @@ from halfbyte.engine.engine import EngineCore
 from halfbyte.engine.graphs import Graphs
 from halfbyte.engine.options import PREFIX_DISK, EngineOptions
 from halfbyte.engine.page_memory import PageMemory
-from halfbyte.engine.placement import place
+from halfbyte.engine.placement import find_placement
 from halfbyte.engine.prefix_identity import prefix_identity
 from halfbyte.engine.prefix_tiers import PrefixTiers
 from halfbyte.engine.request import SourceInfo
@@ -54,7 +54,7 @@ def build_core(
     device = resolve_device(options.device)
     with checkpoint or OpenCheckpoint(resolve_model(options.model)) as opened:
         facts, memory = opened.facts, read_memory(device).limited_to(options.gpu_memory)
-        placement = place(facts, options, memory, arch_of(device))
+        placement = find_placement(facts, options, memory, arch_of(device))
         options = replace(options, gates=placement.gates)
         check_start(facts.config, options, memory, arch_of(device), placement.device_bytes, own_process=False)
         model = load_model(

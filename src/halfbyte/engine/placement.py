@@ -42,7 +42,7 @@ class Placement:
         )
 
 
-def place(facts: CheckpointFacts, options: EngineOptions, memory: MemoryState, arch: Arch) -> Placement:
+def find_placement(facts: CheckpointFacts, options: EngineOptions, memory: MemoryState, arch: Arch) -> Placement:
     """The placement that the options ask for, or the one that fits."""
     gates, layers = options.gates, facts.config.layers
     total = facts.weight_bytes(gates, arch)
@@ -84,4 +84,4 @@ def place(facts: CheckpointFacts, options: EngineOptions, memory: MemoryState, a
 def placed_gates(facts: CheckpointFacts, gates: Gates, device: torch.device, gpu_memory: int | None = None) -> Gates:
     """The gates with the placement that fits this machine, for a model that is loaded without an engine."""
     memory = read_memory(device).limited_to(gpu_memory)
-    return place(facts, EngineOptions(gates=gates, gpu_memory=gpu_memory), memory, arch_of(device)).gates
+    return find_placement(facts, EngineOptions(gates=gates, gpu_memory=gpu_memory), memory, arch_of(device)).gates

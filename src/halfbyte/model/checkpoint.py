@@ -346,10 +346,10 @@ class RequantisedSource:
             return self.inner.parts(layer, role)
         if not self.folds(layer, role):
             parts = self.inner.parts(layer, role)
-            made = [requantise(p, target) for p in parts]
+            rounded = [requantise(p, target) for p in parts]
             if GROUPS[role] == "moe":
-                self._add_error(parts, made)
-            return made
+                self._add_error(parts, rounded)
+            return rounded
         last, self._fold = self._fold, None
         folded = last[1] if last is not None and last[0] == (layer, role) else self._folded(layer, role)
         return [requantise(p, target, folded.columns) for p in folded.parts]
@@ -359,8 +359,8 @@ class RequantisedSource:
         """Relative rms error of the experts that were requantised, by the first expert of each layer."""
         return math.sqrt(self._lost / self._size) if self._size else None
 
-    def _add_error(self, parts: Sequence[Matrix], made: Sequence[Matrix]) -> None:
-        for before, after in zip(parts, made):
+    def _add_error(self, parts: Sequence[Matrix], requantised: Sequence[Matrix]) -> None:
+        for before, after in zip(parts, requantised):
             if after is not before:
                 exact, rounded = (dense(slice_rows(m, 0, 1)) for m in (before, after))
                 self._lost += float((rounded - exact).norm()) ** 2

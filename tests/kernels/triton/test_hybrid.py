@@ -37,14 +37,14 @@ class InstantLink:
         self.full = [False] * link.SLOTS
         self.wire_seconds = 0.0
 
-    def page_locked(self, words: int) -> Tensor:
-        return torch.full((words,), torch.nan)
+    def page_locked(self, count: int) -> Tensor:
+        return torch.full((count,), torch.nan)
 
     def lock(self, memory: Tensor) -> None:
         assert memory.is_contiguous()
 
-    def copy(self, target: Tensor, source: Tensor, words: int) -> None:
-        target[:words] = source[:words]
+    def copy(self, target: Tensor, source: Tensor, count: int) -> None:
+        target[:count] = source[:count]
 
     def call(self, function: int, argument: ctypes.Structure) -> None:
         self.calls += 1

@@ -22,14 +22,14 @@ SLOTS = 2  # buffers that `fetch` fills in turn
 
 
 class Link(Protocol):
-    def page_locked(self, words: int) -> Tensor:
-        """float32 [words] in host memory that the GPU copies from and to by itself."""
+    def page_locked(self, count: int) -> Tensor:
+        """float32 [count] in host memory that the GPU copies from and to by itself."""
 
     def lock(self, memory: Tensor) -> None:
         """Lock the pages of host memory that exists, for as long as the process lives."""
 
-    def copy(self, target: Tensor, source: Tensor, words: int) -> None:
-        """Copy the first words of 4 bytes, when the stream comes to it."""
+    def copy(self, target: Tensor, source: Tensor, count: int) -> None:
+        """Copy the first `count` words of 4 bytes, when the stream comes to it."""
 
     def call(self, function: int, argument: ctypes.Structure) -> None:
         """Call a native function, when the stream comes to it. The argument must stay where it is."""
@@ -58,17 +58,17 @@ class CudaLink:
         self._ready: list[Any] = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._free: list[Any] = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
 
-    def page_locked(self, words: int) -> Tensor:
-        return torch.zeros(words, dtype=torch.float32, pin_memory=True)
+    def page_locked(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.float32, pin_memory=True)
 
     def lock(self, memory: Tensor) -> None:
         flags = self._driver_api.CU_MEMHOSTREGISTER_PORTABLE
         _ok(self._driver_api.cuMemHostRegister(memory.data_ptr(), memory.nbytes, flags), "lock the experts' memory")
 
-    def copy(self, target: Tensor, source: Tensor, words: int) -> None:
+    def copy(self, target: Tensor, source: Tensor, count: int) -> None:
         api = self._driver_api
         stream = api.CUstream(self._current().cuda_stream)
-        _ok(api.cuMemcpyAsync(target.data_ptr(), source.data_ptr(), 4 * words, stream), "copy rows")
+        _ok(api.cuMemcpyAsync(target.data_ptr(), source.data_ptr(), 4 * count, stream), "copy rows")
 
     def call(self, function: int, argument: ctypes.Structure) -> None:
         # Not through cuda-bindings: its wrapper takes the interpreter's lock, and frees what a graph calls again.

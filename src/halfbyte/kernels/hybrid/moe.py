@@ -88,7 +88,7 @@ class HybridMoe(TritonMoe):
 
 
 @dataclass(frozen=True)
-class Room:
+class RowBuffers:
     """Buffers for rows on their way: the same words on the GPU and in host memory."""
 
     device_in: Tensor
@@ -110,15 +110,15 @@ class HostState:
         host_functions[address] = NodeKernel(self.caller.image.name, self.caller.image.module)
         self.deterministic = b.gates.deterministic == "on"
         self.stream_from: int | None = None  # rows; measured with the first layer
-        self._rooms: dict[int, Room] = {}  # never given back: a captured graph may hold their addresses
+        self._rooms: dict[int, RowBuffers] = {}  # never given back: a captured graph may hold their addresses
         self._scratch: int | None = None
         self._stream: ExpertStream | None = None
 
-    def room(self, rows: int) -> Room:
+    def room(self, rows: int) -> RowBuffers:
         size = GRAPH_ROWS if rows <= GRAPH_ROWS else 1 << (rows - 1).bit_length()
         if size not in self._rooms:
             inward, outward = size * (self.spec.hidden + 2 * self.spec.top_k), size * self.spec.hidden
-            self._rooms[size] = Room(
+            self._rooms[size] = RowBuffers(
                 torch.empty(inward, device=self.device), self.link.page_locked(inward),
                 torch.empty(outward, device=self.device), self.link.page_locked(outward),
             )  # fmt: skip
@@ -190,12 +190,12 @@ class HostLayer:
         state.link.copy(room.device_out, room.host_out, at)
         acts.x = acts.x.float() + room.device_out[:at].view(rows, hidden)
 
-    def _job(self, rows: int, room: Room) -> native.ExpertJobStruct:
+    def _job(self, rows: int, room: RowBuffers) -> native.ExpertJobStruct:
         if rows not in self._jobs:
-            spec, words = self._state.spec, room.host_in.data_ptr()
-            ids = words + 4 * rows * spec.hidden
+            spec, address = self._state.spec, room.host_in.data_ptr()
+            ids = address + 4 * rows * spec.hidden
             self._jobs[rows] = native.ExpertJobStruct(
-                scratch=self._state.scratch(self._experts), experts=ctypes.pointer(self._experts), h=words, ids=ids,
+                scratch=self._state.scratch(self._experts), experts=ctypes.pointer(self._experts), h=address, ids=ids,
                 shares=ids + 4 * rows * spec.top_k, out=room.host_out.data_ptr(), rows=rows, failures=0,
             )  # fmt: skip
         return self._jobs[rows]
@@ -208,12 +208,12 @@ class HostLayer:
         wire = state.link.seconds(lambda: stream.fill(self._gate_up, self._down))
         for rows in TRIED_ROWS:
             room = state.room(rows)
-            words = room.host_in
+            host_in = room.host_in
             at, choices = rows * spec.hidden, rows * spec.top_k
-            words[:at] = 1.0
+            host_in[:at] = 1.0
             ids = torch.arange(choices, dtype=torch.int32) % spec.experts
-            words[at : at + choices] = ids.view(torch.float32)
-            words[at + choices : at + 2 * choices] = 1.0 / spec.top_k
+            host_in[at : at + choices] = ids.view(torch.float32)
+            host_in[at + choices : at + 2 * choices] = 1.0 / spec.top_k
             began = time.perf_counter()
             state.caller.call(self._job(rows, room))
             if time.perf_counter() - began > wire:
