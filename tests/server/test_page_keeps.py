@@ -122,6 +122,22 @@ def test_asking_an_early_question_again_keeps_what_followed(open_page: Callable[
     assert p.page.locator(".bubble").all_inner_texts() == ["plain one", "plain two", "plain three"]
 
 
+def test_a_change_that_is_not_written_when_the_page_closes_is_kept(open_page: Callable[..., Page]) -> None:
+    p = open_page()
+    for n, text in enumerate(("plain one", "plain two")):
+        p.ask(text)
+        p.answered(n + 1)
+    p.page.locator("[aria-label=Regenerate]").first.click()
+    p.answered(1)
+    # From here on no transaction of this page ends, as on a machine that is busy while the page closes.
+    p.page.evaluate("IDBDatabase.prototype.transaction = () => ({ objectStore: () => ({ get: () => ({}) }) })")
+    p.page.click("[aria-label='Previous version']")
+    p.page.reload()
+    expect(p.page.locator(".bubble")).to_have_text(["plain one", "plain two"])
+    p.page.reload()
+    expect(p.page.locator(".bubble")).to_have_text(["plain one", "plain two"])
+
+
 def test_a_reload_keeps_half_an_answer(open_page: Callable[..., Page], live: Live) -> None:
     p = open_page()
     p.ask("a long story")

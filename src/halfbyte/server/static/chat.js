@@ -394,6 +394,7 @@ addEventListener("popstate", () => { if (addressOf(current) !== location.hash) g
 ui.menu.addEventListener("click", toggleSide);
 ui.veil.addEventListener("click", closeSide);
 addEventListener("pagehide", () => {
+  store.rescueWrites();
   if (!running) return;
   const { conversation, message } = running;
   const half = structuredClone(message);

@@ -170,13 +170,25 @@ export async function purge(id) {
   others?.postMessage({ purged: id });
 }
 
-// ---- a page that closes in the middle of an answer -----------------------------------------------------------------
+// ---- a page that closes in the middle of an answer or of a write ---------------------------------------------------
 
 /** A closing page has no time for a transaction: the half answer waits in localStorage, which is written at once. */
 export function rescue(conversation, node) {
   const nodes = { [node.id]: node };
   if (conversation.nodes[node.parent]) nodes[node.parent] = conversation.nodes[node.parent];
-  try { localStorage.setItem(RESCUED + node.id, JSON.stringify({ ...conversation, nodes })); } catch { /* the last save has to do */ }
+  setAside({ ...conversation, nodes }, node.id);
+}
+
+/** A transaction that has not ended is lost with the page: what it would have written waits there, too. */
+export function rescueWrites() {
+  for (const id of new Set([...writes.keys(), ...timers.keys()])) {
+    const conversation = known.get(id);
+    if (conversation) setAside(conversation, id) || setAside({ ...conversation, nodes: {} }, id); // all, or else its title and branch
+  }
+}
+
+function setAside(conversation, key) {
+  try { localStorage.setItem(RESCUED + key, JSON.stringify(conversation)); return true; } catch { return false; } // the last save has to do
 }
 
 function recover() {
@@ -185,8 +197,11 @@ function recover() {
   for (const key of keys) {
     const half = read(key, null);
     localStorage.removeItem(key);
-    if (!half?.nodes) continue;
+    if (!half?.nodes || (!known.has(half.id) && !count(half))) continue;
+    const newer = half.v >= (known.get(half.id)?.v ?? 0);
     join(half);
-    save(known.get(half.id));
+    const conversation = known.get(half.id);
+    if (newer && conversation.nodes[half.leaf]) conversation.leaf = half.leaf; // no branch is on screen yet
+    save(conversation);
   }
 }
